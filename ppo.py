@@ -1,0 +1,572 @@
+"""Step 3 of RLHF: PPO.   prompts -> an actor in output/ppo whose answers the reward model scores higher
+
+    deepspeed ppo.py                                     the built-in toy, from output/sft and output/reward
+    deepspeed ppo.py --preset opt-1.3b                   DeepSpeed-Chat's recipe
+    deepspeed ppo.py --actor_model_name_or_path output/sft --critic_model_name_or_path output/reward --data_path my.jsonl
+
+Four models:  actor      from step 1, trained: writes the answers
+              critic     from step 2, trained: foresees, at each token, the reward still to come
+              reference  the actor as it was, frozen: how far the actor may stray from it is priced by a KL term
+              reward     from step 2, frozen: scores each whole answer, once
+One step, numbered as in main():
+    3 rollout      the actor samples an answer to each prompt of the batch
+    4 score        eval-mode forwards give old log-probs, reference log-probs, values and scores
+    5 advantages   score - KL penalty per token; GAE; whitening over all ranks
+    6 update       clipped policy loss for the actor, clipped value loss for the critic
+    7 keep         EMA of the actor, metrics, samples
+What is left out: vLLM-style serving engines, asynchronous rollouts, multi-turn environments.
+
+Token layout, P = 3 prompt slots (left-padded), R = 4 response slots (right-padded; '-' is padding)
+    position          0    1    2    3    4    5    6
+    token             -    x0   x1 | y0   y1   eos  -
+    logits[:, t] score token t+1: the response is scored by logits[:, P-1 : T-1]     (B, R, V)
+    values[:, t] is the outlook before token t+1 is chosen: the same slice           (B, R)
+    response_mask is 1 on y0, y1, eos.  The score lands on eos (on the last token of an answer that was cut off).
+"""
+import importlib.util
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import common
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------------------------------------------------
+PRESETS = {
+    # DeepSpeed-Chat, step 3, opt/single_node/run_1.3b.sh, number for number. A run without a preset starts from these.
+    "opt-1.3b": dict(
+        actor_model_name_or_path="output/sft", critic_model_name_or_path="output/reward",
+        data_path=["Dahoas/rm-static"], data_split=[2, 4, 4], output_dir="output/ppo",
+        num_train_epochs=1,               # the reward reaches its plateau fast
+        actor_learning_rate=9.65e-6, critic_learning_rate=5e-6, actor_weight_decay=0.0, critic_weight_decay=0.0,
+        actor_dropout=0.0,                # off: the pass that trains must see the policy that sampled
+        critic_dropout=None,              # on: the model's own
+        num_warmup_steps=100, max_prompt_seq_len=256, max_answer_seq_len=256,
+        per_device_generation_batch_size=4, per_device_training_batch_size=4, per_device_eval_batch_size=4,
+        kl_coef=0.1, enable_ema=1, zero_stage=2),
+    "toy": dict(
+        actor_model_name_or_path="output/sft", critic_model_name_or_path="output/reward",
+        data_path=[str(common.HERE / "toy/data")], data_split=[4, 5, 1], output_dir="output/ppo", max_steps=100,
+        num_train_epochs=1, actor_learning_rate=2e-4, critic_learning_rate=4e-4, actor_weight_decay=0.0,
+        critic_weight_decay=0.0, actor_dropout=0.0, critic_dropout=None, num_warmup_steps=5, max_prompt_seq_len=64,
+        max_answer_seq_len=48, per_device_generation_batch_size=32, per_device_training_batch_size=32,
+        per_device_eval_batch_size=64, kl_coef=0.05, enable_ema=1, zero_stage=2, dtype="fp32", log_steps=5, eval_steps=25,
+        gold_fn=str(common.HERE / "toy/gold.py") + ":gold"),
+}
+COLUMNS = ["step", "reward", "gold", "kl", "response_length", "eos_rate", "actor_loss", "critic_loss", "explained_variance",
+           "entropy", "ratio_max", "eval_reward", "eval_gold", "seconds"]
+
+
+def get_args(argv=None):
+    parser = common.new_parser(__doc__)
+    group = parser.add_argument_group("PPO: flags that change the result")
+
+    def arg(name, *more, **options):
+        group.add_argument(f"--{name}", *more, **{**options, "help": options["help"] + " [%(default)s]"})
+
+    arg("actor_model_name_or_path", help="the model to train, and frozen, the reference: step 1's output")
+    arg("critic_model_name_or_path", help="where the critic starts: step 2's output")
+    arg("reward_model_name_or_path", help="the frozen reward model; None: the critic's")
+    arg("reward_fn", metavar="FILE:FUNCTION", help="f(prompts, completions, **columns) -> floats, in place of a reward model")
+    arg("gold_fn", metavar="FILE:FUNCTION", help="the same signature; its scores are logged and never trained on")
+    arg("actor_learning_rate", type=float, help="peak. About twice the critic's [DeepSpeed-Chat]")
+    arg("critic_learning_rate", type=float, help="peak")
+    arg("actor_weight_decay", type=float, help="AdamW, matrices only")
+    arg("critic_weight_decay", type=float, help="AdamW, matrices only")
+    arg("actor_dropout", type=float, help="0: old and new log-probs must come from the same network; None: the model's own")
+    arg("critic_dropout", type=float, help="on in training, off where values are stored; None: the model's own")
+    arg("per_device_generation_batch_size", type=int, help="prompts of one rollout batch on one device")
+    arg("per_device_training_batch_size", type=int, help="sequences of one forward/backward on one device; must equal it")
+    arg("generation_batches", type=int, default=1, help="rollout batches before training on them. 1 [DeepSpeed-Chat]")
+    arg("ppo_epochs", type=int, default=1, help="passes over each rollout. 1 [DeepSpeed-Chat]")
+    arg("max_prompt_seq_len", type=int, help="tokens; a longer prompt keeps its end")
+    arg("max_answer_seq_len", type=int, help="tokens, EOS included; a longer answer is cut off")
+    arg("temperature", type=float, default=1.0, help="of sampling; log-probs are of the same distribution")
+    arg("top_p", type=float, default=1.0, help="nucleus sampling; 1: off. Log-probs stay those of the whole distribution")
+    arg("top_k", type=int, default=0, help="sample from the k likeliest tokens; 0: off. Log-probs as with top_p")
+    arg("kl_coef", type=float, help="price of one nat of KL to the reference. 0.1 [DeepSpeed-Chat]")
+    arg("kl_estimator", choices=["k1", "k2", "k3"], default="k1", help="per-token KL estimate in the reward [Schulman 2020]")
+    arg("kl_target", type=float, help="nats an answer: kl_coef adapts to hold it [Ziegler 2019, section 2.2]; None: fixed")
+    arg("gamma", type=float, default=1.0, help="discount. 1 [DeepSpeed-Chat]")
+    arg("lam", type=float, default=0.95, help="GAE's lambda: 0 trusts the critic, 1 the rewards. 0.95 [DeepSpeed-Chat]")
+    arg("clip", type=float, default=0.2, help="the ratio counts within 1 +- this [Schulman 2017]")
+    arg("clip_value", type=float, default=0.2, help="values move at most this far from the stored ones. 0.2 [DeepSpeed-Chat]")
+    arg("clip_reward", type=float, default=5.0, help="scores are cut to +- this. 5 [DeepSpeed-Chat]")
+    arg("whiten", type=int, default=1, help="1: advantages to mean 0, deviation 1, masked, over all ranks; 0: as they are")
+    arg("enable_ema", type=int, help="1: keep an average of the actor's weights, in output_dir/ema; better generations")
+    arg("ema_decay", type=float, default=0.992, help="of that average. 0.992 [DeepSpeed-Chat]")
+    arg("unsup_data_path", nargs="+", help="plain text, mixed into the actor's updates (PTX)")
+    arg("unsup_coef", type=float, default=27.8, help="weight of its loss. 27.8 [InstructGPT, eq. 2]")
+    arg("num_eval_prompts", type=int, default=128, help="held-out prompts answered at each evaluation")
+    arg("allow_unstable", type=int, default=0, help="1: lift the constraints on batch sizes, epochs and rollout batches")
+    arg("actor_zero_stage", type=int, choices=[0, 1, 2, 3], help="ZeRO stage of actor and reference; None: --zero_stage")
+    arg("critic_zero_stage", type=int, choices=[0, 1, 2, 3], help="ZeRO stage of critic and reward model; None: --zero_stage")
+    common.add_common_arguments(parser, own_forms=("model_name_or_path", "learning_rate", "weight_decay", "dropout",
+                                                   "max_seq_len", "per_device_train_batch_size"))
+    args = common.parse(parser, PRESETS, argv)
+    for role in ("actor", "critic"):
+        if getattr(args, f"{role}_zero_stage") is None:
+            setattr(args, f"{role}_zero_stage", args.zero_stage)
+    args.reward_model_name_or_path = args.reward_model_name_or_path or args.critic_model_name_or_path
+    args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
+    check_constraints(args)
+    return args
+
+
+def check_constraints(args):
+    """DeepSpeed-Chat reports divergence when any of these is broken, so they hold unless lifted knowingly.
+
+    While they hold, the weights that train are the weights that sampled: the ratio is 1, clipping never acts, and this is
+    a policy gradient with a baseline. A correct PPO survives several epochs; what made others diverge is mostly that the
+    pass that stored old log-probs and the pass that trained disagreed (dropout, masks, dtype). Ours are the same function.
+    """
+    generation, training = args.per_device_generation_batch_size, args.per_device_training_batch_size
+    if (generation * args.generation_batches * args.gradient_accumulation_steps) % training:
+        common.fail(f"--per_device_training_batch_size {training} does not divide the {generation} x {args.generation_batches} "
+                    f"answers of a rollout.\n  Use a divisor, for example {math.gcd(generation, training)}.")
+    if args.temperature <= 0:
+        common.fail(f"--temperature {args.temperature} must be above 0.\n  0 would be greedy decoding: a policy that never explores.")
+    if args.allow_unstable:
+        return
+    if generation != training:
+        common.fail(f"--per_device_generation_batch_size {generation} and --per_device_training_batch_size {training} differ.\n"
+                    "  Step 3 trains on exactly what it just generated; with other sizes the stored log-probs go stale.\n"
+                    f"  Set both to {training} (or both to {generation}), and use --gradient_accumulation_steps for a larger batch.\n"
+                    "  --allow_unstable 1 lifts this.")
+    for name in ("ppo_epochs", "generation_batches"):
+        if getattr(args, name) != 1:
+            common.fail(f"--{name} {getattr(args, name)} must be 1: DeepSpeed-Chat reports divergence otherwise.\n"
+                        "  Use --gradient_accumulation_steps for a larger batch, or lift this with --allow_unstable 1.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Maths: pure functions.  Shapes: B sequences, R response tokens; mask (B, R) is 1 on real response tokens
+# ---------------------------------------------------------------------------------------------------------------------
+def kl_estimate(logprobs, ref_logprobs, estimator):
+    """KL(pi || ref) per token, from tokens sampled by pi.  [Schulman 2020, "Approximating KL divergence"]   (B, R) -> (B, R)
+
+        r = ref / pi        k1 = -log r             unbiased, may be negative, noisy
+                            k2 = (log r)^2 / 2      biased a little, never negative
+                            k3 = r - 1 - log r      unbiased, never negative
+    """
+    log_r = ref_logprobs - logprobs
+    return {"k1": lambda: -log_r, "k2": lambda: log_r ** 2 / 2, "k3": lambda: log_r.exp() - 1 - log_r}[estimator]()
+
+
+def token_rewards(scores, kl, mask, kl_coef, clip_reward):
+    """Reward of each token: minus the KL price everywhere, plus the clipped score on the last token.  [Ouyang 2022] eq. 2
+
+    scores: (B,), kl, mask: (B, R) -> (B, R), 0 where mask is 0
+    """
+    rewards = -kl_coef * kl * mask
+    last = mask.sum(-1).long().sub(1).clamp(min=0).unsqueeze(-1)  # (B, 1): the EOS, or the token where the answer was cut
+    rewards = rewards.scatter_add(1, last, scores.clamp(-clip_reward, clip_reward).unsqueeze(-1))
+    return rewards * mask
+
+
+def gae(rewards, values, mask, gamma, lam):
+    """Generalized advantage estimation over the response tokens.  [Schulman 2016] eq. 16
+
+        delta_t = r_t + gamma * V_{t+1} - V_t       V = 0 after the last real token
+        A_t     = delta_t + gamma * lam * A_{t+1}   so we walk from the last token back
+        returns = A + V                             what the critic should have said
+
+    rewards, values, mask: (B, R) -> advantages, returns: (B, R), 0 where mask is 0
+    """
+    values = values * mask
+    advantages = torch.zeros_like(values)
+    following, next_value = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])  # (B,)
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        following = (delta + gamma * lam * following) * mask[:, t]
+        advantages[:, t], next_value = following, values[:, t]
+    return advantages, (advantages + values) * mask
+
+
+def whitened(advantages, masks):
+    """Shift and scale lists of (B, R) to mean 0 and deviation 1 over all real tokens of the step, on all ranks.
+
+    Per rank, or with padding counted in, results would change with the number of GPUs and with the padding.
+    """
+    a, m = torch.cat([x.flatten() for x in advantages]).double(), torch.cat([x.flatten() for x in masks]).double()
+    count, total, squares = common.all_sum(m.sum(), (a * m).sum(), (a * a * m).sum()).tolist()
+    mean = total / count
+    scale = max(squares / count - mean ** 2, 0.0) ** 0.5 + 1e-8
+    return [(a - mean) / scale * m for a, m in zip(advantages, masks)]
+
+
+def policy_loss(logprobs, old_logprobs, advantages, clip):
+    """Clipped surrogate, to be minimised.  [Schulman 2017] eq. 7, with the sign turned.   (B, R) -> loss, ratio: (B, R)
+
+        ratio = pi(token) / pi_old(token)
+        loss  = -min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A)
+    The minimum is the pessimist's choice: no gain from moving the ratio beyond the clip, full loss when it went wrong.
+    """
+    ratio = (logprobs - old_logprobs).exp()
+    return -torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages), ratio
+
+
+def value_loss(values, old_values, returns, clip_value):
+    """Half the squared error; the larger of the plain one and that of values kept within old +- clip.   (B, R) -> (B, R)
+
+    As in OpenAI's baselines and DeepSpeed-Chat; not in the PPO paper.
+    """
+    clipped = old_values + (values - old_values).clamp(-clip_value, clip_value)
+    return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
+
+
+def entropy(logits):
+    """Of softmax(logits), in nats, a row at a time to keep the fp32 copy small.   (B, R, V) -> (B, R)"""
+    def one(row):
+        logp = row.float().log_softmax(-1)
+        return -(logp.exp() * logp).sum(-1)
+    return torch.stack([one(row) for row in logits])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rollout and score
+# ---------------------------------------------------------------------------------------------------------------------
+def collate_prompts(rows):
+    """Prompts stay lists until they are padded: a rollout batch is as wide as its longest prompt."""
+    return {"rows": rows}
+
+
+def roll_out(args, engine, tokenizer, rows, step, batch_size):
+    """Sample one answer to each prompt -> list of dicts: the row, answer_ids (EOS included), text, ended.
+
+    An answer depends on (seed, step, prompt's row number): not on the rank, the slot, or the neighbours in the batch.
+    """
+    out = []
+    with common.gathered(engine) as (model, synced):
+        for start in range(0, len(rows), batch_size):
+            part = rows[start:start + batch_size]
+            ids, mask = common.pad_left([r["prompt_ids"] for r in part], tokenizer.pad_token_id)
+            uniforms = common.row_uniforms(args.seed, step, [max(r["row"], 0) for r in part], args.max_answer_seq_len)
+            answers, answer_mask = common.generate(model, ids.to(common.device()), mask.to(common.device()), uniforms, tokenizer,
+                                                   args.temperature, args.top_k, args.top_p, synced)
+            for row, answer, count in zip(part, answers.tolist(), answer_mask.sum(-1).tolist()):
+                answer = answer[:count]
+                out.append({**row, "answer_ids": answer, "ended": float(answer[-1] == tokenizer.eos_token_id),
+                            "text": tokenizer.decode(answer, skip_special_tokens=True)})
+    return out
+
+
+def collate_answers(sequences, pad_id):
+    """-> ids, mask: (B, T = P + R), response_mask: (B, R). Masks are by position, from the known lengths.
+
+    mask tells attention which tokens are real; response_mask, which ones the losses cover: none of a filler row's.
+    """
+    prompts = [s["prompt_ids"] for s in sequences]
+    answers = [s["answer_ids"] for s in sequences]
+    ids, mask = common.pad_left(prompts, pad_id)  # (B, P)
+    longest = max(map(len, answers))
+    right = torch.tensor([a + [pad_id] * (longest - len(a)) for a in answers])  # (B, R)
+    answer_mask = torch.tensor([[1] * len(a) + [0] * (longest - len(a)) for a in answers])
+    real = torch.tensor([float(s["real"]) for s in sequences])
+    return {"ids": torch.cat([ids, right], 1), "mask": torch.cat([mask, answer_mask], 1), "response_mask": answer_mask * real[:, None],
+            "real": real, "ended": torch.tensor([s["ended"] for s in sequences])}
+
+
+@torch.no_grad()
+def score(args, batch, actor, reference, critic, reward_model):
+    """Add old_logprobs, ref_logprobs, values, entropy (B, R) and scores (B,) to a micro-batch, from eval-mode forwards.
+
+    The same function on the same padding as the pass that trains: before the first update the ratio is exactly 1.
+    """
+    ids, mask, count = batch["ids"], batch["mask"], batch["response_mask"].shape[1]
+    logits = common.last_logits(actor, ids, mask, count) / args.temperature                         # (B, R, V)
+    batch["old_logprobs"] = common.TokenLogprobs.apply(logits, ids[:, -count:])
+    batch["entropy"] = entropy(logits)
+    batch["ref_logprobs"] = common.last_logprobs(reference, ids, mask, count, args.temperature)
+    if critic is not None:
+        batch["values"] = critic(ids, mask)[:, -count - 1:-1]
+    if reward_model is not None:
+        last = mask[:, -count:].sum(-1, keepdim=True) - 1  # (B, 1): the answer's last token, in response slots
+        batch["scores"] = reward_model(ids, mask)[:, -count:].gather(1, last).squeeze(-1)
+    return batch
+
+
+def load_function(spec, flag):
+    """'FILE:FUNCTION' -> the function. This runs the user's own code."""
+    file, _, name = spec.rpartition(":")
+    if not Path(file).is_file():
+        common.fail(f"{flag} {spec}: no such file.\n  Give it as FILE.py:FUNCTION.")
+    module_spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        common.fail(f"{flag} {spec}: there is no function {name} in {file}.")
+    return getattr(module, name)
+
+
+def call_function(function, sequences):
+    """-> (B,) floats: `function(prompts, completions, **columns)` on this rank's answers, as TRL calls it."""
+    extra = [json.loads(s["extra"]) for s in sequences]
+    columns = {k: [e.get(k) for e in extra] for k in (extra[0] if extra else {})}
+    values = function([s["prompt"] for s in sequences], [s["text"] for s in sequences], **columns)
+    if len(values) != len(sequences):
+        raise ValueError(f"{function.__name__} returned {len(values)} numbers for {len(sequences)} answers")
+    return torch.tensor([float(v) for v in values])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# EMA of the actor, in fp32, on local shards: no communication until it is saved
+# ---------------------------------------------------------------------------------------------------------------------
+def ema_start(model):
+    """-> {name: this rank's fp32 shard of each weight}. bf16 would lose it: (1 - 0.992) of a step is below half an ulp."""
+    return {name: common.local_shard(p).float().clone() for name, p in model.named_parameters()}
+
+
+def ema_update(ema, model, decay):
+    """ema += (1 - decay) * (weights - ema), shard by shard. ZeRO-3's full weights would be thrown away unless gathered
+    with a modifier_rank, which made this step a silent no-op elsewhere; the shards are what the optimizer really moves."""
+    for name, p in model.named_parameters():
+        ema[name].lerp_(common.local_shard(p).float(), 1 - decay)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation: the same held-out prompts, with the same random numbers, each time
+# ---------------------------------------------------------------------------------------------------------------------
+def evaluate(args, actor, reference, reward_model, functions, tokenizer, held_out, step):
+    """Answer held-out prompts, score them, append them to samples.jsonl -> means over all ranks."""
+    rank, ranks = common.world()
+    order = list(range(len(held_out))) + [-1] * (-len(held_out) % ranks)
+    rows = [common.Rows(held_out)[i] for i in order[rank::ranks]]
+    size = args.per_device_eval_batch_size
+    sequences = sorted(roll_out(args, actor, tokenizer, rows, 0, size), key=lambda s: len(s["answer_ids"]))
+    actor.eval()
+    for start in range(0, len(sequences), size):
+        part = sequences[start:start + size]
+        batch, = common.to_device([collate_answers(part, tokenizer.pad_token_id)])
+        batch = score(args, batch, actor, reference, None, reward_model)
+        kl = (kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], "k1") * batch["response_mask"]).sum(-1)
+        for s, k in zip(part, kl.tolist()):
+            s["kl"] = k
+        for name, values in answer_scores(functions, part, batch).items():
+            for s, value in zip(part, values.tolist()):
+                s[name] = value
+    actor.train()
+    gathered = [None] * ranks
+    torch.distributed.all_gather_object(gathered, [s for s in sequences if s["real"]])
+    answers = sorted((s for part in gathered for s in part), key=lambda s: s["row"])
+    names = ["reward", "gold", "kl"] if functions["gold"] else ["reward", "kl"]
+    common.write_samples(args, [{"step": step, "prompt": s["prompt"], "response": s["text"], "response_length": len(s["answer_ids"]),
+                                 **{k: s[k] for k in names}} for s in answers])
+    for s in answers[:2]:
+        common.say(f"    {s['prompt']!r} -> {s['text']!r}  reward {s['reward']:.2f}")
+    means = {f"eval_{k}": sum(s[k] for s in answers) / len(answers) for k in names}
+    return {**means, "eval_response_length": sum(len(s["answer_ids"]) for s in answers) / len(answers)}
+
+
+def answer_scores(functions, sequences, batch):
+    """-> {'reward': (B,), 'gold': (B,)}: the reward model's scores or reward_fn's, and the gold score's where there is one."""
+    scores = {name: call_function(f, sequences) for name, f in functions.items() if f}
+    return {"reward": batch["scores"].cpu(), **scores} if "scores" in batch else scores
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Helpers of the update
+# ---------------------------------------------------------------------------------------------------------------------
+def minibatches(micro_batches, accumulation, epochs, seed):
+    """Yield lists of `accumulation` micro-batches, one list an optimizer step, reshuffled in each of the `epochs`."""
+    for epoch in range(epochs):
+        order = np.random.default_rng([*seed, epoch]).permutation(len(micro_batches))
+        for start in range(0, len(order), accumulation):
+            yield [micro_batches[i] for i in order[start:start + accumulation]]
+
+
+def first_pass_gate(args, drift, step):
+    """Before a rollout's first update the ratio must be 1: same weights, same tokens, same function. Else stop, and say why."""
+    drift = common.all_max(drift.item())
+    tolerance = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.05}[args.dtype]
+    if drift > tolerance:
+        common.say(f"error: step {step}: before the first update the ratio is off by {drift:.4g} (allowed with {args.dtype}: {tolerance}).\n"
+                   "  The pass that trains does not see the policy that was scored. Likely: dropout in the actor (--actor_dropout 0),\n"
+                   "  a mask or temperature used in one pass only, or a kernel that is not deterministic.")
+        common.finish(args, code=1)
+
+
+def text_batches(unsup, count, micro_batch, seed, pad_id):
+    """PTX: this rank's share of the text for one optimizer step -> list of `count` dicts of ids, mask: (B, T)."""
+    rank, ranks = common.world()
+    rows = np.random.default_rng(seed).choice(len(unsup), (count, ranks, micro_batch))[:, rank]
+    made = [common.pad_left([unsup[int(i)]["prompt_ids"] + unsup[int(i)]["answers"][0] for i in part], pad_id) for part in rows]
+    return list(common.to_device({"ids": ids, "mask": mask} for ids, mask in made))
+
+
+def adapt_kl_coef(coef, kl, target, gain=0.1):
+    """Ziegler et al. 2019, section 2.2: raise the price when KL is above its target, lower it when below.
+
+    >>> adapt_kl_coef(0.1, kl=12.0, target=6.0)  # far above: the error is clipped to 0.2
+    0.102
+    """
+    return coef * (1 + gain * min(max(kl / target - 1, -0.2), 0.2))
+
+
+def rollout_metrics(args, micro_batches):
+    """-> what the rollout was like, over all ranks: means over answers, and over response tokens."""
+    def cat(make):
+        return torch.cat([make(b) for b in micro_batches]).double()
+
+    each = {"reward": cat(lambda b: b["reward"]), "response_length": cat(lambda b: b["response_mask"].sum(-1)),
+            "eos_rate": cat(lambda b: b["ended"]),
+            **({"gold": cat(lambda b: b["gold"])} if args.gold_fn else {}),
+            "kl": cat(lambda b: (kl_estimate(b["old_logprobs"], b["ref_logprobs"], "k1") * b["response_mask"]).sum(-1)),
+            "kl_k3": cat(lambda b: (kl_estimate(b["old_logprobs"], b["ref_logprobs"], "k3") * b["response_mask"]).sum(-1))}
+    real = cat(lambda b: b["real"])  # (N,) all answers of this rank, fillers 0
+    count, *sums = common.all_sum(real.sum(), *((values * real).sum() for values in each.values())).tolist()
+    means = {name: total / count for name, total in zip(each, sums)}
+
+    entropies, values, returns = (cat(lambda b: b[k][b["response_mask"] > 0]) for k in ("entropy", "values", "returns"))  # (M,)
+    errors = returns - values  # the advantages before whitening
+    sums = common.all_sum(len(errors), entropies.sum(), errors.sum(), (errors ** 2).sum(), returns.sum(), (returns ** 2).sum())
+    entropy_mean, e, e2, r, r2 = (sums[1:] / sums[0]).tolist()
+    return {**means, "entropy": entropy_mean, "advantage_std": max(e2 - e * e, 0.0) ** 0.5,
+            "explained_variance": 1 - (e2 - e * e) / max(r2 - r * r, 1e-12)}  # 1: the critic foresees all, 0: no better than a constant
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The step, top to bottom
+# ---------------------------------------------------------------------------------------------------------------------
+def main():
+    args = get_args()
+    common.start(args)
+    functions = {"reward": args.reward_fn and load_function(args.reward_fn, "--reward_fn"),
+                 "gold": args.gold_fn and load_function(args.gold_fn, "--gold_fn")}
+
+    # 1 data ----------------------------------------------------------------------------------------------------------
+    tokenizer = common.load_tokenizer(args.actor_model_name_or_path)
+    for path in {args.critic_model_name_or_path} | ({args.reward_model_name_or_path} if not args.reward_fn else set()):
+        if common.load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+            common.fail(f"{args.actor_model_name_or_path} and {path} have different vocabularies: the second cannot read what "
+                        "the first writes.\n  Train the reward model (step 2) on a model of the actor's family.")
+    train, held_out = common.load_rows(args, tokenizer, step=3, limit=args.max_prompt_seq_len)
+    held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
+    unsup = args.unsup_data_path and common.load_rows(args, tokenizer, "text", args.max_seq_len, args.unsup_data_path)[0]
+    generation, micro_batch = args.per_device_generation_batch_size, args.per_device_training_batch_size
+    accumulation = args.gradient_accumulation_steps                 # micro-batches of an optimizer step
+    rollout_batches = accumulation * args.generation_batches        # generation batches of a rollout
+    optimizer_steps = args.ppo_epochs * rollout_batches * generation // (micro_batch * accumulation)  # of a rollout
+    steps = common.count_steps(args, train, generation, rollout_batches)
+
+    # 2 models --------------------------------------------------------------------------------------------------------
+    actor_path, critic_path, reward_path = args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path
+    actor_micro_steps = accumulation * (2 if unsup else 1)          # PTX adds as many micro-batches of text
+    actor = common.load_model(actor_path, args, args.actor_zero_stage, args.actor_dropout)
+    actor = common.train_engine(actor, args, args.actor_zero_stage, micro_batch, actor_micro_steps, steps * optimizer_steps,
+                                args.actor_learning_rate, args.actor_weight_decay)
+    critic = common.load_model(critic_path, args, args.critic_zero_stage, args.critic_dropout, tokenizer, "score")
+    critic = common.train_engine(critic, args, args.critic_zero_stage, micro_batch, accumulation, steps * optimizer_steps,
+                                 args.critic_learning_rate, args.critic_weight_decay)
+    reference = common.load_model(actor_path, args, args.actor_zero_stage)
+    reference = common.frozen_engine(reference, args, args.actor_zero_stage, micro_batch)
+    reward_model = None
+    if not args.reward_fn:
+        reward_model = common.load_model(reward_path, args, args.critic_zero_stage, None, tokenizer, "score")
+        reward_model = common.frozen_engine(reward_model, args, args.critic_zero_stage, micro_batch)
+    state = {"ema": ema_start(actor.module) if args.enable_ema else None, "kl_coef": args.kl_coef}  # kept by checkpoints
+    common.begin(args, "step 3: PPO", actor, train, generation, rollout_batches, steps)
+
+    def evaluate_at(step):
+        return evaluate(args, actor, reference, reward_model, functions, tokenizer, held_out, step)
+
+    if not args.resume:
+        common.log(args, {"step": 0, "epoch": 0.0, **evaluate_at(0)}, COLUMNS)
+    for step, epoch, evaluate_now, prompts in common.training_steps(
+            args, {"actor": actor, "critic": critic}, state, train, generation, rollout_batches, steps, collate_prompts):
+        # 3 rollout ---------------------------------------------------------------------------------------------------
+        started = time.time()
+        sequences = roll_out(args, actor, tokenizer, [row for batch in prompts for row in batch["rows"]], step, generation)
+        generated = time.time()
+
+        # 4 score -----------------------------------------------------------------------------------------------------
+        actor.eval(), critic.eval()
+        sequences.sort(key=lambda s: len(s["prompt_ids"]) + len(s["answer_ids"]))  # like lengths together: less padding
+        parts = [sequences[i:i + micro_batch] for i in range(0, len(sequences), micro_batch)]
+        micro_batches = list(common.to_device(collate_answers(part, tokenizer.pad_token_id) for part in parts))
+        for part, batch in zip(parts, micro_batches):
+            score(args, batch, actor, reference, critic, reward_model)
+            batch.update({k: v.to(common.device()) for k, v in answer_scores(functions, part, batch).items()})
+        actor.train(), critic.train()
+        scored = time.time()
+
+        # 5 advantages ------------------------------------------------------------------------------------------------
+        for batch in micro_batches:
+            kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], args.kl_estimator)                   # (B, R)
+            rewards = token_rewards(batch["reward"], kl, batch["response_mask"], state["kl_coef"], args.clip_reward)
+            batch["advantages"], batch["returns"] = gae(rewards, batch["values"], batch["response_mask"], args.gamma, args.lam)
+        if args.whiten:
+            white = whitened([b["advantages"] for b in micro_batches], [b["response_mask"] for b in micro_batches])
+            for batch, advantages in zip(micro_batches, white):
+                batch["advantages"] = advantages
+
+        # 6 update ----------------------------------------------------------------------------------------------------
+        sums, ratio_max, trained_tokens = torch.zeros(4, dtype=torch.float64), 0.0, 0.0
+        for update, minibatch in enumerate(minibatches(micro_batches, accumulation, args.ppo_epochs, (args.seed, step))):
+            tokens = common.all_sum(sum(b["response_mask"].sum() for b in minibatch))[0].item()
+            trained_tokens += tokens
+            if unsup:
+                texts = text_batches(unsup, len(minibatch), micro_batch, (args.seed, step, update), tokenizer.pad_token_id)
+                text_tokens = common.all_sum(sum((t["mask"][:, 1:] * t["mask"][:, :-1]).sum() for t in texts))[0].item()
+            for batch in minibatch:
+                ids, mask, response_mask, old_logprobs = (batch[k] for k in ("ids", "mask", "response_mask", "old_logprobs"))
+                count = response_mask.shape[1]
+                logprobs = common.last_logprobs(actor, ids, mask, count, args.temperature)                      # (B, R)
+                loss, ratio = policy_loss(logprobs, old_logprobs, batch["advantages"], args.clip)               # (B, R)
+                drift = ((ratio.detach() - 1).abs() * response_mask).max()
+                if update == 0:
+                    first_pass_gate(args, drift, step)
+                actor.backward((loss * response_mask).sum() * common.loss_scale(tokens, actor_micro_steps))
+                actor.step()  # moves the weights at the minibatch's last micro-batch only
+                if unsup:
+                    text = texts.pop()
+                    covered = text["mask"][:, 1:] * text["mask"][:, :-1]  # (B, T-1): real tokens with a real one before them
+                    logprobs_text = common.last_logprobs(actor, text["ids"], text["mask"], covered.shape[1])     # (B, T-1)
+                    actor.backward(-args.unsup_coef * (logprobs_text * covered).sum() * common.loss_scale(text_tokens, actor_micro_steps))
+                    actor.step()
+                values = critic(ids, mask)[:, -count - 1:-1]                                                    # (B, R)
+                errors = value_loss(values, batch["values"], batch["returns"], args.clip_value)                 # (B, R)
+                critic.backward((errors * response_mask).sum() * common.loss_scale(tokens, accumulation))
+                critic.step()
+                with torch.no_grad():
+                    ratio_max = max(ratio_max, (ratio * response_mask).max().item())
+                    approx_kl = ratio - 1 - (logprobs - old_logprobs)  # of old and new policy, k3
+                    clipped = ((ratio - 1).abs() > args.clip).float()
+                    sums += torch.stack([(x * response_mask).sum().double().cpu() for x in (loss, errors, approx_kl, clipped)])
+
+            # 7 keep --------------------------------------------------------------------------------------------------
+            if args.enable_ema:
+                ema_update(state["ema"], actor.module, args.ema_decay)
+        trained = time.time()
+        tokens = common.all_sum(sum(b["mask"].sum() for b in micro_batches))[0].item()
+        flops = sum(common.train_flops(m.module, tokens, args.max_seq_len, args.gradient_checkpointing) for m in (actor, critic))
+        names = ("actor_loss", "critic_loss", "approx_kl", "clip_fraction")
+        record = {"step": step, "epoch": epoch, **dict(zip(names, (common.all_sum(*sums) / trained_tokens).tolist())),
+                  "ratio_max": common.all_max(ratio_max), **rollout_metrics(args, micro_batches),
+                  "kl_coef": state["kl_coef"], "generate_seconds": generated - started, "score_seconds": scored - generated,
+                  "train_seconds": trained - scored, **common.speed(args, actor, tokens, started, flops)}
+        common.check_finite(args, record)
+        if args.kl_target:
+            state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["kl"], args.kl_target)
+        if evaluate_now:
+            record.update(evaluate_at(step))
+        if evaluate_now or step % args.log_steps == 0:
+            common.log(args, record, COLUMNS, actor)
+        if evaluate_now:
+            common.draw_curves(args)
+
+    # 8 save ----------------------------------------------------------------------------------------------------------
+    if args.enable_ema:
+        common.save_model(actor, tokenizer, Path(args.output_dir) / "ema", shards=state["ema"])
+    common.save_model(critic, tokenizer, Path(args.output_dir) / "critic")
+    common.save_model(actor, tokenizer, args.output_dir)
+    common.finish(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Step 2 of RLHF: the reward model.   pairs (prompt, chosen, rejected) -> a value model in output/reward
+
+    deepspeed reward.py                                  the built-in toy, on top of output/sft
+    deepspeed reward.py --preset opt-1.3b                DeepSpeed-Chat's recipe: OPT-350M learns to judge
+    deepspeed reward.py --model_name_or_path output/sft --data_path my_pairs.jsonl
+
+A backbone with a linear head gives one number per token; the number at an answer's last token is the answer's score.
+The score learns to order pairs as people did: the Bradley-Terry model says P(chosen beats rejected) = sigmoid(difference).
+Numbered as in main():  1 data  2 model  3 train  4 save.  What is left out: more than two answers per prompt, margins.
+
+Layout of a micro-batch of B = 2 pairs, T = 6 tokens: one forward scores both answers of every pair ('-' is padding).
+    row 0  chosen of pair 0      -    x0   x1 | y0   y1   eos
+    row 1  chosen of pair 1      x0   x1   x2   x3 | y0   eos      every row ends in the last column:
+    row 2  rejected of pair 0    -    -    x0   x1 | z0   eos      the score is values[:, -1]        (2B,)
+    row 3  rejected of pair 1    x0   x1   x2   x3 | z0   eos      chosen, rejected = its halves     (B,), (B,)
+"""
+import time
+
+import torch
+import torch.nn.functional as F
+
+import common
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------------------------------------------------
+PRESETS = {
+    # DeepSpeed-Chat, step 2, opt/single_node/run_350m.sh, number for number. A run without a preset starts from these.
+    "opt-1.3b": dict(
+        model_name_or_path="facebook/opt-350m",
+        data_path=["Dahoas/rm-static", "Dahoas/full-hh-rlhf", "Dahoas/synthetic-instruct-gptj-pairwise",
+                   "yitingxie/rlhf-reward-datasets"],
+        data_split=[2, 4, 4], output_dir="output/reward",
+        num_train_epochs=1,   # as InstructGPT: a reward model overfits at once, and that hurts step 3
+        learning_rate=5e-5,   # 9.65e-6 for Llama-2
+        weight_decay=0.1, num_warmup_steps=0,
+        dropout=0.0,          # off: the two answers of a pair must be judged by the same network
+        per_device_train_batch_size=4, per_device_eval_batch_size=4, max_seq_len=512, zero_stage=0),
+    "toy": dict(
+        model_name_or_path="output/sft", data_path=[str(common.HERE / "toy/data")], data_split=[4, 5, 1],
+        output_dir="output/reward", num_train_epochs=1, learning_rate=1e-3, weight_decay=0.1, num_warmup_steps=10,
+        dropout=0.0, per_device_train_batch_size=32, per_device_eval_batch_size=128, max_seq_len=128, zero_stage=2,
+        dtype="fp32", log_steps=10),
+}
+COLUMNS = ["step", "epoch", "loss", "accuracy", "chosen_score", "rejected_score", "eval_loss", "eval_accuracy", "grad_norm"]
+
+
+def get_args(argv=None):
+    parser = common.new_parser(__doc__)
+    parser.add_argument("--value_head_prefix", default="score", help="name of the head in the model; stock transformers loads `score` [%(default)s]")
+    parser.add_argument("--center_coef", type=float, default=0.0, help="pulls scores towards 0, by this times (chosen + rejected)^2; 0.01 in Eisenstein et al. 2023 [%(default)s]")
+    common.add_common_arguments(parser)
+    return common.parse(parser, PRESETS, argv)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data and loss
+# ---------------------------------------------------------------------------------------------------------------------
+def collate(rows, pad_id):
+    """B rows of (prompt_ids, [chosen, rejected]) -> ids, mask (2B, T): all chosen, then all rejected; real (B,)."""
+    sequences = [r["prompt_ids"] + r["answers"][i] for i in (0, 1) for r in rows]
+    ids, mask = common.pad_left(sequences, pad_id)
+    return {"ids": ids, "mask": mask, "real": torch.tensor([float(r["real"]) for r in rows])}
+
+
+def score_pairs(model, batch):
+    """-> scores of the chosen and of the rejected answers, each (B,), fp32, read at each answer's last token."""
+    values = model(batch["ids"], batch["mask"])  # (2B, T)
+    return values[:, -1].chunk(2)
+
+
+def pair_loss_sum(chosen, rejected, real, center_coef=0.0):
+    """Bradley-Terry loss, summed over the real pairs: log 2 each where the scores are equal.  chosen, rejected, real: (B,)
+
+        -log sigmoid(r_chosen - r_rejected)                         [Ouyang et al. 2022] eq. 1
+        + center_coef * (r_chosen + r_rejected)^2                   [Eisenstein et al. 2023] eq. 2
+
+    The first term sees only differences, so a model is free to drift by a constant; the second holds it near zero.
+    """
+    loss = -F.logsigmoid(chosen - rejected) + center_coef * (chosen + rejected) ** 2  # (B,)
+    return (loss * real).sum()
+
+
+def correct_sum(chosen, rejected, real):
+    """Pairs in the right order, a tie counting one half: a constant scorer gets 0.5, not 0.  (B,), (B,), (B,) -> ()"""
+    return (((chosen > rejected) + 0.5 * (chosen == rejected)) * real).sum()
+
+
+def wilson_interval(share, count, z=1.96):
+    """-> [low, high]: 95 % confidence interval of a share seen in `count` trials.  Wilson 1927.
+
+    >>> [round(x, 3) for x in wilson_interval(0.75, 100)]
+    [0.657, 0.825]
+    """
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
+    return [middle - half, middle + half]
+
+
+@torch.no_grad()
+def evaluate(args, engine, held_out, collate_rows):
+    """-> loss, accuracy with its interval, mean scores and margin on the held-out pairs, over all ranks."""
+    engine.eval()
+    sums = torch.zeros(7, dtype=torch.float64)
+    for batch in common.eval_loader(args, held_out, collate_rows):
+        chosen, rejected = score_pairs(engine, batch)
+        real, both = batch["real"], torch.cat([chosen, rejected])
+        sums += torch.stack([real.sum(), pair_loss_sum(chosen, rejected, real), correct_sum(chosen, rejected, real),
+                             (chosen * real).sum(), (rejected * real).sum(), (chosen ** 2 * real).sum(), (rejected ** 2 * real).sum()]).cpu()
+    engine.train()
+    count, loss, correct, chosen, rejected, chosen2, rejected2 = common.all_sum(*sums).tolist()
+    mean = (chosen + rejected) / (2 * count)
+    return {"eval_loss": loss / count, "eval_accuracy": correct / count, "eval_accuracy_ci": wilson_interval(correct / count, count),
+            "eval_chosen_score": chosen / count, "eval_rejected_score": rejected / count, "eval_margin": (chosen - rejected) / count,
+            "eval_score_mean": mean, "eval_score_std": max(0.0, (chosen2 + rejected2) / (2 * count) - mean ** 2) ** 0.5}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The step, top to bottom
+# ---------------------------------------------------------------------------------------------------------------------
+def main():
+    args = get_args()
+    common.start(args)
+
+    # 1 data ----------------------------------------------------------------------------------------------------------
+    tokenizer = common.load_tokenizer(args.model_name_or_path)
+    train, held_out = common.load_rows(args, tokenizer, step=2, limit=args.max_seq_len)
+    micro_batch, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    steps = common.count_steps(args, train, micro_batch, micro_steps)
+
+    def collate_rows(rows):
+        return collate(rows, tokenizer.pad_token_id)
+
+    # 2 model ---------------------------------------------------------------------------------------------------------
+    model = common.load_model(args.model_name_or_path, args, args.zero_stage, args.dropout, tokenizer, args.value_head_prefix)
+    engine = common.train_engine(model, args, args.zero_stage, micro_batch, micro_steps, steps, args.learning_rate, args.weight_decay)
+    common.begin(args, "step 2: reward model", engine, train, micro_batch, micro_steps, steps)
+
+    # 3 train ---------------------------------------------------------------------------------------------------------
+    if not args.resume:
+        common.log(args, {"step": 0, "epoch": 0.0, **evaluate(args, engine, held_out, collate_rows)}, COLUMNS)
+    for step, epoch, evaluate_now, micro_batches in common.training_steps(
+            args, {"model": engine}, {}, train, micro_batch, micro_steps, steps, collate_rows):
+        started = time.time()
+        pairs, tokens = common.all_sum(*(sum(b[k].sum() for b in micro_batches) for k in ("real", "mask"))).tolist()
+        sums = torch.zeros(4, device=common.device())
+        for batch in common.to_device(micro_batches):
+            chosen, rejected = score_pairs(engine, batch)  # (B,), (B,)
+            real = batch["real"]
+            loss_sum = pair_loss_sum(chosen, rejected, real, args.center_coef)  # ()
+            engine.backward(loss_sum * common.loss_scale(pairs, micro_steps))
+            engine.step()  # moves the weights at the step's last micro-batch only
+            sums += torch.stack([loss_sum, correct_sum(chosen, rejected, real), (chosen * real).sum(), (rejected * real).sum()]).detach()
+        loss, accuracy, chosen_score, rejected_score = (common.all_sum(*sums) / pairs).tolist()
+        record = {"step": step, "epoch": epoch, "loss": loss, "accuracy": accuracy, "chosen_score": chosen_score,
+                  "rejected_score": rejected_score, **common.speed(args, engine, tokens, started)}
+        common.check_finite(args, record)
+        if evaluate_now:
+            record.update(evaluate(args, engine, held_out, collate_rows))
+        if evaluate_now or step % args.log_steps == 0:
+            common.log(args, record, COLUMNS, engine)
+        if evaluate_now:
+            common.draw_curves(args)
+
+    # 4 save ----------------------------------------------------------------------------------------------------------
+    common.save_model(engine, tokenizer, args.output_dir)
+    common.finish(args)
+
+
+if __name__ == "__main__":
+    main()
