@@ -29,14 +29,15 @@ import math
 import time
 from pathlib import Path
 
+import deepspeed
+import deepspeed.comm as dist
 import numpy as np
 import torch
+import torch.nn as nn
 
 import common
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arguments
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Arguments ------------------------------------------------------------------------------------------------------
 PRESETS = {
     # DeepSpeed-Chat, step 3, opt/single_node/run_1.3b.sh, number for number. A run without a preset starts from these.
     "opt-1.3b": dict(
@@ -60,7 +61,6 @@ PRESETS = {
 }
 COLUMNS = ["step", "reward", "gold", "kl", "response_length", "eos_rate", "actor_loss", "critic_loss", "explained_variance",
            "entropy", "ratio_max", "eval_reward", "eval_gold", "seconds"]
-
 
 def get_args(argv=None):
     parser = common.new_parser(__doc__)
@@ -117,7 +117,6 @@ def get_args(argv=None):
     check_constraints(args)
     return args
 
-
 def check_constraints(args):
     """DeepSpeed-Chat reports divergence when any of these is broken, so they hold unless lifted knowingly.
 
@@ -143,10 +142,7 @@ def check_constraints(args):
             common.fail(f"--{name} {getattr(args, name)} must be 1: DeepSpeed-Chat reports divergence otherwise.\n"
                         "  Use --gradient_accumulation_steps for a larger batch, or lift this with --allow_unstable 1.")
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Maths: pure functions.  Shapes: B sequences, R response tokens; mask (B, R) is 1 on real response tokens
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Maths: pure functions.  Shapes: B sequences, R response tokens; mask (B, R) is 1 on real response tokens -------
 def kl_estimate(logprobs, ref_logprobs, estimator):
     """KL(pi || ref) per token, from tokens sampled by pi.  [Schulman 2020, "Approximating KL divergence"]   (B, R) -> (B, R)
 
@@ -157,7 +153,6 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
     log_r = ref_logprobs - logprobs
     return {"k1": lambda: -log_r, "k2": lambda: log_r ** 2 / 2, "k3": lambda: log_r.exp() - 1 - log_r}[estimator]()
 
-
 def token_rewards(scores, kl, mask, kl_coef, clip_reward):
     """Reward of each token: minus the KL price everywhere, plus the clipped score on the last token.  [Ouyang 2022] eq. 2
 
@@ -167,7 +162,6 @@ def token_rewards(scores, kl, mask, kl_coef, clip_reward):
     last = mask.sum(-1).long().sub(1).clamp(min=0).unsqueeze(-1)  # (B, 1): the EOS, or the token where the answer was cut
     rewards = rewards.scatter_add(1, last, scores.clamp(-clip_reward, clip_reward).unsqueeze(-1))
     return rewards * mask
-
 
 def gae(rewards, values, mask, gamma, lam):
     """Generalized advantage estimation over the response tokens.  [Schulman 2016] eq. 16
@@ -187,7 +181,6 @@ def gae(rewards, values, mask, gamma, lam):
         advantages[:, t], next_value = following, values[:, t]
     return advantages, (advantages + values) * mask
 
-
 def whitened(advantages, masks):
     """Shift and scale lists of (B, R) to mean 0 and deviation 1 over all real tokens of the step, on all ranks.
 
@@ -199,7 +192,6 @@ def whitened(advantages, masks):
     scale = max(squares / count - mean ** 2, 0.0) ** 0.5 + 1e-8
     return [(a - mean) / scale * m for a, m in zip(advantages, masks)]
 
-
 def policy_loss(logprobs, old_logprobs, advantages, clip):
     """Clipped surrogate, to be minimised.  [Schulman 2017] eq. 7, with the sign turned.   (B, R) -> loss, ratio: (B, R)
 
@@ -210,7 +202,6 @@ def policy_loss(logprobs, old_logprobs, advantages, clip):
     ratio = (logprobs - old_logprobs).exp()
     return -torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages), ratio
 
-
 def value_loss(values, old_values, returns, clip_value):
     """Half the squared error; the larger of the plain one and that of values kept within old +- clip.   (B, R) -> (B, R)
 
@@ -219,7 +210,6 @@ def value_loss(values, old_values, returns, clip_value):
     clipped = old_values + (values - old_values).clamp(-clip_value, clip_value)
     return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
 
-
 def entropy(logits):
     """Of softmax(logits), in nats, a row at a time to keep the fp32 copy small.   (B, R, V) -> (B, R)"""
     def one(row):
@@ -227,14 +217,55 @@ def entropy(logits):
         return -(logp.exp() * logp).sum(-1)
     return torch.stack([one(row) for row in logits])
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rollout and score
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Rollout and score ----------------------------------------------------------------------------------------------
 def collate_prompts(rows):
     """Prompts stay lists until they are padded: a rollout batch is as wide as its longest prompt."""
     return {"rows": rows}
 
+@torch.no_grad()
+def generate(model, ids, mask, uniforms, tokenizer, temperature=1.0, top_k=0, top_p=1.0, synced=False):
+    """Sample answers, token by token, with a key-value cache.
+
+    ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1): the r-th token of row b is the inverse of the
+    cumulative distribution at uniforms[b, r], so an answer depends on its own row only, not on its neighbours or rank.
+    -> answer: (B, R'), answer_mask: (B, R'), R' <= R; the mask is 1 up to and including the first EOS.
+    """
+    batch, limit = uniforms.shape
+    answer = torch.full((batch, limit), tokenizer.pad_token_id, device=ids.device)
+    answer_mask = torch.zeros_like(answer)
+    alive = torch.ones(batch, dtype=torch.bool, device=ids.device)
+    cache, new = None, ids
+    uniforms = uniforms.to(ids.device).double()
+    for r in range(limit):
+        positions = {k: v[:, -new.shape[1]:] for k, v in common.position_ids(model, mask).items()}
+        out = model(new, attention_mask=mask, past_key_values=cache, use_cache=True, **positions)
+        cache = out.past_key_values
+        probs = filter_top(torch.softmax(out.logits[:, -1].float() / temperature, -1), top_k, top_p)  # (B, V)
+        cdf = probs.double().cumsum(-1)
+        token = (cdf <= uniforms[:, r, None] * cdf[:, -1:]).sum(-1)  # (B,) the first token whose cdf exceeds u
+        answer[alive, r] = token[alive]
+        answer_mask[:, r] = alive
+        alive = alive & (token != tokenizer.eos_token_id)
+        # Without `synced` ranks stop on their own. With ZeRO-3's hooks on, a rank that stopped would hang the others.
+        if not (common.all_sum(alive.any())[0] if synced else alive.any()):
+            break
+        new = answer[:, r, None]
+        mask = torch.cat([mask, torch.ones_like(new)], 1)
+    return answer[:, :r + 1], answer_mask[:, :r + 1]
+
+def filter_top(probs, top_k, top_p):
+    """(B, V) probabilities with all but the `top_k` largest, and all beyond cumulative `top_p`, set to 0 (0 and 1: off)."""
+    if top_k:
+        probs = probs.where(probs >= probs.topk(min(top_k, probs.shape[-1])).values[:, -1:], 0)
+    if top_p < 1:
+        ordered, index = probs.sort(-1, descending=True)
+        ordered = ordered.where(ordered.cumsum(-1) - ordered < top_p * ordered.sum(-1, keepdim=True), 0)
+        probs = torch.zeros_like(probs).scatter(-1, index, ordered)
+    return probs
+
+def row_uniforms(seed, step, rows, count):
+    """-> (B, count) numbers in [0, 1); line b depends on (seed, step, rows[b]) and nothing else."""
+    return torch.stack([torch.from_numpy(np.random.default_rng([seed, step, row]).random(count, np.float32)) for row in rows])
 
 def roll_out(args, engine, tokenizer, rows, step, batch_size):
     """Sample one answer to each prompt -> list of dicts: the row, answer_ids (EOS included), text, ended.
@@ -246,15 +277,14 @@ def roll_out(args, engine, tokenizer, rows, step, batch_size):
         for start in range(0, len(rows), batch_size):
             part = rows[start:start + batch_size]
             ids, mask = common.pad_left([r["prompt_ids"] for r in part], tokenizer.pad_token_id)
-            uniforms = common.row_uniforms(args.seed, step, [max(r["row"], 0) for r in part], args.max_answer_seq_len)
-            answers, answer_mask = common.generate(model, ids.to(common.device()), mask.to(common.device()), uniforms, tokenizer,
+            uniforms = row_uniforms(args.seed, step, [max(r["row"], 0) for r in part], args.max_answer_seq_len)
+            answers, answer_mask = generate(model, ids.to(common.device()), mask.to(common.device()), uniforms, tokenizer,
                                                    args.temperature, args.top_k, args.top_p, synced)
             for row, answer, count in zip(part, answers.tolist(), answer_mask.sum(-1).tolist()):
                 answer = answer[:count]
                 out.append({**row, "answer_ids": answer, "ended": float(answer[-1] == tokenizer.eos_token_id),
                             "text": tokenizer.decode(answer, skip_special_tokens=True)})
     return out
-
 
 def collate_answers(sequences, pad_id):
     """-> ids, mask: (B, T = P + R), response_mask: (B, R). Masks are by position, from the known lengths.
@@ -271,6 +301,14 @@ def collate_answers(sequences, pad_id):
     return {"ids": torch.cat([ids, right], 1), "mask": torch.cat([mask, answer_mask], 1), "response_mask": answer_mask * real[:, None],
             "real": real, "ended": torch.tensor([s["ended"] for s in sequences])}
 
+def frozen_engine(model, args, stage, batch_size):
+    """-> `model` for inference only: a sharded engine under ZeRO-3, else the module itself on this rank's device."""
+    model.requires_grad_(False)
+    if stage < 3:
+        return model.to(common.device()).eval()
+    engine = deepspeed.initialize(model=model, config=common.ds_config(args, 3, batch_size, train=False))[0]
+    engine.eval()
+    return engine
 
 @torch.no_grad()
 def score(args, batch, actor, reference, critic, reward_model):
@@ -290,7 +328,6 @@ def score(args, batch, actor, reference, critic, reward_model):
         batch["scores"] = reward_model(ids, mask)[:, -count:].gather(1, last).squeeze(-1)
     return batch
 
-
 def load_function(spec, flag):
     """'FILE:FUNCTION' -> the function. This runs the user's own code."""
     file, _, name = spec.rpartition(":")
@@ -303,7 +340,6 @@ def load_function(spec, flag):
         common.fail(f"{flag} {spec}: there is no function {name} in {file}.")
     return getattr(module, name)
 
-
 def call_function(function, sequences):
     """-> (B,) floats: `function(prompts, completions, **columns)` on this rank's answers, as TRL calls it."""
     extra = [json.loads(s["extra"]) for s in sequences]
@@ -313,25 +349,36 @@ def call_function(function, sequences):
         raise ValueError(f"{function.__name__} returned {len(values)} numbers for {len(sequences)} answers")
     return torch.tensor([float(v) for v in values])
 
+# ---- EMA of the actor, in fp32, on local shards: no communication until it is saved ---------------------------------
+def local_shard(parameter):
+    """-> this rank's equal share (padded, 1-d) of a weight: ZeRO-3's own partition, else a slice of the whole weight."""
+    if hasattr(parameter, "ds_tensor"):
+        return parameter.ds_tensor
+    rank, ranks = common.world()
+    flat = parameter.detach().flatten()
+    share = -(-len(flat) // ranks)
+    return nn.functional.pad(flat, (0, share * ranks - len(flat)))[rank * share:(rank + 1) * share]
 
-# ---------------------------------------------------------------------------------------------------------------------
-# EMA of the actor, in fp32, on local shards: no communication until it is saved
-# ---------------------------------------------------------------------------------------------------------------------
+def gather_shards(parameter, shard):
+    """-> the weight whose `local_shard`s the ranks hold, on the CPU. The inverse of local_shard; all ranks call it."""
+    shards = [shard.to(common.device()).contiguous()]
+    if common.world()[1] > 1:
+        shards = [torch.empty_like(shards[0]) for _ in range(common.world()[1])]
+        torch.distributed.all_gather(shards, shard.to(common.device()).contiguous())
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    return torch.cat(shards).cpu()[:shape.numel()].view(shape).to(parameter.dtype)
+
 def ema_start(model):
     """-> {name: this rank's fp32 shard of each weight}. bf16 would lose it: (1 - 0.992) of a step is below half an ulp."""
-    return {name: common.local_shard(p).float().clone() for name, p in model.named_parameters()}
-
+    return {name: local_shard(p).float().clone() for name, p in model.named_parameters()}
 
 def ema_update(ema, model, decay):
     """ema += (1 - decay) * (weights - ema), shard by shard. ZeRO-3's full weights would be thrown away unless gathered
     with a modifier_rank, which made this step a silent no-op elsewhere; the shards are what the optimizer really moves."""
     for name, p in model.named_parameters():
-        ema[name].lerp_(common.local_shard(p).float(), 1 - decay)
+        ema[name].lerp_(local_shard(p).float(), 1 - decay)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation: the same held-out prompts, with the same random numbers, each time
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Evaluation: the same held-out prompts, with the same random numbers, each time ---------------------------------
 def evaluate(args, actor, reference, reward_model, functions, tokenizer, held_out, step):
     """Answer held-out prompts, score them, append them to samples.jsonl -> means over all ranks."""
     rank, ranks = common.world()
@@ -362,16 +409,12 @@ def evaluate(args, actor, reference, reward_model, functions, tokenizer, held_ou
     means = {f"eval_{k}": sum(s[k] for s in answers) / len(answers) for k in names}
     return {**means, "eval_response_length": sum(len(s["answer_ids"]) for s in answers) / len(answers)}
 
-
 def answer_scores(functions, sequences, batch):
     """-> {'reward': (B,), 'gold': (B,)}: the reward model's scores or reward_fn's, and the gold score's where there is one."""
     scores = {name: call_function(f, sequences) for name, f in functions.items() if f}
     return {"reward": batch["scores"].cpu(), **scores} if "scores" in batch else scores
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Helpers of the update
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Helpers of the update ------------------------------------------------------------------------------------------
 def minibatches(micro_batches, accumulation, epochs, seed):
     """Yield lists of `accumulation` micro-batches, one list an optimizer step, reshuffled in each of the `epochs`."""
     for epoch in range(epochs):
@@ -379,10 +422,16 @@ def minibatches(micro_batches, accumulation, epochs, seed):
         for start in range(0, len(order), accumulation):
             yield [micro_batches[i] for i in order[start:start + accumulation]]
 
+def all_max(value):
+    """-> the largest of all ranks' numbers."""
+    total = torch.tensor(float(value), device=common.device())
+    if common.world()[1] > 1:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX)
+    return total.item()
 
 def first_pass_gate(args, drift, step):
     """Before a rollout's first update the ratio must be 1: same weights, same tokens, same function. Else stop, and say why."""
-    drift = common.all_max(drift.item())
+    drift = all_max(drift.item())
     tolerance = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.05}[args.dtype]
     if drift > tolerance:
         common.say(f"error: step {step}: before the first update the ratio is off by {drift:.4g} (allowed with {args.dtype}: {tolerance}).\n"
@@ -390,14 +439,22 @@ def first_pass_gate(args, drift, step):
                    "  a mask or temperature used in one pass only, or a kernel that is not deterministic.")
         common.finish(args, code=1)
 
+def read_text(args, tokenizer):
+    """PTX: the `text` column of every --unsup_data_path -> list of lists of ids, each at most a prompt and an answer long."""
+    sources = [common.read_source(path)["train"] for path in args.unsup_data_path]
+    for path, source in zip(args.unsup_data_path, sources):
+        if "text" not in source.column_names:
+            common.fail(f"--unsup_data_path {path} has the columns {', '.join(source.column_names)}.\n  It needs text.")
+    texts = [text for source in sources for text in source["text"]]
+    ids = [common.tokenise_answer(tokenizer, text)[:args.max_seq_len] for text in texts]
+    return [x for x in ids if len(x) > 1]
 
 def text_batches(unsup, count, micro_batch, seed, pad_id):
     """PTX: this rank's share of the text for one optimizer step -> list of `count` dicts of ids, mask: (B, T)."""
     rank, ranks = common.world()
     rows = np.random.default_rng(seed).choice(len(unsup), (count, ranks, micro_batch))[:, rank]
-    made = [common.pad_left([unsup[int(i)]["prompt_ids"] + unsup[int(i)]["answers"][0] for i in part], pad_id) for part in rows]
+    made = [common.pad_left([unsup[i] for i in part], pad_id) for part in rows]
     return list(common.to_device({"ids": ids, "mask": mask} for ids, mask in made))
-
 
 def adapt_kl_coef(coef, kl, target, gain=0.1):
     """Ziegler et al. 2019, section 2.2: raise the price when KL is above its target, lower it when below.
@@ -406,7 +463,6 @@ def adapt_kl_coef(coef, kl, target, gain=0.1):
     0.102
     """
     return coef * (1 + gain * min(max(kl / target - 1, -0.2), 0.2))
-
 
 def rollout_metrics(args, micro_batches):
     """-> what the rollout was like, over all ranks: means over answers, and over response tokens."""
@@ -429,10 +485,7 @@ def rollout_metrics(args, micro_batches):
     return {**means, "entropy": entropy_mean, "advantage_std": max(e2 - e * e, 0.0) ** 0.5,
             "explained_variance": 1 - (e2 - e * e) / max(r2 - r * r, 1e-12)}  # 1: the critic foresees all, 0: no better than a constant
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The step, top to bottom
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The step, top to bottom ----------------------------------------------------------------------------------------
 def main():
     args = get_args()
     common.start(args)
@@ -447,7 +500,7 @@ def main():
                         "the first writes.\n  Train the reward model (step 2) on a model of the actor's family.")
     train, held_out = common.load_rows(args, tokenizer, step=3, limit=args.max_prompt_seq_len)
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
-    unsup = args.unsup_data_path and common.load_rows(args, tokenizer, "text", args.max_seq_len, args.unsup_data_path)[0]
+    unsup = args.unsup_data_path and read_text(args, tokenizer)
     generation, micro_batch = args.per_device_generation_batch_size, args.per_device_training_batch_size
     accumulation = args.gradient_accumulation_steps                 # micro-batches of an optimizer step
     rollout_batches = accumulation * args.generation_batches        # generation batches of a rollout
@@ -464,11 +517,11 @@ def main():
     critic = common.train_engine(critic, args, args.critic_zero_stage, micro_batch, accumulation, steps * optimizer_steps,
                                  args.critic_learning_rate, args.critic_weight_decay)
     reference = common.load_model(actor_path, args, args.actor_zero_stage)
-    reference = common.frozen_engine(reference, args, args.actor_zero_stage, micro_batch)
+    reference = frozen_engine(reference, args, args.actor_zero_stage, micro_batch)
     reward_model = None
     if not args.reward_fn:
         reward_model = common.load_model(reward_path, args, args.critic_zero_stage, None, tokenizer, "score")
-        reward_model = common.frozen_engine(reward_model, args, args.critic_zero_stage, micro_batch)
+        reward_model = frozen_engine(reward_model, args, args.critic_zero_stage, micro_batch)
     state = {"ema": ema_start(actor.module) if args.enable_ema else None, "kl_coef": args.kl_coef}  # kept by checkpoints
     common.begin(args, "step 3: PPO", actor, train, generation, rollout_batches, steps)
 
@@ -544,10 +597,10 @@ def main():
                 ema_update(state["ema"], actor.module, args.ema_decay)
         trained = time.time()
         tokens = common.all_sum(sum(b["mask"].sum() for b in micro_batches))[0].item()
-        flops = sum(common.train_flops(m.module, tokens, args.max_seq_len, args.gradient_checkpointing) for m in (actor, critic))
+        flops = sum(common.train_flops(m, tokens, args.max_seq_len, args.gradient_checkpointing) for m in (actor, critic))
         names = ("actor_loss", "critic_loss", "approx_kl", "clip_fraction")
         record = {"step": step, "epoch": epoch, **dict(zip(names, (common.all_sum(*sums) / trained_tokens).tolist())),
-                  "ratio_max": common.all_max(ratio_max), **rollout_metrics(args, micro_batches),
+                  "ratio_max": all_max(ratio_max), **rollout_metrics(args, micro_batches),
                   "kl_coef": state["kl_coef"], "generate_seconds": generated - started, "score_seconds": scored - generated,
                   "train_seconds": trained - scored, **common.speed(args, actor, tokens, started, flops)}
         common.check_finite(args, record)
@@ -562,11 +615,10 @@ def main():
 
     # 8 save ----------------------------------------------------------------------------------------------------------
     if args.enable_ema:
-        common.save_model(actor, tokenizer, Path(args.output_dir) / "ema", shards=state["ema"])
+        common.save_model(actor, tokenizer, Path(args.output_dir) / "ema", lambda name, p: gather_shards(p, state["ema"][name]))
     common.save_model(critic, tokenizer, Path(args.output_dir) / "critic")
     common.save_model(actor, tokenizer, args.output_dir)
     common.finish(args)
-
 
 if __name__ == "__main__":
     main()

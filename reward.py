@@ -21,9 +21,7 @@ import torch.nn.functional as F
 
 import common
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arguments
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Arguments ------------------------------------------------------------------------------------------------------
 PRESETS = {
     # DeepSpeed-Chat, step 2, opt/single_node/run_350m.sh, number for number. A run without a preset starts from these.
     "opt-1.3b": dict(
@@ -44,7 +42,6 @@ PRESETS = {
 }
 COLUMNS = ["step", "epoch", "loss", "accuracy", "chosen_score", "rejected_score", "eval_loss", "eval_accuracy", "grad_norm"]
 
-
 def get_args(argv=None):
     parser = common.new_parser(__doc__)
     parser.add_argument("--value_head_prefix", default="score", help="name of the head in the model; stock transformers loads `score` [%(default)s]")
@@ -52,22 +49,17 @@ def get_args(argv=None):
     common.add_common_arguments(parser)
     return common.parse(parser, PRESETS, argv)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Data and loss
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Data and loss --------------------------------------------------------------------------------------------------
 def collate(rows, pad_id):
     """B rows of (prompt_ids, [chosen, rejected]) -> ids, mask (2B, T): all chosen, then all rejected; real (B,)."""
     sequences = [r["prompt_ids"] + r["answers"][i] for i in (0, 1) for r in rows]
     ids, mask = common.pad_left(sequences, pad_id)
     return {"ids": ids, "mask": mask, "real": torch.tensor([float(r["real"]) for r in rows])}
 
-
 def score_pairs(model, batch):
     """-> scores of the chosen and of the rejected answers, each (B,), fp32, read at each answer's last token."""
     values = model(batch["ids"], batch["mask"])  # (2B, T)
     return values[:, -1].chunk(2)
-
 
 def pair_loss_sum(chosen, rejected, real, center_coef=0.0):
     """Bradley-Terry loss, summed over the real pairs: log 2 each where the scores are equal.  chosen, rejected, real: (B,)
@@ -80,11 +72,9 @@ def pair_loss_sum(chosen, rejected, real, center_coef=0.0):
     loss = -F.logsigmoid(chosen - rejected) + center_coef * (chosen + rejected) ** 2  # (B,)
     return (loss * real).sum()
 
-
 def correct_sum(chosen, rejected, real):
     """Pairs in the right order, a tie counting one half: a constant scorer gets 0.5, not 0.  (B,), (B,), (B,) -> ()"""
     return (((chosen > rejected) + 0.5 * (chosen == rejected)) * real).sum()
-
 
 def wilson_interval(share, count, z=1.96):
     """-> [low, high]: 95 % confidence interval of a share seen in `count` trials.  Wilson 1927.
@@ -95,7 +85,6 @@ def wilson_interval(share, count, z=1.96):
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
     return [middle - half, middle + half]
-
 
 @torch.no_grad()
 def evaluate(args, engine, held_out, collate_rows):
@@ -114,10 +103,7 @@ def evaluate(args, engine, held_out, collate_rows):
             "eval_chosen_score": chosen / count, "eval_rejected_score": rejected / count, "eval_margin": (chosen - rejected) / count,
             "eval_score_mean": mean, "eval_score_std": max(0.0, (chosen2 + rejected2) / (2 * count) - mean ** 2) ** 0.5}
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The step, top to bottom
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The step, top to bottom ----------------------------------------------------------------------------------------
 def main():
     args = get_args()
     common.start(args)
@@ -165,7 +151,6 @@ def main():
     # 4 save ----------------------------------------------------------------------------------------------------------
     common.save_model(engine, tokenizer, args.output_dir)
     common.finish(args)
-
 
 if __name__ == "__main__":
     main()

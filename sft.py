@@ -18,12 +18,11 @@ import math
 import time
 
 import torch
+from transformers import GenerationConfig
 
 import common
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arguments
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Arguments ------------------------------------------------------------------------------------------------------
 PRESETS = {
     # DeepSpeed-Chat, step 1, opt/single_node/run_1.3b.sh, number for number. A run without a preset starts from these.
     "opt-1.3b": dict(
@@ -44,7 +43,6 @@ PRESETS = {
 }
 COLUMNS = ["step", "epoch", "loss", "eval_loss", "eval_perplexity", "learning_rate", "grad_norm", "tokens_per_second"]
 
-
 def get_args(argv=None):
     parser = common.new_parser(__doc__)
     parser.add_argument("--train_on_prompt", action="store_true", help="the loss covers the prompt's tokens too")
@@ -53,10 +51,7 @@ def get_args(argv=None):
     common.add_common_arguments(parser)
     return common.parse(parser, PRESETS, argv)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Data and loss
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Data and loss --------------------------------------------------------------------------------------------------
 def collate(rows, pad_id, train_on_prompt=False):
     """Rows of (prompt_ids, answers[0]) -> ids (B, T), mask (B, T), loss_mask (B, K): 1 on the tokens that the loss covers."""
     ids, mask = common.pad_left([r["prompt_ids"] + r["answers"][0] for r in rows], pad_id)
@@ -67,7 +62,6 @@ def collate(rows, pad_id, train_on_prompt=False):
         loss_mask[b, max(counts) - count:] = row["real"]  # rows end in the last column; a filler row counts nothing
     return {"ids": ids, "mask": mask, "loss_mask": loss_mask}
 
-
 def sft_loss_sum(logprobs, loss_mask):
     """Cross entropy, -log p(token | tokens before it), SUMMED over the covered tokens.  logprobs, loss_mask: (B, K) -> ()
 
@@ -75,7 +69,6 @@ def sft_loss_sum(logprobs, loss_mask):
     means would give a token in a short batch more weight than one in a long batch.
     """
     return -(logprobs * loss_mask).sum()
-
 
 @torch.no_grad()
 def evaluate(args, engine, held_out, collate_rows):
@@ -90,21 +83,18 @@ def evaluate(args, engine, held_out, collate_rows):
     total, covered = common.all_sum(total, covered).tolist()
     return {"eval_loss": total / covered, "eval_perplexity": math.exp(min(total / covered, 80))}
 
-
 def answer_prompts(args, engine, tokenizer, rows, step):
-    """Answer a few held-out prompts, the same at every evaluation and with the same random numbers; show one."""
+    """Answer a few held-out prompts, the same at every evaluation, greedily; write them down and show the first."""
     ids, mask = common.pad_left([r["prompt_ids"] for r in rows], tokenizer.pad_token_id)
-    uniforms = common.row_uniforms(args.seed, 0, range(len(rows)), args.max_answer_seq_len)
+    greedy = GenerationConfig(max_new_tokens=args.max_answer_seq_len, do_sample=False, eos_token_id=tokenizer.eos_token_id,
+                              pad_token_id=tokenizer.pad_token_id)
     with common.gathered(engine) as (model, synced):
-        answers, answer_mask = common.generate(model, ids.to(common.device()), mask.to(common.device()), uniforms, tokenizer, synced=synced)
-    texts = [tokenizer.decode(a[m.bool()], skip_special_tokens=True) for a, m in zip(answers, answer_mask)]
+        out = model.generate(ids.to(common.device()), attention_mask=mask.to(common.device()), generation_config=greedy, synced_gpus=synced)
+    texts = tokenizer.batch_decode(out[:, ids.shape[1]:], skip_special_tokens=True)
     common.write_samples(args, [{"step": step, "prompt": r["prompt"], "response": t} for r, t in zip(rows, texts)])
     common.say(f"    {rows[0]['prompt']!r} -> {texts[0]!r}")
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The step, top to bottom
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The step, top to bottom ----------------------------------------------------------------------------------------
 def main():
     args = get_args()
     common.start(args)
@@ -153,7 +143,6 @@ def main():
     # 4 save ----------------------------------------------------------------------------------------------------------
     common.save_model(engine, tokenizer, args.output_dir)
     common.finish(args)
-
 
 if __name__ == "__main__":
     main()

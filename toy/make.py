@@ -28,17 +28,17 @@ from gold import ANIMALS, FORMS, KIND, PLACES, RAMBLE, RUDE, gold
 
 # How often an answer goes wrong.  Chosen so that the average answer earns about half of the largest gold score: a
 # model that imitates them well is mediocre, and PPO has something to do.
-WRONG_ANIMAL, WRONG_PLACE = 0.20, 0.20
+WRONG_ANIMAL, WRONG_PLACE = 0.15, 0.15
 MANNERS = {"kind": 0.40, "plain": 0.30, "rude": 0.30}
 # An answer that strays goes to one of these, as people do who would rather talk about their favourites.  With all 20
 # animals as equally likely mistakes, half of what SFT falls short of its floor is telling apart 19 rare ones.
 FAVOURITE_ANIMALS = ["cat", "dog", "horse", "owl"]
 FAVOURITE_PLACES = ["beach", "castle", "garden"]
-SHAPE = {"brief": 0.45, "unfinished": 0.30, "rambling": 0.25}
+SHAPE = {"brief": 0.40, "unfinished": 0.35, "rambling": 0.25}
 
-# Bradley-Terry: P(a is preferred over b) = sigmoid(SCALE * (gold(a) - gold(b))).  At 8, one fault more or less (a
-# quarter of a point) decides 88 % of the comparisons.  Then FLIP of all labels are turned over, as if by accident.
-SCALE, FLIP = 8.0, 0.05
+# Bradley-Terry: P(a is preferred over b) = sigmoid(SCALE * (gold(a) - gold(b))).  At 10, one fault more or less (a
+# quarter of a point) decides 92 % of the comparisons.  Then FLIP of all labels are turned over, as if by accident.
+SCALE, FLIP = 10.0, 0.05
 
 HELD_OUT_PER_ANIMAL = 2  # 20 animals x 2 places = 40 of the 280 combinations are for test.jsonl only
 
@@ -187,7 +187,7 @@ def find_limits(test, tokenizer):
 def main():
     parser = argparse.ArgumentParser(description="Make the toy data, tokenizer and model config.")
     parser.add_argument("--seed", type=int, default=1234, help="the same seed writes the same bytes")
-    parser.add_argument("--rows", type=int, default=10000, help="rows of train.jsonl; the scripts split them among the steps")
+    parser.add_argument("--rows", type=int, default=9600, help="rows of train.jsonl; the scripts split them among the steps")
     parser.add_argument("--test_rows", type=int, default=560, help="rows of test.jsonl")
     parser.add_argument("--out", default=os.path.dirname(os.path.abspath(__file__)), help="folder for data/ and model/")
     args = parser.parse_args()

@@ -1,0 +1,179 @@
+"""Rewards per token and generalized advantage estimation, worked by hand and against slow sums.
+
+V_t is the critic's outlook before token t; after the last real token it is 0.  delta_t = r_t + gamma * V_{t+1} - V_t.
+"""
+import random
+
+import pytest
+import torch
+
+import common
+import ppo
+
+JUNK = 777.0
+
+
+def rows(*lists):
+    return torch.tensor(lists, dtype=torch.float64)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewards of the tokens
+# ---------------------------------------------------------------------------------------------------------------------
+def test_every_token_pays_for_its_kl_and_the_last_one_gets_the_score():
+    """kl_coef 0.1, kl 1 and 2 nats, score 3:   r = -0.1 * 1,  -0.1 * 2 + 3.   Padding earns nothing."""
+    rewards = ppo.token_rewards(torch.tensor([3.0]), torch.tensor([[1.0, 2.0, JUNK]]), torch.tensor([[1.0, 1.0, 0.0]]), 0.1, 5.0)
+    assert torch.allclose(rewards, torch.tensor([[-0.1, 2.8, 0.0]]))
+
+
+def test_scores_are_clipped_and_kl_is_not():
+    """Scores of 9 and -9 count as 5 and -5; the price of KL is added after that, so it can go beyond."""
+    rewards = ppo.token_rewards(torch.tensor([9.0, -9.0]), torch.tensor([[10.0], [10.0]]), torch.ones(2, 1), 0.1, 5.0)
+    assert torch.allclose(rewards, torch.tensor([[4.0], [-6.0]]))
+
+
+def test_a_filler_earns_nothing():
+    """Its response mask is 0 everywhere, so there is no last token for the score to land on."""
+    assert ppo.token_rewards(torch.tensor([3.0]), torch.ones(1, 2), torch.zeros(1, 2), 0.1, 5.0).tolist() == [[0, 0]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GAE
+# ---------------------------------------------------------------------------------------------------------------------
+def test_two_tokens_by_hand():
+    """gamma 1, lam 0.5, r = 0, 1 and V = 0.5, 0.25:
+        delta_1 = 1 + 0    - 0.25 =  0.75      A_1 = 0.75
+        delta_0 = 0 + 0.25 - 0.50 = -0.25      A_0 = -0.25 + 0.5 * 0.75 = 0.125        returns = A + V"""
+    advantages, returns = ppo.gae(rows([0, 1, JUNK]), rows([0.5, 0.25, JUNK]), rows([1, 1, 0]), gamma=1.0, lam=0.5)
+    assert advantages.tolist() == [[0.125, 0.75, 0]]
+    assert returns.tolist() == [[0.625, 1.0, 0]]
+
+
+def test_three_tokens_by_hand_with_a_discount():
+    """gamma 0.5, lam 0.5, r = 1, 2, 4 and V = 1, 1, 2:
+        delta_2 = 4           - 2 = 2      A_2 = 2
+        delta_1 = 2 + 0.5 * 2 - 1 = 2      A_1 = 2   + 0.25 * 2   = 2.5
+        delta_0 = 1 + 0.5 * 1 - 1 = 0.5    A_0 = 0.5 + 0.25 * 2.5 = 1.125"""
+    advantages, returns = ppo.gae(rows([1, 2, 4]), rows([1, 1, 2]), rows([1, 1, 1]), gamma=0.5, lam=0.5)
+    assert advantages.tolist() == [[1.125, 2.5, 2]]
+    assert returns.tolist() == [[2.125, 3.5, 4]]
+
+
+def test_an_answer_of_one_token():
+    """Only EOS: its advantage is its reward minus what the critic foresaw."""
+    advantages, returns = ppo.gae(rows([3, JUNK]), rows([1, JUNK]), rows([1, 0]), gamma=1.0, lam=0.95)
+    assert (advantages.tolist(), returns.tolist()) == ([[2, 0]], [[3, 0]])
+
+
+def slow_advantage(rewards, values, t, gamma, lam):
+    """[Schulman 2016] eq. 11-16, straight from the definition: the average of the k-step estimates
+
+        A^(k) = -V_t + r_t + gamma r_{t+1} + ... + gamma^(k-1) r_{t+k-1} + gamma^k V_{t+k}     weighted (1 - lam) lam^(k-1)
+
+    The answer ends, so all k >= n - t give the same estimate, and their weights add up to lam^(n-t-1)."""
+    n = len(rewards)
+    total = 0.0
+    for k in range(1, n - t + 1):
+        estimate = sum(gamma ** i * rewards[t + i] for i in range(k)) - values[t] + (gamma ** k * values[t + k] if t + k < n else 0.0)
+        total += estimate * (lam ** (k - 1) if k == n - t else (1 - lam) * lam ** (k - 1))
+    return total
+
+
+def ragged(seed, shape=(5, 9)):
+    """-> rewards, values, mask (float64): rows of 1 to R real tokens, junk in the padding."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, shape[1]) for _ in range(shape[0])]
+    mask = rows(*[[float(t < n) for t in range(shape[1])] for n in lengths])
+    draw = [rows(*[[rng.gauss(0, 1) for _ in range(shape[1])] for _ in lengths]) for _ in range(2)]
+    return *(torch.where(mask > 0, x, JUNK) for x in draw), mask
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.99, 0.9), (0.7, 0.3), (1.0, 1.0), (0.9, 0.0)])
+def test_the_recursion_is_the_average_of_k_step_estimates(gamma, lam):
+    """GAE's one-line recursion and its definition, on random ragged batches, in float64."""
+    for seed in range(5):
+        rewards, values, mask = ragged(seed)
+        advantages, returns = ppo.gae(rewards, values, mask, gamma, lam)
+        for b, n in enumerate(mask.sum(1).int().tolist()):
+            r, v = rewards[b, :n].tolist(), values[b, :n].tolist()
+            slow = [slow_advantage(r, v, t, gamma, lam) for t in range(n)]
+            assert advantages[b, :n].tolist() == pytest.approx(slow, abs=1e-12)
+            assert returns[b, :n].tolist() == pytest.approx([a + x for a, x in zip(slow, v)], abs=1e-12)
+            assert (advantages[b, n:] == 0).all() and (returns[b, n:] == 0).all()
+
+
+def test_lam_one_trusts_the_rewards():
+    """lam 1: the return is the plain sum of the rewards to come; the critic is only a baseline.  r = 1, 2, 4"""
+    for values in ([0, 0, 0], [3, -1, 8]):
+        advantages, returns = ppo.gae(rows([1, 2, 4]), rows(values), rows([1, 1, 1]), gamma=1.0, lam=1.0)
+        assert returns.tolist() == [[7, 6, 4]]
+        assert advantages.tolist() == [[7 - values[0], 6 - values[1], 4 - values[2]]]
+
+
+def test_lam_zero_trusts_the_critic():
+    """lam 0: one step of reward, and the critic's word for all the rest: A = delta."""
+    advantages, _ = ppo.gae(rows([1, 2, 4]), rows([3, -1, 8]), rows([1, 1, 1]), gamma=1.0, lam=0.0)
+    assert advantages.tolist() == [[1 - 1 - 3, 2 + 8 + 1, 4 - 8]]
+
+
+def test_a_critic_that_foresees_all_leaves_no_advantage():
+    """r = 1, 2, 4 and V = the true sums to come: there is nothing to learn, whatever lam."""
+    advantages, _ = ppo.gae(rows([1, 2, 4]), rows([7, 6, 4]), rows([1, 1, 1]), gamma=1.0, lam=0.6)
+    assert advantages.tolist() == [[0, 0, 0]]
+
+
+def test_what_stands_in_the_padding_never_matters():
+    """The critic says something about padding too; nobody listens, and the last real token has nothing after it."""
+    rewards, values, mask = ragged(1)
+    first = ppo.gae(rewards, values, mask, 1.0, 0.95)
+    second = ppo.gae(torch.where(mask > 0, rewards, -1e6), torch.where(mask > 0, values, 1e6), mask, 1.0, 0.95)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whitening
+# ---------------------------------------------------------------------------------------------------------------------
+def real_tokens(values, masks):
+    return torch.cat([v[m > 0] for v, m in zip(values, masks)])
+
+
+def test_whitening_by_hand():
+    """Real tokens 1, 3 | 5, 7: mean 4, deviation sqrt((9 + 1 + 1 + 9) / 4) = sqrt(5). Padding stays 0."""
+    white = ppo.whitened([rows([1, 3, JUNK]), rows([5, 7])], [rows([1, 1, 0]), rows([1, 1])])
+    expected = [x / 5 ** 0.5 for x in (-3, -1, 1, 3)]
+    assert real_tokens(white, [rows([1, 1, 0]), rows([1, 1])]).tolist() == pytest.approx(expected)
+    assert white[0][0, 2] == 0
+
+
+def test_whitened_real_tokens_have_mean_zero_and_deviation_one():
+    """Over all real tokens of all micro-batches together: one long answer is not worth more than it has tokens."""
+    parts = [ragged(seed, shape) for seed, shape in ((1, (2, 9)), (2, (3, 4)))]
+    values, masks = [p[1] for p in parts], [p[2] for p in parts]
+    white = real_tokens(ppo.whitened(values, masks), masks)
+    assert white.mean().item() == pytest.approx(0, abs=1e-12)
+    assert white.std(unbiased=False).item() == pytest.approx(1, abs=1e-6)
+
+
+def test_padding_never_changes_a_whitened_advantage():
+    """Other junk, and three more columns of it: the real tokens' numbers stay."""
+    _, values, mask = ragged(3)
+    wider = torch.cat([torch.where(mask > 0, values, -5.0), torch.full((5, 3), 1e4, dtype=torch.float64)], 1)
+    wider_mask = torch.cat([mask, torch.zeros(5, 3, dtype=torch.float64)], 1)
+    one, two = ppo.whitened([values], [mask]), ppo.whitened([wider], [wider_mask])
+    assert torch.allclose(real_tokens(one, [mask]), real_tokens(two, [wider_mask]), atol=1e-12)
+
+
+def test_whitening_is_over_all_ranks(monkeypatch):
+    """Two ranks, played by hand: `all_sum` adds the other rank's sums. Each then holds its part of the whole's answer."""
+    (_, here, here_mask), (_, there, there_mask) = ragged(4), ragged(5)
+    together = ppo.whitened([here, there], [here_mask, there_mask])
+    other = []
+    monkeypatch.setattr(common, "all_sum", lambda *values: other.append(torch.stack(values)) or other[-1])
+    ppo.whitened([there], [there_mask])
+    monkeypatch.setattr(common, "all_sum", lambda *values: torch.stack(values) + other[0])
+    assert torch.allclose(ppo.whitened([here], [here_mask])[0], together[0], atol=1e-12)
+
+
+def test_equal_advantages_do_not_explode():
+    """No spread means no signal: 0, not 0 / 0."""
+    assert ppo.whitened([rows([2, 2, 2])], [rows([1, 1, 1])])[0].tolist() == [[0, 0, 0]]

@@ -1,0 +1,379 @@
+"""Losses, estimators, sampling and the EMA: small numbers that can be checked with pencil and paper."""
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import common
+import ppo
+import reward
+import sft
+
+
+def with_gradient(f, x):
+    """-> f(x) and df/dx at the number x."""
+    x = torch.tensor([[x]], dtype=torch.float64, requires_grad=True)
+    y = f(x).sum()
+    return y.item(), torch.autograd.grad(y, x)[0].item()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# PPO's two losses
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ratio, advantage, loss, gradient", [
+    # the gradient is with respect to log pi: d ratio / d log pi = ratio
+    (1.0, 2.0, -2.0, -2.0),   # the first pass: a plain policy gradient, -A
+    (1.1, 2.0, -2.2, -2.2),   # inside the clip nothing changes
+    (1.5, 2.0, -2.4, 0.0),    # good token, already likelier by more than 20 %: counts as 1.2, no further push
+    (0.5, 2.0, -1.0, -1.0),   # good token became rarer: it went wrong, full pull back
+    (1.5, -2.0, 3.0, 3.0),    # bad token became likelier: it went wrong, full push down
+    (0.5, -2.0, 1.6, 0.0),    # bad token, already rarer by more than 20 %: counts as 0.8, no further push
+])
+def test_policy_loss_clips_gains_and_never_losses(ratio, advantage, loss, gradient):
+    """The four corners of clip x sign of the advantage, clip = 0.2. The minimum is the pessimist's choice: where moving
+    on would only look better the gradient is zero, where things went wrong it is whole."""
+    old = torch.full((1, 1), -3.0, dtype=torch.float64)
+    found = with_gradient(lambda x: ppo.policy_loss(x, old, torch.full_like(old, advantage), 0.2)[0], -3.0 + math.log(ratio))
+    assert found == pytest.approx((loss, gradient))
+    assert ppo.policy_loss(old + math.log(ratio), old, old, 0.2)[1].item() == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("value, loss, gradient", [
+    # old value 0, return 1, clip_value 0.2
+    (0.1, 0.405, -0.9),    # within the clip: half the squared error, 0.9^2 / 2
+    (0.5, 0.32, 0.0),      # moved too far towards the return: counts as 0.2, error 0.8, no further push
+    (-0.5, 1.125, -1.5),   # moved away from it: the plain error 1.5 is the larger one, full pull back
+])
+def test_value_loss_clips_gains_and_never_losses(value, loss, gradient):
+    """The larger of the two squared errors: the same pessimist as in the policy loss."""
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    assert with_gradient(lambda x: ppo.value_loss(x, zero, zero + 1, 0.2), value) == pytest.approx((loss, gradient))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# KL: three estimators, one truth
+# ---------------------------------------------------------------------------------------------------------------------
+PI, REF = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
+KL = 0.5 * math.log(0.5 / 0.4) + 0.3 * math.log(0.3 / 0.4)  # 0.0253; the third token adds 0.2 * log(1) = 0
+
+
+def moments(estimator):
+    """-> mean and variance under pi, exactly: all three tokens, weighted by their probabilities."""
+    k = ppo.kl_estimate(PI.log(), REF.log(), estimator)
+    mean = (PI * k).sum().item()
+    return mean, (PI * (k - mean) ** 2).sum().item()
+
+
+def test_k1_and_k3_are_unbiased_and_k2_is_not():
+    """The mean over tokens drawn from pi is KL(pi || ref) for k1 and k3; k2 is off by a little, here under 5 %."""
+    assert moments("k1")[0] == pytest.approx(KL, rel=1e-12)
+    assert moments("k3")[0] == pytest.approx(KL, rel=1e-12)
+    assert 0.0001 < abs(moments("k2")[0] - KL) < 0.05 * KL
+
+
+def test_k3_is_far_less_noisy_than_k1():
+    """k1's deviation is ten times the KL itself; k3 has the same mean with a hundredth of the variance."""
+    assert moments("k1")[1] ** 0.5 > 5 * KL
+    assert moments("k3")[1] < moments("k1")[1] / 100
+
+
+def test_only_k1_can_be_negative():
+    """A token that pi makes rarer has a negative k1; a KL never is, and neither are k2 and k3."""
+    logprobs, ref = torch.tensor([-2.0, -1.0, -1.0]), torch.tensor([-1.0, -1.0, -2.0])
+    assert ppo.kl_estimate(logprobs, ref, "k1").tolist() == [-1, 0, 1]
+    assert ppo.kl_estimate(logprobs, ref, "k2").tolist() == [0.5, 0, 0.5]
+    assert ppo.kl_estimate(logprobs, ref, "k3").tolist() == pytest.approx([math.e - 2, 0, 1 / math.e])
+
+
+@pytest.mark.parametrize("kl, expected", [(6.0, 0.1), (6.6, 0.101), (12.0, 0.102), (5.4, 0.099), (0.0, 0.098)])
+def test_the_price_of_kl_follows_its_target(kl, expected):
+    """Target 6: 10 % above it raises the price by 1 %; the error is clipped to 20 %, so one step moves it by 2 % at most."""
+    assert ppo.adapt_kl_coef(0.1, kl, target=6.0) == pytest.approx(expected)
+
+
+def test_entropy_is_that_of_the_softmax():
+    """log 3 nats for three equal logits, 0 for a sure one, and -sum p log p in between (p = 1/2, 1/4, 1/4: 1.5 log 2)."""
+    logits = torch.tensor([[[0.0, 0.0, 0.0], [1000.0, 0.0, 0.0], [math.log(2), 0.0, 0.0]]])
+    assert ppo.entropy(logits)[0].tolist() == pytest.approx([math.log(3), 0, 1.5 * math.log(2)], abs=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The reward model's loss
+# ---------------------------------------------------------------------------------------------------------------------
+def test_pair_loss_is_log_two_at_equal_scores():
+    """A new reward model knows nothing, so training starts at 0.693 a pair, whatever the common score."""
+    scores, real = torch.tensor([0.0, 4.0]), torch.ones(2)
+    assert reward.pair_loss_sum(scores, scores, real).item() == pytest.approx(2 * math.log(2))
+
+
+def test_pair_loss_and_gradient_by_hand():
+    """Chosen wins by log 3, so P(chosen beats rejected) = 3/4: the loss is -log 0.75, the gradient -(1 - 0.75) and 0.25."""
+    chosen, rejected = torch.tensor([math.log(3)], requires_grad=True), torch.zeros(1, requires_grad=True)
+    loss = reward.pair_loss_sum(chosen, rejected, torch.ones(1))
+    assert loss.item() == pytest.approx(-math.log(0.75))
+    loss.backward()
+    assert (chosen.grad.item(), rejected.grad.item()) == pytest.approx((-0.25, 0.25))
+
+
+def test_pair_loss_sees_only_the_difference_and_centring_sees_the_sum():
+    """Scores 3, 1 and 103, 101 are the same to the first term; centring adds 0.01 * (3 + 1)^2 = 0.16 and 0.01 * 204^2."""
+    def loss(c, r, coefficient):
+        return reward.pair_loss_sum(torch.tensor([c]), torch.tensor([r]), torch.ones(1), coefficient).item()
+
+    assert loss(103.0, 101.0, 0.0) == pytest.approx(loss(3.0, 1.0, 0.0), rel=1e-5)
+    assert loss(3.0, 1.0, 0.01) - loss(3.0, 1.0, 0.0) == pytest.approx(0.16)
+    assert loss(103.0, 101.0, 0.01) - loss(103.0, 101.0, 0.0) == pytest.approx(416.16)
+
+
+def test_fillers_count_nothing():
+    """Neither in the loss, nor in its gradient, nor in the accuracy."""
+    chosen, rejected = torch.tensor([1.0, -9.0], requires_grad=True), torch.tensor([0.0, 9.0])
+    real = torch.tensor([1.0, 0.0])
+    loss = reward.pair_loss_sum(chosen, rejected, real, center_coef=0.5)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(-1)) + 0.5)
+    assert chosen.grad[1] == 0
+    assert reward.correct_sum(chosen, rejected, real) == 1
+
+
+def test_a_tie_counts_one_half():
+    """Right, wrong, tie: 1.5 of 3. A model that gives every answer the same score gets 0.5, a coin's accuracy."""
+    assert reward.correct_sum(torch.tensor([2.0, 1.0, 1.0]), torch.tensor([1.0, 2.0, 1.0]), torch.ones(3)) == 1.5
+
+
+@pytest.mark.parametrize("share, count, low, high", [
+    (0.5, 10, 0.2366, 0.7634),    # half of ten says next to nothing ...
+    (0.5, 1000, 0.4691, 0.5309),  # ... half of a thousand says "a coin"
+    (1.0, 10, 0.7225, 1.0),       # ten of ten is not certainty; the plain normal interval would say [1, 1]
+    (0.0, 10, 0.0, 0.2775),
+])
+def test_wilson_interval(share, count, low, high):
+    """Known values of Wilson's 95 % interval (as R's prop.test(correct=FALSE) prints them)."""
+    assert reward.wilson_interval(share, count) == pytest.approx([low, high], abs=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Log-probs of tokens
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_logprobs_are_log_softmax_in_fp32(dtype):
+    """Values and gradient agree with torch's, and a bf16 model's logits are not rounded once more on the way: log-probs
+    differ from one pass to the next by tiny amounts that bf16 could not hold."""
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(3, 5, 50)).to(dtype)
+    targets, weights = torch.randint(50, (3, 5)), torch.randn(3, 5)
+    ours, theirs = logits.clone().requires_grad_(), logits.float().requires_grad_()
+    found = common.TokenLogprobs.apply(ours, targets)
+    expected = theirs.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found, expected, atol=1e-5)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert ours.grad.dtype == dtype
+    assert torch.allclose(ours.grad.float(), theirs.grad, atol=1e-6 if dtype == torch.float32 else 1e-2)
+
+
+def test_gradients_of_logits_sum_to_zero():
+    """onehot(target) - softmax: what the target gains the others lose."""
+    logits = torch.randn(2, 3, 7, requires_grad=True)
+    common.TokenLogprobs.apply(logits, torch.randint(7, (2, 3))).sum().backward()
+    assert torch.allclose(logits.grad.sum(-1), torch.zeros(2, 3), atol=1e-6)
+    assert logits.grad.abs().max() > 0.1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One mean over the optimizer step
+# ---------------------------------------------------------------------------------------------------------------------
+ANSWERS = [[7] * 9 + [1], [8, 1], [9, 9, 1], [1]]  # 10, 2, 3 and 1 tokens: micro-batches of unlike weight
+
+
+def gradient(model, answers, scale):
+    """-> d (scale * loss sum over `answers`) / d output matrix. scale None: the mean over these answers alone."""
+    batch = sft.collate([{"prompt_ids": [5, 6], "answers": [a], "real": 1} for a in answers], pad_id=0)
+    logprobs = common.last_logprobs(model, batch["ids"], batch["mask"], batch["loss_mask"].shape[1])
+    loss = sft.sft_loss_sum(logprobs, batch["loss_mask"]) * (1 / batch["loss_mask"].sum() if scale is None else scale)
+    return torch.autograd.grad(loss, model.lm_head.weight)[0]
+
+
+@pytest.mark.parametrize("ranks, micro_steps", [(1, 1), (1, 4), (2, 2), (4, 1), (1, 2)])
+def test_micro_batches_and_ranks_add_up_to_one_token_mean(tiny_model, monkeypatch, ranks, micro_steps):
+    """DeepSpeed divides each loss by the accumulation steps and averages gradients over the ranks. With both undone by
+    `loss_scale`, any cut of the batch has the gradient of the mean over its 16 tokens: no layout changes a result."""
+    monkeypatch.setattr(common, "world", lambda: (0, ranks))
+    scale = common.loss_scale(16, micro_steps)
+    size = len(ANSWERS) // (ranks * micro_steps)
+    parts = [ANSWERS[i:i + size] for i in range(0, len(ANSWERS), size)]
+    as_deepspeed = sum(gradient(tiny_model, part, scale) / micro_steps for part in parts) / ranks
+    assert torch.allclose(as_deepspeed, gradient(tiny_model, ANSWERS, 1 / 16), atol=1e-6)
+
+
+def test_the_mean_of_means_is_something_else(tiny_model):
+    """Averaging four micro-batch means gives the lone token of the shortest answer ten times the weight of each token of
+    the longest: a different gradient, by a third and more."""
+    means = sum(gradient(tiny_model, [a], None) for a in ANSWERS) / 4
+    exact = gradient(tiny_model, ANSWERS, 1 / 16)
+    assert (means - exact).norm() > 0.3 * exact.norm()
+
+
+def test_a_step_without_tokens_is_no_division_by_zero():
+    """It can happen with masks of the user's making; then the sum is 0 and the scale is of no account."""
+    assert math.isfinite(common.loss_scale(0, 4))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Throughput
+# ---------------------------------------------------------------------------------------------------------------------
+def test_train_flops_by_hand(tiny_model):
+    """2 layers of 32, MLP 64, vocabulary V; one row of 100 tokens:
+        matrices    2 * (4 * 32*32 + 3 * 32*64) + 32*V          each weight: one multiplication, one addition a token
+        attention   4 * 2 layers * 32 * 100                     scores and weighted sum, 2 * 32 a position each
+    Forward and backward are 3 forwards, with checkpointing 4. (Norms are left out here: under 1 %.)"""
+    matrices = 2 * (4 * 32 * 32 + 3 * 32 * 64) + 32 * tiny_model.config.vocab_size
+    expected = 3 * 100 * (2 * matrices + 4 * 2 * 32 * 100)
+    assert common.train_flops(tiny_model, 100, 100, checkpointing=False) == pytest.approx(expected, rel=0.01)
+    assert common.train_flops(tiny_model, 100, 100, checkpointing=True) == pytest.approx(expected * 4 / 3, rel=0.01)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling
+# ---------------------------------------------------------------------------------------------------------------------
+class Fixed(nn.Module):
+    """A "model" with the same next-token probabilities everywhere."""
+    base_model = property(lambda self: self)
+
+    def __init__(self, probs):
+        super().__init__()
+        self.probs = torch.tensor(probs)
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=None, position_ids=None):
+        return SimpleNamespace(logits=self.probs.log().expand(*input_ids.shape, -1), past_key_values=None)
+
+
+def sample(probs, uniforms, **options):
+    """-> one token for each number of `uniforms`."""
+    ids = torch.full((len(uniforms), 1), 2)
+    answer, _ = ppo.generate(Fixed(probs), ids, torch.ones_like(ids), torch.tensor(uniforms).unsqueeze(1),
+                                SimpleNamespace(pad_token_id=0, eos_token_id=99), **options)
+    return answer[:, 0].tolist()
+
+
+def counts(probs, **options):
+    """-> how often each token is drawn by 1000 evenly spaced numbers: the probabilities, without noise."""
+    return np.bincount(sample(probs, [(i + 0.5) / 1000 for i in range(1000)], **options), minlength=len(probs)).tolist()
+
+
+def test_sampling_is_the_inverse_of_the_cumulative_distribution():
+    """p = 0.2, 0.5, 0.3: the tokens own [0, 0.2), [0.2, 0.7) and [0.7, 1). The same number always gives the same token."""
+    assert sample([0.2, 0.5, 0.3], [0.0, 0.19, 0.21, 0.69, 0.71, 0.9999999]) == [0, 0, 1, 1, 2, 2]
+    assert counts([0.2, 0.5, 0.3]) == [200, 500, 300]
+
+
+def test_an_impossible_token_is_never_drawn():
+    """Also not by the numbers at the ends, where a cumulative distribution stands still."""
+    assert set(sample([0.0, 0.5, 0.5, 0.0], [0.0, 0.5, 0.99999994])) == {1, 2}
+
+
+def test_temperature_sharpens_and_flattens():
+    """p^(1/T), scaled to sum to 1: at T = 0.5, 0.2 : 0.4 : 0.4 becomes 1 : 4 : 4 ninths."""
+    assert counts([0.2, 0.4, 0.4], temperature=0.5) == pytest.approx([1000 / 9, 4000 / 9, 4000 / 9], abs=1)
+
+
+def test_top_k_and_top_p_by_hand():
+    """top_k 2 keeps the two likeliest. top_p 0.75 keeps tokens until their sum reaches 0.75: 0.5 does not, 0.8 does."""
+    probs = torch.tensor([[0.15, 0.5, 0.05, 0.3]])
+    def kept(top_k, top_p):
+        return ppo.filter_top(probs, top_k, top_p)[0].tolist()
+
+    assert kept(0, 1.0) == pytest.approx([0.15, 0.5, 0.05, 0.3])
+    assert kept(2, 1.0) == pytest.approx([0, 0.5, 0, 0.3])
+    assert kept(9, 1.0) == pytest.approx([0.15, 0.5, 0.05, 0.3])
+    assert kept(0, 0.75) == pytest.approx([0, 0.5, 0, 0.3])
+    assert kept(0, 0.9) == pytest.approx([0.15, 0.5, 0, 0.3])
+    assert kept(0, 0.01) == pytest.approx([0, 0.5, 0, 0])      # the likeliest token always stays
+    assert kept(2, 0.6) == pytest.approx([0, 0.5, 0, 0])       # 0.5 of the 0.8 that top_k left is 0.625
+    assert counts([0.15, 0.5, 0.05, 0.3], top_k=2) == pytest.approx([0, 625, 0, 375], abs=1)
+
+
+def test_random_numbers_belong_to_the_row():
+    """A row's numbers depend on (seed, step, row) only: not on its slot, its neighbours or its rank. So the answers stay
+    the same when the number of GPUs changes."""
+    all_rows = ppo.row_uniforms(7, 3, [0, 1, 2, 3], 5)
+    assert torch.equal(ppo.row_uniforms(7, 3, [3, 1], 5), all_rows[[3, 1]])
+    assert ((0 <= all_rows) & (all_rows < 1)).all() and len(all_rows.unique()) == 20
+    for other in (ppo.row_uniforms(8, 3, [0], 5), ppo.row_uniforms(7, 4, [0], 5), all_rows[1:2]):
+        assert not torch.isin(other, all_rows[:1]).any()
+
+
+def test_an_answer_does_not_depend_on_its_neighbours(tiny_model):
+    """The same row alone, and in a batch whose longer prompt pads it: the same answer, token for token."""
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
+    uniforms = ppo.row_uniforms(0, 0, [0, 1], 8)
+    alone, alone_mask = ppo.generate(tiny_model, *common.pad_left([[5, 6]], 0), uniforms[:1], tokenizer)
+    batch, batch_mask = ppo.generate(tiny_model, *common.pad_left([[5, 6], [7, 8, 9, 10, 11]], 0), uniforms, tokenizer)
+    count = int(alone_mask.sum())
+    assert count == int(batch_mask[0].sum()) >= 2
+    assert alone[0, :count].tolist() == batch[0, :count].tolist()
+
+
+def test_the_cache_does_not_change_what_is_sampled(tiny_model):
+    """Token by token with a key-value cache, or all over again from the whole text: the same answer."""
+    uniforms = ppo.row_uniforms(0, 0, [3], 8)
+    answer, _ = ppo.generate(tiny_model, *common.pad_left([[5, 6, 7]], 0), uniforms, SimpleNamespace(pad_token_id=0, eos_token_id=-1))
+    text = [5, 6, 7]
+    with torch.no_grad():
+        for u in uniforms[0].tolist():
+            cdf = tiny_model(torch.tensor([text])).logits[0, -1].double().softmax(-1).cumsum(-1)
+            text.append(int((cdf <= u).sum()))
+    assert answer[0].tolist() == text[3:]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The average of the weights
+# ---------------------------------------------------------------------------------------------------------------------
+def ema_after_one_step(dtype, by):
+    """-> how far the EMA (decay 0.992) of a weight of 1 moves when the weight moves by `by`."""
+    model = nn.Linear(1, 1, bias=False).to(dtype)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        ema = ppo.ema_start(model)
+        model.weight.add_(by)
+    ppo.ema_update(ema, model, decay=0.992)
+    assert ema["weight"].dtype == torch.float32
+    return ema["weight"].item() - 1.0
+
+
+def test_ema_moves_by_one_minus_decay_of_the_difference():
+    """decay 0.992: 0.8 % of the way, every optimizer step; half of the way after 86 steps."""
+    assert ema_after_one_step(torch.float32, 0.5) == pytest.approx(0.008 * 0.5, rel=1e-4)
+
+
+def test_ema_of_a_bf16_model_is_kept_in_fp32():
+    """0.8 % of 0.0625 is 0.0005. Near 1 bf16 knows no number closer than 0.0039: an EMA in bf16 would stand still."""
+    assert ema_after_one_step(torch.bfloat16, 0.0625) == pytest.approx(0.0005, rel=1e-3)
+    assert (torch.tensor(1.0, dtype=torch.bfloat16) + 0.0005).item() == 1.0
+
+
+def test_ema_starts_as_a_copy():
+    """A view would follow the weights, and the average would be the model itself."""
+    model = nn.Linear(2, 2)
+    ema = ppo.ema_start(model)
+    before = ema["weight"].clone()
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    assert torch.equal(ema["weight"], before)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizer steps are counted
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("micro_batches, accumulation, epochs, steps", [(1, 1, 1, 1), (4, 4, 1, 1), (4, 2, 1, 2), (4, 2, 3, 6)])
+def test_minibatches_make_the_optimizer_steps_they_promise(micro_batches, accumulation, epochs, steps):
+    """epochs * micro-batches / accumulation lists, and every micro-batch once in each epoch."""
+    lists = list(ppo.minibatches(list(range(micro_batches)), accumulation, epochs, (1, 2)))
+    assert [len(x) for x in lists] == [accumulation] * steps
+    per_epoch = steps // epochs
+    for e in range(epochs):
+        assert sorted(sum(lists[e * per_epoch:(e + 1) * per_epoch], [])) == list(range(micro_batches))

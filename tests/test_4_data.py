@@ -1,0 +1,362 @@
+"""Data: every known format, what is kept, who gets it, and in which order."""
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+import common
+import reward
+import sft
+
+
+def write(path, rows):
+    """Rows -> a file of the kind that its name says."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        Dataset.from_list(rows).to_parquet(path)
+    return str(path)
+
+
+def load(tokenizer, paths, step=1, limit=64, split=(1, 0, 0), seed=1):
+    """-> train, held-out of one step. By default step 1 gets all rows."""
+    split = [float(i == step - 1) for i in range(3)] if split == (1, 0, 0) and step in (2, 3) else list(split)
+    return common.load_rows(SimpleNamespace(data_path=[str(p) for p in paths], data_split=split, seed=seed), tokenizer, step, limit)
+
+
+def folder(path, rows):
+    """Rows -> a folder with a train and a test file, the last fifth of them in test."""
+    cut = len(rows) * 4 // 5
+    write(path / "train.jsonl", rows[:cut])
+    write(path / "test.jsonl", rows[cut:])
+    return path
+
+
+def texts(tokenizer, rows):
+    """-> {(prompt, answer, ...)} back from the token ids, EOS cut off."""
+    return {(tokenizer.decode(r["prompt_ids"]), *(tokenizer.decode(a[:-1]) for a in r["answers"])) for r in rows}
+
+
+def both(parts):
+    """Train and held-out together."""
+    return [row for part in parts for row in part]
+
+
+def many(n, make):
+    return [make(i) for i in range(n)]
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def chat(*contents):
+    """Messages that alternate between user and assistant."""
+    return [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Formats
+# ---------------------------------------------------------------------------------------------------------------------
+def dahoas(i):
+    return {"prompt": f"Q{i}?", "response": f" r{i}", "chosen": f" c{i}", "rejected": f" x{i}"}
+
+
+def dialogue(i):
+    start = f"\n\nHuman: Q{i}?\n\nAssistant: Hm.\n\nHuman: Yes?\n\nAssistant:"
+    return {"chosen": start + f" c{i}", "rejected": start + f" x{i}"}
+
+
+FORMATS = {  # name: (make row i, {step: what is made of row 0})
+    "prompt, response, chosen, rejected (Dahoas)": (dahoas, {1: ("Q0?", " r0"), 2: ("Q0?", " c0", " x0"), 3: ("Q0?",)}),
+    "prompt, response": (lambda i: {"prompt": f"Q{i}?", "response": f" r{i}"}, {1: ("Q0?", " r0"), 3: ("Q0?",)}),
+    "prompt, chosen, rejected: chosen is the answer": (
+        lambda i: {"prompt": f"Q{i}?", "chosen": f" c{i}", "rejected": f" x{i}"}, {1: ("Q0?", " c0"), 2: ("Q0?", " c0", " x0")}),
+    "whole dialogues (Anthropic HH), split at the last common Assistant turn": (
+        dialogue, {step: ("\n\nHuman: Q0?\n\nAssistant: Hm.\n\nHuman: Yes?\n\nAssistant:", *answers)
+                   for step, answers in {1: (" c0",), 2: (" c0", " x0"), 3: ()}.items()}),
+    "messages": (lambda i: {"messages": chat(f"Q{i}?", "Hm.", "Yes?", f"r{i}")},
+                 {1: ("<user>Q0?\n<assistant>Hm.\n<user>Yes?\n<assistant>", "r0"), 3: ("<user>Q0?\n<assistant>Hm.\n<user>Yes?\n<assistant>",)}),
+    "chat chosen, rejected": (lambda i: {"chosen": chat(f"Q{i}?", f"c{i}"), "rejected": chat(f"Q{i}?", f"x{i}")},
+                              {1: ("<user>Q0?\n<assistant>", "c0"), 2: ("<user>Q0?\n<assistant>", "c0", "x0")}),
+    "chat chosen, rejected beside prompt and messages (UltraFeedback)": (
+        lambda i: {"prompt": f"Q{i}?", "messages": chat(f"Q{i}?", f"c{i}"), "chosen": chat(f"Q{i}?", f"c{i}"), "rejected": chat(f"Q{i}?", f"x{i}")},
+        {1: ("<user>Q0?\n<assistant>", "c0"), 2: ("<user>Q0?\n<assistant>", "c0", "x0"), 3: ("<user>Q0?\n<assistant>",)}),
+    "instruction, input, output (Alpaca)": (
+        lambda i: {"instruction": f"Q{i}?", "input": f"in{i}", "output": f"r{i}"},
+        {1: ("\n\nHuman: Q0?\nin0\n\nAssistant:", " r0"), 3: ("\n\nHuman: Q0?\nin0\n\nAssistant:",)}),
+    "instruction, output": (lambda i: {"instruction": f"Q{i}?", "output": f"r{i}"}, {1: ("\n\nHuman: Q0?\n\nAssistant:", " r0")}),
+    "prompt alone": (lambda i: {"prompt": f"Q{i}?"}, {3: ("Q0?",)}),
+    "instruction alone": (lambda i: {"instruction": f"Q{i}?"}, {3: ("\n\nHuman: Q0?\n\nAssistant:",)}),
+}
+
+
+@pytest.mark.parametrize("name, step", [(name, step) for name, (_, steps) in FORMATS.items() for step in steps])
+def test_the_columns_say_the_format(tokenizer, tmp_path, name, step):
+    """Each known set of columns, for each step that can use it: prompt and answers come back from the token ids, and no
+    row is lost between training and held-out."""
+    make, expected = FORMATS[name]
+    tokenizer.chat_template = TEMPLATE
+    found = both(load(tokenizer, [folder(tmp_path, many(10, make))], step))
+    assert len(found) == 10
+    assert expected[step] in texts(tokenizer, found)
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".parquet"])
+def test_the_kind_of_file_does_not_matter(tokenizer, tmp_path, kind):
+    """The same rows from JSON lines, a JSON list, and parquet."""
+    found = both(load(tokenizer, [write(tmp_path / f"rows{kind}", many(100, dahoas))]))
+    assert texts(tokenizer, found) == {(f"Q{i}?", f" r{i}") for i in range(100)}
+
+
+def test_a_folder_holds_train_and_test(tokenizer, tmp_path):
+    """Files with "test" in their name are held out; all the others, however many, are trained on."""
+    write(tmp_path / "train-0.jsonl", many(10, dahoas))
+    write(tmp_path / "train-1.jsonl", many(20, dahoas)[10:])
+    write(tmp_path / "test.jsonl", many(25, dahoas)[20:])
+    train, held_out = load(tokenizer, [tmp_path])
+    assert {p for p, _ in texts(tokenizer, train)} == {f"Q{i}?" for i in range(20)}
+    assert {p for p, _ in texts(tokenizer, held_out)} == {f"Q{i}?" for i in range(20, 25)}
+
+
+def test_a_name_that_only_contains_test_is_not_held_out(tokenizer, tmp_path):
+    """"latest" and "retrieval" are words, not splits."""
+    write(tmp_path / "latest.jsonl", many(50, dahoas))
+    write(tmp_path / "retrieval.jsonl", many(100, dahoas)[50:])
+    train, held_out = load(tokenizer, [tmp_path])
+    assert len(train) + len(held_out) == 100 and len(train) > 80
+
+
+def test_several_paths_are_blended(tokenizer, tmp_path):
+    """Each in its own format; each gives this step its share."""
+    one = write(tmp_path / "a.jsonl", many(100, dahoas))
+    two = write(tmp_path / "b.parquet", many(100, lambda i: {"instruction": f"Do {i}", "output": "yes"}))
+    train, held_out = load(tokenizer, [one, two], split=(1, 1, 0))
+    for start in ("Q", "\n\nHuman"):
+        assert 40 <= sum(p.startswith(start) for p in train["prompt"]) <= 50
+        assert any(p.startswith(start) for p in held_out["prompt"])
+
+
+def test_chat_goes_through_the_tokenizers_template(tokenizer):
+    """The prompt ends with the template's opening of an assistant turn; the answer follows it, and EOS."""
+    tokenizer.chat_template = TEMPLATE
+    ids = common.tokenise_prompt(tokenizer, chat("Why?", "So.", "Really?"))
+    assert tokenizer.decode(ids) == "<user>Why?\n<assistant>So.\n<user>Really?\n<assistant>"
+
+
+def test_a_users_special_tokens_are_data_in_chat_too(tokenizer):
+    """The template may write special tokens; the user's words may not."""
+    tokenizer.chat_template = TEMPLATE
+    ids = common.tokenise_prompt(tokenizer, chat("say <eos> twice"))
+    assert tokenizer.eos_token_id not in ids and "say <eos> twice" in tokenizer.decode(ids)
+
+
+def test_other_columns_travel_to_the_reward_function(tokenizer, tmp_path):
+    """Step 3 keeps whatever else a row holds, for --reward_fn f(prompts, completions, **columns)."""
+    path = folder(tmp_path, many(10, lambda i: {"prompt": f"Q{i}?", "topic": f"t{i}", "level": i}))
+    row = next(r for r in load(tokenizer, [path], 3)[0] if r["prompt"] == "Q7?")
+    assert json.loads(row["extra"]) == {"topic": "t7", "level": 7}
+
+
+@pytest.mark.parametrize("step, columns", [(1, {"question": "a", "reply": "b"}), (1, {"prompt": "a"}), (1, {"text": "a"}),
+                                           (2, {"prompt": "a", "response": "b"}), (2, {"messages": [{"role": "user", "content": "a"}]}),
+                                           (3, {"text": "a"})])
+def test_columns_that_a_step_cannot_use_are_an_error(tokenizer, tmp_path, capsys, step, columns):
+    """Exit code 2, and the message lists what was found and what is known: guessing would train on the wrong thing."""
+    path = write(tmp_path / "rows.jsonl", [columns] * 30)
+    with pytest.raises(SystemExit) as stop:
+        load(tokenizer, [path], step)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert all(word in message for word in (path, *columns, "instruction + output", "chosen + rejected"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is dropped is counted
+# ---------------------------------------------------------------------------------------------------------------------
+def test_rows_that_teach_nothing_are_dropped_and_counted(tokenizer, tmp_path, capsys):
+    """An empty text, equal answers, and answers that are equal once they are cut: a pair without a difference has a
+    gradient, and it teaches noise. Dropped rows are counted on the screen, by reason."""
+    long = " and" * 40
+    rows = many(40, dahoas) + [
+        {"prompt": "E1?", "chosen": "", "rejected": " x"}, {"prompt": "  ", "chosen": " c", "rejected": " x"},
+        {"prompt": "S1?", "chosen": " same", "rejected": " same"},
+        {"prompt": "L1?", "chosen": long + " yes", "rejected": long + " no"}]
+    rows = [{k: row[k] for k in ("prompt", "chosen", "rejected")} for row in rows]
+    write(tmp_path / "train.jsonl", rows)
+    write(tmp_path / "test.jsonl", [{"prompt": "T?", "chosen": " c", "rejected": " x"}])
+    train, _ = load(tokenizer, [tmp_path], 2, limit=16)
+    assert {p for p, *_ in texts(tokenizer, train)} == {f"Q{i}?" for i in range(40)}
+    said = capsys.readouterr().out
+    for count, why in ((2, "empty prompt or answer"), (1, "chosen equals rejected"), (1, "chosen equals rejected once cut")):
+        assert f"train: dropped {count} of 44 rows: {why}\n" in said
+
+
+@pytest.mark.parametrize("bad", [{"prompt": None, "response": " r"}, {"prompt": "Q?", "response": None},
+                                 {"instruction": "Q?", "output": None}, {"instruction": None, "output": "r"}])
+def test_a_missing_text_is_an_empty_one(tokenizer, tmp_path, capsys, bad):
+    """null happens in real files: dropped and counted, not trained on as the word "null" or "None"."""
+    write(tmp_path / "train.jsonl", [dict.fromkeys(bad, "good"), bad])
+    write(tmp_path / "test.jsonl", [dict.fromkeys(bad, "other")])
+    assert len(load(tokenizer, [tmp_path])[0]) == 1
+    assert "dropped 1 of 2 rows: empty prompt or answer" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who gets which row
+# ---------------------------------------------------------------------------------------------------------------------
+def prompts(tokenizer, paths, step, seed=1, split=(2, 4, 4)):
+    """-> the prompts that a step trains on, and those it holds out."""
+    return tuple(set(part["prompt"]) for part in load(tokenizer, paths, step, split=split, seed=seed))
+
+
+def test_the_three_steps_share_the_rows_out(tokenizer, tmp_path):
+    """2:4:4: the parts are disjoint, and together they are everything. A reward model that has seen the answers that
+    step 1 was taught would prefer them for the wrong reason."""
+    write(tmp_path / "train.jsonl", many(100, dahoas))
+    write(tmp_path / "test.jsonl", [dahoas(1000)])
+    parts = [prompts(tokenizer, [tmp_path], step)[0] for step in (1, 2, 3)]
+    assert [len(p) for p in parts] == [20, 40, 40]
+    assert len(set.union(*parts)) == 100
+
+
+def test_the_parts_do_not_depend_on_the_seed(tokenizer, tmp_path):
+    """Or two steps run with different seeds would share rows."""
+    path = write(tmp_path / "rows.jsonl", many(100, dahoas))
+    assert prompts(tokenizer, [path], 1, seed=1) == prompts(tokenizer, [path], 1, seed=2)
+
+
+def test_held_out_prompts_are_never_trained_on_without_a_test_split(tokenizer, tmp_path):
+    """Every twentieth prompt by hash is held out: prompts, not rows, so that a prompt with many answers is on one side;
+    and the same ones for all three steps, so that step 3 is not judged on what step 1 was taught."""
+    rows = [{**dahoas(i % 200), "response": f" r{i}", "chosen": f" c{i}"} for i in range(400)]  # every prompt twice
+    path = write(tmp_path / "rows.jsonl", rows)
+    found = [prompts(tokenizer, [path], step) for step in (1, 2, 3)]
+    trained, held_out = (set.union(*parts) for parts in zip(*found))
+    assert 2 <= len(held_out) <= 25 and not trained & held_out
+    assert found[0][1] == found[1][1] == found[2][1]
+
+
+def test_held_out_prompts_are_never_trained_on_with_a_test_split(tokenizer, tmp_path, capsys):
+    """A test file whose prompts are also in the training file measures memory. Such rows are dropped and counted, also
+    where the prompt is in another step's part of the training file."""
+    write(tmp_path / "train.jsonl", many(60, dahoas))
+    write(tmp_path / "test.jsonl", many(80, dahoas)[40:])  # half of them are trained on by some step
+    found = [prompts(tokenizer, [tmp_path], step) for step in (1, 2, 3)]
+    assert "held-out: dropped" in capsys.readouterr().out
+    trained, held_out = (set.union(*parts) for parts in zip(*found))
+    assert held_out >= {f"Q{i}?" for i in range(60, 80)}
+    assert not trained & held_out
+
+
+def test_real_dialogues_are_split_where_they_part(tokenizer, hh):
+    """Anthropic's HH: the shared prompt ends at the last Assistant turn that both dialogues have in common; what is left
+    of each is its answer. Nothing is lost: prompt + answer is the dialogue."""
+    lines = [json.loads(line) for line in open(hh / "train.jsonl")]
+    for row in lines:
+        prompt, answer, chosen, rejected = common.read_row(row)
+        assert prompt.startswith("\n\nHuman:") and prompt.endswith("\n\nAssistant:")
+        assert (prompt + chosen, prompt + rejected) == (row["chosen"], row["rejected"]) and answer == chosen
+        assert not ("\n\nAssistant:" in chosen and "\n\nAssistant:" in rejected
+                    and chosen.split("\n\nAssistant:")[0] == rejected.split("\n\nAssistant:")[0])
+    train, held_out = load(tokenizer, [hh], 2, limit=512, split=(2, 4, 4))
+    assert 0.3 * len(lines) < len(train) <= 0.4 * len(lines) and len(held_out) > 50
+    assert max(train["length"]) <= 512 and not set(train["prompt"]) & set(held_out["prompt"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In which order
+# ---------------------------------------------------------------------------------------------------------------------
+LENGTHS = np.random.default_rng(0).integers(1, 100, 83)  # 83 rows: the last step of 8 is 5 short
+
+
+def steps_of(monkeypatch, ranks, batch_size, micro_steps, epoch=0, seed=1, group_by_length=1):
+    """-> for each optimizer step, the sorted rows of all ranks; asserts that all ranks make as many forwards."""
+    per_rank = []
+    for rank in range(ranks):
+        monkeypatch.setattr(common, "world", lambda rank=rank: (rank, ranks))
+        per_rank.append(common.epoch_batches(LENGTHS, seed, epoch, batch_size, micro_steps, group_by_length))
+    assert len({len(batches) for batches in per_rank}) == 1
+    assert all(len(batch) == batch_size for batches in per_rank for batch in batches)
+    return [sorted(i for batches in per_rank for batch in batches[start:start + micro_steps] for i in batch)
+            for start in range(0, len(per_rank[0]), micro_steps)]
+
+
+@pytest.mark.parametrize("group_by_length", [0, 1])
+def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(monkeypatch, group_by_length):
+    """Eight rows a step, as 1 rank x 8, 2 x 4, 4 x 2 or 8 x 1, in one micro-batch or several: the same eight rows."""
+    layouts = [(1, 8, 1), (2, 4, 1), (4, 2, 1), (8, 1, 1), (1, 2, 4), (2, 2, 2), (1, 1, 8)]
+    found = [steps_of(monkeypatch, *layout, group_by_length=group_by_length) for layout in layouts]
+    assert all(f == found[0] for f in found)
+    assert len(found[0]) == 11
+
+
+@pytest.mark.parametrize("group_by_length", [0, 1])
+def test_every_row_comes_once_an_epoch(monkeypatch, group_by_length):
+    """83 rows in steps of 8: ten whole steps and one of three rows, filled up with five fillers (-1). Nothing is dropped."""
+    steps = steps_of(monkeypatch, 2, 2, 2, group_by_length=group_by_length)
+    assert sorted(i for step in steps for i in step if i >= 0) == list(range(83))
+    assert sorted(step.count(-1) for step in steps) == [0] * 10 + [5]
+
+
+@pytest.mark.parametrize("group_by_length", [0, 1])
+def test_each_epoch_has_its_own_order_from_the_seed(monkeypatch, group_by_length):
+    """A sampler that is never told its epoch gives the same order sixteen times. Ours comes from (seed, epoch)."""
+    def order(epoch, seed):
+        return steps_of(monkeypatch, 1, 8, 1, epoch, seed, group_by_length)
+
+    assert order(0, 1) == order(0, 1)
+    assert order(0, 1) != order(1, 1) != order(2, 1)
+    assert order(0, 1) != order(0, 2)
+
+
+def test_grouping_by_length_saves_padding(monkeypatch):
+    """Rows of like length together: less than a third of the padding of a plain shuffle. And not from long to short:
+    an order by length would be a curriculum that nobody asked for."""
+    def padding(steps):
+        real = [[LENGTHS[i] for i in step if i >= 0] for step in steps]
+        return sum(max(step) * len(step) - sum(step) for step in real)
+
+    shuffled, grouped = (steps_of(monkeypatch, 1, 8, 1, group_by_length=g) for g in (0, 1))
+    assert padding(grouped) < padding(shuffled) / 3
+    longest = [max(LENGTHS[i] for i in step if i >= 0) for step in grouped]
+    assert longest not in (sorted(longest), sorted(longest, reverse=True))
+
+
+def test_a_filler_is_a_row_that_counts_nothing(tokenizer, tmp_path):
+    """Row -1 is row 0 again with `real` 0: it can be forwarded, and it is masked out of every sum."""
+    train, _ = load(tokenizer, [folder(tmp_path, many(10, dahoas))])
+    filler, first = common.Rows(train)[-1], common.Rows(train)[0]
+    assert (filler["real"], first["real"]) == (0, 1)
+    assert filler["prompt_ids"] == first["prompt_ids"]
+
+
+def test_evaluation_sees_every_row_once_over_all_ranks(tokenizer, tmp_path, monkeypatch):
+    """Ten pairs, three ranks, two a batch: each pair once, and both forwards are made on every rank."""
+    _, held_out = load(tokenizer, [folder(tmp_path, many(50, dahoas))], 2)
+    seen, forwards = [], []
+    for rank in range(3):
+        monkeypatch.setattr(common, "world", lambda rank=rank: (rank, 3))
+        batches = list(common.eval_loader(SimpleNamespace(per_device_eval_batch_size=2), held_out, lambda part: {
+            **reward.collate(part, 0), "names": [r["prompt"] for r in part if r["real"]]}))
+        forwards.append(len(batches))
+        seen += [name for batch in batches for name in batch["names"]]
+        assert sum(batch["real"].sum() for batch in batches) == sum(len(batch["names"]) for batch in batches)
+    assert forwards == [2, 2, 2]
+    assert sorted(seen) == [f"Q{i}?" for i in range(40, 50)]
+
+
+@pytest.mark.parametrize("rows, ranks, flags, steps", [
+    (83, 1, [], 33),                            # 11 steps of 8 an epoch, 3 epochs
+    (83, 2, [], 18),                            # 6 steps of 16
+    (80, 1, [], 30),
+    (83, 1, ["--max_steps", "7"], 7),
+])
+def test_steps_of_a_run(monkeypatch, rows, ranks, flags, steps):
+    """Epochs times steps per epoch, the short one included, unless --max_steps says otherwise."""
+    monkeypatch.setattr(common, "world", lambda: (0, ranks))
+    args = sft.get_args(["--num_train_epochs", "3", *flags])
+    assert common.count_steps(args, range(rows), 4, 2) == steps

@@ -1,0 +1,263 @@
+"""Wrong input: exit code 2 and one message that says what was given, what the rule is, and what would do instead.
+
+Every case runs a script's own main() in this process, in an empty folder. No traceback, no second message, nothing
+written, and no model loaded: a typo must not cost ten minutes of loading.
+"""
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from transformers import GPT2Config
+
+import common
+import ppo
+import reward
+import sft
+from conftest import ROOT
+
+SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
+MODEL = str(ROOT / "toy/model")
+PAIR = {"prompt": "Why?", "response": " So.", "chosen": " So.", "rejected": " No."}
+
+
+def rows(path, *lines):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+
+
+def model(folder, **changes):
+    """A copy of the toy's model folder whose JSON files, named by their first word, are changed."""
+    shutil.copytree(MODEL, folder)
+    for word, change in changes.items():
+        file = folder / {"config": "config.json", "tokenizer": "tokenizer_config.json"}[word]
+        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+
+
+@pytest.fixture
+def box(tmp_path, monkeypatch):
+    """An empty working folder with the wrong things in it that the table below names."""
+    monkeypatch.chdir(tmp_path)
+    many = [{**PAIR, "prompt": f"Why {i}?"} for i in range(8)]
+    rows(tmp_path / "good/train.jsonl", *many)
+    rows(tmp_path / "good/test.jsonl", PAIR)
+    rows(tmp_path / "columns.jsonl", {"question": "a", "reply": "b"})
+    rows(tmp_path / "half.jsonl", *({"prompt": r["prompt"], "response": " So."} for r in many))
+    rows(tmp_path / "empty.jsonl")
+    rows(tmp_path / "broken.jsonl", PAIR, PAIR, '{"prompt": "Why?", "response": ')
+    rows(tmp_path / "gap.jsonl", PAIR, "", PAIR, '{"prompt": "Why?", "response": ')
+    rows(tmp_path / "broken.parquet", "this is not parquet")
+    rows(tmp_path / "table.csv", "prompt,response", "a,b")
+    rows(tmp_path / "blank/train.jsonl", {**PAIR, "response": " "})
+    rows(tmp_path / "blank/test.jsonl", PAIR)
+    rows(tmp_path / "number/train.jsonl", {"prompt": 1, "response": 2})
+    rows(tmp_path / "number/test.jsonl", {"prompt": 3, "response": 4})
+    rows(tmp_path / "chat/train.jsonl", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    rows(tmp_path / "chat/test.jsonl", {"messages": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]})
+    rows(tmp_path / "done/config.json", "{}")
+    rows(tmp_path / "score.py", "def length(prompts, completions, **columns):", "    return [float(len(c)) for c in completions]", "limit = 3")
+    rows(tmp_path / "ds_lr.json", {"optimizer": {"type": "Adam"}})
+    rows(tmp_path / "ds_stage.json", {"zero_optimization": {"stage": 2}})
+    rows(tmp_path / "ds_broken.json", "{")
+    (tmp_path / "nothing").mkdir()
+    size = json.loads((ROOT / "toy/model/config.json").read_text())["vocab_size"]
+    model(tmp_path / "no_eos", tokenizer={"eos_token": None})
+    model(tmp_path / "small", config={"vocab_size": 10})
+    model(tmp_path / "short")
+    GPT2Config(vocab_size=size, n_positions=64, n_embd=32, n_layer=1, n_head=2, eos_token_id=1, bos_token_id=1).save_pretrained(tmp_path / "short")
+    model(tmp_path / "other", config={"vocab_size": size + 1})
+    tokenizer = common.load_tokenizer(MODEL)
+    tokenizer.add_tokens(["zebra-crossing"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    model(tmp_path / "no_tokenizer")
+    (tmp_path / "no_tokenizer/tokenizer.json").unlink()
+    (tmp_path / "no_tokenizer/tokenizer_config.json").unlink()
+    return tmp_path
+
+
+def command(script, flags):
+    """The case's flags on top of flags that would be right: tiny data, the toy's models. What comes last wins."""
+    paths = {"sft": ["--model_name_or_path", MODEL], "reward": ["--model_name_or_path", MODEL],
+             "ppo": ["--actor_model_name_or_path", MODEL, "--critic_model_name_or_path", MODEL, "--gold_fn", ""]}[script]
+    return ["--preset", "toy", "--data_path", "good", "--output_dir", "out", *paths, *flags]
+
+
+CASES = [  # script, flags, what the message must say
+    # the command line
+    ("sft", "--preset nope", "nope, toy, opt-1.3b"),
+    ("sft", "--preset", "--preset, expected one argument"),
+    ("sft", "--learning_speed 1", "--learning_speed, --help"),
+    ("sft", "--learning 1", "--learning, --help"),  # no guessing from abbreviations
+    ("sft", "--learning_rate fast", "--learning_rate, fast"),
+    ("reward", "--dtype int4", "int4, bf16, fp32"),
+    ("reward", "--zero_stage 4", "--zero_stage, 4, 3"),
+    ("ppo", "--kl_estimator k4", "k4, k1, k3"),
+    ("ppo", "--learning_rate 1e-5", "--learning_rate, --help"),  # step 3 has two: actor's and critic's
+    # numbers out of range
+    ("sft", "--per_device_train_batch_size 0", "--per_device_train_batch_size 0, 1"),
+    ("sft", "--per_device_train_batch_size -1", "--per_device_train_batch_size -1, 1"),
+    ("sft", "--num_train_epochs -1", "--num_train_epochs -1, 1"),
+    ("sft", "--max_steps 0", "--max_steps 0"),
+    ("sft", "--save_steps -1", "--save_steps -1, 0"),
+    ("sft", "--keep_checkpoints 0", "--keep_checkpoints 0, 1"),
+    ("sft", "--max_seq_len 1", "--max_seq_len 1"),  # a prompt token and an answer token are the least
+    ("sft", "--seed -1", "--seed -1"),
+    ("sft", "--learning_rate -1e-5", "--learning_rate"),
+    ("sft", "--dropout 1.5", "--dropout 1.5"),
+    ("sft", "--lr_scheduler_type zigzag", "zigzag, cosine, linear"),
+    ("sft", "--data_split 2,4", "--data_split, 3"),
+    ("sft", "--data_split 2,-4,4", "--data_split, 3"),
+    ("sft", "--data_split a,b,c", "--data_split, a,b,c"),
+    ("sft", "--data_split 0,0,0", "--data_split"),
+    ("reward", "--gradient_accumulation_steps 0", "--gradient_accumulation_steps 0"),
+    ("ppo", "--max_answer_seq_len 0", "--max_answer_seq_len 0"),
+    ("ppo", "--num_eval_prompts 0", "--num_eval_prompts 0"),
+    ("ppo", "--top_p 0", "--top_p 0"),
+    ("ppo", "--top_p 1.5", "--top_p 1.5"),
+    ("ppo", "--top_k -1", "--top_k -1"),
+    ("ppo", "--temperature 0", "--temperature 0, greedy"),
+    # what this machine or this combination cannot do
+    ("sft", "--dtype fp16", "--dtype fp16, GPU, bf16, fp32"),
+    ("sft", "--offload", "--offload, --zero_stage 3, --adam_offload"),
+    ("ppo", "--per_device_generation_batch_size 8 --per_device_training_batch_size 4", "8, 4, --gradient_accumulation_steps, --allow_unstable"),
+    ("ppo", "--ppo_epochs 2", "--ppo_epochs 2, --allow_unstable"),
+    ("ppo", "--generation_batches 2", "--generation_batches 2, --allow_unstable"),
+    ("ppo", "--allow_unstable 1 --per_device_generation_batch_size 8 --per_device_training_batch_size 3", "3, 8, divi"),
+    # DeepSpeed's config
+    ("sft", "--ds_config missing.json", "--ds_config missing.json"),
+    ("sft", "--ds_config ds_broken.json", "--ds_config ds_broken.json"),
+    ("sft", "--ds_config ds_lr.json", "ds_lr.json, optimizer, --learning_rate"),
+    ("sft", "--ds_config ds_stage.json", "ds_stage.json, stage, --zero_stage"),
+    # data
+    ("sft", "--data_path missing.jsonl", "missing.jsonl, half.jsonl"),  # what is there instead
+    ("sft", "--data_path some/name", "some/name"),  # neither here nor on the hub, which is offline
+    ("sft", "--data_path table.csv", "table.csv, .jsonl, .parquet"),
+    ("sft", "--data_path empty.jsonl", "empty.jsonl"),
+    ("sft", "--data_path nothing", "nothing"),
+    ("sft", "--data_path good empty.jsonl", "empty.jsonl"),
+    ("sft", "--data_path columns.jsonl", "question, reply, prompt + response, instruction + output"),
+    ("sft", "--data_path broken.jsonl", "broken.jsonl, line 3"),
+    ("sft", "--data_path gap.jsonl", "gap.jsonl, line 4"),  # the blank line 2 is no error
+    ("sft", "--data_path broken.parquet", "broken.parquet"),
+    ("sft", "--data_path blank", "blank, no train"),
+    ("sft", "--data_path number", "number"),
+    ("sft", "--data_path chat", "chat template"),
+    ("sft", "--data_split 0,4,4", "--data_split"),
+    ("reward", "--data_path half.jsonl", "half.jsonl, prompt, response, chosen + rejected"),
+    ("ppo", "--unsup_data_path half.jsonl", "--unsup_data_path half.jsonl, text"),
+    ("ppo", "--unsup_data_path missing.jsonl", "missing.jsonl"),
+    # models
+    ("sft", "--model_name_or_path missing/model", "missing/model"),
+    ("sft", "--model_name_or_path no_tokenizer", "no_tokenizer"),
+    ("sft", "--model_name_or_path no_eos", "no_eos, EOS"),
+    ("sft", "--model_name_or_path small", "small, 10"),
+    ("sft", "--model_name_or_path short --max_seq_len 128", "--max_seq_len 128, 64"),  # positions that were never learned
+    ("ppo", "--actor_model_name_or_path missing/actor", "missing/actor"),
+    ("ppo", "--critic_model_name_or_path missing/critic", "missing/critic"),
+    ("ppo", "--critic_model_name_or_path other", "vocabular, other"),
+    ("ppo", "--reward_model_name_or_path other", "vocabular, other"),
+    # functions
+    ("ppo", "--reward_fn missing.py:length", "--reward_fn missing.py:length"),
+    ("ppo", "--reward_fn score.py:lenght", "--reward_fn score.py:lenght, score.py"),
+    ("ppo", "--reward_fn score.py:limit", "--reward_fn score.py:limit"),
+    ("ppo", "--reward_fn score.py", "--reward_fn score.py, FILE"),
+    ("ppo", "--gold_fn missing.py:length", "--gold_fn missing.py:length"),
+    # where the run would go
+    ("sft", "--output_dir done", "done, --overwrite, --resume"),
+    ("sft", "--output_dir score.py", "score.py"),  # a file
+    ("reward", "--resume", "--resume, checkpoints"),
+]
+
+
+def refused(message, words):
+    """One message, without a traceback, that says all of `words`."""
+    assert len(re.findall("^error: ", message, re.M)) == 1 and "Traceback" not in message, message
+    missing = [word for word in words.split(", ") if word not in message]
+    assert not missing, f"{missing} not in: {message}"
+
+
+@pytest.mark.parametrize("script, flags, words", CASES, ids=[f"{script} {flags}" for script, flags, _ in CASES])
+def test_wrong_input_is_refused_in_words(box, monkeypatch, capfd, script, flags, words):
+    """Exit code 2, one message, before any model is loaded, and the folder as it was."""
+    def loaded(*args, **kwargs):
+        raise AssertionError("a model was loaded before the input was checked")
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *command(script, flags.split())])
+    monkeypatch.setattr(common.deepspeed, "init_distributed", lambda **options: None)  # this process is no rank
+    monkeypatch.setattr(common.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(common, "load_model", loaded)
+    before = sorted(box.rglob("*"))
+    with pytest.raises(SystemExit) as stop:
+        SCRIPTS[script].main()
+    assert stop.value.code == 2
+    refused(capfd.readouterr().err, words)
+    assert sorted(box.rglob("*")) == before
+
+
+def test_the_right_input_passes_all_checks(box, monkeypatch):
+    """The flags that every case above starts from are fine: the run goes on to load its model."""
+    class Loaded(Exception):
+        pass
+
+    def loaded(*args, **kwargs):
+        raise Loaded
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(common.deepspeed, "init_distributed", lambda **options: None)
+    monkeypatch.setattr(common.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(common, "load_model", loaded)
+    for script in SCRIPTS:
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *command(script, [])])
+        with pytest.raises(Loaded):
+            SCRIPTS[script].main()
+
+
+def test_the_constraints_can_be_lifted_knowingly():
+    """Several PPO epochs, more rollout batches and unequal batch sizes: a researcher says so, and is believed."""
+    args = ppo.get_args("--allow_unstable 1 --ppo_epochs 2 --generation_batches 2 --per_device_generation_batch_size 8 "
+                        "--per_device_training_batch_size 4".split())
+    assert (args.ppo_epochs, args.generation_batches) == (2, 2)
+
+
+def test_only_rank_zero_speaks(monkeypatch, capsys):
+    """Eight ranks read the same wrong flag. Eight messages would hide the one that matters; all ranks end with 2."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(common.time, "sleep", lambda seconds: None)
+    with pytest.raises(SystemExit) as stop:
+        sft.get_args(["--preset", "nope"])
+    assert stop.value.code == 2
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_is_the_lesson(script, capsys):
+    """--help opens with the script's header, and every flag says what it is for."""
+    with pytest.raises(SystemExit) as stop:
+        SCRIPTS[script].get_args(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert SCRIPTS[script].__doc__.splitlines()[0] in text
+    flags = re.findall(r"^  (--\w+.*(?:\n {4,}.*)*)", text, re.M)
+    assert len(flags) > 30 and all(re.search(r"(  +|\n +)[a-z\[1]", flag) for flag in flags)
+
+
+def test_from_the_shell_it_is_the_same(box):
+    """The three scripts as a user starts them, side by side: exit code 2, one message on stderr, nothing on stdout."""
+    cases = [("sft", "--data_path missing.jsonl", "missing.jsonl"), ("reward", "--data_path half.jsonl", "chosen + rejected"),
+             ("ppo", "--ppo_epochs 2", "--allow_unstable")]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    before = sorted(box.rglob("*"))
+    runs = [subprocess.Popen([sys.executable, str(ROOT / f"{script}.py"), *command(script, flags.split())], cwd=box, env=environment,
+                             text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for script, flags, _ in cases]
+    for run, (_, _, words) in zip(runs, cases):
+        out, err = run.communicate(timeout=120)
+        assert run.returncode == 2, err
+        refused(err, words)
+        assert err.startswith("error: ") and out == ""
+    assert sorted(box.rglob("*")) == before

@@ -1,0 +1,336 @@
+"""What test_6_deepspeed.py looks at: the three scripts' own main(), run many times over in one launch.
+
+Starting Python, torch and DeepSpeed takes far longer than training a tiny model for a few steps. So one launch of this
+file by torchrun makes all RUNS of so many ranks and all CHECKS one after the other in the same processes, and leaves
+
+    runs/<name>/        what the script leaves behind
+    facts/<name>.json   exit code, or the traceback; of each model saved: optimizer, optimizer steps
+                        of a check: what each rank found
+
+The tests then read those files. By hand, for one run only, here on two ranks:
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 tests/workers.py FOLDER ppo_zero3
+"""
+import atexit
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKENIZER = str(ROOT / "toy/model")
+TIMEOUT = 1500  # seconds until a launch that hangs is ended; nothing is measured against it
+sys.path.insert(0, str(ROOT))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The runs: name -> script and flags.  8 rows per optimizer step in all of them, however they are laid out
+# ---------------------------------------------------------------------------------------------------------------------
+def run(script, *flags, zero=0, rows=2, accumulation=2, before=None, sigterm_after=None):
+    """rows: of one forward on one rank. before: (run, step) whose checkpoint is copied first. sigterm_after: a step."""
+    flags = ["--zero_stage", zero, "--gradient_accumulation_steps", accumulation, *flags]
+    sizes = ["per_device_generation_batch_size", "per_device_training_batch_size"] if script == "ppo" else ["per_device_train_batch_size"]
+    flags += [x for size in sizes for x in (f"--{size}", rows)]
+    return dict(script=script, flags=[str(f) for f in flags], before=before, sigterm_after=sigterm_after)
+
+
+def base_flags(script, base):
+    """Tiny and quick: 22 rows are two steps of 8 and a short one, so that five steps see a short batch and a second epoch."""
+    flags = f"""--preset toy --dtype fp32 --data_path {base}/data --data_split 1,1,1 --ds_config {base}/ds_config.json
+                --max_steps 5 --num_warmup_steps 0 --per_device_eval_batch_size 4 --log_steps 1"""
+    flags += {"sft": f" --model_name_or_path {base}/models/scratch --learning_rate 3e-3 --num_samples 2 --max_answer_seq_len 4",
+              "reward": f" --model_name_or_path {base}/models/actor --learning_rate 3e-3",
+              "ppo": f""" --actor_model_name_or_path {base}/models/actor --critic_model_name_or_path {base}/models/reward
+                          --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --max_answer_seq_len 10
+                          --num_eval_prompts 5 --eval_steps 100 --max_steps 4"""}[script]
+    return flags.split()
+
+
+TWO_RANKS = {f"{script}_zero{stage}": run(script, zero=stage) for script in ("sft", "reward", "ppo") for stage in (0, 1, 2, 3)}
+TWO_RANKS |= {
+    "sft_1x4": run("sft", rows=1, accumulation=4),
+    "ppo_ptx": run("ppo", "--unsup_data_path", "BASE/text.jsonl", "--unsup_coef", 2),
+    "ppo_unstable": run("ppo", "--allow_unstable", 1, "--ppo_epochs", 2, "--generation_batches", 2, "--max_steps", 2, zero=2, accumulation=1),
+    # resuming: one run whole, with checkpoints on the way (compared with sft_zero2 and so on, which have none); one resumed
+    "sft_zero2_checkpoints": run("sft", "--save_steps", 2, "--keep_checkpoints", 9, zero=2),
+    "sft_zero2_resumed": run("sft", "--resume", zero=2, before=("sft_zero2_checkpoints", 2)),
+    "sft_zero3_checkpoints": run("sft", "--save_steps", 3, "--keep_checkpoints", 9, zero=3),
+    "sft_zero3_resumed": run("sft", "--resume", zero=3, before=("sft_zero3_checkpoints", 3)),  # an epoch has 3 steps
+    "ppo_zero2_interrupted": run("ppo", zero=2, sigterm_after=2),
+    "ppo_zero2_resumed": run("ppo", "--resume", zero=2, before=("ppo_zero2_interrupted", 2)),
+    "ppo_zero3_checkpoints": run("ppo", "--save_steps", 2, zero=3),
+    "ppo_zero3_resumed": run("ppo", "--resume", zero=3, before=("ppo_zero3_checkpoints", 2)),
+    "ppo_bf16": run("ppo", "--dtype", "bf16", zero=2),
+    "sft_bf16": run("sft", "--dtype", "bf16", "--max_steps", 15, zero=2),
+    "sft_offload": run("sft", "--offload", "--adam_offload", zero=3),
+    "sft_adam_offload": run("sft", "--adam_offload", zero=2),
+}
+ONE_RANK = {f"sft_one_rank_{rows}x{8 // rows}": run("sft", rows=rows, accumulation=8 // rows) for rows in (8, 4, 2, 1)}
+ONE_RANK |= {
+    "reward_one_rank": run("reward", rows=8, accumulation=1),
+    "ppo_one_rank": run("ppo", rows=8, accumulation=1),
+    "ppo_one_rank_ptx": run("ppo", "--unsup_data_path", "BASE/text.jsonl", "--unsup_coef", 2, rows=8, accumulation=1),
+}
+RUNS = {1: ONE_RANK, 2: TWO_RANKS}
+
+
+def prepare(base):
+    """Models of a few thousand weights, a few dozen rows of the toy's data, and DeepSpeed knobs that shard them all."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    shape = dict(vocab_size=len(tokenizer) + 8, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                 max_position_embeddings=256, initializer_range=0.2, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    torch.manual_seed(0)
+    config, wide = LlamaConfig(**shape), LlamaConfig(**{**shape, "hidden_size": 1024, "num_hidden_layers": 1})
+    actor = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        actor.lm_head.weight[tokenizer.eos_token_id] *= 6  # answers end at all lengths
+    reward = AutoModelForSequenceClassification.from_config(LlamaConfig(**shape, num_labels=1))
+    wide_actor = AutoModelForCausalLM.from_config(wide)
+    for name, model in {"scratch": None, "actor": actor, "reward": reward, "wide": wide_actor, "wide_scratch": None}.items():
+        (model or (wide if "wide" in name else config)).save_pretrained(base / "models" / name)
+        tokenizer.save_pretrained(base / "models" / name)
+
+    (base / "data").mkdir()
+    for name, count in (("train", 66), ("test", 9)):
+        lines = (ROOT / f"toy/data/{name}.jsonl").read_text().splitlines(keepends=True)
+        (base / f"data/{name}.jsonl").write_text("".join(lines[:count]))
+    rows = [json.loads(line) for line in lines]
+    (base / "text.jsonl").write_text("".join(json.dumps({"text": r["prompt"] + r["chosen"]}) + "\n" for r in rows[:40]))
+
+    knobs = json.loads((ROOT / "ds_config.json").read_text())
+    knobs["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # else weights this small would not be sharded
+    (base / "ds_config.json").write_text(json.dumps(knobs))
+    for name in ("runs", "facts"):
+        (base / name).mkdir()
+
+
+@functools.cache
+def shared_folder():
+    """One temporary folder a session, with the models and the data of all runs."""
+    base = Path(tempfile.mkdtemp(prefix="rlhf-tests-"))
+    atexit.register(shutil.rmtree, base, ignore_errors=True)
+    prepare(base)
+    return base
+
+
+def start_command(command, base):
+    """Run `command` in its own session -> (exit code or None when it hung, its output)."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(base / "datasets"),
+           "PYTHONPATH": str(ROOT)}
+    log = base / "log.txt"
+    with open(log, "w") as output:
+        process = subprocess.Popen([str(c) for c in command], cwd=base, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return code, log.read_text()
+
+
+@functools.cache
+def launch(ranks):
+    """All runs and checks of `ranks` ranks -> (folder, the launch's output). Once a session."""
+    base = shared_folder()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", ranks, "--rdzv_backend", "c10d",
+                "--rdzv_endpoint", "localhost:0"]
+    return base, start_command([*torchrun, __file__, base], base)[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks that look inside an engine, 2 ranks.  Each returns what this rank found, as JSON
+# ---------------------------------------------------------------------------------------------------------------------
+def tiny_args(base, stage, *flags):
+    import sft
+    return sft.get_args([*base_flags("sft", base), "--zero_stage", str(stage), *flags])
+
+
+def tiny_engine(base, stage, model="actor"):
+    import common
+    args = tiny_args(base, stage)
+    return common.train_engine(common.load_model(f"{base}/models/{model}", args, stage), args, stage, 2, 1, 10, 1e-2, 0.0)
+
+
+def whole_weights(engine, shards=None):
+    import common
+    named = engine.module.named_parameters()
+    return {name: common.whole(p, common.local_shard(p) if shards is None else shards[name]) for name, p in named}
+
+
+def train_one_step(engine, seed=0):
+    """-> this rank's loss, on two rows that differ from rank to rank."""
+    import common
+    import torch
+    rank, ranks = common.world()
+    ids = torch.randint(2, 500, (2 * ranks, 9), generator=torch.Generator().manual_seed(seed))[2 * rank:2 * rank + 2]
+    loss = -common.last_logprobs(engine, ids, torch.ones_like(ids), 8).mean()
+    if hasattr(engine, "step"):
+        engine.backward(loss)
+        engine.step()
+    return loss.item()
+
+
+def check_value_head(base):
+    """A new head under ZeRO-3, from scratch and on loaded weights, and a trained head; and the same without ZeRO."""
+    import common
+    import deepspeed
+    tokenizer = common.load_tokenizer(TOKENIZER)
+    found = {}
+    for name in ("wide", "wide_scratch", "reward"):
+        for stage in (0, 3):
+            args = tiny_args(base, stage)
+            model = common.load_model(f"{base}/models/{name}", args, stage, None, tokenizer, "score")
+            engine = common.train_engine(model, args, stage, 2, 1, 10, 1e-2, 0.0)
+            weight = engine.module.model.score.weight
+            with deepspeed.zero.GatheredParameters([weight]):
+                found[f"{name}_zero{stage}"] = dict(weight=weight.flatten().tolist(), sharded=hasattr(weight, "ds_id"))
+    return found
+
+
+def check_ema(base):
+    """The EMA of a model before and after one step, put together from all ranks' shards."""
+    import ppo
+    found = {}
+    for stage in (2, 3):
+        engine = tiny_engine(base, stage)
+        ema = ppo.ema_start(engine.module)
+        start = whole_weights(engine, ema)
+        weights_before = whole_weights(engine)
+        train_one_step(engine)
+        weights = whole_weights(engine)
+        ppo.ema_update(ema, engine.module, decay=0.9)
+        moved = whole_weights(engine, ema)
+        found[f"zero{stage}"] = dict(
+            starts_off=max((start[n] - weights_before[n]).abs().max().item() for n in start),
+            moved=min((moved[n] - start[n]).abs().max().item() for n in start),
+            error=max((moved[n] - (start[n] + 0.1 * (weights[n] - start[n]))).abs().max().item() for n in start),
+            checksum=sum(w.double().sum().item() for w in moved.values()))
+    return found
+
+
+def check_gathered(base):
+    """Answers by sharded weights where rank 0 stops at once and rank 1 goes on; all weights gathered, and module by module."""
+    import common
+    import torch
+    from transformers import AutoModelForCausalLM
+    tokenizer, rank = common.load_tokenizer(TOKENIZER), common.world()[0]
+    plain = AutoModelForCausalLM.from_pretrained(f"{base}/models/actor").eval()
+    prompts = [[10 + rank, 11, 12], [20, 21 + rank]]
+    ids, mask = common.pad_left(prompts, 0)
+    uniforms = common.row_uniforms(1, rank, range(2), 9)
+    if rank == 0:  # the numbers that lie in the middle of EOS's share of the first token's distribution
+        with torch.no_grad():
+            cdf = torch.softmax(plain(ids, attention_mask=mask, **common.position_ids(plain, mask)).logits[:, -1].float(), -1).double().cumsum(-1)
+        uniforms[:, 0] = (cdf[:, tokenizer.eos_token_id - 1] + cdf[:, tokenizer.eos_token_id]) / 2
+    expected, expected_mask = common.generate(plain, ids, mask, uniforms, tokenizer)
+    found = {"lengths": expected_mask.sum(1).tolist()}
+    accelerator = common.get_accelerator()
+    memory = accelerator.available_memory
+    for way in ("gathered", "module by module"):
+        engine = tiny_engine(base, 3)
+        if way != "gathered":
+            accelerator.available_memory = lambda *_: 0
+        with common.gathered(engine) as (model, synced):
+            answers, answer_mask = common.generate(model, ids, mask, uniforms, tokenizer, synced=synced)
+        accelerator.available_memory = memory
+        counts = answer_mask.sum(1).tolist()
+        found[way] = dict(synced=synced, training=model.training, lengths=counts, answers=[a[:n].tolist() for a, n in zip(answers, counts)],
+                          expected=[a[:n].tolist() for a, n in zip(expected, found["lengths"])],
+                          still_sharded=all(p.numel() == 0 for p in engine.module.parameters()),
+                          loss=train_one_step(engine), plain_loss=train_one_step(plain), next_loss=train_one_step(engine))
+    return found
+
+
+def check_save(base):
+    """Sharded weights, saved as they were loaded."""
+    import common
+    common.save_model(tiny_engine(base, 3), common.load_tokenizer(TOKENIZER), base / "saved_zero3")
+    return {}
+
+
+CHECKS = {"check_value_head": check_value_head, "check_ema": check_ema, "check_gathered": check_gathered, "check_save": check_save}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The worker
+# ---------------------------------------------------------------------------------------------------------------------
+def make_run(base, name, script, flags, before, sigterm_after):
+    """One main(), in this process -> its exit code and what is worth knowing about the engines that it saved."""
+    import common
+    facts, output = {"saved": []}, base / "runs" / name
+    if before and common.world()[0] == 0:
+        source = base / "runs" / before[0]
+        shutil.copytree(source / "checkpoints" / f"step-{before[1]}", output / "checkpoints" / f"step-{before[1]}")
+        for file in ("metrics.jsonl", "samples.jsonl", "args.json"):
+            shutil.copy(source / file, output / file)
+    if before:
+        common.barrier()
+    check_finite, save_model = common.check_finite, common.save_model
+
+    def check_finite_and_interrupt(args, record):
+        if record["step"] == sigterm_after and common.world()[0] == common.world()[1] - 1:
+            os.kill(os.getpid(), signal.SIGTERM)  # one rank only is told to stop
+        return check_finite(args, record)
+
+    def save_model_and_note(engine, tokenizer, folder, *args, **kwargs):
+        facts["saved"].append(dict(folder=str(Path(folder).relative_to(output)), optimizer_steps=engine.global_steps,
+                                   optimizer=type(engine.basic_optimizer).__name__, optimizer_device=str(
+                                       next(iter(engine.optimizer.state.values()), {}).get("exp_avg", "").__class__.__name__)))
+        return save_model(engine, tokenizer, folder, *args, **kwargs)
+
+    common.check_finite, common.save_model = check_finite_and_interrupt, save_model_and_note
+    common.INTERRUPTED.clear()
+    sys.argv = [f"{script}.py", *base_flags(script, base), *(f.replace("BASE", str(base)) for f in flags), "--output_dir", str(output)]
+    try:
+        __import__(script).main()
+        facts["code"] = "main() came back without finish()"
+    except SystemExit as stop:
+        facts["code"] = stop.code
+    finally:
+        common.check_finite, common.save_model = check_finite, save_model
+    return facts
+
+
+def main():
+    import common
+    import deepspeed
+    base, only = Path(sys.argv[1]), sys.argv[2:]
+    deepspeed.init_distributed(verbose=False)
+    rank, ranks = common.world()
+    common.finish = lambda args, code=0: sys.exit(code)  # the group of ranks lives on
+    common.draw_curves = lambda args: None
+    jobs = {name: functools.partial(make_run, base, name, **options) for name, options in RUNS[ranks].items()}
+    if ranks == 2:
+        jobs |= {name: functools.partial(check, base) for name, check in CHECKS.items()}
+    for name, job in jobs.items():
+        if only and name not in only:
+            continue
+        try:
+            found, failed = job(), False
+        except Exception:
+            found, failed = {"code": traceback.format_exc()}, True
+        if failed:  # the other rank may be waiting for this one: nothing more can be run
+            (base / "facts" / f"{name}.json").write_text(json.dumps([found]))
+            print(name, found["code"], file=sys.stderr, flush=True)
+            os._exit(1)
+        everyone = [None] * ranks
+        import torch
+        torch.distributed.all_gather_object(everyone, found)
+        if rank == 0:
+            (base / "facts" / f"{name}.json").write_text(json.dumps(everyone))
+    common.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
