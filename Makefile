@@ -1,0 +1,31 @@
+# Two commands set up everything on a fresh machine: `make demo` and `make test`. Both install into .venv first.
+VENV ?= .venv
+# The CPU build is 3 GB smaller: TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" make demo
+TORCH ?= torch==2.13.0
+# Two ranks on a CPU; on GPUs the launcher takes all there are.
+RANKS ?= $(shell command -v nvidia-smi >/dev/null || echo "--num_gpus 2")
+DEMO = output/demo
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+.PHONY: demo test bench install clean
+demo: install
+	deepspeed --log_level warning $(RANKS) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
+	deepspeed --log_level warning $(RANKS) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
+	deepspeed --log_level warning $(RANKS) ppo.py --preset toy --actor_model_name_or_path $(DEMO)/sft \
+	  --critic_model_name_or_path $(DEMO)/reward --output_dir $(DEMO)/ppo --overwrite
+	python toy/report.py $(DEMO)
+
+test: install
+	python -m pytest -q tests
+
+install: $(VENV)/installed
+$(VENV)/installed: requirements.txt
+	python3 -m venv $(VENV)
+	python -m pip install -q --disable-pip-version-check $(TORCH)
+	python -m pip install -q --disable-pip-version-check -r requirements.txt
+	-python -c "from deepspeed.accelerator import get_accelerator as a; \
+	  [builder().load() for builder in map(a().get_op_builder, ('FusedAdamBuilder', 'CPUAdamBuilder', 'ShareMemCommBuilder')) if builder]"
+	touch $@
+
+clean:
+	rm -rf output/demo .pytest_cache __pycache__ */__pycache__
