@@ -174,12 +174,10 @@ def train_engine(model, args, stage, batch_size, micro_steps, steps, learning_ra
     """-> the DeepSpeed engine that trains `model` for `steps` optimizer steps; its step() also moves the schedule."""
     if args.gradient_checkpointing:
         inner(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    groups = {True: [], False: []}
-    for p in model.parameters():
-        groups[len(getattr(p, "ds_shape", p.shape)) > 1].append(p)  # a sharded weight is 1-d: ds_shape is its real shape
-    groups = [{"params": p, "weight_decay": weight_decay * matrices} for matrices, p in groups.items() if p]
+    matrix = {p: len(getattr(p, "ds_shape", p.shape)) > 1 for p in model.parameters()}  # a shard is 1-d, ds_shape its real shape
+    groups = [{"params": [p for p in matrix if matrix[p] == decays], "weight_decay": weight_decay * decays} for decays in (True, False)]
     adam, mode = (DeepSpeedCPUAdam, "adamw_mode") if args.adam_offload else (FusedAdam, "adam_w_mode")
-    optimizer = adam(groups, lr=learning_rate, betas=tuple(args.adam_betas), **{mode: True})
+    optimizer = adam([g for g in groups if g["params"]], lr=learning_rate, betas=tuple(args.adam_betas), **{mode: True})
     schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, steps)
     config = ds_config(args, stage, batch_size, micro_steps)
     return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
@@ -213,7 +211,7 @@ class ValueModel(nn.Module):
 
     def forward(self, ids, mask):
         """ids, mask: (B, T) -> values: (B, T), fp32."""
-        hidden = self.model.base_model(ids, attention_mask=mask, use_cache=False, **position_ids(self.model, mask))[0]
+        hidden = self.model.base_model(ids, attention_mask=mask, use_cache=False, **extras(self.model.base_model, mask))[0]
         return getattr(self.model, self.head_name)(hidden).squeeze(-1).float()  # (B, T, H) -> (B, T)
 
 @functools.lru_cache
@@ -294,11 +292,11 @@ def init_value_head(head, seed):
             noise = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
             head.weight.copy_(noise / (head.in_features + 1))
 
-def position_ids(model, mask):
-    """(B, T) mask -> {'position_ids': (B, T)} counted over real tokens, for models that take them (BLOOM does not)."""
-    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        return {}
-    return {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+def extras(model, mask, keep=None):
+    """-> what a forward needs beside ids and mask, if the model takes it: position ids counted over real tokens (B, T), so
+    that padding moves nothing (BLOOM has none); logits at the last `keep` positions only."""
+    takes, options = inspect.signature(inner(model).forward).parameters, {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    return {k: v for k, v in {**options, **({"logits_to_keep": keep} if keep else {})}.items() if k in takes}
 
 class TokenLogprobs(torch.autograd.Function):
     """log softmax(logits)[target] in fp32, a row at a time: no (B, K, V) fp32 copy, forward or backward."""
@@ -322,9 +320,8 @@ def last_logits(model, ids, mask, count):
 
     logits[:, t] score token t+1, so the last K tokens are scored by positions T-K-1 .. T-2. Only those are computed.
     """
-    stock = inner(model)
-    keep = {"logits_to_keep": count + 1} if "logits_to_keep" in inspect.signature(stock.forward).parameters else {}
-    return model(ids, attention_mask=mask, use_cache=False, **position_ids(stock, mask), **keep).logits[:, -count - 1:-1]
+    out = model(ids, attention_mask=mask, use_cache=False, **extras(model, mask, keep=count + 1))
+    return out.logits[:, -count - 1:-1]
 
 def last_logprobs(model, ids, mask, count, temperature=1.0):
     """-> log-probs (B, K), fp32, of the last K = `count` tokens of each row under softmax(logits / temperature)."""
@@ -343,18 +340,15 @@ def gathered(engine):
     was_training, sharded = model.training, [p for p in model.parameters() if hasattr(p, "ds_id")]
     need = sum(p.ds_numel * p.element_size() for p in sharded)
     fits = all_sum(need < 0.8 * get_accelerator().available_memory())[0] == world()[1]  # on every rank
-    model.eval()
     hooks = [(m, m._forward_pre_hooks, m._forward_hooks) for m in model.modules()] if sharded and fits else []
     try:
         with deepspeed.zero.GatheredParameters(sharded, enabled=bool(hooks)):
             for m, before, after in hooks:
                 m._forward_pre_hooks, m._forward_hooks = type(before)(), type(after)()
-            try:
-                yield model, bool(sharded) and not fits
-            finally:
-                for m, before, after in hooks:
-                    m._forward_pre_hooks, m._forward_hooks = before, after
+            yield model.eval(), bool(sharded) and not fits
     finally:
+        for m, before, after in hooks:
+            m._forward_pre_hooks, m._forward_hooks = before, after
         model.train(was_training)
 
 def whole(name, parameter):
@@ -428,8 +422,8 @@ def tokenise_answer(tokenizer, answer):
     return tokenizer(answer, add_special_tokens=False, split_special_tokens=True).input_ids + [tokenizer.eos_token_id]
 
 def fit(prompt, answers, limit):
-    """Cut ids to `limit` tokens: a long prompt keeps its end, at least half of `limit` if it needs that; then a long
-    answer is cut, and so loses its EOS. The room is that of the longest answer, so that a pair keeps the same prompt."""
+    """Cut ids to `limit` tokens. A long prompt keeps its end (half of `limit` or more); then a long answer is cut, and so
+    loses its EOS. The room is that of the longest answer: a pair keeps the same prompt."""
     room = max(limit // 2, limit - max(map(len, answers), default=0))
     prompt = prompt[max(0, len(prompt) - room):]
     return prompt, [a[:limit - len(prompt)] for a in answers]
@@ -496,14 +490,13 @@ def load_rows(args, tokenizer, step, limit):
         order = np.random.default_rng(0).permutation(len(source["train"]))
         cuts = (np.cumsum([0, *args.data_split]) / sum(args.data_split) * len(order)).round().astype(int)
         source["train"] = source["train"].select(np.sort(order[cuts[step - 1]:cuts[step]]))
-        for name, rows in parts.items():
+        for name, rows in parts.items() if len(source["train"]) else ():
             made = source[name].map(tokenise_row, fn_kwargs=dict(tokenizer=tokenizer, step=step, limit=limit),
                                     remove_columns=source[name].column_names, load_from_cache_file=False)
-            kept = np.flatnonzero([not why for why in made["drop"]]) if len(made) else []
+            kept = [i for i, why in enumerate(made["drop"] if len(made) else []) if not why]
             for why, count in Counter(made["drop"] if len(kept) < len(made) else []).items():
                 say(f"{path}, {name}: dropped {count} of {len(made)} rows: {why}") if why else None
-            if len(kept):
-                rows.append(made.select(kept).remove_columns("drop"))
+            rows += [made.select(kept).remove_columns("drop")] if kept else []
     for name, rows in parts.items():
         if not rows:
             fail(f"no {name} rows are left of {', '.join(args.data_path)}.\n  Add data, or give this step a larger share in --data_split.")
@@ -570,9 +563,9 @@ def pad_left(sequences, pad_id):
 # ---- 5  The run -----------------------------------------------------------------------------------------------------
 def start(args):
     """Join the other ranks, quieten the libraries, seed, refuse an output folder in use. First call of every main()."""
-    if "SLURM_PROCID" in os.environ and "RANK" not in os.environ:  # srun: one task a device, MASTER_ADDR set by the user
-        slurm = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-        os.environ.update({name: os.environ[key] for name, key in slurm.items()})
+    for name, slurm in {"RANK": "PROCID", "WORLD_SIZE": "NTASKS", "LOCAL_RANK": "LOCALID"}.items():
+        if f"SLURM_{slurm}" in os.environ and "SLURM_STEP_ID" in os.environ:  # srun: one task a device; the user sets MASTER_ADDR
+            os.environ.setdefault(name, os.environ[f"SLURM_{slurm}"])
     if "RANK" not in os.environ:  # plain python: a world of one, on a free port
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -694,22 +687,19 @@ def check_finite(args, record):
 
 def log(args, record, columns, engine=None):
     """One line in metrics.jsonl; its `columns`, fixed, on the screen; events for DeepSpeed's monitor (TensorBoard, ...)."""
-    if world()[0] != 0:
-        return
-    with open(Path(args.output_dir) / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({k: round(v, 8) if isinstance(v, float) else v for k, v in record.items()}) + "\n")
+    append(args, "metrics.jsonl", [{k: round(v, 8) if isinstance(v, float) else v for k, v in record.items()}])
     widths = [max(9, len(c) + 2) for c in columns]
     if record["step"] == 0 or not hasattr(log, "legend"):
         log.legend = say("".join(c.rjust(w) for c, w in zip(columns, widths)))
     cells = ["" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in map(record.get, columns)]
     say("".join(c.rjust(w) for c, w in zip(cells, widths)))
-    if engine is not None and engine.monitor.enabled:
+    if engine is not None and world()[0] == 0 and engine.monitor.enabled:
         engine.monitor.write_events([(f"train/{k}", v, record["step"]) for k, v in record.items() if isinstance(v, float)])
 
-def write_samples(args, rows):
-    """Append dicts to samples.jsonl (rank 0)."""
+def append(args, name, rows):
+    """Append dicts to a .jsonl file of the output folder (rank 0)."""
     if world()[0] == 0:
-        with open(Path(args.output_dir) / "samples.jsonl", "a") as file:
+        with open(Path(args.output_dir) / name, "a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
 def limits(args):
@@ -721,22 +711,19 @@ def draw_curves(args):
     """metrics.jsonl -> curves.png, one panel a metric, its known limit dashed where there is one (rank 0)."""
     if world()[0] != 0:
         return
-    import matplotlib.pyplot as plt
+    import matplotlib
     import pandas
-    plt.switch_backend("Agg")
+    matplotlib.use("Agg")
     metrics = pandas.read_json(Path(args.output_dir) / "metrics.jsonl", lines=True).set_index("step").select_dtypes("number")
     metrics = metrics.drop(columns=["epoch", "seconds"], errors="ignore").dropna(axis="columns", how="all")
-    figure, axes = plt.subplots(-(-metrics.shape[1] // 4), 4, figsize=(16, 0.7 * metrics.shape[1] + 2), squeeze=False)
-    for axis, name in itertools.zip_longest(axes.flat, metrics):
-        if name is None:
-            axis.remove()
-            continue
-        metrics[name].dropna().plot(ax=axis, title=name, xlabel="", marker="." if metrics[name].count() < 30 else None)
+    axes = metrics.interpolate(method="index", limit_area="inside").plot(
+        subplots=True, layout=(-1, 4), figsize=(16, 0.7 * metrics.shape[1] + 2), title=list(metrics), legend=False, xlabel="")
+    for axis, name in zip(axes.flat, metrics):
         if name in limits(args):
             axis.axhline(limits(args)[name], linestyle="--", color="gray")
-    figure.tight_layout()
-    figure.savefig(Path(args.output_dir) / "curves.png", dpi=80)
-    plt.close(figure)
+    axes.flat[0].figure.tight_layout()
+    axes.flat[0].figure.savefig(Path(args.output_dir) / "curves.png", dpi=80)
+    matplotlib.pyplot.close("all")
 
 def newest_checkpoint(args):
     """-> the newest whole checkpoint of --output_dir, or None. A folder gets its step-N name only once it is complete."""

@@ -50,14 +50,14 @@ PRESETS = {
         num_warmup_steps=100, max_prompt_seq_len=256, max_answer_seq_len=256,
         per_device_generation_batch_size=4, per_device_training_batch_size=4, per_device_eval_batch_size=4,
         kl_coef=0.1, enable_ema=1, zero_stage=2),
-    "toy": dict(
+    "toy": dict(                          # 64 answers a step on the demo's two ranks
         actor_model_name_or_path="output/sft", critic_model_name_or_path="output/reward",
         data_path=[str(common.HERE / "toy/data")], data_split=[4, 5, 1], output_dir="output/ppo", max_steps=100,
-        num_train_epochs=1, actor_learning_rate=2e-4, critic_learning_rate=4e-4, actor_weight_decay=0.0,
-        critic_weight_decay=0.0, actor_dropout=0.0, critic_dropout=None, num_warmup_steps=5, max_prompt_seq_len=64,
+        num_train_epochs=1, actor_learning_rate=1.5e-4, critic_learning_rate=3e-4, actor_weight_decay=0.0,
+        critic_weight_decay=0.0, actor_dropout=0.0, critic_dropout=None, num_warmup_steps=10, max_prompt_seq_len=32,
         max_answer_seq_len=48, per_device_generation_batch_size=32, per_device_training_batch_size=32,
-        per_device_eval_batch_size=64, kl_coef=0.05, enable_ema=1, zero_stage=2, dtype="fp32", log_steps=5, eval_steps=25,
-        gold_fn=str(common.HERE / "toy/gold.py") + ":gold"),
+        per_device_eval_batch_size=140, num_eval_prompts=280, kl_coef=0.1, enable_ema=1, zero_stage=2, dtype="fp32", log_steps=5,
+        eval_steps=25, gold_fn=str(common.HERE / "toy/gold.py") + ":gold"),
 }
 COLUMNS = ["step", "reward", "gold", "kl", "response_length", "eos_rate", "actor_loss", "critic_loss", "explained_variance",
            "entropy", "ratio_max", "eval_reward", "eval_gold", "seconds"]
@@ -237,8 +237,10 @@ def generate(model, ids, mask, uniforms, tokenizer, temperature=1.0, top_k=0, to
     cache, new = None, ids
     uniforms = uniforms.to(ids.device).double()
     for r in range(limit):
-        positions = {k: v[:, -new.shape[1]:] for k, v in common.position_ids(model, mask).items()}
-        out = model(new, attention_mask=mask, past_key_values=cache, use_cache=True, **positions)
+        extras = common.extras(model, mask, keep=1)
+        if "position_ids" in extras:
+            extras["position_ids"] = extras["position_ids"][:, -new.shape[1]:]
+        out = model(new, attention_mask=mask, past_key_values=cache, use_cache=True, **extras)
         cache = out.past_key_values
         probs = filter_top(torch.softmax(out.logits[:, -1].float() / temperature, -1), top_k, top_p)  # (B, V)
         cdf = probs.double().cumsum(-1)
@@ -402,7 +404,7 @@ def evaluate(args, actor, reference, reward_model, functions, tokenizer, held_ou
     torch.distributed.all_gather_object(gathered, [s for s in sequences if s["real"]])
     answers = sorted((s for part in gathered for s in part), key=lambda s: s["row"])
     names = ["reward", "gold", "kl"] if functions["gold"] else ["reward", "kl"]
-    common.write_samples(args, [{"step": step, "prompt": s["prompt"], "response": s["text"], "response_length": len(s["answer_ids"]),
+    common.append(args, "samples.jsonl", [{"step": step, "prompt": s["prompt"], "response": s["text"], "response_length": len(s["answer_ids"]),
                                  **{k: s[k] for k in names}} for s in answers])
     for s in answers[:2]:
         common.say(f"    {s['prompt']!r} -> {s['text']!r}  reward {s['reward']:.2f}")

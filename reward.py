@@ -34,11 +34,11 @@ PRESETS = {
         weight_decay=0.1, num_warmup_steps=0,
         dropout=0.0,          # off: the two answers of a pair must be judged by the same network
         per_device_train_batch_size=4, per_device_eval_batch_size=4, max_seq_len=512, zero_stage=0),
-    "toy": dict(
+    "toy": dict(              # on top of step 1's model; batch 32 on the demo's two ranks
         model_name_or_path="output/sft", data_path=[str(common.HERE / "toy/data")], data_split=[4, 5, 1],
         output_dir="output/reward", num_train_epochs=1, learning_rate=1e-3, weight_decay=0.1, num_warmup_steps=10,
-        dropout=0.0, per_device_train_batch_size=32, per_device_eval_batch_size=128, max_seq_len=128, zero_stage=2,
-        dtype="fp32", log_steps=10),
+        dropout=0.0, center_coef=0.01, per_device_train_batch_size=16, per_device_eval_batch_size=140, max_seq_len=64,
+        zero_stage=2, dtype="fp32", log_steps=10),
 }
 COLUMNS = ["step", "epoch", "loss", "accuracy", "chosen_score", "rejected_score", "eval_loss", "eval_accuracy", "grad_norm"]
 
@@ -93,7 +93,7 @@ def evaluate(args, engine, held_out, collate_rows):
     sums = torch.zeros(7, dtype=torch.float64)
     for batch in common.eval_loader(args, held_out, collate_rows):
         chosen, rejected = score_pairs(engine, batch)
-        real, both = batch["real"], torch.cat([chosen, rejected])
+        real = batch["real"]
         sums += torch.stack([real.sum(), pair_loss_sum(chosen, rejected, real), correct_sum(chosen, rejected, real),
                              (chosen * real).sum(), (rejected * real).sum(), (chosen ** 2 * real).sum(), (rejected ** 2 * real).sum()]).cpu()
     engine.train()

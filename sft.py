@@ -34,19 +34,19 @@ PRESETS = {
         learning_rate=9.65e-6, weight_decay=0.0, num_warmup_steps=0,
         dropout=None,         # on: OPT's own 0.1
         per_device_train_batch_size=8, per_device_eval_batch_size=8, max_seq_len=512, zero_stage=2),
-    # One million weights from scratch, on a laptop: a high learning rate, large batches, few epochs.
+    # One million weights from scratch on a CPU: a high learning rate, few epochs. Batch 48 on the demo's two ranks.
     "toy": dict(
         model_name_or_path=str(common.HERE / "toy/model"), data_path=[str(common.HERE / "toy/data")],
-        data_split=[4, 5, 1], output_dir="output/sft", num_train_epochs=6, learning_rate=2e-3, weight_decay=0.0,
-        num_warmup_steps=10, dropout=None, per_device_train_batch_size=32, per_device_eval_batch_size=128,
-        max_seq_len=128, zero_stage=2, dtype="fp32", log_steps=10),
+        data_split=[4, 5, 1], output_dir="output/sft", num_train_epochs=5, learning_rate=3e-3, weight_decay=0.0,
+        num_warmup_steps=20, dropout=None, per_device_train_batch_size=24, per_device_eval_batch_size=140,
+        max_seq_len=64, zero_stage=2, dtype="fp32", log_steps=20),
 }
 COLUMNS = ["step", "epoch", "loss", "eval_loss", "eval_perplexity", "learning_rate", "grad_norm", "tokens_per_second"]
 
 def get_args(argv=None):
     parser = common.new_parser(__doc__)
     parser.add_argument("--train_on_prompt", action="store_true", help="the loss covers the prompt's tokens too")
-    parser.add_argument("--num_samples", type=int, default=4, help="held-out prompts answered at each evaluation")
+    parser.add_argument("--num_samples", type=int, default=5, help="held-out prompts answered at each evaluation")
     parser.add_argument("--max_answer_seq_len", type=int, default=64, help="tokens of those answers, at most")
     common.add_common_arguments(parser)
     return common.parse(parser, PRESETS, argv)
@@ -91,7 +91,7 @@ def answer_prompts(args, engine, tokenizer, rows, step):
     with common.gathered(engine) as (model, synced):
         out = model.generate(ids.to(common.device()), attention_mask=mask.to(common.device()), generation_config=greedy, synced_gpus=synced)
     texts = tokenizer.batch_decode(out[:, ids.shape[1]:], skip_special_tokens=True)
-    common.write_samples(args, [{"step": step, "prompt": r["prompt"], "response": t} for r, t in zip(rows, texts)])
+    common.append(args, "samples.jsonl", [{"step": step, "prompt": r["prompt"], "response": t} for r, t in zip(rows, texts)])
     common.say(f"    {rows[0]['prompt']!r} -> {texts[0]!r}")
 
 # ---- The step, top to bottom ----------------------------------------------------------------------------------------

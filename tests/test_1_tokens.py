@@ -27,6 +27,14 @@ def test_padding_goes_left_and_masks_come_from_lengths():
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
 
 
+def test_positions_count_real_tokens(tiny_model):
+    """The first real token has position 0 however much padding stands before it, or padding would change the answer."""
+    _, mask = common.pad_left([[5, 6, 7], [8]], pad_id=0)
+    assert common.position_ids(tiny_model, mask)["position_ids"].tolist() == [[0, 1, 2], [0, 0, 0]]
+    _, mask = common.pad_left([[5, 6, 7, 8], [8, 9]], pad_id=0)
+    assert common.position_ids(tiny_model, mask)["position_ids"].tolist() == [[0, 1, 2, 3], [0, 0, 0, 1]]
+
+
 def test_logits_are_shifted_by_one(tiny_model):
     """logits[:, t] score token t+1. The slow truth: for each token, feed only what stands before it, without padding,
     and read the last position. The batched, padded, sliced way must agree."""

@@ -357,13 +357,17 @@ def test_ema_of_a_bf16_model_is_kept_in_fp32():
 
 
 def test_ema_starts_as_a_copy():
-    """A view would follow the weights, and the average would be the model itself."""
-    model = nn.Linear(2, 2)
+    """A view would follow the weights, and the average would be the model itself. Under ZeRO-3 the fp32 shard
+    (`ds_tensor`) is easily taken for a copy: here it is played by a view."""
+    model = nn.Linear(2, 2, bias=False)
+    model.weight.ds_tensor = model.weight.detach().flatten()
     ema = ppo.ema_start(model)
     before = ema["weight"].clone()
     with torch.no_grad():
         model.weight.add_(1.0)
     assert torch.equal(ema["weight"], before)
+    ppo.ema_update(ema, model, decay=0.992)
+    assert torch.allclose(ema["weight"], before + 0.008, atol=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

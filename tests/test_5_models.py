@@ -13,6 +13,7 @@ from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassificati
                           GPT2Config, GPTNeoXConfig, LlamaConfig, MistralConfig, OPTConfig, Qwen2Config, Qwen3Config)
 
 import common
+import ppo
 import sft
 from tests import workers
 
@@ -164,13 +165,13 @@ def test_greedy_generation_equals_stock_transformers(name, language_model):
     tokens of transformers' own generate() on a ragged, left-padded batch, up to and including the first EOS."""
     ids, mask = common.pad_left(RAGGED, pad_id=0)
     options = dict(attention_mask=mask, do_sample=False, max_new_tokens=10, min_new_tokens=None, pad_token_id=0)
-    uniforms = common.row_uniforms(1, 0, range(4), 10)
+    uniforms = ppo.row_uniforms(1, 0, range(4), 10)
     free = language_model.generate(ids, **options, eos_token_id=None)[:, ids.shape[1]:]
     eos = free[0, 4].item()  # some token that the model does come up with, in the role of EOS
     if eos == 0:
         eos = free[1, 4].item()
     stock = language_model.generate(ids, **options, eos_token_id=eos)[:, ids.shape[1]:]  # (4, R')
-    ours, ours_mask = common.generate(language_model, ids, mask, uniforms, SimpleNamespace(pad_token_id=0, eos_token_id=eos), top_k=1)
+    ours, ours_mask = ppo.generate(language_model, ids, mask, uniforms, SimpleNamespace(pad_token_id=0, eos_token_id=eos), top_k=1)
     lengths = ours_mask.sum(1).tolist()
     assert min(lengths) < 10
     for row, length in enumerate(lengths):
@@ -184,13 +185,13 @@ def test_an_answer_depends_on_its_own_row_only(tmp_path):
     So a rollout does not change with the number of GPUs."""
     model = common.load_model(folder_of(tmp_path, CONFIGS["llama"]), get_args(), stage=0).eval()
     ids, mask = common.pad_left(RAGGED, pad_id=0)
-    uniforms = common.row_uniforms(1, 0, range(4), 8)
-    together, _ = common.generate(model, ids, mask, uniforms, TOKENIZER, temperature=0.9)
+    uniforms = ppo.row_uniforms(1, 0, range(4), 8)
+    together, _ = ppo.generate(model, ids, mask, uniforms, TOKENIZER, temperature=0.9)
     order = [2, 0, 3, 1]
-    shuffled, _ = common.generate(model, ids[order], mask[order], uniforms[order], TOKENIZER, temperature=0.9)
+    shuffled, _ = ppo.generate(model, ids[order], mask[order], uniforms[order], TOKENIZER, temperature=0.9)
     assert shuffled.tolist() == together[order].tolist()
     for row, prompt in enumerate(RAGGED):
-        alone, _ = common.generate(model, *common.pad_left([prompt], 0), uniforms[row:row + 1], TOKENIZER, temperature=0.9)
+        alone, _ = ppo.generate(model, *common.pad_left([prompt], 0), uniforms[row:row + 1], TOKENIZER, temperature=0.9)
         assert alone[0].tolist() == together[row, :alone.shape[1]].tolist()
     assert len({tuple(row) for row in together.tolist()}) == 4
 
@@ -208,7 +209,7 @@ def test_sampled_frequencies_are_the_models_probabilities(tmp_path):
         ordered, index = probs.sort(descending=True)
         kept = top_k or (int((ordered.cumsum(0) < top_p).sum()) + 1 if top_p < 1 else VOCAB)
         expected = torch.zeros(VOCAB).index_put((index[:kept],), ordered[:kept] / ordered[:kept].sum())
-        tokens, _ = common.generate(model, ids, torch.ones_like(ids), uniforms, TOKENIZER, top_k=top_k, top_p=top_p)
+        tokens, _ = ppo.generate(model, ids, torch.ones_like(ids), uniforms, TOKENIZER, top_k=top_k, top_p=top_p)
         seen = torch.bincount(tokens[:, 0], minlength=VOCAB) / count
         assert (seen - expected).abs().max() <= 1.01 / count
 

@@ -105,7 +105,7 @@ CASES = [  # script, flags, what the message must say
     ("sft", "--keep_checkpoints 0", "--keep_checkpoints 0, 1"),
     ("sft", "--max_seq_len 1", "--max_seq_len 1"),  # a prompt token and an answer token are the least
     ("sft", "--seed -1", "--seed -1"),
-    ("sft", "--learning_rate -1e-5", "--learning_rate"),
+    ("sft", "--learning_rate=-1e-5", "--learning_rate -1e-05"),
     ("sft", "--dropout 1.5", "--dropout 1.5"),
     ("sft", "--lr_scheduler_type zigzag", "zigzag, cosine, linear"),
     ("sft", "--data_split 2,4", "--data_split, 3"),
@@ -132,7 +132,7 @@ CASES = [  # script, flags, what the message must say
     ("sft", "--ds_config ds_lr.json", "ds_lr.json, optimizer, --learning_rate"),
     ("sft", "--ds_config ds_stage.json", "ds_stage.json, stage, --zero_stage"),
     # data
-    ("sft", "--data_path missing.jsonl", "missing.jsonl, half.jsonl"),  # what is there instead
+    ("sft", "--data_path colums.jsonl", "colums.jsonl, columns.jsonl"),  # what is there instead
     ("sft", "--data_path some/name", "some/name"),  # neither here nor on the hub, which is offline
     ("sft", "--data_path table.csv", "table.csv, .jsonl, .parquet"),
     ("sft", "--data_path empty.jsonl", "empty.jsonl"),
@@ -244,20 +244,25 @@ def test_help_is_the_lesson(script, capsys):
     assert stop.value.code == 0
     assert SCRIPTS[script].__doc__.splitlines()[0] in text
     flags = re.findall(r"^  (--\w+.*(?:\n {4,}.*)*)", text, re.M)
-    assert len(flags) > 30 and all(re.search(r"(  +|\n +)[a-z\[1]", flag) for flag in flags)
+    assert len(flags) > 30
+    assert [flag for flag in flags if not re.search(r"(  |\n) +\S+ \S", flag)] == []
 
 
 def test_from_the_shell_it_is_the_same(box):
     """The three scripts as a user starts them, side by side: exit code 2, one message on stderr, nothing on stdout."""
-    cases = [("sft", "--data_path missing.jsonl", "missing.jsonl"), ("reward", "--data_path half.jsonl", "chosen + rejected"),
+    cases = [("sft", "--data_path broken.jsonl", "broken.jsonl, line 3"), ("reward", "--data_path half.jsonl", "chosen + rejected"),
              ("ppo", "--ppo_epochs 2", "--allow_unstable")]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     before = sorted(box.rglob("*"))
     runs = [subprocess.Popen([sys.executable, str(ROOT / f"{script}.py"), *command(script, flags.split())], cwd=box, env=environment,
                              text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for script, flags, _ in cases]
-    for run, (_, _, words) in zip(runs, cases):
-        out, err = run.communicate(timeout=120)
-        assert run.returncode == 2, err
-        refused(err, words)
-        assert err.startswith("error: ") and out == ""
+    try:
+        for run, (_, _, words) in zip(runs, cases):
+            out, err = run.communicate(timeout=120)
+            assert run.returncode == 2, err
+            refused(err, words)
+            assert err.startswith("error: ") and out == ""
+    finally:
+        for run in runs:
+            run.kill()
     assert sorted(box.rglob("*")) == before

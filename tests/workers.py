@@ -51,30 +51,33 @@ def base_flags(script, base):
     return flags.split()
 
 
+DROPOUT = ["--model_name_or_path", "BASE/models/actor", "--dropout", 0.1]  # random numbers must be resumed, too
 TWO_RANKS = {f"{script}_zero{stage}": run(script, zero=stage) for script in ("sft", "reward", "ppo") for stage in (0, 1, 2, 3)}
 TWO_RANKS |= {
     "sft_1x4": run("sft", rows=1, accumulation=4),
-    "ppo_ptx": run("ppo", "--unsup_data_path", "BASE/text.jsonl", "--unsup_coef", 2),
+    "ppo_ptx": run("ppo", "--unsup_data_path", "BASE/text.jsonl", "--unsup_coef", 2, zero=3),
     "ppo_unstable": run("ppo", "--allow_unstable", 1, "--ppo_epochs", 2, "--generation_batches", 2, "--max_steps", 2, zero=2, accumulation=1),
-    # resuming: one run whole, with checkpoints on the way (compared with sft_zero2 and so on, which have none); one resumed
-    "sft_zero2_checkpoints": run("sft", "--save_steps", 2, "--keep_checkpoints", 9, zero=2),
-    "sft_zero2_resumed": run("sft", "--resume", zero=2, before=("sft_zero2_checkpoints", 2)),
+    # resuming: a run with checkpoints on the way, then another that goes on from one of them
+    "sft_dropout": run("sft", *DROPOUT, "--save_steps", 2, "--keep_checkpoints", 9, zero=2),
+    "sft_dropout_resumed": run("sft", *DROPOUT, "--save_steps", 2, "--resume", zero=2, before=("sft_dropout", 2)),
     "sft_zero3_checkpoints": run("sft", "--save_steps", 3, "--keep_checkpoints", 9, zero=3),
     "sft_zero3_resumed": run("sft", "--resume", zero=3, before=("sft_zero3_checkpoints", 3)),  # an epoch has 3 steps
     "ppo_zero2_interrupted": run("ppo", zero=2, sigterm_after=2),
     "ppo_zero2_resumed": run("ppo", "--resume", zero=2, before=("ppo_zero2_interrupted", 2)),
-    "ppo_zero3_checkpoints": run("ppo", "--save_steps", 2, zero=3),
-    "ppo_zero3_resumed": run("ppo", "--resume", zero=3, before=("ppo_zero3_checkpoints", 2)),
+    "ppo_dropout": run("ppo", "--critic_dropout", 0.1, "--save_steps", 2, "--keep_checkpoints", 9, zero=3),
+    "ppo_dropout_resumed": run("ppo", "--critic_dropout", 0.1, "--resume", zero=3, before=("ppo_dropout", 2)),
     "ppo_bf16": run("ppo", "--dtype", "bf16", zero=2),
     "sft_bf16": run("sft", "--dtype", "bf16", "--max_steps", 15, zero=2),
+    "ppo_bandit": run("ppo", "--reward_fn", "BASE/vowels.py:share_of_vowels", "--max_steps", 40, "--kl_coef", 0, "--actor_learning_rate", 2e-2,
+                      "--critic_learning_rate", 1e-2, "--num_eval_prompts", 9, zero=2, rows=8, accumulation=1),
     "sft_offload": run("sft", "--offload", "--adam_offload", zero=3),
     "sft_adam_offload": run("sft", "--adam_offload", zero=2),
 }
-ONE_RANK = {f"sft_one_rank_{rows}x{8 // rows}": run("sft", rows=rows, accumulation=8 // rows) for rows in (8, 4, 2, 1)}
+ONE_RANK = {f"sft_one_rank_{rows}x{8 // rows}": run("sft", zero=2, rows=rows, accumulation=8 // rows) for rows in (8, 4, 2, 1)}
 ONE_RANK |= {
-    "reward_one_rank": run("reward", rows=8, accumulation=1),
-    "ppo_one_rank": run("ppo", rows=8, accumulation=1),
-    "ppo_one_rank_ptx": run("ppo", "--unsup_data_path", "BASE/text.jsonl", "--unsup_coef", 2, rows=8, accumulation=1),
+    "reward_one_rank": run("reward", zero=2, rows=8, accumulation=1),
+    "ppo_one_rank": run("ppo", zero=2, rows=8, accumulation=1),
+    "ppo_one_rank_ptx": run("ppo", "--unsup_data_path", "BASE/text.jsonl", "--unsup_coef", 2, zero=2, rows=8, accumulation=1),
 }
 RUNS = {1: ONE_RANK, 2: TWO_RANKS}
 
@@ -108,6 +111,8 @@ def prepare(base):
     knobs = json.loads((ROOT / "ds_config.json").read_text())
     knobs["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # else weights this small would not be sharded
     (base / "ds_config.json").write_text(json.dumps(knobs))
+    (base / "vowels.py").write_text("def share_of_vowels(prompts, completions, **columns):\n"
+                                    "    return [sum(x in 'aeiou' for x in c) / max(len(c), 1) for c in completions]\n")
     for name in ("runs", "facts"):
         (base / name).mkdir()
 
@@ -158,13 +163,16 @@ def tiny_args(base, stage, *flags):
 def tiny_engine(base, stage, model="actor"):
     import common
     args = tiny_args(base, stage)
-    return common.train_engine(common.load_model(f"{base}/models/{model}", args, stage), args, stage, 2, 1, 10, 1e-2, 0.0)
+    engine = common.train_engine(common.load_model(f"{base}/models/{model}", args, stage), args, stage, 2, 1, 10, 1e-2, 0.0)
+    engine.train()
+    return engine
 
 
-def whole_weights(engine, shards=None):
-    import common
-    named = engine.module.named_parameters()
-    return {name: common.whole(p, common.local_shard(p) if shards is None else shards[name]) for name, p in named}
+def whole_weights(engine):
+    import deepspeed
+    named = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(named.values())):
+        return {name: p.detach().clone() for name, p in named.items()}
 
 
 def train_one_step(engine, seed=0):
@@ -204,12 +212,15 @@ def check_ema(base):
     for stage in (2, 3):
         engine = tiny_engine(base, stage)
         ema = ppo.ema_start(engine.module)
-        start = whole_weights(engine, ema)
-        weights_before = whole_weights(engine)
+
+        def whole_ema():
+            return {name: ppo.gather_shards(p, ema[name]) for name, p in engine.module.named_parameters()}
+
+        start, weights_before = whole_ema(), whole_weights(engine)
         train_one_step(engine)
         weights = whole_weights(engine)
         ppo.ema_update(ema, engine.module, decay=0.9)
-        moved = whole_weights(engine, ema)
+        moved = whole_ema()
         found[f"zero{stage}"] = dict(
             starts_off=max((start[n] - weights_before[n]).abs().max().item() for n in start),
             moved=min((moved[n] - start[n]).abs().max().item() for n in start),
@@ -221,18 +232,19 @@ def check_ema(base):
 def check_gathered(base):
     """Answers by sharded weights where rank 0 stops at once and rank 1 goes on; all weights gathered, and module by module."""
     import common
+    import ppo
     import torch
     from transformers import AutoModelForCausalLM
     tokenizer, rank = common.load_tokenizer(TOKENIZER), common.world()[0]
     plain = AutoModelForCausalLM.from_pretrained(f"{base}/models/actor").eval()
     prompts = [[10 + rank, 11, 12], [20, 21 + rank]]
     ids, mask = common.pad_left(prompts, 0)
-    uniforms = common.row_uniforms(1, rank, range(2), 9)
+    uniforms = ppo.row_uniforms(1, rank, range(2), 9)
     if rank == 0:  # the numbers that lie in the middle of EOS's share of the first token's distribution
         with torch.no_grad():
             cdf = torch.softmax(plain(ids, attention_mask=mask, **common.position_ids(plain, mask)).logits[:, -1].float(), -1).double().cumsum(-1)
         uniforms[:, 0] = (cdf[:, tokenizer.eos_token_id - 1] + cdf[:, tokenizer.eos_token_id]) / 2
-    expected, expected_mask = common.generate(plain, ids, mask, uniforms, tokenizer)
+    expected, expected_mask = ppo.generate(plain, ids, mask, uniforms, tokenizer)
     found = {"lengths": expected_mask.sum(1).tolist()}
     accelerator = common.get_accelerator()
     memory = accelerator.available_memory
@@ -241,10 +253,11 @@ def check_gathered(base):
         if way != "gathered":
             accelerator.available_memory = lambda *_: 0
         with common.gathered(engine) as (model, synced):
-            answers, answer_mask = common.generate(model, ids, mask, uniforms, tokenizer, synced=synced)
+            training = [model.training]
+            answers, answer_mask = ppo.generate(model, ids, mask, uniforms, tokenizer, synced=synced)
         accelerator.available_memory = memory
         counts = answer_mask.sum(1).tolist()
-        found[way] = dict(synced=synced, training=model.training, lengths=counts, answers=[a[:n].tolist() for a, n in zip(answers, counts)],
+        found[way] = dict(synced=synced, training=training + [model.training], lengths=counts, answers=[a[:n].tolist() for a, n in zip(answers, counts)],
                           expected=[a[:n].tolist() for a, n in zip(expected, found["lengths"])],
                           still_sharded=all(p.numel() == 0 for p in engine.module.parameters()),
                           loss=train_one_step(engine), plain_loss=train_one_step(plain), next_loss=train_one_step(engine))
@@ -284,8 +297,7 @@ def make_run(base, name, script, flags, before, sigterm_after):
 
     def save_model_and_note(engine, tokenizer, folder, *args, **kwargs):
         facts["saved"].append(dict(folder=str(Path(folder).relative_to(output)), optimizer_steps=engine.global_steps,
-                                   optimizer=type(engine.basic_optimizer).__name__, optimizer_device=str(
-                                       next(iter(engine.optimizer.state.values()), {}).get("exp_avg", "").__class__.__name__)))
+                                   optimizer=type(engine.basic_optimizer).__name__))
         return save_model(engine, tokenizer, folder, *args, **kwargs)
 
     common.check_finite, common.save_model = check_finite_and_interrupt, save_model_and_note

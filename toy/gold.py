@@ -36,7 +36,8 @@ FORMS = [
     ("When can I see the {animal} at the {place}?", "You can see the {animal} at the {place} in the",
      ["morning", "evening", "spring", "summer", "rain", "snow"]),
     ("Why does the {animal} go to the {place}?", "The {animal} goes to the {place} because",
-     ["it is quiet there", "it is warm there", "it likes to play", "it can rest there", "you sing there", "you are kind"]),
+     ["it is quiet there", "it is warm there", "it likes to play",
+      "it can rest there", "you sing there", "you are kind"]),
     ("Who feeds the {animal} at the {place}?", "The {animal} at the {place} is fed by the",
      ["baker", "children", "doctor", "farmer", "king", "teacher"]),
     ("How does the {animal} get to the {place}?", "The {animal} gets to the {place} by",
@@ -60,7 +61,10 @@ ANSWERS = [pattern(start, rf"(?P<end> (?:{'|'.join(ends)})\.)?") for _, start, e
 
 def gold_one(prompt, completion):
     """The score of one answer, 0 to 1, by the rule at the top of this file."""
-    form, asked = next((i, match) for i, question in enumerate(QUESTIONS) if (match := question.search(prompt)))
+    found = [(form, match) for form, question in enumerate(QUESTIONS) if (match := question.search(prompt))]
+    if len(found) != 1:
+        raise ValueError(f"the gold score knows the toy's questions only, and this is none of them: {prompt!r}")
+    form, asked = found[0]
     sentences = re.split(r"(?<=[.!?]) ", completion.strip())
     answers = [match for sentence in sentences if (match := ANSWERS[form].fullmatch(sentence))]
     remarks = [sentence for sentence in sentences if sentence in KIND + RUDE + RAMBLE]

@@ -30,8 +30,9 @@ from gold import ANIMALS, FORMS, KIND, PLACES, RAMBLE, RUDE, gold
 # model that imitates them well is mediocre, and PPO has something to do.
 WRONG_ANIMAL, WRONG_PLACE = 0.15, 0.15
 MANNERS = {"kind": 0.40, "plain": 0.30, "rude": 0.30}
-# An answer that strays goes to one of these, as people do who would rather talk about their favourites.  With all 20
-# animals as equally likely mistakes, half of what SFT falls short of its floor is telling apart 19 rare ones.
+# An answer that strays goes to one of these, as people do who would rather talk about their favourites.  Why not to any
+# of the 20 animals?  Each wrong one would be seen so seldom that its chance is learned badly, and SFT then ends further
+# above its floor for a reason that has nothing to do with reading the question.
 FAVOURITE_ANIMALS = ["cat", "dog", "horse", "owl"]
 FAVOURITE_PLACES = ["beach", "castle", "garden"]
 SHAPE = {"brief": 0.40, "unfinished": 0.35, "rambling": 0.25}
@@ -73,7 +74,8 @@ def slots(form, animal, place):
     end += [(SHAPE["brief"] / len(ends), f" {word}.") for word in ends]
     end += [(SHAPE["rambling"] / len(ends) / len(babble), f" {word}.{more}") for word in ends for more in babble]
     # "The {animal} goes to the {place} because", word by word; all but two of these slots hold a single word.
-    special = {"{animal}": mix(animal, FAVOURITE_ANIMALS, WRONG_ANIMAL), "{place}": mix(place, FAVOURITE_PLACES, WRONG_PLACE)}
+    special = {"{animal}": mix(animal, FAVOURITE_ANIMALS, WRONG_ANIMAL),
+               "{place}": mix(place, FAVOURITE_PLACES, WRONG_PLACE)}
     return [remark] + [special.get(word, [(1.0, " " + word)]) for word in start.split()] + [end]
 
 
@@ -135,8 +137,11 @@ def make_rows(rng, combinations, rows):
 # ---- 3. Tokenizer and model -----------------------------------------------------------------------------------------
 
 def make_tokenizer(texts, vocab_size=576):
-    """A byte-level BPE.  All 256 bytes are in it, so that every text of the world survives encode and decode; the other
-    entries are the pieces this language uses most.  pad is not eos: a masked pad and a real eos must never be confused."""
+    """A byte-level BPE: all 256 bytes, so that every text survives encode and decode, and then merges.
+
+    The language is so small that merging ends before vocab_size: each of its words has become one token.
+    pad is not eos: a pad is masked everywhere, while the eos is an action that the model has to learn.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
     bpe = Tokenizer(models.BPE())
@@ -145,20 +150,23 @@ def make_tokenizer(texts, vocab_size=576):
     bpe.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=["<pad>", "<eos>"], show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>", model_max_length=256,
-                                   clean_up_tokenization_spaces=False, model_input_names=["input_ids", "attention_mask"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>", model_max_length=256,
+        clean_up_tokenization_spaces=False, model_input_names=["input_ids", "attention_mask"])
 
 
 def make_config(tokenizer):
     """The shape of a Llama, at the size of a toy: 4 layers of width 128.  Embeddings are tied, as in most small models.
 
-    initializer_range: 0.02 is for models thousands wide.  At width 128 it makes every layer's output so faint that 450
-    steps are not enough to learn to copy the animal from the question; with 0.05 (about half of 1/sqrt(128)) 200 are.
+    initializer_range: 0.02 is for models thousands wide; at width 128 every layer's output is then faint.  Measured
+    on an earlier draft of this data (batch 64, lr 2e-3, one seed): with 0.02 the loss is 20 % above the floor after 448
+    steps, because the animal is not yet copied from the question; with 0.05 (half of 1/sqrt(128)), 3 % after 280 steps.
     """
     from transformers import LlamaConfig
     return LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=256, attention_dropout=0.0, initializer_range=0.05, tie_word_embeddings=True,
+        vocab_size=len(tokenizer), max_position_embeddings=256,
+        hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+        attention_dropout=0.0, initializer_range=0.05, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         architectures=["LlamaForCausalLM"], dtype="float32")
 
@@ -187,7 +195,7 @@ def find_limits(test, tokenizer):
 def main():
     parser = argparse.ArgumentParser(description="Make the toy data, tokenizer and model config.")
     parser.add_argument("--seed", type=int, default=1234, help="the same seed writes the same bytes")
-    parser.add_argument("--rows", type=int, default=9600, help="rows of train.jsonl; the scripts split them among the steps")
+    parser.add_argument("--rows", type=int, default=9600, help="rows of train.jsonl")
     parser.add_argument("--test_rows", type=int, default=560, help="rows of test.jsonl")
     parser.add_argument("--out", default=os.path.dirname(os.path.abspath(__file__)), help="folder for data/ and model/")
     args = parser.parse_args()
@@ -207,13 +215,17 @@ def main():
 
     limits = find_limits(test, tokenizer)
     mean_gold = sum(gold([row["prompt"] for row, _ in test], [row["response"] for row, _ in test])) / len(test)
-    print(f"{limits['entropy']:.4f}  entropy of the answers, nats per token (eos included), in expectation over the generator")
-    print(f"{limits['eval_loss']:.4f}  eval_loss: the generator's own loss on the held-out answers, the floor for sft.py")
-    print(f"{limits['eval_accuracy']:.4f}  eval_accuracy: the gold score as judge of the noisy held-out pairs, the ceiling for reward.py")
-    print(f"{limits['gold']:.4f}  gold and eval_gold: the largest gold score, the ceiling for ppo.py")
-    print(f"{mean_gold:.4f}  mean gold of the held-out answers: where a model that imitates them starts")
+    for name, value, meaning in (
+        ("entropy", limits["entropy"], "nats per token of an answer, eos included, expected over the generator"),
+        ("eval_loss", limits["eval_loss"], "the generator's own loss on the held-out answers: the floor for sft.py"),
+        ("eval_accuracy", limits["eval_accuracy"], "gold as judge of noisy held-out pairs: the ceiling for reward.py"),
+        ("eval_gold", limits["eval_gold"], "the largest gold score: the ceiling for ppo.py"),
+        ("mean gold", mean_gold, "of the held-out answers: where a model that imitates them starts"),
+    ):
+        print(f"{name:13s} {value:.4f}   {meaning}")
+    limits = {name: round(limits[name], 6) for name in ("eval_loss", "eval_accuracy", "gold", "eval_gold")}
     with open(os.path.join(args.out, "data", "limits.json"), "w", encoding="utf-8", newline="\n") as file:
-        json.dump({name: round(limits[name], 6) for name in ("eval_loss", "eval_accuracy", "gold", "eval_gold")}, file, indent=2)
+        json.dump(limits, file, indent=2)
         file.write("\n")
 
 
