@@ -9,7 +9,7 @@
 Losses and training loops are not here: each step's own file tells its whole story.
 Shapes: B rows (sequences) of a micro-batch, T tokens, K the last tokens of a row that a loss looks at, V vocabulary.
 """
-import argparse, contextlib, functools, inspect, io, itertools, json, logging, os, shutil, signal, socket, sys, time, warnings, zlib
+import argparse, contextlib, difflib, functools, inspect, io, itertools, json, logging, os, re, shutil, signal, socket, sys, time, warnings, zlib
 from collections import Counter
 from pathlib import Path
 
@@ -77,7 +77,8 @@ def add_common_arguments(parser, own_forms=()):
     arg("learning_rate", type=float, help="peak learning rate")
     arg("weight_decay", type=float, help="decoupled (AdamW); matrices only, not biases and norms")
     arg("dropout", type=float, help="every dropout of the model; None: what its config says")
-    arg("lr_scheduler_type", default="cosine", help="any of transformers' schedules. cosine [DeepSpeed-Chat]")
+    arg("lr_scheduler_type", default="cosine", choices=["cosine", "linear", "constant", "constant_with_warmup"],
+        help="transformers' schedule of that name. cosine [DeepSpeed-Chat]")
     arg("num_warmup_steps", type=int, help="optimizer steps of linear warm-up")
     arg("adam_betas", type=numbers, default=[0.9, 0.95], help="AdamW's betas. 0.9,0.95 [DeepSpeed-Chat]")
     arg("max_grad_norm", type=float, default=1.0, help="gradients are scaled down to this norm. 1 [DeepSpeed-Chat]")
@@ -105,6 +106,7 @@ def parse(parser, presets, argv=None):
     """argv -> Namespace. What the preset leaves open comes from the flags' defaults; any flag overrides the preset."""
     argv = sys.argv[1:] if argv is None else argv
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    named.error = parser.error
     named.add_argument("--preset", default="opt-1.3b" if any("model_name_or_path" in a for a in argv) else "toy")
     preset = named.parse_known_args(argv)[0].preset
     if preset not in presets:
@@ -113,18 +115,20 @@ def parse(parser, presets, argv=None):
     args = parser.parse_args(argv)
     args.dtype = args.dtype or ("bf16" if get_accelerator().is_bf16_supported() else "fp16")
     for name, value in vars(args).items():
-        least = 0 if name in ("eval_steps", "save_steps", "num_warmup_steps") else 1
-        counts = name.endswith(("_steps", "_epochs", "_batches", "batch_size", "_len", "_checkpoints")) and (name, value) != ("max_steps", -1)
-        if counts and value is not None and value < least:
-            fail(f"--{name} {value} is too small.\n  It must be {least} or more.")
+        counts = name.endswith(("max_steps", "log_steps", "accumulation_steps", "_epochs", "_batches", "_size", "_checkpoints", "_prompts"))
+        least = 1e-6 if name in ("temperature", "top_p") else 2 if name.endswith("_len") else int(counts)
+        most = 1 if name.endswith(("dropout", "gamma", "lam", "ema_decay", "top_p")) else float("inf")
+        if isinstance(value, (int, float)) and not least <= value <= most and (name, value) not in (("max_steps", -1), ("local_rank", -1)):
+            fail(f"--{name} {value} is out of range.\n  It must be {least} or more{f', and {most} or less' if most == 1 else ''}.")
     for name, count in (("data_split", 3), ("adam_betas", 2)):
         if len(getattr(args, name)) != count or min(getattr(args, name)) < 0 or sum(getattr(args, name)) == 0:
             fail(f"--{name} takes {count} numbers joined by commas, none negative, not all 0.")
     if get_accelerator().device_name() == "cpu" and args.dtype == "fp16":
         fail("--dtype fp16 needs a GPU: there are no half-precision kernels worth the name on a CPU.\n  Use bf16 or fp32.")
-    if args.offload and args.zero_stage != 3:
+    if args.offload and 3 not in [value for name, value in vars(args).items() if name.endswith("zero_stage")]:
         fail(f"--offload moves sharded weights, and --zero_stage {args.zero_stage} does not shard them.\n"
              "  Use --zero_stage 3, or --adam_offload to move the optimizer only.")
+    ds_config(args, 0, 1)  # refuses a wrong --ds_config now, not after the model is loaded
     return args
 
 # ---- 2  DeepSpeed ---------------------------------------------------------------------------------------------------
@@ -223,13 +227,17 @@ def load_config(path):
         missing = "" if Path(path).is_dir() else "\n  It is no folder here; has the step before been run? Looked up on the hub:"
         fail(f"no model could be loaded from {path}.{missing}\n  {str(error).splitlines()[0]}")
 
-def load_tokenizer(path):
+def load_tokenizer(path, length=0):
     """-> the tokenizer in `path`, with an EOS token, and a padding token that is not EOS wherever one can be had.
 
     Our masks come from positions, so padding's id never matters here. Stock transformers finds an answer's last token by
-    `ids != pad`, and would read the score one token early if pad were EOS.
+    `ids != pad`, and would read the score one token early if pad were EOS. `length`: tokens of the longest row to come.
     """
-    rows = load_config(path).get_text_config().vocab_size
+    config = load_config(path).get_text_config()
+    rows, positions = config.vocab_size, getattr(config, "max_position_embeddings", None) or length
+    if length > positions:
+        fail(f"rows of {length} tokens do not fit {path}, which knows {positions} positions.\n"
+             f"  Lower --max_seq_len {length} (or --max_prompt_seq_len, --max_answer_seq_len).")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -386,23 +394,23 @@ def read_row(row):
     instruction + output, input optional               Alpaca
     """
     chosen, rejected = row.get("chosen"), row.get("rejected")
-    if row.get("messages"):
-        last = max((i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"), default=len(row["messages"]))
-        return row["messages"][:last], (row["messages"] + [{"content": None}])[last]["content"], None, None
     if isinstance(chosen, list):
         prompt = row.get("prompt") or chosen[:-1]
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return prompt, chosen[-1]["content"], chosen[-1]["content"], rejected[-1]["content"]
+    if row.get("messages"):
+        last = max((i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"), default=len(row["messages"]))
+        return row["messages"][:last], (row["messages"] + [{"content": None}])[last]["content"], None, None
     if row.get("instruction"):
         question = "\n".join(filter(None, (row["instruction"], row.get("input"))))
-        return f"{HUMAN}{question}{ASSISTANT}", f" {row['output']}", None, None
+        return f"{HUMAN}{question}{ASSISTANT}", row.get("output") and f" {row['output']}", None, None
     if "prompt" in row:
         return row["prompt"], row.get("response") or chosen, chosen, rejected
-    if chosen and rejected:
-        both = os.path.commonprefix([chosen, rejected])
-        cut = both.rfind(ASSISTANT) + len(ASSISTANT) if ASSISTANT in both else 0
-        return chosen[:cut], chosen[cut:], chosen[cut:], rejected[cut:]
-    return None, None, None, None
+    both = os.path.commonprefix([chosen or "", rejected or ""])
+    if ASSISTANT not in both:
+        return None, None, None, None
+    cut = both.rfind(ASSISTANT) + len(ASSISTANT)
+    return chosen[:cut], chosen[cut:], chosen[cut:], rejected[cut:]
 
 def tokenise_prompt(tokenizer, prompt):
     """Text or chat messages -> token ids. Text that spells a special token is data: it is split like any other text."""
@@ -410,7 +418,12 @@ def tokenise_prompt(tokenizer, prompt):
         if tokenizer.chat_template is None:
             fail("the data holds chat messages, and the tokenizer has no chat template.\n"
                  "  Use a chat model's tokenizer, or columns of plain text (prompt, response, chosen, rejected).")
-        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        if not any(special in m["content"] for special in tokenizer.get_added_vocab() for m in prompt):
+            return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        contents = {chr(0xE000 + i): m["content"] for i, m in enumerate(prompt)}  # the template may write special tokens, users not
+        text = tokenizer.apply_chat_template([{**m, "content": mark} for m, mark in zip(prompt, contents)], add_generation_prompt=True, tokenize=False)
+        pieces = [(contents.get(x, x), x in contents) for x in re.split(f"([{''.join(contents)}])", text)]
+        return [i for x, user in pieces for i in tokenizer(x, add_special_tokens=False, split_special_tokens=user).input_ids]
     ids = tokenizer(prompt, split_special_tokens=True).input_ids
     return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
 
@@ -428,55 +441,57 @@ def fit(prompt, answers, limit):
     prompt = prompt[max(0, len(prompt) - room):]
     return prompt, [a[:limit - len(prompt)] for a in answers]
 
+def as_text(prompt):
+    return prompt if isinstance(prompt, str) else json.dumps(prompt)  # chat messages
+
 def tokenise_row(row, tokenizer, step, limit):
     """One row of a source -> one row of `load_rows`, and `drop`: '' or the reason to leave the row out."""
     prompt, answer, chosen, rejected = read_row(row)
     answers = {1: [answer], 2: [chosen, rejected], 3: []}[step]
-    text = prompt if isinstance(prompt, str) or not prompt else json.dumps(prompt)
     extra = json.dumps({k: v for k, v in row.items() if k != "prompt"}, default=str) if step == 3 else ""
-    out = dict(prompt=text or "", prompt_ids=[], answers=[], length=0, extra=extra, drop="")
-    if any(not (part or "").strip() for part in [text, *answers]):
+    out = dict(prompt=as_text(prompt), prompt_ids=[], answers=[], length=0, extra=extra, drop="")
+    if not prompt or not all(isinstance(x, str) and x.strip() for x in (*answers, *([] if isinstance(prompt, list) else [prompt]))):
         return {**out, "drop": "empty prompt or answer"}
     prompt_ids, ids = fit(tokenise_prompt(tokenizer, prompt), [tokenise_answer(tokenizer, a) for a in answers], limit)
     if step == 2 and ids[0] == ids[1]:
         return {**out, "drop": "chosen equals rejected" if chosen == rejected else "chosen equals rejected once cut"}
     return {**out, "prompt_ids": prompt_ids, "answers": ids, "length": len(prompt_ids) + max(map(len, ids), default=0)}
 
-def read_source(path):
+def read_source(path, flag="--data_path"):
     """Hub name, file or folder -> {'train': Dataset, and 'test': Dataset if there is one}, by the files' names."""
     kinds, local = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}, Path(path)
     if not local.exists() and (local.suffix in kinds or path[0] in "./~"):
-        near = ", ".join(sorted(f.name for f in local.parent.glob("*"))[:8])
-        fail(f"--data_path {path}: no such file or folder.\n  In {local.parent} there is: {near or 'nothing'}.")
+        near = difflib.get_close_matches(local.name, [f.name for f in local.parent.glob("*")], cutoff=0.0)
+        fail(f"{flag} {path}: no such file or folder.\n  Nearest in {local.parent}: {', '.join(near) or 'nothing'}.")
     if local.is_file() and local.suffix not in kinds:
-        fail(f"--data_path {path}: unknown kind of file.\n  Known: {', '.join(kinds)}.")
+        fail(f"{flag} {path}: unknown kind of file.\n  Known: {', '.join(kinds)}.")
     try:
         source = datasets.load_dataset(kinds[local.suffix], data_files=path) if local.is_file() else datasets.load_dataset(path)
         test = next((source[name] for name in ("test", "validation") if name in source), None)
         return {"train": source["train"], **({"test": test} if test else {})}
     except Exception as error:  # the libraries below raise many kinds: offline, unknown name, no access, broken file
-        fail(f"--data_path {path} cannot be read.\n  {find_bad_line(local) or error}")
+        fail(f"{flag} {path} cannot be read.\n  {find_bad_line(local) or error}")
 
 def find_bad_line(path):
     """-> 'FILE, line N: what is wrong' for the first line of a .jsonl file (or of a folder of them) that is not JSON."""
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.suffix == ".jsonl" else []:
         for number, line in enumerate(open(file, "rb"), 1):
             try:
-                json.loads(line)
+                json.loads(line) if line.strip() else None
             except ValueError as error:
                 return f"{file}, line {number}: {error}"
 
 def load_rows(args, tokenizer, step, limit):
-    """-> (train, held-out) datasets for step 1, 2 or 3: columns prompt, prompt_ids, answers (lists of ids), length, extra
+    """-> (train, held-out) datasets for step 1, 2 or 3: columns prompt (text), prompt_ids, answers (lists of ids), length, extra
     (the row's other columns, as JSON).
 
     Each step takes its own share of every source's rows (--data_split). The held-out rows are the source's own test
-    split; without one, those of every twentieth prompt, by hash. Neither depends on --seed: two steps run with different
+    split; without one, a twentieth of the prompts, by hash. Neither depends on --seed: two steps run with different
     seeds must not share rows.
     """
     needs = {1: [{"prompt", "response"}, {"chosen"}, {"messages"}, {"instruction", "output"}], 2: [{"chosen", "rejected"}],
              3: [{"prompt"}, {"chosen", "rejected"}, {"messages"}, {"instruction"}]}[step]
-    parts = {"train": [], "test": []}
+    parts, seen = {"train": [], "test": []}, set()  # seen: what any step trains on, in any source
     for path in args.data_path:
         source = read_source(path)
         columns = source["train"].column_names
@@ -484,9 +499,13 @@ def load_rows(args, tokenizer, step, limit):
             fail(f"--data_path {path} has the columns {', '.join(columns) or '(none: it is empty)'}.\n"
                  f"  This step needs {' or '.join(' + '.join(sorted(n)) for n in needs)}. Known formats:\n    "
                  + read_row.__doc__.split("\n", 2)[2].strip())
+        prompts = [as_text(read_row(row)[0]) for row in source["train"]]
         if "test" not in source:
-            held = np.array([zlib.crc32(str(read_row(row)[0]).encode()) % 20 == 0 for row in source["train"]], dtype=bool)
+            by_hash = sorted(set(prompts), key=lambda prompt: zlib.crc32(prompt.encode()))
+            held = np.isin(prompts, by_hash[:max(1, len(by_hash) // 20)])
             source = {"train": source["train"].select(np.flatnonzero(~held)), "test": source["train"].select(np.flatnonzero(held))}
+            prompts = [prompt for prompt, out in zip(prompts, held) if not out]
+        seen.update(prompts)
         order = np.random.default_rng(0).permutation(len(source["train"]))
         cuts = (np.cumsum([0, *args.data_split]) / sum(args.data_split) * len(order)).round().astype(int)
         source["train"] = source["train"].select(np.sort(order[cuts[step - 1]:cuts[step]]))
@@ -501,7 +520,6 @@ def load_rows(args, tokenizer, step, limit):
         if not rows:
             fail(f"no {name} rows are left of {', '.join(args.data_path)}.\n  Add data, or give this step a larger share in --data_split.")
     train, test = (datasets.concatenate_datasets(rows) for rows in parts.values())
-    seen = set(train["prompt"])
     fresh = [i for i, prompt in enumerate(test["prompt"]) if prompt not in seen]
     if len(fresh) < len(test):
         say(f"held-out: dropped {len(test) - len(fresh)} of {len(test)} rows, whose prompts are also trained on")
@@ -572,6 +590,9 @@ def start(args):
             port = str(s.getsockname()[1])
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     output, newest = Path(args.output_dir), newest_checkpoint(args)
+    exists = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    if not exists.is_dir() or not os.access(exists, os.W_OK):
+        fail(f"--output_dir {output}: {exists} is not a folder that can be written to.")
     if not args.overwrite and not args.resume and ((output / "config.json").exists() or newest):
         fail(f"--output_dir {output} holds a run.\n  --overwrite replaces it, --resume goes on with an unfinished one, "
              "another --output_dir leaves it alone.")
@@ -579,6 +600,7 @@ def start(args):
         fail(f"--resume: there is no checkpoint in {output / 'checkpoints'}.\n  Leave it out to start anew.")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
     if device().type == "cpu" and "OMP_NUM_THREADS" not in os.environ:  # ranks must not fight for cores
         here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
@@ -670,10 +692,9 @@ def train_flops(engine, tokens, length, checkpointing):
     forward = 2 * weights + 4 * config.num_hidden_layers * config.hidden_size * length
     return tokens * forward * (4 if checkpointing else 3)
 
-def speed(args, engine, tokens, started, flops=None):
-    """-> metrics that every step logs. tokens: real ones, over all ranks. flops: of the step; tflops: per device."""
+def speed(args, engine, tokens, flops, started):
+    """-> metrics that every step logs. tokens: real ones, over all ranks. flops: of the whole step; tflops: per device."""
     seconds, norm = time.time() - started, engine.get_global_grad_norm()
-    flops = flops or train_flops(engine, tokens, args.max_seq_len, args.gradient_checkpointing)
     return {"learning_rate": float(engine.get_lr()[0]), "grad_norm": None if norm is None else float(norm),
             "tokens_per_second": tokens / seconds, "tflops": flops / seconds / world()[1] / 1e12, "seconds": seconds}
 

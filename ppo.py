@@ -128,8 +128,6 @@ def check_constraints(args):
     if (generation * args.generation_batches * args.gradient_accumulation_steps) % training:
         common.fail(f"--per_device_training_batch_size {training} does not divide the {generation} x {args.generation_batches} "
                     f"answers of a rollout.\n  Use a divisor, for example {math.gcd(generation, training)}.")
-    if args.temperature <= 0:
-        common.fail(f"--temperature {args.temperature} must be above 0.\n  0 would be greedy decoding: a policy that never explores.")
     if args.allow_unstable:
         return
     if generation != training:
@@ -345,7 +343,7 @@ def load_function(spec, flag):
 def call_function(function, sequences):
     """-> (B,) floats: `function(prompts, completions, **columns)` on this rank's answers, as TRL calls it."""
     extra = [json.loads(s["extra"]) for s in sequences]
-    columns = {k: [e.get(k) for e in extra] for k in (extra[0] if extra else {})}
+    columns = {k: [e.get(k) for e in extra] for k in {k: None for e in extra for k in e}}
     values = function([s["prompt"] for s in sequences], [s["text"] for s in sequences], **columns)
     if len(values) != len(sequences):
         raise ValueError(f"{function.__name__} returned {len(values)} numbers for {len(sequences)} answers")
@@ -443,7 +441,7 @@ def first_pass_gate(args, drift, step):
 
 def read_text(args, tokenizer):
     """PTX: the `text` column of every --unsup_data_path -> list of lists of ids, each at most a prompt and an answer long."""
-    sources = [common.read_source(path)["train"] for path in args.unsup_data_path]
+    sources = [common.read_source(path, "--unsup_data_path")["train"] for path in args.unsup_data_path]
     for path, source in zip(args.unsup_data_path, sources):
         if "text" not in source.column_names:
             common.fail(f"--unsup_data_path {path} has the columns {', '.join(source.column_names)}.\n  It needs text.")
@@ -461,7 +459,7 @@ def text_batches(unsup, count, micro_batch, seed, pad_id):
 def adapt_kl_coef(coef, kl, target, gain=0.1):
     """Ziegler et al. 2019, section 2.2: raise the price when KL is above its target, lower it when below.
 
-    >>> adapt_kl_coef(0.1, kl=12.0, target=6.0)  # far above: the error is clipped to 0.2
+    >>> round(adapt_kl_coef(0.1, kl=12.0, target=6.0), 6)  # far above: the error is clipped to 0.2
     0.102
     """
     return coef * (1 + gain * min(max(kl / target - 1, -0.2), 0.2))
@@ -495,11 +493,14 @@ def main():
                  "gold": args.gold_fn and load_function(args.gold_fn, "--gold_fn")}
 
     # 1 data ----------------------------------------------------------------------------------------------------------
-    tokenizer = common.load_tokenizer(args.actor_model_name_or_path)
+    tokenizer = common.load_tokenizer(args.actor_model_name_or_path, args.max_seq_len)
     for path in {args.critic_model_name_or_path} | ({args.reward_model_name_or_path} if not args.reward_fn else set()):
-        if common.load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+        if common.load_tokenizer(path, args.max_seq_len).get_vocab() != tokenizer.get_vocab():
             common.fail(f"{args.actor_model_name_or_path} and {path} have different vocabularies: the second cannot read what "
                         "the first writes.\n  Train the reward model (step 2) on a model of the actor's family.")
+    if not args.reward_fn and "SequenceClassification" not in str(common.load_config(args.reward_model_name_or_path).architectures):
+        common.fail(f"{args.reward_model_name_or_path} is no reward model: it has no trained value head, and would score at random.\n"
+                    "  Run step 2 on it (reward.py), or give a function in its place (--reward_fn).")
     train, held_out = common.load_rows(args, tokenizer, step=3, limit=args.max_prompt_seq_len)
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
     unsup = args.unsup_data_path and read_text(args, tokenizer)
@@ -598,13 +599,14 @@ def main():
             if args.enable_ema:
                 ema_update(state["ema"], actor.module, args.ema_decay)
         trained = time.time()
-        tokens = common.all_sum(sum(b["mask"].sum() for b in micro_batches))[0].item()
-        flops = sum(common.train_flops(m, tokens, args.max_seq_len, args.gradient_checkpointing) for m in (actor, critic))
+        tokens, rows = common.all_sum(sum(b["mask"].sum() for b in micro_batches), sum(len(b["mask"]) for b in micro_batches)).tolist()
+        work = [common.train_flops(m, tokens, tokens / rows, False) for m in (actor, critic)]  # 3 forwards' worth each
+        flops = work[0] * (args.ppo_epochs + 3 / 3) + work[1] * (args.ppo_epochs + 2 / 3)  # + rollout, scoring (2 + 2 models)
         names = ("actor_loss", "critic_loss", "approx_kl", "clip_fraction")
         record = {"step": step, "epoch": epoch, **dict(zip(names, (common.all_sum(*sums) / trained_tokens).tolist())),
                   "ratio_max": all_max(ratio_max), **rollout_metrics(args, micro_batches),
                   "kl_coef": state["kl_coef"], "generate_seconds": generated - started, "score_seconds": scored - generated,
-                  "train_seconds": trained - scored, **common.speed(args, actor, tokens, started, flops)}
+                  "train_seconds": trained - scored, **common.speed(args, actor, tokens, flops, started)}
         common.check_finite(args, record)
         if args.kl_target:
             state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["kl"], args.kl_target)

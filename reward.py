@@ -38,7 +38,7 @@ PRESETS = {
         model_name_or_path="output/sft", data_path=[str(common.HERE / "toy/data")], data_split=[4, 5, 1],
         output_dir="output/reward", num_train_epochs=1, learning_rate=1e-3, weight_decay=0.1, num_warmup_steps=10,
         dropout=0.0, center_coef=0.01, per_device_train_batch_size=16, per_device_eval_batch_size=140, max_seq_len=64,
-        zero_stage=2, dtype="fp32", log_steps=10),
+        zero_stage=2, dtype="fp32", group_by_length=0, log_steps=10),
 }
 COLUMNS = ["step", "epoch", "loss", "accuracy", "chosen_score", "rejected_score", "eval_loss", "eval_accuracy", "grad_norm"]
 
@@ -109,7 +109,7 @@ def main():
     common.start(args)
 
     # 1 data ----------------------------------------------------------------------------------------------------------
-    tokenizer = common.load_tokenizer(args.model_name_or_path)
+    tokenizer = common.load_tokenizer(args.model_name_or_path, args.max_seq_len)
     train, held_out = common.load_rows(args, tokenizer, step=2, limit=args.max_seq_len)
     micro_batch, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps = common.count_steps(args, train, micro_batch, micro_steps)
@@ -138,8 +138,9 @@ def main():
             engine.step()  # moves the weights at the step's last micro-batch only
             sums += torch.stack([loss_sum, correct_sum(chosen, rejected, real), (chosen * real).sum(), (rejected * real).sum()]).detach()
         loss, accuracy, chosen_score, rejected_score = (common.all_sum(*sums) / pairs).tolist()
+        flops = common.train_flops(engine, tokens, tokens / (2 * pairs), args.gradient_checkpointing)
         record = {"step": step, "epoch": epoch, "loss": loss, "accuracy": accuracy, "chosen_score": chosen_score,
-                  "rejected_score": rejected_score, **common.speed(args, engine, tokens, started)}
+                  "rejected_score": rejected_score, **common.speed(args, engine, tokens, flops, started)}
         common.check_finite(args, record)
         if evaluate_now:
             record.update(evaluate(args, engine, held_out, collate_rows))

@@ -39,7 +39,7 @@ PRESETS = {
         model_name_or_path=str(common.HERE / "toy/model"), data_path=[str(common.HERE / "toy/data")],
         data_split=[4, 5, 1], output_dir="output/sft", num_train_epochs=5, learning_rate=3e-3, weight_decay=0.0,
         num_warmup_steps=20, dropout=None, per_device_train_batch_size=24, per_device_eval_batch_size=140,
-        max_seq_len=64, zero_stage=2, dtype="fp32", log_steps=20),
+        max_seq_len=64, zero_stage=2, dtype="fp32", group_by_length=0, log_steps=20),
 }
 COLUMNS = ["step", "epoch", "loss", "eval_loss", "eval_perplexity", "learning_rate", "grad_norm", "tokens_per_second"]
 
@@ -60,7 +60,7 @@ def collate(rows, pad_id, train_on_prompt=False):
     loss_mask = torch.zeros(len(rows), max(counts))
     for b, (row, count) in enumerate(zip(rows, counts)):
         loss_mask[b, max(counts) - count:] = row["real"]  # rows end in the last column; a filler row counts nothing
-    return {"ids": ids, "mask": mask, "loss_mask": loss_mask}
+    return {"ids": ids, "mask": mask, "loss_mask": loss_mask, "real": torch.tensor([r["real"] for r in rows])}
 
 def sft_loss_sum(logprobs, loss_mask):
     """Cross entropy, -log p(token | tokens before it), SUMMED over the covered tokens.  logprobs, loss_mask: (B, K) -> ()
@@ -85,11 +85,15 @@ def evaluate(args, engine, held_out, collate_rows):
 
 def answer_prompts(args, engine, tokenizer, rows, step):
     """Answer a few held-out prompts, the same at every evaluation, greedily; write them down and show the first."""
+    if not rows:
+        return
     ids, mask = common.pad_left([r["prompt_ids"] for r in rows], tokenizer.pad_token_id)
     greedy = GenerationConfig(max_new_tokens=args.max_answer_seq_len, do_sample=False, eos_token_id=tokenizer.eos_token_id,
                               pad_token_id=tokenizer.pad_token_id)
     with common.gathered(engine) as (model, synced):
+        own, model.generation_config = model.generation_config, greedy  # else the model's own would fill what is left open
         out = model.generate(ids.to(common.device()), attention_mask=mask.to(common.device()), generation_config=greedy, synced_gpus=synced)
+        model.generation_config = own
     texts = tokenizer.batch_decode(out[:, ids.shape[1]:], skip_special_tokens=True)
     common.append(args, "samples.jsonl", [{"step": step, "prompt": r["prompt"], "response": t} for r, t in zip(rows, texts)])
     common.say(f"    {rows[0]['prompt']!r} -> {texts[0]!r}")
@@ -100,7 +104,7 @@ def main():
     common.start(args)
 
     # 1 data ----------------------------------------------------------------------------------------------------------
-    tokenizer = common.load_tokenizer(args.model_name_or_path)
+    tokenizer = common.load_tokenizer(args.model_name_or_path, args.max_seq_len)
     train, held_out = common.load_rows(args, tokenizer, step=1, limit=args.max_seq_len)
     micro_batch, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps = common.count_steps(args, train, micro_batch, micro_steps)
@@ -121,7 +125,7 @@ def main():
     for step, epoch, evaluate_now, micro_batches in common.training_steps(
             args, {"model": engine}, {}, train, micro_batch, micro_steps, steps, collate_rows):
         started = time.time()
-        covered, tokens = common.all_sum(*(sum(b[k].sum() for b in micro_batches) for k in ("loss_mask", "mask"))).tolist()
+        covered, tokens, rows = common.all_sum(*(sum(b[k].sum() for b in micro_batches) for k in ("loss_mask", "mask", "real"))).tolist()
         loss = torch.zeros((), device=common.device())
         for batch in common.to_device(micro_batches):
             logprobs = common.last_logprobs(engine, batch["ids"], batch["mask"], batch["loss_mask"].shape[1])  # (B, K)
@@ -129,8 +133,9 @@ def main():
             engine.backward(loss_sum * common.loss_scale(covered, micro_steps))
             engine.step()  # moves the weights at the step's last micro-batch only
             loss += loss_sum.detach()
+        flops = common.train_flops(engine, tokens, tokens / rows, args.gradient_checkpointing)
         record = {"step": step, "epoch": epoch, "loss": common.all_sum(loss)[0].item() / covered,
-                  **common.speed(args, engine, tokens, started)}
+                  **common.speed(args, engine, tokens, flops, started)}
         common.check_finite(args, record)
         if evaluate_now:
             record.update(evaluate(args, engine, held_out, collate_rows))

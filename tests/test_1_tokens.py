@@ -27,14 +27,6 @@ def test_padding_goes_left_and_masks_come_from_lengths():
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
 
 
-def test_positions_count_real_tokens(tiny_model):
-    """The first real token has position 0 however much padding stands before it, or padding would change the answer."""
-    _, mask = common.pad_left([[5, 6, 7], [8]], pad_id=0)
-    assert common.position_ids(tiny_model, mask)["position_ids"].tolist() == [[0, 1, 2], [0, 0, 0]]
-    _, mask = common.pad_left([[5, 6, 7, 8], [8, 9]], pad_id=0)
-    assert common.position_ids(tiny_model, mask)["position_ids"].tolist() == [[0, 1, 2, 3], [0, 0, 0, 1]]
-
-
 def test_logits_are_shifted_by_one(tiny_model):
     """logits[:, t] score token t+1. The slow truth: for each token, feed only what stands before it, without padding,
     and read the last position. The batched, padded, sliced way must agree."""
@@ -112,10 +104,11 @@ class Scripted(nn.Module):
 
     def __init__(self, script):
         super().__init__()
-        self.script = torch.tensor(script)
+        self.script, self.positions = torch.tensor(script), []
 
     def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=None, position_ids=None):
         r = past_key_values or 0
+        self.positions.append(position_ids.tolist())
         logits = torch.full((*input_ids.shape, 12), -1e9)
         logits[:, -1].scatter_(1, self.script[:, r:r + 1], 0.0)
         return SimpleNamespace(logits=logits, past_key_values=r + 1)
@@ -141,6 +134,16 @@ def test_generation_stops_when_every_row_has_ended():
     answer, _ = ppo.generate(Scripted([[E, 5, 5, 5], [5, E, 5, 5]]), prompts, mask, torch.full((2, 4), 0.5),
                                 SimpleNamespace(pad_token_id=0, eos_token_id=E))
     assert answer.tolist() == [[E, 0], [5, E]]
+
+
+def test_positions_count_real_tokens():
+    """The first real token has position 0 however much padding stands before it, in generation as in training: or
+    padding would change what the model says."""
+    prompts, mask = common.pad_left([[9, 9, 9], [9]], 0)
+    model = Scripted([[5, 5], [5, 5]])
+    common.last_logits(model, prompts, mask, 1)
+    ppo.generate(model, prompts, mask, torch.full((2, 2), 0.5), SimpleNamespace(pad_token_id=0, eos_token_id=E))
+    assert model.positions == [[[0, 1, 2], [0, 0, 0]], [[0, 1, 2], [0, 0, 0]], [[3], [1]]]
 
 
 def test_rollouts_end_with_the_tokenizers_eos_or_are_marked_as_cut(tokenizer):

@@ -7,6 +7,7 @@ import pytest
 from datasets import Dataset
 
 import common
+import ppo
 import reward
 import sft
 
@@ -159,6 +160,18 @@ def test_other_columns_travel_to_the_reward_function(tokenizer, tmp_path):
     path = folder(tmp_path, many(10, lambda i: {"prompt": f"Q{i}?", "topic": f"t{i}", "level": i}))
     row = next(r for r in load(tokenizer, [path], 3)[0] if r["prompt"] == "Q7?")
     assert json.loads(row["extra"]) == {"topic": "t7", "level": 7}
+
+
+def test_a_reward_function_gets_the_columns_of_all_blended_sources():
+    """Two sources with unlike columns: the function gets both columns in every batch, None where a row has none. Not
+    the columns of whichever row comes first."""
+    rows = [{"prompt": "a", "text": "A", "extra": '{"topic": "t"}'}, {"prompt": "b", "text": "BB", "extra": '{"level": 2}'}]
+
+    def function(prompts, completions, topic, level):
+        assert (prompts, topic, level) == (["a", "b"], ["t", None], [None, 2])
+        return [len(c) for c in completions]
+
+    assert ppo.call_function(function, rows).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("step, columns", [(1, {"question": "a", "reply": "b"}), (1, {"prompt": "a"}), (1, {"text": "a"}),

@@ -5,7 +5,6 @@ out: each of those choices is run here on a tiny model in fp32, and the numbers 
 workers.py says what is run; all runs of so many ranks share one launch.
 """
 import json
-import math
 
 import pytest
 import torch
@@ -28,11 +27,9 @@ def facts(name, ranks=2):
     folder, output = workers.launch(ranks)
     file = folder / "facts" / f"{name}.json"
     if not file.is_file():
-        failed = [f.stem for f in (folder / "facts").glob("*.json") if "Traceback" in str(json.loads(f.read_text())[0].get("code"))]
-        pytest.fail(f"{name} was not run: the launch ended at {failed}. Its last lines:\n{output[-6000:]}")
-    found = json.loads(file.read_text())
-    assert "Traceback" not in str(found[0].get("code")), found[0]["code"]
-    return found
+        errors = "\n".join(f"{f.name}: {f.read_text()}" for f in sorted((folder / "facts").glob("*.failed?")))
+        pytest.fail(f"{name} was not run to its end.\n{errors or output[-6000:]}")
+    return json.loads(file.read_text())
 
 
 def run_of(name):
@@ -356,11 +353,11 @@ def test_offloading_does_not_change_the_result(offloaded, plain):
 # Learning
 # ---------------------------------------------------------------------------------------------------------------------
 def test_ppo_learns_a_bandit():
-    """The smallest task that PPO must solve: the reward is the share of vowels in the answer, a function of the user's own
-    (--reward_fn), and nothing else is asked. In 40 steps the reward must rise far beyond its noise, and the held-out
-    prompts must see it, too."""
+    """The smallest task that PPO must solve: a model of random weights, and as reward the share of the letters a to m in
+    its answer, a function of the user's own (--reward_fn). In 40 steps the reward rises far beyond its noise, in training
+    and on prompts never trained on."""
     rewards = [reward for _, reward in curve("ppo_bandit", "reward")]
     assert len(rewards) == 40
-    assert sum(rewards[-5:]) / 5 > 2 * sum(rewards[:5]) / 5
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
     held_out = [reward for _, reward in curve("ppo_bandit", "eval_reward")]
-    assert held_out[-1] > 1.5 * held_out[0] and all(map(math.isfinite, held_out))
+    assert held_out[-1] > held_out[0] + 0.2

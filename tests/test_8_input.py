@@ -51,12 +51,10 @@ def box(tmp_path, monkeypatch):
     rows(tmp_path / "gap.jsonl", PAIR, "", PAIR, '{"prompt": "Why?", "response": ')
     rows(tmp_path / "broken.parquet", "this is not parquet")
     rows(tmp_path / "table.csv", "prompt,response", "a,b")
-    rows(tmp_path / "blank/train.jsonl", {**PAIR, "response": " "})
-    rows(tmp_path / "blank/test.jsonl", PAIR)
-    rows(tmp_path / "number/train.jsonl", {"prompt": 1, "response": 2})
-    rows(tmp_path / "number/test.jsonl", {"prompt": 3, "response": 4})
-    rows(tmp_path / "chat/train.jsonl", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
-    rows(tmp_path / "chat/test.jsonl", {"messages": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]})
+    for name, row in {"blank": {**PAIR, "response": " "}, "number": {"prompt": 1, "response": 2},
+                      "chat": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}}.items():
+        rows(tmp_path / name / "train.jsonl", *[row] * 8)
+        rows(tmp_path / name / "test.jsonl", row)
     rows(tmp_path / "done/config.json", "{}")
     rows(tmp_path / "score.py", "def length(prompts, completions, **columns):", "    return [float(len(c)) for c in completions]", "limit = 3")
     rows(tmp_path / "ds_lr.json", {"optimizer": {"type": "Adam"}})
@@ -67,6 +65,7 @@ def box(tmp_path, monkeypatch):
     model(tmp_path / "no_eos", tokenizer={"eos_token": None})
     model(tmp_path / "small", config={"vocab_size": 10})
     model(tmp_path / "short")
+    model(tmp_path / "judge", config={"architectures": ["LlamaForSequenceClassification"]})
     GPT2Config(vocab_size=size, n_positions=64, n_embd=32, n_layer=1, n_head=2, eos_token_id=1, bos_token_id=1).save_pretrained(tmp_path / "short")
     model(tmp_path / "other", config={"vocab_size": size + 1})
     tokenizer = common.load_tokenizer(MODEL)
@@ -81,7 +80,7 @@ def box(tmp_path, monkeypatch):
 def command(script, flags):
     """The case's flags on top of flags that would be right: tiny data, the toy's models. What comes last wins."""
     paths = {"sft": ["--model_name_or_path", MODEL], "reward": ["--model_name_or_path", MODEL],
-             "ppo": ["--actor_model_name_or_path", MODEL, "--critic_model_name_or_path", MODEL, "--gold_fn", ""]}[script]
+             "ppo": ["--actor_model_name_or_path", MODEL, "--critic_model_name_or_path", "judge", "--gold_fn", ""]}[script]
     return ["--preset", "toy", "--data_path", "good", "--output_dir", "out", *paths, *flags]
 
 
@@ -118,7 +117,9 @@ CASES = [  # script, flags, what the message must say
     ("ppo", "--top_p 0", "--top_p 0"),
     ("ppo", "--top_p 1.5", "--top_p 1.5"),
     ("ppo", "--top_k -1", "--top_k -1"),
-    ("ppo", "--temperature 0", "--temperature 0, greedy"),
+    ("ppo", "--lam 1.5", "--lam 1.5"),
+    ("ppo", "--ema_decay 1.5", "--ema_decay 1.5"),
+    ("ppo", "--temperature 0", "--temperature 0, out of range"),
     # what this machine or this combination cannot do
     ("sft", "--dtype fp16", "--dtype fp16, GPU, bf16, fp32"),
     ("sft", "--offload", "--offload, --zero_stage 3, --adam_offload"),
@@ -225,6 +226,12 @@ def test_the_constraints_can_be_lifted_knowingly():
     assert (args.ppo_epochs, args.generation_batches) == (2, 2)
 
 
+def test_no_samples_are_a_fair_wish(tiny_model, tokenizer):
+    """--num_samples 0 means that nothing is answered at evaluations: no error, and no file."""
+    sft.answer_prompts(sft.get_args(["--num_samples", "0", "--output_dir", "nowhere"]), tiny_model, tokenizer, [], step=0)
+    assert not os.path.exists("nowhere")
+
+
 def test_only_rank_zero_speaks(monkeypatch, capsys):
     """Eight ranks read the same wrong flag. Eight messages would hide the one that matters; all ranks end with 2."""
     monkeypatch.setenv("RANK", "3")
@@ -258,7 +265,7 @@ def test_from_the_shell_it_is_the_same(box):
                              text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for script, flags, _ in cases]
     try:
         for run, (_, _, words) in zip(runs, cases):
-            out, err = run.communicate(timeout=120)
+            out, err = run.communicate(timeout=600)
             assert run.returncode == 2, err
             refused(err, words)
             assert err.startswith("error: ") and out == ""

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The runs: name -> script and flags.  8 rows per optimizer step in all of them, however they are laid out
+# The runs: name -> script and flags.  8 rows per optimizer step in most of them, however laid out
 # ---------------------------------------------------------------------------------------------------------------------
 def run(script, *flags, zero=0, rows=2, accumulation=2, before=None, sigterm_after=None):
     """rows: of one forward on one rank. before: (run, step) whose checkpoint is copied first. sigterm_after: a step."""
@@ -68,8 +68,8 @@ TWO_RANKS |= {
     "ppo_dropout_resumed": run("ppo", "--critic_dropout", 0.1, "--resume", zero=3, before=("ppo_dropout", 2)),
     "ppo_bf16": run("ppo", "--dtype", "bf16", zero=2),
     "sft_bf16": run("sft", "--dtype", "bf16", "--max_steps", 15, zero=2),
-    "ppo_bandit": run("ppo", "--reward_fn", "BASE/vowels.py:share_of_vowels", "--max_steps", 40, "--kl_coef", 0, "--actor_learning_rate", 2e-2,
-                      "--critic_learning_rate", 1e-2, "--num_eval_prompts", 9, zero=2, rows=8, accumulation=1),
+    "ppo_bandit": run("ppo", "--reward_fn", "BASE/letters.py:share_of_early_letters", "--max_steps", 40, "--kl_coef", 0, "--actor_learning_rate", 1e-2,
+                      "--critic_learning_rate", 1e-2, "--num_eval_prompts", 9, zero=2, rows=16, accumulation=1),
     "sft_offload": run("sft", "--offload", "--adam_offload", zero=3),
     "sft_adam_offload": run("sft", "--adam_offload", zero=2),
 }
@@ -111,8 +111,8 @@ def prepare(base):
     knobs = json.loads((ROOT / "ds_config.json").read_text())
     knobs["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # else weights this small would not be sharded
     (base / "ds_config.json").write_text(json.dumps(knobs))
-    (base / "vowels.py").write_text("def share_of_vowels(prompts, completions, **columns):\n"
-                                    "    return [sum(x in 'aeiou' for x in c) / max(len(c), 1) for c in completions]\n")
+    (base / "letters.py").write_text("def share_of_early_letters(prompts, completions, **columns):\n"
+                                     "    return [sum('a' <= x <= 'm' for x in c) / max(len(c), 1) for c in completions]\n")
     for name in ("runs", "facts"):
         (base / name).mkdir()
 
@@ -129,7 +129,9 @@ def shared_folder():
 def start_command(command, base):
     """Run `command` in its own session -> (exit code or None when it hung, its output)."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(base / "datasets"),
-           "PYTHONPATH": str(ROOT)}
+           "PYTHONPATH": str(ROOT),
+           # DeepSpeed compiles its optimizers at first use, and anew for another version of ninja: always take the same one
+           "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     log = base / "log.txt"
     with open(log, "w") as output:
         process = subprocess.Popen([str(c) for c in command], cwd=base, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -240,10 +242,10 @@ def check_gathered(base):
     prompts = [[10 + rank, 11, 12], [20, 21 + rank]]
     ids, mask = common.pad_left(prompts, 0)
     uniforms = ppo.row_uniforms(1, rank, range(2), 9)
-    if rank == 0:  # the numbers that lie in the middle of EOS's share of the first token's distribution
+    for row, prompt in enumerate(prompts if rank == 0 else ()):  # the number in the middle of EOS's share of the first token's cdf
         with torch.no_grad():
-            cdf = torch.softmax(plain(ids, attention_mask=mask, **common.position_ids(plain, mask)).logits[:, -1].float(), -1).double().cumsum(-1)
-        uniforms[:, 0] = (cdf[:, tokenizer.eos_token_id - 1] + cdf[:, tokenizer.eos_token_id]) / 2
+            cdf = torch.softmax(plain(torch.tensor([prompt])).logits[0, -1].float(), -1).double().cumsum(-1)
+        uniforms[row, 0] = cdf[tokenizer.eos_token_id - 1:tokenizer.eos_token_id + 1].mean()
     expected, expected_mask = ppo.generate(plain, ids, mask, uniforms, tokenizer)
     found = {"lengths": expected_mask.sum(1).tolist()}
     accelerator = common.get_accelerator()
@@ -332,7 +334,7 @@ def main():
         except Exception:
             found, failed = {"code": traceback.format_exc()}, True
         if failed:  # the other rank may be waiting for this one: nothing more can be run
-            (base / "facts" / f"{name}.json").write_text(json.dumps([found]))
+            (base / "facts" / f"{name}.failed{rank}").write_text(found["code"])
             print(name, found["code"], file=sys.stderr, flush=True)
             os._exit(1)
         everyone = [None] * ranks
