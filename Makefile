@@ -9,9 +9,9 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .PHONY: demo test bench install clean
 demo: install
-	deepspeed --log_level warning $(RANKS) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
-	deepspeed --log_level warning $(RANKS) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
-	deepspeed --log_level warning $(RANKS) ppo.py --preset toy --actor_model_name_or_path $(DEMO)/sft \
+	deepspeed --log_level error $(RANKS) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
+	deepspeed --log_level error $(RANKS) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
+	deepspeed --log_level error $(RANKS) ppo.py --preset toy --actor_model_name_or_path $(DEMO)/sft \
 	  --critic_model_name_or_path $(DEMO)/reward --output_dir $(DEMO)/ppo --overwrite
 	python toy/report.py $(DEMO)
 

@@ -128,6 +128,8 @@ def parse(parser, presets, argv=None):
     if args.offload and 3 not in [value for name, value in vars(args).items() if name.endswith("zero_stage")]:
         fail(f"--offload moves sharded weights, and --zero_stage {args.zero_stage} does not shard them.\n"
              "  Use --zero_stage 3, or --adam_offload to move the optimizer only.")
+    if args.adam_offload and 0 in [value for name, value in vars(args).items() if name.endswith("zero_stage")]:
+        fail("--adam_offload needs a sharded optimizer.\n  Use --zero_stage 1, 2 or 3.")
     ds_config(args, 0, 1)  # refuses a wrong --ds_config now, not after the model is loaded
     return args
 
@@ -184,7 +186,11 @@ def train_engine(model, args, stage, batch_size, micro_steps, steps, learning_ra
     optimizer = adam([g for g in groups if g["params"]], lr=learning_rate, betas=tuple(args.adam_betas), **{mode: True})
     schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, steps)
     config = ds_config(args, stage, batch_size, micro_steps)
-    return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+    if stage == 0 and args.dtype == "fp32":  # here alone DeepSpeed clips without keeping the norm, which we log
+        engine.clip_fp32_gradients = lambda: setattr(engine, "_global_grad_norm", nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+    engine.train()  # from_pretrained hands models over in eval mode
+    return engine
 
 def loss_scale(token_count, micro_steps):
     """Factor that turns a micro-batch's loss SUM into its share of the exact mean over the whole optimizer step.
@@ -660,7 +666,8 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
     with tqdm(total=steps, initial=step, unit="step", leave=False, disable=True if world()[0] else None) as bar:
         while step < steps:
             batches = epoch_batches(lengths, args.seed, step // per_epoch, batch_size, micro_steps, args.group_by_length)
-            loader = StatefulDataLoader(Rows(rows), batch_sampler=batches, collate_fn=collate)
+            loader = StatefulDataLoader(Rows(rows), batch_sampler=batches, collate_fn=collate,
+                                        generator=torch.Generator())  # its own: the global one belongs to dropout
             if step % per_epoch:
                 loader.load_state_dict(saved["loader"])
             iterator = iter(loader)

@@ -52,12 +52,12 @@ PRESETS = {
         kl_coef=0.1, enable_ema=1, zero_stage=2),
     "toy": dict(                          # 64 answers a step on the demo's two ranks
         actor_model_name_or_path="output/sft", critic_model_name_or_path="output/reward",
-        data_path=[str(common.HERE / "toy/data")], data_split=[4, 5, 1], output_dir="output/ppo", max_steps=100,
-        num_train_epochs=1, actor_learning_rate=1.5e-4, critic_learning_rate=3e-4, actor_weight_decay=0.0,
+        data_path=[str(common.HERE / "toy/data")], data_split=[4, 5, 1], output_dir="output/ppo", max_steps=120,
+        num_train_epochs=1, actor_learning_rate=2e-4, critic_learning_rate=4e-4, actor_weight_decay=0.0,
         critic_weight_decay=0.0, actor_dropout=0.0, critic_dropout=None, num_warmup_steps=10, max_prompt_seq_len=32,
         max_answer_seq_len=48, per_device_generation_batch_size=32, per_device_training_batch_size=32,
-        per_device_eval_batch_size=140, num_eval_prompts=280, kl_coef=0.1, enable_ema=1, zero_stage=2, dtype="fp32", log_steps=5,
-        eval_steps=25, gold_fn=str(common.HERE / "toy/gold.py") + ":gold"),
+        per_device_eval_batch_size=140, num_eval_prompts=280, kl_coef=0.05, enable_ema=1, zero_stage=2, dtype="fp32", log_steps=5,
+        eval_steps=30, gold_fn=str(common.HERE / "toy/gold.py") + ":gold"),
 }
 COLUMNS = ["step", "reward", "gold", "kl", "response_length", "eos_rate", "actor_loss", "critic_loss", "explained_variance",
            "entropy", "ratio_max", "eval_reward", "eval_gold", "seconds"]
@@ -432,7 +432,7 @@ def all_max(value):
 def first_pass_gate(args, drift, step):
     """Before a rollout's first update the ratio must be 1: same weights, same tokens, same function. Else stop, and say why."""
     drift = all_max(drift.item())
-    tolerance = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.05}[args.dtype]
+    tolerance = {"fp32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}[args.dtype]  # 0.0 was seen with fp32 and bf16 on CPUs
     if drift > tolerance:
         common.say(f"error: step {step}: before the first update the ratio is off by {drift:.4g} (allowed with {args.dtype}: {tolerance}).\n"
                    "  The pass that trains does not see the policy that was scored. Likely: dropout in the actor (--actor_dropout 0),\n"

@@ -32,7 +32,7 @@ def main(folder):
     for prompt in [p for p in dict.fromkeys(s["prompt"] for s in answers["base"]) if p in by_prompt["PPO"]][:5]:
         print(f"\n  {prompt.splitlines()[0]}")
         for name, texts in by_prompt.items():
-            print(f"    {name:5}{gold([prompt], [texts[prompt]])[0]:5.2f} {texts[prompt]!r}")
+            print(f"    {name:5}{gold([prompt], [texts[prompt]])[0]:5.2f} {texts[prompt][:90]!r}")
     print("\nCurves: " + ", ".join(str(folder / step / "curves.png") for step in ("sft", "reward", "ppo")))
 
 
