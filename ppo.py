@@ -56,7 +56,7 @@ PRESETS = {
         num_train_epochs=1, actor_learning_rate=2e-4, critic_learning_rate=4e-4, actor_weight_decay=0.0,
         critic_weight_decay=0.0, actor_dropout=0.0, critic_dropout=None, num_warmup_steps=10, max_prompt_seq_len=32,
         max_answer_seq_len=48, per_device_generation_batch_size=32, per_device_training_batch_size=32,
-        per_device_eval_batch_size=140, num_eval_prompts=280, kl_coef=0.05, enable_ema=1, zero_stage=2, dtype="fp32", log_steps=5,
+        per_device_eval_batch_size=140, num_eval_prompts=280, kl_coef=0.05, enable_ema=1, zero_stage=2, dtype="fp32", group_by_length=0, log_steps=5,
         eval_steps=30, gold_fn=str(common.HERE / "toy/gold.py") + ":gold"),
 }
 COLUMNS = ["step", "reward", "gold", "kl", "response_length", "eos_rate", "actor_loss", "critic_loss", "explained_variance",
@@ -112,6 +112,9 @@ def get_args(argv=None):
     for role in ("actor", "critic"):
         if getattr(args, f"{role}_zero_stage") is None:
             setattr(args, f"{role}_zero_stage", args.zero_stage)
+    toy = PRESETS["toy"]
+    if args.gold_fn == toy["gold_fn"] and args.data_path != toy["data_path"]:
+        args.gold_fn = None  # it knows the toy's own questions only
     args.reward_model_name_or_path = args.reward_model_name_or_path or args.critic_model_name_or_path
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
     check_constraints(args)

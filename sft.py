@@ -87,8 +87,9 @@ def answer_prompts(args, engine, tokenizer, rows, step):
     """Answer a few held-out prompts, the same at every evaluation, greedily; write them down and show the first."""
     if not rows:
         return
-    ids, mask = common.pad_left([r["prompt_ids"] for r in rows], tokenizer.pad_token_id)
-    greedy = GenerationConfig(max_new_tokens=args.max_answer_seq_len, do_sample=False, eos_token_id=tokenizer.eos_token_id,
+    longest = min(args.max_answer_seq_len, args.max_seq_len // 2)
+    ids, mask = common.pad_left([r["prompt_ids"][longest - args.max_seq_len:] for r in rows], tokenizer.pad_token_id)
+    greedy = GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=tokenizer.eos_token_id,
                               pad_token_id=tokenizer.pad_token_id)
     with common.gathered(engine) as (model, synced):
         own, model.generation_config = model.generation_config, greedy  # else the model's own would fill what is left open

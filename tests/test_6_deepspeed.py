@@ -88,7 +88,7 @@ def test_flags_become_deepspeeds_config():
 def test_every_zero_stage_has_a_config(stage):
     """Stage 3 shards weights, and sets reduce_scatter; offloading is asked of DeepSpeed only where that stage has it:
     weights under stage 3, optimizer states wherever they are sharded."""
-    flags = ["--zero_stage", str(stage), "--adam_offload"] + ["--offload"] * (stage == 3)
+    flags = ["--zero_stage", str(stage)] + ["--adam_offload"] * (stage > 0) + ["--offload"] * (stage == 3)
     zero = config(*flags)["zero_optimization"]
     assert zero["stage"] == stage
     assert zero.get("reduce_scatter") is (True if stage == 3 else None)
