@@ -9,7 +9,7 @@
 Losses and training loops are not here: each step's own file tells its whole story.
 Shapes: B rows (sequences) of a micro-batch, T tokens, K the last tokens of a row that a loss looks at, V vocabulary.
 """
-import argparse, contextlib, difflib, functools, inspect, io, itertools, json, logging, os, re, shutil, signal, socket, sys, time, warnings, zlib
+import argparse, contextlib, copy, difflib, functools, inspect, io, itertools, json, logging, os, re, shutil, signal, socket, sys, time, warnings, zlib
 from collections import Counter
 from pathlib import Path
 
@@ -125,11 +125,9 @@ def parse(parser, presets, argv=None):
             fail(f"--{name} takes {count} numbers joined by commas, none negative, not all 0.")
     if get_accelerator().device_name() == "cpu" and args.dtype == "fp16":
         fail("--dtype fp16 needs a GPU: there are no half-precision kernels worth the name on a CPU.\n  Use bf16 or fp32.")
-    if args.offload and 3 not in [value for name, value in vars(args).items() if name.endswith("zero_stage")]:
-        fail(f"--offload moves sharded weights, and --zero_stage {args.zero_stage} does not shard them.\n"
-             "  Use --zero_stage 3, or --adam_offload to move the optimizer only.")
-    if args.adam_offload and 0 in [value for name, value in vars(args).items() if name.endswith("zero_stage")]:
-        fail("--adam_offload needs a sharded optimizer.\n  Use --zero_stage 1, 2 or 3.")
+    stages = [value for name, value in vars(args).items() if name.endswith("zero_stage")]
+    if (args.offload and 3 not in stages) or (args.adam_offload and 0 in stages):
+        fail("--offload moves sharded weights and needs --zero_stage 3; --adam_offload, sharded optimizer states: 1, 2 or 3.")
     ds_config(args, 0, 1)  # refuses a wrong --ds_config now, not after the model is loaded
     return args
 
@@ -157,15 +155,14 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True):
         config = json.loads(Path(args.ds_config).read_text())
     except (OSError, ValueError) as error:
         fail(f"--ds_config {args.ds_config}: {error}")
-    taken = {"optimizer", "scheduler", "bf16", "fp16", "gradient_clipping", "train_batch_size",
-             "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} & set(config)
-    if taken or "stage" in config.get("zero_optimization", {}):
-        fail(f"--ds_config {args.ds_config} sets {', '.join(sorted(taken)) or 'zero_optimization.stage'}.\n"
+    keys = set(config) | {f"zero_optimization.{key}" for key in config.get("zero_optimization", {})}
+    taken = keys & {"optimizer", "scheduler", "bf16", "fp16", "gradient_clipping", "train_batch_size", "zero_optimization.stage",
+                    "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+    if taken:
+        fail(f"--ds_config {args.ds_config} sets {', '.join(sorted(taken))}.\n"
              "  Flags decide that (--learning_rate, --dtype, --zero_stage, --per_device_..., see --help). Take it out.")
     zero = config.setdefault("zero_optimization", {})
-    zero["stage"] = stage
-    if stage == 3:
-        zero["reduce_scatter"] = True
+    zero.update({"stage": stage, "reduce_scatter": True} if stage == 3 else {"stage": stage})
     if args.offload and stage == 3:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     if args.adam_offload and train and stage > 0:
@@ -202,9 +199,8 @@ def loss_scale(token_count, micro_steps):
 
 def all_sum(*values):
     """-> float64 tensor on the CPU: each value (number or 0-d tensor) summed over all ranks."""
-    total = torch.stack([torch.as_tensor(v, dtype=torch.float64, device="cpu") for v in values])
+    total = torch.tensor([float(v) for v in values], dtype=torch.float64, device=device())
     if world()[1] > 1:
-        total = total.to(device())
         dist.all_reduce(total)
     return total.cpu()
 
@@ -225,13 +221,16 @@ class ValueModel(nn.Module):
         return getattr(self.model, self.head_name)(hidden).squeeze(-1).float()  # (B, T, H) -> (B, T)
 
 @functools.lru_cache
-def load_config(path):
-    """-> transformers' config of a hub name or folder; a clear error if there is none."""
+def load(kind, path):
+    """-> AutoConfig's or AutoTokenizer's object for a hub name or folder; a clear error if there is none."""
     try:
-        return AutoConfig.from_pretrained(path)
+        return kind.from_pretrained(path)
     except (OSError, ValueError) as error:
         missing = "" if Path(path).is_dir() else "\n  It is no folder here; has the step before been run? Looked up on the hub:"
-        fail(f"no model could be loaded from {path}.{missing}\n  {str(error).splitlines()[0]}")
+        fail(f"no {kind.__name__[4:].lower()} could be loaded from {path}.{missing}\n  {str(error).splitlines()[0]}")
+
+def load_config(path):
+    return load(AutoConfig, path)
 
 def load_tokenizer(path, length=0):
     """-> the tokenizer in `path`, with an EOS token, and a padding token that is not EOS wherever one can be had.
@@ -239,26 +238,22 @@ def load_tokenizer(path, length=0):
     Our masks come from positions, so padding's id never matters here. Stock transformers finds an answer's last token by
     `ids != pad`, and would read the score one token early if pad were EOS. `length`: tokens of the longest row to come.
     """
-    config = load_config(path).get_text_config()
-    rows, positions = config.vocab_size, getattr(config, "max_position_embeddings", None) or length
+    config, tokenizer = load_config(path).get_text_config(), copy.deepcopy(load(AutoTokenizer, path))
+    positions = getattr(config, "max_position_embeddings", None) or length
     if length > positions:
         fail(f"rows of {length} tokens do not fit {path}, which knows {positions} positions.\n"
              f"  Lower --max_seq_len {length} (or --max_prompt_seq_len, --max_answer_seq_len).")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        fail(f"no tokenizer could be loaded from {path}.\n  {str(error).splitlines()[0]}")
     if tokenizer.eos_token_id is None:
         fail(f"the tokenizer of {path} has no EOS token, so no answer could end.\n  Set eos_token in its tokenizer_config.json.")
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
-        known, used = tokenizer.get_vocab(), (tokenizer.eos_token_id, tokenizer.bos_token_id)
+        known, used = tokenizer.get_vocab(), (None, tokenizer.eos_token_id, tokenizer.bos_token_id)
         names = ("<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "<|endoftext|>", tokenizer.unk_token)
-        spare = next((t for t in names if known.get(t, tokenizer.eos_token_id) not in used), None)
-        if spare is None and len(tokenizer) < rows:
+        spare = next((name for name in names if known.get(name) not in used), None)
+        if spare is None and len(tokenizer) < config.vocab_size:
             spare = "<|pad|>"  # a new token, in a row of the embedding that no token uses
         tokenizer.add_special_tokens({"pad_token": spare or tokenizer.eos_token})
-    if len(tokenizer) > rows:
-        fail(f"the tokenizer of {path} has {len(tokenizer)} tokens, its model has rows for {rows}.\n  They do not belong together.")
+    if len(tokenizer) > config.vocab_size:
+        fail(f"the tokenizer of {path} has {len(tokenizer)} tokens, its model has rows for {config.vocab_size}.")
     tokenizer.padding_side = "left"
     return tokenizer
 
@@ -595,21 +590,21 @@ def start(args):
             s.bind(("127.0.0.1", 0))
             port = str(s.getsockname()[1])
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    output, newest = Path(args.output_dir), newest_checkpoint(args)
+    output, saved = Path(args.output_dir), checkpoints(args)
     exists = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     if not exists.is_dir() or not os.access(exists, os.W_OK):
         fail(f"--output_dir {output}: {exists} is not a folder that can be written to.")
-    if not args.overwrite and not args.resume and ((output / "config.json").exists() or newest):
+    if not args.overwrite and not args.resume and ((output / "config.json").exists() or saved):
         fail(f"--output_dir {output} holds a run.\n  --overwrite replaces it, --resume goes on with an unfinished one, "
              "another --output_dir leaves it alone.")
-    if args.resume and not newest:
+    if args.resume and not saved:
         fail(f"--resume: there is no checkpoint in {output / 'checkpoints'}.\n  Leave it out to start anew.")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    for name in ("DeepSpeed", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if device().type == "cpu" and "OMP_NUM_THREADS" not in os.environ:  # ranks must not fight for cores
         here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
@@ -681,7 +676,7 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
                 if stop or (args.save_steps and step % args.save_steps == 0):
                     save_checkpoint(args, engines, step, {"loader": loader.state_dict(), "state": state})
                 if stop:
-                    say(f"interrupted after step {step}: saved to {newest_checkpoint(args)}. Go on with --resume.")
+                    say(f"interrupted after step {step}: saved to {checkpoints(args)[-1]}. Go on with --resume.")
                     finish(args, code=1)
 
 def count_parameters(model):
@@ -709,8 +704,7 @@ def speed(args, engine, tokens, flops, started):
 
 def check_finite(args, record):
     """A NaN or infinite number stops the run, on all ranks (the numbers are reduced over them)."""
-    bad = [k for k, v in record.items() if isinstance(v, float) and not np.isfinite(v)]
-    if bad:
+    if bad := [k for k, v in record.items() if isinstance(v, float) and not np.isfinite(v)]:
         say(f"error: step {record['step']}: {', '.join(bad)} not finite. Stopped; the last checkpoint is untouched.\n"
             "  Likely: a learning rate too high, or fp16 where the model was trained in bf16.")
         finish(args, code=1)
@@ -745,20 +739,17 @@ def draw_curves(args):
     import pandas
     matplotlib.use("Agg")
     metrics = pandas.read_json(Path(args.output_dir) / "metrics.jsonl", lines=True).set_index("step").select_dtypes("number")
-    metrics = metrics.drop(columns=["epoch", "seconds"], errors="ignore").dropna(axis="columns", how="all")
-    axes = metrics.interpolate(method="index", limit_area="inside").plot(
-        subplots=True, layout=(-1, 4), figsize=(16, 0.7 * metrics.shape[1] + 2), title=list(metrics), legend=False, xlabel="")
-    for axis, name in zip(axes.flat, metrics):
-        if name in limits(args):
-            axis.axhline(limits(args)[name], linestyle="--", color="gray")
-    axes.flat[0].figure.tight_layout()
-    axes.flat[0].figure.savefig(Path(args.output_dir) / "curves.png", dpi=80)
+    metrics = metrics.drop(columns=["epoch", "seconds"], errors="ignore").dropna(axis="columns", how="all").interpolate("index", limit_area="inside")
+    axes = metrics.plot(subplots=True, layout=(-1, 4), figsize=(16, 0.7 * metrics.shape[1] + 2), title=list(metrics), legend=False, xlabel="").flat
+    for axis, limit in zip(axes, map(limits(args).get, metrics)):
+        axis.axhline(limit, linestyle="--", color="gray") if limit is not None else None
+    axes[0].figure.tight_layout()
+    axes[0].figure.savefig(Path(args.output_dir) / "curves.png", dpi=80)
     matplotlib.pyplot.close("all")
 
-def newest_checkpoint(args):
-    """-> the newest whole checkpoint of --output_dir, or None. A folder gets its step-N name only once it is complete."""
-    found = (Path(args.output_dir) / "checkpoints").glob("step-*")
-    return max(found, key=lambda f: int(f.name.split("-")[1]), default=None)
+def checkpoints(args):
+    """-> the whole checkpoints of --output_dir, oldest first. A folder gets its step-N name only once it is complete."""
+    return sorted((Path(args.output_dir) / "checkpoints").glob("step-*"), key=lambda f: int(f.name.split("-")[1]))
 
 def save_checkpoint(args, engines, step, state):
     """Everything needed to go on exactly. engines: {name: engine}. state: this rank's own, anything torch.save takes."""
@@ -775,13 +766,13 @@ def save_checkpoint(args, engines, step, state):
     barrier()
     if rank == 0:
         aside.rename(folder / f"step-{step}")
-        for old in sorted(folder.glob("step-*"), key=lambda f: int(f.name.split("-")[1]))[:-args.keep_checkpoints]:
+        for old in checkpoints(args)[:-args.keep_checkpoints]:
             shutil.rmtree(old)
     barrier()
 
 def load_checkpoint(args, engines):
     """Restore `engines`, RNGs and metrics.jsonl from the newest checkpoint -> (step, this rank's state)."""
-    folder, (rank, ranks) = newest_checkpoint(args), world()
+    folder, (rank, ranks) = checkpoints(args)[-1], world()
     step, wrote = int(folder.name.split("-")[1]), len(list(folder.glob("rank*.pt")))
     if wrote != ranks:
         fail(f"{folder} was written by {wrote} ranks, and this run has {ranks}.\n  Resume with {wrote}.")

@@ -162,7 +162,7 @@ def test_a_models_own_generation_config_never_leaks_in(tiny_model, tokenizer, mo
     row = {"prompt": "Why?", "prompt_ids": [5, 6, 7], "row": 0, "real": 1}
 
     def answers(name):
-        args = SimpleNamespace(seed=1, max_answer_seq_len=6, temperature=1.0, top_k=0, top_p=1.0, output_dir=str(tmp_path / name))
+        args = SimpleNamespace(max_seq_len=64, seed=1, max_answer_seq_len=6, temperature=1.0, top_k=0, top_p=1.0, output_dir=str(tmp_path / name))
         (tmp_path / name).mkdir()
         sft.answer_prompts(args, tiny_model, tokenizer, [row], step=0)
         return (tmp_path / name / "samples.jsonl").read_text(), ppo.roll_out(args, tiny_model, tokenizer, [row], 1, batch_size=1)
