@@ -180,7 +180,14 @@ def train_engine(model, args, stage, batch_size, micro_steps, steps, learning_ra
     matrix = {p: len(getattr(p, "ds_shape", p.shape)) > 1 for p in model.parameters()}  # a shard is 1-d, ds_shape its real shape
     groups = [{"params": [p for p in matrix if matrix[p] == decays], "weight_decay": weight_decay * decays} for decays in (True, False)]
     adam, mode = (DeepSpeedCPUAdam, "adamw_mode") if args.adam_offload else (FusedAdam, "adam_w_mode")
-    optimizer = adam([g for g in groups if g["params"]], lr=learning_rate, betas=tuple(args.adam_betas), **{mode: True})
+    groups, options = [g for g in groups if g["params"]], dict(lr=learning_rate, betas=tuple(args.adam_betas))
+    try:
+        optimizer = adam(groups, **options, **{mode: True})
+    except Exception as error:  # compiled on first use: there may be no compiler, no ninja, no headers
+        if args.adam_offload:
+            fail(f"DeepSpeedCPUAdam could not be built: {error}\n  Install a C++ compiler (g++) and ninja, or leave --adam_offload out.")
+        say(f"FusedAdam could not be built, torch's AdamW takes its place: {str(error).splitlines()[0]}")
+        optimizer = torch.optim.AdamW(groups, **options)
     schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, steps)
     config = ds_config(args, stage, batch_size, micro_steps)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
@@ -609,6 +616,8 @@ def start(args):
         here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if not shutil.which(os.environ.get("CXX", "c++")):  # no compiler: DeepSpeed does without its shared-memory all-reduce
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
         deepspeed.init_distributed(verbose=False)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -5,6 +5,10 @@ out: each of those choices is run here on a tiny model in fp32, and the numbers 
 workers.py says what is run; all runs of so many ranks share one launch.
 """
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,8 @@ from safetensors.torch import load_file
 import common
 import sft
 from tests import workers
+
+ROOT = Path(__file__).resolve().parent.parent
 
 SCRIPTS = ("sft", "reward", "ppo")
 CURVES = {"sft": ["loss", "eval_loss"],
@@ -361,3 +367,14 @@ def test_ppo_learns_a_bandit():
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
     held_out = [reward for _, reward in curve("ppo_bandit", "eval_reward")]
     assert held_out[-1] > held_out[0] + 0.2
+
+
+def test_without_a_compiler_torchs_adamw_takes_over(tmp_path):
+    """DeepSpeed compiles its optimizers on first use. Where that fails, the run says so and goes on."""
+    environment = {**os.environ, "CXX": "no-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path / "empty")}
+    environment = {k: v for k, v in environment.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, str(ROOT / "sft.py"), "--max_steps", "2", "--num_samples", "0", "--output_dir", str(tmp_path / "out")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "torch's AdamW takes its place" in run.stdout
+    assert (tmp_path / "out/model.safetensors").exists()
