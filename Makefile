@@ -2,12 +2,12 @@
 VENV ?= .venv
 # The CPU build is 3 GB smaller: TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" make demo
 TORCH ?= torch==2.13.0
-# Two ranks on a CPU; on GPUs the launcher takes all there are.
-RANKS ?= $(shell command -v nvidia-smi >/dev/null || echo "--num_gpus 2")
+# Two ranks, on a CPU or on GPUs, unless there is one GPU: the toy's batches are made for two.
+RANKS ?= --num_gpus $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ] && echo 1 || echo 2)
 DEMO = output/demo
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test bench install clean
+.PHONY: demo test install clean
 demo: install
 	deepspeed --log_level error $(RANKS) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite

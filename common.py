@@ -39,7 +39,7 @@ INTERRUPTED = []  # filled by SIGTERM / SIGINT; looked at between two steps
 # ---- 1  Arguments ---------------------------------------------------------------------------------------------------
 def fail(message):
     """The user's input is wrong: one message on rank 0, exit code 2, no traceback."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
         time.sleep(5)  # rank 0 speaks first: a launcher ends the whole run as soon as one rank has left
@@ -113,7 +113,8 @@ def parse(parser, presets, argv=None):
         fail(f"--preset {preset} is not known.\n  Known: {', '.join(presets)}.")
     parser.set_defaults(**{**presets[preset], "preset": preset})
     args = parser.parse_args(argv)
-    args.dtype = args.dtype or ("bf16" if get_accelerator().is_bf16_supported() else "fp16")
+    emulated = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)  # V100, T4
+    args.dtype = args.dtype or ("bf16" if get_accelerator().is_bf16_supported() and not emulated else "fp16")
     for name, value in vars(args).items():
         counts = name.endswith(("max_steps", "log_steps", "accumulation_steps", "_epochs", "_batches", "_size", "_checkpoints", "_prompts"))
         least = 1e-6 if name in ("temperature", "top_p") else 2 if name.endswith("_len") else int(counts)
@@ -145,11 +146,12 @@ def inner(engine):
     model = engine.module if isinstance(engine, deepspeed.DeepSpeedEngine) else engine
     return model.model if isinstance(model, ValueModel) else model
 
-def ds_config(args, stage, batch_size, micro_steps=1, train=True):
+def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True):
     """-> the DeepSpeed config (dict) of one engine: ds_config.json, and on top of it what the flags say.
 
     stage: ZeRO stage. batch_size: rows of one forward on one device. micro_steps: backwards per optimizer step.
     train False: a frozen engine (reference, reward model), which only shards and offloads weights.
+    main False: it feeds no monitor (TensorBoard, W&B, CSV): the actor's engine does that for the critic.
     """
     try:
         config = json.loads(Path(args.ds_config).read_text())
@@ -169,11 +171,15 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True):
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if args.dtype != "fp32":
         config[args.dtype] = {"enabled": True}
+    if args.dtype == "bf16" and train and stage:  # micro-batches' gradients are summed in fp32: bf16 would drop the small ones
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     if train:
         config["gradient_clipping"] = args.max_grad_norm
+    for monitor in {"tensorboard", "csv_monitor", "wandb"} & set(config):  # one a run, in its folder
+        config[monitor] = {**config[monitor], **({"output_path": args.output_dir} if monitor != "wandb" else {})} if main else {"enabled": False}
     return {**config, "train_micro_batch_size_per_gpu": batch_size, "gradient_accumulation_steps": micro_steps}
 
-def train_engine(model, args, stage, batch_size, micro_steps, steps, learning_rate, weight_decay):
+def train_engine(model, args, stage, batch_size, micro_steps, steps, learning_rate, weight_decay, main=True):
     """-> the DeepSpeed engine that trains `model` for `steps` optimizer steps; its step() also moves the schedule."""
     if args.gradient_checkpointing:
         inner(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -189,7 +195,7 @@ def train_engine(model, args, stage, batch_size, micro_steps, steps, learning_ra
         say(f"FusedAdam could not be built, torch's AdamW takes its place: {str(error).splitlines()[0]}")
         optimizer = torch.optim.AdamW(groups, **options)
     schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, steps)
-    config = ds_config(args, stage, batch_size, micro_steps)
+    config = ds_config(args, stage, batch_size, micro_steps, main=main)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
     if stage == 0 and args.dtype == "fp32":  # here alone DeepSpeed clips without keeping the norm, which we log
         engine.clip_fp32_gradients = lambda: setattr(engine, "_global_grad_norm", nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
@@ -271,9 +277,9 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None)
     the whole model. A model from scratch is small here: every rank builds it whole from the same seed.
     """
     config, kind, options = AutoConfig.from_pretrained(path), AutoModelForCausalLM, {"dtype": DTYPES[args.dtype]}
-    for key, value in vars(config).items():
-        if dropout is not None and "drop" in key and key != "layerdrop" and isinstance(value, (int, float)):
-            setattr(config, key, float(dropout))
+    own = {k: v for k, v in vars(config).items() if "drop" in k and k != "layerdrop" and isinstance(v, (int, float))}
+    if dropout is not None:
+        config.update({key: float(dropout) for key in own})
     if value_head:
         kind, value_head = AutoModelForSequenceClassification, getattr(config, "value_head_prefix", value_head)
         config.num_labels, config.value_head_prefix = 1, value_head
@@ -287,6 +293,7 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None)
         del zero3  # (transformers holds only a weak reference to it)
     else:
         model, missing = kind.from_config(config, **options), ["score.weight"]
+    model.own_dropout = own  # save_model writes it back: this run's --dropout is not the next step's
     if not value_head:
         return model
     if "score.weight" in missing:
@@ -355,7 +362,10 @@ def gathered(engine):
     model = inner(engine)
     was_training, sharded = model.training, [p for p in model.parameters() if hasattr(p, "ds_id")]
     need = sum(p.ds_numel * p.element_size() for p in sharded)
-    fits = all_sum(need < 0.8 * get_accelerator().available_memory())[0] == world()[1]  # on every rank
+    free = get_accelerator().available_memory() / (world()[1] if device().type == "cpu" else 1)  # ranks share a CPU's memory
+    if device().type == "cuda":  # what the allocator holds and does not use is free as well
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    fits = all_sum(need < 0.8 * free)[0] == world()[1]  # on every rank
     hooks = [(m, m._forward_pre_hooks, m._forward_hooks) for m in model.modules()] if sharded and fits else []
     try:
         with deepspeed.zero.GatheredParameters(sharded, enabled=bool(hooks)):
@@ -383,6 +393,7 @@ def save_model(engine, tokenizer, folder, whole=whole):
     if world()[0] == 0:
         state.update({name: buffer.cpu() for name, buffer in model.named_buffers() if name in model.state_dict()})
         shutil.rmtree(folder / ".saving", ignore_errors=True)
+        model.config.update(getattr(model, "own_dropout", {}))
         model.save_pretrained(folder / ".saving", state_dict=state)
         tokenizer.save_pretrained(folder / ".saving")
         for file in sorted((folder / ".saving").iterdir(), key=lambda f: f.name == "config.json"):
@@ -405,7 +416,8 @@ def read_row(row):
     if isinstance(chosen, list):
         prompt = row.get("prompt") or chosen[:-1]
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return prompt, chosen[-1]["content"], chosen[-1]["content"], rejected[-1]["content"]
+        best, worst = (turns[-1]["content"] if turns else None for turns in (chosen, rejected))
+        return prompt, best, best, worst
     if row.get("messages"):
         last = max((i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"), default=len(row["messages"]))
         return row["messages"][:last], (row["messages"] + [{"content": None}])[last]["content"], None, None
@@ -413,7 +425,10 @@ def read_row(row):
         question = "\n".join(filter(None, (row["instruction"], row.get("input"))))
         return f"{HUMAN}{question}{ASSISTANT}", row.get("output") and f" {row['output']}", None, None
     if "prompt" in row:
-        return row["prompt"], row.get("response") or chosen, chosen, rejected
+        prompt, answers = row["prompt"], (row.get("response") or chosen, chosen, rejected)
+        if isinstance(chosen, str) and chosen.startswith(ASSISTANT.strip()):  # rlhf-reward-datasets: the marker is the prompt's
+            prompt, answers = prompt + ASSISTANT.strip(), [a and a.removeprefix(ASSISTANT.strip()) for a in answers]
+        return prompt, *answers
     both = os.path.commonprefix([chosen or "", rejected or ""])
     if ASSISTANT not in both:
         return None, None, None, None
@@ -426,7 +441,7 @@ def tokenise_prompt(tokenizer, prompt):
         if tokenizer.chat_template is None:
             fail("the data holds chat messages, and the tokenizer has no chat template.\n"
                  "  Use a chat model's tokenizer, or columns of plain text (prompt, response, chosen, rejected).")
-        if not any(special in m["content"] for special in tokenizer.get_added_vocab() for m in prompt):
+        if not any(special in (m["content"] or "") for special in tokenizer.get_added_vocab() for m in prompt):
             return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         contents = {chr(0xE000 + i): m["content"] for i, m in enumerate(prompt)}  # the template may write special tokens, users not
         text = tokenizer.apply_chat_template([{**m, "content": mark} for m, mark in zip(prompt, contents)], add_generation_prompt=True, tokenize=False)
@@ -519,7 +534,7 @@ def load_rows(args, tokenizer, step, limit):
         source["train"] = source["train"].select(np.sort(order[cuts[step - 1]:cuts[step]]))
         for name, rows in parts.items() if len(source["train"]) else ():
             made = source[name].map(tokenise_row, fn_kwargs=dict(tokenizer=tokenizer, step=step, limit=limit),
-                                    remove_columns=source[name].column_names, load_from_cache_file=False)
+                                    remove_columns=source[name].column_names, keep_in_memory=True)
             kept = [i for i, why in enumerate(made["drop"] if len(made) else []) if not why]
             for why, count in Counter(made["drop"] if len(kept) < len(made) else []).items():
                 say(f"{path}, {name}: dropped {count} of {len(made)} rows: {why}") if why else None
@@ -592,7 +607,7 @@ def start(args):
     for name, slurm in {"RANK": "PROCID", "WORLD_SIZE": "NTASKS", "LOCAL_RANK": "LOCALID"}.items():
         if f"SLURM_{slurm}" in os.environ and "SLURM_STEP_ID" in os.environ:  # srun: one task a device; the user sets MASTER_ADDR
             os.environ.setdefault(name, os.environ[f"SLURM_{slurm}"])
-    if "RANK" not in os.environ:  # plain python: a world of one, on a free port
+    if "RANK" not in os.environ or (os.environ.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in os.environ):  # plain python: a world of one, on a free port
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = str(s.getsockname()[1])
@@ -620,8 +635,6 @@ def start(args):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
         deepspeed.init_distributed(verbose=False)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda n, frame: INTERRUPTED.append(n))
     transformers.set_seed(args.seed)  # python's, numpy's and torch's generators
 
 def finish(args, code=0):
@@ -641,22 +654,25 @@ def say(text):
         tqdm.write(text)
         sys.stdout.flush()
 
-def begin(args, title, engine, rows, batch_size, micro_steps, steps):
+def begin(args, title, engine, stage, rows, batch_size, micro_steps, steps):
     """Take the output folder (with --overwrite clear what a run before left), write args.json, print the banner."""
     output, (rank, ranks) = Path(args.output_dir), world()
     if rank == 0:
         output.mkdir(parents=True, exist_ok=True)
         for name in () if args.resume else ("config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "checkpoints", "ema", "critic"):
             shutil.rmtree(output / name) if (output / name).is_dir() else (output / name).unlink(missing_ok=True)
+        for stale in () if args.resume else output.glob("model*.safetensors*"):
+            stale.unlink()
         versions = {m.__name__: m.__version__ for m in (torch, deepspeed, transformers, datasets, np)}
         record = {**vars(args), "world_size": ranks, "device": str(device()), "versions": versions,
                   "data_rows": len(rows), "data_fingerprint": rows._fingerprint}
         (output / "args.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
     say(f"{title}   (preset {args.preset}, seed {args.seed}, output in {output})\n"
-        f"  model    {count_parameters(inner(engine)) / 1e6:,.2f} M parameters, {args.dtype}, ZeRO stage {args.zero_stage}, "
+        f"  model    {count_parameters(inner(engine)) / 1e6:,.2f} M parameters, {args.dtype}, ZeRO stage {stage}, "
         f"{ranks} x {get_accelerator().device_name()}\n"
         f"  batch    {batch_size} per device x {micro_steps} accumulation x {ranks} ranks = {batch_size * micro_steps * ranks} rows per step\n"
         f"  data     {len(rows):,} rows, {steps:,} steps")
+    torch.manual_seed(args.seed + rank)  # dropout differs between ranks
     barrier()
 
 def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, collate):
@@ -665,6 +681,8 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
     Resumes in the middle of an epoch; after each step's body, saves when due or when told to stop. state: a dict of what
     the script itself must keep (EMA, KL coefficient), restored in place.
     """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda n, frame: INTERRUPTED.append(n))
     lengths = np.asarray(rows["length"])
     per_epoch = -(-len(rows) // (batch_size * micro_steps * world()[1]))
     step, saved = load_checkpoint(args, engines) if args.resume else (0, {})
@@ -707,7 +725,7 @@ def train_flops(engine, tokens, length, checkpointing):
 
 def speed(args, engine, tokens, flops, started):
     """-> metrics that every step logs. tokens: real ones, over all ranks. flops: of the whole step; tflops: per device."""
-    seconds, norm = time.time() - started, engine.get_global_grad_norm()
+    seconds, norm = time.time() - started, engine.get_global_grad_norm() if engine.was_step_applied() else None  # fp16 may skip
     return {"learning_rate": float(engine.get_lr()[0]), "grad_norm": None if norm is None else float(norm),
             "tokens_per_second": tokens / seconds, "tflops": flops / seconds / world()[1] / 1e12, "seconds": seconds}
 
@@ -720,7 +738,7 @@ def check_finite(args, record):
 
 def log(args, record, columns, engine=None):
     """One line in metrics.jsonl; its `columns`, fixed, on the screen; events for DeepSpeed's monitor (TensorBoard, ...)."""
-    append(args, "metrics.jsonl", [{k: round(v, 8) if isinstance(v, float) else v for k, v in record.items()}])
+    append(args, "metrics.jsonl", [{k: float(f"{v:.9g}") if isinstance(v, float) else v for k, v in record.items()}])
     widths = [max(9, len(c) + 2) for c in columns]
     if record["step"] == 0 or not hasattr(log, "legend"):
         log.legend = say("".join(c.rjust(w) for c, w in zip(columns, widths)))
@@ -786,12 +804,14 @@ def load_checkpoint(args, engines):
     if wrote != ranks:
         fail(f"{folder} was written by {wrote} ranks, and this run has {ranks}.\n  Resume with {wrote}.")
     for name, engine in engines.items():
-        engine.load_checkpoint(folder / name, tag="state")
+        if engine.load_checkpoint(folder / name, tag="state")[0] is None:
+            raise RuntimeError(f"DeepSpeed could not read {folder / name}")
     saved = torch.load(folder / f"rank{rank}.pt", weights_only=False)  # our own file
     torch.set_rng_state(saved["rng"][0])
     get_accelerator().set_rng_state(saved["rng"][1])
     for file in (Path(args.output_dir) / name for name in ("metrics.jsonl", "samples.jsonl")):
         if rank == 0 and file.exists():  # lines written after the checkpoint go
-            file.write_text("".join(x for x in file.read_text().splitlines(keepends=True) if json.loads(x)["step"] <= step))
+            file.write_text("".join(x for x in file.read_text().splitlines(keepends=True)
+                                    if x.endswith("\n") and json.loads(x)["step"] <= step))
     say(f"resumed from {folder}")
     return step, saved

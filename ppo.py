@@ -128,7 +128,7 @@ def check_constraints(args):
     pass that stored old log-probs and the pass that trained disagreed (dropout, masks, dtype). Ours are the same function.
     """
     generation, training = args.per_device_generation_batch_size, args.per_device_training_batch_size
-    if (generation * args.generation_batches * args.gradient_accumulation_steps) % training:
+    if (generation * args.generation_batches) % training:
         common.fail(f"--per_device_training_batch_size {training} does not divide the {generation} x {args.generation_batches} "
                     f"answers of a rollout.\n  Use a divisor, for example {math.gcd(generation, training)}.")
     if args.allow_unstable:
@@ -309,7 +309,7 @@ def frozen_engine(model, args, stage, batch_size):
     model.requires_grad_(False)
     if stage < 3:
         return model.to(common.device()).eval()
-    engine = deepspeed.initialize(model=model, config=common.ds_config(args, 3, batch_size, train=False))[0]
+    engine = deepspeed.initialize(model=model, config=common.ds_config(args, 3, batch_size, train=False, main=False))[0]
     engine.eval()
     return engine
 
@@ -321,9 +321,10 @@ def score(args, batch, actor, reference, critic, reward_model):
     """
     ids, mask, count = batch["ids"], batch["mask"], batch["response_mask"].shape[1]
     logits = common.last_logits(actor, ids, mask, count) / args.temperature                         # (B, R, V)
-    batch["old_logprobs"] = common.TokenLogprobs.apply(logits, ids[:, -count:])
+    real = batch["response_mask"]  # masked at once: an exp() of junk at padding would be inf, and inf * 0 is nan
+    batch["old_logprobs"] = common.TokenLogprobs.apply(logits, ids[:, -count:]) * real
     batch["entropy"] = entropy(logits)
-    batch["ref_logprobs"] = common.last_logprobs(reference, ids, mask, count, args.temperature)
+    batch["ref_logprobs"] = common.last_logprobs(reference, ids, mask, count, args.temperature) * real
     if critic is not None:
         batch["values"] = critic(ids, mask)[:, -count - 1:-1]
     if reward_model is not None:
@@ -363,13 +364,14 @@ def local_shard(parameter):
     return nn.functional.pad(flat, (0, share * ranks - len(flat)))[rank * share:(rank + 1) * share]
 
 def gather_shards(parameter, shard):
-    """-> the weight whose `local_shard`s the ranks hold, on the CPU. The inverse of local_shard; all ranks call it."""
+    """-> on rank 0's CPU, the weight whose `local_shard`s the ranks hold; None on the others. All ranks call it."""
     shards = [shard.to(common.device()).contiguous()]
     if common.world()[1] > 1:
         shards = [torch.empty_like(shards[0]) for _ in range(common.world()[1])]
         torch.distributed.all_gather(shards, shard.to(common.device()).contiguous())
     shape = getattr(parameter, "ds_shape", parameter.shape)
-    return torch.cat(shards).cpu()[:shape.numel()].view(shape).to(parameter.dtype)
+    if common.world()[0] == 0:
+        return torch.cat(shards).cpu()[:shape.numel()].view(shape).to(parameter.dtype)
 
 def ema_start(model):
     """-> {name: this rank's fp32 shard of each weight}. bf16 would lose it: (1 - 0.992) of a step is below half an ulp."""
@@ -434,7 +436,7 @@ def all_max(value):
 
 def first_pass_gate(args, drift, step):
     """Before a rollout's first update the ratio must be 1: same weights, same tokens, same function. Else stop, and say why."""
-    drift = all_max(drift.item())
+    drift = all_max(drift.nan_to_num(nan=float("inf")).item())
     tolerance = {"fp32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}[args.dtype]  # 0.0 was seen with fp32 and bf16 on CPUs
     if drift > tolerance:
         common.say(f"error: step {step}: before the first update the ratio is off by {drift:.4g} (allowed with {args.dtype}: {tolerance}).\n"
@@ -448,9 +450,9 @@ def read_text(args, tokenizer):
     for path, source in zip(args.unsup_data_path, sources):
         if "text" not in source.column_names:
             common.fail(f"--unsup_data_path {path} has the columns {', '.join(source.column_names)}.\n  It needs text.")
-    texts = [text for source in sources for text in source["text"]]
-    ids = [common.tokenise_answer(tokenizer, text)[:args.max_seq_len] for text in texts]
-    return [x for x in ids if len(x) > 1]
+    texts = [text for source in sources for text in source["text"] if text]
+    ids = [x for x in (common.tokenise_answer(tokenizer, text)[:args.max_seq_len] for text in texts) if len(x) > 1]
+    return ids or common.fail(f"--unsup_data_path {' '.join(args.unsup_data_path)} holds no text.")
 
 def text_batches(unsup, count, micro_batch, seed, pad_id):
     """PTX: this rank's share of the text for one optimizer step -> list of `count` dicts of ids, mask: (B, T)."""
@@ -498,7 +500,8 @@ def main():
     # 1 data ----------------------------------------------------------------------------------------------------------
     tokenizer = common.load_tokenizer(args.actor_model_name_or_path, args.max_seq_len)
     for path in {args.critic_model_name_or_path} | ({args.reward_model_name_or_path} if not args.reward_fn else set()):
-        if common.load_tokenizer(path, args.max_seq_len).get_vocab() != tokenizer.get_vocab():
+        sizes = [common.load_config(p).get_text_config().vocab_size for p in (args.actor_model_name_or_path, path)]
+        if common.load_tokenizer(path, args.max_seq_len).get_vocab() != tokenizer.get_vocab() or sizes[1] < sizes[0]:
             common.fail(f"{args.actor_model_name_or_path} and {path} have different vocabularies: the second cannot read what "
                         "the first writes.\n  Train the reward model (step 2) on a model of the actor's family.")
     if not args.reward_fn and "SequenceClassification" not in str(common.load_config(args.reward_model_name_or_path).architectures):
@@ -521,15 +524,21 @@ def main():
                                 args.actor_learning_rate, args.actor_weight_decay)
     critic = common.load_model(critic_path, args, args.critic_zero_stage, args.critic_dropout, tokenizer, "score")
     critic = common.train_engine(critic, args, args.critic_zero_stage, micro_batch, accumulation, steps * optimizer_steps,
-                                 args.critic_learning_rate, args.critic_weight_decay)
+                                 args.critic_learning_rate, args.critic_weight_decay, main=False)
     reference = common.load_model(actor_path, args, args.actor_zero_stage)
     reference = frozen_engine(reference, args, args.actor_zero_stage, micro_batch)
     reward_model = None
     if not args.reward_fn:
         reward_model = common.load_model(reward_path, args, args.critic_zero_stage, None, tokenizer, "score")
         reward_model = frozen_engine(reward_model, args, args.critic_zero_stage, micro_batch)
+    for role, stage in (("actor", args.actor_zero_stage), ("critic", args.critic_zero_stage)):
+        if stage != 2:
+            common.say(f"warning: the {role} runs with ZeRO stage {stage}; DeepSpeed-Chat's step 3 uses 2. Others run out of memory "
+                       "sooner (0, 1) or slower (3).")
+    if args.dtype == "fp16":
+        common.say("warning: in fp16 actor and critic skip an overflowing update each on its own; bf16 has no overflows.")
     state = {"ema": ema_start(actor.module) if args.enable_ema else None, "kl_coef": args.kl_coef}  # kept by checkpoints
-    common.begin(args, "step 3: PPO", actor, train, generation, rollout_batches, steps)
+    common.begin(args, "step 3: PPO", actor, args.actor_zero_stage, train, generation, rollout_batches, steps)
 
     def evaluate_at(step):
         return evaluate(args, actor, reference, reward_model, functions, tokenizer, held_out, step)
@@ -575,7 +584,7 @@ def main():
             for batch in minibatch:
                 ids, mask, response_mask, old_logprobs = (batch[k] for k in ("ids", "mask", "response_mask", "old_logprobs"))
                 count = response_mask.shape[1]
-                logprobs = common.last_logprobs(actor, ids, mask, count, args.temperature)                      # (B, R)
+                logprobs = common.last_logprobs(actor, ids, mask, count, args.temperature) * response_mask      # (B, R)
                 loss, ratio = policy_loss(logprobs, old_logprobs, batch["advantages"], args.clip)               # (B, R)
                 drift = ((ratio.detach() - 1).abs() * response_mask).max()
                 if update == 0:
@@ -599,12 +608,13 @@ def main():
                     sums += torch.stack([(x * response_mask).sum().double().cpu() for x in (loss, errors, approx_kl, clipped)])
 
             # 7 keep --------------------------------------------------------------------------------------------------
-            if args.enable_ema:
+            if args.enable_ema and actor.was_step_applied():  # fp16 may have skipped it
                 ema_update(state["ema"], actor.module, args.ema_decay)
         trained = time.time()
         tokens, rows = common.all_sum(sum(b["mask"].sum() for b in micro_batches), sum(len(b["mask"]) for b in micro_batches)).tolist()
-        work = [common.train_flops(m, tokens, tokens / rows, False) for m in (actor, critic)]  # 3 forwards' worth each
-        flops = work[0] * (args.ppo_epochs + 3 / 3) + work[1] * (args.ppo_epochs + 2 / 3)  # + rollout, scoring (2 + 2 models)
+        forward = [common.train_flops(m, tokens, tokens / rows, False) / 3 for m in (actor, critic)]
+        passes = args.ppo_epochs * (4 if args.gradient_checkpointing else 3)  # of training, in forwards
+        flops = forward[0] * (passes + 3) + forward[1] * (passes + 1 + bool(reward_model))  # + rollout, old and ref; values, scores
         names = ("actor_loss", "critic_loss", "approx_kl", "clip_fraction")
         record = {"step": step, "epoch": epoch, **dict(zip(names, (common.all_sum(*sums) / trained_tokens).tolist())),
                   "ratio_max": all_max(ratio_max), **rollout_metrics(args, micro_batches),

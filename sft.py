@@ -117,7 +117,7 @@ def main():
     # 2 model ---------------------------------------------------------------------------------------------------------
     model = common.load_model(args.model_name_or_path, args, args.zero_stage, args.dropout)
     engine = common.train_engine(model, args, args.zero_stage, micro_batch, micro_steps, steps, args.learning_rate, args.weight_decay)
-    common.begin(args, "step 1: supervised fine-tuning", engine, train, micro_batch, micro_steps, steps)
+    common.begin(args, "step 1: supervised fine-tuning", engine, args.zero_stage, train, micro_batch, micro_steps, steps)
 
     # 3 train ---------------------------------------------------------------------------------------------------------
     if not args.resume:

@@ -210,13 +210,16 @@ def check_value_head(base):
 def check_ema(base):
     """The EMA of a model before and after one step, put together from all ranks' shards."""
     import ppo
+    import torch
     found = {}
     for stage in (2, 3):
         engine = tiny_engine(base, stage)
         ema = ppo.ema_start(engine.module)
 
         def whole_ema():
-            return {name: ppo.gather_shards(p, ema[name]) for name, p in engine.module.named_parameters()}
+            box = [{name: ppo.gather_shards(p, ema[name]) for name, p in engine.module.named_parameters()}]  # on rank 0
+            torch.distributed.broadcast_object_list(box)
+            return box[0]
 
         start, weights_before = whole_ema(), whole_weights(engine)
         train_one_step(engine)
