@@ -619,6 +619,8 @@ def start(args):
     if not args.overwrite and not args.resume and ((output / "config.json").exists() or saved):
         fail(f"--output_dir {output} holds a run.\n  --overwrite replaces it, --resume goes on with an unfinished one, "
              "another --output_dir leaves it alone.")
+    if args.resume and (output / "config.json").exists():
+        fail(f"--resume: {output} holds a finished run, so there is nothing to go on with.\n  --overwrite replaces it.")
     if args.resume and not saved:
         fail(f"--resume: there is no checkpoint in {output / 'checkpoints'}.\n  Leave it out to start anew.")
     datasets.disable_progress_bars()
@@ -739,7 +741,7 @@ def check_finite(args, record):
 def log(args, record, columns, engine=None):
     """One line in metrics.jsonl; its `columns`, fixed, on the screen; events for DeepSpeed's monitor (TensorBoard, ...)."""
     append(args, "metrics.jsonl", [{k: float(f"{v:.9g}") if isinstance(v, float) else v for k, v in record.items()}])
-    widths = [max(9, len(c) + 2) for c in columns]
+    widths = [max(12, len(c) + 2) for c in columns]
     if record["step"] == 0 or not hasattr(log, "legend"):
         log.legend = say("".join(c.rjust(w) for c, w in zip(columns, widths)))
     cells = ["" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in map(record.get, columns)]
@@ -754,9 +756,9 @@ def append(args, name, rows):
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
 def limits(args):
-    """{metric: best reachable value}, from a limits.json beside the data (the toy knows its own limits), else {}."""
+    """{metric: best reachable value} of this step, from a limits.json beside the data (the toy knows its own), else {}."""
     file = Path(args.data_path[0]) / "limits.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return json.loads(file.read_text()).get(Path(sys.argv[0]).stem, {}) if file.is_file() else {}
 
 def draw_curves(args):
     """metrics.jsonl -> curves.png, one panel a metric, its known limit dashed where there is one (rank 0)."""

@@ -336,7 +336,7 @@ def load_function(spec, flag):
     """'FILE:FUNCTION' -> the function. This runs the user's own code."""
     file, _, name = spec.rpartition(":")
     if not Path(file).is_file():
-        common.fail(f"{flag} {spec}: no such file.\n  Give it as FILE.py:FUNCTION.")
+        common.fail(f"{flag} {spec}: no such file: {file!r}.\n  Give it as FILE.py:FUNCTION.")
     module_spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(module)
@@ -504,6 +504,8 @@ def main():
         if common.load_tokenizer(path, args.max_seq_len).get_vocab() != tokenizer.get_vocab() or sizes[1] < sizes[0]:
             common.fail(f"{args.actor_model_name_or_path} and {path} have different vocabularies: the second cannot read what "
                         "the first writes.\n  Train the reward model (step 2) on a model of the actor's family.")
+    if "SequenceClassification" in str(common.load_config(args.actor_model_name_or_path).architectures):
+        common.fail(f"{args.actor_model_name_or_path} is a reward model: it has no head that writes.\n  The actor comes from step 1 (output/sft).")
     if not args.reward_fn and "SequenceClassification" not in str(common.load_config(args.reward_model_name_or_path).architectures):
         common.fail(f"{args.reward_model_name_or_path} is no reward model: it has no trained value head, and would score at random.\n"
                     "  Run step 2 on it (reward.py), or give a function in its place (--reward_fn).")

@@ -43,7 +43,7 @@ def test_the_ceiling_of_the_reward_model_is_what_the_ideal_judge_reaches():
     prompts = [r["prompt"] for r in test]
     chosen, rejected = (gold(prompts, [r[k] for r in test]) for k in ("chosen", "rejected"))
     share = sum((c > r) + 0.5 * (c == r) for c, r in zip(chosen, rejected)) / len(test)
-    assert share == pytest.approx(json.loads((TOY / "data/limits.json").read_text())["eval_accuracy"], abs=1e-5)
+    assert share == pytest.approx(json.loads((TOY / "data/limits.json").read_text())["reward"]["eval_accuracy"], abs=1e-5)
 
 
 def test_supervised_answers_leave_room_to_improve():

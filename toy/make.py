@@ -13,7 +13,7 @@ What it writes (under --out):
     data/train.jsonl    prompt, response (for sft.py), chosen and rejected (for reward.py)
     data/test.jsonl     the same columns; its (animal, place) pairs occur nowhere in train.jsonl, so a model that only
                         remembers fails here, and one that learned to look at the question does not
-    data/limits.json    the limits above, under the names of the metrics they bound
+    data/limits.json    the limits above, by step and metric
     model/              a Llama config of 0.9 million parameters (no weights) and a tokenizer trained on train.jsonl
 """
 import argparse
@@ -223,7 +223,8 @@ def main():
         ("mean gold", mean_gold, "of the held-out answers: where a model that imitates them starts"),
     ):
         print(f"{name:13s} {value:.4f}   {meaning}")
-    limits = {name: round(limits[name], 6) for name in ("eval_loss", "eval_accuracy", "gold", "eval_gold")}
+    steps = {"sft": ["eval_loss"], "reward": ["eval_accuracy"], "ppo": ["gold", "eval_gold"]}
+    limits = {step: {name: round(limits[name], 6) for name in names} for step, names in steps.items()}
     with open(os.path.join(args.out, "data", "limits.json"), "w", encoding="utf-8", newline="\n") as file:
         json.dump(limits, file, indent=2)
         file.write("\n")

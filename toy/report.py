@@ -19,7 +19,7 @@ def main(folder):
     for step, metric in (("sft", "eval_loss"), ("reward", "eval_accuracy"), ("ppo", "eval_gold"), ("ppo", "eval_reward"),
                          ("ppo", "eval_kl"), ("ppo", "eval_response_length")):
         values = [r[metric] for r in read(folder / step / "metrics.jsonl") if metric in r]
-        rows.append((step, metric, f"{values[0]:.3f}", f"{values[-1]:.3f}", f"{limits[metric]:.3f}" if metric in limits else ""))
+        rows.append((step, metric, f"{values[0]:.3f}", f"{values[-1]:.3f}", f"{limits[step][metric]:.3f}" if metric in limits[step] else ""))
     print(f"\n{'step':8}{'metric':24}{'before':>10}{'after':>10}{'limit':>10}")
     for step, metric, *numbers in rows:
         print(f"{step:8}{metric:24}" + "".join(f"{n:>10}" for n in numbers))
