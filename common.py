@@ -243,6 +243,7 @@ def load(kind, path):
         fail(f"no {kind.__name__[4:].lower()} could be loaded from {path}.{missing}\n  {str(error).splitlines()[0]}")
 
 def load_config(path):
+    """-> transformers' config of a hub name or folder."""
     return load(AutoConfig, path)
 
 def load_tokenizer(path, length=0):

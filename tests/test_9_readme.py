@@ -52,7 +52,7 @@ def test_every_flag_named_in_the_docs_exists():
         assert used <= known | launchers, f"{page.name}: {sorted(used - known - launchers)}"
 
 
-def help_of(module, capture={}):
+def help_of(module):
     """The text of --help."""
     import contextlib
     import io
