@@ -37,12 +37,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTERRUPTED = []  # filled by SIGTERM / SIGINT; looked at between two steps
 
 # ---- 1  Arguments ---------------------------------------------------------------------------------------------------
-def fail(message):
-    """The user's input is wrong: one message on rank 0, exit code 2, no traceback."""
-    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    else:
+def fail(message, this_rank=False):
+    """The user's input is wrong: exit code 2, no traceback, one message, from rank 0 unless `this_rank` alone has seen it."""
+    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) and not this_rank:
         time.sleep(5)  # rank 0 speaks first: a launcher ends the whole run as soon as one rank has left
+    else:
+        print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 def new_parser(doc):
@@ -60,7 +60,7 @@ def flags(parser, title, skip=()):
     return arg
 
 def numbers(text):
-    """argparse type: '2,4,4' -> [2.0, 4.0, 4.0]"""
+    """argparse type: '2,4,4' -> [2.0, 4.0, 4.0]. (A default that is text goes through it, too.)"""
     return [float(x) for x in text.split(",")]
 
 def add_common_arguments(parser, own_forms=()):
@@ -80,7 +80,7 @@ def add_common_arguments(parser, own_forms=()):
     arg("lr_scheduler_type", default="cosine", choices=["cosine", "linear", "constant", "constant_with_warmup"],
         help="transformers' schedule of that name. cosine [DeepSpeed-Chat]")
     arg("num_warmup_steps", type=int, help="optimizer steps of linear warm-up")
-    arg("adam_betas", type=numbers, default=[0.9, 0.95], help="AdamW's betas. 0.9,0.95 [DeepSpeed-Chat]")
+    arg("adam_betas", type=numbers, default="0.9,0.95", help="AdamW's betas. 0.9,0.95 [DeepSpeed-Chat]")
     arg("max_grad_norm", type=float, default=1.0, help="gradients are scaled down to this norm. 1 [DeepSpeed-Chat]")
     arg("per_device_train_batch_size", type=int, help="rows of one forward on one device")
     arg("gradient_accumulation_steps", type=int, default=1, help="micro-batches of one optimizer step on one device")
@@ -120,7 +120,7 @@ def parse(parser, presets, argv=None):
         least = 1e-6 if name in ("temperature", "top_p") else 2 if name.endswith("_len") else int(counts)
         most = 1 if name.endswith(("dropout", "gamma", "lam", "ema_decay", "top_p")) else float("inf")
         if isinstance(value, (int, float)) and not least <= value <= most and (name, value) not in (("max_steps", -1), ("local_rank", -1)):
-            fail(f"--{name} {value} is out of range.\n  It must be {least} or more{f', and {most} or less' if most == 1 else ''}.")
+            fail(f"--{name} {value} is out of range.\n  It must be {least} or more{', and 1 or less' if most == 1 else ''}.")
     for name, count in (("data_split", 3), ("adam_betas", 2)):
         if len(getattr(args, name)) != count or min(getattr(args, name)) < 0 or sum(getattr(args, name)) == 0:
             fail(f"--{name} takes {count} numbers joined by commas, none negative, not all 0.")
@@ -143,7 +143,7 @@ def device():
 
 def inner(engine):
     """-> the transformers model inside a DeepSpeed engine, a ValueModel, or both."""
-    model = engine.module if isinstance(engine, deepspeed.DeepSpeedEngine) else engine
+    model = getattr(engine, "module", engine)
     return model.model if isinstance(model, ValueModel) else model
 
 def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True):
@@ -157,13 +157,12 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True):
         config = json.loads(Path(args.ds_config).read_text())
     except (OSError, ValueError) as error:
         fail(f"--ds_config {args.ds_config}: {error}")
-    keys = set(config) | {f"zero_optimization.{key}" for key in config.get("zero_optimization", {})}
-    taken = keys & {"optimizer", "scheduler", "bf16", "fp16", "gradient_clipping", "train_batch_size", "zero_optimization.stage",
-                    "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
-    if taken:
+    zero = config.setdefault("zero_optimization", {})
+    if taken := (set(config) | {f"zero_optimization.{key}" for key in zero}) & {
+            "optimizer", "scheduler", "bf16", "fp16", "gradient_clipping", "train_batch_size", "zero_optimization.stage",
+            "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}:
         fail(f"--ds_config {args.ds_config} sets {', '.join(sorted(taken))}.\n"
              "  Flags decide that (--learning_rate, --dtype, --zero_stage, --per_device_..., see --help). Take it out.")
-    zero = config.setdefault("zero_optimization", {})
     zero.update({"stage": stage, "reduce_scatter": True} if stage == 3 else {"stage": stage})
     if args.offload and stage == 3:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
@@ -185,8 +184,8 @@ def train_engine(model, args, stage, batch_size, micro_steps, steps, learning_ra
         inner(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     matrix = {p: len(getattr(p, "ds_shape", p.shape)) > 1 for p in model.parameters()}  # a shard is 1-d, ds_shape its real shape
     groups = [{"params": [p for p in matrix if matrix[p] == decays], "weight_decay": weight_decay * decays} for decays in (True, False)]
-    adam, mode = (DeepSpeedCPUAdam, "adamw_mode") if args.adam_offload else (FusedAdam, "adam_w_mode")
     groups, options = [g for g in groups if g["params"]], dict(lr=learning_rate, betas=tuple(args.adam_betas))
+    adam, mode = (DeepSpeedCPUAdam, "adamw_mode") if args.adam_offload else (FusedAdam, "adam_w_mode")
     try:
         optimizer = adam(groups, **options, **{mode: True})
     except Exception as error:  # compiled on first use: there may be no compiler, no ninja, no headers
@@ -195,8 +194,8 @@ def train_engine(model, args, stage, batch_size, micro_steps, steps, learning_ra
         say(f"FusedAdam could not be built, torch's AdamW takes its place: {str(error).splitlines()[0]}")
         optimizer = torch.optim.AdamW(groups, **options)
     schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, steps)
-    config = ds_config(args, stage, batch_size, micro_steps, main=main)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule,
+                                  config=ds_config(args, stage, batch_size, micro_steps, main=main))[0]
     if stage == 0 and args.dtype == "fp32":  # here alone DeepSpeed clips without keeping the norm, which we log
         engine.clip_fp32_gradients = lambda: setattr(engine, "_global_grad_norm", nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
     engine.train()  # from_pretrained hands models over in eval mode
@@ -234,17 +233,14 @@ class ValueModel(nn.Module):
         return getattr(self.model, self.head_name)(hidden).squeeze(-1).float()  # (B, T, H) -> (B, T)
 
 @functools.lru_cache
-def load(kind, path):
-    """-> AutoConfig's or AutoTokenizer's object for a hub name or folder; a clear error if there is none."""
+def load(path, kind=AutoConfig):
+    """-> transformers' config, or AutoTokenizer's tokenizer, of a hub name or folder; a clear error if there is none."""
     try:
         return kind.from_pretrained(path)
     except (OSError, ValueError) as error:
-        missing = "" if Path(path).is_dir() else "\n  It is no folder here; has the step before been run? Looked up on the hub:"
-        fail(f"no {kind.__name__[4:].lower()} could be loaded from {path}.{missing}\n  {str(error).splitlines()[0]}")
-
-def load_config(path):
-    """-> transformers' config of a hub name or folder."""
-    return load(AutoConfig, path)
+        why = ("It is no folder here; has the step before been run? Looked up on the hub:" if not Path(path).is_dir() else
+               "The run in it has not ended; --resume goes on with it." if (Path(path) / "args.json").exists() else "")
+        fail(f"no {kind.__name__[4:].lower()} could be loaded from {path}.\n  {why}\n  {str(error).splitlines()[0]}")
 
 def load_tokenizer(path, length=0):
     """-> the tokenizer in `path`, with an EOS token, and a padding token that is not EOS wherever one can be had.
@@ -252,20 +248,18 @@ def load_tokenizer(path, length=0):
     Our masks come from positions, so padding's id never matters here. Stock transformers finds an answer's last token by
     `ids != pad`, and would read the score one token early if pad were EOS. `length`: tokens of the longest row to come.
     """
-    config, tokenizer = load_config(path).get_text_config(), copy.deepcopy(load(AutoTokenizer, path))
+    config, tokenizer = load(path).get_text_config(), copy.deepcopy(load(path, AutoTokenizer))
     positions = getattr(config, "max_position_embeddings", None) or length
     if length > positions:
         fail(f"rows of {length} tokens do not fit {path}, which knows {positions} positions.\n"
-             f"  Lower --max_seq_len {length} (or --max_prompt_seq_len, --max_answer_seq_len).")
+             f"  Lower --max_seq_len {length} (or --max_prompt_seq_len, --max_answer_seq_len), or take --preset toy for the toy's model.")
     if tokenizer.eos_token_id is None:
         fail(f"the tokenizer of {path} has no EOS token, so no answer could end.\n  Set eos_token in its tokenizer_config.json.")
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
         known, used = tokenizer.get_vocab(), (None, tokenizer.eos_token_id, tokenizer.bos_token_id)
         names = ("<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "<|endoftext|>", tokenizer.unk_token)
-        spare = next((name for name in names if known.get(name) not in used), None)
-        if spare is None and len(tokenizer) < config.vocab_size:
-            spare = "<|pad|>"  # a new token, in a row of the embedding that no token uses
-        tokenizer.add_special_tokens({"pad_token": spare or tokenizer.eos_token})
+        new = "<|pad|>" if len(tokenizer) < config.vocab_size else tokenizer.eos_token  # in a row of the embedding that no token uses
+        tokenizer.add_special_tokens({"pad_token": next((name for name in names if known.get(name) not in used), new)})
     if len(tokenizer) > config.vocab_size:
         fail(f"the tokenizer of {path} has {len(tokenizer)} tokens, its model has rows for {config.vocab_size}.")
     tokenizer.padding_side = "left"
@@ -283,6 +277,8 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None)
         config.update({key: float(dropout) for key in own})
     if value_head:
         kind, value_head = AutoModelForSequenceClassification, getattr(config, "value_head_prefix", value_head)
+        if type(config) not in kind._model_mapping:
+            fail(f"{path}: transformers has no sequence classification for {config.model_type}, so no reward model or critic.")
         config.num_labels, config.value_head_prefix = 1, value_head
         config.pad_token_id = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
     torch.manual_seed(args.seed)
@@ -313,8 +309,7 @@ def init_value_head(head, seed):
     """
     with deepspeed.zero.GatheredParameters([head.weight], modifier_rank=0), torch.no_grad():
         if world()[0] == 0 or not hasattr(head.weight, "ds_id"):
-            noise = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
-            head.weight.copy_(noise / (head.in_features + 1))
+            head.weight.normal_(0, 1 / (head.in_features + 1), generator=torch.Generator().manual_seed(seed))
 
 def extras(model, mask, keep=None):
     """-> what a forward needs beside ids and mask, if the model takes it: position ids counted over real tokens (B, T), so
@@ -356,9 +351,8 @@ def last_logprobs(model, ids, mask, count, temperature=1.0):
 def gathered(engine):
     """Eval mode, and under ZeRO-3 all weights gathered once: `with gathered(engine) as (model, synced): ...generate...`
 
-    Gathering module by module for every token costs 4x the time. DeepSpeed's hooks would gather and release at each
-    module, so they come off meanwhile. If the whole model does not fit beside what is there, hooks stay on, and `synced`
-    says that all ranks must make the same number of forwards.
+    Gathering module by module for every token costs 4x the time. DeepSpeed's hooks would do that, so they come off meanwhile.
+    If the model does not fit beside what is there, they stay, and `synced` says that all ranks must make as many forwards.
     """
     model = inner(engine)
     was_training, sharded = model.training, [p for p in model.parameters() if hasattr(p, "ds_id")]
@@ -416,9 +410,8 @@ def read_row(row):
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if isinstance(chosen, list):
         prompt = row.get("prompt") or chosen[:-1]
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         best, worst = (turns[-1]["content"] if turns else None for turns in (chosen, rejected))
-        return prompt, best, best, worst
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, best, best, worst
     if row.get("messages"):
         last = max((i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"), default=len(row["messages"]))
         return row["messages"][:last], (row["messages"] + [{"content": None}])[last]["content"], None, None
@@ -430,11 +423,9 @@ def read_row(row):
         if isinstance(chosen, str) and chosen.startswith(ASSISTANT.strip()):  # rlhf-reward-datasets: the marker is the prompt's
             prompt, answers = prompt + ASSISTANT.strip(), [a and a.removeprefix(ASSISTANT.strip()) for a in answers]
         return prompt, *answers
-    both = os.path.commonprefix([chosen or "", rejected or ""])
-    if ASSISTANT not in both:
-        return None, None, None, None
-    cut = both.rfind(ASSISTANT) + len(ASSISTANT)
-    return chosen[:cut], chosen[cut:], chosen[cut:], rejected[cut:]
+    prompt, marker, _ = os.path.commonprefix([chosen or "", rejected or ""]).rpartition(ASSISTANT)
+    cut = len(prompt + marker)
+    return (prompt + marker, chosen[cut:], chosen[cut:], rejected[cut:]) if marker else (None,) * 4
 
 def tokenise_prompt(tokenizer, prompt):
     """Text or chat messages -> token ids. Text that spells a special token is data: it is split like any other text."""
@@ -466,7 +457,8 @@ def fit(prompt, answers, limit):
     return prompt, [a[:limit - len(prompt)] for a in answers]
 
 def as_text(prompt):
-    return prompt if isinstance(prompt, str) else json.dumps(prompt)  # chat messages
+    """A prompt as text; chat messages as JSON."""
+    return prompt if isinstance(prompt, str) else json.dumps(prompt)
 
 def tokenise_row(row, tokenizer, step, limit):
     """One row of a source -> one row of `load_rows`, and `drop`: '' or the reason to leave the row out."""
@@ -494,7 +486,8 @@ def read_source(path, flag="--data_path"):
         test = next((source[name] for name in ("test", "validation") if name in source), None)
         return {"train": source["train"], **({"test": test} if test else {})}
     except Exception as error:  # the libraries below raise many kinds: offline, unknown name, no access, broken file
-        fail(f"{flag} {path} cannot be read.\n  {find_bad_line(local) or error}")
+        empty = local.is_file() and not local.read_bytes().strip()
+        fail(f"{flag} {path} cannot be read.\n  {'The file is empty.' if empty else find_bad_line(local) or error}")
 
 def find_bad_line(path):
     """-> 'FILE, line N: what is wrong' for the first line of a .jsonl file (or of a folder of them) that is not JSON."""
@@ -518,6 +511,9 @@ def load_rows(args, tokenizer, step, limit):
     parts, seen = {"train": [], "test": []}, set()  # seen: what any step trains on, in any source
     for path in args.data_path:
         source = read_source(path)
+        if path == "Dahoas/synthetic-instruct-gptj-pairwise":  # its rows lack the markers of those it is blended with
+            source = {k: v.map(lambda r: {"prompt": HUMAN + r["prompt"] + ASSISTANT, "chosen": " " + r["chosen"], "rejected": " " + r["rejected"]})
+                      for k, v in source.items()}
         columns = source["train"].column_names
         if not any(need <= set(columns) for need in needs):
             fail(f"--data_path {path} has the columns {', '.join(columns) or '(none: it is empty)'}.\n"
@@ -657,7 +653,7 @@ def say(text):
         tqdm.write(text)
         sys.stdout.flush()
 
-def begin(args, title, engine, stage, rows, batch_size, micro_steps, steps):
+def begin(args, title, engine, stage, rows, held_out, batch_size, micro_steps, steps):
     """Take the output folder (with --overwrite clear what a run before left), write args.json, print the banner."""
     output, (rank, ranks) = Path(args.output_dir), world()
     if rank == 0:
@@ -674,7 +670,7 @@ def begin(args, title, engine, stage, rows, batch_size, micro_steps, steps):
         f"  model    {count_parameters(inner(engine)) / 1e6:,.2f} M parameters, {args.dtype}, ZeRO stage {stage}, "
         f"{ranks} x {get_accelerator().device_name()}\n"
         f"  batch    {batch_size} per device x {micro_steps} accumulation x {ranks} ranks = {batch_size * micro_steps * ranks} rows per step\n"
-        f"  data     {len(rows):,} rows, {steps:,} steps")
+        f"  data     {len(rows):,} rows (this step's share, --data_split), {len(held_out):,} held out, {steps:,} steps")
     torch.manual_seed(args.seed + rank)  # dropout differs between ranks
     barrier()
 

@@ -23,6 +23,7 @@ Token layout, P = 3 prompt slots (left-padded), R = 4 response slots (right-padd
     values[:, t] is the outlook before token t+1 is chosen: the same slice           (B, R)
     response_mask is 1 on y0, y1, eos.  The score lands on eos (on the last token of an answer that was cut off).
 """
+import contextlib
 import importlib.util
 import json
 import math
@@ -42,7 +43,7 @@ PRESETS = {
     # DeepSpeed-Chat, step 3, opt/single_node/run_1.3b.sh, number for number. A run without a preset starts from these.
     "opt-1.3b": dict(
         actor_model_name_or_path="output/sft", critic_model_name_or_path="output/reward",
-        data_path=["Dahoas/rm-static"], data_split=[2, 4, 4], output_dir="output/ppo",
+        data_path=["Dahoas/rm-static"], data_split="2,4,4", output_dir="output/ppo",
         num_train_epochs=1,               # the reward reaches its plateau fast
         actor_learning_rate=9.65e-6, critic_learning_rate=5e-6, actor_weight_decay=0.0, critic_weight_decay=0.0,
         actor_dropout=0.0,                # off: the pass that trains must see the policy that sampled
@@ -52,7 +53,7 @@ PRESETS = {
         kl_coef=0.1, enable_ema=1, zero_stage=2),
     "toy": dict(                          # 64 answers a step on the demo's two ranks
         actor_model_name_or_path="output/sft", critic_model_name_or_path="output/reward",
-        data_path=[str(common.HERE / "toy/data")], data_split=[4, 5, 1], output_dir="output/ppo", max_steps=120,
+        data_path=[str(common.HERE / "toy/data")], data_split="4,5,1", output_dir="output/ppo", max_steps=120,
         num_train_epochs=1, actor_learning_rate=2e-4, critic_learning_rate=4e-4, actor_weight_decay=0.0,
         critic_weight_decay=0.0, actor_dropout=0.0, critic_dropout=None, num_warmup_steps=10, max_prompt_seq_len=32,
         max_answer_seq_len=48, per_device_generation_batch_size=32, per_device_training_batch_size=32,
@@ -64,11 +65,7 @@ COLUMNS = ["step", "reward", "gold", "kl", "response_length", "eos_rate", "actor
 
 def get_args(argv=None):
     parser = common.new_parser(__doc__)
-    group = parser.add_argument_group("PPO: flags that change the result")
-
-    def arg(name, *more, **options):
-        group.add_argument(f"--{name}", *more, **{**options, "help": options["help"] + " [%(default)s]"})
-
+    arg = common.flags(parser, "PPO: flags that change the result")
     arg("actor_model_name_or_path", help="the model to train, and frozen, the reference: step 1's output")
     arg("critic_model_name_or_path", help="where the critic starts: step 2's output")
     arg("reward_model_name_or_path", help="the frozen reward model; None: the critic's")
@@ -349,9 +346,13 @@ def call_function(function, sequences):
     extra = [json.loads(s["extra"]) for s in sequences]
     columns = {k: [e.get(k) for e in extra] for k in {k: None for e in extra for k in e}}
     values = function([s["prompt"] for s in sequences], [s["text"] for s in sequences], **columns)
-    if len(values) != len(sequences):
-        raise ValueError(f"{function.__name__} returned {len(values)} numbers for {len(sequences)} answers")
-    return torch.tensor([float(v) for v in values])
+    scores = torch.empty(0)
+    with contextlib.suppress(TypeError, ValueError):  # it returned None, or something that is no number
+        scores = torch.tensor([float(v) for v in values])
+    if scores.shape != (len(sequences),) or not scores.isfinite().all():
+        common.fail(f"{function.__name__} must return one finite number for each of {len(sequences)} answers.\n"
+                    f"  It returned {str(values)[:300]}.", this_rank=True)
+    return scores
 
 # ---- EMA of the actor, in fp32, on local shards: no communication until it is saved ---------------------------------
 def local_shard(parameter):
@@ -500,13 +501,13 @@ def main():
     # 1 data ----------------------------------------------------------------------------------------------------------
     tokenizer = common.load_tokenizer(args.actor_model_name_or_path, args.max_seq_len)
     for path in {args.critic_model_name_or_path} | ({args.reward_model_name_or_path} if not args.reward_fn else set()):
-        sizes = [common.load_config(p).get_text_config().vocab_size for p in (args.actor_model_name_or_path, path)]
+        sizes = [common.load(p).get_text_config().vocab_size for p in (args.actor_model_name_or_path, path)]
         if common.load_tokenizer(path, args.max_seq_len).get_vocab() != tokenizer.get_vocab() or sizes[1] < sizes[0]:
             common.fail(f"{args.actor_model_name_or_path} and {path} have different vocabularies: the second cannot read what "
                         "the first writes.\n  Train the reward model (step 2) on a model of the actor's family.")
-    if "SequenceClassification" in str(common.load_config(args.actor_model_name_or_path).architectures):
+    if "SequenceClassification" in str(common.load(args.actor_model_name_or_path).architectures):
         common.fail(f"{args.actor_model_name_or_path} is a reward model: it has no head that writes.\n  The actor comes from step 1 (output/sft).")
-    if not args.reward_fn and "SequenceClassification" not in str(common.load_config(args.reward_model_name_or_path).architectures):
+    if not args.reward_fn and "SequenceClassification" not in str(common.load(args.reward_model_name_or_path).architectures):
         common.fail(f"{args.reward_model_name_or_path} is no reward model: it has no trained value head, and would score at random.\n"
                     "  Run step 2 on it (reward.py), or give a function in its place (--reward_fn).")
     train, held_out = common.load_rows(args, tokenizer, step=3, limit=args.max_prompt_seq_len)
@@ -539,14 +540,15 @@ def main():
                        "sooner (0, 1) or slower (3).")
     if args.dtype == "fp16":
         common.say("warning: in fp16 actor and critic skip an overflowing update each on its own; bf16 has no overflows.")
+    columns = [c for c in COLUMNS if args.gold_fn or "gold" not in c]
     state = {"ema": ema_start(actor.module) if args.enable_ema else None, "kl_coef": args.kl_coef}  # kept by checkpoints
-    common.begin(args, "step 3: PPO", actor, args.actor_zero_stage, train, generation, rollout_batches, steps)
+    common.begin(args, "step 3: PPO", actor, args.actor_zero_stage, train, held_out, generation, rollout_batches, steps)
 
     def evaluate_at(step):
         return evaluate(args, actor, reference, reward_model, functions, tokenizer, held_out, step)
 
     if not args.resume:
-        common.log(args, {"step": 0, "epoch": 0.0, **evaluate_at(0)}, COLUMNS)
+        common.log(args, {"step": 0, "epoch": 0.0, **evaluate_at(0)}, columns)
     for step, epoch, evaluate_now, prompts in common.training_steps(
             args, {"actor": actor, "critic": critic}, state, train, generation, rollout_batches, steps, collate_prompts):
         # 3 rollout ---------------------------------------------------------------------------------------------------
@@ -628,7 +630,7 @@ def main():
         if evaluate_now:
             record.update(evaluate_at(step))
         if evaluate_now or step % args.log_steps == 0:
-            common.log(args, record, COLUMNS, actor)
+            common.log(args, record, columns, actor)
         if evaluate_now:
             common.draw_curves(args)
 

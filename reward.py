@@ -28,14 +28,14 @@ PRESETS = {
         model_name_or_path="facebook/opt-350m",
         data_path=["Dahoas/rm-static", "Dahoas/full-hh-rlhf", "Dahoas/synthetic-instruct-gptj-pairwise",
                    "yitingxie/rlhf-reward-datasets"],
-        data_split=[2, 4, 4], output_dir="output/reward",
+        data_split="2,4,4", output_dir="output/reward",
         num_train_epochs=1,   # as InstructGPT: a reward model overfits at once, and that hurts step 3
         learning_rate=5e-5,   # 9.65e-6 for Llama-2
         weight_decay=0.1, num_warmup_steps=0,
         dropout=0.0,          # off: the two answers of a pair must be judged by the same network
         per_device_train_batch_size=4, per_device_eval_batch_size=4, max_seq_len=512, zero_stage=0),
     "toy": dict(              # on top of step 1's model; batch 32 on the demo's two ranks
-        model_name_or_path="output/sft", data_path=[str(common.HERE / "toy/data")], data_split=[4, 5, 1],
+        model_name_or_path="output/sft", data_path=[str(common.HERE / "toy/data")], data_split="4,5,1",
         output_dir="output/reward", num_train_epochs=1, learning_rate=2e-3, weight_decay=0.1, num_warmup_steps=10,
         dropout=0.0, center_coef=0.01, per_device_train_batch_size=16, per_device_eval_batch_size=140, max_seq_len=64,
         zero_stage=2, dtype="fp32", group_by_length=0, log_steps=10),
@@ -44,9 +44,10 @@ COLUMNS = ["step", "epoch", "loss", "accuracy", "chosen_score", "rejected_score"
 
 def get_args(argv=None):
     parser = common.new_parser(__doc__)
-    parser.add_argument("--value_head_prefix", default="score", help="name of the head in the model; stock transformers loads `score` [%(default)s]")
-    parser.add_argument("--center_coef", type=float, default=0.0, help="pulls scores towards 0, by this times (chosen + rejected)^2; 0.01 in Eisenstein et al. 2023 [%(default)s]")
     common.add_common_arguments(parser)
+    arg = common.flags(parser, "flags of this step alone")
+    arg("value_head_prefix", default="score", help="name of the head in the model; stock transformers loads `score`")
+    arg("center_coef", type=float, default=0.0, help="pulls scores towards 0, by this times (chosen + rejected)^2. 0.01 [Eisenstein 2023]")
     return common.parse(parser, PRESETS, argv)
 
 # ---- Data and loss --------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ def main():
     # 2 model ---------------------------------------------------------------------------------------------------------
     model = common.load_model(args.model_name_or_path, args, args.zero_stage, args.dropout, tokenizer, args.value_head_prefix)
     engine = common.train_engine(model, args, args.zero_stage, micro_batch, micro_steps, steps, args.learning_rate, args.weight_decay)
-    common.begin(args, "step 2: reward model", engine, args.zero_stage, train, micro_batch, micro_steps, steps)
+    common.begin(args, "step 2: reward model", engine, args.zero_stage, train, held_out, micro_batch, micro_steps, steps)
 
     # 3 train ---------------------------------------------------------------------------------------------------------
     if not args.resume:

@@ -29,7 +29,7 @@ PRESETS = {
         model_name_or_path="facebook/opt-1.3b",
         data_path=["Dahoas/rm-static", "Dahoas/full-hh-rlhf", "Dahoas/synthetic-instruct-gptj-pairwise",
                    "yitingxie/rlhf-reward-datasets"],
-        data_split=[2, 4, 4], output_dir="output/sft",
+        data_split="2,4,4", output_dir="output/sft",
         num_train_epochs=16,  # held-out perplexity is flat after 1-2 epochs, and the generations keep getting better
         learning_rate=9.65e-6, weight_decay=0.0, num_warmup_steps=0,
         dropout=None,         # on: OPT's own 0.1
@@ -37,7 +37,7 @@ PRESETS = {
     # One million weights from scratch on a CPU: a high learning rate, few epochs. Batch 48 on the demo's two ranks.
     "toy": dict(
         model_name_or_path=str(common.HERE / "toy/model"), data_path=[str(common.HERE / "toy/data")],
-        data_split=[4, 5, 1], output_dir="output/sft", num_train_epochs=5, learning_rate=3e-3, weight_decay=0.0,
+        data_split="4,5,1", output_dir="output/sft", num_train_epochs=5, learning_rate=3e-3, weight_decay=0.0,
         num_warmup_steps=20, dropout=None, per_device_train_batch_size=24, per_device_eval_batch_size=140,
         max_seq_len=64, zero_stage=2, dtype="fp32", group_by_length=0, log_steps=20),
 }
@@ -45,10 +45,11 @@ COLUMNS = ["step", "epoch", "loss", "eval_loss", "eval_perplexity", "learning_ra
 
 def get_args(argv=None):
     parser = common.new_parser(__doc__)
-    parser.add_argument("--train_on_prompt", action="store_true", help="the loss covers the prompt's tokens too")
-    parser.add_argument("--num_samples", type=int, default=5, help="held-out prompts answered at each evaluation")
-    parser.add_argument("--max_answer_seq_len", type=int, default=64, help="tokens of those answers, at most")
     common.add_common_arguments(parser)
+    arg = common.flags(parser, "flags of this step alone")
+    arg("train_on_prompt", action="store_true", help="the loss covers the prompt's tokens too")
+    arg("num_samples", type=int, default=5, help="held-out prompts answered at each evaluation")
+    arg("max_answer_seq_len", type=int, default=64, help="tokens of those answers, at most")
     return common.parse(parser, PRESETS, argv)
 
 # ---- Data and loss --------------------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ def main():
     # 2 model ---------------------------------------------------------------------------------------------------------
     model = common.load_model(args.model_name_or_path, args, args.zero_stage, args.dropout)
     engine = common.train_engine(model, args, args.zero_stage, micro_batch, micro_steps, steps, args.learning_rate, args.weight_decay)
-    common.begin(args, "step 1: supervised fine-tuning", engine, args.zero_stage, train, micro_batch, micro_steps, steps)
+    common.begin(args, "step 1: supervised fine-tuning", engine, args.zero_stage, train, held_out, micro_batch, micro_steps, steps)
 
     # 3 train ---------------------------------------------------------------------------------------------------------
     if not args.resume:

@@ -26,7 +26,7 @@ def tokenizer():
 def tiny_model():
     """Two random layers of 32 with the toy's vocabulary: enough for every property, a few milliseconds a forward."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=common.load_config(str(ROOT / "toy/model")).vocab_size, hidden_size=32, intermediate_size=64,
+    config = LlamaConfig(vocab_size=common.load(str(ROOT / "toy/model")).vocab_size, hidden_size=32, intermediate_size=64,
                          num_hidden_layers=2, num_attention_heads=4, initializer_range=0.3, tie_word_embeddings=False,
                          bos_token_id=None, eos_token_id=1, pad_token_id=0)
     return LlamaForCausalLM(config).eval()

@@ -226,6 +226,16 @@ def test_the_constraints_can_be_lifted_knowingly():
     assert (args.ppo_epochs, args.generation_batches) == (2, 2)
 
 
+@pytest.mark.parametrize("returned", [None, 1.0, [1.0], [1.0, float("nan")], [1.0, None], ["good", "bad"]])
+def test_a_reward_function_must_return_one_number_an_answer(returned, capsys):
+    """The user's own code is input, too: what it returned is shown, by the rank that saw it, in place of a traceback."""
+    answers = [{"prompt": "Why?", "text": " So.", "extra": "{}"}] * 2
+    with pytest.raises(SystemExit) as stop:
+        ppo.call_function(lambda prompts, completions: returned, answers)
+    assert stop.value.code == 2
+    refused(capsys.readouterr().err, f"one finite number, 2 answers, {str(returned)[:4]}")
+
+
 def test_no_samples_are_a_fair_wish(tiny_model, tokenizer):
     """--num_samples 0 means that nothing is answered at evaluations: no error, and no file."""
     sft.answer_prompts(sft.get_args(["--num_samples", "0", "--output_dir", "nowhere"]), tiny_model, tokenizer, [], step=0)
