@@ -728,9 +728,11 @@ def speed(args, engine, tokens, flops, started):
     return {"learning_rate": float(engine.get_lr()[0]), "grad_norm": None if norm is None else float(norm),
             "tokens_per_second": tokens / seconds, "tflops": flops / seconds / world()[1] / 1e12, "seconds": seconds}
 
-def check_finite(args, record):
-    """A NaN or infinite number stops the run, on all ranks (the numbers are reduced over them)."""
+def check_finite(args, record, rows=()):
+    """A NaN or infinite number stops the run, on all ranks (the numbers are reduced over them); each leaves its `rows` behind."""
     if bad := [k for k, v in record.items() if isinstance(v, float) and not np.isfinite(v)]:
+        with open(Path(args.output_dir) / f"nonfinite_rank{world()[0]}.jsonl", "w") as file:
+            file.writelines(json.dumps({"step": record["step"], **row}, default=str) + "\n" for row in rows)
         say(f"error: step {record['step']}: {', '.join(bad)} not finite. Stopped; the last checkpoint is untouched.\n"
             "  Likely: a learning rate too high, or fp16 where the model was trained in bf16.")
         finish(args, code=1)

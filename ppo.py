@@ -11,7 +11,7 @@ Four models:  actor      from step 1, trained: writes the answers
 One step, numbered as in main():
     3 rollout      the actor samples an answer to each prompt of the batch
     4 score        eval-mode forwards give old log-probs, reference log-probs, values and scores
-    5 advantages   score - KL penalty per token; GAE; whitening over all ranks
+    5 advantages   score - KL penalty per token; GAE (or RLOO, GRPO, REINFORCE: no critic); whitening over all ranks
     6 update       clipped policy loss for the actor, clipped value loss for the critic
     7 keep         EMA of the actor, metrics, samples
 What is left out: vLLM-style serving engines, asynchronous rollouts, multi-turn environments.
@@ -89,12 +89,22 @@ def get_args(argv=None):
     arg("kl_coef", type=float, help="price of one nat of KL to the reference. 0.1 [DeepSpeed-Chat]")
     arg("kl_estimator", choices=["k1", "k2", "k3"], default="k1", help="per-token KL estimate in the reward [Schulman 2020]")
     arg("kl_target", type=float, help="nats an answer: kl_coef adapts to hold it [Ziegler 2019, section 2.2]; None: fixed")
+    arg("kl_in", choices=["reward", "loss"], default="reward", help="where that price is paid; loss: as GRPO does, with k3")
+    arg("advantage", choices=["gae", "rloo", "grpo", "reinforce"], default="gae", help="how good a token was; only gae has a critic")
+    arg("samples_per_prompt", type=int, default=1, help="answers to each prompt of the batch; rloo and grpo compare them")
     arg("gamma", type=float, default=1.0, help="discount. 1 [DeepSpeed-Chat]")
     arg("lam", type=float, default=0.95, help="GAE's lambda: 0 trusts the critic, 1 the rewards. 0.95 [DeepSpeed-Chat]")
     arg("clip", type=float, default=0.2, help="the ratio counts within 1 +- this [Schulman 2017]")
+    arg("clip_high", type=float, help="upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip")
+    arg("dual_clip", type=float, default=0.0, help="bounds the loss of a bad token at this times it. 3 [Ye 2020]; 0: off")
+    arg("target_kl", type=float, help="a rollout's updates end once approx_kl is above this [Spinning Up]; None: never")
     arg("clip_value", type=float, default=0.2, help="values move at most this far from the stored ones. 0.2 [DeepSpeed-Chat]")
     arg("clip_reward", type=float, default=5.0, help="scores are cut to +- this. 5 [DeepSpeed-Chat]")
-    arg("whiten", type=int, default=1, help="1: advantages to mean 0, deviation 1, masked, over all ranks; 0: as they are")
+    arg("normalize_reward", type=int, default=0, help="1: scores to mean 0, deviation 1 of step 2's held-out answers")
+    arg("missing_eos_penalty", type=float, default=0.0, help="taken off the score of an answer that was cut off")
+    arg("entropy_coef", type=float, default=0.0, help="bonus for each nat of entropy; 0: off")
+    arg("critic_warmup_steps", type=int, default=0, help="first steps that train the critic alone")
+    arg("whiten", type=int, help="1: advantages to mean 0, deviation 1, masked, over all ranks; None: 1 for gae and reinforce")
     arg("enable_ema", type=int, help="1: keep an average of the actor's weights, in output_dir/ema; better generations")
     arg("ema_decay", type=float, default=0.992, help="of that average. 0.992 [DeepSpeed-Chat]")
     arg("unsup_data_path", nargs="+", help="plain text, mixed into the actor's updates (PTX)")
@@ -113,6 +123,7 @@ def get_args(argv=None):
     if args.gold_fn == toy["gold_fn"] and args.data_path != toy["data_path"]:
         args.gold_fn = None  # it knows the toy's own questions only
     args.reward_model_name_or_path = args.reward_model_name_or_path or args.critic_model_name_or_path
+    args.whiten = args.advantage in ("gae", "reinforce") if args.whiten is None else args.whiten
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
     check_constraints(args)
     return args
@@ -128,6 +139,9 @@ def check_constraints(args):
     if (generation * args.generation_batches) % training:
         common.fail(f"--per_device_training_batch_size {training} does not divide the {generation} x {args.generation_batches} "
                     f"answers of a rollout.\n  Use a divisor, for example {math.gcd(generation, training)}.")
+    if generation % args.samples_per_prompt or (args.advantage in ("rloo", "grpo") and args.samples_per_prompt < 2):
+        common.fail(f"--samples_per_prompt {args.samples_per_prompt}: it must divide --per_device_generation_batch_size {generation}, "
+                    "and be 2 or more with --advantage rloo or grpo, which compare answers to one prompt.\n  Use 4, for example.")
     if args.allow_unstable:
         return
     if generation != training:
@@ -179,6 +193,34 @@ def gae(rewards, values, mask, gamma, lam):
         advantages[:, t], next_value = following, values[:, t]
     return advantages, (advantages + values) * mask
 
+def reinforce(rewards, mask, gamma):
+    """The reward still to come: GAE with lambda 1 and a critic that says 0.  [Williams 1992], whitened as in [Hu 2025] REINFORCE++
+
+        A_t = r_t + gamma * A_{t+1}                                 rewards, mask: (B, R) -> (B, R), 0 where mask is 0
+    """
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[0]
+
+def rloo(totals, groups):
+    """Leave one out: an answer's reward minus the mean of the OTHER answers to its prompt.  [Ahmadian 2024] section 3.2
+
+        A_i = R_i - sum of R_j, j != i / (n - 1)                    totals: (N,) rewards, groups: (N,) prompt numbers -> (N,)
+    """
+    total, n = group_sum(totals, groups), group_sum(torch.ones_like(totals), groups)
+    return totals - (total - totals) / (n - 1)
+
+def grpo(totals, groups):
+    """An answer's reward, normalised within the answers to its prompt.  [Shao 2024] section 4.1.2      (N,), (N,) -> (N,)
+
+        A_i = (R_i - mean(R)) / std(R)                              0 where all answers are equally good
+    """
+    n = group_sum(torch.ones_like(totals), groups)
+    errors = totals - group_sum(totals, groups) / n
+    return errors / ((group_sum(errors ** 2, groups) / (n - 1)).sqrt() + 1e-6)
+
+def group_sum(values, groups):
+    """(N,), (N,) numbers 0, 1, ... -> (N,): the sum over each one's group."""
+    return values.new_zeros(len(groups)).index_add(0, groups, values)[groups]
+
 def whitened(advantages, masks):
     """Shift and scale lists of (B, R) to mean 0 and deviation 1 over all real tokens of the step, on all ranks.
 
@@ -190,15 +232,19 @@ def whitened(advantages, masks):
     scale = max(squares / count - mean ** 2, 0.0) ** 0.5 + 1e-8
     return [(a - mean) / scale * m for a, m in zip(advantages, masks)]
 
-def policy_loss(logprobs, old_logprobs, advantages, clip):
+def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None, dual_clip=0.0):
     """Clipped surrogate, to be minimised.  [Schulman 2017] eq. 7, with the sign turned.   (B, R) -> loss, ratio: (B, R)
 
         ratio = pi(token) / pi_old(token)
-        loss  = -min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A)
-    The minimum is the pessimist's choice: no gain from moving the ratio beyond the clip, full loss when it went wrong.
+        loss  = -min(ratio * A, clip(ratio, 1 - clip, 1 + clip_high) * A)       clip_high = clip, unless it is given
+    The minimum is the pessimist's choice: no gain from moving the ratio beyond the clip, full loss when it went wrong: a
+    bad token (A < 0) that has become likely has no bound. With dual_clip the loss is -dual_clip * A there.  [Ye 2020] eq. 5
     """
     ratio = (logprobs - old_logprobs).exp()
-    return -torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages), ratio
+    gain = torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high)) * advantages)
+    if dual_clip:
+        gain = torch.where(advantages < 0, torch.max(gain, dual_clip * advantages), gain)
+    return -gain, ratio
 
 def value_loss(values, old_values, returns, clip_value):
     """Half the squared error; the larger of the plain one and that of values kept within old +- clip.   (B, R) -> (B, R)
@@ -264,8 +310,9 @@ def filter_top(probs, top_k, top_p):
     return probs
 
 def row_uniforms(seed, step, rows, count):
-    """-> (B, count) numbers in [0, 1); line b depends on (seed, step, rows[b]) and nothing else."""
-    return torch.stack([torch.from_numpy(np.random.default_rng([seed, step, row]).random(count, np.float32)) for row in rows])
+    """-> (B, count) numbers in [0, 1); line b depends on (seed, step, rows[b]) and nothing else. rows: numbers, or tuples."""
+    seeds = [[seed, step, *np.atleast_1d(row)] for row in rows]
+    return torch.stack([torch.from_numpy(np.random.default_rng(s).random(count, np.float32)) for s in seeds])
 
 def roll_out(args, engine, tokenizer, rows, step, batch_size):
     """Sample one answer to each prompt -> list of dicts: the row, answer_ids (EOS included), text, ended.
@@ -277,7 +324,7 @@ def roll_out(args, engine, tokenizer, rows, step, batch_size):
         for start in range(0, len(rows), batch_size):
             part = rows[start:start + batch_size]
             ids, mask = common.pad_left([r["prompt_ids"] for r in part], tokenizer.pad_token_id)
-            uniforms = row_uniforms(args.seed, step, [max(r["row"], 0) for r in part], args.max_answer_seq_len)
+            uniforms = row_uniforms(args.seed, step, [(max(r["row"], 0), r.get("sample", 0)) for r in part], args.max_answer_seq_len)
             answers, answer_mask = generate(model, ids.to(common.device()), mask.to(common.device()), uniforms, tokenizer,
                                                    args.temperature, args.top_k, args.top_p, synced)
             for row, answer, count in zip(part, answers.tolist(), answer_mask.sum(-1).tolist()):
@@ -299,7 +346,7 @@ def collate_answers(sequences, pad_id):
     answer_mask = torch.tensor([[1] * len(a) + [0] * (longest - len(a)) for a in answers])
     real = torch.tensor([float(s["real"]) for s in sequences])
     return {"ids": torch.cat([ids, right], 1), "mask": torch.cat([mask, answer_mask], 1), "response_mask": answer_mask * real[:, None],
-            "real": real, "ended": torch.tensor([s["ended"] for s in sequences])}
+            "real": real, "ended": torch.tensor([s["ended"] for s in sequences]), "row": torch.tensor([s["row"] for s in sequences])}
 
 def frozen_engine(model, args, stage, batch_size):
     """-> `model` for inference only: a sharded engine under ZeRO-3, else the module itself on this rank's device."""
@@ -310,24 +357,60 @@ def frozen_engine(model, args, stage, batch_size):
     engine.eval()
     return engine
 
-@torch.no_grad()
-def score(args, batch, actor, reference, critic, reward_model):
-    """Add old_logprobs, ref_logprobs, values, entropy (B, R) and scores (B,) to a micro-batch, from eval-mode forwards.
+def actor_pass(args, actor, batch, with_entropy):
+    """The one function that gives the actor's log-probs, stored or trained.   -> log-probs, entropy: (B, R), (B, R) or None"""
+    ids, real = batch["ids"], batch["response_mask"]
+    logits = common.last_logits(actor, ids, batch["mask"], real.shape[1]) / args.temperature        # (B, R, V)
+    # masked at once: an exp() of junk at padding would be inf, and inf * 0 is nan
+    logprobs = common.TokenLogprobs.apply(logits, ids[:, -real.shape[1]:]) * real                   # (B, R)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and args.entropy_coef > 0):
+        return logprobs, entropy(logits) * real if with_entropy else None                           # (B, R)
 
-    The same function on the same padding as the pass that trains: before the first update the ratio is exactly 1.
+def critic_pass(critic, batch):
+    """-> values (B, R): the outlook before each response token is chosen."""
+    return critic(batch["ids"], batch["mask"])[:, -batch["response_mask"].shape[1] - 1:-1]
+
+@torch.no_grad()
+def score(args, batch, actor, reference, critic, reward_model, once=()):
+    """Add old_logprobs, ref_logprobs, values, entropy (B, R) and scores (B,) to a micro-batch.
+
+    Eval-mode forwards of the same function on the same padding as the pass that trains: before the first update the ratio
+    is exactly 1. once: the engines among actor and critic whose forward here is kept, with its graph, and trained on.
     """
     ids, mask, count = batch["ids"], batch["mask"], batch["response_mask"].shape[1]
-    logits = common.last_logits(actor, ids, mask, count) / args.temperature                         # (B, R, V)
-    real = batch["response_mask"]  # masked at once: an exp() of junk at padding would be inf, and inf * 0 is nan
-    batch["old_logprobs"] = common.TokenLogprobs.apply(logits, ids[:, -count:]) * real
-    batch["entropy"] = entropy(logits)
-    batch["ref_logprobs"] = common.last_logprobs(reference, ids, mask, count, args.temperature) * real
+    with torch.set_grad_enabled(actor in once):
+        batch["logprobs"], batch["entropy"] = actor_pass(args, actor, batch, with_entropy=True)
+    batch["old_logprobs"] = batch["logprobs"].detach()
+    batch["ref_logprobs"] = common.last_logprobs(reference, ids, mask, count, args.temperature) * batch["response_mask"]
     if critic is not None:
-        batch["values"] = critic(ids, mask)[:, -count - 1:-1]
+        with torch.set_grad_enabled(critic in once):
+            batch["new_values"] = critic_pass(critic, batch)
+        batch["values"] = batch["new_values"].detach()
     if reward_model is not None:
         last = mask[:, -count:].sum(-1, keepdim=True) - 1  # (B, 1): the answer's last token, in response slots
         batch["scores"] = reward_model(ids, mask)[:, -count:].gather(1, last).squeeze(-1)
     return batch
+
+def advantages_of(args, micro_batches, kl_coef, statistics):
+    """Add advantages (B, R), and with a critic returns (B, R), to each micro-batch of the rollout.  statistics: score's mean, deviation"""
+    for batch in micro_batches:
+        kl, mask = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], args.kl_estimator), batch["response_mask"]     # (B, R)
+        scores = (batch["reward"] - statistics[0]) / statistics[1] - args.missing_eos_penalty * (1 - batch["ended"])        # (B,)
+        rewards = token_rewards(scores, kl, mask, kl_coef if args.kl_in == "reward" else 0.0, args.clip_reward)             # (B, R)
+        batch["total"] = rewards.sum(-1)                                                                                    # (B,)
+        if args.advantage == "gae":
+            batch["advantages"], batch["returns"] = gae(rewards, batch["values"], mask, args.gamma, args.lam)
+        elif args.advantage == "reinforce":
+            batch["advantages"] = reinforce(rewards, mask, args.gamma)
+    masks = [b["response_mask"] for b in micro_batches]
+    if args.advantage in ("rloo", "grpo"):  # one number an answer; the answers to one prompt are all on this rank
+        totals, rows = (torch.cat([b[k] for b in micro_batches]) for k in ("total", "row"))                                 # (N,)
+        each = {"rloo": rloo, "grpo": grpo}[args.advantage](totals, rows.unique(return_inverse=True)[1])                    # (N,)
+        for batch, mask, part in zip(micro_batches, masks, each.split([len(m) for m in masks])):
+            batch["advantages"] = part[:, None] * mask
+    raw = [b["advantages"] for b in micro_batches]
+    for batch, before, after in zip(micro_batches, raw, whitened(raw, masks) if args.whiten else raw):
+        batch["raw_advantages"], batch["advantages"] = before, after
 
 def load_function(spec, flag):
     """'FILE:FUNCTION' -> the function. This runs the user's own code."""
@@ -421,6 +504,23 @@ def answer_scores(functions, sequences, batch):
     return {"reward": batch["scores"].cpu(), **scores} if "scores" in batch else scores
 
 # ---- Helpers of the update ------------------------------------------------------------------------------------------
+def has_dropout(args, critic):
+    """Does the critic train with dropout? Then the pass that trains cannot give the values that are stored."""
+    return any(common.inner(critic).own_dropout.values()) if args.critic_dropout is None else args.critic_dropout > 0
+
+def skip_together(engines):
+    """-> agree(), to be called between all backwards and all steps of an update: if one engine's fp16 gradients overflowed,
+    all skip it. Else the critic would learn from a rollout that the actor did not. (An optimizer asks `has_overflow`.)"""
+    askers = [getattr(e.optimizer, "overflow_checker", e.optimizer) for e in engines]  # ZeRO 0 has a helper for it
+    weights = [[[p for group in e.optimizer.fp16_groups for p in group]] if a is not e.optimizer else [] for a, e in zip(askers, engines)]
+    asks = [a.has_overflow for a in askers]
+
+    def agree():
+        overflow = any([ask(*args) for ask, args in zip(asks, weights)])  # over all ranks; a list: each engine is asked
+        for asker in askers:
+            asker.has_overflow = lambda *args, **options: overflow
+    return agree
+
 def minibatches(micro_batches, accumulation, epochs, seed):
     """Yield lists of `accumulation` micro-batches, one list an optimizer step, reshuffled in each of the `epochs`."""
     for epoch in range(epochs):
@@ -484,12 +584,14 @@ def rollout_metrics(args, micro_batches):
     count, *sums = common.all_sum(real.sum(), *((values * real).sum() for values in each.values())).tolist()
     means = {name: total / count for name, total in zip(each, sums)}
 
-    entropies, values, returns = (cat(lambda b: b[k][b["response_mask"] > 0]) for k in ("entropy", "values", "returns"))  # (M,)
-    errors = returns - values  # the advantages before whitening
-    sums = common.all_sum(len(errors), entropies.sum(), errors.sum(), (errors ** 2).sum(), returns.sum(), (returns ** 2).sum())
-    entropy_mean, e, e2, r, r2 = (sums[1:] / sums[0]).tolist()
-    return {**means, "entropy": entropy_mean, "advantage_std": max(e2 - e * e, 0.0) ** 0.5,
-            "explained_variance": 1 - (e2 - e * e) / max(r2 - r * r, 1e-12)}  # 1: the critic foresees all, 0: no better than a constant
+    def spread(name):  # -> mean and variance over the response tokens of all ranks
+        x = cat(lambda b: b[name][b["response_mask"] > 0])  # (M,)
+        count, total, squares = common.all_sum(len(x), x.sum(), (x ** 2).sum()).tolist()
+        return total / count, max(squares / count - (total / count) ** 2, 0.0)
+    means.update(entropy=spread("entropy")[0], advantage_std=spread("raw_advantages")[1] ** 0.5)
+    if "returns" in micro_batches[0]:  # 1: the critic foresees all, 0: no better than a constant
+        means["explained_variance"] = 1 - spread("raw_advantages")[1] / max(spread("returns")[1], 1e-12)
+    return means
 
 # ---- The step, top to bottom ----------------------------------------------------------------------------------------
 def main():
@@ -500,7 +602,8 @@ def main():
 
     # 1 data ----------------------------------------------------------------------------------------------------------
     tokenizer = common.load_tokenizer(args.actor_model_name_or_path, args.max_seq_len)
-    for path in {args.critic_model_name_or_path} | ({args.reward_model_name_or_path} if not args.reward_fn else set()):
+    judges = [args.critic_model_name_or_path] * (args.advantage == "gae") + [args.reward_model_name_or_path] * (not args.reward_fn)
+    for path in dict.fromkeys(judges):
         sizes = [common.load(p).get_text_config().vocab_size for p in (args.actor_model_name_or_path, path)]
         if common.load_tokenizer(path, args.max_seq_len).get_vocab() != tokenizer.get_vocab() or sizes[1] < sizes[0]:
             common.fail(f"{args.actor_model_name_or_path} and {path} have different vocabularies: the second cannot read what "
@@ -510,24 +613,33 @@ def main():
     if not args.reward_fn and "SequenceClassification" not in str(common.load(args.reward_model_name_or_path).architectures):
         common.fail(f"{args.reward_model_name_or_path} is no reward model: it has no trained value head, and would score at random.\n"
                     "  Run step 2 on it (reward.py), or give a function in its place (--reward_fn).")
+    statistics = (0.0, 1.0)
+    if args.normalize_reward:
+        statistics = getattr(common.load(args.reward_model_name_or_path), "score_statistics", None) or common.fail(
+            f"--normalize_reward: {args.reward_model_name_or_path} holds no score_statistics in its config.json.\n  reward.py stores them.")
     train, held_out = common.load_rows(args, tokenizer, step=3, limit=args.max_prompt_seq_len)
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
     unsup = args.unsup_data_path and read_text(args, tokenizer)
     generation, micro_batch = args.per_device_generation_batch_size, args.per_device_training_batch_size
+    prompt_batch = generation // args.samples_per_prompt            # prompts of a generation batch
     accumulation = args.gradient_accumulation_steps                 # micro-batches of an optimizer step
     rollout_batches = accumulation * args.generation_batches        # generation batches of a rollout
     optimizer_steps = args.ppo_epochs * rollout_batches * generation // (micro_batch * accumulation)  # of a rollout
-    steps = common.count_steps(args, train, generation, rollout_batches)
+    steps = common.count_steps(args, train, prompt_batch, rollout_batches)
 
     # 2 models --------------------------------------------------------------------------------------------------------
     actor_path, critic_path, reward_path = args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path
     actor_micro_steps = accumulation * (2 if unsup else 1)          # PTX adds as many micro-batches of text
     actor = common.load_model(actor_path, args, args.actor_zero_stage, args.actor_dropout)
-    actor = common.train_engine(actor, args, args.actor_zero_stage, micro_batch, actor_micro_steps, steps * optimizer_steps,
+    actor_steps = max(steps - args.critic_warmup_steps, 1) * optimizer_steps
+    actor = common.train_engine(actor, args, args.actor_zero_stage, micro_batch, actor_micro_steps, actor_steps,
                                 args.actor_learning_rate, args.actor_weight_decay)
-    critic = common.load_model(critic_path, args, args.critic_zero_stage, args.critic_dropout, tokenizer, "score")
-    critic = common.train_engine(critic, args, args.critic_zero_stage, micro_batch, accumulation, steps * optimizer_steps,
-                                 args.critic_learning_rate, args.critic_weight_decay, main=False)
+    critic = None
+    if args.advantage == "gae":
+        critic = common.load_model(critic_path, args, args.critic_zero_stage, args.critic_dropout, tokenizer, "score")
+        critic = common.train_engine(critic, args, args.critic_zero_stage, micro_batch, accumulation, steps * optimizer_steps,
+                                     args.critic_learning_rate, args.critic_weight_decay, main=False)
+    engines = {"actor": actor, **({"critic": critic} if critic else {})}
     reference = common.load_model(actor_path, args, args.actor_zero_stage)
     reference = frozen_engine(reference, args, args.actor_zero_stage, micro_batch)
     reward_model = None
@@ -538,73 +650,89 @@ def main():
         if stage != 2:
             common.say(f"warning: the {role} runs with ZeRO stage {stage}; DeepSpeed-Chat's step 3 uses 2. Others run out of memory "
                        "sooner (0, 1) or slower (3).")
-    if args.dtype == "fp16":
-        common.say("warning: in fp16 actor and critic skip an overflowing update each on its own; bf16 has no overflows.")
-    columns = [c for c in COLUMNS if args.gold_fn or "gold" not in c]
+    if args.allow_unstable:
+        common.say("warning: --allow_unstable: old log-probs go stale within a rollout. Watch ratio_max, clip_fraction, approx_kl; --target_kl.")
+    agree = skip_together(list(engines.values())) if args.dtype == "fp16" else lambda: None
+    # Where a rollout is one micro-batch trained once, its only forward of each network gives the old log-probs and values too.
+    once = [e for e in engines.values() if e is actor or not has_dropout(args, critic)] if rollout_batches == optimizer_steps == 1 else []
+    columns = [c for c in COLUMNS if (args.gold_fn or "gold" not in c) and (critic or c not in ("critic_loss", "explained_variance"))]
     state = {"ema": ema_start(actor.module) if args.enable_ema else None, "kl_coef": args.kl_coef}  # kept by checkpoints
-    common.begin(args, "step 3: PPO", actor, args.actor_zero_stage, train, held_out, generation, rollout_batches, steps)
+    common.begin(args, "step 3: PPO", actor, args.actor_zero_stage, train, held_out, prompt_batch, rollout_batches, steps)
 
     def evaluate_at(step):
         return evaluate(args, actor, reference, reward_model, functions, tokenizer, held_out, step)
 
+    first = None
     if not args.resume:
         common.log(args, {"step": 0, "epoch": 0.0, **evaluate_at(0)}, columns)
     for step, epoch, evaluate_now, prompts in common.training_steps(
-            args, {"actor": actor, "critic": critic}, state, train, generation, rollout_batches, steps, collate_prompts):
+            args, engines, state, train, prompt_batch, rollout_batches, steps, collate_prompts):
         # 3 rollout ---------------------------------------------------------------------------------------------------
         started = time.time()
-        sequences = roll_out(args, actor, tokenizer, [row for batch in prompts for row in batch["rows"]], step, generation)
+        asked = [{**row, "sample": i} for batch in prompts for row in batch["rows"] for i in range(args.samples_per_prompt)]
+        sequences = roll_out(args, actor, tokenizer, asked, step, generation)
         generated = time.time()
 
         # 4 score -----------------------------------------------------------------------------------------------------
-        actor.eval(), critic.eval()
+        first = first or step
+        kept = once if step > first else []  # the first step goes the long way: the gate has two passes to compare
+        for engine in engines.values():
+            engine.train(engine in kept)
         sequences.sort(key=lambda s: len(s["prompt_ids"]) + len(s["answer_ids"]))  # like lengths together: less padding
         parts = [sequences[i:i + micro_batch] for i in range(0, len(sequences), micro_batch)]
         micro_batches = list(common.to_device(collate_answers(part, tokenizer.pad_token_id) for part in parts))
         for part, batch in zip(parts, micro_batches):
-            score(args, batch, actor, reference, critic, reward_model)
+            score(args, batch, actor, reference, critic, reward_model, kept)
             batch.update({k: v.to(common.device()) for k, v in answer_scores(functions, part, batch).items()})
-        actor.train(), critic.train()
+        for engine in engines.values():
+            engine.train()
+        stored = [k for k in ("old_logprobs", "ref_logprobs", "entropy", "reward", "values") if k in micro_batches[0]]
+        totals = common.all_sum(*(sum(b[k].sum() for b in micro_batches) for k in stored)).tolist()
+        common.check_finite(args, {"step": step, **dict(zip(stored, totals))}, sequences)
         scored = time.time()
 
         # 5 advantages ------------------------------------------------------------------------------------------------
-        for batch in micro_batches:
-            kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], args.kl_estimator)                   # (B, R)
-            rewards = token_rewards(batch["reward"], kl, batch["response_mask"], state["kl_coef"], args.clip_reward)
-            batch["advantages"], batch["returns"] = gae(rewards, batch["values"], batch["response_mask"], args.gamma, args.lam)
-        if args.whiten:
-            white = whitened([b["advantages"] for b in micro_batches], [b["response_mask"] for b in micro_batches])
-            for batch, advantages in zip(micro_batches, white):
-                batch["advantages"] = advantages
+        advantages_of(args, micro_batches, state["kl_coef"], statistics)
 
         # 6 update ----------------------------------------------------------------------------------------------------
         sums, ratio_max, trained_tokens = torch.zeros(4, dtype=torch.float64), 0.0, 0.0
         for update, minibatch in enumerate(minibatches(micro_batches, accumulation, args.ppo_epochs, (args.seed, step))):
-            tokens = common.all_sum(sum(b["response_mask"].sum() for b in minibatch))[0].item()
+            tokens, before = common.all_sum(sum(b["response_mask"].sum() for b in minibatch))[0].item(), sums.clone()
             trained_tokens += tokens
             if unsup:
                 texts = text_batches(unsup, len(minibatch), micro_batch, (args.seed, step, update), tokenizer.pad_token_id)
                 text_tokens = common.all_sum(sum((t["mask"][:, 1:] * t["mask"][:, :-1]).sum() for t in texts))[0].item()
             for batch in minibatch:
-                ids, mask, response_mask, old_logprobs = (batch[k] for k in ("ids", "mask", "response_mask", "old_logprobs"))
-                count = response_mask.shape[1]
-                logprobs = common.last_logprobs(actor, ids, mask, count, args.temperature) * response_mask      # (B, R)
-                loss, ratio = policy_loss(logprobs, old_logprobs, batch["advantages"], args.clip)               # (B, R)
+                response_mask, old_logprobs = batch["response_mask"], batch["old_logprobs"]                     # (B, R)
+                logprobs, bonus = batch["logprobs"], batch["entropy"]                                           # (B, R)
+                if actor not in kept:
+                    logprobs, bonus = actor_pass(args, actor, batch, with_entropy=args.entropy_coef > 0)
+                loss, ratio = policy_loss(logprobs, old_logprobs, batch["advantages"], args.clip, args.clip_high, args.dual_clip)
                 drift = ((ratio.detach() - 1).abs() * response_mask).max()
                 if update == 0:
                     first_pass_gate(args, drift, step)
-                actor.backward((loss * response_mask).sum() * common.loss_scale(tokens, actor_micro_steps))
-                actor.step()  # moves the weights at the minibatch's last micro-batch only
-                if unsup:
-                    text = texts.pop()
-                    covered = text["mask"][:, 1:] * text["mask"][:, :-1]  # (B, T-1): real tokens with a real one before them
-                    logprobs_text = common.last_logprobs(actor, text["ids"], text["mask"], covered.shape[1])     # (B, T-1)
-                    actor.backward(-args.unsup_coef * (logprobs_text * covered).sum() * common.loss_scale(text_tokens, actor_micro_steps))
-                    actor.step()
-                values = critic(ids, mask)[:, -count - 1:-1]                                                    # (B, R)
-                errors = value_loss(values, batch["values"], batch["returns"], args.clip_value)                 # (B, R)
-                critic.backward((errors * response_mask).sum() * common.loss_scale(tokens, accumulation))
-                critic.step()
+                if args.kl_in == "loss":
+                    loss = loss + state["kl_coef"] * kl_estimate(logprobs, batch["ref_logprobs"], args.kl_estimator)
+                if args.entropy_coef:
+                    loss = loss - args.entropy_coef * bonus
+                if step > args.critic_warmup_steps:
+                    actor.backward((loss * response_mask).sum() * common.loss_scale(tokens, actor_micro_steps))
+                    if unsup:
+                        actor.step()  # of the two micro-steps only the second may move the weights
+                        text = texts.pop()
+                        covered = text["mask"][:, 1:] * text["mask"][:, :-1]  # (B, T-1): real tokens with a real one before them
+                        logprobs_text = common.last_logprobs(actor, text["ids"], text["mask"], covered.shape[1])  # (B, T-1)
+                        actor.backward(-args.unsup_coef * (logprobs_text * covered).sum() * common.loss_scale(text_tokens, actor_micro_steps))
+                errors = torch.zeros_like(loss)
+                if critic:
+                    values = batch["new_values"] if critic in kept else critic_pass(critic, batch)              # (B, R)
+                    errors = value_loss(values, batch["values"], batch["returns"], args.clip_value)             # (B, R)
+                    critic.backward((errors * response_mask).sum() * common.loss_scale(tokens, accumulation))
+                if batch is minibatch[-1]:
+                    agree()
+                for engine in engines.values():
+                    if engine is critic or step > args.critic_warmup_steps:
+                        engine.step()  # moves the weights at the minibatch's last micro-batch only
                 with torch.no_grad():
                     ratio_max = max(ratio_max, (ratio * response_mask).max().item())
                     approx_kl = ratio - 1 - (logprobs - old_logprobs)  # of old and new policy, k3
@@ -612,19 +740,22 @@ def main():
                     sums += torch.stack([(x * response_mask).sum().double().cpu() for x in (loss, errors, approx_kl, clipped)])
 
             # 7 keep --------------------------------------------------------------------------------------------------
-            if args.enable_ema and actor.was_step_applied():  # fp16 may have skipped it
+            if args.enable_ema and step > args.critic_warmup_steps and actor.was_step_applied():  # fp16 may have skipped it
                 ema_update(state["ema"], actor.module, args.ema_decay)
+            if args.target_kl and common.all_sum((sums - before)[2])[0].item() / tokens > args.target_kl:
+                break
         trained = time.time()
         tokens, rows = common.all_sum(sum(b["mask"].sum() for b in micro_batches), sum(len(b["mask"]) for b in micro_batches)).tolist()
-        forward = [common.train_flops(m, tokens, tokens / rows, False) / 3 for m in (actor, critic)]
+        forward = [common.train_flops(m, tokens, tokens / rows, False) / 3 if m else 0.0 for m in (actor, critic)]
         passes = args.ppo_epochs * (4 if args.gradient_checkpointing else 3)  # of training, in forwards
-        flops = forward[0] * (passes + 3) + forward[1] * (passes + 1 + bool(reward_model))  # + rollout, old and ref; values, scores
+        # + rollout, reference, and where they are not kept, old log-probs and values; scores
+        flops = forward[0] * (passes + 2 + (actor not in kept)) + forward[1] * (passes + (critic not in kept) + bool(reward_model))
         names = ("actor_loss", "critic_loss", "approx_kl", "clip_fraction")
         record = {"step": step, "epoch": epoch, **dict(zip(names, (common.all_sum(*sums) / trained_tokens).tolist())),
                   "ratio_max": all_max(ratio_max), **rollout_metrics(args, micro_batches),
                   "kl_coef": state["kl_coef"], "generate_seconds": generated - started, "score_seconds": scored - generated,
                   "train_seconds": trained - scored, **common.speed(args, actor, tokens, flops, started)}
-        common.check_finite(args, record)
+        common.check_finite(args, record, sequences)
         if args.kl_target:
             state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["kl"], args.kl_target)
         if evaluate_now:
@@ -637,7 +768,8 @@ def main():
     # 8 save ----------------------------------------------------------------------------------------------------------
     if args.enable_ema:
         common.save_model(actor, tokenizer, Path(args.output_dir) / "ema", lambda name, p: gather_shards(p, state["ema"][name]))
-    common.save_model(critic, tokenizer, Path(args.output_dir) / "critic")
+    if critic:
+        common.save_model(critic, tokenizer, Path(args.output_dir) / "critic")
     common.save_model(actor, tokenizer, args.output_dir)
     common.finish(args)
 

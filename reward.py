@@ -100,9 +100,11 @@ def evaluate(args, engine, held_out, collate_rows):
     engine.train()
     count, loss, correct, chosen, rejected, chosen2, rejected2 = common.all_sum(*sums).tolist()
     mean = (chosen + rejected) / (2 * count)
+    std = max(0.0, (chosen2 + rejected2) / (2 * count) - mean ** 2) ** 0.5
+    common.inner(engine).config.score_statistics = [mean, std]  # saved in config.json, for ppo.py --normalize_reward
     return {"eval_loss": loss / count, "eval_accuracy": correct / count, "eval_accuracy_ci": wilson_interval(correct / count, count),
             "eval_chosen_score": chosen / count, "eval_rejected_score": rejected / count, "eval_margin": (chosen - rejected) / count,
-            "eval_score_mean": mean, "eval_score_std": max(0.0, (chosen2 + rejected2) / (2 * count) - mean ** 2) ** 0.5}
+            "eval_score_mean": mean, "eval_score_std": std}
 
 # ---- The step, top to bottom ----------------------------------------------------------------------------------------
 def main():

@@ -65,7 +65,7 @@ ANSWERS = {                          # R = 4 slots  ids             response mas
 
 
 def sequence(answer, prompt=(9, 9), real=1):
-    return {"prompt_ids": list(prompt), "answer_ids": list(answer), "real": real, "ended": float(answer[-1] == E)}
+    return {"row": 0, "prompt_ids": list(prompt), "answer_ids": list(answer), "real": real, "ended": float(answer[-1] == E)}
 
 
 @pytest.mark.parametrize("pad", [E, 0], ids=["pad is EOS", "pad is not EOS"])

@@ -177,3 +177,88 @@ def test_whitening_is_over_all_ranks(monkeypatch):
 def test_equal_advantages_do_not_explode():
     """No spread means no signal: 0, not 0 / 0."""
     assert ppo.whitened([rows([2, 2, 2])], [rows([1, 1, 1])])[0].tolist() == [[0, 0, 0]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Advantages without a critic
+# ---------------------------------------------------------------------------------------------------------------------
+def test_reinforce_is_the_reward_still_to_come():
+    """r = 1, 0, 4 and gamma 0.5:  A_2 = 4,  A_1 = 0 + 0.5 * 4 = 2,  A_0 = 1 + 0.5 * 2 = 2.   Padding has none."""
+    advantages = ppo.reinforce(rows([1, 0, 4, JUNK]), rows([1, 1, 1, 0]), gamma=0.5)
+    assert advantages.tolist() == [[2, 2, 4, 0]]
+
+
+def test_rloo_compares_an_answer_with_the_others():
+    """Rewards 1, 2, 6 for one prompt:  1 - (2+6)/2 = -3,  2 - (1+6)/2 = -1.5,  6 - (1+2)/2 = 4.5.   Another prompt's 5 and
+    5 are no better than each other. The order of the answers does not matter."""
+    groups = torch.tensor([0, 1, 0, 1, 0])
+    assert ppo.rloo(torch.tensor([1.0, 5.0, 2.0, 5.0, 6.0]), groups).tolist() == [-3, 0, -1.5, 0, 4.5]
+
+
+def test_grpo_normalises_within_a_prompt():
+    """Rewards 1, 2, 3: mean 2, deviation 1 (of a sample: n - 1), so -1, 0, 1. Equal rewards: 0, not 0 / 0. And a prompt
+    whose rewards are ten times as large counts no more."""
+    advantages = ppo.grpo(torch.tensor([1.0, 2.0, 3.0, 7.0, 7.0, 10.0, 20.0, 30.0]), torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]))
+    assert torch.allclose(advantages, torch.tensor([-1.0, 0, 1, 0, 0, -1, 0, 1]), atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_group_estimators_against_loops(seed):
+    """Ragged groups in random order, in float64, against the papers' sums written as loops."""
+    rng = random.Random(seed)
+    groups = [g for g in range(4) for _ in range(rng.randint(2, 5))]
+    rng.shuffle(groups)
+    rewards = [rng.gauss(0, 3) for _ in groups]
+    loo, normalised = (f(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)).tolist() for f in (ppo.rloo, ppo.grpo))
+    for i, group in enumerate(groups):
+        others = [r for j, (r, g) in enumerate(zip(rewards, groups)) if g == group and j != i]
+        together = others + [rewards[i]]
+        mean = sum(together) / len(together)
+        deviation = (sum((r - mean) ** 2 for r in together) / (len(together) - 1)) ** 0.5
+        assert loo[i] == pytest.approx(rewards[i] - sum(others) / len(others))
+        assert normalised[i] == pytest.approx((rewards[i] - mean) / deviation, rel=1e-4)
+    assert sum(loo) == pytest.approx(0, abs=1e-9)
+
+
+def rollout(*flags):
+    """Two micro-batches of two answers: prompts 7 and 8, one answer to each of them in either; the last was cut off."""
+    args = ppo.get_args(["--preset", "toy", "--samples_per_prompt", "2", *flags])
+    batches = []
+    for scores, ended in (([1.0, 0.0], [1.0, 1.0]), ([3.0, 0.0], [1.0, 0.0])):
+        batches.append({"old_logprobs": torch.tensor([[0.0, -1.0], [0.0, 0.0]]), "ref_logprobs": torch.tensor([[0.0, -2.0], [0.0, 0.0]]),
+                        "values": torch.zeros(2, 2), "response_mask": torch.tensor([[1, 1], [1, 0]]), "reward": torch.tensor(scores),
+                        "ended": torch.tensor(ended), "row": torch.tensor([7, 8])})
+    return args, batches
+
+
+def test_answers_to_a_prompt_find_each_other_across_micro_batches():
+    """Micro-batches are sorted by length, so the answers to one prompt lie apart. Prompt 7 got 1 and 3 (its KL of one nat
+    costs both the same), so its advantages are -2 and 2, on every token and on nothing else."""
+    args, batches = rollout("--advantage", "rloo", "--kl_coef", "0.1")
+    ppo.advantages_of(args, batches, 0.1, (0.0, 1.0))
+    assert torch.allclose(torch.stack([b["advantages"] for b in batches]), torch.tensor([[[-2.0, -2], [0, 0]], [[2, 2], [0, 0]]]))
+
+
+def test_an_answer_that_was_cut_off_pays_for_it():
+    """--missing_eos_penalty 4: prompt 8 got 0 twice, and one of the two answers never ended."""
+    args, batches = rollout("--advantage", "rloo", "--missing_eos_penalty", "4")
+    ppo.advantages_of(args, batches, 0.1, (0.0, 1.0))
+    assert [b["advantages"][1, 0].item() for b in batches] == [4, -4]
+
+
+def test_scores_can_be_put_on_the_scale_that_step_2_measured():
+    """--normalize_reward: mean 1 and deviation 2 of the held-out answers make of 3 a 1, before clipping."""
+    args, batches = rollout("--kl_in", "loss", "--lam", "1", "--whiten", "0")
+    ppo.advantages_of(args, batches, 0.1, (1.0, 2.0))
+    assert batches[1]["returns"][0].tolist() == [1, 1]
+    assert batches[1]["returns"][1].tolist() == [-0.5, 0]
+
+
+def test_the_price_of_kl_is_paid_once():
+    """In the reward or in the loss, never in both: with --kl_in loss one nat of KL leaves the rewards alone."""
+    paid = {}
+    for where in ("reward", "loss"):
+        args, batches = rollout("--kl_in", where, "--lam", "1", "--whiten", "0")
+        ppo.advantages_of(args, batches, 0.5, (0.0, 1.0))
+        paid[where] = batches[0]["returns"][0, 0].item()
+    assert paid == {"reward": 0.5, "loss": 1.0}

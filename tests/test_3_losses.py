@@ -1,5 +1,8 @@
 """Losses, estimators, sampling and the EMA: small numbers that can be checked with pencil and paper."""
+import itertools
+import json
 import math
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -65,6 +68,48 @@ def moments(estimator):
     k = ppo.kl_estimate(PI.log(), REF.log(), estimator)
     mean = (PI * k).sum().item()
     return mean, (PI * (k - mean) ** 2).sum().item()
+
+
+@pytest.mark.parametrize("ratio, advantage, loss", [
+    (1.25, 1.0, -1.25),   # within clip_high 0.3: the gain counts in full, where clip 0.2 would have cut it
+    (1.50, 1.0, -1.30),
+    (0.50, -1.0, 0.80),   # the lower bound is clip's
+    (2.00, -1.0, 2.00),   # a bad token that became likely: full loss
+    (9.00, -1.0, 3.00),   # but no more than dual_clip times the advantage
+])
+def test_clip_high_and_dual_clip(ratio, advantage, loss):
+    """clip_high lets rare good tokens rise further (DAPO). dual_clip bounds the one side that PPO leaves open."""
+    logprobs = torch.tensor([[ratio]]).log()
+    found, _ = ppo.policy_loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), clip=0.2, clip_high=0.3, dual_clip=3.0)
+    assert found.item() == pytest.approx(loss, rel=1e-5)
+
+
+def test_losses_against_the_papers_formulas_in_float64():
+    """Random ragged batches: PPO's equation 7 and the clipped value loss, one token at a time in plain Python."""
+    generator = torch.Generator().manual_seed(0)
+    new, old, advantages, values, stored, returns = torch.randn(6, 5, 7, generator=generator, dtype=torch.float64)
+    loss, ratio = ppo.policy_loss(new, old, advantages, 0.2)
+    errors = ppo.value_loss(values, stored, returns, 0.2)
+    for i, j in itertools.product(range(5), range(7)):
+        r, a = math.exp(new[i, j] - old[i, j]), advantages[i, j].item()
+        assert ratio[i, j].item() == pytest.approx(r)
+        assert loss[i, j].item() == pytest.approx(-min(r * a, min(max(r, 0.8), 1.2) * a))
+        v, v0, g = values[i, j].item(), stored[i, j].item(), returns[i, j].item()
+        assert errors[i, j].item() == pytest.approx(max((v - g) ** 2, (v0 + min(max(v - v0, -0.2), 0.2) - g) ** 2) / 2)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_gradient_of_kl_in_the_loss(estimator):
+    """Where tokens come from pi itself, the expected gradient of k2 is that of KL(pi || ref). That of k1 is zero: it is
+    the score function, and teaches nothing. That of k3 is the gradient of KL(ref || pi), which is close when both are."""
+    logits, ref = torch.randn(2, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logits.requires_grad_()
+    pi, ref = logits.log_softmax(-1), ref.log_softmax(-1)
+    expected = lambda x: torch.autograd.grad((pi.detach().exp() * x).sum(), logits, retain_graph=True)[0]
+    found = expected(ppo.kl_estimate(pi, ref, estimator))
+    gradients = {"k1": torch.zeros(6, dtype=torch.float64), "k2": torch.autograd.grad((pi.exp() * (pi - ref)).sum(), logits, retain_graph=True)[0],
+                 "k3": torch.autograd.grad((ref.exp() * (ref - pi)).sum(), logits, retain_graph=True)[0]}
+    assert torch.allclose(found, gradients[estimator], atol=1e-12)
 
 
 def test_k1_and_k3_are_unbiased_and_k2_is_not():
@@ -381,3 +426,43 @@ def test_minibatches_make_the_optimizer_steps_they_promise(micro_batches, accumu
     per_epoch = steps // epochs
     for e in range(epochs):
         assert sorted(sum(lists[e * per_epoch:(e + 1) * per_epoch], [])) == list(range(micro_batches))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# When numbers go wrong
+# ---------------------------------------------------------------------------------------------------------------------
+class Overflowing:
+    """What `skip_together` needs of an engine and its optimizer: whether its fp16 gradients overflowed."""
+    def __init__(self, overflow):
+        self.optimizer, self.overflow = self, overflow
+
+    def has_overflow(self, partition_gradients=True):
+        return self.overflow
+
+
+@pytest.mark.parametrize("actor, critic", [(False, False), (True, False), (False, True), (True, True)])
+def test_in_fp16_both_skip_or_none(actor, critic):
+    """An overflow in one engine makes both skip the update; else the critic would go on without the actor. The next
+    update is asked anew."""
+    engines = [Overflowing(actor), Overflowing(critic)]
+    agree = ppo.skip_together(engines)
+    agree()
+    assert [e.has_overflow() for e in engines] == [actor or critic] * 2
+    for engine in engines:
+        engine.overflow = False
+    agree()
+    assert [e.has_overflow() for e in engines] == [False] * 2
+
+
+def test_a_nan_stops_the_run_and_leaves_its_rows_behind(tmp_path, capsys):
+    """The message names step and number; the rows that were being worked on are a .jsonl file that --data_path takes."""
+    args = ppo.get_args(["--preset", "toy", "--output_dir", str(tmp_path)])
+    rows = [{"prompt": "Why?", "text": " So.", "answer_ids": [5, 1]}]
+    common.check_finite(args, {"step": 6, "values": 1.0}, rows)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit) as stop, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "finish", lambda args, code: sys.exit(code))
+        common.check_finite(args, {"step": 7, "values": float("nan"), "reward": float("inf"), "entropy": 1.0}, rows)
+    assert stop.value.code == 1
+    assert "step 7: values, reward not finite" in capsys.readouterr().out
+    assert [json.loads(line) for line in (tmp_path / "nonfinite_rank0.jsonl").read_text().splitlines()] == [{"step": 7, **rows[0]}]

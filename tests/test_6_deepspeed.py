@@ -197,6 +197,30 @@ def test_mixing_in_text_does_not_depend_on_ranks():
     assert max((plain[k] - mixed[k]).abs().max().item() for k in plain) > 1e-3, "the text was trained on"
 
 
+@pytest.mark.parametrize("variant", ["rloo", "grpo", "reinforce"])
+def test_variants_without_a_critic_do_not_depend_on_ranks(variant):
+    """Several answers a prompt, compared with each other or whitened over all ranks; no critic is loaded, trained or
+    saved, and its columns are not there. One rank and two, sharded or not, trained as scored or in a pass of its own."""
+    names = [f"ppo_{variant}", f"ppo_one_rank_{variant}"]
+    assert_same_curves(names, [k for k in CURVES["ppo"] if k not in ("critic_loss", "explained_variance")])
+    assert [s["folder"] for s in facts(names[0])[0]["saved"]] == ["ema", "."]
+    assert "explained_variance" not in metrics(names[0])[1] and not (run_of(names[0]) / "critic").exists()
+
+
+def test_the_pass_that_trains_may_give_the_old_logprobs():
+    """Where a rollout is one micro-batch trained once, its forward is made once, with its graph: same numbers as the long
+    way (four micro-batches), with all the options of the loss on. The first step goes the long way, for the gate."""
+    assert_same_curves(["ppo_options", "ppo_one_rank_options"], CURVES["ppo"])
+
+
+def test_the_critic_can_be_warmed_up_alone():
+    """--critic_warmup_steps 1: one optimizer step less for the actor, whose second rollout still has a KL of 0."""
+    run_of("ppo_options")
+    steps = {s["folder"]: s["optimizer_steps"] for s in facts("ppo_options")[0]["saved"]}
+    assert (steps["."], steps["critic"]) == (3, 4)
+    assert [r["kl"] == 0 for r in metrics("ppo_options")[1:]] == [True, True, False, False]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # PPO's own promises
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ The tests then read those files. By hand, for one run only, here on two ranks:
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 tests/workers.py FOLDER ppo_zero3
 """
 import atexit
+import copy
 import functools
 import json
 import os
@@ -52,6 +53,9 @@ def base_flags(script, base):
 
 
 DROPOUT = ["--model_name_or_path", "BASE/models/actor", "--dropout", 0.1]  # random numbers must be resumed, too
+SAMPLES = ["--samples_per_prompt", 2, "--max_steps", 2]
+OPTIONS = ["--missing_eos_penalty", 1, "--normalize_reward", 1, "--entropy_coef", 0.01, "--critic_warmup_steps", 1, "--clip_high", 0.3,
+           "--dual_clip", 3, "--kl_in", "loss", "--kl_estimator", "k2", "--reward_model_name_or_path", "BASE/models/measured"]
 TWO_RANKS = {f"{script}_zero{stage}": run(script, zero=stage) for script in ("sft", "reward", "ppo") for stage in (0, 1, 2, 3)}
 TWO_RANKS |= {
     "sft_1x4": run("sft", rows=1, accumulation=4),
@@ -66,6 +70,11 @@ TWO_RANKS |= {
     "ppo_zero2_resumed": run("ppo", "--resume", zero=2, before=("ppo_zero2_interrupted", 2)),
     "ppo_dropout": run("ppo", "--critic_dropout", 0.1, "--save_steps", 2, "--keep_checkpoints", 9, zero=3),
     "ppo_dropout_resumed": run("ppo", "--critic_dropout", 0.1, "--resume", zero=3, before=("ppo_dropout", 2)),
+    # the variants: several answers a prompt and no critic; everything else at once, trained as it was scored or in a pass of its own
+    "ppo_rloo": run("ppo", "--advantage", "rloo", *SAMPLES, zero=3, rows=4, accumulation=1),
+    "ppo_grpo": run("ppo", "--advantage", "grpo", "--kl_in", "loss", "--kl_estimator", "k3", *SAMPLES, zero=2),
+    "ppo_reinforce": run("ppo", "--advantage", "reinforce", *SAMPLES, zero=1),
+    "ppo_options": run("ppo", *OPTIONS, zero=3, rows=4, accumulation=1),
     "ppo_bf16": run("ppo", "--dtype", "bf16", zero=2),
     "sft_bf16": run("sft", "--dtype", "bf16", "--max_steps", 15, zero=2),
     "ppo_bandit": run("ppo", "--reward_fn", "BASE/letters.py:share_of_early_letters", "--max_steps", 40, "--kl_coef", 0, "--actor_learning_rate", 1e-2,
@@ -77,6 +86,10 @@ ONE_RANK = {f"sft_one_rank_{rows}x{8 // rows}": run("sft", zero=2, rows=rows, ac
 ONE_RANK |= {
     "reward_one_rank": run("reward", zero=2, rows=8, accumulation=1),
     "ppo_one_rank": run("ppo", zero=2, rows=8, accumulation=1),
+    "ppo_one_rank_rloo": run("ppo", "--advantage", "rloo", *SAMPLES, zero=0, rows=4, accumulation=2),
+    "ppo_one_rank_grpo": run("ppo", "--advantage", "grpo", "--kl_in", "loss", "--kl_estimator", "k3", *SAMPLES, zero=0, rows=8, accumulation=1),
+    "ppo_one_rank_reinforce": run("ppo", "--advantage", "reinforce", *SAMPLES, zero=0, rows=8, accumulation=1),
+    "ppo_one_rank_options": run("ppo", *OPTIONS, zero=0, rows=2, accumulation=4),
     "ppo_one_rank_ptx": run("ppo", "--unsup_data_path", "BASE/text.jsonl", "--unsup_coef", 2, zero=2, rows=8, accumulation=1),
 }
 RUNS = {1: ONE_RANK, 2: TWO_RANKS}
@@ -96,8 +109,10 @@ def prepare(base):
     with torch.no_grad():
         actor.lm_head.weight[tokenizer.eos_token_id] *= 6  # answers end at all lengths
     reward = AutoModelForSequenceClassification.from_config(LlamaConfig(**shape, num_labels=1))
+    measured = copy.deepcopy(reward)
+    measured.config.score_statistics = [0.1, 0.5]  # as reward.py stores them
     wide_actor = AutoModelForCausalLM.from_config(wide)
-    for name, model in {"scratch": None, "actor": actor, "reward": reward, "wide": wide_actor, "wide_scratch": None}.items():
+    for name, model in {"scratch": None, "actor": actor, "reward": reward, "measured": measured, "wide": wide_actor, "wide_scratch": None}.items():
         (model or (wide if "wide" in name else config)).save_pretrained(base / "models" / name)
         tokenizer.save_pretrained(base / "models" / name)
 
@@ -295,10 +310,10 @@ def make_run(base, name, script, flags, before, sigterm_after):
         common.barrier()
     check_finite, save_model = common.check_finite, common.save_model
 
-    def check_finite_and_interrupt(args, record):
-        if record["step"] == sigterm_after and common.world()[0] == common.world()[1] - 1:
+    def check_finite_and_interrupt(args, record, *rows):
+        if record["step"] == sigterm_after and "seconds" in record and common.world()[0] == common.world()[1] - 1:
             os.kill(os.getpid(), signal.SIGTERM)  # one rank only is told to stop
-        return check_finite(args, record)
+        return check_finite(args, record, *rows)
 
     def save_model_and_note(engine, tokenizer, folder, *args, **kwargs):
         facts["saved"].append(dict(folder=str(Path(folder).relative_to(output)), optimizer_steps=engine.global_steps,
