@@ -201,7 +201,7 @@ def reinforce(rewards, mask, gamma):
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[0]
 
 def rloo(totals, groups):
-    """Leave one out: an answer's reward minus the mean of the OTHER answers to its prompt.  [Ahmadian 2024] section 3.2
+    """Leave one out: an answer's reward minus the mean of the OTHER answers to its prompt.  [Ahmadian 2024]
 
         A_i = R_i - sum of R_j, j != i / (n - 1)                    totals: (N,) rewards, groups: (N,) prompt numbers -> (N,)
     """
@@ -238,7 +238,7 @@ def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None, dual_c
         ratio = pi(token) / pi_old(token)
         loss  = -min(ratio * A, clip(ratio, 1 - clip, 1 + clip_high) * A)       clip_high = clip, unless it is given
     The minimum is the pessimist's choice: no gain from moving the ratio beyond the clip, full loss when it went wrong: a
-    bad token (A < 0) that has become likely has no bound. With dual_clip the loss is -dual_clip * A there.  [Ye 2020] eq. 5
+    bad token (A < 0) that has become likely has no bound. With dual_clip the loss is at most -dual_clip * A there.  [Ye 2020]
     """
     ratio = (logprobs - old_logprobs).exp()
     gain = torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high)) * advantages)
