@@ -14,7 +14,7 @@ import sft
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"sft.py": sft, "reward.py": reward, "ppo.py": ppo}
-BUDGETS = {"sft.py": 300, "reward.py": 320, "ppo.py": 700, "common.py": 820}  # lines, comments included; 2,020 in all
+BUDGETS = {"sft.py": 300, "reward.py": 320, "ppo.py": 800, "common.py": 820}  # lines, comments included; 2,020 in all
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -50,6 +50,17 @@ def test_every_flag_named_in_the_docs_exists():
     for page in PAGES:
         used = set(re.findall(r"(?<![\w-])--[a-z][a-zA-Z_0-9]+", page.read_text()))
         assert used <= known | launchers, f"{page.name}: {sorted(used - known - launchers)}"
+
+
+def test_what_the_docs_name_is_there():
+    """A page that names a test or a function sends the reader there; names change, so they are looked up."""
+    tests = "".join(f.read_text() for f in sorted((ROOT / "tests").glob("*.py")))
+    for page in PAGES:
+        for name in re.findall(r"`(test_\w+)`", page.read_text()):
+            assert f"def {name}(" in tests, f"{page.name}: {name}"
+    for row in re.findall(r"^\| [^|]+ \| [^|]+ \| ([^|]+) \| [^|]+ \| [^|]+ \|$", (ROOT / "docs/ppo.md").read_text(), re.M)[2:]:
+        for name in re.findall(r"`([\w.]+)", row):
+            assert callable(getattr(common if "common." in name else ppo, name.removeprefix("common."))), name
 
 
 def help_of(module):
