@@ -35,6 +35,7 @@ import deepspeed.comm as dist
 import numpy as np
 import torch
 import torch.nn as nn
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 import common
 
@@ -83,6 +84,8 @@ def get_args(argv=None):
     arg("ppo_epochs", type=int, default=1, help="passes over each rollout. 1 [DeepSpeed-Chat]")
     arg("max_prompt_seq_len", type=int, help="tokens; a longer prompt keeps its end")
     arg("max_answer_seq_len", type=int, help="tokens, EOS included; a longer answer is cut off")
+    arg("min_new_tokens", type=int, default=0, help="tokens before EOS may be sampled; log-probs as with top_p")
+    arg("stop", nargs="+", default=[], help="texts that end an answer, which counts as ended, as with EOS")
     arg("temperature", type=float, default=1.0, help="of sampling; log-probs are of the same distribution")
     arg("top_p", type=float, default=1.0, help="nucleus sampling; 1: off. Log-probs stay those of the whole distribution")
     arg("top_k", type=int, default=0, help="sample from the k likeliest tokens; 0: off. Log-probs as with top_p")
@@ -266,37 +269,76 @@ def collate_prompts(rows):
     """Prompts stay lists until they are padded: a rollout batch is as wide as its longest prompt."""
     return {"rows": rows}
 
+class ReservedLayer(DynamicLayer):
+    """One layer's keys and values, in slots reserved once: transformers' own layer copies all of them for every token."""
+    def __init__(self, slots):
+        super().__init__()
+        self.slots = slots
+
+    def update(self, keys, values, *args, **kwargs):
+        """keys, values: (B, heads, new tokens, size of a head) -> those of all tokens so far, as views"""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+            self.reserved = [x.new_empty(*x.shape[:2], self.slots, x.shape[3]) for x in (keys, values)]
+        start, end = self.get_seq_length(), self.get_seq_length() + keys.shape[2]
+        for slots, new in zip(self.reserved, (keys, values)):
+            slots[:, :, start:end] = new
+        self.keys, self.values = (slots[:, :, :end] for slots in self.reserved)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices):
+        """Rows that have finished leave the cache."""
+        self.reserved = [slots[indices] for slots in self.reserved]
+        self.keys, self.values = (slots[:, :, :self.get_seq_length()] for slots in self.reserved)
+
+def reserved_cache(model, slots):
+    """-> a cache for `slots` tokens a row. Layers that keep less than that (a short window, no keys at all) stay transformers' own."""
+    cache = DynamicCache(config=model.config)
+    whole = [type(x) is DynamicLayer or (type(x) is DynamicSlidingWindowLayer and x.sliding_window >= slots) for x in cache.layers]
+    cache.layers = [ReservedLayer(slots) if keeps_all else layer for layer, keeps_all in zip(cache.layers, whole)]
+    return cache
+
 @torch.no_grad()
-def generate(model, ids, mask, uniforms, tokenizer, temperature=1.0, top_k=0, top_p=1.0, synced=False):
+def generate(model, ids, mask, uniforms, tokenizer, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=(), synced=False):
     """Sample answers, token by token, with a key-value cache.
 
     ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1): the r-th token of row b is the inverse of the
     cumulative distribution at uniforms[b, r], so an answer depends on its own row only, not on its neighbours or rank.
-    -> answer: (B, R'), answer_mask: (B, R'), R' <= R; the mask is 1 up to and including the first EOS.
+    -> answer: (B, R'), answer_mask: (B, R'), R' <= R; the mask is 1 up to and including the first EOS, or the token that
+    completes one of the texts in `stop`.
     """
-    batch, limit = uniforms.shape
+    (batch, limit), prompt = uniforms.shape, ids.shape[1]
     answer = torch.full((batch, limit), tokenizer.pad_token_id, device=ids.device)
     answer_mask = torch.zeros_like(answer)
-    alive = torch.ones(batch, dtype=torch.bool, device=ids.device)
-    cache, new = None, ids
-    uniforms = uniforms.to(ids.device).double()
+    mask = torch.cat([mask, torch.ones_like(answer)], 1)  # (B, P + R)
+    extras, cache = common.extras(model, mask, keep=1), reserved_cache(model, prompt + limit)
+    rows, alive = torch.arange(batch, device=ids.device), torch.ones(batch, dtype=torch.bool, device=ids.device)  # (b,) those still in the batch
+    new, uniforms = ids, uniforms.to(ids.device).double()
     for r in range(limit):
-        extras = common.extras(model, mask, keep=1)
-        if "position_ids" in extras:
-            extras["position_ids"] = extras["position_ids"][:, -new.shape[1]:]
-        out = model(new, attention_mask=mask, past_key_values=cache, use_cache=True, **extras)
-        cache = out.past_key_values
-        probs = filter_top(torch.softmax(out.logits[:, -1].float() / temperature, -1), top_k, top_p)  # (B, V)
-        cdf = probs.double().cumsum(-1)
-        token = (cdf <= uniforms[:, r, None] * cdf[:, -1:]).sum(-1)  # (B,) the first token whose cdf exceeds u
-        answer[alive, r] = token[alive]
-        answer_mask[:, r] = alive
-        alive = alive & (token != tokenizer.eos_token_id)
+        end = prompt + r
+        now = {k: v[rows, end - new.shape[1]:end] if k == "position_ids" else v for k, v in extras.items()}
+        logits = model(new, attention_mask=mask[rows, :end], past_key_values=cache, use_cache=True, **now).logits[:, -1]
+        probs = torch.softmax(logits.float() / temperature, -1)  # (b, V)
+        if r < min_new_tokens:
+            probs[:, tokenizer.eos_token_id] = 0
+        probs = filter_top(probs, top_k, top_p)
+        cdf = probs.cumsum(-1, dtype=torch.float64)
+        token = torch.searchsorted(cdf, uniforms[rows, r, None] * cdf[:, -1:], right=True)  # (b, 1) the first token whose cdf exceeds u
+        answer[rows, r] = token[:, 0].where(alive, tokenizer.pad_token_id)
+        answer_mask[rows, r] = alive.long()
+        alive = alive & (token[:, 0] != tokenizer.eos_token_id)
+        if stop:  # such a text may reach over several tokens: the last 16 are looked at
+            tails = tokenizer.batch_decode(answer[rows, max(0, r - 15):r + 1])
+            alive = alive & torch.tensor([not any(text in tail for text in stop) for tail in tails], device=ids.device)
+        count = alive.sum().item()
         # Without `synced` ranks stop on their own. With ZeRO-3's hooks on, a rank that stopped would hang the others.
-        if not (common.all_sum(alive.any())[0] if synced else alive.any()):
+        if not (common.all_sum(count)[0] if synced else count):
             break
-        new = answer[:, r, None]
-        mask = torch.cat([mask, torch.ones_like(new)], 1)
+        if 0 < count <= 0.75 * len(rows):  # finished rows leave. One by one, copying the cache would cost more than it saves
+            kept = alive.nonzero()[:, 0]
+            cache.batch_select_indices(kept)
+            rows, alive, token = rows[kept], alive[kept], token[kept]
+        new = token
     return answer[:, :r + 1], answer_mask[:, :r + 1]
 
 def filter_top(probs, top_k, top_p):
@@ -326,11 +368,12 @@ def roll_out(args, engine, tokenizer, rows, step, batch_size):
             ids, mask = common.pad_left([r["prompt_ids"] for r in part], tokenizer.pad_token_id)
             uniforms = row_uniforms(args.seed, step, [(max(r["row"], 0), r.get("sample", 0)) for r in part], args.max_answer_seq_len)
             answers, answer_mask = generate(model, ids.to(common.device()), mask.to(common.device()), uniforms, tokenizer,
-                                                   args.temperature, args.top_k, args.top_p, synced)
+                                            args.temperature, args.top_k, args.top_p, args.min_new_tokens, args.stop, synced)
             for row, answer, count in zip(part, answers.tolist(), answer_mask.sum(-1).tolist()):
                 answer = answer[:count]
-                out.append({**row, "answer_ids": answer, "ended": float(answer[-1] == tokenizer.eos_token_id),
-                            "text": tokenizer.decode(answer, skip_special_tokens=True)})
+                text = tokenizer.decode(answer, skip_special_tokens=True)
+                ended = answer[-1] == tokenizer.eos_token_id or any(s in text for s in args.stop)
+                out.append({**row, "answer_ids": answer, "ended": float(ended), "text": text})
     return out
 
 def collate_answers(sequences, pad_id):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaConfig
 
 import common
 import ppo
@@ -99,19 +99,28 @@ def test_prompts_of_unlike_lengths_are_padded_left_and_answers_right():
 
 
 class Scripted(nn.Module):
-    """A "model" that says what it is told: row b's r-th token is script[b][r]. It goes on talking after its EOS."""
-    base_model = property(lambda self: self)
+    """A "model" that says what it is told: row b's r-th token is script[b][r]. It goes on talking after its EOS.
+
+    What it caches of each token is which row it belongs to, so it can tell who is still there when rows have left."""
+    base_model, config = property(lambda self: self), LlamaConfig(num_hidden_layers=1)
 
     def __init__(self, script):
         super().__init__()
-        self.script, self.positions = torch.tensor(script), []
+        self.script, self.positions, self.batch_sizes = torch.tensor(script), [], []
 
     def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=None, position_ids=None):
-        r = past_key_values or 0
         self.positions.append(position_ids.tolist())
+        self.batch_sizes.append(len(input_ids))
+        rows, r = torch.arange(len(input_ids)), 0
+        if past_key_values is not None and past_key_values.get_seq_length():
+            rows, r = past_key_values.layers[0].keys[:, 0, 0, 0], past_key_values.get_seq_length() - self.prompt + 1
+        else:
+            self.prompt = input_ids.shape[1]
+        if use_cache:
+            past_key_values.update(*[rows[:, None, None, None].expand(-1, 1, input_ids.shape[1], 1)] * 2, 0)
         logits = torch.full((*input_ids.shape, 12), -1e9)
-        logits[:, -1].scatter_(1, self.script[:, r:r + 1], 0.0)
-        return SimpleNamespace(logits=logits, past_key_values=r + 1)
+        logits[:, -1].scatter_(1, self.script[rows, r, None], 0.0)
+        return SimpleNamespace(logits=logits)
 
 
 SCRIPT = [[5, 6, E, 7], [5, 6, 7, 8], [E, 5, E, 6], [5, 6, 7, E]]
@@ -148,7 +157,7 @@ def test_positions_count_real_tokens():
 
 def test_rollouts_end_with_the_tokenizers_eos_or_are_marked_as_cut(tokenizer):
     """Step 3 counts an answer as ended by the id that steps 1 and 2 appended; the text that is scored has no EOS in it."""
-    args = SimpleNamespace(seed=1, max_answer_seq_len=4, temperature=1.0, top_k=0, top_p=1.0)
+    args = SimpleNamespace(seed=1, max_answer_seq_len=4, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=[])
     rows = [{"prompt_ids": [9], "row": i, "real": 1} for i in range(4)]
     out = ppo.roll_out(args, Scripted(SCRIPT), tokenizer, rows, 1, batch_size=4)
     assert [s["answer_ids"] for s in out] == [answer for answer, _, _ in ANSWERS.values()]
@@ -162,7 +171,7 @@ def test_a_models_own_generation_config_never_leaks_in(tiny_model, tokenizer, mo
     row = {"prompt": "Why?", "prompt_ids": [5, 6, 7], "row": 0, "real": 1}
 
     def answers(name):
-        args = SimpleNamespace(max_seq_len=64, seed=1, max_answer_seq_len=6, temperature=1.0, top_k=0, top_p=1.0, output_dir=str(tmp_path / name))
+        args = SimpleNamespace(max_seq_len=64, seed=1, max_answer_seq_len=6, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=[], output_dir=str(tmp_path / name))
         (tmp_path / name).mkdir()
         sft.answer_prompts(args, tiny_model, tokenizer, [row], step=0)
         return (tmp_path / name / "samples.jsonl").read_text(), ppo.roll_out(args, tiny_model, tokenizer, [row], 1, batch_size=1)

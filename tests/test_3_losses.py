@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
 import common
 import ppo
@@ -287,14 +288,14 @@ def test_train_flops_by_hand(tiny_model):
 # ---------------------------------------------------------------------------------------------------------------------
 class Fixed(nn.Module):
     """A "model" with the same next-token probabilities everywhere."""
-    base_model = property(lambda self: self)
+    base_model, config = property(lambda self: self), LlamaConfig(num_hidden_layers=1)
 
     def __init__(self, probs):
         super().__init__()
         self.probs = torch.tensor(probs)
 
     def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=None, position_ids=None):
-        return SimpleNamespace(logits=self.probs.log().expand(*input_ids.shape, -1), past_key_values=None)
+        return SimpleNamespace(logits=self.probs.log().expand(*input_ids.shape, -1))
 
 
 def sample(probs, uniforms, **options):
@@ -373,6 +374,30 @@ def test_the_cache_does_not_change_what_is_sampled(tiny_model):
             cdf = tiny_model(torch.tensor([text])).logits[0, -1].double().softmax(-1).cumsum(-1)
             text.append(int((cdf <= u).sum()))
     assert answer[0].tolist() == text[3:]
+
+
+def test_an_answer_can_be_kept_from_ending_early(tiny_model, tokenizer):
+    """--min_new_tokens 4: EOS has no probability before. Uniforms of 0 would draw the first token that has any: 0, or EOS."""
+    ids, mask = common.pad_left([[5, 6, 7], [8, 9]], 0)
+    with torch.no_grad():
+        cdf = tiny_model(ids[:1]).logits[0, -1].softmax(-1).double().cumsum(-1)
+    uniforms = torch.full((2, 6), cdf[:2].mean().item())  # in EOS's share of row 0's first token
+    assert ppo.generate(tiny_model, ids, mask, uniforms, tokenizer)[0][0, 0] == tokenizer.eos_token_id
+    answer, answer_mask = ppo.generate(tiny_model, ids, mask, uniforms, tokenizer, min_new_tokens=4)
+    assert (answer[:, :4] != tokenizer.eos_token_id).all() and (answer_mask[:, :4] == 1).all()
+
+
+def test_a_stop_text_ends_an_answer(tiny_model, tokenizer):
+    """--stop: the answer ends with the token that completes the text, though it took two tokens to write. Its neighbour,
+    which never writes it, goes on."""
+    ids, mask = common.pad_left([[5, 6, 7], [8, 9]], 0)
+    uniforms = ppo.row_uniforms(1, 1, [0, 1], 10)
+    free, free_mask = ppo.generate(tiny_model, ids, mask, uniforms, tokenizer)
+    text = tokenizer.decode(free[0, 2:4])
+    assert free_mask.sum(1).tolist() == [10, 10] and text not in tokenizer.decode(free[1]) + tokenizer.decode(free[0, :3])
+    answer, answer_mask = ppo.generate(tiny_model, ids, mask, uniforms, tokenizer, stop=[text])
+    assert answer_mask.sum(1).tolist() == [4, 10]
+    assert answer[0, :4].tolist() == free[0, :4].tolist() and answer[1].tolist() == free[1].tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

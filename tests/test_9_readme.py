@@ -14,7 +14,7 @@ import sft
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"sft.py": sft, "reward.py": reward, "ppo.py": ppo}
-BUDGETS = {"sft.py": 300, "reward.py": 320, "ppo.py": 800, "common.py": 820}  # lines, comments included; 2,020 in all
+BUDGETS = {"sft.py": 300, "reward.py": 320, "ppo.py": 830, "common.py": 820}  # lines, comments included; 2,020 in all
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

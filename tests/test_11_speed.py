@@ -1,0 +1,116 @@
+"""What is done for speed changes no result: the cache that is reserved once, and the rows that leave when they are done."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import MistralConfig, Qwen2Config
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+import common
+import ppo
+from tests.test_1_tokens import E, Scripted
+from tests.test_5_models import CONFIGS, SHAPE, VOCAB, folder_of, get_args, random_ids
+
+WINDOWS = {"short window": MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=6),
+           "one layer of two": Qwen2Config(**SHAPE, num_key_value_heads=2, use_sliding_window=True, sliding_window=6, max_window_layers=1)}
+MODELS = {**CONFIGS, **WINDOWS}
+every_model = pytest.mark.parametrize("name", MODELS)
+LENGTHS = [9, 4, 1, 6, 9, 2, 7, 3]
+IDS, MASK = common.pad_left([random_ids(n, seed=n + 10 * row).tolist() for row, n in enumerate(LENGTHS)], pad_id=0)
+NO_END = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
+
+
+@pytest.fixture
+def model(name, tmp_path):
+    return common.load_model(folder_of(tmp_path / "model", MODELS[name]), get_args(), stage=0).eval()
+
+
+@torch.no_grad()
+def slow_generate(model, ids, mask, uniforms):
+    """Sampling as in a textbook: transformers' own cache, all rows to the end, the cumulative distribution written out."""
+    answer, cache, new = ids[:, :0], None, ids
+    for r in range(uniforms.shape[1]):
+        extras = common.extras(model, mask)
+        if "position_ids" in extras:
+            extras["position_ids"] = extras["position_ids"][:, -new.shape[1]:]
+        out = model(new, attention_mask=mask, past_key_values=cache, use_cache=True, **extras)
+        cache, cdf = out.past_key_values, torch.softmax(out.logits[:, -1].float(), -1).double().cumsum(-1)
+        new = (cdf <= uniforms[:, r, None].double() * cdf[:, -1:]).sum(-1, keepdim=True)
+        answer, mask = torch.cat([answer, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
+    return answer
+
+
+def ends(answers, eos):
+    """-> up to and including the first `eos` of each row, or all of it."""
+    return [row[:row.index(eos) + 1] if eos in row else row for row in answers.tolist()]
+
+
+def kept(answer, mask):
+    return [row[:count] for row, count in zip(answer.tolist(), mask.sum(1).tolist())]
+
+
+@every_model
+def test_sampled_answers_are_those_of_the_slow_loop(name, model):
+    """The same uniforms, the same tokens: on ten architectures, with padding, with windows shorter than the text."""
+    uniforms = ppo.row_uniforms(1, 0, range(8), 16)
+    answer, mask = ppo.generate(model, IDS, MASK, uniforms, NO_END)
+    assert mask.all() and answer.tolist() == slow_generate(model, IDS, MASK, uniforms).tolist()
+    assert len({tuple(row) for row in answer.tolist()}) == 8
+
+
+@every_model
+def test_rows_that_leave_change_nothing(name, model):
+    """A row that has ended leaves the batch, and with it its part of the cache. Whoever stays gets the tokens that it
+    would have got; here EOS is the token that ends most rows early, at different times."""
+    uniforms = ppo.row_uniforms(1, 0, range(8), 16)
+    whole = slow_generate(model, IDS, MASK, uniforms)
+    eos = max(range(1, VOCAB), key=lambda token: sum(token in row for row in whole[:, :12].tolist()))
+    expected = ends(whole, eos)
+    sizes = []
+    handle = model.register_forward_pre_hook(lambda m, inputs: sizes.append(len(inputs[0])))
+    answer, mask = ppo.generate(model, IDS, MASK, uniforms, SimpleNamespace(pad_token_id=0, eos_token_id=eos))
+    handle.remove()
+    assert kept(answer, mask) == expected and answer[mask == 0].eq(0).all()
+    assert sizes[0] == 8 and sizes == sorted(sizes, reverse=True)
+    assert len({len(row) for row in expected}) > 1, "some row must end before the others, or nothing was tested"
+
+
+@every_model
+def test_greedy_answers_are_stock_transformers(name, model):
+    """With top_k 1 nothing is left to chance: the tokens of transformers' own generate(), left-padded, rows ending early."""
+    options = dict(attention_mask=MASK, do_sample=False, max_new_tokens=16, pad_token_id=0)
+    uniforms = ppo.row_uniforms(1, 0, range(8), 16)
+    free = model.generate(IDS, **options, eos_token_id=None)[:, IDS.shape[1]:]
+    eos = max(range(1, VOCAB), key=lambda token: sum(token in row for row in free[:, :12].tolist()))
+    stock = model.generate(IDS, **options, eos_token_id=eos)[:, IDS.shape[1]:]
+    assert kept(*ppo.generate(model, IDS, MASK, uniforms, SimpleNamespace(pad_token_id=0, eos_token_id=eos), top_k=1)) == ends(stock, eos)
+
+
+def test_finished_rows_cost_nothing():
+    """Eight rows, one of them long: the batch shrinks once a quarter of it has ended, not at every single end, because each
+    time what stays in the cache is copied."""
+    script = [[5] * n + [E] * (12 - n) for n in (1, 2, 3, 4, 5, 5, 5, 11)]
+    model, uniforms = Scripted(script), torch.full((8, 12), 0.5)
+    answer, mask = ppo.generate(model, *common.pad_left([[9]] * 8, 0), uniforms, SimpleNamespace(pad_token_id=0, eos_token_id=E))
+    assert mask.sum(1).tolist() == [2, 3, 4, 5, 6, 6, 6, 12]
+    assert model.batch_sizes == [8, 8, 8, 6, 6, 4, 1, 1, 1, 1, 1, 1]
+    assert kept(answer, mask) == ends(torch.tensor(script), E)
+
+
+def test_the_cache_is_reserved_once(tmp_path):
+    """Concatenation would move the whole cache at every token; slots that were reserved stay where they are."""
+    model = common.load_model(folder_of(tmp_path, CONFIGS["llama"]), get_args(), stage=0).eval()
+    cache, places, ids = ppo.reserved_cache(model, 12), set(), random_ids(2, 8)
+    with torch.no_grad():
+        for end in range(8, 13):
+            model(ids if end == 8 else ids[:, -1:], attention_mask=torch.ones(2, end), past_key_values=cache, use_cache=True)
+            assert cache.get_seq_length() == end
+            places.add(tuple(layer.keys.data_ptr() for layer in cache.layers))
+    assert len(places) == 1
+
+
+def test_a_short_window_keeps_its_own_cache(tmp_path):
+    """A layer that looks back 6 tokens keeps no more, in transformers' way. If the text fits the window, there is none."""
+    model = common.load_model(folder_of(tmp_path, WINDOWS["one layer of two"]), get_args(), stage=0)
+    assert [type(layer) for layer in ppo.reserved_cache(model, 20).layers] == [ppo.ReservedLayer, DynamicSlidingWindowLayer]
+    assert [type(layer) for layer in ppo.reserved_cache(model, 6).layers] == [ppo.ReservedLayer] * 2
