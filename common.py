@@ -115,6 +115,8 @@ def parse(parser, presets, argv=None):
     args = parser.parse_args(argv)
     emulated = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)  # V100, T4
     args.dtype = args.dtype or ("bf16" if get_accelerator().is_bf16_supported() and not emulated else "fp16")
+    for name in [n for n in vars(args) if n.endswith("zero_stage") and getattr(args, n) == 0 and args.dtype == "fp16"]:
+        setattr(args, name, 1)  # without ZeRO, DeepSpeed 0.19 leaves the loss scale out of backward() and divides by it; 1 is the same maths
     for name, value in vars(args).items():
         counts = name.endswith(("max_steps", "log_steps", "accumulation_steps", "_epochs", "_batches", "_size", "_checkpoints", "_prompts"))
         least = 1e-6 if name in ("temperature", "top_p") else 2 if name.endswith("_len") else int(counts)
@@ -722,10 +724,15 @@ def train_flops(engine, tokens, length, checkpointing):
     forward = 2 * weights + 4 * config.num_hidden_layers * config.hidden_size * length
     return tokens * forward * (4 if checkpointing else 3)
 
+def grad_norm(args, engine):
+    """-> the gradient's norm before clipping; None where fp16 skipped the step, as it may. Elsewhere inf is a reason to stop."""
+    norm = engine.get_global_grad_norm()
+    return None if norm is None or (args.dtype == "fp16" and not engine.was_step_applied()) else float(norm)
+
 def speed(args, engine, tokens, flops, started):
     """-> metrics that every step logs. tokens: real ones, over all ranks. flops: of the whole step; tflops: per device."""
-    seconds, norm = time.time() - started, engine.get_global_grad_norm() if engine.was_step_applied() else None  # fp16 may skip
-    return {"learning_rate": float(engine.get_lr()[0]), "grad_norm": None if norm is None else float(norm),
+    seconds = time.time() - started
+    return {"learning_rate": float(engine.get_lr()[0]), "grad_norm": grad_norm(args, engine),
             "tokens_per_second": tokens / seconds, "tflops": flops / seconds / world()[1] / 1e12, "seconds": seconds}
 
 def check_finite(args, record, rows=()):

@@ -28,6 +28,7 @@ import importlib.util
 import json
 import math
 import time
+import traceback
 from pathlib import Path
 
 import deepspeed
@@ -90,7 +91,7 @@ def get_args(argv=None):
     arg("top_p", type=float, default=1.0, help="nucleus sampling; 1: off. Log-probs stay those of the whole distribution")
     arg("top_k", type=int, default=0, help="sample from the k likeliest tokens; 0: off. Log-probs as with top_p")
     arg("kl_coef", type=float, help="price of one nat of KL to the reference. 0.1 [DeepSpeed-Chat]")
-    arg("kl_estimator", choices=["k1", "k2", "k3"], default="k1", help="per-token KL estimate in the reward [Schulman 2020]")
+    arg("kl_estimator", choices=["k1", "k2", "k3"], help="per-token KL estimate [Schulman 2020]; None: k1 in the reward, k3 in the loss")
     arg("kl_target", type=float, help="nats an answer: kl_coef adapts to hold it [Ziegler 2019, section 2.2]; None: fixed")
     arg("kl_in", choices=["reward", "loss"], default="reward", help="where that price is paid; loss: as GRPO does, with k3")
     arg("advantage", choices=["gae", "rloo", "grpo", "reinforce"], default="gae", help="how good a token was; only gae has a critic")
@@ -100,11 +101,11 @@ def get_args(argv=None):
     arg("clip", type=float, default=0.2, help="the ratio counts within 1 +- this [Schulman 2017]")
     arg("clip_high", type=float, help="upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip")
     arg("dual_clip", type=float, default=0.0, help="bounds the loss of a bad token at this times it. 3 [Ye 2020]; 0: off")
-    arg("target_kl", type=float, help="a rollout's updates end once approx_kl is above this [Spinning Up]; None: never")
+    arg("target_kl", type=float, help="a rollout's updates end after one whose approx_kl, taken before it, is above this; None: never")
     arg("clip_value", type=float, default=0.2, help="values move at most this far from the stored ones. 0.2 [DeepSpeed-Chat]")
     arg("clip_reward", type=float, default=5.0, help="scores are cut to +- this. 5 [DeepSpeed-Chat]")
     arg("normalize_reward", type=int, default=0, help="1: scores to mean 0, deviation 1 of step 2's held-out answers")
-    arg("missing_eos_penalty", type=float, default=0.0, help="taken off the score of an answer that was cut off")
+    arg("missing_eos_penalty", type=float, default=0.0, help="taken off the clipped score of an answer that was cut off")
     arg("entropy_coef", type=float, default=0.0, help="bonus for each nat of entropy; 0: off")
     arg("critic_warmup_steps", type=int, default=0, help="first steps that train the critic alone")
     arg("whiten", type=int, help="1: advantages to mean 0, deviation 1, masked, over all ranks; None: 1 for gae and reinforce")
@@ -127,6 +128,7 @@ def get_args(argv=None):
         args.gold_fn = None  # it knows the toy's own questions only
     args.reward_model_name_or_path = args.reward_model_name_or_path or args.critic_model_name_or_path
     args.whiten = args.advantage in ("gae", "reinforce") if args.whiten is None else args.whiten
+    args.kl_estimator = args.kl_estimator or ("k3" if args.kl_in == "loss" else "k1")
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
     check_constraints(args)
     return args
@@ -145,6 +147,16 @@ def check_constraints(args):
     if generation % args.samples_per_prompt or (args.advantage in ("rloo", "grpo") and args.samples_per_prompt < 2):
         common.fail(f"--samples_per_prompt {args.samples_per_prompt}: it must divide --per_device_generation_batch_size {generation}, "
                     "and be 2 or more with --advantage rloo or grpo, which compare answers to one prompt.\n  Use 4, for example.")
+    for wrong, why in {
+            "--kl_in loss --kl_estimator k1": args.kl_in == "loss" and args.kl_estimator == "k1" and "the expected gradient of k1 is 0: take k2 or k3",
+            "--normalize_reward with --reward_fn": args.normalize_reward and args.reward_fn and "step 2's statistics are the reward model's",
+            f"--dual_clip {args.dual_clip}": 0 < args.dual_clip <= 1 and "it bounds large losses only when it is above 1; 3 is usual",
+            f"--clip_high {args.clip_high}": args.clip_high is not None and args.clip_high < args.clip and f"it must be --clip {args.clip} or more",
+            f"--critic_warmup_steps {args.critic_warmup_steps}": args.critic_warmup_steps and args.advantage != "gae" and "only gae has a critic",
+            f"--kl_target {args.kl_target}": args.kl_target is not None and args.kl_target * args.kl_coef <= 0 and "it and --kl_coef must be above 0",
+    }.items():
+        if why:
+            common.fail(f"{wrong}: {why}.")
     if args.allow_unstable:
         return
     if generation != training:
@@ -168,14 +180,14 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
     log_r = ref_logprobs - logprobs
     return {"k1": lambda: -log_r, "k2": lambda: log_r ** 2 / 2, "k3": lambda: log_r.exp() - 1 - log_r}[estimator]()
 
-def token_rewards(scores, kl, mask, kl_coef, clip_reward):
+def token_rewards(scores, kl, mask, kl_coef, clip_reward, penalty=0.0):
     """Reward of each token: minus the KL price everywhere, plus the clipped score on the last token.  [Ouyang 2022] eq. 2
 
-    scores: (B,), kl, mask: (B, R) -> (B, R), 0 where mask is 0
+    scores, penalty (taken off after clipping): (B,), kl, mask: (B, R) -> (B, R), 0 where mask is 0
     """
     rewards = -kl_coef * kl * mask
     last = mask.sum(-1).long().sub(1).clamp(min=0).unsqueeze(-1)  # (B, 1): the EOS, or the token where the answer was cut
-    rewards = rewards.scatter_add(1, last, scores.clamp(-clip_reward, clip_reward).unsqueeze(-1))
+    rewards = rewards.scatter_add(1, last, (scores.clamp(-clip_reward, clip_reward) - penalty).unsqueeze(-1))
     return rewards * mask
 
 def gae(rewards, values, mask, gamma, lam):
@@ -249,6 +261,16 @@ def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None, dual_c
         gain = torch.where(advantages < 0, torch.max(gain, dual_clip * advantages), gain)
     return -gain, ratio
 
+def actor_loss(args, logprobs, entropies, batch, kl_coef):
+    """The policy loss, and where flags ask for them a price on KL and a bonus for entropy.  -> loss, ratio, clipped: (B, R)"""
+    loss, ratio = policy_loss(logprobs, batch["old_logprobs"], batch["advantages"], args.clip, args.clip_high, args.dual_clip)
+    clipped = loss != -ratio * batch["advantages"]
+    if args.kl_in == "loss":
+        loss = loss + kl_coef * kl_estimate(logprobs, batch["ref_logprobs"], args.kl_estimator)
+    if args.entropy_coef:
+        loss = loss - args.entropy_coef * entropies
+    return loss, ratio, clipped
+
 def value_loss(values, old_values, returns, clip_value):
     """Half the squared error; the larger of the plain one and that of values kept within old +- clip.   (B, R) -> (B, R)
 
@@ -258,17 +280,10 @@ def value_loss(values, old_values, returns, clip_value):
     return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
 
 def entropy(logits):
-    """Of softmax(logits), in nats, a row at a time to keep the fp32 copy small.   (B, R, V) -> (B, R)"""
-    def one(row):
-        logp = row.float().log_softmax(-1)
-        return -(logp.exp() * logp).sum(-1)
-    return torch.stack([one(row) for row in logits])
+    """Of softmax(logits), in nats; a row at a time keeps the fp32 copy small, unless a gradient is asked for.   (B, R, V) -> (B, R)"""
+    return torch.stack([torch.distributions.Categorical(logits=row.float(), validate_args=False).entropy() for row in logits])
 
 # ---- Rollout and score ----------------------------------------------------------------------------------------------
-def collate_prompts(rows):
-    """Prompts stay lists until they are padded: a rollout batch is as wide as its longest prompt."""
-    return {"rows": rows}
-
 class ReservedLayer(DynamicLayer):
     """One layer's keys and values, in slots reserved once: transformers' own layer copies all of them for every token."""
     def __init__(self, slots):
@@ -318,10 +333,9 @@ def generate(model, ids, mask, uniforms, tokenizer, temperature=1.0, top_k=0, to
         end = prompt + r
         now = {k: v[rows, end - new.shape[1]:end] if k == "position_ids" else v for k, v in extras.items()}
         logits = model(new, attention_mask=mask[rows, :end], past_key_values=cache, use_cache=True, **now).logits[:, -1]
-        probs = torch.softmax(logits.float() / temperature, -1)  # (b, V)
         if r < min_new_tokens:
-            probs[:, tokenizer.eos_token_id] = 0
-        probs = filter_top(probs, top_k, top_p)
+            logits[:, tokenizer.eos_token_id] = -torch.inf
+        probs = filter_top(torch.softmax(logits.float() / temperature, -1), top_k, top_p)  # (b, V)
         cdf = probs.cumsum(-1, dtype=torch.float64)
         token = torch.searchsorted(cdf, uniforms[rows, r, None] * cdf[:, -1:], right=True)  # (b, 1) the first token whose cdf exceeds u
         answer[rows, r] = token[:, 0].where(alive, tokenizer.pad_token_id)
@@ -371,9 +385,8 @@ def roll_out(args, engine, tokenizer, rows, step, batch_size):
                                             args.temperature, args.top_k, args.top_p, args.min_new_tokens, args.stop, synced)
             for row, answer, count in zip(part, answers.tolist(), answer_mask.sum(-1).tolist()):
                 answer = answer[:count]
-                text = tokenizer.decode(answer, skip_special_tokens=True)
-                ended = answer[-1] == tokenizer.eos_token_id or any(s in text for s in args.stop)
-                out.append({**row, "answer_ids": answer, "ended": float(ended), "text": text})
+                ended = count < args.max_answer_seq_len or answer[-1] == tokenizer.eos_token_id  # or by a text of --stop
+                out.append({**row, "answer_ids": answer, "ended": float(ended), "text": tokenizer.decode(answer, skip_special_tokens=True)})
     return out
 
 def collate_answers(sequences, pad_id):
@@ -438,8 +451,8 @@ def advantages_of(args, micro_batches, kl_coef, statistics):
     """Add advantages (B, R), and with a critic returns (B, R), to each micro-batch of the rollout.  statistics: score's mean, deviation"""
     for batch in micro_batches:
         kl, mask = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], args.kl_estimator), batch["response_mask"]     # (B, R)
-        scores = (batch["reward"] - statistics[0]) / statistics[1] - args.missing_eos_penalty * (1 - batch["ended"])        # (B,)
-        rewards = token_rewards(scores, kl, mask, kl_coef if args.kl_in == "reward" else 0.0, args.clip_reward)             # (B, R)
+        scores, penalty = (batch["reward"] - statistics[0]) / statistics[1], args.missing_eos_penalty * (1 - batch["ended"])  # (B,)
+        rewards = token_rewards(scores, kl, mask, kl_coef if args.kl_in == "reward" else 0.0, args.clip_reward, penalty)    # (B, R)
         batch["total"] = rewards.sum(-1)                                                                                    # (B,)
         if args.advantage == "gae":
             batch["advantages"], batch["returns"] = gae(rewards, batch["values"], mask, args.gamma, args.lam)
@@ -471,8 +484,12 @@ def call_function(function, sequences):
     """-> (B,) floats: `function(prompts, completions, **columns)` on this rank's answers, as TRL calls it."""
     extra = [json.loads(s["extra"]) for s in sequences]
     columns = {k: [e.get(k) for e in extra] for k in {k: None for e in extra for k in e}}
-    values = function([s["prompt"] for s in sequences], [s["text"] for s in sequences], **columns)
-    scores = torch.empty(0)
+    prompts, scores = [s["prompt"] for s in sequences], torch.empty(0)
+    try:
+        values = function(prompts=prompts, completions=[s["text"] for s in sequences], **{k: v for k, v in columns.items() if k != "completions"})
+    except Exception as error:  # the user's own code may raise anything
+        traceback.print_exc()
+        common.fail(f"{function.__name__} raised {error!r}.\n  Its {len(prompts)} prompts: {json.dumps(prompts)[:1000]}", this_rank=True)
     with contextlib.suppress(TypeError, ValueError):  # it returned None, or something that is no number
         scores = torch.tensor([float(v) for v in values])
     if scores.shape != (len(sequences),) or not scores.isfinite().all():
@@ -547,21 +564,15 @@ def answer_scores(functions, sequences, batch):
     return {"reward": batch["scores"].cpu(), **scores} if "scores" in batch else scores
 
 # ---- Helpers of the update ------------------------------------------------------------------------------------------
-def has_dropout(args, critic):
-    """Does the critic train with dropout? Then the pass that trains cannot give the values that are stored."""
-    return any(common.inner(critic).own_dropout.values()) if args.critic_dropout is None else args.critic_dropout > 0
-
 def skip_together(engines):
     """-> agree(), to be called between all backwards and all steps of an update: if one engine's fp16 gradients overflowed,
     all skip it. Else the critic would learn from a rollout that the actor did not. (An optimizer asks `has_overflow`.)"""
-    askers = [getattr(e.optimizer, "overflow_checker", e.optimizer) for e in engines]  # ZeRO 0 has a helper for it
-    weights = [[[p for group in e.optimizer.fp16_groups for p in group]] if a is not e.optimizer else [] for a, e in zip(askers, engines)]
-    asks = [a.has_overflow for a in askers]
+    asks = [e.optimizer.has_overflow for e in engines]
 
     def agree():
-        overflow = any([ask(*args) for ask, args in zip(asks, weights)])  # over all ranks; a list: each engine is asked
-        for asker in askers:
-            asker.has_overflow = lambda *args, **options: overflow
+        overflow = any([ask() for ask in asks])  # over all ranks; a list: each engine is asked
+        for engine in engines:
+            engine.optimizer.has_overflow = lambda *args, **options: overflow
     return agree
 
 def minibatches(micro_batches, accumulation, epochs, seed):
@@ -696,8 +707,10 @@ def main():
     if args.allow_unstable:
         common.say("warning: --allow_unstable: old log-probs go stale within a rollout. Watch ratio_max, clip_fraction, approx_kl; --target_kl.")
     agree = skip_together(list(engines.values())) if args.dtype == "fp16" else lambda: None
-    # Where a rollout is one micro-batch trained once, its only forward of each network gives the old log-probs and values too.
-    once = [e for e in engines.values() if e is actor or not has_dropout(args, critic)] if rollout_batches == optimizer_steps == 1 else []
+    # Where a rollout is one micro-batch trained once, one forward of each network gives the old log-probs and values, too. (A
+    # critic with dropout makes its own pass: values are stored without.) Both graphs are held at once.
+    dropout = critic and (any(common.inner(critic).own_dropout.values()) if args.critic_dropout is None else args.critic_dropout)
+    once = [e for e in engines.values() if e is actor or not dropout] if rollout_batches == optimizer_steps == 1 else []
     columns = [c for c in COLUMNS if (args.gold_fn or "gold" not in c) and (critic or c not in ("critic_loss", "explained_variance"))]
     state = {"ema": ema_start(actor.module) if args.enable_ema else None, "kl_coef": args.kl_coef}  # kept by checkpoints
     common.begin(args, "step 3: PPO", actor, args.actor_zero_stage, train, held_out, prompt_batch, rollout_batches, steps)
@@ -709,7 +722,7 @@ def main():
     if not args.resume:
         common.log(args, {"step": 0, "epoch": 0.0, **evaluate_at(0)}, columns)
     for step, epoch, evaluate_now, prompts in common.training_steps(
-            args, engines, state, train, prompt_batch, rollout_batches, steps, collate_prompts):
+            args, engines, state, train, prompt_batch, rollout_batches, steps, lambda rows: {"rows": rows}):
         # 3 rollout ---------------------------------------------------------------------------------------------------
         started = time.time()
         asked = [{**row, "sample": i} for batch in prompts for row in batch["rows"] for i in range(args.samples_per_prompt)]
@@ -718,7 +731,8 @@ def main():
 
         # 4 score -----------------------------------------------------------------------------------------------------
         first = first or step
-        kept = once if step > first else []  # the first step goes the long way: the gate has two passes to compare
+        moving = [e for e in engines.values() if e is critic or step > args.critic_warmup_steps]
+        kept = [e for e in once if e in moving] if step > first else []  # the first step goes the long way: the gate compares two passes
         for engine in engines.values():
             engine.train(engine in kept)
         sequences.sort(key=lambda s: len(s["prompt_ids"]) + len(s["answer_ids"]))  # like lengths together: less padding
@@ -746,19 +760,15 @@ def main():
                 texts = text_batches(unsup, len(minibatch), micro_batch, (args.seed, step, update), tokenizer.pad_token_id)
                 text_tokens = common.all_sum(sum((t["mask"][:, 1:] * t["mask"][:, :-1]).sum() for t in texts))[0].item()
             for batch in minibatch:
-                response_mask, old_logprobs = batch["response_mask"], batch["old_logprobs"]                     # (B, R)
-                logprobs, bonus = batch["logprobs"], batch["entropy"]                                           # (B, R)
+                response_mask, logprobs, entropies = batch["response_mask"], batch["logprobs"], batch["entropy"]  # (B, R)
                 if actor not in kept:
-                    logprobs, bonus = actor_pass(args, actor, batch, with_entropy=args.entropy_coef > 0)
-                loss, ratio = policy_loss(logprobs, old_logprobs, batch["advantages"], args.clip, args.clip_high, args.dual_clip)
+                    with torch.set_grad_enabled(actor in moving):
+                        logprobs, entropies = actor_pass(args, actor, batch, with_entropy=args.entropy_coef > 0)
+                loss, ratio, clipped = actor_loss(args, logprobs, entropies, batch, state["kl_coef"])           # (B, R)
                 drift = ((ratio.detach() - 1).abs() * response_mask).max()
                 if update == 0:
                     first_pass_gate(args, drift, step)
-                if args.kl_in == "loss":
-                    loss = loss + state["kl_coef"] * kl_estimate(logprobs, batch["ref_logprobs"], args.kl_estimator)
-                if args.entropy_coef:
-                    loss = loss - args.entropy_coef * bonus
-                if step > args.critic_warmup_steps:
+                if actor in moving:
                     actor.backward((loss * response_mask).sum() * common.loss_scale(tokens, actor_micro_steps))
                     if unsup:
                         actor.step()  # of the two micro-steps only the second may move the weights
@@ -771,32 +781,30 @@ def main():
                     values = batch["new_values"] if critic in kept else critic_pass(critic, batch)              # (B, R)
                     errors = value_loss(values, batch["values"], batch["returns"], args.clip_value)             # (B, R)
                     critic.backward((errors * response_mask).sum() * common.loss_scale(tokens, accumulation))
-                if batch is minibatch[-1]:
+                if batch is minibatch[-1] and actor in moving:
                     agree()
-                for engine in engines.values():
-                    if engine is critic or step > args.critic_warmup_steps:
-                        engine.step()  # moves the weights at the minibatch's last micro-batch only
+                for engine in moving:
+                    engine.step()  # moves the weights at the minibatch's last micro-batch only
                 with torch.no_grad():
                     ratio_max = max(ratio_max, (ratio * response_mask).max().item())
-                    approx_kl = ratio - 1 - (logprobs - old_logprobs)  # of old and new policy, k3
-                    clipped = ((ratio - 1).abs() > args.clip).float()
+                    approx_kl = ratio - 1 - (logprobs - batch["old_logprobs"])  # of old and new policy, k3
                     sums += torch.stack([(x * response_mask).sum().double().cpu() for x in (loss, errors, approx_kl, clipped)])
 
             # 7 keep --------------------------------------------------------------------------------------------------
-            if args.enable_ema and step > args.critic_warmup_steps and actor.was_step_applied():  # fp16 may have skipped it
+            if args.enable_ema and actor in moving and actor.was_step_applied():  # fp16 may have skipped it
                 ema_update(state["ema"], actor.module, args.ema_decay)
             if args.target_kl and common.all_sum((sums - before)[2])[0].item() / tokens > args.target_kl:
                 break
         trained = time.time()
         tokens, rows = common.all_sum(sum(b["mask"].sum() for b in micro_batches), sum(len(b["mask"]) for b in micro_batches)).tolist()
-        forward = [common.train_flops(m, tokens, tokens / rows, False) / 3 if m else 0.0 for m in (actor, critic)]
+        forward = [common.train_flops(m, tokens, tokens / rows, False) / 3 if m else 0.0 for m in (actor, critic, reward_model)]
         passes = args.ppo_epochs * (4 if args.gradient_checkpointing else 3)  # of training, in forwards
         # + rollout, reference, and where they are not kept, old log-probs and values; scores
-        flops = forward[0] * (passes + 2 + (actor not in kept)) + forward[1] * (passes + (critic not in kept) + bool(reward_model))
+        flops = forward[0] * (passes + 2 + (actor not in kept)) + forward[1] * (passes + (critic not in kept)) + forward[2]
         names = ("actor_loss", "critic_loss", "approx_kl", "clip_fraction")
         record = {"step": step, "epoch": epoch, **dict(zip(names, (common.all_sum(*sums) / trained_tokens).tolist())),
                   "ratio_max": all_max(ratio_max), **rollout_metrics(args, micro_batches),
-                  "kl_coef": state["kl_coef"], "generate_seconds": generated - started, "score_seconds": scored - generated,
+                  "kl_coef": state["kl_coef"], **({"critic_grad_norm": common.grad_norm(args, critic)} if critic else {}), "generate_seconds": generated - started, "score_seconds": scored - generated,
                   "train_seconds": trained - scored, **common.speed(args, actor, tokens, flops, started)}
         common.check_finite(args, record, sequences)
         if args.kl_target:

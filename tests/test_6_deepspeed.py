@@ -6,15 +6,18 @@ workers.py says what is run; all runs of so many ranks share one launch.
 """
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import common
+import ppo
 import sft
 from tests import workers
 
@@ -211,6 +214,8 @@ def test_the_pass_that_trains_may_give_the_old_logprobs():
     """Where a rollout is one micro-batch trained once, its forward is made once, with its graph: same numbers as the long
     way (four micro-batches), with all the options of the loss on. The first step goes the long way, for the gate."""
     assert_same_curves(["ppo_options", "ppo_one_rank_options"], CURVES["ppo"])
+    assert [n for n in facts("ppo_options")[0]["trained_as_scored"] if n] == [2, 2, 2], "all steps but the first"
+    assert set(facts("ppo_one_rank_options", 1)[0]["trained_as_scored"]) == {0}
 
 
 def test_the_critic_can_be_warmed_up_alone():
@@ -231,6 +236,39 @@ def test_before_the_first_update_the_ratio_is_exactly_1(name):
     for record in metrics(name)[1:]:
         assert record["ratio_max"] == pytest.approx(1, abs=1e-6)
         assert record["clip_fraction"] == 0 and abs(record["approx_kl"]) < 1e-7
+
+
+def test_the_gate_stops_a_run_whose_two_passes_disagree(capfd):
+    """Dropout in the actor: the pass that trains is not the policy that was scored. No step is taken, nothing is saved."""
+    assert [(rank["code"], rank["saved"]) for rank in facts("ppo_gate")] == [(1, [])] * 2
+    assert re.search(r"error: step 1: before the first update the ratio is off by .*--actor_dropout 0", workers.launch(2)[1], re.S)
+
+
+def test_updates_end_once_the_policy_has_moved():
+    """--target_kl, far too small: of 4 passes over each rollout the first sees a KL of 0, and the second is the last."""
+    run_of("ppo_target_kl")
+    assert {s["folder"]: s["optimizer_steps"] for s in facts("ppo_target_kl")[0]["saved"]}["."] == 2 * 2
+
+
+def test_text_has_the_weight_that_it_was_given():
+    """InstructGPT's eq. 2 adds unsup_coef times the text's log-likelihood. With a reward that is always 0 nothing else
+    moves the actor, and the first gradient must be 3 times that of the text's mean loss a token. (Adam would hide a factor.)"""
+    from transformers import AutoModelForCausalLM
+    base, args = run_of("ppo_text_alone").parent.parent, ppo.get_args(["--unsup_data_path", str(workers.shared_folder() / "text.jsonl"),
+                                                                     "--max_answer_seq_len", "10"])
+    texts = ppo.read_text(args, common.load_tokenizer(workers.TOKENIZER))
+    model = AutoModelForCausalLM.from_pretrained(base / "models/actor")
+    drawn = np.random.default_rng((1234, 1, 0)).choice(len(texts), (2, 2, 2)).flatten()
+    losses = [model(torch.tensor([texts[i]])).logits[0, :-1].log_softmax(-1)[range(len(texts[i]) - 1), texts[i][1:]] for i in drawn]
+    (-torch.cat(losses).mean()).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+    assert metrics("ppo_text_alone")[1]["grad_norm"] == pytest.approx(3 * norm, rel=1e-3)
+
+
+def test_real_fp16_engines_skip_together():
+    """Three updates; in the second one rank's actor overflows. Both engines skip it, on both ranks, under ZeRO 1, 2 and 3."""
+    for found in facts("check_fp16"):
+        assert found == {f"zero{stage}": [[True, True], [False, False], [True, True]] for stage in (1, 2, 3)}
 
 
 def test_bf16_trains_and_its_ratio_stays_within_the_gate():

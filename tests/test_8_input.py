@@ -127,6 +127,15 @@ CASES = [  # script, flags, what the message must say
     ("ppo", "--ppo_epochs 2", "--ppo_epochs 2, --allow_unstable"),
     ("ppo", "--generation_batches 2", "--generation_batches 2, --allow_unstable"),
     ("ppo", "--allow_unstable 1 --per_device_generation_batch_size 8 --per_device_training_batch_size 3", "3, 8, divi"),
+    ("ppo", "--advantage rloo", "--samples_per_prompt 1, rloo, 2 or more"),
+    ("ppo", "--samples_per_prompt 5", "--samples_per_prompt 5, --per_device_generation_batch_size 32"),
+    ("ppo", "--kl_in loss --kl_estimator k1", "k1, k3"),
+    ("ppo", "--normalize_reward 1 --reward_fn score.py:length", "--normalize_reward, --reward_fn"),
+    ("ppo", "--normalize_reward 1", "--normalize_reward, score_statistics, reward.py"),
+    ("ppo", "--dual_clip 0.5", "--dual_clip 0.5, 1"),
+    ("ppo", "--clip_high 0.1", "--clip_high 0.1, --clip 0.2"),
+    ("ppo", "--critic_warmup_steps 3 --advantage reinforce", "--critic_warmup_steps 3, gae"),
+    ("ppo", "--kl_target 2 --kl_coef 0", "--kl_target 2, --kl_coef"),
     # DeepSpeed's config
     ("sft", "--ds_config missing.json", "--ds_config missing.json"),
     ("sft", "--ds_config ds_broken.json", "--ds_config ds_broken.json"),
@@ -234,6 +243,17 @@ def test_a_reward_function_must_return_one_number_an_answer(returned, capsys):
         ppo.call_function(lambda prompts, completions: returned, answers)
     assert stop.value.code == 2
     refused(capsys.readouterr().err, f"one finite number, 2 answers, {str(returned)[:4]}")
+
+
+def test_a_reward_function_that_raises_names_its_prompts(capsys):
+    """Of many thousand prompts one broke the user's parser: the message says which were being judged."""
+    def judge(completions, prompts, **columns):  # by keyword, in any order, as TRL calls it
+        raise ValueError("no number")
+
+    with pytest.raises(SystemExit) as stop:
+        ppo.call_function(judge, [{"prompt": "Why?", "text": " So.", "extra": "{}"}])
+    assert stop.value.code == 2
+    assert "error: judge raised ValueError('no number')" in (message := capsys.readouterr().err) and "Why?" in message
 
 
 def test_no_samples_are_a_fair_wish(tiny_model, tokenizer):

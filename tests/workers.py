@@ -68,13 +68,17 @@ TWO_RANKS |= {
     "sft_zero3_resumed": run("sft", "--resume", zero=3, before=("sft_zero3_checkpoints", 3)),  # an epoch has 3 steps
     "ppo_zero2_interrupted": run("ppo", zero=2, sigterm_after=2),
     "ppo_zero2_resumed": run("ppo", "--resume", zero=2, before=("ppo_zero2_interrupted", 2)),
-    "ppo_dropout": run("ppo", "--critic_dropout", 0.1, "--save_steps", 2, "--keep_checkpoints", 9, zero=3),
-    "ppo_dropout_resumed": run("ppo", "--critic_dropout", 0.1, "--resume", zero=3, before=("ppo_dropout", 2)),
+    "ppo_dropout": run("ppo", "--critic_dropout", 0.1, "--kl_target", 0.5, "--save_steps", 2, "--keep_checkpoints", 9, zero=3),
+    "ppo_dropout_resumed": run("ppo", "--critic_dropout", 0.1, "--kl_target", 0.5, "--resume", zero=3, before=("ppo_dropout", 2)),
     # the variants: several answers a prompt and no critic; everything else at once, trained as it was scored or in a pass of its own
     "ppo_rloo": run("ppo", "--advantage", "rloo", *SAMPLES, zero=3, rows=4, accumulation=1),
     "ppo_grpo": run("ppo", "--advantage", "grpo", "--kl_in", "loss", "--kl_estimator", "k3", *SAMPLES, zero=2),
     "ppo_reinforce": run("ppo", "--advantage", "reinforce", *SAMPLES, zero=1),
     "ppo_options": run("ppo", *OPTIONS, zero=3, rows=4, accumulation=1),
+    "ppo_gate": run("ppo", "--actor_dropout", 0.1, "--max_steps", 1, zero=2),
+    "ppo_target_kl": run("ppo", "--allow_unstable", 1, "--ppo_epochs", 4, "--target_kl", 1e-9, "--max_steps", 2, zero=2, rows=4, accumulation=1),
+    "ppo_text_alone": run("ppo", "--unsup_data_path", "BASE/text.jsonl", "--unsup_coef", 3, "--reward_fn", "BASE/letters.py:nothing", "--kl_coef", 0,
+                          "--advantage", "reinforce", "--max_steps", 1, zero=2),
     "ppo_bf16": run("ppo", "--dtype", "bf16", zero=2),
     "sft_bf16": run("sft", "--dtype", "bf16", "--max_steps", 15, zero=2),
     "ppo_bandit": run("ppo", "--reward_fn", "BASE/letters.py:share_of_early_letters", "--max_steps", 40, "--kl_coef", 0, "--actor_learning_rate", 1e-2,
@@ -127,7 +131,8 @@ def prepare(base):
     knobs["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # else weights this small would not be sharded
     (base / "ds_config.json").write_text(json.dumps(knobs))
     (base / "letters.py").write_text("def share_of_early_letters(prompts, completions, **columns):\n"
-                                     "    return [sum('a' <= x <= 'm' for x in c) / max(len(c), 1) for c in completions]\n")
+                                     "    return [sum('a' <= x <= 'm' for x in c) / max(len(c), 1) for c in completions]\n"
+                                     "def nothing(completions, **columns):\n    return [0.0] * len(completions)\n")
     for name in ("runs", "facts"):
         (base / name).mkdir()
 
@@ -291,7 +296,36 @@ def check_save(base):
     return {}
 
 
-CHECKS = {"check_value_head": check_value_head, "check_ema": check_ema, "check_gathered": check_gathered, "check_save": check_save}
+def check_fp16(base):
+    """Two fp16 engines; in the second of three updates the gradients of one rank's first engine overflow."""
+    import common
+    import deepspeed
+    import ppo
+    import torch
+    accelerator, found = type(common.get_accelerator()), {}
+    supported, accelerator.is_fp16_supported = accelerator.is_fp16_supported, lambda self: True  # on a CPU: slow, and right
+    for stage in (1, 2, 3):
+        engines = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(4, 1, bias=False).half()
+            config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "fp16": {"enabled": True, "initial_scale_power": 8},
+                      "zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
+            engines.append(deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0])
+        agree, found[f"zero{stage}"] = ppo.skip_together(engines), []
+        for overflow in (False, True, False):
+            for engine in engines:
+                loss = engine(torch.ones(1, 4).half()).float().sum()
+                engine.backward(loss * (float("inf") if overflow and engine is engines[0] and common.world()[0] else 1.0))
+            agree()
+            for engine in engines:
+                engine.step()
+            found[f"zero{stage}"].append([engine.was_step_applied() for engine in engines])
+    accelerator.is_fp16_supported = supported
+    return found
+
+
+CHECKS = {"check_fp16": check_fp16, "check_value_head": check_value_head, "check_ema": check_ema, "check_gathered": check_gathered, "check_save": check_save}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -320,6 +354,12 @@ def make_run(base, name, script, flags, before, sigterm_after):
                                    optimizer=type(engine.basic_optimizer).__name__))
         return save_model(engine, tokenizer, folder, *args, **kwargs)
 
+    def score_and_note(*args):
+        facts.setdefault("trained_as_scored", []).append(len(args[6]) if len(args) > 6 else 0)
+        return score(*args)
+
+    import ppo
+    score, ppo.score = ppo.score, score_and_note
     common.check_finite, common.save_model = check_finite_and_interrupt, save_model_and_note
     common.INTERRUPTED.clear()
     sys.argv = [f"{script}.py", *base_flags(script, base), *(f.replace("BASE", str(base)) for f in flags), "--output_dir", str(output)]
@@ -329,7 +369,7 @@ def make_run(base, name, script, flags, before, sigterm_after):
     except SystemExit as stop:
         facts["code"] = stop.code
     finally:
-        common.check_finite, common.save_model = check_finite, save_model
+        common.check_finite, common.save_model, ppo.score = check_finite, save_model, score
     return facts
 
 
