@@ -9,7 +9,7 @@
 Losses and training loops are not here: each step's own file tells its whole story.
 Shapes: B rows (sequences) of a micro-batch, T tokens, K the last tokens of a row that a loss looks at, V vocabulary.
 """
-import argparse, contextlib, copy, difflib, functools, inspect, io, itertools, json, logging, os, re, shutil, signal, socket, sys, time, warnings, zlib
+import argparse, contextlib, copy, difflib, functools, importlib.util, inspect, io, itertools, json, logging, os, re, shutil, signal, socket, sys, time, warnings, zlib
 from collections import Counter
 from pathlib import Path
 
@@ -26,6 +26,7 @@ import torch.nn as nn
 import transformers
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from safetensors.torch import save_file
 from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -71,6 +72,9 @@ def add_common_arguments(parser, own_forms=()):
     arg("data_path", nargs="+", help="hub names, .jsonl/.json/.parquet files, or folders of them; several are blended")
     arg("data_split", type=numbers, help="shares of the rows that steps 1, 2, 3 take, disjoint. 2,4,4 [DeepSpeed-Chat]")
     arg("output_dir", help="where everything that the run leaves behind goes")
+    arg("lora_dim", type=int, default=0, help="LoRA: freeze the weights, train a product of this rank beside each. 0: off")
+    arg("lora_alpha", type=float, default=16, help="that product counts lora_alpha / lora_dim times")
+    arg("lora_targets", nargs="+", default=["all-linear"], help="names of the modules that get one, as peft takes them")
     arg("seed", type=int, default=1234, help="initialisation, shuffling, sampling. 1234 [DeepSpeed-Chat]")
     arg("max_steps", type=int, default=-1, help="stop after so many steps; -1: num_train_epochs decides")
     arg("num_train_epochs", type=int, help="passes over the data")
@@ -93,6 +97,7 @@ def add_common_arguments(parser, own_forms=()):
     arg("adam_offload", action="store_true", help="optimizer states live, and are stepped, on the CPU (DeepSpeedCPUAdam)")
     arg("dtype", choices=["bf16", "fp16", "fp32"], help="of weights and activations; optimizers keep fp32 master weights")
     arg("gradient_checkpointing", action="store_true", help="recompute activations in backward: less memory, 4/3 the work")
+    arg("merge_lora", action="store_true", help="save a plain model, LoRA added to its weights, not peft's adapters")
     arg("eval_steps", type=int, default=0, help="evaluate every so many steps; 0: at the start and after each epoch")
     arg("log_steps", type=int, default=1, help="one line on the screen and in metrics.jsonl every so many steps")
     arg("save_steps", type=int, default=0, help="a checkpoint every so many steps; 0: only when interrupted")
@@ -131,6 +136,8 @@ def parse(parser, presets, argv=None):
     stages = [value for name, value in vars(args).items() if name.endswith("zero_stage")]
     if (args.offload and 3 not in stages) or (args.adam_offload and 0 in stages):
         fail("--offload moves sharded weights and needs --zero_stage 3; --adam_offload, sharded optimizer states: 1, 2 or 3.")
+    if any(value for name, value in vars(args).items() if name.endswith("lora_dim")) and not importlib.util.find_spec("peft"):
+        fail("--lora_dim needs the package peft.\n  pip install peft, or leave it out.")
     ds_config(args, 0, 1)  # refuses a wrong --ds_config now, not after the model is loaded
     return args
 
@@ -184,7 +191,7 @@ def train_engine(model, args, stage, batch_size, micro_steps, steps, learning_ra
     """-> the DeepSpeed engine that trains `model` for `steps` optimizer steps; its step() also moves the schedule."""
     if args.gradient_checkpointing:
         inner(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    matrix = {p: len(getattr(p, "ds_shape", p.shape)) > 1 for p in model.parameters()}  # a shard is 1-d, ds_shape its real shape
+    matrix = {p: len(getattr(p, "ds_shape", p.shape)) > 1 for p in model.parameters() if p.requires_grad}  # a shard is 1-d, ds_shape its real shape
     groups = [{"params": [p for p in matrix if matrix[p] == decays], "weight_decay": weight_decay * decays} for decays in (True, False)]
     groups, options = [g for g in groups if g["params"]], dict(lr=learning_rate, betas=tuple(args.adam_betas))
     adam, mode = (DeepSpeedCPUAdam, "adamw_mode") if args.adam_offload else (FusedAdam, "adam_w_mode")
@@ -267,11 +274,12 @@ def load_tokenizer(path, length=0):
     tokenizer.padding_side = "left"
     return tokenizer
 
-def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None):
+def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None, lora_dim=0):
     """-> a causal LM, or with `value_head` (the head's attribute name) a ValueModel, in --dtype, on the CPU or sharded.
 
     Under ZeRO-3 HfDeepSpeedConfig makes transformers partition every weight while it loads, so that no rank ever holds
     the whole model. A model from scratch is small here: every rank builds it whole from the same seed.
+    Adapters in `path` are added to its base's weights; lora_dim > 0 then puts new ones beside them, and those train.
     """
     config, kind, options = AutoConfig.from_pretrained(path), AutoModelForCausalLM, {"dtype": DTYPES[args.dtype]}
     own = {k: v for k, v in vars(config).items() if "drop" in k and k != "layerdrop" and isinstance(v, (int, float))}
@@ -283,24 +291,66 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None)
             fail(f"{path}: transformers has no sequence classification for {config.model_type}, so no reward model or critic.")
         config.num_labels, config.value_head_prefix = 1, value_head
         config.pad_token_id = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
+    source, adapters = path, []
+    while (Path(path) / "adapter_config.json").is_file():
+        adapters.insert(0, path)
+        path = json.loads((Path(path) / "adapter_config.json").read_text())["base_model_name_or_path"]
     torch.manual_seed(args.seed)
+    zero3 = None
     if not Path(path).is_dir() or [f for f in Path(path).iterdir() if f.suffix in (".safetensors", ".bin")]:
         zero3 = HfDeepSpeedConfig(ds_config(args, 3, 1)) if stage == 3 else None  # must be alive while the model loads
         renamed = {"key_mapping": {rf"^{value_head}\.": "score."}} if value_head not in (None, "score") else {}
         model, info = kind.from_pretrained(path, config=config, output_loading_info=True, **options, **renamed)
         missing = info["missing_keys"]
-        del zero3  # (transformers holds only a weak reference to it)
+    elif lora_dim:
+        fail(f"--lora_dim {lora_dim}: {path} holds no weights for adapters to sit on.\n  Leave it out to train from scratch.")
     else:
         model, missing = kind.from_config(config, **options), ["score.weight"]
     model.own_dropout = own  # save_model writes it back: this run's --dropout is not the next step's
-    if not value_head:
-        return model
-    if "score.weight" in missing:
+    if value_head and "score.weight" in missing:
         init_value_head(model.score, args.seed)
-    if value_head != "score":
+    for folder in adapters:
+        merge_adapters(model, folder)
+    del zero3  # (transformers and peft hold only a weak reference to it)
+    if value_head not in (None, "score"):
         setattr(model, value_head, model.score)
         del model.score
-    return ValueModel(model, value_head)
+    if lora_dim:
+        add_adapters(model, args, source, lora_dim, value_head)
+    return ValueModel(model, value_head) if value_head else model
+
+def add_adapters(model, args, path, dim, value_head=None):
+    """Freeze `model` and put an adapter beside each target: W x becomes W x + B A x * alpha / dim.  [Hu et al. 2021] eq. 3
+
+    B is 0 at first, so nothing changes until it is trained. The value head trains in full: it is new, and a single row.
+    """
+    import peft
+    base, head = str(Path(path).resolve()) if Path(path).is_dir() else path, [value_head] if value_head else None
+    config = peft.LoraConfig(r=dim, lora_alpha=args.lora_alpha, base_model_name_or_path=base, exclude_modules=head,
+                             target_modules="all-linear" if args.lora_targets == ["all-linear"] else args.lora_targets)
+    torch.manual_seed(args.seed)
+    try:
+        peft.inject_adapter_in_model(config, model)
+        if any("lora_embedding" in name for name, _ in model.named_parameters()):
+            raise ValueError("embeddings take no adapters here.")
+    except ValueError as error:
+        fail(f"--lora_targets {' '.join(args.lora_targets)}: {error}")
+    config.task_type, config.modules_to_save = "SEQ_CLS" if head else "CAUSAL_LM", head  # for stock peft, to load what is saved
+    model.merge_lora = args.merge_lora
+    if value_head:
+        getattr(model, value_head).requires_grad_(True)
+
+def merge_adapters(model, folder):
+    """Add the adapters in `folder` (peft's format) to the weights of `model`, and take over the head saved with them."""
+    import peft
+    config = peft.PeftConfig.from_pretrained(folder)
+    config.task_type = None  # a causal LM's adapters are welcome in a value model
+    wrapped = peft.PeftModel.from_pretrained(model, folder, config=config)
+    for layer in wrapped.modules():
+        if hasattr(layer, "lora_A"):
+            with deepspeed.zero.GatheredParameters(list(layer.parameters()), modifier_rank=0):
+                layer.merge()
+    wrapped.unload().requires_grad_(True)
 
 def init_value_head(head, seed):
     """Weights ~ normal, mean 0, std 1 / (d + 1), d the head's input width.  [Stiennon 2020], as in OpenRLHF
@@ -386,17 +436,36 @@ def save_model(engine, tokenizer, folder, whole=whole):
     whole(name, parameter) -> the tensor to save; ppo.py gives its own, for the EMA.
     """
     model, folder = inner(engine), Path(folder)
-    state = {name: whole(name, parameter) for name, parameter in model.named_parameters()}
+    lora = getattr(model, "peft_config", {}).get("default")
+    plain = lora is None or model.merge_lora
+    state = {name: whole(name, parameter) for name, parameter in model.named_parameters() if plain or parameter.requires_grad}
     if world()[0] == 0:
-        state.update({name: buffer.cpu() for name, buffer in model.named_buffers() if name in model.state_dict()})
+        state.update({name: buffer.cpu() for name, buffer in model.named_buffers() if plain and name in model.state_dict()})
         shutil.rmtree(folder / ".saving", ignore_errors=True)
         model.config.update(getattr(model, "own_dropout", {}))
-        model.save_pretrained(folder / ".saving", state_dict=state)
+        if plain:
+            model.save_pretrained(folder / ".saving", state_dict=merged(model, state))
+        else:
+            model.config.architectures = [type(model).__name__]
+            for part in (model.config, lora):
+                part.save_pretrained(folder / ".saving")
+            save_file({f"base_model.model.{name.replace('.default.', '.')}": tensor for name, tensor in state.items()},
+                      folder / ".saving/adapter_model.safetensors", metadata={"format": "pt"})
         tokenizer.save_pretrained(folder / ".saving")
         for file in sorted((folder / ".saving").iterdir(), key=lambda f: f.name == "config.json"):
             file.replace(folder / file.name)
         (folder / ".saving").rmdir()
     barrier()
+
+def merged(model, state):
+    """-> `state`, each adapter in it added to the weight beside which it sat."""
+    for name, layer in model.named_modules():
+        if hasattr(layer, "lora_A"):
+            a, b = (state.pop(f"{name}.lora_{x}.default.weight").float() for x in "AB")
+            delta = layer.scaling["default"] * (b @ a).T if layer.fan_in_fan_out else layer.scaling["default"] * (b @ a)
+            state.update({key.replace(".base_layer.", "."): state.pop(key) for key in list(state) if key.startswith(f"{name}.base_layer.")})
+            state[f"{name}.weight"] = (state[f"{name}.weight"].float() + delta).to(state[f"{name}.weight"].dtype)
+    return state
 
 # ---- 4  Data --------------------------------------------------------------------------------------------------------
 HUMAN, ASSISTANT = "\n\nHuman: ", "\n\nAssistant:"
@@ -660,9 +729,9 @@ def begin(args, title, engine, stage, rows, held_out, batch_size, micro_steps, s
     output, (rank, ranks) = Path(args.output_dir), world()
     if rank == 0:
         output.mkdir(parents=True, exist_ok=True)
-        for name in () if args.resume else ("config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "checkpoints", "ema", "critic"):
+        for name in () if args.resume else ("config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "checkpoints", "ema", "critic", "adapter_config.json"):
             shutil.rmtree(output / name) if (output / name).is_dir() else (output / name).unlink(missing_ok=True)
-        for stale in () if args.resume else output.glob("model*.safetensors*"):
+        for stale in () if args.resume else output.glob("*model*.safetensors*"):
             stale.unlink()
         versions = {m.__name__: m.__version__ for m in (torch, deepspeed, transformers, datasets, np)}
         record = {**vars(args), "world_size": ranks, "device": str(device()), "versions": versions,

@@ -117,7 +117,9 @@ def get_args(argv=None):
     arg("allow_unstable", type=int, default=0, help="1: lift the constraints on batch sizes, epochs and rollout batches")
     arg("actor_zero_stage", type=int, choices=[0, 1, 2, 3], help="ZeRO stage of actor and reference; None: --zero_stage")
     arg("critic_zero_stage", type=int, choices=[0, 1, 2, 3], help="ZeRO stage of critic and reward model; None: --zero_stage")
-    common.add_common_arguments(parser, own_forms=("model_name_or_path", "learning_rate", "weight_decay", "dropout",
+    arg("actor_lora_dim", type=int, default=0, help="LoRA's rank, see lora_alpha below; the reference is then the actor without. 0: off")
+    arg("critic_lora_dim", type=int, default=0, help="LoRA's rank; the value head trains in full all the same. 0: off")
+    common.add_common_arguments(parser, own_forms=("model_name_or_path", "learning_rate", "weight_decay", "dropout", "lora_dim",
                                                    "max_seq_len", "per_device_train_batch_size"))
     args = common.parse(parser, PRESETS, argv)
     for role in ("actor", "critic"):
@@ -413,6 +415,16 @@ def frozen_engine(model, args, stage, batch_size):
     engine.eval()
     return engine
 
+@contextlib.contextmanager
+def adapters_off(model):
+    """LoRA trains its adapters only: without them the actor is the model that it began as, the reference."""
+    adapted = [layer for layer in model.modules() if hasattr(layer, "lora_A")]
+    for layer in adapted:
+        layer.enable_adapters(False)
+    yield
+    for layer in adapted:
+        layer.enable_adapters(True)
+
 def actor_pass(args, actor, batch, with_entropy):
     """The one function that gives the actor's log-probs, stored or trained.   -> log-probs, entropy: (B, R), (B, R) or None"""
     ids, real = batch["ids"], batch["response_mask"]
@@ -437,7 +449,8 @@ def score(args, batch, actor, reference, critic, reward_model, once=()):
     with torch.set_grad_enabled(actor in once):
         batch["logprobs"], batch["entropy"] = actor_pass(args, actor, batch, with_entropy=True)
     batch["old_logprobs"] = batch["logprobs"].detach()
-    batch["ref_logprobs"] = common.last_logprobs(reference, ids, mask, count, args.temperature) * batch["response_mask"]
+    with adapters_off(reference):
+        batch["ref_logprobs"] = common.last_logprobs(reference, ids, mask, count, args.temperature) * batch["response_mask"]
     if critic is not None:
         with torch.set_grad_enabled(critic in once):
             batch["new_values"] = critic_pass(critic, batch)
@@ -519,13 +532,14 @@ def gather_shards(parameter, shard):
 
 def ema_start(model):
     """-> {name: this rank's fp32 shard of each weight}. bf16 would lose it: (1 - 0.992) of a step is below half an ulp."""
-    return {name: local_shard(p).float().clone() for name, p in model.named_parameters()}
+    return {name: local_shard(p).float().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 def ema_update(ema, model, decay):
     """ema += (1 - decay) * (weights - ema), shard by shard. ZeRO-3's full weights would be thrown away unless gathered
     with a modifier_rank, which made this step a silent no-op elsewhere; the shards are what the optimizer really moves."""
     for name, p in model.named_parameters():
-        ema[name].lerp_(local_shard(p).float(), 1 - decay)
+        if p.requires_grad:
+            ema[name].lerp_(local_shard(p).float(), 1 - decay)
 
 # ---- Evaluation: the same held-out prompts, with the same random numbers, each time ---------------------------------
 def evaluate(args, actor, reference, reward_model, functions, tokenizer, held_out, step):
@@ -684,18 +698,20 @@ def main():
     # 2 models --------------------------------------------------------------------------------------------------------
     actor_path, critic_path, reward_path = args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path
     actor_micro_steps = accumulation * (2 if unsup else 1)          # PTX adds as many micro-batches of text
-    actor = common.load_model(actor_path, args, args.actor_zero_stage, args.actor_dropout)
+    actor = common.load_model(actor_path, args, args.actor_zero_stage, args.actor_dropout, lora_dim=args.actor_lora_dim)
     actor_steps = max(steps - args.critic_warmup_steps, 1) * optimizer_steps
     actor = common.train_engine(actor, args, args.actor_zero_stage, micro_batch, actor_micro_steps, actor_steps,
                                 args.actor_learning_rate, args.actor_weight_decay)
     critic = None
     if args.advantage == "gae":
-        critic = common.load_model(critic_path, args, args.critic_zero_stage, args.critic_dropout, tokenizer, "score")
+        critic = common.load_model(critic_path, args, args.critic_zero_stage, args.critic_dropout, tokenizer, "score", args.critic_lora_dim)
         critic = common.train_engine(critic, args, args.critic_zero_stage, micro_batch, accumulation, steps * optimizer_steps,
                                      args.critic_learning_rate, args.critic_weight_decay, main=False)
     engines = {"actor": actor, **({"critic": critic} if critic else {})}
-    reference = common.load_model(actor_path, args, args.actor_zero_stage)
-    reference = frozen_engine(reference, args, args.actor_zero_stage, micro_batch)
+    reference = actor                                               # without its adapters, if it has any
+    if not args.actor_lora_dim:
+        reference = common.load_model(actor_path, args, args.actor_zero_stage)
+        reference = frozen_engine(reference, args, args.actor_zero_stage, micro_batch)
     reward_model = None
     if not args.reward_fn:
         reward_model = common.load_model(reward_path, args, args.critic_zero_stage, None, tokenizer, "score")
@@ -818,7 +834,7 @@ def main():
 
     # 8 save ----------------------------------------------------------------------------------------------------------
     if args.enable_ema:
-        common.save_model(actor, tokenizer, Path(args.output_dir) / "ema", lambda name, p: gather_shards(p, state["ema"][name]))
+        common.save_model(actor, tokenizer, Path(args.output_dir) / "ema", lambda name, p: gather_shards(p, state["ema"][name]) if p.requires_grad else common.whole(name, p))
     if critic:
         common.save_model(critic, tokenizer, Path(args.output_dir) / "critic")
     common.save_model(actor, tokenizer, args.output_dir)

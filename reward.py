@@ -121,7 +121,7 @@ def main():
         return collate(rows, tokenizer.pad_token_id)
 
     # 2 model ---------------------------------------------------------------------------------------------------------
-    model = common.load_model(args.model_name_or_path, args, args.zero_stage, args.dropout, tokenizer, args.value_head_prefix)
+    model = common.load_model(args.model_name_or_path, args, args.zero_stage, args.dropout, tokenizer, args.value_head_prefix, args.lora_dim)
     engine = common.train_engine(model, args, args.zero_stage, micro_batch, micro_steps, steps, args.learning_rate, args.weight_decay)
     common.begin(args, "step 2: reward model", engine, args.zero_stage, train, held_out, micro_batch, micro_steps, steps)
 
