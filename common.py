@@ -26,8 +26,11 @@ import torch.nn as nn
 import transformers
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.module_inject.layers import LinearAllreduce
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from safetensors.torch import save_file
 from torchdata.stateful_dataloader import StatefulDataLoader
+from packaging import version
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
@@ -93,6 +96,7 @@ def add_common_arguments(parser, own_forms=()):
     arg = flags(parser, "flags that change only speed, memory, and what is written", own_forms)
     arg("per_device_eval_batch_size", type=int, help="rows of one forward of the evaluation")
     arg("zero_stage", type=int, choices=[0, 1, 2, 3], help="ZeRO: 1 shards optimizer states, 2 gradients too, 3 weights too")
+    arg("tensor_parallel_size", type=int, default=1, help="ranks that share each layer of a model in training (AutoTP), bf16 only")
     arg("offload", action="store_true", help="weights (stage 3) wait in CPU memory between uses")
     arg("adam_offload", action="store_true", help="optimizer states live, and are stepped, on the CPU (DeepSpeedCPUAdam)")
     arg("dtype", choices=["bf16", "fp16", "fp32"], help="of weights and activations; optimizers keep fp32 master weights")
@@ -138,6 +142,15 @@ def parse(parser, presets, argv=None):
         fail("--offload moves sharded weights and needs --zero_stage 3; --adam_offload, sharded optimizer states: 1, 2 or 3.")
     if any(value for name, value in vars(args).items() if name.endswith("lora_dim")) and not importlib.util.find_spec("peft"):
         fail("--lora_dim needs the package peft.\n  pip install peft, or leave it out.")
+    size, ranks, has = args.tensor_parallel_size, int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))), deepspeed.__version__
+    for broken, rule in ((args.dtype != "bf16", f"works in bf16 only, and --dtype is {args.dtype}"),
+                         (ranks % size, f"must divide the number of ranks, {ranks}"),
+                         (version.parse(has) < version.parse("0.16.4"), f"needs DeepSpeed 0.16.4 or newer, and {has} is installed"),
+                         (3 in stages and version.parse(has) < version.parse("0.19"), f"and --zero_stage 3 need DeepSpeed 0.19, and {has} is installed; "
+                                                                                      "upgrade, or take --zero_stage 2"),
+                         (any(v for k, v in vars(args).items() if k.endswith("lora_dim")), "and LoRA do not go together")):
+        if size > 1 and broken:
+            fail(f"--tensor_parallel_size {size} {rule}.\n  Leave it out, or mend that.")
     ds_config(args, 0, 1)  # refuses a wrong --ds_config now, not after the model is loaded
     return args
 
@@ -145,6 +158,13 @@ def parse(parser, presets, argv=None):
 def world():
     """-> (rank, number of ranks); (0, 1) before `start`."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+def data_world():
+    """-> (number, count) of this rank's share of the data. The ranks that share a model's layers train on the same rows."""
+    rank, ranks = world()
+    return rank // world.tensor_parallel, ranks // world.tensor_parallel
+
+world.tensor_parallel = 1  # `start` sets it from --tensor_parallel_size
 
 def device():
     """This rank's device, through DeepSpeed's accelerator abstraction: cuda:0, cpu, xpu:1, ..."""
@@ -181,6 +201,9 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True):
         config[args.dtype] = {"enabled": True}
     if args.dtype == "bf16" and train and stage:  # micro-batches' gradients are summed in fp32: bf16 would drop the small ones
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if args.tensor_parallel_size > 1:
+        split_head = {"vocab_parallel_lm_head": False} if "vocab_parallel_lm_head" in TPTrainingConfig.model_fields else {}  # 0.19's
+        config["tensor_parallel"] = {"autotp_size": args.tensor_parallel_size, **split_head}  # logits stay whole on every rank
     if train:
         config["gradient_clipping"] = args.max_grad_norm
     for monitor in {"tensorboard", "csv_monitor", "wandb"} & set(config):  # one a run, in its folder
@@ -191,6 +214,8 @@ def train_engine(model, args, stage, batch_size, micro_steps, steps, learning_ra
     """-> the DeepSpeed engine that trains `model` for `steps` optimizer steps; its step() also moves the schedule."""
     if args.gradient_checkpointing:
         inner(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if args.tensor_parallel_size > 1 and version.parse(deepspeed.__version__) < version.parse("0.19"):  # later initialize does it
+        deepspeed.tp_model_init(inner(model), tp_size=args.tensor_parallel_size, dtype=DTYPES[args.dtype])
     matrix = {p: len(getattr(p, "ds_shape", p.shape)) > 1 for p in model.parameters() if p.requires_grad}  # a shard is 1-d, ds_shape its real shape
     groups = [{"params": [p for p in matrix if matrix[p] == decays], "weight_decay": weight_decay * decays} for decays in (True, False)]
     groups, options = [g for g in groups if g["params"]], dict(lr=learning_rate, betas=tuple(args.adam_betas))
@@ -216,14 +241,14 @@ def loss_scale(token_count, micro_steps):
     token_count: tokens that count, over all ranks and micro-batches. DeepSpeed divides every loss by the accumulation
     steps and averages gradients over the ranks: both are undone here, and nowhere else.
     """
-    return world()[1] * micro_steps / max(token_count, 1)
+    return data_world()[1] * micro_steps / max(token_count, 1)
 
 def all_sum(*values):
-    """-> float64 tensor on the CPU: each value (number or 0-d tensor) summed over all ranks."""
+    """-> float64 tensor on the CPU: each value (number or 0-d tensor) summed over all ranks, shares of the data once each."""
     total = torch.tensor([float(v) for v in values], dtype=torch.float64, device=device())
     if world()[1] > 1:
         dist.all_reduce(total)
-    return total.cpu()
+    return total.cpu() / world.tensor_parallel
 
 # ---- 3  Models ------------------------------------------------------------------------------------------------------
 class ValueModel(nn.Module):
@@ -234,7 +259,7 @@ class ValueModel(nn.Module):
     """
     def __init__(self, model, head_name):
         super().__init__()
-        self.model, self.head_name = model, head_name
+        self.model, self.head_name, self.config = model, head_name, model.config
 
     def forward(self, ids, mask):
         """ids, mask: (B, T) -> values: (B, T), fp32."""
@@ -282,6 +307,11 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
     Adapters in `path` are added to its base's weights; lora_dim > 0 then puts new ones beside them, and those train.
     """
     config, kind, options = AutoConfig.from_pretrained(path), AutoModelForCausalLM, {"dtype": DTYPES[args.dtype]}
+    text, size = config.get_text_config(), args.tensor_parallel_size
+    heads = [getattr(text, name, None) or size for name in ("num_attention_heads", "num_key_value_heads")]
+    if size > 1 and (not text.base_model_tp_plan or any(count % size for count in heads)):
+        fail(f"--tensor_parallel_size {size} does not work for {path}.\n  It must divide the model's attention heads and key-value heads "
+             f"({', '.join(map(str, heads))}), and transformers must know how to split a {config.model_type} model.")
     own = {k: v for k, v in vars(config).items() if "drop" in k and k != "layerdrop" and isinstance(v, (int, float))}
     if dropout is not None:
         config.update({key: float(dropout) for key in own})
@@ -298,7 +328,8 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
     torch.manual_seed(args.seed)
     zero3 = None
     if not Path(path).is_dir() or [f for f in Path(path).iterdir() if f.suffix in (".safetensors", ".bin")]:
-        zero3 = HfDeepSpeedConfig(ds_config(args, 3, 1)) if stage == 3 else None  # must be alive while the model loads
+        knobs = {k: v for k, v in ds_config(args, 3, 1).items() if k != "tensor_parallel"}  # transformers loads whole layers only
+        zero3 = HfDeepSpeedConfig(knobs) if stage == 3 else None  # must be alive while the model loads
         renamed = {"key_mapping": {rf"^{value_head}\.": "score."}} if value_head not in (None, "score") else {}
         model, info = kind.from_pretrained(path, config=config, output_loading_info=True, **options, **renamed)
         missing = info["missing_keys"]
@@ -412,7 +443,7 @@ def gathered(engine):
     free = get_accelerator().available_memory() / (world()[1] if device().type == "cpu" else 1)  # ranks share a CPU's memory
     if device().type == "cuda":  # what the allocator holds and does not use is free as well
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    fits = all_sum(need < 0.8 * free)[0] == world()[1]  # on every rank
+    fits = all_sum(need < 0.8 * free)[0] == data_world()[1]  # on every rank
     hooks = [(m, m._forward_pre_hooks, m._forward_hooks) for m in model.modules()] if sharded and fits else []
     try:
         with deepspeed.zero.GatheredParameters(sharded, enabled=bool(hooks)):
@@ -427,7 +458,15 @@ def gathered(engine):
 def whole(name, parameter):
     """-> a copy of a weight on rank 0's CPU (None on other ranks), gathered if ZeRO-3 has sharded it; all ranks call it."""
     with deepspeed.zero.GatheredParameters([parameter]):
-        return parameter.detach().cpu().clone() if world()[0] == 0 else None
+        tensor = join_tensor_parallel(parameter, parameter.detach())
+        return tensor.cpu().clone() if world()[0] == 0 else None
+
+def join_tensor_parallel(parameter, tensor):
+    """-> `tensor`, a rank's part of a tensor-parallel weight (or of its EMA), put together from the ranks that share the layer."""
+    gather, box = getattr(parameter, "gather_params", None), [tensor.clone()]
+    if gather and not (tensor.dim() == 1 and isinstance(gather.__self__, LinearAllreduce)):  # whose bias every rank has whole
+        gather(box)
+    return box[0]
 
 def save_model(engine, tokenizer, folder, whole=whole):
     """Write config, safetensors and tokenizer so that stock transformers loads `folder` offline. All ranks call it.
@@ -632,7 +671,7 @@ def epoch_batches(lengths, seed, epoch, batch_size, micro_steps, group_by_length
     out over ranks and micro-batches: results do not change with the number of GPUs. A short last step is filled with -1
     so that every rank makes the same number of forwards: nothing is ever dropped on one rank alone.
     """
-    (rank, ranks), rng = world(), np.random.default_rng([seed, epoch])
+    (rank, ranks), rng = data_world(), np.random.default_rng([seed, epoch])
     size, order = batch_size * micro_steps * ranks, rng.permutation(len(lengths))
     if group_by_length:  # sort within windows of 32 steps, then shuffle the steps: like lengths together, order random
         windows = [order[i:i + 32 * size] for i in range(0, len(order), 32 * size)]
@@ -648,12 +687,12 @@ def epoch_batches(lengths, seed, epoch, batch_size, micro_steps, group_by_length
 
 def count_steps(args, rows, batch_size, micro_steps):
     """-> optimizer steps of the run: --max_steps, or --num_train_epochs passes over `rows`."""
-    per_epoch = -(-len(rows) // (batch_size * micro_steps * world()[1]))
+    per_epoch = -(-len(rows) // (batch_size * micro_steps * data_world()[1]))
     return args.max_steps if args.max_steps > 0 else per_epoch * args.num_train_epochs
 
 def eval_loader(args, rows, collate):
     """Yield this rank's batches of `rows`, in order, filled up so that all ranks make as many forwards."""
-    (rank, ranks), size = world(), args.per_device_eval_batch_size
+    (rank, ranks), size = data_world(), args.per_device_eval_batch_size
     order = list(range(len(rows))) + [-1] * (-len(rows) % (size * ranks))
     for start in range(rank * size, len(order), size * ranks):
         yield from to_device([collate([Rows(rows)[i] for i in order[start:start + size]])])
@@ -705,6 +744,7 @@ def start(args):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
         deepspeed.init_distributed(verbose=False)
+    world.tensor_parallel = args.tensor_parallel_size
     transformers.set_seed(args.seed)  # python's, numpy's and torch's generators
 
 def finish(args, code=0):
@@ -740,9 +780,9 @@ def begin(args, title, engine, stage, rows, held_out, batch_size, micro_steps, s
     say(f"{title}   (preset {args.preset}, seed {args.seed}, output in {output})\n"
         f"  model    {count_parameters(inner(engine)) / 1e6:,.2f} M parameters, {args.dtype}, ZeRO stage {stage}, "
         f"{ranks} x {get_accelerator().device_name()}\n"
-        f"  batch    {batch_size} per device x {micro_steps} accumulation x {ranks} ranks = {batch_size * micro_steps * ranks} rows per step\n"
+        f"  batch    {batch_size} per device x {micro_steps} accumulation x {data_world()[1]} ranks = {batch_size * micro_steps * data_world()[1]} rows per step\n"
         f"  data     {len(rows):,} rows (this step's share, --data_split), {len(held_out):,} held out, {steps:,} steps")
-    torch.manual_seed(args.seed + rank)  # dropout differs between ranks
+    torch.manual_seed(args.seed + data_world()[0])  # dropout differs between ranks
     barrier()
 
 def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, collate):
@@ -754,7 +794,7 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda n, frame: INTERRUPTED.append(n))
     lengths = np.asarray(rows["length"])
-    per_epoch = -(-len(rows) // (batch_size * micro_steps * world()[1]))
+    per_epoch = -(-len(rows) // (batch_size * micro_steps * data_world()[1]))
     step, saved = load_checkpoint(args, engines) if args.resume else (0, {})
     state.update(saved.get("state", {}))
     with tqdm(total=steps, initial=step, unit="step", leave=False, disable=True if world()[0] else None) as bar:
@@ -777,7 +817,7 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
                     finish(args, code=1)
 
 def count_parameters(model):
-    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    return sum(getattr(p, "ds_numel", p.numel()) * (world.tensor_parallel if hasattr(p, "gather_params") else 1) for p in model.parameters())
 
 def train_flops(engine, tokens, length, checkpointing):
     """FLOPs of forward + backward on `tokens` tokens in rows of `length`: 3 x the forward, 4 x with checkpointing.

@@ -515,7 +515,7 @@ def local_shard(parameter):
     """-> this rank's equal share (padded, 1-d) of a weight: ZeRO-3's own partition, else a slice of the whole weight."""
     if hasattr(parameter, "ds_tensor"):
         return parameter.ds_tensor
-    rank, ranks = common.world()
+    rank, ranks = common.data_world()
     flat = parameter.detach().flatten()
     share = -(-len(flat) // ranks)
     return nn.functional.pad(flat, (0, share * ranks - len(flat)))[rank * share:(rank + 1) * share]
@@ -526,9 +526,12 @@ def gather_shards(parameter, shard):
     if common.world()[1] > 1:
         shards = [torch.empty_like(shards[0]) for _ in range(common.world()[1])]
         torch.distributed.all_gather(shards, shard.to(common.device()).contiguous())
-    shape = getattr(parameter, "ds_shape", parameter.shape)
-    if common.world()[0] == 0:
-        return torch.cat(shards).cpu()[:shape.numel()].view(shape).to(parameter.dtype)
+    (rank, ranks), shape = common.world(), getattr(parameter, "ds_shape", parameter.shape)
+    parts = dist.get_world_size(parameter.ds_process_group) if hasattr(parameter, "ds_tensor") else common.data_world()[1]
+    split = ranks // parts  # ranks that hold different parts of a layer (with ZeRO-3 some layers are split over all ranks)
+    part = torch.cat(shards[rank % split::split])[:shape.numel()].view(shape).to(parameter.dtype)
+    tensor = common.join_tensor_parallel(parameter, part)
+    return tensor.cpu() if rank == 0 else None
 
 def ema_start(model):
     """-> {name: this rank's fp32 shard of each weight}. bf16 would lose it: (1 - 0.992) of a step is below half an ulp."""
@@ -544,7 +547,7 @@ def ema_update(ema, model, decay):
 # ---- Evaluation: the same held-out prompts, with the same random numbers, each time ---------------------------------
 def evaluate(args, actor, reference, reward_model, functions, tokenizer, held_out, step):
     """Answer held-out prompts, score them, append them to samples.jsonl -> means over all ranks."""
-    rank, ranks = common.world()
+    rank, ranks = common.data_world()
     order = list(range(len(held_out))) + [-1] * (-len(held_out) % ranks)
     rows = [common.Rows(held_out)[i] for i in order[rank::ranks]]
     size = args.per_device_eval_batch_size
@@ -561,9 +564,9 @@ def evaluate(args, actor, reference, reward_model, functions, tokenizer, held_ou
             for s, value in zip(part, values.tolist()):
                 s[name] = value
     actor.train()
-    gathered = [None] * ranks
+    gathered = [None] * common.world()[1]
     torch.distributed.all_gather_object(gathered, [s for s in sequences if s["real"]])
-    answers = sorted((s for part in gathered for s in part), key=lambda s: s["row"])
+    answers = sorted((s for part in gathered[::common.world.tensor_parallel] for s in part), key=lambda s: s["row"])
     names = ["reward", "gold", "kl"] if functions["gold"] else ["reward", "kl"]
     common.append(args, "samples.jsonl", [{"step": step, "prompt": s["prompt"], "response": s["text"], "response_length": len(s["answer_ids"]),
                                  **{k: s[k] for k in names}} for s in answers])
@@ -625,7 +628,7 @@ def read_text(args, tokenizer):
 
 def text_batches(unsup, count, micro_batch, seed, pad_id):
     """PTX: this rank's share of the text for one optimizer step -> list of `count` dicts of ids, mask: (B, T)."""
-    rank, ranks = common.world()
+    rank, ranks = common.data_world()
     rows = np.random.default_rng(seed).choice(len(unsup), (count, ranks, micro_batch))[:, rank]
     made = [common.pad_left([unsup[i] for i in part], pad_id) for part in rows]
     return list(common.to_device({"ids": ids, "mask": mask} for ids, mask in made))
