@@ -36,6 +36,8 @@ import deepspeed.comm as dist
 import numpy as np
 import torch
 import torch.nn as nn
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from packaging import version
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 import common
@@ -117,6 +119,7 @@ def get_args(argv=None):
     arg("allow_unstable", type=int, default=0, help="1: lift the constraints on batch sizes, epochs and rollout batches")
     arg("actor_zero_stage", type=int, choices=[0, 1, 2, 3], help="ZeRO stage of actor and reference; None: --zero_stage")
     arg("critic_zero_stage", type=int, choices=[0, 1, 2, 3], help="ZeRO stage of critic and reward model; None: --zero_stage")
+    arg("offload_states", action="store_true", help="optimizer states, master weights and gradients wait on the CPU while answers are written")
     arg("actor_lora_dim", type=int, default=0, help="LoRA's rank, see lora_alpha below; the reference is then the actor without. 0: off")
     arg("critic_lora_dim", type=int, default=0, help="LoRA's rank; the value head trains in full all the same. 0: off")
     common.add_common_arguments(parser, own_forms=("model_name_or_path", "learning_rate", "weight_decay", "dropout", "lora_dim",
@@ -133,6 +136,7 @@ def get_args(argv=None):
     args.kl_estimator = args.kl_estimator or ("k3" if args.kl_in == "loss" else "k1")
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
     check_constraints(args)
+    check_offload_states(args)
     return args
 
 def check_constraints(args):
@@ -170,6 +174,17 @@ def check_constraints(args):
         if getattr(args, name) != 1:
             common.fail(f"--{name} {getattr(args, name)} must be 1: DeepSpeed-Chat reports divergence otherwise.\n"
                         "  Use --gradient_accumulation_steps for a larger batch, or lift this with --allow_unstable 1.")
+
+def check_offload_states(args):
+    """DeepSpeed has state offload in its ZeRO optimizers of stages 1 to 3, and not in the one of stage 1 in bf16."""
+    stages, has = {args.actor_zero_stage, args.critic_zero_stage}, deepspeed.__version__
+    if not args.offload_states or args.adam_offload:
+        return
+    if version.parse(has) <= version.parse("0.17.5") and stages != {3}:
+        common.fail(f"--offload_states needs --zero_stage 3 with DeepSpeed {has}.\n  Upgrade to 0.18.5 or newer, or use --zero_stage 3.")
+    if 0 in stages or (1 in stages and args.dtype == "bf16") or args.offload:
+        common.fail(f"--offload_states does not go with {'--offload' if args.offload else f'--zero_stage {min(stages)} in {args.dtype}'}: "
+                    "DeepSpeed cannot move these states.\n  Use --zero_stage 2 or 3, without --offload.")
 
 # ---- Maths: pure functions.  Shapes: B sequences, R response tokens; mask (B, R) is 1 on real response tokens -------
 def kl_estimate(logprobs, ref_logprobs, estimator):
@@ -481,6 +496,16 @@ def advantages_of(args, micro_batches, kl_coef, statistics):
     for batch, before, after in zip(micro_batches, raw, whitened(raw, masks) if args.whiten else raw):
         batch["raw_advantages"], batch["advantages"] = before, after
 
+def park(args, *engines):
+    """--offload_states: what only the optimizer needs waits on the CPU. With --adam_offload it lives there anyway."""
+    for engine in engines if args.offload_states and not args.adam_offload else ():
+        engine.offload_states(include=[state for state in OffloadStateTypeEnum if state != OffloadStateTypeEnum.lp_params])
+
+def unpark(args, *engines):
+    """... and comes back to train."""
+    for engine in engines if args.offload_states and not args.adam_offload else ():
+        engine.reload_states()
+
 def load_function(spec, flag):
     """'FILE:FUNCTION' -> the function. This runs the user's own code."""
     file, _, name = spec.rpartition(":")
@@ -735,7 +760,10 @@ def main():
     common.begin(args, "step 3: PPO", actor, args.actor_zero_stage, train, held_out, prompt_batch, rollout_batches, steps)
 
     def evaluate_at(step):
-        return evaluate(args, actor, reference, reward_model, functions, tokenizer, held_out, step)
+        park(args, *engines.values())
+        means = evaluate(args, actor, reference, reward_model, functions, tokenizer, held_out, step)
+        unpark(args, *engines.values())
+        return means
 
     first = None
     if not args.resume:
@@ -744,6 +772,7 @@ def main():
             args, engines, state, train, prompt_batch, rollout_batches, steps, lambda rows: {"rows": rows}):
         # 3 rollout ---------------------------------------------------------------------------------------------------
         started = time.time()
+        park(args, *engines.values())
         asked = [{**row, "sample": i} for batch in prompts for row in batch["rows"] for i in range(args.samples_per_prompt)]
         sequences = roll_out(args, actor, tokenizer, asked, step, generation)
         generated = time.time()
@@ -762,6 +791,7 @@ def main():
             batch.update({k: v.to(common.device()) for k, v in answer_scores(functions, part, batch).items()})
         for engine in engines.values():
             engine.train()
+        unpark(args, *engines.values())
         stored = [k for k in ("old_logprobs", "ref_logprobs", "entropy", "reward", "values") if k in micro_batches[0]]
         totals = common.all_sum(*(sum(b[k].sum() for b in micro_batches) for k in stored)).tolist()
         common.check_finite(args, {"step": step, **dict(zip(stored, totals))}, sequences)
