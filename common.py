@@ -100,6 +100,7 @@ def add_common_arguments(parser, own_forms=()):
     arg("offload", action="store_true", help="weights (stage 3) wait in CPU memory between uses")
     arg("adam_offload", action="store_true", help="optimizer states live, and are stepped, on the CPU (DeepSpeedCPUAdam)")
     arg("dtype", choices=["bf16", "fp16", "fp32"], help="of weights and activations; optimizers keep fp32 master weights")
+    arg("deepcompile", action="store_true", help="compile forward and backward of the models that train (DeepCompile); GPUs only")
     arg("gradient_checkpointing", action="store_true", help="recompute activations in backward: less memory, 4/3 the work")
     arg("merge_lora", action="store_true", help="save a plain model, LoRA added to its weights, not peft's adapters")
     arg("eval_steps", type=int, default=0, help="evaluate every so many steps; 0: at the start and after each epoch")
@@ -137,6 +138,8 @@ def parse(parser, presets, argv=None):
             fail(f"--{name} takes {count} numbers joined by commas, none negative, not all 0.")
     if get_accelerator().device_name() == "cpu" and args.dtype == "fp16":
         fail("--dtype fp16 needs a GPU: there are no half-precision kernels worth the name on a CPU.\n  Use bf16 or fp32.")
+    if get_accelerator().device_name() == "cpu" and args.deepcompile:
+        fail("--deepcompile needs a GPU: DeepSpeed's compiler passes are written in CUDA.\n  Leave it out.")
     stages = [value for name, value in vars(args).items() if name.endswith("zero_stage")]
     if (args.offload and 3 not in stages) or (args.adam_offload and 0 in stages):
         fail("--offload moves sharded weights and needs --zero_stage 3; --adam_offload, sharded optimizer states: 1, 2 or 3.")
@@ -204,6 +207,8 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True):
     if args.tensor_parallel_size > 1:
         split_head = {"vocab_parallel_lm_head": False} if "vocab_parallel_lm_head" in TPTrainingConfig.model_fields else {}  # 0.19's
         config["tensor_parallel"] = {"autotp_size": args.tensor_parallel_size, **split_head}  # logits stay whole on every rank
+    if train and args.deepcompile:  # never for an engine that only does inference
+        config["compile"] = {"deepcompile": True}
     if train:
         config["gradient_clipping"] = args.max_grad_norm
     for monitor in {"tensorboard", "csv_monitor", "wandb"} & set(config):  # one a run, in its folder
@@ -230,6 +235,8 @@ def train_engine(model, args, stage, batch_size, micro_steps, steps, learning_ra
     schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, steps)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule,
                                   config=ds_config(args, stage, batch_size, micro_steps, main=main))[0]
+    if args.deepcompile:
+        engine.compile()
     if stage == 0 and args.dtype == "fp32":  # here alone DeepSpeed clips without keeping the norm, which we log
         engine.clip_fp32_gradients = lambda: setattr(engine, "_global_grad_norm", nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
     engine.train()  # from_pretrained hands models over in eval mode
