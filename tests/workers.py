@@ -56,6 +56,9 @@ DROPOUT = ["--model_name_or_path", "BASE/models/actor", "--dropout", 0.1]  # ran
 SAMPLES = ["--samples_per_prompt", 2, "--max_steps", 2]
 OPTIONS = ["--missing_eos_penalty", 1, "--normalize_reward", 1, "--entropy_coef", 0.01, "--critic_warmup_steps", 1, "--clip_high", 0.3,
            "--dual_clip", 3, "--kl_in", "loss", "--kl_estimator", "k2", "--reward_model_name_or_path", "BASE/models/measured"]
+LORA = ["--model_name_or_path", "BASE/models/actor"]
+PPO_LORA = ["--actor_model_name_or_path", "BASE/runs/sft_lora3", "--critic_model_name_or_path", "BASE/runs/reward_lora3",
+            "--actor_lora_dim", 4, "--critic_lora_dim", 2, "--enable_ema", 1]
 TWO_RANKS = {f"{script}_zero{stage}": run(script, zero=stage) for script in ("sft", "reward", "ppo") for stage in (0, 1, 2, 3)}
 TWO_RANKS |= {
     "sft_1x4": run("sft", rows=1, accumulation=4),
@@ -85,6 +88,23 @@ TWO_RANKS |= {
                       "--critic_learning_rate", 1e-2, "--num_eval_prompts", 9, zero=2, rows=16, accumulation=1),
     "sft_offload": run("sft", "--offload", "--adam_offload", zero=3),
     "sft_adam_offload": run("sft", "--adam_offload", zero=2),
+    # LoRA: on all stages; what one step saves, adapters or a merged model, the next one takes
+    **{f"sft_lora{stage}": run("sft", *LORA, "--lora_dim", 4, *["--gradient_checkpointing"] * (stage in (1, 3)), zero=stage) for stage in (0, 1, 2, 3)},
+    "sft_lora_merged": run("sft", *LORA, "--lora_dim", 4, "--merge_lora", zero=3),
+    "sft_lora_bf16": run("sft", *LORA, "--lora_dim", 4, "--dtype", "bf16", "--offload", "--adam_offload", zero=3),
+    "sft_lora_checkpoints": run("sft", *LORA, "--lora_dim", 4, "--save_steps", 3, "--keep_checkpoints", 9, zero=3),
+    "sft_lora_resumed": run("sft", *LORA, "--lora_dim", 4, "--resume", zero=3, before=("sft_lora_checkpoints", 3)),
+    **{f"reward_lora{stage}": run("reward", "--model_name_or_path", "BASE/runs/sft_lora3", "--lora_dim", 4, zero=stage) for stage in (1, 3)},
+    "reward_lora_merged": run("reward", "--model_name_or_path", "BASE/runs/sft_lora_merged", "--lora_dim", 4, "--merge_lora", zero=2),
+    **{f"ppo_lora{stage}": run("ppo", *PPO_LORA, zero=stage) for stage in (0, 2, 3)},
+    "ppo_lora_merged": run("ppo", "--actor_model_name_or_path", "BASE/runs/sft_lora_merged", "--critic_model_name_or_path",
+                           "BASE/runs/reward_lora_merged", "--actor_lora_dim", 4, "--merge_lora", zero=3),
+    # states that leave the device between the phases
+    **{f"ppo_offload_states{stage}": run("ppo", "--offload_states", zero=stage) for stage in (1, 2, 3)},
+    **{f"ppo_bf16_offload_states{stage}": run("ppo", "--offload_states", "--dtype", "bf16", zero=stage) for stage in (2, 3)},
+    "ppo_bf16_zero3": run("ppo", "--dtype", "bf16", zero=3),
+    "ppo_lora_checkpoints": run("ppo", *PPO_LORA, "--save_steps", 2, "--keep_checkpoints", 9, zero=3),
+    "ppo_lora_resumed": run("ppo", *PPO_LORA, "--resume", zero=3, before=("ppo_lora_checkpoints", 2)),
 }
 ONE_RANK = {f"sft_one_rank_{rows}x{8 // rows}": run("sft", zero=2, rows=rows, accumulation=8 // rows) for rows in (8, 4, 2, 1)}
 ONE_RANK |= {
@@ -96,7 +116,11 @@ ONE_RANK |= {
     "ppo_one_rank_options": run("ppo", *OPTIONS, zero=0, rows=2, accumulation=4),
     "ppo_one_rank_ptx": run("ppo", "--unsup_data_path", "BASE/text.jsonl", "--unsup_coef", 2, zero=2, rows=8, accumulation=1),
 }
-RUNS = {1: ONE_RANK, 2: TWO_RANKS}
+BF16 = {"sft": ["--dtype", "bf16", "--model_name_or_path", "BASE/models/actor"], "reward": ["--dtype", "bf16"], "ppo": ["--dtype", "bf16"]}
+TENSOR_PARALLEL = {f"{script}_tp{stage}": run(script, *BF16[script], "--tensor_parallel_size", 2, zero=stage, rows=4)
+                   for script in BF16 for stage in (1, 2, 3)}  # DeepSpeed's groups of ranks are global: a launch of their own
+TWO_RANKS |= {f"{script}_dp{stage}": run(script, *BF16[script], zero=stage) for script in ("sft", "reward") for stage in (1, 2, 3)}
+RUNS = {1: ONE_RANK, 2: TWO_RANKS, "tensor parallel": TENSOR_PARALLEL}
 
 
 def prepare(base):
@@ -167,11 +191,11 @@ def start_command(command, base):
 
 @functools.cache
 def launch(ranks):
-    """All runs and checks of `ranks` ranks -> (folder, the launch's output). Once a session."""
+    """All runs and checks of `ranks` ranks (or "tensor parallel": two) -> (folder, the launch's output). Once a session."""
     base = shared_folder()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", ranks, "--rdzv_backend", "c10d",
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", {1: 1}.get(ranks, 2), "--rdzv_backend", "c10d",
                 "--rdzv_endpoint", "localhost:0"]
-    return base, start_command([*torchrun, __file__, base], base)[1]
+    return base, start_command([*torchrun, __file__, base, *[ranks] * isinstance(ranks, str)], base)[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,6 +408,8 @@ def main():
     jobs = {name: functools.partial(make_run, base, name, **options) for name, options in RUNS[ranks].items()}
     if ranks == 2:
         jobs |= {name: functools.partial(check, base) for name, check in CHECKS.items()}
+    if "tensor parallel" in only:
+        jobs, only = {name: functools.partial(make_run, base, name, **options) for name, options in RUNS["tensor parallel"].items()}, []
     for name, job in jobs.items():
         if only and name not in only:
             continue

@@ -1,0 +1,198 @@
+"""The rest of DeepSpeed's environment: LoRA, tensor parallelism, states that leave the device, and what is refused.
+
+None of these may change what is learned, apart from rounding. Each is run on the tiny models of workers.py, two ranks,
+and laid beside a run without it, or beside the same run laid out in another way.
+"""
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import common
+import ppo
+import sft
+from tests import workers
+from tests.test_6_deepspeed import CURVES, assert_same_curves, config, curve, facts, run_of, weights, without_clocks
+
+peft = pytest.importorskip("peft")
+
+
+def logits(path, head=None):
+    """-> what the model in `path`, loaded as the next step would load it, says on ten tokens."""
+    args = sft.get_args(["--preset", "toy", "--dtype", "fp32"])
+    model = common.inner(common.load_model(str(path), args, 0, None, common.load_tokenizer(str(path)), head)).eval()
+    with torch.no_grad():
+        return model(torch.arange(5, 15)[None]).logits
+
+
+def stock(model):
+    with torch.no_grad():
+        return model.eval()(torch.arange(5, 15)[None]).logits
+
+
+def refused(capsys, *flags, script=sft):
+    """-> the message with which a script's arguments are refused, exit code 2."""
+    with pytest.raises(SystemExit) as stop:
+        script.get_args(["--preset", "toy", *flags])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LoRA: frozen weights, and beside each a product of two thin matrices that trains
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("script, stages", [("sft", (0, 1, 2, 3)), ("reward", (1, 3)), ("ppo", (0, 2, 3))])
+def test_lora_trains_alike_under_every_stage(script, stages):
+    """Adapters are sharded like any weight, with gradient checkpointing (stages 1 and 3 of sft) or without."""
+    assert_same_curves([f"{script}_lora{stage}" for stage in stages], CURVES[script])
+    losses = [loss for _, loss in curve(f"{script}_lora{stages[0]}", {"ppo": "critic_loss"}.get(script, "loss"))]
+    assert len(set(losses)) == len(losses), "something is learned"
+
+
+def test_adapters_are_small_and_in_pefts_format():
+    """What is saved: A (4 x in) and B (out x 4) of every linear layer but the output, under peft's names, and nothing
+    else. Stock peft loads it on the base named in adapter_config.json and says what our loader says."""
+    folder, base = run_of("sft_lora3"), workers.shared_folder() / "models/actor"
+    adapters = load_file(folder / "adapter_model.safetensors")
+    assert not (folder / "model.safetensors").exists()
+    assert {k.split(".")[-2] for k in adapters} == {"lora_A", "lora_B"} and len(adapters) == 2 * 7 * 2  # layers x matrices x (A, B)
+    assert adapters["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"].shape == (4, 32)
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base.resolve())
+    loaded = stock(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder))
+    torch.testing.assert_close(logits(folder), loaded, rtol=0, atol=1e-4)
+    assert (loaded - logits(base)).abs().max() > 0.1, "the adapters did learn"
+
+
+@pytest.mark.parametrize("adapters, merged, kind, head", [
+    ("sft_lora3", "sft_lora_merged", AutoModelForCausalLM, None), ("reward_lora3", "reward_lora_merged", AutoModelForSequenceClassification, "score")])
+def test_a_merged_model_is_a_plain_model(adapters, merged, kind, head):
+    """W + B A * alpha / dim: --merge_lora saves a model without a trace of peft, which stock transformers loads. The next
+    step takes either form, and both say the same; the reward model was even trained on top of either."""
+    torch.testing.assert_close(logits(run_of(adapters), head), logits(run_of(merged), head), rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits(run_of(merged), head), stock(kind.from_pretrained(run_of(merged))), rtol=0, atol=1e-5)
+    assert not any("lora" in key for key in weights(run_of(merged))) and not (run_of(merged) / "adapter_config.json").exists()
+
+
+def test_the_value_head_trains_in_full():
+    """The head is new in step 2: left frozen, or wrapped in an adapter, the reward model could not learn its scale. It is
+    saved beside the adapters under the name that stock peft looks for, and a critic goes on from it."""
+    key = "base_model.model.score.weight"
+    adapters = load_file(run_of("reward_lora3") / "adapter_model.safetensors")
+    assert [k for k in adapters if "score" in k] == [key]
+    args = sft.get_args(["--preset", "toy", "--dtype", "fp32"])
+    tokenizer = common.load_tokenizer(workers.TOKENIZER)
+    new = common.load_model(str(run_of("sft_lora3")), args, 0, None, tokenizer, "score", lora_dim=4)
+    trains = {name for name, p in new.named_parameters() if p.requires_grad}
+    assert "model.score.weight" in trains and all("lora_" in name for name in trains - {"model.score.weight"})
+    assert (adapters[key] - new.model.score.weight).abs().max() > 1e-3
+    critic = load_file(run_of("ppo_lora3") / "critic/adapter_model.safetensors")
+    assert (critic[key] - adapters[key]).abs().max() > 1e-4
+
+
+def test_without_its_adapters_the_actor_is_the_reference():
+    """B starts at 0, so before the first update actor and reference are one: KL is 0 to the bit. After it, it is not; and
+    old and new policy still agree before each update, though the adapters were off in between."""
+    for stage in (0, 2, 3):
+        kl = [value for _, value in curve(f"ppo_lora{stage}", "kl_k3")]
+        assert kl[0] == 0 and min(kl[1:]) > 1e-5
+        assert all(value == pytest.approx(1, abs=1e-6) for _, value in curve(f"ppo_lora{stage}", "ratio_max"))
+    plain = logits(workers.shared_folder() / "runs/sft_lora3")
+    actor, ema = logits(run_of("ppo_lora3")), logits(run_of("ppo_lora3") / "ema")
+    assert 0 < (ema - plain).abs().max() < 0.2 * (actor - plain).abs().max(), "the average of adapters lags behind them"
+
+
+@pytest.mark.parametrize("whole, resumed", [("sft_lora3", "sft_lora_resumed"), ("ppo_lora3", "ppo_lora_resumed")])
+def test_a_resumed_lora_run_equals_an_uninterrupted_one(whole, resumed):
+    assert without_clocks(resumed) == without_clocks(whole)
+    found, expected = (load_file(run_of(name) / "adapter_model.safetensors") for name in (resumed, whole))
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_lora_needs_weights_and_known_targets(capsys):
+    """Adapters on a random model, or on layers that do not exist, are a mistake: said in words."""
+    args = sft.get_args(["--preset", "toy", "--lora_targets", "nothing"])
+    for path, word in ((str(workers.shared_folder() / "models/scratch"), "holds no weights"), (str(workers.shared_folder() / "models/actor"), "--lora_targets")):
+        with pytest.raises(SystemExit) as stop:
+            common.load_model(path, args, 0, lora_dim=4)
+        assert stop.value.code == 2 and word in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensor parallelism: two ranks share every layer, and see the same rows
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("script, keys", [("sft", ["loss", "eval_loss"]), ("reward", ["loss", "eval_loss"])])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_ranks_that_share_layers_learn_what_two_that_share_rows_do(script, keys, stage):
+    """Tensor parallelism splits matrices, not data: the same 8 rows a step, a sum over rows taken once, the same losses up
+    to bf16's rounding (a row's products are added in another order)."""
+    assert_same_curves([f"{script}_dp{stage}", f"{script}_tp{stage}"], keys, rel=6e-3)
+    assert_same_curves([f"{script}_dp{stage}", f"{script}_tp{stage}"], ["grad_norm"], rel=0.05)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_split_layers_are_saved_whole(stage):
+    for script in ("sft", "reward"):
+        shared, split = (weights(run_of(f"{script}_{how}{stage}")) for how in ("dp", "tp"))
+        assert {k: v.shape for k, v in shared.items()} == {k: v.shape for k, v in split.items()}
+        assert max((shared[k].float() - split[k].float()).abs().max().item() for k in shared) < 0.03
+    folder = run_of(f"ppo_tp{stage}")
+    start, end, ema = (weights(f) for f in (workers.shared_folder() / "models/actor", folder, folder / "ema"))
+    for key in start:
+        assert ema[key].shape == start[key].shape
+        assert (ema[key].float() - start[key]).norm() < 0.5 * (end[key].float() - start[key]).norm() + 0.02 * start[key].norm()
+
+
+def test_ranks_that_share_layers_write_the_same_answers():
+    """Both ranks sample from the same numbers; were one to stop before the other, the run would hang. Before the first
+    update the ratio is 1: generating, scoring and training read the same split weights."""
+    for stage in (1, 2, 3):
+        assert all(value == pytest.approx(1, abs=1e-3) for _, value in curve(f"ppo_tp{stage}", "ratio_max"))
+        lines = (run_of(f"ppo_tp{stage}") / "samples.jsonl").read_text().splitlines()
+        assert len(lines) == 10, "5 prompts, before and after, each once"
+
+
+def test_what_tensor_parallelism_cannot_do_is_refused(capsys, monkeypatch):
+    """bf16 only, a divisor of the ranks, no LoRA, and a DeepSpeed that has it. Versions are compared as versions: as strings
+    0.9.5 would be newer than 0.16.4."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    two = ("--tensor_parallel_size", "2")
+    assert "bf16" in refused(capsys, *two, "--dtype", "fp32")
+    assert "number of ranks, 2" in refused(capsys, "--tensor_parallel_size", "3", "--dtype", "bf16")
+    assert "LoRA" in refused(capsys, *two, "--dtype", "bf16", "--lora_dim", "4")
+    monkeypatch.setattr(common.deepspeed, "__version__", "0.9.5")
+    assert "0.16.4" in refused(capsys, *two, "--dtype", "bf16")
+    monkeypatch.setattr(common.deepspeed, "__version__", "0.18.5")
+    assert "--zero_stage 2" in refused(capsys, *two, "--dtype", "bf16", "--zero_stage", "3")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# State offload, DeepCompile
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("away, stays", [("ppo_offload_states1", "ppo_zero1"), ("ppo_offload_states2", "ppo_zero2"), ("ppo_offload_states3", "ppo_zero3"),
+                                         ("ppo_bf16_offload_states2", "ppo_bf16"), ("ppo_bf16_offload_states3", "ppo_bf16_zero3")])
+def test_states_that_leave_and_come_back_are_the_same(away, stays):
+    """Moments, master weights and gradients wait elsewhere while answers are written and scored: all numbers and the final
+    weights are the same to the bit."""
+    assert without_clocks(away) == without_clocks(stays)
+    for part in ("", "ema", "critic"):
+        found, expected = (weights(run_of(name) / part) for name in (away, stays))
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_state_offload_is_refused_where_deepspeed_has_none(capsys, monkeypatch):
+    away = ("--offload_states", "--dtype", "bf16", "--zero_stage")
+    assert "--zero_stage 2 or 3" in refused(capsys, *away, "0", script=ppo)
+    assert "--zero_stage 2 or 3" in refused(capsys, *away, "1", script=ppo)
+    monkeypatch.setattr(ppo.deepspeed, "__version__", "0.17.5")
+    assert "Upgrade" in refused(capsys, *away, "2", script=ppo)
+    ppo.get_args(["--preset", "toy", *away, "3"])
+    ppo.get_args(["--preset", "toy", *away, "2", "--adam_offload"])  # nothing to move: they live on the CPU
+
+
+def test_deepcompile_needs_a_gpu_and_trains_only(capsys, monkeypatch):
+    assert "needs a GPU" in refused(capsys, "--deepcompile")
+    monkeypatch.setattr(common.get_accelerator(), "device_name", lambda *_: "cuda")
+    assert config("--deepcompile")["compile"] == {"deepcompile": True}
+    assert "compile" not in config("--deepcompile", train=False)
