@@ -38,6 +38,7 @@ from transformers.integrations import HfDeepSpeedConfig
 logging.disable(logging.NOTSET)
 HERE = Path(__file__).resolve().parent
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LAYOUT = {"tensor_parallel": 1}  # ranks that share each layer; `start` sets it
 INTERRUPTED = []  # filled by SIGTERM / SIGINT; looked at between two steps
 
 # ---- 1  Arguments ---------------------------------------------------------------------------------------------------
@@ -165,9 +166,7 @@ def world():
 def data_world():
     """-> (number, count) of this rank's share of the data. The ranks that share a model's layers train on the same rows."""
     rank, ranks = world()
-    return rank // world.tensor_parallel, ranks // world.tensor_parallel
-
-world.tensor_parallel = 1  # `start` sets it from --tensor_parallel_size
+    return rank // LAYOUT["tensor_parallel"], ranks // LAYOUT["tensor_parallel"]
 
 def device():
     """This rank's device, through DeepSpeed's accelerator abstraction: cuda:0, cpu, xpu:1, ..."""
@@ -255,7 +254,7 @@ def all_sum(*values):
     total = torch.tensor([float(v) for v in values], dtype=torch.float64, device=device())
     if world()[1] > 1:
         dist.all_reduce(total)
-    return total.cpu() / world.tensor_parallel
+    return total.cpu() / LAYOUT["tensor_parallel"]
 
 # ---- 3  Models ------------------------------------------------------------------------------------------------------
 class ValueModel(nn.Module):
@@ -751,7 +750,7 @@ def start(args):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
         deepspeed.init_distributed(verbose=False)
-    world.tensor_parallel = args.tensor_parallel_size
+    LAYOUT["tensor_parallel"] = args.tensor_parallel_size
     transformers.set_seed(args.seed)  # python's, numpy's and torch's generators
 
 def finish(args, code=0):
@@ -824,7 +823,7 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
                     finish(args, code=1)
 
 def count_parameters(model):
-    return sum(getattr(p, "ds_numel", p.numel()) * (world.tensor_parallel if hasattr(p, "gather_params") else 1) for p in model.parameters())
+    return sum(getattr(p, "ds_numel", p.numel()) * (LAYOUT["tensor_parallel"] if hasattr(p, "gather_params") else 1) for p in model.parameters())
 
 def train_flops(engine, tokens, length, checkpointing):
     """FLOPs of forward + backward on `tokens` tokens in rows of `length`: 3 x the forward, 4 x with checkpointing.

@@ -591,7 +591,7 @@ def evaluate(args, actor, reference, reward_model, functions, tokenizer, held_ou
     actor.train()
     gathered = [None] * common.world()[1]
     torch.distributed.all_gather_object(gathered, [s for s in sequences if s["real"]])
-    answers = sorted((s for part in gathered[::common.world.tensor_parallel] for s in part), key=lambda s: s["row"])
+    answers = sorted((s for part in gathered[::common.LAYOUT["tensor_parallel"]] for s in part), key=lambda s: s["row"])
     names = ["reward", "gold", "kl"] if functions["gold"] else ["reward", "kl"]
     common.append(args, "samples.jsonl", [{"step": step, "prompt": s["prompt"], "response": s["text"], "response_length": len(s["answer_ids"]),
                                  **{k: s[k] for k in names}} for s in answers])
