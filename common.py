@@ -9,7 +9,7 @@
 Losses and training loops are not here: each step's own file tells its whole story.
 Shapes: B rows (sequences) of a micro-batch, T tokens, K the last tokens of a row that a loss looks at, V vocabulary.
 """
-import argparse, contextlib, copy, difflib, functools, importlib.util, inspect, io, itertools, json, logging, os, re, shutil, signal, socket, sys, time, warnings, zlib
+import argparse, contextlib, copy, datetime, difflib, functools, importlib.util, inspect, io, itertools, json, logging, os, re, shutil, signal, socket, sys, time, warnings, zlib
 from collections import Counter
 from pathlib import Path
 
@@ -41,6 +41,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LAYOUT = {"tensor_parallel": 1}  # ranks that share each layer; `start` sets it
 LOGS = ("metrics.jsonl", "samples.jsonl")
 INTERRUPTED = []  # filled by SIGTERM / SIGINT; looked at between two steps
+BEGAN = time.time()
+NOW = ["starting"]  # [0]: what this rank is at, see `phase`
 
 # ---- 1  Arguments ---------------------------------------------------------------------------------------------------
 def fail(message, this_rank=False):
@@ -109,6 +111,8 @@ def add_common_arguments(parser, own_forms=()):
     arg("log_steps", type=int, default=1, help="one line on the screen and in metrics.jsonl every so many steps")
     arg("save_steps", type=int, default=0, help="a checkpoint every so many steps; 0: only when interrupted")
     arg("keep_checkpoints", type=int, default=1, help="the newest so many checkpoints stay")
+    arg("max_hours", type=float, default=0, help="after so many hours finish the step, save a checkpoint and stop; 0: no limit")
+    arg("timeout_minutes", type=float, default=30, help="a rank that waits so long for another gives up, and says for which")
     arg("resume", action="store_true", help="go on from the newest checkpoint in output_dir")
     arg("overwrite", action="store_true", help="output_dir holds a run: replace it")
     arg("ds_config", default=str(HERE / "ds_config.json"), help="DeepSpeed knobs that have no flag here")
@@ -131,7 +135,7 @@ def parse(parser, presets, argv=None):
         setattr(args, name, 1)  # without ZeRO, DeepSpeed 0.19 leaves the loss scale out of backward() and divides by it; 1 is the same maths
     for name, value in vars(args).items():
         counts = name.endswith(("max_steps", "log_steps", "accumulation_steps", "_epochs", "_batches", "_size", "_checkpoints", "_prompts"))
-        least = 1e-6 if name in ("temperature", "top_p") else 2 if name.endswith("_len") else int(counts)
+        least = 1e-6 if name in ("temperature", "top_p", "timeout_minutes") else 2 if name.endswith("_len") else int(counts)
         most = 1 if name.endswith(("dropout", "gamma", "lam", "ema_decay", "top_p")) else float("inf")
         if isinstance(value, (int, float)) and not least <= value <= most and (name, value) not in (("max_steps", -1), ("local_rank", -1)):
             fail(f"--{name} {value} is out of range.\n  It must be {least} or more{', and 1 or less' if most == 1 else ''}.")
@@ -482,6 +486,7 @@ def save_model(engine, tokenizer, folder, whole=whole):
     whole(name, parameter) -> the tensor to save; ppo.py gives its own, for the EMA.
     """
     model, folder = inner(engine), Path(folder)
+    phase(f"writing {folder}")
     lora = getattr(model, "peft_config", {}).get("default")
     plain = lora is None or model.merge_lora
     state = {name: whole(name, parameter) for name, parameter in model.named_parameters() if plain or parameter.requires_grad}
@@ -743,6 +748,7 @@ def start(args):
             fail(f"--resume: there is no checkpoint in {output / 'checkpoints'}.\n  Leave it out to start anew.")
         say(f"the run in {output} stopped before its first checkpoint: it starts anew")
         args.resume = False
+    sys.excepthook = crashed
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
@@ -756,9 +762,36 @@ def start(args):
     if not shutil.which(os.environ.get("CXX", "c++")):  # no compiler: DeepSpeed does without its shared-memory all-reduce
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
-        deepspeed.init_distributed(verbose=False)
+        deepspeed.init_distributed(verbose=False, timeout=datetime.timedelta(minutes=args.timeout_minutes))
     LAYOUT["tensor_parallel"] = args.tensor_parallel_size
     transformers.set_seed(args.seed)  # python's, numpy's and torch's generators
+    phase("reading data, loading models")
+
+def store():
+    """-> the key-value store that the ranks met in. What each is at stands there, for the others to read should it die or hang."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+def phase(text):
+    """Note what this rank is at."""
+    NOW[0] = text
+    store().set(f"phase{world()[0]}", text) if world()[1] > 1 else None
+
+def crashed(kind, error, trace):
+    """sys.excepthook: say which rank stopped, at what, and if it waited for others in vain, for which. No traceback when a write failed."""
+    (rank, ranks), at, why = world(), NOW[0], f"{kind.__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    waited = "gloo" in str(error) or isinstance(error, torch.distributed.DistError)
+    with contextlib.suppress(Exception):  # the store is gone when the rank is that held it
+        phase(f"{at}, and waits" if waited else f"{at}, stopped by {why}")
+        time.sleep(2 * waited)  # the others that wait give up now, too; who does not say so is the one that died or hangs
+        others = {r: store().get(f"phase{r}").decode() for r in range(ranks) if waited and r != rank}
+        why = "\n  ".join([why, *(f"rank {r} was last heard of {text}" for r, text in others.items() if not text.endswith("waits"))])
+    if at.startswith("writing "):
+        time.sleep(5 * (rank > 0))  # as in `fail`: the launcher ends the run when one rank has left
+        free = shutil.disk_usage(Path(at[8:]).parent).free / 1e9
+        why += f"\n  {free:,.1f} GB are free there. Checkpoints written before are as they were: make room, and go on with --resume."
+    elif not (waited or isinstance(error, (OSError, KeyboardInterrupt))):
+        sys.__excepthook__(kind, error, trace)
+    print(f"error: rank {rank} of {ranks} stopped {at}: {why}", file=sys.stderr, flush=True)
 
 def finish(args, code=0):
     """Leave the group of ranks in order, and the program."""
@@ -798,6 +831,12 @@ def begin(args, title, engine, stage, rows, held_out, batch_size, micro_steps, s
     torch.manual_seed(args.seed + data_world()[0])  # dropout differs between ranks
     barrier()
 
+def told_to_stop(number, frame):
+    """Signal handler: stop after this step. A second Ctrl-C stops at once (SIGTERM does not count: launchers send it after the first)."""
+    INTERRUPTED.append(number)
+    if INTERRUPTED.count(signal.SIGINT) > 1:
+        os._exit(1)
+
 def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, collate):
     """Yield (step, epoch, evaluate_now, micro_batches) for each step of the run, 1 .. `steps`, and keep the run safe.
 
@@ -805,7 +844,7 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
     the script itself must keep (EMA, KL coefficient), restored in place.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda n, frame: INTERRUPTED.append(n))
+        signal.signal(number, told_to_stop)
     lengths = np.asarray(rows["length"])
     per_epoch = -(-len(rows) // (batch_size * micro_steps * data_world()[1]))
     step, saved = load_checkpoint(args, engines) if args.resume else (0, {})
@@ -820,13 +859,16 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
             iterator = iter(loader)
             while step < steps and (micro_batches := list(itertools.islice(iterator, micro_steps))):
                 step += 1
+                phase(f"at step {step}")
                 yield step, step / per_epoch, step == steps or step % (args.eval_steps or per_epoch) == 0, micro_batches
                 bar.update()
-                stop = all_sum(len(INTERRUPTED))[0] > 0  # on any rank
+                told, late = all_sum(len(INTERRUPTED), 0 < args.max_hours * 3600 < time.time() - BEGAN)  # on any rank
+                stop = (told or late) and step < steps
                 if stop or (args.save_steps and step % args.save_steps == 0):
                     save_checkpoint(args, engines, step, {"loader": loader.state_dict(), "state": state})
                 if stop:
-                    say(f"interrupted after step {step}: saved to {checkpoints(args)[-1]}. Go on with --resume.")
+                    say(f"{'interrupted' if told else f'--max_hours {args.max_hours:g} are over'} after step {step}: "
+                        f"saved to {checkpoints(args)[-1]}. Go on with --resume.")
                     finish(args, code=1)
 
 def count_parameters(model):
@@ -933,6 +975,7 @@ def save_checkpoint(args, engines, step, state):
     """
     folder, (rank, ranks) = Path(args.output_dir) / "checkpoints", world()
     aside = folder / "unfinished"
+    phase(f"writing {folder}/step-{step}")
     if rank == 0:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
