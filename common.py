@@ -96,6 +96,7 @@ def add_common_arguments(parser, own_forms=()):
     arg("per_device_train_batch_size", type=int, help="rows of one forward on one device")
     arg("gradient_accumulation_steps", type=int, default=1, help="micro-batches of one optimizer step on one device")
     arg("max_seq_len", type=int, help="tokens of prompt + answer; a long prompt keeps its end, a long answer is cut")
+    arg("strict", action="store_true", help="a row that would be dropped (empty, no text, pair of equals, ...) is an error")
     arg("group_by_length", type=int, default=1, help="1: steps of rows of like length, little padding; 0: plain shuffle")
     arg = flags(parser, "flags that change only speed, memory, and what is written", own_forms)
     arg("per_device_eval_batch_size", type=int, help="rows of one forward of the evaluation")
@@ -552,6 +553,14 @@ def read_row(row):
     cut = len(prompt + marker)
     return (prompt + marker, chosen[cut:], chosen[cut:], rejected[cut:]) if marker else (None,) * 4
 
+def read_row_safely(row):
+    """`read_row`, or four times None where a value is of another type than its format says: such a row is dropped, in words."""
+    with contextlib.suppress(TypeError, KeyError, AttributeError, IndexError):
+        parts = read_row(row)
+        if not isinstance(parts[0], list) or all(isinstance(m.get("content") or "", str) for m in parts[0]):
+            return parts
+    return (None,) * 4
+
 def tokenise_prompt(tokenizer, prompt):
     """Text or chat messages -> token ids. Text that spells a special token is data: it is split like any other text."""
     if isinstance(prompt, list):
@@ -587,7 +596,7 @@ def as_text(prompt):
 
 def tokenise_row(row, tokenizer, step, limit):
     """One row of a source -> one row of `load_rows`, and `drop`: '' or the reason to leave the row out."""
-    prompt, answer, chosen, rejected = read_row(row)
+    prompt, answer, chosen, rejected = read_row_safely(row)
     answers = {1: [answer], 2: [chosen, rejected], 3: []}[step]
     extra = json.dumps({k: v for k, v in row.items() if k != "prompt"}, default=str) if step == 3 else ""
     out = dict(prompt=as_text(prompt), prompt_ids=[], answers=[], length=0, extra=extra, drop="")
@@ -608,20 +617,26 @@ def read_source(path, flag="--data_path"):
         fail(f"{flag} {path}: unknown kind of file.\n  Known: {', '.join(kinds)}.")
     try:
         source = datasets.load_dataset(kinds[local.suffix], data_files=path) if local.is_file() else datasets.load_dataset(path)
+        for rows in source.values():
+            rows.data.validate(full=True)  # finds broken UTF-8, which else would only show when the row is read
         test = next((source[name] for name in ("test", "validation") if name in source), None)
         return {"train": source["train"], **({"test": test} if test else {})}
     except Exception as error:  # the libraries below raise many kinds: offline, unknown name, no access, broken file
         empty = local.is_file() and not local.read_bytes().strip()
-        fail(f"{flag} {path} cannot be read.\n  {'The file is empty.' if empty else find_bad_line(local) or error}")
+        fail(f"{flag} {path} cannot be read.\n  {'The file is empty.' if empty else find_bad_line(local) or error.__cause__ or error}")
 
-def find_bad_line(path):
-    """-> 'FILE, line N: what is wrong' for the first line of a .jsonl file (or of a folder of them) that is not JSON."""
+def find_bad_line(path, wrong=lambda row: None if isinstance(row, dict) else "no JSON object"):
+    """-> 'FILE, line N: what is wrong' for the first line of a .jsonl file (or of a folder of them) that is `wrong`, or not JSON."""
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.suffix == ".jsonl" else []:
         for number, line in enumerate(open(file, "rb"), 1):
             try:
-                json.loads(line) if line.strip() else None
+                row = json.loads(line.strip() or "null")
+                json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON, and no text
+                why = row is not None and wrong(row)
             except ValueError as error:
-                return f"{file}, line {number}: {error}"
+                why = error
+            if why:
+                return f"{file}, line {number}: {why}"
 
 def load_rows(args, tokenizer, step, limit):
     """-> (train, held-out) datasets for step 1, 2 or 3: columns prompt (text), prompt_ids, answers (lists of ids), length, extra
@@ -644,7 +659,7 @@ def load_rows(args, tokenizer, step, limit):
             fail(f"--data_path {path} has the columns {', '.join(columns) or '(none: it is empty)'}.\n"
                  f"  This step needs {' or '.join(' + '.join(sorted(n)) for n in needs)}. Known formats:\n    "
                  + read_row.__doc__.split("\n", 2)[2].strip())
-        prompts = [as_text(read_row(row)[0]) for row in source["train"]]
+        prompts = [as_text(read_row_safely(row)[0]) for row in source["train"]]
         if "test" not in source:
             by_hash = sorted(set(prompts), key=lambda prompt: zlib.crc32(prompt.encode()))
             held = np.isin(prompts, by_hash[:max(1, len(by_hash) // 20)])
@@ -659,6 +674,10 @@ def load_rows(args, tokenizer, step, limit):
                                     remove_columns=source[name].column_names, keep_in_memory=True)
             kept = [i for i, why in enumerate(made["drop"] if len(made) else []) if not why]
             for why, count in Counter(made["drop"] if len(kept) < len(made) else []).items():
+                if why and args.strict:
+                    line = find_bad_line(Path(path), lambda row: tokenise_row(row, tokenizer, step, limit)["drop"])
+                    fail(f"--strict: {path}, {name}: {count} of {len(made)} rows would be dropped: {why}.\n"
+                         f"  {line or 'The first has the prompt ' + repr(made[made['drop'].index(why)]['prompt'][:80])}")
                 say(f"{path}, {name}: dropped {count} of {len(made)} rows: {why}") if why else None
             rows += [made.select(kept).remove_columns("drop")] if kept else []
     for name, rows in parts.items():
@@ -668,6 +687,7 @@ def load_rows(args, tokenizer, step, limit):
     fresh = [i for i, prompt in enumerate(test["prompt"]) if prompt not in seen]
     if len(fresh) < len(test):
         say(f"held-out: dropped {len(test) - len(fresh)} of {len(test)} rows, whose prompts are also trained on")
+        fail("--strict: held-out rows would be dropped, see above.") if args.strict else None
         test = test.select(fresh) if fresh else fail("every held-out prompt is also trained on.\n  Give the data a test split of its own.")
     return train, test
 

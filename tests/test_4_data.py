@@ -26,7 +26,7 @@ def write(path, rows):
 def load(tokenizer, paths, step=1, limit=64, split=(1, 0, 0), seed=1):
     """-> train, held-out of one step. By default step 1 gets all rows."""
     split = [float(i == step - 1) for i in range(3)] if split == (1, 0, 0) and step in (2, 3) else list(split)
-    return common.load_rows(SimpleNamespace(data_path=[str(p) for p in paths], data_split=split, seed=seed), tokenizer, step, limit)
+    return common.load_rows(SimpleNamespace(data_path=[str(p) for p in paths], data_split=split, seed=seed, strict=False), tokenizer, step, limit)
 
 
 def folder(path, rows):
