@@ -25,6 +25,7 @@ import torch
 import torch.nn as nn
 import transformers
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.module_inject.layers import LinearAllreduce
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
@@ -867,16 +868,21 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
         signal.signal(number, told_to_stop)
     lengths = np.asarray(rows["length"])
     per_epoch = -(-len(rows) // (batch_size * micro_steps * data_world()[1]))
-    step, saved = load_checkpoint(args, engines) if args.resume else (0, {})
+    step, saved = load_checkpoint(args, engines, state) if args.resume else (0, {})
     state.update(saved.get("state", {}))
+    if saved and saved["rows"] != (rows_per_step := batch_size * micro_steps * data_world()[1]):
+        fail(f"--resume: the run took {saved['rows']} rows a step, and would now take {rows_per_step}.\n"
+             "  Choose per-device batch size and --gradient_accumulation_steps so that times the ranks they give the same.")
     with tqdm(total=steps, initial=step, unit="step", leave=False, disable=True if world()[0] else None) as bar:
         while step < steps:
             batches = epoch_batches(lengths, args.seed, step // per_epoch, batch_size, micro_steps, args.group_by_length)
             loader = StatefulDataLoader(Rows(rows), batch_sampler=batches, collate_fn=collate,
                                         generator=torch.Generator())  # its own: the global one belongs to dropout
-            if step % per_epoch:
+            if step % per_epoch and saved["loader"]:
                 loader.load_state_dict(saved["loader"])
             iterator = iter(loader)
+            for _ in range(step % per_epoch * micro_steps if not saved.get("loader") else 0):  # other ranks: the same rows, in other hands
+                next(iterator)
             while step < steps and (micro_batches := list(itertools.islice(iterator, micro_steps))):
                 step += 1
                 phase(f"at step {step}")
@@ -885,7 +891,8 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
                 told, late = all_sum(len(INTERRUPTED), 0 < args.max_hours * 3600 < time.time() - BEGAN)  # on any rank
                 stop = (told or late) and step < steps
                 if stop or (args.save_steps and step % args.save_steps == 0):
-                    save_checkpoint(args, engines, step, {"loader": loader.state_dict(), "state": state})
+                    save_checkpoint(args, engines, step, {"loader": loader.state_dict(), "state": state,
+                                                           "rows": batch_size * micro_steps * world()[1]})
                 if stop:
                     say(f"{'interrupted' if told else f'--max_hours {args.max_hours:g} are over'} after step {step}: "
                         f"saved to {checkpoints(args)[-1]}. Go on with --resume.")
@@ -1004,7 +1011,8 @@ def save_checkpoint(args, engines, step, state):
         engine.save_checkpoint(aside / name, tag="state", save_latest=False)
     rng = torch.get_rng_state(), get_accelerator().get_rng_state()  # dropout; all else draws from (seed, step)
     logs = {file: file.stat().st_size for name in LOGS if (file := Path(args.output_dir) / name).exists()}
-    torch.save({"rng": rng, "logs": {file.name: size for file, size in logs.items()}, **state}, aside / f"rank{rank}.pt")
+    saved = {"rng": rng, "logs": {file.name: size for file, size in logs.items()}, "shape": shape(engines), **state}
+    torch.save(saved, aside / f"rank{rank}.pt")
     barrier()
     mine = sorted(f for f in aside.rglob("*") if f.is_file())[rank::ranks]
     for file in mine + list(logs) * (rank == 0):
@@ -1020,6 +1028,38 @@ def save_checkpoint(args, engines, step, state):
             shutil.rmtree(old)
     barrier()
 
+def shape(engines):
+    """-> what decides how a checkpoint is laid out: ranks, and each engine's ZeRO stage."""
+    return {"ranks": world()[1], **{name: engine.zero_optimization_stage() for name, engine in engines.items()}}
+
+def load_engine(engine, folder, reshape):
+    """Read an engine's checkpoint; `reshape`: one of other ranks, turned first into DeepSpeed's universal form, a file for each weight."""
+    decays, universal = [group["weight_decay"] for group in engine.optimizer.param_groups], folder / "universal"
+    if reshape and world()[0] == 0:
+        shutil.rmtree(universal, ignore_errors=True)  # of a conversion that was killed
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            ds_to_universal.main(argparse.Namespace(input_folder=str(folder / "state"), output_folder=str(universal), strict=True,
+                num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, inject_missing_state=True))
+    barrier()
+    engine._config.load_universal_checkpoint = reshape
+    if engine.load_checkpoint(folder, tag="universal" if reshape else "state")[0] is None:
+        raise RuntimeError(f"DeepSpeed could not read {folder}")
+    engine._config.load_universal_checkpoint = False
+    for group, decay in zip(engine.optimizer.param_groups, decays):
+        group["weight_decay"] = decay  # the universal form under stage 3 gives every group the first one's
+    barrier()
+    shutil.rmtree(universal, ignore_errors=True) if world()[0] == 0 else None
+
+def reshaped(own, saved):
+    """saved: one thing of the state, as each rank wrote it. -> the same laid out as `own`: shards (1-d, padded at the end to equal
+    shares) are joined and cut anew; what is no shard is alike on all ranks."""
+    if isinstance(own, dict):
+        return {key: reshaped(value, [part[key] for part in saved]) for key, value in own.items()}
+    if not torch.is_tensor(own):
+        return saved[0]
+    start, whole = world()[0] * len(own), torch.cat(saved)
+    return nn.functional.pad(whole, (0, max(0, start + len(own) - len(whole))))[start:start + len(own)].clone()
+
 def damage(folder):
     """-> the files of a checkpoint that are not as its manifest lists them, [] if it is whole. The ranks share the reading."""
     try:
@@ -1029,7 +1069,7 @@ def damage(folder):
     mine = sorted(manifest.items())[world()[0]::world()[1]]
     return everyones([name for name, known in mine if not (folder / name).is_file() or checksum(folder / name) != known])
 
-def load_checkpoint(args, engines):
+def load_checkpoint(args, engines, state):
     """Restore `engines`, RNGs and the .jsonl files from the newest whole checkpoint -> (step, this rank's state)."""
     (rank, ranks), damaged = world(), []
     for folder in reversed(checkpoints(args)):
@@ -1039,15 +1079,21 @@ def load_checkpoint(args, engines):
         damaged.append(folder)
     else:
         fail(f"--resume: no checkpoint in {folder.parent} is whole.\n  --overwrite starts anew.")
-    step, wrote = int(folder.name.split("-")[1]), len(list(folder.glob("rank*.pt")))
-    if wrote != ranks:
-        fail(f"{folder} was written by {wrote} ranks, and this run has {ranks}.\n  Resume with {wrote}.")
+    step, parts = int(folder.name.split("-")[1]), [folder / f"rank{i}.pt" for i in range(len([*folder.glob("rank*.pt")]))]
+    saved = torch.load(parts[rank % len(parts)], weights_only=False)  # our own file
+    before, now = saved["shape"], shape(engines)
     for name, engine in engines.items():
-        if engine.load_checkpoint(folder / name, tag="state")[0] is None:
-            raise RuntimeError(f"DeepSpeed could not read {folder / name}")
-    saved = torch.load(folder / f"rank{rank}.pt", weights_only=False)  # our own file
-    torch.set_rng_state(saved["rng"][0])
-    get_accelerator().set_rng_state(saved["rng"][1])
+        if before[name] != now[name] and not {before[name], now[name]} == {1, 2}:
+            fail(f"{folder} was written under ZeRO stage {before[name]}, and this run has {now[name]}.\n"
+                 "  DeepSpeed turns 1 into 2 and back, no others. The number of ranks may change under any stage.")
+        load_engine(engine, folder / name, reshape=before != now and now[name] > 0)
+    if before == now:
+        torch.set_rng_state(saved["rng"][0])
+        get_accelerator().set_rng_state(saved["rng"][1])
+    else:
+        say(f"from {before} to {now}: the same run up to rounding; dropout draws other numbers")
+        torch.manual_seed(args.seed + rank + 1_000_000 * step)
+        saved.update(loader=None, state=reshaped(state, [torch.load(part, weights_only=False)["state"] for part in parts]))
     for bad in damaged if rank == 0 else ():  # out of the way of the new step-N; the next save removes it
         bad.rename(bad.with_name(f"damaged-{bad.name}"))
     for old in (folder.parent / "unfinished", *checkpoints(args)[:-args.keep_checkpoints]) if rank == 0 else ():
