@@ -39,9 +39,10 @@ from transformers.integrations import HfDeepSpeedConfig
 logging.disable(logging.NOTSET)
 HERE = Path(__file__).resolve().parent
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LAYOUT = {"tensor_parallel": 1}  # ranks that share each layer; `start` sets it
 LOGS = ("metrics.jsonl", "samples.jsonl")
 INTERRUPTED = []  # filled by SIGTERM / SIGINT; looked at between two steps
+LAYOUT = {"tensor_parallel": 1}  # ranks that share each layer; `start` sets it
+TRUST = {"trust_remote_code": False}  # what every from_pretrained gets; `start` sets it
 BEGAN = time.time()
 NOW = ["starting"]  # [0]: what this rank is at, see `phase`
 
@@ -116,6 +117,7 @@ def add_common_arguments(parser, own_forms=()):
     arg("max_hours", type=float, default=0, help="after so many hours finish the step, save a checkpoint and stop; 0: no limit")
     arg("timeout_minutes", type=float, default=30, help="a rank that waits so long for another gives up, and says for which")
     arg("resume", action="store_true", help="go on from the newest checkpoint in output_dir")
+    arg("trust_remote_code", action="store_true", help="run the Python code that comes with a model; without it no model's code is run")
     arg("overwrite", action="store_true", help="output_dir holds a run: replace it")
     arg("ds_config", default=str(HERE / "ds_config.json"), help="DeepSpeed knobs that have no flag here")
     arg("local_rank", type=int, default=-1, help="set by the deepspeed launcher")
@@ -283,10 +285,11 @@ class ValueModel(nn.Module):
 def load(path, kind=AutoConfig):
     """-> transformers' config, or AutoTokenizer's tokenizer, of a hub name or folder; a clear error if there is none."""
     try:
-        return kind.from_pretrained(path)
+        return kind.from_pretrained(path, **TRUST)
     except (OSError, ValueError) as error:
         why = ("It is no folder here; has the step before been run? Looked up on the hub:" if not Path(path).is_dir() else
-               "The run in it has not ended; --resume goes on with it." if (Path(path) / "args.json").exists() else "")
+               "The run in it has not ended; --resume goes on with it." if (Path(path) / "args.json").exists() else
+               "Read its Python code, then let it run with --trust_remote_code." if "trust_remote_code" in str(error) else "")
         fail(f"no {kind.__name__[4:].lower()} could be loaded from {path}.\n  {why}\n  {str(error).splitlines()[0]}")
 
 def load_tokenizer(path, length=0):
@@ -319,7 +322,7 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
     the whole model. A model from scratch is small here: every rank builds it whole from the same seed.
     Adapters in `path` are added to its base's weights; lora_dim > 0 then puts new ones beside them, and those train.
     """
-    config, kind, options = AutoConfig.from_pretrained(path), AutoModelForCausalLM, {"dtype": DTYPES[args.dtype]}
+    config, kind, options = AutoConfig.from_pretrained(path, **TRUST), AutoModelForCausalLM, {"dtype": DTYPES[args.dtype], **TRUST}
     text, size = config.get_text_config(), args.tensor_parallel_size
     heads = [getattr(text, name, None) or size for name in ("num_attention_heads", "num_key_value_heads")]
     if size > 1 and (not text.base_model_tp_plan or any(count % size for count in heads)):
@@ -769,7 +772,7 @@ def start(args):
             fail(f"--resume: there is no checkpoint in {output / 'checkpoints'}.\n  Leave it out to start anew.")
         say(f"the run in {output} stopped before its first checkpoint: it starts anew")
         args.resume = False
-    sys.excepthook = crashed
+    sys.excepthook, TRUST["trust_remote_code"] = crashed, args.trust_remote_code
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
@@ -892,7 +895,7 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
                 stop = (told or late) and step < steps
                 if stop or (args.save_steps and step % args.save_steps == 0):
                     save_checkpoint(args, engines, step, {"loader": loader.state_dict(), "state": state,
-                                                           "rows": batch_size * micro_steps * world()[1]})
+                                                           "rows": batch_size * micro_steps * data_world()[1]})
                 if stop:
                     say(f"{'interrupted' if told else f'--max_hours {args.max_hours:g} are over'} after step {step}: "
                         f"saved to {checkpoints(args)[-1]}. Go on with --resume.")

@@ -209,3 +209,25 @@ def test_a_malformed_chat_is_dropped(tmp_path, capfd, monkeypatch):
                    {"messages": [{"role": "user", "content": 7}, {"role": "assistant", "content": "So."}]}):
         made = common.tokenise_row(broken, common.load_tokenizer(str(ROOT / "toy/model")), step=1, limit=64)
         assert made["drop"] == EMPTY, broken
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trust
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_that_comes_with_a_model_runs_only_when_asked_for(tmp_path, monkeypatch, capsys, trusted):
+    """A model folder may hold Python. Loading it runs that code as you: so --trust_remote_code is off, and the refusal names it."""
+    monkeypatch.setenv("PROOF", str(tmp_path / "it_ran"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig"}}))
+    (tmp_path / "mine.py").write_text("import os\nfrom transformers import PretrainedConfig\nopen(os.environ['PROOF'], 'w').close()\n"
+                                      "class MineConfig(PretrainedConfig):\n    model_type = 'mine'\n")
+    monkeypatch.setitem(common.TRUST, "trust_remote_code", trusted)
+    common.load.cache_clear()
+    if trusted:
+        assert common.load(str(tmp_path)).model_type == "mine"
+    else:
+        with pytest.raises(SystemExit) as stop:
+            common.load(str(tmp_path))
+        assert stop.value.code == 2 and "--trust_remote_code" in capsys.readouterr().err
+    assert (tmp_path / "it_ran").exists() == trusted
