@@ -114,3 +114,13 @@ def test_a_short_window_keeps_its_own_cache(tmp_path):
     model = common.load_model(folder_of(tmp_path, WINDOWS["one layer of two"]), get_args(), stage=0)
     assert [type(layer) for layer in ppo.reserved_cache(model, 20).layers] == [ppo.ReservedLayer, DynamicSlidingWindowLayer]
     assert [type(layer) for layer in ppo.reserved_cache(model, 6).layers] == [ppo.ReservedLayer] * 2
+
+
+def test_a_rank_that_is_done_goes_on_while_others_are_not(monkeypatch):
+    """With ZeRO-3's hooks on every rank must make as many forwards. One whose rows have all ended keeps the last of them
+    in the batch and throws away what they say."""
+    monkeypatch.setattr(common, "all_sum", lambda count: torch.tensor([count + 1.0]))  # "another rank has a row alive"
+    model, uniforms = Scripted([[5, E, 7, 8], [E, 6, 7, 8], [E, 6, 7, 8]]), torch.full((3, 4), 0.5)
+    answer, mask = ppo.generate(model, *common.pad_left([[9]] * 3, 0), uniforms, SimpleNamespace(pad_token_id=0, eos_token_id=E), synced=True)
+    assert answer.tolist() == [[5, E, 0, 0], [E, 0, 0, 0], [E, 0, 0, 0]] and mask.sum(1).tolist() == [2, 1, 1]
+    assert model.batch_sizes == [3, 1, 1, 1]
