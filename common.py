@@ -120,6 +120,7 @@ def add_common_arguments(parser, own_forms=()):
     arg("trust_remote_code", action="store_true", help="run the Python code that comes with a model; without it no model's code is run")
     arg("overwrite", action="store_true", help="output_dir holds a run: replace it")
     arg("ds_config", default=str(HERE / "ds_config.json"), help="DeepSpeed knobs that have no flag here")
+    arg("estimate", nargs="?", const="", metavar="N[xGIB]", help="will it fit? Count the memory of N devices, load nothing, and end")
     arg("local_rank", type=int, default=-1, help="set by the deepspeed launcher")
 
 def parse(parser, presets, argv=None):
@@ -205,9 +206,9 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True):
              "  Flags decide that (--learning_rate, --dtype, --zero_stage, --per_device_..., see --help). Take it out.")
     zero.update({"stage": stage, "reduce_scatter": True} if stage == 3 else {"stage": stage})
     if args.offload and stage == 3:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True, **zero.get("offload_param", {})}  # ds_config.json may say nvme
     if args.adam_offload and train and stage > 0:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True, **zero.get("offload_optimizer", {})}
     if args.dtype != "fp32":
         config[args.dtype] = {"enabled": True}
     if args.dtype == "bf16" and train and stage:  # micro-batches' gradients are summed in fp32: bf16 would drop the small ones

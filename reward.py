@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import common
+import estimate
 
 # ---- Arguments ------------------------------------------------------------------------------------------------------
 PRESETS = {
@@ -106,9 +107,16 @@ def evaluate(args, engine, held_out, collate_rows):
             "eval_chosen_score": chosen / count, "eval_rejected_score": rejected / count, "eval_margin": (chosen - rejected) / count,
             "eval_score_mean": mean, "eval_score_std": std}
 
+def models_of(args):
+    """For --estimate: the model, what it works on (two answers a pair), and that it trains."""
+    return [dict(path=args.model_name_or_path, stage=args.zero_stage, trains=True, dropout=args.dropout, lora_dim=args.lora_dim, head=True,
+                 rows=2 * args.per_device_train_batch_size, tokens=args.max_seq_len)]
+
 # ---- The step, top to bottom ----------------------------------------------------------------------------------------
 def main():
     args = get_args()
+    if args.estimate is not None:
+        estimate.estimate(args, models_of)
     common.start(args)
 
     # 1 data ----------------------------------------------------------------------------------------------------------

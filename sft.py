@@ -21,6 +21,7 @@ import torch
 from transformers import GenerationConfig
 
 import common
+import estimate
 
 # ---- Arguments ------------------------------------------------------------------------------------------------------
 PRESETS = {
@@ -100,9 +101,16 @@ def answer_prompts(args, engine, tokenizer, rows, step):
     common.append(args, "samples.jsonl", [{"step": step, "prompt": r["prompt"], "response": t} for r, t in zip(rows, texts)])
     common.say(f"    {rows[0]['prompt']!r} -> {texts[0]!r}")
 
+def models_of(args):
+    """For --estimate: the model, what it works on, and that it trains."""
+    return [dict(path=args.model_name_or_path, stage=args.zero_stage, trains=True, dropout=args.dropout, lora_dim=args.lora_dim, rows=args.per_device_train_batch_size,
+                 tokens=args.max_seq_len)]
+
 # ---- The step, top to bottom ----------------------------------------------------------------------------------------
 def main():
     args = get_args()
+    if args.estimate is not None:
+        estimate.estimate(args, models_of)
     common.start(args)
 
     # 1 data ----------------------------------------------------------------------------------------------------------

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 import common
+import estimate
 import ppo
 import reward
 import sft
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"sft.py": sft, "reward.py": reward, "ppo.py": ppo}
-BUDGETS = {"sft.py": 300, "reward.py": 320, "ppo.py": 900, "common.py": 1200}  # lines, comments included; see the README
+BUDGETS = {"sft.py": 300, "reward.py": 320, "ppo.py": 900, "common.py": 1200, "estimate.py": 160}  # lines, comments included; see the README
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -95,7 +96,7 @@ def test_the_size_table_is_counted(name):
     assert abs(int(stated.group(1)) - len((ROOT / name).read_text().splitlines())) <= 10
 
 
-@pytest.mark.parametrize("module", [common, sft, reward, ppo])
+@pytest.mark.parametrize("module", [common, estimate, sft, reward, ppo])
 def test_examples_in_docstrings_run(module):
     """An example in a docstring is a promise, too."""
     assert doctest.testmod(module).failed == 0
