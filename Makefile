@@ -7,7 +7,7 @@ RANKS ?= --num_gpus $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ] && e
 DEMO = output/demo
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test install clean
+.PHONY: demo test bench install clean
 demo: install
 	deepspeed --log_level error $(RANKS) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
@@ -17,6 +17,10 @@ demo: install
 
 test: install
 	python -m pytest -q tests
+
+# Our side and the machine's limit; with `.venv/bin/pip install -r requirements-bench.txt` the peer's, too.
+bench: install
+	python tests/bench.py $(BENCH)
 
 install: $(VENV)/installed
 $(VENV)/installed: requirements.txt
