@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "toy")]
 # This process imports nothing heavy: a child's peak memory is counted from its parent's.
 
 # ---- Workloads ------------------------------------------------------------------------------------------------------
-LEARNING_RATE = 1e-3  # random weights: large enough for the quality columns to tell a trained model from an untrained one
+LEARNING_RATES = {"tiny": 1e-3}  # random weights: large enough for the quality columns to tell a trained model from an untrained one; else 1e-5
 CPU = [  # sides take turns: A B A B
     dict(name="sft", script="sft", sides=("ours", "trl", "trl+len"), batch=8, length=512, steps=16, unit="tokens/s"),
     dict(name="reward", script="reward", sides=("ours", "trl"), batch=4, length=512, steps=16, unit="pairs/s"),
@@ -65,29 +65,31 @@ SHAPES = {  # transformers' config class and its arguments
 
 def command(job, work):
     """-> (script, flags) of our side. One epoch over exactly the rows of `steps` steps, so both sides see the same."""
-    model, data, stage = f"{work}/{job['model']}", f"{work}/data-{job['name']}", job.get("stage", 0)
+    model, data, stage = f"{work}/{job['model']}", f"{work}/data-{job['name'].replace(' ', '-')}", job.get("stage", 0)
+    rate = LEARNING_RATES.get(job["model"], 1e-5)
     flags = dict(data_path=data, data_split={"sft": "1,0,0", "reward": "0,1,0", "ppo": "0,0,1"}[job["script"]], output_dir=f"{work}/out",
                  num_train_epochs=1, num_warmup_steps=0, lr_scheduler_type="constant", dtype=job["dtype"], zero_stage=stage,
                  per_device_eval_batch_size=job["batch"])
     if job["script"] == "ppo":
         flags.update(actor_model_name_or_path=model, critic_model_name_or_path=f"{model}-score", max_prompt_seq_len=job["prompt"],
                      max_answer_seq_len=job["answer"], per_device_generation_batch_size=job["batch"], per_device_training_batch_size=job["batch"],
-                     actor_learning_rate=LEARNING_RATE / 10, critic_learning_rate=LEARNING_RATE / 10, kl_coef=0.05, critic_dropout=0.0,
+                     actor_learning_rate=rate / 10, critic_learning_rate=rate / 10, kl_coef=0.05, critic_dropout=0.0,
                      enable_ema=0, num_eval_prompts=job["batch"])
     else:
         flags.update(model_name_or_path=f"{model}-score" if job["script"] == "reward" else model, max_seq_len=job["length"],
-                     per_device_train_batch_size=job["batch"], learning_rate=LEARNING_RATE, weight_decay=0.0, dropout=0.0)
+                     per_device_train_batch_size=job["batch"], learning_rate=rate, weight_decay=0.0, dropout=0.0)
     if job["script"] == "sft":
         flags["num_samples"] = 0
     return job["script"], [x for k, v in flags.items() for x in (f"--{k}", str(v))] + ["--overwrite", *job.get("extra", [])]
 
 # ---- Children: each runs in a process of its own and returns the lines that it adds to results.jsonl --------------------
-def prepare(work, jobs):
-    """Write tokenizer, models and data of `jobs`: the same bytes each time, and what is there already is kept."""
+def prepare(job, work):
+    """Write tokenizer, models and data of all jobs: the same bytes each time."""
     import torch
     import transformers
     from make import make_tokenizer
     import common
+    jobs = job["jobs"]
     source = next(f for f in (Path(os.environ.get("RLHF_HH", ROOT / "../shared/data/hh")), ROOT / "toy/data") if (f / "train.jsonl").exists())
     rows = {name: [json.loads(line) for line in open(source / f"{name}.jsonl")] for name in ("train", "test")}
     tokenizer = make_tokenizer([r[k] for r in rows["train"] for k in ("chosen", "rejected")], vocab_size=4096)
@@ -110,7 +112,7 @@ def prepare(work, jobs):
         rows = {"train": made[:-16], "test": made[-16:]}
     for job in (j for j in jobs if j["script"]):
         for name, count in (("train", job["batch"] * job.get("ranks", 1) * job["steps"]), ("test", job.get("held_out", 48))):
-            file = work / f"data-{job['name']}/{name}.jsonl"
+            file = Path(command({**job, "dtype": "fp32"}, work)[1][1]) / f"{name}.jsonl"
             file.parent.mkdir(exist_ok=True)
             file.write_text("".join(json.dumps(r) + "\n" for r in rows[name][:count]))
     return [{"name": "prepare", "data": source.name}]
@@ -197,7 +199,6 @@ def ours(job, work):
     sys.argv = [f"{script}.py", *flags]
     if job["side"] == "generate":
         module.generate = plain_generate
-    counts = count_bytes(job) if job["name"].startswith("growth") else {}
     try:
         module.main()
     except SystemExit as stop:
@@ -209,99 +210,12 @@ def ours(job, work):
     seconds = sum(m["seconds"] for m in counted)
     out = {"rate": sum(map(done, counted)) / seconds, "gflops": 1e3 * sum(m["tflops"] * m["seconds"] for m in counted) / seconds,
            "step_seconds": seconds / len(counted), **{k: statistics.fmean(m[k] for m in counted) for k in
-           ("generate_seconds", "score_seconds", "train_seconds") if k in counted[0]}, **peak(), **counts}
+           ("generate_seconds", "score_seconds", "train_seconds") if k in counted[0]}, **peak()}
     quality = {k: lines[-1][k] for k in ("eval_loss", "eval_accuracy") if k in lines[-1]}
     return [{**out, "quality": quality or ppo_quality([m["reward"] for m in steps], [m["kl"] for m in steps])}]
 
 def ppo_quality(reward, kl):
     return {"reward": statistics.fmean(reward[len(reward) // 2:]), "kl": kl[-1]}
-
-def trl(job, work):
-    """TRL's trainer on the rows, ids and weights of our side; its defaults where nothing says otherwise."""
-    import torch
-    import transformers
-    from datasets import Dataset
-    import common
-    script, flags = command(job, work)
-    module = importlib.import_module(script)
-    args = module.get_args(flags)
-    path = args.actor_model_name_or_path if script == "ppo" else args.model_name_or_path
-    tokenizer = common.load_tokenizer(path)
-    rows, held_out = common.load_rows(args, tokenizer, {"sft": 1, "reward": 2, "ppo": 3}[script], args.max_prompt_seq_len if script == "ppo" else args.max_seq_len)
-    options = dict(output_dir=f"{work}/out-trl", use_cpu=common.device().type == "cpu", bf16=job["dtype"] == "bf16",  # bf16: autocast, fp32 weights
-                   per_device_train_batch_size=job["batch"], gradient_checkpointing=False, report_to="none", save_strategy="no",
-                   lr_scheduler_type="constant", learning_rate=args.actor_learning_rate if script == "ppo" else args.learning_rate,
-                   weight_decay=0.0, max_grad_norm=1.0, adam_beta2=0.95, dataloader_pin_memory=False, disable_tqdm=True, logging_steps=1000)
-    seconds, done = [], []
-
-    class Clock(transformers.TrainerCallback):
-        def on_step_begin(self, *args, **options):
-            self.started = time.time()
-        on_train_begin = on_step_begin  # PPOTrainer tells of the ends of its steps only
-
-        def on_step_end(self, *args, **options):
-            seconds.append(time.time() - self.started)
-            self.started = time.time()
-
-    def load(kind, folder):
-        return getattr(transformers, f"AutoModelFor{kind}").from_pretrained(folder, dtype=torch.float32)
-
-    if script == "ppo":
-        from trl.experimental.ppo import PPOConfig, PPOTrainer
-        critic = args.critic_model_name_or_path
-        trainer = PPOTrainer(
-            args=PPOConfig(**{**options, "logging_steps": 1}, num_ppo_epochs=1, num_mini_batches=1, local_rollout_forward_batch_size=job["batch"], temperature=1.0,
-                           response_length=job["answer"], kl_coef=args.kl_coef, num_sample_generations=0, total_episodes=len(rows)),
-            processing_class=tokenizer, model=load("CausalLM", path), ref_model=load("CausalLM", path), reward_model=load("SequenceClassification", critic),
-            value_model=load("SequenceClassification", critic), train_dataset=Dataset.from_dict({"input_ids": list(rows["prompt_ids"])}),
-            eval_dataset=Dataset.from_dict({"input_ids": list(held_out["prompt_ids"])}), callbacks=[Clock()])
-    else:
-        options.update(num_train_epochs=1, train_sampling_strategy="group_by_length" if job["side"] == "trl+len" else "random")
-        if script == "sft":
-            from trl import SFTConfig as Config, SFTTrainer as Trainer
-            data = Dataset.from_dict({"input_ids": [r["prompt_ids"] + r["answers"][0] for r in rows],
-                                      "completion_mask": [[0] * len(r["prompt_ids"]) + [1] * len(r["answers"][0]) for r in rows]})
-            options["completion_only_loss"] = True
-        else:
-            from trl import RewardConfig as Config, RewardTrainer as Trainer
-            data = Dataset.from_dict({f"{name}_ids": [r["prompt_ids"] + r["answers"][i] for r in rows] for i, name in enumerate(("chosen", "rejected"))})
-        trainer = Trainer(model=load("CausalLM" if script == "sft" else "SequenceClassification", path), processing_class=tokenizer,
-                          args=Config(**options, max_length=job["length"]), train_dataset=data, callbacks=[Clock()])
-        collate = trainer.data_collator
-        trainer.data_collator = lambda part: done.append(sum(len(r["input_ids"]) for r in part) if script == "sft" else len(part)) or collate(part)
-    trainer.train()
-    done = done or [job["batch"] * job.get("ranks", 1)] * len(seconds)
-    out = {"rate": sum(done[1:len(seconds)]) / sum(seconds[1:]), "step_seconds": statistics.fmean(seconds[1:]), **peak()}
-    if script == "ppo":
-        log = [m for m in trainer.state.log_history if "objective/scores" in m]
-        return [{**out, "quality": ppo_quality([m["objective/scores"] for m in log], [m["objective/kl"] for m in log])}]
-    model = trainer.model if script == "sft" else common.ValueModel(trainer.model, "score")
-    collate_rows = lambda part: module.collate(part, tokenizer.pad_token_id)
-    with torch.autocast(common.device().type, torch.bfloat16, enabled=job["dtype"] == "bf16"):
-        quality = module.evaluate(args, model, held_out, collate_rows)
-    return [{**out, "quality": {k: quality[k] for k in ("eval_loss", "eval_accuracy") if k in quality}}]
-
-def count_bytes(job):
-    """-> a dict that fills while main() runs: bytes one rank sends in a step (ring algorithms), bytes of tensors it holds between steps."""
-    import gc
-    import torch
-    import common
-    from deepspeed.comm import comm
-    comm.comms_logger.enabled = comm.comms_logger.prof_all = True
-    counts, inner_steps, ranks = {}, common.training_steps, job.get("ranks", 1)
-
-    def training_steps(*args):
-        for step in inner_steps(*args):
-            if step[0] == 3:  # from here on steps are alike; the last one, which also evaluates, is not counted
-                comm.comms_logger.comms_dict.clear()
-            elif step[0] == job["steps"]:
-                ops = {op: sum(size * times[0] for size, times in sizes.items()) / (step[0] - 3) for op, sizes in comm.comms_logger.comms_dict.items()}
-                storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if isinstance(t, torch.Tensor)}
-                counts.update(ops=ops, held=sum(storages.values()), sent=sum(
-                    size * (ranks - 1) / ranks * (2 if "all_reduce" in op else 1) for op, size in ops.items()))
-            yield step
-    common.training_steps = training_steps
-    return counts
 
 # ---- Parent: runs the children in turn and writes the table -------------------------------------------------------------
 def run(args, job, side, turn, code):
@@ -314,33 +228,27 @@ def run(args, job, side, turn, code):
     result, log, ranks = args.work / "result.json", args.work / "child.log", job.get("ranks", 1)
     python = args.peer_python if side.startswith("trl") else sys.executable
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, 2 // ranks)), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1" if args.smoke else str(max(1, 2 // ranks)), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if args.gpu:
         del environment["OMP_NUM_THREADS"]
     else:
         environment.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
     if side.startswith("trl") and args.peer_python != sys.executable:  # two installations must not rebuild each other's kernels
         environment["TORCH_EXTENSIONS_DIR"] = str(args.work / "peer-extensions")
-    if side.startswith("trl") and ranks > 1:
-        (args.work / "zero3.json").write_text(json.dumps(PEER_ZERO3))
-        environment.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(args.work / "zero3.json"), ACCELERATE_USE_CPU="true")
     result.unlink(missing_ok=True)
     started = time.time()
     with open(log, "w") as out:
-        code = subprocess.run([python, *launch, __file__, "--child", json.dumps({**job, "side": side, "rounds": args.rounds}), "--work", str(args.work)],
-                              stdout=out, stderr=out, env=environment).returncode
-    if code or not result.exists():
-        log.rename(args.work / f"failed {job['name']} {side}.log")
-        print(f"  {job['name']} {side}: failed, see {args.work}/failed {job['name']} {side}.log", flush=True)
+        failed = subprocess.run([python, *launch, __file__, "--child", json.dumps({**job, "side": side, "rounds": args.rounds}), "--work", str(args.work)],
+                                stdout=out, stderr=out, env=environment).returncode
+    if failed or not result.exists():  # the others go on
+        log.replace(kept := args.work / f"failed-{job['name'].replace(' ', '-')}-{side}.log")
+        print(f"  {job['name']} {side}: failed, see {kept}", flush=True)
         return []
     records = [{"name": job["name"], "side": side, **r, "key": key, "dtype": job["dtype"], "unit": job.get("unit"), "wall": time.time() - started,
                 "when": time.strftime("%F %T")} for r in json.loads(result.read_text())]
     with open(file, "a") as out:
         out.writelines(json.dumps(r) + "\n" for r in records)
     return records
-
-PEER_ZERO3 = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": 1.0,
-              "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True}}
 
 def table(records):
     """Records -> the table, in Markdown: a line for each workload, dtype and peer."""
@@ -376,20 +284,6 @@ def table(records):
                          f"score {r['score_seconds']:.3f}, train {r['train_seconds']:.3f}")
     return "\n".join(lines) + "\n"
 
-def growth_table(records):
-    """Bytes sent by a rank in a step, in units of the weights' bytes, and bytes of tensors that a rank holds between steps."""
-    lines = ["| ZeRO stage | ranks | sent, x weights | theory | MB held by a rank | by operation, x weights |", "|" + " --- |" * 6]
-    for r in records:
-        stage, ranks = int(r["name"].split()[1]), int(r["name"].split()[2])
-        theory = (3 if stage == 3 else 2) * (ranks - 1) / ranks
-        lines.append(f"| {stage} | {ranks} | {r['sent'] / WEIGHTS:.2f} | {theory:.2f} | {r['held'] / 1e6:.0f} | "
-                     + ", ".join(f"{op} {size / WEIGHTS:.2f}" for op, size in r["ops"].items() if size / WEIGHTS > 0.005) + " |")
-    return "\n".join(lines) + "\n"
-
-WEIGHTS = 4 * (2 * 4096 * 256 + 6 * (4 * 256 ** 2 + 3 * 256 * 688) + 13 * 256)  # bytes of the tiny model in fp32
-GROWTH = [dict(name=f"growth {stage} {ranks}", script="sft", sides=("ours",), batch=2, length=128, steps=6, ranks=ranks, stage=stage, dtypes=["fp32"],
-               extra=["--ds_config", "{work}/ds.json"]) for stage in (0, 1, 2, 3) for ranks in (1, 2, 4, 8)]
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="rows whose name begins so: sft reward ppo zero3 decode")
@@ -407,24 +301,20 @@ def main():
     args.work.mkdir(parents=True, exist_ok=True)
     if args.child:
         job = args.child
-        function = {"prepare": lambda job, work: prepare(work, job["jobs"]), "machine": machine}.get(
-            job["name"], decode if not job["script"] else trl if job["side"].startswith("trl") else ours)
-        records = function(job, args.work)
+        known = {"prepare": prepare, "machine": machine, **dict.fromkeys(("trl", "trl+len"), "bench_trl"), "growth": "bench_growth"}
+        function = known.get(job["name"]) or known.get(job["side"]) or (ours if job["script"] else decode)
+        records = (importlib.import_module(function).run if isinstance(function, str) else function)(job, args.work)
         if os.environ.get("RANK", "0") == "0":
             (args.work / "result.json").write_text(json.dumps(records))
         return
-    jobs = [{"model": "tiny", **job} for job in (GPU if args.gpu else GROWTH if args.growth else CPU)]
-    small = dict(steps=3, length=64, prompt=16, answer=8, held_out=4) if args.smoke else {}
+    jobs = [{"model": "tiny", **job} for job in (GPU if args.gpu else importlib.import_module("bench_growth").JOBS if args.growth else CPU)]
+    small = dict(steps=3, length=64, prompt=16, answer=8, held_out=4) if args.smoke and not args.growth else {}
     jobs = [{**job, **small} for job in jobs if not args.only or job["name"].startswith(tuple(args.only))]
     if args.fresh:
         (args.work / "results.jsonl").unlink(missing_ok=True)
     has_trl = not subprocess.run([args.peer_python, "-c", "import trl"], capture_output=True).returncode
     code = hashlib.md5(b"".join((ROOT / f).read_bytes() for f in ("sft.py", "reward.py", "ppo.py", "common.py", "tests/bench.py"))).hexdigest()[:8]
     code += f" {args.smoke} {args.rounds}"
-    (args.work / "ds.json").write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": 500000, "allgather_bucket_size": 500000,
-                                                                        "stage3_param_persistence_threshold": 0}}))
-    for job in jobs:
-        job["extra"] = [x.format(work=args.work) for x in job.get("extra", [])]
     base, records = {"script": None, "dtype": "-"}, []
     run(args, {**base, "name": "prepare", "jobs": jobs}, "", 0, code + str(sorted(j["name"] for j in jobs)))
     for dtype in args.dtype or (["bf16"] if args.gpu else ["fp32", "bf16"]):
@@ -437,7 +327,7 @@ def main():
                         records += (new := run(args, {**job, "dtype": dtype}, side, turn, code))
                         for r in new:
                             print(f"  {r['name']} {dtype} {r['side']}: {r.get('rate', 0):,.1f} {r['unit']}", flush=True)
-    text = growth_table(records) if args.growth else table(records)
+    text = importlib.import_module("bench_growth").table(records) if args.growth else table(records)
     print(text)
     (args.work / "table.md").write_text(text)
 
