@@ -29,8 +29,9 @@ def run(job, work):
             elif step[0] == job["steps"]:
                 ops = {op: sum(size * times[0] for size, times in sizes.items()) / (step[0] - 3) for op, sizes in comm.comms_logger.comms_dict.items()}
                 storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if isinstance(t, torch.Tensor)}
-                counts.update(ops=ops, held=sum(storages.values()), sent=sum(
-                    size * (ranks - 1) / ranks * (2 if "all_reduce" in op else 1) for op, size in ops.items()))
+                # what the logger notes is one rank's input: a whole tensor of an all-reduce or reduce-scatter, a shard of an all-gather
+                factors = {"all_reduce": 2 * (ranks - 1) / ranks, "all_gather_into_tensor": ranks - 1}
+                counts.update(ops=ops, held=sum(storages.values()), sent=sum(factors.get(op, (ranks - 1) / ranks) * size for op, size in ops.items()))
             yield step
     common.training_steps = training_steps
     record, = bench.ours(job, work)

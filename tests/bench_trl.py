@@ -5,6 +5,7 @@ import os
 import statistics
 import time
 
+import accelerate
 import datasets
 import torch
 import transformers
@@ -23,12 +24,12 @@ def run(job, work):
     if job.get("stage") == 3:  # accelerate's own way to be told
         config = work / "trl-zero3.json"
         config.write_text(json.dumps(ZERO3))
-        os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(config), ACCELERATE_USE_CPU="true")
+        os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(config))
     args = module.get_args(flags)
     path = args.actor_model_name_or_path if script == "ppo" else args.model_name_or_path
     tokenizer = common.load_tokenizer(path)
     rows, held_out = common.load_rows(args, tokenizer, {"sft": 1, "reward": 2, "ppo": 3}[script], args.max_prompt_seq_len if script == "ppo" else args.max_seq_len)
-    options = dict(output_dir=f"{work}/out-trl", use_cpu=common.device().type == "cpu", bf16=job["dtype"] == "bf16",  # bf16: autocast, fp32 weights
+    options = dict(output_dir=f"{work}/out-trl", use_cpu=common.device().type == "cpu" and job.get("stage") != 3, bf16=job["dtype"] == "bf16",  # bf16: autocast, fp32 weights
                    per_device_train_batch_size=job["batch"], gradient_checkpointing=False, report_to="none", save_strategy="no",
                    lr_scheduler_type="constant", learning_rate=args.actor_learning_rate if script == "ppo" else args.learning_rate,
                    weight_decay=0.0, max_grad_norm=1.0, adam_beta2=0.95, dataloader_pin_memory=False, disable_tqdm=True, logging_steps=1000)
@@ -49,9 +50,13 @@ def run(job, work):
     if script == "ppo":
         from trl.experimental.ppo import PPOConfig, PPOTrainer
         critic = args.critic_model_name_or_path
+        config = PPOConfig(**{**options, "logging_steps": 1}, num_ppo_epochs=1, num_mini_batches=1, local_rollout_forward_batch_size=job["batch"],
+                           temperature=1.0, response_length=job["answer"], kl_coef=args.kl_coef, num_sample_generations=0, total_episodes=len(rows))
+        if job.get("stage") == 3:  # under DeepSpeed accelerate counts GPUs, and here it would find a world of one
+            rank = int(os.environ["RANK"])
+            accelerate.PartialState._shared_state.update(num_processes=job["ranks"], process_index=rank, local_process_index=rank)
         trainer = PPOTrainer(
-            args=PPOConfig(**{**options, "logging_steps": 1}, num_ppo_epochs=1, num_mini_batches=1, local_rollout_forward_batch_size=job["batch"], temperature=1.0,
-                           response_length=job["answer"], kl_coef=args.kl_coef, num_sample_generations=0, total_episodes=len(rows)),
+            args=config,
             processing_class=tokenizer, model=load("CausalLM", path), ref_model=load("CausalLM", path), reward_model=load("SequenceClassification", critic),
             value_model=load("SequenceClassification", critic), train_dataset=datasets.Dataset.from_dict({"input_ids": list(rows["prompt_ids"])}),
             eval_dataset=datasets.Dataset.from_dict({"input_ids": list(held_out["prompt_ids"])}), callbacks=[Clock()])
