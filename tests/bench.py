@@ -313,7 +313,7 @@ def main():
     if args.fresh:
         (args.work / "results.jsonl").unlink(missing_ok=True)
     has_trl = not subprocess.run([args.peer_python, "-c", "import trl"], capture_output=True).returncode
-    code = hashlib.md5(b"".join((ROOT / f).read_bytes() for f in ("sft.py", "reward.py", "ppo.py", "common.py", "tests/bench.py"))).hexdigest()[:8]
+    code = hashlib.md5(b"".join(f.read_bytes() for f in sorted([*ROOT.glob("*.py"), *ROOT.glob("tests/bench*.py")]))).hexdigest()[:8]
     code += f" {args.smoke} {args.rounds}"
     base, records = {"script": None, "dtype": "-"}, []
     run(args, {**base, "name": "prepare", "jobs": jobs}, "", 0, code + str(sorted(j["name"] for j in jobs)))
