@@ -30,6 +30,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.module_inject.layers import LinearAllreduce
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from safetensors.torch import save_file
+from torch.utils.cpp_extension import get_default_build_root
 from torchdata.stateful_dataloader import StatefulDataLoader
 from packaging import version
 from tqdm import tqdm
@@ -42,7 +43,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LOGS = ("metrics.jsonl", "samples.jsonl")
 INTERRUPTED = []  # filled by SIGTERM / SIGINT; looked at between two steps
 LAYOUT = {"tensor_parallel": 1}  # ranks that share each layer; `start` sets it
-TRUST = {"trust_remote_code": False}  # what every from_pretrained gets; `start` sets it
+TRUST = {"trust_remote_code": False}  # what every from_pretrained gets; `parse` sets it
 BEGAN = time.time()
 NOW = ["starting"]  # [0]: what this rank is at, see `phase`
 
@@ -166,6 +167,7 @@ def parse(parser, presets, argv=None):
         if size > 1 and broken:
             fail(f"--tensor_parallel_size {size} {rule}.\n  Leave it out, or mend that.")
     ds_config(args, 0, 1)  # refuses a wrong --ds_config now, not after the model is loaded
+    TRUST["trust_remote_code"] = args.trust_remote_code
     return args
 
 # ---- 2  DeepSpeed ---------------------------------------------------------------------------------------------------
@@ -773,7 +775,9 @@ def start(args):
             fail(f"--resume: there is no checkpoint in {output / 'checkpoints'}.\n  Leave it out to start anew.")
         say(f"the run in {output} stopped before its first checkpoint: it starts anew")
         args.resume = False
-    sys.excepthook, TRUST["trust_remote_code"] = crashed, args.trust_remote_code
+    sys.excepthook = crashed
+    for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()).rglob("lock"):
+        say(f"warning: {lock} is there: another process compiles an optimizer, or was killed while it did. If this run waits now, delete it.")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()

@@ -61,7 +61,9 @@ def memory(args, models, ranks, cpu=False):
     for m, phase in itertools.product(models, ("generate", "score", "train", "update") if any(m.get("cached") for m in models) else ("train", "update")):
         weights, trained, row, layers, hidden, vocab, cache = sizes_of(m["path"], m.get("head", False), m["tokens"], args.dtype, m.get("dropout"), m.get("lora_dim", 0))
         stage, rows, cached, kept, trains, T = m["stage"], m["rows"], m.get("cached", 0), m.get("kept"), m["trains"], trained * m["trains"]
-        shards, here = lambda first: ranks if stage >= first else 1, dict.fromkeys(PARTS, 0)
+        tp = args.tensor_parallel_size if trains else 1  # layers split over tp ranks, the rest of ZeRO over the groups of them
+        weights, T, devices, here = weights / tp, T / tp, ranks // tp, dict.fromkeys(PARTS, 0)
+        shards = lambda first: devices if stage >= first else 1
         early = stage == 3 or (stage == 1 and args.dtype == "bf16") or args.gradient_accumulation_steps > 1  # there before the backward
         here["weights"] = w * weights / shards(3)
         here["gradients"] = ({1: 6}.get(stage, 4) if args.dtype == "bf16" and stage else w) * T / shards(2) * (phase == "update" or early)
@@ -82,14 +84,14 @@ def memory(args, models, ranks, cpu=False):
             here.update(one_pass)
             here["buffers"] += gathered + bucket * (1 + zero["overlap_comm"]) * (stage in (1, 2) and not cpu)
         elif phase == "update" and trains:
-            here["buffers"] += 4 * T / ranks if stage else max(8 * (w < 4) * T, w * min(5e8, T) * (ranks > 1))  # (the all-reduce's bucket)
+            here["buffers"] += 4 * T / devices if stage else max(8 * (w < 4) * T, w * min(5e8, T) * (ranks > 1))  # (the all-reduce's bucket)
         if args.adam_offload and stage:
             moved = ("optimizer", "gradients") if stage > 1 else ("optimizer",)
-            here["host"] = sum(here[k] for k in moved) + 4 * T / ranks
+            here["host"] = sum(here[k] for k in moved) + 4 * T / devices
             here.update(dict.fromkeys(moved, 0), buffers=min(here["buffers"], bucket * (1 + zero["overlap_comm"]) + gathered) * (phase != "update"))
         if args.offload and stage == 3:
             here["host"], here["weights"] = here["host"] + here["weights"], 0
-        if getattr(args, "offload_states", False) and phase in ("generate", "score"):
+        if getattr(args, "offload_states", False) and not args.adam_offload and phase in ("generate", "score"):
             here["host"], here["optimizer"], here["gradients"] = here["host"] + here["optimizer"] + here["gradients"], 0, 0
         if m.get("ema"):
             here["optimizer"] += 4 * weights / ranks

@@ -607,17 +607,16 @@ def answer_scores(functions, sequences, batch):
     return {"reward": batch["scores"].cpu(), **scores} if "scores" in batch else scores
 
 def models_of(args):
-    """For --estimate: the four models, what they work on, which of them train."""
+    """For --estimate: the models, what they work on, which of them train. With LoRA the actor without is the reference."""
     rows, tokens = args.per_device_training_batch_size, args.max_seq_len
     once = args.gradient_accumulation_steps == args.generation_batches == args.ppo_epochs == 1 and rows == args.per_device_generation_batch_size
     frozen = dict(rows=rows, tokens=tokens, trains=False)
     actor = dict(frozen, path=args.actor_model_name_or_path, stage=args.actor_zero_stage, answer=args.max_answer_seq_len, dropout=0.0)
-    reference = [actor] * (not args.actor_lora_dim)  # with LoRA it is the actor with its adapters off
     critic = dict(frozen, path=args.critic_model_name_or_path, stage=args.critic_zero_stage, head=True)
     judge = [dict(critic, path=args.reward_model_name_or_path)] * (not args.reward_fn)
-    critics = [dict(critic, trains=True, dropout=args.critic_dropout, kept=once and not args.critic_dropout, lora_dim=args.critic_lora_dim)] * (args.advantage == "gae")
-    return [dict(actor, trains=True, dropout=args.actor_dropout, kept=once, ema=args.enable_ema, cached=args.per_device_generation_batch_size,
-                 lora_dim=args.actor_lora_dim), *critics, *reference, *judge]
+    critics = [dict(critic, trains=True, lora_dim=args.critic_lora_dim, dropout=args.critic_dropout, kept=once and not args.critic_dropout)] * (args.advantage == "gae")
+    return [dict(actor, trains=True, lora_dim=args.actor_lora_dim, dropout=args.actor_dropout, kept=once, ema=args.enable_ema, cached=args.per_device_generation_batch_size),
+            *critics, *[actor] * (not args.actor_lora_dim), *judge]
 
 # ---- Helpers of the update ------------------------------------------------------------------------------------------
 def skip_together(engines):

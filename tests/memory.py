@@ -1,6 +1,6 @@
 """How good is --estimate? The peaks that it names, held against the resident memory of real runs on CPU ranks.
 
-    python tests/memory.py                    every case, about 20 minutes on 2 cores; prints the table of docs/environment.md
+    python tests/memory.py                    every case, about 25 minutes on 2 cores; prints the table of docs/environment.md
     python tests/memory.py sft 2 3 --dtype bf16    one case: script, ranks, ZeRO stage, and any flags
 
 A run's own main() works on rows that are all as long as --max_seq_len allows. Linux keeps the largest resident size that a
@@ -22,7 +22,8 @@ CASES = [  # script, ranks, stage, model, flags
     *(("sft", 2, stage, size, "") for size in ("21M", "69M") for stage in range(4)), *(("sft", 1, stage, "69M", "") for stage in (0, 2, 3)),
     *(("sft", 2, stage, "69M", "--dtype bf16") for stage in range(4)), ("sft", 2, 2, "69M", "--gradient_accumulation_steps 2"),
     ("sft", 2, 0, "69M", "--gradient_checkpointing"), ("sft", 2, 3, "69M", "--adam_offload --offload"),
-    ("ppo", 2, 2, "69M", "--gradient_accumulation_steps 2"), ("ppo", 2, 3, "69M", ""),
+    ("ppo", 2, 2, "69M", "--gradient_accumulation_steps 2"), *(("ppo", 2, stage, "69M", "") for stage in (3, 2, 0)),
+    ("reward", 2, 3, "69M", ""), ("sft", 2, 2, "176M", ""),
 ]
 
 
@@ -144,7 +145,8 @@ def main():
             peak = max(e for _, e, _ in rows) / max(m for _, _, m in rows) - 1
             errors.append(peak)
             print(f"{'':66}{'peak':10}{peak:+40.0%}", flush=True)
-    print(f"error of the peak over {len(errors)} runs: {min(errors):+.0%} to {max(errors):+.0%}, mean of its size {sum(map(abs, errors)) / len(errors):.0%}")
+    if errors:
+        print(f"error of the peak over {len(errors)} runs: {min(errors):+.0%} to {max(errors):+.0%}, mean of its size {sum(map(abs, errors)) / len(errors):.0%}")
 
 
 if __name__ == "__main__":

@@ -90,6 +90,14 @@ def test_checkpointing_sharding_and_offload_move_what_they_should(opt):
     assert count(sft_args(opt, "--zero_stage", 3, "--offload"))["train"]["weights"] == 0
 
 
+def test_lora_trains_two_thin_matrices_beside_each_layers_six(opt):
+    """A layer of OPT: q, k, v, o of d x d and two of d x 4d; rank 8 adds 8 (rows + columns) to each, and nothing else has gradients."""
+    d = 2048
+    assert estimate.sizes_of(opt, False, 512, "bf16", None, 8)[1] == 24 * 8 * (4 * 2 * d + 2 * 5 * d)
+    parts = count(sft_args(opt, "--lora_dim", 8, "--zero_stage", 0))["update"]
+    assert parts["weights"] == 2 * 1_315_758_080 and parts["optimizer"] == 12 * 24 * 8 * 18 * d
+
+
 def test_ds_config_may_send_offloaded_states_to_a_disk(tmp_path):
     """--adam_offload says that they leave the device; a device named in ds_config.json (nvme) must not be overwritten by it."""
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}}')

@@ -15,7 +15,7 @@ import sft
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"sft.py": sft, "reward.py": reward, "ppo.py": ppo}
-BUDGETS = {"sft.py": 300, "reward.py": 320, "ppo.py": 900, "common.py": 1200, "estimate.py": 160}  # lines, comments included; see the README
+BUDGETS = {"sft.py": 300, "reward.py": 320, "ppo.py": 900, "common.py": 1200, "estimate.py": 180}  # lines, comments included; see the README
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
