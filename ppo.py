@@ -45,7 +45,8 @@ import estimate
 
 # ---- Arguments ------------------------------------------------------------------------------------------------------
 PRESETS = {
-    # DeepSpeed-Chat, step 3, opt/single_node/run_1.3b.sh, number for number. A run without a preset starts from these.
+    # DeepSpeed-Chat, step 3, opt/single_node/run_1.3b.sh, number for number. A run without a preset starts from these. (It does
+    # not whiten advantages, as we do; --whiten 0.)
     "opt-1.3b": dict(
         actor_model_name_or_path="output/sft", critic_model_name_or_path="output/reward",
         data_path=["Dahoas/rm-static"], data_split="2,4,4", output_dir="output/ppo",

@@ -1,8 +1,8 @@
 """PPO's variants on the toy, over three seeds each: the table of docs/ppo.md.
 
-    python toy/variants.py output/demo      after `make demo`, whose models it starts from; about 40 minutes on 2 CPU cores
+    python toy/variants.py output/demo      after `make demo`, whose models it starts from; about a minute a run on 2 CPU cores
 
-Runs that are there already are not made again. Means over the seeds, the smallest and largest in brackets.
+Runs that are there already are not made again. Prints the table after each seed: means, the smallest and largest in brackets.
 """
 import json
 import os
@@ -33,11 +33,14 @@ def run(demo, name, seed):
     return {**records[-1], "ratio_max": max(r["ratio_max"] for r in records[1:])}
 
 def main(demo):
-    print(" | ".join(["variant", *COLUMNS]), flush=True)
-    for name in VARIANTS:
-        found = [run(demo, name, seed) for seed in SEEDS]
-        cells = ([r[c] for r in found] for c in COLUMNS)
-        print(" | ".join([name, *(f"{sum(c) / len(c):.3f} [{min(c):.3f}, {max(c):.3f}]" for c in cells)]), flush=True)
+    found = {name: [] for name in VARIANTS}
+    for count, seed in enumerate(SEEDS, 1):
+        for name in VARIANTS:
+            found[name].append(run(demo, name, seed))
+        print(f"\n| {count} seeds | " + " | ".join(COLUMNS) + " |\n" + "| --- " * (len(COLUMNS) + 1) + "|")
+        for name, records in found.items():
+            cells = ([r[c] for r in records] for c in COLUMNS)
+            print(f"| {name} | " + " | ".join(f"{sum(c) / len(c):.3f} [{min(c):.3f}, {max(c):.3f}]" for c in cells) + " |", flush=True)
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
