@@ -121,7 +121,7 @@ def add_common_arguments(parser, own_forms=()):
     arg("trust_remote_code", action="store_true", help="run the Python code that comes with a model; without it no model's code is run")
     arg("overwrite", action="store_true", help="output_dir holds a run: replace it")
     arg("ds_config", default=str(HERE / "ds_config.json"), help="DeepSpeed knobs that have no flag here")
-    arg("estimate", nargs="?", const="", metavar="N[xGIB]", help="will it fit? Count the memory of N devices, load nothing, and end")
+    arg("estimate", nargs="?", const="", metavar="NxGIB", help="will it fit? Count the memory of N devices, load nothing, and end")
     arg("local_rank", type=int, default=-1, help="set by the deepspeed launcher")
 
 def parse(parser, presets, argv=None):

@@ -39,3 +39,8 @@ def hh():
     if not (folder / "train.jsonl").exists():
         pytest.skip(f"no HH data in {folder}; RLHF_HH names the folder")
     return folder
+
+
+def pytest_collection_modifyitems(items):
+    """In reading order: 2 comes before 10."""
+    items.sort(key=lambda item: int(item.path.name.split("_")[1]))
