@@ -155,7 +155,8 @@ def parse(parser, presets, argv=None):
     stages = [value for name, value in vars(args).items() if name.endswith("zero_stage")]
     if (args.offload and 3 not in stages) or (args.adam_offload and 0 in stages):
         fail("--offload moves sharded weights and needs --zero_stage 3; --adam_offload, sharded optimizer states: 1, 2 or 3.")
-    if any(value for name, value in vars(args).items() if name.endswith("lora_dim")) and not importlib.util.find_spec("peft"):
+    lora = any(value for name, value in vars(args).items() if name.endswith("lora_dim"))
+    if lora and not importlib.util.find_spec("peft"):
         fail("--lora_dim needs the package peft.\n  pip install peft, or leave it out.")
     size, ranks, has = args.tensor_parallel_size, int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))), deepspeed.__version__
     for broken, rule in ((args.dtype != "bf16", f"works in bf16 only, and --dtype is {args.dtype}"),
@@ -163,7 +164,7 @@ def parse(parser, presets, argv=None):
                          (version.parse(has) < version.parse("0.16.4"), f"needs DeepSpeed 0.16.4 or newer, and {has} is installed"),
                          (3 in stages and version.parse(has) < version.parse("0.19"), f"and --zero_stage 3 need DeepSpeed 0.19, and {has} is installed; "
                                                                                       "upgrade, or take --zero_stage 2"),
-                         (any(v for k, v in vars(args).items() if k.endswith("lora_dim")), "and LoRA do not go together")):
+                         (lora, "and LoRA do not go together")):
         if size > 1 and broken:
             fail(f"--tensor_parallel_size {size} {rule}.\n  Leave it out, or mend that.")
     ds_config(args, 0, 1)  # refuses a wrong --ds_config now, not after the model is loaded
@@ -179,6 +180,10 @@ def data_world():
     """-> (number, count) of this rank's share of the data. The ranks that share a model's layers train on the same rows."""
     rank, ranks = world()
     return rank // LAYOUT["tensor_parallel"], ranks // LAYOUT["tensor_parallel"]
+
+def rows_per_step(batch_size, micro_steps):
+    """-> rows of one step: of all its forwards, on all ranks that have a share of the data."""
+    return batch_size * micro_steps * data_world()[1]
 
 def device():
     """This rank's device, through DeepSpeed's accelerator abstraction: cuda:0, cpu, xpu:1, ..."""
@@ -331,7 +336,7 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
     if size > 1 and (not text.base_model_tp_plan or any(count % size for count in heads)):
         fail(f"--tensor_parallel_size {size} does not work for {path}.\n  It must divide the model's attention heads and key-value heads "
              f"({', '.join(map(str, heads))}), and transformers must know how to split a {config.model_type} model.")
-    own = {k: v for k, v in vars(config).items() if "drop" in k and k != "layerdrop" and isinstance(v, (int, float))}
+    own = own_dropout(config)
     if dropout is not None:
         config.update({key: float(dropout) for key in own})
     if value_head:
@@ -368,6 +373,10 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
     if lora_dim:
         add_adapters(model, args, source, lora_dim, value_head)
     return ValueModel(model, value_head) if value_head else model
+
+def own_dropout(config):
+    """-> {name: probability} of every dropout that a model's config sets."""
+    return {k: v for k, v in vars(config).items() if "drop" in k and k != "layerdrop" and isinstance(v, (int, float))}
 
 def add_adapters(model, args, path, dim, value_head=None):
     """Freeze `model` and put an adapter beside each target: W x becomes W x + B A x * alpha / dim.  [Hu et al. 2021] eq. 3
@@ -729,7 +738,7 @@ def epoch_batches(lengths, seed, epoch, batch_size, micro_steps, group_by_length
 
 def count_steps(args, rows, batch_size, micro_steps):
     """-> optimizer steps of the run: --max_steps, or --num_train_epochs passes over `rows`."""
-    per_epoch = -(-len(rows) // (batch_size * micro_steps * data_world()[1]))
+    per_epoch = -(-len(rows) // rows_per_step(batch_size, micro_steps))
     return args.max_steps if args.max_steps > 0 else per_epoch * args.num_train_epochs
 
 def eval_loader(args, rows, collate):
@@ -844,7 +853,7 @@ def begin(args, title, engine, stage, rows, held_out, batch_size, micro_steps, s
     output, (rank, ranks) = Path(args.output_dir), world()
     if rank == 0:
         output.mkdir(parents=True, exist_ok=True)
-        for name in () if args.resume else ("checkpoints", "config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "ema", "critic", "adapter_config.json"):
+        for name in () if args.resume else ("checkpoints", "config.json", *LOGS, "curves.png", "ema", "critic", "adapter_config.json"):
             shutil.rmtree(output / name) if (output / name).is_dir() else (output / name).unlink(missing_ok=True)
         for stale in () if args.resume else output.glob("*model*.safetensors*"):
             stale.unlink()
@@ -855,7 +864,7 @@ def begin(args, title, engine, stage, rows, held_out, batch_size, micro_steps, s
     say(f"{title}   (preset {args.preset}, seed {args.seed}, output in {output})\n"
         f"  model    {count_parameters(inner(engine)) / 1e6:,.2f} M parameters, {args.dtype}, ZeRO stage {stage}, "
         f"{ranks} x {get_accelerator().device_name()}\n"
-        f"  batch    {batch_size} per device x {micro_steps} accumulation x {data_world()[1]} ranks = {batch_size * micro_steps * data_world()[1]} rows per step\n"
+        f"  batch    {batch_size} per device x {micro_steps} accumulation x {data_world()[1]} ranks = {rows_per_step(batch_size, micro_steps)} rows per step\n"
         f"  data     {len(rows):,} rows (this step's share, --data_split), {len(held_out):,} held out, {steps:,} steps")
     torch.manual_seed(args.seed + data_world()[0])  # dropout differs between ranks
     barrier()
@@ -875,11 +884,12 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, told_to_stop)
     lengths = np.asarray(rows["length"])
-    per_epoch = -(-len(rows) // (batch_size * micro_steps * data_world()[1]))
+    at_once = rows_per_step(batch_size, micro_steps)
+    per_epoch = -(-len(rows) // at_once)
     step, saved = load_checkpoint(args, engines, state) if args.resume else (0, {})
     state.update(saved.get("state", {}))
-    if saved and saved["rows"] != (rows_per_step := batch_size * micro_steps * data_world()[1]):
-        fail(f"--resume: the run took {saved['rows']} rows a step, and would now take {rows_per_step}.\n"
+    if saved and saved["rows"] != at_once:
+        fail(f"--resume: the run took {saved['rows']} rows a step, and would now take {at_once}.\n"
              "  Choose per-device batch size and --gradient_accumulation_steps so that times the ranks they give the same.")
     with tqdm(total=steps, initial=step, unit="step", leave=False, disable=True if world()[0] else None) as bar:
         while step < steps:
@@ -899,8 +909,7 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
                 told, late = all_sum(len(INTERRUPTED), 0 < args.max_hours * 3600 < time.time() - BEGAN)  # on any rank
                 stop = (told or late) and step < steps
                 if stop or (args.save_steps and step % args.save_steps == 0):
-                    save_checkpoint(args, engines, step, {"loader": loader.state_dict(), "state": state,
-                                                           "rows": batch_size * micro_steps * data_world()[1]})
+                    save_checkpoint(args, engines, step, {"loader": loader.state_dict(), "state": state, "rows": at_once})
                 if stop:
                     say(f"{'interrupted' if told else f'--max_hours {args.max_hours:g} are over'} after step {step}: "
                         f"saved to {checkpoints(args)[-1]}. Go on with --resume.")

@@ -30,7 +30,7 @@ def sizes_of(path, head, tokens, dtype, dropout=None, lora_dim=0):
     config, kept = copy.deepcopy(common.load(path)), {}
     config.num_labels = 1
     if dropout is not None:
-        config.update({k: float(dropout) for k, v in vars(config).items() if "drop" in k and k != "layerdrop" and isinstance(v, (int, float))})
+        config.update({key: float(dropout) for key in common.own_dropout(config)})
     with torch._subclasses.fake_tensor.FakeTensorMode():
         model = (AutoModelForSequenceClassification if head else AutoModelForCausalLM).from_config(config, dtype=common.DTYPES[dtype]).train()
         ids, own = torch.ones(1, tokens, dtype=torch.long), {p.untyped_storage()._cdata for p in model.parameters()}

@@ -137,6 +137,7 @@ def get_args(argv=None):
     args.whiten = args.advantage in ("gae", "reinforce") if args.whiten is None else args.whiten
     args.kl_estimator = args.kl_estimator or ("k3" if args.kl_in == "loss" else "k1")
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
+    args.offload_states = args.offload_states and not args.adam_offload  # there they live anyway
     check_constraints(args)
     check_offload_states(args)
     return args
@@ -180,7 +181,7 @@ def check_constraints(args):
 def check_offload_states(args):
     """DeepSpeed has state offload in its ZeRO optimizers of stages 1 to 3, and not in the one of stage 1 in bf16."""
     stages, has = {args.actor_zero_stage, args.critic_zero_stage}, deepspeed.__version__
-    if not args.offload_states or args.adam_offload:
+    if not args.offload_states:
         return
     if version.parse(has) <= version.parse("0.17.5") and stages != {3}:
         common.fail(f"--offload_states needs --zero_stage 3 with DeepSpeed {has}.\n  Upgrade to 0.18.5 or newer, or use --zero_stage 3.")
@@ -499,13 +500,13 @@ def advantages_of(args, micro_batches, kl_coef, statistics):
         batch["raw_advantages"], batch["advantages"] = before, after
 
 def park(args, *engines):
-    """--offload_states: what only the optimizer needs waits on the CPU. With --adam_offload it lives there anyway."""
-    for engine in engines if args.offload_states and not args.adam_offload else ():
+    """--offload_states: what only the optimizer needs waits on the CPU."""
+    for engine in engines if args.offload_states else ():
         engine.offload_states(include=[state for state in OffloadStateTypeEnum if state != OffloadStateTypeEnum.lp_params])
 
 def unpark(args, *engines):
     """... and comes back to train."""
-    for engine in engines if args.offload_states and not args.adam_offload else ():
+    for engine in engines if args.offload_states else ():
         engine.reload_states()
 
 def load_function(spec, flag):
@@ -591,9 +592,8 @@ def evaluate(args, actor, reference, reward_model, functions, tokenizer, held_ou
             for s, value in zip(part, values.tolist()):
                 s[name] = value
     actor.train()
-    gathered = [None] * common.world()[1]
-    torch.distributed.all_gather_object(gathered, [s for s in sequences if s["real"]])
-    answers = sorted((s for part in gathered[::common.LAYOUT["tensor_parallel"]] for s in part), key=lambda s: s["row"])
+    speaks = common.world()[0] % common.LAYOUT["tensor_parallel"] == 0  # ranks that share a model's layers have the same answers
+    answers = sorted(common.everyones([s for s in sequences if s["real"] and speaks]), key=lambda s: s["row"])
     names = ["reward", "gold", "kl"] if functions["gold"] else ["reward", "kl"]
     common.append(args, "samples.jsonl", [{"step": step, "prompt": s["prompt"], "response": s["text"], "response_length": len(s["answer_ids"]),
                                  **{k: s[k] for k in names}} for s in answers])
@@ -607,16 +607,26 @@ def answer_scores(functions, sequences, batch):
     scores = {name: call_function(f, sequences) for name, f in functions.items() if f}
     return {"reward": batch["scores"].cpu(), **scores} if "scores" in batch else scores
 
+def one_pass(args):
+    """-> the roles whose pass that trains also gives the old log-probs and values: one forward, and both graphs at once.
+
+    It can where a rollout is one micro-batch trained once. A critic with dropout makes its own: values are stored without.
+    """
+    several = max(args.gradient_accumulation_steps, args.generation_batches, args.ppo_epochs) > 1
+    if several or args.per_device_training_batch_size != args.per_device_generation_batch_size:
+        return ()
+    own = common.own_dropout(common.load(args.critic_model_name_or_path)) if args.critic_dropout is None and args.advantage == "gae" else {}
+    return ("actor",) if args.critic_dropout or any(own.values()) else ("actor", "critic")
+
 def models_of(args):
     """For --estimate: the models, what they work on, which of them train. With LoRA the actor without is the reference."""
     rows, tokens = args.per_device_training_batch_size, args.max_seq_len
-    once = args.gradient_accumulation_steps == args.generation_batches == args.ppo_epochs == 1 and rows == args.per_device_generation_batch_size
-    frozen = dict(rows=rows, tokens=tokens, trains=False)
+    kept, frozen = one_pass(args), dict(rows=rows, tokens=tokens, trains=False)
     actor = dict(frozen, path=args.actor_model_name_or_path, stage=args.actor_zero_stage, answer=args.max_answer_seq_len, dropout=0.0)
     critic = dict(frozen, path=args.critic_model_name_or_path, stage=args.critic_zero_stage, head=True)
     judge = [dict(critic, path=args.reward_model_name_or_path)] * (not args.reward_fn)
-    critics = [dict(critic, trains=True, lora_dim=args.critic_lora_dim, dropout=args.critic_dropout, kept=once and not args.critic_dropout)] * (args.advantage == "gae")
-    return [dict(actor, trains=True, lora_dim=args.actor_lora_dim, dropout=args.actor_dropout, kept=once, ema=args.enable_ema, cached=args.per_device_generation_batch_size),
+    critics = [dict(critic, trains=True, lora_dim=args.critic_lora_dim, dropout=args.critic_dropout, kept="critic" in kept)] * (args.advantage == "gae")
+    return [dict(actor, trains=True, lora_dim=args.actor_lora_dim, dropout=args.actor_dropout, kept="actor" in kept, ema=args.enable_ema, cached=args.per_device_generation_batch_size),
             *critics, *[actor] * (not args.actor_lora_dim), *judge]
 
 # ---- Helpers of the update ------------------------------------------------------------------------------------------
@@ -698,9 +708,10 @@ def rollout_metrics(args, micro_batches):
         x = cat(lambda b: b[name][b["response_mask"] > 0])  # (M,)
         count, total, squares = common.all_sum(len(x), x.sum(), (x ** 2).sum()).tolist()
         return total / count, max(squares / count - (total / count) ** 2, 0.0)
-    means.update(entropy=spread("entropy")[0], advantage_std=spread("raw_advantages")[1] ** 0.5)
+    errors = spread("raw_advantages")[1]  # with a critic its squared errors: returns - values
+    means.update(entropy=spread("entropy")[0], advantage_std=errors ** 0.5)
     if "returns" in micro_batches[0]:  # 1: the critic foresees all, 0: no better than a constant
-        means["explained_variance"] = 1 - spread("raw_advantages")[1] / max(spread("returns")[1], 1e-12)
+        means["explained_variance"] = 1 - errors / max(spread("returns")[1], 1e-12)
     return means
 
 # ---- The step, top to bottom ----------------------------------------------------------------------------------------
@@ -767,10 +778,7 @@ def main():
     if args.allow_unstable:
         common.say("warning: --allow_unstable: old log-probs go stale within a rollout. Watch ratio_max, clip_fraction, approx_kl; --target_kl.")
     agree = skip_together(list(engines.values())) if args.dtype == "fp16" else lambda: None
-    # Where a rollout is one micro-batch trained once, one forward of each network gives the old log-probs and values, too. (A
-    # critic with dropout makes its own pass: values are stored without.) Both graphs are held at once.
-    dropout = critic and (any(common.inner(critic).own_dropout.values()) if args.critic_dropout is None else args.critic_dropout)
-    once = [e for e in engines.values() if e is actor or not dropout] if rollout_batches == optimizer_steps == 1 else []
+    once = [engine for role, engine in engines.items() if role in one_pass(args)]
     columns = [c for c in COLUMNS if (args.gold_fn or "gold" not in c) and (critic or c not in ("critic_loss", "explained_variance"))]
     state = {"ema": ema_start(actor.module) if args.enable_ema else None, "kl_coef": args.kl_coef}  # kept by checkpoints
     common.begin(args, "step 3: PPO", actor, args.actor_zero_stage, train, held_out, prompt_batch, rollout_batches, steps)
@@ -830,9 +838,8 @@ def main():
                     with torch.set_grad_enabled(actor in moving):
                         logprobs, entropies = actor_pass(args, actor, batch, with_entropy=args.entropy_coef > 0)
                 loss, ratio, clipped = actor_loss(args, logprobs, entropies, batch, state["kl_coef"])           # (B, R)
-                drift = ((ratio.detach() - 1).abs() * response_mask).max()
-                if update == 0:
-                    first_pass_gate(args, drift, step)
+                if update == 0 and actor not in kept:  # where it is, both passes are one
+                    first_pass_gate(args, ((ratio.detach() - 1).abs() * response_mask).max(), step)
                 if actor in moving:
                     actor.backward((loss * response_mask).sum() * common.loss_scale(tokens, actor_micro_steps))
                     if unsup:
