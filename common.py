@@ -1,15 +1,15 @@
-"""What all three steps must do in the same way, in five short sections.
+"""What all three steps must do in the same way, in five sections.
 
     1  arguments     flags, presets, and how wrong input is refused
     2  DeepSpeed     one function that writes every engine's config; engines; sums over ranks
     3  models        load, value head, log-probs, gather, save
     4  data          read any known format, split, tokenise, batch
-    5  the run       start, steps, checkpoints, logging, curves
+    5  the run       start, the end and who caused it, logging, curves (its steps and checkpoints: checkpoint.py)
 
 Losses and training loops are not here: each step's own file tells its whole story.
 Shapes: B rows (sequences) of a micro-batch, T tokens, K the last tokens of a row that a loss looks at, V vocabulary.
 """
-import argparse, contextlib, copy, datetime, difflib, functools, importlib.util, inspect, io, itertools, json, logging, os, re, shutil, signal, socket, sys, time, warnings, zlib
+import argparse, contextlib, copy, datetime, difflib, functools, importlib.util, inspect, io, json, logging, os, re, shutil, sys, time, warnings, zlib
 from collections import Counter
 from pathlib import Path
 
@@ -25,14 +25,15 @@ import torch
 import torch.nn as nn
 import transformers
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint import ds_to_universal
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.module_inject.layers import LinearAllreduce
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.utils.cpp_extension import get_default_build_root
-from torchdata.stateful_dataloader import StatefulDataLoader
+from jinja2 import TemplateError
 from packaging import version
+from torch.distributed.elastic.utils.distributed import get_free_port
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
@@ -41,24 +42,25 @@ logging.disable(logging.NOTSET)
 HERE = Path(__file__).resolve().parent
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LOGS = ("metrics.jsonl", "samples.jsonl")
-INTERRUPTED = []  # filled by SIGTERM / SIGINT; looked at between two steps
 LAYOUT = {"tensor_parallel": 1}  # ranks that share each layer; `start` sets it
 TRUST = {"trust_remote_code": False}  # what every from_pretrained gets; `parse` sets it
-BEGAN = time.time()
 NOW = ["starting"]  # [0]: what this rank is at, see `phase`
+SAME = ("data_path", "data_split", "seed", "max_seq_len", "group_by_length", "tensor_parallel_size", "lora_dim", "actor_lora_dim",
+        "critic_lora_dim", "advantage", "samples_per_prompt", "enable_ema")  # what --resume cannot change
 
 # ---- 1  Arguments ---------------------------------------------------------------------------------------------------
 def fail(message, this_rank=False):
     """The user's input is wrong: exit code 2, no traceback, one message, from rank 0 unless `this_rank` alone has seen it."""
-    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) and not this_rank:
-        time.sleep(5)  # rank 0 speaks first: a launcher ends the whole run as soon as one rank has left
-    else:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+    if rank and not this_rank:
+        time.sleep(20)  # a launcher ends the whole run as soon as one rank has left: who still speaks after that has seen it alone
+    print(f"error: {f'rank {rank}: ' * bool(rank)}{message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 def new_parser(doc):
     """A parser whose --help opens with the script's header, and whose errors are `fail`'s."""
-    parser = argparse.ArgumentParser(description=doc, allow_abbrev=False, formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=120))
+    layout = functools.partial(argparse.RawDescriptionHelpFormatter, width=120)
+    parser = argparse.ArgumentParser(description=doc, allow_abbrev=False, formatter_class=layout)
     parser.error = lambda message: fail(f"{message}\n  `{parser.prog} --help` lists every flag.")
     return parser
 
@@ -137,22 +139,26 @@ def parse(parser, presets, argv=None):
     args = parser.parse_args(argv)
     emulated = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)  # V100, T4
     args.dtype = args.dtype or ("bf16" if get_accelerator().is_bf16_supported() and not emulated else "fp16")
-    for name in [n for n in vars(args) if n.endswith("zero_stage") and getattr(args, n) == 0 and args.dtype == "fp16"]:
-        setattr(args, name, 1)  # without ZeRO, DeepSpeed 0.19 leaves the loss scale out of backward() and divides by it; 1 is the same maths
     for name, value in vars(args).items():
-        counts = name.endswith(("max_steps", "log_steps", "accumulation_steps", "_epochs", "_batches", "_size", "_checkpoints", "_prompts"))
+        counts = name.endswith(("max_steps", "log_steps", "accumulation_steps", "_epochs", "_batches", "_size", "_checkpoints", "_prompts", "_per_prompt"))
         least = 1e-6 if name in ("temperature", "top_p", "timeout_minutes") else 2 if name.endswith("_len") else int(counts)
         most = 1 if name.endswith(("dropout", "gamma", "lam", "ema_decay", "top_p")) else float("inf")
-        if isinstance(value, (int, float)) and not least <= value <= most and (name, value) not in (("max_steps", -1), ("local_rank", -1)):
+        wrong = isinstance(value, (int, float)) and (not least <= value <= most or value == float("inf"))
+        if wrong and (name, value) not in (("max_steps", -1), ("local_rank", -1)):
             fail(f"--{name} {value} is out of range.\n  It must be {least} or more{', and 1 or less' if most == 1 else ''}.")
     for name, count in (("data_split", 3), ("adam_betas", 2)):
         if len(getattr(args, name)) != count or min(getattr(args, name)) < 0 or sum(getattr(args, name)) == 0:
             fail(f"--{name} takes {count} numbers joined by commas, none negative, not all 0.")
-    if get_accelerator().device_name() == "cpu" and args.dtype == "fp16":
+    if max(args.adam_betas) >= 1:
+        fail("--adam_betas must be below 1: at 1 an average never moves.\n  0.9,0.95 is usual.")
+    asked, roles = args.estimate is not None, [v for name, v in vars(args).items() if name.endswith("_zero_stage")]  # ppo's actor and critic
+    stages = [args.zero_stage if stage is None else stage for stage in roles] or [args.zero_stage]
+    if get_accelerator().device_name() == "cpu" and args.dtype == "fp16" and not asked:
         fail("--dtype fp16 needs a GPU: there are no half-precision kernels worth the name on a CPU.\n  Use bf16 or fp32.")
     if get_accelerator().device_name() == "cpu" and args.deepcompile:
         fail("--deepcompile needs a GPU: DeepSpeed's compiler passes are written in CUDA.\n  Leave it out.")
-    stages = [value for name, value in vars(args).items() if name.endswith("zero_stage")]
+    if args.deepcompile and 0 in stages:
+        fail("--deepcompile works on ZeRO's communication, and there is none at --zero_stage 0.\n  Use --zero_stage 1, 2 or 3.")
     if (args.offload and 3 not in stages) or (args.adam_offload and 0 in stages):
         fail("--offload moves sharded weights and needs --zero_stage 3; --adam_offload, sharded optimizer states: 1, 2 or 3.")
     lora = any(value for name, value in vars(args).items() if name.endswith("lora_dim"))
@@ -160,7 +166,7 @@ def parse(parser, presets, argv=None):
         fail("--lora_dim needs the package peft.\n  pip install peft, or leave it out.")
     size, ranks, has = args.tensor_parallel_size, int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))), deepspeed.__version__
     for broken, rule in ((args.dtype != "bf16", f"works in bf16 only, and --dtype is {args.dtype}"),
-                         (ranks % size, f"must divide the number of ranks, {ranks}"),
+                         (ranks % size and not asked, f"must divide the number of ranks, {ranks}"),
                          (version.parse(has) < version.parse("0.16.4"), f"needs DeepSpeed 0.16.4 or newer, and {has} is installed"),
                          (3 in stages and version.parse(has) < version.parse("0.19"), f"and --zero_stage 3 need DeepSpeed 0.19, and {has} is installed; "
                                                                                       "upgrade, or take --zero_stage 2"),
@@ -194,6 +200,11 @@ def inner(engine):
     model = getattr(engine, "module", engine)
     return model.model if isinstance(model, ValueModel) else model
 
+def stage_of(args, stage):
+    """-> the ZeRO stage of an engine that trains: 1 in place of 0 unless in fp32. The same maths, and right: at 0, DeepSpeed
+    0.19 leaves fp16's loss scale out of backward(), and its steps in bf16 are not those of the other stages."""
+    return max(stage, int(args.dtype != "fp32"))
+
 def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True):
     """-> the DeepSpeed config (dict) of one engine: ds_config.json, and on top of it what the flags say.
 
@@ -211,6 +222,7 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True):
             "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}:
         fail(f"--ds_config {args.ds_config} sets {', '.join(sorted(taken))}.\n"
              "  Flags decide that (--learning_rate, --dtype, --zero_stage, --per_device_..., see --help). Take it out.")
+    stage = stage_of(args, stage) if train else stage
     zero.update({"stage": stage, "reduce_scatter": True} if stage == 3 else {"stage": stage})
     if args.offload and stage == 3:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True, **zero.get("offload_param", {})}  # ds_config.json may say nvme
@@ -218,7 +230,7 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True):
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True, **zero.get("offload_optimizer", {})}
     if args.dtype != "fp32":
         config[args.dtype] = {"enabled": True}
-    if args.dtype == "bf16" and train and stage:  # micro-batches' gradients are summed in fp32: bf16 would drop the small ones
+    if args.dtype == "bf16" and train:  # micro-batches' gradients are summed in fp32: bf16 would drop the small ones
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if args.tensor_parallel_size > 1:
         split_head = {"vocab_parallel_lm_head": False} if "vocab_parallel_lm_head" in TPTrainingConfig.model_fields else {}  # 0.19's
@@ -227,8 +239,11 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True):
         config["compile"] = {"deepcompile": True}
     if train:
         config["gradient_clipping"] = args.max_grad_norm
-    for monitor in {"tensorboard", "csv_monitor", "wandb"} & set(config):  # one a run, in its folder
-        config[monitor] = {**config[monitor], **({"output_path": args.output_dir} if monitor != "wandb" else {})} if main else {"enabled": False}
+    for monitor in {"tensorboard", "csv_monitor", "wandb"} & set(config):
+        if not main:
+            config[monitor] = {"enabled": False}
+        elif monitor != "wandb":
+            config[monitor]["output_path"] = args.output_dir
     return {**config, "train_micro_batch_size_per_gpu": batch_size, "gradient_accumulation_steps": micro_steps}
 
 def train_engine(model, args, stage, batch_size, micro_steps, steps, learning_rate, weight_decay, main=True):
@@ -237,15 +252,18 @@ def train_engine(model, args, stage, batch_size, micro_steps, steps, learning_ra
         inner(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if args.tensor_parallel_size > 1 and version.parse(deepspeed.__version__) < version.parse("0.19"):  # later initialize does it
         deepspeed.tp_model_init(inner(model), tp_size=args.tensor_parallel_size, dtype=DTYPES[args.dtype])
-    matrix = {p: len(getattr(p, "ds_shape", p.shape)) > 1 for p in model.parameters() if p.requires_grad}  # a shard is 1-d, ds_shape its real shape
-    groups = [{"params": [p for p in matrix if matrix[p] == decays], "weight_decay": weight_decay * decays} for decays in (True, False)]
-    groups, options = [g for g in groups if g["params"]], dict(lr=learning_rate, betas=tuple(args.adam_betas))
+    is_matrix = {p: len(getattr(p, "ds_shape", p.shape)) > 1 for p in model.parameters() if p.requires_grad}  # a shard is 1-d
+    groups = [{"params": [p for p in is_matrix if is_matrix[p] == decays], "weight_decay": weight_decay * decays} for decays in (True, False)]
+    groups = [group for group in groups if group["params"]]
+    options = dict(lr=learning_rate, betas=tuple(args.adam_betas))
     adam, mode = (DeepSpeedCPUAdam, "adamw_mode") if args.adam_offload else (FusedAdam, "adam_w_mode")
     try:
         optimizer = adam(groups, **options, **{mode: True})
     except Exception as error:  # compiled on first use: there may be no compiler, no ninja, no headers
         if args.adam_offload:
             fail(f"DeepSpeedCPUAdam could not be built: {error}\n  Install a C++ compiler (g++) and ninja, or leave --adam_offload out.")
+        if getattr(args, "offload_states", False) and stage == 3:
+            fail(f"--offload_states under stage 3 needs FusedAdam, which could not be built: {error}\n  Install a C++ compiler (g++) and ninja.")
         say(f"FusedAdam could not be built, torch's AdamW takes its place: {str(error).splitlines()[0]}")
         optimizer = torch.optim.AdamW(groups, **options)
     schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, steps)
@@ -254,7 +272,9 @@ def train_engine(model, args, stage, batch_size, micro_steps, steps, learning_ra
     if args.deepcompile:
         engine.compile()
     if stage == 0 and args.dtype == "fp32":  # here alone DeepSpeed clips without keeping the norm, which we log
-        engine.clip_fp32_gradients = lambda: setattr(engine, "_global_grad_norm", nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+        def clip_and_note():
+            engine._global_grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        engine.clip_fp32_gradients = clip_and_note
     engine.train()  # from_pretrained hands models over in eval mode
     return engine
 
@@ -349,14 +369,21 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
     while (Path(path) / "adapter_config.json").is_file():
         adapters.insert(0, path)
         path = json.loads((Path(path) / "adapter_config.json").read_text())["base_model_name_or_path"]
+        load(path)  # an error in words if that base is gone
     torch.manual_seed(args.seed)
     zero3 = None
     if not Path(path).is_dir() or [f for f in Path(path).iterdir() if f.suffix in (".safetensors", ".bin")]:
         knobs = {k: v for k, v in ds_config(args, 3, 1).items() if k != "tensor_parallel"}  # transformers loads whole layers only
         zero3 = HfDeepSpeedConfig(knobs) if stage == 3 else None  # must be alive while the model loads
         renamed = {"key_mapping": {rf"^{value_head}\.": "score."}} if value_head not in (None, "score") else {}
-        model, info = kind.from_pretrained(path, config=config, output_loading_info=True, **options, **renamed)
+        try:
+            model, info = kind.from_pretrained(path, config=config, output_loading_info=True, **options, **renamed)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # cut short, of other shapes, not there
+            fail(f"the weights of {path} cannot be loaded.\n  {str(error).strip().splitlines()[0]}")
         missing = info["missing_keys"]
+        if strangers := [key for key in missing if not (value_head and key == "score.weight")]:
+            fail(f"{path} holds no weights for {', '.join(sorted(strangers)[:3])}: they would be random.\n"
+                 "  A reward model has no head that writes, for example; step 1 begins with a language model.")
     elif lora_dim:
         fail(f"--lora_dim {lora_dim}: {path} holds no weights for adapters to sit on.\n  Leave it out to train from scratch.")
     else:
@@ -425,25 +452,31 @@ def init_value_head(head, seed):
 def extras(model, mask, keep=None):
     """-> what a forward needs beside ids and mask, if the model takes it: position ids counted over real tokens (B, T), so
     that padding moves nothing (BLOOM has none); logits at the last `keep` positions only."""
-    takes, options = inspect.signature(inner(model).forward).parameters, {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-    return {k: v for k, v in {**options, **({"logits_to_keep": keep} if keep else {})}.items() if k in takes}
+    takes = inspect.signature(inner(model).forward).parameters
+    options = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "logits_to_keep": keep}
+    return {name: value for name, value in options.items() if name in takes and value is not None}
 
 class TokenLogprobs(torch.autograd.Function):
-    """log softmax(logits)[target] in fp32, a row at a time: no (B, K, V) fp32 copy, forward or backward."""
+    """log softmax(logits / temperature)[target] in fp32, a row at a time: no (B, K, V) fp32 copy, forward or backward."""
     @staticmethod
-    def forward(ctx, logits, targets):
-        logsumexp = torch.stack([row.float().logsumexp(-1) for row in logits])              # (B, K)
+    def forward(ctx, logits, targets, temperature=1.0):
+        logsumexp = torch.stack([in_fp32(row, temperature).logsumexp(-1) for row in logits])                # (B, K)
         ctx.save_for_backward(logits, targets, logsumexp)
-        return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1).float() - logsumexp     # (B, K)
+        ctx.temperature = temperature
+        return in_fp32(logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1), temperature) - logsumexp       # (B, K)
 
     @staticmethod
     def backward(ctx, grad):
         logits, targets, logsumexp = ctx.saved_tensors
-        out = torch.empty_like(logits)
-        for b in range(len(logits)):  # d logp / d logits = onehot(target) - softmax
-            row = (logits[b].float() - logsumexp[b, :, None]).exp_().mul_(-grad[b, :, None])
+        out, grad = torch.empty_like(logits), grad / ctx.temperature
+        for b in range(len(logits)):  # d logp / d logits = (onehot(target) - softmax) / temperature
+            row = (in_fp32(logits[b], ctx.temperature) - logsumexp[b, :, None]).exp_().mul_(-grad[b, :, None])
             out[b] = row.scatter_add_(-1, targets[b, :, None], grad[b, :, None])
-        return out, None
+        return out, None, None
+
+def in_fp32(logits, temperature):
+    """The rollout samples from softmax(logits.float() / temperature). Divided in bf16, logits would be those of another policy."""
+    return logits.float() if temperature == 1 else logits.float() / temperature
 
 def last_logits(model, ids, mask, count):
     """-> logits (B, K, V) that predict the last K = `count` tokens of each row.
@@ -455,8 +488,7 @@ def last_logits(model, ids, mask, count):
 
 def last_logprobs(model, ids, mask, count, temperature=1.0):
     """-> log-probs (B, K), fp32, of the last K = `count` tokens of each row under softmax(logits / temperature)."""
-    logits = last_logits(model, ids, mask, count)
-    return TokenLogprobs.apply(logits if temperature == 1 else logits / temperature, ids[:, -count:])
+    return TokenLogprobs.apply(last_logits(model, ids, mask, count), ids[:, -count:], temperature)
 
 @contextlib.contextmanager
 def gathered(engine):
@@ -492,7 +524,7 @@ def whole(name, parameter):
 def join_tensor_parallel(parameter, tensor):
     """-> `tensor`, a rank's part of a tensor-parallel weight (or of its EMA), put together from the ranks that share the layer."""
     gather, box = getattr(parameter, "gather_params", None), [tensor.clone()]
-    if gather and not (tensor.dim() == 1 and isinstance(gather.__self__, LinearAllreduce)):  # whose bias every rank has whole
+    if gather and not (tensor.dim() == 1 and isinstance(gather.__self__, LinearAllreduce)):  # a row-parallel layer's bias is not split
         gather(box)
     return box[0]
 
@@ -551,7 +583,7 @@ def read_row(row):
     """
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if isinstance(chosen, list):
-        prompt = row.get("prompt") or chosen[:-1]
+        prompt = chosen[:-1] or row.get("prompt")
         best, worst = (turns[-1]["content"] if turns else None for turns in (chosen, rejected))
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, best, best, worst
     if row.get("messages"):
@@ -585,7 +617,7 @@ def tokenise_prompt(tokenizer, prompt):
                  "  Use a chat model's tokenizer, or columns of plain text (prompt, response, chosen, rejected).")
         if not any(special in (m["content"] or "") for special in tokenizer.get_added_vocab() for m in prompt):
             return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        contents = {chr(0xE000 + i): m["content"] for i, m in enumerate(prompt)}  # the template may write special tokens, users not
+        contents = {chr(0xE000 + i): m["content"] or "" for i, m in enumerate(prompt)}  # the template may write special tokens, users not
         text = tokenizer.apply_chat_template([{**m, "content": mark} for m, mark in zip(prompt, contents)], add_generation_prompt=True, tokenize=False)
         pieces = [(contents.get(x, x), x in contents) for x in re.split(f"([{''.join(contents)}])", text)]
         return [i for x, user in pieces for i in tokenizer(x, add_special_tokens=False, split_special_tokens=user).input_ids]
@@ -615,10 +647,15 @@ def tokenise_row(row, tokenizer, step, limit):
     prompt, answer, chosen, rejected = read_row_safely(row)
     answers = {1: [answer], 2: [chosen, rejected], 3: []}[step]
     extra = json.dumps({k: v for k, v in row.items() if k != "prompt"}, default=str) if step == 3 else ""
-    out = dict(prompt=as_text(prompt), prompt_ids=[], answers=[], length=0, extra=extra, drop="")
-    if not prompt or not all(isinstance(x, str) and x.strip() for x in (*answers, *([] if isinstance(prompt, list) else [prompt]))):
+    out = dict(prompt=as_text(prompt), chat=isinstance(prompt, list), prompt_ids=[], answers=[], length=0, extra=extra, drop="")
+    texts = answers if isinstance(prompt, list) else [prompt, *answers]
+    if not prompt or not all(isinstance(x, str) and x.strip() for x in texts):
         return {**out, "drop": "empty prompt or answer"}
-    prompt_ids, ids = fit(tokenise_prompt(tokenizer, prompt), [tokenise_answer(tokenizer, a) for a in answers], limit)
+    try:
+        prompt_ids = tokenise_prompt(tokenizer, prompt)
+    except TemplateError as error:  # "roles must alternate", "no system role"
+        return {**out, "drop": f"the chat template refuses it: {error}"}
+    prompt_ids, ids = fit(prompt_ids, [tokenise_answer(tokenizer, a) for a in answers], limit)
     if step == 2 and ids[0] == ids[1]:
         return {**out, "drop": "chosen equals rejected" if chosen == rejected else "chosen equals rejected once cut"}
     return {**out, "prompt_ids": prompt_ids, "answers": ids, "length": len(prompt_ids) + max(map(len, ids), default=0)}
@@ -655,8 +692,8 @@ def find_bad_line(path, wrong=lambda row: None if isinstance(row, dict) else "no
                 return f"{file}, line {number}: {why}"
 
 def load_rows(args, tokenizer, step, limit):
-    """-> (train, held-out) datasets for step 1, 2 or 3: columns prompt (text), prompt_ids, answers (lists of ids), length, extra
-    (the row's other columns, as JSON).
+    """-> (train, held-out) datasets for step 1, 2 or 3: columns prompt (text; messages as JSON where chat is true), prompt_ids,
+    answers (lists of ids), length, extra (the row's other columns, as JSON).
 
     Each step takes its own share of every source's rows (--data_split). The held-out rows are the source's own test
     split; without one, a twentieth of the prompts, by hash. Neither depends on --seed: two steps run with different
@@ -746,18 +783,22 @@ def eval_loader(args, rows, collate):
     (rank, ranks), size = data_world(), args.per_device_eval_batch_size
     order = list(range(len(rows))) + [-1] * (-len(rows) % (size * ranks))
     for start in range(rank * size, len(order), size * ranks):
-        yield from to_device([collate([Rows(rows)[i] for i in order[start:start + size]])])
+        yield to_device(collate([Rows(rows)[i] for i in order[start:start + size]]))
 
-def to_device(batches):
-    """Yield dicts of tensors with their tensors on this rank's device."""
-    for batch in batches:
-        yield {k: v.to(device(), non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.items()}
+def to_device(batch):
+    """-> the dict, with its tensors on this rank's device."""
+    return {k: v.to(device(), non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.items()}
 
-def pad_left(sequences, pad_id):
-    """Lists of ids -> ids, mask: (B, T), all ending in the last column. Masks come from lengths, never from `ids != pad`."""
-    longest = max(map(len, sequences))
-    ids = torch.tensor([[pad_id] * (longest - len(s)) + list(s) for s in sequences])
-    return ids, torch.tensor([[0] * (longest - len(s)) + [1] * len(s) for s in sequences])
+def texts(tokenizer, micro_batches):
+    """Yield {"text"} of each row, for `check_finite`."""
+    for batch in micro_batches:
+        yield from ({"text": tokenizer.decode(ids[mask > 0])} for ids, mask in zip(batch["ids"], batch["mask"]))
+
+def pad(sequences, pad_id, side="left"):
+    """Lists of ids -> ids, mask: (B, T). Masks come from lengths, never from `ids != pad`."""
+    rows = [torch.tensor(s, dtype=torch.long) for s in sequences]
+    return (nn.utils.rnn.pad_sequence(rows, True, pad_id, side),
+            nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], True, 0, side))
 
 # ---- 5  The run -----------------------------------------------------------------------------------------------------
 def start(args):
@@ -765,11 +806,9 @@ def start(args):
     for name, slurm in {"RANK": "PROCID", "WORLD_SIZE": "NTASKS", "LOCAL_RANK": "LOCALID"}.items():
         if f"SLURM_{slurm}" in os.environ and "SLURM_STEP_ID" in os.environ:  # srun: one task a device; the user sets MASTER_ADDR
             os.environ.setdefault(name, os.environ[f"SLURM_{slurm}"])
-    if "RANK" not in os.environ or (os.environ.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in os.environ):  # plain python: a world of one, on a free port
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = str(s.getsockname()[1])
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    alone = os.environ.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in os.environ
+    if alone or "RANK" not in os.environ:  # plain python: a world of one
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
     output, saved = Path(args.output_dir), checkpoints(args)
     exists = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     if not exists.is_dir() or not os.access(exists, os.W_OK):
@@ -777,6 +816,15 @@ def start(args):
     if not args.overwrite and not args.resume and ((output / "config.json").exists() or saved):
         fail(f"--output_dir {output} holds a run.\n  --overwrite replaces it, --resume goes on with an unfinished one, "
              "another --output_dir leaves it alone.")
+    for name, path in vars(args).items():
+        if name.endswith("model_name_or_path") and path and Path(path).resolve() == output.resolve():
+            fail(f"--output_dir {output} is also --{name}: the run would delete what it starts from.\n  Take another --output_dir.")
+    if args.resume and saved and (output / "args.json").exists():
+        before = json.loads((output / "args.json").read_text())
+        for name in SAME:
+            if name in before and name in args and before[name] != getattr(args, name):
+                fail(f"--resume: the run was begun with --{name} {before[name]}, and now it is {getattr(args, name)}.\n"
+                     "  Give it as it was, or begin anew in another --output_dir.")
     if args.resume and (output / "config.json").exists():
         fail(f"--resume: {output} holds a finished run, so there is nothing to go on with.\n  --overwrite replaces it.")
     if args.resume and not saved:
@@ -790,7 +838,6 @@ def start(args):
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
     for name in ("DeepSpeed", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if device().type == "cpu" and "OMP_NUM_THREADS" not in os.environ:  # ranks must not fight for cores
@@ -799,8 +846,11 @@ def start(args):
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if not shutil.which(os.environ.get("CXX", "c++")):  # no compiler: DeepSpeed does without its shared-memory all-reduce
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    limit = datetime.timedelta(minutes=args.timeout_minutes)
+    c10d = torch.distributed.distributed_c10d
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit  # of the groups that DeepSpeed makes of its own, too
     with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
-        deepspeed.init_distributed(verbose=False, timeout=datetime.timedelta(minutes=args.timeout_minutes))
+        deepspeed.init_distributed(verbose=False, timeout=limit)
     LAYOUT["tensor_parallel"] = args.tensor_parallel_size
     transformers.set_seed(args.seed)  # python's, numpy's and torch's generators
     phase("reading data, loading models")
@@ -818,15 +868,21 @@ def crashed(kind, error, trace):
     """sys.excepthook: say which rank stopped, at what, and if it waited for others in vain, for which. No traceback when a write failed."""
     (rank, ranks), at, why = world(), NOW[0], f"{kind.__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     waited = "gloo" in str(error) or isinstance(error, torch.distributed.DistError)
-    with contextlib.suppress(Exception):  # the store is gone when the rank is that held it
+    try:
         phase(f"{at}, and waits" if waited else f"{at}, stopped by {why}")
         time.sleep(2 * waited)  # the others that wait give up now, too; who does not say so is the one that died or hangs
         others = {r: store().get(f"phase{r}").decode() for r in range(ranks) if waited and r != rank}
         why = "\n  ".join([why, *(f"rank {r} was last heard of {text}" for r, text in others.items() if not text.endswith("waits"))])
-    if at.startswith("writing "):
+    except Exception:  # without torchrun it is rank 0 that holds the store
+        why += "\n  The ranks' notes cannot be read: rank 0, which holds them, is gone."
+    if at.startswith("writing ") and isinstance(error, (OSError, RuntimeError, SafetensorError)):
         time.sleep(5 * (rank > 0))  # as in `fail`: the launcher ends the run when one rank has left
-        free = shutil.disk_usage(Path(at[8:]).parent).free / 1e9
-        why += f"\n  {free:,.1f} GB are free there. Checkpoints written before are as they were: make room, and go on with --resume."
+        there = next(folder for folder in Path(at[8:]).absolute().parents if folder.exists())
+        why += (f"\n  {shutil.disk_usage(there).free / 1e9:,.1f} GB are free there. Checkpoints written before are as they were: "
+                "make room, and go on with --resume.")
+    elif "loss scale already at minimum" in str(error):
+        why += ("\n  Gradients overflow fp16 even unscaled: the model was trained in bf16 (--dtype bf16, or fp32), the learning rate is too "
+                "high,\n  or the data holds a NaN. No setting of the scale helps.")
     elif not (waited or isinstance(error, (OSError, KeyboardInterrupt))):
         sys.__excepthook__(kind, error, trace)
     print(f"error: rank {rank} of {ranks} stopped {at}: {why}", file=sys.stderr, flush=True)
@@ -848,72 +904,28 @@ def say(text):
         tqdm.write(text)
         sys.stdout.flush()
 
-def begin(args, title, engine, stage, rows, held_out, batch_size, micro_steps, steps):
+def begin(args, title, path, engine, rows, held_out, batch_size, micro_steps, steps):
     """Take the output folder (with --overwrite clear what a run before left), write args.json, print the banner."""
     output, (rank, ranks) = Path(args.output_dir), world()
     if rank == 0:
         output.mkdir(parents=True, exist_ok=True)
-        for name in () if args.resume else ("checkpoints", "config.json", *LOGS, "curves.png", "ema", "critic", "adapter_config.json"):
-            shutil.rmtree(output / name) if (output / name).is_dir() else (output / name).unlink(missing_ok=True)
-        for stale in () if args.resume else output.glob("*model*.safetensors*"):
-            stale.unlink()
+        if not args.resume:
+            stale = [*LOGS, "checkpoints", "config.json", "curves.png", "ema", "critic", "adapter_config.json"]
+            for old in (*map(output.joinpath, stale), *output.glob("*model*.safetensors*"), *output.glob("nonfinite_rank*")):
+                shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
         versions = {m.__name__: m.__version__ for m in (torch, deepspeed, transformers, datasets, np)}
         record = {**vars(args), "world_size": ranks, "device": str(device()), "versions": versions,
                   "data_rows": len(rows), "data_fingerprint": rows._fingerprint}
         (output / "args.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
+    known = ", ".join(f"{name} {value}" for name, value in limits(args).items())
     say(f"{title}   (preset {args.preset}, seed {args.seed}, output in {output})\n"
-        f"  model    {count_parameters(inner(engine)) / 1e6:,.2f} M parameters, {args.dtype}, ZeRO stage {stage}, "
+        f"  model    {path}: {count_parameters(inner(engine)) / 1e6:,.2f} M parameters, {args.dtype}, ZeRO stage {engine.zero_optimization_stage()}, "
         f"{ranks} x {get_accelerator().device_name()}\n"
         f"  batch    {batch_size} per device x {micro_steps} accumulation x {data_world()[1]} ranks = {rows_per_step(batch_size, micro_steps)} rows per step\n"
-        f"  data     {len(rows):,} rows (this step's share, --data_split), {len(held_out):,} held out, {steps:,} steps")
+        f"  data     {len(rows):,} rows (this step's share, --data_split), {len(held_out):,} held out, {steps:,} steps"
+        + (f"\n  limits   {known}: no model can do better on this data" if known else ""))
     torch.manual_seed(args.seed + data_world()[0])  # dropout differs between ranks
     barrier()
-
-def told_to_stop(number, frame):
-    """Signal handler: stop after this step. A second Ctrl-C stops at once (SIGTERM does not count: launchers send it after the first)."""
-    INTERRUPTED.append(number)
-    if INTERRUPTED.count(signal.SIGINT) > 1:
-        os._exit(1)
-
-def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, collate):
-    """Yield (step, epoch, evaluate_now, micro_batches) for each step of the run, 1 .. `steps`, and keep the run safe.
-
-    Resumes in the middle of an epoch; after each step's body, saves when due or when told to stop. state: a dict of what
-    the script itself must keep (EMA, KL coefficient), restored in place.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, told_to_stop)
-    lengths = np.asarray(rows["length"])
-    at_once = rows_per_step(batch_size, micro_steps)
-    per_epoch = -(-len(rows) // at_once)
-    step, saved = load_checkpoint(args, engines, state) if args.resume else (0, {})
-    state.update(saved.get("state", {}))
-    if saved and saved["rows"] != at_once:
-        fail(f"--resume: the run took {saved['rows']} rows a step, and would now take {at_once}.\n"
-             "  Choose per-device batch size and --gradient_accumulation_steps so that times the ranks they give the same.")
-    with tqdm(total=steps, initial=step, unit="step", leave=False, disable=True if world()[0] else None) as bar:
-        while step < steps:
-            batches = epoch_batches(lengths, args.seed, step // per_epoch, batch_size, micro_steps, args.group_by_length)
-            loader = StatefulDataLoader(Rows(rows), batch_sampler=batches, collate_fn=collate,
-                                        generator=torch.Generator())  # its own: the global one belongs to dropout
-            if step % per_epoch and saved["loader"]:
-                loader.load_state_dict(saved["loader"])
-            iterator = iter(loader)
-            for _ in range(step % per_epoch * micro_steps if not saved.get("loader") else 0):  # other ranks: the same rows, in other hands
-                next(iterator)
-            while step < steps and (micro_batches := list(itertools.islice(iterator, micro_steps))):
-                step += 1
-                phase(f"at step {step}")
-                yield step, step / per_epoch, step == steps or step % (args.eval_steps or per_epoch) == 0, micro_batches
-                bar.update()
-                told, late = all_sum(len(INTERRUPTED), 0 < args.max_hours * 3600 < time.time() - BEGAN)  # on any rank
-                stop = (told or late) and step < steps
-                if stop or (args.save_steps and step % args.save_steps == 0):
-                    save_checkpoint(args, engines, step, {"loader": loader.state_dict(), "state": state, "rows": at_once})
-                if stop:
-                    say(f"{'interrupted' if told else f'--max_hours {args.max_hours:g} are over'} after step {step}: "
-                        f"saved to {checkpoints(args)[-1]}. Go on with --resume.")
-                    finish(args, code=1)
 
 def count_parameters(model):
     return sum(getattr(p, "ds_numel", p.numel()) * (LAYOUT["tensor_parallel"] if hasattr(p, "gather_params") else 1) for p in model.parameters())
@@ -944,16 +956,19 @@ def speed(args, engine, tokens, flops, started):
             "tokens_per_second": tokens / seconds, "tflops": flops / seconds / world()[1] / 1e12, "seconds": seconds}
 
 def check_finite(args, record, rows=()):
-    """A NaN or infinite number stops the run, on all ranks (the numbers are reduced over them); each leaves its `rows` behind."""
+    """A NaN or infinite number stops the run, on all ranks (the numbers are reduced over them); each leaves its `rows` behind,
+    an iterable of dicts that is looked at only then: `--data_path nonfinite_rank0.jsonl` takes what it writes."""
     if bad := [k for k, v in record.items() if isinstance(v, float) and not np.isfinite(v)]:
-        with open(Path(args.output_dir) / f"nonfinite_rank{world()[0]}.jsonl", "w") as file:
-            file.writelines(json.dumps({"step": record["step"], **row}, default=str) + "\n" for row in rows)
+        if lines := [json.dumps({**row, "step": record["step"]}) + "\n" for row in rows]:
+            (Path(args.output_dir) / f"nonfinite_rank{world()[0]}.jsonl").write_text("".join(lines))
         say(f"error: step {record['step']}: {', '.join(bad)} not finite. Stopped; the last checkpoint is untouched.\n"
-            "  Likely: a learning rate too high, or fp16 where the model was trained in bf16.")
+            "  Likely: a learning rate too high, or fp16 where the model was trained in bf16."
+            + ("\n  The step's rows are in nonfinite_rank*.jsonl." if lines else ""))
         finish(args, code=1)
 
 def log(args, record, columns, engine=None):
     """One line in metrics.jsonl; its `columns`, fixed, on the screen; events for DeepSpeed's monitor (TensorBoard, ...)."""
+    check_finite(args, record)  # an evaluation may be what it finds
     append(args, "metrics.jsonl", [{k: float(f"{v:.9g}") if isinstance(v, float) else v for k, v in record.items()}])
     widths = [max(12, len(c) + 2) for c in columns]
     if record["step"] == 0 or not hasattr(log, "legend"):
@@ -992,18 +1007,14 @@ def draw_curves(args):
 
 def checkpoints(args):
     """-> the whole checkpoints of --output_dir, oldest first. A folder gets its step-N name only once it is complete."""
-    return sorted((Path(args.output_dir) / "checkpoints").glob("step-*"), key=lambda f: int(f.name.split("-")[1]))
+    folders = [f for f in (Path(args.output_dir) / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", f.name)]
+    return sorted(folders, key=lambda f: int(f.name.split("-")[1]))
 
 def sync(path):
     """A file, or a folder's list of names, is on the disk when this returns: else a power cut may keep a rename and lose what it named."""
     number = os.open(path, os.O_RDONLY)
     os.fsync(number)
     os.close(number)
-
-def checksum(file):
-    """-> [size, CRC-32] of a file: it finds what is cut short, damaged or edited, at 2.7 GB a second here."""
-    with open(file, "rb") as data:
-        return [os.fstat(data.fileno()).st_size, functools.reduce(lambda crc, block: zlib.crc32(block, crc), iter(lambda: data.read(1 << 24), b""), 0)]
 
 def everyones(items):
     """-> the items of all ranks' lists, in one list, on every rank."""
@@ -1012,112 +1023,3 @@ def everyones(items):
         torch.distributed.all_gather_object(lists, items)
     return sum(lists, [])
 
-def save_checkpoint(args, engines, step, state):
-    """Everything needed to go on exactly. engines: {name: engine}. state: this rank's own, anything torch.save takes.
-
-    Written aside, listed with checksums (manifest.json), synced, then renamed: a folder named step-N is whole, or was damaged since.
-    """
-    folder, (rank, ranks) = Path(args.output_dir) / "checkpoints", world()
-    aside = folder / "unfinished"
-    phase(f"writing {folder}/step-{step}")
-    if rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    barrier()
-    for name, engine in engines.items():
-        engine.save_checkpoint(aside / name, tag="state", save_latest=False)
-    rng = torch.get_rng_state(), get_accelerator().get_rng_state()  # dropout; all else draws from (seed, step)
-    logs = {file: file.stat().st_size for name in LOGS if (file := Path(args.output_dir) / name).exists()}
-    saved = {"rng": rng, "logs": {file.name: size for file, size in logs.items()}, "shape": shape(engines), **state}
-    torch.save(saved, aside / f"rank{rank}.pt")
-    barrier()
-    mine = sorted(f for f in aside.rglob("*") if f.is_file())[rank::ranks]
-    for file in mine + list(logs) * (rank == 0):
-        sync(file)
-    files = everyones([(str(f.relative_to(aside)), checksum(f)) for f in mine])
-    if rank == 0:
-        (aside / "manifest.json").write_text(json.dumps(dict(files)))
-        for path in (aside / "manifest.json", *(f for f in aside.rglob("*") if f.is_dir()), aside):
-            sync(path)
-        aside.rename(folder / f"step-{step}")
-        sync(folder)
-        for old in set(folder.iterdir()) - set(checkpoints(args)[-args.keep_checkpoints:]):
-            shutil.rmtree(old)
-    barrier()
-
-def shape(engines):
-    """-> what decides how a checkpoint is laid out: ranks, and each engine's ZeRO stage."""
-    return {"ranks": world()[1], **{name: engine.zero_optimization_stage() for name, engine in engines.items()}}
-
-def load_engine(engine, folder, reshape):
-    """Read an engine's checkpoint; `reshape`: one of other ranks, turned first into DeepSpeed's universal form, a file for each weight."""
-    decays, universal = [group["weight_decay"] for group in engine.optimizer.param_groups], folder / "universal"
-    if reshape and world()[0] == 0:
-        shutil.rmtree(universal, ignore_errors=True)  # of a conversion that was killed
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            ds_to_universal.main(argparse.Namespace(input_folder=str(folder / "state"), output_folder=str(universal), strict=True,
-                num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, inject_missing_state=True))
-    barrier()
-    engine._config.load_universal_checkpoint = reshape
-    if engine.load_checkpoint(folder, tag="universal" if reshape else "state")[0] is None:
-        raise RuntimeError(f"DeepSpeed could not read {folder}")
-    engine._config.load_universal_checkpoint = False
-    for group, decay in zip(engine.optimizer.param_groups, decays):
-        group["weight_decay"] = decay  # the universal form under stage 3 gives every group the first one's
-    barrier()
-    shutil.rmtree(universal, ignore_errors=True) if world()[0] == 0 else None
-
-def reshaped(own, saved):
-    """saved: one thing of the state, as each rank wrote it. -> the same laid out as `own`: shards (1-d, padded at the end to equal
-    shares) are joined and cut anew; what is no shard is alike on all ranks."""
-    if isinstance(own, dict):
-        return {key: reshaped(value, [part[key] for part in saved]) for key, value in own.items()}
-    if not torch.is_tensor(own):
-        return saved[0]
-    start, whole = world()[0] * len(own), torch.cat(saved)
-    return nn.functional.pad(whole, (0, max(0, start + len(own) - len(whole))))[start:start + len(own)].clone()
-
-def damage(folder):
-    """-> the files of a checkpoint that are not as its manifest lists them, [] if it is whole. The ranks share the reading."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError):
-        manifest = {"manifest.json": "missing or damaged"}
-    mine = sorted(manifest.items())[world()[0]::world()[1]]
-    return everyones([name for name, known in mine if not (folder / name).is_file() or checksum(folder / name) != known])
-
-def load_checkpoint(args, engines, state):
-    """Restore `engines`, RNGs and the .jsonl files from the newest whole checkpoint -> (step, this rank's state)."""
-    (rank, ranks), damaged = world(), []
-    for folder in reversed(checkpoints(args)):
-        if not (files := damage(folder)):
-            break
-        say(f"{folder} is not whole, and is left aside. Missing, cut short or changed: {', '.join(files)}")
-        damaged.append(folder)
-    else:
-        fail(f"--resume: no checkpoint in {folder.parent} is whole.\n  --overwrite starts anew.")
-    step, parts = int(folder.name.split("-")[1]), [folder / f"rank{i}.pt" for i in range(len([*folder.glob("rank*.pt")]))]
-    saved = torch.load(parts[rank % len(parts)], weights_only=False)  # our own file
-    before, now = saved["shape"], shape(engines)
-    for name, engine in engines.items():
-        if before[name] != now[name] and not {before[name], now[name]} == {1, 2}:
-            fail(f"{folder} was written under ZeRO stage {before[name]}, and this run has {now[name]}.\n"
-                 "  DeepSpeed turns 1 into 2 and back, no others. The number of ranks may change under any stage.")
-        load_engine(engine, folder / name, reshape=before != now and now[name] > 0)
-    if before == now:
-        torch.set_rng_state(saved["rng"][0])
-        get_accelerator().set_rng_state(saved["rng"][1])
-    else:
-        say(f"from {before} to {now}: the same run up to rounding; dropout draws other numbers")
-        torch.manual_seed(args.seed + rank + 1_000_000 * step)
-        saved.update(loader=None, state=reshaped(state, [torch.load(part, weights_only=False)["state"] for part in parts]))
-    for bad in damaged if rank == 0 else ():  # out of the way of the new step-N; the next save removes it
-        bad.rename(bad.with_name(f"damaged-{bad.name}"))
-    for old in (folder.parent / "unfinished", *checkpoints(args)[:-args.keep_checkpoints]) if rank == 0 else ():
-        shutil.rmtree(old, ignore_errors=True)
-    for name, size in saved["logs"].items() if rank == 0 else ():  # lines written after the checkpoint go
-        if (file := Path(args.output_dir) / name).exists():
-            os.truncate(file, min(size, file.stat().st_size))
-    barrier()
-    say(f"resumed from {folder}")
-    return step, saved

@@ -2,7 +2,7 @@
 
     python ppo.py --preset opt-1.3b --estimate 8x80
 
-Not needed to understand the three steps. docs/environment.md compares its counts with measured peaks.
+Not needed to understand the three steps. docs/deepspeed.md compares its counts with measured peaks.
 """
 import copy
 import functools
@@ -60,7 +60,8 @@ def memory(args, models, ranks, cpu=False):
     zero = {"reduce_bucket_size": 5e8, "stage3_max_live_parameters": 1e9, "overlap_comm": True, **common.ds_config(args, 3, 1)["zero_optimization"]}
     for m, phase in itertools.product(models, ("generate", "score", "train", "update") if any(m.get("cached") for m in models) else ("train", "update")):
         weights, trained, row, layers, hidden, vocab, cache = sizes_of(m["path"], m.get("head", False), m["tokens"], args.dtype, m.get("dropout"), m.get("lora_dim", 0))
-        stage, rows, cached, kept, trains, T = m["stage"], m["rows"], m.get("cached", 0), m.get("kept"), m["trains"], trained * m["trains"]
+        rows, cached, kept, trains, T = m["rows"], m.get("cached", 0), m.get("kept"), m["trains"], trained * m["trains"]
+        stage = common.stage_of(args, m["stage"]) if trains else m["stage"]
         tp = args.tensor_parallel_size if trains else 1  # layers split over tp ranks, the rest of ZeRO over the groups of them
         weights, T, devices, here = weights / tp, T / tp, ranks // tp, dict.fromkeys(PARTS, 0)
         shards = lambda first: devices if stage >= first else 1

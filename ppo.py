@@ -8,15 +8,16 @@ Four models:  actor      from step 1, trained: writes the answers
               critic     from step 2, trained: foresees, at each token, the reward still to come
               reference  the actor as it was, frozen: how far the actor may stray from it is priced by a KL term
               reward     from step 2, frozen: scores each whole answer, once
-One step, numbered as in main():
+main() is numbered as here (1 data, 2 models, and at the end 8 save are as in the other steps):
     3 rollout      the actor samples an answer to each prompt of the batch
-    4 score        eval-mode forwards give old log-probs, reference log-probs, values and scores
+    4 score        forwards without dropout give old log-probs, reference log-probs, values and scores
     5 advantages   score - KL penalty per token; GAE (or RLOO, GRPO, REINFORCE: no critic); whitening over all ranks
     6 update       clipped policy loss for the actor, clipped value loss for the critic
     7 keep         EMA of the actor, metrics, samples
 What is left out: vLLM-style serving engines, asynchronous rollouts, multi-turn environments.
 
-Token layout, P = 3 prompt slots (left-padded), R = 4 response slots (right-padded; '-' is padding)
+Shapes: B answers of a micro-batch, P prompt slots, R response slots, T = P + R, V vocabulary.
+Token layout, P = 3 (left-padded), R = 4 (right-padded; '-' is padding)
     position          0    1    2    3    4    5    6
     token             -    x0   x1 | y0   y1   eos  -
     logits[:, t] score token t+1: the response is scored by logits[:, P-1 : T-1]     (B, R, V)
@@ -40,6 +41,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from packaging import version
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+import checkpoint
 import common
 import estimate
 
@@ -78,13 +80,13 @@ def get_args(argv=None):
     arg("reward_fn", metavar="FILE:FUNCTION", help="f(prompts, completions, **columns) -> floats, in place of a reward model")
     arg("gold_fn", metavar="FILE:FUNCTION", help="the same signature; its scores are logged and never trained on")
     arg("actor_learning_rate", type=float, help="peak. About twice the critic's [DeepSpeed-Chat]")
-    arg("critic_learning_rate", type=float, help="peak")
+    arg("critic_learning_rate", type=float, help="peak; about half the actor's [DeepSpeed-Chat]")
     arg("actor_weight_decay", type=float, help="AdamW, matrices only")
     arg("critic_weight_decay", type=float, help="AdamW, matrices only")
     arg("actor_dropout", type=float, help="0: old and new log-probs must come from the same network; None: the model's own")
     arg("critic_dropout", type=float, help="on in training, off where values are stored; None: the model's own")
-    arg("per_device_generation_batch_size", type=int, help="prompts of one rollout batch on one device")
-    arg("per_device_training_batch_size", type=int, help="sequences of one forward/backward on one device; must equal it")
+    arg("per_device_generation_batch_size", type=int, help="answers of one rollout batch on one device")
+    arg("per_device_training_batch_size", type=int, help="answers of one forward/backward on one device; equal to the one above")
     arg("generation_batches", type=int, default=1, help="rollout batches before training on them. 1 [DeepSpeed-Chat]")
     arg("ppo_epochs", type=int, default=1, help="passes over each rollout. 1 [DeepSpeed-Chat]")
     arg("max_prompt_seq_len", type=int, help="tokens; a longer prompt keeps its end")
@@ -156,16 +158,21 @@ def check_constraints(args):
     if generation % args.samples_per_prompt or (args.advantage in ("rloo", "grpo") and args.samples_per_prompt < 2):
         common.fail(f"--samples_per_prompt {args.samples_per_prompt}: it must divide --per_device_generation_batch_size {generation}, "
                     "and be 2 or more with --advantage rloo or grpo, which compare answers to one prompt.\n  Use 4, for example.")
-    for wrong, why in {
-            "--kl_in loss --kl_estimator k1": args.kl_in == "loss" and args.kl_estimator == "k1" and "the expected gradient of k1 is 0: take k2 or k3",
-            "--normalize_reward with --reward_fn": args.normalize_reward and args.reward_fn and "step 2's statistics are the reward model's",
-            f"--dual_clip {args.dual_clip}": 0 < args.dual_clip <= 1 and "it bounds large losses only when it is above 1; 3 is usual",
-            f"--clip_high {args.clip_high}": args.clip_high is not None and args.clip_high < args.clip and f"it must be --clip {args.clip} or more",
-            f"--critic_warmup_steps {args.critic_warmup_steps}": args.critic_warmup_steps and args.advantage != "gae" and "only gae has a critic",
-            f"--kl_target {args.kl_target}": args.kl_target is not None and args.kl_target * args.kl_coef <= 0 and "it and --kl_coef must be above 0",
-    }.items():
-        if why:
-            common.fail(f"{wrong}: {why}.")
+    for broken, what, why in (
+            (args.kl_in == "loss" and args.kl_estimator == "k1", "--kl_in loss --kl_estimator k1",
+             "the expected gradient of k1 is 0: take k2 or k3"),
+            (args.normalize_reward and args.reward_fn, "--normalize_reward with --reward_fn",
+             "step 2's statistics are the reward model's"),
+            (0 < args.dual_clip <= 1, f"--dual_clip {args.dual_clip}",
+             "it bounds large losses only when it is above 1; 3 is usual"),
+            (args.clip_high is not None and args.clip_high < args.clip, f"--clip_high {args.clip_high}",
+             f"it must be --clip {args.clip} or more"),
+            (args.critic_warmup_steps and args.advantage != "gae", f"--critic_warmup_steps {args.critic_warmup_steps}",
+             "only gae has a critic"),
+            (args.kl_target is not None and args.kl_target * args.kl_coef <= 0, f"--kl_target {args.kl_target}",
+             "it and --kl_coef must be above 0")):
+        if broken:
+            common.fail(f"{what}: {why}.")
     if args.allow_unstable:
         return
     if generation != training:
@@ -221,11 +228,11 @@ def gae(rewards, values, mask, gamma, lam):
     """
     values = values * mask
     advantages = torch.zeros_like(values)
-    following, next_value = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])  # (B,)
+    next_advantage = next_value = torch.zeros_like(values[:, 0])  # (B,)
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        following = (delta + gamma * lam * following) * mask[:, t]
-        advantages[:, t], next_value = following, values[:, t]
+        next_advantage = (delta + gamma * lam * next_advantage) * mask[:, t]
+        advantages[:, t], next_value = next_advantage, values[:, t]
     return advantages, (advantages + values) * mask
 
 def reinforce(rewards, mask, gamma):
@@ -238,7 +245,7 @@ def reinforce(rewards, mask, gamma):
 def rloo(totals, groups):
     """Leave one out: an answer's reward minus the mean of the OTHER answers to its prompt.  [Ahmadian 2024]
 
-        A_i = R_i - sum of R_j, j != i / (n - 1)                    totals: (N,) rewards, groups: (N,) prompt numbers -> (N,)
+        A_i = R_i - (sum of R_j over j != i) / (n - 1)      totals: (N,) rewards, groups: (N,) prompt numbers -> (N,)
     """
     total, n = group_sum(totals, groups), group_sum(torch.ones_like(totals), groups)
     return totals - (total - totals) / (n - 1)
@@ -284,7 +291,7 @@ def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None, dual_c
 def actor_loss(args, logprobs, entropies, batch, kl_coef):
     """The policy loss, and where flags ask for them a price on KL and a bonus for entropy.  -> loss, ratio, clipped: (B, R)"""
     loss, ratio = policy_loss(logprobs, batch["old_logprobs"], batch["advantages"], args.clip, args.clip_high, args.dual_clip)
-    clipped = loss != -ratio * batch["advantages"]
+    clipped = loss != -ratio * batch["advantages"]  # the plain term was not the one taken
     if args.kl_in == "loss":
         loss = loss + kl_coef * kl_estimate(logprobs, batch["ref_logprobs"], args.kl_estimator)
     if args.entropy_coef:
@@ -299,9 +306,10 @@ def value_loss(values, old_values, returns, clip_value):
     clipped = old_values + (values - old_values).clamp(-clip_value, clip_value)
     return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
 
-def entropy(logits):
-    """Of softmax(logits), in nats; a row at a time keeps the fp32 copy small, unless a gradient is asked for.   (B, R, V) -> (B, R)"""
-    return torch.stack([torch.distributions.Categorical(logits=row.float(), validate_args=False).entropy() for row in logits])
+def entropy(logits, temperature=1.0):
+    """Of softmax(logits / temperature), in nats; a row at a time: no fp32 copy of all, unless a gradient is asked for.   (B, R, V) -> (B, R)"""
+    rows = (common.in_fp32(row, temperature) for row in logits)
+    return torch.stack([torch.distributions.Categorical(logits=row, validate_args=False).entropy() for row in rows])
 
 # ---- Rollout and score ----------------------------------------------------------------------------------------------
 class ReservedLayer(DynamicLayer):
@@ -328,36 +336,40 @@ class ReservedLayer(DynamicLayer):
 
 def reserved_cache(model, slots):
     """-> a cache for `slots` tokens a row. Layers that keep less than that (a short window, no keys at all) stay transformers' own."""
+    def keeps_all(layer):
+        return type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= slots)
     cache = DynamicCache(config=model.config)
-    whole = [type(x) is DynamicLayer or (type(x) is DynamicSlidingWindowLayer and x.sliding_window >= slots) for x in cache.layers]
-    cache.layers = [ReservedLayer(slots) if keeps_all else layer for layer, keeps_all in zip(cache.layers, whole)]
+    cache.layers = [ReservedLayer(slots) if keeps_all(layer) else layer for layer in cache.layers]
     return cache
 
 @torch.no_grad()
-def generate(model, ids, mask, uniforms, tokenizer, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=(), synced=False):
+def generate(model, ids, mask, uniforms, tokenizer, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=(), synced=False, known=None):
     """Sample answers, token by token, with a key-value cache.
 
     ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1): the r-th token of row b is the inverse of the
     cumulative distribution at uniforms[b, r], so an answer depends on its own row only, not on its neighbours or rank.
+    Rows of the embedding beyond the `known` ids of the tokenizer are never sampled: another model may not have them.
     -> answer: (B, R'), answer_mask: (B, R'), R' <= R; the mask is 1 up to and including the first EOS, or the token that
     completes one of the texts in `stop`.
     """
-    (batch, limit), prompt = uniforms.shape, ids.shape[1]
-    answer = torch.full((batch, limit), tokenizer.pad_token_id, device=ids.device)
+    (B, R), P = uniforms.shape, ids.shape[1]
+    answer = torch.full((B, R), tokenizer.pad_token_id, device=ids.device)
     answer_mask = torch.zeros_like(answer)
     mask = torch.cat([mask, torch.ones_like(answer)], 1)  # (B, P + R)
-    extras, cache = common.extras(model, mask, keep=1), reserved_cache(model, prompt + limit)
-    rows, alive = torch.arange(batch, device=ids.device), torch.ones(batch, dtype=torch.bool, device=ids.device)  # (b,) those still in the batch
+    extras, cache = common.extras(model, mask, keep=1), reserved_cache(model, P + R)
+    rows = torch.arange(B, device=ids.device)  # (b,) those still in the batch
+    alive = torch.ones_like(rows, dtype=torch.bool)
     new, uniforms = ids, uniforms.to(ids.device).double()
-    for r in range(limit):
-        end = prompt + r
+    for r in range(R):
+        end = P + r
         now = {k: v[rows, end - new.shape[1]:end] if k == "position_ids" else v for k, v in extras.items()}
         logits = model(new, attention_mask=mask[rows, :end], past_key_values=cache, use_cache=True, **now).logits[:, -1]
         if r < min_new_tokens:
             logits[:, tokenizer.eos_token_id] = -torch.inf
-        probs = filter_top(torch.softmax(logits.float() / temperature, -1), top_k, top_p)  # (b, V)
-        cdf = probs.cumsum(-1, dtype=torch.float64)
+        probs = filter_top(torch.softmax(common.in_fp32(logits, temperature), -1), top_k, top_p)  # (b, V)
+        cdf = probs[:, :known].cumsum(-1, dtype=torch.float64)
         token = torch.searchsorted(cdf, uniforms[rows, r, None] * cdf[:, -1:], right=True)  # (b, 1) the first token whose cdf exceeds u
+        token.clamp_(max=cdf.shape[1] - 1)  # NaN exceeds nothing; that it is there is found when the answers are scored
         answer[rows, r] = token[:, 0].where(alive, tokenizer.pad_token_id)
         answer_mask[rows, r] = alive.long()
         alive = alive & (token[:, 0] != tokenizer.eos_token_id)
@@ -399,13 +411,14 @@ def roll_out(args, engine, tokenizer, rows, step, batch_size):
     with common.gathered(engine) as (model, synced):
         for start in range(0, len(rows), batch_size):
             part = rows[start:start + batch_size]
-            ids, mask = common.pad_left([r["prompt_ids"] for r in part], tokenizer.pad_token_id)
+            ids, mask = common.pad([r["prompt_ids"] for r in part], tokenizer.pad_token_id)
             uniforms = row_uniforms(args.seed, step, [(max(r["row"], 0), r.get("sample", 0)) for r in part], args.max_answer_seq_len)
             answers, answer_mask = generate(model, ids.to(common.device()), mask.to(common.device()), uniforms, tokenizer,
-                                            args.temperature, args.top_k, args.top_p, args.min_new_tokens, args.stop, synced)
+                                            args.temperature, args.top_k, args.top_p, args.min_new_tokens, args.stop, synced, len(tokenizer))
             for row, answer, count in zip(part, answers.tolist(), answer_mask.sum(-1).tolist()):
                 answer = answer[:count]
-                ended = count < args.max_answer_seq_len or answer[-1] == tokenizer.eos_token_id  # or by a text of --stop
+                stopped = any(text in tokenizer.decode(answer) for text in args.stop)
+                ended = count < args.max_answer_seq_len or answer[-1] == tokenizer.eos_token_id or stopped
                 out.append({**row, "answer_ids": answer, "ended": float(ended), "text": tokenizer.decode(answer, skip_special_tokens=True)})
     return out
 
@@ -414,14 +427,10 @@ def collate_answers(sequences, pad_id):
 
     mask tells attention which tokens are real; response_mask, which ones the losses cover: none of a filler row's.
     """
-    prompts = [s["prompt_ids"] for s in sequences]
-    answers = [s["answer_ids"] for s in sequences]
-    ids, mask = common.pad_left(prompts, pad_id)  # (B, P)
-    longest = max(map(len, answers))
-    right = torch.tensor([a + [pad_id] * (longest - len(a)) for a in answers])  # (B, R)
-    answer_mask = torch.tensor([[1] * len(a) + [0] * (longest - len(a)) for a in answers])
-    real = torch.tensor([float(s["real"]) for s in sequences])
-    return {"ids": torch.cat([ids, right], 1), "mask": torch.cat([mask, answer_mask], 1), "response_mask": answer_mask * real[:, None],
+    ids, mask = common.pad([s["prompt_ids"] for s in sequences], pad_id)                            # (B, P)
+    answer, answer_mask = common.pad([s["answer_ids"] for s in sequences], pad_id, side="right")    # (B, R)
+    real = torch.tensor([float(s["real"]) for s in sequences])                                      # (B,)
+    return {"ids": torch.cat([ids, answer], 1), "mask": torch.cat([mask, answer_mask], 1), "response_mask": answer_mask * real[:, None],
             "real": real, "ended": torch.tensor([s["ended"] for s in sequences]), "row": torch.tensor([s["row"] for s in sequences])}
 
 def frozen_engine(model, args, stage, batch_size):
@@ -445,37 +454,40 @@ def adapters_off(model):
 
 def actor_pass(args, actor, batch, with_entropy):
     """The one function that gives the actor's log-probs, stored or trained.   -> log-probs, entropy: (B, R), (B, R) or None"""
-    ids, real = batch["ids"], batch["response_mask"]
-    logits = common.last_logits(actor, ids, batch["mask"], real.shape[1]) / args.temperature        # (B, R, V)
+    ids, mask = batch["ids"], batch["response_mask"]
+    logits = common.last_logits(actor, ids, batch["mask"], mask.shape[1])                                   # (B, R, V)
     # masked at once: an exp() of junk at padding would be inf, and inf * 0 is nan
-    logprobs = common.TokenLogprobs.apply(logits, ids[:, -real.shape[1]:]) * real                   # (B, R)
+    logprobs = common.TokenLogprobs.apply(logits, ids[:, -mask.shape[1]:], args.temperature) * mask         # (B, R)
     with torch.set_grad_enabled(torch.is_grad_enabled() and args.entropy_coef > 0):
-        return logprobs, entropy(logits) * real if with_entropy else None                           # (B, R)
+        return logprobs, entropy(logits, args.temperature) * mask if with_entropy else None                 # (B, R)
 
 def critic_pass(critic, batch):
     """-> values (B, R): the outlook before each response token is chosen."""
     return critic(batch["ids"], batch["mask"])[:, -batch["response_mask"].shape[1] - 1:-1]
 
 @torch.no_grad()
-def score(args, batch, actor, reference, critic, reward_model, once=()):
-    """Add old_logprobs, ref_logprobs, values, entropy (B, R) and scores (B,) to a micro-batch.
+def score(args, batch, actor, reference, critic, reward_model, reused=()):
+    """Add old_logprobs, ref_logprobs, values, entropy (B, R) and reward, kl, kl_k3, response_length (B,) to a micro-batch.
 
-    Eval-mode forwards of the same function on the same padding as the pass that trains: before the first update the ratio
-    is exactly 1. once: the engines among actor and critic whose forward here is kept, with its graph, and trained on.
+    Forwards of the same function, without dropout, on the same padding as the pass that trains: before the first update the
+    ratio is exactly 1. reused: the engines among actor and critic whose forward here is kept, with its graph, and trained on.
     """
     ids, mask, count = batch["ids"], batch["mask"], batch["response_mask"].shape[1]
-    with torch.set_grad_enabled(actor in once):
+    with torch.set_grad_enabled(actor in reused):
         batch["logprobs"], batch["entropy"] = actor_pass(args, actor, batch, with_entropy=True)
     batch["old_logprobs"] = batch["logprobs"].detach()
     with adapters_off(reference):
         batch["ref_logprobs"] = common.last_logprobs(reference, ids, mask, count, args.temperature) * batch["response_mask"]
-    if critic is not None:
-        with torch.set_grad_enabled(critic in once):
+    for name, estimator in (("kl", "k1"), ("kl_k3", "k3")):  # of an answer: the sum over its tokens
+        batch[name] = (kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], estimator) * batch["response_mask"]).sum(-1)
+    batch["response_length"] = batch["response_mask"].sum(-1)
+    if critic:
+        with torch.set_grad_enabled(critic in reused):
             batch["new_values"] = critic_pass(critic, batch)
         batch["values"] = batch["new_values"].detach()
-    if reward_model is not None:
+    if reward_model:
         last = mask[:, -count:].sum(-1, keepdim=True) - 1  # (B, 1): the answer's last token, in response slots
-        batch["scores"] = reward_model(ids, mask)[:, -count:].gather(1, last).squeeze(-1)
+        batch["reward"] = reward_model(ids, mask)[:, -count:].gather(1, last).squeeze(-1)
     return batch
 
 def advantages_of(args, micro_batches, kl_coef, statistics):
@@ -516,27 +528,43 @@ def load_function(spec, flag):
         common.fail(f"{flag} {spec}: no such file: {file!r}.\n  Give it as FILE.py:FUNCTION.")
     module_spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # the user's own code may raise anything
+        traceback.print_exc()
+        common.fail(f"{flag} {spec}: {file} cannot be run: {error!r}.")
     if not callable(getattr(module, name, None)):
         common.fail(f"{flag} {spec}: there is no function {name} in {file}.")
     return getattr(module, name)
 
 def call_function(function, sequences):
-    """-> (B,) floats: `function(prompts, completions, **columns)` on this rank's answers, as TRL calls it."""
-    extra = [json.loads(s["extra"]) for s in sequences]
-    columns = {k: [e.get(k) for e in extra] for k in {k: None for e in extra for k in e}}
-    prompts, scores = [s["prompt"] for s in sequences], torch.empty(0)
+    """-> (B,) floats: `function(prompts, completions, **columns)` on this rank's answers, as TRL calls it: texts, or in chat data
+    lists of messages, and the data's other columns."""
+    def call(part):
+        extra = [json.loads(s["extra"]) for s in part]
+        names = dict.fromkeys(name for row in extra for name in row if name not in ("prompts", "completions"))
+        return function(prompts=[json.loads(s["prompt"]) if s["chat"] else s["prompt"] for s in part],
+                        completions=[[{"role": "assistant", "content": s["text"]}] if s["chat"] else s["text"] for s in part],
+                        **{name: [row.get(name) for row in extra] for name in names})
     try:
-        values = function(prompts=prompts, completions=[s["text"] for s in sequences], **{k: v for k, v in columns.items() if k != "completions"})
+        values = call(sequences)
     except Exception as error:  # the user's own code may raise anything
         traceback.print_exc()
-        common.fail(f"{function.__name__} raised {error!r}.\n  Its {len(prompts)} prompts: {json.dumps(prompts)[:1000]}", this_rank=True)
-    with contextlib.suppress(TypeError, ValueError):  # it returned None, or something that is no number
-        scores = torch.tensor([float(v) for v in values])
-    if scores.shape != (len(sequences),) or not scores.isfinite().all():
+        for s in sequences:  # which of them was it?
+            try:
+                call([s])
+            except Exception:
+                common.fail(f"{function.__name__} raised {error!r}.\n  The prompt: {s['prompt']!r}\n  The answer: {s['text']!r}", this_rank=True)
+        common.fail(f"{function.__name__} raised {error!r} for {len(sequences)} answers at once, and for none of them alone.", this_rank=True)
+    try:
+        scores = [float(value) for value in values]
+    except (TypeError, ValueError):  # it returned None, or something that is no number
+        scores = []
+    wrong = [s["prompt"] for s, value in zip(sequences, scores) if not math.isfinite(value)]
+    if wrong or len(scores) != len(sequences):
         common.fail(f"{function.__name__} must return one finite number for each of {len(sequences)} answers.\n"
-                    f"  It returned {str(values)[:300]}.", this_rank=True)
-    return scores
+                    f"  It returned {str(values)[:300]}" + (f"\n  Not finite for the prompt {wrong[0]!r}" if wrong else ""), this_rank=True)
+    return torch.tensor(scores)
 
 # ---- EMA of the actor, in fp32, on local shards: no communication until it is saved ---------------------------------
 def local_shard(parameter):
@@ -550,11 +578,10 @@ def local_shard(parameter):
 
 def gather_shards(parameter, shard):
     """-> on rank 0's CPU, the weight whose `local_shard`s the ranks hold; None on the others. All ranks call it."""
-    shards = [shard.to(common.device()).contiguous()]
-    if common.world()[1] > 1:
-        shards = [torch.empty_like(shards[0]) for _ in range(common.world()[1])]
-        torch.distributed.all_gather(shards, shard.to(common.device()).contiguous())
     (rank, ranks), shape = common.world(), getattr(parameter, "ds_shape", parameter.shape)
+    mine = shard.to(common.device()).contiguous()
+    shards = [torch.empty_like(mine) for _ in range(ranks)]
+    torch.distributed.all_gather(shards, mine)
     parts = dist.get_world_size(parameter.ds_process_group) if hasattr(parameter, "ds_tensor") else common.data_world()[1]
     split = ranks // parts  # ranks that hold different parts of a layer (with ZeRO-3 some layers are split over all ranks)
     part = torch.cat(shards[rank % split::split])[:shape.numel()].view(shape).to(parameter.dtype)
@@ -566,8 +593,11 @@ def ema_start(model):
     return {name: local_shard(p).float().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 def ema_update(ema, model, decay):
-    """ema += (1 - decay) * (weights - ema), shard by shard. ZeRO-3's full weights would be thrown away unless gathered
-    with a modifier_rank, which made this step a silent no-op elsewhere; the shards are what the optimizer really moves."""
+    """ema += (1 - decay) * (weights - ema), shard by shard: no communication.
+
+    Written to gathered weights the average would be lost: ZeRO-3 throws them away on exit unless `modifier_rank` is set. An
+    EMA elsewhere did so and never moved.
+    """
     for name, p in model.named_parameters():
         if p.requires_grad:
             ema[name].lerp_(local_shard(p).float(), 1 - decay)
@@ -580,32 +610,23 @@ def evaluate(args, actor, reference, reward_model, functions, tokenizer, held_ou
     rows = [common.Rows(held_out)[i] for i in order[rank::ranks]]
     size = args.per_device_eval_batch_size
     sequences = sorted(roll_out(args, actor, tokenizer, rows, 0, size), key=lambda s: len(s["answer_ids"]))
+    names = ["reward", *["gold"] * ("gold" in functions), "kl", "response_length"]
     actor.eval()
     for start in range(0, len(sequences), size):
         part = sequences[start:start + size]
-        batch, = common.to_device([collate_answers(part, tokenizer.pad_token_id)])
-        batch = score(args, batch, actor, reference, None, reward_model)
-        kl = (kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], "k1") * batch["response_mask"]).sum(-1)
-        for s, k in zip(part, kl.tolist()):
-            s["kl"] = k
-        for name, values in answer_scores(functions, part, batch).items():
-            for s, value in zip(part, values.tolist()):
+        batch = common.to_device(collate_answers(part, tokenizer.pad_token_id))
+        score(args, batch, actor, reference, None, reward_model)
+        batch.update({name: call_function(f, part) for name, f in functions.items()})
+        for name in names:
+            for s, value in zip(part, batch[name].tolist()):
                 s[name] = value
     actor.train()
     speaks = common.world()[0] % common.LAYOUT["tensor_parallel"] == 0  # ranks that share a model's layers have the same answers
     answers = sorted(common.everyones([s for s in sequences if s["real"] and speaks]), key=lambda s: s["row"])
-    names = ["reward", "gold", "kl"] if functions["gold"] else ["reward", "kl"]
-    common.append(args, "samples.jsonl", [{"step": step, "prompt": s["prompt"], "response": s["text"], "response_length": len(s["answer_ids"]),
-                                 **{k: s[k] for k in names}} for s in answers])
+    common.append(args, "samples.jsonl", [{"step": step, "prompt": s["prompt"], "response": s["text"], **{k: s[k] for k in names}} for s in answers])
     for s in answers[:2]:
-        common.say(f"    {s['prompt']!r} -> {s['text']!r}  reward {s['reward']:.2f}")
-    means = {f"eval_{k}": sum(s[k] for s in answers) / len(answers) for k in names}
-    return {**means, "eval_response_length": sum(len(s["answer_ids"]) for s in answers) / len(answers)}
-
-def answer_scores(functions, sequences, batch):
-    """-> {'reward': (B,), 'gold': (B,)}: the reward model's scores or reward_fn's, and the gold score's where there is one."""
-    scores = {name: call_function(f, sequences) for name, f in functions.items() if f}
-    return {"reward": batch["scores"].cpu(), **scores} if "scores" in batch else scores
+        common.say(f"    {s['prompt']!r} -> {s['text']!r}   " + ", ".join(f"{k} {s[k]:.4g}" for k in names))
+    return {f"eval_{k}": sum(s[k] for s in answers) / len(answers) for k in names}
 
 def one_pass(args):
     """-> the roles whose pass that trains also gives the old log-probs and values: one forward, and both graphs at once.
@@ -615,31 +636,32 @@ def one_pass(args):
     several = max(args.gradient_accumulation_steps, args.generation_batches, args.ppo_epochs) > 1
     if several or args.per_device_training_batch_size != args.per_device_generation_batch_size:
         return ()
-    own = common.own_dropout(common.load(args.critic_model_name_or_path)) if args.critic_dropout is None and args.advantage == "gae" else {}
-    return ("actor",) if args.critic_dropout or any(own.values()) else ("actor", "critic")
+    dropout = args.critic_dropout
+    if dropout is None and args.advantage == "gae":
+        dropout = any(common.own_dropout(common.load(args.critic_model_name_or_path)).values())
+    return ("actor",) if dropout else ("actor", "critic")
 
 def models_of(args):
     """For --estimate: the models, what they work on, which of them train. With LoRA the actor without is the reference."""
-    rows, tokens = args.per_device_training_batch_size, args.max_seq_len
-    kept, frozen = one_pass(args), dict(rows=rows, tokens=tokens, trains=False)
-    actor = dict(frozen, path=args.actor_model_name_or_path, stage=args.actor_zero_stage, answer=args.max_answer_seq_len, dropout=0.0)
-    critic = dict(frozen, path=args.critic_model_name_or_path, stage=args.critic_zero_stage, head=True)
-    judge = [dict(critic, path=args.reward_model_name_or_path)] * (not args.reward_fn)
-    critics = [dict(critic, trains=True, lora_dim=args.critic_lora_dim, dropout=args.critic_dropout, kept="critic" in kept)] * (args.advantage == "gae")
-    return [dict(actor, trains=True, lora_dim=args.actor_lora_dim, dropout=args.actor_dropout, kept="actor" in kept, ema=args.enable_ema, cached=args.per_device_generation_batch_size),
-            *critics, *[actor] * (not args.actor_lora_dim), *judge]
+    kept = one_pass(args)
+    frozen = dict(rows=args.per_device_training_batch_size, tokens=args.max_seq_len, trains=False)
+    reference = dict(frozen, path=args.actor_model_name_or_path, stage=args.actor_zero_stage, answer=args.max_answer_seq_len, dropout=0.0)
+    actor = dict(reference, trains=True, lora_dim=args.actor_lora_dim, dropout=args.actor_dropout, kept="actor" in kept,
+                 ema=args.enable_ema, cached=args.per_device_generation_batch_size)
+    reward = dict(frozen, path=args.reward_model_name_or_path, stage=args.critic_zero_stage, head=True)
+    critic = dict(reward, path=args.critic_model_name_or_path, trains=True, lora_dim=args.critic_lora_dim, dropout=args.critic_dropout,
+                  kept="critic" in kept)
+    return [actor, *[critic] * (args.advantage == "gae"), *[reference] * (not args.actor_lora_dim), *[reward] * (not args.reward_fn)]
 
 # ---- Helpers of the update ------------------------------------------------------------------------------------------
 def skip_together(engines):
-    """-> agree(), to be called between all backwards and all steps of an update: if one engine's fp16 gradients overflowed,
-    all skip it. Else the critic would learn from a rollout that the actor did not. (An optimizer asks `has_overflow`.)"""
-    asks = [e.optimizer.has_overflow for e in engines]
+    """fp16, between all backwards and all steps of an update: if one engine's gradients overflowed, all skip it.
 
-    def agree():
-        overflow = any([ask() for ask in asks])  # over all ranks; a list: each engine is asked
-        for engine in engines:
-            engine.optimizer.has_overflow = lambda *args, **options: overflow
-    return agree
+    Else the critic would learn from a rollout that the actor did not. (A DeepSpeed optimizer asks its own `has_overflow`.)
+    """
+    overflow = any([type(e.optimizer).has_overflow(e.optimizer) for e in engines])  # over all ranks; a list: each is asked
+    for engine in engines:
+        engine.optimizer.has_overflow = lambda *args, **options: overflow
 
 def minibatches(micro_batches, accumulation, epochs, seed):
     """Yield lists of `accumulation` micro-batches, one list an optimizer step, reshuffled in each of the `epochs`."""
@@ -648,17 +670,10 @@ def minibatches(micro_batches, accumulation, epochs, seed):
         for start in range(0, len(order), accumulation):
             yield [micro_batches[i] for i in order[start:start + accumulation]]
 
-def all_max(value):
-    """-> the largest of all ranks' numbers."""
-    total = torch.tensor(float(value), device=common.device())
-    if common.world()[1] > 1:
-        dist.all_reduce(total, op=dist.ReduceOp.MAX)
-    return total.item()
-
 def first_pass_gate(args, drift, step):
     """Before a rollout's first update the ratio must be 1: same weights, same tokens, same function. Else stop, and say why."""
-    drift = all_max(drift.nan_to_num(nan=float("inf")).item())
-    tolerance = {"fp32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}[args.dtype]  # 0.0 was seen with fp32 and bf16 on CPUs
+    drift = max(common.everyones([drift.nan_to_num(nan=float("inf")).item()]))  # approx_kl is below drift^2
+    tolerance = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}[args.dtype]  # 0.0 was seen with fp32 and bf16 on CPUs
     if drift > tolerance:
         common.say(f"error: step {step}: before the first update the ratio is off by {drift:.4g} (allowed with {args.dtype}: {tolerance}).\n"
                    "  The pass that trains does not see the policy that was scored. Likely: dropout in the actor (--actor_dropout 0),\n"
@@ -671,16 +686,24 @@ def read_text(args, tokenizer):
     for path, source in zip(args.unsup_data_path, sources):
         if "text" not in source.column_names:
             common.fail(f"--unsup_data_path {path} has the columns {', '.join(source.column_names)}.\n  It needs text.")
-    texts = [text for source in sources for text in source["text"] if text]
-    ids = [x for x in (common.tokenise_answer(tokenizer, text)[:args.max_seq_len] for text in texts) if len(x) > 1]
+    texts = [text for source in sources for text in source["text"]]
+    ids = [common.tokenise_answer(tokenizer, text)[:args.max_seq_len] for text in texts if isinstance(text, str) and text.strip()]
+    if len(ids) < len(texts):
+        common.say(f"--unsup_data_path: dropped {len(texts) - len(ids)} of {len(texts)} rows: no text")
+        common.fail("--strict: rows without text would be dropped, see above.") if args.strict else None
     return ids or common.fail(f"--unsup_data_path {' '.join(args.unsup_data_path)} holds no text.")
 
 def text_batches(unsup, count, micro_batch, seed, pad_id):
     """PTX: this rank's share of the text for one optimizer step -> list of `count` dicts of ids, mask: (B, T)."""
     rank, ranks = common.data_world()
     rows = np.random.default_rng(seed).choice(len(unsup), (count, ranks, micro_batch))[:, rank]
-    made = [common.pad_left([unsup[i] for i in part], pad_id) for part in rows]
-    return list(common.to_device({"ids": ids, "mask": mask} for ids, mask in made))
+    made = [common.pad([unsup[i] for i in part], pad_id) for part in rows]
+    return [common.to_device({"ids": ids, "mask": mask}) for ids, mask in made]
+
+def text_loss_sum(actor, text):
+    """PTX: cross entropy, summed over the real tokens that have a real one before them.  ids, mask: (B, T), left-padded -> ()"""
+    covered = text["mask"][:, :-1]  # (B, T-1): what follows a real token is real
+    return -(common.last_logprobs(actor, text["ids"], text["mask"], covered.shape[1]) * covered).sum()
 
 def adapt_kl_coef(coef, kl, target, gain=0.1):
     """Ziegler et al. 2019, section 2.2: raise the price when KL is above its target, lower it when below.
@@ -692,27 +715,51 @@ def adapt_kl_coef(coef, kl, target, gain=0.1):
 
 def rollout_metrics(args, micro_batches):
     """-> what the rollout was like, over all ranks: means over answers, and over response tokens."""
-    def cat(make):
-        return torch.cat([make(b) for b in micro_batches]).double()
-
-    each = {"reward": cat(lambda b: b["reward"]), "response_length": cat(lambda b: b["response_mask"].sum(-1)),
-            "eos_rate": cat(lambda b: b["ended"]),
-            **({"gold": cat(lambda b: b["gold"])} if args.gold_fn else {}),
-            "kl": cat(lambda b: (kl_estimate(b["old_logprobs"], b["ref_logprobs"], "k1") * b["response_mask"]).sum(-1)),
-            "kl_k3": cat(lambda b: (kl_estimate(b["old_logprobs"], b["ref_logprobs"], "k3") * b["response_mask"]).sum(-1))}
-    real = cat(lambda b: b["real"])  # (N,) all answers of this rank, fillers 0
-    count, *sums = common.all_sum(real.sum(), *((values * real).sum() for values in each.values())).tolist()
-    means = {name: total / count for name, total in zip(each, sums)}
+    names = ["reward", *["gold"] * bool(args.gold_fn), "kl", "kl_k3", "response_length", "ended"]
+    each = [torch.cat([b[name] for b in micro_batches]).double() for name in names]  # (N,) all answers of this rank
+    real = torch.cat([b["real"] for b in micro_batches])  # (N,) fillers 0
+    count, *sums = common.all_sum(real.sum(), *((values * real).sum() for values in each)).tolist()
+    means = {name: total / count for name, total in zip(names, sums)}
+    means["eos_rate"] = means.pop("ended")
 
     def spread(name):  # -> mean and variance over the response tokens of all ranks
-        x = cat(lambda b: b[name][b["response_mask"] > 0])  # (M,)
+        x = torch.cat([b[name][b["response_mask"] > 0] for b in micro_batches]).double()  # (M,)
         count, total, squares = common.all_sum(len(x), x.sum(), (x ** 2).sum()).tolist()
         return total / count, max(squares / count - (total / count) ** 2, 0.0)
-    errors = spread("raw_advantages")[1]  # with a critic its squared errors: returns - values
+    errors = spread("raw_advantages")[1]  # with a critic A = returns - values is its error
     means.update(entropy=spread("entropy")[0], advantage_std=errors ** 0.5)
     if "returns" in micro_batches[0]:  # 1: the critic foresees all, 0: no better than a constant
         means["explained_variance"] = 1 - errors / max(spread("returns")[1], 1e-12)
     return means
+
+def check_models(args, tokenizer):
+    """One vocabulary for all, an actor that writes, a reward model that scores: or a clear error, before anything is loaded.
+
+    -> mean, deviation of step 2's scores on held-out answers, with which --normalize_reward scales; else 0, 1.
+    """
+    actor, critic, reward = args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path
+    for path in dict.fromkeys([critic] * (args.advantage == "gae") + [reward] * (not args.reward_fn)):
+        known = common.load_tokenizer(path, args.max_seq_len).get_vocab()
+        if known != tokenizer.get_vocab() or common.load(path).get_text_config().vocab_size < len(tokenizer):
+            common.fail(f"{actor} and {path} have different vocabularies: the second cannot read what the first writes.\n"
+                        "  Train the reward model (step 2) on a model of the actor's family.")
+    if "SequenceClassification" in str(common.load(actor).architectures):
+        common.fail(f"{actor} is a reward model: it has no head that writes.\n  The actor comes from step 1 (output/sft).")
+    if not args.reward_fn and "SequenceClassification" not in str(common.load(reward).architectures):
+        common.fail(f"{reward} is no reward model: it has no trained value head, and would score at random.\n"
+                    "  Run step 2 on it (reward.py), or give a function in its place (--reward_fn).")
+    if not args.normalize_reward:
+        return 0.0, 1.0
+    return getattr(common.load(reward), "score_statistics", None) or common.fail(
+        f"--normalize_reward: {reward} holds no score_statistics in its config.json.\n  reward.py stores them.")
+
+def step_flops(args, actor, critic, reward_model, reused, tokens, rows):
+    """-> FLOPs of a step on `rows` rows of `tokens` tokens together: rollout, scoring (less what is reused) and training."""
+    actor_pass, critic_pass, reward_pass = (
+        common.train_flops(model, tokens, tokens / rows, False) / 3 if model else 0.0 for model in (actor, critic, reward_model))
+    trained = args.ppo_epochs * (4 if args.gradient_checkpointing else 3)  # in forwards
+    return (actor_pass * (trained + 2 + (actor not in reused))             # 2: the rollout, the reference
+            + critic_pass * (trained + (critic not in reused)) + reward_pass)
 
 # ---- The step, top to bottom ----------------------------------------------------------------------------------------
 def main():
@@ -720,26 +767,11 @@ def main():
     if args.estimate is not None:
         estimate.estimate(args, models_of)
     common.start(args)
-    functions = {"reward": args.reward_fn and load_function(args.reward_fn, "--reward_fn"),
-                 "gold": args.gold_fn and load_function(args.gold_fn, "--gold_fn")}
+    functions = {name: load_function(getattr(args, f"{name}_fn"), f"--{name}_fn") for name in ("reward", "gold") if getattr(args, f"{name}_fn")}
 
     # 1 data ----------------------------------------------------------------------------------------------------------
     tokenizer = common.load_tokenizer(args.actor_model_name_or_path, args.max_seq_len)
-    judges = [args.critic_model_name_or_path] * (args.advantage == "gae") + [args.reward_model_name_or_path] * (not args.reward_fn)
-    for path in dict.fromkeys(judges):
-        sizes = [common.load(p).get_text_config().vocab_size for p in (args.actor_model_name_or_path, path)]
-        if common.load_tokenizer(path, args.max_seq_len).get_vocab() != tokenizer.get_vocab() or sizes[1] < sizes[0]:
-            common.fail(f"{args.actor_model_name_or_path} and {path} have different vocabularies: the second cannot read what "
-                        "the first writes.\n  Train the reward model (step 2) on a model of the actor's family.")
-    if "SequenceClassification" in str(common.load(args.actor_model_name_or_path).architectures):
-        common.fail(f"{args.actor_model_name_or_path} is a reward model: it has no head that writes.\n  The actor comes from step 1 (output/sft).")
-    if not args.reward_fn and "SequenceClassification" not in str(common.load(args.reward_model_name_or_path).architectures):
-        common.fail(f"{args.reward_model_name_or_path} is no reward model: it has no trained value head, and would score at random.\n"
-                    "  Run step 2 on it (reward.py), or give a function in its place (--reward_fn).")
-    statistics = (0.0, 1.0)
-    if args.normalize_reward:
-        statistics = getattr(common.load(args.reward_model_name_or_path), "score_statistics", None) or common.fail(
-            f"--normalize_reward: {args.reward_model_name_or_path} holds no score_statistics in its config.json.\n  reward.py stores them.")
+    score_statistics = check_models(args, tokenizer)
     train, held_out = common.load_rows(args, tokenizer, step=3, limit=args.max_prompt_seq_len)
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
     unsup = args.unsup_data_path and read_text(args, tokenizer)
@@ -747,29 +779,30 @@ def main():
     prompt_batch = generation // args.samples_per_prompt            # prompts of a generation batch
     accumulation = args.gradient_accumulation_steps                 # micro-batches of an optimizer step
     rollout_batches = accumulation * args.generation_batches        # generation batches of a rollout
-    optimizer_steps = args.ppo_epochs * rollout_batches * generation // (micro_batch * accumulation)  # of a rollout
+    updates = rollout_batches * generation // (micro_batch * accumulation)  # optimizer steps of one epoch over a rollout
     steps = common.count_steps(args, train, prompt_batch, rollout_batches)
+    critic_steps = steps * args.ppo_epochs * updates                # optimizer steps of the run
+    actor_steps = max(steps - args.critic_warmup_steps, 1) * args.ppo_epochs * updates
+    actor_micro_steps = accumulation * (2 if unsup else 1)          # PTX adds as many micro-batches of text
 
     # 2 models --------------------------------------------------------------------------------------------------------
-    actor_path, critic_path, reward_path = args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path
-    actor_micro_steps = accumulation * (2 if unsup else 1)          # PTX adds as many micro-batches of text
-    actor = common.load_model(actor_path, args, args.actor_zero_stage, args.actor_dropout, lora_dim=args.actor_lora_dim)
-    actor_steps = max(steps - args.critic_warmup_steps, 1) * optimizer_steps
+    actor = common.load_model(args.actor_model_name_or_path, args, args.actor_zero_stage, args.actor_dropout, lora_dim=args.actor_lora_dim)
     actor = common.train_engine(actor, args, args.actor_zero_stage, micro_batch, actor_micro_steps, actor_steps,
                                 args.actor_learning_rate, args.actor_weight_decay)
-    critic = None
+    engines, critic = {"actor": actor}, None
     if args.advantage == "gae":
-        critic = common.load_model(critic_path, args, args.critic_zero_stage, args.critic_dropout, tokenizer, "score", args.critic_lora_dim)
-        critic = common.train_engine(critic, args, args.critic_zero_stage, micro_batch, accumulation, steps * optimizer_steps,
+        critic = common.load_model(args.critic_model_name_or_path, args, args.critic_zero_stage, args.critic_dropout, tokenizer,
+                                   "score", args.critic_lora_dim)
+        critic = common.train_engine(critic, args, args.critic_zero_stage, micro_batch, accumulation, critic_steps,
                                      args.critic_learning_rate, args.critic_weight_decay, main=False)
-    engines = {"actor": actor, **({"critic": critic} if critic else {})}
+        engines["critic"] = critic
     reference = actor                                               # without its adapters, if it has any
     if not args.actor_lora_dim:
-        reference = common.load_model(actor_path, args, args.actor_zero_stage)
+        reference = common.load_model(args.actor_model_name_or_path, args, args.actor_zero_stage)
         reference = frozen_engine(reference, args, args.actor_zero_stage, micro_batch)
     reward_model = None
     if not args.reward_fn:
-        reward_model = common.load_model(reward_path, args, args.critic_zero_stage, None, tokenizer, "score")
+        reward_model = common.load_model(args.reward_model_name_or_path, args, args.critic_zero_stage, None, tokenizer, "score")
         reward_model = frozen_engine(reward_model, args, args.critic_zero_stage, micro_batch)
     for role, stage in (("actor", args.actor_zero_stage), ("critic", args.critic_zero_stage)):
         if stage != 2:
@@ -777,11 +810,9 @@ def main():
                        "sooner (0, 1) or slower (3).")
     if args.allow_unstable:
         common.say("warning: --allow_unstable: old log-probs go stale within a rollout. Watch ratio_max, clip_fraction, approx_kl; --target_kl.")
-    agree = skip_together(list(engines.values())) if args.dtype == "fp16" else lambda: None
-    once = [engine for role, engine in engines.items() if role in one_pass(args)]
     columns = [c for c in COLUMNS if (args.gold_fn or "gold" not in c) and (critic or c not in ("critic_loss", "explained_variance"))]
     state = {"ema": ema_start(actor.module) if args.enable_ema else None, "kl_coef": args.kl_coef}  # kept by checkpoints
-    common.begin(args, "step 3: PPO", actor, args.actor_zero_stage, train, held_out, prompt_batch, rollout_batches, steps)
+    common.begin(args, "step 3: PPO", args.actor_model_name_or_path, actor, train, held_out, prompt_batch, rollout_batches, steps)
 
     def evaluate_at(step):
         park(args, *engines.values())
@@ -789,97 +820,104 @@ def main():
         unpark(args, *engines.values())
         return means
 
-    first = None
     if not args.resume:
         common.log(args, {"step": 0, "epoch": 0.0, **evaluate_at(0)}, columns)
-    for step, epoch, evaluate_now, prompts in common.training_steps(
+    first = None
+    for step, epoch, evaluate_now, prompts in checkpoint.training_steps(
             args, engines, state, train, prompt_batch, rollout_batches, steps, lambda rows: {"rows": rows}):
         # 3 rollout ---------------------------------------------------------------------------------------------------
         started = time.time()
         park(args, *engines.values())
         asked = [{**row, "sample": i} for batch in prompts for row in batch["rows"] for i in range(args.samples_per_prompt)]
-        sequences = roll_out(args, actor, tokenizer, asked, step, generation)
-        generated = time.time()
+        answers = roll_out(args, actor, tokenizer, asked, step, generation)
+        generated_at = time.time()
 
         # 4 score -----------------------------------------------------------------------------------------------------
+        # moving: the engines that this step updates; the actor waits during --critic_warmup_steps.
+        # reused: of these, those whose pass here is also the pass that trains (`one_pass`); never in the first step of a
+        # run, so that the gate below has two passes to compare.
         first = first or step
-        moving = [e for e in engines.values() if e is critic or step > args.critic_warmup_steps]
-        kept = [e for e in once if e in moving] if step > first else []  # the first step goes the long way: the gate compares two passes
+        moving = [engine for engine in engines.values() if engine is critic or step > args.critic_warmup_steps]
+        reused = [engines[role] for role in one_pass(args) if engines.get(role) in moving and step > first]
         for engine in engines.values():
-            engine.train(engine in kept)
-        sequences.sort(key=lambda s: len(s["prompt_ids"]) + len(s["answer_ids"]))  # like lengths together: less padding
-        parts = [sequences[i:i + micro_batch] for i in range(0, len(sequences), micro_batch)]
-        micro_batches = list(common.to_device(collate_answers(part, tokenizer.pad_token_id) for part in parts))
+            engine.train(engine in reused)
+        if updates == 1:  # like lengths together: less padding
+            answers.sort(key=lambda s: len(s["prompt_ids"]) + len(s["answer_ids"]))
+        else:             # that would make one update of short answers, another of long ones
+            np.random.default_rng([args.seed, step]).shuffle(answers)
+        parts = [answers[i:i + micro_batch] for i in range(0, len(answers), micro_batch)]
+        micro_batches = [common.to_device(collate_answers(part, tokenizer.pad_token_id)) for part in parts]
         for part, batch in zip(parts, micro_batches):
-            score(args, batch, actor, reference, critic, reward_model, kept)
-            batch.update({k: v.to(common.device()) for k, v in answer_scores(functions, part, batch).items()})
+            score(args, batch, actor, reference, critic, reward_model, reused)
+            batch.update({name: call_function(f, part).to(common.device()) for name, f in functions.items()})
         for engine in engines.values():
             engine.train()
         unpark(args, *engines.values())
+        rows = ({"prompt": json.loads(s["prompt"]) if s["chat"] else s["prompt"], "completion": s["text"], **json.loads(s["extra"])}
+                for s in answers if s["real"])
         stored = [k for k in ("old_logprobs", "ref_logprobs", "entropy", "reward", "values") if k in micro_batches[0]]
         totals = common.all_sum(*(sum(b[k].sum() for b in micro_batches) for k in stored)).tolist()
-        common.check_finite(args, {"step": step, **dict(zip(stored, totals))}, sequences)
-        scored = time.time()
+        common.check_finite(args, {"step": step, **dict(zip(stored, totals))}, rows)
+        scored_at = time.time()
 
         # 5 advantages ------------------------------------------------------------------------------------------------
-        advantages_of(args, micro_batches, state["kl_coef"], statistics)
+        advantages_of(args, micro_batches, state["kl_coef"], score_statistics)
 
         # 6 update ----------------------------------------------------------------------------------------------------
         sums, ratio_max, trained_tokens = torch.zeros(4, dtype=torch.float64), 0.0, 0.0
         for update, minibatch in enumerate(minibatches(micro_batches, accumulation, args.ppo_epochs, (args.seed, step))):
             tokens, before = common.all_sum(sum(b["response_mask"].sum() for b in minibatch))[0].item(), sums.clone()
+            if not tokens:  # fillers only
+                continue
             trained_tokens += tokens
             if unsup:
                 texts = text_batches(unsup, len(minibatch), micro_batch, (args.seed, step, update), tokenizer.pad_token_id)
-                text_tokens = common.all_sum(sum((t["mask"][:, 1:] * t["mask"][:, :-1]).sum() for t in texts))[0].item()
+                text_tokens = common.all_sum(sum(text["mask"][:, :-1].sum() for text in texts))[0].item()
             for batch in minibatch:
                 response_mask, logprobs, entropies = batch["response_mask"], batch["logprobs"], batch["entropy"]  # (B, R)
-                if actor not in kept:
+                if actor not in reused:
                     with torch.set_grad_enabled(actor in moving):
                         logprobs, entropies = actor_pass(args, actor, batch, with_entropy=args.entropy_coef > 0)
                 loss, ratio, clipped = actor_loss(args, logprobs, entropies, batch, state["kl_coef"])           # (B, R)
-                if update == 0 and actor not in kept:  # where it is, both passes are one
+                if update == 0 and actor not in reused:  # where it is, both passes are one
                     first_pass_gate(args, ((ratio.detach() - 1).abs() * response_mask).max(), step)
                 if actor in moving:
                     actor.backward((loss * response_mask).sum() * common.loss_scale(tokens, actor_micro_steps))
                     if unsup:
                         actor.step()  # of the two micro-steps only the second may move the weights
-                        text = texts.pop()
-                        covered = text["mask"][:, 1:] * text["mask"][:, :-1]  # (B, T-1): real tokens with a real one before them
-                        logprobs_text = common.last_logprobs(actor, text["ids"], text["mask"], covered.shape[1])  # (B, T-1)
-                        actor.backward(-args.unsup_coef * (logprobs_text * covered).sum() * common.loss_scale(text_tokens, actor_micro_steps))
+                        loss_text = args.unsup_coef * text_loss_sum(actor, texts.pop())
+                        actor.backward(loss_text * common.loss_scale(text_tokens, actor_micro_steps))
                 errors = torch.zeros_like(loss)
                 if critic:
-                    values = batch["new_values"] if critic in kept else critic_pass(critic, batch)              # (B, R)
+                    values = batch["new_values"] if critic in reused else critic_pass(critic, batch)            # (B, R)
                     errors = value_loss(values, batch["values"], batch["returns"], args.clip_value)             # (B, R)
                     critic.backward((errors * response_mask).sum() * common.loss_scale(tokens, accumulation))
-                if batch is minibatch[-1] and actor in moving:
-                    agree()
+                if batch is minibatch[-1] and args.dtype == "fp16":
+                    skip_together(moving)
                 for engine in moving:
                     engine.step()  # moves the weights at the minibatch's last micro-batch only
                 with torch.no_grad():
                     ratio_max = max(ratio_max, (ratio * response_mask).max().item())
-                    approx_kl = ratio - 1 - (logprobs - batch["old_logprobs"])  # of old and new policy, k3
+                    approx_kl = kl_estimate(batch["old_logprobs"], logprobs, "k3")  # of old and new policy
                     sums += torch.stack([(x * response_mask).sum().double().cpu() for x in (loss, errors, approx_kl, clipped)])
-
-            # 7 keep --------------------------------------------------------------------------------------------------
             if args.enable_ema and actor in moving and actor.was_step_applied():  # fp16 may have skipped it
                 ema_update(state["ema"], actor.module, args.ema_decay)
             if args.target_kl and common.all_sum((sums - before)[2])[0].item() / tokens > args.target_kl:
                 break
-        trained = time.time()
-        tokens, rows = common.all_sum(sum(b["mask"].sum() for b in micro_batches), sum(len(b["mask"]) for b in micro_batches)).tolist()
-        forward = [common.train_flops(m, tokens, tokens / rows, False) / 3 if m else 0.0 for m in (actor, critic, reward_model)]
-        passes = args.ppo_epochs * (4 if args.gradient_checkpointing else 3)  # of training, in forwards
-        # + rollout, reference, and where they are not kept, old log-probs and values; scores
-        flops = forward[0] * (passes + 2 + (actor not in kept)) + forward[1] * (passes + (critic not in kept)) + forward[2]
+        trained_at = time.time()
+
+        # 7 keep ------------------------------------------------------------------------------------------------------
+        tokens, count = common.all_sum(sum(b["mask"].sum() for b in micro_batches), sum(len(b["mask"]) for b in micro_batches)).tolist()
+        flops = step_flops(args, actor, critic, reward_model, reused, tokens, count)
         names = ("actor_loss", "critic_loss", "approx_kl", "clip_fraction")
         record = {"step": step, "epoch": epoch, **dict(zip(names, (common.all_sum(*sums) / trained_tokens).tolist())),
-                  "ratio_max": all_max(ratio_max), **rollout_metrics(args, micro_batches),
-                  "kl_coef": state["kl_coef"], **({"critic_grad_norm": common.grad_norm(args, critic)} if critic else {}), "generate_seconds": generated - started, "score_seconds": scored - generated,
-                  "train_seconds": trained - scored, **common.speed(args, actor, tokens, flops, started)}
-        common.check_finite(args, record, sequences)
-        if args.kl_target:
+                  "ratio_max": max(common.everyones([ratio_max])), **rollout_metrics(args, micro_batches), "kl_coef": state["kl_coef"],
+                  "generate_seconds": generated_at - started, "score_seconds": scored_at - generated_at,
+                  "train_seconds": trained_at - scored_at, **common.speed(args, actor, tokens, flops, started)}
+        if critic:
+            record["critic_grad_norm"] = common.grad_norm(args, critic)
+        common.check_finite(args, record, rows)
+        if args.kl_target and actor in moving:
             state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["kl"], args.kl_target)
         if evaluate_now:
             record.update(evaluate_at(step))
@@ -889,8 +927,11 @@ def main():
             common.draw_curves(args)
 
     # 8 save ----------------------------------------------------------------------------------------------------------
+    def averaged(name, parameter):  # frozen weights have no average
+        ema = state["ema"].get(name)
+        return common.whole(name, parameter) if ema is None else gather_shards(parameter, ema)
     if args.enable_ema:
-        common.save_model(actor, tokenizer, Path(args.output_dir) / "ema", lambda name, p: gather_shards(p, state["ema"][name]) if p.requires_grad else common.whole(name, p))
+        common.save_model(actor, tokenizer, Path(args.output_dir) / "ema", averaged)
     if critic:
         common.save_model(critic, tokenizer, Path(args.output_dir) / "critic")
     common.save_model(actor, tokenizer, args.output_dir)

@@ -19,6 +19,7 @@ import time
 import torch
 import torch.nn.functional as F
 
+import checkpoint
 import common
 import estimate
 
@@ -55,7 +56,7 @@ def get_args(argv=None):
 def collate(rows, pad_id):
     """B rows of (prompt_ids, [chosen, rejected]) -> ids, mask (2B, T): all chosen, then all rejected; real (B,)."""
     sequences = [r["prompt_ids"] + r["answers"][i] for i in (0, 1) for r in rows]
-    ids, mask = common.pad_left(sequences, pad_id)
+    ids, mask = common.pad(sequences, pad_id)
     return {"ids": ids, "mask": mask, "real": torch.tensor([float(r["real"]) for r in rows])}
 
 def score_pairs(model, batch):
@@ -131,17 +132,18 @@ def main():
     # 2 model ---------------------------------------------------------------------------------------------------------
     model = common.load_model(args.model_name_or_path, args, args.zero_stage, args.dropout, tokenizer, args.value_head_prefix, args.lora_dim)
     engine = common.train_engine(model, args, args.zero_stage, micro_batch, micro_steps, steps, args.learning_rate, args.weight_decay)
-    common.begin(args, "step 2: reward model", engine, args.zero_stage, train, held_out, micro_batch, micro_steps, steps)
+    common.begin(args, "step 2: reward model", args.model_name_or_path, engine, train, held_out, micro_batch, micro_steps, steps)
 
     # 3 train ---------------------------------------------------------------------------------------------------------
     if not args.resume:
         common.log(args, {"step": 0, "epoch": 0.0, **evaluate(args, engine, held_out, collate_rows)}, COLUMNS)
-    for step, epoch, evaluate_now, micro_batches in common.training_steps(
+    for step, epoch, evaluate_now, micro_batches in checkpoint.training_steps(
             args, {"model": engine}, {}, train, micro_batch, micro_steps, steps, collate_rows):
         started = time.time()
-        pairs, tokens = common.all_sum(*(sum(b[k].sum() for b in micro_batches) for k in ("real", "mask"))).tolist()
+        pairs, tokens = common.all_sum(sum(b["real"].sum() for b in micro_batches),
+                                       sum(b["mask"].sum(-1) @ b["real"].long().repeat(2) for b in micro_batches)).tolist()
         sums = torch.zeros(4, device=common.device())
-        for batch in common.to_device(micro_batches):
+        for batch in map(common.to_device, micro_batches):
             chosen, rejected = score_pairs(engine, batch)  # (B,), (B,)
             real = batch["real"]
             loss_sum = pair_loss_sum(chosen, rejected, real, args.center_coef)  # ()
@@ -152,7 +154,7 @@ def main():
         flops = common.train_flops(engine, tokens, tokens / (2 * pairs), args.gradient_checkpointing)
         record = {"step": step, "epoch": epoch, "loss": loss, "accuracy": accuracy, "chosen_score": chosen_score,
                   "rejected_score": rejected_score, **common.speed(args, engine, tokens, flops, started)}
-        common.check_finite(args, record)
+        common.check_finite(args, record, common.texts(tokenizer, micro_batches))
         if evaluate_now:
             record.update(evaluate(args, engine, held_out, collate_rows))
         if evaluate_now or step % args.log_steps == 0:

@@ -20,6 +20,7 @@ import time
 import torch
 from transformers import GenerationConfig
 
+import checkpoint
 import common
 import estimate
 
@@ -56,7 +57,7 @@ def get_args(argv=None):
 # ---- Data and loss --------------------------------------------------------------------------------------------------
 def collate(rows, pad_id, train_on_prompt=False):
     """Rows of (prompt_ids, answers[0]) -> ids (B, T), mask (B, T), loss_mask (B, K): 1 on the tokens that the loss covers."""
-    ids, mask = common.pad_left([r["prompt_ids"] + r["answers"][0] for r in rows], pad_id)
+    ids, mask = common.pad([r["prompt_ids"] + r["answers"][0] for r in rows], pad_id)
     # with --train_on_prompt all tokens but the first, which has nothing before it to be predicted from
     counts = [len(r["prompt_ids"]) - 1 + len(r["answers"][0]) if train_on_prompt else len(r["answers"][0]) for r in rows]
     loss_mask = torch.zeros(len(rows), max(counts))
@@ -90,7 +91,7 @@ def answer_prompts(args, engine, tokenizer, rows, step):
     if not rows:
         return
     longest = min(args.max_answer_seq_len, args.max_seq_len // 2)
-    ids, mask = common.pad_left([r["prompt_ids"][longest - args.max_seq_len:] for r in rows], tokenizer.pad_token_id)
+    ids, mask = common.pad([r["prompt_ids"][longest - args.max_seq_len:] for r in rows], tokenizer.pad_token_id)
     greedy = GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=tokenizer.eos_token_id,
                               pad_token_id=tokenizer.pad_token_id)
     with common.gathered(engine) as (model, synced):
@@ -126,18 +127,20 @@ def main():
     # 2 model ---------------------------------------------------------------------------------------------------------
     model = common.load_model(args.model_name_or_path, args, args.zero_stage, args.dropout, lora_dim=args.lora_dim)
     engine = common.train_engine(model, args, args.zero_stage, micro_batch, micro_steps, steps, args.learning_rate, args.weight_decay)
-    common.begin(args, "step 1: supervised fine-tuning", engine, args.zero_stage, train, held_out, micro_batch, micro_steps, steps)
+    common.begin(args, "step 1: supervised fine-tuning", args.model_name_or_path, engine, train, held_out, micro_batch, micro_steps, steps)
 
     # 3 train ---------------------------------------------------------------------------------------------------------
     if not args.resume:
         common.log(args, {"step": 0, "epoch": 0.0, **evaluate(args, engine, held_out, collate_rows)}, COLUMNS)
         answer_prompts(args, engine, tokenizer, show, 0)
-    for step, epoch, evaluate_now, micro_batches in common.training_steps(
+    for step, epoch, evaluate_now, micro_batches in checkpoint.training_steps(
             args, {"model": engine}, {}, train, micro_batch, micro_steps, steps, collate_rows):
         started = time.time()
-        covered, tokens, rows = common.all_sum(*(sum(b[k].sum() for b in micro_batches) for k in ("loss_mask", "mask", "real"))).tolist()
+        covered, tokens, rows = common.all_sum(sum(b["loss_mask"].sum() for b in micro_batches),
+                                               sum(b["mask"].sum(-1) @ b["real"] for b in micro_batches),
+                                               sum(b["real"].sum() for b in micro_batches)).tolist()
         loss = torch.zeros((), device=common.device())
-        for batch in common.to_device(micro_batches):
+        for batch in map(common.to_device, micro_batches):
             logprobs = common.last_logprobs(engine, batch["ids"], batch["mask"], batch["loss_mask"].shape[1])  # (B, K)
             loss_sum = sft_loss_sum(logprobs, batch["loss_mask"])  # ()
             engine.backward(loss_sum * common.loss_scale(covered, micro_steps))
@@ -146,7 +149,7 @@ def main():
         flops = common.train_flops(engine, tokens, tokens / rows, args.gradient_checkpointing)
         record = {"step": step, "epoch": epoch, "loss": common.all_sum(loss)[0].item() / covered,
                   **common.speed(args, engine, tokens, flops, started)}
-        common.check_finite(args, record)
+        common.check_finite(args, record, common.texts(tokenizer, micro_batches))
         if evaluate_now:
             record.update(evaluate(args, engine, held_out, collate_rows))
         if evaluate_now or step % args.log_steps == 0:

@@ -6,6 +6,7 @@ import torch
 from deepspeed.comm import comm
 
 import bench
+import checkpoint
 import common
 
 WEIGHTS = 4 * (2 * 4096 * 256 + 6 * (4 * 256 ** 2 + 3 * 256 * 688) + 13 * 256)  # bytes of the tiny model in fp32
@@ -20,7 +21,7 @@ def run(job, work):
     config["zero_optimization"].update(reduce_bucket_size=500_000, allgather_bucket_size=500_000, stage3_prefetch_bucket_size=0, stage3_param_persistence_threshold=0)
     (work / "ds.json").write_text(json.dumps(config))
     job = {**job, "extra": ["--ds_config", str(work / "ds.json")]}
-    counts, inner_steps, ranks = {}, common.training_steps, job.get("ranks", 1)
+    counts, inner_steps, ranks = {}, checkpoint.training_steps, job.get("ranks", 1)
 
     def training_steps(*args):
         for step in inner_steps(*args):
@@ -33,7 +34,7 @@ def run(job, work):
                 factors = {"all_reduce": 2 * (ranks - 1) / ranks, "all_gather_into_tensor": ranks - 1}
                 counts.update(ops=ops, held=sum(storages.values()), sent=sum(factors.get(op, (ranks - 1) / ranks) * size for op, size in ops.items()))
             yield step
-    common.training_steps = training_steps
+    checkpoint.training_steps = training_steps
     record, = bench.ours(job, work)
     return [{**record, **counts}]
 

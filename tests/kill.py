@@ -129,10 +129,10 @@ def at_step(step, action, only=None):
         import common
         check_finite = common.check_finite
 
-        def check_finite_and_act(args, record):
+        def check_finite_and_act(args, record, *rows):
             if record["step"] == step and only in (None, rank):
                 action()
-            return check_finite(args, record)
+            return check_finite(args, record, *rows)
         common.check_finite = check_finite_and_act
     return fault
 
@@ -143,8 +143,8 @@ def no_more_disk():
 
 
 def an_hour_later():
-    import common
-    common.BEGAN -= 3600
+    import checkpoint
+    checkpoint.BEGAN -= 3600
 
 
 def ctrl_c_twice():

@@ -1,6 +1,6 @@
 """Long runs: 2,000 steps of each script on a tiny model. Memory, open files and the disk must not grow with the steps.
 
-    python tests/long.py [STEPS] [RANKS]      the table of docs/reliability.md; 2,000 steps on one rank: 15 minutes on a CPU core
+    python tests/long.py [STEPS] [RANKS] [SCRIPT ...]   the table of docs/reliability.md; 2,000 steps on one rank: 15 minutes on a CPU core
 """
 import json
 import os
@@ -19,20 +19,21 @@ def watch(file, every):
         import common
         check_finite = common.check_finite
 
-        def note(args, record):
-            if rank == 0 and record["step"] % every == 0:
+        def note(args, record, *rows):
+            if rank == 0 and record["step"] % every == 0 and rows and "seconds" in record:
                 memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
                 with open(file, "a") as out:
                     out.write(json.dumps([record["step"], memory, len(os.listdir("/proc/self/fd"))]) + "\n")
-            return check_finite(args, record)
+            return check_finite(args, record, *rows)
         common.check_finite = note
     return fault
 
 
-def main(steps=2000, ranks=1):
+def main(steps=2000, ranks=1, *scripts):
+    steps, ranks = int(steps), int(ranks)
     base = kill.prepare()
     print("script  seconds  " + "step: memory in MB, open files", flush=True)
-    for script in ("sft", "reward", "ppo"):
+    for script in scripts or ("sft", "reward", "ppo"):
         notes, output, began = base / f"{script}.notes", base / f"long/{script}", time.time()
         argv = kill.flags(base, script, 2, "--max_steps", steps, "--eval_steps", steps // 4, "--save_steps", steps // 10, "--keep_checkpoints", 2)
         codes, log, _ = kill.run(script, argv, output, ranks=ranks, fault=watch(notes, steps // 10), limit=7200)
@@ -45,4 +46,4 @@ def main(steps=2000, ranks=1):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])

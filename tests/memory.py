@@ -1,6 +1,6 @@
 """How good is --estimate? The peaks that it names, held against the resident memory of real runs on CPU ranks.
 
-    python tests/memory.py                    every case, about 25 minutes on 2 cores; prints the table of docs/environment.md
+    python tests/memory.py                    every case, about 25 minutes on 2 cores; prints the table of docs/deepspeed.md
     python tests/memory.py sft 2 3 --dtype bf16    one case: script, ranks, ZeRO stage, and any flags
 
 A run's own main() works on rows that are all as long as --max_seq_len allows. Linux keeps the largest resident size that a
@@ -62,6 +62,7 @@ def measure(script, out, flags):
     """Run `script`'s main() and leave {phase: peak over what was there before the first model} in `out`, a file a rank."""
     import importlib
     import deepspeed
+    import checkpoint
     import common
     import estimate
     module = importlib.import_module(script)
@@ -84,7 +85,7 @@ def measure(script, out, flags):
             return result
         setattr(owner, name, wrapped)
 
-    load_model, training_steps = common.load_model, common.training_steps
+    load_model, training_steps = common.load_model, checkpoint.training_steps
     def first_load(*args, **kwargs):
         now["base"] = now["base"] or status("VmRSS")
         return load_model(*args, **kwargs)
@@ -94,7 +95,7 @@ def measure(script, out, flags):
             enter("train")
             yield item
             enter(None)
-    common.load_model, common.training_steps = first_load, steps
+    common.load_model, checkpoint.training_steps = first_load, steps
     module.evaluate = lambda *args, **kwargs: {}  # not a phase of the table, and slow
     module.answer_prompts = common.save_model = common.draw_curves = lambda *args, **kwargs: None
     if script == "ppo":

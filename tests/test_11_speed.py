@@ -16,7 +16,7 @@ WINDOWS = {"short window": MistralConfig(**SHAPE, num_key_value_heads=2, sliding
 MODELS = {**CONFIGS, **WINDOWS}
 every_model = pytest.mark.parametrize("name", MODELS)
 LENGTHS = [9, 4, 1, 6, 9, 2, 7, 3]
-IDS, MASK = common.pad_left([random_ids(n, seed=n + 10 * row).tolist() for row, n in enumerate(LENGTHS)], pad_id=0)
+IDS, MASK = common.pad([random_ids(n, seed=n + 10 * row).tolist() for row, n in enumerate(LENGTHS)], pad_id=0)
 NO_END = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
 
 
@@ -91,7 +91,7 @@ def test_finished_rows_cost_nothing():
     time what stays in the cache is copied."""
     script = [[5] * n + [E] * (12 - n) for n in (1, 2, 3, 4, 5, 5, 5, 11)]
     model, uniforms = Scripted(script), torch.full((8, 12), 0.5)
-    answer, mask = ppo.generate(model, *common.pad_left([[9]] * 8, 0), uniforms, SimpleNamespace(pad_token_id=0, eos_token_id=E))
+    answer, mask = ppo.generate(model, *common.pad([[9]] * 8, 0), uniforms, SimpleNamespace(pad_token_id=0, eos_token_id=E))
     assert mask.sum(1).tolist() == [2, 3, 4, 5, 6, 6, 6, 12]
     assert model.batch_sizes == [8, 8, 8, 6, 6, 4, 1, 1, 1, 1, 1, 1]
     assert kept(answer, mask) == ends(torch.tensor(script), E)
@@ -121,6 +121,6 @@ def test_a_rank_that_is_done_goes_on_while_others_are_not(monkeypatch):
     in the batch and throws away what they say."""
     monkeypatch.setattr(common, "all_sum", lambda count: torch.tensor([count + 1.0]))  # "another rank has a row alive"
     model, uniforms = Scripted([[5, E, 7, 8], [E, 6, 7, 8], [E, 6, 7, 8]]), torch.full((3, 4), 0.5)
-    answer, mask = ppo.generate(model, *common.pad_left([[9]] * 3, 0), uniforms, SimpleNamespace(pad_token_id=0, eos_token_id=E), synced=True)
+    answer, mask = ppo.generate(model, *common.pad([[9]] * 3, 0), uniforms, SimpleNamespace(pad_token_id=0, eos_token_id=E), synced=True)
     assert answer.tolist() == [[5, E, 0, 0], [E, 0, 0, 0], [E, 0, 0, 0]] and mask.sum(1).tolist() == [2, 1, 1]
     assert model.batch_sizes == [3, 1, 1, 1]

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+import checkpoint
 import common
 import sft
 from tests import workers
@@ -74,7 +75,7 @@ def test_every_kind_of_damage_is_seen(tmp_path, harm):
     file.parent.mkdir(parents=True)
     file.write_bytes(bytes(range(256)) * 8)
     manifest = folder / "manifest.json"
-    manifest.write_text(json.dumps({"model/state.pt": common.checksum(file)}))
+    manifest.write_text(json.dumps({"model/state.pt": checkpoint.checksum(file)}))
     if harm == "one byte":
         file.write_bytes(file.read_bytes().replace(b"\x07", b"\x08", 1))
     elif harm.endswith("cut"):
@@ -82,7 +83,7 @@ def test_every_kind_of_damage_is_seen(tmp_path, harm):
     elif harm != "nothing":
         (manifest if "manifest" in harm else file).unlink()
     expected = [] if harm == "nothing" else ["manifest.json"] if "manifest" in harm else ["model/state.pt"]
-    assert common.damage(folder) == expected
+    assert checkpoint.damage(folder) == expected
 
 
 # ---------------------------------------------------------------------------------------------------------------------

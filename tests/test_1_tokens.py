@@ -22,7 +22,7 @@ E = 1  # EOS
 # ---------------------------------------------------------------------------------------------------------------------
 def test_padding_goes_left_and_masks_come_from_lengths():
     """All rows end in the last column, so that "the last K tokens" is one slice. A real token may have padding's id."""
-    ids, mask = common.pad_left([[5, 6, 7], [8], [9, 0]], pad_id=0)
+    ids, mask = common.pad([[5, 6, 7], [8], [9, 0]], pad_id=0)
     assert ids.tolist() == [[5, 6, 7], [0, 0, 8], [0, 9, 0]]
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
 
@@ -31,7 +31,7 @@ def test_logits_are_shifted_by_one(tiny_model):
     """logits[:, t] score token t+1. The slow truth: for each token, feed only what stands before it, without padding,
     and read the last position. The batched, padded, sliced way must agree."""
     rows = [[5, 6, 7, 8, 9, 10], [11, 12, 13, 14]]
-    ids, mask = common.pad_left(rows, pad_id=0)
+    ids, mask = common.pad(rows, pad_id=0)
     with torch.no_grad():
         logits = common.last_logits(tiny_model, ids, mask, 3)      # (2, 3, V)
         logprobs = common.last_logprobs(tiny_model, ids, mask, 3)  # (2, 3)
@@ -45,7 +45,7 @@ def test_logits_are_shifted_by_one(tiny_model):
 
 def test_logprobs_are_of_the_distribution_at_the_sampling_temperature(tiny_model):
     """Sampling at temperature 2 draws from softmax(logits / 2), so the log-probs must be of softmax(logits / 2) too."""
-    ids, mask = common.pad_left([[5, 6, 7, 8]], pad_id=0)
+    ids, mask = common.pad([[5, 6, 7, 8]], pad_id=0)
     with torch.no_grad():
         logits = common.last_logits(tiny_model, ids, mask, 2)
         logprobs = common.last_logprobs(tiny_model, ids, mask, 2, temperature=2.0)
@@ -129,7 +129,7 @@ SCRIPT = [[5, 6, E, 7], [5, 6, 7, 8], [E, 5, E, 6], [5, 6, 7, E]]
 @pytest.mark.parametrize("pad", [E, 0], ids=["pad is EOS", "pad is not EOS"])
 def test_generated_answers_end_at_their_first_eos(pad):
     """The same golden table from the other side: what a model says after its first EOS is never kept."""
-    prompts, mask = common.pad_left([[9], [9, 9], [9], [9]], pad)
+    prompts, mask = common.pad([[9], [9, 9], [9], [9]], pad)
     answer, answer_mask = ppo.generate(Scripted(SCRIPT), prompts, mask, torch.full((4, 4), 0.5),
                                           SimpleNamespace(pad_token_id=pad, eos_token_id=E))
     for b, (name, (ids, expected, _)) in enumerate(ANSWERS.items()):
@@ -139,7 +139,7 @@ def test_generated_answers_end_at_their_first_eos(pad):
 
 def test_generation_stops_when_every_row_has_ended():
     """No forward is spent on rows that are done: the answer is as wide as the longest one."""
-    prompts, mask = common.pad_left([[9], [9]], 0)
+    prompts, mask = common.pad([[9], [9]], 0)
     answer, _ = ppo.generate(Scripted([[E, 5, 5, 5], [5, E, 5, 5]]), prompts, mask, torch.full((2, 4), 0.5),
                                 SimpleNamespace(pad_token_id=0, eos_token_id=E))
     assert answer.tolist() == [[E, 0], [5, E]]
@@ -148,7 +148,7 @@ def test_generation_stops_when_every_row_has_ended():
 def test_positions_count_real_tokens():
     """The first real token has position 0 however much padding stands before it, in generation as in training: or
     padding would change what the model says."""
-    prompts, mask = common.pad_left([[9, 9, 9], [9]], 0)
+    prompts, mask = common.pad([[9, 9, 9], [9]], 0)
     model = Scripted([[5, 5], [5, 5]])
     common.last_logits(model, prompts, mask, 1)
     ppo.generate(model, prompts, mask, torch.full((2, 2), 0.5), SimpleNamespace(pad_token_id=0, eos_token_id=E))

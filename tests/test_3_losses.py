@@ -86,17 +86,65 @@ def test_clip_high_and_dual_clip(ratio, advantage, loss):
 
 
 def test_losses_against_the_papers_formulas_in_float64():
-    """Random ragged batches: PPO's equation 7 and the clipped value loss, one token at a time in plain Python."""
+    """Random ragged batches: the rewards of Ouyang's equation 2, PPO's equation 7 and the clipped value loss, one token at a
+    time in plain Python."""
     generator = torch.Generator().manual_seed(0)
-    new, old, advantages, values, stored, returns = torch.randn(6, 5, 7, generator=generator, dtype=torch.float64)
-    loss, ratio = ppo.policy_loss(new, old, advantages, 0.2)
+    new, old, advantages, values, stored, returns, kl = torch.randn(7, 5, 7, generator=generator, dtype=torch.float64)
+    lengths, scores, penalty = (1, 7, 3, 4, 6), 3 * torch.randn(5, generator=generator, dtype=torch.float64), torch.tensor([0., 0., 1., 0., 1.])
+    mask = torch.tensor([[float(j < n) for j in range(7)] for n in lengths], dtype=torch.float64)
+    rewards = ppo.token_rewards(scores, kl, mask, 0.1, 2.0, penalty)
+    to_come = ppo.reinforce(rewards, mask, 0.9)
+    loss, ratio = ppo.policy_loss(new * mask, old * mask, advantages * mask, 0.2)
     errors = ppo.value_loss(values, stored, returns, 0.2)
+    for i, n in enumerate(lengths):
+        paid = [-0.1 * kl[i, j].item() + (j == n - 1) * (min(max(scores[i].item(), -2), 2) - penalty[i].item()) for j in range(n)]
+        assert rewards[i].tolist() == pytest.approx(paid + [0.0] * (7 - n))
+        assert to_come[i].tolist() == pytest.approx([sum(0.9 ** (k - j) * paid[k] for k in range(j, n)) for j in range(n)] + [0.0] * (7 - n))
     for i, j in itertools.product(range(5), range(7)):
+        if not mask[i, j]:
+            assert loss[i, j] == 0
+            continue
         r, a = math.exp(new[i, j] - old[i, j]), advantages[i, j].item()
         assert ratio[i, j].item() == pytest.approx(r)
         assert loss[i, j].item() == pytest.approx(-min(r * a, min(max(r, 0.8), 1.2) * a))
         v, v0, g = values[i, j].item(), stored[i, j].item(), returns[i, j].item()
         assert errors[i, j].item() == pytest.approx(max((v - g) ** 2, (v0 + min(max(v - v0, -0.2), 0.2) - g) ** 2) / 2)
+
+
+def test_kl_costs_and_entropy_pays():
+    """With --kl_in loss the actor pays for KL, and --entropy_coef rewards entropy: signs and weights, by hand. `clipped` marks
+    the one token whose ratio left the range in the direction of its advantage."""
+    args = ppo.get_args("--preset toy --kl_in loss --kl_estimator k2 --entropy_coef 0.5".split())
+    new, ref = torch.tensor([[0.5, 0.1, 0.5]]), torch.tensor([[0.1, 0.1, 0.5]])
+    batch = {"old_logprobs": torch.tensor([[0.0, 0.1, 0.5]]), "ref_logprobs": ref, "advantages": torch.tensor([[1.0, 1.0, -1.0]])}
+    loss, ratio, clipped = ppo.actor_loss(args, new, torch.tensor([[2.0, 0.0, 0.0]]), batch, kl_coef=0.3)
+    assert loss[0].tolist() == pytest.approx([-1.2 + 0.3 * 0.4 ** 2 / 2 - 0.5 * 2.0, -1.0, 1.0])
+    assert clipped[0].tolist() == [True, False, False] and ratio[0, 0].item() == pytest.approx(math.exp(0.5))
+    paid_in_reward = ppo.get_args("--preset toy".split())
+    assert ppo.actor_loss(paid_in_reward, new, None, batch, kl_coef=0.3)[0][0].tolist() == pytest.approx([-1.2, -1.0, 1.0])
+
+
+def test_a_temperature_is_applied_in_fp32():
+    """The rollout divides fp32 logits. Divided in bf16, logits of 20 would be off by up to 0.06 nats: another policy."""
+    logits, targets = (20 * torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0))).bfloat16(), torch.zeros(2, 3, dtype=torch.long)
+    exact = (logits.double() / 0.7).log_softmax(-1)
+    assert torch.allclose(common.TokenLogprobs.apply(logits, targets, 0.7).double(), exact[..., 0], atol=1e-4)
+    assert torch.allclose(ppo.entropy(logits, 0.7).double(), -(exact.exp() * exact).sum(-1), atol=1e-4)
+    inputs = torch.randn(2, 3, 50, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: common.TokenLogprobs.apply(x.float(), targets, 0.7), inputs, eps=1e-3, atol=1e-3)
+
+
+def test_what_the_rollout_was_like_by_hand():
+    """Means over answers, fillers left out; advantage's deviation and explained variance over real tokens only. Here returns
+    vary by 4 and the critic's errors by 1: it explains three quarters."""
+    args = ppo.get_args("--preset toy --gold_fn x.py:f --data_path y".split())
+    batch = {"reward": torch.tensor([1.0, 3.0, 9.0]), "kl": torch.tensor([0.5, 1.5, 9.0]), "kl_k3": torch.tensor([0.2, 0.4, 9.0]), "gold": torch.ones(3),
+             "response_length": torch.tensor([1.0, 1.0, 0.0]), "ended": torch.tensor([1.0, 0.0, 1.0]), "real": torch.tensor([1.0, 1.0, 0.0]),
+             "response_mask": torch.tensor([[1.0, 0], [1, 0], [0, 0]]), "raw_advantages": torch.tensor([[1.0, 9], [-1, 9], [9, 9]]),
+             "returns": torch.tensor([[2.0, 9], [-2, 9], [9, 9]]), "entropy": torch.tensor([[0.5, 9], [1.5, 9], [9, 9]])}
+    assert ppo.rollout_metrics(args, [batch]) == pytest.approx({
+        "reward": 2.0, "gold": 1.0, "kl": 1.0, "kl_k3": 0.3, "response_length": 1.0, "eos_rate": 0.5, "entropy": 1.0, "advantage_std": 1.0,
+        "explained_variance": 0.75})
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -357,8 +405,8 @@ def test_an_answer_does_not_depend_on_its_neighbours(tiny_model):
     """The same row alone, and in a batch whose longer prompt pads it: the same answer, token for token."""
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
     uniforms = ppo.row_uniforms(0, 0, [0, 1], 8)
-    alone, alone_mask = ppo.generate(tiny_model, *common.pad_left([[5, 6]], 0), uniforms[:1], tokenizer)
-    batch, batch_mask = ppo.generate(tiny_model, *common.pad_left([[5, 6], [7, 8, 9, 10, 11]], 0), uniforms, tokenizer)
+    alone, alone_mask = ppo.generate(tiny_model, *common.pad([[5, 6]], 0), uniforms[:1], tokenizer)
+    batch, batch_mask = ppo.generate(tiny_model, *common.pad([[5, 6], [7, 8, 9, 10, 11]], 0), uniforms, tokenizer)
     count = int(alone_mask.sum())
     assert count == int(batch_mask[0].sum()) >= 2
     assert alone[0, :count].tolist() == batch[0, :count].tolist()
@@ -367,7 +415,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(tiny_model):
 def test_the_cache_does_not_change_what_is_sampled(tiny_model):
     """Token by token with a key-value cache, or all over again from the whole text: the same answer."""
     uniforms = ppo.row_uniforms(0, 0, [3], 8)
-    answer, _ = ppo.generate(tiny_model, *common.pad_left([[5, 6, 7]], 0), uniforms, SimpleNamespace(pad_token_id=0, eos_token_id=-1))
+    answer, _ = ppo.generate(tiny_model, *common.pad([[5, 6, 7]], 0), uniforms, SimpleNamespace(pad_token_id=0, eos_token_id=-1))
     text = [5, 6, 7]
     with torch.no_grad():
         for u in uniforms[0].tolist():
@@ -378,7 +426,7 @@ def test_the_cache_does_not_change_what_is_sampled(tiny_model):
 
 def test_an_answer_can_be_kept_from_ending_early(tiny_model, tokenizer):
     """--min_new_tokens 4: EOS has no probability before. Uniforms of 0 would draw the first token that has any: 0, or EOS."""
-    ids, mask = common.pad_left([[5, 6, 7], [8, 9]], 0)
+    ids, mask = common.pad([[5, 6, 7], [8, 9]], 0)
     with torch.no_grad():
         cdf = tiny_model(ids[:1]).logits[0, -1].softmax(-1).double().cumsum(-1)
     uniforms = torch.full((2, 6), cdf[:2].mean().item())  # in EOS's share of row 0's first token
@@ -390,7 +438,7 @@ def test_an_answer_can_be_kept_from_ending_early(tiny_model, tokenizer):
 def test_a_stop_text_ends_an_answer(tiny_model, tokenizer):
     """--stop: the answer ends with the token that completes the text, though it took two tokens to write. Its neighbour,
     which never writes it, goes on."""
-    ids, mask = common.pad_left([[5, 6, 7], [8, 9]], 0)
+    ids, mask = common.pad([[5, 6, 7], [8, 9]], 0)
     uniforms = ppo.row_uniforms(1, 1, [0, 1], 10)
     free, free_mask = ppo.generate(tiny_model, ids, mask, uniforms, tokenizer)
     text = tokenizer.decode(free[0, 2:4])
@@ -470,19 +518,19 @@ def test_in_fp16_both_skip_or_none(actor, critic):
     """An overflow in one engine makes both skip the update; else the critic would go on without the actor. The next
     update is asked anew."""
     engines = [Overflowing(actor), Overflowing(critic)]
-    agree = ppo.skip_together(engines)
-    agree()
+    ppo.skip_together(engines)
     assert [e.has_overflow() for e in engines] == [actor or critic] * 2
     for engine in engines:
         engine.overflow = False
-    agree()
+    ppo.skip_together(engines)
     assert [e.has_overflow() for e in engines] == [False] * 2
 
 
 def test_a_nan_stops_the_run_and_leaves_its_rows_behind(tmp_path, capsys):
-    """The message names step and number; the rows that were being worked on are a .jsonl file that --data_path takes."""
+    """The message names step and number; the rows that were being worked on are a .jsonl file that --data_path takes. Where
+    nothing is known of rows, an evaluation for example, none is written."""
     args = ppo.get_args(["--preset", "toy", "--output_dir", str(tmp_path)])
-    rows = [{"prompt": "Why?", "text": " So.", "answer_ids": [5, 1]}]
+    rows = [{"prompt": f"Why {n}?", "completion": " So.", "topic": 7} for n in range(2)]
     common.check_finite(args, {"step": 6, "values": 1.0}, rows)
     assert not list(tmp_path.iterdir())
     with pytest.raises(SystemExit) as stop, pytest.MonkeyPatch.context() as patch:
@@ -490,4 +538,13 @@ def test_a_nan_stops_the_run_and_leaves_its_rows_behind(tmp_path, capsys):
         common.check_finite(args, {"step": 7, "values": float("nan"), "reward": float("inf"), "entropy": 1.0}, rows)
     assert stop.value.code == 1
     assert "step 7: values, reward not finite" in capsys.readouterr().out
-    assert [json.loads(line) for line in (tmp_path / "nonfinite_rank0.jsonl").read_text().splitlines()] == [{"step": 7, **rows[0]}]
+    file = tmp_path / "nonfinite_rank0.jsonl"
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [{**row, "step": 7} for row in rows]
+    again = ppo.get_args(["--preset", "toy", "--data_path", str(file), "--data_split", "0,0,1"])
+    train, held_out = common.load_rows(again, common.load_tokenizer(str(common.HERE / "toy/model")), 3, 32)
+    assert sorted([*train["prompt"], *held_out["prompt"]]) == ["Why 0?", "Why 1?"] and json.loads(train[0]["extra"])["topic"] == 7
+    file.unlink()
+    with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "finish", lambda args, code: sys.exit(code))
+        common.log(args, {"step": 0, "eval_loss": float("nan")}, ["step"])
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,5 @@
 """Data: every known format, what is kept, who gets it, and in which order."""
+import copy
 import json
 from types import SimpleNamespace
 
@@ -165,13 +166,43 @@ def test_other_columns_travel_to_the_reward_function(tokenizer, tmp_path):
 def test_a_reward_function_gets_the_columns_of_all_blended_sources():
     """Two sources with unlike columns: the function gets both columns in every batch, None where a row has none. Not
     the columns of whichever row comes first."""
-    rows = [{"prompt": "a", "text": "A", "extra": '{"topic": "t"}'}, {"prompt": "b", "text": "BB", "extra": '{"level": 2}'}]
+    rows = [{"prompt": "a", "chat": False, "text": "A", "extra": '{"topic": "t"}'},
+            {"prompt": "b", "chat": False, "text": "BB", "extra": '{"level": 2}'}]
 
     def function(prompts, completions, topic, level):
         assert (prompts, topic, level) == (["a", "b"], ["t", None], [None, 2])
         return [len(c) for c in completions]
 
     assert ppo.call_function(function, rows).tolist() == [1, 2]
+
+
+def test_a_reward_function_gets_chat_as_messages(tokenizer, tmp_path):
+    """As TRL hands it over: a list of messages for each prompt, and one message of the assistant for each answer."""
+    question = [{"role": "user", "content": "Why?"}]
+
+    def function(prompts, completions, messages, **columns):
+        assert prompts == [question] and completions == [[{"role": "assistant", "content": " So."}]] and len(messages[0]) == 2
+        return [0.5]
+
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    row = common.tokenise_row({"messages": [*question, {"role": "assistant", "content": "?"}]}, tokenizer, 3, 64)
+    assert row["chat"] and ppo.call_function(function, [{**row, "text": " So."}]).tolist() == [0.5]
+
+
+def test_a_pair_of_chats_keeps_all_turns_before_the_answer(tokenizer):
+    """ultrafeedback has the first question as `prompt` beside whole dialogues: system message and earlier turns count."""
+    turns = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Why?"}]
+    row = {"prompt": "Why?", **{name: [*turns, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}}
+    assert common.read_row(row) == (turns, "chosen", "chosen", "rejected")
+
+
+def test_what_a_chat_template_refuses_is_dropped_in_words(tokenizer):
+    """Some models know no system role, or want roles to alternate; their templates raise."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    row = common.tokenise_row({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, tokenizer, 1, 64)
+    assert row["drop"] == "the chat template refuses it: no system role"
 
 
 @pytest.mark.parametrize("step, columns", [(1, {"question": "a", "reply": "b"}), (1, {"prompt": "a"}), (1, {"text": "a"}),

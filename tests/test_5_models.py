@@ -138,7 +138,7 @@ def test_padding_never_changes_a_logprob_or_a_value(name, language_model, value_
 def test_padding_gets_no_gradient(name, value_model):
     """The score of a padded row is a function of its real tokens alone: the embedding of a token that stands only in
     padding gets gradient 0, the others and the head do not."""
-    ids, mask = common.pad_left([[5, 6, 7, 8], [5, 6]], pad_id=0)
+    ids, mask = common.pad([[5, 6, 7, 8], [5, 6]], pad_id=0)
     value_model(ids, mask)[:, -1].sum().backward()
     embedding = value_model.model.get_input_embeddings().weight.grad
     assert embedding[0].abs().max() == 0 and embedding[9:].abs().max() == 0
@@ -163,7 +163,7 @@ def test_logprobs_are_log_softmax_of_the_plain_model(name, language_model):
 def test_greedy_generation_equals_stock_transformers(name, language_model):
     """What is generated is what the plain model would generate: with top_k 1 sampling is greedy, and must give the
     tokens of transformers' own generate() on a ragged, left-padded batch, up to and including the first EOS."""
-    ids, mask = common.pad_left(RAGGED, pad_id=0)
+    ids, mask = common.pad(RAGGED, pad_id=0)
     options = dict(attention_mask=mask, do_sample=False, max_new_tokens=10, min_new_tokens=None, pad_token_id=0)
     uniforms = ppo.row_uniforms(1, 0, range(4), 10)
     free = language_model.generate(ids, **options, eos_token_id=None)[:, ids.shape[1]:]
@@ -184,14 +184,14 @@ def test_an_answer_depends_on_its_own_row_only(tmp_path):
     """Sampling takes each row's own uniforms: alone, in a batch, or in another slot of it, a prompt gets the same answer.
     So a rollout does not change with the number of GPUs."""
     model = common.load_model(folder_of(tmp_path, CONFIGS["llama"]), get_args(), stage=0).eval()
-    ids, mask = common.pad_left(RAGGED, pad_id=0)
+    ids, mask = common.pad(RAGGED, pad_id=0)
     uniforms = ppo.row_uniforms(1, 0, range(4), 8)
     together, _ = ppo.generate(model, ids, mask, uniforms, TOKENIZER, temperature=0.9)
     order = [2, 0, 3, 1]
     shuffled, _ = ppo.generate(model, ids[order], mask[order], uniforms[order], TOKENIZER, temperature=0.9)
     assert shuffled.tolist() == together[order].tolist()
     for row, prompt in enumerate(RAGGED):
-        alone, _ = ppo.generate(model, *common.pad_left([prompt], 0), uniforms[row:row + 1], TOKENIZER, temperature=0.9)
+        alone, _ = ppo.generate(model, *common.pad([prompt], 0), uniforms[row:row + 1], TOKENIZER, temperature=0.9)
         assert alone[0].tolist() == together[row, :alone.shape[1]].tolist()
     assert len({tuple(row) for row in together.tolist()}) == 4
 
@@ -247,7 +247,7 @@ def test_stock_transformers_gives_a_saved_value_model_the_same_scores(name, valu
     stock, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and stock.config.num_labels == 1
     stock.eval()
-    left_ids, left_mask = common.pad_left(RAGGED, pad_id=0)
+    left_ids, left_mask = common.pad(RAGGED, pad_id=0)
     right_ids, right_mask = (torch.stack([row.roll(int(m.sum()) - len(m)) for row, m in zip(x, left_mask)]) for x in (left_ids, left_mask))
     ours_left = value_model(left_ids, left_mask)[:, -1]
     ours_right = value_model(right_ids, right_mask).gather(1, right_mask.sum(1, keepdim=True) - 1)[:, 0]
@@ -374,8 +374,8 @@ def test_a_value_model_is_scored_alike_when_padding_is_eos(spare, tmp_path):
     tokenizer = common.load_tokenizer(folder)
     model = common.load_model(folder, get_args(), 0, None, tokenizer, "score").eval()
     texts = [row + [tokenizer.eos_token_id] for row in RAGGED]
-    together = model(*common.pad_left(texts, tokenizer.pad_token_id))[:, -1]
-    alone = torch.cat([model(*common.pad_left([t], tokenizer.pad_token_id))[:, -1] for t in texts])
+    together = model(*common.pad(texts, tokenizer.pad_token_id))[:, -1]
+    alone = torch.cat([model(*common.pad([t], tokenizer.pad_token_id))[:, -1] for t in texts])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=2e-5)
     # stock transformers must be able to tell padding from EOS, or must be told that it cannot
     assert model.model.config.pad_token_id == (None if spare == 0 else tokenizer.pad_token_id)

@@ -199,7 +199,6 @@ def test_wrong_input_is_refused_in_words(box, monkeypatch, capfd, script, flags,
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *command(script, flags.split())])
     monkeypatch.setattr(common.deepspeed, "init_distributed", lambda **options: None)  # this process is no rank
-    monkeypatch.setattr(common.signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(common, "load_model", loaded)
     before = sorted(box.rglob("*"))
     with pytest.raises(SystemExit) as stop:
@@ -220,7 +219,6 @@ def test_the_right_input_passes_all_checks(box, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(common.deepspeed, "init_distributed", lambda **options: None)
-    monkeypatch.setattr(common.signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(common, "load_model", loaded)
     for script in SCRIPTS:
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *command(script, [])])
@@ -238,22 +236,36 @@ def test_the_constraints_can_be_lifted_knowingly():
 @pytest.mark.parametrize("returned", [None, 1.0, [1.0], [1.0, float("nan")], [1.0, None], ["good", "bad"]])
 def test_a_reward_function_must_return_one_number_an_answer(returned, capsys):
     """The user's own code is input, too: what it returned is shown, by the rank that saw it, in place of a traceback."""
-    answers = [{"prompt": "Why?", "text": " So.", "extra": "{}"}] * 2
+    answers = [{"prompt": "Why?", "chat": False, "text": " So.", "extra": "{}"}] * 2
     with pytest.raises(SystemExit) as stop:
         ppo.call_function(lambda prompts, completions: returned, answers)
     assert stop.value.code == 2
     refused(capsys.readouterr().err, f"one finite number, 2 answers, {str(returned)[:4]}")
 
 
-def test_a_reward_function_that_raises_names_its_prompts(capsys):
-    """Of many thousand prompts one broke the user's parser: the message says which were being judged."""
+def test_a_reward_function_that_raises_names_the_prompt(capsys):
+    """Of many thousand prompts one broke the user's parser: the message says which, and what the answer was."""
     def judge(completions, prompts, **columns):  # by keyword, in any order, as TRL calls it
-        raise ValueError("no number")
+        return [float(text) for text in completions]
 
+    answers = [{"prompt": f"{n} + 1 =", "chat": False, "text": text, "extra": "{}"} for n, text in enumerate((" 1", " two", " 3"))]
     with pytest.raises(SystemExit) as stop:
-        ppo.call_function(judge, [{"prompt": "Why?", "text": " So.", "extra": "{}"}])
+        ppo.call_function(judge, answers)
     assert stop.value.code == 2
-    assert "error: judge raised ValueError('no number')" in (message := capsys.readouterr().err) and "Why?" in message
+    message = capsys.readouterr().err
+    refused(message[message.rindex("error: "):], "judge raised ValueError, '1 + 1 =', ' two'")  # (its traceback is above)
+    with pytest.raises(SystemExit):
+        ppo.call_function(lambda completions, **columns: [1.0, float("nan"), 3.0], answers)
+    refused(capsys.readouterr().err, "Not finite for the prompt '1 + 1 ='")
+
+
+def test_a_reward_file_that_does_not_run_is_an_error(tmp_path, capsys):
+    (tmp_path / "judge.py").write_text("import nothing_of_that_name\n")
+    with pytest.raises(SystemExit) as stop:
+        ppo.load_function(f"{tmp_path}/judge.py:f", "--reward_fn")
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    refused(message[message.rindex("error: "):], "--reward_fn, cannot be run, nothing_of_that_name")
 
 
 def test_no_samples_are_a_fair_wish(tiny_model, tokenizer):
@@ -263,13 +275,15 @@ def test_no_samples_are_a_fair_wish(tiny_model, tokenizer):
 
 
 def test_only_rank_zero_speaks(monkeypatch, capsys):
-    """Eight ranks read the same wrong flag. Eight messages would hide the one that matters; all ranks end with 2."""
+    """Eight ranks read the same wrong flag. Eight messages would hide the one that matters: the others wait, and the launcher
+    ends them meanwhile. Where one rank alone sees the mistake (a file that its machine lacks), it does say so."""
+    waited = []
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(common.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(common.time, "sleep", lambda seconds: waited.append((seconds, *capsys.readouterr())))
     with pytest.raises(SystemExit) as stop:
         sft.get_args(["--preset", "nope"])
     assert stop.value.code == 2
-    assert capsys.readouterr() == ("", "")
+    assert waited == [(20, "", "")] and capsys.readouterr().err.startswith("error: rank 3: --preset nope")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

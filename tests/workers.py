@@ -32,11 +32,12 @@ sys.path.insert(0, str(ROOT))
 # ---------------------------------------------------------------------------------------------------------------------
 # The runs: name -> script and flags.  8 rows per optimizer step in most of them, however laid out
 # ---------------------------------------------------------------------------------------------------------------------
-def run(script, *flags, zero=0, rows=2, accumulation=2, before=None, sigterm_after=None):
-    """rows: of one forward on one rank. before: (run, step) whose checkpoint is copied first. sigterm_after: a step."""
+def run(script, *flags, zero=0, rows=2, accumulation=2, before=None, sigterm_after=None, generation=None):
+    """rows: of one forward on one rank; generation: of one rollout batch, if more. before: (run, step) whose checkpoint is
+    copied first. sigterm_after: a step."""
     flags = ["--zero_stage", zero, "--gradient_accumulation_steps", accumulation, *flags]
     sizes = ["per_device_generation_batch_size", "per_device_training_batch_size"] if script == "ppo" else ["per_device_train_batch_size"]
-    flags += [x for size in sizes for x in (f"--{size}", rows)]
+    flags += [x for size in sizes for x in (f"--{size}", generation if generation and "generation" in size else rows)]
     return dict(script=script, flags=[str(f) for f in flags], before=before, sigterm_after=sigterm_after)
 
 
@@ -69,6 +70,10 @@ TWO_RANKS |= {
     "sft_dropout_resumed": run("sft", *DROPOUT, "--save_steps", 2, "--resume", zero=2, before=("sft_dropout", 2)),
     "sft_zero3_checkpoints": run("sft", "--save_steps", 3, "--keep_checkpoints", 9, zero=3),
     "sft_zero3_resumed": run("sft", "--resume", zero=3, before=("sft_zero3_checkpoints", 3)),  # an epoch has 3 steps
+    "reward_checkpoints": run("reward", "--save_steps", 2, "--keep_checkpoints", 9, zero=0),
+    "reward_resumed": run("reward", "--resume", zero=0, before=("reward_checkpoints", 2)),
+    "ppo_one_pass": run("ppo", "--save_steps", 2, "--keep_checkpoints", 9, zero=2, rows=4, accumulation=1),
+    "ppo_one_pass_resumed": run("ppo", "--resume", zero=2, rows=4, accumulation=1, before=("ppo_one_pass", 2)),
     "ppo_zero2_interrupted": run("ppo", zero=2, sigterm_after=2),
     "ppo_zero2_resumed": run("ppo", "--resume", zero=2, before=("ppo_zero2_interrupted", 2)),
     "ppo_dropout": run("ppo", "--critic_dropout", 0.1, "--kl_target", 0.5, "--save_steps", 2, "--keep_checkpoints", 9, zero=3),
@@ -86,7 +91,9 @@ TWO_RANKS |= {
     "sft_bf16": run("sft", "--dtype", "bf16", "--max_steps", 15, zero=2),
     "ppo_bandit": run("ppo", "--reward_fn", "BASE/letters.py:share_of_early_letters", "--max_steps", 40, "--kl_coef", 0, "--actor_learning_rate", 1e-2,
                       "--critic_learning_rate", 1e-2, "--num_eval_prompts", 9, zero=2, rows=16, accumulation=1),
-    "sft_offload": run("sft", "--offload", "--adam_offload", zero=3),
+    "ppo_more_answers": run("ppo", "--allow_unstable", 1, "--max_steps", 2, zero=2, rows=2, generation=4, accumulation=1),
+    **{f"{script}_offload": run(script, "--offload", "--adam_offload", zero=3) for script in ("sft", "reward", "ppo")},
+    "sft_hpz": run("sft", "--ds_config", "BASE/hpz.json", zero=3),
     "sft_adam_offload": run("sft", "--adam_offload", zero=2),
     # LoRA: on all stages; what one step saves, adapters or a merged model, the next one takes
     **{f"sft_lora{stage}": run("sft", *LORA, "--lora_dim", 4, *["--gradient_checkpointing"] * (stage in (1, 3)), zero=stage) for stage in (0, 1, 2, 3)},
@@ -119,8 +126,18 @@ ONE_RANK |= {
 BF16 = {"sft": ["--dtype", "bf16", "--model_name_or_path", "BASE/models/actor"], "reward": ["--dtype", "bf16"], "ppo": ["--dtype", "bf16"]}
 TENSOR_PARALLEL = {f"{script}_tp{stage}": run(script, *BF16[script], "--tensor_parallel_size", 2, zero=stage, rows=4)
                    for script in BF16 for stage in (1, 2, 3)}  # DeepSpeed's groups of ranks are global: a launch of their own
+# Every combination that CPU ranks permit, two steps each: docs/deepspeed.md
+OFFLOADS = {"": [], "_adam": ["--adam_offload"], "_offload": ["--offload"], "_both": ["--offload", "--adam_offload"]}
+POSSIBLE = [(stage, where) for stage in (0, 1, 2, 3) for where in OFFLOADS if where in {0: [""], 3: OFFLOADS}.get(stage, ["", "_adam"])]
+MATRIX = {f"m_{dtype}{stage}{where}{'_lora' * lora}": run("sft", *LORA, "--dtype", dtype, "--max_steps", 2, *OFFLOADS[where], *["--lora_dim", 4] * lora, zero=stage)
+          for dtype in ("fp32", "bf16") for stage, where in POSSIBLE for lora in (0, 1)}
+SPLIT = {f"m_bf16{stage}{where}_tp": run("sft", *LORA, "--dtype", "bf16", "--max_steps", 2, *OFFLOADS[where], "--tensor_parallel_size", 2, zero=stage, rows=4)
+         for stage, where in POSSIBLE}
+TWO_RANKS |= MATRIX
+TENSOR_PARALLEL |= SPLIT
+FOUR_RANKS = {f"sft_tp2_dp2_zero{stage}": run("sft", *BF16["sft"], "--tensor_parallel_size", 2, zero=stage) for stage in (1, 2)}
 TWO_RANKS |= {f"{script}_dp{stage}": run(script, *BF16[script], zero=stage) for script in ("sft", "reward") for stage in (1, 2, 3)}
-RUNS = {1: ONE_RANK, 2: TWO_RANKS, "tensor parallel": TENSOR_PARALLEL}
+RUNS = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS, "tensor parallel": TENSOR_PARALLEL}
 
 
 def prepare(base):
@@ -154,6 +171,8 @@ def prepare(base):
     knobs = json.loads((ROOT / "ds_config.json").read_text())
     knobs["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # else weights this small would not be sharded
     (base / "ds_config.json").write_text(json.dumps(knobs))
+    knobs["zero_optimization"]["zero_hpz_partition_size"] = 2
+    (base / "hpz.json").write_text(json.dumps(knobs))
     (base / "letters.py").write_text("def share_of_early_letters(prompts, completions, **columns):\n"
                                      "    return [sum('a' <= x <= 'm' for x in c) / max(len(c), 1) for c in completions]\n"
                                      "def nothing(completions, **columns):\n    return [0.0] * len(completions)\n")
@@ -193,7 +212,7 @@ def start_command(command, base):
 def launch(ranks):
     """All runs and checks of `ranks` ranks (or "tensor parallel": two) -> (folder, the launch's output). Once a session."""
     base = shared_folder()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", {1: 1}.get(ranks, 2), "--rdzv_backend", "c10d",
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", ranks if isinstance(ranks, int) else 2, "--rdzv_backend", "c10d",
                 "--rdzv_endpoint", "localhost:0"]
     return base, start_command([*torchrun, __file__, base, *[ranks] * isinstance(ranks, str)], base)[1]
 
@@ -287,7 +306,7 @@ def check_gathered(base):
     tokenizer, rank = common.load_tokenizer(TOKENIZER), common.world()[0]
     plain = AutoModelForCausalLM.from_pretrained(f"{base}/models/actor").eval()
     prompts = [[10 + rank, 11, 12], [20, 21 + rank]]
-    ids, mask = common.pad_left(prompts, 0)
+    ids, mask = common.pad(prompts, 0)
     uniforms = ppo.row_uniforms(1, rank, range(2), 9)
     for row, prompt in enumerate(prompts if rank == 0 else ()):  # the number in the middle of EOS's share of the first token's cdf
         with torch.no_grad():
@@ -336,12 +355,12 @@ def check_fp16(base):
             config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "fp16": {"enabled": True, "initial_scale_power": 8},
                       "zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
             engines.append(deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0])
-        agree, found[f"zero{stage}"] = ppo.skip_together(engines), []
+        found[f"zero{stage}"] = []
         for overflow in (False, True, False):
             for engine in engines:
                 loss = engine(torch.ones(1, 4).half()).float().sum()
                 engine.backward(loss * (float("inf") if overflow and engine is engines[0] and common.world()[0] else 1.0))
-            agree()
+            ppo.skip_together(engines)
             for engine in engines:
                 engine.step()
             found[f"zero{stage}"].append([engine.was_step_applied() for engine in engines])
@@ -357,13 +376,15 @@ CHECKS = {"check_fp16": check_fp16, "check_value_head": check_value_head, "check
 # ---------------------------------------------------------------------------------------------------------------------
 def make_run(base, name, script, flags, before, sigterm_after):
     """One main(), in this process -> its exit code and what is worth knowing about the engines that it saved."""
+    import checkpoint
     import common
     facts, output = {"saved": []}, base / "runs" / name
     if before and common.world()[0] == 0:
         source = base / "runs" / before[0]
         shutil.copytree(source / "checkpoints" / f"step-{before[1]}", output / "checkpoints" / f"step-{before[1]}")
-        for file in ("metrics.jsonl", "samples.jsonl", "args.json"):
-            shutil.copy(source / file, output / file)
+        for file in source.glob("*.json*"):
+            if file.name not in ("config.json", "adapter_config.json"):
+                shutil.copy(file, output)
     if before:
         common.barrier()
     check_finite, save_model = common.check_finite, common.save_model
@@ -375,17 +396,21 @@ def make_run(base, name, script, flags, before, sigterm_after):
 
     def save_model_and_note(engine, tokenizer, folder, *args, **kwargs):
         facts["saved"].append(dict(folder=str(Path(folder).relative_to(output)), optimizer_steps=engine.global_steps,
-                                   optimizer=type(engine.basic_optimizer).__name__))
+                                   optimizer=type(engine.basic_optimizer).__name__, away=away(engine)))
         return save_model(engine, tokenizer, folder, *args, **kwargs)
+
+    def away(engine):  # DeepSpeed's own list of the states that have left the device
+        return sorted(state.value for state in getattr(engine.optimizer, "offloaded_states", ()))
 
     def score_and_note(*args):
         facts.setdefault("trained_as_scored", []).append(len(args[6]) if len(args) > 6 else 0)
+        facts.setdefault("away", []).append(away(args[2]))
         return score(*args)
 
     import ppo
     score, ppo.score = ppo.score, score_and_note
     common.check_finite, common.save_model = check_finite_and_interrupt, save_model_and_note
-    common.INTERRUPTED.clear()
+    checkpoint.INTERRUPTED.clear()
     sys.argv = [f"{script}.py", *base_flags(script, base), *(f.replace("BASE", str(base)) for f in flags), "--output_dir", str(output)]
     try:
         __import__(script).main()
