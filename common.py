@@ -109,21 +109,21 @@ def add_common_arguments(parser, own_forms=()):
     arg("tensor_parallel_size", type=int, default=1, help="ranks that share each layer of a model in training (AutoTP), bf16 only")
     arg("offload", action="store_true", help="weights (stage 3) wait in CPU memory between uses")
     arg("adam_offload", action="store_true", help="optimizer states live, and are stepped, on the CPU (DeepSpeedCPUAdam)")
-    arg("dtype", choices=["bf16", "fp16", "fp32"], help="of weights and activations; optimizers keep fp32 master weights")
+    arg("dtype", choices=["bf16", "fp16", "fp32"], help="of weights and activations; optimizers keep fp32 master weights. None: bf16 where the hardware has it, else fp16")
     arg("deepcompile", action="store_true", help="compile forward and backward of the models that train (DeepCompile); GPUs only")
     arg("gradient_checkpointing", action="store_true", help="recompute activations in backward: less memory, 4/3 the work")
     arg("merge_lora", action="store_true", help="save a plain model, LoRA added to its weights, not peft's adapters")
-    arg("eval_steps", type=int, default=0, help="evaluate every so many steps; 0: at the start and after each epoch")
+    arg("eval_steps", type=int, default=0, help="evaluate every so many steps, 0: after each epoch; always at the start and at the end")
     arg("log_steps", type=int, default=1, help="one line on the screen and in metrics.jsonl every so many steps")
     arg("save_steps", type=int, default=0, help="a checkpoint every so many steps; 0: only when interrupted")
-    arg("keep_checkpoints", type=int, default=1, help="the newest so many checkpoints stay")
+    arg("keep_checkpoints", type=int, default=1, help="how many of the newest checkpoints to keep")
     arg("max_hours", type=float, default=0, help="after so many hours finish the step, save a checkpoint and stop; 0: no limit")
     arg("timeout_minutes", type=float, default=30, help="a rank that waits so long for another gives up, and says for which")
-    arg("resume", action="store_true", help="go on from the newest checkpoint in output_dir")
+    arg("resume", action="store_true", help="go on from the newest whole checkpoint in output_dir")
     arg("trust_remote_code", action="store_true", help="run the Python code that comes with a model; without it no model's code is run")
     arg("overwrite", action="store_true", help="output_dir holds a run: replace it")
     arg("ds_config", default=str(HERE / "ds_config.json"), help="DeepSpeed knobs that have no flag here")
-    arg("estimate", nargs="?", const="", metavar="NxGIB", help="will it fit? Count the memory of N devices, load nothing, and end")
+    arg("estimate", nargs="?", const="", metavar="NxGIB", help="will it fit? Count the memory on N devices of GIB each, load no weights, and end")
     arg("local_rank", type=int, default=-1, help="set by the deepspeed launcher")
 
 def parse(parser, presets, argv=None):
@@ -957,7 +957,7 @@ def speed(args, engine, tokens, flops, started):
 
 def check_finite(args, record, rows=()):
     """A NaN or infinite number stops the run, on all ranks (the numbers are reduced over them); each leaves its `rows` behind,
-    an iterable of dicts that is looked at only then: `--data_path nonfinite_rank0.jsonl` takes what it writes."""
+    an iterable of dicts that is looked at only then. Step 3's can be given to --data_path again."""
     if bad := [k for k, v in record.items() if isinstance(v, float) and not np.isfinite(v)]:
         if lines := [json.dumps({**row, "step": record["step"]}) + "\n" for row in rows]:
             (Path(args.output_dir) / f"nonfinite_rank{world()[0]}.jsonl").write_text("".join(lines))

@@ -1,6 +1,6 @@
 """PPO's variants on the toy, over three seeds each: the table of docs/ppo.md.
 
-    python toy/variants.py output/demo      after `make demo`, whose models it starts from; about a minute a run on 2 CPU cores
+    python toy/variants.py output/demo      after `make demo`, whose models it starts from; one to two minutes a run on 2 CPU cores
 
 Runs that are there already are not made again. Prints the table after each seed: means, the smallest and largest in brackets.
 """
