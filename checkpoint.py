@@ -40,13 +40,13 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
     Resumes in the middle of an epoch; after each step's body, saves when due or when told to stop. state: a dict of what
     the script itself must keep (EMA, KL coefficient), restored in place.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, told_to_stop)
     lengths = np.asarray(rows["length"])
-    at_once = common.rows_per_step(batch_size, micro_steps)
-    per_epoch = -(-len(rows) // at_once)
-    step, saved = load_checkpoint(args, engines, state, at_once) if args.resume else (0, {})
+    step_rows = common.rows_per_step(batch_size, micro_steps)
+    per_epoch = -(-len(rows) // step_rows)
+    step, saved = load_checkpoint(args, engines, state, step_rows) if args.resume else (0, {})
     state.update(saved.get("state", {}))
+    for number in (signal.SIGTERM, signal.SIGINT):  # only now: a launcher's signal must end the ranks of a run that was refused
+        signal.signal(number, told_to_stop)
     with tqdm(total=steps, initial=step, unit="step", leave=False, disable=True if common.world()[0] else None) as bar:
         while step < steps:
             batches = common.epoch_batches(lengths, args.seed, step // per_epoch, batch_size, micro_steps, args.group_by_length)
@@ -55,7 +55,7 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
             if step % per_epoch and saved["loader"]:
                 loader.load_state_dict(saved["loader"])
             iterator = iter(loader)
-            if not saved.get("loader"):  # written by another number of ranks: the same rows, dealt out anew
+            if not saved.get("loader"):  # written by other ranks: their rows are dealt out anew, and those already taken are skipped
                 for _ in range(step % per_epoch * micro_steps):
                     next(iterator)
             while step < steps and (micro_batches := list(itertools.islice(iterator, micro_steps))):
@@ -66,7 +66,7 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
                 told, late = common.all_sum(len(INTERRUPTED), 0 < args.max_hours * 3600 < time.time() - BEGAN)  # on any rank
                 stop = (told or late) and step < steps
                 if stop or (args.save_steps and step % args.save_steps == 0):
-                    save_checkpoint(args, engines, step, {"loader": loader.state_dict(), "state": state, "rows": at_once})
+                    save_checkpoint(args, engines, step, {"loader": loader.state_dict(), "state": state, "rows": step_rows})
                 if stop:
                     why = "interrupted" if told else f"--max_hours {args.max_hours:g} are over"
                     common.say(f"{why} after step {step}: saved to {common.checkpoints(args)[-1]}. Go on with --resume.")
@@ -94,7 +94,7 @@ def save_checkpoint(args, engines, step, state):
     common.barrier()
     for name, engine in engines.items():
         engine.save_checkpoint(aside / name, tag="state", save_latest=False)
-    # dropout uses torch's two; python's and numpy's are for a --reward_fn that does; all else draws from (seed, step)
+    # dropout uses torch's two; python's and numpy's are for a --reward_fn that draws from them; all else draws from (seed, step)
     rng = torch.get_rng_state(), get_accelerator().get_rng_state(), random.getstate(), np.random.get_state()
     logs = {file: file.stat().st_size for name in common.LOGS if (file := Path(args.output_dir) / name).exists()}
     saved = {"rng": rng, "logs": {file.name: size for file, size in logs.items()}, "shape": shape(engines), **state}
@@ -119,7 +119,8 @@ def shape(engines):
     return {"ranks": common.world()[1], **{name: engine.zero_optimization_stage() for name, engine in engines.items()}}
 
 def load_engine(engine, folder, reshape):
-    """Read an engine's checkpoint; `reshape`: one of other ranks, turned first into DeepSpeed's universal form, a file for each weight."""
+    """Read an engine's checkpoint. reshape: other ranks wrote it (or stage 1 and this is 2, or the reverse), so rank 0 first turns it
+    into DeepSpeed's universal form, a file for each weight."""
     decays, universal = [group["weight_decay"] for group in engine.optimizer.param_groups], folder / "universal"
     if reshape and common.world()[0] == 0:
         shutil.rmtree(universal, ignore_errors=True)  # of a conversion that was killed
@@ -145,7 +146,7 @@ def reshaped(own, saved):
     if not torch.is_tensor(own):
         return saved[0]
     start, whole = common.world()[0] * len(own), torch.cat(saved)
-    return nn.functional.pad(whole, (0, max(0, start + len(own) - len(whole))))[start:start + len(own)].clone()
+    return nn.functional.pad(whole, (0, max(0, start + len(own) - len(whole))))[start:start + len(own)].to(own.device).clone()
 
 def damage(folder):
     """-> the files of a checkpoint that are not as its manifest lists them, [] if it is whole. The ranks share the reading."""
@@ -156,10 +157,10 @@ def damage(folder):
     mine = sorted(manifest.items())[common.world()[0]::common.world()[1]]
     return common.everyones([name for name, known in mine if not (folder / name).is_file() or checksum(folder / name) != known])
 
-def load_checkpoint(args, engines, state, at_once):
+def load_checkpoint(args, engines, state, step_rows):
     """Restore `engines`, RNGs and the .jsonl files from the newest whole checkpoint -> (step, this rank's state).
 
-    at_once: rows of a step, which must be those that the run took before.
+    step_rows: rows of a step, which must be those that the run took before.
     """
     (rank, ranks), damaged = common.world(), []
     for folder in reversed(common.checkpoints(args)):
@@ -171,11 +172,13 @@ def load_checkpoint(args, engines, state, at_once):
         common.fail(f"--resume: no checkpoint in {folder.parent} is whole.\n  --overwrite starts anew.")
     step = int(folder.name.split("-")[1])
     parts = [folder / f"rank{i}.pt" for i in range(len([*folder.glob("rank*.pt")]))]
-    saved = torch.load(parts[rank % len(parts)], weights_only=False)  # our own file
-    if saved["rows"] != at_once:
-        common.fail(f"--resume: the run took {saved['rows']} rows a step, and would now take {at_once}.\n"
+    saved = torch.load(parts[rank % len(parts)], weights_only=False, map_location="cpu")  # our own file
+    if saved["rows"] != step_rows:
+        common.fail(f"--resume: the run took {saved['rows']} rows a step, and would now take {step_rows}.\n"
                     "  Choose per-device batch size and --gradient_accumulation_steps so that times the ranks they give the same.")
     before, now = saved["shape"], shape(engines)
+    if before != now and args.tensor_parallel_size > 1:
+        common.fail(f"--resume: {folder} was written by {before}, and this is {now}.\n  With --tensor_parallel_size neither may change.")
     for name, engine in engines.items():
         if before[name] != now[name] and not {before[name], now[name]} == {1, 2}:
             common.fail(f"{folder} was written under ZeRO stage {before[name]}, and this run has {now[name]}.\n"
@@ -187,7 +190,7 @@ def load_checkpoint(args, engines, state, at_once):
     else:
         common.say(f"from {before} to {now}: the same run up to rounding; dropout draws other numbers")
         torch.manual_seed(args.seed + rank + 1_000_000 * step)
-        saved.update(loader=None, state=reshaped(state, [torch.load(part, weights_only=False)["state"] for part in parts]))
+        saved.update(loader=None, state=reshaped(state, [torch.load(part, weights_only=False, map_location="cpu")["state"] for part in parts]))
     if rank == 0:
         for bad in damaged:  # out of the way of the new step-N; the next save removes it
             bad.rename(bad.with_name(f"damaged-{bad.name}"))

@@ -45,12 +45,12 @@ LOGS = ("metrics.jsonl", "samples.jsonl")
 LAYOUT = {"tensor_parallel": 1}  # ranks that share each layer; `start` sets it
 TRUST = {"trust_remote_code": False}  # what every from_pretrained gets; `parse` sets it
 NOW = ["starting"]  # [0]: what this rank is at, see `phase`
-SAME = ("data_path", "data_split", "seed", "max_seq_len", "group_by_length", "tensor_parallel_size", "lora_dim", "actor_lora_dim",
+SAME = ("data_split", "seed", "max_seq_len", "max_prompt_seq_len", "group_by_length", "tensor_parallel_size", "lora_dim", "actor_lora_dim",
         "critic_lora_dim", "advantage", "samples_per_prompt", "enable_ema")  # what --resume cannot change
 
 # ---- 1  Arguments ---------------------------------------------------------------------------------------------------
 def fail(message, this_rank=False):
-    """The user's input is wrong: exit code 2, no traceback, one message, from rank 0 unless `this_rank` alone has seen it."""
+    """The user's input is wrong: exit code 2, no traceback, one message, from rank 0 unless another rank alone has seen it."""
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
     if rank and not this_rank:
         time.sleep(20)  # a launcher ends the whole run as soon as one rank has left: who still speaks after that has seen it alone
@@ -143,9 +143,9 @@ def parse(parser, presets, argv=None):
         counts = name.endswith(("max_steps", "log_steps", "accumulation_steps", "_epochs", "_batches", "_size", "_checkpoints", "_prompts", "_per_prompt"))
         least = 1e-6 if name in ("temperature", "top_p", "timeout_minutes") else 2 if name.endswith("_len") else int(counts)
         most = 1 if name.endswith(("dropout", "gamma", "lam", "ema_decay", "top_p")) else float("inf")
-        wrong = isinstance(value, (int, float)) and (not least <= value <= most or value == float("inf"))
+        wrong = isinstance(value, (int, float)) and (not least <= value <= most or (value == float("inf") and not name.startswith("clip")))
         if wrong and (name, value) not in (("max_steps", -1), ("local_rank", -1)):
-            fail(f"--{name} {value} is out of range.\n  It must be {least} or more{', and 1 or less' if most == 1 else ''}.")
+            fail(f"--{name} {value} is out of range.\n  It must be finite, {least} or more{', and 1 or less' if most == 1 else ''}.")
     for name, count in (("data_split", 3), ("adam_betas", 2)):
         if len(getattr(args, name)) != count or min(getattr(args, name)) < 0 or sum(getattr(args, name)) == 0:
             fail(f"--{name} takes {count} numbers joined by commas, none negative, not all 0.")
@@ -379,6 +379,8 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
         try:
             model, info = kind.from_pretrained(path, config=config, output_loading_info=True, **options, **renamed)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # cut short, of other shapes, not there
+            if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)) or "gloo" in str(error):
+                raise
             fail(f"the weights of {path} cannot be loaded.\n  {str(error).strip().splitlines()[0]}")
         missing = info["missing_keys"]
         if strangers := [key for key in missing if not (value_head and key == "score.weight")]:
@@ -817,7 +819,7 @@ def start(args):
         fail(f"--output_dir {output} holds a run.\n  --overwrite replaces it, --resume goes on with an unfinished one, "
              "another --output_dir leaves it alone.")
     for name, path in vars(args).items():
-        if name.endswith("model_name_or_path") and path and Path(path).resolve() == output.resolve():
+        if name.endswith("model_name_or_path") and path and output.resolve() in (Path(path).resolve(), *Path(path).resolve().parents):
             fail(f"--output_dir {output} is also --{name}: the run would delete what it starts from.\n  Take another --output_dir.")
     if args.resume and saved and (output / "args.json").exists():
         before = json.loads((output / "args.json").read_text())
@@ -825,6 +827,8 @@ def start(args):
             if name in before and name in args and before[name] != getattr(args, name):
                 fail(f"--resume: the run was begun with --{name} {before[name]}, and now it is {getattr(args, name)}.\n"
                      "  Give it as it was, or begin anew in another --output_dir.")
+        if [Path(path).name for path in before["data_path"]] != [Path(path).name for path in args.data_path]:  # (folders may have moved)
+            fail(f"--resume: the run was begun with --data_path {' '.join(before['data_path'])}, and now it is {' '.join(args.data_path)}.")
     if args.resume and (output / "config.json").exists():
         fail(f"--resume: {output} holds a finished run, so there is nothing to go on with.\n  --overwrite replaces it.")
     if args.resume and not saved:
@@ -874,7 +878,7 @@ def crashed(kind, error, trace):
         others = {r: store().get(f"phase{r}").decode() for r in range(ranks) if waited and r != rank}
         why = "\n  ".join([why, *(f"rank {r} was last heard of {text}" for r, text in others.items() if not text.endswith("waits"))])
     except Exception:  # without torchrun it is rank 0 that holds the store
-        why += "\n  The ranks' notes cannot be read: rank 0, which holds them, is gone."
+        why += "\n  The other ranks' notes cannot be read: who held them (rank 0, or the launcher) is gone."
     if at.startswith("writing ") and isinstance(error, (OSError, RuntimeError, SafetensorError)):
         time.sleep(5 * (rank > 0))  # as in `fail`: the launcher ends the run when one rank has left
         there = next(folder for folder in Path(at[8:]).absolute().parents if folder.exists())

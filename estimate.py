@@ -111,6 +111,8 @@ def estimate(args, models_of):
         common.fail(f"--estimate {args.estimate}: give devices, and if you like their GiB.\n  --estimate, --estimate 8, --estimate 8x80 or --estimate x80.")
     count, _, gib = args.estimate.partition("x")
     ranks, cpu = int(count or os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS", 1)), common.device().type == "cpu" and not gib
+    if ranks % args.tensor_parallel_size:
+        common.fail(f"--tensor_parallel_size {args.tensor_parallel_size} must divide the number of devices, {ranks}.\n  --estimate 8x80 asks about 8.")
     room = 2 ** 30 * float(gib) if gib else common.get_accelerator().total_memory()
     room *= 0.9 / (int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks) if cpu else 1)
     peak = lambda phases: max(sum(parts.values()) - parts["host"] * (not cpu) for parts in phases.values())
@@ -129,7 +131,7 @@ def estimate(args, models_of):
         f"{', gradient checkpointing' * args.gradient_checkpointing}: GiB on the fullest one, by count, nothing was loaded")
     for m in models_of(args):
         common.say(f"  {sizes_of(m['path'], m.get('head', False), m['tokens'], args.dtype)[0] / 1e6:10,.1f} M weights, {'trained' if m['trains'] else 'frozen '}, "
-            f"ZeRO {m['stage']}, {m['rows']} x {m['tokens']} tokens   {m['path']}")
+            f"ZeRO {common.stage_of(args, m['stage']) if m['trains'] else m['stage']}, {m['rows']} x {m['tokens']} tokens   {m['path']}")
     phases = memory(args, models_of(args), ranks, cpu)
     common.say(f"  {'':9}" + "".join(f"{part:>12}" for part in (*PARTS, "device")))
     for phase, parts in phases.items():

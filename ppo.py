@@ -8,12 +8,13 @@ Four models:  actor      from step 1, trained: writes the answers
               critic     from step 2, trained: foresees, at each token, the reward still to come
               reference  the actor as it was, frozen: how far the actor may stray from it is priced by a KL term
               reward     from step 2, frozen: scores each whole answer, once
-main() is numbered as here (1 data, 2 models, and at the end 8 save are as in the other steps):
+main()'s banners are 1 data, 2 models; then in every step
     3 rollout      the actor samples an answer to each prompt of the batch
     4 score        forwards without dropout give old log-probs, reference log-probs, values and scores
     5 advantages   score - KL penalty per token; GAE (or RLOO, GRPO, REINFORCE: no critic); whitening over all ranks
-    6 update       clipped policy loss for the actor, clipped value loss for the critic
-    7 keep         EMA of the actor, metrics, samples
+    6 update       clipped policy loss for the actor, clipped value loss for the critic; then the actor's EMA
+    7 keep         metrics, samples
+and 8 save.
 What is left out: vLLM-style serving engines, asynchronous rollouts, multi-turn environments.
 
 Shapes: B answers of a micro-batch, P prompt slots, R response slots, T = P + R, V vocabulary.
@@ -291,7 +292,7 @@ def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None, dual_c
 def actor_loss(args, logprobs, entropies, batch, kl_coef):
     """The policy loss, and where flags ask for them a price on KL and a bonus for entropy.  -> loss, ratio, clipped: (B, R)"""
     loss, ratio = policy_loss(logprobs, batch["old_logprobs"], batch["advantages"], args.clip, args.clip_high, args.dual_clip)
-    clipped = loss != -ratio * batch["advantages"]  # the plain term was not the one taken
+    clipped = loss != -ratio * batch["advantages"]  # clipping decided: no gradient through this token's ratio
     if args.kl_in == "loss":
         loss = loss + kl_coef * kl_estimate(logprobs, batch["ref_logprobs"], args.kl_estimator)
     if args.entropy_coef:
@@ -348,7 +349,8 @@ def generate(model, ids, mask, uniforms, tokenizer, temperature=1.0, top_k=0, to
 
     ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1): the r-th token of row b is the inverse of the
     cumulative distribution at uniforms[b, r], so an answer depends on its own row only, not on its neighbours or rank.
-    Rows of the embedding beyond the `known` ids of the tokenizer are never sampled: another model may not have them.
+    Rows of the embedding beyond the `known` ids of the tokenizer are never sampled: another model may not have them. (Log-probs stay
+    those of all rows; training leaves next to no probability on ids that never occur.)
     -> answer: (B, R'), answer_mask: (B, R'), R' <= R; the mask is 1 up to and including the first EOS, or the token that
     completes one of the texts in `stop`.
     """
@@ -363,11 +365,11 @@ def generate(model, ids, mask, uniforms, tokenizer, temperature=1.0, top_k=0, to
     for r in range(R):
         end = P + r
         now = {k: v[rows, end - new.shape[1]:end] if k == "position_ids" else v for k, v in extras.items()}
-        logits = model(new, attention_mask=mask[rows, :end], past_key_values=cache, use_cache=True, **now).logits[:, -1]
+        logits = model(new, attention_mask=mask[rows, :end], past_key_values=cache, use_cache=True, **now).logits[:, -1, :known]  # (b, V)
         if r < min_new_tokens:
             logits[:, tokenizer.eos_token_id] = -torch.inf
         probs = filter_top(torch.softmax(common.in_fp32(logits, temperature), -1), top_k, top_p)  # (b, V)
-        cdf = probs[:, :known].cumsum(-1, dtype=torch.float64)
+        cdf = probs.cumsum(-1, dtype=torch.float64)
         token = torch.searchsorted(cdf, uniforms[rows, r, None] * cdf[:, -1:], right=True)  # (b, 1) the first token whose cdf exceeds u
         token.clamp_(max=cdf.shape[1] - 1)  # NaN exceeds nothing; that it is there is found when the answers are scored
         answer[rows, r] = token[:, 0].where(alive, tokenizer.pad_token_id)
@@ -380,7 +382,7 @@ def generate(model, ids, mask, uniforms, tokenizer, temperature=1.0, top_k=0, to
         # Without `synced` ranks stop on their own. With ZeRO-3's hooks on, a rank that stopped would hang the others.
         if not (common.all_sum(count)[0] if synced else count):
             break
-        if 0 < count <= 0.75 * len(rows):  # finished rows leave. One by one, copying the cache would cost more than it saves
+        if 0 < count <= 0.75 * len(rows):  # finished rows leave, once a quarter has finished: each time the cache is copied
             kept = alive.nonzero()[:, 0]
             cache.batch_select_indices(kept)
             rows, alive, token = rows[kept], alive[kept], token[kept]
@@ -405,7 +407,7 @@ def row_uniforms(seed, step, rows, count):
 def roll_out(args, engine, tokenizer, rows, step, batch_size):
     """Sample one answer to each prompt -> list of dicts: the row, answer_ids (EOS included), text, ended.
 
-    An answer depends on (seed, step, prompt's row number): not on the rank, the slot, or the neighbours in the batch.
+    An answer depends on (seed, step, prompt's row number, sample): not on the rank, the slot, or the neighbours in the batch.
     """
     out = []
     with common.gathered(engine) as (model, synced):
@@ -480,7 +482,7 @@ def score(args, batch, actor, reference, critic, reward_model, reused=()):
         batch["ref_logprobs"] = common.last_logprobs(reference, ids, mask, count, args.temperature) * batch["response_mask"]
     for name, estimator in (("kl", "k1"), ("kl_k3", "k3")):  # of an answer: the sum over its tokens
         batch[name] = (kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], estimator) * batch["response_mask"]).sum(-1)
-    batch["response_length"] = batch["response_mask"].sum(-1)
+    batch["response_length"] = batch["response_mask"].sum(-1).long()
     if critic:
         with torch.set_grad_enabled(critic in reused):
             batch["new_values"] = critic_pass(critic, batch)
@@ -524,8 +526,8 @@ def unpark(args, *engines):
 def load_function(spec, flag):
     """'FILE:FUNCTION' -> the function. This runs the user's own code."""
     file, _, name = spec.rpartition(":")
-    if not Path(file).is_file():
-        common.fail(f"{flag} {spec}: no such file: {file!r}.\n  Give it as FILE.py:FUNCTION.")
+    if not Path(file).is_file() or Path(file).suffix != ".py":
+        common.fail(f"{flag} {spec}: no such Python file: {file!r}.\n  Give it as FILE.py:FUNCTION.")
     module_spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(module_spec)
     try:
@@ -553,8 +555,8 @@ def call_function(function, sequences):
         for s in sequences:  # which of them was it?
             try:
                 call([s])
-            except Exception:
-                common.fail(f"{function.__name__} raised {error!r}.\n  The prompt: {s['prompt']!r}\n  The answer: {s['text']!r}", this_rank=True)
+            except Exception as alone:
+                common.fail(f"{function.__name__} raised {alone!r}.\n  The prompt: {s['prompt']!r}\n  The answer: {s['text']!r}", this_rank=True)
         common.fail(f"{function.__name__} raised {error!r} for {len(sequences)} answers at once, and for none of them alone.", this_rank=True)
     try:
         scores = [float(value) for value in values]
@@ -583,7 +585,7 @@ def gather_shards(parameter, shard):
     shards = [torch.empty_like(mine) for _ in range(ranks)]
     torch.distributed.all_gather(shards, mine)
     parts = dist.get_world_size(parameter.ds_process_group) if hasattr(parameter, "ds_tensor") else common.data_world()[1]
-    split = ranks // parts  # ranks that hold different parts of a layer (with ZeRO-3 some layers are split over all ranks)
+    split = ranks // parts  # with tensor parallelism neighbouring ranks hold different parts of a layer: every split-th shard is of mine
     part = torch.cat(shards[rank % split::split])[:shape.numel()].view(shape).to(parameter.dtype)
     tensor = common.join_tensor_parallel(parameter, part)
     return tensor.cpu() if rank == 0 else None
@@ -629,9 +631,8 @@ def evaluate(args, actor, reference, reward_model, functions, tokenizer, held_ou
     return {f"eval_{k}": sum(s[k] for s in answers) / len(answers) for k in names}
 
 def one_pass(args):
-    """-> the roles whose pass that trains also gives the old log-probs and values: one forward, and both graphs at once.
-
-    It can where a rollout is one micro-batch trained once. A critic with dropout makes its own: values are stored without.
+    """-> the roles that are spared a forward: where a rollout is one micro-batch, trained on once, the pass that scores it keeps its
+    graph and is the pass that trains. Not so a critic with dropout: its values are stored without.
     """
     several = max(args.gradient_accumulation_steps, args.generation_batches, args.ppo_epochs) > 1
     if several or args.per_device_training_batch_size != args.per_device_generation_batch_size:
@@ -660,7 +661,7 @@ def skip_together(engines):
     Else the critic would learn from a rollout that the actor did not. (A DeepSpeed optimizer asks its own `has_overflow`.)
     """
     overflow = any([type(e.optimizer).has_overflow(e.optimizer) for e in engines])  # over all ranks; a list: each is asked
-    for engine in engines:
+    for engine in engines:  # hides the optimizer's own method, which is why the line above asks the class
         engine.optimizer.has_overflow = lambda *args, **options: overflow
 
 def minibatches(micro_batches, accumulation, epochs, seed):
@@ -755,11 +756,11 @@ def check_models(args, tokenizer):
 
 def step_flops(args, actor, critic, reward_model, reused, tokens, rows):
     """-> FLOPs of a step on `rows` rows of `tokens` tokens together: rollout, scoring (less what is reused) and training."""
-    actor_pass, critic_pass, reward_pass = (
+    actor_forward, critic_forward, reward_forward = (
         common.train_flops(model, tokens, tokens / rows, False) / 3 if model else 0.0 for model in (actor, critic, reward_model))
     trained = args.ppo_epochs * (4 if args.gradient_checkpointing else 3)  # in forwards
-    return (actor_pass * (trained + 2 + (actor not in reused))             # 2: the rollout, the reference
-            + critic_pass * (trained + (critic not in reused)) + reward_pass)
+    return (actor_forward * (trained + 2 + (actor not in reused))          # 2: the rollout, the reference
+            + critic_forward * (trained + (critic not in reused)) + reward_forward)
 
 # ---- The step, top to bottom ----------------------------------------------------------------------------------------
 def main():
@@ -806,7 +807,7 @@ def main():
         reward_model = frozen_engine(reward_model, args, args.critic_zero_stage, micro_batch)
     for role, stage in (("actor", args.actor_zero_stage), ("critic", args.critic_zero_stage)):
         if stage != 2:
-            common.say(f"warning: the {role} runs with ZeRO stage {stage}; DeepSpeed-Chat's step 3 uses 2. Others run out of memory "
+            common.say(f"warning: the {role} runs with ZeRO stage {common.stage_of(args, stage)}; DeepSpeed-Chat's step 3 uses 2. Others run out of memory "
                        "sooner (0, 1) or slower (3).")
     if args.allow_unstable:
         common.say("warning: --allow_unstable: old log-probs go stale within a rollout. Watch ratio_max, clip_fraction, approx_kl; --target_kl.")
@@ -843,7 +844,7 @@ def main():
             engine.train(engine in reused)
         if updates == 1:  # like lengths together: less padding
             answers.sort(key=lambda s: len(s["prompt_ids"]) + len(s["answer_ids"]))
-        else:             # that would make one update of short answers, another of long ones
+        else:             # that would make one update of short answers, another of long ones. (Which share one depends on the ranks.)
             np.random.default_rng([args.seed, step]).shuffle(answers)
         parts = [answers[i:i + micro_batch] for i in range(0, len(answers), micro_batch)]
         micro_batches = [common.to_device(collate_answers(part, tokenizer.pad_token_id)) for part in parts]
@@ -853,11 +854,11 @@ def main():
         for engine in engines.values():
             engine.train()
         unpark(args, *engines.values())
-        rows = ({"prompt": json.loads(s["prompt"]) if s["chat"] else s["prompt"], "completion": s["text"], **json.loads(s["extra"])}
-                for s in answers if s["real"])
+        blame = ({"prompt": json.loads(s["prompt"]) if s["chat"] else s["prompt"], "completion": s["text"], **json.loads(s["extra"])}
+                 for s in answers if s["real"])  # read only by check_finite, and only if it stops the run
         stored = [k for k in ("old_logprobs", "ref_logprobs", "entropy", "reward", "values") if k in micro_batches[0]]
         totals = common.all_sum(*(sum(b[k].sum() for b in micro_batches) for k in stored)).tolist()
-        common.check_finite(args, {"step": step, **dict(zip(stored, totals))}, rows)
+        common.check_finite(args, {"step": step, **dict(zip(stored, totals))}, blame)
         scored_at = time.time()
 
         # 5 advantages ------------------------------------------------------------------------------------------------
@@ -865,11 +866,12 @@ def main():
 
         # 6 update ----------------------------------------------------------------------------------------------------
         sums, ratio_max, trained_tokens = torch.zeros(4, dtype=torch.float64), 0.0, 0.0
-        for update, minibatch in enumerate(minibatches(micro_batches, accumulation, args.ppo_epochs, (args.seed, step))):
+        update = -1
+        for minibatch in minibatches(micro_batches, accumulation, args.ppo_epochs, (args.seed, step)):
             tokens, before = common.all_sum(sum(b["response_mask"].sum() for b in minibatch))[0].item(), sums.clone()
             if not tokens:  # fillers only
                 continue
-            trained_tokens += tokens
+            update, trained_tokens = update + 1, trained_tokens + tokens
             if unsup:
                 texts = text_batches(unsup, len(minibatch), micro_batch, (args.seed, step, update), tokenizer.pad_token_id)
                 text_tokens = common.all_sum(sum(text["mask"][:, :-1].sum() for text in texts))[0].item()
@@ -879,12 +881,12 @@ def main():
                     with torch.set_grad_enabled(actor in moving):
                         logprobs, entropies = actor_pass(args, actor, batch, with_entropy=args.entropy_coef > 0)
                 loss, ratio, clipped = actor_loss(args, logprobs, entropies, batch, state["kl_coef"])           # (B, R)
-                if update == 0 and actor not in reused:  # where it is, both passes are one
+                if update == 0 and actor not in reused:  # (a reused pass would be compared with itself)
                     first_pass_gate(args, ((ratio.detach() - 1).abs() * response_mask).max(), step)
                 if actor in moving:
                     actor.backward((loss * response_mask).sum() * common.loss_scale(tokens, actor_micro_steps))
                     if unsup:
-                        actor.step()  # of the two micro-steps only the second may move the weights
+                        actor.step()  # ends the first of two micro-steps: the weights move after the last one only
                         loss_text = args.unsup_coef * text_loss_sum(actor, texts.pop())
                         actor.backward(loss_text * common.loss_scale(text_tokens, actor_micro_steps))
                 errors = torch.zeros_like(loss)
@@ -907,7 +909,8 @@ def main():
         trained_at = time.time()
 
         # 7 keep ------------------------------------------------------------------------------------------------------
-        tokens, count = common.all_sum(sum(b["mask"].sum() for b in micro_batches), sum(len(b["mask"]) for b in micro_batches)).tolist()
+        tokens, count = common.all_sum(sum((b["mask"].sum(-1) * b["real"]).sum() for b in micro_batches),
+                                       sum(b["real"].sum() for b in micro_batches)).tolist()
         flops = step_flops(args, actor, critic, reward_model, reused, tokens, count)
         names = ("actor_loss", "critic_loss", "approx_kl", "clip_fraction")
         record = {"step": step, "epoch": epoch, **dict(zip(names, (common.all_sum(*sums) / trained_tokens).tolist())),
@@ -916,7 +919,7 @@ def main():
                   "train_seconds": trained_at - scored_at, **common.speed(args, actor, tokens, flops, started)}
         if critic:
             record["critic_grad_norm"] = common.grad_norm(args, critic)
-        common.check_finite(args, record, rows)
+        common.check_finite(args, record, blame)
         if args.kl_target and actor in moving:
             state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["kl"], args.kl_target)
         if evaluate_now:

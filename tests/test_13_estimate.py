@@ -98,6 +98,15 @@ def test_lora_trains_two_thin_matrices_beside_each_layers_six(opt):
     assert parts["weights"] == 2 * 1_315_758_080 and parts["optimizer"] == 12 * 24 * 8 * 18 * d / 8
 
 
+def test_layers_are_shared_by_a_divisor_of_the_devices(opt, capsys):
+    """What is asked about need not be launched: 8 devices, two to a layer, are counted on one CPU; 3 are refused."""
+    args = sft_args(opt, "--tensor_parallel_size", 2, "--estimate", "8x80", "--zero_stage", 2)
+    assert count(args)["update"]["weights"] == 1_315_758_080  # 2 bytes a weight, halved
+    with pytest.raises(SystemExit) as stop:
+        estimate.estimate(sft_args(opt, "--tensor_parallel_size", 2, "--estimate", "3x80"), sft.models_of)
+    assert stop.value.code == 2 and "must divide the number of devices, 3" in capsys.readouterr().err
+
+
 def test_ds_config_may_send_offloaded_states_to_a_disk(tmp_path):
     """--adam_offload says that they leave the device; a device named in ds_config.json (nvme) must not be overwritten by it."""
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}}')

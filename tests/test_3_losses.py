@@ -1,4 +1,5 @@
 """Losses, estimators, sampling and the EMA: small numbers that can be checked with pencil and paper."""
+import copy
 import itertools
 import json
 import math
@@ -433,6 +434,19 @@ def test_an_answer_can_be_kept_from_ending_early(tiny_model, tokenizer):
     assert ppo.generate(tiny_model, ids, mask, uniforms, tokenizer)[0][0, 0] == tokenizer.eos_token_id
     answer, answer_mask = ppo.generate(tiny_model, ids, mask, uniforms, tokenizer, min_new_tokens=4)
     assert (answer[:, :4] != tokenizer.eos_token_id).all() and (answer_mask[:, :4] == 1).all()
+
+
+def test_ids_that_no_token_uses_are_never_sampled(tiny_model):
+    """An embedding is often padded beyond the tokenizer; the reward model's may be padded less, and could not read such an id.
+    Nor does a NaN lead outside: it is the check on what was scored that stops the run."""
+    ids, mask = common.pad([[5, 6, 7]], 0)
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
+    uniforms = torch.full((1, 3), 0.9999)
+    assert ppo.generate(tiny_model, ids, mask, uniforms, tokenizer)[0].max() > 20, "else nothing is tested"
+    assert ppo.generate(tiny_model, ids, mask, uniforms, tokenizer, known=20)[0].max() < 20
+    broken = copy.deepcopy(tiny_model)
+    broken.lm_head.weight.data.fill_(float("nan"))
+    assert ppo.generate(broken, ids, mask, uniforms, tokenizer, known=20)[0].tolist() == [[19, 19, 19]]
 
 
 def test_a_stop_text_ends_an_answer(tiny_model, tokenizer):

@@ -251,8 +251,8 @@ def test_step_2_stores_what_step_3_scales_by():
 
 
 def test_a_rollout_larger_than_a_training_batch():
-    """4 answers a rank are written at once and trained on in two updates: of all 8 answers, each in exactly one, with
-    ratios that move away from 1 only after the first."""
+    """4 answers a rank are written at once and trained on in two updates; the ratio is 1 in the first (the gate sees to it) and
+    has moved in the second."""
     records = metrics("ppo_more_answers")[1:]
     assert len(records) == 2 and all(record["ratio_max"] > 1 + 1e-5 and record["approx_kl"] > 0 for record in records)
     assert {saved["optimizer_steps"] for rank in facts("ppo_more_answers") for saved in rank["saved"]} == {4}

@@ -120,6 +120,11 @@ CASES = [  # script, flags, what the message must say
     ("ppo", "--lam 1.5", "--lam 1.5"),
     ("ppo", "--ema_decay 1.5", "--ema_decay 1.5"),
     ("ppo", "--temperature 0", "--temperature 0, out of range"),
+    ("ppo", "--samples_per_prompt 0", "--samples_per_prompt 0, out of range"),
+    ("sft", "--learning_rate inf", "--learning_rate inf, finite"),
+    ("sft", "--adam_betas 0.9,1", "--adam_betas, below 1"),
+    ("sft", "--model_name_or_path done/old --output_dir done --overwrite", "done, --model_name_or_path, delete"),
+    ("ppo", "--reward_fn broken.jsonl:f", "--reward_fn broken.jsonl:f"),
     # what this machine or this combination cannot do
     ("sft", "--dtype fp16", "--dtype fp16, GPU, bf16, fp32"),
     ("sft", "--offload", "--offload, --zero_stage 3, --adam_offload"),
@@ -224,6 +229,45 @@ def test_the_right_input_passes_all_checks(box, monkeypatch):
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *command(script, [])])
         with pytest.raises(Loaded):
             SCRIPTS[script].main()
+
+
+@pytest.mark.parametrize("before, now, words", [
+    (["--seed", "1"], ["--seed", "2"], "--seed 1, 2"),
+    (["--lora_dim", "4"], [], "--lora_dim 4, 0"),
+    (["--data_path", "old/good"], ["--data_path", "bad"], "--data_path, good, bad"),
+])
+def test_a_run_is_resumed_as_it_was_begun(tmp_path, monkeypatch, capsys, before, now, words):
+    """Another seed, other data, other adapters: another run. It is refused before anything is touched; a data folder that
+    has only moved is not."""
+    output = ["--preset", "toy", "--output_dir", str(tmp_path)]
+    (tmp_path / "checkpoints/step-2").mkdir(parents=True)
+    begun = sft.get_args([*output, *before])
+    (tmp_path / "args.json").write_text(json.dumps(vars(begun), default=str))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as stop:
+        common.start(sft.get_args([*output, "--resume", *now]))
+    assert stop.value.code == 2
+    refused(capsys.readouterr().err, words)
+    monkeypatch.setattr(common.deepspeed, "init_distributed", lambda **options: sys.exit("all checks passed"))
+    with pytest.raises(SystemExit, match="all checks passed"):
+        common.start(sft.get_args([*output, "--resume", *(f.replace("old/", "new/") for f in before)]))
+
+
+@pytest.mark.parametrize("harm, words", [("cut short", "cannot be loaded"), ("without a head", "no weights for lm_head.weight, random")])
+def test_weights_that_are_not_there_are_an_error(tiny_model, tmp_path, capsys, harm, words):
+    """A file cut short by a full disk; a reward model where a language model belongs. Neither may train from random numbers."""
+    tiny_model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    if harm == "cut short":
+        os.truncate(file, 1000)
+    else:
+        from safetensors.torch import load_file, save_file
+        save_file({k: v for k, v in load_file(file).items() if "lm_head" not in k}, file, metadata={"format": "pt"})
+    with pytest.raises(SystemExit) as stop:
+        common.load_model(str(tmp_path), sft.get_args(["--preset", "toy"]), 0)
+    assert stop.value.code == 2
+    refused(capsys.readouterr().err, words)
 
 
 def test_the_constraints_can_be_lifted_knowingly():
