@@ -312,6 +312,10 @@ class ValueModel(nn.Module):
 @functools.lru_cache
 def load(path, kind=AutoConfig):
     """-> transformers' config, or AutoTokenizer's tokenizer, of a hub name or folder; a clear error if there is none."""
+    local = Path(path)
+    if not local.exists() and (str(path)[0] in "./~" or any(local.parent.glob("*/args.json"))):  # among our outputs: no hub name
+        near = difflib.get_close_matches(local.name, [f.name for f in local.parent.glob("*")], cutoff=0.0)
+        fail(f"{path}: no such folder. Has the step before been run?\n  Nearest in {local.parent}: {', '.join(near) or 'nothing'}.")
     try:
         return kind.from_pretrained(path, **TRUST)
     except (OSError, ValueError) as error:
@@ -955,8 +959,9 @@ def grad_norm(args, engine):
 
 def speed(args, engine, tokens, flops, started):
     """-> metrics that every step logs. tokens: real ones, over all ranks. flops: of the whole step; tflops: per device."""
-    seconds = time.time() - started
-    return {"learning_rate": float(engine.get_lr()[0]), "grad_norm": grad_norm(args, engine),
+    seconds, schedule = time.time() - started, engine.lr_scheduler  # which has moved on: the rate of this step is the one before
+    rate = schedule.base_lrs[0] * schedule.lr_lambdas[0](max(0, schedule.last_epoch - 1))
+    return {"learning_rate": float(rate), "grad_norm": grad_norm(args, engine),
             "tokens_per_second": tokens / seconds, "tflops": flops / seconds / world()[1] / 1e12, "seconds": seconds}
 
 def check_finite(args, record, rows=()):

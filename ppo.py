@@ -919,6 +919,8 @@ def main():
                   "train_seconds": trained_at - scored_at, **common.speed(args, actor, tokens, flops, started)}
         if critic:
             record["critic_grad_norm"] = common.grad_norm(args, critic)
+        else:
+            del record["critic_loss"]
         common.check_finite(args, record, blame)
         if args.kl_target and actor in moving:
             state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["kl"], args.kl_target)

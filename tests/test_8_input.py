@@ -120,6 +120,7 @@ CASES = [  # script, flags, what the message must say
     ("ppo", "--lam 1.5", "--lam 1.5"),
     ("ppo", "--ema_decay 1.5", "--ema_decay 1.5"),
     ("ppo", "--temperature 0", "--temperature 0, out of range"),
+    ("sft", "--model_name_or_path ./good/modle", "good/modle, no such folder, step before, train.jsonl"),
     ("ppo", "--samples_per_prompt 0", "--samples_per_prompt 0, out of range"),
     ("sft", "--learning_rate inf", "--learning_rate inf, finite"),
     ("sft", "--adam_betas 0.9,1", "--adam_betas, below 1"),
