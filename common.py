@@ -173,6 +173,8 @@ def parse(parser, presets, argv=None):
                          (lora, "and LoRA do not go together")):
         if size > 1 and broken:
             fail(f"--tensor_parallel_size {size} {rule}.\n  Leave it out, or mend that.")
+    if lora and args.gradient_checkpointing and 3 in stages and version.parse(has) < version.parse("0.19"):
+        fail(f"LoRA with --gradient_checkpointing and --zero_stage 3 needs DeepSpeed 0.19, and {has} is installed.\n  Upgrade, or leave one of them out.")
     ds_config(args, 0, 1)  # refuses a wrong --ds_config now, not after the model is loaded
     TRUST["trust_remote_code"] = args.trust_remote_code
     return args

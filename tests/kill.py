@@ -39,7 +39,9 @@ def prepare():
     import ppo
     import reward
     import sft
+    from tqdm import tqdm
     torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # its thread may hold a lock at the fork, which then is never released
     common.draw_curves = lambda args: None
     base = Path(tempfile.mkdtemp(prefix="rlhf-kill-"))
     os.environ["HF_DATASETS_CACHE"] = str(base / "datasets")

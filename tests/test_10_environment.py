@@ -113,6 +113,14 @@ def test_a_resumed_lora_run_equals_an_uninterrupted_one(whole, resumed):
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+def test_lora_with_checkpointing_under_stage_3_needs_a_newer_deepspeed(capsys, monkeypatch):
+    """With 0.18.5 torch's checkpointing finds weights of another shape on the way back, and stops in the first step."""
+    flags = ("--lora_dim", "4", "--gradient_checkpointing", "--zero_stage", "3")
+    sft.get_args(["--preset", "toy", *flags])
+    monkeypatch.setattr(common.deepspeed, "__version__", "0.18.5")
+    assert "needs DeepSpeed 0.19" in refused(capsys, *flags)
+
+
 def test_lora_needs_weights_and_known_targets(capsys):
     """Adapters on a random model, or on layers that do not exist, are a mistake: said in words."""
     args = sft.get_args(["--preset", "toy", "--lora_targets", "nothing"])
