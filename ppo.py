@@ -160,6 +160,8 @@ def check_constraints(args):
         common.fail(f"--samples_per_prompt {args.samples_per_prompt}: it must divide --per_device_generation_batch_size {generation}, "
                     "and be 2 or more with --advantage rloo or grpo, which compare answers to one prompt.\n  Use 4, for example.")
     for broken, what, why in (
+            (args.tensor_parallel_size > 1 and version.parse(deepspeed.__version__) < version.parse("0.19"),
+             f"--tensor_parallel_size {args.tensor_parallel_size}", "step 3 needs DeepSpeed 0.19 for it: 0.18.5 finds its ranks' answers inconsistent"),
             (args.kl_in == "loss" and args.kl_estimator == "k1", "--kl_in loss --kl_estimator k1",
              "the expected gradient of k1 is 0: take k2 or k3"),
             (args.normalize_reward and args.reward_fn, "--normalize_reward with --reward_fn",
@@ -516,7 +518,8 @@ def advantages_of(args, micro_batches, kl_coef, statistics):
 def park(args, *engines):
     """--offload_states: what only the optimizer needs waits on the CPU."""
     for engine in engines if args.offload_states else ():
-        engine.offload_states(include=[state for state in OffloadStateTypeEnum if state != OffloadStateTypeEnum.lp_params])
+        engine.offload_states(include=[state for state in OffloadStateTypeEnum if state != OffloadStateTypeEnum.lp_params],
+                              pin_memory=common.device().type != "cpu")  # (0.18.5 cannot pin where there is no GPU)
 
 def unpark(args, *engines):
     """... and comes back to train."""
