@@ -311,13 +311,17 @@ class ValueModel(nn.Module):
         hidden = self.model.base_model(ids, attention_mask=mask, use_cache=False, **extras(self.model.base_model, mask))[0]
         return getattr(self.model, self.head_name)(hidden).squeeze(-1).float()  # (B, T, H) -> (B, T)
 
+def nearest(path):
+    """-> in words, the names beside `path` that are most like it."""
+    names = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*")], cutoff=0.0)
+    return f"Nearest in {path.parent}: {', '.join(names) or 'nothing'}."
+
 @functools.lru_cache
 def load(path, kind=AutoConfig):
     """-> transformers' config, or AutoTokenizer's tokenizer, of a hub name or folder; a clear error if there is none."""
     local = Path(path)
     if not local.exists() and (str(path)[0] in "./~" or any(local.parent.glob("*/args.json"))):  # among our outputs: no hub name
-        near = difflib.get_close_matches(local.name, [f.name for f in local.parent.glob("*")], cutoff=0.0)
-        fail(f"{path}: no such folder. Has the step before been run?\n  Nearest in {local.parent}: {', '.join(near) or 'nothing'}.")
+        fail(f"{path}: no such folder. Has the step before been run?\n  {nearest(local)}")
     try:
         return kind.from_pretrained(path, **TRUST)
     except (OSError, ValueError) as error:
@@ -385,7 +389,7 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
         try:
             model, info = kind.from_pretrained(path, config=config, output_loading_info=True, **options, **renamed)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # cut short, of other shapes, not there
-            if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)) or "gloo" in str(error):
+            if isinstance(error, torch.OutOfMemoryError) or waited_in_vain(error):
                 raise
             fail(f"the weights of {path} cannot be loaded.\n  {str(error).strip().splitlines()[0]}")
         missing = info["missing_keys"]
@@ -672,8 +676,7 @@ def read_source(path, flag="--data_path"):
     """Hub name, file or folder -> {'train': Dataset, and 'test': Dataset if there is one}, by the files' names."""
     kinds, local = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}, Path(path)
     if not local.exists() and (local.suffix in kinds or path[0] in "./~"):
-        near = difflib.get_close_matches(local.name, [f.name for f in local.parent.glob("*")], cutoff=0.0)
-        fail(f"{flag} {path}: no such file or folder.\n  Nearest in {local.parent}: {', '.join(near) or 'nothing'}.")
+        fail(f"{flag} {path}: no such file or folder.\n  {nearest(local)}")
     if local.is_file() and local.suffix not in kinds:
         fail(f"{flag} {path}: unknown kind of file.\n  Known: {', '.join(kinds)}.")
     try:
@@ -874,10 +877,14 @@ def phase(text):
     NOW[0] = text
     store().set(f"phase{world()[0]}", text) if world()[1] > 1 else None
 
+def waited_in_vain(error):
+    """-> whether it says that another rank did not answer."""
+    return "gloo" in str(error) or isinstance(error, torch.distributed.DistError)
+
 def crashed(kind, error, trace):
     """sys.excepthook: say which rank stopped, at what, and if it waited for others in vain, for which. No traceback when a write failed."""
     (rank, ranks), at, why = world(), NOW[0], f"{kind.__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    waited = "gloo" in str(error) or isinstance(error, torch.distributed.DistError)
+    waited = waited_in_vain(error)
     try:
         phase(f"{at}, and waits" if waited else f"{at}, stopped by {why}")
         time.sleep(2 * waited)  # the others that wait give up now, too; who does not say so is the one that died or hangs

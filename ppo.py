@@ -826,7 +826,7 @@ def main():
 
     if not args.resume:
         common.log(args, {"step": 0, "epoch": 0.0, **evaluate_at(0)}, columns)
-    first = None
+    first, spared = None, one_pass(args)
     for step, epoch, evaluate_now, prompts in checkpoint.training_steps(
             args, engines, state, train, prompt_batch, rollout_batches, steps, lambda rows: {"rows": rows}):
         # 3 rollout ---------------------------------------------------------------------------------------------------
@@ -842,7 +842,7 @@ def main():
         # run, so that the gate below has two passes to compare.
         first = first or step
         moving = [engine for engine in engines.values() if engine is critic or step > args.critic_warmup_steps]
-        reused = [engines[role] for role in one_pass(args) if engines.get(role) in moving and step > first]
+        reused = [engines[role] for role in spared if engines.get(role) in moving and step > first]
         for engine in engines.values():
             engine.train(engine in reused)
         if updates == 1:  # like lengths together: less padding

@@ -32,7 +32,7 @@ def tiny_model():
     return LlamaForCausalLM(config).eval()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def hh():
     """A folder with real dialogues of Anthropic's HH-RLHF (train.jsonl, test.jsonl); tests skip where it is absent."""
     folder = Path(os.environ.get("RLHF_HH", ROOT / "../shared/data/hh")).resolve()

@@ -150,8 +150,10 @@ def test_split_layers_are_saved_whole(stage):
         assert max((shared[k].float() - split[k].float()).abs().max().item() for k in shared) < 0.03
     folder = run_of(f"ppo_tp{stage}")
     start, end, ema = (weights(f) for f in (workers.shared_folder() / "models/actor", folder, folder / "ema"))
+    for key in start:
+        assert ema[key].shape == start[key].shape
+        assert (ema[key].float() - start[key]).norm() < 0.5 * (end[key].float() - start[key]).norm() + 0.02 * start[key].norm()
     moved, lag = (sum((a[key].float() - b[key].float()).square().sum() for key in start) ** 0.5 for a, b in ((end, start), (ema, start)))
-    assert {key: tensor.shape for key, tensor in ema.items()} == {key: tensor.shape for key, tensor in start.items()}
     assert lag < 0.5 * moved, "an average with decay 0.992 is near its start after four steps"
     assert any((ema[key] != start[key].bfloat16()).any() for key in start), "and yet it moves, where bf16 can show it"
 

@@ -17,15 +17,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session")
-def outputs(tmp_path_factory):
+def outputs(hh, tmp_path_factory):
     """-> the folder with sft, reward and ppo, each begun from what the one before left."""
-    data = Path(os.environ.get("RLHF_HH", ROOT / "../shared/data/hh")).resolve()
-    if not (data / "train.jsonl").exists():
-        pytest.skip(f"no HH data in {data}; RLHF_HH names the folder")
     base = tmp_path_factory.mktemp("hh")
     (base / "hh").mkdir()
     for name, count in (("train", 600), ("test", 24)):
-        with open(data / f"{name}.jsonl") as lines:
+        with open(hh / f"{name}.jsonl") as lines:
             (base / f"hh/{name}.jsonl").write_text("".join(line for line, _ in zip(lines, range(count))))
     common = f"--preset toy --data_path {base}/hh --data_split 2,4,4 --zero_stage 3 --num_warmup_steps 2 --per_device_eval_batch_size 12"
     for script, flags in {

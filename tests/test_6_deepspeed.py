@@ -400,8 +400,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(whole, resumed):
     would differ. After --resume all metrics, samples and final weights are the same to the bit."""
     assert without_clocks(resumed) == without_clocks(whole)
     folders = [run_of(resumed), run_of(whole)]
-    samples = [folder.joinpath("samples.jsonl") for folder in folders]  # (step 2 writes none)
-    assert not samples[1].exists() or samples[0].read_text() == samples[1].read_text()
+    if not whole.startswith("reward"):  # step 2 writes none
+        assert folders[0].joinpath("samples.jsonl").read_text() == folders[1].joinpath("samples.jsonl").read_text()
     for part in ("", "ema", "critic") if whole.startswith("ppo") else ("",):
         found, expected = (weights(folder / part) for folder in folders)
         assert all(torch.equal(found[key], expected[key]) for key in expected)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import checkpoint
 import common
+import estimate
 import ppo
 import reward
 import sft
@@ -103,11 +105,11 @@ def test_the_size_table_is_counted(name):
     assert abs(int(stated.group(1)) - len((ROOT / name).read_text().splitlines())) <= 10
 
 
-@pytest.mark.parametrize("module", [reward, ppo, gold])
+@pytest.mark.parametrize("module", [common, checkpoint, estimate, sft, reward, ppo, gold])
 def test_examples_in_docstrings_run(module):
     """An example in a docstring is a promise, too."""
     result = doctest.testmod(module)
-    assert result.failed == 0 and result.attempted > 0
+    assert result.failed == 0 and (result.attempted > 0 or module not in (reward, ppo, gold))
 
 
 def test_the_opt_preset_is_deepspeed_chats_recipe():
