@@ -306,9 +306,10 @@ class ValueModel(nn.Module):
         super().__init__()
         self.model, self.head_name, self.config = model, head_name, model.config
 
-    def forward(self, ids, mask):
-        """ids, mask: (B, T) -> values: (B, T), fp32."""
-        hidden = self.model.base_model(ids, attention_mask=mask, use_cache=False, **extras(self.model.base_model, mask))[0]
+    def forward(self, ids, mask, positions=None):
+        """ids: (B, T); mask: (B, T), or with positions (B, T) a mask of who attends to whom, (B, 1, T, T) -> values: (B, T), fp32."""
+        more = extras(self.model.base_model, mask) if positions is None else {"position_ids": positions}
+        hidden = self.model.base_model(ids, attention_mask=mask, use_cache=False, **more)[0]
         return getattr(self.model, self.head_name)(hidden).squeeze(-1).float()  # (B, T, H) -> (B, T)
 
 def nearest(path):
@@ -670,7 +671,7 @@ def tokenise_row(row, tokenizer, step, limit):
     prompt_ids, ids = fit(prompt_ids, [tokenise_answer(tokenizer, a) for a in answers], limit)
     if step == 2 and ids[0] == ids[1]:
         return {**out, "drop": "chosen equals rejected" if chosen == rejected else "chosen equals rejected once cut"}
-    return {**out, "prompt_ids": prompt_ids, "answers": ids, "length": len(prompt_ids) + max(map(len, ids), default=0)}
+    return {**out, "prompt_ids": prompt_ids, "answers": ids, "length": len(prompt_ids) + sum(map(len, ids))}
 
 def read_source(path, flag="--data_path"):
     """Hub name, file or folder -> {'train': Dataset, and 'test': Dataset if there is one}, by the files' names."""

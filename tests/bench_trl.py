@@ -81,7 +81,7 @@ def run(job, work):
         log = [m for m in trainer.state.log_history if "objective/scores" in m]
         return [{**out, "quality": bench.ppo_quality([m["objective/scores"] for m in log], [m["objective/kl"] for m in log])}]
     model = trainer.model if script == "sft" else common.ValueModel(trainer.model, "score")
-    collate_rows = lambda part: module.collate(part, tokenizer.pad_token_id)
+    collate_rows = lambda part: module.collate(part, tokenizer.pad_token_id, *[False] * (script == "reward"))  # a row for each answer, as TRL
     with torch.autocast(common.device().type, torch.bfloat16, enabled=job["dtype"] == "bf16"):
         quality = module.evaluate(args, model, held_out, collate_rows)
     return [{**out, "quality": {k: quality[k] for k in ("eval_loss", "eval_accuracy") if k in quality}}]

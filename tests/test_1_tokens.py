@@ -211,14 +211,39 @@ def test_padding_that_is_eos_does_not_change_the_sft_loss(tiny_model):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0] > 0
 
 
-def test_pairs_are_stacked_chosen_first_and_scored_at_the_last_column():
+PAIRS = [{"prompt_ids": [5], "answers": [[6, 7, E], [8, E]], "real": 1}, {"prompt_ids": [5, 5], "answers": [[6, E], [7, E]], "real": 0}]
+
+
+def test_without_a_shared_prompt_pairs_are_stacked_chosen_first_and_scored_at_the_last_column():
     """One forward for both answers; every row ends in the last column, so the score is values[:, -1]."""
-    rows = [{"prompt_ids": [5], "answers": [[6, 7, E], [8, E]], "real": 1}, {"prompt_ids": [5, 5], "answers": [[6, E], [7, E]], "real": 0}]
-    batch = reward.collate(rows, pad_id=0)
+    batch = reward.collate(PAIRS, pad_id=0, share_prompt=False)
     assert batch["ids"].tolist() == [[5, 6, 7, E], [5, 5, 6, E], [0, 5, 8, E], [5, 5, 7, E]]
-    assert batch["real"].tolist() == [1, 0]
+    assert (batch["real"].tolist(), batch["tokens"].item()) == ([1, 0], 7)
     chosen, rejected = reward.score_pairs(lambda ids, mask: ids.cumsum(1).float(), batch)  # a "model": sum of the ids so far
     assert chosen.tolist() == [19, 17] and rejected.tolist() == [14, 18]
+
+
+def test_a_shared_prompt_stands_once_and_each_answer_is_read_at_its_own_end():
+    """Both answers follow the prompt in one row; the second goes on at the position where the prompt ended."""
+    batch = reward.collate(PAIRS, pad_id=0)
+    assert batch["ids"].tolist() == [[5, 6, 7, E, 8, E], [5, 5, 6, E, 7, E]]
+    assert batch["parts"].tolist() == [[1, 2, 2, 2, 3, 3], [1, 1, 2, 2, 3, 3]]
+    assert (batch["real"].tolist(), batch["tokens"].item()) == ([1, 0], 6)
+    positions = reward.who_sees_whom(batch["parts"])[1]
+    assert positions.tolist() == [[0, 1, 2, 3, 1, 2], [0, 1, 2, 3, 2, 3]]
+    chosen, rejected = reward.score_pairs(lambda ids, mask, positions: ids.float() * 10 + positions, batch)
+    assert chosen.tolist() == [10 * E + 3] * 2 and rejected.tolist() == [10 * E + 2, 10 * E + 3]
+
+
+def test_who_attends_to_whom_in_a_shared_row():
+    """By hand: padding, two prompt tokens, one chosen, two rejected. The rejected answer never sees the chosen one."""
+    allowed = reward.who_sees_whom(torch.tensor([[0, 1, 1, 2, 3, 3]]))[0]
+    assert allowed.int().tolist() == [[[[1, 0, 0, 0, 0, 0],
+                                        [0, 1, 0, 0, 0, 0],
+                                        [0, 1, 1, 0, 0, 0],
+                                        [0, 1, 1, 1, 0, 0],
+                                        [0, 1, 1, 0, 1, 0],
+                                        [0, 1, 1, 0, 1, 1]]]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -308,7 +308,7 @@ def test_real_dialogues_are_split_where_they_part(tokenizer, hh):
                     and chosen.split("\n\nAssistant:")[0] == rejected.split("\n\nAssistant:")[0])
     train, held_out = load(tokenizer, [hh], 2, limit=512, split=(2, 4, 4))
     assert 0.3 * len(lines) < len(train) <= 0.4 * len(lines) and len(held_out) > 50
-    assert max(train["length"]) <= 512 and not set(train["prompt"]) & set(held_out["prompt"])
+    assert max(len(row["prompt_ids"]) + max(map(len, row["answers"])) for row in train) == 512 and not set(train["prompt"]) & set(held_out["prompt"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
