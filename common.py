@@ -296,6 +296,11 @@ def all_sum(*values):
     return total.cpu() / LAYOUT["tensor_parallel"]
 
 # ---- 3  Models ------------------------------------------------------------------------------------------------------
+def linear_under_zero3(x, weight, bias=None, plain=nn.functional.linear, sharded=deepspeed.zero.partition_parameters.zero3_linear_wrap):
+    """ZeRO-3's own F.linear keeps no gathered weight for the backward. Where there is none, the plain one takes a fifth off a rollout."""
+    return (sharded if torch.is_grad_enabled() else plain)(x, weight, bias)
+deepspeed.zero.partition_parameters.zero3_linear_wrap = linear_under_zero3
+
 class ValueModel(nn.Module):
     """A backbone and a linear head that gives one number per token: the reward model and the critic.
 
@@ -412,6 +417,8 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
         del model.score
     if lora_dim:
         add_adapters(model, args, source, lora_dim, value_head)
+    if stage == 3 and not lora_dim and (layers := {type(m) for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())}):
+        deepspeed.utils.set_z3_leaf_modules(model, list(layers))  # gathered in one go (with adapters DeepSpeed would let go of them too early)
     return ValueModel(model, value_head) if value_head else model
 
 def own_dropout(config):

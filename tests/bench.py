@@ -34,7 +34,7 @@ CPU = [  # sides take turns: A B A B
     dict(name="sft", script="sft", sides=("ours", "trl", "trl+len"), batch=8, length=512, steps=16, unit="tokens/s"),
     dict(name="reward", script="reward", sides=("ours", "trl"), batch=4, length=512, steps=16, unit="pairs/s"),
     dict(name="ppo", script="ppo", sides=("ours", "trl"), batch=8, prompt=128, answer=64, steps=6, unit="samples/s"),
-    dict(name="zero3", script="ppo", sides=("ours", "trl"), batch=4, prompt=128, answer=64, steps=4, ranks=2, stage=3,
+    dict(name="zero3", script="ppo", sides=("ours", "trl"), batch=4, prompt=128, answer=64, steps=12, ranks=2, stage=3,
          dtypes=["fp32"], unit="samples/s"),
     dict(name="decode", script=None, sides=("ours", "generate"), rows=(8, 64), prompt=128, answer=64, unit="tokens/s"),
 ]
@@ -117,34 +117,34 @@ def prepare(job, work):
             file.write_text("".join(json.dumps(r) + "\n" for r in rows[name][:count]))
     return [{"name": "prepare", "data": source.name}]
 
+def best_seconds(function):
+    """-> of up to 20 tries in up to 2 s."""
+    import common
+    times = []
+    while len(times) < 20 and sum(times) < 2:
+        common.get_accelerator().synchronize()
+        started = time.perf_counter()
+        function()
+        common.get_accelerator().synchronize()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
 def machine(job, work):
-    """The limit: GFLOP/s of the model's own matrix products (and of a large square one), GB/s read from memory."""
+    """The limit of arithmetic: GFLOP/s of the model's own matrix products, and of a large square one."""
     import torch
     import common
     from transformers import AutoModelForCausalLM
     device, dtype = common.device(), common.DTYPES[job["dtype"]]
     gpu = device.type == "cuda"
 
-    def best(function):  # seconds, of up to 20 tries in up to 2 s
-        times = []
-        while len(times) < 20 and sum(times) < 2:
-            common.get_accelerator().synchronize()
-            started = time.perf_counter()
-            function()
-            common.get_accelerator().synchronize()
-            times.append(time.perf_counter() - started)
-        return min(times)
-
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(common.load(f"{work}/{job['model']}"))
     shapes, rows, side = [m.weight.shape for m in model.modules() if isinstance(m, torch.nn.Linear)], 16384 if gpu else 1024, 8192 if gpu else 2048
     pairs = {s: (torch.randn(rows, s[1], dtype=dtype, device=device), torch.randn(s, dtype=dtype, device=device)) for s in set(shapes)}
     x = torch.randn(side, side, dtype=dtype, device=device)
-    memory = torch.ones(sum(s.numel() for s in shapes) * dtype.itemsize // 4, device=device)  # as large as what a token reads
-    seconds = {s: best(lambda s=s: torch.nn.functional.linear(*pairs[s])) for s in pairs}
+    seconds = {s: best_seconds(lambda s=s: torch.nn.functional.linear(*pairs[s])) for s in pairs}
     return [{"name": "machine", "side": "limit", "gflops": 2 * rows * sum(s.numel() for s in shapes) / sum(seconds[s] for s in shapes) / 1e9,
-             "square_gflops": 2 * side**3 / best(lambda: x @ x) / 1e9,
-             "gbytes": memory.nbytes / 1e9 / min(best(memory.sum), best(lambda: memory.add_(1)) / 2)}]
+             "square_gflops": 2 * side**3 / best_seconds(lambda: x @ x) / 1e9}]
 
 def plain_generate(model, ids, mask, uniforms, tokenizer, *args, **options):
     """transformers' `generate` with ppo.generate's arguments, sampling from the whole distribution."""
@@ -173,6 +173,9 @@ def decode(job, work):
             ids = torch.randint(2, 4000, (rows, job["prompt"]))
             mask, uniforms = torch.ones_like(ids), torch.rand(rows, job["answer"])
             cached = rows * (job["prompt"] + job["answer"] / 2) * 2 * config.num_hidden_layers * config.hidden_size * heads
+            token_bytes = (weights + cached) * dtype.itemsize  # a token reads all weights and the cache
+            memory = torch.ones(int(token_bytes) // 4)
+            bandwidth = memory.nbytes / min(best_seconds(memory.sum), best_seconds(lambda: memory.add_(1)) / 2)
             for turn in range(job["rounds"] + 1):
                 for side, function in (("ours", ppo.generate), ("generate", plain_generate)):
                     started = time.perf_counter()
@@ -181,9 +184,9 @@ def decode(job, work):
                     common.get_accelerator().synchronize()
                     seconds = time.perf_counter() - started
                     assert answer.shape == (rows, job["answer"])
-                    if turn:  # a token reads all weights and the cache; limit: bytes / bandwidth, or FLOPs / matrix rate if slower
+                    if turn:
                         out.append({"name": f"{job['name']} {rows} rows", "side": side, "rate": rows * job["answer"] / seconds,
-                                    "bytes": job["answer"] * (weights + cached) * torch.finfo(dtype).bits / 8,
+                                    "bytes": job["answer"] * token_bytes, "gbytes": bandwidth / 1e9, "mbytes": memory.nbytes / 1e6,
                                     "flops": 2 * weights * rows * (job["answer"] + job["prompt"]), "work": rows * job["answer"]})
     return out
 
@@ -265,8 +268,8 @@ def table(records):
             pairs = sorted(a["rate"] / b["rate"] for a, b in zip(mine, theirs))
             rate = lambda rs: statistics.median(r["rate"] for r in rs) if rs else 0.0
             best = 0.0
-            if limit and mine and "bytes" in mine[0]:
-                best = mine[0]["work"] / max(mine[0]["bytes"] / 1e9 / limit["gbytes"], mine[0]["flops"] / 1e9 / limit["gflops"])
+            if limit and mine and "bytes" in mine[0]:  # bytes / bandwidth, or FLOPs / matrix rate if that takes longer
+                best = mine[0]["work"] / max(mine[0]["bytes"] / 1e9 / mine[0]["gbytes"], mine[0]["flops"] / 1e9 / limit["gflops"])
             elif limit and mine and "gflops" in mine[0]:  # FLOPs by PaLM's formula: common.train_flops
                 best = rate(mine) * limit["gflops"] / statistics.median(r["gflops"] for r in mine)
             quality, memory, start = ("; ".join(f(rs[-1]) if rs else "" for rs in (mine, theirs)) for f in (
@@ -277,7 +280,9 @@ def table(records):
                          f"{statistics.median(pairs) if pairs else 0:.2f} ({', '.join(f'{p:.2f}' for p in pairs)}) | {best:,.1f} | "
                          f"{rate(mine) / best if best else 0:.0%} | {quality} | {memory} | {start} |")
     for dtype, r in limits.items():
-        lines.append(f"\nmachine, {dtype}: {r['gflops']:,.0f} GFLOP/s at the model's shapes, {r['square_gflops']:,.0f} square, {r['gbytes']:,.1f} GB/s")
+        lines.append(f"\nmachine, {dtype}: {r['gflops']:,.0f} GFLOP/s at the model's shapes, {r['square_gflops']:,.0f} square")
+    for name, dtype, megabytes, rate in dict.fromkeys((r["name"], r["dtype"], r["mbytes"], r["gbytes"]) for r in records if "mbytes" in r):
+        lines.append(f"\n{name} {dtype}: the {megabytes:,.0f} MB that a token reads, at {rate:,.0f} GB/s")
     for r in records:
         if "generate_seconds" in r:
             lines.append(f"\n{r['name']} {r['dtype']} {r['side']}: of a step of {r['step_seconds']:.3f} s, generate {r['generate_seconds']:.3f}, "

@@ -24,11 +24,14 @@ CASES = [  # script, ranks, stage, model, flags
     ("sft", 2, 0, "69M", "--gradient_checkpointing"), ("sft", 2, 3, "69M", "--adam_offload --offload"),
     ("ppo", 2, 2, "69M", "--gradient_accumulation_steps 2"), *(("ppo", 2, stage, "69M", "") for stage in (3, 2, 0)),
     ("reward", 2, 3, "69M", ""), ("sft", 2, 2, "176M", ""),
+    *(("sft", 2, stage, "69M", "--lora_dim 8") for stage in (0, 2, 3)), ("ppo", 2, 2, "69M", "--actor_lora_dim 8 --critic_lora_dim 8"),
+    *(("sft", 2, stage, "69M", "--dtype bf16 --tensor_parallel_size 2") for stage in (1, 2, 3)),
 ]
 
 
-def prepare(folder, size):
-    """Models without weights, and data whose rows fill every length."""
+def prepare(folder, size, weights=False):
+    """Models without weights, or for adapters to sit on with random ones, and data whose rows fill every length."""
+    import transformers
     from transformers import AutoTokenizer, LlamaConfig
     hidden, intermediate, layers = SIZES[size]
     model, text = folder / size, "When can I see the fox at the camp? " * 100
@@ -36,7 +39,7 @@ def prepare(folder, size):
     for name, kind in (("", "LlamaForCausalLM"), ("-reward", "LlamaForSequenceClassification")):
         config = LlamaConfig(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=hidden // 64,
                              vocab_size=8000, bos_token_id=None, eos_token_id=1, pad_token_id=0, architectures=[kind], tie_word_embeddings=False)
-        config.save_pretrained(f"{model}{name}")
+        (getattr(transformers, kind)(config) if weights else config).save_pretrained(f"{model}{name}")
         tokenizer.save_pretrained(f"{model}{name}")
     (folder / "data").mkdir(exist_ok=True)
     for split in ("train", "test"):
@@ -114,7 +117,7 @@ def compare(folder, script, ranks, stage, size, flags=""):
     import importlib
     import common
     import estimate
-    prepare(folder, size)
+    prepare(folder, size, "lora" in flags)
     flags = flags_of(script, folder, size, stage) + flags.split()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT),
            "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back to the system at once
