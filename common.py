@@ -471,7 +471,7 @@ def init_value_head(head, seed):
 
 def extras(model, mask, keep=None):
     """-> what a forward needs beside ids and mask, if the model takes it: position ids counted over real tokens (B, T), so
-    that padding moves nothing (BLOOM has none); logits at the last `keep` positions only."""
+    that padding moves nothing (BLOOM has none); logits at the last `keep` positions only, or at the positions that it lists."""
     takes = inspect.signature(inner(model).forward).parameters
     options = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "logits_to_keep": keep}
     return {name: value for name, value in options.items() if name in takes and value is not None}
@@ -503,8 +503,9 @@ def last_logits(model, ids, mask, count):
 
     logits[:, t] score token t+1, so the last K tokens are scored by positions T-K-1 .. T-2. Only those are computed.
     """
-    out = model(ids, attention_mask=mask, use_cache=False, **extras(model, mask, keep=count + 1))
-    return out.logits[:, -count - 1:-1]
+    keep = torch.arange(-count - 1, -1, device=ids.device)  # not the last count + 1, then cut: the cut's backward would be one (B, K, V) more
+    logits = model(ids, attention_mask=mask, use_cache=False, **extras(model, mask, keep)).logits
+    return logits if logits.shape[1] == count else logits[:, -count - 1:-1]
 
 def last_logprobs(model, ids, mask, count, temperature=1.0):
     """-> log-probs (B, K), fp32, of the last K = `count` tokens of each row under softmax(logits / temperature)."""
@@ -809,9 +810,8 @@ def to_device(batch):
     return {k: v.to(device(), non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.items()}
 
 def texts(tokenizer, micro_batches):
-    """Yield {"text"} of each row, for `check_finite`."""
-    for batch in micro_batches:
-        yield from ({"text": tokenizer.decode(ids[mask > 0])} for ids, mask in zip(batch["ids"], batch["mask"]))
+    """-> {"text"} of each row, one by one, for `check_finite`."""
+    return ({"text": tokenizer.decode(ids[mask > 0])} for batch in micro_batches for ids, mask in zip(batch["ids"], batch["mask"]))
 
 def pad(sequences, pad_id, side="left"):
     """Lists of ids -> ids, mask: (B, T). Masks come from lengths, never from `ids != pad`."""
@@ -1019,8 +1019,7 @@ def draw_curves(args):
     """metrics.jsonl -> curves.png, one panel a metric, its known limit dashed where there is one (rank 0)."""
     if world()[0] != 0:
         return
-    import matplotlib
-    import pandas
+    import matplotlib, pandas
     matplotlib.use("Agg")
     metrics = pandas.read_json(Path(args.output_dir) / "metrics.jsonl", lines=True).set_index("step").select_dtypes("number")
     metrics = metrics.drop(columns=["epoch", "seconds"], errors="ignore").dropna(axis="columns", how="all").interpolate("index", limit_area="inside")

@@ -70,7 +70,7 @@ def memory(args, models, ranks, cpu=False):
         here["gradients"] = ({1: 6}.get(stage, 4) if args.dtype == "bf16" and stage else w) * T / shards(2) * (phase == "update" or early)
         here["optimizer"] = (12 if w < 4 or stage else 8) * T / shards(1)
         layer = rows * row / layers
-        one_pass = {"logits": 0 if m.get("head") else (2 * rows * w + 8) * (m.get("answer", m["tokens"]) + 1) * vocab,
+        one_pass = {"logits": 0 if m.get("head") else (2 * rows * w + 8) * m.get("answer", m["tokens"]) * vocab,
                     "activations": rows * w * m["tokens"] * hidden * layers + layer if args.gradient_checkpointing else rows * row}
         gathered = w * min(weights, zero["stage3_max_live_parameters"]) * (stage == 3)
         bucket = w * (min(zero["reduce_bucket_size"], T) if cpu else zero["reduce_bucket_size"] * trains)  # CPU: pages that are written

@@ -1,6 +1,7 @@
 """What is done for speed changes no result: the cache that is reserved once, and the rows that leave when they are done."""
 from types import SimpleNamespace
 
+import deepspeed
 import pytest
 import torch
 from transformers import MistralConfig, Qwen2Config
@@ -124,3 +125,27 @@ def test_a_rank_that_is_done_goes_on_while_others_are_not(monkeypatch):
     answer, mask = ppo.generate(model, *common.pad([[9]] * 3, 0), uniforms, SimpleNamespace(pad_token_id=0, eos_token_id=E), synced=True)
     assert answer.tolist() == [[5, E, 0, 0], [E, 0, 0, 0], [E, 0, 0, 0]] and mask.sum(1).tolist() == [2, 1, 1]
     assert model.batch_sizes == [3, 1, 1, 1]
+
+
+def test_under_zero3_the_plain_product_serves_where_there_is_no_backward():
+    """DeepSpeed's own keeps no gathered weight for the backward, at a price; a rollout has no backward. DeepSpeed puts ours in its place."""
+    assert deepspeed.runtime.zero.partition_parameters.zero3_linear_wrap is common.linear_under_zero3
+    x, weight, bias = torch.randn(3, 4), torch.randn(5, 4, requires_grad=True), torch.randn(5)
+    with torch.no_grad():
+        plain = common.linear_under_zero3(x, weight, bias)
+    sharded = common.linear_under_zero3(x, weight, bias)
+    assert torch.allclose(plain, torch.nn.functional.linear(x, weight, bias)) and torch.allclose(plain, sharded)
+    assert "LinearFunctionForZeroStage3" in type(sharded.grad_fn).__name__ and plain.grad_fn is None
+
+
+@every_model
+def test_logits_are_made_for_the_wanted_positions_only(name, model):
+    """(B, K, V) and not a column more: a cut afterwards would copy all of it once more in the backward."""
+    made = []
+    head = model.get_output_embeddings()
+    head.register_forward_hook(lambda module, inputs, output: made.append(output.shape[1]))
+    logits = common.last_logits(model, IDS, MASK, 5)
+    assert made == [5] and logits.shape == (8, 5, VOCAB)
+    with torch.no_grad():
+        whole = model(IDS, attention_mask=MASK, **common.extras(model, MASK)).logits
+    torch.testing.assert_close(logits, whole[:, -6:-1], rtol=1e-4, atol=2e-5)

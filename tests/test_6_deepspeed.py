@@ -375,6 +375,7 @@ def test_sharded_generation_equals_the_plain_model(way):
         assert found["synced"] == (way != "gathered") and found["training"] == [False, True]
         assert found["answers"] == found["expected"]
         assert found["still_sharded"], "weights are released again"
+        assert found["whole_layers"] == 2, "each decoder layer is gathered in one go"
         assert found["loss"] == pytest.approx(found["plain_loss"], rel=1e-5)
         assert found["next_loss"] < found["loss"]
 

@@ -302,6 +302,7 @@ def check_gathered(base):
     import common
     import ppo
     import torch
+    from deepspeed.utils import get_z3_leaf_modules
     from transformers import AutoModelForCausalLM
     tokenizer, rank = common.load_tokenizer(TOKENIZER), common.world()[0]
     plain = AutoModelForCausalLM.from_pretrained(f"{base}/models/actor").eval()
@@ -328,6 +329,7 @@ def check_gathered(base):
         found[way] = dict(synced=synced, training=training + [model.training], lengths=counts, answers=[a[:n].tolist() for a, n in zip(answers, counts)],
                           expected=[a[:n].tolist() for a, n in zip(expected, found["lengths"])],
                           still_sharded=all(p.numel() == 0 for p in engine.module.parameters()),
+                          whole_layers=len(get_z3_leaf_modules(engine.module)),
                           loss=train_one_step(engine), plain_loss=train_one_step(plain), next_loss=train_one_step(engine))
     return found
 
