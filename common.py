@@ -296,10 +296,20 @@ def all_sum(*values):
     return total.cpu() / LAYOUT["tensor_parallel"]
 
 # ---- 3  Models ------------------------------------------------------------------------------------------------------
-def linear_under_zero3(x, weight, bias=None, plain=nn.functional.linear, sharded=deepspeed.zero.partition_parameters.zero3_linear_wrap):
-    """ZeRO-3's own F.linear keeps no gathered weight for the backward. Where there is none, the plain one takes a fifth off a rollout."""
-    return (sharded if torch.is_grad_enabled() else plain)(x, weight, bias)
-deepspeed.zero.partition_parameters.zero3_linear_wrap = linear_under_zero3
+def linear_under_zero3(x, weight, bias=None):
+    """ZeRO-3's own F.linear keeps no gathered weight for the backward; where there is none, the same arithmetic, to the bit, is faster."""
+    if torch.is_grad_enabled():
+        return deepspeed.runtime.zero.linear.zero3_linear_wrap(x, weight, bias)
+    if x.dim() == 2 and bias is not None:
+        return torch.addmm(bias, x, weight.t())
+    return x.matmul(weight.t()) if bias is None else x.matmul(weight.t()).add_(bias)
+
+def ease_zero3(model, whole_layers):
+    """Products as above; and a decoder layer is gathered in one go, not matrix by matrix, if it is not too large to be there whole."""
+    deepspeed.zero.partition_parameters.zero3_linear_wrap = linear_under_zero3
+    layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+    if whole_layers and layers and max(map(count_parameters, layers)) <= 1e9:
+        deepspeed.utils.set_z3_leaf_modules(model, list(set(map(type, layers))))
 
 class ValueModel(nn.Module):
     """A backbone and a linear head that gives one number per token: the reward model and the critic.
@@ -417,8 +427,8 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
         del model.score
     if lora_dim:
         add_adapters(model, args, source, lora_dim, value_head)
-    if stage == 3 and not lora_dim and (layers := {type(m) for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())}):
-        deepspeed.utils.set_z3_leaf_modules(model, list(layers))  # gathered in one go (with adapters DeepSpeed would let go of them too early)
+    if stage == 3 and not args.deepcompile:
+        ease_zero3(model, whole_layers=not lora_dim)  # with adapters DeepSpeed 0.19.8 lets go of whole layers too early
     return ValueModel(model, value_head) if value_head else model
 
 def own_dropout(config):
@@ -515,7 +525,7 @@ def last_logprobs(model, ids, mask, count, temperature=1.0):
 def gathered(engine):
     """Eval mode, and under ZeRO-3 all weights gathered once: `with gathered(engine) as (model, synced): ...generate...`
 
-    Gathering module by module for every token costs 4x the time. DeepSpeed's hooks would do that, so they come off meanwhile.
+    Gathering anew for every token cost 4x the time. DeepSpeed's hooks would do that, so they come off meanwhile.
     If the model does not fit beside what is there, they stay, and `synced` says that all ranks must make as many forwards.
     """
     model = inner(engine)

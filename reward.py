@@ -9,14 +9,14 @@ The score learns to order pairs as people did: the Bradley-Terry model says P(ch
 Numbered as in main():  1 data  2 model  3 train  4 save.  What is left out: more than two answers per prompt, margins.
 
 Layout of a micro-batch of B = 2 pairs, T = 9 tokens ('-' is padding). The prompt is computed once for both answers, which
-saves a third of the tokens of Anthropic's dialogues [Wang & Hegde 2024, prefix sharing]:
+saves a third of the tokens of real dialogues (docs/performance.md). [Wang & Hegde 2024] do so for DPO.
     position in the row       0    1    2    3    4    5    6    7    8
     row 0                     -    -    x0   x1 | y0   y1   eos| z0   eos    chosen = values at the first eos   (B,)
     row 1                     x0   x1   x2   x3 | y0   y1   eos| z0   eos    rejected = values[:, -1]           (B,)
     position of a token       0    1    2    3    4    5    6    4    5      z goes on where x ended ...
     z0 attends to             x0   x1   x2   x3                  z0          ... and does not see y
-Where an architecture has its own idea of positions or masks (ALiBi, a short window, a recurrent state), each answer has
-a row of its own: all chosen, then all rejected; the score is values[:, -1] of (2B, T).
+Where an architecture has its own idea of positions or masks (ALiBi, a short window, a recurrent state, attention other than
+PyTorch's), each answer has a row of its own: all chosen, then all rejected; the score is values[:, -1] of (2B, T).
 """
 import inspect
 import time
@@ -75,10 +75,11 @@ def collate(rows, pad_id, share_prompt=True):
 def can_share_prompt(model, length):
     """-> whether the model takes a mask and positions as they are: its attention looks back over `length` tokens, and at nothing else."""
     config, takes = model.config.get_text_config(), inspect.signature(model.model.base_model.forward).parameters
-    windows = [getattr(config, name, None) or length for name in ("sliding_window", "attention_chunk_size")]
-    kinds = set(getattr(config, "layer_types", None) or [])
-    return ("position_ids" in takes and config._attn_implementation == "sdpa" and min(windows) >= length and not getattr(config, "alibi", False)
-            and not model.model._is_stateful and kinds <= {"full_attention", "sliding_attention", "chunked_attention"})
+    has = lambda name, default=None: getattr(config, name, default)
+    windows = [has(name) or length for name in ("sliding_window", "attention_chunk_size")]
+    return ("position_ids" in takes and has("_attn_implementation") == "sdpa" and min(windows) >= length and not model.model._is_stateful
+            and not has("alibi") and has("is_causal", True) and not has("use_bidirectional_attention")
+            and set(has("layer_types") or []) <= {"full_attention", "sliding_attention", "chunked_attention"})
 
 def who_sees_whom(parts):
     """parts: (B, T) -> allowed: (B, 1, T, T), whether token q (row) attends to token k (column); positions: (B, T)."""
@@ -165,7 +166,9 @@ def main():
 
     # 2 model ---------------------------------------------------------------------------------------------------------
     model = common.load_model(args.model_name_or_path, args, args.zero_stage, args.dropout, tokenizer, args.value_head_prefix, args.lora_dim)
-    share_prompt = can_share_prompt(model, args.max_seq_len) and bool(args.share_prompt)
+    share_prompt = bool(args.share_prompt) and can_share_prompt(model, args.max_seq_len)
+    if args.share_prompt and not share_prompt:
+        common.say(f"--share_prompt: a {model.config.model_type} model does not permit it; each answer has a row of its own")
     engine = common.train_engine(model, args, args.zero_stage, micro_batch, micro_steps, steps, args.learning_rate, args.weight_decay)
     common.begin(args, "step 2: reward model", args.model_name_or_path, engine, train, held_out, micro_batch, micro_steps, steps)
 

@@ -1,6 +1,7 @@
 """`bench.py --growth`: bytes that a rank sends in a step and holds between steps, for each ZeRO stage. No clock is read."""
 import gc
 import json
+import os
 
 import torch
 from deepspeed.comm import comm
@@ -19,8 +20,9 @@ def run(job, work):
     comm.comms_logger.enabled = comm.comms_logger.prof_all = True
     config = json.loads((bench.ROOT / "ds_config.json").read_text())  # buffers as small as this model, or they are all that is seen
     config["zero_optimization"].update(reduce_bucket_size=500_000, allgather_bucket_size=500_000, stage3_prefetch_bucket_size=0, stage3_param_persistence_threshold=0)
-    (work / "ds.json").write_text(json.dumps(config))
-    job = {**job, "extra": ["--ds_config", str(work / "ds.json")]}
+    knobs = work / f"ds-{os.environ.get('RANK', 0)}.json"  # a file a rank: none reads what another is writing
+    knobs.write_text(json.dumps(config))
+    job = {**job, "extra": ["--ds_config", str(knobs)]}
     counts, inner_steps, ranks = {}, checkpoint.training_steps, job.get("ranks", 1)
 
     def training_steps(*args):

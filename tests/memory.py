@@ -1,6 +1,6 @@
 """How good is --estimate? The peaks that it names, held against the resident memory of real runs on CPU ranks.
 
-    python tests/memory.py                    every case, about 25 minutes on 2 cores; prints the table of docs/deepspeed.md
+    python tests/memory.py                    every case, about half an hour on 2 cores; prints the table of docs/deepspeed.md
     python tests/memory.py sft 2 3 --dtype bf16    one case: script, ranks, ZeRO stage, and any flags
 
 A run's own main() works on rows that are all as long as --max_seq_len allows. Linux keeps the largest resident size that a
@@ -38,7 +38,8 @@ def prepare(folder, size, weights=False):
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/model")
     for name, kind in (("", "LlamaForCausalLM"), ("-reward", "LlamaForSequenceClassification")):
         config = LlamaConfig(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=hidden // 64,
-                             vocab_size=8000, bos_token_id=None, eos_token_id=1, pad_token_id=0, architectures=[kind], tie_word_embeddings=False)
+                             vocab_size=8000, bos_token_id=None, eos_token_id=1, pad_token_id=0, architectures=[kind], num_labels=1,
+                             tie_word_embeddings=False)
         (getattr(transformers, kind)(config) if weights else config).save_pretrained(f"{model}{name}")
         tokenizer.save_pretrained(f"{model}{name}")
     (folder / "data").mkdir(exist_ok=True)
@@ -127,7 +128,7 @@ def compare(folder, script, ranks, stage, size, flags=""):
         raise RuntimeError(run.stdout[-4000:])
     seen = [json.loads(Path(f"{folder / 'peaks'}.{rank}").read_text()) for rank in range(ranks)]
     module = importlib.import_module(script)
-    args = module.get_args(flags)
+    args = module.get_args([*flags, "--estimate", str(ranks)])  # (this process is no rank of the run)
     expected = estimate.memory(args, module.models_of(args), ranks, cpu=True)
     return [(phase, sum(parts.values()) / GIB, max(s.get(phase, 0) for s in seen) / GIB) for phase, parts in expected.items()]
 
