@@ -116,6 +116,7 @@ def test_a_resumed_lora_run_equals_an_uninterrupted_one(whole, resumed):
 def test_lora_with_checkpointing_under_stage_3_needs_a_newer_deepspeed(capsys, monkeypatch):
     """With 0.18.5 torch's checkpointing finds weights of another shape on the way back, and stops in the first step."""
     flags = ("--lora_dim", "4", "--gradient_checkpointing", "--zero_stage", "3")
+    monkeypatch.setattr(common.deepspeed, "__version__", "0.19.0")
     sft.get_args(["--preset", "toy", *flags])
     monkeypatch.setattr(common.deepspeed, "__version__", "0.18.5")
     assert "needs DeepSpeed 0.19" in refused(capsys, *flags)
