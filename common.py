@@ -7,9 +7,9 @@
     5  the run       start, the end and who caused it, logging, curves (its steps and checkpoints: checkpoint.py)
 
 Losses and training loops are not here: each step's own file tells its whole story.
-Shapes: B rows (sequences) of a micro-batch, T tokens, K the last tokens of a row that a loss looks at, V vocabulary.
+Shapes: B rows of a micro-batch, T tokens, K the last ones of a row, M those of them that a loss looks at (all rows'), V vocabulary.
 """
-import argparse, contextlib, copy, datetime, difflib, functools, importlib.util, inspect, io, json, logging, os, re, shutil, sys, time, warnings, zlib
+import argparse, contextlib, copy, datetime, difflib, functools, importlib.util, inspect, io, json, logging, math, os, re, shutil, sys, time, warnings, zlib
 from collections import Counter
 from pathlib import Path
 
@@ -38,10 +38,13 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 
+import lora
+
 logging.disable(logging.NOTSET)
 HERE = Path(__file__).resolve().parent
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LOGS = ("metrics.jsonl", "samples.jsonl")
+CHUNK = 64  # tokens whose logits are in fp32 at a time: small, to stay in a CPU's cache (1,024 take twice as long), and large enough for a GPU
 LAYOUT = {"tensor_parallel": 1}  # ranks that share each layer; `start` sets it
 TRUST = {"trust_remote_code": False}  # what every from_pretrained gets; `parse` sets it
 NOW = ["starting"]  # [0]: what this rank is at, see `phase`
@@ -151,33 +154,41 @@ def parse(parser, presets, argv=None):
             fail(f"--{name} takes {count} numbers joined by commas, none negative, not all 0.")
     if max(args.adam_betas) >= 1:
         fail("--adam_betas must be below 1: at 1 an average never moves.\n  0.9,0.95 is usual.")
-    asked, roles = args.estimate is not None, [v for name, v in vars(args).items() if name.endswith("_zero_stage")]  # ppo's actor and critic
-    stages = [args.zero_stage if stage is None else stage for stage in roles] or [args.zero_stage]
-    if get_accelerator().device_name() == "cpu" and args.dtype == "fp16" and not asked:
-        fail("--dtype fp16 needs a GPU: there are no half-precision kernels worth the name on a CPU.\n  Use bf16 or fp32.")
-    if get_accelerator().device_name() == "cpu" and args.deepcompile:
-        fail("--deepcompile needs a GPU: DeepSpeed's compiler passes are written in CUDA.\n  Leave it out.")
-    if args.deepcompile and 0 in stages:
-        fail("--deepcompile works on ZeRO's communication, and there is none at --zero_stage 0.\n  Use --zero_stage 1, 2 or 3.")
-    if (args.offload and 3 not in stages) or (args.adam_offload and 0 in stages):
-        fail("--offload moves sharded weights and needs --zero_stage 3; --adam_offload, sharded optimizer states: 1, 2 or 3.")
-    lora = any(value for name, value in vars(args).items() if name.endswith("lora_dim"))
-    if lora and not importlib.util.find_spec("peft"):
-        fail("--lora_dim needs the package peft.\n  pip install peft, or leave it out.")
-    size, ranks, has = args.tensor_parallel_size, int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))), deepspeed.__version__
-    for broken, rule in ((args.dtype != "bf16", f"works in bf16 only, and --dtype is {args.dtype}"),
-                         (ranks % size and not asked, f"must divide the number of ranks, {ranks}"),
-                         (version.parse(has) < version.parse("0.16.4"), f"needs DeepSpeed 0.16.4 or newer, and {has} is installed"),
-                         (3 in stages and version.parse(has) < version.parse("0.19"), f"and --zero_stage 3 need DeepSpeed 0.19, and {has} is installed; "
-                                                                                      "upgrade, or take --zero_stage 2"),
-                         (lora, "and LoRA do not go together")):
-        if size > 1 and broken:
-            fail(f"--tensor_parallel_size {size} {rule}.\n  Leave it out, or mend that.")
-    if lora and args.gradient_checkpointing and 3 in stages and version.parse(has) < version.parse("0.19"):
-        fail(f"LoRA with --gradient_checkpointing and --zero_stage 3 needs DeepSpeed 0.19, and {has} is installed.\n  Upgrade, or leave one of them out.")
+    if why_not := refusal(args):
+        fail(why_not)
     ds_config(args, 0, 1)  # refuses a wrong --ds_config now, not after the model is loaded
     TRUST["trust_remote_code"] = args.trust_remote_code
     return args
+
+def older_than(number):
+    """-> whether the DeepSpeed that is installed is older than version `number`."""
+    return version.parse(deepspeed.__version__) < version.parse(number)
+
+def refusal(args):
+    """-> in words, what this machine, this DeepSpeed, or two flags together cannot do; None if all is well."""
+    asked, roles = args.estimate is not None, [v for name, v in vars(args).items() if name.endswith("_zero_stage")]  # ppo's actor and critic
+    stages = [args.zero_stage if stage is None else stage for stage in roles] or [args.zero_stage]
+    cpu, adapted = get_accelerator().device_name() == "cpu", any(value for name, value in vars(args).items() if name.endswith("lora_dim"))
+    size, ranks = args.tensor_parallel_size, int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
+    split, old = f"--tensor_parallel_size {size}", f"needs DeepSpeed 0.19, and {deepspeed.__version__} is installed.\n  Upgrade, or"
+    for broken, message in (
+            (cpu and args.dtype == "fp16" and not asked, "--dtype fp16 needs a GPU: there are no half-precision kernels worth the name on a CPU.\n  Use bf16 or fp32."),
+            (cpu and args.deepcompile, "--deepcompile needs a GPU: DeepSpeed's compiler passes are written in CUDA.\n  Leave it out."),
+            (args.deepcompile and 0 in stages, "--deepcompile works on ZeRO's communication, and there is none at --zero_stage 0.\n  Use --zero_stage 1, 2 or 3."),
+            ((args.offload and 3 not in stages) or (args.adam_offload and 0 in stages),
+             "--offload moves sharded weights and needs --zero_stage 3; --adam_offload, sharded optimizer states: 1, 2 or 3."),
+            (args.adam_offload and 1 in stages and args.dtype == "bf16" and older_than("0.19"),  # 0.18.5: a gradient norm of 8.7 for 6.1
+             f"--adam_offload with --zero_stage 1 in bf16 {old} take --zero_stage 2."),
+            (adapted and not importlib.util.find_spec("peft"), "--lora_dim needs the package peft.\n  pip install peft, or leave it out."),
+            (adapted and args.gradient_checkpointing and 3 in stages and older_than("0.19"),
+             f"LoRA with --gradient_checkpointing and --zero_stage 3 {old} leave one of them out."),
+            (size > 1 and args.dtype != "bf16", f"{split} works in bf16 only, and --dtype is {args.dtype}.\n  Leave it out, or take --dtype bf16."),
+            (ranks % size and not asked, f"{split} must divide the number of ranks, {ranks}.\n  Take {math.gcd(ranks, size)}."),
+            (size > 1 and adapted, f"{split} and LoRA do not go together.\n  Leave one of them out."),
+            (size > 1 and older_than("0.16.4"), f"{split} needs DeepSpeed 0.16.4, and {deepspeed.__version__} is installed.\n  Upgrade, or leave it out."),
+            (size > 1 and 3 in stages and older_than("0.19"), f"{split} with --zero_stage 3 {old} take --zero_stage 2.")):
+        if broken:
+            return message
 
 # ---- 2  DeepSpeed ---------------------------------------------------------------------------------------------------
 def world():
@@ -232,6 +243,8 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True):
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True, **zero.get("offload_optimizer", {})}
     if args.dtype != "fp32":
         config[args.dtype] = {"enabled": True}
+    if args.dtype == "bf16" and older_than("0.19"):  # 0.18.5's stage 1 else sums over the ranks before the last micro-batch is in
+        config["bf16"]["immediate_grad_update"] = True
     if args.dtype == "bf16" and train:  # micro-batches' gradients are summed in fp32: bf16 would drop the small ones
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if args.tensor_parallel_size > 1:
@@ -252,7 +265,7 @@ def train_engine(model, args, stage, batch_size, micro_steps, steps, learning_ra
     """-> the DeepSpeed engine that trains `model` for `steps` optimizer steps; its step() also moves the schedule."""
     if args.gradient_checkpointing:
         inner(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if args.tensor_parallel_size > 1 and version.parse(deepspeed.__version__) < version.parse("0.19"):  # later initialize does it
+    if args.tensor_parallel_size > 1 and older_than("0.19"):  # later initialize does it
         deepspeed.tp_model_init(inner(model), tp_size=args.tensor_parallel_size, dtype=DTYPES[args.dtype])
     is_matrix = {p: len(getattr(p, "ds_shape", p.shape)) > 1 for p in model.parameters() if p.requires_grad}  # a shard is 1-d
     groups = [{"params": [p for p in is_matrix if is_matrix[p] == decays], "weight_decay": weight_decay * decays} for decays in (True, False)]
@@ -420,13 +433,13 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
     if value_head and "score.weight" in missing:
         init_value_head(model.score, args.seed)
     for folder in adapters:
-        merge_adapters(model, folder)
+        lora.merge_adapters(model, folder)
     del zero3  # (transformers and peft hold only a weak reference to it)
     if value_head not in (None, "score"):
         setattr(model, value_head, model.score)
         del model.score
     if lora_dim:
-        add_adapters(model, args, source, lora_dim, value_head)
+        lora.add_adapters(model, args, source, lora_dim, value_head)
     if stage == 3 and not args.deepcompile:
         ease_zero3(model, whole_layers=not lora_dim)  # with adapters DeepSpeed 0.19.8 lets go of whole layers too early
     return ValueModel(model, value_head) if value_head else model
@@ -434,39 +447,6 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
 def own_dropout(config):
     """-> {name: probability} of every dropout that a model's config sets."""
     return {k: v for k, v in vars(config).items() if "drop" in k and k != "layerdrop" and isinstance(v, (int, float))}
-
-def add_adapters(model, args, path, dim, value_head=None):
-    """Freeze `model` and put an adapter beside each target: W x becomes W x + B A x * alpha / dim.  [Hu et al. 2021] eq. 3
-
-    B is 0 at first, so nothing changes until it is trained. The value head trains in full: it is new, and a single row.
-    """
-    import peft
-    base, head = str(Path(path).resolve()) if Path(path).is_dir() else path, [value_head] if value_head else None
-    config = peft.LoraConfig(r=dim, lora_alpha=args.lora_alpha, base_model_name_or_path=base, exclude_modules=head,
-                             target_modules="all-linear" if args.lora_targets == ["all-linear"] else args.lora_targets)
-    torch.manual_seed(args.seed)
-    try:
-        peft.inject_adapter_in_model(config, model)
-        if any("lora_embedding" in name for name, _ in model.named_parameters()):
-            raise ValueError("embeddings take no adapters here.")
-    except ValueError as error:
-        fail(f"--lora_targets {' '.join(args.lora_targets)}: {error}")
-    config.task_type, config.modules_to_save = "SEQ_CLS" if head else "CAUSAL_LM", head  # for stock peft, to load what is saved
-    model.merge_lora = args.merge_lora
-    if value_head:
-        getattr(model, value_head).requires_grad_(True)
-
-def merge_adapters(model, folder):
-    """Add the adapters in `folder` (peft's format) to the weights of `model`, and take over the head saved with them."""
-    import peft
-    config = peft.PeftConfig.from_pretrained(folder)
-    config.task_type = None  # a causal LM's adapters are welcome in a value model
-    wrapped = peft.PeftModel.from_pretrained(model, folder, config=config)
-    for layer in wrapped.modules():
-        if hasattr(layer, "lora_A"):
-            with deepspeed.zero.GatheredParameters(list(layer.parameters()), modifier_rank=0):
-                layer.merge()
-    wrapped.unload().requires_grad_(True)
 
 def init_value_head(head, seed):
     """Weights ~ normal, mean 0, std 1 / (d + 1), d the head's input width.  [Stiennon 2020], as in OpenRLHF
@@ -481,45 +461,65 @@ def init_value_head(head, seed):
 
 def extras(model, mask, keep=None):
     """-> what a forward needs beside ids and mask, if the model takes it: position ids counted over real tokens (B, T), so
-    that padding moves nothing (BLOOM has none); logits at the last `keep` positions only, or at the positions that it lists."""
+    that padding moves nothing (BLOOM has none); logits at the last `keep` positions only, or at those that it lists or marks."""
     takes = inspect.signature(inner(model).forward).parameters
     options = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "logits_to_keep": keep}
     return {name: value for name, value in options.items() if name in takes and value is not None}
 
 class TokenLogprobs(torch.autograd.Function):
-    """log softmax(logits / temperature)[target] in fp32, a row at a time: no (B, K, V) fp32 copy, forward or backward."""
+    """log softmax(logits / temperature)[target] in fp32, CHUNK tokens at a time: no fp32 copy of all logits, forward or backward."""
     @staticmethod
-    def forward(ctx, logits, targets, temperature=1.0):
-        logsumexp = torch.stack([in_fp32(row, temperature).logsumexp(-1) for row in logits])                # (B, K)
+    def forward(ctx, logits, targets, temperature=1.0):  # (M, V), (M,) -> (M,)
+        logsumexp = torch.cat([in_fp32(part, temperature).logsumexp(-1) for part in logits.split(CHUNK)])
         ctx.save_for_backward(logits, targets, logsumexp)
         ctx.temperature = temperature
-        return in_fp32(logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1), temperature) - logsumexp       # (B, K)
+        return in_fp32(logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1), temperature) - logsumexp
 
     @staticmethod
     def backward(ctx, grad):
         logits, targets, logsumexp = ctx.saved_tensors
-        out, grad = torch.empty_like(logits), grad / ctx.temperature
-        for b in range(len(logits)):  # d logp / d logits = (onehot(target) - softmax) / temperature
-            row = (in_fp32(logits[b], ctx.temperature) - logsumexp[b, :, None]).exp_().mul_(-grad[b, :, None])
-            out[b] = row.scatter_add_(-1, targets[b, :, None], grad[b, :, None])
+        out, columns = torch.empty_like(logits), (x.unsqueeze(-1) for x in (targets, logsumexp, grad / ctx.temperature))  # (M, 1)
+        for slot, part, target, total, g in zip(*(x.split(CHUNK) for x in (out, logits, *columns))):
+            # d logp / d logits = (onehot(target) - softmax) / temperature
+            slot.copy_((in_fp32(part, ctx.temperature) - total).exp_().mul_(-g).scatter_add_(-1, target, g))
         return out, None, None
 
 def in_fp32(logits, temperature):
     """The rollout samples from softmax(logits.float() / temperature). Divided in bf16, logits would be those of another policy."""
     return logits.float() if temperature == 1 else logits.float() / temperature
 
-def last_logits(model, ids, mask, count):
-    """-> logits (B, K, V) that predict the last K = `count` tokens of each row.
+def last_logits(model, ids, mask, wanted):
+    """-> logits (M, V) that predict the M tokens which `wanted`, bool (B, K), marks among the last K of each row.
 
-    logits[:, t] score token t+1, so the last K tokens are scored by positions T-K-1 .. T-2. Only those are computed.
+    logits[:, t] score token t+1, so the last K tokens are scored by positions T-K-1 .. T-2. Of these, only the wanted ones are
+    computed: an answer that is shorter than the longest pays for its own tokens. (A model's own code may not know how to pick, nor
+    can a compiled one: there all K are computed, which takes more memory, and may round otherwise.)
     """
-    keep = torch.arange(-count - 1, -1, device=ids.device)  # not the last count + 1, then cut: the cut's backward would be one (B, K, V) more
+    count = wanted.shape[1]
+    if "slice_logits_to_keep" in vars(sys.modules[type(inner(model)).__module__]) and not getattr(model, "is_compiled", False):
+        keep = nn.functional.pad(wanted, (ids.shape[1] - count - 1, 1))  # (B, T)
+    else:  # (not with transformers' own forwards, which call that function)
+        keep = torch.arange(-count - 1, -1, device=ids.device)
     logits = model(ids, attention_mask=mask, use_cache=False, **extras(model, mask, keep)).logits
-    return logits if logits.shape[1] == count else logits[:, -count - 1:-1]
+    return logits if logits.dim() == 2 else (logits if logits.shape[1] == count else logits[:, -count - 1:-1])[wanted]
 
-def last_logprobs(model, ids, mask, count, temperature=1.0):
-    """-> log-probs (B, K), fp32, of the last K = `count` tokens of each row under softmax(logits / temperature)."""
-    return TokenLogprobs.apply(last_logits(model, ids, mask, count), ids[:, -count:], temperature)
+def last_logprobs(model, ids, mask, wanted, temperature=1.0):
+    """-> log-probs (B, K), fp32, of the last K tokens of each row under softmax(logits / temperature), 0 where not `wanted` (B, K)."""
+    wanted = wanted > 0
+    logprobs = TokenLogprobs.apply(last_logits(model, ids, mask, wanted), ids[:, -wanted.shape[1]:][wanted], temperature)  # (M,)
+    return spread(logprobs, wanted)
+
+def spread(values, wanted):
+    """(M,) values -> (B, K): each where `wanted` (B, K) is True, 0 elsewhere."""
+    return values.new_zeros(wanted.shape).masked_scatter(wanted, values)
+
+@contextlib.contextmanager
+def all_gathered(parameters, **options):
+    """DeepSpeed's GatheredParameters. One by one with 0.18.5, which of several gathers awaits the last: on a CPU nothing orders them."""
+    with contextlib.ExitStack() as stack:
+        for part in [[p] for p in parameters] if older_than("0.19") else [parameters]:
+            stack.enter_context(deepspeed.zero.GatheredParameters(part, **options))
+        yield
 
 @contextlib.contextmanager
 def gathered(engine):
@@ -537,7 +537,7 @@ def gathered(engine):
     fits = all_sum(need < 0.8 * free)[0] == data_world()[1]  # on every rank
     hooks = [(m, m._forward_pre_hooks, m._forward_hooks) for m in model.modules()] if sharded and fits else []
     try:
-        with deepspeed.zero.GatheredParameters(sharded, enabled=bool(hooks)):
+        with all_gathered(sharded, enabled=bool(hooks)):
             for m, before, after in hooks:
                 m._forward_pre_hooks, m._forward_hooks = type(before)(), type(after)()
             yield model.eval(), bool(sharded) and not fits
@@ -567,18 +567,18 @@ def save_model(engine, tokenizer, folder, whole=whole):
     """
     model, folder = inner(engine), Path(folder)
     phase(f"writing {folder}")
-    lora = getattr(model, "peft_config", {}).get("default")
-    plain = lora is None or model.merge_lora
+    adapters = getattr(model, "peft_config", {}).get("default")
+    plain = adapters is None or model.merge_lora
     state = {name: whole(name, parameter) for name, parameter in model.named_parameters() if plain or parameter.requires_grad}
     if world()[0] == 0:
         state.update({name: buffer.cpu() for name, buffer in model.named_buffers() if plain and name in model.state_dict()})
         shutil.rmtree(folder / ".saving", ignore_errors=True)
         model.config.update(getattr(model, "own_dropout", {}))
         if plain:
-            model.save_pretrained(folder / ".saving", state_dict=merged(model, state))
+            model.save_pretrained(folder / ".saving", state_dict=lora.merged(model, state))
         else:
             model.config.architectures = [type(model).__name__]
-            for part in (model.config, lora):
+            for part in (model.config, adapters):
                 part.save_pretrained(folder / ".saving")
             save_file({f"base_model.model.{name.replace('.default.', '.')}": tensor for name, tensor in state.items()},
                       folder / ".saving/adapter_model.safetensors", metadata={"format": "pt"})
@@ -590,16 +590,6 @@ def save_model(engine, tokenizer, folder, whole=whole):
         sync(folder)
         (folder / ".saving").rmdir()
     barrier()
-
-def merged(model, state):
-    """-> `state`, each adapter in it added to the weight beside which it sat."""
-    for name, layer in model.named_modules():
-        if hasattr(layer, "lora_A"):
-            a, b = (state.pop(f"{name}.lora_{x}.default.weight").float() for x in "AB")
-            delta = layer.scaling["default"] * (b @ a).T if layer.fan_in_fan_out else layer.scaling["default"] * (b @ a)
-            state.update({key.replace(".base_layer.", "."): state.pop(key) for key in list(state) if key.startswith(f"{name}.base_layer.")})
-            state[f"{name}.weight"] = (state[f"{name}.weight"].float() + delta).to(state[f"{name}.weight"].dtype)
-    return state
 
 # ---- 4  Data --------------------------------------------------------------------------------------------------------
 HUMAN, ASSISTANT = "\n\nHuman: ", "\n\nAssistant:"

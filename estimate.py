@@ -70,7 +70,7 @@ def memory(args, models, ranks, cpu=False):
         here["gradients"] = ({1: 6}.get(stage, 4) if args.dtype == "bf16" and stage else w) * T / shards(2) * (phase == "update" or early)
         here["optimizer"] = (12 if w < 4 or stage else 8) * T / shards(1)
         layer = rows * row / layers
-        one_pass = {"logits": 0 if m.get("head") else (2 * rows * w + 8) * m.get("answer", m["tokens"]) * vocab,
+        one_pass = {"logits": 0 if m.get("head") else (2 * rows * w * m.get("answer", m["tokens"]) + 8 * common.CHUNK) * vocab,
                     "activations": rows * w * m["tokens"] * hidden * layers + layer if args.gradient_checkpointing else rows * row}
         gathered = w * min(weights, zero["stage3_max_live_parameters"]) * (stage == 3)
         bucket = w * (min(zero["reduce_bucket_size"], T) if cpu else zero["reduce_bucket_size"] * trains)  # CPU: pages that are written
@@ -124,7 +124,7 @@ def estimate(args, models_of):
             for name in [flag] + [f"{role}_{flag}" for role in ("actor", "critic") if hasattr(args, f"{role}_{flag}")]:
                 setattr(new, name, value)
         stages = [value for name, value in vars(new).items() if name.endswith("zero_stage")]
-        fits_together = not (new.adam_offload and 0 in stages) and not (new.offload and min(stages) < 3)
+        fits_together = common.refusal(new) is None and not (new.offload and min(stages) < 3)
         return peak(memory(new, models_of(new), devices, cpu)) if fits_together else float("inf")
 
     common.say(f"{Path(sys.argv[0]).name} on {ranks} x {'device' if gib else common.get_accelerator().device_name()}, {args.dtype}"

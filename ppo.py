@@ -17,11 +17,12 @@ main()'s banners are 1 data, 2 models; then in every step
 and 8 save.
 What is left out: vLLM-style serving engines, asynchronous rollouts, multi-turn environments.
 
-Shapes: B answers of a micro-batch, P prompt slots, R response slots, T = P + R, V vocabulary.
+Shapes: B answers of a micro-batch, P prompt slots, R response slots, T = P + R, V vocabulary,
+M real response tokens of all rows.
 Token layout, P = 3 (left-padded), R = 4 (right-padded; '-' is padding)
     position          0    1    2    3    4    5    6
     token             -    x0   x1 | y0   y1   eos  -
-    logits[:, t] score token t+1: the response is scored by logits[:, P-1 : T-1]     (B, R, V)
+    logits[:, t] score token t+1: the response is scored by logits[:, P-1 : T-1], made for the M real tokens of all rows     (M, V)
     values[:, t] is the outlook before token t+1 is chosen: the same slice           (B, R)
     response_mask is 1 on y0, y1, eos.  The score lands on eos (on the last token of an answer that was cut off).
 """
@@ -39,7 +40,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from packaging import version
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 import checkpoint
@@ -160,7 +160,7 @@ def check_constraints(args):
         common.fail(f"--samples_per_prompt {args.samples_per_prompt}: it must divide --per_device_generation_batch_size {generation}, "
                     "and be 2 or more with --advantage rloo or grpo, which compare answers to one prompt.\n  Use 4, for example.")
     for broken, what, why in (
-            (args.tensor_parallel_size > 1 and version.parse(deepspeed.__version__) < version.parse("0.19"),
+            (args.tensor_parallel_size > 1 and common.older_than("0.19"),
              f"--tensor_parallel_size {args.tensor_parallel_size}", "step 3 needs DeepSpeed 0.19 for it: 0.18.5 finds its ranks' answers inconsistent"),
             (args.kl_in == "loss" and args.kl_estimator == "k1", "--kl_in loss --kl_estimator k1",
              "the expected gradient of k1 is 0: take k2 or k3"),
@@ -190,11 +190,11 @@ def check_constraints(args):
 
 def check_offload_states(args):
     """DeepSpeed has state offload in its ZeRO optimizers of stages 1 to 3, and not in the one of stage 1 in bf16."""
-    stages, has = {args.actor_zero_stage, args.critic_zero_stage}, deepspeed.__version__
+    stages = {args.actor_zero_stage, args.critic_zero_stage}
     if not args.offload_states:
         return
-    if version.parse(has) <= version.parse("0.17.5") and stages != {3}:
-        common.fail(f"--offload_states needs --zero_stage 3 with DeepSpeed {has}.\n  Upgrade to 0.18.5 or newer, or use --zero_stage 3.")
+    if common.older_than("0.17.6") and stages != {3}:
+        common.fail(f"--offload_states needs --zero_stage 3 with DeepSpeed {deepspeed.__version__}.\n  Upgrade to 0.18.5 or newer, or use --zero_stage 3.")
     if 0 in stages or (1 in stages and args.dtype == "bf16") or args.offload:
         common.fail(f"--offload_states does not go with {'--offload' if args.offload else f'--zero_stage {min(stages)} in {args.dtype}'}: "
                     "DeepSpeed cannot move these states.\n  Use --zero_stage 2 or 3, without --offload.")
@@ -310,9 +310,9 @@ def value_loss(values, old_values, returns, clip_value):
     return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
 
 def entropy(logits, temperature=1.0):
-    """Of softmax(logits / temperature), in nats; a row at a time: no fp32 copy of all, unless a gradient is asked for.   (B, R, V) -> (B, R)"""
-    rows = (common.in_fp32(row, temperature) for row in logits)
-    return torch.stack([torch.distributions.Categorical(logits=row, validate_args=False).entropy() for row in rows])
+    """Of softmax(logits / temperature), in nats; a chunk at a time: no fp32 copy of all, unless a gradient is asked for.   (M, V) -> (M,)"""
+    chunks = (common.in_fp32(part, temperature) for part in logits.split(common.CHUNK))
+    return torch.cat([torch.distributions.Categorical(logits=part, validate_args=False).entropy() for part in chunks])
 
 # ---- Rollout and score ----------------------------------------------------------------------------------------------
 class ReservedLayer(DynamicLayer):
@@ -457,13 +457,13 @@ def adapters_off(model):
         layer.enable_adapters(True)
 
 def actor_pass(args, actor, batch, with_entropy):
-    """The one function that gives the actor's log-probs, stored or trained.   -> log-probs, entropy: (B, R), (B, R) or None"""
-    ids, mask = batch["ids"], batch["response_mask"]
-    logits = common.last_logits(actor, ids, batch["mask"], mask.shape[1])                                   # (B, R, V)
-    # masked at once: an exp() of junk at padding would be inf, and inf * 0 is nan
-    logprobs = common.TokenLogprobs.apply(logits, ids[:, -mask.shape[1]:], args.temperature) * mask         # (B, R)
+    """The one function that gives the actor's log-probs, stored or trained.   -> log-probs, entropy: (B, R), (B, R) or None; 0 at padding"""
+    ids, wanted = batch["ids"], batch["response_mask"] > 0                                                  # (B, T), (B, R)
+    logits = common.last_logits(actor, ids, batch["mask"], wanted)                                          # (M, V)
+    logprobs = common.TokenLogprobs.apply(logits, ids[:, -wanted.shape[1]:][wanted], args.temperature)      # (M,)
     with torch.set_grad_enabled(torch.is_grad_enabled() and args.entropy_coef > 0):
-        return logprobs, entropy(logits, args.temperature) * mask if with_entropy else None                 # (B, R)
+        entropies = common.spread(entropy(logits, args.temperature), wanted) if with_entropy else None      # (B, R)
+    return common.spread(logprobs, wanted), entropies
 
 def critic_pass(critic, batch):
     """-> values (B, R): the outlook before each response token is chosen."""
@@ -481,7 +481,7 @@ def score(args, batch, actor, reference, critic, reward_model, reused=()):
         batch["logprobs"], batch["entropy"] = actor_pass(args, actor, batch, with_entropy=True)
     batch["old_logprobs"] = batch["logprobs"].detach()
     with adapters_off(reference):
-        batch["ref_logprobs"] = common.last_logprobs(reference, ids, mask, count, args.temperature) * batch["response_mask"]
+        batch["ref_logprobs"] = common.last_logprobs(reference, ids, mask, batch["response_mask"], args.temperature)
     for name, estimator in (("kl", "k1"), ("kl_k3", "k3")):  # of an answer: the sum over its tokens
         batch[name] = (kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], estimator) * batch["response_mask"]).sum(-1)
     batch["response_length"] = batch["response_mask"].sum(-1).long()
@@ -707,7 +707,7 @@ def text_batches(unsup, count, micro_batch, seed, pad_id):
 def text_loss_sum(actor, text):
     """PTX: cross entropy, summed over the real tokens that have a real one before them.  ids, mask: (B, T), left-padded -> ()"""
     covered = text["mask"][:, :-1]  # (B, T-1): what follows a real token is real
-    return -(common.last_logprobs(actor, text["ids"], text["mask"], covered.shape[1]) * covered).sum()
+    return -common.last_logprobs(actor, text["ids"], text["mask"], covered).sum()
 
 def adapt_kl_coef(coef, kl, target, gain=0.1):
     """Ziegler et al. 2019, section 2.2: raise the price when KL is above its target, lower it when below.
@@ -726,14 +726,14 @@ def rollout_metrics(args, micro_batches):
     means = {name: total / count for name, total in zip(names, sums)}
     means["eos_rate"] = means.pop("ended")
 
-    def spread(name):  # -> mean and variance over the response tokens of all ranks
+    def moments(name):  # -> mean and variance over the response tokens of all ranks
         x = torch.cat([b[name][b["response_mask"] > 0] for b in micro_batches]).double()  # (M,)
         count, total, squares = common.all_sum(len(x), x.sum(), (x ** 2).sum()).tolist()
         return total / count, max(squares / count - (total / count) ** 2, 0.0)
-    errors = spread("raw_advantages")[1]  # with a critic A = returns - values is its error
-    means.update(entropy=spread("entropy")[0], advantage_std=errors ** 0.5)
+    errors = moments("raw_advantages")[1]  # with a critic A = returns - values is its error
+    means.update(entropy=moments("entropy")[0], advantage_std=errors ** 0.5)
     if "returns" in micro_batches[0]:  # 1: the critic foresees all, 0: no better than a constant
-        means["explained_variance"] = 1 - errors / max(spread("returns")[1], 1e-12)
+        means["explained_variance"] = 1 - errors / max(moments("returns")[1], 1e-12)
     return means
 
 def check_models(args, tokenizer):

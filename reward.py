@@ -41,9 +41,9 @@ PRESETS = {
         weight_decay=0.1, num_warmup_steps=0,
         dropout=0.0,          # off: the two answers of a pair must be judged by the same network
         per_device_train_batch_size=4, per_device_eval_batch_size=4, max_seq_len=512, zero_stage=0),
-    "toy": dict(              # on top of step 1's model; batch 32 on the demo's two ranks
+    "toy": dict(              # on top of step 1's model; batch 32 on the demo's two ranks; a second epoch still helps: 0.79 -> 0.80, three seeds
         model_name_or_path="output/sft", data_path=[str(common.HERE / "toy/data")], data_split="4,5,1",
-        output_dir="output/reward", num_train_epochs=1, learning_rate=2e-3, weight_decay=0.1, num_warmup_steps=10,
+        output_dir="output/reward", num_train_epochs=2, learning_rate=2e-3, weight_decay=0.1, num_warmup_steps=10,
         dropout=0.0, center_coef=0.01, per_device_train_batch_size=16, per_device_eval_batch_size=140, max_seq_len=64,
         zero_stage=2, dtype="fp32", group_by_length=0, log_steps=10),
 }

@@ -12,7 +12,8 @@ Token layout of a micro-batch: B = 2 rows, T = 6 tokens, K = 3 tokens of the lon
     position     0    1    2    3    4    5          every row ends in the last column, so the
     row 0        x0   x1   x2 | y0   y1   eos        loss looks at the last K columns of all rows,
     row 1        -    x0   x1   x2 | y0   eos        masked: row 1's mask is 0 1 1
-    logits[:, t] score token t+1: the last K tokens are scored by positions T-K-1 .. T-2     (B, K, V)
+    logits[:, t] score token t+1: the last K tokens are scored by positions T-K-1 .. T-2, and logits are made
+    for those alone that the mask marks     (M, V), here M = 3 + 2
 """
 import math
 import time
@@ -79,7 +80,7 @@ def evaluate(args, engine, held_out, collate_rows):
     engine.eval()
     total = covered = 0.0
     for batch in common.eval_loader(args, held_out, collate_rows):
-        logprobs = common.last_logprobs(engine, batch["ids"], batch["mask"], batch["loss_mask"].shape[1])  # (B, K)
+        logprobs = common.last_logprobs(engine, batch["ids"], batch["mask"], batch["loss_mask"])  # (B, K)
         total += sft_loss_sum(logprobs, batch["loss_mask"])
         covered += batch["loss_mask"].sum()
     engine.train()
@@ -141,7 +142,7 @@ def main():
                                                sum(b["real"].sum() for b in micro_batches)).tolist()
         loss = torch.zeros((), device=common.device())
         for batch in map(common.to_device, micro_batches):
-            logprobs = common.last_logprobs(engine, batch["ids"], batch["mask"], batch["loss_mask"].shape[1])  # (B, K)
+            logprobs = common.last_logprobs(engine, batch["ids"], batch["mask"], batch["loss_mask"])  # (B, K)
             loss_sum = sft_loss_sum(logprobs, batch["loss_mask"])  # ()
             engine.backward(loss_sum * common.loss_scale(covered, micro_steps))
             engine.step()  # moves the weights at the step's last micro-batch only

@@ -122,6 +122,19 @@ def test_lora_with_checkpointing_under_stage_3_needs_a_newer_deepspeed(capsys, m
     assert "needs DeepSpeed 0.19" in refused(capsys, *flags)
 
 
+def test_what_an_old_deepspeed_gets_wrong_is_set_right_or_refused(capsys, monkeypatch):
+    """In bf16 at stage 1, 0.18.5 sums gradients over the ranks before the last micro-batch's are in, which a setting mends; with its
+    optimizer on the CPU its gradients are wrong, which nothing does. The first was read in its sources, both were seen."""
+    for installed, settings in (("0.18.5", {"enabled": True, "immediate_grad_update": True}), ("0.19.0", {"enabled": True})):
+        monkeypatch.setattr(common.deepspeed, "__version__", installed)
+        assert config("--dtype", "bf16", "--zero_stage", "1")["bf16"] == settings
+    wrong = ("--dtype", "bf16", "--adam_offload", "--zero_stage", "1")
+    sft.get_args(["--preset", "toy", *wrong])
+    monkeypatch.setattr(common.deepspeed, "__version__", "0.18.5")
+    assert "take --zero_stage 2" in refused(capsys, *wrong)
+    sft.get_args(["--preset", "toy", *wrong[:-1], "2"])
+
+
 def test_lora_needs_weights_and_known_targets(capsys):
     """Adapters on a random model, or on layers that do not exist, are a mistake: said in words."""
     args = sft.get_args(["--preset", "toy", "--lora_targets", "nothing"])

@@ -127,7 +127,7 @@ def test_a_rank_that_is_done_goes_on_while_others_are_not(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(6, 4), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(6, 4), (2, 3, 4), (0, 4)])
 @pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 5)])
 def test_under_zero3_a_product_without_a_backward_is_the_same_to_the_bit(shape, bias, dtype):
     """DeepSpeed's own F.linear keeps no gathered weight for the backward, at a price that a rollout need not pay. PPO compares
@@ -144,16 +144,34 @@ def test_under_zero3_a_product_without_a_backward_is_the_same_to_the_bit(shape, 
 
 
 @every_model
-def test_logits_are_made_for_the_wanted_positions_only(name, model):
-    """(B, K, V) and not a column more: a cut afterwards would copy all of it once more in the backward."""
-    made = []
-    head = model.get_output_embeddings()
-    head.register_forward_hook(lambda module, inputs, output: made.append(output.shape[1]))
-    logits = common.last_logits(model, IDS, MASK, 5)
-    assert made == [5] and logits.shape == (8, 5, VOCAB)
+def test_logits_are_made_for_the_wanted_tokens_only(name, model, monkeypatch):
+    """(N, V), and not a row more: on real dialogues less than half of (B, K, V), and the output matrix of a large vocabulary is the
+    largest product of all. Where the forward cannot pick tokens (older transformers, DeepCompile) all K are made and these kept."""
+    made, wanted = [], torch.arange(5) >= torch.arange(8)[:, None] % 6  # 5, 4, 3, 2, 1, 0, 5, 4 tokens of the eight rows
+    hook = model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: made.append(output.shape[:-1]))
+    logits = common.last_logits(model, IDS, MASK, wanted)
+    monkeypatch.setattr(model, "is_compiled", True, raising=False)
+    slow = common.last_logits(model, IDS, MASK, wanted)
+    hook.remove()
+    assert made == [(24,), (8, 5)] and logits.shape == slow.shape == (24, VOCAB)
     with torch.no_grad():
         whole = model(IDS, attention_mask=MASK, **common.extras(model, MASK)).logits
-    torch.testing.assert_close(logits, whole[:, -6:-1], rtol=1e-4, atol=2e-5)
+    for found in (logits, slow):
+        torch.testing.assert_close(found, whole[:, -6:-1][wanted], rtol=1e-4, atol=2e-5)
+
+
+@every_model
+def test_tokens_that_are_not_wanted_have_no_part_in_the_gradient(name, model):
+    """The same loss, from the wanted tokens alone and from all with a mask: the same gradients. A batch of fillers has none."""
+    wanted = torch.arange(5) >= torch.arange(8)[:, None] % 6
+    found = []
+    for few, many in ((wanted, wanted), (torch.ones(8, 5), wanted), (torch.zeros(8, 5), torch.ones(8, 5))):
+        model.zero_grad()
+        (common.last_logprobs(model, IDS, MASK, few) * many).sum().backward()
+        found.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
+    for few, many, none in zip(*found):
+        torch.testing.assert_close(few, many, rtol=1e-3, atol=1e-3 * many.abs().max().item() + 1e-6)
+        assert not none.any()
 
 
 def test_a_model_that_knows_no_logits_to_keep_is_cut():
@@ -161,5 +179,5 @@ def test_a_model_that_knows_no_logits_to_keep_is_cut():
     class Plain(torch.nn.Module):
         def forward(self, ids, attention_mask, use_cache):
             return SimpleNamespace(logits=torch.nn.functional.one_hot(ids, VOCAB))
-    logits = common.last_logits(Plain(), IDS, MASK, 3)
-    assert logits.argmax(-1).tolist() == IDS[:, -4:-1].tolist()
+    logits = common.last_logits(Plain(), IDS, MASK, torch.ones(len(IDS), 3, dtype=torch.bool))
+    assert logits.argmax(-1).tolist() == IDS[:, -4:-1].flatten().tolist()

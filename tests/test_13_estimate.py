@@ -14,6 +14,7 @@ from transformers import GPT2Config, LlamaConfig, OPTConfig
 import common
 import estimate
 import ppo
+import reward
 import sft
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,6 +71,13 @@ def test_the_kv_cache_by_hand(tmp_path):
     assert list(phases) == ["generate", "score", "train", "update"]
     assert phases["generate"]["KV cache"] == 2 * 3 * 2 * 16 * 5 * (20 + 12) * 2
     assert phases["train"]["KV cache"] == 0
+
+
+def test_logits_by_hand(opt):
+    """8 rows of 512 tokens and their gradient, 2 bytes a number, and two fp32 chunks of 64 tokens; a value model has none."""
+    assert count(sft_args(opt))["train"]["logits"] == 50272 * (8 * 512 * 2 * 2 + 64 * 4 * 2)
+    args = reward.get_args(["--model_name_or_path", opt, "--dtype", "bf16"])
+    assert estimate.memory(args, reward.models_of(args), 8)["train"]["logits"] == 0
 
 
 def test_activations_agree_with_the_known_formula(tmp_path):
@@ -132,6 +140,15 @@ def test_what_it_suggests_fits_by_its_own_count(opt, capsys):
     for size, flags in lines:
         again = printed(capsys, sft_args(opt, "--estimate", "1x16", *flags.split()))
         assert "It fits" in again and f"the peak is {size} GiB" in again
+
+
+def test_it_suggests_nothing_that_would_be_refused(opt, capsys, monkeypatch):
+    """DeepSpeed 0.18.5 steps wrongly in bf16 at stage 1 with its optimizer on the CPU: no advice, then, in spite of its memory."""
+    args = sft_args(opt, "--zero_stage", 1, "--estimate", "2x24")
+    assert re.search(r"^ +\d+\.\d\d   --adam_offload$", printed(capsys, args), re.M)
+    monkeypatch.setattr(common.deepspeed, "__version__", "0.18.5")
+    text = printed(capsys, args)
+    assert "does NOT fit" in text and not re.search(r"^ +\d+\.\d\d   --adam_offload$", text, re.M)
 
 
 def test_it_fits_says_so_and_wrong_requests_are_refused(opt, capsys):

@@ -33,8 +33,9 @@ def test_logits_are_shifted_by_one(tiny_model):
     rows = [[5, 6, 7, 8, 9, 10], [11, 12, 13, 14]]
     ids, mask = common.pad(rows, pad_id=0)
     with torch.no_grad():
-        logits = common.last_logits(tiny_model, ids, mask, 3)      # (2, 3, V)
-        logprobs = common.last_logprobs(tiny_model, ids, mask, 3)  # (2, 3)
+        wanted = torch.ones(2, 3, dtype=torch.bool)
+        logits = common.last_logits(tiny_model, ids, mask, wanted).view(2, 3, -1)  # (2, 3, V)
+        logprobs = common.last_logprobs(tiny_model, ids, mask, wanted)             # (2, 3)
         for b, row in enumerate(rows):
             for k in range(3):
                 before = row[:len(row) - 3 + k]
@@ -47,9 +48,9 @@ def test_logprobs_are_of_the_distribution_at_the_sampling_temperature(tiny_model
     """Sampling at temperature 2 draws from softmax(logits / 2), so the log-probs must be of softmax(logits / 2) too."""
     ids, mask = common.pad([[5, 6, 7, 8]], pad_id=0)
     with torch.no_grad():
-        logits = common.last_logits(tiny_model, ids, mask, 2)
-        logprobs = common.last_logprobs(tiny_model, ids, mask, 2, temperature=2.0)
-    expected = (logits / 2).log_softmax(-1).gather(-1, ids[:, -2:, None]).squeeze(-1)
+        logits = common.last_logits(tiny_model, ids, mask, torch.ones(1, 2, dtype=torch.bool))
+        logprobs = common.last_logprobs(tiny_model, ids, mask, torch.ones(1, 2), temperature=2.0)
+    expected = (logits / 2).log_softmax(-1).gather(-1, ids[0, -2:, None]).T  # (1, 2)
     assert torch.allclose(logprobs, expected, atol=1e-5)
 
 
@@ -150,7 +151,7 @@ def test_positions_count_real_tokens():
     padding would change what the model says."""
     prompts, mask = common.pad([[9, 9, 9], [9]], 0)
     model = Scripted([[5, 5], [5, 5]])
-    common.last_logits(model, prompts, mask, 1)
+    common.last_logits(model, prompts, mask, torch.ones(2, 1, dtype=torch.bool))
     ppo.generate(model, prompts, mask, torch.full((2, 2), 0.5), SimpleNamespace(pad_token_id=0, eos_token_id=E))
     assert model.positions == [[[0, 1, 2], [0, 0, 0]], [[0, 1, 2], [0, 0, 0]], [[3], [1]]]
 
@@ -206,7 +207,7 @@ def test_padding_that_is_eos_does_not_change_the_sft_loss(tiny_model):
     for pad in (0, E):
         batch = sft.collate(ROWS, pad)
         with torch.no_grad():
-            logprobs = common.last_logprobs(tiny_model, batch["ids"], batch["mask"], batch["loss_mask"].shape[1])
+            logprobs = common.last_logprobs(tiny_model, batch["ids"], batch["mask"], batch["loss_mask"])
         losses.append(sft.sft_loss_sum(logprobs, batch["loss_mask"]).item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0] > 0
 

@@ -127,11 +127,11 @@ def test_kl_costs_and_entropy_pays():
 
 def test_a_temperature_is_applied_in_fp32():
     """The rollout divides fp32 logits. Divided in bf16, logits of 20 would be off by up to 0.06 nats: another policy."""
-    logits, targets = (20 * torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0))).bfloat16(), torch.zeros(2, 3, dtype=torch.long)
+    logits, targets = (20 * torch.randn(6, 50, generator=torch.Generator().manual_seed(0))).bfloat16(), torch.zeros(6, dtype=torch.long)
     exact = (logits.double() / 0.7).log_softmax(-1)
     assert torch.allclose(common.TokenLogprobs.apply(logits, targets, 0.7).double(), exact[..., 0], atol=1e-4)
     assert torch.allclose(ppo.entropy(logits, 0.7).double(), -(exact.exp() * exact).sum(-1), atol=1e-4)
-    inputs = torch.randn(2, 3, 50, dtype=torch.float64).requires_grad_()
+    inputs = torch.randn(6, 50, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: common.TokenLogprobs.apply(x.float(), targets, 0.7), inputs, eps=1e-3, atol=1e-3)
 
 
@@ -191,8 +191,8 @@ def test_the_price_of_kl_follows_its_target(kl, expected):
 
 def test_entropy_is_that_of_the_softmax():
     """log 3 nats for three equal logits, 0 for a sure one, and -sum p log p in between (p = 1/2, 1/4, 1/4: 1.5 log 2)."""
-    logits = torch.tensor([[[0.0, 0.0, 0.0], [1000.0, 0.0, 0.0], [math.log(2), 0.0, 0.0]]])
-    assert ppo.entropy(logits)[0].tolist() == pytest.approx([math.log(3), 0, 1.5 * math.log(2)], abs=1e-6)
+    logits = torch.tensor([[0.0, 0.0, 0.0], [1000.0, 0.0, 0.0], [math.log(2), 0.0, 0.0]])
+    assert ppo.entropy(logits).tolist() == pytest.approx([math.log(3), 0, 1.5 * math.log(2)], abs=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,12 +254,15 @@ def test_wilson_interval(share, count, low, high):
 # Log-probs of tokens
 # ---------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_token_logprobs_are_log_softmax_in_fp32(dtype):
-    """Values and gradient agree with torch's, and a bf16 model's logits are not rounded once more on the way: log-probs
-    differ from one pass to the next by tiny amounts that bf16 could not hold."""
+@pytest.mark.parametrize("tokens", [0, 5, common.CHUNK, common.CHUNK + 1, 3 * common.CHUNK - 1])
+def test_token_logprobs_are_log_softmax_in_fp32(dtype, tokens):
+    """Values and gradient agree with torch's in every chunk, and a bf16 model's logits are not rounded once more on the way:
+    log-probs differ from one pass to the next by tiny amounts that bf16 could not hold. Fillers alone: no token at all."""
     torch.manual_seed(0)
-    logits = (4 * torch.randn(3, 5, 50)).to(dtype)
-    targets, weights = torch.randint(50, (3, 5)), torch.randn(3, 5)
+    logits = (4 * torch.randn(tokens, 50)).to(dtype)
+    targets, weights = torch.randint(50, (tokens,)), torch.randn(tokens)
+    entropies = -((logits.float() / 0.7).softmax(-1) * (logits.float() / 0.7).log_softmax(-1)).sum(-1)
+    assert torch.allclose(ppo.entropy(logits, 0.7), entropies, atol=1e-5)
     ours, theirs = logits.clone().requires_grad_(), logits.float().requires_grad_()
     found = common.TokenLogprobs.apply(ours, targets)
     expected = theirs.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
@@ -273,9 +276,9 @@ def test_token_logprobs_are_log_softmax_in_fp32(dtype):
 
 def test_gradients_of_logits_sum_to_zero():
     """onehot(target) - softmax: what the target gains the others lose."""
-    logits = torch.randn(2, 3, 7, requires_grad=True)
-    common.TokenLogprobs.apply(logits, torch.randint(7, (2, 3))).sum().backward()
-    assert torch.allclose(logits.grad.sum(-1), torch.zeros(2, 3), atol=1e-6)
+    logits = torch.randn(6, 7, requires_grad=True)
+    common.TokenLogprobs.apply(logits, torch.randint(7, (6,))).sum().backward()
+    assert torch.allclose(logits.grad.sum(-1), torch.zeros(6), atol=1e-6)
     assert logits.grad.abs().max() > 0.1
 
 
@@ -288,7 +291,7 @@ ANSWERS = [[7] * 9 + [1], [8, 1], [9, 9, 1], [1]]  # 10, 2, 3 and 1 tokens: micr
 def gradient(model, answers, scale):
     """-> d (scale * loss sum over `answers`) / d output matrix. scale None: the mean over these answers alone."""
     batch = sft.collate([{"prompt_ids": [5, 6], "answers": [a], "real": 1} for a in answers], pad_id=0)
-    logprobs = common.last_logprobs(model, batch["ids"], batch["mask"], batch["loss_mask"].shape[1])
+    logprobs = common.last_logprobs(model, batch["ids"], batch["mask"], batch["loss_mask"])
     loss = sft.sft_loss_sum(logprobs, batch["loss_mask"]) * (1 / batch["loss_mask"].sum() if scale is None else scale)
     return torch.autograd.grad(loss, model.lm_head.weight)[0]
 

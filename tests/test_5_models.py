@@ -104,7 +104,7 @@ def test_dropout_0_makes_training_and_scoring_the_same_network(name, folder):
     for dropout, same in ((0.0, True), (0.5, False)):
         model = common.load_model(folder, get_args(), 0, dropout)
         with torch.no_grad():
-            outputs = [common.last_logprobs(model.train(mode), ids, torch.ones_like(ids), 8) for mode in (True, False)]
+            outputs = [common.last_logprobs(model.train(mode), ids, torch.ones_like(ids), torch.ones(len(ids), 8)) for mode in (True, False)]
         assert torch.equal(*outputs) == same
     left_alone = common.load_model(folder, get_args(), 0, None).config.to_dict()
     keys = [k for k in left_alone if "drop" in k]
@@ -127,11 +127,11 @@ def test_padding_never_changes_a_logprob_or_a_value(name, language_model, value_
     stands in them may be seen in the result. This needs position ids that count real tokens only."""
     ids = random_ids(1, 11)
     plain = torch.ones_like(ids)
-    logprobs, values = common.last_logprobs(language_model, ids, plain, 7), value_model(ids, plain)  # (1, 7), (1, 11)
+    logprobs, values = common.last_logprobs(language_model, ids, plain, torch.ones(1, 7)), value_model(ids, plain)  # (1, 7), (1, 11)
     assert logprobs.std() > 1e-3 and values.std() > 1e-4  # the tokens do differ from each other
     for amount, content in ((1, "pad"), (9, "pad"), (9, "junk")):
         wide, mask = padded(ids, amount, content)
-        torch.testing.assert_close(common.last_logprobs(language_model, wide, mask, 7), logprobs, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(common.last_logprobs(language_model, wide, mask, torch.ones(1, 7)), logprobs, rtol=1e-4, atol=2e-5)
         torch.testing.assert_close(value_model(wide, mask)[:, amount:], values, rtol=1e-4, atol=2e-5)
 
 
@@ -185,7 +185,7 @@ def test_logprobs_are_log_softmax_of_the_plain_model(name, language_model):
         logits = language_model(ids).logits  # (1, 10, V)
         for temperature in (1.0, 0.7):
             expected = [torch.log_softmax(logits[0, t - 1] / temperature, -1)[ids[0, t]].item() for t in range(6, 10)]
-            ours = common.last_logprobs(language_model, ids, torch.ones_like(ids), 4, temperature)
+            ours = common.last_logprobs(language_model, ids, torch.ones_like(ids), torch.ones(len(ids), 4), temperature)
             assert ours[0].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 

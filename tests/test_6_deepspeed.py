@@ -85,7 +85,7 @@ def test_flags_become_deepspeeds_config():
     """Batch sizes, stage, dtype, clipping and offloading come from the flags; ds_config.json has the rest; nobody has
     to keep two places in agreement."""
     plain = config("--dtype", "bf16", "--zero_stage", "2", "--max_grad_norm", "0.5")
-    assert plain["bf16"] == {"enabled": True} and "fp16" not in plain
+    assert plain["bf16"]["enabled"] and "fp16" not in plain
     assert plain["gradient_clipping"] == 0.5
     assert plain["train_micro_batch_size_per_gpu"] == 4 and plain["gradient_accumulation_steps"] == 3
     assert plain["zero_optimization"]["stage"] == 2
@@ -377,16 +377,16 @@ def test_a_trained_value_head_is_never_touched():
         assert rank["reward_zero3"]["weight"] == trained and rank["reward_zero0"]["weight"] == trained
 
 
-@pytest.mark.parametrize("way", ["gathered", "module by module"])
+@pytest.mark.parametrize("way", ["gathered", "one by one", "module by module"])
 def test_sharded_generation_equals_the_plain_model(way):
-    """Rank 0's answers end at once, rank 1's go on. With all weights gathered each rank stops alone; where they do not
+    """Rank 0's answers end at once, rank 1's go on. With all weights gathered (one by one with DeepSpeed 0.18.5) each rank stops alone; where they do not
     fit they are gathered module by module, and rank 0 keeps step until rank 1 is done. Either way the tokens are those
     of the unsharded model, and afterwards the model trains as before."""
     ranks = facts("check_gathered")
     assert ranks[0]["lengths"] == [1, 1] and max(ranks[1]["lengths"]) > 2
     for rank in ranks:
         found = rank[way]
-        assert found["synced"] == (way != "gathered") and found["training"] == [False, True]
+        assert found["synced"] == (way == "module by module") and found["training"] == [False, True]
         assert found["answers"] == found["expected"]
         assert found["still_sharded"], "weights are released again"
         assert found["whole_layers"] == 2, "each decoder layer is gathered in one go"

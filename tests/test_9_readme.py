@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "toy"))
 import gold
 
 SCRIPTS = {"sft.py": sft, "reward.py": reward, "ppo.py": ppo}
-BUDGETS = {"sft.py": 300, "reward.py": 320, "ppo.py": 950, "common.py": 1060, "checkpoint.py": 210, "estimate.py": 180}  # lines, comments included; see the README
+BUDGETS = {"sft.py": 300, "reward.py": 320, "ppo.py": 950, "common.py": 1050, "checkpoint.py": 210, "estimate.py": 180, "lora.py": 60}  # lines, comments included; see the README
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

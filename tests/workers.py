@@ -141,8 +141,9 @@ SPLIT = {f"m_bf16{stage}{where}_tp": run("sft", *LORA, "--dtype", "bf16", "--max
          for stage, where in POSSIBLE}
 TWO_RANKS |= MATRIX
 TENSOR_PARALLEL |= SPLIT
-REFUSED = {name for name in TENSOR_PARALLEL if OLD and (name.startswith("ppo") or name.endswith("tp3") or name.startswith("m_bf163"))}
-TENSOR_PARALLEL = {name: options for name, options in TENSOR_PARALLEL.items() if name not in REFUSED}
+REFUSED = {name for name in (*TENSOR_PARALLEL, *MATRIX) if OLD and (name.startswith("m_bf161_adam") or name in TENSOR_PARALLEL and (
+           name.startswith(("ppo", "m_bf163")) or name.endswith("tp3")))}
+TWO_RANKS, TENSOR_PARALLEL = ({name: options for name, options in runs.items() if name not in REFUSED} for runs in (TWO_RANKS, TENSOR_PARALLEL))
 FOUR_RANKS = {f"sft_tp2_dp2_zero{stage}": run("sft", *BF16["sft"], "--tensor_parallel_size", 2, zero=stage) for stage in (1, 2)}
 TWO_RANKS |= {f"{script}_dp{stage}": run(script, *BF16[script], zero=stage) for script in ("sft", "reward") for stage in (1, 2, 3)}
 RUNS = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS, "tensor parallel": TENSOR_PARALLEL}
@@ -242,9 +243,9 @@ def tiny_engine(base, stage, model="actor"):
 
 
 def whole_weights(engine):
-    import deepspeed
+    import common
     named = dict(engine.module.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(named.values())):
+    with common.all_gathered(list(named.values())):
         return {name: p.detach().clone() for name, p in named.items()}
 
 
@@ -254,7 +255,7 @@ def train_one_step(engine, seed=0):
     import torch
     rank, ranks = common.world()
     ids = torch.randint(2, 500, (2 * ranks, 9), generator=torch.Generator().manual_seed(seed))[2 * rank:2 * rank + 2]
-    loss = -common.last_logprobs(engine, ids, torch.ones_like(ids), 8).mean()
+    loss = -common.last_logprobs(engine, ids, torch.ones_like(ids), torch.ones(len(ids), 8)).mean()
     if hasattr(engine, "step"):
         engine.backward(loss)
         engine.step()
@@ -308,6 +309,7 @@ def check_ema(base):
 def check_gathered(base):
     """Answers by sharded weights where rank 0 stops at once and rank 1 goes on; all weights gathered, and module by module."""
     import common
+    import deepspeed
     import ppo
     import torch
     from deepspeed.utils import get_z3_leaf_modules
@@ -324,15 +326,17 @@ def check_gathered(base):
     expected, expected_mask = ppo.generate(plain, ids, mask, uniforms, tokenizer)
     found = {"lengths": expected_mask.sum(1).tolist()}
     accelerator = common.get_accelerator()
-    memory = accelerator.available_memory
-    for way in ("gathered", "module by module"):
+    memory, installed = accelerator.available_memory, deepspeed.__version__
+    for way in ("gathered", "one by one", "module by module"):
         engine = tiny_engine(base, 3)
-        if way != "gathered":
+        if way == "module by module":
             accelerator.available_memory = lambda *_: 0
+        if way == "one by one":
+            deepspeed.__version__ = "0.18.5"
         with common.gathered(engine) as (model, synced):
             training = [model.training]
             answers, answer_mask = ppo.generate(model, ids, mask, uniforms, tokenizer, synced=synced)
-        accelerator.available_memory = memory
+        accelerator.available_memory, deepspeed.__version__ = memory, installed
         counts = answer_mask.sum(1).tolist()
         found[way] = dict(synced=synced, training=training + [model.training], lengths=counts, answers=[a[:n].tolist() for a, n in zip(answers, counts)],
                           expected=[a[:n].tolist() for a, n in zip(expected, found["lengths"])],
