@@ -27,7 +27,7 @@ $(VENV)/installed: requirements.txt
 	python3 -m venv $(VENV)
 	python -m pip install -q --disable-pip-version-check $(TORCH)
 	python -m pip install -q --disable-pip-version-check -r requirements.txt
-	@echo "compiling DeepSpeed's optimizers: about 4 minutes, once"
+	@echo "compiling DeepSpeed's optimizers: 4 to 6 minutes, once, in silence; let it end"
 	-@python -c "from deepspeed.accelerator import get_accelerator as a; \
 	  [builder().load() for builder in map(a().get_op_builder, ('FusedAdamBuilder', 'CPUAdamBuilder', 'ShareMemCommBuilder')) if builder]"
 	touch $@

@@ -7,8 +7,7 @@
     5  the run       start, the end and who caused it, logging, curves (its steps and checkpoints: checkpoint.py)
 
 Losses and training loops are not here: each step's own file tells its whole story.
-Shapes: B rows of a micro-batch, T tokens, K the last ones of a row, M those of them that a loss looks at (all rows'), V vocabulary.
-"""
+Shapes: B rows of a micro-batch, T tokens, K the last ones of a row, M those of them that a loss looks at (all rows'), V vocabulary."""
 import argparse, contextlib, copy, datetime, difflib, functools, importlib.util, inspect, io, json, logging, math, os, re, shutil, sys, time, warnings, zlib
 from collections import Counter
 from pathlib import Path
@@ -64,7 +63,9 @@ def new_parser(doc):
     """A parser whose --help opens with the script's header, and whose errors are `fail`'s."""
     layout = functools.partial(argparse.RawDescriptionHelpFormatter, width=120)
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False, formatter_class=layout)
-    parser.error = lambda message: fail(f"{message}\n  `{parser.prog} --help` lists every flag.")
+    like = lambda text: sum((difflib.get_close_matches(flag, parser._option_string_actions, 2) for flag in re.findall("--[a-z_]+", text)), [])
+    hint = lambda text: f"Nearest: {', '.join(like(text))}. " if "unrecognized" in text and like(text) else ""
+    parser.error = lambda text: fail(f"{text}\n  {hint(text)}`{parser.prog} --help` lists every flag.")
     return parser
 
 def flags(parser, title, skip=()):
@@ -369,7 +370,7 @@ def load_tokenizer(path, length=0):
     positions = getattr(config, "max_position_embeddings", None) or length
     if length > positions:
         fail(f"rows of {length} tokens do not fit {path}, which knows {positions} positions.\n"
-             f"  Lower --max_seq_len {length} (or --max_prompt_seq_len, --max_answer_seq_len), or take --preset toy for the toy's model.")
+             f"  Lower --max_seq_len {length} (in step 3 --max_prompt_seq_len and --max_answer_seq_len) to {positions} in all; for the toy's model, --preset toy.")
     if tokenizer.eos_token_id is None:
         fail(f"the tokenizer of {path} has no EOS token, so no answer could end.\n  Set eos_token in its tokenizer_config.json.")
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
@@ -492,13 +493,12 @@ def last_logits(model, ids, mask, wanted):
     """-> logits (M, V) that predict the M tokens which `wanted`, bool (B, K), marks among the last K of each row.
 
     logits[:, t] score token t+1, so the last K tokens are scored by positions T-K-1 .. T-2. Of these, only the wanted ones are
-    computed: an answer that is shorter than the longest pays for its own tokens. (A model's own code may not know how to pick, nor
-    can a compiled one: there all K are computed, which takes more memory, and may round otherwise.)
+    computed: a short answer pays for its own tokens. (All K for a model's own code, or a compiled one: more memory, other rounding.)
     """
     count = wanted.shape[1]
     if "slice_logits_to_keep" in vars(sys.modules[type(inner(model)).__module__]) and not getattr(model, "is_compiled", False):
         keep = nn.functional.pad(wanted, (ids.shape[1] - count - 1, 1))  # (B, T)
-    else:  # (not with transformers' own forwards, which call that function)
+    else:
         keep = torch.arange(-count - 1, -1, device=ids.device)
     logits = model(ids, attention_mask=mask, use_cache=False, **extras(model, mask, keep)).logits
     return logits if logits.dim() == 2 else (logits if logits.shape[1] == count else logits[:, -count - 1:-1])[wanted]

@@ -28,11 +28,11 @@ def main(folder):
     answers = {"base": [s for s in sft if s["step"] == 0], "SFT": [s for s in ppo if s["step"] == 0],
                "PPO": [s for s in ppo if s["step"] == ppo[-1]["step"]]}
     by_prompt = {name: {s["prompt"]: s["response"] for s in reversed(samples)} for name, samples in answers.items()}
-    print("\nHeld-out prompts, answered by the model from scratch, after SFT, and after PPO (gold score in front):")
+    print("\nHeld-out prompts, answered by the model from scratch, after SFT, and after PPO (sampled at temperature 1; gold score in front):")
     for prompt in [p for p in dict.fromkeys(s["prompt"] for s in answers["base"]) if p in by_prompt["PPO"]][:5]:
         print(f"\n  {prompt.splitlines()[0]}")
         for name, texts in by_prompt.items():
-            print(f"    {name:5}{gold([prompt], [texts[prompt]])[0]:5.2f} {texts[prompt][:90]!r}")
+            print(f"    {name:5}{gold([prompt], [texts[prompt]])[0]:5.2f} {texts[prompt][:120]!r}")
     print("\nCurves: " + ", ".join(str(folder / step / "curves.png") for step in ("sft", "reward", "ppo")))
 
 
