@@ -7,7 +7,8 @@
     5  the run       start, the end and who caused it, logging, curves (its steps and checkpoints: checkpoint.py)
 
 Losses and training loops are not here: each step's own file tells its whole story.
-Shapes: B rows of a micro-batch, T tokens, K the last ones of a row, M those of them that a loss looks at (all rows'), V vocabulary."""
+Shapes: B rows of a micro-batch, T tokens, K the last ones of a row, M those of them that a loss looks at (all rows'), V vocabulary.
+"""
 import argparse, contextlib, copy, datetime, difflib, functools, importlib.util, inspect, io, json, logging, math, os, re, shutil, sys, time, warnings, zlib
 from collections import Counter
 from pathlib import Path
@@ -63,9 +64,9 @@ def new_parser(doc):
     """A parser whose --help opens with the script's header, and whose errors are `fail`'s."""
     layout = functools.partial(argparse.RawDescriptionHelpFormatter, width=120)
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False, formatter_class=layout)
-    like = lambda text: sum((difflib.get_close_matches(flag, parser._option_string_actions, 2) for flag in re.findall("--[a-z_]+", text)), [])
-    hint = lambda text: f"Nearest: {', '.join(like(text))}. " if "unrecognized" in text and like(text) else ""
-    parser.error = lambda text: fail(f"{text}\n  {hint(text)}`{parser.prog} --help` lists every flag.")
+    like = lambda text: [known for flag in re.findall("--[a-z_]+", text) for known in difflib.get_close_matches(flag, parser._option_string_actions, 2)]
+    hint = lambda text, names: f"Nearest: {', '.join(names)}. " if "unrecognized" in text and names else ""
+    parser.error = lambda text: fail(f"{text}\n  {hint(text, like(text))}`{parser.prog} --help` lists every flag.")
     return parser
 
 def flags(parser, title, skip=()):
@@ -496,10 +497,8 @@ def last_logits(model, ids, mask, wanted):
     computed: a short answer pays for its own tokens. (All K for a model's own code, or a compiled one: more memory, other rounding.)
     """
     count = wanted.shape[1]
-    if "slice_logits_to_keep" in vars(sys.modules[type(inner(model)).__module__]) and not getattr(model, "is_compiled", False):
-        keep = nn.functional.pad(wanted, (ids.shape[1] - count - 1, 1))  # (B, T)
-    else:
-        keep = torch.arange(-count - 1, -1, device=ids.device)
+    picks = "slice_logits_to_keep" in vars(sys.modules[type(inner(model)).__module__]) and not getattr(model, "is_compiled", False)
+    keep = nn.functional.pad(wanted, (ids.shape[1] - count - 1, 1)) if picks else torch.arange(-count - 1, -1, device=ids.device)  # (B, T) or (K,)
     logits = model(ids, attention_mask=mask, use_cache=False, **extras(model, mask, keep)).logits
     return logits if logits.dim() == 2 else (logits if logits.shape[1] == count else logits[:, -count - 1:-1])[wanted]
 
@@ -855,7 +854,8 @@ def start(args):
         args.resume = False
     sys.excepthook = crashed
     for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()).rglob("lock"):
-        say(f"warning: {lock} is there: another process compiles an optimizer, or was killed while it did. If this run waits now, delete it.")
+        if (minutes := (time.time() - lock.parent.stat().st_mtime) / 60) > 1:  # (runs started side by side hold it for a moment)
+            say(f"warning: {lock} is there, and for {minutes:.0f} minutes nothing was compiled. If this run waits now, delete it.")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()

@@ -17,6 +17,7 @@ MODELS = {**CONFIGS, **WINDOWS}
 every_model = pytest.mark.parametrize("name", MODELS)
 LENGTHS = [9, 4, 1, 6, 9, 2, 7, 3]
 IDS, MASK = common.pad([random_ids(n, seed=n + 10 * row).tolist() for row, n in enumerate(LENGTHS)], pad_id=0)
+WANTED = torch.arange(5) >= torch.arange(8)[:, None] % 6  # of the last five tokens: 5, 4, 3, 2, 1, 0, 5, 4 in the eight rows
 NO_END = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
 
 
@@ -145,27 +146,26 @@ def test_under_zero3_a_product_without_a_backward_is_the_same_to_the_bit(shape, 
 
 @every_model
 def test_logits_are_made_for_the_wanted_tokens_only(name, model, monkeypatch):
-    """(N, V), and not a row more: on real dialogues less than half of (B, K, V), and the output matrix of a large vocabulary is the
-    largest product of all. Where the forward cannot pick tokens (older transformers, DeepCompile) all K are made and these kept."""
-    made, wanted = [], torch.arange(5) >= torch.arange(8)[:, None] % 6  # 5, 4, 3, 2, 1, 0, 5, 4 tokens of the eight rows
+    """(M, V), and not a row more: on real dialogues less than half of (B, K, V), and the output matrix of a large vocabulary is the
+    largest product of all. Where the forward cannot pick tokens (a model's own code, DeepCompile) all K are made and these kept."""
+    made = []
     hook = model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: made.append(output.shape[:-1]))
-    logits = common.last_logits(model, IDS, MASK, wanted)
+    logits = common.last_logits(model, IDS, MASK, WANTED)
     monkeypatch.setattr(model, "is_compiled", True, raising=False)
-    slow = common.last_logits(model, IDS, MASK, wanted)
+    slow = common.last_logits(model, IDS, MASK, WANTED)
     hook.remove()
     assert made == [(24,), (8, 5)] and logits.shape == slow.shape == (24, VOCAB)
     with torch.no_grad():
         whole = model(IDS, attention_mask=MASK, **common.extras(model, MASK)).logits
     for found in (logits, slow):
-        torch.testing.assert_close(found, whole[:, -6:-1][wanted], rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(found, whole[:, -6:-1][WANTED], rtol=1e-4, atol=2e-5)
 
 
 @every_model
 def test_tokens_that_are_not_wanted_have_no_part_in_the_gradient(name, model):
     """The same loss, from the wanted tokens alone and from all with a mask: the same gradients. A batch of fillers has none."""
-    wanted = torch.arange(5) >= torch.arange(8)[:, None] % 6
     found = []
-    for few, many in ((wanted, wanted), (torch.ones(8, 5), wanted), (torch.zeros(8, 5), torch.ones(8, 5))):
+    for few, many in ((WANTED, WANTED), (torch.ones(8, 5), WANTED), (torch.zeros(8, 5), torch.ones(8, 5))):
         model.zero_grad()
         (common.last_logprobs(model, IDS, MASK, few) * many).sum().backward()
         found.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])

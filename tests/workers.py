@@ -16,6 +16,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -141,8 +142,7 @@ SPLIT = {f"m_bf16{stage}{where}_tp": run("sft", *LORA, "--dtype", "bf16", "--max
          for stage, where in POSSIBLE}
 TWO_RANKS |= MATRIX
 TENSOR_PARALLEL |= SPLIT
-REFUSED = {name for name in (*TENSOR_PARALLEL, *MATRIX) if OLD and (name.startswith("m_bf161_adam") or name in TENSOR_PARALLEL and (
-           name.startswith(("ppo", "m_bf163")) or name.endswith("tp3")))}
+REFUSED = {name for name in (*TENSOR_PARALLEL, *MATRIX) if OLD and re.fullmatch(r"ppo_tp\d|\w+_tp3|m_bf163\w*_tp|m_bf161_adam\w*", name)}
 TWO_RANKS, TENSOR_PARALLEL = ({name: options for name, options in runs.items() if name not in REFUSED} for runs in (TWO_RANKS, TENSOR_PARALLEL))
 FOUR_RANKS = {f"sft_tp2_dp2_zero{stage}": run("sft", *BF16["sft"], "--tensor_parallel_size", 2, zero=stage) for stage in (1, 2)}
 TWO_RANKS |= {f"{script}_dp{stage}": run(script, *BF16[script], zero=stage) for script in ("sft", "reward") for stage in (1, 2, 3)}
