@@ -43,20 +43,22 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
     lengths = np.asarray(rows["length"])
     step_rows = common.rows_per_step(batch_size, micro_steps)
     per_epoch = -(-len(rows) // step_rows)
-    step, saved = load_checkpoint(args, engines, state, step_rows) if args.resume else (0, {})
-    state.update(saved.get("state", {}))
+    step, saved = load_checkpoint(args, engines, state, len(rows), step_rows) if args.resume else (0, {"state": {}})
+    state.update(placed(state, saved["state"]))
     for number in (signal.SIGTERM, signal.SIGINT):  # only now: a launcher's signal must end the ranks of a run that was refused
         signal.signal(number, told_to_stop)
-    with tqdm(total=steps, initial=step, unit="step", leave=False, disable=True if common.world()[0] else None) as bar:
+    with tqdm(total=steps, initial=step, unit="step", leave=False, disable=True if common.world()[0] else None) as bar:  # None: in a terminal
         while step < steps:
             batches = common.epoch_batches(lengths, args.seed, step // per_epoch, batch_size, micro_steps, args.group_by_length)
             loader = StatefulDataLoader(common.Rows(rows), batch_sampler=batches, collate_fn=collate,
                                         generator=torch.Generator())  # its own: the global one belongs to dropout
-            if step % per_epoch and saved["loader"]:
+            taken = step % per_epoch  # steps of this epoch that are done: above 0 only when resuming
+            dealt_alike = taken and saved["loader"] and saved.get("micro_steps") == micro_steps
+            if dealt_alike:
                 loader.load_state_dict(saved["loader"])
             iterator = iter(loader)
-            if not saved.get("loader"):  # written by other ranks: their rows are dealt out anew, and those already taken are skipped
-                for _ in range(step % per_epoch * micro_steps):
+            if not dealt_alike:  # other ranks, or other micro-batches: the rows are dealt out anew, and those already taken are skipped
+                for _ in range(taken * micro_steps):
                     next(iterator)
             while step < steps and (micro_batches := list(itertools.islice(iterator, micro_steps))):
                 step += 1
@@ -66,7 +68,8 @@ def training_steps(args, engines, state, rows, batch_size, micro_steps, steps, c
                 told, late = common.all_sum(len(INTERRUPTED), 0 < args.max_hours * 3600 < time.time() - BEGAN)  # on any rank
                 stop = (told or late) and step < steps
                 if stop or (args.save_steps and step % args.save_steps == 0):
-                    save_checkpoint(args, engines, step, {"loader": loader.state_dict(), "state": state, "rows": step_rows})
+                    save_checkpoint(args, engines, step, {"loader": loader.state_dict(), "micro_steps": micro_steps, "state": state,
+                                                          "data_rows": len(rows), "rows": step_rows})
                 if stop:
                     why = "interrupted" if told else f"--max_hours {args.max_hours:g} are over"
                     common.say(f"{why} after step {step}: saved to {common.checkpoints(args)[-1]}. Go on with --resume.")
@@ -101,7 +104,7 @@ def save_checkpoint(args, engines, step, state):
     torch.save(saved, aside / f"rank{rank}.pt")
     common.barrier()
     mine = sorted(f for f in aside.rglob("*") if f.is_file())[rank::ranks]
-    for file in mine + list(logs) * (rank == 0):
+    for file in [*mine, *logs] if rank == 0 else mine:
         common.sync(file)
     files = common.everyones([(str(f.relative_to(aside)), checksum(f)) for f in mine])
     if rank == 0:
@@ -121,7 +124,8 @@ def shape(engines):
 def load_engine(engine, folder, reshape):
     """Read an engine's checkpoint. reshape: other ranks wrote it (or stage 1 and this is 2, or the reverse), so rank 0 first turns it
     into DeepSpeed's universal form, a file for each weight."""
-    decays, universal = [group["weight_decay"] for group in engine.optimizer.param_groups], folder / "universal"
+    groups, schedule, universal = engine.optimizer.param_groups, engine.lr_scheduler, folder / "universal"
+    settings = [{name: group[name] for name in ("initial_lr", "weight_decay", "betas")} for group in groups]  # this run's flags
     if reshape and common.world()[0] == 0:
         shutil.rmtree(universal, ignore_errors=True)  # of a conversion that was killed
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -132,8 +136,12 @@ def load_engine(engine, folder, reshape):
     if engine.load_checkpoint(folder, tag="universal" if reshape else "state")[0] is None:
         raise RuntimeError(f"DeepSpeed could not read {folder}")
     engine._config.load_universal_checkpoint = False
-    for group, decay in zip(engine.optimizer.param_groups, decays):
-        group["weight_decay"] = decay  # the universal form under stage 3 gives every group the first one's
+    # the checkpoint brought the settings of before, and under stage 3 in the universal form gave every group the first one's
+    schedule.base_lrs = [ours["initial_lr"] for ours in settings]
+    for group, ours, factor in zip(engine.optimizer.param_groups, settings, schedule.lr_lambdas):
+        group.update(ours, lr=ours["initial_lr"] * factor(schedule.last_epoch))
+    if hasattr(engine.optimizer, "clip_grad"):
+        engine.optimizer.clip_grad = engine.gradient_clipping()
     common.barrier()
     if common.world()[0] == 0:
         shutil.rmtree(universal, ignore_errors=True)
@@ -146,7 +154,13 @@ def reshaped(own, saved):
     if not torch.is_tensor(own):
         return saved[0]
     start, whole = common.world()[0] * len(own), torch.cat(saved)
-    return nn.functional.pad(whole, (0, max(0, start + len(own) - len(whole))))[start:start + len(own)].to(own.device).clone()
+    return nn.functional.pad(whole, (0, max(0, start + len(own) - len(whole))))[start:start + len(own)].clone()
+
+def placed(own, saved):
+    """-> `saved`, its tensors on the devices of those of `own`."""
+    if isinstance(saved, dict):
+        return {key: placed(own[key], value) for key, value in saved.items()}
+    return saved.to(own.device) if torch.is_tensor(saved) else saved
 
 def damage(folder):
     """-> the files of a checkpoint that are not as its manifest lists them, [] if it is whole. The ranks share the reading."""
@@ -157,10 +171,10 @@ def damage(folder):
     mine = sorted(manifest.items())[common.world()[0]::common.world()[1]]
     return common.everyones([name for name, known in mine if not (folder / name).is_file() or checksum(folder / name) != known])
 
-def load_checkpoint(args, engines, state, step_rows):
+def load_checkpoint(args, engines, state, data_rows, step_rows):
     """Restore `engines`, RNGs and the .jsonl files from the newest whole checkpoint -> (step, this rank's state).
 
-    step_rows: rows of a step, which must be those that the run took before.
+    data_rows, step_rows: rows of the data and of a step, which must be those that the run had before.
     """
     (rank, ranks), damaged = common.world(), []
     for folder in reversed(common.checkpoints(args)):
@@ -176,6 +190,9 @@ def load_checkpoint(args, engines, state, step_rows):
     if saved["rows"] != step_rows:
         common.fail(f"--resume: the run took {saved['rows']} rows a step, and would now take {step_rows}.\n"
                     "  Choose per-device batch size and --gradient_accumulation_steps so that times the ranks they give the same.")
+    if saved.get("data_rows", data_rows) != data_rows:
+        common.fail(f"--resume: the run's share of the data had {saved['data_rows']} rows, and now it has {data_rows}.\n"
+                    "  Give it the data of before.")
     before, now = saved["shape"], shape(engines)
     if before != now and args.tensor_parallel_size > 1:
         common.fail(f"--resume: {folder} was written by {before}, and this is {now}.\n  With --tensor_parallel_size neither may change.")

@@ -1,15 +1,15 @@
-"""What all three steps must do in the same way, in five sections.
+"""What all three steps must do in the same way, in four sections. (Their flags: arguments.py)
 
-    1  arguments     flags, presets, and how wrong input is refused
-    2  DeepSpeed     one function that writes every engine's config; engines; sums over ranks
-    3  models        load, value head, log-probs, gather, save
-    4  data          read any known format, split, tokenise, batch
-    5  the run       start, the end and who caused it, logging, curves (its steps and checkpoints: checkpoint.py)
+    1  DeepSpeed     one function that writes every engine's config; engines; sums over ranks
+    2  models        load, value head, log-probs, gather, save
+    3  data          read any known format, split, tokenise, batch
+    4  the run       start, the end and who caused it, logging, curves (its steps and checkpoints: checkpoint.py)
 
 Losses and training loops are not here: each step's own file tells its whole story.
 Shapes: B rows of a micro-batch, T tokens, K the last ones of a row, M those of them that a loss looks at (all rows'), V vocabulary.
 """
-import argparse, contextlib, copy, datetime, difflib, functools, importlib.util, inspect, io, json, logging, math, os, re, shutil, sys, time, warnings, zlib
+import contextlib, copy, datetime, difflib, functools, inspect, io, json
+import logging, os, re, shutil, sys, time, warnings, zlib
 from collections import Counter
 from pathlib import Path
 
@@ -49,150 +49,17 @@ LAYOUT = {"tensor_parallel": 1}  # ranks that share each layer; `start` sets it
 TRUST = {"trust_remote_code": False}  # what every from_pretrained gets; `parse` sets it
 NOW = ["starting"]  # [0]: what this rank is at, see `phase`
 SAME = ("data_split", "seed", "max_seq_len", "max_prompt_seq_len", "group_by_length", "tensor_parallel_size", "lora_dim", "actor_lora_dim",
-        "critic_lora_dim", "advantage", "samples_per_prompt", "enable_ema")  # what --resume cannot change
+        "critic_lora_dim", "lora_alpha", "lora_targets", "advantage", "samples_per_prompt", "enable_ema")  # what --resume cannot change
 
-# ---- 1  Arguments ---------------------------------------------------------------------------------------------------
 def fail(message, this_rank=False):
     """The user's input is wrong: exit code 2, no traceback, one message, from rank 0 unless another rank alone has seen it."""
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
     if rank and not this_rank:
-        time.sleep(20)  # a launcher ends the whole run as soon as one rank has left: who still speaks after that has seen it alone
-    print(f"error: {f'rank {rank}: ' * bool(rank)}{message}", file=sys.stderr, flush=True)
+        time.sleep(20)  # had rank 0 seen it too, the launcher would have ended us by then: this rank alone has
+    print("error: " + (f"rank {rank}: " if rank else "") + message, file=sys.stderr, flush=True)
     sys.exit(2)
 
-def new_parser(doc):
-    """A parser whose --help opens with the script's header, and whose errors are `fail`'s."""
-    layout = functools.partial(argparse.RawDescriptionHelpFormatter, width=120)
-    parser = argparse.ArgumentParser(description=doc, allow_abbrev=False, formatter_class=layout)
-    like = lambda text: [known for flag in re.findall("--[a-z_]+", text) for known in difflib.get_close_matches(flag, parser._option_string_actions, 2)]
-    hint = lambda text, names: f"Nearest: {', '.join(names)}. " if "unrecognized" in text and names else ""
-    parser.error = lambda text: fail(f"{text}\n  {hint(text, like(text))}`{parser.prog} --help` lists every flag.")
-    return parser
-
-def flags(parser, title, skip=()):
-    """-> arg(name, ...), which adds a flag to the group `title`, with its default in the help."""
-    group = parser.add_argument_group(title)
-    def arg(name, **options):
-        if name not in skip:
-            group.add_argument(f"--{name}", **{**options, "help": options["help"] + ("" if options.get("action") else " [%(default)s]")})
-    return arg
-
-def numbers(text):
-    """argparse type: '2,4,4' -> [2.0, 4.0, 4.0]. (A default that is text goes through it, too.)"""
-    return [float(x) for x in text.split(",")]
-
-def add_common_arguments(parser, own_forms=()):
-    """The flags of all three steps. own_forms: names that the script itself declares (ppo: actor_..., critic_...)."""
-    arg = flags(parser, "flags that change the result", own_forms)
-    arg("preset", help="a named recipe; any flag overrides it. toy when no model is named, else opt-1.3b's numbers")
-    arg("model_name_or_path", help="hub name or folder; a folder with config.json and no weights starts from scratch")
-    arg("data_path", nargs="+", help="hub names, .jsonl/.json/.parquet files, or folders of them; several are blended")
-    arg("data_split", type=numbers, help="shares of the rows that steps 1, 2, 3 take, disjoint. 2,4,4 [DeepSpeed-Chat]")
-    arg("output_dir", help="where everything that the run leaves behind goes")
-    arg("lora_dim", type=int, default=0, help="LoRA: freeze the weights, train a product of this rank beside each. 0: off")
-    arg("lora_alpha", type=float, default=16, help="that product counts lora_alpha / lora_dim times")
-    arg("lora_targets", nargs="+", default=["all-linear"], help="names of the modules that get one, as peft takes them")
-    arg("seed", type=int, default=1234, help="initialisation, shuffling, sampling. 1234 [DeepSpeed-Chat]")
-    arg("max_steps", type=int, default=-1, help="stop after so many steps; -1: num_train_epochs decides")
-    arg("num_train_epochs", type=int, help="passes over the data")
-    arg("learning_rate", type=float, help="peak learning rate")
-    arg("weight_decay", type=float, help="decoupled (AdamW); matrices only, not biases and norms")
-    arg("dropout", type=float, help="every dropout of the model; None: what its config says")
-    arg("lr_scheduler_type", default="cosine", choices=["cosine", "linear", "constant", "constant_with_warmup"],
-        help="transformers' schedule of that name. cosine [DeepSpeed-Chat]")
-    arg("num_warmup_steps", type=int, help="optimizer steps of linear warm-up")
-    arg("adam_betas", type=numbers, default="0.9,0.95", help="AdamW's betas. 0.9,0.95 [DeepSpeed-Chat]")
-    arg("max_grad_norm", type=float, default=1.0, help="gradients are scaled down to this norm. 1 [DeepSpeed-Chat]")
-    arg("per_device_train_batch_size", type=int, help="rows of one forward on one device")
-    arg("gradient_accumulation_steps", type=int, default=1, help="micro-batches of one optimizer step on one device")
-    arg("max_seq_len", type=int, help="tokens of prompt + answer; a long prompt keeps its end, a long answer is cut")
-    arg("strict", action="store_true", help="a row that would be dropped (empty, no text, pair of equals, ...) is an error")
-    arg("group_by_length", type=int, default=1, help="1: steps of rows of like length, little padding; 0: plain shuffle")
-    arg = flags(parser, "flags that change only speed, memory, and what is written", own_forms)
-    arg("per_device_eval_batch_size", type=int, help="rows of one forward of the evaluation")
-    arg("zero_stage", type=int, choices=[0, 1, 2, 3], help="ZeRO: 1 shards optimizer states, 2 gradients too, 3 weights too")
-    arg("tensor_parallel_size", type=int, default=1, help="ranks that share each layer of a model in training (AutoTP), bf16 only")
-    arg("offload", action="store_true", help="weights (stage 3) wait in CPU memory between uses")
-    arg("adam_offload", action="store_true", help="optimizer states live, and are stepped, on the CPU (DeepSpeedCPUAdam)")
-    arg("dtype", choices=["bf16", "fp16", "fp32"], help="of weights and activations; optimizers keep fp32 master weights. None: bf16 where the hardware has it, else fp16")
-    arg("deepcompile", action="store_true", help="compile forward and backward of the models that train (DeepCompile); GPUs only")
-    arg("gradient_checkpointing", action="store_true", help="recompute activations in backward: less memory, 4/3 the work")
-    arg("merge_lora", action="store_true", help="save a plain model, LoRA added to its weights, not peft's adapters")
-    arg("eval_steps", type=int, default=0, help="evaluate every so many steps, 0: after each epoch; always at the start and at the end")
-    arg("log_steps", type=int, default=1, help="one line on the screen and in metrics.jsonl every so many steps")
-    arg("save_steps", type=int, default=0, help="a checkpoint every so many steps; 0: only when interrupted")
-    arg("keep_checkpoints", type=int, default=1, help="how many of the newest checkpoints to keep")
-    arg("max_hours", type=float, default=0, help="after so many hours finish the step, save a checkpoint and stop; 0: no limit")
-    arg("timeout_minutes", type=float, default=30, help="a rank that waits so long for another gives up, and says for which")
-    arg("resume", action="store_true", help="go on from the newest whole checkpoint in output_dir")
-    arg("trust_remote_code", action="store_true", help="run the Python code that comes with a model; without it no model's code is run")
-    arg("overwrite", action="store_true", help="output_dir holds a run: replace it")
-    arg("ds_config", default=str(HERE / "ds_config.json"), help="DeepSpeed knobs that have no flag here")
-    arg("estimate", nargs="?", const="", metavar="NxGIB", help="will it fit? Count the memory on N devices of GIB each, load no weights, and end")
-    arg("local_rank", type=int, default=-1, help="set by the deepspeed launcher")
-
-def parse(parser, presets, argv=None):
-    """argv -> Namespace. What the preset leaves open comes from the flags' defaults; any flag overrides the preset."""
-    argv = sys.argv[1:] if argv is None else argv
-    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    named.error = parser.error
-    named.add_argument("--preset", default="opt-1.3b" if any("model_name_or_path" in a for a in argv) else "toy")
-    preset = named.parse_known_args(argv)[0].preset
-    if preset not in presets:
-        fail(f"--preset {preset} is not known.\n  Known: {', '.join(presets)}.")
-    parser.set_defaults(**{**presets[preset], "preset": preset})
-    args = parser.parse_args(argv)
-    emulated = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)  # V100, T4
-    args.dtype = args.dtype or ("bf16" if get_accelerator().is_bf16_supported() and not emulated else "fp16")
-    for name, value in vars(args).items():
-        counts = name.endswith(("max_steps", "log_steps", "accumulation_steps", "_epochs", "_batches", "_size", "_checkpoints", "_prompts", "_per_prompt"))
-        least = 1e-6 if name in ("temperature", "top_p", "timeout_minutes") else 2 if name.endswith("_len") else int(counts)
-        most = 1 if name.endswith(("dropout", "gamma", "lam", "ema_decay", "top_p")) else float("inf")
-        wrong = isinstance(value, (int, float)) and (not least <= value <= most or (value == float("inf") and not name.startswith("clip")))
-        if wrong and (name, value) not in (("max_steps", -1), ("local_rank", -1)):
-            fail(f"--{name} {value} is out of range.\n  It must be finite, {least} or more{', and 1 or less' if most == 1 else ''}.")
-    for name, count in (("data_split", 3), ("adam_betas", 2)):
-        if len(getattr(args, name)) != count or min(getattr(args, name)) < 0 or sum(getattr(args, name)) == 0:
-            fail(f"--{name} takes {count} numbers joined by commas, none negative, not all 0.")
-    if max(args.adam_betas) >= 1:
-        fail("--adam_betas must be below 1: at 1 an average never moves.\n  0.9,0.95 is usual.")
-    if why_not := refusal(args):
-        fail(why_not)
-    ds_config(args, 0, 1)  # refuses a wrong --ds_config now, not after the model is loaded
-    TRUST["trust_remote_code"] = args.trust_remote_code
-    return args
-
-def older_than(number):
-    """-> whether the DeepSpeed that is installed is older than version `number`."""
-    return version.parse(deepspeed.__version__) < version.parse(number)
-
-def refusal(args):
-    """-> in words, what this machine, this DeepSpeed, or two flags together cannot do; None if all is well."""
-    asked, roles = args.estimate is not None, [v for name, v in vars(args).items() if name.endswith("_zero_stage")]  # ppo's actor and critic
-    stages = [args.zero_stage if stage is None else stage for stage in roles] or [args.zero_stage]
-    cpu, adapted = get_accelerator().device_name() == "cpu", any(value for name, value in vars(args).items() if name.endswith("lora_dim"))
-    size, ranks = args.tensor_parallel_size, int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-    split, old = f"--tensor_parallel_size {size}", f"needs DeepSpeed 0.19, and {deepspeed.__version__} is installed.\n  Upgrade, or"
-    for broken, message in (
-            (cpu and args.dtype == "fp16" and not asked, "--dtype fp16 needs a GPU: there are no half-precision kernels worth the name on a CPU.\n  Use bf16 or fp32."),
-            (cpu and args.deepcompile, "--deepcompile needs a GPU: DeepSpeed's compiler passes are written in CUDA.\n  Leave it out."),
-            (args.deepcompile and 0 in stages, "--deepcompile works on ZeRO's communication, and there is none at --zero_stage 0.\n  Use --zero_stage 1, 2 or 3."),
-            ((args.offload and 3 not in stages) or (args.adam_offload and 0 in stages),
-             "--offload moves sharded weights and needs --zero_stage 3; --adam_offload, sharded optimizer states: 1, 2 or 3."),
-            (args.adam_offload and 1 in stages and args.dtype == "bf16" and older_than("0.19"),  # 0.18.5: a gradient norm of 8.7 for 6.1
-             f"--adam_offload with --zero_stage 1 in bf16 {old} take --zero_stage 2."),
-            (adapted and not importlib.util.find_spec("peft"), "--lora_dim needs the package peft.\n  pip install peft, or leave it out."),
-            (adapted and args.gradient_checkpointing and 3 in stages and older_than("0.19"),
-             f"LoRA with --gradient_checkpointing and --zero_stage 3 {old} leave one of them out."),
-            (size > 1 and args.dtype != "bf16", f"{split} works in bf16 only, and --dtype is {args.dtype}.\n  Leave it out, or take --dtype bf16."),
-            (ranks % size and not asked, f"{split} must divide the number of ranks, {ranks}.\n  Take {math.gcd(ranks, size)}."),
-            (size > 1 and adapted, f"{split} and LoRA do not go together.\n  Leave one of them out."),
-            (size > 1 and older_than("0.16.4"), f"{split} needs DeepSpeed 0.16.4, and {deepspeed.__version__} is installed.\n  Upgrade, or leave it out."),
-            (size > 1 and 3 in stages and older_than("0.19"), f"{split} with --zero_stage 3 {old} take --zero_stage 2.")):
-        if broken:
-            return message
-
-# ---- 2  DeepSpeed ---------------------------------------------------------------------------------------------------
+# ---- 1  DeepSpeed ---------------------------------------------------------------------------------------------------
 def world():
     """-> (rank, number of ranks); (0, 1) before `start`."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -215,9 +82,13 @@ def inner(engine):
     model = getattr(engine, "module", engine)
     return model.model if isinstance(model, ValueModel) else model
 
+def older_than(number):
+    """-> whether the DeepSpeed that is installed is older than version `number`."""
+    return version.parse(deepspeed.__version__) < version.parse(number)
+
 def stage_of(args, stage):
-    """-> the ZeRO stage of an engine that trains: 1 in place of 0 unless in fp32. The same maths, and right: at 0, DeepSpeed
-    0.19 leaves fp16's loss scale out of backward(), and its steps in bf16 are not those of the other stages."""
+    """-> the ZeRO stage of an engine that trains: 1 in place of 0 unless in fp32. The maths is the same, and at 0 DeepSpeed 0.19
+    gets it wrong: it leaves fp16's loss scale out of backward(), and its steps in bf16 are not those of the other stages."""
     return max(stage, int(args.dtype != "fp32"))
 
 def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True):
@@ -304,15 +175,17 @@ def loss_scale(token_count, micro_steps):
     return data_world()[1] * micro_steps / max(token_count, 1)
 
 def all_sum(*values):
-    """-> float64 tensor on the CPU: each value (number or 0-d tensor) summed over all ranks, shares of the data once each."""
+    """-> float64 tensor on the CPU: each value (number or 0-d tensor) summed over all ranks.
+    Ranks that share a model's layers have the same rows, which count once."""
     total = torch.tensor([float(v) for v in values], dtype=torch.float64, device=device())
     if world()[1] > 1:
         dist.all_reduce(total)
     return total.cpu() / LAYOUT["tensor_parallel"]
 
-# ---- 3  Models ------------------------------------------------------------------------------------------------------
+# ---- 2  Models ------------------------------------------------------------------------------------------------------
 def linear_under_zero3(x, weight, bias=None):
-    """ZeRO-3's own F.linear keeps no gathered weight for the backward; where there is none, the same arithmetic, to the bit, is faster."""
+    """F.linear under ZeRO-3. DeepSpeed's own has the backward gather the weight anew; without a backward, the plain product gives the
+    same bits, sooner."""
     if torch.is_grad_enabled():
         return deepspeed.runtime.zero.linear.zero3_linear_wrap(x, weight, bias)
     if x.dim() == 2 and bias is not None:
@@ -320,7 +193,7 @@ def linear_under_zero3(x, weight, bias=None):
     return x.matmul(weight.t()) if bias is None else x.matmul(weight.t()).add_(bias)
 
 def ease_zero3(model, whole_layers):
-    """Products as above; and a decoder layer is gathered in one go, not matrix by matrix, if it is not too large to be there whole."""
+    """Use the product above; and a decoder layer is gathered in one go, not matrix by matrix, if it is not too large to be there whole."""
     deepspeed.zero.partition_parameters.zero3_linear_wrap = linear_under_zero3
     layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
     if whole_layers and layers and max(map(count_parameters, layers)) <= 1e9:
@@ -371,7 +244,8 @@ def load_tokenizer(path, length=0):
     positions = getattr(config, "max_position_embeddings", None) or length
     if length > positions:
         fail(f"rows of {length} tokens do not fit {path}, which knows {positions} positions.\n"
-             f"  Lower --max_seq_len {length} (in step 3 --max_prompt_seq_len and --max_answer_seq_len) to {positions} in all; for the toy's model, --preset toy.")
+             f"  Lower --max_seq_len {length} (in step 3 --max_prompt_seq_len and --max_answer_seq_len) to {positions} in all; "
+             "for the toy's model, --preset toy.")
     if tokenizer.eos_token_id is None:
         fail(f"the tokenizer of {path} has no EOS token, so no answer could end.\n  Set eos_token in its tokenizer_config.json.")
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
@@ -406,11 +280,9 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
             fail(f"{path}: transformers has no sequence classification for {config.model_type}, so no reward model or critic.")
         config.num_labels, config.value_head_prefix = 1, value_head
         config.pad_token_id = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
-    source, adapters = path, []
-    while (Path(path) / "adapter_config.json").is_file():
-        adapters.insert(0, path)
-        path = json.loads((Path(path) / "adapter_config.json").read_text())["base_model_name_or_path"]
-        load(path)  # an error in words if that base is gone
+    source = path
+    *adapters, path = lora.chain(path)
+    load(path)  # an error in words if the base is gone
     torch.manual_seed(args.seed)
     zero3 = None
     if not Path(path).is_dir() or [f for f in Path(path).iterdir() if f.suffix in (".safetensors", ".bin")]:
@@ -434,12 +306,12 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
     model.own_dropout = own  # save_model writes it back: this run's --dropout is not the next step's
     if value_head and "score.weight" in missing:
         init_value_head(model.score, args.seed)
-    for folder in adapters:
-        lora.merge_adapters(model, folder)
-    del zero3  # (transformers and peft hold only a weak reference to it)
-    if value_head not in (None, "score"):
+    if value_head not in (None, "score"):  # before adapters come: a head that was saved with them has this name
         setattr(model, value_head, model.score)
         del model.score
+    for folder in reversed(adapters):
+        lora.merge_adapters(model, folder)
+    del zero3  # (transformers and peft hold only a weak reference to it)
     if lora_dim:
         lora.add_adapters(model, args, source, lora_dim, value_head)
     if stage == 3 and not args.deepcompile:
@@ -459,7 +331,8 @@ def init_value_head(head, seed):
     """
     with deepspeed.zero.GatheredParameters([head.weight], modifier_rank=0), torch.no_grad():
         if world()[0] == 0 or not hasattr(head.weight, "ds_id"):
-            head.weight.normal_(0, 1 / (head.in_features + 1), generator=torch.Generator().manual_seed(seed))
+            drawn = torch.empty_like(head.weight, device="cpu")  # a generator draws on its own device only
+            head.weight.copy_(drawn.normal_(0, 1 / (head.in_features + 1), generator=torch.Generator().manual_seed(seed)))
 
 def extras(model, mask, keep=None):
     """-> what a forward needs beside ids and mask, if the model takes it: position ids counted over real tokens (B, T), so
@@ -480,10 +353,11 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         logits, targets, logsumexp = ctx.saved_tensors
-        out, columns = torch.empty_like(logits), (x.unsqueeze(-1) for x in (targets, logsumexp, grad / ctx.temperature))  # (M, 1)
-        for slot, part, target, total, g in zip(*(x.split(CHUNK) for x in (out, logits, *columns))):
-            # d logp / d logits = (onehot(target) - softmax) / temperature
-            slot.copy_((in_fp32(part, ctx.temperature) - total).exp_().mul_(-g).scatter_add_(-1, target, g))
+        out, grad = torch.empty_like(logits), (grad / ctx.temperature).unsqueeze(-1)  # (M, V), (M, 1)
+        for start in range(0, len(logits), CHUNK):  # d logp / d logits = (onehot(target) - softmax) / temperature
+            part = slice(start, start + CHUNK)
+            softmax = (in_fp32(logits[part], ctx.temperature) - logsumexp[part, None]).exp_()  # (CHUNK, V)
+            out[part] = softmax.mul_(-grad[part]).scatter_add_(-1, targets[part, None], grad[part])
         return out, None, None
 
 def in_fp32(logits, temperature):
@@ -497,10 +371,17 @@ def last_logits(model, ids, mask, wanted):
     computed: a short answer pays for its own tokens. (All K for a model's own code, or a compiled one: more memory, other rounding.)
     """
     count = wanted.shape[1]
-    picks = "slice_logits_to_keep" in vars(sys.modules[type(inner(model)).__module__]) and not getattr(model, "is_compiled", False)
-    keep = nn.functional.pad(wanted, (ids.shape[1] - count - 1, 1)) if picks else torch.arange(-count - 1, -1, device=ids.device)  # (B, T) or (K,)
+    stock = "slice_logits_to_keep" in vars(sys.modules[type(inner(model)).__module__])  # what transformers' own models pick tokens with
+    if stock and not getattr(model, "is_compiled", False):
+        keep = nn.functional.pad(wanted, (ids.shape[1] - count - 1, 1))  # (B, T) bool
+    else:
+        keep = torch.arange(-count - 1, -1, device=ids.device)  # (K,) positions
     logits = model(ids, attention_mask=mask, use_cache=False, **extras(model, mask, keep)).logits
-    return logits if logits.dim() == 2 else (logits if logits.shape[1] == count else logits[:, -count - 1:-1])[wanted]
+    if logits.dim() == 2:  # (M, V): it took the mask
+        return logits
+    if logits.shape[1] > count:  # (B, T, V): it took neither
+        logits = logits[:, -count - 1:-1]
+    return logits[wanted]  # (B, K, V) -> (M, V)
 
 def last_logprobs(model, ids, mask, wanted, temperature=1.0):
     """-> log-probs (B, K), fp32, of the last K tokens of each row under softmax(logits / temperature), 0 where not `wanted` (B, K)."""
@@ -514,7 +395,7 @@ def spread(values, wanted):
 
 @contextlib.contextmanager
 def all_gathered(parameters, **options):
-    """DeepSpeed's GatheredParameters. One by one with 0.18.5, which of several gathers awaits the last: on a CPU nothing orders them."""
+    """DeepSpeed's GatheredParameters. One by one with 0.18.5: of several gathers it awaits the last alone, and on a CPU they may overtake."""
     with contextlib.ExitStack() as stack:
         for part in [[p] for p in parameters] if older_than("0.19") else [parameters]:
             stack.enter_context(deepspeed.zero.GatheredParameters(part, **options))
@@ -590,7 +471,7 @@ def save_model(engine, tokenizer, folder, whole=whole):
         (folder / ".saving").rmdir()
     barrier()
 
-# ---- 4  Data --------------------------------------------------------------------------------------------------------
+# ---- 3  Data --------------------------------------------------------------------------------------------------------
 HUMAN, ASSISTANT = "\n\nHuman: ", "\n\nAssistant:"
 
 def read_row(row):
@@ -605,10 +486,12 @@ def read_row(row):
     if isinstance(chosen, list):
         prompt = chosen[:-1] or row.get("prompt")
         best, worst = (turns[-1]["content"] if turns else None for turns in (chosen, rejected))
-        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, best, best, worst
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        return prompt, best, best, worst
     if row.get("messages"):
-        last = max((i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"), default=len(row["messages"]))
-        return row["messages"][:last], (row["messages"] + [{"content": None}])[last]["content"], None, None
+        last = max((i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"), default=None)  # None: not answered yet
+        return row["messages"][:last], None if last is None else row["messages"][last]["content"], None, None
     if row.get("instruction"):
         question = "\n".join(filter(None, (row["instruction"], row.get("input"))))
         return f"{HUMAN}{question}{ASSISTANT}", row.get("output") and f" {row['output']}", None, None
@@ -638,7 +521,8 @@ def tokenise_prompt(tokenizer, prompt):
         if not any(special in (m["content"] or "") for special in tokenizer.get_added_vocab() for m in prompt):
             return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         contents = {chr(0xE000 + i): m["content"] or "" for i, m in enumerate(prompt)}  # the template may write special tokens, users not
-        text = tokenizer.apply_chat_template([{**m, "content": mark} for m, mark in zip(prompt, contents)], add_generation_prompt=True, tokenize=False)
+        marked = [{**m, "content": mark} for m, mark in zip(prompt, contents)]
+        text = tokenizer.apply_chat_template(marked, add_generation_prompt=True, tokenize=False)
         pieces = [(contents.get(x, x), x in contents) for x in re.split(f"([{''.join(contents)}])", text)]
         return [i for x, user in pieces for i in tokenizer(x, add_special_tokens=False, split_special_tokens=user).input_ids]
     ids = tokenizer(prompt, split_special_tokens=True).input_ids
@@ -734,24 +618,29 @@ def load_rows(args, tokenizer, step, limit):
         prompts = [as_text(read_row_safely(row)[0]) for row in source["train"]]
         if "test" not in source:
             by_hash = sorted(set(prompts), key=lambda prompt: zlib.crc32(prompt.encode()))
-            held = np.isin(prompts, by_hash[:max(1, len(by_hash) // 20)])
+            chosen = set(by_hash[:max(1, len(by_hash) // 20)])
+            held = np.array([prompt in chosen for prompt in prompts], bool)
             source = {"train": source["train"].select(np.flatnonzero(~held)), "test": source["train"].select(np.flatnonzero(held))}
             prompts = [prompt for prompt, out in zip(prompts, held) if not out]
         seen.update(prompts)
         order = np.random.default_rng(0).permutation(len(source["train"]))
         cuts = (np.cumsum([0, *args.data_split]) / sum(args.data_split) * len(order)).round().astype(int)
         source["train"] = source["train"].select(np.sort(order[cuts[step - 1]:cuts[step]]))
-        for name, rows in parts.items() if len(source["train"]) else ():
+        if not len(source["train"]):
+            continue
+        for name, rows in parts.items():
             made = source[name].map(tokenise_row, fn_kwargs=dict(tokenizer=tokenizer, step=step, limit=limit),
                                     remove_columns=source[name].column_names, keep_in_memory=True)
-            kept = [i for i, why in enumerate(made["drop"] if len(made) else []) if not why]
-            for why, count in Counter(made["drop"] if len(kept) < len(made) else []).items():
-                if why and args.strict:
+            reasons = list(made["drop"]) if len(made) else []  # '' for a row that is kept
+            kept = [i for i, why in enumerate(reasons) if not why]
+            for why, count in Counter(filter(None, reasons)).items():
+                if args.strict:
                     line = find_bad_line(Path(path), lambda row: tokenise_row(row, tokenizer, step, limit)["drop"])
                     fail(f"--strict: {path}, {name}: {count} of {len(made)} rows would be dropped: {why}.\n"
-                         f"  {line or 'The first has the prompt ' + repr(made[made['drop'].index(why)]['prompt'][:80])}")
-                say(f"{path}, {name}: dropped {count} of {len(made)} rows: {why}") if why else None
-            rows += [made.select(kept).remove_columns("drop")] if kept else []
+                         f"  {line or 'The first has the prompt ' + repr(made[reasons.index(why)]['prompt'][:80])}")
+                say(f"{path}, {name}: dropped {count} of {len(made)} rows: {why}")
+            if kept:
+                rows.append(made.select(kept).remove_columns("drop"))
     for name, rows in parts.items():
         if not rows:
             fail(f"no {name} rows are left of {', '.join(args.data_path)}.\n  Add data, or give this step a larger share in --data_split.")
@@ -759,8 +648,11 @@ def load_rows(args, tokenizer, step, limit):
     fresh = [i for i, prompt in enumerate(test["prompt"]) if prompt not in seen]
     if len(fresh) < len(test):
         say(f"held-out: dropped {len(test) - len(fresh)} of {len(test)} rows, whose prompts are also trained on")
-        fail("--strict: held-out rows would be dropped, see above.") if args.strict else None
-        test = test.select(fresh) if fresh else fail("every held-out prompt is also trained on.\n  Give the data a test split of its own.")
+        if args.strict:
+            fail("--strict: held-out rows would be dropped, see above.")
+        if not fresh:
+            fail("every held-out prompt is also trained on.\n  Give the data a test split of its own.")
+        test = test.select(fresh)
     return train, test
 
 class Rows(torch.utils.data.Dataset):
@@ -793,7 +685,7 @@ def epoch_batches(lengths, seed, epoch, batch_size, micro_steps, group_by_length
     return batches
 
 def count_steps(args, rows, batch_size, micro_steps):
-    """-> optimizer steps of the run: --max_steps, or --num_train_epochs passes over `rows`."""
+    """-> steps of the run's loop (in ppo.py one is a rollout): --max_steps, or --num_train_epochs passes over `rows`."""
     per_epoch = -(-len(rows) // rows_per_step(batch_size, micro_steps))
     return args.max_steps if args.max_steps > 0 else per_epoch * args.num_train_epochs
 
@@ -818,7 +710,7 @@ def pad(sequences, pad_id, side="left"):
     return (nn.utils.rnn.pad_sequence(rows, True, pad_id, side),
             nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], True, 0, side))
 
-# ---- 5  The run -----------------------------------------------------------------------------------------------------
+# ---- 4  The run -----------------------------------------------------------------------------------------------------
 def start(args):
     """Join the other ranks, quieten the libraries, seed, refuse an output folder in use. First call of every main()."""
     for name, slurm in {"RANK": "PROCID", "WORLD_SIZE": "NTASKS", "LOCAL_RANK": "LOCALID"}.items():
@@ -834,9 +726,14 @@ def start(args):
     if not args.overwrite and not args.resume and ((output / "config.json").exists() or saved):
         fail(f"--output_dir {output} holds a run.\n  --overwrite replaces it, --resume goes on with an unfinished one, "
              "another --output_dir leaves it alone.")
+    if not (args.overwrite or args.resume or (output / "args.json").exists()) and (foreign := replaced(output)):
+        fail(f"--output_dir {output} holds {foreign[0].name}, which no run of ours has left there, and would replace it.\n"
+             "  Take another --output_dir, or --overwrite.")
     for name, path in vars(args).items():
-        if name.endswith("model_name_or_path") and path and output.resolve() in (Path(path).resolve(), *Path(path).resolve().parents):
-            fail(f"--output_dir {output} is also --{name}: the run would delete what it starts from.\n  Take another --output_dir.")
+        for part in lora.chain(path) if name.endswith("model_name_or_path") and path else ():  # adapters, and what they sit on
+            if Path(part).exists() and output.resolve() in (Path(part).resolve(), *Path(part).resolve().parents):
+                fail(f"--output_dir {output} is also --{name}{' (its base)' if part != path else ''}: the run would delete what it starts from.\n"
+                     "  Take another --output_dir.")
     if args.resume and saved and (output / "args.json").exists():
         before = json.loads((output / "args.json").read_text())
         for name in SAME:
@@ -854,8 +751,9 @@ def start(args):
         args.resume = False
     sys.excepthook = crashed
     for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()).rglob("lock"):
-        if (minutes := (time.time() - lock.parent.stat().st_mtime) / 60) > 1:  # (runs started side by side hold it for a moment)
-            say(f"warning: {lock} is there, and for {minutes:.0f} minutes nothing was compiled. If this run waits now, delete it.")
+        if (minutes := (time.time() - lock.parent.stat().st_mtime) / 60) > 5:  # (runs started side by side hold it for a moment)
+            say(f"warning: {lock} is there, and for {minutes:.0f} minutes nothing was written beside it. "
+                "If nothing compiles, delete it: this run waits.")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
@@ -883,7 +781,8 @@ def store():
 def phase(text):
     """Note what this rank is at."""
     NOW[0] = text
-    store().set(f"phase{world()[0]}", text) if world()[1] > 1 else None
+    if world()[1] > 1:
+        store().set(f"phase{world()[0]}", text)
 
 def waited_in_vain(error):
     """-> whether it says that another rank did not answer."""
@@ -895,13 +794,13 @@ def crashed(kind, error, trace):
     waited = waited_in_vain(error)
     try:
         phase(f"{at}, and waits" if waited else f"{at}, stopped by {why}")
-        time.sleep(2 * waited)  # the others that wait give up now, too; who does not say so is the one that died or hangs
+        time.sleep(2 if waited else 0)  # the others that wait give up now, too; who does not say so is the one that died or hangs
         others = {r: store().get(f"phase{r}").decode() for r in range(ranks) if waited and r != rank}
         why = "\n  ".join([why, *(f"rank {r} was last heard of {text}" for r, text in others.items() if not text.endswith("waits"))])
     except Exception:  # without torchrun it is rank 0 that holds the store
         why += "\n  The other ranks' notes cannot be read: who held them (rank 0, or the launcher) is gone."
     if at.startswith("writing ") and isinstance(error, (OSError, RuntimeError, SafetensorError)):
-        time.sleep(5 * (rank > 0))  # as in `fail`: the launcher ends the run when one rank has left
+        time.sleep(5 if rank else 0)  # as in `fail`: the launcher ends the run when one rank has left
         there = next(folder for folder in Path(at[8:]).absolute().parents if folder.exists())
         why += (f"\n  {shutil.disk_usage(there).free / 1e9:,.1f} GB are free there. Checkpoints written before are as they were: "
                 "make room, and go on with --resume.")
@@ -914,9 +813,11 @@ def crashed(kind, error, trace):
 
 def finish(args, code=0):
     """Leave the group of ranks in order, and the program."""
-    say(f"done: {args.output_dir}") if code == 0 else None
+    if code == 0:
+        say(f"done: {args.output_dir}")
     barrier()
     dist.destroy_process_group()
+    time.sleep(0.1)  # gloo's threads drop their last tensors; while Python shuts down that would abort a run that has ended well (PyTorch #179291)
     sys.exit(code)
 
 def barrier():
@@ -929,15 +830,19 @@ def say(text):
         tqdm.write(text)
         sys.stdout.flush()
 
+def replaced(output):
+    """-> what is in the folder that a new run there would remove."""
+    names = (*LOGS, "checkpoints", "config.json", "curves.png", "ema", "critic", "adapter_config.json", "*model*.safetensors*", "nonfinite_rank*")
+    return [path for name in names for path in output.glob(name)]
+
 def begin(args, title, path, engine, rows, held_out, batch_size, micro_steps, steps):
     """Take the output folder (with --overwrite clear what a run before left), write args.json, print the banner."""
     output, (rank, ranks) = Path(args.output_dir), world()
     if rank == 0:
         output.mkdir(parents=True, exist_ok=True)
         if not args.resume:
-            stale = [*LOGS, "checkpoints", "config.json", "curves.png", "ema", "critic", "adapter_config.json"]
-            for old in (*map(output.joinpath, stale), *output.glob("*model*.safetensors*"), *output.glob("nonfinite_rank*")):
-                shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+            for old in replaced(output):
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
         versions = {m.__name__: m.__version__ for m in (torch, deepspeed, transformers, datasets, np)}
         record = {**vars(args), "world_size": ranks, "device": str(device()), "versions": versions,
                   "data_rows": len(rows), "data_fingerprint": rows._fingerprint}
@@ -946,7 +851,8 @@ def begin(args, title, path, engine, rows, held_out, batch_size, micro_steps, st
     say(f"{title}   (preset {args.preset}, seed {args.seed}, output in {output})\n"
         f"  model    {path}: {count_parameters(inner(engine)) / 1e6:,.2f} M parameters, {args.dtype}, ZeRO stage {engine.zero_optimization_stage()}, "
         f"{ranks} x {get_accelerator().device_name()}\n"
-        f"  batch    {batch_size} per device x {micro_steps} accumulation x {data_world()[1]} ranks = {rows_per_step(batch_size, micro_steps)} rows per step\n"
+        f"  batch    {batch_size} per device x {micro_steps} accumulation x {data_world()[1]} ranks "
+        f"= {rows_per_step(batch_size, micro_steps)} rows per step\n"
         f"  data     {len(rows):,} rows (this step's share, --data_split), {len(held_out):,} held out, {steps:,} steps"
         + (f"\n  limits   {known}: no model can do better on this data" if known else ""))
     torch.manual_seed(args.seed + data_world()[0])  # dropout differs between ranks
@@ -976,8 +882,8 @@ def grad_norm(args, engine):
 
 def speed(args, engine, tokens, flops, started):
     """-> metrics that every step logs. tokens: real ones, over all ranks. flops: of the whole step; tflops: per device."""
-    seconds, schedule = time.time() - started, engine.lr_scheduler  # which has moved on: the rate of this step is the one before
-    rate = schedule.base_lrs[0] * schedule.lr_lambdas[0](max(0, schedule.last_epoch - 1))
+    seconds, schedule = time.time() - started, engine.lr_scheduler  # which has moved on, unless fp16 skipped the step
+    rate = schedule.base_lrs[0] * schedule.lr_lambdas[0](max(0, schedule.last_epoch - engine.was_step_applied()))
     return {"learning_rate": float(rate), "grad_norm": grad_norm(args, engine),
             "tokens_per_second": tokens / seconds, "tflops": flops / seconds / world()[1] / 1e12, "seconds": seconds}
 
@@ -998,7 +904,8 @@ def log(args, record, columns, engine=None):
     append(args, "metrics.jsonl", [{k: float(f"{v:.9g}") if isinstance(v, float) else v for k, v in record.items()}])
     widths = [max(12, len(c) + 2) for c in columns]
     if record["step"] == 0 or not hasattr(log, "legend"):
-        log.legend = say("".join(c.rjust(w) for c, w in zip(columns, widths)))
+        say("".join(c.rjust(w) for c, w in zip(columns, widths)))
+        log.legend = True  # once
     cells = ["" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in map(record.get, columns)]
     say("".join(c.rjust(w) for c, w in zip(cells, widths)))
     if engine is not None and world()[0] == 0 and engine.monitor.enabled:
@@ -1016,19 +923,27 @@ def limits(args):
     return json.loads(file.read_text()).get(Path(sys.argv[0]).stem, {}) if file.is_file() else {}
 
 def draw_curves(args):
-    """metrics.jsonl -> curves.png, one panel a metric, its known limit dashed where there is one (rank 0)."""
+    """metrics.jsonl -> curves.png, a panel for each metric that changed, its known limit dashed where there is one (rank 0)."""
     if world()[0] != 0:
         return
-    import matplotlib, pandas
-    matplotlib.use("Agg")
-    metrics = pandas.read_json(Path(args.output_dir) / "metrics.jsonl", lines=True).set_index("step").select_dtypes("number")
-    metrics = metrics.drop(columns=["epoch", "seconds"], errors="ignore").dropna(axis="columns", how="all").interpolate("index", limit_area="inside")
-    axes = metrics.plot(subplots=True, layout=(-1, 4), figsize=(16, 0.7 * metrics.shape[1] + 2), title=list(metrics), legend=False, xlabel="").flat
-    for axis, limit in zip(axes, map(limits(args).get, metrics)):
-        axis.axhline(limit, linestyle="--", color="gray") if limit is not None else None
-    axes[0].figure.tight_layout()
-    axes[0].figure.savefig(Path(args.output_dir) / "curves.png", dpi=80)
-    matplotlib.pyplot.close("all")
+    try:
+        import matplotlib, pandas
+        matplotlib.use("Agg")
+        metrics = pandas.read_json(Path(args.output_dir) / "metrics.jsonl", lines=True).set_index("step").select_dtypes("number")
+        metrics = metrics.drop(columns=["epoch", "seconds"], errors="ignore").dropna(axis="columns", how="all")
+        metrics = metrics.interpolate("index", limit_area="inside")
+        if (changed := metrics.nunique() > 1).any():
+            metrics = metrics.loc[:, changed]
+        size = (16, 0.7 * metrics.shape[1] + 2)
+        axes = metrics.plot(subplots=True, layout=(-1, 4), figsize=size, title=list(metrics), legend=False, xlabel="").flat
+        for axis, limit in zip(axes, map(limits(args).get, metrics)):
+            if limit is not None:
+                axis.axhline(limit, linestyle="--", color="gray")
+        axes[0].figure.tight_layout()
+        axes[0].figure.savefig(Path(args.output_dir) / "curves.png", dpi=80)
+        matplotlib.pyplot.close("all")
+    except Exception as error:  # a picture is not worth a run: the model is saved after this
+        say(f"curves.png could not be drawn: {error!r}")
 
 def checkpoints(args):
     """-> the whole checkpoints of --output_dir, oldest first. A folder gets its step-N name only once it is complete."""

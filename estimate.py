@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import arguments
 import common
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "KV cache", "buffers", "host")  # host: what offloading moves there
@@ -28,13 +29,17 @@ def sizes_of(path, head, tokens, dtype, dropout=None, lora_dim=0):
     The model is built and run in tensors that have shapes and no data, and what autograd saves for the backward is added up.
     """
     config, kept = copy.deepcopy(common.load(path)), {}
+
+    def note(tensor):  # each storage once
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
     config.num_labels = 1
     if dropout is not None:
         config.update({key: float(dropout) for key in common.own_dropout(config)})
     with torch._subclasses.fake_tensor.FakeTensorMode():
         model = (AutoModelForSequenceClassification if head else AutoModelForCausalLM).from_config(config, dtype=common.DTYPES[dtype]).train()
         ids, own = torch.ones(1, tokens, dtype=torch.long), {p.untyped_storage()._cdata for p in model.parameters()}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.untyped_storage()._cdata, t) is None or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             model.base_model(ids, attention_mask=ids, use_cache=False, **common.extras(model.base_model, ids))
         adapted = [m.weight for name, m in model.base_model.named_modules() if getattr(m, "weight", None) is not None
                    and m.weight.dim() == 2 and not isinstance(m, nn.Embedding)] if lora_dim else []
@@ -58,8 +63,10 @@ def memory(args, models, ranks, cpu=False):
     """
     w, out = common.DTYPES[args.dtype].itemsize, {}
     zero = {"reduce_bucket_size": 5e8, "stage3_max_live_parameters": 1e9, "overlap_comm": True, **common.ds_config(args, 3, 1)["zero_optimization"]}
-    for m, phase in itertools.product(models, ("generate", "score", "train", "update") if any(m.get("cached") for m in models) else ("train", "update")):
-        weights, trained, row, layers, hidden, vocab, cache = sizes_of(m["path"], m.get("head", False), m["tokens"], args.dtype, m.get("dropout"), m.get("lora_dim", 0))
+    phases = ("generate", "score", "train", "update") if any(m.get("cached") for m in models) else ("train", "update")
+    for m, phase in itertools.product(models, phases):
+        weights, trained, row, layers, hidden, vocab, cache = sizes_of(m["path"], m.get("head", False), m["tokens"], args.dtype,
+                                                                       m.get("dropout"), m.get("lora_dim", 0))
         rows, cached, kept, trains, T = m["rows"], m.get("cached", 0), m.get("kept"), m["trains"], trained * m["trains"]
         stage = common.stage_of(args, m["stage"]) if trains else m["stage"]
         tp = args.tensor_parallel_size if trains else 1  # layers split over tp ranks, the rest of ZeRO over the groups of them
@@ -101,18 +108,20 @@ def memory(args, models, ranks, cpu=False):
             total[part] = max(total[part], size) if part in ("activations", "logits") and not (kept and phase != "generate") else total[part] + size
     return out
 
-def estimate(args, models_of):
+def estimate(args, models_of, refusal=arguments.refusal):
     """--estimate: print what a device holds in each phase and, where that is too much, the fewest flags that make it fit; exit 0.
 
     N devices: those given, else those launched. Their memory: what is given, else what is there. A tenth of it is left alone,
     for CUDA's context, NCCL, the allocator's gaps. A CPU's memory is shared by its ranks, and holds what is offloaded as well.
     """
     if not re.fullmatch(r"(\d*[1-9]\d*)?(x\d+(\.\d+)?)?", args.estimate):
-        common.fail(f"--estimate {args.estimate}: give devices, and if you like their GiB.\n  --estimate, --estimate 8, --estimate 8x80 or --estimate x80.")
+        common.fail(f"--estimate {args.estimate}: give devices, and if you like their GiB.\n"
+                    "  --estimate, --estimate 8, --estimate 8x80 or --estimate x80.")
     count, _, gib = args.estimate.partition("x")
     ranks, cpu = int(count or os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS", 1)), common.device().type == "cpu" and not gib
     if ranks % args.tensor_parallel_size:
-        common.fail(f"--tensor_parallel_size {args.tensor_parallel_size} must divide the number of devices, {ranks}.\n  --estimate 8x80 asks about 8.")
+        common.fail(f"--tensor_parallel_size {args.tensor_parallel_size} must divide the number of devices, {ranks}.\n"
+                    "  --estimate 8x80 asks about 8.")
     room = 2 ** 30 * float(gib) if gib else common.get_accelerator().total_memory()
     room *= 0.9 / (int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks) if cpu else 1)
     peak = lambda phases: max(sum(parts.values()) - parts["host"] * (not cpu) for parts in phases.values())
@@ -124,13 +133,14 @@ def estimate(args, models_of):
             for name in [flag] + [f"{role}_{flag}" for role in ("actor", "critic") if hasattr(args, f"{role}_{flag}")]:
                 setattr(new, name, value)
         stages = [value for name, value in vars(new).items() if name.endswith("zero_stage")]
-        fits_together = common.refusal(new) is None and not (new.offload and min(stages) < 3)
+        fits_together = refusal(new) is None and not (new.offload and min(stages) < 3)
         return peak(memory(new, models_of(new), devices, cpu)) if fits_together else float("inf")
 
     common.say(f"{Path(sys.argv[0]).name} on {ranks} x {'device' if gib else common.get_accelerator().device_name()}, {args.dtype}"
         f"{', gradient checkpointing' * args.gradient_checkpointing}: GiB on the fullest one, by count, nothing was loaded")
     for m in models_of(args):
-        common.say(f"  {sizes_of(m['path'], m.get('head', False), m['tokens'], args.dtype)[0] / 1e6:10,.1f} M weights, {'trained' if m['trains'] else 'frozen '}, "
+        weights = sizes_of(m["path"], m.get("head", False), m["tokens"], args.dtype)[0]
+        common.say(f"  {weights / 1e6:10,.1f} M weights, {'trained' if m['trains'] else 'frozen '}, "
             f"ZeRO {common.stage_of(args, m['stage']) if m['trains'] else m['stage']}, {m['rows']} x {m['tokens']} tokens   {m['path']}")
     phases = memory(args, models_of(args), ranks, cpu)
     common.say(f"  {'':9}" + "".join(f"{part:>12}" for part in (*PARTS, "device")))
@@ -144,9 +154,20 @@ def estimate(args, models_of):
     halves = [{**{name: value // 2 ** k for name, value in sizes.items()}, "gradient_accumulation_steps": args.gradient_accumulation_steps * 2 ** k}
               for k in range(1, 12) if all(value % 2 ** k == 0 for value in sizes.values())]
     options = [[{"gradient_checkpointing": True}], [{"zero_stage": s} for s in range(args.zero_stage + 1, 4)], halves,
-               [{"adam_offload": True}], [{"offload": True}], [{"dtype": "bf16"}] * (args.dtype == "fp32"), [{"lora_dim": 16}] * hasattr(args, "lora_dim")]
+               [{"adam_offload": True}], [{"offload": True}]]
+    if args.dtype == "fp32":
+        options.append([{"dtype": "bf16"}])
+    if hasattr(args, "lora_dim"):
+        options.append([{"lora_dim": 16}])
     options = [o for o in options if o and not all(getattr(args, k) == v for k, v in o[0].items())]
-    spell = lambda changes: " ".join(f"--{k}" if v is True else f"--{k} {v}" for change in changes for k, v in change.items())
+
+    def spell(changes):
+        """-> as flags; by role where the command names a role's own, which goes before the one for both."""
+        words = []
+        for name, value in (item for change in changes for item in change.items()):
+            own = [f"{role}_{name}" for role in ("actor", "critic") if any(a.startswith(f"--{role}_{name}") for a in sys.argv)]
+            words += [f"--{n}" if value is True else f"--{n} {value}" for n in (own if len(own) == 2 else [name, *own])]
+        return " ".join(words)
     common.say(f"  It does NOT fit: {verdict}. The fewest flags that make it fit, and its peak then:")
     for n in range(1, len(options) + 1):
         tried = ([(c, changed(c)) for c in itertools.product(*groups)] for groups in itertools.combinations(options, n))
@@ -156,6 +177,6 @@ def estimate(args, models_of):
                 common.say(f"    {size / 2 ** 30:8.2f}   {spell(changes)}")
             break
     more = next((n for n in (ranks * 2 ** k for k in range(1, 12)) if changed([{"zero_stage": 3}], n) <= room), None)
-    common.say(f"    {changed([{'zero_stage': 3}], more) / 2 ** 30:8.2f}   --zero_stage 3 on {more} devices" if more else
+    common.say(f"    {changed([{'zero_stage': 3}], more) / 2 ** 30:8.2f}   {spell([{'zero_stage': 3}])} on {more} devices" if more else
         "" if found else "    none, on any number of devices: shorter rows, or a smaller model")
     sys.exit(0)

@@ -3,6 +3,7 @@
 Not needed to understand the three steps. peft puts the adapters in, and its format is what is saved; what is ours is that they
 are added to weights that ZeRO-3 has sharded, and that the next step takes them as it takes a plain model.
 """
+import json
 from pathlib import Path
 
 import torch
@@ -29,6 +30,15 @@ def add_adapters(model, args, path, dim, value_head=None):
     model.merge_lora = args.merge_lora
     if value_head:
         getattr(model, value_head).requires_grad_(True)
+
+def chain(path):
+    """-> [path], and where it holds adapters what they sit on, and so on: the last one holds weights."""
+    folders = [path]
+    while (config := Path(folders[-1]) / "adapter_config.json").is_file():
+        folders.append(json.loads(config.read_text())["base_model_name_or_path"])
+        if folders[-1] in folders[:-1]:
+            common.fail(f"{path}: its adapters sit on each other ({' on '.join(folders)}), and on no weights.")
+    return folders
 
 def merge_adapters(model, folder):
     """Add the adapters in `folder` (peft's format) to the weights of `model`, and take over the head saved with them."""

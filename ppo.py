@@ -42,6 +42,7 @@ import torch.nn as nn
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+import arguments
 import checkpoint
 import common
 import estimate
@@ -73,8 +74,8 @@ COLUMNS = ["step", "reward", "gold", "kl", "response_length", "eos_rate", "actor
            "entropy", "ratio_max", "eval_reward", "eval_gold", "seconds"]
 
 def get_args(argv=None):
-    parser = common.new_parser(__doc__)
-    arg = common.flags(parser, "PPO: flags that change the result")
+    parser = arguments.new_parser(__doc__)
+    arg = arguments.flags(parser, "PPO: flags that change the result")
     arg("actor_model_name_or_path", help="the model to train, and frozen, the reference: step 1's output")
     arg("critic_model_name_or_path", help="where the critic starts: step 2's output")
     arg("reward_model_name_or_path", help="the frozen reward model; None: the critic's")
@@ -124,12 +125,13 @@ def get_args(argv=None):
     arg("allow_unstable", type=int, default=0, help="1: lift the constraints on batch sizes, epochs and rollout batches")
     arg("actor_zero_stage", type=int, choices=[0, 1, 2, 3], help="ZeRO stage of actor and reference; None: --zero_stage")
     arg("critic_zero_stage", type=int, choices=[0, 1, 2, 3], help="ZeRO stage of critic and reward model; None: --zero_stage")
-    arg("offload_states", action="store_true", help="optimizer states, master weights and gradients wait on the CPU while answers are written and scored")
-    arg("actor_lora_dim", type=int, default=0, help="LoRA's rank, see lora_alpha below; the reference is then the actor without. 0: off")
+    arg("offload_states", action="store_true",
+        help="optimizer states, master weights and gradients wait on the CPU while answers are written and scored")
+    arg("actor_lora_dim", type=int, default=0, help="LoRA's rank, see lora_alpha below; the reference is the actor, adapters off. 0: off")
     arg("critic_lora_dim", type=int, default=0, help="LoRA's rank; the value head trains in full all the same. 0: off")
-    common.add_common_arguments(parser, own_forms=("model_name_or_path", "learning_rate", "weight_decay", "dropout", "lora_dim",
-                                                   "max_seq_len", "per_device_train_batch_size"))
-    args = common.parse(parser, PRESETS, argv)
+    arguments.add_common_arguments(parser, own_forms=("model_name_or_path", "learning_rate", "weight_decay", "dropout", "lora_dim",
+                                                      "max_seq_len", "per_device_train_batch_size"))
+    args = arguments.parse(parser, PRESETS, argv)
     for role in ("actor", "critic"):
         if getattr(args, f"{role}_zero_stage") is None:
             setattr(args, f"{role}_zero_stage", args.zero_stage)
@@ -141,12 +143,14 @@ def get_args(argv=None):
     args.kl_estimator = args.kl_estimator or ("k3" if args.kl_in == "loss" else "k1")
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
     args.offload_states = args.offload_states and not args.adam_offload  # there they live anyway
-    check_constraints(args)
-    check_offload_states(args)
+    if broken := broken_constraint(args):
+        common.fail(broken)
     return args
 
-def check_constraints(args):
-    """DeepSpeed-Chat reports divergence when any of these is broken, so they hold unless lifted knowingly.
+def broken_constraint(args):
+    """-> in words, which of step 3's rules the flags break; None if all is well.
+
+    DeepSpeed-Chat reports divergence when one of the last three is broken, so they hold unless lifted knowingly.
 
     While they hold, the weights that train are the weights that sampled: the ratio is 1, clipping never acts, and this is
     a policy gradient with a baseline. A correct PPO survives several epochs; what made others diverge is mostly that the
@@ -154,14 +158,20 @@ def check_constraints(args):
     """
     generation, training = args.per_device_generation_batch_size, args.per_device_training_batch_size
     if (generation * args.generation_batches) % training:
-        common.fail(f"--per_device_training_batch_size {training} does not divide the {generation} x {args.generation_batches} "
-                    f"answers of a rollout.\n  Use a divisor, for example {math.gcd(generation, training)}.")
+        return (f"--per_device_training_batch_size {training} does not divide the {generation} x {args.generation_batches} "
+                f"answers of each accumulation step.\n  Use a divisor, for example {math.gcd(generation, training)}.")
     if generation % args.samples_per_prompt or (args.advantage in ("rloo", "grpo") and args.samples_per_prompt < 2):
-        common.fail(f"--samples_per_prompt {args.samples_per_prompt}: it must divide --per_device_generation_batch_size {generation}, "
-                    "and be 2 or more with --advantage rloo or grpo, which compare answers to one prompt.\n  Use 4, for example.")
+        return (f"--samples_per_prompt {args.samples_per_prompt}: it must divide --per_device_generation_batch_size {generation}, "
+                "and be 2 or more with --advantage rloo or grpo, which compare answers to one prompt.\n  Use 4, for example.")
+    stages, moved = {args.actor_zero_stage, args.critic_zero_stage}, args.offload_states and not args.adam_offload
+    fixed = "--offload" if args.offload else f"--zero_stage {min(stages)} in {args.dtype}"  # where states cannot be moved
     for broken, what, why in (
-            (args.tensor_parallel_size > 1 and common.older_than("0.19"),
-             f"--tensor_parallel_size {args.tensor_parallel_size}", "step 3 needs DeepSpeed 0.19 for it: 0.18.5 finds its ranks' answers inconsistent"),
+            (moved and common.older_than("0.17.6") and stages != {3},
+             "--offload_states", f"it needs --zero_stage 3 with DeepSpeed {deepspeed.__version__}; upgrade to 0.18.5 or newer"),
+            (moved and (0 in stages or (1 in stages and args.dtype == "bf16") or args.offload),  # stage 1 has another optimizer in bf16
+             f"--offload_states with {fixed}", "DeepSpeed cannot move these states: use --zero_stage 2 or 3, without --offload"),
+            (args.tensor_parallel_size > 1 and common.older_than("0.19"), f"--tensor_parallel_size {args.tensor_parallel_size}",
+             "step 3 needs DeepSpeed 0.19 for it: 0.18.5 finds its ranks' answers inconsistent"),
             (args.kl_in == "loss" and args.kl_estimator == "k1", "--kl_in loss --kl_estimator k1",
              "the expected gradient of k1 is 0: take k2 or k3"),
             (args.normalize_reward and args.reward_fn, "--normalize_reward with --reward_fn",
@@ -175,29 +185,18 @@ def check_constraints(args):
             (args.kl_target is not None and args.kl_target * args.kl_coef <= 0, f"--kl_target {args.kl_target}",
              "it and --kl_coef must be above 0")):
         if broken:
-            common.fail(f"{what}: {why}.")
+            return f"{what}: {why}."
     if args.allow_unstable:
-        return
+        return None
     if generation != training:
-        common.fail(f"--per_device_generation_batch_size {generation} and --per_device_training_batch_size {training} differ.\n"
-                    "  Step 3 trains on exactly what it just generated; with other sizes the stored log-probs go stale.\n"
-                    f"  Set both to {training} (or both to {generation}), and use --gradient_accumulation_steps for a larger batch.\n"
-                    "  --allow_unstable 1 lifts this.")
+        return (f"--per_device_generation_batch_size {generation} and --per_device_training_batch_size {training} differ.\n"
+                "  Step 3 trains on exactly what it just generated; with other sizes the stored log-probs go stale.\n"
+                f"  Set both to {training} (or both to {generation}), and use --gradient_accumulation_steps for a larger batch.\n"
+                "  --allow_unstable 1 lifts this.")
     for name in ("ppo_epochs", "generation_batches"):
         if getattr(args, name) != 1:
-            common.fail(f"--{name} {getattr(args, name)} must be 1: DeepSpeed-Chat reports divergence otherwise.\n"
-                        "  Use --gradient_accumulation_steps for a larger batch, or lift this with --allow_unstable 1.")
-
-def check_offload_states(args):
-    """DeepSpeed has state offload in its ZeRO optimizers of stages 1 to 3, and not in the one of stage 1 in bf16."""
-    stages = {args.actor_zero_stage, args.critic_zero_stage}
-    if not args.offload_states:
-        return
-    if common.older_than("0.17.6") and stages != {3}:
-        common.fail(f"--offload_states needs --zero_stage 3 with DeepSpeed {deepspeed.__version__}.\n  Upgrade to 0.18.5 or newer, or use --zero_stage 3.")
-    if 0 in stages or (1 in stages and args.dtype == "bf16") or args.offload:
-        common.fail(f"--offload_states does not go with {'--offload' if args.offload else f'--zero_stage {min(stages)} in {args.dtype}'}: "
-                    "DeepSpeed cannot move these states.\n  Use --zero_stage 2 or 3, without --offload.")
+            return (f"--{name} {getattr(args, name)} must be 1: DeepSpeed-Chat reports divergence otherwise.\n"
+                    "  Use --gradient_accumulation_steps for a larger batch, or lift this with --allow_unstable 1.")
 
 # ---- Maths: pure functions.  Shapes: B sequences, R response tokens; mask (B, R) is 1 on real response tokens -------
 def kl_estimate(logprobs, ref_logprobs, estimator):
@@ -208,7 +207,7 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
                             k3 = r - 1 - log r      unbiased, never negative
     """
     log_r = ref_logprobs - logprobs
-    return {"k1": lambda: -log_r, "k2": lambda: log_r ** 2 / 2, "k3": lambda: log_r.exp() - 1 - log_r}[estimator]()
+    return {"k1": -log_r, "k2": log_r ** 2 / 2, "k3": log_r.exp() - 1 - log_r}[estimator]
 
 def token_rewards(scores, kl, mask, kl_coef, clip_reward, penalty=0.0):
     """Reward of each token: minus the KL price everywhere, plus the clipped score on the last token.  [Ouyang 2022] eq. 2
@@ -282,7 +281,7 @@ def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None, dual_c
 
         ratio = pi(token) / pi_old(token)
         loss  = -min(ratio * A, clip(ratio, 1 - clip, 1 + clip_high) * A)       clip_high = clip, unless it is given
-    The minimum is the pessimist's choice: no gain from moving the ratio beyond the clip, full loss when it went wrong: a
+    The minimum is the pessimist's choice: no gain from updating the ratio beyond the clip, full loss when it went wrong: a
     bad token (A < 0) that has become likely has no bound. With dual_clip the loss is at most -dual_clip * A there.  [Ye 2020]
     """
     ratio = (logprobs - old_logprobs).exp()
@@ -361,34 +360,36 @@ def generate(model, ids, mask, uniforms, tokenizer, temperature=1.0, top_k=0, to
     answer_mask = torch.zeros_like(answer)
     mask = torch.cat([mask, torch.ones_like(answer)], 1)  # (B, P + R)
     extras, cache = common.extras(model, mask, keep=1), reserved_cache(model, P + R)
-    rows = torch.arange(B, device=ids.device)  # (b,) those still in the batch
-    alive = torch.ones_like(rows, dtype=torch.bool)
-    new, uniforms = ids, uniforms.to(ids.device).double()
+    positions = extras.pop("position_ids", None)  # (B, P + R)
+    active = torch.arange(B, device=ids.device)  # (b,) the rows still in the batch
+    alive = torch.ones_like(active, dtype=torch.bool)  # (b,) of these, the ones that have not ended
+    inputs, uniforms = ids, uniforms.to(ids.device).double()
     for r in range(R):
         end = P + r
-        now = {k: v[rows, end - new.shape[1]:end] if k == "position_ids" else v for k, v in extras.items()}
-        logits = model(new, attention_mask=mask[rows, :end], past_key_values=cache, use_cache=True, **now).logits[:, -1, :known]  # (b, V)
+        if positions is not None:
+            extras["position_ids"] = positions[active, end - inputs.shape[1]:end]
+        logits = model(inputs, attention_mask=mask[active, :end], past_key_values=cache, use_cache=True, **extras).logits[:, -1, :known]  # (b, V)
         if r < min_new_tokens:
             logits[:, tokenizer.eos_token_id] = -torch.inf
         probs = filter_top(torch.softmax(common.in_fp32(logits, temperature), -1), top_k, top_p)  # (b, V)
         cdf = probs.cumsum(-1, dtype=torch.float64)
-        token = torch.searchsorted(cdf, uniforms[rows, r, None] * cdf[:, -1:], right=True)  # (b, 1) the first token whose cdf exceeds u
-        token.clamp_(max=cdf.shape[1] - 1)  # NaN exceeds nothing; that it is there is found when the answers are scored
-        answer[rows, r] = token[:, 0].where(alive, tokenizer.pad_token_id)
-        answer_mask[rows, r] = alive.long()
+        token = torch.searchsorted(cdf, uniforms[active, r, None] * cdf[:, -1:], right=True)  # (b, 1) the first whose cdf exceeds u
+        token.clamp_(max=cdf.shape[1] - 1)  # NaN logits: none exceeds u. The run is stopped when the answers are scored
+        answer[active, r] = token[:, 0].where(alive, tokenizer.pad_token_id)
+        answer_mask[active, r] = alive.long()
         alive = alive & (token[:, 0] != tokenizer.eos_token_id)
         if stop:  # such a text may reach over several tokens: the last 16 are looked at
-            tails = tokenizer.batch_decode(answer[rows, max(0, r - 15):r + 1])
+            tails = tokenizer.batch_decode(answer[active, max(0, r - 15):r + 1])
             alive = alive & torch.tensor([not any(text in tail for text in stop) for tail in tails], device=ids.device)
         count = alive.sum().item()
         # Without `synced` ranks stop on their own. With ZeRO-3's hooks on, a rank that stopped would hang the others.
         if not (common.all_sum(count)[0] if synced else count):
             break
-        if 0 < count <= 0.75 * len(rows):  # finished rows leave, once a quarter has finished: each time the cache is copied
+        if 0 < count <= 0.75 * len(active):  # finished rows leave, once a quarter has finished: each time the cache is copied
             kept = alive.nonzero()[:, 0]
             cache.batch_select_indices(kept)
-            rows, alive, token = rows[kept], alive[kept], token[kept]
-        new = token
+            active, alive, token = active[kept], alive[kept], token[kept]
+        inputs = token
     return answer[:, :r + 1], answer_mask[:, :r + 1]
 
 def filter_top(probs, top_k, top_p):
@@ -417,8 +418,8 @@ def roll_out(args, engine, tokenizer, rows, step, batch_size):
             part = rows[start:start + batch_size]
             ids, mask = common.pad([r["prompt_ids"] for r in part], tokenizer.pad_token_id)
             uniforms = row_uniforms(args.seed, step, [(max(r["row"], 0), r.get("sample", 0)) for r in part], args.max_answer_seq_len)
-            answers, answer_mask = generate(model, ids.to(common.device()), mask.to(common.device()), uniforms, tokenizer,
-                                            args.temperature, args.top_k, args.top_p, args.min_new_tokens, args.stop, synced, len(tokenizer))
+            answers, answer_mask = generate(model, ids.to(common.device()), mask.to(common.device()), uniforms, tokenizer, args.temperature,
+                                            args.top_k, args.top_p, args.min_new_tokens, args.stop, synced=synced, known=len(tokenizer))
             for row, answer, count in zip(part, answers.tolist(), answer_mask.sum(-1).tolist()):
                 answer = answer[:count]
                 stopped = any(text in tokenizer.decode(answer) for text in args.stop)
@@ -474,14 +475,15 @@ def score(args, batch, actor, reference, critic, reward_model, reused=()):
     """Add old_logprobs, ref_logprobs, values, entropy (B, R) and reward, kl, kl_k3, response_length (B,) to a micro-batch.
 
     Forwards of the same function, without dropout, on the same padding as the pass that trains: before the first update the
-    ratio is exactly 1. reused: the engines among actor and critic whose forward here is kept, with its graph, and trained on.
+    ratio is exactly 1. reused: the engines among actor and critic whose forward here is kept to train on: logprobs and
+    new_values are old_logprobs and values with their graph.
     """
     ids, mask, count = batch["ids"], batch["mask"], batch["response_mask"].shape[1]
+    with adapters_off(reference):  # before the actor: with LoRA they are one model, and ZeRO-3 must see the pass that trains last
+        batch["ref_logprobs"] = common.last_logprobs(reference, ids, mask, batch["response_mask"], args.temperature)
     with torch.set_grad_enabled(actor in reused):
         batch["logprobs"], batch["entropy"] = actor_pass(args, actor, batch, with_entropy=True)
     batch["old_logprobs"] = batch["logprobs"].detach()
-    with adapters_off(reference):
-        batch["ref_logprobs"] = common.last_logprobs(reference, ids, mask, batch["response_mask"], args.temperature)
     for name, estimator in (("kl", "k1"), ("kl_k3", "k3")):  # of an answer: the sum over its tokens
         batch[name] = (kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], estimator) * batch["response_mask"]).sum(-1)
     batch["response_length"] = batch["response_mask"].sum(-1).long()
@@ -517,14 +519,16 @@ def advantages_of(args, micro_batches, kl_coef, statistics):
 
 def park(args, *engines):
     """--offload_states: what only the optimizer needs waits on the CPU."""
-    for engine in engines if args.offload_states else ():
-        engine.offload_states(include=[state for state in OffloadStateTypeEnum if state != OffloadStateTypeEnum.lp_params],
-                              pin_memory=common.device().type != "cpu")  # (0.18.5 cannot pin where there is no GPU)
+    if args.offload_states:
+        waits = [state for state in OffloadStateTypeEnum if state != OffloadStateTypeEnum.lp_params]  # lp_params: the weights themselves
+        for engine in engines:
+            engine.offload_states(include=waits, pin_memory=common.device().type != "cpu")  # (0.18.5 cannot pin where there is no GPU)
 
 def unpark(args, *engines):
     """... and comes back to train."""
-    for engine in engines if args.offload_states else ():
-        engine.reload_states()
+    if args.offload_states:
+        for engine in engines:
+            engine.reload_states()
 
 def load_function(spec, flag):
     """'FILE:FUNCTION' -> the function. This runs the user's own code."""
@@ -615,7 +619,7 @@ def evaluate(args, actor, reference, reward_model, functions, tokenizer, held_ou
     rows = [common.Rows(held_out)[i] for i in order[rank::ranks]]
     size = args.per_device_eval_batch_size
     sequences = sorted(roll_out(args, actor, tokenizer, rows, 0, size), key=lambda s: len(s["answer_ids"]))
-    names = ["reward", *["gold"] * ("gold" in functions), "kl", "response_length"]
+    names = ["reward", *(["gold"] if "gold" in functions else []), "kl", "response_length"]
     actor.eval()
     for start in range(0, len(sequences), size):
         part = sequences[start:start + size]
@@ -626,8 +630,8 @@ def evaluate(args, actor, reference, reward_model, functions, tokenizer, held_ou
             for s, value in zip(part, batch[name].tolist()):
                 s[name] = value
     actor.train()
-    speaks = common.world()[0] % common.LAYOUT["tensor_parallel"] == 0  # ranks that share a model's layers have the same answers
-    answers = sorted(common.everyones([s for s in sequences if s["real"] and speaks]), key=lambda s: s["row"])
+    reports = common.world()[0] % common.LAYOUT["tensor_parallel"] == 0  # ranks that share a model's layers have the same answers
+    answers = sorted(common.everyones([s for s in sequences if s["real"] and reports]), key=lambda s: s["row"])
     common.append(args, "samples.jsonl", [{"step": step, "prompt": s["prompt"], "response": s["text"], **{k: s[k] for k in names}} for s in answers])
     for s in answers[:2]:
         common.say(f"    {s['prompt']!r} -> {s['text']!r}   " + ", ".join(f"{k} {s[k]:.4g}" for k in names))
@@ -655,7 +659,8 @@ def models_of(args):
     reward = dict(frozen, path=args.reward_model_name_or_path, stage=args.critic_zero_stage, head=True)
     critic = dict(reward, path=args.critic_model_name_or_path, trains=True, lora_dim=args.critic_lora_dim, dropout=args.critic_dropout,
                   kept="critic" in kept)
-    return [actor, *[critic] * (args.advantage == "gae"), *[reference] * (not args.actor_lora_dim), *[reward] * (not args.reward_fn)]
+    used = ((actor, True), (critic, args.advantage == "gae"), (reference, not args.actor_lora_dim), (reward, not args.reward_fn))
+    return [model for model, needed in used if needed]
 
 # ---- Helpers of the update ------------------------------------------------------------------------------------------
 def skip_together(engines):
@@ -694,13 +699,14 @@ def read_text(args, tokenizer):
     ids = [common.tokenise_answer(tokenizer, text)[:args.max_seq_len] for text in texts if isinstance(text, str) and text.strip()]
     if len(ids) < len(texts):
         common.say(f"--unsup_data_path: dropped {len(texts) - len(ids)} of {len(texts)} rows: no text")
-        common.fail("--strict: rows without text would be dropped, see above.") if args.strict else None
+        if args.strict:
+            common.fail("--strict: rows without text would be dropped, see above.")
     return ids or common.fail(f"--unsup_data_path {' '.join(args.unsup_data_path)} holds no text.")
 
-def text_batches(unsup, count, micro_batch, seed, pad_id):
+def text_batches(unsup, count, batch_size, seed, pad_id):
     """PTX: this rank's share of the text for one optimizer step -> list of `count` dicts of ids, mask: (B, T)."""
     rank, ranks = common.data_world()
-    rows = np.random.default_rng(seed).choice(len(unsup), (count, ranks, micro_batch))[:, rank]
+    rows = np.random.default_rng(seed).choice(len(unsup), (count, ranks, batch_size))[:, rank]
     made = [common.pad([unsup[i] for i in part], pad_id) for part in rows]
     return [common.to_device({"ids": ids, "mask": mask}) for ids, mask in made]
 
@@ -719,7 +725,7 @@ def adapt_kl_coef(coef, kl, target, gain=0.1):
 
 def rollout_metrics(args, micro_batches):
     """-> what the rollout was like, over all ranks: means over answers, and over response tokens."""
-    names = ["reward", *["gold"] * bool(args.gold_fn), "kl", "kl_k3", "response_length", "ended"]
+    names = ["reward", *(["gold"] if args.gold_fn else []), "kl", "kl_k3", "response_length", "ended"]
     each = [torch.cat([b[name] for b in micro_batches]).double() for name in names]  # (N,) all answers of this rank
     real = torch.cat([b["real"] for b in micro_batches])  # (N,) fillers 0
     count, *sums = common.all_sum(real.sum(), *((values * real).sum() for values in each)).tolist()
@@ -742,7 +748,7 @@ def check_models(args, tokenizer):
     -> mean, deviation of step 2's scores on held-out answers, with which --normalize_reward scales; else 0, 1.
     """
     actor, critic, reward = args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path
-    for path in dict.fromkeys([critic] * (args.advantage == "gae") + [reward] * (not args.reward_fn)):
+    for path in [path for path, needed in ((critic, args.advantage == "gae"), (reward, not args.reward_fn)) if needed]:
         known = common.load_tokenizer(path, args.max_seq_len).get_vocab()
         if known != tokenizer.get_vocab() or common.load(path).get_text_config().vocab_size < len(tokenizer):
             common.fail(f"{actor} and {path} have different vocabularies: the second cannot read what the first writes.\n"
@@ -769,7 +775,7 @@ def step_flops(args, actor, critic, reward_model, reused, tokens, rows):
 def main():
     args = get_args()
     if args.estimate is not None:
-        estimate.estimate(args, models_of)
+        estimate.estimate(args, models_of, lambda changed: arguments.refusal(changed) or broken_constraint(changed))
     common.start(args)
     functions = {name: load_function(getattr(args, f"{name}_fn"), f"--{name}_fn") for name in ("reward", "gold") if getattr(args, f"{name}_fn")}
 
@@ -779,44 +785,42 @@ def main():
     train, held_out = common.load_rows(args, tokenizer, step=3, limit=args.max_prompt_seq_len)
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
     unsup = args.unsup_data_path and read_text(args, tokenizer)
-    generation, micro_batch = args.per_device_generation_batch_size, args.per_device_training_batch_size
-    prompt_batch = generation // args.samples_per_prompt            # prompts of a generation batch
+    generation_size, batch_size = args.per_device_generation_batch_size, args.per_device_training_batch_size
+    prompts_per_batch = generation_size // args.samples_per_prompt  # of a generation batch
     accumulation = args.gradient_accumulation_steps                 # micro-batches of an optimizer step
     rollout_batches = accumulation * args.generation_batches        # generation batches of a rollout
-    updates = rollout_batches * generation // (micro_batch * accumulation)  # optimizer steps of one epoch over a rollout
-    steps = common.count_steps(args, train, prompt_batch, rollout_batches)
+    updates = rollout_batches * generation_size // (batch_size * accumulation)  # optimizer steps of one epoch over a rollout
+    steps = common.count_steps(args, train, prompts_per_batch, rollout_batches)
     critic_steps = steps * args.ppo_epochs * updates                # optimizer steps of the run
     actor_steps = max(steps - args.critic_warmup_steps, 1) * args.ppo_epochs * updates
     actor_micro_steps = accumulation * (2 if unsup else 1)          # PTX adds as many micro-batches of text
 
     # 2 models --------------------------------------------------------------------------------------------------------
     actor = common.load_model(args.actor_model_name_or_path, args, args.actor_zero_stage, args.actor_dropout, lora_dim=args.actor_lora_dim)
-    actor = common.train_engine(actor, args, args.actor_zero_stage, micro_batch, actor_micro_steps, actor_steps,
+    actor = common.train_engine(actor, args, args.actor_zero_stage, batch_size, actor_micro_steps, actor_steps,
                                 args.actor_learning_rate, args.actor_weight_decay)
     engines, critic = {"actor": actor}, None
     if args.advantage == "gae":
         critic = common.load_model(args.critic_model_name_or_path, args, args.critic_zero_stage, args.critic_dropout, tokenizer,
                                    "score", args.critic_lora_dim)
-        critic = common.train_engine(critic, args, args.critic_zero_stage, micro_batch, accumulation, critic_steps,
+        critic = common.train_engine(critic, args, args.critic_zero_stage, batch_size, accumulation, critic_steps,
                                      args.critic_learning_rate, args.critic_weight_decay, main=False)
         engines["critic"] = critic
     reference = actor                                               # without its adapters, if it has any
     if not args.actor_lora_dim:
         reference = common.load_model(args.actor_model_name_or_path, args, args.actor_zero_stage)
-        reference = frozen_engine(reference, args, args.actor_zero_stage, micro_batch)
+        reference = frozen_engine(reference, args, args.actor_zero_stage, batch_size)
     reward_model = None
     if not args.reward_fn:
         reward_model = common.load_model(args.reward_model_name_or_path, args, args.critic_zero_stage, None, tokenizer, "score")
-        reward_model = frozen_engine(reward_model, args, args.critic_zero_stage, micro_batch)
-    for role, stage in (("actor", args.actor_zero_stage), ("critic", args.critic_zero_stage)):
-        if stage != 2:
-            common.say(f"warning: the {role} runs with ZeRO stage {common.stage_of(args, stage)}; DeepSpeed-Chat's step 3 uses 2. Others run out of memory "
-                       "sooner (0, 1) or slower (3).")
+        reward_model = frozen_engine(reward_model, args, args.critic_zero_stage, batch_size)
+    if {args.actor_zero_stage, args.critic_zero_stage} != {2}:
+        common.say("warning: DeepSpeed-Chat's step 3 uses ZeRO stage 2. 0 and 1 run out of memory sooner, 3 is slower.")
     if args.allow_unstable:
         common.say("warning: --allow_unstable: old log-probs go stale within a rollout. Watch ratio_max, clip_fraction, approx_kl; --target_kl.")
     columns = [c for c in COLUMNS if (args.gold_fn or "gold" not in c) and (critic or c not in ("critic_loss", "explained_variance"))]
     state = {"ema": ema_start(actor.module) if args.enable_ema else None, "kl_coef": args.kl_coef}  # kept by checkpoints
-    common.begin(args, "step 3: PPO", args.actor_model_name_or_path, actor, train, held_out, prompt_batch, rollout_batches, steps)
+    common.begin(args, "step 3: PPO", args.actor_model_name_or_path, actor, train, held_out, prompts_per_batch, rollout_batches, steps)
 
     def evaluate_at(step):
         park(args, *engines.values())
@@ -826,30 +830,30 @@ def main():
 
     if not args.resume:
         common.log(args, {"step": 0, "epoch": 0.0, **evaluate_at(0)}, columns)
-    first, spared = None, one_pass(args)
+    one_forward, gate_step = one_pass(args), None
     for step, epoch, evaluate_now, prompts in checkpoint.training_steps(
-            args, engines, state, train, prompt_batch, rollout_batches, steps, lambda rows: {"rows": rows}):
+            args, engines, state, train, prompts_per_batch, rollout_batches, steps, list):
         # 3 rollout ---------------------------------------------------------------------------------------------------
         started = time.time()
         park(args, *engines.values())
-        asked = [{**row, "sample": i} for batch in prompts for row in batch["rows"] for i in range(args.samples_per_prompt)]
-        answers = roll_out(args, actor, tokenizer, asked, step, generation)
+        asked = [{**row, "sample": i} for batch in prompts for row in batch for i in range(args.samples_per_prompt)]
+        answers = roll_out(args, actor, tokenizer, asked, step, generation_size)
         generated_at = time.time()
 
         # 4 score -----------------------------------------------------------------------------------------------------
-        # moving: the engines that this step updates; the actor waits during --critic_warmup_steps.
+        # updating: the engines that this step trains; the actor waits during --critic_warmup_steps.
         # reused: of these, those whose pass here is also the pass that trains (`one_pass`); never in the first step of a
         # run, so that the gate below has two passes to compare.
-        first = first or step
-        moving = [engine for engine in engines.values() if engine is critic or step > args.critic_warmup_steps]
-        reused = [engines[role] for role in spared if engines.get(role) in moving and step > first]
+        gate_step = gate_step or step
+        updating = list(engines.values()) if step > args.critic_warmup_steps else [critic]
+        reused = [engines[role] for role in one_forward if engines.get(role) in updating and step > gate_step]
         for engine in engines.values():
             engine.train(engine in reused)
         if updates == 1:  # like lengths together: less padding
             answers.sort(key=lambda s: len(s["prompt_ids"]) + len(s["answer_ids"]))
         else:             # that would make one update of short answers, another of long ones. (Which share one depends on the ranks.)
             np.random.default_rng([args.seed, step]).shuffle(answers)
-        parts = [answers[i:i + micro_batch] for i in range(0, len(answers), micro_batch)]
+        parts = [answers[i:i + batch_size] for i in range(0, len(answers), batch_size)]
         micro_batches = [common.to_device(collate_answers(part, tokenizer.pad_token_id)) for part in parts]
         for part, batch in zip(parts, micro_batches):
             score(args, batch, actor, reference, critic, reward_model, reused)
@@ -865,28 +869,28 @@ def main():
         scored_at = time.time()
 
         # 5 advantages ------------------------------------------------------------------------------------------------
-        advantages_of(args, micro_batches, state["kl_coef"], score_statistics)
+        kl_coef = state["kl_coef"] if args.kl_target else args.kl_coef  # an adapted one outlives --resume
+        advantages_of(args, micro_batches, kl_coef, score_statistics)
 
         # 6 update ----------------------------------------------------------------------------------------------------
+        names = ("actor_loss", "critic_loss", "approx_kl", "clip_fraction")  # sums: of these, over this rank's tokens
         sums, ratio_max, trained_tokens = torch.zeros(4, dtype=torch.float64), 0.0, 0.0
-        update = -1
-        for minibatch in minibatches(micro_batches, accumulation, args.ppo_epochs, (args.seed, step)):
-            tokens, before = common.all_sum(sum(b["response_mask"].sum() for b in minibatch))[0].item(), sums.clone()
+        for update, minibatch in enumerate(minibatches(micro_batches, accumulation, args.ppo_epochs, (args.seed, step))):
+            tokens, sums_before = common.all_sum(sum(b["response_mask"].sum() for b in minibatch))[0].item(), sums.clone()
             if not tokens:  # fillers only
                 continue
-            update, trained_tokens = update + 1, trained_tokens + tokens
             if unsup:
-                texts = text_batches(unsup, len(minibatch), micro_batch, (args.seed, step, update), tokenizer.pad_token_id)
+                texts = text_batches(unsup, len(minibatch), batch_size, (args.seed, step, update), tokenizer.pad_token_id)
                 text_tokens = common.all_sum(sum(text["mask"][:, :-1].sum() for text in texts))[0].item()
             for batch in minibatch:
                 response_mask, logprobs, entropies = batch["response_mask"], batch["logprobs"], batch["entropy"]  # (B, R)
                 if actor not in reused:
-                    with torch.set_grad_enabled(actor in moving):
+                    with torch.set_grad_enabled(actor in updating):
                         logprobs, entropies = actor_pass(args, actor, batch, with_entropy=args.entropy_coef > 0)
-                loss, ratio, clipped = actor_loss(args, logprobs, entropies, batch, state["kl_coef"])           # (B, R)
-                if update == 0 and actor not in reused:  # (a reused pass would be compared with itself)
+                loss, ratio, clipped = actor_loss(args, logprobs, entropies, batch, kl_coef)                    # (B, R)
+                if trained_tokens == 0 and actor not in reused:  # (a reused pass would be compared with itself)
                     first_pass_gate(args, ((ratio.detach() - 1).abs() * response_mask).max(), step)
-                if actor in moving:
+                if actor in updating:
                     actor.backward((loss * response_mask).sum() * common.loss_scale(tokens, actor_micro_steps))
                     if unsup:
                         actor.step()  # ends the first of two micro-steps: the weights move after the last one only
@@ -898,16 +902,17 @@ def main():
                     errors = value_loss(values, batch["values"], batch["returns"], args.clip_value)             # (B, R)
                     critic.backward((errors * response_mask).sum() * common.loss_scale(tokens, accumulation))
                 if batch is minibatch[-1] and args.dtype == "fp16":
-                    skip_together(moving)
-                for engine in moving:
+                    skip_together(updating)
+                for engine in updating:
                     engine.step()  # moves the weights at the minibatch's last micro-batch only
                 with torch.no_grad():
                     ratio_max = max(ratio_max, (ratio * response_mask).max().item())
                     approx_kl = kl_estimate(batch["old_logprobs"], logprobs, "k3")  # of old and new policy
                     sums += torch.stack([(x * response_mask).sum().double().cpu() for x in (loss, errors, approx_kl, clipped)])
-            if args.enable_ema and actor in moving and actor.was_step_applied():  # fp16 may have skipped it
+            if args.enable_ema and actor in updating and actor.was_step_applied():  # fp16 may have skipped it
                 ema_update(state["ema"], actor.module, args.ema_decay)
-            if args.target_kl and common.all_sum((sums - before)[2])[0].item() / tokens > args.target_kl:
+            trained_tokens += tokens
+            if args.target_kl and common.all_sum((sums - sums_before)[names.index("approx_kl")])[0].item() / tokens > args.target_kl:
                 break
         trained_at = time.time()
 
@@ -915,9 +920,9 @@ def main():
         tokens, count = common.all_sum(sum((b["mask"].sum(-1) * b["real"]).sum() for b in micro_batches),
                                        sum(b["real"].sum() for b in micro_batches)).tolist()
         flops = step_flops(args, actor, critic, reward_model, reused, tokens, count)
-        names = ("actor_loss", "critic_loss", "approx_kl", "clip_fraction")
-        record = {"step": step, "epoch": epoch, **dict(zip(names, (common.all_sum(*sums) / trained_tokens).tolist())),
-                  "ratio_max": max(common.everyones([ratio_max])), **rollout_metrics(args, micro_batches), "kl_coef": state["kl_coef"],
+        means = dict(zip(names, (common.all_sum(*sums) / trained_tokens).tolist()))
+        record = {"step": step, "epoch": epoch, "loss": means["actor_loss"] + means["critic_loss"], **means,  # (loss: for tools that look for it)
+                  "ratio_max": max(common.everyones([ratio_max])), **rollout_metrics(args, micro_batches), "kl_coef": kl_coef,
                   "generate_seconds": generated_at - started, "score_seconds": scored_at - generated_at,
                   "train_seconds": trained_at - scored_at, **common.speed(args, actor, tokens, flops, started)}
         if critic:
@@ -925,8 +930,8 @@ def main():
         else:
             del record["critic_loss"]
         common.check_finite(args, record, blame)
-        if args.kl_target and actor in moving:
-            state["kl_coef"] = adapt_kl_coef(state["kl_coef"], record["kl"], args.kl_target)
+        if args.kl_target and actor in updating:
+            state["kl_coef"] = adapt_kl_coef(kl_coef, record["kl"], args.kl_target)
         if evaluate_now:
             record.update(evaluate_at(step))
         if evaluate_now or step % args.log_steps == 0:

@@ -24,6 +24,7 @@ import time
 import torch
 import torch.nn.functional as F
 
+import arguments
 import checkpoint
 import common
 import estimate
@@ -50,26 +51,29 @@ PRESETS = {
 COLUMNS = ["step", "epoch", "loss", "accuracy", "chosen_score", "rejected_score", "eval_loss", "eval_accuracy", "grad_norm"]
 
 def get_args(argv=None):
-    parser = common.new_parser(__doc__)
-    common.add_common_arguments(parser)
-    arg = common.flags(parser, "flags of this step alone")
+    parser = arguments.new_parser(__doc__)
+    arguments.add_common_arguments(parser)
+    arg = arguments.flags(parser, "flags of this step alone")
     arg("value_head_prefix", default="score", help="name of the head in the model; stock transformers loads `score`")
     arg("center_coef", type=float, default=0.0, help="pulls scores towards 0, by this times (chosen + rejected)^2. 0.01 [Eisenstein 2023]")
     arg("share_prompt", type=int, default=1, help="1: compute the prompt of a pair once, if the architecture permits; 0: a row for each answer")
-    return common.parse(parser, PRESETS, argv)
+    return arguments.parse(parser, PRESETS, argv)
 
 # ---- Data and loss --------------------------------------------------------------------------------------------------
 PROMPT, CHOSEN, REJECTED = 1, 2, 3  # what a token belongs to; 0 is padding
 
 def collate(rows, pad_id, share_prompt=True):
     """B rows of (prompt_ids, [chosen, rejected]) -> ids, mask, parts: (B, T), or ids, mask: (2B, T) without shared prompts; real: (B,)."""
-    layouts = [(0, 1)] if share_prompt else [(0,), (1,)]
-    pieces = [[r["prompt_ids"], *(r["answers"][i] for i in layout)] for layout in layouts for r in rows]
+    if share_prompt:  # a row for each pair
+        pieces = [[r["prompt_ids"], *r["answers"]] for r in rows]
+    else:             # all chosen, then all rejected
+        pieces = [[r["prompt_ids"], r["answers"][i]] for i in (0, 1) for r in rows]
     ids, mask = common.pad([sum(row, []) for row in pieces], pad_id)
     real = torch.tensor([float(r["real"]) for r in rows])
-    batch = {"ids": ids, "mask": mask, "real": real, "tokens": mask.sum(-1) @ real.long().repeat(len(layouts))}
+    batch = {"ids": ids, "mask": mask, "real": real, "tokens": mask.sum(-1) @ real.long().repeat(len(pieces) // len(rows))}
     if share_prompt:
-        batch["parts"], _ = common.pad([[part for part, piece in enumerate(row, PROMPT) for _ in piece] for row in pieces], 0)
+        parts = [[PROMPT] * len(x) + [CHOSEN] * len(y) + [REJECTED] * len(z) for x, y, z in pieces]
+        batch["parts"], _ = common.pad(parts, 0)
     return batch
 
 def can_share_prompt(model, length):
@@ -158,25 +162,26 @@ def main():
     # 1 data ----------------------------------------------------------------------------------------------------------
     tokenizer = common.load_tokenizer(args.model_name_or_path, args.max_seq_len)
     train, held_out = common.load_rows(args, tokenizer, step=2, limit=args.max_seq_len)
-    micro_batch, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    steps = common.count_steps(args, train, micro_batch, micro_steps)
-
-    def collate_rows(rows):
-        return collate(rows, tokenizer.pad_token_id, share_prompt)
+    batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    steps = common.count_steps(args, train, batch_size, micro_steps)
 
     # 2 model ---------------------------------------------------------------------------------------------------------
     model = common.load_model(args.model_name_or_path, args, args.zero_stage, args.dropout, tokenizer, args.value_head_prefix, args.lora_dim)
     share_prompt = bool(args.share_prompt) and can_share_prompt(model, args.max_seq_len)
     if args.share_prompt and not share_prompt:
         common.say(f"--share_prompt: a {model.config.model_type} model does not permit it; each answer has a row of its own")
-    engine = common.train_engine(model, args, args.zero_stage, micro_batch, micro_steps, steps, args.learning_rate, args.weight_decay)
-    common.begin(args, "step 2: reward model", args.model_name_or_path, engine, train, held_out, micro_batch, micro_steps, steps)
+
+    def collate_rows(rows):
+        return collate(rows, tokenizer.pad_token_id, share_prompt)
+
+    engine = common.train_engine(model, args, args.zero_stage, batch_size, micro_steps, steps, args.learning_rate, args.weight_decay)
+    common.begin(args, "step 2: reward model", args.model_name_or_path, engine, train, held_out, batch_size, micro_steps, steps)
 
     # 3 train ---------------------------------------------------------------------------------------------------------
     if not args.resume:
         common.log(args, {"step": 0, "epoch": 0.0, **evaluate(args, engine, held_out, collate_rows)}, COLUMNS)
     for step, epoch, evaluate_now, micro_batches in checkpoint.training_steps(
-            args, {"model": engine}, {}, train, micro_batch, micro_steps, steps, collate_rows):
+            args, {"model": engine}, {}, train, batch_size, micro_steps, steps, collate_rows):
         started = time.time()
         pairs, tokens = common.all_sum(sum(b["real"].sum() for b in micro_batches), sum(b["tokens"] for b in micro_batches)).tolist()
         sums = torch.zeros(4, device=common.device())

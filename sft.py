@@ -21,6 +21,7 @@ import time
 import torch
 from transformers import GenerationConfig
 
+import arguments
 import checkpoint
 import common
 import estimate
@@ -47,17 +48,17 @@ PRESETS = {
 COLUMNS = ["step", "epoch", "loss", "eval_loss", "eval_perplexity", "learning_rate", "grad_norm", "tokens_per_second"]
 
 def get_args(argv=None):
-    parser = common.new_parser(__doc__)
-    common.add_common_arguments(parser)
-    arg = common.flags(parser, "flags of this step alone")
+    parser = arguments.new_parser(__doc__)
+    arguments.add_common_arguments(parser)
+    arg = arguments.flags(parser, "flags of this step alone")
     arg("train_on_prompt", action="store_true", help="the loss covers the prompt's tokens too")
     arg("num_samples", type=int, default=5, help="held-out prompts answered at each evaluation")
     arg("max_answer_seq_len", type=int, default=64, help="tokens of those answers, at most")
-    return common.parse(parser, PRESETS, argv)
+    return arguments.parse(parser, PRESETS, argv)
 
 # ---- Data and loss --------------------------------------------------------------------------------------------------
 def collate(rows, pad_id, train_on_prompt=False):
-    """Rows of (prompt_ids, answers[0]) -> ids (B, T), mask (B, T), loss_mask (B, K): 1 on the tokens that the loss covers."""
+    """B rows of (prompt_ids, answers[0]) -> ids, mask: (B, T); loss_mask: (B, K), 1 on the tokens that the loss covers; real: (B,)."""
     ids, mask = common.pad([r["prompt_ids"] + r["answers"][0] for r in rows], pad_id)
     # with --train_on_prompt all tokens but the first, which has nothing before it to be predicted from
     counts = [len(r["prompt_ids"]) - 1 + len(r["answers"][0]) if train_on_prompt else len(r["answers"][0]) for r in rows]
@@ -91,22 +92,22 @@ def answer_prompts(args, engine, tokenizer, rows, step):
     """Answer a few held-out prompts, the same at every evaluation, greedily; write them down and show the first."""
     if not rows:
         return
-    longest = min(args.max_answer_seq_len, args.max_seq_len // 2)
-    ids, mask = common.pad([r["prompt_ids"][longest - args.max_seq_len:] for r in rows], tokenizer.pad_token_id)
-    greedy = GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=tokenizer.eos_token_id,
+    room = min(args.max_answer_seq_len, args.max_seq_len // 2)  # tokens of an answer; a long prompt keeps its end
+    ids, mask = common.pad([r["prompt_ids"][-(args.max_seq_len - room):] for r in rows], tokenizer.pad_token_id)
+    greedy = GenerationConfig(max_new_tokens=room, do_sample=False, eos_token_id=tokenizer.eos_token_id,
                               pad_token_id=tokenizer.pad_token_id)
     with common.gathered(engine) as (model, synced):
-        own, model.generation_config = model.generation_config, greedy  # else the model's own would fill what is left open
+        own, model.generation_config = model.generation_config, greedy  # generate takes what `greedy` leaves open from the model's
         out = model.generate(ids.to(common.device()), attention_mask=mask.to(common.device()), generation_config=greedy, synced_gpus=synced)
         model.generation_config = own
-    texts = tokenizer.batch_decode(out[:, ids.shape[1]:], skip_special_tokens=True)
-    common.append(args, "samples.jsonl", [{"step": step, "prompt": r["prompt"], "response": t} for r, t in zip(rows, texts)])
-    common.say(f"    {rows[0]['prompt']!r} -> {texts[0]!r}")
+    answers = tokenizer.batch_decode(out[:, ids.shape[1]:], skip_special_tokens=True)
+    common.append(args, "samples.jsonl", [{"step": step, "prompt": r["prompt"], "response": a} for r, a in zip(rows, answers)])
+    common.say(f"    {rows[0]['prompt']!r} -> {answers[0]!r}")
 
 def models_of(args):
     """For --estimate: the model, what it works on, and that it trains."""
-    return [dict(path=args.model_name_or_path, stage=args.zero_stage, trains=True, dropout=args.dropout, lora_dim=args.lora_dim, rows=args.per_device_train_batch_size,
-                 tokens=args.max_seq_len)]
+    return [dict(path=args.model_name_or_path, stage=args.zero_stage, trains=True, dropout=args.dropout, lora_dim=args.lora_dim,
+                 rows=args.per_device_train_batch_size, tokens=args.max_seq_len)]
 
 # ---- The step, top to bottom ----------------------------------------------------------------------------------------
 def main():
@@ -118,8 +119,8 @@ def main():
     # 1 data ----------------------------------------------------------------------------------------------------------
     tokenizer = common.load_tokenizer(args.model_name_or_path, args.max_seq_len)
     train, held_out = common.load_rows(args, tokenizer, step=1, limit=args.max_seq_len)
-    micro_batch, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    steps = common.count_steps(args, train, micro_batch, micro_steps)
+    batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    steps = common.count_steps(args, train, batch_size, micro_steps)
     show = [held_out[i] for i in range(min(args.num_samples, len(held_out)))]
 
     def collate_rows(rows):
@@ -127,28 +128,28 @@ def main():
 
     # 2 model ---------------------------------------------------------------------------------------------------------
     model = common.load_model(args.model_name_or_path, args, args.zero_stage, args.dropout, lora_dim=args.lora_dim)
-    engine = common.train_engine(model, args, args.zero_stage, micro_batch, micro_steps, steps, args.learning_rate, args.weight_decay)
-    common.begin(args, "step 1: supervised fine-tuning", args.model_name_or_path, engine, train, held_out, micro_batch, micro_steps, steps)
+    engine = common.train_engine(model, args, args.zero_stage, batch_size, micro_steps, steps, args.learning_rate, args.weight_decay)
+    common.begin(args, "step 1: supervised fine-tuning", args.model_name_or_path, engine, train, held_out, batch_size, micro_steps, steps)
 
     # 3 train ---------------------------------------------------------------------------------------------------------
     if not args.resume:
         common.log(args, {"step": 0, "epoch": 0.0, **evaluate(args, engine, held_out, collate_rows)}, COLUMNS)
         answer_prompts(args, engine, tokenizer, show, 0)
     for step, epoch, evaluate_now, micro_batches in checkpoint.training_steps(
-            args, {"model": engine}, {}, train, micro_batch, micro_steps, steps, collate_rows):
+            args, {"model": engine}, {}, train, batch_size, micro_steps, steps, collate_rows):
         started = time.time()
         covered, tokens, rows = common.all_sum(sum(b["loss_mask"].sum() for b in micro_batches),
                                                sum(b["mask"].sum(-1) @ b["real"] for b in micro_batches),
                                                sum(b["real"].sum() for b in micro_batches)).tolist()
-        loss = torch.zeros((), device=common.device())
+        loss_total = torch.zeros((), device=common.device())
         for batch in map(common.to_device, micro_batches):
             logprobs = common.last_logprobs(engine, batch["ids"], batch["mask"], batch["loss_mask"])  # (B, K)
             loss_sum = sft_loss_sum(logprobs, batch["loss_mask"])  # ()
             engine.backward(loss_sum * common.loss_scale(covered, micro_steps))
             engine.step()  # moves the weights at the step's last micro-batch only
-            loss += loss_sum.detach()
+            loss_total += loss_sum.detach()
         flops = common.train_flops(engine, tokens, tokens / rows, args.gradient_checkpointing)
-        record = {"step": step, "epoch": epoch, "loss": common.all_sum(loss)[0].item() / covered,
+        record = {"step": step, "epoch": epoch, "loss": common.all_sum(loss_total)[0].item() / covered,
                   **common.speed(args, engine, tokens, flops, started)}
         common.check_finite(args, record, common.texts(tokenizer, micro_batches))
         if evaluate_now:

@@ -199,14 +199,24 @@ def scenes(base):
     os.truncate(newest, newest.stat().st_size // 2)
     play("newest cut short", "mishaps", "--resume")
 
+    grown = shutil.copytree(base / "data", base / "grown/data") / "train.jsonl"
+    grown.write_text(grown.read_text() + "".join(json.dumps({"prompt": f"Why {i}?", "chosen": " So.", "rejected": " No."}) + "\n" for i in range(9)))
     gone = shutil.copytree(whole, whole.parent / "gone", ignore=shutil.ignore_patterns("config.json", "manifest.json"))
     play("none whole", gone.name, "--resume")
 
-    for name, rows, accumulation, stage in (("one rank", 2, 4, 2), ("one rank, other batch", 2, 2, 2), ("other stage", 2, 4, 3)):
+    for name, ranks, rows, accumulation, more in (
+            ("one rank", 1, 2, 4, []), ("one rank, other batch", 1, 2, 2, []), ("other stage", 1, 2, 4, ["--zero_stage", 3]),
+            ("smaller batches", 2, 1, 4, []), ("larger batches", 2, 4, 1, []), ("other rate", 2, 2, 2, ["--learning_rate", 1e-9]),
+            ("other rows", 1, 2, 4, ["--data_path", base / "grown/data"])):
         shutil.copytree(whole, whole.parent / name, ignore=shutil.ignore_patterns("config.json", "step-4"))
-        found = play(name, name, "--resume", "--gradient_accumulation_steps", accumulation, "--zero_stage", stage, ranks=1)
+        found = play(name, name, "--resume", "--per_device_train_batch_size", rows, "--gradient_accumulation_steps", accumulation, *more, ranks=ranks)
         if found:
             import numpy as np
+            import torch
+            saved = torch.load(whole / "checkpoints/step-2/model/state/mp_rank_00_model_states.pt", weights_only=False)["module"]
+            seen[name]["moved"] = max((saved[key.split()[-1]] - torch.tensor(np.frombuffer(a, "f4")).view_as(saved[key.split()[-1]])).abs().max().item()
+                                      for key, a in found["weights"].items())
+            seen[name]["rates"] = [record["learning_rate"] for record in found["metrics"][1:]]
             seen[name]["difference"] = max(float(np.abs(np.frombuffer(a, "f4") - np.frombuffer(found["weights"][key], "f4")).max())
                                            for key, a in expected["weights"].items())
     return seen

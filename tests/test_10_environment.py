@@ -94,6 +94,23 @@ def test_the_value_head_trains_in_full():
     assert (critic[key] - adapters[key]).abs().max() > 1e-4
 
 
+def test_a_head_of_another_name_comes_back_with_its_adapters(tmp_path):
+    """--value_head_prefix: peft looks the head up by name, so it has that name before adapters come. Else what was trained is dropped
+    in silence, and the reward model scores with a head at random."""
+    args = sft.get_args(["--preset", "toy", "--dtype", "fp32"])
+    tokenizer, base = common.load_tokenizer(workers.TOKENIZER), str(workers.shared_folder() / "models/actor")
+    made = common.load_model(base, args, 0, None, tokenizer, "v_head", lora_dim=4)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if parameter.requires_grad:
+                parameter.fill_(0.1)  # "trained"
+    common.save_model(made, tokenizer, tmp_path / "saved")
+    found = common.load_model(str(tmp_path / "saved"), args, 0, None, tokenizer, "score")
+    ids = torch.arange(5, 15)[None]
+    assert found.model.v_head.weight.eq(0.1).all()
+    torch.testing.assert_close(found.eval()(ids, torch.ones_like(ids)), made.eval()(ids, torch.ones_like(ids)), rtol=1e-4, atol=1e-4)
+
+
 def test_without_its_adapters_the_actor_is_the_reference():
     """B starts at 0, so before the first update actor and reference are one: KL is 0 to the bit. After it, it is not; and
     old and new policy still agree before each update, though the adapters were off in between."""
@@ -218,7 +235,7 @@ def test_state_offload_is_refused_where_deepspeed_has_none(capsys, monkeypatch):
     assert "--zero_stage 2 or 3" in refused(capsys, *away, "0", script=ppo)
     assert "--zero_stage 2 or 3" in refused(capsys, *away, "1", script=ppo)
     monkeypatch.setattr(ppo.deepspeed, "__version__", "0.17.5")
-    assert "Upgrade" in refused(capsys, *away, "2", script=ppo)
+    assert "upgrade to 0.18.5" in refused(capsys, *away, "2", script=ppo)
     ppo.get_args(["--preset", "toy", *away, "3"])
     ppo.get_args(["--preset", "toy", *away, "2", "--adam_offload"])  # nothing to move: they live on the CPU
 

@@ -10,6 +10,7 @@ import re
 import sys
 
 import pytest
+import torch
 
 import checkpoint
 import common
@@ -136,9 +137,33 @@ def test_a_run_goes_on_with_another_number_of_ranks():
     assert scene["codes"] == [0] and scene["difference"] < 1e-6, scene["log"]
 
 
+@pytest.mark.parametrize("name", ["smaller batches", "larger batches"])
+def test_out_of_memory_a_run_goes_on_with_smaller_batches(name):
+    """Half the rows of a forward, twice the accumulation, on the same ranks: as many rows a step, so the same run. The loader's
+    own position counts micro-batches, which are others now; taken at its word it dealt rows twice, or never ended."""
+    scene = scenes()[name]
+    assert scene["codes"] == [0, 0] and scene["difference"] < 1e-6, scene["log"]
+
+
+def test_a_resumed_run_takes_the_learning_rate_that_it_is_given():
+    """Who resumes with a lower one, because the loss went up, must not train on with the old one, which schedule and optimizer had
+    kept: the weights stay, from the first step on, where the checkpoint has them."""
+    scene = scenes()["other rate"]
+    assert scene["codes"] == [0, 0] and min(scene["rates"][:2]) > 1e-3 and max(scene["rates"][2:]) <= 1e-9, scene["log"]
+    assert scene["moved"] < 1e-6 < 1e-3 < scenes()["one rank"]["moved"]
+
+
+def test_what_comes_back_goes_where_it_lay():
+    """A checkpoint is read into CPU memory; the average of weights that are on a GPU belongs there. (`meta` plays the GPU.)"""
+    own = {"ema": {"w": torch.zeros(2, device="meta")}, "kl_coef": 0.1, "none": None}
+    found = checkpoint.placed(own, {"ema": {"w": torch.ones(2)}, "kl_coef": 0.2, "none": None})
+    assert found["ema"]["w"].device.type == "meta" and found["kl_coef"] == 0.2 and found["none"] is None
+
+
 def test_what_cannot_be_reshaped_is_refused_in_words():
-    """Other rows in a step would be another run, and DeepSpeed does not turn stage 2 into 3: exit code 2, nothing touched."""
-    for name, words in (("one rank, other batch", "8 rows a step, and would now take 4"), ("other stage", "ZeRO stage 2, and this run has 3")):
+    """Other rows in a step, or more data, would be another run, and DeepSpeed does not turn stage 2 into 3: exit code 2, nothing touched."""
+    for name, words in (("one rank, other batch", "8 rows a step, and would now take 4"), ("other stage", "ZeRO stage 2, and this run has 3"),
+                        ("other rows", "had 22 rows, and now it has 25")):
         scene = scenes()[name]
         assert scene["codes"] == [2] and words in scene["log"] and scene["checkpoints"] == ["step-2"], scene["log"]
 

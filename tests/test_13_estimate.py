@@ -151,6 +151,25 @@ def test_it_suggests_nothing_that_would_be_refused(opt, capsys, monkeypatch):
     assert "does NOT fit" in text and not re.search(r"^ +\d+\.\d\d   --adam_offload$", text, re.M)
 
 
+def test_it_suggests_what_step_3_would_take(opt, capsys, monkeypatch):
+    """Four answers to one prompt lie in one batch of four: it cannot be halved. And where a role's own stage was given, that flag is
+    named: the one for both would change nothing."""
+    argv = ["--actor_model_name_or_path", opt, "--critic_model_name_or_path", opt, "--estimate", "8x13.8", "--dtype", "bf16", "--actor_zero_stage", "2",
+            "--critic_zero_stage", "2", "--advantage", "rloo", "--samples_per_prompt", "4"]
+    monkeypatch.setattr(estimate.sys, "argv", ["ppo.py", *argv])
+    with pytest.raises(SystemExit) as end:
+        ppo.main()
+    text = capsys.readouterr().out
+    assert end.value.code == 0 and "does NOT fit" in text
+    assert "--actor_zero_stage 3 --critic_zero_stage 3" in text and "--zero_stage" not in text
+    assert "--gradient_checkpointing" in text and "_batch_size" not in text
+    one = [word for at, word in enumerate(argv) if "--critic_zero_stage" not in (word, argv[at - 1])]
+    monkeypatch.setattr(estimate.sys, "argv", ["ppo.py", *one])
+    with pytest.raises(SystemExit):
+        ppo.main()
+    assert "--zero_stage 3 --actor_zero_stage 3" in capsys.readouterr().out
+
+
 def test_it_fits_says_so_and_wrong_requests_are_refused(opt, capsys):
     assert "It fits" in printed(capsys, sft_args(opt, "--estimate", "8x80"))
     with pytest.raises(SystemExit) as end:

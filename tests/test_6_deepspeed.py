@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -469,6 +470,25 @@ def test_ppo_learns_a_bandit():
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
     held_out = [reward for _, reward in curve("ppo_bandit", "eval_reward")]
     assert held_out[-1] > held_out[0] + 0.2
+
+
+def test_a_resumed_run_pays_the_kl_price_that_it_is_given():
+    """KL runs away, the run is resumed with a higher --kl_coef: it counts from the next step on. (One that --kl_target adapts is kept.)"""
+    assert [price for _, price in curve("ppo_dearer", "kl_coef")] == [0.05, 0.05, 0.3, 0.3]
+
+
+def test_the_rate_that_is_logged_is_the_steps_own():
+    """The schedule moves on after a step, so the rate is the one before; where fp16 skipped the step it has not moved."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 10.0 - step)
+    rates = []
+    for applied in (True, False, True):
+        if applied:
+            optimizer.step()
+            schedule.step()
+        engine = SimpleNamespace(lr_scheduler=schedule, was_step_applied=lambda: applied, get_global_grad_norm=lambda: 1.0)
+        rates.append(common.speed(SimpleNamespace(dtype="fp16"), engine, 1, 1, 0.0)["learning_rate"])
+    assert rates == [10.0, 9.0, 9.0]
 
 
 def test_without_a_compiler_torchs_adamw_takes_over(tmp_path):

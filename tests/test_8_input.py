@@ -56,6 +56,12 @@ def box(tmp_path, monkeypatch):
         rows(tmp_path / name / "train.jsonl", *[row] * 8)
         rows(tmp_path / name / "test.jsonl", row)
     rows(tmp_path / "done/config.json", "{}")
+    model(tmp_path / "done/old")
+    rows(tmp_path / "foreign/my_model.safetensors", "not ours")
+    model(tmp_path / "adapted")
+    rows(tmp_path / "adapted/adapter_config.json", {"base_model_name_or_path": str(tmp_path / "done")})
+    for one, other in ("ab", "ba"):
+        rows(tmp_path / one / "adapter_config.json", {"base_model_name_or_path": other})
     rows(tmp_path / "score.py", "def length(prompts, completions, **columns):", "    return [float(len(c)) for c in completions]", "limit = 3")
     rows(tmp_path / "ds_lr.json", {"optimizer": {"type": "Adam"}})
     rows(tmp_path / "ds_stage.json", {"zero_optimization": {"stage": 2}})
@@ -184,6 +190,9 @@ CASES = [  # script, flags, what the message must say
     # where the run would go
     ("sft", "--output_dir done", "done, --overwrite, --resume"),
     ("sft", "--output_dir score.py", "score.py"),  # a file
+    ("sft", "--output_dir foreign", "foreign, my_model.safetensors, --overwrite"),  # not left by a run of ours
+    ("sft", "--model_name_or_path adapted --output_dir done --overwrite", "done, its base, delete"),  # adapters that sit on it
+    ("sft", "--model_name_or_path a", "a on b on a"),  # adapters without an end
     ("reward", "--resume", "--resume, checkpoints"),
 ]
 

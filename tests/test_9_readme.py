@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import arguments
 import checkpoint
 import common
 import estimate
@@ -20,7 +21,8 @@ sys.path.insert(0, str(ROOT / "toy"))
 import gold
 
 SCRIPTS = {"sft.py": sft, "reward.py": reward, "ppo.py": ppo}
-BUDGETS = {"sft.py": 300, "reward.py": 320, "ppo.py": 950, "common.py": 1050, "checkpoint.py": 210, "estimate.py": 180, "lora.py": 60}  # lines, comments included; see the README
+BUDGETS = {"sft.py": 300, "reward.py": 320, "ppo.py": 960, "common.py": 970, "arguments.py": 180, "checkpoint.py": 225, "estimate.py": 190,
+           "lora.py": 70}  # lines, comments included; see the README
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -105,7 +107,7 @@ def test_the_size_table_is_counted(name):
     assert abs(int(stated.group(1)) - len((ROOT / name).read_text().splitlines())) <= 10
 
 
-@pytest.mark.parametrize("module", [common, checkpoint, estimate, sft, reward, ppo, gold])
+@pytest.mark.parametrize("module", [arguments, common, checkpoint, estimate, sft, reward, ppo, gold])
 def test_examples_in_docstrings_run(module):
     """An example in a docstring is a promise, too."""
     result = doctest.testmod(module)

@@ -82,6 +82,7 @@ TWO_RANKS |= {
     "ppo_zero2_interrupted": run("ppo", zero=2, sigterm_after=2),
     "ppo_zero2_resumed": run("ppo", "--resume", zero=2, before=("ppo_zero2_interrupted", 2)),
     "ppo_dropout": run("ppo", "--critic_dropout", 0.1, "--kl_target", 0.5, "--save_steps", 2, "--keep_checkpoints", 9, zero=3),
+    "ppo_dearer": run("ppo", "--kl_coef", 0.3, "--resume", zero=2, before=("ppo_zero2_interrupted", 2)),
     "ppo_dropout_resumed": run("ppo", "--critic_dropout", 0.1, "--kl_target", 0.5, "--resume", zero=3, before=("ppo_dropout", 2)),
     # the variants: several answers a prompt and no critic; everything else at once, trained as it was scored or in a pass of its own
     "ppo_rloo": run("ppo", "--advantage", "rloo", *SAMPLES, zero=3, rows=4, accumulation=1),
