@@ -11,12 +11,12 @@ import os
 import re
 import sys
 
+import common  # first: it quietens the libraries while they are imported
+from common import fail, older_than
+
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-
-import common
-from common import fail, older_than
 
 def new_parser(doc):
     """A parser whose --help opens with the script's header, and whose errors are `fail`'s."""

@@ -49,7 +49,8 @@ LAYOUT = {"tensor_parallel": 1}  # ranks that share each layer; `start` sets it
 TRUST = {"trust_remote_code": False}  # what every from_pretrained gets; `parse` sets it
 NOW = ["starting"]  # [0]: what this rank is at, see `phase`
 SAME = ("data_split", "seed", "max_seq_len", "max_prompt_seq_len", "group_by_length", "tensor_parallel_size", "lora_dim", "actor_lora_dim",
-        "critic_lora_dim", "lora_alpha", "lora_targets", "advantage", "samples_per_prompt", "enable_ema")  # what --resume cannot change
+        "critic_lora_dim", "lora_alpha", "lora_targets", "advantage", "samples_per_prompt", "enable_ema", "dtype", "train_on_prompt", "center_coef",
+        "gamma", "lam", "temperature", "kl_in", "kl_estimator", "whiten", "normalize_reward")  # what --resume cannot change
 
 def fail(message, this_rank=False):
     """The user's input is wrong: exit code 2, no traceback, one message, from rank 0 unless another rank alone has seen it."""
@@ -726,8 +727,9 @@ def start(args):
     if not args.overwrite and not args.resume and ((output / "config.json").exists() or saved):
         fail(f"--output_dir {output} holds a run.\n  --overwrite replaces it, --resume goes on with an unfinished one, "
              "another --output_dir leaves it alone.")
-    if not (args.overwrite or args.resume or (output / "args.json").exists()) and (foreign := replaced(output)):
-        fail(f"--output_dir {output} holds {foreign[0].name}, which no run of ours has left there, and would replace it.\n"
+    ours = (output / "args.json").is_file() and "data_fingerprint" in (output / "args.json").read_text()
+    if not (args.overwrite or args.resume or ours) and (foreign := replaced(output)):
+        fail(f"--output_dir {output} holds {foreign[0].name}, which no run of ours has left there; this run would delete it.\n"
              "  Take another --output_dir, or --overwrite.")
     for name, path in vars(args).items():
         for part in lora.chain(path) if name.endswith("model_name_or_path") and path else ():  # adapters, and what they sit on

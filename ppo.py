@@ -34,6 +34,11 @@ import time
 import traceback
 from pathlib import Path
 
+import common  # first: it quietens the libraries while they are imported
+import arguments
+import checkpoint
+import estimate
+
 import deepspeed
 import deepspeed.comm as dist
 import numpy as np
@@ -41,11 +46,6 @@ import torch
 import torch.nn as nn
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
-import arguments
-import checkpoint
-import common
-import estimate
 
 # ---- Arguments ------------------------------------------------------------------------------------------------------
 PRESETS = {

@@ -21,13 +21,13 @@ PyTorch's), each answer has a row of its own: all chosen, then all rejected; the
 import inspect
 import time
 
-import torch
-import torch.nn.functional as F
-
+import common  # first: it quietens the libraries while they are imported
 import arguments
 import checkpoint
-import common
 import estimate
+
+import torch
+import torch.nn.functional as F
 
 # ---- Arguments ------------------------------------------------------------------------------------------------------
 PRESETS = {

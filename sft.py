@@ -18,13 +18,13 @@ Token layout of a micro-batch: B = 2 rows, T = 6 tokens, K = 3 tokens of the lon
 import math
 import time
 
-import torch
-from transformers import GenerationConfig
-
+import common  # first: it quietens the libraries while they are imported
 import arguments
 import checkpoint
-import common
 import estimate
+
+import torch
+from transformers import GenerationConfig
 
 # ---- Arguments ------------------------------------------------------------------------------------------------------
 PRESETS = {

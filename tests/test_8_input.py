@@ -58,6 +58,8 @@ def box(tmp_path, monkeypatch):
     rows(tmp_path / "done/config.json", "{}")
     model(tmp_path / "done/old")
     rows(tmp_path / "foreign/my_model.safetensors", "not ours")
+    rows(tmp_path / "theirs/args.json", {"model": "another tool's"})
+    rows(tmp_path / "theirs/adapter_config.json", "{}")
     model(tmp_path / "adapted")
     rows(tmp_path / "adapted/adapter_config.json", {"base_model_name_or_path": str(tmp_path / "done")})
     for one, other in ("ab", "ba"):
@@ -191,6 +193,7 @@ CASES = [  # script, flags, what the message must say
     ("sft", "--output_dir done", "done, --overwrite, --resume"),
     ("sft", "--output_dir score.py", "score.py"),  # a file
     ("sft", "--output_dir foreign", "foreign, my_model.safetensors, --overwrite"),  # not left by a run of ours
+    ("sft", "--output_dir theirs", "theirs, adapter_config.json, --overwrite"),
     ("sft", "--model_name_or_path adapted --output_dir done --overwrite", "done, its base, delete"),  # adapters that sit on it
     ("sft", "--model_name_or_path a", "a on b on a"),  # adapters without an end
     ("reward", "--resume", "--resume, checkpoints"),

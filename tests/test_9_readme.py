@@ -55,7 +55,7 @@ def test_every_flag_named_in_the_docs_exists():
         known |= set(re.findall(r"--[a-zA-Z_0-9]+", help_of(module)))
     known |= set(re.findall(r'"(--[a-z_]+)"', (ROOT / "tests/bench.py").read_text()))
     launchers = {"--num_gpus", "--num_nodes", "--nnodes", "--nproc_per_node", "--node_rank", "--rdzv_backend", "--rdzv_endpoint",
-                 "--master_addr", "--hostfile", "--log_level", "--help", "--ntasks", "--index", "--gpus", "--nodes", "--include"}
+                 "--master_addr", "--master_port", "--hostfile", "--log_level", "--help", "--ntasks", "--index", "--gpus", "--nodes", "--include"}
     for page in PAGES:
         used = set(re.findall(r"(?<![\w-])--[a-z][a-zA-Z_0-9]+", page.read_text()))
         assert used <= known | launchers, f"{page.name}: {sorted(used - known - launchers)}"
