@@ -7,7 +7,7 @@ RANKS ?= --num_gpus $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ] && e
 DEMO = output/demo
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test bench install clean
+.PHONY: demo test lint bench install clean
 demo: install
 	deepspeed --log_level error $(RANKS) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
@@ -15,8 +15,12 @@ demo: install
 	  --critic_model_name_or_path $(DEMO)/reward --output_dir $(DEMO)/ppo --overwrite
 	python toy/report.py $(DEMO)
 
-test: install
+test: lint
 	python -m pytest -q tests
+
+lint: install
+	ruff check .
+	ruff format --check .
 
 # Our side and the machine's limit; with `.venv/bin/pip install -r requirements-bench.txt` the peer's, too.
 bench: install
@@ -33,4 +37,4 @@ $(VENV)/installed: requirements.txt
 	touch $@
 
 clean:
-	rm -rf output/demo .pytest_cache __pycache__ */__pycache__
+	rm -rf output/demo .pytest_cache .ruff_cache __pycache__ */__pycache__

@@ -1,17 +1,24 @@
-"""Benchmark: our scripts and their best peer on the same work, in turn, in one call, and the machine's own limit.
+"""Benchmark: our scripts and their best peer on the same work, in turn, in one call, and the
+machine's own limit.
 
-    make bench                                            every row, fp32 and bf16 (about 12 minutes on 2 quiet cores)
-    python tests/bench.py --only sft ppo --dtype bf16     some rows; what results.jsonl holds already is not run again
-    python tests/bench.py --gpu                           large random models on one GPU (docs/performance.md)
-    python tests/bench.py --growth                        bytes sent and held by each rank, for each ZeRO stage
+    make bench                         every row, fp32 and bf16 (about 12 minutes on 2 quiet cores)
+    python tests/bench.py --only sft ppo --dtype bf16
+                                       some rows; what results.jsonl holds already is not run again
+    python tests/bench.py --gpu        large random models on one GPU (docs/performance.md)
+    python tests/bench.py --growth     bytes sent and held by each rank, for each ZeRO stage
 
 Each measurement is a process of its own: this file starts itself with --child.
-  ours      main() of sft.py, reward.py, ppo.py with the flags of `command`; speed is read from their metrics.jsonl
-  trl       TRL's trainer on the same token ids, weights, batch sizes, learning rate (requirements-bench.txt installs it)
-  trl+len   the same, with the Trainer's own option to batch rows of like length, which is off by default
+  ours      main() of sft.py, reward.py, ppo.py with the flags of `command`; speed is read from
+            their metrics.jsonl
+  trl       TRL's trainer on the same token ids, weights, batch sizes, learning rate
+            (requirements-bench.txt installs it)
+  trl+len   the same, with the Trainer's own option to batch rows of like length, which is off by
+            default
   generate  transformers' own decoding in place of ours
-The first step of every process is not counted. Quality is measured by our evaluation on both sides' models.
+The first step of every process is not counted. Quality is measured by our evaluation on both sides'
+models.
 """
+
 import argparse
 import hashlib
 import importlib
@@ -28,75 +35,276 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "toy")]
 # This process imports nothing heavy: a child's peak memory is counted from its parent's.
 
-# ---- Workloads ------------------------------------------------------------------------------------------------------
-LEARNING_RATES = {"tiny": 1e-3}  # random weights: large enough for the quality columns to tell a trained model from an untrained one; else 1e-5
+# ---- Workloads -----------------------------------------------------------------------------------
+# For random weights: large enough for the quality columns to tell a trained model from an untrained
+# one. All others take 1e-5.
+LEARNING_RATES = {"tiny": 1e-3}
 CPU = [  # sides take turns: A B A B
-    dict(name="sft", script="sft", sides=("ours", "trl", "trl+len"), batch=8, length=512, steps=16, unit="tokens/s"),
-    dict(name="reward", script="reward", sides=("ours", "trl"), batch=4, length=512, steps=16, unit="pairs/s"),
-    dict(name="ppo", script="ppo", sides=("ours", "trl"), batch=8, prompt=128, answer=64, steps=6, unit="samples/s"),
-    dict(name="zero3", script="ppo", sides=("ours", "trl"), batch=4, prompt=128, answer=64, steps=12, ranks=2, stage=3,
-         dtypes=["fp32"], unit="samples/s"),
-    dict(name="decode", script=None, sides=("ours", "generate"), rows=(8, 64), prompt=128, answer=64, unit="tokens/s"),
+    dict(
+        name="sft",
+        script="sft",
+        sides=("ours", "trl", "trl+len"),
+        batch=8,
+        length=512,
+        steps=16,
+        unit="tokens/s",
+    ),
+    dict(
+        name="reward",
+        script="reward",
+        sides=("ours", "trl"),
+        batch=4,
+        length=512,
+        steps=16,
+        unit="pairs/s",
+    ),
+    dict(
+        name="ppo",
+        script="ppo",
+        sides=("ours", "trl"),
+        batch=8,
+        prompt=128,
+        answer=64,
+        steps=6,
+        unit="samples/s",
+    ),
+    dict(
+        name="zero3",
+        script="ppo",
+        sides=("ours", "trl"),
+        batch=4,
+        prompt=128,
+        answer=64,
+        steps=12,
+        ranks=2,
+        stage=3,
+        dtypes=["fp32"],
+        unit="samples/s",
+    ),
+    dict(
+        name="decode",
+        script=None,
+        sides=("ours", "generate"),
+        rows=(8, 64),
+        prompt=128,
+        answer=64,
+        unit="tokens/s",
+    ),
 ]
-GPU_SFT = dict(script="sft", sides=("ours",), batch=8, length=2048, steps=8, unit="tokens/s", extra=["--train_on_prompt"])
-GPU_PPO = dict(script="ppo", sides=("ours", "generate"), batch=32, prompt=256, answer=256, steps=5, unit="samples/s")
+GPU_SFT = dict(
+    script="sft",
+    sides=("ours",),
+    batch=8,
+    length=2048,
+    steps=8,
+    unit="tokens/s",
+    extra=["--train_on_prompt"],
+)
+GPU_PPO = dict(
+    script="ppo",
+    sides=("ours", "generate"),
+    batch=32,
+    prompt=256,
+    answer=256,
+    steps=5,
+    unit="samples/s",
+)
 GPU = [
     *({**GPU_SFT, "name": f"sft {m}", "model": m} for m in ("opt-1.3b", "llama-1b")),
-    {**GPU_SFT, "name": "sft llama-7b", "model": "llama-7b", "batch": 4, "extra": GPU_SFT["extra"] + ["--gradient_checkpointing"]},
-    *({**GPU_SFT, "name": f"reward {m}", "script": "reward", "model": m, "batch": 4, "unit": "pairs/s", "extra": []} for m in ("opt-1.3b", "llama-1b")),
-    *(dict(name=f"decode {m}", script=None, sides=("ours", "generate"), model=m, rows=(8, 64), prompt=256, answer=256, unit="tokens/s")
-      for m in ("opt-1.3b", "llama-1b", "llama-7b")),
+    {
+        **GPU_SFT,
+        "name": "sft llama-7b",
+        "model": "llama-7b",
+        "batch": 4,
+        "extra": GPU_SFT["extra"] + ["--gradient_checkpointing"],
+    },
+    *(
+        {
+            **GPU_SFT,
+            "name": f"reward {m}",
+            "script": "reward",
+            "model": m,
+            "batch": 4,
+            "unit": "pairs/s",
+            "extra": [],
+        }
+        for m in ("opt-1.3b", "llama-1b")
+    ),
+    *(
+        dict(
+            name=f"decode {m}",
+            script=None,
+            sides=("ours", "generate"),
+            model=m,
+            rows=(8, 64),
+            prompt=256,
+            answer=256,
+            unit="tokens/s",
+        )
+        for m in ("opt-1.3b", "llama-1b", "llama-7b")
+    ),
     *({**GPU_PPO, "name": f"ppo {m}", "model": m} for m in ("opt-1.3b", "llama-1b")),
     {**GPU_SFT, "name": "sft zero3", "model": "llama-1b", "stage": 3},
-    {**GPU_SFT, "name": "sft zero3 offload", "model": "llama-1b", "stage": 3, "steps": 4, "extra": GPU_SFT["extra"] + ["--offload", "--adam_offload"]},
+    {
+        **GPU_SFT,
+        "name": "sft zero3 offload",
+        "model": "llama-1b",
+        "stage": 3,
+        "steps": 4,
+        "extra": GPU_SFT["extra"] + ["--offload", "--adam_offload"],
+    },
     {**GPU_PPO, "name": "ppo zero3", "model": "llama-1b", "stage": 3, "steps": 3},
-    {**GPU_PPO, "name": "ppo zero3 offload", "model": "llama-1b", "stage": 3, "steps": 3, "sides": ("ours",), "extra": ["--offload", "--adam_offload"]},
+    {
+        **GPU_PPO,
+        "name": "ppo zero3 offload",
+        "model": "llama-1b",
+        "stage": 3,
+        "steps": 3,
+        "sides": ("ours",),
+        "extra": ["--offload", "--adam_offload"],
+    },
 ]
 SHAPES = {  # transformers' config class and its arguments
-    "tiny": ("Llama", dict(vocab_size=4096, hidden_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8,
-                           intermediate_size=688, max_position_embeddings=1024, tie_word_embeddings=False)),
-    "opt-1.3b": ("OPT", dict(vocab_size=50272, hidden_size=2048, word_embed_proj_dim=2048, num_hidden_layers=24, num_attention_heads=32,
-                             ffn_dim=8192, max_position_embeddings=2048, dropout=0.0)),
-    "llama-1b": ("Llama", dict(vocab_size=128256, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-                               head_dim=64, intermediate_size=8192, max_position_embeddings=4096, tie_word_embeddings=True)),
-    "llama-7b": ("Llama", dict(vocab_size=32000, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32,
-                               intermediate_size=11008, max_position_embeddings=4096, tie_word_embeddings=False)),
+    "tiny": (
+        "Llama",
+        dict(
+            vocab_size=4096,
+            hidden_size=256,
+            num_hidden_layers=6,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            intermediate_size=688,
+            max_position_embeddings=1024,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "opt-1.3b": (
+        "OPT",
+        dict(
+            vocab_size=50272,
+            hidden_size=2048,
+            word_embed_proj_dim=2048,
+            num_hidden_layers=24,
+            num_attention_heads=32,
+            ffn_dim=8192,
+            max_position_embeddings=2048,
+            dropout=0.0,
+        ),
+    ),
+    "llama-1b": (
+        "Llama",
+        dict(
+            vocab_size=128256,
+            hidden_size=2048,
+            num_hidden_layers=16,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=64,
+            intermediate_size=8192,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "llama-7b": (
+        "Llama",
+        dict(
+            vocab_size=32000,
+            hidden_size=4096,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+            intermediate_size=11008,
+            max_position_embeddings=4096,
+            tie_word_embeddings=False,
+        ),
+    ),
 }
 
+
 def command(job, work):
-    """-> (script, flags) of our side. One epoch over exactly the rows of `steps` steps, so both sides see the same."""
-    model, data, stage = f"{work}/{job['model']}", f"{work}/data-{job['name'].replace(' ', '-')}", job.get("stage", 0)
+    """Returns (script, flags) of our side. They make one epoch over exactly the rows of `steps`
+    steps, so both sides see the same."""
+    model, data, stage = (
+        f"{work}/{job['model']}",
+        f"{work}/data-{job['name'].replace(' ', '-')}",
+        job.get("stage", 0),
+    )
     rate = LEARNING_RATES.get(job["model"], 1e-5)
-    flags = dict(data_path=data, data_split={"sft": "1,0,0", "reward": "0,1,0", "ppo": "0,0,1"}[job["script"]], output_dir=f"{work}/out",
-                 num_train_epochs=1, num_warmup_steps=0, lr_scheduler_type="constant", dtype=job["dtype"], zero_stage=stage,
-                 per_device_eval_batch_size=job["batch"])
+    flags = dict(
+        data_path=data,
+        data_split={"sft": "1,0,0", "reward": "0,1,0", "ppo": "0,0,1"}[job["script"]],
+        output_dir=f"{work}/out",
+        num_train_epochs=1,
+        num_warmup_steps=0,
+        lr_scheduler_type="constant",
+        dtype=job["dtype"],
+        zero_stage=stage,
+        per_device_eval_batch_size=job["batch"],
+    )
     if job["script"] == "ppo":
-        flags.update(actor_model_name_or_path=model, critic_model_name_or_path=f"{model}-score", max_prompt_seq_len=job["prompt"],
-                     max_answer_seq_len=job["answer"], per_device_generation_batch_size=job["batch"], per_device_training_batch_size=job["batch"],
-                     actor_learning_rate=rate / 10, critic_learning_rate=rate / 10, kl_coef=0.05, critic_dropout=0.0,
-                     enable_ema=0, num_eval_prompts=job["batch"])
+        flags.update(
+            actor_model_name_or_path=model,
+            critic_model_name_or_path=f"{model}-score",
+            max_prompt_seq_len=job["prompt"],
+            max_answer_seq_len=job["answer"],
+            per_device_generation_batch_size=job["batch"],
+            per_device_training_batch_size=job["batch"],
+            actor_learning_rate=rate / 10,
+            critic_learning_rate=rate / 10,
+            kl_coef=0.05,
+            critic_dropout=0.0,
+            enable_ema=0,
+            num_eval_prompts=job["batch"],
+        )
     else:
-        flags.update(model_name_or_path=f"{model}-score" if job["script"] == "reward" else model, max_seq_len=job["length"],
-                     per_device_train_batch_size=job["batch"], learning_rate=rate, weight_decay=0.0, dropout=0.0)
+        flags.update(
+            model_name_or_path=f"{model}-score" if job["script"] == "reward" else model,
+            max_seq_len=job["length"],
+            per_device_train_batch_size=job["batch"],
+            learning_rate=rate,
+            weight_decay=0.0,
+            dropout=0.0,
+        )
     if job["script"] == "sft":
         flags["num_samples"] = 0
-    return job["script"], [x for k, v in flags.items() for x in (f"--{k}", str(v))] + ["--overwrite", *job.get("extra", [])]
+    return job["script"], [x for k, v in flags.items() for x in (f"--{k}", str(v))] + [
+        "--overwrite",
+        *job.get("extra", []),
+    ]
 
-# ---- Children: each runs in a process of its own and returns the lines that it adds to results.jsonl --------------------
+
+# ---- Children ------------------------------------------------------------------------------------
+# Each runs in a process of its own and returns the lines that it adds to results.jsonl.
 def prepare(job, work):
     """Write tokenizer, models and data of all jobs: the same bytes each time."""
+    from machinery.formats import ASSISTANT, HUMAN
+
     import torch
     import transformers
     from make import make_tokenizer
-    import common
+
     jobs = job["jobs"]
-    source = next(f for f in (Path(os.environ.get("RLHF_HH", ROOT / "../shared/data/hh")), ROOT / "toy/data") if (f / "train.jsonl").exists())
-    rows = {name: [json.loads(line) for line in open(source / f"{name}.jsonl")] for name in ("train", "test")}
-    tokenizer = make_tokenizer([r[k] for r in rows["train"] for k in ("chosen", "rejected")], vocab_size=4096)
+    source = next(
+        f
+        for f in (Path(os.environ.get("RLHF_HH", ROOT / "../shared/data/hh")), ROOT / "toy/data")
+        if (f / "train.jsonl").exists()
+    )
+    rows = {
+        name: [json.loads(line) for line in open(source / f"{name}.jsonl")]
+        for name in ("train", "test")
+    }
+    tokenizer = make_tokenizer(
+        [r[k] for r in rows["train"] for k in ("chosen", "rejected")], vocab_size=4096
+    )
     for model in {job["model"] for job in jobs}:
         kind, shape = SHAPES[model]
-        config = getattr(transformers, kind + "Config")(**shape, bos_token_id=None, eos_token_id=1, pad_token_id=0)
-        for folder, head in ((work / model, "ForCausalLM"), (work / f"{model}-score", "ForSequenceClassification")):
+        config = getattr(transformers, kind + "Config")(
+            **shape, bos_token_id=None, eos_token_id=1, pad_token_id=0
+        )
+        for folder, head in (
+            (work / model, "ForCausalLM"),
+            (work / f"{model}-score", "ForSequenceClassification"),
+        ):
             if not (folder / "tokenizer.json").exists():
                 config.architectures, config.num_labels = [kind + head], 1
                 torch.manual_seed(0)
@@ -105,95 +313,199 @@ def prepare(job, work):
                 else:
                     config.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
-    if jobs[0]["model"] != "tiny":  # rows longer than any limit, so that every row is cut to full length
-        text, cut = "".join(r["chosen"] for r in rows["train"]), lambda at, size: text[at % (len(text) - size):][:size]
-        made = [{"prompt": f"{common.HUMAN}{cut(i * 9973, 3000)}{common.ASSISTANT}", "chosen": cut(i * 7919, 16000), "rejected": cut(i * 6007, 16000)}
-                for i in range(320)]
+    # rows longer than any limit, so that every row is cut to full length
+    if jobs[0]["model"] != "tiny":
+        text = "".join(r["chosen"] for r in rows["train"])
+
+        def cut(at, size):
+            return text[at % (len(text) - size) :][:size]
+
+        made = [
+            {
+                "prompt": f"{HUMAN}{cut(i * 9973, 3000)}{ASSISTANT}",
+                "chosen": cut(i * 7919, 16000),
+                "rejected": cut(i * 6007, 16000),
+            }
+            for i in range(320)
+        ]
         rows = {"train": made[:-16], "test": made[-16:]}
     for job in (j for j in jobs if j["script"]):
-        for name, count in (("train", job["batch"] * job.get("ranks", 1) * job["steps"]), ("test", job.get("held_out", 48))):
+        for name, count in (
+            ("train", job["batch"] * job.get("ranks", 1) * job["steps"]),
+            ("test", job.get("held_out", 48)),
+        ):
             file = Path(command({**job, "dtype": "fp32"}, work)[1][1]) / f"{name}.jsonl"
             file.parent.mkdir(exist_ok=True)
             file.write_text("".join(json.dumps(r) + "\n" for r in rows[name][:count]))
     return [{"name": "prepare", "data": source.name}]
 
+
 def best_seconds(function):
-    """-> of up to 20 tries in up to 2 s."""
-    import common
+    """Returns the shortest of up to 20 tries in up to 2 s."""
+    from deepspeed.accelerator import get_accelerator
+
     times = []
     while len(times) < 20 and sum(times) < 2:
-        common.get_accelerator().synchronize()
+        get_accelerator().synchronize()
         started = time.perf_counter()
         function()
-        common.get_accelerator().synchronize()
+        get_accelerator().synchronize()
         times.append(time.perf_counter() - started)
     return min(times)
 
+
 def machine(job, work):
-    """The limit of arithmetic: GFLOP/s of the model's own matrix products, and of a large square one."""
-    import torch
+    """The limit of arithmetic: GFLOP/s of the model's own matrix products, and of a large square
+    one."""
     import common
+    from machinery import model_folders, ranks
+
+    import torch
     from transformers import AutoModelForCausalLM
-    device, dtype = common.device(), common.DTYPES[job["dtype"]]
+
+    device, dtype = ranks.device(), common.DTYPES[job["dtype"]]
     gpu = device.type == "cuda"
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(common.load(f"{work}/{job['model']}"))
-    shapes, rows, side = [m.weight.shape for m in model.modules() if isinstance(m, torch.nn.Linear)], 16384 if gpu else 1024, 8192 if gpu else 2048
-    pairs = {s: (torch.randn(rows, s[1], dtype=dtype, device=device), torch.randn(s, dtype=dtype, device=device)) for s in set(shapes)}
+        config = model_folders.load_config(f"{work}/{job['model']}")
+        model = AutoModelForCausalLM.from_config(config)
+    shapes, rows, side = (
+        [m.weight.shape for m in model.modules() if isinstance(m, torch.nn.Linear)],
+        16384 if gpu else 1024,
+        8192 if gpu else 2048,
+    )
+    pairs = {
+        s: (
+            torch.randn(rows, s[1], dtype=dtype, device=device),
+            torch.randn(s, dtype=dtype, device=device),
+        )
+        for s in set(shapes)
+    }
     x = torch.randn(side, side, dtype=dtype, device=device)
     seconds = {s: best_seconds(lambda s=s: torch.nn.functional.linear(*pairs[s])) for s in pairs}
-    return [{"name": "machine", "side": "limit", "gflops": 2 * rows * sum(s.numel() for s in shapes) / sum(seconds[s] for s in shapes) / 1e9,
-             "square_gflops": 2 * side**3 / best_seconds(lambda: x @ x) / 1e9}]
+    return [
+        {
+            "name": "machine",
+            "side": "limit",
+            "gflops": 2
+            * rows
+            * sum(s.numel() for s in shapes)
+            / sum(seconds[s] for s in shapes)
+            / 1e9,
+            "square_gflops": 2 * side**3 / best_seconds(lambda: x @ x) / 1e9,
+        }
+    ]
 
-def plain_generate(model, ids, mask, uniforms, tokenizer, *args, **options):
-    """transformers' `generate` with ppo.generate's arguments, sampling from the whole distribution."""
+
+def plain_generate(args, model, tokenizer, ids, mask, uniforms, synced=False):
+    """transformers' `generate` with ppo.sample's arguments; it samples from the whole
+    distribution."""
     import torch
     from transformers import GenerationConfig
-    config = GenerationConfig(max_new_tokens=uniforms.shape[1], do_sample=True, top_k=0, pad_token_id=tokenizer.pad_token_id)
-    own, model.generation_config = model.generation_config, config  # else the model's own EOS would be used
-    answer = model.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1]:]
+
+    config = GenerationConfig(
+        max_new_tokens=uniforms.shape[1],
+        do_sample=True,
+        top_k=0,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    # else the model's own EOS would be used
+    own, model.generation_config = model.generation_config, config
+    out = model.generate(ids, attention_mask=mask, generation_config=config)
     model.generation_config = own
-    return answer, torch.ones_like(answer)
+    response = out[:, ids.shape[1] :]
+    return response, torch.ones_like(response)
+
+
+class NoEnd:
+    """A tokenizer for a model with so many tokens, none of which ends a response."""
+
+    pad_token_id, eos_token_id = 0, -1
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
 
 def decode(job, work):
-    """Sample `answer` tokens after prompts of `prompt` tokens, ours and plain `generate` in turn; no EOS on either side."""
+    """Sample `answer` tokens after prompts of `prompt` tokens, ours and plain `generate` in turn;
+    no EOS on either side."""
     from types import SimpleNamespace
-    import torch
-    from transformers import AutoModelForCausalLM
+
     import common
     import ppo
-    config, dtype, out = common.load(f"{work}/{job['model']}"), common.DTYPES[job["dtype"]], []
-    with torch.device(common.device()):
+    from machinery import model_folders, ranks
+
+    import torch
+    from deepspeed.accelerator import get_accelerator
+    from transformers import AutoModelForCausalLM
+
+    config, out = model_folders.load_config(f"{work}/{job['model']}"), []
+    dtype = common.DTYPES[job["dtype"]]
+    args = SimpleNamespace(temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=[])
+    with torch.device(ranks.device()):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        no_eos = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
-        weights = common.count_parameters(model) - model.get_input_embeddings().weight.numel() * (not config.tie_word_embeddings)
-        heads = getattr(config, "num_key_value_heads", config.num_attention_heads) / config.num_attention_heads
+        weights = model_folders.count_parameters(model)
+        if not config.tie_word_embeddings:
+            weights -= model.get_input_embeddings().weight.numel()
+        heads = (
+            getattr(config, "num_key_value_heads", config.num_attention_heads)
+            / config.num_attention_heads
+        )
         for rows in job["rows"]:
             ids = torch.randint(2, 4000, (rows, job["prompt"]))
             mask, uniforms = torch.ones_like(ids), torch.rand(rows, job["answer"])
-            cached = rows * (job["prompt"] + job["answer"] / 2) * 2 * config.num_hidden_layers * config.hidden_size * heads
-            token_bytes = (weights + cached) * dtype.itemsize  # a token reads all weights and the cache
+            cached = (
+                rows
+                * (job["prompt"] + job["answer"] / 2)
+                * 2
+                * config.num_hidden_layers
+                * config.hidden_size
+                * heads
+            )
+            # a token reads all weights and the cache
+            token_bytes = (weights + cached) * dtype.itemsize
             memory = torch.ones(int(token_bytes) // 4)
-            bandwidth = memory.nbytes / min(best_seconds(memory.sum), best_seconds(lambda: memory.add_(1)) / 2)
+            bandwidth = memory.nbytes / min(
+                best_seconds(memory.sum), best_seconds(lambda memory=memory: memory.add_(1)) / 2
+            )
             for turn in range(job["rounds"] + 1):
-                for side, function in (("ours", ppo.generate), ("generate", plain_generate)):
+                for side, function in (("ours", ppo.sample), ("generate", plain_generate)):
                     started = time.perf_counter()
                     with torch.no_grad():
-                        answer = function(model, ids, mask, uniforms, no_eos)[0]
-                    common.get_accelerator().synchronize()
+                        tokenizer = NoEnd(config.vocab_size)
+                        response, _ = function(args, model, tokenizer, ids, mask, uniforms)
+                    get_accelerator().synchronize()
                     seconds = time.perf_counter() - started
-                    assert answer.shape == (rows, job["answer"])
+                    assert response.shape == (rows, job["answer"])
                     if turn:
-                        out.append({"name": f"{job['name']} {rows} rows", "side": side, "rate": rows * job["answer"] / seconds,
-                                    "bytes": job["answer"] * token_bytes, "gbytes": bandwidth / 1e9, "mbytes": memory.nbytes / 1e6,
-                                    "flops": 2 * weights * rows * (job["answer"] + job["prompt"]), "work": rows * job["answer"]})
+                        out.append(
+                            {
+                                "name": f"{job['name']} {rows} rows",
+                                "side": side,
+                                "rate": rows * job["answer"] / seconds,
+                                "bytes": job["answer"] * token_bytes,
+                                "gbytes": bandwidth / 1e9,
+                                "mbytes": memory.nbytes / 1e6,
+                                "flops": 2 * weights * rows * (job["answer"] + job["prompt"]),
+                                "work": rows * job["answer"],
+                            }
+                        )
     return out
+
 
 def peak():
     import torch
+
     out = {"rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-    return {**out, "gpu_gb": torch.cuda.max_memory_allocated() / 2**30} if torch.cuda.is_available() else out
+    return (
+        {**out, "gpu_gb": torch.cuda.max_memory_allocated() / 2**30}
+        if torch.cuda.is_available()
+        else out
+    )
+
 
 def ours(job, work):
     """main() of one of our scripts, as a user runs it."""
@@ -201,28 +513,47 @@ def ours(job, work):
     module = importlib.import_module(script)
     sys.argv = [f"{script}.py", *flags]
     if job["side"] == "generate":
-        module.generate = plain_generate
+        module.sample = plain_generate
     try:
         module.main()
     except SystemExit as stop:
         assert stop.code == 0, stop.code
     lines = [json.loads(line) for line in open(f"{work}/out/metrics.jsonl")]
     steps = [m for m in lines if "seconds" in m]
-    done = {"sft": lambda m: m["tokens_per_second"] * m["seconds"]}.get(script, lambda m: job["batch"] * job.get("ranks", 1))
+    done = {"sft": lambda m: m["tokens_per_second"] * m["seconds"]}.get(
+        script, lambda m: job["batch"] * job.get("ranks", 1)
+    )
     counted = steps[1:]
     seconds = sum(m["seconds"] for m in counted)
-    out = {"rate": sum(map(done, counted)) / seconds, "gflops": 1e3 * sum(m["tflops"] * m["seconds"] for m in counted) / seconds,
-           "step_seconds": seconds / len(counted), **{k: statistics.fmean(m[k] for m in counted) for k in
-           ("generate_seconds", "score_seconds", "train_seconds") if k in counted[0]}, **peak()}
+    out = {
+        "rate": sum(map(done, counted)) / seconds,
+        "gflops": 1e3 * sum(m["tflops"] * m["seconds"] for m in counted) / seconds,
+        "step_seconds": seconds / len(counted),
+        **{
+            k: statistics.fmean(m[k] for m in counted)
+            for k in ("generate_seconds", "score_seconds", "train_seconds")
+            if k in counted[0]
+        },
+        **peak(),
+    }
     quality = {k: lines[-1][k] for k in ("eval_loss", "eval_accuracy") if k in lines[-1]}
-    return [{**out, "quality": quality or ppo_quality([m["reward"] for m in steps], [m["kl"] for m in steps])}]
+    return [
+        {
+            **out,
+            "quality": quality
+            or ppo_quality([m["reward"] for m in steps], [m["kl"] for m in steps]),
+        }
+    ]
+
 
 def ppo_quality(reward, kl):
-    return {"reward": statistics.fmean(reward[len(reward) // 2:]), "kl": kl[-1]}
+    return {"reward": statistics.fmean(reward[len(reward) // 2 :]), "kl": kl[-1]}
 
-# ---- Parent: runs the children in turn and writes the table -------------------------------------------------------------
+
+# ---- Parent: runs the children in turn and writes the table --------------------------------------
 def run(args, job, side, turn, code):
-    """One child -> its records, kept in results.jsonl; those that are there already (same code, same row) are not run again."""
+    """Runs one child and returns its records, which are kept in results.jsonl; those that are there
+    already (same code, same row) are not run again."""
     key = f"{code} {job['name']} {job['dtype']} {side} {turn}"
     file = args.work / "results.jsonl"
     known = [json.loads(line) for line in open(file)] if file.exists() else []
@@ -230,33 +561,75 @@ def run(args, job, side, turn, code):
         return found
     result, log, ranks = args.work / "result.json", args.work / "child.log", job.get("ranks", 1)
     python = args.peer_python if side.startswith("trl") else sys.executable
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1" if args.smoke else str(max(1, 2 // ranks)), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        if ranks > 1
+        else []
+    )
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1" if args.smoke else str(max(1, 2 // ranks)),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     if args.gpu:
         del environment["OMP_NUM_THREADS"]
     else:
         environment.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
-    if side.startswith("trl") and args.peer_python != sys.executable:  # two installations must not rebuild each other's kernels
+    # two installations must not rebuild each other's kernels
+    if side.startswith("trl") and args.peer_python != sys.executable:
         environment["TORCH_EXTENSIONS_DIR"] = str(args.work / "peer-extensions")
     result.unlink(missing_ok=True)
     started = time.time()
     with open(log, "w") as out:
-        failed = subprocess.run([python, *launch, __file__, "--child", json.dumps({**job, "side": side, "rounds": args.rounds}), "--work", str(args.work)],
-                                stdout=out, stderr=out, env=environment).returncode
+        failed = subprocess.run(
+            [
+                python,
+                *launch,
+                __file__,
+                "--child",
+                json.dumps({**job, "side": side, "rounds": args.rounds}),
+                "--work",
+                str(args.work),
+            ],
+            stdout=out,
+            stderr=out,
+            env=environment,
+        ).returncode
     if failed or not result.exists():  # the others go on
         log.replace(kept := args.work / f"failed-{job['name'].replace(' ', '-')}-{side}.log")
         print(f"  {job['name']} {side}: failed, see {kept}", flush=True)
         return []
-    records = [{"name": job["name"], "side": side, **r, "key": key, "dtype": job["dtype"], "unit": job.get("unit"), "wall": time.time() - started,
-                "when": time.strftime("%F %T")} for r in json.loads(result.read_text())]
+    records = [
+        {
+            "name": job["name"],
+            "side": side,
+            **r,
+            "key": key,
+            "dtype": job["dtype"],
+            "unit": job.get("unit"),
+            "wall": time.time() - started,
+            "when": time.strftime("%F %T"),
+        }
+        for r in json.loads(result.read_text())
+    ]
     with open(file, "a") as out:
         out.writelines(json.dumps(r) + "\n" for r in records)
     return records
 
+
 def table(records):
-    """Records -> the table, in Markdown: a line for each workload, dtype and peer."""
+    """Returns the table of records, in Markdown: a line for each workload, dtype and peer."""
     limits = {r["dtype"]: r for r in records if r["name"] == "machine"}
-    lines = ["| workload | dtype | ours | peer | ratio, pair by pair | limit | ours / limit | quality ours; peer | GB ours; peer | whole process, s |", "|" + " --- |" * 10]
+
+    def rate(rs):
+        return statistics.median(r["rate"] for r in rs) if rs else 0.0
+
+    lines = [
+        "| workload | dtype | ours | peer | ratio, pair by pair | limit | ours / limit "
+        "| quality ours; peer | GB ours; peer | whole process, s |",
+        "|" + " --- |" * 10,
+    ]
     rows = dict.fromkeys((r["name"], r["dtype"], r["unit"]) for r in records if r.get("rate"))
     for name, dtype, unit in rows:
         sides = {}
@@ -266,75 +639,172 @@ def table(records):
         mine, limit = sides.pop("ours", []), limits.get(dtype)
         for peer, theirs in (sides or {"-": []}).items():
             pairs = sorted(a["rate"] / b["rate"] for a, b in zip(mine, theirs))
-            rate = lambda rs: statistics.median(r["rate"] for r in rs) if rs else 0.0
             best = 0.0
-            if limit and mine and "bytes" in mine[0]:  # bytes / bandwidth, or FLOPs / matrix rate if that takes longer
-                best = mine[0]["work"] / max(mine[0]["bytes"] / 1e9 / mine[0]["gbytes"], mine[0]["flops"] / 1e9 / limit["gflops"])
-            elif limit and mine and "gflops" in mine[0]:  # FLOPs by PaLM's formula: common.train_flops
+            # bytes / bandwidth, or FLOPs / matrix rate if that takes longer
+            if limit and mine and "bytes" in mine[0]:
+                best = mine[0]["work"] / max(
+                    mine[0]["bytes"] / 1e9 / mine[0]["gbytes"],
+                    mine[0]["flops"] / 1e9 / limit["gflops"],
+                )
+            elif limit and mine and "gflops" in mine[0]:
+                # FLOPs by PaLM's formula: throughput.train_flops
                 best = rate(mine) * limit["gflops"] / statistics.median(r["gflops"] for r in mine)
-            quality, memory, start = ("; ".join(f(rs[-1]) if rs else "" for rs in (mine, theirs)) for f in (
-                lambda r: ", ".join(f"{k.removeprefix('eval_')} {v:.3f}" for k, v in r.get("quality", {}).items()),
-                lambda r: f"{r.get('gpu_gb', r.get('rss_gb', 0)):.2f}" if "rss_gb" in r else "",
-                lambda r: f"{r['wall']:.0f}"))
-            lines.append(f"| {name} | {dtype} | {rate(mine):,.1f} {unit} | {peer} {rate(theirs):,.1f} | "
-                         f"{statistics.median(pairs) if pairs else 0:.2f} ({', '.join(f'{p:.2f}' for p in pairs)}) | {best:,.1f} | "
-                         f"{rate(mine) / best if best else 0:.0%} | {quality} | {memory} | {start} |")
+            quality, memory, start = (
+                "; ".join(f(rs[-1]) if rs else "" for rs in (mine, theirs))
+                for f in (
+                    lambda r: ", ".join(
+                        f"{k.removeprefix('eval_')} {v:.3f}"
+                        for k, v in r.get("quality", {}).items()
+                    ),
+                    lambda r: f"{r.get('gpu_gb', r.get('rss_gb', 0)):.2f}" if "rss_gb" in r else "",
+                    lambda r: f"{r['wall']:.0f}",
+                )
+            )
+            lines.append(
+                f"| {name} | {dtype} | {rate(mine):,.1f} {unit} | {peer} {rate(theirs):,.1f} | "
+                f"{statistics.median(pairs) if pairs else 0:.2f} "
+                f"({', '.join(f'{p:.2f}' for p in pairs)}) | {best:,.1f} | "
+                f"{rate(mine) / best if best else 0:.0%} | {quality} | {memory} | {start} |"
+            )
     for dtype, r in limits.items():
-        lines.append(f"\nmachine, {dtype}: {r['gflops']:,.0f} GFLOP/s at the model's shapes, {r['square_gflops']:,.0f} square")
-    for name, dtype, megabytes, rate in dict.fromkeys((r["name"], r["dtype"], r["mbytes"], r["gbytes"]) for r in records if "mbytes" in r):
-        lines.append(f"\n{name} {dtype}: the {megabytes:,.0f} MB that a token reads, at {rate:,.0f} GB/s")
+        lines.append(
+            f"\nmachine, {dtype}: {r['gflops']:,.0f} GFLOP/s at the model's shapes, "
+            f"{r['square_gflops']:,.0f} square"
+        )
+    for name, dtype, megabytes, gigabytes in dict.fromkeys(
+        (r["name"], r["dtype"], r["mbytes"], r["gbytes"]) for r in records if "mbytes" in r
+    ):
+        lines.append(
+            f"\n{name} {dtype}: the {megabytes:,.0f} MB that a token reads, "
+            f"at {gigabytes:,.0f} GB/s"
+        )
     for r in records:
         if "generate_seconds" in r:
-            lines.append(f"\n{r['name']} {r['dtype']} {r['side']}: of a step of {r['step_seconds']:.3f} s, generate {r['generate_seconds']:.3f}, "
-                         f"score {r['score_seconds']:.3f}, train {r['train_seconds']:.3f}")
+            lines.append(
+                f"\n{r['name']} {r['dtype']} {r['side']}: of a step of {r['step_seconds']:.3f} s, "
+                f"generate {r['generate_seconds']:.3f}, "
+                f"score {r['score_seconds']:.3f}, train {r['train_seconds']:.3f}"
+            )
     return "\n".join(lines) + "\n"
 
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="rows whose name begins so: sft reward ppo zero3 decode")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        help="rows whose name begins so: sft reward ppo zero3 decode",
+    )
     parser.add_argument("--dtype", nargs="+", help="fp32 bf16; with --gpu, bf16")
     parser.add_argument("--rounds", type=int, default=2, help="times that each side is measured")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to try this script itself")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny sizes, to try this script itself"
+    )
     parser.add_argument("--gpu", action="store_true", help="large random models on one GPU")
-    parser.add_argument("--growth", action="store_true", help="bytes sent and held, ZeRO 0-3, 1-8 ranks")
-    parser.add_argument("--peer_python", default=sys.executable, help="an interpreter that has TRL, where this one has not")
-    parser.add_argument("--work", type=Path, help="folder for models, data and results.jsonl; output/bench")
-    parser.add_argument("--fresh", action="store_true", help="measure again what results.jsonl holds")
+    parser.add_argument(
+        "--growth", action="store_true", help="bytes sent and held, ZeRO 0-3, 1-8 ranks"
+    )
+    parser.add_argument(
+        "--peer_python",
+        default=sys.executable,
+        help="an interpreter that has TRL, where this one has not",
+    )
+    parser.add_argument(
+        "--work", type=Path, help="folder for models, data and results.jsonl; output/bench"
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="measure again what results.jsonl holds"
+    )
     parser.add_argument("--child", type=json.loads, help="(used by this file itself)")
     args = parser.parse_args()
     args.work = (args.work or ROOT / "output/bench").resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     if args.child:
         job = args.child
-        known = {"prepare": prepare, "machine": machine, **dict.fromkeys(("trl", "trl+len"), "bench_trl"), "growth": "bench_growth"}
-        function = known.get(job["name"]) or known.get(job["side"]) or (ours if job["script"] else decode)
-        records = (importlib.import_module(function).run if isinstance(function, str) else function)(job, args.work)
+        known = {
+            "prepare": prepare,
+            "machine": machine,
+            **dict.fromkeys(("trl", "trl+len"), "bench_trl"),
+            "growth": "bench_growth",
+        }
+        function = (
+            known.get(job["name"]) or known.get(job["side"]) or (ours if job["script"] else decode)
+        )
+        records = (
+            importlib.import_module(function).run if isinstance(function, str) else function
+        )(job, args.work)
         if os.environ.get("RANK", "0") == "0":
             (args.work / "result.json").write_text(json.dumps(records))
         return
-    jobs = [{"model": "tiny", **job} for job in (GPU if args.gpu else importlib.import_module("bench_growth").JOBS if args.growth else CPU)]
-    small = dict(steps=3, length=64, prompt=16, answer=8, held_out=4) if args.smoke and not args.growth else {}
-    jobs = [{**job, **small} for job in jobs if not args.only or job["name"].startswith(tuple(args.only))]
+    jobs = [
+        {"model": "tiny", **job}
+        for job in (
+            GPU
+            if args.gpu
+            else importlib.import_module("bench_growth").JOBS
+            if args.growth
+            else CPU
+        )
+    ]
+    small = (
+        dict(steps=3, length=64, prompt=16, answer=8, held_out=4)
+        if args.smoke and not args.growth
+        else {}
+    )
+    jobs = [
+        {**job, **small}
+        for job in jobs
+        if not args.only or job["name"].startswith(tuple(args.only))
+    ]
     if args.fresh:
         (args.work / "results.jsonl").unlink(missing_ok=True)
-    has_trl = not subprocess.run([args.peer_python, "-c", "import trl"], capture_output=True).returncode
-    code = hashlib.md5(b"".join(f.read_bytes() for f in sorted([*ROOT.glob("*.py"), *ROOT.glob("tests/bench*.py")]))).hexdigest()[:8]
+    has_trl = not subprocess.run(
+        [args.peer_python, "-c", "import trl"], capture_output=True
+    ).returncode
+    code = hashlib.md5(
+        b"".join(
+            f.read_bytes()
+            for pattern in ("*.py", "machinery/*.py", "tests/bench*.py")
+            for f in sorted(ROOT.glob(pattern))
+        )
+    ).hexdigest()[:8]
     code += f" {args.smoke} {args.rounds}"
     base, records = {"script": None, "dtype": "-"}, []
-    run(args, {**base, "name": "prepare", "jobs": jobs}, "", 0, code + str(sorted(j["name"] for j in jobs)))
+    run(
+        args,
+        {**base, "name": "prepare", "jobs": jobs},
+        "",
+        0,
+        code + str(sorted(j["name"] for j in jobs)),
+    )
     for dtype in args.dtype or (["bf16"] if args.gpu else ["fp32", "bf16"]):
         if not args.growth:
-            records += run(args, {**base, "name": "machine", "model": jobs[0]["model"], "dtype": dtype}, "limit", 0, code)
+            records += run(
+                args,
+                {**base, "name": "machine", "model": jobs[0]["model"], "dtype": dtype},
+                "limit",
+                0,
+                code,
+            )
         for job in (j for j in jobs if dtype in j.get("dtypes", [dtype])):
             for turn in range(1 if args.growth or not job["script"] else args.rounds):
-                for side in job["sides"] if job["script"] else job["sides"][:1]:  # decoding takes turns within its process
+                # decoding takes turns within its process
+                for side in job["sides"] if job["script"] else job["sides"][:1]:
                     if has_trl or not side.startswith("trl"):
                         records += (new := run(args, {**job, "dtype": dtype}, side, turn, code))
                         for r in new:
-                            print(f"  {r['name']} {dtype} {r['side']}: {r.get('rate', 0):,.1f} {r['unit']}", flush=True)
+                            print(
+                                f"  {r['name']} {dtype} {r['side']}: "
+                                f"{r.get('rate', 0):,.1f} {r['unit']}",
+                                flush=True,
+                            )
     text = importlib.import_module("bench_growth").table(records) if args.growth else table(records)
     print(text)
     (args.work / "table.md").write_text(text)
+
 
 if __name__ == "__main__":
     main()

@@ -1,43 +1,72 @@
-"""The peer's side of bench.py: TRL's trainers on the rows, token ids and weights of our side. `bench.py` starts it."""
+"""The peer's side of bench.py: TRL's trainers on the rows, token ids and weights of our side.
+`bench.py` starts it."""
+
 import importlib
 import json
 import os
 import statistics
 import time
 
+import common
+from machinery import model_folders, ranks
+from machinery.rows import load_rows
+
 import accelerate
+import bench
 import datasets
 import torch
 import transformers
 
-import bench
-import common
+# As `accelerate config` would write it for ZeRO-3; by default TRL gathers the weights once
+# for a rollout.
+ZERO3 = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
+}
 
-# As `accelerate config` would write it for ZeRO-3; TRL gathers the weights once for a rollout by default.
-ZERO3 = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": 1.0,
-         "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True}}
 
 def run(job, work):
-    """TRL's trainer on the rows, ids and weights of our side; its defaults where nothing says otherwise."""
+    """TRL's trainer on the rows, ids and weights of our side; its defaults where nothing says
+    otherwise."""
     script, flags = bench.command(job, work)
     module = importlib.import_module(script)
     if job.get("stage") == 3:  # accelerate's own way to be told
         config = work / "trl-zero3.json"
         config.write_text(json.dumps(ZERO3))
-        os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(config))
+        os.environ.update(
+            ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(config)
+        )
     args = module.get_args(flags)
     path = args.actor_model_name_or_path if script == "ppo" else args.model_name_or_path
-    tokenizer = common.load_tokenizer(path)
-    rows, held_out = common.load_rows(args, tokenizer, {"sft": 1, "reward": 2, "ppo": 3}[script], args.max_prompt_seq_len if script == "ppo" else args.max_seq_len)
-    options = dict(output_dir=f"{work}/out-trl", use_cpu=common.device().type == "cpu" and job.get("stage") != 3, bf16=job["dtype"] == "bf16",  # bf16: autocast, fp32 weights
-                   per_device_train_batch_size=job["batch"], gradient_checkpointing=False, report_to="none", save_strategy="no",
-                   lr_scheduler_type="constant", learning_rate=args.actor_learning_rate if script == "ppo" else args.learning_rate,
-                   weight_decay=0.0, max_grad_norm=1.0, adam_beta2=0.95, dataloader_pin_memory=False, disable_tqdm=True, logging_steps=1000)
+    tokenizer = model_folders.load_tokenizer(path)
+    limit = args.max_prompt_seq_len if script == "ppo" else args.max_seq_len
+    rows, held_out = load_rows(args, tokenizer, script, limit)
+    # bf16: autocast, fp32 weights
+    options = dict(
+        output_dir=f"{work}/out-trl",
+        use_cpu=ranks.device().type == "cpu" and job.get("stage") != 3,
+        bf16=job["dtype"] == "bf16",
+        per_device_train_batch_size=job["batch"],
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        lr_scheduler_type="constant",
+        learning_rate=args.actor_learning_rate if script == "ppo" else args.learning_rate,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        adam_beta2=0.95,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        logging_steps=1000,
+    )
     seconds, done = [], []
 
     class Clock(transformers.TrainerCallback):
         def on_step_begin(self, *args, **options):
             self.started = time.time()
+
         on_train_begin = on_step_begin  # PPOTrainer tells of the ends of its steps only
 
         def on_step_end(self, *args, **options):
@@ -45,43 +74,106 @@ def run(job, work):
             self.started = time.time()
 
     def load(kind, folder):  # fp32 weights
-        return getattr(transformers, f"AutoModelFor{kind}").from_pretrained(folder, dtype=torch.float32)
+        return getattr(transformers, f"AutoModelFor{kind}").from_pretrained(
+            folder, dtype=torch.float32
+        )
 
     if script == "ppo":
         from trl.experimental.ppo import PPOConfig, PPOTrainer
+
         critic = args.critic_model_name_or_path
-        config = PPOConfig(**{**options, "logging_steps": 1}, num_ppo_epochs=1, num_mini_batches=1, local_rollout_forward_batch_size=job["batch"],
-                           temperature=1.0, response_length=job["answer"], kl_coef=args.kl_coef, num_sample_generations=0, total_episodes=len(rows))
-        if job.get("stage") == 3:  # under DeepSpeed accelerate counts GPUs, and here it would find a world of one
+        config = PPOConfig(
+            **{**options, "logging_steps": 1},
+            num_ppo_epochs=1,
+            num_mini_batches=1,
+            local_rollout_forward_batch_size=job["batch"],
+            temperature=1.0,
+            response_length=job["answer"],
+            kl_coef=args.kl_coef,
+            num_sample_generations=0,
+            total_episodes=len(rows),
+        )
+        # under DeepSpeed accelerate counts GPUs, and here it would find a world of one
+        if job.get("stage") == 3:
             rank = int(os.environ["RANK"])
-            accelerate.PartialState._shared_state.update(num_processes=job["ranks"], process_index=rank, local_process_index=rank)
+            accelerate.PartialState._shared_state.update(
+                num_processes=job["ranks"], process_index=rank, local_process_index=rank
+            )
         trainer = PPOTrainer(
             args=config,
-            processing_class=tokenizer, model=load("CausalLM", path), ref_model=load("CausalLM", path), reward_model=load("SequenceClassification", critic),
-            value_model=load("SequenceClassification", critic), train_dataset=datasets.Dataset.from_dict({"input_ids": list(rows["prompt_ids"])}),
-            eval_dataset=datasets.Dataset.from_dict({"input_ids": list(held_out["prompt_ids"])}), callbacks=[Clock()])
+            processing_class=tokenizer,
+            model=load("CausalLM", path),
+            ref_model=load("CausalLM", path),
+            reward_model=load("SequenceClassification", critic),
+            value_model=load("SequenceClassification", critic),
+            train_dataset=datasets.Dataset.from_dict({"input_ids": list(rows["prompt_ids"])}),
+            eval_dataset=datasets.Dataset.from_dict({"input_ids": list(held_out["prompt_ids"])}),
+            callbacks=[Clock()],
+        )
     else:
-        options.update(num_train_epochs=1, train_sampling_strategy="group_by_length" if job["side"] == "trl+len" else "random")
+        options.update(
+            num_train_epochs=1,
+            train_sampling_strategy="group_by_length" if job["side"] == "trl+len" else "random",
+        )
         if script == "sft":
-            from trl import SFTConfig as Config, SFTTrainer as Trainer
-            data = datasets.Dataset.from_dict({"input_ids": [r["prompt_ids"] + r["answers"][0] for r in rows],
-                                      "completion_mask": [[0] * len(r["prompt_ids"]) + [1] * len(r["answers"][0]) for r in rows]})
+            from trl import SFTConfig as Config
+            from trl import SFTTrainer as Trainer
+
+            data = datasets.Dataset.from_dict(
+                {
+                    "input_ids": [r["prompt_ids"] + r["responses"][0] for r in rows],
+                    "completion_mask": [
+                        [0] * len(r["prompt_ids"]) + [1] * len(r["responses"][0]) for r in rows
+                    ],
+                }
+            )
             options["completion_only_loss"] = True
         else:
-            from trl import RewardConfig as Config, RewardTrainer as Trainer
-            data = datasets.Dataset.from_dict({f"{name}_ids": [r["prompt_ids"] + r["answers"][i] for r in rows] for i, name in enumerate(("chosen", "rejected"))})
-        trainer = Trainer(model=load("CausalLM" if script == "sft" else "SequenceClassification", path), processing_class=tokenizer,
-                          args=Config(**options, max_length=job["length"]), train_dataset=data, callbacks=[Clock()])
+            from trl import RewardConfig as Config
+            from trl import RewardTrainer as Trainer
+
+            data = datasets.Dataset.from_dict(
+                {
+                    f"{name}_ids": [r["prompt_ids"] + r["responses"][i] for r in rows]
+                    for i, name in enumerate(("chosen", "rejected"))
+                }
+            )
+        trainer = Trainer(
+            model=load("CausalLM" if script == "sft" else "SequenceClassification", path),
+            processing_class=tokenizer,
+            args=Config(**options, max_length=job["length"]),
+            train_dataset=data,
+            callbacks=[Clock()],
+        )
         collate = trainer.data_collator
-        trainer.data_collator = lambda part: done.append(sum(len(r["input_ids"]) for r in part) if script == "sft" else len(part)) or collate(part)
+        trainer.data_collator = lambda part: (
+            done.append(sum(len(r["input_ids"]) for r in part) if script == "sft" else len(part))
+            or collate(part)
+        )
     trainer.train()
     done = done or [job["batch"] * job.get("ranks", 1)] * len(seconds)
-    out = {"rate": sum(done[1:len(seconds)]) / sum(seconds[1:]), "step_seconds": statistics.fmean(seconds[1:]), **bench.peak()}
+    out = {
+        "rate": sum(done[1 : len(seconds)]) / sum(seconds[1:]),
+        "step_seconds": statistics.fmean(seconds[1:]),
+        **bench.peak(),
+    }
     if script == "ppo":
         log = [m for m in trainer.state.log_history if "objective/scores" in m]
-        return [{**out, "quality": bench.ppo_quality([m["objective/scores"] for m in log], [m["objective/kl"] for m in log])}]
+        return [
+            {
+                **out,
+                "quality": bench.ppo_quality(
+                    [m["objective/scores"] for m in log], [m["objective/kl"] for m in log]
+                ),
+            }
+        ]
     model = trainer.model if script == "sft" else common.ValueModel(trainer.model, "score")
-    collate_rows = lambda part: module.collate(part, tokenizer.pad_token_id, *[False] * (script == "reward"))  # a row for each answer, as TRL
-    with torch.autocast(common.device().type, torch.bfloat16, enabled=job["dtype"] == "bf16"):
+
+    def collate_rows(part):  # a row for each answer, as TRL has it
+        return module.collate(part, tokenizer.pad_token_id, *[False] * (script == "reward"))
+
+    with torch.autocast(ranks.device().type, torch.bfloat16, enabled=job["dtype"] == "bf16"):
         quality = module.evaluate(args, model, held_out, collate_rows)
-    return [{**out, "quality": {k: quality[k] for k in ("eval_loss", "eval_accuracy") if k in quality}}]
+    return [
+        {**out, "quality": {k: quality[k] for k in ("eval_loss", "eval_accuracy") if k in quality}}
+    ]

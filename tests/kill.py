@@ -1,12 +1,17 @@
-"""Fault injection: runs of the three scripts that are killed, starved of disk, hung or damaged, and then resumed.
+"""Fault injection: runs of the three scripts that are killed, starved of disk, hung or damaged, and
+then resumed.
 
-Starting Python and torch takes far longer than training a tiny model. So this process imports all once, and then forks
-the ranks of one run after the other. A run is killed as a whole (SIGKILL to its process group) before a certain
-time that rank 0 touches a file of the output folder, which is mostly while checkpoints are written.
+Starting Python and torch takes far longer than training a tiny model. So this process imports all
+once, and then forks the ranks of one run after the other. A run is killed as a whole (SIGKILL to
+its process group) before a certain time that rank 0 touches a file of the output folder, which is
+mostly while checkpoints are written.
 
-    python tests/kill.py              20 moments spread over four runs: the table of docs/reliability.md, 6 minutes
-    python tests/kill.py FACTS.json   the scenes of test_12_reliability.py, which reads what was seen from that file
+    python tests/kill.py              20 moments spread over four runs: the table of
+                                      docs/reliability.md, 6 minutes
+    python tests/kill.py FACTS.json   the scenes of test_12_reliability.py, which reads what was
+                                      seen from that file
 """
+
 import json
 import multiprocessing
 import os
@@ -19,30 +24,53 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", DS_ACCELERATOR="cpu",
-                  CXX="no-compiler", TORCH_EXTENSIONS_DIR=tempfile.mkdtemp())  # torch's AdamW: a killed build leaves a lock behind
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+    DS_ACCELERATOR="cpu",
+    # torch's AdamW, because a killed build of DeepSpeed's leaves a lock behind
+    CXX="no-compiler",
+    TORCH_EXTENSIONS_DIR=tempfile.mkdtemp(),
+)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from safetensors.torch import load_file
 
 from tests import workers
 
-CLOCKS = {"seconds", "tokens_per_second", "tflops", "generate_seconds", "score_seconds", "train_seconds"}
+from safetensors.torch import load_file
+
+CLOCKS = {
+    "seconds",
+    "tokens_per_second",
+    "tflops",
+    "generate_seconds",
+    "score_seconds",
+    "train_seconds",
+}
 TOUCHES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
-RUNS = {"sft_zero0": ("sft", 0), "reward_zero2": ("reward", 2), "sft_zero3": ("sft", 3), "ppo_zero2": ("ppo", 2)}
+RUNS = {
+    "sft_zero0": ("sft", 0),
+    "reward_zero2": ("reward", 2),
+    "sft_zero3": ("sft", 3),
+    "ppo_zero2": ("ppo", 2),
+}
 
 
 def prepare():
-    """-> a folder with tiny models and data; and all imports done, without any thread that a fork would lose."""
+    """Returns a folder with tiny models and data. After it all imports are done, without any thread
+    that a fork would lose."""
+    import ppo  # noqa: F401
+    import reward  # noqa: F401
+    import sft  # noqa: F401
+    from machinery import logs
+
     import torch
-    import common
-    import ppo
-    import reward
-    import sft
     from tqdm import tqdm
+
     torch.set_num_threads(1)
-    tqdm.monitor_interval = 0  # its thread may hold a lock at the fork, which then is never released
-    common.draw_curves = lambda args: None
+    # its thread may hold a lock at the fork, which then is never released
+    tqdm.monitor_interval = 0
+    logs.draw_curves = lambda args: None
     base = Path(tempfile.mkdtemp(prefix="rlhf-kill-"))
     os.environ["HF_DATASETS_CACHE"] = str(base / "datasets")
     workers.prepare(base)
@@ -65,7 +93,10 @@ def rank_of_a_run(script, argv, rank, output, kill_at, fault):
         nonlocal count
         if event in TOUCHES and str(details[0]).startswith(str(output)):
             count += 1
-            if count == kill_at or (isinstance(kill_at, str) and all(word in f"{event} {details}" for word in kill_at.split())):
+            if count == kill_at or (
+                isinstance(kill_at, str)
+                and all(word in f"{event} {details}" for word in kill_at.split())
+            ):
                 os.killpg(0, signal.SIGKILL)
 
     if rank == 0:
@@ -85,11 +116,12 @@ def rank_of_a_run(script, argv, rank, output, kill_at, fault):
 
 
 def run(script, argv, output, ranks=2, kill_at=None, fault=None, limit=240):
-    """One run on `ranks` ranks -> (each rank's exit code, minus the signal if one ended it; what was printed; seconds).
+    """Makes one run on `ranks` ranks. Returns (each rank's exit code, minus the signal if one ended
+    it; what was printed; seconds).
 
-    kill_at: before rank 0's so many-th file operation, or before the first one in which all these words occur. fault(rank)
-    is called in each rank first. Unlike under a launcher nothing stops the other ranks when one has ended: whoever hangs is
-    killed after `limit` seconds, code -9.
+    kill_at: before rank 0's so many-th file operation, or before the first one in which all these
+    words occur. fault(rank) is called in each rank first. Unlike under a launcher nothing stops the
+    other ranks when one has ended: whoever hangs is killed after `limit` seconds, code -9.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{output}.log").unlink(missing_ok=True)
@@ -98,9 +130,17 @@ def run(script, argv, output, ranks=2, kill_at=None, fault=None, limit=240):
         port = s.getsockname()[1]
     began, children = time.time(), []
     for rank in range(ranks):
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        child = multiprocessing.get_context("fork").Process(target=rank_of_a_run, args=(script, argv, rank, output, kill_at, fault))
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(ranks),
+            LOCAL_WORLD_SIZE=str(ranks),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        child = multiprocessing.get_context("fork").Process(
+            target=rank_of_a_run, args=(script, argv, rank, output, kill_at, fault)
+        )
         child.start()
         os.setpgid(child.pid, children[0].pid if children else child.pid)
         children.append(child)
@@ -109,44 +149,61 @@ def run(script, argv, output, ranks=2, kill_at=None, fault=None, limit=240):
     if any(child.is_alive() for child in children):
         os.killpg(children[0].pid, signal.SIGKILL)
         [child.join() for child in children]
-    return [child.exitcode for child in children], Path(f"{output}.log").read_text(), time.time() - began
+    return (
+        [child.exitcode for child in children],
+        Path(f"{output}.log").read_text(),
+        time.time() - began,
+    )
 
 
 def outcome(output):
-    """-> what a finished run leaves behind, without its clocks: weights as bytes, metrics, samples."""
+    """Returns what a finished run leaves behind, without its clocks: weights as bytes, metrics,
+    samples."""
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     samples = output / "samples.jsonl"
-    return {"metrics": [{k: v for k, v in record.items() if k not in CLOCKS} for record in metrics],
-            "samples": samples.read_text() if samples.exists() else "",
-            "weights": {f"{file.relative_to(output)} {name}": tensor.numpy().tobytes()
-                        for file in sorted(output.rglob("*.safetensors")) for name, tensor in load_file(file).items()}}
+    return {
+        "metrics": [{k: v for k, v in record.items() if k not in CLOCKS} for record in metrics],
+        "samples": samples.read_text() if samples.exists() else "",
+        "weights": {
+            f"{file.relative_to(output)} {name}": tensor.numpy().tobytes()
+            for file in sorted(output.rglob("*.safetensors"))
+            for name, tensor in load_file(file).items()
+        },
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The scenes of test_12_reliability.py: sft.py, two ranks, ZeRO 2, five steps, checkpoints after steps 2 and 4
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The scenes of test_12_reliability.py: sft.py, two ranks, ZeRO 2, five steps, checkpoints after
+# steps 2 and 4
+# --------------------------------------------------------------------------------------------------
 def at_step(step, action, only=None):
-    """-> a fault: after step `step` has been computed, and before anything is saved, call `action` (in rank `only`)."""
+    """Returns a fault: after step `step` has been computed, and before anything is saved, it calls
+    `action` (in rank `only`)."""
+
     def fault(rank):
-        import common
-        check_finite = common.check_finite
+        from machinery import crash
+
+        check_finite = crash.stop_unless_finite
 
         def check_finite_and_act(args, record, *rows):
             if record["step"] == step and only in (None, rank):
                 action()
             return check_finite(args, record, *rows)
-        common.check_finite = check_finite_and_act
+
+        crash.stop_unless_finite = check_finite_and_act
+
     return fault
 
 
 def no_more_disk():
-    """From now on writing fails in files longer than 20 kB, by the kernel's own error: the disk is full, for this process."""
+    """From now on writing fails in files longer than 20 kB, by the kernel's own error: the disk is
+    full, for this process."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
 def an_hour_later():
-    import checkpoint
-    checkpoint.BEGAN -= 3600
+    clock = time.time
+    time.time = lambda: clock() + 3600
 
 
 def ctrl_c_twice():
@@ -168,17 +225,33 @@ def wrong():
 
 
 def scenes(base):
-    """-> {scene: what was seen}. One run is killed three times; another meets seven mishaps, one after the other."""
-    argv, whole, seen = flags(base, "sft", 2, "--num_samples", 0, "--weight_decay", 0.1), base / "scenes/whole", {}
+    """Returns {scene: what was seen}. One run is killed three times; another meets seven mishaps,
+    one after the other."""
+    argv, whole, seen = (
+        flags(base, "sft", 2, "--num_samples", 0, "--weight_decay", 0.1),
+        base / "scenes/whole",
+        {},
+    )
 
     def play(name, output, *more, **options):
         output = whole.parent / output
         codes, log, _ = run("sft", [*argv, *map(str, more)], output, **options)
         finished = (output / "config.json").exists()
         found = outcome(output) if finished else {}
-        seen[name] = {"codes": codes, "log": log.replace("[rank0]:", "").replace("[rank1]:", ""), "finished": finished,
-                      "checkpoints": sorted(f.name for f in output.glob("checkpoints/*")), "identical": finished and found == (expected or found)}
-        print(name, codes, seen[name]["checkpoints"], "identical" if seen[name]["identical"] else "", flush=True)
+        seen[name] = {
+            "codes": codes,
+            "log": log.replace("[rank0]:", "").replace("[rank1]:", ""),
+            "finished": finished,
+            "checkpoints": sorted(f.name for f in output.glob("checkpoints/*")),
+            "identical": finished and found == (expected or found),
+        }
+        print(
+            name,
+            codes,
+            seen[name]["checkpoints"],
+            "identical" if seen[name]["identical"] else "",
+            flush=True,
+        )
         return found
 
     expected = None
@@ -191,51 +264,121 @@ def scenes(base):
 
     play("a rank dies", "mishaps", fault=at_step(3, die, only=1))
     play("a rank fails", "mishaps", "--resume", fault=at_step(3, wrong, only=1))
-    play("a rank hangs", "mishaps", "--resume", "--timeout_minutes", 0.2, fault=at_step(3, hang, only=1))
+    play(
+        "a rank hangs",
+        "mishaps",
+        "--resume",
+        "--timeout_minutes",
+        0.2,
+        fault=at_step(3, hang, only=1),
+    )
     play("ctrl-c twice", "mishaps", "--resume", fault=at_step(3, ctrl_c_twice, only=1))
     play("disk full", "mishaps", "--resume", fault=at_step(4, no_more_disk))
-    play("time is over", "mishaps", "--resume", "--max_hours", 1, "--keep_checkpoints", 2, fault=at_step(3, an_hour_later, only=1))
-    newest = max(whole.parent.glob("mishaps/checkpoints/step-3/**/*.pt"), key=lambda f: f.stat().st_size)
+    play(
+        "time is over",
+        "mishaps",
+        "--resume",
+        "--max_hours",
+        1,
+        "--keep_checkpoints",
+        2,
+        fault=at_step(3, an_hour_later, only=1),
+    )
+    newest = max(
+        whole.parent.glob("mishaps/checkpoints/step-3/**/*.pt"), key=lambda f: f.stat().st_size
+    )
     os.truncate(newest, newest.stat().st_size // 2)
     play("newest cut short", "mishaps", "--resume")
 
     grown = shutil.copytree(base / "data", base / "grown/data") / "train.jsonl"
-    grown.write_text(grown.read_text() + "".join(json.dumps({"prompt": f"Why {i}?", "chosen": " So.", "rejected": " No."}) + "\n" for i in range(9)))
-    gone = shutil.copytree(whole, whole.parent / "gone", ignore=shutil.ignore_patterns("config.json", "manifest.json"))
+    grown.write_text(
+        grown.read_text()
+        + "".join(
+            json.dumps({"prompt": f"Why {i}?", "chosen": " So.", "rejected": " No."}) + "\n"
+            for i in range(9)
+        )
+    )
+    gone = shutil.copytree(
+        whole, whole.parent / "gone", ignore=shutil.ignore_patterns("config.json", "manifest.json")
+    )
     play("none whole", gone.name, "--resume")
 
     for name, ranks, rows, accumulation, more in (
-            ("one rank", 1, 2, 4, []), ("one rank, other batch", 1, 2, 2, []), ("other stage", 1, 2, 4, ["--zero_stage", 3]),
-            ("smaller batches", 2, 1, 4, []), ("larger batches", 2, 4, 1, []), ("other rate", 2, 2, 2, ["--learning_rate", 1e-9]),
-            ("other rows", 1, 2, 4, ["--data_path", base / "grown/data"])):
-        shutil.copytree(whole, whole.parent / name, ignore=shutil.ignore_patterns("config.json", "step-4"))
-        found = play(name, name, "--resume", "--per_device_train_batch_size", rows, "--gradient_accumulation_steps", accumulation, *more, ranks=ranks)
+        ("one rank", 1, 2, 4, []),
+        ("one rank, other batch", 1, 2, 2, []),
+        ("other stage", 1, 2, 4, ["--zero_stage", 3]),
+        ("smaller batches", 2, 1, 4, []),
+        ("larger batches", 2, 4, 1, []),
+        ("other rate", 2, 2, 2, ["--learning_rate", 1e-9]),
+        ("other rows", 1, 2, 4, ["--data_path", base / "grown/data"]),
+    ):
+        shutil.copytree(
+            whole, whole.parent / name, ignore=shutil.ignore_patterns("config.json", "step-4")
+        )
+        found = play(
+            name,
+            name,
+            "--resume",
+            "--per_device_train_batch_size",
+            rows,
+            "--gradient_accumulation_steps",
+            accumulation,
+            *more,
+            ranks=ranks,
+        )
         if found:
             import numpy as np
             import torch
-            saved = torch.load(whole / "checkpoints/step-2/model/state/mp_rank_00_model_states.pt", weights_only=False)["module"]
-            seen[name]["moved"] = max((saved[key.split()[-1]] - torch.tensor(np.frombuffer(a, "f4")).view_as(saved[key.split()[-1]])).abs().max().item()
-                                      for key, a in found["weights"].items())
+
+            saved = torch.load(
+                whole / "checkpoints/step-2/model/state/mp_rank_00_model_states.pt",
+                weights_only=False,
+            )["module"]
+            seen[name]["moved"] = max(
+                (
+                    saved[key.split()[-1]]
+                    - torch.tensor(np.frombuffer(a, "f4")).view_as(saved[key.split()[-1]])
+                )
+                .abs()
+                .max()
+                .item()
+                for key, a in found["weights"].items()
+            )
             seen[name]["rates"] = [record["learning_rate"] for record in found["metrics"][1:]]
-            seen[name]["difference"] = max(float(np.abs(np.frombuffer(a, "f4") - np.frombuffer(found["weights"][key], "f4")).max())
-                                           for key, a in expected["weights"].items())
+            seen[name]["difference"] = max(
+                float(
+                    np.abs(
+                        np.frombuffer(a, "f4") - np.frombuffer(found["weights"][key], "f4")
+                    ).max()
+                )
+                for key, a in expected["weights"].items()
+            )
     return seen
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Twenty moments
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 def where(output):
-    """-> in words, how far a run had come when it was killed."""
+    """Returns, in words, how far a run had come when it was killed."""
     file, folder = output / "metrics.jsonl", output / "checkpoints"
-    steps = [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+    steps = (
+        [json.loads(line)["step"] for line in file.read_text().splitlines()]
+        if file.exists()
+        else []
+    )
     saved = sorted(f.name for f in folder.iterdir()) if folder.exists() else []
-    parts = [f"step {steps[-1]}" if steps else "no step", *saved, "model partly saved" if [*output.rglob(".saving")] else ""]
+    parts = [
+        f"step {steps[-1]}" if steps else "no step",
+        *saved,
+        "model partly saved" if [*output.rglob(".saving")] else "",
+    ]
     return ", ".join(filter(None, parts))
 
 
 def twenty_moments(base):
-    """-> exit code. Four runs, each killed at five moments; all 20 fall into different parts of a run."""
+    """Returns the exit code. Four runs are each killed at five moments; all 20 fall into different
+    parts of a run."""
     results = []
     for place, (name, (script, stage)) in enumerate(RUNS.items()):
         argv, whole = flags(base, script, stage), base / f"{name}/whole"
@@ -243,15 +386,25 @@ def twenty_moments(base):
         assert codes == [0, 0], log
         touches, expected = int(Path(f"{whole}.touches").read_text()), outcome(whole)
         for number in range(5):
-            output, kill_at = base / f"{name}/{number}", 2 + round((touches - 3) * (number * len(RUNS) + place) / 19)
+            output, kill_at = (
+                base / f"{name}/{number}",
+                2 + round((touches - 3) * (number * len(RUNS) + place) / 19),
+            )
             codes, _, _ = run(script, argv, output, kill_at=kill_at)
             at = where(output)
-            resume = ["--resume"] if (output / "args.json").exists() else []  # before that nothing had begun
+            # before that nothing had begun
+            resume = ["--resume"] if (output / "args.json").exists() else []
             resumed, log, _ = run(script, [*argv, *resume], output)
-            over = "holds a finished run" in log  # killed after config.json was in place, as the last folder was tidied up
+            # killed after config.json was in place, as the last folder was tidied up
+            over = "holds a finished run" in log
             results.append((resumed == [0, 0] or over) and outcome(output) == expected)
             kept = " ".join(sorted(f.name for f in output.glob("checkpoints/*")))
-            print(f"{name:13} before file operation {kill_at:3} of {touches}: {codes}; {at:44} {('finished' if over else 'resumed') + ', identical' if results[-1] else f'DIFFERS {log}'}; keeps {kept}", flush=True)
+            ended = ("finished" if over else "resumed") + ", identical"
+            print(
+                f"{name:13} before file operation {kill_at:3} of {touches}: {codes}; {at:44} "
+                f"{ended if results[-1] else f'DIFFERS {log}'}; keeps {kept}",
+                flush=True,
+            )
     print(f"{sum(results)} of {len(results)} resumed and ended identical")
     return sum(results) != len(results)
 

@@ -1,64 +1,87 @@
-"""No run is ever lost: killed, starved of disk, hung, told to stop, or fed bad data, it goes on, or says in words what is wrong.
+"""No run is ever lost: killed, starved of disk, hung, told to stop, or fed bad data, it goes on, or
+says in words what is wrong.
 
-kill.py plays the scenes, each a real run of sft.py on two ranks, in one launch of a minute or two. `python tests/kill.py`
-by itself kills at 20 moments in all three scripts; docs/reliability.md has what it found.
+kill.py plays the scenes, each a real run of sft.py on two ranks, in one launch of a minute or two.
+`python tests/kill.py` by itself kills at 20 moments in all three scripts; docs/reliability.md has
+what it found.
 """
+
 import functools
 import json
 import os
 import re
 import sys
 
+import sft
+from machinery import checkpoints, model_folders, rows
+from tests import workers
+
 import pytest
 import torch
-
-import checkpoint
-import common
-import sft
-from tests import workers
 
 ROOT = workers.ROOT
 
 
 @functools.cache
 def scenes():
-    """What kill.py saw: {scene: exit codes, output, checkpoints left, and whether it ended as the run that nothing befell}."""
+    """What kill.py saw: {scene: exit codes, output, checkpoints left, and whether it ended as the
+    run that nothing befell}."""
     base = workers.shared_folder()
-    code, log = workers.start_command([sys.executable, ROOT / "tests/kill.py", base / "scenes.json"], base)
+    code, log = workers.start_command(
+        [sys.executable, ROOT / "tests/kill.py", base / "scenes.json"], base
+    )
     assert code == 0, log[-6000:]
     return json.loads((base / "scenes.json").read_text())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Killed
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 def test_killed_three_times_and_resumed_it_is_the_same_run():
-    """SIGKILL gives no time to tidy up. It comes here while the first checkpoint is written (none counts yet, the run
-    starts anew), while an old checkpoint is removed (the new one counts already), and while the model is saved (no
-    config.json yet, so nobody takes it for finished). After that weights, metrics and samples are the same to the bit."""
-    seen = [scenes()[name] for name in ("killed in the first checkpoint", "killed in the second", "killed as the model is saved")]
-    assert [scene["codes"] for scene in seen] == [[-9, -9]] * 3 and not any(scene["finished"] for scene in seen)
-    assert [scene["checkpoints"] for scene in seen] == [["unfinished"], ["step-2", "step-4"], ["step-4"]]
+    """SIGKILL gives no time to tidy up. It comes here while the first checkpoint is written (none
+    counts yet, the run starts anew), while an old checkpoint is removed (the new one counts
+    already), and while the model is saved (no config.json yet, so nobody takes it for finished).
+    After that weights, metrics and samples are the same to the bit."""
+    seen = [
+        scenes()[name]
+        for name in (
+            "killed in the first checkpoint",
+            "killed in the second",
+            "killed as the model is saved",
+        )
+    ]
+    assert [scene["codes"] for scene in seen] == [[-9, -9]] * 3 and not any(
+        scene["finished"] for scene in seen
+    )
+    assert [scene["checkpoints"] for scene in seen] == [
+        ["unfinished"],
+        ["step-2", "step-4"],
+        ["step-4"],
+    ]
     last = scenes()["resumed after three kills"]
     assert last["codes"] == [0, 0] and last["identical"], last["log"]
     assert last["checkpoints"] == ["step-4"]  # --keep_checkpoints 1
 
 
 def test_after_seven_mishaps_it_is_still_the_same_run():
-    """A rank that died, one that failed, one that hung, Ctrl-C twice, a full disk, a time limit, and a checkpoint cut short:
-    whatever made it stop, the resumed run ends with the weights and metrics of the one that nothing befell."""
+    """A rank that died, one that failed, one that hung, Ctrl-C twice, a full disk, a time limit,
+    and a checkpoint cut short: whatever made it stop, the resumed run ends with the weights and
+    metrics of the one that nothing befell."""
     last = scenes()["newest cut short"]
     assert last["codes"] == [0, 0] and last["identical"], last["log"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Damaged checkpoints
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 def test_a_damaged_checkpoint_is_passed_over_in_words():
-    """Half a file is not half a checkpoint: it is none. The newest whole one is used, the message names the file that is
-    not as it was written, and the damaged folder neither counts among --keep_checkpoints nor stands in the way."""
+    """Half a file is not half a checkpoint: it is none. The newest whole one is used, the message
+    names the file that is not as it was written, and the damaged folder neither counts among
+    --keep_checkpoints nor stands in the way."""
     scene = scenes()["newest cut short"]
-    assert re.search(r"step-3 is not whole.*\.pt\n(.*\n)?resumed from .*step-2", scene["log"]), scene["log"]
+    assert re.search(r"step-3 is not whole.*\.pt\n(.*\n)?resumed from .*step-2", scene["log"]), (
+        scene["log"]
+    )
     assert scene["checkpoints"] == ["step-4"]
 
 
@@ -69,69 +92,99 @@ def test_when_no_checkpoint_is_whole_nothing_is_touched():
     assert "error: --resume: no checkpoint" in scene["log"] and "Traceback" not in scene["log"]
 
 
-@pytest.mark.parametrize("harm", ["nothing", "cut", "one byte", "removed", "manifest removed", "manifest cut"])
+@pytest.mark.parametrize(
+    "harm", ["nothing", "cut", "one byte", "removed", "manifest removed", "manifest cut"]
+)
 def test_every_kind_of_damage_is_seen(tmp_path, harm):
-    """Sizes alone would miss an edited byte, and a list of files alone a file that is gone: the manifest has both."""
+    """Sizes alone would miss an edited byte, and a list of files alone a file that is gone: the
+    manifest has both."""
     folder, file = tmp_path / "step-2", tmp_path / "step-2/model/state.pt"
     file.parent.mkdir(parents=True)
     file.write_bytes(bytes(range(256)) * 8)
     manifest = folder / "manifest.json"
-    manifest.write_text(json.dumps({"model/state.pt": checkpoint.checksum(file)}))
+    manifest.write_text(json.dumps({"model/state.pt": checkpoints.checksum(file)}))
     if harm == "one byte":
         file.write_bytes(file.read_bytes().replace(b"\x07", b"\x08", 1))
     elif harm.endswith("cut"):
         os.truncate(manifest if "manifest" in harm else file, 20)
     elif harm != "nothing":
         (manifest if "manifest" in harm else file).unlink()
-    expected = [] if harm == "nothing" else ["manifest.json"] if "manifest" in harm else ["model/state.pt"]
-    assert checkpoint.damage(folder) == expected
+    expected = (
+        [] if harm == "nothing" else ["manifest.json"] if "manifest" in harm else ["model/state.pt"]
+    )
+    assert checkpoints.damage(folder) == expected
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Disk full, told to stop, a rank gone
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 def test_a_full_disk_costs_no_checkpoint():
-    """The write of step 4's checkpoint fails. Step 2's is there still, the message says so without a traceback, exit code 1."""
+    """The write of step 4's checkpoint fails. Step 2's is there still, the message says so without
+    a traceback, exit code 1."""
     scene = scenes()["disk full"]
-    assert scene["codes"] == [1, 1] and "step-2" in scene["checkpoints"] and "step-4" not in scene["checkpoints"]
-    assert re.search(r"error: rank 0 of 2 stopped writing .*/step-4: .*\n.*GB are free there.*--resume", scene["log"]), scene["log"]
+    assert (
+        scene["codes"] == [1, 1]
+        and "step-2" in scene["checkpoints"]
+        and "step-4" not in scene["checkpoints"]
+    )
+    assert re.search(
+        r"error: rank 0 of 2 stopped writing .*/step-4: .*\n.*GB are free there.*--resume",
+        scene["log"],
+    ), scene["log"]
     assert "Traceback" not in scene["log"]
 
 
 def test_max_hours_saves_and_says_so():
-    """One rank's clock is enough: all agree, save after the same step, and leave with a message of its own."""
+    """One rank's clock is enough: all agree, save after the same step, and leave with a message of
+    its own."""
     scene = scenes()["time is over"]
-    assert scene["codes"] == [1, 1] and scene["checkpoints"] == ["step-2", "step-3"] and not scene["finished"]
+    assert (
+        scene["codes"] == [1, 1]
+        and scene["checkpoints"] == ["step-2", "step-3"]
+        and not scene["finished"]
+    )
     assert "--max_hours 1 are over after step 3" in scene["log"] and "--resume" in scene["log"]
 
 
 def test_a_second_ctrl_c_leaves_at_once():
-    """The first one saves, and saving can take long: who presses again means it. No checkpoint of step 3 is written."""
+    """The first one saves, and saving can take long: who presses again means it. No checkpoint of
+    step 3 is written."""
     scene = scenes()["ctrl-c twice"]
     assert scene["codes"] == [1, 1] and scene["checkpoints"] == ["step-2"]
 
 
-@pytest.mark.parametrize("name, code, words", [("a rank dies", -9, "last heard of at step 3"), ("a rank hangs", 7, "last heard of at step 3"),
-                                               ("a rank fails", 1, "last heard of at step 3, stopped by ValueError: a bug of the user's")])
+@pytest.mark.parametrize(
+    "name, code, words",
+    [
+        ("a rank dies", -9, "last heard of at step 3"),
+        ("a rank hangs", 7, "last heard of at step 3"),
+        ("a rank fails", 1, "last heard of at step 3, stopped by ValueError: a bug of the user's"),
+    ],
+)
 def test_when_a_rank_is_gone_the_others_say_which(name, code, words):
-    """A rank that is killed (out of memory), that hangs, or that fails leaves the others waiting. They give up, after
-    --timeout_minutes at the latest, and name the rank and what it was doing: that is where to look."""
+    """A rank that is killed (out of memory), that hangs, or that fails leaves the others waiting.
+    They give up, after --timeout_minutes at the latest, and name the rank and what it was doing:
+    that is where to look."""
     scene = scenes()[name]
     assert scene["codes"] == [1, code]
-    assert "rank 0 of 2 stopped at step 3: " in scene["log"] and f"rank 1 was {words}" in scene["log"], scene["log"]
+    assert (
+        "rank 0 of 2 stopped at step 3: " in scene["log"] and f"rank 1 was {words}" in scene["log"]
+    ), scene["log"]
 
 
 def test_a_bug_keeps_its_traceback():
-    """Only what the environment does (disk, other ranks) is told in a line; an error in the code shows where it is."""
+    """Only what the environment does (disk, other ranks) is told in a line; an error in the code
+    shows where it is."""
     assert 'raise ValueError("a bug of the user\'s")' in scenes()["a rank fails"]["log"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Other ranks, other stages
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 def test_a_run_goes_on_with_another_number_of_ranks():
-    """Two ranks wrote the checkpoint, one goes on with twice the accumulation: the same rows in each step, so the same run.
-    Not to the bit, for sums are taken in another order: fp32 weights end within 1e-6."""
+    """Two ranks wrote the checkpoint, one goes on with twice the accumulation: the same rows in
+    each step, so the same run. Not to the bit, for sums are taken in another order: fp32 weights
+    end within 1e-6."""
     scene = scenes()["one rank"]
     print("largest difference of a weight:", scene["difference"])
     assert scene["codes"] == [0] and scene["difference"] < 1e-6, scene["log"]
@@ -139,46 +192,77 @@ def test_a_run_goes_on_with_another_number_of_ranks():
 
 @pytest.mark.parametrize("name", ["smaller batches", "larger batches"])
 def test_out_of_memory_a_run_goes_on_with_smaller_batches(name):
-    """Half the rows of a forward, twice the accumulation, on the same ranks: as many rows a step, so the same run. The loader's
-    own position counts micro-batches, which are others now; taken at its word it dealt rows twice, or never ended."""
+    """Half the rows of a forward, twice the accumulation, on the same ranks: as many rows a step,
+    so the same run. The loader's own position counts micro-batches, which are others now; taken at
+    its word it dealt rows twice, or never ended."""
     scene = scenes()[name]
     assert scene["codes"] == [0, 0] and scene["difference"] < 1e-6, scene["log"]
 
 
 def test_a_resumed_run_takes_the_learning_rate_that_it_is_given():
-    """Who resumes with a lower one, because the loss went up, must not train on with the old one, which schedule and optimizer had
-    kept: the weights stay, from the first step on, where the checkpoint has them."""
+    """Who resumes with a lower one, because the loss went up, must not train on with the old one,
+    which schedule and optimizer had kept: the weights stay, from the first step on, where the
+    checkpoint has them."""
     scene = scenes()["other rate"]
-    assert scene["codes"] == [0, 0] and min(scene["rates"][:2]) > 1e-3 and max(scene["rates"][2:]) <= 1e-9, scene["log"]
+    assert (
+        scene["codes"] == [0, 0]
+        and min(scene["rates"][:2]) > 1e-3
+        and max(scene["rates"][2:]) <= 1e-9
+    ), scene["log"]
     assert scene["moved"] < 1e-6 < 1e-3 < scenes()["one rank"]["moved"]
 
 
 def test_what_comes_back_goes_where_it_lay():
-    """A checkpoint is read into CPU memory; the average of weights that are on a GPU belongs there. (`meta` plays the GPU.)"""
+    """A checkpoint is read into CPU memory; the average of weights that are on a GPU belongs there.
+    (`meta` plays the GPU.)"""
     own = {"ema": {"w": torch.zeros(2, device="meta")}, "kl_coef": 0.1, "none": None}
-    found = checkpoint.placed(own, {"ema": {"w": torch.ones(2)}, "kl_coef": 0.2, "none": None})
-    assert found["ema"]["w"].device.type == "meta" and found["kl_coef"] == 0.2 and found["none"] is None
+    found = checkpoints.placed(own, {"ema": {"w": torch.ones(2)}, "kl_coef": 0.2, "none": None})
+    assert (
+        found["ema"]["w"].device.type == "meta"
+        and found["kl_coef"] == 0.2
+        and found["none"] is None
+    )
 
 
 def test_what_cannot_be_reshaped_is_refused_in_words():
-    """Other rows in a step, or more data, would be another run, and DeepSpeed does not turn stage 2 into 3: exit code 2, nothing touched."""
-    for name, words in (("one rank, other batch", "8 rows a step, and would now take 4"), ("other stage", "ZeRO stage 2, and this run has 3"),
-                        ("other rows", "had 22 rows, and now it has 25")):
+    """Other rows in a step, or more data, would be another run, and DeepSpeed does not turn stage 2
+    into 3: exit code 2, nothing touched."""
+    for name, words in (
+        ("one rank, other batch", "8 rows a step, and would now take 4"),
+        ("other stage", "ZeRO stage 2, and this run has 3"),
+        ("other rows", "had 22 rows, and now it has 25"),
+    ):
         scene = scenes()[name]
-        assert scene["codes"] == [2] and words in scene["log"] and scene["checkpoints"] == ["step-2"], scene["log"]
+        assert (
+            scene["codes"] == [2] and words in scene["log"] and scene["checkpoints"] == ["step-2"]
+        ), scene["log"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Bad data: one bad line, number 6 of 40
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 ROW = {"prompt": "Why?", "response": " So.", "chosen": " So.", "rejected": " No."}
-EMPTY = "empty prompt or answer"  # or one that is no text
-LINES = {  # kind: (the line; its fate in step 1; its fate in step 2).  A fate: 'error', kept, or dropped for a reason
+EMPTY = "empty prompt or response"  # or one that is no text
+# kind: (the line; its fate in step 1; its fate in step 2). A fate is 'error', 'kept', or the reason
+# for which it is dropped.
+LINES = {
     "broken JSON": ('{"prompt": "Why?", "response": ', "error", "error"),
     "JSON, but no object": ("[1, 2]", "error", "error"),
-    "invalid UTF-8": (b'{"prompt": "Wh\xff\xfey?", "response": " So.", "chosen": " So.", "rejected": " No."}', "error", "error"),
-    "half a surrogate pair": (r'{"prompt": "Wh\ud800y?", "response": " So.", "chosen": " So.", "rejected": " No."}', "error", "error"),
-    "a control character as it is": ('{"prompt": "Wh\x01y?", "response": " So.", "chosen": " So.", "rejected": " No."}', "error", "error"),
+    "invalid UTF-8": (
+        b'{"prompt": "Wh\xff\xfey?", "response": " So.", "chosen": " So.", "rejected": " No."}',
+        "error",
+        "error",
+    ),
+    "half a surrogate pair": (
+        r'{"prompt": "Wh\ud800y?", "response": " So.", "chosen": " So.", "rejected": " No."}',
+        "error",
+        "error",
+    ),
+    "a control character as it is": (
+        '{"prompt": "Wh\x01y?", "response": " So.", "chosen": " So.", "rejected": " No."}',
+        "error",
+        "error",
+    ),
     "control characters, escaped": ({**ROW, "prompt": "Wh\x00\x01\x1by?"}, "kept", "kept"),
     "missing column": ({"prompt": "Why?", "chosen": " So."}, "kept", EMPTY),
     "null": ({**ROW, "prompt": None}, EMPTY, EMPTY),
@@ -195,27 +279,39 @@ LINES = {  # kind: (the line; its fate in step 1; its fate in step 2).  A fate: 
 
 
 def load(tmp_path, capfd, monkeypatch, line, step, *flags):
-    """-> (exit code or None, what was said, prompts that are left) of the file with `line` in it."""
+    """Returns (exit code or None, what was said, prompts that are left) of the file with `line` in
+    it."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    line = line if isinstance(line, bytes) else line.encode() if isinstance(line, str) else json.dumps(line).encode()
+    line = (
+        line
+        if isinstance(line, bytes)
+        else line.encode()
+        if isinstance(line, str)
+        else json.dumps(line).encode()
+    )
     good = [json.dumps({**ROW, "prompt": f"Why {i}?"}).encode() for i in range(39)]
     (tmp_path / "train.jsonl").write_bytes(b"\n".join([*good[:5], line, *good[5:]]) + b"\n")
     (tmp_path / "test.jsonl").write_text(json.dumps({**ROW, "prompt": "When?"}) + "\n")
-    args = sft.get_args(["--data_path", str(tmp_path), "--data_split", "1,0,0" if step == 1 else "0,1,0", *flags])
-    rows, code = [], None
+    args = sft.get_args(
+        ["--data_path", str(tmp_path), "--data_split", "1,0,0" if step == 1 else "0,1,0", *flags]
+    )
+    prompts, code = [], None
     try:
-        rows = common.load_rows(args, common.load_tokenizer(str(ROOT / "toy/model")), step=step, limit=64)[0]["prompt"]
+        tokenizer = model_folders.load_tokenizer(str(ROOT / "toy/model"))
+        stage = rows.STAGES[step - 1]
+        prompts = rows.load_rows(args, tokenizer, stage, limit=64)[0]["prompt"]
     except SystemExit as stop:
         code = stop.code
     captured = capfd.readouterr()
-    return code, captured.out + captured.err, list(rows)
+    return code, captured.out + captured.err, list(prompts)
 
 
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("kind", LINES)
 def test_a_bad_line_is_an_error_or_dropped_and_counted(tmp_path, capfd, monkeypatch, kind, step):
-    """A file that cannot be read stops the run, with file and line. A row that can be read and has nothing to learn from
-    is dropped and counted, or with --strict an error. What merely looks odd is data."""
+    """A file that cannot be read stops the run, with file and line. A row that can be read and has
+    nothing to learn from is dropped and counted, or with --strict an error. What merely looks odd
+    is data."""
     line, *fates = LINES[kind]
     fate = fates[step - 1]
     code, said, prompts = load(tmp_path, capfd, monkeypatch, line, step)
@@ -230,30 +326,45 @@ def test_a_bad_line_is_an_error_or_dropped_and_counted(tmp_path, capfd, monkeypa
 
 
 def test_a_malformed_chat_is_dropped(tmp_path, capfd, monkeypatch):
-    """Messages that are no list of messages with text are dropped like other rows without text, and not a traceback."""
-    for broken in ({"messages": "Why?"}, {"messages": [{"role": "user"}]}, {"messages": ["Why?", "So."]}, {"chosen": [1], "rejected": [2]},
-                   {"messages": [{"role": "user", "content": 7}, {"role": "assistant", "content": "So."}]}):
-        made = common.tokenise_row(broken, common.load_tokenizer(str(ROOT / "toy/model")), step=1, limit=64)
+    """Messages that are no list of messages with text are dropped like other rows without text, and
+    not a traceback."""
+    for broken in (
+        {"messages": "Why?"},
+        {"messages": [{"role": "user"}]},
+        {"messages": ["Why?", "So."]},
+        {"chosen": [1], "rejected": [2]},
+        {"messages": [{"role": "user", "content": 7}, {"role": "assistant", "content": "So."}]},
+    ):
+        tokenizer = model_folders.load_tokenizer(str(ROOT / "toy/model"))
+        made = rows.tokenise_row(broken, tokenizer, "sft", limit=64)
         assert made["drop"] == EMPTY, broken
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Trust
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("trusted", [False, True])
-def test_code_that_comes_with_a_model_runs_only_when_asked_for(tmp_path, monkeypatch, capsys, trusted):
-    """A model folder may hold Python. Loading it runs that code as you: so --trust_remote_code is off, and the refusal names it."""
+def test_code_that_comes_with_a_model_runs_only_when_asked_for(
+    tmp_path, monkeypatch, capsys, trusted
+):
+    """A model folder may hold Python. Loading it runs that code as you: so --trust_remote_code is
+    off, and the refusal names it."""
     monkeypatch.setenv("PROOF", str(tmp_path / "it_ran"))
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig"}}))
-    (tmp_path / "mine.py").write_text("import os\nfrom transformers import PretrainedConfig\nopen(os.environ['PROOF'], 'w').close()\n"
-                                      "class MineConfig(PretrainedConfig):\n    model_type = 'mine'\n")
-    monkeypatch.setitem(common.TRUST, "trust_remote_code", trusted)
-    common.load.cache_clear()
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig"}})
+    )
+    (tmp_path / "mine.py").write_text(
+        "import os\nfrom transformers import PretrainedConfig\n"
+        "open(os.environ['PROOF'], 'w').close()\n"
+        "class MineConfig(PretrainedConfig):\n    model_type = 'mine'\n"
+    )
     if trusted:
-        assert common.load(str(tmp_path)).model_type == "mine"
+        assert model_folders.load_config(str(tmp_path), trusted).model_type == "mine"
     else:
         with pytest.raises(SystemExit) as stop:
-            common.load(str(tmp_path))
+            model_folders.load_config(str(tmp_path), trusted)
         assert stop.value.code == 2 and "--trust_remote_code" in capsys.readouterr().err
     assert (tmp_path / "it_ran").exists() == trusted

@@ -1,14 +1,17 @@
 """Rewards per token and generalized advantage estimation, worked by hand and against slow sums.
 
-V_t is the critic's outlook before token t; after the last real token it is 0.  delta_t = r_t + gamma * V_{t+1} - V_t.
+V_t is the critic's outlook before token t; after the last real token it is 0.
+delta_t = r_t + gamma * V_{t+1} - V_t.
 """
+
 import random
+
+import ppo
+from machinery import ranks
+from tests.conftest import micro_batch
 
 import pytest
 import torch
-
-import common
-import ppo
 
 JUNK = 777.0
 
@@ -17,70 +20,94 @@ def rows(*lists):
     return torch.tensor(lists, dtype=torch.float64)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rewards of the tokens
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 def test_every_token_pays_for_its_kl_and_the_last_one_gets_the_score():
-    """kl_coef 0.1, kl 1 and 2 nats, score 3:   r = -0.1 * 1,  -0.1 * 2 + 3.   Padding earns nothing."""
-    rewards = ppo.token_rewards(torch.tensor([3.0]), torch.tensor([[1.0, 2.0, JUNK]]), torch.tensor([[1.0, 1.0, 0.0]]), 0.1, 5.0)
+    """kl_coef 0.1, KL of 1 and 2 nats, score 3: r = -0.1 * 1 and -0.1 * 2 + 3.
+    Padding earns nothing."""
+    rewards = ppo.token_rewards(
+        torch.tensor([[0.0, 3.0, 0.0]]),
+        torch.tensor([[1.0, 2.0, JUNK]]),
+        torch.tensor([[1.0, 1.0, 0.0]]),
+        0.1,
+        5.0,
+    )
     assert torch.allclose(rewards, torch.tensor([[-0.1, 2.8, 0.0]]))
 
 
 def test_scores_are_clipped_and_kl_is_not():
-    """Scores of 9 and -9 count as 5 and -5; the price of KL is added after that, so it can go beyond."""
-    rewards = ppo.token_rewards(torch.tensor([9.0, -9.0]), torch.tensor([[10.0], [10.0]]), torch.ones(2, 1), 0.1, 5.0)
+    """Scores of 9 and -9 count as 5 and -5; the price of KL is added after
+    that, so it can go beyond."""
+    rewards = ppo.token_rewards(
+        torch.tensor([[9.0], [-9.0]]), torch.tensor([[10.0], [10.0]]), torch.ones(2, 1), 0.1, 5.0
+    )
     assert torch.allclose(rewards, torch.tensor([[4.0], [-6.0]]))
 
 
 def test_a_filler_earns_nothing():
     """Its response mask is 0 everywhere, so there is no last token for the score to land on."""
-    assert ppo.token_rewards(torch.tensor([3.0]), torch.ones(1, 2), torch.zeros(1, 2), 0.1, 5.0).tolist() == [[0, 0]]
+    assert ppo.token_rewards(
+        torch.tensor([[0.0, 3.0]]), torch.ones(1, 2), torch.zeros(1, 2), 0.1, 5.0
+    ).tolist() == [[0, 0]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # GAE
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 def test_two_tokens_by_hand():
     """gamma 1, lam 0.5, r = 0, 1 and V = 0.5, 0.25:
-        delta_1 = 1 + 0    - 0.25 =  0.75      A_1 = 0.75
-        delta_0 = 0 + 0.25 - 0.50 = -0.25      A_0 = -0.25 + 0.5 * 0.75 = 0.125        returns = A + V"""
-    advantages, returns = ppo.gae(rows([0, 1, JUNK]), rows([0.5, 0.25, JUNK]), rows([1, 1, 0]), gamma=1.0, lam=0.5)
+    delta_1 = 1 + 0    - 0.25 =  0.75      A_1 = 0.75
+    delta_0 = 0 + 0.25 - 0.50 = -0.25      A_0 = -0.25 + 0.5 * 0.75 = 0.125
+    The returns are A + V."""
+    advantages, returns = ppo.gae(
+        rows([0, 1, JUNK]), rows([0.5, 0.25, JUNK]), rows([1, 1, 0]), gamma=1.0, lam=0.5
+    )
     assert advantages.tolist() == [[0.125, 0.75, 0]]
     assert returns.tolist() == [[0.625, 1.0, 0]]
 
 
 def test_three_tokens_by_hand_with_a_discount():
     """gamma 0.5, lam 0.5, r = 1, 2, 4 and V = 1, 1, 2:
-        delta_2 = 4           - 2 = 2      A_2 = 2
-        delta_1 = 2 + 0.5 * 2 - 1 = 2      A_1 = 2   + 0.25 * 2   = 2.5
-        delta_0 = 1 + 0.5 * 1 - 1 = 0.5    A_0 = 0.5 + 0.25 * 2.5 = 1.125"""
-    advantages, returns = ppo.gae(rows([1, 2, 4]), rows([1, 1, 2]), rows([1, 1, 1]), gamma=0.5, lam=0.5)
+    delta_2 = 4           - 2 = 2      A_2 = 2
+    delta_1 = 2 + 0.5 * 2 - 1 = 2      A_1 = 2   + 0.25 * 2   = 2.5
+    delta_0 = 1 + 0.5 * 1 - 1 = 0.5    A_0 = 0.5 + 0.25 * 2.5 = 1.125"""
+    advantages, returns = ppo.gae(
+        rows([1, 2, 4]), rows([1, 1, 2]), rows([1, 1, 1]), gamma=0.5, lam=0.5
+    )
     assert advantages.tolist() == [[1.125, 2.5, 2]]
     assert returns.tolist() == [[2.125, 3.5, 4]]
 
 
 def test_an_answer_of_one_token():
     """Only EOS: its advantage is its reward minus what the critic foresaw."""
-    advantages, returns = ppo.gae(rows([3, JUNK]), rows([1, JUNK]), rows([1, 0]), gamma=1.0, lam=0.95)
+    advantages, returns = ppo.gae(
+        rows([3, JUNK]), rows([1, JUNK]), rows([1, 0]), gamma=1.0, lam=0.95
+    )
     assert (advantages.tolist(), returns.tolist()) == ([[2, 0]], [[3, 0]])
 
 
 def slow_advantage(rewards, values, t, gamma, lam):
     """[Schulman 2016] eq. 11-16, straight from the definition: the average of the k-step estimates
 
-        A^(k) = -V_t + r_t + gamma r_{t+1} + ... + gamma^(k-1) r_{t+k-1} + gamma^k V_{t+k}     weighted (1 - lam) lam^(k-1)
+        A^(k) = -V_t + r_t + gamma r_{t+1} + ... + gamma^(k-1) r_{t+k-1} + gamma^k V_{t+k}
 
-    The answer ends, so all k >= n - t give the same estimate, and their weights add up to lam^(n-t-1)."""
+    weighted (1 - lam) lam^(k-1). The answer ends, so all k >= n - t give the
+    same estimate, and their weights add up to lam^(n-t-1)."""
     n = len(rewards)
     total = 0.0
     for k in range(1, n - t + 1):
-        estimate = sum(gamma ** i * rewards[t + i] for i in range(k)) - values[t] + (gamma ** k * values[t + k] if t + k < n else 0.0)
+        estimate = (
+            sum(gamma**i * rewards[t + i] for i in range(k))
+            - values[t]
+            + (gamma**k * values[t + k] if t + k < n else 0.0)
+        )
         total += estimate * (lam ** (k - 1) if k == n - t else (1 - lam) * lam ** (k - 1))
     return total
 
 
 def ragged(seed, shape=(5, 9)):
-    """-> rewards, values, mask (float64): rows of 1 to R real tokens, junk in the padding."""
+    """Returns rewards, values, mask (float64): rows of 1 to R real tokens, junk in the padding."""
     rng = random.Random(seed)
     lengths = [rng.randint(1, shape[1]) for _ in range(shape[0])]
     mask = rows(*[[float(t < n) for t in range(shape[1])] for n in lengths])
@@ -88,7 +115,9 @@ def ragged(seed, shape=(5, 9)):
     return *(torch.where(mask > 0, x, JUNK) for x in draw), mask
 
 
-@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.99, 0.9), (0.7, 0.3), (1.0, 1.0), (0.9, 0.0)])
+@pytest.mark.parametrize(
+    "gamma, lam", [(1.0, 0.95), (0.99, 0.9), (0.7, 0.3), (1.0, 1.0), (0.9, 0.0)]
+)
 def test_the_recursion_is_the_average_of_k_step_estimates(gamma, lam):
     """GAE's one-line recursion and its definition, on random ragged batches, in float64."""
     for seed in range(5):
@@ -98,14 +127,19 @@ def test_the_recursion_is_the_average_of_k_step_estimates(gamma, lam):
             r, v = rewards[b, :n].tolist(), values[b, :n].tolist()
             slow = [slow_advantage(r, v, t, gamma, lam) for t in range(n)]
             assert advantages[b, :n].tolist() == pytest.approx(slow, abs=1e-12)
-            assert returns[b, :n].tolist() == pytest.approx([a + x for a, x in zip(slow, v)], abs=1e-12)
+            assert returns[b, :n].tolist() == pytest.approx(
+                [a + x for a, x in zip(slow, v)], abs=1e-12
+            )
             assert (advantages[b, n:] == 0).all() and (returns[b, n:] == 0).all()
 
 
 def test_lam_one_trusts_the_rewards():
-    """lam 1: the return is the plain sum of the rewards to come; the critic is only a baseline.  r = 1, 2, 4"""
+    """lam 1: the return is the plain sum of the rewards to come; the critic is
+    only a baseline. r = 1, 2, 4"""
     for values in ([0, 0, 0], [3, -1, 8]):
-        advantages, returns = ppo.gae(rows([1, 2, 4]), rows(values), rows([1, 1, 1]), gamma=1.0, lam=1.0)
+        advantages, returns = ppo.gae(
+            rows([1, 2, 4]), rows(values), rows([1, 1, 1]), gamma=1.0, lam=1.0
+        )
         assert returns.tolist() == [[7, 6, 4]]
         assert advantages.tolist() == [[7 - values[0], 6 - values[1], 4 - values[2]]]
 
@@ -123,30 +157,35 @@ def test_a_critic_that_foresees_all_leaves_no_advantage():
 
 
 def test_what_stands_in_the_padding_never_matters():
-    """The critic says something about padding too; nobody listens, and the last real token has nothing after it."""
+    """The critic says something about padding too; nobody listens, and the last
+    real token has nothing after it."""
     rewards, values, mask = ragged(1)
     first = ppo.gae(rewards, values, mask, 1.0, 0.95)
-    second = ppo.gae(torch.where(mask > 0, rewards, -1e6), torch.where(mask > 0, values, 1e6), mask, 1.0, 0.95)
+    second = ppo.gae(
+        torch.where(mask > 0, rewards, -1e6), torch.where(mask > 0, values, 1e6), mask, 1.0, 0.95
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Whitening
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 def real_tokens(values, masks):
     return torch.cat([v[m > 0] for v, m in zip(values, masks)])
 
 
 def test_whitening_by_hand():
-    """Real tokens 1, 3 | 5, 7: mean 4, deviation sqrt((9 + 1 + 1 + 9) / 4) = sqrt(5). Padding stays 0."""
+    """Real tokens 1, 3 | 5, 7: mean 4, deviation sqrt((9 + 1 + 1 + 9) / 4) =
+    sqrt(5). Padding stays 0."""
     white = ppo.whitened([rows([1, 3, JUNK]), rows([5, 7])], [rows([1, 1, 0]), rows([1, 1])])
-    expected = [x / 5 ** 0.5 for x in (-3, -1, 1, 3)]
+    expected = [x / 5**0.5 for x in (-3, -1, 1, 3)]
     assert real_tokens(white, [rows([1, 1, 0]), rows([1, 1])]).tolist() == pytest.approx(expected)
     assert white[0][0, 2] == 0
 
 
 def test_whitened_real_tokens_have_mean_zero_and_deviation_one():
-    """Over all real tokens of all micro-batches together: one long answer is not worth more than it has tokens."""
+    """Over all real tokens of all micro-batches together: one long answer is
+    not worth more than it has tokens."""
     parts = [ragged(seed, shape) for seed, shape in ((1, (2, 9)), (2, (3, 4)))]
     values, masks = [p[1] for p in parts], [p[2] for p in parts]
     white = real_tokens(ppo.whitened(values, masks), masks)
@@ -157,20 +196,25 @@ def test_whitened_real_tokens_have_mean_zero_and_deviation_one():
 def test_padding_never_changes_a_whitened_advantage():
     """Other junk, and three more columns of it: the real tokens' numbers stay."""
     _, values, mask = ragged(3)
-    wider = torch.cat([torch.where(mask > 0, values, -5.0), torch.full((5, 3), 1e4, dtype=torch.float64)], 1)
+    wider = torch.cat(
+        [torch.where(mask > 0, values, -5.0), torch.full((5, 3), 1e4, dtype=torch.float64)], 1
+    )
     wider_mask = torch.cat([mask, torch.zeros(5, 3, dtype=torch.float64)], 1)
     one, two = ppo.whitened([values], [mask]), ppo.whitened([wider], [wider_mask])
     assert torch.allclose(real_tokens(one, [mask]), real_tokens(two, [wider_mask]), atol=1e-12)
 
 
 def test_whitening_is_over_all_ranks(monkeypatch):
-    """Two ranks, played by hand: `all_sum` adds the other rank's sums. Each then holds its part of the whole's answer."""
+    """Two ranks, played by hand: `all_sum` adds the other rank's sums. Each
+    then holds its part of the whole's answer."""
     (_, here, here_mask), (_, there, there_mask) = ragged(4), ragged(5)
     together = ppo.whitened([here, there], [here_mask, there_mask])
     other = []
-    monkeypatch.setattr(common, "all_sum", lambda *values: other.append(torch.stack(values)) or other[-1])
+    monkeypatch.setattr(
+        ranks, "all_sum", lambda *values: other.append(torch.stack(values)) or other[-1]
+    )
     ppo.whitened([there], [there_mask])
-    monkeypatch.setattr(common, "all_sum", lambda *values: torch.stack(values) + other[0])
+    monkeypatch.setattr(ranks, "all_sum", lambda *values: torch.stack(values) + other[0])
     assert torch.allclose(ppo.whitened([here], [here_mask])[0], together[0], atol=1e-12)
 
 
@@ -179,26 +223,37 @@ def test_equal_advantages_do_not_explode():
     assert ppo.whitened([rows([2, 2, 2])], [rows([1, 1, 1])])[0].tolist() == [[0, 0, 0]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Advantages without a critic
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 def test_reinforce_is_the_reward_still_to_come():
-    """r = 1, 0, 4 and gamma 0.5:  A_2 = 4,  A_1 = 0 + 0.5 * 4 = 2,  A_0 = 1 + 0.5 * 2 = 2.   Padding has none."""
+    """r = 1, 0, 4 and gamma 0.5: A_2 = 4, A_1 = 0 + 0.5 * 4 = 2, A_0 = 1 + 0.5 * 2 = 2.
+    Padding has no advantage."""
     advantages = ppo.reinforce(rows([1, 0, 4, JUNK]), rows([1, 1, 1, 0]), gamma=0.5)
     assert advantages.tolist() == [[2, 2, 4, 0]]
 
 
 def test_rloo_compares_an_answer_with_the_others():
-    """Rewards 1, 2, 6 for one prompt:  1 - (2+6)/2 = -3,  2 - (1+6)/2 = -1.5,  6 - (1+2)/2 = 4.5.   Another prompt's 5 and
-    5 are no better than each other. The order of the answers does not matter."""
+    """Rewards 1, 2, 6 for one prompt: 1 - (2+6)/2 = -3, 2 - (1+6)/2 = -1.5, 6 - (1+2)/2 = 4.5.
+    Another prompt's 5 and 5 are no better than each other. The order of the answers does not
+    matter."""
     groups = torch.tensor([0, 1, 0, 1, 0])
-    assert ppo.rloo(torch.tensor([1.0, 5.0, 2.0, 5.0, 6.0]), groups).tolist() == [-3, 0, -1.5, 0, 4.5]
+    assert ppo.rloo(torch.tensor([1.0, 5.0, 2.0, 5.0, 6.0]), groups).tolist() == [
+        -3,
+        0,
+        -1.5,
+        0,
+        4.5,
+    ]
 
 
 def test_grpo_normalises_within_a_prompt():
-    """Rewards 1, 2, 3: mean 2, deviation 1 (of a sample: n - 1), so -1, 0, 1. Equal rewards: 0, not 0 / 0. And a prompt
-    whose rewards are ten times as large counts no more."""
-    advantages = ppo.grpo(torch.tensor([1.0, 2.0, 3.0, 7.0, 7.0, 10.0, 20.0, 30.0]), torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]))
+    """Rewards 1, 2, 3: mean 2, deviation 1 (of a sample: n - 1), so -1, 0, 1. Equal rewards:
+    0, not 0 / 0. And a prompt whose rewards are ten times as large counts no more."""
+    advantages = ppo.grpo(
+        torch.tensor([1.0, 2.0, 3.0, 7.0, 7.0, 10.0, 20.0, 30.0]),
+        torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]),
+    )
     assert torch.allclose(advantages, torch.tensor([-1.0, 0, 1, 0, 0, -1, 0, 1]), atol=1e-5)
 
 
@@ -209,7 +264,10 @@ def test_group_estimators_against_loops(seed):
     groups = [g for g in range(4) for _ in range(rng.randint(2, 5))]
     rng.shuffle(groups)
     rewards = [rng.gauss(0, 3) for _ in groups]
-    loo, normalised = (f(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)).tolist() for f in (ppo.rloo, ppo.grpo))
+    loo, normalised = (
+        f(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)).tolist()
+        for f in (ppo.rloo, ppo.grpo)
+    )
     for i, group in enumerate(groups):
         others = [r for j, (r, g) in enumerate(zip(rewards, groups)) if g == group and j != i]
         together = others + [rewards[i]]
@@ -221,44 +279,71 @@ def test_group_estimators_against_loops(seed):
 
 
 def rollout(*flags):
-    """Two micro-batches of two answers: prompts 7 and 8, one answer to each of them in either; the last was cut off."""
+    """Two micro-batches of two answers: prompts 7 and 8, one answer to each of
+    them in either; the last was cut off."""
     args = ppo.get_args(["--preset", "toy", "--samples_per_prompt", "2", *flags])
     batches = []
     for scores, ended in (([1.0, 0.0], [1.0, 1.0]), ([3.0, 0.0], [1.0, 0.0])):
-        batches.append({"old_logprobs": torch.tensor([[0.0, -1.0], [0.0, 0.0]]), "ref_logprobs": torch.tensor([[0.0, -2.0], [0.0, 0.0]]),
-                        "values": torch.zeros(2, 2), "response_mask": torch.tensor([[1, 1], [1, 0]]), "reward": torch.tensor(scores),
-                        "ended": torch.tensor(ended), "row": torch.tensor([7, 8])})
+        last = torch.tensor([[0.0, 1], [1, 0]])
+        batches.append(
+            micro_batch(
+                rows=[7, 8],
+                old_logprobs=torch.tensor([[0.0, -1.0], [0.0, 0.0]]),
+                ref_logprobs=torch.tensor([[0.0, -2.0], [0.0, 0.0]]),
+                old_values=torch.zeros(2, 2),
+                response_mask=torch.tensor([[1, 1], [1, 0]]),
+                last=last,
+                scores=torch.tensor(scores)[:, None] * last,
+                ended=torch.tensor(ended),
+            )
+        )
     return args, batches
 
 
+def set_advantages(args, batches, kl_coef, statistics):
+    """Part 5 of a step. statistics: mean and deviation of the scores."""
+    for batch in batches:
+        ppo.set_rewards(args, batch, kl_coef, statistics)
+    ppo.set_advantages(args, batches)
+
+
 def test_answers_to_a_prompt_find_each_other_across_micro_batches():
-    """Micro-batches are sorted by length, so the answers to one prompt lie apart. Prompt 7 got 1 and 3 (its KL of one nat
-    costs both the same), so its advantages are -2 and 2, on every token and on nothing else."""
+    """Micro-batches are sorted by length, so the answers to one prompt lie
+    apart. Prompt 7 got 1 and 3 (its KL of one nat costs both the same), so its
+    advantages are -2 and 2, on every token and on nothing else."""
     args, batches = rollout("--advantage", "rloo", "--kl_coef", "0.1")
-    ppo.advantages_of(args, batches, 0.1, (0.0, 1.0))
-    assert torch.allclose(torch.stack([b["advantages"] for b in batches]), torch.tensor([[[-2.0, -2], [0, 0]], [[2, 2], [0, 0]]]))
+    set_advantages(args, batches, 0.1, (0.0, 1.0))
+    assert torch.allclose(
+        torch.stack([b.advantages for b in batches]),
+        torch.tensor([[[-2.0, -2], [0, 0]], [[2, 2], [0, 0]]]),
+    )
 
 
 def test_an_answer_that_was_cut_off_pays_for_it():
     """--missing_eos_penalty 4: prompt 8 got 0 twice, and one of the two answers never ended."""
     args, batches = rollout("--advantage", "rloo", "--missing_eos_penalty", "4")
-    ppo.advantages_of(args, batches, 0.1, (0.0, 1.0))
-    assert [b["advantages"][1, 0].item() for b in batches] == [4, -4]
+    set_advantages(args, batches, 0.1, (0.0, 1.0))
+    assert [b.advantages[1, 0].item() for b in batches] == [4, -4]
+    batches[0].ended = torch.tensor([0.0, 1.0])  # two tokens, and it pays once, on the last
+    ppo.set_rewards(args, batches[0], 0.0, None)
+    assert batches[0].rewards.tolist() == [[0, 1 - 4], [0, 0]]
 
 
 def test_scores_can_be_put_on_the_scale_that_step_2_measured():
-    """--normalize_reward: mean 1 and deviation 2 of the held-out answers make of 3 a 1, before clipping."""
+    """--normalize_reward: mean 1 and deviation 2 of the held-out answers make
+    of 3 a 1, before clipping."""
     args, batches = rollout("--kl_in", "loss", "--lam", "1", "--whiten", "0")
-    ppo.advantages_of(args, batches, 0.1, (1.0, 2.0))
-    assert batches[1]["returns"][0].tolist() == [1, 1]
-    assert batches[1]["returns"][1].tolist() == [-0.5, 0]
+    set_advantages(args, batches, 0.1, (1.0, 2.0))
+    assert batches[1].returns[0].tolist() == [1, 1]
+    assert batches[1].returns[1].tolist() == [-0.5, 0]
 
 
 def test_the_price_of_kl_is_paid_once():
-    """In the reward or in the loss, never in both: with --kl_in loss one nat of KL leaves the rewards alone."""
+    """In the reward or in the loss, never in both: with --kl_in loss one nat of
+    KL leaves the rewards alone."""
     paid = {}
     for where in ("reward", "loss"):
         args, batches = rollout("--kl_in", where, "--lam", "1", "--whiten", "0")
-        ppo.advantages_of(args, batches, 0.5, (0.0, 1.0))
-        paid[where] = batches[0]["returns"][0, 0].item()
+        set_advantages(args, batches, 0.5, (0.0, 1.0))
+        paid[where] = batches[0].returns[0, 0].item()
     assert paid == {"reward": 0.5, "loss": 1.0}

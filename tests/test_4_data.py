@@ -1,46 +1,66 @@
 """Data: every known format, what is kept, who gets it, and in which order."""
+
 import copy
 import json
 from types import SimpleNamespace
-
-import numpy as np
-import pytest
-from datasets import Dataset
 
 import common
 import ppo
 import reward
 import sft
+from machinery import formats, ranks, reward_functions, rows
+from machinery.run import Run
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+STAGES = {1: "sft", 2: "reward", 3: "ppo"}
 
 
-def write(path, rows):
+def write(path, lines):
     """Rows -> a file of the kind that its name says."""
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text("".join(json.dumps(row) + "\n" for row in lines))
     elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
+        path.write_text(json.dumps(lines))
     else:
-        Dataset.from_list(rows).to_parquet(path)
+        Dataset.from_list(lines).to_parquet(path)
     return str(path)
 
 
 def load(tokenizer, paths, step=1, limit=64, split=(1, 0, 0), seed=1):
-    """-> train, held-out of one step. By default step 1 gets all rows."""
-    split = [float(i == step - 1) for i in range(3)] if split == (1, 0, 0) and step in (2, 3) else list(split)
-    return common.load_rows(SimpleNamespace(data_path=[str(p) for p in paths], data_split=split, seed=seed, strict=False), tokenizer, step, limit)
+    """Returns train, held-out of one step. By default step 1 gets all rows."""
+    split = (
+        [float(i == step - 1) for i in range(3)]
+        if split == (1, 0, 0) and step in (2, 3)
+        else list(split)
+    )
+    return rows.load_rows(
+        SimpleNamespace(
+            data_path=[str(p) for p in paths], data_split=split, seed=seed, strict=False
+        ),
+        tokenizer,
+        STAGES[step],
+        limit,
+    )
 
 
-def folder(path, rows):
+def folder(path, lines):
     """Rows -> a folder with a train and a test file, the last fifth of them in test."""
-    cut = len(rows) * 4 // 5
-    write(path / "train.jsonl", rows[:cut])
-    write(path / "test.jsonl", rows[cut:])
+    cut = len(lines) * 4 // 5
+    write(path / "train.jsonl", lines[:cut])
+    write(path / "test.jsonl", lines[cut:])
     return path
 
 
-def texts(tokenizer, rows):
-    """-> {(prompt, answer, ...)} back from the token ids, EOS cut off."""
-    return {(tokenizer.decode(r["prompt_ids"]), *(tokenizer.decode(a[:-1]) for a in r["answers"])) for r in rows}
+def texts(tokenizer, found):
+    """Returns {(prompt, answer, ...)} back from the token ids, EOS cut off."""
+    return {
+        (tokenizer.decode(r["prompt_ids"]), *(tokenizer.decode(a[:-1]) for a in r["responses"]))
+        for r in found
+    }
 
 
 def both(parts):
@@ -52,7 +72,10 @@ def many(n, make):
     return [make(i) for i in range(n)]
 
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def chat(*contents):
@@ -60,9 +83,9 @@ def chat(*contents):
     return [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Formats
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 def dahoas(i):
     return {"prompt": f"Q{i}?", "response": f" r{i}", "chosen": f" c{i}", "rejected": f" x{i}"}
 
@@ -73,33 +96,74 @@ def dialogue(i):
 
 
 FORMATS = {  # name: (make row i, {step: what is made of row 0})
-    "prompt, response, chosen, rejected (Dahoas)": (dahoas, {1: ("Q0?", " r0"), 2: ("Q0?", " c0", " x0"), 3: ("Q0?",)}),
-    "prompt, response": (lambda i: {"prompt": f"Q{i}?", "response": f" r{i}"}, {1: ("Q0?", " r0"), 3: ("Q0?",)}),
+    "prompt, response, chosen, rejected (Dahoas)": (
+        dahoas,
+        {1: ("Q0?", " r0"), 2: ("Q0?", " c0", " x0"), 3: ("Q0?",)},
+    ),
+    "prompt, response": (
+        lambda i: {"prompt": f"Q{i}?", "response": f" r{i}"},
+        {1: ("Q0?", " r0"), 3: ("Q0?",)},
+    ),
     "prompt, chosen, rejected: chosen is the answer": (
-        lambda i: {"prompt": f"Q{i}?", "chosen": f" c{i}", "rejected": f" x{i}"}, {1: ("Q0?", " c0"), 2: ("Q0?", " c0", " x0")}),
+        lambda i: {"prompt": f"Q{i}?", "chosen": f" c{i}", "rejected": f" x{i}"},
+        {1: ("Q0?", " c0"), 2: ("Q0?", " c0", " x0")},
+    ),
     "whole dialogues (Anthropic HH), split at the last common Assistant turn": (
-        dialogue, {step: ("\n\nHuman: Q0?\n\nAssistant: Hm.\n\nHuman: Yes?\n\nAssistant:", *answers)
-                   for step, answers in {1: (" c0",), 2: (" c0", " x0"), 3: ()}.items()}),
-    "messages": (lambda i: {"messages": chat(f"Q{i}?", "Hm.", "Yes?", f"r{i}")},
-                 {1: ("<user>Q0?\n<assistant>Hm.\n<user>Yes?\n<assistant>", "r0"), 3: ("<user>Q0?\n<assistant>Hm.\n<user>Yes?\n<assistant>",)}),
-    "chat chosen, rejected": (lambda i: {"chosen": chat(f"Q{i}?", f"c{i}"), "rejected": chat(f"Q{i}?", f"x{i}")},
-                              {1: ("<user>Q0?\n<assistant>", "c0"), 2: ("<user>Q0?\n<assistant>", "c0", "x0")}),
+        dialogue,
+        {
+            step: ("\n\nHuman: Q0?\n\nAssistant: Hm.\n\nHuman: Yes?\n\nAssistant:", *answers)
+            for step, answers in {1: (" c0",), 2: (" c0", " x0"), 3: ()}.items()
+        },
+    ),
+    "messages": (
+        lambda i: {"messages": chat(f"Q{i}?", "Hm.", "Yes?", f"r{i}")},
+        {
+            1: ("<user>Q0?\n<assistant>Hm.\n<user>Yes?\n<assistant>", "r0"),
+            3: ("<user>Q0?\n<assistant>Hm.\n<user>Yes?\n<assistant>",),
+        },
+    ),
+    "chat chosen, rejected": (
+        lambda i: {"chosen": chat(f"Q{i}?", f"c{i}"), "rejected": chat(f"Q{i}?", f"x{i}")},
+        {1: ("<user>Q0?\n<assistant>", "c0"), 2: ("<user>Q0?\n<assistant>", "c0", "x0")},
+    ),
     "chat chosen, rejected beside prompt and messages (UltraFeedback)": (
-        lambda i: {"prompt": f"Q{i}?", "messages": chat(f"Q{i}?", f"c{i}"), "chosen": chat(f"Q{i}?", f"c{i}"), "rejected": chat(f"Q{i}?", f"x{i}")},
-        {1: ("<user>Q0?\n<assistant>", "c0"), 2: ("<user>Q0?\n<assistant>", "c0", "x0"), 3: ("<user>Q0?\n<assistant>",)}),
+        lambda i: {
+            "prompt": f"Q{i}?",
+            "messages": chat(f"Q{i}?", f"c{i}"),
+            "chosen": chat(f"Q{i}?", f"c{i}"),
+            "rejected": chat(f"Q{i}?", f"x{i}"),
+        },
+        {
+            1: ("<user>Q0?\n<assistant>", "c0"),
+            2: ("<user>Q0?\n<assistant>", "c0", "x0"),
+            3: ("<user>Q0?\n<assistant>",),
+        },
+    ),
     "instruction, input, output (Alpaca)": (
         lambda i: {"instruction": f"Q{i}?", "input": f"in{i}", "output": f"r{i}"},
-        {1: ("\n\nHuman: Q0?\nin0\n\nAssistant:", " r0"), 3: ("\n\nHuman: Q0?\nin0\n\nAssistant:",)}),
-    "instruction, output": (lambda i: {"instruction": f"Q{i}?", "output": f"r{i}"}, {1: ("\n\nHuman: Q0?\n\nAssistant:", " r0")}),
+        {
+            1: ("\n\nHuman: Q0?\nin0\n\nAssistant:", " r0"),
+            3: ("\n\nHuman: Q0?\nin0\n\nAssistant:",),
+        },
+    ),
+    "instruction, output": (
+        lambda i: {"instruction": f"Q{i}?", "output": f"r{i}"},
+        {1: ("\n\nHuman: Q0?\n\nAssistant:", " r0")},
+    ),
     "prompt alone": (lambda i: {"prompt": f"Q{i}?"}, {3: ("Q0?",)}),
-    "instruction alone": (lambda i: {"instruction": f"Q{i}?"}, {3: ("\n\nHuman: Q0?\n\nAssistant:",)}),
+    "instruction alone": (
+        lambda i: {"instruction": f"Q{i}?"},
+        {3: ("\n\nHuman: Q0?\n\nAssistant:",)},
+    ),
 }
 
 
-@pytest.mark.parametrize("name, step", [(name, step) for name, (_, steps) in FORMATS.items() for step in steps])
+@pytest.mark.parametrize(
+    "name, step", [(name, step) for name, (_, steps) in FORMATS.items() for step in steps]
+)
 def test_the_columns_say_the_format(tokenizer, tmp_path, name, step):
-    """Each known set of columns, for each step that can use it: prompt and answers come back from the token ids, and no
-    row is lost between training and held-out."""
+    """Each known set of columns, for each step that can use it: prompt and answers
+    come back from the token ids, and no row is lost between training and held-out."""
     make, expected = FORMATS[name]
     tokenizer.chat_template = TEMPLATE
     found = both(load(tokenizer, [folder(tmp_path, many(10, make))], step))
@@ -115,7 +179,8 @@ def test_the_kind_of_file_does_not_matter(tokenizer, tmp_path, kind):
 
 
 def test_a_folder_holds_train_and_test(tokenizer, tmp_path):
-    """Files with "test" in their name are held out; all the others, however many, are trained on."""
+    """Files with "test" in their name are held out; all the others, however
+    many, are trained on."""
     write(tmp_path / "train-0.jsonl", many(10, dahoas))
     write(tmp_path / "train-1.jsonl", many(20, dahoas)[10:])
     write(tmp_path / "test.jsonl", many(25, dahoas)[20:])
@@ -125,7 +190,7 @@ def test_a_folder_holds_train_and_test(tokenizer, tmp_path):
 
 
 def test_a_name_that_only_contains_test_is_not_held_out(tokenizer, tmp_path):
-    """"latest" and "retrieval" are words, not splits."""
+    """The words "latest" and "retrieval" do not name splits."""
     write(tmp_path / "latest.jsonl", many(50, dahoas))
     write(tmp_path / "retrieval.jsonl", many(100, dahoas)[50:])
     train, held_out = load(tokenizer, [tmp_path])
@@ -135,7 +200,9 @@ def test_a_name_that_only_contains_test_is_not_held_out(tokenizer, tmp_path):
 def test_several_paths_are_blended(tokenizer, tmp_path):
     """Each in its own format; each gives this step its share."""
     one = write(tmp_path / "a.jsonl", many(100, dahoas))
-    two = write(tmp_path / "b.parquet", many(100, lambda i: {"instruction": f"Do {i}", "output": "yes"}))
+    two = write(
+        tmp_path / "b.parquet", many(100, lambda i: {"instruction": f"Do {i}", "output": "yes"})
+    )
     train, held_out = load(tokenizer, [one, two], split=(1, 1, 0))
     for start in ("Q", "\n\nHuman"):
         assert 40 <= sum(p.startswith(start) for p in train["prompt"]) <= 50
@@ -143,123 +210,229 @@ def test_several_paths_are_blended(tokenizer, tmp_path):
 
 
 def test_chat_goes_through_the_tokenizers_template(tokenizer):
-    """The prompt ends with the template's opening of an assistant turn; the answer follows it, and EOS."""
+    """The prompt ends with the template's opening of an assistant turn; the
+    answer follows it, and EOS."""
     tokenizer.chat_template = TEMPLATE
-    ids = common.tokenise_prompt(tokenizer, chat("Why?", "So.", "Really?"))
+    ids = rows.tokenise_prompt(tokenizer, chat("Why?", "So.", "Really?"))
     assert tokenizer.decode(ids) == "<user>Why?\n<assistant>So.\n<user>Really?\n<assistant>"
 
 
 def test_a_users_special_tokens_are_data_in_chat_too(tokenizer):
     """The template may write special tokens; the user's words may not."""
     tokenizer.chat_template = TEMPLATE
-    ids = common.tokenise_prompt(tokenizer, chat("say <eos> twice"))
+    ids = rows.tokenise_prompt(tokenizer, chat("say <eos> twice"))
     assert tokenizer.eos_token_id not in ids and "say <eos> twice" in tokenizer.decode(ids)
 
 
 def test_other_columns_travel_to_the_reward_function(tokenizer, tmp_path):
-    """Step 3 keeps whatever else a row holds, for --reward_fn f(prompts, completions, **columns)."""
+    """Step 3 keeps whatever else a row holds, for --reward_fn f(prompts,
+    completions, **columns)."""
     path = folder(tmp_path, many(10, lambda i: {"prompt": f"Q{i}?", "topic": f"t{i}", "level": i}))
     row = next(r for r in load(tokenizer, [path], 3)[0] if r["prompt"] == "Q7?")
     assert json.loads(row["extra"]) == {"topic": "t7", "level": 7}
 
 
+def response(ids):
+    texts = dict(prompt="Why?", text=" So.", chat=False, extra="{}")
+    return dict(prompt_ids=[9], response_ids=ids, row_weight=1, ended=1.0, **texts)
+
+
+def call(function, responses):
+    """A reward function's scores of these responses: each stands on its response's last token."""
+    laid_out = [
+        {"prompt_ids": [9], "response_ids": [5, 1], "row_weight": 1, "ended": 1.0, **row}
+        for row in responses
+    ]
+    (batch,) = ppo.make_micro_batches(SimpleNamespace(pad_token_id=0), laid_out, len(laid_out))
+    scores = reward_functions.call_function(function, batch)
+    assert torch.equal(scores != 0, batch.last > 0)
+    return scores.sum(-1)
+
+
 def test_a_reward_function_gets_the_columns_of_all_blended_sources():
-    """Two sources with unlike columns: the function gets both columns in every batch, None where a row has none. Not
-    the columns of whichever row comes first."""
-    rows = [{"prompt": "a", "chat": False, "text": "A", "extra": '{"topic": "t"}'},
-            {"prompt": "b", "chat": False, "text": "BB", "extra": '{"level": 2}'}]
+    """Two sources with unlike columns: the function gets both columns in every batch,
+    None where a row has none. Not the columns of whichever row comes first."""
+    responses = [
+        {"prompt": "a", "chat": False, "text": "A", "extra": '{"topic": "t"}'},
+        {"prompt": "b", "chat": False, "text": "BB", "extra": '{"level": 2}'},
+    ]
 
     def function(prompts, completions, topic, level):
         assert (prompts, topic, level) == (["a", "b"], ["t", None], [None, 2])
         return [len(c) for c in completions]
 
-    assert ppo.call_function(function, rows).tolist() == [1, 2]
+    assert call(function, responses).tolist() == [1, 2]
+
+
+def test_a_reward_function_may_score_every_token():
+    """A list of one number a token stands on the tokens; `completion_ids` says which they are.
+    Numbers for fewer tokens than there are would be laid on the wrong ones."""
+    responses = [response([5, 6, 1]), response([7, 1])]
+    (batch,) = ppo.make_micro_batches(SimpleNamespace(pad_token_id=0), responses, 2)
+
+    def each_token(prompts, completions, completion_ids, **columns):
+        return [[float(token) for token in ids] for ids in completion_ids]
+
+    def too_few(prompts, completions, **columns):
+        return [[1.0] for _ in completions]
+
+    scores = reward_functions.call_function(each_token, batch)
+    assert scores.tolist() == [[5, 6, 1], [7, 1, 0]]
+    with pytest.raises(SystemExit):
+        reward_functions.call_function(too_few, batch)
+
+
+@pytest.mark.parametrize("combine, expected", [("sum", [3.0, -2.0]), ("min", [1.0, -4.0])])
+def test_several_judges_are_summed_or_the_harshest_one_counts(combine, expected, monkeypatch):
+    """Judges are a list of models and functions. Each lays its scores on tokens, (B, R), so that
+    combining them is a sum of tensors, or a minimum."""
+    responses = [response([5, 6, 1]), response([7, 1])]
+    (batch,) = ppo.make_micro_batches(SimpleNamespace(pad_token_id=0), responses, 2)
+    nothing = torch.zeros_like(batch.response_mask)
+    monkeypatch.setattr(ppo.common, "last_logprobs", lambda *layout: nothing)
+    policy = SimpleNamespace(before=lambda batch: (nothing, nothing))
+    args = SimpleNamespace(temperature=1.0, reward_combine=combine)
+
+    def judge(*scores):
+        return lambda batch: torch.tensor(scores)[:, None] * batch.last
+
+    judges = [judge(1.0, 2.0), judge(2.0, -4.0)]
+    ppo.score(args, batch, policy, None, judges, gold=None)
+    assert batch.scores.sum(-1).tolist() == expected
+    assert torch.equal(batch.scores != 0, batch.last > 0)
 
 
 def test_a_reward_function_gets_chat_as_messages(tokenizer, tmp_path):
-    """As TRL hands it over: a list of messages for each prompt, and one message of the assistant for each answer."""
+    """As TRL hands it over: a list of messages for each prompt, and one message
+    of the assistant for each answer."""
     question = [{"role": "user", "content": "Why?"}]
 
     def function(prompts, completions, messages, **columns):
-        assert prompts == [question] and completions == [[{"role": "assistant", "content": " So."}]] and len(messages[0]) == 2
+        assert (
+            prompts == [question]
+            and completions == [[{"role": "assistant", "content": " So."}]]
+            and len(messages[0]) == 2
+        )
         return [0.5]
 
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    row = common.tokenise_row({"messages": [*question, {"role": "assistant", "content": "?"}]}, tokenizer, 3, 64)
-    assert row["chat"] and ppo.call_function(function, [{**row, "text": " So."}]).tolist() == [0.5]
+    row = rows.tokenise_row(
+        {"messages": [*question, {"role": "assistant", "content": "?"}]}, tokenizer, "ppo", 64
+    )
+    assert row["chat"] and call(function, [{**row, "text": " So."}]).tolist() == [0.5]
 
 
 def test_a_pair_of_chats_keeps_all_turns_before_the_answer(tokenizer):
-    """ultrafeedback has the first question as `prompt` beside whole dialogues: system message and earlier turns count."""
+    """ultrafeedback has the first question as `prompt` beside whole dialogues:
+    system message and earlier turns count."""
     turns = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Why?"}]
-    row = {"prompt": "Why?", **{name: [*turns, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}}
-    assert common.read_row(row) == (turns, "chosen", "chosen", "rejected")
+    row = {
+        "prompt": "Why?",
+        **{
+            name: [*turns, {"role": "assistant", "content": name}]
+            for name in ("chosen", "rejected")
+        },
+    }
+    assert formats.read_row(row) == (turns, "chosen", "chosen", "rejected")
 
 
 def test_what_a_chat_template_refuses_is_dropped_in_words(tokenizer):
     """Some models know no system role, or want roles to alternate; their templates raise."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    row = common.tokenise_row({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, tokenizer, 1, 64)
+    row = rows.tokenise_row(
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        tokenizer,
+        "sft",
+        64,
+    )
     assert row["drop"] == "the chat template refuses it: no system role"
 
 
-@pytest.mark.parametrize("step, columns", [(1, {"question": "a", "reply": "b"}), (1, {"prompt": "a"}), (1, {"text": "a"}),
-                                           (2, {"prompt": "a", "response": "b"}), (2, {"messages": [{"role": "user", "content": "a"}]}),
-                                           (3, {"text": "a"})])
+@pytest.mark.parametrize(
+    "step, columns",
+    [
+        (1, {"question": "a", "reply": "b"}),
+        (1, {"prompt": "a"}),
+        (1, {"text": "a"}),
+        (2, {"prompt": "a", "response": "b"}),
+        (2, {"messages": [{"role": "user", "content": "a"}]}),
+        (3, {"text": "a"}),
+    ],
+)
 def test_columns_that_a_step_cannot_use_are_an_error(tokenizer, tmp_path, capsys, step, columns):
-    """Exit code 2, and the message lists what was found and what is known: guessing would train on the wrong thing."""
+    """Exit code 2, and the message lists what was found and what is known:
+    guessing would train on the wrong thing."""
     path = write(tmp_path / "rows.jsonl", [columns] * 30)
     with pytest.raises(SystemExit) as stop:
         load(tokenizer, [path], step)
     message = capsys.readouterr().err
     assert stop.value.code == 2
-    assert all(word in message for word in (path, *columns, "instruction + output", "chosen + rejected"))
+    assert all(
+        word in message for word in (path, *columns, "instruction + output", "chosen + rejected")
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What is dropped is counted
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 def test_rows_that_teach_nothing_are_dropped_and_counted(tokenizer, tmp_path, capsys):
-    """An empty text, equal answers, and answers that are equal once they are cut: a pair without a difference has a
-    gradient, and it teaches noise. Dropped rows are counted on the screen, by reason."""
+    """An empty text, equal answers, and answers that are equal once they are
+    cut: a pair without a difference has a gradient, and it teaches noise.
+    Dropped rows are counted on the screen, by reason."""
     long = " and" * 40
-    rows = many(40, dahoas) + [
-        {"prompt": "E1?", "chosen": "", "rejected": " x"}, {"prompt": "  ", "chosen": " c", "rejected": " x"},
+    lines = many(40, dahoas) + [
+        {"prompt": "E1?", "chosen": "", "rejected": " x"},
+        {"prompt": "  ", "chosen": " c", "rejected": " x"},
         {"prompt": "S1?", "chosen": " same", "rejected": " same"},
-        {"prompt": "L1?", "chosen": long + " yes", "rejected": long + " no"}]
-    rows = [{k: row[k] for k in ("prompt", "chosen", "rejected")} for row in rows]
-    write(tmp_path / "train.jsonl", rows)
+        {"prompt": "L1?", "chosen": long + " yes", "rejected": long + " no"},
+    ]
+    lines = [{k: row[k] for k in ("prompt", "chosen", "rejected")} for row in lines]
+    write(tmp_path / "train.jsonl", lines)
     write(tmp_path / "test.jsonl", [{"prompt": "T?", "chosen": " c", "rejected": " x"}])
     train, _ = load(tokenizer, [tmp_path], 2, limit=16)
     assert {p for p, *_ in texts(tokenizer, train)} == {f"Q{i}?" for i in range(40)}
     said = capsys.readouterr().out
-    for count, why in ((2, "empty prompt or answer"), (1, "chosen equals rejected"), (1, "chosen equals rejected once cut")):
+    for count, why in (
+        (2, "empty prompt or response"),
+        (1, "chosen equals rejected"),
+        (1, "chosen equals rejected once cut"),
+    ):
         assert f"train: dropped {count} of 44 rows: {why}\n" in said
 
 
-@pytest.mark.parametrize("bad", [{"prompt": None, "response": " r"}, {"prompt": "Q?", "response": None},
-                                 {"instruction": "Q?", "output": None}, {"instruction": None, "output": "r"}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"prompt": None, "response": " r"},
+        {"prompt": "Q?", "response": None},
+        {"instruction": "Q?", "output": None},
+        {"instruction": None, "output": "r"},
+    ],
+)
 def test_a_missing_text_is_an_empty_one(tokenizer, tmp_path, capsys, bad):
-    """null happens in real files: dropped and counted, not trained on as the word "null" or "None"."""
+    """null happens in real files: dropped and counted, not trained on as the
+    word "null" or "None"."""
     write(tmp_path / "train.jsonl", [dict.fromkeys(bad, "good"), bad])
     write(tmp_path / "test.jsonl", [dict.fromkeys(bad, "other")])
     assert len(load(tokenizer, [tmp_path])[0]) == 1
-    assert "dropped 1 of 2 rows: empty prompt or answer" in capsys.readouterr().out
+    assert "dropped 1 of 2 rows: empty prompt or response" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Who gets which row
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 def prompts(tokenizer, paths, step, seed=1, split=(2, 4, 4)):
-    """-> the prompts that a step trains on, and those it holds out."""
-    return tuple(set(part["prompt"]) for part in load(tokenizer, paths, step, split=split, seed=seed))
+    """Returns the prompts that a step trains on, and those it holds out."""
+    return tuple(
+        set(part["prompt"]) for part in load(tokenizer, paths, step, split=split, seed=seed)
+    )
 
 
 def test_the_three_steps_share_the_rows_out(tokenizer, tmp_path):
-    """2:4:4: the parts are disjoint, and together they are everything. A reward model that has seen the answers that
-    step 1 was taught would prefer them for the wrong reason."""
+    """2:4:4: the parts are disjoint, and together they are everything. A reward model that
+    has seen the answers that step 1 was taught would prefer them for the wrong reason."""
     write(tmp_path / "train.jsonl", many(100, dahoas))
     write(tmp_path / "test.jsonl", [dahoas(1000)])
     parts = [prompts(tokenizer, [tmp_path], step)[0] for step in (1, 2, 3)]
@@ -274,10 +447,12 @@ def test_the_parts_do_not_depend_on_the_seed(tokenizer, tmp_path):
 
 
 def test_held_out_prompts_are_never_trained_on_without_a_test_split(tokenizer, tmp_path):
-    """Every twentieth prompt by hash is held out: prompts, not rows, so that a prompt with many answers is on one side;
-    and the same ones for all three steps, so that step 3 is not judged on what step 1 was taught."""
-    rows = [{**dahoas(i % 200), "response": f" r{i}", "chosen": f" c{i}"} for i in range(400)]  # every prompt twice
-    path = write(tmp_path / "rows.jsonl", rows)
+    """Every twentieth prompt by hash is held out: prompts, not rows, so that a
+    prompt with many answers is on one side; and the same ones for all three
+    steps, so that step 3 is not judged on what step 1 was taught."""
+    # every prompt twice
+    lines = [{**dahoas(i % 200), "response": f" r{i}", "chosen": f" c{i}"} for i in range(400)]
+    path = write(tmp_path / "rows.jsonl", lines)
     found = [prompts(tokenizer, [path], step) for step in (1, 2, 3)]
     trained, held_out = (set.union(*parts) for parts in zip(*found))
     assert 2 <= len(held_out) <= 25 and not trained & held_out
@@ -285,10 +460,11 @@ def test_held_out_prompts_are_never_trained_on_without_a_test_split(tokenizer, t
 
 
 def test_held_out_prompts_are_never_trained_on_with_a_test_split(tokenizer, tmp_path, capsys):
-    """A test file whose prompts are also in the training file measures memory. Such rows are dropped and counted, also
-    where the prompt is in another step's part of the training file."""
+    """A test file whose prompts are also in the training file measures memory. Such rows are
+    dropped and counted, also where the prompt is in another step's part of the training file."""
     write(tmp_path / "train.jsonl", many(60, dahoas))
-    write(tmp_path / "test.jsonl", many(80, dahoas)[40:])  # half of them are trained on by some step
+    # half of them are trained on by some step
+    write(tmp_path / "test.jsonl", many(80, dahoas)[40:])
     found = [prompts(tokenizer, [tmp_path], step) for step in (1, 2, 3)]
     assert "held-out: dropped" in capsys.readouterr().out
     trained, held_out = (set.union(*parts) for parts in zip(*found))
@@ -297,41 +473,66 @@ def test_held_out_prompts_are_never_trained_on_with_a_test_split(tokenizer, tmp_
 
 
 def test_real_dialogues_are_split_where_they_part(tokenizer, hh):
-    """Anthropic's HH: the shared prompt ends at the last Assistant turn that both dialogues have in common; what is left
-    of each is its answer. Nothing is lost: prompt + answer is the dialogue."""
+    """Anthropic's HH: the shared prompt ends at the last Assistant turn that both dialogues have in
+    common; what is left of each is its answer. Nothing is lost: prompt + answer is the dialogue."""
     lines = [json.loads(line) for line in open(hh / "train.jsonl")]
     for row in lines:
-        prompt, answer, chosen, rejected = common.read_row(row)
+        prompt, answer, chosen, rejected = formats.read_row(row)
         assert prompt.startswith("\n\nHuman:") and prompt.endswith("\n\nAssistant:")
-        assert (prompt + chosen, prompt + rejected) == (row["chosen"], row["rejected"]) and answer == chosen
-        assert not ("\n\nAssistant:" in chosen and "\n\nAssistant:" in rejected
-                    and chosen.split("\n\nAssistant:")[0] == rejected.split("\n\nAssistant:")[0])
+        assert (prompt + chosen, prompt + rejected) == (
+            row["chosen"],
+            row["rejected"],
+        ) and answer == chosen
+        assert not (
+            "\n\nAssistant:" in chosen
+            and "\n\nAssistant:" in rejected
+            and chosen.split("\n\nAssistant:")[0] == rejected.split("\n\nAssistant:")[0]
+        )
     train, held_out = load(tokenizer, [hh], 2, limit=512, split=(2, 4, 4))
     assert 0.3 * len(lines) < len(train) <= 0.4 * len(lines) and len(held_out) > 50
-    assert max(len(row["prompt_ids"]) + max(map(len, row["answers"])) for row in train) == 512 and not set(train["prompt"]) & set(held_out["prompt"])
+    assert max(
+        len(row["prompt_ids"]) + max(map(len, row["responses"])) for row in train
+    ) == 512 and not set(train["prompt"]) & set(held_out["prompt"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # In which order
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 LENGTHS = np.random.default_rng(0).integers(1, 100, 83)  # 83 rows: the last step of 8 is 5 short
 
 
-def steps_of(monkeypatch, ranks, batch_size, micro_steps, epoch=0, seed=1, group_by_length=1):
-    """-> for each optimizer step, the sorted rows of all ranks; asserts that all ranks make as many forwards."""
+def play(monkeypatch, rank, count):
+    """Makes this process the rank `rank` of `count`."""
+    monkeypatch.setattr(ranks, "get_rank", lambda: rank)
+    monkeypatch.setattr(ranks, "get_world_size", lambda: count)
+
+
+def steps_of(monkeypatch, count, batch_size, micro_steps, epoch=0, seed=1, group_by_length=1):
+    """Returns, for each optimizer step, the sorted rows of all ranks; asserts
+    that all ranks make as many forwards."""
     per_rank = []
-    for rank in range(ranks):
-        monkeypatch.setattr(common, "world", lambda rank=rank: (rank, ranks))
-        per_rank.append(common.epoch_batches(LENGTHS, seed, epoch, batch_size, micro_steps, group_by_length))
+    for rank in range(count):
+        play(monkeypatch, rank, count)
+        per_rank.append(
+            common.epoch_batches(LENGTHS, seed, epoch, batch_size, micro_steps, group_by_length)
+        )
     assert len({len(batches) for batches in per_rank}) == 1
     assert all(len(batch) == batch_size for batches in per_rank for batch in batches)
-    return [sorted(i for batches in per_rank for batch in batches[start:start + micro_steps] for i in batch)
-            for start in range(0, len(per_rank[0]), micro_steps)]
+    return [
+        sorted(
+            i
+            for batches in per_rank
+            for batch in batches[start : start + micro_steps]
+            for i in batch
+        )
+        for start in range(0, len(per_rank[0]), micro_steps)
+    ]
 
 
 @pytest.mark.parametrize("group_by_length", [0, 1])
 def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(monkeypatch, group_by_length):
-    """Eight rows a step, as 1 rank x 8, 2 x 4, 4 x 2 or 8 x 1, in one micro-batch or several: the same eight rows."""
+    """Eight rows a step, as 1 rank x 8, 2 x 4, 4 x 2 or 8 x 1, in one
+    micro-batch or several: the same eight rows."""
     layouts = [(1, 8, 1), (2, 4, 1), (4, 2, 1), (8, 1, 1), (1, 2, 4), (2, 2, 2), (1, 1, 8)]
     found = [steps_of(monkeypatch, *layout, group_by_length=group_by_length) for layout in layouts]
     assert all(f == found[0] for f in found)
@@ -340,7 +541,8 @@ def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(monkeypatch, gr
 
 @pytest.mark.parametrize("group_by_length", [0, 1])
 def test_every_row_comes_once_an_epoch(monkeypatch, group_by_length):
-    """83 rows in steps of 8: ten whole steps and one of three rows, filled up with five fillers (-1). Nothing is dropped."""
+    """83 rows in steps of 8: ten whole steps and one of three rows, filled up
+    with five fillers (-1). Nothing is dropped."""
     steps = steps_of(monkeypatch, 2, 2, 2, group_by_length=group_by_length)
     assert sorted(i for step in steps for i in step if i >= 0) == list(range(83))
     assert sorted(step.count(-1) for step in steps) == [0] * 10 + [5]
@@ -348,7 +550,9 @@ def test_every_row_comes_once_an_epoch(monkeypatch, group_by_length):
 
 @pytest.mark.parametrize("group_by_length", [0, 1])
 def test_each_epoch_has_its_own_order_from_the_seed(monkeypatch, group_by_length):
-    """A sampler that is never told its epoch gives the same order sixteen times. Ours comes from (seed, epoch)."""
+    """A sampler that is never told its epoch gives the same order sixteen
+    times. Ours comes from (seed, epoch)."""
+
     def order(epoch, seed):
         return steps_of(monkeypatch, 1, 8, 1, epoch, seed, group_by_length)
 
@@ -358,8 +562,9 @@ def test_each_epoch_has_its_own_order_from_the_seed(monkeypatch, group_by_length
 
 
 def test_grouping_by_length_saves_padding(monkeypatch):
-    """Rows of like length together: less than a third of the padding of a plain shuffle. And not from long to short:
-    an order by length would be a curriculum that nobody asked for."""
+    """Rows of like length together: less than a third of the padding of a plain shuffle. And
+    not from long to short: an order by length would be a curriculum that nobody asked for."""
+
     def padding(steps):
         real = [[LENGTHS[i] for i in step if i >= 0] for step in steps]
         return sum(max(step) * len(step) - sum(step) for step in real)
@@ -371,36 +576,52 @@ def test_grouping_by_length_saves_padding(monkeypatch):
 
 
 def test_a_filler_is_a_row_that_counts_nothing(tokenizer, tmp_path):
-    """Row -1 is row 0 again with `real` 0: it can be forwarded, and it is masked out of every sum."""
+    """Row -1 is row 0 again with `row_weight` 0: it can be forwarded, and it is
+    masked out of every sum."""
     train, _ = load(tokenizer, [folder(tmp_path, many(10, dahoas))])
     filler, first = common.Rows(train)[-1], common.Rows(train)[0]
-    assert (filler["real"], first["real"]) == (0, 1)
+    assert (filler["row_weight"], first["row_weight"]) == (0, 1)
     assert filler["prompt_ids"] == first["prompt_ids"]
 
 
 def test_evaluation_sees_every_row_once_over_all_ranks(tokenizer, tmp_path, monkeypatch):
-    """Ten pairs, three ranks, two a batch: each pair once, and both forwards are made on every rank."""
+    """Ten pairs, three ranks, two a batch: each pair once, and both forwards
+    are made on every rank."""
     _, held_out = load(tokenizer, [folder(tmp_path, many(50, dahoas))], 2)
     seen, forwards = [], []
     for rank in range(3):
-        monkeypatch.setattr(common, "world", lambda rank=rank: (rank, 3))
-        batches = list(common.eval_loader(SimpleNamespace(per_device_eval_batch_size=2), held_out, lambda part: {
-            **reward.collate(part, 0), "names": [r["prompt"] for r in part if r["real"]]}))
+        play(monkeypatch, rank, 3)
+        batches = list(
+            common.eval_loader(
+                SimpleNamespace(per_device_eval_batch_size=2),
+                held_out,
+                lambda part: {
+                    **reward.collate(part, 0),
+                    "names": [r["prompt"] for r in part if r["row_weight"]],
+                },
+            )
+        )
         forwards.append(len(batches))
         seen += [name for batch in batches for name in batch["names"]]
-        assert sum(batch["real"].sum() for batch in batches) == sum(len(batch["names"]) for batch in batches)
+        assert sum(batch["row_weight"].sum() for batch in batches) == sum(
+            len(batch["names"]) for batch in batches
+        )
     assert forwards == [2, 2, 2]
     assert sorted(seen) == [f"Q{i}?" for i in range(40, 50)]
 
 
-@pytest.mark.parametrize("rows, ranks, flags, steps", [
-    (83, 1, [], 33),                            # 11 steps of 8 an epoch, 3 epochs
-    (83, 2, [], 18),                            # 6 steps of 16
-    (80, 1, [], 30),
-    (83, 1, ["--max_steps", "7"], 7),
-])
-def test_steps_of_a_run(monkeypatch, rows, ranks, flags, steps):
+@pytest.mark.parametrize(
+    "count, world, flags, steps",
+    [
+        (83, 1, [], 33),  # 11 steps of 8 an epoch, 3 epochs
+        (83, 2, [], 18),  # 6 steps of 16
+        (80, 1, [], 30),
+        (83, 1, ["--max_steps", "7"], 7),
+    ],
+)
+def test_steps_of_a_run(monkeypatch, count, world, flags, steps):
     """Epochs times steps per epoch, the short one included, unless --max_steps says otherwise."""
-    monkeypatch.setattr(common, "world", lambda: (0, ranks))
+    play(monkeypatch, 0, world)
     args = sft.get_args(["--num_train_epochs", "3", *flags])
-    assert common.count_steps(args, range(rows), 4, 2) == steps
+    run = SimpleNamespace(args=args)
+    assert Run.plan(run, None, range(count), [], 4, 2) == steps

@@ -1,43 +1,97 @@
-"""Any causal language model will do: what the scripts may rely on, shown on ten tiny random architectures.
+"""Any causal language model will do: what the scripts may rely on, shown on ten
+tiny random architectures.
 
-One process, no DeepSpeed engine. What changes when weights are sharded over ranks is in test_6_deepspeed.py.
+One process, no DeepSpeed engine. What changes when weights are sharded over
+ranks is in test_6_deepspeed.py.
 """
+
 import json
 import socket
 from types import SimpleNamespace
-
-import pytest
-import torch
-from safetensors.torch import load_file
-from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BloomConfig, GemmaConfig,
-                          GPT2Config, GPTNeoXConfig, LlamaConfig, MistralConfig, OPTConfig, Qwen2Config, Qwen3Config)
 
 import common
 import ppo
 import reward
 import sft
+from machinery import model_folders, rows, saving, shared_prompts
 from tests import workers
+from tests.conftest import generate, load_model
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BloomConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 SPARE = 8  # rows of the embedding that no token uses, as most models have
 TOKENIZER = AutoTokenizer.from_pretrained(workers.TOKENIZER)
 VOCAB = len(TOKENIZER) + SPARE
-SHAPE = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-             max_position_embeddings=64, initializer_range=0.2, bos_token_id=None, eos_token_id=1, pad_token_id=0)
-OPT = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, init_std=0.2,
-           max_position_embeddings=64, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=64,
+    max_position_embeddings=64,
+    initializer_range=0.2,
+    bos_token_id=None,
+    eos_token_id=1,
+    pad_token_id=0,
+)
+OPT = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    ffn_dim=64,
+    init_std=0.2,
+    max_position_embeddings=64,
+    bos_token_id=None,
+    eos_token_id=1,
+    pad_token_id=0,
+)
 CONFIGS = {
     "opt": OPTConfig(**OPT, word_embed_proj_dim=32),
-    "opt-350m": OPTConfig(**OPT, word_embed_proj_dim=16, do_layer_norm_before=False),  # the backbone puts out 16, not 32
-    "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2,
-                       bos_token_id=None, eos_token_id=1),
+    # the backbone puts out 16, not 32
+    "opt-350m": OPTConfig(**OPT, word_embed_proj_dim=16, do_layer_norm_before=False),
+    "gpt2": GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=1,
+    ),
     "gpt-neox": GPTNeoXConfig(**SHAPE),
     "llama": LlamaConfig(**SHAPE, num_key_value_heads=2),
     "qwen2": Qwen2Config(**SHAPE, num_key_value_heads=2),
     "qwen3": Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=8),
     "gemma": GemmaConfig(**SHAPE, num_key_value_heads=1, head_dim=8),
     "mistral": MistralConfig(**SHAPE, num_key_value_heads=2),
-    "bloom": BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2,
-                         bos_token_id=None, eos_token_id=1, pad_token_id=0),
+    "bloom": BloomConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        n_layer=2,
+        n_head=4,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    ),
 }
 every_model = pytest.mark.parametrize("name", CONFIGS)
 
@@ -60,18 +114,19 @@ def folder(name, tmp_path):
 
 @pytest.fixture
 def language_model(folder):
-    return common.load_model(folder, get_args(), stage=0).eval()
+    return load_model(folder, get_args(), stage=0).eval()
 
 
 @pytest.fixture
 def value_model(folder):
-    return common.load_model(folder, get_args(), stage=0, tokenizer=TOKENIZER, value_head="score").eval()
+    return load_model(folder, get_args(), stage=0, tokenizer=TOKENIZER, value_head="score").eval()
 
 
 @pytest.fixture
 def no_network(monkeypatch):
     def refuse(*args):
         raise AssertionError(f"a socket was opened: {args[1:]}")
+
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
@@ -79,17 +134,21 @@ def random_ids(*shape, seed=0):
     return torch.randint(2, len(TOKENIZER), shape, generator=torch.Generator().manual_seed(seed))
 
 
-RAGGED = [random_ids(n, seed=n).tolist() for n in (9, 4, 1, 6)]  # prompts, or texts, of different lengths
+# prompts, or texts, of different lengths
+RAGGED = [random_ids(n, seed=n).tolist() for n in (9, 4, 1, 6)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # From scratch, and dropout
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 @every_model
 def test_a_folder_without_weights_starts_from_scratch(name, folder):
-    """config.json alone is a model that has learned nothing: random weights, and --seed decides which."""
-    first, same = (common.load_model(folder, get_args("--seed", "1"), stage=0).state_dict() for _ in range(2))
-    other = common.load_model(folder, get_args("--seed", "2"), stage=0).state_dict()
+    """config.json alone is a model that has learned nothing: random weights,
+    and --seed decides which."""
+    first, same = (
+        load_model(folder, get_args("--seed", "1"), stage=0).state_dict() for _ in range(2)
+    )
+    other = load_model(folder, get_args("--seed", "2"), stage=0).state_dict()
     matrices = [k for k, v in first.items() if v.dim() == 2 and v.is_floating_point()]
     assert len(matrices) > 8
     assert all(torch.equal(first[k], same[k]) for k in first)
@@ -98,22 +157,27 @@ def test_a_folder_without_weights_starts_from_scratch(name, folder):
 
 @every_model
 def test_dropout_0_makes_training_and_scoring_the_same_network(name, folder):
-    """PPO compares log-probs of a training pass with stored ones: --actor_dropout 0 must silence every dropout there is,
-    whatever the architecture calls it; any other number must be heard."""
+    """PPO compares log-probs of a training pass with stored ones: --actor_dropout 0 must silence
+    every dropout there is, whatever the architecture calls it; any other number must be heard."""
     ids = random_ids(2, 12)
     for dropout, same in ((0.0, True), (0.5, False)):
-        model = common.load_model(folder, get_args(), 0, dropout)
+        model = load_model(folder, get_args(), 0, dropout)
         with torch.no_grad():
-            outputs = [common.last_logprobs(model.train(mode), ids, torch.ones_like(ids), torch.ones(len(ids), 8)) for mode in (True, False)]
+            outputs = [
+                common.last_logprobs(
+                    model.train(mode), ids, torch.ones_like(ids), torch.ones(len(ids), 8)
+                )
+                for mode in (True, False)
+            ]
         assert torch.equal(*outputs) == same
-    left_alone = common.load_model(folder, get_args(), 0, None).config.to_dict()
+    left_alone = load_model(folder, get_args(), 0, None).config.to_dict()
     keys = [k for k in left_alone if "drop" in k]
     assert {k: left_alone[k] for k in keys} == {k: CONFIGS[name].to_dict()[k] for k in keys}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Padding and generation
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 def padded(ids, amount, content):
     """(1, T) -> ids, mask: (1, amount + T), with `amount` junk tokens on the left."""
     junk = torch.full((1, amount), 0) if content == "pad" else random_ids(1, amount, seed=99)
@@ -123,23 +187,35 @@ def padded(ids, amount, content):
 @every_model
 @torch.no_grad()
 def test_padding_never_changes_a_logprob_or_a_value(name, language_model, value_model):
-    """A row is padded to the longest of its batch, which is chance; so neither the number of padding slots nor what
-    stands in them may be seen in the result. This needs position ids that count real tokens only."""
+    """A row is padded to the longest of its batch, which is chance; so neither
+    the number of padding slots nor what stands in them may be seen in the
+    result. This needs position ids that count real tokens only."""
     ids = random_ids(1, 11)
     plain = torch.ones_like(ids)
-    logprobs, values = common.last_logprobs(language_model, ids, plain, torch.ones(1, 7)), value_model(ids, plain)  # (1, 7), (1, 11)
+    # (1, 7), (1, 11)
+    logprobs, values = (
+        common.last_logprobs(language_model, ids, plain, torch.ones(1, 7)),
+        value_model(ids, plain),
+    )
     assert logprobs.std() > 1e-3 and values.std() > 1e-4  # the tokens do differ from each other
     for amount, content in ((1, "pad"), (9, "pad"), (9, "junk")):
         wide, mask = padded(ids, amount, content)
-        torch.testing.assert_close(common.last_logprobs(language_model, wide, mask, torch.ones(1, 7)), logprobs, rtol=1e-4, atol=2e-5)
-        torch.testing.assert_close(value_model(wide, mask)[:, amount:], values, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(
+            common.last_logprobs(language_model, wide, mask, torch.ones(1, 7)),
+            logprobs,
+            rtol=1e-4,
+            atol=2e-5,
+        )
+        torch.testing.assert_close(
+            value_model(wide, mask)[:, amount:], values, rtol=1e-4, atol=2e-5
+        )
 
 
 @every_model
 def test_padding_gets_no_gradient(name, value_model):
-    """The score of a padded row is a function of its real tokens alone: the embedding of a token that stands only in
-    padding gets gradient 0, the others and the head do not."""
-    ids, mask = common.pad([[5, 6, 7, 8], [5, 6]], pad_id=0)
+    """The score of a padded row is a function of its real tokens alone: the embedding of a
+    token that stands only in padding gets gradient 0, the others and the head do not."""
+    ids, mask = common.pad([[5, 6, 7, 8], [5, 6]], 0)
     value_model(ids, mask)[:, -1].sum().backward()
     embedding = value_model.model.get_input_embeddings().weight.grad
     assert embedding[0].abs().max() == 0 and embedding[9:].abs().max() == 0
@@ -149,59 +225,92 @@ def test_padding_gets_no_gradient(name, value_model):
 
 @every_model
 def test_a_shared_prompt_changes_no_score_and_no_gradient(name, folder, value_model):
-    """Step 2 computes the prompt of a pair once. Scores and gradients are those of two rows, on every architecture that takes
-    a mask and positions of its own: of these all but BLOOM, whose ALiBi makes its own distances."""
-    assert reward.can_share_prompt(value_model, 64) == (name != "bloom")
+    """Step 2 computes the prompt of a pair once. Scores and gradients are those
+    of two rows, on every architecture that takes a mask and positions of its
+    own: of these all but BLOOM, whose ALiBi makes its own distances."""
+    assert shared_prompts.can_share_prompt(value_model, 64) == (name != "bloom")
     if name == "bloom":
         return
-    rows = [{"prompt_ids": p, "answers": [random_ids(c, seed=c).tolist(), random_ids(r, seed=r).tolist()], "real": 1}
-            for p, c, r in zip(RAGGED, (3, 7, 2, 1), (5, 1, 2, 8))]
+    pairs = [
+        {
+            "prompt_ids": p,
+            "responses": [random_ids(c, seed=c).tolist(), random_ids(r, seed=r).tolist()],
+            "row_weight": 1,
+        }
+        for p, c, r in zip(RAGGED, (3, 7, 2, 1), (5, 1, 2, 8))
+    ]
     found = []
     for share in (False, True):
         value_model.zero_grad()
-        chosen, rejected = reward.score_pairs(value_model, reward.collate(rows, 0, share))
+        chosen, rejected = reward.score_pairs(value_model, reward.collate(pairs, 0, share))
         (chosen * 3 - rejected).sum().backward()
-        found.append([chosen, rejected, *(p.grad for p in value_model.parameters() if p.grad is not None)])
+        found.append(
+            [chosen, rejected, *(p.grad for p in value_model.parameters() if p.grad is not None)]
+        )
     assert found[0][0].std() > 1e-4
     for apart, shared in zip(*found, strict=True):
         torch.testing.assert_close(shared, apart, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("change, shares", [
-    (dict(sliding_window=63), False), (dict(sliding_window=64), True), (dict(attn_implementation="eager"), False), (dict(is_causal=False), False)])
+@pytest.mark.parametrize(
+    "change, shares",
+    [
+        (dict(sliding_window=63), False),
+        (dict(sliding_window=64), True),
+        (dict(attn_implementation="eager"), False),
+        (dict(is_causal=False), False),
+    ],
+)
 def test_a_short_window_or_another_attention_does_not_share_the_prompt(change, shares):
-    """A window shorter than a row is the model's own mask, eager attention adds masks up instead of choosing, and some look both ways."""
+    """A window shorter than a row is the model's own mask, eager attention adds
+    masks up instead of choosing, and some look both ways."""
     config = MistralConfig(**{**SHAPE, "sliding_window": None, **change}, num_key_value_heads=2)
     model = common.ValueModel(AutoModelForSequenceClassification.from_config(config), "score")
-    assert reward.can_share_prompt(model, 64) == shares
+    assert shared_prompts.can_share_prompt(model, 64) == shares
 
 
 @every_model
 def test_logprobs_are_log_softmax_of_the_plain_model(name, language_model):
-    """logits[:, t] score token t+1, here checked token by token against the textbook formula on an unpadded row; with a
-    temperature the scored distribution is softmax(logits / temperature), the one that is sampled."""
+    """logits[:, t] score token t+1, here checked token by token against the
+    textbook formula on an unpadded row; with a temperature the scored
+    distribution is softmax(logits / temperature), the one that is sampled."""
     ids = random_ids(1, 10)
     with torch.no_grad():
         logits = language_model(ids).logits  # (1, 10, V)
         for temperature in (1.0, 0.7):
-            expected = [torch.log_softmax(logits[0, t - 1] / temperature, -1)[ids[0, t]].item() for t in range(6, 10)]
-            ours = common.last_logprobs(language_model, ids, torch.ones_like(ids), torch.ones(len(ids), 4), temperature)
+            expected = [
+                torch.log_softmax(logits[0, t - 1] / temperature, -1)[ids[0, t]].item()
+                for t in range(6, 10)
+            ]
+            ours = common.last_logprobs(
+                language_model, ids, torch.ones_like(ids), torch.ones(len(ids), 4), temperature
+            )
             assert ours[0].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 @every_model
 def test_greedy_generation_equals_stock_transformers(name, language_model):
-    """What is generated is what the plain model would generate: with top_k 1 sampling is greedy, and must give the
-    tokens of transformers' own generate() on a ragged, left-padded batch, up to and including the first EOS."""
-    ids, mask = common.pad(RAGGED, pad_id=0)
-    options = dict(attention_mask=mask, do_sample=False, max_new_tokens=10, min_new_tokens=None, pad_token_id=0)
+    """What is generated is what the plain model would generate: with top_k 1
+    sampling is greedy, and must give the tokens of transformers' own generate()
+    on a ragged, left-padded batch, up to and including the first EOS."""
+    ids, mask = common.pad(RAGGED, 0)
+    options = dict(
+        attention_mask=mask, do_sample=False, max_new_tokens=10, min_new_tokens=None, pad_token_id=0
+    )
     uniforms = ppo.row_uniforms(1, 0, range(4), 10)
-    free = language_model.generate(ids, **options, eos_token_id=None)[:, ids.shape[1]:]
+    free = language_model.generate(ids, **options, eos_token_id=None)[:, ids.shape[1] :]
     eos = free[0, 4].item()  # some token that the model does come up with, in the role of EOS
     if eos == 0:
         eos = free[1, 4].item()
-    stock = language_model.generate(ids, **options, eos_token_id=eos)[:, ids.shape[1]:]  # (4, R')
-    ours, ours_mask = ppo.generate(language_model, ids, mask, uniforms, SimpleNamespace(pad_token_id=0, eos_token_id=eos), top_k=1)
+    stock = language_model.generate(ids, **options, eos_token_id=eos)[:, ids.shape[1] :]  # (4, R')
+    ours, ours_mask = generate(
+        language_model,
+        ids,
+        mask,
+        uniforms,
+        SimpleNamespace(pad_token_id=0, eos_token_id=eos),
+        top_k=1,
+    )
     lengths = ours_mask.sum(1).tolist()
     assert min(lengths) < 10
     for row, length in enumerate(lengths):
@@ -211,26 +320,31 @@ def test_greedy_generation_equals_stock_transformers(name, language_model):
 
 
 def test_an_answer_depends_on_its_own_row_only(tmp_path):
-    """Sampling takes each row's own uniforms: alone, in a batch, or in another slot of it, a prompt gets the same answer.
-    So a rollout does not change with the number of GPUs."""
-    model = common.load_model(folder_of(tmp_path, CONFIGS["llama"]), get_args(), stage=0).eval()
-    ids, mask = common.pad(RAGGED, pad_id=0)
+    """Sampling takes each row's own uniforms: alone, in a batch, or in another slot of it,
+    a prompt gets the same answer. So a rollout does not change with the number of GPUs."""
+    model = load_model(folder_of(tmp_path, CONFIGS["llama"]), get_args(), stage=0).eval()
+    ids, mask = common.pad(RAGGED, 0)
     uniforms = ppo.row_uniforms(1, 0, range(4), 8)
-    together, _ = ppo.generate(model, ids, mask, uniforms, TOKENIZER, temperature=0.9)
+    together, _ = generate(model, ids, mask, uniforms, TOKENIZER, temperature=0.9)
     order = [2, 0, 3, 1]
-    shuffled, _ = ppo.generate(model, ids[order], mask[order], uniforms[order], TOKENIZER, temperature=0.9)
+    shuffled, _ = generate(
+        model, ids[order], mask[order], uniforms[order], TOKENIZER, temperature=0.9
+    )
     assert shuffled.tolist() == together[order].tolist()
     for row, prompt in enumerate(RAGGED):
-        alone, _ = ppo.generate(model, *common.pad([prompt], 0), uniforms[row:row + 1], TOKENIZER, temperature=0.9)
-        assert alone[0].tolist() == together[row, :alone.shape[1]].tolist()
+        alone, _ = generate(
+            model, *common.pad([prompt], 0), uniforms[row : row + 1], TOKENIZER, temperature=0.9
+        )
+        assert alone[0].tolist() == together[row, : alone.shape[1]].tolist()
     assert len({tuple(row) for row in together.tolist()}) == 4
 
 
 @torch.no_grad()
 def test_sampled_frequencies_are_the_models_probabilities(tmp_path):
-    """The inverse of the cumulative distribution at evenly spread uniforms hits each token as often as its probability
-    says; top_k and top_p cut the tail, and what is left keeps its proportions."""
-    model = common.load_model(folder_of(tmp_path, CONFIGS["llama"]), get_args(), stage=0).eval()
+    """The inverse of the cumulative distribution at evenly spread uniforms hits
+    each token as often as its probability says; top_k and top_p cut the tail,
+    and what is left keeps its proportions."""
+    model = load_model(folder_of(tmp_path, CONFIGS["llama"]), get_args(), stage=0).eval()
     count = 2000
     ids = torch.tensor([RAGGED[1]]).expand(count, -1)
     uniforms = ((torch.arange(count) + 0.5) / count)[:, None]  # (count, 1): one token each
@@ -238,22 +352,28 @@ def test_sampled_frequencies_are_the_models_probabilities(tmp_path):
     for top_k, top_p in ((0, 1.0), (5, 1.0), (0, 0.5)):
         ordered, index = probs.sort(descending=True)
         kept = top_k or (int((ordered.cumsum(0) < top_p).sum()) + 1 if top_p < 1 else VOCAB)
-        expected = torch.zeros(VOCAB).index_put((index[:kept],), ordered[:kept] / ordered[:kept].sum())
-        tokens, _ = ppo.generate(model, ids, torch.ones_like(ids), uniforms, TOKENIZER, top_k=top_k, top_p=top_p)
+        expected = torch.zeros(VOCAB).index_put(
+            (index[:kept],), ordered[:kept] / ordered[:kept].sum()
+        )
+        tokens, _ = generate(
+            model, ids, torch.ones_like(ids), uniforms, TOKENIZER, top_k=top_k, top_p=top_p
+        )
         seen = torch.bincount(tokens[:, 0], minlength=VOCAB) / count
         assert (seen - expected).abs().max() <= 1.01 / count
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Saved here, loaded in stock transformers, and the other way round
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 @every_model
 @torch.no_grad()
-def test_a_saved_model_loads_in_stock_transformers(name, folder, language_model, tmp_path, no_network):
-    """What a step leaves behind is an ordinary model folder: stock transformers loads it, offline, with the same
-    logits to the bit, and the tokenizer lies beside the weights."""
-    tokenizer = common.load_tokenizer(folder)
-    common.save_model(language_model, tokenizer, tmp_path / "saved")
+def test_a_saved_model_loads_in_stock_transformers(
+    name, folder, language_model, tmp_path, no_network
+):
+    """What a step leaves behind is an ordinary model folder: stock transformers loads it,
+    offline, with the same logits to the bit, and the tokenizer lies beside the weights."""
+    tokenizer = model_folders.load_tokenizer(folder)
+    saving.save_model(language_model, tokenizer, tmp_path / "saved")
     stock, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     ids = random_ids(2, 9)
@@ -263,68 +383,96 @@ def test_a_saved_model_loads_in_stock_transformers(name, folder, language_model,
 
 
 def stock_scores(model, ids, mask, name):
-    """Score of each row by stock transformers. Its GPT-2 counts positions from slot 0, padding included, unless told."""
+    """Score of each row by stock transformers. Its GPT-2 counts positions from
+    slot 0, padding included, unless told."""
     more = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if name == "gpt2" else {}
     return model(ids, attention_mask=mask, **more).logits[:, 0]  # (B,)
 
 
 @every_model
 @torch.no_grad()
-def test_stock_transformers_gives_a_saved_value_model_the_same_scores(name, value_model, tmp_path, no_network):
-    """The reward model is AutoModelForSequenceClassification with one label, to anyone else: the same number per text,
-    read at the last token that is not padding, whichever side the padding is on."""
-    common.save_model(value_model, TOKENIZER, tmp_path / "saved")
-    stock, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", output_loading_info=True)
+def test_stock_transformers_gives_a_saved_value_model_the_same_scores(
+    name, value_model, tmp_path, no_network
+):
+    """The reward model is AutoModelForSequenceClassification with one label, to
+    anyone else: the same number per text, read at the last token that is not
+    padding, whichever side the padding is on."""
+    saving.save_model(value_model, TOKENIZER, tmp_path / "saved")
+    stock, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "saved", output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"] and stock.config.num_labels == 1
     stock.eval()
-    left_ids, left_mask = common.pad(RAGGED, pad_id=0)
-    right_ids, right_mask = (torch.stack([row.roll(int(m.sum()) - len(m)) for row, m in zip(x, left_mask)]) for x in (left_ids, left_mask))
+    left_ids, left_mask = common.pad(RAGGED, 0)
+    right_ids, right_mask = (
+        torch.stack([row.roll(int(m.sum()) - len(m)) for row, m in zip(x, left_mask)])
+        for x in (left_ids, left_mask)
+    )
     ours_left = value_model(left_ids, left_mask)[:, -1]
-    ours_right = value_model(right_ids, right_mask).gather(1, right_mask.sum(1, keepdim=True) - 1)[:, 0]
+    ours_right = value_model(right_ids, right_mask).gather(1, right_mask.sum(1, keepdim=True) - 1)[
+        :, 0
+    ]
     assert ours_left.std() > 1e-4
     close = dict(rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(ours_right, ours_left, **close)
     torch.testing.assert_close(stock_scores(stock, left_ids, left_mask, name), ours_left, **close)
-    torch.testing.assert_close(stock_scores(stock, right_ids, right_mask, name), ours_right, **close)
+    torch.testing.assert_close(
+        stock_scores(stock, right_ids, right_mask, name), ours_right, **close
+    )
 
 
 @every_model
 @torch.no_grad()
 def test_a_reward_model_made_elsewhere_keeps_its_head(name, tmp_path):
-    """A head is initialised only when it is new: a sequence-classification checkpoint of stock transformers comes in
-    with every weight, head included, untouched to the bit."""
-    config = CONFIGS[name].__class__.from_dict({**CONFIGS[name].to_dict(), "num_labels": 1, "pad_token_id": 0})
+    """A head is initialised only when it is new: a sequence-classification checkpoint of
+    stock transformers comes in with every weight, head included, untouched to the bit."""
+    config = CONFIGS[name].__class__.from_dict(
+        {**CONFIGS[name].to_dict(), "num_labels": 1, "pad_token_id": 0}
+    )
     stock = AutoModelForSequenceClassification.from_config(config).eval()
     stock.score.weight.fill_(0.25)
     folder = folder_of(tmp_path / "made_elsewhere", config)
     stock.save_pretrained(folder)
-    ours = common.load_model(folder, get_args(), stage=0, tokenizer=TOKENIZER, value_head="score").eval()
+    ours = load_model(folder, get_args(), stage=0, tokenizer=TOKENIZER, value_head="score").eval()
     theirs = stock.state_dict()
     assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.model.state_dict().items())
     ids = random_ids(2, 9)
-    torch.testing.assert_close(ours(ids, torch.ones_like(ids))[:, -1], stock(ids).logits[:, 0], rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(
+        ours(ids, torch.ones_like(ids))[:, -1], stock(ids).logits[:, 0], rtol=1e-4, atol=2e-5
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The value head
-# ---------------------------------------------------------------------------------------------------------------------
-WIDE = {"llama": (LlamaConfig(**{**SHAPE, "hidden_size": 2048, "num_hidden_layers": 1, "intermediate_size": 8}), 2048),
-        "opt-350m": (OPTConfig(**{**OPT, "hidden_size": 64, "num_hidden_layers": 1}, word_embed_proj_dim=2048), 2048)}
+# --------------------------------------------------------------------------------------------------
+WIDE = {
+    "llama": (
+        LlamaConfig(
+            **{**SHAPE, "hidden_size": 2048, "num_hidden_layers": 1, "intermediate_size": 8}
+        ),
+        2048,
+    ),
+    "opt-350m": (
+        OPTConfig(**{**OPT, "hidden_size": 64, "num_hidden_layers": 1}, word_embed_proj_dim=2048),
+        2048,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", WIDE)
 def test_a_new_head_starts_small_and_depends_on_the_seed(name, tmp_path):
-    """A new head is drawn from N(0, 1/(d+1)), d the width of what the backbone puts out (not hidden_size, in OPT-350M):
-    first scores are near 0, so that nothing is preferred before anything is learned."""
+    """A new head is drawn from N(0, 1/(d+1)), d the width of what the backbone
+    puts out (not hidden_size, in OPT-350M): first scores are near 0, so that
+    nothing is preferred before anything is learned."""
     config, width = WIDE[name]
     folder = folder_of(tmp_path, config)
 
     def head(seed):
-        return common.load_model(folder, get_args("--seed", seed), 0, None, TOKENIZER, "score").model.score
+        return load_model(folder, get_args("--seed", seed), 0, None, TOKENIZER, "score").model.score
 
     weight = head("1").weight
     assert weight.shape == (1, width) and head("1").bias is None
-    assert weight.mean().abs().item() < 4 / (width + 1) / width ** 0.5  # 4 standard errors
+    assert weight.mean().abs().item() < 4 / (width + 1) / width**0.5  # 4 standard errors
     assert weight.std().item() == pytest.approx(1 / (width + 1), rel=4 / (2 * width) ** 0.5)
     assert torch.equal(weight, head("1").weight) and not torch.equal(weight, head("2").weight)
 
@@ -332,29 +480,47 @@ def test_a_new_head_starts_small_and_depends_on_the_seed(name, tmp_path):
 @pytest.mark.parametrize("head_name", ["score", "value_head"])
 @torch.no_grad()
 def test_the_heads_name_travels_in_config_json(head_name, tmp_path):
-    """--value_head_prefix names the head in the weights' file, and config.json keeps the name, so that the next step
-    finds the head without being told."""
-    made = common.load_model(folder_of(tmp_path / "base", CONFIGS["llama"]), get_args(), 0, None, TOKENIZER, head_name)
+    """--value_head_prefix names the head in the weights' file, and config.json
+    keeps the name, so that the next step finds the head without being told."""
+    made = load_model(
+        folder_of(tmp_path / "base", CONFIGS["llama"]), get_args(), 0, None, TOKENIZER, head_name
+    )
     getattr(made.model, head_name).weight.fill_(0.5)  # "trained"
-    common.save_model(made, TOKENIZER, tmp_path / "saved")
-    assert json.loads((tmp_path / "saved/config.json").read_text())["value_head_prefix"] == head_name
+    saving.save_model(made, TOKENIZER, tmp_path / "saved")
+    assert (
+        json.loads((tmp_path / "saved/config.json").read_text())["value_head_prefix"] == head_name
+    )
     assert f"{head_name}.weight" in load_file(tmp_path / "saved/model.safetensors")
-    found = common.load_model(str(tmp_path / "saved"), get_args("--seed", "7"), 0, None, TOKENIZER, "score")
+    found = load_model(
+        str(tmp_path / "saved"), get_args("--seed", "7"), 0, None, TOKENIZER, "score"
+    )
     assert getattr(found.model, head_name).weight.eq(0.5).all()
     ids = random_ids(2, 9)
-    assert torch.equal(found.eval()(ids, torch.ones_like(ids)), made.eval()(ids, torch.ones_like(ids)))
+    assert torch.equal(
+        found.eval()(ids, torch.ones_like(ids)), made.eval()(ids, torch.ones_like(ids))
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Tokenizers: with, without, and with an unhelpful padding token
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 def tokenizer_folder(path, vocab_size=VOCAB, pad_name="<pad>", **special):
     """The toy's tokenizer with other special tokens, beside a model of `vocab_size` rows."""
     folder_of(path, LlamaConfig(**{**SHAPE, "vocab_size": vocab_size}))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         text = (path / file).read_text().replace("<pad>", pad_name)
         if file == "tokenizer_config.json":
-            settings = {k: v for k, v in json.loads(text).items() if k not in ("pad_token", "eos_token", "additional_special_tokens", "extra_special_tokens")}
+            settings = {
+                k: v
+                for k, v in json.loads(text).items()
+                if k
+                not in (
+                    "pad_token",
+                    "eos_token",
+                    "additional_special_tokens",
+                    "extra_special_tokens",
+                )
+            }
             text = json.dumps({**settings, **special})
         (path / file).write_text(text)
     return str(path)
@@ -362,9 +528,10 @@ def tokenizer_folder(path, vocab_size=VOCAB, pad_name="<pad>", **special):
 
 @pytest.mark.parametrize("pad", [{}, {"pad_token": "<eos>"}], ids=["no pad", "pad is eos"])
 def test_a_padding_token_that_is_not_eos_is_found(pad, tmp_path):
-    """Many tokenizers have no padding token, or use EOS for it. Ours needs neither, but stock transformers finds the
-    end of a text by it, so another one is taken where the vocabulary has one to spare."""
-    tokenizer = common.load_tokenizer(tokenizer_folder(tmp_path, eos_token="<eos>", **pad))
+    """Many tokenizers have no padding token, or use EOS for it. Ours needs
+    neither, but stock transformers finds the end of a text by it, so another
+    one is taken where the vocabulary has one to spare."""
+    tokenizer = model_folders.load_tokenizer(tokenizer_folder(tmp_path, eos_token="<eos>", **pad))
     assert tokenizer.pad_token == "<pad>" and tokenizer.eos_token == "<eos>"
     assert len(tokenizer) == len(TOKENIZER), "nothing was added"
 
@@ -372,37 +539,45 @@ def test_a_padding_token_that_is_not_eos_is_found(pad, tmp_path):
 @pytest.mark.parametrize("pad", [{}, {"pad_token": "<eos>"}], ids=["no pad", "pad is eos"])
 @pytest.mark.parametrize("spare", [SPARE, 0])
 def test_a_padding_token_is_added_only_where_the_embedding_has_room(spare, pad, tmp_path):
-    """With unused rows in the embedding a new <|pad|> gets one of them; with none, padding stays EOS: the model is never
-    resized, and all ids stay valid."""
-    folder = tokenizer_folder(tmp_path, len(TOKENIZER) + spare, pad_name="<other>", eos_token="<eos>", **pad)
-    tokenizer = common.load_tokenizer(folder)
+    """With unused rows in the embedding a new <|pad|> gets one of them; with none,
+    padding stays EOS: the model is never resized, and all ids stay valid."""
+    folder = tokenizer_folder(
+        tmp_path, len(TOKENIZER) + spare, pad_name="<other>", eos_token="<eos>", **pad
+    )
+    tokenizer = model_folders.load_tokenizer(folder)
     assert tokenizer.eos_token_id == 1 and tokenizer.pad_token_id < len(TOKENIZER) + spare
     assert tokenizer.pad_token == ("<|pad|>" if spare else "<eos>")
-    assert common.tokenise_answer(tokenizer, " yes")[-1] == tokenizer.eos_token_id
+    assert rows.tokenise_response(tokenizer, " yes")[-1] == tokenizer.eos_token_id
 
 
 def test_a_tokenizer_that_cannot_end_an_answer_is_refused(tmp_path, capsys):
-    """Without EOS no answer could ever end: exit code 2 and one message, before any model is loaded."""
+    """Without EOS no answer could ever end: exit code 2 and one message, before
+    any model is loaded."""
     with pytest.raises(SystemExit) as stop:
-        common.load_tokenizer(tokenizer_folder(tmp_path))
+        model_folders.load_tokenizer(tokenizer_folder(tmp_path))
     assert stop.value.code == 2 and "EOS" in capsys.readouterr().err
 
 
 def test_a_tokenizer_larger_than_its_model_is_refused(tmp_path, capsys):
-    """An id beyond the embedding would be read from memory that is not its own, or crash much later."""
+    """An id beyond the embedding would be read from memory that is not its own,
+    or crash much later."""
     with pytest.raises(SystemExit) as stop:
-        common.load_tokenizer(tokenizer_folder(tmp_path, len(TOKENIZER) - 1, eos_token="<eos>", pad_token="<pad>"))
+        model_folders.load_tokenizer(
+            tokenizer_folder(tmp_path, len(TOKENIZER) - 1, eos_token="<eos>", pad_token="<pad>")
+        )
     assert stop.value.code == 2 and str(len(TOKENIZER)) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("spare", [SPARE, 0])
 @torch.no_grad()
 def test_a_value_model_is_scored_alike_when_padding_is_eos(spare, tmp_path):
-    """Our masks come from lengths, so EOS as padding is no trouble: the score of a text that ends in EOS is the same in
-    a padded batch and alone."""
-    folder = tokenizer_folder(tmp_path, len(TOKENIZER) + spare, pad_name="<other>", eos_token="<eos>", pad_token="<eos>")
-    tokenizer = common.load_tokenizer(folder)
-    model = common.load_model(folder, get_args(), 0, None, tokenizer, "score").eval()
+    """Our masks come from lengths, so EOS as padding is no trouble: the score
+    of a text that ends in EOS is the same in a padded batch and alone."""
+    folder = tokenizer_folder(
+        tmp_path, len(TOKENIZER) + spare, pad_name="<other>", eos_token="<eos>", pad_token="<eos>"
+    )
+    tokenizer = model_folders.load_tokenizer(folder)
+    model = load_model(folder, get_args(), 0, None, tokenizer, "score").eval()
     texts = [row + [tokenizer.eos_token_id] for row in RAGGED]
     together = model(*common.pad(texts, tokenizer.pad_token_id))[:, -1]
     alone = torch.cat([model(*common.pad([t], tokenizer.pad_token_id))[:, -1] for t in texts])

@@ -1,32 +1,40 @@
-"""Wrong input: exit code 2 and one message that says what was given, what the rule is, and what would do instead.
+"""Wrong input: exit code 2 and one message that says what was given, what the
+rule is, and what would do instead.
 
-Every case runs a script's own main() in this process, in an empty folder. No traceback, no second message, nothing
-written, and no model loaded: a typo must not cost ten minutes of loading.
+Every case runs a script's own main() in this process, in an empty folder. No traceback, no second
+message, nothing written, and no model loaded: a typo must not cost ten minutes of loading.
 """
+
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-
-import pytest
-from transformers import GPT2Config
+from types import SimpleNamespace
 
 import common
 import ppo
 import reward
 import sft
+from machinery import errors, estimate, model_folders, reward_functions, samples
+from machinery.run import Run
+
+import pytest
 from conftest import ROOT
+from transformers import GPT2Config
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
 MODEL = str(ROOT / "toy/model")
+RESPONSE = {"chat": False, "extra": "{}", "response_ids": [5, 1]}
 PAIR = {"prompt": "Why?", "response": " So.", "chosen": " So.", "rejected": " No."}
 
 
 def rows(path, *lines):
     path.parent.mkdir(exist_ok=True)
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
 
 
 def model(folder, **changes):
@@ -51,8 +59,13 @@ def box(tmp_path, monkeypatch):
     rows(tmp_path / "gap.jsonl", PAIR, "", PAIR, '{"prompt": "Why?", "response": ')
     rows(tmp_path / "broken.parquet", "this is not parquet")
     rows(tmp_path / "table.csv", "prompt,response", "a,b")
-    for name, row in {"blank": {**PAIR, "response": " "}, "number": {"prompt": 1, "response": 2},
-                      "chat": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}}.items():
+    for name, row in {
+        "blank": {**PAIR, "response": " "},
+        "number": {"prompt": 1, "response": 2},
+        "chat": {
+            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        },
+    }.items():
         rows(tmp_path / name / "train.jsonl", *[row] * 8)
         rows(tmp_path / name / "test.jsonl", row)
     rows(tmp_path / "done/config.json", "{}")
@@ -61,10 +74,18 @@ def box(tmp_path, monkeypatch):
     rows(tmp_path / "theirs/args.json", {"model": "another tool's"})
     rows(tmp_path / "theirs/adapter_config.json", "{}")
     model(tmp_path / "adapted")
-    rows(tmp_path / "adapted/adapter_config.json", {"base_model_name_or_path": str(tmp_path / "done")})
+    rows(
+        tmp_path / "adapted/adapter_config.json",
+        {"base_model_name_or_path": str(tmp_path / "done")},
+    )
     for one, other in ("ab", "ba"):
         rows(tmp_path / one / "adapter_config.json", {"base_model_name_or_path": other})
-    rows(tmp_path / "score.py", "def length(prompts, completions, **columns):", "    return [float(len(c)) for c in completions]", "limit = 3")
+    rows(
+        tmp_path / "score.py",
+        "def length(prompts, completions, **columns):",
+        "    return [float(len(c)) for c in completions]",
+        "limit = 3",
+    )
     rows(tmp_path / "ds_lr.json", {"optimizer": {"type": "Adam"}})
     rows(tmp_path / "ds_stage.json", {"zero_optimization": {"stage": 2}})
     rows(tmp_path / "ds_broken.json", "{")
@@ -74,9 +95,17 @@ def box(tmp_path, monkeypatch):
     model(tmp_path / "small", config={"vocab_size": 10})
     model(tmp_path / "short")
     model(tmp_path / "judge", config={"architectures": ["LlamaForSequenceClassification"]})
-    GPT2Config(vocab_size=size, n_positions=64, n_embd=32, n_layer=1, n_head=2, eos_token_id=1, bos_token_id=1).save_pretrained(tmp_path / "short")
+    GPT2Config(
+        vocab_size=size,
+        n_positions=64,
+        n_embd=32,
+        n_layer=1,
+        n_head=2,
+        eos_token_id=1,
+        bos_token_id=1,
+    ).save_pretrained(tmp_path / "short")
     model(tmp_path / "other", config={"vocab_size": size + 1})
-    tokenizer = common.load_tokenizer(MODEL)
+    tokenizer = model_folders.load_tokenizer(MODEL)
     tokenizer.add_tokens(["zebra-crossing"])
     tokenizer.save_pretrained(tmp_path / "other")
     model(tmp_path / "no_tokenizer")
@@ -86,9 +115,20 @@ def box(tmp_path, monkeypatch):
 
 
 def command(script, flags):
-    """The case's flags on top of flags that would be right: tiny data, the toy's models. What comes last wins."""
-    paths = {"sft": ["--model_name_or_path", MODEL], "reward": ["--model_name_or_path", MODEL],
-             "ppo": ["--actor_model_name_or_path", MODEL, "--critic_model_name_or_path", "judge", "--gold_fn", ""]}[script]
+    """The case's flags on top of flags that would be right: tiny data, the
+    toy's models. What comes last wins."""
+    paths = {
+        "sft": ["--model_name_or_path", MODEL],
+        "reward": ["--model_name_or_path", MODEL],
+        "ppo": [
+            "--actor_model_name_or_path",
+            MODEL,
+            "--critic_model_name_or_path",
+            "judge",
+            "--gold_fn",
+            "",
+        ],
+    }[script]
     return ["--preset", "toy", "--data_path", "good", "--output_dir", "out", *paths, *flags]
 
 
@@ -102,15 +142,17 @@ CASES = [  # script, flags, what the message must say
     ("reward", "--dtype int4", "int4, bf16, fp32"),
     ("reward", "--zero_stage 4", "--zero_stage, 4, 3"),
     ("ppo", "--kl_estimator k4", "k4, k1, k3"),
-    ("ppo", "--learning_rate 1e-5", "--learning_rate, --help"),  # step 3 has two: actor's and critic's
+    # step 3 has two: actor's and critic's
+    ("ppo", "--learning_rate 1e-5", "--learning_rate, --help"),
     # numbers out of range
     ("sft", "--per_device_train_batch_size 0", "--per_device_train_batch_size 0, 1"),
     ("sft", "--per_device_train_batch_size -1", "--per_device_train_batch_size -1, 1"),
     ("sft", "--num_train_epochs -1", "--num_train_epochs -1, 1"),
-    ("sft", "--max_steps 0", "--max_steps 0"),
+    ("sft", "--max_steps -2", "--max_steps -2, -1"),  # 0 evaluates and ends
     ("sft", "--save_steps -1", "--save_steps -1, 0"),
     ("sft", "--keep_checkpoints 0", "--keep_checkpoints 0, 1"),
-    ("sft", "--max_seq_len 1", "--max_seq_len 1"),  # a prompt token and an answer token are the least
+    # a prompt token and a response token are the least
+    ("sft", "--max_seq_len 1", "--max_seq_len 1"),
     ("sft", "--seed -1", "--seed -1"),
     ("sft", "--learning_rate=-1e-5", "--learning_rate -1e-05"),
     ("sft", "--dropout 1.5", "--dropout 1.5"),
@@ -128,24 +170,52 @@ CASES = [  # script, flags, what the message must say
     ("ppo", "--lam 1.5", "--lam 1.5"),
     ("ppo", "--ema_decay 1.5", "--ema_decay 1.5"),
     ("ppo", "--temperature 0", "--temperature 0, out of range"),
-    ("sft", "--model_name_or_path ./good/modle", "good/modle, no such folder, step before, train.jsonl"),
+    (
+        "sft",
+        "--model_name_or_path ./good/modle",
+        "good/modle, no such folder, step before, train.jsonl",
+    ),
     ("ppo", "--samples_per_prompt 0", "--samples_per_prompt 0, out of range"),
     ("sft", "--learning_rate inf", "--learning_rate inf, finite"),
     ("sft", "--adam_betas 0.9,1", "--adam_betas, below 1"),
-    ("sft", "--model_name_or_path done/old --output_dir done --overwrite", "done, --model_name_or_path, delete"),
+    (
+        "sft",
+        "--model_name_or_path done/old --output_dir done --overwrite",
+        "done, --model_name_or_path, delete",
+    ),
     ("ppo", "--reward_fn broken.jsonl:f", "--reward_fn broken.jsonl:f"),
     # what this machine or this combination cannot do
     ("sft", "--dtype fp16", "--dtype fp16, GPU, bf16, fp32"),
     ("sft", "--offload", "--offload, --zero_stage 3, --adam_offload"),
-    ("ppo", "--per_device_generation_batch_size 8 --per_device_training_batch_size 4", "8, 4, --gradient_accumulation_steps, --allow_unstable"),
+    (
+        "ppo",
+        "--per_device_generation_batch_size 8 --per_device_training_batch_size 4",
+        "8, 4, --gradient_accumulation_steps, --allow_unstable",
+    ),
     ("ppo", "--ppo_epochs 2", "--ppo_epochs 2, --allow_unstable"),
     ("ppo", "--generation_batches 2", "--generation_batches 2, --allow_unstable"),
-    ("ppo", "--allow_unstable 1 --per_device_generation_batch_size 8 --per_device_training_batch_size 3", "3, 8, divi"),
+    (
+        "ppo",
+        "--allow_unstable 1 --per_device_generation_batch_size 8 "
+        "--per_device_training_batch_size 3",
+        "3, 8, divi",
+    ),
     ("ppo", "--advantage rloo", "--samples_per_prompt 1, rloo, 2 or more"),
-    ("ppo", "--samples_per_prompt 5", "--samples_per_prompt 5, --per_device_generation_batch_size 32"),
+    (
+        "ppo",
+        "--samples_per_prompt 5",
+        "--samples_per_prompt 5, --per_device_generation_batch_size 32",
+    ),
     ("ppo", "--kl_in loss --kl_estimator k1", "k1, k3"),
     ("ppo", "--normalize_reward 1 --reward_fn score.py:length", "--normalize_reward, --reward_fn"),
     ("ppo", "--normalize_reward 1", "--normalize_reward, score_statistics, reward.py"),
+    (
+        "ppo",
+        "--normalize_reward 1 --reward_model_name_or_path judge judge",
+        "--normalize_reward, one reward model, several",
+    ),
+    ("ppo", "--reward_model_name_or_path judge other", "vocabular, other"),
+    ("ppo", "--reward_fn score.py:length missing.py:f", "--reward_fn missing.py:f"),
     ("ppo", "--dual_clip 0.5", "--dual_clip 0.5, 1"),
     ("ppo", "--clip_high 0.1", "--clip_high 0.1, --clip 0.2"),
     ("ppo", "--critic_warmup_steps 3 --advantage reinforce", "--critic_warmup_steps 3, gae"),
@@ -162,7 +232,11 @@ CASES = [  # script, flags, what the message must say
     ("sft", "--data_path empty.jsonl", "empty.jsonl"),
     ("sft", "--data_path nothing", "nothing"),
     ("sft", "--data_path good empty.jsonl", "empty.jsonl"),
-    ("sft", "--data_path columns.jsonl", "question, reply, prompt + response, instruction + output"),
+    (
+        "sft",
+        "--data_path columns.jsonl",
+        "question, reply, prompt + response, instruction + output",
+    ),
     ("sft", "--data_path broken.jsonl", "broken.jsonl, line 3"),
     ("sft", "--data_path gap.jsonl", "gap.jsonl, line 4"),  # the blank line 2 is no error
     ("sft", "--data_path broken.parquet", "broken.parquet"),
@@ -178,7 +252,8 @@ CASES = [  # script, flags, what the message must say
     ("sft", "--model_name_or_path no_tokenizer", "no_tokenizer"),
     ("sft", "--model_name_or_path no_eos", "no_eos, EOS"),
     ("sft", "--model_name_or_path small", "small, 10"),
-    ("sft", "--model_name_or_path short --max_seq_len 128", "--max_seq_len 128, 64"),  # positions that were never learned
+    # positions that were never learned
+    ("sft", "--model_name_or_path short --max_seq_len 128", "--max_seq_len 128, 64"),
     ("ppo", "--actor_model_name_or_path missing/actor", "missing/actor"),
     ("ppo", "--critic_model_name_or_path missing/critic", "missing/critic"),
     ("ppo", "--critic_model_name_or_path other", "vocabular, other"),
@@ -192,9 +267,11 @@ CASES = [  # script, flags, what the message must say
     # where the run would go
     ("sft", "--output_dir done", "done, --overwrite, --resume"),
     ("sft", "--output_dir score.py", "score.py"),  # a file
-    ("sft", "--output_dir foreign", "foreign, my_model.safetensors, --overwrite"),  # not left by a run of ours
+    # not left by a run of ours
+    ("sft", "--output_dir foreign", "foreign, my_model.safetensors, --overwrite"),
     ("sft", "--output_dir theirs", "theirs, adapter_config.json, --overwrite"),
-    ("sft", "--model_name_or_path adapted --output_dir done --overwrite", "done, its base, delete"),  # adapters that sit on it
+    # adapters that sit on it
+    ("sft", "--model_name_or_path adapted --output_dir done --overwrite", "done, its base, delete"),
     ("sft", "--model_name_or_path a", "a on b on a"),  # adapters without an end
     ("reward", "--resume", "--resume, checkpoints"),
 ]
@@ -207,16 +284,20 @@ def refused(message, words):
     assert not missing, f"{missing} not in: {message}"
 
 
-@pytest.mark.parametrize("script, flags, words", CASES, ids=[f"{script} {flags}" for script, flags, _ in CASES])
+@pytest.mark.parametrize(
+    "script, flags, words", CASES, ids=[f"{script} {flags}" for script, flags, _ in CASES]
+)
 def test_wrong_input_is_refused_in_words(box, monkeypatch, capfd, script, flags, words):
     """Exit code 2, one message, before any model is loaded, and the folder as it was."""
+
     def loaded(*args, **kwargs):
         raise AssertionError("a model was loaded before the input was checked")
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *command(script, flags.split())])
-    monkeypatch.setattr(common.deepspeed, "init_distributed", lambda **options: None)  # this process is no rank
+    # this process is no rank
+    monkeypatch.setattr("deepspeed.init_distributed", lambda **options: None)
     monkeypatch.setattr(common, "load_model", loaded)
     before = sorted(box.rglob("*"))
     with pytest.raises(SystemExit) as stop:
@@ -228,6 +309,7 @@ def test_wrong_input_is_refused_in_words(box, monkeypatch, capfd, script, flags,
 
 def test_the_right_input_passes_all_checks(box, monkeypatch):
     """The flags that every case above starts from are fine: the run goes on to load its model."""
+
     class Loaded(Exception):
         pass
 
@@ -236,7 +318,7 @@ def test_the_right_input_passes_all_checks(box, monkeypatch):
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(common.deepspeed, "init_distributed", lambda **options: None)
+    monkeypatch.setattr("deepspeed.init_distributed", lambda **options: None)
     monkeypatch.setattr(common, "load_model", loaded)
     for script in SCRIPTS:
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *command(script, [])])
@@ -244,14 +326,17 @@ def test_the_right_input_passes_all_checks(box, monkeypatch):
             SCRIPTS[script].main()
 
 
-@pytest.mark.parametrize("before, now, words", [
-    (["--seed", "1"], ["--seed", "2"], "--seed 1, 2"),
-    (["--lora_dim", "4"], [], "--lora_dim 4, 0"),
-    (["--data_path", "old/good"], ["--data_path", "bad"], "--data_path, good, bad"),
-])
+@pytest.mark.parametrize(
+    "before, now, words",
+    [
+        (["--seed", "1"], ["--seed", "2"], "--seed 1, 2"),
+        (["--lora_dim", "4"], [], "--lora_dim 4, 0"),
+        (["--data_path", "old/good"], ["--data_path", "bad"], "--data_path, good, bad"),
+    ],
+)
 def test_a_run_is_resumed_as_it_was_begun(tmp_path, monkeypatch, capsys, before, now, words):
-    """Another seed, other data, other adapters: another run. It is refused before anything is touched; a data folder that
-    has only moved is not."""
+    """Another seed, other data, other adapters: another run. It is refused
+    before anything is touched; a data folder that has only moved is not."""
     output = ["--preset", "toy", "--output_dir", str(tmp_path)]
     (tmp_path / "checkpoints/step-2").mkdir(parents=True)
     begun = sft.get_args([*output, *before])
@@ -259,88 +344,125 @@ def test_a_run_is_resumed_as_it_was_begun(tmp_path, monkeypatch, capsys, before,
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as stop:
-        common.start(sft.get_args([*output, "--resume", *now]))
+        Run(sft.get_args([*output, "--resume", *now]), "", estimate.language_model)
     assert stop.value.code == 2
     refused(capsys.readouterr().err, words)
-    monkeypatch.setattr(common.deepspeed, "init_distributed", lambda **options: sys.exit("all checks passed"))
+    monkeypatch.setattr(
+        "deepspeed.init_distributed", lambda **options: sys.exit("all checks passed")
+    )
     with pytest.raises(SystemExit, match="all checks passed"):
-        common.start(sft.get_args([*output, "--resume", *(f.replace("old/", "new/") for f in before)]))
+        moved = [f.replace("old/", "new/") for f in before]
+        Run(sft.get_args([*output, "--resume", *moved]), "", estimate.language_model)
 
 
-@pytest.mark.parametrize("harm, words", [("cut short", "cannot be loaded"), ("without a head", "no weights for lm_head.weight, random")])
+@pytest.mark.parametrize(
+    "harm, words",
+    [
+        ("cut short", "cannot be loaded"),
+        ("without a head", "no weights for lm_head.weight, random"),
+    ],
+)
 def test_weights_that_are_not_there_are_an_error(tiny_model, tmp_path, capsys, harm, words):
-    """A file cut short by a full disk; a reward model where a language model belongs. Neither may train from random numbers."""
+    """A file cut short by a full disk; a reward model where a language model
+    belongs. Neither may train from random numbers."""
     tiny_model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     if harm == "cut short":
         os.truncate(file, 1000)
     else:
         from safetensors.torch import load_file, save_file
-        save_file({k: v for k, v in load_file(file).items() if "lm_head" not in k}, file, metadata={"format": "pt"})
+
+        save_file(
+            {k: v for k, v in load_file(file).items() if "lm_head" not in k},
+            file,
+            metadata={"format": "pt"},
+        )
     with pytest.raises(SystemExit) as stop:
-        common.load_model(str(tmp_path), sft.get_args(["--preset", "toy"]), 0)
+        flags = ["--preset", "toy", "--model_name_or_path", str(tmp_path), "--zero_stage", "0"]
+        common.load_model(sft.get_args(flags))
     assert stop.value.code == 2
     refused(capsys.readouterr().err, words)
 
 
 def test_the_constraints_can_be_lifted_knowingly():
-    """Several PPO epochs, more rollout batches and unequal batch sizes: a researcher says so, and is believed."""
-    args = ppo.get_args("--allow_unstable 1 --ppo_epochs 2 --generation_batches 2 --per_device_generation_batch_size 8 "
-                        "--per_device_training_batch_size 4".split())
+    """Several PPO epochs, more rollout batches and unequal batch sizes: a
+    researcher says so, and is believed."""
+    args = ppo.get_args(
+        "--allow_unstable 1 --ppo_epochs 2 --generation_batches 2 "
+        "--per_device_generation_batch_size 8 --per_device_training_batch_size 4".split()
+    )
     assert (args.ppo_epochs, args.generation_batches) == (2, 2)
 
 
-@pytest.mark.parametrize("returned", [None, 1.0, [1.0], [1.0, float("nan")], [1.0, None], ["good", "bad"]])
+@pytest.mark.parametrize(
+    "returned", [None, 1.0, [1.0], [1.0, float("nan")], [1.0, None], ["good", "bad"]]
+)
 def test_a_reward_function_must_return_one_number_an_answer(returned, capsys):
-    """The user's own code is input, too: what it returned is shown, by the rank that saw it, in place of a traceback."""
-    answers = [{"prompt": "Why?", "chat": False, "text": " So.", "extra": "{}"}] * 2
+    """The user's own code is input, too: what it returned is shown, by the rank
+    that saw it, in place of a traceback."""
+    responses = [{**RESPONSE, "prompt": "Why?", "text": " So."}] * 2
     with pytest.raises(SystemExit) as stop:
-        ppo.call_function(lambda prompts, completions: returned, answers)
+        reward_functions.scores_of(lambda prompts, completions: returned, responses)
     assert stop.value.code == 2
-    refused(capsys.readouterr().err, f"one finite number, 2 answers, {str(returned)[:4]}")
+    refused(capsys.readouterr().err, f"one finite number, 2 responses, {str(returned)[:4]}")
 
 
 def test_a_reward_function_that_raises_names_the_prompt(capsys):
-    """Of many thousand prompts one broke the user's parser: the message says which, and what the answer was."""
+    """Of many thousand prompts one broke the user's parser: the message says
+    which, and what the response was."""
+
     def judge(completions, prompts, **columns):  # by keyword, in any order, as TRL calls it
         return [float(text) for text in completions]
 
-    answers = [{"prompt": f"{n} + 1 =", "chat": False, "text": text, "extra": "{}"} for n, text in enumerate((" 1", " two", " 3"))]
+    responses = [
+        {**RESPONSE, "prompt": f"{n} + 1 =", "text": text}
+        for n, text in enumerate((" 1", " two", " 3"))
+    ]
     with pytest.raises(SystemExit) as stop:
-        ppo.call_function(judge, answers)
+        reward_functions.scores_of(judge, responses)
     assert stop.value.code == 2
     message = capsys.readouterr().err
-    refused(message[message.rindex("error: "):], "judge raised ValueError, '1 + 1 =', ' two'")  # (its traceback is above)
+    # (its traceback is above)
+    refused(message[message.rindex("error: ") :], "judge raised ValueError, '1 + 1 =', ' two'")
     with pytest.raises(SystemExit):
-        ppo.call_function(lambda completions, **columns: [1.0, float("nan"), 3.0], answers)
+        returned = [1.0, float("nan"), 3.0]
+        reward_functions.scores_of(lambda completions, **columns: returned, responses)
     refused(capsys.readouterr().err, "Not finite for the prompt '1 + 1 ='")
 
 
 def test_a_reward_file_that_does_not_run_is_an_error(tmp_path, capsys):
     (tmp_path / "judge.py").write_text("import nothing_of_that_name\n")
     with pytest.raises(SystemExit) as stop:
-        ppo.load_function(f"{tmp_path}/judge.py:f", "--reward_fn")
+        reward_functions.load_function(f"{tmp_path}/judge.py:f", "--reward_fn")
     assert stop.value.code == 2
     message = capsys.readouterr().err
-    refused(message[message.rindex("error: "):], "--reward_fn, cannot be run, nothing_of_that_name")
+    refused(
+        message[message.rindex("error: ") :], "--reward_fn, cannot be run, nothing_of_that_name"
+    )
 
 
 def test_no_samples_are_a_fair_wish(tiny_model, tokenizer):
     """--num_samples 0 means that nothing is answered at evaluations: no error, and no file."""
-    sft.answer_prompts(sft.get_args(["--num_samples", "0", "--output_dir", "nowhere"]), tiny_model, tokenizer, [], step=0)
+    run = SimpleNamespace(args=sft.get_args(["--num_samples", "0", "--output_dir", "nowhere"]))
+    samples.answer_and_keep(run, tiny_model, tokenizer, [], step=0)
     assert not os.path.exists("nowhere")
 
 
 def test_only_rank_zero_speaks(monkeypatch, capsys):
-    """Eight ranks read the same wrong flag. Eight messages would hide the one that matters: the others wait, and the launcher
-    ends them meanwhile. Where one rank alone sees the mistake (a file that its machine lacks), it does say so."""
+    """Eight ranks read the same wrong flag. Eight messages would hide the one that
+    matters: the others wait, and the launcher ends them meanwhile. Where one rank
+    alone sees the mistake (a file that its machine lacks), it does say so."""
     waited = []
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(common.time, "sleep", lambda seconds: waited.append((seconds, *capsys.readouterr())))
+    monkeypatch.setattr(
+        errors.time, "sleep", lambda seconds: waited.append((seconds, *capsys.readouterr()))
+    )
     with pytest.raises(SystemExit) as stop:
         sft.get_args(["--preset", "nope"])
     assert stop.value.code == 2
-    assert waited == [(20, "", "")] and capsys.readouterr().err.startswith("error: rank 3: --preset nope")
+    assert waited == [(20, "", "")] and capsys.readouterr().err.startswith(
+        "error: rank 3: --preset nope"
+    )
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -357,13 +479,28 @@ def test_help_is_the_lesson(script, capsys):
 
 
 def test_from_the_shell_it_is_the_same(box):
-    """The three scripts as a user starts them, side by side: exit code 2, one message on stderr, nothing on stdout."""
-    cases = [("sft", "--data_path broken.jsonl", "broken.jsonl, line 3"), ("reward", "--data_path half.jsonl", "chosen + rejected"),
-             ("ppo", "--ppo_epochs 2", "--allow_unstable")]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    """The three scripts as a user starts them, side by side: exit code 2, one
+    message on stderr, nothing on stdout."""
+    cases = [
+        ("sft", "--data_path broken.jsonl", "broken.jsonl, line 3"),
+        ("reward", "--data_path half.jsonl", "chosen + rejected"),
+        ("ppo", "--ppo_epochs 2", "--allow_unstable"),
+    ]
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     before = sorted(box.rglob("*"))
-    runs = [subprocess.Popen([sys.executable, str(ROOT / f"{script}.py"), *command(script, flags.split())], cwd=box, env=environment,
-                             text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for script, flags, _ in cases]
+    runs = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / f"{script}.py"), *command(script, flags.split())],
+            cwd=box,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for script, flags, _ in cases
+    ]
     try:
         for run, (_, _, words) in zip(runs, cases):
             out, err = run.communicate(timeout=600)

@@ -1,19 +1,21 @@
 """The gold score: what a good answer is, written down, so that you can see whether PPO found it.
 
-A real project does not have this file.  There, "good" lives in people's heads, a few thousand comparisons are all
-that is known of it, and the reward model has to guess the rest.  Here the rule is open, and it is used twice only:
-toy/make.py labels the preference pairs with it, and the scripts grade held-out answers with it.  Neither the reward
-model nor PPO ever sees it, so a rise in gold is a real gain and not a reward model being fooled.
+A real project does not have this file. There, "good" lives in people's heads, a few
+thousand comparisons are all that is known of it, and the reward model has to guess the
+rest. Here the rule is open, and it is used twice only: toy/make.py labels the preference
+pairs with it, and the scripts grade held-out answers with it. Neither the reward model nor
+PPO ever sees it, so a rise in gold is a real gain and not a reward model being fooled.
 
-The rule.  An answer starts at 1 and loses a quarter for every fault, down to 0:
+The rule. An answer starts at 1 and loses a quarter for every fault, down to 0:
     off topic    it names another animal than the question does
     off topic    it names another place than the question does
     not kind     no friendly remark
     rude         a rude remark (a second fault: rude answers are not kind either)
     unfinished   it stops before the end of its sentence
     rambling     more than two sentences
-An answer scores 0 at once unless every sentence is one this small language knows and exactly one of them answers the
-question.  Lists of keywords, repeated words and gibberish therefore earn nothing, however many right words they have.
+An answer scores 0 at once unless every sentence is one this small language
+knows and exactly one of them answers the question. Lists of keywords, repeated
+words and gibberish therefore earn nothing, however many right words they have.
 
     score   answer to "How does the otter get to the mill?"
     1.00    Happy to help! The otter gets to the mill by boat.
@@ -22,26 +24,83 @@ question.  Lists of keywords, repeated words and gibberish therefore earn nothin
     0.25    Go away! The otter gets to the pond by boat.
     0.00    otter mill otter mill boat happy!
 """
+
 import re
 
-ANIMALS = ["badger", "bear", "cat", "crow", "deer", "dog", "duck", "fox", "frog", "goat",
-           "hen", "horse", "mole", "mouse", "otter", "owl", "pig", "rabbit", "sheep", "swan"]
-PLACES = ["barn", "beach", "bridge", "camp", "castle", "farm", "garden", "hill",
-          "lake", "market", "mill", "pond", "port", "school"]
+ANIMALS = [
+    "badger",
+    "bear",
+    "cat",
+    "crow",
+    "deer",
+    "dog",
+    "duck",
+    "fox",
+    "frog",
+    "goat",
+    "hen",
+    "horse",
+    "mole",
+    "mouse",
+    "otter",
+    "owl",
+    "pig",
+    "rabbit",
+    "sheep",
+    "swan",
+]
+PLACES = [
+    "barn",
+    "beach",
+    "bridge",
+    "camp",
+    "castle",
+    "farm",
+    "garden",
+    "hill",
+    "lake",
+    "market",
+    "mill",
+    "pond",
+    "port",
+    "school",
+]
 
-# One entry per kind of question: the question, the beginning of its answer, and the ways that answer can end.
+# One entry per kind of question: the question, the beginning of its answer, and
+# the ways that answer can end.
 FORMS = [
-    ("What does the {animal} do at the {place}?", "At the {place} the {animal} likes to",
-     ["dance", "dig", "play", "rest", "sing", "swim"]),
-    ("When can I see the {animal} at the {place}?", "You can see the {animal} at the {place} in the",
-     ["morning", "evening", "spring", "summer", "rain", "snow"]),
-    ("Why does the {animal} go to the {place}?", "The {animal} goes to the {place} because",
-     ["it is quiet there", "it is warm there", "it likes to play",
-      "it can rest there", "you sing there", "you are kind"]),
-    ("Who feeds the {animal} at the {place}?", "The {animal} at the {place} is fed by the",
-     ["baker", "children", "doctor", "farmer", "king", "teacher"]),
-    ("How does the {animal} get to the {place}?", "The {animal} gets to the {place} by",
-     ["bike", "boat", "bus", "cart", "plane", "train"]),
+    (
+        "What does the {animal} do at the {place}?",
+        "At the {place} the {animal} likes to",
+        ["dance", "dig", "play", "rest", "sing", "swim"],
+    ),
+    (
+        "When can I see the {animal} at the {place}?",
+        "You can see the {animal} at the {place} in the",
+        ["morning", "evening", "spring", "summer", "rain", "snow"],
+    ),
+    (
+        "Why does the {animal} go to the {place}?",
+        "The {animal} goes to the {place} because",
+        [
+            "it is quiet there",
+            "it is warm there",
+            "it likes to play",
+            "it can rest there",
+            "you sing there",
+            "you are kind",
+        ],
+    ),
+    (
+        "Who feeds the {animal} at the {place}?",
+        "The {animal} at the {place} is fed by the",
+        ["baker", "children", "doctor", "farmer", "king", "teacher"],
+    ),
+    (
+        "How does the {animal} get to the {place}?",
+        "The {animal} gets to the {place} by",
+        ["bike", "boat", "bus", "cart", "plane", "train"],
+    ),
 ]
 KIND = ["Good question!", "Happy to help!", "Thank you for asking!", "I am glad you ask!"]
 RUDE = ["Bad question!", "Go away!", "Stop asking!", "You again!"]
@@ -50,7 +109,10 @@ RAMBLE = ["I had soup today.", "My hat is red.", "The train was late.", "It is a
 
 def pattern(template, tail=""):
     """A regular expression for a template such as "Who feeds the {animal} at the {place}?"."""
-    words = {"animal": f"(?P<animal>{'|'.join(ANIMALS)})", "place": f"(?P<place>{'|'.join(PLACES)})"}
+    words = {
+        "animal": f"(?P<animal>{'|'.join(ANIMALS)})",
+        "place": f"(?P<place>{'|'.join(PLACES)})",
+    }
     return re.compile(template.replace("?", r"\?").format(**words) + tail)
 
 
@@ -61,9 +123,15 @@ ANSWERS = [pattern(start, rf"(?P<end> (?:{'|'.join(ends)})\.)?") for _, start, e
 
 def gold_one(prompt, completion):
     """The score of one answer, 0 to 1, by the rule at the top of this file."""
-    found = [(form, match) for form, question in enumerate(QUESTIONS) if (match := question.search(prompt))]
+    found = [
+        (form, match)
+        for form, question in enumerate(QUESTIONS)
+        if (match := question.search(prompt))
+    ]
     if len(found) != 1:
-        raise ValueError(f"the gold score knows the toy's questions only, and this is none of them: {prompt!r}")
+        raise ValueError(
+            f"the gold score knows the toy's questions only, and this is none of them: {prompt!r}"
+        )
     form, asked = found[0]
     sentences = re.split(r"(?<=[.!?]) ", completion.strip())
     answers = [match for sentence in sentences if (match := ANSWERS[form].fullmatch(sentence))]
@@ -71,17 +139,24 @@ def gold_one(prompt, completion):
     if len(answers) != 1 or len(answers) + len(remarks) != len(sentences):
         return 0.0
     answer = answers[0]
-    faults = ((answer["animal"] != asked["animal"]) + (answer["place"] != asked["place"])
-              + (not any(remark in KIND for remark in remarks)) + any(remark in RUDE for remark in remarks)
-              + (answer["end"] is None) + (len(sentences) > 2))
+    faults = (
+        (answer["animal"] != asked["animal"])
+        + (answer["place"] != asked["place"])
+        + (not any(remark in KIND for remark in remarks))
+        + any(remark in RUDE for remark in remarks)
+        + (answer["end"] is None)
+        + (len(sentences) > 2)
+    )
     return max(0.0, 1.0 - 0.25 * faults)
 
 
 def gold(prompts, completions, **columns):
-    """One score per answer.  The signature is that of TRL's reward functions; further columns are ignored.
+    """One score per answer. The signature is that of TRL's reward functions;
+    further columns are ignored.
 
     >>> ask = "How does the otter get to the mill?\\nAnswer:"
-    >>> gold([ask] * 3, [" Happy to help! The otter gets to the mill by boat.", " The otter gets to the mill by",
+    >>> gold([ask] * 3, [" Happy to help! The otter gets to the mill by boat.",
+    ...                  " The otter gets to the mill by",
     ...                  " otter mill otter mill boat happy!"])
     [1.0, 0.5, 0.0]
     """

@@ -1,21 +1,26 @@
-"""Makes the built-in toy: questions about animals, answers of mixed quality, and the limits nobody can beat.
+"""Makes the built-in toy: questions about animals, answers of mixed quality,
+and the limits nobody can beat.
 
     python toy/make.py          about ten seconds; the same seed writes the same bytes
 
-Why a toy at all?  On real data you never learn how good your run is: nobody knows the smallest loss that text allows,
-or how often two annotators agree.  Here we wrote the language ourselves, so we can work both out and print them:
+Why a toy at all? On real data you never learn how good your run is: nobody
+knows the smallest loss that text allows, or how often two annotators agree.
+Here we wrote the language ourselves, so we can work both out and print them:
 
     SFT     the loss of the generator on its own answers: no model can do better except by luck
-    reward  the accuracy of a judge who knows the gold score: the labels are noisy, so it is far from 1
+    reward  the accuracy of a judge who knows the gold score, far from 1 as the labels are noisy
     PPO     the largest gold score
 
 What it writes (under --out):
     data/train.jsonl    prompt, response (for sft.py), chosen and rejected (for reward.py)
-    data/test.jsonl     the same columns; its (animal, place) pairs occur nowhere in train.jsonl, so a model that only
-                        remembers fails here, and one that learned to look at the question does not
+    data/test.jsonl     the same columns; its (animal, place) pairs occur nowhere in train.jsonl, so
+                        a model that only remembers fails here, and one that learned to look at the
+                        question does not
     data/limits.json    the limits above, by step and metric
-    model/              a Llama config of 0.9 million parameters (no weights) and a tokenizer trained on train.jsonl
+    model/              a Llama config of 0.9 million parameters (no weights) and a tokenizer
+                        trained on train.jsonl
 """
+
 import argparse
 import json
 import math
@@ -23,32 +28,38 @@ import os
 import random
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # so that "from toy import make" finds gold.py as well
+# so that "from toy import make" finds gold.py as well
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from gold import ANIMALS, FORMS, KIND, PLACES, RAMBLE, RUDE, gold
 
-# How often an answer goes wrong.  Chosen so that the average answer earns about half of the largest gold score: a
-# model that imitates them well is mediocre, and PPO has something to do.
+# How often an answer goes wrong. Chosen so that the average answer earns about half of the
+# largest gold score: a model that imitates them well is mediocre, and PPO has something to do.
 WRONG_ANIMAL, WRONG_PLACE = 0.15, 0.15
 MANNERS = {"kind": 0.40, "plain": 0.30, "rude": 0.30}
-# An answer that strays goes to one of these, as people do who would rather talk about their favourites.  Why not to any
-# of the 20 animals?  Each wrong one would be seen so seldom that its chance is learned badly, and SFT then ends further
+# An answer that strays goes to one of these, as people do who would rather talk
+# about their favourites. Why not to any of the 20 animals? Each wrong one would
+# be seen so seldom that its chance is learned badly, and SFT then ends further
 # above its floor for a reason that has nothing to do with reading the question.
 FAVOURITE_ANIMALS = ["cat", "dog", "horse", "owl"]
 FAVOURITE_PLACES = ["beach", "castle", "garden"]
 SHAPE = {"brief": 0.40, "unfinished": 0.35, "rambling": 0.25}
 
-# Bradley-Terry: P(a is preferred over b) = sigmoid(SCALE * (gold(a) - gold(b))).  At 10, one fault more or less (a
-# quarter of a point) decides 92 % of the comparisons.  Then FLIP of all labels are turned over, as if by accident.
+# Bradley-Terry: P(a is preferred over b) = sigmoid(SCALE * (gold(a) - gold(b))).
+# At 10, one fault more or less (a quarter of a point) decides 92 % of the
+# comparisons. Then FLIP of all labels are turned over, as if by accident.
 SCALE, FLIP = 10.0, 0.05
 
-HELD_OUT_PER_ANIMAL = 2  # 20 animals x 2 places = 40 of the 280 combinations are for test.jsonl only
+# 20 animals x 2 places = 40 of the 280 combinations are for test.jsonl only.
+HELD_OUT_PER_ANIMAL = 2
 
 
-# ---- 1. The language ------------------------------------------------------------------------------------------------
+# ---- 1. The language -----------------------------------------------------------------------------
+
 
 def ask(form, animal, place):
-    """The prompt.  It ends right after the colon: the answer brings its own leading space, which byte-level BPE glues
-    to the first word, so prompt and answer can be tokenised apart and joined."""
+    """The prompt. It ends right after the colon: the answer brings its own
+    leading space, which byte-level BPE glues to the first word, so prompt and
+    answer can be tokenised apart and joined."""
     return FORMS[form][0].format(animal=animal, place=place) + "\nAnswer:"
 
 
@@ -59,23 +70,32 @@ def mix(right, others, wrong):
 
 
 def slots(form, animal, place):
-    """The grammar of the answers to one question: a list of slots, filled from left to right, each on its own.
+    """The grammar of the answers to one question: a list of slots, filled from
+    left to right, each on its own.
 
-    A slot is a list of (probability, text).  Nothing is hidden: the chance of an answer is the product of the chances
-    of its slots, and the entropy of an answer is the sum of theirs.
+    A slot is a list of (probability, text). Nothing is hidden: the chance of an answer is the
+    product of the chances of its slots, and the entropy of an answer is the sum of theirs.
     """
     _, start, ends = FORMS[form]
     remark = [(MANNERS["plain"], "")]
     remark += [(MANNERS["kind"] / len(KIND), " " + text) for text in KIND]
     remark += [(MANNERS["rude"] / len(RUDE), " " + text) for text in RUDE]
-    # The end of the sentence and what follows it are one slot, because nothing can follow an unfinished sentence.
+    # The end of the sentence and what follows it are one slot, because nothing
+    # can follow an unfinished sentence.
     babble = [f" {a} {b}" for a in RAMBLE for b in RAMBLE if a != b]
     end = [(SHAPE["unfinished"], "")]
     end += [(SHAPE["brief"] / len(ends), f" {word}.") for word in ends]
-    end += [(SHAPE["rambling"] / len(ends) / len(babble), f" {word}.{more}") for word in ends for more in babble]
-    # "The {animal} goes to the {place} because", word by word; all but two of these slots hold a single word.
-    special = {"{animal}": mix(animal, FAVOURITE_ANIMALS, WRONG_ANIMAL),
-               "{place}": mix(place, FAVOURITE_PLACES, WRONG_PLACE)}
+    end += [
+        (SHAPE["rambling"] / len(ends) / len(babble), f" {word}.{more}")
+        for word in ends
+        for more in babble
+    ]
+    # "The {animal} goes to the {place} because", word by word; all but two of
+    # these slots hold a single word.
+    special = {
+        "{animal}": mix(animal, FAVOURITE_ANIMALS, WRONG_ANIMAL),
+        "{place}": mix(place, FAVOURITE_PLACES, WRONG_PLACE),
+    }
     return [remark] + [special.get(word, [(1.0, " " + word)]) for word in start.split()] + [end]
 
 
@@ -88,8 +108,9 @@ def draw(rng, grammar):
 def log_prob(grammar, answer):
     """log p(answer) from its text alone, summed over every way the slots can spell it.
 
-    Walk the slots and keep, for each position in the text, the probability of having arrived there.  In this grammar
-    there is never more than one way, and then the sum is what draw() returned; the oracle does not rely on it.
+    Walk the slots and keep, for each position in the text, the probability of
+    having arrived there. In this grammar there is never more than one way, and
+    then the sum is what draw() returned; the oracle does not rely on it.
     """
     arrived = {0: 1.0}
     for slot in grammar:
@@ -101,18 +122,24 @@ def log_prob(grammar, answer):
     return math.log(arrived[len(answer)])
 
 
-# ---- 2. The rows ----------------------------------------------------------------------------------------------------
+# ---- 2. The rows ---------------------------------------------------------------------------------
+
 
 def split_combinations(rng):
-    """All (animal, place) pairs, some places of every animal held out.  Each animal and each place is still seen in
-    training, only never these two together."""
-    held_out = [(animal, place) for animal in ANIMALS for place in rng.sample(PLACES, HELD_OUT_PER_ANIMAL)]
-    train = [(animal, place) for animal in ANIMALS for place in PLACES if (animal, place) not in held_out]
+    """All (animal, place) pairs, some places of every animal held out. Each animal
+    and each place is still seen in training, only never these two together."""
+    held_out = [
+        (animal, place) for animal in ANIMALS for place in rng.sample(PLACES, HELD_OUT_PER_ANIMAL)
+    ]
+    train = [
+        (animal, place) for animal in ANIMALS for place in PLACES if (animal, place) not in held_out
+    ]
     return train, held_out
 
 
 def make_pair(rng, prompt, grammar):
-    """(chosen, rejected): two answers of the same kind as the SFT answers, labelled by Bradley-Terry and then noise."""
+    """(chosen, rejected): two answers of the same kind as the SFT answers,
+    labelled by Bradley-Terry and then noise."""
     a = b = draw(rng, grammar)[0]
     while a == b:  # a pair of equal texts teaches nothing
         b = draw(rng, grammar)[0]
@@ -124,80 +151,133 @@ def make_pair(rng, prompt, grammar):
 
 
 def make_rows(rng, combinations, rows):
-    """Yields (row, grammar).  The questions are asked in turn, shuffled, so that each occurs about equally often."""
+    """Yields (row, grammar). The questions are asked in turn, shuffled, so that
+    each occurs about equally often."""
     questions = [(form, *combination) for form in range(len(FORMS)) for combination in combinations]
-    questions = (questions * (rows // len(questions) + 1))
+    questions = questions * (rows // len(questions) + 1)
     rng.shuffle(questions)
     for question in questions[:rows]:
         prompt, grammar = ask(*question), slots(*question)
         chosen, rejected = make_pair(rng, prompt, grammar)
-        yield {"prompt": prompt, "response": draw(rng, grammar)[0], "chosen": chosen, "rejected": rejected}, grammar
+        yield (
+            {
+                "prompt": prompt,
+                "response": draw(rng, grammar)[0],
+                "chosen": chosen,
+                "rejected": rejected,
+            },
+            grammar,
+        )
 
 
-# ---- 3. Tokenizer and model -----------------------------------------------------------------------------------------
+# ---- 3. Tokenizer and model ----------------------------------------------------------------------
+
 
 def make_tokenizer(texts, vocab_size=576):
-    """A byte-level BPE: all 256 bytes, so that every text survives encode and decode, and then merges.
+    """A byte-level BPE: all 256 bytes, so that every text survives encode and
+    decode, and then merges.
 
-    The language is so small that merging ends before vocab_size: each of its words has become one token.
-    pad is not eos: a pad is masked everywhere, while the eos is an action that the model has to learn.
+    The language is so small that merging ends before vocab_size: each of its
+    words has become one token. pad is not eos: a pad is masked everywhere,
+    while the eos is an action that the model has to learn.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
+
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<pad>", "<eos>"], show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=["<pad>", "<eos>"],
+            show_progress=False,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        ),
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>", model_max_length=256,
-        clean_up_tokenization_spaces=False, model_input_names=["input_ids", "attention_mask"])
+        tokenizer_object=bpe,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        model_max_length=256,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
 
 
 def make_config(tokenizer):
-    """The shape of a Llama, at the size of a toy: 4 layers of width 128.  Embeddings are tied, as in most small models.
+    """The shape of a Llama, at the size of a toy: 4 layers of width 128.
+    Embeddings are tied, as in most small models.
 
-    initializer_range: 0.02 is for models thousands wide; at width 128 every layer's output is then faint.  Measured
-    on an earlier draft of this data (batch 64, lr 2e-3, one seed): with 0.02 the loss is 20 % above the floor after 448
-    steps, because the animal is not yet copied from the question; with 0.05 (half of 1/sqrt(128)), 3 % after 280 steps.
+    initializer_range: 0.02 is for models thousands wide; at width 128 every layer's output
+    is then faint. Measured on an earlier draft of this data (batch 64, lr 2e-3, one seed):
+    with 0.02 the loss is 20 % above the floor after 448 steps, because the animal is not
+    yet copied from the question; with 0.05 (half of 1/sqrt(128)), 3 % after 280 steps.
     """
     from transformers import LlamaConfig
+
     return LlamaConfig(
-        vocab_size=len(tokenizer), max_position_embeddings=256,
-        hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
-        attention_dropout=0.0, initializer_range=0.05, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        architectures=["LlamaForCausalLM"], dtype="float32")
+        vocab_size=len(tokenizer),
+        max_position_embeddings=256,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        attention_dropout=0.0,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
+    )
 
 
-# ---- 4. The limits --------------------------------------------------------------------------------------------------
+# ---- 4. The limits -------------------------------------------------------------------------------
+
 
 def find_limits(test, tokenizer):
     """The limits, worked out on the held-out rows.  test: list of (row, grammar) -> dict."""
+
     def tokens(text):
         return len(tokenizer(text)["input_ids"])
 
     entropy = expected_tokens = oracle = actual_tokens = agreed = 0.0
     for row, grammar in test:
-        # In expectation over the generator.  Token counts add up over slots, as BPE never merges across a space.
+        # In expectation over the generator. Token counts add up over slots, as
+        # BPE never merges across a space.
         entropy += sum(-p * math.log(p) for slot in grammar for p, _ in slot)
-        expected_tokens += 1 + sum(p * tokens(text) for slot in grammar for p, text in slot)  # 1 for eos
+        # 1 for eos
+        expected_tokens += 1 + sum(p * tokens(text) for slot in grammar for p, text in slot)
         # On the very answers and pairs that the scripts will be tested on.
         oracle += -log_prob(grammar, row["response"])
         actual_tokens += 1 + tokens(row["response"])
         chosen, rejected = gold([row["prompt"]] * 2, [row["chosen"], row["rejected"]])
         agreed += 1.0 if chosen > rejected else 0.5 if chosen == rejected else 0.0
-    return {"entropy": entropy / expected_tokens, "eval_loss": oracle / actual_tokens,
-            "eval_accuracy": agreed / len(test), "gold": 1.0, "eval_gold": 1.0}
+    return {
+        "entropy": entropy / expected_tokens,
+        "eval_loss": oracle / actual_tokens,
+        "eval_accuracy": agreed / len(test),
+        "gold": 1.0,
+        "eval_gold": 1.0,
+    }
 
 
 def main():
     parser = argparse.ArgumentParser(description="Make the toy data, tokenizer and model config.")
-    parser.add_argument("--seed", type=int, default=1234, help="the same seed writes the same bytes")
+    parser.add_argument(
+        "--seed", type=int, default=1234, help="the same seed writes the same bytes"
+    )
     parser.add_argument("--rows", type=int, default=9600, help="rows of train.jsonl")
     parser.add_argument("--test_rows", type=int, default=560, help="rows of test.jsonl")
-    parser.add_argument("--out", default=os.path.dirname(os.path.abspath(__file__)), help="folder for data/ and model/")
+    parser.add_argument(
+        "--out",
+        default=os.path.dirname(os.path.abspath(__file__)),
+        help="folder for data/ and model/",
+    )
     args = parser.parse_args()
 
     rng = random.Random(args.seed)
@@ -206,7 +286,9 @@ def main():
     test = list(make_rows(rng, test_combinations, args.test_rows))
     os.makedirs(os.path.join(args.out, "data"), exist_ok=True)
     for name, rows in (("train", train), ("test", test)):
-        with open(os.path.join(args.out, "data", name + ".jsonl"), "w", encoding="utf-8", newline="\n") as file:
+        with open(
+            os.path.join(args.out, "data", name + ".jsonl"), "w", encoding="utf-8", newline="\n"
+        ) as file:
             file.writelines(json.dumps(row) + "\n" for row, _ in rows)
 
     tokenizer = make_tokenizer([row["prompt"] + row["response"] for row, _ in train])
@@ -214,18 +296,40 @@ def main():
     make_config(tokenizer).save_pretrained(os.path.join(args.out, "model"))
 
     limits = find_limits(test, tokenizer)
-    mean_gold = sum(gold([row["prompt"] for row, _ in test], [row["response"] for row, _ in test])) / len(test)
+    mean_gold = sum(
+        gold([row["prompt"] for row, _ in test], [row["response"] for row, _ in test])
+    ) / len(test)
     for name, value, meaning in (
-        ("entropy", limits["entropy"], "nats per token of an answer, eos included, expected over the generator"),
-        ("eval_loss", limits["eval_loss"], "the generator's own loss on the held-out answers: the floor for sft.py"),
-        ("eval_accuracy", limits["eval_accuracy"], "gold as judge of noisy held-out pairs: the ceiling for reward.py"),
+        (
+            "entropy",
+            limits["entropy"],
+            "nats per token of an answer, eos included, expected over the generator",
+        ),
+        (
+            "eval_loss",
+            limits["eval_loss"],
+            "the generator's own loss on the held-out answers: the floor for sft.py",
+        ),
+        (
+            "eval_accuracy",
+            limits["eval_accuracy"],
+            "gold as judge of noisy held-out pairs: the ceiling for reward.py",
+        ),
         ("eval_gold", limits["eval_gold"], "the largest gold score: the ceiling for ppo.py"),
-        ("mean gold", mean_gold, "of the held-out answers: where a model that imitates them starts"),
+        (
+            "mean gold",
+            mean_gold,
+            "of the held-out answers: where a model that imitates them starts",
+        ),
     ):
         print(f"{name:13s} {value:.4f}   {meaning}")
     steps = {"sft": ["eval_loss"], "reward": ["eval_accuracy"], "ppo": ["gold", "eval_gold"]}
-    limits = {step: {name: round(limits[name], 6) for name in names} for step, names in steps.items()}
-    with open(os.path.join(args.out, "data", "limits.json"), "w", encoding="utf-8", newline="\n") as file:
+    limits = {
+        step: {name: round(limits[name], 6) for name in names} for step, names in steps.items()
+    }
+    with open(
+        os.path.join(args.out, "data", "limits.json"), "w", encoding="utf-8", newline="\n"
+    ) as file:
         json.dump(limits, file, indent=2)
         file.write("\n")
 

@@ -1,0 +1,37 @@
+"""AdamW in DeepSpeed's forms (on the device, or with --adam_offload on the CPU), or PyTorch's."""
+
+from machinery import errors, ranks
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+
+def build_optimizer(model, args, stage, learning_rate, weight_decay):
+    """Returns AdamW over the weights of `model` that train. Biases and norms do not decay.
+
+    DeepSpeed compiles its own on first use. Where that fails, PyTorch's takes the place of
+    FusedAdam, unless a flag needs DeepSpeed's.
+    """
+    matrices, vectors = [], []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # a shard itself is 1-d
+            (matrices if len(shape) > 1 else vectors).append(parameter)
+    pairs = (matrices, weight_decay), (vectors, 0.0)
+    groups = [{"params": params, "weight_decay": decay} for params, decay in pairs if params]
+    options = {"lr": learning_rate, "betas": tuple(args.adam_betas)}
+    try:
+        if args.adam_offload:
+            return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+        return FusedAdam(groups, adam_w_mode=True, **options)
+    except Exception as error:  # there may be no compiler, no ninja, no headers
+        states = getattr(args, "offload_states", False) and stage == 3
+        if args.adam_offload or states:
+            flag = "--adam_offload" if args.adam_offload else "--offload_states under stage 3"
+            errors.fail(
+                f"{flag} needs DeepSpeed's Adam, which could not be built: {error}\n"
+                "  Install a C++ compiler (g++) and ninja, or leave the flag out."
+            )
+        reason = str(error).splitlines()[0]
+        ranks.say(f"FusedAdam could not be built, torch's AdamW takes its place: {reason}")
+    return torch.optim.AdamW(groups, **options)

@@ -1,0 +1,244 @@
+"""Checkpoints: a run that stops goes on exactly where it stood (docs/reliability.md)."""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+from machinery import errors, logs, ranks, saving
+
+import numpy as np
+import torch
+import torch.nn as nn
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import ds_to_universal
+
+
+def folder_of(args):
+    """Returns the folder of all checkpoints."""
+    return Path(args.output_dir) / "checkpoints"
+
+
+def whole(args):
+    """Returns the checkpoints that got their name, step-N, for being complete, oldest first."""
+    folders = [f for f in folder_of(args).glob("step-*") if re.fullmatch(r"step-\d+", f.name)]
+    return sorted(folders, key=lambda folder: int(folder.name.split("-")[1]))
+
+
+# Saving
+
+
+def save(args, engines, step, state):
+    """Saves everything needed to go on exactly. All ranks call it.
+
+    engines: {name: engine}. state: this rank's own, a dict of anything that torch.save takes. All
+    is written aside, synced, listed with checksums (manifest.json) and then renamed.
+    """
+    output, folder, rank = Path(args.output_dir), folder_of(args), ranks.get_rank()
+    aside = folder / "unfinished"
+    if rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    ranks.barrier()
+    for name, engine in engines.items():
+        engine.save_checkpoint(aside / name, tag="state", save_latest=False)
+    paths = [output / name for name in logs.FILES if (output / name).exists()]
+    sizes = {path.name: path.stat().st_size for path in paths}
+    # Dropout uses torch's two generators, a --reward_fn may use Python's and numpy's.
+    of_torch = torch.get_rng_state(), get_accelerator().get_rng_state()
+    rng = (*of_torch, random.getstate(), np.random.get_state())
+    saved = {"rng": rng, "logs": sizes, "shape": shape(engines), **state}
+    torch.save(saved, aside / f"rank{rank}.pt")
+    ranks.barrier()
+    files = sorted(file for file in aside.rglob("*") if file.is_file())
+    mine = files[rank :: ranks.get_world_size()]
+    for file in [*mine, *(paths if rank == 0 else [])]:
+        saving.sync(file)
+    sums = [(str(file.relative_to(aside)), checksum(file)) for file in mine]
+    manifest = dict(ranks.all_gather_objects(sums))
+    if rank == 0:
+        (aside / "manifest.json").write_text(json.dumps(manifest))
+        inside = [path for path in aside.rglob("*") if path.is_dir()]
+        for path in (aside / "manifest.json", *inside, aside):
+            saving.sync(path)
+        aside.rename(folder / f"step-{step}")
+        saving.sync(folder)
+        for old in (*whole(args)[: -args.keep_checkpoints], *folder.glob("damaged-step-*")):
+            shutil.rmtree(old)
+    ranks.barrier()
+
+
+def shape(engines):
+    """Returns what a checkpoint's layout follows: ranks, and each engine's ZeRO stage."""
+    stages = {name: engine.zero_optimization_stage() for name, engine in engines.items()}
+    return {"ranks": ranks.get_world_size(), **stages}
+
+
+def checksum(file):
+    """Returns [size, CRC-32] of a file."""
+    crc = 0
+    with open(file, "rb") as data:
+        while block := data.read(1 << 24):
+            crc = zlib.crc32(block, crc)
+        return [os.fstat(data.fileno()).st_size, crc]
+
+
+# Loading
+
+
+def load(args, engines, state, data_rows, step_rows):
+    """Restores engines, random numbers and .jsonl files from the newest whole checkpoint.
+
+    Returns (step, what this rank saved), "state" in it laid out like `state`. data_rows, step_rows:
+    rows of the data and of a step.
+    """
+    folder, damaged = newest_whole(args)
+    step = int(folder.name.split("-")[1])
+    files = [folder / f"rank{number}.pt" for number in range(len([*folder.glob("rank*.pt")]))]
+    saved = read(files[ranks.get_rank() % len(files)])
+    before, now = saved["shape"], shape(engines)
+    refuse_others(args, folder, saved, {"rows": step_rows, "data_rows": data_rows, "shape": now})
+    for name, engine in engines.items():
+        load_engine(engine, folder / name, reshape=before != now and now[name] > 0)
+    if before == now:
+        on_cpu, on_device, python, numpy = saved["rng"]
+        torch.set_rng_state(on_cpu)
+        get_accelerator().set_rng_state(on_device)
+        random.setstate(python)
+        np.random.set_state(numpy)
+    else:
+        rest = "the same run up to rounding; dropout draws other numbers"
+        ranks.say(f"from {before} to {now}: {rest}")
+        torch.manual_seed(args.seed + ranks.get_rank() + 1_000_000 * step)
+        saved["loader"] = None
+        saved["state"] = reshaped(state, [read(file)["state"] for file in files])
+    saved["state"] = placed(state, saved["state"])
+    if ranks.get_rank() == 0:
+        for old in damaged:  # the next save removes them
+            old.rename(old.with_name(f"damaged-{old.name}"))
+        for old in (folder_of(args) / "unfinished", *whole(args)[: -args.keep_checkpoints]):
+            shutil.rmtree(old, ignore_errors=True)
+        for name, size in saved["logs"].items():  # lines written after the checkpoint are cut off
+            if (file := Path(args.output_dir) / name).exists():
+                os.truncate(file, min(size, file.stat().st_size))
+    ranks.barrier()
+    ranks.say(f"resumed from {folder}")
+    return step, saved
+
+
+def read(file):
+    """Returns what a rank has saved. (It is unpickled: see docs/reliability.md on trust.)"""
+    return torch.load(file, weights_only=False, map_location="cpu")
+
+
+def newest_whole(args):
+    """Returns the newest checkpoint that is whole, and the damaged ones that are newer."""
+    damaged = []
+    for folder in reversed(whole(args)):
+        if not (files := damage(folder)):
+            return folder, damaged
+        what = f"Missing, cut short or changed: {', '.join(files)}"
+        ranks.say(f"{folder} is not whole, and is left aside. {what}")
+        damaged.append(folder)
+    found = f"no checkpoint in {folder_of(args)} is whole"
+    errors.fail(f"--resume: {found}.\n  --overwrite starts anew.")
+
+
+def damage(folder):
+    """Returns the files of a checkpoint that are not as its manifest lists them. Ranks share it."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+    except (OSError, ValueError):
+        manifest = {"manifest.json": "missing or damaged"}
+    mine = sorted(manifest.items())[ranks.get_rank() :: ranks.get_world_size()]
+    files = [(name, folder / name, known) for name, known in mine]
+    wrong = [name for name, file, known in files if not file.is_file() or checksum(file) != known]
+    return ranks.all_gather_objects(wrong)
+
+
+def refuse_others(args, folder, saved, now):
+    """Ends the program if the run in `folder` took other rows, or cannot take this run's shape."""
+    if saved["rows"] != now["rows"]:
+        errors.fail(
+            f"--resume: the run took {saved['rows']} rows a step, and would now take {now['rows']}."
+            "\n  Per-device batch size x --gradient_accumulation_steps x ranks must stay the same."
+        )
+    if (rows := saved.get("data_rows", now["data_rows"])) != now["data_rows"]:
+        errors.fail(
+            f"--resume: the run's share of the data had {rows} rows, and now it has "
+            f"{now['data_rows']}.\n  Give it the data of before."
+        )
+    before, now = saved["shape"], now["shape"]
+    if before != now and args.tensor_parallel_size > 1:
+        errors.fail(
+            f"--resume: {folder} was written by {before}, and this is {now}.\n"
+            "  With --tensor_parallel_size neither may change."
+        )
+    for name, stage in now.items():
+        if name != "ranks" and before[name] != stage and {before[name], stage} != {1, 2}:
+            errors.fail(
+                f"{folder} was written under ZeRO stage {before[name]}, and this run has {stage}.\n"
+                "  DeepSpeed turns 1 into 2 and back, no others. Ranks may change under any stage."
+            )
+
+
+def load_engine(engine, folder, reshape):
+    """Restores an engine, with the rates, weight decay and betas of this run's own flags.
+
+    reshape: other ranks, or stage 1 or 2 for 2 or 1, wrote it. Rank 0 then first turns it into
+    DeepSpeed's universal form, a file for each weight.
+    """
+    universal = folder / "universal"
+    optimizer, schedule = engine.optimizer, engine.lr_scheduler
+    names = ("initial_lr", "weight_decay", "betas")
+    own = [{name: group[name] for name in names} for group in optimizer.param_groups]
+    if reshape and ranks.get_rank() == 0:
+        shutil.rmtree(universal, ignore_errors=True)  # of a conversion that was killed
+        options = dict(strict=True, num_extract_workers=1, num_merge_workers=1)
+        options |= dict(keep_temp_folder=False, inject_missing_state=True)
+        options |= dict(input_folder=str(folder / "state"), output_folder=str(universal))
+        silence = io.StringIO()
+        with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
+            ds_to_universal.main(argparse.Namespace(**options))
+    ranks.barrier()
+    engine._config.load_universal_checkpoint = reshape
+    if engine.load_checkpoint(folder, tag="universal" if reshape else "state")[0] is None:
+        raise RuntimeError(f"DeepSpeed could not read {folder}")
+    engine._config.load_universal_checkpoint = False
+    # The checkpoint brought the settings of before, and under stage 3 in the universal form it gave
+    # every group those of the first.
+    schedule.base_lrs = [settings["initial_lr"] for settings in own]
+    for group, settings, factor in zip(optimizer.param_groups, own, schedule.lr_lambdas):
+        group.update(settings, lr=settings["initial_lr"] * factor(schedule.last_epoch))
+    if hasattr(optimizer, "clip_grad"):
+        optimizer.clip_grad = engine.gradient_clipping()
+    ranks.barrier()
+    if ranks.get_rank() == 0:
+        shutil.rmtree(universal, ignore_errors=True)
+
+
+def reshaped(own, saved):
+    """Returns the state `saved`, a list of each rank's, laid out as `own`.
+
+    Tensors are shards (1-d, padded at the end to equal shares), which are joined and cut anew. All
+    else is alike on all ranks.
+    """
+    if isinstance(own, dict):
+        return {key: reshaped(own[key], [part[key] for part in saved]) for key in own}
+    if not torch.is_tensor(own):
+        return saved[0]
+    mine = torch.cat(saved)[ranks.get_rank() * len(own) :][: len(own)]
+    return nn.functional.pad(mine, (0, len(own) - len(mine)))
+
+
+def placed(own, saved):
+    """Returns `saved`, its tensors on the devices of those of `own`."""
+    if isinstance(saved, dict):
+        return {key: placed(own[key], value) for key, value in saved.items()}
+    return saved.to(own.device) if torch.is_tensor(saved) else saved

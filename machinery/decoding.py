@@ -1,0 +1,126 @@
+"""What makes decoding fast: a cache in slots that are reserved once, and rows that leave it."""
+
+import common
+from machinery import ranks
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+
+class ReservedLayer(DynamicLayer):
+    """One layer's keys and values, in slots: transformers' own copies them all for every token."""
+
+    def __init__(self, slots):
+        super().__init__()
+        self.slots = slots
+
+    def update(self, keys, values, *args, **kwargs):
+        """Adds new tokens' keys and values, (B, heads, new tokens, size of a head).
+
+        Returns those of all tokens so far, as views.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+            shape = *keys.shape[:2], self.slots
+            self.reserved = [x.new_empty(*shape, x.shape[3]) for x in (keys, values)]
+        start = self.get_seq_length()
+        end = start + keys.shape[2]
+        for slots, new in zip(self.reserved, (keys, values)):
+            slots[:, :, start:end] = new
+        self.keys, self.values = (slots[:, :, :end] for slots in self.reserved)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices):
+        """Keeps the rows `indices`; the others have finished and leave."""
+        end = self.get_seq_length()
+        self.reserved = [slots[indices] for slots in self.reserved]
+        self.keys, self.values = (slots[:, :, :end] for slots in self.reserved)
+
+
+def reserved_cache(model, slots):
+    """Returns a cache for `slots` tokens a row.
+
+    Layers that keep less than that (a short window, no keys at all) stay transformers' own.
+    """
+    cache = DynamicCache(config=model.config)
+    for i, layer in enumerate(cache.layers):
+        windowed = type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= slots
+        if type(layer) is DynamicLayer or windowed:
+            cache.layers[i] = ReservedLayer(slots)
+    return cache
+
+
+def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
+    """Yields (r, rows, logits) for each response slot r, until all rows have ended.
+
+    rows: (b,) numbers of the rows that are still decoded. logits: (b, V) of their next token. The
+    caller writes that token to responses[rows, r] and whether the row goes on to alive[rows].
+
+    ids, mask: (B, P), left-padded prompts. responses: (B, R). alive: bool (B,). V has the
+    tokenizer's ids only: another model may not have more. With `synced` (ZeRO-3's hooks are on)
+    all ranks make as many forwards.
+    """
+    count, length = responses.shape[1], ids.shape[1]
+    mask = torch.cat([mask, torch.ones_like(responses)], 1)  # (B, P + R)
+    options = common.forward_options(model, mask, keep=1)
+    positions = options.pop("position_ids", None)  # (B, P + R)
+    options.update(past_key_values=reserved_cache(model, length + count), use_cache=True)
+    rows = torch.arange(len(ids), device=ids.device)
+    inputs = ids
+    for r in range(count):
+        end = length + r
+        if positions is not None:
+            options["position_ids"] = positions[rows, end - inputs.shape[1] : end]
+        logits = model(inputs, attention_mask=mask[rows, :end], **options).logits
+        logits = logits[:, -1, : len(tokenizer)]  # (b, V)
+        if r < args.min_new_tokens:
+            logits[:, tokenizer.eos_token_id] = -torch.inf
+        yield r, rows, logits
+        alive[rows] &= ~ends_with_stop(args, tokenizer, responses[rows], r)
+        going_on = alive[rows]
+        left = going_on.sum().item()
+        # Without `synced` ranks stop on their own; with it one that stopped would hang the others.
+        if not (ranks.all_sum(left)[0] if synced else left):
+            return
+        if 0 < left <= 0.75 * len(rows):  # each time the cache is copied: not for every row
+            kept = going_on.nonzero()[:, 0]
+            options["past_key_values"].batch_select_indices(kept)
+            rows = rows[kept]
+        inputs = responses[rows, r, None]
+
+
+def filter_top(probs, top_k, top_p):
+    """Sets all but the `top_k` largest of probs (B, V), and all beyond cumulative `top_p`, to 0.
+
+    top_k 0 and top_p 1 are off.
+    """
+    if top_k:
+        least = probs.topk(min(top_k, probs.shape[-1])).values[:, -1:]
+        probs = probs.where(probs >= least, 0)
+    if top_p < 1:
+        ordered, index = probs.sort(-1, descending=True)
+        before = ordered.cumsum(-1) - ordered
+        ordered = ordered.where(before < top_p * ordered.sum(-1, keepdim=True), 0)
+        probs = torch.zeros_like(probs).scatter(-1, index, ordered)
+    return probs
+
+
+def ends_with_stop(args, tokenizer, responses, r):
+    """Returns for each row, bool (b,), whether a text of --stop ends in the 16 slots up to r."""
+    found = torch.zeros(len(responses), dtype=torch.bool, device=responses.device)
+    if args.stop:
+        for row, tail in enumerate(tokenizer.batch_decode(responses[:, max(0, r - 15) : r + 1])):
+            found[row] = any(text in tail for text in args.stop)
+    return found
+
+
+def described(args, tokenizer, rows, responses, response_mask):
+    """Returns the rows (dicts) with response_ids (EOS included), text, and ended (1.0 or 0.0)."""
+    out = []
+    for row, ids, count in zip(rows, responses.tolist(), response_mask.sum(-1).tolist()):
+        ids = ids[:count]
+        stopped = any(text in tokenizer.decode(ids) for text in args.stop)
+        stopped |= count < args.max_answer_seq_len or ids[-1] == tokenizer.eos_token_id
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        out.append({**row, "response_ids": ids, "ended": float(stopped), "text": text})
+    return out

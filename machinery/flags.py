@@ -1,0 +1,217 @@
+"""Declares the flags that all scripts share, fills them from a preset, and checks their ranges.
+
+A script's `get_args` makes a parser, declares its own flags, adds these, and ends with `parse`.
+"""
+
+import argparse
+import copy
+import difflib
+import functools
+import json
+import re
+import sys
+from pathlib import Path
+
+from machinery import errors, refusals
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+ROOT = Path(__file__).resolve().parent.parent
+FINITE = sys.float_info.max  # the largest finite number
+STAGES = [0, 1, 2, 3]  # of ZeRO
+
+
+# ---- Declaring ----
+def new_parser(doc):
+    """Returns a parser whose --help opens with `doc`; its errors are `errors.fail`'s."""
+    layout = functools.partial(argparse.RawDescriptionHelpFormatter, width=120)
+    parser = argparse.ArgumentParser(description=doc, allow_abbrev=False, formatter_class=layout)
+
+    def error(text):
+        known = parser._option_string_actions
+        unknown = re.findall("--[a-z_]+", text) if "unrecognized" in text else []
+        near = [name for flag in unknown for name in difflib.get_close_matches(flag, known, 2)]
+        hint = f"Nearest: {', '.join(near)}. " if near else ""
+        errors.fail(f"{text}\n  {hint}`{parser.prog} --help` lists every flag.")
+
+    parser.error = error
+    return parser
+
+
+def flag_group(parser, title, skip=()):
+    """Returns `arg`, which declares a flag in the group `title` of --help, unless in `skip`."""
+    group = parser.add_argument_group(title)
+
+    def arg(name, value=None, help="", least=0, most=FINITE, fixed=False, **options):
+        """Declares --name.
+
+        value: its default, which says its type; or a type, and the default is None.
+        least, most: its range; `most=math.inf` allows infinity. options: argparse's.
+        fixed: --resume must find it unchanged.
+        """
+        if name in skip:
+            return
+        if value is False:
+            options["action"] = "store_true"
+        elif isinstance(value, list):
+            options.update(nargs="+", default=value)
+        elif callable(value):
+            options["type"] = value
+        elif value is not None:
+            options = {"type": type(value), "default": value, **options}
+        default = "" if "action" in options else " [%(default)s]"
+        flag = group.add_argument(f"--{name}", help=help + default, **options)
+        flag.least, flag.most, flag.fixed = least, most, fixed
+
+    return arg
+
+
+def numbers(text):
+    """argparse type: "2,4,4" becomes [2.0, 4.0, 4.0]. A default that is text goes through it."""
+    return list(map(float, text.split(",")))
+
+
+def add_common_flags(parser, own_forms=()):
+    """Declares the flags of all scripts, except those named in `own_forms`."""
+    add_result_flags(flag_group(parser, "flags that change the result", own_forms))
+    title = "flags that change only speed, memory, and what is written"
+    add_speed_flags(flag_group(parser, title, own_forms))
+
+
+def add_result_flags(arg):
+    """Declares what a run starts from, and what trains, how long, and how fast."""
+    arg("preset", str, "a named recipe. toy when no model is named, else the script's first")
+    arg("model_name_or_path", str, "hub name or folder; one without weights starts from scratch")
+    arg("data_path", str, "hub names, .jsonl/.json/.parquet files, or folders of them", nargs="+")
+    split = "shares of the rows that sft, reward, ppo take, disjoint. 2,4,4 [DeepSpeed-Chat]"
+    arg("data_split", numbers, split, fixed=True)
+    arg("output_dir", str, "where everything that the run leaves behind goes")
+    length = "tokens of prompt + response; a long prompt keeps its end, a long response is cut"
+    arg("max_seq_len", int, length, least=2, fixed=True)
+    arg("strict", False, "a row to be dropped (empty, pair of equals, ...) is an error")
+    arg("group_by_length", 1, "1: rows of like length together; 0: plain shuffle", fixed=True)
+    arg("seed", 1234, "initialisation, shuffling, sampling. 1234 [DeepSpeed-Chat]", fixed=True)
+    arg("lora_dim", 0, "LoRA: train a product of this rank beside each matrix. 0: off", fixed=True)
+    arg("lora_alpha", 16, "it counts lora_alpha / lora_dim times", type=float, fixed=True)
+    arg("lora_targets", ["all-linear"], "the modules that get one, as peft names them", fixed=True)
+    arg("max_steps", -1, "stop there; 0: evaluate and end; -1: as num_train_epochs says", least=-1)
+    arg("num_train_epochs", int, "passes over the data", least=1)
+    arg("learning_rate", float, "peak learning rate")
+    arg("weight_decay", float, "decoupled (AdamW); matrices only, not biases and norms")
+    arg("dropout", float, "every dropout of the model; None: what its config says", most=1)
+    names = ["cosine", "linear", "constant", "constant_with_warmup"]
+    arg("lr_scheduler_type", "cosine", "of transformers. cosine [DeepSpeed-Chat]", choices=names)
+    arg("num_warmup_steps", int, "optimizer steps of linear warm-up")
+    arg("adam_betas", "0.9,0.95", "AdamW's betas. 0.9,0.95 [DeepSpeed-Chat]", type=numbers)
+    arg("max_grad_norm", 1.0, "gradients are scaled down to it; 0: never. 1 [DeepSpeed-Chat]")
+    arg("per_device_train_batch_size", int, "rows of one forward on one device", least=1)
+    arg("gradient_accumulation_steps", 1, "micro-batches of one optimizer step", least=1)
+
+
+def add_speed_flags(arg):
+    """Declares how the devices share the work, what the run writes, and when it stops."""
+    arg("per_device_eval_batch_size", int, "rows of one forward of the evaluation", least=1)
+    arg("zero_stage", int, "1 shards optimizer states, 2 gradients, too, 3 weights", choices=STAGES)
+    split = "ranks that share each layer of a model in training (AutoTP), bf16 only"
+    arg("tensor_parallel_size", 1, split, least=1, fixed=True)
+    arg("offload", False, "weights (stage 3) wait in CPU memory between uses")
+    arg("adam_offload", False, "optimizer states live and step on the CPU (DeepSpeedCPUAdam)")
+    dtype = "of weights; master weights are fp32. None: bf16 where the hardware has it, else fp16"
+    arg("dtype", str, dtype, fixed=True, choices=["bf16", "fp16", "fp32"])
+    arg("deepcompile", False, "compile the models that train (DeepCompile); GPUs only")
+    arg("gradient_checkpointing", False, "recompute activations in backward: 4/3 the work")
+    arg("ds_config", str(ROOT / "ds_config.json"), "DeepSpeed knobs that have no flag here")
+    fits = "will it fit? Count the memory on N devices of GIB each, load nothing, and end"
+    arg("estimate", str, fits, nargs="?", const="", metavar="NxGIB")
+    arg("local_rank", -1, "set by the deepspeed launcher", least=-1)
+    arg("merge_lora", False, "save a plain model, LoRA added in, not peft's adapters")
+    arg("eval_steps", 0, "steps between evaluations, also at the ends; 0: after each epoch")
+    arg("log_steps", 1, "steps between two lines on the screen and in metrics.jsonl", least=1)
+    arg("save_steps", 0, "steps between checkpoints; 0: only when interrupted")
+    arg("keep_checkpoints", 1, "how many of the newest checkpoints to keep", least=1)
+    arg("max_hours", 0, "then stop, with a checkpoint; 0: no limit", type=float)
+    wait = "how long a rank waits for another before it gives up, and says for which"
+    arg("timeout_minutes", 30, wait, least=1e-6, type=float)
+    arg("resume", False, "go on from the newest whole checkpoint in output_dir")
+    arg("trust_remote_code", False, "run the Python code that comes with a model")
+    arg("overwrite", False, "output_dir holds a run: replace it")
+
+
+# ---- Reading ----
+def parse(parser, presets, argv=None, script=""):
+    """Returns the Namespace of all flags: from `argv`, else a preset, else their defaults.
+
+    presets: {name: {flag: value}} of the script, to which its toy is added. The first is meant when
+    a model is named, and the toy when none is. `_fixed`: what --resume must find as it was.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    presets = dict(presets)
+    if toy := toy_preset(script):
+        presets.setdefault("toy", toy)
+    names_model = any("model_name_or_path" in word for word in argv)
+    first = next(iter(presets))
+    default = first if names_model else "toy" if "toy" in presets else first
+    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    named.error = parser.error
+    named.add_argument("--preset", default=default)
+    preset = named.parse_known_args(argv)[0].preset
+    if preset not in presets:
+        errors.fail(f"--preset {preset} is not known.\n  Known: {', '.join(presets)}.")
+    parser.set_defaults(**presets[preset], preset=preset)
+    args = parser.parse_args(argv)
+    args.dtype = args.dtype or half_precision()
+    flags = [action for action in parser._actions if hasattr(action, "fixed")]
+    args._fixed = frozenset(flag.dest for flag in flags if flag.fixed)
+    check_numbers(args, flags)
+    if why_not := refusals.refusal(args):
+        errors.fail(why_not)
+    return args
+
+
+def toy_preset(script):
+    """Returns the toy's values for the flags of `script` ("sft", ...); {} if there are none.
+
+    TOY in toy/presets.json stands for the path of that folder.
+    """
+    file = ROOT / "toy/presets.json"
+    path = json.dumps(str(file.parent))[1:-1]  # with the escapes of JSON
+    text = file.read_text() if file.exists() else "{}"
+    return json.loads(text.replace("TOY", path)).get(script, {})
+
+
+def half_precision():
+    """Returns "bf16" if the hardware computes in it, "fp16" if it cannot or emulates it."""
+    in_hardware = get_accelerator().is_bf16_supported()
+    if torch.cuda.is_available():  # V100 and T4 emulate it
+        in_hardware &= torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if in_hardware else "fp16"
+
+
+def check_numbers(args, flags):
+    """Refuses a number out of its flag's range. NaN is in no range."""
+    for flag in flags:
+        value = getattr(args, flag.dest)
+        if isinstance(value, (int, float)) and not flag.least <= value <= flag.most:
+            most = f", and {flag.most} or less" if flag.most < FINITE else ""
+            rule = f"It must be finite, {flag.least} or more{most}."
+            errors.fail(f"--{flag.dest} {value} is out of range.\n  {rule}")
+    for name, count in (("data_split", 3), ("adam_betas", 2)):
+        values = getattr(args, name)
+        if len(values) != count or min(values) < 0 or sum(values) == 0:
+            errors.fail(f"--{name} takes {count} numbers joined by commas, 0 or more, not all 0.")
+    if max(args.adam_betas) >= 1:
+        errors.fail("--adam_betas must be below 1, else an average never moves; 0.9,0.95 is usual.")
+
+
+def of_role(args, role="", **changes):
+    """Returns a copy of the flags for one model, with `changes`.
+
+    role: "actor" (lora_dim is then actor_lora_dim, etc.), "critic", or "" for flags as they are.
+    """
+    new = copy.copy(args)
+    for name, value in vars(args).items():
+        if role and name.startswith(f"{role}_"):
+            setattr(new, name.removeprefix(f"{role}_"), value)
+    vars(new).update(changes)
+    return new

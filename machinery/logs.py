@@ -1,0 +1,75 @@
+"""What a run shows of itself: metrics.jsonl, samples.jsonl, lines on the screen, curves.png."""
+
+import json
+import sys
+from pathlib import Path
+
+from machinery import crash, ranks
+
+FILES = ("metrics.jsonl", "samples.jsonl")
+
+
+def append(args, name, rows):
+    """Appends dicts to a .jsonl file of the output folder, on rank 0."""
+    if ranks.get_rank() == 0:
+        with open(Path(args.output_dir) / name, "a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def write(args, record, columns, legend=False, engine=None):
+    """Writes a line to metrics.jsonl, its `columns` to the screen, events to DeepSpeed's monitor.
+
+    legend: print the names of the columns above it. engine: the one whose monitor is fed, if any.
+    """
+    crash.stop_unless_finite(args, record)  # an evaluation may have found a number that is not
+    numbers = {name: value for name, value in record.items() if isinstance(value, float)}
+    nine_digits = {name: float(f"{value:.9g}") for name, value in numbers.items()}
+    append(args, "metrics.jsonl", [{**record, **nine_digits}])
+    short = {**record, **{name: f"{value:.4g}" for name, value in numbers.items()}}
+    cells = ["" if short.get(name) is None else str(short[name]) for name in columns]
+    for line in [columns, cells] if legend else [cells]:
+        ranks.say("".join(text.rjust(max(12, len(name) + 2)) for text, name in zip(line, columns)))
+    if engine is not None and ranks.get_rank() == 0 and engine.monitor.enabled:
+        events = [(f"train/{name}", value, record["step"]) for name, value in numbers.items()]
+        engine.monitor.write_events(events)
+
+
+def limits(args):
+    """Returns {metric: the best that any model can reach} of this script, {} if it is not known.
+
+    It stands in a limits.json beside the data. The toy has one.
+    """
+    file = Path(args.data_path[0]) / "limits.json"
+    return json.loads(file.read_text()).get(Path(sys.argv[0]).stem, {}) if file.is_file() else {}
+
+
+def draw_curves(args):
+    """Draws metrics.jsonl as curves.png, on rank 0. A picture that fails does not stop the run."""
+    if ranks.get_rank() == 0:
+        try:
+            draw(Path(args.output_dir), limits(args))
+        except Exception as error:
+            ranks.say(f"curves.png could not be drawn: {error!r}")
+
+
+def draw(folder, known_limits):
+    """Draws a panel for each metric that changed, with a dashed line at its limit if it has one."""
+    import matplotlib
+    import pandas
+
+    matplotlib.use("Agg")
+    lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
+    metrics = lines.set_index("step").select_dtypes("number")
+    metrics = metrics.drop(columns=["epoch", "seconds"], errors="ignore")
+    metrics = metrics.dropna(axis="columns", how="all").interpolate("index", limit_area="inside")
+    changed = metrics.nunique() > 1
+    if changed.any():
+        metrics = metrics.loc[:, changed]
+    panels = dict(subplots=True, layout=(-1, 4), title=list(metrics), legend=False, xlabel="")
+    axes = metrics.plot(**panels, figsize=(16, 0.7 * metrics.shape[1] + 2)).flat
+    for axis, name in zip(axes, metrics):
+        if known_limits.get(name) is not None:
+            axis.axhline(known_limits[name], linestyle="--", color="gray")
+    axes[0].figure.tight_layout()
+    axes[0].figure.savefig(folder / "curves.png", dpi=80)
+    matplotlib.pyplot.close("all")

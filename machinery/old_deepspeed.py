@@ -1,0 +1,51 @@
+"""What exists only because of DeepSpeed before 0.19; each function says when it may go.
+
+What an old DeepSpeed cannot do at all is refused in words, in refusals.py and ppo_options.py.
+"""
+
+import contextlib
+
+import deepspeed
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+from packaging import version
+
+
+def older_than(number):
+    """Returns whether the installed DeepSpeed is older than version `number`."""
+    return version.parse(deepspeed.__version__) < version.parse(number)
+
+
+def bf16_options():
+    """Returns the options of "bf16" in the config of an engine.
+
+    Before 0.19 stage 1 sums over the ranks before the last micro-batch is in, unless told not to.
+    """
+    return {"immediate_grad_update": True} if older_than("0.19") else {}
+
+
+def tensor_parallel_options():
+    """Returns the options of "tensor_parallel" beside its size.
+
+    0.19 can split the output matrix, too. Ours stays whole: every rank sees all logits.
+    """
+    known = "vocab_parallel_lm_head" in TPTrainingConfig.model_fields
+    return {"vocab_parallel_lm_head": False} if known else {}
+
+
+def split_layers(model, size, dtype):
+    """Splits the layers of `model` over `size` ranks. From 0.19 on, initialize() does it."""
+    if size > 1 and older_than("0.19"):
+        deepspeed.tp_model_init(model, tp_size=size, dtype=dtype)
+
+
+@contextlib.contextmanager
+def gathered_parameters(parameters, **options):
+    """Gathers weights that ZeRO-3 has sharded: DeepSpeed's GatheredParameters.
+
+    Before 0.19 one by one: of several gathers it awaits the last alone, and on a CPU they may
+    overtake each other.
+    """
+    with contextlib.ExitStack() as stack:
+        for part in [[p] for p in parameters] if older_than("0.19") else [parameters]:
+            stack.enter_context(deepspeed.zero.GatheredParameters(part, **options))
+        yield

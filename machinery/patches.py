@@ -1,0 +1,84 @@
+"""Repairs of libraries: one function each, with the reason and the version that needs it.
+
+tests/test_16_patches.py fails when a library no longer needs one of them.
+"""
+
+import datetime
+import os
+import shutil
+
+import deepspeed
+import torch
+import torch.nn as nn
+
+
+def wait_at_most(minutes):
+    """Limits how long a rank waits for another, in every group of ranks.
+
+    init_distributed() limits the first group only. DeepSpeed (0.19.8) makes more without a limit,
+    and PyTorch (2.13) then takes its defaults. Returns the limit.
+    """
+    limit = datetime.timedelta(minutes=minutes)
+    c10d = torch.distributed.distributed_c10d
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit
+    return limit
+
+
+def do_without_compiler():
+    """Makes DeepSpeed use gloo alone on a CPU where no C++ compiler is installed.
+
+    0.19.8 compiles its shared-memory all-reduce without looking for one: a traceback.
+    """
+    if not shutil.which(os.environ.get("CXX", "c++")):
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def quicken_linear():
+    """Makes nn.Linear under ZeRO-3 use `quick_linear`."""
+    deepspeed.zero.partition_parameters.zero3_linear_wrap = quick_linear
+
+
+def quick_linear(x, weight, bias=None):
+    """F.linear under ZeRO-3, whose backward gathers the weight anew by an autograd function.
+
+    DeepSpeed (0.19.8) uses that without a backward, too, where this gives the same bits sooner.
+    """
+    if torch.is_grad_enabled():
+        return deepspeed.runtime.zero.linear.zero3_linear_wrap(x, weight, bias)
+    if x.dim() == 2 and bias is not None:
+        return torch.addmm(bias, x, weight.t())
+    out = x.matmul(weight.t())
+    return out if bias is None else out.add_(bias)
+
+
+def keep_grad_norm(engine, max_norm):
+    """Makes a stage 0 engine in fp32 keep the norm that get_global_grad_norm() returns.
+
+    There alone DeepSpeed (0.19.8) clips without noting it.
+    """
+
+    def clip_and_keep():
+        parameters = engine.module.parameters()
+        engine._global_grad_norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    engine.clip_fp32_gradients = clip_and_keep
+
+
+def skip_together(args, engines):
+    """Makes all engines skip an update in fp16 if the gradients of one have overflowed.
+
+    Called before each step(); it acts at the last one of an update. A DeepSpeed engine (0.19.8)
+    decides for itself: the critic would learn from a rollout that the actor did not learn from.
+    """
+    if args.dtype == "fp16" and all(e.is_gradient_accumulation_boundary() for e in engines):
+        share_overflow([engine.optimizer for engine in engines])
+
+
+def share_overflow(optimizers):
+    """Replaces has_overflow() of each optimizer: all say what one of them would say.
+
+    Every one is called, as each sums over the ranks: by its class, as a replacement may hide it.
+    """
+    own = [type(optimizer).has_overflow(optimizer) for optimizer in optimizers]
+    for optimizer in optimizers:
+        optimizer.has_overflow = lambda *args, **options: any(own)

@@ -1,0 +1,266 @@
+"""Declares ppo.py's flags beyond the papers', and checks its flags and models."""
+
+import itertools
+import math
+
+from machinery import errors, flags, model_folders, old_deepspeed, ranks, refusals
+
+import deepspeed
+
+# ppo.py has forms of its own: actor_..., critic_..., max_prompt_seq_len, ...
+OWN_FORMS = """model_name_or_path learning_rate weight_decay dropout lora_dim max_seq_len
+               per_device_train_batch_size""".split()
+
+
+def add_flags(parser):
+    """Declares the options of ppo.py, and what all scripts share."""
+    arg = flags.flag_group(parser, "PPO: options that change the result")
+    arg("actor_learning_rate", float, "peak. About twice the critic's [DeepSpeed-Chat]")
+    arg("critic_learning_rate", float, "peak. About half the actor's [DeepSpeed-Chat]")
+    for role in ("actor", "critic"):
+        arg(f"{role}_weight_decay", float, "decoupled (AdamW); matrices only")
+        arg(f"{role}_dropout", float, "every dropout; None: what its config says", most=1)
+        arg(f"{role}_lora_dim", 0, "LoRA's rank, see lora_dim. 0: off", fixed=True)
+    add_reward_flags(arg)
+    add_sampling_flags(arg)
+    add_loss_flags(arg)
+    arg = flags.flag_group(parser, "PPO: options that change only speed and memory")
+    arg("actor_zero_stage", int, "of actor and reference; None: --zero_stage", choices=flags.STAGES)
+    arg("critic_zero_stage", int, "of critic and judges; None: --zero_stage", choices=flags.STAGES)
+    arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
+    flags.add_common_flags(parser, OWN_FORMS)
+
+
+def add_reward_flags(arg):
+    """Declares who scores the responses."""
+    models = "frozen reward models; None: the critic's, unless --reward_fn is given"
+    arg("reward_model_name_or_path", str, models, nargs="+")
+    function = "f(prompts, completions, **columns) returns a number a response, or one a token"
+    arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION")
+    arg("reward_combine", "sum", "one score of several judges'", choices=["sum", "min"])
+    arg("gold_fn", str, "such a function that is logged only", metavar="FILE:FUNCTION")
+    scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
+    arg("normalize_reward", 0, scaled, fixed=True)
+    arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
+
+
+def add_sampling_flags(arg):
+    """Declares how responses are sampled."""
+    arg("min_new_tokens", 0, "tokens before EOS may be sampled; log-probs as with top_p")
+    arg("stop", [], "texts that end a response as EOS does")
+    nucleus = "nucleus sampling; 1: off. Log-probs are the whole distribution's"
+    arg("top_p", 1.0, nucleus, least=1e-6, most=1)
+    arg("top_k", 0, "sample from the k likeliest tokens; 0: off. Log-probs as with top_p")
+    arg("num_eval_prompts", 128, "held-out prompts answered at each evaluation", least=1)
+
+
+def add_loss_flags(arg):
+    """Declares additions to the losses, and what stops or delays an update."""
+    arg("kl_target", float, "nats a response: kl_coef adapts to it [Ziegler 2019, section 2.2]")
+    upper = "upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip"
+    arg("clip_high", float, upper, most=math.inf)
+    arg("dual_clip", 0.0, "bounds the loss of a bad token at this times it. 3 [Ye 2020]; 0: off")
+    arg("target_kl", float, "no further update on a rollout after one whose approx_kl is above")
+    arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
+    arg("critic_warmup_steps", 0, "first steps that train the critic alone")
+    arg("enable_ema", int, "1: keep an average of the actor's weights, in ema/", fixed=True)
+    arg("ema_decay", 0.992, "its decay. 0.992 [DeepSpeed-Chat]", most=1)
+    arg("unsup_data_path", str, "plain text, mixed into the actor's updates (PTX)", nargs="+")
+    arg("unsup_coef", 27.8, "weight of its loss. 27.8 [InstructGPT, eq. 2]")
+    arg("allow_unstable", 0, "1: lift the limits on batch sizes, epochs, rollout batches")
+
+
+def resolve(args, advantages):
+    """Returns the flags with what they leave open, or ends with an error if a rule is broken.
+
+    advantages: {name: object with needs_critic, compares_groups and whitens}. The judges become
+    lists.
+    """
+    if args.actor_zero_stage is None:
+        args.actor_zero_stage = args.zero_stage
+    if args.critic_zero_stage is None:
+        args.critic_zero_stage = args.zero_stage
+    toy = flags.toy_preset("ppo")
+    if args.gold_fn == toy.get("gold_fn") and args.data_path != toy.get("data_path"):
+        args.gold_fn = None  # it knows the toy's own questions only
+    args.reward_fn = list(filter(None, args.reward_fn or []))
+    models = list(filter(None, args.reward_model_name_or_path or []))
+    default = [] if args.reward_fn else [args.critic_model_name_or_path]
+    args.reward_model_name_or_path = models or default
+    advantage = advantages[args.advantage]
+    args.has_critic = advantage.needs_critic
+    args.compares_groups = advantage.compares_groups
+    args.whiten = advantage.whitens if args.whiten is None else args.whiten
+    args.kl_estimator = args.kl_estimator or ("k3" if args.kl_in == "loss" else "k1")
+    args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
+    args._fixed |= {"max_seq_len"}
+    args.offload_states &= not args.adam_offload  # there they live anyway
+    if broken := broken_constraint(args):
+        errors.fail(broken)
+    return args
+
+
+# ---- Rules: each yields, in words, what is broken ----
+def refusal(args):
+    """Returns why ppo.py cannot run with these resolved flags; None if it can."""
+    return refusals.refusal(args) or broken_constraint(args)
+
+
+def broken_constraint(args):
+    """Returns the first of PPO's own rules that the flags break, or None."""
+    stability = () if args.allow_unstable else stability_rules(args)
+    rules = batch_rules(args), option_rules(args), engine_rules(args), stability
+    return next(itertools.chain(*rules), None)
+
+
+def batch_rules(args):
+    """Sizes must divide each other."""
+    generation = args.per_device_generation_batch_size
+    training = args.per_device_training_batch_size
+    group = args.samples_per_prompt
+    count = args.generation_batches
+    if (generation * count) % training:
+        responses = f"{generation} x {count} responses of each accumulation step"
+        rule = f"must divide the {responses}.\n  Use {math.gcd(generation, training)}"
+        yield f"--per_device_training_batch_size {training} {rule}, for example."
+    if generation % group or (args.compares_groups and group < 2):
+        rule = f"must divide --per_device_generation_batch_size {generation}"
+        two = "2 or more for rloo and grpo, which compare the responses to a prompt"
+        yield f"--samples_per_prompt {group} {rule}, and be {two}.\n  Use 4, for example."
+
+
+def option_rules(args):
+    """Options must be able to act as they are given."""
+    if args.kl_in == "loss" and args.kl_estimator == "k1":
+        yield "--kl_in loss --kl_estimator k1: k1's expected gradient is 0: take k2 or k3."
+    if args.normalize_reward and args.reward_fn:
+        yield "--normalize_reward with --reward_fn: reward.py's statistics are the reward model's."
+    if args.normalize_reward and len(args.reward_model_name_or_path) > 1:
+        yield "--normalize_reward scales one reward model's scores, not several's."
+    if 0 < args.dual_clip <= 1:
+        yield f"--dual_clip {args.dual_clip}: it acts only when above 1; 3 is usual."
+    if args.clip_high is not None and args.clip_high < args.clip:
+        yield f"--clip_high {args.clip_high}: it must be --clip {args.clip} or more."
+    if args.critic_warmup_steps and not args.has_critic:
+        warmup = f"--critic_warmup_steps {args.critic_warmup_steps}"
+        yield f"{warmup}: --advantage {args.advantage} has no critic; gae has."
+    if args.kl_target is not None and args.kl_target * args.kl_coef <= 0:
+        yield f"--kl_target {args.kl_target}: it and --kl_coef must be above 0."
+
+
+def engine_rules(args):
+    """DeepSpeed must be able to do it."""
+    stages = {args.actor_zero_stage, args.critic_zero_stage}
+    moved = args.offload_states and not args.adam_offload
+    if moved and old_deepspeed.older_than("0.17.6") and stages != {3}:
+        needs = f"--zero_stage 3 with DeepSpeed {deepspeed.__version__}"
+        yield f"--offload_states needs {needs}; upgrade to 0.18.5 or newer."
+    other_optimizer = 1 in stages and args.dtype == "bf16"
+    if moved and (0 in stages or other_optimizer or args.offload):
+        stuck = "--offload" if args.offload else f"--zero_stage {min(stages)} in {args.dtype}"
+        why = f"DeepSpeed cannot move them with {stuck}"
+        yield f"--offload_states: {why}: use --zero_stage 2 or 3, without --offload."
+    if args.tensor_parallel_size > 1 and old_deepspeed.older_than("0.19"):
+        why = "PPO needs DeepSpeed 0.19: 0.18.5 finds its ranks' responses inconsistent"
+        yield f"--tensor_parallel_size {args.tensor_parallel_size}: {why}."
+
+
+def stability_rules(args):
+    """DeepSpeed-Chat reports divergence where one of these is broken.
+
+    While they hold, the weights that train are those that sampled: the ratio is 1, clipping never
+    acts, and this is a policy gradient with a baseline. A correct PPO survives several epochs:
+    others diverged mostly because the pass that stored old log-probs and the one that trained
+    disagreed (dropout, masks, dtype). Ours are one function.
+    """
+    generation = args.per_device_generation_batch_size
+    training = args.per_device_training_batch_size
+    advice = "use --gradient_accumulation_steps for more; --allow_unstable 1 lifts this"
+    if generation != training:
+        yield (
+            f"--per_device_generation_batch_size {generation} and "
+            f"--per_device_training_batch_size {training} differ: old log-probs would go stale.\n"
+            f"  Set both to {training} (or both to {generation}), and {advice}."
+        )
+    for name in ("ppo_epochs", "generation_batches"):
+        if (value := getattr(args, name)) != 1:
+            why = "DeepSpeed-Chat reports divergence"
+            yield f"--{name} {value}: {why}.\n  Leave it at 1, and {advice}."
+
+
+# ---- Sizes and models ----
+class Sizes:
+    """The sizes of a rollout on one rank."""
+
+    def __init__(self, args):
+        generation = args.per_device_generation_batch_size
+        accumulation = args.gradient_accumulation_steps
+        self.prompts = generation // args.samples_per_prompt  # of a generation batch
+        self.generation_batches = accumulation * args.generation_batches
+        responses = self.generation_batches * generation
+        minibatch = args.per_device_training_batch_size * accumulation
+        self.updates_a_pass = responses // minibatch  # optimizer steps of one epoch over a rollout
+        self.updates = self.updates_a_pass * args.ppo_epochs
+
+
+def repeated(args, rows):
+    """Returns each row --samples_per_prompt times, numbered by `sample`: a generation batch."""
+    return [{**row, "sample": i} for row in rows for i in range(args.samples_per_prompt)]
+
+
+def columns(args, names):
+    """Returns those of the screen's columns `names` that this run has."""
+    absent = [] if args.has_critic else ["critic_loss", "explained_variance"]
+    absent += [] if args.gold_fn else ["gold", "eval_gold"]
+    return [name for name in names if name not in absent]
+
+
+def warn(args):
+    """Warns of what DeepSpeed-Chat advises against."""
+    if {args.actor_zero_stage, args.critic_zero_stage} != {2}:
+        ranks.say(
+            "warning: DeepSpeed-Chat's step 3 uses ZeRO stage 2. 0 and 1 run out of memory sooner, "
+            "3 is slower."
+        )
+    if args.allow_unstable:
+        ranks.say(
+            "warning: --allow_unstable: old log-probs go stale within a rollout. "
+            "Watch ratio_max, clip_fraction, approx_kl; --target_kl."
+        )
+
+
+def check_models(args, tokenizer):
+    """Ends with an error, before any model is loaded, if they do not fit each other.
+
+    All have one vocabulary, the actor writes, the judges score. Returns mean and deviation of the
+    reward model's held-out scores for --normalize_reward, else None.
+    """
+    warn(args)
+    actor = args.actor_model_name_or_path
+    judges = args.reward_model_name_or_path
+
+    def config_of(path):
+        return model_folders.load_config(path, args.trust_remote_code)
+
+    def has_value_head(path):
+        return "SequenceClassification" in str(config_of(path).architectures)
+
+    for path in [args.critic_model_name_or_path] * args.has_critic + judges:
+        known = model_folders.load_tokenizer(path, args).get_vocab()
+        size = config_of(path).get_text_config().vocab_size
+        if known != tokenizer.get_vocab() or size < len(tokenizer):
+            advice = "Run reward.py on a model of the actor's family."
+            errors.fail(f"{path} and {actor} have different vocabularies.\n  {advice}")
+    if has_value_head(actor):
+        why = "is a reward model, which cannot write"
+        errors.fail(f"{actor} {why}; the actor comes from sft.py (output/sft).")
+    for path in judges:
+        if not has_value_head(path):
+            why = "is no reward model, and would score at random"
+            advice = "Run reward.py on it, or give a function (--reward_fn)."
+            errors.fail(f"{path} {why}.\n  {advice}")
+    if not args.normalize_reward:
+        return None
+    lacks = "'s config.json has no score_statistics, which reward.py stores."
+    found = getattr(config_of(judges[0]), "score_statistics", None)
+    return found or errors.fail(f"--normalize_reward: {judges[0]}{lacks}")

@@ -1,0 +1,66 @@
+"""PTX (--unsup_data_path): plain text, mixed into the actor's updates. [Ouyang 2022] eq. 2"""
+
+import common
+from machinery import errors, formats, ranks, rows
+
+import numpy as np
+
+
+class TextMix:
+    """The text, and its part in each update. Without --unsup_data_path it does nothing."""
+
+    def __init__(self, args, tokenizer):
+        self.args, self.pad_id = args, tokenizer.pad_token_id
+        self.texts = read_text(args, tokenizer) if args.unsup_data_path else []
+        self.backwards = 2 if self.texts else 1  # for each micro-batch of the actor
+        self.batches = []  # of text, still to come in this update
+
+    def backward(self, actor, update):
+        """Runs backward() on a micro-batch of text, after that of a policy loss.
+
+        update: (step, number in the step) of the optimizer step; they and the seed draw its text.
+        """
+        if not self.texts:
+            return
+        if not self.batches:
+            self.draw(update)
+        actor.step()  # ends the policy's backward; the update's last step() moves the weights
+        loss = self.args.unsup_coef * text_loss_sum(actor, self.batches.pop())
+        micro_steps = 2 * self.args.gradient_accumulation_steps
+        actor.backward(loss * common.loss_scale(self.tokens, micro_steps))
+
+    def draw(self, update):
+        """Draws this rank's text of an optimizer step: dicts of ids, mask, both (B, T)."""
+        args, count = self.args, ranks.data_parallel_size()
+        shape = args.gradient_accumulation_steps, count, args.per_device_training_batch_size
+        drawn = np.random.default_rng((args.seed, *update)).choice(len(self.texts), shape)
+        for numbers in drawn[:, ranks.data_parallel_rank()]:
+            ids, mask = common.pad([self.texts[i] for i in numbers], self.pad_id)
+            self.batches.append(common.to_device({"ids": ids, "mask": mask}))
+        tokens = sum(batch["mask"][:, :-1].sum() for batch in self.batches)
+        self.tokens = ranks.all_sum(tokens).item()
+
+
+def read_text(args, tokenizer):
+    """Returns the ids of each `text` of --unsup_data_path, cut to a prompt and a response long."""
+    texts = []
+    for path in args.unsup_data_path:
+        source = formats.read_source(path, "--unsup_data_path")["train"]
+        if "text" not in source.column_names:
+            columns = ", ".join(source.column_names)
+            errors.fail(f"--unsup_data_path {path} needs a column text; it has {columns}.")
+        texts += source["text"]
+    kept = [text for text in texts if isinstance(text, str) and text.strip()]
+    if dropped := len(texts) - len(kept):
+        ranks.say(f"--unsup_data_path: dropped {dropped} of {len(texts)} rows: no text")
+        if args.strict:
+            errors.fail("--strict: rows without text would be dropped.")
+    if not kept:
+        errors.fail(f"--unsup_data_path {' '.join(args.unsup_data_path)} holds no text.")
+    return [rows.tokenise_response(tokenizer, text)[: args.max_seq_len] for text in kept]
+
+
+def text_loss_sum(actor, batch):
+    """Cross entropy, summed over the tokens that have another before them. ids, mask: (B, T)"""
+    covered = batch["mask"][:, :-1]  # (B, T-1): rows are left-padded
+    return -common.last_logprobs(actor, batch["ids"], batch["mask"], covered).sum()

@@ -1,0 +1,72 @@
+"""Refuses, in words, what this machine, this DeepSpeed, or two flags together cannot do."""
+
+import importlib.util
+import itertools
+import math
+import os
+
+from machinery import old_deepspeed
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+
+
+def refusal(args):
+    """Returns why a run with these flags cannot work; None if it can.
+
+    --estimate is about other devices, so it is not refused for what is missing here.
+    """
+    of_roles = [value for name, value in vars(args).items() if name.endswith("_zero_stage")]
+    stages = [args.zero_stage if stage is None else stage for stage in of_roles or [None]]
+    rules = itertools.chain(engine_rules(args, stages), layer_rules(args, stages))
+    return next(rules, None)
+
+
+def needs_newer(what, number, instead):
+    """Yields a message if the DeepSpeed that is installed is older than `number`."""
+    if old_deepspeed.older_than(number):
+        installed = f"{deepspeed.__version__} is installed"
+        yield f"{what} needs DeepSpeed {number}, and {installed}.\n  Upgrade, or {instead}."
+
+
+def engine_rules(args, stages):
+    """Yields what is wrong with kernels, compilation, offloading."""
+    on_cpu = get_accelerator().device_name() == "cpu"
+    if on_cpu and args.dtype == "fp16" and args.estimate is None:
+        yield "--dtype fp16 needs a GPU: CPUs have no fast kernels for it.\n  Use bf16 or fp32."
+    if on_cpu and args.deepcompile:
+        yield "--deepcompile needs a GPU: its passes are written in CUDA.\n  Leave it out."
+    if args.deepcompile and 0 in stages:
+        why = "works on ZeRO's communication, and --zero_stage 0 has none"
+        yield f"--deepcompile {why}.\n  Use --zero_stage 1, 2 or 3."
+    if (args.offload and 3 not in stages) or (args.adam_offload and 0 in stages):
+        weights = "--offload moves sharded weights and needs --zero_stage 3"
+        yield f"{weights}; --adam_offload, sharded optimizer states: 1, 2 or 3."
+    if args.adam_offload and 1 in stages and args.dtype == "bf16":
+        # 0.18.5 gave a gradient norm of 8.7 for 6.1
+        what = "--adam_offload with --zero_stage 1 in bf16"
+        yield from needs_newer(what, "0.19", "take --zero_stage 2")
+
+
+def layer_rules(args, stages):
+    """Yields what is wrong with LoRA and tensor parallelism."""
+    adapted = any(value for name, value in vars(args).items() if name.endswith("lora_dim"))
+    if adapted and not importlib.util.find_spec("peft"):
+        yield "--lora_dim needs the package peft.\n  pip install peft, or leave it out."
+    if adapted and args.gradient_checkpointing and 3 in stages:
+        what = "LoRA with --gradient_checkpointing and --zero_stage 3"
+        yield from needs_newer(what, "0.19", "leave one of them out")
+    size = args.tensor_parallel_size
+    split = f"--tensor_parallel_size {size}"
+    count = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
+    if size > 1 and args.dtype != "bf16":
+        yield f"{split} works in bf16 only, not in {args.dtype}.\n  Leave it out, or --dtype bf16."
+    if count % size and args.estimate is None:
+        divisor = math.gcd(count, size)
+        yield f"{split} must divide the number of ranks, {count}.\n  Take {divisor}."
+    if size > 1 and adapted:
+        yield f"{split} and LoRA do not go together.\n  Leave one of them out."
+    if size > 1:
+        yield from needs_newer(split, "0.16.4", "leave it out")
+    if size > 1 and 3 in stages:
+        yield from needs_newer(f"{split} with --zero_stage 3", "0.19", "take --zero_stage 2")

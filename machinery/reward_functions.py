@@ -1,0 +1,140 @@
+"""Reward functions (--reward_fn, --gold_fn FILE:FUNCTION): the user's own code gives the scores.
+
+It is called as TRL calls one: f(prompts, completions, **columns), with the data's other columns.
+"""
+
+import functools
+import importlib.util
+import inspect
+import json
+import traceback
+from pathlib import Path
+
+from machinery import errors
+
+import numpy as np
+import torch
+
+
+def load(args):
+    """Returns the judges of --reward_fn, and that of --gold_fn or None.
+
+    Each takes a micro-batch and returns scores (B, R).
+    """
+    specs = [(spec, "--reward_fn") for spec in args.reward_fn]
+    specs += [(args.gold_fn, "--gold_fn")] if args.gold_fn else []
+    judges = [functools.partial(call_function, load_function(*spec)) for spec in specs]
+    gold = judges.pop() if args.gold_fn else None
+    return judges, gold
+
+
+def load_function(spec, flag):
+    """Runs the user's file of 'FILE:FUNCTION' and returns the function."""
+    file, _, name = spec.rpartition(":")
+    path = Path(file)
+    if not path.is_file() or path.suffix != ".py":
+        errors.fail(f"{flag} {spec}: {file!r} is no Python file.\n  Give it as FILE.py:FUNCTION.")
+    module_spec = importlib.util.spec_from_file_location(path.stem, file)
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # the user's code may raise anything
+        traceback.print_exc()
+        errors.fail(f"{flag} {spec}: {file} cannot be run: {error!r}.")
+    if not callable(getattr(module, name, None)):
+        errors.fail(f"{flag} {spec}: there is no function {name} in {file}.")
+    return getattr(module, name)
+
+
+def call_function(function, batch):
+    """Returns scores (B, R) for the responses of a micro-batch, on its device; a filler's are 0.
+
+    One number for a response stands on its last token; one for each token stands on that token.
+    batch: .responses, a list of B dicts, and .response_mask (B, R).
+    """
+    mask = batch.response_mask
+    scores = torch.zeros(mask.shape)
+    values = scores_of(function, batch.responses)
+    for row, response, value in zip(scores, batch.responses, values):
+        end = len(response["response_ids"])
+        row[end - 1 if isinstance(value, float) else 0 : end] = torch.tensor(value)
+    return scores.to(mask.device).where(mask > 0, 0)
+
+
+def scores_of(function, responses):
+    """Returns for each response a number, or a list of one number a token.
+
+    responses: dicts of prompt, chat, text, extra, response_ids. If the function raises, or returns
+    anything else, the program ends with a clear error.
+    """
+    name, count = function.__name__, len(responses)
+    try:
+        returned = call_with_columns(function, responses)
+    except Exception as error:  # the user's code may raise anything
+        traceback.print_exc()
+        find_culprit(function, responses)
+        together = f"for {count} responses at once, and for none of them alone."
+        errors.fail(f"{name} raised {error!r} {together}", this_rank=True)
+    try:
+        scores = [as_numbers(value) for value in returned]
+    except (TypeError, ValueError):  # it returned None, or something that is no number
+        scores = []
+    wrong = [line for pair in zip(responses, scores) for line in what_is_wrong(*pair)]
+    if wrong or len(scores) != count:
+        errors.fail(
+            f"{name} must return one finite number for each of {count} responses, or a list for "
+            f"each, with one for each token.\n  It returned {str(returned)[:300]}"
+            f"{''.join(wrong[:1])}",
+            this_rank=True,
+        )
+    return scores
+
+
+def what_is_wrong(response, score):
+    """Yields a line about a score that is not finite, or has too many or too few numbers."""
+    tokens = len(response["response_ids"])
+    if not np.isfinite(score).all():
+        yield f"\n  Not finite for the prompt {response['prompt']!r}"
+    if isinstance(score, list) and len(score) != tokens:
+        yield f"\n  {len(score)} numbers for the {tokens} tokens of {response['text']!r}"
+
+
+def as_numbers(value):
+    """Returns a float, or a list of floats where `value` holds several numbers."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+        return [float(number) for number in value]
+
+
+def call_with_columns(function, responses):
+    """Calls the function with texts, or in chat data with lists of messages, and all columns.
+
+    A column holds None where a row has none. `completion_ids` are the responses' tokens, for a
+    function that has a parameter of that name.
+    """
+    prompts, completions, rows = [], [], []
+    for response in responses:
+        prompt, text, chat = response["prompt"], response["text"], response["chat"]
+        prompts.append(json.loads(prompt) if chat else prompt)
+        completions.append([{"role": "assistant", "content": text}] if chat else text)
+        rows.append(json.loads(response["extra"]))
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    columns.update(prompts=prompts, completions=completions)
+    if "completion_ids" in inspect.signature(function).parameters:
+        columns["completion_ids"] = [response["response_ids"] for response in responses]
+    return function(**columns)
+
+
+def find_culprit(function, responses):
+    """Ends the program with the first response for which the function raises alone."""
+    for response in responses:
+        try:
+            call_with_columns(function, [response])
+        except Exception as error:
+            errors.fail(
+                f"{function.__name__} raised {error!r}.\n"
+                f"  The prompt: {response['prompt']!r}\n  The response: {response['text']!r}",
+                this_rank=True,
+            )

@@ -1,0 +1,131 @@
+"""What a rollout and an evaluation of step 3 were like: their metrics, samples and FLOPs."""
+
+import json
+
+import common
+from machinery import ranks, throughput
+
+import torch
+import torch.nn as nn
+
+STORED = ("old_logprobs", "ref_logprobs", "entropy", "scores", "old_values")
+
+
+def per_response(batch):
+    """Returns {name: (B,)} of a micro-batch that is scored. A new metric is a line here.
+
+    batch.responses holds the texts and the data's other columns.
+    """
+    metrics = {"reward": batch.scores.sum(-1), "kl": batch.kl, "kl_k3": batch.kl_k3}
+    metrics["response_length"] = batch.response_mask.sum(-1).long()
+    metrics["eos_rate"] = batch.ended
+    if batch.gold is not None:
+        metrics["gold"] = batch.gold.sum(-1)
+    return metrics
+
+
+def of_all_ranks(micro_batches):
+    """Returns the metrics of a rollout: means over the responses, and over their tokens."""
+    columns = {}
+    for batch in micro_batches:
+        for name, values in per_response(batch).items():
+            columns.setdefault(name, []).append(values.double())
+    weight = torch.cat([batch.row_weight for batch in micro_batches])  # (N,) 0 for a filler row
+    sums = [(torch.cat(values) * weight).sum() for values in columns.values()]
+    count, *sums = ranks.all_sum(weight.sum(), *sums).tolist()
+    means = {name: total / count for name, total in zip(columns, sums)}
+    errors = moments(micro_batches, "raw_advantages")[1]  # A = returns - values: the critic's error
+    entropy = moments(micro_batches, "entropy")[0]
+    means.update(entropy=entropy, advantage_std=errors**0.5)
+    if micro_batches[0].returns is not None:  # 1: foreseen; 0: no better than a constant
+        variance = moments(micro_batches, "returns")[1]
+        means["explained_variance"] = 1 - errors / max(variance, 1e-12)
+    return means
+
+
+def moments(micro_batches, name):
+    """Returns mean and variance of a tensor (B, R) over the response tokens of all ranks."""
+    parts = [getattr(batch, name)[batch.response_mask > 0] for batch in micro_batches]
+    x = torch.cat(parts).double()  # (M,)
+    count, total, squares = ranks.all_sum(len(x), x.sum(), (x**2).sum()).tolist()
+    mean = total / count
+    return mean, max(squares / count - mean**2, 0.0)
+
+
+def log(run, metrics, means, times, passes, judges, micro_batches):
+    """Logs a step of PPO, and returns its metrics: `metrics`, those of the update and the rollout.
+
+    times: when the step began, and when rollout, scores and updates were done. Each pass takes a
+    forward to store, unless it is kept, and trains in every epoch. The rollout and the reference
+    are a forward of the actor each.
+    """
+    args = run.args
+    metrics = {**metrics, **means.of_all_ranks(), **of_all_ranks(micro_batches)}
+    for name, begin, end in zip(("generate", "score", "train"), times, times[1:]):
+        metrics[f"{name}_seconds"] = end - begin
+    if not args.has_critic:
+        del metrics["critic_loss"]
+    tokens = sum((batch.mask.sum(-1) * batch.row_weight).sum() for batch in micro_batches)
+    rows = sum(batch.row_weight.sum() for batch in micro_batches)
+    tokens, rows = ranks.all_sum(tokens, rows).tolist()
+
+    def forward(engine):
+        return throughput.train_flops(engine, tokens, tokens / rows, False) / 3
+
+    trained = args.ppo_epochs * (4 if args.gradient_checkpointing else 3)  # in forwards
+    flops = 2 * forward(passes[0].engine)
+    for each in passes:
+        flops += (trained + (not each.keeps)) * forward(each.engine)
+    for judge in judges:
+        model = next(iter(getattr(judge, "args", ())), None)
+        if isinstance(model, nn.Module):
+            flops += forward(model)
+    run.log(metrics, tokens, flops)
+    return metrics
+
+
+def stop_unless_finite(run, micro_batches):
+    """Stops the run if anything that was stored for the update is NaN or infinite."""
+    sums = {}
+    for name in STORED:
+        if getattr(micro_batches[0], name) is not None:
+            sums[name] = sum(getattr(batch, name).sum() for batch in micro_batches)
+    totals = dict(zip(sums, ranks.all_sum(*sums.values()).tolist()))
+    rows = (row for batch in micro_batches for row in batch.responses if row["row_weight"])
+    run.stop_unless_finite(totals, map(as_data, rows))
+
+
+def as_data(row):
+    """Returns a response as a row that --data_path takes."""
+    prompt = json.loads(row["prompt"]) if row["chat"] else row["prompt"]
+    return {"prompt": prompt, "completion": row["text"], **json.loads(row["extra"])}
+
+
+def held_out_batches(held_out, size):
+    """Returns this rank's share of the held-out rows in batches, as many on every rank."""
+    count = ranks.data_parallel_size()
+    order = [*range(len(held_out)), *[-1] * (-len(held_out) % count)]
+    dealt = common.Rows(held_out)
+    rows = [{**dealt[i], "sample": 0} for i in order[ranks.data_parallel_rank() :: count]]
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def note(batch):
+    """Adds the metrics of each response to its dict."""
+    for name, values in per_response(batch).items():
+        for response, value in zip(batch.responses, values.tolist()):
+            response[name] = value
+
+
+def summary(run, step, responses):
+    """Writes the responses of an evaluation down, shows two, and returns their means: eval_..."""
+    names = [n for n in ("reward", "gold", "kl", "response_length") if n in responses[0]]
+    lines = []
+    for response in responses:
+        line = {"step": step, "prompt": response["prompt"], "response": response["text"]}
+        lines.append({**line, **{name: response[name] for name in names}})
+    run.samples(lines)
+    for line in lines[:2]:
+        numbers = ", ".join(f"{name} {line[name]:.4g}" for name in names)
+        ranks.say(f"    {line['prompt']!r} -> {line['response']!r}   {numbers}")
+    return {f"eval_{n}": sum(line[n] for line in lines) / len(lines) for n in names}

@@ -1,0 +1,208 @@
+"""Makes the rows of a stage: its share of the data, tokenised and cut; train and held-out."""
+
+import json
+import re
+import zlib
+from collections import Counter
+from pathlib import Path
+
+from machinery import errors, formats, ranks
+
+import datasets
+import numpy as np
+from jinja2 import TemplateError
+
+STAGES = ("sft", "reward", "ppo")  # in the order of --data_split
+NEEDS = {  # columns of which a stage can make its rows
+    "sft": [{"prompt", "response"}, {"chosen"}, {"messages"}, {"instruction", "output"}],
+    "reward": [{"chosen", "rejected"}],
+    "ppo": [{"prompt"}, {"chosen", "rejected"}, {"messages"}, {"instruction"}],
+}
+
+
+# ---- Tokens ----
+def tokenise_prompt(tokenizer, prompt):
+    """Returns the token ids of a prompt: text, or a list of chat messages.
+
+    Text that spells a special token is data: it is split like any other text.
+    """
+    if isinstance(prompt, list):
+        return tokenise_chat(tokenizer, prompt)
+    ids = tokenizer(prompt, split_special_tokens=True).input_ids
+    if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
+        return ids[:-1]
+    return ids
+
+
+def tokenise_chat(tokenizer, messages):
+    """Returns the token ids of chat messages and of the opening of the assistant's next turn.
+
+    The template may write special tokens, and users may not: where a message spells one, a private
+    character stands for each message in the template.
+    """
+    if tokenizer.chat_template is None:
+        advice = "Use a chat model's tokenizer, or text (prompt, response, chosen, rejected)."
+        errors.fail(f"the data holds chats, and the tokenizer has no chat template.\n  {advice}")
+    apply = tokenizer.apply_chat_template
+    texts = [message["content"] or "" for message in messages]
+    special = tokenizer.get_added_vocab()
+    if not any(token in text for token in special for text in texts):
+        return apply(messages, add_generation_prompt=True, return_dict=False)
+    marks = {chr(0xE000 + i): text for i, text in enumerate(texts)}
+    marked = [{**message, "content": mark} for message, mark in zip(messages, marks)]
+    ids = []
+    whole = apply(marked, add_generation_prompt=True, tokenize=False)
+    for piece in re.split(f"([{''.join(marks)}])", whole):
+        options = {"add_special_tokens": False, "split_special_tokens": piece in marks}
+        ids += tokenizer(marks.get(piece, piece), **options).input_ids
+    return ids
+
+
+def tokenise_response(tokenizer, response):
+    """Returns the token ids of a response, and EOS, which is appended nowhere else.
+
+    Prompt and response are tokenised apart and joined: joined text could merge across the border.
+    """
+    ids = tokenizer(response, add_special_tokens=False, split_special_tokens=True).input_ids
+    return ids + [tokenizer.eos_token_id]
+
+
+def cut(prompt_ids, prompt_loss_mask, responses, limit):
+    """Cuts a prompt, with its mask, and each of its responses to `limit` tokens together.
+
+    A long prompt keeps its end, half of `limit` or more. Then a long response is cut, and so loses
+    its EOS. The room is that of the longest response: the two of a pair keep the same prompt.
+    """
+    room = max(limit // 2, limit - max(map(len, responses), default=0))
+    start = max(0, len(prompt_ids) - room)
+    left = limit - len(prompt_ids[start:])
+    return prompt_ids[start:], prompt_loss_mask[start:], [ids[:left] for ids in responses]
+
+
+def tokenise_row(row, tokenizer, stage, limit, train_on_prompt=False):
+    """Returns a row of `load_rows`, and its `drop`: "" or the reason to leave the row out."""
+    prompt, response, chosen, rejected = formats.read_row_safely(row)
+    texts = {"sft": [response], "reward": [chosen, rejected], "ppo": []}[stage]
+    made = {"prompt": formats.as_text(prompt), "chat": isinstance(prompt, list), "prompt_ids": []}
+    made.update(prompt_loss_mask=[], responses=[], length=0, extra="", drop="")
+    if stage == "ppo":
+        others = {name: value for name, value in row.items() if name != "prompt"}
+        made["extra"] = json.dumps(others, default=str)
+    written = texts if made["chat"] else [prompt, *texts]
+    if not prompt or not all(isinstance(text, str) and text.strip() for text in written):
+        return {**made, "drop": "empty prompt or response"}
+    try:
+        ids = tokenise_prompt(tokenizer, prompt)
+    except TemplateError as error:  # "roles must alternate", "no system role"
+        return {**made, "drop": f"the chat template refuses it: {error}"}
+    responses = [tokenise_response(tokenizer, text) for text in texts]
+    ids, mask, responses = cut(ids, [int(train_on_prompt)] * len(ids), responses, limit)
+    if stage == "reward" and responses[0] == responses[1]:
+        once_cut = "" if chosen == rejected else " once cut"
+        return {**made, "drop": f"chosen equals rejected{once_cut}"}
+    length = len(ids) + sum(map(len, responses))
+    made.update(prompt_ids=ids, prompt_loss_mask=mask, responses=responses, length=length)
+    return made
+
+
+# ---- Rows ----
+def load_rows(args, tokenizer, stage, limit):
+    """Returns the train and held-out datasets of a stage: "sft", "reward" or "ppo".
+
+    prompt            text; chat messages as JSON where `chat` is true
+    prompt_ids        its tokens; with a response at most `limit`
+    prompt_loss_mask  1 on the prompt's tokens that the loss of sft covers (--train_on_prompt)
+    responses         lists of ids: the response; chosen and rejected; none for ppo
+    length, extra     tokens of all of them; for ppo the row's other columns, as JSON
+
+    Each stage takes its own share of every source's rows (--data_split). Held out is the source's
+    own test split, or a twentieth of the prompts, by hash. Neither depends on --seed: stages with
+    different seeds must not share rows.
+    """
+    parts = {"train": [], "test": []}
+    trained_on = set()  # the prompts that any stage trains on, in any source
+    for path in args.data_path:
+        source = formats.read_source(path)
+        check_columns(path, source["train"].column_names, stage)
+        source, prompts = hold_out(source)
+        trained_on.update(prompts)
+        source["train"] = share_of(source["train"], args.data_split, stage)
+        if not len(source["train"]):
+            continue
+        for name, kept in parts.items():
+            if rows := tokenise_rows(args, source[name], tokenizer, stage, limit, path, name):
+                kept.append(rows)
+    for name, kept in parts.items():
+        if not kept:
+            advice = "Add data, or give this stage a larger share in --data_split."
+            errors.fail(f"no {name} rows are left of {', '.join(args.data_path)}.\n  {advice}")
+    train, test = map(datasets.concatenate_datasets, parts.values())
+    return train, drop_known_prompts(args, test, trained_on)
+
+
+def check_columns(path, columns, stage):
+    """Ends with an error if the stage cannot make rows of these columns."""
+    if not any(need <= set(columns) for need in NEEDS[stage]):
+        found = ", ".join(columns) or "(none: it is empty)"
+        needs = " or ".join(" + ".join(sorted(need)) for need in NEEDS[stage])
+        known = f"Known formats:{formats.KNOWN_FORMATS}"
+        needs = f"This stage needs {needs}. {known}"
+        errors.fail(f"--data_path {path} has the columns {found}.\n  {needs}")
+
+
+def hold_out(source):
+    """Returns {"train": rows, "test": rows}, and the prompts of the first."""
+    rows = source["train"]
+    prompts = [formats.as_text(formats.read_row_safely(row)[0]) for row in rows]
+    if "test" in source:
+        return source, prompts
+    by_hash = sorted(set(prompts), key=lambda prompt: zlib.crc32(prompt.encode()))
+    chosen = set(by_hash[: max(1, len(by_hash) // 20)])
+    held_out = np.array([prompt in chosen for prompt in prompts], bool)
+    train, test = rows.select(np.flatnonzero(~held_out)), rows.select(np.flatnonzero(held_out))
+    return {"train": train, "test": test}, [p for p in prompts if p not in chosen]
+
+
+def share_of(rows, data_split, stage):
+    """Returns the stage's share of the rows, in their order."""
+    order = np.random.default_rng(0).permutation(len(rows))
+    ends = np.cumsum([0, *data_split]) / sum(data_split) * len(order)
+    start, end = ends.round().astype(int)[STAGES.index(stage) :][:2]
+    return rows.select(np.sort(order[start:end]))
+
+
+def tokenise_rows(args, rows, tokenizer, stage, limit, path, name):
+    """Returns the tokenised rows of part `name` of a source; [] if all are dropped."""
+    options = {"tokenizer": tokenizer, "stage": stage, "limit": limit}
+    options["train_on_prompt"] = getattr(args, "train_on_prompt", False)
+    columns = rows.column_names
+    made = rows.map(tokenise_row, fn_kwargs=options, remove_columns=columns, keep_in_memory=True)
+    reasons = list(made["drop"]) if len(made) else []  # "" for a row that is kept
+
+    def reason(row):
+        return tokenise_row(row, **options)["drop"]
+
+    for why, count in Counter(filter(None, reasons)).items():
+        of_all = f"{count} of {len(made)} rows"
+        if args.strict:
+            first = str(made[reasons.index(why)]["prompt"])[:80]  # it may be no text
+            line = formats.find_bad_line(Path(path), reason)
+            where = line or f"The first has the prompt {first!r}"
+            errors.fail(f"--strict: {path}, {name}: {of_all} would be dropped: {why}.\n  {where}")
+        ranks.say(f"{path}, {name}: dropped {of_all}: {why}")
+    kept = [i for i, why in enumerate(reasons) if not why]
+    return made.select(kept).remove_columns("drop") if kept else []
+
+
+def drop_known_prompts(args, test, trained_on):
+    """Returns the held-out rows whose prompts no stage trains on; says how many are dropped."""
+    fresh = [i for i, prompt in enumerate(test["prompt"]) if prompt not in trained_on]
+    if len(fresh) == len(test):
+        return test
+    count = f"{len(test) - len(fresh)} of {len(test)} rows"
+    ranks.say(f"held-out: dropped {count}, whose prompts are also trained on")
+    if args.strict:
+        errors.fail("--strict: held-out rows would be dropped, see above.")
+    if not fresh:
+        errors.fail("every held-out prompt is also trained on: give the data a test split.")
+    return test.select(fresh)

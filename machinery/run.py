@@ -1,0 +1,266 @@
+"""The frame of all three scripts: it starts a run, deals out its steps, logs them and saves."""
+
+import itertools
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import common
+from machinery import (
+    checkpoints,
+    crash,
+    estimate,
+    launch,
+    logs,
+    model_folders,
+    output_folder,
+    ranks,
+    refusals,
+    saving,
+    throughput,
+    zero3,
+)
+
+import numpy as np
+import torch
+import transformers
+from deepspeed.accelerator import get_accelerator
+from torchdata.stateful_dataloader import StatefulDataLoader
+from tqdm import tqdm
+
+
+class Run:
+    """One run of a script, from its flags to its exit code.
+
+    run = Run(args, "step 1: ...", estimate.language_model)
+    steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)
+    for step, micro_batches in run.steps(engines, collate, evaluate, COLUMNS):
+        ...
+        run.log({"loss": loss})
+    run.save(engine, tokenizer)
+    run.finish()
+    """
+
+    def __init__(self, args, title, models_of, refusal=refusals.refusal):
+        """Joins the other ranks, or with --estimate prints the estimate and ends the program.
+
+        title: the first words on the screen. models_of(args): the models for the estimate.
+        refusal(args): why flags do not go together, or None.
+        """
+        self.args, self.title, self.began = args, title, time.time()
+        self.phase, self.legend_shown = crash.Phase(), False
+        self.signals = []  # SIGTERM and SIGINT as they come; looked at between two steps
+        self.step, self.rows = 0, ()  # of the step that is being made
+        common.ds_config(args, 0, 1)  # a wrong --ds_config is refused before models are loaded
+        if args.estimate is not None:
+            estimate.estimate(args, models_of, refusal)
+        launch.fill_environment()
+        output_folder.check(args)
+        sys.excepthook = self.phase.report
+        launch.warn_of_locks()
+        launch.join_ranks(args)
+        transformers.set_seed(args.seed)  # Python's, numpy's and torch's generators
+        self.phase.note("reading data, loading models")
+
+    def plan(self, tokenizer, train, held_out, batch_size, micro_steps):
+        """Notes two datasets, rows of a micro-batch and micro-batches of a step, both on one rank.
+
+        Returns the number of steps of the run.
+        """
+        self.tokenizer, self.train, self.held_out = tokenizer, train, held_out
+        self.batch_size, self.micro_steps = batch_size, micro_steps
+        self.rows_per_step = common.rows_per_step(batch_size, micro_steps)
+        self.steps_per_epoch = -(-len(train) // self.rows_per_step)
+        self.last_step = self.steps_per_epoch * self.args.num_train_epochs
+        if self.args.max_steps >= 0:
+            self.last_step = self.args.max_steps
+        return self.last_step
+
+    # The steps
+
+    def steps(self, engines, collate, evaluate, columns, state=None):
+        """Yields (step, micro_batches) for each step of the run. The body ends with `log`.
+
+        First it evaluates or resumes. After each body it saves when due, or when told to stop.
+
+        engines: {name: engine}. Learning rate, FLOPs and monitor are those of the first.
+        collate(rows): makes a micro-batch of `batch_size` rows.
+        evaluate(step): returns a dict of metrics eval_...
+        columns: the metrics that the screen shows.
+        state: what the script itself must keep in checkpoints, a dict. It is restored in place.
+        """
+        args, self.engines, self.engine = self.args, engines, next(iter(engines.values()))
+        self.evaluate, self.columns = evaluate, columns
+        self.state = {} if state is None else state
+        output_folder.take(args, self.train)
+        self.print_banner()
+        torch.manual_seed(args.seed + ranks.data_parallel_rank())  # dropout differs by rank
+        ranks.barrier()
+        step, saved = 0, {}
+        if args.resume:
+            rows = len(self.train), self.rows_per_step
+            step, saved = checkpoints.load(args, engines, self.state, *rows)
+            self.state.update(saved["state"])
+        if not args.resume or self.last_step == 0:
+            self.write({"step": step, "epoch": step / self.steps_per_epoch, **evaluate(step)})
+        if self.last_step == 0:  # --max_steps 0: that was all
+            logs.draw_curves(args)
+            self.finish()
+        # Only now: before, a signal of the launcher must end the ranks of a run that is refused.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.note_signal)
+        quiet = True if ranks.get_rank() else None  # None: no bar unless in a terminal
+        options = dict(total=self.last_step, initial=step, unit="step", leave=False)
+        with tqdm(**options, disable=quiet) as bar:
+            while step < self.last_step:
+                loader, draws = self.open_epoch(step, saved, collate)
+                for micro_batches in itertools.islice(draws, self.last_step - step):
+                    step += 1
+                    self.step, self.micro_batches, self.rows = step, micro_batches, self.texts()
+                    self.phase.note(f"at step {step}")
+                    self.started = time.time()
+                    yield step, micro_batches
+                    bar.update()
+                    self.save_or_stop(loader)
+
+    def print_banner(self):
+        """Prints model, batch, data, and, where it is known, what any model can reach."""
+        args, engine, name = self.args, self.engine, next(iter(self.engines))
+        path = getattr(args, f"{name}_model_name_or_path", None) or args.model_name_or_path
+        weights = model_folders.count_parameters(model_folders.unwrap_model(engine)) / 1e6
+        known = ", ".join(f"{metric} {value}" for metric, value in logs.limits(args).items())
+        known = f"\n  limits   {known}: no model can do better on this data" if known else ""
+        ranks.say(
+            f"{self.title}   (preset {args.preset}, seed {args.seed}, "
+            f"output in {Path(args.output_dir)})\n"
+            f"  model    {path}: {weights:,.2f} M parameters, {args.dtype}, ZeRO stage "
+            f"{engine.zero_optimization_stage()}, {ranks.get_world_size()} x "
+            f"{get_accelerator().device_name()}\n"
+            f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
+            f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step\n"
+            f"  data     {len(self.train):,} rows (this step's share, --data_split), "
+            f"{len(self.held_out):,} held out, {self.last_step:,} steps{known}"
+        )
+
+    def open_epoch(self, step, saved, collate):
+        """Returns an epoch's loader, and an iterator over the micro-batches of each step to come.
+
+        saved: what a checkpoint holds, {} without one. If other ranks or other micro-batches wrote
+        it, the rows are dealt out anew, and those taken by the steps up to `step` are skipped.
+        """
+        args, epoch, taken = self.args, *divmod(step, self.steps_per_epoch)
+        lengths, micro_steps = np.asarray(self.train["length"]), self.micro_steps
+        batches = common.epoch_batches(
+            lengths, args.seed, epoch, self.batch_size, micro_steps, args.group_by_length
+        )
+        own = torch.Generator()  # the global one belongs to dropout
+        rows = common.Rows(self.train)
+        loader = StatefulDataLoader(rows, batch_sampler=batches, collate_fn=collate, generator=own)
+        # `taken` is above 0 only when resuming
+        dealt_alike = taken and saved["loader"] and saved.get("micro_steps") == micro_steps
+        if dealt_alike:
+            loader.load_state_dict(saved["loader"])
+        each = iter(loader)
+        draws = iter(lambda: list(itertools.islice(each, micro_steps)), [])  # [] ends an epoch
+        return loader, itertools.islice(draws, 0 if dealt_alike else taken, None)
+
+    def note_signal(self, number, frame):
+        """Has the run stop after this step, and at once at a second Ctrl-C.
+
+        A second SIGTERM means nothing: launchers send it after the first signal.
+        """
+        self.signals.append(number)
+        if self.signals.count(signal.SIGINT) > 1:
+            os._exit(1)
+
+    def save_or_stop(self, loader):
+        """Saves a checkpoint when one is due, and leaves if any rank was told to stop."""
+        args, step = self.args, self.step
+        late = 0 < args.max_hours * 3600 < time.time() - self.began
+        told, late = ranks.all_sum(len(self.signals), late)
+        stop = (told or late) and step < self.last_step
+        if stop or (args.save_steps and step % args.save_steps == 0):
+            self.phase.note(f"writing {checkpoints.folder_of(args)}/step-{step}")
+            saved = {"loader": loader.state_dict(), "micro_steps": self.micro_steps}
+            rows = {"data_rows": len(self.train), "rows": self.rows_per_step}
+            checkpoints.save(args, self.engines, step, {**saved, "state": self.state, **rows})
+        if stop:
+            why = "interrupted" if told else f"--max_hours {args.max_hours:g} are over"
+            where = checkpoints.whole(args)[-1]
+            ranks.say(f"{why} after step {step}: saved to {where}. Go on with --resume.")
+            self.finish(code=1)
+
+    # What the body of a step calls
+
+    def log(self, metrics, tokens=None, flops=None):
+        """Logs a step, and evaluates when that is due. The last statement of the body.
+
+        metrics: {name: number}, the same on all ranks. tokens, flops: of the step, over all ranks,
+        by default of a forward and backward on the micro-batches (dicts with mask and row_weight).
+        """
+        args, step, engine = self.args, self.step, self.engine
+        if tokens is None:
+            tokens, rows = self.count_tokens()
+            length = tokens / rows
+            flops = throughput.train_flops(engine, tokens, length, args.gradient_checkpointing)
+        speed = throughput.speed(args, engine, tokens, flops, self.started)
+        record = {"step": step, "epoch": step / self.steps_per_epoch, **metrics, **speed}
+        for name, other in self.engines.items():
+            if other is not engine:
+                record[f"{name}_grad_norm"] = throughput.grad_norm(args, other)
+        self.stop_unless_finite(record)
+        due = step == self.last_step or step % (args.eval_steps or self.steps_per_epoch) == 0
+        if due:
+            record.update(self.evaluate(step))
+        if due or step % args.log_steps == 0:
+            self.write(record, engine)
+        if due:
+            logs.draw_curves(args)
+
+    def count_tokens(self):
+        """Returns (tokens, rows) of the step's micro-batches, over all ranks, without fillers."""
+        tokens = rows = 0
+        for batch in self.micro_batches:
+            mask, weight = batch["mask"], batch["row_weight"].double()
+            weight = weight.repeat(len(mask) // len(weight))  # a row of the data may have several
+            tokens += (mask.sum(-1) * weight).sum()
+            rows += weight.sum()
+        return ranks.all_sum(tokens, rows).tolist()
+
+    def write(self, record, engine=None):
+        """Writes one line of the log, under the legend if it is the first."""
+        logs.write(self.args, record, self.columns, not self.legend_shown, engine)
+        self.legend_shown = True
+
+    def texts(self):
+        """Yields {"text": ...} for each row of the step's micro-batches, dicts of ids and mask."""
+        for batch in self.micro_batches:
+            for ids, mask in zip(batch["ids"], batch["mask"]):
+                yield {"text": self.tokenizer.decode(ids[mask > 0])}
+
+    def stop_unless_finite(self, values, rows=None):
+        """Stops the run if one of `values`, {name: number}, is NaN or infinite on any rank.
+
+        rows: dicts (by default the micro-batches' texts) that are then written down, here and in
+        this step's `log`. A generator is read only then.
+        """
+        self.rows = self.rows if rows is None else rows
+        crash.stop_unless_finite(self.args, {"step": self.step, **values}, self.rows)
+
+    def samples(self, rows):
+        """Appends dicts to samples.jsonl, on rank 0."""
+        logs.append(self.args, "samples.jsonl", rows)
+
+    # The end
+
+    def save(self, engine, tokenizer, folder=None, full_tensor=zero3.full_tensor):
+        """Saves a model, by default in the output folder (saving.save_model)."""
+        folder = Path(folder or self.args.output_dir)
+        self.phase.note(f"writing {folder}")
+        saving.save_model(engine, tokenizer, folder, full_tensor)
+
+    def finish(self, code=0):
+        """Leaves the other ranks in order, and ends the program with the exit code `code`."""
+        crash.finish(self.args, code)

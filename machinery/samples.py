@@ -1,0 +1,37 @@
+"""--num_samples: a few held-out prompts that step 1 answers greedily at each evaluation."""
+
+import common
+from machinery import ranks, zero3
+
+import torch
+from transformers import GenerationConfig
+
+
+def answer_and_keep(run, engine, tokenizer, held_out, step):
+    """Answers the first held-out prompts, writes them to samples.jsonl and shows the first."""
+    count = min(run.args.num_samples, len(held_out))
+    rows = [held_out[i] for i in range(count)]
+    if not rows:
+        return
+    prompts = [row["prompt_ids"] for row in rows]
+    texts = answer_greedily(run.args, engine, tokenizer, prompts)
+    pairs = [(row["prompt"], text) for row, text in zip(rows, texts)]
+    run.samples([{"step": step, "prompt": prompt, "response": text} for prompt, text in pairs])
+    ranks.say(f"    {pairs[0][0]!r} -> {pairs[0][1]!r}")
+
+
+@torch.no_grad()
+def answer_greedily(args, engine, tokenizer, prompts):
+    """Returns the likeliest responses, as texts, to `prompts` (lists of ids)."""
+    room = min(args.max_answer_seq_len, args.max_seq_len // 2)  # a long prompt keeps its end
+    prompts = [ids[-(args.max_seq_len - room) :] for ids in prompts]
+    ids, mask = common.pad(prompts, tokenizer.pad_token_id)
+    ids, mask = ids.to(ranks.device()), mask.to(ranks.device())
+    special = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    greedy = GenerationConfig(max_new_tokens=room, do_sample=False, **special)
+    with zero3.gather_for_generation(engine) as (model, synced):
+        own = model.generation_config  # generate() fills in from it what `greedy` leaves open
+        model.generation_config = greedy
+        out = model.generate(ids, attention_mask=mask, generation_config=greedy, synced_gpus=synced)
+        model.generation_config = own
+    return tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)

@@ -1,0 +1,63 @@
+"""Saves a model so that stock transformers, or peft, loads the folder offline."""
+
+import os
+import shutil
+from pathlib import Path
+
+from machinery import lora, model_folders, ranks, zero3
+
+from safetensors.torch import save_file
+
+
+def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor):
+    """Writes config, weights (safetensors) and tokenizer to `folder`. All ranks call it.
+
+    full_tensor(name, parameter) gathers one tensor at a time, to the CPU memory of rank 0.
+    config.json comes last: it marks the folder as whole.
+    """
+    model, folder = model_folders.unwrap_model(engine), Path(folder)
+    adapters = getattr(model, "peft_config", {}).get("default")
+    plain = adapters is None or model.merge_lora
+    state = {}
+    for name, parameter in model.named_parameters():
+        if plain or parameter.requires_grad:
+            state[name] = full_tensor(name, parameter)
+    if ranks.get_rank() == 0:
+        aside = folder / ".saving"
+        shutil.rmtree(aside, ignore_errors=True)
+        model.config.update(getattr(model, "own_dropout", {}))
+        if plain:
+            buffers, saved = dict(model.named_buffers()), model.state_dict().keys()
+            state |= {name: buffer.cpu() for name, buffer in buffers.items() if name in saved}
+            model.save_pretrained(aside, state_dict=lora.merged(model, state))
+        else:
+            save_adapters(model, state, aside, adapters)
+        tokenizer.save_pretrained(aside)
+        move_files(aside, folder)
+    ranks.barrier()
+
+
+def save_adapters(model, state, folder, adapters):
+    """Writes LoRA's adapters and their config, `adapters`, as peft does."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    adapters.save_pretrained(folder)
+    named = {f"base_model.model.{name.replace('.default.', '.')}": state[name] for name in state}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def move_files(aside, folder):
+    """Moves all files from `aside` up to `folder`, config.json when the others are on the disk."""
+    for file in sorted(aside.iterdir(), key=lambda file: file.name == "config.json"):
+        sync(file)
+        sync(folder)
+        file.replace(folder / file.name)
+    sync(folder)
+    aside.rmdir()
+
+
+def sync(path):
+    """Returns when a file, or a folder's list of names, is on the disk, safe from a power cut."""
+    number = os.open(path, os.O_RDONLY)
+    os.fsync(number)
+    os.close(number)

@@ -1,0 +1,181 @@
+"""Repairs of libraries (machinery/patches.py): each has a test that says why it exists, and that
+fails when the library behaves as it should, so that the repair may go."""
+
+import datetime
+from types import SimpleNamespace
+
+from machinery import patches
+
+import deepspeed
+import pytest
+import torch
+import torch.nn as nn
+from deepspeed.comm.torch import TorchBackend, build_shm_op
+from deepspeed.ops.op_builder import builder as op_builder
+from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import linear, partition_parameters
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+c10d = torch.distributed.distributed_c10d
+
+
+# --------------------------------------------------------------------------------------------------
+# wait_at_most
+# --------------------------------------------------------------------------------------------------
+def test_deepspeed_makes_groups_without_the_limit_it_was_given(monkeypatch):
+    """A rank that hangs must end the run within --timeout_minutes, wherever the others wait for it.
+    DeepSpeed hands the limit to the first group of ranks, and to none that it makes later."""
+    seen = {}
+    monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, **more: seen.update(more))
+    TorchBackend.new_group(SimpleNamespace(), [0])
+    assert "timeout" not in seen, "DeepSpeed limits its groups now: wait_at_most may go"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_group_without_a_limit_of_its_own_takes_ours(monkeypatch, backend):
+    """PyTorch gives such a group its defaults, 10 or 30 minutes; these are what is replaced."""
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(c10d, name, getattr(c10d, name))  # put back after the test
+    assert patches.wait_at_most(3) == datetime.timedelta(minutes=3)
+    assert c10d._get_default_timeout(backend) == datetime.timedelta(minutes=3)
+
+
+# --------------------------------------------------------------------------------------------------
+# do_without_compiler
+# --------------------------------------------------------------------------------------------------
+def test_deepspeed_offers_its_shared_memory_operator_without_a_compiler(monkeypatch):
+    """DeepSpeed compiles an all-reduce for the ranks of one CPU when they first meet. Without a C++
+    compiler that fails, with a traceback, though gloo alone would do."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert ShareMemCommBuilder().is_compatible(), "it looks now: do_without_compiler may go"
+
+
+@pytest.mark.parametrize("compiler, offered", [("no-such-compiler", False), ("python3", True)])
+def test_without_a_compiler_the_operator_is_not_built(monkeypatch, compiler, offered):
+    """An operator that is not among the compatible ones is left alone (any program does as CXX)."""
+    monkeypatch.setenv("CXX", compiler)
+    operators = {"deepspeed_shm_comm": True}
+    monkeypatch.setattr(deepspeed.ops, "__compatible_ops__", operators, raising=False)
+    patches.do_without_compiler()
+    assert operators["deepspeed_shm_comm"] == offered
+    if not offered:
+        monkeypatch.setattr(op_builder.OpBuilder, "load", lambda builder: pytest.fail("it builds"))
+        assert build_shm_op() is None
+
+
+# --------------------------------------------------------------------------------------------------
+# quicken_linear
+# --------------------------------------------------------------------------------------------------
+def test_deepspeeds_linear_takes_the_way_round_without_a_backward(monkeypatch):
+    """Under ZeRO-3 nn.Linear is an autograd function, whose backward gathers the weight anew. While
+    responses are written there is no backward: it costs time at every token for nothing."""
+    calls = []
+    monkeypatch.setattr(linear.LinearFunctionForZeroStage3, "apply", lambda *x: calls.append(x))
+    with torch.no_grad():
+        linear.zero3_linear_wrap(torch.ones(1, 2), torch.ones(3, 2))
+    assert calls, "it takes the short way now: quicken_linear may go"
+
+
+def test_deepspeed_looks_the_product_up_where_it_is_replaced(monkeypatch):
+    """Under its old name nobody would use the replacement, and nothing would say so."""
+    monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)
+    for name in ("zero3_linear_wrap", "print_rank_0"):
+        monkeypatch.setattr(partition_parameters, name, lambda *x, **y: None)
+    hidden = partition_parameters.InsertPostInitMethodToModuleSubClasses
+    monkeypatch.setattr(hidden, "linear_bk", torch.nn.functional.linear, raising=False)
+    patches.quicken_linear()
+    partition_parameters.Init._enable_mem_efficient_linear(SimpleNamespace())
+    assert torch.nn.functional.linear is patches.quick_linear
+
+
+@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 7)])
+@pytest.mark.parametrize("shape", [(5, 33), (2, 5, 33)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_quick_product_gives_the_same_bits(shape, bias, dtype):
+    """Stored log-probs come without a gradient, new ones with it: their ratio must be exactly 1."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape, dtype=dtype), torch.randn(7, 33, dtype=dtype)
+    bias = bias if bias is None else bias.to(dtype)
+    with torch.no_grad():
+        quick = patches.quick_linear(x, weight, bias)
+    slow = patches.quick_linear(x, weight.requires_grad_(True), bias)
+    assert slow.requires_grad and torch.equal(quick, slow)
+
+
+# --------------------------------------------------------------------------------------------------
+# keep_grad_norm
+# --------------------------------------------------------------------------------------------------
+def engine_with_gradients(monkeypatch):
+    """What clipping needs of a stage 0 engine in fp32: a weight whose gradient is (3, 4)."""
+    monkeypatch.setattr(deepspeed.runtime.utils.groups, "_get_data_parallel_group", lambda: None)
+    for name, value in (("get_world_size", 1), ("all_reduce", None)):
+        monkeypatch.setattr(deepspeed.runtime.utils.dist, name, lambda *x, value=value, **y: value)
+    module = nn.Linear(2, 1, bias=False)
+    module.weight.grad = torch.tensor([[3.0, 4.0]])
+    engine = SimpleNamespace(module=module, mpu=None, _global_grad_norm=None)
+    engine.gradient_clipping = lambda: 1.0
+    return engine
+
+
+def test_a_stage_0_engine_forgets_the_norm_of_its_gradients(monkeypatch):
+    """metrics.jsonl has grad_norm at each step. Every other engine notes it while it clips."""
+    engine = engine_with_gradients(monkeypatch)
+    DeepSpeedEngine.clip_fp32_gradients(engine)
+    assert engine.module.weight.grad.norm().item() == pytest.approx(1.0)
+    assert engine._global_grad_norm is None, "it keeps the norm now: keep_grad_norm may go"
+
+
+def test_the_norm_before_clipping_is_kept(monkeypatch):
+    """3, 4, 5: a right-angled triangle. The gradient itself is clipped as by DeepSpeed."""
+    engine = engine_with_gradients(monkeypatch)
+    patches.keep_grad_norm(engine, 1.0)
+    engine.clip_fp32_gradients()
+    assert engine._global_grad_norm.item() == 5.0
+    assert DeepSpeedEngine.get_global_grad_norm(engine).item() == 5.0
+    assert engine.module.weight.grad.flatten().tolist() == pytest.approx([0.6, 0.8])
+
+
+# --------------------------------------------------------------------------------------------------
+# skip_together
+# --------------------------------------------------------------------------------------------------
+class Optimizer:
+    """What DeepSpeed's fp16 optimizers need in order to say whether to skip a step."""
+
+    def __init__(self, overflowed):
+        self.overflowed = overflowed
+
+    def has_overflow(self, partition_gradients=True):
+        return self.overflowed
+
+
+@pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3])
+def test_an_optimizer_skips_for_its_own_overflow_alone(kind):
+    """fp16 skips a step whose gradients overflowed. Of two engines the one would step and the other
+    not: the critic would learn from a rollout that the actor never learned from. DeepSpeed has no
+    setting for it; what it offers is that each step calls has_overflow of its own optimizer."""
+    optimizers = [Optimizer(True), Optimizer(False)]
+    for optimizer in optimizers:
+        kind._check_overflow(optimizer)
+    assert [o.overflow for o in optimizers] == [True, False]
+    public = [name for name in dir(DeepSpeedEngine) if name[0] != "_"]
+    settings = [name for name in public if "overflow" in name]
+    assert not settings, "engines can be told to skip a step now: skip_together may go"
+    patches.share_overflow(optimizers)
+    for optimizer in optimizers:
+        kind._check_overflow(optimizer)
+    assert [o.overflow for o in optimizers] == [True, True]
+
+
+@pytest.mark.parametrize("dtype, last, shared", [("fp16", 1, 1), ("fp16", 0, 0), ("bf16", 1, 0)])
+def test_overflow_is_shared_in_fp16_at_the_last_micro_batch(dtype, last, shared):
+    """has_overflow sums over the ranks and looks at the sum of all micro-batches' gradients."""
+    optimizers = [Optimizer(True), Optimizer(False)]
+    engines = [
+        SimpleNamespace(optimizer=o, is_gradient_accumulation_boundary=lambda: bool(last))
+        for o in optimizers
+    ]
+    patches.skip_together(SimpleNamespace(dtype=dtype), engines)
+    assert [o.has_overflow() for o in optimizers] == [True, bool(shared)]
