@@ -12,7 +12,6 @@ looks at (of all rows together), V vocabulary, H hidden size.
 
 import inspect
 import sys
-from pathlib import Path
 
 from machinery import (
     adam,
@@ -36,7 +35,6 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations import HfDeepSpeedConfig
 
-HERE = Path(__file__).resolve().parent
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CHUNK = 64  # tokens whose logits are in fp32 at a time: few enough for a CPU's cache
 
@@ -244,9 +242,12 @@ def init_value_head(head, seed):
 def set_weights(engine, weights):
     """Writes weights(name), a whole tensor on rank 0, over each weight that forwards use.
 
-    For a frozen model. An engine that trains has fp32 master weights beside these, and its next
-    step writes them back. All ranks call it. Not with tensor parallelism.
+    For a frozen model only: one that trains has fp32 master weights beside these, which its next
+    step would write back. All ranks call it. Checkpoints do not hold a frozen model's weights.
     """
+    trains = any(p.requires_grad for p in unwrap_model(engine).parameters())
+    if trains or lora.has_adapters(engine) or ranks.tensor_parallel_size() > 1:
+        raise ValueError("set_weights takes a frozen model, without adapters or split layers")
     for name, parameter in unwrap_model(engine).named_parameters():
         tensor = weights(name)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
@@ -337,7 +338,7 @@ def reference_of(actor, args, batch_size):
 
     With LoRA only adapters train, so it is the actor without its adapters.
     """
-    if lora.has_adapters(actor):
+    if args.lora_dim:
         return lora.WithoutAdapters(actor)
     return frozen_engine(args, batch_size)
 

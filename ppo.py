@@ -106,7 +106,7 @@ def get_args(argv=None):
         least=1,
     )
     arg("max_prompt_seq_len", int, "tokens; a longer one keeps its end", least=2, fixed=True)
-    arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2)
+    arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6, fixed=True)
     arg("advantage", "gae", "only gae has a critic", choices=list(ADVANTAGES), fixed=True)
     arg("samples_per_prompt", 1, "responses; rloo and grpo compare them", least=1, fixed=True)
@@ -488,8 +488,11 @@ def score(args, batch, policy, reference, judges, gold):
     with torch.no_grad():
         scores = [judge(batch) for judge in judges]
         batch.gold = gold and gold(batch)
-    worst = args.reward_combine == "min"
-    batch.scores = torch.stack(scores).amin(0) if worst else sum(scores)
+    batch.scores = sum(scores)
+    if args.reward_combine == "min":  # of the judge with the smallest sum over the response
+        stacked = torch.stack(scores)  # (judges, B, R)
+        harshest = stacked.sum(-1).argmin(0)  # (B,)
+        batch.scores = stacked[harshest, torch.arange(len(harshest))]
 
 
 @torch.no_grad()

@@ -194,7 +194,8 @@ def check_numbers(args, flags):
         value = getattr(args, flag.dest)
         if isinstance(value, (int, float)) and not flag.least <= value <= flag.most:
             most = f", and {flag.most} or less" if flag.most < FINITE else ""
-            rule = f"It must be finite, {flag.least} or more{most}."
+            finite = "finite, " if flag.most <= FINITE else ""
+            rule = f"It must be {finite}{flag.least} or more{most}."
             errors.fail(f"--{flag.dest} {value} is out of range.\n  {rule}")
     for name, count in (("data_split", 3), ("adam_betas", 2)):
         values = getattr(args, name)

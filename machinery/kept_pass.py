@@ -44,12 +44,14 @@ class KeptPass:
     def begin(self, step, trains):
         """Starts the scoring of one step (None: of an evaluation), without dropout.
 
-        In the first step of a run no pass is kept, so that first_pass_gate has two to compare.
+        In the first step of a run no pass is kept, so that first_pass_gate has two to compare. An
+        evaluation leaves `trains` as the step has it.
         """
-        if self.first_step is None:
-            self.first_step = step
-        self.trains, self.kept = trains, None
-        self.keeps = trains and self.may_keep and step is not None and step > self.first_step
+        self.kept, self.keeps = None, False
+        if step is not None:
+            self.first_step = self.first_step or step
+            self.trains = trains
+            self.keeps = trains and self.may_keep and step > self.first_step
         self.engine.train(self.keeps)  # a pass that is kept has no dropout that could act
 
     def before(self, batch):

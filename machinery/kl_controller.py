@@ -2,7 +2,7 @@
 
 
 class KlController:
-    """The price of a nat of KL: --kl_coef, or one that adapts, kept by checkpoints in `state`."""
+    """The penalty for a nat of KL: --kl_coef, or one that adapts, kept in the checkpoints."""
 
     def __init__(self, args, state):
         self.args, self.state = args, state

@@ -61,4 +61,4 @@ def join_ranks(args):
     limit = patches.wait_at_most(args.timeout_minutes)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
         deepspeed.init_distributed(verbose=False, timeout=limit)
-    os.environ["TENSOR_PARALLEL_SIZE"] = str(args.tensor_parallel_size)  # read in ranks.py
+    os.environ["RLHF_TENSOR_PARALLEL"] = str(args.tensor_parallel_size)  # read in ranks.py

@@ -7,7 +7,7 @@ from machinery import errors
 
 FLAGS_DECIDE = """optimizer scheduler bf16 fp16 gradient_clipping train_batch_size
                   train_micro_batch_size_per_gpu gradient_accumulation_steps
-                  zero_optimization.stage""".split()
+                  managed_gradient_accumulation zero_optimization.stage""".split()
 
 
 def read_config(args, main):

@@ -32,6 +32,11 @@ def check(args):
     if not exists.is_dir() or not os.access(exists, os.W_OK):
         errors.fail(f"--output_dir {output}: {exists} is not a folder that can be written to.")
     whole, finished = checkpoints.whole(args), (output / "config.json").exists()
+    if args.max_steps == 0 and args.overwrite and (finished or whole):
+        errors.fail(
+            f"--max_steps 0 saves no model, and --overwrite would delete the one in {output}.\n"
+            "  Take another --output_dir."
+        )
     if not (args.overwrite or args.resume):
         refuse_taken(output, finished or whole)
     refuse_own_models(args, output)
@@ -42,7 +47,10 @@ def check(args):
     if whole and begun:
         refuse_other_flags(args, json.loads(record.read_text()))
     if finished:
-        errors.fail(f"--resume: {output} holds a finished run.\n  --overwrite replaces it.")
+        errors.fail(
+            f"--resume: {output} holds a finished run, so there is nothing to go on with.\n"
+            "  --overwrite replaces it."
+        )
     if not whole and not begun:
         empty = checkpoints.folder_of(args)
         errors.fail(f"--resume: there is no checkpoint in {empty}.\n  Leave it out to start anew.")

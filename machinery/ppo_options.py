@@ -93,7 +93,6 @@ def resolve(args, advantages):
     args.whiten = advantage.whitens if args.whiten is None else args.whiten
     args.kl_estimator = args.kl_estimator or ("k3" if args.kl_in == "loss" else "k1")
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
-    args._fixed |= {"max_seq_len"}
     args.offload_states &= not args.adam_offload  # there they live anyway
     if broken := broken_constraint(args):
         errors.fail(broken)
@@ -179,13 +178,15 @@ def stability_rules(args):
     if generation != training:
         yield (
             f"--per_device_generation_batch_size {generation} and "
-            f"--per_device_training_batch_size {training} differ: old log-probs would go stale.\n"
+            f"--per_device_training_batch_size {training} differ.\n"
+            "  Step 3 trains on exactly what it just generated; with other sizes the stored "
+            "log-probs go stale.\n"
             f"  Set both to {training} (or both to {generation}), and {advice}."
         )
     for name in ("ppo_epochs", "generation_batches"):
         if (value := getattr(args, name)) != 1:
-            why = "DeepSpeed-Chat reports divergence"
-            yield f"--{name} {value}: {why}.\n  Leave it at 1, and {advice}."
+            why = "must be 1: DeepSpeed-Chat reports divergence otherwise"
+            yield f"--{name} {value} {why}.\n  Leave it at 1, and {advice}."
 
 
 # ---- Sizes and models ----

@@ -25,7 +25,7 @@ def get_world_size():
 
 def tensor_parallel_size():
     """Returns the number of ranks that share each layer. The run notes it in the environment."""
-    return int(os.environ.get("TENSOR_PARALLEL_SIZE", 1))
+    return int(os.environ.get("RLHF_TENSOR_PARALLEL", 1))
 
 
 def data_parallel_rank():

@@ -67,7 +67,7 @@ def scores_of(function, responses):
     responses: dicts of prompt, chat, text, extra, response_ids. If the function raises, or returns
     anything else, the program ends with a clear error.
     """
-    name, count = function.__name__, len(responses)
+    name, count = getattr(function, "__name__", repr(function)), len(responses)
     try:
         returned = call_with_columns(function, responses)
     except Exception as error:  # the user's code may raise anything
@@ -129,12 +129,13 @@ def call_with_columns(function, responses):
 
 def find_culprit(function, responses):
     """Ends the program with the first response for which the function raises alone."""
+    name = getattr(function, "__name__", repr(function))
     for response in responses:
         try:
             call_with_columns(function, [response])
         except Exception as error:
             errors.fail(
-                f"{function.__name__} raised {error!r}.\n"
+                f"{name} raised {error!r}.\n"
                 f"  The prompt: {response['prompt']!r}\n  The response: {response['text']!r}",
                 this_rank=True,
             )

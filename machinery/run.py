@@ -128,7 +128,9 @@ class Run:
     def print_banner(self):
         """Prints model, batch, data, and, where it is known, what any model can reach."""
         args, engine, name = self.args, self.engine, next(iter(self.engines))
-        path = getattr(args, f"{name}_model_name_or_path", None) or args.model_name_or_path
+        path = getattr(args, f"{name}_model_name_or_path", None) or vars(args).get(
+            "model_name_or_path", name
+        )
         weights = model_folders.count_parameters(model_folders.unwrap_model(engine)) / 1e6
         known = ", ".join(f"{metric} {value}" for metric, value in logs.limits(args).items())
         known = f"\n  limits   {known}: no model can do better on this data" if known else ""

@@ -17,7 +17,7 @@ import common
 import ppo
 import reward
 import sft
-from machinery import flags, ranks
+from machinery import flags, kept_pass, output_folder, ranks
 
 import pytest
 import torch
@@ -304,7 +304,7 @@ def test_rows_of_all_ranks_are_each_there_once(size, monkeypatch):
     """An evaluation counts each held-out prompt once: no filler, which is there so that all ranks
     make as many forwards, and no second copy from a rank that shares its layers, and so its rows,
     with another."""
-    monkeypatch.setenv("TENSOR_PARALLEL_SIZE", str(size))
+    monkeypatch.setenv("RLHF_TENSOR_PARALLEL", str(size))
     monkeypatch.setattr(ranks, "get_world_size", lambda: 4)
     held = {}  # rank: its rows. The last share has a filler
     for rank in range(4):
@@ -322,3 +322,33 @@ def test_rows_of_all_ranks_are_each_there_once(size, monkeypatch):
     shares = 4 // size
     assert [row["row"] for row in everyones if row["row"] < 9] == list(range(shares))
     assert len(everyones) == 2 * shares - 1 and all(row["row_weight"] for row in everyones)
+
+
+def test_an_evaluation_leaves_what_trains_as_it_was(monkeypatch):
+    """During --critic_warmup_steps the actor waits. An evaluation in such a step must not make it
+    look as if it trained: --kl_target would adapt its penalty to a policy that stands still."""
+    monkeypatch.setattr(kept_pass, "roles", lambda args: ("actor",))
+    policy = kept_pass.KeptPass(None, "actor", torch.nn.Linear(1, 1), forward=None)
+    policy.begin(1, trains=False)
+    policy.begin(None, trains=True)
+    assert (policy.trains, policy.keeps) == (False, False)
+    policy.begin(2, trains=True)
+    assert (policy.trains, policy.keeps) == (True, True)
+
+
+def test_weights_are_set_in_frozen_models_only():
+    """A model that trains has fp32 master weights, which would write the old values back."""
+    model = torch.nn.Linear(2, 1).requires_grad_(False)
+    common.set_weights(model, lambda name: torch.ones_like(dict(model.named_parameters())[name]))
+    assert model.weight.tolist() == [[1, 1]] and model.bias.tolist() == [1]
+    with pytest.raises(ValueError, match="frozen"):
+        common.set_weights(model.requires_grad_(True), lambda name: None)
+
+
+def test_an_evaluation_alone_deletes_no_model(tmp_path, capsys):
+    """--max_steps 0 saves no model, so that --overwrite would leave nothing in its place."""
+    (tmp_path / "config.json").write_text("{}")
+    flags = ["--max_steps", "0", "--overwrite", "--output_dir", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        output_folder.check(sft.get_args(flags))
+    assert "saves no model" in capsys.readouterr().err

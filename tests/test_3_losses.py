@@ -26,7 +26,7 @@ from machinery import (
     statistics,
     throughput,
 )
-from tests.conftest import generate, micro_batch
+from tests.conftest import ROOT, generate, micro_batch
 
 import numpy as np
 import pytest
@@ -787,7 +787,7 @@ def test_a_nan_stops_the_run_and_leaves_its_rows_behind(tmp_path, capsys):
     ]
     again = ppo.get_args(["--preset", "toy", "--data_path", str(file), "--data_split", "0,0,1"])
     train, held_out = rows.load_rows(
-        again, model_folders.load_tokenizer(str(common.HERE / "toy/model")), "ppo", 32
+        again, model_folders.load_tokenizer(str(ROOT / "toy/model")), "ppo", 32
     )
     assert (
         sorted([*train["prompt"], *held_out["prompt"]]) == ["Why 0?", "Why 1?"]

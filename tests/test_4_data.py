@@ -302,6 +302,19 @@ def test_several_judges_are_summed_or_the_harshest_one_counts(combine, expected,
     assert torch.equal(batch.scores != 0, batch.last > 0)
 
 
+def test_the_harshest_judge_keeps_all_its_tokens(monkeypatch):
+    """One judge scores whole responses, another each token: 0.5 + 0.5 is less than 2. A minimum
+    token by token would compare the second judge's 0.5 with the first one's 0."""
+    (batch,) = ppo.make_micro_batches(SimpleNamespace(pad_token_id=0), [response([5, 1])], 1)
+    nothing = torch.zeros_like(batch.response_mask)
+    monkeypatch.setattr(ppo.common, "last_logprobs", lambda *layout: nothing)
+    policy = SimpleNamespace(before=lambda batch: (nothing, nothing))
+    judges = [lambda batch: 2.0 * batch.last, lambda batch: 0.5 * batch.response_mask]
+    args = SimpleNamespace(temperature=1.0, reward_combine="min")
+    ppo.score(args, batch, policy, None, judges, gold=None)
+    assert batch.scores.tolist() == [[0.5, 0.5]]
+
+
 def test_a_reward_function_gets_chat_as_messages(tokenizer, tmp_path):
     """As TRL hands it over: a list of messages for each prompt, and one message
     of the assistant for each answer."""

@@ -31,7 +31,7 @@ BUDGETS = {
     "sft.py": (7_500, 12.5),
     "reward.py": (9_500, 12.5),
     "ppo.py": (30_500, 12.5),  # 27,000 are the aim
-    "common.py": (19_000, 12.5),  # 18,000 are the aim
+    "common.py": (19_500, 12.5),  # 18,000 are the aim
     **{f"machinery/{file.name}": (16_000, 13.5) for file in MACHINERY},
 }
 WIDEST_LINE = 100  # columns, in every .py file of the project
