@@ -76,7 +76,8 @@ def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
         if r < args.min_new_tokens:
             logits[:, tokenizer.eos_token_id] = -torch.inf
         yield r, rows, logits
-        alive[rows] &= ~ends_with_stop(args, tokenizer, responses[rows], r)
+        if args.stop:
+            alive[rows] &= ~ends_with_stop(args, tokenizer, responses[rows], r)
         going_on = alive[rows]
         left = going_on.sum().item()
         # Without `synced` ranks stop on their own; with it one that stopped would hang the others.
@@ -108,9 +109,8 @@ def filter_top(probs, top_k, top_p):
 def ends_with_stop(args, tokenizer, responses, r):
     """Returns for each row, bool (b,), whether a text of --stop ends in the 16 slots up to r."""
     found = torch.zeros(len(responses), dtype=torch.bool, device=responses.device)
-    if args.stop:
-        for row, tail in enumerate(tokenizer.batch_decode(responses[:, max(0, r - 15) : r + 1])):
-            found[row] = any(text in tail for text in args.stop)
+    for row, tail in enumerate(tokenizer.batch_decode(responses[:, max(0, r - 15) : r + 1])):
+        found[row] = any(text in tail for text in args.stop)
     return found
 
 

@@ -31,12 +31,6 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
     return common.load_model(flags.of_role(args, **own), tokenizer, value_head)
 
 
-def train_engine(model, args, stage, batch, micro, steps, lr, weight_decay, main=True):
-    """common.train_engine with the flags of one engine written out."""
-    own = dict(zero_stage=stage, learning_rate=lr, weight_decay=weight_decay)
-    return common.train_engine(model, flags.of_role(args, **own), batch, micro, steps, main)
-
-
 class Knowing:
     """A tokenizer, or the stand-in of one, that has so many tokens."""
 
