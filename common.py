@@ -5,7 +5,7 @@
     3  DeepSpeed    one function that writes every engine's config; engines; the loss scale
     4  batches      the rows of each optimizer step, the same on any number of ranks
 
-Losses and training loops are not here: each step's own file tells its whole story.
+Losses and training loops are in each step's own file.
 Shapes: B rows of a micro-batch, T tokens, K the last ones of a row, M those of them that a loss
 looks at (of all rows together), V vocabulary, H hidden size.
 """
@@ -41,9 +41,9 @@ CHUNK = 64  # tokens whose logits are in fp32 at a time: few enough for a CPU's 
 
 # ---- 1  Log-probs ----
 class TokenLogprobs(torch.autograd.Function):
-    """log softmax(logits / temperature)[target] in fp32, CHUNK tokens at a time.
+    """log softmax(logits / temperature)[target], CHUNK tokens at a time.
 
-    So there is never an fp32 copy of all logits, neither forward nor backward.
+    So neither forward nor backward needs an fp32 copy of all logits.
     """
 
     @staticmethod
@@ -72,10 +72,7 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def in_fp32(logits, temperature):
-    """The logits of the distribution that a rollout samples from, in fp32.
-
-    Dividing by the temperature in bf16 would round them: another policy.
-    """
+    """The logits that a rollout samples from. Divided in bf16 they would be another policy's."""
     return logits.float() if temperature == 1 else logits.float() / temperature
 
 
@@ -103,10 +100,9 @@ def forward_options(model, mask, keep=None):
 def last_logits(model, ids, mask, wanted):
     """Logits (M, V) that predict the tokens which `wanted` marks among the last K of each row.
 
-    logits[:, t] predict token t+1, so positions T-K-1 .. T-2 predict the last K tokens. Only the
-    wanted ones are computed. (All K for a model with code of its own, or a compiled one.)
-
-    ids, mask: (B, T). wanted: bool (B, K).
+    ids, mask: (B, T). wanted: bool (B, K). logits[:, t] predict token t+1, so T-K-1 .. T-2 predict
+    the last K. Only the wanted ones are computed (all K by a model with code of its own, or a
+    compiled one).
     """
     count = wanted.shape[1]
     library = vars(sys.modules[type(unwrap_model(model)).__module__])
@@ -129,8 +125,8 @@ def last_logprobs(
 ):
     """Log-probs (B, K), fp32, of the last K tokens of each row, 0 where not `wanted` (B, K).
 
-    With with_entropy True or False: their entropies, too, (B, K) or None. Those have a gradient
-    only if train_entropy: it costs memory.
+    With with_entropy True or False: their entropies, too, (B, K) or None. train_entropy: with a
+    gradient, which costs memory.
     """
     wanted = wanted > 0
     targets = ids[:, -wanted.shape[1] :][wanted]  # (M,)
@@ -153,8 +149,8 @@ def scatter_to(wanted, values):
 class ValueModel(nn.Module):
     """A backbone and a linear head with one number per token: the reward model and the critic.
 
-    It wraps stock transformers' sequence-classification model, so what is saved is what stock
-    transformers loads. Only the forward differs: the head is read at every token.
+    It wraps transformers' sequence-classification model, so that stock transformers loads what is
+    saved. Only the forward differs: the head is read at every token.
     """
 
     def __init__(self, model, value_head_name):
@@ -179,13 +175,21 @@ class ValueModel(nn.Module):
         return values.squeeze(-1).float()
 
 
+class ValueHead(nn.Linear):
+    """A linear layer that multiplies in fp32: rounded to bf16, many scores would be equal."""
+
+    def forward(self, hidden):
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+
+
 def load_model(args, tokenizer=None, value_head=None):
     """Loads a causal LM, or with `value_head` (the head's attribute name) a ValueModel.
 
     args: the flags of this model: model_name_or_path, zero_stage, dropout, lora_dim, dtype, ...
-    It is on the CPU, or under ZeRO stage 3 sharded: HfDeepSpeedConfig makes transformers partition
-    every weight while it loads, so that no rank ever holds the whole model. A folder without
-    weights gives a new, random model, which every rank builds whole, from the same seed.
+    It is on the CPU, or under ZeRO-3 sharded: HfDeepSpeedConfig makes transformers partition every
+    weight while it loads, so that no rank holds the whole model. A folder without weights gives a
+    new, random model, which every rank builds whole, from the same seed.
     """
     path, stage = args.model_name_or_path, args.zero_stage
     config = model_folders.load_config(path, args.trust_remote_code)
@@ -210,6 +214,8 @@ def load_model(args, tokenizer=None, value_head=None):
     model.own_dropout = own_dropout  # what is saved: --dropout is this run's alone
     if value_head and "score.weight" in missing:
         init_value_head(model.score, args.seed)
+    if value_head and type(model.score) is nn.Linear:
+        model.score.__class__ = ValueHead
     model_folders.name_head(model, value_head)
     for folder in reversed(adapters):
         lora.merge_adapters(model, folder)
@@ -224,10 +230,10 @@ def load_model(args, tokenizer=None, value_head=None):
 def init_value_head(head, seed):
     """Draws a new head's weights: normal, mean 0, std 1 / (d + 1), d its input width.
 
-    As in OpenRLHF. ([Stiennon 2020] prints N(0, 1/(d+1)); OpenAI's released code used std
-    1/sqrt(d+1).) A trained head is never touched. ZeRO-3 partitions weights as modules are built
-    and does not initialise a layer added on top, which would hold whatever was in memory. So it is
-    gathered, written on rank 0, and partitioned again from there.
+    As in OpenRLHF. ([Stiennon 2020] prints N(0, 1/(d+1)); OpenAI's code used std 1/sqrt(d+1).)
+    ZeRO-3 partitions weights as modules are built and does not initialise a layer added on top,
+    which would hold whatever was in memory. So it is gathered, written on rank 0, and partitioned
+    again from there. A trained head is never touched.
     """
     gathered = deepspeed.zero.GatheredParameters([head.weight], modifier_rank=0)
     with gathered, torch.no_grad():
@@ -242,8 +248,8 @@ def init_value_head(head, seed):
 def set_weights(engine, weights):
     """Writes weights(name), a whole tensor on rank 0, over each weight that forwards use.
 
-    For a frozen model only: one that trains has fp32 master weights beside these, which its next
-    step would write back. All ranks call it. Checkpoints do not hold a frozen model's weights.
+    All ranks call it, for a frozen model only: the next step of one that trains would write its
+    fp32 master weights back. Checkpoints do not hold a frozen model's weights.
     """
     trains = any(p.requires_grad for p in unwrap_model(engine).parameters())
     if trains or lora.has_adapters(engine) or ranks.tensor_parallel_size() > 1:
@@ -261,8 +267,8 @@ def set_weights(engine, weights):
 def stage_of(args, stage):
     """The ZeRO stage of an engine that trains: 1 in place of 0 unless in fp32.
 
-    The maths is the same, and at 0 DeepSpeed 0.19 gets it wrong: it leaves fp16's loss scale out
-    of backward(), and its steps in bf16 are not those of the other stages.
+    The maths is the same, but at 0 DeepSpeed 0.19 leaves fp16's loss scale out of backward(), and
+    its steps in bf16 are not those of the other stages.
     """
     return stage if args.dtype == "fp32" else max(stage, 1)
 
@@ -270,10 +276,9 @@ def stage_of(args, stage):
 def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True, loads=False):
     """The DeepSpeed config (dict) of one engine: ds_config.json, and over it what the flags say.
 
-    stage: ZeRO stage. batch_size: rows of one forward on one device. micro_steps: backwards of an
-    optimizer step. train False: a frozen engine (reference, reward model), which only shards and
-    offloads weights. main False: no monitor (the critic's would repeat the actor's).
-    loads: for transformers, while it loads weights under ZeRO-3.
+    batch_size: rows of one forward on one device. micro_steps: backwards of an optimizer step.
+    train False: a frozen engine, which only shards and offloads weights. main False: no monitor
+    (the critic's would repeat the actor's). loads: while transformers loads under ZeRO-3.
     """
     config = monitors.read_config(args, main)
     zero = config["zero_optimization"]
@@ -373,9 +378,8 @@ def epoch_batches(lengths, seed, epoch, batch_size, micro_steps, group_by_length
     """This rank's micro-batches of one epoch (lists of row numbers), `micro_steps` a step.
 
     The rows of each optimizer step depend on (seed, epoch) and on how many rows a step takes, not
-    on how those are laid out over ranks and micro-batches: results do not change with the number
-    of GPUs. A short last step is filled up with -1, so that every rank makes as many forwards:
-    nothing is ever dropped on one rank alone.
+    on ranks and micro-batches: results do not change with the number of GPUs. A short last step is
+    filled up with -1, so that every rank makes as many forwards.
     """
     rank, share = ranks.data_parallel_rank(), ranks.data_parallel_size() * batch_size
     rng = np.random.default_rng([seed, epoch])

@@ -7,13 +7,13 @@ Four models:  actor      from step 1, trained: writes the responses
               critic     from step 2, trained: predicts, at each token, the reward still to come
               reference  the actor as it was, frozen: a KL penalty keeps the actor near it
               reward     from step 2, frozen: scores each whole response, once
-main()'s banners are 1 data, 2 models; then in every step
+main() loads 1 data and 2 models. Then in every step
     3 rollout      the actor samples a response to each prompt of the batch
     4 score        old log-probs, reference log-probs, values, scores: forwards in eval mode
     5 advantages   score - KL penalty per token; GAE (or RLOO, GRPO, REINFORCE: no critic)
     6 update       clipped policy loss for the actor, clipped value loss for the critic
     7 keep         metrics
-and 8 save. What is left out: serving engines such as vLLM, asynchronous or multi-turn rollouts.
+and at the end 8 save.
 
 Sizes: a rollout > its minibatches (an optimizer step each) > their micro-batches (a forward each).
 Shapes: B responses of a micro-batch, P its longest prompt, R its longest response, T = P + R,
@@ -59,9 +59,8 @@ from torch import Tensor
 
 # ---- Hyperparameters ----
 PRESETS = {
-    # DeepSpeed-Chat, step 3, opt/single_node/run_1.3b.sh, number for number. It does not whiten
-    # advantages: for that add --whiten 0. The first preset holds when a model is named, the toy's
-    # (toy/presets.json) when none is.
+    # DeepSpeed-Chat, step 3, opt/single_node/run_1.3b.sh; but it does not whiten (--whiten 0).
+    # The first preset holds when a model is named, the toy's (toy/presets.json) when none is.
     "opt-1.3b": dict(
         actor_model_name_or_path="output/sft",
         critic_model_name_or_path="output/reward",
@@ -86,8 +85,6 @@ PRESETS = {
         zero_stage=2,
     ),
 }
-COLUMNS = """step reward gold kl response_length eos_rate actor_loss critic_loss
-             explained_variance entropy ratio_max eval_reward eval_gold seconds""".split()
 
 
 def get_args(argv=None):
@@ -99,12 +96,7 @@ def get_args(argv=None):
     arg("per_device_generation_batch_size", int, "responses sampled at a time", least=1)
     arg("per_device_training_batch_size", int, "responses of one forward; equal", least=1)
     arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)
-    arg(
-        "ppo_epochs",
-        1,
-        "epochs over a rollout. At 1 no ratio is clipped. 1 [DeepSpeed-Chat]",
-        least=1,
-    )
+    arg("ppo_epochs", 1, "epochs over a rollout; 1: none is clipped. 1 [DeepSpeed-Chat]", least=1)
     arg("max_prompt_seq_len", int, "tokens; a longer one keeps its end", least=2, fixed=True)
     arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6, fixed=True)
@@ -142,10 +134,9 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
 
 
 def token_rewards(scores, kl, mask, kl_coef, clip_reward, penalty=0.0):
-    """Minus the KL penalty on every token, plus the scores.  [Ouyang 2022] eq. 2
+    """Minus the KL penalty on every token, plus the clipped scores.  [Ouyang 2022] eq. 2
 
-    A whole response's score stands on its last token. Scores are clipped as in DeepSpeed-Chat;
-    `penalty` is taken off after that.
+    A whole response's score stands on its last token. `penalty` is taken off after clipping.
     """
     return (-kl_coef * kl * mask + (scores.clamp(-clip_reward, clip_reward) - penalty)) * mask
 
@@ -171,9 +162,9 @@ def gae(rewards, values, mask, gamma, lam):
 
 
 def reinforce(rewards, mask, gamma):
-    """The reward still to come: GAE with lambda 1 and V = 0.  [Williams 1992]
+    """The reward still to come, A_t = r_t + gamma * A_{t+1}: GAE with V = 0.  [Williams 1992]
 
-    A_t = r_t + gamma * A_{t+1}         whitened, this is REINFORCE++ [Hu 2025]
+    Whitened, this is REINFORCE++ [Hu 2025].
     """
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[0]
 
@@ -223,9 +214,8 @@ def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None, dual_c
         ratio = pi(token) / pi_old(token)
         loss  = -min(ratio * A, clip(ratio, 1 - clip, 1 + clip_high) * A)
 
-    Beyond the clip a gain no longer counts, and a loss still does. For a bad token (A < 0) that
-    became likely the loss has no bound; dual_clip gives it one.  [Ye 2020]
-    Returns loss and ratio.
+    For a bad token (A < 0) that became likely the loss has no bound; dual_clip gives it one.
+    [Ye 2020]  Returns loss and ratio.
     """
     ratio = (logprobs - old_logprobs).exp()
     high = 1 + (clip if clip_high is None else clip_high)
@@ -241,10 +231,9 @@ def actor_loss(args, batch, logprobs, entropy, kl_coef):
 
     Returns loss, ratio, and clipped: where clipping stopped the gradient through the ratio.
     """
-    advantages = batch.advantages
     clips = args.clip, args.clip_high, args.dual_clip
-    loss, ratio = policy_loss(logprobs, batch.old_logprobs, advantages, *clips)
-    clipped = loss != -ratio * advantages
+    loss, ratio = policy_loss(logprobs, batch.old_logprobs, batch.advantages, *clips)
+    clipped = loss != -ratio * batch.advantages
     if args.kl_in == "loss":
         loss = loss + kl_coef * kl_estimate(logprobs, batch.ref_logprobs, args.kl_estimator)
     if args.entropy_coef:
@@ -255,7 +244,7 @@ def actor_loss(args, batch, logprobs, entropy, kl_coef):
 def value_loss(values, old_values, returns, clip_value):
     """Half the squared error of the values, or of the values clipped to old +- clip, if larger.
 
-    As in OpenAI's baselines and DeepSpeed-Chat; not in the PPO paper.
+    As in DeepSpeed-Chat; not in the PPO paper.
     """
     clipped = old_values + (values - old_values).clamp(-clip_value, clip_value)
     return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
@@ -274,8 +263,8 @@ class Estimator:
 
 def gae_of(args, batch):
     """GAE, which sets batch.returns, too."""
-    layout = batch.rewards, batch.old_values, batch.response_mask
-    advantages, batch.returns = gae(*layout, args.gamma, args.lam)
+    mask, values = batch.response_mask, batch.old_values
+    advantages, batch.returns = gae(batch.rewards, values, mask, args.gamma, args.lam)
     return advantages
 
 
@@ -294,14 +283,14 @@ ADVANTAGES = {
 # ---- The micro-batch, rollout and scores ----
 @dataclass
 class MicroBatch:
-    """B responses, as one forward takes them. The parts of main() fill it in from top to bottom."""
+    """B responses, as one forward takes them. main() fills it in from top to bottom."""
 
     responses: list  # (B,) dicts: prompt, text, ended, ...
     ids: Tensor  # (B, T)
     mask: Tensor  # (B, T) 1 on real tokens, for attention
     response_mask: Tensor  # (B, R) 1 on the tokens that count; 0 in a filler row
     last: Tensor  # (B, R) 1 on the last of these
-    row_weight: Tensor  # (B,) 1, or 0 for a filler row (common.Rows)
+    row_weight: Tensor  # (B,) 1, or 0 for a filler (common.Rows)
     ended: Tensor  # (B,) 1, or 0 for a response that was cut off
     # 4 score
     ref_logprobs: Tensor = None  # (B, R)
@@ -332,22 +321,21 @@ def row_uniforms(seed, step, rows, count):
 def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     """Samples responses, token by token.  -> responses, response_mask: (B, R'), R' <= R
 
-    ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1); the r-th token of row b is
-    the inverse of the cumulative distribution at uniforms[b, r]. The mask is 1 up to the first
-    EOS, or the token that completes a text of --stop.
+    ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1): token r of row b is where
+    the cumulative distribution passes uniforms[b, r]. The mask is 1 up to EOS (or --stop).
     """
     uniforms = uniforms.to(ids.device).double()
     responses = torch.full(uniforms.shape, tokenizer.pad_token_id, device=ids.device)  # (B, R)
     response_mask = torch.zeros_like(responses)
     alive = torch.ones(len(ids), dtype=torch.bool, device=ids.device)  # (B,)
     slots = decoding.each_slot(args, model, tokenizer, ids, mask, responses, alive, synced)
-    for r, rows, logits in slots:  # (b,), (b, V). each_slot then reads responses and alive
+    for r, rows, logits in slots:  # (b,), (b, V): rows that go on. It reads responses and alive
         probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)
         probs = decoding.filter_top(probs, args.top_k, args.top_p)
         cdf = probs.cumsum(-1, dtype=torch.float64)
         drawn = uniforms[rows, r, None] * cdf[:, -1:]  # (b, 1)
         token = torch.searchsorted(cdf, drawn, right=True)[:, 0]  # the first whose cdf exceeds it
-        token.clamp_(max=cdf.shape[1] - 1)  # beyond only if cdf is NaN; part 4 then stops the run
+        token.clamp_(max=cdf.shape[1] - 1)  # beyond only if cdf is NaN: part 4 stops the run
         responses[rows, r] = token.where(alive[rows], tokenizer.pad_token_id)
         response_mask[rows, r] = alive[rows].long()
         alive[rows] &= token != tokenizer.eos_token_id
@@ -357,8 +345,7 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
 def roll_out(args, engine, tokenizer, batches, step):
     """Samples a response to each prompt: the rows, with response_ids, text and ended.
 
-    batches: lists of rows, dicts with prompt_ids, row (its number), sample, ... A response depends
-    on (seed, step, row, sample), and not on the rank or the other rows.
+    batches: lists of rows (dicts). A response depends on (seed, step, row, sample) alone.
     """
     out = []
     with zero3.gather_for_generation(engine) as (model, synced):
@@ -379,8 +366,8 @@ def make_micro_batches(tokenizer, responses, batch_size):
         part = responses[start : start + batch_size]
         ids, mask = common.pad([row["prompt_ids"] for row in part], pad_id)  # (B, P)
         response, real = common.pad([row["response_ids"] for row in part], pad_id, "right")
-        row_weight = torch.tensor([float(row["row_weight"]) for row in part])  # (B,)
-        ended = torch.tensor([row["ended"] for row in part])  # (B,) 1.0 or 0.0
+        row_weight = torch.tensor([float(row["row_weight"]) for row in part])
+        ended = torch.tensor([row["ended"] for row in part])  # 1.0 or 0.0
         response_mask = real * row_weight[:, None]  # (B, R)
         last = response_mask * (real.cumsum(-1) == real.sum(-1, keepdim=True))
         ids, mask = torch.cat([ids, response], 1), torch.cat([mask, real], 1)
@@ -392,7 +379,7 @@ def make_micro_batches(tokenizer, responses, batch_size):
 def actor_forward(args, actor, batch, stores):
     """Log-probs and entropy, (B, R) each: the one function for old and for new ones.
 
-    Entropy is None unless it is stored or used in the loss, where it has a gradient.
+    Entropy is None unless it is stored or used in the loss.
     """
     used = args.entropy_coef > 0
     options = dict(with_entropy=stores or used, train_entropy=used)
@@ -400,7 +387,7 @@ def actor_forward(args, actor, batch, stores):
     return common.last_logprobs(actor, *layout, args.temperature, **options)
 
 
-def critic_forward(critic, batch, stores):
+def critic_forward(args, critic, batch, stores):
     """Values, (B, R), old and new ones: the reward predicted from each response token on."""
     return critic(batch.ids, batch.mask)[:, -batch.last.shape[1] - 1 : -1]
 
@@ -413,14 +400,13 @@ def reward_model_scores(model, batch):
 
 def set_rewards(args, batch, kl_coef, score_statistics):
     """Gives each token its reward. score_statistics: mean, deviation with --normalize_reward."""
-    scores, last = batch.scores, batch.last
+    scores, mask = batch.scores, batch.response_mask
     if score_statistics:
         mean, std = score_statistics
-        scores = (scores - mean) / std * last
+        scores = (scores - mean) / std * batch.last
     kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, args.kl_estimator)  # (B, R)
     kl_coef = kl_coef if args.kl_in == "reward" else 0.0
-    penalty = args.missing_eos_penalty * (1 - batch.ended)[:, None] * last
-    mask = batch.response_mask
+    penalty = args.missing_eos_penalty * (1 - batch.ended)[:, None] * batch.last
     batch.rewards = token_rewards(scores, kl, mask, kl_coef, args.clip_reward, penalty)
 
 
@@ -444,7 +430,7 @@ def set_advantages(args, micro_batches):
 def minibatches(micro_batches, accumulation, epochs, seed):
     """Yields a list of `accumulation` micro-batches for each optimizer step, shuffled each epoch.
 
-    The micro-batches stay as they were scored: with other padding the ratio would not be 1.
+    They stay as they were scored: with other padding the ratio would not be 1.
     """
     for epoch in range(epochs):
         order = np.random.default_rng([*seed, epoch]).permutation(len(micro_batches))
@@ -456,7 +442,7 @@ def set_loss_weights(minibatch):
     """Gives each token its weight in the losses and their metrics; returns the weights' sum.
 
     Every response token of the optimizer step, on all ranks, counts the same, as in DAPO
-    [Yu 2025]; the mean over responses first, as in GRPO [Shao 2024], would be written here.
+    [Yu 2025]. A mean over responses, as in GRPO [Shao 2024], would be written here.
     """
     for batch in minibatch:
         batch.loss_weight = batch.response_mask
@@ -474,9 +460,9 @@ def arranged(responses, updates, seed):
 def score(args, batch, policy, reference, judges, gold):
     """Fills in log-probs, entropy, KL and scores of a micro-batch, none of them with a gradient.
 
-    These are the forwards of the update, in eval mode, on the same padding, so that the first ratio
-    is exactly 1. The reference comes first: with LoRA it is the actor without its adapters, and
-    under ZeRO-3 the forward that is trained on must come right before its backward.
+    The forwards are the update's, in eval mode, on the same padding, so that the first ratio is
+    exactly 1. The reference (with LoRA the actor without adapters) comes first: under ZeRO-3 the
+    forward that is trained on must come right before its backward.
     """
     layout = batch.ids, batch.mask, batch.response_mask
     with torch.no_grad():
@@ -486,13 +472,12 @@ def score(args, batch, policy, reference, judges, gold):
     batch.kl = (kl_estimate(*logprobs, "k1") * batch.response_mask).sum(-1)
     batch.kl_k3 = (kl_estimate(*logprobs, "k3") * batch.response_mask).sum(-1)
     with torch.no_grad():
-        scores = [judge(batch) for judge in judges]
+        scores = torch.stack([judge(batch) for judge in judges])  # (judges, B, R)
         batch.gold = gold and gold(batch)
-    batch.scores = sum(scores)
+    batch.scores = scores.sum(0)
     if args.reward_combine == "min":  # of the judge with the smallest sum over the response
-        stacked = torch.stack(scores)  # (judges, B, R)
-        harshest = stacked.sum(-1).argmin(0)  # (B,)
-        batch.scores = stacked[harshest, torch.arange(len(harshest))]
+        harshest = scores.sum(-1).argmin(0)  # (B,)
+        batch.scores = scores[harshest, torch.arange(len(harshest))]
 
 
 @torch.no_grad()
@@ -503,7 +488,7 @@ def evaluate(args, actor, tokenizer, held_out, *models):
     """
     size = args.per_device_eval_batch_size
     batches = rollout_metrics.held_out_batches(held_out, size)
-    responses = roll_out(args, actor, tokenizer, batches, 0)
+    responses = roll_out(args, actor, tokenizer, batches, step=0)
     responses.sort(key=lambda response: len(response["response_ids"]))
     for batch in make_micro_batches(tokenizer, responses, size):
         score(args, batch, *models)
@@ -533,18 +518,14 @@ def main():
     actor_updates = max(steps - args.critic_warmup_steps, 1) * sizes.updates
     actor = common.load_model(actor_args)
     actor = common.train_engine(actor, actor_args, batch_size, actor_micro_steps, actor_updates)
-    # A KeptPass stores with before() and trains with now(). Where both would be the same forward,
-    # before() keeps its graph and now() returns it.
-    forward = functools.partial(actor_forward, args, actor)
-    policy = kept_pass.KeptPass(args, "actor", actor, forward)
+    # before() stores a forward's result, now() trains on it: one forward where both are the same.
+    policy = kept_pass.KeptPass(args, "actor", actor, actor_forward)
     engines, passes, critic = {"actor": actor}, [policy], None
     if args.has_critic:
         critic = common.load_model(critic_args, tokenizer, "score")
-        critic = common.train_engine(
-            critic, critic_args, batch_size, accumulation, steps * sizes.updates, main=False
-        )
-        forward = functools.partial(critic_forward, critic)
-        values = kept_pass.KeptPass(args, "critic", critic, forward)
+        sizes_of_critic = batch_size, accumulation, steps * sizes.updates
+        critic = common.train_engine(critic, critic_args, *sizes_of_critic, main=False)
+        values = kept_pass.KeptPass(args, "critic", critic, critic_forward)
         engines["critic"] = critic
         passes.append(values)
     reference = common.reference_of(actor, actor_args, batch_size)
@@ -562,14 +543,14 @@ def main():
             responses = evaluate(args, actor, tokenizer, held_out, *models)
         return rollout_metrics.summary(run, step, responses)
 
-    columns = ppo_options.columns(args, COLUMNS)
+    columns = rollout_metrics.columns(args)  # that the screen shows
     means = statistics.TokenMeans("actor_loss", "critic_loss", "approx_kl", "clip_fraction")
     prompts_of = functools.partial(ppo_options.repeated, args)  # --samples_per_prompt
-    for step, prompt_batches in run.steps(engines, prompts_of, evaluate_at, columns, state):
+    for step, batches in run.steps(engines, prompts_of, evaluate_at, columns, state):
         # ---- 3 rollout ----
         times = [time.time()]
         with kept_pass.collecting(args, passes, step):
-            responses = roll_out(args, actor, tokenizer, prompt_batches, step)
+            responses = roll_out(args, actor, tokenizer, batches, step)
             times.append(time.time())
 
             # ---- 4 score ----
@@ -590,8 +571,8 @@ def main():
         # ---- 6 update ----
         means.reset()
         training = [each.engine for each in passes if each.trains]
-        shuffled = minibatches(micro_batches, accumulation, args.ppo_epochs, (args.seed, step))
-        for update, minibatch in enumerate(shuffled):  # one optimizer step each
+        order = accumulation, args.ppo_epochs, (args.seed, step)
+        for update, minibatch in enumerate(minibatches(micro_batches, *order)):  # optimizer steps
             total = set_loss_weights(minibatch)
             if not total:  # filler rows only
                 continue
@@ -606,9 +587,8 @@ def main():
                     text_mix.backward(actor, (step, update))  # a micro-step of its own
                 critic_losses = torch.zeros_like(loss)
                 if critic:
-                    new_values = values.now(batch)  # (B, R)
                     targets = batch.old_values, batch.returns
-                    critic_losses = value_loss(new_values, *targets, args.clip_value)
+                    critic_losses = value_loss(values.now(batch), *targets, args.clip_value)
                     loss_sum = (critic_losses * batch.loss_weight).sum()
                     critic.backward(loss_sum * common.loss_scale(total, accumulation))
                 patches.skip_together(args, training)

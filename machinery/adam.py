@@ -1,8 +1,9 @@
 """AdamW in DeepSpeed's forms (on the device, or with --adam_offload on the CPU), or PyTorch's."""
 
-from machinery import errors, ranks
+from machinery import errors, patches, ranks
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 
@@ -22,8 +23,11 @@ def build_optimizer(model, args, stage, learning_rate, weight_decay):
     options = {"lr": learning_rate, "betas": tuple(args.adam_betas)}
     try:
         if args.adam_offload:
-            return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
-        return FusedAdam(groups, adam_w_mode=True, **options)
+            optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+        else:
+            optimizer = FusedAdam(groups, adam_w_mode=True, **options)
+        on_cpu = args.adam_offload or get_accelerator().device_name() == "cpu"
+        return patches.correct_by_step_number(optimizer) if on_cpu else optimizer
     except Exception as error:  # there may be no compiler, no ninja, no headers
         states = getattr(args, "offload_states", False) and stage == 3
         if args.adam_offload or states:

@@ -5,6 +5,7 @@ stores old log-probs (or values) and the one that trains. One forward is both: 2
 """
 
 import contextlib
+import functools
 
 from machinery import model_folders, ranks, state_offload
 
@@ -32,11 +33,11 @@ def roles(args):
 class KeptPass:
     """The forward of one engine in step 3: `before` the update, and `now`, in it.
 
-    forward(batch, stores) returns tensors (or one) that are (B, R); stores: it is called to store.
+    forward(args, engine, batch, stores) returns tensors (or one), (B, R). stores: for `before`.
     """
 
     def __init__(self, args, role, engine, forward):
-        self.engine, self.forward = engine, forward
+        self.engine, self.forward = engine, functools.partial(forward, args, engine)
         self.may_keep = role in roles(args)
         self.first_step = self.kept = None
         self.trains, self.keeps = True, False

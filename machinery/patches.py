@@ -10,6 +10,7 @@ import shutil
 import deepspeed
 import torch
 import torch.nn as nn
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 
 def wait_at_most(minutes):
@@ -62,6 +63,31 @@ def keep_grad_norm(engine, max_norm):
         engine._global_grad_norm = nn.utils.clip_grad_norm_(parameters, max_norm)
 
     engine.clip_fp32_gradients = clip_and_keep
+
+
+def correct_by_step_number(optimizer):
+    """Makes DeepSpeed's Adam on a CPU take its bias correction from the step number alone.
+
+    0.19.8 multiplies beta^t up from step to step, in fp32, for all engines of the process, and
+    takes pow() only where the step is not the next one: after a load, for example. So a run that
+    was resumed differed in the last bit from step 6 on. A step 0 of no weights makes each step
+    "not the next one".
+    """
+    empty = [torch.empty(0)] * 4  # weights, gradients, moments
+
+    def forget(*_):
+        group = optimizer.param_groups[0]
+        rate, betas, eps, decay = 0.0, group["betas"], group["eps"], 0.0
+        if isinstance(optimizer, DeepSpeedCPUAdam):
+            settings = optimizer.opt_id, 0, rate, *betas, eps, decay, True
+            optimizer.ds_opt_adam.adam_update(*settings, *empty)
+        else:
+            lists = [[x] for x in empty]
+            settings = rate, *betas, eps, 0, optimizer.adam_w_mode, True, decay
+            optimizer.multi_tensor_adam(1, torch.zeros(1, dtype=torch.int), lists, *settings)
+
+    optimizer.register_step_pre_hook(forget)
+    return optimizer
 
 
 def skip_together(args, engines):

@@ -209,13 +209,6 @@ def repeated(args, rows):
     return [{**row, "sample": i} for row in rows for i in range(args.samples_per_prompt)]
 
 
-def columns(args, names):
-    """Returns those of the screen's columns `names` that this run has."""
-    absent = [] if args.has_critic else ["critic_loss", "explained_variance"]
-    absent += [] if args.gold_fn else ["gold", "eval_gold"]
-    return [name for name in names if name not in absent]
-
-
 def warn(args):
     """Warns of what DeepSpeed-Chat advises against."""
     if {args.actor_zero_stage, args.critic_zero_stage} != {2}:

@@ -8,6 +8,8 @@ from machinery import ranks, throughput
 import torch
 import torch.nn as nn
 
+COLUMNS = """step reward gold kl response_length eos_rate actor_loss critic_loss
+             explained_variance entropy ratio_max eval_reward eval_gold seconds""".split()
 STORED = ("old_logprobs", "ref_logprobs", "entropy", "scores", "old_values")
 
 
@@ -99,6 +101,13 @@ def as_data(row):
     """Returns a response as a row that --data_path takes."""
     prompt = json.loads(row["prompt"]) if row["chat"] else row["prompt"]
     return {"prompt": prompt, "completion": row["text"], **json.loads(row["extra"])}
+
+
+def columns(args):
+    """Returns the columns of the screen that this run has."""
+    absent = [] if args.has_critic else ["critic_loss", "explained_variance"]
+    absent += [] if args.gold_fn else ["gold", "eval_gold"]
+    return [name for name in COLUMNS if name not in absent]
 
 
 def held_out_batches(held_out, size):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 from deepspeed.comm.torch import TorchBackend, build_shm_op
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.op_builder import builder as op_builder
 from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -179,3 +180,47 @@ def test_overflow_is_shared_in_fp16_at_the_last_micro_batch(dtype, last, shared)
     ]
     patches.skip_together(SimpleNamespace(dtype=dtype), engines)
     assert [o.has_overflow() for o in optimizers] == [True, bool(shared)]
+
+
+# --------------------------------------------------------------------------------------------------
+# correct_by_step_number
+# --------------------------------------------------------------------------------------------------
+def updated(optimizer, parameter, steps):
+    """The weights after updates with gradients that depend on the step alone."""
+    for step in steps:
+        parameter.grad = torch.randn(9999, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+    return parameter.detach().clone()
+
+
+def adam(kind, repair):
+    parameter = nn.Parameter(torch.linspace(-1, 1, 9999))
+    optimizer = kind([parameter], lr=1e-2, betas=(0.9, 0.95))
+    return repair(optimizer), parameter
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, DeepSpeedCPUAdam])
+def test_a_resumed_adam_goes_on_to_the_bit(kind):
+    """DeepSpeed's Adam on a CPU carries beta^t along as a product in fp32, and does not save it.
+    A resumed run takes pow(beta, t), which differs in the last bit after a few steps."""
+    gaps = []
+    for repair in (lambda optimizer: optimizer, patches.correct_by_step_number):
+        expected = updated(*adam(kind, repair), range(30))
+        optimizer, parameter = adam(kind, repair)
+        updated(optimizer, parameter, range(20))
+        resumed, weights = adam(kind, repair)
+        updated(resumed, weights, range(3))  # another engine's steps come between
+        weights.data.copy_(parameter.data)
+        resumed.load_state_dict(optimizer.state_dict())
+        gaps.append((updated(resumed, weights, range(20, 30)) - expected).abs().max().item())
+    assert gaps[0] > 0, "it needs no product now: correct_by_step_number may go"
+    assert gaps[1] == 0
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, DeepSpeedCPUAdam])
+def test_the_repaired_adam_is_still_adam(kind):
+    """The step of no weights in between moves nothing: torch's own AdamW goes the same way."""
+    found = updated(*adam(kind, patches.correct_by_step_number), range(30))
+    parameter = nn.Parameter(torch.linspace(-1, 1, 9999))
+    torchs = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
+    assert (found - updated(torchs, parameter, range(30))).abs().max() < 2e-6

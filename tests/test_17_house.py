@@ -328,7 +328,7 @@ def test_an_evaluation_leaves_what_trains_as_it_was(monkeypatch):
     """During --critic_warmup_steps the actor waits. An evaluation in such a step must not make it
     look as if it trained: --kl_target would adapt its penalty to a policy that stands still."""
     monkeypatch.setattr(kept_pass, "roles", lambda args: ("actor",))
-    policy = kept_pass.KeptPass(None, "actor", torch.nn.Linear(1, 1), forward=None)
+    policy = kept_pass.KeptPass(None, "actor", torch.nn.Linear(1, 1), forward=print)
     policy.begin(1, trains=False)
     policy.begin(None, trains=True)
     assert (policy.trains, policy.keeps) == (False, False)

@@ -212,6 +212,23 @@ def test_padding_never_changes_a_logprob_or_a_value(name, language_model, value_
 
 
 @every_model
+@torch.no_grad()
+def test_the_head_multiplies_in_fp32_also_in_a_bf16_model(name, folder):
+    """bf16 has 8 bits: multiplied there, values between 4 and 8 move in steps of 1/32, and many
+    held-out responses have the same score. Our head's product is that of exact numbers."""
+    args = get_args("--dtype", "bf16")
+    model = load_model(folder, args, stage=0, tokenizer=TOKENIZER, value_head="score")
+    ids, hidden = random_ids(8, 40), []
+    model.model.base_model.register_forward_hook(lambda *x: hidden.append(x[-1][0]))
+    values = model(ids, torch.ones_like(ids))
+    weight = model.model.score.weight
+    assert weight.dtype == hidden[0].dtype == torch.bfloat16
+    exact = (hidden[0].double() @ weight.double().T).squeeze(-1)
+    torch.testing.assert_close(values.double(), exact, rtol=1e-5, atol=1e-6)
+    assert len(values.unique()) > 0.95 * values.numel()
+
+
+@every_model
 def test_padding_gets_no_gradient(name, value_model):
     """The score of a padded row is a function of its real tokens alone: the embedding of a
     token that stands only in padding gets gradient 0, the others and the head do not."""
