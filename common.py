@@ -10,9 +10,6 @@ Shapes: B rows of a micro-batch, T tokens, K the last ones of a row, M those of 
 looks at (of all rows together), V vocabulary, H hidden size.
 """
 
-import inspect
-import sys
-
 from machinery import (
     adam,
     flags,
@@ -25,6 +22,7 @@ from machinery import (
     tensor_parallel,
     zero3,
 )
+from machinery.forwards import forward_options
 from machinery.model_folders import unwrap_model
 
 import deepspeed
@@ -86,32 +84,15 @@ def entropy(logits, temperature=1.0):
     return torch.cat(out)
 
 
-def forward_options(model, mask, keep=None):
-    """What a forward needs beside ids and mask, if the model takes it.
-
-    Position ids (B, T) count real tokens, so that padding moves nothing (BLOOM takes none). keep:
-    which positions get logits: the last so many (a number), a list, or a mask (B, T).
-    """
-    takes = inspect.signature(unwrap_model(model).forward).parameters
-    options = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "logits_to_keep": keep}
-    return {k: v for k, v in options.items() if k in takes and v is not None}
-
-
 def last_logits(model, ids, mask, wanted):
     """Logits (M, V) that predict the tokens which `wanted` marks among the last K of each row.
 
     ids, mask: (B, T). wanted: bool (B, K). logits[:, t] predict token t+1, so T-K-1 .. T-2 predict
-    the last K. Only the wanted ones are computed (all K by a model with code of its own, or a
-    compiled one).
+    the last K. Only the wanted ones are computed where the model can.
     """
     count = wanted.shape[1]
-    library = vars(sys.modules[type(unwrap_model(model)).__module__])
-    stock = "slice_logits_to_keep" in library  # its own models use it to pick positions (5.23)
-    if stock and not getattr(model, "is_compiled", False):
-        keep = nn.functional.pad(wanted, (ids.shape[1] - count - 1, 1))  # (B, T) bool
-    else:
-        keep = torch.arange(-count - 1, -1, device=ids.device)  # (K,) positions
-    options = forward_options(model, mask, keep)
+    keep = nn.functional.pad(wanted, (ids.shape[1] - count - 1, 1))  # (B, T) bool
+    options = forward_options(model, mask, keep, last=count + 1)
     logits = model(ids, attention_mask=mask, use_cache=False, **options).logits
     if logits.dim() == 2:  # (M, V): the model took the mask
         return logits
@@ -121,16 +102,20 @@ def last_logits(model, ids, mask, wanted):
 
 
 def last_logprobs(
-    model, ids, mask, wanted, temperature=1.0, with_entropy=None, train_entropy=False
+    model, ids, mask, wanted, temperature=1.0, shared=None, with_entropy=None, train_entropy=False
 ):
     """Log-probs (B, K), fp32, of the last K tokens of each row, 0 where not `wanted` (B, K).
 
-    With with_entropy True or False: their entropies, too, (B, K) or None. train_entropy: with a
-    gradient, which costs memory.
+    shared: the rows in their layout with shared prompts (shared_prompts.SharedRows), if there is
+    one. With with_entropy True or False: their entropies, too, (B, K) or None. train_entropy: with
+    a gradient, which costs memory.
     """
     wanted = wanted > 0
     targets = ids[:, -wanted.shape[1] :][wanted]  # (M,)
-    logits = last_logits(model, ids, mask, wanted)  # (M, V)
+    if shared:
+        logits = shared.logits(model, wanted)  # (M, V)
+    else:
+        logits = last_logits(model, ids, mask, wanted)
     logprobs = scatter_to(wanted, TokenLogprobs.apply(logits, targets, temperature))
     if with_entropy is None:
         return logprobs

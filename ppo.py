@@ -47,6 +47,7 @@ from machinery import (
     ranks,
     reward_functions,
     rollout_metrics,
+    shared_prompts,
     statistics,
     zero3,
 )
@@ -292,6 +293,7 @@ class MicroBatch:
     last: Tensor  # (B, R) 1 on the last of these
     row_weight: Tensor  # (B,) 1, or 0 for a filler (common.Rows)
     ended: Tensor  # (B,) 1, or 0 for a response that was cut off
+    shared: shared_prompts.SharedRows = None  # the same, those to a prompt in one row
     # 4 score
     ref_logprobs: Tensor = None  # (B, R)
     old_logprobs: Tensor = None  # (B, R)
@@ -342,14 +344,15 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     return responses[:, : r + 1], response_mask[:, : r + 1]
 
 
-def roll_out(args, engine, tokenizer, batches, step):
-    """Samples a response to each prompt: the rows, with response_ids, text and ended.
+def roll_out(args, engine, tokenizer, prompts, step, batch_size):
+    """Samples a response to each prompt: the rows (dicts), with response_ids, text and ended.
 
-    batches: lists of rows (dicts). A response depends on (seed, step, row, sample) alone.
+    `batch_size` of them at a time. A response depends on (seed, step, row, sample) alone.
     """
     out = []
     with zero3.gather_for_generation(engine) as (model, synced):
-        for rows in batches:
+        for start in range(0, len(prompts), batch_size):
+            rows = prompts[start : start + batch_size]
             ids, mask = common.pad([row["prompt_ids"] for row in rows], tokenizer.pad_token_id)
             ids, mask = ids.to(ranks.device()), mask.to(ranks.device())  # (B, P)
             keys = [(max(row["row"], 0), row["sample"]) for row in rows]
@@ -359,7 +362,7 @@ def roll_out(args, engine, tokenizer, batches, step):
     return out
 
 
-def make_micro_batches(tokenizer, responses, batch_size):
+def make_micro_batches(tokenizer, responses, batch_size, responses_a_row=1):
     """Lays responses out in MicroBatches, with masks from the known lengths."""
     out, pad_id = [], tokenizer.pad_token_id
     for start in range(0, len(responses), batch_size):
@@ -373,6 +376,9 @@ def make_micro_batches(tokenizer, responses, batch_size):
         ids, mask = torch.cat([ids, response], 1), torch.cat([mask, real], 1)
         tensors = ids, mask, response_mask, last, row_weight, ended
         out.append(MicroBatch(part, *(x.to(ranks.device()) for x in tensors)))
+        if responses_a_row > 1:
+            real = out[-1].mask[:, -real.shape[1] :]
+            out[-1].shared = shared_prompts.SharedRows(part, responses_a_row, real, pad_id)
     return out
 
 
@@ -384,18 +390,24 @@ def actor_forward(args, actor, batch, stores):
     used = args.entropy_coef > 0
     options = dict(with_entropy=stores or used, train_entropy=used)
     layout = batch.ids, batch.mask, batch.response_mask
-    return common.last_logprobs(actor, *layout, args.temperature, **options)
+    return common.last_logprobs(actor, *layout, args.temperature, batch.shared, **options)
+
+
+def last_values(model, batch):
+    """A ValueModel's values, (B, R + 1), from the last token of the prompt on."""
+    if batch.shared:
+        return batch.shared.values(model)
+    return model(batch.ids, batch.mask)[:, -batch.last.shape[1] - 1 :]
 
 
 def critic_forward(args, critic, batch, stores):
     """Values, (B, R), old and new ones: the reward predicted from each response token on."""
-    return critic(batch.ids, batch.mask)[:, -batch.last.shape[1] - 1 : -1]
+    return last_values(critic, batch)[:, :-1]
 
 
 def reward_model_scores(model, batch):
     """Scores, (B, R): each response's stands on its last token."""
-    values = model(batch.ids, batch.mask)[:, -batch.last.shape[1] :]
-    return values.where(batch.last > 0, 0)
+    return last_values(model, batch)[:, 1:].where(batch.last > 0, 0)
 
 
 def set_rewards(args, batch, kl_coef, score_statistics):
@@ -449,12 +461,18 @@ def set_loss_weights(minibatch):
     return ranks.all_sum(sum(batch.loss_weight.sum() for batch in minibatch)).item()
 
 
-def arranged(responses, updates, seed):
-    """Sorted by length (less padding) if one update takes all responses, else shuffled."""
+def arranged(responses, updates, seed, responses_a_row=1):
+    """Sorted by length (less padding) if one update takes all responses, else shuffled.
+
+    Responses that share a row stay together.
+    """
+    starts = range(0, len(responses), responses_a_row)
+    rows = [responses[i : i + responses_a_row] for i in starts]
     if updates == 1:
-        return sorted(responses, key=lambda r: len(r["prompt_ids"]) + len(r["response_ids"]))
-    np.random.default_rng(seed).shuffle(responses)
-    return responses
+        rows.sort(key=lambda row: sum(len(r["prompt_ids"]) + len(r["response_ids"]) for r in row))
+    else:
+        np.random.default_rng(seed).shuffle(rows)
+    return sum(rows, [])
 
 
 def score(args, batch, policy, reference, judges, gold):
@@ -466,7 +484,8 @@ def score(args, batch, policy, reference, judges, gold):
     """
     layout = batch.ids, batch.mask, batch.response_mask
     with torch.no_grad():
-        batch.ref_logprobs = common.last_logprobs(reference, *layout, args.temperature)
+        temperature, shared = args.temperature, batch.shared
+        batch.ref_logprobs = common.last_logprobs(reference, *layout, temperature, shared)
     batch.old_logprobs, batch.entropy = policy.before(batch)
     logprobs = batch.old_logprobs, batch.ref_logprobs
     batch.kl = (kl_estimate(*logprobs, "k1") * batch.response_mask).sum(-1)
@@ -487,8 +506,8 @@ def evaluate(args, actor, tokenizer, held_out, *models):
     Returns those of all ranks: dicts with text, reward, gold, kl, ...
     """
     size = args.per_device_eval_batch_size
-    batches = rollout_metrics.held_out_batches(held_out, size)
-    responses = roll_out(args, actor, tokenizer, batches, step=0)
+    prompts = rollout_metrics.held_out_prompts(held_out)
+    responses = roll_out(args, actor, tokenizer, prompts, 0, size)
     responses.sort(key=lambda response: len(response["response_ids"]))
     for batch in make_micro_batches(tokenizer, responses, size):
         score(args, batch, *models)
@@ -529,10 +548,12 @@ def main():
         engines["critic"] = critic
         passes.append(values)
     reference = common.reference_of(actor, actor_args, batch_size)
+    reward_models = []
     for path in args.reward_model_name_or_path:
         judge_args = flags.of_role(args, "critic", model_name_or_path=path)
-        judge = common.frozen_engine(judge_args, batch_size, tokenizer, "score")
-        judges.append(functools.partial(reward_model_scores, judge))
+        reward_models.append(common.frozen_engine(judge_args, batch_size, tokenizer, "score"))
+    judges += [functools.partial(reward_model_scores, model) for model in reward_models]
+    responses_a_row = shared_prompts.responses_a_row(args, *engines.values(), *reward_models)
     state = {}  # what checkpoints keep beside the engines
     average = ema.Ema(args, actor.module, state)  # --enable_ema
     kl_control = kl_controller.KlController(args, state)  # --kl_coef, --kl_target
@@ -550,12 +571,14 @@ def main():
         # ---- 3 rollout ----
         times = [time.time()]
         with kept_pass.collecting(args, passes, step):
-            responses = roll_out(args, actor, tokenizer, batches, step)
+            prompts, size = sum(batches, []), args.rollout_batch_size
+            responses = roll_out(args, actor, tokenizer, prompts, step, size)
             times.append(time.time())
 
             # ---- 4 score ----
-            responses = arranged(responses, sizes.updates_a_pass, (args.seed, step))
-            micro_batches = make_micro_batches(tokenizer, responses, batch_size)
+            seed = args.seed, step
+            responses = arranged(responses, sizes.updates_a_pass, seed, responses_a_row)
+            micro_batches = make_micro_batches(tokenizer, responses, batch_size, responses_a_row)
             for batch in micro_batches:
                 score(args, batch, *models)
                 if critic:

@@ -1,7 +1,7 @@
 """What makes decoding fast: a cache in slots that are reserved once, and rows that leave it."""
 
-import common
 from machinery import ranks
+from machinery.forwards import forward_options
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -31,10 +31,10 @@ class ReservedLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices):
-        """Keeps the rows `indices`; the others have finished and leave."""
-        end = self.get_seq_length()
-        self.reserved = [slots[indices] for slots in self.reserved]
-        self.keys, self.values = (slots[:, :, :end] for slots in self.reserved)
+        """Keeps the rows `indices`, in that order, some of them more than once."""
+        if end := self.get_seq_length():
+            self.reserved = [slots[indices] for slots in self.reserved]
+            self.keys, self.values = (slots[:, :, :end] for slots in self.reserved)
 
 
 def reserved_cache(model, slots):
@@ -62,16 +62,19 @@ def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
     """
     count, length = responses.shape[1], ids.shape[1]
     mask = torch.cat([mask, torch.ones_like(responses)], 1)  # (B, P + R)
-    options = common.forward_options(model, mask, keep=1)
+    options = forward_options(model, mask, keep=1)
     positions = options.pop("position_ids", None)  # (B, P + R)
     options.update(past_key_values=reserved_cache(model, length + count), use_cache=True)
     rows = torch.arange(len(ids), device=ids.device)
-    inputs = ids
+    inputs, prompts, copies = first_of_each(ids, mask[:, :length])
     for r in range(count):
         end = length + r
         if positions is not None:
-            options["position_ids"] = positions[rows, end - inputs.shape[1] : end]
-        logits = model(inputs, attention_mask=mask[rows, :end], **options).logits
+            options["position_ids"] = positions[prompts, end - inputs.shape[1] : end]
+        logits = model(inputs, attention_mask=mask[prompts, :end], **options).logits
+        if len(prompts) < len(rows):
+            logits = logits[copies]
+            options["past_key_values"].batch_select_indices(copies)
         logits = logits[:, -1, : len(tokenizer)]  # (b, V)
         if r < args.min_new_tokens:
             logits[:, tokenizer.eos_token_id] = -torch.inf
@@ -87,7 +90,20 @@ def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
             kept = going_on.nonzero()[:, 0]
             options["past_key_values"].batch_select_indices(kept)
             rows = rows[kept]
-        inputs = responses[rows, r, None]
+        prompts, inputs = rows, responses[rows, r, None]
+
+
+def first_of_each(ids, mask):
+    """Returns the different prompts among ids, mask (B, P), so that each is computed once.
+
+    -> ids: (U, P), their rows: (U,), and which of them each row has: (B,)
+    """
+    found, copies = torch.cat([ids, mask], 1).unique(dim=0, return_inverse=True)
+    rows = torch.arange(len(ids), device=ids.device)
+    first = rows.new_full((len(found),), len(ids)).scatter_reduce(0, copies, rows, "amin")
+    if len(first) == len(rows):  # all differ: as they stand
+        return ids, rows, rows
+    return ids[first], first, copies
 
 
 def filter_top(probs, top_k, top_p):

@@ -34,7 +34,7 @@ def four_models(args):
     rows, kept = args.per_device_training_batch_size, kept_pass.roles(args)
     logits = {"with_logits": args.max_answer_seq_len}
     actor = memory.Model(flags.of_role(args, "actor"), rows, kept="actor" in kept, **logits)
-    actor.generates = args.per_device_generation_batch_size
+    actor.generates = args.rollout_batch_size
     models = [actor]
     if args.has_critic:
         critic = flags.of_role(args, "critic")

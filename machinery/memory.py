@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import common
-from machinery import model_folders
+from machinery import forwards, model_folders
 
 import torch
 import torch.nn as nn
@@ -63,7 +63,7 @@ def sizes_of(path, head, tokens, dtype, dropout=None, lora_dim=0, trust_remote_c
         options = {"dtype": common.DTYPES[dtype], "trust_remote_code": trust_remote_code}
         model = kind.from_config(config, **options).train()
         ids = torch.ones(1, tokens, dtype=torch.long)
-        options = common.forward_options(model.base_model, ids)
+        options = forwards.forward_options(model.base_model, ids)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             model.base_model(ids, attention_mask=ids, use_cache=False, **options)
         weights = model_folders.count_parameters(model)
@@ -147,7 +147,7 @@ def held_by(model, phase, ranks, cpu, zero):
         cached = 2 * config.num_hidden_layers * heads * width  # numbers of a token
         parts["KV cache"] = w * model.generates * cached * tokens
         parts["logits"] = model.generates * config.vocab_size * (w + 24)
-        parts["activations"] = layer
+        parts["activations"] = layer * model.generates / rows
         buffers += w * P if stage == 3 else 0
     elif (phase == "train" and model.trains) or (phase == "score" and scores):
         kept = rows * sizes.kept_by_row

@@ -27,6 +27,9 @@ def add_flags(parser):
     arg = flags.flag_group(parser, "PPO: options that change only speed and memory")
     arg("actor_zero_stage", int, "of actor and reference; None: --zero_stage", choices=flags.STAGES)
     arg("critic_zero_stage", int, "of critic and judges; None: --zero_stage", choices=flags.STAGES)
+    together = "responses decoded at a time; None: all of a step on a rank. Fewer take less memory"
+    arg("rollout_batch_size", int, together, least=1)
+    arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses")
     arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
     flags.add_common_flags(parser, OWN_FORMS)
 
@@ -93,6 +96,7 @@ def resolve(args, advantages):
     args.whiten = advantage.whitens if args.whiten is None else args.whiten
     args.kl_estimator = args.kl_estimator or ("k3" if args.kl_in == "loss" else "k1")
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
+    args.rollout_batch_size = args.rollout_batch_size or Sizes(args).responses
     args.offload_states &= not args.adam_offload  # there they live anyway
     if broken := broken_constraint(args):
         errors.fail(broken)
@@ -198,9 +202,11 @@ class Sizes:
         accumulation = args.gradient_accumulation_steps
         self.prompts = generation // args.samples_per_prompt  # of a generation batch
         self.generation_batches = accumulation * args.generation_batches
-        responses = self.generation_batches * generation
+        self.responses = self.generation_batches * generation
         minibatch = args.per_device_training_batch_size * accumulation
-        self.updates_a_pass = responses // minibatch  # optimizer steps of one epoch over a rollout
+        self.updates_a_pass = (
+            self.responses // minibatch
+        )  # optimizer steps of one epoch over a rollout
         self.updates = self.updates_a_pass * args.ppo_epochs
 
 

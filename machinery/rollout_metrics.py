@@ -110,13 +110,12 @@ def columns(args):
     return [name for name in COLUMNS if name not in absent]
 
 
-def held_out_batches(held_out, size):
-    """Returns this rank's share of the held-out rows in batches, as many on every rank."""
+def held_out_prompts(held_out):
+    """Returns this rank's share of the held-out rows, as many on every rank."""
     count = ranks.data_parallel_size()
     order = [*range(len(held_out)), *[-1] * (-len(held_out) % count)]
     dealt = common.Rows(held_out)
-    rows = [{**dealt[i], "sample": 0} for i in order[ranks.data_parallel_rank() :: count]]
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
+    return [{**dealt[i], "sample": 0} for i in order[ranks.data_parallel_rank() :: count]]
 
 
 def note(batch):

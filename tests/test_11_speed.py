@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import common
 import ppo
-from machinery import decoding, patches, ranks
+from machinery import decoding, forwards, patches, ranks
 from tests.conftest import generate, load_model
 from tests.test_1_tokens import E, Scripted
 from tests.test_5_models import CONFIGS, SHAPE, VOCAB, folder_of, get_args, random_ids
@@ -47,7 +47,7 @@ def slow_generate(model, ids, mask, uniforms):
     distribution written out."""
     answer, cache, new = ids[:, :0], None, ids
     for r in range(uniforms.shape[1]):
-        options = common.forward_options(model, mask)
+        options = forwards.forward_options(model, mask)
         if "position_ids" in options:
             options["position_ids"] = options["position_ids"][:, -new.shape[1] :]
         out = model(new, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
@@ -125,11 +125,28 @@ def test_finished_rows_cost_nothing():
     script = [[5] * n + [E] * (12 - n) for n in (1, 2, 3, 4, 5, 5, 5, 11)]
     model, uniforms = Scripted(script), torch.full((8, 12), 0.5)
     answer, mask = generate(
-        model, *common.pad([[9]] * 8, 0), uniforms, SimpleNamespace(pad_token_id=0, eos_token_id=E)
+        model,
+        *common.pad([[1 + i] for i in range(8)], 0),
+        uniforms,
+        SimpleNamespace(pad_token_id=0, eos_token_id=E),
     )
     assert mask.sum(1).tolist() == [2, 3, 4, 5, 6, 6, 6, 12]
     assert model.batch_sizes == [8, 8, 8, 6, 6, 4, 1, 1, 1, 1, 1, 1]
     assert kept(answer, mask) == ends(torch.tensor(script), E)
+
+
+@every_model
+def test_a_prompt_is_computed_once_for_all_its_samples(name, model):
+    """Four rows of two prompts in turns: the first forward has two rows, the cache then four, and
+    each row gets the tokens that it would get alone."""
+    ids, mask = IDS[[0, 3, 0, 3]], MASK[[0, 3, 0, 3]]
+    uniforms, sizes = ppo.row_uniforms(1, 0, range(4), 16), []
+    handle = model.register_forward_pre_hook(lambda m, inputs: sizes.append(len(inputs[0])))
+    answer, _ = generate(model, ids, mask, uniforms, NO_END)
+    handle.remove()
+    assert sizes[:3] == [2, 4, 4]
+    assert answer.tolist() == slow_generate(model, ids, mask, uniforms).tolist()
+    assert len({tuple(row) for row in answer.tolist()}) == 4
 
 
 def test_the_cache_is_reserved_once(tmp_path):
@@ -171,7 +188,7 @@ def test_a_rank_that_is_done_goes_on_while_others_are_not(monkeypatch):
     model, uniforms = Scripted([[5, E, 7, 8], [E, 6, 7, 8], [E, 6, 7, 8]]), torch.full((3, 4), 0.5)
     answer, mask = generate(
         model,
-        *common.pad([[9]] * 3, 0),
+        *common.pad([[7], [8], [9]], 0),
         uniforms,
         SimpleNamespace(pad_token_id=0, eos_token_id=E),
         synced=True,
@@ -220,7 +237,7 @@ def test_logits_are_made_for_the_wanted_tokens_only(name, model, monkeypatch):
     hook.remove()
     assert made == [(24,), (8, 5)] and logits.shape == slow.shape == (24, VOCAB)
     with torch.no_grad():
-        whole = model(IDS, attention_mask=MASK, **common.forward_options(model, MASK)).logits
+        whole = model(IDS, attention_mask=MASK, **forwards.forward_options(model, MASK)).logits
     for found in (logits, slow):
         torch.testing.assert_close(found, whole[:, -6:-1][WANTED], rtol=1e-4, atol=2e-5)
 

@@ -178,7 +178,7 @@ SCRIPT = [[5, 6, E, 7], [5, 6, 7, 8], [E, 5, E, 6], [5, 6, 7, E]]
 def test_generated_answers_end_at_their_first_eos(pad):
     """The same golden table from the other side: what a model says after its
     first EOS is never kept."""
-    prompts, mask = common.pad([[9], [9, 9], [9], [9]], pad)
+    prompts, mask = common.pad([[9], [9, 9], [8], [7]], pad)
     answer, answer_mask = generate(
         Scripted(SCRIPT),
         prompts,
@@ -193,7 +193,7 @@ def test_generated_answers_end_at_their_first_eos(pad):
 
 def test_generation_stops_when_every_row_has_ended():
     """No forward is spent on rows that are done: the answer is as wide as the longest one."""
-    prompts, mask = common.pad([[9], [9]], 0)
+    prompts, mask = common.pad([[9], [8]], 0)
     answer, _ = generate(
         Scripted([[E, 5, 5, 5], [5, E, 5, 5]]),
         prompts,
@@ -226,8 +226,8 @@ def test_rollouts_end_with_the_tokenizers_eos_or_are_marked_as_cut(tokenizer):
     args = SimpleNamespace(
         seed=1, max_answer_seq_len=4, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=[]
     )
-    prompts = [{"prompt_ids": [9], "row": i, "sample": 0, "row_weight": 1} for i in range(4)]
-    out = ppo.roll_out(args, Scripted(SCRIPT), tokenizer, [prompts], 1)
+    prompts = [{"prompt_ids": [5 + i], "row": i, "sample": 0, "row_weight": 1} for i in range(4)]
+    out = ppo.roll_out(args, Scripted(SCRIPT), tokenizer, prompts, 1, 99)
     assert [s["response_ids"] for s in out] == [answer for answer, _, _ in ANSWERS.values()]
     assert [s["ended"] for s in out] == [1, 0, 1, 1]
     assert [s["text"] for s in out] == [
@@ -261,7 +261,7 @@ def test_a_models_own_generation_config_never_leaks_in(
             args=args, samples=lambda lines: logs.append(args, "samples.jsonl", lines)
         )
         samples.answer_and_keep(run, tiny_model, tokenizer, [row], step=0)
-        rollouts = ppo.roll_out(args, tiny_model, tokenizer, [[row]], 1)
+        rollouts = ppo.roll_out(args, tiny_model, tokenizer, [row], 1, 1)
         return (tmp_path / name / "samples.jsonl").read_text(), rollouts
 
     plain = answers("plain")

@@ -269,6 +269,95 @@ def test_a_shared_prompt_changes_no_score_and_no_gradient(name, folder, value_mo
         torch.testing.assert_close(shared, apart, rtol=1e-3, atol=2e-5)
 
 
+def group_rollout(sizes, lengths):
+    """Responses of the given lengths, three to each prompt; the last one is a filler's."""
+    rows = []
+    for size, three in zip(sizes, lengths):
+        prompt = random_ids(size, seed=size).tolist()
+        texts = [random_ids(length, seed=7 * size + length).tolist() for length in three]
+        rows += [{"prompt_ids": prompt, "response_ids": t, "row_weight": 1.0} for t in texts]
+    rows[-1]["row_weight"] = 0.0
+    return [{**row, "ended": 1.0, "row": i // 3} for i, row in enumerate(rows)]
+
+
+@every_model
+@pytest.mark.parametrize("head", [False, True])
+def test_a_group_in_one_row_changes_no_logprob_no_value_and_no_gradient(name, folder, head):
+    """prompt | y_1 | y_2 | y_3: what every response gets in a row of its own, with ragged lengths,
+    a response that is EOS alone, a prompt of one token, and a filler; and so do all weights."""
+    tokenizer = TOKENIZER if head else None
+    value_head = "score" if head else None
+    model = load_model(folder, get_args(), 0, tokenizer=tokenizer, value_head=value_head).eval()
+    assert shared_prompts.can_share_prompt(model, 64) == (name != "bloom")
+    if name == "bloom":
+        return
+    responses = group_rollout((5, 1, 9), ((3, 1, 6), (2, 2, 4), (1, 5, 1)))
+    args, found = SimpleNamespace(temperature=0.7, entropy_coef=0.1), []
+    for responses_a_row in (1, 3):
+        pad = SimpleNamespace(pad_token_id=0)
+        (batch,) = ppo.make_micro_batches(pad, responses, len(responses), responses_a_row)
+        assert (batch.shared is None) == (responses_a_row == 1)
+        model.zero_grad()
+        if head:
+            outputs = ppo.critic_forward(args, model, batch, True) * batch.response_mask
+            outputs = [outputs, ppo.reward_model_scores(model, batch)]
+        else:
+            outputs = ppo.actor_forward(args, model, batch, True)
+        slopes = torch.linspace(-1, 1, outputs[0].numel()).reshape(outputs[0].shape)
+        sum((output * slopes).sum() for output in outputs).backward()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found.append([*outputs, *gradients])
+    assert found[0][0].std() > 1e-4
+    for apart, shared in zip(*found, strict=True):
+        torch.testing.assert_close(shared, apart, rtol=1e-3, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    "samples, rows, prompt, response, hidden, expected",
+    [
+        (4, 4, 256, 64, 1024, 4),
+        (4, 6, 256, 64, 1024, 2),  # 4 do not divide a micro-batch of 6
+        (1, 4, 256, 64, 1024, 1),
+        (8, 8, 16, 512, 64, 1),  # attention to the others' long responses costs more than it saves
+        (8, 8, 512, 16, 64, 8),
+        (8, 8, 256, 256, 256, 2),  # (256 + 256 n) (1536 + 256 + 256 n) / n: 1,048, 884, 920, ...
+    ],
+)
+def test_as_many_responses_share_a_row_as_pays(
+    samples, rows, prompt, response, hidden, expected, monkeypatch
+):
+    """Worked by hand: T (6 H + T) / n for a row of T tokens with n responses."""
+    monkeypatch.setattr(shared_prompts, "permitted", lambda args, *models: True)
+    monkeypatch.setattr(shared_prompts, "picks_positions", lambda model: True)
+    args = SimpleNamespace(samples_per_prompt=samples, per_device_training_batch_size=rows)
+    args.max_prompt_seq_len, args.max_answer_seq_len = prompt, response
+    text_config = SimpleNamespace(hidden_size=hidden)
+    config = SimpleNamespace(get_text_config=lambda: text_config)
+    model = SimpleNamespace(config=config)
+    assert shared_prompts.responses_a_row(args, model, model) == expected
+
+
+def test_responses_that_share_a_row_stay_together():
+    """Whether they are sorted by length or shuffled, and whatever their own lengths are."""
+    responses = group_rollout((5, 1, 9), ((3, 1, 6), (2, 2, 4), (1, 5, 1)))
+    for updates in (1, 2):
+        laid_out = ppo.arranged(list(responses), updates, (1, 2), responses_a_row=3)
+        rows = [response["row"] for response in laid_out]
+        assert rows[0::3] == rows[1::3] == rows[2::3] and sorted(rows) == [
+            0,
+            0,
+            0,
+            1,
+            1,
+            1,
+            2,
+            2,
+            2,
+        ]
+        assert laid_out[:3] != responses[:3] or updates == 2
+    assert [r["row"] for r in ppo.arranged(responses, 1, (1, 2), 3)] == [1, 1, 1, 0, 0, 0, 2, 2, 2]
+
+
 @pytest.mark.parametrize(
     "change, shares",
     [

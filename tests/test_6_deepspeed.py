@@ -309,7 +309,7 @@ def test_mixing_in_text_does_not_depend_on_ranks():
 def test_variants_without_a_critic_do_not_depend_on_ranks(variant):
     """Several answers a prompt, compared with each other or whitened over all ranks; no critic is
     loaded, trained or saved, and its columns are not there. One rank and two, sharded or not,
-    trained as scored or in a pass of its own."""
+    trained as scored or in a pass of its own, with shared prompts or (grpo on one rank) without."""
     names = [f"ppo_{variant}", f"ppo_one_rank_{variant}"]
     assert_same_curves(
         names, [k for k in CURVES["ppo"] if k not in ("critic_loss", "explained_variance")]

@@ -333,6 +333,8 @@ ONE_RANK |= {
         "ppo",
         "--advantage",
         "grpo",
+        "--share_prompt",
+        0,
         "--kl_in",
         "loss",
         "--kl_estimator",
