@@ -68,6 +68,19 @@ CPU = [  # sides take turns: A B A B
         steps=6,
         unit="samples/s",
     ),
+    dict(  # the peer is TRL's GRPOTrainer: 1.16 or newer, which --peer_python can name
+        name="grpo",
+        script="ppo",
+        sides=("ours", "trl"),
+        batch=32,
+        samples=4,
+        prompt=128,
+        answer=64,
+        steps=6,
+        unit="samples/s",
+        extra="--advantage grpo --samples_per_prompt 4 --kl_in loss".split()
+        + ["--reward_fn", f"{__file__}:letters"],
+    ),
     dict(
         name="zero3",
         script="ppo",
@@ -273,6 +286,11 @@ def command(job, work):
     ]
 
 
+def letters(prompts, completions, **columns):
+    """The reward of the row `grpo`: the share of lower-case letters in a response."""
+    return [sum(map(str.islower, text)) / max(len(text), 1) for text in completions]
+
+
 # ---- Children ------------------------------------------------------------------------------------
 # Each runs in a process of its own and returns the lines that it adds to results.jsonl.
 def prepare(job, work):
@@ -331,7 +349,7 @@ def prepare(job, work):
         rows = {"train": made[:-16], "test": made[-16:]}
     for job in (j for j in jobs if j["script"]):
         for name, count in (
-            ("train", job["batch"] * job.get("ranks", 1) * job["steps"]),
+            ("train", job["batch"] // job.get("samples", 1) * job.get("ranks", 1) * job["steps"]),
             ("test", job.get("held_out", 48)),
         ):
             file = Path(command({**job, "dtype": "fp32"}, work)[1][1]) / f"{name}.jsonl"

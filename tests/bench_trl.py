@@ -78,7 +78,27 @@ def run(job, work):
             folder, dtype=torch.float32
         )
 
-    if script == "ppo":
+    if "samples" in job:
+        from trl import GRPOConfig, GRPOTrainer
+
+        texts = [tokenizer.decode(ids) for ids in rows["prompt_ids"]]
+        config = GRPOConfig(
+            **{**options, "logging_steps": 1},
+            num_train_epochs=1,
+            num_generations=job["samples"],
+            max_completion_length=job["answer"],
+            temperature=1.0,
+            beta=args.kl_coef,
+        )
+        trainer = GRPOTrainer(
+            model=load("CausalLM", path),
+            args=config,
+            processing_class=tokenizer,
+            reward_funcs=bench.letters,
+            train_dataset=datasets.Dataset.from_dict({"prompt": texts}),
+            callbacks=[Clock()],
+        )
+    elif script == "ppo":
         from trl.experimental.ppo import PPOConfig, PPOTrainer
 
         critic = args.critic_model_name_or_path
@@ -158,15 +178,10 @@ def run(job, work):
         **bench.peak(),
     }
     if script == "ppo":
-        log = [m for m in trainer.state.log_history if "objective/scores" in m]
-        return [
-            {
-                **out,
-                "quality": bench.ppo_quality(
-                    [m["objective/scores"] for m in log], [m["objective/kl"] for m in log]
-                ),
-            }
-        ]
+        names = ("reward", "kl") if "samples" in job else ("objective/scores", "objective/kl")
+        log = [m for m in trainer.state.log_history if names[0] in m]
+        rewards, kls = ([m[name] for m in log] for name in names)
+        return [{**out, "quality": bench.ppo_quality(rewards, kls)}]
     model = trainer.model if script == "sft" else common.ValueModel(trainer.model, "score")
 
     def collate_rows(part):  # a row for each answer, as TRL has it
