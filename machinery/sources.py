@@ -115,6 +115,9 @@ def read_csv(file, lines):
     """Yields what `read_file` does for a .csv file; all its values are text."""
     csv.field_size_limit(2**31 - 1)  # a text may be longer than 131,072 characters
     table = csv.DictReader(lines, strict=True)
+    names = table.fieldnames or []
+    if len(set(names)) < len(names):
+        raise ValueError(f"{file}, line 1: two columns have the same name.")
     for row in table:
         place = f"{file}, line {table.line_num}"
         if None in row or None in row.values():

@@ -60,6 +60,7 @@ def box(tmp_path, monkeypatch):
     rows(tmp_path / "broken.parquet", "this is not parquet")
     rows(tmp_path / "table.txt", "prompt,response", "a,b")
     rows(tmp_path / "cells.csv", "prompt,response", "a,b", "c")
+    rows(tmp_path / "twice.csv", "prompt,prompt", "a,b")
     rows(tmp_path / "held_out/test.jsonl", PAIR)
     rows(tmp_path / "a[1]/train.jsonl", PAIR)
     for name, row in {
@@ -233,6 +234,7 @@ CASES = [  # script, flags, what the message must say
     ("sft", "--data_path some/name", "some/name"),  # neither here nor on the hub, which is offline
     ("sft", "--data_path table.txt", "table.txt, .jsonl, .csv, .parquet"),
     ("sft", "--data_path cells.csv", "cells.csv, line 3, cells"),
+    ("sft", "--data_path twice.csv", "twice.csv, line 1, same name"),
     ("sft", "--data_path held_out", "held_out, no part train, only test"),
     ("ppo", "--unsup_data_path held_out", "--unsup_data_path held_out, no part train"),
     ("sft", "--data_path a[1]", "a[1], Rename it"),
