@@ -83,7 +83,7 @@ def add_result_flags(arg):
     """Declares what a run starts from, and what trains, how long, and how fast."""
     arg("preset", str, "a named recipe. toy when no model is named, else the script's first")
     arg("model_name_or_path", str, "hub name or folder; one without weights starts from scratch")
-    arg("data_path", str, "hub names, .jsonl/.json/.parquet files, or folders of them", nargs="+")
+    arg("data_path", str, "hub names, .jsonl .json .csv .parquet files, folders of them", nargs="+")
     split = "shares of the rows that sft, reward, ppo take, disjoint. 2,4,4 [DeepSpeed-Chat]"
     arg("data_split", numbers, split, fixed=True)
     arg("output_dir", str, "where everything that the run leaves behind goes")

@@ -1,22 +1,33 @@
-"""Reads data of every known format: a file, folder or hub dataset, and each of its rows."""
+"""Reads a row of the data, in any of the known formats. Where rows come from: sources.py."""
 
-import contextlib
 import json
 import os
-from pathlib import Path
-
-from machinery import errors
-
-import datasets
+from typing import NamedTuple
 
 HUMAN, ASSISTANT = "\n\nHuman: ", "\n\nAssistant:"
-NOTHING = (None, None, None, None)
-KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 KNOWN_FORMATS = """
     prompt + response, or prompt + chosen + rejected   Dahoas/*; prompt alone is enough for ppo
     chosen + rejected, whole dialogues                 Anthropic HH: cut at the last turn in common
     messages; chosen + rejected as lists of messages   chat, through the tokenizer's chat template
     instruction + output, input optional               Alpaca"""
+
+
+class BadRow(ValueError):
+    """Says what is wrong with a row that has a value of a wrong type, or no clear meaning."""
+
+
+class Example(NamedTuple):
+    """What a row holds. What it does not have is None.
+
+    A prompt is text or a list of chat messages. `question` is the prompt of step 3 where that is
+    another one: a chat that goes on after its last response.
+    """
+
+    prompt: str | list | None = None
+    response: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    question: list | None = None
 
 
 def as_text(prompt):
@@ -25,109 +36,119 @@ def as_text(prompt):
 
 
 def read_row(row):
-    """Returns prompt, response, chosen, rejected of a row in one of KNOWN_FORMATS.
+    """Returns the Example of a row, a dict in one of KNOWN_FORMATS. Raises BadRow.
 
-    What the row does not have is None. The prompt is text or a list of chat messages.
+    Prompts and messages are checked here; the other texts by `check_text` where they are used.
     """
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    if isinstance(chosen, list):  # of messages: the prompt is all but the last
-        prompt = chosen[:-1] or row.get("prompt")
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        chosen, rejected = (turns[-1]["content"] if turns else None for turns in (chosen, rejected))
-        return prompt, chosen, chosen, rejected
-    if messages := row.get("messages"):  # the response is the assistant's last, if there is one
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        last = turns[-1] if turns else len(messages)
-        return messages[:last], messages[last]["content"] if turns else None, None, None
+    if isinstance(row.get("chosen"), list):
+        return read_chat_pair(row)
+    if row.get("messages"):
+        return read_chat(row["messages"])
     if row.get("instruction"):
-        question = "\n".join(filter(None, (row["instruction"], row.get("input"))))
-        output = row.get("output")
-        return f"{HUMAN}{question}{ASSISTANT}", output and f" {output}", None, None
+        return read_instruction(row)
     if "prompt" in row:
-        return read_prompt(row["prompt"], [row.get("response") or chosen, chosen, rejected])
-    return read_dialogues(chosen or "", rejected or "")
+        return read_prompt_and_responses(row)
+    return read_dialogues(row)
 
 
-def read_prompt(prompt, responses):
-    """Moves the assistant's marker from the responses to the prompt (rlhf-reward-datasets)."""
+# ---- Formats ----
+def read_chat_pair(row):
+    """Reads two lists of messages: the responses are the last ones, the prompt is the others."""
+    pair = {name: read_messages(name, row.get(name) or []) for name in ("chosen", "rejected")}
+    for name, messages in pair.items():
+        if messages and messages[-1]["role"] != "assistant":
+            raise BadRow(f"{name} does not end with a message of the assistant")
+    starts = [spoken(messages[:-1]) for messages in pair.values() if messages]
+    if starts[1:] not in ([], starts[:1]):
+        raise BadRow("chosen and rejected differ before their last messages: two prompts")
+    prompt = pair["chosen"][:-1] or read_prompt(row)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    chosen, rejected = (turns[-1]["content"] if turns else None for turns in pair.values())
+    return Example(prompt, chosen, chosen, rejected)
+
+
+def read_chat(messages):
+    """Reads messages: the response is the last one of the assistant, if there is one."""
+    messages = read_messages("messages", messages)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    last = answers[-1] if answers else len(messages)
+    response = messages[last]["content"] if answers else None
+    question = messages if last < len(messages) - 1 else None
+    return Example(messages[:last], response, question=question)
+
+
+def read_instruction(row):
+    """Wraps an instruction as a dialogue, so that it blends with dialogues."""
+    parts = [check_text(name, row.get(name)) for name in ("instruction", "input")]
+    question, output = "\n".join(filter(None, parts)), row.get("output")
+    response = f" {output}" if output and isinstance(output, str) else output
+    return Example(f"{HUMAN}{question}{ASSISTANT}", response)
+
+
+def read_prompt_and_responses(row):
+    """Reads a prompt and what there is of response, chosen, rejected.
+
+    A marker of the assistant that opens responses (rlhf-reward-datasets) moves to the prompt.
+    """
+    prompt, chosen, rejected = read_prompt(row), row.get("chosen"), row.get("rejected")
+    texts = [row.get("response") or chosen, chosen, rejected]
     marker = ASSISTANT.strip()
-    if isinstance(responses[1], str) and responses[1].startswith(marker):
-        prompt = prompt + marker  # (a TypeError where the prompt is a list)
-        responses = [text and text.removeprefix(marker) for text in responses]
-    return prompt, *responses
+    if isinstance(prompt, str) and isinstance(chosen, str) and chosen.startswith(marker):
+        prompt += marker
+        texts = [t.removeprefix(marker) if isinstance(t, str) else t for t in texts]
+    return Example(prompt, *texts)
 
 
-def read_dialogues(chosen, rejected):
+def read_dialogues(row):
     """Cuts two whole dialogues at the last opening of the assistant that they share."""
+    chosen, rejected = (check_text(name, row.get(name)) or "" for name in ("chosen", "rejected"))
     prompt, marker, _ = os.path.commonprefix([chosen, rejected]).rpartition(ASSISTANT)
     if not marker:
-        return NOTHING
+        return Example()
     prompt += marker
     chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    return prompt, chosen, chosen, rejected
+    return Example(prompt, chosen, chosen, rejected)
 
 
-def read_row_safely(row):
-    """Returns `read_row`, or NOTHING where a value has a wrong type."""
-    with contextlib.suppress(TypeError, KeyError, AttributeError, IndexError):
-        prompt, *responses = read_row(row)
-        messages = prompt if isinstance(prompt, list) else []
-        if all(isinstance(message.get("content") or "", str) for message in messages):
-            return prompt, *responses
-    return NOTHING
+# ---- Values ----
+def check_text(name, value):
+    """Returns a value that is text, or None; raises BadRow if it is anything else."""
+    if value is None or isinstance(value, str):
+        return value
+    raise BadRow(f"{name} must be text, and is {value!r:.60}")
 
 
-def read_source(path, flag="--data_path"):
-    """Returns {"train": Dataset} of a hub name, file or folder, and "test" if it has one.
-
-    Ends with an error that names `flag` if it cannot be read.
-    """
-    local = Path(path)
-    kind = KINDS.get(local.suffix)
-    if not local.exists() and (kind or path[0] in "./~"):
-        errors.fail(f"{flag} {path}: no such file or folder.\n  {errors.nearest(local)}")
-    if local.is_file() and not kind:
-        errors.fail(f"{flag} {path}: unknown kind of file.\n  Known: {', '.join(KINDS)}.")
-    try:
-        if local.is_file():
-            splits = datasets.load_dataset(kind, data_files=path)
-        else:
-            splits = datasets.load_dataset(path)
-        for rows in splits.values():
-            rows.data.validate(full=True)  # broken UTF-8 would else show when the row is read
-        source = {"train": splits["train"]}
-    except Exception as error:  # of many kinds: offline, unknown name, no access, broken file
-        empty = local.is_file() and not local.read_bytes().strip() and "The file is empty."
-        why = empty or find_bad_line(local) or error.__cause__ or error
-        errors.fail(f"{flag} {path} cannot be read.\n  {why}")
-    if tests := [splits[name] for name in ("test", "validation") if name in splits]:
-        source["test"] = tests[0]
-    if path == "Dahoas/synthetic-instruct-gptj-pairwise":
-        source = {name: rows.map(add_markers) for name, rows in source.items()}
-    return source
+def read_prompt(row):
+    """Returns the column `prompt`: text, a list of messages, or None."""
+    prompt = row.get("prompt")
+    read = read_messages if isinstance(prompt, list) else check_text
+    return read("prompt", prompt)
 
 
-def add_markers(row):
-    """Marks who speaks, as the datasets do that are blended with this one."""
-    responses = {name: " " + row[name] for name in ("chosen", "rejected")}
-    return {"prompt": HUMAN + row["prompt"] + ASSISTANT, **responses}
+def read_messages(name, messages):
+    """Returns chat messages with their contents as text: a content in parts is joined."""
+    if not isinstance(messages, list):
+        raise BadRow(f"{name} must be a list of messages, and is {messages!r:.60}")
+    read = []
+    for number, message in enumerate(messages, 1):
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+            raise BadRow(f"{name}, {number}: no message with a role and a content: {message!r:.60}")
+        content = message.get("content")
+        if isinstance(content, list) and all(map(is_text_part, content)):
+            content = "".join(part["text"] for part in content)
+        if not isinstance(content, str):
+            tools = ". Calls of tools are not supported" if message.get("tool_calls") else ""
+            raise BadRow(f"{name}, {number}: content must be text, and is {content!r:.60}{tools}")
+        read.append({**message, "content": content})
+    return read
 
 
-def find_bad_line(path, wrong=lambda row: not isinstance(row, dict) and "no JSON object"):
-    """Returns 'FILE, line N: what is wrong' for the first bad line of .jsonl files, or None.
+def is_text_part(part):
+    """Returns whether a part of a content is {"type": "text", "text": ...}."""
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part["text"], str)
 
-    path: a file or a folder. A line is bad if it is no JSON and not blank, or `wrong` says why.
-    """
-    files = [path] if path.suffix == ".jsonl" else []
-    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else files:
-        for number, line in enumerate(open(file, "rb"), 1):
-            try:
-                row = json.loads(line.strip() or "null")
-                json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no text
-                why = row is not None and wrong(row)
-            except ValueError as error:
-                why = error
-            if why:
-                return f"{file}, line {number}: {why}"
-    return None
+
+def spoken(messages):
+    """Returns (role, content) of each message."""
+    return [(message["role"], message["content"]) for message in messages]

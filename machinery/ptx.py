@@ -1,7 +1,7 @@
 """PTX (--unsup_data_path): plain text, mixed into the actor's updates. [Ouyang 2022] eq. 2"""
 
 import common
-from machinery import errors, formats, ranks, rows
+from machinery import errors, ranks, rows, sources
 
 import numpy as np
 
@@ -45,11 +45,11 @@ def read_text(args, tokenizer):
     """Returns the ids of each `text` of --unsup_data_path, cut to a prompt and a response long."""
     texts = []
     for path in args.unsup_data_path:
-        source = formats.read_source(path, "--unsup_data_path")["train"]
-        if "text" not in source.column_names:
-            columns = ", ".join(source.column_names)
-            errors.fail(f"--unsup_data_path {path} needs a column text; it has {columns}.")
-        texts += source["text"]
+        source, columns = sources.read_source(path, "--unsup_data_path")
+        if "text" not in columns:
+            found = ", ".join(columns)
+            errors.fail(f"--unsup_data_path {path} needs a column text; it has {found}.")
+        texts += [sources.parse(row).get("text") for row in source["train"]]
     kept = [text for text in texts if isinstance(text, str) and text.strip()]
     if dropped := len(texts) - len(kept):
         ranks.say(f"--unsup_data_path: dropped {dropped} of {len(texts)} rows: no text")

@@ -1,18 +1,19 @@
 """Makes the rows of a stage: its share of the data, tokenised and cut; train and held-out."""
 
+import hashlib
 import json
 import re
 import zlib
 from collections import Counter
-from pathlib import Path
 
-from machinery import errors, formats, ranks
+from machinery import errors, formats, ranks, sources
 
 import datasets
 import numpy as np
 from jinja2 import TemplateError
 
 STAGES = ("sft", "reward", "ppo")  # in the order of --data_split
+TEXTS = {"sft": ["response"], "reward": ["chosen", "rejected"], "ppo": []}  # of an Example
 NEEDS = {  # columns of which a stage can make its rows
     "sft": [{"prompt", "response"}, {"chosen"}, {"messages"}, {"instruction", "output"}],
     "reward": [{"chosen", "rejected"}],
@@ -44,7 +45,7 @@ def tokenise_chat(tokenizer, messages):
         advice = "Use a chat model's tokenizer, or text (prompt, response, chosen, rejected)."
         errors.fail(f"the data holds chats, and the tokenizer has no chat template.\n  {advice}")
     apply = tokenizer.apply_chat_template
-    texts = [message["content"] or "" for message in messages]
+    texts = [message["content"] for message in messages]
     special = tokenizer.get_added_vocab()
     if not any(token in text for token in special for text in texts):
         return apply(messages, add_generation_prompt=True, return_dict=False)
@@ -79,14 +80,26 @@ def cut(prompt_ids, prompt_loss_mask, responses, limit):
     return prompt_ids[start:], prompt_loss_mask[start:], [ids[:left] for ids in responses]
 
 
-def tokenise_row(row, tokenizer, stage, limit, train_on_prompt=False):
-    """Returns a row of `load_rows`, and its `drop`: "" or the reason to leave the row out."""
-    prompt, response, chosen, rejected = formats.read_row_safely(row)
-    texts = {"sft": [response], "reward": [chosen, rejected], "ppo": []}[stage]
+def read_row(row, stage):
+    """Returns the prompt of a stage, the responses, and the Example. Raises formats.BadRow."""
+    example = formats.read_row(row)
+    texts = [formats.check_text(name, getattr(example, name)) for name in TEXTS[stage]]
+    prompt = example.question if stage == "ppo" and example.question else example.prompt
+    return prompt, texts, example
+
+
+def tokenise_row(row, tokenizer, stage, limit, train_on_prompt=False, columns=()):
+    """Returns a row of `load_rows`, and its `drop`: "" or the reason to leave the row out.
+
+    columns: the names of those that the source has, for rows that leave some out.
+    """
+    row = sources.parse(row)
+    prompt, texts, example = read_row(row, stage)
     made = {"prompt": formats.as_text(prompt), "chat": isinstance(prompt, list), "prompt_ids": []}
     made.update(prompt_loss_mask=[], responses=[], length=0, extra="", drop="")
     if stage == "ppo":
-        others = {name: value for name, value in row.items() if name != "prompt"}
+        others = {**dict.fromkeys(columns), **row}
+        others.pop("prompt", None)
         made["extra"] = json.dumps(others, default=str)
     written = texts if made["chat"] else [prompt, *texts]
     if not prompt or not all(isinstance(text, str) and text.strip() for text in written):
@@ -98,7 +111,7 @@ def tokenise_row(row, tokenizer, stage, limit, train_on_prompt=False):
     responses = [tokenise_response(tokenizer, text) for text in texts]
     ids, mask, responses = cut(ids, [int(train_on_prompt)] * len(ids), responses, limit)
     if stage == "reward" and responses[0] == responses[1]:
-        once_cut = "" if chosen == rejected else " once cut"
+        once_cut = "" if example.chosen == example.rejected else " once cut"
         return {**made, "drop": f"chosen equals rejected{once_cut}"}
     length = len(ids) + sum(map(len, responses))
     made.update(prompt_ids=ids, prompt_loss_mask=mask, responses=responses, length=length)
@@ -122,21 +135,25 @@ def load_rows(args, tokenizer, stage, limit):
     parts = {"train": [], "test": []}
     trained_on = set()  # the prompts that any stage trains on, in any source
     for path in args.data_path:
-        source = formats.read_source(path)
-        check_columns(path, source["train"].column_names, stage)
-        source, prompts = hold_out(source)
-        trained_on.update(prompts)
+        source, columns = sources.read_source(path)
+        check_columns(path, columns, stage)
+        prompts = {name: read_prompts(path, name, source[name], stage) for name in source}
+        source, prompts = hold_out(source, prompts["train"])
+        trained_on.update(*prompts)
         source["train"] = share_of(source["train"], args.data_split, stage)
         if not len(source["train"]):
             continue
+        options = {"tokenizer": tokenizer, "stage": stage, "limit": limit, "columns": columns}
+        options["train_on_prompt"] = getattr(args, "train_on_prompt", False)
         for name, kept in parts.items():
-            if rows := tokenise_rows(args, source[name], tokenizer, stage, limit, path, name):
+            if rows := tokenise_rows(args, source[name], options, path, name):
                 kept.append(rows)
     for name, kept in parts.items():
         if not kept:
             advice = "Add data, or give this stage a larger share in --data_split."
             errors.fail(f"no {name} rows are left of {', '.join(args.data_path)}.\n  {advice}")
     train, test = map(datasets.concatenate_datasets, parts.values())
+    train._fingerprint = fingerprint(train)
     return train, drop_known_prompts(args, test, trained_on)
 
 
@@ -150,17 +167,36 @@ def check_columns(path, columns, stage):
         errors.fail(f"--data_path {path} has the columns {found}.\n  {needs}")
 
 
-def hold_out(source):
-    """Returns {"train": rows, "test": rows}, and the prompts of the first."""
-    rows = source["train"]
-    prompts = [formats.as_text(formats.read_row_safely(row)[0]) for row in rows]
+def read_prompts(path, name, rows, stage):
+    """Returns of each row of a part the prompts of SFT and of step 3, as text.
+
+    Ends with an error at the first row that the stage cannot read, and names its place.
+    """
+    prompts = []
+    for number, row in enumerate(rows, 1):
+        try:
+            example = read_row(sources.parse(row), stage)[-1]
+        except formats.BadRow as error:
+            place = row.get(sources.PLACE) or f"{path}, {name}, row {number}"
+            errors.fail(f"{place}: {error}.\n  Mend the row, or take it out.")
+        prompt = formats.as_text(example.prompt)
+        prompts.append((prompt, formats.as_text(example.question) if example.question else prompt))
+    return prompts
+
+
+def hold_out(source, prompts):
+    """Returns {"train": rows, "test": rows}, and the prompts of the first.
+
+    prompts: of its rows, from `read_prompts`. All stages hold out the same rows: by SFT's prompts.
+    """
     if "test" in source:
         return source, prompts
-    by_hash = sorted(set(prompts), key=lambda prompt: zlib.crc32(prompt.encode()))
+    rows, keys = source["train"], [key for key, _ in prompts]
+    by_hash = sorted(set(keys), key=lambda key: zlib.crc32(key.encode()))
     chosen = set(by_hash[: max(1, len(by_hash) // 20)])
-    held_out = np.array([prompt in chosen for prompt in prompts], bool)
+    held_out = np.array([key in chosen for key in keys], bool)
     train, test = rows.select(np.flatnonzero(~held_out)), rows.select(np.flatnonzero(held_out))
-    return {"train": train, "test": test}, [p for p in prompts if p not in chosen]
+    return {"train": train, "test": test}, [pair for pair in prompts if pair[0] not in chosen]
 
 
 def share_of(rows, data_split, stage):
@@ -171,27 +207,32 @@ def share_of(rows, data_split, stage):
     return rows.select(np.sort(order[start:end]))
 
 
-def tokenise_rows(args, rows, tokenizer, stage, limit, path, name):
-    """Returns the tokenised rows of part `name` of a source; [] if all are dropped."""
-    options = {"tokenizer": tokenizer, "stage": stage, "limit": limit}
-    options["train_on_prompt"] = getattr(args, "train_on_prompt", False)
+def tokenise_rows(args, rows, options, path, name):
+    """Returns the tokenised rows of part `name` of a source; [] if all are dropped.
+
+    options: the arguments of `tokenise_row`.
+    """
     columns = rows.column_names
     made = rows.map(tokenise_row, fn_kwargs=options, remove_columns=columns, keep_in_memory=True)
     reasons = list(made["drop"]) if len(made) else []  # "" for a row that is kept
-
-    def reason(row):
-        return tokenise_row(row, **options)["drop"]
-
     for why, count in Counter(filter(None, reasons)).items():
         of_all = f"{count} of {len(made)} rows"
         if args.strict:
-            first = str(made[reasons.index(why)]["prompt"])[:80]  # it may be no text
-            line = formats.find_bad_line(Path(path), reason)
-            where = line or f"The first has the prompt {first!r}"
-            errors.fail(f"--strict: {path}, {name}: {of_all} would be dropped: {why}.\n  {where}")
+            first = reasons.index(why)
+            place = rows[first].get(sources.PLACE, f"the prompt {made[first]['prompt'][:80]!r}")
+            errors.fail(f"--strict: {path}, {name}: {of_all} would be dropped.\n  {place}: {why}")
         ranks.say(f"{path}, {name}: dropped {of_all}: {why}")
     kept = [i for i, why in enumerate(reasons) if not why]
     return made.select(kept).remove_columns("drop") if kept else []
+
+
+def fingerprint(rows):
+    """Returns a digest of a dataset's values. It does not depend on files, libraries, machines."""
+    digest = hashlib.blake2b(digest_size=8)
+    for batch in rows.with_format("arrow").iter(1000):
+        for piece in batch.combine_chunks().to_batches():
+            digest.update(piece.serialize())
+    return digest.hexdigest()
 
 
 def drop_known_prompts(args, test, trained_on):

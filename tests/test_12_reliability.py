@@ -13,7 +13,7 @@ import re
 import sys
 
 import sft
-from machinery import checkpoints, model_folders, rows
+from machinery import checkpoints, formats, model_folders, rows
 from tests import workers
 
 import pytest
@@ -243,6 +243,7 @@ def test_what_cannot_be_reshaped_is_refused_in_words():
 # --------------------------------------------------------------------------------------------------
 ROW = {"prompt": "Why?", "response": " So.", "chosen": " So.", "rejected": " No."}
 EMPTY = "empty prompt or response"  # or one that is no text
+CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 # kind: (the line; its fate in step 1; its fate in step 2). A fate is 'error', 'kept', or the reason
 # for which it is dropped.
 LINES = {
@@ -266,9 +267,11 @@ LINES = {
     "control characters, escaped": ({**ROW, "prompt": "Wh\x00\x01\x1by?"}, "kept", "kept"),
     "missing column": ({"prompt": "Why?", "chosen": " So."}, "kept", EMPTY),
     "null": ({**ROW, "prompt": None}, EMPTY, EMPTY),
-    "numbers": ({**ROW, "prompt": 7, "response": 8, "chosen": 9}, EMPTY, EMPTY),
-    "a list of numbers": ({**ROW, "response": [1], "chosen": [2]}, EMPTY, EMPTY),
-    "an object": ({**ROW, "prompt": {"text": "Why?"}}, EMPTY, EMPTY),
+    "numbers": ({**ROW, "prompt": 7, "response": 8, "chosen": 9}, "error", "error"),
+    "a list of numbers": ({**ROW, "response": [1], "chosen": [2]}, "error", "error"),
+    "an object": ({**ROW, "prompt": {"text": "Why?"}}, "error", "error"),
+    "a number where only SFT looks": ({**ROW, "response": 8}, "error", "kept"),
+    "text that looks like a date": ({**ROW, "prompt": "2024-01-08"}, "kept", "kept"),
     "empty prompt": ({**ROW, "prompt": ""}, EMPTY, EMPTY),
     "empty answer": ({**ROW, "response": "", "chosen": ""}, EMPTY, EMPTY),
     "nothing but whitespace": ({**ROW, "prompt": " \n\t\u2003"}, EMPTY, EMPTY),
@@ -309,9 +312,9 @@ def load(tmp_path, capfd, monkeypatch, line, step, *flags):
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("kind", LINES)
 def test_a_bad_line_is_an_error_or_dropped_and_counted(tmp_path, capfd, monkeypatch, kind, step):
-    """A file that cannot be read stops the run, with file and line. A row that can be read and has
-    nothing to learn from is dropped and counted, or with --strict an error. What merely looks odd
-    is data."""
+    """A file that cannot be read stops the run, with file and line; so does a value that is no text
+    where text belongs. A row that can be read and has nothing to learn from is dropped and counted,
+    or with --strict an error. What merely looks odd is data."""
     line, *fates = LINES[kind]
     fate = fates[step - 1]
     code, said, prompts = load(tmp_path, capfd, monkeypatch, line, step)
@@ -325,19 +328,56 @@ def test_a_bad_line_is_an_error_or_dropped_and_counted(tmp_path, capfd, monkeypa
     assert ("--strict" in said and f"train.jsonl, line 6: {fate}" in said) == (fate != "kept"), said
 
 
-def test_a_malformed_chat_is_dropped(tmp_path, capfd, monkeypatch):
-    """Messages that are no list of messages with text are dropped like other rows without text, and
-    not a traceback."""
-    for broken in (
-        {"messages": "Why?"},
-        {"messages": [{"role": "user"}]},
-        {"messages": ["Why?", "So."]},
-        {"chosen": [1], "rejected": [2]},
+MALFORMED = {
+    "no list": ({"messages": "Why?"}, "messages must be a list of messages, and is 'Why?'"),
+    "no content": ({"messages": [{"role": "user"}]}, "messages, 1: content must be text"),
+    "no messages": ({"messages": ["Why?", "So."]}, "messages, 1: no message with a role"),
+    "numbers": ({"chosen": [1], "rejected": [2]}, "chosen, 1: no message with a role"),
+    "no text": (
         {"messages": [{"role": "user", "content": 7}, {"role": "assistant", "content": "So."}]},
-    ):
-        tokenizer = model_folders.load_tokenizer(str(ROOT / "toy/model"))
-        made = rows.tokenise_row(broken, tokenizer, "sft", limit=64)
-        assert made["drop"] == EMPTY, broken
+        "messages, 1: content must be text, and is 7",
+    ),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]},
+        "messages, 1: content must be text, and is [{'type': 'image'",
+    ),
+    "a call of a tool before the last turn": (
+        {
+            "messages": [
+                {"role": "user", "content": "Why?"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+                {"role": "tool", "content": "7"},
+                {"role": "assistant", "content": "So."},
+            ]
+        },
+        "messages, 2: content must be text, and is None. Calls of tools are not supported",
+    ),
+    "a pair with the user's turn last": (
+        {"chosen": [*CHAT, {"role": "user", "content": "Hm?"}], "rejected": CHAT},
+        "chosen does not end with a message of the assistant",
+    ),
+    "a pair with two prompts": (
+        {"chosen": CHAT, "rejected": [{"role": "user", "content": "When?"}, CHAT[1]]},
+        "chosen and rejected differ before their last messages",
+    ),
+    "a pair of a chat and a text": (
+        {"chosen": CHAT, "rejected": "No."},
+        "rejected must be a list of messages, and is 'No.'",
+    ),
+    "a prompt of texts": ({"prompt": ["Why?"]}, "prompt, 1: no message with a role"),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_malformed_chat_is_refused(tmp_path, capfd, monkeypatch, kind):
+    """Guessing what such a row means would train on the wrong text. The message names the file and
+    the line; no stage takes the row."""
+    row, words = MALFORMED[kind]
+    for stage in rows.STAGES:
+        with pytest.raises(formats.BadRow, match=re.escape(words)):
+            rows.tokenise_row(row, None, stage, limit=64)
+    code, said, _ = load(tmp_path, capfd, monkeypatch, row, 1)
+    assert code == 2 and f"train.jsonl, line 6: {words}" in said and "Traceback" not in said, said
 
 
 # --------------------------------------------------------------------------------------------------

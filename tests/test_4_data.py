@@ -232,6 +232,72 @@ def test_other_columns_travel_to_the_reward_function(tokenizer, tmp_path):
     assert json.loads(row["extra"]) == {"topic": "t7", "level": 7}
 
 
+SPELLED = {  # what `datasets` would change, were it to guess the types of columns
+    "a date": ["2024-01-08", "2024-01-09"],
+    "a time": ["2024-01-08T10:00:00Z", "2024-01-08 10:00"],
+    "integers beside a float": [1, 0.5, 2],
+    "integers of 2^63 and more": [2**63, -(2**70), 1],
+    "many types": [1, "1", None, True, [1, "a"], {"b": 2.0}],
+    "objects with other keys": [{"a": 1}, {"b": "2024-01-08"}, {}],
+    "digits in text": ["007", "1e5", "NaN"],
+}
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".json"])
+def test_values_reach_a_reward_function_as_the_file_spells_them(tokenizer, tmp_path, kind):
+    """A column of dates is text, an integer stays one, whatever stands in other rows. A row without
+    a column has None in it. Dates are fine as prompts, too."""
+    cycle = [{name: values[i % len(values)] for name, values in SPELLED.items()} for i in range(60)]
+    lines = [{"prompt": f"2024-01-{i:02}", **row} for i, row in enumerate(cycle)]
+    lines[7] = {"prompt": "2024-01-07"}
+    train, held_out = load(tokenizer, [write(tmp_path / f"rows{kind}", lines)], 3)
+    found = {row["prompt"]: json.loads(row["extra"]) for row in both((train, held_out))}
+    assert found.pop("2024-01-07") == dict.fromkeys(SPELLED)
+    assert found == {
+        line["prompt"]: {name: line[name] for name in SPELLED} for line in lines if len(line) > 1
+    }
+    assert [*map(type, found["2024-01-02"].values())][:3] == [str, str, int]
+
+
+def test_all_of_a_csv_file_is_text(tokenizer, tmp_path):
+    """Quotes, line breaks and commas as in any .csv file; numbers and NA are text, too."""
+    lines = ["Q,response,n", '"Q,\n""0""", r,007', *(f"Q{i}?, r{i},NA" for i in range(1, 40))]
+    file = tmp_path / "rows.csv"
+    file.write_text("\r\n".join(["prompt" + lines[0][1:], *lines[1:]]) + "\r\n")
+    assert ('Q,\n"0"', " r") in texts(tokenizer, both(load(tokenizer, [file])))
+    found = {row["prompt"]: json.loads(row["extra"]) for row in both(load(tokenizer, [file], 3))}
+    assert found['Q,\n"0"'] == {"response": " r", "n": "007"} and found["Q1?"]["n"] == "NA"
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "a*?.json", "a::b.jsonl", "zip::a.csv", "a b.json"])
+def test_a_file_may_have_any_name(tokenizer, tmp_path, name):
+    """To `datasets` such characters are patterns, or the parts of an archive."""
+    file = tmp_path / name
+    if file.suffix == ".csv":
+        file.write_text("prompt,response\n" + "".join(f"Q{i}?, r{i}\n" for i in range(30)))
+    else:
+        write(file, many(30, dahoas))
+    write(tmp_path / "a1.jsonl", [{"prompt": "other", "response": "other"}] * 30)
+    assert texts(tokenizer, both(load(tokenizer, [file]))) == {
+        (f"Q{i}?", f" r{i}") for i in range(30)
+    }
+
+
+def test_the_fingerprint_is_of_the_rows_themselves(tokenizer, tmp_path):
+    """Equal data in another place and in another kind of file has an equal fingerprint, by which
+    --resume knows it; one letter more, or another order, has another."""
+    lines = many(40, dahoas)
+    edited = [*lines[:-1], {**lines[-1], "response": " r39."}]
+    prints = []
+    for number, rows_of in enumerate([lines, lines, lines, edited, lines[::-1]]):
+        kind = ".parquet" if number == 1 else ".jsonl"
+        (tmp_path / str(number)).mkdir()
+        write(tmp_path / f"{number}/train{kind}", rows_of)
+        write(tmp_path / f"{number}/test{kind}", [dahoas(50)])
+        prints.append(load(tokenizer, [tmp_path / str(number)])[0]._fingerprint)
+    assert prints[0] == prints[1] == prints[2] and len(set(prints)) == 3
+
+
 def response(ids):
     texts = dict(prompt="Why?", text=" So.", chat=False, extra="{}")
     return dict(prompt_ids=[9], response_ids=ids, row_weight=1, ended=1.0, **texts)
@@ -347,7 +413,53 @@ def test_a_pair_of_chats_keeps_all_turns_before_the_answer(tokenizer):
             for name in ("chosen", "rejected")
         },
     }
-    assert formats.read_row(row) == (turns, "chosen", "chosen", "rejected")
+    assert formats.read_row(row) == (turns, "chosen", "chosen", "rejected", None)
+
+
+@pytest.mark.parametrize(
+    "contents, prompt, question",
+    [
+        (["Q?", "A."], 1, None),
+        (["Q?", "A.", "Why?"], 1, 3),  # (SFT learns the answer that there is)
+        (["Q?"], 1, None),
+        (["Q?", "A.", "Why?", "B.", "When?"], 3, 5),
+    ],
+)
+def test_step_3_answers_the_last_question(tokenizer, contents, prompt, question):
+    """[user, assistant, user]: the unanswered question is what step 3 asks. SFT and the split into
+    train and held-out see the same prompt in all stages: that of the last response."""
+    messages = chat(*contents)
+    example = formats.read_row({"messages": messages})
+    assert example.prompt == messages[:prompt]
+    assert example.question == (messages[:question] if question else None)
+    tokenizer.chat_template = TEMPLATE
+    made = rows.tokenise_row({"messages": messages}, tokenizer, "ppo", 64)
+    assert json.loads(made["prompt"]) == messages[: question or prompt]
+
+
+def test_what_step_3_asks_is_not_held_out(tokenizer, tmp_path, capsys):
+    """The same unanswered question in both files: a held-out prompt that is trained on."""
+    tokenizer.chat_template = TEMPLATE
+    lines = [{"messages": chat(f"Q{i}?", "A.", "Why?")} for i in range(5)]
+    write(tmp_path / "train.jsonl", lines)
+    write(tmp_path / "test.jsonl", [lines[0], {"messages": chat("Q9?", "A.", "Why?")}])
+    _, held_out = load(tokenizer, [tmp_path], 3)
+    assert [json.loads(prompt) for prompt in held_out["prompt"]] == [chat("Q9?", "A.", "Why?")]
+
+
+def test_a_content_in_parts_is_joined(tokenizer, tmp_path):
+    """A content may be a list of parts; in a pair, too, and where `prompt` is a list."""
+
+    def parts(*texts):
+        return [{"type": "text", "text": text} for text in texts]
+
+    turn = {"role": "assistant", "content": parts("A", "", ".")}
+    asked = {"role": "user", "content": parts("Why", "?")}
+    plain = [{"role": "user", "content": "Why?"}]
+    assert formats.read_row({"messages": [asked, turn]})[:2] == (plain, "A.")
+    pair = {"chosen": [asked, turn], "rejected": [*plain, {**turn, "content": "B."}]}
+    assert formats.read_row(pair)[:4] == (plain, "A.", "A.", "B.")
+    assert formats.read_row({"prompt": [asked], "response": "A."})[:2] == (plain, "A.")
 
 
 def test_what_a_chat_template_refuses_is_dropped_in_words(tokenizer):
@@ -490,7 +602,7 @@ def test_real_dialogues_are_split_where_they_part(tokenizer, hh):
     common; what is left of each is its answer. Nothing is lost: prompt + answer is the dialogue."""
     lines = [json.loads(line) for line in open(hh / "train.jsonl")]
     for row in lines:
-        prompt, answer, chosen, rejected = formats.read_row(row)
+        prompt, answer, chosen, rejected, _ = formats.read_row(row)
         assert prompt.startswith("\n\nHuman:") and prompt.endswith("\n\nAssistant:")
         assert (prompt + chosen, prompt + rejected) == (
             row["chosen"],

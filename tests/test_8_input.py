@@ -58,7 +58,11 @@ def box(tmp_path, monkeypatch):
     rows(tmp_path / "broken.jsonl", PAIR, PAIR, '{"prompt": "Why?", "response": ')
     rows(tmp_path / "gap.jsonl", PAIR, "", PAIR, '{"prompt": "Why?", "response": ')
     rows(tmp_path / "broken.parquet", "this is not parquet")
-    rows(tmp_path / "table.csv", "prompt,response", "a,b")
+    rows(tmp_path / "table.txt", "prompt,response", "a,b")
+    rows(tmp_path / "cells.csv", "prompt,response", "a,b", "c")
+    rows(tmp_path / "twice.csv", "prompt,prompt", "a,b")
+    rows(tmp_path / "held_out/test.jsonl", PAIR)
+    rows(tmp_path / "a[1]/train.jsonl", PAIR)
     for name, row in {
         "blank": {**PAIR, "response": " "},
         "number": {"prompt": 1, "response": 2},
@@ -228,7 +232,12 @@ CASES = [  # script, flags, what the message must say
     # data
     ("sft", "--data_path colums.jsonl", "colums.jsonl, columns.jsonl"),  # what is there instead
     ("sft", "--data_path some/name", "some/name"),  # neither here nor on the hub, which is offline
-    ("sft", "--data_path table.csv", "table.csv, .jsonl, .parquet"),
+    ("sft", "--data_path table.txt", "table.txt, .jsonl, .csv, .parquet"),
+    ("sft", "--data_path cells.csv", "cells.csv, line 3, cells"),
+    ("sft", "--data_path twice.csv", "twice.csv, line 1, same name"),
+    ("sft", "--data_path held_out", "held_out, no part train, only test"),
+    ("ppo", "--unsup_data_path held_out", "--unsup_data_path held_out, no part train"),
+    ("sft", "--data_path a[1]", "a[1], Rename it"),
     ("sft", "--data_path empty.jsonl", "empty.jsonl"),
     ("sft", "--data_path nothing", "nothing"),
     ("sft", "--data_path good empty.jsonl", "empty.jsonl"),
@@ -241,7 +250,7 @@ CASES = [  # script, flags, what the message must say
     ("sft", "--data_path gap.jsonl", "gap.jsonl, line 4"),  # the blank line 2 is no error
     ("sft", "--data_path broken.parquet", "broken.parquet"),
     ("sft", "--data_path blank", "blank, no train"),
-    ("sft", "--data_path number", "number"),
+    ("sft", "--data_path number", "number, train.jsonl, line 1, prompt must be text, 1"),
     ("sft", "--data_path chat", "chat template"),
     ("sft", "--data_split 0,4,4", "--data_split"),
     ("reward", "--data_path half.jsonl", "half.jsonl, prompt, response, chosen + rejected"),
