@@ -388,7 +388,7 @@ def epoch_batches(lengths, seed, epoch, batch_size, micro_steps, group_by_length
 def eval_loader(args, rows, collate):
     """Yields this rank's batches of `rows`, in order, so that all ranks make as many forwards."""
     rank, ranks_with_data = ranks.data_parallel_rank(), ranks.data_parallel_size()
-    size = args.per_device_eval_batch_size
+    size = min(args.per_device_eval_batch_size, max(len(rows), 1))
     order = list(range(len(rows)))
     order += [-1] * (-len(rows) % (size * ranks_with_data))
     for start in range(rank * size, len(order), size * ranks_with_data):

@@ -20,6 +20,11 @@ FP16 = (
     "(--dtype bf16, or fp32),\n  the learning rate is too high, or the data holds a NaN."
 )
 NOT_FINITE = "Likely: a learning rate too high, or fp16 where the model was trained in bf16."
+NOT_FINITE_PPO = (
+    "Check in this order: equal --per_device_generation_batch_size and "
+    "--per_device_training_batch_size, --ppo_epochs 1,\n  --generation_batches 1; then ZeRO stage "
+    "(2) and --dtype (bf16 or fp32 in place of fp16); then the learning rates."
+)
 
 
 def finish(args, code=0):
@@ -49,9 +54,10 @@ def stop_unless_finite(args, record, rows=()):
         file = Path(args.output_dir) / f"nonfinite_rank{ranks.get_rank()}.jsonl"
         file.write_text("".join(lines))
         where = "\n  The step's rows are in nonfinite_rank*.jsonl."
+    advice = NOT_FINITE_PPO if hasattr(args, "ppo_epochs") else NOT_FINITE
     ranks.say(
         f"error: step {step}: {', '.join(wrong)} not finite. "
-        f"Stopped; the last checkpoint is untouched.\n  {NOT_FINITE}{where}"
+        f"Stopped; the last checkpoint is untouched.\n  {advice}{where}"
     )
     finish(args, code=1)
 

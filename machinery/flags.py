@@ -4,6 +4,7 @@ A script's `get_args` makes a parser, declares its own flags, adds these, and en
 """
 
 import argparse
+import contextlib
 import copy
 import difflib
 import functools
@@ -19,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 
 ROOT = Path(__file__).resolve().parent.parent
 FINITE = sys.float_info.max  # the largest finite number
+INTEGER = 2**31 - 1  # the largest that fits everywhere
 STAGES = [0, 1, 2, 3]  # of ZeRO
 
 
@@ -43,11 +45,12 @@ def flag_group(parser, title, skip=()):
     """Returns `arg`, which declares a flag in the group `title` of --help, unless in `skip`."""
     group = parser.add_argument_group(title)
 
-    def arg(name, value=None, help="", least=0, most=FINITE, fixed=False, **options):
+    def arg(name, value=None, help="", least=0, most=None, fixed=False, **options):
         """Declares --name.
 
         value: its default, which says its type; or a type, and the default is None.
-        least, most: its range; `most=math.inf` allows infinity. options: argparse's.
+        least, most: its range, or that of each number of a list; None: INTEGER or FINITE, by type.
+        `most=math.inf` allows infinity. options: argparse's.
         fixed: --resume must find it unchanged.
         """
         if name in skip:
@@ -60,6 +63,8 @@ def flag_group(parser, title, skip=()):
             options["type"] = value
         elif value is not None:
             options = {"type": type(value), "default": value, **options}
+        if most is None:
+            most = INTEGER if options.get("type") is int else FINITE
         default = "" if "action" in options else " [%(default)s]"
         flag = group.add_argument(f"--{name}", help=help + default, **options)
         flag.least, flag.most, flag.fixed = least, most, fixed
@@ -67,9 +72,17 @@ def flag_group(parser, title, skip=()):
     return arg
 
 
-def numbers(text):
-    """argparse type: "2,4,4" becomes [2.0, 4.0, 4.0]. A default that is text goes through it."""
-    return list(map(float, text.split(",")))
+def numbers(count):
+    """argparse type: with count 3 "2,4,4" becomes [2.0, 4.0, 4.0], as does a default of text."""
+
+    def parsed(text):
+        with contextlib.suppress(ValueError):
+            values = list(map(float, text.split(",")))
+            if len(values) == count:
+                return values
+        raise argparse.ArgumentTypeError(f"{text!r} is not {count} numbers joined by commas")
+
+    return parsed
 
 
 def add_common_flags(parser, own_forms=()):
@@ -85,13 +98,15 @@ def add_result_flags(arg):
     arg("model_name_or_path", str, "hub name or folder; one without weights starts from scratch")
     arg("data_path", str, "hub names, .jsonl .json .csv .parquet files, folders of them", nargs="+")
     split = "shares of the rows that sft, reward, ppo take, disjoint. 2,4,4 [DeepSpeed-Chat]"
-    arg("data_split", numbers, split, fixed=True)
+    arg("data_split", numbers(3), split, most=1e9, fixed=True)
     arg("output_dir", str, "where everything that the run leaves behind goes")
     length = "tokens of prompt + response; a long prompt keeps its end, a long response is cut"
     arg("max_seq_len", int, length, least=2, fixed=True)
     arg("strict", False, "a row to be dropped (empty, pair of equals, ...) is an error")
-    arg("group_by_length", 1, "1: rows of like length together; 0: plain shuffle", fixed=True)
-    arg("seed", 1234, "initialisation, shuffling, sampling. 1234 [DeepSpeed-Chat]", fixed=True)
+    together = "1: rows of like length together; 0: plain shuffle"
+    arg("group_by_length", 1, together, most=1, fixed=True)
+    seed = "initialisation, shuffling, sampling. 1234 [DeepSpeed-Chat]"
+    arg("seed", 1234, seed, most=2**32 - 1, fixed=True)  # numpy takes no more
     arg("lora_dim", 0, "LoRA: train a product of this rank beside each matrix. 0: off", fixed=True)
     arg("lora_alpha", 16, "it counts lora_alpha / lora_dim times", type=float, fixed=True)
     arg("lora_targets", ["all-linear"], "the modules that get one, as peft names them", fixed=True)
@@ -103,7 +118,8 @@ def add_result_flags(arg):
     names = ["cosine", "linear", "constant", "constant_with_warmup"]
     arg("lr_scheduler_type", "cosine", "of transformers. cosine [DeepSpeed-Chat]", choices=names)
     arg("num_warmup_steps", int, "optimizer steps of linear warm-up")
-    arg("adam_betas", "0.9,0.95", "AdamW's betas. 0.9,0.95 [DeepSpeed-Chat]", type=numbers)
+    betas = "AdamW's betas. 0.9,0.95 [DeepSpeed-Chat]"
+    arg("adam_betas", "0.9,0.95", betas, most=0.999999, type=numbers(2))  # fp32: more is 1
     arg("max_grad_norm", 1.0, "gradients are scaled down to it; 0: never. 1 [DeepSpeed-Chat]")
     arg("per_device_train_batch_size", int, "rows of one forward on one device", least=1)
     arg("gradient_accumulation_steps", 1, "micro-batches of one optimizer step", least=1)
@@ -132,7 +148,7 @@ def add_speed_flags(arg):
     arg("keep_checkpoints", 1, "how many of the newest checkpoints to keep", least=1)
     arg("max_hours", 0, "then stop, with a checkpoint; 0: no limit", type=float)
     wait = "how long a rank waits for another before it gives up, and says for which"
-    arg("timeout_minutes", 30, wait, least=1e-6, type=float)
+    arg("timeout_minutes", 30, wait, least=1e-6, most=60 * 24 * 365, type=float)
     arg("resume", False, "go on from the newest whole checkpoint in output_dir")
     arg("trust_remote_code", False, "run the Python code that comes with a model")
     arg("overwrite", False, "output_dir holds a run: replace it")
@@ -143,7 +159,8 @@ def parse(parser, presets, argv=None, script=""):
     """Returns the Namespace of all flags: from `argv`, else a preset, else their defaults.
 
     presets: {name: {flag: value}} of the script, to which its toy is added. The first is meant when
-    a model is named, and the toy when none is. `_fixed`: what --resume must find as it was.
+    a model is named, and the toy when none is. `_fixed`: what --resume must find as it was;
+    `_given`: the flags in `argv`; `_preset`: the preset's values.
     """
     argv = sys.argv[1:] if argv is None else argv
     presets = dict(presets)
@@ -163,6 +180,8 @@ def parse(parser, presets, argv=None, script=""):
     args.dtype = args.dtype or half_precision()
     flags = [action for action in parser._actions if hasattr(action, "fixed")]
     args._fixed = frozenset(flag.dest for flag in flags if flag.fixed)
+    args._given = {word[2:].partition("=")[0] for word in argv if word.startswith("--")}
+    args._preset = presets[preset]
     check_numbers(args, flags)
     if why_not := refusals.refusal(args):
         errors.fail(why_not)
@@ -191,18 +210,15 @@ def half_precision():
 def check_numbers(args, flags):
     """Refuses a number out of its flag's range. NaN is in no range."""
     for flag in flags:
-        value = getattr(args, flag.dest)
-        if isinstance(value, (int, float)) and not flag.least <= value <= flag.most:
-            most = f", and {flag.most} or less" if flag.most < FINITE else ""
-            finite = "finite, " if flag.most <= FINITE else ""
-            rule = f"It must be {finite}{flag.least} or more{most}."
-            errors.fail(f"--{flag.dest} {value} is out of range.\n  {rule}")
-    for name, count in (("data_split", 3), ("adam_betas", 2)):
-        values = getattr(args, name)
-        if len(values) != count or min(values) < 0 or sum(values) == 0:
-            errors.fail(f"--{name} takes {count} numbers joined by commas, 0 or more, not all 0.")
-    if max(args.adam_betas) >= 1:
-        errors.fail("--adam_betas must be below 1, else an average never moves; 0.9,0.95 is usual.")
+        given = getattr(args, flag.dest)
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, (int, float)) and not flag.least <= value <= flag.most:
+                most = f", and {flag.most} or less" if flag.most < FINITE else ""
+                finite = "finite, " if flag.most == FINITE else ""
+                rule = f"It must be {finite}{flag.least} or more{most}."
+                errors.fail(f"--{flag.dest} {value} is out of range.\n  {rule}")
+    if not any(args.data_split):
+        errors.fail("--data_split: one of its numbers must be above 0.")
 
 
 def of_role(args, role="", **changes):

@@ -148,9 +148,11 @@ def unwrap_model(engine):
 
 def count_parameters(model):
     """Returns how many weights the model has, on however many ranks they are spread."""
-    count = 0
-    for parameter in model.parameters():
-        split = hasattr(parameter, "gather_params")  # by tensor parallelism
-        size = getattr(parameter, "ds_numel", parameter.numel())
-        count += size * (ranks.tensor_parallel_size() if split else 1)
-    return count
+    return sum(map(size_of, model.parameters()))
+
+
+def size_of(parameter):
+    """Returns how many weights a parameter has, on however many ranks they are spread."""
+    split = hasattr(parameter, "gather_params")  # by tensor parallelism
+    size = getattr(parameter, "ds_numel", parameter.numel())
+    return size * (ranks.tensor_parallel_size() if split else 1)

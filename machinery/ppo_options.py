@@ -43,7 +43,7 @@ def add_reward_flags(arg):
     arg("reward_combine", "sum", "one score of several judges'", choices=["sum", "min"])
     arg("gold_fn", str, "such a function that is logged only", metavar="FILE:FUNCTION")
     scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
-    arg("normalize_reward", 0, scaled, fixed=True)
+    arg("normalize_reward", 0, scaled, most=1, fixed=True)
     arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
 
 
@@ -66,11 +66,13 @@ def add_loss_flags(arg):
     arg("target_kl", float, "no further update on a rollout after one whose approx_kl is above")
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
     arg("critic_warmup_steps", 0, "first steps that train the critic alone")
-    arg("enable_ema", int, "1: keep an average of the actor's weights, in ema/", fixed=True)
+    average = "1: keep an average of the actor's weights, in ema/"
+    arg("enable_ema", int, average, most=1, fixed=True)
     arg("ema_decay", 0.992, "its decay. 0.992 [DeepSpeed-Chat]", most=1)
     arg("unsup_data_path", str, "plain text, mixed into the actor's updates (PTX)", nargs="+")
     arg("unsup_coef", 27.8, "weight of its loss. 27.8 [InstructGPT, eq. 2]")
-    arg("allow_unstable", 0, "1: lift the limits on batch sizes, epochs, rollout batches")
+    lifted = "1: lift the limits on batch sizes, epochs, rollout batches"
+    arg("allow_unstable", 0, lifted, most=1)
 
 
 def resolve(args, advantages):
@@ -84,7 +86,8 @@ def resolve(args, advantages):
     if args.critic_zero_stage is None:
         args.critic_zero_stage = args.zero_stage
     toy = flags.toy_preset("ppo")
-    if args.gold_fn == toy.get("gold_fn") and args.data_path != toy.get("data_path"):
+    unasked = args.gold_fn == toy.get("gold_fn") and "gold_fn" not in args._given
+    if unasked and args.data_path != toy.get("data_path"):
         args.gold_fn = None  # it knows the toy's own questions only
     args.reward_fn = list(filter(None, args.reward_fn or []))
     models = list(filter(None, args.reward_model_name_or_path or []))
@@ -144,6 +147,11 @@ def option_rules(args):
         yield f"--dual_clip {args.dual_clip}: it acts only when above 1; 3 is usual."
     if args.clip_high is not None and args.clip_high < args.clip:
         yield f"--clip_high {args.clip_high}: it must be --clip {args.clip} or more."
+    if not all(args.stop):
+        yield '--stop "": an empty text ends every response at once. Leave it out.'
+    if args.min_new_tokens >= args.max_answer_seq_len:
+        rule = f"must be below --max_answer_seq_len {args.max_answer_seq_len}, else EOS never comes"
+        yield f"--min_new_tokens {args.min_new_tokens} {rule}."
     if args.critic_warmup_steps and not args.has_critic:
         warmup = f"--critic_warmup_steps {args.critic_warmup_steps}"
         yield f"{warmup}: --advantage {args.advantage} has no critic; gae has."
@@ -217,11 +225,6 @@ def repeated(args, rows):
 
 def warn(args):
     """Warns of what DeepSpeed-Chat advises against."""
-    if {args.actor_zero_stage, args.critic_zero_stage} != {2}:
-        ranks.say(
-            "warning: DeepSpeed-Chat's step 3 uses ZeRO stage 2. 0 and 1 run out of memory sooner, "
-            "3 is slower."
-        )
     if args.allow_unstable:
         ranks.say(
             "warning: --allow_unstable: old log-probs go stale within a rollout. "

@@ -5,7 +5,7 @@ import itertools
 import math
 import os
 
-from machinery import old_deepspeed
+from machinery import old_deepspeed, ranks
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
@@ -16,10 +16,25 @@ def refusal(args):
 
     --estimate is about other devices, so it is not refused for what is missing here.
     """
-    of_roles = [value for name, value in vars(args).items() if name.endswith("_zero_stage")]
-    stages = [args.zero_stage if stage is None else stage for stage in of_roles or [None]]
+    stages = stages_of(args)
     rules = itertools.chain(engine_rules(args, stages), layer_rules(args, stages))
     return next(rules, None)
+
+
+def stages_of(args):
+    """Returns the ZeRO stages of the models that train."""
+    of_roles = [value for name, value in vars(args).items() if name.endswith("_zero_stage")]
+    return [args.zero_stage if stage is None else stage for stage in of_roles or [None]]
+
+
+def warn_of_stages(args):
+    """Warns of a ZeRO stage that is not the preset's."""
+    usual = args._preset.get("zero_stage", args.zero_stage)
+    if other := sorted({*stages_of(args)} - {usual}):
+        ranks.say(
+            f"warning: ZeRO stage {', '.join(map(str, other))}; the preset {args.preset} has "
+            f"{usual}. A lower one runs out of memory sooner, a higher one communicates more."
+        )
 
 
 def needs_newer(what, number, instead):

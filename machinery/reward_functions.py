@@ -7,13 +7,18 @@ import functools
 import importlib.util
 import inspect
 import json
+import math
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 from machinery import errors
 
-import numpy as np
 import torch
+
+RAISED = (Exception, SystemExit)  # what the user's code may end with; Ctrl-C is not among them
+UNORDERED = (str, bytes, dict, set, frozenset)  # a loop over it gives something, but no scores
+LARGEST = 1e30  # of a score: sums over a step then stay finite in fp32
 
 
 def load(args):
@@ -38,7 +43,7 @@ def load_function(spec, flag):
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything
+    except RAISED as error:
         traceback.print_exc()
         errors.fail(f"{flag} {spec}: {file} cannot be run: {error!r}.")
     if not callable(getattr(module, name, None)):
@@ -65,36 +70,44 @@ def scores_of(function, responses):
     """Returns for each response a number, or a list of one number a token.
 
     responses: dicts of prompt, chat, text, extra, response_ids. If the function raises, or returns
-    anything else, the program ends with a clear error.
+    anything else, or ends the program, there is a clear error.
     """
-    name, count = getattr(function, "__name__", repr(function)), len(responses)
+    name, count = name_of(function), len(responses)
     try:
         returned = call_with_columns(function, responses)
-    except Exception as error:  # the user's code may raise anything
+    except RAISED as error:
         traceback.print_exc()
         find_culprit(function, responses)
         together = f"for {count} responses at once, and for none of them alone."
         errors.fail(f"{name} raised {error!r} {together}", this_rank=True)
     try:
-        scores = [as_numbers(value) for value in returned]
-    except (TypeError, ValueError):  # it returned None, or something that is no number
+        scores = [as_numbers(value) for value in ordered(returned)]
+    except (TypeError, ValueError, OverflowError):  # it returned None, or something else
         scores = []
     wrong = [line for pair in zip(responses, scores) for line in what_is_wrong(*pair)]
     if wrong or len(scores) != count:
         errors.fail(
             f"{name} must return one finite number for each of {count} responses, or a list for "
-            f"each, with one for each token.\n  It returned {str(returned)[:300]}"
+            f"each, with one for each token.\n  It returned {type(returned).__name__} "
+            f"{str(returned)[:300]}"
             f"{''.join(wrong[:1])}",
             this_rank=True,
         )
     return scores
 
 
+def name_of(function):
+    """Returns the name of a function, also of one in a functools.partial; else its text."""
+    return getattr(getattr(function, "func", function), "__name__", repr(function))
+
+
 def what_is_wrong(response, score):
-    """Yields a line about a score that is not finite, or has too many or too few numbers."""
+    """Yields a line about a score out of range, or with too many or too few numbers."""
     tokens = len(response["response_ids"])
-    if not np.isfinite(score).all():
-        yield f"\n  Not finite for the prompt {response['prompt']!r}"
+    numbers = score if isinstance(score, list) else [score]
+    for number in [number for number in numbers if not abs(number) <= LARGEST]:
+        why = "Not finite" if not math.isfinite(number) else f"{number} is beyond {LARGEST}"
+        yield f"\n  {why} for the prompt {response['prompt']!r}"
     if isinstance(score, list) and len(score) != tokens:
         yield f"\n  {len(score)} numbers for the {tokens} tokens of {response['text']!r}"
 
@@ -102,9 +115,16 @@ def what_is_wrong(response, score):
 def as_numbers(value):
     """Returns a float, or a list of floats where `value` holds several numbers."""
     try:
-        return float(value)
+        return float(ordered(value))
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
-        return [float(number) for number in value]
+        return [float(number) for number in ordered(value)]
+
+
+def ordered(value):
+    """Returns `value`, or raises a TypeError if it is text, a dict or a set."""
+    if isinstance(value, UNORDERED):
+        raise TypeError(value)
+    return value
 
 
 def call_with_columns(function, responses):
@@ -124,16 +144,17 @@ def call_with_columns(function, responses):
     columns.update(prompts=prompts, completions=completions)
     if "completion_ids" in inspect.signature(function).parameters:
         columns["completion_ids"] = [response["response_ids"] for response in responses]
-    return function(**columns)
+    returned = function(**columns)
+    return list(returned) if isinstance(returned, Iterator) else returned  # it may be a generator
 
 
 def find_culprit(function, responses):
     """Ends the program with the first response for which the function raises alone."""
-    name = getattr(function, "__name__", repr(function))
+    name = name_of(function)
     for response in responses:
         try:
             call_with_columns(function, [response])
-        except Exception as error:
+        except RAISED as error:
             errors.fail(
                 f"{name} raised {error!r}.\n"
                 f"  The prompt: {response['prompt']!r}\n  The response: {response['text']!r}",

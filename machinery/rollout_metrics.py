@@ -3,10 +3,9 @@
 import json
 
 import common
-from machinery import ranks, throughput
+from machinery import model_folders, ranks, throughput
 
 import torch
-import torch.nn as nn
 
 COLUMNS = """step reward gold kl response_length eos_rate actor_loss critic_loss
              explained_variance entropy ratio_max eval_reward eval_gold seconds""".split()
@@ -58,8 +57,8 @@ def log(run, metrics, means, times, passes, judges, micro_batches):
     """Logs a step of PPO, and returns its metrics: `metrics`, those of the update and the rollout.
 
     times: when the step began, and when rollout, scores and updates were done. Each pass takes a
-    forward to store, unless it is kept, and trains in every epoch. The rollout and the reference
-    are a forward of the actor each.
+    forward to store, unless it is kept, and another in every epoch, with a backward if it trains.
+    The rollout and the reference are a forward of the actor each.
     """
     args = run.args
     metrics = {**metrics, **means.of_all_ranks(), **of_all_ranks(micro_batches)}
@@ -69,19 +68,21 @@ def log(run, metrics, means, times, passes, judges, micro_batches):
         del metrics["critic_loss"]
     tokens = sum((batch.mask.sum(-1) * batch.row_weight).sum() for batch in micro_batches)
     rows = sum(batch.row_weight.sum() for batch in micro_batches)
-    tokens, rows = ranks.all_sum(tokens, rows).tolist()
+    scored = sum(batch.response_mask.sum() for batch in micro_batches)
+    tokens, rows, scored = ranks.all_sum(tokens, rows, scored).tolist()
 
-    def forward(engine):
-        return throughput.train_flops(engine, tokens, tokens / rows, False) / 3
+    def count(engine, trains=False):
+        checkpointing = args.gradient_checkpointing
+        return throughput.count_flops(engine, tokens, tokens / rows, scored, trains, checkpointing)
 
-    trained = args.ppo_epochs * (4 if args.gradient_checkpointing else 3)  # in forwards
-    flops = 2 * forward(passes[0].engine)
+    flops = 2 * count(passes[0].engine)
     for each in passes:
-        flops += (trained + (not each.keeps)) * forward(each.engine)
+        flops += args.ppo_epochs * count(each.engine, each.trains)
+        flops += 0 if each.keeps else count(each.engine)
     for judge in judges:
         model = next(iter(getattr(judge, "args", ())), None)
-        if isinstance(model, nn.Module):
-            flops += forward(model)
+        if hasattr(model_folders.unwrap_model(model), "config"):  # and no function
+            flops += count(model)
     run.log(metrics, tokens, flops)
     return metrics
 

@@ -11,6 +11,7 @@ import common
 from machinery import (
     checkpoints,
     crash,
+    errors,
     estimate,
     launch,
     logs,
@@ -29,6 +30,8 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm
+
+FILLED_UP = 2**16  # rows of a step, at most, that has more than the data: the rest are fillers
 
 
 class Run:
@@ -76,6 +79,9 @@ class Run:
         self.last_step = self.steps_per_epoch * self.args.num_train_epochs
         if self.args.max_steps >= 0:
             self.last_step = self.args.max_steps
+        if self.rows_per_step > max(len(train), FILLED_UP):
+            batch = f"{batch_size} per device x {micro_steps} a step = {self.rows_per_step} rows"
+            errors.fail(f"a batch of {batch}: the data has {len(train)}.\n  Lower the batch sizes.")
         return self.last_step
 
     # The steps
@@ -96,6 +102,7 @@ class Run:
         self.state = {} if state is None else state
         output_folder.take(args, self.train)
         self.print_banner()
+        refusals.warn_of_stages(args)
         torch.manual_seed(args.seed + ranks.data_parallel_rank())  # dropout differs by rank
         ranks.barrier()
         step, saved = 0, {}
@@ -113,6 +120,7 @@ class Run:
             signal.signal(number, self.note_signal)
         quiet = True if ranks.get_rank() else None  # None: no bar unless in a terminal
         options = dict(total=self.last_step, initial=step, unit="step", leave=False)
+        self.started = time.time()  # of the step: loading its rows is a part of it
         with tqdm(**options, disable=quiet) as bar:
             while step < self.last_step:
                 loader, draws = self.open_epoch(step, saved, collate)
@@ -120,7 +128,6 @@ class Run:
                     step += 1
                     self.step, self.micro_batches, self.rows = step, micro_batches, self.texts()
                     self.phase.note(f"at step {step}")
-                    self.started = time.time()
                     yield step, micro_batches
                     bar.update()
                     self.save_or_stop(loader)
@@ -188,6 +195,7 @@ class Run:
             saved = {"loader": loader.state_dict(), "micro_steps": self.micro_steps}
             rows = {"data_rows": len(self.train), "rows": self.rows_per_step}
             checkpoints.save(args, self.engines, step, {**saved, "state": self.state, **rows})
+            self.started = time.time()
         if stop:
             why = "interrupted" if told else f"--max_hours {args.max_hours:g} are over"
             where = checkpoints.whole(args)[-1]
@@ -204,14 +212,16 @@ class Run:
         """
         args, step, engine = self.args, self.step, self.engine
         if tokens is None:
-            tokens, rows = self.count_tokens()
-            length = tokens / rows
-            flops = throughput.train_flops(engine, tokens, length, args.gradient_checkpointing)
-        speed = throughput.speed(args, engine, tokens, flops, self.started)
+            tokens, rows, scored = self.count_tokens()
+            layout = tokens, tokens / rows, scored
+            flops = throughput.count_flops(engine, *layout, True, args.gradient_checkpointing)
+        began, self.started = self.started, time.time()  # what follows counts to the next step
+        speed = throughput.speed(args, engine, tokens, flops, self.started - began)
         record = {"step": step, "epoch": step / self.steps_per_epoch, **metrics, **speed}
         for name, other in self.engines.items():
             if other is not engine:
                 record[f"{name}_grad_norm"] = throughput.grad_norm(args, other)
+                record[f"{name}_learning_rate"] = throughput.learning_rate(other)
         self.stop_unless_finite(record)
         due = step == self.last_step or step % (args.eval_steps or self.steps_per_epoch) == 0
         if due:
@@ -220,16 +230,21 @@ class Run:
             self.write(record, engine)
         if due:
             logs.draw_curves(args)
+            self.started = time.time()  # an evaluation is no part of a step
 
     def count_tokens(self):
-        """Returns (tokens, rows) of the step's micro-batches, over all ranks, without fillers."""
-        tokens = rows = 0
+        """Returns (tokens, rows, tokens with logits) of the step, over all ranks, without fillers.
+
+        Logits are made for the tokens of `loss_mask`, if a micro-batch has one.
+        """
+        tokens = rows = scored = 0
         for batch in self.micro_batches:
             mask, weight = batch["mask"], batch["row_weight"].double()
             weight = weight.repeat(len(mask) // len(weight))  # a row of the data may have several
             tokens += (mask.sum(-1) * weight).sum()
             rows += weight.sum()
-        return ranks.all_sum(tokens, rows).tolist()
+            scored += batch.get("loss_mask", mask).sum()
+        return ranks.all_sum(tokens, rows, scored).tolist()
 
     def write(self, record, engine=None):
         """Writes one line of the log, under the legend if it is the first."""

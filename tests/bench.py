@@ -665,7 +665,7 @@ def table(records):
                     mine[0]["flops"] / 1e9 / limit["gflops"],
                 )
             elif limit and mine and "gflops" in mine[0]:
-                # FLOPs by PaLM's formula: throughput.train_flops
+                # FLOPs by PaLM's formula: throughput.count_flops
                 best = rate(mine) * limit["gflops"] / statistics.median(r["gflops"] for r in mine)
             quality, memory, start = (
                 "; ".join(f(rs[-1]) if rs else "" for rs in (mine, theirs))

@@ -17,7 +17,7 @@ import common
 import ppo
 import reward
 import sft
-from machinery import flags, kept_pass, output_folder, ranks
+from machinery import flags, kept_pass, output_folder, ranks, refusals
 
 import pytest
 import torch
@@ -343,6 +343,25 @@ def test_weights_are_set_in_frozen_models_only():
     assert model.weight.tolist() == [[1, 1]] and model.bias.tolist() == [1]
     with pytest.raises(ValueError, match="frozen"):
         common.set_weights(model.requires_grad_(True), lambda name: None)
+
+
+@pytest.mark.parametrize(
+    "script, given, other",
+    [
+        ("sft", "--zero_stage 3", "ZeRO stage 3; the preset toy has 2"),
+        ("reward", "--preset opt-1.3b --zero_stage 2", "ZeRO stage 2; the preset opt-1.3b has 0"),
+        ("ppo", "--zero_stage 1", "ZeRO stage 1; the preset toy has 2"),
+        ("ppo", "--critic_zero_stage 3", "ZeRO stage 3; the preset toy has 2"),
+        ("sft", "", None),
+        ("reward", "--zero_stage 2", None),
+        ("ppo", "--preset opt-1.3b", None),
+    ],
+)
+def test_another_zero_stage_than_the_presets_is_warned_of(capsys, script, given, other):
+    """Presets are what is known to work; in step 3 other stages are a known cause of divergence."""
+    refusals.warn_of_stages(SCRIPTS[script].get_args(given.split()))
+    said = capsys.readouterr().out
+    assert f"warning: {other}" in said if other else said == ""
 
 
 def test_an_evaluation_alone_deletes_no_model(tmp_path, capsys):

@@ -331,7 +331,7 @@ PAIRS = [
 
 def tokens_that_count(batch):
     """The rows' weights, and the tokens of the rows that are no fillers, as a run counts them."""
-    tokens, _ = Run.count_tokens(SimpleNamespace(micro_batches=[batch]))
+    tokens, *_ = Run.count_tokens(SimpleNamespace(micro_batches=[batch]))
     return batch["row_weight"].tolist(), tokens
 
 

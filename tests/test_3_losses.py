@@ -2,6 +2,7 @@
 with pencil and paper."""
 
 import copy
+import functools
 import itertools
 import json
 import math
@@ -18,21 +19,25 @@ from machinery import (
     ema,
     kl_controller,
     logs,
+    lora,
     model_folders,
     patches,
     ranks,
+    reward_functions,
     rollout_metrics,
     rows,
     statistics,
     throughput,
 )
+from machinery import run as run_module
+from machinery.run import Run
 from tests.conftest import ROOT, generate, micro_batch
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 
 def with_gradient(f, x):
@@ -483,20 +488,134 @@ def test_a_step_without_tokens_is_no_division_by_zero():
 # --------------------------------------------------------------------------------------------------
 # Throughput
 # --------------------------------------------------------------------------------------------------
-def test_train_flops_by_hand(tiny_model):
-    """2 layers of 32, MLP 64, vocabulary V; one row of 100 tokens:
-        matrices    2 * (4 * 32*32 + 3 * 32*64) + 32*V   each weight: one product, one sum a token
-        attention   4 * 2 layers * 32 * 100              scores and weighted sum, 2 * 32 a position
-    Forward and backward are 3 forwards, with checkpointing 4. (Norms are left
-    out here: under 1 %.)"""
-    matrices = 2 * (4 * 32 * 32 + 3 * 32 * 64) + 32 * tiny_model.config.vocab_size
-    expected = 3 * 100 * (2 * matrices + 4 * 2 * 32 * 100)
-    assert throughput.train_flops(tiny_model, 100, 100, checkpointing=False) == pytest.approx(
-        expected, rel=0.01
-    )
-    assert throughput.train_flops(tiny_model, 100, 100, checkpointing=True) == pytest.approx(
-        expected * 4 / 3, rel=0.01
-    )
+# Of tiny_model in rows of 100 tokens: a multiplication and an addition for each weight and token,
+# and for each position that is looked back at. (Norms are left out here: under 1 %.)
+LAYERS = 2 * 2 * (4 * 32 * 32 + 3 * 32 * 64)  # 2 layers of 32, MLP 64
+ATTENTION = 4 * 2 * 32 * 100
+ADAPTERS = 2 * 2 * (4 * (32 + 32) + 3 * (32 + 64))  # of rank 1 beside each of the 14 matrices
+
+
+@pytest.mark.parametrize(
+    "options, layers, attention, output, adapters",
+    [
+        ({}, 1, 1, 1, 1),
+        # gradients of what goes in, and of the weights
+        ({"trains": True}, 3, 3, 3, 3),
+        ({"trains": True, "checkpointing": True}, 4, 4, 3, 4),
+        ({"checkpointing": True}, 1, 1, 1, 1),  # nothing to compute again
+    ],
+)
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_by_hand(tiny_model, options, layers, attention, output, adapters, adapted, tied):
+    """100 tokens of one row, 25 of them scored: the output matrix is multiplied for those alone,
+    the input embedding never. With LoRA the frozen matrices have no gradients of their own: about
+    two forwards' worth of work in place of three."""
+    model = copy.deepcopy(tiny_model).requires_grad_(True)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    if adapted:
+        args = sft.get_args([])
+        lora.add_adapters(model, args, "somewhere", dim=1)
+        trains = "trains" in options
+        layers, output = layers - trains, output - trains
+    head = 2 * 32 * model.config.vocab_size
+    expected = 100 * (layers * LAYERS + attention * ATTENTION) + 25 * output * head
+    expected += 100 * adapters * ADAPTERS * adapted
+    found = throughput.count_flops(model, 100, 100, 25, **options)
+    assert found == pytest.approx(expected, rel=0.01)
+
+
+def test_a_value_model_has_no_output_matrix(tiny_model):
+    """Its head is one row, read at every token; the number of scored tokens is of no account."""
+    value = LlamaForSequenceClassification(tiny_model.config)
+    expected = 100 * (LAYERS + ATTENTION)
+    for scored in (0, 25):
+        found = throughput.count_flops(value, 100, 100, scored)
+        assert found == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "trains, keeps, passes", [(False, False, 2), (True, False, 4), (True, True, 3)]
+)
+def test_an_actor_that_waits_for_its_critic_has_no_backward(tiny_model, trains, keeps, passes):
+    """A step of PPO: the rollout, the reference and a judge, the forward that stores (unless one
+    pass is both), and what trains. In --critic_warmup_steps the actor does not."""
+    logged = []
+    args = ppo.get_args(["--preset", "toy"])
+    run = SimpleNamespace(args=args, log=lambda *given: logged.extend(given))
+    weight = torch.tensor([1.0, 0.0])  # the second row is a filler
+    mask, response_mask = torch.ones(2, 100), torch.zeros(2, 25)
+    response_mask[0] = 1
+    batch = micro_batch(mask=mask, response_mask=response_mask, row_weight=weight)
+    means = SimpleNamespace(of_all_ranks=lambda: {"critic_loss": 0.0})
+    judges = [functools.partial(reward_functions.call_function, nn.Linear(1, 1))]  # not counted
+    judges.append(functools.partial(ppo.reward_model_scores, tiny_model))
+    actor = SimpleNamespace(engine=tiny_model, trains=trains, keeps=keeps)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout_metrics, "of_all_ranks", lambda batches: {})
+        rollout_metrics.log(run, {}, means, [0, 1, 2, 3], [actor], judges, [batch])
+    _, tokens, flops = logged
+    forward = throughput.count_flops(tiny_model, 100, 100, 25)
+    assert tokens == 100 and flops == pytest.approx((2 + passes + 1) * forward)
+
+
+def test_sft_scores_what_its_loss_covers(tokenizer):
+    """Two rows, one of them a filler: the prompt's tokens take part, and get no logits."""
+    rows = [
+        {"prompt_ids": [5, 6], "prompt_loss_mask": [0, 0], "responses": [[7, 8, 1]]},
+        {"prompt_ids": [5], "prompt_loss_mask": [0], "responses": [[7, 1]]},
+    ]
+    weighted = [{**row, "row_weight": weight} for row, weight in zip(rows, (1, 0))]
+    batch = sft.collate(weighted, pad_id=0)
+    assert Run.count_tokens(SimpleNamespace(micro_batches=[batch])) == [5, 1, 3]
+
+
+def test_seconds_are_all_of_a_steps_time(monkeypatch):
+    """Loading (3 seconds here), what the body does (10) and writing the line before (1) are in
+    `seconds`; an evaluation (100) is not."""
+    clock, lines = [0.0], []
+
+    def takes(seconds, value=None):
+        def work(*args, **options):
+            clock[0] += seconds
+            return value
+
+        return work
+
+    def micro_batches():
+        for _ in range(3):
+            takes(3)()
+            yield [{}]
+
+    fakes = {"checkpoints": None, "signal": SimpleNamespace(signal=takes(0), SIGTERM=15, SIGINT=2)}
+    fakes |= {"time": SimpleNamespace(time=lambda: clock[0]), "ranks": ranks}
+    fakes["output_folder"] = SimpleNamespace(take=takes(0))
+    fakes["logs"] = SimpleNamespace(draw_curves=takes(20))
+    speed = SimpleNamespace(speed=lambda *given: {"seconds": given[-1]})
+    fakes |= {"throughput": speed, "refusals": SimpleNamespace(warn_of_stages=takes(0))}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(run_module, name, fake)
+    run = Run.__new__(Run)
+    args = dict(seed=1, resume=False, eval_steps=2, log_steps=1, max_hours=0, save_steps=0)
+    run.args, run.last_step, run.steps_per_epoch = SimpleNamespace(**args), 3, 3
+    run.phase, run.signals, run.began = SimpleNamespace(note=takes(0)), [], 0
+    run.train = run.legend_shown = None
+    run.print_banner, run.texts = takes(0), tuple
+    run.open_epoch = lambda *given: (None, micro_batches())
+    run.write = lambda record, engine=None: (takes(1)(), lines.append(record))
+    for _ in run.steps({"model": None}, None, takes(100, {}), []):
+        takes(10)()
+        run.log({}, 1, 1)
+    assert [line.get("seconds") for line in lines] == [None, 13, 14, 13]
+
+
+def test_the_rate_of_each_model_is_its_own():
+    """An actor that has made no step (--critic_warmup_steps) learns at no rate; the critic does."""
+    schedule = SimpleNamespace(last_epoch=1, base_lrs=[0.1], lr_lambdas=[lambda step: 1 - step])
+    critic = SimpleNamespace(global_steps=1, lr_scheduler=schedule, was_step_applied=lambda: True)
+    actor = SimpleNamespace(global_steps=0)
+    assert (throughput.learning_rate(actor), throughput.learning_rate(critic)) == (0, 0.1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -780,7 +899,11 @@ def test_a_nan_stops_the_run_and_leaves_its_rows_behind(tmp_path, capsys):
             args, {"step": 7, "values": float("nan"), "reward": float("inf"), "entropy": 1.0}, lines
         )
     assert stop.value.code == 1
-    assert "step 7: values, reward not finite" in capsys.readouterr().out
+    message = capsys.readouterr().out
+    assert "step 7: values, reward not finite" in message
+    first = "generation_batch_size training_batch_size ppo_epochs generation_batches ZeRO --dtype"
+    places = [message.index(word) for word in first.split()]  # what to check, in this order
+    assert places == sorted(places)
     file = tmp_path / "nonfinite_rank0.jsonl"
     assert [json.loads(line) for line in file.read_text().splitlines()] == [
         {**row, "step": 7} for row in lines

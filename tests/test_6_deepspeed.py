@@ -334,11 +334,14 @@ def test_the_pass_that_trains_may_give_the_old_logprobs():
 
 def test_the_critic_can_be_warmed_up_alone():
     """--critic_warmup_steps 1: one optimizer step less for the actor, whose second rollout still
-    has a KL of 0."""
+    has a KL of 0, and whose learning rate is 0 in the first, where the critic's is not."""
     run_of("ppo_options")
     steps = {s["folder"]: s["optimizer_steps"] for s in facts("ppo_options")[0]["saved"]}
     assert (steps["."], steps["critic"]) == (3, 4)
-    assert [r["kl"] == 0 for r in metrics("ppo_options")[1:]] == [True, True, False, False]
+    lines = metrics("ppo_options")[1:]
+    assert [line["kl"] == 0 for line in lines] == [True, True, False, False]
+    assert [line["learning_rate"] > 0 for line in lines] == [False, True, True, True]
+    assert all(line["critic_learning_rate"] > 0 for line in lines)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -690,9 +693,10 @@ def test_the_rate_that_is_logged_is_the_steps_own():
             lr_scheduler=schedule,
             was_step_applied=lambda applied=applied: applied,
             get_global_grad_norm=lambda: 1.0,
+            global_steps=1,
         )
         rates.append(
-            throughput.speed(SimpleNamespace(dtype="fp16"), engine, 1, 1, 0.0)["learning_rate"]
+            throughput.speed(SimpleNamespace(dtype="fp16"), engine, 1, 1, 1.0)["learning_rate"]
         )
     assert rates == [10.0, 9.0, 9.0]
 

@@ -5,9 +5,11 @@ Every case runs a script's own main() in this process, in an empty folder. No tr
 message, nothing written, and no model loaded: a typo must not cost ten minutes of loading.
 """
 
+import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from transformers import GPT2Config
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
 MODEL = str(ROOT / "toy/model")
+TOY_GOLD = f"{ROOT}/toy/gold.py:gold"
 RESPONSE = {"chat": False, "extra": "{}", "response_ids": [5, 1]}
 PAIR = {"prompt": "Why?", "response": " So.", "chosen": " So.", "rejected": " No."}
 
@@ -93,6 +96,13 @@ def box(tmp_path, monkeypatch):
     rows(tmp_path / "ds_lr.json", {"optimizer": {"type": "Adam"}})
     rows(tmp_path / "ds_stage.json", {"zero_optimization": {"stage": 2}})
     rows(tmp_path / "ds_broken.json", "{")
+    rows(tmp_path / "ds_list.json", "[]")
+    rows(tmp_path / "ds_zero.json", {"zero_optimization": 3})
+    rows(tmp_path / "ds_bucket.json", {"zero_optimization": {"reduce_bucket_size": "big"}})
+    rows(tmp_path / "ds_enabled.json", {"tensorboard": {"enabled": "perhaps"}})
+    rows(tmp_path / "ds_print.json", {"steps_per_print": "never"})
+    rows(tmp_path / "ds_comet.json", {"comet": {"enabled": True}})
+    monkeypatch.setitem(sys.modules, "comet_ml", None)  # as if it were not installed
     (tmp_path / "nothing").mkdir()
     size = json.loads((ROOT / "toy/model/config.json").read_text())["vocab_size"]
     model(tmp_path / "no_eos", tokenizer={"eos_token": None})
@@ -162,7 +172,7 @@ CASES = [  # script, flags, what the message must say
     ("sft", "--dropout 1.5", "--dropout 1.5"),
     ("sft", "--lr_scheduler_type zigzag", "zigzag, cosine, linear"),
     ("sft", "--data_split 2,4", "--data_split, 3"),
-    ("sft", "--data_split 2,-4,4", "--data_split, 3"),
+    ("sft", "--data_split 2,-4,4", "--data_split -4.0, 0 or more"),
     ("sft", "--data_split a,b,c", "--data_split, a,b,c"),
     ("sft", "--data_split 0,0,0", "--data_split"),
     ("reward", "--gradient_accumulation_steps 0", "--gradient_accumulation_steps 0"),
@@ -181,7 +191,26 @@ CASES = [  # script, flags, what the message must say
     ),
     ("ppo", "--samples_per_prompt 0", "--samples_per_prompt 0, out of range"),
     ("sft", "--learning_rate inf", "--learning_rate inf, finite"),
-    ("sft", "--adam_betas 0.9,1", "--adam_betas, below 1"),
+    ("sft", "--adam_betas 0.9,1", "--adam_betas 1.0, 0.999999 or less"),
+    ("sft", "--adam_betas nan,0.9", "--adam_betas nan, out of range"),
+    ("sft", "--adam_betas 0.9", "--adam_betas, 2 numbers joined by commas"),
+    ("sft", "--seed 4294967296", "--seed 4294967296, 4294967295 or less"),
+    ("sft", "--timeout_minutes 1e15", "--timeout_minutes 1000000000000000.0, 525600 or less"),
+    ("sft", f"--per_device_train_batch_size {10**30}", "out of range, 2147483647 or less"),
+    ("sft", f"--keep_checkpoints {10**30}", "--keep_checkpoints, out of range"),
+    ("reward", f"--gradient_accumulation_steps {10**30}", "--gradient_accumulation_steps"),
+    ("ppo", f"--ppo_epochs {10**30}", "--ppo_epochs, out of range"),
+    # in range, and more filler rows than memory
+    ("sft", "--per_device_train_batch_size 2000000000", "2000000000 rows, the data has, Lower"),
+    ("sft", "--gradient_accumulation_steps 2000000000", "2000000000 a step, the data has, Lower"),
+    (
+        "ppo",
+        "--per_device_generation_batch_size 2000000000 --per_device_training_batch_size 2000000000",
+        "2000000000 rows, the data has, Lower",
+    ),
+    ("ppo", "--enable_ema 2", "--enable_ema 2, 1 or less"),
+    ("ppo", "--stop ''", "--stop, empty"),
+    ("ppo", "--min_new_tokens 48", "--min_new_tokens 48, --max_answer_seq_len 48, EOS"),
     (
         "sft",
         "--model_name_or_path done/old --output_dir done --overwrite",
@@ -229,6 +258,12 @@ CASES = [  # script, flags, what the message must say
     ("sft", "--ds_config ds_broken.json", "--ds_config ds_broken.json"),
     ("sft", "--ds_config ds_lr.json", "ds_lr.json, optimizer, --learning_rate"),
     ("sft", "--ds_config ds_stage.json", "ds_stage.json, stage, --zero_stage"),
+    ("sft", "--ds_config ds_list.json", "ds_list.json, no JSON object"),
+    ("sft", "--ds_config ds_zero.json", "ds_zero.json, DeepSpeed does not take it"),
+    ("sft", "--ds_config ds_bucket.json", "ds_bucket.json, reduce_bucket_size, valid integer"),
+    ("sft", "--ds_config ds_enabled.json", "ds_enabled.json, tensorboard.enabled, boolean"),
+    ("sft", "--ds_config ds_print.json", "ds_print.json, steps_per_print 'never', integer"),
+    ("reward", "--ds_config ds_comet.json", "ds_comet.json, comet, pip install comet_ml"),
     # data
     ("sft", "--data_path colums.jsonl", "colums.jsonl, columns.jsonl"),  # what is there instead
     ("sft", "--data_path some/name", "some/name"),  # neither here nor on the hub, which is offline
@@ -304,7 +339,7 @@ def test_wrong_input_is_refused_in_words(box, monkeypatch, capfd, script, flags,
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", *command(script, flags.split())])
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *command(script, shlex.split(flags))])
     # this process is no rank
     monkeypatch.setattr("deepspeed.init_distributed", lambda **options: None)
     monkeypatch.setattr(common, "load_model", loaded)
@@ -404,7 +439,20 @@ def test_the_constraints_can_be_lifted_knowingly():
 
 
 @pytest.mark.parametrize(
-    "returned", [None, 1.0, [1.0], [1.0, float("nan")], [1.0, None], ["good", "bad"]]
+    "returned",
+    [
+        None,
+        1.0,
+        [1.0],
+        [1.0, float("nan")],
+        [1.0, 10**400],
+        [1.0, None],
+        ["good", "bad"],
+        "12",  # two characters, and two keys: a loop over them would give two numbers
+        {1: "good", 2: "bad"},
+        {1.0, 2.0},  # in no order
+        [{1: 1, 2: 2}, "12"],  # likewise two for the two tokens of a response
+    ],
 )
 def test_a_reward_function_must_return_one_number_an_answer(returned, capsys):
     """The user's own code is input, too: what it returned is shown, by the rank
@@ -413,7 +461,67 @@ def test_a_reward_function_must_return_one_number_an_answer(returned, capsys):
     with pytest.raises(SystemExit) as stop:
         reward_functions.scores_of(lambda prompts, completions: returned, responses)
     assert stop.value.code == 2
-    refused(capsys.readouterr().err, f"one finite number, 2 responses, {str(returned)[:4]}")
+    shown = f"{type(returned).__name__} {str(returned)[:4]}".split(", ")[0]
+    refused(capsys.readouterr().err, f"one finite number, 2 responses, {shown}")
+
+
+def doubled(prompts, completions, factor=2, **columns):
+    return (factor * len(text) for text in completions)  # a generator, when it is called
+
+
+@pytest.mark.parametrize("function", [doubled, functools.partial(doubled, factor=3)])
+def test_any_callable_will_do_and_a_generator_is_read_to_its_end(function):
+    responses = [{**RESPONSE, "prompt": "Why?", "text": text} for text in (" So.", " No")]
+    factor = 3 if function is not doubled else 2
+    assert reward_functions.scores_of(function, responses) == [4 * factor, 3 * factor]
+
+
+def leaves(prompts, completions, **columns):
+    sys.exit(0)
+
+
+def leaves_later(prompts, completions, **columns):
+    for text in completions:
+        yield len(text)
+        sys.exit(0)
+
+
+def divides(prompts, completions, **columns):
+    return (1 / (len(text) - 4) for text in completions)
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        (leaves, "leaves raised SystemExit(0), 'Why?', ' So.'"),
+        (functools.partial(leaves), "leaves raised SystemExit(0), 'Why?', ' So.'"),
+        (leaves_later, "leaves_later raised SystemExit(0), 'Why?', ' So.'"),
+        (divides, "divides raised ZeroDivisionError, 'Why?', ' So.'"),
+    ],
+)
+def test_a_reward_function_cannot_end_the_run_as_if_all_were_well(function, words, capsys):
+    """sys.exit(0) in the middle of step 3 would be a success to whoever started it. What a
+    generator raises comes when it is read."""
+    with pytest.raises(SystemExit) as stop:
+        reward_functions.scores_of(function, [{**RESPONSE, "prompt": "Why?", "text": " So."}])
+    message = capsys.readouterr().err
+    assert stop.value.code == 2
+    refused(message[message.rindex("error: ") :], words)
+
+
+@pytest.mark.parametrize("score", [1e300, [0.0, -1e31], float(10**38)])
+def test_a_score_that_fp32_cannot_sum_up_is_refused(score, capsys):
+    """It would become infinite later, and be taken for a learning rate that is too high."""
+    responses = [{**RESPONSE, "prompt": f"Why {n}?", "text": " So."} for n in range(2)]
+
+    def judge(prompts, completions, **columns):
+        return [1.0, score]
+
+    with pytest.raises(SystemExit) as stop:
+        reward_functions.scores_of(judge, responses)
+    assert stop.value.code == 2
+    number = score[1] if isinstance(score, list) else score
+    refused(capsys.readouterr().err, f"judge, {number} is beyond 1e+30, 'Why 1?'")
 
 
 def test_a_reward_function_that_raises_names_the_prompt(capsys):
@@ -439,15 +547,36 @@ def test_a_reward_function_that_raises_names_the_prompt(capsys):
     refused(capsys.readouterr().err, "Not finite for the prompt '1 + 1 ='")
 
 
-def test_a_reward_file_that_does_not_run_is_an_error(tmp_path, capsys):
-    (tmp_path / "judge.py").write_text("import nothing_of_that_name\n")
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("import nothing_of_that_name\n", "nothing_of_that_name"),
+        ("import sys; sys.exit(0)\n", "SystemExit(0)"),
+    ],
+)
+def test_a_reward_file_that_does_not_run_is_an_error(tmp_path, capsys, text, words):
+    (tmp_path / "judge.py").write_text(text)
     with pytest.raises(SystemExit) as stop:
         reward_functions.load_function(f"{tmp_path}/judge.py:f", "--reward_fn")
     assert stop.value.code == 2
     message = capsys.readouterr().err
-    refused(
-        message[message.rindex("error: ") :], "--reward_fn, cannot be run, nothing_of_that_name"
-    )
+    refused(message[message.rindex("error: ") :], f"--reward_fn, cannot be run, {words}")
+
+
+@pytest.mark.parametrize("given, kept", [([], None), (["--gold_fn", TOY_GOLD], TOY_GOLD)])
+def test_a_gold_function_that_is_given_is_taken(given, kept):
+    """The toy's is dropped with other data, because it knows the toy's questions only: but not if
+    it was asked for, by whatever path."""
+    args = ppo.get_args(["--preset", "toy", "--data_path", "mine.jsonl", *given])
+    assert args.gold_fn == kept
+    assert ppo.get_args(["--preset", "toy"]).gold_fn == TOY_GOLD
+
+
+def test_an_evaluation_takes_no_more_rows_at_a_time_than_there_are():
+    """A large --per_device_eval_batch_size means "all at once", and not as many filler rows."""
+    args = SimpleNamespace(per_device_eval_batch_size=2**31 - 1)
+    batches = common.eval_loader(args, [{}, {}], lambda rows: {"rows": [r["row"] for r in rows]})
+    assert list(batches) == [{"rows": [0, 1]}]
 
 
 def test_no_samples_are_a_fair_wish(tiny_model, tokenizer):
