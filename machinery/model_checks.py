@@ -70,12 +70,20 @@ def check_weights(path, config, needed):
 
 
 def names_in(file):
-    """Returns the names of the weights in a safetensors file, which must be whole."""
+    """Returns the names of the weights in a safetensors file, which must be whole, and no integers.
+
+    (Masks of attention may be integers; old models hold some.)
+    """
     try:
         with safe_open(file, "pt") as weights:
-            return list(weights.keys())
+            kinds = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}
     except (SafetensorError, OSError) as error:
         errors.fail(f"{file} cannot be read: it may be cut short.\n  {error}")
+    for name, kind in kinds.items():
+        if name.endswith(".weight") and kind[0] in "IUB" and kind != "BF16":  # I64, U8, BOOL
+            advice = "Take the model as it was before it was quantised."
+            errors.fail(f"{file}: {name} holds integers ({kind}), no weights.\n  {advice}")
+    return list(kinds)
 
 
 # ---- The architecture ----

@@ -136,21 +136,17 @@ def read_weights(kind, path, config, value_head, options):
         errors.fail(f"{path} holds no weights for {names}: they would be random.\n  {hint}")
     if missing and is_scorer(own_config):
         errors.fail(NO_HEAD.format(path))
-    refuse_misfits(path, model, info["unexpected_keys"])
+    refuse_cut_layers(path, model, info["unexpected_keys"])
     return model, missing
 
 
-def refuse_misfits(path, model, unexpected):
-    """Ends with an error if weights of `path` are integers, or of layers that `model` lacks."""
-    shape_of_name = functools.partial(re.sub, r"\d+", "0")
-    weights = dict(model.named_parameters())
-    known = set(map(shape_of_name, weights))
-    if cut := sorted(name for name in unexpected if shape_of_name(name) in known):
+def refuse_cut_layers(path, model, unexpected):
+    """Ends with an error if weights of `path` belong to layers that its config leaves out."""
+    as_layer_0 = functools.partial(re.sub, r"\d+", "0")
+    known = {as_layer_0(name) for name, _ in model.named_parameters()}
+    if cut := sorted(name for name in unexpected if as_layer_0(name) in known):
         why = f"its config.json has no place for {len(cut)} of its weights, such as {cut[-1]}"
         errors.fail(f"{path}: {why}.\n  Is num_hidden_layers right?")
-    if whole := [name for name, weight in weights.items() if not weight.is_floating_point()]:
-        why = f"the weights of {path} are integers, which cannot be trained: {whole[0]}"
-        errors.fail(f"{why}.\n  Take the model as it was before it was quantised.")
 
 
 def load_tokenizer(path, args=None):
