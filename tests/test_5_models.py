@@ -13,7 +13,7 @@ import common
 import ppo
 import reward
 import sft
-from machinery import architecture, model_folders, rows, saving, shared_prompts
+from machinery import architecture, model_checks, model_folders, rows, saving, shared_prompts
 from tests import workers
 from tests.conftest import generate, load_model
 
@@ -195,6 +195,36 @@ def test_all_kinds_of_layers_are_in_the_copy():
     config = AutoConfig.for_model("granitemoehybrid", layer_types=kinds, num_hidden_layers=12)
     small = architecture.small_copy(config)
     assert len(small.model.layers) == 6 and architecture.decodes(small)
+
+
+def test_code_that_comes_with_a_model_is_tried_out_too(tmp_path, monkeypatch, capsys):
+    """A model's own Python is the likeliest to forget the mask: here attention that ignores it. And
+    code that fails on this machine is warned of, as it may need a GPU."""
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    folder = folder_of(tmp_path / "mine", CONFIGS["llama"])
+    kinds = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}
+    file = tmp_path / "mine/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "auto_map": kinds}))
+    (tmp_path / "mine/mine.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class MineConfig(LlamaConfig):\n    pass\n"
+        "class Mine(LlamaForCausalLM):\n    config_class = MineConfig\n"
+        "    def forward(self, input_ids, attention_mask=None, **options):\n"
+        "        if input_ids.shape[1] == self.config.num_key_value_heads:\n"
+        "            raise RuntimeError('no GPU')\n"
+        "        return super().forward(input_ids, **options)\n"
+    )
+    with pytest.raises(SystemExit):
+        model_checks.try_out(folder, True, False)
+    assert "does not honour padding on the left" in capsys.readouterr().err
+    file.write_text(
+        file.read_text().replace('"num_key_value_heads": 2', '"num_key_value_heads": 4')
+    )
+    model_folders.load.cache_clear()
+    assert model_checks.try_out(folder, True, True) == ()
+    assert "could not be tried out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
