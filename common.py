@@ -185,7 +185,7 @@ def load_model(args, tokenizer=None, value_head=None):
     kind = AutoModelForCausalLM
     if value_head:
         kind = AutoModelForSequenceClassification
-        value_head = model_folders.prepare_head(path, config, tokenizer, value_head)
+        value_head = model_folders.prepare_head(config, tokenizer, value_head)
     *adapters, base = lora.chain(path)  # --lora_dim: adapters, and the weights under them
     options = {"dtype": DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
     torch.manual_seed(args.seed)

@@ -6,6 +6,8 @@ from machinery.forwards import forward_options
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer
+
 
 class ReservedLayer(DynamicLayer):
     """One layer's keys and values, in slots: transformers' own copies them all for every token."""
@@ -50,6 +52,11 @@ def reserved_cache(model, slots):
     return cache
 
 
+def rows_can_leave(cache):
+    """Returns whether all layers keep keys and values alone. Others (Mamba's) keep all rows."""
+    return {type(layer) for layer in cache.layers} <= {ReservedLayer, *KEYS_AND_VALUES}
+
+
 def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
     """Yields (r, rows, logits) for each response slot r, until all rows have ended.
 
@@ -64,7 +71,8 @@ def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
     mask = torch.cat([mask, torch.ones_like(responses)], 1)  # (B, P + R)
     options = forward_options(model, mask, keep=1)
     positions = options.pop("position_ids", None)  # (B, P + R)
-    options.update(past_key_values=reserved_cache(model, length + count), use_cache=True)
+    cache = reserved_cache(model, length + count)
+    options.update(past_key_values=cache, use_cache=True)
     rows = torch.arange(len(ids), device=ids.device)
     inputs, prompts, copies = first_of_each(ids, mask[:, :length])
     for r in range(count):
@@ -86,9 +94,10 @@ def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
         # Without `synced` ranks stop on their own; with it one that stopped would hang the others.
         if not (ranks.all_sum(left)[0] if synced else left):
             return
-        if 0 < left <= 0.75 * len(rows):  # each time the cache is copied: not for every row
+        few = 0 < left <= 0.75 * len(rows)  # each time the cache is copied: not for every row
+        if few and rows_can_leave(cache):
             kept = going_on.nonzero()[:, 0]
-            options["past_key_values"].batch_select_indices(kept)
+            cache.batch_select_indices(kept)
             rows = rows[kept]
         prompts, inputs = rows, responses[rows, r, None]
 

@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from machinery import errors, flags, kept_pass, memory, ranks, refusals
+from machinery import errors, flags, kept_pass, memory, model_checks, ranks, refusals
 
 from deepspeed.accelerator import get_accelerator
 
@@ -55,6 +55,7 @@ def estimate(args, models_of, refusal=refusals.refusal):
     Ends the program. refusal(args) returns why flags do not go together, or None.
     """
     devices = Devices(args)
+    model_checks.check(args, models_of(args))
 
     def peak_with(changes, count=devices.count):
         """Returns the peak with all changes; inf where flags contradict each other."""

@@ -11,6 +11,8 @@ from machinery import errors, old_deepspeed
 
 import torch
 
+CONFIG_FILE = "adapter_config.json"
+
 
 def add_adapters(model, args, path, dim, value_head=None):
     """Freezes `model` and puts an adapter beside each target. [Hu et al. 2021] eq. 3
@@ -79,8 +81,12 @@ class WithoutAdapters:
 def chain(path):
     """Returns [path], and where it holds adapters what they sit on, and so on, down to weights."""
     folders = [path]
-    while (config := Path(folders[-1]) / "adapter_config.json").is_file():
-        folders.append(json.loads(config.read_text())["base_model_name_or_path"])
+    while (config := Path(folders[-1]) / CONFIG_FILE).is_file():
+        try:
+            base = json.loads(config.read_text())["base_model_name_or_path"]
+            folders.append("" + base)  # a TypeError unless it is text
+        except (ValueError, LookupError, TypeError):
+            errors.fail(f"{config} names no base_model_name_or_path: it is no config of adapters.")
         if folders[-1] in folders[:-1]:
             errors.fail(f"{path}: its adapters sit on no weights: {' on '.join(folders)}.")
     return folders

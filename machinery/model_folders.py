@@ -2,15 +2,24 @@
 
 import copy
 import functools
+import json
+import pickle
+import re
 from pathlib import Path
 
 from machinery import crash, errors, ranks
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 PAD_NAMES = ("<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "<|endoftext|>")
+# Files of weights, in the order in which transformers looks for them; and what others write
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+WEIGHTS += ("pytorch_model.bin", "pytorch_model.bin.index.json")
+OTHER_WEIGHTS = ".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .index.json".split()
+LOAD_ERRORS = OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError
+NO_HEAD = "{} is a reward model by its config.json, and holds no value head: it would be random."
 
 
 @functools.lru_cache
@@ -23,7 +32,7 @@ def load(path, kind, trust_remote_code):
         errors.fail(f"{path}: no such folder. {hint}")
     try:
         return kind.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of many kinds: of the hub, of JSON, of config's or tokenizers' own
         why = ""
         if not folder.is_dir():
             why = "It is no folder here; has the step before been run? Looked up on the hub:"
@@ -31,7 +40,7 @@ def load(path, kind, trust_remote_code):
             why = "The run in it has not ended; --resume goes on with it."
         elif "trust_remote_code" in str(error):
             why = "Read its Python code, then let it run with --trust_remote_code."
-        why += f"\n  {str(error).splitlines()[0]}"
+        why += f"\n  {' '.join(str(error).split())[:300]}"
         errors.fail(f"no {kind.__name__[4:].lower()} could be loaded from {path}.\n  {why}")
 
 
@@ -40,12 +49,19 @@ def load_config(path, trust_remote_code=False):
     return copy.deepcopy(load(path, AutoConfig, trust_remote_code))
 
 
-def prepare_head(path, config, tokenizer, name):
+def is_scorer(config):
+    """Returns whether a config is that of a reward model or critic."""
+    return "SequenceClassification" in str(config.architectures)
+
+
+def head_name(config, name="score"):
+    """Returns the name of a value model's head: its own, else `name`."""
+    return getattr(config, "value_head_prefix", name)
+
+
+def prepare_head(config, tokenizer, name):
     """Makes `config` that of a value model. Returns the name of its head: its own, else `name`."""
-    if type(config) not in AutoModelForSequenceClassification._model_mapping:
-        lacks = f"transformers has no sequence classification for {config.model_type}"
-        errors.fail(f"{path}: {lacks}, so no reward model or critic.")
-    name = getattr(config, "value_head_prefix", name)
+    name = head_name(config, name)
     config.update({"num_labels": 1, "value_head_prefix": name})
     own_pad = tokenizer.pad_token_id != tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id if own_pad else None
@@ -61,13 +77,40 @@ def name_head(model, name):
 
 def has_weights(path, lora_dim=0):
     """Returns whether `path`, a hub name or a folder, holds weights. With lora_dim it must."""
-    folder = Path(path)
-    if not folder.is_dir() or any(f.suffix in (".safetensors", ".bin") for f in folder.iterdir()):
+    if not Path(path).is_dir() or weight_files(path):
         return True
     if lora_dim:
         why = f"{path} holds no weights for adapters to sit on"
         errors.fail(f"--lora_dim {lora_dim}: {why}.\n  Leave it out to train from scratch.")
     return False
+
+
+def weight_files(path):
+    """Returns the files with the weights of a folder; [] of a hub name.
+
+    [] also where config.json and tokenizer stand alone: such a model starts from scratch. Anything
+    else that looks like weights, and cannot be read, is an error.
+    """
+    folder = Path(path)
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    held = [file.name for file in files if file.name.endswith(tuple(OTHER_WEIGHTS))]
+    if not held:
+        return []
+    first = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if not first:
+        advice = "Save it by transformers' save_pretrained."
+        errors.fail(f"{path} holds {held[0]}, and no {WEIGHTS[0]} to load.\n  {advice}")
+    if first.suffix != ".json":
+        return [first]
+    try:
+        shards = sorted(set(json.loads(first.read_text())["weight_map"].values()))
+        missing = [name for name in shards if not (folder / name).is_file()]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        errors.fail(f"{first} is no index of weights.\n  Fetch or save the model anew.")
+    if missing:
+        count = f"{len(missing)} of {len(shards)} files that {first.name} names"
+        errors.fail(f"{path} lacks {count}: {missing[0]}.\n  Fetch or save the model anew.")
+    return [folder / name for name in shards]
 
 
 def read_weights(kind, path, config, value_head, options):
@@ -76,22 +119,34 @@ def read_weights(kind, path, config, value_head, options):
     kind: AutoModelForCausalLM, or AutoModelForSequenceClassification with the value head. Only
     the value head's weights may be missing.
     """
-    load_config(path, options["trust_remote_code"])  # an error in words if it is gone
+    own_config = load_config(path, options["trust_remote_code"])  # an error in words if it is gone
     if value_head not in (None, "score"):  # transformers calls it score
         options = {**options, "key_mapping": {rf"^{value_head}\.": "score."}}
     try:
         model, info = kind.from_pretrained(path, config=config, output_loading_info=True, **options)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except LOAD_ERRORS as error:
         if isinstance(error, torch.OutOfMemoryError) or crash.waited_in_vain(error):
             raise
-        reason = str(error).strip().splitlines()[0]  # cut short, of other shapes, not there
+        reason = f"{error} ".splitlines()[0]  # cut short, of other shapes, not there, not safe
         errors.fail(f"the weights of {path} cannot be loaded.\n  {reason}")
     missing = info["missing_keys"]
     if strangers := sorted(set(missing) - ({"score.weight"} if value_head else set())):
         hint = "A reward model has no head that writes; step 1 begins with a language model."
         names = ", ".join(strangers[:3])
         errors.fail(f"{path} holds no weights for {names}: they would be random.\n  {hint}")
+    if missing and is_scorer(own_config):
+        errors.fail(NO_HEAD.format(path))
+    refuse_cut_layers(path, model, info["unexpected_keys"])
     return model, missing
+
+
+def refuse_cut_layers(path, model, unexpected):
+    """Ends with an error if weights of `path` belong to layers that its config leaves out."""
+    as_layer_0 = functools.partial(re.sub, r"\d+", "0")
+    known = {as_layer_0(name) for name, _ in model.named_parameters()}
+    if cut := sorted(name for name in unexpected if as_layer_0(name) in known):
+        why = f"its config.json has no place for {len(cut)} of its weights, such as {cut[-1]}"
+        errors.fail(f"{path}: {why}.\n  Is num_hidden_layers right?")
 
 
 def load_tokenizer(path, args=None):

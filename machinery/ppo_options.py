@@ -246,14 +246,16 @@ def check_models(args, tokenizer):
         return model_folders.load_config(path, args.trust_remote_code)
 
     def has_value_head(path):
-        return "SequenceClassification" in str(config_of(path).architectures)
+        return model_folders.is_scorer(config_of(path))
 
     for path in [args.critic_model_name_or_path] * args.has_critic + judges:
-        known = model_folders.load_tokenizer(path, args).get_vocab()
+        other, advice = model_folders.load_tokenizer(path, args), "Run reward.py on the actor."
         size = config_of(path).get_text_config().vocab_size
-        if known != tokenizer.get_vocab() or size < len(tokenizer):
-            advice = "Run reward.py on a model of the actor's family."
+        if other.get_vocab() != tokenizer.get_vocab() or size < len(tokenizer):
             errors.fail(f"{path} and {actor} have different vocabularies.\n  {advice}")
+        if other.eos_token_id != tokenizer.eos_token_id:
+            ends = f"{path} ends responses with {other.eos_token}, {actor} with"
+            errors.fail(f"{ends} {tokenizer.eos_token}: it has seen no such end.\n  {advice}")
     if has_value_head(actor):
         why = "is a reward model, which cannot write"
         errors.fail(f"{actor} {why}; the actor comes from sft.py (output/sft).")

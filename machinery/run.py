@@ -15,6 +15,8 @@ from machinery import (
     estimate,
     launch,
     logs,
+    lora,
+    model_checks,
     model_folders,
     output_folder,
     ranks,
@@ -64,6 +66,7 @@ class Run:
         sys.excepthook = self.phase.report
         launch.warn_of_locks()
         launch.join_ranks(args)
+        model_checks.check(args, models_of(args))
         transformers.set_seed(args.seed)  # Python's, numpy's and torch's generators
         self.phase.note("reading data, loading models")
 
@@ -139,6 +142,7 @@ class Run:
             "model_name_or_path", name
         )
         weights = model_folders.count_parameters(model_folders.unwrap_model(engine)) / 1e6
+        scratch = "" if model_folders.has_weights(lora.chain(path)[-1]) else ", from scratch"
         known = ", ".join(f"{metric} {value}" for metric, value in logs.limits(args).items())
         known = f"\n  limits   {known}: no model can do better on this data" if known else ""
         ranks.say(
@@ -146,7 +150,7 @@ class Run:
             f"output in {Path(args.output_dir)})\n"
             f"  model    {path}: {weights:,.2f} M parameters, {args.dtype}, ZeRO stage "
             f"{engine.zero_optimization_stage()}, {ranks.get_world_size()} x "
-            f"{get_accelerator().device_name()}\n"
+            f"{get_accelerator().device_name()}{scratch}\n"
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
             f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step\n"
             f"  data     {len(self.train):,} rows (this step's share, --data_split), "

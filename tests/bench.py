@@ -314,6 +314,8 @@ def prepare(job, work):
     tokenizer = make_tokenizer(
         [r[k] for r in rows["train"] for k in ("chosen", "rejected")], vocab_size=4096
     )
+    # step 3 takes models with weights alone; the others may draw theirs
+    with_weights = {"tiny"} | {job["model"] for job in jobs if job["script"] == "ppo"}
     for model in {job["model"] for job in jobs}:
         kind, shape = SHAPES[model]
         config = getattr(transformers, kind + "Config")(
@@ -323,11 +325,13 @@ def prepare(job, work):
             (work / model, "ForCausalLM"),
             (work / f"{model}-score", "ForSequenceClassification"),
         ):
-            if not (folder / "tokenizer.json").exists():
+            whole = (folder / "model.safetensors").exists() or model not in with_weights
+            if not (whole and (folder / "tokenizer.json").exists()):
                 config.architectures, config.num_labels = [kind + head], 1
                 torch.manual_seed(0)
-                if model == "tiny":  # with its weights, so that both sides start from the same
-                    getattr(transformers, kind + head)(config).save_pretrained(folder)
+                if model in with_weights:  # so that both sides start from the same
+                    drawn = getattr(transformers, kind + head)(config)
+                    drawn.save_pretrained(folder, max_shard_size="100GB")
                 else:
                     config.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)

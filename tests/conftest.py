@@ -1,6 +1,7 @@
 """What the tests share. Read the files in order: 1 tokens, 2 advantages, 3
 losses, 4 data, ... 8 wrong input."""
 
+import copy
 import os
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from machinery import flags, model_folders
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 
 # --------------------------------------------------------------------------------------------------
@@ -86,6 +87,19 @@ def tiny_model():
         pad_token_id=0,
     )
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def trained(tiny_model, tmp_path_factory):
+    """Folders as steps 1 and 2 leave them: "actor", a language model, and "judge", a reward
+    model, both with random weights and the toy's tokenizer."""
+    base = tmp_path_factory.mktemp("trained")
+    config = copy.deepcopy(tiny_model.config)
+    config.num_labels = 1
+    for name, model in (("actor", tiny_model), ("judge", LlamaForSequenceClassification(config))):
+        model.save_pretrained(base / name)
+        model_folders.load_tokenizer(str(ROOT / "toy/model")).save_pretrained(base / name)
+    return base
 
 
 @pytest.fixture(scope="session")

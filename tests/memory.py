@@ -42,8 +42,8 @@ CASES = [  # script, ranks, stage, model, flags
 
 
 def prepare(folder, size, weights=False):
-    """Models without weights, or for adapters to sit on with random ones, and data whose rows fill
-    every length."""
+    """Models without weights, or for step 3 and for adapters with random ones, and data whose rows
+    fill every length."""
     import transformers
     from transformers import AutoTokenizer, LlamaConfig
 
@@ -206,7 +206,7 @@ def compare(folder, script, ranks, stage, size, flags=""):
 
     from machinery import estimate, memory
 
-    prepare(folder, size, "lora" in flags)
+    prepare(folder, size, script == "ppo" or "lora" in flags)
     flags = flags_of(script, folder, size, stage) + flags.split()
     env = {
         **os.environ,

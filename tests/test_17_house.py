@@ -246,7 +246,7 @@ def test_presets_name_flags_that_exist(script, monkeypatch):
         assert set(preset) <= known, set(preset) - known
 
 
-def test_max_steps_0_evaluates_and_ends(tmp_path):
+def test_max_steps_0_evaluates_and_ends(trained, tmp_path):
     """How good is this model, on this data? The line of step 0, the samples and exit code 0; no
     step is made, so no model and no checkpoint is saved: the folder is no finished run."""
     data = tmp_path / "data"
@@ -254,16 +254,10 @@ def test_max_steps_0_evaluates_and_ends(tmp_path):
     for name, count in (("train", 8), ("test", 4)):
         pairs = [{"prompt": f"{name} {i}?", "response": " So."} for i in range(count)]
         (data / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    judge = json.loads((ROOT / "toy/model/config.json").read_text())
-    judge["architectures"] = ["LlamaForSequenceClassification"]
-    (tmp_path / "judge").mkdir()
-    for file in (ROOT / "toy/model").iterdir():
-        (tmp_path / "judge" / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "judge/config.json").write_text(json.dumps(judge))
     models = {
         "sft": ["--num_samples", "1"],
-        "ppo": ["--actor_model_name_or_path", str(ROOT / "toy/model"), "--num_eval_prompts", "4"]
-        + ["--critic_model_name_or_path", str(tmp_path / "judge")],
+        "ppo": ["--actor_model_name_or_path", str(trained / "actor"), "--num_eval_prompts", "4"]
+        + ["--critic_model_name_or_path", str(trained / "judge")],
     }
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in unset}
@@ -281,6 +275,7 @@ def test_max_steps_0_evaluates_and_ends(tmp_path):
         said, _ = runs[script].communicate(timeout=300)
         folder = tmp_path / script
         assert runs[script].returncode == 0, said
+        assert (", from scratch\n" in said) == (script == "sft")
         lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
         assert [line["step"] for line in lines] == [0] and metric in lines[0]
         left = {file.name for file in folder.iterdir()} - {"curves.png"}

@@ -13,7 +13,7 @@ import common
 import ppo
 import reward
 import sft
-from machinery import model_folders, rows, saving, shared_prompts
+from machinery import architecture, model_checks, model_folders, rows, saving, shared_prompts
 from tests import workers
 from tests.conftest import generate, load_model
 
@@ -21,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -136,6 +137,109 @@ def random_ids(*shape, seed=0):
 
 # prompts, or texts, of different lengths
 RAGGED = [random_ids(n, seed=n).tolist() for n in (9, 4, 1, 6)]
+
+
+# --------------------------------------------------------------------------------------------------
+# What the scripts rely on, tried out on a small copy before any weights are loaded
+# --------------------------------------------------------------------------------------------------
+# architectures of full size, that is their configs alone, and what their copies do
+FULL_SIZE = """llama mistral qwen2 qwen3 qwen3_moe qwen3_next gemma gemma2 gemma3_text gemma4_text
+    phi phi3 falcon opt gpt2 gpt_neo gptj gpt_neox gpt_oss bloom mpt olmo2 mixtral deepseek_v3
+    glm4 granite cohere stablelm starcoder2 smollm3 jamba nemotron_h lfm2 falcon_h1""".split()
+BOTH_WAYS = ["bert", "roberta", "electra", "xlm", "xlnet", "xlm-roberta"]
+NO_PADDING = """rwkv recurrent_gemma deepseek_v4 bart marian pegasus blenderbot whisper
+    trocr""".split()
+NO_CACHE = ["minimax", "openai-gpt", "mamba", "mamba2"]
+
+
+@every_model
+def test_the_models_of_these_tests_pass_the_checks(name):
+    """Whatever a config says (a narrow output of OPT-350M, ALiBi, a window), the copy does as well,
+    and the right ones pass."""
+    small = architecture.small_copy(CONFIGS[name])
+    assert not architecture.looks_ahead(small) and not architecture.sees_padding(small)
+    assert architecture.decodes(small)
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_an_architecture_of_full_size_is_tried_out_small(name):
+    """Causal, honours padding, decodes as it scores, and some have a thousand times the weights."""
+    config = AutoConfig.for_model(name)
+    before = config.to_dict()
+    state = torch.get_rng_state()
+    small = architecture.small_copy(config)
+    assert not architecture.looks_ahead(small) and not architecture.sees_padding(small)
+    assert architecture.decodes(small)
+    assert sum(parameter.numel() for parameter in small.parameters()) < 5e7
+    assert config.to_dict() == before and torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", [*BOTH_WAYS, *NO_PADDING, *NO_CACHE, "cpmant"])
+def test_architectures_that_would_learn_wrong_things_are_told(name):
+    """BERT looks at the answer while it predicts it; Whisper takes padding for text; Mamba has no
+    keys to go on from. All of them would train, and the ratio of step 3 would be 1: both of its
+    passes would be wrong alike."""
+    small = architecture.small_copy(AutoConfig.for_model(name))
+    ahead, padding = architecture.looks_ahead(small), architecture.sees_padding(small)
+    if name != "cpmant":  # a prefix that looks both ways
+        assert (ahead, padding) == (name in BOTH_WAYS, name in NO_PADDING)
+    try:
+        assert not architecture.decodes(small)
+    except (ValueError, RuntimeError, AttributeError, IndexError, AssertionError) as error:
+        assert not str(error).startswith("assert")
+
+
+def test_all_kinds_of_layers_are_in_the_copy():
+    """In a model whose first five layers are Mamba's, two layers would say nothing of the sixth."""
+    kinds = ["mamba"] * 5 + ["attention"] + ["mamba"] * 6
+    config = AutoConfig.for_model("granitemoehybrid", layer_types=kinds, num_hidden_layers=12)
+    small = architecture.small_copy(config)
+    assert len(small.model.layers) == 6 and architecture.decodes(small)
+
+
+def test_code_that_comes_with_a_model_is_tried_out_too(tmp_path, monkeypatch, capsys):
+    """A model's own Python is the likeliest to forget the mask: here attention that ignores it. And
+    code that fails on this machine is warned of, as it may need a GPU."""
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    folder = folder_of(tmp_path / "mine", CONFIGS["llama"])
+    kinds = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}
+    file = tmp_path / "mine/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "auto_map": kinds}))
+    (tmp_path / "mine/mine.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class MineConfig(LlamaConfig):\n    pass\n"
+        "class Mine(LlamaForCausalLM):\n    config_class = MineConfig\n"
+        "    def forward(self, input_ids, attention_mask=None, **options):\n"
+        "        if input_ids.shape[1] == self.config.num_key_value_heads:\n"
+        "            raise RuntimeError('no GPU')\n"
+        "        return super().forward(input_ids, **options)\n"
+    )
+    with pytest.raises(SystemExit):
+        model_checks.try_out(folder, True, False)
+    assert "does not honour padding on the left" in capsys.readouterr().err
+    file.write_text(
+        file.read_text().replace('"num_key_value_heads": 2', '"num_key_value_heads": 4')
+    )
+    model_folders.load.cache_clear()
+    assert model_checks.try_out(folder, True, True) == ()
+    assert "could not be tried out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name, change, error",
+    [
+        ("llama", dict(hidden_act="nope"), KeyError),
+        ("llama", dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=3), RuntimeError),
+        ("gpt2", dict(n_head=5), ValueError),
+        ("zamba", {}, architecture.CannotTell),  # layers that share weights cannot be cut off
+    ],
+)
+def test_a_config_that_makes_no_model_raises(name, change, error):
+    """What the model itself would say, hours of download earlier."""
+    with pytest.raises(error):
+        architecture.small_copy(AutoConfig.for_model(name, **change))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -23,7 +23,9 @@ from machinery import errors, estimate, model_folders, reward_functions, samples
 from machinery.run import Run
 
 import pytest
+import torch
 from conftest import ROOT
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
@@ -48,10 +50,34 @@ def model(folder, **changes):
         file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
 
 
-@pytest.fixture
-def box(tmp_path, monkeypatch):
-    """An empty working folder with the wrong things in it that the table below names."""
-    monkeypatch.chdir(tmp_path)
+# JSON files of model folders, as changes to the toy's, that no script can use
+UNFIT = {
+    "t5": {"model_type": "t5"},
+    "llava": {"model_type": "llava"},
+    "bert": {"model_type": "bert"},
+    "bart": {"model_type": "bart"},
+    "mamba": {"model_type": "mamba"},
+    "no_act": {"hidden_act": "nope"},
+    "no_heads": {"num_key_value_heads": 3},
+}
+# what stands in a file of a model folder beside config.json and tokenizer
+DAMAGED = {
+    "no_shards": ("model.safetensors.index.json", {"weight_map": {"a": "one.safetensors"}}),
+    "no_index": ("model.safetensors.index.json", [1]),
+    "torch_only": ("weights.pt", "x"),
+    "keras_only": ("tf_model.h5", "x"),
+    "cut_short": ("model.safetensors", "x"),
+    "no_adapters": ("adapter_config.json", {"base_model_name_or_path": "actor"}),
+    "no_base": ("adapter_config.json", {"base_model_name_or_path": None}),
+    "cut_adapters": ("adapter_config.json", '{"base'),
+    "cut_tokenizer": ("tokenizer.json", '{"version'),
+}
+
+
+@pytest.fixture(scope="session")
+def wrong_things(trained, tmp_path_factory):
+    """A folder with the wrong things in it that the table below names."""
+    tmp_path = tmp_path_factory.mktemp("things")
     many = [{**PAIR, "prompt": f"Why {i}?"} for i in range(8)]
     rows(tmp_path / "good/train.jsonl", *many)
     rows(tmp_path / "good/test.jsonl", PAIR)
@@ -81,10 +107,7 @@ def box(tmp_path, monkeypatch):
     rows(tmp_path / "theirs/args.json", {"model": "another tool's"})
     rows(tmp_path / "theirs/adapter_config.json", "{}")
     model(tmp_path / "adapted")
-    rows(
-        tmp_path / "adapted/adapter_config.json",
-        {"base_model_name_or_path": str(tmp_path / "done")},
-    )
+    rows(tmp_path / "adapted/adapter_config.json", {"base_model_name_or_path": "done"})
     for one, other in ("ab", "ba"):
         rows(tmp_path / one / "adapter_config.json", {"base_model_name_or_path": other})
     rows(
@@ -108,7 +131,23 @@ def box(tmp_path, monkeypatch):
     model(tmp_path / "no_eos", tokenizer={"eos_token": None})
     model(tmp_path / "small", config={"vocab_size": 10})
     model(tmp_path / "short")
-    model(tmp_path / "judge", config={"architectures": ["LlamaForSequenceClassification"]})
+    shutil.copytree(trained / "judge", tmp_path / "judge")
+    shutil.copytree(trained / "actor", tmp_path / "actor")
+    for name, config in UNFIT.items():
+        model(tmp_path / name, config=config)
+    for name, (file, content) in DAMAGED.items():
+        model(tmp_path / name)
+        rows(tmp_path / name / file, content)
+    scorer = {"architectures": ["LlamaForSequenceClassification"]}
+    model(tmp_path / "empty_judge", config=scorer)
+    model(tmp_path / "headless", config=scorer)
+    shutil.copy(trained / "actor/model.safetensors", tmp_path / "headless")
+    model(tmp_path / "integers")
+    save_file({"lm_head.weight": torch.ones(2, 2).long()}, tmp_path / "integers/model.safetensors")
+    shutil.copytree(trained / "judge", tmp_path / "instruct")
+    tokenizer = model_folders.load_tokenizer(MODEL)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(99)
+    tokenizer.save_pretrained(tmp_path / "instruct")
     GPT2Config(
         vocab_size=size,
         n_positions=64,
@@ -122,9 +161,18 @@ def box(tmp_path, monkeypatch):
     tokenizer = model_folders.load_tokenizer(MODEL)
     tokenizer.add_tokens(["zebra-crossing"])
     tokenizer.save_pretrained(tmp_path / "other")
+    shutil.copy(trained / "judge/model.safetensors", tmp_path / "other")
     model(tmp_path / "no_tokenizer")
     (tmp_path / "no_tokenizer/tokenizer.json").unlink()
     (tmp_path / "no_tokenizer/tokenizer_config.json").unlink()
+    return tmp_path
+
+
+@pytest.fixture
+def box(wrong_things, tmp_path, monkeypatch):
+    """A working folder with those things in it, and nothing else."""
+    shutil.copytree(wrong_things, tmp_path, copy_function=os.link, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -136,7 +184,7 @@ def command(script, flags):
         "reward": ["--model_name_or_path", MODEL],
         "ppo": [
             "--actor_model_name_or_path",
-            MODEL,
+            "actor",
             "--critic_model_name_or_path",
             "judge",
             "--gold_fn",
@@ -302,6 +350,37 @@ CASES = [  # script, flags, what the message must say
     ("ppo", "--critic_model_name_or_path missing/critic", "missing/critic"),
     ("ppo", "--critic_model_name_or_path other", "vocabular, other"),
     ("ppo", "--reward_model_name_or_path other", "vocabular, other"),
+    # folders whose weights are not all there, or not to be read
+    ("sft", "--model_name_or_path no_shards", "no_shards, lacks 1 of 1, one.safetensors"),
+    ("sft", "--model_name_or_path no_index", "model.safetensors.index.json, no index"),
+    ("sft", "--model_name_or_path torch_only", "weights.pt, model.safetensors"),
+    ("reward", "--model_name_or_path keras_only", "tf_model.h5, model.safetensors"),
+    ("sft", "--model_name_or_path cut_short", "cut_short/model.safetensors, cut short"),
+    ("sft", "--model_name_or_path integers", "integers/model.safetensors, lm_head.weight, I64"),
+    ("sft", "--model_name_or_path no_adapters", "no_adapters, adapter_model.safetensors"),
+    ("sft", "--model_name_or_path no_base", "no_base/adapter_config.json, base_model_name"),
+    ("sft", "--model_name_or_path cut_adapters", "cut_adapters/adapter_config.json"),
+    ("sft", "--model_name_or_path cut_tokenizer", "no tokenizer, cut_tokenizer"),
+    ("ppo", f"--actor_model_name_or_path {MODEL}", f"{MODEL}, no weights, from scratch"),
+    ("ppo", f"--critic_model_name_or_path {MODEL}", f"{MODEL}, no weights, from scratch"),
+    ("ppo", "--reward_model_name_or_path empty_judge", "empty_judge, no weights, from scratch"),
+    ("ppo", "--reward_model_name_or_path headless", "headless, no value head, random"),
+    ("ppo", "--reward_model_name_or_path actor", "actor, no reward model, random"),
+    ("ppo", "--reward_model_name_or_path instruct", "instruct, ends responses with"),
+    # architectures that do not do what the scripts rely on
+    ("sft", "--model_name_or_path t5", "t5, no causal LM"),
+    ("sft", "--model_name_or_path t5 --estimate", "t5, no causal LM"),
+    ("reward", "--model_name_or_path llava --estimate", "llava, no causal LM"),
+    ("sft", "--model_name_or_path bert", "bert, later token, no causal language model"),
+    ("reward", "--model_name_or_path bart", "bart, padding on the left"),
+    ("sft", "--model_name_or_path mamba", "mamba, token by token"),
+    ("reward", "--model_name_or_path mamba", "mamba, no sequence classification"),
+    ("sft", "--model_name_or_path no_act", "no_act, config.json, nope"),
+    ("sft", "--model_name_or_path no_heads", "no_heads, config.json"),
+    ("reward", "--value_head_prefix=", "--value_head_prefix ''"),
+    ("reward", "--value_head_prefix model", "--value_head_prefix 'model'"),
+    ("reward", "--value_head_prefix forward", "--value_head_prefix 'forward'"),
+    ("reward", "--value_head_prefix config", "--value_head_prefix 'config'"),
     # functions
     ("ppo", "--reward_fn missing.py:length", "--reward_fn missing.py:length"),
     ("ppo", "--reward_fn score.py:lenght", "--reward_fn score.py:lenght, score.py"),
@@ -404,28 +483,41 @@ def test_a_run_is_resumed_as_it_was_begun(tmp_path, monkeypatch, capsys, before,
     [
         ("cut short", "cannot be loaded"),
         ("without a head", "no weights for lm_head.weight, random"),
+        ("a layer less", "no place for 9 of its weights, layers.1, num_hidden_layers"),
+        ("code", "cannot be loaded"),
     ],
 )
 def test_weights_that_are_not_there_are_an_error(tiny_model, tmp_path, capsys, harm, words):
     """A file cut short by a full disk; a reward model where a language model
-    belongs. Neither may train from random numbers."""
+    belongs. Neither may train from random numbers, nor a model that has lost a layer to its config.
+    And no code in a .bin is run."""
     tiny_model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    weights = load_file(file)
     if harm == "cut short":
         os.truncate(file, 1000)
+    elif harm == "without a head":
+        del weights["lm_head.weight"]
+        save_file(weights, file, metadata={"format": "pt"})
+    elif harm == "a layer less":
+        one = {**json.loads(config.read_text()), "num_hidden_layers": 1}
+        config.write_text(json.dumps(one))
     else:
-        from safetensors.torch import load_file, save_file
-
-        save_file(
-            {k: v for k, v in load_file(file).items() if "lm_head" not in k},
-            file,
-            metadata={"format": "pt"},
-        )
+        file.unlink()
+        torch.save({"lm_head.weight": Harm()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(SystemExit) as stop:
         flags = ["--preset", "toy", "--model_name_or_path", str(tmp_path), "--zero_stage", "0"]
         common.load_model(sft.get_args(flags))
     assert stop.value.code == 2
     refused(capsys.readouterr().err, words)
+    assert not os.path.exists("harmed")
+
+
+class Harm:
+    """Runs code when it is unpickled by somebody careless."""
+
+    def __reduce__(self):
+        return os.mkdir, ("harmed",)
 
 
 def test_the_constraints_can_be_lifted_knowingly():
