@@ -83,7 +83,13 @@ def add_result_flags(arg):
     """Declares what a run starts from, and what trains, how long, and how fast."""
     arg("preset", str, "a named recipe. toy when no model is named, else the script's first")
     arg("model_name_or_path", str, "hub name or folder; one without weights starts from scratch")
-    arg("data_path", str, "hub names, .jsonl/.json/.parquet files, or folders of them", nargs="+")
+    arg(
+        "data_path",
+        str,
+        "hub names, .jsonl/.json/.parquet files, or folders of them",
+        nargs="+",
+        fixed=True,
+    )
     split = "shares of the rows that sft, reward, ppo take, disjoint. 2,4,4 [DeepSpeed-Chat]"
     arg("data_split", numbers, split, fixed=True)
     arg("output_dir", str, "where everything that the run leaves behind goes")
@@ -101,7 +107,13 @@ def add_result_flags(arg):
     arg("weight_decay", float, "decoupled (AdamW); matrices only, not biases and norms")
     arg("dropout", float, "every dropout of the model; None: what its config says", most=1)
     names = ["cosine", "linear", "constant", "constant_with_warmup"]
-    arg("lr_scheduler_type", "cosine", "of transformers. cosine [DeepSpeed-Chat]", choices=names)
+    arg(
+        "lr_scheduler_type",
+        "cosine",
+        "of transformers. cosine [DeepSpeed-Chat]",
+        choices=names,
+        fixed=True,
+    )
     arg("num_warmup_steps", int, "optimizer steps of linear warm-up")
     arg("adam_betas", "0.9,0.95", "AdamW's betas. 0.9,0.95 [DeepSpeed-Chat]", type=numbers)
     arg("max_grad_norm", 1.0, "gradients are scaled down to it; 0: never. 1 [DeepSpeed-Chat]")
@@ -144,6 +156,7 @@ def parse(parser, presets, argv=None, script=""):
 
     presets: {name: {flag: value}} of the script, to which its toy is added. The first is meant when
     a model is named, and the toy when none is. `_fixed`: what --resume must find as it was.
+    `_names`: flags that name what is read or written. `_script`: `script`.
     """
     argv = sys.argv[1:] if argv is None else argv
     presets = dict(presets)
@@ -162,7 +175,11 @@ def parse(parser, presets, argv=None, script=""):
     args = parser.parse_args(argv)
     args.dtype = args.dtype or half_precision()
     flags = [action for action in parser._actions if hasattr(action, "fixed")]
+    args._script = script
     args._fixed = frozenset(flag.dest for flag in flags if flag.fixed)
+    texts = [flag for flag in flags if flag.type is str and not flag.choices]
+    args._names = frozenset(flag.dest for flag in texts)  # of files, folders, models
+    check_names(args)
     check_numbers(args, flags)
     if why_not := refusals.refusal(args):
         errors.fail(why_not)
@@ -203,6 +220,15 @@ def check_numbers(args, flags):
             errors.fail(f"--{name} takes {count} numbers joined by commas, 0 or more, not all 0.")
     if max(args.adam_betas) >= 1:
         errors.fail("--adam_betas must be below 1, else an average never moves; 0.9,0.95 is usual.")
+
+
+def check_names(args):
+    """Refuses a name that is longer than file systems take: 255 bytes between two slashes."""
+    for flag in sorted(args._names):
+        value = getattr(args, flag)
+        for text in value if isinstance(value, list) else [value or ""]:
+            if max(map(len, text.encode().split(b"/"))) > 255 or len(text.encode()) > 4095:
+                errors.fail(f"--{flag} {text[:40]}... is a name of {len(text)} characters.")
 
 
 def of_role(args, role="", **changes):

@@ -70,7 +70,7 @@ def box(tmp_path, monkeypatch):
         rows(tmp_path / name / "test.jsonl", row)
     rows(tmp_path / "done/config.json", "{}")
     model(tmp_path / "done/old")
-    rows(tmp_path / "foreign/my_model.safetensors", "not ours")
+    rows(tmp_path / "foreign/model.safetensors", "not ours")
     rows(tmp_path / "theirs/args.json", {"model": "another tool's"})
     rows(tmp_path / "theirs/adapter_config.json", "{}")
     model(tmp_path / "adapted")
@@ -268,7 +268,7 @@ CASES = [  # script, flags, what the message must say
     ("sft", "--output_dir done", "done, --overwrite, --resume"),
     ("sft", "--output_dir score.py", "score.py"),  # a file
     # not left by a run of ours
-    ("sft", "--output_dir foreign", "foreign, my_model.safetensors, --overwrite"),
+    ("sft", "--output_dir foreign", "foreign, model.safetensors, --overwrite"),
     ("sft", "--output_dir theirs", "theirs, adapter_config.json, --overwrite"),
     # adapters that sit on it
     ("sft", "--model_name_or_path adapted --output_dir done --overwrite", "done, its base, delete"),
@@ -340,7 +340,9 @@ def test_a_run_is_resumed_as_it_was_begun(tmp_path, monkeypatch, capsys, before,
     output = ["--preset", "toy", "--output_dir", str(tmp_path)]
     (tmp_path / "checkpoints/step-2").mkdir(parents=True)
     begun = sft.get_args([*output, *before])
-    (tmp_path / "args.json").write_text(json.dumps(vars(begun), default=str))
+    (tmp_path / "args.json").write_text(
+        json.dumps({**vars(begun), "data_fingerprint": 1}, default=str)
+    )
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as stop:
