@@ -293,7 +293,7 @@ class MicroBatch:
     last: Tensor  # (B, R) 1 on the last of these
     row_weight: Tensor  # (B,) 1, or 0 for a filler (common.Rows)
     ended: Tensor  # (B,) 1, or 0 for a response that was cut off
-    shared: shared_prompts.SharedRows = None  # the same, those to a prompt in one row
+    shared: shared_prompts.SharedRows = None  # the same, with one row for each prompt
     # 4 score
     ref_logprobs: Tensor = None  # (B, R)
     old_logprobs: Tensor = None  # (B, R)
@@ -389,8 +389,8 @@ def actor_forward(args, actor, batch, stores):
     """
     used = args.entropy_coef > 0
     options = dict(with_entropy=stores or used, train_entropy=used)
-    layout = batch.ids, batch.mask, batch.response_mask
-    return common.last_logprobs(actor, *layout, args.temperature, batch.shared, **options)
+    layout = batch.ids, batch.mask, batch.response_mask, args.temperature, batch.shared
+    return common.last_logprobs(actor, *layout, **options)
 
 
 def last_values(model, batch):
@@ -482,10 +482,9 @@ def score(args, batch, policy, reference, judges, gold):
     exactly 1. The reference (with LoRA the actor without adapters) comes first: under ZeRO-3 the
     forward that is trained on must come right before its backward.
     """
-    layout = batch.ids, batch.mask, batch.response_mask
+    layout = batch.ids, batch.mask, batch.response_mask, args.temperature, batch.shared
     with torch.no_grad():
-        temperature, shared = args.temperature, batch.shared
-        batch.ref_logprobs = common.last_logprobs(reference, *layout, temperature, shared)
+        batch.ref_logprobs = common.last_logprobs(reference, *layout)
     batch.old_logprobs, batch.entropy = policy.before(batch)
     logprobs = batch.old_logprobs, batch.ref_logprobs
     batch.kl = (kl_estimate(*logprobs, "k1") * batch.response_mask).sum(-1)
@@ -576,8 +575,8 @@ def main():
             times.append(time.time())
 
             # ---- 4 score ----
-            seed = args.seed, step
-            responses = arranged(responses, sizes.updates_a_pass, seed, responses_a_row)
+            order = sizes.updates_a_pass, (args.seed, step), responses_a_row
+            responses = arranged(responses, *order)
             micro_batches = make_micro_batches(tokenizer, responses, batch_size, responses_a_row)
             for batch in micro_batches:
                 score(args, batch, *models)

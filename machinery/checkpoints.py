@@ -25,9 +25,10 @@ def folder_of(args):
     return Path(args.output_dir) / "checkpoints"
 
 
-def whole(args):
+def whole_checkpoints(args):
     """Returns the checkpoints that got their name, step-N, for being complete, oldest first."""
-    folders = [f for f in folder_of(args).glob("step-*") if re.fullmatch(r"step-\d+", f.name)]
+    named = [f for f in folder_of(args).glob("step-*") if re.fullmatch(r"step-\d+", f.name)]
+    folders = [folder for folder in named if folder.is_dir()]
     return sorted(folders, key=lambda folder: int(folder.name.split("-")[1]))
 
 
@@ -53,7 +54,7 @@ def save(args, engines, step, state):
     # Dropout uses torch's two generators, a --reward_fn may use Python's and numpy's.
     of_torch = torch.get_rng_state(), get_accelerator().get_rng_state()
     rng = (*of_torch, random.getstate(), np.random.get_state())
-    saved = {"rng": rng, "logs": sizes, "shape": shape(engines), **state}
+    saved = {"rng": rng, "logs": sizes, **layout(engines), **state}
     torch.save(saved, aside / f"rank{rank}.pt")
     ranks.barrier()
     files = sorted(file for file in aside.rglob("*") if file.is_file())
@@ -69,15 +70,28 @@ def save(args, engines, step, state):
             saving.sync(path)
         aside.rename(folder / f"step-{step}")
         saving.sync(folder)
-        for old in (*whole(args)[: -args.keep_checkpoints], *folder.glob("damaged-step-*")):
+        for old in (
+            *whole_checkpoints(args)[: -args.keep_checkpoints],
+            *folder.glob("damaged-step-*"),
+        ):
             shutil.rmtree(old)
     ranks.barrier()
 
 
-def shape(engines):
-    """Returns what a checkpoint's layout follows: ranks, and each engine's ZeRO stage."""
+def layout(engines):
+    """Returns what the layout of a checkpoint follows.
+
+    shape: ranks, and each engine's ZeRO stage. optimizers: the class of each engine's. weights:
+    {"engine weight": shape}.
+    """
     stages = {name: engine.zero_optimization_stage() for name, engine in engines.items()}
-    return {"ranks": ranks.get_world_size(), **stages}
+    shape = {"ranks": ranks.get_world_size(), **stages}
+    classes = {name: type(engine.basic_optimizer).__name__ for name, engine in engines.items()}
+    weights = {}
+    for name, engine in engines.items():
+        for key, weight in engine.module.named_parameters():
+            weights[f"{name} {key}"] = tuple(getattr(weight, "ds_shape", weight.shape))
+    return {"shape": shape, "optimizers": classes, "weights": weights}
 
 
 def checksum(file):
@@ -92,18 +106,19 @@ def checksum(file):
 # Loading
 
 
-def load(args, engines, state, data_rows, step_rows):
+def load(args, engines, state, facts):
     """Restores engines, random numbers and .jsonl files from the newest whole checkpoint.
 
-    Returns (step, what this rank saved), "state" in it laid out like `state`. data_rows, step_rows:
-    rows of the data and of a step.
+    Returns (step, what this rank saved), "state" in it laid out like `state`. facts: rows (of a
+    step), data_rows and data_fingerprint, which must be as they were.
     """
     folder, damaged = newest_whole(args)
     step = int(folder.name.split("-")[1])
     files = [folder / f"rank{number}.pt" for number in range(len([*folder.glob("rank*.pt")]))]
     saved = read(files[ranks.get_rank() % len(files)])
-    before, now = saved["shape"], shape(engines)
-    refuse_others(args, folder, saved, {"rows": step_rows, "data_rows": data_rows, "shape": now})
+    this = {**layout(engines), **facts}
+    refuse_others(args, folder, {**this, **saved}, this)
+    before, now = saved["shape"], this["shape"]
     for name, engine in engines.items():
         load_engine(engine, folder / name, reshape=before != now and now[name] > 0)
     if before == now:
@@ -122,7 +137,10 @@ def load(args, engines, state, data_rows, step_rows):
     if ranks.get_rank() == 0:
         for old in damaged:  # the next save removes them
             old.rename(old.with_name(f"damaged-{old.name}"))
-        for old in (folder_of(args) / "unfinished", *whole(args)[: -args.keep_checkpoints]):
+        for old in (
+            folder_of(args) / "unfinished",
+            *whole_checkpoints(args)[: -args.keep_checkpoints],
+        ):
             shutil.rmtree(old, ignore_errors=True)
         for name, size in saved["logs"].items():  # lines written after the checkpoint are cut off
             if (file := Path(args.output_dir) / name).exists():
@@ -140,7 +158,7 @@ def read(file):
 def newest_whole(args):
     """Returns the newest checkpoint that is whole, and the damaged ones that are newer."""
     damaged = []
-    for folder in reversed(whole(args)):
+    for folder in reversed(whole_checkpoints(args)):
         if not (files := damage(folder)):
             return folder, damaged
         what = f"Missing, cut short or changed: {', '.join(files)}"
@@ -153,27 +171,34 @@ def newest_whole(args):
 def damage(folder):
     """Returns the files of a checkpoint that are not as its manifest lists them. Ranks share it."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError):
-        manifest = {"manifest.json": "missing or damaged"}
-    mine = sorted(manifest.items())[ranks.get_rank() :: ranks.get_world_size()]
+        files = sorted(json.loads((folder / "manifest.json").read_text()).items())
+    except (OSError, ValueError, AttributeError):  # AttributeError: it is no object
+        files = []
+    mine = (files or [("manifest.json", "missing or damaged")])[
+        ranks.get_rank() :: ranks.get_world_size()
+    ]
     files = [(name, folder / name, known) for name, known in mine]
     wrong = [name for name, file, known in files if not file.is_file() or checksum(file) != known]
     return ranks.all_gather_objects(wrong)
 
 
 def refuse_others(args, folder, saved, now):
-    """Ends the program if the run in `folder` took other rows, or cannot take this run's shape."""
+    """Ends the program if the run in `folder` had other rows or another model than this one.
+
+    saved, now: `layout` and the facts of `load`, then and now.
+    """
+    refuse_other_layout(folder, saved, now)
     if saved["rows"] != now["rows"]:
         errors.fail(
             f"--resume: the run took {saved['rows']} rows a step, and would now take {now['rows']}."
             "\n  Per-device batch size x --gradient_accumulation_steps x ranks must stay the same."
         )
-    if (rows := saved.get("data_rows", now["data_rows"])) != now["data_rows"]:
-        errors.fail(
-            f"--resume: the run's share of the data had {rows} rows, and now it has "
-            f"{now['data_rows']}.\n  Give it the data of before."
-        )
+    rows = saved["data_rows"], now["data_rows"]
+    if rows[0] != rows[1] or saved["data_fingerprint"] != now["data_fingerprint"]:
+        what = f"had {rows[0]} rows, and now it has {rows[1]}"
+        if rows[0] == rows[1]:
+            what = "had as many rows, but with other texts or other tokens"
+        errors.fail(f"--resume: the run's share of the data {what}.\n  Give it the data of before.")
     before, now = saved["shape"], now["shape"]
     if before != now and args.tensor_parallel_size > 1:
         errors.fail(
@@ -186,6 +211,25 @@ def refuse_others(args, folder, saved, now):
                 f"{folder} was written under ZeRO stage {before[name]}, and this run has {stage}.\n"
                 "  DeepSpeed turns 1 into 2 and back, no others. Ranks may change under any stage."
             )
+
+
+def refuse_other_layout(folder, saved, now):
+    """Ends the program if another model or optimizer wrote the checkpoint in `folder`."""
+    before, weights = saved["weights"], now["weights"]
+    for name in sorted(before.keys() | weights.keys()):
+        if before.get(name) != weights.get(name):
+            there, here = before.get(name, "missing"), weights.get(name, "missing")
+            errors.fail(
+                f"--resume: {folder} is of another model: in it the weight {name} is {there}, and "
+                f"here {here}.\n  Give the model, the flags and the script of before."
+            )
+    if saved["optimizers"] != now["optimizers"]:
+        errors.fail(
+            f"--resume: {folder} was written by {saved['optimizers']}, and here the optimizers are "
+            f"{now['optimizers']}.\n  They keep their step numbers in different places, and would "
+            "start again from 0. Give --adam_offload as before, and on a\n  machine that cannot "
+            "build DeepSpeed's Adam install a C++ compiler (g++, nvcc) and ninja."
+        )
 
 
 def load_engine(engine, folder, reshape):

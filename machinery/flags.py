@@ -96,7 +96,8 @@ def add_result_flags(arg):
     """Declares what a run starts from, and what trains, how long, and how fast."""
     arg("preset", str, "a named recipe. toy when no model is named, else the script's first")
     arg("model_name_or_path", str, "hub name or folder; one without weights starts from scratch")
-    arg("data_path", str, "hub names, .jsonl .json .csv .parquet files, folders of them", nargs="+")
+    files = "hub names, .jsonl .json .csv .parquet files, folders of them"
+    arg("data_path", str, files, nargs="+", fixed=True)
     split = "shares of the rows that sft, reward, ppo take, disjoint. 2,4,4 [DeepSpeed-Chat]"
     arg("data_split", numbers(3), split, most=1e9, fixed=True)
     arg("output_dir", str, "where everything that the run leaves behind goes")
@@ -116,7 +117,8 @@ def add_result_flags(arg):
     arg("weight_decay", float, "decoupled (AdamW); matrices only, not biases and norms")
     arg("dropout", float, "every dropout of the model; None: what its config says", most=1)
     names = ["cosine", "linear", "constant", "constant_with_warmup"]
-    arg("lr_scheduler_type", "cosine", "of transformers. cosine [DeepSpeed-Chat]", choices=names)
+    schedule = "of transformers. cosine [DeepSpeed-Chat]"
+    arg("lr_scheduler_type", "cosine", schedule, choices=names, fixed=True)
     arg("num_warmup_steps", int, "optimizer steps of linear warm-up")
     betas = "AdamW's betas. 0.9,0.95 [DeepSpeed-Chat]"
     arg("adam_betas", "0.9,0.95", betas, most=0.999999, type=numbers(2))  # fp32: more is 1
@@ -160,7 +162,8 @@ def parse(parser, presets, argv=None, script=""):
 
     presets: {name: {flag: value}} of the script, to which its toy is added. The first is meant when
     a model is named, and the toy when none is. `_fixed`: what --resume must find as it was;
-    `_given`: the flags in `argv`; `_preset`: the preset's values.
+    `_given`: the flags in `argv`; `_preset`: the preset's values; `_names`: flags that name what is
+    read or written; `_script`: `script`.
     """
     argv = sys.argv[1:] if argv is None else argv
     presets = dict(presets)
@@ -179,9 +182,13 @@ def parse(parser, presets, argv=None, script=""):
     args = parser.parse_args(argv)
     args.dtype = args.dtype or half_precision()
     flags = [action for action in parser._actions if hasattr(action, "fixed")]
+    args._script = script
     args._fixed = frozenset(flag.dest for flag in flags if flag.fixed)
     args._given = {word[2:].partition("=")[0] for word in argv if word.startswith("--")}
     args._preset = presets[preset]
+    texts = [flag for flag in flags if flag.type is str and not flag.choices]
+    args._names = frozenset(flag.dest for flag in texts)  # of files, folders, models
+    check_names(args)
     check_numbers(args, flags)
     if why_not := refusals.refusal(args):
         errors.fail(why_not)
@@ -219,6 +226,15 @@ def check_numbers(args, flags):
                 errors.fail(f"--{flag.dest} {value} is out of range.\n  {rule}")
     if not any(args.data_split):
         errors.fail("--data_split: one of its numbers must be above 0.")
+
+
+def check_names(args):
+    """Refuses a name that is longer than file systems take: 255 bytes between two slashes."""
+    for flag in sorted(args._names):
+        value = getattr(args, flag)
+        for text in value if isinstance(value, list) else [value or ""]:
+            if max(map(len, text.encode().split(b"/"))) > 255 or len(text.encode()) > 4095:
+                errors.fail(f"--{flag} {text[:40]}... is a name of {len(text)} characters.")
 
 
 def of_role(args, role="", **changes):

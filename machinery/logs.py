@@ -10,8 +10,10 @@ FILES = ("metrics.jsonl", "samples.jsonl")
 
 
 def append(args, name, rows):
-    """Appends dicts to a .jsonl file of the output folder, on rank 0."""
-    if ranks.get_rank() == 0:
+    """Appends dicts to a .jsonl file of the output folder, on rank 0, or to what is held."""
+    if ranks.get_rank() == 0 and getattr(args, "_held", None) is not None:
+        args._held.append((name, list(rows)))
+    elif ranks.get_rank() == 0:
         with open(Path(args.output_dir) / name, "a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 

@@ -36,7 +36,7 @@ def load(path, kind, trust_remote_code):
         why = ""
         if not folder.is_dir():
             why = "It is no folder here; has the step before been run? Looked up on the hub:"
-        elif (folder / "args.json").exists():
+        elif (folder / "args.json").exists() and not (folder / "config.json").exists():
             why = "The run in it has not ended; --resume goes on with it."
         elif "trust_remote_code" in str(error):
             why = "Read its Python code, then let it run with --trust_remote_code."

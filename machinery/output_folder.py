@@ -1,11 +1,12 @@
-"""The output folder: whether a run may have it, what --resume accepts, and args.json."""
+"""The output folder: who writes there, what --resume accepts, what is removed, and args.json."""
 
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
-from machinery import checkpoints, errors, logs, lora, ranks
+from machinery import checkpoints, errors, folder_lock, logs, lora, ranks, saving
 
 import datasets
 import deepspeed
@@ -13,114 +14,268 @@ import numpy as np
 import torch
 import transformers
 
-REPLACED = """checkpoints config.json curves.png ema critic adapter_config.json
-              *model*.safetensors* nonfinite_rank*""".split()
+FOLDERS = ("ema", "critic", "checkpoints")  # in an output folder
+# What a run leaves there beside the files of its models, which args.json lists
+LEFT = (*logs.FILES, "curves.png", "nonfinite_rank*.jsonl", ".saving", "ema/.saving")
+LEFT += ("critic/.saving", "checkpoints/unfinished")
+LEFT += ("checkpoints/step-[0-9]*", "checkpoints/damaged-step-[0-9]*")
+MODEL = """config.json generation_config.json model*.safetensors* adapter_config.json
+           adapter_model.safetensors tokenizer.* tokenizer_config.json special_tokens_map.json
+           added_tokens.json vocab.* merges.txt chat_template.*""".split()
 
 
-def replaced(output):
-    """Returns what a new run in the folder `output` would remove."""
-    return [path for pattern in (*logs.FILES, *REPLACED) for path in output.glob(pattern)]
+# ---- What is there ----
+def read_record(output):
+    """Returns args.json in the folder `output`; {} if there is none, or none of ours, or half."""
+    with suppress(OSError, ValueError):
+        record = json.loads((output / "args.json").read_text())
+        return record if isinstance(record, dict) and "data_fingerprint" in record else {}
+    return {}
 
 
+def removed(output):
+    """Returns what a new run in the folder `output` removes: paths of ours, and other paths.
+
+    Ours is what runs of ours have left. The others have names that a saved model would have.
+    """
+    record = read_record(output)
+    folders = (output, output / "ema", output / "critic")
+    models = {file for folder in folders for name in MODEL for file in folder.glob(name)}
+    left = {path for name in LEFT for path in output.glob(name)}
+    names = [Path(name) for name in record.get("files", [])]
+    below = [name for name in names if not name.is_absolute() and ".." not in name.parts]
+    ours = {output / name for name in below if os.path.lexists(output / name)}
+    ours |= left if record else set()
+    ours |= models if record and "files" not in record else set()  # of an older version
+    return sorted(ours), sorted((models | left) - ours)
+
+
+def holds_run(args):
+    """Returns whether --output_dir holds a model that a run has saved, or a checkpoint."""
+    saved = [(Path(args.output_dir) / name / "config.json").exists() for name in ("", *FOLDERS)]
+    return any(saved) or bool(checkpoints.whole_checkpoints(args))
+
+
+# ---- What is refused ----
 def check(args):
     """Ends the program if --output_dir cannot be had, or --resume cannot go on with its run.
 
     A run that stopped before its first checkpoint starts anew: args.resume becomes False.
     """
+    if who := folder_lock.Lock(args.output_dir).holder():
+        refuse_used(args, who)
+    check_unlocked(args)
+
+
+def check_unlocked(args):
+    """Does what `check` does, but for the lock."""
     output = Path(args.output_dir)
-    exists = next(path for path in (output, *output.absolute().parents) if path.exists())
-    if not exists.is_dir() or not os.access(exists, os.W_OK):
-        errors.fail(f"--output_dir {output}: {exists} is not a folder that can be written to.")
-    whole, finished = checkpoints.whole(args), (output / "config.json").exists()
-    if args.max_steps == 0 and args.overwrite and (finished or whole):
+    refuse_unusable(args, output)
+    if args.max_steps == 0 and args.overwrite and holds_run(args):
         errors.fail(
             f"--max_steps 0 saves no model, and --overwrite would delete the one in {output}.\n"
             "  Take another --output_dir."
         )
     if not (args.overwrite or args.resume):
-        refuse_taken(output, finished or whole)
-    refuse_own_models(args, output)
-    if not args.resume:
-        return
-    record = output / "args.json"
-    begun = record.exists()
-    if whole and begun:
-        refuse_other_flags(args, json.loads(record.read_text()))
+        refuse_taken(args, output)
+    refuse_own_inputs(args, output)
+    if args.resume:
+        check_resume(args, output)
+
+
+def refuse_used(args, who):
+    """Ends the program because another run, `who` in words, is writing in --output_dir."""
+    errors.fail(
+        f"--output_dir {args.output_dir} is in use: {who} writes there.\n"
+        "  Wait for it, stop it, or take another --output_dir."
+    )
+
+
+def refuse_unusable(args, output):
+    """Ends the program if --output_dir is empty, no folder, a link to nothing, or read-only."""
+    if not args.output_dir.strip():
+        errors.fail("--output_dir is empty.\n  Name a folder.")
+    above = (output, *output.absolute().parents)
+    exists = next(path for path in above if os.path.lexists(path))
+    folders = [output / name for name in FOLDERS if os.path.lexists(output / name)]
+    folders += output.glob("checkpoints/step-[0-9]*")
+    for path in (exists, *folders):
+        if not (path.is_dir() and os.access(path, os.W_OK)):
+            errors.fail(f"--output_dir {output}: {path} is not a folder that can be written to.")
+
+
+def refuse_taken(args, output):
+    """Ends the program if `output` holds a run, or files that no run of ours has left there."""
+    if holds_run(args):
+        errors.fail(
+            f"--output_dir {output} holds a run.\n  --overwrite replaces it, --resume goes on with "
+            "an unfinished one, another --output_dir leaves it alone."
+        )
+    if foreign := removed(output)[1]:
+        name = foreign[0].relative_to(output)
+        errors.fail(
+            f"--output_dir {output} holds {name}, which no run of ours has left there, "
+            "and would delete it.\n  Take another --output_dir, or --overwrite."
+        )
+
+
+def refuse_own_inputs(args, output):
+    """Ends the program if the run would delete, replace or read back what it starts from."""
+    whole = output.resolve()
+    lost = [] if args.resume else [path.resolve() for paths in removed(output) for path in paths]
+    for flag, text, part in inputs(args):
+        inside = Path(part).resolve()
+        above = (inside, *inside.parents)
+        base = " (its base)" if part != text else ""
+        advice = "Take another --output_dir"
+        if flag.endswith("model_name_or_path") and whole in above:
+            why = f"is also --{flag}{base}: the run would delete what it starts from"
+        elif flag.endswith("data_path") and inside in (whole, *whole.parents):
+            why = f"is inside --{flag} {text}: what the run writes would be read as data"
+        elif any(path in above or inside in path.parents for path in lost):
+            why = f"holds --{flag} {text}: the run would delete it, or part of it"
+            advice = "Move it, or take another --output_dir"
+        else:
+            continue
+        errors.fail(f"--output_dir {output} {why}.\n  {advice}.")
+
+
+def inputs(args):
+    """Yields (flag, its text, path) for every path that a flag names and that exists.
+
+    Of adapters also what they sit on. Of FILE:FUNCTION it is the file.
+    """
+    for flag in sorted(args._names - {"output_dir", "preset"}):
+        value = getattr(args, flag)
+        for text in value if isinstance(value, list) else [value] if value else []:
+            for part in (*lora.chain(text), text.rpartition(":")[0]):
+                if part and Path(part).exists():
+                    yield flag, text, part
+
+
+# ---- --resume ----
+def check_resume(args, output):
+    """Ends the program if --resume cannot go on with the run in `output`."""
+    whole, before = checkpoints.whole_checkpoints(args), read_record(output)
+    finished = (output / "config.json").exists()
+    if whole and not before:
+        errors.fail(
+            f"--resume: {output}/args.json is missing or damaged, and it says how the run was "
+            "begun.\n  Put it back, or begin anew in another --output_dir."
+        )
+    if whole:
+        refuse_other_flags(args, before)
     if finished:
         errors.fail(
             f"--resume: {output} holds a finished run, so there is nothing to go on with.\n"
             "  --overwrite replaces it."
         )
-    if not whole and not begun:
+    if not whole and (not before or holds_run(args)):
         empty = checkpoints.folder_of(args)
-        errors.fail(f"--resume: there is no checkpoint in {empty}.\n  Leave it out to start anew.")
+        errors.fail(
+            f"--resume: there is no checkpoint in {empty}.\n  Leave it out to start anew "
+            "(--overwrite, if the folder holds models)."
+        )
     if not whole:
         ranks.say(f"the run in {output} stopped before its first checkpoint: it starts anew")
         args.resume = False
 
 
-def refuse_taken(output, holds_run):
-    """Ends the program if `output` holds a run, or files that no run of ours has left there."""
-    if holds_run:
-        errors.fail(
-            f"--output_dir {output} holds a run.\n  --overwrite replaces it, --resume goes on with "
-            "an unfinished one, another --output_dir leaves it alone."
-        )
-    record, foreign = output / "args.json", replaced(output)
-    if foreign and not (record.is_file() and "data_fingerprint" in record.read_text()):
-        errors.fail(
-            f"--output_dir {output} holds {foreign[0].name}, which no run of ours has left there, "
-            "and would delete it.\n  Take another --output_dir, or --overwrite."
-        )
-
-
-def refuse_own_models(args, output):
-    """Ends the program if `output` is, or is above, a model that the run starts from."""
-    for flag, value in vars(args).items():
-        if not flag.endswith("model_name_or_path") or not value:
-            continue
-        paths = value if isinstance(value, list) else [value]
-        # adapters, and what they sit on
-        for model, part in ((path, part) for path in paths for part in lora.chain(path)):
-            inside = Path(part).resolve()
-            if Path(part).exists() and output.resolve() in (inside, *inside.parents):
-                base = " (its base)" if part != model else ""
-                errors.fail(
-                    f"--output_dir {output} is also --{flag}{base}: the run would delete what "
-                    "it starts from.\n  Take another --output_dir."
-                )
-
-
 def refuse_other_flags(args, before):
     """Ends the program if a fixed flag was another in args.json's `before`.
 
-    Of data the names are compared, not the paths: folders may have moved.
+    Of what is named by a path the last part is compared: folders may have moved. None, 0 and "no"
+    are alike.
     """
     was = "--resume: the run was begun with"
-    for name in [name for name in vars(args) if name in args._fixed and name in before]:
-        if before[name] != (now := getattr(args, name)):
+    if before.get("script", args._script) != args._script:
+        errors.fail(
+            f"{was} {before['script']}.py, and this is {args._script}.py.\n"
+            "  Take another --output_dir."
+        )
+    for name in sorted(args._fixed & before.keys()):
+        old, new = before[name], getattr(args, name)
+        if comparable(args, name, old) != comparable(args, name, new):
             errors.fail(
-                f"{was} --{name} {before[name]}, and now it is {now}.\n"
+                f"{was} --{name} {in_words(old)}, and now it is {in_words(new)}.\n"
                 "  Give it as it was, or begin anew in another --output_dir."
             )
-    old, new = before["data_path"], args.data_path
-    if [Path(path).name for path in old] != [Path(path).name for path in new]:
-        errors.fail(f"{was} --data_path {' '.join(old)}, and now it is {' '.join(new)}.")
 
 
-def take(args, train):
-    """Removes what a run before has left, and writes args.json (rank 0). train: the dataset."""
-    if ranks.get_rank() != 0:
-        return
-    output = Path(args.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
-    if not args.resume:
-        for old in replaced(output):
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
-    record = {name: value for name, value in vars(args).items() if not name.startswith("_")}
-    record |= {"world_size": ranks.get_world_size(), "device": str(ranks.device())}
-    libraries = (torch, deepspeed, transformers, datasets, np)
-    record["versions"] = {library.__name__: library.__version__ for library in libraries}
-    record |= {"data_rows": len(train), "data_fingerprint": train._fingerprint}
-    text = json.dumps(record, indent=1, default=str)
-    (output / "args.json").write_text(text + "\n")
+def comparable(args, name, value):
+    """Returns the value of a flag, or of what it names the last part of each path."""
+    if name not in args._names or not value:
+        return value or None
+    return [Path(str(text)).name for text in (value if isinstance(value, list) else [value])]
+
+
+def in_words(value):
+    """Returns the value of a flag as it is typed."""
+    return " ".join(map(str, value)) if isinstance(value, list) else value
+
+
+# ---- The run's own ----
+class OutputFolder:
+    """The folder of a run, which alone writes there from `take` to `release`.
+
+    What runs before it have left is removed by `settle`, when this run has made its first step.
+    What it logs before that waits in memory (args._held).
+    """
+
+    def __init__(self, args):
+        check(args)
+        self.args, self.path = args, Path(args.output_dir)
+        self.lock, self.record, args._held = folder_lock.Lock(self.path), {}, None
+
+    def take(self, facts):
+        """Locks the folder and checks it again, for other runs may have been there meanwhile.
+
+        facts: a dict for args.json, beside flags and versions.
+        """
+        who = None
+        if ranks.get_rank() == 0:
+            self.path.mkdir(parents=True, exist_ok=True)
+            who = self.lock.take()
+        if who := ranks.all_gather_objects([who])[0]:
+            refuse_used(self.args, who)
+        check_unlocked(self.args)
+        record = {name: value for name, value in vars(self.args).items() if name[0] != "_"}
+        record |= {"script": self.args._script, "world_size": ranks.get_world_size()}
+        libraries = (torch, deepspeed, transformers, datasets, np)
+        record["versions"] = {library.__name__: library.__version__ for library in libraries}
+        record |= {"device": str(ranks.device()), **facts, "files": []}
+        self.record, self.args._held = record, []
+        if self.args.resume:
+            record["files"] = read_record(self.path).get("files", [])
+        elif not any(removed(self.path)):
+            self.settle()
+
+    def settle(self):
+        """Removes what was there before, if it has not, and writes args.json and what is held."""
+        held, self.args._held = self.args._held, None
+        if held is None or ranks.get_rank() != 0:
+            return
+        going = [] if self.args.resume else sum(removed(self.path), [])
+        for old in sorted(going, key=lambda path: path.name != "config.json"):  # the mark of a run
+            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+        for name in FOLDERS:
+            with suppress(OSError):  # it holds something else, or is a link, or is not there
+                (self.path / name).rmdir()
+        self.claim([])
+        for name, rows in held:
+            logs.append(self.args, name, rows)
+
+    def claim(self, files):
+        """Lists files of the folder, which are about to be written, in args.json. On rank 0."""
+        inside = [file for file in files if file.is_relative_to(self.path)]
+        names = {str(file.relative_to(self.path)) for file in inside}
+        self.record["files"] = sorted(names.union(self.record["files"]))
+        aside = self.path / ".args.json"
+        aside.write_text(json.dumps(self.record, indent=1, default=str) + "\n")
+        saving.sync(aside)
+        aside.replace(self.path / "args.json")
+        saving.sync(self.path)
+
+    def release(self):
+        """Drops the lock: the run has ended."""
+        self.lock.release()

@@ -37,10 +37,10 @@ def add_flags(parser):
 def add_reward_flags(arg):
     """Declares who scores the responses."""
     models = "frozen reward models; None: the critic's, unless --reward_fn is given"
-    arg("reward_model_name_or_path", str, models, nargs="+")
+    arg("reward_model_name_or_path", str, models, nargs="+", fixed=True)
     function = "f(prompts, completions, **columns) returns a number a response, or one a token"
-    arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION")
-    arg("reward_combine", "sum", "one score of several judges'", choices=["sum", "min"])
+    arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION", fixed=True)
+    arg("reward_combine", "sum", "one score of several judges'", choices=["sum", "min"], fixed=True)
     arg("gold_fn", str, "such a function that is logged only", metavar="FILE:FUNCTION")
     scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
     arg("normalize_reward", 0, scaled, most=1, fixed=True)
@@ -49,11 +49,18 @@ def add_reward_flags(arg):
 
 def add_sampling_flags(arg):
     """Declares how responses are sampled."""
-    arg("min_new_tokens", 0, "tokens before EOS may be sampled; log-probs as with top_p")
-    arg("stop", [], "texts that end a response as EOS does")
+    arg(
+        "min_new_tokens", 0, "tokens before EOS may be sampled; log-probs as with top_p", fixed=True
+    )
+    arg("stop", [], "texts that end a response as EOS does", fixed=True)
     nucleus = "nucleus sampling; 1: off. Log-probs are the whole distribution's"
-    arg("top_p", 1.0, nucleus, least=1e-6, most=1)
-    arg("top_k", 0, "sample from the k likeliest tokens; 0: off. Log-probs as with top_p")
+    arg("top_p", 1.0, nucleus, least=1e-6, most=1, fixed=True)
+    arg(
+        "top_k",
+        0,
+        "sample from the k likeliest tokens; 0: off. Log-probs as with top_p",
+        fixed=True,
+    )
     arg("num_eval_prompts", 128, "held-out prompts answered at each evaluation", least=1)
 
 
@@ -65,11 +72,12 @@ def add_loss_flags(arg):
     arg("dual_clip", 0.0, "bounds the loss of a bad token at this times it. 3 [Ye 2020]; 0: off")
     arg("target_kl", float, "no further update on a rollout after one whose approx_kl is above")
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
-    arg("critic_warmup_steps", 0, "first steps that train the critic alone")
+    arg("critic_warmup_steps", 0, "first steps that train the critic alone", fixed=True)
     average = "1: keep an average of the actor's weights, in ema/"
     arg("enable_ema", int, average, most=1, fixed=True)
     arg("ema_decay", 0.992, "its decay. 0.992 [DeepSpeed-Chat]", most=1)
-    arg("unsup_data_path", str, "plain text, mixed into the actor's updates (PTX)", nargs="+")
+    text = "plain text, mixed into the actor's updates (PTX)"
+    arg("unsup_data_path", str, text, nargs="+", fixed=True)
     arg("unsup_coef", 27.8, "weight of its loss. 27.8 [InstructGPT, eq. 2]")
     lifted = "1: lift the limits on batch sizes, epochs, rollout batches"
     arg("allow_unstable", 0, lifted, most=1)

@@ -25,6 +25,7 @@ from machinery import (
     throughput,
     zero3,
 )
+from machinery.rows import fingerprint
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ class Run:
         if args.estimate is not None:
             estimate.estimate(args, models_of, refusal)
         launch.fill_environment()
-        output_folder.check(args)
+        self.folder = output_folder.OutputFolder(args)
         sys.excepthook = self.phase.report
         launch.warn_of_locks()
         launch.join_ranks(args)
@@ -103,19 +104,23 @@ class Run:
         args, self.engines, self.engine = self.args, engines, next(iter(engines.values()))
         self.evaluate, self.columns = evaluate, columns
         self.state = {} if state is None else state
-        output_folder.take(args, self.train)
+        train = self.train
+        self.facts = {"data_rows": len(train), "data_fingerprint": fingerprint(train)}
+        self.folder.take(self.facts)
         self.print_banner()
         refusals.warn_of_stages(args)
         torch.manual_seed(args.seed + ranks.data_parallel_rank())  # dropout differs by rank
         ranks.barrier()
         step, saved = 0, {}
         if args.resume:
-            rows = len(self.train), self.rows_per_step
-            step, saved = checkpoints.load(args, engines, self.state, *rows)
+            facts = {"rows": self.rows_per_step, **self.facts}
+            step, saved = checkpoints.load(args, engines, self.state, facts)
             self.state.update(saved["state"])
+            self.folder.settle()
         if not args.resume or self.last_step == 0:
             self.write({"step": step, "epoch": step / self.steps_per_epoch, **evaluate(step)})
         if self.last_step == 0:  # --max_steps 0: that was all
+            self.folder.settle()
             logs.draw_curves(args)
             self.finish()
         # Only now: before, a signal of the launcher must end the ranks of a run that is refused.
@@ -197,12 +202,12 @@ class Run:
         if stop or (args.save_steps and step % args.save_steps == 0):
             self.phase.note(f"writing {checkpoints.folder_of(args)}/step-{step}")
             saved = {"loader": loader.state_dict(), "micro_steps": self.micro_steps}
-            rows = {"data_rows": len(self.train), "rows": self.rows_per_step}
-            checkpoints.save(args, self.engines, step, {**saved, "state": self.state, **rows})
+            saved |= {"rows": self.rows_per_step, "state": self.state, **self.facts}
+            checkpoints.save(args, self.engines, step, saved)
             self.started = time.time()
         if stop:
             why = "interrupted" if told else f"--max_hours {args.max_hours:g} are over"
-            where = checkpoints.whole(args)[-1]
+            where = checkpoints.whole_checkpoints(args)[-1]
             ranks.say(f"{why} after step {step}: saved to {where}. Go on with --resume.")
             self.finish(code=1)
 
@@ -230,6 +235,7 @@ class Run:
         due = step == self.last_step or step % (args.eval_steps or self.steps_per_epoch) == 0
         if due:
             record.update(self.evaluate(step))
+        self.folder.settle()  # only now: a run that fails in its first step has replaced nothing
         if due or step % args.log_steps == 0:
             self.write(record, engine)
         if due:
@@ -280,8 +286,9 @@ class Run:
         """Saves a model, by default in the output folder (saving.save_model)."""
         folder = Path(folder or self.args.output_dir)
         self.phase.note(f"writing {folder}")
-        saving.save_model(engine, tokenizer, folder, full_tensor)
+        saving.save_model(engine, tokenizer, folder, full_tensor, self.folder.claim)
 
     def finish(self, code=0):
         """Leaves the other ranks in order, and ends the program with the exit code `code`."""
+        self.folder.release()
         crash.finish(self.args, code)

@@ -9,11 +9,11 @@ from machinery import lora, model_folders, ranks, zero3
 from safetensors.torch import save_file
 
 
-def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor):
+def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, claim=None):
     """Writes config, weights (safetensors) and tokenizer to `folder`. All ranks call it.
 
     full_tensor(name, parameter) gathers one tensor at a time, to the CPU memory of rank 0.
-    config.json comes last: it marks the folder as whole.
+    config.json comes last: it marks the folder as whole. claim(files) is told before files move.
     """
     model, folder = model_folders.unwrap_model(engine), Path(folder)
     adapters = getattr(model, "peft_config", {}).get("default")
@@ -33,7 +33,11 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor):
         else:
             save_adapters(model, state, aside, adapters)
         tokenizer.save_pretrained(aside)
-        move_files(aside, folder)
+        files = sorted(aside.iterdir(), key=lambda file: file.name == "config.json")
+        if claim:
+            claim([folder / file.name for file in files])
+        move_files(files, folder)
+        aside.rmdir()
     ranks.barrier()
 
 
@@ -46,14 +50,13 @@ def save_adapters(model, state, folder, adapters):
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def move_files(aside, folder):
-    """Moves all files from `aside` up to `folder`, config.json when the others are on the disk."""
-    for file in sorted(aside.iterdir(), key=lambda file: file.name == "config.json"):
+def move_files(files, folder):
+    """Moves files to `folder`, each when the ones before it are on the disk."""
+    for file in files:
         sync(file)
         sync(folder)
         file.replace(folder / file.name)
     sync(folder)
-    aside.rmdir()
 
 
 def sync(path):

@@ -93,7 +93,9 @@ def test_when_no_checkpoint_is_whole_nothing_is_touched():
 
 
 @pytest.mark.parametrize(
-    "harm", ["nothing", "cut", "one byte", "removed", "manifest removed", "manifest cut"]
+    "harm",
+    ["nothing", "cut", "one byte", "removed", "manifest removed", "manifest cut"]
+    + [f"manifest {text}" for text in ("[]", "3", "{}", "null", '{"model/state.pt": 3}')],
 )
 def test_every_kind_of_damage_is_seen(tmp_path, harm):
     """Sizes alone would miss an edited byte, and a list of files alone a file that is gone: the
@@ -105,13 +107,14 @@ def test_every_kind_of_damage_is_seen(tmp_path, harm):
     manifest.write_text(json.dumps({"model/state.pt": checkpoints.checksum(file)}))
     if harm == "one byte":
         file.write_bytes(file.read_bytes().replace(b"\x07", b"\x08", 1))
+    elif harm[-1] in "]3}l":
+        manifest.write_text(harm.removeprefix("manifest "))
     elif harm.endswith("cut"):
         os.truncate(manifest if "manifest" in harm else file, 20)
     elif harm != "nothing":
         (manifest if "manifest" in harm else file).unlink()
-    expected = (
-        [] if harm == "nothing" else ["manifest.json"] if "manifest" in harm else ["model/state.pt"]
-    )
+    expected = ["manifest.json"] if "manifest" in harm else ["model/state.pt"]
+    expected = [] if harm == "nothing" else ["model/state.pt"] if "state" in harm else expected
     assert checkpoints.damage(folder) == expected
 
 

@@ -590,7 +590,7 @@ def test_seconds_are_all_of_a_steps_time(monkeypatch):
 
     fakes = {"checkpoints": None, "signal": SimpleNamespace(signal=takes(0), SIGTERM=15, SIGINT=2)}
     fakes |= {"time": SimpleNamespace(time=lambda: clock[0]), "ranks": ranks}
-    fakes["output_folder"] = SimpleNamespace(take=takes(0))
+    fakes["fingerprint"] = takes(0)
     fakes["logs"] = SimpleNamespace(draw_curves=takes(20))
     speed = SimpleNamespace(speed=lambda *given: {"seconds": given[-1]})
     fakes |= {"throughput": speed, "refusals": SimpleNamespace(warn_of_stages=takes(0))}
@@ -600,7 +600,8 @@ def test_seconds_are_all_of_a_steps_time(monkeypatch):
     args = dict(seed=1, resume=False, eval_steps=2, log_steps=1, max_hours=0, save_steps=0)
     run.args, run.last_step, run.steps_per_epoch = SimpleNamespace(**args), 3, 3
     run.phase, run.signals, run.began = SimpleNamespace(note=takes(0)), [], 0
-    run.train = run.legend_shown = None
+    run.train, run.legend_shown = [], None
+    run.folder = SimpleNamespace(take=takes(0), settle=takes(0))
     run.print_banner, run.texts = takes(0), tuple
     run.open_epoch = lambda *given: (None, micro_batches())
     run.write = lambda record, engine=None: (takes(1)(), lines.append(record))

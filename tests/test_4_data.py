@@ -294,7 +294,7 @@ def test_the_fingerprint_is_of_the_rows_themselves(tokenizer, tmp_path):
         (tmp_path / str(number)).mkdir()
         write(tmp_path / f"{number}/train{kind}", rows_of)
         write(tmp_path / f"{number}/test{kind}", [dahoas(50)])
-        prints.append(load(tokenizer, [tmp_path / str(number)])[0]._fingerprint)
+        prints.append(rows.fingerprint(load(tokenizer, [tmp_path / str(number)])[0]))
     assert prints[0] == prints[1] == prints[2] and len(set(prints)) == 3
 
 

@@ -103,7 +103,7 @@ def wrong_things(trained, tmp_path_factory):
         rows(tmp_path / name / "test.jsonl", row)
     rows(tmp_path / "done/config.json", "{}")
     model(tmp_path / "done/old")
-    rows(tmp_path / "foreign/my_model.safetensors", "not ours")
+    rows(tmp_path / "foreign/model.safetensors", "not ours")
     rows(tmp_path / "theirs/args.json", {"model": "another tool's"})
     rows(tmp_path / "theirs/adapter_config.json", "{}")
     model(tmp_path / "adapted")
@@ -125,7 +125,6 @@ def wrong_things(trained, tmp_path_factory):
     rows(tmp_path / "ds_enabled.json", {"tensorboard": {"enabled": "perhaps"}})
     rows(tmp_path / "ds_print.json", {"steps_per_print": "never"})
     rows(tmp_path / "ds_comet.json", {"comet": {"enabled": True}})
-    monkeypatch.setitem(sys.modules, "comet_ml", None)  # as if it were not installed
     (tmp_path / "nothing").mkdir()
     size = json.loads((ROOT / "toy/model/config.json").read_text())["vocab_size"]
     model(tmp_path / "no_eos", tokenizer={"eos_token": None})
@@ -173,6 +172,7 @@ def box(wrong_things, tmp_path, monkeypatch):
     """A working folder with those things in it, and nothing else."""
     shutil.copytree(wrong_things, tmp_path, copy_function=os.link, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "comet_ml", None)  # as if it were not installed
     return tmp_path
 
 
@@ -391,7 +391,7 @@ CASES = [  # script, flags, what the message must say
     ("sft", "--output_dir done", "done, --overwrite, --resume"),
     ("sft", "--output_dir score.py", "score.py"),  # a file
     # not left by a run of ours
-    ("sft", "--output_dir foreign", "foreign, my_model.safetensors, --overwrite"),
+    ("sft", "--output_dir foreign", "foreign, model.safetensors, --overwrite"),
     ("sft", "--output_dir theirs", "theirs, adapter_config.json, --overwrite"),
     # adapters that sit on it
     ("sft", "--model_name_or_path adapted --output_dir done --overwrite", "done, its base, delete"),
@@ -463,7 +463,9 @@ def test_a_run_is_resumed_as_it_was_begun(tmp_path, monkeypatch, capsys, before,
     output = ["--preset", "toy", "--output_dir", str(tmp_path)]
     (tmp_path / "checkpoints/step-2").mkdir(parents=True)
     begun = sft.get_args([*output, *before])
-    (tmp_path / "args.json").write_text(json.dumps(vars(begun), default=str))
+    (tmp_path / "args.json").write_text(
+        json.dumps({**vars(begun), "data_fingerprint": 1}, default=str)
+    )
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as stop:
