@@ -68,7 +68,7 @@ PRESETS = {
         data_path=["Dahoas/rm-static"],
         data_split="2,4,4",
         output_dir="output/ppo",
-        num_train_epochs=1,  # the reward reaches its plateau fast
+        num_train_epochs=1,
         actor_learning_rate=9.65e-6,
         critic_learning_rate=5e-6,
         actor_weight_decay=0.0,
@@ -462,10 +462,7 @@ def set_loss_weights(minibatch):
 
 
 def arranged(responses, updates, seed, responses_a_row=1):
-    """Sorted by length (less padding) if one update takes all responses, else shuffled.
-
-    Responses that share a row stay together.
-    """
+    """Sorted by length (less padding) if one update takes all, else shuffled; rows stay whole."""
     starts = range(0, len(responses), responses_a_row)
     rows = [responses[i : i + responses_a_row] for i in starts]
     if updates == 1:
