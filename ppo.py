@@ -572,8 +572,9 @@ def main():
             times.append(time.time())
 
             # ---- 4 score ----
-            order = sizes.updates_a_pass, (args.seed, step), responses_a_row
-            responses = arranged(responses, *order)
+            seed = args.seed, step
+            updates = sizes.updates_a_pass
+            responses = arranged(responses, updates, seed, responses_a_row)
             micro_batches = make_micro_batches(tokenizer, responses, batch_size, responses_a_row)
             for batch in micro_batches:
                 score(args, batch, *models)
@@ -590,8 +591,8 @@ def main():
         # ---- 6 update ----
         means.reset()
         training = [each.engine for each in passes if each.trains]
-        order = accumulation, args.ppo_epochs, (args.seed, step)
-        for update, minibatch in enumerate(minibatches(micro_batches, *order)):  # optimizer steps
+        shuffled = minibatches(micro_batches, accumulation, args.ppo_epochs, seed)
+        for update, minibatch in enumerate(shuffled):  # one optimizer step each
             total = set_loss_weights(minibatch)
             if not total:  # filler rows only
                 continue
