@@ -65,6 +65,7 @@ class Run:
         output_folder.check(args)
         sys.excepthook = self.phase.report
         launch.warn_of_locks()
+        launch.warn_of_bf16(args)
         launch.join_ranks(args)
         model_checks.check(args, models_of(args))
         transformers.set_seed(args.seed)  # Python's, numpy's and torch's generators
