@@ -34,12 +34,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.integrations import HfDeepSpeedConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-CHUNK = 64  # tokens whose logits are in fp32 at a time: few enough for a CPU's cache
+CPU_CHUNK, GPU_CHUNK = 2**20, 2**27  # bytes of fp32 logits at a time; a CPU's cache is small
 
 
 # ---- 1  Log-probs ----
 class TokenLogprobs(torch.autograd.Function):
-    """log softmax(logits / temperature)[target], CHUNK tokens at a time.
+    """log softmax(logits / temperature)[target], a chunk of tokens at a time.
 
     So neither forward nor backward needs an fp32 copy of all logits.
     """
@@ -47,7 +47,7 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, temperature=1.0):
         """logits: (M, V), targets: (M,) -> (M,)"""
-        parts = [in_fp32(part, temperature).logsumexp(-1) for part in logits.split(CHUNK)]
+        parts = [in_fp32(logits[part], temperature).logsumexp(-1) for part in chunks(logits)]
         logsumexp = torch.cat(parts)
         ctx.save_for_backward(logits, targets, logsumexp)
         ctx.temperature = temperature
@@ -60,13 +60,19 @@ class TokenLogprobs(torch.autograd.Function):
         logits, targets, logsumexp = ctx.saved_tensors
         out = torch.empty_like(logits)  # (M, V)
         grad = (grad / ctx.temperature).unsqueeze(-1)  # (M, 1)
-        for start in range(0, len(logits), CHUNK):
-            part = slice(start, start + CHUNK)
+        for part in chunks(logits):
             scaled = in_fp32(logits[part], ctx.temperature)
-            softmax = (scaled - logsumexp[part, None]).exp_()  # (CHUNK, V)
+            softmax = (scaled - logsumexp[part, None]).exp_()  # (chunk, V)
             minus = softmax.mul_(-grad[part])
             out[part] = minus.scatter_add_(-1, targets[part, None], grad[part])
         return out, None, None
+
+
+def chunks(logits):
+    """Slices of logits (M, V): the tokens that are in fp32 at a time."""
+    size = CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK
+    step = max(1, size // (4 * logits.shape[-1]))
+    return [slice(start, start + step) for start in range(0, max(1, len(logits)), step)]
 
 
 def in_fp32(logits, temperature):
@@ -77,8 +83,8 @@ def in_fp32(logits, temperature):
 def entropy(logits, temperature=1.0):
     """Entropy of softmax(logits / temperature), in nats.  (M, V) -> (M,)"""
     out = []
-    for part in logits.split(CHUNK):
-        scaled = in_fp32(part, temperature)
+    for part in chunks(logits):
+        scaled = in_fp32(logits[part], temperature)
         categorical = torch.distributions.Categorical(logits=scaled, validate_args=False)
         out.append(categorical.entropy())
     return torch.cat(out)

@@ -135,7 +135,7 @@ def add_speed_flags(arg):
     arg("tensor_parallel_size", 1, split, least=1, fixed=True)
     arg("offload", False, "weights (stage 3) wait in CPU memory between uses")
     arg("adam_offload", False, "optimizer states live and step on the CPU (DeepSpeedCPUAdam)")
-    dtype = "of weights; master weights are fp32. None: bf16 where the hardware has it, else fp16"
+    dtype = "of weights; None: bf16 where the hardware has it, else fp16, on a CPU fp32"
     arg("dtype", str, dtype, fixed=True, choices=["bf16", "fp16", "fp32"])
     arg("deepcompile", False, "compile the models that train (DeepCompile); GPUs only")
     arg("gradient_checkpointing", False, "recompute activations in backward: 4/3 the work")
@@ -180,7 +180,7 @@ def parse(parser, presets, argv=None, script=""):
         errors.fail(f"--preset {preset} is not known.\n  Known: {', '.join(presets)}.")
     parser.set_defaults(**presets[preset], preset=preset)
     args = parser.parse_args(argv)
-    args.dtype = args.dtype or half_precision()
+    args.dtype = args.dtype or fast_dtype(args.estimate)
     flags = [action for action in parser._actions if hasattr(action, "fixed")]
     args._script = script
     args._fixed = frozenset(flag.dest for flag in flags if flag.fixed)
@@ -206,11 +206,20 @@ def toy_preset(script):
     return json.loads(text.replace("TOY", path)).get(script, {})
 
 
-def half_precision():
-    """Returns "bf16" if the hardware computes in it, "fp16" if it cannot or emulates it."""
-    in_hardware = get_accelerator().is_bf16_supported()
-    if torch.cuda.is_available():  # V100 and T4 emulate it
-        in_hardware &= torch.cuda.is_bf16_supported(including_emulation=False)
+def fast_dtype(estimate=None):
+    """Returns "bf16" if the hardware computes in it; if not, "fp32" on a CPU and else "fp16".
+
+    estimate: the value of --estimate. Devices that it describes (8x80) are taken to have bf16.
+    """
+    kind = get_accelerator().device_name()
+    if "x" in (estimate or ""):
+        return "bf16"
+    if kind == "cpu":
+        return "bf16" if refusals.cpu_has_bf16() else "fp32"
+    if kind == "cuda":  # V100 and T4 emulate it. To ask about that would take memory of device 0
+        in_hardware = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        in_hardware = get_accelerator().is_bf16_supported()
     return "bf16" if in_hardware else "fp16"
 
 

@@ -100,7 +100,7 @@ def count(args, models, ranks, cpu=False):
         KV cache     its numbers of a token * w * rows * tokens
         buffers      of reduction; what stage 3 gathers; in `update` copies of gradients
     """
-    zero = {"reduce_bucket_size": 5e8, "stage3_max_live_parameters": 1e9, "overlap_comm": True}
+    zero = {"reduce_bucket_size": 5e8, "stage3_max_live_parameters": 1e9, "overlap_comm": False}
     zero.update(common.ds_config(args, 3, 1)["zero_optimization"])
     phases = ["generate", "score", "train", "update"]
     if not any(model.generates for model in models):
@@ -155,13 +155,13 @@ def held_by(model, phase, ranks, cpu, zero):
             kept = rows * w * tokens * config.hidden_size * config.num_hidden_layers + layer
         parts["activations"] = kept if phase == "train" or model.kept else layer
         if not model.head:
-            numbers = rows * w * (model.with_logits or tokens)
-            parts["logits"] = (2 * numbers + 8 * common.CHUNK) * config.vocab_size
+            numbers = rows * (model.with_logits or tokens) * config.vocab_size
+            chunk = common.CPU_CHUNK if cpu else common.GPU_CHUNK
+            parts["logits"] = 2 * w * numbers + 2 * min(chunk, 4 * numbers)
         reduces = phase == "train" and stage in (1, 2) and not cpu
         buffers += gathered + (buckets if reduces else 0)
     elif phase == "update" and model.trains:
-        all_reduced = w * min(5e8, T) if ranks > 1 else 0
-        buffers += 4 * T / N if stage else max(8 * T if w < 4 else 0, all_reduced)
+        buffers += copied_gradients(stage, bf16, T, N, ranks)
 
     if args.adam_offload and stage:
         parts["host"] = 4 * T / N
@@ -171,6 +171,18 @@ def held_by(model, phase, ranks, cpu, zero):
     if model.generates and args.enable_ema:
         parts["optimizer"] += 4 * P / ranks
     return parts
+
+
+def copied_gradients(stage, bf16, T, N, ranks):
+    """Returns the bytes of copies of the gradients that an update makes.
+
+    Stage 0, in fp32, joins them for its all-reduce, 5e8 at most. In bf16 stage 1 is BF16_Optimizer:
+    its all-reduce takes a bf16 copy of all, in one piece, below 5e8 weights of the joined ones.
+    """
+    if stage == 0:
+        return 4 * min(5e8, T) if ranks > 1 else 0
+    all_reduced = (2 if T > 5e8 else 6) * T if stage == 1 and bf16 else 0
+    return max(4 * T / N, all_reduced)
 
 
 def offload(args, parts, phase, stage):

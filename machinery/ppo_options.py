@@ -169,6 +169,9 @@ def option_rules(args):
 
 def engine_rules(args):
     """DeepSpeed must be able to do it."""
+    if args.deepcompile:
+        why = "DeepSpeed keeps one compilation for the whole process, and actor and critic need two"
+        yield f"--deepcompile: {why}.\n  Leave it out of ppo.py; sft.py and reward.py take it."
     stages = {args.actor_zero_stage, args.critic_zero_stage}
     moved = args.offload_states and not args.adam_offload
     if moved and old_deepspeed.older_than("0.17.6") and stages != {3}:

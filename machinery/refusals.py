@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import math
 import os
+from pathlib import Path
 
 from machinery import old_deepspeed, ranks
 
@@ -42,6 +43,12 @@ def needs_newer(what, number, instead):
     if old_deepspeed.older_than(number):
         installed = f"{deepspeed.__version__} is installed"
         yield f"{what} needs DeepSpeed {number}, and {installed}.\n  Upgrade, or {instead}."
+
+
+def cpu_has_bf16():
+    """Returns whether this CPU multiplies in bf16. DeepSpeed says yes of every CPU."""
+    known = Path("/proc/cpuinfo").read_text().split()
+    return "avx512_bf16" in known or "amx_bf16" in known
 
 
 def engine_rules(args, stages):

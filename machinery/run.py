@@ -66,6 +66,7 @@ class Run:
         self.folder = output_folder.OutputFolder(args)
         sys.excepthook = self.phase.report
         launch.warn_of_locks()
+        launch.warn_of_bf16(args)
         launch.join_ranks(args)
         model_checks.check(args, models_of(args))
         transformers.set_seed(args.seed)  # Python's, numpy's and torch's generators

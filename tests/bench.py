@@ -20,6 +20,7 @@ models.
 """
 
 import argparse
+import functools
 import hashlib
 import importlib
 import json
@@ -121,14 +122,16 @@ GPU_PPO = dict(
     answer=256,
     steps=5,
     unit="samples/s",
+    extra=["--gradient_checkpointing"],
 )
-GPU = [
+GPU = [  # each fits one device of 80 GB, by --estimate (test_the_gpu_benchmark_fits_its_device)
     *({**GPU_SFT, "name": f"sft {m}", "model": m} for m in ("opt-1.3b", "llama-1b")),
     {
         **GPU_SFT,
-        "name": "sft llama-7b",
-        "model": "llama-7b",
+        "name": "sft llama-3b",
+        "model": "llama-3b",
         "batch": 4,
+        "stage": 2,
         "extra": GPU_SFT["extra"] + ["--gradient_checkpointing"],
     },
     *(
@@ -174,7 +177,7 @@ GPU = [
         "stage": 3,
         "steps": 3,
         "sides": ("ours",),
-        "extra": ["--offload", "--adam_offload"],
+        "extra": GPU_PPO["extra"] + ["--offload", "--adam_offload"],
     },
 ]
 SHAPES = {  # transformers' config class and its arguments
@@ -213,6 +216,20 @@ SHAPES = {  # transformers' config class and its arguments
             num_attention_heads=32,
             num_key_value_heads=8,
             head_dim=64,
+            intermediate_size=8192,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "llama-3b": (
+        "Llama",
+        dict(
+            vocab_size=128256,
+            hidden_size=3072,
+            num_hidden_layers=28,
+            num_attention_heads=24,
+            num_key_value_heads=8,
+            head_dim=128,
             intermediate_size=8192,
             max_position_embeddings=4096,
             tie_word_embeddings=True,
@@ -419,9 +436,9 @@ def machine(job, work):
     ]
 
 
-def plain_generate(args, model, tokenizer, ids, mask, uniforms, synced=False):
+def plain_generate(args, model, tokenizer, ids, mask, uniforms, synced=False, cache=None):
     """transformers' `generate` with ppo.sample's arguments; it samples from the whole
-    distribution."""
+    distribution. cache: "static" is one that it compiles the model for, on a GPU."""
     import torch
     from transformers import GenerationConfig
 
@@ -430,6 +447,7 @@ def plain_generate(args, model, tokenizer, ids, mask, uniforms, synced=False):
         do_sample=True,
         top_k=0,
         pad_token_id=tokenizer.pad_token_id,
+        cache_implementation=cache,
     )
     # else the model's own EOS would be used
     own, model.generation_config = model.generation_config, config
@@ -465,57 +483,70 @@ def decode(job, work):
     from transformers import AutoModelForCausalLM
 
     config, out = model_folders.load_config(f"{work}/{job['model']}"), []
-    dtype = common.DTYPES[job["dtype"]]
+    dtype, device = common.DTYPES[job["dtype"]], ranks.device()
     args = SimpleNamespace(temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=[])
-    with torch.device(ranks.device()):
+    with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        weights = model_folders.count_parameters(model)
-        if not config.tie_word_embeddings:
-            weights -= model.get_input_embeddings().weight.numel()
-        heads = (
-            getattr(config, "num_key_value_heads", config.num_attention_heads)
-            / config.num_attention_heads
-        )
-        for rows in job["rows"]:
-            ids = torch.randint(2, 4000, (rows, job["prompt"]))
-            mask, uniforms = torch.ones_like(ids), torch.rand(rows, job["answer"])
-            cached = (
-                rows
-                * (job["prompt"] + job["answer"] / 2)
-                * 2
-                * config.num_hidden_layers
-                * config.hidden_size
-                * heads
-            )
-            # a token reads all weights and the cache
-            token_bytes = (weights + cached) * dtype.itemsize
-            memory = torch.ones(int(token_bytes) // 4)
-            bandwidth = memory.nbytes / min(
-                best_seconds(memory.sum), best_seconds(lambda memory=memory: memory.add_(1)) / 2
-            )
-            for turn in range(job["rounds"] + 1):
-                for side, function in (("ours", ppo.sample), ("generate", plain_generate)):
-                    started = time.perf_counter()
-                    with torch.no_grad():
-                        tokenizer = NoEnd(config.vocab_size)
-                        response, _ = function(args, model, tokenizer, ids, mask, uniforms)
-                    get_accelerator().synchronize()
-                    seconds = time.perf_counter() - started
-                    assert response.shape == (rows, job["answer"])
-                    if turn:
-                        out.append(
-                            {
-                                "name": f"{job['name']} {rows} rows",
-                                "side": side,
-                                "rate": rows * job["answer"] / seconds,
-                                "bytes": job["answer"] * token_bytes,
-                                "gbytes": bandwidth / 1e9,
-                                "mbytes": memory.nbytes / 1e6,
-                                "flops": 2 * weights * rows * (job["answer"] + job["prompt"]),
-                                "work": rows * job["answer"],
-                            }
-                        )
+    static = functools.partial(plain_generate, cache="static" if device.type == "cuda" else None)
+    weights, head = decode_weights(model)
+    for rows in job["rows"]:
+        ids = torch.randint(2, 4000, (rows, job["prompt"]), device=device)
+        mask = torch.ones_like(ids)
+        uniforms = torch.rand(rows, job["answer"], device=device)
+        tokens = job["prompt"] + job["answer"] / 2  # in the cache, on average
+        # a token reads all weights and the cache
+        token_bytes = (weights + rows * tokens * cache_of_a_token(config)) * dtype.itemsize
+        bandwidth = read_rate(token_bytes, device)
+        # a prompt's forward makes the logits of its last token only
+        products = weights * job["answer"] + (weights - head) * job["prompt"]
+        for turn in range(job["rounds"] + 1):
+            for side, function in (("ours", ppo.sample), ("generate", static)):
+                started = time.perf_counter()
+                with torch.no_grad():
+                    tokenizer = NoEnd(config.vocab_size)
+                    response, _ = function(args, model, tokenizer, ids, mask, uniforms)
+                get_accelerator().synchronize()
+                seconds = time.perf_counter() - started
+                assert response.shape == (rows, job["answer"])
+                if turn:
+                    out.append(
+                        {
+                            "name": f"{job['name']} {rows} rows",
+                            "side": side,
+                            "rate": rows * job["answer"] / seconds,
+                            "bytes": job["answer"] * token_bytes,
+                            "gbytes": bandwidth / 1e9,
+                            "mbytes": token_bytes / 1e6,
+                            "flops": 2 * rows * products,
+                            "work": rows * job["answer"],
+                        }
+                    )
     return out
+
+
+def decode_weights(model):
+    """Returns how many weights a token is multiplied by, and how many of them make logits."""
+    from machinery import model_folders
+
+    weights = model_folders.count_parameters(model)
+    if not model.config.tie_word_embeddings:
+        weights -= model.get_input_embeddings().weight.numel()
+    return weights, model.get_output_embeddings().weight.numel()
+
+
+def cache_of_a_token(config):
+    """Returns how many numbers of keys and values are kept for a token."""
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    return 2 * config.num_hidden_layers * config.hidden_size * heads / config.num_attention_heads
+
+
+def read_rate(size, device):
+    """Returns at how many bytes a second so many bytes are read."""
+    import torch
+
+    memory = torch.ones(int(size) // 4, device=device)
+    written = best_seconds(lambda: memory.add_(1)) / 2  # and read
+    return memory.nbytes / min(best_seconds(memory.sum), written)
 
 
 def peak():
@@ -638,6 +669,15 @@ def run(args, job, side, turn, code):
     with open(file, "a") as out:
         out.writelines(json.dumps(r) + "\n" for r in records)
     return records
+
+
+def cpu_has_bf16():
+    """As in machinery.refusals, which is too heavy to import here."""
+    known = Path("/proc/cpuinfo").read_text().split()
+    found = "avx512_bf16" in known or "amx_bf16" in known
+    if not found:
+        print("  this CPU emulates bf16: fp32 only, unless --dtype bf16 asks for it", flush=True)
+    return found
 
 
 def table(records):
@@ -802,7 +842,7 @@ def main():
         0,
         code + str(sorted(j["name"] for j in jobs)),
     )
-    for dtype in args.dtype or (["bf16"] if args.gpu else ["fp32", "bf16"]):
+    for dtype in args.dtype or (["bf16"] if args.gpu else ["fp32", "bf16"][: 1 + cpu_has_bf16()]):
         if not args.growth:
             records += run(
                 args,

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 import common
 import ppo
-from machinery import flags, model_folders
+from machinery import flags, model_folders, refusals
 
 import pytest
 import torch
@@ -110,6 +110,10 @@ def hh():
     if not (folder / "train.jsonl").exists():
         pytest.skip(f"no HH data in {folder}; RLHF_HH names the folder")
     return folder
+
+
+def pytest_report_header():
+    return None if refusals.cpu_has_bf16() else "this CPU emulates bf16: tests in bf16 are slow"
 
 
 def pytest_collection_modifyitems(items):

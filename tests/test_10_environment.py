@@ -7,10 +7,12 @@ way.
 """
 
 import json
+import os
+from types import SimpleNamespace
 
 import ppo
 import sft
-from machinery import model_folders, saving
+from machinery import adam, flags, launch, model_folders, ranks, refusals, saving, zero3
 from tests import workers
 from tests.conftest import load_model
 from tests.test_6_deepspeed import (
@@ -28,6 +30,8 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.utils.config import get_timers_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -353,6 +357,10 @@ def test_deepcompile_needs_a_gpu_and_trains_only(capsys, monkeypatch):
     monkeypatch.setattr(get_accelerator(), "device_name", lambda *_: "cuda")
     assert config("--deepcompile")["compile"] == {"deepcompile": True}
     assert "compile" not in config("--deepcompile", train=False)
+    # DeepSpeed keeps one schedule of its passes in a process: actor and critic would share it
+    assert "sft.py and reward.py take it" in refused(
+        capsys, "--deepcompile", "--zero_stage", "2", script=ppo
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -413,3 +421,134 @@ def test_hpz_changes_nothing():
     """ZeRO++'s second copy of the weights within a machine (`zero_hpz_partition_size` in
     ds_config.json)."""
     assert_same_curves(["sft_zero3", "sft_hpz"], CURVES["sft"])
+
+
+# --------------------------------------------------------------------------------------------------
+# What a GPU needs, checked without one: a stand-in answers where CUDA would
+# --------------------------------------------------------------------------------------------------
+@pytest.fixture
+def cuda(monkeypatch):
+    """Every question for the device is answered as on a GPU that holds 10 bytes of 100."""
+    monkeypatch.setattr(get_accelerator(), "device_name", lambda *_: "cuda")
+    monkeypatch.setattr(ranks, "device", lambda: torch.device("cuda", 0))
+    for name, value in (
+        ("is_available", True),
+        ("memory_reserved", 30),
+        ("memory_allocated", 10),
+        ("mem_get_info", (70, 100)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+
+
+@pytest.mark.parametrize("stage, overlaps", [(1, False), (2, False), (3, True)])
+def test_gradients_are_reduced_as_deepspeed_does_by_default(stage, overlaps):
+    """At stage 2 with overlap_comm a second stream reads the gradient of a weight above
+    reduce_bucket_size, while ranks that own no part of it free it: it may be overwritten. Nor does
+    DeepSpeed's timer wait for the device at each forward."""
+    made = config("--zero_stage", str(stage), "--dtype", "fp32")
+    assert DeepSpeedZeroConfig(**made["zero_optimization"]).overlap_comm is overlaps
+    assert get_timers_config(made).enabled is False
+
+
+@pytest.mark.parametrize("numel, fits", [(17, True), (18, False)])
+def test_room_on_a_gpu_is_what_cuda_and_its_allocator_have_free(cuda, monkeypatch, numel, fits):
+    """70 bytes that CUDA has and 20 that PyTorch holds and does not use: 0.8 of them is 72.
+    DeepSpeed asks the driver, by the number in CUDA_VISIBLE_DEVICES, which may be a name (MIG)."""
+    monkeypatch.setattr(get_accelerator(), "available_memory", lambda: int("MIG-1"))
+    monkeypatch.setattr(ranks, "all_sum", lambda *values: values)
+    weight = SimpleNamespace(ds_numel=numel, element_size=lambda: 4)
+    assert zero3.fit_on_every_rank([weight]) is fits
+
+
+CPUS = {"AVX2": "flags: fma avx2", "AVX512": "flags: avx2 avx512f avx512_vnni"}
+CPUS |= {"BF16": "flags: avx512f avx512_bf16", "AMX": "flags: avx512f amx_bf16 amx_tile"}
+
+
+@pytest.mark.parametrize("cpu, has", zip(CPUS, (False, False, True, True)))
+def test_a_cpu_computes_in_what_it_has(monkeypatch, capsys, cpu, has):
+    """bf16 without its instructions is emulated, and many times slower than fp32. DeepSpeed says of
+    every CPU that it has them. What --estimate asks about is another device."""
+    monkeypatch.setattr(refusals.Path, "read_text", lambda _: CPUS[cpu])
+    assert get_accelerator().is_bf16_supported()
+    assert flags.fast_dtype() == flags.fast_dtype("2") == ("bf16" if has else "fp32")
+    assert flags.fast_dtype("8x80") == "bf16"
+    for dtype in ("bf16", "fp32"):
+        launch.warn_of_bf16(SimpleNamespace(dtype=dtype))
+        assert ("emulates bf16" in capsys.readouterr().out) is (dtype == "bf16" and not has)
+
+
+@pytest.mark.parametrize("emulated, dtype", [(False, "bf16"), (True, "fp16")])
+def test_asking_a_gpu_for_bf16_puts_nothing_on_it(cuda, monkeypatch, emulated, dtype):
+    """V100 and T4 emulate bf16. DeepSpeed asks with a tensor on device 0, in every rank."""
+
+    def supported(including_emulation=True):
+        assert not including_emulation, "this makes a tensor"
+        return not emulated
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    assert flags.fast_dtype() == dtype
+
+
+@pytest.mark.parametrize(
+    "environment, adam_offload, device, threads",
+    [
+        ({}, False, "cpu", 4),
+        ({}, True, "cuda", 4),
+        ({}, False, "cuda", None),
+        ({"OMP_NUM_THREADS": "3"}, True, "cuda", None),
+        ({"OMP_NUM_THREADS": "1"}, True, "cuda", None),  # the user's
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, True, "cuda", 4),  # torchrun's
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, False, "cpu", None),
+    ],
+)
+def test_each_rank_takes_its_share_of_the_cores(
+    monkeypatch, environment, adam_offload, device, threads
+):
+    """Two ranks on 8 cores. CPU Adam is a loop over all weights of the rank: on one thread, or on
+    as many as there are cores in every rank, it takes several times as long."""
+    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"LOCAL_SIZE": "2", **environment}.items():
+        monkeypatch.setenv(name, value)
+    taken = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    monkeypatch.setattr(ranks, "device", lambda: torch.device(device))
+    launch.share_cores(SimpleNamespace(adam_offload=adam_offload))
+    assert taken == ([threads] if threads else [])
+
+
+@pytest.mark.parametrize("given", [None, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_cudas_segments_grow_unless_the_user_says_otherwise(cuda, monkeypatch, given):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if given:
+        monkeypatch.setenv(given, "expandable_segments:False")
+    settings = []
+    monkeypatch.setattr(
+        torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False
+    )
+    launch.let_segments_grow()
+    assert settings == ([] if given else ["expandable_segments:True"])
+
+
+@pytest.mark.parametrize("device, fused", [("cuda", True), ("cpu", None)])
+def test_without_a_compiler_pytorchs_fused_adam_takes_over_on_a_gpu(
+    monkeypatch, capsys, device, fused
+):
+    """pip's CUDA wheels come without nvcc. PyTorch's default is foreach, which needs temporary
+    tensors as large as the weights."""
+
+    def fails(*_, **__):
+        raise RuntimeError("no nvcc")
+
+    monkeypatch.setattr(adam, "FusedAdam", fails)
+    monkeypatch.setattr(get_accelerator(), "device_name", lambda *_: device)
+    args = SimpleNamespace(adam_betas=[0.9, 0.95], adam_offload=False, offload_states=False)
+    optimizer = adam.build_optimizer(torch.nn.Linear(2, 1), args, 2, 1e-3, 0.0)
+    assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"] is fused
+    assert ("CUDA toolkit" in capsys.readouterr().out) is (device == "cuda")
+    args.offload_states = True  # at stage 3 DeepSpeed moves its own Adam's states only
+    with pytest.raises(SystemExit):
+        adam.build_optimizer(torch.nn.Linear(2, 1), args, 3, 1e-3, 0.0)
+    assert "--offload_states under stage 3 needs" in capsys.readouterr().err

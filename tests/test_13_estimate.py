@@ -16,12 +16,23 @@ import ppo
 import reward
 import sft
 from machinery import estimate, memory
+from tests import bench
 
 import pytest
+import transformers
 from transformers import GPT2Config, LlamaConfig, OPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
+SMALL = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=600,
+    architectures=["LlamaForCausalLM"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,21 +84,51 @@ def test_the_zero_papers_bytes_per_weight(opt, stage, weights, gradients, optimi
     assert parts["gradients"] == gradients * psi
     assert parts["optimizer"] == optimizer * psi
     args.dtype = "bf16"
-    assert count(args)["update"]["gradients"] == gradients * psi * {0: 3, 1: 3}.get(stage, 2)
+    parts = count(args)["update"]
+    assert parts["gradients"] == gradients * psi * {0: 3, 1: 3}.get(stage, 2)
+    # its BF16_Optimizer all-reduces a bf16 copy of all gradients. Others copy a share, in fp32
+    kept = 2 * 5e7 if stage == 3 else 0  # stage 3's bucket
+    assert parts["buffers"] == kept + psi * {0: 2, 1: 2}.get(stage, 4 / 8)
+
+
+def test_a_small_models_gradients_are_joined_before_they_are_sent(tmp_path):
+    """Below 5e8 weights BF16_Optimizer's two groups go in one all-reduce: 4 bytes a weight for the
+    joined ones, 2 for their bf16 copy."""
+    LlamaConfig(**SMALL).save_pretrained(tmp_path)
+    args = sft_args(str(tmp_path), "--zero_stage", 1)
+    weights = memory.sizes_of(str(tmp_path), False, 512, "bf16").weights
+    assert count(args)["update"]["buffers"] == 6 * weights
+
+
+@pytest.mark.parametrize("job", bench.GPU, ids=lambda job: job["name"])
+def test_the_gpu_benchmark_fits_its_device(job, tmp_path):
+    """Each row of `tests/bench.py --gpu` fits one device of 80 GiB, of which a tenth stays free."""
+    kind, shape = bench.SHAPES[job["model"]]
+    config = getattr(transformers, f"{kind}Config")(**shape)
+    for folder, head in ((job["model"], "ForCausalLM"), (f"{job['model']}-score", "")):
+        config.architectures = [kind + (head or "ForSequenceClassification")]
+        config.save_pretrained(tmp_path / folder)
+    if job["script"] is None:  # decode: bf16 weights, and both sides' caches
+        weights = memory.sizes_of(str(tmp_path / job["model"]), False, 8, "bf16").weights
+        tokens = max(job["rows"]) * (job["prompt"] + job["answer"])
+        peak = 2 * (weights + 2 * tokens * bench.cache_of_a_token(config)) / GIB
+    else:
+        script, flags = bench.command({"dtype": "bf16", **job}, tmp_path)
+        module, models_of = {
+            "sft": (sft, estimate.language_model),
+            "reward": (reward, estimate.value_model),
+            "ppo": (ppo, estimate.four_models),
+        }[script]
+        args = module.get_args([*flags, "--estimate", "1x80"])
+        phases = memory.count(args, models_of(args), 1)
+        peak = estimate.Devices(args).peak(phases)
+    assert peak < 0.9 * 80
 
 
 def test_the_kv_cache_by_hand(tmp_path):
     """Key and value, 3 layers, 2 key-value heads of 16 (of 4 heads: grouped queries), 5 rows of 20
     + 12 tokens, 2 bytes each."""
-    LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=600,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(tmp_path)
+    LlamaConfig(**SMALL).save_pretrained(tmp_path)
     args = ppo.get_args(
         [
             "--actor_model_name_or_path",
@@ -113,9 +154,13 @@ def test_the_kv_cache_by_hand(tmp_path):
 
 
 def test_logits_by_hand(opt):
-    """8 rows of 512 tokens and their gradient, 2 bytes a number, and two fp32 chunks of 64 tokens;
-    a value model has none."""
-    assert count(sft_args(opt))["train"]["logits"] == 50272 * (8 * 512 * 2 * 2 + 64 * 4 * 2)
+    """8 rows of 512 tokens and their gradient, 2 bytes a number, and two fp32 chunks of 128 MiB, on
+    a CPU of 1 MiB; a row of 2 tokens is less; a value model has none."""
+    numbers = 50272 * 8 * 512
+    assert count(sft_args(opt))["train"]["logits"] == numbers * 2 * 2 + 2 * 2**27
+    assert count(sft_args(opt), cpu=True)["train"]["logits"] == numbers * 2 * 2 + 2 * 2**20
+    short = sft_args(opt, "--max_seq_len", 2, "--per_device_train_batch_size", 1)
+    assert count(short)["train"]["logits"] == 50272 * 2 * (2 * 2 + 2 * 4)
     args = reward.get_args(["--model_name_or_path", opt, "--dtype", "bf16"])
     assert memory.count(args, estimate.value_model(args), 8)["train"]["logits"] == 0
 

@@ -399,12 +399,13 @@ def test_wilson_interval(share, count, low, high):
 # Log-probs of tokens
 # --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [0, 5, common.CHUNK, common.CHUNK + 1, 3 * common.CHUNK - 1])
-def test_token_logprobs_are_log_softmax_in_fp32(dtype, tokens):
+@pytest.mark.parametrize("tokens", [0, 5, 64, 65, 3 * 64 - 1])
+def test_token_logprobs_are_log_softmax_in_fp32(dtype, tokens, monkeypatch):
     """Values and gradient agree with torch's in every chunk, and a bf16 model's
     logits are not rounded once more on the way: log-probs differ from one pass to the
     next by tiny amounts that bf16 could not hold. Fillers alone: no token at all."""
     torch.manual_seed(0)
+    monkeypatch.setattr(common, "CPU_CHUNK", 64 * 50 * 4)  # 64 tokens
     logits = (4 * torch.randn(tokens, 50)).to(dtype)
     targets, weights = torch.randint(50, (tokens,)), torch.randn(tokens)
     entropies = -((logits.float() / 0.7).softmax(-1) * (logits.float() / 0.7).log_softmax(-1)).sum(
@@ -422,6 +423,25 @@ def test_token_logprobs_are_log_softmax_in_fp32(dtype, tokens):
     assert torch.allclose(
         ours.grad.float(), theirs.grad, atol=1e-6 if dtype == torch.float32 else 1e-2
     )
+
+
+def test_the_size_of_a_chunk_changes_no_bit(monkeypatch):
+    """Each token is for itself. A chunk is as many tokens as fill a CPU's cache, or a GPU."""
+    torch.manual_seed(0)
+    logits, targets = torch.randn(700, 600), torch.randint(600, (700,))
+    found = []
+    for size in (1, 64 * 600 * 4, 2**20, 2**27):
+        monkeypatch.setattr(common, "CPU_CHUNK", size)
+        ours = logits.clone().requires_grad_()
+        logprobs = common.TokenLogprobs.apply(ours, targets, 0.7)
+        logprobs.square().sum().backward()
+        found.append((logprobs, ours.grad, common.entropy(logits)))
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others))
+    for device, tokens in (("cpu", 2), ("meta", 261)):  # of Llama-3's vocabulary
+        monkeypatch.undo()
+        step = common.chunks(torch.empty(2000, 128256, device=device, dtype=torch.bfloat16))[0]
+        assert step == slice(0, tokens)
 
 
 def test_gradients_of_logits_sum_to_zero():

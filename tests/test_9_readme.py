@@ -87,6 +87,7 @@ def test_every_flag_named_in_the_docs_exists():
         "--master_port",
         "--hostfile",
         "--log_level",
+        "--bind_cores_to_rank",
         "--help",
         "--ntasks",
         "--index",
