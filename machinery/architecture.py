@@ -11,7 +11,7 @@ import re
 from types import SimpleNamespace
 
 import common
-from machinery import decoding
+from machinery import decoding, forwards
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -167,7 +167,7 @@ def decodes(model):
         found.append(logits[-1].log_softmax(-1))  # of the second prompt
         alive[0] = False
     short = row[:, 2:]
-    options = common.forward_options(model, torch.ones_like(short))
+    options = forwards.forward_options(model, torch.ones_like(short))
     logits = model(short, attention_mask=torch.ones_like(short), use_cache=False, **options).logits
     expected = logits[0, -count - 1 : -1].log_softmax(-1)
     return not differ(torch.stack(found), expected, 10 * TOLERANCE)  # Mamba's steps round more

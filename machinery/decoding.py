@@ -52,7 +52,7 @@ def reserved_cache(model, slots):
     return cache
 
 
-def rows_can_leave(cache):
+def rows_can_be_selected(cache):
     """Returns whether all layers keep keys and values alone. Others (Mamba's) keep all rows."""
     return {type(layer) for layer in cache.layers} <= {ReservedLayer, *KEYS_AND_VALUES}
 
@@ -74,16 +74,18 @@ def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
     cache = reserved_cache(model, length + count)
     options.update(past_key_values=cache, use_cache=True)
     rows = torch.arange(len(ids), device=ids.device)
-    inputs, prompts, copies = first_of_each(ids, mask[:, :length])
+    inputs, prompts, copies = ids, rows, rows
+    if can_select := rows_can_be_selected(cache):
+        inputs, prompts, copies = first_of_each(ids, mask[:, :length])
     for r in range(count):
         end = length + r
         if positions is not None:
             options["position_ids"] = positions[prompts, end - inputs.shape[1] : end]
         logits = model(inputs, attention_mask=mask[prompts, :end], **options).logits
+        logits = logits[:, -1, : len(tokenizer)]  # (b, V)
         if len(prompts) < len(rows):
             logits = logits[copies]
-            options["past_key_values"].batch_select_indices(copies)
-        logits = logits[:, -1, : len(tokenizer)]  # (b, V)
+            cache.batch_select_indices(copies)
         if r < args.min_new_tokens:
             logits[:, tokenizer.eos_token_id] = -torch.inf
         yield r, rows, logits
@@ -95,7 +97,7 @@ def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
         if not (ranks.all_sum(left)[0] if synced else left):
             return
         few = 0 < left <= 0.75 * len(rows)  # each time the cache is copied: not for every row
-        if few and rows_can_leave(cache):
+        if few and can_select:
             kept = going_on.nonzero()[:, 0]
             cache.batch_select_indices(kept)
             rows = rows[kept]
