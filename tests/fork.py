@@ -6,15 +6,17 @@
 
 It runs SCRIPT with the FLAGS that follow, for a few steps of a few rows: under ZeRO 0, 2 and 3, on
 one rank and on two, with gradient accumulation, and resumed from a checkpoint halfway. Curves must
-agree up to rounding with the run of one rank under ZeRO 0, and the resumed run with the one that
-was not interrupted to the bit. What the script must know: --output_dir, --max_steps, --log_steps,
---zero_stage, --gradient_accumulation_steps, a per-device batch size, --save_steps, --resume; it
-leaves metrics.jsonl. Dropout is turned off, as its random numbers depend on the layout.
+agree up to rounding with the run of one rank under ZeRO 0. The resumed run's curves, and its models
+in safetensors files, must be those of the run that was not interrupted, to the bit. What the script
+must know: --output_dir, --max_steps, --log_steps, --zero_stage, --gradient_accumulation_steps, a
+per-device batch size, --save_steps, --resume; it leaves metrics.jsonl. Dropout is turned off, as
+its random numbers depend on the layout.
 
 Takes about 15 seconds a run, nine runs. Exit code 1 if anything differs.
 """
 
 import argparse
+import filecmp
 import json
 import os
 import shutil
@@ -91,6 +93,14 @@ def difference(expected, found):
     return worst, where
 
 
+def other_files(expected, found):
+    """Returns the saved models (.safetensors) that are not the same in both folders."""
+    files = {f.relative_to(expected) for f in expected.rglob("*.safetensors")}
+    files = sorted(f for f in files if "checkpoints" not in f.parts)
+    same = [(found / f).is_file() and filecmp.cmp(expected / f, found / f, False) for f in files]
+    return [str(file) for file, equal in zip(files, same) if not equal]
+
+
 def resume_halfway(options, known, whole, folder):
     """Resumes in `folder` from the checkpoint that the run in `whole` wrote halfway."""
     half = options.steps // 2
@@ -135,6 +145,8 @@ def main():
     folder = base / "resumed"
     resume_halfway(options, known, whole, folder)
     gap, where = difference(found[WHOLE], curves(folder))
+    if others := other_files(whole, folder):
+        gap, where = gap or float("inf"), where or f"other weights in {', '.join(others)}"
     failed |= gap != 0
     print(f"{RESUMED:34}{gap:20.2g}   {where}{'   DIFFERS' * (gap != 0)}")
     print("DIFFERS" if failed else "equal: up to rounding, and to the bit when resumed")
