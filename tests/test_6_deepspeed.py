@@ -80,6 +80,8 @@ def run_of(name):
         if "_tp2_dp2" in name
         else "tensor parallel"
         if "_tp" in name
+        else "late"
+        if "_late" in name
         else 2
     )
     assert {rank["code"] for rank in facts(name, ranks)} == {0}

@@ -18,6 +18,7 @@ import atexit
 import copy
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -437,7 +438,20 @@ TWO_RANKS |= {
     for script in ("sft", "reward")
     for stage in (1, 2, 3)
 }
-RUNS = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS, "tensor parallel": TENSOR_PARALLEL}
+# Runs of 203 steps, and what goes on from three of their checkpoints for the next seven steps
+LATE_STEPS = (7, 21, 196)
+CONSTANT = (
+    "--lr_scheduler_type constant --keep_checkpoints 99 --eval_steps 100 --enable_ema 1".split()
+)
+LATE = {}
+for script, stage in itertools.product(("sft", "reward", "ppo"), range(4)):
+    long = [*LONG, *["--enable_ema", 1] * (script == "ppo")]
+    name = f"{script}_late{stage}"
+    LATE[name] = run(script, *long, "--max_steps", 203, "--save_steps", 7, zero=stage)
+    for step in LATE_STEPS:
+        until = ["--max_steps", step + 7, "--resume"]
+        LATE[f"{name}_{step}"] = run(script, *long, *until, zero=stage, before=(name, step))
+RUNS = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS, "tensor parallel": TENSOR_PARALLEL, "late": LATE}
 
 
 def prepare(base):
@@ -554,7 +568,7 @@ def start_command(command, base):
 
 @functools.cache
 def launch(ranks):
-    """Makes all runs and checks of `ranks` ranks (or "tensor parallel": two), once a session.
+    """Makes all runs and checks of `ranks` ranks (or of a name in RUNS, on two), once a session.
     Returns (folder, the launch's output)."""
     base = shared_folder()
     torchrun = [
@@ -887,14 +901,9 @@ def main():
     }
     if count == 2:
         jobs |= {name: functools.partial(check, base) for name, check in CHECKS.items()}
-    if "tensor parallel" in only:
-        jobs, only = (
-            {
-                name: functools.partial(make_run, base, name, **options)
-                for name, options in RUNS["tensor parallel"].items()
-            },
-            [],
-        )
+    for group in set(only) & set(RUNS):
+        named, only = RUNS[group].items(), []
+        jobs = {name: functools.partial(make_run, base, name, **run) for name, run in named}
     for name, job in jobs.items():
         if only and name not in only:
             continue
