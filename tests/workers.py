@@ -440,9 +440,7 @@ TWO_RANKS |= {
 }
 # Runs of 203 steps, and what goes on from three of their checkpoints for the next seven steps
 LATE_STEPS = (7, 21, 196)
-CONSTANT = (
-    "--lr_scheduler_type constant --keep_checkpoints 99 --eval_steps 100 --enable_ema 1".split()
-)
+LONG = "--lr_scheduler_type constant --keep_checkpoints 99 --eval_steps 100".split()
 LATE = {}
 for script, stage in itertools.product(("sft", "reward", "ppo"), range(4)):
     long = [*LONG, *["--enable_ema", 1] * (script == "ppo")]
