@@ -20,8 +20,8 @@ LEFT = (*logs.FILES, "curves.png", "nonfinite_rank*.jsonl", ".saving", "ema/.sav
 LEFT += ("critic/.saving", "checkpoints/unfinished")
 LEFT += ("checkpoints/step-[0-9]*", "checkpoints/damaged-step-[0-9]*")
 MODEL = """config.json generation_config.json model*.safetensors* adapter_config.json
-           model_config.json adapter_model.safetensors tokenizer.* tokenizer_config.json special_tokens_map.json
-           added_tokens.json vocab.* merges.txt chat_template.*""".split()
+           model_config.json adapter_model.safetensors tokenizer.* tokenizer_config.json
+           special_tokens_map.json added_tokens.json vocab.* merges.txt chat_template.*""".split()
 
 
 # ---- What is there ----
