@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from machinery import crash, ranks
+from machinery import crash, monitors, ranks
 
 FILES = ("metrics.jsonl", "samples.jsonl")
 
@@ -31,9 +31,8 @@ def write(args, record, columns, legend=False, engine=None):
     cells = ["" if short.get(name) is None else str(short[name]) for name in columns]
     for line in [columns, cells] if legend else [cells]:
         ranks.say("".join(text.rjust(max(12, len(name) + 2)) for text, name in zip(line, columns)))
-    if engine is not None and ranks.get_rank() == 0 and engine.monitor.enabled:
-        events = [(f"train/{name}", value, record["step"]) for name, value in numbers.items()]
-        engine.monitor.write_events(events)
+    if engine is not None:
+        monitors.write(engine, record["step"], numbers)
 
 
 def limits(args):

@@ -12,6 +12,9 @@ from machinery import errors, old_deepspeed
 import torch
 
 CONFIG_FILE = "adapter_config.json"
+# transformers' config beside adapters. As config.json it would have stock tools look for whole
+# weights there, and not for the base named in adapter_config.json.
+CONFIG = "model_config.json"
 
 
 def add_adapters(model, args, path, dim, value_head=None):
@@ -90,6 +93,12 @@ def chain(path):
         if folders[-1] in folders[:-1]:
             errors.fail(f"{path}: its adapters sit on no weights: {' on '.join(folders)}.")
     return folders
+
+
+def configs(folder):
+    """Returns the files in a folder of adapters that hold transformers' config, if any."""
+    files = [Path(folder) / name for name in (CONFIG, "config.json")]
+    return [file for file in files if file.is_file()]
 
 
 def merge_adapters(model, folder):

@@ -7,7 +7,7 @@ import pickle
 import re
 from pathlib import Path
 
-from machinery import crash, errors, ranks
+from machinery import crash, errors, lora, ranks, scoring_tokenizer
 
 import torch
 from safetensors import SafetensorError
@@ -45,8 +45,10 @@ def load(path, kind, trust_remote_code):
 
 
 def load_config(path, trust_remote_code=False):
-    """Returns transformers' config of the model in `path`."""
-    return copy.deepcopy(load(path, AutoConfig, trust_remote_code))
+    """Returns transformers' config of the model in `path`, or under the adapters there."""
+    *adapters, base = lora.chain(path)
+    own = [file for folder in adapters for file in lora.configs(folder)]
+    return copy.deepcopy(load(str([*own, base][0]), AutoConfig, trust_remote_code))
 
 
 def is_scorer(config):
@@ -159,6 +161,7 @@ def load_tokenizer(path, args=None):
     length, trust_remote_code = (args.max_seq_len, args.trust_remote_code) if args else (0, False)
     config = load_config(path, trust_remote_code).get_text_config()
     tokenizer = copy.deepcopy(load(path, AutoTokenizer, trust_remote_code))
+    tokenizer = scoring_tokenizer.as_trained(tokenizer)
     positions = getattr(config, "max_position_embeddings", None) or length
     if length > positions:
         long = f"--max_seq_len {length} (in step 3 --max_prompt_seq_len and --max_answer_seq_len)"
@@ -201,9 +204,9 @@ def unwrap_model(engine):
     return model.model if hasattr(model, "value_head_name") else model
 
 
-def count_parameters(model):
-    """Returns how many weights the model has, on however many ranks they are spread."""
-    return sum(map(size_of, model.parameters()))
+def count_parameters(model, training=False):
+    """Returns how many weights the model has (or trains), on however many ranks they are spread."""
+    return sum(size_of(p) for p in model.parameters() if p.requires_grad or not training)
 
 
 def size_of(parameter):

@@ -17,7 +17,8 @@ PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml",
 def read_config(args, main):
     """Returns the dict of --ds_config; refuses what flags decide, and what DeepSpeed would.
 
-    The monitors write into --output_dir. main False: this engine feeds none.
+    The monitors write into their output_path, by default --output_dir. main False: this engine
+    feeds none.
     """
     named = f"--ds_config {args.ds_config}"
     try:
@@ -50,5 +51,19 @@ def read_config(args, main):
             advice = f"pip install {package}, or disable it."
             errors.fail(f"{named}: {name} is enabled, and its package missing.\n  {advice}")
         if name in ("tensorboard", "csv_monitor"):
-            config[name]["output_path"] = args.output_dir
+            config[name]["output_path"] = config[name].get("output_path") or args.output_dir
     return config
+
+
+def take_over(engine):
+    """Leaves the monitors that ds_config.json turns on to `write` alone.
+
+    DeepSpeed's own events (the learning rate, which we log, too) count samples instead of steps,
+    and W&B drops what comes at a lower number than the last.
+    """
+    engine.monitor.enabled = False
+
+
+def write(engine, step, numbers):
+    """Writes {name: number} at `step` to the monitors that are on. Rank 0 does."""
+    engine.monitor.write_events([(f"train/{name}", n, step) for name, n in numbers.items()])

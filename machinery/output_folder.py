@@ -20,8 +20,8 @@ LEFT = (*logs.FILES, "curves.png", "nonfinite_rank*.jsonl", ".saving", "ema/.sav
 LEFT += ("critic/.saving", "checkpoints/unfinished")
 LEFT += ("checkpoints/step-[0-9]*", "checkpoints/damaged-step-[0-9]*")
 MODEL = """config.json generation_config.json model*.safetensors* adapter_config.json
-           adapter_model.safetensors tokenizer.* tokenizer_config.json special_tokens_map.json
-           added_tokens.json vocab.* merges.txt chat_template.*""".split()
+           model_config.json adapter_model.safetensors tokenizer.* tokenizer_config.json
+           special_tokens_map.json added_tokens.json vocab.* merges.txt chat_template.*""".split()
 
 
 # ---- What is there ----
@@ -52,7 +52,7 @@ def removed(output):
 
 def holds_run(args):
     """Returns whether --output_dir holds a model that a run has saved, or a checkpoint."""
-    saved = [(Path(args.output_dir) / name / "config.json").exists() for name in ("", *FOLDERS)]
+    saved = [saving.is_whole(Path(args.output_dir) / name) for name in ("", *FOLDERS)]
     return any(saved) or bool(checkpoints.whole_checkpoints(args))
 
 
@@ -157,7 +157,7 @@ def inputs(args):
 def check_resume(args, output):
     """Ends the program if --resume cannot go on with the run in `output`."""
     whole, before = checkpoints.whole_checkpoints(args), read_record(output)
-    finished = (output / "config.json").exists()
+    finished = saving.is_whole(output)
     if whole and not before:
         errors.fail(
             f"--resume: {output}/args.json is missing or damaged, and it says how the run was "
@@ -256,7 +256,9 @@ class OutputFolder:
         if held is None or ranks.get_rank() != 0:
             return
         going = [] if self.args.resume else sum(removed(self.path), [])
-        for old in sorted(going, key=lambda path: path.name != "config.json"):  # the mark of a run
+        for old in sorted(
+            going, key=lambda path: path.name not in saving.MARKS
+        ):  # the mark of a run
             shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         for name in FOLDERS:
             with suppress(OSError):  # it holds something else, or is a link, or is not there

@@ -1,5 +1,6 @@
 """The frame of all three scripts: it starts a run, deals out its steps, logs them and saves."""
 
+import functools
 import itertools
 import os
 import signal
@@ -16,8 +17,10 @@ from machinery import (
     launch,
     logs,
     lora,
+    model_card,
     model_checks,
     model_folders,
+    monitors,
     output_folder,
     ranks,
     refusals,
@@ -105,6 +108,7 @@ class Run:
         args, self.engines, self.engine = self.args, engines, next(iter(engines.values()))
         self.evaluate, self.columns = evaluate, columns
         self.state = {} if state is None else state
+        monitors.take_over(self.engine)
         train = self.train
         self.facts = {"data_rows": len(train), "data_fingerprint": fingerprint(train)}
         self.folder.take(self.facts)
@@ -147,14 +151,16 @@ class Run:
         path = getattr(args, f"{name}_model_name_or_path", None) or vars(args).get(
             "model_name_or_path", name
         )
-        weights = model_folders.count_parameters(model_folders.unwrap_model(engine)) / 1e6
         scratch = "" if model_folders.has_weights(lora.chain(path)[-1]) else ", from scratch"
+        model = model_folders.unwrap_model(engine)
+        counts = [model_folders.count_parameters(model, training) / 1e6 for training in (0, 1)]
+        weights = "{:,.2f} M parameters ({:,.3f} M of them train)".format(*counts)
         known = ", ".join(f"{metric} {value}" for metric, value in logs.limits(args).items())
         known = f"\n  limits   {known}: no model can do better on this data" if known else ""
         ranks.say(
             f"{self.title}   (preset {args.preset}, seed {args.seed}, "
             f"output in {Path(args.output_dir)})\n"
-            f"  model    {path}: {weights:,.2f} M parameters, {args.dtype}, ZeRO stage "
+            f"  model    {path}: {weights}, {args.dtype}, ZeRO stage "
             f"{engine.zero_optimization_stage()}, {ranks.get_world_size()} x "
             f"{get_accelerator().device_name()}{scratch}\n"
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
@@ -238,7 +244,7 @@ class Run:
             record.update(self.evaluate(step))
         self.folder.settle()  # only now: a run that fails in its first step has replaced nothing
         if due or step % args.log_steps == 0:
-            self.write(record, engine)
+            self.write(record)
         if due:
             logs.draw_curves(args)
             self.started = time.time()  # an evaluation is no part of a step
@@ -257,9 +263,9 @@ class Run:
             scored += batch.get("loss_mask", mask).sum()
         return ranks.all_sum(tokens, rows, scored).tolist()
 
-    def write(self, record, engine=None):
+    def write(self, record):
         """Writes one line of the log, under the legend if it is the first."""
-        logs.write(self.args, record, self.columns, not self.legend_shown, engine)
+        logs.write(self.args, record, self.columns, not self.legend_shown, self.engine)
         self.legend_shown = True
 
     def texts(self):
@@ -287,7 +293,8 @@ class Run:
         """Saves a model, by default in the output folder (saving.save_model)."""
         folder = Path(folder or self.args.output_dir)
         self.phase.note(f"writing {folder}")
-        saving.save_model(engine, tokenizer, folder, full_tensor, self.folder.claim)
+        card = functools.partial(model_card.text, self.args, self.title, folder)
+        saving.save_model(engine, tokenizer, folder, full_tensor, self.folder.claim, card)
 
     def finish(self, code=0):
         """Leaves the other ranks in order, and ends the program with the exit code `code`."""

@@ -78,6 +78,7 @@ def test_every_flag_named_in_the_docs_exists():
     launchers = {
         "--num_gpus",
         "--num_nodes",
+        *("--model", "--model_args", "--tasks", "--exclude"),  # other tools'
         "--nnodes",
         "--nproc_per_node",
         "--node_rank",

@@ -827,7 +827,7 @@ def make_run(base, name, script, flags, before, sigterm_after):
             output / "checkpoints" / f"step-{before[1]}",
         )
         for file in source.glob("*.json*"):
-            if file.name not in ("config.json", "adapter_config.json"):
+            if file.name not in ("config.json", "adapter_config.json", "model_config.json"):
                 shutil.copy(file, output)
     if before:
         ranks.barrier()
