@@ -27,6 +27,7 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, claim=N
     adapters = getattr(model, "peft_config", {}).get("default")
     plain = adapters is None or model.merge_lora
     state = {}
+    zero3.release_early_gathers(engine)
     for name, parameter in model.named_parameters():
         if plain or parameter.requires_grad:
             state[name] = full_tensor(name, parameter)

@@ -49,6 +49,7 @@ def gather_for_generation(engine):
     meanwhile. If the model does not fit beside what is there, they stay, and `synced` is True:
     then all ranks must make the same number of forwards.
     """
+    release_early_gathers(engine)
     model = model_folders.unwrap_model(engine)
     was_training = model.training
     sharded = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
@@ -64,6 +65,16 @@ def gather_for_generation(engine):
         for module, before, after in hooks:
             module._forward_pre_hooks, module._forward_hooks = before, after
         model.train(was_training)
+
+
+def release_early_gathers(engine):
+    """Makes all weights that ZeRO-3 has sharded ready to be gathered.
+
+    After a forward DeepSpeed (0.19.8) begins to gather what the backward will need. If none comes,
+    as in an evaluation, GatheredParameters ends in "Cannot partition a param in flight".
+    """
+    if hasattr(engine, "empty_partition_cache"):
+        engine.empty_partition_cache()
 
 
 def fit_on_every_rank(sharded):

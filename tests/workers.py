@@ -594,13 +594,13 @@ def tiny_args(base, stage, *flags):
     return sft.get_args([*base_flags("sft", base), "--zero_stage", str(stage), *flags])
 
 
-def tiny_engine(base, stage, model="actor", **head):
-    """head: tokenizer and value_head of `common.load_model`."""
+def tiny_engine(base, stage, model="actor", options=(), **head):
+    """options: flags. head: tokenizer and value_head of `common.load_model`."""
     import common
     from machinery import flags
 
     args = flags.of_role(
-        tiny_args(base, stage),
+        tiny_args(base, stage, *options),
         model_name_or_path=f"{base}/models/{model}",
         dropout=None,
         learning_rate=1e-2,
@@ -617,17 +617,24 @@ def whole_weights(engine):
         return {name: p.detach().clone() for name, p in named.items()}
 
 
-def train_one_step(engine, seed=0):
-    """Returns this rank's loss, on two rows that differ from rank to rank."""
-    import common
+def rows_of_rank(seed, vocabulary=500):
+    """Two rows of ids, which differ from rank to rank."""
     from machinery import ranks
 
     import torch
 
-    first = 2 * ranks.get_rank()
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(2, 500, (2 * ranks.get_world_size(), 9), generator=generator)
-    ids = ids[first : first + 2]
+    first, generator = 2 * ranks.get_rank(), torch.Generator().manual_seed(seed)
+    shape = 2 * ranks.get_world_size(), 9
+    return torch.randint(2, vocabulary, shape, generator=generator)[first : first + 2]
+
+
+def train_one_step(engine, seed=0):
+    """Returns this rank's loss, on its own two rows."""
+    import common
+
+    import torch
+
+    ids = rows_of_rank(seed)
     loss = -common.last_logprobs(engine, ids, torch.ones_like(ids), torch.ones(len(ids), 8)).mean()
     if hasattr(engine, "step"):
         engine.backward(loss)
