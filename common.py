@@ -123,6 +123,8 @@ def last_logprobs(
     else:
         logits = last_logits(model, ids, mask, wanted)
     logprobs = scatter_to(wanted, TokenLogprobs.apply(logits, targets, temperature))
+    if shared:
+        logprobs = shared.equal(logprobs)
     if with_entropy is None:
         return logprobs
     if not with_entropy:

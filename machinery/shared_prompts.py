@@ -119,14 +119,15 @@ class SharedRows:
 
     def __init__(self, responses, size, real, pad_id):
         """responses: B dicts, those to a prompt together. real: (B, R), 1 on their tokens."""
-        rows = []
+        rows, first = [], []
         for start in range(0, len(responses), size):
             part = responses[start : start + size]
             *prompt, last = part[0]["prompt_ids"]
             texts = [[last, *response["response_ids"]] for response in part]
+            first += [start + texts.index(text) for text in texts]
             rows.append({"prompt_ids": prompt, "responses": texts})
         laid_out = lay_out(rows, pad_id)
-        self.real = real > 0
+        self.real, self.first = real > 0, first  # (B, R), (B,)
         self.ids, self.parts = (laid_out[name].to(real.device) for name in ("ids", "parts"))
 
     def logits(self, model, wanted):
@@ -138,9 +139,16 @@ class SharedRows:
         options = dict(position_ids=positions, logits_to_keep=keep, use_cache=False)
         return model(self.ids, attention_mask=mask, **options).logits
 
+    def equal(self, values):
+        """Returns values (B, ...) with those of the first one for equal responses to a prompt.
+
+        Rounding depends on the place in a row: GRPO would make differences of 1 of it.
+        """
+        return values[self.first]
+
     def values(self, model):
         """Returns a ValueModel's values, (B, R + 1), from the prompt's last token on."""
         values = model(self.ids, *who_sees_whom(self.parts))  # (rows, T)
         slots = nn.functional.pad(self.real, (1, 0), value=True)  # (B, R + 1)
         chosen = values[self.parts >= FIRST]
-        return values.new_zeros(slots.shape).masked_scatter(slots, chosen)
+        return self.equal(values.new_zeros(slots.shape).masked_scatter(slots, chosen))

@@ -374,13 +374,14 @@ def test_a_shared_prompt_changes_no_score_and_no_gradient(name, folder, value_mo
 
 
 def group_rollout(sizes, lengths):
-    """Responses of the given lengths, three to each prompt; the last one is a filler's."""
+    """Responses of the given lengths, three to each prompt; the last three are fillers'."""
     rows = []
     for size, three in zip(sizes, lengths):
         prompt = random_ids(size, seed=size).tolist()
         texts = [random_ids(length, seed=7 * size + length).tolist() for length in three]
         rows += [{"prompt_ids": prompt, "response_ids": t, "row_weight": 1.0} for t in texts]
-    rows[-1]["row_weight"] = 0.0
+    for row in rows[-3:]:
+        row["row_weight"] = 0.0
     return [{**row, "ended": 1.0, "row": i // 3} for i, row in enumerate(rows)]
 
 
@@ -388,14 +389,15 @@ def group_rollout(sizes, lengths):
 @pytest.mark.parametrize("head", [False, True])
 def test_a_group_in_one_row_changes_no_logprob_no_value_and_no_gradient(name, folder, head):
     """prompt | y_1 | y_2 | y_3: what every response gets in a row of its own, with ragged lengths,
-    a response that is EOS alone, a prompt of one token, and a filler; and so do all weights."""
+    a response that is EOS alone, a prompt of one token, fillers, and two responses that are equal
+    (to the bit: GRPO would make much of rounding errors); and so do all weights."""
     tokenizer = TOKENIZER if head else None
     value_head = "score" if head else None
     model = load_model(folder, get_args(), 0, tokenizer=tokenizer, value_head=value_head).eval()
     assert shared_prompts.can_share_prompt(model, 64) == (name != "bloom")
     if name == "bloom":
         return
-    responses = group_rollout((5, 1, 9), ((3, 1, 6), (2, 2, 4), (1, 5, 1)))
+    responses = group_rollout((5, 1, 9, 4), ((3, 1, 6), (2, 2, 4), (1, 5, 1), (2, 3, 1)))
     args, found = SimpleNamespace(temperature=0.7, entropy_coef=0.1), []
     for responses_a_row in (1, 3):
         pad = SimpleNamespace(pad_token_id=0)
@@ -411,6 +413,9 @@ def test_a_group_in_one_row_changes_no_logprob_no_value_and_no_gradient(name, fo
         sum((output * slopes).sum() for output in outputs).backward()
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         found.append([*outputs, *gradients])
+        for output in outputs[:1] if responses_a_row > 1 else ():  # the same words, the same bits
+            assert responses[3]["response_ids"] == responses[4]["response_ids"]
+            assert output[3].abs().sum() > 0 and torch.equal(output[3], output[4])
     assert found[0][0].std() > 1e-4
     for apart, shared in zip(*found, strict=True):
         torch.testing.assert_close(shared, apart, rtol=1e-3, atol=3e-5)
@@ -443,7 +448,7 @@ def test_as_many_responses_share_a_row_as_pays(
 
 def test_responses_that_share_a_row_stay_together():
     """Whether they are sorted by length or shuffled, and whatever their own lengths are."""
-    responses = group_rollout((5, 1, 9), ((3, 1, 6), (2, 2, 4), (1, 5, 1)))
+    responses = group_rollout((5, 1, 9, 4), ((3, 1, 6), (2, 2, 4), (1, 5, 1), (2, 3, 1)))
     for updates in (1, 2):
         laid_out = ppo.arranged(list(responses), updates, (1, 2), responses_a_row=3)
         rows = [response["row"] for response in laid_out]
@@ -459,7 +464,7 @@ def test_responses_that_share_a_row_stay_together():
             2,
         ]
         assert laid_out[:3] != responses[:3] or updates == 2
-    assert [r["row"] for r in ppo.arranged(responses, 1, (1, 2), 3)] == [1, 1, 1, 0, 0, 0, 2, 2, 2]
+    assert [r["row"] for r in ppo.arranged(responses, 1, (1, 2), 3)][::3] == [1, 3, 0, 2]
 
 
 @pytest.mark.parametrize(
