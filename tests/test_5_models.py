@@ -452,17 +452,7 @@ def test_responses_that_share_a_row_stay_together():
     for updates in (1, 2):
         laid_out = ppo.arranged(list(responses), updates, (1, 2), responses_a_row=3)
         rows = [response["row"] for response in laid_out]
-        assert rows[0::3] == rows[1::3] == rows[2::3] and sorted(rows) == [
-            0,
-            0,
-            0,
-            1,
-            1,
-            1,
-            2,
-            2,
-            2,
-        ]
+        assert rows[0::3] == rows[1::3] == rows[2::3] and sorted(rows[::3]) == [0, 1, 2, 3]
         assert laid_out[:3] != responses[:3] or updates == 2
     assert [r["row"] for r in ppo.arranged(responses, 1, (1, 2), 3)][::3] == [1, 3, 0, 2]
 
