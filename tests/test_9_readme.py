@@ -79,6 +79,7 @@ def test_every_flag_named_in_the_docs_exists():
         "--num_gpus",
         "--num_nodes",
         *("--model", "--model_args", "--tasks", "--exclude"),  # other tools'
+        "--cpu",  # of gpu_check.py
         "--nnodes",
         "--nproc_per_node",
         "--node_rank",
