@@ -1,10 +1,11 @@
 """What a run shows of itself: metrics.jsonl, samples.jsonl, lines on the screen, curves.png."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
-from machinery import crash, monitors, ranks
+from machinery import crash, curves, monitors, ranks
 
 FILES = ("metrics.jsonl", "samples.jsonl")
 
@@ -35,6 +36,28 @@ def write(args, record, columns, legend=False, engine=None):
         monitors.write(engine, record["step"], numbers)
 
 
+def show_sample(row, response, numbers=""):
+    """Prints a row's prompt, its response and `numbers` as one line of the screen.
+
+    A long prompt shows its end, chat as turns. samples.jsonl has all of it, as it is.
+    """
+    prompt = row["prompt"]
+    if row["chat"]:
+        turns = json.loads(prompt)
+        prompt = " ".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+    prompt = " ".join(prompt.split())
+    response = " ".join(response.split())
+    width = shutil.get_terminal_size((120, 24)).columns
+    room = max(40, width - len(f"    {numbers} ->  "))
+    most = max(room // 2, room - len(response))
+    if len(prompt) > most:
+        prompt = f"...{prompt[3 - most :]}"
+    most = room - len(prompt)
+    if len(response) > most:
+        response = f"{response[: most - 3]}..."
+    ranks.say(f"    {prompt} -> {response} {numbers}".rstrip())
+
+
 def limits(args):
     """Returns {metric: the best that any model can reach} of this script, {} if it is not known.
 
@@ -48,29 +71,7 @@ def draw_curves(args):
     """Draws metrics.jsonl as curves.png, on rank 0. A picture that fails does not stop the run."""
     if ranks.get_rank() == 0:
         try:
-            draw(Path(args.output_dir), limits(args))
+            title = f"{args._script}.py, preset {args.preset}, {args.output_dir}"
+            curves.draw(Path(args.output_dir), title, limits(args))
         except Exception as error:
             ranks.say(f"curves.png could not be drawn: {error!r}")
-
-
-def draw(folder, known_limits):
-    """Draws a panel for each metric that changed, with a dashed line at its limit if it has one."""
-    import matplotlib
-    import pandas
-
-    matplotlib.use("Agg")
-    lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    metrics = lines.set_index("step").select_dtypes("number")
-    metrics = metrics.drop(columns=["epoch", "seconds"], errors="ignore")
-    metrics = metrics.dropna(axis="columns", how="all").interpolate("index", limit_area="inside")
-    changed = metrics.nunique() > 1
-    if changed.any():
-        metrics = metrics.loc[:, changed]
-    panels = dict(subplots=True, layout=(-1, 4), title=list(metrics), legend=False, xlabel="")
-    axes = metrics.plot(**panels, figsize=(16, 0.7 * metrics.shape[1] + 2)).flat
-    for axis, name in zip(axes, metrics):
-        if known_limits.get(name) is not None:
-            axis.axhline(known_limits[name], linestyle="--", color="gray")
-    axes[0].figure.tight_layout()
-    axes[0].figure.savefig(folder / "curves.png", dpi=80)
-    matplotlib.pyplot.close("all")

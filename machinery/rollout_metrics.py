@@ -3,7 +3,7 @@
 import json
 
 import common
-from machinery import model_folders, ranks, throughput
+from machinery import logs, model_folders, ranks, throughput
 
 import torch
 
@@ -134,7 +134,7 @@ def summary(run, step, responses):
         line = {"step": step, "prompt": response["prompt"], "response": response["text"]}
         lines.append({**line, **{name: response[name] for name in names}})
     run.samples(lines)
-    for line in lines[:2]:
-        numbers = ", ".join(f"{name} {line[name]:.4g}" for name in names)
-        ranks.say(f"    {line['prompt']!r} -> {line['response']!r}   {numbers}")
+    for response in responses[:2]:
+        numbers = ", ".join(f"{name} {response[name]:.4g}" for name in names)
+        logs.show_sample(response, response["text"], f"  {numbers}")
     return {f"eval_{n}": sum(line[n] for line in lines) / len(lines) for n in names}

@@ -1,7 +1,7 @@
 """--num_samples: a few held-out prompts that step 1 answers greedily at each evaluation."""
 
 import common
-from machinery import ranks, zero3
+from machinery import logs, ranks, zero3
 
 import torch
 from transformers import GenerationConfig
@@ -15,9 +15,9 @@ def answer_and_keep(run, engine, tokenizer, held_out, step):
         return
     prompts = [row["prompt_ids"] for row in rows]
     texts = answer_greedily(run.args, engine, tokenizer, prompts)
-    pairs = [(row["prompt"], text) for row, text in zip(rows, texts)]
-    run.samples([{"step": step, "prompt": prompt, "response": text} for prompt, text in pairs])
-    ranks.say(f"    {pairs[0][0]!r} -> {pairs[0][1]!r}")
+    pairs = zip(rows, texts)
+    run.samples([{"step": step, "prompt": row["prompt"], "response": text} for row, text in pairs])
+    logs.show_sample(rows[0], texts[0])
 
 
 @torch.no_grad()

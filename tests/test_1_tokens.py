@@ -242,6 +242,7 @@ def test_a_models_own_generation_config_never_leaks_in(
     tokens that it must not say. Then what is generated is not what the model
     would say, and in step 3 the scored distribution is not the sampled one."""
     row = {"prompt": "Why?", "prompt_ids": [5, 6, 7], "row": 0, "sample": 0, "row_weight": 1}
+    row["chat"] = False
 
     def answers(name):
         args = SimpleNamespace(

@@ -1,0 +1,99 @@
+"""Draws metrics.jsonl as curves.png: its panels in groups, a held-out metric beside its own."""
+
+import pandas
+
+# group | title | label of the y axis | metrics (with the eval_... of each)
+PANELS = """
+results | reward, gold | score of a response | reward gold
+results | accuracy | share of the pairs | accuracy
+results | scores of chosen, rejected | score | chosen_score rejected_score
+results | margin | chosen - rejected | margin
+results | perplexity | perplexity | perplexity
+results | loss | loss | loss actor_loss critic_loss
+responses | KL to the reference | nats a response | kl kl_k3
+responses | entropy | nats a token | entropy
+responses | length | tokens a response | response_length
+responses | ended by EOS | share of the responses | eos_rate
+updates | learning rate | learning rate | learning_rate critic_learning_rate
+updates | norm of the gradients | norm | grad_norm critic_grad_norm
+updates | KL to the policy before | nats a token | approx_kl
+updates | largest ratio | ratio | ratio_max
+updates | clipped | share of the tokens | clip_fraction
+updates | critic: explained variance | share | explained_variance
+updates | deviation of the advantages | reward | advantage_std
+updates | price of KL | kl_coef | kl_coef
+speed | tokens | tokens/s | tokens_per_second
+speed | work | TFLOP/s | tflops
+speed | parts of a step | seconds | generate_seconds score_seconds train_seconds
+"""
+LEFT_OUT = ["epoch", "seconds", "eval_score_mean", "eval_score_std"]
+COLUMNS = 4
+
+
+def draw(folder, title, limits):
+    """Draws metrics.jsonl of `folder`. limits: {metric: the best possible}, as dashed lines."""
+    from matplotlib.figure import Figure  # here, so that a run does not wait for it at its start
+
+    lines = pandas.read_json(folder / "metrics.jsonl", lines=True).set_index("step")
+    metrics = lines.select_dtypes("number").drop(columns=LEFT_OUT, errors="ignore")
+    metrics = metrics.dropna(axis="columns", how="all")
+    changing = [name for name in metrics if not is_noise(name, metrics[name])]
+    groups = panels_of(metrics[changing or list(metrics)])
+    rows = [-(-len(panels) // COLUMNS) for panels in groups.values()]
+    figure = Figure(figsize=(16, 3 * sum(rows) + 0.5), layout="constrained")
+    figure.suptitle(title, fontsize="x-large")
+    parts = figure.subfigures(len(rows), squeeze=False, height_ratios=rows)[:, 0]
+    for part, count, (group, panels) in zip(parts, rows, groups.items()):
+        part.suptitle(group, x=0.01, ha="left", fontweight="bold")
+        axes = part.subplots(count, COLUMNS, squeeze=False).flat
+        for axis in axes[len(panels) :]:
+            axis.set_visible(False)
+        for axis, panel in zip(axes, panels):
+            draw_panel(axis, *panel, limits)
+    figure.savefig(folder / "curves.png", dpi=80)
+
+
+def is_noise(name, values):
+    """Returns whether a metric is constant but for rounding."""
+    size = values.abs().max()
+    least = size if "learning_rate" in name else max(size, 1)
+    return values.max() - values.min() <= 1e-6 * least
+
+
+def panels_of(metrics):
+    """Returns {group: [(title, label of the y axis, table of metrics)]}; none is empty."""
+    panels = [line.split(" | ") for line in PANELS.strip().splitlines()]
+    named = {name for panel in panels for name in panel[-1].split()}
+    for name in metrics:
+        if (own := name.removeprefix("eval_")) not in named:
+            named.add(own)
+            panels.append(("others", own, own, own))
+    groups = {}
+    for group, title, label, names in panels:
+        both = [kind + name for name in names.split() for kind in ("", "eval_")]
+        if shown := [name for name in both if name in metrics]:
+            groups.setdefault(group, []).append((title, label, metrics[shown]))
+    return groups
+
+
+def draw_panel(axis, title, label, metrics, limits):
+    """Draws a table of metrics; a held-out one with dots, in the colour of the one before it."""
+    colours = dict.fromkeys(name.removeprefix("eval_") for name in metrics)
+    colours = {name: f"C{number}" for number, name in enumerate(colours)}
+    for name in metrics:
+        values, colour = metrics[name].dropna(), colours[name.removeprefix("eval_")]
+        style = "o--" if name.startswith("eval_") or len(values) == 1 else "-"
+        axis.plot(values, style, color=colour, label=name)
+        if limits.get(name) is not None:
+            axis.axhline(limits[name], linestyle=":", color="gray", label=f"limit {limits[name]:g}")
+    if metrics.min().min() > 0 and any(falls_far(metrics[name]) for name in metrics):
+        axis.set_yscale("log")
+    axis.set(title=title, xlabel="step", ylabel=label)
+    handles = dict(zip(*axis.get_legend_handles_labels()[::-1]))  # a limit of two metrics once
+    axis.legend(handles.values(), handles.keys(), fontsize="x-small", framealpha=0.4)
+
+
+def falls_far(values):
+    """Returns whether the values, all above 0, once fall by more than ten times."""
+    values = values.dropna()
+    return (values.cummax() > 10 * values).any()
