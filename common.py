@@ -18,6 +18,7 @@ from machinery import (
     monitors,
     old_deepspeed,
     patches,
+    progress,
     ranks,
     tensor_parallel,
     zero3,
@@ -399,7 +400,8 @@ def eval_loader(args, rows, collate):
     size = min(args.per_device_eval_batch_size, max(len(rows), 1))
     order = list(range(len(rows)))
     order += [-1] * (-len(rows) % (size * ranks_with_data))
-    for start in range(rank * size, len(order), size * ranks_with_data):
+    starts = range(rank * size, len(order), size * ranks_with_data)
+    for start in progress.shown(starts, "evaluation"):
         part = order[start : start + size]
         yield to_device(collate([Rows(rows)[i] for i in part]))
 

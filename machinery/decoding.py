@@ -1,6 +1,6 @@
 """What makes decoding fast: a cache in slots that are reserved once, and rows that leave it."""
 
-from machinery import ranks
+from machinery import progress, ranks
 from machinery.forwards import forward_options
 
 import torch
@@ -77,7 +77,7 @@ def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
     inputs, prompts, copies = ids, rows, rows
     if can_select := rows_can_be_selected(cache):
         inputs, prompts, copies = first_of_each(ids, mask[:, :length])
-    for r in range(count):
+    for r in progress.shown(range(count), "tokens of each response"):
         end = length + r
         if positions is not None:
             options["position_ids"] = positions[prompts, end - inputs.shape[1] : end]

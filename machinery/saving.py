@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from machinery import lora, model_card, model_folders, ranks, scoring_tokenizer, zero3
+from machinery import lora, model_card, model_folders, progress, ranks, scoring_tokenizer, zero3
 
 from safetensors.torch import save_file
 
@@ -28,7 +28,7 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, claim=N
     plain = adapters is None or model.merge_lora
     state = {}
     zero3.release_early_gathers(engine)
-    for name, parameter in model.named_parameters():
+    for name, parameter in progress.shown([*model.named_parameters()], "saving, weights"):
         if plain or parameter.requires_grad:
             state[name] = full_tensor(name, parameter)
     if ranks.get_rank() == 0:
