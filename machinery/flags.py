@@ -31,14 +31,26 @@ def new_parser(doc):
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False, formatter_class=layout)
 
     def error(text):
-        known = parser._option_string_actions
-        unknown = re.findall("--[a-z_]+", text) if "unrecognized" in text else []
-        near = [name for flag in unknown for name in difflib.get_close_matches(flag, known, 2)]
+        known = [name for name in parser._option_string_actions if name.startswith("--")]
+        unknown = re.findall(r"--[\w-]+", text) if "unrecognized" in text else []
+        near = dict.fromkeys(name for flag in unknown for name in nearest_flags(flag, known))
         hint = f"Nearest: {', '.join(near)}. " if near else ""
         errors.fail(f"{text}\n  {hint}`{parser.prog} --help` lists every flag.")
 
     parser.error = error
     return parser
+
+
+def nearest_flags(flag, known):
+    """Returns the flags of `known` that `flag` may stand for, three at most.
+
+    They are spelled like it, have its initials (--lr), or contain it (--epochs).
+    """
+    name, names = flag[2:].replace("-", "_"), [other[2:] for other in known]
+    initials = [n for n in names if name in "".join(word[0] for word in n.split("_"))]
+    containing = [other for other in names if name in other]
+    near = [*difflib.get_close_matches(name, names, 2), *initials, *containing]
+    return [f"--{other}" for other in near[:3]]
 
 
 def flag_group(parser, title, skip=()):
@@ -160,10 +172,11 @@ def add_speed_flags(arg):
 def parse(parser, presets, argv=None, script=""):
     """Returns the Namespace of all flags: from `argv`, else a preset, else their defaults.
 
-    presets: {name: {flag: value}} of the script, to which its toy is added. The first is meant when
-    a model is named, and the toy when none is. `_fixed`: what --resume must find as it was;
-    `_given`: the flags in `argv`; `_preset`: the preset's values; `_names`: flags that name what is
-    read or written; `_script`: `script`.
+    presets: {name: {flag: value}} of the script, to which its toy is added. Where a folder of ours
+    is named, its preset is meant; else the first when a model is named, and the toy when none is.
+    `_fixed`: what --resume must find as it was; `_given`: the flags in `argv`; `_preset`: the
+    preset's values; `_preset_from`: the folder that it is from, or None; `_names`: flags that name
+    what is read or written; `_script`: `script`.
     """
     argv = sys.argv[1:] if argv is None else argv
     presets = dict(presets)
@@ -174,8 +187,13 @@ def parse(parser, presets, argv=None, script=""):
     default = first if names_model else "toy" if "toy" in presets else first
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     named.error = parser.error
-    named.add_argument("--preset", default=default)
-    preset = named.parse_known_args(argv)[0].preset
+    named.add_argument("--preset")
+    for model in ("", "actor_", "critic_"):
+        named.add_argument(f"--{model}model_name_or_path", nargs="?")
+    given = vars(named.parse_known_args(argv)[0])
+    preset, folder = given.pop("preset"), None
+    if preset is None:
+        preset, folder = preset_of_folders(given.values(), presets) or (default, None)
     if preset not in presets:
         errors.fail(f"--preset {preset} is not known.\n  Known: {', '.join(presets)}.")
     parser.set_defaults(**presets[preset], preset=preset)
@@ -185,7 +203,7 @@ def parse(parser, presets, argv=None, script=""):
     args._script = script
     args._fixed = frozenset(flag.dest for flag in flags if flag.fixed)
     args._given = {word[2:].partition("=")[0] for word in argv if word.startswith("--")}
-    args._preset = presets[preset]
+    args._preset, args._preset_from = presets[preset], folder
     texts = [flag for flag in flags if flag.type is str and not flag.choices]
     args._names = frozenset(flag.dest for flag in texts)  # of files, folders, models
     check_names(args)
@@ -193,6 +211,19 @@ def parse(parser, presets, argv=None, script=""):
     if why_not := refusals.refusal(args):
         errors.fail(why_not)
     return args
+
+
+def preset_of_folders(paths, presets):
+    """Returns (preset, folder) of the first of the paths that a run of ours has left, or None.
+
+    The preset stands in the folder's args.json; that of ema/ and critic/ is in the folder above.
+    """
+    for path in filter(None, paths):
+        for folder in (Path(path), Path(path).parent):
+            with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+                preset = json.loads((folder / "args.json").read_text())["preset"]
+                if preset in presets:
+                    return preset, path
 
 
 def toy_preset(script):

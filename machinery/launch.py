@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from machinery import patches, ranks, refusals
+from machinery import errors, patches, ranks, refusals
 
 import datasets
 import deepspeed
@@ -90,7 +90,18 @@ def join_ranks(args):
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     let_segments_grow()
     patches.do_without_compiler()
-    limit = patches.wait_at_most(args.timeout_minutes)
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
-        deepspeed.init_distributed(verbose=False, timeout=limit)
+    meet_ranks(patches.wait_at_most(args.timeout_minutes))
     os.environ["RLHF_TENSOR_PARALLEL"] = str(args.tensor_parallel_size)  # read in ranks.py
+
+
+def meet_ranks(limit):
+    """Starts torch.distributed; ends with an error if rank 0's port is taken. limit: timedelta."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
+            deepspeed.init_distributed(verbose=False, timeout=limit)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ["MASTER_PORT"]
+        advice = "deepspeed (or torchrun) --master_port 29501, for example"
+        errors.fail(f"port {port} is in use, perhaps by another run.\n  Take another: {advice}.")

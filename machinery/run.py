@@ -22,6 +22,7 @@ from machinery import (
     model_folders,
     monitors,
     output_folder,
+    progress,
     ranks,
     refusals,
     saving,
@@ -35,7 +36,6 @@ import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
 from torchdata.stateful_dataloader import StatefulDataLoader
-from tqdm import tqdm
 
 FILLED_UP = 2**16  # rows of a step, at most, that has more than the data: the rest are fillers
 
@@ -131,10 +131,8 @@ class Run:
         # Only now: before, a signal of the launcher must end the ranks of a run that is refused.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.note_signal)
-        quiet = True if ranks.get_rank() else None  # None: no bar unless in a terminal
-        options = dict(total=self.last_step, initial=step, unit="step", leave=False)
         self.started = time.time()  # of the step: loading its rows is a part of it
-        with tqdm(**options, disable=quiet) as bar:
+        with progress.bar(self.last_step, "steps", step) as bar:
             while step < self.last_step:
                 loader, draws = self.open_epoch(step, saved, collate)
                 for micro_batches in itertools.islice(draws, self.last_step - step):
@@ -157,8 +155,9 @@ class Run:
         weights = "{:,.2f} M parameters ({:,.3f} M of them train)".format(*counts)
         known = ", ".join(f"{metric} {value}" for metric, value in logs.limits(args).items())
         known = f"\n  limits   {known}: no model can do better on this data" if known else ""
+        preset = f"{args.preset}, that of {args._preset_from}" if args._preset_from else args.preset
         ranks.say(
-            f"{self.title}   (preset {args.preset}, seed {args.seed}, "
+            f"{self.title}   (preset {preset}; seed {args.seed}, "
             f"output in {Path(args.output_dir)})\n"
             f"  model    {path}: {weights}, {args.dtype}, ZeRO stage "
             f"{engine.zero_optimization_stage()}, {ranks.get_world_size()} x "
