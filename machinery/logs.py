@@ -5,7 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from machinery import crash, curves, monitors, ranks
+from machinery import crash, monitors, plots, ranks
 
 FILES = ("metrics.jsonl", "samples.jsonl")
 
@@ -72,6 +72,6 @@ def draw_curves(args):
     if ranks.get_rank() == 0:
         try:
             title = f"{args._script}.py, preset {args.preset}, {args.output_dir}"
-            curves.draw(Path(args.output_dir), title, limits(args))
+            plots.draw(Path(args.output_dir), title, limits(args))
         except Exception as error:
             ranks.say(f"curves.png could not be drawn: {error!r}")

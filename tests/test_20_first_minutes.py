@@ -11,12 +11,14 @@ import sys
 import time
 from types import SimpleNamespace
 
+import common
 import ppo
 import reward
 import sft
-from machinery import curves, launch, logs, progress, rollout_metrics
+from machinery import flags, launch, logs, plots, progress, rollout_metrics, rows, saving
 
 import pytest
+import torch
 from conftest import ROOT
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -106,7 +108,7 @@ def test_a_flag_by_its_usual_name_suggests_ours(capsys, script, given, meant):
 # A folder remembers its preset
 # --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "script, flags, recorded, expected",
+    "script, given, recorded, expected",
     [
         ("reward", "--model_name_or_path RUN", "toy", "toy"),
         ("reward", "--model_name_or_path=RUN", "toy", "toy"),
@@ -121,14 +123,14 @@ def test_a_flag_by_its_usual_name_suggests_ours(capsys, script, given, meant):
         ("ppo", "--reward_model_name_or_path RUN", "toy", "opt-1.3b"),
     ],
 )
-def test_a_folder_of_ours_remembers_its_preset(tmp_path, script, flags, recorded, expected):
+def test_a_folder_of_ours_remembers_its_preset(tmp_path, script, given, recorded, expected):
     """Naming the SFT model of a toy run must not ask for rows of 512 tokens: its model has 128
     positions. What is given on the command line holds, as ever."""
     (tmp_path / "ema").mkdir()
     (tmp_path / "args.json").write_text(json.dumps({"preset": recorded}))
-    args = SCRIPTS[script].get_args(flags.replace("RUN", str(tmp_path)).split())
+    args = SCRIPTS[script].get_args(given.replace("RUN", str(tmp_path)).split())
     assert args.preset == expected
-    remembered = expected == recorded and "--preset" not in flags
+    remembered = expected == recorded and "--preset" not in given
     assert (args._preset_from is not None) == remembered
     assert args.max_seq_len == ((64 if script == "reward" else 80) if expected == "toy" else 512)
 
@@ -216,7 +218,7 @@ def drawn(tmp_path, monkeypatch):
         (tmp_path / "metrics.jsonl").write_text(text)
         found = []
         monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: found.append(figure))
-        curves.draw(tmp_path, "a title", dict(limits))
+        plots.draw(tmp_path, "a title", dict(limits))
         axes = [axis for axis in found[0].axes if isinstance(axis, Axes) and axis.get_visible()]
         assert all(axis.get_xlabel() == "step" and axis.get_ylabel() for axis in axes)
         groups = [part.get_suptitle() for part in found[0].subfigs]
@@ -284,3 +286,24 @@ def test_an_evaluation_alone_is_drawn_as_points(drawn):
     """--max_steps 0 leaves one line, where nothing can change."""
     axes, _ = drawn([{"eval_loss": 2.0, "eval_perplexity": 7.4}])
     assert len(axes) == 2
+
+
+# --------------------------------------------------------------------------------------------------
+# What was trained, in use
+# --------------------------------------------------------------------------------------------------
+def test_the_readmes_five_lines_give_our_score(trained, tokenizer, tmp_path):
+    """The score is that of prompt, response and EOS, although the lines append none."""
+    text = (ROOT / "README.md").read_text().split("## Use what you trained")[1].split("## ")[0]
+    lines = re.findall("^    (.+)$", text, re.M)
+    assert len(lines) == 5
+    args = flags.of_role(sft.get_args(["--dtype", "fp32", "--zero_stage", "0"]))
+    args.model_name_or_path, args.dropout = str(trained / "judge"), None
+    judge = common.load_model(args, tokenizer, "score").eval()
+    saving.save_model(judge, tokenizer, tmp_path / "judge")
+    code = "\n".join(lines).replace("output/demo/ppo", str(trained / "actor"))
+    found = {}
+    exec(code.replace("output/demo/reward", str(tmp_path / "judge")), found)
+    ids = rows.tokenise_prompt(tokenizer, found["prompt"])
+    ids = torch.tensor([ids + rows.tokenise_response(tokenizer, found["response"])])
+    ours = judge(ids, torch.ones_like(ids))[0, -1].item()
+    assert found["score"] == pytest.approx(ours, rel=1e-4, abs=1e-6)
