@@ -47,9 +47,9 @@ def show_sample(row, response, numbers=""):
         prompt = " ".join(f"{turn['role']}: {turn['content']}" for turn in turns)
     prompt = " ".join(prompt.split())
     response = " ".join(response.split())
-    width = shutil.get_terminal_size((120, 24)).columns
+    width = shutil.get_terminal_size((160, 24)).columns
     room = max(40, width - len(f"    {numbers} ->  "))
-    most = max(room // 2, room - len(response))
+    most = max(room // 3, room - len(response))
     if len(prompt) > most:
         prompt = f"...{prompt[3 - most :]}"
     most = room - len(prompt)

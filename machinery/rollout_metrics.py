@@ -135,6 +135,8 @@ def summary(run, step, responses):
         lines.append({**line, **{name: response[name] for name in names}})
     run.samples(lines)
     for response in responses[:2]:
-        numbers = ", ".join(f"{name} {response[name]:.4g}" for name in names)
+        numbers = ", ".join(
+            f"{name} {response[name]:.4g}" for name in names if name != "response_length"
+        )
         logs.show_sample(response, response["text"], f"  {numbers}")
     return {f"eval_{n}": sum(line[n] for line in lines) / len(lines) for n in names}

@@ -174,7 +174,7 @@ def test_long_work_shows_itself_without_a_terminal(monkeypatch, capsys, rank, li
         (
             {"prompt": "x" * 300 + "the end", "chat": False},
             "So " * 300,
-            f"    ...{'x' * 42}the end -> {'So ' * 16}S...",
+            f"    ...{'x' * 24}the end -> {'So ' * 22}S...",
         ),
         (
             {"prompt": "Why?", "chat": False},
@@ -202,7 +202,7 @@ def test_an_evaluation_shows_two_of_its_responses_with_their_numbers(monkeypatch
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and len(kept) == 3
     assert all(len(line) <= 120 for line in lines)
-    assert lines[0].endswith("   reward 0.25, kl 1, response_length 3")
+    assert lines[0].endswith("   reward 0.25, kl 1")
     assert kept[0]["response"] == "So. " * 40
 
 
