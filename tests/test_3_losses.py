@@ -610,7 +610,7 @@ def test_seconds_are_all_of_a_steps_time(monkeypatch):
 
     fakes = {"checkpoints": None, "signal": SimpleNamespace(signal=takes(0), SIGTERM=15, SIGINT=2)}
     fakes |= {"time": SimpleNamespace(time=lambda: clock[0]), "ranks": ranks}
-    fakes["fingerprint"] = takes(0)
+    fakes |= {"fingerprint": takes(0), "monitors": SimpleNamespace(take_over=takes(0))}
     fakes["logs"] = SimpleNamespace(draw_curves=takes(20))
     speed = SimpleNamespace(speed=lambda *given: {"seconds": given[-1]})
     fakes |= {"throughput": speed, "refusals": SimpleNamespace(warn_of_stages=takes(0))}
