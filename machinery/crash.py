@@ -127,7 +127,7 @@ class Phase:
         for number, text in enumerate(doing):
             found[text].append(str(number))
         lines = [f"\n  rank {', '.join(numbers)}: {text}" for text, numbers in found.items()]
-        what = f"warning: no rank has come further for {quiet / 60:.1f} minutes"
+        what = f"warning: rank {rank} has come no further for {quiet / 60:.1f} minutes"
         print(f"{what}.{''.join(lines)}", file=sys.stderr, flush=True)
 
     def report(self, kind, error, trace):

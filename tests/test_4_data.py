@@ -519,10 +519,9 @@ def test_rows_are_tokenised_once(tokenizer, tmp_path, monkeypatch, capsys, kept)
     lines = [*many(600, dahoas), {**dahoas(0), "chosen": " x", "rejected": " x"}]
     file = write(tmp_path / "a.jsonl", lines)
     monkeypatch.setattr(row_cache.os, "sched_getaffinity", lambda _: {0, 1})
-    made = [
-        load(tokenizer, [file], 2, split=(1, 1, 0)),
-        load(tokenizer, [file], 2, split=(1, 1, 0)),
-    ]
+    made = [load(tokenizer, [file], 2, split=(1, 1, 0))]
+    monkeypatch.setattr(row_cache.os, "sched_getaffinity", lambda _: {0, 1, 2})  # next, more cores
+    made += [load(tokenizer, [file], 2, split=(1, 1, 0))]
     said = capsys.readouterr().out
     assert said.count("a.jsonl, train: tokenising ") == 1 and said.count("chosen equals") % 2 == 0
     assert len([*kept.glob("*_of_00002.arrow")]) == 2
