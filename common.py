@@ -181,9 +181,9 @@ def load_model(args, tokenizer=None, value_head=None):
     """Loads a causal LM, or with `value_head` (the head's attribute name) a ValueModel.
 
     args: the flags of this model: model_name_or_path, zero_stage, dropout, lora_dim, dtype, ...
-    It is on the CPU, or under ZeRO-3 sharded: HfDeepSpeedConfig makes transformers partition every
-    weight while it loads, so that no rank holds the whole model. A folder without weights gives a
-    new, random model, which every rank builds whole, from the same seed.
+    It is on this rank's device, or under ZeRO-3 sharded: HfDeepSpeedConfig makes transformers
+    partition every weight while it loads, so that no rank holds the whole model. A folder without
+    weights gives a new, random model, which every rank builds whole on the CPU, from the same seed.
     """
     path, stage = args.model_name_or_path, args.zero_stage
     config = model_folders.load_config(path, args.trust_remote_code)
@@ -202,6 +202,8 @@ def load_model(args, tokenizer=None, value_head=None):
     if model_folders.has_weights(base, args.lora_dim):
         if stage == 3:  # transformers holds a weak reference only
             partitioned = HfDeepSpeedConfig(ds_config(args, 3, 1, loads=True))
+        elif args.tensor_parallel_size == 1:  # weights that are split next pass through the host
+            options["device_map"] = ranks.device()
         model, missing = model_folders.read_weights(kind, base, config, value_head, options)
     else:
         model, missing = kind.from_config(config, **options), ["score.weight"]

@@ -11,7 +11,7 @@ import shutil
 import zlib
 from pathlib import Path
 
-from machinery import errors, logs, ranks, saving
+from machinery import errors, logs, ranks, saving, state_offload
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ def save(args, engines, step, state):
         aside.mkdir(parents=True)
     ranks.barrier()
     for name, engine in engines.items():
+        state_offload.drop_buffers(engine)
         engine.save_checkpoint(aside / name, tag="state", save_latest=False)
     paths = [output / name for name in logs.FILES if (output / name).exists()]
     sizes = {path.name: path.stat().st_size for path in paths}
@@ -132,7 +133,7 @@ def load(args, engines, state, facts):
         ranks.say(f"from {before} to {now}: {rest}")
         torch.manual_seed(args.seed + ranks.get_rank() + 1_000_000 * step)
         saved["loader"] = None
-        saved["state"] = reshaped(state, [read(file)["state"] for file in files])
+        saved["state"] = reshaped(state, [read(file, mmap=True)["state"] for file in files])
     saved["state"] = placed(state, saved["state"])
     if ranks.get_rank() == 0:
         for old in damaged:  # the next save removes them
@@ -150,9 +151,12 @@ def load(args, engines, state, facts):
     return step, saved
 
 
-def read(file):
-    """Returns what a rank has saved. (It is unpickled: see docs/reliability.md on trust.)"""
-    return torch.load(file, weights_only=False, map_location="cpu")
+def read(file, mmap=False):
+    """Returns what a rank has saved. (It is unpickled: see docs/reliability.md on trust.)
+
+    mmap: tensors stay in the file until they are looked at. So all ranks' files are read in turn.
+    """
+    return torch.load(file, weights_only=False, map_location="cpu", mmap=mmap)
 
 
 def newest_whole(args):

@@ -4,7 +4,10 @@ import json
 import math
 import shutil
 import sys
+import threading
 import time
+import traceback
+from collections import defaultdict
 from pathlib import Path
 
 from machinery import ranks
@@ -76,12 +79,56 @@ class Phase:
     """What this rank is doing, in words. The other ranks read it if this one dies or hangs."""
 
     def __init__(self):
-        self.text = "starting"
+        self.text, self.noted = "starting", time.monotonic()
 
     def note(self, text):
-        self.text = text
+        self.text, self.noted = text, time.monotonic()
         if ranks.get_world_size() > 1:
             store().set(f"phase{ranks.get_rank()}", text)
+
+    def watch(self, minutes):
+        """Starts a thread that says where the ranks are, if nothing is noted for almost `minutes`.
+
+        Under NCCL it is the last word: a wait that is too long is no error in Python, but the end
+        of the process, and meanwhile no signal is handled.
+        """
+        early = min(60, minutes * 15)  # seconds
+
+        def keep_watch():
+            told = None
+            while True:
+                time.sleep(min(1, early / 4))
+                quiet = time.monotonic() - self.noted
+                if quiet > minutes * 60 - early and told != self.noted:
+                    told = self.noted
+                    self.say_where_all_are(quiet, early / 2)
+
+        self.note(self.text)
+        if ranks.get_world_size() > 1:
+            threading.Thread(target=keep_watch, daemon=True).start()
+
+    def say_where_all_are(self, quiet, patience):
+        """Prints where each rank is in its code, on the first rank that can.
+
+        quiet: seconds since this rank's last note. patience: seconds in which the others write
+        down where they are. One that does not has died, or hangs outside of Python.
+        """
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+        calls = " > ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in stack[-4:])
+        rank, mark, found = ranks.get_rank(), ", now in ", defaultdict(list)
+        try:
+            store().set(f"phase{rank}", f"{self.text}{mark}{calls}")
+            time.sleep(patience)
+            doing = [store().get(f"phase{i}").decode() for i in range(ranks.get_world_size())]
+        except Exception:  # the store is gone with who held it
+            return
+        if any(mark in text for text in doing[:rank]):
+            return  # that rank says it
+        for number, text in enumerate(doing):
+            found[text].append(str(number))
+        lines = [f"\n  rank {', '.join(numbers)}: {text}" for text, numbers in found.items()]
+        what = f"warning: rank {rank} has come no further for {quiet / 60:.1f} minutes"
+        print(f"{what}.{''.join(lines)}", file=sys.stderr, flush=True)
 
     def report(self, kind, error, trace):
         """Says which rank stopped, what it was doing, and for whom it waited: a sys.excepthook.

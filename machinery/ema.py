@@ -70,16 +70,18 @@ def gather_shards(parameter, shard):
 
     All ranks call it. The tensor has the shape and the dtype of the weight.
     """
-    mine, rank = shard.to(ranks.device()).contiguous(), ranks.get_rank()
-    shards = [torch.empty_like(mine) for _ in range(ranks.get_world_size())]
-    torch.distributed.all_gather(shards, mine)
+    mine = shard.to(ranks.device(), parameter.dtype).contiguous()
+    rank, count = ranks.get_rank(), ranks.get_world_size()
+    shards = mine.new_empty(count * len(mine))  # the one copy of the whole, in the weight's dtype
+    torch.distributed.all_gather_into_tensor(shards, mine)
     shares = ranks.data_parallel_size()
     if hasattr(parameter, "ds_tensor"):
         shares = dist.get_world_size(parameter.ds_process_group)
     # With tensor parallelism neighbouring ranks hold different parts of a layer: the shards of
     # one part are those of every so-many-th rank.
-    split = len(shards) // shares
+    split = count // shares
     shape = getattr(parameter, "ds_shape", parameter.shape)
-    flat = torch.cat(shards[rank % split :: split])[: shape.numel()]
-    tensor = tensor_parallel.join_shards(parameter, flat.view(shape).to(parameter.dtype))
+    part = shards.view(count, -1)[rank % split :: split]
+    flat = part.flatten()[: shape.numel()]  # a copy only where split > 1
+    tensor = tensor_parallel.join_shards(parameter, flat.view(shape))
     return tensor.cpu() if rank == 0 else None

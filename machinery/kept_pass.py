@@ -7,7 +7,7 @@ stores old log-probs (or values) and the one that trains. One forward is both: 2
 import contextlib
 import functools
 
-from machinery import model_folders, ranks, state_offload
+from machinery import model_folders, patches, ranks, state_offload
 
 import torch
 
@@ -40,7 +40,7 @@ class KeptPass:
         self.engine, self.forward = engine, functools.partial(forward, args, engine)
         self.may_keep = role in roles(args)
         self.first_step = self.kept = None
-        self.trains, self.keeps = True, False
+        self.trains, self.keeps, self.recorded = True, False, False
 
     def begin(self, step, trains):
         """Starts the scoring of one step (None: of an evaluation), without dropout.
@@ -68,6 +68,9 @@ class KeptPass:
         """Returns the same with a graph, to train on."""
         if self.keeps:
             return self.kept
+        if self.trains and not self.recorded:
+            patches.record_backward(self.engine)
+            self.recorded = True
         with torch.set_grad_enabled(self.trains):
             return self.forward(batch, stores=False)
 

@@ -92,6 +92,18 @@ def correct_by_step_number(optimizer):
     return optimizer
 
 
+def record_backward(engine):
+    """Makes stage 3 record the pass to come, forward and backward, and prefetch weights by it.
+
+    DeepSpeed (0.19.8) records what lies between the starts of two forwards. Where one that scores
+    and one that trains take turns, no record has a backward, and none prefetches.
+    """
+    offload = getattr(engine.optimizer, "parameter_offload", None)
+    coordinator = offload and offload.get_param_coordinator()
+    if coordinator and not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+
+
 def skip_together(args, engines):
     """Makes all engines skip an update in fp16 if the gradients of one have overflowed.
 

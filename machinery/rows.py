@@ -6,7 +6,7 @@ import re
 import zlib
 from collections import Counter
 
-from machinery import errors, formats, ranks, sources
+from machinery import errors, formats, ranks, row_cache, sources
 
 import datasets
 import numpy as np
@@ -19,6 +19,8 @@ NEEDS = {  # columns of which a stage can make its rows
     "reward": [{"chosen", "rejected"}],
     "ppo": [{"prompt"}, {"chosen", "rejected"}, {"messages"}, {"instruction"}],
 }
+NO_TEMPLATE = """the data holds chats, and the tokenizer has no chat template.
+  Use a chat model's tokenizer, or text (prompt, response, chosen, rejected)."""
 
 
 # ---- Tokens ----
@@ -41,9 +43,6 @@ def tokenise_chat(tokenizer, messages):
     The template may write special tokens, and users may not: where a message spells one, a private
     character stands for each message in the template.
     """
-    if tokenizer.chat_template is None:
-        advice = "Use a chat model's tokenizer, or text (prompt, response, chosen, rejected)."
-        errors.fail(f"the data holds chats, and the tokenizer has no chat template.\n  {advice}")
     apply = tokenizer.apply_chat_template
     texts = [message["content"] for message in messages]
     special = tokenizer.get_added_vocab()
@@ -101,6 +100,8 @@ def tokenise_row(row, tokenizer, stage, limit, train_on_prompt=False, columns=()
         others = {**dict.fromkeys(columns), **row}
         others.pop("prompt", None)
         made["extra"] = json.dumps(others, default=str)
+    if made["chat"] and tokenizer.chat_template is None:
+        return {**made, "drop": NO_TEMPLATE}
     written = texts if made["chat"] else [prompt, *texts]
     if not prompt or not all(isinstance(text, str) and text.strip() for text in written):
         return {**made, "drop": "empty prompt or response"}
@@ -211,9 +212,15 @@ def tokenise_rows(args, rows, options, path, name):
 
     options: the arguments of `tokenise_row`.
     """
-    columns = rows.column_names
-    made = rows.map(tokenise_row, fn_kwargs=options, remove_columns=columns, keep_in_memory=True)
+    if row_cache.pays(rows, options["tokenizer"]):
+        content, title = fingerprint(rows), f"{path}, {name}"
+        made = row_cache.map_once(rows, tokenise_row, options, content, title)
+    else:
+        shape = {"remove_columns": rows.column_names, "keep_in_memory": True}
+        made = rows.map(tokenise_row, fn_kwargs=options, **shape)
     reasons = list(made["drop"]) if len(made) else []  # "" for a row that is kept
+    if NO_TEMPLATE in reasons:
+        errors.fail(NO_TEMPLATE)
     for why, count in Counter(filter(None, reasons)).items():
         of_all = f"{count} of {len(made)} rows"
         if args.strict:

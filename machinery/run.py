@@ -71,6 +71,7 @@ class Run:
         launch.warn_of_locks()
         launch.warn_of_bf16(args)
         launch.join_ranks(args)
+        self.phase.watch(args.timeout_minutes)
         model_checks.check(args, models_of(args))
         transformers.set_seed(args.seed)  # Python's, numpy's and torch's generators
         self.phase.note("reading data, loading models")

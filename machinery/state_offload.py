@@ -21,3 +21,14 @@ def states_on_cpu(args, engines):
     yield
     for engine in engines:
         engine.reload_states()
+
+
+def drop_buffers(engine):
+    """Drops the CPU buffers that stage 3 keeps among Adam's state. The next offload makes new ones.
+
+    DeepSpeed (0.19.8) would write them to a checkpoint, a second copy of the moments, and load them
+    onto the device, where an offload would then move the moments to.
+    """
+    for state in engine.basic_optimizer.state.values():
+        for name in [name for name in state if name.endswith("_offload_buffer")]:
+            del state[name]

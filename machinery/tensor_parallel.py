@@ -24,14 +24,15 @@ def options(args):
 
 
 def join_shards(parameter, tensor):
-    """Returns a copy of the whole of a weight, or of its EMA, of which this rank holds `tensor`.
+    """Returns the whole of a weight, or of its EMA, of which this rank holds `tensor`.
 
     The ranks that share the layer put it together; all of them call this.
     """
-    box = [tensor.clone()]
     gather = getattr(parameter, "gather_params", None)  # DeepSpeed's, in place, on layers it split
-    if gather:
-        row_parallel = isinstance(gather.__self__, LinearAllreduce)  # does not split its bias
-        if not row_parallel or tensor.dim() > 1:
-            gather(box)
+    if not gather:
+        return tensor
+    box = [tensor.clone()]
+    row_parallel = isinstance(gather.__self__, LinearAllreduce)  # does not split its bias
+    if not row_parallel or tensor.dim() > 1:
+        gather(box)
     return box[0]

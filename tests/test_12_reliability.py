@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import re
+import subprocess
 import sys
 
 import sft
@@ -160,7 +161,7 @@ def test_a_second_ctrl_c_leaves_at_once():
     "name, code, words",
     [
         ("a rank dies", -9, "last heard of at step 3"),
-        ("a rank hangs", 7, "last heard of at step 3"),
+        ("a rank hangs", 7, "last heard of at step 3, now in "),
         ("a rank fails", 1, "last heard of at step 3, stopped by ValueError: a bug of the user's"),
     ],
 )
@@ -173,6 +174,41 @@ def test_when_a_rank_is_gone_the_others_say_which(name, code, words):
     assert (
         "rank 0 of 2 stopped at step 3: " in scene["log"] and f"rank 1 was {words}" in scene["log"]
     ), scene["log"]
+
+
+HUNG = """
+import datetime, os, signal, sys, time
+from machinery import crash, ranks
+import torch
+child = os.fork()
+rank = int(child > 0)
+ranks.get_rank, ranks.get_world_size = lambda: rank, lambda: 2
+place = dict(init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(hours=1), **place)
+phase = crash.Phase()
+phase.watch(minutes=0.05)
+phase.note("at step 3")
+def reward_function():
+    time.sleep(6)
+if rank:
+    reward_function()
+    os.kill(child, signal.SIGKILL)
+else:
+    torch.distributed.all_reduce(torch.ones(1))
+"""
+
+
+def test_where_all_ranks_are_is_said_before_the_time_is_over(tmp_path):
+    """Under NCCL a wait that is too long raises no error: the process is ended. So shortly before
+    --timeout_minutes a thread prints where each rank is. Here rank 0 waits in a sum whose own limit
+    is an hour, and rank 1 does not come. It is said once, by one rank."""
+    command = [sys.executable, "-c", HUNG, tmp_path / "store"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    lines = [line for line in run.stderr.splitlines() if re.match("warning:|  rank", line)]
+    first, *others = lines
+    assert "rank 0 has come no further for 0.0 minutes" in first, run.stderr
+    assert len(others) == 2 and others[0].startswith("  rank 0: at step 3, now in ")
+    assert others[0].endswith(" all_reduce") and others[1].endswith(" reward_function")
 
 
 def test_a_bug_keeps_its_traceback():
@@ -213,6 +249,22 @@ def test_a_resumed_run_takes_the_learning_rate_that_it_is_given():
         and max(scene["rates"][2:]) <= 1e-9
     ), scene["log"]
     assert scene["moved"] < 1e-6 < 1e-3 < scenes()["one rank"]["moved"]
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_other_ranks_files_are_not_read_into_memory(tmp_path, mmap):
+    """On another number of ranks, a rank puts its share together from all ranks' files. For 7B and
+    8 ranks each would hold 28 GB of averages; mapped, a file takes memory only while it is used."""
+
+    def memory():  # that no file stands behind, in MB
+        return int(re.search(r"RssAnon:\s+(\d+)", open("/proc/self/status").read())[1]) / 1024
+
+    torch.save({"state": {"ema": torch.ones(2**24)}}, tmp_path / "rank1.pt")  # 64 MB
+    before = memory()
+    saved = checkpoints.read(tmp_path / "rank1.pt", mmap=mmap)["state"]
+    assert (memory() - before < 32) == mmap
+    share = checkpoints.reshaped({"ema": torch.zeros(5)}, [saved])["ema"]
+    assert share.tolist() == [1] * 5 and share.untyped_storage().nbytes() == 20
 
 
 def test_what_comes_back_goes_where_it_lay():

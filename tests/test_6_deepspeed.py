@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import common
 import ppo
 import sft
-from machinery import model_folders, ptx, throughput
+from machinery import ema, model_folders, ptx, ranks, throughput
 from tests import workers
 
 import numpy as np
@@ -500,6 +500,36 @@ def test_the_ema_moves_by_exactly_its_share(stage):
     assert ranks[0]["checksum"] == ranks[1]["checksum"]
 
 
+def test_saving_the_ema_makes_one_copy_of_a_weight(monkeypatch):
+    """Five numbers on two ranks: shards of three, put side by side in the dtype of the weight. What
+    is saved is a view of them: at 7B a second copy of the embedding, in fp32, would be 2 GB."""
+    weight = torch.empty(5, dtype=torch.bfloat16)
+    shards, gathered = torch.tensor([[1.0, 2, 3], [4, 5, 0]]), []
+
+    def all_gather(out, mine):
+        gathered.append(out)
+        assert mine.tolist() == [1, 2, 3] and out.dtype == mine.dtype == weight.dtype
+        out.copy_(shards.flatten())
+
+    monkeypatch.setattr(ranks, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", all_gather)
+    whole = ema.gather_shards(weight, shards[0])
+    assert whole.tolist() == [1, 2, 3, 4, 5] and whole.dtype == weight.dtype
+    assert whole.data_ptr() == gathered[0].data_ptr()
+
+
+@pytest.mark.parametrize("flags, place", [((0, 1), "meta"), ((2, 1), "meta"), ((2, 2), "cpu")])
+def test_weights_are_loaded_straight_to_the_device(monkeypatch, flags, place):
+    """(ZeRO stage, tensor parallelism.) A machine with 8 devices would else hold a model 8 times in
+    its memory. `meta` plays the device."""
+    monkeypatch.setattr(ranks, "device", lambda: torch.device("meta"))
+    monkeypatch.setattr(common.tensor_parallel, "check_model", lambda *_: None)
+    args = workers.tiny_args(workers.shared_folder(), flags[0])
+    args.model_name_or_path, args.dropout = f"{workers.shared_folder()}/models/actor", None
+    args.tensor_parallel_size = flags[1]
+    assert {p.device.type for p in common.load_model(args).parameters()} == {place}
+
+
 def test_actor_ema_and_critic_are_all_saved():
     """Three models come out of step 3, each a folder that loads; the EMA lies between where the
     actor began and ended."""
@@ -633,6 +663,23 @@ def test_an_interrupted_run_saves_first():
 # --------------------------------------------------------------------------------------------------
 # Offloading
 # --------------------------------------------------------------------------------------------------
+def test_a_checkpoint_holds_the_moments_once():
+    """After --offload_states stage 3 keeps the buffers on the CPU among Adam's state, for the next
+    time. In a checkpoint they would be a second copy, and a resumed run would load them onto the
+    device: then an offload moves moments from there to there."""
+    for found in facts("check_stage_3"):
+        assert found["held"] == ["exp_avg_offload_buffer", "exp_avg_sq_offload_buffer"]
+        assert found["loaded"] == []
+
+
+def test_stage_3_prefetches_in_a_backward_too():
+    """DeepSpeed records the order of modules between two forwards, and prefetches by it. Where
+    forwards that score and passes that train take turns (a critic with dropout, no accumulation),
+    no record held a backward (False: if it does now, patches.record_backward may go)."""
+    for found in facts("check_stage_3"):
+        assert found["whole"] == [False, True]
+
+
 def test_the_optimizer_is_fused_unless_its_states_are_offloaded():
     """FusedAdam is one kernel on the device; DeepSpeedCPUAdam steps states that stay in CPU memory.
     Same AdamW."""

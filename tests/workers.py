@@ -698,6 +698,41 @@ def check_ema(base):
     return found
 
 
+def check_stage_3(base):
+    """What stage 3 keeps: the order of modules by which it prefetches, where forwards that score
+    and passes that train take turns; and what of an offload is among Adam's moments when a
+    checkpoint is written and read."""
+    from machinery import checkpoints, kept_pass, state_offload
+
+    import torch
+
+    engine, found = tiny_engine(base, 3), {"whole": []}
+    trace = engine.optimizer.parameter_offload.get_param_coordinator()
+    ids = torch.arange(2, 20).reshape(2, 9)
+    for mended in (False, True):
+        model = kept_pass.KeptPass.__new__(kept_pass.KeptPass)
+        model.engine, model.trains, model.keeps, model.recorded = engine, True, False, not mended
+        model.forward = lambda batch, stores: engine(ids).logits.mean()
+        for _ in range(3):
+            model.before(None)
+            engine.backward(model.now(None))
+            engine.step()
+        found["whole"].append(trace.is_complete_trace())
+
+    def buffers():
+        states = engine.basic_optimizer.state.values()
+        return sorted({name for state in states for name in state if "buffer" in name})
+
+    args = argparse.Namespace(offload_states=True, keep_checkpoints=1, output_dir=f"{base}/stage_3")
+    facts = {"rows": 1, "data_rows": 1, "data_fingerprint": ""}
+    with state_offload.states_on_cpu(args, [engine]):
+        pass
+    found["held"] = buffers()
+    checkpoints.save(args, {"model": engine}, 1, {"state": {}, **facts})
+    checkpoints.load(args, {"model": engine}, {}, facts)
+    return {**found, "loaded": buffers()}
+
+
 def check_gathered(base):
     """Answers by sharded weights where rank 0 stops at once and rank 1 goes on; all weights
     gathered, and module by module."""
@@ -812,6 +847,7 @@ CHECKS = {
     "check_fp16": check_fp16,
     "check_value_head": check_value_head,
     "check_ema": check_ema,
+    "check_stage_3": check_stage_3,
     "check_gathered": check_gathered,
     "check_save": check_save,
 }
