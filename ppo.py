@@ -95,7 +95,7 @@ def get_args(argv=None):
     arg = flags.flag_group(parser, "PPO: flags that change the result")
     arg("actor_model_name_or_path", str, "start of the actor, and the reference: step 1's output")
     arg("critic_model_name_or_path", str, "start of the critic: step 2's output")
-    arg("per_device_generation_batch_size", int, "responses sampled at a time", least=1)
+    arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
     arg("per_device_training_batch_size", int, "responses of one forward; equal", least=1)
     arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)
     arg("ppo_epochs", 1, "epochs over a rollout; 1: none is clipped. 1 [DeepSpeed-Chat]", least=1)

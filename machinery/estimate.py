@@ -161,7 +161,9 @@ def options_of(args):
             changes = {name: size // power for name, size in batches.items()}
             accumulation = args.gradient_accumulation_steps * power
             smaller.append({**changes, "gradient_accumulation_steps": accumulation})
+    together = getattr(args, "rollout_batch_size", 1)
     options = [
+        [{"rollout_batch_size": together // power} for power in POWERS if together >= power],
         [{"gradient_checkpointing": True}],
         [{"zero_stage": stage} for stage in range(args.zero_stage + 1, 4)],
         smaller,

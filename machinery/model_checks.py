@@ -54,7 +54,7 @@ def check_weights(path, config, needed):
     """Ends with an error if weights in a folder are incomplete, or `needed` and not there."""
     *adapters, base = lora.chain(path)
     files = model_folders.weight_files(base)
-    if needed and not files:
+    if needed and not model_folders.has_weights(base):
         advice = "It starts from what sft.py and reward.py have saved."
         errors.fail(f"{base} holds no weights, and this step trains none from scratch.\n  {advice}")
     for folder in adapters:

@@ -26,7 +26,7 @@ NO_HEAD = "{} is a reward model by its config.json, and holds no value head: it 
 def load(path, kind, trust_remote_code):
     """Returns what `kind` (AutoConfig, AutoTokenizer) loads from a hub name or folder."""
     folder = Path(path)
-    among_outputs = any(folder.parent.glob("*/args.json"))
+    among_outputs = folder.parent != Path(".") and any(folder.parent.glob("*/args.json"))
     if not folder.exists() and (str(path)[0] in "./~" or among_outputs):  # no name on the hub
         hint = f"Has the step before been run?\n  {errors.nearest(folder)}"
         errors.fail(f"{path}: no such folder. {hint}")

@@ -122,13 +122,14 @@ def refuse_taken(args, output):
 def refuse_own_inputs(args, output):
     """Ends the program if the run would delete, replace or read back what it starts from."""
     whole = output.resolve()
+    models = [output.resolve() / name for name in ("", "ema", "critic")]
     lost = [] if args.resume else [path.resolve() for paths in removed(output) for path in paths]
     for flag, text, part in inputs(args):
         inside = Path(part).resolve()
         above = (inside, *inside.parents)
         base = " (its base)" if part != text else ""
         advice = "Take another --output_dir"
-        if flag.endswith("model_name_or_path") and whole in above:
+        if flag.endswith("model_name_or_path") and inside in models:
             why = f"is also --{flag}{base}: the run would delete what it starts from"
         elif flag.endswith("data_path") and inside in (whole, *whole.parents):
             why = f"is inside --{flag} {text}: what the run writes would be read as data"

@@ -274,6 +274,18 @@ def test_it_suggests_nothing_that_would_be_refused(opt, capsys, monkeypatch):
     assert "does NOT fit" in text and not re.search(r"^ +\d+\.\d\d   --adam_offload$", text, re.M)
 
 
+def test_it_knows_that_a_rollout_can_be_decoded_in_parts(opt):
+    """All responses of a step on a rank are decoded together unless the flag says otherwise."""
+    models = ["--actor_model_name_or_path", opt, "--critic_model_name_or_path", opt]
+    args = ppo.get_args([*models, "--gradient_accumulation_steps", "2"])
+    assert args.rollout_batch_size == 8
+    mildest = estimate.options_of(args)[0]
+    assert [change["rollout_batch_size"] for change in mildest] == [4, 2, 1]
+    generate = [estimate.four_models(args)[0].generates]
+    args.rollout_batch_size = 2
+    assert generate + [estimate.four_models(args)[0].generates] == [8, 2]
+
+
 def test_it_suggests_what_step_3_would_take(opt, capsys, monkeypatch):
     """Four responses to one prompt lie in one batch of four: it cannot be halved. And where a
     role's own stage was given, that flag is named: the one for both would change nothing."""

@@ -300,6 +300,16 @@ def test_the_fingerprint_is_of_the_rows_themselves(tokenizer, tmp_path):
     assert prints[0] == prints[1] == prints[2] and len(set(prints)) == 3
 
 
+def test_a_date_in_a_chat_template_changes_no_fingerprint():
+    """Some templates write today's date. A run that is resumed tomorrow has the same data."""
+    table = {"prompt": ["[]"], "responses": [[[1, 2]]], "length": [7]}
+    today = Dataset.from_dict({**table, "prompt_ids": [[5, 6]]})
+    tomorrow = Dataset.from_dict({**table, "prompt_ids": [[5, 7]]})
+    assert rows.fingerprint(today) == rows.fingerprint(tomorrow)
+    other = Dataset.from_dict({**table, "prompt": ["[1]"], "prompt_ids": [[5, 6]]})
+    assert rows.fingerprint(today) != rows.fingerprint(other)
+
+
 def response(ids):
     texts = dict(prompt="Why?", text=" So.", chat=False, extra="{}")
     return dict(prompt_ids=[9], response_ids=ids, row_weight=1, ended=1.0, **texts)

@@ -19,14 +19,21 @@ import common
 import ppo
 import reward
 import sft
-from machinery import errors, estimate, model_folders, reward_functions, samples
+from machinery import (
+    errors,
+    estimate,
+    model_checks,
+    model_folders,
+    reward_functions,
+    samples,
+)
 from machinery.run import Run
 
 import pytest
 import torch
 from conftest import ROOT
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config
+from transformers import GPT2Config, LlamaConfig
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
 MODEL = str(ROOT / "toy/model")
@@ -428,6 +435,11 @@ def test_wrong_input_is_refused_in_words(box, monkeypatch, capfd, script, flags,
     assert stop.value.code == 2
     refused(capfd.readouterr().err, words)
     assert sorted(box.rglob("*")) == before
+
+
+def test_a_name_on_the_hub_is_no_folder_without_weights():
+    """Step 3 wants weights. Those of a name on the hub are not here yet, and not looked for."""
+    model_checks.check_weights("some/name", LlamaConfig(), needed=True)
 
 
 def test_the_right_input_passes_all_checks(box, monkeypatch):
