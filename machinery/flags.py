@@ -21,6 +21,7 @@ from deepspeed.accelerator import get_accelerator
 ROOT = Path(__file__).resolve().parent.parent
 FINITE = sys.float_info.max  # the largest finite number
 INTEGER = 2**31 - 1  # the largest that fits everywhere
+RANK = 2**16  # of LoRA: matrices are no wider
 STAGES = [0, 1, 2, 3]  # of ZeRO
 
 
@@ -120,8 +121,10 @@ def add_result_flags(arg):
     arg("group_by_length", 1, together, most=1, fixed=True)
     seed = "initialisation, shuffling, sampling. 1234 [DeepSpeed-Chat]"
     arg("seed", 1234, seed, most=2**32 - 1, fixed=True)  # numpy takes no more
-    arg("lora_dim", 0, "LoRA: train a product of this rank beside each matrix. 0: off", fixed=True)
-    arg("lora_alpha", 16, "it counts lora_alpha / lora_dim times", type=float, fixed=True)
+    thin = "LoRA: train a product of this rank beside each matrix. 0: off"
+    arg("lora_dim", 0, thin, most=RANK, fixed=True)
+    times = "it counts lora_alpha / lora_dim times"
+    arg("lora_alpha", 16, times, least=1e-6, type=float, fixed=True)
     arg("lora_targets", ["all-linear"], "the modules that get one, as peft names them", fixed=True)
     arg("max_steps", -1, "stop there; 0: evaluate and end; -1: as num_train_epochs says", least=-1)
     arg("num_train_epochs", int, "passes over the data", least=1)
@@ -269,10 +272,12 @@ def check_numbers(args, flags):
 
 
 def check_names(args):
-    """Refuses a name that is longer than file systems take: 255 bytes between two slashes."""
+    """Refuses a name that is no UTF-8, or too long for file systems: 255 bytes a part."""
     for flag in sorted(args._names):
         value = getattr(args, flag)
         for text in value if isinstance(value, list) else [value or ""]:
+            if text != text.encode(errors="ignore").decode():
+                errors.fail(f"--{flag} {text!r} is no UTF-8.\n  Rename it.")
             if max(map(len, text.encode().split(b"/"))) > 255 or len(text.encode()) > 4095:
                 errors.fail(f"--{flag} {text[:40]}... is a name of {len(text)} characters.")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +18,9 @@ import transformers
 FOLDERS = ("ema", "critic", "checkpoints")  # in an output folder
 # What a run leaves there beside the files of its models, which args.json lists
 LEFT = (*logs.FILES, "curves.png", "nonfinite_rank*.jsonl", ".saving", "ema/.saving")
-LEFT += ("critic/.saving", "checkpoints/unfinished")
-LEFT += ("checkpoints/step-[0-9]*", "checkpoints/damaged-step-[0-9]*")
+LEFT += ("critic/.saving",)
+WRITTEN = (*logs.FILES, "curves.png", "args.json", ".args.json", ".lock")  # files
+CHECKPOINT = r"unfinished|(damaged-)?step-\d+"  # in checkpoints/; step-2-backup is not ours
 MODEL = """config.json generation_config.json model*.safetensors* adapter_config.json
            model_config.json adapter_model.safetensors tokenizer.* tokenizer_config.json
            special_tokens_map.json added_tokens.json vocab.* merges.txt chat_template.*""".split()
@@ -29,7 +31,10 @@ def read_record(output):
     """Returns args.json in the folder `output`; {} if there is none, or none of ours, or half."""
     with suppress(OSError, ValueError):
         record = json.loads((output / "args.json").read_text())
-        return record if isinstance(record, dict) and "data_fingerprint" in record else {}
+        ours = isinstance(record, dict) and "data_fingerprint" in record
+        files = record.get("files", []) if ours else None
+        if isinstance(files, list) and all(isinstance(name, str) for name in files):
+            return record
     return {}
 
 
@@ -41,13 +46,18 @@ def removed(output):
     record = read_record(output)
     folders = (output, output / "ema", output / "critic")
     models = {file for folder in folders for name in MODEL for file in folder.glob(name)}
-    left = {path for name in LEFT for path in output.glob(name)}
+    left = {path for name in LEFT for path in output.glob(name)}.union(checkpoints_in(output))
     names = [Path(name) for name in record.get("files", [])]
     below = [name for name in names if not name.is_absolute() and ".." not in name.parts]
     ours = {output / name for name in below if os.path.lexists(output / name)}
     ours |= left if record else set()
     ours |= models if record and "files" not in record else set()  # of an older version
     return sorted(ours), sorted((models | left) - ours)
+
+
+def checkpoints_in(output):
+    """Returns what has the name of a checkpoint of ours, whole or not."""
+    return [path for path in output.glob("checkpoints/*") if re.fullmatch(CHECKPOINT, path.name)]
 
 
 def holds_run(args):
@@ -92,16 +102,23 @@ def refuse_used(args, who):
 
 
 def refuse_unusable(args, output):
-    """Ends the program if --output_dir is empty, no folder, a link to nothing, or read-only."""
+    """Ends the program if --output_dir is empty, no folder, a link to nothing, or read-only.
+
+    Likewise if a part of it is, or if a folder has the name of a file that the run writes.
+    """
     if not args.output_dir.strip():
         errors.fail("--output_dir is empty.\n  Name a folder.")
     above = (output, *output.absolute().parents)
     exists = next(path for path in above if os.path.lexists(path))
-    folders = [output / name for name in FOLDERS if os.path.lexists(output / name)]
-    folders += output.glob("checkpoints/step-[0-9]*")
+    parts = [output / name for name in (*FOLDERS, ".saving")]
+    folders = [path for path in parts if os.path.lexists(path)]
+    folders += checkpoints_in(output)
     for path in (exists, *folders):
         if not (path.is_dir() and os.access(path, os.W_OK)):
             errors.fail(f"--output_dir {output}: {path} is not a folder that can be written to.")
+    if folder := next((name for name in WRITTEN if (output / name).is_dir()), None):
+        why = f"{folder} is a folder there, and the run writes a file of that name"
+        errors.fail(f"--output_dir {output}: {why}.\n  Take another --output_dir.")
 
 
 def refuse_taken(args, output):

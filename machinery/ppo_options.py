@@ -20,7 +20,8 @@ def add_flags(parser):
     for role in ("actor", "critic"):
         arg(f"{role}_weight_decay", float, "decoupled (AdamW); matrices only")
         arg(f"{role}_dropout", float, "every dropout; None: what its config says", most=1)
-        arg(f"{role}_lora_dim", 0, "LoRA's rank, see lora_dim. 0: off", fixed=True)
+        thin = "LoRA's rank, see lora_dim. 0: off"
+        arg(f"{role}_lora_dim", 0, thin, most=flags.RANK, fixed=True)
     add_reward_flags(arg)
     add_sampling_flags(arg)
     add_loss_flags(arg)

@@ -27,6 +27,8 @@ def read_source(path, flag="--data_path"):
     error that names `flag` if the source cannot be read.
     """
     local = Path(path)
+    if not path.strip():
+        errors.fail(f"{flag} is empty.\n  Name a file, a folder or a dataset of the hub.")
     if not local.exists() and (local.suffix in KINDS or path[0] in "./~"):
         errors.fail(f"{flag} {path}: no such file or folder.\n  {errors.nearest(local)}")
     if local.is_file() and local.suffix not in KINDS:

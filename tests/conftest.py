@@ -69,8 +69,7 @@ def tokenizer():
     return model_folders.load_tokenizer(str(ROOT / "toy/model"))
 
 
-@pytest.fixture(scope="session")
-def tiny_model():
+def make_tiny_model():
     """Two random layers of 32 with the toy's vocabulary: enough for every
     property, a few milliseconds a forward."""
     torch.manual_seed(0)
@@ -90,16 +89,24 @@ def tiny_model():
 
 
 @pytest.fixture(scope="session")
-def trained(tiny_model, tmp_path_factory):
-    """Folders as steps 1 and 2 leave them: "actor", a language model, and "judge", a reward
-    model, both with random weights and the toy's tokenizer."""
-    base = tmp_path_factory.mktemp("trained")
+def tiny_model():
+    return make_tiny_model()
+
+
+def save_trained(base, tiny_model):
+    """Makes folders as steps 1 and 2 leave them: "actor", a language model, and "judge", a reward
+    model, both with random weights and the toy's tokenizer. Returns `base`."""
     config = copy.deepcopy(tiny_model.config)
     config.num_labels = 1
     for name, model in (("actor", tiny_model), ("judge", LlamaForSequenceClassification(config))):
         model.save_pretrained(base / name)
         model_folders.load_tokenizer(str(ROOT / "toy/model")).save_pretrained(base / name)
     return base
+
+
+@pytest.fixture(scope="session")
+def trained(tiny_model, tmp_path_factory):
+    return save_trained(tmp_path_factory.mktemp("trained"), tiny_model)
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests import workers
 
+import torch
 from safetensors.torch import load_file
 
 CLOCKS = {
@@ -64,7 +65,6 @@ def prepare():
     import sft  # noqa: F401
     from machinery import logs
 
-    import torch
     from tqdm import tqdm
 
     torch.set_num_threads(1)
@@ -156,6 +156,15 @@ def run(script, argv, output, ranks=2, kill_at=None, fault=None, limit=240):
     )
 
 
+def weights_in(output):
+    """Returns the weights of all models in a folder, {file and name: bytes}."""
+    return {
+        f"{file.relative_to(output)} {name}": bytes(tensor.flatten().view(torch.uint8).numpy())
+        for file in sorted(output.rglob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
 def outcome(output):
     """Returns what a finished run leaves behind, without its clocks: weights as bytes, metrics,
     samples."""
@@ -164,11 +173,7 @@ def outcome(output):
     return {
         "metrics": [{k: v for k, v in record.items() if k not in CLOCKS} for record in metrics],
         "samples": samples.read_text() if samples.exists() else "",
-        "weights": {
-            f"{file.relative_to(output)} {name}": tensor.numpy().tobytes()
-            for file in sorted(output.rglob("*.safetensors"))
-            for name, tensor in load_file(file).items()
-        },
+        "weights": weights_in(output),
     }
 
 

@@ -194,8 +194,9 @@ def test_only_what_is_ours_is_removed(tmp_path, capsys):
     name the run itself will write is a reason to refuse."""
     end(begin(tmp_path), "ema")
     kept = ["notes.txt", "my_model.safetensors", "ema/notes.txt", "checkpoints/step-by-step.md"]
+    kept += ["checkpoints/step-2-backup/rank0.pt", "checkpoints/step-2.txt"]
     for name in kept:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("mine")
     begin(tmp_path, "--overwrite").release()
     assert {name for name, text in tree(tmp_path).items() if text == "mine"} == set(kept)
@@ -267,6 +268,19 @@ UNUSABLE = {  # what lies there: (function that makes it, flags, words)
         ["--overwrite"],
         "step-2 is not a folder",
     ),
+    **{
+        f"a folder {name}": (lambda o, name=name: (o / name).mkdir(parents=True), [flag], name)
+        for name, flag in (
+            ("args.json", "--overwrite"),
+            (".lock", "--overwrite"),
+            ("metrics.jsonl", "--resume"),
+        )
+    },
+    "a file .saving": (
+        lambda o: o.mkdir() or (o / ".saving").write_text(""),
+        ["--overwrite"],
+        ".saving is not a folder",
+    ),
     "finished parts": (finished_parts, [], "holds a run, --overwrite"),
     "finished parts, resumed": (finished_parts, ["--resume"], "no checkpoint, --overwrite"),
     "a checkpoint, no args.json": (checkpoint, ["--resume"], "args.json is missing or damaged"),
@@ -285,23 +299,26 @@ def test_a_folder_that_cannot_be_had_is_refused(tmp_path, capsys, name):
     assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("text", [b"", b'{"seed": 1', b"\xff\xfe\x00", b"[1]", b"3", b"{}", None])
+LISTS = [b'{"data_fingerprint": 1, "files": %s}' % files for files in (b"3", b"null", b"[1]")]
+
+
+@pytest.mark.parametrize("text", [b"", b'{"seed": 1', b"\xff\xfe\x00", b"[1]", b"3", b"{}", *LISTS])
 def test_a_broken_args_json_is_no_record(tmp_path, capsys, text):
-    """Empty, cut, binary, no object, a folder: a resume has nothing to compare with. --overwrite
-    still begins anew."""
+    """Empty, cut, binary, no object, no list of files: a resume has nothing to compare with.
+    --overwrite still begins anew."""
     checkpoint(tmp_path)
-    file = tmp_path / "args.json"
-    file.mkdir() if text is None else file.write_bytes(text)
+    (tmp_path / "args.json").write_bytes(text)
     words = "args.json is missing or damaged"
     refused(capsys, words, output_folder.check, get_args(tmp_path, "--resume"))
     output_folder.check(get_args(tmp_path, "--overwrite"))
 
 
 @pytest.mark.parametrize("flag", "output_dir data_path model_name_or_path ds_config".split())
-def test_a_name_too_long_for_a_file_system_is_refused(capsys, flag):
+def test_a_name_that_no_file_can_have_is_refused(capsys, flag):
     long = "a" * 300
     refused(capsys, f"--{flag}, 304 characters", sft.get_args, [f"--{flag}", f"./x/{long}"])
     refused(capsys, f"--{flag}, characters", sft.get_args, [f"--{flag}", "a/" * 2100])
+    refused(capsys, f"--{flag}, no UTF-8", sft.get_args, [f"--{flag}", "caf\udce9"])
 
 
 INPUTS = [  # script, flag, the path in the output folder, words

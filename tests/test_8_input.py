@@ -81,10 +81,8 @@ DAMAGED = {
 }
 
 
-@pytest.fixture(scope="session")
-def wrong_things(trained, tmp_path_factory):
-    """A folder with the wrong things in it that the table below names."""
-    tmp_path = tmp_path_factory.mktemp("things")
+def make_wrong_things(tmp_path, trained):
+    """Makes the wrong things that the table below names (tests/hostile.py draws from them, too)."""
     many = [{**PAIR, "prompt": f"Why {i}?"} for i in range(8)]
     rows(tmp_path / "good/train.jsonl", *many)
     rows(tmp_path / "good/test.jsonl", PAIR)
@@ -174,6 +172,11 @@ def wrong_things(trained, tmp_path_factory):
     return tmp_path
 
 
+@pytest.fixture(scope="session")
+def wrong_things(trained, tmp_path_factory):
+    return make_wrong_things(tmp_path_factory.mktemp("things"), trained)
+
+
 @pytest.fixture
 def box(wrong_things, tmp_path, monkeypatch):
     """A working folder with those things in it, and nothing else."""
@@ -246,6 +249,9 @@ CASES = [  # script, flags, what the message must say
     ),
     ("ppo", "--samples_per_prompt 0", "--samples_per_prompt 0, out of range"),
     ("sft", "--learning_rate inf", "--learning_rate inf, finite"),
+    ("sft", "--lora_dim 2147483647", "--lora_dim, out of range, 65536 or less"),
+    ("ppo", "--critic_lora_dim 2147483647", "--critic_lora_dim, out of range, 65536 or less"),
+    ("sft", "--lora_alpha 0", "--lora_alpha 0.0, out of range"),  # adapters that never act
     ("sft", "--adam_betas 0.9,1", "--adam_betas 1.0, 0.999999 or less"),
     ("sft", "--adam_betas nan,0.9", "--adam_betas nan, out of range"),
     ("sft", "--adam_betas 0.9", "--adam_betas, 2 numbers joined by commas"),
@@ -321,6 +327,8 @@ CASES = [  # script, flags, what the message must say
     ("reward", "--ds_config ds_comet.json", "ds_comet.json, comet, pip install comet_ml"),
     # data
     ("sft", "--data_path colums.jsonl", "colums.jsonl, columns.jsonl"),  # what is there instead
+    ("sft", "--data_path ''", "--data_path is empty, Name a file"),
+    ("ppo", "--unsup_data_path ' '", "--unsup_data_path is empty"),
     ("sft", "--data_path some/name", "some/name"),  # neither here nor on the hub, which is offline
     ("sft", "--data_path table.txt", "table.txt, .jsonl, .csv, .parquet"),
     ("sft", "--data_path cells.csv", "cells.csv, line 3, cells"),

@@ -80,6 +80,7 @@ def test_every_flag_named_in_the_docs_exists():
         "--num_nodes",
         *("--model", "--model_args", "--tasks", "--exclude"),  # other tools'
         "--cpu",  # of gpu_check.py
+        *("--cases", "--only", "--seconds"),  # of hostile.py
         "--nnodes",
         "--nproc_per_node",
         "--node_rank",
