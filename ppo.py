@@ -93,8 +93,8 @@ def get_args(argv=None):
     """The flags of this step: the papers' here, options in machinery/ppo_options.py."""
     parser = flags.new_parser(__doc__)
     arg = flags.flag_group(parser, "PPO: flags that change the result")
-    arg("actor_model_name_or_path", str, "start of the actor, and the reference: step 1's output")
-    arg("critic_model_name_or_path", str, "start of the critic: step 2's output")
+    arg("actor_model_name_or_path", str, "actor and reference: step 1's output", fixed=True)
+    arg("critic_model_name_or_path", str, "start of the critic: step 2's output", fixed=True)
     arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
     arg("per_device_training_batch_size", int, "responses of one forward; equal", least=1)
     arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)

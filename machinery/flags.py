@@ -108,7 +108,8 @@ def add_common_flags(parser, own_forms=()):
 def add_result_flags(arg):
     """Declares what a run starts from, and what trains, how long, and how fast."""
     arg("preset", str, "a named recipe. toy when no model is named, else the script's first")
-    arg("model_name_or_path", str, "hub name or folder; one without weights starts from scratch")
+    start = "hub name or folder; one without weights starts from scratch"
+    arg("model_name_or_path", str, start, fixed=True)
     files = "hub names, .jsonl .json .csv .parquet files, folders of them"
     arg("data_path", str, files, nargs="+", fixed=True)
     split = "shares of the rows that sft, reward, ppo take, disjoint. 2,4,4 [DeepSpeed-Chat]"
