@@ -155,6 +155,8 @@ def test_a_dialogue_is_written_as_hh_has_it():
     assert talk_models.written(messages, talk_models.DIALOGUE) == text
     messages[1]["content"] = "Hello."
     assert talk_models.written(messages, talk_models.DIALOGUE) == text
+    joined = "Q: Hi A: Hello.\nQ: Who are you? A:"  # a line of its own, where there is none yet
+    assert talk_models.written(messages, "Q: {} A:") == joined
     assert talk_models.written(messages, "chat") is messages
     assert talk_models.written("as it is {}", "Q: {}") == "as it is {}"
 

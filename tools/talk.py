@@ -35,7 +35,7 @@ from machinery import (
 
 import talk_session
 import talk_tables
-from talk_models import DIALOGUE, Judge, Writer
+from talk_models import CHAT, DIALOGUE, Judge, Writer
 
 
 def new_parser():
@@ -99,19 +99,22 @@ def broken_rules(args):
 
 
 # ---- Files ----
-def read_rows(args, path, flag, stage, kept):
-    """Returns what kept(row, columns) makes of the first --num rows of a source.
+def read_rows(args, path, flag, stages, kept):
+    """Returns what kept(row, columns, stage) makes of the first --num rows of a source.
 
-    A folder's rows are its test split, if it has one. kept returns None for a row to leave out.
+    The stage is the first of `stages` that can make its rows of the columns. A folder's rows are
+    its test split, if it has one. kept returns None for a row to leave out.
     """
     source, columns = sources.read_source(path, flag)
+    able = [one for one in stages if any(need <= set(columns) for need in rows.NEEDS[one])]
+    stage = [*able, stages[-1]][0]
     rows.check_columns(path, columns, stage, flag)
     found, dropped = [], 0
     for number, row in enumerate(source.get("test", source["train"]), 1):
         if args.num and len(found) == args.num:
             break
         try:
-            made = kept(row, columns)
+            made = kept(row, columns, stage)
         except formats.BadRow as error:
             place = row.get(sources.PLACE) or f"{path}, row {number}"
             errors.fail(f"{place}: {error}.\n  Mend the row, or take it out.")
@@ -125,9 +128,9 @@ def read_rows(args, path, flag, stage, kept):
 def read_prompts(args):
     """Returns (prompt, other columns as JSON) of the rows of --prompts."""
 
-    def kept(row, columns):
+    def kept(row, columns, stage):
         row = sources.parse(row)
-        prompt, _, _ = rows.read_row(row, "ppo")
+        prompt, _, _ = rows.read_row(row, stage)
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             return None
         others = {**dict.fromkeys(columns), **row}
@@ -136,7 +139,7 @@ def read_prompts(args):
             prompt = [{"role": "user", "content": prompt}]
         return prompt, json.dumps(others, default=str)
 
-    return read_rows(args, args.prompts, "--prompts", "ppo", kept)
+    return read_rows(args, args.prompts, "--prompts", ["ppo"], kept)
 
 
 class Output:
@@ -173,28 +176,28 @@ def compare(args, prompts, writers, judge, gold):
             out.write({**line, **scores})
         name = writer.name if writer.name not in answers else f"{writer.name} ({number + 1})"
         answers[name] = found
-        print(f"{name}: {len(found)} prompts answered", flush=True)
+        cut = sum(row["cut"] for row in found)
+        cut = f", {cut} of them without the beginning: too long" if cut else ""
+        print(f"{name}: {len(found)} prompts answered{cut}", flush=True)
     print("\n".join(["", *talk_tables.comparison(answers)]))
 
 
 def score(args, judge):
     """Scores the responses of --score, writes --out, and prints means and accuracy."""
-    _, columns = sources.read_source(args.score, "--score")
-    stage = "reward" if any(need <= set(columns) for need in rows.NEEDS["reward"]) else "sft"
-    sides = {"reward": ["chosen_score", "rejected_score"], "sft": ["score"]}[stage]
 
-    def kept(row, columns):
+    def kept(row, columns, stage):
         made = rows.tokenise_row(row, judge.tokenizer, stage, judge.positions, columns=columns)
         return None if made["drop"] else (sources.parse(row), made)
 
-    found = read_rows(args, args.score, "--score", stage, kept)
+    found = read_rows(args, args.score, "--score", ["reward", "sft"], kept)
     pairs = []
     for _, made in found:
         pairs += [(made["prompt_ids"], response) for response in made["responses"]]
     scores = iter(judge.score_ids(args, pairs))
     out, scored = Output(args.out), []
-    for row, _ in found:
-        own = {name: next(scores) for name in sides}
+    for row, made in found:
+        names = ["chosen_score", "rejected_score"] if len(made["responses"]) > 1 else ["score"]
+        own = {name: next(scores) for name in names}
         scored.append(own)
         out.write({**row, **own})
         if not args.out:
@@ -216,7 +219,8 @@ def main(argv=None):
         return compare(args, prompts, writers, judge, gold)
     for writer in writers:
         count = f"{model_folders.count_parameters(writer.model):,} weights"
-        form = "Human: ..., Assistant:" if writer.template == DIALOGUE else repr(writer.template)
+        forms = {DIALOGUE: "Human: ..., Assistant:", CHAT: "its chat template has it"}
+        form = forms.get(writer.template, repr(writer.template))
         print(f"{writer.name}: {count}, {writer.dtype}; questions are written as {form}")
     print("Ask something. /help lists the commands.")
     talk_session.Session(args, new_parser(), writers, judge, gold).run()

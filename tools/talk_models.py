@@ -28,7 +28,8 @@ def found_template(path):
     "{}" stands for the question: what differs between the prompts. None where that is unknown.
     ema/ has the samples of the folder above.
     """
-    for folder in (Path(path), Path(path).parent):
+    folder = Path(path)
+    for folder in [folder, folder.parent] if folder.name == "ema" else [folder]:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             with open(folder / "samples.jsonl") as lines:
                 head = itertools.islice(lines, 100)
@@ -61,11 +62,11 @@ def written(prompt, template):
     """
     if isinstance(prompt, str) or template == CHAT:
         return prompt
-    parts = []
+    parts, between = [], "" if template.startswith("\n") else "\n"
     for message in prompt:
         text = message["content"]
         if message["role"] == "user":
-            text = template.replace("{}", text)
+            text = (between if parts else "") + template.replace("{}", text)
         elif message["role"] == "assistant" and not text[:1].isspace():
             text = " " + text
         parts.append(text)
