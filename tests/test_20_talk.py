@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 
-from machinery import flags, model_folders, saving
+from machinery import flags, model_folders, progress, saving
 from tests.conftest import load_model
 
 import pytest
@@ -183,6 +183,19 @@ def test_models_are_given_the_same_random_numbers(args):
     ids = answers[1]["response_ids"]
     assert len(shown) == len(ids) - 1 and not first.model._forward_pre_hooks
     assert shown[-1] == first.tokenizer.decode(ids[:-1], skip_special_tokens=True)
+
+
+def test_no_bar_is_drawn_into_a_response(args, monkeypatch):
+    """Bars of progress go to a terminal after a second, and move its cursor."""
+    writer = writers_of(args)[0]
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    prompts = [writer.prompt(args, 0, "Who?")]
+    own = progress.tqdm
+    monkeypatch.setattr(progress, "tqdm", lambda **options: own(**{**options, "delay": 0}))
+    writer.answers(args, prompts, 0, lambda text: None)
+    assert sys.stderr.getvalue() == ""
+    writer.answers(args, prompts, 0)
+    assert "responses" in sys.stderr.getvalue()
 
 
 @torch.no_grad()
@@ -401,6 +414,34 @@ def test_a_folder_that_is_something_else_is_refused(trained, tmp_path, capsys, k
     with pytest.raises(SystemExit) as stop:
         getattr(talk_models, kind)(get_args("m"), str(path))
     assert stop.value.code == 2 and why in capsys.readouterr().err
+
+
+def test_what_a_tokenizer_has_no_template_for_is_refused(args, trained, tmp_path, capsys):
+    """In words that name the model: where --template asks for it, and where data needs it."""
+    chat = get_args("m", "--template", "chat", "--dtype", "fp32")
+    data = write_lines(tmp_path / "data.jsonl", [CHATS])
+    jobs = {
+        "no chat template": lambda: talk_models.Writer(chat, str(trained / "actor")),
+        "holds chats": lambda: talk.main(
+            ["--reward", str(trained / "judge"), "--score", str(data)]
+        ),
+    }
+    for why, job in jobs.items():
+        with pytest.raises(SystemExit):
+            job()
+        assert why in capsys.readouterr().err
+
+
+def test_a_prompt_that_a_template_refuses_is_named(chat_folder, tmp_path, capsys):
+    folder = shutil.copytree(chat_folder, tmp_path / "model")
+    tokenizer = model_folders.load_tokenizer(str(chat_folder))
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    tokenizer.save_pretrained(folder)
+    writer = talk_models.Writer(get_args("m"), str(folder))
+    with pytest.raises(SystemExit):
+        writer.prompt(get_args("m"), 0, ASKED)
+    said = capsys.readouterr().err
+    assert "refuses a prompt: no system role" in said and "Who are you?" in said
 
 
 def test_a_bad_row_is_named_before_a_model_is_loaded(tmp_path, capsys):

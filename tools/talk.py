@@ -16,6 +16,7 @@ models.
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,13 +104,13 @@ def read_rows(args, path, flag, stages, kept):
     """Returns what kept(row, columns, stage) makes of the first --num rows of a source.
 
     The stage is the first of `stages` that can make its rows of the columns. A folder's rows are
-    its test split, if it has one. kept returns None for a row to leave out.
+    its test split, if it has one. kept returns a text for a row to leave out: why.
     """
     source, columns = sources.read_source(path, flag)
     able = [one for one in stages if any(need <= set(columns) for need in rows.NEEDS[one])]
     stage = [*able, stages[-1]][0]
     rows.check_columns(path, columns, stage, flag)
-    found, dropped = [], 0
+    found, dropped = [], Counter()
     for number, row in enumerate(source.get("test", source["train"]), 1):
         if args.num and len(found) == args.num:
             break
@@ -118,10 +119,14 @@ def read_rows(args, path, flag, stages, kept):
         except formats.BadRow as error:
             place = row.get(sources.PLACE) or f"{path}, row {number}"
             errors.fail(f"{place}: {error}.\n  Mend the row, or take it out.")
-        found += [] if made is None else [made]
-        dropped += made is None
-    if dropped:
-        print(f"{path}: dropped {dropped} rows: empty, or pairs of equals")
+        if made == rows.NO_TEMPLATE:
+            errors.fail(made)
+        if isinstance(made, str):
+            dropped[made] += 1
+        else:
+            found.append(made)
+    for why, count in dropped.items():
+        print(f"{path}: dropped {count} rows: {why}")
     return found or errors.fail(f"{flag} {path}: no rows are left.")
 
 
@@ -132,7 +137,7 @@ def read_prompts(args):
         row = sources.parse(row)
         prompt, _, _ = rows.read_row(row, stage)
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-            return None
+            return "empty prompt"
         others = {**dict.fromkeys(columns), **row}
         others.pop("prompt", None)
         if args.template and isinstance(prompt, str):
@@ -187,7 +192,7 @@ def score(args, judge):
 
     def kept(row, columns, stage):
         made = rows.tokenise_row(row, judge.tokenizer, stage, judge.positions, columns=columns)
-        return None if made["drop"] else (sources.parse(row), made)
+        return made["drop"] or (sources.parse(row), made)
 
     found = read_rows(args, args.score, "--score", ["reward", "sft"], kept)
     pairs = []

@@ -1,6 +1,7 @@
 """The models of talk.py: those that write responses, and the one that scores them."""
 
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ from machinery import errors, flags, formats, model_checks, model_folders, rows
 
 import huggingface_hub
 import torch
+from jinja2 import TemplateError
 from transformers.utils import find_adapter_config_file
 
 CHAT = "chat"  # the template that stands for the tokenizer's own
@@ -28,8 +30,8 @@ def found_template(path):
     "{}" stands for the question: what differs between the prompts. None where that is unknown.
     ema/ has the samples of the folder above.
     """
-    folder = Path(path)
-    for folder in [folder, folder.parent] if folder.name == "ema" else [folder]:
+    folders = [Path(path), *([Path(path).parent] if Path(path).name == "ema" else [])]
+    for folder in folders:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             with open(folder / "samples.jsonl") as lines:
                 head = itertools.islice(lines, 100)
@@ -74,6 +76,13 @@ def written(prompt, template):
 
 
 # ---- Models ----
+class Nowhere(io.StringIO):
+    """A terminal that shows nothing: bars of progress would move the cursor of the screen."""
+
+    def isatty(self):
+        return True
+
+
 def on_disk(path):
     """Returns `path`; of adapters on the hub, the folder that they are fetched to."""
     if Path(path).exists():
@@ -120,8 +129,14 @@ class Writer(Model):
     def __init__(self, args, path):
         super().__init__(args, path, scores=False)
         own = CHAT if self.tokenizer.chat_template else DIALOGUE
-        self.template = args.template or found_template(path) or own
+        self.set_template(args.template or found_template(path) or own)
         self.ends = self.other_ends()
+
+    def set_template(self, template):
+        """Writes questions as `template` has it from now on."""
+        if template == CHAT and not self.tokenizer.chat_template:
+            errors.fail(f"the tokenizer of {self.name} has no chat template: give text with {{}}.")
+        self.template = template
 
     def other_ends(self):
         """Returns the texts of the tokens, beside EOS, that end a response in stock generate()."""
@@ -140,7 +155,11 @@ class Writer(Model):
         text = written(prompt, self.template)
         room = self.positions - self.answer_length(args)
         room = min(room, args.max_prompt_seq_len or room)
-        ids = rows.tokenise_prompt(self.tokenizer, text)
+        try:
+            ids = rows.tokenise_prompt(self.tokenizer, text)
+        except TemplateError as error:  # "roles must alternate", "no system role"
+            shown = formats.as_text(text)[:300]
+            errors.fail(f"the chat template of {self.name} refuses a prompt: {error}.\n  {shown}")
         row = {"row": number, "sample": 0, "row_weight": 1, "asked": prompt, "extra": extra}
         row.update(prompt=formats.as_text(text), chat=isinstance(text, list))
         return {**row, "prompt_ids": ids[-room:], "cut": len(ids) > room}
@@ -165,7 +184,10 @@ class Writer(Model):
 
     @contextlib.contextmanager
     def shown(self, show):
-        """Calls show(text) when the model takes a token as input: one step after it was sampled."""
+        """Calls show(text) when the model takes a token as input: one step after it was sampled.
+
+        Meanwhile nothing else writes to the screen.
+        """
         taken = []  # the inputs of each forward; the first is the prompt
 
         def note(model, inputs):
@@ -175,7 +197,8 @@ class Writer(Model):
 
         hook = self.model.register_forward_pre_hook(note)
         try:
-            yield
+            with contextlib.redirect_stderr(Nowhere()):
+                yield
         finally:
             hook.remove()
 

@@ -8,7 +8,6 @@ from machinery import errors, flags, ppo_options, reward_functions
 
 import talk_models
 import talk_screen
-from jinja2 import TemplateError
 
 SETTABLE = "temperature top_p top_k min_new_tokens max_answer_seq_len seed".split()
 
@@ -40,8 +39,6 @@ class Session:
                 return
             except KeyboardInterrupt:
                 print("\nstopped; the dialogue is as it was. /quit or Ctrl-D ends.")
-            except TemplateError as error:
-                print(f"the chat template refuses it: {error}")
             except SystemExit:  # errors.fail has said what is wrong
                 pass
 
@@ -165,12 +162,9 @@ class Session:
     def do_template(self, rest):
         """TEXT with {} in the question's place, or chat; nothing: shows what is used"""
         template = read_template(rest, "/template") if rest else None
-        for writer in self.writers:
-            if template == talk_models.CHAT and not writer.tokenizer.chat_template:
-                errors.fail(f"the tokenizer of {writer.name} has no chat template.")
         for number, writer in enumerate(self.writers):
             if template:
-                writer.template = template
+                writer.set_template(template)
                 dialogues = (talk_models.CHAT, talk_models.DIALOGUE)
                 self.remembers[number] = template in dialogues
             print(f"{writer.name}: {writer.template!r}")
