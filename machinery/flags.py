@@ -212,6 +212,8 @@ def parse(parser, presets, argv=None, script=""):
     args._names = frozenset(flag.dest for flag in texts)  # of files, folders, models
     check_names(args)
     check_numbers(args, flags)
+    if not any(args.data_split):
+        errors.fail("--data_split: one of its numbers must be above 0.")
     if why_not := refusals.refusal(args):
         errors.fail(why_not)
     return args
@@ -268,8 +270,6 @@ def check_numbers(args, flags):
                 finite = "finite, " if flag.most == FINITE else ""
                 rule = f"It must be {finite}{flag.least} or more{most}."
                 errors.fail(f"--{flag.dest} {value} is out of range.\n  {rule}")
-    if not any(args.data_split):
-        errors.fail("--data_split: one of its numbers must be above 0.")
 
 
 def check_names(args):

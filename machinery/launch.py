@@ -79,13 +79,18 @@ def let_segments_grow():
         (newer or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
-def join_ranks(args):
-    """Silences the libraries, takes this rank's cores and device, and meets the other ranks."""
+def silence_libraries():
+    """Turns off the progress bars and chatter of the libraries."""
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
     for name in ("DeepSpeed", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def join_ranks(args):
+    """Silences the libraries, takes this rank's cores and device, and meets the other ranks."""
+    silence_libraries()
     share_cores(args)
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     let_segments_grow()

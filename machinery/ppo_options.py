@@ -124,8 +124,8 @@ def refusal(args):
 def broken_constraint(args):
     """Returns the first of PPO's own rules that the flags break, or None."""
     stability = () if args.allow_unstable else stability_rules(args)
-    rules = batch_rules(args), option_rules(args), engine_rules(args), stability
-    return next(itertools.chain(*rules), None)
+    rules = batch_rules, option_rules, sampling_rules, engine_rules
+    return next(itertools.chain(*(rule(args) for rule in rules), stability), None)
 
 
 def batch_rules(args):
@@ -156,16 +156,20 @@ def option_rules(args):
         yield f"--dual_clip {args.dual_clip}: it acts only when above 1; 3 is usual."
     if args.clip_high is not None and args.clip_high < args.clip:
         yield f"--clip_high {args.clip_high}: it must be --clip {args.clip} or more."
-    if not all(args.stop):
-        yield '--stop "": an empty text ends every response at once. Leave it out.'
-    if args.min_new_tokens >= args.max_answer_seq_len:
-        rule = f"must be below --max_answer_seq_len {args.max_answer_seq_len}, else EOS never comes"
-        yield f"--min_new_tokens {args.min_new_tokens} {rule}."
     if args.critic_warmup_steps and not args.has_critic:
         warmup = f"--critic_warmup_steps {args.critic_warmup_steps}"
         yield f"{warmup}: --advantage {args.advantage} has no critic; gae has."
     if args.kl_target is not None and args.kl_target * args.kl_coef <= 0:
         yield f"--kl_target {args.kl_target}: it and --kl_coef must be above 0."
+
+
+def sampling_rules(args):
+    """A response must be able to end, and not at once."""
+    if not all(args.stop):
+        yield '--stop "": an empty text ends every response at once. Leave it out.'
+    if args.min_new_tokens >= args.max_answer_seq_len:
+        rule = f"must be below --max_answer_seq_len {args.max_answer_seq_len}, else EOS never comes"
+        yield f"--min_new_tokens {args.min_new_tokens} {rule}."
 
 
 def engine_rules(args):

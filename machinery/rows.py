@@ -157,14 +157,14 @@ def load_rows(args, tokenizer, stage, limit):
     return train, drop_known_prompts(args, test, trained_on)
 
 
-def check_columns(path, columns, stage):
+def check_columns(path, columns, stage, flag="--data_path"):
     """Ends with an error if the stage cannot make rows of these columns."""
     if not any(need <= set(columns) for need in NEEDS[stage]):
         found = ", ".join(columns) or "(none: it is empty)"
         needs = " or ".join(" + ".join(sorted(need)) for need in NEEDS[stage])
         known = f"Known formats:{formats.KNOWN_FORMATS}"
         needs = f"This stage needs {needs}. {known}"
-        errors.fail(f"--data_path {path} has the columns {found}.\n  {needs}")
+        errors.fail(f"{flag} {path} has the columns {found}.\n  {needs}")
 
 
 def read_prompts(path, name, rows, stage):

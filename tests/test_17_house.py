@@ -28,7 +28,8 @@ FILES = {"common": ROOT / "common.py", **{name: ROOT / f"{name}.py" for name in 
 MACHINERY = {f"machinery.{f.stem}": f for f in sorted((ROOT / "machinery").glob("*.py"))}
 PACKAGE = "machinery.__init__"
 FILES |= MACHINERY
-TREES = {name: ast.parse(file.read_text()) for name, file in FILES.items()}
+TOOLS = {f"tools.{f.stem}": f for f in sorted((ROOT / "tools").glob("*.py"))}  # they use the rest
+TREES = {name: ast.parse(file.read_text()) for name, file in [*FILES.items(), *TOOLS.items()]}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -50,8 +51,11 @@ def imported(name):
 def test_the_machinery_knows_no_script():
     """A script is one of many that may be written on top: a fourth one, or a fork of ppo.py, must
     find all of the machinery at work without the other three."""
+    tools = {name.removeprefix("tools.") for name in TOOLS}
     for name in FILES:
         assert not imported(name) & set(SCRIPTS), name
+        text = FILES[name].read_text()
+        assert not any(f"import {tool}" in text for tool in [*tools, "tools"]), name
 
 
 def test_no_import_goes_in_a_circle():
@@ -127,7 +131,7 @@ def changed(name):
                 yield ast.unparse(target.value) + "." * isinstance(target, ast.Attribute)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES, *TOOLS])
 def test_nothing_is_kept_at_the_top_of_a_module(name):
     """What a module keeps between two calls is seen by nobody who reads the call: a second run in
     the same Python would start from what the first has left. State lives in objects that are handed
@@ -135,7 +139,7 @@ def test_nothing_is_kept_at_the_top_of_a_module(name):
     (A cache of what a function returns is none: functools.lru_cache.)"""
     assert not any(isinstance(node, ast.Global) for node in ast.walk(TREES[name]))
     own, short = containers(name), name.removeprefix("machinery.")
-    for other in FILES:
+    for other in [*FILES, *TOOLS]:
         forbidden = {f"{short}.{constant}" for constant in own} | {f"{short}."}
         if other == name:
             forbidden = own
@@ -154,8 +158,8 @@ def test_the_search_for_changes_finds_them(monkeypatch):
     assert set(changed("bad")) == {"B", "C", "E", "common.LIST", "ranks."}
 
 
-@pytest.mark.parametrize("name", MACHINERY)
-def test_every_module_of_the_machinery_says_its_job(name):
+@pytest.mark.parametrize("name", [*MACHINERY, *TOOLS])
+def test_every_module_says_its_job(name):
     """Who looks for something reads the folder's names and first lines."""
     assert len(ast.get_docstring(TREES[name]).splitlines()[0].split()) >= 4
 

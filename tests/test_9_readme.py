@@ -20,11 +20,13 @@ from machinery import kl_controller, saving, statistics
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "toy"))
+sys.path[:0] = [str(ROOT / "toy"), str(ROOT / "tools")]
 import gold
+import talk
 
 SCRIPTS = {"sft.py": sft, "reward.py": reward, "ppo.py": ppo}
 MACHINERY = sorted((ROOT / "machinery").glob("*.py"))
+TOOLS = sorted((ROOT / "tools").glob("*.py"))
 # What a file may have, comments included: bytes, and syntax nodes a statement (what a statement
 # asks of its reader: nanoGPT's train.py has 9.5, TRL's ppo_trainer.py 11.9)
 BUDGETS = {
@@ -32,7 +34,7 @@ BUDGETS = {
     "reward.py": (9_500, 12.5),
     "ppo.py": (30_500, 12.5),  # 27,000 are the aim
     "common.py": (19_500, 12.5),  # 18,000 are the aim
-    **{f"machinery/{file.name}": (16_000, 13.5) for file in MACHINERY},
+    **{str(file.relative_to(ROOT)): (16_000, 13.5) for file in [*MACHINERY, *TOOLS]},
 }
 WIDEST_LINE = 100  # columns, in every .py file of the project
 BYTES_A_LINE = 52  # on average: lines may be wide, and a page of wide lines is tiring
@@ -43,12 +45,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 def commands():
     """Every line of an indented or fenced block of README and docs that starts
-    one of the three scripts."""
+    one of the three scripts, or talk.py."""
     for page in PAGES:
         text = page.read_text().replace("\\\n", " ")
         for line in re.findall(
             r"^(?:    )?((?:deepspeed|torchrun|python|srun|[A-Z_]+=\S+) "
-            r".*?\b(?:sft|reward|ppo)\.py.*)$",
+            r".*?\b(?:sft|reward|ppo|talk)\.py.*)$",
             text,
             re.M,
         ):
@@ -59,8 +61,9 @@ def commands():
 def test_every_command_in_the_docs_parses(line):
     """A command that a reader copies must be one that the scripts accept."""
     words = shlex.split(line, comments=True)
-    script = next(w for w in words if w in SCRIPTS)
-    SCRIPTS[script].get_args(words[words.index(script) + 1 :])
+    programs = {**SCRIPTS, "tools/talk.py": talk}
+    script = next(w for w in words if w in programs)
+    programs[script].get_args(words[words.index(script) + 1 :])
 
 
 def test_the_readme_shows_each_script():
@@ -72,7 +75,7 @@ def test_the_readme_shows_each_script():
 def test_every_flag_named_in_the_docs_exists():
     """A flag that was renamed in the code must not live on in the text."""
     known = set()
-    for module in SCRIPTS.values():
+    for module in [*SCRIPTS.values(), talk]:
         known |= set(re.findall(r"--[a-zA-Z_0-9]+", help_of(module)))
     known |= set(re.findall(r'"(--[a-z_]+)"', (ROOT / "tests/bench.py").read_text()))
     launchers = {
@@ -184,7 +187,7 @@ def test_size_budgets_hold(name):
 
 def test_the_budgets_are_of_all_files():
     """A new file at the top, or a folder in machinery, would else have no budget."""
-    product = [*ROOT.glob("*.py"), *ROOT.glob("machinery/**/*.py")]
+    product = [*ROOT.glob("*.py"), *ROOT.glob("machinery/**/*.py"), *ROOT.glob("tools/**/*.py")]
     assert {str(file.relative_to(ROOT)) for file in product} == set(BUDGETS)
 
 
@@ -192,7 +195,7 @@ def test_no_line_is_too_wide():
     """What does not fit beside a second window is not read. The tests' and the toy's lines count,
     too."""
     files = [*ROOT.glob("*.py")]
-    for folder in ("machinery", "tests", "toy", "docs"):
+    for folder in ("machinery", "tools", "tests", "toy", "docs"):
         files += (ROOT / folder).rglob("*.py")
     wide = [
         f"{file.relative_to(ROOT)}, line {number}: {len(line)}"
@@ -203,7 +206,7 @@ def test_no_line_is_too_wide():
     assert wide == []
 
 
-@pytest.mark.parametrize("file", MACHINERY, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [*MACHINERY, *TOOLS], ids=lambda file: file.name)
 def test_no_function_of_the_machinery_is_long(file):
     """A function that does one job fits a screen; one of 100 lines does several."""
     long = [
@@ -215,12 +218,12 @@ def test_no_function_of_the_machinery_is_long(file):
     assert long == []
 
 
-@pytest.mark.parametrize("name", ["sft.py", "reward.py", "ppo.py", "common.py", "machinery/"])
+@pytest.mark.parametrize("name", [*SCRIPTS, "common.py", "machinery/", "tools/"])
 def test_the_size_table_is_counted(name):
     """The README's size of each file, and of the folder, in thousands of bytes, is right to within
     one of them, or a fiftieth."""
     stated = re.search(rf"`{name}` \| ([\d.]+) \|", (ROOT / "README.md").read_text())
-    files = MACHINERY if name == "machinery/" else [ROOT / name]
+    files = {"machinery/": MACHINERY, "tools/": TOOLS}.get(name, [ROOT / name])
     size = sum(file.stat().st_size for file in files) / 1000
     assert float(stated[1]) == pytest.approx(size, abs=1, rel=0.02)
 
@@ -231,7 +234,8 @@ WITH_EXAMPLES = [statistics, kl_controller, gold]
 @pytest.mark.parametrize(
     "module",
     [common, sft, reward, ppo, gold]
-    + [importlib.import_module(f"machinery.{file.stem}") for file in MACHINERY[1:]],
+    + [importlib.import_module(f"machinery.{file.stem}") for file in MACHINERY[1:]]
+    + [importlib.import_module(file.stem) for file in TOOLS],
     ids=lambda module: module.__name__,
 )
 def test_examples_in_docstrings_run(module):
@@ -354,6 +358,7 @@ def test_nothing_names_a_machine():
     for file in [
         *ROOT.glob("*.py"),
         *MACHINERY,
+        *TOOLS,
         *ROOT.glob("toy/*.py"),
         *ROOT.glob("toy/*.json"),
         *ROOT.glob("tests/*.py"),

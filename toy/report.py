@@ -64,6 +64,8 @@ def main(folder):
         "\nCurves: "
         + ", ".join(str(folder / step / "curves.png") for step in ("sft", "reward", "ppo"))
     )
+    models = f"{folder}/sft {folder}/ppo --reward {folder}/reward"
+    print(f"Talk to the models: .venv/bin/python tools/talk.py {models}")
 
 
 if __name__ == "__main__":
