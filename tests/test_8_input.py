@@ -274,8 +274,8 @@ CASES = [  # script, flags, what the message must say
     ("ppo", "--min_new_tokens 48", "--min_new_tokens 48, --max_answer_seq_len 48, EOS"),
     (
         "sft",
-        "--model_name_or_path done/old --output_dir done --overwrite",
-        "done, --model_name_or_path, delete",
+        "--model_name_or_path done/old --output_dir done/old --overwrite",
+        "done/old, --model_name_or_path, delete",
     ),
     ("ppo", "--reward_fn broken.jsonl:f", "--reward_fn broken.jsonl:f"),
     # what this machine or this combination cannot do
