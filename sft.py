@@ -6,7 +6,7 @@
 
 The model learns to continue a prompt with its response: cross entropy on the response's tokens,
 EOS included, and on nothing else. Numbered as in main(): 1 data, 2 model, 3 train, 4 save.
-What is left out: packing, and losses on the prompt unless --train_on_prompt turns them on.
+What is left out: packing. --train_on adds the turns before the response, or the whole prompt.
 
 Token layout of a micro-batch: B = 2 rows, T = 6 tokens, K = 3 of the longest response ('-' is
 padding).
@@ -29,7 +29,7 @@ import torch
 # ---- Hyperparameters ----
 PRESETS = {
     # DeepSpeed-Chat, step 1, opt/single_node/run_1.3b.sh, number for number. (Its loss covers the
-    # prompt, too: --train_on_prompt.) The first preset holds when a model is named, the toy's
+    # prompt, too: --train_on everything.) The first preset holds when a model is named, the toy's
     # (toy/presets.json) when none is.
     "opt-1.3b": dict(
         model_name_or_path="facebook/opt-1.3b",
@@ -61,7 +61,8 @@ def get_args(argv=None):
     parser = flags.new_parser(__doc__)
     flags.add_common_flags(parser)
     arg = flags.flag_group(parser, "flags of this step alone")
-    arg("train_on_prompt", False, "the loss covers the prompt's tokens, too", fixed=True)
+    covered = "the assistant's turns, or everything. None: all of messages, last of other data"
+    arg("train_on", str, covered, fixed=True, choices=["last", "all", "everything"])
     arg("num_samples", 5, "held-out prompts answered at each evaluation")
     arg("max_answer_seq_len", 64, "tokens of those responses, at most", least=2)
     return flags.parse(parser, PRESETS, argv, "sft")

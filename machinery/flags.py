@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from machinery import errors, refusals
+from machinery import errors, formats, refusals
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -98,6 +98,18 @@ def numbers(count):
     return parsed
 
 
+def column_names(text):
+    """argparse type: "prompt=question,response=answer" becomes a dict."""
+    pairs = [pair.split("=") for pair in text.split(",")]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like prompt=question,response=answer")
+    for name, _ in pairs:
+        if name not in formats.COLUMNS:
+            known = ", ".join(formats.COLUMNS)
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {known}")
+    return dict(pairs)
+
+
 def add_common_flags(parser, own_forms=()):
     """Declares the flags of all scripts, except those named in `own_forms`."""
     add_result_flags(flag_group(parser, "flags that change the result", own_forms))
@@ -112,7 +124,10 @@ def add_result_flags(arg):
     arg("model_name_or_path", str, start, fixed=True)
     files = "hub names, .jsonl .json .csv .parquet files, folders of them"
     arg("data_path", str, files, nargs="+", fixed=True)
-    split = "shares of the rows that sft, reward, ppo take, disjoint. 2,4,4 [DeepSpeed-Chat]"
+    names = "which columns of data_path are ours: prompt=question,response=answer"
+    arg("columns", column_names, names, fixed=True)
+    split = "shares of the rows that sft, reward, ppo take, disjoint. 2,4,4 [DeepSpeed-Chat]; "
+    split += "None: all rows, or that if steps share your data"
     arg("data_split", numbers(3), split, most=1e9, fixed=True)
     arg("output_dir", str, "where everything that the run leaves behind goes")
     length = "tokens of prompt + response; a long prompt keeps its end, a long response is cut"
@@ -216,6 +231,9 @@ def parse(parser, presets, argv=None, script=""):
         errors.fail("--data_split: one of its numbers must be above 0.")
     if why_not := refusals.refusal(args):
         errors.fail(why_not)
+    if "data_path" in args._given and not args._given & {"data_split", "preset"}:
+        args.data_split = None  # data_split.default decides, once the data is read
+        args._fixed -= {"data_split"}
     return args
 
 

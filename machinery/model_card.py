@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from machinery import flags
+from machinery import data_split, flags
 
 import yaml
 
@@ -71,7 +71,6 @@ def text(args, title, folder, adapted=None, scores=False, appended="none"):
     }
     head = yaml.safe_dump({key: value for key, value in head.items() if value}, sort_keys=False)
     rows = record.get("data_rows", "?")
-    share = ",".join(f"{part:g}" for part in args.data_split)
     return f"""---
 {head}# license: yours to choose
 ---
@@ -80,7 +79,7 @@ def text(args, title, folder, adapted=None, scores=False, appended="none"):
 
 {title[0].upper()}{title[1:]} ({kind}), begun from `{base or name_of(start)}`.
 
-**Data.** {", ".join(data)}: {rows} rows, this step's share of them (`--data_split {share}`).
+**Data.** {", ".join(data)}: {rows} rows ({data_split.in_words(args)}).
 
 **Limits.** {LIMITS[kind]} Nothing but the metrics below was measured.
 

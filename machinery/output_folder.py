@@ -229,6 +229,8 @@ def comparable(args, name, value):
 
 def in_words(value):
     """Returns the value of a flag as it is typed."""
+    if isinstance(value, dict):
+        return ",".join(f"{name}={other}" for name, other in value.items())
     return " ".join(map(str, value)) if isinstance(value, list) else value
 
 

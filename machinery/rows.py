@@ -2,71 +2,35 @@
 
 import hashlib
 import json
-import re
 import zlib
 from collections import Counter
 
 from machinery import errors, formats, ranks, row_cache, sources
+from machinery.data_split import STAGES, default, share_of
+from machinery.tokens import UncheckedTurns, tokenise_prompt, tokenise_response, tokenise_turns
 
 import datasets
 import numpy as np
 from jinja2 import TemplateError
 
-STAGES = ("sft", "reward", "ppo")  # in the order of --data_split
 TEXTS = {"sft": ["response"], "reward": ["chosen", "rejected"], "ppo": []}  # of an Example
+PAIRS = [{"chosen", "rejected"}, formats.WEBGPT, formats.SHP]
 NEEDS = {  # columns of which a stage can make its rows
-    "sft": [{"prompt", "response"}, {"chosen"}, {"messages"}, {"instruction", "output"}],
-    "reward": [{"chosen", "rejected"}],
-    "ppo": [{"prompt"}, {"chosen", "rejected"}, {"messages"}, {"instruction"}],
+    "sft": [
+        *({"prompt", "response"}, {"prompt", "completion"}, {"messages"}, {"conversations"}),
+        *({"instruction", "output"}, {"chosen"}, formats.WEBGPT, formats.SHP),
+    ],
+    "reward": PAIRS,
+    "ppo": [{"prompt"}, {"messages"}, {"conversations"}, {"instruction"}, *PAIRS],
 }
 NO_TEMPLATE = """the data holds chats, and the tokenizer has no chat template.
   Use a chat model's tokenizer, or text (prompt, response, chosen, rejected)."""
+UNCHECKED = """--train_on all: the chat template writes a turn in another way when it is opened, or
+  has messages after it. So the assistant's tokens cannot be told from the others.
+  Use --train_on last (the response alone) or everything."""
 
 
-# ---- Tokens ----
-def tokenise_prompt(tokenizer, prompt):
-    """Returns the token ids of a prompt: text, or a list of chat messages.
-
-    Text that spells a special token is data: it is split like any other text.
-    """
-    if isinstance(prompt, list):
-        return tokenise_chat(tokenizer, prompt)
-    ids = tokenizer(prompt, split_special_tokens=True).input_ids
-    if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
-        return ids[:-1]
-    return ids
-
-
-def tokenise_chat(tokenizer, messages):
-    """Returns the token ids of chat messages and of the opening of the assistant's next turn.
-
-    The template may write special tokens, and users may not: where a message spells one, a private
-    character stands for each message in the template.
-    """
-    apply = tokenizer.apply_chat_template
-    texts = [message["content"] for message in messages]
-    special = tokenizer.get_added_vocab()
-    if not any(token in text for token in special for text in texts):
-        return apply(messages, add_generation_prompt=True, return_dict=False)
-    marks = {chr(0xE000 + i): text for i, text in enumerate(texts)}
-    marked = [{**message, "content": mark} for message, mark in zip(messages, marks)]
-    ids = []
-    whole = apply(marked, add_generation_prompt=True, tokenize=False)
-    for piece in re.split(f"([{''.join(marks)}])", whole):
-        options = {"add_special_tokens": False, "split_special_tokens": piece in marks}
-        ids += tokenizer(marks.get(piece, piece), **options).input_ids
-    return ids
-
-
-def tokenise_response(tokenizer, response):
-    """Returns the token ids of a response, and EOS, which is appended nowhere else.
-
-    Prompt and response are tokenised apart and joined: joined text could merge across the border.
-    """
-    ids = tokenizer(response, add_special_tokens=False, split_special_tokens=True).input_ids
-    return ids + [tokenizer.eos_token_id]
-
-
+# ---- One row ----
 def cut(prompt_ids, prompt_loss_mask, responses, limit):
     """Cuts a prompt, with its mask, and each of its responses to `limit` tokens together.
 
@@ -87,13 +51,13 @@ def read_row(row, stage):
     return prompt, texts, example
 
 
-def tokenise_row(row, tokenizer, stage, limit, train_on_prompt=False, columns=()):
+def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=None):
     """Returns a row of `load_rows`, and its `drop`: "" or the reason to leave the row out.
 
-    columns: the names of those that the source has, for rows that leave some out.
+    columns: the names of those that the source has, for rows that leave some out. names: --columns.
     """
     row = sources.parse(row)
-    prompt, texts, example = read_row(row, stage)
+    prompt, texts, example = read_row(sources.rename(row, names), stage)
     made = {"prompt": formats.as_text(prompt), "chat": isinstance(prompt, list), "prompt_ids": []}
     made.update(prompt_loss_mask=[], responses=[], length=0, extra="", drop="")
     if stage == "ppo":
@@ -105,12 +69,19 @@ def tokenise_row(row, tokenizer, stage, limit, train_on_prompt=False, columns=()
     written = texts if made["chat"] else [prompt, *texts]
     if not prompt or not all(isinstance(text, str) and text.strip() for text in written):
         return {**made, "drop": "empty prompt or response"}
+    train_on = train_on or ("all" if example.every_turn else "last")
     try:
-        ids = tokenise_prompt(tokenizer, prompt)
+        if stage == "sft" and train_on == "all":
+            ids, mask, *responses = tokenise_turns(tokenizer, prompt, *texts)
+        else:
+            ids = tokenise_prompt(tokenizer, prompt)
+            mask = [int(train_on == "everything")] * len(ids)
+            responses = [tokenise_response(tokenizer, text) for text in texts]
     except TemplateError as error:  # "roles must alternate", "no system role"
         return {**made, "drop": f"the chat template refuses it: {error}"}
-    responses = [tokenise_response(tokenizer, text) for text in texts]
-    ids, mask, responses = cut(ids, [int(train_on_prompt)] * len(ids), responses, limit)
+    except UncheckedTurns:
+        return {**made, "drop": UNCHECKED}
+    ids, mask, responses = cut(ids, mask, responses, limit)
     if stage == "reward" and responses[0] == responses[1]:
         once_cut = "" if example.chosen == example.rejected else " once cut"
         return {**made, "drop": f"chosen equals rejected{once_cut}"}
@@ -125,27 +96,35 @@ def load_rows(args, tokenizer, stage, limit):
 
     prompt            text; chat messages as JSON where `chat` is true
     prompt_ids        its tokens; with a response at most `limit`
-    prompt_loss_mask  1 on the prompt's tokens that the loss of sft covers (--train_on_prompt)
+    prompt_loss_mask  1 on the prompt's tokens that the loss of sft covers (--train_on)
     responses         lists of ids: the response; chosen and rejected; none for ppo
     length, extra     tokens of all of them; for ppo the row's other columns, as JSON
 
-    Each stage takes its own share of every source's rows (--data_split). Held out is the source's
-    own test split, or a twentieth of the prompts, by hash. Neither depends on --seed: stages with
-    different seeds must not share rows.
+    Each stage takes its own share of every source's rows (--data_split, which is decided here where
+    it is None). Held out is the source's own test split, or a twentieth of the prompts, by hash.
+    Neither depends on --seed: stages with different seeds must not share rows.
     """
     parts = {"train": [], "test": []}
     trained_on = set()  # the prompts that any stage trains on, in any source
     for path in args.data_path:
         source, columns = sources.read_source(path)
-        check_columns(path, columns, stage)
-        prompts = {name: read_prompts(path, name, source[name], stage) for name in source}
+        names = sources.names_in(args, path, columns)
+        known = sources.rename(dict.fromkeys(columns), names)
+        if args.data_split is None:
+            args.data_split = default(args, stage, all(serves(known, each) for each in STAGES))
+        split, reader = args.data_split, stage
+        if path in sources.SFT_ONLY:
+            split, reader = (1, 0, 0), "sft"
+        check_columns(path, known, reader)
+        prompts = {name: read_prompts(path, name, source[name], reader, names) for name in source}
         source, prompts = hold_out(source, prompts["train"])
         trained_on.update(*prompts)
-        source["train"] = share_of(source["train"], args.data_split, stage)
+        source["train"] = share_of(source["train"], split, stage)
         if not len(source["train"]):
+            ranks.say(f"{path}: no rows for this step")
             continue
         options = {"tokenizer": tokenizer, "stage": stage, "limit": limit, "columns": columns}
-        options["train_on_prompt"] = getattr(args, "train_on_prompt", False)
+        options |= {"train_on": vars(args).get("train_on"), "names": names}
         for name, kept in parts.items():
             if rows := tokenise_rows(args, source[name], options, path, name):
                 kept.append(rows)
@@ -157,9 +136,14 @@ def load_rows(args, tokenizer, stage, limit):
     return train, drop_known_prompts(args, test, trained_on)
 
 
+def serves(columns, stage):
+    """Returns whether the stage can make rows of these columns."""
+    return any(need <= set(columns) for need in NEEDS[stage])
+
+
 def check_columns(path, columns, stage, flag="--data_path"):
     """Ends with an error if the stage cannot make rows of these columns."""
-    if not any(need <= set(columns) for need in NEEDS[stage]):
+    if not serves(columns, stage):
         found = ", ".join(columns) or "(none: it is empty)"
         needs = " or ".join(" + ".join(sorted(need)) for need in NEEDS[stage])
         known = f"Known formats:{formats.KNOWN_FORMATS}"
@@ -167,7 +151,7 @@ def check_columns(path, columns, stage, flag="--data_path"):
         errors.fail(f"{flag} {path} has the columns {found}.\n  {needs}")
 
 
-def read_prompts(path, name, rows, stage):
+def read_prompts(path, name, rows, stage, names):
     """Returns of each row of a part the prompts of SFT and of step 3, as text.
 
     Ends with an error at the first row that the stage cannot read, and names its place.
@@ -175,7 +159,7 @@ def read_prompts(path, name, rows, stage):
     prompts = []
     for number, row in enumerate(rows, 1):
         try:
-            example = read_row(sources.parse(row), stage)[-1]
+            example = read_row(sources.rename(sources.parse(row), names), stage)[-1]
         except formats.BadRow as error:
             place = row.get(sources.PLACE) or f"{path}, {name}, row {number}"
             errors.fail(f"{place}: {error}.\n  Mend the row, or take it out.")
@@ -199,14 +183,6 @@ def hold_out(source, prompts):
     return {"train": train, "test": test}, [pair for pair in prompts if pair[0] not in chosen]
 
 
-def share_of(rows, data_split, stage):
-    """Returns the stage's share of the rows, in their order."""
-    order = np.random.default_rng(0).permutation(len(rows))
-    ends = np.cumsum([0, *data_split]) / sum(data_split) * len(order)
-    start, end = ends.round().astype(int)[STAGES.index(stage) :][:2]
-    return rows.select(np.sort(order[start:end]))
-
-
 def tokenise_rows(args, rows, options, path, name):
     """Returns the tokenised rows of part `name` of a source; [] if all are dropped.
 
@@ -219,8 +195,9 @@ def tokenise_rows(args, rows, options, path, name):
         shape = {"remove_columns": rows.column_names, "keep_in_memory": True}
         made = rows.map(tokenise_row, fn_kwargs=options, **shape)
     reasons = list(made["drop"]) if len(made) else []  # "" for a row that is kept
-    if NO_TEMPLATE in reasons:
-        errors.fail(NO_TEMPLATE)
+    for why in (NO_TEMPLATE, UNCHECKED):
+        if why in reasons:
+            errors.fail(why)
     for why, count in Counter(filter(None, reasons)).items():
         of_all = f"{count} of {len(made)} rows"
         if args.strict:

@@ -12,6 +12,7 @@ import common
 from machinery import (
     checkpoints,
     crash,
+    data_split,
     errors,
     estimate,
     launch,
@@ -165,7 +166,7 @@ class Run:
             f"{get_accelerator().device_name()}{scratch}\n"
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
             f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step\n"
-            f"  data     {len(self.train):,} rows (this step's share, --data_split), "
+            f"  data     {len(self.train):,} rows ({data_split.in_words(args)}), "
             f"{len(self.held_out):,} held out, {self.last_step:,} steps{known}"
         )
 

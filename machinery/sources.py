@@ -11,12 +11,21 @@ import json
 import re
 from pathlib import Path
 
-from machinery import errors, formats
+from machinery import errors, ranks
+from machinery.formats import ASSISTANT, HUMAN
 
 import datasets
 import pyarrow
 
 KINDS = (".jsonl", ".json", ".csv", ".parquet")
+MARKED = {  # sets of DeepSpeed-Chat's list whose texts do not say who speaks: columns by our names
+    "Dahoas/synthetic-instruct-gptj-pairwise": dict(
+        prompt="prompt", chosen="chosen", rejected="rejected"
+    ),
+    "pvduy/sharegpt_alpaca_oa_vicuna_format": dict(prompt="prompt", response="label"),
+    "wangrui6/Zhihu-KOL": dict(prompt="INSTRUCTION", response="RESPONSE"),
+}
+SFT_ONLY = [name for name, columns in MARKED.items() if "rejected" not in columns]  # all for step 1
 TEXT, PLACE = "the row as JSON", "file and line"  # columns of a dataset whose rows are text
 
 
@@ -64,15 +73,44 @@ def read_splits(path):
     splits = datasets.load_dataset(**kind)
     for rows in splits.values():
         rows.data.validate(full=True)  # broken UTF-8 would else show when the row is read
-    if path == "Dahoas/synthetic-instruct-gptj-pairwise":
-        splits = splits.map(add_markers)
+    if path in MARKED:
+        splits = splits.map(add_markers, fn_kwargs=MARKED[path])
     return splits, list(dict.fromkeys(itertools.chain(*splits.column_names.values())))
 
 
-def add_markers(row):
-    """Marks who speaks, as the datasets do that are blended with this one."""
-    responses = {name: " " + row[name] for name in ("chosen", "rejected")}
-    return {"prompt": formats.HUMAN + row["prompt"] + formats.ASSISTANT, **responses}
+def add_markers(row, prompt, **responses):
+    """Marks who speaks, as the datasets do that are blended with this one.
+
+    prompt, responses: the names of the row's columns. Vicuna's marks (USER:) are replaced.
+    """
+    text = row[prompt]
+    if text and text.rstrip().endswith("ASSISTANT:"):
+        text = re.sub(r"\s*USER:\s*", HUMAN, text.rstrip())
+        text = re.sub(r"\s*ASSISTANT:", ASSISTANT, text)
+    elif text is not None:
+        text = HUMAN + text + ASSISTANT
+    texts = {name: row[column] and " " + row[column] for name, column in responses.items()}
+    return {"prompt": text, **texts}
+
+
+def names_in(args, path, columns):
+    """Returns --columns for one source, {} if it has none of them; refuses if it lacks some."""
+    names = vars(args).get("columns") or {}
+    lacking = [name for name in names.values() if name not in columns]
+    if names and len(lacking) == len(names) and len(args.data_path) > 1:
+        ranks.say(f"{path}: it has none of the columns that --columns names, and is read as it is")
+        return {}
+    if lacking:
+        found = ", ".join(columns)
+        errors.fail(f"--columns: {path} has no {', '.join(lacking)}.\n  It has {found}.")
+    return names
+
+
+def rename(row, names):
+    """Returns a row with its columns renamed; names: {ours: theirs}, or None."""
+    ours = {name: row[theirs] for name, theirs in (names or {}).items() if theirs in row}
+    taken = (names or {}).values()
+    return {name: value for name, value in row.items() if name not in taken} | ours
 
 
 def parse(row):

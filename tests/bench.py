@@ -112,7 +112,7 @@ GPU_SFT = dict(
     length=2048,
     steps=8,
     unit="tokens/s",
-    extra=["--train_on_prompt"],
+    extra=["--train_on", "everything"],
 )
 GPU_PPO = dict(
     script="ppo",

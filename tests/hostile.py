@@ -673,7 +673,7 @@ FINE = {  # values that may be drawn together, of flags that shape a run
         zero_stage 0 1 2 3|gradient_accumulation_steps 1 2|dtype fp32 bf16|eval_steps 0 1 3|
         gradient_checkpointing|log_steps 1 3|num_train_epochs 1 3|adam_offload|lora_dim 0 2|
         data_split 1,1,1 0.2,0.2,0.2|learning_rate 1e-5 1e-2|keep_checkpoints 1 9""",
-    "sft": "train_on_prompt|num_samples 0 2|max_seq_len 8 40|merge_lora",
+    "sft": "train_on everything|num_samples 0 2|max_seq_len 8 40|merge_lora",
     "reward": "center_coef 0 0.1|share_prompt 0 1|value_head_prefix score v_head|max_seq_len 9 40",
     "ppo": """temperature 0.5 2|advantage reinforce rloo grpo|samples_per_prompt 2 4|top_k 3|
         top_p 0.5|min_new_tokens 2|enable_ema 0 1|ema_decay 0.5|kl_target 1|critic_warmup_steps 2|

@@ -300,7 +300,7 @@ def test_sft_loss_covers_the_answer_and_its_eos():
     assert lay_out()["loss_mask"].tolist() == [[1, 1, 1], [0, 1, 1], [0, 0, 0]]
 
 
-def test_train_on_prompt_covers_all_tokens_but_the_first():
+def test_train_on_everything_covers_all_tokens_but_the_first():
     """The first token has nothing before it to be predicted from. 6 and 5
     tokens: 5 and 4 of them can be predicted."""
     assert lay_out(train_on_prompt=1)["loss_mask"].tolist() == [

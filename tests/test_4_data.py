@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,14 +10,14 @@ import common
 import ppo
 import reward
 import sft
-from machinery import formats, ranks, reward_functions, row_cache, rows
+from machinery import data_split, formats, ranks, reward_functions, row_cache, rows, sources
 from machinery.run import Run
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 STAGES = {1: "sft", 2: "reward", 3: "ppo"}
 
@@ -70,6 +71,11 @@ def both(parts):
     return [row for part in parts for row in part]
 
 
+def get_args(*argv, script=sft):
+    """The flags of a script that is given data of one's own."""
+    return script.get_args(["--data_path", *map(str, argv)])
+
+
 def many(n, make):
     return [make(i) for i in range(n)]
 
@@ -83,6 +89,16 @@ TEMPLATE = (
 def chat(*contents):
     """Messages that alternate between user and assistant."""
     return [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+
+
+def turn(content):
+    """The assistant's message alone."""
+    return [{"role": "assistant", "content": content}]
+
+
+def sharegpt(*contents):
+    """What `chat` is, with ShareGPT's names."""
+    return [{"from": ("human", "gpt")[i % 2], "value": c} for i, c in enumerate(contents)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -151,6 +167,51 @@ FORMATS = {  # name: (make row i, {step: what is made of row 0})
     "instruction, output": (
         lambda i: {"instruction": f"Q{i}?", "output": f"r{i}"},
         {1: ("\n\nHuman: Q0?\n\nAssistant:", " r0")},
+    ),
+    "prompt, completion": (
+        lambda i: {"prompt": f"Q{i}?", "completion": f" r{i}"},
+        {1: ("Q0?", " r0"), 3: ("Q0?",)},
+    ),
+    "prompt, completion as messages (TRL)": (
+        lambda i: {"prompt": chat(f"Q{i}?"), "completion": chat("", f"r{i}")[1:]},
+        {1: ("<user>Q0?\n<assistant>", "r0"), 3: ("<user>Q0?\n<assistant>",)},
+    ),
+    "prompt as messages, chosen, rejected as messages (TRL)": (
+        lambda i: {"prompt": chat(f"Q{i}?"), "chosen": turn(f"c{i}"), "rejected": turn(f"x{i}")},
+        {
+            1: ("<user>Q0?\n<assistant>", "c0"),
+            2: ("<user>Q0?\n<assistant>", "c0", "x0"),
+            3: ("<user>Q0?\n<assistant>",),
+        },
+    ),
+    "conversations (ShareGPT)": (
+        lambda i: {"conversations": sharegpt(f"Q{i}?", "Hm.", "Yes?", f"r{i}"), "id": i},
+        {
+            1: ("<user>Q0?\n<assistant>Hm.\n<user>Yes?\n<assistant>", "r0"),
+            3: ("<user>Q0?\n<assistant>Hm.\n<user>Yes?\n<assistant>",),
+        },
+    ),
+    "question, answers, scores (WebGPT)": (
+        lambda i: {
+            **{"question": {"full_text": f"Q{i}?"}, "score_0": -1.0, "score_1": 1.0},
+            **{"answer_0": f"x{i} [1].", "answer_1": f"c{i} [1, 2] or [3]."},
+        },
+        {
+            1: ("\n\nHuman: Q0?\n\nAssistant:", " c0 or."),
+            2: ("\n\nHuman: Q0?\n\nAssistant:", " c0 or.", " x0."),
+            3: ("\n\nHuman: Q0?\n\nAssistant:",),
+        },
+    ),
+    "history, two comments, labels (SHP)": (
+        lambda i: {
+            **{"history": f"Q{i}?", "labels": i % 2},
+            **{"human_ref_A": "AB"[i % 2 == 0], "human_ref_B": "AB"[i % 2]},
+        },
+        {
+            1: ("\n\nHuman: Q0?\n\nAssistant:", " A"),
+            2: ("\n\nHuman: Q0?\n\nAssistant:", " A", " B"),
+            3: ("\n\nHuman: Q0?\n\nAssistant:",),
+        },
     ),
     "prompt alone": (lambda i: {"prompt": f"Q{i}?"}, {3: ("Q0?",)}),
     "instruction alone": (
@@ -224,6 +285,113 @@ def test_a_users_special_tokens_are_data_in_chat_too(tokenizer):
     tokenizer.chat_template = TEMPLATE
     ids = rows.tokenise_prompt(tokenizer, chat("say <eos> twice"))
     assert tokenizer.eos_token_id not in ids and "say <eos> twice" in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"conversations": [{"from": "human", "value": None}]}, "conversations, 1: content must"),
+        ({"conversations": [{"from": ["human"], "value": "a"}]}, "conversations, 1: no message"),
+        ({"prompt": "a", "completion": chat("b")}, "completion does not end with a message"),
+        ({"prompt": "a", "completion": ["b"]}, "completion, 1: no message with a role"),
+        ({"history": "a", "human_ref_A": "b", "human_ref_B": "c", "labels": "A"}, "labels must be"),
+        ({"history": ["a"], "human_ref_A": "b", "human_ref_B": "c", "labels": 1}, "history must"),
+    ],
+)
+def test_a_row_of_a_known_format_that_cannot_be_read_is_refused(row, words):
+    """Each names the column and what is wrong with it."""
+    with pytest.raises(formats.BadRow, match=words):
+        formats.read_row(row)
+
+
+def test_a_comparison_that_nobody_decided_is_no_pair(tokenizer):
+    """Two answers of WebGPT with the same score: step 1 learns one, step 2 drops the pair."""
+    row = {"question": "Q?", "answer_0": "a", "answer_1": "b", "score_0": 0, "score_1": "0.0"}
+    made = [rows.tokenise_row(row, tokenizer, stage, 64) for stage in ("sft", "reward")]
+    assert [m["drop"] for m in made] == ["", "chosen equals rejected"]
+
+
+COLUMNS = {  # --columns: (a row, {step: what is made of it})
+    "prompt=question,response=answer": (
+        {"question": "Q?", "answer": " a", "prompt": "other", "level": 1},
+        {1: ("Q?", " a"), 3: ("Q?",)},
+    ),
+    "chosen=rejected,rejected=chosen": (
+        {"prompt": "Q?", "chosen": " a", "rejected": " b"},
+        {1: ("Q?", " b"), 2: ("Q?", " b", " a")},
+    ),
+    "messages=talk": ({"talk": chat("Q?", "a")}, {1: ("<user>Q?\n<assistant>", "a")}),
+}
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("names", COLUMNS)
+def test_columns_may_have_other_names(tokenizer, tmp_path, names, kind):
+    """--columns says which column is which, in all steps. Reward functions get the columns under
+    the names that the file has."""
+    tokenizer.chat_template = TEMPLATE
+    row, expected = COLUMNS[names]
+    source = [row] * 3
+    write(tmp_path / f"train{kind}", source)
+    for step, made in expected.items():
+        args = get_args(tmp_path, "--columns", names)
+        args.data_split = [1.0, 1.0, 1.0]
+        write(tmp_path / f"test{kind}", [json.loads(json.dumps(row).replace("Q?", "T?"))])
+        train, _ = rows.load_rows(args, tokenizer, STAGES[step], 64)
+        assert texts(tokenizer, train) == {made}
+        if step == 3:
+            assert json.loads(train["extra"][0]) == {"question": "Q?", "answer": " a", "level": 1}
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--columns", "question"], "'question' is not like prompt=question"),
+        (["--columns", "promt=question"], "'promt' is not one of prompt, response"),
+        (["--columns", "prompt=query"], "has no query.\n  It has prompt, response"),
+    ],
+)
+def test_columns_that_are_not_there_are_refused(tokenizer, tmp_path, capsys, flags, words):
+    """A name with a slip of the pen would else leave a column of the usual name in its place."""
+    path = write(tmp_path / "rows.jsonl", many(30, dahoas))
+    with pytest.raises(SystemExit) as stop:
+        rows.load_rows(get_args(path, *flags), tokenizer, "sft", 64)
+    assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_in_a_blend_other_names_hold_where_they_are(tokenizer, tmp_path, capsys):
+    """A source of one's own beside one that has the usual names."""
+    one = write(tmp_path / "a.jsonl", many(40, lambda i: {"question": f"A{i}?", "answer": " a"}))
+    two = write(tmp_path / "b.jsonl", many(40, dahoas))
+    args = get_args(one, two, "--columns", "prompt=question,response=answer")
+    found = both(rows.load_rows(args, tokenizer, "sft", 64))
+    assert len(found) == 80 and {("A3?", " a"), ("Q3?", " r3")} <= texts(tokenizer, found)
+    assert f"{two}: it has none of the columns" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("step, count", [(1, 30 + 40), (2, 60), (3, 60)])
+def test_sets_for_step_1_alone_are_known_by_name(
+    tokenizer, tmp_path, capsys, monkeypatch, step, count
+):
+    """Two of DeepSpeed-Chat's list have responses that nobody compared: step 1 takes all their
+    rows, the others none. Who speaks is marked as in the sets that they are blended with."""
+    vicuna = "Be kind. USER: Q{i}? ASSISTANT: Hm. USER: V{i}? ASSISTANT:"
+    hub = {
+        "pvduy/sharegpt_alpaca_oa_vicuna_format": lambda i: {
+            "prompt": vicuna.format(i=i), "label": "r",
+        },
+        "wangrui6/Zhihu-KOL": lambda i: {"INSTRUCTION": f"Z{i}?", "RESPONSE": "r", "SOURCE": "s"},
+    }  # fmt: skip
+    load_hub = lambda path: DatasetDict(train=Dataset.from_list(many(20, hub[path])))  # noqa: E731
+    monkeypatch.setattr(sources.datasets, "load_dataset", load_hub)
+    own = write(tmp_path / "rows.jsonl", many(150, dahoas))
+    found = both(load(tokenizer, [*hub, own], step, split=(2, 4, 4)))
+    named = {text for text in texts(tokenizer, found) if not text[0].startswith("Q")}
+    assert len(found) == pytest.approx(count, abs=12) and bool(named) == (step == 1)
+    assert capsys.readouterr().out.count("no rows for this step") == 2 * (step > 1)
+    if step == 1:
+        talk = "Be kind.\n\nHuman: Q1?\n\nAssistant: Hm.\n\nHuman: V1?\n\nAssistant:"
+        assert {(talk, " r"), ("\n\nHuman: Z1?\n\nAssistant:", " r")} < named
 
 
 def test_other_columns_travel_to_the_reward_function(tokenizer, tmp_path):
@@ -425,7 +593,7 @@ def test_a_pair_of_chats_keeps_all_turns_before_the_answer(tokenizer):
             for name in ("chosen", "rejected")
         },
     }
-    assert formats.read_row(row) == (turns, "chosen", "chosen", "rejected", None)
+    assert formats.read_row(row)[:5] == (turns, "chosen", "chosen", "rejected", None)
 
 
 @pytest.mark.parametrize(
@@ -557,7 +725,8 @@ CHANGES = {
     "the rows": lambda tokenizer, options: "other content",
     "--max_seq_len": lambda tokenizer, options: options.update(limit=65),
     "the step": lambda tokenizer, options: options.update(stage="reward"),
-    "--train_on_prompt": lambda tokenizer, options: options.update(train_on_prompt=True),
+    "--train_on": lambda tokenizer, options: options.update(train_on="everything"),
+    "--columns": lambda tokenizer, options: options.update(names={"prompt": "chosen"}),
     "EOS": lambda tokenizer, options: tokenizer.add_special_tokens({"eos_token": "<pad>"}),
     "a token more": lambda tokenizer, options: tokenizer.add_tokens(["zebra"]),
     "the chat template": lambda tokenizer, options: setattr(tokenizer, "chat_template", "x"),
@@ -576,7 +745,7 @@ def test_rows_of_other_data_flags_tokenizers_or_code_are_made_anew(
     monkeypatch.setattr(row_cache, "__file__", str(tmp_path / "rows.py"))
     Path(row_cache.__file__).write_text("# one")
     tokenizer = copy.deepcopy(tokenizer)
-    options = {"tokenizer": tokenizer, "stage": "sft", "limit": 64, "train_on_prompt": False}
+    options = {"tokenizer": tokenizer, "stage": "sft", "limit": 64, "train_on": None, "names": {}}
     before = row_cache.key(options, "content")
     rows.tokenise_row(dahoas(1), **options)
     content = CHANGES.get(what, lambda *_: None)(tokenizer, options)
@@ -613,6 +782,217 @@ def test_chats_without_a_chat_template_are_refused(tokenizer, tmp_path, capsys, 
         load(tokenizer, [file])
     assert stop.value.code == 2
     assert "the tokenizer has no chat template" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------
+# Which turns are learned
+# --------------------------------------------------------------------------------------------------
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SHAPES = {  # name: (template, EOS, the end of a turn)
+    "ChatML": (CHATML, "<eos>", "<|im_end|>"),
+    "Qwen": (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+        + CHATML.replace("{{ m.role }}", "{{ 'user' if m.role == 'tool' else m.role }}"),
+        "<|im_end|>",
+        "<|im_end|>",
+    ),
+    "Llama-3": (
+        "<bos>{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n{{ m.content | trim }}"
+        "<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}",
+        "<|eot_id|>",
+        "<|eot_id|>",
+    ),
+    "Gemma": (
+        "<bos>{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif"
+        " %}{% for m in messages %}{% if (m.role == 'assistant') != (loop.index0 % 2 == 1) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}<start_of_turn>"
+        "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+        "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        "<eos>",
+        "<end_of_turn>",
+    ),
+    "Mistral": (  # no opening of its own, and EOS ends a turn
+        "<bos>{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}<eos>"
+        "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}",
+        "<eos>",
+        "<eos>",
+    ),
+    "text": (TEMPLATE, "<eos>", ""),  # nothing but a line break ends a turn
+}
+SPECIAL = re.findall(r"<\|?/?\w+\|?>", "".join(template for template, *_ in SHAPES.values()))
+
+
+def shaped(tokenizer, name):
+    """The tokenizer with a chat template of this shape, and the end of a turn."""
+    template, eos, end = SHAPES[name]
+    tokenizer = copy.deepcopy(tokenizer)
+    specials = [token for token in dict.fromkeys(SPECIAL) if "user" not in token]
+    tokenizer.add_special_tokens(
+        {"extra_special_tokens": [t for t in specials if t != "<assistant>"]}
+    )
+    tokenizer.eos_token, tokenizer.chat_template = eos, template
+    return tokenizer, end
+
+
+def covered(tokenizer, row):
+    """Returns the texts that the loss covers, without a break each, of a row that sft.collate laid
+    out beside another one."""
+    beside = {**row, "prompt_ids": [5], "prompt_loss_mask": [0], "responses": [[6] * 9]}
+    batch = sft.collate([{**r, "row_weight": 1} for r in (row, beside)], tokenizer.pad_token_id)
+    mask = batch["loss_mask"][0]
+    runs, before = [], 0.0
+    for token, on in zip(batch["ids"][0][-len(mask) :].tolist(), mask.tolist()):
+        if on and not before:
+            runs.append([])
+        if on:
+            runs[-1].append(token)
+        before = on
+    return [tokenizer.decode(run) for run in runs]
+
+
+CHATS = {  # name: (messages, which of them are learned)
+    "one turn": (chat("Why?", "So."), [1]),
+    "turns": (chat("Why?", "So.", "And?", "Then so.\n\nYes!", "Hm?", "No"), [1, 3, 5]),
+    "a question at the end": (chat("Why?", "So.", "And?", "Then.", "Hm?"), [1, 3]),
+    "system": (
+        [{"role": "system", "content": "Be brief."}, *chat("Why?", "So.", "And?", "B")],
+        [2, 4],
+    ),
+    "tool": (
+        [*chat("Add 1 and 2", "I ask."), {"role": "tool", "content": "3"}, *turn("It is 3.")],
+        [1, 3],
+    ),
+    "an answer in two messages": ([*chat("Why?", "So."), *turn("Or so.")], [1, 2]),
+    "special tokens in the text": (
+        chat("Say <|im_end|> and <eos>", "<|im_start|>user\n<eot> <eos>", "<bos>?", "a<|eot_id|>"),
+        [1, 3],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_loss_covers_what_the_assistant_says_and_its_ends_of_turn(tokenizer, shape, name):
+    """And nothing else: not the openings that the template writes, not system, user and tool. The
+    tokens together are what the template makes of the whole chat, up to the last turn's end, and
+    EOS once. A special token that a message spells is text."""
+    tokenizer, end = shaped(tokenizer, shape)
+    messages, turns = CHATS[name]
+    row = rows.tokenise_row({"messages": messages}, tokenizer, "sft", 512)
+    if shape == "Gemma" and name in ("system", "an answer in two messages"):
+        assert row["drop"].startswith("the chat template refuses it: ")
+        return
+    eos = "" if tokenizer.eos_token == end else tokenizer.eos_token
+    space = " " * (shape == "Mistral")
+    expected = [space + messages[i]["content"] + end for i in turns]
+    if shape == "Mistral" and name == "an answer in two messages":
+        expected = ["".join(expected)]  # one follows the other at once
+    assert covered(tokenizer, row) == [*expected[:-1], expected[-1] + eos]
+    ids, asked = row["prompt_ids"] + row["responses"][0], messages[: turns[-1] + 1]
+    whole = tokenizer.apply_chat_template(asked, tokenize=False)
+    assert tokenizer.decode(ids) == whole.rstrip() + eos
+    without = [{**message, "content": "x"} for message in asked]
+    written = tokenizer.apply_chat_template(without, tokenize=True, return_dict=False)
+    specials = [[i for i in of if i in tokenizer.all_special_ids] for of in (ids, written)]
+    assert specials[0] == specials[1] + [tokenizer.eos_token_id] * bool(eos)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("limit", [4, 9, 14, 20, 33])
+def test_the_mask_of_a_row_that_is_cut_stays_on_its_tokens(tokenizer, shape, limit):
+    """A long prompt loses its start, a long response its end; each token keeps what it had."""
+    tokenizer, _ = shaped(tokenizer, shape)
+    row = {"messages": CHATS["turns"][0]}
+    whole = rows.tokenise_row(row, tokenizer, "sft", 512)
+    made = rows.tokenise_row(row, tokenizer, "sft", limit)
+    prompt, mask, (response,) = made["prompt_ids"], made["prompt_loss_mask"], made["responses"]
+    assert made["length"] == len(prompt) + len(response) == limit
+    assert prompt == whole["prompt_ids"][-len(prompt) :]
+    assert mask == whole["prompt_loss_mask"][-len(prompt) :]
+    assert response == whole["responses"][0][: len(response)]
+
+
+TALK = "\n\nHuman: Q?\n\nAssistant: A.\n\nB.\n\nHuman: And?\n\nAssistant:"
+TRAIN_ON = {  # a row: {--train_on: what the loss covers}; None is the default
+    "messages": (
+        {"messages": chat("Q?", "A.", "And?", "C.")},
+        {
+            None: ["A.", "C.<eos>"],
+            "all": ["A.", "C.<eos>"],
+            "last": ["C.<eos>"],
+            "everything": ["user>Q?\n<assistant>A.\n<user>And?\n<assistant>C.<eos>"],
+        },
+    ),
+    "a prompt of messages": (
+        {"prompt": chat("Q?", "A.", "And?"), "completion": "C."},
+        {None: ["C.<eos>"], "all": ["A.", "C.<eos>"]},
+    ),
+    "a pair of chats": (
+        {name: chat("Q?", "A.", "And?", name) for name in ("chosen", "rejected")},
+        {None: ["chosen<eos>"], "all": ["A.", "chosen<eos>"]},
+    ),
+    "whole dialogues": (
+        {"chosen": TALK + " C.", "rejected": TALK + " D."},
+        {None: [" C.<eos>"], "last": [" C.<eos>"], "all": [" A.\n\nB.", " C.<eos>"]},
+    ),
+    "dialogues that part early": (
+        {"chosen": TALK + " C.", "rejected": "\n\nHuman: Q?\n\nAssistant: D."},
+        {"all": [" A.\n\nB.", " C.<eos>"]},
+    ),
+    "plain text": (
+        {"prompt": "Q?", "response": " A."},
+        {None: [" A.<eos>"], "all": [" A.<eos>"], "everything": ["? A.<eos>"]},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name, train_on", [(name, on) for name, (_, wanted) in TRAIN_ON.items() for on in wanted]
+)
+def test_train_on_says_which_turns_are_learned(tokenizer, name, train_on):
+    """Without the flag a chat in `messages` is learned whole, and all else by its response. (A
+    row's first token is never covered: nothing predicts it.) Step 2 and 3 do not ask for it."""
+    tokenizer.chat_template = TEMPLATE
+    row, wanted = TRAIN_ON[name]
+    made = rows.tokenise_row(row, tokenizer, "sft", 128, train_on)
+    assert covered(tokenizer, made) == wanted[train_on]
+    assert not any(rows.tokenise_row(row, tokenizer, "ppo", 128)["prompt_loss_mask"])
+
+
+UNCHECKED = {  # what templates do that makes the assistant's tokens depend on what follows
+    "it drops what was thought in earlier turns": CHATML.replace(
+        "{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+    ),
+    "it opens a turn with a word that it does not keep": CHATML.replace(
+        "assistant\n{% endif", "assistant\n<think>\n{% endif"
+    ),
+    "it ends the last turn in another way": CHATML
+    + "{% if not add_generation_prompt %}.{% endif %}",
+    "it puts the system message before the last question": (
+        "{% for m in messages[1:] %}{% if loop.last %}{{ messages[0].content }}{% endif %}"
+        "{{ m.content }};{% endfor %}"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNCHECKED)
+def test_a_template_whose_turns_cannot_be_told_is_refused(tokenizer, tmp_path, capsys, name):
+    """Turn by turn it writes another text than of the whole chat. A mask would lie on the wrong
+    tokens. --train_on last needs none of that."""
+    tokenizer, _ = shaped(tokenizer, "ChatML")
+    tokenizer.chat_template = UNCHECKED[name]
+    system = [{"role": "system", "content": "Be kind."}]
+    row = {"messages": [*system, *chat("Why?", "<think>Hm</think>So.", "And?", "Then.")]}
+    path = folder(tmp_path, many(10, lambda i: row | {"id": i}))
+    with pytest.raises(SystemExit) as stop:
+        load(tokenizer, [path])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "Use --train_on last" in said
+    assert rows.tokenise_row(row, tokenizer, "sft", 128, "last")["drop"] == ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -681,6 +1061,46 @@ def test_the_three_steps_share_the_rows_out(tokenizer, tmp_path):
     assert len(set.union(*parts)) == 100
 
 
+TEXT, PAIR = (lambda i: {"prompt": f"Q{i}?", "response": " r"}), dahoas
+SPLITS = {  # make a row, flags, {model folder: (its data, its --data_split)}, each step's split
+    "a file for each step": (TEXT, [], {}, [[1, 0, 0], None, [0, 0, 1]]),
+    "chats": (lambda i: {"messages": chat(f"Q{i}?", "A.")}, [], {}, [[1, 0, 0], None, [0, 0, 1]]),
+    "step 1 of one source for all": (PAIR, [], {}, [[2, 4, 4], None, None]),
+    "pairs of one's own": (PAIR, [], {"sft": ("other", [1, 0, 0])}, [None, [0, 1, 0], [0, 0, 1]]),
+    "the same source": (PAIR, [], {"sft": ("rows", [2, 4, 4])}, [None, [2, 4, 4], [2, 4, 4]]),
+    "its own split": (PAIR, [], {"sft": ("rows", [1, 1, 1])}, [[1, 1, 1], [1, 1, 1], [1, 1, 1]]),
+    "nothing is left": (PAIR, [], {"sft": ("rows", [1, 0, 0])}, [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
+    "a preset's name": (PAIR, ["--preset", "opt-1.3b"], {}, [[2, 4, 4]] * 3),
+    "a split": (PAIR, ["--data_split", "1,2,1"], {"sft": ("rows", [1, 1, 1])}, [[1, 2, 1]] * 3),
+}
+
+
+@pytest.mark.parametrize(
+    "name, step", [(n, i) for n, (*_, wanted) in SPLITS.items() for i in (1, 2, 3) if wanted[i - 1]]
+)
+def test_a_file_of_ones_own_is_not_cut_unasked(tokenizer, tmp_path, name, step):
+    """Where each step has its own file, there is nothing to keep apart: it takes all rows. Steps
+    that share one source take disjoint shares, as the run before did, or 2,4,4."""
+    make, given, models, splits = SPLITS[name]
+    tokenizer.chat_template = TEMPLATE
+    path = write(tmp_path / "rows.jsonl", many(100, make))
+    for model, (data, split) in models.items():
+        (tmp_path / model).mkdir()
+        record = {"data_path": [str(tmp_path / f"{data}.jsonl")], "data_split": split}
+        (tmp_path / model / "args.json").write_text(json.dumps(record))
+    script = (sft, reward, ppo)[step - 1]
+    roles = ["actor_", "critic_"] if step == 3 else [""]
+    model = str(tmp_path / ("sft/ema" if step == 3 else "sft"))
+    flags = [word for role in roles for word in (f"--{role}model_name_or_path", model)]
+    args = get_args(path, *flags, *given, script=script)
+    train, held_out = rows.load_rows(args, tokenizer, STAGES[step], 64)
+    wanted = splits[step - 1]
+    assert args.data_split == wanted and len(held_out) == 5
+    assert len(train) == pytest.approx(95 * wanted[step - 1] / sum(wanted), abs=1)
+    said = data_split.in_words(args)
+    assert (said == "all rows") == (sum(map(bool, wanted)) == 1) != ("--data_split" in said)
+
+
 def test_the_parts_do_not_depend_on_the_seed(tokenizer, tmp_path):
     """Or two steps run with different seeds would share rows."""
     path = write(tmp_path / "rows.jsonl", many(100, dahoas))
@@ -718,7 +1138,7 @@ def test_real_dialogues_are_split_where_they_part(tokenizer, hh):
     common; what is left of each is its answer. Nothing is lost: prompt + answer is the dialogue."""
     lines = [json.loads(line) for line in open(hh / "train.jsonl")]
     for row in lines:
-        prompt, answer, chosen, rejected, _ = formats.read_row(row)
+        prompt, answer, chosen, rejected, *_ = formats.read_row(row)
         assert prompt.startswith("\n\nHuman:") and prompt.endswith("\n\nAssistant:")
         assert (prompt + chosen, prompt + rejected) == (
             row["chosen"],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import common
 import ppo
-from machinery import errors, flags, formats, model_checks, model_folders, rows
+from machinery import errors, flags, formats, model_checks, model_folders, rows, tokens
 
 import huggingface_hub
 import torch
@@ -156,7 +156,7 @@ class Writer(Model):
         room = self.positions - self.answer_length(args)
         room = min(room, args.max_prompt_seq_len or room)
         try:
-            ids = rows.tokenise_prompt(self.tokenizer, text)
+            ids = tokens.tokenise_prompt(self.tokenizer, text)
         except TemplateError as error:  # "roles must alternate", "no system role"
             shown = formats.as_text(text)[:300]
             errors.fail(f"the chat template of {self.name} refuses a prompt: {error}.\n  {shown}")
@@ -225,8 +225,8 @@ class Judge(Model):
         """Returns the token ids of a prompt and its response in this model's own vocabulary."""
         chats = self.tokenizer.chat_template or writer.template != CHAT
         prompt = written(row["asked"], writer.template if chats else DIALOGUE)
-        ids = rows.tokenise_response(self.tokenizer, row["text"])
-        return rows.tokenise_prompt(self.tokenizer, prompt), ids[: None if row["ended"] else -1]
+        ids = tokens.tokenise_response(self.tokenizer, row["text"])
+        return tokens.tokenise_prompt(self.tokenizer, prompt), ids[: None if row["ended"] else -1]
 
     @torch.no_grad()
     def score_ids(self, args, pairs):
