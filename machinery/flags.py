@@ -225,6 +225,8 @@ def parse(parser, presets, argv=None, script=""):
     args._preset, args._preset_from = presets[preset], folder
     texts = [flag for flag in flags if flag.type is str and not flag.choices]
     args._names = frozenset(flag.dest for flag in texts)  # of files, folders, models
+    groups = [group for group in parser._action_groups if "only speed" in group.title]
+    args._speed = frozenset(flag.dest for group in groups for flag in group._group_actions)
     check_names(args)
     check_numbers(args, flags)
     if not any(args.data_split):

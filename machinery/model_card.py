@@ -1,10 +1,11 @@
 """The model card, README.md in the folder of a saved model, as the hub reads it."""
 
 import json
+import os
 import re
 from pathlib import Path
 
-from machinery import data_split, flags
+from machinery import data_split
 
 import yaml
 
@@ -43,17 +44,19 @@ print(model(**inputs).logits[:, 0])  # one score for each text""",
 def may_write(folder):
     """Returns whether `folder` has no README.md, or one that a run has written."""
     file = Path(folder) / "README.md"
-    return not file.exists() or MARK in file.read_text(errors="replace")
+    if file.is_file():
+        return MARK in read(file)
+    return not os.path.lexists(file)
 
 
-def text(args, title, folder, adapted=None, scores=False, appended="none"):
+def text(args, record, title, folder, adapted=None, scores=False, appended="none"):
     """Returns the card of the model that is saved in `folder`, --output_dir or a folder in it.
 
-    title: what was trained. adapted: what LoRA's adapters sit on, None for a whole model. scores:
-    it is a reward model or critic, with a tokenizer that appends EOS for `appended`.
+    record: what args.json holds. title: what was trained. adapted: what LoRA's adapters sit on,
+    None for a whole model. scores: it is a reward model or critic, with a tokenizer that appends
+    EOS for `appended`.
     """
     output, folder = Path(args.output_dir), Path(folder)
-    record = read_json(output / "args.json")
     kind = "reward model" if scores else "language model"
     if folder == output / "critic":
         kind = "critic"
@@ -106,9 +109,9 @@ Versions: {", ".join(f"{k} {v}" for k, v in record.get("versions", {}).items())}
 """
 
 
-def read_json(file):
-    """Returns the dict in a file, {} if there is none."""
-    return json.loads(file.read_text()) if file.is_file() else {}
+def read(file):
+    """Returns the text of a file, which may be anybody's: not all is UTF-8."""
+    return file.read_text(encoding="utf-8", errors="replace")
 
 
 def name_of(path):
@@ -123,7 +126,7 @@ def base_model(start):
     if not folder.exists():
         return start
     card = folder / "README.md"
-    if not card.is_file() or MARK not in (written := card.read_text()):
+    if not card.is_file() or MARK not in (written := read(card)):
         return None
     found = re.search(r"^base_model: (.+)$", written, re.MULTILINE)
     return found and found[1].strip("'\"")
@@ -146,19 +149,18 @@ def last_evaluation(file):
 
 def result_flags(args):
     """Returns {flag: value} of those that change the result, their paths cut to names."""
-    rest = {"output_dir", "resume"}
-    flags.add_speed_flags(lambda name, *_, **__: rest.add(name))
-    found = {}
+    rest, found = {"output_dir", *args._speed}, {}
     for name, value in vars(args).items():
         if name[0] != "_" and name not in rest and value not in (None, ""):
             values = map(str, value if isinstance(value, list) else [value])
-            found[f"--{name}"] = " ".join(
-                name_of(v) if isinstance(v, str) else f"{v}" for v in values
-            )
+            found[f"--{name}"] = " ".join(map(name_of, values))
     return found
 
 
 def table(values):
-    """Returns a dict as a table in Markdown."""
-    lines = [f"| {key} | {value} |" for key, value in values.items()]
-    return "\n".join(["| | |", "| --- | --- |", *lines])
+    """Returns a dict as a table in Markdown: a row has one line, and no | but its own."""
+    lines = ["| | |", "| --- | --- |"]
+    for key, value in values.items():
+        text = repr(str(value))[1:-1].replace("|", r"\|")
+        lines.append(f"| {key} | {text} |")
+    return "\n".join(lines)

@@ -294,7 +294,7 @@ class Run:
         """Saves a model, by default in the output folder (saving.save_model)."""
         folder = Path(folder or self.args.output_dir)
         self.phase.note(f"writing {folder}")
-        card = functools.partial(model_card.text, self.args, self.title, folder)
+        card = functools.partial(model_card.text, self.args, self.folder.record, self.title, folder)
         saving.save_model(engine, tokenizer, folder, full_tensor, self.folder.claim, card)
 
     def finish(self, code=0):

@@ -2,11 +2,13 @@
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from machinery import lora, model_card, model_folders, progress, ranks, scoring_tokenizer, zero3
 
 from safetensors.torch import save_file
+from transformers import GenerationConfig
 
 # The last file of a saved model, or of adapters, to come: it marks the folder as whole.
 MARKS = ("config.json", lora.CONFIG)
@@ -50,14 +52,21 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, claim=N
             tokenizer.save_pretrained(aside)
         if card and model_card.may_write(folder):
             base = None if plain else adapters.base_model_name_or_path
-            text = card(adapted=base, scores=scores, appended=appended)
-            (aside / "README.md").write_text(text)
+            write_card(card, aside, adapted=base, scores=scores, appended=appended)
         files = sorted(aside.iterdir(), key=lambda file: file.name in MARKS)
         if claim:
             claim([folder / file.name for file in files])
         move_files(files, folder)
         aside.rmdir()
     ranks.barrier()
+
+
+def write_card(card, folder, **facts):
+    """Writes card(**facts) to README.md. A card that fails does not cost the weights."""
+    try:
+        (folder / "README.md").write_bytes(card(**facts).encode())
+    except Exception as error:  # of what the base's README.md, flags and logs may hold
+        ranks.say(f"README.md, the model's card, could not be written: {error!r}")
 
 
 def note_tokens(model, tokenizer, scores):
@@ -76,8 +85,23 @@ def note_tokens(model, tokenizer, scores):
         model.config.update({"problem_type": "regression", "function_to_apply": "none"})
     elif generation := getattr(model, "generation_config", None):
         generation.update(**ids, pad_token_id=pad)
+        model.generation_config = writable(generation)
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
         config.update({**ids, "pad_token_id": own_pad})
+
+
+def writable(generation):
+    """Returns a GenerationConfig that transformers writes: it loads some that it refuses to write.
+
+    Many bases name a temperature or top_p, which mean something only with do_sample: they get it.
+    """
+    for change in ({}, {"do_sample": True}):
+        generation.update(**change)
+        with suppress(ValueError):
+            generation.validate(strict=True)
+            return generation
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return GenerationConfig(**{name: getattr(generation, name) for name in names})
 
 
 def save_adapters(model, state, folder, adapters):
@@ -95,13 +119,17 @@ def save_adapters(model, state, folder, adapters):
 def move_files(files, folder):
     """Moves files to `folder`, each when the ones before it are on the disk.
 
-    They are as readable as umask says (safetensors' own are the owner's alone).
+    They are as readable as umask says (safetensors' own are the owner's alone). A tokenizer with
+    several chat templates has a folder of them.
     """
     for file in files:
-        file.chmod(file.parent.stat().st_mode & 0o666)
-        sync(file)
-        sync(folder)
-        file.replace(folder / file.name)
+        file.chmod(file.parent.stat().st_mode & (0o777 if file.is_dir() else 0o666))
+        for path in (*file.rglob("*"), file, folder):
+            sync(path)
+        new = folder / file.name
+        if new.is_dir() and not new.is_symlink():  # of a save that was killed: nothing replaces it
+            shutil.rmtree(new)
+        file.replace(new)
     sync(folder)
 
 

@@ -9,6 +9,8 @@ import copy
 import json
 import re
 
+from machinery import ranks
+
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -44,21 +46,31 @@ def save(tokenizer, folder):
     Returns for whom it does so: "all" callers; "special", those that ask for special tokens; or
     "none", where it is no fast tokenizer. `as_trained` takes it back.
     """
-    config, code = folder / "tokenizer_config.json", folder / "scoring_tokenizer.py"
+    code = folder / "scoring_tokenizer.py"
     own_class = {"auto_map": {"AutoTokenizer": [None, "scoring_tokenizer.ScoringTokenizer"]}}
     fast = {"tokenizer_class": "PreTrainedTokenizerFast"}
     ways = [("all", fast), ("all", fast | own_class), ("special", {})]
     for whom, settings in ways if isinstance(tokenizer, PreTrainedTokenizerFast) else []:
-        appending(tokenizer, whom).save_pretrained(folder)
-        settings = json.loads(config.read_text()) | settings
-        config.write_text(json.dumps(settings, indent=2) + "\n")
-        code.unlink(missing_ok=True)
-        if "auto_map" in settings:
-            code.write_text(OWN_CLASS)
-        if appends(AutoTokenizer.from_pretrained(folder), tokenizer, whom):
-            return whom
+        try:
+            write(appending(tokenizer, whom), folder, settings)
+            code.unlink(missing_ok=True)
+            if "auto_map" in settings:
+                code.write_text(OWN_CLASS)
+            if appends(AutoTokenizer.from_pretrained(folder), tokenizer, whom):
+                return whom
+        except Exception as error:  # of many kinds. It must not cost the weights
+            ranks.say(f"the tokenizer could not be made to append EOS ({whom}): {error!r}")
+    code.unlink(missing_ok=True)
     tokenizer.save_pretrained(folder)
     return "none"
+
+
+def write(tokenizer, folder, settings):
+    """Writes a tokenizer to `folder`, with the dict `settings` in tokenizer_config.json."""
+    tokenizer.save_pretrained(folder)
+    config = folder / "tokenizer_config.json"
+    settings = json.loads(config.read_text()) | settings
+    config.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def appends(new, tokenizer, whom):

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 
+import ppo
 import reward
 import sft
 from machinery import model_card, model_folders, rows, saving, scoring_tokenizer
@@ -84,6 +85,8 @@ PAIRS = [
     ("Human: hi\n\nAssistant:", " Hello!  How are you?\n", " No."),
 ]
 
+RECORD = dict(data_rows=40, versions={"torch": "2.0"}, world_size=2, device="cpu")
+
 
 def base_folder(path, name):
     """A folder as from the hub: config and tokenizer, and weights at random."""
@@ -114,7 +117,8 @@ def saved(tmp_path, name, head=None, lora_dim=0, args=()):
     if head:
         with torch.no_grad():
             (model.model.score if head else model).weight.normal_()
-    card = functools.partial(model_card.text, args, "step 2: reward model", tmp_path / "out")
+    title = "step 2: reward model"
+    card = functools.partial(model_card.text, args, RECORD, title, tmp_path / "out")
     saving.save_model(model, tokenizer, tmp_path / "out", card=card)
     return str(tmp_path / "out"), model, tokenizer
 
@@ -173,6 +177,42 @@ def test_files_are_as_readable_as_umask_says(tmp_path):
     modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out").iterdir()}
     assert set(modes.values()) == {0o640}, modes
     assert "model.safetensors" in modes
+
+
+@pytest.mark.parametrize("lora_dim", [0, 4])
+@pytest.mark.parametrize(
+    "wrong, kept",
+    [
+        ({"temperature": 0.6}, {"temperature": 0.6, "do_sample": True}),
+        ({"top_p": 0.9}, {"top_p": 0.9, "do_sample": True}),
+        ({"output_scores": True}, {"output_scores": None}),
+    ],
+)
+def test_a_generation_config_that_transformers_refuses_costs_nothing(
+    wrong, kept, lora_dim, tmp_path
+):
+    """It loads many a base that it would not save again, and says so after all training."""
+    base = base_folder(tmp_path / "base", "another EOS")
+    (tmp_path / "base/generation_config.json").write_text(json.dumps(wrong))
+    tokenizer = model_folders.load_tokenizer(base)
+    args = get_args("--model_name_or_path", base)
+    model = load_model(base, args, 0, None, tokenizer, None, lora_dim)
+    saving.save_model(model, tokenizer, tmp_path / "out")
+    found = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert found.eos_token_id == 1
+    assert {name: getattr(found, name) or None for name in kept} == kept
+
+
+def test_a_tokenizer_with_several_chat_templates_is_saved_again_and_again(tmp_path):
+    """They lie in a folder, which a save that was killed leaves behind: nothing replaces it."""
+    base = base_folder(tmp_path / "base", "another EOS")
+    tokenizer = model_folders.load_tokenizer(base)
+    tokenizer.chat_template = {"default": CHAT, "tools": CHAT}
+    model = load_model(base, get_args("--model_name_or_path", base), 0, None, tokenizer)
+    for _ in range(2):
+        saving.save_model(model, tokenizer, tmp_path / "out")
+        assert stat.S_IMODE((tmp_path / "out/additional_chat_templates").stat().st_mode) & 0o100
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
 
 
 # --------------------------------------------------------------------------------------------------
@@ -243,6 +283,19 @@ def test_what_appends_eos_is_found_out_when_it_is_saved(tmp_path, monkeypatch):
     assert model_folders.load_tokenizer(folder)("one").input_ids == expected[:-1]
 
 
+@pytest.mark.parametrize("broken", ["appending", "appends"])
+def test_a_tokenizer_that_takes_no_normaliser_is_saved_as_it_is(
+    broken, tmp_path, monkeypatch, capsys
+):
+    """An error of another library must not cost the weights, at the end of a run."""
+    monkeypatch.setattr(scoring_tokenizer, broken, lambda *args: 1 / 0)
+    folder, _, tokenizer = saved(tmp_path, "full", "score")
+    assert saving.is_whole(folder) and "could not be made to append EOS" in capsys.readouterr().out
+    assert AutoTokenizer.from_pretrained(folder)("one").input_ids == tokenizer("one").input_ids
+    assert "Append EOS to each text" in (tmp_path / "out/README.md").read_text()
+    assert not (tmp_path / "out/scoring_tokenizer.py").exists()
+
+
 # --------------------------------------------------------------------------------------------------
 # LoRA
 # --------------------------------------------------------------------------------------------------
@@ -288,8 +341,6 @@ def test_the_card_says_what_the_hub_and_its_readers_ask(tmp_path, monkeypatch):
     """Base model, data and its share, flags, metrics at the end, limits, how to load it, versions;
     no path of this machine, and no license that nobody chose. Its Python loads the folder."""
     (tmp_path / "out").mkdir()
-    record = dict(data_rows=40, versions={"torch": "2.0"}, world_size=2, device="cpu")
-    (tmp_path / "out/args.json").write_text(json.dumps(record))
     lines = [{"step": 0, "eval_loss": 6.0}, {"step": 8, "eval_loss": 2.5}, {"step": 9, "loss": 1.0}]
     text = "\n".join(map(json.dumps, lines))
     (tmp_path / "out/metrics.jsonl").write_text(text)
@@ -324,6 +375,29 @@ def test_the_card_finds_the_base_on_the_hub(written, base, tmp_path):
     assert model_card.base_model("Qwen/Some") == "Qwen/Some"
     own = written is None or model_card.MARK in written
     assert model_card.may_write(tmp_path) == own, "another's README.md stays"
+
+
+def test_no_card_costs_the_weights(tmp_path, monkeypatch, capsys):
+    """The base's README.md may be in any encoding; whatever else fails, the model is saved."""
+    (tmp_path / "README.md").write_bytes(b"caf\xe9")
+    assert model_card.base_model(str(tmp_path)) is None
+    monkeypatch.setattr(model_card, "last_evaluation", lambda file: 1 / 0)
+    folder, *_ = saved(tmp_path, "full")
+    assert saving.is_whole(folder) and not (tmp_path / "out/README.md").exists()
+    assert "README.md, the model's card, could not be written" in capsys.readouterr().out
+
+
+def test_a_table_of_the_card_has_one_line_for_a_value():
+    lines = model_card.table({"--stop": "a|b\nc", "loss": 0.5}).splitlines()
+    assert lines[2:] == [r"| --stop | a\|b\nc |", "| loss | 0.5 |"]
+
+
+def test_the_card_lists_no_flag_that_changes_only_speed():
+    args = ppo.get_args(["--preset", "toy", "--output_dir", "nowhere"])
+    found = {name[2:] for name in model_card.result_flags(args)}
+    assert not found & {"share_prompt", "offload_states", "rollout_batch_size", "save_steps"}
+    assert not found & {"actor_zero_stage", "critic_zero_stage", "zero_stage", "resume"}
+    assert {"kl_coef", "actor_learning_rate", "seed"} <= found
 
 
 # --------------------------------------------------------------------------------------------------
