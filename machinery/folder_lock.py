@@ -62,7 +62,7 @@ def held_by(file, kind):
     """Tries to lock an open file. Returns None, or who holds it already, in words.
 
     Where the file system has no locks, the words in the file count, unless they name a process of
-    this host that is gone.
+    this host that is gone. Whether one of another host is, only the user can know.
     """
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -72,7 +72,8 @@ def held_by(file, kind):
         who = file.read()
         if isinstance(error, (BlockingIOError, PermissionError)):
             return who or "another process"
-        return who if who and not is_gone(who) else None
+        advice = f"(or, if that process has ended, delete {file.name})"
+        return f"{who} {advice}" if who and not is_gone(who) else None
 
 
 def is_gone(who):

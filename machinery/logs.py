@@ -11,12 +11,23 @@ FILES = ("metrics.jsonl", "samples.jsonl")
 
 
 def append(args, name, rows):
-    """Appends dicts to a .jsonl file of the output folder, on rank 0, or to what is held."""
+    """Appends dicts to a .jsonl file of the output folder."""
+    lines = [json.dumps(row) + "\n" for row in rows]
+    call(args, append_lines, Path(args.output_dir) / name, lines)
+
+
+def append_lines(path, lines):
+    """Appends lines to a file."""
+    with open(path, "a") as file:
+        file.writelines(lines)
+
+
+def call(args, function, *inputs):
+    """Calls a function that writes, on rank 0: now, or when the output folder has settled."""
     if ranks.get_rank() == 0 and getattr(args, "_held", None) is not None:
-        args._held.append((name, list(rows)))
+        args._held.append((function, inputs))
     elif ranks.get_rank() == 0:
-        with open(Path(args.output_dir) / name, "a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        function(*inputs)
 
 
 def write(args, record, columns, legend=False, engine=None):
@@ -33,7 +44,7 @@ def write(args, record, columns, legend=False, engine=None):
     for line in [columns, cells] if legend else [cells]:
         ranks.say("".join(text.rjust(max(12, len(name) + 2)) for text, name in zip(line, columns)))
     if engine is not None:
-        monitors.write(engine, record["step"], numbers)
+        call(args, monitors.write, engine, record["step"], numbers)
 
 
 def show_sample(row, response, numbers=""):

@@ -13,6 +13,8 @@ FLAGS_DECIDE = """optimizer scheduler bf16 fp16 gradient_clipping train_batch_si
                   managed_gradient_accumulation zero_optimization.stage""".split()
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "csv_monitor": ""}
 
+FILES = {"tensorboard": "events.out.tfevents.*", "csv_monitor": "*.csv"}
+
 
 def read_config(args, main):
     """Returns the dict of --ds_config; refuses what flags decide, and what DeepSpeed would.
@@ -55,6 +57,17 @@ def read_config(args, main):
     return config
 
 
+def files(args):
+    """Returns the patterns of the files that the monitors of this run write, a list of paths."""
+    config, found = read_config(args, True), []
+    for name, pattern in FILES.items():
+        part = config.get(name, {})
+        if part.get("enabled"):
+            job = part.get("job_name", "DeepSpeedJobName")
+            found.append(Path(part["output_path"]) / job / pattern)
+    return found
+
+
 def take_over(engine):
     """Leaves the monitors that ds_config.json turns on to `write` alone.
 
@@ -65,5 +78,5 @@ def take_over(engine):
 
 
 def write(engine, step, numbers):
-    """Writes {name: number} at `step` to the monitors that are on. Rank 0 does."""
+    """Writes {name: number} at `step` to the monitors that are on. For rank 0."""
     engine.monitor.write_events([(f"train/{name}", n, step) for name, n in numbers.items()])

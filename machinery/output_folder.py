@@ -7,7 +7,17 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from machinery import checkpoints, errors, folder_lock, logs, lora, ranks, saving
+from machinery import (
+    checkpoints,
+    errors,
+    folder_lock,
+    logs,
+    lora,
+    model_card,
+    monitors,
+    ranks,
+    saving,
+)
 
 import datasets
 import deepspeed
@@ -17,13 +27,14 @@ import transformers
 
 FOLDERS = ("ema", "critic", "checkpoints")  # in an output folder
 # What a run leaves there beside the files of its models, which args.json lists
-LEFT = (*logs.FILES, "curves.png", "nonfinite_rank*.jsonl", ".saving", "ema/.saving")
+LEFT = (*logs.FILES, "args.json", "curves.png", "nonfinite_rank*.jsonl", ".saving", "ema/.saving")
 LEFT += ("critic/.saving",)
 WRITTEN = (*logs.FILES, "curves.png", "args.json", ".args.json", ".lock")  # files
 CHECKPOINT = r"unfinished|(damaged-)?step-\d+"  # in checkpoints/; step-2-backup is not ours
 MODEL = """config.json generation_config.json model*.safetensors* adapter_config.json
            model_config.json adapter_model.safetensors tokenizer.* tokenizer_config.json
-           special_tokens_map.json added_tokens.json vocab.* merges.txt chat_template.*""".split()
+           special_tokens_map.json added_tokens.json vocab.* merges.txt chat_template.*
+           additional_chat_templates""".split()
 
 
 # ---- What is there ----
@@ -41,18 +52,27 @@ def read_record(output):
 def removed(output):
     """Returns what a new run in the folder `output` removes: paths of ours, and other paths.
 
-    Ours is what runs of ours have left. The others have names that a saved model would have.
+    Ours is what runs of ours have left. The others have names that a saved model would have. A
+    README.md that the user has put in the place of ours stays.
     """
     record = read_record(output)
     folders = (output, output / "ema", output / "critic")
     models = {file for folder in folders for name in MODEL for file in folder.glob(name)}
     left = {path for name in LEFT for path in output.glob(name)}.union(checkpoints_in(output))
-    names = [Path(name) for name in record.get("files", [])]
-    below = [name for name in names if not name.is_absolute() and ".." not in name.parts]
-    ours = {output / name for name in below if os.path.lexists(output / name)}
+    ours = {path for path in listed(output, record) if os.path.lexists(path)}
+    ours = {path for path in ours if path.name != "README.md" or model_card.may_write(path.parent)}
     ours |= left if record else set()
     ours |= models if record and "files" not in record else set()  # of an older version
     return sorted(ours), sorted((models | left) - ours)
+
+
+def listed(output, record):
+    """Yields the paths in the folder `output` that its args.json, `record`, lists."""
+    for name in map(Path, record.get("files", [])):
+        if name.parts and not name.is_absolute() and ".." not in name.parts:
+            yield output / name
+            if name.name in monitors.FILES.values():  # a pattern
+                yield from (output / name.parent).glob(name.name)
 
 
 def checkpoints_in(output):
@@ -96,7 +116,7 @@ def check_unlocked(args):
 def refuse_used(args, who):
     """Ends the program because another run, `who` in words, is writing in --output_dir."""
     errors.fail(
-        f"--output_dir {args.output_dir} is in use: {who} writes there.\n"
+        f"--output_dir {args.output_dir} is in use by {who}.\n"
         "  Wait for it, stop it, or take another --output_dir."
     )
 
@@ -202,8 +222,8 @@ def check_resume(args, output):
 def refuse_other_flags(args, before):
     """Ends the program if a fixed flag was another in args.json's `before`.
 
-    Of what is named by a path the last part is compared: folders may have moved. None, 0 and "no"
-    are alike.
+    Of what is named by a path the last part is compared: folders may have moved. None, 0, False
+    and empty lists are alike.
     """
     was = "--resume: the run was begun with"
     if before.get("script", args._script) != args._script:
@@ -246,6 +266,7 @@ class OutputFolder:
         check(args)
         self.args, self.path = args, Path(args.output_dir)
         self.lock, self.record, args._held = folder_lock.Lock(self.path), {}, None
+        self.monitors, self.before = monitors.files(args), sum(removed(self.path), [])
 
     def take(self, facts):
         """Locks the folder and checks it again, for other runs may have been there meanwhile.
@@ -275,17 +296,24 @@ class OutputFolder:
         held, self.args._held = self.args._held, None
         if held is None or ranks.get_rank() != 0:
             return
-        going = [] if self.args.resume else sum(removed(self.path), [])
-        for old in sorted(
-            going, key=lambda path: path.name not in saving.MARKS
-        ):  # the mark of a run
+        for old in [] if self.args.resume else self.going():
             shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         for name in FOLDERS:
             with suppress(OSError):  # it holds something else, or is a link, or is not there
                 (self.path / name).rmdir()
-        self.claim([])
-        for name, rows in held:
-            logs.append(self.args, name, rows)
+        self.claim(self.monitors)
+        for function, inputs in held:
+            function(*inputs)
+
+    def going(self):
+        """Returns what `settle` removes, in order, but not a file that a monitor now has open."""
+        paths = sum(removed(self.path), [])
+        paths = [path for path in paths if "tfevents" not in path.name or path in self.before]
+        # The marks first: a folder that is half cleared is no finished run. Then args.json, so that
+        # --resume does not go on with the old run in the name of the new one.
+        order = (*saving.MARKS, "args.json")
+        place = {name: number for number, name in enumerate(order)}
+        return sorted(paths, key=lambda path: place.get(path.name, len(order)))
 
     def claim(self, files):
         """Lists files of the folder, which are about to be written, in args.json. On rank 0."""

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,7 +19,9 @@ from machinery import (
     checkpoints,
     folder_lock,
     logs,
+    model_card,
     model_folders,
+    monitors,
     output_folder,
     rows,
     saving,
@@ -132,6 +135,7 @@ def test_without_locks_of_the_kernel_the_words_count(tmp_path, monkeypatch, host
     words = f"process {process} on {host or socket.gethostname()} since 2026-01-01 00:00"
     (tmp_path / ".lock").write_text(words)
     lock = folder_lock.Lock(tmp_path)
+    words += f" (or, if that process has ended, delete {tmp_path / '.lock'})"
     assert lock.holder() == lock.take() == (None if free else words)
 
 
@@ -208,13 +212,80 @@ def test_only_what_is_ours_is_removed(tmp_path, capsys):
     output_folder.check(get_args(tmp_path))
 
 
+@pytest.mark.parametrize("text, stays", [("my own words", True), (model_card.MARK, False)])
+def test_a_readme_of_the_users_stays(tmp_path, text, stays):
+    """It may have been put in the place of our card, which args.json lists."""
+    folder = begin(tmp_path)
+    folder.claim([tmp_path / "README.md"])
+    end(folder)
+    (tmp_path / "README.md").write_text(text)
+    begin(tmp_path, "--overwrite").release()
+    assert (tmp_path / "README.md").exists() == stays
+
+
+@pytest.mark.parametrize("text", ["{}", '{"learning_rate": 1}', '{"data_fingerprint": 7'])
+def test_an_args_json_of_another_program_is_not_overwritten(tmp_path, capsys, text):
+    """Nor is a damaged one of ours, which cannot be told from it. --overwrite takes both."""
+    (tmp_path / "args.json").write_text(text)
+    refused(capsys, "holds args.json, --overwrite", output_folder.check, get_args(tmp_path))
+    folder = output_folder.OutputFolder(get_args(tmp_path, "--overwrite"))
+    folder.take(FACTS)
+    assert (tmp_path / "args.json").read_text() == text, "before the first step"
+    folder.settle()
+    assert output_folder.read_record(tmp_path)["data_rows"] == 8
+    folder.release()
+
+
+def test_a_run_killed_while_it_clears_the_folder_is_not_resumed(tmp_path, monkeypatch, capsys):
+    """The old checkpoint would be resumed in the name of the new run. First go the marks, so that
+    a half of a model is no finished run, then args.json, then the rest."""
+    end(begin(tmp_path), "ema")
+    checkpoint(tmp_path)
+    folder = output_folder.OutputFolder(get_args(tmp_path, "--overwrite", "--learning_rate", "1"))
+    folder.take(FACTS)
+    paths = [str(path.relative_to(tmp_path)) for path in folder.going()]
+    assert paths[:3] == ["config.json", "ema/config.json", "args.json"]
+    monkeypatch.setattr(shutil, "rmtree", lambda path: 1 / 0)  # the first is the checkpoint
+    with pytest.raises(ZeroDivisionError):
+        folder.settle()
+    folder.release()
+    words = "args.json is missing"
+    refused(capsys, words, output_folder.check, get_args(tmp_path, "--resume"))
+
+
+def test_files_of_monitors_go_with_the_run(tmp_path, monkeypatch):
+    """Else a CSV file would go on with the next run's steps. It is fed when the old one is gone,
+    and what TensorBoard has open since the engines were made stays. So do the user's files."""
+    config = json.loads((ROOT / "ds_config.json").read_text())
+    monkeypatch.setitem(monitors.PACKAGES, "tensorboard", "")  # it need not be installed
+    config["csv_monitor"]["enabled"] = config["tensorboard"]["enabled"] = True
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    output, place = tmp_path / "output", tmp_path / "output/run"
+    flags = ["--ds_config", str(tmp_path / "ds.json")]
+    begin(output, *flags).release()
+    (place / "more").mkdir(parents=True)
+    names = ["loss.csv", "events.out.tfevents.1.old", "notes.txt", "more/mine.csv"]
+    for name in names:
+        (place / name).write_text("old")
+    args = get_args(output, "--overwrite", *flags)
+    folder = output_folder.OutputFolder(args)
+    (place / "events.out.tfevents.2.new").write_text("")
+    folder.take(FACTS)
+    logs.call(args, (place / "loss.csv").write_text, "new")
+    assert (place / "loss.csv").read_text() == "old"
+    folder.settle()
+    kept = {"loss.csv": "new", "events.out.tfevents.2.new": "", "more": False}
+    assert tree(place) == {**kept, "notes.txt": "old", "more/mine.csv": "old"}
+    folder.release()
+
+
 def test_a_list_of_files_leads_nowhere_else(tmp_path):
     """args.json may have been edited: nothing outside the folder is ever removed for it."""
     output, outside = tmp_path / "output", tmp_path / "outside"
     begin(output).release()
     outside.write_text("not ours")
     record = json.loads((output / "args.json").read_text())
-    record["files"] = ["../outside", str(outside), "gone"]
+    record["files"] = ["../outside", str(outside), "gone", ".", "../*.csv"]
     (output / "args.json").write_text(json.dumps(record))
     begin(output, "--overwrite").release()
     assert outside.read_text() == "not ours"
