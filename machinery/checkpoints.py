@@ -32,6 +32,11 @@ def whole_checkpoints(args):
     return sorted(folders, key=lambda folder: int(folder.name.split("-")[1]))
 
 
+def surplus(args):
+    """Returns the whole checkpoints that are older than the newest --keep_checkpoints."""
+    return whole_checkpoints(args)[: -args.keep_checkpoints]
+
+
 # Saving
 
 
@@ -58,8 +63,9 @@ def save(args, engines, step, state):
     saved = {"rng": rng, "logs": sizes, **layout(engines), **state}
     torch.save(saved, aside / f"rank{rank}.pt")
     ranks.barrier()
-    files = sorted(file for file in aside.rglob("*") if file.is_file())
-    mine = files[rank :: ranks.get_world_size()]
+    # The list of one rank: over NFS another's may be of before.
+    files = sorted(file for file in aside.rglob("*") if file.is_file()) if rank == 0 else []
+    mine = ranks.all_gather_objects(files)[rank :: ranks.get_world_size()]
     for file in [*mine, *(paths if rank == 0 else [])]:
         saving.sync(file)
     sums = [(str(file.relative_to(aside)), checksum(file)) for file in mine]
@@ -71,10 +77,7 @@ def save(args, engines, step, state):
             saving.sync(path)
         aside.rename(folder / f"step-{step}")
         saving.sync(folder)
-        for old in (
-            *whole_checkpoints(args)[: -args.keep_checkpoints],
-            *folder.glob("damaged-step-*"),
-        ):
+        for old in (*surplus(args), *folder.glob("damaged-step-*")):
             shutil.rmtree(old)
     ranks.barrier()
 
@@ -138,10 +141,7 @@ def load(args, engines, state, facts):
     if ranks.get_rank() == 0:
         for old in damaged:  # the next save removes them
             old.rename(old.with_name(f"damaged-{old.name}"))
-        for old in (
-            folder_of(args) / "unfinished",
-            *whole_checkpoints(args)[: -args.keep_checkpoints],
-        ):
+        for old in (folder_of(args) / "unfinished", *surplus(args)):
             shutil.rmtree(old, ignore_errors=True)
         for name, size in saved["logs"].items():  # lines written after the checkpoint are cut off
             if (file := Path(args.output_dir) / name).exists():
