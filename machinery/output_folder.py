@@ -280,6 +280,7 @@ class OutputFolder:
         if who := ranks.all_gather_objects([who])[0]:
             refuse_used(self.args, who)
         check_unlocked(self.args)
+        ranks.barrier()  # rank 0 writes below: all must have seen the folder as it was
         record = {name: value for name, value in vars(self.args).items() if name[0] != "_"}
         record |= {"script": self.args._script, "world_size": ranks.get_world_size()}
         libraries = (torch, deepspeed, transformers, datasets, np)
