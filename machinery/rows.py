@@ -161,11 +161,15 @@ def read_prompts(path, name, rows, stage, names):
         try:
             example = read_row(sources.rename(sources.parse(row), names), stage)[-1]
         except formats.BadRow as error:
-            place = row.get(sources.PLACE) or f"{path}, {name}, row {number}"
-            errors.fail(f"{place}: {error}.\n  Mend the row, or take it out.")
+            refuse(row, f"{path}, {name}, row {number}", error)
         prompt = formats.as_text(example.prompt)
         prompts.append((prompt, formats.as_text(example.question) if example.question else prompt))
     return prompts
+
+
+def refuse(row, place, error):
+    """Ends the program because of a row that cannot be read: at `place`, if it does not say so."""
+    errors.fail(f"{row.get(sources.PLACE) or place}: {error}.\n  Mend the row, or take it out.")
 
 
 def hold_out(source, prompts):
@@ -189,7 +193,7 @@ def tokenise_rows(args, rows, options, path, name):
     options: the arguments of `tokenise_row`.
     """
     if row_cache.pays(rows, options["tokenizer"]):
-        content, title = fingerprint(rows), f"{path}, {name}"
+        content, title = digest_of(rows), f"{path}, {name}"
         made = row_cache.map_once(rows, tokenise_row, options, content, title)
     else:
         shape = {"remove_columns": rows.column_names, "keep_in_memory": True}
@@ -210,14 +214,18 @@ def tokenise_rows(args, rows, options, path, name):
 
 
 def fingerprint(rows):
-    """Returns a digest of a dataset's values, wherever they were read from.
+    """Returns a digest of the rows of `load_rows`, wherever they were read from.
 
     Of prompts it takes the text, not the tokens: a chat template may write today's date there.
     """
-    digest = hashlib.blake2b(digest_size=8)
     tokens = {"prompt_ids", "prompt_loss_mask", "length"}
-    kept = [name for name in rows.column_names if name not in tokens]
-    for batch in rows.select_columns(kept).with_format("arrow").iter(1000):
+    return digest_of(rows.remove_columns([name for name in rows.column_names if name in tokens]))
+
+
+def digest_of(rows):
+    """Returns a digest of all values of a dataset."""
+    digest = hashlib.blake2b(digest_size=8)
+    for batch in rows.with_format("arrow").iter(1000):
         for piece in batch.combine_chunks().to_batches():
             # `take` makes the same buffers of equal values, wherever they were cut from.
             digest.update(piece.take(np.arange(len(piece))).serialize())

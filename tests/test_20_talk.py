@@ -369,6 +369,23 @@ def test_score_takes_every_format(trained, chat_folder, tmp_path, capsys, row, n
             assert found[name] == pytest.approx(stock(ids.input_ids).logits.item(), abs=1e-5)
 
 
+def test_a_dialogue_is_scored_as_the_same_response_in_a_pair(trained, chat_folder, tmp_path):
+    """A reward model reads the response and EOS, whatever step 1 trains on in such data."""
+    folder = tmp_path / "judge"
+    shutil.copytree(trained / "judge", folder)
+    tokenizer = model_folders.load_tokenizer(str(chat_folder))
+    turn = "{% for m in messages %}{{ m['content'] + '!' }}{% endfor %}"
+    tokenizer.chat_template = turn  # it ends a turn with another token than EOS
+    tokenizer.save_pretrained(folder)
+    found = []
+    for number, row in enumerate([CHATS, {"messages": CHATS["chosen"]}]):
+        data, out = write_lines(tmp_path / f"{number}.jsonl", [row]), tmp_path / f"{number}.out"
+        job = ["--reward", folder, "--score", data, "--out", out, "--dtype", "fp32"]
+        talk.main([*map(str, job)])
+        found += lines_of(out)
+    assert found[1]["score"] == pytest.approx(found[0]["chosen_score"], abs=1e-5)
+
+
 # --------------------------------------------------------------------------------------------------
 # What is refused
 # --------------------------------------------------------------------------------------------------

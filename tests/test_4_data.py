@@ -474,6 +474,9 @@ def test_a_date_in_a_chat_template_changes_no_fingerprint():
     today = Dataset.from_dict({**table, "prompt_ids": [[5, 6]]})
     tomorrow = Dataset.from_dict({**table, "prompt_ids": [[5, 7]]})
     assert rows.fingerprint(today) == rows.fingerprint(tomorrow)
+    assert rows.digest_of(today) != rows.digest_of(
+        tomorrow
+    )  # the cache: one may be a user's column
     other = Dataset.from_dict({**table, "prompt": ["[1]"], "prompt_ids": [[5, 6]]})
     assert rows.fingerprint(today) != rows.fingerprint(other)
 

@@ -107,7 +107,7 @@ def read_rows(args, path, flag, stages, kept):
     its test split, if it has one. kept returns a text for a row to leave out: why.
     """
     source, columns = sources.read_source(path, flag)
-    able = [one for one in stages if any(need <= set(columns) for need in rows.NEEDS[one])]
+    able = [one for one in stages if rows.serves(columns, one)]
     stage = [*able, stages[-1]][0]
     rows.check_columns(path, columns, stage, flag)
     found, dropped = [], Counter()
@@ -117,8 +117,7 @@ def read_rows(args, path, flag, stages, kept):
         try:
             made = kept(row, columns, stage)
         except formats.BadRow as error:
-            place = row.get(sources.PLACE) or f"{path}, row {number}"
-            errors.fail(f"{place}: {error}.\n  Mend the row, or take it out.")
+            rows.refuse(row, f"{path}, row {number}", error)
         if made == rows.NO_TEMPLATE:
             errors.fail(made)
         if isinstance(made, str):
@@ -191,7 +190,8 @@ def score(args, judge):
     """Scores the responses of --score, writes --out, and prints means and accuracy."""
 
     def kept(row, columns, stage):
-        made = rows.tokenise_row(row, judge.tokenizer, stage, judge.positions, columns=columns)
+        options = {"train_on": "last", "columns": columns}  # as a reward model reads a response
+        made = rows.tokenise_row(row, judge.tokenizer, stage, judge.positions, **options)
         return made["drop"] or (sources.parse(row), made)
 
     found = read_rows(args, args.score, "--score", ["reward", "sft"], kept)
