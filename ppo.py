@@ -371,7 +371,7 @@ def make_micro_batches(tokenizer, responses, batch_size, responses_a_row=1):
         ids, mask = common.pad([row["prompt_ids"] for row in part], pad_id)  # (B, P)
         response, real = common.pad([row["response_ids"] for row in part], pad_id, "right")
         row_weight = torch.tensor([float(row["row_weight"]) for row in part])
-        ended = torch.tensor([row["ended"] for row in part])  # 1.0 or 0.0
+        ended = torch.tensor([row["ended"] for row in part])
         response_mask = real * row_weight[:, None]  # (B, R)
         last = response_mask * (real.cumsum(-1) == real.sum(-1, keepdim=True))
         ids, mask = torch.cat([ids, response], 1), torch.cat([mask, real], 1)
@@ -624,8 +624,8 @@ def main():
 
         # ---- 7 keep ----
         times.append(time.time())
-        metrics = {"kl_coef": kl_control.coef}
-        metrics = rollout_metrics.log(run, metrics, means, times, passes, judges, micro_batches)
+        coef = {"kl_coef": kl_control.coef}
+        metrics = rollout_metrics.log(run, coef, means, times, passes, reward_models, micro_batches)
         kl_control.update(metrics["kl"], policy.trains)
 
     # ---- 8 save ----

@@ -1,8 +1,8 @@
 """Decides which rows of the data a step takes where --data_split does not say."""
 
-import contextlib
-import json
 from pathlib import Path
+
+from machinery import records
 
 import numpy as np
 
@@ -30,15 +30,10 @@ def default(args, stage, serves_all):
 
 
 def trained_on(folder):
-    """Returns --data_path and --data_split of the run that made a model; [], SHARED if unknown.
-
-    The run of ema/ and critic/ is noted in the folder above.
-    """
-    for place in (Path(folder), Path(folder).parent):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            before = json.loads((place / "args.json").read_text())
-            return before["data_path"], before["data_split"]
-    return [], SHARED
+    """Returns --data_path and --data_split of the run that made a model; [], SHARED if unknown."""
+    before = records.of_model(folder)
+    known = "data_path" in before and "data_split" in before
+    return (before["data_path"], before["data_split"]) if known else ([], SHARED)
 
 
 def resolved(paths):

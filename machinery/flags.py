@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from machinery import errors, formats, refusals
+from machinery import errors, formats, records, refusals
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -240,16 +240,11 @@ def parse(parser, presets, argv=None, script=""):
 
 
 def preset_of_folders(paths, presets):
-    """Returns (preset, folder) of the first of the paths that a run of ours has left, or None.
-
-    The preset stands in the folder's args.json; that of ema/ and critic/ is in the folder above.
-    """
+    """Returns (preset, folder) of the first of the paths that a run of ours has left, or None."""
     for path in filter(None, paths):
-        for folder in (Path(path), Path(path).parent):
-            with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
-                preset = json.loads((folder / "args.json").read_text())["preset"]
-                if preset in presets:
-                    return preset, path
+        preset = records.of_model(path).get("preset")
+        if isinstance(preset, str) and preset in presets:
+            return preset, path
 
 
 def toy_preset(script):

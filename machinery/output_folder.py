@@ -16,6 +16,7 @@ from machinery import (
     model_card,
     monitors,
     ranks,
+    records,
     saving,
 )
 
@@ -40,13 +41,10 @@ MODEL = """config.json generation_config.json model*.safetensors* adapter_config
 # ---- What is there ----
 def read_record(output):
     """Returns args.json in the folder `output`; {} if there is none, or none of ours, or half."""
-    with suppress(OSError, ValueError):
-        record = json.loads((output / "args.json").read_text())
-        ours = isinstance(record, dict) and "data_fingerprint" in record
-        files = record.get("files", []) if ours else None
-        if isinstance(files, list) and all(isinstance(name, str) for name in files):
-            return record
-    return {}
+    record = records.read(output)
+    files = record.get("files", [])
+    listed = isinstance(files, list) and all(isinstance(name, str) for name in files)
+    return record if "data_fingerprint" in record and listed else {}
 
 
 def removed(output):
@@ -159,7 +157,7 @@ def refuse_taken(args, output):
 def refuse_own_inputs(args, output):
     """Ends the program if the run would delete, replace or read back what it starts from."""
     whole = output.resolve()
-    models = [output.resolve() / name for name in ("", "ema", "critic")]
+    models = [whole / name for name in ("", "ema", "critic")]
     lost = [] if args.resume else [path.resolve() for paths in removed(output) for path in paths]
     for flag, text, part in inputs(args):
         inside = Path(part).resolve()

@@ -177,7 +177,7 @@ def engine_rules(args):
     if args.deepcompile:
         why = "DeepSpeed keeps one compilation for the whole process, and actor and critic need two"
         yield f"--deepcompile: {why}.\n  Leave it out of ppo.py; sft.py and reward.py take it."
-    stages = {args.actor_zero_stage, args.critic_zero_stage}
+    stages = set(refusals.stages_of(args))
     moved = args.offload_states and not args.adam_offload
     if moved and old_deepspeed.older_than("0.17.6") and stages != {3}:
         needs = f"--zero_stage 3 with DeepSpeed {deepspeed.__version__}"

@@ -3,7 +3,7 @@
 import json
 
 import common
-from machinery import logs, model_folders, ranks, throughput
+from machinery import logs, ranks, throughput
 
 import torch
 
@@ -53,7 +53,7 @@ def moments(micro_batches, name):
     return mean, max(squares / count - mean**2, 0.0)
 
 
-def log(run, metrics, means, times, passes, judges, micro_batches):
+def log(run, metrics, means, times, passes, reward_models, micro_batches):
     """Logs a step of PPO, and returns its metrics: `metrics`, those of the update and the rollout.
 
     times: when the step began, and when rollout, scores and updates were done. Each pass takes a
@@ -79,10 +79,7 @@ def log(run, metrics, means, times, passes, judges, micro_batches):
     for each in passes:
         flops += args.ppo_epochs * count(each.engine, each.trains)
         flops += 0 if each.keeps else count(each.engine)
-    for judge in judges:
-        model = next(iter(getattr(judge, "args", ())), None)
-        if hasattr(model_folders.unwrap_model(model), "config"):  # and no function
-            flops += count(model)
+    flops += sum(map(count, reward_models))
     run.log(metrics, tokens, flops)
     return metrics
 

@@ -36,18 +36,11 @@ os.environ.update(
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests import workers
+from tests.workers import CLOCKS
 
 import torch
 from safetensors.torch import load_file
 
-CLOCKS = {
-    "seconds",
-    "tokens_per_second",
-    "tflops",
-    "generate_seconds",
-    "score_seconds",
-    "train_seconds",
-}
 TOUCHES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
 RUNS = {
     "sft_zero0": ("sft", 0),

@@ -13,7 +13,7 @@ import common
 import ppo
 from tests import devices, workers
 from tests.conftest import generate
-from tests.test_6_deepspeed import CLOCKS
+from tests.workers import CLOCKS
 
 import pytest
 import torch

@@ -5,7 +5,8 @@ its sixth step (machinery/patches.py, correct_by_step_number).
 """
 
 from tests import workers
-from tests.test_6_deepspeed import CLOCKS, metrics, run_of
+from tests.test_6_deepspeed import metrics, run_of
+from tests.workers import CLOCKS
 
 import pytest
 from safetensors.torch import load_file

@@ -2,7 +2,6 @@
 with pencil and paper."""
 
 import copy
-import functools
 import itertools
 import json
 import math
@@ -23,7 +22,6 @@ from machinery import (
     model_folders,
     patches,
     ranks,
-    reward_functions,
     rollout_metrics,
     rows,
     statistics,
@@ -569,12 +567,10 @@ def test_an_actor_that_waits_for_its_critic_has_no_backward(tiny_model, trains, 
     response_mask[0] = 1
     batch = micro_batch(mask=mask, response_mask=response_mask, row_weight=weight)
     means = SimpleNamespace(of_all_ranks=lambda: {"critic_loss": 0.0})
-    judges = [functools.partial(reward_functions.call_function, nn.Linear(1, 1))]  # not counted
-    judges.append(functools.partial(ppo.reward_model_scores, tiny_model))
     actor = SimpleNamespace(engine=tiny_model, trains=trains, keeps=keeps)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollout_metrics, "of_all_ranks", lambda batches: {})
-        rollout_metrics.log(run, {}, means, [0, 1, 2, 3], [actor], judges, [batch])
+        rollout_metrics.log(run, {}, means, [0, 1, 2, 3], [actor], [tiny_model], [batch])
     _, tokens, flops = logged
     forward = throughput.count_flops(tiny_model, 100, 100, 25)
     assert tokens == 100 and flops == pytest.approx((2 + passes + 1) * forward)

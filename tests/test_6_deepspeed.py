@@ -20,6 +20,7 @@ import ppo
 import sft
 from machinery import ema, model_folders, ptx, ranks, throughput
 from tests import workers
+from tests.workers import CLOCKS
 
 import numpy as np
 import pytest
@@ -46,14 +47,6 @@ CURVES = {
         "eval_kl",
         "eval_response_length",
     ],
-}
-CLOCKS = {
-    "seconds",
-    "tokens_per_second",
-    "tflops",
-    "generate_seconds",
-    "score_seconds",
-    "train_seconds",
 }
 
 

@@ -1,0 +1,21 @@
+"""args.json, in which a run notes its flags and what it found."""
+
+import contextlib
+import json
+from pathlib import Path
+
+
+def read(folder):
+    """Returns args.json in `folder` as a dict; {} if there is none, or something else."""
+    with contextlib.suppress(OSError, ValueError):
+        record = json.loads((Path(folder) / "args.json").read_text())
+        return record if isinstance(record, dict) else {}
+    return {}
+
+
+def of_model(folder):
+    """Returns args.json of the run that saved the model in `folder`, {} if it is unknown.
+
+    That of ema/ and critic/ is in the folder above.
+    """
+    return read(folder) or read(Path(folder).parent)
