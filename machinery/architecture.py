@@ -8,10 +8,9 @@ what the weights have learned can hide an error.
 import copy
 import functools
 import re
-from types import SimpleNamespace
 
 import common
-from machinery import decoding, forwards
+from machinery import forwards
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -150,20 +149,20 @@ def sees_padding(model):
 
 
 @torch.no_grad()
-def decodes(model):
+def decodes(model, way):
     """Returns whether rollouts sample from the distribution that a forward gives.
 
-    Two prompts, one of them padded, go through the decoding of ppo.py; the first ends early.
+    Two prompts, one of them padded, are decoded as ppo.py does (way: decoding.way_of); the first
+    ends early.
     """
     row, count = row_of(model, 9), 4  # prompt and response
     prompts = [row[0, :-count].tolist(), row[0, 2:-count].tolist()]
     ids, mask = common.pad(prompts, 2)
     responses, alive = row[:, -count:].repeat(2, 1), torch.ones(2, dtype=torch.bool)
     vocabulary = range(model.config.get_text_config().vocab_size)
-    args = SimpleNamespace(min_new_tokens=0, stop=())
     found = []
     layout = ids, mask, responses, alive
-    for _, _, logits in decoding.each_slot(args, model, vocabulary, *layout, synced=False):
+    for _, _, logits in way(model, vocabulary, *layout, synced=False):
         found.append(logits[-1].log_softmax(-1))  # of the second prompt
         alive[0] = False
     short = row[:, 2:]

@@ -1,6 +1,6 @@
 """What makes decoding fast: a cache in slots that are reserved once, and rows that leave it."""
 
-from machinery import progress, ranks
+from machinery import compiled_decoding, progress, ranks
 from machinery.forwards import forward_options
 
 import torch
@@ -67,6 +67,23 @@ def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
     tokenizer's ids only: another model may not have more. With `synced` (ZeRO-3's hooks are on)
     all ranks make as many forwards.
     """
+    way = way_of(args)
+    for r, rows, logits in way(model, tokenizer, ids, mask, responses, alive, synced):
+        if r < args.min_new_tokens:
+            logits[:, tokenizer.eos_token_id] = -torch.inf
+        yield r, rows, logits
+        if args.stop:
+            alive[rows] &= ~ends_with_stop(args, tokenizer, responses[rows], r)
+
+
+def way_of(args):
+    """Returns how the slots are computed: rows leave, or the step of a token is compiled."""
+    compiled = getattr(args, "compile_decoding", False)  # a flag of ppo.py only
+    return compiled_decoding.each_slot if compiled else leaving
+
+
+def leaving(model, tokenizer, ids, mask, responses, alive, synced):
+    """Yields what each_slot does. A prompt is computed once, and rows that have ended leave."""
     count, length = responses.shape[1], ids.shape[1]
     mask = torch.cat([mask, torch.ones_like(responses)], 1)  # (B, P + R)
     options = forward_options(model, mask, keep=1)
@@ -86,11 +103,7 @@ def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
         if len(prompts) < len(rows):
             logits = logits[copies]
             cache.batch_select_indices(copies)
-        if r < args.min_new_tokens:
-            logits[:, tokenizer.eos_token_id] = -torch.inf
         yield r, rows, logits
-        if args.stop:
-            alive[rows] &= ~ends_with_stop(args, tokenizer, responses[rows], r)
         going_on = alive[rows]
         left = going_on.sum().item()
         # Without `synced` ranks stop on their own; with it one that stopped would hang the others.

@@ -140,12 +140,13 @@ def held_by(model, phase, ranks, cpu, zero):
     buffers = bucket if stage == 3 else 0  # made once, and kept
     layer = rows * sizes.kept_by_row / config.num_hidden_layers
     scores = model.kept or model.generates or model.head or not model.trains
-    if phase == "generate" and model.generates:
+    if model.generates and (phase == "generate" or args.compile_decoding):
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         equal_share = config.hidden_size // config.num_attention_heads
         width = getattr(config, "head_dim", None) or equal_share
         cached = 2 * config.num_hidden_layers * heads * width  # numbers of a token
         parts["KV cache"] = w * model.generates * cached * tokens
+    if phase == "generate" and model.generates:
         parts["logits"] = model.generates * config.vocab_size * (w + 24)
         parts["activations"] = layer * model.generates / rows
         buffers += w * P if stage == 3 else 0

@@ -6,7 +6,7 @@ Run calls `check` for each model of a script, and --estimate does.
 import functools
 from pathlib import Path
 
-from machinery import architecture, errors, lora, model_folders, ranks
+from machinery import architecture, decoding, errors, lora, model_folders, ranks
 
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -28,7 +28,7 @@ def check(args, models):
             check_weights(path, config, after_others)
         samples = vars(args).get("num_samples") != 0
         decodes = model.generates or (samples and model.trains and not model.head)
-        taken = try_out(path, trusted, bool(decodes))
+        taken = try_out(path, trusted, decoding.way_of(args) if decodes else None)
         name = vars(args).get("value_head_prefix", "score")
         if not name.isidentifier() or (name != "score" and name in taken):
             rule = "It must be a name that the model does not use otherwise, such as score"
@@ -88,11 +88,11 @@ def names_in(file):
 
 # ---- The architecture ----
 @functools.lru_cache
-def try_out(path, trust_remote_code, decodes):
+def try_out(path, trust_remote_code, way):
     """Ends with an error if the architecture of `path` cannot be trained here.
 
-    decodes: it must write responses, too. Returns the attributes that such a model has, or () if
-    that cannot be told.
+    way: how it must write responses (decoding.way_of), or None. Returns the attributes that such a
+    model has, or () if that cannot be told.
     """
     config = model_folders.load_config(path, trust_remote_code)
     kind = f"{path}: a {config.model_type} model"
@@ -113,7 +113,7 @@ def try_out(path, trust_remote_code, decodes):
         why = "it changes a row's log-probs, so rows of different lengths make no batch"
         errors.fail(f"{kind} does not honour padding on the left: {why}.\n  {advice}")
     try:
-        wrong = decodes and not architecture.decodes(small) and "other log-probs than a forward"
+        wrong = way and not architecture.decodes(small, way) and "other log-probs than a forward"
     except Exception as error:
         wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if wrong:

@@ -30,6 +30,8 @@ def add_flags(parser):
     arg("critic_zero_stage", int, "of critic and judges; None: --zero_stage", choices=flags.STAGES)
     together = "responses decoded at a time; None: all of a step on a rank. Fewer take less memory"
     arg("rollout_batch_size", int, together, least=1)
+    compiled = "decode in a static cache, compiled by transformers on CUDA: docs/ppo.md"
+    arg("compile_decoding", False, compiled)
     arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses")
     arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
     flags.add_common_flags(parser, OWN_FORMS)
@@ -178,6 +180,10 @@ def engine_rules(args):
         why = "DeepSpeed keeps one compilation for the whole process, and actor and critic need two"
         yield f"--deepcompile: {why}.\n  Leave it out of ppo.py; sft.py and reward.py take it."
     stages = set(refusals.stages_of(args))
+    moves = flags.of_role(args, "actor").zero_stage == 3 or args.tensor_parallel_size > 1
+    if args.compile_decoding and moves:
+        needs = "the whole actor on each device, at one place"
+        yield f"--compile_decoding needs {needs}: no ZeRO stage 3, no tensor parallelism."
     moved = args.offload_states and not args.adam_offload
     if moved and old_deepspeed.older_than("0.17.6") and stages != {3}:
         needs = f"--zero_stage 3 with DeepSpeed {deepspeed.__version__}"

@@ -485,9 +485,15 @@ def decode(job, work):
     config, out = model_folders.load_config(f"{work}/{job['model']}"), []
     dtype, device = common.DTYPES[job["dtype"]], ranks.device()
     args = SimpleNamespace(temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=[])
+    args.compile_decoding = False
+    compiled = SimpleNamespace(**{**vars(args), "compile_decoding": True})
+    cuda = device.type == "cuda"
+    static = functools.partial(plain_generate, cache="static" if cuda else None)
+    sides = {"ours": (ppo.sample, args), "generate": (static, args)}
+    if cuda:
+        sides["compiled"] = ppo.sample, compiled
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    static = functools.partial(plain_generate, cache="static" if device.type == "cuda" else None)
     weights, head = decode_weights(model)
     for rows in job["rows"]:
         ids = torch.randint(2, 4000, (rows, job["prompt"]), device=device)
@@ -500,11 +506,11 @@ def decode(job, work):
         # a prompt's forward makes the logits of its last token only
         products = weights * job["answer"] + (weights - head) * job["prompt"]
         for turn in range(job["rounds"] + 1):
-            for side, function in (("ours", ppo.sample), ("generate", static)):
+            for side, (function, options) in sides.items():
                 started = time.perf_counter()
                 with torch.no_grad():
                     tokenizer = NoEnd(config.vocab_size)
-                    response, _ = function(args, model, tokenizer, ids, mask, uniforms)
+                    response, _ = function(options, model, tokenizer, ids, mask, uniforms)
                 get_accelerator().synchronize()
                 seconds = time.perf_counter() - started
                 assert response.shape == (rows, job["answer"])

@@ -98,7 +98,8 @@ def worker(base, group):
 
 
 def decode(base):
-    """Waits of the host and milliseconds for each token, 8 rows: 128 tokens less 64."""
+    """Waits of the host and milliseconds for each token, 8 rows: 128 tokens less 64; and whether
+    --compile_decoding samples the same tokens, and its milliseconds."""
     import common
     import ppo
     from machinery import ranks
@@ -117,12 +118,24 @@ def decode(base):
             if cuda:
                 torch.cuda.set_sync_debug_mode("warn")
             began = time.time()
-            generate(model, ids, mask, uniforms, tokenizer)
+            sampled = generate(model, ids, mask, uniforms, tokenizer)
             found.append((len(waits), time.time() - began))
             if cuda:
                 torch.cuda.set_sync_debug_mode("default")
     (_, _), (few, short), (many, long) = found
-    return {"waits": (many - few) / 64, "milliseconds": 1e3 * (long - short) / 64}
+    began = {}
+    for tokens in (64, 128) * 2:  # the first two compile
+        began[tokens] = time.time()
+        given = model, ids, mask, ppo.row_uniforms(1, 0, range(8), tokens), tokenizer
+        compiled = generate(*given, compile_decoding=True)
+        began[tokens] = time.time() - began[tokens]
+    same = (compiled[0] == sampled[0]).float().mean().item()
+    return {
+        "waits": (many - few) / 64,
+        "milliseconds": 1e3 * (long - short) / 64,
+        "compiled": 1e3 * (began[128] - began[64]) / 64,
+        "same": same,
+    }
 
 
 # --------------------------------------------------------------------------------------------------
@@ -148,8 +161,9 @@ def check(base, name):
         return False, "did not end"
     facts = json.loads(file.read_text())
     if name == "decoding":
-        few = facts["waits"] <= 2.5
-        return few, "{waits:.1f} waits and {milliseconds:.2f} ms a token".format(**facts)
+        words = "{waits:.1f} waits, {milliseconds:.2f} ms a token; compiled {compiled:.2f} ms"
+        words = f"{words}, {{same:.0%}} of its tokens equal".format(**facts)
+        return facts["waits"] <= 2.5 and facts["same"] > 0.9, words
     if facts["code"] == 2:
         return None, "refused: the log says why"
     if facts["code"] != 0:

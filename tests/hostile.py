@@ -41,7 +41,7 @@ from tests import kill  # first: it sets the environment
 import ppo
 import reward
 import sft
-from machinery import flags, logs, model_checks
+from machinery import decoding, flags, logs, model_checks
 
 import conftest
 import test_8_input as input_tests
@@ -755,7 +755,7 @@ def make_box(base):
         lines = (conftest.ROOT / f"toy/data/{name}.jsonl").read_text().splitlines(keepends=True)
         (box / f"data/{name}.jsonl").write_text("".join(lines[:count]))
     (box / "text.jsonl").write_text('{"text": "To be, or not to be."}\n' * 9)
-    model_checks.try_out(f"{box}/actor", False, True)  # imports that all runs need
+    model_checks.try_out(f"{box}/actor", False, decoding.leaving)  # imports that all runs need
     for script in SCRIPTS:
         place = base / "runs" / script
         shutil.copytree(box, place, copy_function=os.link)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import common
 import ppo
-from machinery import decoding, forwards, patches, ranks
+from machinery import compiled_decoding, decoding, forwards, patches, ranks
 from tests.conftest import generate, load_model
 from tests.test_1_tokens import E, Scripted
 from tests.test_5_models import CONFIGS, SHAPE, VOCAB, folder_of, get_args, random_ids
@@ -147,6 +147,41 @@ def test_a_prompt_is_computed_once_for_all_its_samples(name, model):
     assert sizes[:3] == [2, 4, 4]
     assert answer.tolist() == slow_generate(model, ids, mask, uniforms).tolist()
     assert len({tuple(row) for row in answer.tolist()}) == 4
+
+
+@pytest.mark.parametrize("end", [-1, 7])
+@every_model
+def test_a_static_cache_gives_the_same_tokens(name, model, end):
+    """--compile_decoding, without a compiler: prompts padded to 64 slots, all rows to the end,
+    twice in the one cache."""
+    tokenizer, sampled = SimpleNamespace(pad_token_id=0, eos_token_id=end), []
+    for step in range(2):
+        uniforms = ppo.row_uniforms(1, step, range(8), 16)
+        plain = generate(model, IDS, MASK, uniforms, tokenizer)
+        static = generate(model, IDS, MASK, uniforms, tokenizer, compile_decoding=True)
+        assert all(map(torch.equal, plain, static))
+        sampled += plain[0].tolist()
+    assert len(set(map(tuple, sampled))) == 16
+
+
+def test_a_compiled_step_is_compiled_once(tmp_path, monkeypatch):
+    """The steps of all tokens, of two rollouts, have one graph: no shape changes, no number is
+    built into it. (On CUDA transformers compiles it; here a backend runs it as it is.)"""
+    model = load_model(folder_of(tmp_path, CONFIGS["llama"]), get_args(), stage=0).eval()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model.__call__, backend=backend, fullgraph=True)
+    monkeypatch.setattr(compiled_decoding, "step_of", lambda model: compiled)
+    for step, lengths in enumerate([LENGTHS, [n + 2 for n in LENGTHS]]):
+        ids, mask = common.pad([random_ids(n, seed=n).tolist() for n in lengths], pad_value=0)
+        uniforms = ppo.row_uniforms(1, step, range(8), 16)
+        plain = generate(model, ids, mask, uniforms, NO_END)
+        static = generate(model, ids, mask, uniforms, NO_END, compile_decoding=True)
+        assert all(map(torch.equal, plain, static)) and len(graphs) == 1
 
 
 def test_the_cache_is_reserved_once(tmp_path):
