@@ -509,7 +509,7 @@ def evaluate(args, actor, tokenizer, held_out, *models):
     for batch in make_micro_batches(tokenizer, responses, size):
         score(args, batch, *models)
         rollout_metrics.note(batch)
-    return sorted(ranks.each_once(responses), key=lambda r: (r["row"], r["sample"]))
+    return sorted(ranks.each_once(responses), key=lambda response: response["row"])
 
 
 # ---- The step, top to bottom ----

@@ -10,7 +10,7 @@ SCRIPTS = ("sft", "reward", "ppo")
 BASE = {  # the toy, made smaller: half its rows a step, and fewer steps
     "sft": "--num_train_epochs 3 --num_samples 0",
     "reward": "--num_train_epochs 2",
-    "ppo": "--max_steps 60 --enable_ema 0 --num_eval_prompts 140 --eval_steps 30 --log_steps 1",
+    "ppo": "--max_steps 40 --enable_ema 0 --num_eval_prompts 140 --eval_steps 20 --log_steps 1",
 }
 GOLD = {
     "gold": ("ppo", "eval_gold", "last"),
@@ -56,6 +56,7 @@ EPOCHS = f"{UNSTABLE} --ppo_epochs"
 OFF = "--clip inf --clip_value inf"
 ONE_PASS = "--first_pass_gate 0"
 GROUP = "--samples_per_prompt 4"
+LONGER = "--max_steps 60 --eval_steps 30"
 FROM_SFT = "--critic_model_name_or_path {sft} --reward_model_name_or_path {reward}"
 
 LABS = {
@@ -66,8 +67,8 @@ LABS = {
             "2 epochs": ppo(f"{EPOCHS} 2"),
             "4 epochs": ppo(f"{EPOCHS} 4"),
             "8 epochs": ppo(f"{EPOCHS} 8"),
-            "2 generation batches": ppo(f"{UNSTABLE} --generation_batches 2 --max_steps 30"),
-            "4 generation batches": ppo(f"{UNSTABLE} --generation_batches 4 --max_steps 15"),
+            "2 generation batches": ppo(f"{UNSTABLE} --generation_batches 2 --max_steps 20"),
+            "4 generation batches": ppo(f"{UNSTABLE} --generation_batches 4 --max_steps 10"),
             "training batch a quarter": ppo(f"{UNSTABLE} --per_device_training_batch_size 8"),
             "rate x5, 1 epoch": ppo(FAST),
             "rate x5, 4 epochs": ppo(f"{EPOCHS} 4 {FAST}"),
@@ -200,9 +201,9 @@ LABS = {
         {
             f"decay {decay}, {steps} steps": ppo(
                 f"--enable_ema 1 --eval_ema 1 --ema_decay {decay} --max_steps {steps} "
-                f"--eval_steps {steps // 12}"
+                f"--eval_steps {steps // 10}"
             )
-            for steps in (60, 240)
+            for steps in (40, 240)
             for decay in (0.9, 0.97, 0.992)
         },
         {
@@ -215,10 +216,10 @@ LABS = {
     "critic": Lab(
         "Start the critic from the reward model, and warm it up?",
         {
-            "from the reward model": ppo(""),
-            "from the reward model, 20 steps alone": ppo("--critic_warmup_steps 20"),
-            "from SFT, new head": ppo(FROM_SFT),
-            "from SFT, 20 steps alone": ppo(f"{FROM_SFT} --critic_warmup_steps 20"),
+            "from the reward model": ppo(LONGER),
+            "from the reward model, 20 steps alone": ppo(f"{LONGER} --critic_warmup_steps 20"),
+            "from SFT, new head": ppo(f"{LONGER} {FROM_SFT}"),
+            "from SFT, 20 steps alone": ppo(f"{LONGER} {FROM_SFT} --critic_warmup_steps 20"),
         },
         {
             "gold at step 30": ("ppo", "eval_gold", 30),

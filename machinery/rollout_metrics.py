@@ -133,7 +133,7 @@ def evaluation(run, step, answers, actor, average, text_mix):
     metrics = summary(run, step, answers())
     if run.args.eval_ema:
         with average.in_place_of(actor):
-            metrics |= means_of(answers(), "eval_ema")
+            metrics |= means_of(firsts(answers()), "eval_ema")
     return metrics | text_mix.evaluate(actor)
 
 
@@ -154,17 +154,21 @@ def summary(run, step, responses):
             f"{name} {response[name]:.4g}" for name in names if name != "response_length"
         )
         logs.show_sample(response, response["text"], f"  {numbers}")
-    first = [response for response in responses if not response.get("sample")]
+    first = firsts(responses)
     metrics = means_of(first, "eval")
     if len(first) < len(responses):
         ascending = sorted(responses, key=lambda response: response["reward"])
         best = {response["row"]: response for response in ascending}
-        metrics |= means_of(best.values(), "eval_best_of")
+        metrics |= means_of([*best.values()], "eval_best_of")
     return metrics
+
+
+def firsts(responses):
+    """Returns the first response to each prompt."""
+    return [response for response in responses if not response.get("sample")]
 
 
 def means_of(responses, prefix):
     """Returns {prefix_reward: mean, ...} of graded responses."""
-    responses = list(responses)
     names = [name for name in EVALUATED if name in responses[0]]
     return {f"{prefix}_{n}": sum(r[n] for r in responses) / len(responses) for n in names}
