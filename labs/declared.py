@@ -209,7 +209,7 @@ LABS = {
         {
             **GOLD,
             **{f"EMA {n}": ("ppo", f"eval_ema_{n.lower()}", "last") for n in GOLD},
-            "gold at the EMA's KL": ("ppo", "actor_at_ema", "last"),
+            "gold at the EMA's KL": ("ppo", "gold at EMA", "last"),
         },
         ("gold", "EMA gold", "gold at the EMA's KL"),
     ),
@@ -231,9 +231,9 @@ LABS = {
     "ptx": Lab(
         "Does text mixed in keep the language, and is 27.8 unstable?",
         {
-            "off": ppo("--unsup_data_path labs/text.jsonl --unsup_coef 0"),
+            "off": ppo("--unsup_data_path {text} --unsup_coef 0"),
             **{
-                f"unsup_coef {coef}": ppo(f"--unsup_data_path labs/text.jsonl --unsup_coef {coef}")
+                f"unsup_coef {coef}": ppo(f"--unsup_data_path {{text}} --unsup_coef {coef}")
                 for coef in (0.1, 1, 27.8)
             },
         },

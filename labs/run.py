@@ -50,6 +50,7 @@ class Run:
     def command(self, root):
         """Returns the command's words."""
         at = {run.script: str(run.folder(root)) for run in self.parents}
+        at["text"] = str(root / "text.jsonl")
         models = {
             "sft": [],
             "reward": ["--model_name_or_path", "{sft}"],
@@ -107,6 +108,14 @@ def make(run, root):
     return seconds
 
 
+def write_text(file):
+    """Writes plain text for --unsup_data_path: the questions of the toy with their responses."""
+    rows = (HERE.parent / "toy/data/train.jsonl").read_text().splitlines()[:2000]
+    texts = [{"text": row["prompt"] + row["response"]} for row in map(json.loads, rows)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(text) + "\n" for text in texts))
+
+
 def make_all(lab, root, jobs):
     """Makes the runs of a lab, script by script, seed by seed, `jobs` at a time."""
     chains = [chain(lab, arm, seed) for seed in lab.seeds for arm in lab.arms.values()]
@@ -114,6 +123,7 @@ def make_all(lab, root, jobs):
     left = [
         [run for run in stage if not (run.folder(root) / FINISHED).exists()] for stage in stages
     ]
+    write_text(root / "text.jsonl")
     count, took = sum(map(len, left)), []
     for runs in left:
         with ThreadPoolExecutor(jobs) as pool:
@@ -137,7 +147,8 @@ def measured(folders, spec):
     """Returns the number that `spec` = (script, metric, how) names, or None.
 
     how: a key of REDUCERS, or the step. A metric "share X" is the share of the last evaluation's
-    samples whose gold is X.
+    samples whose gold is X. "gold at EMA" is the actor's gold score where it was as far from the
+    SFT model as its average is at the end, between two evaluations in proportion.
     """
     script, metric, how = spec
     if metric.startswith("share "):
@@ -145,26 +156,36 @@ def measured(folders, spec):
         step = samples[-1 if how == "last" else 0]["step"]
         golds = [line["gold"] for line in samples if line["step"] == step]
         return sum(gold == float(metric[6:]) for gold in golds) / len(golds)
-    records = [line for line in lines_of(folders[script], "metrics.jsonl") if metric in line]
+    lines = lines_of(folders[script], "metrics.jsonl")
+    if metric == "gold at EMA":
+        return gold_at([line for line in lines if "eval_ema_kl" in line])
+    records = [line for line in lines if metric in line]
     if isinstance(how, int):
         records, how = [line for line in records if line["step"] == how], "last"
     return REDUCERS[how]([line[metric] for line in records]) if records else None
 
 
-def best_of(folder):
+def gold_at(lines):
+    """Returns the actor's gold score at the KL that its average has in the last of `lines`."""
+    wanted = lines[-1]["eval_ema_kl"]
+    for before, after in zip(lines, lines[1:]):
+        if before["eval_kl"] <= wanted <= after["eval_kl"]:
+            part = (wanted - before["eval_kl"]) / (after["eval_kl"] - before["eval_kl"] or 1)
+            return before["eval_gold"] + part * (after["eval_gold"] - before["eval_gold"])
+    return None
+
+
+def best_of(folder, size):
     """Returns the curve of best-of-n, n = 1, 2, 4, ...: columns n, kl, gold, reward.
 
-    Of N samples to a prompt the one with the (i+1)-th smallest reward is the best of n drawn
-    without replacement with probability C(i, n-1) / C(N, n).  KL = log n - (n-1)/n [Stiennon 2020]
+    Of a prompt's N = `size` samples the one with the (i+1)-th smallest reward is the best of n that
+    are drawn with probability C(i, n-1) / C(N, n).  KL = log n - (n-1)/n [Gao 2022]
     """
-    prompts = {}
-    for line in lines_of(folder, "samples.jsonl"):
-        prompts.setdefault(line["prompt"], []).append((line["reward"], line["gold"]))
-    curve = {"n": [], "kl": [], "gold": [], "reward": []}
-    size, n = min(map(len, prompts.values())), 1
+    samples = [(line["reward"], line["gold"]) for line in lines_of(folder, "samples.jsonl")]
+    ranked = [sorted(samples[i : i + size]) for i in range(0, len(samples), size)]
+    curve, n = {"n": [], "kl": [], "gold": [], "reward": []}, 1
     while n <= size:
         chances = [comb(i, n - 1) / comb(size, n) for i in range(size)]
-        ranked = [sorted(answers[:size]) for answers in prompts.values()]
         for column, name in enumerate(("reward", "gold")):
             means = [sum(c * a[column] for c, a in zip(chances, each)) for each in ranked]
             curve[name].append(statistics.mean(means))
@@ -195,8 +216,10 @@ def collect(lab, root):
             result = {"arm": name, "seed": seed}
             result |= json.loads((folders[lab.until] / FINISHED).read_text())
             values = {head: measured(folders, spec) for head, spec in lab.measures.items()}
-            if lab.curve and "eval_best_of" in " ".join(runs[lab.until].flags):
-                result["curve"] = best_of(folders[lab.until])
+            flags = runs[lab.until].flags
+            if lab.curve and "--eval_best_of" in flags:
+                size = int(flags[flags.index("--eval_best_of") + 1])
+                result["curve"] = best_of(folders[lab.until], size)
             elif lab.curve:
                 lines = lines_of(folders[lab.until], "metrics.jsonl")
                 lines = [line for line in lines if "eval_kl" in line]

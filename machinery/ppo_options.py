@@ -206,12 +206,11 @@ def engine_rules(args):
 
 
 def stability_rules(args):
-    """DeepSpeed-Chat reports divergence where one of these is broken.
+    """DeepSpeed-Chat reports divergence where one of these is broken, and leaves open why.
 
     While they hold, the weights that train are those that sampled: the ratio is 1, clipping never
-    acts, and this is a policy gradient with a baseline. A correct PPO survives several epochs:
-    others diverged mostly because the pass that stored old log-probs and the one that trained
-    disagreed (dropout, masks, dtype). Ours are one function.
+    acts, and this is a policy gradient with a baseline. labs/stability.md breaks them on the toy;
+    labs/mismatch.md has two passes disagree (dropout, masks, dtype), which may be the reason.
     """
     generation = args.per_device_generation_batch_size
     training = args.per_device_training_batch_size
