@@ -213,8 +213,8 @@ def collect(lab, root):
             folders = {script: run.folder(root) for script, run in runs.items()}
             if not (folders[lab.until] / FINISHED).exists():
                 continue
-            result = {"arm": name, "seed": seed}
-            result |= json.loads((folders[lab.until] / FINISHED).read_text())
+            ended = json.loads((folders[lab.until] / FINISHED).read_text())
+            result = {"arm": name, "seed": seed, "stopped": ended["stopped"]}
             values = {head: measured(folders, spec) for head, spec in lab.measures.items()}
             flags = runs[lab.until].flags
             if lab.curve and "--eval_best_of" in flags:
@@ -255,9 +255,11 @@ def table(lab, results):
     """Returns the table in Markdown: the mean, with the smallest and largest in brackets."""
     lines = ["| arm | runs | " + " | ".join(lab.measures) + " |"]
     lines.append("| --- " * (len(lab.measures) + 2) + "|")
-    for arm, each in by_arm(results).items():
+    found = by_arm(results)
+    for arm in lab.arms:
+        each = found.get(arm, [])
         stopped = sum(result["stopped"] for result in each)
-        runs = f"{len(each)}, {stopped} stopped at NaN" if stopped else str(len(each))
+        runs = str(len(each) or "not run yet") + (f", {stopped} stopped at NaN" if stopped else "")
         cells = [cell([result["values"][head] for result in each]) for head in lab.measures]
         lines.append(f"| {arm} | {runs} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
