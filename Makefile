@@ -7,13 +7,17 @@ RANKS ?= --num_gpus $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ] && e
 DEMO = output/demo
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test test-all gpu-check lint bench install clean
+.PHONY: demo lab test test-all gpu-check lint bench install clean
 demo: install
 	deepspeed --log_level error $(RANKS) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
 	deepspeed --log_level error $(RANKS) ppo.py --preset toy --actor_model_name_or_path $(DEMO)/sft \
 	  --critic_model_name_or_path $(DEMO)/reward --output_dir $(DEMO)/ppo --overwrite
 	python toy/report.py $(DEMO)
+
+# A rule of thumb, tried on the toy: make lab NAME=stability (labs/README.md has the list).
+lab: install
+	python labs/run.py $(NAME)
 
 test: lint
 	python -m pytest -q -m "not slow" tests

@@ -303,7 +303,7 @@ class MicroBatch:
     kl_k3: Tensor = None  # (B,) likewise
     old_values: Tensor = None  # (B, R)
     scores: Tensor = None  # (B, R) a whole response's on its last token
-    gold: Tensor = None  # (B, R) likewise: --gold_fn, measured and never trained on
+    gold: Tensor = None  # (B, R) likewise: --gold_fn, not trained on
     # 5 advantages
     rewards: Tensor = None  # (B, R)
     raw_advantages: Tensor = None  # (B, R) before whitening
@@ -500,10 +500,10 @@ def score(args, batch, policy, reference, judges, gold):
 def evaluate(args, actor, tokenizer, held_out, *models):
     """Samples responses to held-out prompts, with the same random numbers each time.
 
-    Returns those of all ranks: dicts with text, reward, gold, kl, ...
+    Returns all ranks': dicts with text, reward, gold, kl, ...
     """
     size = args.per_device_eval_batch_size
-    prompts = rollout_metrics.held_out_prompts(held_out)
+    prompts = rollout_metrics.held_out_prompts(args, held_out)
     responses = roll_out(args, actor, tokenizer, prompts, 0, size)
     responses.sort(key=lambda response: len(response["response_ids"]))
     for batch in make_micro_batches(tokenizer, responses, size):
@@ -524,7 +524,7 @@ def main():
     train, held_out = load_rows(args, tokenizer, "ppo", args.max_prompt_seq_len)
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
     text_mix = ptx.TextMix(args, tokenizer)  # --unsup_data_path
-    sizes = ppo_options.Sizes(args)  # of a rollout, in batches and in optimizer steps
+    sizes = ppo_options.Sizes(args)  # of a rollout, in batches and updates
     batch_size, accumulation = args.per_device_training_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.generation_batches)
 
@@ -558,10 +558,10 @@ def main():
 
     def evaluate_at(step):
         with kept_pass.collecting(args, passes):
-            responses = evaluate(args, actor, tokenizer, held_out, *models)
-        return rollout_metrics.summary(run, step, responses)
+            answers = functools.partial(evaluate, args, actor, tokenizer, held_out, *models)
+            return rollout_metrics.evaluation(run, step, answers, actor, average, text_mix)
 
-    columns = rollout_metrics.columns(args)  # that the screen shows
+    columns = rollout_metrics.columns(args)  # on the screen
     means = statistics.TokenMeans("actor_loss", "critic_loss", "approx_kl", "clip_fraction")
     prompts_of = functools.partial(ppo_options.repeated, args)  # --samples_per_prompt
     for step, batches in run.steps(engines, prompts_of, evaluate_at, columns, state):

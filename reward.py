@@ -42,7 +42,7 @@ PRESETS = {
         ],
         data_split="2,4,4",
         output_dir="output/reward",
-        num_train_epochs=1,  # as InstructGPT: a reward model overfits, and that hurts step 3
+        num_train_epochs=1,  # InstructGPT: more overfit, which hurts step 3. labs/reward-epochs.md
         learning_rate=5e-5,  # 9.65e-6 for Llama-2
         weight_decay=0.1,
         num_warmup_steps=0,

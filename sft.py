@@ -20,7 +20,7 @@ padding).
 import math
 
 import common
-from machinery import estimate, flags, model_folders, ranks, samples
+from machinery import estimate, flags, model_folders, ranks, reward_functions, samples
 from machinery.rows import load_rows
 from machinery.run import Run
 
@@ -41,7 +41,7 @@ PRESETS = {
         ],
         data_split="2,4,4",
         output_dir="output/sft",
-        num_train_epochs=16,  # perplexity is flat after 1-2, and the generations keep improving
+        num_train_epochs=16,  # DeepSpeed-Chat: responses gain after perplexity. labs/sft-epochs.md
         learning_rate=9.65e-6,
         weight_decay=0.0,
         num_warmup_steps=0,
@@ -64,6 +64,7 @@ def get_args(argv=None):
     covered = "the assistant's turns, or everything. None: all of messages, last of other data"
     arg("train_on", str, covered, fixed=True, choices=["last", "all", "everything"])
     arg("num_samples", 5, "held-out prompts answered at each evaluation")
+    arg("gold_fn", str, "grades those responses, logged only", metavar="FILE:FUNCTION")
     arg("max_answer_seq_len", 64, "tokens of those responses, at most", least=2)
     return flags.parse(parser, PRESETS, argv, "sft")
 
@@ -114,6 +115,7 @@ def evaluate(args, engine, held_out, collate_rows):
 def main():
     args = get_args()
     run = Run(args, "step 1: supervised fine-tuning", estimate.language_model)
+    gold = reward_functions.load(args)[1]  # --gold_fn
 
     # ---- 1 data ----
     tokenizer = model_folders.load_tokenizer(args.model_name_or_path, args)
@@ -130,8 +132,7 @@ def main():
 
     def evaluate_at(step):
         metrics = evaluate(args, engine, held_out, collate_rows)
-        samples.answer_and_keep(run, engine, tokenizer, held_out, step)
-        return metrics
+        return metrics | samples.answer_and_keep(run, engine, tokenizer, held_out, step, gold)
 
     # ---- 3 train ----
     for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):

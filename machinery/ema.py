@@ -3,8 +3,11 @@
 Each rank averages its own share of every weight, so there is no communication until it is saved.
 """
 
+import contextlib
+
 from machinery import ranks, tensor_parallel, zero3
 
+import deepspeed
 import deepspeed.comm as dist
 import torch
 import torch.nn as nn
@@ -40,6 +43,15 @@ class Ema:
             for name, share in local_shards(engine.module):
                 self.shards[name].lerp_(share, 1 - self.decay)
 
+    @contextlib.contextmanager
+    def in_place_of(self, engine):
+        """Meanwhile the engine's forwards use the average; then it has its own weights again."""
+        own = exchange_shards(engine, self.shards)
+        try:
+            yield
+        finally:
+            exchange_shards(engine, own)
+
     def full_tensor(self, name, parameter):
         """Returns the average of a weight for saving, as zero3.full_tensor does the weight."""
         if name not in self.shards:  # frozen
@@ -65,10 +77,34 @@ def local_shards(model):
         yield name, share.float()
 
 
-def gather_shards(parameter, shard):
-    """Returns on rank 0's CPU the tensor of which each rank holds a shard; None elsewhere.
+@torch.no_grad()
+def exchange_shards(engine, shards):
+    """Writes the weights of which each rank holds a shard; returns the shards of what was there.
 
-    All ranks call it. The tensor has the shape and the dtype of the weight.
+    shards: {name: 1-d, fp32}. A master copy of the weights, where there is one, stays as it is.
+    """
+    zero3.release_early_gathers(engine)
+    before = {}
+    weights = dict(engine.module.named_parameters())
+    for name, share in local_shards(engine.module):
+        before[name] = share.clone()
+        parameter = weights[name]
+        whole = whole_part(parameter, shards[name])
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.copy_(whole)  # on all ranks the same
+    return before
+
+
+def gather_shards(parameter, shard):
+    """Returns on rank 0's CPU the tensor of which each rank holds a shard; None elsewhere."""
+    tensor = tensor_parallel.join_shards(parameter, whole_part(parameter, shard))
+    return tensor.cpu() if ranks.get_rank() == 0 else None
+
+
+def whole_part(parameter, shard):
+    """Returns the tensor of which each rank holds a shard, on all of them, which all call it.
+
+    It has the shape and dtype of the weight; with tensor parallelism it is this rank's part.
     """
     mine = shard.to(ranks.device(), parameter.dtype).contiguous()
     rank, count = ranks.get_rank(), ranks.get_world_size()
@@ -82,6 +118,4 @@ def gather_shards(parameter, shard):
     split = count // shares
     shape = getattr(parameter, "ds_shape", parameter.shape)
     part = shards.view(count, -1)[rank % split :: split]
-    flat = part.flatten()[: shape.numel()]  # a copy only where split > 1
-    tensor = tensor_parallel.join_shards(parameter, flat.view(shape))
-    return tensor.cpu() if rank == 0 else None
+    return part.flatten()[: shape.numel()].view(shape)  # a copy only where split > 1

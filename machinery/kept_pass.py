@@ -95,8 +95,9 @@ def first_pass_gate(run, policy, ratio, mask):
 
     The weights, the tokens and the function are the same, so only a mistake can move it.
     ratio, mask: (B, R). A pass that was kept would be compared with itself, and is not.
+    --first_pass_gate 0 lifts it.
     """
-    if policy.keeps:
+    if policy.keeps or not run.args.first_pass_gate:
         return
     drift = ((ratio.detach() - 1).abs() * mask).max().nan_to_num(nan=float("inf"))
     drift = max(ranks.all_gather_objects([drift.item()]))  # approx_kl is below drift^2

@@ -65,6 +65,8 @@ def add_sampling_flags(arg):
         fixed=True,
     )
     arg("num_eval_prompts", 128, "held-out prompts answered at each evaluation", least=1)
+    best = "sample so many responses to each of them, and report the best by reward, too"
+    arg("eval_best_of", 1, best, least=1)
 
 
 def add_loss_flags(arg):
@@ -79,11 +81,14 @@ def add_loss_flags(arg):
     average = "1: keep an average of the actor's weights, in ema/"
     arg("enable_ema", int, average, most=1, fixed=True)
     arg("ema_decay", 0.992, "its decay. 0.992 [DeepSpeed-Chat]", most=1)
+    arg("eval_ema", 0, "1: evaluate that average, too: eval_ema_...", most=1)
     text = "plain text, mixed into the actor's updates (PTX)"
     arg("unsup_data_path", str, text, nargs="+", fixed=True)
     arg("unsup_coef", 27.8, "weight of its loss. 27.8 [InstructGPT, eq. 2]")
     lifted = "1: lift the limits on batch sizes, epochs, rollout batches"
     arg("allow_unstable", 0, lifted, most=1)
+    gate = "1: stop unless the first ratio is 1; 0: go on, to see what a mistake does"
+    arg("first_pass_gate", 1, gate, most=1)
 
 
 def resolve(args, advantages):
@@ -161,6 +166,8 @@ def option_rules(args):
     if args.critic_warmup_steps and not args.has_critic:
         warmup = f"--critic_warmup_steps {args.critic_warmup_steps}"
         yield f"{warmup}: --advantage {args.advantage} has no critic; gae has."
+    if args.eval_ema and not args.enable_ema:
+        yield "--eval_ema 1: there is no average to evaluate without --enable_ema 1."
     if args.kl_target is not None and args.kl_target * args.kl_coef <= 0:
         yield f"--kl_target {args.kl_target}: it and --kl_coef must be above 0."
 
@@ -199,12 +206,11 @@ def engine_rules(args):
 
 
 def stability_rules(args):
-    """DeepSpeed-Chat reports divergence where one of these is broken.
+    """DeepSpeed-Chat reports divergence where one of these is broken, and leaves open why.
 
     While they hold, the weights that train are those that sampled: the ratio is 1, clipping never
-    acts, and this is a policy gradient with a baseline. A correct PPO survives several epochs:
-    others diverged mostly because the pass that stored old log-probs and the one that trained
-    disagreed (dropout, masks, dtype). Ours are one function.
+    acts, and this is a policy gradient with a baseline. labs/stability.md breaks them on the toy;
+    labs/mismatch.md has two passes disagree (dropout, masks, dtype), which may be the reason.
     """
     generation = args.per_device_generation_batch_size
     training = args.per_device_training_batch_size

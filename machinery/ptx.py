@@ -4,6 +4,9 @@ import common
 from machinery import errors, ranks, rows, sources
 
 import numpy as np
+import torch
+
+HELD_OUT = 20  # each so-many-th text is held out, for eval_text_loss; with fewer texts none
 
 
 class TextMix:
@@ -11,7 +14,10 @@ class TextMix:
 
     def __init__(self, args, tokenizer):
         self.args, self.pad_id = args, tokenizer.pad_token_id
-        self.texts = read_text(args, tokenizer) if args.unsup_data_path else []
+        texts = read_text(args, tokenizer) if args.unsup_data_path else []
+        held_out = range(0, len(texts), HELD_OUT) if len(texts) >= HELD_OUT else ()
+        self.held_out = [{"ids": texts[i]} for i in held_out]
+        self.texts = [{"ids": ids} for i, ids in enumerate(texts) if i not in held_out]
         self.backwards = 2 if self.texts else 1  # for each micro-batch of the actor
         self.batches = []  # of text, still to come in this update
 
@@ -30,15 +36,33 @@ class TextMix:
         actor.backward(loss * common.loss_scale(self.tokens, micro_steps))
 
     def draw(self, update):
-        """Draws this rank's text of an optimizer step: dicts of ids, mask, both (B, T)."""
+        """Draws this rank's text of an optimizer step."""
         args, count = self.args, ranks.data_parallel_size()
         shape = args.gradient_accumulation_steps, count, args.per_device_training_batch_size
         drawn = np.random.default_rng((args.seed, *update)).choice(len(self.texts), shape)
         for numbers in drawn[:, ranks.data_parallel_rank()]:
-            ids, mask = common.pad([self.texts[i] for i in numbers], self.pad_id)
-            self.batches.append(common.to_device({"ids": ids, "mask": mask}))
-        tokens = sum(batch["mask"][:, :-1].sum() for batch in self.batches)
-        self.tokens = ranks.all_sum(tokens).item()
+            rows = common.Rows(self.texts)
+            batch = self.collate([rows[i] for i in numbers])
+            self.batches.append(common.to_device(batch))
+        self.tokens = ranks.all_sum(sum(batch["covered"].sum() for batch in self.batches)).item()
+
+    def collate(self, rows):
+        """Lays texts out -> ids, mask: (B, T); covered: (B, T-1), 1 where a token is before."""
+        ids, mask = common.pad([row["ids"] for row in rows], self.pad_id)
+        weight = torch.tensor([row["row_weight"] for row in rows])
+        return {"ids": ids, "mask": mask, "covered": mask[:, :-1] * weight[:, None]}
+
+    @torch.no_grad()
+    def evaluate(self, actor):
+        """Returns {"eval_text_loss": loss a token of the held-out text}, {} if there is none."""
+        if not self.held_out:
+            return {}
+        total = tokens = 0.0
+        for batch in common.eval_loader(self.args, self.held_out, self.collate):
+            total += text_loss_sum(actor, batch)
+            tokens += batch["covered"].sum()
+        total, tokens = ranks.all_sum(total, tokens).tolist()
+        return {"eval_text_loss": total / tokens}
 
 
 def read_text(args, tokenizer):
@@ -61,6 +85,5 @@ def read_text(args, tokenizer):
 
 
 def text_loss_sum(actor, batch):
-    """Cross entropy, summed over the tokens that have another before them. ids, mask: (B, T)"""
-    covered = batch["mask"][:, :-1]  # (B, T-1): rows are left-padded
-    return -common.last_logprobs(actor, batch["ids"], batch["mask"], covered).sum()
+    """Cross entropy, summed over the tokens that have another before them: see `collate`."""
+    return -common.last_logprobs(actor, batch["ids"], batch["mask"], batch["covered"]).sum()

@@ -22,11 +22,11 @@ LARGEST = 1e30  # of a score: sums over a step then stay finite in fp32
 
 
 def load(args):
-    """Returns the judges of --reward_fn, and that of --gold_fn or None.
+    """Returns the judges of --reward_fn, if there is that flag, and that of --gold_fn or None.
 
     Each takes a micro-batch and returns scores (B, R).
     """
-    specs = [(spec, "--reward_fn") for spec in args.reward_fn]
+    specs = [(spec, "--reward_fn") for spec in vars(args).get("reward_fn", [])]
     specs += [(args.gold_fn, "--gold_fn")] if args.gold_fn else []
     judges = [functools.partial(call_function, load_function(*spec)) for spec in specs]
     gold = judges.pop() if args.gold_fn else None

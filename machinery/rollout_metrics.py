@@ -9,6 +9,7 @@ import torch
 
 COLUMNS = """step reward gold kl response_length eos_rate actor_loss critic_loss
              explained_variance entropy ratio_max eval_reward eval_gold seconds""".split()
+EVALUATED = ("reward", "gold", "kl", "response_length")
 STORED = ("old_logprobs", "ref_logprobs", "entropy", "scores", "old_values")
 
 
@@ -108,12 +109,13 @@ def columns(args):
     return [name for name in COLUMNS if name not in absent]
 
 
-def held_out_prompts(held_out):
-    """Returns this rank's share of the held-out rows, as many on every rank."""
+def held_out_prompts(args, held_out):
+    """Returns this rank's share of the held-out rows, as many on every rank, for each sample."""
     count = ranks.data_parallel_size()
     order = [*range(len(held_out)), *[-1] * (-len(held_out) % count)]
     dealt = common.Rows(held_out)
-    return [{**dealt[i], "sample": 0} for i in order[ranks.data_parallel_rank() :: count]]
+    mine, samples = order[ranks.data_parallel_rank() :: count], range(args.eval_best_of)
+    return [{**dealt[i], "sample": sample} for i in mine for sample in samples]
 
 
 def note(batch):
@@ -123,9 +125,25 @@ def note(batch):
             response[name] = value
 
 
+def evaluation(run, step, answers, actor, average, text_mix):
+    """Returns the metrics of an evaluation: eval_..., eval_ema_... and eval_text_loss.
+
+    answers(): the graded responses to the held-out prompts. average: ema.Ema.
+    """
+    metrics = summary(run, step, answers())
+    if run.args.eval_ema:
+        with average.in_place_of(actor):
+            metrics |= means_of(firsts(answers()), "eval_ema")
+    return metrics | text_mix.evaluate(actor)
+
+
 def summary(run, step, responses):
-    """Writes the responses of an evaluation down, shows two, and returns their means: eval_..."""
-    names = [n for n in ("reward", "gold", "kl", "response_length") if n in responses[0]]
+    """Writes the responses of an evaluation down, shows two, and returns their means: eval_...
+
+    Those are of the first response to each prompt; with --eval_best_of the means of the responses
+    of the highest reward come with it, as eval_best_of_...
+    """
+    names = [name for name in EVALUATED if name in responses[0]]
     lines = []
     for response in responses:
         line = {"step": step, "prompt": response["prompt"], "response": response["text"]}
@@ -136,4 +154,21 @@ def summary(run, step, responses):
             f"{name} {response[name]:.4g}" for name in names if name != "response_length"
         )
         logs.show_sample(response, response["text"], f"  {numbers}")
-    return {f"eval_{n}": sum(line[n] for line in lines) / len(lines) for n in names}
+    first = firsts(responses)
+    metrics = means_of(first, "eval")
+    if len(first) < len(responses):
+        ascending = sorted(responses, key=lambda response: response["reward"])
+        best = {response["row"]: response for response in ascending}
+        metrics |= means_of([*best.values()], "eval_best_of")
+    return metrics
+
+
+def firsts(responses):
+    """Returns the first response to each prompt."""
+    return [response for response in responses if not response.get("sample")]
+
+
+def means_of(responses, prefix):
+    """Returns {prefix_reward: mean, ...} of graded responses."""
+    names = [name for name in EVALUATED if name in responses[0]]
+    return {f"{prefix}_{n}": sum(r[n] for r in responses) / len(responses) for n in names}

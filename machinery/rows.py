@@ -51,16 +51,17 @@ def read_row(row, stage):
     return prompt, texts, example
 
 
-def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=None):
+def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=None, graded=False):
     """Returns a row of `load_rows`, and its `drop`: "" or the reason to leave the row out.
 
     columns: the names of those that the source has, for rows that leave some out. names: --columns.
+    graded: also for sft the other columns are kept, for --gold_fn.
     """
     row = sources.parse(row)
     prompt, texts, example = read_row(sources.rename(row, names), stage)
     made = {"prompt": formats.as_text(prompt), "chat": isinstance(prompt, list), "prompt_ids": []}
     made.update(prompt_loss_mask=[], responses=[], length=0, extra="", drop="")
-    if stage == "ppo":
+    if stage == "ppo" or graded:
         others = {**dict.fromkeys(columns), **row}
         others.pop("prompt", None)
         made["extra"] = json.dumps(others, default=str)
@@ -98,7 +99,7 @@ def load_rows(args, tokenizer, stage, limit):
     prompt_ids        its tokens; with a response at most `limit`
     prompt_loss_mask  1 on the prompt's tokens that the loss of sft covers (--train_on)
     responses         lists of ids: the response; chosen and rejected; none for ppo
-    length, extra     tokens of all of them; for ppo the row's other columns, as JSON
+    length, extra     tokens of all of them; for ppo (or --gold_fn) the row's other columns, as JSON
 
     Each stage takes its own share of every source's rows (--data_split, which is decided here where
     it is None). Held out is the source's own test split, or a twentieth of the prompts, by hash.
@@ -125,6 +126,7 @@ def load_rows(args, tokenizer, stage, limit):
             continue
         options = {"tokenizer": tokenizer, "stage": stage, "limit": limit, "columns": columns}
         options |= {"train_on": vars(args).get("train_on"), "names": names}
+        options["graded"] = bool(vars(args).get("gold_fn"))
         for name, kept in parts.items():
             if rows := tokenise_rows(args, source[name], options, path, name):
                 kept.append(rows)

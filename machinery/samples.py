@@ -1,23 +1,36 @@
 """--num_samples: a few held-out prompts that step 1 answers greedily at each evaluation."""
 
+from types import SimpleNamespace
+
 import common
 from machinery import logs, ranks, zero3
+from machinery.tokens import tokenise_response
 
 import torch
 from transformers import GenerationConfig
 
 
-def answer_and_keep(run, engine, tokenizer, held_out, step):
-    """Answers the first held-out prompts, writes them to samples.jsonl and shows the first."""
+def answer_and_keep(run, engine, tokenizer, held_out, step, gold=None):
+    """Answers the first held-out prompts, writes them to samples.jsonl and shows the first.
+
+    gold: the judge of --gold_fn. Returns {"eval_gold": their mean score}, or {} without it.
+    """
     count = min(run.args.num_samples, len(held_out))
     rows = [held_out[i] for i in range(count)]
     if not rows:
-        return
-    prompts = [row["prompt_ids"] for row in rows]
-    texts = answer_greedily(run.args, engine, tokenizer, prompts)
-    pairs = zip(rows, texts)
-    run.samples([{"step": step, "prompt": row["prompt"], "response": text} for row, text in pairs])
+        return {}
+    texts = answer_greedily(run.args, engine, tokenizer, [row["prompt_ids"] for row in rows])
     logs.show_sample(rows[0], texts[0])
+    pairs = zip(rows, texts)
+    lines = [{"step": step, "prompt": row["prompt"], "response": text} for row, text in pairs]
+    if gold:
+        ids = [tokenise_response(tokenizer, text) for text in texts]
+        graded = [{**row, "text": t, "response_ids": i} for row, t, i in zip(rows, texts, ids)]
+        mask = common.pad(ids, 0, "right")[1]  # (B, R)
+        golds = gold(SimpleNamespace(responses=graded, response_mask=mask)).sum(-1).tolist()
+        lines = [{**line, "gold": score} for line, score in zip(lines, golds)]
+    run.samples(lines)
+    return {"eval_gold": sum(golds) / len(golds)} if gold else {}
 
 
 @torch.no_grad()

@@ -289,11 +289,23 @@ def test_rollouts_do_not_depend_on_ranks_or_stages():
         assert found == texts["ppo_zero0"], name
 
 
+def test_further_evaluations_do_not_depend_on_ranks_or_stages():
+    """--eval_ema and --eval_best_of, on one rank under ZeRO-2 and on two under ZeRO-3. At step 0
+    the average is the actor; the best of two responses is at least as good as the first."""
+    kinds = ["eval_ema_reward", "eval_ema_kl", "eval_best_of_reward", "eval_best_of_kl"]
+    assert_same_curves(["ppo_one_rank_ptx", "ppo_ptx"], kinds)
+    first, *_, last = [line for line in metrics("ppo_ptx") if "eval_reward" in line]
+    assert first["eval_ema_reward"] == pytest.approx(first["eval_reward"], abs=1e-6)
+    assert last["eval_ema_reward"] != last["eval_reward"]
+    assert first["eval_best_of_reward"] > first["eval_reward"]
+
+
 def test_mixing_in_text_does_not_depend_on_ranks():
     """PTX (InstructGPT's mix of pretraining text) adds as many micro-batches of text as there are
     of answers; its loss, too, is one mean over the step, and its rows are the same on one rank and
     on two."""
-    assert_same_curves(["ppo_one_rank_ptx", "ppo_ptx"], CURVES["ppo"])
+    names = ["ppo_one_rank_ptx", "ppo_ptx"]
+    assert_same_curves(names, [*CURVES["ppo"], "eval_text_loss"])
     plain, mixed = weights(run_of("ppo_zero0")), weights(run_of("ppo_ptx"))
     assert max((plain[k] - mixed[k]).abs().max().item() for k in plain) > 1e-3, (
         "the text was trained on"
@@ -422,7 +434,8 @@ def test_text_has_the_weight_that_it_was_given():
             ]
         ),
     )
-    texts = ptx.read_text(args, model_folders.load_tokenizer(workers.TOKENIZER))
+    text_mix = ptx.TextMix(args, model_folders.load_tokenizer(workers.TOKENIZER))
+    texts = [row["ids"] for row in text_mix.texts]
     model = AutoModelForCausalLM.from_pretrained(base / "models/actor")
     drawn = np.random.default_rng((1234, 1, 0)).choice(len(texts), (2, 2, 2)).flatten()
     losses = [
@@ -481,15 +494,17 @@ def test_optimizer_steps_are_as_many_as_the_flags_say():
     assert max(r["ratio_max"] for r in metrics("ppo_unstable")[1:]) > 1.001
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
 def test_the_ema_moves_by_exactly_its_share(stage):
     """ema += (1 - decay) * (weights - ema), on each rank's own shards. Written into gathered
     weights, it is thrown away under ZeRO-3 and nobody notices: so here it is put together from both
-    ranks and checked, for every weight."""
+    ranks and checked, for every weight. --eval_ema puts it in the weights' place, and gives the
+    weights back to the bit."""
     ranks = [rank[stage] for rank in facts("check_ema")]
     for found in ranks:
         assert found["starts_off"] == 0
         assert found["moved"] > 1e-4 and found["error"] < 1e-6
+        assert found["in_place"] and found["back"]
     assert ranks[0]["checksum"] == ranks[1]["checksum"]
 
 

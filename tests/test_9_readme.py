@@ -41,6 +41,7 @@ BYTES_A_LINE = 52  # on average: lines may be wide, and a page of wide lines is 
 # lines, in machinery; main() of a script tells its whole story, and may be longer
 LONGEST_FUNCTION = 60
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "labs").glob("*.md"))
 
 
 def commands():
@@ -84,6 +85,7 @@ def test_every_flag_named_in_the_docs_exists():
         *("--model", "--model_args", "--tasks", "--exclude"),  # other tools'
         "--cpu",  # of gpu_check.py
         *("--cases", "--only", "--seconds"),  # of hostile.py
+        *("--plot", "--jobs", "--runs"),  # of labs/run.py
         "--nnodes",
         "--nproc_per_node",
         "--node_rank",
@@ -195,7 +197,7 @@ def test_no_line_is_too_wide():
     """What does not fit beside a second window is not read. The tests' and the toy's lines count,
     too."""
     files = [*ROOT.glob("*.py")]
-    for folder in ("machinery", "tools", "tests", "toy", "docs"):
+    for folder in ("machinery", "tools", "tests", "toy", "docs", "labs"):
         files += (ROOT / folder).rglob("*.py")
     wide = [
         f"{file.relative_to(ROOT)}, line {number}: {len(line)}"
@@ -360,6 +362,7 @@ def test_nothing_names_a_machine():
         *MACHINERY,
         *TOOLS,
         *ROOT.glob("toy/*.py"),
+        *ROOT.glob("labs/*.py"),
         *ROOT.glob("toy/*.json"),
         *ROOT.glob("tests/*.py"),
         *PAGES,

@@ -114,6 +114,7 @@ OPTIONS = [
     "--reward_model_name_or_path",
     "BASE/models/measured",
 ]
+MORE_EVALUATIONS = ["--eval_ema", 1, "--eval_best_of", 2]
 LORA = ["--model_name_or_path", "BASE/models/actor"]
 PPO_LORA = [
     "--actor_model_name_or_path",
@@ -134,7 +135,10 @@ TWO_RANKS = {
 }
 TWO_RANKS |= {
     "sft_1x4": run("sft", rows=1, accumulation=4),
-    "ppo_ptx": run("ppo", "--unsup_data_path", "BASE/text.jsonl", "--unsup_coef", 2, zero=3),
+    "ppo_ptx": run(
+        *("ppo", "--unsup_data_path", "BASE/text.jsonl", "--unsup_coef", 2, *MORE_EVALUATIONS),
+        zero=3,
+    ),
     "ppo_unstable": run(
         "ppo",
         "--allow_unstable",
@@ -364,6 +368,7 @@ ONE_RANK |= {
         "BASE/text.jsonl",
         "--unsup_coef",
         2,
+        *MORE_EVALUATIONS,
         zero=2,
         rows=8,
         accumulation=1,
@@ -672,14 +677,15 @@ def check_value_head(base):
 
 
 def check_ema(base):
-    """The EMA of a model before and after one step, put together from all ranks' shards."""
+    """The EMA of a model before and after one step, put together from all ranks' shards; and the
+    weights while the EMA is in their place, and after."""
     from machinery import ema
 
     import torch
 
     found = {}
     args = argparse.Namespace(enable_ema=1, ema_decay=0.9)
-    for stage in (2, 3):
+    for stage in (0, 1, 2, 3):
         engine = tiny_engine(base, stage)
         average = ema.Ema(args, engine.module, {})
 
@@ -695,6 +701,9 @@ def check_ema(base):
         weights = whole_weights(engine)
         average.update(engine)
         moved = whole_ema()
+        with average.in_place_of(engine):
+            within = whole_weights(engine)
+        after = whole_weights(engine)
         found[f"zero{stage}"] = dict(
             starts_off=max((start[n] - weights_before[n]).abs().max().item() for n in start),
             moved=min((moved[n] - start[n]).abs().max().item() for n in start),
@@ -702,6 +711,8 @@ def check_ema(base):
                 (moved[n] - (start[n] + 0.1 * (weights[n] - start[n]))).abs().max().item()
                 for n in start
             ),
+            in_place=all(within[n].equal(moved[n]) for n in moved),
+            back=all(after[n].equal(weights[n]) for n in weights),
             checksum=sum(w.double().sum().item() for w in moved.values()),
         )
     return found

@@ -1,0 +1,276 @@
+"""The labs: for each, which runs are compared, and by what.
+
+An arm is a dict of flags for each step, over those of BASE. All runs have one rank. A seed goes
+through the whole pipeline: its own SFT model, reward model and PPO.
+"""
+
+from dataclasses import dataclass, field
+
+SCRIPTS = ("sft", "reward", "ppo")
+BASE = {  # the toy, made smaller: half its rows a step, and fewer steps
+    "sft": "--num_train_epochs 3 --num_samples 0",
+    "reward": "--num_train_epochs 2",
+    "ppo": "--max_steps 40 --enable_ema 0 --num_eval_prompts 140 --eval_steps 20 --log_steps 1",
+}
+GOLD = {
+    "gold": ("ppo", "eval_gold", "last"),
+    "reward": ("ppo", "eval_reward", "last"),
+    "KL": ("ppo", "eval_kl", "last"),
+}
+RATIO = {
+    "ratio_max": ("ppo", "ratio_max", "max"),
+    "clip_fraction": ("ppo", "clip_fraction", "mean"),
+}
+VARIANCE = {"explained_variance": ("ppo", "explained_variance", "last")}
+ACCURACY = {
+    "loss": ("reward", "eval_loss", "last"),
+    "accuracy": ("reward", "eval_accuracy", "last"),
+}
+LIMITS = {"gold": 1.0, "accuracy": 0.816, "SFT loss": 0.387}
+
+
+@dataclass(frozen=True)
+class Lab:
+    """What is compared. measures: {heading: (script, metric, how)}, see run.measured."""
+
+    title: str
+    arms: dict  # {name: {"sft": flags, "reward": flags, "ppo": flags, "fault": name}}
+    measures: dict = field(default_factory=lambda: GOLD)
+    shown: tuple = ("gold", "KL")  # the panels of the picture
+    logarithmic: tuple = ()
+    until: str = "ppo"  # the last step
+    curve: bool = False  # the picture shows gold and reward against sqrt(KL)
+    seeds: tuple = (1, 2, 3)
+    limits: dict = field(default_factory=lambda: LIMITS)
+
+
+def ppo(flags, **others):
+    """An arm that differs in step 3 alone."""
+    return {"ppo": flags, **others}
+
+
+UNSTABLE = "--allow_unstable 1"
+FAST = "--actor_learning_rate 1e-3 --critic_learning_rate 2e-3"  # 5 times the toy's
+FASTER = "--actor_learning_rate 2e-3 --critic_learning_rate 4e-3"  # 10 times
+EPOCHS = f"{UNSTABLE} --ppo_epochs"
+OFF = "--clip inf --clip_value inf"
+ONE_PASS = "--first_pass_gate 0"
+GROUP = "--samples_per_prompt 4"
+LONGER = "--max_steps 60 --eval_steps 30"
+FROM_SFT = "--critic_model_name_or_path {sft} --reward_model_name_or_path {reward}"
+
+LABS = {
+    "stability": Lab(
+        "Do several updates on a rollout diverge?",
+        {
+            "1 epoch": ppo(""),
+            "2 epochs": ppo(f"{EPOCHS} 2"),
+            "4 epochs": ppo(f"{EPOCHS} 4"),
+            "8 epochs": ppo(f"{EPOCHS} 8"),
+            "2 generation batches": ppo(f"{UNSTABLE} --generation_batches 2 --max_steps 20"),
+            "4 generation batches": ppo(f"{UNSTABLE} --generation_batches 4 --max_steps 10"),
+            "training batch a quarter": ppo(f"{UNSTABLE} --per_device_training_batch_size 8"),
+            "rate x5, 1 epoch": ppo(FAST),
+            "rate x5, 4 epochs": ppo(f"{EPOCHS} 4 {FAST}"),
+            "rate x5, 4 epochs, clipping off": ppo(f"{EPOCHS} 4 {FAST} {OFF}"),
+            "rate x5, 4 epochs, dual_clip 3": ppo(f"{EPOCHS} 4 {FAST} --dual_clip 3"),
+            "rate x5, 4 epochs, target_kl 0.02": ppo(f"{EPOCHS} 4 {FAST} --target_kl 0.02"),
+            "rate x10, 1 epoch": ppo(FASTER),
+            "rate x10, 4 epochs": ppo(f"{EPOCHS} 4 {FASTER}"),
+        },
+        {**GOLD, **RATIO},
+        ("gold", "KL", "ratio_max"),
+        ("KL", "ratio_max"),
+    ),
+    "mismatch": Lab(
+        "Which mistakes in the two passes hurt?",
+        {
+            "none": ppo(ONE_PASS, fault="none"),
+            "dropout 0.1 in the pass that trains": ppo(
+                f"{ONE_PASS} --actor_dropout 0.1", fault="none"
+            ),
+            "dropout 0.1 in the pass that scores": ppo(
+                f"{ONE_PASS} --actor_dropout 0.1", fault="dropout_scores"
+            ),
+            "bf16 in the pass that scores": ppo(ONE_PASS, fault="bf16_scores"),
+            "bf16 in the pass that trains": ppo(ONE_PASS, fault="bf16_trains"),
+            "old log-probs shifted by one": ppo(ONE_PASS, fault="shifted"),
+            "mask without EOS": ppo(ONE_PASS, fault="no_eos"),
+            "whitened by halves of the batch": ppo(ONE_PASS, fault="whitened_by_halves"),
+            "4 epochs, none": ppo(f"{EPOCHS} 4 {ONE_PASS}", fault="none"),
+            "4 epochs, dropout 0.1 in training": ppo(
+                f"{EPOCHS} 4 {ONE_PASS} --actor_dropout 0.1", fault="none"
+            ),
+            "4 epochs, old log-probs shifted": ppo(f"{EPOCHS} 4 {ONE_PASS}", fault="shifted"),
+        },
+        {**GOLD, **RATIO},
+        ("gold", "KL", "ratio_max"),
+        ("KL", "ratio_max"),
+    ),
+    "overoptimisation": Lab(
+        "The judge's score goes on, the gold score turns",
+        {
+            f"kl_coef {coef}": ppo(f"--kl_coef {coef} --max_steps 120 --eval_steps 10")
+            for coef in (0, 0.01, 0.05, 0.2)
+        }
+        | {
+            "judge of 1/2 of the pairs, kl_coef 0": {
+                "reward": "--data_split 4,2.5,3.5 --num_train_epochs 2",
+                "ppo": "--kl_coef 0 --max_steps 120 --eval_steps 10",
+            },
+            "judge of 1/8 of the pairs, kl_coef 0": {
+                "reward": "--data_split 4,0.625,5.375 --num_train_epochs 4",
+                "ppo": "--kl_coef 0 --max_steps 120 --eval_steps 10",
+            },
+            "best of n": ppo("--max_steps 0 --eval_best_of 64"),
+        },
+        curve=True,
+    ),
+    "sft-epochs": Lab(
+        "Is SFT to be trained far beyond its flat loss?",
+        {
+            f"{count} epoch{'s' * (count > 1)}": {
+                "sft": f"--num_train_epochs {count}",
+            }
+            for count in (1, 2, 4, 8, 16)
+        },
+        {
+            "SFT loss": ("sft", "eval_loss", "last"),
+            "SFT gold": ("ppo", "eval_gold", "first"),
+            "SFT perfect": ("ppo", "share 1", "first"),
+            "SFT zero": ("ppo", "share 0", "first"),
+            **GOLD,
+        },
+        ("SFT loss", "SFT gold", "gold"),
+    ),
+    "reward-epochs": Lab(
+        "Does a second epoch of the reward model hurt step 3?",
+        {
+            f"{count} epoch{'s' * (count > 1)}": {"reward": f"--num_train_epochs {count}"}
+            for count in (1, 2, 4, 8)
+        },
+        {**ACCURACY, **GOLD},
+        ("loss", "accuracy", "gold"),
+    ),
+    "head-init": Lab(
+        "How must the head of the reward model begin?",
+        {
+            "std 1/(d+1) (ours)": {},
+            "std 0.02": {"fault": "head_0.02"},
+            "std 1/sqrt(d+1)": {"fault": "head_root"},
+            "zero": {"fault": "head_zero"},
+            "transformers' own, ZeRO-2": {"fault": "head_library"},
+            "transformers' own, ZeRO-3": {"fault": "head_library", "reward": "--zero_stage 3"},
+        },
+        {
+            "loss at step 0": ("reward", "eval_loss", "first"),
+            "accuracy at step 0": ("reward", "eval_accuracy", "first"),
+            **ACCURACY,
+        },
+        ("loss at step 0", "loss", "accuracy"),
+        until="reward",
+    ),
+    "regularisers": Lab(
+        "Weight decay 0, 0.1, 0; dropout on, off, off and on",
+        {
+            "ours": {},
+            "SFT: weight decay 0.1": {"sft": "--weight_decay 0.1"},
+            "SFT: weight decay 1": {"sft": "--weight_decay 1"},
+            "SFT: dropout 0.1": {"sft": "--dropout 0.1"},
+            "reward: weight decay 0": {"reward": "--weight_decay 0"},
+            "reward: weight decay 1": {"reward": "--weight_decay 1"},
+            "reward: dropout 0.1": {"reward": "--dropout 0.1"},
+            "PPO: weight decay 0.1": ppo("--actor_weight_decay 0.1 --critic_weight_decay 0.1"),
+            "PPO: weight decay 1": ppo("--actor_weight_decay 1 --critic_weight_decay 1"),
+            "PPO: critic's dropout 0.1": ppo("--critic_dropout 0.1"),
+        },
+        {"SFT loss": ("sft", "eval_loss", "last"), **ACCURACY, **GOLD},
+        ("SFT loss", "accuracy", "gold"),
+    ),
+    "rates": Lab(
+        "Is the actor's rate to be twice the critic's?",
+        {
+            f"critic {name} of the actor's": ppo(f"--critic_learning_rate {2e-4 * factor:g}")
+            for name, factor in (("1/8", 1 / 8), ("1/2", 1 / 2), ("1", 1), ("2", 2), ("4", 4))
+        },
+        {**GOLD, **VARIANCE},
+        ("gold", "KL", "explained_variance"),
+    ),
+    "ema": Lab(
+        "Does the averaged actor answer better, at equal KL?",
+        {
+            f"decay {decay}, {steps} steps": ppo(
+                f"--enable_ema 1 --eval_ema 1 --ema_decay {decay} --max_steps {steps} "
+                f"--eval_steps {steps // 10}"
+            )
+            for steps in (40, 240)
+            for decay in (0.9, 0.97, 0.992)
+        },
+        {
+            **GOLD,
+            **{f"EMA {n}": ("ppo", f"eval_ema_{n.lower()}", "last") for n in GOLD},
+            "gold at the EMA's KL": ("ppo", "gold at EMA", "last"),
+        },
+        ("gold", "EMA gold", "gold at the EMA's KL"),
+    ),
+    "critic": Lab(
+        "Start the critic from the reward model, and warm it up?",
+        {
+            "from the reward model": ppo(LONGER),
+            "from the reward model, 20 steps alone": ppo(f"{LONGER} --critic_warmup_steps 20"),
+            "from SFT, new head": ppo(f"{LONGER} {FROM_SFT}"),
+            "from SFT, 20 steps alone": ppo(f"{LONGER} {FROM_SFT} --critic_warmup_steps 20"),
+        },
+        {
+            "gold at step 30": ("ppo", "eval_gold", 30),
+            **GOLD,
+            "explained_variance, mean": ("ppo", "explained_variance", "mean"),
+        },
+        ("gold at step 30", "gold", "explained_variance, mean"),
+    ),
+    "ptx": Lab(
+        "Does text mixed in keep the language, and is 27.8 unstable?",
+        {
+            "off": ppo("--unsup_data_path {text} --unsup_coef 0"),
+            **{
+                f"unsup_coef {coef}": ppo(f"--unsup_data_path {{text}} --unsup_coef {coef}")
+                for coef in (0.1, 1, 27.8)
+            },
+        },
+        {
+            "text loss": ("ppo", "eval_text_loss", "last"),
+            "gradient norm": ("ppo", "grad_norm", "max"),
+            **GOLD,
+        },
+        ("text loss", "gradient norm", "gold"),
+        ("gradient norm",),
+    ),
+    "estimators": Lab(
+        "GAE needs a critic; RLOO, GRPO and REINFORCE do not",
+        {
+            f"{name}{price}": ppo(f"{flags} {coef}")
+            for price, coef in (("", ""), (", no KL", "--kl_coef 0"))
+            for name, flags in {
+                "gae": "",
+                "rloo": f"--advantage rloo {GROUP}",
+                "grpo": f"--advantage grpo {GROUP}",
+                "reinforce": "--advantage reinforce",
+            }.items()
+        }
+        | {"grpo, no deviation": ppo(f"--advantage grpo {GROUP}", fault="grpo_no_deviation")},
+        {**GOLD, "seconds a step": ("ppo", "seconds", "mean")},
+        ("gold", "reward", "KL"),
+    ),
+    "constants": Lab(
+        "Constants handed down: offset, clip at 5, k1 or k3, LoRA's rate",
+        {
+            "ours": ppo(""),
+            "scores + 2": ppo("", fault="offset_2"),
+            "scores clipped at 1": ppo("--clip_reward 1"),
+            "scores not clipped": ppo("--clip_reward inf"),
+            "k3 in the loss": ppo("--kl_in loss --kl_estimator k3"),
+            "LoRA 16": ppo("--actor_lora_dim 16"),
+            "LoRA 16, actor's rate x5": ppo("--actor_lora_dim 16 --actor_learning_rate 1e-3"),
+        },
+    ),
+}
