@@ -3,7 +3,7 @@
 import itertools
 import math
 
-from machinery import errors, flags, model_folders, old_deepspeed, ranks, refusals
+from machinery import errors, flags, model_folders, old_deepspeed, ranks, refusals, tokens
 
 import deepspeed
 
@@ -275,7 +275,7 @@ def check_models(args, tokenizer):
         size = config_of(path).get_text_config().vocab_size
         if other.get_vocab() != tokenizer.get_vocab() or size < len(tokenizer):
             errors.fail(f"{path} and {actor} have different vocabularies.\n  {advice}")
-        if other.eos_token_id != tokenizer.eos_token_id:
+        if other.eos_token not in (tokenizer.eos_token, tokens.end_of_turn(tokenizer)):
             ends = f"{path} ends responses with {other.eos_token}, {actor} with"
             errors.fail(f"{ends} {tokenizer.eos_token}: it has seen no such end.\n  {advice}")
     if has_value_head(actor):
