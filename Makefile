@@ -7,7 +7,7 @@ RANKS ?= --num_gpus $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ] && e
 DEMO = output/demo
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo lab test test-all gpu-check lint bench install clean
+.PHONY: demo lab test test-all variants gpu-check lint bench install clean
 demo: install
 	deepspeed --log_level error $(RANKS) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
@@ -24,6 +24,10 @@ test: lint
 
 test-all: lint
 	python -m pytest -q tests
+
+# Each of variants/ on a copy of the code, from the demo's models: two steps, then tests/fork.py.
+variants: install
+	python variants/run.py --check --models $(DEMO)
 
 # What no CPU can show, on the GPUs that are here, with small models: a table, in less than ten minutes.
 gpu-check: install

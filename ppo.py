@@ -43,6 +43,7 @@ from machinery import (
     model_folders,
     patches,
     ppo_options,
+    presets,
     progress,
     ptx,
     ranks,
@@ -61,31 +62,30 @@ from torch import Tensor
 
 # ---- Hyperparameters ----
 PRESETS = {
-    # DeepSpeed-Chat, step 3, opt/single_node/run_1.3b.sh; but it does not whiten (--whiten 0).
-    # The first preset holds when a model is named, the toy's (toy/presets.json) when none is.
-    "opt-1.3b": dict(
+    # As in sft.py. [Huang 2024]: N+ implementation details of RLHF with PPO.
+    "qwen2.5-0.5b": dict(
         actor_model_name_or_path="output/sft",
         critic_model_name_or_path="output/reward",
-        data_path=["Dahoas/rm-static"],
-        data_split="2,4,4",
+        data_path=["trl-lib/ultrafeedback_binarized"],
+        data_split="0,5,5",
         output_dir="output/ppo",
         num_train_epochs=1,
-        actor_learning_rate=9.65e-6,
-        critic_learning_rate=5e-6,
-        actor_weight_decay=0.0,
-        critic_weight_decay=0.0,
-        actor_dropout=0.0,  # off: the pass that trains must see the policy that sampled
-        critic_dropout=None,  # on: the model's own
-        num_warmup_steps=100,
-        max_prompt_seq_len=256,
+        actor_learning_rate=3e-6,  # [Huang 2024]; with LoRA ten times it
+        critic_learning_rate=3e-6,
+        actor_lora_dim=32,
+        critic_lora_dim=32,
+        actor_dropout=0.0,  # off: training must see the policy that sampled
+        max_prompt_seq_len=512,
         max_answer_seq_len=256,
-        per_device_generation_batch_size=4,
-        per_device_training_batch_size=4,
-        per_device_eval_batch_size=4,
-        kl_coef=0.1,
-        enable_ema=1,
+        per_device_generation_batch_size=8,
+        per_device_training_batch_size=8,
+        gradient_accumulation_steps=8,  # on 8 GPUs 512 responses [Huang 2024]
+        per_device_eval_batch_size=8,
+        kl_coef=0.05,  # [Huang 2024]
+        missing_eos_penalty=1.0,  # [Huang 2024]
         zero_stage=2,
     ),
+    **presets.deepspeed_chat("ppo"),
 }
 
 

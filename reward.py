@@ -21,7 +21,7 @@ rejected, (2B, T); every row ends in the last column, and the score is values[:,
 """
 
 import common
-from machinery import estimate, flags, model_folders, ranks, shared_prompts, statistics
+from machinery import estimate, flags, model_folders, presets, ranks, shared_prompts, statistics
 from machinery.rows import load_rows
 from machinery.run import Run
 
@@ -30,28 +30,24 @@ import torch.nn.functional as F
 
 # ---- Hyperparameters ----
 PRESETS = {
-    # DeepSpeed-Chat, step 2, opt/single_node/run_350m.sh, number for number. The first preset holds
-    # when a model is named, the toy's (toy/presets.json) when none is.
-    "opt-1.3b": dict(
-        model_name_or_path="facebook/opt-350m",
-        data_path=[
-            "Dahoas/rm-static",
-            "Dahoas/full-hh-rlhf",
-            "Dahoas/synthetic-instruct-gptj-pairwise",
-            "yitingxie/rlhf-reward-datasets",
-        ],
-        data_split="2,4,4",
+    # As in sft.py. [TRL]: its examples/scripts/reward_modeling.py, for a model and data like these.
+    "qwen2.5-0.5b": dict(
+        model_name_or_path="output/sft",  # so that judge and actor share vocabulary and EOS
+        data_path=["trl-lib/ultrafeedback_binarized"],  # [TRL]
+        data_split="0,5,5",  # half of it; the other half's prompts are step 3's
         output_dir="output/reward",
         num_train_epochs=1,  # InstructGPT: more overfit, which hurts step 3. labs/reward-epochs.md
-        learning_rate=5e-5,  # 9.65e-6 for Llama-2
-        weight_decay=0.1,
-        num_warmup_steps=0,
+        learning_rate=1e-5,  # of all weights; LoRA's is ten times it, 1e-4 [TRL] (lora.FACTOR)
+        lora_dim=32,  # [TRL]; the head trains in full
+        lora_alpha=16,  # [TRL]
+        weight_decay=0.0,
         dropout=0.0,  # off: one network must judge both responses of a pair
-        per_device_train_batch_size=4,
-        per_device_eval_batch_size=4,
-        max_seq_len=512,
-        zero_stage=0,
+        per_device_train_batch_size=8,  # [TRL]
+        per_device_eval_batch_size=8,
+        max_seq_len=1024,  # 2048 [TRL]
+        zero_stage=2,
     ),
+    **presets.deepspeed_chat("reward"),
 }
 COLUMNS = """step epoch loss accuracy chosen_score rejected_score eval_loss eval_accuracy
              grad_norm""".split()

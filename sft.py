@@ -20,7 +20,7 @@ padding).
 import math
 
 import common
-from machinery import estimate, flags, model_folders, ranks, reward_functions, samples
+from machinery import estimate, flags, model_folders, presets, ranks, reward_functions, samples
 from machinery.rows import load_rows
 from machinery.run import Run
 
@@ -28,29 +28,27 @@ import torch
 
 # ---- Hyperparameters ----
 PRESETS = {
-    # DeepSpeed-Chat, step 1, opt/single_node/run_1.3b.sh, number for number. (Its loss covers the
-    # prompt, too: --train_on everything.) The first preset holds when a model is named, the toy's
-    # (toy/presets.json) when none is.
-    "opt-1.3b": dict(
-        model_name_or_path="facebook/opt-1.3b",
-        data_path=[
-            "Dahoas/rm-static",
-            "Dahoas/full-hh-rlhf",
-            "Dahoas/synthetic-instruct-gptj-pairwise",
-            "yitingxie/rlhf-reward-datasets",
-        ],
-        data_split="2,4,4",
+    # Chat models of 0.5B to 8B weights. The first preset holds when a model is named, the toy's
+    # (toy/presets.json) when none is. [TRL]: its trl/scripts/sft.py, for this model and data.
+    "qwen2.5-0.5b": dict(
+        model_name_or_path="Qwen/Qwen2.5-0.5B",
+        data_path=["trl-lib/Capybara"],  # dialogues of several turns [TRL]
+        data_split="1,0,0",  # all rows: steps 2 and 3 have other data
         output_dir="output/sft",
-        num_train_epochs=16,  # DeepSpeed-Chat: responses gain after perplexity. labs/sft-epochs.md
-        learning_rate=9.65e-6,
+        num_train_epochs=2,  # [Lambert 2024, Tulu 3]
+        learning_rate=2e-5,  # of all weights; LoRA's is ten times it, 2e-4 [TRL] (lora.FACTOR)
+        lora_dim=32,  # [TRL]; 0 trains all weights
+        lora_alpha=16,  # [TRL]
         weight_decay=0.0,
-        num_warmup_steps=0,
-        dropout=None,  # on: OPT's own 0.1
-        per_device_train_batch_size=8,
-        per_device_eval_batch_size=8,
-        max_seq_len=512,
+        num_warmup_steps=0,  # LoRA starts slowly by itself: B is 0 [Schulman 2025]
+        dropout=None,  # the model's own, which is 0 for Qwen and Llama
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=8,  # [TRL]; LoRA prefers batches that are not large
+        per_device_eval_batch_size=4,
+        max_seq_len=1024,  # [TRL]
         zero_stage=2,
     ),
+    **presets.deepspeed_chat("sft"),  # opt-1.3b, llama-2-7b
 }
 COLUMNS = """step epoch loss eval_loss eval_perplexity learning_rate grad_norm
              tokens_per_second""".split()

@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from machinery import errors, formats, records, refusals
+from machinery import errors, formats, lora, records, refusals
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -144,13 +144,13 @@ def add_result_flags(arg):
     arg("lora_targets", ["all-linear"], "the modules that get one, as peft names them", fixed=True)
     arg("max_steps", -1, "stop there; 0: evaluate and end; -1: as num_train_epochs says", least=-1)
     arg("num_train_epochs", int, "passes over the data", least=1)
-    arg("learning_rate", float, "peak learning rate")
+    arg("learning_rate", float, "peak; with LoRA ten times the preset's")
     arg("weight_decay", float, "decoupled (AdamW); matrices only, not biases and norms")
     arg("dropout", float, "every dropout of the model; None: what its config says", most=1)
     names = ["cosine", "linear", "constant", "constant_with_warmup"]
     schedule = "of transformers. cosine [DeepSpeed-Chat]"
     arg("lr_scheduler_type", "cosine", schedule, choices=names, fixed=True)
-    arg("num_warmup_steps", int, "optimizer steps of linear warm-up")
+    arg("num_warmup_steps", 0, "optimizer steps of linear warm-up")
     betas = "AdamW's betas. 0.9,0.95 [DeepSpeed-Chat]"
     arg("adam_betas", "0.9,0.95", betas, most=0.999999, type=numbers(2))  # fp32: more is 1
     arg("max_grad_norm", 1.0, "gradients are scaled down to it; 0: never. 1 [DeepSpeed-Chat]")
@@ -179,6 +179,7 @@ def add_speed_flags(arg):
     arg("log_steps", 1, "steps between two lines on the screen and in metrics.jsonl", least=1)
     arg("save_steps", 0, "steps between checkpoints; 0: only when interrupted")
     arg("keep_checkpoints", 1, "how many of the newest checkpoints to keep", least=1)
+    arg("keep_best", str, "a metric: keep the best model by it in best/ (eval_loss, eval_gold)")
     arg("max_hours", 0, "then stop, with a checkpoint; 0: no limit", type=float)
     wait = "how long a rank waits for another before it gives up, and says for which"
     arg("timeout_minutes", 30, wait, least=1e-6, most=60 * 24 * 365, type=float)
@@ -223,6 +224,7 @@ def parse(parser, presets, argv=None, script=""):
     args._fixed = frozenset(flag.dest for flag in flags if flag.fixed)
     args._given = {word[2:].partition("=")[0] for word in argv if word.startswith("--")}
     args._preset, args._preset_from = presets[preset], folder
+    lora.raise_rates(args)
     texts = [flag for flag in flags if flag.type is str and not flag.choices]
     args._names = frozenset(flag.dest for flag in texts)  # of files, folders, models
     groups = [group for group in parser._action_groups if "only speed" in group.title]

@@ -83,7 +83,7 @@ def has_weights(path, lora_dim=0):
         return True
     if lora_dim:
         why = f"{path} holds no weights for adapters to sit on"
-        errors.fail(f"--lora_dim {lora_dim}: {why}.\n  Leave it out to train from scratch.")
+        errors.fail(f"--lora_dim {lora_dim}: {why}.\n  --lora_dim 0 trains from scratch.")
     return False
 
 

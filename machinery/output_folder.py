@@ -26,10 +26,11 @@ import numpy as np
 import torch
 import transformers
 
-FOLDERS = ("ema", "critic", "checkpoints")  # in an output folder
+MODELS = ("ema", "critic", "best")  # folders of models, in an output folder
+FOLDERS = (*MODELS, "checkpoints")
 # What a run leaves there beside the files of its models, which args.json lists
-LEFT = (*logs.FILES, "args.json", "curves.png", "nonfinite_rank*.jsonl", ".saving", "ema/.saving")
-LEFT += ("critic/.saving",)
+LEFT = (*logs.FILES, "args.json", "curves.png", "nonfinite_rank*.jsonl", ".saving")
+LEFT += tuple(f"{name}/.saving" for name in MODELS)
 WRITTEN = (*logs.FILES, "curves.png", "args.json", ".args.json", ".lock")  # files
 CHECKPOINT = r"unfinished|(damaged-)?step-\d+"  # in checkpoints/; step-2-backup is not ours
 MODEL = """config.json generation_config.json model*.safetensors* adapter_config.json
@@ -54,7 +55,7 @@ def removed(output):
     README.md that the user has put in the place of ours stays.
     """
     record = read_record(output)
-    folders = (output, output / "ema", output / "critic")
+    folders = (output, *(output / name for name in MODELS))
     models = {file for folder in folders for name in MODEL for file in folder.glob(name)}
     left = {path for name in LEFT for path in output.glob(name)}.union(checkpoints_in(output))
     ours = {path for path in listed(output, record) if os.path.lexists(path)}
@@ -157,7 +158,7 @@ def refuse_taken(args, output):
 def refuse_own_inputs(args, output):
     """Ends the program if the run would delete, replace or read back what it starts from."""
     whole = output.resolve()
-    models = [whole / name for name in ("", "ema", "critic")]
+    models = [whole / name for name in ("", *MODELS)]
     lost = [] if args.resume else [path.resolve() for paths in removed(output) for path in paths]
     for flag, text, part in inputs(args):
         inside = Path(part).resolve()

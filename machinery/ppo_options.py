@@ -3,7 +3,7 @@
 import itertools
 import math
 
-from machinery import errors, flags, model_folders, old_deepspeed, ranks, refusals
+from machinery import errors, flags, model_folders, old_deepspeed, ranks, refusals, tokens
 
 import deepspeed
 
@@ -18,7 +18,7 @@ def add_flags(parser):
     arg("actor_learning_rate", float, "peak. About twice the critic's [DeepSpeed-Chat]")
     arg("critic_learning_rate", float, "peak. About half the actor's [DeepSpeed-Chat]")
     for role in ("actor", "critic"):
-        arg(f"{role}_weight_decay", float, "decoupled (AdamW); matrices only")
+        arg(f"{role}_weight_decay", 0.0, "decoupled (AdamW); matrices only")
         arg(f"{role}_dropout", float, "every dropout; None: what its config says", most=1)
         thin = "LoRA's rank, see lora_dim. 0: off"
         arg(f"{role}_lora_dim", 0, thin, most=flags.RANK, fixed=True)
@@ -79,7 +79,7 @@ def add_loss_flags(arg):
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
     arg("critic_warmup_steps", 0, "first steps that train the critic alone", fixed=True)
     average = "1: keep an average of the actor's weights, in ema/"
-    arg("enable_ema", int, average, most=1, fixed=True)
+    arg("enable_ema", 0, average, most=1, fixed=True)
     arg("ema_decay", 0.992, "its decay. 0.992 [DeepSpeed-Chat]", most=1)
     arg("eval_ema", 0, "1: evaluate that average, too: eval_ema_...", most=1)
     text = "plain text, mixed into the actor's updates (PTX)"
@@ -281,7 +281,7 @@ def check_models(args, tokenizer):
         size = config_of(path).get_text_config().vocab_size
         if other.get_vocab() != tokenizer.get_vocab() or size < len(tokenizer):
             errors.fail(f"{path} and {actor} have different vocabularies.\n  {advice}")
-        if other.eos_token_id != tokenizer.eos_token_id:
+        if other.eos_token not in (tokenizer.eos_token, tokens.end_of_turn(tokenizer)):
             ends = f"{path} ends responses with {other.eos_token}, {actor} with"
             errors.fail(f"{ends} {tokenizer.eos_token}: it has seen no such end.\n  {advice}")
     if has_value_head(actor):

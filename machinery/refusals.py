@@ -74,7 +74,7 @@ def layer_rules(args, stages):
     """Yields what is wrong with LoRA and tensor parallelism."""
     adapted = any(value for name, value in vars(args).items() if name.endswith("lora_dim"))
     if adapted and not importlib.util.find_spec("peft"):
-        yield "--lora_dim needs the package peft.\n  pip install peft, or leave it out."
+        yield "--lora_dim needs the package peft.\n  pip install peft, or take --lora_dim 0."
     if adapted and args.gradient_checkpointing and 3 in stages:
         what = "LoRA with --gradient_checkpointing and --zero_stage 3"
         yield from needs_newer(what, "0.19", "leave one of them out")
@@ -87,7 +87,8 @@ def layer_rules(args, stages):
         divisor = math.gcd(count, size)
         yield f"{split} must divide the number of ranks, {count}.\n  Take {divisor}."
     if size > 1 and adapted:
-        yield f"{split} and LoRA do not go together.\n  Leave one of them out."
+        whole = "--lora_dim 0 (PPO: --actor_lora_dim 0, --critic_lora_dim 0) trains all weights"
+        yield f"{split} and LoRA do not go together.\n  Leave {split} out, or {whole}."
     if size > 1:
         yield from needs_newer(split, "0.16.4", "leave it out")
     if size > 1 and 3 in stages:

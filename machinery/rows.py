@@ -5,7 +5,7 @@ import json
 import zlib
 from collections import Counter
 
-from machinery import errors, formats, ranks, row_cache, sources
+from machinery import errors, formats, ranks, row_cache, sources, tokens
 from machinery.data_split import STAGES, default, share_of
 from machinery.tokens import UncheckedTurns, tokenise_prompt, tokenise_response, tokenise_turns
 
@@ -101,11 +101,12 @@ def load_rows(args, tokenizer, stage, limit):
     responses         lists of ids: the response; chosen and rejected; none for ppo
     length, extra     tokens of all of them; for ppo (or --gold_fn) the row's other columns, as JSON
 
+    Where they hold chats, the tokenizer's EOS becomes the end of turn (tokens.end_as_in_chats).
     Each stage takes its own share of every source's rows (--data_split, which is decided here where
     it is None). Held out is the source's own test split, or a twentieth of the prompts, by hash.
     Neither depends on --seed: stages with different seeds must not share rows.
     """
-    parts = {"train": [], "test": []}
+    parts, shares = {"train": [], "test": []}, []
     trained_on = set()  # the prompts that any stage trains on, in any source
     for path in args.data_path:
         source, columns = sources.read_source(path)
@@ -127,6 +128,10 @@ def load_rows(args, tokenizer, stage, limit):
         options = {"tokenizer": tokenizer, "stage": stage, "limit": limit, "columns": columns}
         options |= {"train_on": vars(args).get("train_on"), "names": names}
         options["graded"] = bool(vars(args).get("gold_fn"))
+        shares.append((source, options, path))
+    if any(holds_chats(*share, stage) for share in shares):
+        tokens.end_as_in_chats(tokenizer)
+    for source, options, path in shares:
         for name, kept in parts.items():
             if rows := tokenise_rows(args, source[name], options, path, name):
                 kept.append(rows)
@@ -136,6 +141,12 @@ def load_rows(args, tokenizer, stage, limit):
             errors.fail(f"no {name} rows are left of {', '.join(args.data_path)}.\n  {advice}")
     train, test = map(datasets.concatenate_datasets, parts.values())
     return train, drop_known_prompts(args, test, trained_on)
+
+
+def holds_chats(source, options, path, stage):
+    """Returns whether the first prompt of a source is a list of chat messages."""
+    row = sources.parse(source["train"][0])
+    return isinstance(read_row(sources.rename(row, options["names"]), stage)[0], list)
 
 
 def serves(columns, stage):

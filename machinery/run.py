@@ -10,6 +10,7 @@ from pathlib import Path
 
 import common
 from machinery import (
+    best,
     checkpoints,
     crash,
     data_split,
@@ -125,7 +126,9 @@ class Run:
             self.state.update(saved["state"])
             self.folder.settle()
         if not args.resume or self.last_step == 0:
-            self.write({"step": step, "epoch": step / self.steps_per_epoch, **evaluate(step)})
+            record = {"step": step, "epoch": step / self.steps_per_epoch, **evaluate(step)}
+            best.check(args, record)
+            self.write(record)
         if self.last_step == 0:  # --max_steps 0: that was all
             self.folder.settle()
             logs.draw_curves(args)
@@ -211,6 +214,9 @@ class Run:
             self.phase.note(f"writing {checkpoints.folder_of(args)}/step-{step}")
             saved = {"loader": loader.state_dict(), "micro_steps": self.micro_steps}
             saved |= {"rows": self.rows_per_step, "state": self.state, **self.facts}
+            config = model_folders.unwrap_model(self.engine).config  # what export.py needs
+            saved["score_statistics"] = getattr(config, "score_statistics", None)
+            saved["eos_token"] = self.tokenizer.eos_token
             checkpoints.save(args, self.engines, step, saved)
             self.started = time.time()
         if stop:
@@ -244,6 +250,8 @@ class Run:
         if due:
             record.update(self.evaluate(step))
         self.folder.settle()  # only now: a run that fails in its first step has replaced nothing
+        if due:
+            best.keep(self, record)
         if due or step % args.log_steps == 0:
             self.write(record)
         if due:

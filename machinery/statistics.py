@@ -21,7 +21,7 @@ class TokenMeans:
     @torch.no_grad()
     def add(self, weight, ratio, *values):
         """Adds a micro-batch. weight, ratio and the values, in the order of names: (B, R)"""
-        self.ratio_max = max(self.ratio_max, (ratio * weight).max().item())
+        self.ratio_max = max(self.ratio_max, (ratio * (weight > 0)).max().item())
         self.sums += torch.stack([(value * weight).sum().double().cpu() for value in values])
 
     def end_update(self, total, target_kl):

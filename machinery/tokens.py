@@ -1,8 +1,12 @@
 """Makes token ids of prompts, chats and responses, and finds the assistant's turns in them."""
 
 import re
+from contextlib import suppress
 
+from machinery import ranks
 from machinery.formats import ASSISTANT, HUMAN
+
+from jinja2 import TemplateError
 
 
 class UncheckedTurns(ValueError):
@@ -101,6 +105,30 @@ def chat_turns(tokenizer, messages):
 
 
 # ---- Chat templates ----
+def end_of_turn(tokenizer):
+    """Returns the special token with which the chat template ends the assistant's turn, else EOS.
+
+    It is another than EOS for Gemma (<end_of_turn>) and the base models of Qwen (<|im_end|>).
+    """
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
+    known = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+    with suppress(TemplateError, ValueError):  # it refuses such a chat, or there is none
+        end = render(tokenizer, turns).rpartition("ANSWER")[2].rstrip()
+        return next((token for token in known if end.endswith(token)), tokenizer.eos_token)
+    return tokenizer.eos_token
+
+
+def end_as_in_chats(tokenizer):
+    """Makes `end_of_turn` the tokenizer's EOS: what ends responses, stops them, and is saved.
+
+    So a response in training ends as a turn does in use, and generation stops there.
+    """
+    token = end_of_turn(tokenizer)
+    if token != tokenizer.eos_token:
+        ranks.say(f"responses end with the chat template's {token}, not {tokenizer.eos_token}")
+        tokenizer.eos_token = token
+
+
 def protect(tokenizer, messages):
     """Returns messages for the template, and {mark: the content that it stands for}.
 

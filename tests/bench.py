@@ -262,6 +262,7 @@ def command(job, work):
     rate = LEARNING_RATES.get(job["model"], 1e-5)
     flags = dict(
         data_path=data,
+        preset="opt-1.3b",  # all weights train
         data_split={"sft": "1,0,0", "reward": "0,1,0", "ppo": "0,0,1"}[job["script"]],
         output_dir=f"{work}/out",
         num_train_epochs=1,

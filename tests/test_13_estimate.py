@@ -56,8 +56,11 @@ def count(args, ranks=8, cpu=False):
     return memory.count(args, estimate.language_model(args), ranks, cpu)
 
 
+OPT = ["--preset", "opt-1.3b", "--dtype", "bf16"]
+
+
 def sft_args(path, *flags):
-    return sft.get_args(["--model_name_or_path", path, "--dtype", "bf16", *map(str, flags)])
+    return sft.get_args([*OPT, "--model_name_or_path", path, *map(str, flags)])
 
 
 def test_parameters_are_counted_without_weights(opt):
@@ -135,8 +138,7 @@ def test_the_kv_cache_by_hand(tmp_path):
             str(tmp_path),
             "--critic_model_name_or_path",
             str(tmp_path),
-            "--dtype",
-            "bf16",
+            *OPT,
             "--max_prompt_seq_len",
             "20",
             "--max_answer_seq_len",
@@ -161,7 +163,7 @@ def test_logits_by_hand(opt):
     assert count(sft_args(opt), cpu=True)["train"]["logits"] == numbers * 2 * 2 + 2 * 2**20
     short = sft_args(opt, "--max_seq_len", 2, "--per_device_train_batch_size", 1)
     assert count(short)["train"]["logits"] == 50272 * 2 * (2 * 2 + 2 * 4)
-    args = reward.get_args(["--model_name_or_path", opt, "--dtype", "bf16"])
+    args = reward.get_args([*OPT, "--model_name_or_path", opt])
     assert memory.count(args, estimate.value_model(args), 8)["train"]["logits"] == 0
 
 
@@ -277,7 +279,7 @@ def test_it_suggests_nothing_that_would_be_refused(opt, capsys, monkeypatch):
 def test_it_knows_that_a_rollout_can_be_decoded_in_parts(opt):
     """All responses of a step on a rank are decoded together unless the flag says otherwise."""
     models = ["--actor_model_name_or_path", opt, "--critic_model_name_or_path", opt]
-    args = ppo.get_args([*models, "--gradient_accumulation_steps", "2"])
+    args = ppo.get_args([*OPT, *models, "--gradient_accumulation_steps", "2"])
     assert args.rollout_batch_size == 8
     mildest = estimate.options_of(args)[0]
     assert [change["rollout_batch_size"] for change in mildest] == [4, 2, 1]
@@ -296,8 +298,7 @@ def test_it_suggests_what_step_3_would_take(opt, capsys, monkeypatch):
         opt,
         "--estimate",
         "8x13.8",
-        "--dtype",
-        "bf16",
+        *OPT,
         "--actor_zero_stage",
         "2",
         "--critic_zero_stage",

@@ -117,10 +117,15 @@ def test_a_flag_by_its_usual_name_suggests_ours(capsys, script, given, meant):
         ("ppo", "--critic_model_name_or_path RUN", "toy", "toy"),
         ("ppo", "--actor_model_name_or_path else --critic_model_name_or_path RUN", "toy", "toy"),
         ("reward", "--model_name_or_path RUN --preset opt-1.3b", "toy", "opt-1.3b"),
-        ("reward", "--model_name_or_path RUN", "mine", "opt-1.3b"),  # this script has none so named
-        ("reward", "--model_name_or_path RUN", ["toy"], "opt-1.3b"),
-        ("reward", "--model_name_or_path else", "toy", "opt-1.3b"),
-        ("ppo", "--reward_model_name_or_path RUN", "toy", "opt-1.3b"),
+        (
+            "reward",
+            "--model_name_or_path RUN",
+            "mine",
+            "qwen2.5-0.5b",
+        ),  # this script has none so named
+        ("reward", "--model_name_or_path RUN", ["toy"], "qwen2.5-0.5b"),
+        ("reward", "--model_name_or_path else", "toy", "qwen2.5-0.5b"),
+        ("ppo", "--reward_model_name_or_path RUN", "toy", "qwen2.5-0.5b"),
     ],
 )
 def test_a_folder_of_ours_remembers_its_preset(tmp_path, script, given, recorded, expected):
@@ -132,7 +137,8 @@ def test_a_folder_of_ours_remembers_its_preset(tmp_path, script, given, recorded
     assert args.preset == expected
     remembered = expected == recorded and "--preset" not in given
     assert (args._preset_from is not None) == remembered
-    assert args.max_seq_len == ((64 if script == "reward" else 80) if expected == "toy" else 512)
+    lengths = {"toy": 64 if script == "reward" else 80, "opt-1.3b": 512}
+    assert args.max_seq_len == lengths.get(expected, 1024 if script == "reward" else 768)
 
 
 # --------------------------------------------------------------------------------------------------

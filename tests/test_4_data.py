@@ -10,7 +10,17 @@ import common
 import ppo
 import reward
 import sft
-from machinery import data_split, formats, ranks, reward_functions, row_cache, rows, sources
+from machinery import (
+    data_split,
+    formats,
+    ranks,
+    reward_functions,
+    row_cache,
+    rows,
+    saving,
+    sources,
+    tokens,
+)
 from machinery.run import Run
 
 import datasets
@@ -917,6 +927,30 @@ def test_the_mask_of_a_row_that_is_cut_stays_on_its_tokens(tokenizer, shape, lim
     assert prompt == whole["prompt_ids"][-len(prompt) :]
     assert mask == whole["prompt_loss_mask"][-len(prompt) :]
     assert response == whole["responses"][0][: len(response)]
+
+
+@pytest.mark.parametrize("step", STAGES)
+@pytest.mark.parametrize("shape", ["ChatML", "Gemma", "text"])
+def test_in_chats_the_end_of_turn_is_eos(tokenizer, tiny_model, tmp_path, shape, step):
+    """The base models of Qwen end a text with <|endoftext|>, and their chat template ends a turn
+    with <|im_end|>. Who talks to the model stops at that, so it is what the model must learn, what
+    ends a rollout, and what is saved as EOS. Text has no turns, and ends with EOS as before."""
+    tokenizer, end = shaped(tokenizer, shape)
+    model, eos = copy.deepcopy(tiny_model), end or tokenizer.eos_token
+    for name in ("text", "chats"):
+        (tmp_path / name).mkdir()
+    pairs = {name: (lambda i, name=name: chat(f"Q{i}?", name)) for name in ("chosen", "rejected")}
+    path = folder(tmp_path / "text", many(10, dahoas))
+    load(tokenizer, [path], step)
+    assert tokenizer.eos_token == SHAPES[shape][1]
+    path = folder(tmp_path / "chats", many(10, lambda i: {n: make(i) for n, make in pairs.items()}))
+    train, _ = load(tokenizer, [path], step)
+    assert tokenizer.eos_token == eos and tokens.end_of_turn(tokenizer) == eos
+    assert all(ids.count(tokenizer.eos_token_id) == 1 for row in train for ids in row["responses"])
+    assert all(ids[-1] == tokenizer.eos_token_id for row in train for ids in row["responses"])
+    saving.note_tokens(model, tokenizer, scores=False)
+    configs = model.config, model.generation_config
+    assert [config.eos_token_id for config in configs] == [tokenizer.eos_token_id] * 2
 
 
 TALK = "\n\nHuman: Q?\n\nAssistant: A.\n\nB.\n\nHuman: And?\n\nAssistant:"

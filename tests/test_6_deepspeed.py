@@ -9,6 +9,7 @@ are laid side by side. workers.py says what is run; all runs of so many ranks sh
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 import common
 import ppo
 import sft
-from machinery import ema, model_folders, ptx, ranks, throughput
+from machinery import best, ema, export, model_folders, ptx, ranks, throughput
 from tests import workers
 from tests.workers import CLOCKS
 
@@ -666,6 +667,106 @@ def test_an_interrupted_run_saves_first():
     assert [
         json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
     ] == [0, 1, 2]
+
+
+def content(file):
+    """The bytes of a file; of adapters' config, whose lists have any order, the values."""
+    if file.name != "adapter_config.json":
+        return file.read_bytes()
+    values = json.loads(file.read_text()).items()
+    return {key: sorted(value) if isinstance(value, list) else value for key, value in values}
+
+
+EXPORTED = {name: 2 for name in workers.MATRIX if re.fullmatch(r"m_\w+\d(_lora)?", name)}
+EXPORTED |= {"reward_lora1": 5, "reward_lora3": 5, "ppo_one_pass": 4, "ppo_dropout": 4}
+EXPORTED["ppo_lora_checkpoints"] = 4
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_a_checkpoint_is_a_model(name, tmp_path):
+    """Of a run that stopped there is often no more than its checkpoints. What export makes of the
+    last one is what the run itself has saved at its end, to the byte: weights, configs, tokenizer,
+    of all models, from two ranks' shards under every stage, in fp32 and bf16, with LoRA."""
+    run = run_of(name)
+    export.export(run / f"checkpoints/step-{EXPORTED[name]}", tmp_path / "model")
+    files = [f for part in ("", "ema", "critic") for f in (run / part).glob("*") if f.is_file()]
+    models = [f for f in files if f.suffix == ".safetensors"]
+    assert len(models) == (3 if name.startswith("ppo") else 1)
+    left = {"args.json", "metrics.jsonl", "samples.jsonl", "curves.png", "README.md"}
+    for file in files:
+        if file.name not in left:
+            made = tmp_path / "model" / file.relative_to(run)
+            assert content(made) == content(file), file
+
+
+def test_what_export_cannot_do_is_refused_in_words(tmp_path, capsys):
+    """A folder that is no checkpoint, or a damaged one, and a model in the way."""
+    whole = run_of("ppo_one_pass")
+    shutil.copytree(whole / "checkpoints/step-4", tmp_path / "checkpoints/step-4")
+    shutil.copy(whole / "args.json", tmp_path)
+    (tmp_path / "checkpoints/step-4/rank1.pt").write_bytes(b"")
+    for checkpoint, to, words in (
+        (tmp_path, "to", "is no whole checkpoint"),
+        (tmp_path / "checkpoints/step-4", "to", "rank1.pt"),
+        (whole / "checkpoints/step-4", whole, "holds a model"),
+        (whole / "ema", "to", "is no whole checkpoint"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            export.export(checkpoint, tmp_path / to)
+        assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_the_best_model_is_kept(tmp_path):
+    """By the held-out metric, the first of equals, and not the untrained model of step 0. It is the
+    model of that step; a run that is resumed from before it finds it again; and keeping it changes
+    nothing in the run."""
+    scores = dict(curve("reward_best", "eval_accuracy")[1:])
+    step = max(scores, key=scores.get)  # the first of them
+    whole, resumed = run_of("reward_best"), run_of("reward_best_resumed")
+    export.export(whole / f"checkpoints/step-{step}", tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == (
+        whole / "best/model.safetensors"
+    ).read_bytes()
+    for name in ("model.safetensors", "best/model.safetensors"):
+        if step > 1 or "best" not in name:
+            assert (resumed / name).read_bytes() == (whole / name).read_bytes()
+    plain = run_of("reward_zero3")
+    assert (plain / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    names = {str(name) for name in json.loads((whole / "args.json").read_text())["files"]}
+    assert "best/model.safetensors" in names  # a run that replaces this one removes it
+
+
+@pytest.mark.parametrize(
+    "name, before, value, better",
+    [
+        ("eval_loss", [], 9.0, True),
+        ("eval_loss", [2.0, 3.0], 1.9, True),
+        ("eval_loss", [2.0, 3.0], 2.0, False),
+        ("eval_loss", [2.0, 3.0], float("nan"), False),
+        ("eval_perplexity", [2.0], 3.0, False),
+        ("eval_kl", [2.0], 3.0, False),
+        ("eval_accuracy", [0.5, 0.7], 0.8, True),
+        ("eval_gold", [0.7], 0.7 + 1e-12, False),  # the log has nine digits
+        ("eval_reward", [-3.0], -2.0, True),
+    ],
+)
+def test_it_knows_which_way_is_better(tmp_path, name, before, value, better):
+    """Of a loss less is better, of an accuracy more; step 0, nobody's work, is no rival."""
+    records = [{"step": 0, name: 0.0}, *({"step": 2, name: number} for number in before)]
+    lines = [json.dumps(record) + "\n" for record in [*records, {"step": 3, "loss": 1.0}]]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    assert best.improves(args, name, {name: value}) == better
+
+
+def test_an_unknown_metric_is_refused_at_the_first_evaluation(capsys):
+    record = {"step": 0, "epoch": 0.0, "eval_loss": 1.0, "eval_accuracy_ci": [0.1, 0.2]}
+    best.check(SimpleNamespace(keep_best=None), record)
+    best.check(SimpleNamespace(keep_best="eval_loss"), record)
+    for name in ("loss", "eval_accuracy_ci", "epoch"):
+        with pytest.raises(SystemExit):
+            best.check(SimpleNamespace(keep_best=name), record)
+        assert "have eval_loss.\n" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------

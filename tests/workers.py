@@ -91,6 +91,7 @@ def base_flags(script, base):
     return flags.split()
 
 
+BEST = "--keep_best eval_accuracy --eval_steps 1 --save_steps 1 --keep_checkpoints 9".split()
 # random numbers must be resumed, too
 DROPOUT = ["--model_name_or_path", "BASE/models/actor", "--dropout", 0.1]
 SAMPLES = ["--samples_per_prompt", 2, "--max_steps", 2]
@@ -162,6 +163,8 @@ TWO_RANKS |= {
     "sft_zero3_resumed": run("sft", "--resume", zero=3, before=("sft_zero3_checkpoints", 3)),
     "reward_checkpoints": run("reward", "--save_steps", 2, "--keep_checkpoints", 9, zero=0),
     "reward_resumed": run("reward", "--resume", zero=0, before=("reward_checkpoints", 2)),
+    "reward_best": run("reward", *BEST, zero=3),
+    "reward_best_resumed": run("reward", *BEST, "--resume", zero=3, before=("reward_best", 1)),
     "ppo_one_pass": run(
         "ppo", "--save_steps", 2, "--keep_checkpoints", 9, zero=2, rows=4, accumulation=1
     ),
@@ -289,7 +292,9 @@ TWO_RANKS |= {
     ),
     **{
         f"reward_lora{stage}": run(
-            "reward", "--model_name_or_path", "BASE/runs/sft_lora3", "--lora_dim", 4, zero=stage
+            *("reward", "--model_name_or_path", "BASE/runs/sft_lora3", "--lora_dim", 4),
+            *("--save_steps", 5),
+            zero=stage,
         )
         for stage in (1, 3)
     },
@@ -410,6 +415,7 @@ MATRIX = {
         2,
         *OFFLOADS[where],
         *["--lora_dim", 4] * lora,
+        *["--save_steps", 2] * (where == ""),  # for the exports
         zero=stage,
     )
     for dtype in ("fp32", "bf16")

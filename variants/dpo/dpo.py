@@ -1,0 +1,238 @@
+"""DPO: preferences without a reward model.  pairs (prompt, chosen, rejected) -> output/dpo
+
+    deepspeed dpo.py                                     the built-in toy, on top of output/sft
+    deepspeed dpo.py --model_name_or_path output/sft --data_path my_pairs.jsonl
+
+A policy is its own reward model: beta * log(pi / ref) of a response is its implicit reward, and the
+Bradley-Terry loss of step 2 trains it. Numbered as in main(): 1 data, 2 models, 3 train, 4 save.
+
+Layout of a micro-batch of B pairs: 2B rows as sft.py lays them out, all chosen, then all rejected:
+ids, mask: (2B, T), every row ends in the last column; loss_mask: (2B, K), 1 on the responses.
+"""
+
+import functools
+
+import common
+import ppo  # its rollout, for the evaluation
+from machinery import (
+    flags,
+    memory,
+    model_folders,
+    ppo_options,
+    ranks,
+    reward_functions,
+    rollout_metrics,
+)
+from machinery.rows import load_rows
+from machinery.run import Run
+
+import torch
+import torch.nn.functional as F
+
+# ---- Hyperparameters ----
+PRESETS = {
+    # [TRL]: its trl/scripts/dpo.py, for a model and data like these
+    "qwen2.5-0.5b": dict(
+        model_name_or_path="output/sft",
+        data_path=["trl-lib/ultrafeedback_binarized"],
+        data_split="0,1,0",
+        output_dir="output/dpo",
+        num_train_epochs=1,  # [TRL]
+        learning_rate=5e-7,  # [TRL], [Rafailov 2023]: 1e-6; LoRA's is ten times it
+        lora_dim=32,
+        weight_decay=0.0,
+        dropout=0.0,  # off: policy and reference are compared
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=8,  # [TRL]
+        per_device_eval_batch_size=4,
+        max_seq_len=1024,
+        zero_stage=2,
+    ),
+    "toy": dict(
+        model_name_or_path="output/sft",
+        data_path=[str(flags.ROOT / "toy/data")],
+        data_split="4,5,1",
+        output_dir="output/dpo",
+        num_train_epochs=1,
+        learning_rate=3e-4,
+        num_warmup_steps=10,
+        weight_decay=0.0,
+        dropout=0.0,
+        max_answer_seq_len=48,
+        num_eval_prompts=280,
+        gold_fn=str(flags.ROOT / "toy/gold.py:gold"),
+        per_device_train_batch_size=16,
+        per_device_eval_batch_size=140,
+        max_seq_len=64,
+        zero_stage=2,
+        dtype="fp32",
+        group_by_length=0,
+        log_steps=10,
+    ),
+}
+COLUMNS = """step epoch loss accuracy chosen_reward rejected_reward eval_loss eval_accuracy
+             eval_gold eval_kl grad_norm""".split()
+NAMES = "loss", "accuracy", "chosen_reward", "rejected_reward"
+
+
+def get_args(argv=None):
+    """Reads the flags of this script from the command line."""
+    parser = flags.new_parser(__doc__)
+    flags.add_common_flags(parser)
+    arg = flags.flag_group(parser, "flags of this script alone")
+    kinds = ["sigmoid", "ipo", "simpo"]
+    arg("loss", "sigmoid", "see pair_loss", choices=kinds, fixed=True)
+    arg("beta", 0.1, "price of leaving the reference. 0.1 [Rafailov 2023]; 2 for simpo", fixed=True)
+    arg("margin", 0.5, "SimPO's gamma. 0.5 to 1.6 [Meng 2024]", fixed=True)
+    arg("gold_fn", str, "scores sampled responses, is never trained on", metavar="FILE:FUNCTION")
+    arg("max_answer_seq_len", 256, "tokens of a sampled response", least=2)
+    arg("temperature", 1.0, "of sampling", least=1e-6)
+    ppo_options.add_sampling_flags(arg)
+    args = flags.parse(parser, PRESETS, argv, "dpo")
+    if "data_path" in args._given and "gold_fn" not in args._given:
+        args.gold_fn = None  # the toy's knows the toy's questions
+    args.reward_fn = []
+    return args
+
+
+def models(args):
+    """Returns the models of this script for --estimate: the policy, and its reference."""
+    rows = 2 * args.per_device_train_batch_size
+    policy = memory.Model(args, rows)
+    frozen = memory.Model(args, rows, trains=False)
+    return [policy] if args.lora_dim or args.loss == "simpo" else [policy, frozen]
+
+
+# ---- Data and loss ----
+def collate(rows, pad_id):
+    """Lays B pairs out -> ids, mask: (2B, T), loss_mask: (2B, K), row_weight: (B,)."""
+    both = [(row, row["responses"][i]) for i in (0, 1) for row in rows]
+    ids, mask = common.pad([row["prompt_ids"] + response for row, response in both], pad_id)
+    real = [[float(row["row_weight"])] * len(response) for row, response in both]
+    loss_mask, _ = common.pad(real, 0.0)  # 0 in a filler row
+    row_weight = torch.tensor([float(row["row_weight"]) for row in rows])
+    return {"ids": ids, "mask": mask, "loss_mask": loss_mask, "row_weight": row_weight}
+
+
+def implicit_rewards(args, model, reference, batch):
+    """beta * log(pi / ref) of the chosen and of the rejected responses, (B,) each. [Rafailov 2023]
+
+    SimPO has no reference, and takes the mean over a response's tokens. [Meng 2024] eq. 4
+    The reference comes first: under ZeRO-3 the forward that is trained on must come right before
+    its backward.
+    """
+    layout = batch["ids"], batch["mask"], batch["loss_mask"]
+    ref_logprobs = 0.0
+    if reference:
+        with torch.no_grad():
+            ref_logprobs = common.last_logprobs(reference, *layout)  # (2B, K)
+    logprobs = common.last_logprobs(model, *layout)  # (2B, K)
+    rewards = args.beta * (logprobs - ref_logprobs).sum(-1)  # (2B,)
+    if args.loss == "simpo":
+        rewards = rewards / batch["loss_mask"].sum(-1).clamp(min=1)
+    return rewards.chunk(2)
+
+
+def pair_loss(args, chosen, rejected):
+    """The loss of each pair, from implicit rewards r = beta * log(pi / ref).  (B,), (B,) -> (B,)
+
+    sigmoid   -log sigmoid(r_chosen - r_rejected)            [Rafailov 2023] eq. 7
+    ipo       (h - 1 / (2 beta))^2, h = difference of r / beta   [Azar 2023] eq. 17
+    simpo     -log sigmoid(r_chosen - r_rejected - margin)   [Meng 2024] eq. 6
+    """
+    difference = chosen - rejected
+    if args.loss == "ipo":
+        return (difference / args.beta - 1 / (2 * args.beta)) ** 2
+    margin = args.margin if args.loss == "simpo" else 0.0
+    return -F.logsigmoid(difference - margin)
+
+
+def pair_sums(args, chosen, rejected, row_weight):
+    """The loss of a micro-batch, summed: (), and the sums of the NAMES: (4,)."""
+    loss_sum = (pair_loss(args, chosen, rejected) * row_weight).sum()
+    correct = (chosen > rejected) + 0.5 * (chosen == rejected)  # (B,)
+    sums = [(x * row_weight).sum() for x in (correct, chosen, rejected)]
+    return loss_sum, torch.stack([loss_sum, *sums]).detach()
+
+
+# ---- Evaluation ----
+@torch.no_grad()
+def evaluate(args, engine, reference, held_out, collate_rows):
+    """Loss, accuracy and implicit rewards on the held-out pairs of all ranks."""
+    engine.eval()
+    sums = torch.zeros(5, dtype=torch.float64)
+    for batch in common.eval_loader(args, held_out, collate_rows):
+        weight = batch["row_weight"]
+        pair = implicit_rewards(args, engine, reference, batch)
+        sums += torch.cat([pair_sums(args, *pair, weight)[1], weight.sum()[None]]).cpu()
+    engine.train()
+    *sums, count = ranks.all_sum(*sums).tolist()
+    return {f"eval_{name}": total / count for name, total in zip(NAMES, sums)}
+
+
+@torch.no_grad()
+def answer(args, engine, reference, tokenizer, prompts, gold):
+    """Responses to held-out prompts, of all ranks: dicts with text, kl, gold, response_length."""
+    size = args.per_device_eval_batch_size
+    rows = [{**row, "extra": "{}"} for row in rollout_metrics.held_out_prompts(prompts)]
+    responses = ppo.roll_out(args, engine, tokenizer, rows, 0, size)
+    engine.eval()
+    for batch in ppo.make_micro_batches(tokenizer, responses, size):
+        layout = batch.ids, batch.mask, batch.response_mask, args.temperature
+        found = {"response_length": batch.response_mask.sum(-1)}  # (B,)
+        if reference:
+            ref_logprobs = common.last_logprobs(reference, *layout)  # (B, R)
+            found["kl"] = (common.last_logprobs(engine, *layout) - ref_logprobs).sum(-1)
+        if gold:
+            found["gold"] = gold(batch).sum(-1)
+        for name, values in found.items():
+            for response, value in zip(batch.responses, values.tolist()):
+                response[name] = value
+    engine.train()
+    return sorted(ranks.each_once(responses), key=lambda response: response["row"])
+
+
+# ---- The script, top to bottom ----
+def main():
+    args = get_args()
+    run = Run(args, "DPO: direct preference optimization", models)
+    gold = reward_functions.load(args)[1]  # --gold_fn
+
+    # ---- 1 data ----
+    tokenizer = model_folders.load_tokenizer(args.model_name_or_path, args)
+    train, held_out = load_rows(args, tokenizer, "reward", args.max_seq_len)
+    batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)
+    prompts = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
+    collate_rows = functools.partial(collate, pad_id=tokenizer.pad_token_id)
+
+    # ---- 2 models ----
+    engine = common.train_engine(common.load_model(args), args, batch_size, micro_steps, steps)
+    reference = None
+    if args.loss != "simpo":
+        reference = common.reference_of(engine, args, batch_size)
+
+    def evaluate_at(step):
+        metrics = evaluate(args, engine, reference, held_out, collate_rows)
+        responses = answer(args, engine, reference, tokenizer, prompts, gold)
+        return metrics | rollout_metrics.summary(run, step, responses)
+
+    # ---- 3 train ----
+    for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
+        pairs = ranks.all_sum(sum(batch["row_weight"].sum() for batch in micro_batches)).item()
+        sums = torch.zeros(4, device=ranks.device())
+        for batch in map(common.to_device, micro_batches):
+            chosen, rejected = implicit_rewards(args, engine, reference, batch)  # (B,), (B,)
+            loss_sum, of_batch = pair_sums(args, chosen, rejected, batch["row_weight"])
+            engine.backward(loss_sum * common.loss_scale(pairs, micro_steps))
+            engine.step()  # moves the weights at the step's last micro-batch only
+            sums += of_batch
+        run.log(dict(zip(NAMES, (ranks.all_sum(*sums) / pairs).tolist())))
+
+    # ---- 4 save ----
+    run.save(engine, tokenizer)
+    run.finish()
+
+
+if __name__ == "__main__":
+    main()
