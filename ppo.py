@@ -384,7 +384,7 @@ def make_micro_batches(tokenizer, responses, batch_size, responses_a_row=1):
 
 
 def actor_forward(args, actor, batch, stores):
-    """Log-probs and entropy, (B, R) each: the one function for old and for new ones.
+    """Log-probs and entropy, (B, R) each: the one function for old and new ones.
 
     Entropy is None unless it is stored or used in the loss.
     """
@@ -402,7 +402,7 @@ def last_values(model, batch):
 
 
 def critic_forward(args, critic, batch, stores):
-    """Values, (B, R), old and new ones: the reward predicted from each response token on."""
+    """Values, (B, R), old and new: the reward predicted from each response token on."""
     return last_values(critic, batch)[:, :-1]
 
 
@@ -424,7 +424,7 @@ def set_rewards(args, batch, kl_coef, score_statistics):
 
 
 def set_advantages(args, micro_batches):
-    """Gives each micro-batch of the rollout its advantages and, with a critic, its returns."""
+    """Gives a rollout's micro-batches advantages and, with a critic, returns."""
     estimator = ADVANTAGES[args.advantage]
     masks = [batch.response_mask for batch in micro_batches]
     if estimator.compares_groups:  # a response's advantage stands on each of its tokens
@@ -568,7 +568,8 @@ def main():
         # ---- 3 rollout ----
         times = [time.time()]
         with kept_pass.collecting(args, passes, step):
-            prompts, size = sum(batches, []), args.rollout_batch_size
+            prompts = sum(batches, [])
+            size = args.rollout_batch_size
             responses = roll_out(args, actor, tokenizer, prompts, step, size)
             times.append(time.time())
 
