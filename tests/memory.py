@@ -186,7 +186,8 @@ def measure(script, out, flags):
     common.load_model, Run.steps = first_load, steps
     # not a phase of the table, and slow
     module.evaluate = rollout_metrics.summary = lambda *args, **kwargs: {}
-    samples.answer_and_keep = saving.save_model = logs.draw_curves = lambda *args, **kwargs: None
+    samples.answer_and_keep = lambda *args: {}
+    saving.save_model = logs.draw_curves = lambda *args, **kwargs: None
     if script == "ppo":
         before(module, "roll_out", "generate")
         before(module, "score", "score", once=True)
