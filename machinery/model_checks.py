@@ -44,6 +44,9 @@ def refuse_other_kinds(path, config, head):
     if type(config) not in AutoModelForCausalLM._model_mapping and not own:
         advice = "Take a decoder that writes text, such as OPT, Llama or Qwen."
         errors.fail(f"{path} is {kind}, and transformers has no causal LM of it.\n  {advice}")
+    if not head and model_folders.is_scorer(config):
+        advice = "Take its base, or what sft.py left (output/sft)."
+        errors.fail(f"{path} is a reward model, which cannot write.\n  {advice}")
     if head and type(config) not in AutoModelForSequenceClassification._model_mapping:
         lacks = f"transformers has no sequence classification for {config.model_type}"
         errors.fail(f"{path}: {lacks}, so no reward model or critic.")

@@ -284,9 +284,6 @@ def check_models(args, tokenizer):
         if other.eos_token not in (tokenizer.eos_token, tokens.end_of_turn(tokenizer)):
             ends = f"{path} ends responses with {other.eos_token}, {actor} with"
             errors.fail(f"{ends} {tokenizer.eos_token}: it has seen no such end.\n  {advice}")
-    if has_value_head(actor):
-        why = "is a reward model, which cannot write"
-        errors.fail(f"{actor} {why}; the actor comes from sft.py (output/sft).")
     for path in judges:
         if not has_value_head(path):
             why = "is no reward model, and would score at random"

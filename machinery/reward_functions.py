@@ -37,6 +37,8 @@ def load_function(spec, flag):
     """Runs the user's file of 'FILE:FUNCTION' and returns the function."""
     file, _, name = spec.rpartition(":")
     path = Path(file)
+    if Path(spec).is_file():
+        errors.fail(f"{flag} {spec} names no function.\n  Give it as {spec}:FUNCTION.")
     if not path.is_file() or path.suffix != ".py":
         errors.fail(f"{flag} {spec}: {file!r} is no Python file.\n  Give it as FILE.py:FUNCTION.")
     module_spec = importlib.util.spec_from_file_location(path.stem, file)
@@ -144,8 +146,20 @@ def call_with_columns(function, responses):
     columns.update(prompts=prompts, completions=completions)
     if "completion_ids" in inspect.signature(function).parameters:
         columns["completion_ids"] = [response["response_ids"] for response in responses]
+    refuse_missing_columns(function, columns, names)
     returned = function(**columns)
     return list(returned) if isinstance(returned, Iterator) else returned  # it may be a generator
+
+
+def refuse_missing_columns(function, given, names):
+    """Ends the program if the function has a parameter without default that is no column."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    lacking = [p.name for p in named if p.default is p.empty and p.name not in given]
+    if lacking:
+        has = ", ".join(names) or "none beside its texts"
+        what = f"has parameters that are no columns of the data: {', '.join(lacking)}"
+        errors.fail(f"{name_of(function)} {what}.\n  Columns: {has}.", this_rank=True)
 
 
 def find_culprit(function, responses):

@@ -158,7 +158,7 @@ def check_columns(path, columns, stage, flag="--data_path"):
     """Ends with an error if the stage cannot make rows of these columns."""
     if not serves(columns, stage):
         found = ", ".join(columns) or "(none: it is empty)"
-        needs = " or ".join(" + ".join(sorted(need)) for need in NEEDS[stage])
+        needs = "; or ".join(" + ".join(sorted(need)) for need in NEEDS[stage])
         known = f"Known formats:{formats.KNOWN_FORMATS}"
         needs = f"This stage needs {needs}. {known}"
         errors.fail(f"{flag} {path} has the columns {found}.\n  {needs}")
