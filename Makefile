@@ -14,6 +14,7 @@ demo: install
 	deepspeed --log_level error $(RANKS) ppo.py --preset toy --actor_model_name_or_path $(DEMO)/sft \
 	  --critic_model_name_or_path $(DEMO)/reward --output_dir $(DEMO)/ppo --overwrite
 	python toy/report.py $(DEMO)
+	python tools/look.py $(DEMO)
 
 # A rule of thumb, tried on the toy: make lab NAME=stability (labs/README.md has the list).
 lab: install

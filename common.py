@@ -405,7 +405,7 @@ def eval_loader(args, rows, collate):
     starts = range(rank * size, len(order), size * ranks_with_data)
     for start in progress.shown(starts, "evaluation"):
         part = order[start : start + size]
-        yield to_device(collate([Rows(rows)[i] for i in part]))
+        yield to_device({**collate([Rows(rows)[i] for i in part]), "rows": part})
 
 
 def to_device(batch):

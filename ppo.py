@@ -40,6 +40,7 @@ from machinery import (
     flags,
     kept_pass,
     kl_controller,
+    microscope,
     model_folders,
     patches,
     ppo_options,
@@ -299,8 +300,8 @@ class MicroBatch:
     ref_logprobs: Tensor = None  # (B, R)
     old_logprobs: Tensor = None  # (B, R)
     entropy: Tensor = None  # (B, R)
-    kl: Tensor = None  # (B,) k1, summed over the response
-    kl_k3: Tensor = None  # (B,) likewise
+    kl: Tensor = None  # (B, R) k1
+    kl_k3: Tensor = None  # (B, R)
     old_values: Tensor = None  # (B, R)
     scores: Tensor = None  # (B, R) a whole response's on its last token
     gold: Tensor = None  # (B, R) likewise: --gold_fn, not trained on
@@ -485,8 +486,8 @@ def score(args, batch, policy, reference, judges, gold):
         batch.ref_logprobs = common.last_logprobs(reference, *layout)
     batch.old_logprobs, batch.entropy = policy.before(batch)
     logprobs = batch.old_logprobs, batch.ref_logprobs
-    batch.kl = (kl_estimate(*logprobs, "k1") * batch.response_mask).sum(-1)
-    batch.kl_k3 = (kl_estimate(*logprobs, "k3") * batch.response_mask).sum(-1)
+    batch.kl = kl_estimate(*logprobs, "k1") * batch.response_mask
+    batch.kl_k3 = kl_estimate(*logprobs, "k3") * batch.response_mask
     with torch.no_grad():
         scores = torch.stack([judge(batch) for judge in judges])  # (judges, B, R)
         batch.gold = gold and gold(batch)
@@ -509,7 +510,7 @@ def evaluate(args, actor, tokenizer, held_out, *models):
     for batch in make_micro_batches(tokenizer, responses, size):
         score(args, batch, *models)
         rollout_metrics.note(batch)
-    return sorted(ranks.each_once(responses), key=lambda response: response["row"])
+    return rollout_metrics.gathered(responses)
 
 
 # ---- The step, top to bottom ----
@@ -524,7 +525,7 @@ def main():
     train, held_out = load_rows(args, tokenizer, "ppo", args.max_prompt_seq_len)
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
     text_mix = ptx.TextMix(args, tokenizer)  # --unsup_data_path
-    sizes = ppo_options.Sizes(args)  # of a rollout, in batches and updates
+    sizes = ppo_options.Sizes(args)  # of a rollout, in batches
     batch_size, accumulation = args.per_device_training_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.generation_batches)
 
@@ -534,13 +535,13 @@ def main():
     actor_updates = max(steps - args.critic_warmup_steps, 1) * sizes.updates
     actor = common.load_model(actor_args)
     actor = common.train_engine(actor, actor_args, batch_size, actor_micro_steps, actor_updates)
-    # before() stores a forward's result, now() trains on it: one forward where both are the same.
+    # before() stores a forward's result, now() trains on it: one forward if both are the same.
     policy = kept_pass.KeptPass(args, "actor", actor, actor_forward)
     engines, passes, critic = {"actor": actor}, [policy], None
     if args.has_critic:
         critic = common.load_model(critic_args, tokenizer, "score")
-        sizes_of_critic = batch_size, accumulation, steps * sizes.updates
-        critic = common.train_engine(critic, critic_args, *sizes_of_critic, main=False)
+        counts = batch_size, accumulation, steps * sizes.updates
+        critic = common.train_engine(critic, critic_args, *counts, main=False)
         values = kept_pass.KeptPass(args, "critic", critic, critic_forward)
         engines["critic"] = critic
         passes.append(values)
@@ -558,10 +559,12 @@ def main():
 
     def evaluate_at(step):
         with kept_pass.collecting(args, passes):
+            parts = roll_out, make_micro_batches, score, set_rewards, set_advantages
+            microscope.look(run, step, parts, passes, models, kl_control.coef, score_statistics)
             answers = functools.partial(evaluate, args, actor, tokenizer, held_out, *models)
             return rollout_metrics.evaluation(run, step, answers, actor, average, text_mix)
 
-    columns = rollout_metrics.columns(args)  # on the screen
+    columns = rollout_metrics.columns(args)
     means = statistics.TokenMeans("actor_loss", "critic_loss", "approx_kl", "clip_fraction")
     prompts_of = functools.partial(ppo_options.repeated, args)  # --samples_per_prompt
     for step, batches in run.steps(engines, prompts_of, evaluate_at, columns, state):
@@ -575,8 +578,7 @@ def main():
 
             # ---- 4 score ----
             seed = args.seed, step
-            updates = sizes.updates_a_pass
-            responses = arranged(responses, updates, seed, responses_a_row)
+            responses = arranged(responses, sizes.updates_a_pass, seed, responses_a_row)
             micro_batches = make_micro_batches(tokenizer, responses, batch_size, responses_a_row)
             for batch in micro_batches:
                 score(args, batch, *models)
@@ -616,8 +618,7 @@ def main():
                 patches.skip_together(args, training)
                 for engine in training:
                     engine.step()  # moves the weights at the minibatch's last micro-batch only
-                with torch.no_grad():
-                    approx_kl = kl_estimate(batch.old_logprobs, logprobs, "k3")  # KL(old || new)
+                approx_kl = kl_estimate(batch.old_logprobs, logprobs.detach(), "k3")  # old || new
                 means.add(batch.loss_weight, ratio, loss, critic_losses, approx_kl, clipped)
             average.update(actor)
             if means.end_update(total, args.target_kl):

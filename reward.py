@@ -21,7 +21,16 @@ rejected, (2B, T); every row ends in the last column, and the score is values[:,
 """
 
 import common
-from machinery import estimate, flags, model_folders, presets, ranks, shared_prompts, statistics
+from machinery import (
+    estimate,
+    flags,
+    model_folders,
+    pair_scores,
+    presets,
+    ranks,
+    shared_prompts,
+    statistics,
+)
 from machinery.rows import load_rows
 from machinery.run import Run
 
@@ -126,14 +135,17 @@ def evaluate(args, engine, held_out, collate_rows):
     """
     engine.eval()
     sums = torch.zeros(7, dtype=torch.float64)
+    judged = []
     for batch in common.eval_loader(args, held_out, collate_rows):
         chosen, rejected = score_pairs(engine, batch)
         weight = batch["row_weight"]
         loss_sum = pair_loss_sum(chosen, rejected, weight)
         squares = (chosen**2 * weight).sum(), (rejected**2 * weight).sum()
         counts = torch.stack([weight.sum(), *squares])
+        judged += zip(batch["rows"], chosen.tolist(), rejected.tolist())
         sums += torch.cat([pair_sums(loss_sum, chosen, rejected, weight), counts]).cpu()
     engine.train()
+    pair_scores.keep(args, held_out, judged)
     loss, correct, chosen, rejected, count, chosen2, rejected2 = ranks.all_sum(*sums).tolist()
     mean = (chosen + rejected) / (2 * count)
     std = max(0.0, (chosen2 + rejected2) / (2 * count) - mean**2) ** 0.5

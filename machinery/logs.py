@@ -7,7 +7,7 @@ from pathlib import Path
 
 from machinery import crash, monitors, plots, ranks
 
-FILES = ("metrics.jsonl", "samples.jsonl")
+FILES = ("metrics.jsonl", "samples.jsonl", "tokens.jsonl")  # appended to
 
 
 def append(args, name, rows):
@@ -69,13 +69,13 @@ def show_sample(row, response, numbers=""):
     ranks.say(f"    {prompt} -> {response} {numbers}".rstrip())
 
 
-def limits(args):
-    """Returns {metric: the best that any model can reach} of this script, {} if it is not known.
+def limits(args, script=None):
+    """Returns {metric: the best that any model can reach} of a script, {} if it is not known.
 
-    It stands in a limits.json beside the data. The toy has one.
+    It stands in a limits.json beside the data. The toy has one. script: None is this one.
     """
-    file = Path(args.data_path[0]) / "limits.json"
-    return json.loads(file.read_text()).get(Path(sys.argv[0]).stem, {}) if file.is_file() else {}
+    file, script = Path(args.data_path[0]) / "limits.json", script or Path(sys.argv[0]).stem
+    return json.loads(file.read_text()).get(script, {}) if file.is_file() else {}
 
 
 def draw_curves(args):

@@ -29,9 +29,9 @@ import transformers
 MODELS = ("ema", "critic", "best")  # folders of models, in an output folder
 FOLDERS = (*MODELS, "checkpoints")
 # What a run leaves there beside the files of its models, which args.json lists
-LEFT = (*logs.FILES, "args.json", "curves.png", "nonfinite_rank*.jsonl", ".saving")
-LEFT += tuple(f"{name}/.saving" for name in MODELS)
-WRITTEN = (*logs.FILES, "curves.png", "args.json", ".args.json", ".lock")  # files
+FILES = (*logs.FILES, "judge.jsonl", "curves.png", "args.json")
+LEFT = (*FILES, "nonfinite_rank*.jsonl", ".saving", *(f"{name}/.saving" for name in MODELS))
+WRITTEN = (*FILES, ".args.json", ".lock")
 CHECKPOINT = r"unfinished|(damaged-)?step-\d+"  # in checkpoints/; step-2-backup is not ours
 MODEL = """config.json generation_config.json model*.safetensors* adapter_config.json
            model_config.json adapter_model.safetensors tokenizer.* tokenizer_config.json

@@ -4,27 +4,26 @@ import pandas
 
 # group | title | label of the y axis | metrics (with the eval_... of each)
 PANELS = """
-results | reward, gold | score of a response | reward gold
-results | accuracy | share of the pairs | accuracy
-results | scores of chosen, rejected | score | chosen_score rejected_score
-results | margin | chosen - rejected | margin
-results | perplexity | perplexity | perplexity
-results | loss | loss | loss actor_loss critic_loss
-responses | KL to the reference | nats a response | kl kl_k3
-responses | entropy | nats a token | entropy
-responses | length | tokens a response | response_length
-responses | ended by EOS | share of the responses | eos_rate
-updates | learning rate | learning rate | learning_rate critic_learning_rate
-updates | norm of the gradients | norm | grad_norm critic_grad_norm
-updates | KL to the policy before | nats a token | approx_kl
-updates | largest ratio | ratio | ratio_max
-updates | clipped | share of the tokens | clip_fraction
-updates | critic: explained variance | share | explained_variance
-updates | deviation of the advantages | reward | advantage_std
-updates | price of KL | kl_coef | kl_coef
-speed | tokens | tokens/s | tokens_per_second
-speed | work | TFLOP/s | tflops
-speed | parts of a step | seconds | generate_seconds score_seconds train_seconds
+learning | reward, gold | score of a response | reward gold
+learning | accuracy | share of the pairs | accuracy
+learning | scores of chosen, rejected | score | chosen_score rejected_score margin
+learning | loss | loss | loss actor_loss critic_loss
+learning | perplexity | perplexity | perplexity
+stability | KL to the reference | nats a response | kl kl_k3
+stability | entropy | nats a token | entropy
+stability | length | tokens a response | response_length
+stability | ended by EOS | share of the responses | eos_rate
+stability | critic: explained variance | share | explained_variance
+stability | norm of the gradients | norm | grad_norm critic_grad_norm
+stability | KL to the policy before | nats a token | approx_kl
+stability | largest ratio | ratio | ratio_max
+stability | clipped | share of the tokens | clip_fraction
+stability | deviation of the advantages | reward | advantage_std
+stability | price of KL | kl_coef | kl_coef
+stability | learning rate | learning rate | learning_rate critic_learning_rate
+cost | tokens | tokens/s | tokens_per_second
+cost | work | TFLOP/s | tflops
+cost | parts of a step | seconds | generate_seconds score_seconds train_seconds
 """
 LEFT_OUT = ["epoch", "seconds", "eval_score_mean", "eval_score_std"]
 COLUMNS = 4

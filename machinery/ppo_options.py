@@ -34,6 +34,7 @@ def add_flags(parser):
     arg("compile_decoding", False, compiled)
     arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses")
     arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
+    arg("microscope", 4, "held-out prompts whose responses are in tokens.jsonl, token by token")
     flags.add_common_flags(parser, OWN_FORMS)
 
 

@@ -18,7 +18,8 @@ def per_response(batch):
 
     batch.responses holds the texts and the data's other columns.
     """
-    metrics = {"reward": batch.scores.sum(-1), "kl": batch.kl, "kl_k3": batch.kl_k3}
+    metrics = {"reward": batch.scores.sum(-1), "kl": batch.kl.sum(-1)}
+    metrics["kl_k3"] = batch.kl_k3.sum(-1)
     metrics["response_length"] = batch.response_mask.sum(-1).long()
     metrics["eos_rate"] = batch.ended
     if batch.gold is not None:
@@ -135,6 +136,11 @@ def evaluation(run, step, answers, actor, average, text_mix):
         with average.in_place_of(actor):
             metrics |= means_of(firsts(answers()), "eval_ema")
     return metrics | text_mix.evaluate(actor)
+
+
+def gathered(responses):
+    """Returns all ranks' responses, in the order of their rows."""
+    return sorted(ranks.each_once(responses), key=lambda row: (row["row"], row["sample"]))
 
 
 def summary(run, step, responses):

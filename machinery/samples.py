@@ -19,11 +19,12 @@ def answer_and_keep(run, engine, tokenizer, held_out, step, gold=None):
     rows = [held_out[i] for i in range(count)]
     if not rows:
         return {}
-    texts = answer_greedily(run.args, engine, tokenizer, [row["prompt_ids"] for row in rows])
-    logs.show_sample(rows[0], texts[0])
-    pairs = zip(rows, texts)
-    lines = [{"step": step, "prompt": row["prompt"], "response": text} for row, text in pairs]
+    answers = answer_greedily(run.args, engine, tokenizer, [row["prompt_ids"] for row in rows])
+    logs.show_sample(rows[0], answers[0]["response"])
+    pairs = zip(rows, answers)
+    lines = [{"step": step, "prompt": row["prompt"], **answer} for row, answer in pairs]
     if gold:
+        texts = [answer["response"] for answer in answers]
         ids = [tokenise_response(tokenizer, text) for text in texts]
         graded = [{**row, "text": t, "response_ids": i} for row, t, i in zip(rows, texts, ids)]
         mask = common.pad(ids, 0, "right")[1]  # (B, R)
@@ -35,7 +36,7 @@ def answer_and_keep(run, engine, tokenizer, held_out, step, gold=None):
 
 @torch.no_grad()
 def answer_greedily(args, engine, tokenizer, prompts):
-    """Returns the likeliest responses, as texts, to `prompts` (lists of ids)."""
+    """Returns the likeliest response to each of `prompts` (lists of ids), and if it ended."""
     room = min(args.max_answer_seq_len, args.max_seq_len // 2)  # a long prompt keeps its end
     prompts = [ids[-(args.max_seq_len - room) :] for ids in prompts]
     ids, mask = common.pad(prompts, tokenizer.pad_token_id)
@@ -47,4 +48,7 @@ def answer_greedily(args, engine, tokenizer, prompts):
         model.generation_config = greedy
         out = model.generate(ids, attention_mask=mask, generation_config=greedy, synced_gpus=synced)
         model.generation_config = own
-    return tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+    out = out[:, ids.shape[1] :]
+    ended = (out == tokenizer.eos_token_id).any(-1).tolist()
+    texts = tokenizer.batch_decode(out, skip_special_tokens=True)
+    return [{"response": text, "ended": float(end)} for text, end in zip(texts, ended)]

@@ -249,7 +249,7 @@ def test_what_belongs_together_is_in_one_panel(drawn):
 
     assert labels("reward, gold") == ["reward", "eval_reward", "gold", "limit 1", "eval_gold"]
     assert labels("scores of chosen, rejected")[::2] == ["chosen_score", "eval_rejected_score"]
-    assert labels("mine") == ["mine"] and groups == ["results", "speed", "others"]
+    assert labels("mine") == ["mine"] and groups == ["learning", "cost", "others"]
 
 
 @pytest.mark.parametrize(

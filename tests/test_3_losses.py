@@ -230,8 +230,8 @@ def test_what_the_rollout_was_like_by_hand():
     tokens only. Here returns vary by 4 and the critic's errors by 1: it explains three quarters."""
     batch = micro_batch(
         scores=torch.tensor([[1.0, 0.0], [3.0, 0.0], [9.0, 0.0]]),
-        kl=torch.tensor([0.5, 1.5, 9.0]),
-        kl_k3=torch.tensor([0.2, 0.4, 9.0]),
+        kl=torch.tensor([[0.5, 0.0], [1.0, 0.5], [9.0, 0.0]]),
+        kl_k3=torch.tensor([[0.2, 0.0], [0.4, 0.0], [9.0, 0.0]]),
         gold=torch.tensor([[1.0, 0.0]] * 3),
         ended=torch.tensor([1.0, 0.0, 1.0]),
         row_weight=torch.tensor([1.0, 1.0, 0.0]),

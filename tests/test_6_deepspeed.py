@@ -301,6 +301,32 @@ def test_further_evaluations_do_not_depend_on_ranks_or_stages():
     assert first["eval_best_of_reward"] > first["eval_reward"]
 
 
+@pytest.mark.parametrize(
+    "one, others",
+    [
+        ("ppo_one_rank", ("ppo_zero0", "ppo_zero3")),
+        ("ppo_one_rank_rloo", ("ppo_rloo",)),
+        ("ppo_one_rank_grpo", ("ppo_grpo",)),
+        ("ppo_one_rank_reinforce", ("ppo_reinforce",)),
+        ("ppo_one_rank_options", ("ppo_options",)),  # three prompts on two ranks
+    ],
+)
+def test_each_tokens_numbers_do_not_depend_on_ranks_or_stages(one, others):
+    """tokens.jsonl (--microscope): all that training sees of a few responses, each there once, with
+    every way to compute advantages; the critic's numbers where there is one."""
+    files = [run_of(name) / "tokens.jsonl" for name in (one, *others)]
+    first, *rest = [[json.loads(line) for line in open(file)] for file in files]
+    assert len(first) in (6, 8, 16) and first[0]["step"] < first[-1]["step"]
+    assert ("value" in first[0]["tokens"]) == (one in ("ppo_one_rank", "ppo_one_rank_options"))
+    for lines in rest:
+        for expected, found in zip(first, lines, strict=True):
+            assert found["response"] == expected["response"]
+            assert found["tokens"].keys() == expected["tokens"].keys()
+            for name, values in expected["tokens"].items():
+                values = values if name == "text" else pytest.approx(values, abs=2e-4)
+                assert found["tokens"][name] == values, name
+
+
 def test_mixing_in_text_does_not_depend_on_ranks():
     """PTX (InstructGPT's mix of pretraining text) adds as many micro-batches of text as there are
     of answers; its loss, too, is one mean over the step, and its rows are the same on one rank and

@@ -22,6 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "toy"), str(ROOT / "tools")]
 import gold
+import look
 import talk
 
 SCRIPTS = {"sft.py": sft, "reward.py": reward, "ppo.py": ppo}
@@ -47,12 +48,12 @@ PAGES += sorted((ROOT / "labs").glob("*.md"))
 
 def commands():
     """Every line of an indented or fenced block of README and docs that starts
-    one of the three scripts, or talk.py."""
+    one of the three scripts, or a tool."""
     for page in PAGES:
         text = page.read_text().replace("\\\n", " ")
         for line in re.findall(
             r"^(?:    )?((?:deepspeed|torchrun|python|srun|[A-Z_]+=\S+) "
-            r".*?\b(?:sft|reward|ppo|talk)\.py.*)$",
+            r".*?\b(?:sft|reward|ppo|talk|look)\.py.*)$",
             text,
             re.M,
         ):
@@ -63,7 +64,7 @@ def commands():
 def test_every_command_in_the_docs_parses(line):
     """A command that a reader copies must be one that the scripts accept."""
     words = shlex.split(line, comments=True)
-    programs = {**SCRIPTS, "tools/talk.py": talk}
+    programs = {**SCRIPTS, "tools/talk.py": talk, "tools/look.py": look}
     script = next(w for w in words if w in programs)
     programs[script].get_args(words[words.index(script) + 1 :])
 
@@ -77,7 +78,7 @@ def test_the_readme_shows_each_script():
 def test_every_flag_named_in_the_docs_exists():
     """A flag that was renamed in the code must not live on in the text."""
     known = set()
-    for module in [*SCRIPTS.values(), talk]:
+    for module in [*SCRIPTS.values(), talk, look]:
         known |= set(re.findall(r"--[a-zA-Z_0-9]+", help_of(module)))
     known |= set(re.findall(r'"(--[a-z_]+)"', (ROOT / "tests/bench.py").read_text()))
     launchers = {

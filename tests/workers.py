@@ -96,6 +96,8 @@ BEST = "--keep_best eval_accuracy --eval_steps 1 --save_steps 1 --keep_checkpoin
 DROPOUT = ["--model_name_or_path", "BASE/models/actor", "--dropout", 0.1]
 SAMPLES = ["--samples_per_prompt", 2, "--max_steps", 2]
 OPTIONS = [
+    "--microscope",
+    3,
     "--missing_eos_penalty",
     1,
     "--normalize_reward",

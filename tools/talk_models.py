@@ -10,7 +10,7 @@ from pathlib import Path
 
 import common
 import ppo
-from machinery import errors, flags, formats, model_checks, model_folders, rows, tokens
+from machinery import decoding, errors, flags, formats, model_checks, model_folders, rows, tokens
 
 import huggingface_hub
 import torch
@@ -109,7 +109,8 @@ class Model:
             errors.fail(f"{self.name} {wrong}.")
         model_checks.refuse_other_kinds(path, config, scores)
         model_checks.check_weights(path, config, needed=True)
-        model_checks.try_out(path, args.trust_remote_code, not scores)
+        way = None if scores else decoding.way_of(args)
+        model_checks.try_out(path, args.trust_remote_code, way)
         self.tokenizer = model_folders.load_tokenizer(path, args)
         head = "score" if scores else None
         self.model = common.frozen_engine(args, 1, self.tokenizer, head)
