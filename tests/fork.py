@@ -105,7 +105,7 @@ def resume_halfway(options, known, whole, folder):
     """Resumes in `folder` from the checkpoint that the run in `whole` wrote halfway."""
     half = options.steps // 2
     (folder / "checkpoints").mkdir(parents=True)
-    for name in ("args.json", "metrics.jsonl", "samples.jsonl"):
+    for name in ("args.json", "metrics.jsonl", "samples.jsonl", "tokens.jsonl"):
         if (whole / name).exists():
             shutil.copy(whole / name, folder)
     shutil.copytree(whole / f"checkpoints/step-{half}", folder / f"checkpoints/step-{half}")

@@ -143,7 +143,7 @@ def measure(script, out, flags):
     import importlib
 
     import common
-    from machinery import logs, rollout_metrics, samples, saving
+    from machinery import logs, microscope, rollout_metrics, samples, saving
     from machinery.run import Run
 
     import deepspeed
@@ -187,7 +187,7 @@ def measure(script, out, flags):
     # not a phase of the table, and slow
     module.evaluate = rollout_metrics.summary = lambda *args, **kwargs: {}
     samples.answer_and_keep = lambda *args: {}
-    saving.save_model = logs.draw_curves = lambda *args, **kwargs: None
+    saving.save_model = logs.draw_curves = microscope.look = lambda *args, **kwargs: None
     if script == "ppo":
         before(module, "roll_out", "generate")
         before(module, "score", "score", once=True)

@@ -658,9 +658,9 @@ def looked(tiny_model, tokenizer, tmp_path):
         critic = SimpleNamespace(before=lambda batch: 0.25 * batch.response_mask + 0.5)
         passes = [policy, critic] if args.has_critic else [policy]
         models = policy, reference_model(tiny_model), [judge], None
-        run = SimpleNamespace(args=args, tokenizer=tokenizer)
+        run = SimpleNamespace(args=args, tokenizer=tokenizer, held_out=held_out)
         (tmp_path / "tokens.jsonl").unlink(missing_ok=True)
-        microscope.look(run, 7, PARTS, held_out, passes, models, 0.5, None)
+        microscope.look(run, 7, PARTS, passes, models, 0.5, None)
         found = ppo.evaluate(args, tiny_model, tokenizer, held_out, *models)
         file = tmp_path / "tokens.jsonl"
         return [json.loads(line) for line in open(file)] if file.exists() else [], found, args

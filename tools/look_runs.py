@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
-from machinery import errors, folder_lock, logs, records, saving
+from machinery import errors, folder_lock, logs, output_folder, records, saving
 
 ORDER = ("sft", "reward", "ppo")  # of the steps; other scripts follow
 TITLES = {"sft": "SFT", "reward": "Reward model", "ppo": "PPO"}
@@ -80,7 +80,7 @@ def below(folder, depth):
     yield folder
     with suppress(OSError):
         for path in sorted(folder.iterdir()) if depth else ():
-            ours = path.name in ("ema", "critic", "checkpoints") or path.name.startswith(".")
+            ours = path.name in output_folder.FOLDERS or path.name.startswith(".")
             if path.is_dir() and not ours:
                 yield from below(path, depth - 1)
 
