@@ -269,8 +269,8 @@ LABS = {
             "scores clipped at 1": ppo("--clip_reward 1"),
             "scores not clipped": ppo("--clip_reward inf"),
             "k3 in the loss": ppo("--kl_in loss --kl_estimator k3"),
-            "LoRA 16": ppo("--actor_lora_dim 16"),
-            "LoRA 16, actor's rate x5": ppo("--actor_lora_dim 16 --actor_learning_rate 1e-3"),
+            "LoRA 16, rate of full training": ppo("--actor_lora_dim 16 --actor_learning_rate 2e-4"),
+            "LoRA 16, ten times the rate": ppo("--actor_lora_dim 16 --actor_learning_rate 2e-3"),
         },
     ),
 }
