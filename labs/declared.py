@@ -13,6 +13,7 @@ BASE = {  # the toy, made smaller: half its rows a step, and fewer steps
     "ppo": "--max_steps 40 --enable_ema 0 --num_eval_prompts 140 --eval_steps 20 --log_steps 1",
 }
 GOLD = {
+    "gold before": ("ppo", "eval_gold", "first"),
     "gold": ("ppo", "eval_gold", "last"),
     "reward": ("ppo", "eval_reward", "last"),
     "KL": ("ppo", "eval_kl", "last"),
@@ -105,7 +106,7 @@ LABS = {
         },
         {**GOLD, **RATIO},
         ("gold", "KL", "ratio_max"),
-        ("KL", "ratio_max"),
+        ("ratio_max",),
     ),
     "overoptimisation": Lab(
         "The judge's score goes on, the gold score turns",
@@ -136,12 +137,11 @@ LABS = {
         },
         {
             "SFT loss": ("sft", "eval_loss", "last"),
-            "SFT gold": ("ppo", "eval_gold", "first"),
             "SFT perfect": ("ppo", "share 1", "first"),
             "SFT zero": ("ppo", "share 0", "first"),
             **GOLD,
         },
-        ("SFT loss", "SFT gold", "gold"),
+        ("SFT loss", "gold before", "gold"),
     ),
     "reward-epochs": Lab(
         "Does a second epoch of the reward model hurt step 3?",
@@ -208,7 +208,10 @@ LABS = {
         },
         {
             **GOLD,
-            **{f"EMA {n}": ("ppo", f"eval_ema_{n.lower()}", "last") for n in GOLD},
+            **{
+                f"EMA {name}": ("ppo", f"eval_ema_{name.lower()}", "last")
+                for name in ("gold", "reward", "KL")
+            },
             "gold at the EMA's KL": ("ppo", "gold at EMA", "last"),
         },
         ("gold", "EMA gold", "gold at the EMA's KL"),

@@ -270,7 +270,9 @@ def cell(values):
     values = [value for value in values if value is not None]
     if not values:
         return ""
-    return f"{statistics.mean(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
+    numbers = statistics.mean(values), min(values), max(values)
+    texts = [f"{x:.3f}" if abs(x) < 1000 else f"{x:.1e}" for x in numbers]
+    return "{} [{}, {}]".format(*texts)
 
 
 def draw(lab, results, file):
