@@ -131,7 +131,7 @@ def table(name):
     """Returns the table of a variant's README, in Markdown."""
     results = json.loads((HERE / name / "results.json").read_text())
     steps, seeds = results["steps"], len(results["seeds"])
-    head = [f"{steps} steps, {seeds} seeds", "gold", "KL", "length"]
+    head = [f"{steps} steps, {seeds} seed{'s' * (seeds > 1)}", "gold", "KL", "length"]
     lines = [head, ["---"] * len(head)]
     for arm, curves in results["arms"].items():
         found = next(iter(curves.values()))[-1]
