@@ -63,7 +63,7 @@ from torch import Tensor
 
 # ---- Hyperparameters ----
 PRESETS = {
-    # As in sft.py. [Huang 2024]: N+ implementation details of RLHF with PPO.
+    # As in sft.py. [Huang 2024]: The N+ details of RLHF with PPO.
     "qwen2.5-0.5b": dict(
         actor_model_name_or_path="output/sft",
         critic_model_name_or_path="output/reward",

@@ -43,8 +43,9 @@ def declared(name):
     """Returns arms.json of a variant.
 
     steps: of each run. all: flags of all arms. arms: {name: [script, flags]}; "variant:ppo.py" is
-    the script with the diff. models: {name: [script, flags]} that the arms name as {name}. check,
-    rows: the script and flags for tests/fork.py, and its rows.
+    the script with the diff. hidden: metrics that mean something else there. models: {name:
+    [script, flags]}, made first, for the arms to name as {name}. check, rows: the script and flags
+    for tests/fork.py, and its rows.
     """
     return json.loads((HERE / name / "arms.json").read_text())
 
@@ -113,7 +114,9 @@ def make_runs(name, models, base, seeds):
                 call([sys.executable, script.removeprefix("variant:"), *words, *place], tree)
             lines = (output / "metrics.jsonl").read_text().splitlines()
             records = [record for record in map(json.loads, lines) if "eval_gold" in record]
-            curve = [{k: r[k] for k in ("step", *METRICS) if k in r} for r in records]
+            hidden = what.get("hidden", []) if owner == name else []
+            names = [metric for metric in ("step", *METRICS) if metric not in hidden]
+            curve = [{key: record[key] for key in names if key in record} for record in records]
             results.setdefault(arm, {})[seed] = curve
         record = {"steps": what["steps"], "seeds": list(seeds[:count]), "arms": results}
         (HERE / name / "results.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -131,7 +134,7 @@ def table(name):
     """Returns the table of a variant's README, in Markdown."""
     results = json.loads((HERE / name / "results.json").read_text())
     steps, seeds = results["steps"], len(results["seeds"])
-    head = [f"{steps} steps, {seeds} seeds", "gold", "KL", "length"]
+    head = [f"{steps} steps, {seeds} seed{'s' * (seeds > 1)}", "gold", "KL", "length"]
     lines = [head, ["---"] * len(head)]
     for arm, curves in results["arms"].items():
         found = next(iter(curves.values()))[-1]

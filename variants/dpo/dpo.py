@@ -15,6 +15,7 @@ import functools
 import common
 import ppo  # its rollout, for the evaluation
 from machinery import (
+    errors,
     flags,
     memory,
     model_folders,
@@ -55,6 +56,7 @@ PRESETS = {
         output_dir="output/dpo",
         num_train_epochs=1,
         learning_rate=3e-4,
+        beta=1.0,  # with 0.1 accuracy rises and gold falls: see variants/dpo/README.md
         num_warmup_steps=10,
         weight_decay=0.0,
         dropout=0.0,
@@ -91,6 +93,8 @@ def get_args(argv=None):
     args = flags.parse(parser, PRESETS, argv, "dpo")
     if "data_path" in args._given and "gold_fn" not in args._given:
         args.gold_fn = None  # the toy's knows the toy's questions
+    if args.eval_best_of > 1:
+        errors.fail("--eval_best_of: there is no reward model here to choose by.\n  Leave it out.")
     args.reward_fn = []
     return args
 
@@ -174,7 +178,7 @@ def evaluate(args, engine, reference, held_out, collate_rows):
 def answer(args, engine, reference, tokenizer, prompts, gold):
     """Responses to held-out prompts, of all ranks: dicts with text, kl, gold, response_length."""
     size = args.per_device_eval_batch_size
-    rows = [{**row, "extra": "{}"} for row in rollout_metrics.held_out_prompts(prompts)]
+    rows = [{**row, "extra": "{}"} for row in rollout_metrics.held_out_prompts(args, prompts)]
     responses = ppo.roll_out(args, engine, tokenizer, rows, 0, size)
     engine.eval()
     for batch in ppo.make_micro_batches(tokenizer, responses, size):
