@@ -69,12 +69,12 @@ def test_a_variants_page_says_what_is_in_it(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", variants.NAMES)
 def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path):
-    """Two steps, and tests/fork.py: ranks, ZeRO stages, accumulation, --resume."""
+    """Two steps, and tests/fork.py: ranks, ZeRO stages, --resume. (`make variants`: more of them.)"""
     models = tmp_path / "models"
     models.mkdir()
     for link, model in {"sft": "actor", "reward": "reward"}.items():
         (models / link).symlink_to(workers.shared_folder() / "models" / model)
-    variants.check(name, models, tmp_path)
+    variants.check(name, models, tmp_path, "--quick")
 
 
 # --------------------------------------------------------------------------------------------------

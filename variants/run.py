@@ -67,17 +67,19 @@ def flags_of(text, models, **others):
 
 
 # ---- Checks ----
-def check(name, models, base, steps=2, fork=True):
-    """Applies a variant to a copy, makes steps of the toy there, and runs tests/fork.py."""
+def check(name, models, base, *layouts, steps=2):
+    """Applies a variant to a copy, makes steps of the toy there, and runs tests/fork.py.
+
+    layouts: flags for it, such as --quick.
+    """
     folder, what = base / "tree", declared(name)
     apply(name, folder)
     script, flags = what["check"]
     flags = flags_of(flags, models)
     place = ["--max_steps", steps, "--overwrite", "--output_dir", base / "steps"]
     call([sys.executable, script, *flags, *place], folder)
-    if fork:
-        layout = ["--rows", what.get("rows", 8), "--keep", base / "fork"]
-        call([sys.executable, "tests/fork.py", *layout, script, *flags], folder)
+    rows = ["--rows", what.get("rows", 8), "--keep", base / "fork"]
+    call([sys.executable, "tests/fork.py", *layouts, *rows, script, *flags], folder)
 
 
 def lines_changed(name):
