@@ -69,7 +69,7 @@ def test_a_variants_page_says_what_is_in_it(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", variants.NAMES)
 def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path):
-    """Two steps, and tests/fork.py: ranks, ZeRO stages, --resume. (`make variants`: more of them.)"""
+    """Two steps, and tests/fork.py: ranks, ZeRO stages, --resume. (`make variants`: all.)"""
     models = tmp_path / "models"
     models.mkdir()
     for link, model in {"sft": "actor", "reward": "reward"}.items():
