@@ -521,8 +521,8 @@ def main():
 
     # ---- 1 data ----
     tokenizer = model_folders.load_tokenizer(args.actor_model_name_or_path, args)
-    score_statistics = ppo_options.check_models(args, tokenizer)
     train, held_out = load_rows(args, tokenizer, "ppo", args.max_prompt_seq_len)
+    score_statistics = ppo_options.check_models(args, tokenizer)
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
     text_mix = ptx.TextMix(args, tokenizer)  # --unsup_data_path
     sizes = ppo_options.Sizes(args)  # of a rollout, in batches

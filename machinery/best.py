@@ -1,30 +1,34 @@
 """--keep_best METRIC: a copy, in best/, of the model whose evaluation was the best so far."""
 
 import json
+import math
 from pathlib import Path
 
 from machinery import errors, model_folders, ranks, saving
 
-LOWER = ("loss", "perplexity", "kl")  # of such metrics less is better, of others more
+# The last word of a metric's name: which way is better, by its sign
+SIGNS = {"loss": -1, "perplexity": -1, "kl": -1, "accuracy": 1, "reward": 1, "gold": 1}
 
 
 def check(args, record):
-    """Ends the program unless the evaluation in `record` has the metric of --keep_best."""
-    numbers = [name for name, value in record.items() if isinstance(value, float)]
-    found = [name for name in numbers if name.startswith("eval_")]
+    """Ends the program unless the evaluation in `record` has the metric of --keep_best.
+
+    It must say which model is better, and be of the model that is saved, not of the average.
+    """
+    found = [name for name in record if name.startswith("eval_") and sign_of(name)]
+    found = [name for name in found if not name.startswith("eval_ema_")]
     if args.keep_best and args.keep_best not in found:
         advice = f"This run's evaluations have {', '.join(found)}."
         errors.fail(f"--keep_best {args.keep_best} is no metric of them.\n  {advice}")
 
 
 def keep(run, record):
-    """Saves the model that trains if `record`, not logged yet, is better than all in the log.
+    """Saves the model that trains if `record` is better than all before it in the log.
 
     All ranks call it. The log is also what --resume goes on with: it ends where the checkpoint
     does. Step 0 does not count: its model is there already.
     """
     name = run.args.keep_best
-    check(run.args, record)
     if not name or not ranks.all_sum(improves(run.args, name, record))[0]:
         return
     folder = Path(run.args.output_dir) / "best"
@@ -38,13 +42,17 @@ def keep(run, record):
     ranks.say(f"{name} {record[name]:.6g} is the best so far: the model is in {folder}")
 
 
+def sign_of(name):
+    """Returns 1 where more of the metric is better, -1 where less is, 0 where neither."""
+    return SIGNS.get(name.rpartition("_")[2], 0)
+
+
 def improves(args, name, record):
-    """Returns whether record[name] is better than in all records of the log (on rank 0)."""
-    log = Path(args.output_dir) / "metrics.jsonl"
+    """Returns whether record[name] is better than in all records before it. False but on rank 0."""
     if ranks.get_rank() != 0:
         return False
-    before = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    values = [other[name] for other in before if other["step"] and name in other]
-    sign = -1 if any(word in name for word in LOWER) else 1
-    value = float(f"{record[name]:.9g}")  # as it will be logged
-    return all(sign * value > sign * other for other in values)
+    lines = (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()
+    before = [other for other in map(json.loads, lines) if 0 < other["step"] < record["step"]]
+    values = [other[name] for other in before if name in other]
+    value, sign = float(f"{record[name]:.9g}"), sign_of(name)  # as it is logged
+    return math.isfinite(value) and all(sign * value > sign * other for other in values)

@@ -47,10 +47,8 @@ class Ema:
     def in_place_of(self, engine):
         """Meanwhile the engine's forwards use the average; then it has its own weights again."""
         own = exchange_shards(engine, self.shards)
-        try:
-            yield
-        finally:
-            exchange_shards(engine, own)
+        yield  # no `finally`: where one rank fails, the others would wait for it in a collective
+        exchange_shards(engine, own)
 
     def full_tensor(self, name, parameter):
         """Returns the average of a weight for saving, as zero3.full_tensor does the weight."""

@@ -91,13 +91,13 @@ def export(checkpoint, to):
     args, saved = read_run(checkpoint)
     if saving.is_whole(to):
         errors.fail(f"{to} holds a model.\n  Name another folder with --to.")
-    shape, tokenizer = saved[0]["shape"], None
-    for engine in [name for name in shape if name != "ranks"]:  # the actor comes first
-        role = "" if engine == "model" else engine
+    shape = saved[0]["shape"]
+    roles = {name: "" if name == "model" else name for name in shape if name != "ranks"}
+    first = flags.of_role(args, next(iter(roles.values()))).model_name_or_path
+    tokenizer = model_folders.load_tokenizer(first, args)  # the model's or the actor's
+    tokenizer.eos_token = saved[0].get("eos_token", tokenizer.eos_token)
+    for engine, role in reversed(roles.items()):  # the actor last: it marks the folder as whole
         own = flags.of_role(args, role, zero_stage=0, gradient_checkpointing=False)
-        if tokenizer is None:
-            tokenizer = model_folders.load_tokenizer(own.model_name_or_path, args)
-            tokenizer.eos_token = saved[0].get("eos_token", tokenizer.eos_token)
         head = "score" if engine == "critic" else vars(args).get("value_head_prefix")
         model = load_engine(own, checkpoint / engine, shape[engine], tokenizer, head)
         if engine == "model" and saved[0].get("score_statistics"):

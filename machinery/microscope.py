@@ -29,7 +29,7 @@ def look(run, step, parts, passes, models, kl_coef, score_statistics):
     actor's and, with a critic, the critic's. models: what `score` takes. The last two are what
     set_rewards takes.
     """
-    args, tokenizer, lines = run.args, run.tokenizer, []
+    args, tokenizer = run.args, run.tokenizer
     if not args.microscope:
         return
     roll_out, make_micro_batches, score, set_rewards, set_advantages = parts
@@ -45,9 +45,9 @@ def look(run, step, parts, passes, models, kl_coef, score_statistics):
     for batch in micro_batches:
         rollout_metrics.note(batch)
         note(batch, tokenizer)
-    lines = []
+    price, lines = kl_coef if args.kl_in == "reward" else 0.0, []
     for row in rollout_metrics.gathered(responses):
-        line = {"step": step, "row": row["row"], "sample": row["sample"], "kl_coef": kl_coef}
+        line = {"step": step, "row": row["row"], "sample": row["sample"], "kl_coef": price}
         line |= {"prompt": row["prompt"], "response": row["text"], "ended": row["ended"]}
         names = ("reward", "gold", "kl", "response_length", "tokens")
         lines.append({**line, **{name: row[name] for name in names if name in row}})

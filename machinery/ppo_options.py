@@ -3,7 +3,7 @@
 import itertools
 import math
 
-from machinery import errors, flags, model_folders, old_deepspeed, ranks, refusals, tokens
+from machinery import errors, flags, model_folders, old_deepspeed, ranks, refusals
 
 import deepspeed
 
@@ -15,8 +15,9 @@ OWN_FORMS = """model_name_or_path learning_rate weight_decay dropout lora_dim ma
 def add_flags(parser):
     """Declares the options of ppo.py, and what all scripts share."""
     arg = flags.flag_group(parser, "PPO: options that change the result")
-    arg("actor_learning_rate", float, "peak. About twice the critic's [DeepSpeed-Chat]")
-    arg("critic_learning_rate", float, "peak. About half the actor's [DeepSpeed-Chat]")
+    tenfold = "With LoRA ten times the preset's"
+    arg("actor_learning_rate", float, f"peak: twice the critic's [DeepSpeed-Chat]. {tenfold}")
+    arg("critic_learning_rate", float, f"peak: half the actor's [DeepSpeed-Chat]. {tenfold}")
     for role in ("actor", "critic"):
         arg(f"{role}_weight_decay", 0.0, "decoupled (AdamW); matrices only")
         arg(f"{role}_dropout", float, "every dropout; None: what its config says", most=1)
@@ -282,8 +283,8 @@ def check_models(args, tokenizer):
         size = config_of(path).get_text_config().vocab_size
         if other.get_vocab() != tokenizer.get_vocab() or size < len(tokenizer):
             errors.fail(f"{path} and {actor} have different vocabularies.\n  {advice}")
-        if other.eos_token not in (tokenizer.eos_token, tokens.end_of_turn(tokenizer)):
-            ends = f"{path} ends responses with {other.eos_token}, {actor} with"
+        if other.eos_token != tokenizer.eos_token:  # in chats the end of turn: rows.load_rows
+            ends = f"{path} ends responses with {other.eos_token}, here they end with"
             errors.fail(f"{ends} {tokenizer.eos_token}: it has seen no such end.\n  {advice}")
     for path in judges:
         if not has_value_head(path):

@@ -152,7 +152,8 @@ def summary(run, step, responses):
     names = [name for name in EVALUATED if name in responses[0]]
     lines = []
     for response in responses:
-        line = {"step": step, "prompt": response["prompt"], "response": response["text"]}
+        line = {"step": step, "row": response["row"], "sample": response["sample"]}
+        line |= {"prompt": response["prompt"], "response": response["text"]}
         lines.append({**line, **{name: response[name] for name in names}})
     run.samples(lines)
     for response in responses[:2]:

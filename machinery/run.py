@@ -64,6 +64,7 @@ class Run:
         self.phase, self.legend_shown = crash.Phase(), False
         self.signals = []  # SIGTERM and SIGINT as they come; looked at between two steps
         self.step, self.rows = 0, ()  # of the step that is being made
+        self.evaluated = None  # the step of the last evaluation
         common.ds_config(args, 0, 1)  # a wrong --ds_config is refused before models are loaded
         if args.estimate is not None:
             estimate.estimate(args, models_of, refusal)
@@ -125,6 +126,8 @@ class Run:
             step, saved = checkpoints.load(args, engines, self.state, facts)
             self.state.update(saved["state"])
             self.folder.settle()
+            if before := model_card.last_evaluation(Path(args.output_dir) / "metrics.jsonl"):
+                best.check(args, before)
         if not args.resume or self.last_step == 0:
             record = {"step": step, "epoch": step / self.steps_per_epoch, **evaluate(step)}
             best.check(args, record)
@@ -215,7 +218,8 @@ class Run:
             saved = {"loader": loader.state_dict(), "micro_steps": self.micro_steps}
             saved |= {"rows": self.rows_per_step, "state": self.state, **self.facts}
             config = model_folders.unwrap_model(self.engine).config  # what export.py needs
-            saved["score_statistics"] = getattr(config, "score_statistics", None)
+            if self.evaluated == step:  # else they are of other weights
+                saved["score_statistics"] = getattr(config, "score_statistics", None)
             saved["eos_token"] = self.tokenizer.eos_token
             checkpoints.save(args, self.engines, step, saved)
             self.started = time.time()
@@ -250,11 +254,11 @@ class Run:
         if due:
             record.update(self.evaluate(step))
         self.folder.settle()  # only now: a run that fails in its first step has replaced nothing
-        if due:
-            best.keep(self, record)
         if due or step % args.log_steps == 0:
             self.write(record)
         if due:
+            self.evaluated = step
+            best.keep(self, record)
             logs.draw_curves(args)
             self.started = time.time()  # an evaluation is no part of a step
 

@@ -3,7 +3,7 @@
 import re
 from contextlib import suppress
 
-from machinery import ranks
+from machinery import model_folders, ranks
 from machinery.formats import ASSISTANT, HUMAN
 
 from jinja2 import TemplateError
@@ -127,6 +127,8 @@ def end_as_in_chats(tokenizer):
     if token != tokenizer.eos_token:
         ranks.say(f"responses end with the chat template's {token}, not {tokenizer.eos_token}")
         tokenizer.eos_token = token
+        if tokenizer.pad_token == token:  # it was another's, and must not end responses
+            tokenizer.pad_token = model_folders.padding_token(tokenizer, len(tokenizer))
 
 
 def protect(tokenizer, messages):

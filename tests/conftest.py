@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 import common
 import ppo
 from machinery import flags, model_folders, refusals
+from tests import workers
 
 import pytest
 import torch
@@ -124,5 +125,9 @@ def pytest_report_header():
 
 
 def pytest_collection_modifyitems(items):
-    """In reading order: 2 comes before 10."""
+    """In reading order: 2 comes before 10. What looks at a rare run (workers.RARE) is slow."""
     items.sort(key=lambda item: int(item.path.name.split("_")[1]))
+    for item in items:
+        given = vars(item).get("callspec")
+        if given and any(str(value) in workers.RARE for value in given.params.values()):
+            item.add_marker("slow")

@@ -2,7 +2,7 @@
 
     python tests/real.py FOLDER      with train.jsonl and test.jsonl: chosen and rejected dialogues
 
-One rank of one thread, in fp32: 25 minutes on one core. Results lie in output/real.
+One rank of one thread, in fp32. Results lie in output/real.
 """
 
 import json

@@ -55,7 +55,7 @@ def facts(name, ranks=2):
     """What the launch noted about a run or a check, one dict a rank."""
     if name in workers.REFUSED:
         pytest.skip("refused in words with a DeepSpeed before 0.19")
-    folder, output = workers.launch(ranks)
+    folder, output = workers.launch("rare" if name in workers.RARE else ranks)
     file = folder / "facts" / f"{name}.json"
     if not file.is_file():
         errors = "\n".join(
@@ -719,6 +719,7 @@ def test_a_checkpoint_is_a_model(name, tmp_path):
     models = [f for f in files if f.suffix == ".safetensors"]
     assert len(models) == (3 if name.startswith("ppo") else 1)
     left = {"args.json", "metrics.jsonl", "samples.jsonl", "curves.png", "README.md"}
+    left |= {"tokens.jsonl", "judge.jsonl"}
     for file in files:
         if file.name not in left:
             made = tmp_path / "model" / file.relative_to(run)
@@ -774,15 +775,17 @@ def test_the_best_model_is_kept(tmp_path):
         ("eval_accuracy", [0.5, 0.7], 0.8, True),
         ("eval_gold", [0.7], 0.7 + 1e-12, False),  # the log has nine digits
         ("eval_reward", [-3.0], -2.0, True),
+        ("eval_best_of_gold", [0.3], 0.4, True),
+        ("eval_text_loss", [], float("nan"), False),
     ],
 )
 def test_it_knows_which_way_is_better(tmp_path, name, before, value, better):
     """Of a loss less is better, of an accuracy more; step 0, nobody's work, is no rival."""
     records = [{"step": 0, name: 0.0}, *({"step": 2, name: number} for number in before)]
-    lines = [json.dumps(record) + "\n" for record in [*records, {"step": 3, "loss": 1.0}]]
+    lines = [json.dumps(record) + "\n" for record in [*records, {"step": 3, name: value}]]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     args = SimpleNamespace(output_dir=str(tmp_path))
-    assert best.improves(args, name, {name: value}) == better
+    assert best.improves(args, name, {"step": 3, name: value}) == better
 
 
 def test_an_unknown_metric_is_refused_at_the_first_evaluation(capsys):

@@ -471,7 +471,14 @@ for script, stage in itertools.product(("sft", "reward", "ppo"), range(4)):
     for step in LATE_STEPS:
         until = ["--max_steps", step + 7, "--resume"]
         LATE[f"{name}_{step}"] = run(script, *long, *until, zero=stage, before=(name, step))
-RUNS = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS, "tensor parallel": TENSOR_PARALLEL, "late": LATE}
+# On two ranks, in a launch of their own, because the tests that look at them are slow ones
+RARE = {
+    name: TWO_RANKS.pop(name)
+    for name in [*TWO_RANKS]
+    if "offload_states" in name or (name in MATRIX and "fp320" not in name)
+}
+RUNS = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}
+RUNS |= {"tensor parallel": TENSOR_PARALLEL, "late": LATE, "rare": RARE}
 
 
 def prepare(base):

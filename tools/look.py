@@ -56,7 +56,7 @@ def main():
         )
     title = " + ".join(dict.fromkeys(folder.rstrip("/") for folder in args.folders))
     try:
-        args.out.write_text(look_page.page(title, runs, asked, notes))
+        args.out.write_text(look_page.page(title, runs, asked, notes), encoding="utf-8")
     except OSError as error:
         errors.fail(f"--out {args.out}: {error.strerror}.\n  Take another file.")
     for note in notes:

@@ -64,7 +64,8 @@ def written(sft, ppos):
 def column(lines):
     """Returns {prompt: answer} of lines of samples.jsonl, the first of equal prompts."""
     found = {}
-    for row, line in enumerate(lines):
+    for place, line in enumerate(lines):
+        row = line.get("row", place)
         scores = {name: line[name] for name in ("reward", "gold", "ended") if name in line}
         found.setdefault(line["prompt"], {"text": line["response"], "row": row, **scores})
     return found
@@ -103,7 +104,7 @@ def placed(run, path):
 def add_answers(ppo, prompts, ema, judge, name):
     """Has EMA answer `prompts` with the random numbers of the run's evaluations, and scores."""
     asked = column(ppo.answers(last=True))
-    given = [[f"--{name}", str(ppo.args[name])] for name in KEPT if ppo.args.get(name)]
+    given = [[f"--{name}", str(ppo.args[name])] for name in KEPT if ppo.args.get(name) is not None]
     stop = ["--stop", *ppo.args["stop"]] if ppo.args.get("stop") else []
     args = talk.get_args([ema, *sum(given, []), *stop])
     writer = talk_models.Writer(args, ema)

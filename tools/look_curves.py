@@ -14,7 +14,7 @@ GROUPS = {
     "learning": "Does it get better at what it is trained for?",
     "stability": "Is the training still sound?",
     "cost": "What does a step take?",
-    "others": "Metrics that are not ours.",
+    "others": "Further metrics.",
 }
 
 

@@ -46,7 +46,7 @@ def page(title, runs, asked, notes):
         for key, text in sections.items()
         if text
     ]
-    style, script = ((HERE / f"look_page.{kind}").read_text() for kind in ("css", "js"))
+    style, script = ((HERE / f"look_page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     code = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # Nothing is fetched, and no script runs but ours, whatever a model has written
     allowed = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{code}'"

@@ -53,7 +53,7 @@ def sft_loss(run):
         said += f", {100 * (last / floor - 1):.0f} % above the known floor of {floor:.3g}"
     training = ends(run, "loss")
     if last > best * (1 + RISES) and training and training[1] < training[0]:
-        return SICK, f"{said}: it rises while loss falls: overfitting, use fewer epochs."
+        return SICK, f"{said}: it rises while loss falls: overfitting. Read the samples."
     if last > best * (1 + RISES):
         return WATCH, f"{said}; its best was {best:.3g}."
     if abs(before - last) <= FLAT * abs(before):
