@@ -17,8 +17,9 @@ import reward  # noqa: E402
 from machinery import kept_pass  # noqa: E402
 
 import torch  # noqa: E402
+from deepspeed.accelerator import get_accelerator  # noqa: E402
 
-BF16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+BF16 = functools.partial(torch.autocast, get_accelerator().device_name(), torch.bfloat16)
 
 
 def two_passes():

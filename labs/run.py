@@ -97,8 +97,11 @@ def make(run, root):
     folder.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.log", "a") as output:
         options = dict(stdout=output, stderr=subprocess.STDOUT, cwd=HERE.parent)
-        code = subprocess.call(command, env={"OMP_NUM_THREADS": "1", **os.environ}, **options)
+        ended = (folder / "config.json").exists()  # this program was stopped before it noted that
+        env = {"OMP_NUM_THREADS": "1", **os.environ}
+        code = 0 if ended else subprocess.call(command, env=env, **options)
     stopped = next(folder.glob("nonfinite_rank*.jsonl"), None) is not None
+    stopped |= code == 1 and "not finite" in Path(f"{folder}.log").read_text()
     if code and not stopped:
         tail = Path(f"{folder}.log").read_text()[-1500:]
         raise SystemExit(f"{shlex.join(command)}\nended with code {code}:\n{tail}")

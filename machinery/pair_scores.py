@@ -15,8 +15,8 @@ def keep(args, held_out, judged):
     length is the number of tokens of a response, EOS included.
     """
     pairs = ({"row": pair[0], "row_weight": pair[0] >= 0, "pair": pair} for pair in judged)
-    lines = []
-    for row, chosen, rejected in sorted(one["pair"] for one in ranks.each_once(pairs))[:MOST]:
+    lines, found = [], sorted(one["pair"] for one in ranks.each_once(pairs))[:MOST]
+    for row, chosen, rejected in found if ranks.get_rank() == 0 else ():
         line = {"row": row, "chosen_score": chosen, "rejected_score": rejected}
         lengths = map(len, held_out[row]["responses"])
         line |= dict(zip(("chosen_length", "rejected_length"), lengths))
