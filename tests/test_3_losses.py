@@ -614,6 +614,7 @@ def test_seconds_are_all_of_a_steps_time(monkeypatch):
         monkeypatch.setattr(run_module, name, fake)
     run = Run.__new__(Run)
     args = dict(seed=1, resume=False, eval_steps=2, log_steps=1, max_hours=0, save_steps=0)
+    args["keep_best"] = None
     run.args, run.last_step, run.steps_per_epoch = SimpleNamespace(**args), 3, 3
     run.phase, run.signals, run.began = SimpleNamespace(note=takes(0)), [], 0
     run.train, run.legend_shown = [], None

@@ -400,7 +400,7 @@ CASES = [  # script, flags, what the message must say
     ("ppo", "--reward_fn missing.py:length", "--reward_fn missing.py:length"),
     ("ppo", "--reward_fn score.py:lenght", "--reward_fn score.py:lenght, score.py"),
     ("ppo", "--reward_fn score.py:limit", "--reward_fn score.py:limit"),
-    ("ppo", "--reward_fn score.py", "--reward_fn score.py, FILE"),
+    ("ppo", "--reward_fn score.py", "--reward_fn score.py names no function, score.py:FUNCTION"),
     ("ppo", "--gold_fn missing.py:length", "--gold_fn missing.py:length"),
     # where the run would go
     ("sft", "--output_dir done", "done, --overwrite, --resume"),
