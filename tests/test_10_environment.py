@@ -249,6 +249,7 @@ def test_lora_needs_weights_and_known_targets(capsys):
 # --------------------------------------------------------------------------------------------------
 # Tensor parallelism: two ranks share every layer, and see the same rows
 # --------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script, keys", [("sft", ["loss", "eval_loss"]), ("reward", ["loss", "eval_loss"])]
 )
@@ -260,6 +261,7 @@ def test_two_ranks_that_share_layers_learn_what_two_that_share_rows_do(script, k
     assert_same_curves([f"{script}_dp{stage}", f"{script}_tp{stage}"], ["grad_norm"], rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_split_layers_are_saved_whole(stage):
     for script in ("sft", "reward"):
@@ -285,6 +287,7 @@ def test_split_layers_are_saved_whole(stage):
     )
 
 
+@pytest.mark.slow
 def test_ranks_that_share_layers_write_the_same_answers():
     """Both ranks sample from the same numbers; were one to stop before the other, the run would
     hang. Before the first update the ratio is 1: generating, scoring and training read the same
@@ -408,6 +411,7 @@ def test_the_table_of_combinations_is_that_of_the_tests():
     assert said == run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ranks_can_share_layers_and_rows_at_once(stage):
     """Four ranks, two and two: each pair shares every layer, and the pairs share the rows. The same

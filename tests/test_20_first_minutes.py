@@ -204,6 +204,7 @@ def test_an_evaluation_shows_two_of_its_responses_with_their_numbers(monkeypatch
     kept = []
     numbers = {"reward": 0.25, "kl": 1.0, "response_length": 3}
     response = {"prompt": "Why? " * 40, "chat": False, "text": "So. " * 40, **numbers}
+    response |= {"row": 0, "sample": 0}
     rollout_metrics.summary(SimpleNamespace(samples=kept.extend), 7, [response] * 3)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and len(kept) == 3
