@@ -504,7 +504,7 @@ def evaluate(args, actor, tokenizer, held_out, *models):
     Returns all ranks': dicts with text, reward, gold, kl, ...
     """
     size = args.per_device_eval_batch_size
-    prompts = rollout_metrics.held_out_prompts(args, held_out)
+    prompts = rollout_metrics.held_out_prompts(held_out, args.eval_best_of)
     responses = roll_out(args, actor, tokenizer, prompts, 0, size)
     responses.sort(key=lambda response: len(response["response_ids"]))
     for batch in make_micro_batches(tokenizer, responses, size):

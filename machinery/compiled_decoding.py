@@ -1,6 +1,7 @@
 """Decoding with a static cache (--compile_decoding): the steps of all tokens have the same shapes.
 
-So transformers can compile one step and, on CUDA, replay it as one graph."""
+So transformers can compile one step and, on CUDA, replay it as one graph.
+"""
 
 from machinery import progress
 from machinery.forwards import forward_options

@@ -70,7 +70,7 @@ def load_engine(args, folder, stage, tokenizer, value_head):
     return model
 
 
-def join_average(saved, model):
+def join_average(saved):
     """Returns full_tensor(name, parameter) for saving.save_model: the average of the actor.
 
     saved: what each rank saved. A weight's shards are 1-d, padded at the end to equal shares.
@@ -104,7 +104,7 @@ def export(checkpoint, to):
             config = model_folders.unwrap_model(model).config
             config.score_statistics = saved[0]["score_statistics"]
         if engine == "actor" and saved[0]["state"].get("ema"):
-            saving.save_model(model, tokenizer, to / "ema", join_average(saved, model))
+            saving.save_model(model, tokenizer, to / "ema", join_average(saved))
         saving.save_model(model, tokenizer, to / ("critic" if engine == "critic" else ""))
     print(f"{to} holds the model of {checkpoint.name}")
 

@@ -1,7 +1,5 @@
 """Writes tokens.jsonl: all numbers of each token of a few held-out responses (--microscope)."""
 
-from types import SimpleNamespace
-
 from machinery import logs, rollout_metrics
 
 import torch
@@ -61,7 +59,7 @@ def prompts(args, held_out):
     """
     few = held_out.select(range(min(args.microscope, len(held_out))))
     count = args.samples_per_prompt if args.compares_groups else 1
-    return rollout_metrics.held_out_prompts(SimpleNamespace(eval_best_of=count), few)
+    return rollout_metrics.held_out_prompts(few, count)
 
 
 def note(batch, tokenizer):

@@ -40,9 +40,9 @@ class TextMix:
         args, count = self.args, ranks.data_parallel_size()
         shape = args.gradient_accumulation_steps, count, args.per_device_training_batch_size
         drawn = np.random.default_rng((args.seed, *update)).choice(len(self.texts), shape)
+        dealt = common.Rows(self.texts)
         for numbers in drawn[:, ranks.data_parallel_rank()]:
-            rows = common.Rows(self.texts)
-            batch = self.collate([rows[i] for i in numbers])
+            batch = self.collate([dealt[i] for i in numbers])
             self.batches.append(common.to_device(batch))
         self.tokens = ranks.all_sum(sum(batch["covered"].sum() for batch in self.batches)).item()
 

@@ -16,6 +16,6 @@ def read(folder):
 def of_model(folder):
     """Returns args.json of the run that saved the model in `folder`, {} if it is unknown.
 
-    That of ema/ and critic/ is in the folder above.
+    That of ema/, critic/ and best/ is in the folder above.
     """
     return read(folder) or read(Path(folder).parent)

@@ -110,13 +110,13 @@ def columns(args):
     return [name for name in COLUMNS if name not in absent]
 
 
-def held_out_prompts(args, held_out):
-    """Returns this rank's share of the held-out rows, as many on every rank, for each sample."""
+def held_out_prompts(held_out, samples=1):
+    """Returns this rank's share of the held-out rows, as many on every rank, `samples` of each."""
     count = ranks.data_parallel_size()
     order = [*range(len(held_out)), *[-1] * (-len(held_out) % count)]
     dealt = common.Rows(held_out)
-    mine, samples = order[ranks.data_parallel_rank() :: count], range(args.eval_best_of)
-    return [{**dealt[i], "sample": sample} for i in mine for sample in samples]
+    mine = order[ranks.data_parallel_rank() :: count]
+    return [{**dealt[i], "sample": sample} for i in mine for sample in range(samples)]
 
 
 def note(batch):

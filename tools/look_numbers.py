@@ -4,6 +4,8 @@ import math
 
 from machinery import statistics
 
+from talk_tables import mean
+
 BINS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the probability that the judge gives its choice
 
 
@@ -37,11 +39,6 @@ def thinned(points, most):
     stride = max(1, -(-(len(points) - 1) // max(most - 1, 1)))
     kept = points[::stride]
     return kept if not points or kept[-1] is points[-1] else [*kept, points[-1]]
-
-
-def mean(values):
-    """Returns the mean of some numbers."""
-    return sum(values) / len(values)
 
 
 # ---- The judge ----

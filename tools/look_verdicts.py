@@ -6,7 +6,7 @@ where a run has too little to judge by, the status is "not known".
 
 import math
 
-from look_numbers import mean
+from talk_tables import mean
 
 HEALTHY, WATCH, SICK, UNKNOWN = "healthy", "watch", "sick", "not known"
 FLAT = 0.05  # of a loss: it changes by less between two evaluations

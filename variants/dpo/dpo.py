@@ -178,7 +178,7 @@ def evaluate(args, engine, reference, held_out, collate_rows):
 def answer(args, engine, reference, tokenizer, prompts, gold):
     """Responses to held-out prompts, of all ranks: dicts with text, kl, gold, response_length."""
     size = args.per_device_eval_batch_size
-    rows = [{**row, "extra": "{}"} for row in rollout_metrics.held_out_prompts(args, prompts)]
+    rows = [{**row, "extra": "{}"} for row in rollout_metrics.held_out_prompts(prompts)]
     responses = ppo.roll_out(args, engine, tokenizer, rows, 0, size)
     engine.eval()
     for batch in ppo.make_micro_batches(tokenizer, responses, size):
