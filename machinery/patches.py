@@ -35,8 +35,13 @@ def do_without_compiler():
 
 
 def quicken_linear():
-    """Makes nn.Linear under ZeRO-3 use `quick_linear`."""
+    """Makes nn.Linear under ZeRO-3 use `quick_linear`.
+
+    DeepSpeed puts its own product in once, while the first model is loaded.
+    """
     deepspeed.zero.partition_parameters.zero3_linear_wrap = quick_linear
+    if nn.functional.linear is deepspeed.runtime.zero.linear.zero3_linear_wrap:
+        nn.functional.linear = quick_linear
 
 
 def quick_linear(x, weight, bias=None):

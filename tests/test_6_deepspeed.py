@@ -301,6 +301,21 @@ def test_further_evaluations_do_not_depend_on_ranks_or_stages():
     assert first["eval_best_of_reward"] > first["eval_reward"]
 
 
+def test_looking_changes_nothing():
+    """A run that is evaluated in every way at every step, also by the microscope, trains to the bit
+    as one that is evaluated at its ends."""
+    kept = [
+        {k: v for k, v in line.items() if k[:5] != "eval_" and k not in workers.CLOCKS}
+        for line in metrics("ppo_zero3")
+    ]
+    for line, expected in zip(metrics("ppo_looked_at"), kept, strict=True):
+        assert {k: line.get(k) for k in expected} == expected
+    assert len(curve("ppo_looked_at", "eval_best_of_reward")) > 2
+    for folder in (".", "critic"):
+        found, expected = (weights(run_of(n) / folder) for n in ("ppo_looked_at", "ppo_zero3"))
+        assert all(torch.equal(found[name], expected[name]) for name in expected), folder
+
+
 @pytest.mark.parametrize(
     "one, others",
     [
@@ -632,6 +647,7 @@ def test_sharded_generation_equals_the_plain_model(way):
         assert found["responses"] == found["expected"]
         assert found["still_sharded"], "weights are released again"
         assert found["whole_layers"] == 2, "each decoder layer is gathered in one go"
+        assert found["quick"], "nn.Linear has no autograd function where there is no backward"
         assert found["loss"] == pytest.approx(found["plain_loss"], rel=1e-5)
         assert found["next_loss"] < found["loss"]
 

@@ -142,6 +142,10 @@ TWO_RANKS |= {
         *("ppo", "--unsup_data_path", "BASE/text.jsonl", "--unsup_coef", 2, *MORE_EVALUATIONS),
         zero=3,
     ),
+    "ppo_looked_at": run(
+        *("ppo", "--eval_steps", 1, "--microscope", 5, "--enable_ema", 1, *MORE_EVALUATIONS),
+        zero=3,
+    ),
     "ppo_unstable": run(
         "ppo",
         "--allow_unstable",
@@ -773,7 +777,7 @@ def check_gathered(base):
     gathered, and module by module."""
     import common
     import ppo
-    from machinery import model_folders, ranks, zero3
+    from machinery import model_folders, patches, ranks, zero3
 
     import deepspeed
     import torch
@@ -818,6 +822,7 @@ def check_gathered(base):
             expected=[r[:n].tolist() for r, n in zip(expected, found["lengths"])],
             still_sharded=all(p.numel() == 0 for p in engine.module.parameters()),
             whole_layers=len(get_z3_leaf_modules(engine.module)),
+            quick=torch.nn.functional.linear is patches.quick_linear,
             loss=train_one_step(engine),
             plain_loss=train_one_step(plain),
             next_loss=train_one_step(engine),
