@@ -53,10 +53,19 @@ def ppo(flags, **others):
 UNSTABLE = "--allow_unstable 1"
 FAST = "--actor_learning_rate 1e-3 --critic_learning_rate 2e-3"  # 5 times the toy's
 FASTER = "--actor_learning_rate 2e-3 --critic_learning_rate 4e-3"  # 10 times
+FURTHER = (  # 2.5 times the toy's rates, to where the judge's errors matter
+    "--max_steps 80 --eval_steps 8 --actor_learning_rate 5e-4 --critic_learning_rate 1e-3"
+)
 EPOCHS = f"{UNSTABLE} --ppo_epochs"
 OFF = "--clip inf --clip_value inf"
 ONE_PASS = "--first_pass_gate 0"
 GROUP = "--samples_per_prompt 4"
+ESTIMATORS = {
+    "gae": "",
+    "rloo": f"--advantage rloo {GROUP}",
+    "grpo": f"--advantage grpo {GROUP}",
+    "reinforce": "--advantage reinforce",
+}
 LONGER = "--max_steps 60 --eval_steps 30"
 FROM_SFT = "--critic_model_name_or_path {sft} --reward_model_name_or_path {reward}"
 
@@ -110,18 +119,20 @@ LABS = {
     ),
     "overoptimisation": Lab(
         "The judge's score goes on, the gold score turns",
-        {
-            f"kl_coef {coef}": ppo(f"--kl_coef {coef} --max_steps 120 --eval_steps 10")
-            for coef in (0, 0.01, 0.05, 0.2)
-        }
+        {f"kl_coef {coef}": ppo(f"--kl_coef {coef} {FURTHER}") for coef in (0, 0.01, 0.05, 0.2)}
         | {
             "judge of 1/2 of the pairs, kl_coef 0": {
                 "reward": "--data_split 4,2.5,3.5 --num_train_epochs 2",
-                "ppo": "--kl_coef 0 --max_steps 120 --eval_steps 10",
+                "ppo": f"--kl_coef 0 {FURTHER}",
             },
             "judge of 1/8 of the pairs, kl_coef 0": {
                 "reward": "--data_split 4,0.625,5.375 --num_train_epochs 4",
-                "ppo": "--kl_coef 0 --max_steps 120 --eval_steps 10",
+                "ppo": f"--kl_coef 0 {FURTHER}",
+            },
+            **{
+                f"{name}, kl_coef 0": ppo(f"{flags} --kl_coef 0 {FURTHER}")
+                for name, flags in ESTIMATORS.items()
+                if name != "gae"
             },
             "best of n": ppo("--max_steps 0 --eval_best_of 64"),
         },
@@ -251,16 +262,15 @@ LABS = {
     "estimators": Lab(
         "GAE needs a critic; RLOO, GRPO and REINFORCE do not",
         {
-            f"{name}{price}": ppo(f"{flags} {coef}")
+            f"{name}{price}": ppo(f"{flags} {coef} {FURTHER}")
             for price, coef in (("", ""), (", no KL", "--kl_coef 0"))
-            for name, flags in {
-                "gae": "",
-                "rloo": f"--advantage rloo {GROUP}",
-                "grpo": f"--advantage grpo {GROUP}",
-                "reinforce": "--advantage reinforce",
-            }.items()
+            for name, flags in ESTIMATORS.items()
         }
-        | {"grpo, no deviation": ppo(f"--advantage grpo {GROUP}", fault="grpo_no_deviation")},
+        | {
+            "grpo, no deviation": ppo(
+                f"--advantage grpo {GROUP} {FURTHER}", fault="grpo_no_deviation"
+            )
+        },
         {**GOLD, "seconds a step": ("ppo", "seconds", "mean")},
         ("gold", "reward", "KL"),
     ),
