@@ -252,6 +252,7 @@ LABS = {
             },
         },
         {
+            "text loss before": ("ppo", "eval_text_loss", "first"),
             "text loss": ("ppo", "eval_text_loss", "last"),
             "gradient norm": ("ppo", "grad_norm", "max"),
             **GOLD,
