@@ -37,7 +37,7 @@ def page(title, runs, asked, notes):
         "steps": first_screen(runs, asked, notes),
         "curves": look_curves.curves([run for run in runs if run.metrics]),
         "tokens": tokens,
-        "judge": look_sections.judge(runs),
+        "judge": look_sections.judges(runs),
         "samples": look_sections.samples(runs),
     }
     titles = {"steps": "Overview", "tokens": "Tokens"}

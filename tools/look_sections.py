@@ -93,7 +93,7 @@ def cut(text):
 
 
 # ---- The judge ----
-def judge(runs):
+def judges(runs):
     """Returns the section of the reward models: scores, calibration, accuracy by length."""
     held = [run for run in runs if run.judged]
     words = "How the reward model scores the held-out pairs of its last evaluation. Bars and dots "

@@ -164,7 +164,7 @@ def kl(run):
     return WATCH, f"{grows}, more slowly at the end: it has not settled yet."
 
 
-def gold(run):
+def rising(run):
     """Whether reward and gold rise together."""
     held_out = len(run.values("eval_reward")) > 1
     names = ("eval_reward", "eval_gold") if held_out else ("reward", "gold")
@@ -244,7 +244,7 @@ ROWS = [
     ("ppo", "ratio_max", ratio),
     ("ppo", "actor_loss, approx_kl, clip_fraction", updates),
     ("ppo", "kl, kl_k3", kl),
-    ("ppo", "reward, gold", gold),
+    ("ppo", "reward, gold", rising),
     ("ppo", "explained_variance", critic),
     ("ppo", "entropy, response_length, eos_rate", variety),
     ("ppo", "all", finite),
