@@ -240,25 +240,6 @@ def init_value_head(head, seed):
             head.weight.copy_(drawn)
 
 
-@torch.no_grad()
-def set_weights(engine, weights):
-    """Writes weights(name), a whole tensor on rank 0, over each weight that forwards use.
-
-    All ranks call it, for a frozen model only: the next step of one that trains would write its
-    fp32 master weights back. Checkpoints do not hold a frozen model's weights.
-    """
-    trains = any(p.requires_grad for p in unwrap_model(engine).parameters())
-    if trains or lora.has_adapters(engine) or ranks.tensor_parallel_size() > 1:
-        raise ValueError("set_weights takes a frozen model, without adapters or split layers")
-    for name, parameter in unwrap_model(engine).named_parameters():
-        tensor = weights(name)
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if ranks.get_rank() == 0:
-                parameter.copy_(tensor)
-        if not hasattr(parameter, "ds_id") and ranks.get_world_size() > 1:
-            torch.distributed.broadcast(parameter.data, 0)
-
-
 # ---- 3  DeepSpeed ----
 def stage_of(args, stage):
     """The ZeRO stage of an engine that trains: 1 in place of 0 unless in fp32.
@@ -365,11 +346,6 @@ class Rows(torch.utils.data.Dataset):
         return {**self.rows[max(i, 0)], "row": i, "row_weight": int(i >= 0)}
 
 
-def rows_per_step(batch_size, micro_steps):
-    """The rows of one step: of all its forwards, on all ranks that have a share of the data."""
-    return batch_size * micro_steps * ranks.data_parallel_size()
-
-
 def epoch_batches(lengths, seed, epoch, batch_size, micro_steps, group_by_length):
     """This rank's micro-batches of one epoch (lists of row numbers), `micro_steps` a step.
 
@@ -405,14 +381,7 @@ def eval_loader(args, rows, collate):
     starts = range(rank * size, len(order), size * ranks_with_data)
     for start in progress.shown(starts, "evaluation"):
         part = order[start : start + size]
-        yield to_device({**collate([Rows(rows)[i] for i in part]), "rows": part})
-
-
-def to_device(batch):
-    """The dict, with its tensors on this rank's device."""
-    device = ranks.device()
-    moved = {k: v.to(device, non_blocking=True) for k, v in batch.items() if torch.is_tensor(v)}
-    return {**batch, **moved}
+        yield ranks.to_device({**collate([Rows(rows)[i] for i in part]), "rows": part})
 
 
 def pad(sequences, pad_value, side="left"):

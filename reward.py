@@ -188,7 +188,7 @@ def main():
     for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
         pairs = ranks.all_sum(sum(batch["row_weight"].sum() for batch in micro_batches)).item()
         sums = torch.zeros(4, device=ranks.device())
-        for batch in map(common.to_device, micro_batches):
+        for batch in map(ranks.to_device, micro_batches):
             weight = batch["row_weight"]
             chosen, rejected = score_pairs(engine, batch)  # (B,), (B,)
             loss_sum = pair_loss_sum(chosen, rejected, weight, args.center_coef)  # ()

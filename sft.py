@@ -136,7 +136,7 @@ def main():
     for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
         tokens = ranks.all_sum(sum(batch["loss_mask"].sum() for batch in micro_batches)).item()
         loss_total = torch.zeros((), device=ranks.device())
-        for batch in map(common.to_device, micro_batches):
+        for batch in map(ranks.to_device, micro_batches):
             loss_mask = batch["loss_mask"]
             logprobs = common.last_logprobs(engine, batch["ids"], batch["mask"], loss_mask)
             loss_sum = sft_loss_sum(logprobs, loss_mask)  # (B, K) -> ()

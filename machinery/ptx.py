@@ -43,7 +43,7 @@ class TextMix:
         dealt = common.Rows(self.texts)
         for numbers in drawn[:, ranks.data_parallel_rank()]:
             batch = self.collate([dealt[i] for i in numbers])
-            self.batches.append(common.to_device(batch))
+            self.batches.append(ranks.to_device(batch))
         self.tokens = ranks.all_sum(sum(batch["covered"].sum() for batch in self.batches)).item()
 
     def collate(self, rows):

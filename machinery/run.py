@@ -86,7 +86,7 @@ class Run:
         """
         self.tokenizer, self.train, self.held_out = tokenizer, train, held_out
         self.batch_size, self.micro_steps = batch_size, micro_steps
-        self.rows_per_step = common.rows_per_step(batch_size, micro_steps)
+        self.rows_per_step = batch_size * micro_steps * ranks.data_parallel_size()
         self.steps_per_epoch = -(-len(train) // self.rows_per_step)
         self.last_step = self.steps_per_epoch * self.args.num_train_epochs
         if self.args.max_steps >= 0:

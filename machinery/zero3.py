@@ -2,7 +2,7 @@
 
 import contextlib
 
-from machinery import model_folders, old_deepspeed, patches, ranks, tensor_parallel
+from machinery import lora, model_folders, old_deepspeed, patches, ranks, tensor_parallel
 
 import deepspeed
 import torch
@@ -100,3 +100,23 @@ def full_tensor(name, parameter):
     with deepspeed.zero.GatheredParameters([parameter]):
         tensor = tensor_parallel.join_shards(parameter, parameter.detach())
         return tensor.cpu().clone() if ranks.get_rank() == 0 else None
+
+
+@torch.no_grad()
+def set_weights(engine, weights):
+    """Writes weights(name), a whole tensor on rank 0, over each weight that forwards use.
+
+    All ranks call it, for a frozen model only: the next step of one that trains would write its
+    fp32 master weights back. Checkpoints do not hold a frozen model's weights.
+    """
+    model = model_folders.unwrap_model(engine)
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    if trains or lora.has_adapters(engine) or ranks.tensor_parallel_size() > 1:
+        raise ValueError("set_weights takes a frozen model, without adapters or split layers")
+    for name, parameter in model.named_parameters():
+        tensor = weights(name)
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if ranks.get_rank() == 0:
+                parameter.copy_(tensor)
+        if not hasattr(parameter, "ds_id") and ranks.get_world_size() > 1:
+            torch.distributed.broadcast(parameter.data, 0)

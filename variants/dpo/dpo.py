@@ -225,7 +225,7 @@ def main():
     for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
         pairs = ranks.all_sum(sum(batch["row_weight"].sum() for batch in micro_batches)).item()
         sums = torch.zeros(4, device=ranks.device())
-        for batch in map(common.to_device, micro_batches):
+        for batch in map(ranks.to_device, micro_batches):
             chosen, rejected = implicit_rewards(args, engine, reference, batch)  # (B,), (B,)
             loss_sum, of_batch = pair_sums(args, chosen, rejected, batch["row_weight"])
             engine.backward(loss_sum * common.loss_scale(pairs, micro_steps))
