@@ -44,6 +44,7 @@ from machinery import (
     model_folders,
     patches,
     ppo_options,
+    ppo_rules,
     presets,
     progress,
     ptx,
@@ -516,7 +517,7 @@ def evaluate(args, actor, tokenizer, held_out, *models):
 # ---- The step, top to bottom ----
 def main():
     args = get_args()
-    run = Run(args, "step 3: PPO", estimate.four_models, ppo_options.refusal)
+    run = Run(args, "step 3: PPO", estimate.four_models, ppo_rules.refusal)
     judges, gold = reward_functions.load(args)  # --reward_fn, --gold_fn
 
     # ---- 1 data ----

@@ -29,6 +29,7 @@ from machinery import (
     launch,
     model_folders,
     ppo_options,
+    ppo_rules,
     reward_functions,
     rows,
     sources,
@@ -84,7 +85,7 @@ def get_args(argv=None):
 
 def broken_rules(args):
     """Yields, in words, what is wrong with the flags together."""
-    yield from ppo_options.sampling_rules(args)
+    yield from ppo_rules.sampling_rules(args)
     if args.prompts and args.score:
         yield "--prompts and --score are two jobs: give one of them."
     if args.score and not args.reward:

@@ -4,7 +4,7 @@ import contextlib
 import io
 import json
 
-from machinery import errors, flags, ppo_options, reward_functions
+from machinery import errors, flags, ppo_rules, reward_functions
 
 import talk_models
 import talk_screen
@@ -181,7 +181,7 @@ class Session:
                 errors.fail(f"/set {name}: {text!r} is no such number.")
             args = flags.of_role(self.args, **{name: value})
             flags.check_numbers(args, [self.flags[name]])
-            if broken := next(ppo_options.sampling_rules(args), None):
+            if broken := next(ppo_rules.sampling_rules(args), None):
                 errors.fail(broken)
             self.args = args
         print(", ".join(f"{name} {getattr(self.args, name)}" for name in SETTABLE))
