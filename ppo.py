@@ -38,6 +38,7 @@ from machinery import (
     ema,
     estimate,
     flags,
+    judging,
     kept_pass,
     kl_controller,
     microscope,
@@ -46,14 +47,12 @@ from machinery import (
     ppo_options,
     ppo_rules,
     presets,
-    progress,
     ptx,
     ranks,
     reward_functions,
     rollout_metrics,
     shared_prompts,
     statistics,
-    zero3,
 )
 from machinery.rows import load_rows
 from machinery.run import Run
@@ -92,17 +91,11 @@ PRESETS = {
 
 
 def get_args(argv=None):
-    """The flags of this step: the papers' here, options in machinery/ppo_options.py."""
+    """The papers' flags; others are in machinery/ppo_options.py."""
     parser = flags.new_parser(__doc__)
+    ppo_options.add_models_and_sizes(parser)
     arg = flags.flag_group(parser, "PPO: flags that change the result")
-    arg("actor_model_name_or_path", str, "actor and reference: step 1's output", fixed=True)
-    arg("critic_model_name_or_path", str, "start of the critic: step 2's output", fixed=True)
-    arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
-    arg("per_device_training_batch_size", int, "responses of one forward; equal", least=1)
-    arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)
     arg("ppo_epochs", 1, "epochs over a rollout; 1: none is clipped. 1 [DeepSpeed-Chat]", least=1)
-    arg("max_prompt_seq_len", int, "tokens; a longer one keeps its end", least=2, fixed=True)
-    arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6, fixed=True)
     arg("advantage", "gae", "only gae has a critic", choices=list(ADVANTAGES), fixed=True)
     arg("samples_per_prompt", 1, "responses; rloo and grpo compare them", least=1, fixed=True)
@@ -117,7 +110,7 @@ def get_args(argv=None):
     arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=math.inf)
     arg("clip_value", 0.2, "values are clipped to old +- this. 0.2 [DeepSpeed-Chat]", most=math.inf)
     arg("clip_reward", 5.0, "scores are clipped to +- this. 5 [DeepSpeed-Chat]", most=math.inf)
-    ppo_options.add_flags(parser)
+    ppo_options.add_options(parser)
     return ppo_options.resolve(flags.parse(parser, PRESETS, argv, "ppo"), ADVANTAGES)
 
 
@@ -267,8 +260,8 @@ class Estimator:
 
 def gae_of(args, batch):
     """GAE, which sets batch.returns, too."""
-    mask, values = batch.response_mask, batch.old_values
-    advantages, batch.returns = gae(batch.rewards, values, mask, args.gamma, args.lam)
+    given = batch.rewards, batch.old_values, batch.response_mask, args.gamma, args.lam
+    advantages, batch.returns = gae(*given)
     return advantages
 
 
@@ -297,29 +290,22 @@ class MicroBatch:
     row_weight: Tensor  # (B,) 1, or 0 for a filler (common.Rows)
     ended: Tensor  # (B,) 1, or 0 for a response that was cut off
     shared: shared_prompts.SharedRows = None  # the same, with one row for each prompt
-    # 4 score
-    ref_logprobs: Tensor = None  # (B, R)
-    old_logprobs: Tensor = None  # (B, R)
-    entropy: Tensor = None  # (B, R)
-    kl: Tensor = None  # (B, R) k1
-    kl_k3: Tensor = None  # (B, R)
-    old_values: Tensor = None  # (B, R)
-    scores: Tensor = None  # (B, R) a whole response's on its last token
-    gold: Tensor = None  # (B, R) likewise: --gold_fn, not trained on
+    # 4 score; all below are (B, R)
+    ref_logprobs: Tensor = None
+    old_logprobs: Tensor = None
+    entropy: Tensor = None
+    kl: Tensor = None  # k1
+    kl_k3: Tensor = None
+    old_values: Tensor = None
+    scores: Tensor = None  # a whole response's on its last token
+    gold: Tensor = None  # likewise: --gold_fn, not trained on
     # 5 advantages
-    rewards: Tensor = None  # (B, R)
-    raw_advantages: Tensor = None  # (B, R) before whitening
-    advantages: Tensor = None  # (B, R)
-    returns: Tensor = None  # (B, R)
+    rewards: Tensor = None
+    raw_advantages: Tensor = None  # before whitening
+    advantages: Tensor = None
+    returns: Tensor = None
     # 6 update
-    loss_weight: Tensor = None  # (B, R)
-
-
-def row_uniforms(seed, step, rows, count):
-    """Numbers in [0, 1), (B, count); row b depends on (seed, step, rows[b]) only."""
-    seeds = [[seed, step, *np.atleast_1d(row)] for row in rows]
-    drawn = [np.random.default_rng(s).random(count, np.float32) for s in seeds]
-    return torch.stack([torch.from_numpy(line) for line in drawn])
+    loss_weight: Tensor = None
 
 
 @torch.no_grad()
@@ -327,16 +313,15 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     """Samples responses, token by token.  -> responses, response_mask: (B, R'), R' <= R
 
     ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1): token r of row b is where
-    the cumulative distribution passes uniforms[b, r]. The mask is 1 up to EOS (or --stop).
+    the cumulative sum of softmax(logits / temperature) passes uniforms[b, r]. The mask is 1 up to
+    EOS (or --stop).
     """
     uniforms = uniforms.to(ids.device).double()
     responses = torch.full(uniforms.shape, tokenizer.pad_token_id, device=ids.device)  # (B, R)
     response_mask = torch.zeros_like(responses)
     alive = torch.ones(len(ids), dtype=torch.bool, device=ids.device)  # (B,)
     slots = decoding.each_slot(args, model, tokenizer, ids, mask, responses, alive, synced)
-    for r, rows, logits in slots:  # (b,), (b, V): rows that go on. It reads responses and alive
-        probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)
-        probs = decoding.filter_top(probs, args.top_k, args.top_p)
+    for r, rows, probs in slots:  # of rows that go on: (b,), (b, V). It reads responses and alive
         cdf = probs.cumsum(-1, dtype=torch.float64)
         drawn = uniforms[rows, r, None] * cdf[:, -1:]  # (b, 1)
         token = torch.searchsorted(cdf, drawn, right=True)[:, 0]  # the first whose cdf exceeds it
@@ -353,15 +338,10 @@ def roll_out(args, engine, tokenizer, prompts, step, batch_size):
     `batch_size` of them at a time. A response depends on (seed, step, row, sample) alone.
     """
     out = []
-    with zero3.gather_for_generation(engine) as (model, synced):
-        for start in progress.starts(prompts, batch_size):
-            rows = prompts[start : start + batch_size]
-            ids, mask = common.pad([row["prompt_ids"] for row in rows], tokenizer.pad_token_id)
-            ids, mask = ids.to(ranks.device()), mask.to(ranks.device())  # (B, P)
-            keys = [(max(row["row"], 0), row["sample"]) for row in rows]
-            uniforms = row_uniforms(args.seed, step, keys, args.max_answer_seq_len)
-            sampled = sample(args, model, tokenizer, ids, mask, uniforms, synced)
-            out += decoding.described(args, tokenizer, rows, *sampled)
+    batches = decoding.prompt_batches(args, engine, tokenizer, prompts, step, batch_size)
+    for rows, model, *inputs in batches:
+        sampled = sample(args, model, tokenizer, *inputs)
+        out += decoding.described(args, tokenizer, rows, *sampled)
     return out
 
 
@@ -380,9 +360,14 @@ def make_micro_batches(tokenizer, responses, batch_size, responses_a_row=1):
         tensors = ids, mask, response_mask, last, row_weight, ended
         out.append(MicroBatch(part, *(x.to(ranks.device()) for x in tensors)))
         if responses_a_row > 1:
-            real = out[-1].mask[:, -real.shape[1] :]
             out[-1].shared = shared_prompts.SharedRows(part, responses_a_row, real, pad_id)
     return out
+
+
+def response_logprobs(args, model, batch, **options):
+    """Log-probs, (B, R), of the responses: see common.last_logprobs."""
+    layout = batch.ids, batch.mask, batch.response_mask, args.temperature, batch.shared
+    return common.last_logprobs(model, *layout, **options)
 
 
 def actor_forward(args, actor, batch, stores):
@@ -391,9 +376,7 @@ def actor_forward(args, actor, batch, stores):
     Entropy is None unless it is stored or used in the loss.
     """
     used = args.entropy_coef > 0
-    options = dict(with_entropy=stores or used, train_entropy=used)
-    layout = batch.ids, batch.mask, batch.response_mask, args.temperature, batch.shared
-    return common.last_logprobs(actor, *layout, **options)
+    return response_logprobs(args, actor, batch, with_entropy=stores or used, train_entropy=used)
 
 
 def last_values(model, batch):
@@ -464,54 +447,20 @@ def set_loss_weights(minibatch):
     return ranks.all_sum(sum(batch.loss_weight.sum() for batch in minibatch)).item()
 
 
-def arranged(responses, updates, seed, responses_a_row=1):
-    """Sorted by length (less padding) if one update takes all, else shuffled; rows stay whole."""
-    starts = range(0, len(responses), responses_a_row)
-    rows = [responses[i : i + responses_a_row] for i in starts]
-    if updates == 1:
-        rows.sort(key=lambda row: sum(len(r["prompt_ids"]) + len(r["response_ids"]) for r in row))
-    else:
-        np.random.default_rng(seed).shuffle(rows)
-    return sum(rows, [])
-
-
-def score(args, batch, policy, reference, judges, gold):
-    """Fills in log-probs, entropy, KL and scores of a micro-batch, none of them with a gradient.
+@torch.no_grad()
+def score(batch, policy, reference, judge, gold):
+    """Fills in log-probs, entropy, KL and scores of a micro-batch.
 
     The forwards are the update's, in eval mode, on the same padding, so that the first ratio is
     exactly 1. The reference (with LoRA the actor without adapters) comes first: under ZeRO-3 the
     forward that is trained on must come right before its backward.
     """
-    layout = batch.ids, batch.mask, batch.response_mask, args.temperature, batch.shared
-    with torch.no_grad():
-        batch.ref_logprobs = common.last_logprobs(reference, *layout)
+    batch.ref_logprobs = reference(batch)
     batch.old_logprobs, batch.entropy = policy.before(batch)
     logprobs = batch.old_logprobs, batch.ref_logprobs
     batch.kl = kl_estimate(*logprobs, "k1") * batch.response_mask
     batch.kl_k3 = kl_estimate(*logprobs, "k3") * batch.response_mask
-    with torch.no_grad():
-        scores = torch.stack([judge(batch) for judge in judges])  # (judges, B, R)
-        batch.gold = gold and gold(batch)
-    batch.scores = scores.sum(0)
-    if args.reward_combine == "min":  # of the judge with the smallest sum over the response
-        harshest = scores.sum(-1).argmin(0)  # (B,)
-        batch.scores = scores[harshest, torch.arange(len(harshest))]
-
-
-@torch.no_grad()
-def evaluate(args, actor, tokenizer, held_out, *models):
-    """Samples responses to held-out prompts, with the same random numbers each time.
-
-    Returns all ranks': dicts with text, reward, gold, kl, ...
-    """
-    size = args.per_device_eval_batch_size
-    prompts = rollout_metrics.held_out_prompts(held_out, args.eval_best_of)
-    responses = roll_out(args, actor, tokenizer, prompts, 0, size)
-    responses.sort(key=lambda response: len(response["response_ids"]))
-    for batch in make_micro_batches(tokenizer, responses, size):
-        score(args, batch, *models)
-        rollout_metrics.note(batch)
-    return rollout_metrics.gathered(responses)
+    batch.scores, batch.gold = judge(batch), gold and gold(batch)
 
 
 # ---- The step, top to bottom ----
@@ -526,7 +475,7 @@ def main():
     score_statistics = ppo_options.check_models(args, tokenizer)
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
     text_mix = ptx.TextMix(args, tokenizer)  # --unsup_data_path
-    sizes = ppo_options.Sizes(args)  # of a rollout, in batches
+    sizes = ppo_options.Sizes(args)  # of a rollout
     batch_size, accumulation = args.per_device_training_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.generation_batches)
 
@@ -547,42 +496,38 @@ def main():
         engines["critic"] = critic
         passes.append(values)
     reference = common.reference_of(actor, actor_args, batch_size)
-    reward_models = []
-    for path in args.reward_model_name_or_path:
-        judge_args = flags.of_role(args, "critic", model_name_or_path=path)
-        reward_models.append(common.frozen_engine(judge_args, batch_size, tokenizer, "score"))
+    reward_models = judging.load_models(args, batch_size, tokenizer)
     judges += [functools.partial(reward_model_scores, model) for model in reward_models]
+    judge = judging.combined(judges, args.reward_combine)
     responses_a_row = shared_prompts.responses_a_row(args, *engines.values(), *reward_models)
     state = {}  # what checkpoints keep beside the engines
     average = ema.Ema(args, actor.module, state)  # --enable_ema
     kl_control = kl_controller.KlController(args, state)  # --kl_coef, --kl_target
-    models = policy, reference, judges, gold
+    models = policy, functools.partial(response_logprobs, args, reference), judge, gold
+
+    parts = roll_out, make_micro_batches, score, set_rewards, set_advantages
 
     def evaluate_at(step):
         with kept_pass.collecting(args, passes):
-            parts = roll_out, make_micro_batches, score, set_rewards, set_advantages
             microscope.look(run, step, parts, passes, models, kl_control.coef, score_statistics)
-            answers = functools.partial(evaluate, args, actor, tokenizer, held_out, *models)
-            return rollout_metrics.evaluation(run, step, answers, actor, average, text_mix)
+            return rollout_metrics.evaluate(run, step, parts, models, actor, average, text_mix)
 
     columns = rollout_metrics.columns(args)
     means = statistics.TokenMeans("actor_loss", "critic_loss", "approx_kl", "clip_fraction")
-    prompts_of = functools.partial(ppo_options.repeated, args)  # --samples_per_prompt
-    for step, batches in run.steps(engines, prompts_of, evaluate_at, columns, state):
+    for step, batches in run.steps(engines, sizes.repeated, evaluate_at, columns, state):
         # ---- 3 rollout ----
         times = [time.time()]
         with kept_pass.collecting(args, passes, step):
-            prompts = sum(batches, [])
-            size = args.rollout_batch_size
+            prompts, size = sum(batches, []), args.rollout_batch_size
             responses = roll_out(args, actor, tokenizer, prompts, step, size)
             times.append(time.time())
 
             # ---- 4 score ----
             seed = args.seed, step
-            responses = arranged(responses, sizes.updates_a_pass, seed, responses_a_row)
+            responses = sizes.arranged(responses, seed, responses_a_row)
             micro_batches = make_micro_batches(tokenizer, responses, batch_size, responses_a_row)
             for batch in micro_batches:
-                score(args, batch, *models)
+                score(batch, *models)
                 if critic:
                     batch.old_values = values.before(batch)
         rollout_metrics.stop_unless_finite(run, micro_batches)
@@ -632,8 +577,7 @@ def main():
         kl_control.update(metrics["kl"], policy.trains)
 
     # ---- 8 save ----
-    if args.enable_ema:
-        run.save(actor, tokenizer, f"{args.output_dir}/ema", average.full_tensor)
+    average.save(run, actor, tokenizer)  # --enable_ema
     if critic:
         run.save(critic, tokenizer, f"{args.output_dir}/critic")
     run.save(actor, tokenizer)

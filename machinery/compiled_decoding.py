@@ -13,7 +13,7 @@ PROMPT_SLOTS = 64  # prompts are padded to a multiple of this: few shapes, so fe
 
 
 def each_slot(model, tokenizer, ids, mask, responses, alive, synced):
-    """Yields (r, rows, logits) for each response slot r, as decoding.each_slot does.
+    """Yields (r, rows, logits) for each response slot r, as decoding.leaving does.
 
     All rows stay to the end, and each is computed for itself: the shapes must not change. Compiled
     on an accelerator; on a CPU the same steps run as they are. Never `synced`: no stage 3.

@@ -1,12 +1,40 @@
-"""What makes decoding fast: a cache in slots that are reserved once, and rows that leave it."""
+"""Decoding: prompts batch by batch, options, and what makes it fast.
 
-from machinery import compiled_decoding, progress, ranks
+That is a cache in slots that are reserved once, and rows that leave it when they have ended.
+"""
+
+import common
+from machinery import compiled_decoding, progress, ranks, zero3
 from machinery.forwards import forward_options
 
+import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer
+
+
+def prompt_batches(args, engine, tokenizer, prompts, step, size):
+    """Yields what ppo.sample takes for each `size` of the prompts, and shows how many are done.
+
+    (rows, model, ids, mask, uniforms, synced). ids, mask: (B, P), left-padded. Meanwhile the
+    weights are gathered and the model is in eval mode: see zero3.gather_for_generation.
+    """
+    with zero3.gather_for_generation(engine) as (model, synced):
+        for start in progress.starts(prompts, size):
+            rows = prompts[start : start + size]
+            ids, mask = common.pad([row["prompt_ids"] for row in rows], tokenizer.pad_token_id)
+            ids, mask = ids.to(ranks.device()), mask.to(ranks.device())  # (B, P)
+            keys = [(max(row["row"], 0), row["sample"]) for row in rows]
+            uniforms = row_uniforms(args.seed, step, keys, args.max_answer_seq_len)
+            yield rows, model, ids, mask, uniforms, synced
+
+
+def row_uniforms(seed, step, rows, count):
+    """Returns numbers in [0, 1), (B, count); row b depends on (seed, step, rows[b]) only."""
+    seeds = [[seed, step, *np.atleast_1d(row)] for row in rows]
+    drawn = [np.random.default_rng(s).random(count, np.float32) for s in seeds]
+    return torch.stack([torch.from_numpy(line) for line in drawn])
 
 
 class ReservedLayer(DynamicLayer):
@@ -58,10 +86,11 @@ def rows_can_be_selected(cache):
 
 
 def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
-    """Yields (r, rows, logits) for each response slot r, until all rows have ended.
+    """Yields (r, rows, probs) for each response slot r, until all rows have ended.
 
-    rows: (b,) numbers of the rows that are still decoded. logits: (b, V) of their next token. The
-    caller writes that token to responses[rows, r] and whether the row goes on to alive[rows].
+    rows: (b,) numbers of the rows that are still decoded. probs: (b, V), of their next token,
+    softmax(logits / temperature), and 0 for what --top_k and --top_p leave out. The caller writes
+    that token to responses[rows, r] and whether the row goes on to alive[rows].
 
     ids, mask: (B, P), left-padded prompts. responses: (B, R). alive: bool (B,). V has the
     tokenizer's ids only: another model may not have more. With `synced` (ZeRO-3's hooks are on)
@@ -71,7 +100,8 @@ def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
     for r, rows, logits in way(model, tokenizer, ids, mask, responses, alive, synced):
         if r < args.min_new_tokens:
             logits[:, tokenizer.eos_token_id] = -torch.inf
-        yield r, rows, logits
+        probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)
+        yield r, rows, filter_top(probs, args.top_k, args.top_p)
         if args.stop:
             alive[rows] &= ~ends_with_stop(args, tokenizer, responses[rows], r)
 
@@ -83,7 +113,10 @@ def way_of(args):
 
 
 def leaving(model, tokenizer, ids, mask, responses, alive, synced):
-    """Yields what each_slot does. A prompt is computed once, and rows that have ended leave."""
+    """Yields (r, rows, logits) for each response slot r: see each_slot. logits: (b, V).
+
+    A prompt is computed once, and rows that have ended leave.
+    """
     count, length = responses.shape[1], ids.shape[1]
     mask = torch.cat([mask, torch.ones_like(responses)], 1)  # (B, P + R)
     options = forward_options(model, mask, keep=1)

@@ -50,6 +50,11 @@ class Ema:
         yield  # no `finally`: where one rank fails, the others would wait for it in a collective
         exchange_shards(engine, own)
 
+    def save(self, run, engine, tokenizer):
+        """Saves the average of the engine's weights as a model, in ema/ of the output folder."""
+        if self.shards:
+            run.save(engine, tokenizer, f"{run.args.output_dir}/ema", self.full_tensor)
+
     def full_tensor(self, name, parameter):
         """Returns the average of a weight for saving, as zero3.full_tensor does the weight."""
         if name not in self.shards:  # frozen

@@ -21,7 +21,7 @@ NUMBERS = {
 
 @torch.no_grad()
 def look(run, step, parts, passes, models, kl_coef, score_statistics):
-    """Answers the first held-out prompts as `evaluate` does, and takes and notes all that trains.
+    """Answers the first held-out prompts as an evaluation does, and notes all that trains.
 
     All ranks call it. parts: the functions of ppo.py for parts 3 to 5, in their order. passes: the
     actor's and, with a critic, the critic's. models: what `score` takes. The last two are what
@@ -35,7 +35,7 @@ def look(run, step, parts, passes, models, kl_coef, score_statistics):
     responses = roll_out(args, passes[0].engine, tokenizer, rows, 0, size)
     micro_batches = make_micro_batches(tokenizer, responses, size)
     for batch in micro_batches:
-        score(args, batch, *models)
+        score(batch, *models)
         for critic in passes[1:]:
             batch.old_values = critic.before(batch)
         set_rewards(args, batch, kl_coef, score_statistics)

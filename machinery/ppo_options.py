@@ -4,12 +4,26 @@ import math
 
 from machinery import errors, flags, model_folders, ppo_rules
 
+import numpy as np
+
 # ppo.py has forms of its own: actor_..., critic_..., max_prompt_seq_len, ...
 OWN_FORMS = """model_name_or_path learning_rate weight_decay dropout lora_dim max_seq_len
                per_device_train_batch_size""".split()
 
 
-def add_flags(parser):
+def add_models_and_sizes(parser):
+    """Declares what ppo.py starts from, and the sizes of its batches."""
+    arg = flags.flag_group(parser, "PPO: models and sizes")
+    arg("actor_model_name_or_path", str, "actor and reference: step 1's output", fixed=True)
+    arg("critic_model_name_or_path", str, "start of the critic: step 2's output", fixed=True)
+    arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
+    arg("per_device_training_batch_size", int, "responses of one forward; equal", least=1)
+    arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)
+    arg("max_prompt_seq_len", int, "tokens; a longer one keeps its end", least=2, fixed=True)
+    arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
+
+
+def add_options(parser):
     """Declares the options of ppo.py, and what all scripts share."""
     arg = flags.flag_group(parser, "PPO: options that change the result")
     tenfold = "With LoRA ten times the preset's"
@@ -123,24 +137,45 @@ def resolve(args, advantages):
 
 # ---- Sizes and models ----
 class Sizes:
-    """The sizes of a rollout on one rank."""
+    """The sizes of a rollout on one rank, and what depends on them.
+
+    prompts: of a generation batch.
+    updates_a_pass, updates: optimizer steps of one epoch over a rollout, and of all epochs.
+    """
 
     def __init__(self, args):
         generation = args.per_device_generation_batch_size
         accumulation = args.gradient_accumulation_steps
-        self.prompts = generation // args.samples_per_prompt  # of a generation batch
+        self.samples = args.samples_per_prompt
+        self.prompts = generation // self.samples
         self.generation_batches = accumulation * args.generation_batches
         self.responses = self.generation_batches * generation
         minibatch = args.per_device_training_batch_size * accumulation
-        self.updates_a_pass = (
-            self.responses // minibatch
-        )  # optimizer steps of one epoch over a rollout
+        self.updates_a_pass = self.responses // minibatch
         self.updates = self.updates_a_pass * args.ppo_epochs
 
+    def repeated(self, rows):
+        """Returns each row --samples_per_prompt times, numbered by `sample`: a generation batch."""
+        return [{**row, "sample": i} for row in rows for i in range(self.samples)]
 
-def repeated(args, rows):
-    """Returns each row --samples_per_prompt times, numbered by `sample`: a generation batch."""
-    return [{**row, "sample": i} for row in rows for i in range(args.samples_per_prompt)]
+    def arranged(self, responses, seed, responses_a_row):
+        """Returns a rollout's responses in the order in which micro-batches take them.
+
+        Sorted by length, which saves padding, if one update takes them all, else shuffled. Those
+        that share a row stay together.
+        """
+        starts = range(0, len(responses), responses_a_row)
+        rows = [responses[i : i + responses_a_row] for i in starts]
+        if self.updates_a_pass == 1:
+            rows.sort(key=row_length)
+        else:
+            np.random.default_rng(seed).shuffle(rows)
+        return sum(rows, [])
+
+
+def row_length(row):
+    """Returns the tokens of the responses that share a row, each with its prompt."""
+    return sum(len(r["prompt_ids"]) + len(r["response_ids"]) for r in row)
 
 
 def check_models(args, tokenizer):

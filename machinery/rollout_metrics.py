@@ -126,16 +126,33 @@ def note(batch):
             response[name] = value
 
 
-def evaluation(run, step, answers, actor, average, text_mix):
+def evaluate(run, step, parts, models, actor, average, text_mix):
     """Returns the metrics of an evaluation: eval_..., eval_ema_... and eval_text_loss.
 
-    answers(): the graded responses to the held-out prompts. average: ema.Ema.
+    parts: the functions of ppo.py that answer, lay out and score, and others. models: what `score`
+    takes. average: ema.Ema.
     """
-    metrics = summary(run, step, answers())
+    metrics = summary(run, step, answered(run, parts, models, actor))
     if run.args.eval_ema:
         with average.in_place_of(actor):
-            metrics |= means_of(firsts(answers()), "eval_ema")
+            metrics |= means_of(firsts(answered(run, parts, models, actor)), "eval_ema")
     return metrics | text_mix.evaluate(actor)
+
+
+def answered(run, parts, models, actor):
+    """Returns all ranks' graded responses to the held-out prompts: dicts with text, reward, kl, ...
+
+    They are sampled with the same random numbers each time: those of step 0.
+    """
+    args, tokenizer, size = run.args, run.tokenizer, run.args.per_device_eval_batch_size
+    roll_out, make_micro_batches, score, *_ = parts
+    prompts = held_out_prompts(run.held_out, args.eval_best_of)
+    responses = roll_out(args, actor, tokenizer, prompts, 0, size)
+    responses.sort(key=lambda response: len(response["response_ids"]))
+    for batch in make_micro_batches(tokenizer, responses, size):
+        score(batch, *models)
+        note(batch)
+    return gathered(responses)
 
 
 def gathered(responses):

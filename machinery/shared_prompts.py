@@ -126,9 +126,9 @@ class SharedRows:
             texts = [[last, *response["response_ids"]] for response in part]
             first += [start + texts.index(text) for text in texts]
             rows.append({"prompt_ids": prompt, "responses": texts})
-        laid_out = lay_out(rows, pad_id)
-        self.real, self.first = real > 0, first  # (B, R), (B,)
-        self.ids, self.parts = (laid_out[name].to(real.device) for name in ("ids", "parts"))
+        laid_out, device = lay_out(rows, pad_id), ranks.device()
+        self.ids, self.parts = laid_out["ids"].to(device), laid_out["parts"].to(device)
+        self.real, self.first = real.to(device) > 0, first  # (B, R), (B,)
 
     def logits(self, model, wanted):
         """Returns the logits (M, V) that predict the tokens marked in `wanted`, bool (B, R)."""

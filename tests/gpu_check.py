@@ -101,8 +101,7 @@ def decode(base):
     """Waits of the host and milliseconds for each token, 8 rows: 128 tokens less 64; and whether
     --compile_decoding samples the same tokens, and its milliseconds."""
     import common
-    import ppo
-    from machinery import ranks
+    from machinery import decoding, ranks
     from tests.conftest import generate
 
     from transformers import AutoModelForCausalLM
@@ -112,7 +111,7 @@ def decode(base):
     ids, mask = (x.to(ranks.device()) for x in common.pad([[5, 6, 7]] * 8, 0))
     cuda, found = ranks.device().type == "cuda", []
     for tokens in (64, 64, 128):  # the first warms up
-        uniforms = ppo.row_uniforms(1, 0, range(8), tokens)
+        uniforms = decoding.row_uniforms(1, 0, range(8), tokens)
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
             if cuda:
@@ -126,7 +125,7 @@ def decode(base):
     began = {}
     for tokens in (64, 128) * 2:  # the first two compile
         began[tokens] = time.time()
-        given = model, ids, mask, ppo.row_uniforms(1, 0, range(8), tokens), tokenizer
+        given = model, ids, mask, decoding.row_uniforms(1, 0, range(8), tokens), tokenizer
         compiled = generate(*given, compile_decoding=True)
         began[tokens] = time.time() - began[tokens]
     same = (compiled[0] == sampled[0]).float().mean().item()

@@ -185,7 +185,7 @@ def measure(script, out, flags):
 
     common.load_model, Run.steps = first_load, steps
     # not a phase of the table, and slow
-    module.evaluate = rollout_metrics.summary = lambda *args, **kwargs: {}
+    module.evaluate = rollout_metrics.evaluate = lambda *args, **kwargs: {}
     samples.answer_and_keep = lambda *args: {}
     saving.save_model = logs.draw_curves = microscope.look = lambda *args, **kwargs: None
     if script == "ppo":

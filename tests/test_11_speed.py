@@ -4,7 +4,6 @@ leave when they are done."""
 from types import SimpleNamespace
 
 import common
-import ppo
 from machinery import compiled_decoding, decoding, forwards, patches, ranks, zero3
 from tests.conftest import generate, load_model
 from tests.test_1_tokens import E, Scripted
@@ -73,7 +72,7 @@ def kept(answer, mask):
 def test_sampled_answers_are_those_of_the_slow_loop(name, model):
     """The same uniforms, the same tokens: on ten architectures, with padding, with windows shorter
     than the text."""
-    uniforms = ppo.row_uniforms(1, 0, range(8), 16)
+    uniforms = decoding.row_uniforms(1, 0, range(8), 16)
     answer, mask = generate(model, IDS, MASK, uniforms, NO_END)
     assert mask.all() and answer.tolist() == slow_generate(model, IDS, MASK, uniforms).tolist()
     assert len({tuple(row) for row in answer.tolist()}) == 8
@@ -84,7 +83,7 @@ def test_rows_that_leave_change_nothing(name, model):
     """A row that has ended leaves the batch, and with it its part of the cache. Whoever stays gets
     the tokens that it would have got; here EOS is the token that ends most rows early, at different
     times."""
-    uniforms = ppo.row_uniforms(1, 0, range(8), 16)
+    uniforms = decoding.row_uniforms(1, 0, range(8), 16)
     whole = slow_generate(model, IDS, MASK, uniforms)
     eos = max(
         range(1, VOCAB), key=lambda token: sum(token in row for row in whole[:, :12].tolist())
@@ -108,7 +107,7 @@ def test_greedy_answers_are_stock_transformers(name, model):
     """With top_k 1 nothing is left to chance: the tokens of transformers' own generate(),
     left-padded, rows ending early."""
     options = dict(attention_mask=MASK, do_sample=False, max_new_tokens=16, pad_token_id=0)
-    uniforms = ppo.row_uniforms(1, 0, range(8), 16)
+    uniforms = decoding.row_uniforms(1, 0, range(8), 16)
     free = model.generate(IDS, **options, eos_token_id=None)[:, IDS.shape[1] :]
     eos = max(range(1, VOCAB), key=lambda token: sum(token in row for row in free[:, :12].tolist()))
     stock = model.generate(IDS, **options, eos_token_id=eos)[:, IDS.shape[1] :]
@@ -140,7 +139,7 @@ def test_a_prompt_is_computed_once_for_all_its_samples(name, model):
     """Four rows of two prompts in turns: the first forward has two rows, the cache then four, and
     each row gets the tokens that it would get alone."""
     ids, mask = IDS[[0, 3, 0, 3]], MASK[[0, 3, 0, 3]]
-    uniforms, sizes = ppo.row_uniforms(1, 0, range(4), 16), []
+    uniforms, sizes = decoding.row_uniforms(1, 0, range(4), 16), []
     handle = model.register_forward_pre_hook(lambda m, inputs: sizes.append(len(inputs[0])))
     answer, _ = generate(model, ids, mask, uniforms, NO_END)
     handle.remove()
@@ -156,7 +155,7 @@ def test_a_static_cache_gives_the_same_tokens(name, model, end):
     twice in the one cache."""
     tokenizer, sampled = SimpleNamespace(pad_token_id=0, eos_token_id=end), []
     for step in range(2):
-        uniforms = ppo.row_uniforms(1, step, range(8), 16)
+        uniforms = decoding.row_uniforms(1, step, range(8), 16)
         plain = generate(model, IDS, MASK, uniforms, tokenizer)
         static = generate(model, IDS, MASK, uniforms, tokenizer, compile_decoding=True)
         assert all(map(torch.equal, plain, static))
@@ -178,7 +177,7 @@ def test_a_compiled_step_is_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled_decoding, "step_of", lambda model: compiled)
     for step, lengths in enumerate([LENGTHS, [n + 2 for n in LENGTHS]]):
         ids, mask = common.pad([random_ids(n, seed=n).tolist() for n in lengths], pad_value=0)
-        uniforms = ppo.row_uniforms(1, step, range(8), 16)
+        uniforms = decoding.row_uniforms(1, step, range(8), 16)
         plain = generate(model, ids, mask, uniforms, NO_END)
         static = generate(model, ids, mask, uniforms, NO_END, compile_decoding=True)
         assert all(map(torch.equal, plain, static)) and len(graphs) == 1

@@ -10,7 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import common
-import ppo
+from machinery import decoding
 from tests import devices, workers
 from tests.conftest import generate
 from tests.workers import CLOCKS
@@ -168,7 +168,7 @@ def test_one_rank_of_64_holds_what_the_estimate_says(dtype, stage):
 def decoded(model, tokens):
     """Operators and waits of sampling so many tokens for each of four rows."""
     ids, mask = common.pad([[5, 6, 7]] * 4, 0)
-    uniforms = ppo.row_uniforms(1, 0, range(4), tokens)
+    uniforms = decoding.row_uniforms(1, 0, range(4), tokens)
     with devices.Counter() as count:
         generate(model, ids, mask, uniforms, NO_END)
     return count.operators, count.waits

@@ -3,6 +3,7 @@ the page in a real browser; and what runs write down for it: tokens.jsonl and ju
 
 import contextlib
 import copy
+import functools
 import html
 import html.parser
 import json
@@ -17,7 +18,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import ppo
-from machinery import folder_lock, logs, microscope, output_folder, pair_scores, ranks
+from machinery import (
+    folder_lock,
+    logs,
+    microscope,
+    output_folder,
+    pair_scores,
+    ranks,
+    rollout_metrics,
+)
 
 import datasets
 import pytest
@@ -657,11 +666,12 @@ def looked(tiny_model, tokenizer, tmp_path):
         policy = SimpleNamespace(engine=tiny_model, before=lambda batch: forward(batch))
         critic = SimpleNamespace(before=lambda batch: 0.25 * batch.response_mask + 0.5)
         passes = [policy, critic] if args.has_critic else [policy]
-        models = policy, reference_model(tiny_model), [judge], None
+        reference = functools.partial(ppo.response_logprobs, args, reference_model(tiny_model))
+        models = policy, reference, judge, None
         run = SimpleNamespace(args=args, tokenizer=tokenizer, held_out=held_out)
         (tmp_path / "tokens.jsonl").unlink(missing_ok=True)
         microscope.look(run, 7, PARTS, passes, models, 0.5, None)
-        found = ppo.evaluate(args, tiny_model, tokenizer, held_out, *models)
+        found = rollout_metrics.answered(run, PARTS, models, tiny_model)
         file = tmp_path / "tokens.jsonl"
         return [json.loads(line) for line in open(file)] if file.exists() else [], found, args
 

@@ -721,10 +721,14 @@ def test_top_k_and_top_p_by_hand():
 def test_random_numbers_belong_to_the_row():
     """A row's numbers depend on (seed, step, row) only: not on its slot, its neighbours
     or its rank. So the answers stay the same when the number of GPUs changes."""
-    all_rows = ppo.row_uniforms(7, 3, [0, 1, 2, 3], 5)
-    assert torch.equal(ppo.row_uniforms(7, 3, [3, 1], 5), all_rows[[3, 1]])
+    all_rows = decoding.row_uniforms(7, 3, [0, 1, 2, 3], 5)
+    assert torch.equal(decoding.row_uniforms(7, 3, [3, 1], 5), all_rows[[3, 1]])
     assert ((0 <= all_rows) & (all_rows < 1)).all() and len(all_rows.unique()) == 20
-    for other in (ppo.row_uniforms(8, 3, [0], 5), ppo.row_uniforms(7, 4, [0], 5), all_rows[1:2]):
+    for other in (
+        decoding.row_uniforms(8, 3, [0], 5),
+        decoding.row_uniforms(7, 4, [0], 5),
+        all_rows[1:2],
+    ):
         assert not torch.isin(other, all_rows[:1]).any()
 
 
@@ -732,7 +736,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(tiny_model):
     """The same row alone, and in a batch whose longer prompt pads it: the same
     answer, token for token."""
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
-    uniforms = ppo.row_uniforms(0, 0, [0, 1], 8)
+    uniforms = decoding.row_uniforms(0, 0, [0, 1], 8)
     alone, alone_mask = generate(tiny_model, *common.pad([[5, 6]], 0), uniforms[:1], tokenizer)
     batch, batch_mask = generate(
         tiny_model, *common.pad([[5, 6], [7, 8, 9, 10, 11]], 0), uniforms, tokenizer
@@ -745,7 +749,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(tiny_model):
 def test_the_cache_does_not_change_what_is_sampled(tiny_model):
     """Token by token with a key-value cache, or all over again from the whole
     text: the same answer."""
-    uniforms = ppo.row_uniforms(0, 0, [3], 8)
+    uniforms = decoding.row_uniforms(0, 0, [3], 8)
     answer, _ = generate(
         tiny_model,
         *common.pad([[5, 6, 7]], 0),
@@ -792,7 +796,7 @@ def test_a_stop_text_ends_an_answer(tiny_model, tokenizer):
     """--stop: the answer ends with the token that completes the text, though it
     took two tokens to write. Its neighbour, which never writes it, goes on."""
     ids, mask = common.pad([[5, 6, 7], [8, 9]], 0)
-    uniforms = ppo.row_uniforms(1, 1, [0, 1], 10)
+    uniforms = decoding.row_uniforms(1, 1, [0, 1], 10)
     free, free_mask = generate(tiny_model, ids, mask, uniforms, tokenizer)
     text = tokenizer.decode(free[0, 2:4])
     assert free_mask.sum(1).tolist() == [10, 10] and text not in tokenizer.decode(

@@ -13,6 +13,7 @@ import sft
 from machinery import (
     data_split,
     formats,
+    judging,
     ranks,
     reward_functions,
     row_cache,
@@ -542,35 +543,33 @@ def test_a_reward_function_may_score_every_token():
 
 
 @pytest.mark.parametrize("combine, expected", [("sum", [3.0, -2.0]), ("min", [1.0, -4.0])])
-def test_several_judges_are_summed_or_the_harshest_one_counts(combine, expected, monkeypatch):
+def test_several_judges_are_summed_or_the_harshest_one_counts(combine, expected):
     """Judges are a list of models and functions. Each lays its scores on tokens, (B, R), so that
     combining them is a sum of tensors, or a minimum."""
     responses = [response([5, 6, 1]), response([7, 1])]
     (batch,) = ppo.make_micro_batches(SimpleNamespace(pad_token_id=0), responses, 2)
     nothing = torch.zeros_like(batch.response_mask)
-    monkeypatch.setattr(ppo.common, "last_logprobs", lambda *layout: nothing)
     policy = SimpleNamespace(before=lambda batch: (nothing, nothing))
-    args = SimpleNamespace(temperature=1.0, reward_combine=combine)
 
     def judge(*scores):
         return lambda batch: torch.tensor(scores)[:, None] * batch.last
 
     judges = [judge(1.0, 2.0), judge(2.0, -4.0)]
-    ppo.score(args, batch, policy, None, judges, gold=None)
+    both = judging.combined(judges, combine)
+    ppo.score(batch, policy, lambda batch: nothing, both, gold=None)
     assert batch.scores.sum(-1).tolist() == expected
     assert torch.equal(batch.scores != 0, batch.last > 0)
 
 
-def test_the_harshest_judge_keeps_all_its_tokens(monkeypatch):
+def test_the_harshest_judge_keeps_all_its_tokens():
     """One judge scores whole responses, another each token: 0.5 + 0.5 is less than 2. A minimum
     token by token would compare the second judge's 0.5 with the first one's 0."""
     (batch,) = ppo.make_micro_batches(SimpleNamespace(pad_token_id=0), [response([5, 1])], 1)
     nothing = torch.zeros_like(batch.response_mask)
-    monkeypatch.setattr(ppo.common, "last_logprobs", lambda *layout: nothing)
     policy = SimpleNamespace(before=lambda batch: (nothing, nothing))
     judges = [lambda batch: 2.0 * batch.last, lambda batch: 0.5 * batch.response_mask]
-    args = SimpleNamespace(temperature=1.0, reward_combine="min")
-    ppo.score(args, batch, policy, None, judges, gold=None)
+    both = judging.combined(judges, "min")
+    ppo.score(batch, policy, lambda batch: nothing, both, gold=None)
     assert batch.scores.tolist() == [[0.5, 0.5]]
 
 

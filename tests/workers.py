@@ -777,7 +777,7 @@ def check_gathered(base):
     gathered, and module by module."""
     import common
     import ppo
-    from machinery import model_folders, patches, ranks, zero3
+    from machinery import decoding, model_folders, patches, ranks, zero3
 
     import deepspeed
     import torch
@@ -791,7 +791,7 @@ def check_gathered(base):
     plain = AutoModelForCausalLM.from_pretrained(f"{base}/models/actor").eval()
     prompts = [[10 + rank, 11, 12], [20, 21 + rank]]
     ids, mask = common.pad(prompts, 0)
-    uniforms = ppo.row_uniforms(1, rank, range(2), 9)
+    uniforms = decoding.row_uniforms(1, rank, range(2), 9)
     # the number in the middle of EOS's share of the first token's cdf
     for row, prompt in enumerate(prompts if rank == 0 else ()):
         with torch.no_grad():
@@ -941,10 +941,10 @@ def make_run(base, name, script, flags, before, sigterm_after):
         passes[:] = all_passes
         return collecting(args, all_passes, step)
 
-    def score_and_note(args, batch, policy, *models):
+    def score_and_note(batch, policy, *models):
         facts.setdefault("trained_as_scored", []).append(sum(each.keeps for each in passes))
         facts.setdefault("away", []).append(away(policy.engine))
-        return score(args, batch, policy, *models)
+        return score(batch, policy, *models)
 
     ppo.score, kept_pass.collecting = score_and_note, collecting_and_note
     crash.stop_unless_finite, saving.save_model = check_finite_and_interrupt, save_model_and_note
