@@ -25,6 +25,7 @@ from machinery import (
 )
 from machinery.forwards import forward_options
 from machinery.model_folders import unwrap_model
+from machinery.zero3 import set_weights as set_weights  # for scripts of your own: README
 
 import deepspeed
 import numpy as np

@@ -27,10 +27,10 @@ Token layout, P = 3 (left-padded), R = 4 (right-padded; '-' is padding)
 """
 
 import functools
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 import common
 from machinery import (
@@ -105,11 +105,10 @@ def get_args(argv=None):
     arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]")
     kinds = ["k1", "k2", "k3"]
     arg("kl_estimator", str, "None: k1 in the reward, k3 in the loss", choices=kinds, fixed=True)
-    places = ["reward", "loss"]
-    arg("kl_in", "reward", "where it is added. loss [Shao 2024]", choices=places, fixed=True)
-    arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=math.inf)
-    arg("clip_value", 0.2, "values are clipped to old +- this. 0.2 [DeepSpeed-Chat]", most=math.inf)
-    arg("clip_reward", 5.0, "scores are clipped to +- this. 5 [DeepSpeed-Chat]", most=math.inf)
+    arg("kl_in", "reward", "KL's place. loss [Shao 2024]", choices=["reward", "loss"], fixed=True)
+    arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=inf)
+    arg("clip_value", 0.2, "values are clipped to old +- this. 0.2 [DeepSpeed-Chat]", most=inf)
+    arg("clip_reward", 5.0, "scores are clipped to +- this. 5 [DeepSpeed-Chat]", most=inf)
     ppo_options.add_options(parser)
     return ppo_options.resolve(flags.parse(parser, PRESETS, argv, "ppo"), ADVANTAGES)
 
@@ -313,15 +312,15 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     """Samples responses, token by token.  -> responses, response_mask: (B, R'), R' <= R
 
     ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1): token r of row b is where
-    the cumulative sum of softmax(logits / temperature) passes uniforms[b, r]. The mask is 1 up to
-    EOS (or --stop).
+    the cumulative distribution passes uniforms[b, r]. The mask is 1 up to EOS (or --stop).
     """
     uniforms = uniforms.to(ids.device).double()
     responses = torch.full(uniforms.shape, tokenizer.pad_token_id, device=ids.device)  # (B, R)
     response_mask = torch.zeros_like(responses)
     alive = torch.ones(len(ids), dtype=torch.bool, device=ids.device)  # (B,)
     slots = decoding.each_slot(args, model, tokenizer, ids, mask, responses, alive, synced)
-    for r, rows, probs in slots:  # of rows that go on: (b,), (b, V). It reads responses and alive
+    for r, rows, logits in slots:  # (b,), (b, V): rows that go on. It reads responses and alive
+        probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)
         cdf = probs.cumsum(-1, dtype=torch.float64)
         drawn = uniforms[rows, r, None] * cdf[:, -1:]  # (b, 1)
         token = torch.searchsorted(cdf, drawn, right=True)[:, 0]  # the first whose cdf exceeds it
@@ -485,7 +484,7 @@ def main():
     actor_updates = max(steps - args.critic_warmup_steps, 1) * sizes.updates
     actor = common.load_model(actor_args)
     actor = common.train_engine(actor, actor_args, batch_size, actor_micro_steps, actor_updates)
-    # before() stores a forward's result, now() trains on it: one forward if both are the same.
+    # before() stores a forward's result, now() trains on it: one forward if both are equal.
     policy = kept_pass.KeptPass(args, "actor", actor, actor_forward)
     engines, passes, critic = {"actor": actor}, [policy], None
     if args.has_critic:
@@ -504,7 +503,6 @@ def main():
     average = ema.Ema(args, actor.module, state)  # --enable_ema
     kl_control = kl_controller.KlController(args, state)  # --kl_coef, --kl_target
     models = policy, functools.partial(response_logprobs, args, reference), judge, gold
-
     parts = roll_out, make_micro_batches, score, set_rewards, set_advantages
 
     def evaluate_at(step):
@@ -544,12 +542,12 @@ def main():
         shuffled = minibatches(micro_batches, accumulation, args.ppo_epochs, seed)
         for update, minibatch in enumerate(shuffled):  # one optimizer step each
             total = set_loss_weights(minibatch)
-            if not total:  # filler rows only
+            if not total:  # fillers only
                 continue
             for batch in minibatch:
                 logprobs, entropy = policy.now(batch)  # (B, R)
                 loss, ratio, clipped = actor_loss(args, batch, logprobs, entropy, kl_control.coef)
-                if not means.tokens:  # nothing is trained on yet: the ratio must be 1
+                if not means.tokens:  # nothing trained yet: the ratio must be 1
                     kept_pass.first_pass_gate(run, policy, ratio, batch.response_mask)
                 if policy.trains:  # not during --critic_warmup_steps
                     loss_sum = (loss * batch.loss_weight).sum()
@@ -563,7 +561,7 @@ def main():
                     critic.backward(loss_sum * common.loss_scale(total, accumulation))
                 patches.skip_together(args, training)
                 for engine in training:
-                    engine.step()  # moves the weights at the minibatch's last micro-batch only
+                    engine.step()  # moves weights at the minibatch's last micro-batch
                 approx_kl = kl_estimate(batch.old_logprobs, logprobs.detach(), "k3")  # old || new
                 means.add(batch.loss_weight, ratio, loss, critic_losses, approx_kl, clipped)
             average.update(actor)
@@ -572,9 +570,9 @@ def main():
 
         # ---- 7 keep ----
         times.append(time.time())
-        coef = {"kl_coef": kl_control.coef}
-        metrics = rollout_metrics.log(run, coef, means, times, passes, reward_models, micro_batches)
-        kl_control.update(metrics["kl"], policy.trains)
+        measured = means, times, passes, reward_models, micro_batches
+        kl = rollout_metrics.log(run, kl_control.coef, *measured)["kl"]
+        kl_control.update(kl, policy.trains)
 
     # ---- 8 save ----
     average.save(run, actor, tokenizer)  # --enable_ema

@@ -86,11 +86,11 @@ def rows_can_be_selected(cache):
 
 
 def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
-    """Yields (r, rows, probs) for each response slot r, until all rows have ended.
+    """Yields (r, rows, logits) for each response slot r, until all rows have ended.
 
-    rows: (b,) numbers of the rows that are still decoded. probs: (b, V), of their next token,
-    softmax(logits / temperature), and 0 for what --top_k and --top_p leave out. The caller writes
-    that token to responses[rows, r] and whether the row goes on to alive[rows].
+    rows: (b,) numbers of the rows that are still decoded. logits: (b, V) of their next token, -inf
+    for what --top_k and --top_p leave out. The caller writes that token to responses[rows, r] and
+    whether the row goes on to alive[rows].
 
     ids, mask: (B, P), left-padded prompts. responses: (B, R). alive: bool (B,). V has the
     tokenizer's ids only: another model may not have more. With `synced` (ZeRO-3's hooks are on)
@@ -100,8 +100,10 @@ def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
     for r, rows, logits in way(model, tokenizer, ids, mask, responses, alive, synced):
         if r < args.min_new_tokens:
             logits[:, tokenizer.eos_token_id] = -torch.inf
-        probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)
-        yield r, rows, filter_top(probs, args.top_k, args.top_p)
+        if args.top_k or args.top_p < 1:
+            probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)
+            logits = logits.where(filter_top(probs, args.top_k, args.top_p) > 0, -torch.inf)
+        yield r, rows, logits
         if args.stop:
             alive[rows] &= ~ends_with_stop(args, tokenizer, responses[rows], r)
 
@@ -113,10 +115,7 @@ def way_of(args):
 
 
 def leaving(model, tokenizer, ids, mask, responses, alive, synced):
-    """Yields (r, rows, logits) for each response slot r: see each_slot. logits: (b, V).
-
-    A prompt is computed once, and rows that have ended leave.
-    """
+    """Yields what each_slot does. A prompt is computed once, and rows that have ended leave."""
     count, length = responses.shape[1], ids.shape[1]
     mask = torch.cat([mask, torch.ones_like(responses)], 1)  # (B, P + R)
     options = forward_options(model, mask, keep=1)

@@ -55,15 +55,15 @@ def moments(micro_batches, name):
     return mean, max(squares / count - mean**2, 0.0)
 
 
-def log(run, metrics, means, times, passes, reward_models, micro_batches):
-    """Logs a step of PPO, and returns its metrics: `metrics`, those of the update and the rollout.
+def log(run, kl_coef, means, times, passes, reward_models, micro_batches):
+    """Logs a step of PPO, and returns its metrics: those of the update and of the rollout.
 
     times: when the step began, and when rollout, scores and updates were done. Each pass takes a
     forward to store, unless it is kept, and another in every epoch, with a backward if it trains.
     The rollout and the reference are a forward of the actor each.
     """
     args = run.args
-    metrics = {**metrics, **means.of_all_ranks(), **of_all_ranks(micro_batches)}
+    metrics = {"kl_coef": kl_coef, **means.of_all_ranks(), **of_all_ranks(micro_batches)}
     for name, begin, end in zip(("generate", "score", "train"), times, times[1:]):
         metrics[f"{name}_seconds"] = end - begin
     if not args.has_critic:

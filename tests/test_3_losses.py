@@ -570,7 +570,7 @@ def test_an_actor_that_waits_for_its_critic_has_no_backward(tiny_model, trains, 
     actor = SimpleNamespace(engine=tiny_model, trains=trains, keeps=keeps)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollout_metrics, "of_all_ranks", lambda batches: {})
-        rollout_metrics.log(run, {}, means, [0, 1, 2, 3], [actor], [tiny_model], [batch])
+        rollout_metrics.log(run, 0.1, means, [0, 1, 2, 3], [actor], [tiny_model], [batch])
     _, tokens, flops = logged
     forward = throughput.count_flops(tiny_model, 100, 100, 25)
     assert tokens == 100 and flops == pytest.approx((2 + passes + 1) * forward)
