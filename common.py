@@ -104,7 +104,7 @@ def last_logits(model, ids, mask, wanted):
     logits = model(ids, attention_mask=mask, use_cache=False, **options).logits
     if logits.dim() == 2:  # (M, V): the model took the mask
         return logits
-    if logits.shape[1] > count:  # (B, T, V): it took neither
+    if logits.shape[1] > count:  # (B, K + 1, V), or (B, T, V) from a model that takes no option
         logits = logits[:, -count - 1 : -1]
     return logits[wanted]  # (B, K, V) -> (M, V)
 
@@ -230,7 +230,7 @@ def init_value_head(head, seed):
     As in OpenRLHF. ([Stiennon 2020] prints N(0, 1/(d+1)); OpenAI's code used std 1/sqrt(d+1).)
     ZeRO-3 partitions weights as modules are built and does not initialise a layer added on top,
     which would hold whatever was in memory. So it is gathered, written on rank 0, and partitioned
-    again from there. A trained head is never touched.
+    again from there. Only a head that no file holds is drawn.
     """
     gathered = deepspeed.zero.GatheredParameters([head.weight], modifier_rank=0)
     with gathered, torch.no_grad():
@@ -327,7 +327,7 @@ def reference_of(actor, args, batch_size):
 
 
 def loss_scale(token_count, micro_steps):
-    """The factor that turns a micro-batch's loss SUM into its share of the step's exact mean.
+    """The factor that turns a micro-batch's loss SUM into its share of the minibatch's exact mean.
 
     token_count: tokens that count, over all ranks and micro-batches of the optimizer step.
     DeepSpeed divides every loss by the accumulation steps and averages gradients over the ranks:

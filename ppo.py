@@ -95,7 +95,7 @@ def get_args(argv=None):
     parser = flags.new_parser(__doc__)
     ppo_options.add_models_and_sizes(parser)
     arg = flags.flag_group(parser, "PPO: flags that change the result")
-    arg("ppo_epochs", 1, "epochs over a rollout; 1: none is clipped. 1 [DeepSpeed-Chat]", least=1)
+    arg("ppo_epochs", 1, "epochs over a rollout. 1 [DeepSpeed-Chat]", least=1)
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6, fixed=True)
     arg("advantage", "gae", "only gae has a critic", choices=list(ADVANTAGES), fixed=True)
     arg("samples_per_prompt", 1, "responses; rloo and grpo compare them", least=1, fixed=True)
@@ -192,9 +192,9 @@ def group_sum(values, groups):
 
 
 def whitened(advantages, masks):
-    """Shifts and scales lists of (B, R) to mean 0, deviation 1 over the step's tokens of all ranks.
+    """Shifts and scales lists of (B, R) to mean 0, deviation 1 over the rollout's tokens.
 
-    Per rank, or with padding counted in, results would change with the number of GPUs.
+    Of all ranks: per rank, or with padding, results would change with the number of GPUs.
     """
     a = torch.cat([x.flatten() for x in advantages]).double()
     m = torch.cat([x.flatten() for x in masks]).double()
@@ -451,8 +451,8 @@ def score(batch, policy, reference, judge, gold):
     """Fills in log-probs, entropy, KL and scores of a micro-batch.
 
     The forwards are the update's, in eval mode, on the same padding, so that the first ratio is
-    exactly 1. The reference (with LoRA the actor without adapters) comes first: under ZeRO-3 the
-    forward that is trained on must come right before its backward.
+    exactly 1. The reference comes first: with LoRA it is the actor's engine, too, whose last
+    forward before a backward must, under ZeRO-3, be the one that is trained on.
     """
     batch.ref_logprobs = reference(batch)
     batch.old_logprobs, batch.entropy = policy.before(batch)
@@ -484,7 +484,7 @@ def main():
     actor_updates = max(steps - args.critic_warmup_steps, 1) * sizes.updates
     actor = common.load_model(actor_args)
     actor = common.train_engine(actor, actor_args, batch_size, actor_micro_steps, actor_updates)
-    # before() stores a forward's result, now() trains on it: one forward if both are equal.
+    # before() scores in eval mode, now() trains: one forward for both where they are the same.
     policy = kept_pass.KeptPass(args, "actor", actor, actor_forward)
     engines, passes, critic = {"actor": actor}, [policy], None
     if args.has_critic:

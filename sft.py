@@ -5,8 +5,8 @@
     deepspeed sft.py --model_name_or_path Qwen/Qwen2.5-0.5B --data_path my.jsonl
 
 The model learns to continue a prompt with its response: cross entropy on the response's tokens,
-EOS included, and on nothing else. Numbered as in main(): 1 data, 2 model, 3 train, 4 save.
-What is left out: packing. --train_on adds the turns before the response, or the whole prompt.
+EOS included; --train_on adds the assistant's turns before it, or the whole prompt. The parts of
+main(): 1 data, 2 model, 3 train, 4 save. What is left out: packing.
 
 Token layout of a micro-batch: B = 2 rows, T = 6 tokens, K = 3 of the longest response ('-' is
 padding).
@@ -28,15 +28,15 @@ import torch
 
 # ---- Hyperparameters ----
 PRESETS = {
-    # Chat models of 0.5B to 8B weights. The first preset holds when a model is named, the toy's
-    # (toy/presets.json) when none is. [TRL]: its trl/scripts/sft.py, for this model and data.
+    # Chat models of 0.5B to 8B weights. The first preset is taken if a model is named, the toy's
+    # (toy/presets.json) if none is. [TRL]: its trl/scripts/sft.py, for this model and data.
     "qwen2.5-0.5b": dict(
         model_name_or_path="Qwen/Qwen2.5-0.5B",
         data_path=["trl-lib/Capybara"],  # dialogues of several turns [TRL]
         data_split="1,0,0",  # all rows: steps 2 and 3 have other data
         output_dir="output/sft",
         num_train_epochs=2,  # [Lambert 2024, Tulu 3]
-        learning_rate=2e-5,  # of all weights; LoRA's is ten times it, 2e-4 [TRL] (lora.FACTOR)
+        learning_rate=2e-5,  # lora.FACTOR makes it ten times as large, 2e-4, with LoRA [TRL]
         lora_dim=32,  # [TRL]; 0 trains all weights
         lora_alpha=16,  # [TRL]
         weight_decay=0.0,
@@ -59,7 +59,7 @@ def get_args(argv=None):
     parser = flags.new_parser(__doc__)
     flags.add_common_flags(parser)
     arg = flags.flag_group(parser, "flags of this step alone")
-    covered = "the assistant's turns, or everything. None: all of messages, last of other data"
+    covered = "which turns of the assistant, or everything. None: all, without messages the last"
     arg("train_on", str, covered, fixed=True, choices=["last", "all", "everything"])
     arg("num_samples", 5, "held-out prompts answered at each evaluation")
     arg("gold_fn", str, "grades those responses, logged only", metavar="FILE:FUNCTION")
