@@ -105,7 +105,7 @@ def get_args(argv=None):
     arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]")
     kinds = ["k1", "k2", "k3"]
     arg("kl_estimator", str, "None: k1 in the reward, k3 in the loss", choices=kinds, fixed=True)
-    arg("kl_in", "reward", "KL's place. loss [Shao 2024]", choices=["reward", "loss"], fixed=True)
+    arg("kl_in", "reward", "or loss [Shao 2024]", choices=["reward", "loss"], fixed=True)
     arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=inf)
     arg("clip_value", 0.2, "values are clipped to old +- this. 0.2 [DeepSpeed-Chat]", most=inf)
     arg("clip_reward", 5.0, "scores are clipped to +- this. 5 [DeepSpeed-Chat]", most=inf)
@@ -194,7 +194,7 @@ def group_sum(values, groups):
 def whitened(advantages, masks):
     """Shifts and scales lists of (B, R) to mean 0, deviation 1 over the rollout's tokens.
 
-    Of all ranks: per rank, or with padding, results would change with the number of GPUs.
+    Of all ranks, without padding: else results would change with the number of GPUs.
     """
     a = torch.cat([x.flatten() for x in advantages]).double()
     m = torch.cat([x.flatten() for x in masks]).double()
@@ -337,10 +337,10 @@ def roll_out(args, engine, tokenizer, prompts, step, batch_size):
     `batch_size` of them at a time. A response depends on (seed, step, row, sample) alone.
     """
     out = []
-    batches = decoding.prompt_batches(args, engine, tokenizer, prompts, step, batch_size)
-    for rows, model, *inputs in batches:
-        sampled = sample(args, model, tokenizer, *inputs)
-        out += decoding.described(args, tokenizer, rows, *sampled)
+    with decoding.prompt_batches(args, engine, tokenizer, prompts, step, batch_size) as batches:
+        for rows, model, *inputs in batches:
+            sampled = sample(args, model, tokenizer, *inputs)
+            out += decoding.described(args, tokenizer, rows, *sampled)
     return out
 
 
@@ -451,8 +451,8 @@ def score(batch, policy, reference, judge, gold):
     """Fills in log-probs, entropy, KL and scores of a micro-batch.
 
     The forwards are the update's, in eval mode, on the same padding, so that the first ratio is
-    exactly 1. The reference comes first: with LoRA it is the actor's engine, too, whose last
-    forward before a backward must, under ZeRO-3, be the one that is trained on.
+    exactly 1. The reference comes first: with LoRA it is the actor's engine, too, and under
+    ZeRO-3 an engine's last forward before its backward must be the one that is trained on.
     """
     batch.ref_logprobs = reference(batch)
     batch.old_logprobs, batch.entropy = policy.before(batch)

@@ -59,7 +59,7 @@ def get_args(argv=None):
     parser = flags.new_parser(__doc__)
     flags.add_common_flags(parser)
     arg = flags.flag_group(parser, "flags of this step alone")
-    covered = "which turns of the assistant, or everything. None: all, without messages the last"
+    covered = "the assistant's turns, or everything. None: all of messages, else the last"
     arg("train_on", str, covered, fixed=True, choices=["last", "all", "everything"])
     arg("num_samples", 5, "held-out prompts answered at each evaluation")
     arg("gold_fn", str, "grades those responses, logged only", metavar="FILE:FUNCTION")

@@ -1,7 +1,9 @@
 """Decoding: prompts batch by batch, options, and what makes it fast.
 
-That is a cache in slots that are reserved once, and rows that leave it when they have ended.
+What makes it fast is a cache in slots that are reserved once, and rows that leave it when they end.
 """
+
+import contextlib
 
 import common
 from machinery import compiled_decoding, progress, ranks, zero3
@@ -14,13 +16,18 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer
 
 
+@contextlib.contextmanager
 def prompt_batches(args, engine, tokenizer, prompts, step, size):
-    """Yields what ppo.sample takes for each `size` of the prompts, and shows how many are done.
+    """Gives what ppo.sample takes for each `size` of the prompts, and shows how many are done.
 
-    (rows, model, ids, mask, uniforms, synced). ids, mask: (B, P), left-padded. Meanwhile the
-    weights are gathered and the model is in eval mode: see zero3.gather_for_generation.
+        with prompt_batches(...) as batches:
+            for rows, model, ids, mask, uniforms, synced in batches: ...
+
+    ids, mask: (B, P), left-padded. Meanwhile the weights are gathered and the model is in eval
+    mode: see zero3.gather_for_generation.
     """
-    with zero3.gather_for_generation(engine) as (model, synced):
+
+    def batches(model, synced):
         for start in progress.starts(prompts, size):
             rows = prompts[start : start + size]
             ids, mask = common.pad([row["prompt_ids"] for row in rows], tokenizer.pad_token_id)
@@ -28,6 +35,10 @@ def prompt_batches(args, engine, tokenizer, prompts, step, size):
             keys = [(max(row["row"], 0), row["sample"]) for row in rows]
             uniforms = row_uniforms(args.seed, step, keys, args.max_answer_seq_len)
             yield rows, model, ids, mask, uniforms, synced
+
+    with zero3.gather_for_generation(engine) as (model, synced):
+        with contextlib.closing(batches(model, synced)) as given:
+            yield given
 
 
 def row_uniforms(seed, step, rows, count):

@@ -1,4 +1,4 @@
-"""The judges of step 3: it loads the reward models, and makes one judge of several.
+"""Loads the reward models of step 3, and makes one judge of several.
 
 A judge takes a micro-batch and returns scores (B, R).
 """

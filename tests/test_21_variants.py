@@ -3,6 +3,7 @@ however it is laid out, and says what its runs have shown.
 """
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -64,6 +65,12 @@ def test_a_variants_page_says_what_is_in_it(name):
         assert variants.table(name) in page and (results.parent / "curves.png").exists()
     row = re.search(rf"\| \[{name}\]\(variants/{name}/README.md\) \|.*", README)
     assert row and f"| {variants.lines_changed(name)} |" in row[0]
+    if results.exists():
+        found = json.loads(results.read_text())
+        assert f"({found['steps']} steps, {len(found['seeds'])} seeds)" in row[0]
+        for arm in found["arms"]:
+            cell = variants.cell(found, arm, "eval_gold")
+            assert f"{arm.removeprefix('unchanged: ')} {cell}" in row[0], arm
 
 
 @pytest.mark.slow

@@ -143,7 +143,8 @@ TWO_RANKS |= {
         zero=3,
     ),
     "ppo_looked_at": run(
-        *("ppo", "--eval_steps", 1, "--microscope", 5, "--enable_ema", 1, *MORE_EVALUATIONS),
+        *("ppo", "--critic_dropout", 0.1, "--kl_target", 0.5, "--eval_steps", 1),
+        *("--microscope", 5, "--enable_ema", 1, *MORE_EVALUATIONS),
         zero=3,
     ),
     "ppo_unstable": run(
