@@ -105,7 +105,7 @@ def get_args(argv=None):
     arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]")
     kinds = ["k1", "k2", "k3"]
     arg("kl_estimator", str, "None: k1 in the reward, k3 in the loss", choices=kinds, fixed=True)
-    arg("kl_in", "reward", "or loss [Shao 2024]", choices=["reward", "loss"], fixed=True)
+    arg("kl_in", "reward", "place of KL. loss [Shao 2024]", choices=["reward", "loss"], fixed=True)
     arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=inf)
     arg("clip_value", 0.2, "values are clipped to old +- this. 0.2 [DeepSpeed-Chat]", most=inf)
     arg("clip_reward", 5.0, "scores are clipped to +- this. 5 [DeepSpeed-Chat]", most=inf)
