@@ -190,7 +190,7 @@ def compare_memory(base, dtype, stage, measured):
     flags = [flag.replace("BASE", str(base)) for flag in options]
     args = sft.get_args([*workers.base_flags("sft", base), *flags])
     devices = min(torch.cuda.device_count(), 4)
-    phases = count.count(args, estimate.language_model(args), devices, False)
+    phases = count.count(args, estimate.language_model(args), devices)
     expected = max(sum(parts.values()) for parts in phases.values())
     words = f"{measured / 2**20:,.0f} MiB at the peak, --estimate says {expected / 2**20:,.0f}"
     return 0.8 < measured / expected < 1.25, words

@@ -96,6 +96,20 @@ def test_deepspeed_looks_the_product_up_where_it_is_replaced(monkeypatch):
     assert torch.nn.functional.linear is patches.quick_linear
 
 
+@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 7)])
+@pytest.mark.parametrize("shape", [(5, 33), (2, 5, 33)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_quick_product_gives_the_same_bits(shape, bias, dtype):
+    """Stored log-probs come without a gradient, new ones with it: their ratio must be exactly 1."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape, dtype=dtype), torch.randn(7, 33, dtype=dtype)
+    bias = bias if bias is None else bias.to(dtype)
+    with torch.no_grad():
+        quick = patches.quick_linear(x, weight, bias)
+    slow = patches.quick_linear(x, weight.requires_grad_(True), bias)
+    assert slow.requires_grad and torch.equal(quick, slow)
+
+
 # --------------------------------------------------------------------------------------------------
 # keep_grad_norm
 # --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import common
 import ppo
 import reward
 import sft
-from machinery import flags, kept_pass, output_folder, ranks, refusals, zero3
+from machinery import flags, kept_pass, output_folder, ranks, refusals
 
 import pytest
 import torch
@@ -339,10 +339,10 @@ def test_an_evaluation_leaves_what_trains_as_it_was(monkeypatch):
 def test_weights_are_set_in_frozen_models_only():
     """A model that trains has fp32 master weights, which would write the old values back."""
     model = torch.nn.Linear(2, 1).requires_grad_(False)
-    zero3.set_weights(model, lambda name: torch.ones_like(dict(model.named_parameters())[name]))
+    common.set_weights(model, lambda name: torch.ones_like(dict(model.named_parameters())[name]))
     assert model.weight.tolist() == [[1, 1]] and model.bias.tolist() == [1]
     with pytest.raises(ValueError, match="frozen"):
-        zero3.set_weights(model.requires_grad_(True), lambda name: None)
+        common.set_weights(model.requires_grad_(True), lambda name: None)
 
 
 @pytest.mark.parametrize(
