@@ -57,6 +57,17 @@ FURTHER = (  # 2.5 times the toy's rates, to where the judge's errors matter
     "--max_steps 80 --eval_steps 8 --actor_learning_rate 5e-4 --critic_learning_rate 1e-3"
 )
 EPOCHS = f"{UNSTABLE} --ppo_epochs"
+SHORT = "--max_steps 24 --eval_steps 12"
+SEVERAL_UPDATES = {  # all take as many responses
+    "1 epoch": "",
+    "2 epochs": f"{EPOCHS} 2",
+    "4 epochs": f"{EPOCHS} 4",
+    "8 epochs": f"{EPOCHS} 8",
+    "2 generation batches": f"{UNSTABLE} --generation_batches 2 --max_steps 12 --eval_steps 6",
+    "4 generation batches": f"{UNSTABLE} --generation_batches 4 --max_steps 6 --eval_steps 3",
+    "training batch a half": f"{UNSTABLE} --per_device_training_batch_size 16",
+    "training batch a quarter": f"{UNSTABLE} --per_device_training_batch_size 8",
+}
 OFF = "--clip inf --clip_value inf"
 ONE_PASS = "--first_pass_gate 0"
 GROUP = "--samples_per_prompt 4"
@@ -73,20 +84,18 @@ LABS = {
     "stability": Lab(
         "Do several updates on a rollout diverge?",
         {
-            "1 epoch": ppo(""),
-            "2 epochs": ppo(f"{EPOCHS} 2"),
-            "4 epochs": ppo(f"{EPOCHS} 4"),
-            "8 epochs": ppo(f"{EPOCHS} 8"),
-            "2 generation batches": ppo(f"{UNSTABLE} --generation_batches 2 --max_steps 20"),
-            "4 generation batches": ppo(f"{UNSTABLE} --generation_batches 4 --max_steps 10"),
-            "training batch a quarter": ppo(f"{UNSTABLE} --per_device_training_batch_size 8"),
-            "rate x5, 1 epoch": ppo(FAST),
-            "rate x5, 4 epochs": ppo(f"{EPOCHS} 4 {FAST}"),
-            "rate x5, 4 epochs, clipping off": ppo(f"{EPOCHS} 4 {FAST} {OFF}"),
-            "rate x5, 4 epochs, dual_clip 3": ppo(f"{EPOCHS} 4 {FAST} --dual_clip 3"),
-            "rate x5, 4 epochs, target_kl 0.02": ppo(f"{EPOCHS} 4 {FAST} --target_kl 0.02"),
-            "rate x10, 1 epoch": ppo(FASTER),
-            "rate x10, 4 epochs": ppo(f"{EPOCHS} 4 {FASTER}"),
+            f"rate x{factor}, {name}": ppo(f"{SHORT} {flags} {rates}")
+            for factor, rates in (("1", ""), ("5", FAST), ("10", FASTER))
+            for name, flags in SEVERAL_UPDATES.items()
+        }
+        | {
+            f"rate x{factor}, 4 epochs, {name}": ppo(f"{SHORT} {EPOCHS} 4 {rates} {flags}")
+            for factor, rates in (("5", FAST), ("10", FASTER))
+            for name, flags in (
+                ("clipping off", OFF),
+                ("dual_clip 3", "--dual_clip 3"),
+                ("target_kl 0.02", "--target_kl 0.02"),
+            )
         },
         {**GOLD, **RATIO},
         ("gold", "KL", "ratio_max"),
