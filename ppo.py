@@ -75,7 +75,7 @@ PRESETS = {
         critic_learning_rate=3e-6,
         actor_lora_dim=32,
         critic_lora_dim=32,
-        actor_dropout=0.0,  # off: training must see the policy that sampled
+        actor_dropout=0.0,  # off: with it the first ratio is not 1
         max_prompt_seq_len=512,
         max_answer_seq_len=256,
         per_device_generation_batch_size=8,
@@ -83,7 +83,7 @@ PRESETS = {
         gradient_accumulation_steps=8,  # on 8 GPUs 512 responses [Huang 2024]
         per_device_eval_batch_size=8,
         kl_coef=0.05,  # [Huang 2024]
-        missing_eos_penalty=1.0,  # [Huang 2024]
+        missing_eos_penalty=1.0,  # TRL's
         zero_stage=2,
     ),
     **presets.deepspeed_chat("ppo"),
@@ -179,11 +179,11 @@ def rloo(totals, groups):
 def grpo(totals, groups):
     """A response's reward, normalised within its prompt's.  [Shao 2024] section 4.1.2
 
-    A_i = (R_i - mean(R)) / std(R)      0 where all are equally good.  (N,), (N,) -> (N,)
+    A_i = (R_i - mean(R)) / std(R)      0 where all are equal (in float64).  (N,), (N,) -> (N,)
     """
     n = group_sum(torch.ones_like(totals), groups)
     errors = totals - group_sum(totals, groups) / n
-    return errors / ((group_sum(errors**2, groups) / (n - 1)).sqrt() + 1e-6)
+    return errors / ((group_sum(errors**2, groups) / (n - 1)).sqrt() + 1e-4)
 
 
 def group_sum(values, groups):
@@ -412,10 +412,10 @@ def set_advantages(args, micro_batches):
     estimator = ADVANTAGES[args.advantage]
     masks = [batch.response_mask for batch in micro_batches]
     if estimator.compares_groups:  # a response's advantage stands on each of its tokens
-        totals = torch.cat([batch.rewards.sum(-1) for batch in micro_batches])  # (N,)
+        totals = torch.cat([batch.rewards.double().sum(-1) for batch in micro_batches])  # (N,)
         rows = [response["row"] for batch in micro_batches for response in batch.responses]
         groups = torch.tensor(rows).unique(return_inverse=True)[1].to(totals.device)  # (N,)
-        each = estimator.of(totals, groups).split([len(mask) for mask in masks])
+        each = estimator.of(totals, groups).float().split([len(mask) for mask in masks])
         raw = [part[:, None] * mask for part, mask in zip(each, masks)]
     else:
         raw = [estimator.of(args, batch) for batch in micro_batches]

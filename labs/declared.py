@@ -127,7 +127,7 @@ LABS = {
         ("ratio_max",),
     ),
     "overoptimisation": Lab(
-        "The judge's score goes on, the gold score turns",
+        "The reward keeps rising while the gold score falls",
         {f"kl_coef {coef}": ppo(f"--kl_coef {coef} {FURTHER}") for coef in (0, 0.01, 0.05, 0.2)}
         | {
             "judge of 1/2 of the pairs, kl_coef 0": {
@@ -208,7 +208,7 @@ LABS = {
         ("SFT loss", "accuracy", "gold"),
     ),
     "rates": Lab(
-        "Is the actor's rate to be twice the critic's?",
+        "Should the actor's learning rate be twice the critic's?",
         {
             f"critic {name} of the actor's": ppo(f"--critic_learning_rate {2e-4 * factor:g}")
             for name, factor in (("1/8", 1 / 8), ("1/2", 1 / 2), ("1", 1), ("2", 2), ("4", 4))
@@ -272,8 +272,8 @@ LABS = {
     "estimators": Lab(
         "GAE needs a critic; RLOO, GRPO and REINFORCE do not",
         {
-            f"{name}{price}": ppo(f"{flags} {coef} {FURTHER}")
-            for price, coef in (("", ""), (", no KL", "--kl_coef 0"))
+            f"{name}{penalty}": ppo(f"{flags} {coef} {FURTHER}")
+            for penalty, coef in (("", ""), (", no KL", "--kl_coef 0"))
             for name, flags in ESTIMATORS.items()
         }
         | {
@@ -285,7 +285,7 @@ LABS = {
         ("gold", "reward", "KL"),
     ),
     "constants": Lab(
-        "Constants handed down: offset, clip at 5, k1 or k3, LoRA's rate",
+        "Inherited constants: offset, clip at 5, k1 or k3, LoRA's rate",
         {
             "ours": ppo(""),
             "scores + 2": ppo("", fault="offset_2"),

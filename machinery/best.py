@@ -6,6 +6,7 @@ from pathlib import Path
 
 from machinery import errors, model_folders, ranks, saving
 
+EVALUATION = "evaluation.json"  # in best/: what its model was found to be
 # The last word of a metric's name: which way is better, by its sign
 SIGNS = {"loss": -1, "perplexity": -1, "kl": -1, "accuracy": 1, "reward": 1, "gold": 1}
 
@@ -25,8 +26,8 @@ def check(args, record):
 def keep(run, record):
     """Saves the model that trains if `record` is better than all before it in the log.
 
-    All ranks call it. The log is also what --resume goes on with: it ends where the checkpoint
-    does. Step 0 does not count: its model is there already.
+    All ranks call it. With --resume the log ends where the checkpoint does, and best/ may be of a
+    later step: it stays until it is surpassed. Step 0 does not count: its model is there already.
     """
     name = run.args.keep_best
     if not name or not ranks.all_sum(improves(run.args, name, record))[0]:
@@ -35,9 +36,12 @@ def keep(run, record):
     config = model_folders.unwrap_model(run.engine).config
     training = dict(vars(config))
     if ranks.get_rank() == 0:  # a save that is killed must not leave half of two models
-        for mark in saving.MARKS:
+        for mark in (*saving.MARKS, EVALUATION):
             (folder / mark).unlink(missing_ok=True)
     run.save(run.engine, run.tokenizer, folder)
+    if ranks.get_rank() == 0:
+        run.folder.claim([folder / EVALUATION])
+        (folder / EVALUATION).write_text(json.dumps({"step": record["step"], name: record[name]}))
     vars(config).update(training)  # what is saved has the model's own dropout
     ranks.say(f"{name} {record[name]:.6g} is the best so far: the model is in {folder}")
 
@@ -51,8 +55,11 @@ def improves(args, name, record):
     """Returns whether record[name] is better than in all records before it. False but on rank 0."""
     if ranks.get_rank() != 0:
         return False
-    lines = (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()
+    folder = Path(args.output_dir)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
     before = [other for other in map(json.loads, lines) if 0 < other["step"] < record["step"]]
+    if (kept := folder / "best" / EVALUATION).is_file():  # it may be of a step after the checkpoint
+        before.append(json.loads(kept.read_text()))
     values = [other[name] for other in before if name in other]
     value, sign = float(f"{record[name]:.9g}"), sign_of(name)  # as it is logged
     return math.isfinite(value) and all(sign * value > sign * other for other in values)

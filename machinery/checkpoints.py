@@ -11,7 +11,7 @@ import shutil
 import zlib
 from pathlib import Path
 
-from machinery import errors, logs, ranks, saving, state_offload
+from machinery import errors, logs, lora, model_folders, ranks, saving, state_offload
 
 import numpy as np
 import torch
@@ -78,7 +78,9 @@ def save(args, engines, step, state):
         aside.rename(folder / f"step-{step}")
         saving.sync(folder)
         for old in (*surplus(args), *folder.glob("damaged-step-*")):
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)
+            if old.exists():  # somebody may be reading it
+                ranks.say(f"warning: {old} cannot be removed; the next save tries again.")
     ranks.barrier()
 
 
@@ -107,17 +109,37 @@ def checksum(file):
         return [os.fstat(data.fileno()).st_size, crc]
 
 
+def frozen_weights(args):
+    """Returns a digest of the weights of step 3's frozen models, which no checkpoint holds.
+
+    Of each file its size counts, and what stands at 64 places of it. 0 for models of the hub.
+    """
+    crc, known = 0, vars(args)
+    paths = [known.get("actor_model_name_or_path"), *known.get("reward_model_name_or_path", [])]
+    for path in filter(None, paths):
+        for file in (f for part in lora.chain(path) for f in model_folders.weight_files(part)):
+            size = file.stat().st_size
+            crc = zlib.crc32(str(size).encode(), crc)
+            with open(file, "rb") as data:
+                for place in range(64):
+                    data.seek(size * place // 64)
+                    crc = zlib.crc32(data.read(1 << 16), crc)
+    return crc
+
+
 # Loading
 
 
-def load(args, engines, state, facts):
+def load(args, engines, state, facts, last_step):
     """Restores engines, random numbers and .jsonl files from the newest whole checkpoint.
 
     Returns (step, what this rank saved), "state" in it laid out like `state`. facts: rows (of a
-    step), data_rows and data_fingerprint, which must be as they were.
+    step), data_rows, data_fingerprint and frozen_weights, which must be as they were.
     """
     folder, damaged = newest_whole(args)
     step = int(folder.name.split("-")[1])
+    if step > last_step:
+        errors.fail(f"--resume: {folder} is beyond the run's last step, {last_step}.")
     files = [folder / f"rank{number}.pt" for number in range(len([*folder.glob("rank*.pt")]))]
     saved = read(files[ranks.get_rank() % len(files)])
     this = {**layout(engines), **facts}
@@ -161,8 +183,9 @@ def read(file, mmap=False):
 
 def newest_whole(args):
     """Returns the newest checkpoint that is whole, and the damaged ones that are newer."""
-    damaged = []
-    for folder in reversed(whole_checkpoints(args)):
+    damaged = []  # the list is rank 0's: over NFS another's may be of before
+    folders = ranks.all_gather_objects(whole_checkpoints(args) if ranks.get_rank() == 0 else [])
+    for folder in reversed(folders):
         if not (files := damage(folder)):
             return folder, damaged
         what = f"Missing, cut short or changed: {', '.join(files)}"
@@ -203,6 +226,11 @@ def refuse_others(args, folder, saved, now):
         if rows[0] == rows[1]:
             what = "had as many rows, but with other texts or other tokens"
         errors.fail(f"--resume: the run's share of the data {what}.\n  Give it the data of before.")
+    if saved.get("frozen_weights") != now.get("frozen_weights"):
+        errors.fail(
+            "--resume: the weights of the frozen models (--actor_model_name_or_path, the reward "
+            "models) are\n  not those that the run was begun with. Give it the models of before."
+        )
     before, now = saved["shape"], now["shape"]
     if before != now and args.tensor_parallel_size > 1:
         errors.fail(

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 NO_NOTES = "The other ranks' notes are gone with who held them: rank 0, or the launcher."
 ROOM = "Older checkpoints are as they were: make room, and go on with --resume."
+NO_CHECKPOINT = "There is no checkpoint to go on from; --save_steps N writes them."
 FP16 = (
     "Gradients overflow fp16 even unscaled, so no scale helps: the model was trained in bf16 "
     "(--dtype bf16, or fp32),\n  the learning rate is too high, or the data holds a NaN."
@@ -138,12 +139,19 @@ class Phase:
         doing, waited = self.text, waited_in_vain(error)
         first_line = (str(error).strip().splitlines() or [""])[0]
         why = self.blame_others(f"{kind.__name__}: {first_line}", waited)
-        writing = doing.startswith("writing ")
-        if writing and isinstance(error, (OSError, RuntimeError, SafetensorError)):
+        writing = doing.startswith("writing ") and not waited
+        of_memory = isinstance(error, torch.OutOfMemoryError)
+        if (
+            writing
+            and not of_memory
+            and isinstance(error, (OSError, RuntimeError, SafetensorError))
+        ):
             time.sleep(5 if ranks.get_rank() else 0)  # the launcher ends the run when one has left
-            parents = Path(doing.removeprefix("writing ")).absolute().parents
+            place = Path(doing.removeprefix("writing ")).absolute()
+            parents = place.parents
             free = shutil.disk_usage(next(path for path in parents if path.exists())).free / 1e9
-            why += f"\n  {free:,.1f} GB are free there. {ROOM}"
+            kept = any(any(f.glob("checkpoints/step-*")) for f in (place, *parents[:2]))
+            why += f"\n  {free:,.1f} GB are free there. {ROOM if kept else NO_CHECKPOINT}"
         elif "loss scale already at minimum" in str(error):
             why += f"\n  {FP16}"
         elif not (waited or isinstance(error, (OSError, KeyboardInterrupt))):

@@ -139,9 +139,9 @@ def add_result_flags(arg):
     arg("seed", 1234, seed, most=2**32 - 1, fixed=True)  # numpy takes no more
     thin = "LoRA: train a product of this rank beside each matrix. 0: off"
     arg("lora_dim", 0, thin, most=RANK, fixed=True)
-    times = "it counts lora_alpha / lora_dim times"
+    times = "that product is multiplied by lora_alpha / rank"
     arg("lora_alpha", 16, times, least=1e-6, type=float, fixed=True)
-    arg("lora_targets", ["all-linear"], "the modules that get one, as peft names them", fixed=True)
+    arg("lora_targets", ["all-linear"], "modules that LoRA adapts, as peft names them", fixed=True)
     arg("max_steps", -1, "stop there; 0: evaluate and end; -1: as num_train_epochs says", least=-1)
     arg("num_train_epochs", int, "passes over the data", least=1)
     arg("learning_rate", float, "peak; with LoRA ten times the preset's")

@@ -17,17 +17,24 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}  # 0.0 was seen with fp32
 def roles(args):
     """Returns which of "actor" and "critic" are spared a forward.
 
-    A critic with dropout is not: its values are stored without dropout, and trained with it.
+    One with dropout is not: what is stored is computed without dropout, and trained with it.
     """
     passes = args.gradient_accumulation_steps, args.generation_batches, args.ppo_epochs
     rows, generated = args.per_device_training_batch_size, args.per_device_generation_batch_size
     if max(passes) > 1 or rows != generated:
         return ()
-    dropout, path = args.critic_dropout, args.critic_model_name_or_path
-    if dropout is None and args.has_critic:
-        config = model_folders.load_config(path, args.trust_remote_code)
-        dropout = any(model_folders.own_dropout(config).values())
-    return ("actor",) if dropout else ("actor", "critic")
+    there = ("actor", "critic") if args.has_critic else ("actor",)
+    return tuple(role for role in there if not has_dropout(args, role))
+
+
+def has_dropout(args, role):
+    """Returns whether that model trains with dropout: by its flag, else by its config."""
+    dropout = getattr(args, f"{role}_dropout")
+    if dropout is not None:
+        return dropout > 0
+    path = getattr(args, f"{role}_model_name_or_path")
+    config = model_folders.load_config(path, args.trust_remote_code)
+    return any(model_folders.own_dropout(config).values())
 
 
 class KeptPass:

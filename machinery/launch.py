@@ -27,6 +27,12 @@ def fill_environment():
     for name, theirs in slurm.items():
         if theirs in os.environ and "SLURM_STEP_ID" in os.environ:
             os.environ.setdefault(name, os.environ[theirs])
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and missing:
+        errors.fail(
+            f"{' and '.join(missing)} must be set: the first machine of the job and a free port."
+            "\n  For example MASTER_ADDR=host0 MASTER_PORT=29500 srun ... python sft.py ..."
+        )
     alone = os.environ.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in os.environ
     if alone or "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")

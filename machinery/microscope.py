@@ -43,9 +43,9 @@ def look(run, step, parts, passes, models, kl_coef, score_statistics):
     for batch in micro_batches:
         rollout_metrics.note(batch)
         note(batch, tokenizer)
-    price, lines = kl_coef if args.kl_in == "reward" else 0.0, []
+    penalty, lines = kl_coef if args.kl_in == "reward" else 0.0, []
     for row in rollout_metrics.gathered(responses):
-        line = {"step": step, "row": row["row"], "sample": row["sample"], "kl_coef": price}
+        line = {"step": step, "row": row["row"], "sample": row["sample"], "kl_coef": penalty}
         line |= {"prompt": row["prompt"], "response": row["text"], "ended": row["ended"]}
         names = ("reward", "gold", "kl", "response_length", "tokens")
         lines.append({**line, **{name: row[name] for name in names if name in row}})

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -278,6 +279,7 @@ class OutputFolder:
             who = self.lock.take()
         if who := ranks.all_gather_objects([who])[0]:
             refuse_used(self.args, who)
+        self.refuse_unshared()
         check_unlocked(self.args)
         ranks.barrier()  # rank 0 writes below: all must have seen the folder as it was
         record = {name: value for name, value in vars(self.args).items() if name[0] != "_"}
@@ -290,6 +292,15 @@ class OutputFolder:
             record["files"] = read_record(self.path).get("files", [])
         elif not any(removed(self.path)):
             self.settle()
+
+    def refuse_unshared(self):
+        """Ends the program if a rank does not see, within a minute, what rank 0 has written."""
+        late = time.monotonic() + 60  # over NFS a new file may come into sight after a while
+        while not self.lock.path.exists() and time.monotonic() < late:
+            time.sleep(1)
+        seen = self.lock.path.exists()
+        why = f"--output_dir {self.path} is not the same folder on all machines: .lock is there"
+        errors.fail_unless_alike(seen, why, "It must be on storage that all of them share.")
 
     def settle(self):
         """Removes what was there before, if it has not, and writes args.json and what is held."""

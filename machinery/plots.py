@@ -19,7 +19,7 @@ stability | KL to the policy before | nats a token | approx_kl
 stability | largest ratio | ratio | ratio_max
 stability | clipped | share of the tokens | clip_fraction
 stability | deviation of the advantages | reward | advantage_std
-stability | price of KL | kl_coef | kl_coef
+stability | KL penalty | kl_coef | kl_coef
 stability | learning rate | learning rate | learning_rate critic_learning_rate
 cost | tokens | tokens/s | tokens_per_second
 cost | work | TFLOP/s | tflops

@@ -17,7 +17,8 @@ def add_models_and_sizes(parser):
     arg("actor_model_name_or_path", str, "actor and reference: step 1's output", fixed=True)
     arg("critic_model_name_or_path", str, "start of the critic: step 2's output", fixed=True)
     arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
-    arg("per_device_training_batch_size", int, "responses of one forward; equal", least=1)
+    equal = "responses of one forward; the same number"
+    arg("per_device_training_batch_size", int, equal, least=1)
     arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)
     arg("max_prompt_seq_len", int, "tokens; a longer one keeps its end", least=2, fixed=True)
     arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
@@ -27,12 +28,12 @@ def add_options(parser):
     """Declares the options of ppo.py, and what all scripts share."""
     arg = flags.flag_group(parser, "PPO: options that change the result")
     tenfold = "With LoRA ten times the preset's"
-    arg("actor_learning_rate", float, f"peak: twice the critic's [DeepSpeed-Chat]. {tenfold}")
-    arg("critic_learning_rate", float, f"peak: half the actor's [DeepSpeed-Chat]. {tenfold}")
+    arg("actor_learning_rate", float, f"peak (DeepSpeed-Chat: twice the critic's). {tenfold}")
+    arg("critic_learning_rate", float, f"peak (labs/rates.md compares). {tenfold}")
     for role in ("actor", "critic"):
         arg(f"{role}_weight_decay", 0.0, "decoupled (AdamW); matrices only")
         arg(f"{role}_dropout", float, "every dropout; None: what its config says", most=1)
-        thin = "LoRA's rank, see lora_dim. 0: off"
+        thin = "LoRA: train a product of this rank beside each matrix. 0: off"
         arg(f"{role}_lora_dim", 0, thin, most=flags.RANK, fixed=True)
     add_reward_flags(arg)
     add_sampling_flags(arg)
@@ -57,7 +58,7 @@ def add_reward_flags(arg):
     function = "f(prompts, completions, **columns) returns a number a response, or one a token"
     arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION", fixed=True)
     arg("reward_combine", "sum", "one score of several judges'", choices=["sum", "min"], fixed=True)
-    arg("gold_fn", str, "such a function that is logged only", metavar="FILE:FUNCTION")
+    arg("gold_fn", str, "a function like --reward_fn's, only logged", metavar="FILE:FUNCTION")
     scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
     arg("normalize_reward", 0, scaled, most=1, fixed=True)
     arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
@@ -97,8 +98,8 @@ def add_loss_flags(arg):
     arg("eval_ema", 0, "1: evaluate that average, too: eval_ema_...", most=1)
     text = "plain text, mixed into the actor's updates (PTX)"
     arg("unsup_data_path", str, text, nargs="+", fixed=True)
-    arg("unsup_coef", 27.8, "weight of its loss. 27.8 [InstructGPT, eq. 2]")
-    lifted = "1: lift the limits on batch sizes, epochs, rollout batches"
+    arg("unsup_coef", 27.8, "weight of its loss. 27.8 [InstructGPT, eq. 2]; see labs/ptx.md")
+    lifted = "1: lift the limits on batch sizes, epochs, generation batches"
     arg("allow_unstable", 0, lifted, most=1)
     gate = "1: stop unless the first ratio is 1; 0: go on, to see what a mistake does"
     arg("first_pass_gate", 1, gate, most=1)

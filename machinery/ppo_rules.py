@@ -104,8 +104,7 @@ def stability_rules(args):
         yield (
             f"--per_device_generation_batch_size {generation} and "
             f"--per_device_training_batch_size {training} differ.\n"
-            "  Step 3 trains on exactly what it just generated; with other sizes the stored "
-            "log-probs go stale.\n"
+            "  DeepSpeed-Chat reports divergence with unequal sizes.\n"
             f"  Set both to {training} (or both to {generation}), and {advice}."
         )
     for name in ("ppo_epochs", "generation_batches"):
@@ -115,9 +114,28 @@ def stability_rules(args):
 
 
 def warn(args):
-    """Warns of what DeepSpeed-Chat advises against."""
+    """Warns of what DeepSpeed-Chat advises against, and of flags that do little or nothing."""
     if args.allow_unstable:
         ranks.say(
-            "warning: --allow_unstable: old log-probs go stale within a rollout. "
+            "warning: --allow_unstable: with several updates on a rollout its log-probs go stale. "
             "Watch ratio_max, clip_fraction, approx_kl; --target_kl."
         )
+    if args.kl_in == "reward" and args.kl_estimator != "k1":
+        ranks.say(
+            f"warning: --kl_estimator {args.kl_estimator} in the reward: near the reference its "
+            "expected gradient\n  vanishes, so it hardly holds the actor back. Take k1, or --kl_in "
+            "loss (docs/ppo.md)."
+        )
+    for name in idle_flags(args):
+        ranks.say(f"warning: --{name} does not act with --advantage {args.advantage}.")
+
+
+def idle_flags(args):
+    """Returns the flags on the command line that mean nothing to the estimator."""
+    idle = set()
+    if not args.has_critic:
+        idle |= {"lam", "clip_value", "critic_learning_rate"}
+        idle |= {"critic_weight_decay", "critic_dropout", "critic_lora_dim"}
+    if args.compares_groups:
+        idle.add("gamma")
+    return sorted(idle & set(args._given))

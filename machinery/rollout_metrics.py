@@ -60,7 +60,8 @@ def log(run, kl_coef, means, times, passes, reward_models, micro_batches):
 
     times: when the step began, and when rollout, scores and updates were done. Each pass takes a
     forward to store, unless it is kept, and another in every epoch, with a backward if it trains.
-    The rollout and the reference are a forward of the actor each.
+    The rollout and the reference are a forward of the actor each. PTX's texts are not counted, and
+    a prompt that responses share counts for each of them.
     """
     args = run.args
     metrics = {"kl_coef": kl_coef, **means.of_all_ranks(), **of_all_ranks(micro_batches)}
@@ -78,8 +79,9 @@ def log(run, kl_coef, means, times, passes, reward_models, micro_batches):
         return throughput.count_flops(engine, tokens, tokens / rows, scored, trains, checkpointing)
 
     flops = 2 * count(passes[0].engine)
+    epochs = means.updates * args.gradient_accumulation_steps / len(micro_batches)
     for each in passes:
-        flops += args.ppo_epochs * count(each.engine, each.trains)
+        flops += epochs * count(each.engine, each.trains)
         flops += 0 if each.keeps else count(each.engine)
     flops += sum(map(count, reward_models))
     run.log(metrics, tokens, flops)

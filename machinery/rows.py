@@ -193,7 +193,7 @@ def hold_out(source, prompts):
     if "test" in source:
         return source, prompts
     rows, keys = source["train"], [key for key, _ in prompts]
-    by_hash = sorted(set(keys), key=lambda key: zlib.crc32(key.encode()))
+    by_hash = sorted(set(keys), key=lambda key: (zlib.crc32(key.encode()), key))
     chosen = set(by_hash[: max(1, len(by_hash) // 20)])
     held_out = np.array([key in chosen for key in keys], bool)
     train, test = rows.select(np.flatnonzero(~held_out)), rows.select(np.flatnonzero(held_out))

@@ -115,6 +115,10 @@ class Run:
         monitors.take_over(self.engine)
         train = self.train
         self.facts = {"data_rows": len(train), "data_fingerprint": fingerprint(train)}
+        seen = {**self.facts, "held_out": len(self.held_out), "steps": self.last_step}
+        advice = "All machines must read the same files, or the same version of the hub's."
+        errors.fail_unless_alike(seen, "the ranks read different data", advice)
+        self.facts["frozen_weights"] = checkpoints.frozen_weights(args)
         self.folder.take(self.facts)
         self.print_banner()
         refusals.warn_of_stages(args)
@@ -123,8 +127,11 @@ class Run:
         step, saved = 0, {}
         if args.resume:
             facts = {"rows": self.rows_per_step, **self.facts}
-            step, saved = checkpoints.load(args, engines, self.state, facts)
+            step, saved = checkpoints.load(args, engines, self.state, facts, self.last_step)
             self.state.update(saved["state"])
+            if saved.get("score_statistics"):  # of an evaluation at this step
+                config = model_folders.unwrap_model(self.engine).config
+                config.score_statistics = saved["score_statistics"]
             self.folder.settle()
             if before := model_card.last_evaluation(Path(args.output_dir) / "metrics.jsonl"):
                 best.check(args, before)

@@ -65,6 +65,7 @@ def read_splits(path):
             raise ValueError("Rename it: its path has one of *, ?, [ and ::, read as patterns.")
     if local.is_dir():
         files = datasets.load_dataset_builder(path).config.data_files
+        warn_of_others(local, set(itertools.chain(*files.values())))
     names = list(itertools.chain(*files.values()))
     if names and all(Path(name).suffix in KINDS[:3] for name in names):
         columns = {}
@@ -76,6 +77,20 @@ def read_splits(path):
     if path in MARKED:
         splits = splits.map(add_markers, fn_kwargs=MARKED[path])
     return splits, list(dict.fromkeys(itertools.chain(*splits.column_names.values())))
+
+
+def warn_of_others(folder, taken):
+    """Warns of files in a folder that hold data, and are not among those that are read.
+
+    `datasets` reads one kind of file, and where names say train or test no others.
+    """
+    taken = {Path(name).resolve() for name in taken}
+    there = [file for file in sorted(folder.rglob("[!.]*")) if file.suffix in KINDS]
+    names = [str(file) for file in there if file.is_file() and file.resolve() not in taken]
+    names = [name for name in names if not name.endswith(("dataset_info.json", "_infos.json"))]
+    if names and taken:
+        what = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+        ranks.say(f"warning: of the folder {folder} these files are not read: {what}")
 
 
 def add_markers(row, prompt, **responses):
@@ -121,7 +136,7 @@ def parse(row):
 # ---- Files of text ----
 def read_files(files, columns):
     """Returns a Dataset of TEXT and PLACE. Adds the names of the columns to the dict `columns`."""
-    rows = itertools.chain.from_iterable(map(read_file, files))
+    rows = itertools.chain.from_iterable(map(read_some, files))
     tables, digest = [], hashlib.blake2b(digest_size=8)
     while batch := list(itertools.islice(rows, 10_000)):  # few enough to be held twice
         texts, places = zip(*batch)
@@ -129,10 +144,18 @@ def read_files(files, columns):
             columns.update(dict.fromkeys(row))
         digest.update("".join(texts).encode())
         tables.append(pyarrow.table({TEXT: texts, PLACE: places}))
-    if not tables:
-        raise ValueError(f"{files[0]} is empty.")
     # Without a fingerprint, `datasets` would make it of a pickled copy of everything.
     return datasets.Dataset(pyarrow.concat_tables(tables), fingerprint=digest.hexdigest())
+
+
+def read_some(file):
+    """Yields what `read_file` does. A file without a row, as a failed copy leaves, is an error."""
+    rows = read_file(file)
+    first = next(rows, None)
+    if first is None:
+        raise ValueError(f"{file} is empty.")
+    yield first
+    yield from rows
 
 
 def read_file(file):

@@ -17,6 +17,7 @@ class TokenMeans:
         self.sums = torch.zeros(len(self.names), dtype=torch.float64)  # this rank's
         self.sums_before = self.sums.clone()  # as they were before this update
         self.tokens = self.ratio_max = 0.0
+        self.updates = 0
 
     @torch.no_grad()
     def add(self, weight, ratio, *values):
@@ -29,6 +30,7 @@ class TokenMeans:
         moved = self.sums - self.sums_before
         self.sums_before = self.sums.clone()
         self.tokens += total
+        self.updates += 1
         approx_kl = moved[self.names.index("approx_kl")]
         return bool(target_kl) and ranks.all_sum(approx_kl).item() / total > target_kl
 

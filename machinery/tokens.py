@@ -70,9 +70,9 @@ def dialogue_turns(tokenizer, prompt, response):
 
     What pairs of dialogues do not share may itself hold several turns: the response is the last.
     """
-    start, marker, last = (prompt + response).rpartition(ASSISTANT)
+    between, marker, last = response.rpartition(ASSISTANT)
     if marker and last.strip():
-        prompt, response = start + marker, last
+        prompt, response = prompt + between + marker, last
     turn = f"(?<={ASSISTANT})(.*?)(?={HUMAN.rstrip()})"
     first, *texts = re.split(turn, prompt, flags=re.DOTALL)  # every second one is a turn
     parts = [(tokenise_prompt(tokenizer, first), 0)]

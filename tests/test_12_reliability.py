@@ -6,6 +6,7 @@ kill.py plays the scenes, each a real run of sft.py on two ranks, in one launch 
 what it found.
 """
 
+import argparse
 import functools
 import json
 import os
@@ -14,11 +15,23 @@ import subprocess
 import sys
 
 import sft
-from machinery import checkpoints, formats, model_folders, rows
+from machinery import (
+    checkpoints,
+    crash,
+    errors,
+    formats,
+    launch,
+    model_folders,
+    output_folder,
+    ranks,
+    rows,
+    sources,
+)
 from tests import workers
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 ROOT = workers.ROOT
 
@@ -136,6 +149,138 @@ def test_a_full_disk_costs_no_checkpoint():
         scene["log"],
     ), scene["log"]
     assert "Traceback" not in scene["log"]
+
+
+@pytest.mark.parametrize("writing", ["run/checkpoints/step-4", "run", "run/critic"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_resume_is_advised_only_where_there_is_a_checkpoint(tmp_path, capfd, writing, kept):
+    """With --save_steps 0 a disk that is full at the last save leaves nothing to go on from."""
+    (tmp_path / "run/checkpoints" / ("step-2" if kept else "unfinished")).mkdir(parents=True)
+    phase, error = crash.Phase(), OSError(28, "No space left on device")
+    phase.note(f"writing {tmp_path / writing}")
+    phase.report(OSError, error, None)
+    said = capfd.readouterr().err
+    assert "GB are free there" in said and "No space left" in said
+    assert ("go on with --resume" in said) == kept and ("no checkpoint" in said) != kept
+
+
+def test_memory_and_other_ranks_are_no_matter_of_the_disk(capfd):
+    """While a model is written, its weights are gathered: that may fail for other reasons."""
+    for error in (torch.OutOfMemoryError("out of memory"), RuntimeError("gloo: timed out")):
+        phase = crash.Phase()
+        phase.note("writing output/sft")
+        phase.report(type(error), error, None)
+        assert "GB are free" not in capfd.readouterr().err
+
+
+def in_process(folder, **flags):
+    """Arguments and facts for checkpoints.save and load on one rank, without engines."""
+    args = argparse.Namespace(output_dir=str(folder), keep_checkpoints=1, **flags)
+    facts = {"rows": 1, "data_rows": 1, "data_fingerprint": "", "frozen_weights": 7}
+    return args, facts
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_stops_nobody(tmp_path, monkeypatch, capfd):
+    """Somebody may be copying it. The new one is there, and the next save tries again."""
+    args, facts = in_process(tmp_path, offload_states=False)
+    checkpoints.save(args, {}, 1, {"state": {}, **facts})
+    monkeypatch.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError(16, "busy")))
+    checkpoints.save(args, {}, 2, {"state": {}, **facts})
+    assert "step-1 cannot be removed" in capfd.readouterr().out
+    monkeypatch.undo()
+    checkpoints.save(args, {}, 3, {"state": {}, **facts})
+    assert [folder.name for folder in checkpoints.whole_checkpoints(args)] == ["step-3"]
+
+
+def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path, capfd):
+    """--resume with a smaller --max_steps would save a later model as the one of that step."""
+    args, facts = in_process(tmp_path, tensor_parallel_size=1)
+    checkpoints.save(args, {}, 5, {"state": {}, **facts})
+    assert checkpoints.load(args, {}, {}, facts, 5)[0] == 5
+    with pytest.raises(SystemExit):
+        checkpoints.load(args, {}, {}, facts, 4)
+    assert "step-5 is beyond the run's last step, 4" in capfd.readouterr().err
+
+
+def test_frozen_models_must_be_those_of_before(tmp_path, capfd):
+    """A reward model that was trained again in its folder would change the reward in the middle of
+    a run. A copy of the same weights elsewhere is the same model, and the hub's are not looked at.
+    """
+    for name, seed in (("one", 1), ("copy", 1), ("other", 2)):
+        torch.manual_seed(seed)
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file({"weight": torch.randn(300, 300)}, folder / "model.safetensors")
+
+    def digest(judge):
+        actor = {"actor_model_name_or_path": "hub/name"}
+        judges = {"reward_model_name_or_path": [str(tmp_path / judge)]}
+        return checkpoints.frozen_weights(argparse.Namespace(**actor, **judges))
+
+    assert digest("one") == digest("copy") != digest("other")
+    assert checkpoints.frozen_weights(argparse.Namespace(model_name_or_path="x")) == 0
+    args, facts = in_process(tmp_path, tensor_parallel_size=1)
+    checkpoints.save(args, {}, 5, {"state": {}, **facts})
+    with pytest.raises(SystemExit):
+        checkpoints.load(args, {}, {}, {**facts, "frozen_weights": 8}, 5)
+    assert "weights of the frozen models" in capfd.readouterr().err
+
+
+def test_ranks_that_read_other_data_are_refused(monkeypatch, capfd):
+    """A machine with an older copy would draw other rows, or stop in the middle of an epoch."""
+    monkeypatch.setattr(ranks, "all_gather_objects", lambda items: [*items, {"data_rows": 9}])
+    errors.fail_unless_alike({"data_rows": 9}, "other data", "Advice.")
+    with pytest.raises(SystemExit):
+        errors.fail_unless_alike({"data_rows": 8}, "other data", "Advice.")
+    said = capfd.readouterr().err
+    assert "rank 0 has {'data_rows': 8}, rank 1 {'data_rows': 9}.\n  Advice." in said
+
+
+def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch, capfd):
+    """With node-local folders a run would fail at its first checkpoint only."""
+    args = argparse.Namespace(output_dir=str(tmp_path), overwrite=False, resume=False, max_steps=1)
+    monkeypatch.setattr(output_folder, "inputs", lambda args: [])
+    monkeypatch.setattr(output_folder.monitors, "files", lambda args: [])
+    folder = output_folder.OutputFolder(args)
+    folder.lock.take()
+    folder.refuse_unshared()
+    folder.lock.release()
+    monkeypatch.setattr(output_folder.time, "sleep", lambda seconds: None)
+    clock = iter(range(0, 1000, 30))
+    monkeypatch.setattr(output_folder.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(ranks, "all_gather_objects", lambda items: [True, *items])
+    with pytest.raises(SystemExit):
+        folder.refuse_unshared()
+    assert "is not the same folder on all machines" in capfd.readouterr().err
+
+
+def test_srun_without_an_address_is_refused(monkeypatch, capfd):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("STEP_ID", "0"), ("PROCID", "0"), ("NTASKS", "2"), ("LOCALID", "0")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("MASTER_ADDR", "host0")
+    with pytest.raises(SystemExit) as stop:
+        launch.fill_environment()
+    assert stop.value.code == 2 and "MASTER_PORT must be set" in capfd.readouterr().err
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    launch.fill_environment()
+    assert os.environ["WORLD_SIZE"] == "2"
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, capsys):
+    """`datasets` reads one kind of file of a folder. An empty one, as a failed copy leaves, is an
+    error beside full ones, too."""
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "Why?", "response": " So."}\n' * 3)
+    assert len(sources.read_splits(str(tmp_path))[0]["train"]) == 6
+    assert "not read" not in capsys.readouterr().out
+    (tmp_path / "c.csv").write_text("prompt,response\nWhy?,So.\n")
+    sources.read_splits(str(tmp_path))
+    assert f"these files are not read: {tmp_path}/c.csv" in capsys.readouterr().out
+    (tmp_path / "b.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="b.jsonl is empty"):
+        sources.read_splits(str(tmp_path))
 
 
 def test_max_hours_saves_and_says_so():

@@ -697,7 +697,7 @@ ESTIMATORS = [
 
 @pytest.mark.parametrize("flags", ESTIMATORS, ids=" ".join)
 def test_tokens_jsonl_holds_what_training_sees(looked, flags, monkeypatch):
-    """The responses are those of samples.jsonl. The reward is minus the price of KL, and the score
+    """The responses are those of samples.jsonl. The reward is minus the KL penalty, and the score
     on the last token (or what a function gave each token); advantages are the estimator's, before
     whitening: with GAE and lambda 1 what is to come, less the critic's guess."""
     estimator, *others = flags

@@ -70,7 +70,7 @@ def test_a_variants_page_says_what_is_in_it(name):
         assert f"({found['steps']} steps, {len(found['seeds'])} seeds)" in row[0]
         for arm in found["arms"]:
             cell = variants.cell(found, arm, "eval_gold")
-            assert f"{arm.removeprefix('unchanged: ')} {cell}" in row[0], arm
+            assert f"{arm.removeprefix('unchanged: ')}: {cell}" in row[0], arm
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from machinery import (
     lora,
     model_folders,
     patches,
+    ppo_rules,
     ranks,
     rollout_metrics,
     rows,
@@ -276,6 +277,41 @@ def test_the_gradient_of_kl_in_the_loss(estimator):
     assert torch.allclose(found, gradients[estimator], atol=1e-12)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_gradient_of_kl_in_the_reward(estimator):
+    """There an estimate acts through the log-prob of the token that it stands on. For k1 the
+    expected gradient is that of KL(pi || ref). For k2 and k3, which are as large on either side,
+    it vanishes near the reference: a warning says so."""
+    ref, away = torch.randn(2, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logits = (ref + 0.01 * away).requires_grad_()
+    pi, ref = logits.log_softmax(-1), ref.log_softmax(-1)
+    penalty = ppo.kl_estimate(pi, ref, estimator).detach()
+    acts = (pi.detach().exp() * penalty * pi).sum()
+    [found] = torch.autograd.grad(acts, logits, retain_graph=True)
+    [true] = torch.autograd.grad((pi.exp() * (pi - ref)).sum(), logits)
+    if estimator == "k1":
+        assert torch.allclose(found, true, atol=1e-12)
+    else:
+        assert found.norm() < 0.02 * true.norm()
+
+
+@pytest.mark.parametrize(
+    "flags, warning",
+    [
+        ("--kl_estimator k3", "--kl_estimator k3 in the reward"),
+        ("--kl_in loss --kl_estimator k3", None),
+        ("--advantage rloo --samples_per_prompt 4 --gamma 0.9", "--gamma does not act"),
+        ("--advantage reinforce --lam 0.9", "--lam does not act with --advantage reinforce"),
+        ("--advantage reinforce --gamma 0.9", None),
+        ("--lam 0.9 --clip_value 1", None),
+    ],
+)
+def test_flags_that_do_little_or_nothing_are_named(flags, warning, capsys):
+    ppo_rules.warn(ppo.get_args(["--preset", "toy", *flags.split()]))
+    said = capsys.readouterr().out
+    assert warning in said if warning else "warning" not in said
+
+
 def test_k1_and_k3_are_unbiased_and_k2_is_not():
     """The mean over tokens drawn from pi is KL(pi || ref) for k1 and k3; k2 is
     off by a little, here under 5 %."""
@@ -304,8 +340,8 @@ def test_only_k1_can_be_negative():
 @pytest.mark.parametrize(
     "kl, expected", [(6.0, 0.1), (6.6, 0.101), (12.0, 0.102), (5.4, 0.099), (0.0, 0.098)]
 )
-def test_the_price_of_kl_follows_its_target(kl, expected):
-    """Target 6: 10 % above it raises the price by 1 %; the error is clipped to
+def test_the_kl_penalty_follows_its_target(kl, expected):
+    """Target 6: 10 % above it raises the penalty by 1 %; the error is clipped to
     20 %, so one step moves it by 2 % at most."""
     assert kl_controller.adapt_kl_coef(0.1, kl, target=6.0) == pytest.approx(expected)
 
@@ -558,15 +594,16 @@ def test_a_value_model_has_no_output_matrix(tiny_model):
 )
 def test_an_actor_that_waits_for_its_critic_has_no_backward(tiny_model, trains, keeps, passes):
     """A step of PPO: the rollout, the reference and a judge, the forward that stores (unless one
-    pass is both), and what trains. In --critic_warmup_steps the actor does not."""
+    pass is both), and what trains: one update, as --target_kl left the other epochs out. In
+    --critic_warmup_steps the actor does not."""
     logged = []
-    args = ppo.get_args(["--preset", "toy"])
+    args = ppo.get_args("--preset toy --allow_unstable 1 --ppo_epochs 4".split())
     run = SimpleNamespace(args=args, log=lambda *given: logged.extend(given))
     weight = torch.tensor([1.0, 0.0])  # the second row is a filler
     mask, response_mask = torch.ones(2, 100), torch.zeros(2, 25)
     response_mask[0] = 1
     batch = micro_batch(mask=mask, response_mask=response_mask, row_weight=weight)
-    means = SimpleNamespace(of_all_ranks=lambda: {"critic_loss": 0.0})
+    means = SimpleNamespace(of_all_ranks=lambda: {"critic_loss": 0.0}, updates=1)
     actor = SimpleNamespace(engine=tiny_model, trains=trains, keeps=keeps)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollout_metrics, "of_all_ranks", lambda batches: {})
@@ -604,7 +641,12 @@ def test_seconds_are_all_of_a_steps_time(monkeypatch):
             takes(3)()
             yield [{}]
 
-    fakes = {"checkpoints": None, "signal": SimpleNamespace(signal=takes(0), SIGTERM=15, SIGINT=2)}
+    nothing = SimpleNamespace(frozen_weights=takes(0), fail_unless_alike=takes(0))
+    fakes = {
+        "checkpoints": nothing,
+        "errors": nothing,
+        "signal": SimpleNamespace(signal=takes(0), SIGTERM=15, SIGINT=2),
+    }
     fakes |= {"time": SimpleNamespace(time=lambda: clock[0]), "ranks": ranks}
     fakes |= {"fingerprint": takes(0), "monitors": SimpleNamespace(take_over=takes(0))}
     fakes["logs"] = SimpleNamespace(draw_curves=takes(20))
@@ -617,7 +659,7 @@ def test_seconds_are_all_of_a_steps_time(monkeypatch):
     args["keep_best"] = None
     run.args, run.last_step, run.steps_per_epoch = SimpleNamespace(**args), 3, 3
     run.phase, run.signals, run.began = SimpleNamespace(note=takes(0)), [], 0
-    run.train, run.legend_shown = [], None
+    run.train, run.held_out, run.legend_shown = [], [], None
     run.folder = SimpleNamespace(take=takes(0), settle=takes(0))
     run.print_banner, run.texts = takes(0), tuple
     run.open_epoch = lambda *given: (None, micro_batches())

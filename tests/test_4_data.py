@@ -979,6 +979,10 @@ TRAIN_ON = {  # a row: {--train_on: what the loss covers}; None is the default
         {"chosen": TALK + " C.", "rejected": "\n\nHuman: Q?\n\nAssistant: D."},
         {"all": [" A.\n\nB.", " C.<eos>"]},
     ),
+    "a prompt that quotes a dialogue, and ends in another way": (
+        {"prompt": "\n\nHuman: Q?\n\nAssistant: A.\n\nHuman: And?\n\nMax:", "response": " C."},
+        {"all": [" A.", " C.<eos>"]},
+    ),
     "plain text": (
         {"prompt": "Q?", "response": " A."},
         {None: [" A.<eos>"], "all": [" A.<eos>"], "everything": ["? A.<eos>"]},

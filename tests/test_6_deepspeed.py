@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import common
 import ppo
 import sft
-from machinery import best, ema, export, model_folders, ptx, ranks, throughput
+from machinery import best, ema, export, kept_pass, model_folders, ptx, ranks, throughput
 from tests import workers
 from tests.workers import CLOCKS
 
@@ -380,6 +380,31 @@ def test_the_pass_that_trains_may_give_the_old_logprobs():
         "all steps but the first"
     )
     assert set(facts("ppo_one_rank_options", 1)[0]["trained_as_scored"]) == {0}
+
+
+@pytest.mark.parametrize(
+    "flags, kept",
+    [
+        ("", ("actor", "critic")),
+        ("--critic_dropout 0.1", ("actor",)),
+        ("--actor_dropout 0.1", ("critic",)),
+        ("--actor_dropout 0.1 --advantage reinforce", ()),
+        ("--gradient_accumulation_steps 2", ()),
+        ("--allow_unstable 1 --ppo_epochs 2", ()),
+    ],
+)
+def test_a_pass_with_dropout_is_not_kept(flags, kept):
+    """It would store numbers with dropout. With --first_pass_gate 0 an actor's went unseen: its
+    ratio was 1 because both passes were one."""
+    model = str(ROOT / "toy/model")
+    flags = [
+        "--actor_model_name_or_path",
+        model,
+        "--critic_model_name_or_path",
+        model,
+        *flags.split(),
+    ]
+    assert kept_pass.roles(ppo.get_args(["--preset", "toy", *flags])) == kept
 
 
 def test_the_critic_can_be_warmed_up_alone():
@@ -777,7 +802,17 @@ def test_the_best_model_is_kept(tmp_path):
     plain = run_of("reward_zero3")
     assert (plain / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     names = {str(name) for name in json.loads((whole / "args.json").read_text())["files"]}
-    assert "best/model.safetensors" in names  # a run that replaces this one removes it
+    assert {"best/model.safetensors", "best/evaluation.json"} <= names  # removed with the run
+    assert json.loads((whole / "best/evaluation.json").read_text())["step"] == step
+
+
+def test_a_run_that_is_resumed_at_its_last_step_saves_the_same_model():
+    """It was killed in the last save: no evaluation comes after, so the scores' mean and deviation,
+    which --normalize_reward needs, are those of the checkpoint."""
+    whole, resumed = run_of("reward_best"), run_of("reward_ended_resumed")
+    assert json.loads((whole / "config.json").read_text())["score_statistics"]
+    for name in ("config.json", "model.safetensors"):
+        assert (resumed / name).read_bytes() == (whole / name).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -803,6 +838,18 @@ def test_it_knows_which_way_is_better(tmp_path, name, before, value, better):
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     args = SimpleNamespace(output_dir=str(tmp_path))
     assert best.improves(args, name, {"step": 3, name: value}) == better
+
+
+def test_a_better_model_of_after_the_checkpoint_stays(tmp_path):
+    """--resume cuts the log at the checkpoint; best/ may be of a later step, and says how good."""
+    lines = [{"step": 2, "eval_gold": 0.5}, {"step": 3, "eval_gold": 0.7}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / best.EVALUATION).write_text('{"step": 9, "eval_gold": 0.8}')
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    assert not best.improves(args, "eval_gold", lines[1])
+    assert best.improves(args, "eval_gold", {"step": 3, "eval_gold": 0.9})
+    assert best.improves(args, "eval_reward", {"step": 3, "eval_reward": 0.1}), "another metric"
 
 
 def test_an_unknown_metric_is_refused_at_the_first_evaluation(capsys):
@@ -877,10 +924,10 @@ def test_ppo_learns_a_bandit():
     assert held_out[-1] > held_out[0] + 0.2
 
 
-def test_a_resumed_run_pays_the_kl_price_that_it_is_given():
+def test_a_resumed_run_takes_the_kl_penalty_that_it_is_given():
     """KL runs away, the run is resumed with a higher --kl_coef: it counts from the next step on.
     (One that --kl_target adapts is kept.)"""
-    assert [price for _, price in curve("ppo_dearer", "kl_coef")] == [0.05, 0.05, 0.3, 0.3]
+    assert [coef for _, coef in curve("ppo_dearer", "kl_coef")] == [0.05, 0.05, 0.3, 0.3]
 
 
 def test_the_rate_that_is_logged_is_the_steps_own():

@@ -88,7 +88,7 @@ def test_every_flag_named_in_the_docs_exists():
         "--cpu",  # of gpu_check.py
         *("--cases", "--only", "--seconds"),  # of hostile.py
         *("--plot", "--jobs", "--runs"),  # of labs/run.py
-        "--nnodes",
+        *("--nnodes", "--shutdown_timeout", "--signal"),  # of torchrun and Slurm
         "--nproc_per_node",
         "--node_rank",
         "--rdzv_backend",

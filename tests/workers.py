@@ -172,6 +172,7 @@ TWO_RANKS |= {
     "reward_resumed": run("reward", "--resume", zero=0, before=("reward_checkpoints", 2)),
     "reward_best": run("reward", *BEST, zero=3),
     "reward_best_resumed": run("reward", *BEST, "--resume", zero=3, before=("reward_best", 1)),
+    "reward_ended_resumed": run("reward", *BEST, "--resume", zero=3, before=("reward_best", 5)),
     "ppo_one_pass": run(
         "ppo", "--save_steps", 2, "--keep_checkpoints", 9, zero=2, rows=4, accumulation=1
     ),
@@ -769,7 +770,7 @@ def check_stage_3(base):
         pass
     found["held"] = buffers()
     checkpoints.save(args, {"model": engine}, 1, {"state": {}, **facts})
-    checkpoints.load(args, {"model": engine}, {}, facts)
+    checkpoints.load(args, {"model": engine}, {}, facts, 1)
     return {**found, "loaded": buffers()}
 
 

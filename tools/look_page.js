@@ -182,8 +182,8 @@ function magnify(box) {
     }
     const text = JSON.stringify(line.tokens.text[i]);
     const head = made("p", {}, `token ${i + 1} of ${line.tokens.text.length}: ${text}`);
-    const price = line.kl_coef === undefined ? "" : `reward = −${digits(line.kl_coef)} × KL (+ the score, at the end)`;
-    lens.replaceChildren(head, table, made("p", { class: "scores" }, price));
+    const rule = line.kl_coef === undefined ? "" : `reward = −${digits(line.kl_coef)} × KL (+ the score, at the end)`;
+    lens.replaceChildren(head, table, made("p", { class: "scores" }, rule));
   }
 
   openRun();
