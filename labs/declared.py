@@ -98,7 +98,7 @@ LABS = {
             )
         },
         {**GOLD, **RATIO},
-        ("gold", "KL", "ratio_max"),
+        ("gold", "reward", "KL", "ratio_max"),
         ("KL", "ratio_max"),
     ),
     "mismatch": Lab(

@@ -94,8 +94,10 @@ def stability_rules(args):
     """DeepSpeed-Chat reports divergence where one of these is broken, and leaves open why.
 
     While they hold, the weights that train are those that sampled: the ratio is 1, clipping never
-    acts, and this is a policy gradient with a baseline. labs/stability.md breaks them on the toy;
-    labs/mismatch.md has two passes disagree (dropout, masks, dtype), which may be the reason.
+    acts, and this is a policy gradient with a baseline. On the toy nothing diverges without them at
+    its own rates, and at higher ones the reward model is exploited sooner (labs/stability.md). Of
+    disagreements between the two passes, old log-probs of the wrong token ruin a run
+    (labs/mismatch.md).
     """
     generation = args.per_device_generation_batch_size
     training = args.per_device_training_batch_size
