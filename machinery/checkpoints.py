@@ -11,7 +11,7 @@ import shutil
 import zlib
 from pathlib import Path
 
-from machinery import errors, logs, lora, model_folders, ranks, saving, state_offload
+from machinery import errors, logs, lora, ranks, saving, state_offload
 
 import numpy as np
 import torch
@@ -116,14 +116,16 @@ def frozen_weights(args):
     """
     crc, known = 0, vars(args)
     paths = [known.get("actor_model_name_or_path"), *known.get("reward_model_name_or_path", [])]
-    for path in filter(None, paths):
-        for file in (f for part in lora.chain(path) for f in model_folders.weight_files(part)):
-            size = file.stat().st_size
-            crc = zlib.crc32(str(size).encode(), crc)
-            with open(file, "rb") as data:
-                for place in range(64):
-                    data.seek(size * place // 64)
-                    crc = zlib.crc32(data.read(1 << 16), crc)
+    folders = [Path(part) for path in filter(None, paths) for part in lora.chain(path)]
+    for file in (file for folder in folders for file in sorted(folder.glob("*"))):
+        if file.suffix not in (".safetensors", ".bin"):
+            continue
+        size = file.stat().st_size
+        crc = zlib.crc32(str(size).encode(), crc)
+        with open(file, "rb") as data:
+            for place in range(64):
+                data.seek(size * place // 64)
+                crc = zlib.crc32(data.read(1 << 16), crc)
     return crc
 
 

@@ -85,9 +85,9 @@ def warn_of_others(folder, taken):
     `datasets` reads one kind of file, and where names say train or test no others.
     """
     taken = {Path(name).resolve() for name in taken}
-    there = [file for file in sorted(folder.rglob("[!.]*")) if file.suffix in KINDS]
+    kinds = set(KINDS) - {".json"}  # which is often something else
+    there = [file for file in sorted(folder.rglob("[!.]*")) if file.suffix in kinds]
     names = [str(file) for file in there if file.is_file() and file.resolve() not in taken]
-    names = [name for name in names if not name.endswith(("dataset_info.json", "_infos.json"))]
     if names and taken:
         what = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
         ranks.say(f"warning: of the folder {folder} these files are not read: {what}")
