@@ -335,7 +335,7 @@ def plot(name, lab):
     if not results:
         raise SystemExit(f"labs/results/{name}.json is not there: python labs/run.py {name}")
     draw(lab, results, HERE / f"{name}.png")
-    print(table(lab, results))
+    print(f"{table(lab, results)}\n\nThe picture is {HERE / name}.png")
     page = HERE / f"{name}.md"
     if page.exists() and page.read_text().count("<!-- table -->") == 2:
         before, _, after = page.read_text().split("<!-- table -->")
@@ -357,7 +357,8 @@ def main():
     args = get_args()
     if args.name is None:
         for name, lab in LABS.items():
-            print(f"{name:16} {lab.title} ({'run' if read_results(name) else 'not run yet'})")
+            known = "results here" if read_results(name) else "not run yet"
+            print(f"{name:16} {lab.title} ({known})")
         return
     lab, root = LABS[args.name], Path(args.runs).resolve()
     if not args.plot:

@@ -19,8 +19,8 @@ def check(args, record):
     found = [name for name in record if name.startswith("eval_") and sign_of(name)]
     found = [name for name in found if not name.startswith("eval_ema_")]
     if args.keep_best and args.keep_best not in found:
-        advice = f"This run's evaluations have {', '.join(found)}."
-        errors.fail(f"--keep_best {args.keep_best} is no metric of them.\n  {advice}")
+        has = f"This run's evaluations have {', '.join(found)}."
+        errors.fail(f"--keep_best {args.keep_best}: the evaluations have no such number.\n  {has}")
 
 
 def keep(run, record):

@@ -141,7 +141,8 @@ def load(args, engines, state, facts, last_step):
     folder, damaged = newest_whole(args)
     step = int(folder.name.split("-")[1])
     if step > last_step:
-        errors.fail(f"--resume: {folder} is beyond the run's last step, {last_step}.")
+        advice = f"Give --max_steps {step} or more."
+        errors.fail(f"--resume: {folder} is beyond the run's last step, {last_step}.\n  {advice}")
     files = [folder / f"rank{number}.pt" for number in range(len([*folder.glob("rank*.pt")]))]
     saved = read(files[ranks.get_rank() % len(files)])
     this = {**layout(engines), **facts}

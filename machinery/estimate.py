@@ -139,7 +139,8 @@ def print_table(args, models, devices, phases):
         f"{checkpointing}: GiB on the fullest one, by count, nothing was loaded"
     )
     for model in models:
-        state = "trained" if model.trains else "frozen "
+        lora = getattr(model.args, "lora_dim", 0) if model.trains else 0
+        state = f"LoRA {lora} on it trains" if lora else "trained" if model.trains else "frozen"
         ranks.say(
             f"  {model.sizes().weights / 1e6:10,.1f} M weights, {state}, ZeRO {model.stage()}, "
             f"{model.rows} x {args.max_seq_len} tokens   {model.args.model_name_or_path}"

@@ -112,6 +112,8 @@ def column_names(text):
 
 def add_common_flags(parser, own_forms=()):
     """Declares the flags of all scripts, except those named in `own_forms`."""
+    parser.usage = "%(prog)s [--flag value] ..."
+    parser.description += "\nThe last [ ] of a flag is its value here, from the preset."
     add_result_flags(flag_group(parser, "flags that change the result", own_forms))
     title = "flags that change only speed, memory, and what is written"
     add_speed_flags(flag_group(parser, title, own_forms))
@@ -127,7 +129,7 @@ def add_result_flags(arg):
     names = "which columns of data_path are ours: prompt=question,response=answer"
     arg("columns", column_names, names, fixed=True)
     split = "shares of the rows that sft, reward, ppo take, disjoint. 2,4,4 [DeepSpeed-Chat]; "
-    split += "None: all rows, or that if steps share your data"
+    split += "None: all rows, or 2,4,4 if steps share your data"
     arg("data_split", numbers(3), split, most=1e9, fixed=True)
     arg("output_dir", str, "where everything that the run leaves behind goes")
     length = "tokens of prompt + response; a long prompt keeps its end, a long response is cut"
@@ -139,7 +141,7 @@ def add_result_flags(arg):
     arg("seed", 1234, seed, most=2**32 - 1, fixed=True)  # numpy takes no more
     thin = "LoRA: train a product of this rank beside each matrix. 0: off"
     arg("lora_dim", 0, thin, most=RANK, fixed=True)
-    times = "that product is multiplied by lora_alpha / rank"
+    times = "LoRA's product is multiplied by lora_alpha / rank"
     arg("lora_alpha", 16, times, least=1e-6, type=float, fixed=True)
     arg("lora_targets", ["all-linear"], "modules that LoRA adapts, as peft names them", fixed=True)
     arg("max_steps", -1, "stop there; 0: evaluate and end; -1: as num_train_epochs says", least=-1)

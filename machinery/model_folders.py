@@ -28,8 +28,8 @@ def load(path, kind, trust_remote_code):
     folder = Path(path)
     among_outputs = folder.parent != Path(".") and any(folder.parent.glob("*/args.json"))
     if not folder.exists() and (str(path)[0] in "./~" or among_outputs):  # no name on the hub
-        hint = f"Has the step before been run?\n  {errors.nearest(folder)}"
-        errors.fail(f"{path}: no such folder. {hint}")
+        hint = "Has the step before been run? A flag that ends in model_name_or_path names another."
+        errors.fail(f"{path}: no such folder. {hint}\n  {errors.nearest(folder)}")
     try:
         return kind.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # of many kinds: of the hub, of JSON, of config's or tokenizers' own

@@ -206,7 +206,7 @@ def check_resume(args, output):
     if finished:
         errors.fail(
             f"--resume: {output} holds a finished run, so there is nothing to go on with.\n"
-            "  --overwrite replaces it."
+            "  --overwrite replaces it. To train on, start a new run from its model."
         )
     if not whole and (not before or holds_run(args)):
         empty = checkpoints.folder_of(args)
@@ -238,6 +238,17 @@ def refuse_other_flags(args, before):
                 f"{was} --{name} {in_words(old)}, and now it is {in_words(new)}.\n"
                 "  Give it as it was, or begin anew in another --output_dir."
             )
+
+
+def say_changes(args, before):
+    """Prints the flags that may change with --resume, and are not those of args.json's `before`."""
+    own = {"resume", "overwrite", "output_dir"}
+    names = sorted(vars(args).keys() & before.keys() - args._fixed - own)
+    values = {name: (comparable(args, name, before[name]), getattr(args, name)) for name in names}
+    changed = {n: v for n, v in values.items() if v[0] != comparable(args, n, v[1])}
+    said = [f"--{name} {in_words(old)} -> {in_words(new)}" for name, (old, new) in changed.items()]
+    if said:
+        ranks.say(f"--resume with other flags than before: {', '.join(said)}")
 
 
 def comparable(args, name, value):
@@ -289,7 +300,9 @@ class OutputFolder:
         record |= {"device": str(ranks.device()), **facts, "files": []}
         self.record, self.args._held = record, []
         if self.args.resume:
-            record["files"] = read_record(self.path).get("files", [])
+            before = read_record(self.path)
+            record["files"] = before.get("files", [])
+            say_changes(self.args, before)
         elif not any(removed(self.path)):
             self.settle()
 

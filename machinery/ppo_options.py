@@ -17,7 +17,7 @@ def add_models_and_sizes(parser):
     arg("actor_model_name_or_path", str, "actor and reference: step 1's output", fixed=True)
     arg("critic_model_name_or_path", str, "start of the critic: step 2's output", fixed=True)
     arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
-    equal = "responses of one forward; the same number"
+    equal = "responses of one forward; as many as of a generation batch"
     arg("per_device_training_batch_size", int, equal, least=1)
     arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)
     arg("max_prompt_seq_len", int, "tokens; a longer one keeps its end", least=2, fixed=True)
@@ -67,7 +67,10 @@ def add_reward_flags(arg):
 def add_sampling_flags(arg):
     """Declares how responses are sampled."""
     arg(
-        "min_new_tokens", 0, "tokens before EOS may be sampled; log-probs as with top_p", fixed=True
+        "min_new_tokens",
+        0,
+        "no EOS in so many first tokens. Log-probs stay the whole distribution's",
+        fixed=True,
     )
     arg("stop", [], "texts that end a response as EOS does", fixed=True)
     nucleus = "nucleus sampling; 1: off. Log-probs are the whole distribution's"
@@ -75,26 +78,26 @@ def add_sampling_flags(arg):
     arg(
         "top_k",
         0,
-        "sample from the k likeliest tokens; 0: off. Log-probs as with top_p",
+        "sample from the k likeliest tokens; 0: off. Log-probs as with --top_p",
         fixed=True,
     )
     arg("num_eval_prompts", 128, "held-out prompts answered at each evaluation", least=1)
-    best = "sample so many responses to each of them, and report the best by reward, too"
+    best = "responses to each held-out prompt; the one with the highest reward is reported, too"
     arg("eval_best_of", 1, best, least=1)
 
 
 def add_loss_flags(arg):
     """Declares additions to the losses, and what stops or delays an update."""
-    arg("kl_target", float, "nats a response: kl_coef adapts to it [Ziegler 2019, section 2.2]")
+    arg("kl_target", float, "KL to the reference, nats a response, that kl_coef adapts to hold")
     upper = "upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip"
     arg("clip_high", float, upper, most=math.inf)
-    arg("dual_clip", 0.0, "bounds the loss of a bad token at this times it. 3 [Ye 2020]; 0: off")
-    arg("target_kl", float, "no further update on a rollout after one whose approx_kl is above")
+    arg("dual_clip", 0.0, "where A < 0 the loss is at most this x |A|. 3 [Ye 2020]; 0: off")
+    arg("target_kl", float, "ends a rollout's updates when approx_kl, to its policy, is above")
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
     arg("critic_warmup_steps", 0, "first steps that train the critic alone", fixed=True)
     average = "1: keep an average of the actor's weights, in ema/"
     arg("enable_ema", 0, average, most=1, fixed=True)
-    arg("ema_decay", 0.992, "its decay. 0.992 [DeepSpeed-Chat]", most=1)
+    arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)
     arg("eval_ema", 0, "1: evaluate that average, too: eval_ema_...", most=1)
     text = "plain text, mixed into the actor's updates (PTX)"
     arg("unsup_data_path", str, text, nargs="+", fixed=True)

@@ -32,7 +32,7 @@ def batch_rules(args):
         yield f"--per_device_training_batch_size {training} {rule}, for example."
     if generation % group or (args.compares_groups and group < 2):
         rule = f"must divide --per_device_generation_batch_size {generation}"
-        two = "2 or more for rloo and grpo, which compare the responses to a prompt"
+        two = f"2 or more if --advantage ({args.advantage}) compares the responses to a prompt"
         yield f"--samples_per_prompt {group} {rule}, and be {two}.\n  Use 4, for example."
 
 

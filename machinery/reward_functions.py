@@ -39,6 +39,8 @@ def load_function(spec, flag):
     path = Path(file)
     if Path(spec).is_file():
         errors.fail(f"{flag} {spec} names no function.\n  Give it as {spec}:FUNCTION.")
+    if not file:
+        errors.fail(f"{flag} {spec} names no file.\n  Give it as FILE.py:{spec}.")
     if not path.is_file() or path.suffix != ".py":
         errors.fail(f"{flag} {spec}: {file!r} is no Python file.\n  Give it as FILE.py:FUNCTION.")
     module_spec = importlib.util.spec_from_file_location(path.stem, file)
@@ -75,11 +77,12 @@ def scores_of(function, responses):
     anything else, or ends the program, there is a clear error.
     """
     name, count = name_of(function), len(responses)
+    columns = columns_for(function, responses)
     try:
-        returned = call_with_columns(function, responses)
+        returned = call(function, columns)
     except RAISED as error:
         traceback.print_exc()
-        find_culprit(function, responses)
+        find_culprit(function, responses, columns)
         together = f"for {count} responses at once, and for none of them alone."
         errors.fail(f"{name} raised {error!r} {together}", this_rank=True)
     try:
@@ -129,8 +132,8 @@ def ordered(value):
     return value
 
 
-def call_with_columns(function, responses):
-    """Calls the function with texts, or in chat data with lists of messages, and all columns.
+def columns_for(function, responses):
+    """Returns what a function is given: texts, or in chat data lists of messages, and all columns.
 
     A column holds None where a row has none. `completion_ids` are the responses' tokens, for a
     function that has a parameter of that name.
@@ -147,8 +150,13 @@ def call_with_columns(function, responses):
     if "completion_ids" in inspect.signature(function).parameters:
         columns["completion_ids"] = [response["response_ids"] for response in responses]
     refuse_missing_columns(function, columns, names)
+    return columns
+
+
+def call(function, columns):
+    """Returns what the function returns; of a generator, what it yields."""
     returned = function(**columns)
-    return list(returned) if isinstance(returned, Iterator) else returned  # it may be a generator
+    return list(returned) if isinstance(returned, Iterator) else returned
 
 
 def refuse_missing_columns(function, given, names):
@@ -159,15 +167,16 @@ def refuse_missing_columns(function, given, names):
     if lacking:
         has = ", ".join(names) or "none beside its texts"
         what = f"has parameters that are no columns of the data: {', '.join(lacking)}"
-        errors.fail(f"{name_of(function)} {what}.\n  Columns: {has}.", this_rank=True)
+        advice = "Give such a parameter a default, or rename a column with --columns."
+        errors.fail(f"{name_of(function)} {what}.\n  Columns: {has}. {advice}", this_rank=True)
 
 
-def find_culprit(function, responses):
+def find_culprit(function, responses, columns):
     """Ends the program with the first response for which the function raises alone."""
     name = name_of(function)
-    for response in responses:
+    for i, response in enumerate(responses):
         try:
-            call_with_columns(function, [response])
+            call(function, {column: values[i : i + 1] for column, values in columns.items()})
         except RAISED as error:
             errors.fail(
                 f"{name} raised {error!r}.\n"

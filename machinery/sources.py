@@ -200,5 +200,5 @@ def parse_strictly(text, place):
     except UnicodeEncodeError:
         why = "no UTF-8, or half of a surrogate pair"
     except (ValueError, RecursionError) as error:
-        why = error
+        why = re.sub(r"line \d+ column \d+ ", "", str(error))  # of this line's own
     raise ValueError(f"{place}: {why}")

@@ -254,6 +254,20 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch, capfd):
     assert "is not the same folder on all machines" in capfd.readouterr().err
 
 
+def test_flags_that_may_change_are_named_when_they_do(capsys):
+    """--resume takes another learning rate, and says so: args.json will hold the new one alone."""
+    args = sft.get_args(["--preset", "toy", "--learning_rate", "0.5", "--resume"])
+    flags = vars(sft.get_args(["--preset", "toy"])).items()
+    before = json.loads(json.dumps({name: value for name, value in flags if name[0] != "_"}))
+    output_folder.say_changes(args, before)
+    said = (
+        f"--resume with other flags than before: --learning_rate {before['learning_rate']} -> 0.5"
+    )
+    assert capsys.readouterr().out == said + "\n"
+    output_folder.say_changes(sft.get_args(["--preset", "toy", "--resume"]), before)
+    assert not capsys.readouterr().out
+
+
 def test_srun_without_an_address_is_refused(monkeypatch, capfd):
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)

@@ -176,6 +176,7 @@ CASES = [  # (a row's function, metrics, other fields of the Run, status, words)
     ("sft_samples", [], {"samples": [dict(step=1)]}, "not known", "read them"),
     ("accuracy", PAIRS_CI, {"limits": {"eval_accuracy": 0.8}}, "healthy", "reaches 0.800"),
     ("accuracy", [{"eval_accuracy": 0.52, "eval_accuracy_ci": [0.48, 0.56]}], {}, "sick", "coin"),
+    ("accuracy", [{"eval_accuracy": 1.0, "eval_accuracy_ci": [0.2, 1.0]}], {}, "not known", "few"),
     ("accuracy", [{"eval_accuracy": 0.3, "eval_accuracy_ci": [0.2, 0.4]}], {}, "sick", "swapped"),
     (
         "accuracy",
@@ -221,9 +222,16 @@ CASES = [  # (a row's function, metrics, other fields of the Run, status, words)
     ("rising", columns(eval_reward=[0, 2, 3], eval_gold=[0.5, 0.9, 0.88]), {}, "healthy", "both"),
     ("rising", columns(reward=[0, 2]), {}, "not known", "read the samples"),
     ("rising", columns(reward=[2, 0]), {}, "watch", "reward went from 2.00 to 0.00"),
-    ("critic", columns(explained_variance=[0.1, 0.8]), {}, "healthy", "0.10 to 0.80"),
-    ("critic", columns(explained_variance=[0.1, -0.2]), {}, "sick", "worse than a constant"),
-    ("critic", columns(explained_variance=[-1, 0.2]), {}, "watch", "little"),
+    ("critic", columns(explained_variance=[0.1] * 3 + [0.8] * 3), {}, "healthy", "0.10 to 0.80"),
+    (
+        "critic",
+        columns(explained_variance=[0.1] * 3 + [-0.2] * 3),
+        {},
+        "sick",
+        "worse than a constant",
+    ),
+    ("critic", columns(explained_variance=[-1] * 3 + [0.2] * 3), {}, "watch", "little"),
+    ("critic", columns(explained_variance=[-41, -41]), {}, "not known", "fewer than six"),
     ("critic", [], {}, "not known", "no critic"),
     (
         "variety",

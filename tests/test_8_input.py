@@ -623,6 +623,19 @@ def test_a_reward_function_cannot_end_the_run_as_if_all_were_well(function, word
     refused(message[message.rindex("error: ") :], words)
 
 
+def test_a_column_that_is_missing_is_no_fault_of_the_function(capfd):
+    """One message, without a traceback; the function has not been called."""
+
+    def judge(prompts, completions, answer):
+        raise AssertionError
+
+    with pytest.raises(SystemExit) as stop:
+        reward_functions.scores_of(judge, [{**RESPONSE, "prompt": "Why?", "text": " So."}])
+    said = capfd.readouterr().err
+    assert stop.value.code == 2 and said.count("error: ") == 1 and "Traceback" not in said
+    assert "no columns of the data: answer" in said and "--columns" in said
+
+
 @pytest.mark.parametrize("score", [1e300, [0.0, -1e31], float(10**38)])
 def test_a_score_that_fp32_cannot_sum_up_is_refused(score, capsys):
     """It would become infinite later, and be taken for a learning rate that is too high."""

@@ -86,6 +86,8 @@ def accuracy(run):
     said += f" [{low:.3f}, {high:.3f}]"
     if best := run.limits.get("eval_accuracy"):
         said += f"; a judge who knows the rules reaches {best:.3f}"
+    if low <= 0.5 <= high and high - low > 0.3:
+        return UNKNOWN, f"{said}: too few held-out pairs to tell."
     if low <= 0.5 <= high:
         wrong = "pairs became equal when cut, labels are swapped, or the learning rate is wrong"
         return SICK, f"{said}: no better than a coin: {wrong}."
@@ -195,6 +197,8 @@ def critic(run):
         none = "explained_variance: there is no critic, or no step so far."
         return UNKNOWN, none
     said = f"explained_variance went from {both[0]:.2f} to {both[1]:.2f}"
+    if len(run.values("explained_variance")) < 6:
+        return UNKNOWN, f"{said}: fewer than six logged steps so far."
     if both[1] < 0:
         return SICK, f"{said}: worse than a constant; raise the critic's learning rate."
     if both[1] < 0.3:
