@@ -5,8 +5,6 @@ import os
 import sys
 import time
 
-from machinery import ranks
-
 
 def fail(message, this_rank=False):
     """Ends the program with exit code 2 and one message, because the user's input is wrong.
@@ -19,14 +17,6 @@ def fail(message, this_rank=False):
     where = f"rank {rank}: " if rank else ""
     print(f"error: {where}{message}", file=sys.stderr, flush=True)
     sys.exit(2)
-
-
-def fail_unless_alike(value, what, advice):
-    """Ends the program unless all ranks have the same `value`. All ranks call it."""
-    each = ranks.all_gather_objects([value])
-    other = next((rank for rank, theirs in enumerate(each) if theirs != each[0]), None)
-    if other is not None:
-        fail(f"{what}: rank 0 has {each[0]}, rank {other} {each[other]}.\n  {advice}")
 
 
 def nearest(path):

@@ -313,7 +313,7 @@ class OutputFolder:
             time.sleep(1)
         seen = self.lock.path.exists()
         why = f"--output_dir {self.path} is not the same folder on all machines: .lock is there"
-        errors.fail_unless_alike(seen, why, "It must be on storage that all of them share.")
+        ranks.fail_unless_alike(seen, why, "It must be on storage that all of them share.")
 
     def settle(self):
         """Removes what was there before, if it has not, and writes args.json and what is held."""

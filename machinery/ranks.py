@@ -7,6 +7,8 @@ so for the data they count as one.
 import os
 import sys
 
+from machinery import errors
+
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -73,6 +75,14 @@ def each_once(rows):
     """Returns all ranks' rows (dicts with row_weight) on every rank, each once, without fillers."""
     first = get_rank() % tensor_parallel_size() == 0
     return all_gather_objects([row for row in rows if row["row_weight"] and first])
+
+
+def fail_unless_alike(value, what, advice):
+    """Ends the program unless all ranks have the same `value`. All ranks call it."""
+    each = all_gather_objects([value])
+    other = next((rank for rank, theirs in enumerate(each) if theirs != each[0]), None)
+    if other is not None:
+        errors.fail(f"{what}: rank 0 has {each[0]}, rank {other} {each[other]}.\n  {advice}")
 
 
 def barrier():

@@ -117,7 +117,7 @@ class Run:
         self.facts = {"data_rows": len(train), "data_fingerprint": fingerprint(train)}
         seen = {**self.facts, "held_out": len(self.held_out), "steps": self.last_step}
         advice = "All machines must read the same files, or the same version of the hub's."
-        errors.fail_unless_alike(seen, "the ranks read different data", advice)
+        ranks.fail_unless_alike(seen, "the ranks read different data", advice)
         self.facts["frozen_weights"] = checkpoints.frozen_weights(args)
         self.folder.take(self.facts)
         self.print_banner()

@@ -18,7 +18,6 @@ import sft
 from machinery import (
     checkpoints,
     crash,
-    errors,
     formats,
     launch,
     model_folders,
@@ -229,9 +228,9 @@ def test_frozen_models_must_be_those_of_before(tmp_path, capfd):
 def test_ranks_that_read_other_data_are_refused(monkeypatch, capfd):
     """A machine with an older copy would draw other rows, or stop in the middle of an epoch."""
     monkeypatch.setattr(ranks, "all_gather_objects", lambda items: [*items, {"data_rows": 9}])
-    errors.fail_unless_alike({"data_rows": 9}, "other data", "Advice.")
+    ranks.fail_unless_alike({"data_rows": 9}, "other data", "Advice.")
     with pytest.raises(SystemExit):
-        errors.fail_unless_alike({"data_rows": 8}, "other data", "Advice.")
+        ranks.fail_unless_alike({"data_rows": 8}, "other data", "Advice.")
     said = capfd.readouterr().err
     assert "rank 0 has {'data_rows': 8}, rank 1 {'data_rows': 9}.\n  Advice." in said
 

@@ -641,7 +641,7 @@ def test_seconds_are_all_of_a_steps_time(monkeypatch):
             takes(3)()
             yield [{}]
 
-    nothing = SimpleNamespace(frozen_weights=takes(0), fail_unless_alike=takes(0))
+    nothing = SimpleNamespace(frozen_weights=takes(0))
     fakes = {
         "checkpoints": nothing,
         "errors": nothing,
