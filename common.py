@@ -227,10 +227,10 @@ def load_model(args, tokenizer=None, value_head=None):
 def init_value_head(head, seed):
     """Draws a new head's weights: normal, mean 0, std 1 / (d + 1), d its input width.
 
-    As in OpenRLHF. ([Stiennon 2020] prints N(0, 1/(d+1)); OpenAI's code used std 1/sqrt(d+1).)
-    ZeRO-3 partitions weights as modules are built and does not initialise a layer added on top,
-    which would hold whatever was in memory. So it is gathered, written on rank 0, and partitioned
-    again from there. Only a head that no file holds is drawn.
+    As in OpenRLHF. ([Stiennon 2020] prints N(0, 1/(d+1)); OpenAI's code used std 1/sqrt(d+1). On
+    the toy all do as well: labs/head-init.md.) Under ZeRO-3, where older transformers left a new
+    head as it was in memory, it is gathered, written on rank 0, and partitioned again from there.
+    Only a head that no file holds is drawn.
     """
     gathered = deepspeed.zero.GatheredParameters([head.weight], modifier_rank=0)
     with gathered, torch.no_grad():

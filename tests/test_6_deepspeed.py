@@ -635,7 +635,7 @@ def test_actor_ema_and_critic_are_all_saved():
 @pytest.mark.parametrize("model", ["wide", "wide_scratch"])
 @pytest.mark.parametrize("stage", ["zero0", "zero3"])
 def test_a_new_value_head_is_the_same_on_all_ranks(model, stage):
-    """ZeRO-3 partitions weights while they are made, and does not initialise a layer added on top.
+    """ZeRO-3 partitions weights while they are made, and a layer that is added on top, too.
     The head is written on rank 0 and must reach every rank: mean 0, deviation 1/(d+1), the same
     numbers as without sharding."""
     heads = [torch.tensor(rank[f"{model}_{stage}"]["weight"]) for rank in facts("check_value_head")]
