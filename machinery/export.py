@@ -36,6 +36,8 @@ def read_run(checkpoint):
     """Returns the flags of the run that wrote a checkpoint, and what its ranks saved, in order."""
     if damaged := checkpoints.damage(checkpoint):
         what = f"Missing, cut short or changed: {', '.join(damaged)}"
+        inside = ", ".join(map(str, sorted(checkpoint.glob("checkpoints/step-*"))))
+        what = f"Its checkpoints: {inside}" if inside else what
         errors.fail(f"{checkpoint} is no whole checkpoint.\n  {what}")
     record = records.read(checkpoint.absolute().parent.parent)
     if "script" not in record:

@@ -84,14 +84,14 @@ def ask_models(ppo, prompts, ask, name):
         return []
     size += sum(file.stat().st_size for file in Path(judge or ema).glob("*.safetensors"))
     if ask is None and size > SMALL:
-        return [f"EMA was not asked: {size / 1e9:.1f} GB of weights; --ask 1 loads them."]
+        return [f"EMA{name} was not asked: {size / 1e9:.1f} GB of weights; --ask 1 loads them."]
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             add_answers(ppo, prompts, str(ema), judge, f"EMA{name}")
     except (Exception, SystemExit) as error:
         why = said.getvalue().rpartition("error: ")[-1].strip() or repr(error)
-        return [f"EMA could not be asked: {why:.300}"]
+        return [f"EMA{name} could not be asked: {why:.300}"]
     return []
 
 
