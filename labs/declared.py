@@ -169,8 +169,8 @@ LABS = {
             f"{count} epoch{'s' * (count > 1)}": {"reward": f"--num_train_epochs {count}"}
             for count in (1, 2, 4, 8)
         },
-        {**ACCURACY, **GOLD},
-        ("loss", "accuracy", "gold"),
+        {**ACCURACY, "calibration error": ("reward", "calibration", "last"), **GOLD},
+        ("loss", "accuracy", "calibration error", "gold"),
     ),
     "head-init": Lab(
         "How must the head of the reward model begin?",

@@ -19,7 +19,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import comb, log, sqrt
+from math import comb, exp, log, sqrt
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -151,9 +151,12 @@ def measured(folders, spec):
 
     how: a key of REDUCERS, or the step. A metric "share X" is the share of the last evaluation's
     samples whose gold is X. "gold at EMA" is the actor's gold score where it was as far from the
-    SFT model as its average is at the end, between two evaluations in proportion.
+    SFT model as its average is at the end, between two evaluations in proportion. "calibration" is
+    that of the scores of the held-out pairs.
     """
     script, metric, how = spec
+    if metric == "calibration":
+        return calibration(lines_of(folders[script], "judge.jsonl"))
     if metric.startswith("share "):
         samples = lines_of(folders[script], "samples.jsonl")
         step = samples[-1 if how == "last" else 0]["step"]
@@ -166,6 +169,20 @@ def measured(folders, spec):
     if isinstance(how, int):
         records, how = [line for line in records if line["step"] == how], "last"
     return REDUCERS[how]([line[metric] for line in records]) if records else None
+
+
+def calibration(pairs):
+    """Returns how far a judge's confidence is from the share of pairs in which it is right.
+
+    Its confidence in a pair is sigmoid(abs(difference of the scores)). Pairs are put into ten bins,
+    and each bin's difference has the weight of its pairs (expected calibration error [Guo 2017]).
+    """
+    bins = [[] for _ in range(10)]
+    for pair in pairs:
+        difference = pair["chosen_score"] - pair["rejected_score"]
+        confidence = 1 / (1 + exp(-abs(difference)))
+        bins[min(int((confidence - 0.5) * 20), 9)].append((difference > 0) - confidence)
+    return sum(abs(sum(each)) for each in bins) / len(pairs)
 
 
 def gold_at(lines):

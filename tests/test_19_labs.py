@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from itertools import combinations
+from math import log
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
@@ -102,6 +103,16 @@ def test_best_of_n_is_the_mean_over_all_choices_of_n(tmp_path):
         best = [max(chosen) for each in prompts for chosen in combinations(each, n)]
         assert reward_mean == pytest.approx(mean(r for r, _ in best))
         assert gold == pytest.approx(mean(g for _, g in best))
+
+
+def test_calibration_by_hand():
+    """Four pairs of which three are right, at a confidence of 3/4: no error. Eight at 0.8808, all
+    wrong: 0.8808. Together each bin has the weight of its pairs."""
+    sure = [{"chosen_score": s * log(3), "rejected_score": 0.0} for s in (1, 1, 1, -1)]
+    wrong = [{"chosen_score": 1.0, "rejected_score": 3.0}] * 8
+    assert lab_runs.calibration(sure) == pytest.approx(0)
+    assert lab_runs.calibration(wrong) == pytest.approx(0.8808, abs=1e-4)
+    assert lab_runs.calibration(sure + wrong) == pytest.approx(0.8808 * 8 / 12, abs=1e-4)
 
 
 def test_the_actor_is_compared_at_the_averages_kl():
