@@ -84,8 +84,21 @@ def log(run, kl_coef, means, times, passes, reward_models, micro_batches):
         flops += epochs * count(each.engine, each.trains)
         flops += 0 if each.keeps else count(each.engine)
     flops += sum(map(count, reward_models))
+    if run.step == 1:
+        warn_of_equal_scores(micro_batches)
     run.log(metrics, tokens, flops)
     return metrics
+
+
+def warn_of_equal_scores(micro_batches):
+    """Warns if all responses have the same score, as with a function that does not fit them."""
+    scores = [batch.scores.sum(-1)[batch.row_weight > 0] for batch in micro_batches]
+    scores = ranks.all_gather_objects(torch.cat(scores).tolist())
+    if len(set(scores)) == 1 and len(scores) > 1:
+        ranks.say(
+            f"warning: all {len(scores)} scores of the first step are {scores[0]:g}: there is "
+            "nothing to learn from them. Does the judge fit the responses?"
+        )
 
 
 def stop_unless_finite(run, micro_batches):

@@ -598,7 +598,7 @@ def test_an_actor_that_waits_for_its_critic_has_no_backward(tiny_model, trains, 
     --critic_warmup_steps the actor does not."""
     logged = []
     args = ppo.get_args("--preset toy --allow_unstable 1 --ppo_epochs 4".split())
-    run = SimpleNamespace(args=args, log=lambda *given: logged.extend(given))
+    run = SimpleNamespace(args=args, step=2, log=lambda *given: logged.extend(given))
     weight = torch.tensor([1.0, 0.0])  # the second row is a filler
     mask, response_mask = torch.ones(2, 100), torch.zeros(2, 25)
     response_mask[0] = 1
@@ -611,6 +611,18 @@ def test_an_actor_that_waits_for_its_critic_has_no_backward(tiny_model, trains, 
     _, tokens, flops = logged
     forward = throughput.count_flops(tiny_model, 100, 100, 25)
     assert tokens == 100 and flops == pytest.approx((2 + passes + 1) * forward)
+
+
+@pytest.mark.parametrize(
+    "scores, warned", [([0.0, 0.0, 9.0], True), ([0.0, 1.0, 0.0], False), ([2.5, 2.5, 0.0], True)]
+)
+def test_a_judge_that_finds_all_equal_is_named(scores, warned, capsys):
+    """Two responses and a filler, whose score says nothing."""
+    scores = torch.tensor(scores)[:, None]
+    weight = torch.tensor([1.0, 1.0, 0.0])
+    rollout_metrics.warn_of_equal_scores([micro_batch(scores=scores, row_weight=weight)])
+    said = capsys.readouterr().out
+    assert ("all 2 scores of the first step are" in said) == warned
 
 
 def test_sft_scores_what_its_loss_covers(tokenizer):
