@@ -117,9 +117,8 @@ def frozen_weights(args):
     crc, known = 0, vars(args)
     paths = [known.get("actor_model_name_or_path"), *known.get("reward_model_name_or_path", [])]
     folders = [Path(part) for path in filter(None, paths) for part in lora.chain(path)]
-    for file in (file for folder in folders for file in sorted(folder.glob("*"))):
-        if file.suffix not in (".safetensors", ".bin"):
-            continue
+    files = [file for folder in folders for file in sorted(folder.glob("*"))]
+    for file in [file for file in files if file.suffix in (".safetensors", ".bin")]:
         size = file.stat().st_size
         crc = zlib.crc32(str(size).encode(), crc)
         with open(file, "rb") as data:

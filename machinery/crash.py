@@ -140,17 +140,14 @@ class Phase:
         first_line = (str(error).strip().splitlines() or [""])[0]
         why = self.blame_others(f"{kind.__name__}: {first_line}", waited)
         writing = doing.startswith("writing ") and not waited
-        of_memory = isinstance(error, torch.OutOfMemoryError)
-        if (
-            writing
-            and not of_memory
-            and isinstance(error, (OSError, RuntimeError, SafetensorError))
-        ):
+        of_disk = isinstance(error, (OSError, RuntimeError, SafetensorError))
+        of_memory = isinstance(error, torch.OutOfMemoryError)  # a RuntimeError, too
+        if writing and of_disk and not of_memory:
             time.sleep(5 if ranks.get_rank() else 0)  # the launcher ends the run when one has left
             place = Path(doing.removeprefix("writing ")).absolute()
-            parents = place.parents
-            free = shutil.disk_usage(next(path for path in parents if path.exists())).free / 1e9
-            kept = any(any(f.glob("checkpoints/step-*")) for f in (place, *parents[:2]))
+            above = place.parents
+            free = shutil.disk_usage(next(path for path in above if path.exists())).free / 1e9
+            kept = any(any(f.glob("checkpoints/step-*")) for f in (place, *above[:2]))
             why += f"\n  {free:,.1f} GB are free there. {ROOM if kept else NO_CHECKPOINT}"
         elif "loss scale already at minimum" in str(error):
             why += f"\n  {FP16}"

@@ -231,24 +231,27 @@ def refuse_other_flags(args, before):
             f"{was} {before['script']}.py, and this is {args._script}.py.\n"
             "  Take another --output_dir."
         )
-    for name in sorted(args._fixed & before.keys()):
-        old, new = before[name], getattr(args, name)
-        if comparable(args, name, old) != comparable(args, name, new):
-            errors.fail(
-                f"{was} --{name} {in_words(old)}, and now it is {in_words(new)}.\n"
-                "  Give it as it was, or begin anew in another --output_dir."
-            )
+    for name, old, new in differing(args, before, args._fixed):
+        errors.fail(
+            f"{was} --{name} {old}, and now it is {new}.\n"
+            "  Give it as it was, or begin anew in another --output_dir."
+        )
 
 
 def say_changes(args, before):
     """Prints the flags that may change with --resume, and are not those of args.json's `before`."""
-    own = {"resume", "overwrite", "output_dir"}
-    names = sorted(vars(args).keys() & before.keys() - args._fixed - own)
-    values = {name: (comparable(args, name, before[name]), getattr(args, name)) for name in names}
-    changed = {n: v for n, v in values.items() if v[0] != comparable(args, n, v[1])}
-    said = [f"--{name} {in_words(old)} -> {in_words(new)}" for name, (old, new) in changed.items()]
+    names = vars(args).keys() - args._fixed - {"resume", "overwrite", "output_dir"}
+    said = [f"--{name} {old} -> {new}" for name, old, new in differing(args, before, names)]
     if said:
         ranks.say(f"--resume with other flags than before: {', '.join(said)}")
+
+
+def differing(args, before, names):
+    """Yields (name, its value in `before`, its value now), as typed, of each flag that differs."""
+    for name in sorted(names & before.keys()):
+        old, new = before[name], getattr(args, name)
+        if comparable(args, name, old) != comparable(args, name, new):
+            yield name, in_words(old), in_words(new)
 
 
 def comparable(args, name, value):

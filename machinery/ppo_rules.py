@@ -140,4 +140,4 @@ def idle_flags(args):
         idle |= {"critic_weight_decay", "critic_dropout", "critic_lora_dim"}
     if args.compares_groups:
         idle.add("gamma")
-    return sorted(idle & set(args._given))
+    return sorted(idle & args._given)

@@ -52,7 +52,12 @@ def load_function(spec, flag):
         errors.fail(f"{flag} {spec}: {file} cannot be run: {error!r}.")
     if not callable(getattr(module, name, None)):
         errors.fail(f"{flag} {spec}: there is no function {name} in {file}.")
-    return getattr(module, name)
+    function = getattr(module, name)
+    try:
+        inspect.signature(function)
+    except ValueError:  # of some that are written in C
+        errors.fail(f"{flag} {spec}: its parameters cannot be known. Wrap it in a function.")
+    return function
 
 
 def call_function(function, batch):

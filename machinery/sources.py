@@ -65,8 +65,9 @@ def read_splits(path):
             raise ValueError("Rename it: its path has one of *, ?, [ and ::, read as patterns.")
     if local.is_dir():
         files = datasets.load_dataset_builder(path).config.data_files
-        warn_of_others(local, set(itertools.chain(*files.values())))
     names = list(itertools.chain(*files.values()))
+    if local.is_dir() and names:
+        warn_of_others(local, names)
     if names and all(Path(name).suffix in KINDS[:3] for name in names):
         columns = {}
         return {part: read_files(files[part], columns) for part in files}, list(columns)
@@ -88,7 +89,7 @@ def warn_of_others(folder, taken):
     kinds = set(KINDS) - {".json"}  # which is often something else
     there = [file for file in sorted(folder.rglob("[!.]*")) if file.suffix in kinds]
     names = [str(file) for file in there if file.is_file() and file.resolve() not in taken]
-    if names and taken:
+    if names:
         what = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
         ranks.say(f"warning: of the folder {folder} these files are not read: {what}")
 

@@ -623,6 +623,13 @@ def test_a_reward_function_cannot_end_the_run_as_if_all_were_well(function, word
     refused(message[message.rindex("error: ") :], words)
 
 
+def test_a_function_whose_parameters_cannot_be_known_is_refused_at_the_start(tmp_path, capsys):
+    (tmp_path / "my.py").write_text("f = max\n")
+    with pytest.raises(SystemExit) as stop:
+        reward_functions.load_function(f"{tmp_path}/my.py:f", "--reward_fn")
+    assert stop.value.code == 2 and "Wrap it in a function" in capsys.readouterr().err
+
+
 def test_a_column_that_is_missing_is_no_fault_of_the_function(capfd):
     """One message, without a traceback; the function has not been called."""
 
