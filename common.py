@@ -10,23 +10,6 @@ Shapes: B rows of a micro-batch, T tokens, K the last ones of a row, M those of 
 looks at (of all rows together), V vocabulary, H hidden size.
 """
 
-from machinery import (
-    adam,
-    flags,
-    lora,
-    model_folders,
-    monitors,
-    old_deepspeed,
-    patches,
-    progress,
-    ranks,
-    tensor_parallel,
-    zero3,
-)
-from machinery.forwards import forward_options
-from machinery.model_folders import unwrap_model
-from machinery.zero3 import set_weights as set_weights  # for scripts of your own: README
-
 import deepspeed
 import numpy as np
 import torch
@@ -34,6 +17,14 @@ import torch.nn as nn
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations import HfDeepSpeedConfig
+
+from machinery.base import progress, ranks
+from machinery.base.modules import unwrap_model
+from machinery.engine import adam, monitors, old_deepspeed, patches, tensor_parallel, zero3
+from machinery.engine.zero3 import set_weights as set_weights  # for scripts of your own: README
+from machinery.flags import declaring
+from machinery.models import lora, model_folders
+from machinery.models.forwards import forward_options
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CPU_CHUNK, GPU_CHUNK = 2**20, 2**27  # bytes of fp32 logits at a time; a CPU's cache is small
@@ -306,7 +297,7 @@ def train_engine(model, args, batch_size, micro_steps, steps, main=True):
 
 def frozen_engine(args, batch_size, tokenizer=None, value_head=None):
     """Loads a model for inference only: sharded under ZeRO-3, else whole on this rank's device."""
-    args = flags.of_role(args, dropout=None, lora_dim=0)
+    args = declaring.of_role(args, dropout=None, lora_dim=0)
     model = load_model(args, tokenizer, value_head).requires_grad_(False)
     if args.zero_stage < 3:
         return model.to(ranks.device()).eval()

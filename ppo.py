@@ -32,34 +32,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
+import torch
+from torch import Tensor
+
 import common
-from machinery import (
+from machinery.base import ranks, statistics
+from machinery.base.refused import program
+from machinery.data.rows import load_rows
+from machinery.engine import patches
+from machinery.flags import declaring, ppo_flags, presets
+from machinery.models import model_folders
+from machinery.rollout import (
     decoding,
     ema,
-    estimate,
-    flags,
     judging,
     kept_pass,
     kl_controller,
     microscope,
-    model_folders,
-    patches,
-    ppo_options,
-    ppo_rules,
-    presets,
     ptx,
-    ranks,
     reward_functions,
     rollout_metrics,
     shared_prompts,
-    statistics,
 )
-from machinery.rows import load_rows
-from machinery.run import Run
-
-import numpy as np
-import torch
-from torch import Tensor
+from machinery.run.run import Run
 
 # ---- Hyperparameters ----
 PRESETS = {
@@ -91,10 +87,10 @@ PRESETS = {
 
 
 def get_args(argv=None):
-    """The papers' flags; others are in machinery/ppo_options.py."""
-    parser = flags.new_parser(__doc__)
-    ppo_options.add_models_and_sizes(parser)
-    arg = flags.flag_group(parser, "PPO: flags that change the result")
+    """The papers' flags; others are in machinery/flags/ppo_flags.py."""
+    parser = declaring.new_parser(__doc__)
+    ppo_flags.add_models_and_sizes(parser)
+    arg = declaring.flag_group(parser, "PPO: flags that change the result")
     arg("ppo_epochs", 1, "epochs over a rollout. 1 [DeepSpeed-Chat]", least=1)
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6, fixed=True)
     arg("advantage", "gae", "only gae has a critic", choices=list(ADVANTAGES), fixed=True)
@@ -109,8 +105,8 @@ def get_args(argv=None):
     arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=inf)
     arg("clip_value", 0.2, "values are clipped to old +- this. 0.2 [DeepSpeed-Chat]", most=inf)
     arg("clip_reward", 5.0, "scores are clipped to +- this. 5 [DeepSpeed-Chat]", most=inf)
-    ppo_options.add_options(parser)
-    return ppo_options.resolve(flags.parse(parser, PRESETS, argv, "ppo"), ADVANTAGES)
+    ppo_flags.add_options(parser)
+    return ppo_flags.resolve(declaring.parse(parser, PRESETS, argv, "ppo"), ADVANTAGES)
 
 
 # ---- Maths: pure functions of (B, R) unless said; mask is 1 on real response tokens ----
@@ -465,21 +461,21 @@ def score(batch, policy, reference, judge, gold):
 # ---- The step, top to bottom ----
 def main():
     args = get_args()
-    run = Run(args, "step 3: PPO", estimate.four_models, ppo_rules.refusal)
+    run = Run(args, "step 3: PPO")
     judges, gold = reward_functions.load(args)  # --reward_fn, --gold_fn
 
     # ---- 1 data ----
     tokenizer = model_folders.load_tokenizer(args.actor_model_name_or_path, args)
     train, held_out = load_rows(args, tokenizer, "ppo", args.max_prompt_seq_len)
-    score_statistics = ppo_options.check_models(args, tokenizer)
+    score_statistics = ppo_flags.check_models(args, tokenizer)
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
     text_mix = ptx.TextMix(args, tokenizer)  # --unsup_data_path
-    sizes = ppo_options.Sizes(args)  # of a rollout
+    sizes = ppo_flags.Sizes(args)  # of a rollout
     batch_size, accumulation = args.per_device_training_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.generation_batches)
 
     # ---- 2 models ----
-    actor_args, critic_args = flags.of_role(args, "actor"), flags.of_role(args, "critic")
+    actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
     actor_micro_steps = accumulation * text_mix.backwards
     actor_updates = max(steps - args.critic_warmup_steps, 1) * sizes.updates
     actor = common.load_model(actor_args)
@@ -583,4 +579,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    program(main)

@@ -10,7 +10,7 @@ P(chosen beats rejected) = sigmoid(difference). Numbered as in main(): 1 data, 2
 4 save. What is left out: more than two responses per prompt, margins.
 
 Layout of a micro-batch of B = 2 pairs, T = 9 tokens ('-' is padding). The prompt is computed once
-for both responses (machinery/shared_prompts.py), as [Wang & Hegde 2024] do for DPO.
+for both responses (machinery/rollout/shared_prompts.py), as [Wang & Hegde 2024] do for DPO.
     position in the row    0    1    2    3    4    5    6    7    8
     row 0                  -    -    x0   x1 | y0   y1   eos| z0   eos   y chosen: score at 1st eos
     row 1                  x0   x1   x2   x3 | y0   y1   eos| z0   eos   z rejected: at 2nd eos
@@ -20,22 +20,17 @@ Where an architecture does not permit it, each response has a row of its own: al
 rejected, (2B, T); every row ends in the last column, and the score is values[:, -1].
 """
 
-import common
-from machinery import (
-    estimate,
-    flags,
-    model_folders,
-    pair_scores,
-    presets,
-    ranks,
-    shared_prompts,
-    statistics,
-)
-from machinery.rows import load_rows
-from machinery.run import Run
-
 import torch
 import torch.nn.functional as F
+
+import common
+from machinery.base import modules, ranks, statistics
+from machinery.base.refused import program
+from machinery.data.rows import load_rows
+from machinery.flags import declaring, presets
+from machinery.models import model_folders
+from machinery.rollout import pair_scores, shared_prompts
+from machinery.run.run import Run
 
 # ---- Hyperparameters ----
 PRESETS = {
@@ -65,14 +60,14 @@ SUMS = "loss", "accuracy", "chosen_score", "rejected_score"
 
 def get_args(argv=None):
     """Reads the flags of this step from the command line."""
-    parser = flags.new_parser(__doc__)
-    flags.add_common_flags(parser)
-    arg = flags.flag_group(parser, "flags of this step alone")
+    parser = declaring.new_parser(__doc__)
+    declaring.add_common_flags(parser)
+    arg = declaring.flag_group(parser, "flags of this step alone")
     arg("value_head_prefix", "score", "name of the head; stock transformers loads `score`")
     pull = "pulls scores to 0, by this times (chosen + rejected)^2. 0.01 [Eisenstein 2023]"
     arg("center_coef", 0.0, pull, fixed=True)
     arg("share_prompt", 1, "1: compute the prompt of a pair once; 0: a row for each response")
-    return flags.parse(parser, PRESETS, argv, "reward")
+    return declaring.parse(parser, PRESETS, argv, "reward")
 
 
 # ---- Data and loss ----
@@ -149,7 +144,7 @@ def evaluate(args, engine, held_out, collate_rows):
     loss, correct, chosen, rejected, count, chosen2, rejected2 = ranks.all_sum(*sums).tolist()
     mean = (chosen + rejected) / (2 * count)
     std = max(0.0, (chosen2 + rejected2) / (2 * count) - mean**2) ** 0.5
-    model_folders.unwrap_model(engine).config.score_statistics = [mean, std]
+    modules.unwrap_model(engine).config.score_statistics = [mean, std]
     return {
         "eval_loss": loss / count,
         "eval_accuracy": correct / count,
@@ -165,7 +160,7 @@ def evaluate(args, engine, held_out, collate_rows):
 # ---- The step, top to bottom ----
 def main():
     args = get_args()
-    run = Run(args, "step 2: reward model", estimate.value_model)
+    run = Run(args, "step 2: reward model")
 
     # ---- 1 data ----
     tokenizer = model_folders.load_tokenizer(args.model_name_or_path, args)
@@ -204,4 +199,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    program(main)

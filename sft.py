@@ -19,12 +19,16 @@ padding).
 
 import math
 
-import common
-from machinery import estimate, flags, model_folders, presets, ranks, reward_functions, samples
-from machinery.rows import load_rows
-from machinery.run import Run
-
 import torch
+
+import common
+from machinery.base import ranks
+from machinery.base.refused import program
+from machinery.data.rows import load_rows
+from machinery.flags import declaring, presets
+from machinery.models import model_folders
+from machinery.rollout import reward_functions, samples
+from machinery.run.run import Run
 
 # ---- Hyperparameters ----
 PRESETS = {
@@ -56,15 +60,15 @@ COLUMNS = """step epoch loss eval_loss eval_perplexity learning_rate grad_norm
 
 def get_args(argv=None):
     """Reads the flags of this step from the command line."""
-    parser = flags.new_parser(__doc__)
-    flags.add_common_flags(parser)
-    arg = flags.flag_group(parser, "flags of this step alone")
+    parser = declaring.new_parser(__doc__)
+    declaring.add_common_flags(parser)
+    arg = declaring.flag_group(parser, "flags of this step alone")
     covered = "the assistant's turns, or everything. None: all of messages, else the last"
     arg("train_on", str, covered, fixed=True, choices=["last", "all", "everything"])
     arg("num_samples", 5, "held-out prompts answered at each evaluation")
     arg("gold_fn", str, "grades those responses, logged only", metavar="FILE:FUNCTION")
     arg("max_answer_seq_len", 64, "tokens of those responses, at most", least=2)
-    return flags.parse(parser, PRESETS, argv, "sft")
+    return declaring.parse(parser, PRESETS, argv, "sft")
 
 
 # ---- Data and loss ----
@@ -112,7 +116,7 @@ def evaluate(args, engine, held_out, collate_rows):
 # ---- The step, top to bottom ----
 def main():
     args = get_args()
-    run = Run(args, "step 1: supervised fine-tuning", estimate.language_model)
+    run = Run(args, "step 1: supervised fine-tuning")
     gold = reward_functions.load(args)[1]  # --gold_fn
 
     # ---- 1 data ----
@@ -151,4 +155,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    program(main)

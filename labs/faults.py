@@ -11,13 +11,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch  # noqa: E402
+from deepspeed.accelerator import get_accelerator  # noqa: E402
+
 import common  # noqa: E402
 import ppo  # noqa: E402
 import reward  # noqa: E402
-from machinery import kept_pass  # noqa: E402
-
-import torch  # noqa: E402
-from deepspeed.accelerator import get_accelerator  # noqa: E402
+from machinery.rollout import kept_pass  # noqa: E402
 
 BF16 = functools.partial(torch.autocast, get_accelerator().device_name(), torch.bfloat16)
 

@@ -1,36 +1,14 @@
-"""Everything that nobody has to open to understand RLHF on DeepSpeed: one job a module.
+"""The machine room: what nobody has to open to understand RLHF on DeepSpeed.
 
-DeepSpeed, transformers and datasets are noisy while they are imported, so they are imported here
-first, in silence. Importing them earlier changes what is printed, and nothing else. What stands
-above them must also be read by a Python that is too old.
+    base      which rank this is, refusals in words, progress, records, statistics
+    engine    DeepSpeed: its config, ZeRO-3, repairs, offloading, tensor parallelism, throughput
+    models    folders of models, LoRA, saving, the model card, what forwards of architectures take
+    data      formats, sources, tokens, rows
+    flags     declaring flags, those of all scripts, PPO's, the rules between them, presets
+    -------   common.py stands here: it imports the rooms above, and the rooms below import it
+    run       a run from start to end: launch, output folder, checkpoints, logs, plots
+    rollout   decoding, shared prompts, judges, metrics, the microscope, EMA
+
+A module imports from its own room and from those above it, and never a script
+(tests/docs/test_house.py).
 """
-
-import logging
-import os
-import sys
-import warnings
-
-from machinery import errors
-
-if sys.version_info < (3, 11):
-    errors.fail(
-        "this Python is {}.{}, and transformers needs 3.11 or newer: make .venv with one.".format(
-            *sys.version_info
-        )
-    )
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-warnings.filterwarnings("ignore")
-logging.disable(logging.WARNING)
-
-try:
-    import datasets  # noqa: F401
-    import deepspeed  # noqa: F401
-    import torchdata  # noqa: F401
-    import transformers  # noqa: F401
-except ModuleNotFoundError as error:
-    start = "`source .venv/bin/activate` first; `make install` makes .venv."
-    errors.fail("no package {} in {}: {}".format(error.name, sys.prefix, start))
-except KeyboardInterrupt:
-    sys.exit("interrupted while the libraries were imported: nothing was written.")
-
-logging.disable(logging.NOTSET)

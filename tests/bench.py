@@ -313,11 +313,11 @@ def letters(prompts, completions, **columns):
 # Each runs in a process of its own and returns the lines that it adds to results.jsonl.
 def prepare(job, work):
     """Write tokenizer, models and data of all jobs: the same bytes each time."""
-    from machinery.formats import ASSISTANT, HUMAN
-
     import torch
     import transformers
     from make import make_tokenizer
+
+    from machinery.data.formats import ASSISTANT, HUMAN
 
     jobs = job["jobs"]
     source = next(
@@ -397,11 +397,12 @@ def best_seconds(function):
 def machine(job, work):
     """The limit of arithmetic: GFLOP/s of the model's own matrix products, and of a large square
     one."""
-    import common
-    from machinery import model_folders, ranks
-
     import torch
     from transformers import AutoModelForCausalLM
+
+    import common
+    from machinery.base import ranks
+    from machinery.models import model_folders
 
     device, dtype = ranks.device(), common.DTYPES[job["dtype"]]
     gpu = device.type == "cuda"
@@ -475,13 +476,14 @@ def decode(job, work):
     no EOS on either side."""
     from types import SimpleNamespace
 
-    import common
-    import ppo
-    from machinery import model_folders, ranks
-
     import torch
     from deepspeed.accelerator import get_accelerator
     from transformers import AutoModelForCausalLM
+
+    import common
+    import ppo
+    from machinery.base import ranks
+    from machinery.models import model_folders
 
     config, out = model_folders.load_config(f"{work}/{job['model']}"), []
     dtype, device = common.DTYPES[job["dtype"]], ranks.device()
@@ -533,9 +535,8 @@ def decode(job, work):
 
 def decode_weights(model):
     """Returns how many weights a token is multiplied by, and how many of them make logits."""
-    from machinery import model_folders
 
-    weights = model_folders.count_parameters(model)
+    weights = modules.count_parameters(model)
     if not model.config.tie_word_embeddings:
         weights -= model.get_input_embeddings().weight.numel()
     return weights, model.get_output_embeddings().weight.numel()
@@ -679,7 +680,7 @@ def run(args, job, side, turn, code):
 
 
 def cpu_has_bf16():
-    """As in machinery.refusals, which is too heavy to import here."""
+    """As in machinery.flags.refusals, which is too heavy to import here."""
     known = Path("/proc/cpuinfo").read_text().split()
     found = "avx512_bf16" in known or "amx_bf16" in known
     if not found:

@@ -5,11 +5,11 @@ import gc
 import json
 import os
 
-from machinery.run import Run
-
 import bench
 import torch
 from deepspeed.comm import comm
+
+from machinery.run.run import Run
 
 # bytes of the tiny model in fp32
 WEIGHTS = 4 * (2 * 4096 * 256 + 6 * (4 * 256**2 + 3 * 256 * 688) + 13 * 256)

@@ -7,15 +7,16 @@ import os
 import statistics
 import time
 
-import common
-from machinery import model_folders, ranks
-from machinery.rows import load_rows
-
 import accelerate
 import bench
 import datasets
 import torch
 import transformers
+
+import common
+from machinery.base import ranks
+from machinery.data.rows import load_rows
+from machinery.models import model_folders
 
 # As `accelerate config` would write it for ZeRO-3; by default TRL gathers the weights once
 # for a rollout.

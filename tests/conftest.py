@@ -14,14 +14,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import common
-import ppo
-from machinery import flags, model_folders, refusals
-from tests import workers
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+import common
+import ppo
+from machinery.flags import declaring, refusals
+from machinery.models import model_folders
+from tests import workers
 
 
 # --------------------------------------------------------------------------------------------------
@@ -30,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None, lora_dim=0):
     """common.load_model with the flags of one model written out."""
     own = dict(model_name_or_path=path, zero_stage=stage, dropout=dropout, lora_dim=lora_dim)
-    return common.load_model(flags.of_role(args, **own), tokenizer, value_head)
+    return common.load_model(declaring.of_role(args, **own), tokenizer, value_head)
 
 
 class Knowing:

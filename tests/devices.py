@@ -21,12 +21,12 @@ import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests import workers
-
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from tests import workers
 
 IDS = torch.arange(2, 20).view(2, 9)
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
@@ -92,7 +92,8 @@ def lost_tensors(base, stage, **zero):
 
 def sampled_after_evaluation(base):
     """An evaluation at stage 3, whose gathers run ahead; then sampling, and saving."""
-    from machinery import model_folders, saving, zero3
+    from machinery.engine import zero3
+    from machinery.models import model_folders, saving
 
     engine = workers.tiny_engine(base, 3, options=["--ds_config", knobs(base, "tiny", **TINY)])
     tokenizer = model_folders.load_tokenizer(workers.TOKENIZER)
@@ -115,7 +116,8 @@ def partitions(base):
 
     The model is so small that some ranks hold nothing, and others parts of two weights.
     """
-    from machinery import ema, model_folders
+    from machinery.models import model_folders
+    from machinery.rollout import ema
 
     tokenizer, found = model_folders.load_tokenizer(workers.TOKENIZER), {}
     options = ["--ds_config", knobs(base, "few", reduce_bucket_size=6, allgather_bucket_size=6)]
@@ -199,7 +201,7 @@ def memory_of_rank(base, dtype, stage):
     """This rank of 64: its shares of the weights, and its bytes beside those of the estimate."""
     import common
     import sft
-    from machinery import memory
+    from tools import estimate_memory as memory
 
     names = dict(zip(("reduce_bucket_size", "allgather_bucket_size"), (2000, 2000)))
     options = ["--ds_config", knobs(base, "small_buckets", **names), "--dtype", dtype]
@@ -372,13 +374,13 @@ def be_rank(base, group, rank, port):
 
 
 def main():
+    from deepspeed.accelerator import get_accelerator
+
     import common  # noqa: F401
     import ppo  # noqa: F401
     import reward  # noqa: F401
     import sft  # noqa: F401
-    from machinery import crash, logs
-
-    from deepspeed.accelerator import get_accelerator
+    from machinery.run import crash, logs
 
     base, groups = Path(sys.argv[1]), sys.argv[2:]
     for operator in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):

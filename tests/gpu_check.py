@@ -18,9 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from tests import memory, workers
-
 import torch
+
+from tests import memory, workers
 
 SCRIPTS = ("sft", "reward", "ppo")
 METRIC = {"sft": "loss", "reward": "loss", "ppo": "eval_reward"}
@@ -74,10 +74,11 @@ REFERENCE = {f"{script}_reference": run(script, "fp32", 0) for script in SCRIPTS
 # --------------------------------------------------------------------------------------------------
 def worker(base, group):
     """Makes the runs of a group, and leaves facts/<run>.json."""
-    from machinery import crash, logs, ranks
-
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+
+    from machinery.base import ranks
+    from machinery.run import crash, logs
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
@@ -100,11 +101,12 @@ def worker(base, group):
 def decode(base):
     """Waits of the host and milliseconds for each token, 8 rows: 128 tokens less 64; and whether
     --compile_decoding samples the same tokens, and its milliseconds."""
-    import common
-    from machinery import decoding, ranks
-    from tests.conftest import generate
-
     from transformers import AutoModelForCausalLM
+
+    import common
+    from machinery.base import ranks
+    from machinery.rollout import decoding
+    from tests.conftest import generate
 
     model = AutoModelForCausalLM.from_pretrained(base / "models/actor").to(ranks.device()).eval()
     tokenizer = type("NoEnd", (), {"pad_token_id": 0, "eos_token_id": -1})()
@@ -183,8 +185,8 @@ def compare_memory(base, dtype, stage, measured):
     if not torch.cuda.device_count():  # resident memory, which never falls, of all runs so far
         return None, "it ran; the peak of one run is known on a GPU only"
     import sft
-    from machinery import estimate
-    from machinery import memory as count
+    from tools import estimate
+    from tools import estimate_memory as count
 
     options = memory_run(stage, dtype)["flags"]
     flags = [flag.replace("BASE", str(base)) for flag in options]

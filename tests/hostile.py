@@ -38,16 +38,19 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from tests import kill  # first: it sets the environment
 
 # isort: split
-import ppo
-import reward
-import sft
-from machinery import decoding, flags, logs, model_checks
-
 import conftest
 import test_8_input as input_tests
 import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
+
+import ppo
+import reward
+import sft
+from machinery.flags import declaring
+from machinery.models import model_checks
+from machinery.rollout import decoding
+from machinery.run import logs
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
 LIMIT = 120  # seconds of one run
@@ -221,13 +224,13 @@ def parser_of(script):
     def caught(parser, *args):
         raise Parser(parser)
 
-    parse, flags.parse = flags.parse, caught
+    parse, declaring.parse = declaring.parse, caught
     try:
         SCRIPTS[script].get_args([])
     except Parser as stop:
         return {a.dest: a for a in stop.args[0]._actions if hasattr(a, "fixed")}
     finally:
-        flags.parse = parse
+        declaring.parse = parse
 
 
 NAMES = """ nothing.jsonl good actor judge done done/old a b score.py score.py:length missing.py:f
@@ -255,7 +258,7 @@ def edges(rng, name, flag):
         return words, not words or any(word.startswith("--") for word in words)
     wrong = ["", "x", "nan", "1,5", "0x10", "1e", "--seed"] + ["1.5", "1e3"] * (flag.type is int)
     wrong += [str(flag.least - 1), "-inf"]
-    wrong += [str(flag.most + 1), "inf"] if flag.most < flags.FINITE else []
+    wrong += [str(flag.most + 1), "inf"] if flag.most < declaring.FINITE else []
     right = [flag.type(max(flag.least, value)) for value in (flag.least, 1, 2, 3)]
     if flag.most < math.inf and name not in ENDLESS:
         right += [flag.type(flag.most), flag.type(flag.most)]

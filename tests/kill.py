@@ -35,11 +35,11 @@ os.environ.update(
 )
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests import workers
-from tests.workers import CLOCKS
-
 import torch
 from safetensors.torch import load_file
+
+from tests import workers
+from tests.workers import CLOCKS
 
 TOUCHES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
 RUNS = {
@@ -53,12 +53,12 @@ RUNS = {
 def prepare():
     """Returns a folder with tiny models and data. After it all imports are done, without any thread
     that a fork would lose."""
+    from tqdm import tqdm
+
     import ppo  # noqa: F401
     import reward  # noqa: F401
     import sft  # noqa: F401
-    from machinery import logs
-
-    from tqdm import tqdm
+    from machinery.run import logs
 
     torch.set_num_threads(1)
     # its thread may hold a lock at the fork, which then is never released
@@ -179,7 +179,7 @@ def at_step(step, action, only=None):
     `action` (in rank `only`)."""
 
     def fault(rank):
-        from machinery import crash
+        from machinery.run import crash
 
         check_finite = crash.stop_unless_finite
 

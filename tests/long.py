@@ -21,7 +21,7 @@ def watch(file, every):
     open files."""
 
     def fault(rank):
-        from machinery import crash
+        from machinery.run import crash
 
         check_finite = crash.stop_unless_finite
 

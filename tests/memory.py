@@ -142,11 +142,13 @@ def measure(script, out, flags):
     `out`, a file a rank."""
     import importlib
 
-    import common
-    from machinery import logs, microscope, rollout_metrics, samples, saving
-    from machinery.run import Run
-
     import deepspeed
+
+    import common
+    from machinery.models import saving
+    from machinery.rollout import microscope, rollout_metrics, samples
+    from machinery.run import logs
+    from machinery.run.run import Run
 
     module = importlib.import_module(script)
     peaks, now = {}, {"phase": None, "base": None, "step": 0}
@@ -205,7 +207,8 @@ def compare(folder, script, ranks, stage, size, flags=""):
     """Returns [(phase, estimated GiB, measured GiB)] of one run."""
     import importlib
 
-    from machinery import estimate, memory
+    from tools import estimate
+    from tools import estimate_memory as memory
 
     prepare(folder, size, script == "ppo" or "lora" in flags)
     flags = flags_of(script, folder, size, stage) + flags.split()

@@ -10,9 +10,22 @@ import json
 import os
 from types import SimpleNamespace
 
+import deepspeed
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.utils.config import get_timers_config
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
 import ppo
 import sft
-from machinery import adam, flags, launch, model_folders, ranks, refusals, saving, zero3
+from machinery.base import modules, ranks
+from machinery.engine import adam, zero3
+from machinery.flags import declaring, refusals
+from machinery.models import model_folders, saving
+from machinery.run import launch
 from tests import workers
 from tests.conftest import load_model
 from tests.test_6_deepspeed import (
@@ -26,15 +39,6 @@ from tests.test_6_deepspeed import (
     without_clocks,
 )
 
-import deepspeed
-import pytest
-import torch
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.utils.config import get_timers_config
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
 peft = pytest.importorskip("peft")
 
 
@@ -44,7 +48,7 @@ def logits(path, head=None):
     args = sft.get_args(["--preset", "toy", "--dtype", "fp32"])
     tokenizer = model_folders.load_tokenizer(str(path))
     model = load_model(str(path), args, 0, tokenizer=tokenizer, value_head=head)
-    model = model_folders.unwrap_model(model).eval()
+    model = modules.unwrap_model(model).eval()
     with torch.no_grad():
         return model(torch.arange(5, 15)[None]).logits
 
@@ -474,8 +478,8 @@ def test_a_cpu_computes_in_what_it_has(monkeypatch, capsys, cpu, has):
     every CPU that it has them. What --estimate asks about is another device."""
     monkeypatch.setattr(refusals.Path, "read_text", lambda _: CPUS[cpu])
     assert get_accelerator().is_bf16_supported()
-    assert flags.fast_dtype() == flags.fast_dtype("2") == ("bf16" if has else "fp32")
-    assert flags.fast_dtype("8x80") == "bf16"
+    assert declaring.fast_dtype() == declaring.fast_dtype("2") == ("bf16" if has else "fp32")
+    assert declaring.fast_dtype("8x80") == "bf16"
     for dtype in ("bf16", "fp32"):
         launch.warn_of_bf16(SimpleNamespace(dtype=dtype))
         assert ("emulates bf16" in capsys.readouterr().out) is (dtype == "bf16" and not has)
@@ -490,7 +494,7 @@ def test_asking_a_gpu_for_bf16_puts_nothing_on_it(cuda, monkeypatch, emulated, d
         return not emulated
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    assert flags.fast_dtype() == dtype
+    assert declaring.fast_dtype() == dtype
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,19 @@ leave when they are done."""
 
 from types import SimpleNamespace
 
-import common
-from machinery import compiled_decoding, decoding, forwards, patches, ranks, zero3
-from tests.conftest import generate, load_model
-from tests.test_1_tokens import E, Scripted
-from tests.test_5_models import CONFIGS, SHAPE, VOCAB, folder_of, get_args, random_ids
-
 import pytest
 import torch
 from transformers import MistralConfig, Qwen2Config
 from transformers.cache_utils import DynamicSlidingWindowLayer
+
+import common
+from machinery.base import ranks
+from machinery.engine import patches, zero3
+from machinery.models import forwards
+from machinery.rollout import compiled_decoding, decoding
+from tests.conftest import generate, load_model
+from tests.test_1_tokens import E, Scripted
+from tests.test_5_models import CONFIGS, SHAPE, VOCAB, folder_of, get_args, random_ids
 
 WINDOWS = {
     "short window": MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=6),

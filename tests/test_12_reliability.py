@@ -14,23 +14,16 @@ import re
 import subprocess
 import sys
 
-import sft
-from machinery import (
-    checkpoints,
-    crash,
-    formats,
-    launch,
-    model_folders,
-    output_folder,
-    ranks,
-    rows,
-    sources,
-)
-from tests import workers
-
 import pytest
 import torch
 from safetensors.torch import save_file
+
+import sft
+from machinery.base import ranks
+from machinery.data import formats, rows, sources
+from machinery.models import model_folders
+from machinery.run import checkpoints, crash, launch, output_folder
+from tests import workers
 
 ROOT = workers.ROOT
 
@@ -335,7 +328,8 @@ def test_when_a_rank_is_gone_the_others_say_which(name, code, words):
 
 HUNG = """
 import datetime, os, signal, sys, time
-from machinery import crash, ranks
+from machinery.base import ranks
+from machinery.run import crash
 import torch
 child = os.fork()
 rank = int(child > 0)

@@ -11,16 +11,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import transformers
+from transformers import GPT2Config, LlamaConfig, OPTConfig
+
 import common
 import ppo
 import reward
 import sft
-from machinery import estimate, memory
 from tests import bench
-
-import pytest
-import transformers
-from transformers import GPT2Config, LlamaConfig, OPTConfig
+from tools import estimate
+from tools import estimate_memory as memory
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30

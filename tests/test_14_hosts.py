@@ -5,9 +5,9 @@ What a run computes must not depend on where its ranks sit; what it sends is wha
 says, or we say why not.
 """
 
-from tests import hosts
-
 import pytest
+
+from tests import hosts
 
 pytestmark = pytest.mark.skipif(
     not hosts.can_namespace(), reason="no right to make network namespaces (root, or `unshare -n`)"

@@ -1,10 +1,8 @@
-"""Repairs of libraries (machinery/patches.py): each has a test that says why it exists, and that
+"""Repairs of libraries (machinery/engine/patches.py): each has a test that says why it exists, and that
 fails when the library behaves as it should, so that the repair may go."""
 
 import datetime
 from types import SimpleNamespace
-
-from machinery import patches
 
 import deepspeed
 import pytest
@@ -18,6 +16,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import linear, partition_parameters
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from machinery.engine import patches
 
 c10d = torch.distributed.distributed_c10d
 

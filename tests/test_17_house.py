@@ -13,15 +13,18 @@ import os
 import subprocess
 import sys
 
+import pytest
+import torch
+from conftest import ROOT
+
 import common
 import ppo
 import reward
 import sft
-from machinery import flags, kept_pass, output_folder, ranks, refusals
-
-import pytest
-import torch
-from conftest import ROOT
+from machinery.base import ranks
+from machinery.flags import declaring, refusals
+from machinery.rollout import kept_pass
+from machinery.run import output_folder
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
 FILES = {"common": ROOT / "common.py", **{name: ROOT / f"{name}.py" for name in SCRIPTS}}
@@ -198,7 +201,7 @@ def outside(flag):
     step = 1 if flag.type is int else 0.5
     least, most = flag.least, flag.most
     texts = [least / 2 if 0 < least < step else least - step]
-    texts += [most + step] if most < flags.FINITE else []
+    texts += [most + step] if most < declaring.FINITE else []
     if flag.type is float:
         texts += ["nan", "-inf", *(["inf"] if most < math.inf else [])]
     return texts
@@ -218,7 +221,7 @@ def test_a_number_outside_its_range_is_refused(script, monkeypatch, capsys):
             said = capsys.readouterr().err
             assert stop.value.code == 2 and f"--{flag.dest}" in said, said
             assert "is out of range" in said or flag.choices, said
-        ends = [flag.least, *([flag.most] if flag.most < flags.FINITE else [])]
+        ends = [flag.least, *([flag.most] if flag.most < declaring.FINITE else [])]
         for text in [flag.type(end) for end in ends] + ["inf"] * (flag.most == math.inf):
             try:
                 SCRIPTS[script].get_args([f"--{flag.dest}={text}"])
@@ -246,7 +249,7 @@ def test_a_model_of_ones_own_starts_from_the_first_preset(script, monkeypatch):
 def test_presets_name_flags_that_exist(script, monkeypatch):
     """A preset fills in defaults, and argparse takes any name for one: a typo would do nothing."""
     known = {action.dest for action in parser_of(script, monkeypatch)._actions}
-    for preset in [*SCRIPTS[script].PRESETS.values(), flags.toy_preset(script)]:
+    for preset in [*SCRIPTS[script].PRESETS.values(), declaring.toy_preset(script)]:
         assert set(preset) <= known, set(preset) - known
 
 

@@ -9,15 +9,15 @@ import json
 import sys
 from types import SimpleNamespace
 
-import common
-from machinery import decoding
-from tests import devices, workers
-from tests.conftest import generate
-from tests.workers import CLOCKS
-
 import pytest
 import torch
 from safetensors.torch import load_file
+
+import common
+from machinery.rollout import decoding
+from tests import devices, workers
+from tests.conftest import generate
+from tests.workers import CLOCKS
 
 NO_END = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
 

@@ -14,11 +14,6 @@ import struct
 import subprocess
 import sys
 
-import ppo
-import reward
-import sft
-from machinery import model_card, model_folders, rows, saving, scoring_tokenizer
-
 import pytest
 import torch
 import transformers
@@ -35,6 +30,12 @@ from transformers import (
     Qwen2Config,
     pipeline,
 )
+
+import ppo
+import reward
+import sft
+from machinery.data import rows
+from machinery.models import model_card, model_folders, saving, scoring_tokenizer
 
 TOY = AutoTokenizer.from_pretrained(ROOT / "toy/model")
 VOCAB = len(TOY)

@@ -12,26 +12,18 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import ppo
-import reward
-import sft
-from machinery import (
-    checkpoints,
-    folder_lock,
-    logs,
-    model_card,
-    model_folders,
-    monitors,
-    output_folder,
-    rows,
-    saving,
-    throughput,
-)
-from machinery.run import Run
-
 import datasets
 import pytest
 from conftest import ROOT
+
+import ppo
+import reward
+import sft
+from machinery.data import rows
+from machinery.engine import monitors, throughput
+from machinery.models import model_card, model_folders, saving
+from machinery.run import checkpoints, folder_lock, logs, output_folder
+from machinery.run.run import Run
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
 FACTS = {"data_rows": 8, "data_fingerprint": 7}

@@ -11,14 +11,15 @@ from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 
-import ppo
-import reward
-import sft
-from machinery import kept_pass, reward_functions, rows, samples
-
 import pytest
 import torch
 from conftest import ROOT
+
+import ppo
+import reward
+import sft
+from machinery.data import rows
+from machinery.rollout import kept_pass, reward_functions, samples
 
 LABS = ROOT / "labs"
 sys.path[:0] = [str(LABS)]

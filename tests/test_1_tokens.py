@@ -6,18 +6,20 @@ token (EOS), - padding.
 
 from types import SimpleNamespace
 
-import common
-import ppo
-import reward
-import sft
-from machinery import logs, ptx, rows, samples, shared_prompts
-from machinery.run import Run
-from tests.conftest import generate
-
 import pytest
 import torch
 from torch import nn
 from transformers import GenerationConfig, LlamaConfig
+
+import common
+import ppo
+import reward
+import sft
+from machinery.data import rows
+from machinery.rollout import ptx, samples, shared_prompts
+from machinery.run import logs
+from machinery.run.run import Run
+from tests.conftest import generate
 
 E = 1  # EOS
 

@@ -11,17 +11,22 @@ import sys
 import time
 from types import SimpleNamespace
 
-import common
-import ppo
-import reward
-import sft
-from machinery import flags, launch, logs, plots, progress, rollout_metrics, rows, saving
-
 import pytest
 import torch
 from conftest import ROOT
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+import common
+import ppo
+import reward
+import sft
+from machinery.base import progress
+from machinery.data import rows
+from machinery.flags import declaring
+from machinery.models import saving
+from machinery.rollout import rollout_metrics
+from machinery.run import launch, logs, plots
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
 
@@ -63,7 +68,7 @@ def test_a_python_that_lacks_something_is_told_so_in_one_line(version, error, co
 def test_an_old_python_gets_as_far_as_the_check(name):
     """It reads a script and common.py, and imports nothing that may be missing, before it comes to
     the check in machinery/__init__.py."""
-    for file in (ROOT / name, ROOT / "machinery/__init__.py", ROOT / "machinery/errors.py"):
+    for file in (ROOT / name, ROOT / "machinery/__init__.py", ROOT / "machinery/base/refused.py"):
         ast.parse(file.read_text(), feature_version=(3, 10))
     names = re.findall(r"^(?:import|from) (\w+)", (ROOT / name).read_text(), re.M)
     first_of_ours = min(names.index(own) for own in ("common", "machinery") if own in names)
@@ -303,7 +308,7 @@ def test_the_readmes_five_lines_give_our_score(trained, tokenizer, tmp_path):
     text = (ROOT / "README.md").read_text().split("## Use what you trained")[1].split("## ")[0]
     lines = re.findall("^    (.+)$", text, re.M)
     assert len(lines) == 5
-    args = flags.of_role(sft.get_args(["--dtype", "fp32", "--zero_stage", "0"]))
+    args = declaring.of_role(sft.get_args(["--dtype", "fp32", "--zero_stage", "0"]))
     args.model_name_or_path, args.dropout = str(trained / "judge"), None
     judge = common.load_model(args, tokenizer, "score").eval()
     saving.save_model(judge, tokenizer, tmp_path / "judge")

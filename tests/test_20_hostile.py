@@ -7,9 +7,9 @@ docs/reliability.md says how many were tried, and what was found.
 
 import sys
 
-from tests import workers
-
 import pytest
+
+from tests import workers
 
 
 @pytest.mark.slow

@@ -9,13 +9,15 @@ import shutil
 import subprocess
 import sys
 
-from machinery import flags, model_folders, progress, saving
-from tests.conftest import load_model
-
 import pytest
 import torch
 from conftest import ROOT
 from transformers import AutoModelForSequenceClassification
+
+from machinery.base import progress
+from machinery.flags import declaring
+from machinery.models import model_folders, saving
+from tests.conftest import load_model
 
 sys.path.insert(0, str(ROOT / "tools"))
 import talk
@@ -145,7 +147,7 @@ def test_a_question_is_written_as_in_the_models_own_samples(tmp_path, prompts, t
 
 
 def test_a_dialogue_is_written_as_hh_has_it():
-    """As machinery/formats.py reads it; a chat model's text gets the space that data has there."""
+    """As machinery/data/formats.py reads it; a chat model's text gets the space that data has there."""
     messages = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": " Hello."},
@@ -174,7 +176,7 @@ def test_models_are_given_the_same_random_numbers(args):
     assert [row["prompt"] for row in answers] == texts  # in their order
     assert len({row["text"] for row in answers}) == 3
     assert second.answers(args, prompts, 0) == answers
-    one_by_one = flags.of_role(args, per_device_eval_batch_size=1)
+    one_by_one = declaring.of_role(args, per_device_eval_batch_size=1)
     assert second.answers(one_by_one, prompts, 0) == answers
     assert second.answers(args, prompts[1:2], 0) == answers[1:2]
     assert second.answers(args, prompts, 1) != answers
@@ -260,7 +262,7 @@ def test_a_chat_model_ends_where_stock_generate_does(chat_folder, tmp_path):
 
 def test_a_prompt_that_is_too_long_keeps_its_end(args):
     writer = writers_of(args)[0]
-    short = flags.of_role(args, max_prompt_seq_len=3)
+    short = declaring.of_role(args, max_prompt_seq_len=3)
     whole, cut = (writer.prompt(each, 0, "What is a fox?") for each in (args, short))
     assert cut["prompt_ids"] == whole["prompt_ids"][-3:] and (whole["cut"], cut["cut"]) == (0, 1)
     writer.positions = 12  # the response may have half of them
@@ -574,7 +576,7 @@ def test_ctrl_c_stops_a_response_and_no_more(args, monkeypatch, capsys):
 
 
 def test_save_writes_what_sft_reads(args, monkeypatch, tmp_path):
-    from machinery import formats
+    from machinery.data import formats
 
     session, file = session_of(args), tmp_path / "said.jsonl"
     typed(session, monkeypatch, "Who?", f"/save {file}", f"/save {file}")

@@ -17,21 +17,15 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import ppo
-from machinery import (
-    folder_lock,
-    logs,
-    microscope,
-    output_folder,
-    pair_scores,
-    ranks,
-    rollout_metrics,
-)
-
 import datasets
 import pytest
 import torch
 from conftest import ROOT
+
+import ppo
+from machinery.base import ranks
+from machinery.rollout import microscope, pair_scores, rollout_metrics
+from machinery.run import folder_lock, logs, output_folder
 
 sys.path.insert(0, str(ROOT / "tools"))
 import look

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-from tests import workers
-
 import pytest
 import torch
 from conftest import ROOT, micro_batch
+
+from tests import workers
 
 DIFFS = sorted((ROOT / "variants").glob("*/*.diff"))
 README = (ROOT / "README.md").read_text()

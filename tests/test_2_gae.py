@@ -6,12 +6,12 @@ delta_t = r_t + gamma * V_{t+1} - V_t.
 
 import random
 
-import ppo
-from machinery import ranks
-from tests.conftest import micro_batch
-
 import pytest
 import torch
+
+import ppo
+from machinery.base import ranks
+from tests.conftest import micro_batch
 
 JUNK = 777.0
 

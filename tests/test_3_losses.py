@@ -8,35 +8,26 @@ import math
 import sys
 from types import SimpleNamespace
 
-import common
-import ppo
-import reward
-import sft
-from machinery import (
-    crash,
-    decoding,
-    ema,
-    kl_controller,
-    logs,
-    lora,
-    model_folders,
-    patches,
-    ppo_rules,
-    ranks,
-    rollout_metrics,
-    rows,
-    statistics,
-    throughput,
-)
-from machinery import run as run_module
-from machinery.run import Run
-from tests.conftest import ROOT, generate, micro_batch
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification
+
+import common
+import ppo
+import reward
+import sft
+from machinery.base import ranks, statistics
+from machinery.data import rows
+from machinery.engine import patches, throughput
+from machinery.flags import ppo_rules
+from machinery.models import lora, model_folders
+from machinery.rollout import decoding, ema, kl_controller, rollout_metrics
+from machinery.run import crash, logs
+from machinery.run import run as run_module
+from machinery.run.run import Run
+from tests.conftest import ROOT, generate, micro_batch
 
 
 def with_gradient(f, x):

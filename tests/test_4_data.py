@@ -6,29 +6,21 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import common
-import ppo
-import reward
-import sft
-from machinery import (
-    data_split,
-    formats,
-    judging,
-    ranks,
-    reward_functions,
-    row_cache,
-    rows,
-    saving,
-    sources,
-    tokens,
-)
-from machinery.run import Run
-
 import datasets
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+
+import common
+import ppo
+import reward
+import sft
+from machinery.base import ranks
+from machinery.data import data_split, formats, row_cache, rows, sources, tokens
+from machinery.models import saving
+from machinery.rollout import judging, reward_functions
+from machinery.run.run import Run
 
 STAGES = {1: "sft", 2: "reward", 3: "ppo"}
 

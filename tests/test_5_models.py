@@ -9,24 +9,6 @@ import json
 import socket
 from types import SimpleNamespace
 
-import common
-import ppo
-import reward
-import sft
-from machinery import (
-    architecture,
-    compiled_decoding,
-    decoding,
-    model_checks,
-    model_folders,
-    ppo_options,
-    rows,
-    saving,
-    shared_prompts,
-)
-from tests import workers
-from tests.conftest import generate, load_model
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -45,6 +27,17 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+import common
+import ppo
+import reward
+import sft
+from machinery.data import rows
+from machinery.flags import ppo_flags
+from machinery.models import architecture, model_checks, model_folders, saving
+from machinery.rollout import compiled_decoding, decoding, shared_prompts
+from tests import workers
+from tests.conftest import generate, load_model
 
 SPARE = 8  # rows of the embedding that no token uses, as most models have
 TOKENIZER = AutoTokenizer.from_pretrained(workers.TOKENIZER)
@@ -464,7 +457,7 @@ def test_responses_that_share_a_row_stay_together():
     responses = group_rollout((5, 1, 9, 4), ((3, 1, 6), (2, 2, 4), (1, 5, 1), (2, 3, 1)))
     for updates in (1, 2):
         sizes = SimpleNamespace(updates_a_pass=updates)
-        laid_out = ppo_options.Sizes.arranged(sizes, list(responses), (1, 2), responses_a_row=3)
+        laid_out = ppo_flags.Sizes.arranged(sizes, list(responses), (1, 2), responses_a_row=3)
         rows = [response["row"] for response in laid_out]
         assert rows[0::3] == rows[1::3] == rows[2::3] and sorted(rows[::3]) == [0, 1, 2, 3]
         assert laid_out[:3] != responses[:3] or updates == 2

@@ -16,17 +16,22 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import common
-import ppo
-import sft
-from machinery import best, ema, export, kept_pass, model_folders, ptx, ranks, throughput
-from tests import workers
-from tests.workers import CLOCKS
-
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+
+import common
+import ppo
+import sft
+from machinery.base import ranks
+from machinery.engine import throughput
+from machinery.models import model_folders
+from machinery.rollout import ema, kept_pass, ptx
+from machinery.run import best
+from tests import workers
+from tests.workers import CLOCKS
+from tools import export
 
 ROOT = Path(__file__).resolve().parent.parent
 

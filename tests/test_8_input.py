@@ -15,25 +15,21 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import common
-import ppo
-import reward
-import sft
-from machinery import (
-    errors,
-    estimate,
-    model_checks,
-    model_folders,
-    reward_functions,
-    samples,
-)
-from machinery.run import Run
-
 import pytest
 import torch
 from conftest import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, LlamaConfig
+
+import common
+import ppo
+import reward
+import sft
+from machinery.base import refused
+from machinery.models import model_checks, model_folders
+from machinery.rollout import reward_functions, samples
+from machinery.run.run import Run
+from tools import estimate
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
 MODEL = str(ROOT / "toy/model")

@@ -632,9 +632,9 @@ def tiny_args(base, stage, *flags):
 def tiny_engine(base, stage, model="actor", options=(), **head):
     """options: flags. head: tokenizer and value_head of `common.load_model`."""
     import common
-    from machinery import flags
+    from machinery.flags import declaring
 
-    args = flags.of_role(
+    args = declaring.of_role(
         tiny_args(base, stage, *options),
         model_name_or_path=f"{base}/models/{model}",
         dropout=None,
@@ -645,7 +645,7 @@ def tiny_engine(base, stage, model="actor", options=(), **head):
 
 
 def whole_weights(engine):
-    from machinery import old_deepspeed
+    from machinery.engine import old_deepspeed
 
     named = dict(engine.module.named_parameters())
     with old_deepspeed.gathered_parameters(list(named.values())):
@@ -654,9 +654,9 @@ def whole_weights(engine):
 
 def rows_of_rank(seed, vocabulary=500):
     """Two rows of ids, which differ from rank to rank."""
-    from machinery import ranks
-
     import torch
+
+    from machinery.base import ranks
 
     first, generator = 2 * ranks.get_rank(), torch.Generator().manual_seed(seed)
     shape = 2 * ranks.get_world_size(), 9
@@ -665,9 +665,9 @@ def rows_of_rank(seed, vocabulary=500):
 
 def train_one_step(engine, seed=0):
     """Returns this rank's loss, on its own two rows."""
-    import common
-
     import torch
+
+    import common
 
     ids = rows_of_rank(seed)
     loss = -common.last_logprobs(engine, ids, torch.ones_like(ids), torch.ones(len(ids), 8)).mean()
@@ -680,9 +680,9 @@ def train_one_step(engine, seed=0):
 def check_value_head(base):
     """A new head under ZeRO-3, from scratch and on loaded weights, and a trained head; and the same
     without ZeRO."""
-    from machinery import model_folders
-
     import deepspeed
+
+    from machinery.models import model_folders
 
     tokenizer = model_folders.load_tokenizer(TOKENIZER)
     found = {}
@@ -700,9 +700,9 @@ def check_value_head(base):
 def check_ema(base):
     """The EMA of a model before and after one step, put together from all ranks' shards; and the
     weights while the EMA is in their place, and after."""
-    from machinery import ema
-
     import torch
+
+    from machinery.rollout import ema
 
     found = {}
     args = argparse.Namespace(enable_ema=1, ema_decay=0.9)
@@ -743,9 +743,11 @@ def check_stage_3(base):
     """What stage 3 keeps: the order of modules by which it prefetches, where forwards that score
     and passes that train take turns; and what of an offload is among Adam's moments when a
     checkpoint is written and read."""
-    from machinery import checkpoints, kept_pass, state_offload
-
     import torch
+
+    from machinery.engine import state_offload
+    from machinery.rollout import kept_pass
+    from machinery.run import checkpoints
 
     engine, found = tiny_engine(base, 3), {"whole": []}
     trace = engine.optimizer.parameter_offload.get_param_coordinator()
@@ -777,15 +779,18 @@ def check_stage_3(base):
 def check_gathered(base):
     """Answers by sharded weights where rank 0 stops at once and rank 1 goes on; all weights
     gathered, and module by module."""
-    import common
-    import ppo
-    from machinery import decoding, model_folders, patches, ranks, zero3
-
     import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import get_z3_leaf_modules
     from transformers import AutoModelForCausalLM
+
+    import common
+    import ppo
+    from machinery.base import ranks
+    from machinery.engine import patches, zero3
+    from machinery.models import model_folders
+    from machinery.rollout import decoding
 
     tokenizer, rank = model_folders.load_tokenizer(TOKENIZER), ranks.get_rank()
     known = len(tokenizer)  # the model has rows for more, which are never sampled
@@ -834,7 +839,7 @@ def check_gathered(base):
 
 def check_save(base):
     """Sharded weights, saved as they were loaded."""
-    from machinery import model_folders, saving
+    from machinery.models import model_folders, saving
 
     tokenizer = model_folders.load_tokenizer(TOKENIZER)
     saving.save_model(tiny_engine(base, 3), tokenizer, base / "saved_zero3")
@@ -844,11 +849,12 @@ def check_save(base):
 def check_fp16(base):
     """Two fp16 engines; in the second of three updates the gradients of one rank's first engine
     overflow."""
-    from machinery import patches, ranks
-
     import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
+
+    from machinery.base import ranks
+    from machinery.engine import patches
 
     args = argparse.Namespace(dtype="fp16")
     accelerator, found = type(get_accelerator()), {}
@@ -902,7 +908,10 @@ def make_run(base, name, script, flags, before, sigterm_after):
     """Runs one main() in this process. Returns its exit code and what is worth knowing about the
     engines that it saved."""
     import ppo
-    from machinery import crash, kept_pass, ranks, saving
+    from machinery.base import ranks
+    from machinery.models import saving
+    from machinery.rollout import kept_pass
+    from machinery.run import crash
 
     facts, output = {"saved": []}, base / "runs" / name
     if before and ranks.get_rank() == 0:
@@ -969,9 +978,10 @@ def make_run(base, name, script, flags, before, sigterm_after):
 
 
 def main():
-    from machinery import crash, logs, ranks
-
     import deepspeed
+
+    from machinery.base import ranks
+    from machinery.run import crash, logs
 
     base, only = Path(sys.argv[1]), sys.argv[2:]
     deepspeed.init_distributed(verbose=False)

@@ -15,23 +15,26 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from machinery import errors, flags
-
 import look_answers
 import look_page
 import look_runs
 
+from machinery.base import refused
+from machinery.flags import declaring
+
 
 def get_args(argv=None):
     """Returns the flags."""
-    parser = flags.new_parser(__doc__)
+    parser = declaring.new_parser(__doc__)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="runs, or folders of them")
-    arg = flags.flag_group(parser, "what is made")
+    arg = declaring.flag_group(parser, "what is made")
     arg("out", str, "the page; None: report.html in the first folder", metavar="FILE")
     asks = "1: load ema/ and the reward model to answer a few prompts; None: if they are small"
     arg("ask", int, asks, most=1)
     args = parser.parse_args(argv)
-    flags.check_numbers(args, [action for action in parser._actions if hasattr(action, "least")])
+    declaring.check_numbers(
+        args, [action for action in parser._actions if hasattr(action, "least")]
+    )
     args.out = Path(args.out or Path(args.folders[0]) / "report.html")
     return args
 
@@ -39,9 +42,9 @@ def get_args(argv=None):
 def refuse_foreign(out):
     """Ends the program if the page cannot be written, or would replace a file that is none."""
     if not out.parent.is_dir() or out.is_dir():
-        errors.fail(f"--out {out}: name a file, in a folder that is there.")
+        refused.fail(f"--out {out}: name a file, in a folder that is there.")
     if out.exists() and look_page.MARK not in out.read_text(errors="replace"):
-        errors.fail(f"--out {out} is there, and no page of ours.\n  Take another name.")
+        refused.fail(f"--out {out} is there, and no page of ours.\n  Take another name.")
 
 
 def main():
@@ -58,7 +61,7 @@ def main():
     try:
         args.out.write_text(look_page.page(title, runs, asked, notes), encoding="utf-8")
     except OSError as error:
-        errors.fail(f"--out {args.out}: {error.strerror}.\n  Take another file.")
+        refused.fail(f"--out {args.out}: {error.strerror}.\n  Take another file.")
     for note in notes:
         print(note)
     print(f"{args.out}: {len(runs)} run{'s' * (len(runs) > 1)}. Open it in a browser.")

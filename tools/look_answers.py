@@ -9,10 +9,11 @@ import io
 import json
 from pathlib import Path
 
-from machinery import reward_functions, tokens
-
 import talk
 import talk_models
+
+from machinery.data import tokens
+from machinery.rollout import reward_functions
 
 PROMPTS = 5
 SMALL = 1e9  # bytes of weights that are loaded without being asked for

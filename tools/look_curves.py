@@ -1,11 +1,11 @@
 """The curves of look.py's page: several runs over each other, in the groups of curves.png."""
 
-from machinery import plots
-
 import look_numbers
 import look_svg
 from look_runs import TITLES, is_number
 from look_text import heading, number, shown
+
+from machinery.run import plots
 
 POINTS = 200  # of a curve that are drawn
 APART = ("loss",)  # a panel for each script: these losses have nothing to do with each other

@@ -2,9 +2,9 @@
 
 import math
 
-from machinery import statistics
-
 from talk_tables import mean
+
+from machinery.base import statistics
 
 BINS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the probability that the judge gives its choice
 

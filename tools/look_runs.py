@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
-from machinery import errors, folder_lock, logs, output_folder, records, saving
+from machinery.base import records, refused
+from machinery.models import saving
+from machinery.run import folder_lock, logs, output_folder
 
 ORDER = ("sft", "reward", "ppo")  # of the steps; other scripts follow
 TITLES = {"sft": "SFT", "reward": "Reward model", "ppo": "PPO"}
@@ -64,11 +66,11 @@ def find(folders):
     found = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
-            errors.fail(f"{folder} is no folder.\n  Name the output folder of a run.")
+            refused.fail(f"{folder} is no folder.\n  Name the output folder of a run.")
         paths = [path for path in below(folder, DEEPEST) if is_run(path)]
         if not paths:
             why = "holds no run: no metrics.jsonl, and no args.json of ours"
-            errors.fail(f"{folder} {why}.\n  Name an --output_dir, or a folder of them.")
+            refused.fail(f"{folder} {why}.\n  Name an --output_dir, or a folder of them.")
         found |= {path.resolve(): path for path in paths}
     names = short_names([*found.values()])
     runs = [read(path, name) for path, name in zip(found.values(), names)]

@@ -22,29 +22,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from machinery import (
-    errors,
-    flags,
-    formats,
-    launch,
-    model_folders,
-    ppo_options,
-    ppo_rules,
-    reward_functions,
-    rows,
-    sources,
-)
-
 import talk_session
 import talk_tables
 from talk_models import CHAT, DIALOGUE, Judge, Writer
 
+from machinery.base import modules, refused
+from machinery.data import formats, rows, sources
+from machinery.flags import declaring, ppo_flags, ppo_rules
+from machinery.rollout import reward_functions
+from machinery.run import launch
+
 
 def new_parser():
     """Returns the parser of the flags."""
-    parser = flags.new_parser(__doc__)
+    parser = declaring.new_parser(__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="folders or hub names")
-    arg = flags.flag_group(parser, "what is done")
+    arg = declaring.flag_group(parser, "what is done")
     arg("reward", str, "a reward model, which scores the responses")
     function = "a function that scores them, too: f(prompts, completions, **columns)"
     arg("gold_fn", str, function, metavar="FILE:FUNCTION")
@@ -55,13 +48,13 @@ def new_parser():
     wrapped = r"what a question is put in: text with {}, \n a line break; or chat. None: as in the "
     wrapped += "model's samples.jsonl, else its chat template, else Human: ..., Assistant:"
     arg("template", str, wrapped)
-    arg = flags.flag_group(parser, "sampling, as in ppo.py", skip=["num_eval_prompts"])
+    arg = declaring.flag_group(parser, "sampling, as in ppo.py", skip=["num_eval_prompts"])
     arg("temperature", 1.0, "of sampling", least=1e-6)
     arg("max_answer_seq_len", 256, "tokens of a response; half of a short model's", least=2)
     arg("max_prompt_seq_len", int, "tokens; a longer one keeps its end. None: what fits", least=2)
     arg("seed", 1234, "of the random numbers", most=2**32 - 1)
-    ppo_options.add_sampling_flags(arg)
-    arg = flags.flag_group(parser, "how models are run")
+    ppo_flags.add_sampling_flags(arg)
+    arg = declaring.flag_group(parser, "how models are run")
     arg("per_device_eval_batch_size", 16, "responses sampled or scored at a time", least=1)
     kinds = ["bf16", "fp16", "fp32"]
     arg("dtype", str, "None: fp32 if it was saved so, else what is fast here", choices=kinds)
@@ -73,13 +66,15 @@ def get_args(argv=None):
     """Returns the flags, checked before anything is loaded."""
     parser = new_parser()
     args = parser.parse_args(argv)
-    flags.check_numbers(args, [action for action in parser._actions if hasattr(action, "least")])
+    declaring.check_numbers(
+        args, [action for action in parser._actions if hasattr(action, "least")]
+    )
     args._names = frozenset(["models", "reward", "gold_fn", "prompts", "score", "out"])
-    flags.check_names(args)
+    declaring.check_names(args)
     if args.template is not None:
         args.template = talk_session.read_template(args.template, "--template")
     if broken := next(broken_rules(args), None):
-        errors.fail(broken)
+        refused.fail(broken)
     return args
 
 
@@ -120,14 +115,14 @@ def read_rows(args, path, flag, stages, kept):
         except formats.BadRow as error:
             rows.refuse(row, f"{path}, row {number}", error)
         if made == rows.NO_TEMPLATE:
-            errors.fail(made)
+            refused.fail(made)
         if isinstance(made, str):
             dropped[made] += 1
         else:
             found.append(made)
     for why, count in dropped.items():
         print(f"{path}: dropped {count} rows: {why}")
-    return found or errors.fail(f"{flag} {path}: no rows are left.")
+    return found or refused.fail(f"{flag} {path}: no rows are left.")
 
 
 def read_prompts(args):
@@ -224,7 +219,7 @@ def main(argv=None):
     if prompts:
         return compare(args, prompts, writers, judge, gold)
     for writer in writers:
-        count = f"{model_folders.count_parameters(writer.model):,} weights"
+        count = f"{modules.count_parameters(writer.model):,} weights"
         forms = {DIALOGUE: "Human: ..., Assistant:", CHAT: "its chat template has it"}
         form = forms.get(writer.template, repr(writer.template))
         print(f"{writer.name}: {count}, {writer.dtype}; questions are written as {form}")

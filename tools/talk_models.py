@@ -8,14 +8,18 @@ import os
 import re
 from pathlib import Path
 
-import common
-import ppo
-from machinery import decoding, errors, flags, formats, model_checks, model_folders, rows, tokens
-
 import huggingface_hub
 import torch
 from jinja2 import TemplateError
 from transformers.utils import find_adapter_config_file
+
+import common
+import ppo
+from machinery.base import refused
+from machinery.data import formats, rows, tokens
+from machinery.flags import declaring
+from machinery.models import model_checks, model_folders
+from machinery.rollout import decoding
 
 CHAT = "chat"  # the template that stands for the tokenizer's own
 DIALOGUE = formats.HUMAN + "{}" + formats.ASSISTANT
@@ -99,14 +103,14 @@ class Model:
     def __init__(self, args, path, scores):
         self.name, path = path, on_disk(path)
         config = model_folders.load_config(path, args.trust_remote_code)
-        own = "fp32" if config.dtype == torch.float32 else flags.fast_dtype()
+        own = "fp32" if config.dtype == torch.float32 else declaring.fast_dtype()
         self.dtype = args.dtype or own
-        args = flags.of_role(args, model_name_or_path=path, dtype=self.dtype, **WHOLE)
+        args = declaring.of_role(args, model_name_or_path=path, dtype=self.dtype, **WHOLE)
         if model_folders.is_scorer(config) != scores:
             wrong = "is no reward model, and would score at random"
             if not scores:
                 wrong = "is a reward model, which cannot write.\n  Give it as --reward"
-            errors.fail(f"{self.name} {wrong}.")
+            refused.fail(f"{self.name} {wrong}.")
         model_checks.refuse_other_kinds(path, config, scores)
         model_checks.check_weights(path, config, needed=True)
         way = None if scores else decoding.way_of(args)
@@ -115,7 +119,7 @@ class Model:
         head = "score" if scores else None
         self.model = common.frozen_engine(args, 1, self.tokenizer, head)
         text = config.get_text_config()
-        self.positions = getattr(text, "max_position_embeddings", None) or flags.INTEGER
+        self.positions = getattr(text, "max_position_embeddings", None) or declaring.INTEGER
 
     def can_read(self, other):
         """Returns whether the token ids of the Model `other` mean the same here."""
@@ -136,7 +140,7 @@ class Writer(Model):
     def set_template(self, template):
         """Writes questions as `template` has it from now on."""
         if template == CHAT and not self.tokenizer.chat_template:
-            errors.fail(f"the tokenizer of {self.name} has no chat template: give text with {{}}.")
+            refused.fail(f"the tokenizer of {self.name} has no chat template: give text with {{}}.")
         self.template = template
 
     def other_ends(self):
@@ -160,7 +164,7 @@ class Writer(Model):
             ids = tokens.tokenise_prompt(self.tokenizer, text)
         except TemplateError as error:  # "roles must alternate", "no system role"
             shown = formats.as_text(text)[:300]
-            errors.fail(f"the chat template of {self.name} refuses a prompt: {error}.\n  {shown}")
+            refused.fail(f"the chat template of {self.name} refuses a prompt: {error}.\n  {shown}")
         row = {"row": number, "sample": 0, "row_weight": 1, "asked": prompt, "extra": extra}
         row.update(prompt=formats.as_text(text), chat=isinstance(text, list))
         return {**row, "prompt_ids": ids[-room:], "cut": len(ids) > room}
@@ -176,7 +180,7 @@ class Writer(Model):
         random numbers. show(text), if given, gets the text of the first row as it grows.
         """
         length, stop = self.answer_length(args), [*args.stop, *self.ends]
-        args = flags.of_role(args, max_answer_seq_len=length, stop=stop)
+        args = declaring.of_role(args, max_answer_seq_len=length, stop=stop)
         by_length = sorted(prompts, key=lambda row: len(row["prompt_ids"]))
         size = args.per_device_eval_batch_size
         with self.shown(show) if show else contextlib.nullcontext():

@@ -4,10 +4,12 @@ import contextlib
 import io
 import json
 
-from machinery import errors, flags, ppo_rules, reward_functions
-
 import talk_models
 import talk_screen
+
+from machinery.base import refused
+from machinery.flags import declaring, ppo_rules
+from machinery.rollout import reward_functions
 
 SETTABLE = "temperature top_p top_k min_new_tokens max_answer_seq_len seed".split()
 
@@ -39,7 +41,7 @@ class Session:
                 return
             except KeyboardInterrupt:
                 print("\nstopped; the dialogue is as it was. /quit or Ctrl-D ends.")
-            except SystemExit:  # errors.fail has said what is wrong
+            except SystemExit:  # refused.fail has said what is wrong
                 pass
 
     def act(self, line):
@@ -52,7 +54,7 @@ class Session:
             return False
         command = self.commands().get(name[1:])
         if command is None:
-            errors.fail(f"there is no command {name}.\n  /help lists them.")
+            refused.fail(f"there is no command {name}.\n  /help lists them.")
         return command(rest.strip()) is True
 
     def commands(self):
@@ -121,7 +123,7 @@ class Session:
     def do_undo(self, rest):
         """takes the last question and its responses back"""
         if not self.histories[0]:
-            errors.fail("nothing was asked yet.")
+            refused.fail("nothing was asked yet.")
         question = self.histories[0][-2]["content"]
         for history in self.histories:
             del history[-2:]
@@ -135,7 +137,7 @@ class Session:
         """N: all models go on from the dialogue with model N, 1 being the first"""
         count = len(self.writers)
         if not rest.isdecimal() or not 1 <= int(rest) <= count:
-            errors.fail(f"/pick takes the number of a model, 1 to {count}.")
+            refused.fail(f"/pick takes the number of a model, 1 to {count}.")
         picked = self.histories[int(rest) - 1]
         self.histories = [list(picked) for _ in self.writers]
 
@@ -143,7 +145,7 @@ class Session:
         """on or off: whether models are given what was said before; nothing: shows it"""
         if rest:
             if rest not in ("on", "off"):
-                errors.fail("/history takes on, off or nothing.")
+                refused.fail("/history takes on, off or nothing.")
             self.remembers = [rest == "on"] * len(self.writers)
         for writer, history, used in zip(self.writers, self.histories, self.remembers):
             print(f"{writer.name}: {'given to it' if used else 'not given to it'}")
@@ -174,15 +176,15 @@ class Session:
         if rest:
             name, _, text = rest.partition(" ")
             if name not in SETTABLE:
-                errors.fail(f"/set takes one of {', '.join(SETTABLE)}, and a value.")
+                refused.fail(f"/set takes one of {', '.join(SETTABLE)}, and a value.")
             try:
                 value = self.flags[name].type(text)
             except ValueError:
-                errors.fail(f"/set {name}: {text!r} is no such number.")
-            args = flags.of_role(self.args, **{name: value})
-            flags.check_numbers(args, [self.flags[name]])
+                refused.fail(f"/set {name}: {text!r} is no such number.")
+            args = declaring.of_role(self.args, **{name: value})
+            declaring.check_numbers(args, [self.flags[name]])
             if broken := next(ppo_rules.sampling_rules(args), None):
-                errors.fail(broken)
+                refused.fail(broken)
             self.args = args
         print(", ".join(f"{name} {getattr(self.args, name)}" for name in SETTABLE))
 
@@ -196,7 +198,7 @@ class Session:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
         except OSError as error:
             advice = "Name a file that is not there yet"
-            errors.fail(f"/save {rest:.80}: {error.strerror}.\n  {advice}.")
+            refused.fail(f"/save {rest:.80}: {error.strerror}.\n  {advice}.")
 
 
 # ---- Input ----
@@ -226,7 +228,7 @@ def read_template(text, flag):
     r"""Returns a template from what a person typed, where \n is a line break."""
     if text != talk_models.CHAT and text.count("{}") != 1:
         example = r"'Question: {}\nAnswer:'"
-        errors.fail(f"{flag} {text!r}: it is chat, or text with one {{}}.\n  Like {example}.")
+        refused.fail(f"{flag} {text!r}: it is chat, or text with one {{}}.\n  Like {example}.")
     return text.replace("\\n", "\n")
 
 

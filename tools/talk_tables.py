@@ -1,6 +1,6 @@
 """The tables of talk.py: means, and how often a model is better than another."""
 
-from machinery import statistics
+from machinery.base import statistics
 
 METRICS = ("reward", "gold", "response_length", "ended")
 JUDGED = ("reward", "gold")  # of these, more is better

@@ -12,23 +12,18 @@ ids, mask: (2B, T), every row ends in the last column; loss_mask: (2B, K), 1 on 
 
 import functools
 
-import common
-import ppo  # its rollout, for the evaluation
-from machinery import (
-    errors,
-    flags,
-    memory,
-    model_folders,
-    ppo_options,
-    ranks,
-    reward_functions,
-    rollout_metrics,
-)
-from machinery.rows import load_rows
-from machinery.run import Run
-
 import torch
 import torch.nn.functional as F
+
+import common
+import ppo  # its rollout, for the evaluation
+from machinery.base import ranks, refused
+from machinery.data.rows import load_rows
+from machinery.flags import declaring, ppo_flags
+from machinery.models import model_folders
+from machinery.rollout import reward_functions, rollout_metrics
+from machinery.run.run import Run
+from tools import estimate_memory as memory
 
 # ---- Hyperparameters ----
 PRESETS = {
@@ -51,7 +46,7 @@ PRESETS = {
     ),
     "toy": dict(
         model_name_or_path="output/sft",
-        data_path=[str(flags.ROOT / "toy/data")],
+        data_path=[str(declaring.ROOT / "toy/data")],
         data_split="4,5,1",
         output_dir="output/dpo",
         num_train_epochs=1,
@@ -62,7 +57,7 @@ PRESETS = {
         dropout=0.0,
         max_answer_seq_len=48,
         num_eval_prompts=280,
-        gold_fn=str(flags.ROOT / "toy/gold.py:gold"),
+        gold_fn=str(declaring.ROOT / "toy/gold.py:gold"),
         per_device_train_batch_size=16,
         per_device_eval_batch_size=140,
         max_seq_len=64,
@@ -79,9 +74,9 @@ NAMES = "loss", "accuracy", "chosen_reward", "rejected_reward"
 
 def get_args(argv=None):
     """Reads the flags of this script from the command line."""
-    parser = flags.new_parser(__doc__)
-    flags.add_common_flags(parser)
-    arg = flags.flag_group(parser, "flags of this script alone")
+    parser = declaring.new_parser(__doc__)
+    declaring.add_common_flags(parser)
+    arg = declaring.flag_group(parser, "flags of this script alone")
     kinds = ["sigmoid", "ipo", "simpo"]
     arg("loss", "sigmoid", "see pair_loss", choices=kinds, fixed=True)
     arg("beta", 0.1, "scale of the log-ratio. 0.1 [Rafailov 2023]; 2 for simpo", fixed=True)
@@ -89,12 +84,12 @@ def get_args(argv=None):
     arg("gold_fn", str, "scores sampled responses, is never trained on", metavar="FILE:FUNCTION")
     arg("max_answer_seq_len", 256, "tokens of a sampled response", least=2)
     arg("temperature", 1.0, "of sampling", least=1e-6)
-    ppo_options.add_sampling_flags(arg)
-    args = flags.parse(parser, PRESETS, argv, "dpo")
+    ppo_flags.add_sampling_flags(arg)
+    args = declaring.parse(parser, PRESETS, argv, "dpo")
     if "data_path" in args._given and "gold_fn" not in args._given:
         args.gold_fn = None  # the toy's knows the toy's questions
     if args.eval_best_of > 1:
-        errors.fail("--eval_best_of: there is no reward model here to choose by.\n  Leave it out.")
+        refused.fail("--eval_best_of: there is no reward model here to choose by.\n  Leave it out.")
     args.reward_fn = []
     return args
 

@@ -1,0 +1,9 @@
+"""What every other room stands on. Nothing here knows about models or data.
+
+ranks       which rank this is, and what the ranks tell each other
+refused     an error in words, and the one place where it ends the program
+modules     the model inside an engine, and how many weights it has
+progress    how far long work is
+records     args.json, in which a run notes its flags
+statistics  statistics that a run reports
+"""

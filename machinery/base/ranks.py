@@ -1,0 +1,98 @@
+"""The ranks of a run: which one this is, and what they tell each other.
+
+With tensor parallelism neighbouring ranks share each layer of a model. They work on the same rows,
+so for the data they count as one.
+"""
+
+import os
+import sys
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from tqdm import tqdm
+
+from machinery.base import refused
+
+
+def get_rank():
+    """Returns the number of this rank, 0 before the ranks have met."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def get_world_size():
+    """Returns the number of ranks, 1 before they have met."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def tensor_parallel_size():
+    """Returns the number of ranks that share each layer. The run notes it in the environment."""
+    return int(os.environ.get("RLHF_TENSOR_PARALLEL", 1))
+
+
+def data_parallel_rank():
+    """Returns the number of this rank's share of the data."""
+    return get_rank() // tensor_parallel_size()
+
+
+def data_parallel_size():
+    """Returns the number of shares that the data is dealt into."""
+    return get_world_size() // tensor_parallel_size()
+
+
+def device():
+    """Returns this rank's device as DeepSpeed's accelerator names it: cuda:0, cpu, xpu:1, ..."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+def to_device(batch):
+    """Returns the dict, with its tensors on this rank's device."""
+    here = device()
+    moved = {k: v.to(here, non_blocking=True) for k, v in batch.items() if torch.is_tensor(v)}
+    return {**batch, **moved}
+
+
+def all_sum(*values):
+    """Sums each value (a number or a 0-d tensor) over all ranks: a float64 tensor on the CPU.
+
+    Ranks that share a model's layers have the same rows, which count once.
+    """
+    total = torch.tensor([float(v) for v in values], dtype=torch.float64, device=device())
+    if get_world_size() > 1:
+        dist.all_reduce(total)
+    return total.cpu() / tensor_parallel_size()
+
+
+def all_gather_objects(items):
+    """Returns the items of all ranks' lists, in one list, on every rank."""
+    lists = [items] * get_world_size()
+    if get_world_size() > 1:
+        torch.distributed.all_gather_object(lists, items)
+    return [item for part in lists for item in part]
+
+
+def each_once(rows):
+    """Returns all ranks' rows (dicts with row_weight) on every rank, each once, without fillers."""
+    first = get_rank() % tensor_parallel_size() == 0
+    return all_gather_objects([row for row in rows if row["row_weight"] and first])
+
+
+def fail_unless_alike(value, what, advice):
+    """Ends the program unless all ranks have the same `value`. All ranks call it."""
+    each = all_gather_objects([value])
+    other = next((rank for rank, theirs in enumerate(each) if theirs != each[0]), None)
+    if other is not None:
+        refused.fail(f"{what}: rank 0 has {each[0]}, rank {other} {each[other]}.\n  {advice}")
+
+
+def barrier():
+    """Waits for all ranks."""
+    if get_world_size() > 1:
+        dist.barrier()
+
+
+def say(text):
+    """Prints on rank 0 only, above the progress bar."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        tqdm.write(text)
+        sys.stdout.flush()

@@ -1,0 +1,47 @@
+"""Input that is wrong: an error in words, and the one place where it ends the program."""
+
+import difflib
+import os
+import sys
+import time
+
+
+class Refused(Exception):
+    """The user's input is wrong.
+
+    rule: a short name of what was broken, which tests look for. words: what was given, what holds,
+    and the nearest valid choice.
+    """
+
+    def __init__(self, rule, words):
+        super().__init__(words)
+        self.rule, self.words = rule, words
+
+
+def fail(words):
+    """Raises Refused without a rule's name. (On its way out: raise Refused(rule, words).)"""
+    raise Refused("", words)
+
+
+def program(main):
+    """Runs main(). A refusal becomes one message on rank 0, without a traceback, and exit code 2.
+
+    The other ranks mostly found the same. They wait until the launcher ends them, and speak only if
+    rank 0 goes on without them.
+    """
+    try:
+        main()
+    except Refused as error:
+        rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+        if rank:
+            time.sleep(20)
+        where = f"rank {rank}: " if rank else ""
+        print(f"error: {where}{error.words}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def nearest(path):
+    """Returns, in words, the names beside `path` that are most like it."""
+    beside = [file.name for file in path.parent.glob("*")]
+    names = difflib.get_close_matches(path.name, beside, cutoff=0.0)
+    return f"Nearest in {path.parent}: {', '.join(names) or 'nothing'}."

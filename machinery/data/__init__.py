@@ -1,0 +1,8 @@
+"""Data: from files and hub names to tokenised rows.
+
+sources     files, folders and hub datasets
+formats     the columns that are known, and what a row of them holds
+data_split  which rows belong to which step
+tokens      token ids of prompts, chats and responses
+rows        the rows of a step; row_cache keeps many of them
+"""

@@ -1,0 +1,39 @@
+"""Tensor parallelism (--tensor_parallel_size): which models can be split, and joining the parts."""
+
+from deepspeed.module_inject.layers import LinearAllreduce
+
+from machinery.base import refused
+from machinery.engine import old_deepspeed
+
+
+def check_model(path, config, args):
+    """Ends with a clear error if the layers of the model in `path` cannot be split as asked."""
+    size, text = args.tensor_parallel_size, config.get_text_config()
+    names = "num_attention_heads", "num_key_value_heads"
+    heads = [getattr(text, name, None) or size for name in names]
+    if size > 1 and (not text.base_model_tp_plan or any(count % size for count in heads)):
+        refused.fail(
+            f"--tensor_parallel_size {size} does not work for {path}.\n  It must divide the "
+            f"model's attention heads and key-value heads ({', '.join(map(str, heads))}), and "
+            f"transformers must know how to split a {config.model_type} model."
+        )
+
+
+def options(args):
+    """Returns "tensor_parallel" of DeepSpeed's config."""
+    return {"autotp_size": args.tensor_parallel_size, **old_deepspeed.tensor_parallel_options()}
+
+
+def join_shards(parameter, tensor):
+    """Returns the whole of a weight, or of its EMA, of which this rank holds `tensor`.
+
+    The ranks that share the layer put it together; all of them call this.
+    """
+    gather = getattr(parameter, "gather_params", None)  # DeepSpeed's, in place, on layers it split
+    if not gather:
+        return tensor
+    box = [tensor.clone()]
+    row_parallel = isinstance(gather.__self__, LinearAllreduce)  # does not split its bias
+    if not row_parallel or tensor.dim() > 1:
+        gather(box)
+    return box[0]

@@ -1,0 +1,61 @@
+"""How fast a step was: tokens, FLOPs and seconds; and its learning rate and gradient norm."""
+
+from machinery.base import modules, ranks
+
+
+def count_flops(engine, tokens, length, scored, trains=False, checkpointing=False):
+    """Returns the FLOPs of a forward on `tokens` tokens in rows of `length`.
+
+    With `trains` also those of its backward. A forward takes, per token, 2 for each weight in a
+    matrix product, and 4 * layers * hidden * length in attention (PaLM, Chowdhery et al. 2022,
+    appendix B). A backward takes as much for the gradients of what goes in, and as much for those
+    of the weights that train: with LoRA the adapters alone. With checkpointing the layers' forward
+    is made twice. The input embedding is a look-up, and the output matrix is multiplied for the
+    `scored` tokens alone.
+    """
+    model = modules.unwrap_model(engine)
+    config = model.config.get_text_config()
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    looked_up, output = (getattr(layer, "weight", None) for layer in ends)  # one, if tied
+    layers = [w for w in model.parameters() if w is not looked_up and w is not output]
+    forwards = 1 + (trains and checkpointing)
+
+    def products(weights, count, forwards):
+        times = [forwards + trains * (1 + w.requires_grad) for w in weights]
+        return 2 * count * sum(n * modules.size_of(w) for n, w in zip(times, weights))
+
+    attention = 4 * config.num_hidden_layers * config.hidden_size * length * tokens
+    attention *= forwards + 2 * trains
+    head = [] if output is None else [output]
+    return attention + products(layers, tokens, forwards) + products(head, scored, 1)
+
+
+def grad_norm(args, engine):
+    """Returns the norm of the gradient before clipping, or None where fp16 skipped the step."""
+    norm = engine.get_global_grad_norm()
+    skipped = args.dtype == "fp16" and not engine.was_step_applied()
+    return None if norm is None or skipped else float(norm)
+
+
+def learning_rate(engine):
+    """Returns the rate of the step just made; 0 before the first, as in --critic_warmup_steps."""
+    if not engine.global_steps:
+        return 0.0
+    schedule = engine.lr_scheduler
+    # its schedule has moved on, unless fp16 skipped the step
+    step = max(0, schedule.last_epoch - engine.was_step_applied())
+    return float(schedule.base_lrs[0] * schedule.lr_lambdas[0](step))
+
+
+def speed(args, engine, tokens, flops, seconds):
+    """Returns the metrics that every step logs. The step took `seconds`.
+
+    tokens, without padding, and flops are of all ranks; "tflops" is per device.
+    """
+    return {
+        "learning_rate": learning_rate(engine),
+        "grad_norm": grad_norm(args, engine),
+        "tokens_per_second": tokens / seconds,
+        "tflops": flops / seconds / ranks.get_world_size() / 1e12,
+        "seconds": seconds,
+    }

@@ -1,0 +1,125 @@
+"""ZeRO-3: forwards with fewer gathers, whole weights where they are needed, and offloading."""
+
+import contextlib
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from machinery.base import modules, ranks
+from machinery.engine import old_deepspeed, patches, tensor_parallel
+from machinery.models import lora
+
+WHOLE_LAYER = 1e9  # weights of the largest layer that is gathered in one go
+
+
+def add_options(args, zero, train):
+    """Adds stage 3 and offloading, to the CPU unless ds_config.json names another device.
+
+    zero: "zero_optimization" of DeepSpeed's config. train: for an engine that trains.
+    """
+    to_cpu = {"device": "cpu", "pin_memory": True}
+    if zero["stage"] == 3:
+        zero["reduce_scatter"] = True
+        if args.offload:
+            zero["offload_param"] = {**to_cpu, **zero.get("offload_param", {})}
+    if args.adam_offload and train and zero["stage"] > 0:
+        zero["offload_optimizer"] = {**to_cpu, **zero.get("offload_optimizer", {})}
+
+
+def ease_zero3(model, whole_layers):
+    """Makes forwards under ZeRO-3 cheaper: quicker products, decoder layers gathered in one go.
+
+    Not so a layer that is too large, and none unless `whole_layers`: with adapters DeepSpeed
+    0.19.8 frees whole layers too early.
+    """
+    patches.quicken_linear()
+    kinds = model._no_split_modules or ()
+    layers = [layer for layer in model.modules() if type(layer).__name__ in kinds]
+    largest = max((modules.count_parameters(layer) for layer in layers), default=0)
+    if whole_layers and 0 < largest <= WHOLE_LAYER:
+        deepspeed.utils.set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
+
+
+@contextlib.contextmanager
+def gather_for_generation(engine):
+    """Eval mode, and under ZeRO-3 all weights gathered once for many forwards.
+
+        with gather_for_generation(engine) as (model, synced): ...
+
+    DeepSpeed's hooks, which gather them anew for every token (4 times as long), are taken off
+    meanwhile. If the model does not fit beside what is there, they stay, and `synced` is True:
+    then all ranks must make the same number of forwards.
+    """
+    release_early_gathers(engine)
+    model = modules.unwrap_model(engine)
+    was_training = model.training
+    sharded = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
+    fits = fit_on_every_rank(sharded)
+    hooked = model.modules() if sharded and fits else ()
+    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in hooked]
+    try:
+        with old_deepspeed.gathered_parameters(sharded, enabled=bool(hooks)):
+            for module, before, after in hooks:
+                module._forward_pre_hooks, module._forward_hooks = type(before)(), type(after)()
+            yield model.eval(), bool(sharded) and not fits
+    finally:
+        for module, before, after in hooks:
+            module._forward_pre_hooks, module._forward_hooks = before, after
+        model.train(was_training)
+
+
+def release_early_gathers(engine):
+    """Makes all weights that ZeRO-3 has sharded ready to be gathered.
+
+    After a forward DeepSpeed (0.19.8) begins to gather what the backward will need. If none comes,
+    as in an evaluation, GatheredParameters ends in "Cannot partition a param in flight".
+    The engine's own method also collects Python's garbage, which took a fifth of a small model's
+    PPO step, and empties the device's cache.
+    """
+    optimizer = getattr(engine, "optimizer", None)
+    if hasattr(optimizer, "empty_partition_cache"):
+        optimizer.empty_partition_cache()
+
+
+def fit_on_every_rank(sharded):
+    """Returns whether each rank has room for all weights that ZeRO-3 has sharded."""
+    need = sum(parameter.ds_numel * parameter.element_size() for parameter in sharded)
+    kind = ranks.device().type
+    if kind == "cuda":  # what PyTorch holds and does not use is free, too
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        free = torch.cuda.mem_get_info()[0] + unused
+    else:  # a CPU's memory is shared by the ranks
+        free = get_accelerator().available_memory()
+        free /= ranks.get_world_size() if kind == "cpu" else 1
+    return ranks.all_sum(need < 0.8 * free)[0] == ranks.data_parallel_size()
+
+
+def full_tensor(name, parameter):
+    """Returns a copy of a weight on rank 0's CPU, None on other ranks. All ranks call it.
+
+    name: used only where a weight's EMA is saved in its place (ema.py).
+    """
+    with deepspeed.zero.GatheredParameters([parameter]):
+        tensor = tensor_parallel.join_shards(parameter, parameter.detach())
+        return tensor.cpu().clone() if ranks.get_rank() == 0 else None
+
+
+@torch.no_grad()
+def set_weights(engine, weights):
+    """Writes weights(name), a whole tensor on rank 0, over each weight that forwards use.
+
+    All ranks call it, for a frozen model only: the next step of one that trains would write its
+    fp32 master weights back. Checkpoints do not hold a frozen model's weights.
+    """
+    model = modules.unwrap_model(engine)
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    if trains or lora.has_adapters(engine) or ranks.tensor_parallel_size() > 1:
+        raise ValueError("set_weights takes a frozen model, without adapters or split layers")
+    for name, parameter in model.named_parameters():
+        tensor = weights(name)
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if ranks.get_rank() == 0:
+                parameter.copy_(tensor)
+        if not hasattr(parameter, "ds_id") and ranks.get_world_size() > 1:
+            torch.distributed.broadcast(parameter.data, 0)

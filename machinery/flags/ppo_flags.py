@@ -1,0 +1,230 @@
+"""Declares ppo.py's flags beyond the papers', fills in what is left open, and checks its models."""
+
+import math
+
+import numpy as np
+
+from machinery.base import refused
+from machinery.flags import declaring, ppo_rules
+from machinery.models import model_folders
+
+# ppo.py has forms of its own: actor_..., critic_..., max_prompt_seq_len, ...
+OWN_FORMS = """model_name_or_path learning_rate weight_decay dropout lora_dim max_seq_len
+               per_device_train_batch_size""".split()
+
+
+def add_models_and_sizes(parser):
+    """Declares what ppo.py starts from, and the sizes of its batches."""
+    arg = declaring.flag_group(parser, "PPO: models and sizes")
+    arg("actor_model_name_or_path", str, "actor and reference: step 1's output", fixed=True)
+    arg("critic_model_name_or_path", str, "start of the critic: step 2's output", fixed=True)
+    arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
+    equal = "responses of one forward; as many as of a generation batch"
+    arg("per_device_training_batch_size", int, equal, least=1)
+    arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)
+    arg("max_prompt_seq_len", int, "tokens; a longer one keeps its end", least=2, fixed=True)
+    arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
+
+
+def add_options(parser):
+    """Declares the options of ppo.py, and what all scripts share."""
+    arg = declaring.flag_group(parser, "PPO: options that change the result")
+    tenfold = "With LoRA ten times the preset's"
+    arg("actor_learning_rate", float, f"peak (DeepSpeed-Chat: twice the critic's). {tenfold}")
+    arg("critic_learning_rate", float, f"peak (labs/rates.md compares). {tenfold}")
+    for role in ("actor", "critic"):
+        arg(f"{role}_weight_decay", 0.0, "decoupled (AdamW); matrices only")
+        arg(f"{role}_dropout", float, "every dropout; None: what its config says", most=1)
+        thin = "LoRA: train a product of this rank beside each matrix. 0: off"
+        arg(f"{role}_lora_dim", 0, thin, most=declaring.RANK, fixed=True)
+    add_reward_flags(arg)
+    add_sampling_flags(arg)
+    add_loss_flags(arg)
+    arg = declaring.flag_group(parser, "PPO: options that change only speed and memory")
+    arg(
+        "actor_zero_stage",
+        int,
+        "of actor and reference; None: --zero_stage",
+        choices=declaring.STAGES,
+    )
+    arg(
+        "critic_zero_stage",
+        int,
+        "of critic and judges; None: --zero_stage",
+        choices=declaring.STAGES,
+    )
+    together = "responses decoded at a time; None: all of a step on a rank. Fewer take less memory"
+    arg("rollout_batch_size", int, together, least=1)
+    compiled = "decode in a static cache, compiled by transformers on CUDA: docs/ppo.md"
+    arg("compile_decoding", False, compiled)
+    arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses")
+    arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
+    arg("microscope", 4, "held-out prompts whose responses are in tokens.jsonl, token by token")
+    declaring.add_common_flags(parser, OWN_FORMS)
+
+
+def add_reward_flags(arg):
+    """Declares who scores the responses."""
+    models = "frozen reward models; None: the critic's, unless --reward_fn is given"
+    arg("reward_model_name_or_path", str, models, nargs="+", fixed=True)
+    function = "f(prompts, completions, **columns) returns a number a response, or one a token"
+    arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION", fixed=True)
+    arg("reward_combine", "sum", "one score of several judges'", choices=["sum", "min"], fixed=True)
+    arg("gold_fn", str, "a function like --reward_fn's, only logged", metavar="FILE:FUNCTION")
+    scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
+    arg("normalize_reward", 0, scaled, most=1, fixed=True)
+    arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
+
+
+def add_sampling_flags(arg):
+    """Declares how responses are sampled."""
+    arg(
+        "min_new_tokens",
+        0,
+        "no EOS in so many first tokens. Log-probs stay the whole distribution's",
+        fixed=True,
+    )
+    arg("stop", [], "texts that end a response as EOS does", fixed=True)
+    nucleus = "nucleus sampling; 1: off. Log-probs are the whole distribution's"
+    arg("top_p", 1.0, nucleus, least=1e-6, most=1, fixed=True)
+    arg(
+        "top_k",
+        0,
+        "sample from the k likeliest tokens; 0: off. Log-probs as with --top_p",
+        fixed=True,
+    )
+    arg("num_eval_prompts", 128, "held-out prompts answered at each evaluation", least=1)
+    best = "responses to each held-out prompt; the one with the highest reward is reported, too"
+    arg("eval_best_of", 1, best, least=1)
+
+
+def add_loss_flags(arg):
+    """Declares additions to the losses, and what stops or delays an update."""
+    arg("kl_target", float, "KL to the reference, nats a response, that kl_coef adapts to hold")
+    upper = "upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip"
+    arg("clip_high", float, upper, most=math.inf)
+    arg("dual_clip", 0.0, "where A < 0 the loss is at most this x |A|. 3 [Ye 2020]; 0: off")
+    arg("target_kl", float, "ends a rollout's updates when approx_kl, to its policy, is above")
+    arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
+    arg("critic_warmup_steps", 0, "first steps that train the critic alone", fixed=True)
+    average = "1: keep an average of the actor's weights, in ema/"
+    arg("enable_ema", 0, average, most=1, fixed=True)
+    arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)
+    arg("eval_ema", 0, "1: evaluate that average, too: eval_ema_...", most=1)
+    text = "plain text, mixed into the actor's updates (PTX)"
+    arg("unsup_data_path", str, text, nargs="+", fixed=True)
+    arg("unsup_coef", 27.8, "weight of its loss. 27.8 [InstructGPT, eq. 2]; see labs/ptx.md")
+    lifted = "1: lift the limits on batch sizes, epochs, generation batches"
+    arg("allow_unstable", 0, lifted, most=1)
+    gate = "1: stop unless the first ratio is 1; 0: go on, to see what a mistake does"
+    arg("first_pass_gate", 1, gate, most=1)
+
+
+def resolve(args, advantages):
+    """Returns the flags with what they leave open, or ends with an error if a rule is broken.
+
+    advantages: {name: object with needs_critic, compares_groups and whitens}. The judges become
+    lists.
+    """
+    if args.actor_zero_stage is None:
+        args.actor_zero_stage = args.zero_stage
+    if args.critic_zero_stage is None:
+        args.critic_zero_stage = args.zero_stage
+    toy = declaring.toy_preset("ppo")
+    unasked = args.gold_fn == toy.get("gold_fn") and "gold_fn" not in args._given
+    if unasked and args.data_path != toy.get("data_path"):
+        args.gold_fn = None  # it knows the toy's own questions only
+    args.reward_fn = list(filter(None, args.reward_fn or []))
+    models = list(filter(None, args.reward_model_name_or_path or []))
+    default = [] if args.reward_fn else [args.critic_model_name_or_path]
+    args.reward_model_name_or_path = models or default
+    advantage = advantages[args.advantage]
+    args.has_critic = advantage.needs_critic
+    args.compares_groups = advantage.compares_groups
+    args.whiten = advantage.whitens if args.whiten is None else args.whiten
+    args.kl_estimator = args.kl_estimator or ("k3" if args.kl_in == "loss" else "k1")
+    args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
+    args.rollout_batch_size = args.rollout_batch_size or Sizes(args).responses
+    args.offload_states &= not args.adam_offload  # there they live anyway
+    if broken := ppo_rules.broken_constraint(args):
+        refused.fail(broken)
+    return args
+
+
+# ---- Sizes and models ----
+class Sizes:
+    """The sizes of a rollout on one rank, and what depends on them.
+
+    prompts: of a generation batch.
+    updates_a_pass, updates: optimizer steps of one epoch over a rollout, and of all epochs.
+    """
+
+    def __init__(self, args):
+        generation = args.per_device_generation_batch_size
+        accumulation = args.gradient_accumulation_steps
+        self.samples = args.samples_per_prompt
+        self.prompts = generation // self.samples
+        self.generation_batches = accumulation * args.generation_batches
+        self.responses = self.generation_batches * generation
+        minibatch = args.per_device_training_batch_size * accumulation
+        self.updates_a_pass = self.responses // minibatch
+        self.updates = self.updates_a_pass * args.ppo_epochs
+
+    def repeated(self, rows):
+        """Returns each row --samples_per_prompt times, numbered by `sample`: a generation batch."""
+        return [{**row, "sample": i} for row in rows for i in range(self.samples)]
+
+    def arranged(self, responses, seed, responses_a_row):
+        """Returns a rollout's responses in the order in which micro-batches take them.
+
+        Sorted by length, which saves padding, if one update takes them all, else shuffled. Those
+        that share a row stay together.
+        """
+        starts = range(0, len(responses), responses_a_row)
+        rows = [responses[i : i + responses_a_row] for i in starts]
+        if self.updates_a_pass == 1:
+            rows.sort(key=row_length)
+        else:
+            np.random.default_rng(seed).shuffle(rows)
+        return sum(rows, [])
+
+
+def row_length(row):
+    """Returns the tokens of the responses that share a row, each with its prompt."""
+    return sum(len(r["prompt_ids"]) + len(r["response_ids"]) for r in row)
+
+
+def check_models(args, tokenizer):
+    """Ends with an error, before any model is loaded, if they do not fit each other.
+
+    All have one vocabulary, the actor writes, the judges score. Returns mean and deviation of the
+    reward model's held-out scores for --normalize_reward, else None.
+    """
+    ppo_rules.warn(args)
+    actor = args.actor_model_name_or_path
+    judges = args.reward_model_name_or_path
+
+    def config_of(path):
+        return model_folders.load_config(path, args.trust_remote_code)
+
+    def has_value_head(path):
+        return model_folders.is_scorer(config_of(path))
+
+    for path in [args.critic_model_name_or_path] * args.has_critic + judges:
+        other, advice = model_folders.load_tokenizer(path, args), "Run reward.py on the actor."
+        size = config_of(path).get_text_config().vocab_size
+        if other.get_vocab() != tokenizer.get_vocab() or size < len(tokenizer):
+            refused.fail(f"{path} and {actor} have different vocabularies.\n  {advice}")
+        if other.eos_token != tokenizer.eos_token:  # in chats the end of turn: rows.load_rows
+            ends = f"{path} ends responses with {other.eos_token}, here they end with"
+            refused.fail(f"{ends} {tokenizer.eos_token}: it has seen no such end.\n  {advice}")
+    for path in judges:
+        if not has_value_head(path):
+            why = "is no reward model, and would score at random"
+            advice = "Run reward.py on it, or give a function (--reward_fn)."
+            refused.fail(f"{path} {why}.\n  {advice}")
+    if not args.normalize_reward:
+        return None
+    lacks = "'s config.json has no score_statistics, which reward.py stores."
+    found = getattr(config_of(judges[0]), "score_statistics", None)
+    return found or refused.fail(f"--normalize_reward: {judges[0]}{lacks}")

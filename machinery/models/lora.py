@@ -1,0 +1,145 @@
+"""LoRA (--lora_dim): frozen weights, and beside each matrix a product of two thin ones that trains.
+
+[Hu et al. 2021]. peft puts the adapters in, and its format is what is saved. [Schulman 2025] is
+"LoRA Without Regret", thinkingmachines.ai/blog/lora.
+"""
+
+import contextlib
+import json
+from pathlib import Path
+
+import torch
+
+from machinery.base import refused
+from machinery.engine import old_deepspeed
+
+# The best learning rate of adapters over that of all weights, in SFT and in RL [Schulman 2025]
+FACTOR = 10
+CONFIG_FILE = "adapter_config.json"
+# transformers' config beside adapters. As config.json it would have stock tools look for whole
+# weights there, and not for the base named in adapter_config.json.
+CONFIG = "model_config.json"
+
+
+def raise_rates(args):
+    """Raises the preset's learning rate, FACTOR times, of each model whose adapters train.
+
+    A rate that is given stays.
+    """
+    for role in ("", "actor_", "critic_"):
+        name = f"{role}learning_rate"
+        rate = getattr(args, name, None)
+        if getattr(args, f"{role}lora_dim", 0) and name not in args._given and rate:
+            setattr(args, name, round(FACTOR * rate, 12))
+
+
+def add_adapters(model, args, path, dim, value_head=None):
+    """Freezes `model` and puts an adapter beside each target. [Hu et al. 2021] eq. 3
+
+        W x becomes W x + B A x * alpha / dim, with B = 0 at first
+
+    The value head, named `value_head`, trains in full: it is new, and a single row.
+    path: where the frozen weights came from.
+    """
+    import peft  # here, not above: it is slow to import, and only LoRA needs it
+
+    head = [value_head] if value_head else None
+    path = str(Path(path).resolve()) if Path(path).is_dir() else path
+    targets = "all-linear" if args.lora_targets == ["all-linear"] else args.lora_targets
+    options = {"base_model_name_or_path": path, "exclude_modules": head, "target_modules": targets}
+    config = peft.LoraConfig(r=dim, lora_alpha=args.lora_alpha, **options)
+    torch.manual_seed(args.seed)
+    try:
+        peft.inject_adapter_in_model(config, model)
+        if any("lora_embedding" in name for name, _ in model.named_parameters()):
+            raise ValueError("embeddings take no adapters here.")
+    except ValueError as error:
+        refused.fail(f"--lora_targets {' '.join(args.lora_targets)}: {error}")
+    # for stock peft, to load what is saved
+    config.task_type, config.modules_to_save = "SEQ_CLS" if head else "CAUSAL_LM", head
+    model.merge_lora = args.merge_lora
+    if value_head:
+        getattr(model, value_head).requires_grad_(True)
+
+
+def adapted_layers(model):
+    """Returns the layers of a model, or of an engine, that have an adapter: {name: layer}."""
+    return {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
+
+
+def has_adapters(model):
+    """Returns whether a model, or an engine's model, has adapters that train."""
+    return bool(adapted_layers(model))
+
+
+@contextlib.contextmanager
+def adapters_off(model):
+    """Runs the block without the adapters of the model."""
+    layers = adapted_layers(model).values()
+    for layer in layers:
+        layer.enable_adapters(False)
+    yield
+    for layer in layers:
+        layer.enable_adapters(True)
+
+
+class WithoutAdapters:
+    """An engine whose forwards leave its adapters out; in all else it is the engine."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def __call__(self, *inputs, **options):
+        with adapters_off(self.engine):
+            return self.engine(*inputs, **options)
+
+
+def chain(path):
+    """Returns [path], and where it holds adapters what they sit on, and so on, down to weights."""
+    folders = [path]
+    while (config := Path(folders[-1]) / CONFIG_FILE).is_file():
+        try:
+            base = json.loads(config.read_text())["base_model_name_or_path"]
+            folders.append("" + base)  # a TypeError unless it is text
+        except (ValueError, LookupError, TypeError):
+            refused.fail(f"{config} names no base_model_name_or_path: it is no config of adapters.")
+        if folders[-1] in folders[:-1]:
+            refused.fail(f"{path}: its adapters sit on no weights: {' on '.join(folders)}.")
+    return folders
+
+
+def configs(folder):
+    """Returns the files in a folder of adapters that hold transformers' config, if any."""
+    files = [Path(folder) / name for name in (CONFIG, "config.json")]
+    return [file for file in files if file.is_file()]
+
+
+def merge_adapters(model, folder):
+    """Adds the adapters in `folder` (peft's format) to `model`, whose head theirs replaces."""
+    import peft
+
+    config = peft.PeftConfig.from_pretrained(folder)
+    config.task_type = None  # a causal LM's adapters are welcome in a value model
+    wrapped = peft.PeftModel.from_pretrained(model, folder, config=config)
+    for layer in wrapped.modules():
+        if hasattr(layer, "lora_A"):
+            with old_deepspeed.gathered_parameters([*layer.parameters()], modifier_rank=0):
+                layer.merge()
+    wrapped.unload().requires_grad_(True)
+
+
+def merged(model, state):
+    """Adds each adapter to the weight that it sat beside, in `state`, {name: whole tensor}."""
+    for name, layer in adapted_layers(model).items():
+        a = state.pop(f"{name}.lora_A.default.weight").float()
+        b = state.pop(f"{name}.lora_B.default.weight").float()
+        delta = (b @ a).T if layer.fan_in_fan_out else b @ a
+        for key in list(state):
+            if key.startswith(f"{name}.base_layer."):
+                state[key.replace(".base_layer.", ".")] = state.pop(key)
+        weight, scale = state[f"{name}.weight"], layer.scaling["default"]
+        state[f"{name}.weight"] = (weight.float() + scale * delta).to(weight.dtype)
+    return state

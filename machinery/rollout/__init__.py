@@ -1,0 +1,9 @@
+"""What PPO's options do: each is one named call in ppo.py.
+
+decoding, compiled_decoding   what makes sampling fast
+shared_prompts     a prompt computed once for several responses
+judging, reward_functions     who scores the responses
+rollout_metrics    what a rollout and an evaluation were like; samples, pair_scores
+microscope         tokens.jsonl
+kl_controller, ema --kl_target, --enable_ema
+"""

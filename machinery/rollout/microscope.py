@@ -1,0 +1,89 @@
+"""Writes tokens.jsonl: all numbers of each token of a few held-out responses (--microscope)."""
+
+import torch
+
+from machinery.rollout import rollout_metrics
+from machinery.run import logs
+
+MOST_TOKENS = 512  # of a response that are written; the rest is left out
+# name in tokens.jsonl: the tensor (B, R) of a micro-batch. The advantage is before whitening
+NUMBERS = {
+    "logprob": "old_logprobs",
+    "ref_logprob": "ref_logprobs",
+    "kl": "kl",  # k1: the first number minus the second
+    "kl_k3": "kl_k3",
+    "entropy": "entropy",
+    "reward": "rewards",
+    "value": "old_values",
+    "return": "returns",
+    "advantage": "raw_advantages",
+}
+
+
+@torch.no_grad()
+def look(run, step, parts, passes, models, kl_coef, score_statistics):
+    """Answers the first held-out prompts as an evaluation does, and notes all that trains.
+
+    All ranks call it. parts: the functions of ppo.py for parts 3 to 5, in their order. passes: the
+    actor's and, with a critic, the critic's. models: what `score` takes. The last two are what
+    set_rewards takes.
+    """
+    args, tokenizer = run.args, run.tokenizer
+    if not args.microscope:
+        return
+    roll_out, make_micro_batches, score, set_rewards, set_advantages = parts
+    rows, size = prompts(args, run.held_out), args.per_device_eval_batch_size
+    responses = roll_out(args, passes[0].engine, tokenizer, rows, 0, size)
+    micro_batches = make_micro_batches(tokenizer, responses, size)
+    for batch in micro_batches:
+        score(batch, *models)
+        for critic in passes[1:]:
+            batch.old_values = critic.before(batch)
+        set_rewards(args, batch, kl_coef, score_statistics)
+    set_advantages(args, micro_batches)
+    for batch in micro_batches:
+        rollout_metrics.note(batch)
+        note(batch, tokenizer)
+    penalty, lines = kl_coef if args.kl_in == "reward" else 0.0, []
+    for row in rollout_metrics.gathered(responses):
+        line = {"step": step, "row": row["row"], "sample": row["sample"], "kl_coef": penalty}
+        line |= {"prompt": row["prompt"], "response": row["text"], "ended": row["ended"]}
+        names = ("reward", "gold", "kl", "response_length", "tokens")
+        lines.append({**line, **{name: row[name] for name in names if name in row}})
+    logs.append(args, "tokens.jsonl", lines)
+
+
+def prompts(args, held_out):
+    """Returns this rank's share of the first --microscope rows of `held_out`, as many on each rank.
+
+    Where an estimator compares the responses to a prompt, each is there --samples_per_prompt times.
+    """
+    few = held_out.select(range(min(args.microscope, len(held_out))))
+    count = args.samples_per_prompt if args.compares_groups else 1
+    return rollout_metrics.held_out_prompts(few, count)
+
+
+def note(batch, tokenizer):
+    """Gives each response its `tokens`: {name: list}, their texts and their NUMBERS."""
+    held = {name: getattr(batch, tensor) for name, tensor in NUMBERS.items()}
+    for i, response in enumerate(batch.responses):
+        ids = response["response_ids"][:MOST_TOKENS]
+        response["tokens"] = {"text": texts(tokenizer, response["prompt_ids"][-1:], ids)}
+        for name, tensor in held.items():
+            if tensor is not None:
+                numbers = tensor[i, : len(ids)].tolist()
+                response["tokens"][name] = [float(f"{number:.6g}") for number in numbers]
+
+
+def texts(tokenizer, before, ids):
+    """Returns the text of each token of `ids`, which follow the ids `before`.
+
+    Some tokenizers write a space in front of a token only where another token precedes it, so each
+    is decoded after its neighbour. Half a character is U+FFFD.
+    """
+    out = []
+    for first, second in zip([*before, *ids], ids if before else ids[1:]):
+        alone, both = tokenizer.decode([first]), tokenizer.decode([first, second])
+        follows = both.startswith(alone)
+        out.append(both[len(alone) :] if follows else tokenizer.decode([second]))
+    return out if before else [tokenizer.decode(ids[:1]), *out]

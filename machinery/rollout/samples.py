@@ -1,0 +1,56 @@
+"""--num_samples: a few held-out prompts that step 1 answers greedily at each evaluation."""
+
+from types import SimpleNamespace
+
+import torch
+from transformers import GenerationConfig
+
+import common
+from machinery.base import ranks
+from machinery.data.tokens import tokenise_response
+from machinery.engine import zero3
+from machinery.run import logs
+
+
+def answer_and_keep(run, engine, tokenizer, held_out, step, gold=None):
+    """Answers the first held-out prompts, writes them to samples.jsonl and shows the first.
+
+    gold: the judge of --gold_fn. Returns {"eval_gold": their mean score}, or {} without it.
+    """
+    count = min(run.args.num_samples, len(held_out))
+    rows = [held_out[i] for i in range(count)]
+    if not rows:
+        return {}
+    answers = answer_greedily(run.args, engine, tokenizer, [row["prompt_ids"] for row in rows])
+    logs.show_sample(rows[0], answers[0]["response"])
+    pairs = zip(rows, answers)
+    lines = [{"step": step, "prompt": row["prompt"], **answer} for row, answer in pairs]
+    if gold:
+        texts = [answer["response"] for answer in answers]
+        ids = [tokenise_response(tokenizer, text) for text in texts]
+        graded = [{**row, "text": t, "response_ids": i} for row, t, i in zip(rows, texts, ids)]
+        mask = common.pad(ids, 0, "right")[1]  # (B, R)
+        golds = gold(SimpleNamespace(responses=graded, response_mask=mask)).sum(-1).tolist()
+        lines = [{**line, "gold": score} for line, score in zip(lines, golds)]
+    run.samples(lines)
+    return {"eval_gold": sum(golds) / len(golds)} if gold else {}
+
+
+@torch.no_grad()
+def answer_greedily(args, engine, tokenizer, prompts):
+    """Returns the likeliest response to each of `prompts` (lists of ids), and if it ended."""
+    room = min(args.max_answer_seq_len, args.max_seq_len // 2)  # a long prompt keeps its end
+    prompts = [ids[-(args.max_seq_len - room) :] for ids in prompts]
+    ids, mask = common.pad(prompts, tokenizer.pad_token_id)
+    ids, mask = ids.to(ranks.device()), mask.to(ranks.device())
+    special = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    greedy = GenerationConfig(max_new_tokens=room, do_sample=False, **special)
+    with zero3.gather_for_generation(engine) as (model, synced):
+        own = model.generation_config  # generate() fills in from it what `greedy` leaves open
+        model.generation_config = greedy
+        out = model.generate(ids, attention_mask=mask, generation_config=greedy, synced_gpus=synced)
+        model.generation_config = own
+    out = out[:, ids.shape[1] :]
+    ended = (out == tokenizer.eos_token_id).any(-1).tolist()
+    texts = tokenizer.batch_decode(out, skip_special_tokens=True)
+    return [{"response": text, "ended": float(end)} for text, end in zip(texts, ended)]

@@ -1,0 +1,327 @@
+"""Checkpoints: a run that stops goes on exactly where it stood (docs/reliability.md)."""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import ds_to_universal
+
+from machinery.base import ranks, refused
+from machinery.engine import state_offload
+from machinery.models import lora, saving
+from machinery.run import logs
+
+
+def folder_of(args):
+    """Returns the folder of all checkpoints."""
+    return Path(args.output_dir) / "checkpoints"
+
+
+def whole_checkpoints(args):
+    """Returns the checkpoints that got their name, step-N, for being complete, oldest first."""
+    named = [f for f in folder_of(args).glob("step-*") if re.fullmatch(r"step-\d+", f.name)]
+    folders = [folder for folder in named if folder.is_dir()]
+    return sorted(folders, key=lambda folder: int(folder.name.split("-")[1]))
+
+
+def surplus(args):
+    """Returns the whole checkpoints that are older than the newest --keep_checkpoints."""
+    return whole_checkpoints(args)[: -args.keep_checkpoints]
+
+
+# Saving
+
+
+def save(args, engines, step, state):
+    """Saves everything needed to go on exactly. All ranks call it.
+
+    engines: {name: engine}. state: this rank's own, a dict of anything that torch.save takes. All
+    is written aside, synced, listed with checksums (manifest.json) and then renamed.
+    """
+    output, folder, rank = Path(args.output_dir), folder_of(args), ranks.get_rank()
+    aside = folder / "unfinished"
+    if rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    ranks.barrier()
+    for name, engine in engines.items():
+        state_offload.drop_buffers(engine)
+        engine.save_checkpoint(aside / name, tag="state", save_latest=False)
+    paths = [output / name for name in logs.FILES if (output / name).exists()]
+    sizes = {path.name: path.stat().st_size for path in paths}
+    # Dropout uses torch's two generators, a --reward_fn may use Python's and numpy's.
+    of_torch = torch.get_rng_state(), get_accelerator().get_rng_state()
+    rng = (*of_torch, random.getstate(), np.random.get_state())
+    saved = {"rng": rng, "logs": sizes, **layout(engines), **state}
+    torch.save(saved, aside / f"rank{rank}.pt")
+    ranks.barrier()
+    # The list of one rank: over NFS another's may be of before.
+    files = sorted(file for file in aside.rglob("*") if file.is_file()) if rank == 0 else []
+    mine = ranks.all_gather_objects(files)[rank :: ranks.get_world_size()]
+    for file in [*mine, *(paths if rank == 0 else [])]:
+        saving.sync(file)
+    sums = [(str(file.relative_to(aside)), checksum(file)) for file in mine]
+    manifest = dict(ranks.all_gather_objects(sums))
+    if rank == 0:
+        (aside / "manifest.json").write_text(json.dumps(manifest))
+        inside = [path for path in aside.rglob("*") if path.is_dir()]
+        for path in (aside / "manifest.json", *inside, aside):
+            saving.sync(path)
+        aside.rename(folder / f"step-{step}")
+        saving.sync(folder)
+        for old in (*surplus(args), *folder.glob("damaged-step-*")):
+            shutil.rmtree(old, ignore_errors=True)
+            if old.exists():  # somebody may be reading it
+                ranks.say(f"warning: {old} cannot be removed; the next save tries again.")
+    ranks.barrier()
+
+
+def layout(engines):
+    """Returns what the layout of a checkpoint follows.
+
+    shape: ranks, and each engine's ZeRO stage. optimizers: the class of each engine's. weights:
+    {"engine weight": shape}.
+    """
+    stages = {name: engine.zero_optimization_stage() for name, engine in engines.items()}
+    shape = {"ranks": ranks.get_world_size(), **stages}
+    classes = {name: type(engine.basic_optimizer).__name__ for name, engine in engines.items()}
+    weights = {}
+    for name, engine in engines.items():
+        for key, weight in engine.module.named_parameters():
+            weights[f"{name} {key}"] = tuple(getattr(weight, "ds_shape", weight.shape))
+    return {"shape": shape, "optimizers": classes, "weights": weights}
+
+
+def checksum(file):
+    """Returns [size, CRC-32] of a file."""
+    crc = 0
+    with open(file, "rb") as data:
+        while block := data.read(1 << 24):
+            crc = zlib.crc32(block, crc)
+        return [os.fstat(data.fileno()).st_size, crc]
+
+
+def frozen_weights(args):
+    """Returns a digest of the weights of step 3's frozen models, which no checkpoint holds.
+
+    Of each file its size counts, and what stands at 64 places of it. 0 for models of the hub.
+    """
+    crc, known = 0, vars(args)
+    paths = [known.get("actor_model_name_or_path"), *known.get("reward_model_name_or_path", [])]
+    folders = [Path(part) for path in filter(None, paths) for part in lora.chain(path)]
+    files = [file for folder in folders for file in sorted(folder.glob("*"))]
+    for file in [file for file in files if file.suffix in (".safetensors", ".bin")]:
+        size = file.stat().st_size
+        crc = zlib.crc32(str(size).encode(), crc)
+        with open(file, "rb") as data:
+            for place in range(64):
+                data.seek(size * place // 64)
+                crc = zlib.crc32(data.read(1 << 16), crc)
+    return crc
+
+
+# Loading
+
+
+def load(args, engines, state, facts, last_step):
+    """Restores engines, random numbers and .jsonl files from the newest whole checkpoint.
+
+    Returns (step, what this rank saved), "state" in it laid out like `state`. facts: rows (of a
+    step), data_rows, data_fingerprint and frozen_weights, which must be as they were.
+    """
+    folder, damaged = newest_whole(args)
+    step = int(folder.name.split("-")[1])
+    if step > last_step:
+        advice = f"Give --max_steps {step} or more."
+        refused.fail(f"--resume: {folder} is beyond the run's last step, {last_step}.\n  {advice}")
+    files = [folder / f"rank{number}.pt" for number in range(len([*folder.glob("rank*.pt")]))]
+    saved = read(files[ranks.get_rank() % len(files)])
+    this = {**layout(engines), **facts}
+    refuse_others(args, folder, {**this, **saved}, this)
+    before, now = saved["shape"], this["shape"]
+    for name, engine in engines.items():
+        load_engine(engine, folder / name, reshape=before != now and now[name] > 0)
+    if before == now:
+        on_cpu, on_device, python, numpy = saved["rng"]
+        torch.set_rng_state(on_cpu)
+        get_accelerator().set_rng_state(on_device)
+        random.setstate(python)
+        np.random.set_state(numpy)
+    else:
+        rest = "the same run up to rounding; dropout draws other numbers"
+        ranks.say(f"from {before} to {now}: {rest}")
+        torch.manual_seed(args.seed + ranks.get_rank() + 1_000_000 * step)
+        saved["loader"] = None
+        saved["state"] = reshaped(state, [read(file, mmap=True)["state"] for file in files])
+    saved["state"] = placed(state, saved["state"])
+    if ranks.get_rank() == 0:
+        for old in damaged:  # the next save removes them
+            old.rename(old.with_name(f"damaged-{old.name}"))
+        for old in (folder_of(args) / "unfinished", *surplus(args)):
+            shutil.rmtree(old, ignore_errors=True)
+        for name, size in saved["logs"].items():  # lines written after the checkpoint are cut off
+            if (file := Path(args.output_dir) / name).exists():
+                os.truncate(file, min(size, file.stat().st_size))
+    ranks.barrier()
+    ranks.say(f"resumed from {folder}")
+    return step, saved
+
+
+def read(file, mmap=False):
+    """Returns what a rank has saved. (It is unpickled: see docs/reliability.md on trust.)
+
+    mmap: tensors stay in the file until they are looked at. So all ranks' files are read in turn.
+    """
+    return torch.load(file, weights_only=False, map_location="cpu", mmap=mmap)
+
+
+def newest_whole(args):
+    """Returns the newest checkpoint that is whole, and the damaged ones that are newer."""
+    damaged = []  # the list is rank 0's: over NFS another's may be of before
+    folders = ranks.all_gather_objects(whole_checkpoints(args) if ranks.get_rank() == 0 else [])
+    for folder in reversed(folders):
+        if not (files := damage(folder)):
+            return folder, damaged
+        what = f"Missing, cut short or changed: {', '.join(files)}"
+        ranks.say(f"{folder} is not whole, and is left aside. {what}")
+        damaged.append(folder)
+    found = f"no checkpoint in {folder_of(args)} is whole"
+    refused.fail(f"--resume: {found}.\n  --overwrite starts anew.")
+
+
+def damage(folder):
+    """Returns the files of a checkpoint that are not as its manifest lists them. Ranks share it."""
+    try:
+        files = sorted(json.loads((folder / "manifest.json").read_text()).items())
+    except (OSError, ValueError, AttributeError):  # AttributeError: it is no object
+        files = []
+    mine = (files or [("manifest.json", "missing or damaged")])[
+        ranks.get_rank() :: ranks.get_world_size()
+    ]
+    files = [(name, folder / name, known) for name, known in mine]
+    wrong = [name for name, file, known in files if not file.is_file() or checksum(file) != known]
+    return ranks.all_gather_objects(wrong)
+
+
+def refuse_others(args, folder, saved, now):
+    """Ends the program if the run in `folder` had other rows or another model than this one.
+
+    saved, now: `layout` and the facts of `load`, then and now.
+    """
+    refuse_other_layout(folder, saved, now)
+    if saved["rows"] != now["rows"]:
+        refused.fail(
+            f"--resume: the run took {saved['rows']} rows a step, and would now take {now['rows']}."
+            "\n  Per-device batch size x --gradient_accumulation_steps x ranks must stay the same."
+        )
+    rows = saved["data_rows"], now["data_rows"]
+    if rows[0] != rows[1] or saved["data_fingerprint"] != now["data_fingerprint"]:
+        what = f"had {rows[0]} rows, and now it has {rows[1]}"
+        if rows[0] == rows[1]:
+            what = "had as many rows, but with other texts or other tokens"
+        refused.fail(
+            f"--resume: the run's share of the data {what}.\n  Give it the data of before."
+        )
+    if saved.get("frozen_weights") != now.get("frozen_weights"):
+        refused.fail(
+            "--resume: the weights of the frozen models (--actor_model_name_or_path, the reward "
+            "models) are\n  not those that the run was begun with. Give it the models of before."
+        )
+    before, now = saved["shape"], now["shape"]
+    if before != now and args.tensor_parallel_size > 1:
+        refused.fail(
+            f"--resume: {folder} was written by {before}, and this is {now}.\n"
+            "  With --tensor_parallel_size neither may change."
+        )
+    for name, stage in now.items():
+        if name != "ranks" and before[name] != stage and {before[name], stage} != {1, 2}:
+            refused.fail(
+                f"{folder} was written under ZeRO stage {before[name]}, and this run has {stage}.\n"
+                "  DeepSpeed turns 1 into 2 and back, no others. Ranks may change under any stage."
+            )
+
+
+def refuse_other_layout(folder, saved, now):
+    """Ends the program if another model or optimizer wrote the checkpoint in `folder`."""
+    before, weights = saved["weights"], now["weights"]
+    for name in sorted(before.keys() | weights.keys()):
+        if before.get(name) != weights.get(name):
+            there, here = before.get(name, "missing"), weights.get(name, "missing")
+            refused.fail(
+                f"--resume: {folder} is of another model: in it the weight {name} is {there}, and "
+                f"here {here}.\n  Give the model, the flags and the script of before."
+            )
+    if saved["optimizers"] != now["optimizers"]:
+        refused.fail(
+            f"--resume: {folder} was written by {saved['optimizers']}, and here the optimizers are "
+            f"{now['optimizers']}.\n  They keep their step numbers in different places, and would "
+            "start again from 0. Give --adam_offload as before, and on a\n  machine that cannot "
+            "build DeepSpeed's Adam install a C++ compiler (g++, nvcc) and ninja."
+        )
+
+
+def load_engine(engine, folder, reshape):
+    """Restores an engine, with the rates, weight decay and betas of this run's own flags.
+
+    reshape: other ranks, or stage 1 or 2 for 2 or 1, wrote it. Rank 0 then first turns it into
+    DeepSpeed's universal form, a file for each weight.
+    """
+    universal = folder / "universal"
+    optimizer, schedule = engine.optimizer, engine.lr_scheduler
+    names = ("initial_lr", "weight_decay", "betas")
+    own = [{name: group[name] for name in names} for group in optimizer.param_groups]
+    if reshape and ranks.get_rank() == 0:
+        shutil.rmtree(universal, ignore_errors=True)  # of a conversion that was killed
+        options = dict(strict=True, num_extract_workers=1, num_merge_workers=1)
+        options |= dict(keep_temp_folder=False, inject_missing_state=True)
+        options |= dict(input_folder=str(folder / "state"), output_folder=str(universal))
+        silence = io.StringIO()
+        with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
+            ds_to_universal.main(argparse.Namespace(**options))
+    ranks.barrier()
+    engine._config.load_universal_checkpoint = reshape
+    if engine.load_checkpoint(folder, tag="universal" if reshape else "state")[0] is None:
+        raise RuntimeError(f"DeepSpeed could not read {folder}")
+    engine._config.load_universal_checkpoint = False
+    # The checkpoint brought the settings of before, and under stage 3 in the universal form it gave
+    # every group those of the first.
+    schedule.base_lrs = [settings["initial_lr"] for settings in own]
+    for group, settings, factor in zip(optimizer.param_groups, own, schedule.lr_lambdas):
+        group.update(settings, lr=settings["initial_lr"] * factor(schedule.last_epoch))
+    if hasattr(optimizer, "clip_grad"):
+        optimizer.clip_grad = engine.gradient_clipping()
+    ranks.barrier()
+    if ranks.get_rank() == 0:
+        shutil.rmtree(universal, ignore_errors=True)
+
+
+def reshaped(own, saved):
+    """Returns the state `saved`, a list of each rank's, laid out as `own`.
+
+    Tensors are shards (1-d, padded at the end to equal shares), which are joined and cut anew. All
+    else is alike on all ranks.
+    """
+    if isinstance(own, dict):
+        return {key: reshaped(own[key], [part[key] for part in saved]) for key in own}
+    if not torch.is_tensor(own):
+        return saved[0]
+    mine = torch.cat(saved)[ranks.get_rank() * len(own) :][: len(own)]
+    return nn.functional.pad(mine, (0, len(own) - len(mine)))
+
+
+def placed(own, saved):
+    """Returns `saved`, its tensors on the devices of those of `own`."""
+    if isinstance(saved, dict):
+        return {key: placed(own[key], value) for key, value in saved.items()}
+    return saved.to(own.device) if torch.is_tensor(saved) else saved

@@ -1,0 +1,120 @@
+"""Makes this process a rank of its run: environment, silence, cores, device, the other ranks."""
+
+import contextlib
+import io
+import logging
+import os
+import time
+from pathlib import Path
+
+import datasets
+import deepspeed
+import torch
+import transformers
+from deepspeed.accelerator import get_accelerator
+from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.utils.cpp_extension import get_default_build_root
+
+from machinery.base import ranks, refused
+from machinery.engine import patches
+from machinery.flags import refusals
+
+
+def fill_environment():
+    """Sets what torchrun and DeepSpeed's launcher set, under srun and under plain python.
+
+    srun starts one task a device, and there the user sets MASTER_ADDR. Plain python is one rank.
+    """
+    slurm = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+    for name, theirs in slurm.items():
+        if theirs in os.environ and "SLURM_STEP_ID" in os.environ:
+            os.environ.setdefault(name, os.environ[theirs])
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and missing:
+        refused.fail(
+            f"{' and '.join(missing)} must be set: the first machine of the job and a free port."
+            "\n  For example MASTER_ADDR=host0 MASTER_PORT=29500 srun ... python sft.py ..."
+        )
+    alone = os.environ.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in os.environ
+    if alone or "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
+
+
+def warn_of_locks():
+    """Warns of locks, some minutes old, of a killed compiler: a run would wait for them forever."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    for lock in Path(root).rglob("lock"):
+        minutes = (time.time() - lock.parent.stat().st_mtime) / 60
+        if minutes > 5:
+            ranks.say(
+                f"warning: {lock} is there, and for {minutes:.0f} minutes nothing was written "
+                "beside it. If nothing compiles, delete it: this run waits."
+            )
+
+
+def warn_of_bf16(args):
+    """Warns of bf16 on a CPU that has no instructions for it."""
+    if args.dtype == "bf16" and ranks.device().type == "cpu" and not refusals.cpu_has_bf16():
+        ranks.say(
+            "warning: this CPU emulates bf16. On such a CPU SFT was measured at 109 tokens/s, and "
+            "at 3,030 with --dtype fp32."
+        )
+
+
+def share_cores(args):
+    """Gives this rank a share of the cores where a CPU computes: CPU ranks, --adam_offload.
+
+    More threads than cores slow each other down. OMP_NUM_THREADS stands, except for CPU Adam the 1
+    that torchrun sets when the user has set nothing.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    given = os.environ.get("OMP_NUM_THREADS")
+    if args.adam_offload and given == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
+        given = None
+    if given is None and (args.adam_offload or ranks.device().type == "cpu"):
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
+
+
+def let_segments_grow():
+    """Makes CUDA's allocator extend its segments: generation and training need other sizes.
+
+    Settings that the user gives in the environment stand.
+    """
+    given = "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ
+    if ranks.device().type == "cuda" and not given:
+        newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch 2.13
+        (newer or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+
+
+def silence_libraries():
+    """Turns off the progress bars and chatter of the libraries."""
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    transformers.utils.logging.disable_progress_bar()
+    for name in ("DeepSpeed", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def join_ranks(args):
+    """Silences the libraries, takes this rank's cores and device, and meets the other ranks."""
+    silence_libraries()
+    share_cores(args)
+    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    let_segments_grow()
+    patches.do_without_compiler()
+    meet_ranks(patches.wait_at_most(args.timeout_minutes))
+    os.environ["RLHF_TENSOR_PARALLEL"] = str(args.tensor_parallel_size)  # read in ranks.py
+
+
+def meet_ranks(limit):
+    """Starts torch.distributed; ends with an error if rank 0's port is taken. limit: timedelta."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
+            deepspeed.init_distributed(verbose=False, timeout=limit)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ["MASTER_PORT"]
+        advice = "deepspeed (or torchrun) --master_port 29501, for example"
+        refused.fail(f"port {port} is in use, perhaps by another run.\n  Take another: {advice}.")

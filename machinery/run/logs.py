@@ -1,0 +1,90 @@
+"""What a run shows of itself: metrics.jsonl, samples.jsonl, lines on the screen, curves.png."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from machinery.base import ranks
+from machinery.engine import monitors
+from machinery.run import crash, plots
+
+FILES = ("metrics.jsonl", "samples.jsonl", "tokens.jsonl")  # appended to
+
+
+def append(args, name, rows):
+    """Appends dicts to a .jsonl file of the output folder."""
+    lines = [json.dumps(row) + "\n" for row in rows]
+    call(args, append_lines, Path(args.output_dir) / name, lines)
+
+
+def append_lines(path, lines):
+    """Appends lines to a file."""
+    with open(path, "a") as file:
+        file.writelines(lines)
+
+
+def call(args, function, *inputs):
+    """Calls a function that writes, on rank 0: now, or when the output folder has settled."""
+    if ranks.get_rank() == 0 and getattr(args, "_held", None) is not None:
+        args._held.append((function, inputs))
+    elif ranks.get_rank() == 0:
+        function(*inputs)
+
+
+def write(args, record, columns, legend=False, engine=None):
+    """Writes a line to metrics.jsonl, its `columns` to the screen, events to DeepSpeed's monitor.
+
+    legend: print the names of the columns above it. engine: the one whose monitor is fed, if any.
+    """
+    crash.stop_unless_finite(args, record)  # an evaluation may have found a number that is not
+    numbers = {name: value for name, value in record.items() if isinstance(value, float)}
+    nine_digits = {name: float(f"{value:.9g}") for name, value in numbers.items()}
+    append(args, "metrics.jsonl", [{**record, **nine_digits}])
+    short = {**record, **{name: f"{value:.4g}" for name, value in numbers.items()}}
+    cells = ["" if short.get(name) is None else str(short[name]) for name in columns]
+    for line in [columns, cells] if legend else [cells]:
+        ranks.say("".join(text.rjust(max(12, len(name) + 2)) for text, name in zip(line, columns)))
+    if engine is not None:
+        call(args, monitors.write, engine, record["step"], numbers)
+
+
+def show_sample(row, response, numbers=""):
+    """Prints a row's prompt, its response and `numbers` as one line of the screen.
+
+    A long prompt shows its end, chat as turns. samples.jsonl has all of it, as it is.
+    """
+    prompt = row["prompt"]
+    if row["chat"]:
+        turns = json.loads(prompt)
+        prompt = " ".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+    prompt = " ".join(prompt.split())
+    response = " ".join(response.split())
+    width = shutil.get_terminal_size((160, 24)).columns
+    room = max(40, width - len(f"    {numbers} ->  "))
+    most = max(room // 3, room - len(response))
+    if len(prompt) > most:
+        prompt = f"...{prompt[3 - most :]}"
+    most = room - len(prompt)
+    if len(response) > most:
+        response = f"{response[: most - 3]}..."
+    ranks.say(f"    {prompt} -> {response} {numbers}".rstrip())
+
+
+def limits(args, script=None):
+    """Returns {metric: the best that any model can reach} of a script, {} if it is not known.
+
+    It stands in a limits.json beside the data. The toy has one. script: None is this one.
+    """
+    file, script = Path(args.data_path[0]) / "limits.json", script or Path(sys.argv[0]).stem
+    return json.loads(file.read_text()).get(script, {}) if file.is_file() else {}
+
+
+def draw_curves(args):
+    """Draws metrics.jsonl as curves.png, on rank 0. A picture that fails does not stop the run."""
+    if ranks.get_rank() == 0:
+        try:
+            title = f"{args._script}.py, preset {args.preset}, {args.output_dir}"
+            plots.draw(Path(args.output_dir), title, limits(args))
+        except Exception as error:
+            ranks.say(f"curves.png could not be drawn: {error!r}")

@@ -1,0 +1,301 @@
+"""The frame of all three scripts: it starts a run, deals out its steps, logs them and saves."""
+
+import functools
+import itertools
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from deepspeed.accelerator import get_accelerator
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import common
+from machinery.base import modules, progress, ranks, refused
+from machinery.data import data_split
+from machinery.data.rows import fingerprint
+from machinery.engine import monitors, throughput, zero3
+from machinery.flags import refusals
+from machinery.models import lora, model_card, model_folders, saving
+from machinery.run import best, checkpoints, crash, launch, logs, output_folder
+
+FILLED_UP = 2**16  # rows of a step, at most, that has more than the data: the rest are fillers
+
+
+class Run:
+    """One run of a script, from its flags to its exit code.
+
+    run = Run(args, "step 1: ...")
+    steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)
+    for step, micro_batches in run.steps(engines, collate, evaluate, COLUMNS):
+        ...
+        run.log({"loss": loss})
+    run.save(engine, tokenizer)
+    run.finish()
+    """
+
+    def __init__(self, args, title):
+        """Joins the other ranks. title: the first words on the screen."""
+        self.args, self.title, self.began = args, title, time.time()
+        self.phase, self.legend_shown = crash.Phase(), False
+        self.signals = []  # SIGTERM and SIGINT as they come; looked at between two steps
+        self.step, self.rows = 0, ()  # of the step that is being made
+        self.evaluated = None  # the step of the last evaluation
+        common.ds_config(args, 0, 1)  # a wrong --ds_config is refused before models are loaded
+        launch.fill_environment()
+        self.folder = output_folder.OutputFolder(args)
+        sys.excepthook = self.phase.report
+        launch.warn_of_locks()
+        launch.warn_of_bf16(args)
+        launch.join_ranks(args)
+        self.phase.watch(args.timeout_minutes)
+        transformers.set_seed(args.seed)  # Python's, numpy's and torch's generators
+        self.phase.note("reading data, loading models")
+
+    def plan(self, tokenizer, train, held_out, batch_size, micro_steps):
+        """Notes two datasets, rows of a micro-batch and micro-batches of a step, both on one rank.
+
+        Returns the number of steps of the run.
+        """
+        self.tokenizer, self.train, self.held_out = tokenizer, train, held_out
+        self.batch_size, self.micro_steps = batch_size, micro_steps
+        self.rows_per_step = batch_size * micro_steps * ranks.data_parallel_size()
+        self.steps_per_epoch = -(-len(train) // self.rows_per_step)
+        self.last_step = self.steps_per_epoch * self.args.num_train_epochs
+        if self.args.max_steps >= 0:
+            self.last_step = self.args.max_steps
+        if self.rows_per_step > max(len(train), FILLED_UP):
+            batch = f"{batch_size} per device x {micro_steps} a step = {self.rows_per_step} rows"
+            refused.fail(
+                f"a batch of {batch}: the data has {len(train)}.\n  Lower the batch sizes."
+            )
+        return self.last_step
+
+    # The steps
+
+    def steps(self, engines, collate, evaluate, columns, state=None):
+        """Yields (step, micro_batches) for each step of the run. The body ends with `log`.
+
+        First it evaluates or resumes. After each body it saves when due, or when told to stop.
+
+        engines: {name: engine}. Learning rate, FLOPs and monitor are those of the first.
+        collate(rows): makes a micro-batch of `batch_size` rows.
+        evaluate(step): returns a dict of metrics eval_...
+        columns: the metrics that the screen shows.
+        state: what the script itself must keep in checkpoints, a dict. It is restored in place.
+        """
+        args, self.engines, self.engine = self.args, engines, next(iter(engines.values()))
+        self.evaluate, self.columns = evaluate, columns
+        self.state = {} if state is None else state
+        monitors.take_over(self.engine)
+        train = self.train
+        self.facts = {"data_rows": len(train), "data_fingerprint": fingerprint(train)}
+        seen = {**self.facts, "held_out": len(self.held_out), "steps": self.last_step}
+        advice = "All machines must read the same files, or the same version of the hub's."
+        ranks.fail_unless_alike(seen, "the ranks read different data", advice)
+        self.facts["frozen_weights"] = checkpoints.frozen_weights(args)
+        self.folder.take(self.facts)
+        self.print_banner()
+        refusals.warn_of_stages(args)
+        torch.manual_seed(args.seed + ranks.data_parallel_rank())  # dropout differs by rank
+        ranks.barrier()
+        step, saved = 0, {}
+        if args.resume:
+            facts = {"rows": self.rows_per_step, **self.facts}
+            step, saved = checkpoints.load(args, engines, self.state, facts, self.last_step)
+            self.state.update(saved["state"])
+            if saved.get("score_statistics"):  # of an evaluation at this step
+                config = modules.unwrap_model(self.engine).config
+                config.score_statistics = saved["score_statistics"]
+            self.folder.settle()
+            if before := model_card.last_evaluation(Path(args.output_dir) / "metrics.jsonl"):
+                best.check(args, before)
+        if not args.resume or self.last_step == 0:
+            record = {"step": step, "epoch": step / self.steps_per_epoch, **evaluate(step)}
+            best.check(args, record)
+            self.write(record)
+        if self.last_step == 0:  # --max_steps 0: that was all
+            self.folder.settle()
+            logs.draw_curves(args)
+            self.finish()
+        # Only now: before, a signal of the launcher must end the ranks of a run that is refused.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.note_signal)
+        self.started = time.time()  # of the step: loading its rows is a part of it
+        with progress.bar(self.last_step, "steps", step) as bar:
+            while step < self.last_step:
+                loader, draws = self.open_epoch(step, saved, collate)
+                for micro_batches in itertools.islice(draws, self.last_step - step):
+                    step += 1
+                    self.step, self.micro_batches, self.rows = step, micro_batches, self.texts()
+                    self.phase.note(f"at step {step}")
+                    yield step, micro_batches
+                    bar.update()
+                    self.save_or_stop(loader)
+
+    def print_banner(self):
+        """Prints model, batch, data, and, where it is known, what any model can reach."""
+        args, engine, name = self.args, self.engine, next(iter(self.engines))
+        path = getattr(args, f"{name}_model_name_or_path", None) or vars(args).get(
+            "model_name_or_path", name
+        )
+        scratch = "" if model_folders.has_weights(lora.chain(path)[-1]) else ", from scratch"
+        model = modules.unwrap_model(engine)
+        counts = [modules.count_parameters(model, training) / 1e6 for training in (0, 1)]
+        weights = "{:,.2f} M parameters ({:,.3f} M of them train)".format(*counts)
+        known = ", ".join(f"{metric} {value}" for metric, value in logs.limits(args).items())
+        known = f"\n  limits   {known}: no model can do better on this data" if known else ""
+        preset = f"{args.preset}, that of {args._preset_from}" if args._preset_from else args.preset
+        ranks.say(
+            f"{self.title}   (preset {preset}; seed {args.seed}, "
+            f"output in {Path(args.output_dir)})\n"
+            f"  model    {path}: {weights}, {args.dtype}, ZeRO stage "
+            f"{engine.zero_optimization_stage()}, {ranks.get_world_size()} x "
+            f"{get_accelerator().device_name()}{scratch}\n"
+            f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
+            f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step\n"
+            f"  data     {len(self.train):,} rows ({data_split.in_words(args)}), "
+            f"{len(self.held_out):,} held out, {self.last_step:,} steps{known}"
+        )
+
+    def open_epoch(self, step, saved, collate):
+        """Returns an epoch's loader, and an iterator over the micro-batches of each step to come.
+
+        saved: what a checkpoint holds, {} without one. If other ranks or other micro-batches wrote
+        it, the rows are dealt out anew, and those taken by the steps up to `step` are skipped.
+        """
+        args, epoch, taken = self.args, *divmod(step, self.steps_per_epoch)
+        lengths, micro_steps = np.asarray(self.train["length"]), self.micro_steps
+        batches = common.epoch_batches(
+            lengths, args.seed, epoch, self.batch_size, micro_steps, args.group_by_length
+        )
+        own = torch.Generator()  # the global one belongs to dropout
+        rows = common.Rows(self.train)
+        loader = StatefulDataLoader(rows, batch_sampler=batches, collate_fn=collate, generator=own)
+        # `taken` is above 0 only when resuming
+        dealt_alike = taken and saved["loader"] and saved.get("micro_steps") == micro_steps
+        if dealt_alike:
+            loader.load_state_dict(saved["loader"])
+        each = iter(loader)
+        draws = iter(lambda: list(itertools.islice(each, micro_steps)), [])  # [] ends an epoch
+        return loader, itertools.islice(draws, 0 if dealt_alike else taken, None)
+
+    def note_signal(self, number, frame):
+        """Has the run stop after this step, and at once at a second Ctrl-C.
+
+        A second SIGTERM means nothing: launchers send it after the first signal.
+        """
+        self.signals.append(number)
+        if self.signals.count(signal.SIGINT) > 1:
+            os._exit(1)
+
+    def save_or_stop(self, loader):
+        """Saves a checkpoint when one is due, and leaves if any rank was told to stop."""
+        args, step = self.args, self.step
+        late = 0 < args.max_hours * 3600 < time.time() - self.began
+        told, late = ranks.all_sum(len(self.signals), late)
+        stop = (told or late) and step < self.last_step
+        if stop or (args.save_steps and step % args.save_steps == 0):
+            self.phase.note(f"writing {checkpoints.folder_of(args)}/step-{step}")
+            saved = {"loader": loader.state_dict(), "micro_steps": self.micro_steps}
+            saved |= {"rows": self.rows_per_step, "state": self.state, **self.facts}
+            config = modules.unwrap_model(self.engine).config  # what export.py needs
+            if self.evaluated == step:  # else they are of other weights
+                saved["score_statistics"] = getattr(config, "score_statistics", None)
+            saved["eos_token"] = self.tokenizer.eos_token
+            checkpoints.save(args, self.engines, step, saved)
+            self.started = time.time()
+        if stop:
+            why = "interrupted" if told else f"--max_hours {args.max_hours:g} are over"
+            where = checkpoints.whole_checkpoints(args)[-1]
+            ranks.say(f"{why} after step {step}: saved to {where}. Go on with --resume.")
+            self.finish(code=1)
+
+    # What the body of a step calls
+
+    def log(self, metrics, tokens=None, flops=None):
+        """Logs a step, and evaluates when that is due. The last statement of the body.
+
+        metrics: {name: number}, the same on all ranks. tokens, flops: of the step, over all ranks,
+        by default of a forward and backward on the micro-batches (dicts with mask and row_weight).
+        """
+        args, step, engine = self.args, self.step, self.engine
+        if tokens is None:
+            tokens, rows, scored = self.count_tokens()
+            layout = tokens, tokens / rows, scored
+            flops = throughput.count_flops(engine, *layout, True, args.gradient_checkpointing)
+        began, self.started = self.started, time.time()  # what follows counts to the next step
+        speed = throughput.speed(args, engine, tokens, flops, self.started - began)
+        record = {"step": step, "epoch": step / self.steps_per_epoch, **metrics, **speed}
+        for name, other in self.engines.items():
+            if other is not engine:
+                record[f"{name}_grad_norm"] = throughput.grad_norm(args, other)
+                record[f"{name}_learning_rate"] = throughput.learning_rate(other)
+        self.stop_unless_finite(record)
+        due = step == self.last_step or step % (args.eval_steps or self.steps_per_epoch) == 0
+        if due:
+            record.update(self.evaluate(step))
+        self.folder.settle()  # only now: a run that fails in its first step has replaced nothing
+        if due or step % args.log_steps == 0:
+            self.write(record)
+        if due:
+            self.evaluated = step
+            best.keep(self, record)
+            logs.draw_curves(args)
+            self.started = time.time()  # an evaluation is no part of a step
+
+    def count_tokens(self):
+        """Returns (tokens, rows, tokens with logits) of the step, over all ranks, without fillers.
+
+        Logits are made for the tokens of `loss_mask`, if a micro-batch has one.
+        """
+        tokens = rows = scored = 0
+        for batch in self.micro_batches:
+            mask, weight = batch["mask"], batch["row_weight"].double()
+            weight = weight.repeat(len(mask) // len(weight))  # a row of the data may have several
+            tokens += (mask.sum(-1) * weight).sum()
+            rows += weight.sum()
+            scored += batch.get("loss_mask", mask).sum()
+        return ranks.all_sum(tokens, rows, scored).tolist()
+
+    def write(self, record):
+        """Writes one line of the log, under the legend if it is the first."""
+        logs.write(self.args, record, self.columns, not self.legend_shown, self.engine)
+        self.legend_shown = True
+
+    def texts(self):
+        """Yields {"text": ...} for each row of the step's micro-batches, dicts of ids and mask."""
+        for batch in self.micro_batches:
+            for ids, mask in zip(batch["ids"], batch["mask"]):
+                yield {"text": self.tokenizer.decode(ids[mask > 0])}
+
+    def stop_unless_finite(self, values, rows=None):
+        """Stops the run if one of `values`, {name: number}, is NaN or infinite on any rank.
+
+        rows: dicts (by default the micro-batches' texts) that are then written down, here and in
+        this step's `log`. A generator is read only then.
+        """
+        self.rows = self.rows if rows is None else rows
+        crash.stop_unless_finite(self.args, {"step": self.step, **values}, self.rows)
+
+    def samples(self, rows):
+        """Appends dicts to samples.jsonl, on rank 0."""
+        logs.append(self.args, "samples.jsonl", rows)
+
+    # The end
+
+    def save(self, engine, tokenizer, folder=None, full_tensor=zero3.full_tensor):
+        """Saves a model, by default in the output folder (saving.save_model)."""
+        folder = Path(folder or self.args.output_dir)
+        self.phase.note(f"writing {folder}")
+        card = functools.partial(model_card.text, self.args, self.folder.record, self.title, folder)
+        saving.save_model(engine, tokenizer, folder, full_tensor, self.folder.claim, card)
+
+    def finish(self, code=0):
+        """Leaves the other ranks in order, and ends the program with the exit code `code`."""
+        self.folder.release()
+        crash.finish(self.args, code)

@@ -1,0 +1,201 @@
+"""Counts the memory of each phase of a step from the models' configs alone. Nothing is loaded."""
+
+import argparse
+import copy
+import functools
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import torch.nn as nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import common
+from machinery.base import modules
+from machinery.models import forwards, model_folders
+
+PASSING = ("activations", "logits")  # of one model at a time
+PARTS = ("weights", "gradients", "optimizer", *PASSING, "KV cache", "buffers", "host")
+# host: what offloading moves to the CPU
+
+
+@dataclass
+class Model:
+    """One model of a step, and what it works on."""
+
+    args: argparse.Namespace  # its flags: model_name_or_path, zero_stage, dropout, lora_dim, ...
+    rows: int  # of one forward on one device
+    trains: bool = True
+    head: bool = False  # a value model
+    with_logits: int | None = None  # tokens of a row that get logits; None: all
+    generates: int = 0  # rows that write responses at a time
+    kept: bool = False  # it scores and trains in one pass
+
+    def sizes(self):
+        args = self.args
+        kind = args.dtype, args.dropout, args.lora_dim, args.trust_remote_code
+        return sizes_of(args.model_name_or_path, self.head, args.max_seq_len, *kind)
+
+    def stage(self):
+        stage = self.args.zero_stage
+        return common.stage_of(self.args, stage) if self.trains else stage
+
+
+@functools.lru_cache
+def sizes_of(path, head, tokens, dtype, dropout=None, lora_dim=0, trust_remote_code=False):
+    """Returns weights, trained (those that train), kept_by_row (bytes), config of a model.
+
+    It is built and run on a row of `tokens`, in tensors that have shapes and no data, and what
+    autograd saves for the backward is added up.
+    """
+    config = copy.deepcopy(model_folders.load_config(path, trust_remote_code))
+    config.num_labels = 1
+    if dropout is not None:
+        config.update(dict.fromkeys(model_folders.own_dropout(config), float(dropout)))
+    kind = AutoModelForSequenceClassification if head else AutoModelForCausalLM
+    saved = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage  # each once
+        return tensor
+
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        options = {"dtype": common.DTYPES[dtype], "trust_remote_code": trust_remote_code}
+        model = kind.from_config(config, **options).train()
+        ids = torch.ones(1, tokens, dtype=torch.long)
+        options = forwards.forward_options(model.base_model, ids)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model.base_model(ids, attention_mask=ids, use_cache=False, **options)
+        weights = modules.count_parameters(model)
+        trained = adapter_weights(model, lora_dim, head) if lora_dim else weights
+        for parameter in model.parameters():
+            saved.pop(parameter.untyped_storage()._cdata, None)
+    kept = sum(storage.nbytes() for storage in saved.values())
+    text = config.get_text_config()
+    return SimpleNamespace(weights=weights, trained=trained, kept_by_row=kept, config=text)
+
+
+def adapter_weights(model, dim, head):
+    """Returns how many weights LoRA trains: adapters of rank `dim`, and a value head."""
+    trained = list(model.parameters())[-1].numel() if head else 0
+    for module in model.base_model.modules():
+        shape = getattr(getattr(module, "weight", None), "shape", ())
+        if len(shape) == 2 and not isinstance(module, nn.Embedding):
+            trained += dim * sum(shape)
+    return trained
+
+
+def count(args, models, ranks, cpu=False):
+    """Returns {phase: {part: bytes}} on the fullest of `ranks` devices (cpu: they are CPUs).
+
+    P weights, T of them trained, w bytes each, on N devices [Rajbhandari 2020, section 3]:
+
+        weights      w P, at stage 3 w P / N
+        gradients    w T, / N from stage 2 (bf16: 2 T; 6 T; 4 T / N); those that come as
+                     activations go are counted in `update` only
+        optimizer    12 T: fp32 copy and two moments, / N from stage 1; at stage 0 in fp32 8 T
+        activations  what autograd keeps; with checkpointing w * rows * tokens * hidden a layer
+                     and one layer whole [Chen 2016]
+        logits       w * rows * tokens * vocabulary, and their gradient
+        KV cache     its numbers of a token * w * rows * tokens
+        buffers      of reduction; what stage 3 gathers; in `update` copies of gradients
+    """
+    zero = {"reduce_bucket_size": 5e8, "stage3_max_live_parameters": 1e9, "overlap_comm": False}
+    zero.update(common.ds_config(args, 3, 1)["zero_optimization"])
+    phases = ["generate", "score", "train", "update"]
+    if not any(model.generates for model in models):
+        del phases[:2]
+    out = {phase: dict.fromkeys(PARTS, 0) for phase in phases}
+    for model in models:
+        for phase, total in out.items():
+            stays = model.kept and phase != "generate"  # a pass that is kept
+            for part, size in held_by(model, phase, ranks, cpu, zero).items():
+                passes = part in PASSING and not stays
+                total[part] = max(total[part], size) if passes else total[part] + size
+    return out
+
+
+def held_by(model, phase, ranks, cpu, zero):
+    """Returns {part: bytes} that one model holds in a phase. P, T, w, N: see `count`."""
+    args, sizes, stage = model.args, model.sizes(), model.stage()
+    config, rows, tokens = sizes.config, model.rows, model.args.max_seq_len
+    w = common.DTYPES[args.dtype].itemsize
+    bf16 = args.dtype == "bf16"
+    split = args.tensor_parallel_size if model.trains else 1  # ranks that share each layer
+    N, P = ranks // split, sizes.weights / split
+    T = sizes.trained * model.trains / split
+    parts = dict.fromkeys(PARTS, 0)
+    parts["weights"] = w * P
+    parts["optimizer"] = (12 if w < 4 or stage else 8) * T
+    early = stage == 3 or (stage == 1 and bf16) or args.gradient_accumulation_steps > 1
+    if phase == "update" or early:  # early: there before the backward
+        parts["gradients"] = T * ((6 if stage == 1 else 4) if bf16 and stage else w)
+    for part in ("optimizer", "gradients", "weights")[:stage]:
+        parts[part] /= N
+
+    bucket = zero["reduce_bucket_size"]
+    bucket = w * (min(bucket, T) if cpu else bucket * model.trains)  # CPU: pages that are written
+    buckets = bucket * (1 + zero["overlap_comm"])
+    gathered = w * min(P, zero["stage3_max_live_parameters"]) if stage == 3 else 0
+    buffers = bucket if stage == 3 else 0  # made once, and kept
+    layer = rows * sizes.kept_by_row / config.num_hidden_layers
+    scores = model.kept or model.generates or model.head or not model.trains
+    if model.generates and (phase == "generate" or args.compile_decoding):
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        equal_share = config.hidden_size // config.num_attention_heads
+        width = getattr(config, "head_dim", None) or equal_share
+        cached = 2 * config.num_hidden_layers * heads * width  # numbers of a token
+        parts["KV cache"] = w * model.generates * cached * tokens
+    if phase == "generate" and model.generates:
+        parts["logits"] = model.generates * config.vocab_size * (w + 24)
+        parts["activations"] = layer * model.generates / rows
+        buffers += w * P if stage == 3 else 0
+    elif (phase == "train" and model.trains) or (phase == "score" and scores):
+        kept = rows * sizes.kept_by_row
+        if args.gradient_checkpointing:
+            kept = rows * w * tokens * config.hidden_size * config.num_hidden_layers + layer
+        parts["activations"] = kept if phase == "train" or model.kept else layer
+        if not model.head:
+            numbers = rows * (model.with_logits or tokens) * config.vocab_size
+            chunk = common.CPU_CHUNK if cpu else common.GPU_CHUNK
+            parts["logits"] = 2 * w * numbers + 2 * min(chunk, 4 * numbers)
+        reduces = phase == "train" and stage in (1, 2) and not cpu
+        buffers += gathered + (buckets if reduces else 0)
+    elif phase == "update" and model.trains:
+        buffers += copied_gradients(stage, bf16, T, N, ranks)
+
+    if args.adam_offload and stage:
+        parts["host"] = 4 * T / N
+        buffers = 0 if phase == "update" else min(buffers, buckets + gathered)
+    parts["buffers"] = buffers
+    offload(args, parts, phase, stage)
+    if model.generates and args.enable_ema:
+        parts["optimizer"] += 4 * P / ranks
+    return parts
+
+
+def copied_gradients(stage, bf16, T, N, ranks):
+    """Returns the bytes of copies of the gradients that an update makes.
+
+    Stage 0, in fp32, joins them for its all-reduce, 5e8 at most. In bf16 stage 1 is BF16_Optimizer:
+    its all-reduce takes a bf16 copy of all, in one piece, below 5e8 weights of the joined ones.
+    """
+    if stage == 0:
+        return 4 * min(5e8, T) if ranks > 1 else 0
+    all_reduced = (2 if T > 5e8 else 6) * T if stage == 1 and bf16 else 0
+    return max(4 * T / N, all_reduced)
+
+
+def offload(args, parts, phase, stage):
+    """Moves to the host what the flags offload."""
+    moved = []
+    if args.adam_offload:
+        moved = ["optimizer", "gradients"][:stage]
+    elif getattr(args, "offload_states", False) and phase in ("generate", "score"):
+        moved = ["optimizer", "gradients"]
+    if args.offload and stage == 3:
+        moved.append("weights")
+    for part in moved:
+        parts["host"] += parts[part]
+        parts[part] = 0
