@@ -399,7 +399,8 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     Returns responses (B, R'), their log-probs (B, R') under the model at --temperature, their
     lengths (B,), EOS included, and ended: bool (B,), False for a response that was cut at R tokens.
     """
-    (B, R), device = uniforms.shape, ids.device
+    B, R = uniforms.shape
+    device = ids.device
     responses = torch.full((B, R), tokenizer.pad_token_id, device=device)
     logprobs = torch.zeros(B, R, device=device)
     lengths = torch.zeros(B, dtype=torch.long, device=device)
@@ -409,12 +410,13 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     cache = decode.new_cache(model, ids, mask, R)  # its slots are reserved once
     inputs = ids[cache.rows]  # equal prompts are computed once
     for r in progress.shown(range(R), "tokens of each response"):
-        # Forward. Ids that no token uses (embeddings are often padded) can not be drawn.
+        # Forward. Ids that no token uses (embeddings are often padded) cannot be drawn.
         logits = forward(model, inputs, cache)[:, : len(tokenizer)]  # (b, V)
         logits = decoding.for_each_row(cache, logits)  # copies of prompts that were computed once
         rows = cache.rows  # (b,) which of the B rows these are
 
-        # Draw, in fp32, where the temperature is also applied when the tokens are scored.
+        # Draw. The temperature is applied in fp32, as when tokens are scored: divided in bf16 the
+        # logits would be another policy's.
         scaled = common.in_fp32(logits, args.temperature)
         allowed = decoding.restricted(args, tokenizer, logits, r)  # --top_k, --top_p: -inf
         probs = torch.softmax(common.in_fp32(allowed, args.temperature), -1)
@@ -499,6 +501,31 @@ def reward_model_scores(model, batch):
     values = common.values_at_tokens(model, batch)  # (B, R)
     score = values.gather(1, batch.length[:, None] - 1)  # (B, 1)
     return score * batch.last
+
+
+def score(args, batch, actor, critic, reference, judge, gold, one_pass):
+    """Fills in old log-probs, entropy, values, reference log-probs, KL and scores of a micro-batch.
+
+    one_pass: the actor's and the critic's forwards keep their graphs, and part 6 trains on them.
+    judge(batch) and gold(batch) return scores (B, R); critic and gold may be None.
+    """
+    with torch.no_grad():
+        # The reference comes first: with LoRA it is the actor's own engine, and under ZeRO-3 a
+        # forward that is trained on must be the engine's last one before its backward.
+        mask = batch.response_mask  # (B, R)
+        batch.ref_logprobs = common.response_logprobs(reference, batch, mask, args.temperature)
+    with torch.set_grad_enabled(one_pass):
+        batch.logprobs, batch.entropy = actor_forward(args, actor, batch)
+        batch.old_logprobs = batch.logprobs.detach()
+        if critic:
+            batch.values = common.response_values(critic, batch)
+            batch.old_values = batch.values.detach()
+    with torch.no_grad():
+        for kind in KL_ESTIMATORS:
+            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, kind)
+            batch.kl[kind] = kl * batch.response_mask
+        batch.scores = judge(batch)
+        batch.gold = gold(batch) if gold else None
 
 
 def shares_pass(args, *models):
@@ -618,15 +645,15 @@ def main():
     clock = rollout_metrics.Clock()
 
     def answered(prompts, step, rollout_size, rows, together=1, seed=None, one_pass=False):
-        """Rolls out, lays out and scores: micro-batches of `rows` responses to the prompts.
+        """Parts 3 and 4: the responses to the prompts, in micro-batches of `rows`, with scores.
 
         Evaluation and microscope call it, too, without what follows `rows`: see `ordered` for
-        together and seed, and part 6 for one_pass.
+        together and seed, and `score` for one_pass.
         """
         for engine in engines.values():
-            # Eval mode turns dropout off, so that what is stored is of the policy that sampled. A
-            # forward that is trained on, too, is in train mode (its model has no dropout), because
-            # gradient checkpointing acts in train mode alone.
+            # Eval mode turns dropout off, so that what is stored is of the policy that sampled.
+            # With one_pass it is train mode, where gradient checkpointing acts: no model has
+            # dropout then.
             engine.train(one_pass)
         with state_offload.states_on_cpu(args, engines.values()):  # --offload_states
             # ---- 3 rollout ----
@@ -639,25 +666,7 @@ def main():
             pack = shared_prompts.packing(together) or plain_rows
             micro_batches = make_micro_batches(tokenizer, responses, rows, pack)
             for batch in micro_batches:
-                mask = batch.response_mask  # (B, R)
-                with torch.no_grad():
-                    # The reference comes first: with LoRA it is the actor's own engine, and under
-                    # ZeRO-3 a forward that is trained on must be the last before its backward.
-                    batch.ref_logprobs = common.response_logprobs(
-                        reference, batch, mask, args.temperature
-                    )
-                with torch.set_grad_enabled(one_pass):
-                    batch.logprobs, batch.entropy = actor_forward(args, actor, batch)
-                    batch.old_logprobs = batch.logprobs.detach()
-                    if critic:
-                        batch.values = common.response_values(critic, batch)
-                        batch.old_values = batch.values.detach()
-                with torch.no_grad():
-                    for kind in KL_ESTIMATORS:
-                        kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, kind)
-                        batch.kl[kind] = kl * mask
-                    batch.scores = judge(batch)
-                    batch.gold = gold(batch) if gold else None
+                score(args, batch, actor, critic, reference, judge, gold, one_pass)
             clock.lap("score_seconds")
         return micro_batches
 
@@ -687,16 +696,17 @@ def main():
 
         # ---- 6 update ----
         for engine in engines.values():
-            engine.train()  # from here on a model with dropout drops
-        if not checked:
-            patches.record_backward(training)  # ZeRO-3 prefetches by what it sees next
+            engine.train()  # dropout acts from here on, in a model that has it
+            if not checked:
+                patches.record_backward(engine)  # ZeRO-3 prefetches by the pass it sees next
         means, too_far = rollout_metrics.TokenMeans(), False
         for epoch in range(args.ppo_epochs):
             for minibatch in minibatches(micro_batches, accumulation, (args.seed, step, epoch)):
-                tokens = ranks.all_sum(sum(batch.response_mask.sum() for batch in minibatch)).item()
-                if not tokens:  # fillers only, or all are masked: nothing to learn from
+                token_count = sum(batch.response_mask.sum() for batch in minibatch)
+                token_count = ranks.all_sum(token_count).item()
+                if not token_count:  # fillers only, or all are masked: nothing to learn from
                     continue
-                weights, total = loss_weights(minibatch)
+                weights, total_weight = loss_weights(minibatch)
                 kl_sum = 0.0
                 for batch, weight in zip(minibatch, weights):  # one forward each
                     logprobs, entropy = batch.logprobs, batch.entropy  # (B, R)
@@ -708,8 +718,8 @@ def main():
                     if not checked:  # no weight has moved since old_logprobs were stored
                         first_step.stop_unless_one(run, ratio, batch.response_mask)
                     if actor_trains:
-                        loss_sum = (loss * weight).sum()
-                        actor.backward(loss_sum * common.loss_scale(total, accumulation))
+                        loss_sum = (loss * weight).sum()  # importance weights would multiply loss
+                        actor.backward(loss_sum * common.loss_scale(total_weight, accumulation))
                     critic_loss = torch.zeros_like(loss)
                     if critic:
                         values = batch.values  # (B, R)
@@ -719,7 +729,7 @@ def main():
                             values, batch.old_values, batch.returns, args.clip_value
                         )
                         loss_sum = (critic_loss * batch.response_mask).sum()
-                        critic.backward(loss_sum * common.loss_scale(tokens, accumulation))
+                        critic.backward(loss_sum * common.loss_scale(token_count, accumulation))
                     patches.skip_together(args, training)  # fp16: an overflow skips both
                     for engine in training:
                         engine.step()  # moves weights at the minibatch's last micro-batch
@@ -736,7 +746,8 @@ def main():
                 average.update(actor)
                 means.updates += 1
                 checked = checked or actor_trains
-                too_far = args.target_kl and ranks.all_sum(kl_sum).item() / tokens > args.target_kl
+                kl = ranks.all_sum(kl_sum).item() / token_count
+                too_far = args.target_kl and kl > args.target_kl
                 if too_far:
                     break
             if too_far:

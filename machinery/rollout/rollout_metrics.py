@@ -19,6 +19,9 @@ STORED = ("old_logprobs", "ref_logprobs", "entropy", "scores", "old_values")
 class Clock:
     """The seconds of each part of a step."""
 
+    def __init__(self):
+        self.start()
+
     def start(self):
         """Starts a step."""
         self.laps, self.began = {}, time.time()

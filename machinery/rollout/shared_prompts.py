@@ -1,7 +1,7 @@
 """Shared prompts (--share_prompt): a prompt is computed once for several responses to it.
 
-A row is  prompt | y_1 | ... | y_n,  and no response sees another. [Wang & Hegde 2024] do so for DPO.
-What comes out is a common.Layout like any other: `mask`, `positions` and `predicts` differ.
+A row is  prompt | y_1 | ... | y_n,  and no response sees another, as in [Wang & Hegde 2024]. What
+comes out is a common.Layout like any other: `mask`, `positions` and `predicts` differ.
 Two pairs of reward.py, T = 9 ('-' is padding), y chosen and z rejected:
 
     place in the row       0    1    2    3    4    5    6    7    8
