@@ -149,7 +149,7 @@ def last_evaluation(file):
 
 def result_flags(args):
     """Returns {flag: value} of those that change the result, their paths cut to names."""
-    rest, found = {"output_dir", *args._speed}, {}
+    rest, found = {"output_dir", *args.declared.speed}, {}
     for name, value in vars(args).items():
         if name[0] != "_" and name not in rest and value not in (None, ""):
             values = map(str, value if isinstance(value, list) else [value])

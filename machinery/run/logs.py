@@ -84,7 +84,7 @@ def draw_curves(args):
     """Draws metrics.jsonl as curves.png, on rank 0. A picture that fails does not stop the run."""
     if ranks.get_rank() == 0:
         try:
-            title = f"{args._script}.py, preset {args.preset}, {args.output_dir}"
+            title = f"{args.declared.script}.py, preset {args.preset}, {args.output_dir}"
             plots.draw(Path(args.output_dir), title, limits(args))
         except Exception as error:
             ranks.say(f"curves.png could not be drawn: {error!r}")

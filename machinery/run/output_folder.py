@@ -15,7 +15,6 @@ import torch
 import transformers
 
 from machinery.base import ranks, records, refused
-from machinery.engine import monitors
 from machinery.models import lora, model_card, saving
 from machinery.run import checkpoints, folder_lock, logs
 
@@ -63,8 +62,6 @@ def listed(output, record):
     for name in map(Path, record.get("files", [])):
         if name.parts and not name.is_absolute() and ".." not in name.parts:
             yield output / name
-            if name.name in monitors.FILES.values():  # a pattern
-                yield from (output / name.parent).glob(name.name)
 
 
 def checkpoints_in(output):
@@ -175,7 +172,7 @@ def inputs(args):
 
     Of adapters also what they sit on. Of FILE:FUNCTION it is the file.
     """
-    for flag in sorted(args._names - {"output_dir", "preset"}):
+    for flag in sorted(args.declared.names - {"output_dir", "preset"}):
         value = getattr(args, flag)
         for text in value if isinstance(value, list) else [value] if value else []:
             for part in (*lora.chain(text), text.rpartition(":")[0]):
@@ -218,12 +215,12 @@ def refuse_other_flags(args, before):
     and empty lists are alike.
     """
     was = "--resume: the run was begun with"
-    if before.get("script", args._script) != args._script:
+    if before.get("script", args.declared.script) != args.declared.script:
         refused.fail(
-            f"{was} {before['script']}.py, and this is {args._script}.py.\n"
+            f"{was} {before['script']}.py, and this is {args.declared.script}.py.\n"
             "  Take another --output_dir."
         )
-    for name, old, new in differing(args, before, args._fixed):
+    for name, old, new in differing(args, before, args.declared.fixed):
         refused.fail(
             f"{was} --{name} {old}, and now it is {new}.\n"
             "  Give it as it was, or begin anew in another --output_dir."
@@ -232,7 +229,7 @@ def refuse_other_flags(args, before):
 
 def say_changes(args, before):
     """Prints the flags that may change with --resume, and are not those of args.json's `before`."""
-    names = vars(args).keys() - args._fixed - {"resume", "overwrite", "output_dir"}
+    names = vars(args).keys() - args.declared.fixed - {"resume", "overwrite", "output_dir"}
     said = [f"--{name} {old} -> {new}" for name, old, new in differing(args, before, names)]
     if said:
         ranks.say(f"--resume with other flags than before: {', '.join(said)}")
@@ -248,7 +245,7 @@ def differing(args, before, names):
 
 def comparable(args, name, value):
     """Returns the value of a flag, or of what it names the last part of each path."""
-    if name not in args._names or not value:
+    if name not in args.declared.names or not value:
         return value or None
     return [Path(str(text)).name for text in (value if isinstance(value, list) else [value])]
 
@@ -272,7 +269,7 @@ class OutputFolder:
         check(args)
         self.args, self.path = args, Path(args.output_dir)
         self.lock, self.record, args._held = folder_lock.Lock(self.path), {}, None
-        self.monitors, self.before = monitors.files(args), sum(removed(self.path), [])
+        self.before = sum(removed(self.path), [])
 
     def take(self, facts):
         """Locks the folder and checks it again, for other runs may have been there meanwhile.
@@ -289,7 +286,7 @@ class OutputFolder:
         check_unlocked(self.args)
         ranks.barrier()  # rank 0 writes below: all must have seen the folder as it was
         record = {name: value for name, value in vars(self.args).items() if name[0] != "_"}
-        record |= {"script": self.args._script, "world_size": ranks.get_world_size()}
+        record |= {"script": self.args.declared.script, "world_size": ranks.get_world_size()}
         libraries = (torch, deepspeed, transformers, datasets, np)
         record["versions"] = {library.__name__: library.__version__ for library in libraries}
         record |= {"device": str(ranks.device()), **facts, "files": []}
@@ -320,7 +317,6 @@ class OutputFolder:
         for name in FOLDERS:
             with suppress(OSError):  # it holds something else, or is a link, or is not there
                 (self.path / name).rmdir()
-        self.claim(self.monitors)
         for function, inputs in held:
             function(*inputs)
 
