@@ -90,7 +90,7 @@ BROKEN = {  # files that cannot be read: what the message must say
     "latin.jsonl": (GOOD.encode() + '{"prompt": "é"}'.encode("latin-1"), "latin.jsonl, line 2: "),
     "empty.jsonl": ("\n", "empty.jsonl is empty"),
     "cells.csv": ("prompt,response\nQ?, r\nQ?, r,more\n", "cells.csv, line 3: "),
-    "twice.csv": ("prompt,prompt\nQ?, r\n", "twice.csv, line 1: "),
+    "twice.csv": ("prompt,prompt\nQ?, r\n", "twice.csv, line 2: "),
     "rows.txt": (GOOD, ".jsonl, .json, .csv, .parquet"),
 }
 
