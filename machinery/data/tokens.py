@@ -9,7 +9,7 @@ from machinery.base import ranks
 from machinery.data.formats import ASSISTANT, HUMAN, LeftOut
 from machinery.models import model_folders
 
-NO_TEMPLATE = "the data holds chats, and the tokenizer has no chat template"
+NO_TEMPLATE = "the data holds chats, and the tokenizer has no chat template. Take a chat model's"
 TURNS_UNKNOWN = """the chat template writes a turn in another way when it is opened, or has messages
   after it: the assistant's tokens cannot be told from the others. Use --train_on last"""
 
