@@ -29,7 +29,7 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, claim=N
     """
     model, folder = modules.unwrap_model(engine), Path(folder)
     adapters = getattr(model, "peft_config", {}).get("default")
-    plain = adapters is None or model.merge_lora
+    plain = adapters is None
     state = {}
     zero3.release_early_gathers(engine)
     for name, parameter in progress.shown([*model.named_parameters()], "saving, weights"):
