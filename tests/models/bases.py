@@ -47,6 +47,9 @@ def base_folder(path, name):
         first = processors.TemplateProcessing(single="<pad> $A", special_tokens=ids)
         tokenizer.backend_tokenizer.post_processor = first
     tokenizer.save_pretrained(path)
+    if name == "full":  # and no token to pad with but EOS
+        for file in (path / "tokenizer.json", path / "tokenizer_config.json"):
+            file.write_text(file.read_text().replace("<pad>", "<other>"))
     return folder
 
 
