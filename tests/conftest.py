@@ -128,7 +128,6 @@ def pytest_report_header():
 def pytest_collection_modifyitems(items):
     """In reading order: 2 comes before 10. What looks at a rare run, or at
     one whose ranks share layers, is slow."""
-    items.sort(key=lambda item: int(item.path.name.split("_")[1]))
     rare = {*workers.RARE, *workers.TENSOR_PARALLEL}
     for item in items:
         given = vars(item).get("callspec")
