@@ -4,6 +4,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from machinery.base import refused
@@ -13,14 +14,12 @@ FLAGS_DECIDE = """optimizer scheduler bf16 fp16 gradient_clipping train_batch_si
                   managed_gradient_accumulation zero_optimization.stage""".split()
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "csv_monitor": ""}
 
-FILES = {"tensorboard": "events.out.tfevents.*", "csv_monitor": "*.csv"}
-
 
 def read_config(args, main):
     """Returns the dict of --ds_config; refuses what flags decide, and what DeepSpeed would.
 
-    The monitors write into their output_path, by default --output_dir. main False: this engine
-    feeds none.
+    The monitors write into their output_path, by default --output_dir. main False: without them,
+    for an engine.
     """
     named = f"--ds_config {args.ds_config}"
     try:
@@ -57,26 +56,12 @@ def read_config(args, main):
     return config
 
 
-def files(args):
-    """Returns the patterns of the files that the monitors of this run write, a list of paths."""
-    config, found = read_config(args, True), []
-    for name, pattern in FILES.items():
-        part = config.get(name, {})
-        if part.get("enabled"):
-            job = part.get("job_name", "DeepSpeedJobName")
-            found.append(Path(part["output_path"]) / job / pattern)
-    return found
-
-
-def take_over(engine):
-    """Leaves the monitors that ds_config.json turns on to `write` alone.
+def opened(args):
+    """Returns DeepSpeed's monitors as --ds_config has them; engines themselves feed none.
 
     DeepSpeed's own events (the learning rate, which we log, too) count samples instead of steps,
-    and W&B drops what comes at a lower number than the last.
+    and W&B drops what comes at a lower number than the last. And an engine would open its files
+    before the run has taken its output folder.
     """
-    engine.monitor.enabled = False
-
-
-def write(engine, step, numbers):
-    """Writes {name: number} at `step` to the monitors that are on. For rank 0."""
-    engine.monitor.write_events([(f"train/{name}", n, step) for name, n in numbers.items()])
+    config = {**read_config(args, True), "train_micro_batch_size_per_gpu": 1}
+    return MonitorMaster(DeepSpeedConfig(config).monitor_config)
