@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 import common
 import ppo
-from machinery.flags import declaring, refusals
+from machinery.flags import declaring
 from machinery.models import model_folders
 from tests import workers
 
@@ -122,7 +122,7 @@ def hh():
 
 
 def pytest_report_header():
-    return None if refusals.cpu_has_bf16() else "this CPU emulates bf16: tests in bf16 are slow"
+    return None if declaring.cpu_has_bf16() else "this CPU emulates bf16: tests in bf16 are slow"
 
 
 def pytest_collection_modifyitems(items):

@@ -20,7 +20,7 @@ from torch.utils.cpp_extension import get_default_build_root
 from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.engine import patches
-from machinery.flags import refusals
+from machinery.flags import declaring
 
 
 def fill_environment():
@@ -59,7 +59,7 @@ def warn_of_locks():
 
 def warn_of_bf16(args):
     """Warns of bf16 on a CPU that has no instructions for it."""
-    if args.dtype == "bf16" and ranks.device().type == "cpu" and not refusals.cpu_has_bf16():
+    if args.dtype == "bf16" and ranks.device().type == "cpu" and not declaring.cpu_has_bf16():
         ranks.say(
             "warning: this CPU emulates bf16. On such a CPU SFT was measured at 109 tokens/s, and "
             "at 3,030 with --dtype fp32."

@@ -19,7 +19,7 @@ from machinery.base import modules, progress, ranks
 from machinery.data import data_split
 from machinery.data.rows import fingerprint
 from machinery.engine import monitors, throughput, zero3
-from machinery.flags import refusals
+from machinery.flags import rules
 from machinery.models import lora, model_card, model_folders, saving
 from machinery.run import best, checkpoints, crash, launch, logs, output_folder
 
@@ -93,7 +93,7 @@ class Run:
         self.folder.take(self.facts)
         self.monitor = monitors.opened(args)
         self.print_banner()
-        refusals.warn_of_stages(args)
+        rules.warn(args, rules.WARNINGS)
         torch.manual_seed(args.seed + ranks.data_parallel_rank())  # dropout differs by rank
         ranks.barrier()
         step, saved = 0, {}
@@ -188,9 +188,7 @@ class Run:
     def save_or_stop(self, loader):
         """Saves a checkpoint when one is due, and leaves if any rank was told to stop."""
         args, step = self.args, self.step
-        late = 0 < args.max_hours * 3600 < time.time() - self.began
-        told, late = ranks.all_sum(len(self.signals), late)
-        stop = (told or late) and step < self.last_step
+        stop = ranks.all_sum(len(self.signals)).item() > 0 and step < self.last_step
         if stop or (args.save_steps and step % args.save_steps == 0):
             self.phase.note(f"writing {checkpoints.folder_of(args)}/step-{step}")
             saved = {"loader": loader.state_dict(), "micro_steps": self.micro_steps}
@@ -201,9 +199,8 @@ class Run:
             checkpoints.save(args, self.engines, step, saved)
             self.started = time.time()
         if stop:
-            why = "interrupted" if told else f"--max_hours {args.max_hours:g} are over"
             where = checkpoints.whole_checkpoints(args)[-1]
-            ranks.say(f"{why} after step {step}: saved to {where}. Go on with --resume.")
+            ranks.say(f"interrupted after step {step}: saved to {where}. Go on with --resume.")
             self.finish(code=1)
 
     # What the body of a step calls
