@@ -20,6 +20,7 @@ import atexit
 import contextlib
 import copy
 import functools
+import gc
 import importlib
 import inspect
 import json
@@ -202,13 +203,15 @@ def serve():
 
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # its thread may hold a lock at a fork, which then is never released
-    late = ("peft", "pytest", "deepspeed.module_inject.auto_ep_comm")
+    late = ("peft", "pytest", "matplotlib.pyplot", "deepspeed.module_inject.auto_ep_comm")
     for name in (*SCRIPTS, *late, "deepspeed.runtime.zero.muon.muon_optimizer"):
         with contextlib.suppress(ImportError):  # else seconds in each rank
             importlib.import_module(name)
     for operator in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
         with contextlib.suppress(Exception):  # there is no compiler
             get_accelerator().get_op_builder(operator)().load()
+    gc.collect()
+    gc.freeze()  # else each rank's first collection takes a second over what was imported
     for line in sys.stdin:
         print(json.dumps(fork_ranks(**json.loads(line))), file=answers, flush=True)
 
