@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from machinery.base import refused
+from machinery.base.refused import Refused
 from machinery.engine import old_deepspeed
 
 CONFIG_FILE = "adapter_config.json"
@@ -35,12 +35,7 @@ def add_adapters(model, args, path, dim, value_head=None):
     options["target_modules"] = "all-linear"
     config = peft.LoraConfig(r=dim, lora_alpha=args.lora_alpha, **options)
     torch.manual_seed(args.seed)
-    try:
-        peft.inject_adapter_in_model(config, model)
-        if any("lora_embedding" in name for name, _ in model.named_parameters()):
-            raise ValueError("embeddings take no adapters here.")
-    except ValueError as error:
-        refused.fail(f"--lora_dim {dim}: {error}")
+    peft.inject_adapter_in_model(config, model)
     # for stock peft, to load what is saved
     config.task_type, config.modules_to_save = "SEQ_CLS" if head else "CAUSAL_LM", head
     if value_head:
@@ -50,11 +45,6 @@ def add_adapters(model, args, path, dim, value_head=None):
 def adapted_layers(model):
     """Returns the layers of a model, or of an engine, that have an adapter: {name: layer}."""
     return {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
-
-
-def has_adapters(model):
-    """Returns whether a model, or an engine's model, has adapters that train."""
-    return bool(adapted_layers(model))
 
 
 @contextlib.contextmanager
@@ -86,13 +76,10 @@ def chain(path):
     """Returns [path], and where it holds adapters what they sit on, and so on, down to weights."""
     folders = [path]
     while (config := Path(folders[-1]) / CONFIG_FILE).is_file():
-        try:
-            base = json.loads(config.read_text())["base_model_name_or_path"]
-            folders.append("" + base)  # a TypeError unless it is text
-        except (ValueError, LookupError, TypeError):
-            refused.fail(f"{config} names no base_model_name_or_path: it is no config of adapters.")
+        folders.append(json.loads(config.read_text())["base_model_name_or_path"])
         if folders[-1] in folders[:-1]:
-            refused.fail(f"{path}: its adapters sit on no weights: {' on '.join(folders)}.")
+            why = f"{path}: its adapters sit on no weights: {' on '.join(folders)}"
+            raise Refused("adapters-without-end", f"{why}.")
     return folders
 
 
