@@ -15,27 +15,21 @@ LIMITS = {
     "critic": "It is PPO's critic, of use to go on with the training: at each token its value is "
     "the reward still to come, not a judgement of the response.",
 }
-EOS = {
+ENDS = {  # for whom the tokenizer appends EOS; None: of a language model
+    None: "It was trained to end a response with EOS, and generation stops there.",
     "all": "The tokenizer here appends EOS, where the score is read, by itself.",
-    "special": "The tokenizer here appends EOS, where the score is read, unless it is called with "
-    "`add_special_tokens=False`: then append it to the text.",
     "none": "Append EOS to each text: the score is read there, and this tokenizer does not.",
 }
-WRITES = "It was trained to end a response with EOS, and generation stops there."
-LOAD = {
-    False: """from transformers import AutoModelForCausalLM, AutoTokenizer
+LOAD = """from transformers import {kind}, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-model = AutoModelForCausalLM.from_pretrained("FOLDER")
-inputs = tokenizer("PROMPT", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputsEOS, max_new_tokens=128)[0]))""",
-    True: """from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-model = AutoModelForSequenceClassification.from_pretrained("FOLDER"HEAD)
-inputs = tokenizer(["PROMPT" + "RESPONSE"], padding=True, return_tensors="pt")
-print(model(**inputs).logits[:, 0])  # one score for each text""",
-}
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = {kind}.from_pretrained("{name}"{head})
+"""
+WRITE = """inputs = tokenizer("PROMPT", return_tensors="pt")
+answer = model.generate(**inputs, max_new_tokens=128, eos_token_id=tokenizer.eos_token_id)
+print(tokenizer.decode(answer[0]))"""
+SCORE = """inputs = tokenizer(["PROMPT" + "RESPONSE"], padding=True, return_tensors="pt")
+print(model(**inputs).logits[:, 0])  # one score for each text"""
 
 
 def write(args, record, title, folder, **facts):
@@ -65,9 +59,10 @@ def card(args, record, title, folder, adapted=None, scores=False, appended="none
         pipeline_tag="text-classification" if scores else "text-generation",
         tags=["rlhf", kind.replace(" ", "-")],
     )
-    code = LOAD[scores].replace("FOLDER", folder.name)
-    code = code.replace("EOS,", ", eos_token_id=tokenizer.eos_token_id," if adapted else ",")
-    code = code.replace("HEAD", ", num_labels=1" if adapted else "")
+    kinds = ("AutoModelForCausalLM", "AutoModelForSequenceClassification")
+    labels = ", num_labels=1" if scores and adapted else ""  # transformers finds no head's shape
+    code = LOAD.format(kind=kinds[scores], name=folder.name, head=labels)
+    code += SCORE if scores else WRITE
     data = ", ".join(map(name_of, args.data_path))
     versions = ", ".join(f"{k} {v}" for k, v in record.get("versions", {}).items())
     return ModelCard(f"""---
@@ -88,7 +83,7 @@ def card(args, record, title, folder, adapted=None, scores=False, appended="none
 {code}
 ```
 
-{EOS[appended] if scores else WRITES}
+{ENDS[appended if scores else None]}
 
 ## Metrics at the end
 

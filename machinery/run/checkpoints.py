@@ -22,21 +22,15 @@ from machinery.engine import state_offload
 from machinery.models import lora, saving
 from machinery.run import logs
 
-OTHERS = {  # what makes a run another one: in words, and what to do
-    "weights": ("the weight", "Give the model, the flags and the script of before."),
-    "optimizers": (
-        "the optimizers",
-        "They keep their step numbers in different places, and would start again from 0. Give "
-        "--adam_offload as before, and on a\n  machine that cannot build DeepSpeed's Adam install "
-        "a C++ compiler (g++, nvcc) and ninja.",
-    ),
-    "rows": (
-        "rows a step:",
-        "Per-device batch size x --gradient_accumulation_steps x ranks must stay the same.",
-    ),
-    "data_rows": ("rows of data:", "Give it the data of before."),
-    "data_fingerprint": ("other texts or tokens; their sum:", "Give it the data of before."),
-    "frozen_models": ("the reference and reward models", "Give it the models of before."),
+# What makes a run another one than that of its checkpoint, and what to do
+OTHERS = {
+    "weights": "Give the model, the flags and the script of before.",
+    "optimizers": "Their step numbers would start from 0: give --adam_offload, and a compiler, as "
+    "before.",
+    "rows": "Per-device batch size x --gradient_accumulation_steps x ranks must stay the same.",
+    "data_rows": "Give it the data of before.",
+    "data_fingerprint": "There are as many rows, of other texts or tokens: give the data of before.",
+    "frozen_models": "The reference and the reward models must be those of before.",
 }
 
 
@@ -50,11 +44,6 @@ def whole_checkpoints(args):
     named = [f for f in folder_of(args).glob("step-*") if re.fullmatch(r"step-\d+", f.name)]
     folders = [folder for folder in named if folder.is_dir()]
     return sorted(folders, key=lambda folder: int(folder.name.split("-")[1]))
-
-
-def surplus(args):
-    """Returns the whole checkpoints that are older than the newest --keep_checkpoints."""
-    return whole_checkpoints(args)[: -args.keep_checkpoints]
 
 
 # ---- Saving ----
@@ -89,10 +78,9 @@ def save(args, engines, step, state):
             saving.sync(path)
         aside.rename(folder / f"step-{step}")
         saving.sync(folder)
-        for old in (*surplus(args), *folder.glob("damaged-step-*")):
-            shutil.rmtree(old, ignore_errors=True)
-            if old.exists():  # somebody may be reading it
-                ranks.say(f"warning: {old} cannot be removed; the next save tries again.")
+        old = whole_checkpoints(args)[: -args.keep_checkpoints]
+        for path in (*old, *folder.glob("damaged-step-*")):  # if one is in use, the next save tries
+            shutil.rmtree(path, ignore_errors=True)
     ranks.barrier()
 
 
@@ -122,14 +110,14 @@ def layout(engines):
 def frozen_models(args):
     """Returns the files of weights of step 3's frozen models, which no checkpoint holds.
 
-    A list of [folder's name, file's name, size]. Models of the hub have none here.
+    A dict {"folder/file": size}, by the last parts of the paths. Models of the hub have none here.
     """
     known = vars(args)
     paths = [known.get("actor_model_name_or_path"), *known.get("reward_model_name_or_path", [])]
     folders = [Path(part) for path in filter(None, paths) for part in lora.chain(path)]
     files = [file for folder in folders for file in sorted(folder.glob("*"))]
     weights = [file for file in files if file.suffix in (".safetensors", ".bin")]
-    return [[file.parent.name, file.name, file.stat().st_size] for file in weights]
+    return {f"{file.parent.name}/{file.name}": file.stat().st_size for file in weights}
 
 
 # ---- Loading ----
@@ -167,8 +155,80 @@ def load(args, engines, state, facts, last_step):
     if ranks.get_rank() == 0:
         for old in damaged:  # the next save removes them
             old.rename(old.with_name(f"damaged-{old.name}"))
-        for old in (folder_of(args) / "unfinished", *surplus(args)):
-            shutil.rmtree(old, ignore_errors=True)
+        for name, size in saved["logs"].items():  # lines written after the checkpoint are cut off
+            if (file := Path(args.output_dir) / name).exists():
+                os.truncate(file, min(size, file.stat().st_size))
+    ranks.barrier()
+    ranks.say(f"resumed from {folder}")
+    return step, saved
+
+
+def read(file, mmap=False):
+    """Returns what a rank has saved. (It is unpickled: see docs/reliability.md on trust.)
+
+    mmap: tensors stay in the file until they are looked at. So all ranks' files are read in turn.
+    """
+    return torch.load(file, weights_only=False, map_location="cpu", mmap=mmap)
+
+
+def newest_whole(args):
+    """Returns the newest checkpoint that is whole, and the damaged ones that are newer."""
+    damaged, folders = [], []
+    if ranks.get_rank() == 0:  # over NFS the list of another rank may be of before
+        folders = [(folder, damage(folder)) for folder in whole_checkpoints(args)]
+    for folder, files in reversed(ranks.all_gather_objects(folders)):
+        if not files:
+            return folder, damaged
+        ranks.say(f"{folder} is not whole, and is left aside. Missing or cut: {', '.join(files)}")
+        damaged.append(folder)
+    found = f"--resume: no checkpoint in {folder_of(args)} is whole."
+    raise Refused("no-checkpoint-whole", f"{found}\n  --overwrite starts anew.")
+
+
+def damage(folder):
+    """Returns the files of a checkpoint that are missing, or of another size than they had."""
+    try:
+        files = json.loads((folder / "manifest.json").read_text()).items()
+    except (OSError, ValueError, AttributeError):  # AttributeError: it is no object
+        files = []
+    if not files:
+        return ["manifest.json"]
+    return [name for name, size in files if size_of(folder / name) != size]
+
+
+def refuse_others(args, folder, saved, now):
+    """Refuses --resume if the run in `folder` had other rows or another model than this one.
+
+    saved, now: `layout` and the facts of `load`, then and now.
+    """
+    for name, advice in OTHERS.items():
+        there, here = saved[name], now[name]
+        if there == here:
+            continue
+        if isinstance(there, dict):  # only what differs, and little of it
+            pairs = (there.items() - here.items(), here.items() - there.items())
+            there, here = (dict(sorted(pair)[:2]) for pair in pairs)
+        words = f"--resume: in {folder} {name} is {there}, and here {here}.\n  {advice}"
+        raise Refused(f"resume-{name}".replace("_", "-"), words)
+    before, now = saved["shape"], this["shape"]
+    for name, engine in engines.items():
+        load_engine(engine, folder / name, reshape=before != now and now[name] > 0)
+    if before == now:
+        on_cpu, on_device, python, numpy = saved["rng"]
+        torch.set_rng_state(on_cpu)
+        get_accelerator().set_rng_state(on_device)
+        random.setstate(python)
+        np.random.set_state(numpy)
+    else:
+        rest = "the same run up to rounding; dropout draws other numbers"
+        ranks.say(f"from {before} to {now}: {rest}")
+        torch.manual_seed(args.seed + ranks.get_rank() + 1_000_000 * step)
+        saved["loader"] = None
+        saved["state"] = reshaped(state, [read(file, mmap=True)["state"] for file in files])
+    saved["state"] = placed(state, saved["state"])
+    if ranks.get_rank() == 0:
+        for old in damaged:  # the next save removes them
+            old.rename(old.with_name(f"damaged-{old.name}"))
         for name, size in saved["logs"].items():  # lines written after the checkpoint are cut off
             if (file := Path(args.output_dir) / name).exists():
                 os.truncate(file, min(size, file.stat().st_size))

@@ -42,18 +42,13 @@ def show_sample(row, response, numbers=""):
     """
     prompt = row["prompt"]
     if row["chat"]:
-        turns = json.loads(prompt)
-        prompt = " ".join(f"{turn['role']}: {turn['content']}" for turn in turns)
-    prompt = " ".join(prompt.split())
-    response = " ".join(response.split())
-    width = shutil.get_terminal_size((160, 24)).columns
-    room = max(40, width - len(f"    {numbers} ->  "))
+        prompt = " ".join(f"{turn['role']}: {turn['content']}" for turn in json.loads(prompt))
+    prompt, response = " ".join(prompt.split()), " ".join(response.split())
+    room = max(40, shutil.get_terminal_size((160, 24)).columns - len(f"    {numbers} ->  "))
     most = max(room // 3, room - len(response))
-    if len(prompt) > most:
-        prompt = f"...{prompt[3 - most :]}"
+    prompt = prompt if len(prompt) <= most else f"...{prompt[3 - most :]}"
     most = room - len(prompt)
-    if len(response) > most:
-        response = f"{response[: most - 3]}..."
+    response = response if len(response) <= most else f"{response[: most - 3]}..."
     ranks.say(f"    {prompt} -> {response} {numbers}".rstrip())
 
 

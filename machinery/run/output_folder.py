@@ -51,13 +51,12 @@ def check_unlocked(args):
     refuse_unusable(args, output)
     if args.resume:
         check_resume(args, output)
-    elif not args.overwrite and (found := taken(output)):
-        what = "a run" if read_record(output) else found[0]
-        raise Refused(
-            "output-taken",
-            f"--output_dir {output} holds {what}.\n  --overwrite moves the folder to "
-            f"{output.name}.old-1, --resume goes on with an unfinished run.\n  Or take another.",
-        )
+    elif (found := taken(output)) and not (args.overwrite and read_record(output)):
+        advice = "Take another --output_dir, or move it away."
+        if read_record(output):
+            advice = f"--resume goes on with it, --overwrite moves it to {output.name}.old-1."
+        words = f"--output_dir {output} is not empty: it holds {found[0]}.\n  {advice}"
+        raise Refused("output-taken", words)
     refuse_inputs_inside(args, output)
 
 
@@ -71,15 +70,13 @@ def refuse_unusable(args, output):
     """Refuses an --output_dir that cannot be written to, or be moved where --overwrite moves it."""
     above = (output, *output.absolute().parents)
     exists = next(path for path in above if os.path.lexists(path))
-    why = None
-    if not args.output_dir.strip():
-        why = "no name of a folder was given"
-    elif not (exists.is_dir() and os.access(exists, os.W_OK)):
+    why = ""
+    if not (exists.is_dir() and os.access(exists, os.W_OK)):
         why = f"{exists} is not a folder that can be written to"
-    elif args.overwrite and taken(output):
-        parent = output.resolve().parent
-        if os.path.ismount(output) or not os.access(parent, os.W_OK):
-            why = f"it cannot be moved within {parent}, as --overwrite would"
+    here = output.resolve()
+    in_use = os.path.ismount(here) or Path.cwd().is_relative_to(here)
+    if args.overwrite and output.exists() and (in_use or not os.access(here.parent, os.W_OK)):
+        why = "it cannot be moved aside, as --overwrite would"
     if why:
         words = f"--output_dir {args.output_dir}: {why}.\n  Take another --output_dir."
         raise Refused("output-unusable", words)
