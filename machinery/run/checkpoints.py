@@ -29,7 +29,7 @@ OTHERS = {
     "before.",
     "rows": "Per-device batch size x --gradient_accumulation_steps x ranks must stay the same.",
     "data_rows": "Give it the data of before.",
-    "data_fingerprint": "There are as many rows, of other texts or tokens: give the data of before.",
+    "data_fingerprint": "As many rows, of other texts or tokens: give it the data of before.",
     "frozen_models": "The reference and the reward models must be those of before.",
 }
 
@@ -210,81 +210,6 @@ def refuse_others(args, folder, saved, now):
             there, here = (dict(sorted(pair)[:2]) for pair in pairs)
         words = f"--resume: in {folder} {name} is {there}, and here {here}.\n  {advice}"
         raise Refused(f"resume-{name}".replace("_", "-"), words)
-    before, now = saved["shape"], this["shape"]
-    for name, engine in engines.items():
-        load_engine(engine, folder / name, reshape=before != now and now[name] > 0)
-    if before == now:
-        on_cpu, on_device, python, numpy = saved["rng"]
-        torch.set_rng_state(on_cpu)
-        get_accelerator().set_rng_state(on_device)
-        random.setstate(python)
-        np.random.set_state(numpy)
-    else:
-        rest = "the same run up to rounding; dropout draws other numbers"
-        ranks.say(f"from {before} to {now}: {rest}")
-        torch.manual_seed(args.seed + ranks.get_rank() + 1_000_000 * step)
-        saved["loader"] = None
-        saved["state"] = reshaped(state, [read(file, mmap=True)["state"] for file in files])
-    saved["state"] = placed(state, saved["state"])
-    if ranks.get_rank() == 0:
-        for old in damaged:  # the next save removes them
-            old.rename(old.with_name(f"damaged-{old.name}"))
-        for name, size in saved["logs"].items():  # lines written after the checkpoint are cut off
-            if (file := Path(args.output_dir) / name).exists():
-                os.truncate(file, min(size, file.stat().st_size))
-    ranks.barrier()
-    ranks.say(f"resumed from {folder}")
-    return step, saved
-
-
-def read(file, mmap=False):
-    """Returns what a rank has saved. (It is unpickled: see docs/reliability.md on trust.)
-
-    mmap: tensors stay in the file until they are looked at. So all ranks' files are read in turn.
-    """
-    return torch.load(file, weights_only=False, map_location="cpu", mmap=mmap)
-
-
-def newest_whole(args):
-    """Returns the newest checkpoint that is whole, and the damaged ones that are newer."""
-    damaged, folders = [], []
-    if ranks.get_rank() == 0:  # over NFS the list of another rank may be of before
-        folders = [(folder, damage(folder)) for folder in whole_checkpoints(args)]
-    for folder, files in reversed(ranks.all_gather_objects(folders)):
-        if not files:
-            return folder, damaged
-        ranks.say(f"{folder} is not whole, and is left aside. Missing or cut: {', '.join(files)}")
-        damaged.append(folder)
-    found = f"--resume: no checkpoint in {folder_of(args)} is whole."
-    raise Refused("no-checkpoint-whole", f"{found}\n  --overwrite starts anew.")
-
-
-def damage(folder):
-    """Returns the files of a checkpoint that are missing, or of another size than they had."""
-    try:
-        files = json.loads((folder / "manifest.json").read_text()).items()
-    except (OSError, ValueError, AttributeError):  # AttributeError: it is no object
-        files = []
-    if not files:
-        return ["manifest.json"]
-    return [name for name, size in files if size_of(folder / name) != size]
-
-
-def refuse_others(args, folder, saved, now):
-    """Refuses --resume if the run in `folder` had other rows or another model than this one.
-
-    saved, now: `layout` and the facts of `load`, then and now.
-    """
-    for name, (what, advice) in OTHERS.items():
-        if saved[name] != now[name]:
-            there, here = saved[name], now[name]
-            if name == "weights":
-                keys = sorted(there.keys() | here.keys())
-                there, here = ({key: each.get(key) for key in keys} for each in (there, here))
-                key = next(key for key in keys if there[key] != here[key])
-                there, here = f"{key} {there[key]}", here[key]
-            words = f"--resume: {folder} was written with {what} {there}, and here: {here}."
-            raise Refused(f"resume-{name}".replace("_", "-"), f"{words}\n  {advice}")
     before, now = saved["shape"], now["shape"]
     fixed = args.tensor_parallel_size > 1 and before != now
     names = [name for name in now if name != "ranks" and before[name] != now[name]]
