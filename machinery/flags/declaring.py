@@ -24,7 +24,6 @@ from machinery.flags import rules
 
 ROOT = Path(__file__).resolve().parents[2]
 FINITE = sys.float_info.max  # the largest finite number
-INTEGER = 2**31 - 1  # the largest that fits everywhere
 RANK = 2**16  # of LoRA: matrices are no wider
 STAGES = [0, 1, 2, 3]  # of ZeRO
 LORA_RATE = "with LoRA about ten times that of all weights [Schulman 2025]"
@@ -52,12 +51,11 @@ def flag_group(parser, title, skip=()):
     """Returns `arg`, which declares a flag in the group `title` of --help, unless in `skip`."""
     group = parser.add_argument_group(title)
 
-    def arg(name, value=None, help="", least=0, most=None, fixed=False, **options):
+    def arg(name, value=None, help="", least=0, most=FINITE, fixed=False, **options):
         """Declares --name.
 
         value: its default, which says its type; or a type, and the default is None.
-        least, most: its range, or that of each number of a list; None: INTEGER or FINITE, by type.
-        `most=math.inf` allows infinity. options: argparse's.
+        least, most: its range, or that of each number of a list. options: argparse's.
         fixed: --resume must find it unchanged.
         """
         if name in skip:
@@ -70,8 +68,6 @@ def flag_group(parser, title, skip=()):
             options["type"] = value
         elif value is not None:
             options = {"type": type(value), "default": value, **options}
-        if most is None:
-            most = INTEGER if options.get("type") is int else FINITE
         default = "" if "action" in options else " [%(default)s]"
         flag = group.add_argument(f"--{name}", help=help + default, **options)
         flag.least, flag.most, flag.fixed = least, most, fixed
