@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from machinery.base.refused import Refused
@@ -16,8 +17,8 @@ MONITORS = "tensorboard", "wandb", "comet", "csv_monitor"
 def read_config(args, main):
     """Returns the dict of --ds_config; refuses what flags decide, and what DeepSpeed refuses.
 
-    The monitors write into their output_path, by default --output_dir. main False: this engine
-    feeds none.
+    The monitors write into their output_path, by default --output_dir. main False: without them,
+    for an engine.
     """
     named = f"--ds_config {args.ds_config}"
     try:
@@ -39,15 +40,12 @@ def read_config(args, main):
     return config
 
 
-def take_over(engine):
-    """Leaves the monitors that ds_config.json turns on to `write` alone.
+def opened(args):
+    """Returns DeepSpeed's monitors as --ds_config has them; engines themselves feed none.
 
     DeepSpeed's own events (the learning rate, which we log, too) count samples instead of steps,
-    and W&B drops what comes at a lower number than the last.
+    and W&B drops what comes at a lower number than the last. And an engine would open its files
+    before the run has taken its output folder.
     """
-    engine.monitor.enabled = False
-
-
-def write(engine, step, numbers):
-    """Writes {name: number} at `step` to the monitors that are on. For rank 0."""
-    engine.monitor.write_events([(f"train/{name}", n, step) for name, n in numbers.items()])
+    config = {**read_config(args, True), "train_micro_batch_size_per_gpu": 1}
+    return MonitorMaster(DeepSpeedConfig(config).monitor_config)
