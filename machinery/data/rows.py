@@ -201,8 +201,8 @@ def tokenise_rows(args, rows, options, title, trained_on):
     for why, count in Counter(filter(None, reasons)).items():
         first = rows[reasons.index(why)].get(sources.PLACE, "")
         what = f"{title}: dropped {count} of {len(made)} rows: {why}"
-        if why in FATAL or args.strict:
-            raise Refused(FATAL.get(why, "strict"), f"{what}.\n  The first: {first}")
+        if why in FATAL:
+            raise Refused(FATAL[why], f"{what}.\n  The first: {first}")
         ranks.say(what)
     kept = [i for i, why in enumerate(reasons) if not why]
     return [made.select(kept).remove_columns("drop")] if kept else []
