@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 import types
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -210,6 +211,7 @@ def serve():
     for operator in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
         with contextlib.suppress(Exception):  # there is no compiler
             get_accelerator().get_op_builder(operator)().load()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     gc.collect()
     gc.freeze()  # else each rank's first collection takes a second over what was imported
     for line in sys.stdin:

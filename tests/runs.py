@@ -333,13 +333,28 @@ def assert_same_curves(names, keys, rel=5e-5, absolute=1e-5):
 # --------------------------------------------------------------------------------------------------
 # Engines without a run around them, in a rank
 # --------------------------------------------------------------------------------------------------
+def config(*flags, **options):
+    """Returns the config of sft.py's engine: micro-batches of 4 rows, 3 a step."""
+    import common
+    import sft
+
+    args = sft.get_args(["--preset", "toy", *flags])
+    sizes = dict(batch_size=4, micro_steps=3)
+    return common.ds_config(args, **{"stage": args.zero_stage, **sizes, **options})
+
+
+def tiny_args(base, stage, *flags):
+    import sft
+
+    return sft.get_args([*base_flags("sft", base), "--zero_stage", str(stage), *flags])
+
+
 def tiny_engine(base, stage, model="actor", options=(), **head):
     """options: flags. head: tokenizer and value_head of `common.load_model`."""
     import common
-    import sft
     from machinery.flags import declaring
 
-    args = sft.get_args([*base_flags("sft", base), "--zero_stage", str(stage), *options])
+    args = tiny_args(base, stage, *options)
     own = dict(model_name_or_path=f"{base}/models/{model}", dropout=None)
     args = declaring.of_role(args, **own, learning_rate=1e-2, weight_decay=0.0)
     return common.train_engine(common.load_model(args, **head), args, 2, 1, 10)
