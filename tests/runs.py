@@ -110,7 +110,7 @@ RUNS |= {
     "ppo_looked_at": run("ppo", f"{PPO_DROPOUT} --eval_steps 1 --microscope 5 --eval_ema 1", 3),
     "ppo_unstable": run(
         "ppo",
-        "--allow_unstable 1 --ppo_epochs 2 --generation_batches 2 --max_steps 2",
+        "--allow_unstable 1 --ppo_epochs 2 --generation_batches 2 --max_steps 1",
         zero=2,
         generation=4,
         accumulation=1,
