@@ -1,9 +1,7 @@
 """The runs of the three scripts that tests look at: RUNS, and what reads them.
 
 A run is made when the first test asks for it. Two ranks and 8 rows an optimizer step in most of
-them, however laid out. By hand, all of them or some:
-
-    python -m tests.runs FOLDER [NAME ...]     leaves FOLDER/runs/NAME and FOLDER/facts/NAME.json
+them, however laid out.
 """
 
 import functools
@@ -13,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -387,15 +384,3 @@ def train_one_step(model, seed=0):
         model.backward(loss)
         model.step()
     return loss.item()
-
-
-if __name__ == "__main__":
-    folder, wanted = Path(sys.argv[1]), sys.argv[2:] or RUNS
-    if not (folder / "models").is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        kit.prepare(folder)
-    kit.base = lambda: folder
-    (folder / "facts").mkdir(exist_ok=True)
-    for name in wanted:
-        (folder / f"facts/{name}.json").write_text(json.dumps(facts(name)))
-        print(name, flush=True)
