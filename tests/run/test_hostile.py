@@ -161,9 +161,9 @@ def edges(rng, flag):
 def draw_flags(case):
     """One to three flags of the script at the edges of what they take, or a broken rule."""
     rng = case.rng
-    broken = [flags for script, flags, world in MUTATIONS.values() if script == case.script]
+    broken = [flags.split(maxsplit=1) for flags in MUTATIONS]
     if rng.random() < 0.2:
-        case.flags += shlex.split(rng.choice(broken))
+        case.flags += shlex.split(rng.choice([flags for s, flags in broken if s == case.script]))
         return
     known = {name: flag for name, flag in parser_of(case.script).items() if hasattr(flag, "fixed")}
     for name in rng.sample(sorted(known.keys() - {"output_dir"}), rng.choice([1, 2, 2, 2, 3])):
