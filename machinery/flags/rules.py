@@ -77,8 +77,6 @@ def of_ppo(args):
     trained = args.per_device_training_batch_size
 
     yield "empty-stop", not all(args.stop), '--stop "" would end every response at once.'
-    words = "{min_new_tokens} must be below {max_answer_seq_len}, else EOS never comes."
-    yield "min-new-tokens", args.min_new_tokens >= args.max_answer_seq_len, words
     words = (
         "{per_device_training_batch_size} must divide the product of "
         "{per_device_generation_batch_size} and {generation_batches}."

@@ -61,7 +61,6 @@ MUTATIONS = {  # script and flags beside the toy's: the rule that they break
     "sft --tensor_parallel_size 2 --dtype bf16 --zero_stage 3": "old-deepspeed",
     "ppo --tensor_parallel_size 2 --dtype bf16": "old-deepspeed",
     "ppo --stop ''": "empty-stop",
-    "ppo --min_new_tokens 48": "min-new-tokens",
     "ppo --per_device_training_batch_size 3 --allow_unstable 1": "training-batch-divides",
     "ppo --samples_per_prompt 5": "samples-divide",
     "ppo --advantage rloo": "group-of-one",
