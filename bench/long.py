@@ -1,7 +1,7 @@
 """Long runs: 2,000 steps of each script on a tiny model. Memory, open files and the disk must not
 grow with the steps.
 
-python tests/long.py [STEPS] [RANKS] [SCRIPT ...] prints the table of docs/reliability.md; 2,000
+python bench/long.py [STEPS] [RANKS] [SCRIPT ...] prints the table of docs/reliability.md; 2,000
 steps on one rank take 15 minutes on a CPU core.
 """
 

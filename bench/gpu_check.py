@@ -5,7 +5,7 @@ the tiny models and rows of workers.py. The same runs in fp32 on CPU ranks say w
 One line for each check is printed, and the exit code is 1 if one has failed. What the machine lacks
 (a second GPU, bf16, a compiler) is refused in words, and its line says so.
 
-    python tests/gpu_check.py --cpu    the same checks on two CPU ranks, to try this file itself
+    python bench/gpu_check.py --cpu    the same checks on two CPU ranks, to try this file itself
 """
 
 import json
