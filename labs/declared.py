@@ -6,7 +6,7 @@ through the whole pipeline: its own SFT model, reward model and PPO.
 
 import runner
 
-SCRIPTS = ("sft", "reward", "ppo")
+TEXT = runner.ROOT / "output/labs/text.jsonl"  # run.py writes it
 BASE = {  # the toy, made smaller: half its rows a step, and fewer steps
     "sft": "--num_train_epochs 3 --num_samples 0",
     "reward": "--model_name_or_path {sft} --num_train_epochs 2",
@@ -32,8 +32,9 @@ LIMITS = {"gold": 1.0, "accuracy": 0.816, "SFT loss": 0.387}
 
 
 def lab(title, arms, measures=GOLD, shown=("gold", "KL"), logarithmic=(), **options):
-    """A lab; by default of three seeds, and up to the gold score after step 3."""
-    return runner.Lab(title, arms, measures, shown, logarithmic, limits=LIMITS, **options)
+    """A lab; by default of the whole pipeline, with the gold score after step 3."""
+    options |= {"limits": LIMITS}
+    return runner.Lab(title, BASE, arms, measures, shown, logarithmic, **options)
 
 
 def ppo(flags, **others):
@@ -245,9 +246,9 @@ LABS = {
     "ptx": lab(
         "Does text mixed in keep the language, and is 27.8 unstable?",
         {
-            "off": ppo("--unsup_data_path {text} --unsup_coef 0"),
+            "off": ppo(f"--unsup_data_path {TEXT} --unsup_coef 0"),
             **{
-                f"unsup_coef {coef}": ppo(f"--unsup_data_path {{text}} --unsup_coef {coef}")
+                f"unsup_coef {coef}": ppo(f"--unsup_data_path {TEXT} --unsup_coef {coef}")
                 for coef in (0.1, 1, 27.8)
             },
         },

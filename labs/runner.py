@@ -1,9 +1,10 @@
 """What labs and variants share: runs over arms and seeds, then their results, table and picture.
 
-labs/run.py and variants/run.py say which runs there are. A run that was interrupted goes on where
-it was; one that is there is not made again, also if another lab has made it.
+A run that was interrupted goes on where it was; one that is there is not made again, also if
+another lab has made it.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from math import comb, exp, log, sqrt
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+MARK = "<!-- table -->"
 FINISHED = "finished.json"  # written into a run's folder when it has ended by itself
 REDUCERS = {"last": lambda v: v[-1], "first": lambda v: v[0], "max": max, "mean": statistics.mean}
 CURVE = ("step", "kl", "gold", "reward", "response_length")  # kept of each evaluation
@@ -32,18 +34,44 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Lab:
-    """What is compared. measures: {heading: (script, metric, how)}, see measured()."""
+    """What is compared: runs of each arm and seed, the whole pipeline up to one script.
+
+    An arm is a dict: {script: its flags, over those of `base`}, and for the last script also
+    "fault" (of labs/faults.py), "variant" (of variants/), "best_of" (samples of each prompt).
+    """
 
     title: str
-    arms: dict  # {name: what run.py makes its runs from}
-    measures: dict
+    base: dict  # {script: flags}, in order; {name} in flags is the folder of an earlier run
+    arms: dict
+    measures: dict  # {heading: (script, metric, how)}, see measured()
     shown: tuple = ()  # the measures that the picture shows
     logarithmic: tuple = ()
-    until: str = "ppo"  # the step whose run is the last
+    until: str = "ppo"  # the last script
     curves: tuple = ()  # or the picture shows these pairs of axes: ("sqrt kl", "gold")
-    seeds: tuple = (1, 2, 3)
     limits: dict = field(default_factory=dict)  # {heading: the best that can be}
     hidden: tuple = ()  # metrics that mean something else in a run with a variant
+    models: dict = field(default_factory=dict)  # {name: (script, flags)}: runs before the others
+    given: dict = field(default_factory=dict)  # {name: a folder that is there}
+    seeds: tuple = (1, 2, 3)
+
+    def chains(self):
+        """Returns {(arm, seed): {name: Run}}, where each Run comes after its parents."""
+        made, chains = {}, {}
+        for name, (script, flags) in self.models.items():
+            made[name] = Run(script, merged(flags), 1, tuple(self.given.items()))
+        for seed in self.seeds:
+            for name, arm in self.arms.items():
+                runs = {**made}
+                for script, flags in self.base.items():
+                    parents = (*self.given.items(), *runs.items())
+                    last = script == self.until
+                    own = {key: arm.get(key, "") for key in ("fault", "variant")} if last else {}
+                    words = merged(flags, arm.get(script, ""))
+                    runs[script] = Run(script, words, seed, parents, **own)
+                    if last:
+                        break
+                chains[name, seed] = runs
+        return chains
 
 
 # ---- Runs ----
@@ -51,7 +79,7 @@ class Lab:
 class Run:
     """One run of a script: its flags, and the runs whose models it starts from."""
 
-    script: str  # "ppo.py"
+    script: str  # "ppo"
     flags: tuple  # words, in which {name} is the folder of a parent
     seed: int
     parents: tuple = ()  # pairs: name, and a Run or a path
@@ -60,18 +88,18 @@ class Run:
 
     def folder(self, root):
         """Returns its output folder. Equal runs of several labs have the same."""
-        parents = [place(parent, Path()) for _, parent in self.parents]
-        text = repr((self.script, self.flags, self.fault, self.variant, list(map(str, parents))))
-        name = hashlib.sha1(text.encode()).hexdigest()[:10]
-        return root / f"{Path(self.script).stem}-{name}-{self.seed}"
+        parents = [str(place(parent, Path())) for _, parent in self.parents]
+        text = repr((self.script, self.flags, self.fault, self.variant, parents))
+        return root / f"{self.script}-{hashlib.sha1(text.encode()).hexdigest()[:10]}-{self.seed}"
 
     def command(self, root):
         """Returns the command's words, for the folder of the code with or without a variant."""
         at = {name: place(parent, root) for name, parent in self.parents}
         flags = [word.format(**at) if "{" in word else word for word in self.flags]
         fault = [str(ROOT / "labs/faults.py"), self.fault] if self.fault else []
-        own = ["--seed", str(self.seed), "--output_dir", str(self.folder(root))]
-        return [sys.executable, *fault, self.script, "--preset", "toy", *flags, *own]
+        seed = [] if "--seed" in flags else ["--seed", str(self.seed)]
+        start = [sys.executable, *fault, f"{self.script}.py", "--preset", "toy"]
+        return [*start, *flags, *seed, "--output_dir", str(self.folder(root))]
 
     def is_made(self, root):
         return (self.folder(root) / FINISHED).exists()
@@ -138,7 +166,7 @@ def make(run, root):
 def make_all(chains, root, jobs):
     """Makes the runs of a lab, `jobs` at a time: first those from which others start.
 
-    chains: {(arm, seed): {name: Run}}, where each Run comes after its parents.
+    chains: see Lab.chains.
     """
     depths = {run: i for runs in chains.values() for i, run in enumerate(runs.values())}
     left = [run for run in depths if not run.is_made(root)]
@@ -152,12 +180,11 @@ def make_all(chains, root, jobs):
             for run, seconds in zip(runs, pool.map(lambda run: make(run, root), runs)):
                 took.append(seconds)
                 minutes = statistics.mean(took) * (len(left) - len(took)) / jobs / 60
-                print(
-                    f"[{len(took)}/{len(left)}] {run.script} seed {run.seed} {run.variant}"
-                    f"{run.fault} {shlex.join(run.flags)}: {seconds:.0f} s; "
-                    f"about {minutes:.0f} min left",
-                    flush=True,
+                then = f"{seconds:.0f} s; about {minutes:.0f} min left"
+                what = (
+                    f"{run.script} seed {run.seed} {run.variant}{run.fault} {' '.join(run.flags)}"
                 )
+                print(f"[{len(took)}/{len(left)}] {what}: {then}", flush=True)
         except KeyboardInterrupt:
             raise SystemExit("\nstopped: the same command goes on where this one was") from None
         finally:
@@ -385,12 +412,13 @@ def along(x, curve):
 
 
 # ---- All of it ----
-def study(lab, chains, root, jobs, results, page, picture, plot_only=False):
+def study(lab, root, jobs, results, page, picture, plot_only):
     """Makes the runs (unless plot_only), writes results, picture, and the table into the page.
 
     The table stands between the page's two markers. What there is after Ctrl-C is written, too.
     """
     if not plot_only:
+        chains = lab.chains()
         try:
             make_all(chains, root, jobs)
         finally:
@@ -398,10 +426,25 @@ def study(lab, chains, root, jobs, results, page, picture, plot_only=False):
                 write(results, found)
     found = read(results)
     if not found:
-        raise SystemExit(f"{results.relative_to(ROOT)} is not there: there were no runs yet")
+        raise SystemExit(f"{results} is not there: there were no runs yet")
     draw(lab, found, picture)
     print(f"{table(lab, found)}\n\nThe picture is {picture}")
-    mark = "<!-- table -->"
-    if page.exists() and page.read_text().count(mark) == 2:
-        before, _, after = page.read_text().split(mark)
-        page.write_text(f"{before}{mark}\n{table(lab, found)}\n{mark}{after}")
+    put_table(page, table(lab, found))
+
+
+def put_table(page, text):
+    """Writes a table between the two markers of a page."""
+    before, _, after = page.read_text().split(MARK)
+    page.write_text(f"{before}{MARK}\n{text}\n{MARK}{after}")
+
+
+def new_parser(doc, names, runs):
+    """Returns the parser of the command line that labs and variants share."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", nargs="?", choices=list(names))
+    parser.add_argument("--plot", action="store_true", help="make no runs")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a core each")
+    parser.add_argument("--runs", type=Path, default=ROOT / runs, help="where the runs are kept")
+    return parser

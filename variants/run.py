@@ -1,6 +1,6 @@
 """Applies variants to copies of the code, checks them, and compares them with the unchanged script.
 
-    python variants/run.py --check [NAME ...]        each variant: two steps, and bench/fork.py
+    python variants/run.py [NAME] --check            each variant: two steps, and bench/fork.py
     python variants/run.py NAME                      its runs on the toy: results.json, picture
     python variants/run.py NAME --plot               table and picture from results.json alone
     python variants/run.py                           lists them, as the table of variants/README.md
@@ -9,7 +9,6 @@ After `make demo`: the runs start from its models (--models output/demo). A vari
 NAME.diff, or new files for the top of the tree, and with arms.json: what is run.
 """
 
-import argparse
 import json
 import os
 import re
@@ -25,9 +24,9 @@ import runner  # noqa: E402
 
 NAMES = sorted(file.parent.name for file in HERE.glob("*/arms.json"))
 MEASURES = {
-    "gold": ("run", "eval_gold", "last"),
-    "KL": ("run", "eval_kl", "last"),
-    "length": ("run", "eval_response_length", "last"),
+    "gold": ("eval_gold", "last"),
+    "KL": ("eval_kl", "last"),
+    "length": ("eval_response_length", "last"),
 }
 CURVES = (("step", "gold"), ("kl", "gold"))
 
@@ -35,45 +34,29 @@ CURVES = (("step", "gold"), ("kl", "gold"))
 def declared(name):
     """Returns arms.json of a variant.
 
-    steps: of each run. all: flags of all arms. arms: {name: [script, flags]}; "variant:ppo.py" is
-    the script with the diff. hidden: metrics that mean something else there. models: {name:
-    [script, flags]}, made first, for the arms to name as {name}. check, rows: the script and flags
-    for bench/fork.py, and its rows.
+    script, base: what all arms run, and its flags. arms, models, hidden: as in runner.Lab. check,
+    rows: the script and flags for bench/fork.py, and its rows.
     """
     return json.loads((HERE / name / "arms.json").read_text())
 
 
-def lab_of(name):
-    """Returns a variant as a lab."""
+def lab_of(name, models):
+    """Returns a variant as a lab, whose runs start from given models."""
     what = declared(name)
-    title = (HERE / name / "README.md").read_text().splitlines()[0].removeprefix("# ")
-    hidden = tuple(what.get("hidden", ()))
-    return runner.Lab(title, what["arms"], MEASURES, curves=CURVES, hidden=hidden)
+    script = what["script"]
+    return runner.Lab(
+        title=(HERE / name / "README.md").read_text().splitlines()[0].removeprefix("# "),
+        base={script: what["base"]},
+        arms=what["arms"],
+        measures={head: (script, *measure) for head, measure in MEASURES.items()},
+        until=script,
+        curves=CURVES,
+        hidden=tuple(what.get("hidden", ())),
+        models=what.get("models", {}),
+        given={"sft": models / "sft", "reward": models / "reward", "variant": HERE},
+    )
 
 
-def all_chains(name, models):
-    """Returns {(arm, seed): {"run": Run}}, with the models that the arms need before it."""
-    what = declared(name)
-    given = (("sft", models / "sft"), ("reward", models / "reward"), ("variant", HERE))
-    made = {}
-    for model, (script, flags) in what.get("models", {}).items():
-        words = runner.merged(flags)
-        seed = int(words[words.index("--seed") + 1])
-        made[model] = runner.Run(script, words, seed, given)
-    chains, steps = {}, what["steps"]
-    for seed in (1, 2, 3):
-        for arm, (script, flags) in what["arms"].items():
-            length = f"--max_steps {steps} --eval_steps {steps // 3}"
-            words = runner.merged(what["all"], flags, length)
-            variant = name if script.startswith("variant:") else ""
-            parents = (*given, *made.items())
-            script = script.removeprefix("variant:")
-            run = runner.Run(script, words, seed, parents, variant=variant)
-            chains[arm, seed] = {**made, "run": run}
-    return chains
-
-
-# ---- Checks ----
 def call(words, folder):
     """Runs a command in a copy of the code, on one rank; ends the program if it fails."""
     env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(folder)}
@@ -125,28 +108,23 @@ def overview():
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(NAMES)}")
-    parser.add_argument("--check", action="store_true", help="all, unless some are named")
-    parser.add_argument("--plot", action="store_true", help="make no runs")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a core each")
+    parser = runner.new_parser(__doc__, NAMES, "output/variants")
+    parser.add_argument("--check", action="store_true", help="all, unless one is named")
     parser.add_argument("--models", type=Path, default=ROOT / "output/demo")
-    parser.add_argument("--runs", type=Path, default=ROOT / "output/variants")
     args = parser.parse_args()
     models, root = args.models.resolve(), args.runs.resolve()
     if args.check:
-        print(f"{len(args.names or NAMES)} variants to check, about two minutes each", flush=True)
-        for name in args.names or NAMES:
+        names = [args.name] if args.name else NAMES
+        print(f"{len(names)} to check, about two minutes each", flush=True)
+        for name in names:
             check(name, models, root / "check")
             print(f"{name}: equal on all layouts, and when resumed", flush=True)
-    elif not args.names:
+    elif args.name is None:
         print(overview())
-    for name in () if args.check else args.names:
-        places = [HERE / name / file for file in ("results.json", "README.md", "curves.png")]
-        chains = all_chains(name, models)
-        runner.study(lab_of(name), chains, root, args.jobs, *places, plot_only=args.plot)
+    else:
+        files = ("results.json", "README.md", "curves.png")
+        places = [HERE / args.name / file for file in files]
+        runner.study(lab_of(args.name, models), root, args.jobs, *places, args.plot)
 
 
 if __name__ == "__main__":
