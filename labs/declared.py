@@ -246,9 +246,9 @@ LABS = {
     "ptx": lab(
         "Does text mixed in keep the language, and is 27.8 unstable?",
         {
-            "off": ppo(f"--unsup_data_path {TEXT} --unsup_coef 0"),
+            "off": ppo("--unsup_data_path {text} --unsup_coef 0"),
             **{
-                f"unsup_coef {coef}": ppo(f"--unsup_data_path {TEXT} --unsup_coef {coef}")
+                f"unsup_coef {coef}": ppo(f"--unsup_data_path {{text}} --unsup_coef {coef}")
                 for coef in (0.1, 1, 27.8)
             },
         },
@@ -260,6 +260,7 @@ LABS = {
         },
         ("text loss", "gradient norm", "gold"),
         ("gradient norm",),
+        given={"text": TEXT},
     ),
     "estimators": lab(
         "GAE needs a critic; RLOO, GRPO and REINFORCE do not",

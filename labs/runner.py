@@ -63,11 +63,12 @@ class Lab:
             for name, arm in self.arms.items():
                 runs = {**made}
                 for script, flags in self.base.items():
-                    parents = (*self.given.items(), *runs.items())
                     last = script == self.until
                     own = {key: arm.get(key, "") for key in ("fault", "variant")} if last else {}
                     words = merged(flags, arm.get(script, ""))
-                    runs[script] = Run(script, words, seed, parents, **own)
+                    known = {**self.given, **runs}.items()
+                    parents = [pair for pair in known if f"{{{pair[0]}}}" in " ".join(words)]
+                    runs[script] = Run(script, words, seed, tuple(parents), **own)
                     if last:
                         break
                 chains[name, seed] = runs
@@ -180,11 +181,9 @@ def make_all(chains, root, jobs):
             for run, seconds in zip(runs, pool.map(lambda run: make(run, root), runs)):
                 took.append(seconds)
                 minutes = statistics.mean(took) * (len(left) - len(took)) / jobs / 60
-                then = f"{seconds:.0f} s; about {minutes:.0f} min left"
-                what = (
-                    f"{run.script} seed {run.seed} {run.variant}{run.fault} {' '.join(run.flags)}"
-                )
-                print(f"[{len(took)}/{len(left)}] {what}: {then}", flush=True)
+                what = f"{run.script} {run.seed} {run.variant}{run.fault} {' '.join(run.flags)}"
+                times = f"{seconds:.0f} s; about {minutes:.0f} min left"
+                print(f"[{len(took)}/{len(left)}] {what}: {times}", flush=True)
         except KeyboardInterrupt:
             raise SystemExit("\nstopped: the same command goes on where this one was") from None
         finally:
