@@ -3,7 +3,7 @@
     python variants/run.py [NAME] --check            each variant: two steps, and bench/fork.py
     python variants/run.py NAME                      its runs on the toy: results.json, picture
     python variants/run.py NAME --plot               table and picture from results.json alone
-    python variants/run.py                           lists them, as the table of variants/README.md
+    python variants/run.py                           lists them, as the table of docs/variants.md
 
 After `make demo`: the runs start from its models (--models output/demo). A variant is a folder with
 NAME.diff, or new files for the top of the tree, and with arms.json: what is run.
@@ -93,17 +93,19 @@ def lines_changed(name):
 
 def overview():
     """Returns the table of all variants, in Markdown: gold of the arms with and without them."""
-    lines = ["| variant | lines | gold with it | without it | curves |", "| --- " * 5 + "|"]
+    lines = ["| variant | lines | gold, after | the unchanged script | picture |"]
+    lines.append("| --- " * 5 + "|")
     for name in NAMES:
-        arms = runner.by_arm(runner.read(HERE / name / "results.json"))
+        results = runner.read(HERE / name / "results.json")
         texts = {True: [], False: []}
-        for arm, results in arms.items():
+        for arm, found in runner.by_arm(results).items():
             own = arm.removeprefix("unchanged: ")
-            texts[own == arm].append(f"{own}: {runner.cell(results, 'gold')}")
-        cells = [f"[{name}]({name}/README.md)", lines_changed(name)]
-        cells += ["; ".join(texts[True]), "; ".join(texts[False])]
-        cells.append(f"[curves]({name}/curves.png)" if arms else "")
-        lines.append(f"| {' | '.join(cells)} |")
+            texts[own == arm].append(f"{own}: {runner.cell(found, 'gold')}")
+        steps = f"({results[0]['curve']['step'][-1]} steps, 3 seeds)" if results else ""
+        folder = f"../variants/{name}"
+        cells = [f"[{name}]({folder}/README.md)", lines_changed(name)]
+        cells += [f"{'; '.join(texts[True])} {steps}", "; ".join(texts[False]) or "-"]
+        lines.append(f"| {' | '.join(cells)} | [curves]({folder}/curves.png) |")
     return "\n".join(lines)
 
 
