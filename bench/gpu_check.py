@@ -215,10 +215,10 @@ def main():
     print(f"{ranks} {device}, torch {torch.__version__}; runs and logs in {base}")
     launch(base, "reference", ranks, "cpu")
     failed = 0
-    for group, runs in GROUPS.items():
+    for group, made in GROUPS.items():
         output = launch(base, group, ranks, accelerator)
         (base / f"{group}.log").write_text(output)
-        for name in runs or [group]:
+        for name in made or [group]:
             good, words = check(base, name)
             failed += good is False
             mark = {True: "ok", False: "FAILED", None: "-"}[good]

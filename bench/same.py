@@ -5,8 +5,8 @@
     python bench/same.py --only ppo         only the runs whose name has a match for a regular
                                             expression, and the runs that these start from
     python bench/same.py --runs FOLDER      keeps the runs in FOLDER/COMMIT and FOLDER/new, by
-                                            default in output/same. A run of the commit that is there
-                                            is not made again
+                                            default in output/same. A run of the commit that is
+                                            there is not made again
 
 Both sides are copies of their trees. Each of RUNS is a command, started in both. A flag that a
 script does not know (any more, or yet) is left out on that side, and named. All runs start from the
