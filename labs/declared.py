@@ -61,7 +61,6 @@ SEVERAL_UPDATES = {  # all take as many responses
     "training batch a quarter": f"{UNSTABLE} --per_device_training_batch_size 8",
 }
 OFF = "--clip inf --clip_value inf"
-ONE_PASS = "--first_pass_gate 0"
 GROUP = "--samples_per_prompt 4"
 ESTIMATORS = {
     "gae": "",
@@ -81,12 +80,14 @@ LABS = {
             for name, flags in SEVERAL_UPDATES.items()
         }
         | {
-            f"rate x{factor}, 4 epochs, {name}": ppo(f"{SHORT} {EPOCHS} 4 {rates} {flags}")
+            f"rate x{factor}, 4 epochs, {name}": ppo(
+                f"{SHORT} {EPOCHS} 4 {rates} {flags}", fault=fault
+            )
             for factor, rates in (("5", FAST), ("10", FASTER))
-            for name, flags in (
-                ("clipping off", OFF),
-                ("dual_clip 3", "--dual_clip 3"),
-                ("target_kl 0.02", "--target_kl 0.02"),
+            for name, flags, fault in (
+                ("clipping off", OFF, ""),
+                ("dual_clip 3", "", "dual_clip_3"),
+                ("target_kl 0.02", "--target_kl 0.02", ""),
             )
         },
         {**GOLD, **RATIO},
@@ -96,23 +97,21 @@ LABS = {
     "mismatch": lab(
         "Which mistakes in the two passes hurt?",
         {
-            "none": ppo(ONE_PASS, fault="none"),
-            "dropout 0.1 in the pass that trains": ppo(
-                f"{ONE_PASS} --actor_dropout 0.1", fault="none"
-            ),
+            "none": ppo("", fault="none"),
+            "dropout 0.1 in the pass that trains": ppo("--actor_dropout 0.1", fault="none"),
             "dropout 0.1 in the pass that scores": ppo(
-                f"{ONE_PASS} --actor_dropout 0.1", fault="dropout_scores"
+                "--actor_dropout 0.1", fault="dropout_scores"
             ),
-            "bf16 in the pass that scores": ppo(ONE_PASS, fault="bf16_scores"),
-            "bf16 in the pass that trains": ppo(ONE_PASS, fault="bf16_trains"),
-            "old log-probs shifted by one": ppo(ONE_PASS, fault="shifted"),
-            "mask without EOS": ppo(ONE_PASS, fault="no_eos"),
-            "whitened by halves of the batch": ppo(ONE_PASS, fault="whitened_by_halves"),
-            "4 epochs, none": ppo(f"{EPOCHS} 4 {ONE_PASS}", fault="none"),
+            "bf16 in the pass that scores": ppo("", fault="bf16_scores"),
+            "bf16 in the pass that trains": ppo("", fault="bf16_trains"),
+            "old log-probs shifted by one": ppo("", fault="shifted"),
+            "mask without EOS": ppo("", fault="no_eos"),
+            "whitened by halves of the batch": ppo("", fault="whitened_by_halves"),
+            "4 epochs, none": ppo(f"{EPOCHS} 4", fault="none"),
             "4 epochs, dropout 0.1 in training": ppo(
-                f"{EPOCHS} 4 {ONE_PASS} --actor_dropout 0.1", fault="none"
+                f"{EPOCHS} 4 --actor_dropout 0.1", fault="none"
             ),
-            "4 epochs, old log-probs shifted": ppo(f"{EPOCHS} 4 {ONE_PASS}", fault="shifted"),
+            "4 epochs, old log-probs shifted": ppo(f"{EPOCHS} 4", fault="shifted"),
         },
         {**GOLD, **RATIO},
         ("gold", "KL", "ratio_max"),
@@ -135,7 +134,9 @@ LABS = {
                 for name, flags in ESTIMATORS.items()
                 if name != "gae"
             },
-            "best of n": {"ppo": "--max_steps 0 --eval_best_of 64", "best_of": 64},
+            "best of n": ppo(  # 64 samples of each of 140 prompts
+                "--max_steps 0 --num_eval_prompts 8960", fault="answer_64_times", best_of=64
+            ),
         },
         curves=(("sqrt kl", "gold"), ("sqrt kl", "reward")),
     ),
@@ -246,9 +247,11 @@ LABS = {
     "ptx": lab(
         "Does text mixed in keep the language, and is 27.8 unstable?",
         {
-            "off": ppo("--unsup_data_path {text} --unsup_coef 0"),
+            "off": ppo("--unsup_data_path {text} --unsup_coef 0", variant="ptx"),
             **{
-                f"unsup_coef {coef}": ppo(f"--unsup_data_path {{text}} --unsup_coef {coef}")
+                f"unsup_coef {coef}": ppo(
+                    f"--unsup_data_path {{text}} --unsup_coef {coef}", variant="ptx"
+                )
                 for coef in (0.1, 1, 27.8)
             },
         },
