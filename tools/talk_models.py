@@ -10,7 +10,6 @@ from pathlib import Path
 
 import huggingface_hub
 import torch
-from jinja2 import TemplateError
 from transformers.utils import find_adapter_config_file
 
 import common
@@ -154,7 +153,7 @@ class Writer(Model):
         room = min(room, args.max_prompt_seq_len or room)
         try:
             ids = tokens.tokenise_prompt(self.tokenizer, text)
-        except TemplateError as error:  # "roles must alternate", "no system role"
+        except formats.LeftOut as error:
             shown = formats.as_text(text)[:300]
             refused.fail(f"the chat template of {self.name} refuses a prompt: {error}.\n  {shown}")
         row = {"row": number, "sample": 0, "row_weight": 1, "asked": prompt, "extra": extra}

@@ -18,13 +18,11 @@ from deepspeed.accelerator import get_accelerator
 
 from machinery.base import records
 from machinery.base.refused import Refused
-from machinery.data import formats
 from machinery.engine import monitors
 from machinery.flags import rules
 
 ROOT = Path(__file__).resolve().parents[2]
 FINITE = sys.float_info.max  # the largest finite number
-INTEGER = 2**31 - 1  # the largest that fits everywhere
 RANK = 2**16  # of LoRA: matrices are no wider
 STAGES = [0, 1, 2, 3]  # of ZeRO
 LORA_RATE = "with LoRA about ten times that of all weights [Schulman 2025]"
@@ -52,12 +50,11 @@ def flag_group(parser, title, skip=()):
     """Returns `arg`, which declares a flag in the group `title` of --help, unless in `skip`."""
     group = parser.add_argument_group(title)
 
-    def arg(name, value=None, help="", least=0, most=None, fixed=False, **options):
+    def arg(name, value=None, help="", least=0, most=FINITE, fixed=False, **options):
         """Declares --name.
 
         value: its default, which says its type; or a type, and the default is None.
-        least, most: its range, or that of each number of a list; None: INTEGER or FINITE, by type.
-        `most=math.inf` allows infinity. options: argparse's.
+        least, most: its range, or that of each number of a list. options: argparse's.
         fixed: --resume must find it unchanged.
         """
         if name in skip:
@@ -70,8 +67,6 @@ def flag_group(parser, title, skip=()):
             options["type"] = value
         elif value is not None:
             options = {"type": type(value), "default": value, **options}
-        if most is None:
-            most = INTEGER if options.get("type") is int else FINITE
         default = "" if "action" in options else " [%(default)s]"
         flag = group.add_argument(f"--{name}", help=help + default, **options)
         flag.least, flag.most, flag.fixed = least, most, fixed
@@ -97,10 +92,6 @@ def column_names(text):
     pairs = [pair.split("=") for pair in text.split(",")]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not like prompt=question,response=answer")
-    for name, _ in pairs:
-        if name not in formats.COLUMNS:
-            known = ", ".join(formats.COLUMNS)
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {known}")
     return dict(pairs)
 
 
@@ -228,25 +219,23 @@ def parse(parser, presets, argv=None, script=""):
 
 def find_preset(parser, presets, argv):
     """Returns the name of the preset that is meant, and the folder that it is from, or None."""
-    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    named.error = parser.error
-    named.add_argument("--preset")
-    for role in ("", "actor_", "critic_"):
-        named.add_argument(f"--{role}model_name_or_path", nargs="?")
-    given = vars(named.parse_known_args(argv)[0])
-    preset = given.pop("preset")
-    models = [model for model in given.values() if model]
-    if preset in presets:
-        return preset, None
-    if preset is not None:
+    words = [word for word in argv if word not in ("-h", "--help")]
+    given = vars(parser.parse_known_args(words)[0])
+    preset = given["preset"]
+    models = [given.get(f"{role}model_name_or_path") for role in ("", "actor_", "critic_")]
+    models = [model for model in models if model]
+    if preset is not None and preset not in presets:
         known = ", ".join(presets)
         raise Refused("unknown-preset", f"--preset {preset} is not known.\n  Known: {known}.")
+    if preset is not None:
+        return preset, None
     for model in models:
         preset = records.of_model(model).get("preset")
         if isinstance(preset, str) and preset in presets:
             return preset, model
-    others = [name for name in presets if name != "toy"]
-    return (others if models or "toy" not in presets else ["toy"])[0], None
+    if "toy" in presets and not models:
+        return "toy", None
+    return next(name for name in presets if name != "toy"), None
 
 
 def in_project(value):
