@@ -51,7 +51,7 @@ PROMPTS = [
     for row, n in enumerate(LENGTHS)
 ]
 IDS, MASK = common.pad(PROMPTS, 0)
-UNIFORMS = decoding.row_uniforms(1, 0, range(8), 16)
+UNIFORMS = decoding.row_uniforms(1, 0, [{"row": i, "sample": 0} for i in range(8)], 16)
 
 
 def ending(eos):
