@@ -223,7 +223,7 @@ REFUSED = [  # what is there, the flags, the rule that refuses them
     (no_args_json, ["--overwrite"], "output-taken"),  # whose it is cannot be told
     (no_args_json, ["--resume"], "no-args-json"),
     (not_ours, ["--overwrite"], "output-taken"),
-    (not_ours, ["--resume"], "no-checkpoint"),
+    (not_ours, ["--resume"], "no-args-json"),
     (a_link_to_nothing, [], "output-unusable"),
     (finish, ["--overwrite", "--data_path", "OUTPUT/metrics.jsonl"], "input-in-output"),
     (finish, ["--overwrite", "--data_path", "OUTPUT/.."], "input-in-output"),
