@@ -214,8 +214,8 @@ class Run:
         args, step, engine = self.args, self.step, self.engine
         if tokens is None:
             tokens, rows, scored = self.count_tokens()
-            layout = tokens, tokens / rows, scored
-            flops = throughput.count_flops(engine, *layout, True, args.gradient_checkpointing)
+            recomputed = args.gradient_checkpointing
+            flops = throughput.count_flops(engine, tokens, tokens / rows, scored, True, recomputed)
         began, self.started = self.started, time.time()  # what follows counts to the next step
         speed = throughput.speed(args, engine, tokens, flops, self.started - began)
         record = {"step": step, "epoch": step / self.steps_per_epoch, **metrics, **speed}
