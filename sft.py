@@ -8,39 +8,61 @@ The model learns to continue a prompt with its response: cross entropy on the re
 EOS included; --train_on adds the assistant's turns before it, or the whole prompt. The parts of
 main(): 1 data, 2 model, 3 train, 4 save. What is left out: packing.
 
-Token layout of a micro-batch: B = 2 rows, T = 6 tokens, K = 3 of the longest response ('-' is
+Token layout of a micro-batch: B = 2 rows, T = 6 tokens, R = 3 of the longest response ('-' is
 padding).
-    position     0    1    2    3    4    5          every row ends in the last column, so the
-    row 0        x0   x1   x2 | y0   y1   eos        loss looks at the last K columns of all rows,
+    column       0    1    2    3    4    5          every row ends in the last column, so the
+    row 0        x0   x1   x2 | y0   y1   eos        loss looks at the last R columns of all rows,
     row 1        -    x0   x1   x2 | y0   eos        masked: row 1's mask is 0 1 1
-    logits[:, t] predict token t+1: positions T-K-1 .. T-2 predict the last K tokens, and logits
-    are made for those alone that the mask marks: (M, V), here M = 3 + 2
+    logits at column t predict column t+1, so columns T-R-1 .. T-2 predict the last R
+    (common.Layout.predicts), and logits are made for those alone that the mask marks: (M, V),
+    here M = 3 + 2
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 import common
 from machinery.base import ranks
 from machinery.base.refused import program
 from machinery.data.rows import load_rows
-from machinery.flags import declaring, presets
+from machinery.flags import declaring
 from machinery.models import model_folders
 from machinery.rollout import reward_functions, samples
 from machinery.run.run import Run
 
 # ---- Hyperparameters ----
+# The toy's are taken if no model is named, the next ones if one is, others by --preset.
 PRESETS = {
-    # Chat models of 0.5B to 8B weights. The first preset is taken if a model is named, the toy's
-    # (toy/presets.json) if none is. [TRL]: its trl/scripts/sft.py, for this model and data.
+    # The built-in task, from scratch: 0.9 M weights, minutes on two cores.
+    "toy": dict(
+        model_name_or_path="toy/model",
+        data_path=["toy/data"],
+        data_split="4,5,1",  # PPO draws its own responses: it needs the fewest rows
+        output_dir="output/sft",
+        num_train_epochs=5,
+        learning_rate=3e-3,  # high: few weights, and from scratch
+        weight_decay=0.0,
+        num_warmup_steps=20,
+        dropout=None,
+        per_device_train_batch_size=24,  # 48 on the demo's two ranks
+        per_device_eval_batch_size=140,
+        max_seq_len=64,
+        zero_stage=2,
+        dtype="fp32",
+        group_by_length=0,
+        log_steps=20,
+    ),
+    # Chat models of 0.5B to 8B weights. [TRL]: its trl/scripts/sft.py, for this model and data.
     "qwen2.5-0.5b": dict(
         model_name_or_path="Qwen/Qwen2.5-0.5B",
         data_path=["trl-lib/Capybara"],  # dialogues of several turns [TRL]
         data_split="1,0,0",  # all rows: steps 2 and 3 have other data
         output_dir="output/sft",
         num_train_epochs=2,  # [Lambert 2024, Tulu 3]
-        learning_rate=2e-5,  # lora.FACTOR makes it ten times as large, 2e-4, with LoRA [TRL]
+        learning_rate=2e-4,  # with LoRA [TRL]; 2e-5 trains all weights
         lora_dim=32,  # [TRL]; 0 trains all weights
         lora_alpha=16,  # [TRL]
         weight_decay=0.0,
@@ -52,7 +74,47 @@ PRESETS = {
         max_seq_len=1024,  # [TRL]
         zero_stage=2,
     ),
-    **presets.deepspeed_chat("sft"),  # opt-1.3b, llama-2-7b
+    # DeepSpeed-Chat's recipes, number for number: opt/single_node/run_1.3b.sh. Its loss covers the
+    # prompt, too: --train_on everything. What only saves memory is left to flags.
+    "opt-1.3b": dict(
+        model_name_or_path="facebook/opt-1.3b",
+        data_path=[
+            "Dahoas/rm-static",
+            "Dahoas/full-hh-rlhf",
+            "Dahoas/synthetic-instruct-gptj-pairwise",
+            "yitingxie/rlhf-reward-datasets",
+        ],
+        data_split="2,4,4",
+        output_dir="output/sft",
+        num_train_epochs=16,  # responses gain after perplexity [its README]; labs/sft-epochs.md
+        learning_rate=9.65e-6,
+        weight_decay=0.0,
+        dropout=None,  # on: OPT's own 0.1
+        per_device_train_batch_size=8,
+        per_device_eval_batch_size=8,
+        max_seq_len=512,
+        zero_stage=2,
+    ),
+    # llama2/run_llama2_7b.sh, which has --gradient_checkpointing, too.
+    "llama-2-7b": dict(
+        model_name_or_path="meta-llama/Llama-2-7b-hf",
+        data_path=[
+            "Dahoas/rm-static",
+            "Dahoas/full-hh-rlhf",
+            "Dahoas/synthetic-instruct-gptj-pairwise",
+            "yitingxie/rlhf-reward-datasets",
+        ],
+        data_split="2,4,4",
+        output_dir="output/sft",
+        num_train_epochs=4,  # fewer than OPT's; the script gives no reason
+        learning_rate=9.65e-6,
+        weight_decay=0.0,
+        dropout=None,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        max_seq_len=512,
+        zero_stage=3,  # seven billion weights: sharded, too
+    ),
 }
 COLUMNS = """step epoch loss eval_loss eval_perplexity learning_rate grad_norm
              tokens_per_second""".split()
@@ -72,19 +134,27 @@ def get_args(argv=None):
 
 
 # ---- Data and loss ----
-def collate(rows, pad_id):
-    """Lays B rows out -> ids, mask: (B, T); loss_mask: (B, K); row_weight: (B,).
+@dataclass
+class MicroBatch(common.Layout):
+    """B rows of a prompt and its response, laid out for a forward."""
 
-    loss_mask is 1 on the tokens that the loss covers. It is 0 on a row's first token, which nothing
-    predicts, and on a filler row (row_weight 0).
+    loss_mask: Tensor  # (B, R) 1 on the tokens that the loss covers
+    row_weight: Tensor  # (B,) 1, or 0 for a filler row
+
+
+def collate(rows, pad_id):
+    """Lays out B rows (dicts, see part 1 of main) in a MicroBatch.
+
+    The loss never covers a row's first token, which nothing predicts, nor a filler row.
     """
     ids, mask = common.pad([row["prompt_ids"] + row["responses"][0] for row in rows], pad_id)
     covered = [row["prompt_loss_mask"] + [1] * len(row["responses"][0]) for row in rows]
     loss_mask, _ = common.pad([[0] + row[1:] for row in covered], 0)  # (B, T)
     first = loss_mask.any(0).nonzero()[0].item()  # the first column with a token that is covered
     row_weight = torch.tensor([row["row_weight"] for row in rows])
-    loss_mask = loss_mask[:, first:].float() * row_weight[:, None]  # (B, K)
-    return {"ids": ids, "mask": mask, "loss_mask": loss_mask, "row_weight": row_weight}
+    loss_mask = loss_mask[:, first:].float() * row_weight[:, None]  # (B, R)
+    layout = common.last_columns(ids, mask, count=loss_mask.shape[1])
+    return MicroBatch(**layout, loss_mask=loss_mask, row_weight=row_weight)
 
 
 def sft_loss_sum(logprobs, loss_mask):
@@ -92,7 +162,7 @@ def sft_loss_sum(logprobs, loss_mask):
 
     A sum, because the mean is taken once over the whole optimizer step (common.loss_scale): the
     mean of micro-batch means would give a token in a short batch more weight than one in a long
-    batch.  logprobs, loss_mask: (B, K) -> ()
+    batch.  logprobs, loss_mask: (B, R) -> ()
     """
     return -(logprobs * loss_mask).sum()
 
@@ -100,13 +170,12 @@ def sft_loss_sum(logprobs, loss_mask):
 @torch.no_grad()
 def evaluate(args, engine, held_out, collate_rows):
     """Held-out loss per token over all ranks (not a mean of batch means), and its perplexity."""
-    engine.eval()
+    engine.eval()  # no dropout
     total = covered = 0.0
-    for batch in common.eval_loader(args, held_out, collate_rows):
-        loss_mask = batch["loss_mask"]
-        logprobs = common.last_logprobs(engine, batch["ids"], batch["mask"], loss_mask)  # (B, K)
-        total += sft_loss_sum(logprobs, loss_mask)
-        covered += loss_mask.sum()
+    for _, batch in common.eval_loader(args, held_out, collate_rows):
+        logprobs = common.response_logprobs(engine, batch, batch.loss_mask)  # (B, R)
+        total += sft_loss_sum(logprobs, batch.loss_mask)
+        covered += batch.loss_mask.sum()
     engine.train()
     total, covered = ranks.all_sum(total, covered).tolist()
     loss = total / covered
@@ -120,6 +189,10 @@ def main():
     gold = reward_functions.load(args)[1]  # --gold_fn
 
     # ---- 1 data ----
+    # A row holds prompt_ids, the prompt's tokens; responses, a list with the ids of its response,
+    # tokenised apart from the prompt and with the tokenizer's EOS appended; and prompt_loss_mask, 1
+    # where --train_on covers the prompt, too. Prompt and response have --max_seq_len tokens
+    # together at most: a long prompt keeps its end, and a long response is cut and has no EOS then.
     tokenizer = model_folders.load_tokenizer(args.model_name_or_path, args)
     train, held_out = load_rows(args, tokenizer, "sft", args.max_seq_len)
     batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -138,12 +211,13 @@ def main():
 
     # ---- 3 train ----
     for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
-        tokens = ranks.all_sum(sum(batch["loss_mask"].sum() for batch in micro_batches)).item()
+        # The loss is a mean over all tokens that it covers: of all micro-batches and all ranks.
+        tokens = ranks.all_sum(sum(batch.loss_mask.sum() for batch in micro_batches)).item()
         loss_total = torch.zeros((), device=ranks.device())
-        for batch in map(ranks.to_device, micro_batches):
-            loss_mask = batch["loss_mask"]
-            logprobs = common.last_logprobs(engine, batch["ids"], batch["mask"], loss_mask)
-            loss_sum = sft_loss_sum(logprobs, loss_mask)  # (B, K) -> ()
+        for batch in micro_batches:
+            batch = batch.to(ranks.device())
+            logprobs = common.response_logprobs(engine, batch, batch.loss_mask)  # (B, R)
+            loss_sum = sft_loss_sum(logprobs, batch.loss_mask)  # ()
             engine.backward(loss_sum * common.loss_scale(tokens, micro_steps))
             engine.step()  # moves the weights at the step's last micro-batch only
             loss_total += loss_sum.detach()
