@@ -18,7 +18,7 @@ import common
 from machinery.base import ranks
 from machinery.engine import patches, state_offload, throughput, zero3
 from machinery.models import model_folders, saving
-from machinery.rollout import decoding, ema
+from machinery.rollout import ema
 from machinery.run import checkpoints
 from tests import kit, runs
 from tests.runs import rows_of_rank, tiny_engine, train_one_step, whole_weights
@@ -132,7 +132,7 @@ def sampled(base):
     plain = AutoModelForCausalLM.from_pretrained(f"{base}/models/actor").eval()
     prompts = [[10 + rank, 11, 12], [20, 21 + rank]]
     ids, mask = common.pad(prompts, 0)
-    uniforms = decoding.row_uniforms(1, rank, range(2), 9)
+    uniforms = kit.uniforms(2, 9, step=rank)
     # the number in the middle of EOS's share of the first token's cdf
     for row, prompt in enumerate(prompts if rank == 0 else ()):
         with torch.no_grad():
