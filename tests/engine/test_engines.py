@@ -231,7 +231,7 @@ def stage_3(base, folder):
         return sorted({name for state in states for name in state if "buffer" in name})
 
     args = argparse.Namespace(offload_states=True, keep_checkpoints=1, output_dir=str(folder))
-    facts = {"rows": 1, "data_rows": 1, "data_fingerprint": ""}
+    facts = {"rows": 1, "data_rows": 1, "data_fingerprint": "", "frozen_models": {}}
     with state_offload.states_on_cpu(args, [engine]):
         pass
     assert buffers() == ["exp_avg_offload_buffer", "exp_avg_sq_offload_buffer"]
