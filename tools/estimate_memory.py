@@ -141,7 +141,8 @@ def held_by(model, phase, ranks, cpu, zero):
     buffers = bucket if stage == 3 else 0  # made once, and kept
     layer = rows * sizes.kept_by_row / config.num_hidden_layers
     scores = model.kept or model.generates or model.head or not model.trains
-    if model.generates and (phase == "generate" or args.compile_decoding):
+    compiled = getattr(args, "compile_decoding", False)  # a flag of ppo.py: the cache is kept
+    if model.generates and (phase == "generate" or compiled):
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         equal_share = config.hidden_size // config.num_attention_heads
         width = getattr(config, "head_dim", None) or equal_share
