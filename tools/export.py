@@ -4,10 +4,10 @@
     python tools/export.py output/ppo/checkpoints/step-60 --to output/ppo-60
 
 It holds what the run would have saved had it ended at that step, and lies by default beside
-checkpoints/, in step-N. One process reads the shards of all ranks: start it without a launcher,
-where the run was started, for the flags in args.json may name models by relative paths. Of PPO it
-writes actor, critic/ and, with --enable_ema, ema/. A run with --lora_dim saves adapters, and so does
-this; --merge adds them to the weights, which gives a plain model.
+checkpoints/, in step-N. Of PPO it is actor, critic/ and, with --enable_ema, ema/. A run with
+--lora_dim saves adapters; --merge adds them to the weights, which gives a plain model. One process
+reads the shards of all ranks: start it without a launcher, where the run was started, for the flags
+in args.json may name models by relative paths.
 """
 
 import argparse

@@ -3,35 +3,35 @@
 import contextlib
 import io
 import json
+import sys
 
-import talk_models
-import talk_screen
-
-from machinery.base import refused
-from machinery.flags import declaring, ppo_rules
+from machinery.base.refused import Refused
 from machinery.rollout import reward_functions
+from tools.chat import models, screen
 
-SETTABLE = "temperature top_p top_k min_new_tokens max_answer_seq_len seed".split()
+SAMPLING = "temperature top_p top_k min_new_tokens max_answer_seq_len seed stop".split()
+MEMORY = (models.CHAT, models.DIALOGUE)  # templates that hold a dialogue, not one question alone
 
 
 class Session:
-    """A dialogue. Each model goes on from its own responses, unless one is picked for all."""
+    """A dialogue. Each model goes on from its own responses."""
 
-    def __init__(self, args, parser, writers, judge=None, gold=None):
-        """gold: the function of --gold_fn."""
-        self.args, self.writers, self.judge, self.gold = args, writers, judge, gold
-        self.flags = {action.dest: action for action in parser._actions}
-        self.system = []  # a message of the system, if there is one
+    def __init__(self, flags, writers, judge=None, gold=None):
+        """gold: the function of --gold_fn.
+
+        flags(words) returns the flags, with words such as --temperature 0.7 on top of those given.
+        """
+        self.flags, self.words = flags, []  # of /set
+        self.args = flags()
+        self.writers, self.judge, self.gold = writers, judge, gold
         self.turn = 0  # of all questions and /retry: the random numbers depend on it
         self.prompts = []  # what the models were given last
         self.histories = [[] for _ in writers]  # of each model: messages
-        dialogues = (talk_models.CHAT, talk_models.DIALOGUE)
-        self.remembers = [writer.template in dialogues for writer in writers]
 
     def run(self):
         """Reads lines and acts on them, until /quit or the end of the input."""
         with contextlib.suppress(ImportError):
-            set_up_readline([f"/{name}" for name in self.commands()])
+            import readline  # noqa: F401  input() then edits lines
         while True:
             try:
                 if self.act(read_line()):
@@ -41,21 +41,19 @@ class Session:
                 return
             except KeyboardInterrupt:
                 print("\nstopped; the dialogue is as it was. /quit or Ctrl-D ends.")
-            except SystemExit:  # refused.fail has said what is wrong
-                pass
+            except Refused as error:
+                print(f"error: {error.words}", file=sys.stderr)
 
     def act(self, line):
         """Does what a line says: a command, or a question. Returns True if it is /quit."""
         name, _, rest = line.strip().partition(" ")
-        if not name:
-            return False
         if not name.startswith("/"):
-            self.ask(line.strip())
+            if name:
+                self.ask(line.strip())
             return False
-        command = self.commands().get(name[1:])
-        if command is None:
-            refused.fail(f"there is no command {name}.\n  /help lists them.")
-        return command(rest.strip()) is True
+        if name[1:] not in self.commands():
+            raise Refused("no-command", f"there is no command {name}.\n  /help lists them.")
+        return self.commands()[name[1:]](rest.strip()) is True
 
     def commands(self):
         """Returns {name: method} of all commands."""
@@ -66,27 +64,27 @@ class Session:
     def ask(self, question):
         """Shows the models' responses to a question, and then keeps both in the dialogue."""
         self.turn += 1
-        args, texts = self.args, []
-        screen = talk_screen.Screen([writer.name for writer in self.writers])
+        texts = []
         self.prompts = [self.prompt(number, question) for number in range(len(self.writers))]
-        for number, writer in enumerate(self.writers):
+        with screen.Screen([writer.name for writer in self.writers]) as shown:
+            for number, writer in enumerate(self.writers):
 
-            def show(text, number=number):
-                screen.write(number, text)
+                def show(text, number=number):
+                    shown.write(number, text)
 
-            [answer] = writer.answers(args, [self.prompts[number]], self.turn, show)
-            screen.done(number, answer["text"], self.note(writer, answer))
-            texts.append(answer["text"])
+                [answer] = writer.answers(self.args, [self.prompts[number]], self.turn, show)
+                shown.done(number, answer["text"], self.note(writer, answer))
+                texts.append(answer["text"])
         for history, text in zip(self.histories, texts):
             history.append({"role": "user", "content": question})
             history.append({"role": "assistant", "content": text})
 
     def prompt(self, number, question):
         """Returns the row of a question to model `number`, with what was said before."""
-        before = self.histories[number] if self.remembers[number] else []
-        messages = [*self.system, *before, {"role": "user", "content": question}]
         writer = self.writers[number]
-        if writer.template == talk_models.CHAT:  # templates put their own spaces
+        before = self.histories[number] if writer.template in MEMORY else []
+        messages = [*before, {"role": "user", "content": question}]
+        if writer.template == models.CHAT:  # templates put their own spaces
             messages = [{**m, "content": m["content"].strip()} for m in messages]
         return writer.prompt(self.args, 0, messages)
 
@@ -97,18 +95,18 @@ class Session:
             [score] = self.judge.scores(self.args, writer, [answer])
             parts.append(f"reward {score:.3f}")
         if self.gold:
-            parts.append(f"gold {quiet_score(self.gold, answer)}")
+            parts.append(f"gold {score_in_words(self.gold, answer)}")
         count = len(answer["response_ids"])
         parts.append(f"{count} token{'s' * (count != 1)}")
         parts += [] if answer["ended"] else ["cut off: no EOS"]
         parts += ["the prompt's beginning was left out: too long"] if answer["cut"] else []
         return ", ".join(parts)
 
-    # ---- Commands: the first line of each docstring is its line in /help ----
+    # ---- Commands: a docstring is its line in /help ----
     def do_help(self, rest):
         """lists the commands"""
         for name, method in self.commands().items():
-            print(f"  /{name:9} {method.__doc__.splitlines()[0]}")
+            print(f"  /{name:9} {method.__doc__}")
         print("  A line that ends in \\ goes on in the next one. Ctrl-C stops a response.")
 
     def do_quit(self, rest):
@@ -116,14 +114,14 @@ class Session:
         return True
 
     def do_reset(self, rest):
-        """forgets the dialogue, but not what /system says"""
+        """forgets the dialogue"""
         for history in self.histories:
             history.clear()
 
     def do_undo(self, rest):
         """takes the last question and its responses back"""
         if not self.histories[0]:
-            refused.fail("nothing was asked yet.")
+            raise Refused("nothing-asked", "nothing was asked yet.")
         question = self.histories[0][-2]["content"]
         for history in self.histories:
             del history[-2:]
@@ -133,86 +131,29 @@ class Session:
         """asks the last question again, with other random numbers"""
         self.ask(self.do_undo(rest))
 
-    def do_pick(self, rest):
-        """N: all models go on from the dialogue with model N, 1 being the first"""
-        count = len(self.writers)
-        if not rest.isdecimal() or not 1 <= int(rest) <= count:
-            refused.fail(f"/pick takes the number of a model, 1 to {count}.")
-        picked = self.histories[int(rest) - 1]
-        self.histories = [list(picked) for _ in self.writers]
-
-    def do_history(self, rest):
-        """on or off: whether models are given what was said before; nothing: shows it"""
-        if rest:
-            if rest not in ("on", "off"):
-                refused.fail("/history takes on, off or nothing.")
-            self.remembers = [rest == "on"] * len(self.writers)
-        for writer, history, used in zip(self.writers, self.histories, self.remembers):
-            print(f"{writer.name}: {'given to it' if used else 'not given to it'}")
-            for message in history:
-                print(f"  {message['role']}: {talk_screen.clean(message['content'].strip())}")
-
     def do_prompt(self, rest):
         """shows the last prompt as each model was given it"""
         for writer, row in zip(self.writers, self.prompts):
             print(f"{writer.name}: {writer.tokenizer.decode(row['prompt_ids'])!r}")
 
-    def do_system(self, rest):
-        """TEXT: a message of the system at the start; nothing: none"""
-        self.system = [{"role": "system", "content": rest}] if rest else []
-
-    def do_template(self, rest):
-        """TEXT with {} in the question's place, or chat; nothing: shows what is used"""
-        template = read_template(rest, "/template") if rest else None
-        for number, writer in enumerate(self.writers):
-            if template:
-                writer.set_template(template)
-                dialogues = (talk_models.CHAT, talk_models.DIALOGUE)
-                self.remembers[number] = template in dialogues
-            print(f"{writer.name}: {writer.template!r}")
-
     def do_set(self, rest):
-        """NAME VALUE: a flag of sampling, such as temperature; nothing: shows them"""
-        if rest:
-            name, _, text = rest.partition(" ")
-            if name not in SETTABLE:
-                refused.fail(f"/set takes one of {', '.join(SETTABLE)}, and a value.")
-            try:
-                value = self.flags[name].type(text)
-            except ValueError:
-                refused.fail(f"/set {name}: {text!r} is no such number.")
-            args = declaring.of_role(self.args, **{name: value})
-            declaring.check_numbers(args, [self.flags[name]])
-            if broken := next(ppo_rules.sampling_rules(args), None):
-                refused.fail(broken)
-            self.args = args
-        print(", ".join(f"{name} {getattr(self.args, name)}" for name in SETTABLE))
+        """NAME VALUE: a flag of sampling, such as temperature 0.7"""
+        name, _, value = rest.partition(" ")
+        if name not in SAMPLING or not value:
+            words = f"/set takes one of {', '.join(SAMPLING)}, and a value."
+            raise Refused("no-flag", words)
+        words = [*self.words, f"--{name}", value]
+        self.args, self.words = self.flags(words), words
 
     def do_save(self, rest):
         """FILE.jsonl: writes the dialogues, one line of messages for each model"""
-        lines = []
-        for writer, history in zip(self.writers, self.histories):
-            lines.append({"model": writer.name, "messages": [*self.system, *history]})
         try:
             with open(rest, "x") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+                for writer, history in zip(self.writers, self.histories):
+                    file.write(json.dumps({"model": writer.name, "messages": history}) + "\n")
         except OSError as error:
-            advice = "Name a file that is not there yet"
-            refused.fail(f"/save {rest:.80}: {error.strerror}.\n  {advice}.")
-
-
-# ---- Input ----
-def set_up_readline(words):
-    """Lets input() edit lines, and Tab complete commands. Raises ImportError where it cannot."""
-    import readline
-
-    def complete(text, number):
-        fitting = [word for word in words if word.startswith(text)]
-        return fitting[number] if number < len(fitting) else None
-
-    readline.set_completer_delims(" ")
-    readline.set_completer(complete)
-    readline.parse_and_bind("tab: complete")
+            advice = "Name a file that is not there yet."
+            raise Refused("no-file", f"/save {rest:.80}: {error.strerror}.\n  {advice}") from error
 
 
 def read_line():
@@ -224,21 +165,11 @@ def read_line():
     return "\n".join(lines)
 
 
-def read_template(text, flag):
-    r"""Returns a template from what a person typed, where \n is a line break."""
-    if text != talk_models.CHAT and text.count("{}") != 1:
-        example = r"'Question: {}\nAnswer:'"
-        refused.fail(f"{flag} {text!r}: it is chat, or text with one {{}}.\n  Like {example}.")
-    return text.replace("\\n", "\n")
-
-
-def quiet_score(function, answer):
-    """Returns the score of a --gold_fn as text, or why it gives none: it may know other prompts."""
-    said = io.StringIO()
+def score_in_words(function, answer):
+    """Returns the score of a --gold_fn, or why it gives none: it may know other prompts only."""
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(io.StringIO()):
             [score] = reward_functions.scores_of(function, [answer])
-    except SystemExit:
-        reason = said.getvalue().rpartition("error: ")[-1].split("\n")[0]
-        return f"- ({reason:.80})"
+    except Exception as error:  # of the user's function
+        return f"- ({error!r:.80})"
     return f"{sum(score) if isinstance(score, list) else score:.3f}"
