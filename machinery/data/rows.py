@@ -218,10 +218,6 @@ def tokenise_rows(args, rows, options, path, name):
             refused.fail(why)
     for why, count in Counter(filter(None, reasons)).items():
         of_all = f"{count} of {len(made)} rows"
-        if args.strict:
-            first = reasons.index(why)
-            place = rows[first].get(sources.PLACE, f"the prompt {made[first]['prompt'][:80]!r}")
-            refused.fail(f"--strict: {path}, {name}: {of_all} would be dropped.\n  {place}: {why}")
         ranks.say(f"{path}, {name}: dropped {of_all}: {why}")
     kept = [i for i, why in enumerate(reasons) if not why]
     return made.select(kept).remove_columns("drop") if kept else []
@@ -255,8 +251,6 @@ def drop_known_prompts(args, test, trained_on):
         return test
     count = f"{len(test) - len(fresh)} of {len(test)} rows"
     ranks.say(f"held-out: dropped {count}, whose prompts are also trained on")
-    if args.strict:
-        refused.fail("--strict: held-out rows would be dropped, see above.")
     if not fresh:
         refused.fail("every held-out prompt is also trained on: give the data a test split.")
     return test.select(fresh)

@@ -19,7 +19,7 @@ from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.data import formats, rows, tokens
 from machinery.flags import declaring
-from machinery.models import model_checks, model_folders
+from machinery.models import model_folders
 
 CHAT = "chat"  # the template that stands for the tokenizer's own
 DIALOGUE = formats.HUMAN + "{}" + formats.ASSISTANT
@@ -106,13 +106,8 @@ class Model:
         self.dtype = args.own_dtype or own
         changes = dict(model_name_or_path=path, dtype=self.dtype, zero_stage=0)
         args = declaring.of_role(args, **changes)
-        if scores and not model_folders.is_scorer(config):
-            words = f"{self.name} is no reward model, and would score at random."
-            raise Refused("no-reward-model", words)
-        if model_folders.is_scorer(config) and not scores:
-            words = f"{self.name} is a reward model, which cannot write.\n  Give it as --reward."
-            raise Refused("reward-model-as-writer", words)
-        model_checks.check_weights(path, config, needed=True)
+        model_folders.refuse_other_kind(self.name, config, scores)
+        model_folders.has_weights(path, needed=True)
         self.tokenizer = model_folders.load_tokenizer(path, args)
         head = "score" if scores else None
         self.model = common.frozen_engine(args, 1, self.tokenizer, head)
