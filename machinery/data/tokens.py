@@ -6,12 +6,12 @@ from contextlib import suppress
 from jinja2 import TemplateError
 
 from machinery.base import ranks
-from machinery.data.formats import ASSISTANT, HUMAN
+from machinery.data.formats import ASSISTANT, HUMAN, LeftOut
 from machinery.models import model_folders
 
-
-class UncheckedTurns(ValueError):
-    """Says that a chat template writes a turn in another way than in the whole chat."""
+NO_TEMPLATE = "the data holds chats, and the tokenizer has no chat template"
+TURNS_UNKNOWN = """the chat template writes a turn in another way when it is opened, or has messages
+  after it: the assistant's tokens cannot be told from the others. Use --train_on last"""
 
 
 def tokenise_prompt(tokenizer, prompt):
@@ -30,21 +30,16 @@ def tokenise_prompt(tokenizer, prompt):
 
 
 def tokenise_response(tokenizer, response):
-    """Returns the token ids of a response, and EOS.
+    """Returns the token ids of a response, and EOS, which is appended nowhere else but in chats.
 
     Prompt and response are tokenised apart and joined: joined text could merge across the border.
     """
-    return with_eos(tokenizer, tokenise_text(tokenizer, response))
+    return tokenise_text(tokenizer, response) + [tokenizer.eos_token_id]
 
 
 def tokenise_text(tokenizer, text):
     """Returns the token ids of a text that another one precedes."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-
-
-def with_eos(tokenizer, ids):
-    """Returns ids and EOS, which is appended nowhere else."""
-    return ids + [tokenizer.eos_token_id]
 
 
 # ---- Every turn (--train_on all) ----
@@ -56,18 +51,17 @@ def tokenise_turns(tokenizer, prompt, response):
     """
     if isinstance(prompt, list):
         parts, last = chat_turns(tokenizer, [*prompt, {"role": "assistant", "content": response}])
-        ended = last[-1:] == [tokenizer.eos_token_id]
-        response_ids = last if ended else with_eos(tokenizer, last)
+        if last[-1:] != [tokenizer.eos_token_id]:
+            last = last + [tokenizer.eos_token_id]
     else:
         parts, last = dialogue_turns(tokenizer, prompt, response)
-        response_ids = tokenise_response(tokenizer, last)
     ids = [token for part, _ in parts for token in part]
     mask = [covered for part, covered in parts for _ in part]
-    return ids, mask, response_ids
+    return ids, mask, last
 
 
 def dialogue_turns(tokenizer, prompt, response):
-    """Returns a prompt in parts, [(ids, whether the assistant says it)], and the last turn.
+    """Returns a prompt in parts, [(ids, whether the assistant says it)], and the last turn's ids.
 
     What pairs of dialogues do not share may itself hold several turns: the response is the last.
     """
@@ -78,15 +72,15 @@ def dialogue_turns(tokenizer, prompt, response):
     first, *texts = re.split(turn, prompt, flags=re.DOTALL)  # every second one is a turn
     parts = [(tokenise_prompt(tokenizer, first), 0)]
     parts += [(tokenise_text(tokenizer, text), 1 - i % 2) for i, text in enumerate(texts)]
-    return parts, response
+    return parts, tokenise_response(tokenizer, response)
 
 
 def chat_turns(tokenizer, messages):
-    """Returns what `dialogue_turns` does of chat messages, but the last turn as ids.
+    """Returns what `dialogue_turns` does of chat messages, but the last turn without EOS.
 
     A turn is what the template adds to its opening when the message is there: the content and the
-    end of turn. White space after that, which no turn has to predict, is left out. Raises
-    UncheckedTurns unless what is rendered stays as it is when more messages follow.
+    end of turn. White space after that, which no turn has to predict, is left out. Raises LeftOut
+    unless what is rendered stays as it is when more messages follow.
     """
     messages, marks = protect(tokenizer, messages)
     whole = render(tokenizer, messages)
@@ -97,7 +91,7 @@ def chat_turns(tokenizer, messages):
         opened = render(tokenizer, messages[:i], opening=True)
         closed = render(tokenizer, messages[: i + 1])
         if not (closed.startswith(opened) and whole.startswith(closed)):
-            raise UncheckedTurns
+            raise LeftOut(TURNS_UNKNOWN)
         turn = closed[len(opened) :].rstrip()
         parts += [(whole[end : len(opened)], 0), (turn, 1)]
         end = len(opened) + len(turn)
@@ -113,7 +107,7 @@ def end_of_turn(tokenizer):
     """
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
     known = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
-    with suppress(TemplateError, ValueError):  # it refuses such a chat, or there is none
+    with suppress(LeftOut):  # the template refuses such a chat, or there is none
         end = render(tokenizer, turns).rpartition("ANSWER")[2].rstrip()
         return next((token for token in known if end.endswith(token)), tokenizer.eos_token)
     return tokenizer.eos_token
@@ -147,8 +141,18 @@ def protect(tokenizer, messages):
 
 
 def render(tokenizer, messages, opening=False):
-    """Returns what the chat template writes, with `opening` also that of the assistant's turn."""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=opening, tokenize=False)
+    """Returns what the chat template writes, with `opening` also that of the assistant's turn.
+
+    Raises LeftOut if there is no template, or it refuses the messages.
+    """
+    if tokenizer.chat_template is None:
+        raise LeftOut(NO_TEMPLATE)
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=opening, tokenize=False
+        )
+    except TemplateError as error:  # "roles must alternate", "no system role"
+        raise LeftOut(f"the chat template refuses it: {error}") from error
 
 
 def tokenise_rendered(tokenizer, text, marks):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import huggingface_hub
 import torch
-from jinja2 import TemplateError
 from transformers.utils import find_adapter_config_file
 
 import common
@@ -151,7 +150,7 @@ class Writer(Model):
         room = self.positions - self.answer_length(args)
         try:
             ids = tokens.tokenise_prompt(self.tokenizer, text)
-        except TemplateError as error:  # "roles must alternate", "no system role"
+        except formats.LeftOut as error:
             shown = formats.as_text(text)[:300]
             words = f"the chat template of {self.name} refuses a prompt: {error}.\n  {shown}"
             raise Refused("chat-template-refuses", words) from error
