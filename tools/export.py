@@ -24,7 +24,7 @@ import torch
 from deepspeed.utils import zero_to_fp32
 
 import common
-from machinery.base import modules, records, refused
+from machinery.base import records, refused
 from machinery.base.refused import Refused
 from machinery.flags import declaring
 from machinery.models import model_folders, saving
@@ -135,18 +135,18 @@ def write_models(args, saved, checkpoint, folder, merge):
     roles = {name: "" if name == "model" else name for name in shape if name != "ranks"}
     first = declaring.of_role(args, next(iter(roles.values()))).model_name_or_path
     tokenizer = model_folders.load_tokenizer(first, args)  # the model's or the actor's
-    tokenizer.eos_token = saved[0].get("eos_token", tokenizer.eos_token)
+    tokenizer.eos_token = saved[0]["eos_token"]
     for engine, role in roles.items():
         own = declaring.of_role(args, role, zero_stage=0, gradient_checkpointing=False)
         head = "score" if engine == "critic" else vars(args).get("value_head_prefix")
         model = load_engine(own, checkpoint / engine, shape[engine], tokenizer, head)
-        plain = modules.unwrap_model(model)
-        plain.merge_lora = merge
-        if engine == "model" and saved[0].get("score_statistics"):
-            plain.config.score_statistics = saved[0]["score_statistics"]
+        to, options = folder, {"notes": saved[0]["notes"], "merge": merge}
+        if engine == "critic":
+            to = folder / "critic"
         if engine == "actor" and saved[0]["state"].get("ema"):
-            saving.save_model(model, tokenizer, folder / "ema", join_average(saved))
-        saving.save_model(model, tokenizer, folder / ("critic" if engine == "critic" else ""))
+            average = join_average(saved)
+            saving.save_model(model, tokenizer, folder / "ema", average, **options)
+        saving.save_model(model, tokenizer, to, **options)
 
 
 def main(argv=None):

@@ -137,8 +137,8 @@ def read_rows(args, path, flag, stages, kept):
             made = kept(row, columns, stage)
         except formats.BadRow as error:
             rows.refuse(row, f"{path}, row {number}", error)
-        if made == rows.NO_TEMPLATE:
-            raise Refused("no-chat-template", made)
+        if isinstance(made, str) and made in rows.FATAL:
+            raise Refused(rows.FATAL[made], f"{path}: {made}.")
         if isinstance(made, str):
             dropped[made] += 1
         else:

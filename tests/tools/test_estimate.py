@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, load_model
 from transformers import GPT2Config, LlamaConfig, OPTConfig
 
 import common
@@ -19,6 +18,7 @@ import ppo
 import reward
 import sft
 from machinery.base.refused import Refused
+from tests.kit import ROOT, load_model
 from tools import estimate
 from tools import estimate_memory as memory
 
