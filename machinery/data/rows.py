@@ -123,9 +123,8 @@ def load_rows(args, tokenizer, stage, limit):
             kept += tokenise_rows(args, source[part], options, f"{path}, {part}", known)
     for part, kept in parts.items():
         if not kept:
-            advice = "Add data, or give this stage a larger share in --data_split."
-            what = f"no {part} rows are left of {', '.join(args.data_path)}."
-            raise Refused("no-rows-left", f"{what}\n  {advice}")
+            words = f"no {part} rows are left. Add data, or give this step more of --data_split."
+            raise Refused("no-rows-left", words)
     return tuple(map(datasets.concatenate_datasets, parts.values()))
 
 
@@ -138,14 +137,11 @@ def serves(columns, stage):
 def check_columns(path, columns, stage, flag="--data_path"):
     """Refuses columns of which the stage cannot make its rows."""
     if not serves(columns, stage):
-        known = [(need.replace(" ", " + "), steps) for need, steps in formats.FORMATS.items()]
         found = ", ".join(columns) or "(none: it is empty)"
-        raise Refused(
-            "unknown-columns",
-            f"{flag} {path} has the columns {found}.\n  {stage} needs those of one of its formats:"
-            + "".join(f"\n    {need:22}{steps.replace(' ', ', ')}" for need, steps in known)
-            + "\n  Other names: --columns prompt=question,response=answer",
-        )
+        known = "".join(f"\n    {need}  ({steps})" for need, steps in formats.FORMATS.items())
+        advice = "\n  Other names: --columns prompt=question,response=answer"
+        what = f"{flag} {path} has the columns {found}.\n  Known columns (of the steps):"
+        raise Refused("unknown-columns", what + known + advice)
 
 
 def read_prompts(path, part, rows, stage, names):
@@ -217,7 +213,8 @@ def fingerprint(rows):
 
     Of prompts it takes the text, not the tokens: a chat template may write today's date there.
     """
-    return digest_of(rows.remove_columns(["prompt_ids", "prompt_loss_mask", "length"]))
+    left_out = {"prompt_ids", "prompt_loss_mask", "length"}
+    return digest_of(rows.remove_columns([*left_out & set(rows.column_names)]))
 
 
 def digest_of(rows):

@@ -77,11 +77,11 @@ def names_in(args, path, columns):
     A source of a blend that has none of them is read with formats.NAMES, or as it is.
     """
     given = args.columns or {}
-    lacking = [name for name in given.values() if name not in columns]
-    if len(lacking) == len(given) and (not given or len(args.data_path) > 1):
+    there = [name for name in given.values() if name in columns]
+    if not there and (not given or len(args.data_path) > 1):
         return formats.NAMES.get(path, {})
-    if lacking:
-        words = f"--columns: {path} has no {', '.join(lacking)}.\n  It has {', '.join(columns)}."
+    if len(there) < len(given):
+        words = f"--columns: {path} has only {', '.join(columns)}."
         raise Refused("no-such-column", words)
     return given
 
@@ -133,15 +133,13 @@ def read_file(file):
 def read_csv(file, lines):
     """Yields what `read_file` does for a .csv file; all its values are text."""
     csv.field_size_limit(2**31 - 1)  # a text may be longer than 131,072 characters
-    table = csv.DictReader(lines, strict=True)
-    names = table.fieldnames or []
-    if len(set(names)) < len(names):
-        raise ValueError(f"{file}, line 1: two columns have the same name.")
-    for row in table:
-        place = f"{file}, line {table.line_num}"
-        if None in row or None in row.values():
-            raise ValueError(f"{place}: it has not as many cells as the first line.")
-        yield json.dumps(row), place
+    table = csv.reader(lines, strict=True)
+    names = next(table, [])
+    for cells in filter(None, table):
+        if len(cells) != len(set(names)):
+            why = "it has not as many cells as the first line has names."
+            raise ValueError(f"{file}, line {table.line_num}: {why}")
+        yield json.dumps(dict(zip(names, cells))), f"{file}, line {table.line_num}"
 
 
 def parse_strictly(text, place):

@@ -9,7 +9,7 @@ from machinery.base import ranks
 from machinery.data.formats import ASSISTANT, HUMAN, LeftOut
 from machinery.models import model_folders
 
-NO_TEMPLATE = "the data holds chats, and the tokenizer has no chat template"
+NO_TEMPLATE = "the data holds chats, and the tokenizer has no chat template. Take a chat model's"
 TURNS_UNKNOWN = """the chat template writes a turn in another way when it is opened, or has messages
   after it: the assistant's tokens cannot be told from the others. Use --train_on last"""
 
@@ -24,22 +24,26 @@ def tokenise_prompt(tokenizer, prompt):
         messages, marks = protect(tokenizer, prompt)
         return tokenise_rendered(tokenizer, render(tokenizer, messages, opening=True), marks)
     ids = tokenizer(prompt, split_special_tokens=True).input_ids
-    if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
-        return ids[:-1]
-    return ids
+    ended = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id  # some tokenizers append it
+    return ids[:-1] if ended else ids
 
 
 def tokenise_response(tokenizer, response):
-    """Returns the token ids of a response, and EOS, which is appended nowhere else but in chats.
+    """Returns the token ids of a response, and EOS.
 
     Prompt and response are tokenised apart and joined: joined text could merge across the border.
     """
-    return tokenise_text(tokenizer, response) + [tokenizer.eos_token_id]
+    return with_eos(tokenizer, tokenise_text(tokenizer, response))
 
 
 def tokenise_text(tokenizer, text):
     """Returns the token ids of a text that another one precedes."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+
+def with_eos(tokenizer, ids):
+    """Returns ids that end with EOS, which is appended nowhere else."""
+    return ids if ids[-1:] == [tokenizer.eos_token_id] else ids + [tokenizer.eos_token_id]
 
 
 # ---- Every turn (--train_on all) ----
@@ -50,20 +54,20 @@ def tokenise_turns(tokenizer, prompt, response):
     template makes of it, with the end of turn that the template writes. The last one ends with EOS.
     """
     if isinstance(prompt, list):
-        parts, last = chat_turns(tokenizer, [*prompt, {"role": "assistant", "content": response}])
-        if last[-1:] != [tokenizer.eos_token_id]:
-            last = last + [tokenizer.eos_token_id]
+        parts = chat_turns(tokenizer, [*prompt, {"role": "assistant", "content": response}])
     else:
-        parts, last = dialogue_turns(tokenizer, prompt, response)
+        parts = dialogue_turns(tokenizer, prompt, response)
+    *parts, (last, _) = parts
     ids = [token for part, _ in parts for token in part]
     mask = [covered for part, covered in parts for _ in part]
-    return ids, mask, last
+    return ids, mask, with_eos(tokenizer, last)
 
 
 def dialogue_turns(tokenizer, prompt, response):
-    """Returns a prompt in parts, [(ids, whether the assistant says it)], and the last turn's ids.
+    """Returns a dialogue in parts: [(ids, whether the assistant says it)].
 
-    What pairs of dialogues do not share may itself hold several turns: the response is the last.
+    The last part is the response. What pairs of dialogues do not share may itself hold several
+    turns: the response is the last of them.
     """
     between, marker, last = response.rpartition(ASSISTANT)
     if marker and last.strip():
@@ -72,11 +76,11 @@ def dialogue_turns(tokenizer, prompt, response):
     first, *texts = re.split(turn, prompt, flags=re.DOTALL)  # every second one is a turn
     parts = [(tokenise_prompt(tokenizer, first), 0)]
     parts += [(tokenise_text(tokenizer, text), 1 - i % 2) for i, text in enumerate(texts)]
-    return parts, tokenise_response(tokenizer, response)
+    return parts + [(tokenise_text(tokenizer, response), 1)]
 
 
 def chat_turns(tokenizer, messages):
-    """Returns what `dialogue_turns` does of chat messages, but the last turn without EOS.
+    """Returns what `dialogue_turns` does, of chat messages.
 
     A turn is what the template adds to its opening when the message is there: the content and the
     end of turn. White space after that, which no turn has to predict, is left out. Raises LeftOut
@@ -95,8 +99,7 @@ def chat_turns(tokenizer, messages):
         turn = closed[len(opened) :].rstrip()
         parts += [(whole[end : len(opened)], 0), (turn, 1)]
         end = len(opened) + len(turn)
-    made = [(tokenise_rendered(tokenizer, text, marks), covered) for text, covered in parts]
-    return made[:-1], made[-1][0]
+    return [(tokenise_rendered(tokenizer, text, marks), covered) for text, covered in parts]
 
 
 # ---- Chat templates ----

@@ -18,7 +18,6 @@ from deepspeed.accelerator import get_accelerator
 
 from machinery.base import records
 from machinery.base.refused import Refused
-from machinery.data import formats
 from machinery.engine import monitors
 from machinery.flags import rules
 
@@ -93,10 +92,6 @@ def column_names(text):
     pairs = [pair.split("=") for pair in text.split(",")]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not like prompt=question,response=answer")
-    for name, _ in pairs:
-        if name not in formats.COLUMNS:
-            known = ", ".join(formats.COLUMNS)
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {known}")
     return dict(pairs)
 
 
@@ -232,11 +227,11 @@ def find_preset(parser, presets, argv):
     given = vars(named.parse_known_args(argv)[0])
     preset = given.pop("preset")
     models = [model for model in given.values() if model]
-    if preset in presets:
-        return preset, None
-    if preset is not None:
+    if preset is not None and preset not in presets:
         known = ", ".join(presets)
         raise Refused("unknown-preset", f"--preset {preset} is not known.\n  Known: {known}.")
+    if preset is not None:
+        return preset, None
     for model in models:
         preset = records.of_model(model).get("preset")
         if isinstance(preset, str) and preset in presets:

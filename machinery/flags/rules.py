@@ -1,8 +1,8 @@
 """The rules that flags keep: a table of (name, when it is broken, what to say of it).
 
 A rule stands here if breaking it would be silently wrong, or an error from deep inside a library
-after minutes. The words are filled in with the values of the flags. `declaring.parse` checks
-COMMON, `ppo_flags.resolve` SAMPLING and PPO. Warnings have the same form.
+after minutes. In the words {seed} becomes "--seed 7": the flag as it was given. `declaring.parse`
+checks COMMON, `ppo_flags.resolve` SAMPLING and PPO. Warnings have the same form.
 """
 
 import os
@@ -16,16 +16,25 @@ from machinery.engine.old_deepspeed import older_than
 
 def check(args, table):
     """Raises Refused if the flags break a rule of the table."""
-    for name, broken, words in table:
-        if broken(args):
-            raise Refused(name, words.format(**vars(args)))
+    for name, words in broken(args, table):
+        raise Refused(name, words)
 
 
 def warn(args, table):
     """Prints a warning for each rule of the table that the flags break."""
-    for _, broken, words in table:
-        if broken(args):
-            ranks.say(f"warning: {words.format(**vars(args))}")
+    for _, words in broken(args, table):
+        ranks.say(f"warning: {words}")
+
+
+def broken(args, table):
+    """Yields the name and the words of each rule of the table that the flags break."""
+    shown = {
+        name: f"--{name}" if value is True else f"--{name} {value}"
+        for name, value in vars(args).items()
+    }
+    for name, is_broken, words in table:
+        if is_broken(args):
+            yield name, words.format(**shown)
 
 
 # ---- What the rules ask for ----
@@ -115,23 +124,23 @@ COMMON = [
     (
         "tensor-parallel-old-deepspeed",
         lambda args: splits(args) and older_than("0.16.4"),
-        "--tensor_parallel_size {tensor_parallel_size} needs DeepSpeed 0.16.4: upgrade.",
+        "{tensor_parallel_size} needs DeepSpeed 0.16.4: upgrade.",
     ),
     (
         "tensor-parallel-stage-3-old-deepspeed",
         lambda args: splits(args) and 3 in stages(args) and older_than("0.19"),
-        "--tensor_parallel_size {tensor_parallel_size} with --zero_stage 3 needs DeepSpeed 0.19.\n"
+        "{tensor_parallel_size} with --zero_stage 3 needs DeepSpeed 0.19.\n"
         "  Upgrade, or use --zero_stage 2.",
     ),
     (
         "tensor-parallel-dtype",
         lambda args: splits(args) and args.dtype != "bf16",
-        "--tensor_parallel_size {tensor_parallel_size} works in bf16 only, not in {dtype}.",
+        "{tensor_parallel_size} works in bf16 only, not with {dtype}.",
     ),
     (
         "tensor-parallel-ranks",
         odd_ranks,
-        "--tensor_parallel_size {tensor_parallel_size} must divide the number of ranks.",
+        "{tensor_parallel_size} must divide the number of ranks.",
     ),
     (
         "tensor-parallel-lora",
@@ -144,7 +153,7 @@ WARNINGS = [
     (
         "other-zero-stage",
         lambda args: stages(args) != {args.declared.preset.get("zero_stage", args.zero_stage)},
-        "the ZeRO stage is not that of the preset {preset}. A lower one runs out of memory sooner, "
+        "the ZeRO stage is not that of {preset}. A lower one runs out of memory sooner, "
         "a higher one communicates more.",
     ),
 ]
@@ -159,8 +168,7 @@ SAMPLING = [
     (
         "min-new-tokens",
         lambda args: args.min_new_tokens >= args.max_answer_seq_len,
-        "--min_new_tokens {min_new_tokens} must be below --max_answer_seq_len "
-        "{max_answer_seq_len}, else EOS never comes.",
+        "{min_new_tokens} must be below {max_answer_seq_len}, else EOS never comes.",
     ),
 ]
 MORE = "Use --gradient_accumulation_steps for a larger batch; --allow_unstable 1 lifts this."
@@ -172,19 +180,18 @@ PPO = [
             * args.generation_batches
             % args.per_device_training_batch_size
         ),
-        "--per_device_training_batch_size {per_device_training_batch_size} must divide "
-        "the {per_device_generation_batch_size} x {generation_batches} responses of a rollout.",
+        "{per_device_training_batch_size} must divide the product of "
+        "{per_device_generation_batch_size} and {generation_batches}.",
     ),
     (
         "samples-divide",
         lambda args: args.per_device_generation_batch_size % args.samples_per_prompt,
-        "--samples_per_prompt {samples_per_prompt} must divide "
-        "--per_device_generation_batch_size {per_device_generation_batch_size}.",
+        "{samples_per_prompt} must divide {per_device_generation_batch_size}.",
     ),
     (
         "group-of-one",
         lambda args: args.compares_groups and args.samples_per_prompt < 2,
-        "--advantage {advantage} compares the responses to a prompt.\n"
+        "{advantage} compares the responses to a prompt.\n"
         "  Use --samples_per_prompt 4, for example.",
     ),
     # DeepSpeed-Chat reports divergence where one of the next three is broken, and leaves open why.
@@ -196,30 +203,28 @@ PPO = [
             args.per_device_generation_batch_size != args.per_device_training_batch_size
             and is_stable(args)
         ),
-        "--per_device_generation_batch_size {per_device_generation_batch_size} and "
-        "--per_device_training_batch_size {per_device_training_batch_size} differ: DeepSpeed-Chat "
-        f"reports divergence then.\n  Set both to the same number. {MORE}",
+        "{per_device_generation_batch_size} and {per_device_training_batch_size} differ: "
+        f"DeepSpeed-Chat reports divergence then.\n  Set both to the same number. {MORE}",
     ),
     (
         "several-epochs",
         lambda args: args.ppo_epochs != 1 and is_stable(args),
-        f"--ppo_epochs {{ppo_epochs}}: DeepSpeed-Chat reports divergence above 1.\n  {MORE}",
+        f"{{ppo_epochs}}: DeepSpeed-Chat reports divergence above 1.\n  {MORE}",
     ),
     (
         "several-generation-batches",
         lambda args: args.generation_batches != 1 and is_stable(args),
-        "--generation_batches {generation_batches}: DeepSpeed-Chat reports divergence above 1.\n"
-        f"  {MORE}",
+        f"{{generation_batches}}: DeepSpeed-Chat reports divergence above 1.\n  {MORE}",
     ),
     (
         "k1-in-loss",
         lambda args: args.kl_in == "loss" and args.kl_estimator == "k1",
-        "--kl_in loss --kl_estimator k1: k1's expected gradient is 0.\n  Use k2 or k3.",
+        "{kl_in} {kl_estimator}: its expected gradient is 0.\n  Use k2 or k3.",
     ),
     (
         "kl-target-without-kl",
         lambda args: args.kl_target is not None and args.kl_target * args.kl_coef <= 0,
-        "--kl_target {kl_target}: it and --kl_coef must be above 0.",
+        "{kl_target} and {kl_coef} must be above 0.",
     ),
     (
         "normalize-reward",
@@ -232,7 +237,7 @@ PPO = [
     (
         "warmup-without-critic",
         lambda args: args.critic_warmup_steps and not args.has_critic,
-        "--critic_warmup_steps: --advantage {advantage} has no critic; gae has.",
+        "--critic_warmup_steps: {advantage} has no critic; gae has.",
     ),
     (
         "eval-ema-without-ema",
@@ -282,7 +287,7 @@ PPO_WARNINGS = [
     (
         "weak-kl",
         lambda args: args.kl_in == "reward" and args.kl_estimator != "k1",
-        "--kl_estimator {kl_estimator} in the reward hardly holds the actor back: near the "
+        "{kl_estimator} in the reward hardly holds the actor back: near the "
         "reference its expected gradient vanishes. Use k1, or --kl_in loss (docs/ppo.md).",
     ),
 ]

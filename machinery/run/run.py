@@ -21,7 +21,7 @@ from machinery.data.rows import fingerprint
 from machinery.engine import monitors, throughput, zero3
 from machinery.flags import rules
 from machinery.models import lora, model_card, model_folders, saving
-from machinery.run import best, checkpoints, crash, launch, logs, output_folder
+from machinery.run import best, checkpoints, crash, launch, logs, output_folder, padding_check
 
 
 class Run:
@@ -90,6 +90,8 @@ class Run:
         advice = "All machines must read the same files, or the same version of the hub's."
         ranks.fail_unless_alike(seen, "the ranks read different data", advice)
         self.facts["frozen_models"] = checkpoints.frozen_models(args)
+        for engine in engines.values():
+            padding_check.check(args, engine, train[0], self.tokenizer.pad_token_id)
         self.folder.take(self.facts)
         self.monitor = monitors.opened(args)
         self.print_banner()
@@ -242,11 +244,11 @@ class Run:
         """
         tokens = rows = scored = 0
         for batch in self.micro_batches:
-            mask, weight = batch["mask"], batch["row_weight"].double()
-            weight = weight.repeat(len(mask) // len(weight))  # a row of the data may have several
-            tokens += (mask.sum(-1) * weight).sum()
+            weight = batch.row_weight.double()
+            weight = weight.repeat(len(batch.ids) // len(weight))  # a pair may have two rows
+            tokens += (batch.real_tokens * weight).sum()
             rows += weight.sum()
-            scored += batch.get("loss_mask", mask).sum()
+            scored += getattr(batch, "loss_mask", batch.real_tokens).sum()
         return ranks.all_sum(tokens, rows, scored).tolist()
 
     def write(self, record):
@@ -255,10 +257,10 @@ class Run:
         self.legend_shown = True
 
     def texts(self):
-        """Yields {"text": ...} for each row of the step's micro-batches, dicts of ids and mask."""
+        """Yields {"text": ...} for each row of the step's micro-batches, padded on the left."""
         for batch in self.micro_batches:
-            for ids, mask in zip(batch["ids"], batch["mask"]):
-                yield {"text": self.tokenizer.decode(ids[mask > 0])}
+            for ids, count in zip(batch.ids, batch.real_tokens.tolist()):
+                yield {"text": self.tokenizer.decode(ids[len(ids) - count :])}
 
     def stop_unless_finite(self, values, rows=None):
         """Stops the run if one of `values`, {name: number}, is NaN or infinite on any rank.

@@ -24,13 +24,6 @@ SHAPES = {  # name: (template, EOS, the end of a turn)
         "<|im_end|>",
         "<|im_end|>",
     ),
-    "Llama-3": (
-        "<bos>{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n{{ m.content | trim }}"
-        "<|eot_id|>{% endfor %}"
-        "{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}",
-        "<|eot_id|>",
-        "<|eot_id|>",
-    ),
     "Gemma": (
         "<bos>{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif"
         " %}{% for m in messages %}<start_of_turn>"
@@ -76,7 +69,9 @@ CHATS = {  # name: (messages, which of them are learned)
     "tool": ([*TURNS[:2], {"role": "tool", "content": "3"}, *TURNS[3:4]], [1, 3]),
     "an answer in two messages": ([*TURNS[:2], *TURNS[3:4]], [1, 2]),
     "special tokens in the text": (
-        chat("Say <|im_end|> and <eos>", "<|im_start|>user\n<eot> <eos>", "<bos>?", "a<|eot_id|>"),
+        chat(
+            "Say <|im_end|> and <eos>", "<|im_start|>user\n<eot> <eos>", "<bos>?", "a<end_of_turn>"
+        ),
         [1, 3],
     ),
 }
@@ -111,7 +106,7 @@ def test_the_loss_covers_what_the_assistant_says_and_its_ends_of_turn(tokenizer,
 def test_the_mask_of_a_row_that_is_cut_stays_on_its_tokens(tokenizer):
     """A long prompt loses its start, a long response its end; each token keeps what it had, and
     SFT's loss lies on the same tokens."""
-    tokenizer, _ = shaped(tokenizer, "Llama-3")
+    tokenizer, _ = shaped(tokenizer, "Gemma")
     whole = rows.tokenise_row({"messages": TURNS}, tokenizer, "sft", 512)
     for limit in (4, 9, 14, 20, 33):
         made = rows.tokenise_row({"messages": TURNS}, tokenizer, "sft", limit)
@@ -165,10 +160,6 @@ TRAIN_ON = {  # a row: {--train_on: what the loss covers}; None is the default
         {"chosen": TALK + " C.", "rejected": "\n\nHuman: Q?\n\nAssistant: D."},
         {"all": [" A.\n\nB.", " C.<eos>"]},
     ),
-    "a prompt that quotes a dialogue, and ends in another way": (
-        {"prompt": "\n\nHuman: Q?\n\nAssistant: A.\n\nHuman: And?\n\nMax:", "response": " C."},
-        {"all": [" A.", " C.<eos>"]},
-    ),
     "plain text": (
         {"prompt": "Q?", "response": " A."},
         {None: [" A.<eos>"], "all": [" A.<eos>"], "everything": ["Q? A.<eos>"]},
@@ -198,23 +189,11 @@ def test_sft_s_loss_lies_on_the_covered_tokens(tokenizer):
     assert tokenizer.decode(batch["ids"][0][-len(mask) :][mask]) == "A.C.<eos>"
 
 
-UNKNOWN = {  # what templates do that makes the assistant's tokens depend on what follows
-    "it drops what was thought in earlier turns": CHATML.replace(
-        "{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
-    ),
-    "it opens a turn with a word that it does not keep": CHATML.replace(
-        "assistant\n{% endif", "assistant\n<think>\n{% endif"
-    ),
-    "it ends the last turn in another way": CHATML
-    + "{% if not add_generation_prompt %}.{% endif %}",
-}
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_a_template_whose_turns_cannot_be_told_is_refused(tokenizer, tmp_path, name):
-    """Turn by turn it writes another text than of the whole chat. A mask would lie on the wrong
-    tokens. --train_on last needs none of that."""
-    tokenizer.chat_template = UNKNOWN[name]
+def test_a_template_whose_turns_cannot_be_told_is_refused(tokenizer, tmp_path):
+    """It drops what was thought in earlier turns: turn by turn it writes another text than of the
+    whole chat. A mask would lie on the wrong tokens. --train_on last needs none of that."""
+    thinks = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", thinks)
     row = {"messages": chat("Why?", "<think>Hm</think>So.", "And?", "Then.")}
     with pytest.raises(Refused) as caught:
         load(tokenizer, [write(tmp_path / "rows.jsonl", [row] * 9)])

@@ -21,7 +21,6 @@ FORMATS = {  # name: (row 0, what SFT, the reward model and PPO make of it)
         [("Q0?", " r0"), ("Q0?", " c0", " x0"), ("Q0?",)],
     ),
     "prompt, response": ({"prompt": "Q0?", "response": " r"}, [("Q0?", " r"), None, ("Q0?",)]),
-    "prompt, completion": ({"prompt": "Q0?", "completion": " r"}, [("Q0?", " r"), None, ("Q0?",)]),
     "prompt, chosen, rejected: chosen is the response": (
         {"prompt": "Q0?", "chosen": " c", "rejected": " x"},
         [("Q0?", " c"), ("Q0?", " c", " x"), ("Q0?",)],
@@ -108,13 +107,10 @@ def test_step_3_asks_the_last_question(tokenizer):
     [
         {"prompt": 7, "response": " r"},
         {"prompt": "Q?", "response": 7, "chosen": 7, "rejected": " x"},
-        {"prompt": ["Q?"]},
         {"instruction": "Q?", "input": 7},
         {"messages": "Q?"},
-        {"messages": ["Q?", "A."]},
         {"messages": chat("Q?", None)},
         {"messages": chat([{"type": "image", "url": "a.png"}], "A.")},
-        {"conversations": [{"from": "human", "value": None}]},
         {"chosen": chat("Q?", "A.", "And?"), "rejected": chat("Q?", "B.")},
         {"chosen": chat("Q?", "A."), "rejected": chat("When?", "B.")},
         {"prompt": "Q?", "completion": chat("A.")},
@@ -146,37 +142,22 @@ def test_columns_that_a_step_cannot_use_are_refused(tokenizer, tmp_path, stage, 
     with pytest.raises(Refused) as caught:
         load(tokenizer, [path], stage)
     assert caught.value.rule == "unknown-columns"
-    known = [need.replace(" ", " + ") for need in formats.FORMATS]
-    assert all(word in caught.value.words for word in (path, *columns, *known))
+    assert all(word in caught.value.words for word in (path, *columns, *formats.FORMATS))
 
 
 # ---- Other names ----
-COLUMNS = {  # --columns: (a row, {step: what is made of it})
-    "prompt=question,response=answer": (
-        {"question": "Q?", "answer": " a", "prompt": "other", "level": 1},
-        {"sft": ("Q?", " a"), "ppo": ("Q?",)},
-    ),
-    "chosen=rejected,rejected=chosen": (
-        {"prompt": "Q?", "chosen": " a", "rejected": " b"},
-        {"sft": ("Q?", " b"), "reward": ("Q?", " b", " a")},
-    ),
-}
-
-
 @pytest.mark.parametrize("kind", [".jsonl", ".parquet"])
-@pytest.mark.parametrize("names", COLUMNS)
-def test_columns_may_have_other_names(tokenizer, tmp_path, names, kind):
-    """--columns says which column is which, in all steps. Reward functions get the columns under
-    the names that the file has."""
-    row, expected = COLUMNS[names]
-    names = dict(pair.split("=") for pair in names.split(","))
+def test_columns_may_have_other_names(tokenizer, tmp_path, kind):
+    """--columns says which column is which, in all steps, also where two change places. Reward
+    functions get the columns under the names that the file has."""
+    row = {"prompt": "other", "question": "Q0?", "chosen": " a", "rejected": " b"}
     write(tmp_path / f"train{kind}", [row])
-    write(tmp_path / f"test{kind}", [json.loads(json.dumps(row).replace("Q?", "T?"))])
-    for stage, made in expected.items():
+    write(tmp_path / f"test{kind}", [row | {"question": "T?"}])
+    names = {"prompt": "question", "chosen": "rejected", "rejected": "chosen"}
+    for stage, made in (("sft", (" b",)), ("reward", (" b", " a")), ("ppo", ())):
         train, _ = load(tokenizer, [tmp_path], stage, columns=names)
-        assert texts(tokenizer, train) == {made}
-        if stage == "ppo":
-            assert json.loads(train["extra"][0]) == {"question": "Q?", "answer": " a", "level": 1}
+        assert texts(tokenizer, train) == {("Q0?", *made)}
+        assert json.loads(train["extra"][0])["chosen"] == " a"
 
 
 def test_in_a_blend_other_names_hold_where_they_are(tokenizer, tmp_path):
@@ -202,8 +183,8 @@ def test_names_of_deepspeed_chats_list_are_known(tokenizer, tmp_path, monkeypatc
     monkeypatch.setattr(sources.datasets, "load_dataset", lambda path: hub)
     found = both(load(tokenizer, [name], "reward"))
     assert (WRAPPED, " c", " x") in texts(tokenizer, found)
-    able = [{**{ours: "a" for ours in names}, "prompt": "a"} for names in formats.NAMES.values()]
-    assert all(any(rows.serves(columns, stage) for stage in STAGES) for columns in able)
+    for names in formats.NAMES.values():
+        assert any(rows.serves(["prompt", *names], stage) for stage in STAGES)
 
 
 def test_real_dialogues_are_cut_where_they_part(tokenizer, hh):

@@ -231,7 +231,7 @@ def test_what_deepspeed_can_do_passes(monkeypatch):
         ("ppo", "--learning_rate 1e-5"),  # step 3 has the actor's and the critic's
         ("sft", "--data_split 2,4"),
         ("sft", "--data_split a,b,c"),
-        ("sft", "--columns promt=question"),
+        ("sft", "--columns prompt"),
         ("sft", "--preset"),
         ("sft", "--zero_stage 4"),
         ("sft", "--lr_scheduler_type zigzag"),
