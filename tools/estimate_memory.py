@@ -64,7 +64,7 @@ def sizes_of(path, head, tokens, dtype, dropout=None, lora_dim=0, trust_remote_c
         options = {"dtype": common.DTYPES[dtype], "trust_remote_code": trust_remote_code}
         model = kind.from_config(config, **options).train()
         ids = torch.ones(1, tokens, dtype=torch.long)
-        options = forwards.forward_options(model.base_model, ids)
+        options = forwards.accepted(model.base_model, position_ids=torch.arange(tokens)[None])
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             model.base_model(ids, attention_mask=ids, use_cache=False, **options)
         weights = modules.count_parameters(model)

@@ -238,6 +238,7 @@ class Judge(Model):
         for start in range(0, len(different), size):
             part = different[start : start + size]
             ids, mask = common.pad(part, self.tokenizer.pad_token_id)  # (B, T), ends on the right
-            values = self.model(ids.to(ranks.device()), mask.to(ranks.device()))  # (B, T)
+            ids, mask = ids.to(ranks.device()), mask.to(ranks.device())
+            values = self.model(ids, mask, common.position_ids(mask))  # (B, T)
             scores |= dict(zip(part, values[:, -1].tolist()))
         return [scores[sequence] for sequence in sequences]
