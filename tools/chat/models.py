@@ -103,7 +103,8 @@ class Model:
         config = model_folders.load_config(path, args.trust_remote_code)
         own = "fp32" if config.dtype == torch.float32 else declaring.fast_dtype()
         self.dtype = args.own_dtype or own
-        changes = dict(model_name_or_path=path, dtype=self.dtype, zero_stage=0)
+        # max_seq_len 0: prompt() cuts to the positions that the model has
+        changes = dict(model_name_or_path=path, dtype=self.dtype, zero_stage=0, max_seq_len=0)
         args = declaring.of_role(args, **changes)
         model_folders.refuse_other_kind(self.name, config, scores)
         model_folders.has_weights(path, needed=True)
