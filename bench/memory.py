@@ -1,5 +1,5 @@
-"""How good is --estimate? The peaks that it names, held against the resident memory of real runs on
-CPU ranks.
+"""How good is tools/estimate.py? The peaks that it names, held against the resident memory of real
+runs on CPU ranks.
 
     python bench/memory.py                         every case, about half an hour on 2 cores;
                                                    prints the table of docs/deepspeed.md
