@@ -68,7 +68,9 @@ def get_args(argv=None):
     group = parser.add_argument_group("as in ppo.py, whose --help says what they mean")
     for name, value in PASSED.items():
         count = "+" if name == "stop" else 1
-        group.add_argument(f"--{name}", nargs=count, default=value and [value], help=value and f"[{value}]")
+        group.add_argument(
+            f"--{name}", nargs=count, default=value and [value], help=value and f"[{value}]"
+        )
     own = parser.parse_args(argv)
     if own.template is not None:
         own.template = read_template(own.template)
