@@ -1,0 +1,415 @@
+"""The one place that starts runs, and what the tests share: models, data, flags, comparisons.
+
+    from tests import kit
+
+    done = kit.run("sft", "--max_steps", 2, ranks=2)         # .code .out .err .folder
+    kit.metrics(done.folder)[-1]["loss"]
+    kit.run("sft", "--zero_stage", 5, expect=2)              # asserts the exit code
+    kit.run("sft", launcher="deepspeed", ranks=2)            # where the launcher is the subject
+    first, second = kit.on_ranks(my_function, 2, argument)   # what it returned in each rank
+    with kit.refuses("output-folder-in-use"): ...            # Refused, by the name of its rule
+
+To import torch and DeepSpeed takes ten times as long as to train a tiny model for a few steps. So
+one Python per session imports them and all our code once; it then forks the ranks of each run,
+which start in a second. `run` makes a script's own main() there, unless a launcher is named.
+`on_ranks` calls a function from the top level of a test module, where the ranks have met already.
+Arguments and results are pickled; an error in a rank fails the test with its traceback.
+"""
+
+import atexit
+import contextlib
+import copy
+import functools
+import gc
+import importlib
+import inspect
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKENIZER = str(ROOT / "toy/model")
+SCRIPTS = ("sft", "reward", "ppo")
+# metrics that differ each time
+CLOCKS = {"seconds", "tokens_per_second", "tflops"}
+CLOCKS |= {f"{phase}_seconds" for phase in ("generate", "score", "train")}
+RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",  # the tests' numbers are the CPU's; set it to cuda to try them there
+    "HF_HUB_OFFLINE": "1",  # no test needs the network
+    "TOKENIZERS_PARALLELISM": "false",  # its threads would be lost at a fork
+}
+for name, value in ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs
+# --------------------------------------------------------------------------------------------------
+@dataclass
+class Done:
+    """What is known of a run that has ended."""
+
+    codes: list  # each rank's exit code, or of a launcher its own; -9 if it was killed
+    out: str
+    err: str
+    folder: Path  # --output_dir; of on_ranks None
+    results: list = None  # what a function returned in each rank
+
+    @property
+    def code(self):
+        """0, or the first exit code that is not."""
+        return next((code for code in self.codes if code), 0)
+
+    def __str__(self):
+        return f"exit codes {self.codes}\n{self.out[-3000:]}\n{self.err[-6000:]}"
+
+
+@functools.cache
+def base():
+    """Returns a folder of this session, with the models and data of `prepare`."""
+    folder = Path(tempfile.mkdtemp(prefix="rlhf-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    prepare(folder)
+    return folder
+
+
+def run(script, *flags, ranks=1, launcher="fork", env=None, expect=0, folder=None, **options):
+    """Makes a run of a script (its name, or the path of another one). Returns Done.
+
+    launcher: fork, python, deepspeed or torchrun. env: changes to the environment. expect: the exit
+    code, or None for any. options: cwd, limit, and patience of `fork`.
+    """
+    folder = Path(folder or tempfile.mkdtemp(dir=base() / "runs")).absolute()
+    argv = [*map(str, flags), "--output_dir", str(folder)]
+    if launcher == "fork":
+        meet = "" if ranks > 1 else "never"
+        done = fork(call_main, ranks, script, argv, env=env, meet=meet, **options)
+    else:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
+        deepspeed = [Path(sys.executable).parent / "deepspeed", "--num_gpus", ranks]
+        start = dict(python=[], torchrun=torchrun, deepspeed=deepspeed)[launcher]
+        path = ROOT / f"{script}.py" if script in SCRIPTS else script
+        done = start_command(
+            [*[sys.executable] * (launcher == "python"), *start, path, *argv], env, **options
+        )
+    done.folder = folder
+    assert expect is None or done.code == expect, done
+    return done
+
+
+def call_main(script, argv):
+    """Runs a script's main() as its last line does, in a rank."""
+    from machinery.base import refused
+
+    sys.argv = [f"{script}.py", *argv]
+    refused.program(importlib.import_module(script).main)
+
+
+def environment(changes=None):
+    """Returns this process's environment with `changes`, and without the ranks of another run."""
+    found = {k: v for k, v in os.environ.items() if k not in RANK_NAMES}
+    # DeepSpeed compiles its optimizers anew for another version of ninja: always take the same one
+    found["PATH"] = f"{Path(sys.executable).parent}:{found['PATH']}"
+    found |= {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(base() / "datasets")}
+    return {**found, **(changes or {})}
+
+
+def start_command(command, env=None, cwd=None, limit=600):
+    """Runs a command in a session of its own, which ends after `limit` seconds. Returns Done."""
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        cwd=cwd or base(),
+        env=environment(env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+    return Done([process.returncode], out, err, None)
+
+
+# --------------------------------------------------------------------------------------------------
+# Forked ranks
+# --------------------------------------------------------------------------------------------------
+def on_ranks(function, ranks, *args, **options):
+    """Returns what function(*args) returned in each of so many gloo ranks. options: as in fork."""
+    done = fork(function, ranks, *args, **options)
+    assert done.code == 0, done
+    return done.results
+
+
+def fork(function, ranks, *args, env=None, cwd=None, limit=300, patience=3, meet="before"):
+    """Calls a module's function in so many forked ranks. Returns Done.
+
+    meet: "before" the function is called, "" if it sees to that itself, and "never" if it is to
+    find no ranks in its environment. patience: seconds that the others have left when one rank has
+    failed. limit: seconds for all.
+    """
+    job = Path(tempfile.mkdtemp(dir=base() / "jobs"))
+    (job / "args").write_bytes(pickle.dumps(args))
+    module = Path(inspect.getfile(function)).resolve().relative_to(ROOT).with_suffix("")
+    request = dict(job=str(job), module=".".join(module.parts), name=function.__name__, meet=meet)
+    request.update(ranks=ranks, env=env or {}, cwd=str(cwd or job), limit=limit, patience=patience)
+    server().stdin.write(json.dumps(request) + "\n")
+    server().stdin.flush()
+    reply = server().stdout.readline()
+    assert reply, "the process that forks ranks has died"
+    results = [job / f"result{rank}" for rank in range(ranks)]
+    results = [pickle.loads(f.read_bytes()) if f.exists() else None for f in results]
+    out, err = ((job / name).read_text(errors="replace") for name in ("out", "err"))
+    shutil.rmtree(job)
+    return Done(json.loads(reply), out, err, None, results)
+
+
+@functools.cache
+def server():
+    """Starts the process that forks ranks. It ends with this one, which closes its stdin."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.kit"],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def serve():
+    """Imports all, and then forks the ranks of each request that stdin brings, one a line."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what imports print is no answer
+    import torch
+    from deepspeed.accelerator import get_accelerator
+    from tqdm import tqdm
+
+    torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # its thread may hold a lock at a fork, which then is never released
+    late = ("peft", "pytest", "matplotlib.pyplot", "deepspeed.module_inject.auto_ep_comm")
+    for name in (*SCRIPTS, *late, "deepspeed.runtime.zero.muon.muon_optimizer"):
+        with contextlib.suppress(ImportError):  # else seconds in each rank
+            importlib.import_module(name)
+    for operator in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
+        with contextlib.suppress(Exception):  # there is no compiler
+            get_accelerator().get_op_builder(operator)().load()
+    gc.collect()
+    gc.freeze()  # else each rank's first collection takes a second over what was imported
+    for line in sys.stdin:
+        print(json.dumps(fork_ranks(**json.loads(line))), file=answers, flush=True)
+
+
+def fork_ranks(ranks, limit, patience, **request):
+    """Forks the ranks of a request and waits for them. Returns their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    deadline, children, codes = time.time() + limit, {}, [None] * ranks
+    for rank in range(ranks):
+        group = next(iter(children), 0)
+        child = os.fork()
+        if not child:
+            be_rank(rank, ranks, port, group, **request)
+        with contextlib.suppress(OSError):  # the child does so, too: who comes first
+            os.setpgid(child, group or child)
+        children[child] = rank
+    group = next(iter(children))
+    try:
+        while None in codes:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if child in children:
+                codes[children[child]] = code = os.waitstatus_to_exitcode(status)
+                deadline = min(deadline, time.time() + patience) if code else deadline
+            elif time.time() > deadline:
+                os.killpg(group, signal.SIGKILL)
+                deadline = float("inf")
+            else:
+                time.sleep(0.01)
+    except KeyboardInterrupt:
+        os.killpg(group, signal.SIGKILL)
+        raise
+    return codes
+
+
+def be_rank(rank, ranks, port, group, job, module, name, meet, env, cwd):
+    """Does a rank's work, from its fork to its exit."""
+    os.setpgid(0, group)
+    job = Path(job)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, file in ((1, "out"), (2, "err")):
+        os.dup2(os.open(job / file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.chdir(cwd)
+    if meet != "never":
+        numbers = dict(zip(RANK_NAMES, (rank, ranks, rank, ranks, "127.0.0.1", port)))
+        os.environ.update({key: str(number) for key, number in numbers.items()})
+    os.environ.update(env)
+    code = 0
+    try:
+        if meet == "before":
+            import deepspeed
+
+            deepspeed.init_distributed(verbose=False)
+        function = getattr(importlib.import_module(module), name)
+        result = function(*pickle.loads((job / "args").read_bytes()))
+        (job / f"result{rank}").write_bytes(pickle.dumps(result))
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else bool(stop.code)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run leaves behind
+# --------------------------------------------------------------------------------------------------
+def metrics(folder, clocks=True):
+    """Returns the lines of a run's metrics.jsonl, with or without what differs each time."""
+    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if clocks or k not in CLOCKS} for line in lines]
+
+
+def weights(folder, file="model.safetensors"):
+    """Returns {name: tensor} of a saved model."""
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder) / file)
+
+
+@contextlib.contextmanager
+def refuses(rule):
+    """Asserts that what happens inside is refused by this rule. Gives what pytest caught."""
+    import pytest
+
+    from machinery.base.refused import Refused
+
+    with pytest.raises(Refused) as caught:
+        yield caught
+    assert caught.value.rule == rule, caught.value
+
+
+# --------------------------------------------------------------------------------------------------
+# Tiny models and data
+# --------------------------------------------------------------------------------------------------
+def prepare(folder):
+    """Writes models of a few thousand weights, a few dozen rows of the toy's data, and DeepSpeed
+    knobs that shard them all."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    vocabulary = dict(vocab_size=len(tokenizer) + 8, initializer_range=0.2)
+    config = tiny_config(**vocabulary, max_position_embeddings=256)
+    wide = tiny_config(**vocabulary, hidden_size=1024, num_hidden_layers=1)
+    torch.manual_seed(0)
+    actor = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        actor.lm_head.weight[tokenizer.eos_token_id] *= 6  # responses end at all lengths
+    scorer = tiny_config(**vocabulary, max_position_embeddings=256, num_labels=1)
+    reward = AutoModelForSequenceClassification.from_config(scorer)
+    measured = copy.deepcopy(reward)
+    measured.config.score_statistics = [0.1, 0.5]  # as reward.py stores them
+    models = dict(scratch=config, actor=actor, reward=reward, measured=measured, wide_scratch=wide)
+    for name, model in {**models, "wide": AutoModelForCausalLM.from_config(wide)}.items():
+        model.save_pretrained(folder / "models" / name)
+        tokenizer.save_pretrained(folder / "models" / name)
+    for name in ("data", "runs", "jobs"):
+        (folder / name).mkdir()
+    for name, count in (("train", 66), ("test", 9)):
+        lines = (ROOT / f"toy/data/{name}.jsonl").read_text().splitlines(keepends=True)
+        (folder / f"data/{name}.jsonl").write_text("".join(lines[:count]))
+    knobs = json.loads((ROOT / "ds_config.json").read_text())
+    # else weights this small would not be sharded
+    knobs["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    (folder / "ds_config.json").write_text(json.dumps(knobs))
+
+
+def tiny_config(**changes):
+    """Returns the config of two layers of 32."""
+    from transformers import LlamaConfig
+
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    ends = dict(bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    return LlamaConfig(**{**shape, **ends, **changes})
+
+
+def make_tiny_model():
+    """Returns two random layers with the toy's vocabulary: a few milliseconds a forward."""
+    import torch
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    size = AutoConfig.from_pretrained(TOKENIZER).vocab_size
+    return LlamaForCausalLM(tiny_config(vocab_size=size, initializer_range=0.3)).eval()
+
+
+def save_trained(folder, model):
+    """Makes folders as steps 1 and 2 leave them, with the toy's tokenizer and random weights.
+
+    "actor" is `model`, a language model, and "judge" a reward model. Returns `folder`.
+    """
+    from transformers import AutoTokenizer, LlamaForSequenceClassification
+
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    for name, each in (("actor", model), ("judge", LlamaForSequenceClassification(config))):
+        each.save_pretrained(folder / name)
+        AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder / name)
+    return folder
+
+
+def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None, lora_dim=0):
+    """common.load_model with the flags of one model written out."""
+    import common
+    from machinery.flags import declaring
+
+    own = dict(model_name_or_path=path, zero_stage=stage, dropout=dropout, lora_dim=lora_dim)
+    return common.load_model(declaring.of_role(args, **own), tokenizer, value_head)
+
+
+class Knowing:
+    """A tokenizer, or the stand-in of one, that has so many tokens."""
+
+    def __init__(self, tokenizer, count):
+        self.tokenizer, self.count = tokenizer, count
+
+    def __len__(self):
+        return self.count
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxsize, **options):
+    """ppo.sample with the flags of sampling written out, off unless they are given.
+
+    known: the ids that the tokenizer has. Returns responses and response_mask, (B, R') each.
+    """
+    import ppo
+
+    off = dict(temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=[])
+    args = types.SimpleNamespace(**{**off, **options})
+    sampled = ppo.sample(args, model, Knowing(tokenizer, known), ids, mask, uniforms, synced)
+    return sampled[0], sampled[-1]
+
+
+if __name__ == "__main__":
+    serve()
