@@ -1,20 +1,24 @@
 """What all three steps do in the same way, on real DeepSpeed.
 
-    1  log-probs    how likely each token was, and which position of the model says so
-    2  models       load, shard, and give a language model a value head
-    3  DeepSpeed    one function that writes every engine's config; engines; the loss scale
-    4  batches      the rows of each optimizer step, the same on any number of ranks
+    1  layout       which tokens a forward takes, and where in its output a token is predicted
+    2  log-probs    how likely each token was
+    3  models       load, shard, and give a language model a value head
+    4  DeepSpeed    one function that writes every engine's config; engines; the loss scale
+    5  batches      the rows of each optimizer step, the same on any number of ranks
 
 Losses and training loops are in each step's own file.
-Shapes: B rows of a micro-batch, T tokens, K the last ones of a row, M those of them that a loss
-looks at (of all rows together), V vocabulary, H hidden size.
+Shapes: N rows of T tokens hold B responses of at most R tokens; M tokens are looked at (of all
+responses together); V vocabulary; H hidden size.
 """
+
+import dataclasses
 
 import deepspeed
 import numpy as np
 import torch
 import torch.nn as nn
 import transformers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -23,14 +27,87 @@ from machinery.base.modules import unwrap_model
 from machinery.engine import adam, monitors, old_deepspeed, patches, tensor_parallel, zero3
 from machinery.engine.zero3 import set_weights as set_weights  # for scripts of your own: README
 from machinery.flags import declaring
-from machinery.models import lora, model_folders
-from machinery.models.forwards import forward_options
+from machinery.models import forwards, lora, model_folders
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CPU_CHUNK, GPU_CHUNK = 2**20, 2**27  # bytes of fp32 logits at a time; a CPU's cache is small
 
 
-# ---- 1  Log-probs ----
+# ---- 1  Layout ----
+@dataclasses.dataclass
+class Layout:
+    """What one forward takes, and where in its output each response token is predicted.
+
+    Every micro-batch of the three steps is a Layout. Below, a row of T = 7 tokens that holds one
+    prompt and one response ('-' is padding):
+
+        flat place   0    1    2    3    4    5    6
+        token        -    x0   x1   y0   y1   eos  -
+        mask         0    1    1    1    1    1    0
+        positions    0    0    1    2    3    4    4
+        predicts               2    3    4               of y0, y1, eos
+
+    The logits at x1 predict y0, those at y0 predict y1, and so on: a token is placed one after
+    where it is predicted. The next row begins at flat place T. Rows in which several responses
+    share a prompt (machinery/rollout/shared_prompts.py) differ only in what stands here.
+    """
+
+    ids: Tensor  # (N, T)
+    mask: Tensor  # (N, T) 1 on real tokens; or (N, 1, T, T) which token (third) sees which (fourth)
+    positions: Tensor  # (N, T) position ids
+    real_tokens: Tensor  # (N,) how many tokens of a row are no padding
+    predicts: Tensor  # (B, R) flat place, in N x T, of the logits (or value) before each token
+
+    def to(self, device):
+        """Returns the same with all tensors on `device`."""
+        held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved = {k: x.to(device, non_blocking=True) for k, x in held.items() if torch.is_tensor(x)}
+        return dataclasses.replace(self, **moved)
+
+
+def pad(sequences, pad_value, side="left"):
+    """Lists -> values, mask: (B, T). Masks come from lengths, never from `ids != pad`."""
+    floats = any(isinstance(s[0], float) for s in sequences if s)
+    rows = [torch.tensor(s, dtype=torch.float if floats else torch.long) for s in sequences]
+    ones = [torch.ones_like(row, dtype=torch.long) for row in rows]
+    pad_sequence = nn.utils.rnn.pad_sequence
+    return pad_sequence(rows, True, pad_value, side), pad_sequence(ones, True, 0, side)
+
+
+def position_ids(mask):
+    """Position ids of padded rows.  (N, T) -> (N, T)
+
+        mask        0 0 1 1 1        a token's position is the number of REAL tokens before it
+        positions   0 0 0 1 2
+
+    Without them a model counts from the left edge, and a row that is padded on the left gets other
+    positions, so other log-probs, than the same row alone. A padded slot gets any number: no real
+    token sees it.
+    """
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def last_columns(ids, mask, count):
+    """The arguments of a Layout of rows that end in the last column. `count`: the columns scored.
+
+    ids, mask: (N, T), padded on the left. The last `count` tokens of each row are predicted one
+    column earlier: predicts is (N, count).
+    """
+    N, T = ids.shape
+    row_starts = T * torch.arange(N)[:, None]  # (N, 1) flat place of each row's first column
+    predicts = row_starts + torch.arange(T - count - 1, T - 1)  # (N, count)
+    return {
+        "ids": ids,
+        "mask": mask,
+        "positions": position_ids(mask),
+        "real_tokens": mask.sum(-1),
+        "predicts": predicts,
+    }
+
+
+# ---- 2  Log-probs ----
+
+
 class TokenLogprobs(torch.autograd.Function):
     """log softmax(logits / temperature)[target], a chunk of tokens at a time.
 
@@ -83,55 +160,64 @@ def entropy(logits, temperature=1.0):
     return torch.cat(out)
 
 
-def last_logits(model, ids, mask, wanted):
-    """Logits (M, V) that predict the tokens which `wanted` marks among the last K of each row.
+def response_logits(model, layout, wanted):
+    """The logits (M, V) that predict the wanted tokens, response by response.
 
-    ids, mask: (B, T). wanted: bool (B, K). logits[:, t] predict token t+1, so T-K-1 .. T-2 predict
-    the last K. Only the wanted ones are computed where the model can.
+    wanted: bool (B, R). Most positions of a row are prompt or padding, and the output matrix is the
+    largest product of a small model, so logits are made at the wanted places alone where the model
+    can: transformers' own models take a mask of places in `logits_to_keep`, and return them in
+    their flat order, which is that of `predicts`. Other models make logits for the last columns.
     """
-    count = wanted.shape[1]
-    keep = nn.functional.pad(wanted, (ids.shape[1] - count - 1, 1))  # (B, T) bool
-    options = forward_options(model, mask, keep, last=count + 1)
-    logits = model(ids, attention_mask=mask, use_cache=False, **options).logits
-    if logits.dim() == 2:  # (M, V): the model took the mask
-        return logits
-    if logits.shape[1] > count:  # (B, K + 1, V), or (B, T, V) from a model that takes no option
-        logits = logits[:, -count - 1 : -1]
-    return logits[wanted]  # (B, K, V) -> (M, V)
+    T = layout.ids.shape[1]
+    places = layout.predicts[wanted]  # (M,) in flat order
+    keep = torch.zeros(layout.ids.numel(), dtype=torch.bool, device=places.device)
+    keep = keep.index_fill(0, places, True).view_as(layout.ids)  # (N, T)
+    picks = forwards.picks_positions(model)
+    if not picks:
+        keep = int(T - (places % T).min()) if len(places) else 1  # so many of the last columns
+    logits = model(
+        layout.ids,
+        attention_mask=layout.mask,
+        use_cache=False,
+        **forwards.accepted(model, position_ids=layout.positions, logits_to_keep=keep),
+    ).logits
+    if picks:
+        return logits  # (M, V)
+    left_out = T - logits.shape[1]  # columns without logits; 0 if the model knows no such option
+    return logits[places // T, places % T - left_out]  # (N, T - left_out, V) -> (M, V)
 
 
-def last_logprobs(
-    model, ids, mask, wanted, temperature=1.0, shared=None, with_entropy=None, train_entropy=False
-):
-    """Log-probs (B, K), fp32, of the last K tokens of each row, 0 where not `wanted` (B, K).
+def token_logprobs(logits, layout, wanted, temperature=1.0):
+    """Log-probs (B, R), fp32, of the wanted tokens, from response_logits; 0 elsewhere."""
+    tokens = layout.ids.flatten()[layout.predicts[wanted] + 1]  # (M,)
+    return scatter_to(wanted, TokenLogprobs.apply(logits, tokens, temperature))
 
-    shared: the rows in their layout with shared prompts (shared_prompts.SharedRows), if there is
-    one. With with_entropy True or False: their entropies, too, (B, K) or None. train_entropy: with
-    a gradient, which costs memory.
-    """
+
+def response_logprobs(model, layout, wanted, temperature=1.0):
+    """Log-probs (B, R), fp32, of the tokens that `wanted` (B, R) marks, 0 elsewhere."""
     wanted = wanted > 0
-    targets = ids[:, -wanted.shape[1] :][wanted]  # (M,)
-    if shared:
-        logits = shared.logits(model, wanted)  # (M, V)
-    else:
-        logits = last_logits(model, ids, mask, wanted)
-    logprobs = scatter_to(wanted, TokenLogprobs.apply(logits, targets, temperature))
-    if shared:
-        logprobs = shared.equal(logprobs)
-    if with_entropy is None:
-        return logprobs
-    if not with_entropy:
-        return logprobs, None
-    with torch.set_grad_enabled(torch.is_grad_enabled() and train_entropy):
-        return logprobs, scatter_to(wanted, entropy(logits, temperature))
+    logits = response_logits(model, layout, wanted)  # (M, V)
+    return token_logprobs(logits, layout, wanted, temperature)
+
+
+def response_values(value_model, layout):
+    """Values (B, R) from which each response token is chosen: the reward still to come."""
+    values = value_model(layout.ids, layout.mask, layout.positions)  # (N, T)
+    return values.flatten()[layout.predicts]
+
+
+def values_at_tokens(value_model, layout):
+    """Values (B, R) at the response tokens themselves. At the last one it is the score."""
+    values = value_model(layout.ids, layout.mask, layout.positions)  # (N, T)
+    return values.flatten()[layout.predicts + 1]
 
 
 def scatter_to(wanted, values):
-    """Puts values (M,) where `wanted` (B, K) is True, and 0 elsewhere: (B, K)."""
+    """Puts values (M,) where `wanted` (B, R) is True, and 0 elsewhere: (B, R)."""
     return values.new_zeros(wanted.shape).masked_scatter(wanted, values)
 
 
-# ---- 2  Models ----
+# ---- 3  Models ----
 class ValueModel(nn.Module):
     """A backbone and a linear head with one number per token: the reward model and the critic.
 
@@ -145,19 +231,12 @@ class ValueModel(nn.Module):
         self.value_head_name = value_head_name
         self.config = model.config
 
-    def forward(self, ids, mask, positions=None):
-        """Values (B, T), fp32, one for each token.
-
-        ids: (B, T). mask: (B, T); or with positions (B, T) a mask (B, 1, T, T) of which token
-        attends to which.
-        """
+    def forward(self, ids, mask, positions):
+        """Values (N, T), fp32, one for each token. ids, mask, positions: see Layout."""
         backbone = self.model.base_model
-        if positions is None:
-            options = forward_options(backbone, mask)
-        else:
-            options = {"position_ids": positions}
-        hidden = backbone(ids, attention_mask=mask, use_cache=False, **options)[0]  # (B, T, H)
-        values = getattr(self.model, self.value_head_name)(hidden)  # (B, T, 1)
+        options = forwards.accepted(backbone, position_ids=positions)
+        hidden = backbone(ids, attention_mask=mask, use_cache=False, **options)[0]  # (N, T, H)
+        values = getattr(self.model, self.value_head_name)(hidden)  # (N, T, 1)
         return values.squeeze(-1).float()
 
 
@@ -187,13 +266,14 @@ def load_model(args, tokenizer=None, value_head=None):
     if value_head:
         kind = AutoModelForSequenceClassification
         value_head = model_folders.prepare_head(config, tokenizer, value_head)
-    *adapters, base = lora.chain(path)  # --lora_dim: adapters, and the weights under them
+    *adapters, base = lora.chain(path)  # a folder of adapters names the weights under them
     options = {"dtype": DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
     torch.manual_seed(args.seed)
     partitioned = None
     if model_folders.has_weights(base, args.lora_dim):
         if stage == 3:  # transformers holds a weak reference only
-            partitioned = HfDeepSpeedConfig(ds_config(args, 3, 1, loads=True))
+            whole_layers = declaring.of_role(args, tensor_parallel_size=1)  # split later
+            partitioned = HfDeepSpeedConfig(ds_config(whole_layers, 3, 1))
         elif args.tensor_parallel_size == 1:  # weights that are split next pass through the host
             options["device_map"] = ranks.device()
         model, missing = model_folders.read_weights(kind, base, config, value_head, options)
@@ -205,11 +285,9 @@ def load_model(args, tokenizer=None, value_head=None):
     if value_head and type(model.score) is nn.Linear:
         model.score.__class__ = ValueHead
     model_folders.name_head(model, value_head)
-    for folder in reversed(adapters):
-        lora.merge_adapters(model, folder)
+    lora.merge_all(model, adapters)
     del partitioned
-    if args.lora_dim:
-        lora.add_adapters(model, args, path, args.lora_dim, value_head)
+    lora.add_adapters(model, args, path, value_head)  # --lora_dim
     if stage == 3 and not args.deepcompile:
         zero3.ease_zero3(model, whole_layers=not args.lora_dim)
     return ValueModel(model, value_head) if value_head else model
@@ -232,7 +310,7 @@ def init_value_head(head, seed):
             head.weight.copy_(drawn)
 
 
-# ---- 3  DeepSpeed ----
+# ---- 4  DeepSpeed ----
 def stage_of(args, stage):
     """The ZeRO stage of an engine that trains: 1 in place of 0 unless in fp32.
 
@@ -242,12 +320,12 @@ def stage_of(args, stage):
     return stage if args.dtype == "fp32" else max(stage, 1)
 
 
-def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True, loads=False):
+def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True):
     """The DeepSpeed config (dict) of one engine: ds_config.json, and over it what the flags say.
 
     batch_size: rows of one forward on one device. micro_steps: backwards of an optimizer step.
     train False: a frozen engine, which only shards and offloads weights. main False: no monitor
-    (the critic's would repeat the actor's). loads: while transformers loads under ZeRO-3.
+    (the critic's would repeat the actor's).
     """
     config = monitors.read_config(args, main)
     zero = config["zero_optimization"]
@@ -259,8 +337,7 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True, loa
         config["bf16"].update(old_deepspeed.bf16_options())
         if train:  # micro-batches' gradients are summed in fp32: bf16 would drop the small ones
             config["data_types"] = {"grad_accum_dtype": "fp32"}
-    if args.tensor_parallel_size > 1 and not loads:  # transformers loads whole layers only
-        config["tensor_parallel"] = tensor_parallel.options(args)
+    config.update(tensor_parallel.options(args))  # --tensor_parallel_size
     if train:
         config["gradient_clipping"] = args.max_grad_norm
         if args.deepcompile:  # never for an engine that only does inference
@@ -327,7 +404,7 @@ def loss_scale(token_count, micro_steps):
     return ranks.data_parallel_size() * micro_steps / max(token_count, 1)
 
 
-# ---- 4  Batches ----
+# ---- 5  Batches ----
 class Rows(torch.utils.data.Dataset):
     """Rows by number. A negative number is a filler: row 0 again, with row_weight 0."""
 
@@ -343,7 +420,7 @@ def epoch_batches(lengths, seed, epoch, batch_size, micro_steps, group_by_length
 
     The rows of each optimizer step depend on (seed, epoch) and on how many rows a step takes, not
     on ranks and micro-batches: results do not change with the number of GPUs. A short last step is
-    filled up with -1, so that every rank makes as many forwards.
+    filled up with -1, so that every rank makes the same number of forwards.
     """
     rank, share = ranks.data_parallel_rank(), ranks.data_parallel_size() * batch_size
     rng = np.random.default_rng([seed, epoch])
@@ -365,7 +442,10 @@ def epoch_batches(lengths, seed, epoch, batch_size, micro_steps, group_by_length
 
 
 def eval_loader(args, rows, collate):
-    """Yields this rank's batches of `rows`, in order, so that all ranks make as many forwards."""
+    """Yields this rank's batches of `rows`, in order, each with the numbers of its rows.
+
+    All ranks make the same number of forwards: fillers (-1) complete the last batches.
+    """
     rank, ranks_with_data = ranks.data_parallel_rank(), ranks.data_parallel_size()
     size = min(args.per_device_eval_batch_size, max(len(rows), 1))
     order = list(range(len(rows)))
@@ -373,13 +453,4 @@ def eval_loader(args, rows, collate):
     starts = range(rank * size, len(order), size * ranks_with_data)
     for start in progress.shown(starts, "evaluation"):
         part = order[start : start + size]
-        yield ranks.to_device({**collate([Rows(rows)[i] for i in part]), "rows": part})
-
-
-def pad(sequences, pad_value, side="left"):
-    """Lists -> values, mask: (B, T). Masks come from lengths, never from `ids != pad`."""
-    floats = any(isinstance(s[0], float) for s in sequences if s)
-    rows = [torch.tensor(s, dtype=torch.float if floats else torch.long) for s in sequences]
-    ones = [torch.ones_like(row, dtype=torch.long) for row in rows]
-    pad_sequence = nn.utils.rnn.pad_sequence
-    return pad_sequence(rows, True, pad_value, side), pad_sequence(ones, True, 0, side)
+        yield part, collate([Rows(rows)[i] for i in part]).to(ranks.device())

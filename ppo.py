@@ -8,28 +8,34 @@ Four models:  actor      from step 1, trained: writes the responses
               reference  the actor as it was, frozen: a KL penalty keeps the actor near it
               reward     from step 2, frozen: scores each whole response, once
 main() loads 1 data and 2 models. Then in every step
-    3 rollout      the actor samples a response to each prompt of the batch
-    4 score        old log-probs, reference log-probs, values, scores: forwards in eval mode
+    3 rollout      the actor samples a response to each prompt of the batch, token by token
+    4 score        old log-probs, reference log-probs, values, scores: forwards without dropout
     5 advantages   score - KL penalty per token; GAE (or RLOO, GRPO, REINFORCE: no critic)
     6 update       clipped policy loss for the actor, clipped value loss for the critic
     7 keep         metrics
 and at the end 8 save.
 
-Sizes: a rollout > its minibatches (an optimizer step each) > their micro-batches (a forward each).
-Shapes: B responses of a micro-batch, P its longest prompt, R its longest response, T = P + R,
-V vocabulary.
-Token layout, P = 3 (left-padded), R = 4 (right-padded; '-' is padding)
-    position          0    1    2    3    4    5    6
+A rollout is divided into minibatches (one optimizer step each), and these into micro-batches (one
+forward each). By default a rollout is one minibatch that is used once, as in DeepSpeed-Chat. The
+actor that trains is then the one that sampled: the ratio of new to old probabilities is 1, nothing
+is clipped, and PPO is a policy gradient with a baseline. With --ppo_epochs, or more than one
+minibatch, later updates see a ratio that is not 1, and clipping acts: --allow_unstable 1 permits
+it, and labs/stability.md shows what it does.
+
+Shapes: B responses of a micro-batch, in N rows of T tokens; P the longest prompt and R the longest
+response; V vocabulary; H hidden size.
+Token layout of one row, P = 3 (left-padded), R = 4 (right-padded; '-' is padding)
+    place             0    1    2    3    4    5    6
     token             -    x0   x1 | y0   y1   eos  -
-    logits[:, t] predict token t+1: the response is predicted by logits[:, P-1 : T-1]  (B, R, V)
-    values[:, t] predict the reward from token t+1 on: the same slice                  (B, R)
-    response_mask is 1 on y0, y1, eos. The score stands on eos (on the last token if it was cut).
+    logits at t predict token t+1: the response is predicted at places P-1 .. T-2, and these
+        are `predicts` (common.Layout)                                                     (B, R)
+    values at t predict the reward from token t+1 on, so they are read at the same places  (B, R)
+    response_mask is 1 on y0, y1, eos. The score is placed on eos (on the last token if it was cut).
 """
 
 import functools
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
@@ -37,20 +43,21 @@ import torch
 from torch import Tensor
 
 import common
-from machinery.base import ranks, statistics
+from machinery.base import progress, ranks
+from machinery.base.modules import unwrap_model
 from machinery.base.refused import program
 from machinery.data.rows import load_rows
-from machinery.engine import patches
+from machinery.engine import patches, state_offload, zero3
 from machinery.flags import declaring, ppo_flags, presets
-from machinery.models import model_folders
+from machinery.models import forwards, model_folders
 from machinery.rollout import (
+    compiled_decoding,
     decoding,
     ema,
+    first_step,
     judging,
-    kept_pass,
     kl_controller,
     microscope,
-    ptx,
     reward_functions,
     rollout_metrics,
     shared_prompts,
@@ -110,6 +117,9 @@ def get_args(argv=None):
 
 
 # ---- Maths: pure functions of (B, R) unless said; mask is 1 on real response tokens ----
+KL_ESTIMATORS = "k1", "k2", "k3"
+
+
 def kl_estimate(logprobs, ref_logprobs, estimator):
     """KL(pi || ref) per token, from tokens sampled by pi.  [Schulman 2020]  As a value:
 
@@ -128,7 +138,7 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
 def token_rewards(scores, kl, mask, kl_coef, clip_reward, penalty=0.0):
     """Minus the KL penalty on every token, plus the clipped scores.  [Ouyang 2022] eq. 2
 
-    A whole response's score stands on its last token. `penalty` is taken off after clipping.
+    A whole response's score is placed on its last token. `penalty` is taken off after clipping.
     """
     return (-kl_coef * kl * mask + (scores.clamp(-clip_reward, clip_reward) - penalty)) * mask
 
@@ -136,21 +146,24 @@ def token_rewards(scores, kl, mask, kl_coef, clip_reward, penalty=0.0):
 def gae(rewards, values, mask, gamma, lam):
     """Generalized advantage estimation over the response tokens.  [Schulman 2016] eq. 16
 
-        delta_t = r_t + gamma * V_{t+1} - V_t       V = 0 after the last real token
+        delta_t = r_t + gamma * V_{t+1} - V_t       V = 0 after the last token
         A_t     = delta_t + gamma * lam * A_{t+1}   so we walk from the last token back
         returns = A + V                             the critic's target
 
-    Returns advantages and returns, 0 where mask is 0.
+    A token with mask 0 (padding, or a tool's between two turns) is no step: t + 1 is then the next
+    token with mask 1. Returns advantages and returns, 0 where mask is 0.
     """
-    values = values * mask
     advantages = torch.zeros_like(values)
     next_advantage = next_value = torch.zeros_like(values[:, 0])  # (B,)
     for t in reversed(range(values.shape[1])):
+        is_step = mask[:, t] > 0
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = (delta + gamma * lam * next_advantage) * mask[:, t]
-        advantages[:, t] = next_advantage
-        next_value = values[:, t]
-    return advantages, (advantages + values) * mask
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = advantage.where(is_step, 0)
+        next_advantage = advantage.where(is_step, next_advantage)
+        next_value = values[:, t].where(is_step, next_value)
+    returns = (advantages + values).where(mask > 0, 0)
+    return advantages, returns
 
 
 def reinforce(rewards, mask, gamma):
@@ -166,7 +179,7 @@ def rloo(totals, groups):
 
         A_i = R_i - (sum of R_j over j != i) / (n - 1)
 
-    totals: (N,) rewards, groups: (N,) prompt numbers -> (N,)
+    totals: (n,) rewards of n responses, groups: (n,) numbers of their prompts -> (n,)
     """
     total, n = group_sum(totals, groups), group_sum(torch.ones_like(totals), groups)
     return totals - (total - totals) / (n - 1)
@@ -175,7 +188,7 @@ def rloo(totals, groups):
 def grpo(totals, groups):
     """A response's reward, normalised within its prompt's.  [Shao 2024] section 4.1.2
 
-    A_i = (R_i - mean(R)) / std(R)      0 where all are equal (in float64).  (N,), (N,) -> (N,)
+    A_i = (R_i - mean(R)) / std(R)      0 where all are equal (in float64).  (n,), (n,) -> (n,)
     """
     n = group_sum(torch.ones_like(totals), groups)
     errors = totals - group_sum(totals, groups) / n
@@ -183,7 +196,7 @@ def grpo(totals, groups):
 
 
 def group_sum(values, groups):
-    """(N,), (N,) numbers 0, 1, ... -> (N,): the sum over each one's group."""
+    """(n,), (n,) numbers 0, 1, ... -> (n,): the sum over each one's group."""
     return values.new_zeros(len(groups)).index_add(0, groups, values)[groups]
 
 
@@ -200,21 +213,17 @@ def whitened(advantages, masks):
     return [(a - mean) / scale * m for a, m in zip(advantages, masks)]
 
 
-def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None, dual_clip=0.0):
+def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None):
     """Clipped surrogate, to be minimised.  [Schulman 2017] eq. 7, with the sign turned
 
         ratio = pi(token) / pi_old(token)
         loss  = -min(ratio * A, clip(ratio, 1 - clip, 1 + clip_high) * A)
 
-    For a bad token (A < 0) that became likely the loss has no bound; dual_clip gives it one.
-    [Ye 2020]  Returns loss and ratio.
+    clip_high None is clip; larger lets rare tokens rise further [Yu 2025]. Returns loss and ratio.
     """
     ratio = (logprobs - old_logprobs).exp()
     high = 1 + (clip if clip_high is None else clip_high)
     gain = torch.min(ratio * advantages, ratio.clamp(1 - clip, high) * advantages)
-    if dual_clip:
-        bounded = torch.max(gain, dual_clip * advantages)
-        gain = torch.where(advantages < 0, bounded, gain)
     return -gain, ratio
 
 
@@ -223,8 +232,9 @@ def actor_loss(args, batch, logprobs, entropy, kl_coef):
 
     Returns loss, ratio, and clipped: where clipping stopped the gradient through the ratio.
     """
-    clips = args.clip, args.clip_high, args.dual_clip
-    loss, ratio = policy_loss(logprobs, batch.old_logprobs, batch.advantages, *clips)
+    loss, ratio = policy_loss(
+        logprobs, batch.old_logprobs, batch.advantages, args.clip, args.clip_high
+    )
     clipped = loss != -ratio * batch.advantages
     if args.kl_in == "loss":
         loss = loss + kl_coef * kl_estimate(logprobs, batch.ref_logprobs, args.kl_estimator)
@@ -245,53 +255,57 @@ def value_loss(values, old_values, returns, clip_value):
 # ---- The choice of --advantage ----
 @dataclass(frozen=True)
 class Estimator:
-    """How advantages are computed."""
+    """How advantages are computed: from each response's tokens, or by comparing responses."""
 
-    of: Callable  # (args, batch) -> (B, R); if it compares groups (totals, groups) -> (N,)
+    of_tokens: Callable | None = None  # (args, batch) -> advantages, returns or None: (B, R) each
+    of_groups: Callable | None = None  # (totals, groups) -> advantages: (n,) for n responses
     needs_critic: bool = False
-    compares_groups: bool = False  # the responses to one prompt, all on one rank
     whitens: bool = False  # unless --whiten says otherwise
+
+    @property
+    def compares_groups(self):
+        """Whether it compares the responses to one prompt, which must all be on one rank."""
+        return self.of_groups is not None
 
 
 def gae_of(args, batch):
-    """GAE, which sets batch.returns, too."""
-    given = batch.rewards, batch.old_values, batch.response_mask, args.gamma, args.lam
-    advantages, batch.returns = gae(*given)
-    return advantages
+    """GAE: the only one that uses the critic."""
+    return gae(batch.rewards, batch.old_values, batch.response_mask, args.gamma, args.lam)
 
 
 def reinforce_of(args, batch):
-    return reinforce(batch.rewards, batch.response_mask, args.gamma)
+    """REINFORCE: no critic, so no returns for it to learn."""
+    return reinforce(batch.rewards, batch.response_mask, args.gamma), None
 
 
 ADVANTAGES = {
-    "gae": Estimator(gae_of, needs_critic=True, whitens=True),
-    "reinforce": Estimator(reinforce_of, whitens=True),
-    "rloo": Estimator(rloo, compares_groups=True),
-    "grpo": Estimator(grpo, compares_groups=True),
+    "gae": Estimator(of_tokens=gae_of, needs_critic=True, whitens=True),
+    "reinforce": Estimator(of_tokens=reinforce_of, whitens=True),
+    "rloo": Estimator(of_groups=rloo),
+    "grpo": Estimator(of_groups=grpo),
 }
 
 
-# ---- The micro-batch, rollout and scores ----
+# ---- The micro-batch ----
 @dataclass
-class MicroBatch:
-    """B responses, as one forward takes them. main() fills it in from top to bottom."""
+class MicroBatch(common.Layout):
+    """B responses, laid out for a forward, and what is found out about them, from top to bottom."""
 
-    responses: list  # (B,) dicts: prompt, text, ended, ...
-    ids: Tensor  # (B, T)
-    mask: Tensor  # (B, T) 1 on real tokens, for attention
-    response_mask: Tensor  # (B, R) 1 on the tokens that count; 0 in a filler row
-    last: Tensor  # (B, R) 1 on the last of these
-    row_weight: Tensor  # (B,) 1, or 0 for a filler (common.Rows)
+    responses: list  # (B,) dicts: prompt, text, response_ids, group, ...
+    length: Tensor  # (B,) tokens of each response, known from sampling and never from a mask
     ended: Tensor  # (B,) 1, or 0 for a response that was cut off
-    shared: shared_prompts.SharedRows = None  # the same, with one row for each prompt
+    row_weight: Tensor  # (B,) 1, or 0 for a filler (common.Rows)
+    response_mask: Tensor  # (B, R) 1 on tokens that the actor wrote and that count
+    last: Tensor  # (B, R) 1 on the last of these
+    tokens: dict = field(default_factory=dict)  # what the sampler said of each token: (B, R) each
     # 4 score; all below are (B, R)
     ref_logprobs: Tensor = None
-    old_logprobs: Tensor = None
-    entropy: Tensor = None
-    kl: Tensor = None  # k1
-    kl_k3: Tensor = None
+    logprobs: Tensor = None  # of the scoring forward; with a graph if it is trained on, too
+    entropy: Tensor = None  # likewise
+    values: Tensor = None  # likewise
+    old_logprobs: Tensor = None  # the same numbers without a graph
     old_values: Tensor = None
+    kl: dict = field(default_factory=dict)  # to the reference, by each estimator: (B, R) each
     scores: Tensor = None  # a whole response's on its last token
     gold: Tensor = None  # likewise: --gold_fn, not trained on
     # 5 advantages
@@ -299,163 +313,296 @@ class MicroBatch:
     raw_advantages: Tensor = None  # before whitening
     advantages: Tensor = None
     returns: Tensor = None
-    # 6 update
-    loss_weight: Tensor = None
+
+
+def plain_rows(responses, pad_id):
+    """The Layout of a row for each response: the prompt padded left, the response right.
+
+    responses: B dicts with prompt_ids and response_ids. See the picture at the top of this file.
+    """
+    prompts, prompt_mask = common.pad([row["prompt_ids"] for row in responses], pad_id)  # (B, P)
+    answers, real = common.pad([row["response_ids"] for row in responses], pad_id, "right")
+    mask = torch.cat([prompt_mask, real], 1)  # (B, T)
+    B, T = mask.shape
+    P = prompts.shape[1]
+    row_starts = T * torch.arange(B)[:, None]  # (B, 1) flat place of each row's first token
+    return common.Layout(
+        ids=torch.cat([prompts, answers], 1),  # (B, T): here N = B
+        mask=mask,
+        positions=common.position_ids(mask),
+        real_tokens=mask.sum(-1),
+        predicts=row_starts + torch.arange(P - 1, T - 1),  # (B, R)
+    )
+
+
+def make_micro_batches(tokenizer, responses, batch_size, pack=plain_rows):
+    """Lays responses (dicts) out in MicroBatches of `batch_size`. Masks come from known lengths.
+
+    pack(responses, pad_id): makes the Layout, plain_rows or shared_prompts.shared_rows. A response
+    may have `tokens`, {name: a list with one number a token}: they become batch.tokens[name], and
+    `own` among them is 0 on tokens that the actor has not written, a tool's for example.
+    """
+    out = []
+    for start in range(0, len(responses), batch_size):
+        part = responses[start : start + batch_size]
+        length = torch.tensor([len(row["response_ids"]) for row in part])
+        row_weight = torch.tensor([float(row["row_weight"]) for row in part])
+        real = (torch.arange(length.max()) < length[:, None]).float()  # (B, R)
+        tokens = {
+            name: common.pad([row["tokens"][name] for row in part], 0.0, "right")[0].float()
+            for name in part[0].get("tokens", ())
+        }
+        response_mask = real * tokens.get("own", real) * row_weight[:, None]
+        is_last = response_mask.cumsum(-1) == response_mask.sum(-1, keepdim=True)
+        layout = pack(part, tokenizer.pad_token_id)
+        batch = MicroBatch(
+            **vars(layout),
+            responses=part,
+            length=length,
+            ended=torch.tensor([row["ended"] for row in part]),
+            row_weight=row_weight,
+            response_mask=response_mask,
+            last=response_mask * is_last,
+        ).to(ranks.device())
+        batch.tokens = {name: numbers.to(ranks.device()) for name, numbers in tokens.items()}
+        out.append(batch)
+    return out
+
+
+# ---- Rollout ----
+def next_logits(model, inputs, cache):
+    """Logits (b, V) of the token that follows: the one model call of a rollout.
+
+    inputs: at first the prompts (b, P), then the tokens drawn last (b, 1). The cache holds the keys
+    and values of all tokens before them, and the mask and positions of its b rows.
+    """
+    start, end = cache.length, cache.length + inputs.shape[1]
+    logits = model(
+        inputs,
+        attention_mask=cache.mask[:, :end],
+        past_key_values=cache.past,
+        use_cache=True,
+        **forwards.accepted(model, position_ids=cache.positions[:, start:end], logits_to_keep=1),
+    ).logits  # (b, 1, V)
+    cache.length = end
+    return logits[:, -1]
 
 
 @torch.no_grad()
 def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
-    """Samples responses, token by token.  -> responses, response_mask: (B, R'), R' <= R
+    """Samples a response to each prompt, token by token.
 
-    ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1): token r of row b is where
-    the cumulative distribution passes uniforms[b, r]. The mask is 1 up to EOS (or --stop).
+    ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1), float64: token r of row b is
+    the first whose cumulative probability exceeds uniforms[b, r]. So a response depends on its row
+    alone. synced: all ranks must make the same number of forwards (zero3.gather_for_generation).
+
+    Returns responses (B, R'), their log-probs (B, R') under the model at --temperature, their
+    lengths (B,), EOS included, and ended: bool (B,), False for a response that was cut at R tokens.
     """
-    uniforms = uniforms.to(ids.device).double()
-    responses = torch.full(uniforms.shape, tokenizer.pad_token_id, device=ids.device)  # (B, R)
-    response_mask = torch.zeros_like(responses)
-    alive = torch.ones(len(ids), dtype=torch.bool, device=ids.device)  # (B,)
-    slots = decoding.each_slot(args, model, tokenizer, ids, mask, responses, alive, synced)
-    for r, rows, logits in slots:  # (b,), (b, V): rows that go on. It reads responses and alive
-        probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)
-        cdf = probs.cumsum(-1, dtype=torch.float64)
-        drawn = uniforms[rows, r, None] * cdf[:, -1:]  # (b, 1)
-        token = torch.searchsorted(cdf, drawn, right=True)[:, 0]  # the first whose cdf exceeds it
-        token.clamp_(max=cdf.shape[1] - 1)  # beyond only if cdf is NaN: part 4 stops the run
-        responses[rows, r] = token.where(alive[rows], tokenizer.pad_token_id)
-        response_mask[rows, r] = alive[rows].long()
+    B, R = uniforms.shape
+    device = ids.device
+    responses = torch.full((B, R), tokenizer.pad_token_id, device=device)
+    logprobs = torch.zeros(B, R, device=device)
+    lengths = torch.zeros(B, dtype=torch.long, device=device)
+    alive = torch.ones(B, dtype=torch.bool, device=device)  # rows that have not ended
+    decode = compiled_decoding if args.compile_decoding else decoding
+    forward = compiled_decoding.next_logits if args.compile_decoding else next_logits
+    cache = decode.new_cache(model, ids, mask, R)  # its slots are reserved once
+    inputs = ids[cache.rows]  # equal prompts are computed once
+    for r in progress.shown(range(R), "tokens of each response"):
+        # Forward. Ids that no token uses (embeddings are often padded) cannot be drawn.
+        logits = forward(model, inputs, cache)[:, : len(tokenizer)]  # (b, V)
+        logits = decoding.for_each_row(cache, logits)  # copies of prompts that were computed once
+        rows = cache.rows  # (b,) which of the B rows these are
+
+        # Draw. The temperature is applied in fp32, as when tokens are scored: divided in bf16 the
+        # logits would be another policy's.
+        scaled = common.in_fp32(logits, args.temperature)
+        allowed = decoding.restricted(args, tokenizer, logits, r)  # --top_k, --top_p: -inf
+        probs = torch.softmax(common.in_fp32(allowed, args.temperature), -1)
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        threshold = uniforms[rows, r, None] * cumulative[:, -1:]  # (b, 1) the sum is not quite 1
+        token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]  # (b,)
+        token.clamp_(max=cumulative.shape[1] - 1)  # beyond only if it is NaN: part 4 stops the run
+        logprob = scaled.gather(-1, token[:, None])[:, 0] - scaled.logsumexp(-1)  # (b,)
+
+        # Append, where the row goes on. Its last token is EOS, or the end of a text of --stop.
+        writes = alive[rows]
+        responses[rows, r] = token.where(writes, tokenizer.pad_token_id)
+        logprobs[rows, r] = logprob.where(writes, 0)
+        lengths[rows] += writes
         alive[rows] &= token != tokenizer.eos_token_id
-    return responses[:, : r + 1], response_mask[:, : r + 1]
+        alive[rows] &= ~decoding.at_stop(args, tokenizer, responses[rows], r)
+        if not decoding.anyone(alive, synced):
+            break
+        decoding.leave_out_ended(cache, alive)
+        inputs = responses[cache.rows, r, None]  # (b, 1)
+    return responses[:, : r + 1], logprobs[:, : r + 1], lengths, ~alive
 
 
 def roll_out(args, engine, tokenizer, prompts, step, batch_size):
-    """Samples a response to each prompt: the rows (dicts), with response_ids, text and ended.
+    """Samples a response to each prompt, `batch_size` of them at a time.
 
-    `batch_size` of them at a time. A response depends on (seed, step, row, sample) alone.
+    prompts: dicts with prompt_ids, row and sample. Returns the same dicts with response_ids, text,
+    ended (1.0 or 0.0) and tokens, {"sampled_logprobs": [...]}. A response depends on (seed, step,
+    row, sample) alone. All weights are gathered once for all forwards (ZeRO-3), without dropout.
     """
     out = []
-    with decoding.prompt_batches(args, engine, tokenizer, prompts, step, batch_size) as batches:
-        for rows, model, *inputs in batches:
-            sampled = sample(args, model, tokenizer, *inputs)
-            out += decoding.described(args, tokenizer, rows, *sampled)
+    with zero3.gather_for_generation(engine) as (model, synced):
+        for start in progress.starts(prompts, batch_size):
+            rows = prompts[start : start + batch_size]
+            ids, mask = common.pad([row["prompt_ids"] for row in rows], tokenizer.pad_token_id)
+            ids, mask = ids.to(ranks.device()), mask.to(ranks.device())  # (B, P)
+            uniforms = decoding.row_uniforms(args.seed, step, rows, args.max_answer_seq_len)
+            sampled = sample(args, model, tokenizer, ids, mask, uniforms, synced)
+            responses, logprobs, lengths, ended = (x.tolist() for x in sampled)
+            for i, row in enumerate(rows):
+                ids_of_row = responses[i][: lengths[i]]
+                new = {
+                    "response_ids": ids_of_row,
+                    "text": tokenizer.decode(ids_of_row, skip_special_tokens=True),
+                    "ended": float(ended[i]),
+                    "tokens": {"sampled_logprobs": logprobs[i][: lengths[i]]},
+                }
+                out.append({**row, **new})
     return out
 
 
-def make_micro_batches(tokenizer, responses, batch_size, responses_a_row=1):
-    """Lays responses out in MicroBatches, with masks from the known lengths."""
-    out, pad_id = [], tokenizer.pad_token_id
-    for start in range(0, len(responses), batch_size):
-        part = responses[start : start + batch_size]
-        ids, mask = common.pad([row["prompt_ids"] for row in part], pad_id)  # (B, P)
-        response, real = common.pad([row["response_ids"] for row in part], pad_id, "right")
-        row_weight = torch.tensor([float(row["row_weight"]) for row in part])
-        ended = torch.tensor([row["ended"] for row in part])
-        response_mask = real * row_weight[:, None]  # (B, R)
-        last = response_mask * (real.cumsum(-1) == real.sum(-1, keepdim=True))
-        ids, mask = torch.cat([ids, response], 1), torch.cat([mask, real], 1)
-        tensors = ids, mask, response_mask, last, row_weight, ended
-        out.append(MicroBatch(part, *(x.to(ranks.device()) for x in tensors)))
-        if responses_a_row > 1:
-            out[-1].shared = shared_prompts.SharedRows(part, responses_a_row, real, pad_id)
-    return out
+def ordered(responses, together=1, seed=None):
+    """Returns a rollout's responses in the order in which micro-batches take them.
 
-
-def response_logprobs(args, model, batch, **options):
-    """Log-probs, (B, R), of the responses: see common.last_logprobs."""
-    layout = batch.ids, batch.mask, batch.response_mask, args.temperature, batch.shared
-    return common.last_logprobs(model, *layout, **options)
-
-
-def actor_forward(args, actor, batch, stores):
-    """Log-probs and entropy, (B, R) each: the one function for old and new ones.
-
-    Entropy is None unless it is stored or used in the loss.
+    By length, which saves padding, where one minibatch takes them all; else shuffled, with a seed.
+    The `together` responses that share a row (shared_prompts.py) stay side by side.
     """
-    used = args.entropy_coef > 0
-    return response_logprobs(args, actor, batch, with_entropy=stores or used, train_entropy=used)
+    rows = [responses[i : i + together] for i in range(0, len(responses), together)]
+    if seed is None:
+        rows.sort(key=lambda row: sum(len(r["prompt_ids"]) + len(r["response_ids"]) for r in row))
+    else:
+        np.random.default_rng(seed).shuffle(rows)
+    return [response for row in rows for response in row]
 
 
-def last_values(model, batch):
-    """A ValueModel's values, (B, R + 1), from the last token of the prompt on."""
-    if batch.shared:
-        return batch.shared.values(model)
-    return model(batch.ids, batch.mask)[:, -batch.last.shape[1] - 1 :]
+# ---- Score ----
+def actor_forward(args, actor, batch):
+    """Log-probs and entropy (B, R) of the response tokens: one function for old and new ones.
 
-
-def critic_forward(args, critic, batch, stores):
-    """Values, (B, R), old and new: the reward predicted from each response token on."""
-    return last_values(critic, batch)[:, :-1]
+    Entropy has a gradient only if --entropy_coef trains on it: that costs memory.
+    """
+    wanted = batch.response_mask > 0
+    logits = common.response_logits(actor, batch, wanted)  # (M, V)
+    logprobs = common.token_logprobs(logits, batch, wanted, args.temperature)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and args.entropy_coef > 0):
+        entropy = common.scatter_to(wanted, common.entropy(logits, args.temperature))
+    return logprobs, entropy
 
 
 def reward_model_scores(model, batch):
-    """Scores, (B, R): each response's stands on its last token."""
-    return last_values(model, batch)[:, 1:].where(batch.last > 0, 0)
+    """Scores (B, R) of a reward model: its value at each response's end, placed on `last`."""
+    values = common.values_at_tokens(model, batch)  # (B, R)
+    score = values.gather(1, batch.length[:, None] - 1)  # (B, 1)
+    return score * batch.last
 
 
+def score(args, batch, actor, critic, reference, judge, gold, one_pass):
+    """Fills in old log-probs, entropy, values, reference log-probs, KL and scores of a micro-batch.
+
+    one_pass: the actor's and the critic's forwards keep their graphs, and part 6 trains on them.
+    judge(batch) and gold(batch) return scores (B, R); critic and gold may be None.
+    """
+    with torch.no_grad():
+        # The reference comes first: with LoRA it is the actor's own engine, and under ZeRO-3 a
+        # forward that is trained on must be the engine's last one before its backward.
+        mask = batch.response_mask  # (B, R)
+        batch.ref_logprobs = common.response_logprobs(reference, batch, mask, args.temperature)
+    with torch.set_grad_enabled(one_pass):
+        batch.logprobs, batch.entropy = actor_forward(args, actor, batch)
+        batch.old_logprobs = batch.logprobs.detach()
+        if critic:
+            batch.values = common.response_values(critic, batch)
+            batch.old_values = batch.values.detach()
+    with torch.no_grad():
+        for kind in KL_ESTIMATORS:
+            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, kind)
+            batch.kl[kind] = kl * batch.response_mask
+        batch.scores = judge(batch)
+        batch.gold = gold(batch) if gold else None
+
+
+def shares_pass(args, *models):
+    """Returns whether one forward can score a rollout and then be trained on.
+
+    Where a rollout is one micro-batch that is trained on once, without dropout, nothing changes
+    between the two. That spares 2 of 11 forwards of a step: 5.1 samples/s with it, 4.15 without
+    (python bench/bench.py --only ppo, on two CPU cores).
+    """
+    sizes = {args.per_device_generation_batch_size, args.per_device_training_batch_size}
+    counts = args.gradient_accumulation_steps, args.generation_batches, args.ppo_epochs
+    dropout = [model_folders.own_dropout(unwrap_model(model).config) for model in models]
+    return len(sizes) == 1 and max(counts) == 1 and not any(any(d.values()) for d in dropout)
+
+
+# ---- Advantages ----
 def set_rewards(args, batch, kl_coef, score_statistics):
     """Gives each token its reward. score_statistics: mean, deviation with --normalize_reward."""
-    scores, mask = batch.scores, batch.response_mask
-    if score_statistics:
+    scores = batch.scores
+    if score_statistics:  # of a response's score, which is the sum of its tokens' scores
         mean, std = score_statistics
-        scores = (scores - mean) / std * batch.last
-    kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, args.kl_estimator)  # (B, R)
-    kl_coef = kl_coef if args.kl_in == "reward" else 0.0
+        scores = (scores - mean * batch.last) / std
     penalty = args.missing_eos_penalty * (1 - batch.ended)[:, None] * batch.last
-    batch.rewards = token_rewards(scores, kl, mask, kl_coef, args.clip_reward, penalty)
+    batch.rewards = token_rewards(
+        scores,
+        batch.kl[args.kl_estimator],
+        batch.response_mask,
+        kl_coef if args.kl_in == "reward" else 0.0,
+        args.clip_reward,
+        penalty,
+    )
 
 
-def set_advantages(args, micro_batches):
-    """Gives a rollout's micro-batches advantages and, with a critic, returns."""
+def set_advantages(args, micro_batches, kl_coef, score_statistics):
+    """Gives a rollout's micro-batches rewards, advantages and, with a critic, returns."""
     estimator = ADVANTAGES[args.advantage]
-    masks = [batch.response_mask for batch in micro_batches]
-    if estimator.compares_groups:  # a response's advantage stands on each of its tokens
-        totals = torch.cat([batch.rewards.double().sum(-1) for batch in micro_batches])  # (N,)
-        rows = [response["row"] for batch in micro_batches for response in batch.responses]
-        groups = torch.tensor(rows).unique(return_inverse=True)[1].to(totals.device)  # (N,)
-        each = estimator.of(totals, groups).float().split([len(mask) for mask in masks])
-        raw = [part[:, None] * mask for part, mask in zip(each, masks)]
+    for batch in micro_batches:
+        set_rewards(args, batch, kl_coef, score_statistics)
+    if estimator.compares_groups:  # a response's advantage is placed on each of its tokens
+        totals = torch.cat([batch.rewards.double().sum(-1) for batch in micro_batches])  # (n,)
+        groups = [row["group"] for batch in micro_batches for row in batch.responses]
+        groups = torch.tensor(groups).unique(return_inverse=True)[1].to(totals.device)  # (n,)
+        sizes = [len(batch.responses) for batch in micro_batches]
+        each = estimator.of_groups(totals, groups).float().split(sizes)
+        for batch, advantages in zip(micro_batches, each):
+            batch.raw_advantages = advantages[:, None] * batch.response_mask
     else:
-        raw = [estimator.of(args, batch) for batch in micro_batches]
-    final = whitened(raw, masks) if args.whiten else raw
-    for batch, before, after in zip(micro_batches, raw, final):
-        batch.raw_advantages, batch.advantages = before, after
+        for batch in micro_batches:
+            batch.raw_advantages, batch.returns = estimator.of_tokens(args, batch)
+    raw = [batch.raw_advantages for batch in micro_batches]
+    if args.whiten:
+        raw = whitened(raw, [batch.response_mask for batch in micro_batches])
+    for batch, advantages in zip(micro_batches, raw):
+        batch.advantages = advantages
 
 
-def minibatches(micro_batches, accumulation, epochs, seed):
-    """Yields a list of `accumulation` micro-batches for each optimizer step, shuffled each epoch.
+# ---- Update ----
+def minibatches(micro_batches, accumulation, seed):
+    """Yields lists of `accumulation` micro-batches, one for each optimizer step, shuffled.
 
-    They stay as they were scored: with other padding the ratio would not be 1.
+    The micro-batches stay as they were scored: with other padding the ratio would not be quite 1.
     """
-    for epoch in range(epochs):
-        order = np.random.default_rng([*seed, epoch]).permutation(len(micro_batches))
-        for start in range(0, len(order), accumulation):
-            yield [micro_batches[i] for i in order[start : start + accumulation]]
+    order = np.random.default_rng(seed).permutation(len(micro_batches))
+    for start in range(0, len(order), accumulation):
+        yield [micro_batches[i] for i in order[start : start + accumulation]]
 
 
-def set_loss_weights(minibatch):
-    """Gives each token its weight in the losses and their metrics; returns the weights' sum.
+def loss_weights(minibatch):
+    """The weight of each token in the actor's loss: (B, R) of each micro-batch, and their sum.
 
     Every response token of the optimizer step, on all ranks, counts the same, as in DAPO
-    [Yu 2025]. A mean over responses, as in GRPO [Shao 2024], would be written here.
+    [Yu 2025]. A mean over responses, as in GRPO [Shao 2024], would be written here: weights of
+    1 / length, whose sum is the number of responses. The critic's loss and the metrics do not
+    change with it. Importance weights belong to the loss itself, in part 6 of main().
     """
-    for batch in minibatch:
-        batch.loss_weight = batch.response_mask
-    return ranks.all_sum(sum(batch.loss_weight.sum() for batch in minibatch)).item()
-
-
-@torch.no_grad()
-def score(batch, policy, reference, judge, gold):
-    """Fills in log-probs, entropy, KL and scores of a micro-batch.
-
-    The forwards are the update's, in eval mode, on the same padding, so that the first ratio is
-    exactly 1. The reference comes first: with LoRA it is the actor's engine, too, and under
-    ZeRO-3 an engine's last forward before its backward must be the one that is trained on.
-    """
-    batch.ref_logprobs = reference(batch)
-    batch.old_logprobs, batch.entropy = policy.before(batch)
-    logprobs = batch.old_logprobs, batch.ref_logprobs
-    batch.kl = kl_estimate(*logprobs, "k1") * batch.response_mask
-    batch.kl_k3 = kl_estimate(*logprobs, "k3") * batch.response_mask
-    batch.scores, batch.gold = judge(batch), gold and gold(batch)
+    weights = [batch.response_mask for batch in minibatch]
+    return weights, ranks.all_sum(sum(weight.sum() for weight in weights)).item()
 
 
 # ---- The step, top to bottom ----
@@ -467,108 +614,158 @@ def main():
     # ---- 1 data ----
     tokenizer = model_folders.load_tokenizer(args.actor_model_name_or_path, args)
     train, held_out = load_rows(args, tokenizer, "ppo", args.max_prompt_seq_len)
-    score_statistics = ppo_flags.check_models(args, tokenizer)
+    score_statistics = ppo_flags.check_models(args, tokenizer)  # --normalize_reward
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
-    text_mix = ptx.TextMix(args, tokenizer)  # --unsup_data_path
-    sizes = ppo_flags.Sizes(args)  # of a rollout
+    sizes = ppo_flags.Sizes(args)  # of a rollout, on one rank
     batch_size, accumulation = args.per_device_training_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.generation_batches)
 
     # ---- 2 models ----
     actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
-    actor_micro_steps = accumulation * text_mix.backwards
     actor_updates = max(steps - args.critic_warmup_steps, 1) * sizes.updates
     actor = common.load_model(actor_args)
-    actor = common.train_engine(actor, actor_args, batch_size, actor_micro_steps, actor_updates)
-    # before() scores in eval mode, now() trains: one forward for both where they are the same.
-    policy = kept_pass.KeptPass(args, "actor", actor, actor_forward)
-    engines, passes, critic = {"actor": actor}, [policy], None
+    actor = common.train_engine(actor, actor_args, batch_size, accumulation, actor_updates)
+    engines, critic = {"actor": actor}, None
     if args.has_critic:
         critic = common.load_model(critic_args, tokenizer, "score")
-        counts = batch_size, accumulation, steps * sizes.updates
-        critic = common.train_engine(critic, critic_args, *counts, main=False)
-        values = kept_pass.KeptPass(args, "critic", critic, critic_forward)
+        updates = steps * sizes.updates
+        critic = common.train_engine(
+            critic, critic_args, batch_size, accumulation, updates, main=False
+        )
         engines["critic"] = critic
-        passes.append(values)
     reference = common.reference_of(actor, actor_args, batch_size)
     reward_models = judging.load_models(args, batch_size, tokenizer)
     judges += [functools.partial(reward_model_scores, model) for model in reward_models]
     judge = judging.combined(judges, args.reward_combine)
-    responses_a_row = shared_prompts.responses_a_row(args, *engines.values(), *reward_models)
+    together = shared_prompts.responses_a_row(args, *engines.values(), *reward_models)
     state = {}  # what checkpoints keep beside the engines
     average = ema.Ema(args, actor.module, state)  # --enable_ema
     kl_control = kl_controller.KlController(args, state)  # --kl_coef, --kl_target
-    models = policy, functools.partial(response_logprobs, args, reference), judge, gold
-    parts = roll_out, make_micro_batches, score, set_rewards, set_advantages
+    may_share_pass = shares_pass(args, *engines.values())
+    clock = rollout_metrics.Clock()
 
-    def evaluate_at(step):
-        with kept_pass.collecting(args, passes):
-            microscope.look(run, step, parts, passes, models, kl_control.coef, score_statistics)
-            return rollout_metrics.evaluate(run, step, parts, models, actor, average, text_mix)
+    def answered(prompts, step, rollout_size, rows, together=1, seed=None, one_pass=False):
+        """Parts 3 and 4: the responses to the prompts, in micro-batches of `rows`, with scores.
 
-    columns = rollout_metrics.columns(args)
-    means = statistics.TokenMeans("actor_loss", "critic_loss", "approx_kl", "clip_fraction")
-    for step, batches in run.steps(engines, sizes.repeated, evaluate_at, columns, state):
-        # ---- 3 rollout ----
-        times = [time.time()]
-        with kept_pass.collecting(args, passes, step):
-            prompts, size = sum(batches, []), args.rollout_batch_size
-            responses = roll_out(args, actor, tokenizer, prompts, step, size)
-            times.append(time.time())
+        Evaluation and microscope call it, too, without what follows `rows`: see `ordered` for
+        together and seed, and `score` for one_pass.
+        """
+        for engine in engines.values():
+            # Eval mode turns dropout off, so that what is stored is of the policy that sampled.
+            # With one_pass it is train mode, where gradient checkpointing acts: no model has
+            # dropout then.
+            engine.train(one_pass)
+        with state_offload.states_on_cpu(args, engines.values()):  # --offload_states
+            # ---- 3 rollout ----
+            responses = roll_out(args, actor, tokenizer, prompts, step, rollout_size)
+            clock.lap("generate_seconds")
+            # Rows may be chosen here, or drawn again. Every rank must keep the same number.
+            responses = ordered(responses, together, seed)
 
             # ---- 4 score ----
-            seed = args.seed, step
-            responses = sizes.arranged(responses, seed, responses_a_row)
-            micro_batches = make_micro_batches(tokenizer, responses, batch_size, responses_a_row)
+            pack = shared_prompts.packing(together) or plain_rows
+            micro_batches = make_micro_batches(tokenizer, responses, rows, pack)
             for batch in micro_batches:
-                score(batch, *models)
-                if critic:
-                    batch.old_values = values.before(batch)
+                score(args, batch, actor, critic, reference, judge, gold, one_pass)
+            clock.lap("score_seconds")
+        return micro_batches
+
+    def evaluate_at(step):
+        microscope.look(run, step, answered, set_advantages, kl_control.coef, score_statistics)
+        return rollout_metrics.evaluate(run, step, answered, actor, average)
+
+    columns = rollout_metrics.columns(args)
+    checked = False  # the first update of the run has been seen to begin with a ratio of 1
+    for step, drawn in run.steps(engines, sizes.repeated, evaluate_at, columns, state):
+        clock.start()
+        actor_trains = step > args.critic_warmup_steps
+        training = [engine for engine in engines.values() if actor_trains or engine is critic]
+        one_pass = may_share_pass and actor_trains and checked
+
+        # ---- 3 rollout, 4 score ----
+        prompts = sizes.grouped(drawn)
+        seed = None if sizes.updates == args.ppo_epochs else (args.seed, step)
+        size = args.rollout_batch_size
+        micro_batches = answered(prompts, step, size, batch_size, together, seed, one_pass)
         rollout_metrics.stop_unless_finite(run, micro_batches)
-        times.append(time.time())
+        if not checked:
+            first_step.stop_unless_sampled_as_scored(run, micro_batches)
 
         # ---- 5 advantages ----
-        for batch in micro_batches:
-            set_rewards(args, batch, kl_control.coef, score_statistics)
-        set_advantages(args, micro_batches)
+        set_advantages(args, micro_batches, kl_control.coef, score_statistics)
 
         # ---- 6 update ----
-        means.reset()
-        training = [each.engine for each in passes if each.trains]
-        shuffled = minibatches(micro_batches, accumulation, args.ppo_epochs, seed)
-        for update, minibatch in enumerate(shuffled):  # one optimizer step each
-            total = set_loss_weights(minibatch)
-            if not total:  # fillers only
-                continue
-            for batch in minibatch:
-                logprobs, entropy = policy.now(batch)  # (B, R)
-                loss, ratio, clipped = actor_loss(args, batch, logprobs, entropy, kl_control.coef)
-                if not means.tokens:  # nothing trained yet: the ratio must be 1
-                    kept_pass.first_pass_gate(run, policy, ratio, batch.response_mask)
-                if policy.trains:  # not during --critic_warmup_steps
-                    loss_sum = (loss * batch.loss_weight).sum()
-                    actor.backward(loss_sum * common.loss_scale(total, actor_micro_steps))
-                    text_mix.backward(actor, (step, update))  # a micro-step of its own
-                critic_losses = torch.zeros_like(loss)
-                if critic:
-                    targets = batch.old_values, batch.returns
-                    critic_losses = value_loss(values.now(batch), *targets, args.clip_value)
-                    loss_sum = (critic_losses * batch.loss_weight).sum()
-                    critic.backward(loss_sum * common.loss_scale(total, accumulation))
-                patches.skip_together(args, training)
-                for engine in training:
-                    engine.step()  # moves weights at the minibatch's last micro-batch
-                approx_kl = kl_estimate(batch.old_logprobs, logprobs.detach(), "k3")  # old || new
-                means.add(batch.loss_weight, ratio, loss, critic_losses, approx_kl, clipped)
-            average.update(actor)
-            if means.end_update(total, args.target_kl):
+        for engine in engines.values():
+            engine.train()  # dropout acts from here on, in a model that has it
+            if not checked:
+                patches.record_backward(engine)  # ZeRO-3 prefetches by the pass it sees next
+        means, too_far = rollout_metrics.TokenMeans(), False
+        for epoch in range(args.ppo_epochs):
+            for minibatch in minibatches(micro_batches, accumulation, (args.seed, step, epoch)):
+                token_count = sum(batch.response_mask.sum() for batch in minibatch)
+                token_count = ranks.all_sum(token_count).item()
+                if not token_count:  # fillers only, or all are masked: nothing to learn from
+                    continue
+                weights, total_weight = loss_weights(minibatch)
+                kl_sum = 0.0
+                for batch, weight in zip(minibatch, weights):  # one forward each
+                    logprobs, entropy = batch.logprobs, batch.entropy  # (B, R)
+                    if actor_trains and not one_pass:
+                        logprobs, entropy = actor_forward(args, actor, batch)
+                    loss, ratio, clipped = actor_loss(
+                        args, batch, logprobs, entropy, kl_control.coef
+                    )
+                    if not checked:  # no weight has moved since old_logprobs were stored
+                        first_step.stop_unless_one(run, ratio, batch.response_mask)
+                    if actor_trains:
+                        loss_sum = (loss * weight).sum()  # importance weights would multiply loss
+                        actor.backward(loss_sum * common.loss_scale(total_weight, accumulation))
+                    critic_loss = torch.zeros_like(loss)
+                    if critic:
+                        values = batch.values  # (B, R)
+                        if not one_pass:
+                            values = common.response_values(critic, batch)
+                        critic_loss = value_loss(
+                            values, batch.old_values, batch.returns, args.clip_value
+                        )
+                        loss_sum = (critic_loss * batch.response_mask).sum()
+                        critic.backward(loss_sum * common.loss_scale(token_count, accumulation))
+                    patches.skip_together(args, training)  # fp16: an overflow skips both
+                    for engine in training:
+                        engine.step()  # moves weights at the minibatch's last micro-batch
+                    approx_kl = kl_estimate(batch.old_logprobs, logprobs.detach(), "k3")  # old||new
+                    kl_sum += (approx_kl * batch.response_mask).sum()
+                    means.add(
+                        batch.response_mask,
+                        ratio,
+                        actor_loss=loss,
+                        critic_loss=critic_loss,
+                        approx_kl=approx_kl,
+                        clip_fraction=clipped,
+                    )
+                average.update(actor)
+                means.updates += 1
+                checked = checked or actor_trains
+                kl = ranks.all_sum(kl_sum).item() / token_count
+                too_far = args.target_kl and kl > args.target_kl
+                if too_far:
+                    break
+            if too_far:
                 break
+        clock.lap("train_seconds")
 
         # ---- 7 keep ----
-        times.append(time.time())
-        measured = means, times, passes, reward_models, micro_batches
-        kl = rollout_metrics.log(run, kl_control.coef, *measured)["kl"]
-        kl_control.update(kl, policy.trains)
+        metrics = {
+            "kl_coef": kl_control.coef,
+            **means.of_all_ranks(args.has_critic),
+            **rollout_metrics.of_all_ranks(args, micro_batches),
+            **clock.laps,
+        }
+        tokens, flops = rollout_metrics.work(
+            args, micro_batches, engines, training, reward_models, means.updates, one_pass
+        )
+        run.log(metrics, tokens, flops)  # a number of yours is one more entry of metrics
+        kl_control.update(metrics["kl"], actor_trains)
 
     # ---- 8 save ----
     average.save(run, actor, tokenizer)  # --enable_ema

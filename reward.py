@@ -9,22 +9,26 @@ the response's score. The score learns to order pairs as people did: the Bradley
 P(chosen beats rejected) = sigmoid(difference). Numbered as in main(): 1 data, 2 model, 3 train,
 4 save. What is left out: more than two responses per prompt, margins.
 
-Layout of a micro-batch of B = 2 pairs, T = 9 tokens ('-' is padding). The prompt is computed once
-for both responses (machinery/rollout/shared_prompts.py), as [Wang & Hegde 2024] do for DPO.
-    position in the row    0    1    2    3    4    5    6    7    8
-    row 0                  -    -    x0   x1 | y0   y1   eos| z0   eos   y chosen: score at 1st eos
-    row 1                  x0   x1   x2   x3 | y0   y1   eos| z0   eos   z rejected: at 2nd eos
-    position ids, row 1    0    1    2    3    4    5    6    4    5     z goes on where x ended,
-    row 1: z0 attends to   x0   x1   x2   x3                  z0         and does not see y
-Where an architecture does not permit it, each response has a row of its own: all chosen, then all
-rejected, (2B, T); every row ends in the last column, and the score is values[:, -1].
+Layout of a micro-batch of B = 2 pairs: 2B rows of T = 7 tokens, first all chosen responses (y),
+then all rejected ones (z); '-' is padding.
+    column       0    1    2    3    4    5    6
+    row 0        -    -    x0   x1 | y0   y1   eos       pair 0, chosen
+    row 1        x0   x1   x2   x3 | y0   y1   eos       pair 1, chosen
+    row 2        -    -    -    x0   x1 | z0   eos       pair 0, rejected
+    row 3        -    x0   x1   x2   x3 | z0   eos       pair 1, rejected
+    Every row ends in the last column, and there its score is read: (2B,).
+By default the prompt of a pair is computed once, with both responses after it in one row, where
+the architecture permits it: --share_prompt, drawn in machinery/rollout/shared_prompts.py.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import common
-from machinery.base import modules, ranks, statistics
+from machinery.base import ranks, statistics
 from machinery.base.refused import program
 from machinery.data.rows import load_rows
 from machinery.flags import declaring, presets
@@ -71,28 +75,32 @@ def get_args(argv=None):
 
 
 # ---- Data and loss ----
-def collate(rows, pad_id, share_prompt=True):
-    """Lays B pairs out -> ids, mask: (B, T), with shared prompts also parts: (B, T), else (2B, T).
+@dataclass
+class MicroBatch(common.Layout):
+    """B pairs, laid out for a forward: predicts is (2B, 1), one place before each last token."""
 
-    row_weight: (B,), 0 for a filler row.
+    row_weight: Tensor  # (B,) 1, or 0 for a filler row
+
+
+def plain_rows(rows, pad_id):
+    """The Layout of two rows for each pair: see the picture at the top of this file."""
+    sequences = [row["prompt_ids"] + row["responses"][i] for i in (0, 1) for row in rows]
+    ids, mask = common.pad(sequences, pad_id)  # (2B, T)
+    return common.Layout(**common.last_columns(ids, mask, count=1))
+
+
+def collate(rows, pad_id, pack=plain_rows):
+    """Lays out B pairs (dicts of prompt_ids and responses: chosen, rejected) in a MicroBatch.
+
+    pack(rows, pad_id): makes the Layout, plain_rows or shared_prompts.pair_rows.
     """
     row_weight = torch.tensor([float(row["row_weight"]) for row in rows])
-    if share_prompt:
-        return {**shared_prompts.lay_out(rows, pad_id), "row_weight": row_weight}
-    sequences = [row["prompt_ids"] + row["responses"][i] for i in (0, 1) for row in rows]
-    ids, mask = common.pad(sequences, pad_id)
-    return {"ids": ids, "mask": mask, "row_weight": row_weight}
+    return MicroBatch(**vars(pack(rows, pad_id)), row_weight=row_weight)
 
 
 def score_pairs(model, batch):
     """Scores of the chosen and of the rejected responses, (B,) each, at their last tokens."""
-    if "parts" not in batch:
-        values = model(batch["ids"], batch["mask"])  # (2B, T)
-        return values[:, -1].chunk(2)
-    attention, positions = shared_prompts.who_sees_whom(batch["parts"])
-    values = model(batch["ids"], attention, positions)  # (B, T)
-    end_of_chosen = shared_prompts.end_of_chosen(batch["parts"])  # (B, 1)
-    return values.gather(1, end_of_chosen)[:, 0], values[:, -1]
+    return common.values_at_tokens(model, batch)[:, 0].chunk(2)  # (2B,)
 
 
 def pair_loss_sum(chosen, rejected, row_weight, center_coef=0.0):
@@ -123,28 +131,29 @@ def pair_sums(loss_sum, chosen, rejected, row_weight):
 
 
 @torch.no_grad()
-def evaluate(args, engine, held_out, collate_rows):
+def evaluate(run, engine, held_out, collate_rows):
     """Loss (without --center_coef), accuracy and mean scores on the held-out pairs, of all ranks.
 
-    The scores' mean and deviation are noted in the model's config for ppo.py --normalize_reward.
+    The scores' mean and deviation go into the saved model's config, for ppo.py --normalize_reward.
     """
-    engine.eval()
-    sums = torch.zeros(7, dtype=torch.float64)
-    judged = []
-    for batch in common.eval_loader(args, held_out, collate_rows):
-        chosen, rejected = score_pairs(engine, batch)
-        weight = batch["row_weight"]
-        loss_sum = pair_loss_sum(chosen, rejected, weight)
-        squares = (chosen**2 * weight).sum(), (rejected**2 * weight).sum()
-        counts = torch.stack([weight.sum(), *squares])
-        judged += zip(batch["rows"], chosen.tolist(), rejected.tolist())
-        sums += torch.cat([pair_sums(loss_sum, chosen, rejected, weight), counts]).cpu()
+    engine.eval()  # no dropout
+    sums = torch.zeros(5, dtype=torch.float64)  # the four SUMS and the pairs
+    judged = []  # (row, score of the chosen, score of the rejected)
+    for numbers, batch in common.eval_loader(run.args, held_out, collate_rows):
+        chosen, rejected = score_pairs(engine, batch)  # (B,), (B,)
+        loss_sum = pair_loss_sum(chosen, rejected, batch.row_weight)
+        judged += zip(numbers, chosen.tolist(), rejected.tolist())
+        sums[:4] += pair_sums(loss_sum, chosen, rejected, batch.row_weight).cpu()
+        sums[4] += batch.row_weight.sum().cpu()
     engine.train()
-    pair_scores.keep(args, held_out, judged)
-    loss, correct, chosen, rejected, count, chosen2, rejected2 = ranks.all_sum(*sums).tolist()
+    pair_scores.keep(run.args, held_out, judged)
+    loss, correct, chosen, rejected, count = ranks.all_sum(*sums).tolist()
     mean = (chosen + rejected) / (2 * count)
-    std = max(0.0, (chosen2 + rejected2) / (2 * count) - mean**2) ** 0.5
-    modules.unwrap_model(engine).config.score_statistics = [mean, std]
+    # Squares of differences to the mean, in float64: squares of the scores themselves would lose
+    # their digits where the mean is far from 0.
+    squares = sum((c - mean) ** 2 + (r - mean) ** 2 for row, c, r in judged if row >= 0)
+    std = (ranks.all_sum(squares).item() / (2 * count)) ** 0.5
+    run.notes["score_statistics"] = [mean, std]
     return {
         "eval_loss": loss / count,
         "eval_accuracy": correct / count,
@@ -170,21 +179,22 @@ def main():
 
     # ---- 2 model ----
     model = common.load_model(args, tokenizer, args.value_head_prefix)
-    share_prompt = shared_prompts.permitted(args, model)
+    pack = shared_prompts.pair_rows if shared_prompts.permitted(args, model) else plain_rows
     engine = common.train_engine(model, args, batch_size, micro_steps, steps)
 
     def collate_rows(rows):
-        return collate(rows, tokenizer.pad_token_id, share_prompt)
+        return collate(rows, tokenizer.pad_token_id, pack)
 
     def evaluate_at(step):
-        return evaluate(args, engine, held_out, collate_rows)
+        return evaluate(run, engine, held_out, collate_rows)
 
     # ---- 3 train ----
     for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
-        pairs = ranks.all_sum(sum(batch["row_weight"].sum() for batch in micro_batches)).item()
+        pairs = ranks.all_sum(sum(batch.row_weight.sum() for batch in micro_batches)).item()
         sums = torch.zeros(4, device=ranks.device())
-        for batch in map(ranks.to_device, micro_batches):
-            weight = batch["row_weight"]
+        for batch in micro_batches:
+            batch = batch.to(ranks.device())
+            weight = batch.row_weight  # (B,)
             chosen, rejected = score_pairs(engine, batch)  # (B,), (B,)
             loss_sum = pair_loss_sum(chosen, rejected, weight, args.center_coef)  # ()
             engine.backward(loss_sum * common.loss_scale(pairs, micro_steps))

@@ -8,18 +8,21 @@ The model learns to continue a prompt with its response: cross entropy on the re
 EOS included; --train_on adds the assistant's turns before it, or the whole prompt. The parts of
 main(): 1 data, 2 model, 3 train, 4 save. What is left out: packing.
 
-Token layout of a micro-batch: B = 2 rows, T = 6 tokens, K = 3 of the longest response ('-' is
+Token layout of a micro-batch: B = 2 rows, T = 6 tokens, R = 3 of the longest response ('-' is
 padding).
-    position     0    1    2    3    4    5          every row ends in the last column, so the
-    row 0        x0   x1   x2 | y0   y1   eos        loss looks at the last K columns of all rows,
+    column       0    1    2    3    4    5          every row ends in the last column, so the
+    row 0        x0   x1   x2 | y0   y1   eos        loss looks at the last R columns of all rows,
     row 1        -    x0   x1   x2 | y0   eos        masked: row 1's mask is 0 1 1
-    logits[:, t] predict token t+1: positions T-K-1 .. T-2 predict the last K tokens, and logits
-    are made for those alone that the mask marks: (M, V), here M = 3 + 2
+    logits at column t predict column t+1, so columns T-R-1 .. T-2 predict the last R
+    (common.Layout.predicts), and logits are made for those alone that the mask marks: (M, V),
+    here M = 3 + 2
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 import common
 from machinery.base import ranks
@@ -72,19 +75,27 @@ def get_args(argv=None):
 
 
 # ---- Data and loss ----
-def collate(rows, pad_id):
-    """Lays B rows out -> ids, mask: (B, T); loss_mask: (B, K); row_weight: (B,).
+@dataclass
+class MicroBatch(common.Layout):
+    """B rows of a prompt and its response, laid out for a forward."""
 
-    loss_mask is 1 on the tokens that the loss covers. It is 0 on a row's first token, which nothing
-    predicts, and on a filler row (row_weight 0).
+    loss_mask: Tensor  # (B, R) 1 on the tokens that the loss covers
+    row_weight: Tensor  # (B,) 1, or 0 for a filler row
+
+
+def collate(rows, pad_id):
+    """Lays out B rows (dicts, see part 1 of main) in a MicroBatch.
+
+    The loss never covers a row's first token, which nothing predicts, nor a filler row.
     """
     ids, mask = common.pad([row["prompt_ids"] + row["responses"][0] for row in rows], pad_id)
     covered = [row["prompt_loss_mask"] + [1] * len(row["responses"][0]) for row in rows]
     loss_mask, _ = common.pad([[0] + row[1:] for row in covered], 0)  # (B, T)
     first = loss_mask.any(0).nonzero()[0].item()  # the first column with a token that is covered
     row_weight = torch.tensor([row["row_weight"] for row in rows])
-    loss_mask = loss_mask[:, first:].float() * row_weight[:, None]  # (B, K)
-    return {"ids": ids, "mask": mask, "loss_mask": loss_mask, "row_weight": row_weight}
+    loss_mask = loss_mask[:, first:].float() * row_weight[:, None]  # (B, R)
+    layout = common.last_columns(ids, mask, count=loss_mask.shape[1])
+    return MicroBatch(**layout, loss_mask=loss_mask, row_weight=row_weight)
 
 
 def sft_loss_sum(logprobs, loss_mask):
@@ -92,7 +103,7 @@ def sft_loss_sum(logprobs, loss_mask):
 
     A sum, because the mean is taken once over the whole optimizer step (common.loss_scale): the
     mean of micro-batch means would give a token in a short batch more weight than one in a long
-    batch.  logprobs, loss_mask: (B, K) -> ()
+    batch.  logprobs, loss_mask: (B, R) -> ()
     """
     return -(logprobs * loss_mask).sum()
 
@@ -100,13 +111,12 @@ def sft_loss_sum(logprobs, loss_mask):
 @torch.no_grad()
 def evaluate(args, engine, held_out, collate_rows):
     """Held-out loss per token over all ranks (not a mean of batch means), and its perplexity."""
-    engine.eval()
+    engine.eval()  # no dropout
     total = covered = 0.0
-    for batch in common.eval_loader(args, held_out, collate_rows):
-        loss_mask = batch["loss_mask"]
-        logprobs = common.last_logprobs(engine, batch["ids"], batch["mask"], loss_mask)  # (B, K)
-        total += sft_loss_sum(logprobs, loss_mask)
-        covered += loss_mask.sum()
+    for _, batch in common.eval_loader(args, held_out, collate_rows):
+        logprobs = common.response_logprobs(engine, batch, batch.loss_mask)  # (B, R)
+        total += sft_loss_sum(logprobs, batch.loss_mask)
+        covered += batch.loss_mask.sum()
     engine.train()
     total, covered = ranks.all_sum(total, covered).tolist()
     loss = total / covered
@@ -120,6 +130,10 @@ def main():
     gold = reward_functions.load(args)[1]  # --gold_fn
 
     # ---- 1 data ----
+    # A row holds prompt_ids, the prompt's tokens; responses, a list with the ids of its response,
+    # tokenised apart from the prompt and with the tokenizer's EOS appended; and prompt_loss_mask, 1
+    # where --train_on covers the prompt, too. Prompt and response have --max_seq_len tokens
+    # together at most: a long prompt keeps its end, and a long response is cut and has no EOS then.
     tokenizer = model_folders.load_tokenizer(args.model_name_or_path, args)
     train, held_out = load_rows(args, tokenizer, "sft", args.max_seq_len)
     batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -138,12 +152,13 @@ def main():
 
     # ---- 3 train ----
     for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
-        tokens = ranks.all_sum(sum(batch["loss_mask"].sum() for batch in micro_batches)).item()
+        # The loss is a mean over all tokens that it covers: of all micro-batches and all ranks.
+        tokens = ranks.all_sum(sum(batch.loss_mask.sum() for batch in micro_batches)).item()
         loss_total = torch.zeros((), device=ranks.device())
-        for batch in map(ranks.to_device, micro_batches):
-            loss_mask = batch["loss_mask"]
-            logprobs = common.last_logprobs(engine, batch["ids"], batch["mask"], loss_mask)
-            loss_sum = sft_loss_sum(logprobs, loss_mask)  # (B, K) -> ()
+        for batch in micro_batches:
+            batch = batch.to(ranks.device())
+            logprobs = common.response_logprobs(engine, batch, batch.loss_mask)  # (B, R)
+            loss_sum = sft_loss_sum(logprobs, batch.loss_mask)  # ()
             engine.backward(loss_sum * common.loss_scale(tokens, micro_steps))
             engine.step()  # moves the weights at the step's last micro-batch only
             loss_total += loss_sum.detach()

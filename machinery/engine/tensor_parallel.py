@@ -20,8 +20,11 @@ def check_model(path, config, args):
 
 
 def options(args):
-    """Returns "tensor_parallel" of DeepSpeed's config."""
-    return {"autotp_size": args.tensor_parallel_size, **old_deepspeed.tensor_parallel_options()}
+    """Returns what DeepSpeed's config says of tensor parallelism: nothing where there is none."""
+    if args.tensor_parallel_size == 1:
+        return {}
+    options = {"autotp_size": args.tensor_parallel_size, **old_deepspeed.tensor_parallel_options()}
+    return {"tensor_parallel": options}
 
 
 def join_shards(parameter, tensor):

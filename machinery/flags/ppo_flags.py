@@ -2,8 +2,6 @@
 
 import math
 
-import numpy as np
-
 from machinery.base import refused
 from machinery.flags import declaring, ppo_rules
 from machinery.models import model_folders
@@ -174,24 +172,13 @@ class Sizes:
         """Returns each row --samples_per_prompt times, numbered by `sample`: a generation batch."""
         return [{**row, "sample": i} for row in rows for i in range(self.samples)]
 
-    def arranged(self, responses, seed, responses_a_row):
-        """Returns a rollout's responses in the order in which micro-batches take them.
+    def grouped(self, batches):
+        """Returns the rows of all generation batches in one list, with the number of their group.
 
-        Sorted by length, which saves padding, if one update takes them all, else shuffled. Those
-        that share a row stay together.
+        A group are the responses to one prompt; a prompt that is drawn twice makes two.
         """
-        starts = range(0, len(responses), responses_a_row)
-        rows = [responses[i : i + responses_a_row] for i in starts]
-        if self.updates_a_pass == 1:
-            rows.sort(key=row_length)
-        else:
-            np.random.default_rng(seed).shuffle(rows)
-        return sum(rows, [])
-
-
-def row_length(row):
-    """Returns the tokens of the responses that share a row, each with its prompt."""
-    return sum(len(r["prompt_ids"]) + len(r["response_ids"]) for r in row)
+        rows = [row for batch in batches for row in batch]
+        return [{**row, "group": i // self.samples} for i, row in enumerate(rows)]
 
 
 def check_models(args, tokenizer):

@@ -3,23 +3,16 @@
 import inspect
 import sys
 
-import torch
-
 from machinery.base.modules import unwrap_model
 
 
-def forward_options(model, mask, keep=None, last=None):
-    """Returns position ids and which positions get logits, if the model takes them.
+def accepted(model, **options):
+    """Returns those of the options that the model's forward takes. (BLOOM takes no position ids.)
 
-    Position ids (B, T) count real tokens, so that padding moves nothing (BLOOM takes none). keep:
-    the positions, bool (B, T), or a number: the last so many. A model that cannot pick positions
-    gives logits for all that are among the `last` of a row, without the very last one.
+    A model that cannot give logits at single places takes a number of last columns, or nothing.
     """
     takes = inspect.signature(unwrap_model(model).forward).parameters
-    if torch.is_tensor(keep) and not picks_positions(model):
-        keep = torch.arange(-last, -1, device=mask.device)
-    options = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "logits_to_keep": keep}
-    return {k: v for k, v in options.items() if k in takes and v is not None}
+    return {name: value for name, value in options.items() if name in takes}
 
 
 def picks_positions(model):

@@ -33,21 +33,25 @@ def raise_rates(args):
             setattr(args, name, round(FACTOR * rate, 12))
 
 
-def add_adapters(model, args, path, dim, value_head=None):
-    """Freezes `model` and puts an adapter beside each target. [Hu et al. 2021] eq. 3
+def add_adapters(model, args, path, value_head=None):
+    """With --lora_dim freezes `model` and puts an adapter beside each target.
+
+    [Hu et al. 2021] eq. 3, with dim = --lora_dim:
 
         W x becomes W x + B A x * alpha / dim, with B = 0 at first
 
     The value head, named `value_head`, trains in full: it is new, and a single row.
     path: where the frozen weights came from.
     """
+    if not args.lora_dim:
+        return
     import peft  # here, not above: it is slow to import, and only LoRA needs it
 
     head = [value_head] if value_head else None
     path = str(Path(path).resolve()) if Path(path).is_dir() else path
     targets = "all-linear" if args.lora_targets == ["all-linear"] else args.lora_targets
     options = {"base_model_name_or_path": path, "exclude_modules": head, "target_modules": targets}
-    config = peft.LoraConfig(r=dim, lora_alpha=args.lora_alpha, **options)
+    config = peft.LoraConfig(r=args.lora_dim, lora_alpha=args.lora_alpha, **options)
     torch.manual_seed(args.seed)
     try:
         peft.inject_adapter_in_model(config, model)
@@ -115,6 +119,12 @@ def configs(folder):
     """Returns the files in a folder of adapters that hold transformers' config, if any."""
     files = [Path(folder) / name for name in (CONFIG, "config.json")]
     return [file for file in files if file.is_file()]
+
+
+def merge_all(model, folders):
+    """Adds the adapters in each of `folders` (as from `chain`) to `model`, the innermost first."""
+    for folder in reversed(folders):
+        merge_adapters(model, folder)
 
 
 def merge_adapters(model, folder):

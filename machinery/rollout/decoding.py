@@ -1,55 +1,39 @@
-"""Decoding: prompts batch by batch, options, and what makes it fast.
+"""What makes ppo.sample fast, and what its flags change: one named call each.
 
-What makes it fast is a cache in slots that are reserved once, and rows that leave it when they end.
+A cache in slots that are reserved once, a prompt that several rows share computed once, and rows
+that leave when they have ended. The loop in ppo.py would be right without them.
 """
 
-import contextlib
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 import common
-from machinery.base import progress, ranks
-from machinery.engine import zero3
-from machinery.models.forwards import forward_options
-from machinery.rollout import compiled_decoding
+from machinery.base import ranks
 
 KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer
 
 
-@contextlib.contextmanager
-def prompt_batches(args, engine, tokenizer, prompts, step, size):
-    """Gives what ppo.sample takes for each `size` of the prompts, and shows how many are done.
-
-        with prompt_batches(...) as batches:
-            for rows, model, ids, mask, uniforms, synced in batches: ...
-
-    ids, mask: (B, P), left-padded. Meanwhile the weights are gathered and the model is in eval
-    mode: see zero3.gather_for_generation.
-    """
-
-    def batches(model, synced):
-        for start in progress.starts(prompts, size):
-            rows = prompts[start : start + size]
-            ids, mask = common.pad([row["prompt_ids"] for row in rows], tokenizer.pad_token_id)
-            ids, mask = ids.to(ranks.device()), mask.to(ranks.device())  # (B, P)
-            keys = [(max(row["row"], 0), row["sample"]) for row in rows]
-            uniforms = row_uniforms(args.seed, step, keys, args.max_answer_seq_len)
-            yield rows, model, ids, mask, uniforms, synced
-
-    with zero3.gather_for_generation(engine) as (model, synced):
-        with contextlib.closing(batches(model, synced)) as given:
-            yield given
-
-
+# ---- Random numbers ----
 def row_uniforms(seed, step, rows, count):
-    """Returns numbers in [0, 1), (B, count); row b depends on (seed, step, rows[b]) only."""
-    seeds = [[seed, step, *np.atleast_1d(row)] for row in rows]
-    drawn = [np.random.default_rng(s).random(count, np.float32) for s in seeds]
-    return torch.stack([torch.from_numpy(line) for line in drawn])
+    """Returns numbers in [0, 1), (B, count), float64. `rows`: B dicts with row and sample.
+
+    They depend on (seed, step, row, sample) alone, not on ranks, batches or neighbours; and on the
+    row's `turn`, if a fork of ours samples for the same row more than once in a step.
+    """
+    drawn = []
+    for row in rows:
+        key = [seed, step, max(row["row"], 0), row["sample"]]
+        if row.get("turn"):
+            key.append(row["turn"])
+        drawn.append(np.random.default_rng(key).random(count, np.float32))
+    return torch.from_numpy(np.stack(drawn)).to(ranks.device()).double()
 
 
+# ---- The cache ----
 class ReservedLayer(DynamicLayer):
     """One layer's keys and values, in slots: transformers' own copies them all for every token."""
 
@@ -81,7 +65,7 @@ class ReservedLayer(DynamicLayer):
 
 
 def reserved_cache(model, slots):
-    """Returns a cache for `slots` tokens a row.
+    """Returns a transformers cache for `slots` tokens a row.
 
     Layers that keep less than that (a short window, no keys at all) stay transformers' own.
     """
@@ -93,86 +77,96 @@ def reserved_cache(model, slots):
     return cache
 
 
-def rows_can_be_selected(cache):
-    """Returns whether all layers keep keys and values alone. Others (Mamba's) keep all rows."""
-    return {type(layer) for layer in cache.layers} <= {ReservedLayer, *KEYS_AND_VALUES}
+@dataclass
+class Cache:
+    """The b rows that are decoded: their keys and values, and what their next forward takes."""
+
+    past: DynamicCache  # keys and values of all tokens so far
+    mask: Tensor  # (b, P + R) 1 on a prompt's tokens and on every response slot
+    positions: Tensor  # (b, P + R)
+    rows: Tensor  # (b,) their numbers among the B rows of ppo.sample
+    copies: Tensor | None  # (B,) which of the computed prompts each row has, until it is copied
+    selectable: bool  # rows can be copied and left out
+    length: int = 0  # tokens so far, padding included
+
+    def select(self, indices):
+        """Keeps the rows `indices`, some of them more than once."""
+        self.past.batch_select_indices(indices)
+        self.mask, self.positions = self.mask[indices], self.positions[indices]
+        self.rows = self.rows[indices]
 
 
-def each_slot(args, model, tokenizer, ids, mask, responses, alive, synced):
-    """Yields (r, rows, logits) for each response slot r, until all rows have ended.
+def new_cache(model, ids, mask, count):
+    """Returns a Cache of prompts (B, P), left-padded, with slots for `count` tokens of a response.
 
-    rows: (b,) numbers of the rows that are still decoded. logits: (b, V) of their next token, -inf
-    for what --top_k and --top_p leave out. The caller writes that token to responses[rows, r] and
-    whether the row goes on to alive[rows].
-
-    ids, mask: (B, P), left-padded prompts. responses: (B, R). alive: bool (B,). V has the
-    tokenizer's ids only: another model may not have more. With `synced` (ZeRO-3's hooks are on)
-    all ranks make as many forwards.
+    Equal prompts are in it once: `rows` are the first of each. Layers that hold more than keys and
+    values (Mamba's) cannot copy rows, and there every row is computed for itself.
     """
-    way = way_of(args)
-    for r, rows, logits in way(model, tokenizer, ids, mask, responses, alive, synced):
-        if r < args.min_new_tokens:
-            logits[:, tokenizer.eos_token_id] = -torch.inf
-        if args.top_k or args.top_p < 1:
-            probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)
-            logits = logits.where(filter_top(probs, args.top_k, args.top_p) > 0, -torch.inf)
-        yield r, rows, logits
-        if args.stop:
-            alive[rows] &= ~ends_with_stop(args, tokenizer, responses[rows], r)
-
-
-def way_of(args):
-    """Returns how the slots are computed: rows leave, or the step of a token is compiled."""
-    compiled = getattr(args, "compile_decoding", False)  # a flag of ppo.py only
-    return compiled_decoding.each_slot if compiled else leaving
-
-
-def leaving(model, tokenizer, ids, mask, responses, alive, synced):
-    """Yields what each_slot does. A prompt is computed once, and rows that have ended leave."""
-    count, length = responses.shape[1], ids.shape[1]
-    mask = torch.cat([mask, torch.ones_like(responses)], 1)  # (B, P + R)
-    options = forward_options(model, mask, keep=1)
-    positions = options.pop("position_ids", None)  # (B, P + R)
-    cache = reserved_cache(model, length + count)
-    options.update(past_key_values=cache, use_cache=True)
-    rows = torch.arange(len(ids), device=ids.device)
-    inputs, prompts, copies = ids, rows, rows
-    if can_select := rows_can_be_selected(cache):
-        inputs, prompts, copies = first_of_each(ids, mask[:, :length])
-    for r in progress.shown(range(count), "tokens of each response"):
-        end = length + r
-        if positions is not None:
-            options["position_ids"] = positions[prompts, end - inputs.shape[1] : end]
-        logits = model(inputs, attention_mask=mask[prompts, :end], **options).logits
-        logits = logits[:, -1, : len(tokenizer)]  # (b, V)
-        if len(prompts) < len(rows):
-            logits = logits[copies]
-            cache.batch_select_indices(copies)
-        yield r, rows, logits
-        going_on = alive[rows]
-        left = going_on.sum().item()
-        # Without `synced` ranks stop on their own; with it one that stopped would hang the others.
-        if not (ranks.all_sum(left)[0] if synced else left):
-            return
-        few = 0 < left <= 0.75 * len(rows)  # each time the cache is copied: not for every row
-        if few and can_select:
-            kept = going_on.nonzero()[:, 0]
-            cache.batch_select_indices(kept)
-            rows = rows[kept]
-        prompts, inputs = rows, responses[rows, r, None]
+    B, P = ids.shape
+    past = reserved_cache(model, P + count)
+    selectable = {type(layer) for layer in past.layers} <= {ReservedLayer, *KEYS_AND_VALUES}
+    rows = copies = torch.arange(B, device=ids.device)
+    if selectable:
+        rows, copies = first_of_each(ids, mask)
+    mask = torch.cat([mask, mask.new_ones(B, count)], 1)[rows]  # (b, P + R)
+    return Cache(past, mask, common.position_ids(mask), rows, copies, selectable)
 
 
 def first_of_each(ids, mask):
-    """Returns the different prompts among ids, mask (B, P), so that each is computed once.
+    """Returns the first row of each different prompt among ids, mask (B, P): (U,).
 
-    -> ids: (U, P), their rows: (U,), and which of them each row has: (B,)
+    And which of them each row has: (B,).
     """
     found, copies = torch.cat([ids, mask], 1).unique(dim=0, return_inverse=True)
     rows = torch.arange(len(ids), device=ids.device)
     first = rows.new_full((len(found),), len(ids)).scatter_reduce(0, copies, rows, "amin")
-    if len(first) == len(rows):  # all differ: as they stand
-        return ids, rows, rows
-    return ids[first], first, copies
+    return (rows, rows) if len(first) == len(rows) else (first, copies)  # all differ: as they are
+
+
+def for_each_row(cache, logits):
+    """Returns logits (B, V) of all rows after the prompts' forward, which gave one per prompt."""
+    copies, cache.copies = cache.copies, None
+    if copies is None or len(copies) == len(cache.rows):  # done before; or all prompts differ
+        return logits
+    cache.select(copies)
+    cache.rows = torch.arange(len(copies), device=logits.device)
+    return logits[copies]
+
+
+def leave_out_ended(cache, alive):
+    """Takes rows that have ended out of the cache, once a quarter of them have: it is copied.
+
+    alive: bool (B,), of all rows.
+    """
+    going_on = alive[cache.rows]  # (b,)
+    left = going_on.sum().item()
+    if cache.selectable and 0 < left <= 0.75 * len(going_on):
+        cache.select(going_on.nonzero()[:, 0])
+
+
+def anyone(alive, synced):
+    """Returns whether a row goes on: on this rank, or with `synced` on any rank.
+
+    With ZeRO-3's hooks on, each forward is a collective: a rank that stopped would hang the others.
+    """
+    left = alive.sum().item()
+    return bool(ranks.all_sum(left)[0] if synced else left)
+
+
+# ---- Flags ----
+def restricted(args, tokenizer, logits, r):
+    """Returns logits (b, V) of response slot r, -inf for what may not be drawn.
+
+    --min_new_tokens: no EOS in the first slots. --top_k: only the k likeliest. --top_p: only the
+    likeliest whose sum of probabilities reaches p. Without these flags they are the model's own.
+    """
+    if r < args.min_new_tokens:
+        eos = torch.tensor([tokenizer.eos_token_id], device=logits.device)
+        logits = logits.index_fill(1, eos, -torch.inf)
+    if args.top_k or args.top_p < 1:
+        probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)
+        logits = logits.where(filter_top(probs, args.top_k, args.top_p) > 0, -torch.inf)
+    return logits
 
 
 def filter_top(probs, top_k, top_p):
@@ -191,21 +185,14 @@ def filter_top(probs, top_k, top_p):
     return probs
 
 
-def ends_with_stop(args, tokenizer, responses, r):
-    """Returns for each row, bool (b,), whether a text of --stop ends in the 16 slots up to r."""
+def at_stop(args, tokenizer, responses, r):
+    """Returns for each row, bool (b,), whether a text of --stop ends in slots up to r of (b, R).
+
+    It looks back over as many tokens as the longest text has bytes: a token has one at least.
+    """
     found = torch.zeros(len(responses), dtype=torch.bool, device=responses.device)
-    for row, tail in enumerate(tokenizer.batch_decode(responses[:, max(0, r - 15) : r + 1])):
-        found[row] = any(text in tail for text in args.stop)
+    if args.stop:
+        back = max(len(text.encode()) for text in args.stop) + 16
+        for row, tail in enumerate(tokenizer.batch_decode(responses[:, max(0, r - back) : r + 1])):
+            found[row] = any(text in tail for text in args.stop)
     return found
-
-
-def described(args, tokenizer, rows, responses, response_mask):
-    """Returns the rows (dicts) with response_ids (EOS included), text, and ended (1.0 or 0.0)."""
-    out = []
-    for row, ids, count in zip(rows, responses.tolist(), response_mask.sum(-1).tolist()):
-        ids = ids[:count]
-        stopped = any(text in tokenizer.decode(ids) for text in args.stop)
-        stopped |= count < args.max_answer_seq_len or ids[-1] == tokenizer.eos_token_id
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        out.append({**row, "response_ids": ids, "ended": float(stopped), "text": text})
-    return out

@@ -10,8 +10,6 @@ MOST_TOKENS = 512  # of a response that are written; the rest is left out
 NUMBERS = {
     "logprob": "old_logprobs",
     "ref_logprob": "ref_logprobs",
-    "kl": "kl",  # k1: the first number minus the second
-    "kl_k3": "kl_k3",
     "entropy": "entropy",
     "reward": "rewards",
     "value": "old_values",
@@ -21,40 +19,33 @@ NUMBERS = {
 
 
 @torch.no_grad()
-def look(run, step, parts, passes, models, kl_coef, score_statistics):
+def look(run, step, answered, set_advantages, kl_coef, score_statistics):
     """Answers the first held-out prompts as an evaluation does, and notes all that trains.
 
-    All ranks call it. parts: the functions of ppo.py for parts 3 to 5, in their order. passes: the
-    actor's and, with a critic, the critic's. models: what `score` takes. The last two are what
-    set_rewards takes.
+    All ranks call it. answered: the closure in ppo.main. set_advantages, and what it takes: part 5.
     """
     args, tokenizer = run.args, run.tokenizer
     if not args.microscope:
         return
-    roll_out, make_micro_batches, score, set_rewards, set_advantages = parts
-    rows, size = prompts(args, run.held_out), args.per_device_eval_batch_size
-    responses = roll_out(args, passes[0].engine, tokenizer, rows, 0, size)
-    micro_batches = make_micro_batches(tokenizer, responses, size)
-    for batch in micro_batches:
-        score(batch, *models)
-        for critic in passes[1:]:
-            batch.old_values = critic.before(batch)
-        set_rewards(args, batch, kl_coef, score_statistics)
-    set_advantages(args, micro_batches)
+    size, responses = args.per_device_eval_batch_size, []
+    micro_batches = answered(prompts(args, run.held_out), 0, size, size)
+    set_advantages(args, micro_batches, kl_coef, score_statistics)
     for batch in micro_batches:
         rollout_metrics.note(batch)
         note(batch, tokenizer)
+        responses += batch.responses
     penalty, lines = kl_coef if args.kl_in == "reward" else 0.0, []
     for row in rollout_metrics.gathered(responses):
         line = {"step": step, "row": row["row"], "sample": row["sample"], "kl_coef": penalty}
         line |= {"prompt": row["prompt"], "response": row["text"], "ended": row["ended"]}
-        names = ("reward", "gold", "kl", "response_length", "tokens")
-        lines.append({**line, **{name: row[name] for name in names if name in row}})
+        names = ("reward", "gold", "kl", "response_length")
+        line |= {name: row[name] for name in names if name in row}
+        lines.append({**line, "tokens": row["numbers"]})
     logs.append(args, "tokens.jsonl", lines)
 
 
 def prompts(args, held_out):
-    """Returns this rank's share of the first --microscope rows of `held_out`, as many on each rank.
+    """Returns this rank's share of the first --microscope rows of `held_out`.
 
     Where an estimator compares the responses to a prompt, each is there --samples_per_prompt times.
     """
@@ -64,15 +55,16 @@ def prompts(args, held_out):
 
 
 def note(batch, tokenizer):
-    """Gives each response its `tokens`: {name: list}, their texts and their NUMBERS."""
+    """Gives each response its `numbers`: {name: list}, the tokens' texts and their NUMBERS."""
     held = {name: getattr(batch, tensor) for name, tensor in NUMBERS.items()}
+    held |= {"kl": batch.kl["k1"], "kl_k3": batch.kl["k3"]}  # k1: logprob minus ref_logprob
     for i, response in enumerate(batch.responses):
         ids = response["response_ids"][:MOST_TOKENS]
-        response["tokens"] = {"text": texts(tokenizer, response["prompt_ids"][-1:], ids)}
+        response["numbers"] = {"text": texts(tokenizer, response["prompt_ids"][-1:], ids)}
         for name, tensor in held.items():
             if tensor is not None:
                 numbers = tensor[i, : len(ids)].tolist()
-                response["tokens"][name] = [float(f"{number:.6g}") for number in numbers]
+                response["numbers"][name] = [float(f"{number:.6g}") for number in numbers]
 
 
 def texts(tokenizer, before, ids):

@@ -1,6 +1,7 @@
 """What a rollout and an evaluation of step 3 were like: their metrics, samples and FLOPs."""
 
 import json
+import time
 
 import torch
 
@@ -15,81 +16,143 @@ EVALUATED = ("reward", "gold", "kl", "response_length")
 STORED = ("old_logprobs", "ref_logprobs", "entropy", "scores", "old_values")
 
 
+class Clock:
+    """The seconds of each part of a step."""
+
+    def __init__(self):
+        self.start()
+
+    def start(self):
+        """Starts a step."""
+        self.laps, self.began = {}, time.time()
+
+    def lap(self, name):
+        """Notes the seconds since the part before ended. An evaluation's are thrown away."""
+        now = time.time()
+        self.laps[name], self.began = now - self.began, now
+
+
+class TokenMeans:
+    """Means over the response tokens of all ranks of what the updates of a step report."""
+
+    def __init__(self):
+        self.sums, self.tokens = {}, 0.0  # this rank's
+        self.ratio_max, self.updates = 0.0, 0
+
+    @torch.no_grad()
+    def add(self, mask, ratio, **values):
+        """Adds a micro-batch. mask, ratio and values: (B, R)"""
+        self.tokens += mask.sum().item()
+        self.ratio_max = max(self.ratio_max, (ratio * (mask > 0)).max().item())
+        for name, value in values.items():
+            total = (value * mask).sum().double().item()
+            self.sums[name] = self.sums.get(name, 0.0) + total
+
+    def of_all_ranks(self, has_critic=True):
+        """Returns {name: mean}, ratio_max, and the sum of the losses as `loss`."""
+        *sums, tokens = ranks.all_sum(*self.sums.values(), self.tokens).tolist()
+        means = {name: total / max(tokens, 1) for name, total in zip(self.sums, sums)}
+        ratio_max = max(ranks.all_gather_objects([self.ratio_max]))
+        loss = means.get("actor_loss", 0.0) + means.get("critic_loss", 0.0)
+        if not has_critic:
+            means.pop("critic_loss", None)
+        return {"loss": loss, **means, "ratio_max": ratio_max}
+
+
+# ---- A rollout ----
 def per_response(batch):
     """Returns {name: (B,)} of a micro-batch that is scored. A new metric is a line here.
 
     batch.responses holds the texts and the data's other columns.
     """
-    metrics = {"reward": batch.scores.sum(-1), "kl": batch.kl.sum(-1)}
-    metrics["kl_k3"] = batch.kl_k3.sum(-1)
-    metrics["response_length"] = batch.response_mask.sum(-1).long()
+    metrics = {"reward": batch.scores.sum(-1), "kl": batch.kl["k1"].sum(-1)}
+    metrics["kl_k3"] = batch.kl["k3"].sum(-1)
+    metrics["response_length"] = batch.length
     metrics["eos_rate"] = batch.ended
     if batch.gold is not None:
         metrics["gold"] = batch.gold.sum(-1)
     return metrics
 
 
-def of_all_ranks(micro_batches):
+@torch.no_grad()
+def of_all_ranks(args, micro_batches):
     """Returns the metrics of a rollout: means over the responses, and over their tokens."""
     columns = {}
     for batch in micro_batches:
         for name, values in per_response(batch).items():
             columns.setdefault(name, []).append(values.double())
-    weight = torch.cat([batch.row_weight for batch in micro_batches])  # (N,) 0 for a filler row
+    weight = torch.cat([batch.row_weight for batch in micro_batches])  # (n,) 0 for a filler row
     sums = [(torch.cat(values) * weight).sum() for values in columns.values()]
     count, *sums = ranks.all_sum(weight.sum(), *sums).tolist()
     means = {name: total / count for name, total in zip(columns, sums)}
-    errors = moments(micro_batches, "raw_advantages")[1]  # A = returns - values: the critic's error
-    entropy = moments(micro_batches, "entropy")[0]
-    means.update(entropy=entropy, advantage_std=errors**0.5)
+    means["entropy"] = moments(micro_batches, lambda batch: batch.entropy)[0]
+    means["advantage_std"] = moments(micro_batches, lambda batch: batch.raw_advantages)[1] ** 0.5
     if micro_batches[0].returns is not None:  # 1: foreseen; 0: no better than a constant
-        variance = moments(micro_batches, "returns")[1]
+        errors = moments(micro_batches, lambda batch: batch.returns - batch.old_values)[1]
+        variance = moments(micro_batches, lambda batch: batch.returns)[1]
         means["explained_variance"] = 1 - errors / max(variance, 1e-12)
+    if args.compares_groups:
+        means["equal_groups"] = equal_groups(micro_batches)
+    gaps = [sampling_gap(batch) for batch in micro_batches if "sampled_logprobs" in batch.tokens]
+    if gaps:
+        means["sampling_gap"] = max(ranks.all_gather_objects([max(gaps)]))
     return means
 
 
-def moments(micro_batches, name):
-    """Returns mean and variance of a tensor (B, R) over the response tokens of all ranks."""
-    parts = [getattr(batch, name)[batch.response_mask > 0] for batch in micro_batches]
+def moments(micro_batches, of):
+    """Returns mean and variance of of(batch), (B, R), over the response tokens of all ranks."""
+    parts = [of(batch)[batch.response_mask > 0] for batch in micro_batches]
     x = torch.cat(parts).double()  # (M,)
     count, total, squares = ranks.all_sum(len(x), x.sum(), (x**2).sum()).tolist()
-    mean = total / count
-    return mean, max(squares / count - mean**2, 0.0)
+    mean = total / max(count, 1)
+    return mean, max(squares / max(count, 1) - mean**2, 0.0)
 
 
-def log(run, kl_coef, means, times, passes, reward_models, micro_batches):
-    """Logs a step of PPO, and returns its metrics: those of the update and of the rollout.
+def sampling_gap(batch):
+    """Returns the largest difference between the log-probs of sampling and of scoring a token."""
+    gap = (batch.tokens["sampled_logprobs"] - batch.old_logprobs).abs()  # (B, R)
+    return (gap * batch.response_mask).max().item()
 
-    times: when the step began, and when rollout, scores and updates were done. Each pass takes a
-    forward to store, unless it is kept, and another in every epoch, with a backward if it trains.
-    The rollout and the reference are a forward of the actor each. PTX's texts are not counted, and
-    a prompt that responses share counts for each of them.
+
+def equal_groups(micro_batches):
+    """Returns the share of prompts whose responses all have the same score: they teach nothing."""
+    groups = {}
+    for batch in micro_batches:
+        for row, score in zip(batch.responses, batch.scores.sum(-1).tolist()):
+            if row["row_weight"]:
+                groups.setdefault(row["group"], []).append(score)
+    equal = sum(max(scores) - min(scores) <= 1e-6 for scores in groups.values())
+    equal, count = ranks.all_sum(equal, len(groups)).tolist()
+    return equal / max(count, 1)
+
+
+def work(args, micro_batches, engines, training, reward_models, updates, one_pass):
+    """Returns the tokens of a step of PPO and its FLOPs, over all ranks.
+
+    engines: {name: engine}, the actor first. training: those that this step trains. The rollout and
+    the reference are a forward of the actor each. Each engine makes a forward that scores, unless
+    one_pass makes it serve for both, and another in each epoch, with a backward if it trains. A
+    prompt that responses share counts for each of them.
     """
-    args = run.args
-    metrics = {"kl_coef": kl_coef, **means.of_all_ranks(), **of_all_ranks(micro_batches)}
-    for name, begin, end in zip(("generate", "score", "train"), times, times[1:]):
-        metrics[f"{name}_seconds"] = end - begin
-    if not args.has_critic:
-        del metrics["critic_loss"]
-    tokens = sum((batch.mask.sum(-1) * batch.row_weight).sum() for batch in micro_batches)
-    rows = sum(batch.row_weight.sum() for batch in micro_batches)
-    scored = sum(batch.response_mask.sum() for batch in micro_batches)
+    tokens = rows = scored = 0.0
+    for batch in micro_batches:
+        prompts = torch.tensor([len(row["prompt_ids"]) for row in batch.responses])
+        lengths = prompts + batch.length.cpu()
+        tokens += (lengths * batch.row_weight.cpu()).sum()
+        rows += batch.row_weight.sum()
+        scored += batch.response_mask.sum()
     tokens, rows, scored = ranks.all_sum(tokens, rows, scored).tolist()
 
     def count(engine, trains=False):
         checkpointing = args.gradient_checkpointing
         return throughput.count_flops(engine, tokens, tokens / rows, scored, trains, checkpointing)
 
-    flops = 2 * count(passes[0].engine)
-    epochs = means.updates * args.gradient_accumulation_steps / len(micro_batches)
-    for each in passes:
-        flops += epochs * count(each.engine, each.trains)
-        flops += 0 if each.keeps else count(each.engine)
-    flops += sum(map(count, reward_models))
-    if run.step == 1:
-        warn_of_equal_scores(micro_batches)
-    run.log(metrics, tokens, flops)
-    return metrics
+    flops = 2 * count(next(iter(engines.values())))
+    epochs = updates * args.gradient_accumulation_steps / len(micro_batches)
+    for engine in engines.values():
+        flops += epochs * count(engine, engine in training)
+        flops += 0 if one_pass else count(engine)
+    return tokens, flops + sum(map(count, reward_models))
 
 
 def warn_of_equal_scores(micro_batches):
@@ -128,12 +191,16 @@ def columns(args):
 
 
 def held_out_prompts(held_out, samples=1):
-    """Returns this rank's share of the held-out rows, as many on every rank, `samples` of each."""
+    """Returns this rank's share of the held-out rows, each `samples` times.
+
+    Every rank has the same number: fillers complete the shares.
+    """
     count = ranks.data_parallel_size()
     order = [*range(len(held_out)), *[-1] * (-len(held_out) % count)]
     dealt = common.Rows(held_out)
     mine = order[ranks.data_parallel_rank() :: count]
-    return [{**dealt[i], "sample": sample} for i in mine for sample in range(samples)]
+    each = enumerate(mine)
+    return [{**dealt[i], "sample": n, "group": g} for g, i in each for n in range(samples)]
 
 
 def note(batch):
@@ -143,32 +210,27 @@ def note(batch):
             response[name] = value
 
 
-def evaluate(run, step, parts, models, actor, average, text_mix):
-    """Returns the metrics of an evaluation: eval_..., eval_ema_... and eval_text_loss.
+def evaluate(run, step, answered, actor, average):
+    """Returns the metrics of an evaluation: eval_..., and eval_ema_... of --eval_ema.
 
-    parts: the functions of ppo.py that answer, lay out and score, and others. models: what `score`
-    takes. average: ema.Ema.
+    answered: the closure in ppo.main. average: ema.Ema.
     """
-    metrics = summary(run, step, answered(run, parts, models, actor))
+    metrics = summary(run, step, graded(run, answered))
     if run.args.eval_ema:
         with average.in_place_of(actor):
-            metrics |= means_of(firsts(answered(run, parts, models, actor)), "eval_ema")
-    return metrics | text_mix.evaluate(actor)
+            metrics |= means_of(graded(run, answered), "eval_ema")
+    return metrics
 
 
-def answered(run, parts, models, actor):
+def graded(run, answered):
     """Returns all ranks' graded responses to the held-out prompts: dicts with text, reward, kl, ...
 
     They are sampled with the same random numbers each time: those of step 0.
     """
-    args, tokenizer, size = run.args, run.tokenizer, run.args.per_device_eval_batch_size
-    roll_out, make_micro_batches, score, *_ = parts
-    prompts = held_out_prompts(run.held_out, args.eval_best_of)
-    responses = roll_out(args, actor, tokenizer, prompts, 0, size)
-    responses.sort(key=lambda response: len(response["response_ids"]))
-    for batch in make_micro_batches(tokenizer, responses, size):
-        score(batch, *models)
+    size, responses = run.args.per_device_eval_batch_size, []
+    for batch in answered(held_out_prompts(run.held_out), 0, size, size):
         note(batch)
+        responses += batch.responses
     return gathered(responses)
 
 
@@ -178,11 +240,7 @@ def gathered(responses):
 
 
 def summary(run, step, responses):
-    """Writes the responses of an evaluation down, shows two, and returns their means: eval_...
-
-    Those are of the first response to each prompt; with --eval_best_of the means of the responses
-    of the highest reward come with it, as eval_best_of_...
-    """
+    """Writes the responses of an evaluation down, shows two, and returns their means: eval_..."""
     names = [name for name in EVALUATED if name in responses[0]]
     lines = []
     for response in responses:
@@ -195,18 +253,7 @@ def summary(run, step, responses):
             f"{name} {response[name]:.4g}" for name in names if name != "response_length"
         )
         logs.show_sample(response, response["text"], f"  {numbers}")
-    first = firsts(responses)
-    metrics = means_of(first, "eval")
-    if len(first) < len(responses):
-        ascending = sorted(responses, key=lambda response: response["reward"])
-        best = {response["row"]: response for response in ascending}
-        metrics |= means_of([*best.values()], "eval_best_of")
-    return metrics
-
-
-def firsts(responses):
-    """Returns the first response to each prompt."""
-    return [response for response in responses if not response.get("sample")]
+    return means_of(responses, "eval")
 
 
 def means_of(responses, prefix):

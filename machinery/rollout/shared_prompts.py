@@ -1,7 +1,14 @@
 """Shared prompts (--share_prompt): a prompt is computed once for several responses to it.
 
-A row is  prompt | y_1 | ... | y_n,  and no response sees another. reward.py draws it for two.
-[Wang & Hegde 2024] do so for DPO.
+A row is  prompt | y_1 | ... | y_n,  and no response sees another, as in [Wang & Hegde 2024]. What
+comes out is a common.Layout like any other: `mask`, `positions` and `predicts` differ.
+Two pairs of reward.py, T = 9 ('-' is padding), y chosen and z rejected:
+
+    place in the row       0    1    2    3    4    5    6    7    8
+    row 0                  -    -    x0   x1 | y0   y1   eos| z0   eos    scores at both eos
+    row 1                  x0   x1   x2   x3 | y0   y1   eos| z0   eos
+    positions, row 1       0    1    2    3    4    5    6    4    5      z goes on where x ended,
+    row 1: z0 sees         x0   x1   x2   x3                  z0          and does not see y
 """
 
 import functools
@@ -11,6 +18,7 @@ import torch
 import torch.nn as nn
 from torch.nn.utils.rnn import pad_sequence
 
+import common
 from machinery.base import ranks
 from machinery.base.modules import unwrap_model
 from machinery.models.forwards import picks_positions
@@ -51,20 +59,18 @@ def can_share_prompt(model, length):
     return all(conditions)
 
 
-def lay_out(rows, pad_id):
-    """Lays out rows (dicts of prompt_ids, responses) as a dict of ids, mask, parts, all (B, T).
+def lay_out(texts, pad_id):
+    """Returns ids (N, T) and `parts` (N, T): which part of its row each token belongs to.
 
-    They are padded on the left. parts: what each token belongs to, PROMPT for example.
+    texts: for each row the prompt's ids and those of each response. Padding is on the left.
     """
     ids, parts = [], []
-    for row in rows:
-        texts = [row["prompt_ids"], *row["responses"]]
-        sizes = torch.tensor([len(text) for text in texts])
-        ids.append(torch.tensor(sum(texts, [])))
-        parts.append(torch.arange(PROMPT, PROMPT + len(texts)).repeat_interleave(sizes))
+    for row in texts:
+        sizes = torch.tensor([len(text) for text in row])
+        ids.append(torch.tensor([token for text in row for token in text]))
+        parts.append(torch.arange(PROMPT, PROMPT + len(row)).repeat_interleave(sizes))
     ids = pad_sequence(ids, True, pad_id, "left")
-    parts = pad_sequence(parts, True, PADDING, "left")
-    return {"ids": ids, "mask": (parts != PADDING).long(), "parts": parts}
+    return ids, pad_sequence(parts, True, PADDING, "left")
 
 
 def who_sees_whom(parts):
@@ -82,9 +88,25 @@ def who_sees_whom(parts):
     return allowed[:, None], allowed.sum(-1) - 1
 
 
-def end_of_chosen(parts):
-    """Returns the slot of each chosen response's last token.  (B, T) -> (B, 1)"""
-    return parts.shape[1] - 1 - (parts > FIRST).sum(-1, keepdim=True)
+def layout(ids, parts, predicts):
+    """Returns the common.Layout of rows with shared prompts."""
+    allowed, positions = who_sees_whom(parts)
+    real_tokens = (parts != PADDING).sum(-1)
+    return common.Layout(ids, allowed, positions, real_tokens, predicts)
+
+
+# ---- Step 2: pairs ----
+def pair_rows(rows, pad_id):
+    """The Layout of a row for each pair, as reward.plain_rows makes it of two rows for each.
+
+    predicts: (2B, 1), first of the chosen responses, then of the rejected ones: one place before
+    the last token of each.
+    """
+    ids, parts = lay_out([[row["prompt_ids"], *row["responses"]] for row in rows], pad_id)
+    T = ids.shape[1]
+    rejected = T * torch.arange(len(rows)) + T - 2  # (B,)
+    chosen = rejected - (parts > FIRST).sum(-1)
+    return layout(ids, parts, torch.cat([chosen, rejected])[:, None])
 
 
 # ---- Step 3: the responses of a micro-batch ----
@@ -110,45 +132,29 @@ def responses_a_row(args, *models):
     return min([1, *possible], key=cost)
 
 
-class SharedRows:
-    """The responses of a micro-batch, `size` to a row:  prompt[:-1] | x y_1 | ... | x y_size.
+def packing(together):
+    """Returns what lays responses out with `together` of them in a row; None for 1: plain rows."""
+    return functools.partial(shared_rows, together=together) if together > 1 else None
 
-    x is the prompt's last token. Each response has a copy, which predicts the response's first
-    token. So tokens that predict are as many, and in the same order, as tokens that are predicted.
+
+def shared_rows(responses, pad_id, together):
+    """The Layout of rows  prompt[:-1] | x y_1 | ... | x y_n,  n = together.
+
+    x is the prompt's last token. Each response has a copy of it, at which the response's first
+    token is predicted. So every response token has a place of its own where it is predicted.
+
+    responses: B dicts, those to a prompt side by side.
     """
-
-    def __init__(self, responses, size, real, pad_id):
-        """responses: B dicts, those to a prompt together. real: (B, R), 1 on their tokens."""
-        rows, first = [], []
-        for start in range(0, len(responses), size):
-            part = responses[start : start + size]
-            *prompt, last = part[0]["prompt_ids"]
-            texts = [[last, *response["response_ids"]] for response in part]
-            first += [start + texts.index(text) for text in texts]
-            rows.append({"prompt_ids": prompt, "responses": texts})
-        laid_out, device = lay_out(rows, pad_id), ranks.device()
-        self.ids, self.parts = laid_out["ids"].to(device), laid_out["parts"].to(device)
-        self.real, self.first = real.to(device) > 0, first  # (B, R), (B,)
-
-    def logits(self, model, wanted):
-        """Returns the logits (M, V) that predict the tokens marked in `wanted`, bool (B, R)."""
-        ends = nn.functional.pad(self.parts[:, :-1] != self.parts[:, 1:], (0, 1), value=True)
-        predicts = (self.parts >= FIRST) & ~ends  # (rows, T)
-        keep = torch.zeros_like(predicts).masked_scatter(predicts, wanted[self.real])
-        mask, positions = who_sees_whom(self.parts)
-        options = dict(position_ids=positions, logits_to_keep=keep, use_cache=False)
-        return model(self.ids, attention_mask=mask, **options).logits
-
-    def equal(self, values):
-        """Returns values (B, ...) with those of the first one for equal responses to a prompt.
-
-        Rounding depends on the place in a row: GRPO would make differences of 1 of it.
-        """
-        return values[self.first]
-
-    def values(self, model):
-        """Returns a ValueModel's values, (B, R + 1), from the prompt's last token on."""
-        values = model(self.ids, *who_sees_whom(self.parts))  # (rows, T)
-        slots = nn.functional.pad(self.real, (1, 0), value=True)  # (B, R + 1)
-        chosen = values[self.parts >= FIRST]
-        return self.equal(values.new_zeros(slots.shape).masked_scatter(slots, chosen))
+    texts = []
+    for start in range(0, len(responses), together):
+        part = responses[start : start + together]
+        *prompt, last = part[0]["prompt_ids"]
+        texts.append([prompt, *([last, *row["response_ids"]] for row in part)])
+    ids, parts = lay_out(texts, pad_id)
+    begins = (parts >= FIRST) & (parts != nn.functional.pad(parts[:, :-1], (1, 0)))  # at each x
+    firsts = begins.flatten().nonzero()[:, 0]  # (B,) flat places, in the order of the responses
+    lengths = torch.tensor([len(row["response_ids"]) for row in responses])  # (B,)
+    r = torch.arange(lengths.max())
+    # (B, R) after a response's end: its last token's place, in range, and never looked at
+    predicts = firsts[:, None] + r.minimum(lengths[:, None] - 1)
+    return layout(ids, parts, predicts)

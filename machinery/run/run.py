@@ -45,6 +45,7 @@ class Run:
         self.signals = []  # SIGTERM and SIGINT as they come; looked at between two steps
         self.step, self.rows = 0, ()  # of the step that is being made
         self.evaluated = None  # the step of the last evaluation
+        self.notes = {}  # what else the saved model's config.json holds
         common.ds_config(args, 0, 1)  # a wrong --ds_config is refused before models are loaded
         launch.fill_environment()
         self.folder = output_folder.OutputFolder(args)
@@ -255,11 +256,11 @@ class Run:
         """
         tokens = rows = scored = 0
         for batch in self.micro_batches:
-            mask, weight = batch["mask"], batch["row_weight"].double()
-            weight = weight.repeat(len(mask) // len(weight))  # a row of the data may have several
-            tokens += (mask.sum(-1) * weight).sum()
+            weight = batch.row_weight.double()
+            weight = weight.repeat(len(batch.ids) // len(weight))  # a pair may have two rows
+            tokens += (batch.real_tokens * weight).sum()
             rows += weight.sum()
-            scored += batch.get("loss_mask", mask).sum()
+            scored += getattr(batch, "loss_mask", batch.real_tokens).sum()
         return ranks.all_sum(tokens, rows, scored).tolist()
 
     def write(self, record):
@@ -268,10 +269,10 @@ class Run:
         self.legend_shown = True
 
     def texts(self):
-        """Yields {"text": ...} for each row of the step's micro-batches, dicts of ids and mask."""
+        """Yields {"text": ...} for each row of the step's micro-batches, padded on the left."""
         for batch in self.micro_batches:
-            for ids, mask in zip(batch["ids"], batch["mask"]):
-                yield {"text": self.tokenizer.decode(ids[mask > 0])}
+            for ids, count in zip(batch.ids, batch.real_tokens.tolist()):
+                yield {"text": self.tokenizer.decode(ids[len(ids) - count :])}
 
     def stop_unless_finite(self, values, rows=None):
         """Stops the run if one of `values`, {name: number}, is NaN or infinite on any rank.

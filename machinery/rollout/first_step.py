@@ -1,0 +1,52 @@
+"""What PPO checks in its first step, on the real models: numbers that only a mistake moves."""
+
+from machinery.base import ranks
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}  # 0.0 was seen with fp32 and bf16 on CPUs
+# Of a response's mean: with a cache sums are made in another order than in one forward.
+SAMPLING_TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
+
+
+def stop_unless_one(run, ratio, mask):
+    """Stops the run if the ratio is not 1 before a rollout's first update.
+
+    The weights, the tokens and the function are the same, so only a mistake can move it.
+    ratio, mask: (B, R).
+    """
+    drift = ((ratio.detach() - 1).abs() * mask).max().nan_to_num(nan=float("inf"))
+    drift = max(ranks.all_gather_objects([drift.item()]))  # approx_kl is below drift^2
+    dtype = run.args.dtype
+    if drift > TOLERANCE[dtype]:
+        ranks.say(
+            f"error: step {run.step}: before the first update the ratio is off by {drift:.4g} "
+            f"(allowed with {dtype}: {TOLERANCE[dtype]}).\n  The forward that trains does not see "
+            "the policy that was scored. Likely: dropout in the actor (--actor_dropout 0),\n  a "
+            "mask or temperature used in one of them only, or a kernel that is not deterministic."
+        )
+        run.finish(code=1)
+
+
+def stop_unless_sampled_as_scored(run, micro_batches):
+    """Stops the run if scoring gives sampled tokens other log-probs than sampling did.
+
+    Sampling used a cache, one token at a time; scoring is one forward over the whole row. Where
+    they differ by more than rounding, a cache, a mask or a position is wrong for this model.
+    """
+    worst = 0.0
+    for batch in micro_batches:
+        if "sampled_logprobs" in batch.tokens:
+            gap = (batch.tokens["sampled_logprobs"] - batch.old_logprobs).abs()  # (B, R)
+            mask = batch.response_mask
+            of_response = (gap * mask).sum(-1) / mask.sum(-1).clamp(min=1)  # (B,)
+            worst = max(worst, of_response.max().item())
+    worst = max(ranks.all_gather_objects([worst]))
+    allowed = SAMPLING_TOLERANCE[run.args.dtype]
+    if worst > allowed:
+        kind = run.engine.module.config.model_type
+        ranks.say(
+            f"error: step {run.step}: sampling and scoring give the tokens of a response log-probs "
+            f"that differ by {worst:.4g} on average\n  (allowed with {run.args.dtype}: {allowed}). "
+            f"A {kind} model is not decoded here as it is scored.\n  Take another architecture, or "
+            "leave out --compile_decoding."
+        )
+        run.finish(code=1)
