@@ -327,7 +327,7 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True):
     train False: a frozen engine, which only shards and offloads weights. main False: no monitor
     (the critic's would repeat the actor's).
     """
-    config = monitors.read_config(args, main)
+    config = monitors.read_config(args, False)
     zero = config["zero_optimization"]
     zero["stage"] = stage_of(args, stage) if train else stage
     zero3.add_options(args, zero, train)  # --offload, --adam_offload

@@ -48,7 +48,7 @@ from machinery.base.modules import unwrap_model
 from machinery.base.refused import program
 from machinery.data.rows import load_rows
 from machinery.engine import patches, state_offload, zero3
-from machinery.flags import declaring, ppo_flags, presets
+from machinery.flags import declaring, ppo_flags
 from machinery.models import forwards, model_folders
 from machinery.rollout import (
     compiled_decoding,
@@ -66,7 +66,38 @@ from machinery.run.run import Run
 
 # ---- Hyperparameters ----
 PRESETS = {
-    # As in sft.py. [Huang 2024]: The N+ details of RLHF with PPO.
+    # As in sft.py.
+    "toy": dict(
+        actor_model_name_or_path="output/sft",
+        critic_model_name_or_path="output/reward",
+        data_path=["toy/data"],
+        data_split="4,5,1",
+        output_dir="output/ppo",
+        max_steps=120,  # on two ranks 8 epochs; each samples new responses
+        num_train_epochs=8,
+        actor_learning_rate=2e-4,
+        critic_learning_rate=4e-4,  # twice the actor's: labs/rates.md
+        actor_weight_decay=0.0,
+        critic_weight_decay=0.0,
+        actor_dropout=0.0,
+        critic_dropout=None,
+        num_warmup_steps=10,
+        max_prompt_seq_len=32,
+        max_answer_seq_len=48,
+        per_device_generation_batch_size=32,
+        per_device_training_batch_size=32,
+        per_device_eval_batch_size=140,
+        num_eval_prompts=280,
+        kl_coef=0.05,
+        enable_ema=1,
+        gold_fn="toy/gold.py:gold",  # what the judge should have learned; the policy never sees it
+        zero_stage=2,
+        dtype="fp32",
+        group_by_length=0,
+        log_steps=5,
+        eval_steps=30,
+    ),
+    # [Huang 2024]: The N+ details of RLHF with PPO.
     "qwen2.5-0.5b": dict(
         actor_model_name_or_path="output/sft",
         critic_model_name_or_path="output/reward",
@@ -74,8 +105,8 @@ PRESETS = {
         data_split="0,5,5",
         output_dir="output/ppo",
         num_train_epochs=1,
-        actor_learning_rate=3e-6,  # [Huang 2024]; with LoRA ten times it
-        critic_learning_rate=3e-6,
+        actor_learning_rate=3e-5,  # ten times [Huang 2024]'s for all weights [Schulman 2025]
+        critic_learning_rate=3e-5,
         actor_lora_dim=32,
         critic_lora_dim=32,
         actor_dropout=0.0,  # off: with it the first ratio is not 1
@@ -89,7 +120,52 @@ PRESETS = {
         missing_eos_penalty=1.0,  # TRL's
         zero_stage=2,
     ),
-    **presets.deepspeed_chat("ppo"),
+    # DeepSpeed-Chat's: opt/single_node/run_1.3b.sh. It does not whiten advantages: --whiten 0.
+    "opt-1.3b": dict(
+        actor_model_name_or_path="output/sft",
+        critic_model_name_or_path="output/reward",
+        data_path=["Dahoas/rm-static"],
+        data_split="2,4,4",
+        output_dir="output/ppo",
+        num_train_epochs=1,  # the reward stops rising early
+        actor_learning_rate=9.65e-6,
+        critic_learning_rate=5e-6,
+        actor_dropout=0.0,  # off: with it the first ratio is not 1, and the run stops
+        critic_dropout=None,  # on: the model's own
+        num_warmup_steps=100,
+        max_prompt_seq_len=256,
+        max_answer_seq_len=256,
+        per_device_generation_batch_size=4,
+        per_device_training_batch_size=4,
+        per_device_eval_batch_size=4,
+        kl_coef=0.1,
+        enable_ema=1,
+        zero_stage=2,
+    ),
+    # llama2/run_llama2_7b.sh. For weight decay and no average the script gives no reason.
+    "llama-2-7b": dict(
+        actor_model_name_or_path="output/sft",
+        critic_model_name_or_path="output/reward",
+        data_path=["Dahoas/rm-static"],
+        data_split="2,4,4",
+        output_dir="output/ppo",
+        num_train_epochs=1,
+        actor_learning_rate=9.65e-6,
+        critic_learning_rate=5e-6,
+        actor_weight_decay=0.1,
+        critic_weight_decay=0.1,
+        actor_dropout=0.0,
+        critic_dropout=None,
+        num_warmup_steps=100,
+        max_prompt_seq_len=256,
+        max_answer_seq_len=256,
+        per_device_generation_batch_size=1,
+        per_device_training_batch_size=1,
+        per_device_eval_batch_size=1,
+        kl_coef=0.1,
+        enable_ema=0,
+        zero_stage=3,
+    ),
 }
 
 

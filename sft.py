@@ -28,22 +28,41 @@ import common
 from machinery.base import ranks
 from machinery.base.refused import program
 from machinery.data.rows import load_rows
-from machinery.flags import declaring, presets
+from machinery.flags import declaring
 from machinery.models import model_folders
 from machinery.rollout import reward_functions, samples
 from machinery.run.run import Run
 
 # ---- Hyperparameters ----
+# The toy's are taken if no model is named, the next ones if one is, others by --preset.
 PRESETS = {
-    # Chat models of 0.5B to 8B weights. The first preset is taken if a model is named, the toy's
-    # (toy/presets.json) if none is. [TRL]: its trl/scripts/sft.py, for this model and data.
+    # The built-in task, from scratch: 0.9 M weights, minutes on two cores.
+    "toy": dict(
+        model_name_or_path="toy/model",
+        data_path=["toy/data"],
+        data_split="4,5,1",  # PPO draws its own responses: it needs the fewest rows
+        output_dir="output/sft",
+        num_train_epochs=5,
+        learning_rate=3e-3,  # high: few weights, and from scratch
+        weight_decay=0.0,
+        num_warmup_steps=20,
+        dropout=None,
+        per_device_train_batch_size=24,  # 48 on the demo's two ranks
+        per_device_eval_batch_size=140,
+        max_seq_len=64,
+        zero_stage=2,
+        dtype="fp32",
+        group_by_length=0,
+        log_steps=20,
+    ),
+    # Chat models of 0.5B to 8B weights. [TRL]: its trl/scripts/sft.py, for this model and data.
     "qwen2.5-0.5b": dict(
         model_name_or_path="Qwen/Qwen2.5-0.5B",
         data_path=["trl-lib/Capybara"],  # dialogues of several turns [TRL]
         data_split="1,0,0",  # all rows: steps 2 and 3 have other data
         output_dir="output/sft",
         num_train_epochs=2,  # [Lambert 2024, Tulu 3]
-        learning_rate=2e-5,  # lora.FACTOR makes it ten times as large, 2e-4, with LoRA [TRL]
+        learning_rate=2e-4,  # with LoRA [TRL]; 2e-5 trains all weights
         lora_dim=32,  # [TRL]; 0 trains all weights
         lora_alpha=16,  # [TRL]
         weight_decay=0.0,
@@ -55,7 +74,47 @@ PRESETS = {
         max_seq_len=1024,  # [TRL]
         zero_stage=2,
     ),
-    **presets.deepspeed_chat("sft"),  # opt-1.3b, llama-2-7b
+    # DeepSpeed-Chat's recipes, number for number: opt/single_node/run_1.3b.sh. Its loss covers the
+    # prompt, too: --train_on everything. What only saves memory is left to flags.
+    "opt-1.3b": dict(
+        model_name_or_path="facebook/opt-1.3b",
+        data_path=[
+            "Dahoas/rm-static",
+            "Dahoas/full-hh-rlhf",
+            "Dahoas/synthetic-instruct-gptj-pairwise",
+            "yitingxie/rlhf-reward-datasets",
+        ],
+        data_split="2,4,4",
+        output_dir="output/sft",
+        num_train_epochs=16,  # responses gain after perplexity [its README]; labs/sft-epochs.md
+        learning_rate=9.65e-6,
+        weight_decay=0.0,
+        dropout=None,  # on: OPT's own 0.1
+        per_device_train_batch_size=8,
+        per_device_eval_batch_size=8,
+        max_seq_len=512,
+        zero_stage=2,
+    ),
+    # llama2/run_llama2_7b.sh, which has --gradient_checkpointing, too.
+    "llama-2-7b": dict(
+        model_name_or_path="meta-llama/Llama-2-7b-hf",
+        data_path=[
+            "Dahoas/rm-static",
+            "Dahoas/full-hh-rlhf",
+            "Dahoas/synthetic-instruct-gptj-pairwise",
+            "yitingxie/rlhf-reward-datasets",
+        ],
+        data_split="2,4,4",
+        output_dir="output/sft",
+        num_train_epochs=4,  # fewer than OPT's; the script gives no reason
+        learning_rate=9.65e-6,
+        weight_decay=0.0,
+        dropout=None,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        max_seq_len=512,
+        zero_stage=3,  # seven billion weights: sharded, too
+    ),
 }
 COLUMNS = """step epoch loss eval_loss eval_perplexity learning_rate grad_norm
              tokens_per_second""".split()

@@ -15,7 +15,9 @@ from machinery.models import forwards
 from machinery.rollout import compiled_decoding, decoding
 from tests.conftest import generate, load_model
 from tests.test_1_tokens import E, Scripted
-from tests.test_5_models import CONFIGS, SHAPE, VOCAB, folder_of, get_args, random_ids
+from tests.tiny_models import KINDS, SHAPE, config_of, folder_of, get_args, random_ids
+
+VOCAB, CONFIGS = SHAPE["vocab_size"], {name: config_of(name) for name in KINDS}
 
 WINDOWS = {
     "short window": MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=6),

@@ -13,7 +13,6 @@ from deepspeed.accelerator import get_accelerator
 
 from machinery.base import ranks, refused
 from machinery.flags import declaring, refusals
-from machinery.models import model_checks
 from machinery.rollout import kept_pass
 from tools import estimate_memory as memory
 
@@ -59,7 +58,6 @@ def estimate(args, models_of, refusal=refusals.refusal):
     Ends the program. refusal(args) returns why flags do not go together, or None.
     """
     devices = Devices(args)
-    model_checks.check(args, models_of(args))
 
     def peak_with(changes, count=devices.count):
         """Returns the peak with all changes; inf where flags contradict each other."""

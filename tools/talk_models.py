@@ -10,7 +10,6 @@ from pathlib import Path
 
 import huggingface_hub
 import torch
-from jinja2 import TemplateError
 from transformers.utils import find_adapter_config_file
 
 import common
@@ -18,8 +17,7 @@ import ppo
 from machinery.base import refused
 from machinery.data import formats, rows, tokens
 from machinery.flags import declaring
-from machinery.models import model_checks, model_folders
-from machinery.rollout import decoding
+from machinery.models import model_folders
 
 CHAT = "chat"  # the template that stands for the tokenizer's own
 DIALOGUE = formats.HUMAN + "{}" + formats.ASSISTANT
@@ -106,15 +104,8 @@ class Model:
         own = "fp32" if config.dtype == torch.float32 else declaring.fast_dtype()
         self.dtype = args.dtype or own
         args = declaring.of_role(args, model_name_or_path=path, dtype=self.dtype, **WHOLE)
-        if model_folders.is_scorer(config) != scores:
-            wrong = "is no reward model, and would score at random"
-            if not scores:
-                wrong = "is a reward model, which cannot write.\n  Give it as --reward"
-            refused.fail(f"{self.name} {wrong}.")
-        model_checks.refuse_other_kinds(path, config, scores)
-        model_checks.check_weights(path, config, needed=True)
-        way = None if scores else decoding.way_of(args)
-        model_checks.try_out(path, args.trust_remote_code, way)
+        model_folders.refuse_other_kind(self.name, config, scores)
+        model_folders.has_weights(path, needed=True)
         self.tokenizer = model_folders.load_tokenizer(path, args)
         head = "score" if scores else None
         self.model = common.frozen_engine(args, 1, self.tokenizer, head)
@@ -162,7 +153,7 @@ class Writer(Model):
         room = min(room, args.max_prompt_seq_len or room)
         try:
             ids = tokens.tokenise_prompt(self.tokenizer, text)
-        except TemplateError as error:  # "roles must alternate", "no system role"
+        except formats.LeftOut as error:
             shown = formats.as_text(text)[:300]
             refused.fail(f"the chat template of {self.name} refuses a prompt: {error}.\n  {shown}")
         row = {"row": number, "sample": 0, "row_weight": 1, "asked": prompt, "extra": extra}

@@ -10,9 +10,10 @@ import sys
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
 from tqdm import tqdm
 
-from machinery.base import refused
+from machinery.base.refused import Refused
 
 
 def get_rank():
@@ -26,8 +27,11 @@ def get_world_size():
 
 
 def tensor_parallel_size():
-    """Returns the number of ranks that share each layer. The run notes it in the environment."""
-    return int(os.environ.get("RLHF_TENSOR_PARALLEL", 1))
+    """Returns the number of ranks that share each layer: what launch.join_ranks told DeepSpeed."""
+    try:
+        return groups.get_tensor_model_parallel_world_size()
+    except AssertionError:  # nobody has told it anything: these are no ranks of a run
+        return 1
 
 
 def data_parallel_rank():
@@ -78,11 +82,12 @@ def each_once(rows):
 
 
 def fail_unless_alike(value, what, advice):
-    """Ends the program unless all ranks have the same `value`. All ranks call it."""
+    """Refuses the run unless all ranks have the same `value`. All ranks call it."""
     each = all_gather_objects([value])
     other = next((rank for rank, theirs in enumerate(each) if theirs != each[0]), None)
     if other is not None:
-        refused.fail(f"{what}: rank 0 has {each[0]}, rank {other} {each[other]}.\n  {advice}")
+        words = f"{what}: rank 0 has {each[0]}, rank {other} {each[other]}.\n  {advice}"
+        raise Refused("ranks-differ", words)
 
 
 def barrier():

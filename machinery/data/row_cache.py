@@ -1,6 +1,5 @@
 """Tokenised rows in the cache of `datasets`: made once on a host, and kept for the next start."""
 
-import datetime
 import hashlib
 import os
 import sys
@@ -16,6 +15,7 @@ from machinery.base import ranks
 
 MANY = 10_000  # fewer rows take some seconds, and are made by every rank at every start
 LIBRARIES = datasets, jinja2, tokenizers, transformers
+CODE = Path(__file__).parents[1]  # machinery/: rows depend on several of its rooms
 
 
 def pays(rows, tokenizer):
@@ -35,16 +35,18 @@ def map_once(rows, function, options, content, title):
     first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     if not first:
         ranks.barrier()
-    shape = {"fn_kwargs": options, "remove_columns": rows.column_names, "desc": title}
-    shape |= {"cache_file_name": str(file), "new_fingerprint": name}
     cores = min(len(os.sched_getaffinity(0)), len(rows) // 100)
     if first and not [*file.parent.glob(f"{name}*")]:
         ranks.say(f"{title}: tokenising {len(rows):,} rows, once; kept in {file.parent}")
         rows = rows.flatten_indices(keep_in_memory=True)  # a worker gets its own rows only
-        if sys.stderr.isatty():
-            datasets.enable_progress_bars()
-    made = rows.map(function, num_proc=cores if cores > 1 else None, **shape)
-    datasets.disable_progress_bars()
+    made = rows.map(
+        function,
+        fn_kwargs=options,
+        remove_columns=rows.column_names,
+        num_proc=cores if cores > 1 else None,
+        cache_file_name=str(file),
+        new_fingerprint=name,
+    )
     if first:
         ranks.barrier()
     return made
@@ -55,13 +57,8 @@ def key(options, content):
     tokenizer = options["tokenizer"]
     facts = [content, sys.version, *(library.__version__ for library in LIBRARIES)]
     facts += sorted((name, x) for name, x in options.items() if x is not tokenizer)
-    if "strftime_now" in str(tokenizer.chat_template):  # such a template writes the date
-        facts.append(datetime.date.today())
-    digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        for file in [*sorted(Path(folder).rglob("*")), *sorted(Path(__file__).parent.glob("*.py"))]:
-            digest.update(
-                f"\n{file.name}\n".encode() + (file.read_bytes() if file.is_file() else b"")
-            )
-    return digest.hexdigest()
+        files = [*sorted(Path(folder).rglob("*.*")), *sorted(CODE.rglob("*.py"))]
+        facts += [(file.name, file.read_bytes()) for file in files]
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()

@@ -7,28 +7,15 @@ from collections import Counter
 
 import datasets
 import numpy as np
-from jinja2 import TemplateError
 
-from machinery.base import ranks, refused
-from machinery.data import formats, row_cache, sources, tokens
-from machinery.data.data_split import STAGES, default, share_of
-from machinery.data.tokens import UncheckedTurns, tokenise_prompt, tokenise_response, tokenise_turns
+from machinery.base import ranks
+from machinery.base.refused import Refused
+from machinery.data import data_split, formats, row_cache, sources, tokens
+from machinery.data.formats import LeftOut
+from machinery.data.tokens import NO_TEMPLATE, TURNS_UNKNOWN, tokenise_prompt, tokenise_response
 
 TEXTS = {"sft": ["response"], "reward": ["chosen", "rejected"], "ppo": []}  # of an Example
-PAIRS = [{"chosen", "rejected"}, formats.WEBGPT, formats.SHP]
-NEEDS = {  # columns of which a stage can make its rows
-    "sft": [
-        *({"prompt", "response"}, {"prompt", "completion"}, {"messages"}, {"conversations"}),
-        *({"instruction", "output"}, {"chosen"}, formats.WEBGPT, formats.SHP),
-    ],
-    "reward": PAIRS,
-    "ppo": [{"prompt"}, {"messages"}, {"conversations"}, {"instruction"}, *PAIRS],
-}
-NO_TEMPLATE = """the data holds chats, and the tokenizer has no chat template.
-  Use a chat model's tokenizer, or text (prompt, response, chosen, rejected)."""
-UNCHECKED = """--train_on all: the chat template writes a turn in another way when it is opened, or
-  has messages after it. So the assistant's tokens cannot be told from the others.
-  Use --train_on last (the response alone) or everything."""
+FATAL = {NO_TEMPLATE: "no-chat-template", TURNS_UNKNOWN: "turns-unknown"}  # for any row
 
 
 # ---- One row ----
@@ -52,44 +39,48 @@ def read_row(row, stage):
     return prompt, texts, example
 
 
-def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=None, graded=False):
+def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=None):
     """Returns a row of `load_rows`, and its `drop`: "" or the reason to leave the row out.
 
     columns: the names of those that the source has, for rows that leave some out. names: --columns.
-    graded: also for sft the other columns are kept, for --gold_fn.
     """
+    prompt, texts, example = read_row(sources.parse(row, names), stage)
     row = sources.parse(row)
-    prompt, texts, example = read_row(sources.rename(row, names), stage)
-    made = {"prompt": formats.as_text(prompt), "chat": isinstance(prompt, list), "prompt_ids": []}
-    made.update(prompt_loss_mask=[], responses=[], length=0, extra="", drop="")
-    if stage == "ppo" or graded:
-        others = {**dict.fromkeys(columns), **row}
-        others.pop("prompt", None)
-        made["extra"] = json.dumps(others, default=str)
-    if made["chat"] and tokenizer.chat_template is None:
-        return {**made, "drop": NO_TEMPLATE}
-    written = texts if made["chat"] else [prompt, *texts]
-    if not prompt or not all(isinstance(text, str) and text.strip() for text in written):
-        return {**made, "drop": "empty prompt or response"}
-    train_on = train_on or ("all" if example.every_turn else "last")
+    others = {name: row.get(name) for name in [*columns, *row] if name != "prompt"}
+    ids, mask, responses, drop = [], [], [], ""
     try:
-        if stage == "sft" and train_on == "all":
-            ids, mask, *responses = tokenise_turns(tokenizer, prompt, *texts)
-        else:
-            ids = tokenise_prompt(tokenizer, prompt)
-            mask = [int(train_on == "everything")] * len(ids)
-            responses = [tokenise_response(tokenizer, text) for text in texts]
-    except TemplateError as error:  # "roles must alternate", "no system role"
-        return {**made, "drop": f"the chat template refuses it: {error}"}
-    except UncheckedTurns:
-        return {**made, "drop": UNCHECKED}
-    ids, mask, responses = cut(ids, mask, responses, limit)
-    if stage == "reward" and responses[0] == responses[1]:
-        once_cut = "" if example.chosen == example.rejected else " once cut"
-        return {**made, "drop": f"chosen equals rejected{once_cut}"}
-    length = len(ids) + sum(map(len, responses))
-    made.update(prompt_ids=ids, prompt_loss_mask=mask, responses=responses, length=length)
-    return made
+        ids, mask, responses = tokenise(tokenizer, stage, prompt, texts, example, train_on)
+        ids, mask, responses = cut(ids, mask, responses, limit)
+        if stage == "reward" and responses[0] == responses[1]:
+            once_cut = "" if example.chosen == example.rejected else " once cut"
+            raise LeftOut(f"chosen equals rejected{once_cut}")
+    except LeftOut as why:
+        drop = str(why)
+    return {
+        "prompt": formats.as_text(prompt),
+        "chat": isinstance(prompt, list),
+        "prompt_ids": ids,
+        "prompt_loss_mask": mask,
+        "responses": responses,
+        "length": len(ids) + sum(map(len, responses)),
+        "extra": json.dumps(others, default=str),
+        "drop": drop,
+    }
+
+
+def tokenise(tokenizer, stage, prompt, texts, example, train_on):
+    """Returns the ids of a prompt, their mask, and the ids of its responses. Raises LeftOut."""
+    whole = example.train_on == "everything"  # a prompt to be learned, with an empty response
+    train_on = example.train_on if whole else train_on or example.train_on
+    written = texts if isinstance(prompt, list) and prompt else [prompt, *([] if whole else texts)]
+    if not all(text and text.strip() for text in written):
+        raise LeftOut("empty prompt or response")
+    if stage == "sft" and train_on == "all":
+        ids, mask, response = tokens.tokenise_turns(tokenizer, prompt, *texts)
+        return ids, mask, [response]
+    ids = tokenise_prompt(tokenizer, prompt)
+    covered = int(train_on == "everything")
+    return ids, [covered] * len(ids), [tokenise_response(tokenizer, text) for text in texts]
 
 
 # ---- Rows ----
@@ -100,90 +91,79 @@ def load_rows(args, tokenizer, stage, limit):
     prompt_ids        its tokens; with a response at most `limit`
     prompt_loss_mask  1 on the prompt's tokens that the loss of sft covers (--train_on)
     responses         lists of ids: the response; chosen and rejected; none for ppo
-    length, extra     tokens of all of them; for ppo (or --gold_fn) the row's other columns, as JSON
+    length, extra     tokens of all of them; the row's other columns, as JSON
 
     Where they hold chats, the tokenizer's EOS becomes the end of turn (tokens.end_as_in_chats).
-    Each stage takes its own share of every source's rows (--data_split, which is decided here where
-    it is None). Held out is the source's own test split, or a twentieth of the prompts, by hash.
-    Neither depends on --seed: stages with different seeds must not share rows.
+    Each stage takes its own share of every source's rows (--data_split). Held out is the source's
+    own test split, or a twentieth of the prompts, by hash. Neither depends on --seed: stages with
+    different seeds must not share rows.
     """
     parts, shares = {"train": [], "test": []}, []
     trained_on = set()  # the prompts that any stage trains on, in any source
     for path in args.data_path:
         source, columns = sources.read_source(path)
         names = sources.names_in(args, path, columns)
-        known = sources.rename(dict.fromkeys(columns), names)
-        if args.data_split is None:
-            args.data_split = default(args, stage, all(serves(known, each) for each in STAGES))
-        split, reader = args.data_split, stage
-        if path in sources.SFT_ONLY:
-            split, reader = (1, 0, 0), "sft"
-        check_columns(path, known, reader)
-        prompts = {name: read_prompts(path, name, source[name], reader, names) for name in source}
+        check_columns(path, sources.parse(dict.fromkeys(columns), names), stage)
+        prompts = {part: read_prompts(path, part, source[part], stage, names) for part in source}
+        first_prompt, _, _ = read_row(sources.parse(source["train"][0], names), stage)
+        if isinstance(first_prompt, list):
+            tokens.end_as_in_chats(tokenizer)
         source, prompts = hold_out(source, prompts["train"])
         trained_on.update(*prompts)
-        source["train"] = share_of(source["train"], split, stage)
-        if not len(source["train"]):
-            ranks.say(f"{path}: no rows for this step")
-            continue
+        taken = data_split.share_of(source["train"], args.data_split, stage)
+        of_all = f"{len(taken):,} of {len(source['train']):,} rows"
+        renamed = "".join(f", {ours}={theirs}" for ours, theirs in names.items())
+        ranks.say(f"{path}: {of_all} ({data_split.in_words(args)}){renamed}")
         options = {"tokenizer": tokenizer, "stage": stage, "limit": limit, "columns": columns}
-        options |= {"train_on": vars(args).get("train_on"), "names": names}
-        options["graded"] = bool(vars(args).get("gold_fn"))
-        shares.append((source, options, path))
-    if any(holds_chats(*share, stage) for share in shares):
-        tokens.end_as_in_chats(tokenizer)
-    for source, options, path in shares:
-        for name, kept in parts.items():
-            if rows := tokenise_rows(args, source[name], options, path, name):
-                kept.append(rows)
-    for name, kept in parts.items():
+        options |= {"train_on": getattr(args, "train_on", None), "names": names}
+        shares.append((path, {**source, "train": taken}, options))
+    for path, source, options in shares:
+        for part, kept in parts.items():
+            known = trained_on if part == "test" else ()
+            kept += tokenise_rows(args, source[part], options, f"{path}, {part}", known)
+    for part, kept in parts.items():
         if not kept:
-            advice = "Add data, or give this stage a larger share in --data_split."
-            refused.fail(f"no {name} rows are left of {', '.join(args.data_path)}.\n  {advice}")
-    train, test = map(datasets.concatenate_datasets, parts.values())
-    return train, drop_known_prompts(args, test, trained_on)
-
-
-def holds_chats(source, options, path, stage):
-    """Returns whether the first prompt of a source is a list of chat messages."""
-    row = sources.parse(source["train"][0])
-    return isinstance(read_row(sources.rename(row, options["names"]), stage)[0], list)
+            words = f"no {part} rows are left. Add data, or give this step more of --data_split."
+            raise Refused("no-rows-left", words)
+    return tuple(map(datasets.concatenate_datasets, parts.values()))
 
 
 def serves(columns, stage):
     """Returns whether the stage can make rows of these columns."""
-    return any(need <= set(columns) for need in NEEDS[stage])
+    able = [need.split() for need, stages in formats.FORMATS.items() if stage in stages.split()]
+    return any(set(need) <= set(columns) for need in able)
 
 
 def check_columns(path, columns, stage, flag="--data_path"):
-    """Ends with an error if the stage cannot make rows of these columns."""
+    """Refuses columns of which the stage cannot make its rows."""
     if not serves(columns, stage):
         found = ", ".join(columns) or "(none: it is empty)"
-        needs = "; or ".join(" + ".join(sorted(need)) for need in NEEDS[stage])
-        known = f"Known formats:{formats.KNOWN_FORMATS}"
-        needs = f"This stage needs {needs}. {known}"
-        refused.fail(f"{flag} {path} has the columns {found}.\n  {needs}")
+        known = "".join(f"\n    {need}  ({steps})" for need, steps in formats.FORMATS.items())
+        advice = "\n  Other names: --columns prompt=question,response=answer"
+        what = f"{flag} {path} has the columns {found}.\n  Known columns (of the steps):"
+        raise Refused("unknown-columns", what + known + advice)
 
 
-def read_prompts(path, name, rows, stage, names):
+def read_prompts(path, part, rows, stage, names):
     """Returns of each row of a part the prompts of SFT and of step 3, as text.
 
-    Ends with an error at the first row that the stage cannot read, and names its place.
+    Refuses the first row that the stage cannot read, and names its place.
     """
     prompts = []
     for number, row in enumerate(rows, 1):
         try:
-            example = read_row(sources.rename(sources.parse(row), names), stage)[-1]
+            example = read_row(sources.parse(row, names), stage)[-1]
         except formats.BadRow as error:
-            refuse(row, f"{path}, {name}, row {number}", error)
-        prompt = formats.as_text(example.prompt)
-        prompts.append((prompt, formats.as_text(example.question) if example.question else prompt))
+            refuse(row, f"{path}, {part}, row {number}", error)
+        asked = example.question or example.prompt
+        prompts.append((formats.as_text(example.prompt), formats.as_text(asked)))
     return prompts
 
 
 def refuse(row, place, error):
-    """Ends the program because of a row that cannot be read: at `place`, if it does not say so."""
-    refused.fail(f"{row.get(sources.PLACE) or place}: {error}.\n  Mend the row, or take it out.")
+    """Refuses a row that cannot be read: at `place`, if it does not say where it stands."""
+    place = row.get(sources.PLACE) or place
+    raise Refused("bad-row", f"{place}: {error}.\n  Mend the row, or take it out.")
 
 
 def hold_out(source, prompts):
@@ -196,35 +176,36 @@ def hold_out(source, prompts):
     rows, keys = source["train"], [key for key, _ in prompts]
     by_hash = sorted(set(keys), key=lambda key: (zlib.crc32(key.encode()), key))
     chosen = set(by_hash[: max(1, len(by_hash) // 20)])
-    held_out = np.array([key in chosen for key in keys], bool)
-    train, test = rows.select(np.flatnonzero(~held_out)), rows.select(np.flatnonzero(held_out))
-    return {"train": train, "test": test}, [pair for pair in prompts if pair[0] not in chosen]
+    test = [i for i, key in enumerate(keys) if key in chosen]
+    train = [i for i, key in enumerate(keys) if key not in chosen]
+    return {"train": rows.select(train), "test": rows.select(test)}, [prompts[i] for i in train]
 
 
-def tokenise_rows(args, rows, options, path, name):
-    """Returns the tokenised rows of part `name` of a source; [] if all are dropped.
+def tokenise_rows(args, rows, options, title, trained_on):
+    """Returns the tokenised rows of a part of a source, in a list; [] if all are dropped.
 
-    options: the arguments of `tokenise_row`.
+    options: the arguments of `tokenise_row`. title: of the part. trained_on: prompts that must not
+    be among them. Says how many rows are dropped, and why.
     """
+    if not len(rows):
+        return []
     if row_cache.pays(rows, options["tokenizer"]):
-        content, title = digest_of(rows), f"{path}, {name}"
-        made = row_cache.map_once(rows, tokenise_row, options, content, title)
+        made = row_cache.map_once(rows, tokenise_row, options, digest_of(rows), title)
     else:
         shape = {"remove_columns": rows.column_names, "keep_in_memory": True}
         made = rows.map(tokenise_row, fn_kwargs=options, **shape)
-    reasons = list(made["drop"]) if len(made) else []  # "" for a row that is kept
-    for why in (NO_TEMPLATE, UNCHECKED):
-        if why in reasons:
-            refused.fail(why)
+    reasons = list(made["drop"])  # "" for a row that is kept
+    for i, prompt in enumerate(made["prompt"]):
+        if prompt in trained_on:
+            reasons[i] = reasons[i] or "its prompt is also trained on"
     for why, count in Counter(filter(None, reasons)).items():
-        of_all = f"{count} of {len(made)} rows"
-        if args.strict:
-            first = reasons.index(why)
-            place = rows[first].get(sources.PLACE, f"the prompt {made[first]['prompt'][:80]!r}")
-            refused.fail(f"--strict: {path}, {name}: {of_all} would be dropped.\n  {place}: {why}")
-        ranks.say(f"{path}, {name}: dropped {of_all}: {why}")
+        first = rows[reasons.index(why)].get(sources.PLACE, "")
+        what = f"{title}: dropped {count} of {len(made)} rows: {why}"
+        if why in FATAL:
+            raise Refused(FATAL[why], f"{what}.\n  The first: {first}")
+        ranks.say(what)
     kept = [i for i, why in enumerate(reasons) if not why]
-    return made.select(kept).remove_columns("drop") if kept else []
+    return [made.select(kept).remove_columns("drop")] if kept else []
 
 
 def fingerprint(rows):
@@ -233,9 +214,7 @@ def fingerprint(rows):
     Of prompts it takes the text, not the tokens: a chat template may write today's date there.
     """
     left_out = {"prompt_ids", "prompt_loss_mask", "length"}
-    if len(rows) and rows[0].get("responses"):
-        left_out.add("extra")  # of sft: for --gold_fn, which may change
-    return digest_of(rows.remove_columns([n for n in rows.column_names if n in left_out]))
+    return digest_of(rows.remove_columns([*left_out & set(rows.column_names)]))
 
 
 def digest_of(rows):
@@ -246,17 +225,3 @@ def digest_of(rows):
             # `take` makes the same buffers of equal values, wherever they were cut from.
             digest.update(piece.take(np.arange(len(piece))).serialize())
     return digest.hexdigest()
-
-
-def drop_known_prompts(args, test, trained_on):
-    """Returns the held-out rows whose prompts no stage trains on; says how many are dropped."""
-    fresh = [i for i, prompt in enumerate(test["prompt"]) if prompt not in trained_on]
-    if len(fresh) == len(test):
-        return test
-    count = f"{len(test) - len(fresh)} of {len(test)} rows"
-    ranks.say(f"held-out: dropped {count}, whose prompts are also trained on")
-    if args.strict:
-        refused.fail("--strict: held-out rows would be dropped, see above.")
-    if not fresh:
-        refused.fail("every held-out prompt is also trained on: give the data a test split.")
-    return test.select(fresh)

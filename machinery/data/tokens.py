@@ -6,12 +6,12 @@ from contextlib import suppress
 from jinja2 import TemplateError
 
 from machinery.base import ranks
-from machinery.data.formats import ASSISTANT, HUMAN
+from machinery.data.formats import ASSISTANT, HUMAN, LeftOut
 from machinery.models import model_folders
 
-
-class UncheckedTurns(ValueError):
-    """Says that a chat template writes a turn in another way than in the whole chat."""
+NO_TEMPLATE = "the data holds chats, and the tokenizer has no chat template. Take a chat model's"
+TURNS_UNKNOWN = """the chat template writes a turn in another way when it is opened, or has messages
+  after it: the assistant's tokens cannot be told from the others. Use --train_on last"""
 
 
 def tokenise_prompt(tokenizer, prompt):
@@ -24,9 +24,8 @@ def tokenise_prompt(tokenizer, prompt):
         messages, marks = protect(tokenizer, prompt)
         return tokenise_rendered(tokenizer, render(tokenizer, messages, opening=True), marks)
     ids = tokenizer(prompt, split_special_tokens=True).input_ids
-    if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
-        return ids[:-1]
-    return ids
+    ended = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id  # some tokenizers append it
+    return ids[:-1] if ended else ids
 
 
 def tokenise_response(tokenizer, response):
@@ -43,8 +42,8 @@ def tokenise_text(tokenizer, text):
 
 
 def with_eos(tokenizer, ids):
-    """Returns ids and EOS, which is appended nowhere else."""
-    return ids + [tokenizer.eos_token_id]
+    """Returns ids that end with EOS, which is appended nowhere else."""
+    return ids if ids[-1:] == [tokenizer.eos_token_id] else ids + [tokenizer.eos_token_id]
 
 
 # ---- Every turn (--train_on all) ----
@@ -55,21 +54,20 @@ def tokenise_turns(tokenizer, prompt, response):
     template makes of it, with the end of turn that the template writes. The last one ends with EOS.
     """
     if isinstance(prompt, list):
-        parts, last = chat_turns(tokenizer, [*prompt, {"role": "assistant", "content": response}])
-        ended = last[-1:] == [tokenizer.eos_token_id]
-        response_ids = last if ended else with_eos(tokenizer, last)
+        parts = chat_turns(tokenizer, [*prompt, {"role": "assistant", "content": response}])
     else:
-        parts, last = dialogue_turns(tokenizer, prompt, response)
-        response_ids = tokenise_response(tokenizer, last)
+        parts = dialogue_turns(tokenizer, prompt, response)
+    *parts, (last, _) = parts
     ids = [token for part, _ in parts for token in part]
     mask = [covered for part, covered in parts for _ in part]
-    return ids, mask, response_ids
+    return ids, mask, with_eos(tokenizer, last)
 
 
 def dialogue_turns(tokenizer, prompt, response):
-    """Returns a prompt in parts, [(ids, whether the assistant says it)], and the last turn.
+    """Returns a dialogue in parts: [(ids, whether the assistant says it)].
 
-    What pairs of dialogues do not share may itself hold several turns: the response is the last.
+    The last part is the response. What pairs of dialogues do not share may itself hold several
+    turns: the response is the last of them.
     """
     between, marker, last = response.rpartition(ASSISTANT)
     if marker and last.strip():
@@ -78,15 +76,15 @@ def dialogue_turns(tokenizer, prompt, response):
     first, *texts = re.split(turn, prompt, flags=re.DOTALL)  # every second one is a turn
     parts = [(tokenise_prompt(tokenizer, first), 0)]
     parts += [(tokenise_text(tokenizer, text), 1 - i % 2) for i, text in enumerate(texts)]
-    return parts, response
+    return parts + [(tokenise_text(tokenizer, response), 1)]
 
 
 def chat_turns(tokenizer, messages):
-    """Returns what `dialogue_turns` does of chat messages, but the last turn as ids.
+    """Returns what `dialogue_turns` does, of chat messages.
 
     A turn is what the template adds to its opening when the message is there: the content and the
-    end of turn. White space after that, which no turn has to predict, is left out. Raises
-    UncheckedTurns unless what is rendered stays as it is when more messages follow.
+    end of turn. White space after that, which no turn has to predict, is left out. Raises LeftOut
+    unless what is rendered stays as it is when more messages follow.
     """
     messages, marks = protect(tokenizer, messages)
     whole = render(tokenizer, messages)
@@ -97,12 +95,11 @@ def chat_turns(tokenizer, messages):
         opened = render(tokenizer, messages[:i], opening=True)
         closed = render(tokenizer, messages[: i + 1])
         if not (closed.startswith(opened) and whole.startswith(closed)):
-            raise UncheckedTurns
+            raise LeftOut(TURNS_UNKNOWN)
         turn = closed[len(opened) :].rstrip()
         parts += [(whole[end : len(opened)], 0), (turn, 1)]
         end = len(opened) + len(turn)
-    made = [(tokenise_rendered(tokenizer, text, marks), covered) for text, covered in parts]
-    return made[:-1], made[-1][0]
+    return [(tokenise_rendered(tokenizer, text, marks), covered) for text, covered in parts]
 
 
 # ---- Chat templates ----
@@ -113,7 +110,7 @@ def end_of_turn(tokenizer):
     """
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
     known = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
-    with suppress(TemplateError, ValueError):  # it refuses such a chat, or there is none
+    with suppress(LeftOut):  # the template refuses such a chat, or there is none
         end = render(tokenizer, turns).rpartition("ANSWER")[2].rstrip()
         return next((token for token in known if end.endswith(token)), tokenizer.eos_token)
     return tokenizer.eos_token
@@ -147,8 +144,18 @@ def protect(tokenizer, messages):
 
 
 def render(tokenizer, messages, opening=False):
-    """Returns what the chat template writes, with `opening` also that of the assistant's turn."""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=opening, tokenize=False)
+    """Returns what the chat template writes, with `opening` also that of the assistant's turn.
+
+    Raises LeftOut if there is no template, or it refuses the messages.
+    """
+    if tokenizer.chat_template is None:
+        raise LeftOut(NO_TEMPLATE)
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=opening, tokenize=False
+        )
+    except TemplateError as error:  # "roles must alternate", "no system role"
+        raise LeftOut(f"the chat template refuses it: {error}") from error
 
 
 def tokenise_rendered(tokenizer, text, marks):

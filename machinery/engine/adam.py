@@ -4,7 +4,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-from machinery.base import ranks, refused
+from machinery.base import ranks
+from machinery.base.refused import Refused
 from machinery.engine import patches
 
 
@@ -20,29 +21,27 @@ def build_optimizer(model, args, stage, learning_rate, weight_decay):
         if parameter.requires_grad:
             shape = getattr(parameter, "ds_shape", parameter.shape)  # a shard itself is 1-d
             (matrices if len(shape) > 1 else vectors).append(parameter)
-    pairs = (matrices, weight_decay), (vectors, 0.0)
-    groups = [{"params": params, "weight_decay": decay} for params, decay in pairs if params]
+    groups = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in ((matrices, weight_decay), (vectors, 0.0))
+        if parameters
+    ]
     options = {"lr": learning_rate, "betas": tuple(args.adam_betas)}
+    device = get_accelerator().device_name()
     try:
         if args.adam_offload:
             optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
         else:
             optimizer = FusedAdam(groups, adam_w_mode=True, **options)
-        on_cpu = args.adam_offload or get_accelerator().device_name() == "cpu"
-        return patches.correct_by_step_number(optimizer) if on_cpu else optimizer
+        if args.adam_offload or device == "cpu":
+            patches.correct_by_step_number(optimizer)
+        return optimizer
     except Exception as error:  # there may be no compiler, no ninja, no headers, no nvcc
-        on_gpu = get_accelerator().device_name() == "cuda"
-        needs = "a C++ compiler (g++) and ninja" + ", and the CUDA toolkit (nvcc)" * on_gpu
-        states = getattr(args, "offload_states", False) and stage == 3
-        if args.adam_offload or states:
-            flag = "--adam_offload" if args.adam_offload else "--offload_states under stage 3"
-            refused.fail(
-                f"{flag} needs DeepSpeed's Adam, which could not be built: {error}\n"
-                f"  Install {needs}, or leave the flag out."
-            )
-        reason = str(error).splitlines()[0]
-        ranks.say(
-            f"FusedAdam could not be built, torch's AdamW takes its place: {reason}\n"
-            f"  It needs {needs}."
-        )
-    return torch.optim.AdamW(groups, fused=on_gpu or None, **options)
+        why = f"DeepSpeed's Adam could not be built: {' '.join(str(error).split()[:40])}"
+        needs = "It needs a C++ compiler and ninja, on a GPU also the CUDA toolkit (nvcc)."
+    if args.adam_offload:
+        raise Refused("adam-not-built", f"--adam_offload: {why}\n  {needs}")
+    if stage == 3 and getattr(args, "offload_states", False):
+        raise Refused("adam-not-built", f"--offload_states under stage 3: {why}\n  {needs}")
+    ranks.say(f"{why}: torch's AdamW takes its place.\n  {needs}")
+    return torch.optim.AdamW(groups, fused=True if device == "cuda" else None, **options)

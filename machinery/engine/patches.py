@@ -1,6 +1,6 @@
 """Repairs of libraries: one function each, with the reason and the version that needs it.
 
-tests/test_16_patches.py fails when a library no longer needs one of them.
+Its tests fail when a library no longer needs one of them.
 """
 
 import datetime

@@ -2,7 +2,7 @@
 
 from deepspeed.module_inject.layers import LinearAllreduce
 
-from machinery.base import refused
+from machinery.base.refused import Refused
 from machinery.engine import old_deepspeed
 
 
@@ -12,11 +12,10 @@ def check_model(path, config, args):
     names = "num_attention_heads", "num_key_value_heads"
     heads = [getattr(text, name, None) or size for name in names]
     if size > 1 and (not text.base_model_tp_plan or any(count % size for count in heads)):
-        refused.fail(
-            f"--tensor_parallel_size {size} does not work for {path}.\n  It must divide the "
-            f"model's attention heads and key-value heads ({', '.join(map(str, heads))}), and "
-            f"transformers must know how to split a {config.model_type} model."
-        )
+        why = f"--tensor_parallel_size {size} does not work for {path}"
+        rule = f"It must divide the attention heads and key-value heads, {heads}"
+        known = f"and transformers must know how to split a {config.model_type} model"
+        raise Refused("cannot-split-layers", f"{why}.\n  {rule}, {known}.")
 
 
 def options(args):

@@ -8,7 +8,6 @@ from deepspeed.accelerator import get_accelerator
 
 from machinery.base import modules, ranks
 from machinery.engine import old_deepspeed, patches, tensor_parallel
-from machinery.models import lora
 
 WHOLE_LAYER = 1e9  # weights of the largest layer that is gathered in one go
 
@@ -114,7 +113,8 @@ def set_weights(engine, weights):
     """
     model = modules.unwrap_model(engine)
     trains = any(parameter.requires_grad for parameter in model.parameters())
-    if trains or lora.has_adapters(engine) or ranks.tensor_parallel_size() > 1:
+    adapted = any(hasattr(layer, "lora_A") for layer in model.modules())
+    if trains or adapted or ranks.tensor_parallel_size() > 1:
         raise ValueError("set_weights takes a frozen model, without adapters or split layers")
     for name, parameter in model.named_parameters():
         tensor = weights(name)

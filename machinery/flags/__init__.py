@@ -1,7 +1,6 @@
 """Flags: how they are declared, which there are, and which go together.
 
-declaring  a parser, its flags, a preset's values
-ppo_flags  the options of ppo.py beyond the papers'
-refusals, ppo_rules   what flags cannot do together
-presets    DeepSpeed-Chat's recipes
+declaring  a parser, the flags of all scripts, and how presets fill them
+ppo_flags  the options of ppo.py beyond the papers', and checks of its models
+rules      one table of what flags cannot do together
 """

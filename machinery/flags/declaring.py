@@ -1,4 +1,4 @@
-"""Declares the flags that all scripts share, fills them from a preset, and checks their ranges.
+"""Declares the flags that all scripts share, fills them from a preset, and checks them.
 
 A script's `get_args` makes a parser, declares its own flags, adds these, and ends with `parse`.
 """
@@ -8,65 +8,53 @@ import contextlib
 import copy
 import difflib
 import functools
-import json
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from machinery.base import records, refused
-from machinery.data import formats
-from machinery.flags import refusals
-from machinery.models import lora
+from machinery.base import records
+from machinery.base.refused import Refused
+from machinery.engine import monitors
+from machinery.flags import rules
 
 ROOT = Path(__file__).resolve().parents[2]
 FINITE = sys.float_info.max  # the largest finite number
-INTEGER = 2**31 - 1  # the largest that fits everywhere
 RANK = 2**16  # of LoRA: matrices are no wider
 STAGES = [0, 1, 2, 3]  # of ZeRO
+LORA_RATE = "with LoRA about ten times that of all weights [Schulman 2025]"
 
 
 # ---- Declaring ----
 def new_parser(doc):
-    """Returns a parser whose --help opens with `doc`; its errors are `refused.fail`'s."""
+    """Returns a parser whose --help opens with `doc`, and which raises Refused."""
     layout = functools.partial(argparse.RawDescriptionHelpFormatter, width=120)
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False, formatter_class=layout)
 
     def error(text):
-        known = [name for name in parser._option_string_actions if name.startswith("--")]
-        unknown = re.findall(r"--[\w-]+", text) if "unrecognized" in text else []
-        near = dict.fromkeys(name for flag in unknown for name in nearest_flags(flag, known))
+        unknown = re.findall(r"--\w+", text) if "unrecognized" in text else []
+        known = parser._option_string_actions
+        near = [name for flag in unknown for name in difflib.get_close_matches(flag, known)]
         hint = f"Nearest: {', '.join(near)}. " if near else ""
-        refused.fail(f"{text}\n  {hint}`{parser.prog} --help` lists every flag.")
+        rule = "unknown-flag" if unknown else "wrong-value"
+        raise Refused(rule, f"{text}\n  {hint}`{parser.prog} --help` lists every flag.")
 
     parser.error = error
     return parser
-
-
-def nearest_flags(flag, known):
-    """Returns the flags of `known` that `flag` may stand for, three at most.
-
-    They are spelled like it, have its initials (--lr), or contain it (--epochs).
-    """
-    name, names = flag[2:].replace("-", "_"), [other[2:] for other in known]
-    initials = [n for n in names if name in "".join(word[0] for word in n.split("_"))]
-    containing = [other for other in names if name in other]
-    near = [*difflib.get_close_matches(name, names, 2), *initials, *containing]
-    return [f"--{other}" for other in near[:3]]
 
 
 def flag_group(parser, title, skip=()):
     """Returns `arg`, which declares a flag in the group `title` of --help, unless in `skip`."""
     group = parser.add_argument_group(title)
 
-    def arg(name, value=None, help="", least=0, most=None, fixed=False, **options):
+    def arg(name, value=None, help="", least=0, most=FINITE, fixed=False, **options):
         """Declares --name.
 
         value: its default, which says its type; or a type, and the default is None.
-        least, most: its range, or that of each number of a list; None: INTEGER or FINITE, by type.
-        `most=math.inf` allows infinity. options: argparse's.
+        least, most: its range, or that of each number of a list. options: argparse's.
         fixed: --resume must find it unchanged.
         """
         if name in skip:
@@ -79,8 +67,6 @@ def flag_group(parser, title, skip=()):
             options["type"] = value
         elif value is not None:
             options = {"type": type(value), "default": value, **options}
-        if most is None:
-            most = INTEGER if options.get("type") is int else FINITE
         default = "" if "action" in options else " [%(default)s]"
         flag = group.add_argument(f"--{name}", help=help + default, **options)
         flag.least, flag.most, flag.fixed = least, most, fixed
@@ -106,10 +92,6 @@ def column_names(text):
     pairs = [pair.split("=") for pair in text.split(",")]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not like prompt=question,response=answer")
-    for name, _ in pairs:
-        if name not in formats.COLUMNS:
-            known = ", ".join(formats.COLUMNS)
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {known}")
     return dict(pairs)
 
 
@@ -124,20 +106,18 @@ def add_common_flags(parser, own_forms=()):
 
 def add_result_flags(arg):
     """Declares what a run starts from, and what trains, how long, and how fast."""
-    arg("preset", str, "a named recipe. toy when no model is named, else the script's first")
+    arg("preset", str, "a named recipe. toy when no model is named, else the first after it")
     start = "hub name or folder; one without weights starts from scratch"
     arg("model_name_or_path", str, start, fixed=True)
     files = "hub names, .jsonl .json .csv .parquet files, folders of them"
     arg("data_path", str, files, nargs="+", fixed=True)
     names = "which columns of data_path are ours: prompt=question,response=answer"
     arg("columns", column_names, names, fixed=True)
-    split = "shares of the rows that sft, reward, ppo take, disjoint. 2,4,4 [DeepSpeed-Chat]; "
-    split += "None: all rows, or 2,4,4 if steps share your data"
-    arg("data_split", numbers(3), split, most=1e9, fixed=True)
+    split = "shares of the rows that sft, reward, ppo take, disjoint. 2,4,4 [DeepSpeed-Chat]"
+    arg("data_split", "2,4,4", split, most=1e9, type=numbers(3), fixed=True)
     arg("output_dir", str, "where everything that the run leaves behind goes")
     length = "tokens of prompt + response; a long prompt keeps its end, a long response is cut"
     arg("max_seq_len", int, length, least=2, fixed=True)
-    arg("strict", False, "a row to be dropped (empty, pair of equals, ...) is an error")
     together = "1: rows of like length together; 0: plain shuffle"
     arg("group_by_length", 1, together, most=1, fixed=True)
     seed = "initialisation, shuffling, sampling. 1234 [DeepSpeed-Chat]"
@@ -146,10 +126,9 @@ def add_result_flags(arg):
     arg("lora_dim", 0, thin, most=RANK, fixed=True)
     times = "LoRA's product is multiplied by lora_alpha / rank"
     arg("lora_alpha", 16, times, least=1e-6, type=float, fixed=True)
-    arg("lora_targets", ["all-linear"], "modules that LoRA adapts, as peft names them", fixed=True)
     arg("max_steps", -1, "stop there; 0: evaluate and end; -1: as num_train_epochs says", least=-1)
     arg("num_train_epochs", int, "passes over the data", least=1)
-    arg("learning_rate", float, "peak; with LoRA ten times the preset's")
+    arg("learning_rate", float, f"peak; {LORA_RATE}")
     arg("weight_decay", float, "decoupled (AdamW); matrices only, not biases and norms")
     arg("dropout", float, "every dropout of the model; None: what its config says", most=1)
     names = ["cosine", "linear", "constant", "constant_with_warmup"]
@@ -177,97 +156,102 @@ def add_speed_flags(arg):
     arg("gradient_checkpointing", False, "recompute activations in backward: 4/3 the work")
     arg("ds_config", str(ROOT / "ds_config.json"), "DeepSpeed knobs that have no flag here")
     arg("local_rank", -1, "set by the deepspeed launcher", least=-1)
-    arg("merge_lora", False, "save a plain model, LoRA added in, not peft's adapters")
     arg("eval_steps", 0, "steps between evaluations, also at the ends; 0: after each epoch")
     arg("log_steps", 1, "steps between two lines on the screen and in metrics.jsonl", least=1)
     arg("save_steps", 0, "steps between checkpoints; 0: only when interrupted")
     arg("keep_checkpoints", 1, "how many of the newest checkpoints to keep", least=1)
     arg("keep_best", str, "a metric: keep the best model by it in best/ (eval_loss, eval_gold)")
-    arg("max_hours", 0, "then stop, with a checkpoint; 0: no limit", type=float)
     wait = "how long a rank waits for another before it gives up, and says for which"
     arg("timeout_minutes", 30, wait, least=1e-6, most=60 * 24 * 365, type=float)
     arg("resume", False, "go on from the newest whole checkpoint in output_dir")
     arg("trust_remote_code", False, "run the Python code that comes with a model")
-    arg("overwrite", False, "output_dir holds a run: replace it")
+    arg("overwrite", False, "output_dir holds a run: move it to NAME.old-1")
 
 
 # ---- Reading ----
-def parse(parser, presets, argv=None, script=""):
-    """Returns the Namespace of all flags: from `argv`, else a preset, else their defaults.
+@dataclass(frozen=True)
+class Declared:
+    """What is known of a script's flags beside their values. Sets hold names of flags."""
 
-    presets: {name: {flag: value}} of the script, to which its toy is added. Where a folder of ours
-    is named, its preset is meant; else the first when a model is named, and the toy when none is.
-    `_fixed`: what --resume must find as it was; `_given`: the flags in `argv`; `_preset`: the
-    preset's values; `_preset_from`: the folder that it is from, or None; `_names`: flags that name
-    what is read or written; `_script`: `script`.
+    script: str  # "sft", "reward", "ppo"
+    given: frozenset  # on the command line
+    fixed: frozenset  # --resume must find them unchanged
+    names: frozenset  # they name files, folders, models, functions
+    speed: frozenset  # they change only speed, memory, and what is written
+    preset: dict  # the values of --preset
+    preset_from: str | None  # the folder whose preset it is, if no flag named one
+
+
+class Flags(argparse.Namespace):
+    """The flags as attributes, and `declared` (Declared), which is not in vars(args)."""
+
+    __slots__ = ["declared"]
+
+
+def parse(parser, presets, argv=None, script=""):
+    """Returns Flags: each from `argv`, else the preset, else its own default; all are checked.
+
+    presets: {name: {flag: value}} of the script. The preset is --preset; else that of a folder of
+    ours that is named; else the first after the toy if a model is named, and the toy if none is.
     """
     argv = sys.argv[1:] if argv is None else argv
-    presets = dict(presets)
-    if toy := toy_preset(script):
-        presets.setdefault("toy", toy)
-    names_model = any("model_name_or_path" in word for word in argv)
-    first = next(iter(presets))
-    default = first if names_model else "toy" if "toy" in presets else first
-    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    named.error = parser.error
-    named.add_argument("--preset")
-    for model in ("", "actor_", "critic_"):
-        named.add_argument(f"--{model}model_name_or_path", nargs="?")
-    given = vars(named.parse_known_args(argv)[0])
-    preset, folder = given.pop("preset"), None
-    if preset is None:
-        preset, folder = preset_of_folders(given.values(), presets) or (default, None)
-    if preset not in presets:
-        refused.fail(f"--preset {preset} is not known.\n  Known: {', '.join(presets)}.")
-    parser.set_defaults(**presets[preset], preset=preset)
-    args = parser.parse_args(argv)
+    name, folder = find_preset(parser, presets, argv)
+    preset = {flag: in_project(value) for flag, value in presets[name].items()}
+    parser.set_defaults(**preset, preset=name)
+    args = parser.parse_args(argv, Flags())
     args.dtype = args.dtype or fast_dtype()
     flags = [action for action in parser._actions if hasattr(action, "fixed")]
-    args._script = script
-    args._fixed = frozenset(flag.dest for flag in flags if flag.fixed)
-    args._given = {word[2:].partition("=")[0] for word in argv if word.startswith("--")}
-    args._preset, args._preset_from = presets[preset], folder
-    lora.raise_rates(args)
-    texts = [flag for flag in flags if flag.type is str and not flag.choices]
-    args._names = frozenset(flag.dest for flag in texts)  # of files, folders, models
     groups = [group for group in parser._action_groups if "only speed" in group.title]
-    args._speed = frozenset(flag.dest for group in groups for flag in group._group_actions)
-    check_names(args)
-    check_numbers(args, flags)
-    if not any(args.data_split):
-        refused.fail("--data_split: one of its numbers must be above 0.")
-    if why_not := refusals.refusal(args):
-        refused.fail(why_not)
-    if "data_path" in args._given and not args._given & {"data_split", "preset"}:
-        args.data_split = None  # data_split.default decides, once the data is read
-        args._fixed -= {"data_split"}
+    args.declared = Declared(
+        script=script,
+        given=frozenset(word[2:].partition("=")[0] for word in argv if word.startswith("--")),
+        fixed=frozenset(flag.dest for flag in flags if flag.fixed),
+        names=frozenset(flag.dest for flag in flags if flag.type is str and not flag.choices),
+        speed=frozenset(flag.dest for group in groups for flag in group._group_actions),
+        preset=preset,
+        preset_from=folder,
+    )
+    check_ranges(args, flags)
+    rules.check(args, rules.COMMON)
+    monitors.read_config(args, main=True)
     return args
 
 
-def preset_of_folders(paths, presets):
-    """Returns (preset, folder) of the first of the paths that a run of ours has left, or None."""
-    for path in filter(None, paths):
-        preset = records.of_model(path).get("preset")
+def find_preset(parser, presets, argv):
+    """Returns the name of the preset that is meant, and the folder that it is from, or None."""
+    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    named.error = parser.error
+    named.add_argument("--preset")
+    for role in ("", "actor_", "critic_"):
+        named.add_argument(f"--{role}model_name_or_path", nargs="?")
+    given = vars(named.parse_known_args(argv)[0])
+    preset = given.pop("preset")
+    models = [model for model in given.values() if model]
+    if preset is not None and preset not in presets:
+        known = ", ".join(presets)
+        raise Refused("unknown-preset", f"--preset {preset} is not known.\n  Known: {known}.")
+    if preset is not None:
+        return preset, None
+    for model in models:
+        preset = records.of_model(model).get("preset")
         if isinstance(preset, str) and preset in presets:
-            return preset, path
+            return preset, model
+    others = [name for name in presets if name != "toy"]
+    return (others if models or "toy" not in presets else ["toy"])[0], None
 
 
-def toy_preset(script):
-    """Returns the toy's values for the flags of `script` ("sft", ...); {} if there are none.
-
-    TOY in toy/presets.json stands for the path of that folder.
-    """
-    file = ROOT / "toy/presets.json"
-    path = json.dumps(str(file.parent))[1:-1]  # with the escapes of JSON
-    text = file.read_text() if file.exists() else "{}"
-    return json.loads(text.replace("TOY", path)).get(script, {})
+def in_project(value):
+    """Returns a preset's value; what begins with toy/ lies in the folder of this project."""
+    if isinstance(value, list):
+        return [in_project(each) for each in value]
+    return str(ROOT / value) if str(value).startswith("toy/") else value
 
 
 def fast_dtype():
     """Returns "bf16" if the hardware computes in it; if not, "fp32" on a CPU and else "fp16"."""
     kind = get_accelerator().device_name()
     if kind == "cpu":
-        return "bf16" if refusals.cpu_has_bf16() else "fp32"
+        return "bf16" if cpu_has_bf16() else "fp32"
     if kind == "cuda":  # V100 and T4 emulate it. To ask about that would take memory of device 0
         in_hardware = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -275,27 +259,20 @@ def fast_dtype():
     return "bf16" if in_hardware else "fp16"
 
 
-def check_numbers(args, flags):
-    """Refuses a number out of its flag's range. NaN is in no range."""
+def cpu_has_bf16():
+    """Returns whether this CPU multiplies in bf16. DeepSpeed says yes of every CPU."""
+    known = Path("/proc/cpuinfo").read_text().split()
+    return "avx512_bf16" in known or "amx_bf16" in known
+
+
+def check_ranges(args, flags):
+    """Refuses a number that is out of its flag's range. NaN is in no range."""
     for flag in flags:
         given = getattr(args, flag.dest)
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, (int, float)) and not flag.least <= value <= flag.most:
-                most = f", and {flag.most} or less" if flag.most < FINITE else ""
-                finite = "finite, " if flag.most == FINITE else ""
-                rule = f"It must be {finite}{flag.least} or more{most}."
-                refused.fail(f"--{flag.dest} {value} is out of range.\n  {rule}")
-
-
-def check_names(args):
-    """Refuses a name that is no UTF-8, or too long for file systems: 255 bytes a part."""
-    for flag in sorted(args._names):
-        value = getattr(args, flag)
-        for text in value if isinstance(value, list) else [value or ""]:
-            if text != text.encode(errors="ignore").decode():
-                refused.fail(f"--{flag} {text!r} is no UTF-8.\n  Rename it.")
-            if max(map(len, text.encode().split(b"/"))) > 255 or len(text.encode()) > 4095:
-                refused.fail(f"--{flag} {text[:40]}... is a name of {len(text)} characters.")
+                allowed = f"It must be from {flag.least} to {flag.most}."
+                raise Refused("out-of-range", f"--{flag.dest} {value}.\n  {allowed}")
 
 
 def of_role(args, role="", **changes):

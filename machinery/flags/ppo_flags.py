@@ -2,8 +2,8 @@
 
 import math
 
-from machinery.base import refused
-from machinery.flags import declaring, ppo_rules
+from machinery.base.refused import Refused
+from machinery.flags import declaring, rules
 from machinery.models import model_folders
 
 # ppo.py has forms of its own: actor_..., critic_..., max_prompt_seq_len, ...
@@ -27,9 +27,9 @@ def add_models_and_sizes(parser):
 def add_options(parser):
     """Declares the options of ppo.py, and what all scripts share."""
     arg = declaring.flag_group(parser, "PPO: options that change the result")
-    tenfold = "With LoRA ten times the preset's"
-    arg("actor_learning_rate", float, f"peak (DeepSpeed-Chat: twice the critic's). {tenfold}")
-    arg("critic_learning_rate", float, f"peak (labs/rates.md compares). {tenfold}")
+    rate = declaring.LORA_RATE
+    arg("actor_learning_rate", float, f"peak (DeepSpeed-Chat: twice the critic's); {rate}")
+    arg("critic_learning_rate", float, f"peak (labs/rates.md compares); {rate}")
     for role in ("actor", "critic"):
         arg(f"{role}_weight_decay", 0.0, "decoupled (AdamW); matrices only")
         arg(f"{role}_dropout", float, "every dropout; None: what its config says", most=1)
@@ -39,18 +39,9 @@ def add_options(parser):
     add_sampling_flags(arg)
     add_loss_flags(arg)
     arg = declaring.flag_group(parser, "PPO: options that change only speed and memory")
-    arg(
-        "actor_zero_stage",
-        int,
-        "of actor and reference; None: --zero_stage",
-        choices=declaring.STAGES,
-    )
-    arg(
-        "critic_zero_stage",
-        int,
-        "of critic and judges; None: --zero_stage",
-        choices=declaring.STAGES,
-    )
+    for role, models in (("actor", "actor and reference"), ("critic", "critic and judges")):
+        which = f"of {models}; None: --zero_stage"
+        arg(f"{role}_zero_stage", int, which, choices=declaring.STAGES)
     together = "responses decoded at a time; None: all of a step on a rank. Fewer take less memory"
     arg("rollout_batch_size", int, together, least=1)
     compiled = "decode in a static cache, compiled by transformers on CUDA: docs/ppo.md"
@@ -76,24 +67,14 @@ def add_reward_flags(arg):
 
 def add_sampling_flags(arg):
     """Declares how responses are sampled."""
-    arg(
-        "min_new_tokens",
-        0,
-        "no EOS in so many first tokens. Log-probs stay the whole distribution's",
-        fixed=True,
-    )
+    late = "no EOS in so many first tokens. Log-probs stay the whole distribution's"
+    arg("min_new_tokens", 0, late, fixed=True)
     arg("stop", [], "texts that end a response as EOS does", fixed=True)
     nucleus = "nucleus sampling; 1: off. Log-probs are the whole distribution's"
     arg("top_p", 1.0, nucleus, least=1e-6, most=1, fixed=True)
-    arg(
-        "top_k",
-        0,
-        "sample from the k likeliest tokens; 0: off. Log-probs as with --top_p",
-        fixed=True,
-    )
+    likeliest = "sample from the k likeliest tokens; 0: off. Log-probs as with --top_p"
+    arg("top_k", 0, likeliest, fixed=True)
     arg("num_eval_prompts", 128, "held-out prompts answered at each evaluation", least=1)
-    best = "responses to each held-out prompt; the one with the highest reward is reported, too"
-    arg("eval_best_of", 1, best, least=1)
 
 
 def add_loss_flags(arg):
@@ -101,7 +82,6 @@ def add_loss_flags(arg):
     arg("kl_target", float, "KL to the reference, nats a response, that kl_coef adapts to hold")
     upper = "upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip"
     arg("clip_high", float, upper, most=math.inf)
-    arg("dual_clip", 0.0, "where A < 0 the loss is at most this x |A|. 3 [Ye 2020]; 0: off")
     arg("target_kl", float, "ends a rollout's updates when approx_kl, to its policy, is above")
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
     arg("critic_warmup_steps", 0, "first steps that train the critic alone", fixed=True)
@@ -109,43 +89,41 @@ def add_loss_flags(arg):
     arg("enable_ema", 0, average, most=1, fixed=True)
     arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)
     arg("eval_ema", 0, "1: evaluate that average, too: eval_ema_...", most=1)
-    text = "plain text, mixed into the actor's updates (PTX)"
-    arg("unsup_data_path", str, text, nargs="+", fixed=True)
-    arg("unsup_coef", 27.8, "weight of its loss. 27.8 [InstructGPT, eq. 2]; see labs/ptx.md")
     lifted = "1: lift the limits on batch sizes, epochs, generation batches"
     arg("allow_unstable", 0, lifted, most=1)
-    gate = "1: stop unless the first ratio is 1; 0: go on, to see what a mistake does"
-    arg("first_pass_gate", 1, gate, most=1)
 
 
 def resolve(args, advantages):
-    """Returns the flags with what they leave open, or ends with an error if a rule is broken.
+    """Returns the flags with what they leave open, and checks PPO's rules.
 
     advantages: {name: object with needs_critic, compares_groups and whitens}. The judges become
     lists.
     """
+    advantage = advantages[args.advantage]
+    args.has_critic = advantage.needs_critic
+    args.compares_groups = advantage.compares_groups
+    if args.whiten is None:
+        args.whiten = advantage.whitens
+    if args.kl_estimator is None:
+        args.kl_estimator = "k3" if args.kl_in == "loss" else "k1"
     if args.actor_zero_stage is None:
         args.actor_zero_stage = args.zero_stage
     if args.critic_zero_stage is None:
         args.critic_zero_stage = args.zero_stage
-    toy = declaring.toy_preset("ppo")
-    unasked = args.gold_fn == toy.get("gold_fn") and "gold_fn" not in args._given
-    if unasked and args.data_path != toy.get("data_path"):
-        args.gold_fn = None  # it knows the toy's own questions only
-    args.reward_fn = list(filter(None, args.reward_fn or []))
-    models = list(filter(None, args.reward_model_name_or_path or []))
-    default = [] if args.reward_fn else [args.critic_model_name_or_path]
-    args.reward_model_name_or_path = models or default
-    advantage = advantages[args.advantage]
-    args.has_critic = advantage.needs_critic
-    args.compares_groups = advantage.compares_groups
-    args.whiten = advantage.whitens if args.whiten is None else args.whiten
-    args.kl_estimator = args.kl_estimator or ("k3" if args.kl_in == "loss" else "k1")
+    args.reward_fn = args.reward_fn or []
+    if args.reward_model_name_or_path is None:
+        args.reward_model_name_or_path = []
+        if not args.reward_fn:
+            args.reward_model_name_or_path = [args.critic_model_name_or_path]
+    of_preset = args.data_path == args.declared.preset.get("data_path")
+    if not of_preset and "gold_fn" not in args.declared.given:
+        args.gold_fn = None  # a preset's knows the questions of the preset's own data only
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
-    args.rollout_batch_size = args.rollout_batch_size or Sizes(args).responses
-    args.offload_states &= not args.adam_offload  # there they live anyway
-    if broken := ppo_rules.broken_constraint(args):
-        refused.fail(broken)
+    if args.rollout_batch_size is None:
+        args.rollout_batch_size = Sizes(args).responses
+    if args.adam_offload:
+        args.offload_states = False  # they live on the CPU anyway
+    rules.check(args, rules.SAMPLING + rules.PPO)
     return args
 
 
@@ -187,31 +165,32 @@ def check_models(args, tokenizer):
     All have one vocabulary, the actor writes, the judges score. Returns mean and deviation of the
     reward model's held-out scores for --normalize_reward, else None.
     """
-    ppo_rules.warn(args)
+    rules.warn(args, rules.PPO_WARNINGS)
     actor = args.actor_model_name_or_path
     judges = args.reward_model_name_or_path
 
     def config_of(path):
         return model_folders.load_config(path, args.trust_remote_code)
 
-    def has_value_head(path):
-        return model_folders.is_scorer(config_of(path))
-
     for path in [args.critic_model_name_or_path] * args.has_critic + judges:
         other, advice = model_folders.load_tokenizer(path, args), "Run reward.py on the actor."
         size = config_of(path).get_text_config().vocab_size
         if other.get_vocab() != tokenizer.get_vocab() or size < len(tokenizer):
-            refused.fail(f"{path} and {actor} have different vocabularies.\n  {advice}")
+            words = f"{path} and {actor} have different vocabularies.\n  {advice}"
+            raise Refused("other-vocabulary", words)
         if other.eos_token != tokenizer.eos_token:  # in chats the end of turn: rows.load_rows
             ends = f"{path} ends responses with {other.eos_token}, here they end with"
-            refused.fail(f"{ends} {tokenizer.eos_token}: it has seen no such end.\n  {advice}")
+            words = f"{ends} {tokenizer.eos_token}: it has seen no such end.\n  {advice}"
+            raise Refused("other-eos", words)
     for path in judges:
-        if not has_value_head(path):
+        if not model_folders.is_scorer(config_of(path)):
             why = "is no reward model, and would score at random"
             advice = "Run reward.py on it, or give a function (--reward_fn)."
-            refused.fail(f"{path} {why}.\n  {advice}")
+            raise Refused("no-reward-model", f"{path} {why}.\n  {advice}")
     if not args.normalize_reward:
         return None
-    lacks = "'s config.json has no score_statistics, which reward.py stores."
     found = getattr(config_of(judges[0]), "score_statistics", None)
-    return found or refused.fail(f"--normalize_reward: {judges[0]}{lacks}")
+    if not found:
+        lacks = "'s config.json has no score_statistics, which reward.py stores"
+        raise Refused("no-score-statistics", f"--normalize_reward: {judges[0]}{lacks}.")
+    return found

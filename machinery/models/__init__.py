@@ -1,7 +1,6 @@
 """Models: what their folders hold, what they become, and what their forwards take.
 
-model_folders      configs, weights and tokenizers, from the hub or a folder
-model_checks       what a step refuses before it loads a model
+model_folders      configs, weights and tokenizers, from the hub or a folder, and what is refused
 forwards           what a model's forward takes beside ids and a mask
 lora               --lora_dim
 saving             a folder that stock transformers loads

@@ -10,27 +10,13 @@ from pathlib import Path
 
 import torch
 
-from machinery.base import refused
+from machinery.base.refused import Refused
 from machinery.engine import old_deepspeed
 
-# The best learning rate of adapters over that of all weights, in SFT and in RL [Schulman 2025]
-FACTOR = 10
 CONFIG_FILE = "adapter_config.json"
 # transformers' config beside adapters. As config.json it would have stock tools look for whole
 # weights there, and not for the base named in adapter_config.json.
 CONFIG = "model_config.json"
-
-
-def raise_rates(args):
-    """Raises the preset's learning rate, FACTOR times, of each model whose adapters train.
-
-    A rate that is given stays.
-    """
-    for role in ("", "actor_", "critic_"):
-        name = f"{role}learning_rate"
-        rate = getattr(args, name, None)
-        if getattr(args, f"{role}lora_dim", 0) and name not in args._given and rate:
-            setattr(args, name, round(FACTOR * rate, 12))
 
 
 def add_adapters(model, args, path, value_head=None):
@@ -49,19 +35,13 @@ def add_adapters(model, args, path, value_head=None):
 
     head = [value_head] if value_head else None
     path = str(Path(path).resolve()) if Path(path).is_dir() else path
-    targets = "all-linear" if args.lora_targets == ["all-linear"] else args.lora_targets
-    options = {"base_model_name_or_path": path, "exclude_modules": head, "target_modules": targets}
+    options = {"base_model_name_or_path": path, "exclude_modules": head}
+    options["target_modules"] = "all-linear"
     config = peft.LoraConfig(r=args.lora_dim, lora_alpha=args.lora_alpha, **options)
     torch.manual_seed(args.seed)
-    try:
-        peft.inject_adapter_in_model(config, model)
-        if any("lora_embedding" in name for name, _ in model.named_parameters()):
-            raise ValueError("embeddings take no adapters here.")
-    except ValueError as error:
-        refused.fail(f"--lora_targets {' '.join(args.lora_targets)}: {error}")
+    peft.inject_adapter_in_model(config, model)
     # for stock peft, to load what is saved
     config.task_type, config.modules_to_save = "SEQ_CLS" if head else "CAUSAL_LM", head
-    model.merge_lora = args.merge_lora
     if value_head:
         getattr(model, value_head).requires_grad_(True)
 
@@ -69,11 +49,6 @@ def add_adapters(model, args, path, value_head=None):
 def adapted_layers(model):
     """Returns the layers of a model, or of an engine, that have an adapter: {name: layer}."""
     return {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
-
-
-def has_adapters(model):
-    """Returns whether a model, or an engine's model, has adapters that train."""
-    return bool(adapted_layers(model))
 
 
 @contextlib.contextmanager
@@ -105,13 +80,10 @@ def chain(path):
     """Returns [path], and where it holds adapters what they sit on, and so on, down to weights."""
     folders = [path]
     while (config := Path(folders[-1]) / CONFIG_FILE).is_file():
-        try:
-            base = json.loads(config.read_text())["base_model_name_or_path"]
-            folders.append("" + base)  # a TypeError unless it is text
-        except (ValueError, LookupError, TypeError):
-            refused.fail(f"{config} names no base_model_name_or_path: it is no config of adapters.")
+        folders.append(json.loads(config.read_text())["base_model_name_or_path"])
         if folders[-1] in folders[:-1]:
-            refused.fail(f"{path}: its adapters sit on no weights: {' on '.join(folders)}.")
+            why = f"{path}: its adapters sit on no weights: {' on '.join(folders)}"
+            raise Refused("adapters-without-end", f"{why}.")
     return folders
 
 

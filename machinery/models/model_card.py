@@ -1,15 +1,12 @@
 """The model card, README.md in the folder of a saved model, as the hub reads it."""
 
 import json
-import os
-import re
 from pathlib import Path
 
-import yaml
+from huggingface_hub import ModelCard, ModelCardData
 
-from machinery.data import data_split
+from machinery.base import ranks
 
-MARK = "<!-- Written at the end of a training run, from args.json and metrics.jsonl. -->"
 LIMITS = {
     "language model": "It writes what is likely after its training data. What it says may be "
     "wrong, unfair or harmful: read what it writes to your own prompts before others do.",
@@ -18,85 +15,79 @@ LIMITS = {
     "critic": "It is PPO's critic, of use to go on with the training: at each token its value is "
     "the reward still to come, not a judgement of the response.",
 }
-EOS = {
+ENDS = {  # for whom the tokenizer appends EOS; None: of a language model
+    None: "It was trained to end a response with EOS, and generation stops there.",
     "all": "The tokenizer here appends EOS, where the score is read, by itself.",
-    "special": "The tokenizer here appends EOS, where the score is read, unless it is called with "
-    "`add_special_tokens=False`: then append it to the text.",
     "none": "Append EOS to each text: the score is read there, and this tokenizer does not.",
 }
-WRITES = "It was trained to end a response with EOS, and generation stops there."
-LOAD = {
-    False: """from transformers import AutoModelForCausalLM, AutoTokenizer
+LOAD = """from transformers import {kind}, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-model = AutoModelForCausalLM.from_pretrained("FOLDER")
-inputs = tokenizer("PROMPT", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputsEOS, max_new_tokens=128)[0]))""",
-    True: """from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-model = AutoModelForSequenceClassification.from_pretrained("FOLDER"HEAD)
-inputs = tokenizer(["PROMPT" + "RESPONSE"], padding=True, return_tensors="pt")
-print(model(**inputs).logits[:, 0])  # one score for each text""",
-}
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = {kind}.from_pretrained("{name}"{head})
+"""
+WRITE = """inputs = tokenizer("PROMPT", return_tensors="pt")
+answer = model.generate(**inputs, max_new_tokens=128, eos_token_id=tokenizer.eos_token_id)
+print(tokenizer.decode(answer[0]))"""
+SCORE = """inputs = tokenizer(["PROMPT" + "RESPONSE"], padding=True, return_tensors="pt")
+print(model(**inputs).logits[:, 0])  # one score for each text"""
 
 
-def may_write(folder):
-    """Returns whether `folder` has no README.md, or one that a run has written."""
-    file = Path(folder) / "README.md"
-    if file.is_file():
-        return MARK in read(file)
-    return not os.path.lexists(file)
+def write(args, record, title, folder, **facts):
+    """Writes README.md of the model in `folder`. A card that fails does not cost the weights.
 
-
-def text(args, record, title, folder, adapted=None, scores=False, appended="none"):
-    """Returns the card of the model that is saved in `folder`, --output_dir or a folder in it.
-
-    record: what args.json holds. title: what was trained. adapted: what LoRA's adapters sit on,
-    None for a whole model. scores: it is a reward model or critic, with a tokenizer that appends
-    EOS for `appended`.
+    record: what args.json holds. title: what was trained. facts: what saving.save_model returned.
     """
-    output, folder = Path(args.output_dir), Path(folder)
+    try:
+        card(args, record, title, Path(folder), **facts).save(Path(folder) / "README.md")
+    except Exception as error:  # of what the base's README.md, flags and logs may hold
+        ranks.say(f"README.md, the model's card, could not be written: {error!r}")
+
+
+def card(args, record, title, folder, adapted=None, scores=False, appended="none"):
+    """Returns the ModelCard of the model in `folder`, which is --output_dir or a folder in it."""
     kind = "reward model" if scores else "language model"
-    if folder == output / "critic":
+    if folder.name == "critic" and folder != Path(args.output_dir):
         kind = "critic"
     role = "critic_" if kind == "critic" else "actor_"
-    start = getattr(args, f"{role}model_name_or_path", None) or args.model_name_or_path
-    base, data = base_model(start), [name_of(path) for path in args.data_path]
-    on_hub = [path for path in args.data_path if not Path(path).exists()]
-    head = {
-        "base_model": base,
-        "base_model_relation": base and ("adapter" if adapted else "finetune"),
-        "datasets": on_hub,
-        "library_name": "peft" if adapted else "transformers",
-        "pipeline_tag": "text-classification" if scores else "text-generation",
-        "tags": ["rlhf", kind.replace(" ", "-")],
-    }
-    head = yaml.safe_dump({key: value for key, value in head.items() if value}, sort_keys=False)
-    rows = record.get("data_rows", "?")
-    return f"""---
-{head}# license: yours to choose
+    start = vars(args).get(f"{role}model_name_or_path") or args.model_name_or_path
+    base = base_model(start)
+    head = ModelCardData(
+        base_model=base,
+        base_model_relation=base and ("adapter" if adapted else "finetune"),
+        datasets=[path for path in args.data_path if not Path(path).exists()] or None,
+        library_name="peft" if adapted else "transformers",
+        pipeline_tag="text-classification" if scores else "text-generation",
+        tags=["rlhf", kind.replace(" ", "-")],
+    )
+    kinds = ("AutoModelForCausalLM", "AutoModelForSequenceClassification")
+    labels = ", num_labels=1" if scores and adapted else ""  # transformers finds no head's shape
+    code = LOAD.format(kind=kinds[scores], name=folder.name, head=labels)
+    code += SCORE if scores else WRITE
+    data = ", ".join(map(name_of, args.data_path))
+    versions = ", ".join(f"{k} {v}" for k, v in record.get("versions", {}).items())
+    return ModelCard(f"""---
+{head.to_yaml()}
+# license: yours to choose
 ---
-{MARK}
 # {folder.name}
 
-{title[0].upper()}{title[1:]} ({kind}), begun from `{base or name_of(start)}`.
+{title[0].upper()}{title[1:]} ({kind}), trained from `{base or name_of(start)}`.
 
-**Data.** {", ".join(data)}: {rows} rows ({data_split.in_words(args)}).
+**Data.** {data}: {record.get("data_rows", "?")} rows.
 
 **Limits.** {LIMITS[kind]} Nothing but the metrics below was measured.
 
 ## How to load it
 
 ```python
-{loading(folder.name, adapted, scores)}
+{code}
 ```
 
-{EOS[appended] if scores else WRITES}
+{ENDS[appended if scores else None]}
 
 ## Metrics at the end
 
-{table(last_evaluation(output / "metrics.jsonl"))}
+{table(last_evaluation(Path(args.output_dir) / "metrics.jsonl"))}
 
 ## What decided the result
 
@@ -104,14 +95,8 @@ Flags:
 
 {table(result_flags(args))}
 
-Versions: {", ".join(f"{k} {v}" for k, v in record.get("versions", {}).items())}; \
-{record.get("world_size", "?")} ranks on {record.get("device", "?")}.
-"""
-
-
-def read(file):
-    """Returns the text of a file, which may be anybody's: not all is UTF-8."""
-    return file.read_text(encoding="utf-8", errors="replace")
+Versions: {versions}; {record.get("world_size", "?")} ranks on {record.get("device", "?")}.
+""")
 
 
 def name_of(path):
@@ -122,21 +107,10 @@ def name_of(path):
 
 def base_model(start):
     """Returns the hub name of what a model was trained from, also through folders of ours."""
-    folder = Path(start)
-    if not folder.exists():
+    if not Path(start).exists():
         return start
-    card = folder / "README.md"
-    if not card.is_file() or MARK not in (written := read(card)):
-        return None
-    found = re.search(r"^base_model: (.+)$", written, re.MULTILINE)
-    return found and found[1].strip("'\"")
-
-
-def loading(name, adapted, scores):
-    """Returns lines of Python that load the folder `name`."""
-    eos = ", eos_token_id=tokenizer.eos_token_id" if adapted else ""
-    head = ", num_labels=1" if adapted else ""
-    return LOAD[scores].replace("FOLDER", name).replace("EOS,", f"{eos},").replace("HEAD", head)
+    file = Path(start) / "README.md"
+    return ModelCard.load(file).data.base_model if file.is_file() else None
 
 
 def last_evaluation(file):
@@ -149,11 +123,13 @@ def last_evaluation(file):
 
 def result_flags(args):
     """Returns {flag: value} of those that change the result, their paths cut to names."""
-    rest, found = {"output_dir", *args._speed}, {}
-    for name, value in vars(args).items():
-        if name[0] != "_" and name not in rest and value not in (None, ""):
-            values = map(str, value if isinstance(value, list) else [value])
-            found[f"--{name}"] = " ".join(map(name_of, values))
+    declared, found = args.declared, {}
+    for name in sorted(vars(args).keys() - declared.speed - {"output_dir"}):
+        value = getattr(args, name)
+        values = map(str, value if isinstance(value, list) else [value])
+        if value not in (None, ""):
+            shown = name_of if name in declared.names else str
+            found[f"--{name}"] = " ".join(map(shown, values))
     return found
 
 

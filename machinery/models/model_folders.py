@@ -3,47 +3,37 @@
 import copy
 import functools
 import json
-import pickle
 import re
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
 
-from machinery.base import refused
+from machinery.base.refused import Refused
 from machinery.models import lora, scoring_tokenizer
-from machinery.run import crash
 
 PAD_NAMES = ("<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "<|endoftext|>")
-# Files of weights, in the order in which transformers looks for them; and what others write
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-WEIGHTS += ("pytorch_model.bin", "pytorch_model.bin.index.json")
-OTHER_WEIGHTS = ".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .index.json".split()
-LOAD_ERRORS = OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError
-NO_HEAD = "{} is a reward model by its config.json, and holds no value head: it would be random."
+# How files of weights end, also those that transformers does not read
+WEIGHTS = ".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .index.json".split()
 
 
+# ---- Configs ----
 @functools.lru_cache
 def load(path, kind, trust_remote_code):
     """Returns what `kind` (AutoConfig, AutoTokenizer) loads from a hub name or folder."""
     folder = Path(path)
-    among_outputs = folder.parent != Path(".") and any(folder.parent.glob("*/args.json"))
-    if not folder.exists() and (str(path)[0] in "./~" or among_outputs):  # no name on the hub
-        hint = "Has the step before been run? A flag that ends in model_name_or_path names another."
-        refused.fail(f"{path}: no such folder. {hint}\n  {refused.nearest(folder)}")
     try:
         return kind.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # of many kinds: of the hub, of JSON, of config's or tokenizers' own
-        why = ""
+        hint = ""
         if not folder.is_dir():
-            why = "It is no folder here; has the step before been run? Looked up on the hub:"
+            hint = "It is no folder here, and was looked up on the hub. Has the step before ended?"
         elif (folder / "args.json").exists() and not (folder / "config.json").exists():
-            why = "The run in it has not ended; --resume goes on with it."
+            hint = "The run in it has not ended; --resume goes on with it."
         elif "trust_remote_code" in str(error):
-            why = "Read its Python code, then let it run with --trust_remote_code."
-        why += f"\n  {' '.join(str(error).split())[:300]}"
-        refused.fail(f"no {kind.__name__[4:].lower()} could be loaded from {path}.\n  {why}")
+            hint = "Read its Python code, then let it run with --trust_remote_code."
+        what = f"no {kind.__name__[4:].lower()} could be loaded from {path}"
+        raise Refused("no-such-model", f"{what}.\n  {hint}\n  {error}") from error
 
 
 def load_config(path, trust_remote_code=False):
@@ -53,9 +43,30 @@ def load_config(path, trust_remote_code=False):
     return copy.deepcopy(load(str([*own, base][0]), AutoConfig, trust_remote_code))
 
 
+def own_dropout(config):
+    """Returns {name: probability} of every dropout that a model's config sets."""
+    dropouts = {name: p for name, p in vars(config).items() if isinstance(p, (int, float))}
+    return {name: p for name, p in dropouts.items() if "drop" in name and name != "layerdrop"}
+
+
+# ---- Value models ----
 def is_scorer(config):
     """Returns whether a config is that of a reward model or critic."""
     return "SequenceClassification" in str(config.architectures)
+
+
+def refuse_other_kind(path, config, scores):
+    """Raises Refused if `path` is a reward model where a language model is needed (scores False).
+
+    Or the other way round: a judge without a trained head would score at random.
+    """
+    if is_scorer(config) and not scores:
+        advice = "Take its base, or what sft.py left (output/sft)."
+        raise Refused("cannot-write", f"{path} is a reward model, which cannot write.\n  {advice}")
+    if scores and not is_scorer(config):
+        advice = "Run reward.py on it."
+        why = "is no reward model, and would score at random"
+        raise Refused("cannot-score", f"{path} {why}.\n  {advice}")
 
 
 def head_name(config, name="score"):
@@ -79,42 +90,37 @@ def name_head(model, name):
         del model.score
 
 
-def has_weights(path, lora_dim=0):
-    """Returns whether `path`, a hub name or a folder, holds weights. With lora_dim it must."""
-    if not Path(path).is_dir() or weight_files(path):
-        return True
-    if lora_dim:
-        why = f"{path} holds no weights for adapters to sit on"
-        refused.fail(f"--lora_dim {lora_dim}: {why}.\n  --lora_dim 0 trains from scratch.")
-    return False
+# ---- Weights ----
+def has_weights(path, needed=False):
+    """Returns whether `path`, a hub name or a folder, holds weights, which must be whole then.
 
-
-def weight_files(path):
-    """Returns the files with the weights of a folder; [] of a hub name.
-
-    [] also where config.json and tokenizer stand alone: such a model starts from scratch. Anything
-    else that looks like weights, and cannot be read, is an error.
+    Where config.json and tokenizer stand alone it does not: such a model starts from scratch.
+    With `needed` that is an error: nothing that is learned later would be worth anything.
     """
-    folder = Path(path)
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
-    held = [file.name for file in files if file.name.endswith(tuple(OTHER_WEIGHTS))]
-    if not held:
-        return []
-    first = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
-    if not first:
-        advice = "Save it by transformers' save_pretrained."
-        refused.fail(f"{path} holds {held[0]}, and no {WEIGHTS[0]} to load.\n  {advice}")
-    if first.suffix != ".json":
-        return [first]
-    try:
-        shards = sorted(set(json.loads(first.read_text())["weight_map"].values()))
-        missing = [name for name in shards if not (folder / name).is_file()]
-    except (ValueError, LookupError, TypeError, AttributeError):
-        refused.fail(f"{first} is no index of weights.\n  Fetch or save the model anew.")
-    if missing:
-        count = f"{len(missing)} of {len(shards)} files that {first.name} names"
-        refused.fail(f"{path} lacks {count}: {missing[0]}.\n  Fetch or save the model anew.")
-    return [folder / name for name in shards]
+    *adapters, base = lora.chain(path)
+    here = sorted(Path(base).iterdir()) if Path(base).is_dir() else []
+    holds = not here or any(file.name.endswith(tuple(WEIGHTS)) for file in here)
+    if needed and not holds:
+        why = f"{base} holds no weights, and neither LoRA nor step 3 begins from scratch"
+        raise Refused("no-weights", f"{why}.\n  It must be trained before, by sft.py for example.")
+    for folder in (*adapters, base):
+        for file in weight_files(Path(folder)):
+            try:
+                with safe_open(file, "pt"):  # reads no weights, and compares the file's size
+                    pass
+            except (SafetensorError, OSError) as error:
+                why = f"{file} is not there, or it has been cut short"
+                raise Refused("broken-weights", f"{why}.\n  {error}") from error
+    return holds
+
+
+def weight_files(folder):
+    """Returns the safetensors files that a folder holds, or that its index names."""
+    files = {*folder.glob("*.safetensors")}
+    for index in folder.glob("*.safetensors.index.json"):
+        named = json.loads(index.read_text())["weight_map"].values()
+        files |= {folder / name for name in named}
+    return sorted(files)
 
 
 def read_weights(kind, path, config, value_head, options):
@@ -123,36 +129,37 @@ def read_weights(kind, path, config, value_head, options):
     kind: AutoModelForCausalLM, or AutoModelForSequenceClassification with the value head. Only
     the value head's weights may be missing.
     """
-    own_config = load_config(path, options["trust_remote_code"])  # an error in words if it is gone
+    own_config = load_config(path, options["trust_remote_code"])
+    if getattr(own_config, "quantization_config", None):
+        advice = "Take the model as it was before it was quantised."
+        raise Refused("quantised", f"the weights of {path} are rounded to few bits.\n  {advice}")
     if value_head not in (None, "score"):  # transformers calls it score
         options = {**options, "key_mapping": {rf"^{value_head}\.": "score."}}
     try:
         model, info = kind.from_pretrained(path, config=config, output_loading_info=True, **options)
-    except LOAD_ERRORS as error:
-        if isinstance(error, torch.OutOfMemoryError) or crash.waited_in_vain(error):
-            raise
-        reason = f"{error} ".splitlines()[0]  # cut short, of other shapes, not there, not safe
-        refused.fail(f"the weights of {path} cannot be loaded.\n  {reason}")
+    except (OSError, ValueError) as error:  # no file that transformers reads, no such architecture
+        why = f"the weights of {path} cannot be loaded.\n  {error}"
+        raise Refused("unreadable-weights", why) from error
     missing = info["missing_keys"]
-    if strangers := sorted(set(missing) - ({"score.weight"} if value_head else set())):
-        hint = "A reward model has no head that writes; step 1 begins with a language model."
+    may_be_new = {"score.weight"} if value_head and not is_scorer(own_config) else set()
+    if strangers := sorted(set(missing) - may_be_new):
         names = ", ".join(strangers[:3])
-        refused.fail(f"{path} holds no weights for {names}: they would be random.\n  {hint}")
-    if missing and is_scorer(own_config):
-        refused.fail(NO_HEAD.format(path))
+        why = f"{path} holds no weights for {names}: they would be random"
+        raise Refused("missing-weights", f"{why}.\n  Fetch or save the model anew.")
     refuse_cut_layers(path, model, info["unexpected_keys"])
     return model, missing
 
 
 def refuse_cut_layers(path, model, unexpected):
-    """Ends with an error if weights of `path` belong to layers that its config leaves out."""
+    """Raises Refused if weights of `path` belong to layers that its config leaves out."""
     as_layer_0 = functools.partial(re.sub, r"\d+", "0")
     known = {as_layer_0(name) for name, _ in model.named_parameters()}
     if cut := sorted(name for name in unexpected if as_layer_0(name) in known):
         why = f"its config.json has no place for {len(cut)} of its weights, such as {cut[-1]}"
-        refused.fail(f"{path}: {why}.\n  Is num_hidden_layers right?")
+        raise Refused("cut-layers", f"{path}: {why}.\n  Is num_hidden_layers right?")
 
 
+# ---- Tokenizers ----
 def load_tokenizer(path, args=None):
     """Returns the tokenizer in `path`, with EOS, and with a padding token that is not EOS.
 
@@ -161,22 +168,27 @@ def load_tokenizer(path, args=None):
     were EOS: so it differs wherever it can. args: with max_seq_len, the longest row to come.
     """
     length, trust_remote_code = (args.max_seq_len, args.trust_remote_code) if args else (0, False)
-    config = load_config(path, trust_remote_code).get_text_config()
-    tokenizer = copy.deepcopy(load(path, AutoTokenizer, trust_remote_code))
-    tokenizer = scoring_tokenizer.as_trained(tokenizer)
+    whole = load_config(path, trust_remote_code)
+    config = whole.get_text_config()
+    tokenizer = load(path, AutoTokenizer, trust_remote_code)
+    if tokenizer.init_kwargs.get(scoring_tokenizer.AS_TRAINED):
+        options = {"config": whole, "trust_remote_code": trust_remote_code}
+        inside = scoring_tokenizer.AS_TRAINED
+        tokenizer = AutoTokenizer.from_pretrained(path, subfolder=inside, **options)
+    tokenizer = copy.deepcopy(tokenizer)
     positions = getattr(config, "max_position_embeddings", None) or length
     if length > positions:
         long = f"--max_seq_len {length} (in step 3 --max_prompt_seq_len and --max_answer_seq_len)"
-        advice = f"Lower it to {positions} in all; for the toy's model, --preset toy."
-        refused.fail(f"{long} exceeds the {positions} positions of {path}.\n  {advice}")
+        why = f"{long} exceeds the {positions} positions of {path}"
+        raise Refused("too-long", f"{why}.\n  Lower it to {positions} in all.")
     if tokenizer.eos_token_id is None:
-        advice = "Set eos_token in its tokenizer_config.json."
-        refused.fail(f"the tokenizer of {path} has no EOS, so no response could end.\n  {advice}")
+        why = f"the tokenizer of {path} has no EOS, so no response could end"
+        raise Refused("no-eos", f"{why}.\n  Set eos_token in its tokenizer_config.json.")
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
         tokenizer.add_special_tokens({"pad_token": padding_token(tokenizer, config.vocab_size)})
     if len(tokenizer) > config.vocab_size:
-        why = f"has {len(tokenizer)} tokens, its model has rows for {config.vocab_size}"
-        refused.fail(f"the tokenizer of {path} {why}.")
+        why = f"has {len(tokenizer)} tokens, and its model has rows for {config.vocab_size}"
+        raise Refused("vocabulary-too-large", f"the tokenizer of {path} {why}.")
     tokenizer.padding_side = "left"
     return tokenizer
 
@@ -192,9 +204,3 @@ def padding_token(tokenizer, vocab_size):
         if known.get(name) not in taken:
             return name
     return "<|pad|>" if len(tokenizer) < vocab_size else tokenizer.eos_token
-
-
-def own_dropout(config):
-    """Returns {name: probability} of every dropout that a model's config sets."""
-    dropouts = {name: p for name, p in vars(config).items() if isinstance(p, (int, float))}
-    return {name: p for name, p in dropouts.items() if "drop" in name and name != "layerdrop"}

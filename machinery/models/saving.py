@@ -1,5 +1,6 @@
 """Saves a model so that stock transformers, or peft, loads the folder offline."""
 
+import copy
 import os
 import shutil
 from contextlib import suppress
@@ -10,7 +11,7 @@ from transformers import GenerationConfig
 
 from machinery.base import modules, progress, ranks
 from machinery.engine import zero3
-from machinery.models import lora, model_card, scoring_tokenizer
+from machinery.models import lora, scoring_tokenizer
 
 # The last file of a saved model, or of adapters, to come: it marks the folder as whole.
 MARKS = ("config.json", lora.CONFIG)
@@ -21,54 +22,48 @@ def is_whole(folder):
     return any((Path(folder) / name).exists() for name in MARKS)
 
 
-def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, claim=None, card=None):
+def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, notes=None, merge=False):
     """Writes config, weights (safetensors) and tokenizer to `folder`. All ranks call it.
 
-    full_tensor(name, parameter) gathers one tensor at a time, to the CPU memory of rank 0.
-    claim(files) is told before files move, the mark last. card(**facts): the text of README.md.
+    full_tensor(name, parameter) gathers one tensor at a time, to the CPU memory of rank 0. notes: a
+    dict of what else goes into the config. merge: adapters are added to their weights. All files
+    are written aside, in .saving, and then moved.
+
+    Returns on rank 0 what the model's card says of it. adapted: what LoRA's adapters were trained
+    on, None for a whole model; scores: whether it is a reward model or critic; appended: for whom
+    its tokenizer appends EOS (scoring_tokenizer.save).
     """
     model, folder = modules.unwrap_model(engine), Path(folder)
-    adapters = getattr(model, "peft_config", {}).get("default")
-    plain = adapters is None or model.merge_lora
+    adapters = None if merge else getattr(model, "peft_config", {}).get("default")
     state = {}
     zero3.release_early_gathers(engine)
     for name, parameter in progress.shown([*model.named_parameters()], "saving, weights"):
-        if plain or parameter.requires_grad:
+        if not adapters or parameter.requires_grad:
             state[name] = full_tensor(name, parameter)
     if ranks.get_rank() == 0:
         aside = folder / ".saving"
         shutil.rmtree(aside, ignore_errors=True)
-        model.config.update(getattr(model, "own_dropout", {}))
+        training, model.config = model.config, copy.deepcopy(model.config)  # it may train on
+        model.config.update({**getattr(model, "own_dropout", {}), **(notes or {})})
         scores = hasattr(model.config, "value_head_prefix")
         note_tokens(model, tokenizer, scores)
-        if plain:
+        if adapters:
+            save_adapters(model, state, aside, adapters)
+        else:
             buffers, saved = dict(model.named_buffers()), model.state_dict().keys()
             state |= {name: buffer.cpu() for name, buffer in buffers.items() if name in saved}
             model.save_pretrained(aside, state_dict=lora.merged(model, state))
-        else:
-            save_adapters(model, state, aside, adapters)
+        model.config = training
         appended = "none"
         if scores:
             appended = scoring_tokenizer.save(tokenizer, aside)
         else:
             tokenizer.save_pretrained(aside)
-        if card and model_card.may_write(folder):
-            base = None if plain else adapters.base_model_name_or_path
-            write_card(card, aside, adapted=base, scores=scores, appended=appended)
-        files = sorted(aside.iterdir(), key=lambda file: file.name in MARKS)
-        if claim:
-            claim([folder / file.name for file in files])
-        move_files(files, folder)
-        aside.rmdir()
+        move_files(aside, folder)
     ranks.barrier()
-
-
-def write_card(card, folder, **facts):
-    """Writes card(**facts) to README.md. A card that fails does not cost the weights."""
-    try:
-        (folder / "README.md").write_bytes(card(**facts).encode())
-    except Exception as error:  # of what the base's README.md, flags and logs may hold
-        ranks.say(f"README.md, the model's card, could not be written: {error!r}")
+    if ranks.get_rank() == 0:
+        base = adapters.base_model_name_or_path if adapters else None
+        return {"adapted": base, "scores": scores, "appended": appended}
 
 
 def note_tokens(model, tokenizer, scores):
@@ -118,20 +113,24 @@ def save_adapters(model, state, folder, adapters):
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def move_files(files, folder):
-    """Moves files to `folder`, each when the ones before it are on the disk.
+def move_files(aside, folder):
+    """Moves the files of `aside` to `folder`, the mark last, when all are on the disk.
 
     They are as readable as umask says (safetensors' own are the owner's alone). A tokenizer with
     several chat templates has a folder of them.
     """
+    files = sorted(aside.iterdir(), key=lambda file: file.name in MARKS)
     for file in files:
-        file.chmod(file.parent.stat().st_mode & (0o777 if file.is_dir() else 0o666))
-        for path in (*file.rglob("*"), file, folder):
+        file.chmod(aside.stat().st_mode & (0o777 if file.is_dir() else 0o666))
+        for path in (*file.rglob("*"), file):
             sync(path)
-        new = folder / file.name
-        if new.is_dir() and not new.is_symlink():  # of a save that was killed: nothing replaces it
-            shutil.rmtree(new)
-        file.replace(new)
+    for file in files:
+        if file.name in MARKS:
+            sync(folder)  # what it vouches for is there before it
+        if (folder / file.name).is_dir():  # of a save that was killed: nothing replaces it
+            shutil.rmtree(folder / file.name)
+        file.replace(folder / file.name)
+    aside.rmdir()
     sync(folder)
 
 

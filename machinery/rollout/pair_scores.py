@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 from machinery.base import ranks
-from machinery.run import logs
 
 MOST = 5_000  # pairs; of more, the first
 
@@ -22,7 +21,8 @@ def keep(args, held_out, judged):
         lengths = map(len, held_out[row]["responses"])
         line |= dict(zip(("chosen_length", "rejected_length"), lengths))
         lines.append(json.dumps(line) + "\n")
-    logs.call(args, replace, Path(args.output_dir) / "judge.jsonl", lines)
+    if ranks.get_rank() == 0:
+        replace(Path(args.output_dir) / "judge.jsonl", lines)
 
 
 def replace(path, lines):

@@ -26,14 +26,22 @@ def answer_and_keep(run, engine, tokenizer, held_out, step, gold=None):
     pairs = zip(rows, answers)
     lines = [{"step": step, "prompt": row["prompt"], **answer} for row, answer in pairs]
     if gold:
-        texts = [answer["response"] for answer in answers]
-        ids = [tokenise_response(tokenizer, text) for text in texts]
-        graded = [{**row, "text": t, "response_ids": i} for row, t, i in zip(rows, texts, ids)]
-        mask = common.pad(ids, 0, "right")[1]  # (B, R)
-        golds = gold(SimpleNamespace(responses=graded, response_mask=mask)).sum(-1).tolist()
+        golds = graded(gold, rows, [answer["response"] for answer in answers], tokenizer)
         lines = [{**line, "gold": score} for line, score in zip(lines, golds)]
     run.samples(lines)
     return {"eval_gold": sum(golds) / len(golds)} if gold else {}
+
+
+def graded(gold, rows, texts, tokenizer):
+    """Returns the score that the judge of --gold_fn gives to each response, as in step 3."""
+    ids = [tokenise_response(tokenizer, text) for text in texts]
+    mask = common.pad(ids, 0, "right")[1]  # (B, R)
+    batch = SimpleNamespace(
+        responses=[{**row, "text": t, "response_ids": i} for row, t, i in zip(rows, texts, ids)],
+        response_mask=mask,
+        last=mask * (mask.cumsum(-1) == mask.sum(-1, keepdim=True)),
+    )
+    return gold(batch).sum(-1).tolist()
 
 
 @torch.no_grad()

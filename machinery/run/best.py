@@ -2,9 +2,11 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
-from machinery.base import modules, ranks, refused
+from machinery.base import ranks
+from machinery.base.refused import Refused
 from machinery.models import saving
 
 EVALUATION = "evaluation.json"  # in best/: what its model was found to be
@@ -13,7 +15,7 @@ SIGNS = {"loss": -1, "perplexity": -1, "kl": -1, "accuracy": 1, "reward": 1, "go
 
 
 def check(args, record):
-    """Ends the program unless the evaluation in `record` has the metric of --keep_best.
+    """Refuses --keep_best if the evaluation in `record` has no such metric.
 
     It must say which model is better, and be of the model that is saved, not of the average.
     """
@@ -21,7 +23,8 @@ def check(args, record):
     found = [name for name in found if not name.startswith("eval_ema_")]
     if args.keep_best and args.keep_best not in found:
         has = f"This run's evaluations have {', '.join(found)}."
-        refused.fail(f"--keep_best {args.keep_best}: the evaluations have no such number.\n  {has}")
+        words = f"--keep_best {args.keep_best}: the evaluations have no such number.\n  {has}"
+        raise Refused("keep-best-unknown", words)
 
 
 def keep(run, record):
@@ -29,22 +32,33 @@ def keep(run, record):
 
     All ranks call it. With --resume the log ends where the checkpoint does, and best/ may be of a
     later step: it stays until it is surpassed. Step 0 does not count: its model is there already.
+    The new model is written whole in best.new/, and takes the place of the old one by renames.
     """
     name = run.args.keep_best
-    if not name or not ranks.all_sum(improves(run.args, name, record))[0]:
+    if not name:
         return
-    folder = Path(run.args.output_dir) / "best"
-    config = modules.unwrap_model(run.engine).config
-    training = dict(vars(config))
-    if ranks.get_rank() == 0:  # a save that is killed must not leave half of two models
-        for mark in (*saving.MARKS, EVALUATION):
-            (folder / mark).unlink(missing_ok=True)
-    run.save(run.engine, run.tokenizer, folder)
+    output = Path(run.args.output_dir)
+    best, new, old = output / "best", output / "best.new", output / "best.old"
+    better = False
     if ranks.get_rank() == 0:
-        run.folder.claim([folder / EVALUATION])
-        (folder / EVALUATION).write_text(json.dumps({"step": record["step"], name: record[name]}))
-    vars(config).update(training)  # what is saved has the model's own dropout
-    ranks.say(f"{name} {record[name]:.6g} is the best so far: the model is in {folder}")
+        if not best.exists() and (new / EVALUATION).exists():  # killed between the two renames
+            new.rename(best)
+        better = improves(run.args, name, record)
+        for folder in (new, old) if better else ():
+            shutil.rmtree(folder, ignore_errors=True)
+    if not ranks.all_sum(better)[0]:
+        return
+    run.save(run.engine, run.tokenizer, new)
+    if ranks.get_rank() == 0:
+        (new / EVALUATION).write_text(json.dumps({"step": record["step"], name: record[name]}))
+        saving.sync(new / EVALUATION)
+        saving.sync(new)
+        if best.exists():
+            best.rename(old)
+        new.rename(best)
+        saving.sync(output)
+        shutil.rmtree(old, ignore_errors=True)
+    ranks.say(f"{name} {record[name]:.6g} is the best so far: the model is in {best}")
 
 
 def sign_of(name):
@@ -53,9 +67,7 @@ def sign_of(name):
 
 
 def improves(args, name, record):
-    """Returns whether record[name] is better than in all records before it. False but on rank 0."""
-    if ranks.get_rank() != 0:
-        return False
+    """Returns whether record[name] is better than in all records before it in the log."""
     folder = Path(args.output_dir)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     before = [other for other in map(json.loads, lines) if 0 < other["step"] < record["step"]]

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shutil
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +16,22 @@ import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
 
-from machinery.base import ranks, refused
+from machinery.base import ranks
+from machinery.base.refused import Refused
 from machinery.engine import state_offload
 from machinery.models import lora, saving
 from machinery.run import logs
+
+# What makes a run another one than that of its checkpoint, and what to do
+OTHERS = {
+    "weights": "Give the model, the flags and the script of before.",
+    "optimizers": "Their step numbers would start from 0: give --adam_offload, and a compiler, as "
+    "before.",
+    "rows": "Per-device batch size x --gradient_accumulation_steps x ranks must stay the same.",
+    "data_rows": "Give it the data of before.",
+    "data_fingerprint": "As many rows, of other texts or tokens: give it the data of before.",
+    "frozen_models": "The reference and the reward models must be those of before.",
+}
 
 
 def folder_of(args):
@@ -35,19 +46,12 @@ def whole_checkpoints(args):
     return sorted(folders, key=lambda folder: int(folder.name.split("-")[1]))
 
 
-def surplus(args):
-    """Returns the whole checkpoints that are older than the newest --keep_checkpoints."""
-    return whole_checkpoints(args)[: -args.keep_checkpoints]
-
-
-# Saving
-
-
+# ---- Saving ----
 def save(args, engines, step, state):
     """Saves everything needed to go on exactly. All ranks call it.
 
     engines: {name: engine}. state: this rank's own, a dict of anything that torch.save takes. All
-    is written aside, synced, listed with checksums (manifest.json) and then renamed.
+    is written aside, synced, listed with sizes (manifest.json) and then renamed.
     """
     output, folder, rank = Path(args.output_dir), folder_of(args), ranks.get_rank()
     aside = folder / "unfinished"
@@ -66,25 +70,25 @@ def save(args, engines, step, state):
     saved = {"rng": rng, "logs": sizes, **layout(engines), **state}
     torch.save(saved, aside / f"rank{rank}.pt")
     ranks.barrier()
-    # The list of one rank: over NFS another's may be of before.
-    files = sorted(file for file in aside.rglob("*") if file.is_file()) if rank == 0 else []
-    mine = ranks.all_gather_objects(files)[rank :: ranks.get_world_size()]
-    for file in [*mine, *(paths if rank == 0 else [])]:
-        saving.sync(file)
-    sums = [(str(file.relative_to(aside)), checksum(file)) for file in mine]
-    manifest = dict(ranks.all_gather_objects(sums))
     if rank == 0:
+        everything = [*aside.rglob("*")]
+        manifest = {str(file.relative_to(aside)): size_of(file) for file in everything}
         (aside / "manifest.json").write_text(json.dumps(manifest))
-        inside = [path for path in aside.rglob("*") if path.is_dir()]
-        for path in (aside / "manifest.json", *inside, aside):
+        for path in (*paths, *everything, aside / "manifest.json", aside):
             saving.sync(path)
         aside.rename(folder / f"step-{step}")
         saving.sync(folder)
-        for old in (*surplus(args), *folder.glob("damaged-step-*")):
-            shutil.rmtree(old, ignore_errors=True)
-            if old.exists():  # somebody may be reading it
-                ranks.say(f"warning: {old} cannot be removed; the next save tries again.")
+        old = whole_checkpoints(args)[: -args.keep_checkpoints]
+        for path in (*old, *folder.glob("damaged-step-*")):  # if one is in use, the next save tries
+            shutil.rmtree(path, ignore_errors=True)
     ranks.barrier()
+
+
+def size_of(path):
+    """Returns the size of a file, "folder" for a folder, and None if there is neither."""
+    if path.is_dir():
+        return "folder"
+    return path.stat().st_size if path.exists() else None
 
 
 def layout(engines):
@@ -103,48 +107,31 @@ def layout(engines):
     return {"shape": shape, "optimizers": classes, "weights": weights}
 
 
-def checksum(file):
-    """Returns [size, CRC-32] of a file."""
-    crc = 0
-    with open(file, "rb") as data:
-        while block := data.read(1 << 24):
-            crc = zlib.crc32(block, crc)
-        return [os.fstat(data.fileno()).st_size, crc]
+def frozen_models(args):
+    """Returns the files of weights of step 3's frozen models, which no checkpoint holds.
 
-
-def frozen_weights(args):
-    """Returns a digest of the weights of step 3's frozen models, which no checkpoint holds.
-
-    Of each file its size counts, and what stands at 64 places of it. 0 for models of the hub.
+    A dict {"folder/file": size}, by the last parts of the paths. Models of the hub have none here.
     """
-    crc, known = 0, vars(args)
+    known = vars(args)
     paths = [known.get("actor_model_name_or_path"), *known.get("reward_model_name_or_path", [])]
     folders = [Path(part) for path in filter(None, paths) for part in lora.chain(path)]
     files = [file for folder in folders for file in sorted(folder.glob("*"))]
-    for file in [file for file in files if file.suffix in (".safetensors", ".bin")]:
-        size = file.stat().st_size
-        crc = zlib.crc32(str(size).encode(), crc)
-        with open(file, "rb") as data:
-            for place in range(64):
-                data.seek(size * place // 64)
-                crc = zlib.crc32(data.read(1 << 16), crc)
-    return crc
+    weights = [file for file in files if file.suffix in (".safetensors", ".bin")]
+    return {f"{file.parent.name}/{file.name}": file.stat().st_size for file in weights}
 
 
-# Loading
-
-
+# ---- Loading ----
 def load(args, engines, state, facts, last_step):
     """Restores engines, random numbers and .jsonl files from the newest whole checkpoint.
 
     Returns (step, what this rank saved), "state" in it laid out like `state`. facts: rows (of a
-    step), data_rows, data_fingerprint and frozen_weights, which must be as they were.
+    step), data_rows, data_fingerprint and frozen_models, which must be as they were.
     """
     folder, damaged = newest_whole(args)
     step = int(folder.name.split("-")[1])
     if step > last_step:
-        advice = f"Give --max_steps {step} or more."
-        refused.fail(f"--resume: {folder} is beyond the run's last step, {last_step}.\n  {advice}")
+        words = f"--resume: {folder} is beyond the run's last step, {last_step}."
+        raise Refused("beyond-last-step", f"{words}\n  Give --max_steps {step} or more.")
     files = [folder / f"rank{number}.pt" for number in range(len([*folder.glob("rank*.pt")]))]
     saved = read(files[ranks.get_rank() % len(files)])
     this = {**layout(engines), **facts}
@@ -168,8 +155,6 @@ def load(args, engines, state, facts, last_step):
     if ranks.get_rank() == 0:
         for old in damaged:  # the next save removes them
             old.rename(old.with_name(f"damaged-{old.name}"))
-        for old in (folder_of(args) / "unfinished", *surplus(args)):
-            shutil.rmtree(old, ignore_errors=True)
         for name, size in saved["logs"].items():  # lines written after the checkpoint are cut off
             if (file := Path(args.output_dir) / name).exists():
                 os.truncate(file, min(size, file.stat().st_size))
@@ -188,86 +173,52 @@ def read(file, mmap=False):
 
 def newest_whole(args):
     """Returns the newest checkpoint that is whole, and the damaged ones that are newer."""
-    damaged = []  # the list is rank 0's: over NFS another's may be of before
-    folders = ranks.all_gather_objects(whole_checkpoints(args) if ranks.get_rank() == 0 else [])
-    for folder in reversed(folders):
-        if not (files := damage(folder)):
+    damaged, folders = [], []
+    if ranks.get_rank() == 0:  # over NFS the list of another rank may be of before
+        folders = [(folder, damage(folder)) for folder in whole_checkpoints(args)]
+    for folder, files in reversed(ranks.all_gather_objects(folders)):
+        if not files:
             return folder, damaged
-        what = f"Missing, cut short or changed: {', '.join(files)}"
-        ranks.say(f"{folder} is not whole, and is left aside. {what}")
+        ranks.say(f"{folder} is not whole, and is left aside. Missing or cut: {', '.join(files)}")
         damaged.append(folder)
-    found = f"no checkpoint in {folder_of(args)} is whole"
-    refused.fail(f"--resume: {found}.\n  --overwrite starts anew.")
+    found = f"--resume: no checkpoint in {folder_of(args)} is whole."
+    raise Refused("no-checkpoint-whole", f"{found}\n  --overwrite starts anew.")
 
 
 def damage(folder):
-    """Returns the files of a checkpoint that are not as its manifest lists them. Ranks share it."""
+    """Returns the files of a checkpoint that are missing, or of another size than they had."""
     try:
-        files = sorted(json.loads((folder / "manifest.json").read_text()).items())
+        files = json.loads((folder / "manifest.json").read_text()).items()
     except (OSError, ValueError, AttributeError):  # AttributeError: it is no object
         files = []
-    mine = (files or [("manifest.json", "missing or damaged")])[
-        ranks.get_rank() :: ranks.get_world_size()
-    ]
-    files = [(name, folder / name, known) for name, known in mine]
-    wrong = [name for name, file, known in files if not file.is_file() or checksum(file) != known]
-    return ranks.all_gather_objects(wrong)
+    if not files:
+        return ["manifest.json"]
+    return [name for name, size in files if size_of(folder / name) != size]
 
 
 def refuse_others(args, folder, saved, now):
-    """Ends the program if the run in `folder` had other rows or another model than this one.
+    """Refuses --resume if the run in `folder` had other rows or another model than this one.
 
     saved, now: `layout` and the facts of `load`, then and now.
     """
-    refuse_other_layout(folder, saved, now)
-    if saved["rows"] != now["rows"]:
-        refused.fail(
-            f"--resume: the run took {saved['rows']} rows a step, and would now take {now['rows']}."
-            "\n  Per-device batch size x --gradient_accumulation_steps x ranks must stay the same."
-        )
-    rows = saved["data_rows"], now["data_rows"]
-    if rows[0] != rows[1] or saved["data_fingerprint"] != now["data_fingerprint"]:
-        what = f"had {rows[0]} rows, and now it has {rows[1]}"
-        if rows[0] == rows[1]:
-            what = "had as many rows, but with other texts or other tokens"
-        refused.fail(
-            f"--resume: the run's share of the data {what}.\n  Give it the data of before."
-        )
-    if saved.get("frozen_weights") != now.get("frozen_weights"):
-        refused.fail(
-            "--resume: the weights of the frozen models (--actor_model_name_or_path, the reward "
-            "models) are\n  not those that the run was begun with. Give it the models of before."
-        )
+    for name, advice in OTHERS.items():
+        there, here = saved[name], now[name]
+        if there == here:
+            continue
+        if isinstance(there, dict):  # only what differs, and little of it
+            pairs = (there.items() - here.items(), here.items() - there.items())
+            there, here = (dict(sorted(pair)[:2]) for pair in pairs)
+        words = f"--resume: in {folder} {name} is {there}, and here {here}.\n  {advice}"
+        raise Refused(f"resume-{name}".replace("_", "-"), words)
     before, now = saved["shape"], now["shape"]
-    if before != now and args.tensor_parallel_size > 1:
-        refused.fail(
-            f"--resume: {folder} was written by {before}, and this is {now}.\n"
-            "  With --tensor_parallel_size neither may change."
-        )
-    for name, stage in now.items():
-        if name != "ranks" and before[name] != stage and {before[name], stage} != {1, 2}:
-            refused.fail(
-                f"{folder} was written under ZeRO stage {before[name]}, and this run has {stage}.\n"
-                "  DeepSpeed turns 1 into 2 and back, no others. Ranks may change under any stage."
-            )
-
-
-def refuse_other_layout(folder, saved, now):
-    """Ends the program if another model or optimizer wrote the checkpoint in `folder`."""
-    before, weights = saved["weights"], now["weights"]
-    for name in sorted(before.keys() | weights.keys()):
-        if before.get(name) != weights.get(name):
-            there, here = before.get(name, "missing"), weights.get(name, "missing")
-            refused.fail(
-                f"--resume: {folder} is of another model: in it the weight {name} is {there}, and "
-                f"here {here}.\n  Give the model, the flags and the script of before."
-            )
-    if saved["optimizers"] != now["optimizers"]:
-        refused.fail(
-            f"--resume: {folder} was written by {saved['optimizers']}, and here the optimizers are "
-            f"{now['optimizers']}.\n  They keep their step numbers in different places, and would "
-            "start again from 0. Give --adam_offload as before, and on a\n  machine that cannot "
-            "build DeepSpeed's Adam install a C++ compiler (g++, nvcc) and ninja."
+    fixed = args.tensor_parallel_size > 1 and before != now
+    names = [name for name in now if name != "ranks" and before[name] != now[name]]
+    if fixed or any({before[name], now[name]} != {1, 2} for name in names):
+        raise Refused(
+            "resume-shape",
+            f"--resume: {folder} was written by ranks and ZeRO stages {before}, and here: {now}.\n"
+            "  DeepSpeed turns stage 1 into 2 and back, no others; ranks may change under any "
+            "stage. With --tensor_parallel_size nothing may.",
         )
 
 

@@ -1,13 +1,12 @@
 """How a run ends: in order, at a number that is not finite, or by an error that names its rank."""
 
+import errno
+import faulthandler
 import json
 import math
 import shutil
 import sys
-import threading
 import time
-import traceback
-from collections import defaultdict
 from pathlib import Path
 
 import deepspeed.comm as dist
@@ -16,9 +15,10 @@ from safetensors import SafetensorError
 
 from machinery.base import ranks
 
-NO_NOTES = "The other ranks' notes are gone with who held them: rank 0, or the launcher."
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # full, or read-only
 ROOM = "Older checkpoints are as they were: make room, and go on with --resume."
 NO_CHECKPOINT = "There is no checkpoint to go on from; --save_steps N writes them."
+WAITED = "Another rank has died, failed or hangs: look for what it has printed."
 FP16 = (
     "Gradients overflow fp16 even unscaled, so no scale helps: the model was trained in bf16 "
     "(--dtype bf16, or fp32),\n  the learning rate is too high, or the data holds a NaN."
@@ -71,103 +71,52 @@ def waited_in_vain(error):
     return "gloo" in str(error) or isinstance(error, torch.distributed.DistError)
 
 
-def store():
-    """Returns the ranks' key-value store."""
-    return torch.distributed.distributed_c10d._get_default_store()
-
-
 class Phase:
-    """What this rank is doing, in words. The other ranks read it if this one dies or hangs."""
+    """What this rank is doing, in words: an error that ends the run says it."""
 
-    def __init__(self):
-        self.text, self.noted = "starting", time.monotonic()
+    def __init__(self, minutes):
+        """minutes: --timeout_minutes, after which a rank gives up waiting for another."""
+        self.text, self.seconds = "starting", minutes * 60 - min(60, minutes * 15)
 
     def note(self, text):
-        self.text, self.noted = text, time.monotonic()
-        if ranks.get_world_size() > 1:
-            store().set(f"phase{ranks.get_rank()}", text)
+        """Notes what begins now.
 
-    def watch(self, minutes):
-        """Starts a thread that says where the ranks are, if nothing is noted for almost `minutes`.
-
-        Under NCCL it is the last word: a wait that is too long is no error in Python, but the end
-        of the process, and meanwhile no signal is handled.
+        If nothing else is noted for almost `minutes`, every rank prints where it is in its code:
+        under NCCL a wait that is too long is no error in Python, but the end of the process.
         """
-        early = min(60, minutes * 15)  # seconds
-
-        def keep_watch():
-            told = None
-            while True:
-                time.sleep(min(1, early / 4))
-                quiet = time.monotonic() - self.noted
-                if quiet > minutes * 60 - early and told != self.noted:
-                    told = self.noted
-                    self.say_where_all_are(quiet, early / 2)
-
-        self.note(self.text)
+        self.text = text
         if ranks.get_world_size() > 1:
-            threading.Thread(target=keep_watch, daemon=True).start()
-
-    def say_where_all_are(self, quiet, patience):
-        """Prints where each rank is in its code, on the first rank that can.
-
-        quiet: seconds since this rank's last note. patience: seconds in which the others write
-        down where they are. One that does not has died, or hangs outside of Python.
-        """
-        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-        calls = " > ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in stack[-4:])
-        rank, mark, found = ranks.get_rank(), ", now in ", defaultdict(list)
-        try:
-            store().set(f"phase{rank}", f"{self.text}{mark}{calls}")
-            time.sleep(patience)
-            doing = [store().get(f"phase{i}").decode() for i in range(ranks.get_world_size())]
-        except Exception:  # the store is gone with who held it
-            return
-        if any(mark in text for text in doing[:rank]):
-            return  # that rank says it
-        for number, text in enumerate(doing):
-            found[text].append(str(number))
-        lines = [f"\n  rank {', '.join(numbers)}: {text}" for text, numbers in found.items()]
-        what = f"warning: rank {rank} has come no further for {quiet / 60:.1f} minutes"
-        print(f"{what}.{''.join(lines)}", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback_later(self.seconds)
 
     def report(self, kind, error, trace):
-        """Says which rank stopped, what it was doing, and for whom it waited: a sys.excepthook.
+        """Says which rank stopped, what it was doing, and why: a sys.excepthook.
 
-        There is no traceback where other ranks, the disk or Ctrl-C are to blame.
+        There is no traceback where another rank, the disk or Ctrl-C is to blame.
         """
-        doing, waited = self.text, waited_in_vain(error)
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        why = self.blame_others(f"{kind.__name__}: {first_line}", waited)
-        writing = doing.startswith("writing ") and not waited
-        of_disk = isinstance(error, (OSError, RuntimeError, SafetensorError))
-        of_memory = isinstance(error, torch.OutOfMemoryError)  # a RuntimeError, too
-        if writing and of_disk and not of_memory:
-            time.sleep(5 if ranks.get_rank() else 0)  # the launcher ends the run when one has left
-            place = Path(doing.removeprefix("writing ")).absolute()
-            above = place.parents
-            free = shutil.disk_usage(next(path for path in above if path.exists())).free / 1e9
-            kept = any(any(f.glob("checkpoints/step-*")) for f in (place, *above[:2]))
-            why += f"\n  {free:,.1f} GB are free there. {ROOM if kept else NO_CHECKPOINT}"
+        why = f"{kind.__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        if waited_in_vain(error):
+            why += f"\n  {WAITED}"
+        elif self.is_of_disk(error):
+            why += f"\n  {advice_for_disk(Path(self.text.partition('writing ')[2] or '.'))}"
         elif "loss scale already at minimum" in str(error):
             why += f"\n  {FP16}"
-        elif not (waited or isinstance(error, (OSError, KeyboardInterrupt))):
+        elif kind is not KeyboardInterrupt:
             sys.__excepthook__(kind, error, trace)
         which = f"rank {ranks.get_rank()} of {ranks.get_world_size()}"
-        print(f"error: {which} stopped {doing}: {why}", file=sys.stderr, flush=True)
+        print(f"error: {which} stopped {self.text}: {why}", file=sys.stderr, flush=True)
 
-    def blame_others(self, why, waited):
-        """Tells the other ranks why this one stops. Returns `why`, and who was waited for."""
-        try:
-            if not waited:
-                self.note(f"{self.text}, stopped by {why}")
-                return why
-            self.note(f"{self.text}, and waits")
-            # The others that wait give up now, too. One that does not say so has died or hangs.
-            time.sleep(2)
-            others = sorted(set(range(ranks.get_world_size())) - {ranks.get_rank()})
-            doing = {rank: store().get(f"phase{rank}").decode() for rank in others}
-            heard = [f"rank {rank} was last heard of {text}" for rank, text in doing.items()]
-            return "\n  ".join([why, *(line for line in heard if not line.endswith("waits"))])
-        except Exception:  # without torchrun it is rank 0 that holds the store
-            return f"{why}\n  {NO_NOTES}"
+    def is_of_disk(self, error):
+        """Returns whether the disk is to blame: torch and safetensors raise errors of their own."""
+        if isinstance(error, torch.OutOfMemoryError):  # a RuntimeError, too
+            return False
+        writing = self.text.startswith("writing ")
+        own = writing and isinstance(error, (OSError, RuntimeError, SafetensorError))
+        return own or (isinstance(error, OSError) and error.errno in DISK_ERRORS)
+
+
+def advice_for_disk(folder):
+    """Returns, in words, how much room is left, and how to go on. folder: what was written."""
+    above = (folder.absolute(), *folder.absolute().parents)
+    free = shutil.disk_usage(next(path for path in above if path.exists())).free / 1e9
+    kept = any(any(path.glob("checkpoints/step-*")) for path in above[:3])
+    return f"{free:,.1f} GB are free there. {ROOM if kept else NO_CHECKPOINT}"

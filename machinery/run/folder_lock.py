@@ -19,6 +19,12 @@ class Lock:
     def __init__(self, folder):
         self.path, self.file = Path(folder) / ".lock", None
 
+    def words(self):
+        """Returns what the file says of its holder, "" if there is no file."""
+        with contextlib.suppress(OSError):
+            return self.path.read_text()
+        return ""
+
     def holder(self):
         """Returns, in words, which process holds the lock, or None."""
         with contextlib.suppress(OSError), open(self.path) as file:
@@ -36,6 +42,7 @@ class Lock:
             return who
         self.file = file
         atexit.register(self.release)
+        os.register_at_fork(after_in_child=self.disown)
         since = time.strftime("%Y-%m-%d %H:%M")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
@@ -50,12 +57,17 @@ class Lock:
                 return None
         return "another process"
 
+    def disown(self):
+        """Closes the file in a forked child, which else would hold the lock if it lived longer."""
+        if self.file:
+            self.file.close()
+            self.file = None
+
     def release(self):
         """Removes the file and drops the lock, if this process holds it."""
         if self.file:
             self.path.unlink(missing_ok=True)
-            self.file.close()
-            self.file = None
+            self.disown()
 
 
 def held_by(file, kind):

@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import time
+import warnings
 from pathlib import Path
 
 import datasets
@@ -12,12 +13,14 @@ import deepspeed
 import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.utils.cpp_extension import get_default_build_root
 
-from machinery.base import ranks, refused
+from machinery.base import ranks
+from machinery.base.refused import Refused
 from machinery.engine import patches
-from machinery.flags import refusals
+from machinery.flags import declaring
 
 
 def fill_environment():
@@ -31,9 +34,10 @@ def fill_environment():
             os.environ.setdefault(name, os.environ[theirs])
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and missing:
-        refused.fail(
+        raise Refused(
+            "no-master-address",
             f"{' and '.join(missing)} must be set: the first machine of the job and a free port."
-            "\n  For example MASTER_ADDR=host0 MASTER_PORT=29500 srun ... python sft.py ..."
+            "\n  For example MASTER_ADDR=host0 MASTER_PORT=29500 srun ... python sft.py ...",
         )
     alone = os.environ.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in os.environ
     if alone or "RANK" not in os.environ:
@@ -55,7 +59,7 @@ def warn_of_locks():
 
 def warn_of_bf16(args):
     """Warns of bf16 on a CPU that has no instructions for it."""
-    if args.dtype == "bf16" and ranks.device().type == "cpu" and not refusals.cpu_has_bf16():
+    if args.dtype == "bf16" and ranks.device().type == "cpu" and not declaring.cpu_has_bf16():
         ranks.say(
             "warning: this CPU emulates bf16. On such a CPU SFT was measured at 109 tokens/s, and "
             "at 3,030 with --dtype fp32."
@@ -88,7 +92,11 @@ def let_segments_grow():
 
 
 def silence_libraries():
-    """Turns off the progress bars and chatter of the libraries."""
+    """Turns off the libraries' progress bars, and the warnings that they raise about themselves.
+
+    What a script or a user's own function warns of is shown.
+    """
+    warnings.filterwarnings("ignore", module=r"(torch|torchdata|transformers|deepspeed)(\.|$)")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
@@ -104,7 +112,7 @@ def join_ranks(args):
     let_segments_grow()
     patches.do_without_compiler()
     meet_ranks(patches.wait_at_most(args.timeout_minutes))
-    os.environ["RLHF_TENSOR_PARALLEL"] = str(args.tensor_parallel_size)  # read in ranks.py
+    groups.set_tensor_model_parallel_world_size(args.tensor_parallel_size)  # ranks.py asks for it
 
 
 def meet_ranks(limit):
@@ -115,6 +123,6 @@ def meet_ranks(limit):
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        port = os.environ["MASTER_PORT"]
+        words = f"port {os.environ['MASTER_PORT']} is in use, perhaps by another run."
         advice = "deepspeed (or torchrun) --master_port 29501, for example"
-        refused.fail(f"port {port} is in use, perhaps by another run.\n  Take another: {advice}.")
+        raise Refused("port-in-use", f"{words}\n  Take another: {advice}.") from None

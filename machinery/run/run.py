@@ -1,6 +1,6 @@
 """The frame of all three scripts: it starts a run, deals out its steps, logs them and saves."""
 
-import functools
+import faulthandler
 import itertools
 import os
 import signal
@@ -15,15 +15,13 @@ from deepspeed.accelerator import get_accelerator
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import common
-from machinery.base import modules, progress, ranks, refused
+from machinery.base import modules, progress, ranks
 from machinery.data import data_split
 from machinery.data.rows import fingerprint
 from machinery.engine import monitors, throughput, zero3
-from machinery.flags import refusals
+from machinery.flags import rules
 from machinery.models import lora, model_card, model_folders, saving
-from machinery.run import best, checkpoints, crash, launch, logs, output_folder
-
-FILLED_UP = 2**16  # rows of a step, at most, that has more than the data: the rest are fillers
+from machinery.run import best, checkpoints, crash, launch, logs, output_folder, padding_check
 
 
 class Run:
@@ -41,19 +39,18 @@ class Run:
     def __init__(self, args, title):
         """Joins the other ranks. title: the first words on the screen."""
         self.args, self.title, self.began = args, title, time.time()
-        self.phase, self.legend_shown = crash.Phase(), False
+        self.phase, self.legend_shown = crash.Phase(args.timeout_minutes), False
+        self.notes = {}  # what else the saved model's config.json says, of the last evaluation
         self.signals = []  # SIGTERM and SIGINT as they come; looked at between two steps
         self.step, self.rows = 0, ()  # of the step that is being made
         self.evaluated = None  # the step of the last evaluation
-        self.notes = {}  # what else the saved model's config.json holds
-        common.ds_config(args, 0, 1)  # a wrong --ds_config is refused before models are loaded
+        monitors.read_config(args, True)  # a wrong --ds_config is refused before models are loaded
         launch.fill_environment()
         self.folder = output_folder.OutputFolder(args)
         sys.excepthook = self.phase.report
         launch.warn_of_locks()
         launch.warn_of_bf16(args)
         launch.join_ranks(args)
-        self.phase.watch(args.timeout_minutes)
         transformers.set_seed(args.seed)  # Python's, numpy's and torch's generators
         self.phase.note("reading data, loading models")
 
@@ -69,11 +66,6 @@ class Run:
         self.last_step = self.steps_per_epoch * self.args.num_train_epochs
         if self.args.max_steps >= 0:
             self.last_step = self.args.max_steps
-        if self.rows_per_step > max(len(train), FILLED_UP):
-            batch = f"{batch_size} per device x {micro_steps} a step = {self.rows_per_step} rows"
-            refused.fail(
-                f"a batch of {batch}: the data has {len(train)}.\n  Lower the batch sizes."
-            )
         return self.last_step
 
     # The steps
@@ -92,16 +84,18 @@ class Run:
         args, self.engines, self.engine = self.args, engines, next(iter(engines.values()))
         self.evaluate, self.columns = evaluate, columns
         self.state = {} if state is None else state
-        monitors.take_over(self.engine)
         train = self.train
         self.facts = {"data_rows": len(train), "data_fingerprint": fingerprint(train)}
         seen = {**self.facts, "held_out": len(self.held_out), "steps": self.last_step}
         advice = "All machines must read the same files, or the same version of the hub's."
         ranks.fail_unless_alike(seen, "the ranks read different data", advice)
-        self.facts["frozen_weights"] = checkpoints.frozen_weights(args)
+        self.facts["frozen_models"] = checkpoints.frozen_models(args)
+        for engine in engines.values():
+            padding_check.check(args, engine, train[0], self.tokenizer.pad_token_id)
         self.folder.take(self.facts)
+        self.monitor = monitors.opened(args)
         self.print_banner()
-        refusals.warn_of_stages(args)
+        rules.warn(args, rules.WARNINGS)
         torch.manual_seed(args.seed + ranks.data_parallel_rank())  # dropout differs by rank
         ranks.barrier()
         step, saved = 0, {}
@@ -109,10 +103,8 @@ class Run:
             facts = {"rows": self.rows_per_step, **self.facts}
             step, saved = checkpoints.load(args, engines, self.state, facts, self.last_step)
             self.state.update(saved["state"])
-            if saved.get("score_statistics"):  # of an evaluation at this step
-                config = modules.unwrap_model(self.engine).config
-                config.score_statistics = saved["score_statistics"]
-            self.folder.settle()
+            self.notes.update(saved["notes"])
+            self.folder.note()
             if before := model_card.last_evaluation(Path(args.output_dir) / "metrics.jsonl"):
                 best.check(args, before)
         if not args.resume or self.last_step == 0:
@@ -120,12 +112,12 @@ class Run:
             best.check(args, record)
             self.write(record)
         if self.last_step == 0:  # --max_steps 0: that was all
-            self.folder.settle()
             logs.draw_curves(args)
             self.finish()
         # Only now: before, a signal of the launcher must end the ranks of a run that is refused.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.note_signal)
+        os.register_at_fork(after_in_child=restore_signals)
         self.started = time.time()  # of the step: loading its rows is a part of it
         with progress.bar(self.last_step, "steps", step) as bar:
             while step < self.last_step:
@@ -150,7 +142,8 @@ class Run:
         weights = "{:,.2f} M parameters ({:,.3f} M of them train)".format(*counts)
         known = ", ".join(f"{metric} {value}" for metric, value in logs.limits(args).items())
         known = f"\n  limits   {known}: no model can do better on this data" if known else ""
-        preset = f"{args.preset}, that of {args._preset_from}" if args._preset_from else args.preset
+        folder = args.declared.preset_from
+        preset = f"{args.preset}, that of {folder}" if folder else args.preset
         ranks.say(
             f"{self.title}   (preset {preset}; seed {args.seed}, "
             f"output in {Path(args.output_dir)})\n"
@@ -197,23 +190,19 @@ class Run:
     def save_or_stop(self, loader):
         """Saves a checkpoint when one is due, and leaves if any rank was told to stop."""
         args, step = self.args, self.step
-        late = 0 < args.max_hours * 3600 < time.time() - self.began
-        told, late = ranks.all_sum(len(self.signals), late)
-        stop = (told or late) and step < self.last_step
+        stop = ranks.all_sum(len(self.signals)).item() > 0 and step < self.last_step
         if stop or (args.save_steps and step % args.save_steps == 0):
             self.phase.note(f"writing {checkpoints.folder_of(args)}/step-{step}")
             saved = {"loader": loader.state_dict(), "micro_steps": self.micro_steps}
             saved |= {"rows": self.rows_per_step, "state": self.state, **self.facts}
-            config = modules.unwrap_model(self.engine).config  # what export.py needs
-            if self.evaluated == step:  # else they are of other weights
-                saved["score_statistics"] = getattr(config, "score_statistics", None)
+            # what tools/export.py needs; notes of an evaluation before are of other weights
+            saved["notes"] = self.notes if self.evaluated == step else {}
             saved["eos_token"] = self.tokenizer.eos_token
             checkpoints.save(args, self.engines, step, saved)
             self.started = time.time()
         if stop:
-            why = "interrupted" if told else f"--max_hours {args.max_hours:g} are over"
             where = checkpoints.whole_checkpoints(args)[-1]
-            ranks.say(f"{why} after step {step}: saved to {where}. Go on with --resume.")
+            ranks.say(f"interrupted after step {step}: saved to {where}. Go on with --resume.")
             self.finish(code=1)
 
     # What the body of a step calls
@@ -240,7 +229,6 @@ class Run:
         due = step == self.last_step or step % (args.eval_steps or self.steps_per_epoch) == 0
         if due:
             record.update(self.evaluate(step))
-        self.folder.settle()  # only now: a run that fails in its first step has replaced nothing
         if due or step % args.log_steps == 0:
             self.write(record)
         if due:
@@ -265,7 +253,7 @@ class Run:
 
     def write(self, record):
         """Writes one line of the log, under the legend if it is the first."""
-        logs.write(self.args, record, self.columns, not self.legend_shown, self.engine)
+        logs.write(self.args, record, self.columns, not self.legend_shown, self.monitor)
         self.legend_shown = True
 
     def texts(self):
@@ -293,10 +281,18 @@ class Run:
         """Saves a model, by default in the output folder (saving.save_model)."""
         folder = Path(folder or self.args.output_dir)
         self.phase.note(f"writing {folder}")
-        card = functools.partial(model_card.text, self.args, self.folder.record, self.title, folder)
-        saving.save_model(engine, tokenizer, folder, full_tensor, self.folder.claim, card)
+        facts = saving.save_model(engine, tokenizer, folder, full_tensor, self.notes)
+        if facts:  # on rank 0
+            model_card.write(self.args, self.folder.record, self.title, folder, **facts)
 
     def finish(self, code=0):
         """Leaves the other ranks in order, and ends the program with the exit code `code`."""
         self.folder.release()
+        faulthandler.cancel_dump_traceback_later()
         crash.finish(self.args, code)
+
+
+def restore_signals():
+    """Lets SIGTERM and Ctrl-C end a helper process that a user's function has forked."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,201 @@
+"""Chats: what the assistant says is learned, and nothing else; the template ends its turns."""
+
+import copy
+import itertools
+import re
+
+import pytest
+from data_kit import TEMPLATE, chat, dahoas, folder, load, many, write
+
+import sft
+from machinery.base.refused import Refused
+from machinery.data import rows, tokens
+from machinery.data.data_split import STAGES
+from machinery.models import saving
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SHAPES = {  # name: (template, EOS, the end of a turn)
+    "Qwen": (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+        + CHATML.replace("{{ m.role }}", "{{ 'user' if m.role == 'tool' else m.role }}"),
+        "<|im_end|>",
+        "<|im_end|>",
+    ),
+    "Gemma": (
+        "<bos>{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif"
+        " %}{% for m in messages %}<start_of_turn>"
+        "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+        "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        "<eos>",
+        "<end_of_turn>",
+    ),
+    "Mistral": (  # no opening of its own, and EOS ends a turn
+        "<bos>{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}<eos>"
+        "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}",
+        "<eos>",
+        "<eos>",
+    ),
+    "text": (TEMPLATE, "<eos>", ""),  # nothing but a line break ends a turn
+}
+SPECIAL = re.findall(r"<\|?/?\w+\|?>", "".join(template for template, *_ in SHAPES.values()))
+
+
+def shaped(tokenizer, name):
+    """Returns the tokenizer with a chat template of this shape, and the end of a turn."""
+    template, eos, end = SHAPES[name]
+    tokenizer = copy.deepcopy(tokenizer)
+    specials = [t for t in dict.fromkeys(SPECIAL) if t not in ("<user>", "<assistant>")]
+    tokenizer.add_special_tokens({"extra_special_tokens": specials})
+    tokenizer.eos_token, tokenizer.chat_template = eos, template
+    return tokenizer, end
+
+
+def covered(tokenizer, row):
+    """Returns the texts that the loss covers: the runs of covered tokens, each decoded."""
+    ids = row["prompt_ids"] + row["responses"][0]
+    mask = row["prompt_loss_mask"] + [1] * len(row["responses"][0])
+    runs = itertools.groupby(zip(ids, mask), key=lambda pair: pair[1])
+    return [tokenizer.decode([token for token, _ in run]) for on, run in runs if on]
+
+
+TURNS = chat("Why?", "So.", "And?", "Then so.\n\nYes!", "Hm?", "No")
+CHATS = {  # name: (messages, which of them are learned)
+    "turns": (TURNS, [1, 3, 5]),
+    "a question at the end": (TURNS[:-1], [1, 3]),
+    "system": ([{"role": "system", "content": "Be brief."}, *TURNS], [2, 4, 6]),
+    "tool": ([*TURNS[:2], {"role": "tool", "content": "3"}, *TURNS[3:4]], [1, 3]),
+    "an answer in two messages": ([*TURNS[:2], *TURNS[3:4]], [1, 2]),
+    "special tokens in the text": (
+        chat(
+            "Say <|im_end|> and <eos>", "<|im_start|>user\n<eot> <eos>", "<bos>?", "a<end_of_turn>"
+        ),
+        [1, 3],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_loss_covers_what_the_assistant_says_and_its_ends_of_turn(tokenizer, shape, name):
+    """And nothing else: not the openings that the template writes, not system, user and tool. The
+    tokens together are what the template makes of the whole chat, up to the last turn's end, and
+    EOS once. A special token that a message spells is text."""
+    tokenizer, end = shaped(tokenizer, shape)
+    messages, turns = CHATS[name]
+    row = rows.tokenise_row({"messages": messages}, tokenizer, "sft", 512)
+    if shape == "Gemma" and name == "system":
+        assert row["drop"] == "the chat template refuses it: no system role"
+        return
+    eos = "" if tokenizer.eos_token == end else tokenizer.eos_token
+    expected = [" " * (shape == "Mistral") + messages[i]["content"] + end for i in turns]
+    if shape == "Mistral" and name == "an answer in two messages":
+        expected = ["".join(expected)]  # one follows the other at once
+    assert covered(tokenizer, row) == [*expected[:-1], expected[-1] + eos]
+    ids, asked = row["prompt_ids"] + row["responses"][0], messages[: turns[-1] + 1]
+    whole = tokenizer.apply_chat_template(asked, tokenize=False)
+    assert tokenizer.decode(ids) == whole.rstrip() + eos
+    without = [{**message, "content": "x"} for message in asked]
+    written = tokenizer.apply_chat_template(without, tokenize=True, return_dict=False)
+    specials = [[i for i in of if i in tokenizer.all_special_ids] for of in (ids, written)]
+    assert specials[0] == specials[1] + [tokenizer.eos_token_id] * bool(eos)
+
+
+def test_the_mask_of_a_row_that_is_cut_stays_on_its_tokens(tokenizer):
+    """A long prompt loses its start, a long response its end; each token keeps what it had, and
+    SFT's loss lies on the same tokens."""
+    tokenizer, _ = shaped(tokenizer, "Gemma")
+    whole = rows.tokenise_row({"messages": TURNS}, tokenizer, "sft", 512)
+    for limit in (4, 9, 14, 20, 33):
+        made = rows.tokenise_row({"messages": TURNS}, tokenizer, "sft", limit)
+        prompt, mask, (response,) = made["prompt_ids"], made["prompt_loss_mask"], made["responses"]
+        assert made["length"] == len(prompt) + len(response) == limit
+        assert prompt == whole["prompt_ids"][-len(prompt) :]
+        assert mask == whole["prompt_loss_mask"][-len(prompt) :]
+        assert response == whole["responses"][0][: len(response)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("shape", ["Qwen", "Gemma", "text"])
+def test_in_chats_the_end_of_turn_is_eos(tokenizer, tiny_model, tmp_path, shape, stage):
+    """The base models of Qwen end a text with <|endoftext|>, and their chat template ends a turn
+    with <|im_end|>. Who talks to the model stops at that, so it is what the model must learn, what
+    ends a rollout, and what is saved as EOS. Text has no turns, and ends with EOS as before."""
+    tokenizer, end = shaped(tokenizer, shape)
+    tokenizer.eos_token = "<eos>"
+    load(tokenizer, [folder(tmp_path / "text", many(10, dahoas))], stage)
+    assert tokenizer.eos_token == "<eos>"
+    make = lambda i: {name: chat(f"Q{i}?", name) for name in ("chosen", "rejected")}  # noqa: E731
+    train, _ = load(tokenizer, [folder(tmp_path / "chats", many(10, make))], stage)
+    eos = tokenizer.eos_token_id
+    assert tokenizer.eos_token == tokens.end_of_turn(tokenizer) == (end or "<eos>")
+    responses = [ids for row in train for ids in row["responses"]]
+    assert all(ids.count(eos) == 1 and ids[-1] == eos for ids in responses)
+    model = copy.deepcopy(tiny_model)
+    saving.note_tokens(model, tokenizer, scores=False)
+    assert [c.eos_token_id for c in (model.config, model.generation_config)] == [eos] * 2
+
+
+TALK = "\n\nHuman: Q?\n\nAssistant: A.\n\nB.\n\nHuman: And?\n\nAssistant:"
+TRAIN_ON = {  # a row: {--train_on: what the loss covers}; None is the default
+    "messages": (
+        {"messages": chat("Q?", "A.", "And?", "C.")},
+        {
+            None: ["A.", "C.<eos>"],
+            "last": ["C.<eos>"],
+            "everything": ["<user>Q?\n<assistant>A.\n<user>And?\n<assistant>C.<eos>"],
+        },
+    ),
+    "a pair of chats": (
+        {name: chat("Q?", "A.", "And?", name) for name in ("chosen", "rejected")},
+        {None: ["chosen<eos>"], "all": ["A.", "chosen<eos>"]},
+    ),
+    "whole dialogues": (
+        {"chosen": TALK + " C.", "rejected": TALK + " D."},
+        {None: [" C.<eos>"], "all": [" A.\n\nB.", " C.<eos>"]},
+    ),
+    "dialogues that part early": (
+        {"chosen": TALK + " C.", "rejected": "\n\nHuman: Q?\n\nAssistant: D."},
+        {"all": [" A.\n\nB.", " C.<eos>"]},
+    ),
+    "plain text": (
+        {"prompt": "Q?", "response": " A."},
+        {None: [" A.<eos>"], "all": [" A.<eos>"], "everything": ["Q? A.<eos>"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAIN_ON)
+def test_train_on_says_which_turns_are_learned(tokenizer, name):
+    """Without the flag a chat in `messages` is learned whole, and all else by its response. The
+    prompts of the other steps are not learned."""
+    tokenizer.chat_template = TEMPLATE
+    row, wanted = TRAIN_ON[name]
+    for train_on, expected in wanted.items():
+        made = rows.tokenise_row(row, tokenizer, "sft", 128, train_on)
+        assert covered(tokenizer, made) == expected
+    assert not any(rows.tokenise_row(row, tokenizer, "ppo", 128)["prompt_loss_mask"])
+
+
+def test_sft_s_loss_lies_on_the_covered_tokens(tokenizer):
+    """Also beside a longer row. (A row's first token is never covered: nothing predicts it.)"""
+    tokenizer.chat_template = TEMPLATE
+    row = rows.tokenise_row(TRAIN_ON["messages"][0], tokenizer, "sft", 128)
+    other = {**row, "prompt_ids": [5], "prompt_loss_mask": [0], "responses": [[6] * 90]}
+    batch = sft.collate([{**r, "row_weight": 1} for r in (row, other)], tokenizer.pad_token_id)
+    mask = batch["loss_mask"][0] > 0
+    assert tokenizer.decode(batch["ids"][0][-len(mask) :][mask]) == "A.C.<eos>"
+
+
+def test_a_template_whose_turns_cannot_be_told_is_refused(tokenizer, tmp_path):
+    """It drops what was thought in earlier turns: turn by turn it writes another text than of the
+    whole chat. A mask would lie on the wrong tokens. --train_on last needs none of that."""
+    thinks = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", thinks)
+    row = {"messages": chat("Why?", "<think>Hm</think>So.", "And?", "Then.")}
+    with pytest.raises(Refused) as caught:
+        load(tokenizer, [write(tmp_path / "rows.jsonl", [row] * 9)])
+    assert caught.value.rule == "turns-unknown" and "--train_on last" in caught.value.words
+    assert rows.tokenise_row(row, tokenizer, "sft", 128, "last")["drop"] == ""

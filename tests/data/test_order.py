@@ -1,0 +1,96 @@
+"""In which order rows are trained on: each once an epoch, the same on any number of ranks."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from data_kit import dahoas, folder, load, many
+
+import common
+from machinery.base import ranks
+
+LENGTHS = np.random.default_rng(0).integers(1, 100, 83)  # 83 rows: the last step of 8 is 5 short
+by_length = pytest.mark.parametrize("group_by_length", [0, 1])
+
+
+def play(monkeypatch, rank, count):
+    """Makes this process the rank `rank` of `count`."""
+    monkeypatch.setattr(ranks, "get_rank", lambda: rank)
+    monkeypatch.setattr(ranks, "get_world_size", lambda: count)
+
+
+def steps_of(monkeypatch, count, batch_size, micro_steps, epoch=0, seed=1, group_by_length=1):
+    """Returns, for each optimizer step, the sorted rows of all ranks; asserts that all ranks make
+    the same number of forwards."""
+    per_rank = []
+    for rank in range(count):
+        play(monkeypatch, rank, count)
+        batches = common.epoch_batches(
+            LENGTHS, seed, epoch, batch_size, micro_steps, group_by_length
+        )
+        assert all(len(batch) == batch_size for batch in batches)
+        per_rank.append(batches)
+    assert len({len(batches) for batches in per_rank}) == 1
+    starts = range(0, len(per_rank[0]), micro_steps)
+    steps = [[batches[i : i + micro_steps] for batches in per_rank] for i in starts]
+    return [sorted(np.ravel(step).tolist()) for step in steps]
+
+
+@by_length
+def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(monkeypatch, group_by_length):
+    """Eight rows a step, as 1 rank x 8, 2 x 4 or 8 x 1, in one micro-batch or several: the same
+    eight rows."""
+    layouts = [(1, 8, 1), (2, 4, 1), (8, 1, 1), (1, 2, 4), (2, 2, 2), (1, 1, 8)]
+    found = [steps_of(monkeypatch, *layout, group_by_length=group_by_length) for layout in layouts]
+    assert all(f == found[0] for f in found) and len(found[0]) == 11
+
+
+@by_length
+def test_every_row_comes_once_an_epoch(monkeypatch, group_by_length):
+    """83 rows in steps of 8: ten whole steps and one of three rows, filled up with five fillers
+    (-1). Nothing is dropped."""
+    steps = steps_of(monkeypatch, 2, 2, 2, group_by_length=group_by_length)
+    assert sorted(i for step in steps for i in step if i >= 0) == list(range(83))
+    assert sorted(step.count(-1) for step in steps) == [0] * 10 + [5]
+
+
+@by_length
+def test_each_epoch_has_its_own_order_from_the_seed(monkeypatch, group_by_length):
+    """A sampler that is never told its epoch gives the same order sixteen times."""
+    order = lambda *which: steps_of(monkeypatch, 1, 8, 1, *which, group_by_length)  # noqa: E731
+    assert order(0, 1) == order(0, 1)
+    assert order(0, 1) != order(1, 1) != order(2, 1) and order(0, 1) != order(0, 2)
+
+
+def test_grouping_by_length_saves_padding(monkeypatch):
+    """Rows of like length together: less than a third of the padding of a plain shuffle. And not
+    from long to short: an order by length would be a curriculum that nobody asked for."""
+    padding, longest = [], []
+    for group_by_length in (0, 1):
+        steps = steps_of(monkeypatch, 1, 8, 1, group_by_length=group_by_length)
+        real = [[LENGTHS[i] for i in step if i >= 0] for step in steps]
+        padding.append(sum(max(step) * len(step) - sum(step) for step in real))
+        longest = [max(step) for step in real]
+    assert padding[1] < padding[0] / 3
+    assert longest not in (sorted(longest), sorted(longest, reverse=True))
+
+
+def test_a_filler_is_a_row_that_counts_nothing(tokenizer, tmp_path):
+    """Row -1 is row 0 again with `row_weight` 0: it can be forwarded, and it is masked out of every
+    sum."""
+    train, _ = load(tokenizer, [folder(tmp_path, many(10, dahoas))])
+    filler, first = common.Rows(train)[-1], common.Rows(train)[0]
+    assert (filler["row_weight"], first["row_weight"]) == (0, 1)
+    assert filler["prompt_ids"] == first["prompt_ids"]
+
+
+def test_evaluation_sees_every_row_once_over_all_ranks(tokenizer, tmp_path, monkeypatch):
+    """Ten pairs, three ranks, two a batch: each pair once, and both forwards on every rank."""
+    _, held_out = load(tokenizer, [folder(tmp_path, many(50, dahoas))], "reward")
+    args, seen = SimpleNamespace(per_device_eval_batch_size=2), []
+    for rank in range(3):
+        play(monkeypatch, rank, 3)
+        batches = list(common.eval_loader(args, held_out, lambda rows: {"taken": rows}))
+        assert len(batches) == 2
+        seen += [r["prompt"] for batch in batches for r in batch["taken"] if r["row_weight"]]
+    assert sorted(seen) == [f"Q{i}?" for i in range(40, 50)]

@@ -1,0 +1,141 @@
+"""Sources: what stands in a file reaches training and reward functions as the file spells it."""
+
+import json
+
+import pytest
+from data_kit import both, dahoas, load, many, texts, write
+
+from machinery.base.refused import Refused
+from machinery.data import sources
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".parquet"])
+def test_the_kind_of_file_does_not_matter(tokenizer, tmp_path, kind):
+    """The same rows from JSON lines, a JSON list, and parquet. A file may have any name, also one
+    that `datasets` would read as a pattern or as a part of an archive."""
+    path = write(
+        tmp_path / f"{'rows' if kind == '.parquet' else 'zip::a[1]*'}{kind}", many(99, dahoas)
+    )
+    assert texts(tokenizer, both(load(tokenizer, [path]))) == {
+        (f"Q{i}?", f" r{i}") for i in range(99)
+    }
+
+
+def test_a_folder_holds_train_and_test(tokenizer, tmp_path):
+    """Files with "test" in their name are held out; all the others, however many, are trained on.
+    The words "latest" and "retrieval" do not name a part."""
+    for name, rows in (("train-0", range(10)), ("train-1", range(10, 20)), ("test", range(20, 25))):
+        write(tmp_path / f"named/{name}.jsonl", [dahoas(i) for i in rows])
+    parts = [
+        {p for p, _ in texts(tokenizer, part)} for part in load(tokenizer, [tmp_path / "named"])
+    ]
+    assert parts == [{f"Q{i}?" for i in range(20)}, {f"Q{i}?" for i in range(20, 25)}]
+    for name, rows in (("latest", range(50)), ("retrieval", range(50, 100))):
+        write(tmp_path / f"others/{name}.jsonl", [dahoas(i) for i in rows])
+    train, held_out = load(tokenizer, [tmp_path / "others"])
+    assert len(train) + len(held_out) == 100 and len(train) > 80
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, capsys):
+    """`datasets` reads one kind of file of a folder. No row is left out in silence."""
+    write(tmp_path / "a.jsonl", many(3, dahoas))
+    write(tmp_path / "b.jsonl", many(3, dahoas))
+    assert len(sources.read_splits(str(tmp_path))[0]["train"]) == 6
+    assert "not read" not in capsys.readouterr().out
+    (tmp_path / "c.csv").write_text("prompt,response\nWhy?,So.\n")
+    sources.read_splits(str(tmp_path))
+    assert f"{tmp_path}/c.csv" in capsys.readouterr().out
+
+
+SPELLED = {  # what `datasets` would change, were it to guess the types of columns
+    "a date": ["2024-01-08", "2024-01-09"],
+    "integers beside a float": [1, 0.5, 2],
+    "many types": [1, "1", None, True, [1, "a"], {"b": 2.0}],
+    "objects with other keys": [{"a": 1}, {"b": "2024-01-08"}, {}],
+    "digits in text": ["007", "1e5", "NaN"],
+}
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".json"])
+def test_values_reach_a_reward_function_as_the_file_spells_them(tokenizer, tmp_path, kind):
+    """A column of dates is text, an integer stays one, whatever stands in other rows. A row without
+    a column has None in it. Dates are fine as prompts, too."""
+    cycle = [{name: values[i % len(values)] for name, values in SPELLED.items()} for i in range(60)]
+    lines = [{"prompt": f"2024-01-{i:02}", **row} for i, row in enumerate(cycle)]
+    lines[7] = {"prompt": "2024-01-07"}
+    found = both(load(tokenizer, [write(tmp_path / f"rows{kind}", lines)], "ppo"))
+    extra = {row["prompt"]: json.loads(row["extra"]) for row in found}
+    assert extra == {line["prompt"]: {name: line.get(name) for name in SPELLED} for line in lines}
+    assert [type(extra["2024-01-02"][name]) for name in list(SPELLED)[:2]] == [str, int]
+
+
+def test_all_of_a_csv_file_is_text(tokenizer, tmp_path):
+    """Quotes, line breaks and commas as in any .csv file; numbers and NA are text, too."""
+    lines = ["prompt,response,n", '"Q,\n""0""", r,007', *(f"Q{i}?, r{i},NA" for i in range(1, 40))]
+    file = tmp_path / "rows.csv"
+    file.write_text("\r\n".join(lines) + "\r\n")
+    assert ('Q,\n"0"', " r") in texts(tokenizer, both(load(tokenizer, [file])))
+    found = {
+        row["prompt"]: json.loads(row["extra"]) for row in both(load(tokenizer, [file], "ppo"))
+    }
+    assert found['Q,\n"0"'] == {"response": " r", "n": "007"} and found["Q1?"]["n"] == "NA"
+
+
+GOOD = '{"prompt": "Q?", "response": " r"}\n'
+BROKEN = {  # files that cannot be read: what the message must say
+    "cut.jsonl": (GOOD + '{"prompt": "Q?", "resp', "cut.jsonl, line 2: "),
+    "half.jsonl": (GOOD + '{"prompt": "\\ud800"}\n', "half.jsonl, line 2: "),
+    "latin.jsonl": (GOOD.encode() + '{"prompt": "é"}'.encode("latin-1"), "latin.jsonl, line 2: "),
+    "empty.jsonl": ("\n", "empty.jsonl is empty"),
+    "cells.csv": ("prompt,response\nQ?, r\nQ?, r,more\n", "cells.csv, line 3: "),
+    "twice.csv": ("prompt,prompt\nQ?, r\n", "twice.csv, line 2: "),
+    "rows.txt": (GOOD, ".jsonl, .json, .csv, .parquet"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_cannot_be_read_stops_the_run(tmp_path, name):
+    """The message names file and line. A file that was cut is not taken as a shorter one."""
+    content, words = BROKEN[name]
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(Refused) as caught:
+        sources.read_source(str(tmp_path / name))
+    assert caught.value.rule == "unreadable-data" and words in caught.value.words
+
+
+def test_a_name_that_is_not_there_is_refused_with_the_nearest(tmp_path):
+    """Also where only a part for tests is there."""
+    write(tmp_path / "rows.jsonl", many(3, dahoas))
+    write(tmp_path / "only/test.jsonl", many(3, dahoas))
+    for name, words in (("row.jsonl", "rows.jsonl"), ("only", "test")):
+        with pytest.raises(Refused) as caught:
+            sources.read_source(str(tmp_path / name))
+        assert caught.value.rule == "unreadable-data" and words in caught.value.words
+
+
+# ---- What is dropped is counted ----
+def test_rows_that_teach_nothing_are_dropped_and_counted(tokenizer, tmp_path, capsys):
+    """An empty text, equal responses, and responses that are equal once they are cut: a pair
+    without a difference has a gradient, and it teaches noise. With --strict they stop the run."""
+    long = " and" * 40
+    lines = many(40, dahoas) + [
+        {"prompt": "E1?", "chosen": "", "rejected": " x"},
+        {"prompt": "  ", "chosen": " c", "rejected": " x"},
+        {"prompt": "N1?", "chosen": " c", "rejected": None},
+        {"prompt": "S1?", "chosen": " same", "rejected": " same"},
+        {"prompt": "L1?", "chosen": long + " yes", "rejected": long + " no"},
+    ]
+    write(tmp_path / "train.jsonl", lines)
+    write(tmp_path / "test.jsonl", [dahoas(50)])
+    train, _ = load(tokenizer, [tmp_path], "reward", limit=16)
+    assert {p for p, *_ in texts(tokenizer, train)} == {f"Q{i}?" for i in range(40)}
+    said = capsys.readouterr().out
+    for count, why in (
+        (3, "empty prompt or response"),
+        (1, "chosen equals rejected"),
+        (1, "chosen equals rejected once cut"),
+    ):
+        assert f"train: dropped {count} of 45 rows: {why}\n" in said
+    with pytest.raises(Refused) as caught:
+        load(tokenizer, [tmp_path], "reward", limit=16, strict=True)
+    assert caught.value.rule == "strict" and "train.jsonl, line 41" in caught.value.words

@@ -1,0 +1,92 @@
+"""Who gets which row: shares of the steps, held-out prompts, and how a run knows its data again."""
+
+import pytest
+from data_kit import dahoas, folder, load, many, write
+from datasets import Dataset
+
+from machinery.base.refused import Refused
+from machinery.data import rows
+from machinery.data.data_split import STAGES
+
+
+def prompts(tokenizer, path, stage):
+    """Returns the prompts that a step trains on with --data_split 2,4,4, and those held out."""
+    return [set(part["prompt"]) for part in load(tokenizer, [path], stage, split=(2, 4, 4))]
+
+
+def test_the_three_steps_share_the_rows_out(tokenizer, tmp_path, capsys):
+    """2:4:4: the parts are disjoint, and together they are everything. A reward model that has seen
+    the responses that step 1 was taught would prefer them for the wrong reason. Each step says what
+    it takes. --seed has no part in it: steps may be run with different ones."""
+    write(tmp_path / "train.jsonl", many(100, dahoas))
+    write(tmp_path / "test.jsonl", [dahoas(1000)])
+    parts = [prompts(tokenizer, tmp_path, stage)[0] for stage in STAGES]
+    assert [len(part) for part in parts] == [20, 40, 40] and len(set.union(*parts)) == 100
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"{tmp_path}: {n} of 100 rows (--data_split 2,4,4)" for n in (20, 40, 40)]
+
+
+def test_several_paths_are_blended(tokenizer, tmp_path):
+    """Each in its own format; each gives this step its share, and prompts that are held out."""
+    one = write(tmp_path / "a.jsonl", many(100, dahoas))
+    make = lambda i: {"instruction": f"Do {i}", "output": "yes"}  # noqa: E731
+    two = write(tmp_path / "b.parquet", many(100, make))
+    train, held_out = load(tokenizer, [one, two], split=(1, 1, 0))
+    for start in ("Q", "\n\nHuman"):
+        assert 40 <= sum(p.startswith(start) for p in train["prompt"]) <= 50
+        assert any(p.startswith(start) for p in held_out["prompt"])
+
+
+def test_a_step_without_rows_is_refused(tokenizer, tmp_path):
+    """A share of 0, or a file that is too small to be shared."""
+    with pytest.raises(Refused) as caught:
+        load(tokenizer, [folder(tmp_path, many(10, dahoas))], split=(0, 1, 1))
+    assert caught.value.rule == "no-rows-left"
+
+
+def test_held_out_prompts_are_never_trained_on_without_a_test_split(tokenizer, tmp_path):
+    """A twentieth of the prompts is held out, by hash: prompts, not rows, so that a prompt with
+    many responses is on one side; and the same ones for all three steps, so that step 3 is not
+    judged on what step 1 was taught."""
+    # Every prompt is there twice.
+    lines = [{**dahoas(i % 200), "response": f" r{i}", "chosen": f" c{i}"} for i in range(400)]
+    path = write(tmp_path / "rows.jsonl", lines)
+    found = [prompts(tokenizer, path, stage) for stage in STAGES]
+    trained, held_out = (set.union(*parts) for parts in zip(*found))
+    assert len(held_out) == 10 and not trained & held_out and len(trained) == 190
+    assert found[0][1] == found[1][1] == found[2][1]
+
+
+def test_held_out_prompts_are_never_trained_on_with_a_test_split(tokenizer, tmp_path, capsys):
+    """A test file whose prompts are also in the training file measures memory. Such rows are
+    dropped and counted, also where the prompt is in another step's part of the training file."""
+    write(tmp_path / "train.jsonl", many(60, dahoas))
+    write(tmp_path / "test.jsonl", many(80, dahoas)[40:])
+    found = [prompts(tokenizer, tmp_path, stage) for stage in STAGES]
+    assert "test: dropped 20 of 40 rows: its prompt is also trained on" in capsys.readouterr().out
+    trained, held_out = (set.union(*parts) for parts in zip(*found))
+    assert held_out == {f"Q{i}?" for i in range(60, 80)} and not trained & held_out
+
+
+def test_the_fingerprint_is_of_the_rows_themselves(tokenizer, tmp_path):
+    """Equal data in another place and in another kind of file has an equal fingerprint, by which
+    --resume knows it; one letter more, or another order, has another."""
+    lines = many(40, dahoas)
+    edited = [*lines[:-1], {**lines[-1], "response": " r39."}]
+    prints = []
+    for number, kind, of in ((0, "jsonl", lines), (1, "parquet", lines), (2, "jsonl", edited),
+                             (3, "jsonl", lines[::-1])):  # fmt: skip
+        write(tmp_path / f"{number}/train.{kind}", of)
+        write(tmp_path / f"{number}/test.{kind}", [dahoas(50)])
+        prints.append(rows.fingerprint(load(tokenizer, [tmp_path / str(number)])[0]))
+    assert prints[0] == prints[1] and len(set(prints)) == 3
+
+
+def test_a_date_in_a_chat_template_changes_no_fingerprint():
+    """Some templates write today's date. A run that is resumed tomorrow has the same data."""
+    table = {"prompt": ["[]"], "prompt_ids": [[5, 6]], "prompt_loss_mask": [[0, 0]], "length": [7]}
+    today, tomorrow, other = (
+        Dataset.from_dict({**table, **changed})
+        for changed in ({}, {"prompt_ids": [[5, 7]]}, {"prompt": ["[1]"]})
+    )
+    assert rows.fingerprint(today) == rows.fingerprint(tomorrow) != rows.fingerprint(other)

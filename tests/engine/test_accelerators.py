@@ -1,0 +1,121 @@
+"""What a GPU needs, checked without one: a stand-in answers where CUDA would."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.utils.config import get_timers_config
+
+import common
+import sft
+from machinery.base import ranks
+from machinery.base.refused import Refused
+from machinery.engine import adam, zero3
+from machinery.run import launch
+
+
+def config(*flags, **options):
+    args = sft.get_args(["--preset", "toy", *flags])
+    return common.ds_config(args, args.zero_stage, 4, **options)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Every question for the device is answered as on a GPU that holds 10 bytes of 100."""
+    monkeypatch.setattr(get_accelerator(), "device_name", lambda *_: "cuda")
+    monkeypatch.setattr(ranks, "device", lambda: torch.device("cuda", 0))
+    answers = dict(is_available=True, memory_reserved=30, memory_allocated=10)
+    for name, value in {**answers, "mem_get_info": (70, 100)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+
+
+def test_deepcompile_is_for_engines_that_train(cuda):
+    assert config("--deepcompile")["compile"] == {"deepcompile": True}
+    assert "compile" not in config("--deepcompile", train=False)
+
+
+@pytest.mark.parametrize("stage, overlaps", [(1, False), (2, False), (3, True)])
+def test_gradients_are_reduced_as_deepspeed_does_by_default(stage, overlaps):
+    """At stage 2 with overlap_comm a second stream reads gradients that other ranks may free: they
+    may be overwritten. Nor does DeepSpeed's timer wait for the device at each forward."""
+    made = config("--zero_stage", str(stage))
+    assert DeepSpeedZeroConfig(**made["zero_optimization"]).overlap_comm is overlaps
+    assert get_timers_config(made).enabled is False
+
+
+@pytest.mark.parametrize("numel, fits", [(17, True), (18, False)])
+def test_room_on_a_gpu_is_what_cuda_and_its_allocator_have_free(cuda, monkeypatch, numel, fits):
+    """70 bytes that CUDA has and 20 that PyTorch holds and does not use: 0.8 of them is 72.
+    DeepSpeed asks the driver, by the number in CUDA_VISIBLE_DEVICES, which may be a name (MIG)."""
+    monkeypatch.setattr(get_accelerator(), "available_memory", lambda: int("MIG-1"))
+    monkeypatch.setattr(ranks, "all_sum", lambda *values: values)
+    weight = SimpleNamespace(ds_numel=numel, element_size=lambda: 4)
+    assert zero3.fit_on_every_rank([weight]) is fits
+
+
+@pytest.mark.parametrize(
+    "given, torchrun, adam_offload, device, threads",
+    [
+        (None, False, False, "cpu", [4]),
+        (None, False, True, "cuda", [4]),
+        (None, False, False, "cuda", []),
+        ("1", False, True, "cuda", []),  # the user's
+        ("1", True, True, "cuda", [4]),  # torchrun's, which CPU Adam would suffer from
+    ],
+)
+def test_each_rank_takes_its_share_of_the_cores(
+    monkeypatch, given, torchrun, adam_offload, device, threads
+):
+    """Two ranks on 8 cores. CPU Adam is a loop over all weights of the rank: on one thread, or on
+    as many as there are cores in every rank, it takes several times as long."""
+    named = {"OMP_NUM_THREADS": given, "TORCHELASTIC_RUN_ID": "x" if torchrun else None}
+    for name, value in {**named, "LOCAL_WORLD_SIZE": None, "LOCAL_SIZE": "2"}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value:
+            monkeypatch.setenv(name, value)
+    taken = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    monkeypatch.setattr(ranks, "device", lambda: torch.device(device))
+    launch.share_cores(SimpleNamespace(adam_offload=adam_offload))
+    assert taken == threads
+
+
+@pytest.mark.parametrize("given", [None, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_cudas_segments_grow_unless_the_user_says_otherwise(cuda, monkeypatch, given):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if given:
+        monkeypatch.setenv(given, "expandable_segments:False")
+    settings = []
+    setter = "_accelerator_setAllocatorSettings"
+    monkeypatch.setattr(torch._C, setter, settings.append, raising=False)
+    launch.let_segments_grow()
+    assert settings == ([] if given else ["expandable_segments:True"])
+
+
+@pytest.mark.parametrize("device, fused", [("cuda", True), ("cpu", None)])
+def test_without_a_compiler_pytorchs_adam_takes_over(monkeypatch, capsys, device, fused):
+    """pip's CUDA wheels come without nvcc. PyTorch's default on a GPU is foreach, which needs
+    temporary tensors as large as the weights. Where a flag needs DeepSpeed's, it is refused."""
+
+    def fails(*_, **__):
+        raise RuntimeError("no nvcc")
+
+    monkeypatch.setattr(adam, "FusedAdam", fails)
+    monkeypatch.setattr(adam, "DeepSpeedCPUAdam", fails)
+    monkeypatch.setattr(get_accelerator(), "device_name", lambda *_: device)
+    args = SimpleNamespace(adam_betas=[0.9, 0.95], adam_offload=False, offload_states=True)
+    model = torch.nn.Linear(2, 1)
+    optimizer = adam.build_optimizer(model, args, 2, 1e-3, 0.1)
+    assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"] is fused
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]  # no bias
+    assert "no nvcc" in capsys.readouterr().out
+    for offload, stage in ((False, 3), (True, 2)):  # stage 3 moves its own Adam's states only
+        args.adam_offload = offload
+        with pytest.raises(Refused) as caught:
+            adam.build_optimizer(model, args, stage, 1e-3, 0.0)
+        assert caught.value.rule == "adam-not-built"

@@ -1,0 +1,50 @@
+"""The model card: README.md in the folder of a saved model."""
+
+import json
+
+import pytest
+import yaml
+from bases import saved
+from conftest import ROOT
+
+from machinery.models import model_card, saving
+
+
+def test_the_card_says_what_the_hub_and_its_readers_ask(tmp_path, monkeypatch):
+    """Base model, data and its share, flags, metrics at the end, limits, how to load it, versions;
+    no path of this machine, and no license that nobody chose. Its Python loads the folder."""
+    (tmp_path / "out").mkdir()
+    lines = [{"step": 0, "eval_loss": 6.0}, {"step": 8, "eval_loss": 2.5}, {"step": 9, "loss": 1.0}]
+    (tmp_path / "out/metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    flags = ["--output_dir", str(tmp_path / "out"), "--learning_rate", "0.125"]
+    flags += ["--data_path", str(ROOT / "toy/data"), "Some/hub-data"]
+    saved(tmp_path, "another EOS", "score", flags=flags)
+    text = (tmp_path / "out/README.md").read_text()
+    _, head, body = text.split("---\n", 2)
+    head = yaml.safe_load(head)
+    assert head["datasets"] == ["Some/hub-data"] and head["pipeline_tag"] == "text-classification"
+    assert head["library_name"] == "transformers" and "license" not in head
+    for words in ("| eval_loss | 2.5 |", "| --learning_rate | 0.125 |", "40 rows", "torch 2.0"):
+        assert words in body, words
+    assert str(tmp_path) not in text and str(ROOT) not in text and "--save_steps" not in text
+    monkeypatch.chdir(tmp_path)
+    exec(body.split("```python")[1].split("```")[0])
+
+
+@pytest.mark.parametrize("mark, base", [(model_card.MARK, "Qwen/Some"), ("", None)])
+def test_the_card_finds_the_base_on_the_hub(mark, base, tmp_path):
+    """Step 3 starts from a folder of step 2's, whose card says where that began. A README.md that
+    somebody else wrote is not read, and stays."""
+    (tmp_path / "README.md").write_text(f"---\nbase_model: Qwen/Some\n---\n{mark}\n")
+    assert model_card.base_model(str(tmp_path)) == base
+    assert model_card.base_model("Qwen/Some") == "Qwen/Some"
+    assert model_card.may_write(tmp_path) == bool(mark)
+
+
+def test_no_card_costs_the_weights(tmp_path, monkeypatch):
+    """The base's README.md may be in any encoding; whatever fails, the model is saved."""
+    (tmp_path / "README.md").write_bytes(b"caf\xe9")
+    assert model_card.base_model(str(tmp_path)) is None
+    monkeypatch.setattr(model_card, "last_evaluation", lambda file: 1 / 0)
+    folder, *_ = saved(tmp_path, "full")
+    assert saving.is_whole(folder) and not (tmp_path / "out/README.md").exists()

@@ -1,0 +1,225 @@
+"""What a folder must hold, and what is refused: never random weights in place of learned ones."""
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from conftest import load_model
+from safetensors.torch import load_file, save_file
+from tiny_models import (
+    CLOSE,
+    RAGGED,
+    TOKENIZER,
+    config_of,
+    folder_of,
+    get_args,
+    value_model_of,
+    values,
+)
+
+import common
+from machinery.base.refused import Refused
+from machinery.data import rows
+from machinery.models import lora, model_folders
+
+SIZE = len(TOKENIZER)
+
+
+def rule_of(function, *args, **options):
+    """Returns the rule that is broken."""
+    with pytest.raises(Refused) as caught:
+        function(*args, **options)
+    return caught.value.rule
+
+
+def edit(file, **changes):
+    """Changes keys of a JSON file; None takes one out."""
+    found = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights
+# --------------------------------------------------------------------------------------------------
+class Harm:
+    """Runs code when it is unpickled by somebody careless."""
+
+    def __reduce__(self):
+        return os.mkdir, ("harmed",)
+
+
+def cut_short(folder):
+    os.truncate(folder / "model.safetensors", 1000)
+
+
+def index_without_shards(folder):
+    (folder / "model.safetensors").unlink()
+    named = {"weight_map": {"lm_head.weight": "model-1-of-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(named))
+
+
+def another_format(folder):
+    (folder / "model.safetensors").rename(folder / "model.gguf")
+
+
+def without_lm_head(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def a_layer_less(folder):
+    edit(folder / "config.json", num_hidden_layers=1)
+
+
+def quantised(folder):
+    edit(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+
+
+HARM = {
+    cut_short: "broken-weights",
+    index_without_shards: "broken-weights",
+    another_format: "unreadable-weights",
+    without_lm_head: "missing-weights",
+    a_layer_less: "cut-layers",
+    quantised: "quantised",
+}
+
+
+@pytest.mark.parametrize("harm", HARM, ids=lambda harm: harm.__name__)
+def test_no_weight_is_random_where_others_were_meant(harm, tmp_path):
+    """From scratch is only what nothing else can be meant by: config and tokenizer alone."""
+    folder = folder_of(tmp_path, config_of("llama"), weights=True)
+    harm(tmp_path)
+    assert rule_of(load_model, folder, get_args(), 0) == HARM[harm]
+
+
+def test_broken_shards_are_found_before_anything_is_loaded(tmp_path):
+    """Of any model of a run: the banner asks has_weights() of each."""
+    folder = folder_of(tmp_path, config_of("llama"), weights=True)
+    assert model_folders.has_weights(folder) and model_folders.has_weights("some/hub-name")
+    cut_short(tmp_path)
+    assert rule_of(model_folders.has_weights, folder) == "broken-weights"
+
+
+def test_what_must_have_learned_something_has_weights(tmp_path):
+    """LoRA's frozen weights, and all models of step 3."""
+    folder = folder_of(tmp_path, config_of("llama"))
+    assert not model_folders.has_weights(folder)
+    assert rule_of(model_folders.has_weights, folder, needed=True) == "no-weights"
+    assert rule_of(load_model, folder, get_args(), 0, lora_dim=4) == "no-weights"
+
+
+def test_no_code_in_a_pickle_is_run(tmp_path, monkeypatch):
+    """A .bin of weights may hold any Python."""
+    monkeypatch.chdir(tmp_path)
+    folder = folder_of(tmp_path, config_of("llama"))
+    torch.save({"lm_head.weight": Harm()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(pickle.UnpicklingError):
+        load_model(folder, get_args(), 0)
+    assert not os.path.exists("harmed")
+
+
+def test_a_judge_without_a_head_is_refused(tmp_path):
+    """It would score at random. And a reward model's config says that it has a head, so weights
+    without one are not whole."""
+    folder = folder_of(tmp_path, config_of("llama"), weights=True)
+    config = model_folders.load_config(folder)
+    assert rule_of(model_folders.refuse_other_kind, folder, config, scores=True) == "cannot-score"
+    edit(tmp_path / "config.json", architectures=["LlamaForSequenceClassification"])
+    model_folders.load.cache_clear()
+    assert rule_of(value_model_of, folder) == "missing-weights"
+
+
+def test_a_reward_model_is_no_language_model(tmp_path):
+    """With tied embeddings all weights of a language model are in its folder: it would train."""
+    folder = folder_of(tmp_path, config_of("llama", architectures=["XForSequenceClassification"]))
+    config = model_folders.load_config(folder)
+    assert rule_of(model_folders.refuse_other_kind, folder, config, scores=False) == "cannot-write"
+    model_folders.refuse_other_kind(folder, config, scores=True)
+
+
+def test_adapters_that_sit_on_each_other_are_refused(tmp_path):
+    for name, base in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        named = {"base_model_name_or_path": str(tmp_path / base)}
+        (tmp_path / name / lora.CONFIG_FILE).write_text(json.dumps(named))
+    assert rule_of(lora.chain, str(tmp_path / "a")) == "adapters-without-end"
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_is_no_model_is_refused_with_a_hint(ended, tmp_path):
+    """The folder of a run that has not ended holds none yet, and --resume goes on with it."""
+    (tmp_path / "args.json").write_text("{}")
+    if ended:
+        (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Refused) as caught:
+        model_folders.load_config(str(tmp_path))
+    assert caught.value.rule == "no-such-model" and ("--resume" in caught.value.words) != ended
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizers: with, without, and with an unhelpful padding token
+# --------------------------------------------------------------------------------------------------
+def tokenizer_folder(path, vocab_size=SIZE + 8, pad_name="<pad>", **special):
+    """The toy's tokenizer with other special tokens, beside a model of `vocab_size` rows."""
+    folder_of(path, config_of("llama", vocab_size=vocab_size))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (path / file).write_text((path / file).read_text().replace("<pad>", pad_name))
+    edit(path / "tokenizer_config.json", **{"pad_token": None, "eos_token": None, **special})
+    return str(path)
+
+
+pads = pytest.mark.parametrize("pad", [{}, {"pad_token": "<eos>"}], ids=["no pad", "pad is eos"])
+
+
+@pads
+def test_a_padding_token_that_is_not_eos_is_found(pad, tmp_path):
+    """Stock transformers finds the end of a text by padding: another token than EOS is taken where
+    the vocabulary has one to spare."""
+    tokenizer = model_folders.load_tokenizer(tokenizer_folder(tmp_path, eos_token="<eos>", **pad))
+    assert tokenizer.pad_token == "<pad>" and tokenizer.eos_token == "<eos>"
+    assert len(tokenizer) == SIZE, "nothing was added"
+
+
+@pads
+@pytest.mark.parametrize("spare", [8, 0])
+def test_a_padding_token_is_added_only_where_the_embedding_has_room(spare, pad, tmp_path):
+    """A new <|pad|> gets an unused row of the embedding. With none, padding stays EOS: the model is
+    never resized. stock transformers must be able to tell the two apart, or be told that it
+    cannot; our own scores, whose masks come from lengths, are the same in a padded batch."""
+    folder = tokenizer_folder(tmp_path, SIZE + spare, pad_name="<other>", eos_token="<eos>", **pad)
+    tokenizer = model_folders.load_tokenizer(folder)
+    assert tokenizer.eos_token_id == 1 and tokenizer.pad_token_id < SIZE + spare
+    assert tokenizer.pad_token == ("<|pad|>" if spare else "<eos>")
+    assert rows.tokenise_response(tokenizer, " yes")[-1] == tokenizer.eos_token_id
+    model = value_model_of(folder, tokenizer=tokenizer)
+    assert model.model.config.pad_token_id == (tokenizer.pad_token_id if spare else None)
+    texts = [[*row, 1] for row in RAGGED]
+    together = values(model, *common.pad(texts, tokenizer.pad_token_id))[:, -1]
+    alone = torch.cat([values(model, *common.pad([text], 0))[:, -1] for text in texts])
+    torch.testing.assert_close(together, alone, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "vocab_size, special, rule",
+    [
+        (SIZE, {}, "no-eos"),  # no response could ever end
+        # an id beyond the embedding would be read from memory that is not its own
+        (SIZE - 1, {"eos_token": "<eos>", "pad_token": "<pad>"}, "vocabulary-too-large"),
+    ],
+)
+def test_tokenizers_that_are_refused(vocab_size, special, rule, tmp_path):
+    folder = tokenizer_folder(tmp_path, vocab_size, **special)
+    assert rule_of(model_folders.load_tokenizer, folder) == rule
+
+
+def test_rows_longer_than_the_model_are_refused(tmp_path):
+    """Past its positions OPT and GPT-2 read no embedding, and Llama one that was never trained."""
+    folder = folder_of(tmp_path, config_of("llama", max_position_embeddings=64))
+    args = get_args("--max_seq_len", "64")
+    model_folders.load_tokenizer(folder, args)
+    args.max_seq_len = 65
+    assert rule_of(model_folders.load_tokenizer, folder, args) == "too-long"

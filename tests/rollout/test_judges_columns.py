@@ -1,0 +1,58 @@
+"""What a reward function is given, and how several judges become one."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from machinery.rollout import judging, reward_functions
+
+
+def response(**own):
+    """Returns a response of two tokens as a rollout leaves it."""
+    made = {"prompt": "Why?", "text": " So.", "chat": False, "extra": "{}", "response_ids": [5, 1]}
+    return {**made, **own}
+
+
+def test_a_reward_function_gets_the_columns_of_all_blended_sources():
+    """Two sources with unlike columns: both columns are there for every row, None where a row has
+    none. Not the columns of whichever row comes first."""
+    rows = [response(extra='{"topic": "t"}'), response(prompt="b", extra='{"level": 2}')]
+    given = reward_functions.columns_for(lambda prompts, completions, topic, level: [], rows)
+    assert given["prompts"] == ["Why?", "b"] and given["completions"] == [" So."] * 2
+    assert (given["topic"], given["level"]) == (["t", None], [None, 2])
+
+
+def test_a_reward_function_gets_chat_as_messages():
+    """As TRL hands it over: a list of messages for each prompt, and one message of the assistant
+    for each response."""
+    question = [{"role": "user", "content": "Why?"}]
+    row = response(prompt=json.dumps(question), chat=True)
+    given = reward_functions.columns_for(lambda **columns: [], [row])
+    assert given["prompts"] == [question]
+    assert given["completions"] == [[{"role": "assistant", "content": " So."}]]
+
+
+def test_a_reward_function_may_score_every_token():
+    """A list of one number a token stands on the tokens, one number on the last token;
+    `completion_ids` says which they are."""
+    rows = [response(response_ids=[5, 6, 1]), response(response_ids=[7, 1])]
+    batch = SimpleNamespace(responses=rows, response_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
+
+    def tokens(prompts, completions, completion_ids, **columns):
+        return [list(map(float, ids)) for ids in completion_ids]
+
+    scores = reward_functions.call_function(tokens, batch)
+    assert scores.tolist() == [[5, 6, 1], [7, 1, 0]]
+    scores = reward_functions.call_function(lambda **columns: [2.0, 3.0], batch)
+    assert scores.tolist() == [[0, 0, 2], [0, 3, 0]]
+
+
+@pytest.mark.parametrize("way, expected", [("sum", [0.5, 2.5]), ("min", [0.5, 0.5])])
+def test_several_judges_are_summed_or_the_harshest_one_counts(way, expected):
+    """One judge scores the whole response (2 on its last token), another each token (0.5 each).
+    The harshest one keeps all its tokens: a minimum token by token would mix the two."""
+    judges = [lambda batch: torch.tensor([[0.0, 2.0]]), lambda batch: torch.tensor([[0.5, 0.5]])]
+    scores = judging.combined(judges, way)(None)
+    assert scores[0].tolist() == expected

@@ -1,0 +1,58 @@
+"""Reward functions are the user's own code: what they return is input, too."""
+
+import functools
+import sys
+
+import pytest
+
+from machinery.base.refused import Refused
+from machinery.rollout import reward_functions
+
+RESPONSE = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "Why?", "text": " So."}
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        None,
+        [1.0],  # for two responses
+        [1.0, float("nan")],
+        [1.0, 1e38],  # a sum of such scores is infinite in fp32
+        ["good", "bad"],
+        "12",  # two characters: a loop over them would give two numbers
+        {1.0, 2.0},  # in no order
+        [[1.0, 2.0], [1.0]],  # one number for the two tokens of a response
+    ],
+)
+def test_a_function_must_return_a_finite_number_for_each_response(returned):
+    with pytest.raises(Refused):
+        reward_functions.scores_of(lambda prompts, completions: returned, [RESPONSE] * 2)
+
+
+def scaled(prompts, completions, factor=2, **columns):
+    return (factor * len(text) for text in completions)
+
+
+@pytest.mark.parametrize(
+    "function, factor", [(scaled, 2), (functools.partial(scaled, factor=3), 3)]
+)
+def test_any_callable_will_do_and_a_generator_is_read_to_its_end(function, factor):
+    assert reward_functions.scores_of(function, [RESPONSE] * 2) == [4 * factor] * 2
+
+
+def test_a_function_cannot_end_the_run_as_if_all_were_well():
+    """sys.exit(0) in the middle of step 3 would be a success to whoever started it."""
+
+    def leaves_later(prompts, completions, **columns):
+        yield 1.0
+        sys.exit(0)
+
+    for function in (lambda prompts, completions: sys.exit(0), leaves_later):
+        try:
+            reward_functions.scores_of(function, [RESPONSE] * 2)
+        except SystemExit as stop:
+            assert stop.code not in (0, None)
+        except Exception:
+            pass
+        else:
+            raise AssertionError("it has scored")

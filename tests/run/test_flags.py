@@ -1,0 +1,447 @@
+"""Flags: what a script runs, what overrides what, and what is refused before anything is loaded.
+
+MUTATIONS holds one change for each rule: right flags and this one are refused by that rule's name.
+"""
+
+import copy
+import json
+import re
+import shlex
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+import ppo
+import reward
+import sft
+from machinery.base.refused import Refused, program
+from machinery.flags import declaring, ppo_flags, rules
+
+SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
+DSC = {  # what DeepSpeed-Chat's scripts hold: 1.3B on one node, step 2 with OPT-350M
+    "sft": dict(
+        weight_decay=0.0,
+        dropout=None,
+        num_train_epochs=16,
+        learning_rate=9.65e-6,
+        max_seq_len=512,
+        per_device_train_batch_size=8,
+        zero_stage=2,
+    ),
+    "reward": dict(
+        weight_decay=0.1,
+        dropout=0.0,
+        num_train_epochs=1,
+        learning_rate=5e-5,
+        max_seq_len=512,
+        per_device_train_batch_size=4,
+        zero_stage=0,
+    ),
+    "ppo": dict(
+        actor_weight_decay=0.0,
+        critic_weight_decay=0.0,
+        actor_dropout=0.0,
+        critic_dropout=None,
+        num_train_epochs=1,
+        actor_learning_rate=9.65e-6,
+        critic_learning_rate=5e-6,
+        enable_ema=1,
+        ema_decay=0.992,
+        max_prompt_seq_len=256,
+        max_answer_seq_len=256,
+        per_device_generation_batch_size=4,
+        per_device_training_batch_size=4,
+        num_warmup_steps=100,
+        actor_zero_stage=2,
+        critic_zero_stage=2,
+        data_path=["Dahoas/rm-static"],
+        kl_coef=0.1,
+        gamma=1.0,
+        lam=0.95,
+        clip=0.2,
+        clip_value=0.2,
+        clip_reward=5.0,
+        ppo_epochs=1,
+        generation_batches=1,
+    ),
+}
+DSC_ALL = dict(
+    adam_betas=[0.9, 0.95],
+    max_grad_norm=1.0,
+    lr_scheduler_type="cosine",
+    seed=1234,
+    data_split=[2.0, 4.0, 4.0],
+)
+NEEDED = {  # by name, whatever else goes
+    "all": """preset data_path columns data_split output_dir overwrite seed max_steps
+        num_train_epochs lr_scheduler_type num_warmup_steps per_device_eval_batch_size
+        gradient_accumulation_steps zero_stage offload adam_offload dtype gradient_checkpointing
+        tensor_parallel_size deepcompile save_steps keep_checkpoints keep_best resume eval_steps
+        log_steps local_rank""",
+    "sft": """model_name_or_path learning_rate weight_decay dropout max_seq_len lora_dim train_on
+        per_device_train_batch_size""",
+    "reward": """model_name_or_path learning_rate weight_decay dropout max_seq_len lora_dim
+        per_device_train_batch_size value_head_prefix center_coef share_prompt""",
+    "ppo": """actor_model_name_or_path critic_model_name_or_path actor_learning_rate
+        critic_learning_rate actor_weight_decay critic_weight_decay actor_dropout critic_dropout
+        actor_zero_stage critic_zero_stage actor_lora_dim critic_lora_dim
+        per_device_generation_batch_size per_device_training_batch_size generation_batches
+        ppo_epochs max_prompt_seq_len max_answer_seq_len samples_per_prompt advantage temperature
+        top_p top_k kl_coef kl_estimator kl_in kl_target gamma lam clip clip_high clip_value
+        clip_reward whiten enable_ema ema_decay offload_states rollout_batch_size microscope
+        reward_fn gold_fn reward_combine allow_unstable""",
+}
+MOST = {"sft": 46, "reward": 46, "ppo": 90}
+
+# rule: script, flags beside the preset's, and what else must be so (the environment; a GPU; an old
+# DeepSpeed)
+OLD = {"deepspeed": "0.18.5"}
+BF16 = "--dtype bf16"
+TP = f"{BF16} --tensor_parallel_size 2"
+TWO = {"WORLD_SIZE": "2"}
+MUTATIONS = {
+    # what argparse and the ranges refuse
+    "unknown-flag": ("sft", "--learning_speed 1", {}),
+    "wrong-value": ("ppo", "--kl_estimator k4", {}),
+    "unknown-preset": ("sft", "--preset nope", {}),
+    "out-of-range": ("sft", "--max_seq_len 1", {}),
+    "ds-config": ("sft", "--ds_config no-such-file.json", {}),
+    "ds-config-flag": ("sft", "--ds_config decided.json", {}),
+    # the table
+    "empty-split": ("sft", "--data_split 0,0,0", {}),
+    "fp16-on-cpu": ("sft", "--dtype fp16", {}),
+    "deepcompile-on-cpu": ("sft", "--deepcompile", {}),
+    "deepcompile-stage-0": ("sft", "--deepcompile --zero_stage 0", {"device": "cuda"}),
+    "offload-stage": ("sft", "--offload", {}),
+    "adam-offload-stage-0": ("sft", "--adam_offload --zero_stage 0", {}),
+    "adam-offload-old-deepspeed": ("sft", f"--adam_offload --zero_stage 1 {BF16}", OLD),
+    "lora-checkpointing-old-deepspeed": (
+        "sft",
+        "--lora_dim 4 --gradient_checkpointing --zero_stage 3",
+        OLD,
+    ),
+    # as strings "0.9.5" >= "0.16.4" would be true
+    "tensor-parallel-old-deepspeed": ("sft", TP, {"deepspeed": "0.9.5", **TWO}),
+    "tensor-parallel-stage-3-old-deepspeed": ("sft", f"{TP} --zero_stage 3", OLD | TWO),
+    "tensor-parallel-dtype": ("sft", f"{TP} --dtype fp32", TWO),
+    "tensor-parallel-ranks": ("sft", f"{TP} --tensor_parallel_size 3", TWO),
+    "tensor-parallel-lora": ("sft", f"{TP} --lora_dim 4", TWO),
+    "empty-stop": ("ppo", "--stop ''", {}),
+    "min-new-tokens": ("ppo", "--min_new_tokens 48", {}),
+    "training-batch-divides": (
+        "ppo",
+        "--per_device_training_batch_size 3 --allow_unstable 1",
+        {},
+    ),
+    "samples-divide": ("ppo", "--samples_per_prompt 5", {}),
+    "group-of-one": ("ppo", "--advantage rloo", {}),
+    "unequal-batches": ("ppo", "--per_device_training_batch_size 16", {}),
+    "several-epochs": ("ppo", "--ppo_epochs 2", {}),
+    "several-generation-batches": ("ppo", "--generation_batches 2", {}),
+    "k1-in-loss": ("ppo", "--kl_in loss --kl_estimator k1", {}),
+    "kl-target-without-kl": ("ppo", "--kl_target 2 --kl_coef 0", {}),
+    "normalize-reward": ("ppo", "--normalize_reward 1 --reward_fn score.py:f", {}),
+    "warmup-without-critic": ("ppo", "--critic_warmup_steps 3 --advantage reinforce", {}),
+    "eval-ema-without-ema": ("ppo", "--eval_ema 1 --enable_ema 0", {}),
+    "deepcompile-in-ppo": ("ppo", "--deepcompile", {"device": "cuda"}),
+    "compile-decoding-shards": ("ppo", "--compile_decoding --zero_stage 3", {}),
+    "state-offload-old-deepspeed": ("ppo", "--offload_states", {"deepspeed": "0.17.5"}),
+    "state-offload": ("ppo", f"--offload_states --zero_stage 1 {BF16}", {}),
+    "tensor-parallel-ppo-old-deepspeed": ("ppo", TP, OLD | TWO),
+}
+
+
+def get_args(script, flags="", preset="--preset toy "):
+    return SCRIPTS[script].get_args(shlex.split(preset + flags))
+
+
+def pretend(monkeypatch, deepspeed_is="0.19.8", device="cpu", **environment):
+    """Answers where flags ask for the device, the version, or the launcher."""
+    monkeypatch.setattr(deepspeed, "__version__", deepspeed_is)
+    monkeypatch.setattr(get_accelerator(), "device_name", lambda *_: device)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def parser_of(script):
+    """Returns the flags that a script declares, {name: argparse's action}."""
+    found = []
+    parse, declaring.parse = declaring.parse, lambda parser, *_, **__: found.append(parser) or 1 / 0
+    try:
+        SCRIPTS[script].get_args([])
+    except ZeroDivisionError:
+        return {action.dest: action for action in found[0]._actions}
+    finally:
+        declaring.parse = parse
+
+
+# --------------------------------------------------------------------------------------------------
+# What is refused
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rule", MUTATIONS)
+def test_each_rule_refuses_what_breaks_it(rule, tmp_path, monkeypatch):
+    """In words that name a flag which was given, and before anything is loaded."""
+    script, flags, world = MUTATIONS[rule]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "decided.json").write_text('{"zero_optimization": {"stage": 2}}')
+    world = dict(world)
+    pretend(monkeypatch, world.pop("deepspeed", "0.19.8"), **world)
+    with pytest.raises(Refused) as caught:
+        get_args(script, flags)
+    assert caught.value.rule == rule
+    given = re.findall(r"--\w+", flags) + ["LoRA"]
+    assert any(flag in caught.value.words for flag in given), caught.value.words
+
+
+def test_every_rule_has_a_mutation():
+    tables = rules.COMMON + rules.SAMPLING + rules.PPO
+    assert {name for name, *_ in tables} <= MUTATIONS.keys()
+
+
+def test_what_deepspeed_can_do_passes(monkeypatch):
+    """The neighbours of what is refused."""
+    pretend(monkeypatch, WORLD_SIZE="2")
+    for script, flags in (
+        ("sft", f"{TP} --zero_stage 3"),
+        ("sft", "--offload --adam_offload --zero_stage 3"),
+        ("sft", "--lora_dim 4 --gradient_checkpointing --zero_stage 3"),
+        ("ppo", f"--offload_states --zero_stage 3 {BF16}"),
+        ("ppo", "--offload_states --zero_stage 1"),
+        ("ppo", "--offload_states --zero_stage 0 --actor_zero_stage 2 --critic_zero_stage 3"),
+        ("ppo", "--advantage grpo --samples_per_prompt 4 --kl_in loss"),
+        (
+            "ppo",
+            "--allow_unstable 1 --ppo_epochs 2 --generation_batches 2 "
+            "--per_device_generation_batch_size 8 --per_device_training_batch_size 4",
+        ),
+    ):
+        get_args(script, flags)
+    pretend(monkeypatch, "0.17.5", WORLD_SIZE="1")
+    get_args("ppo", "--offload_states --zero_stage 3")
+    # states that live on the CPU do not move, whatever DeepSpeed can do
+    assert not get_args("ppo", "--offload_states --adam_offload").offload_states
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("sft", "--learning 1"),  # no guessing from abbreviations
+        ("ppo", "--learning_rate 1e-5"),  # step 3 has the actor's and the critic's
+        ("sft", "--data_split 2,4"),
+        ("sft", "--data_split a,b,c"),
+        ("sft", "--columns prompt"),
+        ("sft", "--preset"),
+        ("sft", "--zero_stage 4"),
+        ("sft", "--lr_scheduler_type zigzag"),
+        ("sft", "--adam_betas nan,0.9"),
+        ("sft", "--data_split 2,-4,4"),
+        ("sft", "--learning_rate inf"),
+        ("sft", "--dropout 1.5"),
+        ("sft", "--seed 4294967296"),
+        ("ppo", "--temperature 0"),
+        ("ppo", "--enable_ema 2"),
+    ],
+)
+def test_values_that_argparse_or_a_range_refuses(script, flags):
+    with pytest.raises(Refused) as caught:
+        get_args(script, flags)
+    assert caught.value.rule in ("unknown-flag", "wrong-value", "out-of-range")
+
+
+def test_a_refusal_is_one_message_and_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as stop:
+        program(lambda: get_args("sft", "--learning_rat 1"))
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out, err.count("error: ")) == (2, "", 1)
+    assert "--learning_rate" in err and "Traceback" not in err
+
+
+def test_only_rank_zero_speaks_at_once(monkeypatch, capsys):
+    """Eight ranks read the same wrong flag, and eight messages would hide it: the others wait, and
+    the launcher ends them. A rank that alone sees a mistake does say so."""
+    waited = []
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("time.sleep", lambda s: waited.append((s, capsys.readouterr().err)))
+    with pytest.raises(SystemExit):
+        program(lambda: get_args("sft", "--max_seq_len 1"))
+    assert waited == [(20, "")]
+    assert capsys.readouterr().err.startswith("error: rank 3: --max_seq_len")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        [],
+        {"zero_optimization": 3},
+        {"zero_optimization": {"reduce_bucket_size": "big"}},
+        {"zero_optimization": {"no_such_knob": 1}},
+        {"tensorboard": {"enabled": "perhaps"}},
+    ],
+)
+def test_a_ds_config_that_deepspeed_refuses_is_refused_at_once(config, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    with pytest.raises(Refused) as caught:
+        get_args("sft", f"--ds_config {tmp_path}/ds.json")
+    assert caught.value.rule == "ds-config"
+
+
+# --------------------------------------------------------------------------------------------------
+# What is taken
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_recipe_is_deepspeed_chats_number_for_number(script):
+    args = get_args(script, preset="--preset opt-1.3b ")
+    expected = {**DSC_ALL, **DSC[script]}
+    assert {name: getattr(args, name) for name in expected} == expected
+    if script != "ppo":
+        assert len(args.data_path) == 4
+    llama = get_args(script, preset="--preset llama-2-7b ")
+    assert llama.zero_stage == 3
+    if script == "reward":
+        assert llama.learning_rate == 9.65e-6
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_presets_name_flags_and_any_flag_overrides_them(script):
+    known = parser_of(script)
+    others = "--allow_unstable 1 --per_device_training_batch_size 1" * (script == "ppo")
+    for name, preset in SCRIPTS[script].PRESETS.items():
+        assert preset.keys() <= known.keys()
+        for flag, value in preset.items():
+            if isinstance(value, int | float):
+                new = max(known[flag].least, 1)
+                args = get_args(script, f"{others} --{flag} {new}", f"--preset {name} ")
+                assert getattr(args, flag) == new
+
+
+def test_the_toy_runs_if_no_model_is_named_and_from_any_folder(tmp_path, monkeypatch):
+    """Its files lie in this project; output/ is where one stands."""
+    monkeypatch.chdir(tmp_path)
+    args = get_args("sft", preset="")
+    assert args.preset == "toy" and args.output_dir == "output/sft"
+    assert (declaring.ROOT / "toy/data").samefile(args.data_path[0])
+    assert (declaring.ROOT / "toy/model").samefile(args.model_name_or_path)
+    assert get_args("sft", "--model_name_or_path some/model", "").preset == "qwen2.5-0.5b"
+
+
+def test_the_next_step_takes_the_preset_of_the_folder_that_it_starts_from(tmp_path):
+    (tmp_path / "args.json").write_text('{"preset": "opt-1.3b"}')
+    (tmp_path / "config.json").write_text("{}")
+    args = get_args("reward", f"--model_name_or_path {tmp_path}", "")
+    assert (args.preset, args.declared.preset_from) == ("opt-1.3b", str(tmp_path))
+    args = get_args("reward", f"--model_name_or_path {tmp_path} --preset toy", "")
+    assert (args.preset, args.declared.preset_from) == ("toy", None)
+
+
+def test_the_split_is_2_4_4_unless_a_preset_or_the_user_says_otherwise():
+    parser = declaring.new_parser("")
+    declaring.add_common_flags(parser)
+    assert declaring.parse(parser, {"plain": {}}, []).data_split == [2.0, 4.0, 4.0]
+    assert get_args("sft").data_split == [4.0, 5.0, 1.0]
+    assert get_args("sft", "--data_split 1,0,0").data_split == [1.0, 0.0, 0.0]
+
+
+def test_what_is_declared_is_beside_the_flags_and_not_among_them():
+    args = get_args("ppo", "--seed=7 --lam 0.5")
+    assert "declared" not in vars(args) and not any(name[0] == "_" for name in vars(args))
+    declared = copy.deepcopy(args).declared
+    assert declaring.of_role(args, "actor").declared == declared
+    assert declared.script == "ppo" and declared.given == {"preset", "seed", "lam"}
+    assert {"seed", "lam", "data_path"} <= declared.fixed
+    assert not {"max_steps", "output_dir", "overwrite"} & declared.fixed
+    assert {"data_path", "reward_fn", "output_dir"} <= declared.names
+    assert "kl_estimator" not in declared.names
+    assert "zero_stage" in declared.speed and "seed" not in declared.speed
+    assert declared.preset["kl_coef"] == 0.05
+
+
+def test_one_model_of_ppo_has_flags_as_other_scripts_have_them():
+    args = get_args("ppo", "--critic_zero_stage 1 --critic_lora_dim 4")
+    critic = declaring.of_role(args, "critic", dropout=None)
+    assert (critic.zero_stage, critic.lora_dim, critic.dropout) == (1, 4, None)
+    assert critic.learning_rate == args.critic_learning_rate
+    assert declaring.of_role(args, "actor").zero_stage == args.zero_stage == 2
+
+
+@pytest.mark.parametrize(
+    "flags, kept",
+    [
+        ("", True),
+        ("--data_path mine.jsonl", False),
+        ("--data_path mine.jsonl --gold_fn GOLD", True),
+    ],
+)
+def test_a_presets_gold_score_goes_with_its_data(flags, kept):
+    """It knows the toy's questions only: with other data it stays only if it is asked for."""
+    gold = f"{declaring.ROOT}/toy/gold.py:gold"
+    assert get_args("ppo", flags.replace("GOLD", gold)).gold_fn == (gold if kept else None)
+
+
+def test_what_ppos_flags_leave_open_follows_from_others():
+    args = get_args("ppo", "--advantage grpo --samples_per_prompt 4 --kl_in loss")
+    assert (args.has_critic, args.compares_groups, args.kl_estimator) == (False, True, "k3")
+    args = get_args("ppo", "--gradient_accumulation_steps 2")
+    assert (args.has_critic, args.kl_estimator, args.whiten) == (True, "k1", 1)
+    assert args.reward_model_name_or_path == [args.critic_model_name_or_path]
+    assert args.max_seq_len == 32 + 48 and args.rollout_batch_size == 64
+    assert get_args("ppo", "--reward_fn f.py:f").reward_model_name_or_path == []
+    sizes = ppo_flags.Sizes(args)
+    assert (sizes.prompts, sizes.generation_batches, sizes.responses, sizes.updates) == (
+        32,
+        2,
+        64,
+        1,
+    )
+
+
+def test_warnings_are_said_and_nothing_is_refused(capsys):
+    rules.warn(get_args("sft", "--zero_stage 3"), rules.WARNINGS)
+    assert "ZeRO stage" in capsys.readouterr().out
+    rules.warn(get_args("sft"), rules.WARNINGS)
+    rules.warn(get_args("ppo"), rules.PPO_WARNINGS)
+    assert capsys.readouterr().out == ""
+    rules.warn(get_args("ppo", "--allow_unstable 1 --kl_estimator k3"), rules.PPO_WARNINGS)
+    assert capsys.readouterr().out.count("warning: ") == 2
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_opens_with_the_header_and_explains_every_flag(script, capsys):
+    with pytest.raises(SystemExit) as stop:
+        get_args(script, "--help")
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and SCRIPTS[script].__doc__.splitlines()[0] in text
+    known = parser_of(script)
+    for name, action in known.items():
+        assert name == "help" or f"--{name}" in text
+        assert len(action.help) > 15
+    needed = set(f"{NEEDED['all']} {NEEDED[script]}".split())
+    assert needed <= known.keys() and len(known) <= MOST[script]
+
+
+# --------------------------------------------------------------------------------------------------
+# The default dtype is what is fast on the hardware at hand
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "cpu, dtype",
+    [("avx2 fma", "fp32"), ("avx512f avx512_bf16", "bf16"), ("avx512f amx_bf16", "bf16")],
+)
+def test_a_cpu_computes_in_what_it_has(monkeypatch, cpu, dtype):
+    """Without its instructions bf16 is emulated, many times slower than fp32. DeepSpeed says of
+    every CPU that it has them."""
+    monkeypatch.setattr(declaring.Path, "read_text", lambda _: f"flags: {cpu}")
+    assert declaring.fast_dtype() == dtype
+
+
+@pytest.mark.parametrize("emulated, dtype", [(False, "bf16"), (True, "fp16")])
+def test_asking_a_gpu_for_bf16_puts_nothing_on_it(monkeypatch, emulated, dtype):
+    """V100 and T4 emulate it. DeepSpeed asks with a tensor on device 0, in every rank."""
+    pretend(monkeypatch, device="cuda")
+
+    def supported(including_emulation=True):
+        assert not including_emulation, "this makes a tensor"
+        return not emulated
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    assert declaring.fast_dtype() == dtype

@@ -1,0 +1,180 @@
+"""Wrong input of every kind, as a user gives it: through a script's own main(), in an empty folder.
+
+Each case is refused in words that name what was given, before any model is loaded, and the folder
+is as it was. test_hostile.py draws from the same things. What flags refuse: test_flags.py.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForSequenceClassification as LlamaScorer
+
+import common
+import ppo
+import reward
+import sft
+from machinery.base.refused import Refused
+from machinery.flags import declaring
+
+SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
+TOY = declaring.ROOT / "toy/model"
+PAIR = {"prompt": "Why?", "response": " So.", "chosen": " So.", "rejected": " No."}
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+JUDGES = """
+import random
+def length(prompts, completions, **columns):
+    return [float(len(text)) for text in completions]
+def dice(prompts, completions, **columns):
+    return [random.random() for text in completions]
+limit = 3
+"""
+FILES = {  # what lies in the box: a path, and its text or its rows
+    "good/train.jsonl": [{**PAIR, "prompt": f"Why {i}?"} for i in range(8)],
+    "good/test.jsonl": [PAIR],
+    "columns.jsonl": [{"question": "a", "reply": "b"}],
+    "half.jsonl": [{"prompt": f"Why {i}?", "response": " So."} for i in range(8)],
+    "empty.jsonl": "",
+    "broken.jsonl": json.dumps(PAIR) + '\n{"prompt": "Why?", "response": ',
+    "chat/train.jsonl": [CHAT] * 8,
+    "chat/test.jsonl": [CHAT],
+    "score.py": JUDGES,
+    "done/config.json": "{}",
+    "foreign/model.safetensors": "not ours",
+}
+# of a model folder: a file, and changes to its JSON, or its text
+UNFIT = {
+    "small": ("config.json", {"vocab_size": 10}),
+    "no_eos": ("tokenizer_config.json", {"eos_token": None}),
+    "no_shards": ("model.safetensors.index.json", '{"weight_map": {"a": "one.safetensors"}}'),
+    "torch_only": ("weights.pt", "x"),
+    "cut_short": ("model.safetensors", "x"),
+    "no_base": ("adapter_config.json", '{"base_model_name_or_path": null}'),
+    "circle": ("adapter_config.json", '{"base_model_name_or_path": "circle"}'),
+    "cut_tokenizer": ("tokenizer.json", '{"version'),
+}
+
+
+def fill_box(box):
+    """Makes the wrong things that CASES name, and two good models: actor and judge."""
+    for name, content in FILES.items():
+        path = box / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = content if isinstance(content, str) else "\n".join(map(json.dumps, content))
+        path.write_text(rows)
+    (box / "nothing").mkdir()
+    for name, (file, change) in UNFIT.items():
+        path = shutil.copytree(TOY, box / name) / file
+        text = change
+        if isinstance(change, dict):
+            text = json.dumps({**json.loads(path.read_text()), **change})
+        path.write_text(text)
+    tokenizer = AutoTokenizer.from_pretrained(TOY)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    sizes |= dict(vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=None, eos_token_id=1)
+    config = LlamaConfig(**sizes, initializer_range=0.3)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(box / "actor")
+    config.num_labels = 1
+    for name in ("judge", "other", "instruct"):
+        LlamaScorer(config).save_pretrained(box / name)
+    for name in ("actor", "judge"):
+        tokenizer.save_pretrained(box / name)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(99)
+    tokenizer.save_pretrained(box / "instruct")
+    tokenizer.add_tokens(["zebra-crossing"])
+    tokenizer.save_pretrained(box / "other")
+    shutil.copytree(TOY, box / "integers")
+    save_file({"lm_head.weight": torch.ones(2, 2).long()}, box / "integers/model.safetensors")
+    return box
+
+
+CASES = {  # script and flags: a word of the message
+    # data
+    "sft --data_path colums.jsonl": "columns.jsonl",  # what is there instead
+    "sft --data_path empty.jsonl": "empty.jsonl",
+    "sft --data_path nothing": "nothing",
+    "sft --data_path columns.jsonl": "question",
+    "sft --data_path broken.jsonl": "broken.jsonl",
+    "sft --data_path chat": "chat template",
+    "sft --data_split 0,4,4": "--data_split",
+    "reward --data_path half.jsonl": "chosen",
+    # models
+    "sft --model_name_or_path ./good/modle": "good/modle",
+    "sft --model_name_or_path no_eos": "no_eos",
+    "sft --model_name_or_path cut_tokenizer": "cut_tokenizer",
+    "sft --model_name_or_path circle": "circle",
+    "ppo --actor_model_name_or_path missing/actor": "missing/actor",
+    "ppo --critic_model_name_or_path other": "other",  # another vocabulary
+    "ppo --reward_model_name_or_path judge other": "other",
+    "ppo --reward_model_name_or_path instruct": "instruct",  # another end of a response
+    "ppo --reward_model_name_or_path actor": "actor",  # no value head
+    "ppo --normalize_reward 1": "score_statistics",
+    # functions
+    "ppo --reward_fn missing.py:length": "missing.py",
+    "ppo --reward_fn score.py:length score.py:lenght": "lenght",
+    "ppo --reward_fn score.py": "score.py",
+    "ppo --gold_fn missing.py:length": "missing.py",
+    # a step that no data fills
+    "sft --gradient_accumulation_steps 2000000000": "2000000000",
+    # where the run would go
+    "sft --output_dir done": "--overwrite",
+    "sft --output_dir score.py": "score.py",
+    "sft --output_dir foreign": "foreign",
+    "reward --resume": "--resume",
+}
+RIGHT = {
+    "sft": f"--model_name_or_path {TOY}",
+    "reward": f"--model_name_or_path {TOY}",
+    "ppo": "--actor_model_name_or_path actor --critic_model_name_or_path judge --gold_fn=",
+}
+
+
+@pytest.fixture(scope="session")
+def full_box(tmp_path_factory):
+    return fill_box(tmp_path_factory.mktemp("box"))
+
+
+@pytest.fixture
+def box(full_box, tmp_path, monkeypatch):
+    """A working folder with those things in it. Models are not to be loaded from there."""
+
+    def loaded(*args, **options):
+        raise AssertionError("a model is loaded")
+
+    shutil.copytree(full_box, tmp_path, copy_function=os.link, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("deepspeed.init_distributed", lambda **options: None)
+    monkeypatch.setattr(common, "load_model", loaded)
+    return tmp_path
+
+
+def start(script, flags, monkeypatch):
+    """Runs main() with the flags of the case on top of right ones: what comes last wins."""
+    right = f"--preset toy --data_path good --output_dir out {RIGHT[script]} "
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *shlex.split(right + flags)])
+    SCRIPTS[script].main()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_input_is_refused_in_words(box, monkeypatch, case):
+    script, _, flags = case.partition(" ")
+    before = sorted(box.rglob("*"))
+    with pytest.raises(Refused) as caught:
+        start(script, flags, monkeypatch)
+    assert CASES[case] in caught.value.words
+    assert sorted(box.rglob("*")) == before
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_flags_that_the_cases_start_from_are_right(box, monkeypatch, script):
+    with pytest.raises(AssertionError, match="a model is loaded"):
+        start(script, "", monkeypatch)
