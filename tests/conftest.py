@@ -1,5 +1,6 @@
 """Fixtures. What they are made of, and what starts runs, is in kit.py."""
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -17,10 +18,11 @@ from machinery.flags import declaring  # isort: skip
 from machinery.models import model_folders  # isort: skip
 
 
-def micro_batch(rows=(), **tensors):
-    """A ppo.MicroBatch of these tensors, with responses to the rows of these numbers."""
-    needed = dict.fromkeys(("ids", "mask", "response_mask", "last", "row_weight", "ended"))
-    return ppo.MicroBatch([{"row": row} for row in rows], **{**needed, **tensors})
+def micro_batch(groups=(), **given):
+    """A ppo.MicroBatch of these tensors; its responses are those to the prompts `groups`."""
+    needed = [f.name for f in dataclasses.fields(ppo.MicroBatch) if f.default is f.default_factory]
+    responses = [{"row": group, "group": group, "row_weight": 1} for group in groups]
+    return ppo.MicroBatch(**{**dict.fromkeys(needed), "responses": responses, **given})
 
 
 @pytest.fixture

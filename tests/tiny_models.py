@@ -1,11 +1,11 @@
 """Ten architectures, two random layers of each, with the toy's tokenizer; and how they are run."""
 
 import torch
-from conftest import ROOT, load_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import common
 import sft
+from tests.kit import ROOT, load_model
 
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "toy/model")
 SPARE = 8  # rows of the embedding that no token uses, as most models have
@@ -74,9 +74,10 @@ RAGGED = [random_ids(n, seed=n).tolist() for n in (9, 4, 1, 6)]
 
 def logprobs(model, ids, mask, count, temperature=1.0):
     """Returns the log-probs of the last `count` tokens of each row, as our scripts compute them."""
-    return common.last_logprobs(model, ids, mask, torch.ones(len(ids), count), temperature)
+    layout = common.Layout(**common.last_columns(ids, mask, count))
+    return common.response_logprobs(model, layout, torch.ones(len(ids), count), temperature)
 
 
 def values(model, ids, mask):
     """Returns a ValueModel's value at each token, (B, T), as our scripts compute it."""
-    return model(ids, mask)
+    return model(ids, mask, common.position_ids(mask))

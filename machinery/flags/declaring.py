@@ -219,14 +219,11 @@ def parse(parser, presets, argv=None, script=""):
 
 def find_preset(parser, presets, argv):
     """Returns the name of the preset that is meant, and the folder that it is from, or None."""
-    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    named.error = parser.error
-    named.add_argument("--preset")
-    for role in ("", "actor_", "critic_"):
-        named.add_argument(f"--{role}model_name_or_path", nargs="?")
-    given = vars(named.parse_known_args(argv)[0])
-    preset = given.pop("preset")
-    models = [model for model in given.values() if model]
+    words = [word for word in argv if word not in ("-h", "--help")]
+    given = vars(parser.parse_known_args(words)[0])
+    preset = given["preset"]
+    models = [given.get(f"{role}model_name_or_path") for role in ("", "actor_", "critic_")]
+    models = [model for model in models if model]
     if preset is not None and preset not in presets:
         known = ", ".join(presets)
         raise Refused("unknown-preset", f"--preset {preset} is not known.\n  Known: {known}.")
@@ -236,8 +233,9 @@ def find_preset(parser, presets, argv):
         preset = records.of_model(model).get("preset")
         if isinstance(preset, str) and preset in presets:
             return preset, model
-    others = [name for name in presets if name != "toy"]
-    return (others if models or "toy" not in presets else ["toy"])[0], None
+    if "toy" in presets and not models:
+        return "toy", None
+    return next(name for name in presets if name != "toy"), None
 
 
 def in_project(value):

@@ -72,7 +72,8 @@ def save(args, engines, step, state):
     ranks.barrier()
     if rank == 0:
         everything = [*aside.rglob("*")]
-        manifest = {str(file.relative_to(aside)): size_of(file) for file in everything}
+        files = [path for path in everything if path.is_file()]
+        manifest = {str(file.relative_to(aside)): file.stat().st_size for file in files}
         (aside / "manifest.json").write_text(json.dumps(manifest))
         for path in (*paths, *everything, aside / "manifest.json", aside):
             saving.sync(path)
@@ -82,13 +83,6 @@ def save(args, engines, step, state):
         for path in (*old, *folder.glob("damaged-step-*")):  # if one is in use, the next save tries
             shutil.rmtree(path, ignore_errors=True)
     ranks.barrier()
-
-
-def size_of(path):
-    """Returns the size of a file, "folder" for a folder, and None if there is neither."""
-    if path.is_dir():
-        return "folder"
-    return path.stat().st_size if path.exists() else None
 
 
 def layout(engines):
@@ -193,7 +187,8 @@ def damage(folder):
         files = []
     if not files:
         return ["manifest.json"]
-    return [name for name, size in files if size_of(folder / name) != size]
+    there = {file: file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+    return [name for name, size in files if there.get(folder / name) != size]
 
 
 def refuse_others(args, folder, saved, now):

@@ -148,12 +148,12 @@ def test_columns_that_a_step_cannot_use_are_refused(tokenizer, tmp_path, stage, 
 # ---- Other names ----
 @pytest.mark.parametrize("kind", [".jsonl", ".parquet"])
 def test_columns_may_have_other_names(tokenizer, tmp_path, kind):
-    """--columns says which column is which, in all steps, also where two change places. Reward
-    functions get the columns under the names that the file has."""
-    row = {"prompt": "other", "question": "Q0?", "chosen": " a", "rejected": " b"}
+    """--columns says which column is which, in all steps, also where two change places, or one has
+    a usual name. Reward functions get the columns under the names that the file has."""
+    row = {"prompt": "other", "instruction": "Q0?", "chosen": " a", "rejected": " b"}
     write(tmp_path / f"train{kind}", [row])
-    write(tmp_path / f"test{kind}", [row | {"question": "T?"}])
-    names = {"prompt": "question", "chosen": "rejected", "rejected": "chosen"}
+    write(tmp_path / f"test{kind}", [row | {"instruction": "T?"}])
+    names = {"prompt": "instruction", "chosen": "rejected", "rejected": "chosen"}
     for stage, made in (("sft", (" b",)), ("reward", (" b", " a")), ("ppo", ())):
         train, _ = load(tokenizer, [tmp_path], stage, columns=names)
         assert texts(tokenizer, train) == {("Q0?", *made)}

@@ -1,7 +1,10 @@
 """Who gets which row: shares of the steps, held-out prompts, and how a run knows its data again."""
 
+import json
+import zlib
+
 import pytest
-from data_kit import dahoas, folder, load, many, write
+from data_kit import TEMPLATE, chat, dahoas, folder, load, many, write
 from datasets import Dataset
 
 from machinery.base.refused import Refused
@@ -53,7 +56,8 @@ def test_held_out_prompts_are_never_trained_on_without_a_test_split(tokenizer, t
     path = write(tmp_path / "rows.jsonl", lines)
     found = [prompts(tokenizer, path, stage) for stage in STAGES]
     trained, held_out = (set.union(*parts) for parts in zip(*found))
-    assert len(held_out) == 10 and not trained & held_out and len(trained) == 190
+    assert len(trained) == 190 and not trained & held_out
+    assert held_out == set(sorted(trained | held_out, key=lambda p: zlib.crc32(p.encode()))[:10])
     assert found[0][1] == found[1][1] == found[2][1]
 
 
@@ -66,6 +70,16 @@ def test_held_out_prompts_are_never_trained_on_with_a_test_split(tokenizer, tmp_
     assert "test: dropped 20 of 40 rows: its prompt is also trained on" in capsys.readouterr().out
     trained, held_out = (set.union(*parts) for parts in zip(*found))
     assert held_out == {f"Q{i}?" for i in range(60, 80)} and not trained & held_out
+
+
+def test_what_step_3_asks_is_not_held_out(tokenizer, tmp_path):
+    """The same question without a response in both files: a held-out prompt that is trained on."""
+    tokenizer.chat_template = TEMPLATE
+    lines = [{"messages": chat(f"Q{i}?", "A.", "Why?")} for i in range(6)]
+    write(tmp_path / "train.jsonl", lines[:5])
+    write(tmp_path / "test.jsonl", [lines[0], lines[5]])
+    _, held_out = load(tokenizer, [tmp_path], "ppo")
+    assert [json.loads(prompt) for prompt in held_out["prompt"]] == [lines[5]["messages"]]
 
 
 def test_the_fingerprint_is_of_the_rows_themselves(tokenizer, tmp_path):

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+
+from tests.kit import ROOT
 
 
 def csv_history(folder):

@@ -1,16 +1,14 @@
 """Base models that are not ours: a config without EOS, or with another one, a vocabulary with no
 room for a padding token, tied embeddings, a tokenizer that puts BOS first, and Qwen2's class."""
 
-import functools
-
 import torch
-from conftest import ROOT, load_model
 from tiny_models import TOKENIZER, config_of, folder_of, get_args, values
 from tokenizers import processors
 from transformers import AutoTokenizer
 
 from machinery.data import rows
 from machinery.models import model_card, model_folders, saving
+from tests.kit import ROOT, load_model
 
 VOCAB = len(TOKENIZER)
 CHAT = "{% for m in messages %}<turn>{{ m['content'] }}<eos>\n{% endfor %}"
@@ -62,9 +60,8 @@ def saved(tmp_path, name, head=None, lora_dim=0, flags=()):
     if head:
         with torch.no_grad():
             model.model.score.weight.normal_()
-    title = "step 2: reward model"
-    card = functools.partial(model_card.text, args, RECORD, title, tmp_path / "out")
-    saving.save_model(model, tokenizer, tmp_path / "out", card=card)
+    facts = saving.save_model(model, tokenizer, tmp_path / "out")
+    model_card.write(args, RECORD, "step 2: reward model", tmp_path / "out", **facts)
     return str(tmp_path / "out"), model, tokenizer
 
 

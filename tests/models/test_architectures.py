@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import generate, load_model
 from tiny_models import (
     CLOSE,
     KINDS,
     RAGGED,
+    SHAPE,
     TOKENIZER,
     config_of,
     folder_of,
@@ -29,8 +29,9 @@ from transformers import (
 )
 
 import common
+import ppo
 from machinery.models import model_folders, saving
-from machinery.rollout import decoding
+from tests.kit import load_model
 
 pytestmark = pytest.mark.parametrize("name", KINDS)
 
@@ -126,6 +127,13 @@ def test_the_head_multiplies_in_fp32_also_in_a_bf16_model(folder):
     assert len(found.unique()) > 0.95 * found.numel()
 
 
+class Tokens(SimpleNamespace):
+    """The stand-in of a tokenizer that knows all ids."""
+
+    def __len__(self):
+        return SHAPE["vocab_size"]
+
+
 @torch.no_grad()
 def test_greedy_generation_equals_stock_transformers(language_model):
     """With top_k 1 sampling is greedy, and must give the tokens of transformers' own generate()
@@ -136,10 +144,12 @@ def test_greedy_generation_equals_stock_transformers(language_model):
     # some token that the model does come up with, in the role of EOS
     eos = next(token for token in free[:, 4].tolist() if token)
     stock = language_model.generate(ids, **options, eos_token_id=eos)[:, ids.shape[1] :]  # (4, R')
-    uniforms = decoding.row_uniforms(1, 0, range(4), 10)
-    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=eos)
-    ours, ours_mask = generate(language_model, ids, mask, uniforms, tokenizer, top_k=1)
-    lengths = ours_mask.sum(1).tolist()
+    uniforms = torch.rand(4, 10, dtype=torch.float64)
+    flags = dict(top_k=1, top_p=1.0, temperature=1.0, min_new_tokens=0, stop=[], compile_decoding=0)
+    tokenizer = Tokens(pad_token_id=0, eos_token_id=eos)
+    args = SimpleNamespace(**flags)
+    ours, _, lengths, _ = ppo.sample(args, language_model, tokenizer, ids, mask, uniforms)
+    lengths = lengths.tolist()
     assert min(lengths) < 10
     for row, length in enumerate(lengths):
         assert ours[row, :length].tolist() == stock[row, :length].tolist()

@@ -2,12 +2,11 @@
 
 import json
 
-import pytest
 import yaml
 from bases import saved
-from conftest import ROOT
 
 from machinery.models import model_card, saving
+from tests.kit import ROOT
 
 
 def test_the_card_says_what_the_hub_and_its_readers_ask(tmp_path, monkeypatch):
@@ -31,20 +30,17 @@ def test_the_card_says_what_the_hub_and_its_readers_ask(tmp_path, monkeypatch):
     exec(body.split("```python")[1].split("```")[0])
 
 
-@pytest.mark.parametrize("mark, base", [(model_card.MARK, "Qwen/Some"), ("", None)])
-def test_the_card_finds_the_base_on_the_hub(mark, base, tmp_path):
-    """Step 3 starts from a folder of step 2's, whose card says where that began. A README.md that
-    somebody else wrote is not read, and stays."""
-    (tmp_path / "README.md").write_text(f"---\nbase_model: Qwen/Some\n---\n{mark}\n")
-    assert model_card.base_model(str(tmp_path)) == base
+def test_the_card_finds_the_base_on_the_hub(tmp_path):
+    """Step 3 starts from a folder of step 2's, whose card says where that began."""
     assert model_card.base_model("Qwen/Some") == "Qwen/Some"
-    assert model_card.may_write(tmp_path) == bool(mark)
+    assert model_card.base_model(str(tmp_path)) is None
+    (tmp_path / "README.md").write_text("---\nbase_model: Qwen/Some\n---\n")
+    assert model_card.base_model(str(tmp_path)) == "Qwen/Some"
 
 
 def test_no_card_costs_the_weights(tmp_path, monkeypatch):
     """The base's README.md may be in any encoding; whatever fails, the model is saved."""
-    (tmp_path / "README.md").write_bytes(b"caf\xe9")
-    assert model_card.base_model(str(tmp_path)) is None
-    monkeypatch.setattr(model_card, "last_evaluation", lambda file: 1 / 0)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/README.md").write_bytes(b"caf\xe9")
     folder, *_ = saved(tmp_path, "full")
     assert saving.is_whole(folder) and not (tmp_path / "out/README.md").exists()

@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from conftest import load_model
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     CLOSE,
@@ -23,6 +22,7 @@ import common
 from machinery.base.refused import Refused
 from machinery.data import rows
 from machinery.models import lora, model_folders
+from tests.kit import load_model
 
 SIZE = len(TOKENIZER)
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from bases import BASES, CHAT, TEXTS, base_folder, our_scores, saved
-from conftest import load_model
 from tiny_models import get_args, value_model_of, values
 from transformers import (
     AutoModelForSequenceClassification,
@@ -16,8 +15,10 @@ from transformers import (
     pipeline,
 )
 
+import common
 from machinery.data import rows
 from machinery.models import lora, model_folders, saving, scoring_tokenizer
+from tests.kit import load_model
 
 every_base = pytest.mark.parametrize("name", BASES)
 close = dict(rtol=1e-3, atol=1e-3)
@@ -242,7 +243,7 @@ def test_trl_trains_on_what_we_leave_with_our_reward_model(name, tmp_path):
     trained = [rows.tokenise_prompt(tokenizer, prompt + text) + [1] for prompt, text in seen]
     assert ids == trained and len(seen) == 4
     with torch.no_grad():
-        ours = [values(model, torch.tensor([x]), torch.ones(1, len(x)))[0, -1].item() for x in ids]
+        ours = [values(model, *common.pad([x], 0))[0, -1].item() for x in ids]
     logged = [log for log in trainer.state.log_history if "rewards/out/mean" in log][0]
     assert logged["rewards/out/mean"] == pytest.approx(sum(ours) / 4, abs=1e-3)
 

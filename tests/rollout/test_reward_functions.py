@@ -25,7 +25,7 @@ RESPONSE = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "Why
     ],
 )
 def test_a_function_must_return_a_finite_number_for_each_response(returned):
-    with pytest.raises(Refused):
+    with pytest.raises((Refused, TypeError)):
         reward_functions.scores_of(lambda prompts, completions: returned, [RESPONSE] * 2)
 
 

@@ -213,11 +213,11 @@ def damage_weights(case, path):
     """Changes one tensor of model.safetensors, so that the model cannot be loaded as it is."""
     weights = load_file(path)
     name = case.rng.choice(sorted(weights))
-    way = case.rng.choice(["gone", "another shape", "integers"])
+    way = case.rng.choice(["gone", "another shape"])
     case.notes.append(f"{path.relative_to(case.place)}: {name}: {way}")
     tensor = weights.pop(name)
     if way != "gone":
-        weights[name] = tensor.long() if way == "integers" else torch.cat([tensor, tensor])
+        weights[name] = torch.cat([tensor, tensor])
     path.unlink()
     save_file(weights, path, metadata={"format": "pt"})
     case.codes = {2}
@@ -227,7 +227,7 @@ def draw_model(case):
     """An unfit model folder, or a good one with some damage."""
     rng = case.rng
     role = rng.choice(["actor_", "critic_", "reward_"]) if case.script == "ppo" else ""
-    name = rng.choice([*UNFIT, "instruct", "integers"])
+    name = rng.choice([*UNFIT, "instruct"])
     if rng.random() < 0.75:
         name = "judge" if role in ("critic_", "reward_") else "actor"
         files = sorted(path for path in (case.place / name).iterdir() if path.is_file())

@@ -5,23 +5,20 @@ its sixth step (machinery/engine/patches.py, correct_by_step_number).
 """
 
 import pytest
-from safetensors.torch import load_file
 
-from tests import workers
-from tests.test_6_deepspeed import metrics, run_of
-from tests.workers import CLOCKS
+from tests import kit, runs
 
 
 def after(name, step):
-    """The metrics of a run's steps after `step`, without clocks."""
-    lines = [line for line in metrics(name) if line["step"] > step]
-    return [{k: v for k, v in line.items() if k not in CLOCKS} for line in lines]
+    """Returns the metrics of a run's steps after `step`, without clocks."""
+    lines = kit.metrics(runs.run_of(name), clocks=False)
+    return [line for line in lines if line["step"] > step]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", workers.LATE_STEPS)
+@pytest.mark.parametrize("step", runs.LATE_STEPS)
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("script", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize("script", kit.SCRIPTS)
 def test_a_run_goes_on_to_the_bit_also_late(script, stage, step):
     """Seven steps after each checkpoint every metric is that of the run that was left alone; after
     the last one also every weight, of all the models that the run saves."""
@@ -32,10 +29,10 @@ def test_a_run_goes_on_to_the_bit_also_late(script, stage, step):
             del line[name]
     assert len(found) == 7 and found == expected
     if step + 7 == 203:
-        files = sorted(run_of(whole).glob("**/*.safetensors"))
+        folder = runs.run_of(whole)
+        files = [f.relative_to(folder) for f in folder.glob("**/*.safetensors")]
         files = [file for file in files if "checkpoints" not in file.parts]
         assert len(files) == (3 if script == "ppo" else 1)
         for file in files:
-            other = load_file(run_of(resumed) / file.relative_to(run_of(whole)))
-            weights = load_file(file)
+            weights, other = kit.weights(folder, file), kit.weights(runs.run_of(resumed), file)
             assert weights and all(weights[name].equal(other[name]) for name in weights)

@@ -1,0 +1,183 @@
+"""How a run starts, what it shows while it works, the picture that it leaves, and exit codes."""
+
+import datetime
+import json
+import os
+import re
+import socket
+import time
+import warnings
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from machinery.base import progress, ranks
+from machinery.run import launch, logs, plots
+from tests import kit, runs
+
+
+# --------------------------------------------------------------------------------------------------
+# Starting
+# --------------------------------------------------------------------------------------------------
+def test_a_port_in_use_is_said_with_the_flag(monkeypatch):
+    """Two runs on one machine are common, and each needs a port of its own."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        for name, value in zip(kit.RANK_NAMES, ("0", "1", "0", "1", "127.0.0.1", port)):
+            monkeypatch.setenv(name, value)
+        with kit.refuses("port-in-use"):
+            launch.meet_ranks(datetime.timedelta(seconds=20))
+
+
+def test_srun_without_an_address_is_refused(monkeypatch):
+    slurm = {"STEP_ID": "0", "PROCID": "0", "NTASKS": "2", "LOCALID": "0"}
+    environment = {f"SLURM_{name}": value for name, value in slurm.items()}
+    environment["MASTER_ADDR"] = "host0"
+    monkeypatch.setattr(os, "environ", environment)
+    with kit.refuses("no-master-address"):
+        launch.fill_environment()
+    environment["MASTER_PORT"] = "29500"
+    launch.fill_environment()
+    assert environment["WORLD_SIZE"] == "2" and environment["RANK"] == "0"
+
+
+def test_only_the_libraries_are_silenced():
+    """What a fork, or a user's reward function, warns of is shown."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        launch.silence_libraries()
+        for name in ("torch.optim.lr_scheduler", "torchdata", "deepspeed.x", "my_torch", "reward"):
+            warnings.warn_explicit("words", UserWarning, f"{name}.py", 1, module=name)
+    assert [str(each.filename) for each in caught] == ["my_torch.py", "reward.py"]
+
+
+def test_ranks_that_read_other_data_are_refused(monkeypatch):
+    """A machine with an older copy would draw other rows, or stop in the middle of an epoch."""
+    monkeypatch.setattr(ranks, "all_gather_objects", lambda items: [*items, {"data_rows": 9}])
+    ranks.fail_unless_alike({"data_rows": 9}, "other data", "Advice.")
+    with kit.refuses("ranks-differ"):
+        ranks.fail_unless_alike({"data_rows": 8}, "other data", "Advice.")
+
+
+@pytest.mark.slow
+def test_a_refusal_is_one_message_under_a_launcher():
+    """All ranks find the same; rank 0 says it, and the launcher ends the others."""
+    done = kit.run("sft", "--zero_stage", 7, launcher="deepspeed", ranks=2, expect=None)
+    said = done.out + done.err
+    assert done.code in (1, 2) and said.count("error: ") == 1, done
+    assert "invalid choice" in said and 'sft.py", line' not in said, done
+
+
+def test_max_steps_0_evaluates_and_ends(tmp_path):
+    """It leaves the evaluation and its picture, and no model."""
+    flags = [*runs.base_flags("sft", kit.base()), "--max_steps", 0]
+    folder = kit.run("sft", *flags, folder=tmp_path / "run").folder
+    assert [line["step"] for line in kit.metrics(folder)] == [0]
+    assert (folder / "curves.png").exists() and not (folder / "config.json").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# While it works
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rank, lines", [("0", 4), ("1", 0)])
+def test_long_work_shows_itself_without_a_terminal(monkeypatch, capsys, rank, lines):
+    """A job's log gets a line in every interval, on rank 0; work that is shorter than one gets
+    none, also inside of a longer one."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(progress, "EVERY", 0.05)
+    for _ in progress.starts(range(10), 3):
+        for _ in progress.shown(range(3), "tokens"):
+            time.sleep(0.02 if lines else 0)
+    said = capsys.readouterr()
+    found = re.findall(r"^    responses: (\d+) of 10, \d\d:\d\d left$", said.out, re.M)
+    assert len(found) == lines and found == sorted(found, key=int) and said.err == ""
+    assert not re.search("[\r\x1b]", said.out)
+
+
+CHAT = [{"role": "system", "content": "Be\nkind."}, {"role": "user", "content": "Why?"}]
+
+
+@pytest.mark.parametrize(
+    "prompt, chat, response, expected",
+    [
+        ("\n\nHuman: Why?", False, " So.\n\nHuman: And?", "    Human: Why? -> So. Human: And?"),
+        (json.dumps(CHAT), True, "So.", "    system: Be kind. user: Why? -> So."),
+        ("x" * 300 + "end", False, "So " * 300, f"    ...{'x' * 28}end -> {'So ' * 22}S..."),
+        ("Why?", False, "y" * 300, f"    Why? -> {'y' * 97}..."),
+    ],
+)
+def test_a_sample_on_the_screen_is_one_line(monkeypatch, capsys, prompt, chat, response, expected):
+    """A prompt of 400 tokens would fill the screen at every evaluation; samples.jsonl has all."""
+    monkeypatch.setenv("COLUMNS", "113")
+    monkeypatch.setenv("RANK", "0")
+    logs.show_sample({"prompt": prompt, "chat": chat}, response)
+    said = capsys.readouterr().out
+    assert said == f"{expected}\n" and len(said) <= 114
+
+
+# --------------------------------------------------------------------------------------------------
+# curves.png
+# --------------------------------------------------------------------------------------------------
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """Returns a function that draws rows of metrics.jsonl: {title of a panel: its axes}."""
+
+    def draw(rows, limits=()):
+        text = "".join(json.dumps({"step": i, **row}) + "\n" for i, row in enumerate(rows))
+        (tmp_path / "metrics.jsonl").write_text(text)
+        found = []
+        monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: found.append(figure))
+        plots.draw(tmp_path, "a title", dict(limits))
+        axes = [axis for axis in found[0].axes if isinstance(axis, Axes) and axis.get_visible()]
+        assert all(axis.get_xlabel() == "step" and axis.get_ylabel() for axis in axes)
+        return {axis.get_title(): axis for axis in axes}
+
+    return draw
+
+
+def test_what_belongs_together_is_in_one_panel(drawn):
+    """Reward with gold, chosen with rejected, each with what is held out, and one limit a panel. A
+    metric of one's own has a panel, too."""
+    rows = [{"reward": i, "gold": i / 2, "chosen_score": i, "rejected_score": -i} for i in range(3)]
+    rows[0] |= {"eval_reward": 0, "eval_gold": 0, "eval_rejected_score": 0}
+    rows[2] |= {"eval_reward": 2, "eval_gold": 1, "eval_rejected_score": 1, "mine": 1}
+    rows[1] |= {"mine": 2}
+    axes = drawn(rows, {"gold": 1.0, "eval_gold": 1.0})
+
+    def labels(title):
+        return [text.get_text() for text in axes[title].get_legend().get_texts()]
+
+    assert labels("reward, gold") == ["reward", "eval_reward", "gold", "limit 1", "eval_gold"]
+    assert labels("scores of chosen, rejected")[::2] == ["chosen_score", "eval_rejected_score"]
+    assert labels("mine") == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "values, scale",
+    [
+        ([0.1, 5.0, 1.0, 0.4], "log"),
+        ([5.0, 1.0, 0.6], "linear"),
+        ([0.1, 5.0], "linear"),  # it rises
+        ([5.0, 0.0], "linear"),  # 0 has no place on a log scale
+    ],
+)
+def test_what_falls_by_more_than_ten_times_has_a_log_scale(drawn, values, scale):
+    axes = drawn([{"loss": value} for value in values])
+    assert axes["loss"].get_yscale() == scale
+
+
+@pytest.mark.parametrize(
+    "name, values, shown",
+    [
+        ("actor_loss", [7e-9, -5e-9, 1e-8], False),  # whitened advantages sum to 0
+        ("ratio_max", [1.0, 1.0000002, 1.0], False),
+        ("approx_kl", [0.0, 1e-5, 0.0], True),
+        ("learning_rate", [1e-7, 2e-7, 1e-7], True),
+    ],
+)
+def test_rounding_noise_has_no_panel(drawn, name, values, shown):
+    axes = drawn([{"reward": i, name: value} for i, value in enumerate(values)])
+    assert len(axes) == 1 + shown

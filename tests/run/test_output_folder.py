@@ -1,0 +1,459 @@
+"""The output folder has one owner, the run that holds its lock. No run is ever deleted."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import ppo
+import reward
+import sft
+from machinery.base import ranks
+from machinery.models import saving
+from machinery.run import best, checkpoints, folder_lock, output_folder
+from tests import kit, runs
+
+SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
+FACTS = {"data_rows": 8, "data_fingerprint": 7}
+HOLD = """
+import sys, time
+from machinery.run import folder_lock
+print(folder_lock.Lock(sys.argv[1]).take(), flush=True)
+time.sleep(600)
+"""
+
+
+def get_args(output, *flags, script="sft"):
+    return SCRIPTS[script].get_args(["--preset", "toy", "--output_dir", str(output), *flags])
+
+
+def begin(output, *flags, script="sft"):
+    """Returns the folder of a run that has begun."""
+    folder = output_folder.OutputFolder(get_args(output, *flags, script=script))
+    folder.take(FACTS)
+    return folder
+
+
+def finish(output, *flags):
+    """Leaves what a finished run leaves."""
+    begin(output, *flags).release()
+    checkpoint(output)
+    for name in ("model.safetensors", "config.json", "metrics.jsonl"):
+        (output / name).write_text("old")
+
+
+def checkpoint(output, step=2):
+    folder = output / f"checkpoints/step-{step}"
+    folder.mkdir(parents=True)
+    (folder / "rank0.pt").write_text("state")
+
+
+def tree(folder):
+    """Returns everything below `folder`, {path: text}."""
+    files = [path for path in folder.rglob("*") if path.name != ".lock"]
+    return {str(f.relative_to(folder)): f.is_file() and f.read_text() for f in files}
+
+
+# --------------------------------------------------------------------------------------------------
+# The lock
+# --------------------------------------------------------------------------------------------------
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    """A second run would write into the first one's checkpoints. The refusal names host and
+    process. Killed, a run leaves the file behind and locks nobody out."""
+    begin(tmp_path).release()
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=kit.ROOT)
+    try:
+        assert other.stdout.readline() == "None\n"
+        for flags in ([], ["--resume"], ["--overwrite"]):
+            with kit.refuses("output-in-use") as caught:
+                output_folder.check(get_args(tmp_path, *flags))
+            assert f"process {other.pid} on {socket.gethostname()}" in caught.value.words
+    finally:
+        other.kill()
+        other.wait()
+    assert (tmp_path / ".lock").exists()
+    begin(tmp_path, "--overwrite").release()
+
+
+def test_the_check_is_repeated_under_the_lock(tmp_path):
+    """Two runs may start at the same time, and load their models for minutes: whoever comes second
+    finds the lock, or the run that has ended meanwhile."""
+    first, second, third = (output_folder.OutputFolder(get_args(tmp_path)) for _ in range(3))
+    first.take(FACTS)
+    with kit.refuses("output-in-use"):
+        second.take(FACTS)
+    first.release()
+    before = tree(tmp_path)
+    with kit.refuses("output-taken"):
+        third.take(FACTS)
+    assert tree(tmp_path) == before
+
+
+def test_a_helper_that_outlives_its_run_does_not_hold_the_lock(tmp_path):
+    """A reward function may fork a process, which gets a copy of every open file."""
+    lock = folder_lock.Lock(tmp_path)
+    assert lock.take() is None
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(write, b"x")
+        time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(read, 1)
+        lock.disown()  # as the kernel does when the run is killed
+        assert folder_lock.Lock(tmp_path).holder() is None
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(
+    "host, process, free", [("", 1, False), ("", 2**22 + 1, True), ("elsewhere", 1, False)]
+)
+def test_without_locks_of_the_kernel_the_words_count(tmp_path, monkeypatch, host, process, free):
+    """Some network file systems have no locks. There a run of this host that is gone is seen
+    through; of another host nobody can know, so its file must be deleted by hand."""
+
+    def no_locks(*options):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    words = f"process {process} on {host or socket.gethostname()} since 2026-01-01 00:00"
+    (tmp_path / ".lock").write_text(words)
+    lock = folder_lock.Lock(tmp_path)
+    words += f" (or, if that process has ended, delete {tmp_path / '.lock'})"
+    assert lock.holder() == lock.take() == (None if free else words)
+
+
+def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch):
+    """With node-local folders a run would fail at its first checkpoint only: rank 1 sees another
+    lock here than rank 0 has."""
+    folder = output_folder.OutputFolder(get_args(tmp_path))
+    folder.lock.take()
+    folder.refuse_unshared()
+    monkeypatch.setattr(output_folder.time, "sleep", lambda seconds: None)
+    clock = iter(range(0, 1000, 30))
+    monkeypatch.setattr(output_folder.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(ranks, "all_gather_objects", lambda items: [True, *items])
+    with kit.refuses("ranks-differ"):
+        folder.refuse_unshared()
+    folder.release()
+
+
+# --------------------------------------------------------------------------------------------------
+# --overwrite
+# --------------------------------------------------------------------------------------------------
+def test_overwrite_moves_the_old_run_aside_when_all_is_loaded(tmp_path):
+    """Whatever fails before (loading, memory) has changed nothing. The lock is the new folder's."""
+    output = tmp_path / "run"
+    finish(output)
+    for number in (1, 2):
+        old = tree(output)
+        folder = output_folder.OutputFolder(get_args(output, "--overwrite"))
+        assert tree(output) == old
+        folder.take(FACTS)
+        assert tree(tmp_path / f"run.old-{number}") == old
+        assert tree(output).keys() == {"args.json"}
+        assert not (tmp_path / f"run.old-{number}/.lock").exists()
+        with kit.refuses("output-in-use"):
+            output_folder.check(get_args(output, "--overwrite"))
+        folder.release()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["run", "run.old-1", "run.old-2"]
+
+
+def test_the_monitors_write_into_the_new_folder(tmp_path):
+    """DeepSpeed's engines would open their files while models are loaded, in the folder that is
+    then moved aside. And a run that is refused leaves none."""
+    knobs = {"csv_monitor": {"enabled": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(knobs))
+    flags = [*runs.base_flags("sft", kit.base()), "--ds_config", tmp_path / "ds.json"]
+    flags += ["--max_steps", 1, "--num_samples", 0, "--dtype", "fp32"]
+    for _ in range(2):
+        kit.run("sft", *flags, "--overwrite", folder=tmp_path / "run")
+    for folder in ("run", "run.old-1"):
+        losses = (tmp_path / folder / "DeepSpeedJobName/train_loss.csv").read_text().splitlines()
+        assert len(losses) == 2 and losses[1].startswith("1,")
+
+
+def test_resume_of_a_run_that_stopped_before_its_first_checkpoint(tmp_path):
+    """A job that is started again and again with --resume begins anew, and keeps what it logged."""
+    output = tmp_path / "run"
+    begin(output).release()
+    (output / "metrics.jsonl").write_text("old")
+    args = get_args(output, "--resume")
+    folder = output_folder.OutputFolder(args)
+    folder.take(FACTS)
+    folder.release()
+    assert not args.resume and tree(output).keys() == {"args.json"}
+    assert (tmp_path / "run.old-1/metrics.jsonl").read_text() == "old"
+
+
+# --------------------------------------------------------------------------------------------------
+# What is refused
+# --------------------------------------------------------------------------------------------------
+def no_args_json(output):
+    finish(output)
+    (output / "args.json").write_text('{"seed": 1')
+
+
+def not_ours(output):
+    output.mkdir()
+    (output / "notes.json").write_text("{}")
+
+
+def a_link_to_nothing(output):
+    output.symlink_to("gone")
+
+
+REFUSED = [  # what is there, the flags, the rule that refuses them
+    (finish, [], "output-taken"),
+    (finish, ["--resume"], "run-finished"),
+    (no_args_json, ["--overwrite"], "output-taken"),  # whose it is cannot be told
+    (no_args_json, ["--resume"], "no-args-json"),
+    (not_ours, ["--overwrite"], "output-taken"),
+    (not_ours, ["--resume"], "no-checkpoint"),
+    (a_link_to_nothing, [], "output-unusable"),
+    (finish, ["--overwrite", "--data_path", "OUTPUT/metrics.jsonl"], "input-in-output"),
+    (finish, ["--overwrite", "--data_path", "OUTPUT/.."], "input-in-output"),
+    (finish, ["--overwrite", "--model_name_or_path", "OUTPUT"], "input-in-output"),
+    (finish, ["--overwrite", "--ds_config", "OUTPUT/config.json"], "input-in-output"),
+]
+
+
+@pytest.mark.parametrize("make, flags, rule", REFUSED)
+def test_a_folder_that_cannot_be_had_is_refused(tmp_path, make, flags, rule):
+    output = tmp_path / "run"
+    make(output)
+    before = tree(tmp_path)
+    args = get_args(output, "--preset", "toy")
+    for flag, value in zip(flags[1:-1:2], flags[2::2]):  # without what declaring reads of them
+        value = value.replace("OUTPUT", str(output))
+        setattr(args, flag[2:], [value] if flag == "--data_path" else value)
+    args.overwrite, args.resume = "--overwrite" in flags, "--resume" in flags
+    with kit.refuses(rule):
+        output_folder.check(args)
+    assert tree(tmp_path) == before
+
+
+def test_the_folder_in_which_one_stands_is_not_moved(tmp_path, monkeypatch):
+    finish(tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "run")
+    with kit.refuses("output-unusable"):
+        output_folder.check(get_args(".", "--overwrite"))
+
+
+def test_logs_of_a_launcher_may_be_there_before(tmp_path):
+    """Slurm and `tee` open their file before the run begins."""
+    for name in ("slurm.out", "run.log", ".hidden"):
+        (tmp_path / name).write_text("words")
+    begin(tmp_path).release()
+    assert (tmp_path / "run.log").read_text() == "words"
+
+
+# --------------------------------------------------------------------------------------------------
+# What --resume compares
+# --------------------------------------------------------------------------------------------------
+CHANGES = ["top_p 0.9", "reward_fn b.py:f", "reward_fn a.py:g", "lr_scheduler_type linear"]
+CHANGES += ["reward_model_name_or_path other", "seed 3", "advantage rloo"]
+SAME = ["actor_learning_rate 1", "per_device_training_batch_size 1", "zero_stage 1"]
+SAME += ["reward_fn moved/a.py:f", "save_steps 7", "reward_model_name_or_path moved/judge"]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, *SAME])
+def test_resume_compares_what_shapes_the_run(tmp_path, change):
+    """Another sampling, judge or schedule is another run; another rate or layout, or a folder that
+    has moved, is not."""
+    rest = ["--reward_fn", "a.py:f", "--reward_model_name_or_path", "judge"]
+    rest += ["--samples_per_prompt", "2", "--allow_unstable", "1"]
+    begin(tmp_path, *rest, script="ppo").release()
+    checkpoint(tmp_path)
+    flag, value = change.split()
+    args = get_args(tmp_path, *rest, f"--{flag}", value, "--resume", script="ppo")
+    if change in SAME:
+        return output_folder.check(args)
+    with kit.refuses("flag-changed") as caught:
+        output_folder.check(args)
+    assert f"--{flag}" in caught.value.words
+
+
+def test_another_scripts_run_is_not_resumed(tmp_path):
+    begin(tmp_path).release()
+    checkpoint(tmp_path)
+    with kit.refuses("another-script"):
+        output_folder.check(get_args(tmp_path, "--resume", script="reward"))
+
+
+THIS = {"rows": 8, "data_rows": 40, "data_fingerprint": 7, "shape": {"ranks": 2, "model": 2}}
+THIS |= {"weights": {"model a": (2, 3), "model b": (4,)}, "optimizers": {"model": "FusedAdam"}}
+THIS |= {"frozen_models": {"judge/model.safetensors": 9}}
+
+
+@pytest.mark.parametrize(
+    "name, other, said",
+    [
+        ("rows", 4, "here 8"),
+        ("data_rows", 41, "41"),
+        ("data_fingerprint", 8, "texts"),
+        ("weights", {"model a": (2, 3)}, "model b"),
+        ("optimizers", {"model": "AdamW"}, "AdamW"),
+        ("frozen_models", {"judge/model.safetensors": 10}, "judge"),
+        ("shape", {"ranks": 2, "model": 3}, "'model': 3"),
+    ],
+)
+def test_a_checkpoint_says_what_it_belongs_to(name, other, said):
+    """Edited data with as many rows, one more layer, another script's model. And FusedAdam keeps
+    its step number where torch's AdamW does not look: it would go on from step 0, in silence."""
+    args = SimpleNamespace(tensor_parallel_size=1)
+    checkpoints.refuse_others(args, Path("step-2"), THIS, THIS)
+    moved = {**THIS, "shape": {"ranks": 4, "model": 1}}  # DeepSpeed reshapes that
+    checkpoints.refuse_others(args, Path("step-2"), moved, THIS)
+    with kit.refuses(f"resume-{name}".replace("_", "-")) as caught:
+        checkpoints.refuse_others(args, Path("step-2"), {**THIS, name: other}, THIS)
+    assert said in caught.value.words
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints in one process, without engines
+# --------------------------------------------------------------------------------------------------
+def save(folder, step, keep=1):
+    """Writes a checkpoint. Returns (args, facts), which `checkpoints.load` needs."""
+    args = SimpleNamespace(output_dir=str(folder), keep_checkpoints=keep, tensor_parallel_size=1)
+    facts = {key: THIS[key] for key in ("rows", "data_rows", "data_fingerprint", "frozen_models")}
+    checkpoints.save(args, {}, step, {"state": {}, **facts})
+    return args, facts
+
+
+@pytest.mark.parametrize("harm", ["cut", "removed", "manifest removed", "manifest cut"])
+def test_every_kind_of_damage_is_seen(tmp_path, harm):
+    args, facts = save(tmp_path, 1)
+    save(tmp_path, 2, keep=2)
+    folder = tmp_path / "checkpoints/step-2"
+    assert checkpoints.damage(folder) == []
+    file = folder / ("manifest.json" if "manifest" in harm else "rank0.pt")
+    file.unlink() if "removed" in harm else os.truncate(file, 10)
+    assert checkpoints.damage(folder) == [file.name]
+    assert checkpoints.load(args, {}, {}, facts, 9)[0] == 1
+    (tmp_path / "checkpoints/step-1/rank0.pt").unlink()
+    with kit.refuses("no-checkpoint-whole"):
+        checkpoints.load(args, {}, {}, facts, 9)
+
+
+def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path):
+    """--resume with a smaller --max_steps would save a later model as the one of that step."""
+    args, facts = save(tmp_path, 5)
+    assert checkpoints.load(args, {}, {}, facts, 5)[0] == 5
+    with kit.refuses("beyond-last-step"):
+        checkpoints.load(args, {}, {}, facts, 4)
+
+
+def test_frozen_models_are_known_by_their_files(tmp_path):
+    """A reward model that was trained again, with another shape, would change the reward in the
+    middle of a run. A copy elsewhere is the same model, and the hub's are not looked at."""
+    found = []
+    for place, size in (("a", 9), ("b", 9), ("c", 10)):
+        (tmp_path / place / "judge").mkdir(parents=True)
+        (tmp_path / place / "judge/model.safetensors").write_bytes(bytes(size))
+        judges = [str(tmp_path / place / "judge")]
+        args = SimpleNamespace(actor_model_name_or_path="hub/x", reward_model_name_or_path=judges)
+        found.append(checkpoints.frozen_models(args))
+    assert found == [{"judge/model.safetensors": size} for size in (9, 9, 10)]
+    assert checkpoints.frozen_models(SimpleNamespace(model_name_or_path="x")) == {}
+
+
+# --------------------------------------------------------------------------------------------------
+# best/
+# --------------------------------------------------------------------------------------------------
+class Killed(BaseException):
+    pass
+
+
+def best_run(folder, weights):
+    """Returns a run that saves `weights` when best.keep asks it to."""
+    folder.mkdir(exist_ok=True)
+    args = SimpleNamespace(output_dir=str(folder), keep_best="eval_loss")
+
+    def save(engine, tokenizer, place):
+        place.mkdir()
+        (place / "model.safetensors").write_text(weights)
+        (place / "config.json").write_text("{}")
+
+    return SimpleNamespace(args=args, save=save, engine=None, tokenizer=None)
+
+
+def test_the_best_model_is_whole_at_every_moment(tmp_path, monkeypatch):
+    """Killed before any of the operations on files that replace it, best/ or a folder beside it
+    holds a model and its evaluation; and what comes next finds it again."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text("")
+    best.keep(best_run(tmp_path / "run", "first"), {"step": 1, "eval_loss": 3.0})
+    moments = 0
+    while moments < 99:
+        folder = tmp_path / f"killed-{moments}"
+        subprocess.run(["cp", "-r", tmp_path / "run", folder], check=True)
+        left = moments
+
+        def count(function):
+            def counted(*args, **options):
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise Killed
+                return function(*args, **options)
+
+            return counted
+
+        with monkeypatch.context() as patch:
+            for owner, name in ((Path, "rename"), (best.shutil, "rmtree"), (saving, "sync")):
+                patch.setattr(owner, name, count(getattr(owner, name)))
+            try:
+                best.keep(best_run(folder, "second"), {"step": 2, "eval_loss": 2.0})
+                ended = True
+            except Killed:
+                ended = False
+        whole = [part for part in folder.glob("best*") if (part / "evaluation.json").exists()]
+        assert any(saving.is_whole(part) for part in whole)
+        best.keep(best_run(folder, "worse"), {"step": 3, "eval_loss": 9.0})
+        there = (folder / "best/model.safetensors").read_text()
+        assert json.loads((folder / "best/evaluation.json").read_text())["eval_loss"] in (2, 3)
+        assert there in ("first", "second") and saving.is_whole(folder / "best")
+        if ended:
+            assert there == "second" and [p.name for p in folder.glob("best*")] == ["best"]
+            break
+        moments += 1
+    assert moments > 6
+
+
+@pytest.mark.parametrize(
+    "name, value, better",
+    [("eval_loss", 0.4, True), ("eval_loss", 0.5, False), ("eval_gold", 0.6, True)],
+)
+def test_the_best_is_better_than_all_before_it(tmp_path, name, value, better):
+    """Less loss, more gold. Step 0 does not count; what best/ holds does, of a later step, too."""
+    lines = [{"step": 0, name: value}, {"step": 1, name: 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    assert best.improves(args, name, {"step": 3, name: value}) == better
+    (tmp_path / "best").mkdir()
+    other = 0.1 if name == "eval_loss" else 0.9
+    (tmp_path / "best" / best.EVALUATION).write_text(json.dumps({"step": 9, name: other}))
+    assert not best.improves(args, name, {"step": 3, name: value})
+
+
+def test_a_metric_that_cannot_say_what_is_best_is_refused():
+    record = {"eval_loss": 1.0, "eval_ema_gold": 1.0, "eval_response_length": 7}
+    best.check(SimpleNamespace(keep_best="eval_loss"), record)
+    for name in ("eval_gold", "eval_ema_gold", "eval_response_length"):
+        with kit.refuses("keep-best-unknown"):
+            best.check(SimpleNamespace(keep_best=name), record)

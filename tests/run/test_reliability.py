@@ -1,0 +1,265 @@
+"""No run is lost: killed, starved of disk, hung or told to stop, it goes on where it stood.
+
+Each scene is a real run of sft.py on two ranks under ZeRO 2: five steps, checkpoints after steps 2
+and 4. What it ends with is compared with a run that nothing befell.
+"""
+
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests import kit, runs
+
+TOUCHES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
+RUNS = {"sft_zero0": 0, "sft_zero3": 3, "reward_zero2": 2, "ppo_zero2": 2}
+
+
+# --------------------------------------------------------------------------------------------------
+# Scenes
+# --------------------------------------------------------------------------------------------------
+def no_more_disk():
+    """From now on this process cannot write files longer than 20 kB: the kernel's own error."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+def sigterm():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def ctrl_c_twice():
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang():
+    time.sleep(60)
+
+
+def fail():
+    raise ValueError("a bug of the user's")
+
+
+def act(script, argv, kill_at, step, fault, rank):
+    """Makes a run in one of its forked ranks.
+
+    kill_at: SIGKILL for all ranks before rank 0's so many-th file operation in the output folder,
+    or before the first that has all these words. fault: a function of this module that is called
+    at the end of step `step`, in rank `rank` (None: in all).
+    """
+    from machinery.run import logs
+    from machinery.run.run import Run
+
+    count, here, log = 0, int(os.environ["RANK"]), Run.log
+
+    def count_touches(event, details):
+        nonlocal count
+        if event in TOUCHES and str(details[0]).startswith(argv[-1]):
+            count += 1
+            words = kill_at.split() if isinstance(kill_at, str) else []
+            named = words and all(word in f"{event} {details}" for word in words)
+            if named or count == kill_at:
+                os.killpg(0, signal.SIGKILL)
+
+    def log_and_act(run, *args, **options):
+        log(run, *args, **options)
+        if fault and run.step == step and rank in (None, here):
+            globals()[fault]()
+
+    if here == 0:
+        sys.addaudithook(count_touches)
+    Run.log, logs.draw_curves = log_and_act, lambda args: None
+    try:
+        kit.call_main(script, argv)
+    finally:
+        if here == 0:
+            Path(f"{argv[-1]}.touches").write_text(str(count))
+
+
+def play(folder, *more, script="sft", zero=2, ranks=2, kill_at=None, step=0, fault=None, only=None):
+    """Makes a run in `folder`. Returns kit.Done."""
+    options = runs.run(script, "--save_steps 2", zero=zero)["flags"]
+    argv = [*runs.base_flags(script, runs.base()), *options, *map(str, more)]
+    argv += ["--num_samples", "0"] if script == "sft" else []
+    argv += ["--output_dir", str(folder)]
+    done = kit.fork(act, ranks, script, argv, kill_at, step, fault, only, meet="")
+    done.folder = Path(folder)
+    return done
+
+
+def outcome(folder):
+    """Returns what a finished run leaves behind, without its clocks: metrics, and weights."""
+    files = sorted(path for path in folder.rglob("*.safetensors") if "checkpoints" not in str(path))
+    weights = {str(f.relative_to(folder)): kit.weights(f.parent, f.name) for f in files}
+    numbers = {f"{f} {key}": w.numpy() for f, part in weights.items() for key, w in part.items()}
+    return kit.metrics(folder, clocks=False), numbers
+
+
+def same(one, other):
+    """Returns whether two outcomes are the same to the bit."""
+    (metrics, weights), (others, other_weights) = one, other
+    alike = [np.array_equal(weights[key], other_weights[key]) for key in weights]
+    return metrics == others and weights.keys() == other_weights.keys() and all(alike) and alike
+
+
+def kept(folder):
+    return sorted(path.name for path in folder.glob("checkpoints/*"))
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """The run that nothing befell, with both of its checkpoints."""
+    done = play(tmp_path_factory.mktemp("whole") / "run", "--keep_checkpoints", 2)
+    assert done.codes == [0, 0], done
+    return done.folder
+
+
+@pytest.fixture
+def stopped(whole, tmp_path):
+    """The same run, stopped after step 2."""
+    left_out = shutil.ignore_patterns("config.json", "step-4")
+    return shutil.copytree(whole, tmp_path / "run", ignore=left_out)
+
+
+# --------------------------------------------------------------------------------------------------
+# Killed
+# --------------------------------------------------------------------------------------------------
+def test_killed_three_times_and_resumed_it_is_the_same_run(whole, tmp_path):
+    """SIGKILL gives no time to tidy up. It comes here while the first checkpoint is written (none
+    counts yet, so the run starts anew), while an old checkpoint is removed (the new one counts
+    already), and while the model is saved (no config.json yet, so nobody takes it for finished)."""
+    folder = tmp_path / "run"
+    moments = [
+        ("open unfinished/manifest.json", ["unfinished"]),
+        ("shutil.rmtree step-2", ["step-2", "step-4"]),
+        ("os.rename config.json", ["step-2", "step-4"]),
+    ]
+    for kill_at, left in moments:
+        done = play(folder, *["--resume"] * folder.exists(), kill_at=kill_at)
+        assert done.codes == [-9, -9] and kept(folder) == left, done
+        assert not (folder / "config.json").exists()
+    done = play(folder, "--resume")
+    assert done.codes == [0, 0] and same(outcome(folder), outcome(whole)), done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_killed_at_any_moment_it_is_the_same_run(name, tmp_path):
+    """Five moments of each of four runs, spread over all that rank 0 does in the output folder."""
+    script, zero = name.split("_")[0], RUNS[name]
+    whole = play(tmp_path / "whole", script=script, zero=zero)
+    assert whole.codes == [0, 0], whole
+    touches = int((tmp_path / "whole.touches").read_text())
+    for number in range(5):
+        folder = tmp_path / str(number)
+        kill_at = 2 + round((touches - 3) * (4 * number + list(RUNS).index(name)) / 19)
+        assert -9 in play(folder, script=script, zero=zero, kill_at=kill_at).codes
+        resume = ["--resume"] * (folder / "args.json").exists()
+        done = play(folder, *resume, script=script, zero=zero)
+        over = "finished run" in done.err  # killed when config.json was in its place
+        assert done.codes == [0, 0] or over, (kill_at, touches, done)
+        assert same(outcome(folder), outcome(whole.folder)), (kill_at, touches)
+
+
+# --------------------------------------------------------------------------------------------------
+# Damaged checkpoints, a full disk, told to stop
+# --------------------------------------------------------------------------------------------------
+def test_a_damaged_checkpoint_is_passed_over_in_words(whole, tmp_path):
+    """Half a file is not half a checkpoint: it is none. The one before is used, the message names
+    the file, and the damaged folder goes with the next save."""
+    ignored = shutil.ignore_patterns("config.json")
+    folder = shutil.copytree(whole, tmp_path / "run", ignore=ignored)
+    files = folder.glob("checkpoints/step-4/**/*.pt")
+    newest = max(files, key=lambda file: file.stat().st_size)
+    os.truncate(newest, newest.stat().st_size // 2)
+    done = play(folder, "--resume")
+    assert done.codes == [0, 0] and same(outcome(folder), outcome(whole)), done
+    assert re.search(r"step-4 is not whole.*\.pt\n(.*\n)*resumed from .*step-2", done.out), done
+    assert kept(folder) == ["step-4"]
+
+
+def test_a_full_disk_costs_no_checkpoint(stopped):
+    """The write of step 4's checkpoint fails. Step 2's is there still; the message says how much
+    room there is, without a traceback."""
+    done = play(stopped, "--resume", fault="no_more_disk", step=4)
+    assert done.codes == [1, 1] and "Traceback" not in done.err, done
+    assert "step-2" in kept(stopped) and "step-4" not in kept(stopped)
+    assert re.search(r"rank 0 of 2 stopped writing .*/step-4: .*\n.*GB are free", done.err), done
+
+
+def test_a_signal_saves_a_checkpoint_and_a_second_ctrl_c_does_not(stopped):
+    """To tell one rank is enough: all agree, save after the same step, and leave with code 1. Who
+    presses Ctrl-C again means it: nothing more is written."""
+    more = ["--keep_checkpoints", 2, "--resume"]
+    done = play(stopped, *more, fault="ctrl_c_twice", step=3, only=1)
+    assert 1 in done.codes and kept(stopped) == ["step-2"], done
+    done = play(stopped, *more, fault="sigterm", step=3, only=1)
+    assert done.codes == [1, 1] and kept(stopped) == ["step-2", "step-3"], done
+    assert "interrupted after step 3" in done.out and not (stopped / "config.json").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# A rank that is gone
+# --------------------------------------------------------------------------------------------------
+def test_when_a_rank_is_gone_the_others_stop(stopped):
+    """Killed by the kernel for its memory, a rank says nothing: the others say what they did."""
+    done = play(stopped, "--resume", fault="die", step=3, only=1)
+    assert done.codes == [1, -9], done
+    assert "rank 0 of 2 stopped at step " in done.err and "Another rank has died" in done.err, done
+    assert "Traceback" not in done.err
+
+
+def test_a_rank_that_fails_shows_its_own_traceback(stopped):
+    """Only what the environment does (disk, other ranks) is told in one line."""
+    done = play(stopped, "--resume", fault="fail", step=3, only=1)
+    assert 'raise ValueError("a bug of the user\'s")' in done.err, done
+    assert "rank 1 of 2 stopped at step 3: ValueError: a bug of the user's" in done.err
+
+
+def test_when_a_rank_hangs_each_rank_prints_where_it_is(stopped):
+    """Under NCCL a wait that is too long raises no error, but ends the process. So shortly before
+    --timeout_minutes each rank prints its stack: one is not where the others are."""
+    done = play(stopped, "--resume", "--timeout_minutes", 0.2, fault="hang", step=3, only=1)
+    assert done.codes[0] == 1 and "rank 0 of 2 stopped" in done.err, done
+    assert done.err.count("Timeout (0:00:09)!") == 2, done
+    assert " in hang\n" in done.err and " in all_reduce\n" in done.err
+
+
+# --------------------------------------------------------------------------------------------------
+# Other ranks, other batches, other rates
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ranks, rows, accumulation", [(1, 2, 4), (2, 1, 4)])
+def test_a_run_goes_on_with_other_ranks_or_micro_batches(whole, stopped, ranks, rows, accumulation):
+    """As many rows a step, so the same run. Not to the bit, for sums are taken in another order.
+    The loader's own position counts micro-batches, which are others now: taken at its word it dealt
+    rows twice."""
+    sizes = ["--per_device_train_batch_size", rows, "--gradient_accumulation_steps", accumulation]
+    done = play(stopped, "--resume", *sizes, ranks=ranks)
+    assert done.code == 0, done
+    found, expected = outcome(stopped)[1], outcome(whole)[1]
+    assert max(np.abs(found[key] - expected[key]).max() for key in expected) < 1e-6
+
+
+def test_a_resumed_run_takes_the_learning_rate_that_it_is_given(stopped):
+    """Who resumes with a lower one must not train on with the old one, which schedule and optimizer
+    had kept: the weights stay where the checkpoint has them."""
+    done = play(stopped, "--resume", "--learning_rate", 1e-9)
+    assert done.codes == [0, 0] and "--learning_rate 0.003 -> 1e-09" in done.out, done
+    rates = [line["learning_rate"] for line in kit.metrics(stopped)[1:]]
+    assert min(rates[:2]) > 1e-3 and max(rates[2:]) <= 1e-9
+    file = stopped / "checkpoints/step-4/model/state/mp_rank_00_model_states.pt"
+    saved = torch.load(file, weights_only=False)["module"]
+    now = kit.weights(stopped)
+    assert max((saved[key] - now[key]).abs().max() for key in now) < 1e-6
