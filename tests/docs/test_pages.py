@@ -9,13 +9,17 @@ import io
 import re
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-PAGES = [ROOT / "README.md"]
+from tests import kit
+
+ROOT = kit.ROOT
+sys.path[:0] = [str(ROOT / "toy"), str(ROOT / "tools")]
+README = ROOT / "README.md"
+PAGES = [README]
 PAGES += [page for name in ("docs", "toy", "labs") for page in sorted((ROOT / name).glob("*.md"))]
 TOOLS = ["tools/talk.py", "tools/look.py", "tools/export.py"]
 PROGRAMS = ["sft.py", "reward.py", "ppo.py", *TOOLS]
@@ -142,6 +146,17 @@ def looked_up(name):
     return functools.reduce(getattr, (rest if file else name).split("."), found)
 
 
+def test_the_readmes_lines_use_what_was_trained():
+    """Five lines of Python with stock transformers."""
+    code = re.search(r"((?:    .+\n)+)", README.read_text().split("## Use what you trained")[1])[1]
+    code = textwrap.dedent(code)
+    for name, ours in (("ppo", "actor"), ("reward", "reward")):
+        code = code.replace(f"output/demo/{name}", str(kit.base() / "models" / ours))
+    found = {}
+    exec(code, found)
+    assert isinstance(found["response"], str) and isinstance(found["score"], float)
+
+
 def test_the_toys_figures_are_counted():
     """How many questions there are, and how large the model is."""
     import torch
@@ -150,7 +165,7 @@ def test_the_toys_figures_are_counted():
     lines = (ROOT / "toy/data/train.jsonl").read_text().splitlines()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(ROOT / "toy/model"))
-    said = (ROOT / "README.md").read_text()
+    said = README.read_text()
     assert f"{len(lines):,} questions" in said
     assert f"{model.num_parameters() / 1e6:.1f} million weights" in said
 
