@@ -1,6 +1,6 @@
 """Runs all three steps on real dialogues, with a model that starts from nothing: see README.
 
-    python tests/real.py FOLDER      with train.jsonl and test.jsonl: chosen and rejected dialogues
+    python bench/real.py FOLDER      with train.jsonl and test.jsonl: chosen and rejected dialogues
 
 One rank of one thread, in fp32. Results lie in output/real.
 """

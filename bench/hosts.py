@@ -1,11 +1,11 @@
 """Two "hosts" on one machine: what changes when ranks sit on different machines?  Nothing but the
 road the bytes take.
 
-    python tests/hosts.py           both parts below, 4 minutes on 2 cores; prints the tables of
+    python bench/hosts.py           both parts below, 4 minutes on 2 cores; prints the tables of
                                     docs/deepspeed.md
-    python tests/hosts.py losses    sft.py under ZeRO-3: two hosts with a rank each, against one
+    python bench/hosts.py losses    sft.py under ZeRO-3: two hosts with a rank each, against one
                                     host with two ranks
-    python tests/hosts.py bytes     bytes sent per step and rank for ZeRO 0-3, by DeepSpeed's log
+    python bench/hosts.py bytes     bytes sent per step and rank for ZeRO 0-3, by DeepSpeed's log
                                     and by the kernel's count
 
 A host is a network namespace of Linux: it sees its own interfaces, addresses and loopback, and none

@@ -1,4 +1,4 @@
-"""Many machines: two network namespaces stand for two hosts (tests/hosts.py), each with one rank,
+"""Many machines: two network namespaces stand for two hosts (bench/hosts.py), each with one rank,
 joined by a cable.
 
 What a run computes must not depend on where its ranks sit; what it sends is what the theory of ZeRO
@@ -7,7 +7,7 @@ says, or we say why not.
 
 import pytest
 
-from tests import hosts
+from bench import hosts
 
 pytestmark = pytest.mark.skipif(
     not hosts.can_namespace(), reason="no right to make network namespaces (root, or `unshare -n`)"

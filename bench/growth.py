@@ -5,10 +5,10 @@ import gc
 import json
 import os
 
-import bench
 import torch
 from deepspeed.comm import comm
 
+import bench
 from machinery.run.run import Run
 
 # bytes of the tiny model in fp32

@@ -1,11 +1,11 @@
 """Checks on GPUs what CPU ranks cannot show, with small models, in ten minutes: `make gpu-check`.
 
 Each launch makes the runs of one group, on as many ranks as there are GPUs (at most four), with
-the tiny models and rows of workers.py. The same runs in fp32 on CPU ranks say what must come out.
+the tiny models and rows of the tests. The same runs in fp32 on CPU ranks say what must come out.
 One line for each check is printed, and the exit code is 1 if one has failed. What the machine lacks
 (a second GPU, bf16, a compiler) is refused in words, and its line says so.
 
-    python tests/gpu_check.py --cpu    the same checks on two CPU ranks, to try this file itself
+    python bench/gpu_check.py --cpu    the same checks on two CPU ranks, to try this file itself
 """
 
 import json
@@ -18,11 +18,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import memory  # beside this file
 import torch
 
-from tests import memory, workers
+from tests import kit, runs
 
-SCRIPTS = ("sft", "reward", "ppo")
 METRIC = {"sft": "loss", "reward": "loss", "ppo": "eval_reward"}
 # of METRIC, relative to 1
 TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 2e-2}
@@ -35,7 +35,7 @@ SIZE = "69M"
 def run(script, dtype, stage, *flags, **sizes):
     model = ["--model_name_or_path", "BASE/models/actor"] if script == "sft" else []
     flags = ["--dtype", dtype, *model, "--max_steps", 3, *flags]
-    return workers.run(script, *flags, zero=stage, **sizes)
+    return runs.run(script, " ".join(map(str, flags)), zero=stage, **sizes)
 
 
 def memory_run(stage, dtype):
@@ -46,9 +46,9 @@ def memory_run(stage, dtype):
 
 
 GROUPS = {
-    "fp32": {f"{s}_fp32_zero{z}": run(s, "fp32", z) for s in SCRIPTS for z in (0, 1, 2, 3)},
-    "bf16": {f"{s}_bf16_zero{z}": run(s, "bf16", z) for s in SCRIPTS for z in (1, 2, 3)},
-    "fp16": {f"{s}_fp16_zero{z}": run(s, "fp16", z) for s in SCRIPTS for z in (2, 3)},
+    "fp32": {f"{s}_fp32_zero{z}": run(s, "fp32", z) for s in kit.SCRIPTS for z in (0, 1, 2, 3)},
+    "bf16": {f"{s}_bf16_zero{z}": run(s, "bf16", z) for s in kit.SCRIPTS for z in (1, 2, 3)},
+    "fp16": {f"{s}_fp16_zero{z}": run(s, "fp16", z) for s in kit.SCRIPTS for z in (2, 3)},
     "flags": {
         "sft_fp32_adam_offload": run("sft", "fp32", 2, "--adam_offload"),
         "sft_fp32_offload": run("sft", "fp32", 3, "--adam_offload", "--offload"),
@@ -66,7 +66,7 @@ GROUPS = {
     },
     "decoding": {},
 }
-REFERENCE = {f"{script}_reference": run(script, "fp32", 0) for script in SCRIPTS}
+REFERENCE = {f"{script}_reference": run(script, "fp32", 0) for script in kit.SCRIPTS}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def worker(base, group):
     for name, options in (REFERENCE if group == "reference" else GROUPS[group]).items():
         get_accelerator().reset_peak_memory_stats()
         began = get_accelerator().memory_allocated()
-        facts = workers.make_run(base, name, **options)
+        facts = runs.make_run(base, name, **options)
         facts["bytes"] = get_accelerator().max_memory_allocated() - began
         if ranks.get_rank() == 0:
             (base / f"facts/{name}.json").write_text(json.dumps(facts))
@@ -106,7 +106,6 @@ def decode(base):
     import common
     from machinery.base import ranks
     from machinery.rollout import decoding
-    from tests.conftest import generate
 
     model = AutoModelForCausalLM.from_pretrained(base / "models/actor").to(ranks.device()).eval()
     tokenizer = type("NoEnd", (), {"pad_token_id": 0, "eos_token_id": -1})()
@@ -119,7 +118,7 @@ def decode(base):
             if cuda:
                 torch.cuda.set_sync_debug_mode("warn")
             began = time.time()
-            sampled = generate(model, ids, mask, uniforms, tokenizer)
+            sampled = kit.generate(model, ids, mask, uniforms, tokenizer)
             found.append((len(waits), time.time() - began))
             if cuda:
                 torch.cuda.set_sync_debug_mode("default")
@@ -128,7 +127,7 @@ def decode(base):
     for tokens in (64, 128) * 2:  # the first two compile
         began[tokens] = time.time()
         given = model, ids, mask, decoding.row_uniforms(1, 0, range(8), tokens), tokenizer
-        compiled = generate(*given, compile_decoding=True)
+        compiled = kit.generate(*given, compile_decoding=True)
         began[tokens] = time.time() - began[tokens]
     same = (compiled[0] == sampled[0]).float().mean().item()
     return {
@@ -146,7 +145,8 @@ def launch(base, group, ranks, accelerator):
     os.environ["DS_ACCELERATOR"] = accelerator
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc_per_node", ranks, __file__, "rank", base, group]
-    return workers.start_command(command, base)[1]
+    done = kit.start_command(command, limit=1500)
+    return done.out + done.err
 
 
 def curve(base, name, metric):
@@ -190,11 +190,11 @@ def compare_memory(base, dtype, stage, measured):
 
     options = memory_run(stage, dtype)["flags"]
     flags = [flag.replace("BASE", str(base)) for flag in options]
-    args = sft.get_args([*workers.base_flags("sft", base), *flags])
+    args = sft.get_args([*runs.base_flags("sft", base), *flags])
     devices = min(torch.cuda.device_count(), 4)
     phases = count.count(args, estimate.language_model(args), devices)
     expected = max(sum(parts.values()) for parts in phases.values())
-    words = f"{measured / 2**20:,.0f} MiB at the peak, --estimate says {expected / 2**20:,.0f}"
+    words = f"{measured / 2**20:,.0f} MiB at the peak, the estimate is {expected / 2**20:,.0f}"
     return 0.8 < measured / expected < 1.25, words
 
 
@@ -206,17 +206,19 @@ def main():
         sys.exit(2)
     accelerator, ranks = ("cpu", 2) if on_cpu else ("cuda", min(gpus, 4))
     began, base = time.time(), Path(tempfile.mkdtemp(prefix="gpu-check-"))
-    workers.prepare(base)
-    (base / "memory").mkdir()
+    kit.base = lambda: base
+    kit.prepare(base)
+    for name in ("memory", "facts"):
+        (base / name).mkdir()
     memory.prepare(base / "memory", SIZE)
     device = "CPU ranks" if on_cpu else f"x {torch.cuda.get_device_name()}"
     print(f"{ranks} {device}, torch {torch.__version__}; runs and logs in {base}")
     launch(base, "reference", ranks, "cpu")
     failed = 0
-    for group, runs in GROUPS.items():
+    for group, made in GROUPS.items():
         output = launch(base, group, ranks, accelerator)
         (base / f"{group}.log").write_text(output)
-        for name in runs or [group]:
+        for name in made or [group]:
             good, words = check(base, name)
             failed += good is False
             mark = {True: "ok", False: "FAILED", None: "-"}[good]

@@ -8,11 +8,11 @@ import statistics
 import time
 
 import accelerate
-import bench
 import datasets
 import torch
 import transformers
 
+import bench
 import common
 from machinery.base import ranks
 from machinery.data.rows import load_rows

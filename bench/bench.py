@@ -2,10 +2,10 @@
 machine's own limit.
 
     make bench                         every row, fp32 and bf16 (about 12 minutes on 2 quiet cores)
-    python tests/bench.py --only sft ppo --dtype bf16
+    python bench/bench.py --only sft ppo --dtype bf16
                                        some rows; what results.jsonl holds already is not run again
-    python tests/bench.py --gpu        large random models on one GPU (docs/performance.md)
-    python tests/bench.py --growth     bytes sent and held by each rank, for each ZeRO stage
+    python bench/bench.py --gpu        large random models on one GPU (docs/performance.md)
+    python bench/bench.py --growth     bytes sent and held by each rank, for each ZeRO stage
 
 Each measurement is a process of its own: this file starts itself with --child.
   ours      main() of sft.py, reward.py, ppo.py with the flags of `command`; speed is read from
@@ -535,6 +535,7 @@ def decode(job, work):
 
 def decode_weights(model):
     """Returns how many weights a token is multiplied by, and how many of them make logits."""
+    from machinery.base import modules
 
     weights = modules.count_parameters(model)
     if not model.config.tie_word_embeddings:
@@ -798,7 +799,7 @@ def main():
             "prepare": prepare,
             "machine": machine,
             **dict.fromkeys(("trl", "trl+len"), "bench_trl"),
-            "growth": "bench_growth",
+            "growth": "growth",
         }
         function = (
             known.get(job["name"]) or known.get(job["side"]) or (ours if job["script"] else decode)
@@ -812,11 +813,7 @@ def main():
     jobs = [
         {"model": "tiny", **job}
         for job in (
-            GPU
-            if args.gpu
-            else importlib.import_module("bench_growth").JOBS
-            if args.growth
-            else CPU
+            GPU if args.gpu else importlib.import_module("growth").JOBS if args.growth else CPU
         )
     ]
     small = (
@@ -837,7 +834,7 @@ def main():
     code = hashlib.md5(
         b"".join(
             f.read_bytes()
-            for pattern in ("*.py", "machinery/*.py", "tests/bench*.py")
+            for pattern in ("*.py", "machinery/*/*.py", "bench/*.py")
             for f in sorted(ROOT.glob(pattern))
         )
     ).hexdigest()[:8]
@@ -871,7 +868,7 @@ def main():
                                 f"{r.get('rate', 0):,.1f} {r['unit']}",
                                 flush=True,
                             )
-    text = importlib.import_module("bench_growth").table(records) if args.growth else table(records)
+    text = importlib.import_module("growth").table(records) if args.growth else table(records)
     print(text)
     (args.work / "table.md").write_text(text)
 
