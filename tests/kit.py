@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 import types
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,13 +100,21 @@ def run(script, *flags, ranks=1, launcher="fork", env=None, expect=0, folder=Non
         meet = "" if ranks > 1 else "never"
         done = fork(call_main, ranks, script, argv, env=env, meet=meet, **options)
     else:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
-        deepspeed = [Path(sys.executable).parent / "deepspeed", "--num_gpus", ranks]
-        start = dict(python=[], torchrun=torchrun, deepspeed=deepspeed)[launcher]
+        python = [sys.executable]
+        start = {
+            "python": python,
+            "torchrun": [
+                *python,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc_per_node",
+            ],
+            "deepspeed": [Path(sys.executable).parent / "deepspeed", "--num_gpus"],
+        }[launcher]
         path = ROOT / f"{script}.py" if script in SCRIPTS else script
-        done = start_command(
-            [*[sys.executable] * (launcher == "python"), *start, path, *argv], env, **options
-        )
+        ranks = [] if launcher == "python" else [ranks]
+        done = start_command([*start, *ranks, path, *argv], env, **options)
     done.folder = folder
     assert expect is None or done.code == expect, done
     return done
@@ -210,6 +219,7 @@ def serve():
     for operator in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
         with contextlib.suppress(Exception):  # there is no compiler
             get_accelerator().get_op_builder(operator)().load()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     gc.collect()
     gc.freeze()  # else each rank's first collection takes a second over what was imported
     for line in sys.stdin:

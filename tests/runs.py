@@ -1,9 +1,7 @@
 """The runs of the three scripts that tests look at: RUNS, and what reads them.
 
 A run is made when the first test asks for it. Two ranks and 8 rows an optimizer step in most of
-them, however laid out. By hand, all of them or some:
-
-    python -m tests.runs FOLDER [NAME ...]     leaves FOLDER/runs/NAME and FOLDER/facts/NAME.json
+them, however laid out.
 """
 
 import functools
@@ -13,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -110,7 +107,7 @@ RUNS |= {
     "ppo_looked_at": run("ppo", f"{PPO_DROPOUT} --eval_steps 1 --microscope 5 --eval_ema 1", 3),
     "ppo_unstable": run(
         "ppo",
-        "--allow_unstable 1 --ppo_epochs 2 --generation_batches 2 --max_steps 2",
+        "--allow_unstable 1 --ppo_epochs 2 --generation_batches 2 --max_steps 1",
         zero=2,
         generation=4,
         accumulation=1,
@@ -333,13 +330,28 @@ def assert_same_curves(names, keys, rel=5e-5, absolute=1e-5):
 # --------------------------------------------------------------------------------------------------
 # Engines without a run around them, in a rank
 # --------------------------------------------------------------------------------------------------
+def config(*flags, **options):
+    """Returns the config of sft.py's engine: micro-batches of 4 rows, 3 a step."""
+    import common
+    import sft
+
+    args = sft.get_args(["--preset", "toy", *flags])
+    sizes = dict(batch_size=4, micro_steps=3)
+    return common.ds_config(args, **{"stage": args.zero_stage, **sizes, **options})
+
+
+def tiny_args(base, stage, *flags):
+    import sft
+
+    return sft.get_args([*base_flags("sft", base), "--zero_stage", str(stage), *flags])
+
+
 def tiny_engine(base, stage, model="actor", options=(), **head):
     """options: flags. head: tokenizer and value_head of `common.load_model`."""
     import common
-    import sft
     from machinery.flags import declaring
 
-    args = sft.get_args([*base_flags("sft", base), "--zero_stage", str(stage), *options])
+    args = tiny_args(base, stage, *options)
     own = dict(model_name_or_path=f"{base}/models/{model}", dropout=None)
     args = declaring.of_role(args, **own, learning_rate=1e-2, weight_decay=0.0)
     return common.train_engine(common.load_model(args, **head), args, 2, 1, 10)
@@ -372,15 +384,3 @@ def train_one_step(model, seed=0):
         model.backward(loss)
         model.step()
     return loss.item()
-
-
-if __name__ == "__main__":
-    folder, wanted = Path(sys.argv[1]), sys.argv[2:] or RUNS
-    if not (folder / "models").is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        kit.prepare(folder)
-    kit.base = lambda: folder
-    (folder / "facts").mkdir(exist_ok=True)
-    for name in wanted:
-        (folder / f"facts/{name}.json").write_text(json.dumps(facts(name)))
-        print(name, flush=True)

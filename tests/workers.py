@@ -4,7 +4,6 @@ from tests import kit
 from tests.kit import CLOCKS, ROOT, TOKENIZER, prepare  # noqa: F401
 from tests.runs import *  # noqa: F401, F403
 from tests.runs import base as shared_folder  # noqa: F401
-from tests.runs import base_flags
 from tests.runs import run as _run
 
 TENSOR_PARALLEL, RARE = {}, {}
@@ -17,9 +16,3 @@ def run(script, *flags, zero=0, rows=2, accumulation=2, generation=None, **other
 def start_command(command, base):
     done = kit.start_command(command, cwd=base, limit=1500)
     return done.code, done.out + done.err
-
-
-def tiny_args(base, stage, *flags):
-    import sft
-
-    return sft.get_args([*base_flags("sft", base), "--zero_stage", str(stage), *flags])

@@ -1,0 +1,79 @@
+"""The built-in task: known limits are only worth something if they are right, and if nothing can be
+gamed."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.kit import ROOT
+
+TOY = ROOT / "toy"
+sys.path.insert(0, str(TOY))
+import gold as rules
+
+
+def rows(name):
+    return [json.loads(line) for line in open(TOY / "data" / f"{name}.jsonl")]
+
+
+def test_the_same_seed_makes_the_same_bytes(tmp_path):
+    """Everything committed in toy/ comes out of `python toy/make.py` again, byte for byte: nothing
+    was touched by hand."""
+    command = [sys.executable, TOY / "make.py", "--out", tmp_path]
+    subprocess.run(command, check=True, capture_output=True)
+    names = ["train.jsonl", "test.jsonl", "limits.json", "config.json", "tokenizer.json"]
+    made = [file for file in tmp_path.rglob("*") if file.name in names]
+    assert len(made) == 5
+    for file in made:
+        assert file.read_bytes() == (TOY / file.relative_to(tmp_path)).read_bytes(), file
+
+
+def test_held_out_prompts_ask_about_pairs_never_trained_on():
+    """Prompts are held out by combination of animal and place, so that answering them is
+    generalising, not remembering."""
+
+    def pairs(name):
+        for row in rows(name):
+            words = row["prompt"].replace("?", " ").split()
+            yield tuple(
+                next(x for x in known if x in words) for known in (rules.ANIMALS, rules.PLACES)
+            )
+
+    held_out = set(pairs("test"))
+    assert len(held_out) >= 20 and not held_out & set(pairs("train"))
+
+
+def test_the_ceiling_of_the_reward_model_is_what_the_ideal_judge_reaches():
+    """The judge that knows gold is right on the noisy held-out pairs as often as limits.json says,
+    ties counting a half."""
+    test = rows("test")
+    prompts = [row["prompt"] for row in test]
+    scores = [rules.gold(prompts, [row[k] for row in test]) for k in ("chosen", "rejected")]
+    share = sum((c > r) + 0.5 * (c == r) for c, r in zip(*scores)) / len(test)
+    limit = json.loads((TOY / "data/limits.json").read_text())["reward"]["eval_accuracy"]
+    assert share == pytest.approx(limit, abs=1e-5)
+
+
+def test_supervised_responses_leave_room_to_improve():
+    """Responses of mixed quality average about half of the largest gold score: PPO has something to
+    find."""
+    train = rows("train")
+    scores = rules.gold([row["prompt"] for row in train], [row["response"] for row in train])
+    assert 0.35 < sum(scores) / len(scores) < 0.65 and max(scores) == 1.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        " otter mill boat",
+        " otter otter otter mill mill mill",
+        " Happy to help! Happy to help! Happy to help!",
+        " The otter gets to the mill by boat." * 3,
+    ],
+)
+def test_gold_cannot_be_bought_with_keywords(response):
+    """A policy that stuffs or repeats the right words must not score like one that answers."""
+    assert rules.gold(["How does the otter get to the mill?\nAnswer:"], [response])[0] <= 0.5

@@ -1,0 +1,59 @@
+"""DeepSpeed's config: one function writes it."""
+
+import json
+
+import pytest
+
+from machinery.base.refused import Refused
+from tests import kit, runs
+from tests.runs import config
+
+
+def test_flags_become_deepspeeds_config():
+    """Batch sizes, stage, dtype, clipping and offloading come from the flags; ds_config.json has
+    the rest; nobody has to keep two places in agreement."""
+    plain = config("--dtype", "bf16", "--zero_stage", "2", "--max_grad_norm", "0.5")
+    bf16 = {"enabled": True, **({"immediate_grad_update": True} if runs.OLD else {})}
+    assert plain["bf16"] == bf16 and "fp16" not in plain
+    assert plain["gradient_clipping"] == 0.5
+    assert plain["train_micro_batch_size_per_gpu"] == 4
+    assert plain["gradient_accumulation_steps"] == 3
+    shipped = json.loads((kit.ROOT / "ds_config.json").read_text())
+    assert plain["zero_optimization"].items() >= shipped["zero_optimization"].items()
+    assert not {"bf16", "fp16"} & set(config("--dtype", "fp32"))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_zero_stage_has_a_config(stage):
+    """Stage 3 shards weights, and sets reduce_scatter. Offloading is asked of DeepSpeed only where
+    that stage has it: weights under stage 3, optimizer states wherever they are sharded. A frozen
+    model has nothing to optimise."""
+    flags = ["--zero_stage", str(stage)]
+    flags += ["--adam_offload"] * (stage > 0) + ["--offload"] * (stage == 3)
+    weights = {"device": "cpu", "pin_memory": True} if stage == 3 else None
+    states = {"device": "cpu", "pin_memory": True} if stage else None
+    for train in (True, False):
+        made = config(*flags, train=train)
+        zero = made["zero_optimization"]
+        assert zero["stage"] == stage
+        assert zero.get("reduce_scatter") is (True if stage == 3 else None)
+        assert zero.get("offload_param") == weights
+        assert zero.get("offload_optimizer") == (states if train else None)
+        assert ("gradient_clipping" in made) == train
+
+
+def test_ds_config_must_not_repeat_what_flags_decide(tmp_path):
+    """Every number has one home: a --ds_config that sets what a flag sets is refused, not silently
+    merged."""
+    for number, knobs in enumerate(
+        (
+            {"bf16": {"enabled": True}},
+            {"train_batch_size": 8},
+            {"optimizer": {"type": "Adam"}},
+            {"zero_optimization": {"stage": 3}},
+        )
+    ):
+        (tmp_path / f"{number}.json").write_text(json.dumps(knobs))
+        with pytest.raises(Refused) as caught:
+            config("--ds_config", str(tmp_path / f"{number}.json"))
+        assert next(iter(knobs)) in caught.value.words

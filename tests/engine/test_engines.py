@@ -1,0 +1,309 @@
+"""Inside DeepSpeed's engines: the value head, the EMA, generating from sharded weights, fp16.
+
+Functions that are handed to kit.on_ranks run in each of two ranks, and assert there.
+"""
+
+import argparse
+import functools
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import get_z3_leaf_modules
+from transformers import AutoModelForCausalLM
+
+import common
+from machinery.base import ranks
+from machinery.engine import patches, state_offload, throughput, zero3
+from machinery.models import model_folders, saving
+from machinery.rollout import decoding, ema
+from machinery.run import checkpoints
+from tests import kit, runs
+from tests.runs import rows_of_rank, tiny_engine, train_one_step, whole_weights
+
+
+# --------------------------------------------------------------------------------------------------
+# The value head
+# --------------------------------------------------------------------------------------------------
+def value_heads(base):
+    """Returns the weights of a new head, on loaded weights and from scratch, and of a trained one,
+    under stages 0 and 3."""
+    tokenizer, found = model_folders.load_tokenizer(kit.TOKENIZER), {}
+    for name in ("wide", "wide_scratch", "reward"):
+        for stage in (0, 3):
+            engine = tiny_engine(base, stage, name, tokenizer=tokenizer, value_head="score")
+            weight = engine.module.model.score.weight
+            assert hasattr(weight, "ds_id") == (stage == 3)
+            with deepspeed.zero.GatheredParameters([weight]):
+                found[name, stage] = weight.detach().flatten().clone()
+    return found
+
+
+def test_a_value_head_is_the_same_on_all_ranks_and_a_trained_one_is_kept():
+    """ZeRO-3 partitions weights while they are made, and a layer that is added on top, too. A new
+    head is written on rank 0 and must reach every rank: mean 0, deviation 1/(d+1), the same numbers
+    as without sharding. A head that comes with a checkpoint is what its file holds."""
+    both = kit.on_ranks(value_heads, 2, runs.base())
+    expected = {name: both[0][name, 0] for name, _ in both[0]}
+    for found in both:
+        assert all(head.equal(expected[name]) for (name, _), head in found.items())
+    trained = kit.weights(runs.base() / "models/reward")["score.weight"].flatten()
+    assert expected["reward"].equal(trained)
+    for name in ("wide", "wide_scratch"):
+        head, width = expected[name], 1024
+        assert len(head) == width
+        assert head.mean().abs() < 4 / (width + 1) / width**0.5  # 4 standard errors
+        assert head.std().item() == pytest.approx(1 / (width + 1), rel=4 / (2 * width) ** 0.5)
+
+
+# --------------------------------------------------------------------------------------------------
+# The EMA
+# --------------------------------------------------------------------------------------------------
+def averages(base):
+    """Checks the EMA before and after one step, put together from all ranks' shards, under each
+    stage. Returns the sums of its weights."""
+    args, sums = argparse.Namespace(enable_ema=1, ema_decay=0.9), []
+    for stage in range(4):
+        engine = tiny_engine(base, stage)
+        average = ema.Ema(args, engine.module, {})
+
+        def whole_average(engine=engine, average=average):
+            # whole on rank 0 only, which sends it to the others
+            named = engine.module.named_parameters()
+            box = [{name: average.full_tensor(name, p) for name, p in named}]
+            torch.distributed.broadcast_object_list(box)
+            return box[0]
+
+        start, before = whole_average(), whole_weights(engine)
+        assert all(start[name].equal(before[name]) for name in start)
+        train_one_step(engine)
+        weights = whole_weights(engine)
+        average.update(engine)
+        moved = whole_average()
+        for name in start:
+            expected = start[name] + 0.1 * (weights[name] - start[name])
+            torch.testing.assert_close(moved[name], expected, rtol=0, atol=1e-6)
+            assert (moved[name] - start[name]).abs().max() > 1e-4
+        with average.in_place_of(engine):
+            within = whole_weights(engine)
+        after = whole_weights(engine)
+        assert all(within[name].equal(moved[name]) for name in moved)
+        assert all(after[name].equal(weights[name]) for name in weights)
+        sums.append(sum(weight.double().sum().item() for weight in moved.values()))
+    return sums
+
+
+def test_the_ema_moves_by_exactly_its_share():
+    """ema += (1 - decay) * (weights - ema), on each rank's own shards. Written into gathered
+    weights, it is thrown away under ZeRO-3 and nobody notices: so here it is put together from both
+    ranks and checked, for every weight. --eval_ema puts it in the weights' place, and gives the
+    weights back to the bit."""
+    first, second = kit.on_ranks(averages, 2, runs.base())
+    assert first == second
+
+
+def test_saving_the_ema_makes_one_copy_of_a_weight(monkeypatch):
+    """Five numbers on two ranks: shards of three, put side by side in the dtype of the weight. What
+    is saved is a view of them: at 7B a second copy of the embedding, in fp32, would be 2 GB."""
+    weight = torch.empty(5, dtype=torch.bfloat16)
+    shards, gathered = torch.tensor([[1.0, 2, 3], [4, 5, 0]]), []
+
+    def all_gather(out, mine):
+        gathered.append(out)
+        assert mine.tolist() == [1, 2, 3] and out.dtype == mine.dtype == weight.dtype
+        out.copy_(shards.flatten())
+
+    monkeypatch.setattr(ranks, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", all_gather)
+    whole = ema.gather_shards(weight, shards[0])
+    assert whole.tolist() == [1, 2, 3, 4, 5] and whole.dtype == weight.dtype
+    assert whole.data_ptr() == gathered[0].data_ptr()
+
+
+# --------------------------------------------------------------------------------------------------
+# Sharded weights: generating, saving, setting
+# --------------------------------------------------------------------------------------------------
+def sampled(base):
+    """Checks responses by sharded weights where rank 0 stops at once and rank 1 goes on."""
+    tokenizer, rank = model_folders.load_tokenizer(kit.TOKENIZER), ranks.get_rank()
+    known = len(tokenizer)  # the model has rows for more, which are never sampled
+    plain = AutoModelForCausalLM.from_pretrained(f"{base}/models/actor").eval()
+    prompts = [[10 + rank, 11, 12], [20, 21 + rank]]
+    ids, mask = common.pad(prompts, 0)
+    uniforms = decoding.row_uniforms(1, rank, range(2), 9)
+    # the number in the middle of EOS's share of the first token's cdf
+    for row, prompt in enumerate(prompts if rank == 0 else ()):
+        with torch.no_grad():
+            logits = plain(torch.tensor([prompt])).logits[0, -1, :known].float()
+        cdf = torch.softmax(logits, -1).double().cumsum(-1)
+        uniforms[row, 0] = cdf[tokenizer.eos_token_id - 1 : tokenizer.eos_token_id + 1].mean()
+
+    def responses(model, synced=False):
+        found = kit.generate(model, ids, mask, uniforms, tokenizer, synced, known)
+        return [row[: count.sum()].tolist() for row, count in zip(*found)]
+
+    expected = responses(plain)
+    assert max(map(len, expected)) > 2 if rank else list(map(len, expected)) == [1, 1]
+    accelerator = get_accelerator()
+    memory, installed, lost = accelerator.available_memory, deepspeed.__version__, []
+    for way in ("gathered", "one by one", "module by module"):
+        engine = tiny_engine(base, 3)
+        if way == "module by module":
+            accelerator.available_memory = lambda *_: 0
+        if way == "one by one":
+            deepspeed.__version__ = "0.18.5"
+        with zero3.gather_for_generation(engine) as (model, synced):
+            assert not model.training and synced == (way == "module by module")
+            assert responses(model, synced) == expected
+        accelerator.available_memory, deepspeed.__version__ = memory, installed
+        assert model.training
+        assert all(p.numel() == 0 for p in engine.module.parameters()), "they are released again"
+        assert len(get_z3_leaf_modules(engine.module)) == 2, "a layer is gathered in one go"
+        assert torch.nn.functional.linear is patches.quick_linear
+        losses = [train_one_step(each) for each in (engine, plain, engine)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[2] < losses[0]
+        lost.append(losses[2])
+    return lost
+
+
+def test_sharded_generation_equals_the_plain_model():
+    """Rank 0's responses end at once, rank 1's go on. With all weights gathered (one by one with
+    DeepSpeed 0.18.5) each rank stops alone; where they do not fit they are gathered module by
+    module, and rank 0 keeps step until rank 1 is done. Either way the tokens are those of the
+    unsharded model, and afterwards the model trains as before."""
+    for losses in kit.on_ranks(sampled, 2, runs.base()):
+        assert len(set(losses)) == 1
+
+
+def saved_and_set(base, folder):
+    """Saves a sharded model, and then sets its weights, when it is frozen, to another one's."""
+    engine = tiny_engine(base, 3)
+    saving.save_model(engine, model_folders.load_tokenizer(kit.TOKENIZER), folder)
+    other = {name: 2 * weight for name, weight in whole_weights(engine).items()}
+    with pytest.raises(ValueError, match="frozen"):
+        zero3.set_weights(engine, other.get)
+    engine.module.requires_grad_(False)
+    zero3.set_weights(engine, other.get if ranks.get_rank() == 0 else lambda name: None)
+    assert all(weight.equal(other[name]) for name, weight in whole_weights(engine).items())
+
+
+def test_sharded_weights_are_saved_and_set_whole(tmp_path):
+    """A model that is loaded in shards and saved untouched is the model that was loaded, to the
+    bit. set_weights writes rank 0's weights, but not over a model that trains: its fp32 master
+    weights would write the old values back."""
+    kit.on_ranks(saved_and_set, 2, runs.base(), tmp_path)
+    before, after = (kit.weights(f) for f in (runs.base() / "models/actor", tmp_path))
+    assert before.keys() == after.keys()
+    assert all(before[key].equal(after[key]) for key in before)
+
+
+@pytest.mark.parametrize("stage, split, place", [(0, 1, "meta"), (2, 1, "meta"), (2, 2, "cpu")])
+def test_weights_are_loaded_straight_to_the_device(monkeypatch, stage, split, place):
+    """A machine with 8 devices would else hold a model 8 times in its memory. `meta` plays the
+    device. With tensor parallelism the whole model comes first."""
+    monkeypatch.setattr(ranks, "device", lambda: torch.device("meta"))
+    monkeypatch.setattr(common.tensor_parallel, "check_model", lambda *_: None)
+    args = runs.tiny_args(runs.base(), stage)
+    args.model_name_or_path, args.dropout = f"{runs.base()}/models/actor", None
+    args.tensor_parallel_size = split
+    assert {p.device.type for p in common.load_model(args).parameters()} == {place}
+
+
+# --------------------------------------------------------------------------------------------------
+# Stage 3: what an offload leaves behind, and prefetching
+# --------------------------------------------------------------------------------------------------
+def stage_3(base, folder):
+    engine = tiny_engine(base, 3)
+    trace = engine.optimizer.parameter_offload.get_param_coordinator()
+    for mended in (False, True):
+        for step in range(3):
+            with torch.no_grad():
+                engine(rows_of_rank(step))  # scores
+            if mended and step == 0:
+                patches.record_backward(engine)
+            train_one_step(engine, step)
+        assert trace.is_complete_trace() == mended, "it records a backward: the patch may go"
+
+    def buffers():
+        states = engine.basic_optimizer.state.values()
+        return sorted({name for state in states for name in state if "buffer" in name})
+
+    args = argparse.Namespace(offload_states=True, keep_checkpoints=1, output_dir=str(folder))
+    facts = {"rows": 1, "data_rows": 1, "data_fingerprint": ""}
+    with state_offload.states_on_cpu(args, [engine]):
+        pass
+    assert buffers() == ["exp_avg_offload_buffer", "exp_avg_sq_offload_buffer"]
+    checkpoints.save(args, {"model": engine}, 1, {"state": {}, **facts})
+    checkpoints.load(args, {"model": engine}, {}, facts, 1)
+    assert buffers() == []
+
+
+def test_stage_3_prefetches_in_a_backward_and_its_checkpoint_holds_the_moments_once(tmp_path):
+    """DeepSpeed records the order of modules between two forwards, and prefetches by it. Where
+    forwards that score and passes that train take turns, no record held a backward.
+
+    After --offload_states stage 3 keeps the buffers on the CPU among Adam's state, for the next
+    time. In a checkpoint they would be a second copy, and a resumed run would load them onto the
+    device: then an offload moves moments from there to there."""
+    kit.on_ranks(stage_3, 2, runs.base(), tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------
+# fp16
+# --------------------------------------------------------------------------------------------------
+def skipped_updates():
+    """Checks two fp16 engines; in the second of three updates the gradients of one rank's first
+    engine overflow."""
+    args = argparse.Namespace(dtype="fp16")
+    type(get_accelerator()).is_fp16_supported = lambda self: True  # on a CPU: slow, and right
+    for stage in (1, 2, 3):
+        engines = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(4, 1, bias=False).half()
+            config = {
+                "train_micro_batch_size_per_gpu": 1,
+                "zero_optimization": {"stage": stage},
+                "fp16": {"enabled": True, "initial_scale_power": 8},
+                "zero_allow_untested_optimizer": True,
+                "steps_per_print": 10**9,
+            }
+            optimizer = torch.optim.AdamW(model.parameters())
+            made = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+            engines.append(made[0])
+        for overflow in (False, True, False):
+            for engine in engines:
+                loss = engine(torch.ones(1, 4).half()).float().sum()
+                overflows = overflow and engine is engines[0] and ranks.get_rank()
+                engine.backward(loss * (float("inf") if overflows else 1.0))
+            patches.skip_together(args, engines)
+            for engine in engines:
+                engine.step()
+                assert engine.was_step_applied() != overflow
+
+
+def test_real_fp16_engines_skip_together():
+    """Three updates; in the second one rank's actor overflows. Both engines skip it, on both ranks,
+    under ZeRO 1, 2 and 3."""
+    kit.on_ranks(skipped_updates, 2)
+
+
+# --------------------------------------------------------------------------------------------------
+# Numbers that are logged
+# --------------------------------------------------------------------------------------------------
+def test_the_rate_that_is_logged_is_the_steps_own():
+    """The schedule moves on after a step, so the rate is the one before; where fp16 skipped the
+    step it has not moved."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 10.0 - step)
+    rates = []
+    for applied in (True, False, True):
+        if applied:
+            optimizer.step()
+            schedule.step()
+        was_applied = functools.partial(bool, applied)
+        engine = dict(lr_scheduler=schedule, was_step_applied=was_applied, global_steps=1)
+        rates.append(throughput.learning_rate(SimpleNamespace(**engine)))
+    assert rates == [10.0, 9.0, 9.0]

@@ -1,0 +1,156 @@
+"""The three scripts on DeepSpeed, with one rank and with two, under every ZeRO stage.
+
+Sharding, accumulation and the number of GPUs decide how fast a run is and what fits. They must not
+decide what comes out: each of those choices is run here on a tiny model in fp32, and the numbers
+are laid side by side. runs.py says what is run.
+"""
+
+import json
+import os
+import time
+
+import pytest
+import torch
+
+from tests import kit, runs
+from tests.runs import CURVES, assert_same_curves, curve, facts, metrics, run_of
+
+ONE_RANK = {"sft": "sft_one_rank_8x1", "reward": "reward_one_rank", "ppo": "ppo_one_rank"}
+LAYOUTS = {s: [ONE_RANK[s], *(f"{s}_zero{stage}" for stage in range(4))] for s in kit.SCRIPTS}
+
+
+@pytest.mark.parametrize("script", kit.SCRIPTS)
+def test_zero_stages_and_ranks_agree(script):
+    """ZeRO only decides where optimizer states, gradients and weights lie, and eight rows are eight
+    rows: one rank with all of them takes the same steps as two that share them, on the training
+    rows and on the held-out ones. The third step has six rows only; the places left are filled with
+    rows that count nothing, so that no rank waits for another."""
+    assert_same_curves(LAYOUTS[script], CURVES[script])
+
+
+@pytest.mark.parametrize("script", kit.SCRIPTS)
+def test_gradient_norms_agree(script):
+    """The norm of the gradient before clipping is logged, and the same, under every stage: the loss
+    division and the average over ranks that DeepSpeed does by itself are undone exactly once. Under
+    stage 0 in fp32 DeepSpeed keeps no norm, and it is had in another way."""
+    assert_same_curves(LAYOUTS[script], ["grad_norm"], rel=1e-3)
+    assert all(norm > 0 for _, norm in curve(ONE_RANK[script], "grad_norm"))
+
+
+@pytest.mark.parametrize("script", kit.SCRIPTS)
+def test_sharded_and_whole_models_are_saved_alike(script):
+    """What stage 3 gathers to write is what stage 0 holds: the same names, shapes and, after the
+    same training, weights. On one rank, too."""
+    expected = kit.weights(run_of(f"{script}_zero0"))
+    for name in (ONE_RANK[script], f"{script}_zero3"):
+        found = kit.weights(run_of(name))
+        assert found.keys() == expected.keys()
+        for key in expected:
+            torch.testing.assert_close(found[key], expected[key], rtol=0, atol=2e-4)
+
+
+def test_accumulation_does_not_change_the_result():
+    """8 rows at once, 2 x 4 or 8 x 1: the loss is one mean over the step's tokens. A mean of
+    micro-batch means would give a token in a short response more weight than one in a long one."""
+    assert_same_curves(["sft_one_rank_8x1", "sft_one_rank_2x4", "sft_1x4"], CURVES["sft"])
+
+
+SAME = {
+    "layers computed twice": ["sft_zero3", "sft_zero3_checkpointing"],
+    "optimizer states on the CPU": ["sft_zero2", "sft_adam_offload"],
+    "weights on the CPU, too": ["sft_zero3", "sft_offload"],
+    "those of frozen models, too": ["ppo_zero3", "ppo_offload"],
+    "a row for each response": ["reward_zero3", "reward_apart"],
+    # one forward scores and trains where a rollout is one micro-batch, here with all options
+    "one pass or four": ["ppo_options", "ppo_one_rank_options"],
+    # in groups, with a shared prompt or a row for each response
+    "grpo": ["ppo_grpo", "ppo_one_rank_grpo"],
+    "reinforce": ["ppo_reinforce", "ppo_one_rank_reinforce"],
+}
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_a_saving_changes_no_curve(what):
+    names = SAME[what]
+    keys = set(CURVES[names[0].split("_")[0]])
+    if what in ("grpo", "reinforce"):  # no critic is loaded, trained or saved
+        keys -= {"critic_loss", "explained_variance"}
+        assert "explained_variance" not in metrics(names[0])[1]
+        assert [saved["folder"] for saved in facts(names[0])[0]["saved"]] == ["ema", "."]
+    assert_same_curves(names, keys)
+
+
+def test_a_shared_prompt_saves_tokens():
+    shared, apart = (metrics(name)[1] for name in SAME["a row for each response"])
+    tokens = [line["tokens_per_second"] * line["seconds"] for line in (shared, apart)]
+    assert tokens[0] < 0.9 * tokens[1]
+
+
+def test_rollouts_do_not_depend_on_ranks_or_stages():
+    """The same prompts get the same responses, word for word, on one rank and on two, sharded or
+    not: sampling draws from (seed, step, row), never from a generator whose state depends on who
+    else is running."""
+    texts = []
+    for name in LAYOUTS["ppo"]:
+        lines = map(json.loads, (run_of(name) / "samples.jsonl").read_text().splitlines())
+        texts.append([(line["step"], line["prompt"], line["response"]) for line in lines])
+    assert len(texts[0]) == 10, "5 prompts, before and after"
+    assert len({len(text) for *_, text in texts[0]}) > 1, "responses of different lengths"
+    assert all(found == texts[0] for found in texts)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("ppo_one_rank", "ppo_zero0", "ppo_zero3"),
+        ("ppo_one_rank_grpo", "ppo_grpo"),
+        ("ppo_one_rank_options", "ppo_options"),  # three prompts on two ranks
+    ],
+)
+def test_each_tokens_numbers_do_not_depend_on_ranks_or_stages(names):
+    """tokens.jsonl (--microscope): all that training sees of a few responses, each there once; the
+    critic's numbers where there is one."""
+    files = [(run_of(name) / "tokens.jsonl").read_text().splitlines() for name in names]
+    first, *rest = [list(map(json.loads, lines)) for lines in files]
+    assert len(first) in (6, 8, 16) and first[0]["step"] < first[-1]["step"]
+    assert ("value" in first[0]["tokens"]) == ("grpo" not in names[0])
+    for lines in rest:
+        for expected, found in zip(first, lines, strict=True):
+            assert found["response"] == expected["response"]
+            assert found["tokens"].keys() == expected["tokens"].keys()
+            for name, values in expected["tokens"].items():
+                values = values if name == "text" else pytest.approx(values, abs=2e-4)
+                assert found["tokens"][name] == values, name
+
+
+def test_the_optimizer_is_fused_unless_its_states_are_offloaded():
+    """FusedAdam is one kernel on the device; DeepSpeedCPUAdam steps states that stay in CPU memory.
+    Same AdamW."""
+    for name, optimizer in (
+        ("sft_zero0", "FusedAdam"),
+        ("sft_zero3", "FusedAdam"),
+        ("ppo_zero2", "FusedAdam"),
+        ("sft_adam_offload", "DeepSpeedCPUAdam"),
+        ("sft_offload", "DeepSpeedCPUAdam"),
+    ):
+        assert {saved["optimizer"] for saved in facts(name)[0]["saved"]} == {optimizer}
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    ["deepspeed", *(pytest.param(x, marks=pytest.mark.slow) for x in ("torchrun", "python"))],
+)
+def test_every_launcher_will_do_and_no_compiler_is_needed(launcher, tmp_path):
+    """DeepSpeed compiles its optimizers, and on a CPU an all-reduce, on first use. Where that
+    fails, torch's AdamW takes over, and the run says so. A lock that a killed build left behind is
+    named."""
+    lock = tmp_path / "left/lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock.parent, (time.time() - 600,) * 2)
+    flags = [*runs.base_flags("sft", runs.base()), "--max_steps", 1, "--num_samples", 0]
+    without = {"CXX": "no-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    ranks = 1 if launcher == "python" else 2
+    done = kit.run("sft", *flags, ranks=ranks, launcher=launcher, env=without)
+    assert "torch's AdamW takes its place" in done.out and "left/lock" in done.out
+    assert f"{ranks} x cpu" in done.out and (done.folder / "model.safetensors").exists()

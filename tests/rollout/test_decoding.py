@@ -1,0 +1,206 @@
+"""What makes decoding fast changes no token: the cache that is reserved once, rows that leave when
+they are done, a prompt that is computed once, and the compiled step."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+import common
+from machinery.base import ranks
+from machinery.engine import zero3
+from machinery.rollout import compiled_decoding, decoding
+from tests.kit import generate
+
+VOCAB = 100
+SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    ffn_dim=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    initializer_range=0.2,
+    init_std=0.2,
+    bos_token_id=None,
+    eos_token_id=1,
+    pad_token_id=0,
+)
+WINDOW = dict(num_key_value_heads=2, sliding_window=6)
+MODELS = {
+    "opt": dict(word_embed_proj_dim=32),
+    "gpt2": {},
+    "gpt_neox": {},
+    "bloom": {},
+    "llama": dict(num_key_value_heads=2),
+    "qwen3": dict(num_key_value_heads=2, head_dim=8),
+    "gemma": dict(num_key_value_heads=1, head_dim=8),
+    "short window": dict(model_type="mistral", **WINDOW),
+    "one layer of two": dict(
+        model_type="qwen2", use_sliding_window=True, max_window_layers=1, **WINDOW
+    ),
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+LENGTHS = (9, 4, 1, 6, 9, 2, 7, 3)
+PROMPTS = [
+    torch.randint(2, VOCAB, (n,), generator=torch.Generator().manual_seed(n + 10 * row)).tolist()
+    for row, n in enumerate(LENGTHS)
+]
+IDS, MASK = common.pad(PROMPTS, 0)
+UNIFORMS = decoding.row_uniforms(1, 0, range(8), 16)
+
+
+def ending(eos):
+    return SimpleNamespace(pad_token_id=0, eos_token_id=eos)
+
+
+@functools.cache
+def model_of(name):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{"model_type": name, **SHAPE, **MODELS[name]})
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@functools.cache
+@torch.no_grad()
+def textbook(name, rows=range(8)):
+    """Samples each row alone, without padding and without a cache, all to the end."""
+    responses = []
+    for uniforms, row in zip(UNIFORMS.double(), rows):
+        ids = list(PROMPTS[row])
+        for uniform in uniforms:
+            logits = model_of(name)(torch.tensor([ids])).logits[0, -1]
+            cdf = torch.softmax(logits.float(), -1).double().cumsum(-1)
+            ids.append(int((cdf <= uniform * cdf[-1]).sum()))
+        responses.append(ids[len(PROMPTS[row]) :])
+    return responses
+
+
+def ends(responses, eos):
+    """Returns each row up to and including its first `eos`, or all of it."""
+    return [row[: row.index(eos) + 1] if eos in row else row for row in responses]
+
+
+def sampled(model, *given, **options):
+    """Returns the responses up to their ends, and the rows of each forward."""
+    sizes = []
+
+    def note(module, inputs, named):
+        sizes.append(len(inputs[0] if inputs else named["input_ids"]))
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    responses, mask = generate(model, *given, **options)
+    hook.remove()
+    assert not responses[mask == 0].any(), "beyond a row's end there is padding"
+    return [row[:n] for row, n in zip(responses.tolist(), mask.sum(1).tolist())], sizes
+
+
+@every_model
+def test_decoding_equals_the_plain_model(name):
+    """The same uniforms, the same tokens: on nine architectures, with padding, with windows shorter
+    than the text."""
+    found, _ = sampled(model_of(name), IDS, MASK, UNIFORMS, ending(-1))
+    assert found == textbook(name) and len(set(map(tuple, found))) == 8
+
+
+@every_model
+def test_rows_that_leave_change_nothing(name, monkeypatch):
+    """Here EOS is the token that ends most rows early, at different times. A row that has ended
+    leaves the batch, and with it its part of the cache: once a quarter has ended, not at every
+    single end, because each time what stays is copied. Whoever stays gets the tokens that it would
+    have got."""
+    whole = textbook(name)
+    eos = max(range(1, VOCAB), key=lambda token: sum(token in row[:12] for row in whole))
+    expected = ends(whole, eos)
+    lengths = [len(row) for row in expected]
+    assert len(set(lengths)) > 1, "some row must end before the others, or nothing was tested"
+    found, sizes = sampled(model_of(name), IDS, MASK, UNIFORMS, ending(eos))
+    assert found == expected
+    size = 8
+    for r in range(max(lengths)):
+        assert sizes[r] == size
+        left = sum(length > r + 1 for length in lengths)
+        size = left if left <= 0.75 * size else size
+    assert len(sizes) == max(lengths)
+    # "another rank has a row alive": with ZeRO-3's hooks on, all make the same number of forwards
+    monkeypatch.setattr(ranks, "all_sum", lambda count: torch.tensor([count + 1.0]))
+    found, sizes = sampled(model_of(name), IDS, MASK, UNIFORMS, ending(eos), synced=True)
+    assert found == expected and len(sizes) == 16
+
+
+@every_model
+def test_a_prompt_is_computed_once_for_all_its_samples(name):
+    """Four rows of two prompts in turns: the first forward has two rows, the cache then four, and
+    each row gets the tokens that it would get alone."""
+    rows = (0, 3, 0, 3)
+    given = IDS[list(rows)], MASK[list(rows)], UNIFORMS[:4], ending(-1)
+    found, sizes = sampled(model_of(name), *given)
+    assert sizes[:3] == [2, 4, 4]
+    assert found == textbook(name, rows) and len(set(map(tuple, found))) == 4
+
+
+@every_model
+def test_a_static_cache_gives_the_same_tokens(name):
+    """--compile_decoding, without a compiler: prompts padded to 64 slots, all rows to the end,
+    twice in the one cache."""
+    model = model_of(name)
+    for step, end in ((0, -1), (1, 7)):
+        uniforms = decoding.row_uniforms(1, step, range(8), 16)
+        plain, _ = sampled(model, IDS, MASK, uniforms, ending(end))
+        static, _ = sampled(model, IDS, MASK, uniforms, ending(end), compile_decoding=True)
+        assert static == plain
+
+
+def test_a_compiled_step_is_compiled_once(monkeypatch):
+    """The steps of all tokens, of two rollouts, have one graph: no shape changes, no number is
+    built into it. (On CUDA transformers compiles it; here a backend runs it as it is.)"""
+    model, graphs = model_of("llama"), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model.__call__, backend=backend, fullgraph=True)
+    monkeypatch.setattr(compiled_decoding, "step_of", lambda model: compiled)
+    for ids, mask in ((IDS, MASK), common.pad([[*prompt, 5, 6] for prompt in PROMPTS], 0)):
+        plain, _ = sampled(model, ids, mask, UNIFORMS, ending(-1))
+        static = generate(model, ids, mask, UNIFORMS, ending(-1), compile_decoding=True)[0]
+        assert static.tolist() == plain and len(graphs) == 1
+
+
+def test_the_cache_is_reserved_once():
+    """Concatenation would move the whole cache at every token; slots that were reserved stay where
+    they are."""
+    model = model_of("llama")
+    cache, places, ids = decoding.reserved_cache(model, 12), set(), IDS[:2, :8]
+    with torch.no_grad():
+        for end in range(8, 13):
+            inputs = ids if end == 8 else ids[:, -1:]
+            options = dict(attention_mask=torch.ones(2, end), past_key_values=cache)
+            model(inputs, use_cache=True, **options)
+            assert cache.get_seq_length() == end
+            places.add(tuple(layer.keys.data_ptr() for layer in cache.layers))
+    assert len(places) == 1
+
+
+def test_a_short_window_keeps_its_own_cache():
+    """A layer that looks back 6 tokens keeps no more, in transformers' way. If the text fits the
+    window, there is none."""
+    for slots, second in ((20, DynamicSlidingWindowLayer), (6, decoding.ReservedLayer)):
+        layers = decoding.reserved_cache(model_of("one layer of two"), slots).layers
+        assert [type(layer) for layer in layers] == [decoding.ReservedLayer, second]
+
+
+def test_a_rollout_under_zero3_begins_without_collecting_garbage():
+    """The engine's own empty_partition_cache() also calls gc.collect(), which took a fifth of the
+    benchmark's ZeRO-3 step, and empties the device's cache of memory."""
+    released = []
+    optimizer = SimpleNamespace(empty_partition_cache=lambda: released.append(True))
+    engine = SimpleNamespace(optimizer=optimizer, empty_partition_cache=pytest.fail)
+    zero3.release_early_gathers(engine)
+    assert released == [True]
+    zero3.release_early_gathers(SimpleNamespace(optimizer=None))  # below stage 3

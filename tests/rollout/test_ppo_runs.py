@@ -1,0 +1,112 @@
+"""PPO's own promises, on whole runs of ppo.py: two ranks, tiny models (runs.py)."""
+
+import re
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests import kit, runs
+from tests.runs import curve, facts, made, metrics, run_of, without_clocks
+
+
+def optimizer_steps(name):
+    """Returns {folder of a model: its optimizer steps}."""
+    run_of(name)
+    return {saved["folder"]: saved["optimizer_steps"] for saved in facts(name)[0]["saved"]}
+
+
+@pytest.mark.parametrize("name", ["ppo_one_rank", *(f"ppo_zero{stage}" for stage in range(4))])
+def test_before_the_first_update_the_ratio_is_exactly_1(name):
+    """With one pass over each rollout the weights that train are the weights that sampled: the
+    ratio is 1 to the last bits of fp32, nothing is clipped, and the KL of old and new policy is 0.
+    If it is not, two passes disagree."""
+    for record in metrics(name)[1:]:
+        assert record["ratio_max"] == pytest.approx(1, abs=1e-6)
+        assert record["clip_fraction"] == 0 and abs(record["approx_kl"]) < 1e-7
+
+
+def test_bf16_stays_within_the_gate():
+    """In bf16 both passes still go through the same kernels on the same padding, so the ratio is
+    not merely near 1."""
+    assert all(abs(record["ratio_max"] - 1) < 1e-3 for record in metrics("ppo_bf16")[1:])
+
+
+def test_the_gate_stops_a_run_whose_two_passes_disagree():
+    """Dropout in the actor: the pass that trains is not the policy that was scored. No step is
+    taken, nothing is saved."""
+    assert [(rank["code"], rank["saved"]) for rank in facts("ppo_gate")] == [(1, [])] * 2
+    said = made("ppo_gate")
+    words = r"error: step 1: before the first update the ratio is off by .*--actor_dropout 0"
+    assert re.search(words, said.out + said.err, re.S)
+
+
+def test_optimizer_steps_are_as_many_as_the_flags_say():
+    """One optimizer step per step, whatever the accumulation. --ppo_epochs, --generation_batches
+    and a rollout larger than a training batch multiply it, and then the ratio does move."""
+    assert optimizer_steps("sft_1x4") == {".": 5}
+    assert set(optimizer_steps("ppo_zero3").values()) == {4}
+    moved = optimizer_steps("ppo_unstable")
+    assert moved["."] == moved["critic"] == 2 * 2 * 2  # epochs, batches, minibatches
+    assert all(record["ratio_max"] > 1.001 for record in metrics("ppo_unstable")[1:])
+
+
+def test_updates_end_once_the_policy_has_moved():
+    """--target_kl, far too small: of 4 passes over each rollout the first sees a KL of 0, and the
+    second is the last."""
+    assert optimizer_steps("ppo_target_kl")["."] == 2 * 2
+
+
+def test_the_critic_can_be_warmed_up_alone():
+    """--critic_warmup_steps 1: one optimizer step less for the actor, whose second rollout still
+    has a KL of 0, and whose learning rate is 0 in the first, where the critic's is not."""
+    steps = optimizer_steps("ppo_options")
+    assert (steps["."], steps["critic"]) == (3, 4)
+    lines = metrics("ppo_options")[1:]
+    assert [line["kl"] == 0 for line in lines] == [True, True, False, False]
+    assert [line["learning_rate"] > 0 for line in lines] == [False, True, True, True]
+    assert all(line["critic_learning_rate"] > 0 for line in lines)
+
+
+def test_looking_changes_nothing():
+    """A run that is evaluated at every step, also by the microscope and with the average, trains to
+    the bit as one that is evaluated at its ends only. Its critic's dropout draws from PyTorch's
+    generator, which an evaluation must leave alone. At step 0 the average is the actor."""
+    lines = without_clocks("ppo_looked_at")
+    for found, expected in zip(lines, without_clocks("ppo_dropout"), strict=True):
+        expected = {k: v for k, v in expected.items() if not k.startswith("eval_")}
+        assert {k: found.get(k) for k in expected} == expected
+    for folder in (".", "critic"):
+        found, expected = (
+            kit.weights(run_of(n) / folder) for n in ("ppo_looked_at", "ppo_dropout")
+        )
+        assert all(found[name].equal(expected[name]) for name in expected), folder
+    first, *_, last = lines
+    assert first["eval_ema_reward"] == pytest.approx(first["eval_reward"], abs=1e-6)
+    assert last["eval_ema_reward"] != last["eval_reward"] and "eval_reward" in lines[2]
+
+
+def test_actor_ema_and_critic_are_all_saved():
+    """Three models come out of step 3, each a folder that loads; the EMA lies between where the
+    actor began and ended."""
+    folder, models = run_of("ppo_zero3"), runs.base() / "models"
+    start, end, ema = (kit.weights(place) for place in (models / "actor", folder, folder / "ema"))
+    before, after = (kit.weights(place) for place in (models / "reward", folder / "critic"))
+    assert max((after[key] - before[key]).abs().max() for key in before) > 1e-4
+    for key in start:
+        travelled = (end[key] - start[key]).norm()
+        assert travelled > 1e-4
+        assert 0 < (ema[key] - start[key]).norm() < 0.1 * travelled, "four steps of 0.8 % each"
+    AutoModelForCausalLM.from_pretrained(folder / "ema")
+    critic = AutoModelForSequenceClassification.from_pretrained(folder / "critic")
+    assert critic.config.num_labels == 1
+
+
+def test_ppo_learns_a_bandit():
+    """The smallest task that PPO must solve: a model of random weights, and as reward the share of
+    the letters a to m in its response, a function of the user's own (--reward_fn). In 40 steps the
+    reward rises far beyond its noise, in training and on prompts never trained on."""
+    rewards = [reward for _, reward in curve("ppo_bandit", "reward")]
+    assert len(rewards) == 40
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    held_out = [reward for _, reward in curve("ppo_bandit", "eval_reward")]
+    assert held_out[-1] > held_out[0] + 0.2

@@ -1,0 +1,190 @@
+"""Checkpoints: a run that goes on, the best model, and what a checkpoint alone is good for."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from machinery.base.refused import Refused
+from machinery.run import best
+from tests import kit, runs
+from tests.runs import curve, facts, metrics, run_of, without_clocks
+from tools import export
+
+RESUMED = {
+    "sft_zero3": "sft_zero3_resumed",  # at the end of an epoch
+    "ppo_zero2": "ppo_zero2_resumed",  # after SIGTERM
+    "sft_dropout": "sft_dropout_resumed",  # in the middle of an epoch, with dropout
+    "ppo_dropout": "ppo_dropout_resumed",
+    "reward_checkpoints": "reward_resumed",  # ZeRO 0
+    # where the pass that scores is the pass that trains, but for a run's first step
+    "ppo_one_pass": "ppo_one_pass_resumed",
+}
+
+
+@pytest.mark.parametrize("whole", RESUMED)
+def test_a_resumed_run_equals_an_uninterrupted_one(whole):
+    """Weights, optimizer, schedule, dropout and its random numbers, place in the data, EMA: if any
+    of them were lost, the next loss would differ. After --resume all metrics, samples and final
+    weights are the same to the bit."""
+    resumed = RESUMED[whole]
+    assert without_clocks(resumed) == without_clocks(whole)
+    found, expected = run_of(resumed), run_of(whole)
+    if not whole.startswith("reward"):  # step 2 writes none
+        samples = [(folder / "samples.jsonl").read_text() for folder in (found, expected)]
+        assert samples[0] == samples[1]
+    for part in ("", "ema", "critic") if whole.startswith("ppo") else ("",):
+        one, other = kit.weights(found / part), kit.weights(expected / part)
+        assert all(one[key].equal(other[key]) for key in other)
+
+
+def test_taking_a_checkpoint_changes_nothing():
+    """A run that saves on the way is the same run; and of its checkpoints the newest
+    --keep_checkpoints stay."""
+    assert without_clocks("sft_zero3_checkpoints") == without_clocks("sft_zero3")
+    for name, kept in (("sft_dropout", ["step-2", "step-4"]), ("sft_dropout_resumed", ["step-4"])):
+        assert sorted(f.name for f in (run_of(name) / "checkpoints").iterdir()) == kept
+
+
+def test_an_interrupted_run_saves_first():
+    """SIGTERM (a cluster's time limit) on one of two ranks: both finish the step, save, and leave
+    with exit code 1. No config.json is there yet, for it marks a finished model."""
+    assert [rank["code"] for rank in facts("ppo_zero2_interrupted")] == [1, 1]
+    folder = runs.base() / "runs/ppo_zero2_interrupted"
+    assert [f.name for f in (folder / "checkpoints").iterdir()] == ["step-2"]
+    assert not (folder / "config.json").exists()
+    assert [line["step"] for line in kit.metrics(folder)] == [0, 1, 2]
+
+
+def test_a_resumed_run_takes_the_kl_penalty_that_it_is_given():
+    """KL runs away, the run is resumed with a higher --kl_coef: it counts from the next step on.
+    (One that --kl_target adapts is kept.)"""
+    assert [coef for _, coef in curve("ppo_dearer", "kl_coef")] == [0.05, 0.05, 0.3, 0.3]
+
+
+# --------------------------------------------------------------------------------------------------
+# A checkpoint as a model
+# --------------------------------------------------------------------------------------------------
+def content(file):
+    """The bytes of a file; of adapters' config, whose lists have any order, the values."""
+    if file.name != "adapter_config.json":
+        return file.read_bytes()
+    values = json.loads(file.read_text()).items()
+    return {key: sorted(value) if isinstance(value, list) else value for key, value in values}
+
+
+EXPORTED = {"reward_lora3": 5, "ppo_one_pass": 4, "ppo_dropout": 4, "ppo_lora_checkpoints": 4}
+SAVED = {name: 2 for name, run in runs.MATRIX.items() if "--save_steps" in run["flags"]}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SAVED]
+
+
+@pytest.mark.parametrize("name", [*EXPORTED, *SLOW])
+def test_a_checkpoint_is_a_model(name, tmp_path):
+    """Of a run that stopped there is often no more than its checkpoints. What export makes of the
+    last one is what the run itself has saved at its end, to the byte: weights, configs, tokenizer,
+    of all models, from two ranks' shards under every stage, in fp32 and bf16, with LoRA."""
+    run = run_of(name)
+    export.export(run / f"checkpoints/step-{(EXPORTED | SAVED)[name]}", tmp_path / "model")
+    files = [f for part in ("", "ema", "critic") for f in (run / part).glob("*") if f.is_file()]
+    models = [f for f in files if f.suffix == ".safetensors"]
+    assert len(models) == (3 if name.startswith("ppo") else 1)
+    left = {"args.json", "curves.png", "README.md"}  # what a run leaves beside its models
+    for file in files:
+        if file.name not in left and file.suffix != ".jsonl":
+            assert content(tmp_path / "model" / file.relative_to(run)) == content(file), file
+
+
+def test_what_export_cannot_do_is_refused(tmp_path):
+    """A folder that is no checkpoint, or a damaged one, and a model in the way."""
+    whole = run_of("ppo_one_pass")
+    shutil.copytree(whole / "checkpoints/step-4", tmp_path / "checkpoints/step-4")
+    shutil.copy(whole / "args.json", tmp_path)
+    (tmp_path / "checkpoints/step-4/rank1.pt").write_bytes(b"")
+    for checkpoint, to in (
+        (tmp_path, tmp_path / "to"),
+        (tmp_path / "checkpoints/step-4", tmp_path / "to"),
+        (whole / "checkpoints/step-4", whole),
+    ):
+        with pytest.raises(Refused):
+            export.export(checkpoint, to)
+
+
+# --------------------------------------------------------------------------------------------------
+# --keep_best
+# --------------------------------------------------------------------------------------------------
+def test_the_best_model_is_kept(tmp_path):
+    """By the held-out metric, the first of equals, and not the untrained model of step 0. It is the
+    model of that step; a run that is resumed from before it finds it again; and keeping it changes
+    nothing in the run."""
+    scores = dict(curve("reward_best", "eval_accuracy")[1:])
+    step = max(scores, key=scores.get)  # the first of them
+    whole, resumed = run_of("reward_best"), run_of("reward_best_resumed")
+    export.export(whole / f"checkpoints/step-{step}", tmp_path)
+    kept, last = (whole / name for name in ("best/model.safetensors", "model.safetensors"))
+    assert (tmp_path / "model.safetensors").read_bytes() == kept.read_bytes()
+    if step > 1:
+        assert (resumed / "best/model.safetensors").read_bytes() == kept.read_bytes()
+    for folder in (resumed, run_of("reward_zero3")):
+        assert (folder / "model.safetensors").read_bytes() == last.read_bytes()
+    assert json.loads((whole / "best/evaluation.json").read_text())["step"] == step
+
+
+def test_step_2_stores_what_step_3_scales_by():
+    """Mean and deviation of the held-out scores go into the reward model's config.json, for
+    --normalize_reward; the margin is what the mean scores differ by, and accuracy lies within its
+    interval. A run that was killed in its last save, and resumed, stores the same."""
+    for name in ("reward_zero0", "reward_zero3", "reward_one_rank"):
+        last = metrics(name)[-1]
+        stored = json.loads((run_of(name) / "config.json").read_text())["score_statistics"]
+        assert stored == pytest.approx([last["eval_score_mean"], last["eval_score_std"]])
+        chosen, rejected = last["eval_chosen_score"], last["eval_rejected_score"]
+        assert last["eval_score_mean"] == pytest.approx((chosen + rejected) / 2, abs=1e-6)
+        assert last["eval_margin"] == pytest.approx(chosen - rejected, abs=1e-6)
+        low, high = last["eval_accuracy_ci"]
+        assert low < last["eval_accuracy"] < high and last["eval_score_std"] > 0
+    for file in ("config.json", "model.safetensors"):
+        found, expected = (run_of(n) / file for n in ("reward_ended_resumed", "reward_best"))
+        assert found.read_bytes() == expected.read_bytes()
+
+
+def log(folder, name, *values):
+    """Writes a metrics.jsonl with these evaluations of steps 0, 1, ... Returns args."""
+    lines = [json.dumps({"step": step, name: value}) for step, value in enumerate(values)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    return SimpleNamespace(output_dir=str(folder))
+
+
+@pytest.mark.parametrize(
+    "name, before, value, better",
+    [
+        ("eval_loss", [], 9.0, True),  # step 0, nobody's work, is no rival
+        ("eval_loss", [2.0, 3.0], 1.9, True),
+        ("eval_loss", [2.0, 3.0], 2.0, False),
+        ("eval_loss", [2.0, 3.0], float("nan"), False),
+        ("eval_accuracy", [0.5, 0.7], 0.8, True),
+        ("eval_gold", [0.7], 0.7 + 1e-12, False),  # the log has nine digits
+    ],
+)
+def test_it_knows_which_way_is_better(tmp_path, name, before, value, better):
+    """Of a loss less is better, of an accuracy more."""
+    args = log(tmp_path, name, 0.0, *before, value)
+    assert best.improves(args, name, {"step": len(before) + 1, name: value}) == better
+
+
+def test_a_better_model_of_after_the_checkpoint_stays(tmp_path):
+    """--resume cuts the log at the checkpoint; best/ may be of a later step, and says how good."""
+    args = log(tmp_path, "eval_gold", 0.0, 0.5, 0.7)
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / best.EVALUATION).write_text('{"step": 9, "eval_gold": 0.8}')
+    assert not best.improves(args, "eval_gold", {"step": 2, "eval_gold": 0.7})
+    assert best.improves(args, "eval_gold", {"step": 3, "eval_gold": 0.9})
+    assert best.improves(args, "eval_reward", {"step": 3, "eval_reward": 0.1}), "another metric"
+
+
+def test_an_unknown_metric_is_refused_at_the_first_evaluation():
+    record = {"step": 0, "epoch": 0.0, "eval_loss": 1.0, "eval_accuracy_ci": [0.1, 0.2]}
+    best.check(SimpleNamespace(keep_best="eval_loss"), record)
+    for name in ("loss", "eval_accuracy_ci"):
+        with pytest.raises(Refused):
+            best.check(SimpleNamespace(keep_best=name), record)
