@@ -413,12 +413,15 @@ def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxs
 
     known: the ids that the tokenizer has. Returns responses and response_mask, (B, R') each.
     """
+    import torch
+
     import ppo
 
     off = dict(temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=[])
-    args = types.SimpleNamespace(**{**off, **options})
+    args = types.SimpleNamespace(**{**off, "compile_decoding": False, **options})
     sampled = ppo.sample(args, model, Knowing(tokenizer, known), ids, mask, uniforms, synced)
-    return sampled[0], sampled[-1]
+    responses, _, lengths, _ = sampled
+    return responses, (torch.arange(responses.shape[1]) < lengths[:, None]).long()
 
 
 if __name__ == "__main__":
