@@ -34,12 +34,10 @@ def test_prompt_and_response_are_tokenised_apart(tokenizer):
     """Joined text can merge across the border (" bec" + "ause" is one token): then the prompt's
     last token would hold a piece of the response, and a rollout would begin with a prompt that the
     model never saw."""
-    for word, i in ((word, i) for word in (" because", " there") for i in range(2, len(word))):
-        parts = [tokenizer(part).input_ids for part in (word[:i], word[i:])]
-        if tokenizer(word).input_ids != sum(parts, []):
-            break
-    else:
-        raise AssertionError("no word merges")
+    word = " because"
+    merged, cuts = tokenizer(word).input_ids, range(2, len(word))
+    apart = {i: [tokenizer(part).input_ids for part in (word[:i], word[i:])] for i in cuts}
+    i, parts = next((i, parts) for i, parts in apart.items() if sum(parts, []) != merged)
     row = {"prompt": word[:i], "response": word[i:]}
     made = rows.tokenise_row(row, tokenizer, "sft", limit=64)
     assert made["prompt_ids"] == parts[0]

@@ -88,8 +88,9 @@ def test_prompts_are_padded_left_and_responses_right():
 
 
 def test_a_filler_is_seen_by_the_model_and_counts_nowhere():
-    """A short last batch is filled up so that all ranks make the same number of forwards. A filler's
-    response mask is 0 everywhere, and its attention mask is not: attending to nothing gives NaN."""
+    """A short last batch is filled up so that all ranks make the same number of forwards. A
+    filler's response mask is 0 everywhere, and its attention mask is not: attending to nothing
+    gives NaN."""
     batch = laid_out(response([5, E]), response([5, E], row_weight=0))
     assert batch.response_mask.tolist() == [[1, 1], [0, 0]]
     assert batch.mask.tolist() == [[1, 1, 1, 1], [1, 1, 1, 1]]

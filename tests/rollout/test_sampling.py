@@ -54,8 +54,7 @@ SCRIPT = [[5, 6, E, 7], [5, 6, 7, 8], [E, 5, E, 6], [5, 6, 7, E]]
 
 @pytest.mark.parametrize("pad", [E, 0], ids=["pad is EOS", "pad is not EOS"])
 def test_responses_end_at_their_first_eos(pad):
-    """The golden table of test_layouts_by_hand.py from the other side: what a model says after its first
-    EOS is never kept."""
+    """RESPONSES from the other side: what a model says after its first EOS is never kept."""
     prompts, mask = common.pad([[9], [9, 9], [8], [7]], pad)
     tokenizer = SimpleNamespace(pad_token_id=pad, eos_token_id=E)
     given = prompts, mask, torch.full((4, 4), 0.5), tokenizer
@@ -107,8 +106,8 @@ def test_a_stop_text_ends_a_response(tiny_model, tokenizer):
 
 
 def test_a_models_own_generation_config_never_leaks_in(tiny_model, tokenizer, monkeypatch):
-    """A hub model's generation_config.json may hold a repetition penalty, or tokens that it must not
-    say: what is scored would not be the distribution that was sampled."""
+    """A hub model's generation_config.json may hold a repetition penalty, or tokens that it must
+    not say: what is scored would not be the distribution that was sampled."""
     args = SimpleNamespace(seed=1, max_answer_seq_len=6, **FLAGS)
     prompts = [{"prompt_ids": [5, 6, 7], "row": 0, "sample": 0}]
     plain = ppo.roll_out(args, tiny_model, tokenizer, prompts, 1, 1)
