@@ -111,8 +111,9 @@ def test_dpos_implicit_rewards_are_of_the_responses_alone(tokenizer, tiny_model)
 
 
 def test_the_gspo_variant_by_hand(tmp_path):
-    """One ratio a response, the geometric mean of its tokens'; returned is each token's. Three means:
-    of tokens 5 count 1 each, of responses each counts 1, by a constant 3 / 4 and 2 / 4."""
+    """One ratio a response, the geometric mean of its tokens'; what is returned is each token's.
+    Three means: of tokens 5 count 1 each; of responses each counts 1; by a constant 3 / 4, 2 / 4.
+    """
     ppo = patched("gspo", tmp_path)
     mask = torch.tensor([[1.0, 1, 1], [1, 1, 0]])
     old = torch.zeros(2, 3)

@@ -1,68 +1,14 @@
-"""What look.py computes: smoothing, how good the judge is, which samples were gamed."""
+"""What look.py computes: how good the judge is, and which samples were gamed."""
 
 import math
-
-from talk_tables import mean
+from statistics import fmean as mean
 
 from machinery.base import statistics
 
 BINS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the probability that the judge gives its choice
 
 
-def smoothed(values, weight):
-    """Returns an exponential mean of the values so far, without a bias towards the start.
-
-        s_t = sum over k of weight^k x_{t-k}  /  sum over k of weight^k
-
-    >>> smoothed([1.0, 4.0], 0.5)  # (4 + 1 / 2) / (1 + 1 / 2)
-    [1.0, 3.0]
-    """
-    total = count = 0.0
-    out = []
-    for value in values:
-        total, count = weight * total + value, weight * count + 1
-        out.append(total / count)
-    return out
-
-
-def weight_of(count):
-    """Returns the weight that smooths over about a tenth of `count` values; 0 up to ten."""
-    return max(0.0, 1 - 10 / count) if count else 0.0
-
-
-def thinned(points, most):
-    """Returns at most about `most` of the points, evenly spread, the last one among them.
-
-    >>> thinned([0, 1, 2, 3, 4, 5, 6], 3)
-    [0, 3, 6]
-    """
-    stride = max(1, -(-(len(points) - 1) // max(most - 1, 1)))
-    kept = points[::stride]
-    return kept if not points or kept[-1] is points[-1] else [*kept, points[-1]]
-
-
 # ---- The judge ----
-def histogram(values, edges):
-    """Returns how many values are in each bin from one edge to the next, the last included.
-
-    >>> histogram([0, 1, 1, 2], [0, 1, 2])
-    [1, 3]
-    """
-    counts = [0] * (len(edges) - 1)
-    for value in values:
-        if edges[0] <= value <= edges[-1]:
-            inside = sum(value >= edge for edge in edges[1:-1])
-            counts[inside] += 1
-    return counts
-
-
-def even_edges(values, count=24):
-    """Returns the edges of `count` equal bins from the smallest value to the largest."""
-    low, high = min(values), max(values)
-    width = (high - low or 1.0) / count
-    return [low + width * i for i in range(count)] + [max(high, low + width * count)]
-
-
 def right(pair):
     """Returns 1 if the chosen response has the higher score, 0.5 if scores are equal, else 0."""
     chosen, rejected = pair["chosen_score"], pair["rejected_score"]

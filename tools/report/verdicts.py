@@ -5,8 +5,9 @@ where a run has too little to judge by, the status is "not known".
 """
 
 import math
+from statistics import fmean as mean
 
-from talk_tables import mean
+from tools.report.runs import is_number
 
 HEALTHY, WATCH, SICK, UNKNOWN = "healthy", "watch", "sick", "not known"
 FLAT = 0.05  # of a loss: it changes by less between two evaluations
@@ -63,7 +64,7 @@ def sft_loss(run):
 
 def sft_samples(run):
     """Whether greedy responses end."""
-    ended = [line["ended"] for line in run.answers(last=True) if "ended" in line]
+    ended = [line["ended"] for line in run.answers(last=True) if is_number(line.get("ended"))]
     if not ended:
         return UNKNOWN, "samples.jsonl does not say which responses ended: read them."
     said = f"{sum(ended):g} of {len(ended)} greedy responses ended by themselves"

@@ -17,28 +17,10 @@ $("#asked")?.addEventListener("change", (event) => {
 });
 
 // ---- Curves ----
-const off = new Set(); // keys of curves, and of runs, that are switched off
-function showCurves() {
-  for (const curve of $$("[data-series]")) {
-    const key = curve.dataset.series;
-    curve.classList.toggle("off", off.has(key) || off.has("run:" + key.split(":")[0]));
-  }
-  for (const name of ["raw", "smooth", "held-out"]) {
-    $("#curves").classList.toggle("no-" + name, off.has(name));
-  }
-}
-function turn(key, on) {
-  on ? off.delete(key) : off.add(key);
-  showCurves();
-}
-for (const box of $$("[data-switch]")) {
-  box.addEventListener("change", () => turn(box.dataset.switch, box.checked));
-}
-for (const button of $$("[data-toggle]")) {
-  button.addEventListener("click", () => {
-    const on = button.getAttribute("aria-pressed") === "false";
-    button.setAttribute("aria-pressed", on);
-    turn(button.dataset.toggle, on);
+for (const box of $$("[data-run]")) {
+  box.addEventListener("change", () => {
+    const curves = $$(`#curves g[id^="run${box.dataset.run}."]`);
+    for (const curve of curves) curve.classList.toggle("off", !box.checked);
   });
 }
 

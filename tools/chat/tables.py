@@ -1,49 +1,55 @@
 """The tables of talk.py: means, and how often a model is better than another."""
 
+from statistics import fmean as mean
+
 from machinery.base import statistics
 
 METRICS = ("reward", "gold", "response_length", "ended")
 JUDGED = ("reward", "gold")  # of these, more is better
 
 
-def win_rate(scores, first):
-    """Returns how often scores are above `first`, prompt by prompt, and the 95 % interval of that.
+def win_rate(pairs):
+    """Returns how often the first score of a pair is above the second, and its 95 % interval.
 
-        share = (wins + ties / 2) / prompts
+        share = (wins + ties / 2) / pairs
 
     The interval is Wilson's (1927) for that share. A tie has no variance of its own, so with ties
     the interval is wider than need be, never narrower.
 
-    >>> win_rate([1, 2, 3, 4], [0, 2, 4, 3])[0]  # a win, a tie, a loss, a win
+    >>> win_rate([(1, 0), (2, 2), (3, 4), (4, 3)])[0]  # a win, a tie, a loss, a win
     0.625
     """
-    wins = sum((a > b) + (a == b) / 2 for a, b in zip(scores, first, strict=True))
-    share = wins / len(scores)
-    return share, statistics.wilson_interval(share, len(scores))
+    share = mean((a > b) + (a == b) / 2 for a, b in pairs)
+    return share, statistics.wilson_interval(share, len(pairs))
 
 
-def mean(values):
-    """Returns the mean of some numbers."""
-    return sum(values) / len(values)
+def against(rows, first, metric):
+    """Returns the (score, score of the first model) of each prompt; equal texts have equal scores.
+
+    A response that is scored in another batch, with other padding, differs in the last digit.
+    """
+    pairs = []
+    for row, other in zip(rows, first, strict=True):
+        same = row["text"] == other["text"] and row["ended"] == other["ended"]
+        pairs.append((other[metric] if same else row[metric], other[metric]))
+    return pairs
 
 
 def comparison(answers):
     """Returns the closing table as lines of text, one for each model.
 
-    answers: {model: responses}, dicts with some of METRICS, in the order of the prompts.
+    answers: {model: responses}, dicts with text and some of METRICS, in the order of the prompts.
     """
-    names = list(answers)
-    held = [name for name in METRICS if name in answers[names[0]][0]]
+    first_name, first = next(iter(answers.items()))
+    held = [name for name in METRICS if name in first[0]]
     judged = [name for name in JUDGED if name in held]
-    wins = [f"wins by {name} [95 % interval]" for name in judged]
-    table = [["model", *held, *wins]]
-    columns = {name: {m: [row[m] for row in answers[name]] for m in held} for name in names}
-    for name in names:
-        line = [name, *(f"{mean(columns[name][metric]):.3f}" for metric in held)]
+    table = [["model", *held, *(f"wins by {name} [95 % interval]" for name in judged)]]
+    for name, rows in answers.items():
+        line = [name, *(f"{mean(row[metric] for row in rows):.3f}" for metric in held)]
         for metric in judged:
-            share, (low, high) = win_rate(columns[name][metric], columns[names[0]][metric])
+            share, (low, high) = win_rate(against(rows, first, metric))
             found = f"{share:.3f} [{low:.3f}, {high:.3f}]"
-            line.append("(the first)" if name == names[0] else found)
+            line.append("(the first)" if name == first_name else found)
         table.append(line)
     return aligned(table)
 
@@ -67,9 +73,7 @@ def scored(rows):
     for name in ("score", "chosen_score", "rejected_score"):
         if values := [row[name] for row in rows if name in row]:
             lines.append(f"{name:15} mean {mean(values):8.3f}   of {len(values)}")
-    pairs = [row for row in rows if "chosen_score" in row]
-    if pairs:
-        sides = [[row[f"{side}_score"] for row in pairs] for side in ("chosen", "rejected")]
-        share, (low, high) = win_rate(*sides)
+    if pairs := [tuple(row.values()) for row in rows if "chosen_score" in row]:
+        share, (low, high) = win_rate(pairs)
         lines.append(f"chosen is above {share:.3f} [{low:.3f}, {high:.3f}] (95 % interval)")
     return lines

@@ -1,9 +1,9 @@
-"""How good is --estimate? The peaks that it names, held against the resident memory of real runs on
-CPU ranks.
+"""How good is tools/estimate.py? The peaks that it names, held against the resident memory of real
+runs on CPU ranks.
 
-    python tests/memory.py                         every case, about half an hour on 2 cores;
+    python bench/memory.py                         every case, about half an hour on 2 cores;
                                                    prints the table of docs/deepspeed.md
-    python tests/memory.py sft 2 3 --dtype bf16    one case: script, ranks, ZeRO stage, and any
+    python bench/memory.py sft 2 3 --dtype bf16    one case: script, ranks, ZeRO stage, and any
                                                    flags
 
 A run's own main() works on rows that are all as long as --max_seq_len allows. Linux keeps the
@@ -243,13 +243,8 @@ def compare(folder, script, ranks, stage, size, flags=""):
         raise RuntimeError(run.stdout[-4000:])
     seen = [json.loads(Path(f"{folder / 'peaks'}.{rank}").read_text()) for rank in range(ranks)]
     module = importlib.import_module(script)
-    models_of = {
-        "sft": estimate.language_model,
-        "reward": estimate.value_model,
-        "ppo": estimate.four_models,
-    }[script]
-    # the number of ranks is said, because this process is no rank of the run
-    args = module.get_args([*flags, "--estimate", str(ranks)])
+    models_of = estimate.SCRIPTS[script][1]
+    args = module.get_args(flags)
     expected = memory.count(args, models_of(args), ranks, cpu=True)
     return [
         (phase, sum(parts.values()) / GIB, max(s.get(phase, 0) for s in seen) / GIB)

@@ -14,15 +14,15 @@ from transformers.utils import find_adapter_config_file
 
 import common
 import ppo
-from machinery.base import refused
+from machinery.base import ranks
+from machinery.base.refused import Refused
 from machinery.data import formats, rows, tokens
 from machinery.flags import declaring
 from machinery.models import model_folders
 
 CHAT = "chat"  # the template that stands for the tokenizer's own
 DIALOGUE = formats.HUMAN + "{}" + formats.ASSISTANT
-# what common.load_model asks for: one whole model on one device
-WHOLE = dict(zero_stage=0, tensor_parallel_size=1, max_seq_len=0, deepcompile=False)
+DAMAGED = OSError, ValueError, LookupError, TypeError, AttributeError  # reading a foreign file
 
 
 # ---- How a prompt is written ----
@@ -34,11 +34,11 @@ def found_template(path):
     """
     folders = [Path(path), *([Path(path).parent] if Path(path).name == "ema" else [])]
     for folder in folders:
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        with contextlib.suppress(*DAMAGED):
             with open(folder / "samples.jsonl") as lines:
                 head = itertools.islice(lines, 100)
                 prompts = {json.loads(line)["prompt"] for line in head}
-            if all(prompt.startswith('[{"') for prompt in prompts):
+            if prompts and all(prompt.startswith('[{"') for prompt in prompts):
                 return CHAT
             if len(prompts) > 1:
                 return around(prompts)
@@ -102,8 +102,10 @@ class Model:
         self.name, path = path, on_disk(path)
         config = model_folders.load_config(path, args.trust_remote_code)
         own = "fp32" if config.dtype == torch.float32 else declaring.fast_dtype()
-        self.dtype = args.dtype or own
-        args = declaring.of_role(args, model_name_or_path=path, dtype=self.dtype, **WHOLE)
+        self.dtype = args.own_dtype or own
+        # max_seq_len 0: prompt() cuts to the positions that the model has
+        changes = dict(model_name_or_path=path, dtype=self.dtype, zero_stage=0, max_seq_len=0)
+        args = declaring.of_role(args, **changes)
         model_folders.refuse_other_kind(self.name, config, scores)
         model_folders.has_weights(path, needed=True)
         self.tokenizer = model_folders.load_tokenizer(path, args)
@@ -125,14 +127,11 @@ class Writer(Model):
     def __init__(self, args, path):
         super().__init__(args, path, scores=False)
         own = CHAT if self.tokenizer.chat_template else DIALOGUE
-        self.set_template(args.template or found_template(path) or own)
+        self.template = args.template or found_template(path) or own
         self.ends = self.other_ends()
-
-    def set_template(self, template):
-        """Writes questions as `template` has it from now on."""
-        if template == CHAT and not self.tokenizer.chat_template:
-            refused.fail(f"the tokenizer of {self.name} has no chat template: give text with {{}}.")
-        self.template = template
+        if self.template == CHAT and not self.tokenizer.chat_template:
+            words = f"the tokenizer of {self.name} has no chat template: give text with {{}}."
+            raise Refused("no-chat-template", words)
 
     def other_ends(self):
         """Returns the texts of the tokens, beside EOS, that end a response in stock generate()."""
@@ -150,12 +149,12 @@ class Writer(Model):
         """
         text = written(prompt, self.template)
         room = self.positions - self.answer_length(args)
-        room = min(room, args.max_prompt_seq_len or room)
         try:
             ids = tokens.tokenise_prompt(self.tokenizer, text)
         except formats.LeftOut as error:
             shown = formats.as_text(text)[:300]
-            refused.fail(f"the chat template of {self.name} refuses a prompt: {error}.\n  {shown}")
+            words = f"the chat template of {self.name} refuses a prompt: {error}.\n  {shown}"
+            raise Refused("chat-template-refuses", words) from error
         row = {"row": number, "sample": 0, "row_weight": 1, "asked": prompt, "extra": extra}
         row.update(prompt=formats.as_text(text), chat=isinstance(text, list))
         return {**row, "prompt_ids": ids[-room:], "cut": len(ids) > room}
@@ -186,12 +185,13 @@ class Writer(Model):
         """
         taken = []  # the inputs of each forward; the first is the prompt
 
-        def note(model, inputs):
-            taken.append(inputs[0][0].tolist())
+        def note(model, inputs, options):
+            ids = inputs[0] if inputs else options["input_ids"]
+            taken.append(ids[0].tolist())
             if ids := sum(taken[1:], []):
                 show(self.tokenizer.decode(ids, skip_special_tokens=True))
 
-        hook = self.model.register_forward_pre_hook(note)
+        hook = self.model.register_forward_pre_hook(note, with_kwargs=True)
         try:
             with contextlib.redirect_stderr(Nowhere()):
                 yield
@@ -226,15 +226,20 @@ class Judge(Model):
 
     @torch.no_grad()
     def score_ids(self, args, pairs):
-        """Returns the score of each pair of token ids (prompt, response): a list of numbers."""
-        made = []
-        for number, (prompt, response) in enumerate(pairs):
+        """Returns the score of each pair of token ids (prompt, response): a list of numbers.
+
+        Equal pairs are scored once: with other padding the last digit would differ.
+        """
+        sequences = []
+        for prompt, response in pairs:
             prompt, _, [response] = rows.cut(prompt, [], [response], self.positions)
-            row = {"prompt_ids": prompt, "response_ids": response, "row": number}
-            made.append({**row, "row_weight": 1, "ended": 1.0})
-        made.sort(key=lambda row: len(row["prompt_ids"]) + len(row["response_ids"]))
-        size, scores = args.per_device_eval_batch_size, {}
-        for batch in ppo.make_micro_batches(self.tokenizer, made, size):
-            found = ppo.reward_model_scores(self.model, batch).sum(-1).tolist()
-            scores |= dict(zip((row["row"] for row in batch.responses), found))
-        return [scores[number] for number in range(len(pairs))]
+            sequences.append((*prompt, *response))
+        different = sorted(set(sequences), key=lambda sequence: (len(sequence), sequence))
+        scores, size = {}, args.per_device_eval_batch_size
+        for start in range(0, len(different), size):
+            part = different[start : start + size]
+            ids, mask = common.pad(part, self.tokenizer.pad_token_id)  # (B, T), ends on the right
+            ids, mask = ids.to(ranks.device()), mask.to(ranks.device())
+            values = self.model(ids, mask, common.position_ids(mask))  # (B, T)
+            scores |= dict(zip(part, values[:, -1].tolist()))
+        return [scores[sequence] for sequence in sequences]

@@ -1,20 +1,22 @@
 """Reads what a run has left in its folder, finished, running or broken, for look.py."""
 
 import json
-import math
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
-from machinery.base import records, refused
+from machinery.base import records
+from machinery.base.refused import Refused
 from machinery.models import saving
-from machinery.run import folder_lock, logs, output_folder
+from machinery.run import folder_lock, output_folder
 
 ORDER = ("sft", "reward", "ppo")  # of the steps; other scripts follow
 TITLES = {"sft": "SFT", "reward": "Reward model", "ppo": "PPO"}
 KNOWN_BY = {"eval_reward": "ppo", "eval_accuracy": "reward", "eval_perplexity": "sft"}
 DEEPEST = 3  # folders below the one that is named
+OLD = re.compile(r"\.old-\d+$")  # what --overwrite has moved aside
+LARGEST = 1e100  # of a number that a picture can hold
 
 
 @dataclass
@@ -53,24 +55,33 @@ class Run:
 
 
 def is_number(value):
-    """Returns whether a value of a log is a finite number."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """Returns whether a value of a log is a number that can be drawn: finite, not huge."""
+    return isinstance(value, (int, float)) and abs(value) < LARGEST
+
+
+def is_value(value):
+    """Returns whether a metric has this type: a number (NaN, too), or an interval."""
+    if isinstance(value, list):
+        return len(value) == 2 and all(map(is_number, value))
+    return isinstance(value, (int, float))
 
 
 # ---- Folders ----
 def find(folders):
     """Returns the Runs in the folders, of each as deep as DEEPEST, in the order of the steps.
 
-    Ends with an error if a folder is not there, or if there is none.
+    Refuses a folder that is not there, or that holds no run.
     """
     found = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
-            refused.fail(f"{folder} is no folder.\n  Name the output folder of a run.")
+            words = f"{folder} is no folder.\n  Name the output folder of a run."
+            raise Refused("no-folder", words)
         paths = [path for path in below(folder, DEEPEST) if is_run(path)]
         if not paths:
             why = "holds no run: no metrics.jsonl, and no args.json of ours"
-            refused.fail(f"{folder} {why}.\n  Name an --output_dir, or a folder of them.")
+            advice = "Name an --output_dir, or a folder of them."
+            raise Refused("no-run", f"{folder} {why}.\n  {advice}")
         found |= {path.resolve(): path for path in paths}
     names = short_names([*found.values()])
     runs = [read(path, name) for path, name in zip(found.values(), names)]
@@ -78,12 +89,13 @@ def find(folders):
 
 
 def below(folder, depth):
-    """Yields a folder and those in it, but for hidden ones and what belongs to a run."""
+    """Yields a folder and those in it, but for hidden ones, parts of a run, and old runs."""
     yield folder
     with suppress(OSError):
         for path in sorted(folder.iterdir()) if depth else ():
-            ours = path.name in output_folder.FOLDERS or path.name.startswith(".")
-            if path.is_dir() and not ours:
+            left_out = path.name in output_folder.FOLDERS or path.name.startswith(".")
+            left_out |= bool(OLD.search(path.name))
+            if path.is_dir() and not left_out:
                 yield from below(path, depth - 1)
 
 
@@ -111,7 +123,8 @@ def short_names(paths):
 def read(path, name):
     """Returns the Run in a folder. Lines that cannot be read are counted, and left out."""
     run = Run(path, name, "", records.read(path))
-    run.metrics = [line for line in lines_of(run, "metrics.jsonl") if has_step(run, line)]
+    lines = [line for line in lines_of(run, "metrics.jsonl") if has_step(run, line)]
+    run.metrics = [{name: x for name, x in line.items() if is_value(x)} for line in lines]
     metrics = set().union(*run.metrics) if run.metrics else set()
     guessed = [script for metric, script in KNOWN_BY.items() if metric in metrics]
     run.script = str(run.args.get("script") or [*guessed, "run"][0])
@@ -120,10 +133,21 @@ def read(path, name):
     pairs = lines_of(run, "judge.jsonl")
     sides = ("chosen_score", "rejected_score", "chosen_length", "rejected_length")
     run.judged = [pair for pair in pairs if all(is_number(pair.get(side)) for side in sides)]
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-        run.limits = logs.limits(SimpleNamespace(**run.args), run.script)
+    run.limits = limits_of(run)
     run.state = state_of(run)
     return run
+
+
+def limits_of(run):
+    """Returns {metric: the best that is possible}, of limits.json beside the data, if it is there.
+
+    Such a file may be somebody else's: what does not fit is left out.
+    """
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        file = Path(run.args["data_path"][0]) / "limits.json"
+        limits = json.loads(file.read_text())[run.script]
+        return {name: value for name, value in limits.items() if is_number(value)}
+    return {}
 
 
 def lines_of(run, name):
