@@ -266,6 +266,8 @@ def load_model(args, tokenizer=None, value_head=None):
     if value_head:
         kind = AutoModelForSequenceClassification
         value_head = model_folders.prepare_head(config, tokenizer, value_head)
+    else:
+        model_folders.refuse_other_kind(path, config, scores=False)
     *adapters, base = lora.chain(path)  # a folder of adapters names the weights under them
     options = {"dtype": DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
     torch.manual_seed(args.seed)

@@ -486,20 +486,21 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     cache = decode.new_cache(model, ids, mask, R)  # its slots are reserved once
     inputs = ids[cache.rows]  # equal prompts are computed once
     for r in progress.shown(range(R), "tokens of each response"):
-        # Forward. Ids that no token uses (embeddings are often padded) cannot be drawn.
-        logits = forward(model, inputs, cache)[:, : len(tokenizer)]  # (b, V)
+        # Forward.
+        logits = forward(model, inputs, cache)  # (b, V)
         logits = decoding.for_each_row(cache, logits)  # copies of prompts that were computed once
         rows = cache.rows  # (b,) which of the B rows these are
 
-        # Draw. The temperature is applied in fp32, as when tokens are scored: divided in bf16 the
-        # logits would be another policy's.
-        scaled = common.in_fp32(logits, args.temperature)
-        allowed = decoding.restricted(args, tokenizer, logits, r)  # --top_k, --top_p: -inf
+        # Draw. Ids that no token uses (embeddings are often padded) cannot be drawn, nor what
+        # --top_k and --top_p leave out. The temperature is applied in fp32, as when tokens are
+        # scored: divided in bf16 the logits would be another policy's.
+        allowed = decoding.restricted(args, tokenizer, logits[:, : len(tokenizer)], r)  # or -inf
         probs = torch.softmax(common.in_fp32(allowed, args.temperature), -1)
         cumulative = probs.cumsum(-1, dtype=torch.float64)
         threshold = uniforms[rows, r, None] * cumulative[:, -1:]  # (b, 1) the sum is not quite 1
         token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]  # (b,)
         token.clamp_(max=cumulative.shape[1] - 1)  # beyond only if it is NaN: part 4 stops the run
+        scaled = common.in_fp32(logits, args.temperature)  # of all ids, as when it is scored
         logprob = scaled.gather(-1, token[:, None])[:, 0] - scaled.logsumexp(-1)  # (b,)
 
         # Append, where the row goes on. Its last token is EOS, or the end of a text of --stop.

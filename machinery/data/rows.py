@@ -120,7 +120,7 @@ def load_rows(args, tokenizer, stage, limit):
     for path, source, options in shares:
         for part, kept in parts.items():
             known = trained_on if part == "test" else ()
-            kept += tokenise_rows(args, source[part], options, f"{path}, {part}", known)
+            kept += tokenise_rows(source[part], options, f"{path}, {part}", known)
     for part, kept in parts.items():
         if not kept:
             words = f"no {part} rows are left. Add data, or give this step more of --data_split."
@@ -181,7 +181,7 @@ def hold_out(source, prompts):
     return {"train": rows.select(train), "test": rows.select(test)}, [prompts[i] for i in train]
 
 
-def tokenise_rows(args, rows, options, title, trained_on):
+def tokenise_rows(rows, options, title, trained_on):
     """Returns the tokenised rows of a part of a source, in a list; [] if all are dropped.
 
     options: the arguments of `tokenise_row`. title: of the part. trained_on: prompts that must not
@@ -199,11 +199,9 @@ def tokenise_rows(args, rows, options, title, trained_on):
         if prompt in trained_on:
             reasons[i] = reasons[i] or "its prompt is also trained on"
     for why, count in Counter(filter(None, reasons)).items():
-        first = rows[reasons.index(why)].get(sources.PLACE, "")
-        what = f"{title}: dropped {count} of {len(made)} rows: {why}"
         if why in FATAL:
-            raise Refused(FATAL[why], f"{what}.\n  The first: {first}")
-        ranks.say(what)
+            raise Refused(FATAL[why], f"{title}: {why}.")
+        ranks.say(f"{title}: dropped {count} of {len(made)} rows: {why}")
     kept = [i for i, why in enumerate(reasons) if not why]
     return [made.select(kept).remove_columns("drop")] if kept else []
 

@@ -182,11 +182,10 @@ def check_models(args, tokenizer):
             ends = f"{path} ends responses with {other.eos_token}, here they end with"
             words = f"{ends} {tokenizer.eos_token}: it has seen no such end.\n  {advice}"
             raise Refused("other-eos", words)
+    for path in [actor, *[args.critic_model_name_or_path] * args.has_critic, *judges]:
+        model_folders.has_weights(path, needed=True)
     for path in judges:
-        if not model_folders.is_scorer(config_of(path)):
-            why = "is no reward model, and would score at random"
-            advice = "Run reward.py on it, or give a function (--reward_fn)."
-            raise Refused("no-reward-model", f"{path} {why}.\n  {advice}")
+        model_folders.refuse_other_kind(path, config_of(path), scores=True)
     if not args.normalize_reward:
         return None
     found = getattr(config_of(judges[0]), "score_statistics", None)

@@ -1,8 +1,8 @@
-"""A check on the real model when a run begins: padding must not change what a row is given.
+"""A check on the real model when a run begins: what a row is given depends on that row alone.
 
-A row alone, and the same row with padding on its left, must have the same log-probs (or values).
-Where they differ by more than rounding, the model ignores the mask or the position ids, and rows
-of different lengths would train it on noise.
+A row must have the same log-probs (or values) with padding on its left, and when more tokens follow
+it. Else the model ignores the mask or the position ids, or looks ahead: rows of different lengths
+would train it on noise, or it would see the tokens that it has to predict.
 """
 
 import torch
@@ -13,42 +13,44 @@ from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused
 
 LONGEST = 32  # tokens of the row that is tried
-PADDING = 3
+PADDING, AHEAD = 3, 2
 # Of the mean difference over the row's tokens. With other shapes sums are made in another order.
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 
 
 @torch.no_grad()
 def check(args, engine, row, pad_id):
-    """Raises Refused if padding changes the log-probs, or values, of a row. All ranks call it.
+    """Raises Refused if padding, or tokens that follow, change what the model says of a row.
 
-    row: a dict with prompt_ids and responses, as machinery/data/rows.py makes it.
+    row: a dict with prompt_ids and responses, as machinery/data/rows.py makes it. All ranks call
+    it: two forwards of one row.
     """
-    ids = [*row["prompt_ids"], *(row["responses"] or [[]])[0]][-LONGEST:]
-    if len(ids) < 2:
+    ids = [token for part in (row["prompt_ids"], *row["responses"][:1]) for token in part]
+    ids = ids[-LONGEST:]
+    if len(ids) < AHEAD + 2:
         return
     was_training = engine.training
     engine.eval()
-    of_value_model = isinstance(engine.module, common.ValueModel)
-    found = []
-    for padding in (0, PADDING):
-        row_ids = torch.tensor([[pad_id] * padding + ids])
-        mask = torch.tensor([[0] * padding + [1] * len(ids)])
-        layout = common.Layout(**common.last_columns(row_ids, mask, len(ids) - 1))
-        layout = layout.to(ranks.device())
-        if of_value_model:
-            found.append(common.response_values(engine, layout))
-        else:
-            found.append(common.response_logprobs(engine, layout, torch.ones_like(layout.predicts)))
+    alone = numbers_of(engine, ids[:-AHEAD], 0, pad_id)  # (1, t)
+    padded = numbers_of(engine, ids, PADDING, pad_id)[:, : alone.shape[1]]
     engine.train(was_training)
-    alone, padded = found
     drift = max(ranks.all_gather_objects([(alone - padded).abs().mean().item()]))
     if not drift <= TOLERANCE[args.dtype]:
         kind = unwrap_model(engine).config.model_type
         raise Refused(
             "padding-changes-a-row",
-            f"a {kind} model does not honour padding on the left: it moves a row's numbers by "
-            f"{drift:.4g} on average\n  (allowed with {args.dtype}: {TOLERANCE[args.dtype]}), so "
-            "rows of different lengths make no batch.\n  Take another architecture, such as OPT, "
-            "Llama or Qwen.",
+            f"what a {kind} model says of a row changes by {drift:.4g} on average (allowed with "
+            f"{args.dtype}: {TOLERANCE[args.dtype]})\n  with padding on its left, and tokens "
+            "after it. It does not honour the mask or position ids, or it looks ahead.\n  Take "
+            "another architecture, such as OPT, Llama or Qwen.",
         )
+
+
+def numbers_of(engine, ids, padding, pad_id):
+    """Returns the log-probs, or the values, of all tokens of a row but the first: (1, t)."""
+    row = torch.tensor([[pad_id] * padding + ids])
+    mask = torch.tensor([[0] * padding + [1] * len(ids)])
+    layout = common.Layout(**common.last_columns(row, mask, len(ids) - 1)).to(ranks.device())
+    if isinstance(engine.module, common.ValueModel):
+        return common.response_values(engine, layout)
+    return common.response_logprobs(engine, layout, torch.ones_like(layout.predicts))

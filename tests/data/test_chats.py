@@ -185,8 +185,8 @@ def test_sft_s_loss_lies_on_the_covered_tokens(tokenizer):
     row = rows.tokenise_row(TRAIN_ON["messages"][0], tokenizer, "sft", 128)
     other = {**row, "prompt_ids": [5], "prompt_loss_mask": [0], "responses": [[6] * 90]}
     batch = sft.collate([{**r, "row_weight": 1} for r in (row, other)], tokenizer.pad_token_id)
-    mask = batch["loss_mask"][0] > 0
-    assert tokenizer.decode(batch["ids"][0][-len(mask) :][mask]) == "A.C.<eos>"
+    mask = batch.loss_mask[0] > 0
+    assert tokenizer.decode(batch.ids[0][-len(mask) :][mask]) == "A.C.<eos>"
 
 
 def test_a_template_whose_turns_cannot_be_told_is_refused(tokenizer, tmp_path):

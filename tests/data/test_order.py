@@ -88,9 +88,10 @@ def test_evaluation_sees_every_row_once_over_all_ranks(tokenizer, tmp_path, monk
     """Ten pairs, three ranks, two a batch: each pair once, and both forwards on every rank."""
     _, held_out = load(tokenizer, [folder(tmp_path, many(50, dahoas))], "reward")
     args, seen = SimpleNamespace(per_device_eval_batch_size=2), []
+    collate = lambda rows: SimpleNamespace(to=lambda device: rows)  # noqa: E731
     for rank in range(3):
         play(monkeypatch, rank, 3)
-        batches = list(common.eval_loader(args, held_out, lambda rows: {"taken": rows}))
+        batches = [rows for _, rows in common.eval_loader(args, held_out, collate)]
         assert len(batches) == 2
-        seen += [r["prompt"] for batch in batches for r in batch["taken"] if r["row_weight"]]
+        seen += [row["prompt"] for rows in batches for row in rows if row["row_weight"]]
     assert sorted(seen) == [f"Q{i}?" for i in range(40, 50)]

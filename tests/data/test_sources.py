@@ -116,7 +116,7 @@ def test_a_name_that_is_not_there_is_refused_with_the_nearest(tmp_path):
 # ---- What is dropped is counted ----
 def test_rows_that_teach_nothing_are_dropped_and_counted(tokenizer, tmp_path, capsys):
     """An empty text, equal responses, and responses that are equal once they are cut: a pair
-    without a difference has a gradient, and it teaches noise. With --strict they stop the run."""
+    without a difference has a gradient, and it teaches noise."""
     long = " and" * 40
     lines = many(40, dahoas) + [
         {"prompt": "E1?", "chosen": "", "rejected": " x"},
@@ -136,6 +136,3 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(tokenizer, tmp_path, ca
         (1, "chosen equals rejected once cut"),
     ):
         assert f"train: dropped {count} of 45 rows: {why}\n" in said
-    with pytest.raises(Refused) as caught:
-        load(tokenizer, [tmp_path], "reward", limit=16, strict=True)
-    assert caught.value.rule == "strict" and "train.jsonl, line 41" in caught.value.words

@@ -38,7 +38,8 @@ def test_a_reward_function_may_score_every_token():
     """A list of one number a token stands on the tokens, one number on the last token;
     `completion_ids` says which they are."""
     rows = [response(response_ids=[5, 6, 1]), response(response_ids=[7, 1])]
-    batch = SimpleNamespace(responses=rows, response_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
+    mask, last = torch.tensor([[[1, 1, 1], [1, 1, 0]], [[0, 0, 1], [0, 1, 0]]])
+    batch = SimpleNamespace(responses=rows, response_mask=mask, last=last)
 
     def tokens(prompts, completions, completion_ids, **columns):
         return [list(map(float, ids)) for ids in completion_ids]
