@@ -218,7 +218,7 @@ def changed(tmp_path_factory):
         argv = [*runs.base_flags("ppo", runs.base()), "--max_steps", "1", "--critic_dropout", "0"]
         argv += ["--output_dir", str(folder)]
         done = kit.fork(run_changed, 1, change, argv, meet="never")
-        assert done.code == 0, done
+        assert done.code == 0, str(done)
     return folders
 
 
