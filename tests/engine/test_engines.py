@@ -230,7 +230,8 @@ def stage_3(base, folder):
         states = engine.basic_optimizer.state.values()
         return sorted({name for state in states for name in state if "buffer" in name})
 
-    args = argparse.Namespace(offload_states=True, keep_checkpoints=1, output_dir=str(folder))
+    args = runs.tiny_args(base, 3, "--output_dir", str(folder))
+    args.offload_states = True
     facts = {"rows": 1, "data_rows": 1, "data_fingerprint": "", "frozen_models": {}}
     with state_offload.states_on_cpu(args, [engine]):
         pass

@@ -1,4 +1,5 @@
-"""For the lead: logits are made for the wanted tokens only. The rest is in rollout/test_decoding.py."""
+"""Logits are made for the wanted tokens alone: on real dialogues that is less than half of a row,
+and the output matrix of a large vocabulary is the largest product of all."""
 
 from types import SimpleNamespace
 
@@ -10,38 +11,36 @@ from machinery.models import forwards
 from tests.kit import load_model
 from tests.tiny_models import KINDS, SHAPE, config_of, folder_of, get_args, random_ids
 
-VOCAB, CONFIGS = SHAPE["vocab_size"], {name: config_of(name) for name in KINDS}
-
-every_model = pytest.mark.parametrize("name", CONFIGS)
-LENGTHS = [9, 4, 1, 6, 9, 2, 7, 3]
-IDS, MASK = common.pad(
-    [random_ids(n, seed=n + 10 * row).tolist() for row, n in enumerate(LENGTHS)], pad_value=0
-)
+VOCAB = SHAPE["vocab_size"]
+LENGTHS = (9, 4, 1, 6, 9, 2, 7, 3)
+IDS, MASK = common.pad([random_ids(n, seed=n).tolist() for n in LENGTHS], 0)
+LAYOUT = common.Layout(**common.last_columns(IDS, MASK, 5))
 # of the last five tokens: 5, 4, 3, 2, 1, 0, 5, 4 in the eight rows
 WANTED = torch.arange(5) >= torch.arange(8)[:, None] % 6
+every_model = pytest.mark.parametrize("name", KINDS)
 
 
 @pytest.fixture
 def model(name, tmp_path):
-    return load_model(folder_of(tmp_path / "model", CONFIGS[name]), get_args(), stage=0).eval()
+    return load_model(folder_of(tmp_path / "model", config_of(name)), get_args(), stage=0).eval()
 
 
 @every_model
 def test_logits_are_made_for_the_wanted_tokens_only(name, model, monkeypatch):
-    """(M, V), and not a row more: on real dialogues less than half of (B, K, V), and the output
-    matrix of a large vocabulary is the largest product of all. Where the forward cannot pick tokens
-    (a model's own code, DeepCompile) all K are made and these kept."""
+    """(M, V), and not a row more. Where the forward cannot pick tokens (a model's own code,
+    DeepCompile) those of the last columns are made, and the wanted ones kept."""
     made = []
     hook = model.get_output_embeddings().register_forward_hook(
-        lambda module, inputs, output: made.append(output.shape[:-1])
+        lambda module, inputs, output: made.append(output.shape[:-1].numel())
     )
-    logits = common.last_logits(model, IDS, MASK, WANTED)
+    logits = common.response_logits(model, LAYOUT, WANTED)
     monkeypatch.setattr(model, "is_compiled", True, raising=False)
-    slow = common.last_logits(model, IDS, MASK, WANTED)
+    slow = common.response_logits(model, LAYOUT, WANTED)
     hook.remove()
-    assert made == [(24,), (8, 5)] and logits.shape == slow.shape == (24, VOCAB)
+    assert made[0] == WANTED.sum() and made[1] < IDS.numel()
     with torch.no_grad():
-        whole = model(IDS, attention_mask=MASK, **forwards.forward_options(model, MASK)).logits
+        positions = forwards.accepted(model, position_ids=LAYOUT.positions)
+        whole = model(IDS, attention_mask=MASK, **positions).logits
     for found in (logits, slow):
         torch.testing.assert_close(found, whole[:, -6:-1][WANTED], rtol=1e-4, atol=2e-5)
 
@@ -57,10 +56,9 @@ def test_tokens_that_are_not_wanted_have_no_part_in_the_gradient(name, model):
         (torch.zeros(8, 5), torch.ones(8, 5)),
     ):
         model.zero_grad()
-        (common.last_logprobs(model, IDS, MASK, few) * many).sum().backward()
-        found.append(
-            [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-        )
+        (common.response_logprobs(model, LAYOUT, few) * many).sum().backward()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        found.append([grad.clone() for grad in grads])
     for few, many, none in zip(*found):
         torch.testing.assert_close(few, many, rtol=1e-3, atol=1e-3 * many.abs().max().item() + 1e-6)
         assert not none.any()
@@ -73,5 +71,6 @@ def test_a_model_that_knows_no_logits_to_keep_is_cut():
         def forward(self, ids, attention_mask, use_cache):
             return SimpleNamespace(logits=torch.nn.functional.one_hot(ids, VOCAB))
 
-    logits = common.last_logits(Plain(), IDS, MASK, torch.ones(len(IDS), 3, dtype=torch.bool))
+    layout = common.Layout(**common.last_columns(IDS, MASK, 3))
+    logits = common.response_logits(Plain(), layout, torch.ones(len(IDS), 3, dtype=torch.bool))
     assert logits.argmax(-1).tolist() == IDS[:, -4:-1].flatten().tolist()
