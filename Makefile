@@ -26,13 +26,13 @@ test: lint
 test-all: lint
 	python -m pytest -q tests
 
-# Each of variants/ on a copy of the code, from the demo's models: two steps, then tests/fork.py.
+# Each of variants/ on a copy of the code, from the demo's models: two steps, then bench/fork.py.
 variants: install
 	python variants/run.py --check --models $(DEMO)
 
 # What no CPU can show, on the GPUs that are here, with small models: a table, in less than ten minutes.
 gpu-check: install
-	python tests/gpu_check.py
+	python bench/gpu_check.py
 
 lint: install
 	ruff check .
@@ -40,7 +40,7 @@ lint: install
 
 # Our side and the machine's limit; with `.venv/bin/pip install -r requirements-bench.txt` the peer's, too.
 bench: install
-	python tests/bench.py $(BENCH)
+	python bench/bench.py $(BENCH)
 
 install: $(VENV)/installed
 $(VENV)/installed: requirements.txt

@@ -4,13 +4,14 @@ An arm is a dict of flags for each step, over those of BASE. All runs have one r
 through the whole pipeline: its own SFT model, reward model and PPO.
 """
 
-from dataclasses import dataclass, field
+import runner
 
-SCRIPTS = ("sft", "reward", "ppo")
+TEXT = runner.ROOT / "output/labs/text.jsonl"  # run.py writes it
 BASE = {  # the toy, made smaller: half its rows a step, and fewer steps
     "sft": "--num_train_epochs 3 --num_samples 0",
-    "reward": "--num_train_epochs 2",
-    "ppo": "--max_steps 40 --enable_ema 0 --num_eval_prompts 140 --eval_steps 20 --log_steps 1",
+    "reward": "--model_name_or_path {sft} --num_train_epochs 2",
+    "ppo": "--actor_model_name_or_path {sft} --critic_model_name_or_path {reward} "
+    "--max_steps 40 --enable_ema 0 --num_eval_prompts 140 --eval_steps 20 --log_steps 1",
 }
 GOLD = {
     "gold before": ("ppo", "eval_gold", "first"),
@@ -30,19 +31,10 @@ ACCURACY = {
 LIMITS = {"gold": 1.0, "accuracy": 0.816, "SFT loss": 0.387}
 
 
-@dataclass(frozen=True)
-class Lab:
-    """What is compared. measures: {heading: (script, metric, how)}, see run.measured."""
-
-    title: str
-    arms: dict  # {name: {"sft": flags, "reward": flags, "ppo": flags, "fault": name}}
-    measures: dict = field(default_factory=lambda: GOLD)
-    shown: tuple = ("gold", "KL")  # the panels of the picture
-    logarithmic: tuple = ()
-    until: str = "ppo"  # the last step
-    curve: bool = False  # the picture shows gold and reward against sqrt(KL)
-    seeds: tuple = (1, 2, 3)
-    limits: dict = field(default_factory=lambda: LIMITS)
+def lab(title, arms, measures=GOLD, shown=("gold", "KL"), logarithmic=(), **options):
+    """A lab; by default of the whole pipeline, with the gold score after step 3."""
+    options |= {"limits": LIMITS}
+    return runner.Lab(title, BASE, arms, measures, shown, logarithmic, **options)
 
 
 def ppo(flags, **others):
@@ -69,7 +61,6 @@ SEVERAL_UPDATES = {  # all take as many responses
     "training batch a quarter": f"{UNSTABLE} --per_device_training_batch_size 8",
 }
 OFF = "--clip inf --clip_value inf"
-ONE_PASS = "--first_pass_gate 0"
 GROUP = "--samples_per_prompt 4"
 ESTIMATORS = {
     "gae": "",
@@ -81,7 +72,7 @@ LONGER = "--max_steps 60 --eval_steps 30"
 FROM_SFT = "--critic_model_name_or_path {sft} --reward_model_name_or_path {reward}"
 
 LABS = {
-    "stability": Lab(
+    "stability": lab(
         "Do several updates on a rollout diverge?",
         {
             f"rate x{factor}, {name}": ppo(f"{SHORT} {flags} {rates}")
@@ -89,44 +80,44 @@ LABS = {
             for name, flags in SEVERAL_UPDATES.items()
         }
         | {
-            f"rate x{factor}, 4 epochs, {name}": ppo(f"{SHORT} {EPOCHS} 4 {rates} {flags}")
+            f"rate x{factor}, 4 epochs, {name}": ppo(
+                f"{SHORT} {EPOCHS} 4 {rates} {flags}", fault=fault
+            )
             for factor, rates in (("5", FAST), ("10", FASTER))
-            for name, flags in (
-                ("clipping off", OFF),
-                ("dual_clip 3", "--dual_clip 3"),
-                ("target_kl 0.02", "--target_kl 0.02"),
+            for name, flags, fault in (
+                ("clipping off", OFF, ""),
+                ("dual_clip 3", "", "dual_clip_3"),
+                ("target_kl 0.02", "--target_kl 0.02", ""),
             )
         },
         {**GOLD, **RATIO},
         ("gold", "reward", "KL", "ratio_max"),
         ("KL", "ratio_max"),
     ),
-    "mismatch": Lab(
+    "mismatch": lab(
         "Which mistakes in the two passes hurt?",
         {
-            "none": ppo(ONE_PASS, fault="none"),
-            "dropout 0.1 in the pass that trains": ppo(
-                f"{ONE_PASS} --actor_dropout 0.1", fault="none"
-            ),
+            "none": ppo("", fault="none"),
+            "dropout 0.1 in the pass that trains": ppo("--actor_dropout 0.1", fault="none"),
             "dropout 0.1 in the pass that scores": ppo(
-                f"{ONE_PASS} --actor_dropout 0.1", fault="dropout_scores"
+                "--actor_dropout 0.1", fault="dropout_scores"
             ),
-            "bf16 in the pass that scores": ppo(ONE_PASS, fault="bf16_scores"),
-            "bf16 in the pass that trains": ppo(ONE_PASS, fault="bf16_trains"),
-            "old log-probs shifted by one": ppo(ONE_PASS, fault="shifted"),
-            "mask without EOS": ppo(ONE_PASS, fault="no_eos"),
-            "whitened by halves of the batch": ppo(ONE_PASS, fault="whitened_by_halves"),
-            "4 epochs, none": ppo(f"{EPOCHS} 4 {ONE_PASS}", fault="none"),
+            "bf16 in the pass that scores": ppo("", fault="bf16_scores"),
+            "bf16 in the pass that trains": ppo("", fault="bf16_trains"),
+            "old log-probs shifted by one": ppo("", fault="shifted"),
+            "mask without EOS": ppo("", fault="no_eos"),
+            "whitened by halves of the batch": ppo("", fault="whitened_by_halves"),
+            "4 epochs, none": ppo(f"{EPOCHS} 4", fault="none"),
             "4 epochs, dropout 0.1 in training": ppo(
-                f"{EPOCHS} 4 {ONE_PASS} --actor_dropout 0.1", fault="none"
+                f"{EPOCHS} 4 --actor_dropout 0.1", fault="none"
             ),
-            "4 epochs, old log-probs shifted": ppo(f"{EPOCHS} 4 {ONE_PASS}", fault="shifted"),
+            "4 epochs, old log-probs shifted": ppo(f"{EPOCHS} 4", fault="shifted"),
         },
         {**GOLD, **RATIO},
         ("gold", "KL", "ratio_max"),
         ("ratio_max",),
     ),
-    "overoptimisation": Lab(
+    "overoptimisation": lab(
         "The reward keeps rising while the gold score falls",
         {f"kl_coef {coef}": ppo(f"--kl_coef {coef} {FURTHER}") for coef in (0, 0.01, 0.05, 0.2)}
         | {
@@ -143,11 +134,13 @@ LABS = {
                 for name, flags in ESTIMATORS.items()
                 if name != "gae"
             },
-            "best of n": ppo("--max_steps 0 --eval_best_of 64"),
+            "best of n": ppo(  # 64 samples of each of 140 prompts
+                "--max_steps 0 --num_eval_prompts 8960", fault="answer_64_times", best_of=64
+            ),
         },
-        curve=True,
+        curves=(("sqrt kl", "gold"), ("sqrt kl", "reward")),
     ),
-    "sft-epochs": Lab(
+    "sft-epochs": lab(
         "Is SFT to be trained far beyond its flat loss?",
         {
             f"{count} epoch{'s' * (count > 1)}": {
@@ -163,7 +156,7 @@ LABS = {
         },
         ("SFT loss", "gold before", "gold"),
     ),
-    "reward-epochs": Lab(
+    "reward-epochs": lab(
         "Does a second epoch of the reward model hurt step 3?",
         {
             f"{count} epoch{'s' * (count > 1)}": {"reward": f"--num_train_epochs {count}"}
@@ -172,7 +165,7 @@ LABS = {
         {**ACCURACY, "calibration error": ("reward", "calibration", "last"), **GOLD},
         ("loss", "accuracy", "calibration error", "gold"),
     ),
-    "head-init": Lab(
+    "head-init": lab(
         "How must the head of the reward model begin?",
         {
             "std 1/(d+1) (ours)": {},
@@ -190,7 +183,7 @@ LABS = {
         ("loss at step 0", "loss", "accuracy"),
         until="reward",
     ),
-    "regularisers": Lab(
+    "regularisers": lab(
         "Weight decay 0, 0.1, 0; dropout on, off, off and on",
         {
             "ours": {},
@@ -207,7 +200,7 @@ LABS = {
         {"SFT loss": ("sft", "eval_loss", "last"), **ACCURACY, **GOLD},
         ("SFT loss", "accuracy", "gold"),
     ),
-    "rates": Lab(
+    "rates": lab(
         "Should the actor's learning rate be twice the critic's?",
         {
             f"critic {name} of the actor's": ppo(f"--critic_learning_rate {2e-4 * factor:g}")
@@ -216,7 +209,7 @@ LABS = {
         {**GOLD, **VARIANCE},
         ("gold", "KL", "explained_variance"),
     ),
-    "ema": Lab(
+    "ema": lab(
         "Does the averaged actor answer better, at equal KL?",
         {
             f"decay {decay}, {steps} steps": ppo(
@@ -236,7 +229,7 @@ LABS = {
         },
         ("gold", "EMA gold", "gold at the EMA's KL"),
     ),
-    "critic": Lab(
+    "critic": lab(
         "Start the critic from the reward model, and warm it up?",
         {
             "from the reward model": ppo(LONGER),
@@ -251,12 +244,14 @@ LABS = {
         },
         ("gold at step 30", "gold", "explained_variance, mean"),
     ),
-    "ptx": Lab(
+    "ptx": lab(
         "Does text mixed in keep the language, and is 27.8 unstable?",
         {
-            "off": ppo("--unsup_data_path {text} --unsup_coef 0"),
+            "off": ppo("--unsup_data_path {text} --unsup_coef 0", variant="ptx"),
             **{
-                f"unsup_coef {coef}": ppo(f"--unsup_data_path {{text}} --unsup_coef {coef}")
+                f"unsup_coef {coef}": ppo(
+                    f"--unsup_data_path {{text}} --unsup_coef {coef}", variant="ptx"
+                )
                 for coef in (0.1, 1, 27.8)
             },
         },
@@ -268,8 +263,9 @@ LABS = {
         },
         ("text loss", "gradient norm", "gold"),
         ("gradient norm",),
+        given={"text": TEXT},
     ),
-    "estimators": Lab(
+    "estimators": lab(
         "GAE needs a critic; RLOO, GRPO and REINFORCE do not",
         {
             f"{name}{penalty}": ppo(f"{flags} {coef} {FURTHER}")
@@ -284,7 +280,7 @@ LABS = {
         {**GOLD, "seconds a step": ("ppo", "seconds", "mean")},
         ("gold", "reward", "KL"),
     ),
-    "constants": Lab(
+    "constants": lab(
         "Inherited constants: offset, clip at 5, k1 or k3, LoRA's rate",
         {
             "ours": ppo(""),

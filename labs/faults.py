@@ -2,7 +2,8 @@
 
 For the labs that ask what a mistake does. The mistake is patched in from outside, so the scripts
 hold none of it. Every run of the lab "mismatch", also that without a fault, has two passes, one
-that scores and one that trains: a pass that is kept would be compared with itself.
+that scores and one that trains: a pass that is both would be compared with itself. No such run is
+stopped by what ppo.py checks in its first step.
 """
 
 import functools
@@ -17,54 +18,60 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 import common  # noqa: E402
 import ppo  # noqa: E402
 import reward  # noqa: E402
-from machinery.rollout import kept_pass  # noqa: E402
+from machinery.base.refused import program  # noqa: E402
 
 BF16 = functools.partial(torch.autocast, get_accelerator().device_name(), torch.bfloat16)
 
 
 def two_passes():
-    kept_pass.roles = lambda args: ()
+    """Scores and trains in two forwards, and lets the run go on where it would stop."""
+    ppo.shares_pass = lambda args, *models: False
+    ppo.first_step.stop_unless_one = lambda run, ratio, mask: None
+    ppo.first_step.stop_unless_sampled_as_scored = lambda run, micro_batches: None
 
 
 def around_forward(change):
-    """Wraps ppo.actor_forward in training: change(forward, args, actor, batch, stores).
+    """Wraps ppo.actor_forward in training: change(forward, args, actor, batch, scores).
 
-    Evaluations are left alone: they measure, and are to measure all runs alike.
+    scores: whether the forward is the one that scores, and not the one that trains. Evaluations are
+    left alone: they measure, and are to measure all runs alike.
     """
     two_passes()
-    forward, begin, now = ppo.actor_forward, kept_pass.KeptPass.begin, {}
+    forward, evaluate, evaluating = ppo.actor_forward, ppo.rollout_metrics.evaluate, []
 
-    def begun(self, step, trains):
-        now["step"] = step  # None: an evaluation
-        begin(self, step, trains)
+    def evaluated(*args):
+        evaluating.append(True)
+        metrics = evaluate(*args)
+        evaluating.pop()
+        return metrics
 
-    def changed(args, actor, batch, stores):
-        if now["step"] is None:
-            return forward(args, actor, batch, stores)
-        return change(forward, args, actor, batch, stores)
+    def changed(args, actor, batch):
+        if evaluating:
+            return forward(args, actor, batch)
+        return change(forward, args, actor, batch, not torch.is_grad_enabled())
 
-    kept_pass.KeptPass.begin, ppo.actor_forward = begun, changed
+    ppo.rollout_metrics.evaluate, ppo.actor_forward = evaluated, changed
 
 
 def dropout_scores():
     """The pass that scores has dropout, and the pass that trains has none."""
 
-    def change(forward, args, actor, batch, stores):
+    def change(forward, args, actor, batch, scores):
         training = actor.module.training
-        actor.module.train(stores)
-        out = forward(args, actor, batch, stores)
+        actor.module.train(scores)
+        out = forward(args, actor, batch)
         actor.module.train(training)
         return out
 
     around_forward(change)
 
 
-def bf16(scores):
+def bf16(in_scores):
     """One of the two passes computes its matrix products in bf16."""
 
-    def change(forward, args, actor, batch, stores):
-        with BF16(enabled=stores == scores):
-            return forward(args, actor, batch, stores)
+    def change(forward, args, actor, batch, scores):
+        with BF16(enabled=scores == in_scores):
+            return forward(args, actor, batch)
 
     around_forward(change)
 
@@ -72,9 +79,9 @@ def bf16(scores):
 def shifted():
     """The stored log-prob of each token is that of the token before."""
 
-    def change(forward, args, actor, batch, stores):
-        logprobs, entropy = forward(args, actor, batch, stores)
-        return (logprobs.roll(1, -1) if stores else logprobs), entropy
+    def change(forward, args, actor, batch, scores):
+        logprobs, entropy = forward(args, actor, batch)
+        return (logprobs.roll(1, -1) if scores else logprobs), entropy
 
     around_forward(change)
 
@@ -82,13 +89,14 @@ def shifted():
 def no_eos():
     """The mask of the losses ends one token early: EOS is never trained on."""
     two_passes()
+    set_advantages = ppo.set_advantages
 
-    def weigh(minibatch):
-        for batch in minibatch:
-            batch.loss_weight = batch.response_mask - batch.last
-        return sum(batch.loss_weight.sum() for batch in minibatch).item()  # of one rank
+    def change(args, micro_batches, *others):
+        set_advantages(args, micro_batches, *others)
+        for batch in micro_batches:
+            batch.response_mask = batch.response_mask - batch.last
 
-    ppo.set_loss_weights = weigh
+    ppo.set_advantages = change
 
 
 def whitened_by_halves():
@@ -116,7 +124,30 @@ def grpo_no_deviation():
         count = ppo.group_sum(torch.ones_like(totals), groups)
         return totals - ppo.group_sum(totals, groups) / count
 
-    ppo.ADVANTAGES["grpo"] = ppo.Estimator(errors, compares_groups=True)
+    ppo.ADVANTAGES["grpo"] = ppo.Estimator(of_groups=errors)
+
+
+def dual_clip(bound):
+    """The loss of a bad token that became likely is bounded, too.  [Ye 2020]"""
+    policy_loss = ppo.policy_loss
+
+    def change(logprobs, old_logprobs, advantages, *clips):
+        loss, ratio = policy_loss(logprobs, old_logprobs, advantages, *clips)
+        bounded = torch.min(loss, -bound * advantages)
+        return torch.where(advantages < 0, bounded, loss), ratio
+
+    ppo.policy_loss = change
+
+
+def answer_often(count):
+    """Each held-out prompt stands there so many times: as many samples of it in an evaluation."""
+    load_rows = ppo.load_rows
+
+    def change(*args):
+        train, held_out = load_rows(*args)
+        return train, held_out.select([i for i in range(len(held_out)) for _ in range(count)])
+
+    ppo.load_rows = change
 
 
 def head(std):
@@ -145,6 +176,8 @@ FAULTS = {
     "whitened_by_halves": whitened_by_halves,
     "offset_2": lambda: offset(2.0),
     "grpo_no_deviation": grpo_no_deviation,
+    "dual_clip_3": lambda: dual_clip(3.0),
+    "answer_64_times": lambda: answer_often(64),
     "head_0.02": lambda: head(lambda width: 0.02),
     "head_root": lambda: head(lambda width: (width + 1) ** -0.5),
     "head_zero": lambda: head(lambda width: 0.0),
@@ -156,7 +189,7 @@ def main():
     fault, script = sys.argv[1:3]
     FAULTS[fault]()
     sys.argv = sys.argv[2:]
-    {"ppo.py": ppo, "reward.py": reward}[script].main()
+    program({"ppo.py": ppo, "reward.py": reward}[script].main)
 
 
 if __name__ == "__main__":

@@ -105,10 +105,7 @@ def run(script, *flags, ranks=1, launcher="fork", env=None, expect=0, folder=Non
             "python": python,
             "torchrun": [
                 *python,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc_per_node",
+                *"-m torch.distributed.run --standalone --nproc_per_node".split(),
             ],
             "deepspeed": [Path(sys.executable).parent / "deepspeed", "--num_gpus"],
         }[launcher]
@@ -413,12 +410,23 @@ def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxs
 
     known: the ids that the tokenizer has. Returns responses and response_mask, (B, R') each.
     """
+    import torch
+
     import ppo
 
     off = dict(temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=[])
-    args = types.SimpleNamespace(**{**off, **options})
+    args = types.SimpleNamespace(**{**off, "compile_decoding": False, **options})
     sampled = ppo.sample(args, model, Knowing(tokenizer, known), ids, mask, uniforms, synced)
-    return sampled[0], sampled[-1]
+    responses, _, lengths, _ = sampled
+    return responses, (torch.arange(responses.shape[1]) < lengths[:, None]).long()
+
+
+def uniforms(rows, count, step=0):
+    """Returns the random numbers (rows, count) of a rollout's rows 0, 1, ... at seed 1."""
+    from machinery.rollout import decoding
+
+    keys = [{"row": row, "sample": 0} for row in range(rows)]
+    return decoding.row_uniforms(1, step, keys, count)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,45 @@
-"""--estimate: will it fit? Prints the memory of each phase of a step, and what would make it fit.
+"""Will it fit? Prints the memory of each phase of a step on each device, by count.
 
-docs/deepspeed.md compares the counts with measured peaks.
+    python tools/estimate.py ppo.py --preset opt-1.3b --devices 8x80
+    python tools/estimate.py sft.py --model_name_or_path Qwen/Qwen2.5-0.5B --devices x24
+
+The flags are the script's own. --devices says how many there are and how many GiB each has: 8x80;
+what it leaves out (8, x80, or no --devices) is taken from this machine. Nothing is loaded but the
+models' config.json. docs/deepspeed.md compares the counts with measured peaks.
 """
 
-import itertools
+import argparse
 import os
 import re
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
 from deepspeed.accelerator import get_accelerator
 
-from machinery.base import ranks, refused
-from machinery.flags import declaring, refusals
-from machinery.rollout import kept_pass
+import ppo
+import reward
+import sft
+from machinery.base import refused
+from machinery.base.refused import Refused
+from machinery.flags import declaring
+from machinery.models import model_folders
 from tools import estimate_memory as memory
 
 GIB = 2**30
-POWERS = [2**k for k in range(1, 12)]
-ROLES = ("actor_", "critic_")  # flags have forms for one of them
+# What to try, in this order. README's section on memory says what each costs.
+ADVICE = """--zero_stage 1, 2, 3
+  smaller per-device batches, and more --gradient_accumulation_steps
+  --rollout_batch_size (PPO)
+  --gradient_checkpointing
+  --adam_offload
+  --offload (with --zero_stage 3)
+  --offload_states (PPO)
+  --lora_dim 16 (PPO: --actor_lora_dim, --critic_lora_dim)
+  --tensor_parallel_size 2
+  more devices (with --zero_stage 3)"""
 
 
 # ---- The models of each script, and what they work on ------------------------------------------
@@ -34,176 +55,118 @@ def value_model(args):
 
 def four_models(args):
     """Returns the models of ppo.py. With LoRA the actor without its adapters is the reference."""
-    rows, kept = args.per_device_training_batch_size, kept_pass.roles(args)
-    logits = {"with_logits": args.max_answer_seq_len}
-    actor = memory.Model(declaring.of_role(args, "actor"), rows, kept="actor" in kept, **logits)
+    rows, logits = args.per_device_training_batch_size, args.max_answer_seq_len
+    own = declaring.of_role(args, "actor")
+    actor = memory.Model(own, rows, with_logits=logits, kept=one_pass(args, own))
     actor.generates = args.rollout_batch_size
     models = [actor]
     if args.has_critic:
-        critic = declaring.of_role(args, "critic")
-        models.append(memory.Model(critic, rows, head=True, kept="critic" in kept))
+        own = declaring.of_role(args, "critic")
+        models.append(memory.Model(own, rows, head=True, kept=one_pass(args, own)))
     if not args.actor_lora_dim:
-        reference = declaring.of_role(args, "actor", dropout=0.0)
-        models.append(memory.Model(reference, rows, trains=False, **logits))
+        own = declaring.of_role(args, "actor", dropout=0.0)
+        models.append(memory.Model(own, rows, trains=False, with_logits=logits))
     for path in args.reward_model_name_or_path:
-        judge = declaring.of_role(args, "critic", model_name_or_path=path, dropout=None, lora_dim=0)
-        models.append(memory.Model(judge, rows, trains=False, head=True))
+        own = declaring.of_role(args, "critic", model_name_or_path=path, dropout=None, lora_dim=0)
+        models.append(memory.Model(own, rows, trains=False, head=True))
     return models
 
 
-# ---- The report --------------------------------------------------------------------------------
-def estimate(args, models_of, refusal=refusals.refusal):
-    """Prints what a device holds in each phase and, where that is too much, what would make it fit.
+def one_pass(args, own):
+    """Returns whether the forward that scores a rollout also trains on it.
 
-    Ends the program. refusal(args) returns why flags do not go together, or None.
+    That is so where the rollout is one micro-batch with one update, and no dropout acts.
+    own: the flags of the model.
     """
-    devices = Devices(args)
-
-    def peak_with(changes, count=devices.count):
-        """Returns the peak with all changes; inf where flags contradict each other."""
-        new = declaring.of_role(args)
-        for (flag, value), role in itertools.product(changes.items(), ("", *ROLES)):
-            if role + flag in args:
-                setattr(new, role + flag, value)
-        stages = [value for name, value in vars(new).items() if name.endswith("zero_stage")]
-        if refusal(new) is not None or (new.offload and min(stages) < 3):
-            return float("inf")
-        return devices.peak(memory.count(new, models_of(new), count, devices.cpu))
-
-    phases = memory.count(args, models_of(args), devices.count, devices.cpu)
-    print_table(args, models_of(args), devices, phases)
-    peak, room = devices.peak(phases), devices.room
-    verdict = (
-        f"the peak is {peak:.2f} GiB, and {room:.2f} GiB may be used (0.9 of {room / 0.9:.2f})"
-    )
-    if peak <= room:
-        ranks.say(f"  It fits: {verdict}.")
-        sys.exit(0)
-    ranks.say(
-        f"  It does NOT fit: {verdict}. The fewest flags that make it fit, and its peak then:"
-    )
-    found = fewest_changes(options_of(args), peak_with, room)
-    for changes, size in found:
-        ranks.say(f"    {size:8.2f}   {spell(changes)}")
-    stage_3 = {"zero_stage": 3}
-    for count in (devices.count * power for power in POWERS):
-        size = peak_with(stage_3, count)
-        if size <= room:
-            ranks.say(f"    {size:8.2f}   {spell(stage_3)} on {count} devices")
-            sys.exit(0)
-    none = "    none, on any number of devices: shorter rows, or a smaller model"
-    ranks.say("" if found else none)
-    sys.exit(0)
+    steps = args.gradient_accumulation_steps * args.generation_batches * args.ppo_epochs
+    rows, generated = args.per_device_training_batch_size, args.per_device_generation_batch_size
+    dropout = own.dropout
+    if dropout is None:
+        config = model_folders.load_config(own.model_name_or_path, own.trust_remote_code)
+        dropout = max(model_folders.own_dropout(config).values(), default=0)
+    return steps == 1 and rows == generated and not dropout
 
 
+SCRIPTS = {"sft": (sft, language_model), "reward": (reward, value_model), "ppo": (ppo, four_models)}
+
+
+# ---- The devices -------------------------------------------------------------------------------
 class Devices:
-    """The devices that --estimate names, else those that were launched, with `room` GiB on each.
+    """`count` devices, with `room` GiB to use on each.
 
     A tenth is left to CUDA's context, NCCL, the allocator's gaps. Ranks share the memory of a CPU,
     and it holds what is offloaded as well.
     """
 
-    def __init__(self, args):
-        if not re.fullmatch(r"(\d*[1-9]\d*)?(x\d+(\.\d+)?)?", args.estimate):
-            refused.fail(
-                f"--estimate {args.estimate}: give devices, their GiB, both or none:\n"
-                "  --estimate 8, --estimate x80, --estimate 8x80, --estimate."
-            )
-        count, _, gib = args.estimate.partition("x")
-        launched = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS", 1)
-        self.count = int(count or launched)
-        if self.count % args.tensor_parallel_size:
-            refused.fail(
-                f"--tensor_parallel_size {args.tensor_parallel_size} must divide the number of "
-                f"devices, {self.count}.\n  --estimate 8x80 asks about 8."
-            )
-        self.name = "device" if gib else get_accelerator().device_name()
-        self.cpu = ranks.device().type == "cpu" and not gib
-        self.room = 0.9 * (float(gib) if gib else get_accelerator().total_memory() / GIB)
+    def __init__(self, text):
+        """text: what --devices says."""
+        if not re.fullmatch(r"(\d*[1-9]\d*)?(x\d+(\.\d+)?)?", text):
+            words = f"--devices {text}: give their number, their GiB, or both: 8, x80, 8x80."
+            raise Refused("devices", words)
+        here = get_accelerator()
+        count, _, gib = text.partition("x")
+        self.count = int(count or here.device_count())
+        self.gib = float(gib) if gib else here.total_memory() / GIB
+        self.cpu = here.device_name() == "cpu" and not gib
         if self.cpu:
-            here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-            self.room /= int(here or self.count)
+            self.gib /= self.count
+        self.name = "device" if gib else here.device_name()
+        self.room = 0.9 * self.gib
 
     def held(self, parts):
         """Returns the GiB on a device in one phase."""
         return (sum(parts.values()) - (0 if self.cpu else parts["host"])) / GIB
 
-    def peak(self, phases):
-        """Returns the GiB in the fullest phase."""
-        return max(self.held(parts) for parts in phases.values())
+
+# ---- The report --------------------------------------------------------------------------------
+def get_args(argv=None):
+    """Returns the name of the script, its flags, and the Devices."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=layout, allow_abbrev=False
+    )
+    parser.add_argument("script", type=lambda text: Path(text).stem, choices=SCRIPTS)
+    parser.add_argument("--devices", default="", help="8x80, 8 or x80: number and GiB of each")
+    own, flags = parser.parse_known_args(argv)
+    devices = Devices(own.devices)
+    if "x" in own.devices:  # a GPU, then: in bf16, unless a flag after it says otherwise
+        flags = ["--dtype", "bf16", *flags]
+    os.environ["WORLD_SIZE"] = str(devices.count)  # flags are checked as the launcher's ranks would
+    return own.script, SCRIPTS[own.script][0].get_args(flags), devices
 
 
-def print_table(args, models, devices, phases):
+def main(argv=None):
+    script, args, devices = get_args(argv)
+    models = SCRIPTS[script][1](args)
+    phases = memory.count(args, models, devices.count, devices.cpu)
+    print_table(script, args, models, devices, phases)
+    peak = max(devices.held(parts) for parts in phases.values())
+    sizes = f"{peak:.2f} GiB, and {devices.room:.2f} GiB may be used (0.9 of {devices.gib:.2f})"
+    if peak <= devices.room:
+        print(f"  It fits: the peak is {sizes}.")
+    else:
+        print(f"  It does NOT fit: the peak is {sizes}. What to try, in this order:\n  {ADVICE}")
+
+
+def print_table(script, args, models, devices, phases):
     """Prints a line for the run, one for each model, and one for each phase."""
     checkpointing = ", gradient checkpointing" if args.gradient_checkpointing else ""
-    ranks.say(
-        f"{Path(sys.argv[0]).name} on {devices.count} x {devices.name}, {args.dtype}"
-        f"{checkpointing}: GiB on the fullest one, by count, nothing was loaded"
+    print(
+        f"{script}.py on {devices.count} x {devices.name}, {args.dtype}{checkpointing}: "
+        "GiB on the fullest one, by count, nothing was loaded"
     )
     for model in models:
-        lora = getattr(model.args, "lora_dim", 0) if model.trains else 0
+        lora = model.args.lora_dim if model.trains else 0
         state = f"LoRA {lora} on it trains" if lora else "trained" if model.trains else "frozen"
-        ranks.say(
+        print(
             f"  {model.sizes().weights / 1e6:10,.1f} M weights, {state}, ZeRO {model.stage()}, "
             f"{model.rows} x {args.max_seq_len} tokens   {model.args.model_name_or_path}"
         )
-    ranks.say(f"  {'':9}" + "".join(f"{part:>12}" for part in (*memory.PARTS, "device")))
+    print(f"  {'':9}" + "".join(f"{part:>12}" for part in (*memory.PARTS, "device")))
     for phase, parts in phases.items():
         sizes = (*(size / GIB for size in parts.values()), devices.held(parts))
-        ranks.say(f"  {phase:9}" + "".join(f"{size:12.2f}" for size in sizes))
+        print(f"  {phase:9}" + "".join(f"{size:12.2f}" for size in sizes))
 
 
-# ---- What would make it fit: changes, {flag: value} ---------------------------------------------
-def options_of(args):
-    """Returns the options, mildest first: each a list of changes, of which one is made."""
-    pattern = re.compile("per_device_(train|training|generation)_batch_size")
-    batches = {name: size for name, size in vars(args).items() if pattern.fullmatch(name)}
-    smaller = []  # batches, of which more are accumulated
-    for power in POWERS:
-        if not any(size % power for size in batches.values()):
-            changes = {name: size // power for name, size in batches.items()}
-            accumulation = args.gradient_accumulation_steps * power
-            smaller.append({**changes, "gradient_accumulation_steps": accumulation})
-    together = getattr(args, "rollout_batch_size", 1)
-    options = [
-        [{"rollout_batch_size": together // power} for power in POWERS if together >= power],
-        [{"gradient_checkpointing": True}],
-        [{"zero_stage": stage} for stage in range(args.zero_stage + 1, 4)],
-        smaller,
-        [{"adam_offload": True}],
-        [{"offload": True}],
-        [{"dtype": "bf16"}] if args.dtype == "fp32" else [],
-        [{"lora_dim": 16}] if "lora_dim" in args else [],
-    ]
-    given = vars(args).items()
-    return [option for option in options if option and not option[0].items() <= given]
-
-
-def fewest_changes(options, peak_with, room):
-    """Returns [(changes, peak)]: of each smallest set of options the mildest that fits."""
-    found, count = [], 0
-    while not found and count < len(options):
-        count += 1
-        for some in itertools.combinations(options, count):
-            for parts in itertools.product(*some):
-                changes = {}
-                for part in parts:
-                    changes.update(part)
-                peak = peak_with(changes)
-                if peak <= room:
-                    found.append((changes, peak))
-                    break
-    return found
-
-
-def spell(changes):
-    """Returns changes as one writes them on the command line.
-
-    Where the command names the flag of one role, that goes before the flag for both.
-    """
-    words = []
-    for flag, value in changes.items():
-        own = [role + flag for role in ROLES if f"--{role}{flag}" in " ".join(sys.argv)]
-        for name in own if len(own) == 2 else (flag, *own):
-            words.append(f"--{name}" if value is True else f"--{name} {value}")
-    return " ".join(words)
+if __name__ == "__main__":
+    refused.program(main)

@@ -64,7 +64,7 @@ def sizes_of(path, head, tokens, dtype, dropout=None, lora_dim=0, trust_remote_c
         options = {"dtype": common.DTYPES[dtype], "trust_remote_code": trust_remote_code}
         model = kind.from_config(config, **options).train()
         ids = torch.ones(1, tokens, dtype=torch.long)
-        options = forwards.forward_options(model.base_model, ids)
+        options = forwards.accepted(model.base_model, position_ids=torch.arange(tokens)[None])
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             model.base_model(ids, attention_mask=ids, use_cache=False, **options)
         weights = modules.count_parameters(model)
@@ -141,7 +141,8 @@ def held_by(model, phase, ranks, cpu, zero):
     buffers = bucket if stage == 3 else 0  # made once, and kept
     layer = rows * sizes.kept_by_row / config.num_hidden_layers
     scores = model.kept or model.generates or model.head or not model.trains
-    if model.generates and (phase == "generate" or args.compile_decoding):
+    compiled = getattr(args, "compile_decoding", False)  # a flag of ppo.py: the cache is kept
+    if model.generates and (phase == "generate" or compiled):
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         equal_share = config.hidden_size // config.num_attention_heads
         width = getattr(config, "head_dim", None) or equal_share

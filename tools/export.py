@@ -4,22 +4,28 @@
     python tools/export.py output/ppo/checkpoints/step-60 --to output/ppo-60
 
 It holds what the run would have saved had it ended at that step, and lies by default beside
-checkpoints/, in step-N. One process reads the shards of all ranks: start it without a launcher,
-where the run was started, for the flags in args.json may name models by relative paths. Of PPO it
-writes actor, critic/ and, with --enable_ema, ema/.
+checkpoints/, in step-N. Of PPO it is actor, critic/ and, with --enable_ema, ema/. A run with
+--lora_dim saves adapters; --merge adds them to the weights, which gives a plain model. One process
+reads the shards of all ranks: start it without a launcher, where the run was started, for the flags
+in args.json may name models by relative paths.
 """
 
 import argparse
 import contextlib
 import io
 import sys
+import tempfile
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 import torch
 from deepspeed.utils import zero_to_fp32
 
 import common
-from machinery.base import modules, records, refused
+from machinery.base import records, refused
+from machinery.base.refused import Refused
 from machinery.flags import declaring
 from machinery.models import model_folders, saving
 from machinery.run import checkpoints
@@ -27,12 +33,28 @@ from machinery.run import checkpoints
 
 def get_args(argv=None):
     """Reads the command line."""
-    parser = declaring.new_parser(__doc__)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("checkpoint", type=Path, help="the folder step-N of a run")
-    parser.add_argument("--to", type=Path, help="the folder to write; by default beside it")
+    parser.add_argument("--to", help="the folder to write; by default beside checkpoints/")
+    parser.add_argument("--merge", action="store_true", help="add LoRA's adapters to the weights")
     args = parser.parse_args(argv)
-    args.to = args.to or args.checkpoint.absolute().parent.parent / args.checkpoint.name
+    beside = args.checkpoint.absolute().parent.parent / args.checkpoint.name
+    args.to = beside if args.to is None else args.to
     return args
+
+
+def check_target(checkpoint, to):
+    """Returns the folder `to` as a path. Refuses what holds anything, or lies in the checkpoint."""
+    path = Path(to)
+    advice = "Name a new folder with --to."
+    if not str(to).strip():
+        raise Refused("empty-target", f"--to is empty.\n  {advice}")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise Refused("target-in-use", f"{path} is there, and not empty.\n  {advice}")
+    if path.resolve().is_relative_to(checkpoint.resolve().parent):
+        raise Refused("target-in-checkpoints", f"{path} lies among checkpoints.\n  {advice}")
+    return path
 
 
 def read_run(checkpoint):
@@ -41,13 +63,15 @@ def read_run(checkpoint):
         what = f"Missing, cut short or changed: {', '.join(damaged)}"
         inside = ", ".join(map(str, sorted(checkpoint.glob("checkpoints/step-*"))))
         what = f"Its checkpoints: {inside}" if inside else what
-        refused.fail(f"{checkpoint} is no whole checkpoint.\n  {what}")
+        raise Refused("no-checkpoint", f"{checkpoint} is no whole checkpoint.\n  {what}")
     record = records.read(checkpoint.absolute().parent.parent)
     if "script" not in record:
-        refused.fail(f"{checkpoint}: there is no args.json of a run above checkpoints/.")
+        words = f"{checkpoint}: there is no args.json of a run above checkpoints/."
+        raise Refused("no-run", words)
     if record["tensor_parallel_size"] > 1:
         advice = "Go on with --resume; a run saves its model at its end."
-        refused.fail(f"{checkpoint} was written with --tensor_parallel_size above 1.\n  {advice}")
+        words = f"{checkpoint} was written with --tensor_parallel_size above 1.\n  {advice}"
+        raise Refused("tensor-parallel", words)
     files = [checkpoint / f"rank{i}.pt" for i in range(len([*checkpoint.glob("rank*.pt")]))]
     return argparse.Namespace(**record), [checkpoints.read(file, mmap=True) for file in files]
 
@@ -71,7 +95,7 @@ def load_engine(args, folder, stage, tokenizer, value_head):
     own = {name for name, _ in model.named_parameters()}  # a tied weight counts once
     if strangers := sorted(own.intersection(missing).union(unexpected)):
         why = f"is not of the model that {args.model_name_or_path} is now"
-        refused.fail(f"{folder} {why}: {', '.join(strangers[:3])}.")
+        raise Refused("another-model", f"{folder} {why}: {', '.join(strangers[:3])}.")
     return model
 
 
@@ -91,30 +115,45 @@ def join_average(saved):
     return full_tensor
 
 
-def export(checkpoint, to):
-    """Writes the models of a checkpoint to the folder `to`."""
+def export(checkpoint, to, merge=False):
+    """Writes the models of a checkpoint to the folder `to`, which comes to be when all is written.
+
+    merge: plain models, also of LoRA.
+    """
+    to = check_target(checkpoint, to)
     args, saved = read_run(checkpoint)
-    if saving.is_whole(to):
-        refused.fail(f"{to} holds a model.\n  Name another folder with --to.")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=to.parent, prefix=".export-") as aside:
+        new = Path(aside) / "new"
+        write_models(args, saved, checkpoint, new, merge)
+        new.rename(to)
+
+
+def write_models(args, saved, checkpoint, folder, merge):
+    """Writes every model of a checkpoint. args, saved: what read_run returns."""
     shape = saved[0]["shape"]
     roles = {name: "" if name == "model" else name for name in shape if name != "ranks"}
     first = declaring.of_role(args, next(iter(roles.values()))).model_name_or_path
     tokenizer = model_folders.load_tokenizer(first, args)  # the model's or the actor's
-    tokenizer.eos_token = saved[0].get("eos_token", tokenizer.eos_token)
-    for engine, role in reversed(roles.items()):  # the actor last: it marks the folder as whole
+    tokenizer.eos_token = saved[0]["eos_token"]
+    for engine, role in roles.items():
         own = declaring.of_role(args, role, zero_stage=0, gradient_checkpointing=False)
         head = "score" if engine == "critic" else vars(args).get("value_head_prefix")
         model = load_engine(own, checkpoint / engine, shape[engine], tokenizer, head)
-        if engine == "model" and saved[0].get("score_statistics"):
-            config = modules.unwrap_model(model).config
-            config.score_statistics = saved[0]["score_statistics"]
+        to, options = folder, {"notes": saved[0]["notes"], "merge": merge}
+        if engine == "critic":
+            to = folder / "critic"
         if engine == "actor" and saved[0]["state"].get("ema"):
-            saving.save_model(model, tokenizer, to / "ema", join_average(saved))
-        saving.save_model(model, tokenizer, to / ("critic" if engine == "critic" else ""))
-    print(f"{to} holds the model of {checkpoint.name}")
+            average = join_average(saved)
+            saving.save_model(model, tokenizer, folder / "ema", average, **options)
+        saving.save_model(model, tokenizer, to, **options)
+
+
+def main(argv=None):
+    args = get_args(argv)
+    export(args.checkpoint, args.to, args.merge)
+    print(f"{args.to} holds the model of {args.checkpoint.name}")
 
 
 if __name__ == "__main__":
-    arguments = get_args()
-    export(arguments.checkpoint, arguments.to)
-    sys.exit(0)
+    refused.program(main)

@@ -9,63 +9,51 @@ metrics, curves, the numbers of single tokens, how good the reward model is, and
 needs no network and no server: open it in a browser.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import look_answers
-import look_page
-import look_runs
-
 from machinery.base import refused
-from machinery.flags import declaring
+from machinery.base.refused import Refused
+from tools.report import page, runs
 
 
 def get_args(argv=None):
     """Returns the flags."""
-    parser = declaring.new_parser(__doc__)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="runs, or folders of them")
-    arg = declaring.flag_group(parser, "what is made")
-    arg("out", str, "the page; None: report.html in the first folder", metavar="FILE")
-    asks = "1: load ema/ and the reward model to answer a few prompts; None: if they are small"
-    arg("ask", int, asks, most=1)
+    parser.add_argument("--out", metavar="FILE", help="[report.html in the first folder]")
     args = parser.parse_args(argv)
-    declaring.check_numbers(
-        args, [action for action in parser._actions if hasattr(action, "least")]
-    )
     args.out = Path(args.out or Path(args.folders[0]) / "report.html")
     return args
 
 
 def refuse_foreign(out):
-    """Ends the program if the page cannot be written, or would replace a file that is none."""
-    if not out.parent.is_dir() or out.is_dir():
-        refused.fail(f"--out {out}: name a file, in a folder that is there.")
-    if out.exists() and look_page.MARK not in out.read_text(errors="replace"):
-        refused.fail(f"--out {out} is there, and no page of ours.\n  Take another name.")
+    """Refuses to replace a file that is no page of ours."""
+    if out.exists() and page.MARK not in out.read_text(errors="replace"):
+        words = f"--out {out} is there, and no page of ours.\n  Take another name."
+        raise Refused("foreign-page", words)
 
 
-def main():
-    args = get_args()
-    runs = look_runs.find(args.folders)
+def main(argv=None):
+    args = get_args(argv)
+    found = runs.find(args.folders)
     refuse_foreign(args.out)
-    asked, notes = look_answers.asked(runs, args.ask)
-    for run in runs:
+    notes = []
+    for run in found:
         lost = ", ".join(f"{count} of {name}" for name, count in run.broken.items())
-        notes += (
-            [f"{run.path}: lines that could not be read were left out: {lost}."] if lost else []
-        )
+        if lost:
+            notes.append(f"{run.path}: lines that could not be read were left out: {lost}.")
     title = " + ".join(dict.fromkeys(folder.rstrip("/") for folder in args.folders))
-    try:
-        args.out.write_text(look_page.page(title, runs, asked, notes), encoding="utf-8")
-    except OSError as error:
-        refused.fail(f"--out {args.out}: {error.strerror}.\n  Take another file.")
+    args.out.write_text(page.page(title, found, notes), encoding="utf-8")
     for note in notes:
         print(note)
-    print(f"{args.out}: {len(runs)} run{'s' * (len(runs) > 1)}. Open it in a browser.")
+    print(f"{args.out}: {len(found)} run{'s' * (len(found) > 1)}. Open it in a browser.")
 
 
 if __name__ == "__main__":
-    main()
+    refused.program(main)

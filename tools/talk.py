@@ -14,6 +14,8 @@ if there is one. Responses are sampled as ppo.py samples them, with the same ran
 models.
 """
 
+import argparse
+import functools
 import json
 import sys
 from collections import Counter
@@ -22,77 +24,100 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import talk_session
-import talk_tables
-from talk_models import CHAT, DIALOGUE, Judge, Writer
-
+import ppo
 from machinery.base import modules, refused
+from machinery.base.refused import Refused
 from machinery.data import formats, rows, sources
-from machinery.flags import declaring, ppo_flags, ppo_rules
 from machinery.rollout import reward_functions
 from machinery.run import launch
+from tools.chat import session, tables
+from tools.chat.models import CHAT, DIALOGUE, Judge, Writer
+
+# What is passed on to ppo.py's own flags, which say what each means, and its values here
+PASSED = {name: None for name in session.SAMPLING} | {
+    "max_answer_seq_len": "256",
+    "per_device_eval_batch_size": "16",
+    "dtype": None,
+}
 
 
-def new_parser():
-    """Returns the parser of the flags."""
-    parser = declaring.new_parser(__doc__)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="folders or hub names")
-    arg = declaring.flag_group(parser, "what is done")
-    arg("reward", str, "a reward model, which scores the responses")
-    function = "a function that scores them, too: f(prompts, completions, **columns)"
-    arg("gold_fn", str, function, metavar="FILE:FUNCTION")
-    arg("prompts", str, "answer these prompts, and compare", metavar="FILE")
-    arg("score", str, "score the responses there by --reward", metavar="FILE")
-    arg("num", 100, "the first so many rows of --prompts or --score; 0: all")
-    arg("out", str, "a new .jsonl file for every response and its scores", metavar="FILE")
-    wrapped = r"what a question is put in: text with {}, \n a line break; or chat. None: as in the "
-    wrapped += "model's samples.jsonl, else its chat template, else Human: ..., Assistant:"
-    arg("template", str, wrapped)
-    arg = declaring.flag_group(parser, "sampling, as in ppo.py", skip=["num_eval_prompts"])
-    arg("temperature", 1.0, "of sampling", least=1e-6)
-    arg("max_answer_seq_len", 256, "tokens of a response; half of a short model's", least=2)
-    arg("max_prompt_seq_len", int, "tokens; a longer one keeps its end. None: what fits", least=2)
-    arg("seed", 1234, "of the random numbers", most=2**32 - 1)
-    ppo_flags.add_sampling_flags(arg)
-    arg = declaring.flag_group(parser, "how models are run")
-    arg("per_device_eval_batch_size", 16, "responses sampled or scored at a time", least=1)
-    kinds = ["bf16", "fp16", "fp32"]
-    arg("dtype", str, "None: fp32 if it was saved so, else what is fast here", choices=kinds)
-    arg("trust_remote_code", False, "run the Python code that comes with a model")
-    return parser
-
-
+# ---- Flags ----
 def get_args(argv=None):
-    """Returns the flags, checked before anything is loaded."""
-    parser = new_parser()
-    args = parser.parse_args(argv)
-    declaring.check_numbers(
-        args, [action for action in parser._actions if hasattr(action, "least")]
+    """Returns flags, checked before anything is loaded.
+
+    flags(words) returns all of ppo.py's flags, with talk.py's own beside them, and words such as
+    --temperature 0.7 on top of what was given.
+    """
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=layout, allow_abbrev=False
     )
-    args._names = frozenset(["models", "reward", "gold_fn", "prompts", "score", "out"])
-    declaring.check_names(args)
-    if args.template is not None:
-        args.template = talk_session.read_template(args.template, "--template")
-    if broken := next(broken_rules(args), None):
-        refused.fail(broken)
+    arg = parser.add_argument
+    arg("models", nargs="*", metavar="MODEL", help="folders or hub names")
+    arg("--reward", help="a reward model, which scores the responses")
+    function = "a function that scores them, too: f(prompts, completions, **columns)"
+    arg("--gold_fn", help=function, metavar="FILE:FUNCTION")
+    arg("--prompts", help="answer these prompts, and compare", metavar="FILE")
+    arg("--score", help="score the responses there by --reward", metavar="FILE")
+    arg("--num", type=int, default=100, help="the first so many rows there [100]; 0: all")
+    arg("--out", help="a new .jsonl file for every response and its scores", metavar="FILE")
+    wrapped = r"what a question is put in: text with {}, \n a line break; or chat [as in the "
+    wrapped += "model's samples.jsonl, else its chat template, else Human: ..., Assistant:]"
+    arg("--template", help=wrapped)
+    arg("--trust_remote_code", action="store_true", help="run the code that comes with a model")
+    group = parser.add_argument_group("as in ppo.py, whose --help says what they mean")
+    for name, value in PASSED.items():
+        count = "+" if name == "stop" else 1
+        group.add_argument(
+            f"--{name}", nargs=count, default=value and [value], help=value and f"[{value}]"
+        )
+    own = parser.parse_args(argv)
+    if own.template is not None:
+        own.template = read_template(own.template)
+    check(own)
+    flags = functools.partial(all_flags, own)
+    flags()
+    return flags
+
+
+def all_flags(own, words=()):
+    """Returns ppo.py's flags, as talk.py needs them; own: what was given to talk.py."""
+    passed = []
+    for name in PASSED:
+        if value := getattr(own, name):
+            passed += [f"--{name}", *value]
+    args = ppo.get_args([*passed, *["--trust_remote_code"] * own.trust_remote_code, *words])
+    for name, value in vars(own).items():
+        if name not in PASSED:
+            setattr(args, name, value)
+    args.own_dtype = own.dtype and own.dtype[0]  # None: the model's
     return args
 
 
-def broken_rules(args):
-    """Yields, in words, what is wrong with the flags together."""
-    yield from ppo_rules.sampling_rules(args)
-    if args.prompts and args.score:
-        yield "--prompts and --score are two jobs: give one of them."
-    if args.score and not args.reward:
-        yield "--score needs --reward, the reward model that scores."
-    if args.score and (args.models or args.gold_fn):
-        yield "--score takes --reward alone: no models that write, no --gold_fn."
-    if not args.score and not args.models:
-        yield "name a model, such as output/sft.\n  `--help` shows how."
-    if args.out and not (args.prompts or args.score):
-        yield "--out goes with --prompts or --score.\n  In a dialogue, /save writes it down."
-    if args.out and (Path(args.out).exists() or not Path(args.out).parent.is_dir()):
-        yield f"--out {args.out}: name a file that is not there, in a folder that is."
+def read_template(text):
+    r"""Returns the template that a person typed, where \n is a line break."""
+    if text != CHAT and text.count("{}") != 1:
+        example = r"'Question: {}\nAnswer:'"
+        words = f"--template {text!r}: it is chat, or text with one {{}}.\n  Like {example}."
+        raise Refused("template", words)
+    return text.replace("\\n", "\n")
+
+
+def check(own):
+    """Refuses flags that make no job together."""
+    if own.prompts and own.score:
+        raise Refused("two-jobs", "--prompts and --score are two jobs: give one of them.")
+    if own.score and (own.models or own.gold_fn or not own.reward):
+        words = "--score takes --reward alone: no models that write, no --gold_fn."
+        raise Refused("score-needs-reward", words)
+    if not own.score and not own.models:
+        raise Refused("no-model", "name a model, such as output/sft.\n  `--help` shows how.")
+    if own.out and not (own.prompts or own.score):
+        words = "--out goes with --prompts or --score.\n  In a dialogue, /save writes it down."
+        raise Refused("out-without-job", words)
+    if own.out and (Path(own.out).exists() or not Path(own.out).parent.is_dir()):
+        words = f"--out {own.out}: name a file that is not there, in a folder that is."
+        raise Refused("out-file", words)
 
 
 # ---- Files ----
@@ -114,15 +139,17 @@ def read_rows(args, path, flag, stages, kept):
             made = kept(row, columns, stage)
         except formats.BadRow as error:
             rows.refuse(row, f"{path}, row {number}", error)
-        if made == rows.NO_TEMPLATE:
-            refused.fail(made)
+        if isinstance(made, str) and made in rows.FATAL:
+            raise Refused(rows.FATAL[made], f"{path}: {made}.")
         if isinstance(made, str):
             dropped[made] += 1
         else:
             found.append(made)
     for why, count in dropped.items():
         print(f"{path}: dropped {count} rows: {why}")
-    return found or refused.fail(f"{flag} {path}: no rows are left.")
+    if not found:
+        raise Refused("no-rows", f"{flag} {path}: no rows are left.")
+    return found
 
 
 def read_prompts(args):
@@ -151,7 +178,7 @@ class Output:
     def write(self, line):
         """Writes a dict as a line of JSON."""
         if self.file:
-            self.file.write(json.dumps(line) + "\n")
+            self.file.write(json.dumps(line, default=str) + "\n")
             self.file.flush()
 
 
@@ -171,7 +198,7 @@ def compare(args, prompts, writers, judge, gold):
             for row, score in zip(found, reward_functions.scores_of(gold, found)):
                 row["gold"] = sum(score) if isinstance(score, list) else score
         for row in found:
-            scores = {name: row[name] for name in talk_tables.METRICS if name in row}
+            scores = {name: row[name] for name in tables.METRICS if name in row}
             line = {"model": writer.name, "prompt": row["prompt"], "response": row["text"]}
             out.write({**line, **scores})
         name = writer.name if writer.name not in answers else f"{writer.name} ({number + 1})"
@@ -179,7 +206,7 @@ def compare(args, prompts, writers, judge, gold):
         cut = sum(row["cut"] for row in found)
         cut = f", {cut} of them without the beginning: too long" if cut else ""
         print(f"{name}: {len(found)} prompts answered{cut}", flush=True)
-    print("\n".join(["", *talk_tables.comparison(answers)]))
+    print("\n".join(["", *tables.comparison(answers)]))
 
 
 def score(args, judge):
@@ -200,16 +227,18 @@ def score(args, judge):
         names = ["chosen_score", "rejected_score"] if len(made["responses"]) > 1 else ["score"]
         own = {name: next(scores) for name in names}
         scored.append(own)
-        out.write({**row, **own})
+        # A column of the data keeps its name
+        new = {f"reward_model_{name}" if name in row else name: own[name] for name in names}
+        out.write({**row, **new})
         if not args.out:
             print("  ".join(f"{name} {value:8.3f}" for name, value in own.items()))
-    print("\n".join(["", *talk_tables.scored(scored)]))
+    print("\n".join(["", *tables.scored(scored)]))
 
 
 def main(argv=None):
-    args = get_args(argv)
+    flags = get_args(argv)
+    args = flags()
     launch.silence_libraries()
-    launch.warn_of_bf16(args)
     gold = args.gold_fn and reward_functions.load_function(args.gold_fn, "--gold_fn")
     prompts = read_prompts(args) if args.prompts else None
     judge = Judge(args, args.reward) if args.reward else None
@@ -224,8 +253,9 @@ def main(argv=None):
         form = forms.get(writer.template, repr(writer.template))
         print(f"{writer.name}: {count}, {writer.dtype}; questions are written as {form}")
     print("Ask something. /help lists the commands.")
-    talk_session.Session(args, new_parser(), writers, judge, gold).run()
+    sys.stdin.reconfigure(errors="replace")  # what is typed may be no UTF-8
+    session.Session(flags, writers, judge, gold).run()
 
 
 if __name__ == "__main__":
-    main()
+    refused.program(main)

@@ -1,5 +1,7 @@
-"""What the demo's three steps achieved, against the known limits: `python
-toy/report.py output/demo`."""
+"""What the demo's three steps achieved, against the known limits.
+
+python toy/report.py output/demo
+"""
 
 import json
 import sys
@@ -8,6 +10,14 @@ from pathlib import Path
 from gold import gold
 
 TOY = Path(__file__).resolve().parent
+METRICS = (
+    ("sft", "eval_loss"),
+    ("reward", "eval_accuracy"),
+    ("ppo", "eval_gold"),
+    ("ppo", "eval_reward"),
+    ("ppo", "eval_kl"),
+    ("ppo", "eval_response_length"),
+)
 
 
 def read(file):
@@ -15,55 +25,47 @@ def read(file):
     return [json.loads(line) for line in open(file)]
 
 
-def main(folder):
-    limits = json.loads((TOY / "data" / "limits.json").read_text())
-    rows = []
-    for step, metric in (
-        ("sft", "eval_loss"),
-        ("reward", "eval_accuracy"),
-        ("ppo", "eval_gold"),
-        ("ppo", "eval_reward"),
-        ("ppo", "eval_kl"),
-        ("ppo", "eval_response_length"),
-    ):
-        values = [r[metric] for r in read(folder / step / "metrics.jsonl") if metric in r]
-        rows.append(
-            (
-                step,
-                metric,
-                f"{values[0]:.3f}",
-                f"{values[-1]:.3f}",
-                f"{limits[step][metric]:.3f}" if metric in limits[step] else "",
-            )
-        )
+def print_table(folder):
+    """Prints each metric at the first evaluation, at the last one, and its limit."""
+    limits = json.loads((TOY / "data/limits.json").read_text())
     print(f"\n{'step':8}{'metric':24}{'before':>10}{'after':>10}{'limit':>10}")
-    for step, metric, *numbers in rows:
-        print(f"{step:8}{metric:24}" + "".join(f"{n:>10}" for n in numbers))
+    for step, metric in METRICS:
+        lines = read(folder / step / "metrics.jsonl")
+        values = [line[metric] for line in lines if metric in line]
+        limit = limits[step].get(metric)
+        limit = "" if limit is None else f"{limit:.3f}"
+        print(f"{step:8}{metric:24}{values[0]:10.3f}{values[-1]:10.3f}{limit:>10}")
 
-    sft, ppo = read(folder / "sft" / "samples.jsonl"), read(folder / "ppo" / "samples.jsonl")
-    answers = {
-        "base": [s for s in sft if s["step"] == 0],
-        "SFT": [s for s in ppo if s["step"] == 0],
-        "PPO": [s for s in ppo if s["step"] == ppo[-1]["step"]],
+
+def print_answers(folder):
+    """Prints five held-out prompts with the responses of each step's model."""
+    sft, ppo = (read(folder / step / "samples.jsonl") for step in ("sft", "ppo"))
+    last = ppo[-1]["step"]
+    lines = {
+        "base": [line for line in sft if line["step"] == 0],
+        "SFT": [line for line in ppo if line["step"] == 0],
+        "PPO": [line for line in ppo if line["step"] == last],
     }
-    by_prompt = {
-        name: {s["prompt"]: s["response"] for s in reversed(samples)}
-        for name, samples in answers.items()
-    }
+    models = {}
+    for name, found in lines.items():
+        models[name] = {line["prompt"]: line["response"] for line in reversed(found)}
     print(
         "\nHeld-out prompts, answered by the model from scratch, after SFT, and after PPO "
         "(sampled at temperature 1; gold score in front):"
     )
-    for prompt in [
-        p for p in dict.fromkeys(s["prompt"] for s in answers["base"]) if p in by_prompt["PPO"]
-    ][:5]:
+    asked = dict.fromkeys(line["prompt"] for line in lines["base"])
+    for prompt in [prompt for prompt in asked if prompt in models["PPO"]][:5]:
         print(f"\n  {prompt.splitlines()[0]}")
-        for name, texts in by_prompt.items():
-            print(f"    {name:5}{gold([prompt], [texts[prompt]])[0]:5.2f} {texts[prompt][:120]!r}")
-    print(
-        "\nCurves: "
-        + ", ".join(str(folder / step / "curves.png") for step in ("sft", "reward", "ppo"))
-    )
+        for name, responses in models.items():
+            [score] = gold([prompt], [responses[prompt]])
+            print(f"    {name:5}{score:5.2f} {responses[prompt][:120]!r}")
+
+
+def main(folder):
+    print_table(folder)
+    print_answers(folder)
+    curves = [str(folder / step / "curves.png") for step in ("sft", "reward", "ppo")]
+    print(f"\nCurves: {', '.join(curves)}")
     models = f"{folder}/sft {folder}/ppo --reward {folder}/reward"
     print(f"Talk to the models: .venv/bin/python tools/talk.py {models}")
 

@@ -1,53 +1,60 @@
 """Applies variants to copies of the code, checks them, and compares them with the unchanged script.
 
-    python variants/run.py --check                   every variant: two steps, and tests/fork.py
-    python variants/run.py gspo                      its runs on the toy: results.json, picture
-    python variants/run.py --table                   the table of the README, from results.json
+    python variants/run.py [NAME] --check            each variant: two steps, and bench/fork.py
+    python variants/run.py NAME                      its runs on the toy: results.json, picture
+    python variants/run.py NAME --plot               table and picture from results.json alone
+    python variants/run.py                           lists them, as the table of docs/variants.md
 
 After `make demo`: the runs start from its models (--models output/demo). A variant is a folder with
-NAME.diff, or new files for the top of the tree, and with arms.json: what is run. A run that is
-there (in output/variants) is not made again.
+NAME.diff, or new files for the top of the tree, and with arms.json: what is run.
 """
 
-import argparse
-import hashlib
 import json
 import os
 import re
 import shlex
-import shutil
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+sys.path.insert(0, str(ROOT / "labs"))
+import runner  # noqa: E402
+
 NAMES = sorted(file.parent.name for file in HERE.glob("*/arms.json"))
-METRICS = ("eval_gold", "eval_reward", "eval_kl", "eval_response_length")
-
-
-def apply(name, folder):
-    """Copies the code to `folder`, and applies the variant there (none if name is "")."""
-    shutil.rmtree(folder, ignore_errors=True)
-    skipped = shutil.ignore_patterns(".git", ".venv", "output", "__pycache__", "variants", "labs")
-    shutil.copytree(ROOT, folder, ignore=skipped)
-    for file in HERE.glob(f"{name}/*.py") if name else ():
-        shutil.copy(file, folder)
-    outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}  # of our repository
-    for diff in HERE.glob(f"{name}/*.diff") if name else ():
-        subprocess.run(["git", "apply", diff], cwd=folder, env=outside, check=True)
+MEASURES = {
+    "gold": ("eval_gold", "last"),
+    "KL": ("eval_kl", "last"),
+    "length": ("eval_response_length", "last"),
+}
+CURVES = (("step", "gold"), ("kl", "gold"))
 
 
 def declared(name):
     """Returns arms.json of a variant.
 
-    steps: of each run. all: flags of all arms. arms: {name: [script, flags]}; "variant:ppo.py" is
-    the script with the diff. hidden: metrics that mean something else there. models: {name:
-    [script, flags]}, made first, for the arms to name as {name}. check, rows: the script and flags
-    for tests/fork.py, and its rows.
+    script, base: what all arms run, and its flags. arms, models, hidden: as in runner.Lab. check,
+    rows: the script and flags for bench/fork.py, and its rows.
     """
     return json.loads((HERE / name / "arms.json").read_text())
+
+
+def lab_of(name, models):
+    """Returns a variant as a lab, whose runs start from given models."""
+    what = declared(name)
+    script = what["script"]
+    return runner.Lab(
+        title=(HERE / name / "README.md").read_text().splitlines()[0].removeprefix("# "),
+        base={script: what["base"]},
+        arms=what["arms"],
+        measures={head: (script, *measure) for head, measure in MEASURES.items()},
+        until=script,
+        curves=CURVES,
+        hidden=tuple(what.get("hidden", ())),
+        models=what.get("models", {}),
+        given={"sft": models / "sft", "reward": models / "reward", "variant": HERE},
+    )
 
 
 def call(words, folder):
@@ -57,139 +64,74 @@ def call(words, folder):
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{shlex.join(words)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return done.stdout
 
 
-def flags_of(text, models, **others):
-    """Returns the words of flags, with {sft}, {reward}, {variant} and the others filled in."""
-    places = {"sft": models / "sft", "reward": models / "reward", "variant": HERE, **others}
-    return shlex.split(text.format(**places))
-
-
-# ---- Checks ----
 def check(name, models, base, *layouts, steps=2):
-    """Applies a variant to a copy, makes steps of the toy there, and runs tests/fork.py.
+    """Applies a variant to a copy, makes steps of the toy there, and runs bench/fork.py.
 
     layouts: flags for it, such as --quick.
     """
     folder, what = base / "tree", declared(name)
-    apply(name, folder)
-    script, flags = what["check"]
-    flags = flags_of(flags, models)
+    runner.apply(name, folder)
+    script, text = what["check"]
+    flags = shlex.split(text.format(sft=models / "sft", reward=models / "reward"))
     place = ["--max_steps", steps, "--overwrite", "--output_dir", base / "steps"]
     call([sys.executable, script, *flags, *place], folder)
     rows = ["--rows", what.get("rows", 8), "--keep", base / "fork"]
-    call([sys.executable, "tests/fork.py", *layouts, *rows, script, *flags], folder)
+    call([sys.executable, "bench/fork.py", *layouts, *rows, script, *flags], folder)
 
 
+# ---- The table of all ----
 def lines_changed(name):
-    """Returns "+12 -3" of a variant's diff, or how many lines its new script has."""
+    """Returns "+12 -3" of a variant's diff, and how many lines its new file has."""
+    count = sum(len(file.read_text().splitlines()) for file in HERE.glob(f"{name}/*.py"))
+    new = f"+{count}, a new file" if count else ""
     text = "".join(file.read_text() for file in HERE.glob(f"{name}/*.diff"))
     if not text:
-        count = sum(len(file.read_text().splitlines()) for file in HERE.glob(f"{name}/*.py"))
-        return f"+{count}, a new file"
-    return " ".join(f"{c}{len(re.findall(rf'^[{c}](?![{c}]{{2}})', text, re.M))}" for c in "+-")
+        return new
+    marked = [f"{c}{len(re.findall(rf'^[{c}](?![{c}]{{2}})', text, re.M))}" for c in "+-"]
+    return " ".join([*marked, *([f"and {new}"] if new else [])])
 
 
-# ---- Runs ----
-def make_runs(name, models, base, seeds):
-    """Makes the runs of all arms over the seeds, and writes results.json after each seed."""
-    what, results, made = declared(name), {}, {}
-    for model, (script, flags) in what.get("models", {}).items():
-        made[model] = base / f"{name}-{model}"
-        if not (made[model] / "config.json").exists():
-            apply("", base / "tree-unchanged")
-            place = ["--output_dir", made[model], "--overwrite"]
-            words = [sys.executable, script, *flags_of(flags, models), *place]
-            call(words, base / "tree-unchanged")
-    for count, seed in enumerate(seeds, 1):
-        for arm, (script, flags) in what["arms"].items():
-            owner = name if script.startswith("variant:") else "unchanged"
-            text = f"{what['all']} {flags} {what['steps']}"
-            output = base / f"{owner}-{hashlib.sha1(text.encode()).hexdigest()[:8]}-{seed}"
-            if not (output / "config.json").exists():
-                tree = base / f"tree-{owner}"
-                apply(name if owner == name else "", tree)
-                words = flags_of(f"{what['all']} {flags}", models, **made)
-                place = ["--seed", seed, "--output_dir", output, "--overwrite"]
-                place += ["--max_steps", what["steps"], "--eval_steps", what["steps"] // 3]
-                call([sys.executable, script.removeprefix("variant:"), *words, *place], tree)
-            lines = (output / "metrics.jsonl").read_text().splitlines()
-            records = [record for record in map(json.loads, lines) if "eval_gold" in record]
-            hidden = what.get("hidden", []) if owner == name else []
-            names = [metric for metric in ("step", *METRICS) if metric not in hidden]
-            curve = [{key: record[key] for key in names if key in record} for record in records]
-            results.setdefault(arm, {})[seed] = curve
-        record = {"steps": what["steps"], "seeds": list(seeds[:count]), "arms": results}
-        (HERE / name / "results.json").write_text(json.dumps(record, indent=1) + "\n")
-    draw(name)
-
-
-def cell(results, arm, metric, step=-1):
-    """Returns mean [smallest, largest] over the seeds of an arm's metric, at an evaluation."""
-    values = [curve[step][metric] for curve in results["arms"][arm].values()]
-    span = f" [{min(values):.3f}, {max(values):.3f}]" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{span}"
-
-
-def table(name):
-    """Returns the table of a variant's README, in Markdown."""
-    results = json.loads((HERE / name / "results.json").read_text())
-    steps, seeds = results["steps"], len(results["seeds"])
-    head = [f"{steps} steps, {seeds} seed{'s' * (seeds > 1)}", "gold", "KL", "length"]
-    lines = [head, ["---"] * len(head)]
-    for arm, curves in results["arms"].items():
-        found = next(iter(curves.values()))[-1]
-        names = ("eval_gold", "eval_kl", "eval_response_length")
-        lines.append([arm, *(cell(results, arm, n) if n in found else "" for n in names)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def draw(name):
-    """Draws gold against steps and against KL, means over the seeds, as curves.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    results = json.loads((HERE / name / "results.json").read_text())
-    figure, axes = pyplot.subplots(1, 2, figsize=(8, 3), sharey=True)
-    for arm, curves in results["arms"].items():
-        for axis, x in zip(axes, ("step", "eval_kl")):
-            points = [
-                [statistics.mean(c[i][key] for c in curves.values()) for key in (x, "eval_gold")]
-                for i in range(min(map(len, curves.values())))
-                if all(x in c[i] for c in curves.values())
-            ]
-            if points:
-                axis.plot(*zip(*points), marker="o", label=arm)
-    axes[0].set(xlabel="step", ylabel="gold score of held-out prompts")
-    axes[1].set(xlabel="KL to the SFT model, nats a response")
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(HERE / name / "curves.png", dpi=80)
+def overview():
+    """Returns the table of all variants, in Markdown: gold of the arms with and without them."""
+    lines = ["| variant | lines | gold, after | the unchanged script | picture |"]
+    lines.append("| --- " * 5 + "|")
+    for name in NAMES:
+        results = runner.read(HERE / name / "results.json")
+        texts = {True: [], False: []}
+        for arm, found in runner.by_arm(results).items():
+            own = arm.removeprefix("unchanged: ")
+            texts[own == arm].append(f"{own}: {runner.cell(found, 'gold')}")
+        if not results:  # those of a lab
+            texts[True].append(f"[labs/{name}.md](../labs/{name}.md)")
+        steps = f" ({results[0]['curve']['step'][-1]} steps, 3 seeds)" if results else ""
+        folder = f"../variants/{name}"
+        cells = [f"[{name}]({folder}/README.md)", lines_changed(name)]
+        cells += ["; ".join(texts[True]) + steps, "; ".join(texts[False]) or "-"]
+        picture = f"{folder}/curves.png" if results else f"../labs/{name}.png"
+        lines.append(f"| {' | '.join(cells)} | [curves]({picture}) |")
+    return "\n".join(lines)
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(NAMES)}; all for --check")
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--table", action="store_true")
+    parser = runner.new_parser(__doc__, NAMES, "output/variants")
+    parser.add_argument("--check", action="store_true", help="all, unless one is named")
     parser.add_argument("--models", type=Path, default=ROOT / "output/demo")
-    parser.add_argument("--out", type=Path, default=ROOT / "output/variants")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     args = parser.parse_args()
-    for name in args.names or NAMES:
-        if args.table:
-            print(f"\n{name} ({lines_changed(name)})\n\n{table(name)}")
-        elif args.check:
-            check(name, args.models.resolve(), args.out.resolve() / "check")
+    models, root = args.models.resolve(), args.runs.resolve()
+    if args.check:
+        names = [args.name] if args.name else NAMES
+        print(f"{len(names)} to check, about two minutes each", flush=True)
+        for name in names:
+            check(name, models, root / "check")
             print(f"{name}: equal on all layouts, and when resumed", flush=True)
-        else:
-            make_runs(name, args.models.resolve(), args.out.resolve(), args.seeds)
-            print(f"{name}\n{table(name)}", flush=True)
+    elif args.name is None:
+        print(overview())
+    else:
+        files = ("results.json", "README.md", "curves.png")
+        places = [HERE / args.name / file for file in files]
+        runner.study(lab_of(args.name, models), root, args.jobs, *places, args.plot)
 
 
 if __name__ == "__main__":

@@ -67,14 +67,16 @@ def scores_of(function, responses):
     responses: dicts of prompt, chat, text, extra, response_ids. What the function raises keeps its
     traceback, with the numbers of the rows; what is no score is refused.
     """
+    name = getattr(function, "__name__", repr(function))
     try:
         returned = function(**columns_for(function, responses))
         values = None if isinstance(returned, (str, bytes, dict, set)) else list(returned)
+    except SystemExit as error:  # a run that ends with its exit code would look finished
+        raise RuntimeError(f"{name} ended the program ({error.code})") from error
     except Exception as error:
         rows = [response["row"] for response in responses if "row" in response]
         error.add_note(f"raised for the responses to rows {rows} of the data")
         raise
-    name = getattr(function, "__name__", repr(function))
     if values is None or len(values) != len(responses):
         words = f"{name} must return one score for each of {len(responses)} responses.\n"
         raise Refused("function-returns", f"{words}  It returned {str(returned)[:300]}")

@@ -131,8 +131,8 @@ def work(args, micro_batches, engines, training, reward_models, updates, one_pas
 
     engines: {name: engine}, the actor first. training: those that this step trains. The rollout and
     the reference are a forward of the actor each. Each engine makes a forward that scores, unless
-    one_pass makes it serve for both, and another in each epoch, with a backward if it trains. A
-    prompt that responses share counts for each of them.
+    one_pass makes it serve for both, and one with a backward in each epoch if it trains. A prompt
+    that responses share counts for each of them.
     """
     tokens = rows = scored = 0.0
     for batch in micro_batches:
@@ -150,7 +150,7 @@ def work(args, micro_batches, engines, training, reward_models, updates, one_pas
     flops = 2 * count(next(iter(engines.values())))
     epochs = updates * args.gradient_accumulation_steps / len(micro_batches)
     for engine in engines.values():
-        flops += epochs * count(engine, engine in training)
+        flops += epochs * count(engine, True) if engine in training else 0
         flops += 0 if one_pass else count(engine)
     return tokens, flops + sum(map(count, reward_models))
 

@@ -19,16 +19,10 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # full, or
 ROOM = "Older checkpoints are as they were: make room, and go on with --resume."
 NO_CHECKPOINT = "There is no checkpoint to go on from; --save_steps N writes them."
 WAITED = "Another rank has died, failed or hangs: look for what it has printed."
-FP16 = (
-    "Gradients overflow fp16 even unscaled, so no scale helps: the model was trained in bf16 "
-    "(--dtype bf16, or fp32),\n  the learning rate is too high, or the data holds a NaN."
-)
+FP16 = "Gradients overflow fp16 even unscaled: use --dtype bf16 or fp32, or a lower rate."
 NOT_FINITE = "Likely: a learning rate too high, or fp16 where the model was trained in bf16."
-NOT_FINITE_PPO = (
-    "Check in this order: equal --per_device_generation_batch_size and "
-    "--per_device_training_batch_size, --ppo_epochs 1,\n  --generation_batches 1; then ZeRO stage "
-    "(2) and --dtype (bf16 or fp32 in place of fp16); then the learning rates."
-)
+NOT_FINITE_PPO = """Check in this order: equal generation and training batch sizes, --ppo_epochs 1,
+  --generation_batches 1; ZeRO stage 2; --dtype bf16 or fp32; then the learning rates."""
 
 
 def finish(args, code=0):
@@ -59,10 +53,8 @@ def stop_unless_finite(args, record, rows=()):
         file.write_text("".join(lines))
         where = "\n  The step's rows are in nonfinite_rank*.jsonl."
     advice = NOT_FINITE_PPO if hasattr(args, "ppo_epochs") else NOT_FINITE
-    ranks.say(
-        f"error: step {step}: {', '.join(wrong)} not finite. "
-        f"Stopped; the last checkpoint is untouched.\n  {advice}{where}"
-    )
+    what = f"error: step {step}: {', '.join(wrong)} not finite. Stopped"
+    ranks.say(f"{what}; the last checkpoint is untouched.\n  {advice}{where}")
     finish(args, code=1)
 
 

@@ -74,8 +74,8 @@ def refuse_unusable(args, output):
     if not (exists.is_dir() and os.access(exists, os.W_OK)):
         why = f"{exists} is not a folder that can be written to"
     here = output.resolve()
-    in_use = os.path.ismount(here) or Path.cwd().is_relative_to(here)
-    if args.overwrite and output.exists() and (in_use or not os.access(here.parent, os.W_OK)):
+    fixed = os.path.ismount(here) or Path.cwd().is_relative_to(here)
+    if args.overwrite and output.exists() and (fixed or not os.access(here.parent, os.W_OK)):
         why = "it cannot be moved aside, as --overwrite would"
     if why:
         words = f"--output_dir {args.output_dir}: {why}.\n  Take another --output_dir."
@@ -115,24 +115,14 @@ def inputs(args):
 def check_resume(args, output):
     """Refuses --resume if it cannot go on with the run in `output`."""
     whole, before = checkpoints.whole_checkpoints(args), read_record(output)
-    if whole and not before:
-        raise Refused(
-            "no-args-json",
-            f"--resume: {output}/args.json is missing or damaged, and it says how the run was "
-            "begun.\n  Put it back, or begin anew in another --output_dir.",
-        )
+    if not before:
+        words = f"--resume: {output} holds no run, or its args.json is missing or damaged."
+        raise Refused("no-args-json", f"{words}\n  Leave out --resume to begin one.")
     if whole:
         refuse_other_flags(args, before)
     if saving.is_whole(output):
-        raise Refused(
-            "run-finished",
-            f"--resume: {output} holds a finished run, so there is nothing to go on with.\n"
-            "  --overwrite moves it aside. To train on, start a new run from its model.",
-        )
-    if not whole and not before:
-        where = checkpoints.folder_of(args)
-        words = f"--resume: there is no checkpoint in {where}.\n  Leave it out to start anew."
-        raise Refused("no-checkpoint", words)
+        words = f"--resume: the run in {output} is finished.\n  Start a new one from its model."
+        raise Refused("run-finished", words)
     if not whole:
         ranks.say(f"the run in {output} stopped before its first checkpoint: it starts anew")
         args.resume, args.overwrite = False, True
@@ -149,11 +139,8 @@ def refuse_other_flags(args, before):
         words = f"{was} {before['script']}.py, and this is {script}.py.\n  Take another folder."
         raise Refused("another-script", words)
     for name, old, new in differing(args, before, args.declared.fixed):
-        raise Refused(
-            "flag-changed",
-            f"{was} --{name} {old}, and now it is {new}.\n"
-            "  Give it as it was, or begin anew in another --output_dir.",
-        )
+        words = f"{was} --{name} {old}, and now it is {new}.\n  Give it as it was."
+        raise Refused("flag-changed", words)
 
 
 def say_changes(args, before):

@@ -131,28 +131,26 @@ class Run:
     def print_banner(self):
         """Prints model, batch, data, and, where it is known, what any model can reach."""
         args, engine, name = self.args, self.engine, next(iter(self.engines))
-        path = getattr(args, f"{name}_model_name_or_path", None) or vars(args).get(
-            "model_name_or_path", name
-        )
+        flags = vars(args)
+        path = flags.get(f"{name}_model_name_or_path") or flags.get("model_name_or_path", name)
         scratch = "" if model_folders.has_weights(lora.chain(path)[-1]) else ", from scratch"
         model = modules.unwrap_model(engine)
-        counts = [modules.count_parameters(model, training) / 1e6 for training in (0, 1)]
-        weights = "{:,.2f} M parameters ({:,.3f} M of them train)".format(*counts)
-        known = ", ".join(f"{metric} {value}" for metric, value in logs.limits(args).items())
-        known = f"\n  limits   {known}: no model can do better on this data" if known else ""
+        count, training = (modules.count_parameters(model, part) / 1e6 for part in (False, True))
         folder = args.declared.preset_from
         preset = f"{args.preset}, that of {folder}" if folder else args.preset
-        ranks.say(
-            f"{self.title}   (preset {preset}; seed {args.seed}, "
-            f"output in {Path(args.output_dir)})\n"
-            f"  model    {path}: {weights}, {args.dtype}, ZeRO stage "
-            f"{engine.zero_optimization_stage()}, {ranks.get_world_size()} x "
-            f"{get_accelerator().device_name()}{scratch}\n"
+        stage, device = engine.zero_optimization_stage(), get_accelerator().device_name()
+        lines = [
+            f"{self.title}   (preset {preset}; seed {args.seed}, output in {args.output_dir})",
+            f"  model    {path}: {count:,.2f} M parameters ({training:,.3f} M of them train), "
+            f"{args.dtype}, ZeRO stage {stage}, {ranks.get_world_size()} x {device}{scratch}",
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
-            f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step\n"
+            f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step",
             f"  data     {len(self.train):,} rows ({data_split.in_words(args)}), "
-            f"{len(self.held_out):,} held out, {self.last_step:,} steps{known}"
-        )
+            f"{len(self.held_out):,} held out, {self.last_step:,} steps",
+        ]
+        if known := ", ".join(f"{metric} {value}" for metric, value in logs.limits(args).items()):
+            lines.append(f"  limits   {known}: no model can do better on this data")
+        ranks.say("\n".join(lines))
 
     def open_epoch(self, step, saved, collate):
         """Returns an epoch's loader, and an iterator over the micro-batches of each step to come.
@@ -214,8 +212,8 @@ class Run:
         args, step, engine = self.args, self.step, self.engine
         if tokens is None:
             tokens, rows, scored = self.count_tokens()
-            layout = tokens, tokens / rows, scored
-            flops = throughput.count_flops(engine, *layout, True, args.gradient_checkpointing)
+            recomputed = args.gradient_checkpointing
+            flops = throughput.count_flops(engine, tokens, tokens / rows, scored, True, recomputed)
         began, self.started = self.started, time.time()  # what follows counts to the next step
         speed = throughput.speed(args, engine, tokens, flops, self.started - began)
         record = {"step": step, "epoch": step / self.steps_per_epoch, **metrics, **speed}

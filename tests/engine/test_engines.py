@@ -18,7 +18,7 @@ import common
 from machinery.base import ranks
 from machinery.engine import patches, state_offload, throughput, zero3
 from machinery.models import model_folders, saving
-from machinery.rollout import decoding, ema
+from machinery.rollout import ema
 from machinery.run import checkpoints
 from tests import kit, runs
 from tests.runs import rows_of_rank, tiny_engine, train_one_step, whole_weights
@@ -132,7 +132,7 @@ def sampled(base):
     plain = AutoModelForCausalLM.from_pretrained(f"{base}/models/actor").eval()
     prompts = [[10 + rank, 11, 12], [20, 21 + rank]]
     ids, mask = common.pad(prompts, 0)
-    uniforms = decoding.row_uniforms(1, rank, range(2), 9)
+    uniforms = kit.uniforms(2, 9, step=rank)
     # the number in the middle of EOS's share of the first token's cdf
     for row, prompt in enumerate(prompts if rank == 0 else ()):
         with torch.no_grad():
@@ -230,8 +230,9 @@ def stage_3(base, folder):
         states = engine.basic_optimizer.state.values()
         return sorted({name for state in states for name in state if "buffer" in name})
 
-    args = argparse.Namespace(offload_states=True, keep_checkpoints=1, output_dir=str(folder))
-    facts = {"rows": 1, "data_rows": 1, "data_fingerprint": ""}
+    args = runs.tiny_args(base, 3, "--output_dir", str(folder))
+    args.offload_states = True
+    facts = {"rows": 1, "data_rows": 1, "data_fingerprint": "", "frozen_models": {}}
     with state_offload.states_on_cpu(args, [engine]):
         pass
     assert buffers() == ["exp_avg_offload_buffer", "exp_avg_sq_offload_buffer"]

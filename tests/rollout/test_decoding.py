@@ -12,8 +12,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import common
 from machinery.base import ranks
 from machinery.engine import zero3
-from machinery.rollout import compiled_decoding, decoding
-from tests.kit import generate
+from machinery.rollout import decoding
+from tests import kit
 
 VOCAB = 100
 SHAPE = dict(
@@ -51,7 +51,7 @@ PROMPTS = [
     for row, n in enumerate(LENGTHS)
 ]
 IDS, MASK = common.pad(PROMPTS, 0)
-UNIFORMS = decoding.row_uniforms(1, 0, range(8), 16)
+UNIFORMS = kit.uniforms(8, 16)
 
 
 def ending(eos):
@@ -93,7 +93,7 @@ def sampled(model, *given, **options):
         sizes.append(len(inputs[0] if inputs else named["input_ids"]))
 
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
-    responses, mask = generate(model, *given, **options)
+    responses, mask = kit.generate(model, *given, **options)
     hook.remove()
     assert not responses[mask == 0].any(), "beyond a row's end there is padding"
     return [row[:n] for row, n in zip(responses.tolist(), mask.sum(1).tolist())], sizes
@@ -149,26 +149,42 @@ def test_a_static_cache_gives_the_same_tokens(name):
     twice in the one cache."""
     model = model_of(name)
     for step, end in ((0, -1), (1, 7)):
-        uniforms = decoding.row_uniforms(1, step, range(8), 16)
+        uniforms = kit.uniforms(8, 16, step)
         plain, _ = sampled(model, IDS, MASK, uniforms, ending(end))
         static, _ = sampled(model, IDS, MASK, uniforms, ending(end), compile_decoding=True)
         assert static == plain
 
 
-def test_a_compiled_step_is_compiled_once(monkeypatch):
+class OnAnAccelerator:
+    """A model that says so, and whose compiled call is made by a backend of ours."""
+
+    device = SimpleNamespace(type="an accelerator")
+
+    def __init__(self, model, backend):
+        self.model = model
+        compiled = torch.compile(model.__call__, backend=backend, fullgraph=True)
+        self.get_compiled_call = lambda config: compiled
+
+    def __call__(self, *args, **options):
+        return self.model(*args, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+
+def test_a_compiled_step_is_compiled_once():
     """The steps of all tokens, of two rollouts, have one graph: no shape changes, no number is
     built into it. (On CUDA transformers compiles it; here a backend runs it as it is.)"""
-    model, graphs = model_of("llama"), []
+    graphs = []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(model.__call__, backend=backend, fullgraph=True)
-    monkeypatch.setattr(compiled_decoding, "step_of", lambda model: compiled)
+    model = OnAnAccelerator(model_of("llama"), backend)
     for ids, mask in ((IDS, MASK), common.pad([[*prompt, 5, 6] for prompt in PROMPTS], 0)):
-        plain, _ = sampled(model, ids, mask, UNIFORMS, ending(-1))
-        static = generate(model, ids, mask, UNIFORMS, ending(-1), compile_decoding=True)[0]
+        plain, _ = sampled(model.model, ids, mask, UNIFORMS, ending(-1))
+        static, _ = kit.generate(model, ids, mask, UNIFORMS, ending(-1), compile_decoding=True)
         assert static.tolist() == plain and len(graphs) == 1
 
 

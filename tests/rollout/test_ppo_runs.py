@@ -1,10 +1,12 @@
 """PPO's own promises, on whole runs of ppo.py: two ranks, tiny models (runs.py)."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import ppo
 from tests import kit, runs
 from tests.runs import curve, facts, made, metrics, run_of, without_clocks
 
@@ -23,6 +25,22 @@ def test_before_the_first_update_the_ratio_is_exactly_1(name):
     for record in metrics(name)[1:]:
         assert record["ratio_max"] == pytest.approx(1, abs=1e-6)
         assert record["clip_fraction"] == 0 and abs(record["approx_kl"]) < 1e-7
+
+
+@pytest.mark.parametrize(
+    "flags, dropout, shared",
+    [
+        ("", 0.0, True),
+        ("", 0.1, False),
+        ("--gradient_accumulation_steps 2", 0.0, False),
+        ("--allow_unstable 1 --ppo_epochs 2", 0.0, False),
+    ],
+)
+def test_one_forward_scores_and_trains_only_where_nothing_lies_between(flags, dropout, shared):
+    """With dropout it would store numbers with dropout: the ratio would be 1 because both are one."""
+    args = ppo.get_args([*runs.base_flags("ppo", runs.base()), *flags.split()])
+    model = SimpleNamespace(config=kit.tiny_config(attention_dropout=dropout))
+    assert ppo.shares_pass(args, model) == shared
 
 
 def test_bf16_stays_within_the_gate():

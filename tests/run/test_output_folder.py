@@ -223,7 +223,7 @@ REFUSED = [  # what is there, the flags, the rule that refuses them
     (no_args_json, ["--overwrite"], "output-taken"),  # whose it is cannot be told
     (no_args_json, ["--resume"], "no-args-json"),
     (not_ours, ["--overwrite"], "output-taken"),
-    (not_ours, ["--resume"], "no-checkpoint"),
+    (not_ours, ["--resume"], "no-args-json"),
     (a_link_to_nothing, [], "output-unusable"),
     (finish, ["--overwrite", "--data_path", "OUTPUT/metrics.jsonl"], "input-in-output"),
     (finish, ["--overwrite", "--data_path", "OUTPUT/.."], "input-in-output"),
@@ -433,27 +433,3 @@ def test_the_best_model_is_whole_at_every_moment(tmp_path, monkeypatch):
             break
         moments += 1
     assert moments > 6
-
-
-@pytest.mark.parametrize(
-    "name, value, better",
-    [("eval_loss", 0.4, True), ("eval_loss", 0.5, False), ("eval_gold", 0.6, True)],
-)
-def test_the_best_is_better_than_all_before_it(tmp_path, name, value, better):
-    """Less loss, more gold. Step 0 does not count; what best/ holds does, of a later step, too."""
-    lines = [{"step": 0, name: value}, {"step": 1, name: 0.5}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    args = SimpleNamespace(output_dir=str(tmp_path))
-    assert best.improves(args, name, {"step": 3, name: value}) == better
-    (tmp_path / "best").mkdir()
-    other = 0.1 if name == "eval_loss" else 0.9
-    (tmp_path / "best" / best.EVALUATION).write_text(json.dumps({"step": 9, name: other}))
-    assert not best.improves(args, name, {"step": 3, name: value})
-
-
-def test_a_metric_that_cannot_say_what_is_best_is_refused():
-    record = {"eval_loss": 1.0, "eval_ema_gold": 1.0, "eval_response_length": 7}
-    best.check(SimpleNamespace(keep_best="eval_loss"), record)
-    for name in ("eval_gold", "eval_ema_gold", "eval_response_length"):
-        with kit.refuses("keep-best-unknown"):
-            best.check(SimpleNamespace(keep_best=name), record)

@@ -168,7 +168,7 @@ def test_killed_at_any_moment_it_is_the_same_run(name, tmp_path):
         assert -9 in play(folder, script=script, zero=zero, kill_at=kill_at).codes
         resume = ["--resume"] * (folder / "args.json").exists()
         done = play(folder, *resume, script=script, zero=zero)
-        over = "finished run" in done.err  # killed when config.json was in its place
+        over = "is finished" in done.err  # killed when config.json was in its place
         assert done.codes == [0, 0] or over, (kill_at, touches, done)
         assert same(outcome(folder), outcome(whole.folder)), (kill_at, touches)
 

@@ -6,8 +6,8 @@
 A policy is its own reward model: beta * log(pi / ref) of a response is its implicit reward, and the
 Bradley-Terry loss of step 2 trains it. Numbered as in main(): 1 data, 2 models, 3 train, 4 save.
 
-Layout of a micro-batch of B pairs: 2B rows as sft.py lays them out, all chosen, then all rejected:
-ids, mask: (2B, T), every row ends in the last column; loss_mask: (2B, K), 1 on the responses.
+Layout of a micro-batch of B pairs: 2B rows as sft.py lays them out, all chosen, then all rejected.
+Every row ends in the last column; loss_mask (2B, R) is 1 on the responses.
 """
 
 import functools
@@ -17,36 +17,20 @@ import torch.nn.functional as F
 
 import common
 import ppo  # its rollout, for the evaluation
-from machinery.base import ranks, refused
+import sft  # its layout
+from machinery.base import ranks
+from machinery.base.refused import program
 from machinery.data.rows import load_rows
 from machinery.flags import declaring, ppo_flags
 from machinery.models import model_folders
 from machinery.rollout import reward_functions, rollout_metrics
 from machinery.run.run import Run
-from tools import estimate_memory as memory
 
 # ---- Hyperparameters ----
 PRESETS = {
-    # [TRL]: its trl/scripts/dpo.py, for a model and data like these
-    "qwen2.5-0.5b": dict(
-        model_name_or_path="output/sft",
-        data_path=["trl-lib/ultrafeedback_binarized"],
-        data_split="0,1,0",
-        output_dir="output/dpo",
-        num_train_epochs=1,  # [TRL]
-        learning_rate=5e-7,  # [TRL], [Rafailov 2023]: 1e-6; LoRA's is ten times it
-        lora_dim=32,
-        weight_decay=0.0,
-        dropout=0.0,  # off: policy and reference are compared
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=8,  # [TRL]
-        per_device_eval_batch_size=4,
-        max_seq_len=1024,
-        zero_stage=2,
-    ),
     "toy": dict(
         model_name_or_path="output/sft",
-        data_path=[str(declaring.ROOT / "toy/data")],
+        data_path=["toy/data"],
         data_split="4,5,1",
         output_dir="output/dpo",
         num_train_epochs=1,
@@ -57,7 +41,7 @@ PRESETS = {
         dropout=0.0,
         max_answer_seq_len=48,
         num_eval_prompts=280,
-        gold_fn=str(declaring.ROOT / "toy/gold.py:gold"),
+        gold_fn="toy/gold.py:gold",
         per_device_train_batch_size=16,
         per_device_eval_batch_size=140,
         max_seq_len=64,
@@ -65,6 +49,23 @@ PRESETS = {
         dtype="fp32",
         group_by_length=0,
         log_steps=10,
+    ),
+    # [TRL]: its trl/scripts/dpo.py, for a model and data like these
+    "qwen2.5-0.5b": dict(
+        model_name_or_path="output/sft",
+        data_path=["trl-lib/ultrafeedback_binarized"],
+        data_split="0,1,0",
+        output_dir="output/dpo",
+        num_train_epochs=1,  # [TRL]
+        learning_rate=5e-6,  # with LoRA; 5e-7 trains all weights [TRL], [Rafailov 2023]: 1e-6
+        lora_dim=32,
+        weight_decay=0.0,
+        dropout=0.0,  # off: policy and reference are compared
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=8,  # [TRL]
+        per_device_eval_batch_size=4,
+        max_seq_len=1024,
+        zero_stage=2,
     ),
 }
 COLUMNS = """step epoch loss accuracy chosen_reward rejected_reward eval_loss eval_accuracy
@@ -86,31 +87,21 @@ def get_args(argv=None):
     arg("temperature", 1.0, "of sampling", least=1e-6)
     ppo_flags.add_sampling_flags(arg)
     args = declaring.parse(parser, PRESETS, argv, "dpo")
-    if "data_path" in args._given and "gold_fn" not in args._given:
+    if "data_path" in args.declared.given and "gold_fn" not in args.declared.given:
         args.gold_fn = None  # the toy's knows the toy's questions
-    if args.eval_best_of > 1:
-        refused.fail("--eval_best_of: there is no reward model here to choose by.\n  Leave it out.")
-    args.reward_fn = []
+    args.reward_fn, args.compile_decoding = [], False
     return args
-
-
-def models(args):
-    """Returns the models of this script for --estimate: the policy, and its reference."""
-    rows = 2 * args.per_device_train_batch_size
-    policy = memory.Model(args, rows)
-    frozen = memory.Model(args, rows, trains=False)
-    return [policy] if args.lora_dim or args.loss == "simpo" else [policy, frozen]
 
 
 # ---- Data and loss ----
 def collate(rows, pad_id):
-    """Lays B pairs out -> ids, mask: (2B, T), loss_mask: (2B, K), row_weight: (B,)."""
-    both = [(row, row["responses"][i]) for i in (0, 1) for row in rows]
-    ids, mask = common.pad([row["prompt_ids"] + response for row, response in both], pad_id)
-    real = [[float(row["row_weight"])] * len(response) for row, response in both]
-    loss_mask, _ = common.pad(real, 0.0)  # 0 in a filler row
-    row_weight = torch.tensor([float(row["row_weight"]) for row in rows])
-    return {"ids": ids, "mask": mask, "loss_mask": loss_mask, "row_weight": row_weight}
+    """Lays B pairs out in a sft.MicroBatch of 2B rows: all chosen, then all rejected."""
+    both = []
+    for i in (0, 1):
+        for row in rows:
+            response = {"responses": [row["responses"][i]]}
+            both.append({**row, **response, "prompt_loss_mask": [0] * len(row["prompt_ids"])})
+    return sft.collate(both, pad_id)
 
 
 def implicit_rewards(args, model, reference, batch):
@@ -120,15 +111,14 @@ def implicit_rewards(args, model, reference, batch):
     The reference comes first: under ZeRO-3 the forward that is trained on must come right before
     its backward.
     """
-    layout = batch["ids"], batch["mask"], batch["loss_mask"]
     ref_logprobs = 0.0
     if reference:
         with torch.no_grad():
-            ref_logprobs = common.last_logprobs(reference, *layout)  # (2B, K)
-    logprobs = common.last_logprobs(model, *layout)  # (2B, K)
+            ref_logprobs = common.response_logprobs(reference, batch, batch.loss_mask)  # (2B, R)
+    logprobs = common.response_logprobs(model, batch, batch.loss_mask)  # (2B, R)
     rewards = args.beta * (logprobs - ref_logprobs).sum(-1)  # (2B,)
     if args.loss == "simpo":
-        rewards = rewards / batch["loss_mask"].sum(-1).clamp(min=1)
+        rewards = rewards / batch.loss_mask.sum(-1).clamp(min=1)
     return rewards.chunk(2)
 
 
@@ -160,8 +150,8 @@ def evaluate(args, engine, reference, held_out, collate_rows):
     """Loss, accuracy and implicit rewards on the held-out pairs of all ranks."""
     engine.eval()
     sums = torch.zeros(5, dtype=torch.float64)
-    for batch in common.eval_loader(args, held_out, collate_rows):
-        weight = batch["row_weight"]
+    for _, batch in common.eval_loader(args, held_out, collate_rows):
+        weight = batch.row_weight.chunk(2)[0]  # (B,)
         pair = implicit_rewards(args, engine, reference, batch)
         sums += torch.cat([pair_sums(args, *pair, weight)[1], weight.sum()[None]]).cpu()
     engine.train()
@@ -177,24 +167,25 @@ def answer(args, engine, reference, tokenizer, prompts, gold):
     responses = ppo.roll_out(args, engine, tokenizer, rows, 0, size)
     engine.eval()
     for batch in ppo.make_micro_batches(tokenizer, responses, size):
-        layout = batch.ids, batch.mask, batch.response_mask, args.temperature
-        found = {"response_length": batch.response_mask.sum(-1)}  # (B,)
+        wanted = batch.response_mask, args.temperature
+        found = {"response_length": batch.length}  # (B,)
         if reference:
-            ref_logprobs = common.last_logprobs(reference, *layout)  # (B, R)
-            found["kl"] = (common.last_logprobs(engine, *layout) - ref_logprobs).sum(-1)
+            ref_logprobs = common.response_logprobs(reference, batch, *wanted)  # (B, R)
+            logprobs = common.response_logprobs(engine, batch, *wanted)
+            found["kl"] = (logprobs - ref_logprobs).sum(-1)
         if gold:
             found["gold"] = gold(batch).sum(-1)
         for name, values in found.items():
             for response, value in zip(batch.responses, values.tolist()):
                 response[name] = value
     engine.train()
-    return sorted(ranks.each_once(responses), key=lambda response: response["row"])
+    return rollout_metrics.gathered(responses)
 
 
 # ---- The script, top to bottom ----
 def main():
     args = get_args()
-    run = Run(args, "DPO: direct preference optimization", models)
+    run = Run(args, "DPO: direct preference optimization")
     gold = reward_functions.load(args)[1]  # --gold_fn
 
     # ---- 1 data ----
@@ -218,11 +209,13 @@ def main():
 
     # ---- 3 train ----
     for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
-        pairs = ranks.all_sum(sum(batch["row_weight"].sum() for batch in micro_batches)).item()
+        pairs = ranks.all_sum(sum(batch.row_weight.sum() for batch in micro_batches)).item() / 2
         sums = torch.zeros(4, device=ranks.device())
-        for batch in map(ranks.to_device, micro_batches):
+        for batch in micro_batches:
+            batch = batch.to(ranks.device())
             chosen, rejected = implicit_rewards(args, engine, reference, batch)  # (B,), (B,)
-            loss_sum, of_batch = pair_sums(args, chosen, rejected, batch["row_weight"])
+            weight = batch.row_weight.chunk(2)[0]
+            loss_sum, of_batch = pair_sums(args, chosen, rejected, weight)
             engine.backward(loss_sum * common.loss_scale(pairs, micro_steps))
             engine.step()  # moves the weights at the step's last micro-batch only
             sums += of_batch
@@ -234,4 +227,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    program(main)

@@ -1,0 +1,269 @@
+"""The labs: each run is a command that parses, each mistake does what it says, and what a page says
+is what its runs showed."""
+
+import functools
+import json
+import re
+import subprocess
+import sys
+from itertools import combinations
+from math import log
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import torch
+
+import ppo
+import reward
+import sft
+from tests import kit, runs
+
+LABS = kit.ROOT / "labs"
+sys.path.insert(0, str(LABS))
+import declared  # noqa: E402
+import faults  # noqa: E402
+import runner  # noqa: E402
+
+MODULES = {"sft": sft, "reward": reward, "ppo": ppo}
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", declared.LABS)
+def test_the_runs_of_a_lab_are_commands_that_parse(name):
+    """Each arm, each step: a flag that was renamed would be found an hour into the lab."""
+    lab, commands = declared.LABS[name], set()
+    assert len(lab.seeds) >= 3 and set(lab.shown) <= set(lab.measures)
+    for chain in lab.chains().values():
+        for run in chain.values():
+            words = run.command(Path("runs"))
+            assert not run.fault or run.fault in faults.FAULTS
+            if not run.variant:
+                MODULES[run.script].get_args(words[words.index(f"{run.script}.py") + 1 :])
+            commands.add(tuple(words))
+    assert len(commands) >= len(lab.arms) * len(lab.seeds)
+
+
+def test_a_run_has_one_place_whoever_asks_for_it(tmp_path):
+    """Labs share runs: the place depends on the flags, whatever their order, on the seed, on the
+    mistake, and on the models that the run starts from."""
+
+    def place(arm, seed=1):
+        return declared.lab("t", {"a": arm}).chains()["a", seed]["ppo"].folder(tmp_path)
+
+    plain = place({"ppo": "--clip 0.3 --lam 0.9"})
+    assert place({"ppo": "--lam 0.9 --clip 0.3"}) == plain
+    others = [place({"ppo": "--clip 0.3"}), place({"ppo": "--clip 0.3 --lam 0.9"}, 2)]
+    others += [place({"ppo": "--clip 0.3 --lam 0.9", "fault": "none"})]
+    others += [place({"ppo": "--clip 0.3 --lam 0.9", "sft": "--num_train_epochs 9"})]
+    assert len({plain, *others}) == 5
+    assert runner.merged("--a 1 --b 2 3", "--b 4 --c") == ("--a", "1", "--b", "4", "--c")
+
+
+def test_runs_are_skipped_resumed_and_their_end_is_noted(tmp_path, monkeypatch, capsys):
+    """A run that is there costs nothing, one that was interrupted goes on with --resume, one that
+    stopped at a NaN is a result, and any other failure ends the lab with the end of its log. How
+    many runs there are is said at once, and Ctrl-C ends with one line."""
+    run, calls = runner.Run("sft", ("--max_steps", "2"), 1), []
+    folder = run.folder(tmp_path)
+
+    def call(command, stdout, **_):
+        calls.append(command)
+        stdout.write("what it said")
+        return 1
+
+    monkeypatch.setattr(subprocess, "call", call)
+    with pytest.raises(SystemExit, match="what it said"):
+        runner.make(run, tmp_path)
+    assert "--resume" not in calls[0] and not run.is_made(tmp_path)
+    (folder / "args.json").write_text("{}")
+    (folder / "nonfinite_rank0.jsonl").write_text("")
+    runner.make(run, tmp_path)
+    assert calls[1][-1] == "--resume"
+    assert json.loads((folder / runner.FINISHED).read_text())["stopped"] is True
+    assert runner.make(run, tmp_path) == 0 and len(calls) == 2
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "make", interrupt)
+    other = runner.Run("sft", (), 1)
+    with pytest.raises(SystemExit, match="same command"):
+        runner.make_all({("a", 1): {"sft": run}, ("b", 1): {"sft": other}}, tmp_path, jobs=1)
+    assert "1 runs to make" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
+    """Four runs of two steps each; the second call makes none of them again."""
+    few = "--max_steps 2 --log_steps 1"
+    models = "--actor_model_name_or_path {sft} --critic_model_name_or_path {reward}"
+    base = {
+        "sft": f"{few} --num_samples 0",
+        "reward": f"--model_name_or_path {{sft}} {few}",
+        "ppo": f"{models} {few} --num_eval_prompts 4",
+    }
+    arms = {"ours": {}, "shifted": {"fault": "shifted"}}
+    lab = runner.Lab("t", base, arms, declared.GOLD, ("gold",), seeds=(1,))
+    places = [tmp_path / name for name in ("results.json", "page.md", "lab.png")]
+    places[1].write_text(runner.MARK * 2)
+    runner.study(lab, tmp_path, 2, *places, False)
+    found = runner.read(places[0])
+    assert [result["arm"] for result in found] == ["ours", "shifted"]
+    assert all(0 <= result["values"]["gold"] <= 1 for result in found)
+    monkeypatch.setattr(subprocess, "call", None)
+    runner.study(lab, tmp_path, 2, *places, False)
+    assert runner.table(lab, found) in places[1].read_text()
+
+
+# --------------------------------------------------------------------------------------------------
+# Measures
+# --------------------------------------------------------------------------------------------------
+def test_best_of_n_is_the_mean_over_all_choices_of_n(tmp_path):
+    """Four samples to each of two prompts; the best of every pair, by hand."""
+    prompts = [[(0.3, 1.0), (0.1, 0.0), (0.9, 0.5), (0.2, 0.25)], [(4, 1), (3, 0), (2, 1), (1, 0)]]
+    lines = [{"reward": r, "gold": g} for each in prompts for r, g in each]
+    (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    curve = runner.best_of(tmp_path, 4)
+    assert curve["n"] == [1, 2, 4] and curve["kl"][0] == 0
+    for n, reward_mean, gold in zip(*(curve[key] for key in ("n", "reward", "gold"))):
+        best = [max(chosen) for each in prompts for chosen in combinations(each, n)]
+        assert reward_mean == pytest.approx(mean(r for r, _ in best))
+        assert gold == pytest.approx(mean(g for _, g in best))
+
+
+def test_calibration_by_hand():
+    """Four pairs of which three are right, at a confidence of 3/4: no error. Eight at 0.8808, all
+    wrong: 0.8808. Together each bin has the weight of its pairs."""
+    sure = [{"chosen_score": s * log(3), "rejected_score": 0.0} for s in (1, 1, 1, -1)]
+    wrong = [{"chosen_score": 1.0, "rejected_score": 3.0}] * 8
+    assert runner.calibration(sure) == pytest.approx(0)
+    assert runner.calibration(sure + wrong) == pytest.approx(0.8808 * 8 / 12, abs=1e-4)
+
+
+def test_the_actor_is_compared_at_the_averages_kl():
+    """The average is at 1.5 nats. The actor was at 1 and at 2: its gold score is in the middle."""
+    golds, kls = (0.5, 0.6, 0.8, 0.7), (0, 1, 2, 4)
+    lines = [{"eval_kl": kl, "eval_gold": g, "eval_ema_kl": kl} for kl, g in zip(kls, golds)]
+    lines[-1]["eval_ema_kl"] = 1.5
+    assert runner.gold_at(lines) == pytest.approx(0.7)
+
+
+def test_an_unfinished_measure_is_left_out_of_the_mean():
+    results = [
+        {"arm": "a", "seed": 1, "stopped": True, "values": {"gold": None}},
+        {"arm": "a", "seed": 2, "stopped": False, "values": {"gold": 0.5}},
+    ]
+    lab = declared.lab("t", {"a": {}}, {"gold": None})
+    assert "| a | 2, 1 stopped at NaN | 0.500 [0.500, 0.500] |" in runner.table(lab, results)
+
+
+# --------------------------------------------------------------------------------------------------
+# Pages
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", declared.LABS)
+def test_a_page_says_what_the_results_say(name):
+    """The table of a page is made from the committed results, and so is its picture."""
+    page, results = (LABS / f"{name}.md").read_text(), runner.read(LABS / f"results/{name}.json")
+    for part in ("**The claim.**", "**The hypothesis", "**Verdict.**", f"run.py {name} --plot"):
+        assert part in page, part
+    [row] = re.findall(rf"^\| \[{name}\].*$", (LABS / "README.md").read_text(), re.M)
+    assert runner.table(declared.LABS[name], results) in page
+    assert (LABS / f"{name}.png").exists() and f"{name}.png" in row
+    assert {result["arm"] for result in results} <= set(declared.LABS[name].arms)
+
+
+def test_every_picture_can_be_drawn_again(tmp_path):
+    """From the committed results alone: dots, and curves."""
+    for name in ("ptx", "overoptimisation"):
+        results = runner.read(LABS / f"results/{name}.json")
+        runner.draw(declared.LABS[name], results, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 5_000
+
+
+# --------------------------------------------------------------------------------------------------
+# Mistakes
+# --------------------------------------------------------------------------------------------------
+def faulty(base, name, fault, script, flags):
+    """Makes a run of two steps with a mistake in it, in a rank of its own."""
+    if fault:
+        faults.FAULTS[fault]()
+    run = runs.run(script, f"--max_steps 2 {flags}", rows=8, accumulation=1)
+    return runs.make_run(base, name, script, run["flags"])
+
+
+@functools.cache
+def lines_with(fault, script="ppo", flags="--num_eval_prompts 4"):
+    """Returns the metrics of such a run: of the evaluation before, and of the two steps."""
+    name = f"fault_{fault}_{script}_{flags.replace(' ', '')}"
+    done = kit.fork(faulty, 1, runs.base(), name, fault, script, flags, meet="")
+    assert done.code == 0 and done.results[0]["code"] == 0, done
+    return kit.metrics(runs.base() / "runs" / name, clocks=False)
+
+
+def test_without_a_mistake_two_passes_are_one():
+    """A pass that scores and one that trains give what one pass gives."""
+    for plain, none in zip(lines_with(""), lines_with("none")):
+        assert none == pytest.approx(plain, rel=1e-4, abs=1e-5)
+    assert [line["ratio_max"] for line in lines_with("none")[1:]] == pytest.approx([1, 1])
+
+
+DROPOUT = "--num_eval_prompts 4 --actor_dropout 0.3"
+MISTAKES = {  # what differs in the first step: the ratio, the gradient, the reward
+    "shifted": ("", {"ratio_max", "grad_norm"}),
+    "dropout_scores": (DROPOUT, {"ratio_max", "grad_norm"}),
+    "bf16_scores": ("", {"ratio_max", "grad_norm"}),
+    "bf16_trains": ("", {"ratio_max", "grad_norm"}),
+    "no_eos": ("", {"grad_norm"}),
+    "whitened_by_halves": ("", {"grad_norm"}),
+    "offset_2": ("", {"grad_norm", "reward"}),
+}
+
+
+@pytest.mark.parametrize("fault", MISTAKES)
+def test_a_mistake_changes_what_it_names(fault):
+    """And no evaluation: they measure, and are to measure all runs alike."""
+    flags, changed = MISTAKES[fault]
+    before, first, _ = lines_with(fault, flags=flags) if flags else lines_with(fault)
+    expected, plain, _ = lines_with("none")
+    different = {k for k in ("ratio_max", "reward") if abs(first[k] - plain[k]) > 1e-4}
+    # whitened advantages: the actor's gradient only, whose norm is logged
+    different |= {"grad_norm"} if abs(first["grad_norm"] - plain["grad_norm"]) > 1e-5 else set()
+    assert different == changed
+    offset = 2.0 if fault == "offset_2" else 0.0
+    assert first["reward"] - plain["reward"] == pytest.approx(offset, abs=1e-5)
+    assert before["eval_reward"] - expected["eval_reward"] == pytest.approx(offset, abs=1e-5)
+    assert before["eval_kl"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_other_mistakes():
+    """GRPO without the deviation; 64 samples of each prompt; heads."""
+    grpo = "--num_eval_prompts 4 --advantage grpo --samples_per_prompt 2"
+    plain, changed = (lines_with(fault, flags=grpo)[1] for fault in ("", "grpo_no_deviation"))
+    assert changed["reward"] == pytest.approx(plain["reward"])
+    assert changed["advantage_std"] != pytest.approx(plain["advantage_std"], rel=0.01)
+    lines_with("answer_64_times", flags="--num_eval_prompts 128")
+    [name] = (runs.base() / "runs").glob("fault_answer*")
+    samples = [json.loads(line) for line in (name / "samples.jsonl").read_text().splitlines()]
+    first = samples[:64]
+    assert len({line["prompt"] for line in first}) == 1 < len({line["response"] for line in first})
+    assert samples[64]["prompt"] != first[0]["prompt"]
+    scratch = "--model_name_or_path BASE/models/actor"
+    names = ("", "head_0.02", "head_root", "head_zero", "head_library")
+    losses = {name: lines_with(name, "reward", scratch)[0]["eval_loss"] for name in names}
+    assert losses["head_zero"] == pytest.approx(log(2)) and len(set(losses.values())) == 5
+
+
+def test_dual_clip_bounds_the_loss_of_a_bad_token(monkeypatch):
+    """A bad token (A = -1) that became e times as likely has the loss e, which is below 3. One that
+    became e^2 times as likely has 3 in place of 7.39. A good token's loss is as before."""
+    monkeypatch.setattr(ppo, "policy_loss", ppo.policy_loss)
+    faults.FAULTS["dual_clip_3"]()
+    new, old = torch.tensor([[1.0, 2.0, 2.0]]), torch.zeros(1, 3)
+    advantages = torch.tensor([[-1.0, -1.0, 1.0]])
+    loss, ratio = ppo.policy_loss(new, old, advantages, 0.2, None)
+    assert loss[0].tolist() == pytest.approx([2.7183, 3.0, -1.2], abs=1e-4)
+    assert ratio[0].tolist() == pytest.approx([2.7183, 7.3891, 7.3891], abs=1e-4)

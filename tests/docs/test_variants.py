@@ -1,0 +1,156 @@
+"""The variants: each is a small diff, or a new script, and each still applies, learns the same
+however it is laid out, and says what its runs have shown.
+"""
+
+import importlib.util
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests import kit
+from tests.conftest import micro_batch
+
+VARIANTS = kit.ROOT / "variants"
+DIFFS = sorted(VARIANTS.glob("*/*.diff"))
+
+
+def load(file):
+    """Imports a file by its path; it finds common and machinery as they are."""
+    spec = importlib.util.spec_from_file_location(f"variant_{file.parent.name}", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+variants = load(VARIANTS / "run.py")
+runner = variants.runner
+
+
+def patched(name, folder):
+    """Returns ppo.py with the variant's diff, as a module."""
+    runner.apply(name, folder / "tree")
+    return load(folder / "tree/ppo.py")
+
+
+@pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.stem)
+def test_a_diff_applies(diff):
+    """Whoever changes a line that a diff stands on mends the diff in the same change."""
+    command = ["git", "apply", "--check", str(diff)]
+    done = subprocess.run(command, cwd=kit.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_pages_say_what_the_runs_showed():
+    """The table of each page, and that of all variants, are made from results.json."""
+    for name in variants.NAMES:
+        page = (VARIANTS / name / "README.md").read_text()
+        results = runner.read(VARIANTS / name / "results.json")
+        assert len(page.splitlines()) <= 65 and f"variants/run.py {name}" in page
+        if results:
+            assert runner.table(variants.lab_of(name, kit.ROOT), results) in page, name
+            assert (VARIANTS / name / "curves.png").exists()
+    assert variants.overview() in (kit.ROOT / "docs/variants.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", variants.NAMES)
+def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path):
+    """Two steps, and bench/fork.py: ranks, ZeRO stages, --resume. (`make variants`: all.)"""
+    models = tmp_path / "models"
+    models.mkdir()
+    for link, model in {"sft": "actor", "reward": "reward"}.items():
+        (models / link).symlink_to(kit.base() / "models" / model)
+    variants.check(name, models, tmp_path, "--quick")
+
+
+# --------------------------------------------------------------------------------------------------
+# Their maths, by hand
+# --------------------------------------------------------------------------------------------------
+def numbers(tensor):
+    return [round(x, 4) for x in tensor.tolist()]
+
+
+def test_the_three_losses_of_dpo():
+    """At the start policy and reference are equal: log 2 in DPO. IPO wants a difference of
+    1 / (2 beta), SimPO one of its margin and more."""
+    dpo = load(VARIANTS / "dpo/dpo.py")
+
+    def loss(kind, chosen, rejected):
+        args = SimpleNamespace(loss=kind, beta=0.1, margin=0.5)
+        return dpo.pair_loss(args, torch.tensor([chosen]), torch.tensor([rejected])).item()
+
+    assert loss("sigmoid", 0.3, 0.3) == pytest.approx(0.6931, abs=1e-4)  # log 2
+    assert loss("sigmoid", 1.0, -1.0) == pytest.approx(0.1269, abs=1e-4)  # log(1 + e^-2)
+    assert loss("ipo", 0.0, 0.0) == pytest.approx(25)  # 5^2
+    assert loss("ipo", 0.5, 0.0) == pytest.approx(0)  # h = 0.5 / 0.1 = 1 / 0.2
+    assert loss("simpo", 0.5, 0.0) == pytest.approx(0.6931, abs=1e-4)
+
+
+def test_dpos_implicit_rewards_are_of_the_responses_alone(tokenizer, tiny_model):
+    """beta * (log pi - log ref), summed over a response; SimPO's is beta times the mean of log pi.
+    A filler pair counts nothing."""
+    dpo = load(VARIANTS / "dpo/dpo.py")
+    args = SimpleNamespace(loss="sigmoid", beta=0.5, margin=0.0)
+    row = {"prompt_ids": [5, 6, 7], "responses": [[8, 9, 1], [10, 1]], "row_weight": 1}
+    batch = dpo.collate([row, {**row, "row_weight": 0}], tokenizer.pad_token_id)
+    assert batch.loss_mask.tolist() == [[1, 1, 1], [0, 0, 0], [0, 1, 1], [0, 0, 0]]
+    chosen, rejected = dpo.implicit_rewards(args, tiny_model, tiny_model, batch)
+    assert numbers(chosen) == numbers(rejected) == [0, 0]
+    args.loss = "simpo"
+    chosen, rejected = dpo.implicit_rewards(args, tiny_model, None, batch)
+    logits = tiny_model(torch.tensor([[5, 6, 7, 8, 9, 1]])).logits[0].log_softmax(-1)
+    by_hand = (logits[2, 8] + logits[3, 9] + logits[4, 1]) / 3 * 0.5
+    assert chosen[0].item() == pytest.approx(by_hand.item(), abs=1e-5)
+    loss_sum, sums = dpo.pair_sums(args, chosen, rejected, batch.row_weight.chunk(2)[0])
+    first = dpo.pair_loss(args, chosen, rejected)[0].item()
+    assert loss_sum.item() == sums[0].item() == pytest.approx(first)
+
+
+def test_the_gspo_variant_by_hand(tmp_path):
+    """One ratio a response, the geometric mean of its tokens'; what is returned is each token's.
+    Three means: of tokens 5 count 1 each; of responses each counts 1; by a constant 3 / 4, 2 / 4.
+    """
+    ppo = patched("gspo", tmp_path)
+    mask = torch.tensor([[1.0, 1, 1], [1, 1, 0]])
+    old = torch.zeros(2, 3)
+    new = torch.tensor([[0.3, 0.0, -0.6], [0.2, 0.4, 9.0]])
+    assert numbers(ppo.sequence_change(new, old, mask)[:, 0]) == [-0.1, 0.3]
+    args = SimpleNamespace(ratio="sequence", clip=0.2, clip_high=None)
+    args.kl_in, args.entropy_coef = "reward", 0.0
+    batch = micro_batch(response_mask=mask, old_logprobs=old, advantages=mask)
+    loss, ratio, clipped = ppo.actor_loss(args, batch, new, None, 0.0)
+    assert loss[0, 0].item() == pytest.approx(-(2.718281828**-0.1), abs=1e-5)
+    assert loss[1, 0].item() == pytest.approx(-1.2) and clipped[1, 0] and not clipped[0, 0]
+    assert ratio[0, 0].item() == pytest.approx(2.718281828**0.3, abs=1e-5)
+    batch.row_weight = torch.ones(2)
+    args.max_answer_seq_len = 4
+    expected = {"tokens": ([3, 2], 5), "responses": ([1, 1], 2), "constant": ([0.75, 0.5], 2)}
+    for args.loss_mean, (weights, total) in expected.items():
+        [found], count = ppo.loss_weights(args, [batch])
+        assert numbers(found.sum(-1)) == weights and count == total
+    totals, groups = torch.tensor([1.0, 3.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1])
+    assert numbers(ppo.dr_grpo(totals, groups)) == [-1, 1, 0, 0]
+
+
+def test_the_best_of_n_variant_by_hand(tmp_path):
+    """RAFT learns the best response to each prompt."""
+    ppo = patched("best-of-n", tmp_path)
+    totals, groups = torch.tensor([1.0, 3.0, -2.0, -5.0]), torch.tensor([0, 0, 1, 1])
+    assert numbers(ppo.raft(totals, groups)) == [0, 1, 1, 0]
+
+
+def test_points_stand_where_a_sentence_ends(tokenizer):
+    """The process reward and its sum: a kind remark 0.5, a whole right answer 1."""
+    steps = load(VARIANTS / "process-reward/steps.py")
+    prompt = "How does the otter get to the mill?\nAnswer:"
+    text = " Happy to help! The otter gets to the mill by boat."
+    ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    (given,) = steps.steps([prompt], [text], [ids])
+    ends = {tokenizer.decode(ids[: i + 1]): x for i, x in enumerate(given) if x}
+    assert ends == {" Happy to help!": 0.5, text: 1.0}
+    assert steps.whole([prompt], [text]) == [1.5]
+    assert steps.whole([prompt], [" The owl gets to the mill by"]) == [pytest.approx(1 / 3)]

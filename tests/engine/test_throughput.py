@@ -1,0 +1,133 @@
+"""What a step is said to have cost: its FLOPs, its tokens, its seconds."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaForSequenceClassification
+
+import common
+import ppo
+import sft
+from machinery.engine import throughput
+from machinery.models import lora
+from machinery.rollout import rollout_metrics
+from machinery.run import run as run_module
+from machinery.run.run import Run
+from tests import kit, runs
+from tests.conftest import micro_batch
+
+# Of tiny_model in rows of 100 tokens: a multiplication and an addition for each weight and token,
+# and for each position that is looked back at. (Norms are left out here: under 1 %.)
+LAYERS = 2 * 2 * (4 * 32 * 32 + 3 * 32 * 64)  # 2 layers of 32, MLP 64
+ATTENTION = 4 * 2 * 32 * 100
+ADAPTERS = 2 * 2 * (4 * (32 + 32) + 3 * (32 + 64))  # of rank 1 beside each of the 14 matrices
+
+
+@pytest.mark.parametrize(
+    "options, layers, attention, output, adapters",
+    [
+        ({}, 1, 1, 1, 1),
+        # gradients of what goes in, and of the weights
+        ({"trains": True}, 3, 3, 3, 3),
+        ({"trains": True, "checkpointing": True}, 4, 4, 3, 4),
+        ({"checkpointing": True}, 1, 1, 1, 1),  # nothing to compute again
+    ],
+)
+@pytest.mark.parametrize("kind", ["whole", "adapted", "tied"])
+def test_flops_by_hand(tiny_model, options, layers, attention, output, adapters, kind):
+    """100 tokens of one row, 25 of them scored: the output matrix is multiplied for those alone,
+    the input embedding never. With LoRA the frozen matrices have no gradients of their own: about
+    two forwards' worth of work in place of three."""
+    model = copy.deepcopy(tiny_model).requires_grad_(True)
+    expected = 0
+    if kind == "tied":
+        model.lm_head.weight = model.model.embed_tokens.weight
+    if kind == "adapted":
+        lora.add_adapters(model, sft.get_args(["--lora_dim", "1"]), "somewhere")
+        frozen = "trains" in options
+        layers, output, expected = layers - frozen, output - frozen, 100 * adapters * ADAPTERS
+    expected += 100 * (layers * LAYERS + attention * ATTENTION)
+    expected += 25 * output * 2 * 32 * model.config.vocab_size
+    found = throughput.count_flops(model, 100, 100, 25, **options)
+    assert found == pytest.approx(expected, rel=0.01)
+
+
+def test_a_value_model_has_no_output_matrix(tiny_model):
+    """Its head is one row, read at every token; how many tokens are scored does not matter."""
+    value = LlamaForSequenceClassification(tiny_model.config)
+    for scored in (0, 25):
+        found = throughput.count_flops(value, 100, 100, scored)
+        assert found == pytest.approx(100 * (LAYERS + ATTENTION), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "trains, one_pass, forwards", [(False, False, 1), (True, False, 1 + 3), (True, True, 3)]
+)
+def test_a_step_of_ppo_by_hand(tiny_model, trains, one_pass, forwards):
+    """The rollout, the reference and a judge, the forward that scores (unless one_pass trains on
+    it), and one update, where --target_kl left the other epochs out. An actor that waits for its
+    critic (--critic_warmup_steps) makes no forward in the update."""
+    args = ppo.get_args("--preset toy --allow_unstable 1 --ppo_epochs 4".split())
+    response_mask = torch.zeros(2, 25)
+    response_mask[0] = 1  # the second row is a filler
+    weight, lengths = torch.tensor([1.0, 0.0]), torch.tensor([25, 25])
+    batch = micro_batch([0, 0], response_mask=response_mask, row_weight=weight, length=lengths)
+    for response in batch.responses:
+        response["prompt_ids"] = [5] * 75
+    given = {"actor": tiny_model}, [tiny_model] * trains, [tiny_model], 1, one_pass
+    tokens, flops = rollout_metrics.work(args, [batch], *given)
+    forward = throughput.count_flops(tiny_model, 100, 100, 25)
+    assert tokens == 100 and flops == pytest.approx((2 + 1 + forwards) * forward)
+
+
+def test_sft_scores_what_its_loss_covers():
+    """Two rows, one of them a filler: the prompt's tokens take part, and get no logits."""
+    rows = [
+        {"prompt_ids": [5, 6], "prompt_loss_mask": [0, 0], "responses": [[7, 8, 1]]},
+        {"prompt_ids": [5], "prompt_loss_mask": [0], "responses": [[7, 1]]},
+    ]
+    batch = sft.collate([{**row, "row_weight": w} for row, w in zip(rows, (1, 0))], pad_id=0)
+    assert Run.count_tokens(SimpleNamespace(micro_batches=[batch])) == [5, 1, 3]
+
+
+def test_the_rate_of_each_model_is_its_own():
+    """An actor that has made no step (--critic_warmup_steps) learns at no rate; the critic does."""
+    schedule = SimpleNamespace(last_epoch=1, base_lrs=[0.1], lr_lambdas=[lambda step: 1 - step])
+    critic = SimpleNamespace(global_steps=1, lr_scheduler=schedule, was_step_applied=lambda: True)
+    actor = SimpleNamespace(global_steps=0)
+    assert (throughput.learning_rate(actor), throughput.learning_rate(critic)) == (0, 0.1)
+
+
+def timed_run(argv):
+    """A run of step 1 by a clock that moves where work is done, and nowhere else."""
+    clock = [0.0]
+
+    def takes(seconds, holder, name, works=True):
+        function = getattr(holder, name)
+
+        def work(*given, **options):
+            clock[0] += seconds
+            return function(*given, **options) if works else {}
+
+        setattr(holder, name, work)
+
+    run_module.time = SimpleNamespace(time=lambda: clock[0])
+    takes(3, sft, "collate")
+    takes(10, common, "loss_scale")  # once in a step of one micro-batch
+    takes(100, sft, "evaluate", works=False)
+    takes(1, run_module.logs, "write")
+    takes(20, run_module.logs, "draw_curves")
+    kit.call_main("sft", argv)
+
+
+def test_seconds_are_all_of_a_steps_time(tmp_path):
+    """Loading (3 seconds here), what the body does (10) and writing the line before (1) are in
+    `seconds`; an evaluation (100) is not."""
+    flags = "--max_steps 3 --eval_steps 2 --num_samples 0 --output_dir".split()
+    argv = [*runs.base_flags("sft", runs.base()), *flags, str(tmp_path / "out")]
+    done = kit.fork(timed_run, 1, [*argv, "--gradient_accumulation_steps", "1"], meet="never")
+    assert done.code == 0, done
+    lines = kit.metrics(tmp_path / "out")
+    assert [line.get("seconds") for line in lines] == [None, 13, 14, 13]

@@ -1,0 +1,94 @@
+"""One mean over the optimizer step, whatever the layout; optimizer steps; the EMA of the weights."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import common
+import ppo
+import sft
+from machinery.base import ranks
+from machinery.rollout import ema
+
+# 10, 2, 3 and 1 tokens: micro-batches of unlike weight
+RESPONSES = [[7] * 9 + [1], [8, 1], [9, 9, 1], [1]]
+
+
+def gradient(model, responses, scale):
+    """Returns d (scale * loss sum over `responses`) / d output matrix."""
+    prompt = {"prompt_ids": [5, 6], "prompt_loss_mask": [0, 0], "row_weight": 1}
+    batch = sft.collate([{**prompt, "responses": [response]} for response in responses], pad_id=0)
+    logprobs = common.response_logprobs(model, batch, batch.loss_mask)
+    loss = sft.sft_loss_sum(logprobs, batch.loss_mask) * scale
+    return torch.autograd.grad(loss, model.lm_head.weight)[0]
+
+
+@pytest.mark.parametrize("count, micro_steps", [(1, 1), (1, 4), (2, 2), (4, 1), (1, 2)])
+def test_micro_batches_and_ranks_add_up_to_one_token_mean(
+    tiny_model, monkeypatch, count, micro_steps
+):
+    """DeepSpeed divides each loss by the accumulation steps and averages gradients over the ranks.
+    With both undone by `loss_scale`, any cut of the batch has the gradient of the mean over its 16
+    tokens: no layout changes a result."""
+    monkeypatch.setattr(ranks, "get_world_size", lambda: count)
+    scale = common.loss_scale(16, micro_steps)
+    size = len(RESPONSES) // (count * micro_steps)
+    parts = [RESPONSES[i : i + size] for i in range(0, len(RESPONSES), size)]
+    as_deepspeed = sum(gradient(tiny_model, part, scale) / micro_steps for part in parts) / count
+    assert torch.allclose(as_deepspeed, gradient(tiny_model, RESPONSES, 1 / 16), atol=1e-6)
+
+
+def test_the_mean_of_means_is_something_else(tiny_model):
+    """Averaging four micro-batch means gives the lone token of the shortest response ten times the
+    weight of each token of the longest: a different gradient, by a third and more."""
+    means = sum(gradient(tiny_model, [each], 1 / len(each)) for each in RESPONSES) / 4
+    exact = gradient(tiny_model, RESPONSES, 1 / 16)
+    assert (means - exact).norm() > 0.3 * exact.norm()
+
+
+@pytest.mark.parametrize("count, accumulation", [(1, 1), (4, 4), (4, 2)])
+def test_minibatches_take_every_micro_batch_once_in_an_order_of_the_seed(count, accumulation):
+    """count / accumulation optimizer steps an epoch."""
+    found = list(ppo.minibatches(list(range(count)), accumulation, (1, 2)))
+    assert [len(minibatch) for minibatch in found] == [accumulation] * (count // accumulation)
+    assert sorted(sum(found, [])) == list(range(count))
+    orders = [sum(ppo.minibatches(list(range(9)), 3, (1, 2, epoch)), []) for epoch in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+# --------------------------------------------------------------------------------------------------
+# The average of the weights
+# --------------------------------------------------------------------------------------------------
+def average_of(model):
+    """The EMA of a model's weights (decay 0.992), and the engine that it follows."""
+    engine = SimpleNamespace(module=model, was_step_applied=lambda: True)
+    return ema.Ema(SimpleNamespace(enable_ema=1, ema_decay=0.992), model, {}), engine
+
+
+@pytest.mark.parametrize(
+    "dtype, by, moved", [(torch.float32, 0.5, 0.004), (torch.bfloat16, 0.0625, 0.0005)]
+)
+def test_the_ema_moves_by_its_share_of_the_difference_in_fp32(dtype, by, moved):
+    """decay 0.992: 0.8 % of the way, every optimizer step. Near 1 bf16 knows no number closer than
+    0.0039: an EMA in bf16 would stand still."""
+    model = nn.Linear(1, 1, bias=False).to(dtype)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        average, engine = average_of(model)
+        model.weight.add_(by)
+    average.update(engine)
+    assert average.shards["weight"].item() - 1.0 == pytest.approx(moved, rel=1e-3)
+
+
+def test_the_ema_starts_as_a_copy():
+    """A view would follow the weights, and the average would be the model itself. Under ZeRO-3 the
+    fp32 shard (`ds_tensor`) is easily taken for a copy: here it is played by a view."""
+    model = nn.Linear(2, 2, bias=False)
+    model.weight.ds_tensor = model.weight.detach().flatten()
+    average, _ = average_of(model)
+    before = average.shards["weight"].clone()
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    assert torch.equal(average.shards["weight"], before)

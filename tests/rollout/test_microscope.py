@@ -1,0 +1,144 @@
+"""What runs write down for tools/look.py: tokens.jsonl (--microscope) and judge.jsonl."""
+
+import copy
+import json
+import math
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+
+import ppo
+from machinery.base import ranks
+from machinery.rollout import microscope, pair_scores
+
+
+@pytest.fixture
+def looked(tiny_model, tokenizer, tmp_path):
+    """Returns a function that magnifies held-out prompts with these flags: tokens.jsonl's lines.
+
+    Judge and critic are plain functions; the reference finds each token a little less likely."""
+    reference = copy.deepcopy(tiny_model)
+    with torch.no_grad():
+        reference.lm_head.weight.mul_(0.8)
+
+    def critic(ids, mask, positions):
+        return torch.full(ids.shape, 0.75)
+
+    def run_it(*flags):
+        own = "--preset toy --max_answer_seq_len 6 --per_device_eval_batch_size 2 --kl_coef 0.5"
+        args = ppo.get_args([*own.split(), "--output_dir", str(tmp_path), *flags])
+        texts = [f"{'Who? ' * i}\nAnswer:" for i in range(1, 4)]
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        rows = [dict(prompt=t, prompt_ids=i, chat=False, extra="{}") for t, i in zip(texts, ids)]
+
+        def judge(batch):
+            return 2.0 * batch.last
+
+        def answered(prompts, step, size, rows):
+            responses = ppo.roll_out(args, tiny_model, tokenizer, prompts, step, size)
+            batches = ppo.make_micro_batches(tokenizer, ppo.ordered(responses), rows)
+            models = tiny_model, critic if args.has_critic else None, reference, judge, None
+            for batch in batches:
+                ppo.score(args, batch, *models, one_pass=False)
+            return batches
+
+        held_out = datasets.Dataset.from_list(rows)
+        run = SimpleNamespace(args=args, tokenizer=tokenizer, held_out=held_out)
+        microscope.look(run, 7, answered, ppo.set_advantages, 0.5, None)
+        file = tmp_path / "tokens.jsonl"
+        return [json.loads(line) for line in open(file)] if file.exists() else []
+
+    return run_it
+
+
+@pytest.mark.parametrize("estimator, group", [("gae", 1), ("reinforce", 1), ("grpo", 2)])
+def test_tokens_jsonl_holds_what_training_sees(looked, estimator, group):
+    """The reward is minus the KL penalty, and the score on the last token; advantages are the
+    estimator's, before whitening: with GAE and lambda 1 what is to come, less the critic's
+    guess."""
+    flags = f"--advantage {estimator} --samples_per_prompt {group} --lam 1 --microscope 2"
+    lines = looked(*flags.split())
+    expected = [(row, place) for row in (0, 1) for place in range(group)]
+    assert [(line["row"], line["sample"]) for line in lines] == expected
+    for line in lines:
+        tokens = line["tokens"]
+        count = len(tokens["text"])
+        assert line["step"] == 7 and line["kl_coef"] == 0.5 and count == line["response_length"]
+        assert all(len(values) == count for values in tokens.values())
+        kl = [a - b for a, b in zip(tokens["logprob"], tokens["ref_logprob"])]
+        assert tokens["kl"] == pytest.approx(kl, abs=1e-4) and max(map(abs, kl)) > 1e-3
+        k3 = [math.exp(-x) - 1 + x for x in kl]
+        assert tokens["kl_k3"] == pytest.approx(k3, abs=1e-4) and min(tokens["entropy"]) > 0
+        rewards = [-0.5 * x + 2 * (i == count - 1) for i, x in enumerate(kl)]
+        assert tokens["reward"] == pytest.approx(rewards, abs=1e-4)
+        to_come = [sum(rewards[i:]) for i in range(count)]
+        if estimator == "gae":
+            assert tokens["value"] == [0.75] * count
+            assert tokens["return"] == pytest.approx(to_come, abs=1e-4)
+            assert tokens["advantage"] == pytest.approx([x - 0.75 for x in to_come], abs=1e-4)
+        else:
+            assert "value" not in tokens and "return" not in tokens
+        if estimator == "reinforce":
+            assert tokens["advantage"] == pytest.approx(to_come, abs=1e-4)
+    if group == 2:  # one number for all tokens of a response; two to a prompt cancel out
+        for one, other in zip(lines[::2], lines[1::2]):
+            first, second = set(one["tokens"]["advantage"]), set(other["tokens"]["advantage"])
+            assert len(first) == len(second) == 1
+            assert first.pop() == pytest.approx(-second.pop(), abs=1e-4)
+
+
+def test_the_microscope_is_bounded_and_may_be_off(looked, monkeypatch):
+    """More prompts than there are, and fewer tokens than a response has."""
+    assert looked("--microscope", "0") == []
+    monkeypatch.setattr(microscope, "MOST_TOKENS", 2)
+    lines = looked("--microscope", "99")
+    assert len(lines) == 3 and max(line["response_length"] for line in lines) > 2
+    assert all(len(values) == 2 for line in lines for values in line["tokens"].values())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_rank_magnifies_the_same_number_of_prompts(size, monkeypatch):
+    """Three prompts: on two ranks one of them has a filler, so that both make the same number of
+    forwards. All responses to a prompt are on one rank."""
+    held_out = datasets.Dataset.from_list([{"prompt": str(i)} for i in range(9)])
+    args = SimpleNamespace(microscope=3, samples_per_prompt=2, compares_groups=True)
+    monkeypatch.setattr(ranks, "get_world_size", lambda: size)
+    found = []
+    for rank in range(size):
+        monkeypatch.setattr(ranks, "get_rank", lambda rank=rank: rank)
+        found.append([(row["row"], row["sample"]) for row in microscope.prompts(args, held_out)])
+    assert len(set(map(len, found))) == 1
+    dealt = sorted(pair for pair in sum(found, []) if pair[0] >= 0)
+    assert dealt == [(row, place) for row in range(3) for place in (0, 1)]
+
+
+class Spaced:
+    """A tokenizer that writes a space only between tokens, as SentencePiece ones do."""
+
+    def decode(self, ids):
+        return " ".join({3: "a", 4: "b"}[i] for i in ids)
+
+
+def test_tokens_are_decoded_with_their_spaces(tokenizer):
+    """Joined they are the response, also where a tokenizer drops the first space. A character of
+    several tokens is shown as halves."""
+    ids = tokenizer.encode(" The fox, at the camp.", add_special_tokens=False)
+    found = microscope.texts(tokenizer, [9], ids)
+    assert "".join(found) == " The fox, at the camp." and len(found) == len(ids)
+    assert microscope.texts(Spaced(), [3], [4, 3]) == [" b", " a"]
+    half = tokenizer.encode("é☃", add_special_tokens=False)
+    assert all(half) and len(microscope.texts(tokenizer, [9], half)) == len(half)
+
+
+def test_judge_jsonl_has_every_pair_once(tmp_path):
+    """Of all ranks, without fillers, in the order of the rows; each evaluation replaces the one
+    before. Lengths are those of the tokens."""
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    held_out = [{"responses": [[0] * i, [0]]} for i in range(1, 4)]
+    for chosen in (9.0, 1.0):
+        pair_scores.keep(args, held_out, [(2, 0.5, 0.0), (-1, 0.0, 0.0), (0, chosen, 2.0)])
+    lines = [json.loads(line) for line in open(tmp_path / "judge.jsonl")]
+    names = ("row", "chosen_score", "rejected_score", "chosen_length", "rejected_length")
+    assert lines == [dict(zip(names, row)) for row in ((0, 1.0, 2.0, 1, 1), (2, 0.5, 0.0, 3, 1))]

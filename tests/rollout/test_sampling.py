@@ -1,0 +1,242 @@
+"""ppo.sample and ppo.roll_out: which token is drawn, and where a response ends."""
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_layouts_by_hand import RESPONSES
+from torch import nn
+from transformers import GenerationConfig, LlamaConfig
+
+import common
+import ppo
+from machinery.rollout import decoding
+from tests.kit import Knowing, generate
+
+E = 1  # EOS
+FLAGS = dict(top_k=0, top_p=1.0, temperature=1.0, min_new_tokens=0, stop=[], compile_decoding=0)
+NO_END = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
+ROWS = [{"row": number, "sample": 0} for number in range(4)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Where a response ends
+# --------------------------------------------------------------------------------------------------
+class Scripted(nn.Module):
+    """A "model" that says what it is told: row b's r-th token is script[b][r]. It goes on talking
+    after its EOS. What it caches of each token is which row it belongs to, so that it can tell who
+    is still there when rows have left."""
+
+    base_model, config = property(lambda self: self), LlamaConfig(num_hidden_layers=1)
+
+    def __init__(self, script):
+        super().__init__()
+        self.script, self.positions = torch.tensor(script), []
+
+    def forward(self, ids, attention_mask, past_key_values, use_cache, position_ids):
+        self.positions.append(position_ids.tolist())
+        rows, r = torch.arange(len(ids)), 0
+        if past := past_key_values.get_seq_length():
+            rows, r = past_key_values.layers[0].keys[:, 0, 0, 0], past - self.prompt + 1
+        else:
+            self.prompt = ids.shape[1]
+        keys = rows[:, None, None, None].expand(-1, 1, ids.shape[1], 1)
+        past_key_values.update(keys, keys, 0)
+        logits = torch.full((*ids.shape, 12), -1e9)
+        logits[:, -1].scatter_(1, self.script[rows, r, None], 0.0)
+        return SimpleNamespace(logits=logits)
+
+
+SCRIPT = [[5, 6, E, 7], [5, 6, 7, 8], [E, 5, E, 6], [5, 6, 7, E]]
+
+
+@pytest.mark.parametrize("pad", [E, 0], ids=["pad is EOS", "pad is not EOS"])
+def test_responses_end_at_their_first_eos(pad):
+    """RESPONSES from the other side: what a model says after its first EOS is never kept."""
+    prompts, mask = common.pad([[9], [9, 9], [8], [7]], pad)
+    tokenizer = SimpleNamespace(pad_token_id=pad, eos_token_id=E)
+    given = prompts, mask, torch.full((4, 4), 0.5), tokenizer
+    responses, response_mask = generate(Scripted(SCRIPT), *given)
+    for b, (name, (ids, expected, _)) in enumerate(RESPONSES.items()):
+        assert responses[b].tolist() == ids + [pad] * (4 - len(ids)), name
+        assert response_mask[b].tolist() == expected, name
+
+
+def test_sampling_stops_when_every_row_has_ended_and_counts_positions_from_real_tokens():
+    """No forward is spent on rows that are done. The first real token has position 0 however much
+    padding stands before it."""
+    model = Scripted([[E, 5, 5, 5], [5, E, 5, 5]])
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=E)
+    given = *common.pad([[9, 9, 9], [9]], 0), torch.full((2, 4), 0.5), tokenizer
+    assert generate(model, *given)[0].tolist() == [[E, 0], [5, E]]
+    assert model.positions == [[[0, 1, 2], [0, 0, 0]], [[1]]]
+
+
+def test_rollouts_end_with_the_tokenizers_eos_or_are_marked_as_cut(tokenizer):
+    """A response has ended by the id that steps 1 and 2 appended, also in its last slot; the text
+    that is scored has no EOS in it."""
+    args = SimpleNamespace(seed=1, max_answer_seq_len=4, **FLAGS)
+    prompts = [{"prompt_ids": [5 + i], **row} for i, row in enumerate(ROWS)]
+    out = ppo.roll_out(args, Scripted(SCRIPT), tokenizer, prompts, 1, 99)
+    assert [row["response_ids"] for row in out] == [ids for ids, _, _ in RESPONSES.values()]
+    assert [row["ended"] for row in out] == [1, 0, 1, 1]
+    expected = [tokenizer.decode(ids) for ids in ([5, 6], [5, 6, 7, 8], [], [5, 6, 7])]
+    assert [row["text"] for row in out] == expected
+
+
+def test_a_stop_text_ends_a_response(tiny_model, tokenizer):
+    """--stop: a response ends with the token that completes the text, though it took two tokens to
+    write, and it has ended, not been cut. Its neighbour, which never writes it, goes on."""
+    prompts = [{"prompt_ids": ids, **row} for ids, row in zip(([5, 6, 7], [8, 9]), ROWS)]
+
+    def responses(*stop):
+        args = SimpleNamespace(seed=1, max_answer_seq_len=10, **{**FLAGS, "stop": stop})
+        return ppo.roll_out(args, tiny_model, tokenizer, prompts, 1, 2)
+
+    free = responses()
+    text = tokenizer.decode(free[0]["response_ids"][2:4])
+    stopped = responses(text)
+    assert [len(row["response_ids"]) for row in free] == [10, 10]
+    assert text not in free[1]["text"] + tokenizer.decode(free[0]["response_ids"][:3])
+    assert stopped[0]["response_ids"] == free[0]["response_ids"][:4]
+    assert stopped[1]["response_ids"] == free[1]["response_ids"]
+    assert [row["ended"] for row in stopped] == [1, 0]
+
+
+def test_a_models_own_generation_config_never_leaks_in(tiny_model, tokenizer, monkeypatch):
+    """A hub model's generation_config.json may hold a repetition penalty, or tokens that it must
+    not say: what is scored would not be the distribution that was sampled."""
+    args = SimpleNamespace(seed=1, max_answer_seq_len=6, **FLAGS)
+    prompts = [{"prompt_ids": [5, 6, 7], "row": 0, "sample": 0}]
+    plain = ppo.roll_out(args, tiny_model, tokenizer, prompts, 1, 1)
+    other = dict(repetition_penalty=50.0, suppress_tokens=list(range(2, 300)))
+    config = GenerationConfig(**other, eos_token_id=1, pad_token_id=0)
+    monkeypatch.setattr(tiny_model, "generation_config", config)
+    assert ppo.roll_out(args, tiny_model, tokenizer, prompts, 1, 1) == plain
+
+
+# --------------------------------------------------------------------------------------------------
+# Which token is drawn
+# --------------------------------------------------------------------------------------------------
+class Fixed(nn.Module):
+    """A "model" with the same next-token probabilities everywhere."""
+
+    base_model, config = property(lambda self: self), LlamaConfig(num_hidden_layers=1)
+
+    def __init__(self, probs):
+        super().__init__()
+        self.probs = torch.tensor(probs)
+
+    def forward(self, ids, **options):
+        return SimpleNamespace(logits=self.probs.log().expand(*ids.shape, -1))
+
+
+def sample(probs, uniforms, **options):
+    """Returns one token for each number of `uniforms`."""
+    ids, uniforms = torch.full((len(uniforms), 1), 2), torch.tensor(uniforms).unsqueeze(1)
+    given = Fixed(probs), ids, torch.ones_like(ids), uniforms, NO_END
+    return generate(*given, **options)[0][:, 0].tolist()
+
+
+def counts(probs, **options):
+    """Returns how often each token is drawn by 1000 evenly spaced numbers: the probabilities,
+    without noise."""
+    drawn = sample(probs, [(i + 0.5) / 1000 for i in range(1000)], **options)
+    return np.bincount(drawn, minlength=len(probs)).tolist()
+
+
+def test_sampling_is_the_inverse_of_the_cumulative_distribution():
+    """p = 0.2, 0.5, 0.3: the tokens own [0, 0.2), [0.2, 0.7) and [0.7, 1)."""
+    assert sample([0.2, 0.5, 0.3], [0.0, 0.19, 0.21, 0.69, 0.71, 0.9999999]) == [0, 0, 1, 1, 2, 2]
+    assert counts([0.2, 0.5, 0.3]) == [200, 500, 300]
+
+
+def test_an_impossible_token_is_never_drawn():
+    """Also not by the numbers at the ends, where a cumulative distribution stands still."""
+    assert set(sample([0.0, 0.5, 0.5, 0.0], [0.0, 0.5, 0.99999994])) == {1, 2}
+
+
+def test_temperature_sharpens_and_flattens():
+    """p^(1/T), scaled to sum to 1: at T = 0.5, 0.2 : 0.4 : 0.4 becomes 1 : 4 : 4 ninths."""
+    expected = pytest.approx([1000 / 9, 4000 / 9, 4000 / 9], abs=1)
+    assert counts([0.2, 0.4, 0.4], temperature=0.5) == expected
+
+
+def test_top_k_and_top_p_by_hand():
+    """top_k 2 keeps the two likeliest. top_p 0.75 keeps tokens until their sum reaches 0.75: 0.5
+    does not, 0.8 does."""
+    probs = [0.15, 0.5, 0.05, 0.3]
+    for top_k, top_p, expected in (
+        (0, 1.0, probs),
+        (2, 1.0, [0, 0.5, 0, 0.3]),
+        (9, 1.0, probs),
+        (0, 0.75, [0, 0.5, 0, 0.3]),
+        (0, 0.9, [0.15, 0.5, 0, 0.3]),
+        (0, 0.01, [0, 0.5, 0, 0]),  # the likeliest token always stays
+        (2, 0.6, [0, 0.5, 0, 0]),  # 0.5 of the 0.8 that top_k left is 0.625
+    ):
+        kept = decoding.filter_top(torch.tensor([probs]), top_k, top_p)[0].tolist()
+        assert kept == pytest.approx(expected)
+    assert counts(probs, top_k=2) == pytest.approx([0, 625, 0, 375], abs=1)
+
+
+def test_the_log_prob_that_is_kept_is_the_models_and_not_that_of_a_flag():
+    """At T = 0.5 p is 1 : 4 : 4 ninths. --top_k draws from fewer tokens, and what is trained is the
+    model: its log-prob is of all tokens."""
+    args = SimpleNamespace(**{**FLAGS, "temperature": 0.5, "top_k": 2})
+    tokenizer = Knowing(SimpleNamespace(pad_token_id=0, eos_token_id=2), 3)
+    ids, uniforms = torch.full((2, 1), 2), torch.tensor([[0.1], [0.9]], dtype=torch.float64)
+    given = Fixed([0.2, 0.4, 0.4]), tokenizer, ids, torch.ones_like(ids), uniforms
+    responses, logprobs, lengths, ended = ppo.sample(args, *given)
+    assert responses.tolist() == [[1], [2]] and lengths.tolist() == [1, 1]
+    assert logprobs.exp().flatten().tolist() == pytest.approx([4 / 9, 4 / 9])
+    assert ended.tolist() == [False, True]
+
+
+def test_random_numbers_belong_to_the_row():
+    """They depend on (seed, step, row, sample, turn) only: not on slot, neighbours or rank. So
+    responses stay the same when the number of GPUs changes. A filler has row 0's."""
+    every = decoding.row_uniforms(7, 3, ROWS, 5)
+    assert torch.equal(decoding.row_uniforms(7, 3, [ROWS[3], ROWS[1]], 5), every[[3, 1]])
+    assert torch.equal(decoding.row_uniforms(7, 3, [{"row": -1, "sample": 0}], 5), every[:1])
+    assert ((0 <= every) & (every < 1)).all() and len(every.unique()) == 20
+    first = ROWS[:1]
+    others = [decoding.row_uniforms(8, 3, first, 5), decoding.row_uniforms(7, 4, first, 5)]
+    for change in (dict(sample=1), dict(turn=1), dict(turn=2)):
+        others.append(decoding.row_uniforms(7, 3, [{**ROWS[0], **change}], 5))
+    assert len(torch.cat([every[:1], *others]).unique()) == 6 * 5
+    assert torch.equal(decoding.row_uniforms(7, 3, [{**ROWS[0], "turn": 0}], 5), every[:1])
+
+
+def test_a_response_does_not_depend_on_its_neighbours(tiny_model):
+    """The same row alone, and in a batch whose longer prompt pads it: the same tokens."""
+    uniforms = decoding.row_uniforms(0, 0, ROWS[:2], 8)
+    alone, _ = generate(tiny_model, *common.pad([[5, 6]], 0), uniforms[:1], NO_END)
+    prompts = common.pad([[5, 6], [7, 8, 9, 10, 11]], 0)
+    together, _ = generate(tiny_model, *prompts, uniforms, NO_END)
+    assert alone[0].tolist() == together[0].tolist() != together[1].tolist()
+
+
+def test_a_response_can_be_kept_from_ending_early(tiny_model, tokenizer):
+    """--min_new_tokens 4: EOS has no probability before."""
+    ids, mask = common.pad([[5, 6, 7], [8, 9]], 0)
+    with torch.no_grad():
+        cdf = tiny_model(ids[:1]).logits[0, -1].softmax(-1).double().cumsum(-1)
+    uniforms = torch.full((2, 6), cdf[:2].mean().item())  # in EOS's share of row 0's first token
+    given = tiny_model, ids, mask, uniforms, tokenizer
+    assert generate(*given)[0][0, 0] == tokenizer.eos_token_id
+    responses, response_mask = generate(*given, min_new_tokens=4)
+    assert (responses[:, :4] != tokenizer.eos_token_id).all() and response_mask[:, :4].all()
+
+
+def test_ids_that_no_token_uses_are_never_sampled(tiny_model):
+    """An embedding is often padded beyond the tokenizer; the reward model's may be padded less, and
+    could not read such an id. Nor does a NaN lead outside: the check on scores stops the run."""
+    given = *common.pad([[5, 6, 7]], 0), torch.full((1, 3), 0.9999), NO_END
+    assert generate(tiny_model, *given)[0].max() > 20, "else nothing is tested"
+    assert generate(tiny_model, *given, known=20)[0].max() < 20
+    broken = copy.deepcopy(tiny_model)
+    broken.lm_head.weight.data.fill_(float("nan"))
+    assert generate(broken, *given, known=20)[0].tolist() == [[19, 19, 19]]

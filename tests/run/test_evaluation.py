@@ -1,0 +1,48 @@
+"""Evaluations: alone, with --max_steps 0; each row once; and masks that are fractions."""
+
+import pytest
+import torch
+
+import common
+from machinery.base import ranks
+from tests import kit, runs
+
+
+@pytest.mark.parametrize("script, metric", [("sft", "eval_loss"), ("ppo", "eval_reward")])
+def test_max_steps_0_evaluates_and_ends(script, metric):
+    """How good is this model, on this data? The line of step 0, the samples and exit code 0; no
+    step is made, so no model and no checkpoint is saved: the folder is no finished run."""
+    done = kit.run(script, *runs.base_flags(script, kit.base()), "--max_steps", 0)
+    [line] = kit.metrics(done.folder)
+    assert line["step"] == 0 and metric in line
+    own = {"tokens.jsonl"} if script == "ppo" else set()
+    left = {file.name for file in done.folder.glob("[!.]*")} - {"curves.png"}
+    assert left == {"args.json", "metrics.jsonl", "samples.jsonl"} | own, done
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_of_all_ranks_are_each_there_once(size, monkeypatch):
+    """An evaluation counts each held-out prompt once: no filler, which is there so that all ranks
+    make the same number of forwards, and no copy from a rank that shares its layers with another:
+    they have the same rows."""
+    monkeypatch.setattr(ranks, "get_world_size", lambda: 4)
+    monkeypatch.setattr(ranks, "data_parallel_size", lambda: 4 // size)
+    monkeypatch.setattr(ranks, "tensor_parallel_size", lambda: size, raising=False)
+    monkeypatch.setenv("RLHF_TENSOR_PARALLEL", str(size))
+    shares = 4 // size
+    held = [[{"row": n, "row_weight": 1}, {"row": n + 9, "row_weight": 1}] for n in range(shares)]
+    held[-1][1] = {"row": -1, "row_weight": 0}  # the last share has a filler
+    given = []
+    monkeypatch.setattr(ranks, "all_gather_objects", lambda rows: given.extend(rows) or given)
+    for rank in range(4):
+        monkeypatch.setattr(ranks, "get_rank", lambda rank=rank: rank)
+        everyones = ranks.each_once(held[rank // size])
+    assert sorted(row["row"] for row in everyones if row["row"] < 9) == list(range(shares))
+    assert len(everyones) == 2 * shares - 1 and all(row["row_weight"] for row in everyones)
+
+
+def test_padding_keeps_fractions():
+    """A loss mask may weigh a token by a half; as whole numbers that would be 0, in silence."""
+    values, mask = common.pad([[0.5, 1.0, 0.25], [0.75]], 0)
+    assert values.tolist() == [[0.5, 1.0, 0.25], [0.0, 0.0, 0.75]]
+    assert mask.tolist() == [[1, 1, 1], [0, 0, 1]] and mask.dtype == torch.long

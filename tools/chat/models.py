@@ -1,0 +1,245 @@
+"""The models of talk.py: those that write responses, and the one that scores them."""
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import re
+from pathlib import Path
+
+import huggingface_hub
+import torch
+from transformers.utils import find_adapter_config_file
+
+import common
+import ppo
+from machinery.base import ranks
+from machinery.base.refused import Refused
+from machinery.data import formats, rows, tokens
+from machinery.flags import declaring
+from machinery.models import model_folders
+
+CHAT = "chat"  # the template that stands for the tokenizer's own
+DIALOGUE = formats.HUMAN + "{}" + formats.ASSISTANT
+DAMAGED = OSError, ValueError, LookupError, TypeError, AttributeError  # reading a foreign file
+
+
+# ---- How a prompt is written ----
+def found_template(path):
+    """Returns how the prompts in samples.jsonl of a run are written: CHAT, or text with {}.
+
+    "{}" stands for the question: what differs between the prompts. None where that is unknown.
+    ema/ has the samples of the folder above.
+    """
+    folders = [Path(path), *([Path(path).parent] if Path(path).name == "ema" else [])]
+    for folder in folders:
+        with contextlib.suppress(*DAMAGED):
+            with open(folder / "samples.jsonl") as lines:
+                head = itertools.islice(lines, 100)
+                prompts = {json.loads(line)["prompt"] for line in head}
+            if prompts and all(prompt.startswith('[{"') for prompt in prompts):
+                return CHAT
+            if len(prompts) > 1:
+                return around(prompts)
+    return None
+
+
+def around(prompts):
+    r"""Returns what texts have in common at both ends, with {} between.
+
+    The first part ends with a line break or ": ", the last one begins with a line break.
+
+    >>> around(["Q: How?\nA:", "Q: How many?\nA:"])
+    'Q: {}\nA:'
+    """
+    start = os.path.commonprefix([*prompts])
+    end = os.path.commonprefix([prompt[::-1] for prompt in prompts])[::-1]
+    start = re.match(r"(?s)(.*(?:\n|: ))?", start)[0]
+    return start + "{}" + "".join(end.partition("\n")[1:])
+
+
+def written(prompt, template):
+    """Returns a prompt as `template` has it: text, or with CHAT messages.
+
+    prompt: text, which stays as it is, or a list of messages.
+    """
+    if isinstance(prompt, str) or template == CHAT:
+        return prompt
+    parts, between = [], "" if template.startswith("\n") else "\n"
+    for message in prompt:
+        text = message["content"]
+        if message["role"] == "user":
+            text = (between if parts else "") + template.replace("{}", text)
+        elif message["role"] == "assistant" and not text[:1].isspace():
+            text = " " + text
+        parts.append(text)
+    return "".join(parts)
+
+
+# ---- Models ----
+class Nowhere(io.StringIO):
+    """A terminal that shows nothing: bars of progress would move the cursor of the screen."""
+
+    def isatty(self):
+        return True
+
+
+def on_disk(path):
+    """Returns `path`; of adapters on the hub, the folder that they are fetched to."""
+    if Path(path).exists():
+        return path
+    with contextlib.suppress(Exception):  # what is wrong is said when the model is loaded
+        if find_adapter_config_file(path):
+            return huggingface_hub.snapshot_download(path)
+    return path
+
+
+class Model:
+    """A model and its tokenizer, from a folder or the hub, checked before it is loaded."""
+
+    def __init__(self, args, path, scores):
+        self.name, path = path, on_disk(path)
+        config = model_folders.load_config(path, args.trust_remote_code)
+        own = "fp32" if config.dtype == torch.float32 else declaring.fast_dtype()
+        self.dtype = args.own_dtype or own
+        # max_seq_len 0: prompt() cuts to the positions that the model has
+        changes = dict(model_name_or_path=path, dtype=self.dtype, zero_stage=0, max_seq_len=0)
+        args = declaring.of_role(args, **changes)
+        model_folders.refuse_other_kind(self.name, config, scores)
+        model_folders.has_weights(path, needed=True)
+        self.tokenizer = model_folders.load_tokenizer(path, args)
+        head = "score" if scores else None
+        self.model = common.frozen_engine(args, 1, self.tokenizer, head)
+        text = config.get_text_config()
+        self.positions = getattr(text, "max_position_embeddings", None) or declaring.INTEGER
+
+    def can_read(self, other):
+        """Returns whether the token ids of the Model `other` mean the same here."""
+        mine, theirs = self.tokenizer, other.tokenizer
+        same_end = mine.eos_token_id == theirs.eos_token_id
+        return same_end and mine.get_vocab() == theirs.get_vocab()
+
+
+class Writer(Model):
+    """A language model that writes responses, sampled by ppo.py's own function."""
+
+    def __init__(self, args, path):
+        super().__init__(args, path, scores=False)
+        own = CHAT if self.tokenizer.chat_template else DIALOGUE
+        self.template = args.template or found_template(path) or own
+        self.ends = self.other_ends()
+        if self.template == CHAT and not self.tokenizer.chat_template:
+            words = f"the tokenizer of {self.name} has no chat template: give text with {{}}."
+            raise Refused("no-chat-template", words)
+
+    def other_ends(self):
+        """Returns the texts of the tokens, beside EOS, that end a response in stock generate()."""
+        config = getattr(self.model, "generation_config", None)
+        ids = getattr(config, "eos_token_id", None)
+        ids = ids if isinstance(ids, list) else [ids]
+        others = [i for i in ids if i not in (None, self.tokenizer.eos_token_id)]
+        return [self.tokenizer.decode([i]) for i in others]
+
+    def prompt(self, args, number, prompt, extra="{}"):
+        """Returns the row of a prompt (text or messages) for `answers`: a dict.
+
+        number: of the row, on which its random numbers depend. extra: the row's other columns, as
+        JSON. A prompt that is too long keeps its end.
+        """
+        text = written(prompt, self.template)
+        room = self.positions - self.answer_length(args)
+        try:
+            ids = tokens.tokenise_prompt(self.tokenizer, text)
+        except formats.LeftOut as error:
+            shown = formats.as_text(text)[:300]
+            words = f"the chat template of {self.name} refuses a prompt: {error}.\n  {shown}"
+            raise Refused("chat-template-refuses", words) from error
+        row = {"row": number, "sample": 0, "row_weight": 1, "asked": prompt, "extra": extra}
+        row.update(prompt=formats.as_text(text), chat=isinstance(text, list))
+        return {**row, "prompt_ids": ids[-room:], "cut": len(ids) > room}
+
+    def answer_length(self, args):
+        """Returns how many tokens a response may have: --max_answer_seq_len, if they fit."""
+        return min(args.max_answer_seq_len, self.positions // 2)
+
+    def answers(self, args, prompts, step, show=None):
+        """Returns the rows with response_ids, text and ended, in their order.
+
+        They depend on (seed, step, number of the row) alone, so all models are given the same
+        random numbers. show(text), if given, gets the text of the first row as it grows.
+        """
+        length, stop = self.answer_length(args), [*args.stop, *self.ends]
+        args = declaring.of_role(args, max_answer_seq_len=length, stop=stop)
+        by_length = sorted(prompts, key=lambda row: len(row["prompt_ids"]))
+        size = args.per_device_eval_batch_size
+        with self.shown(show) if show else contextlib.nullcontext():
+            found = ppo.roll_out(args, self.model, self.tokenizer, by_length, step, size)
+        return sorted(found, key=lambda row: row["row"])
+
+    @contextlib.contextmanager
+    def shown(self, show):
+        """Calls show(text) when the model takes a token as input: one step after it was sampled.
+
+        Meanwhile nothing else writes to the screen.
+        """
+        taken = []  # the inputs of each forward; the first is the prompt
+
+        def note(model, inputs, options):
+            ids = inputs[0] if inputs else options["input_ids"]
+            taken.append(ids[0].tolist())
+            if ids := sum(taken[1:], []):
+                show(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+        hook = self.model.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            with contextlib.redirect_stderr(Nowhere()):
+                yield
+        finally:
+            hook.remove()
+
+
+class Judge(Model):
+    """A reward model."""
+
+    def __init__(self, args, path):
+        super().__init__(args, path, scores=True)
+
+    def scores(self, args, writer, responses):
+        """Returns the score of each response of `writer`, as ppo.py gives it: a list of numbers.
+
+        With the writer's vocabulary it reads the tokens that were sampled, else their text.
+        """
+        same = self.can_read(writer)
+        pairs = []
+        for row in responses:
+            ids = row["prompt_ids"], row["response_ids"]
+            pairs.append(ids if same else self.tokenise(writer, row))
+        return self.score_ids(args, pairs)
+
+    def tokenise(self, writer, row):
+        """Returns the token ids of a prompt and its response in this model's own vocabulary."""
+        chats = self.tokenizer.chat_template or writer.template != CHAT
+        prompt = written(row["asked"], writer.template if chats else DIALOGUE)
+        ids = tokens.tokenise_response(self.tokenizer, row["text"])
+        return tokens.tokenise_prompt(self.tokenizer, prompt), ids[: None if row["ended"] else -1]
+
+    @torch.no_grad()
+    def score_ids(self, args, pairs):
+        """Returns the score of each pair of token ids (prompt, response): a list of numbers.
+
+        Equal pairs are scored once: with other padding the last digit would differ.
+        """
+        sequences = []
+        for prompt, response in pairs:
+            prompt, _, [response] = rows.cut(prompt, [], [response], self.positions)
+            sequences.append((*prompt, *response))
+        different = sorted(set(sequences), key=lambda sequence: (len(sequence), sequence))
+        scores, size = {}, args.per_device_eval_batch_size
+        for start in range(0, len(different), size):
+            part = different[start : start + size]
+            ids, mask = common.pad(part, self.tokenizer.pad_token_id)  # (B, T), ends on the right
+            ids, mask = ids.to(ranks.device()), mask.to(ranks.device())
+            values = self.model(ids, mask, common.position_ids(mask))  # (B, T)
+            scores |= dict(zip(part, values[:, -1].tolist()))
+        return [scores[sequence] for sequence in sequences]

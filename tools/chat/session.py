@@ -1,0 +1,175 @@
+"""The interactive part of talk.py: a dialogue with several models, and its commands."""
+
+import contextlib
+import io
+import json
+import sys
+
+from machinery.base.refused import Refused
+from machinery.rollout import reward_functions
+from tools.chat import models, screen
+
+SAMPLING = "temperature top_p top_k min_new_tokens max_answer_seq_len seed stop".split()
+MEMORY = (models.CHAT, models.DIALOGUE)  # templates that hold a dialogue, not one question alone
+
+
+class Session:
+    """A dialogue. Each model goes on from its own responses."""
+
+    def __init__(self, flags, writers, judge=None, gold=None):
+        """gold: the function of --gold_fn.
+
+        flags(words) returns the flags, with words such as --temperature 0.7 on top of those given.
+        """
+        self.flags, self.words = flags, []  # of /set
+        self.args = flags()
+        self.writers, self.judge, self.gold = writers, judge, gold
+        self.turn = 0  # of all questions and /retry: the random numbers depend on it
+        self.prompts = []  # what the models were given last
+        self.histories = [[] for _ in writers]  # of each model: messages
+
+    def run(self):
+        """Reads lines and acts on them, until /quit or the end of the input."""
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  input() then edits lines
+        while True:
+            try:
+                if self.act(read_line()):
+                    return
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print("\nstopped; the dialogue is as it was. /quit or Ctrl-D ends.")
+            except Refused as error:
+                print(f"error: {error.words}", file=sys.stderr)
+
+    def act(self, line):
+        """Does what a line says: a command, or a question. Returns True if it is /quit."""
+        name, _, rest = line.strip().partition(" ")
+        if not name.startswith("/"):
+            if name:
+                self.ask(line.strip())
+            return False
+        if name[1:] not in self.commands():
+            raise Refused("no-command", f"there is no command {name}.\n  /help lists them.")
+        return self.commands()[name[1:]](rest.strip()) is True
+
+    def commands(self):
+        """Returns {name: method} of all commands."""
+        found = {name: getattr(self, name) for name in dir(self) if name.startswith("do_")}
+        return {name.removeprefix("do_"): method for name, method in found.items()}
+
+    # ---- Questions ----
+    def ask(self, question):
+        """Shows the models' responses to a question, and then keeps both in the dialogue."""
+        self.turn += 1
+        texts = []
+        self.prompts = [self.prompt(number, question) for number in range(len(self.writers))]
+        with screen.Screen([writer.name for writer in self.writers]) as shown:
+            for number, writer in enumerate(self.writers):
+
+                def show(text, number=number):
+                    shown.write(number, text)
+
+                [answer] = writer.answers(self.args, [self.prompts[number]], self.turn, show)
+                shown.done(number, answer["text"], self.note(writer, answer))
+                texts.append(answer["text"])
+        for history, text in zip(self.histories, texts):
+            history.append({"role": "user", "content": question})
+            history.append({"role": "assistant", "content": text})
+
+    def prompt(self, number, question):
+        """Returns the row of a question to model `number`, with what was said before."""
+        writer = self.writers[number]
+        before = self.histories[number] if writer.template in MEMORY else []
+        messages = [*before, {"role": "user", "content": question}]
+        if writer.template == models.CHAT:  # templates put their own spaces
+            messages = [{**m, "content": m["content"].strip()} for m in messages]
+        return writer.prompt(self.args, 0, messages)
+
+    def note(self, writer, answer):
+        """Returns what is written under a response: its scores, its length, how it ended."""
+        parts = []
+        if self.judge:
+            [score] = self.judge.scores(self.args, writer, [answer])
+            parts.append(f"reward {score:.3f}")
+        if self.gold:
+            parts.append(f"gold {score_in_words(self.gold, answer)}")
+        count = len(answer["response_ids"])
+        parts.append(f"{count} token{'s' * (count != 1)}")
+        parts += [] if answer["ended"] else ["cut off: no EOS"]
+        parts += ["the prompt's beginning was left out: too long"] if answer["cut"] else []
+        return ", ".join(parts)
+
+    # ---- Commands: a docstring is its line in /help ----
+    def do_help(self, rest):
+        """lists the commands"""
+        for name, method in self.commands().items():
+            print(f"  /{name:9} {method.__doc__}")
+        print("  A line that ends in \\ goes on in the next one. Ctrl-C stops a response.")
+
+    def do_quit(self, rest):
+        """ends; so does Ctrl-D"""
+        return True
+
+    def do_reset(self, rest):
+        """forgets the dialogue"""
+        for history in self.histories:
+            history.clear()
+
+    def do_undo(self, rest):
+        """takes the last question and its responses back"""
+        if not self.histories[0]:
+            raise Refused("nothing-asked", "nothing was asked yet.")
+        question = self.histories[0][-2]["content"]
+        for history in self.histories:
+            del history[-2:]
+        return question
+
+    def do_retry(self, rest):
+        """asks the last question again, with other random numbers"""
+        self.ask(self.do_undo(rest))
+
+    def do_prompt(self, rest):
+        """shows the last prompt as each model was given it"""
+        for writer, row in zip(self.writers, self.prompts):
+            print(f"{writer.name}: {writer.tokenizer.decode(row['prompt_ids'])!r}")
+
+    def do_set(self, rest):
+        """NAME VALUE: a flag of sampling, such as temperature 0.7"""
+        name, _, value = rest.partition(" ")
+        if name not in SAMPLING or not value:
+            words = f"/set takes one of {', '.join(SAMPLING)}, and a value."
+            raise Refused("no-flag", words)
+        words = [*self.words, f"--{name}", value]
+        self.args, self.words = self.flags(words), words
+
+    def do_save(self, rest):
+        """FILE.jsonl: writes the dialogues, one line of messages for each model"""
+        try:
+            with open(rest, "x") as file:
+                for writer, history in zip(self.writers, self.histories):
+                    file.write(json.dumps({"model": writer.name, "messages": history}) + "\n")
+        except OSError as error:
+            advice = "Name a file that is not there yet."
+            raise Refused("no-file", f"/save {rest:.80}: {error.strerror}.\n  {advice}") from error
+
+
+def read_line():
+    r"""Returns a line from the keyboard or a pipe; one that ends in \ goes on in the next."""
+    lines = [input("\n> ")]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(input("... "))
+    return "\n".join(lines)
+
+
+def score_in_words(function, answer):
+    """Returns the score of a --gold_fn, or why it gives none: it may know other prompts only."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            [score] = reward_functions.scores_of(function, [answer])
+    except Exception as error:  # of the user's function
+        return f"- ({error!r:.80})"
+    return f"{sum(score) if isinstance(score, list) else score:.3f}"

@@ -1,0 +1,88 @@
+"""Puts look.py's page together, of page.html, page.css and page.js."""
+
+import base64
+import datetime
+import hashlib
+from collections import Counter
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from tools.report import answers, pictures, samples, verdicts
+from tools.report.runs import TITLES, is_number
+from tools.report.text import cut, number, visible
+
+HERE = Path(__file__).resolve().parent
+MARK = '<meta name="generator" content="tools/look.py">'
+STEPS = {  # the metrics of the first table
+    "sft": ("eval_loss", "eval_perplexity"),
+    "reward": ("eval_accuracy", "eval_loss"),
+    "ppo": ("eval_gold", "eval_reward", "eval_kl", "eval_response_length"),
+}
+SIGNS = {
+    verdicts.HEALTHY: "✓",
+    verdicts.WATCH: "!",
+    verdicts.SICK: "✕",
+    verdicts.UNKNOWN: "?",
+}
+
+
+def page(title, runs, notes):
+    """Returns the whole page as text. notes: what could not be read."""
+    template = environment().get_template("page.html")
+    style, script = (Markup((HERE / f"page.{kind}").read_text("utf-8")) for kind in ("css", "js"))
+    code = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    judged = {run.name: verdicts.of(run) for run in runs}
+    return template.render(
+        # Nothing is fetched, and no script runs but ours, whatever a model has written
+        allowed=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{code}'",
+        mark=Markup(MARK),
+        style=style,
+        script=script,
+        title=title,
+        made=datetime.datetime.now().strftime("%Y-%m-%d %H:%M"),
+        notes=notes,
+        runs=runs,
+        titles=TITLES,
+        steps=[(run, step_rows(run)) for run in runs],
+        asked=answers.asked(runs),
+        verdicts=judged,
+        counts=Counter(status for found in judged.values() for _, status, _ in found),
+        signs=SIGNS,
+        curves=pictures.curves(runs),
+        tokens=samples.microscope(runs),
+        judges=[(run.name, samples.judge(run)) for run in runs if run.judged],
+        samples=samples.samples(runs),
+    )
+
+
+def environment():
+    """Returns jinja2's settings: every text is escaped, and what hides in it is written out."""
+
+    def finalize(value):
+        return value if isinstance(value, Markup) else visible(value)
+
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        finalize=finalize,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters.update(cut=cut, number=number)
+    made.tests["number"] = is_number
+    made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    return made
+
+
+def step_rows(run):
+    """Returns (metric, first value, last value or None, known limit or None) of a run's metrics."""
+    others = {name for line in run.metrics for name in line if name.startswith("eval_")}
+    rows = []
+    for metric in STEPS.get(run.script) or sorted(others)[:6]:
+        if values := run.values(metric):
+            last = values[-1] if len(values) > 1 else None
+            rows.append((metric, values[0], last, run.limits.get(metric)))
+    return rows

@@ -1,0 +1,35 @@
+"""Makes text fit for look.py's page: nothing hidden in it, numbers kept short."""
+
+import math
+
+CHARACTERS = 900  # of a text on the page
+
+
+def visible(text):
+    r"""Returns text with what cannot be seen written out, as \x1b. Line breaks stay.
+
+    So nothing that a model writes moves the cursor, hides or turns other text around.
+
+    >>> visible("a\x1b\u202e\u2028 b")
+    'a\\x1b\\u202e\\u2028 b'
+    """
+    pairs = ((c, c.isprintable() or c == "\n") for c in str(text))
+    return "".join(c if seen else c.encode("unicode_escape").decode() for c, seen in pairs)
+
+
+def cut(text):
+    """Returns a text, or the beginning of a long one."""
+    more = len(text) - CHARACTERS
+    return text if more <= 0 else f"{text[:CHARACTERS]}… ({more} characters more)"
+
+
+def number(value, digits=4):
+    """Returns a number with so many digits, as text; "" of what is no number.
+
+    >>> number(12345.6), number(0.00012), number(2.0), number(None)
+    ('12,346', '0.00012', '2', '')
+    """
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return ""
+    value = float(f"{value:.{digits}g}") if digits < 4 else value
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"

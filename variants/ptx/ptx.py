@@ -1,0 +1,53 @@
+"""PTX: text, mixed into the actor's updates, so that it keeps what it knew.  [Ouyang 2022] eq. 2
+
+loss = PPO's + unsup_coef * (cross entropy of a token of the text)
+"""
+
+import functools
+
+import numpy as np
+
+import common
+import sft  # its layout and its loss
+from machinery.base import ranks
+from machinery.data.rows import load_rows
+from machinery.flags import declaring
+
+
+class TextMix:
+    """The text of --unsup_data_path, and its part in each update. Without the flag it is empty."""
+
+    def __init__(self, args, tokenizer):
+        self.args, self.backwards = args, 1  # of each micro-batch of the actor
+        if args.unsup_data_path:
+            own = declaring.of_role(args, data_path=args.unsup_data_path, data_split=[1, 0, 0])
+            self.train, self.held_out = load_rows(own, tokenizer, "sft", args.max_seq_len)
+            self.collate = functools.partial(sft.collate, pad_id=tokenizer.pad_token_id)
+            self.backwards = 2
+
+    def draw(self, *numbers):
+        """Draws this rank's text of an optimizer step; `numbers` and the seed say which."""
+        if self.backwards == 2:
+            args, count = self.args, ranks.data_parallel_size()
+            shape = args.gradient_accumulation_steps, count, args.per_device_training_batch_size
+            drawn = np.random.default_rng((args.seed, *numbers)).choice(len(self.train), shape)
+            rows, mine = common.Rows(self.train), drawn[:, ranks.data_parallel_rank()].tolist()
+            batches = [self.collate([rows[i] for i in each]) for each in mine]
+            self.batches = [batch.to(ranks.device()) for batch in batches]
+            self.tokens = ranks.all_sum(sum(batch.loss_mask.sum() for batch in batches)).item()
+
+    def backward(self, actor):
+        """Runs backward on a micro-batch of text, after that of the policy loss."""
+        if self.backwards == 2:
+            actor.step()  # ends the policy's micro-step; the update's last step() moves the weights
+            batch, micro_steps = self.batches.pop(), 2 * self.args.gradient_accumulation_steps
+            logprobs = common.response_logprobs(actor, batch, batch.loss_mask)  # (B, R)
+            loss = self.args.unsup_coef * sft.sft_loss_sum(logprobs, batch.loss_mask)
+            actor.backward(loss * common.loss_scale(self.tokens, micro_steps))
+
+    def evaluate(self, actor):
+        """Returns {"eval_text_loss": the loss per token of the held-out text}, if there is any."""
+        if self.backwards == 1:
+            return {}
+        found = sft.evaluate(self.args, actor, self.held_out, self.collate)
+        return {"eval_text_loss": found["eval_loss"]}
