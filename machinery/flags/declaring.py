@@ -213,7 +213,7 @@ def parse(parser, presets, argv=None, script=""):
     )
     check_ranges(args, flags)
     rules.check(args, rules.COMMON)
-    monitors.read_config(args, main=True)
+    monitors.read_config(args)
     return args
 
 

@@ -4,9 +4,7 @@ import contextlib
 import io
 import logging
 import os
-import time
 import warnings
-from pathlib import Path
 
 import datasets
 import deepspeed
@@ -15,12 +13,10 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch.distributed.elastic.utils.distributed import get_free_port
-from torch.utils.cpp_extension import get_default_build_root
 
 from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.engine import patches
-from machinery.flags import declaring
 
 
 def fill_environment():
@@ -43,21 +39,6 @@ def fill_environment():
     if alone or "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
-
-
-def warn_of_locks():
-    """Warns of locks, some minutes old, of a killed compiler: a run would wait for them forever."""
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
-    for lock in Path(root).rglob("lock"):
-        minutes = (time.time() - lock.parent.stat().st_mtime) / 60
-        if minutes > 5:
-            ranks.say(f"warning: delete {lock} if nothing is compiling: this run waits for it")
-
-
-def warn_of_bf16(args):
-    """Warns of bf16 on a CPU that has no instructions for it."""
-    if args.dtype == "bf16" and ranks.device().type == "cpu" and not declaring.cpu_has_bf16():
-        ranks.say("warning: this CPU emulates bf16; --dtype fp32 is up to thirty times as fast")
 
 
 def share_cores(args):
@@ -105,18 +86,7 @@ def join_ranks(args):
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     let_segments_grow()
     patches.do_without_compiler()
-    meet_ranks(patches.wait_at_most(args.timeout_minutes))
+    limit = patches.wait_at_most(args.timeout_minutes)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
+        deepspeed.init_distributed(verbose=False, timeout=limit)
     groups.set_tensor_model_parallel_world_size(args.tensor_parallel_size)  # ranks.py asks for it
-
-
-def meet_ranks(limit):
-    """Starts torch.distributed; ends with an error if rank 0's port is taken. limit: timedelta."""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
-            deepspeed.init_distributed(verbose=False, timeout=limit)
-    except torch.distributed.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        words = f"port {os.environ['MASTER_PORT']} is in use, perhaps by another run."
-        advice = "deepspeed (or torchrun) --master_port 29501, for example"
-        raise Refused("port-in-use", f"{words}\n  Take another: {advice}.") from None

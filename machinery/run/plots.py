@@ -85,14 +85,6 @@ def draw_panel(axis, title, label, metrics, limits):
         axis.plot(values, style, color=colour, label=name)
         if limits.get(name) is not None:
             axis.axhline(limits[name], linestyle=":", color="gray", label=f"limit {limits[name]:g}")
-    if metrics.min().min() > 0 and any(falls_far(metrics[name]) for name in metrics):
-        axis.set_yscale("log")
     axis.set(title=title, xlabel="step", ylabel=label)
     handles = dict(zip(*axis.get_legend_handles_labels()[::-1]))  # a limit of two metrics once
     axis.legend(handles.values(), handles.keys(), fontsize="x-small", framealpha=0.4)
-
-
-def falls_far(values):
-    """Returns whether the values, all above 0, once fall by more than ten times."""
-    values = values.dropna()
-    return (values.cummax() > 10 * values).any()

@@ -1,10 +1,8 @@
 """How a run starts, what it shows while it works, the picture that it leaves, and exit codes."""
 
-import datetime
 import json
 import os
 import re
-import socket
 import time
 import warnings
 
@@ -20,18 +18,6 @@ from tests import kit, runs
 # --------------------------------------------------------------------------------------------------
 # Starting
 # --------------------------------------------------------------------------------------------------
-def test_a_port_in_use_is_said_with_the_flag(monkeypatch):
-    """Two runs on one machine are common, and each needs a port of its own."""
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
-        for name, value in zip(kit.RANK_NAMES, ("0", "1", "0", "1", "127.0.0.1", port)):
-            monkeypatch.setenv(name, value)
-        with kit.refuses("port-in-use"):
-            launch.meet_ranks(datetime.timedelta(seconds=20))
-
-
 def test_srun_without_an_address_is_refused(monkeypatch):
     slurm = {"STEP_ID": "0", "PROCID": "0", "NTASKS": "2", "LOCALID": "0"}
     environment = {f"SLURM_{name}": value for name, value in slurm.items()}
@@ -97,25 +83,12 @@ def test_long_work_shows_itself_without_a_terminal(monkeypatch, capsys, rank, li
     assert not re.search("[\r\x1b]", said.out)
 
 
-CHAT = [{"role": "system", "content": "Be\nkind."}, {"role": "user", "content": "Why?"}]
-
-
-@pytest.mark.parametrize(
-    "prompt, chat, response, expected",
-    [
-        ("\n\nHuman: Why?", False, " So.\n\nHuman: And?", "    Human: Why? -> So. Human: And?"),
-        (json.dumps(CHAT), True, "So.", "    system: Be kind. user: Why? -> So."),
-        ("x" * 300 + "end", False, "So " * 300, f"    ...{'x' * 28}end -> {'So ' * 22}S..."),
-        ("Why?", False, "y" * 300, f"    Why? -> {'y' * 97}..."),
-    ],
-)
-def test_a_sample_on_the_screen_is_one_line(monkeypatch, capsys, prompt, chat, response, expected):
+def test_a_sample_on_the_screen_is_one_line(monkeypatch, capsys):
     """A prompt of 400 tokens would fill the screen at every evaluation; samples.jsonl has all."""
-    monkeypatch.setenv("COLUMNS", "113")
     monkeypatch.setenv("RANK", "0")
-    logs.show_sample({"prompt": prompt, "chat": chat}, response)
+    logs.show_sample({"prompt": "x\n" * 300 + "end"}, "So\n" * 300, "gold 1")
     said = capsys.readouterr().out
-    assert said == f"{expected}\n" and len(said) <= 114
+    assert said.count("\n") == 1 and len(said) < 160 and "x end -> So So" in said
 
 
 # --------------------------------------------------------------------------------------------------
@@ -153,20 +126,6 @@ def test_what_belongs_together_is_in_one_panel(drawn):
     assert labels("reward, gold") == ["reward", "eval_reward", "gold", "limit 1", "eval_gold"]
     assert labels("scores of chosen, rejected")[::2] == ["chosen_score", "eval_rejected_score"]
     assert labels("mine") == ["mine"]
-
-
-@pytest.mark.parametrize(
-    "values, scale",
-    [
-        ([0.1, 5.0, 1.0, 0.4], "log"),
-        ([5.0, 1.0, 0.6], "linear"),
-        ([0.1, 5.0], "linear"),  # it rises
-        ([5.0, 0.0], "linear"),  # 0 has no place on a log scale
-    ],
-)
-def test_what_falls_by_more_than_ten_times_has_a_log_scale(drawn, values, scale):
-    axes = drawn([{"loss": value} for value in values])
-    assert axes["loss"].get_yscale() == scale
 
 
 @pytest.mark.parametrize(
