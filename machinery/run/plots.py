@@ -1,4 +1,4 @@
-"""Draws metrics.jsonl as curves.png: its panels in groups, a held-out metric beside its own."""
+"""Draws metrics.jsonl as curves.png: a panel for metrics that belong together, with those held out."""
 
 import pandas
 
@@ -38,17 +38,15 @@ def draw(folder, title, limits):
     metrics = metrics.dropna(axis="columns", how="all")
     changing = [name for name in metrics if not is_noise(name, metrics[name])]
     groups = panels_of(metrics[changing or list(metrics)])
-    rows = [-(-len(panels) // COLUMNS) for panels in groups.values()]
-    figure = Figure(figsize=(16, 3 * sum(rows) + 0.5), layout="constrained")
+    panels = [panel for group in groups.values() for panel in group]
+    rows = -(-len(panels) // COLUMNS)
+    figure = Figure(figsize=(16, 3 * rows + 0.5), layout="constrained")
     figure.suptitle(title, fontsize="x-large")
-    parts = figure.subfigures(len(rows), squeeze=False, height_ratios=rows)[:, 0]
-    for part, count, (group, panels) in zip(parts, rows, groups.items()):
-        part.suptitle(group, x=0.01, ha="left", fontweight="bold")
-        axes = part.subplots(count, COLUMNS, squeeze=False).flat
-        for axis in axes[len(panels) :]:
-            axis.set_visible(False)
-        for axis, panel in zip(axes, panels):
-            draw_panel(axis, *panel, limits)
+    axes = figure.subplots(rows, COLUMNS, squeeze=False).flat
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    for axis, panel in zip(axes, panels):
+        draw_panel(axis, *panel, limits)
     figure.savefig(folder / "curves.png", dpi=80)
 
 
