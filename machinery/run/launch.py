@@ -4,7 +4,9 @@ import contextlib
 import io
 import logging
 import os
+import time
 import warnings
+from pathlib import Path
 
 import datasets
 import deepspeed
@@ -13,6 +15,7 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.utils.cpp_extension import get_default_build_root
 
 from machinery.base import ranks
 from machinery.base.refused import Refused
@@ -39,6 +42,14 @@ def fill_environment():
     if alone or "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
+
+
+def warn_of_locks():
+    """Warns of locks, some minutes old, of a killed compiler: a run would wait for them forever."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    for lock in Path(root).rglob("lock"):
+        if time.time() - lock.parent.stat().st_mtime > 300:
+            ranks.say(f"warning: delete {lock} if nothing is compiling: this run waits for it")
 
 
 def share_cores(args):
@@ -82,6 +93,7 @@ def silence_libraries():
 def join_ranks(args):
     """Silences the libraries, takes this rank's cores and device, and meets the other ranks."""
     silence_libraries()
+    warn_of_locks()
     share_cores(args)
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     let_segments_grow()

@@ -1,4 +1,4 @@
-"""Draws metrics.jsonl as curves.png: a panel for metrics that belong together, with those held out."""
+"""Draws metrics.jsonl as curves.png: metrics that belong together share a panel."""
 
 import pandas
 

@@ -68,19 +68,17 @@ def test_max_steps_0_evaluates_and_ends(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # While it works
 # --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("rank, lines", [("0", 4), ("1", 0)])
-def test_long_work_shows_itself_without_a_terminal(monkeypatch, capsys, rank, lines):
-    """A job's log gets a line in every interval, on rank 0; work that is shorter than one gets
-    none, also inside of a longer one."""
-    monkeypatch.setenv("RANK", rank)
+def test_long_work_shows_itself_without_a_terminal(monkeypatch, capsys):
+    """A job's log gets a line in every interval; work that is shorter than one gets none, also
+    inside of a longer one."""
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(progress, "EVERY", 0.05)
     for _ in progress.starts(range(10), 3):
         for _ in progress.shown(range(3), "tokens"):
-            time.sleep(0.02 if lines else 0)
+            time.sleep(0.02)
     said = capsys.readouterr()
-    found = re.findall(r"^    responses: (\d+) of 10, \d\d:\d\d left$", said.out, re.M)
-    assert len(found) == lines and found == sorted(found, key=int) and said.err == ""
-    assert not re.search("[\r\x1b]", said.out)
+    assert len(re.findall(r"^    responses: \d+ of 10, \d\d:\d\d left$", said.out, re.M)) == 4
+    assert "tokens" not in said.out and said.err == ""
 
 
 def test_a_sample_on_the_screen_is_one_line(monkeypatch, capsys):
@@ -128,15 +126,8 @@ def test_what_belongs_together_is_in_one_panel(drawn):
     assert labels("mine") == ["mine"]
 
 
-@pytest.mark.parametrize(
-    "name, values, shown",
-    [
-        ("actor_loss", [7e-9, -5e-9, 1e-8], False),  # whitened advantages sum to 0
-        ("ratio_max", [1.0, 1.0000002, 1.0], False),
-        ("approx_kl", [0.0, 1e-5, 0.0], True),
-        ("learning_rate", [1e-7, 2e-7, 1e-7], True),
-    ],
-)
-def test_rounding_noise_has_no_panel(drawn, name, values, shown):
-    axes = drawn([{"reward": i, name: value} for i, value in enumerate(values)])
-    assert len(axes) == 1 + shown
+def test_rounding_noise_has_no_panel(drawn):
+    """Whitened advantages sum to 0 but for rounding. A small learning rate is no noise."""
+    moves = {"learning_rate": [1e-7, 2e-7, 1e-7], "actor_loss": [7e-9, -5e-9, 1e-8]}
+    rows = [{name: values[i] for name, values in moves.items()} for i in range(3)]
+    assert list(drawn(rows)) == ["learning rate"]
