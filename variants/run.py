@@ -83,12 +83,14 @@ def check(name, models, base, *layouts, steps=2):
 
 # ---- The table of all ----
 def lines_changed(name):
-    """Returns "+12 -3" of a variant's diff, or how many lines its new script has."""
+    """Returns "+12 -3" of a variant's diff, and how many lines its new file has."""
+    count = sum(len(file.read_text().splitlines()) for file in HERE.glob(f"{name}/*.py"))
+    new = f"+{count}, a new file" if count else ""
     text = "".join(file.read_text() for file in HERE.glob(f"{name}/*.diff"))
     if not text:
-        count = sum(len(file.read_text().splitlines()) for file in HERE.glob(f"{name}/*.py"))
-        return f"+{count}, a new file"
-    return " ".join(f"{c}{len(re.findall(rf'^[{c}](?![{c}]{{2}})', text, re.M))}" for c in "+-")
+        return new
+    marked = [f"{c}{len(re.findall(rf'^[{c}](?![{c}]{{2}})', text, re.M))}" for c in "+-"]
+    return " ".join([*marked, *([f"and {new}"] if new else [])])
 
 
 def overview():
@@ -101,11 +103,14 @@ def overview():
         for arm, found in runner.by_arm(results).items():
             own = arm.removeprefix("unchanged: ")
             texts[own == arm].append(f"{own}: {runner.cell(found, 'gold')}")
-        steps = f"({results[0]['curve']['step'][-1]} steps, 3 seeds)" if results else ""
+        if not results:  # those of a lab
+            texts[True].append(f"[labs/{name}.md](../labs/{name}.md)")
+        steps = f" ({results[0]['curve']['step'][-1]} steps, 3 seeds)" if results else ""
         folder = f"../variants/{name}"
         cells = [f"[{name}]({folder}/README.md)", lines_changed(name)]
-        cells += [f"{'; '.join(texts[True])} {steps}", "; ".join(texts[False]) or "-"]
-        lines.append(f"| {' | '.join(cells)} | [curves]({folder}/curves.png) |")
+        cells += ["; ".join(texts[True]) + steps, "; ".join(texts[False]) or "-"]
+        picture = f"{folder}/curves.png" if results else f"../labs/{name}.png"
+        lines.append(f"| {' | '.join(cells)} | [curves]({picture}) |")
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """The labs: each run is a command that parses, each mistake does what it says, and what a page says
 is what its runs showed."""
 
+import functools
 import json
 import re
 import subprocess
@@ -9,7 +10,6 @@ from itertools import combinations
 from math import log
 from pathlib import Path
 from statistics import mean
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +17,7 @@ import torch
 import ppo
 import reward
 import sft
-from machinery.rollout import kept_pass
-from tests import kit
+from tests import kit, runs
 
 LABS = kit.ROOT / "labs"
 sys.path.insert(0, str(LABS))
@@ -37,8 +36,8 @@ def test_the_runs_of_a_lab_are_commands_that_parse(name):
     """Each arm, each step: a flag that was renamed would be found an hour into the lab."""
     lab, commands = declared.LABS[name], set()
     assert len(lab.seeds) >= 3 and set(lab.shown) <= set(lab.measures)
-    for runs in lab.chains().values():
-        for run in runs.values():
+    for chain in lab.chains().values():
+        for run in chain.values():
             words = run.command(Path("runs"))
             assert not run.fault or run.fault in faults.FAULTS
             if not run.variant:
@@ -187,63 +186,84 @@ def test_every_picture_can_be_drawn_again(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # Mistakes
 # --------------------------------------------------------------------------------------------------
-@pytest.fixture
-def patched(monkeypatch):
-    """Gives back what a mistake has patched."""
-    names = "actor_forward set_loss_weights whitened reward_model_scores".split()
-    for name in names:
-        monkeypatch.setattr(ppo, name, getattr(ppo, name))
-    monkeypatch.setattr(kept_pass, "roles", kept_pass.roles)
-    monkeypatch.setattr(kept_pass.KeptPass, "begin", kept_pass.KeptPass.begin)
-    return monkeypatch
+def faulty(base, name, fault, script, flags):
+    """Makes a run of two steps with a mistake in it, in a rank of its own."""
+    if fault:
+        faults.FAULTS[fault]()
+    run = runs.run(script, f"--max_steps 2 {flags}", rows=8, accumulation=1)
+    return runs.make_run(base, name, script, run["flags"])
 
 
-@pytest.mark.parametrize(
-    "fault, scores, trains",
-    [
-        ("none", (False, 32, 0), (True, 32, 0)),
-        ("dropout_scores", (True, 32, 0), (False, 32, 0)),
-        ("bf16_scores", (False, 16, 0), (True, 32, 0)),
-        ("bf16_trains", (False, 32, 0), (True, 16, 0)),
-        ("shifted", (False, 32, 1), (True, 32, 0)),
-    ],
-)
-def test_a_mistake_changes_the_pass_that_it_names(patched, fault, scores, trains):
-    """Whether there is dropout, the bits of a matrix product, and the shift of the log-probs: in
-    the pass that scores, in the one that trains, and not in an evaluation."""
-    linear, token_shift = torch.nn.Linear(3, 3, bias=False), torch.arange(4.0)[None]
-    engine = SimpleNamespace(module=linear, train=linear.train)
-
-    def forward(args, actor, batch, stores):
-        bits = torch.finfo(linear(torch.ones(1, 3)).dtype).bits
-        return token_shift, (linear.training, bits)
-
-    patched.setattr(ppo, "actor_forward", forward)
-    faults.FAULTS[fault]()
-    policy = kept_pass.KeptPass(None, "actor", engine, ppo.actor_forward)
-
-    def seen(stores):
-        logprobs, (dropout, bits) = ppo.actor_forward(None, engine, None, stores)
-        return dropout, bits, int((logprobs[0, 0] - token_shift[0, 0]).item() != 0)
-
-    policy.begin(None, trains=True)
-    assert seen(True) == (False, 32, 0), "an evaluation"
-    policy.begin(1, trains=True)
-    assert seen(True) == scores
-    engine.train()
-    assert seen(False) == trains and linear.training
+@functools.cache
+def lines_with(fault, script="ppo", flags="--num_eval_prompts 4"):
+    """Returns the metrics of such a run: of the evaluation before, and of the two steps."""
+    name = f"fault_{fault}_{script}_{flags.replace(' ', '')}"
+    done = kit.fork(faulty, 1, runs.base(), name, fault, script, flags, meet="")
+    assert done.code == 0 and done.results[0]["code"] == 0, done
+    return kit.metrics(runs.base() / "runs" / name, clocks=False)
 
 
-def test_the_mistakes_that_no_gate_sees(patched):
-    """The mask ends before EOS; advantages are whitened in two halves; scores have an offset."""
-    mask, last = torch.tensor([[1, 1, 1], [1, 1, 0]]), torch.tensor([[0, 0, 1], [0, 1, 0]])
-    batch = SimpleNamespace(response_mask=mask, last=last)
-    faults.no_eos()
-    assert ppo.set_loss_weights([batch]) == 3
-    assert batch.loss_weight.tolist() == [[1, 1, 0], [1, 0, 0]]
-    faults.whitened_by_halves()
-    [white] = ppo.whitened([torch.tensor([[1.0, 3.0], [10.0, 30.0]])], [torch.ones(2, 2)])
-    assert white.round(decimals=5).tolist() == [[-1, 1], [-1, 1]]
-    patched.setattr(ppo, "reward_model_scores", lambda model, batch: torch.zeros(2, 3))
-    faults.offset(2.0)
-    assert ppo.reward_model_scores(None, batch).equal(2.0 * last)
+def test_without_a_mistake_two_passes_are_one():
+    """A pass that scores and one that trains give what one pass gives."""
+    for plain, none in zip(lines_with(""), lines_with("none")):
+        assert none == pytest.approx(plain, rel=1e-4, abs=1e-5)
+    assert [line["ratio_max"] for line in lines_with("none")[1:]] == pytest.approx([1, 1])
+
+
+DROPOUT = "--num_eval_prompts 4 --actor_dropout 0.3"
+MISTAKES = {  # what differs in the first step: the ratio, the gradient, the reward
+    "shifted": ("", {"ratio_max", "grad_norm"}),
+    "dropout_scores": (DROPOUT, {"ratio_max", "grad_norm"}),
+    "bf16_scores": ("", {"ratio_max", "grad_norm"}),
+    "bf16_trains": ("", {"ratio_max", "grad_norm"}),
+    "no_eos": ("", {"grad_norm"}),
+    "whitened_by_halves": ("", {"grad_norm"}),
+    "offset_2": ("", {"grad_norm", "reward"}),
+}
+
+
+@pytest.mark.parametrize("fault", MISTAKES)
+def test_a_mistake_changes_what_it_names(fault):
+    """And no evaluation: they measure, and are to measure all runs alike."""
+    flags, changed = MISTAKES[fault]
+    before, first, _ = lines_with(fault, flags=flags) if flags else lines_with(fault)
+    expected, plain, _ = lines_with("none")
+    different = {k for k in ("ratio_max", "reward") if abs(first[k] - plain[k]) > 1e-4}
+    # whitened advantages: the actor's gradient only, whose norm is logged
+    different |= {"grad_norm"} if abs(first["grad_norm"] - plain["grad_norm"]) > 1e-5 else set()
+    assert different == changed
+    offset = 2.0 if fault == "offset_2" else 0.0
+    assert first["reward"] - plain["reward"] == pytest.approx(offset, abs=1e-5)
+    assert before["eval_reward"] - expected["eval_reward"] == pytest.approx(offset, abs=1e-5)
+    assert before["eval_kl"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_other_mistakes():
+    """GRPO without the deviation; 64 samples of each prompt; heads."""
+    grpo = "--num_eval_prompts 4 --advantage grpo --samples_per_prompt 2"
+    plain, changed = (lines_with(fault, flags=grpo)[1] for fault in ("", "grpo_no_deviation"))
+    assert changed["reward"] == pytest.approx(plain["reward"])
+    assert changed["advantage_std"] != pytest.approx(plain["advantage_std"], rel=0.01)
+    lines_with("answer_64_times", flags="--num_eval_prompts 128")
+    [name] = (runs.base() / "runs").glob("fault_answer*")
+    samples = [json.loads(line) for line in (name / "samples.jsonl").read_text().splitlines()]
+    first = samples[:64]
+    assert len({line["prompt"] for line in first}) == 1 < len({line["response"] for line in first})
+    assert samples[64]["prompt"] != first[0]["prompt"]
+    scratch = "--model_name_or_path BASE/models/actor"
+    names = ("", "head_0.02", "head_root", "head_zero", "head_library")
+    losses = {name: lines_with(name, "reward", scratch)[0]["eval_loss"] for name in names}
+    assert losses["head_zero"] == pytest.approx(log(2)) and len(set(losses.values())) == 5
+
+
+def test_dual_clip_bounds_the_loss_of_a_bad_token(monkeypatch):
+    """A bad token (A = -1) that became e times as likely has the loss e, which is below 3. One that
+    became e^2 times as likely has 3 in place of 7.39. A good token's loss is as before."""
+    monkeypatch.setattr(ppo, "policy_loss", ppo.policy_loss)
+    faults.FAULTS["dual_clip_3"]()
+    new, old = torch.tensor([[1.0, 2.0, 2.0]]), torch.zeros(1, 3)
+    advantages = torch.tensor([[-1.0, -1.0, 1.0]])
+    loss, ratio = ppo.policy_loss(new, old, advantages, 0.2, None)
+    assert loss[0].tolist() == pytest.approx([2.7183, 3.0, -1.2], abs=1e-4)
+    assert ratio[0].tolist() == pytest.approx([2.7183, 7.3891, 7.3891], abs=1e-4)

@@ -97,7 +97,7 @@ def test_dpos_implicit_rewards_are_of_the_responses_alone(tokenizer, tiny_model)
     args = SimpleNamespace(loss="sigmoid", beta=0.5, margin=0.0)
     row = {"prompt_ids": [5, 6, 7], "responses": [[8, 9, 1], [10, 1]], "row_weight": 1}
     batch = dpo.collate([row, {**row, "row_weight": 0}], tokenizer.pad_token_id)
-    assert batch["loss_mask"].tolist() == [[1, 1, 1], [0, 0, 0], [0, 1, 1], [0, 0, 0]]
+    assert batch.loss_mask.tolist() == [[1, 1, 1], [0, 0, 0], [0, 1, 1], [0, 0, 0]]
     chosen, rejected = dpo.implicit_rewards(args, tiny_model, tiny_model, batch)
     assert numbers(chosen) == numbers(rejected) == [0, 0]
     args.loss = "simpo"
@@ -105,20 +105,21 @@ def test_dpos_implicit_rewards_are_of_the_responses_alone(tokenizer, tiny_model)
     logits = tiny_model(torch.tensor([[5, 6, 7, 8, 9, 1]])).logits[0].log_softmax(-1)
     by_hand = (logits[2, 8] + logits[3, 9] + logits[4, 1]) / 3 * 0.5
     assert chosen[0].item() == pytest.approx(by_hand.item(), abs=1e-5)
-    loss_sum, sums = dpo.pair_sums(args, chosen, rejected, batch["row_weight"])
+    loss_sum, sums = dpo.pair_sums(args, chosen, rejected, batch.row_weight.chunk(2)[0])
     first = dpo.pair_loss(args, chosen, rejected)[0].item()
     assert loss_sum.item() == sums[0].item() == pytest.approx(first)
 
 
 def test_the_gspo_variant_by_hand(tmp_path):
-    """One ratio a response, the geometric mean of its tokens'; the gate sees each token's. Three
-    means: of tokens 5 count 1 each, of responses each counts 1, by a constant 3 / 4 and 2 / 4."""
+    """One ratio a response, the geometric mean of its tokens'; what is returned is each token's.
+    Three means: of tokens 5 count 1 each; of responses each counts 1; by a constant 3 / 4, 2 / 4.
+    """
     ppo = patched("gspo", tmp_path)
     mask = torch.tensor([[1.0, 1, 1], [1, 1, 0]])
     old = torch.zeros(2, 3)
     new = torch.tensor([[0.3, 0.0, -0.6], [0.2, 0.4, 9.0]])
     assert numbers(ppo.sequence_change(new, old, mask)[:, 0]) == [-0.1, 0.3]
-    args = SimpleNamespace(ratio="sequence", clip=0.2, clip_high=None, dual_clip=0.0)
+    args = SimpleNamespace(ratio="sequence", clip=0.2, clip_high=None)
     args.kl_in, args.entropy_coef = "reward", 0.0
     batch = micro_batch(response_mask=mask, old_logprobs=old, advantages=mask)
     loss, ratio, clipped = ppo.actor_loss(args, batch, new, None, 0.0)
@@ -129,8 +130,8 @@ def test_the_gspo_variant_by_hand(tmp_path):
     args.max_answer_seq_len = 4
     expected = {"tokens": ([3, 2], 5), "responses": ([1, 1], 2), "constant": ([0.75, 0.5], 2)}
     for args.loss_mean, (weights, total) in expected.items():
-        assert ppo.set_loss_weights(args, [batch]) == total
-        assert numbers(batch.loss_weight.sum(-1)) == weights
+        [found], count = ppo.loss_weights(args, [batch])
+        assert numbers(found.sum(-1)) == weights and count == total
     totals, groups = torch.tensor([1.0, 3.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1])
     assert numbers(ppo.dr_grpo(totals, groups)) == [-1, 1, 0, 0]
 
