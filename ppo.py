@@ -707,9 +707,7 @@ def main():
     if args.has_critic:
         critic = common.load_model(critic_args, tokenizer, "score")
         updates = steps * sizes.updates
-        critic = common.train_engine(
-            critic, critic_args, batch_size, accumulation, updates, main=False
-        )
+        critic = common.train_engine(critic, critic_args, batch_size, accumulation, updates)
         engines["critic"] = critic
     reference = common.reference_of(actor, actor_args, batch_size)
     reward_models = judging.load_models(args, batch_size, tokenizer)
