@@ -195,7 +195,6 @@ def test_a_folder_in_any_state_is_read(tmp_path):
     assert page.page("t", runs.find([folder]), [])
 
 
-
 def test_runs_are_found_below_a_folder_each_once(tmp_path):
     """A step's own parts (ema/, checkpoints/) are no runs, and what --overwrite moved aside is left
     out; the steps come in their order."""
