@@ -284,6 +284,7 @@ def whitened(advantages, masks):
     a = torch.cat([x.flatten() for x in advantages]).double()
     m = torch.cat([x.flatten() for x in masks]).double()
     count, total, squares = ranks.all_sum(m.sum(), (a * m).sum(), (a * a * m).sum()).tolist()
+    count = max(count, 1)  # a mask of the user's own may leave no token
     mean = total / count
     scale = max(squares / count - mean**2, 0.0) ** 0.5 + 1e-8
     return [(a - mean) / scale * m for a, m in zip(advantages, masks)]

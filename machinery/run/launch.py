@@ -94,6 +94,7 @@ def silence_libraries():
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # no report of a new value head, for example
     for name in ("DeepSpeed", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

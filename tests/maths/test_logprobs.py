@@ -149,7 +149,9 @@ def test_tokens_that_are_not_wanted_have_no_part_in_the_gradient(name, model):
         model.zero_grad()
         (common.response_logprobs(model, layout(5), wanted) * mask).sum().backward()
         parameters = list(model.parameters())
-        found.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters])
+        found.append(
+            [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+        )
     for few, many, none in zip(*found):
         torch.testing.assert_close(few, many, rtol=1e-3, atol=1e-3 * many.abs().max().item() + 1e-6)
         assert not none.any()

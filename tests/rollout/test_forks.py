@@ -1,0 +1,254 @@
+"""What changes of six real forks met without a word: each trap is a property here.
+
+Groups are found by draw, credit crosses gaps of the mask, and scores of single tokens keep their
+shares: these are in maths/test_gae.py. The key of the random numbers is in test_sampling.py, and
+explained variance with another estimator in test_rollout_metrics.py.
+"""
+
+import copy
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+import common
+import ppo
+from machinery.rollout import first_step, rollout_metrics
+from machinery.run import padding_check
+from tests import kit, runs
+
+PAD = SimpleNamespace(pad_token_id=0)
+FLAGS = dict(top_k=0, top_p=1.0, temperature=0.7, min_new_tokens=0, stop=[], compile_decoding=0)
+ARGS = SimpleNamespace(seed=1, max_answer_seq_len=8, entropy_coef=0.0, dtype="fp32", **FLAGS)
+
+
+def response(ids, **more):
+    row = {"row": 0, "prompt_ids": [9, 9], "response_ids": ids, "row_weight": 1, "ended": 1.0}
+    return {**row, **more}
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokens that the actor has not written
+# --------------------------------------------------------------------------------------------------
+def test_lengths_and_ends_never_come_from_a_mask():
+    """A tool wrote the tokens where `own` is 0: two in the middle of the first response, and the
+    end of the second. Models see them, nothing is learned from them, and the score is placed on the
+    last token that the actor wrote. Length and end are those of the whole response."""
+    own = [[1, 0, 0, 1], [1, 1, 0], [1, 1]]
+    ids = [[5, 6, 7, 1], [5, 6, 7], [5, 1]]
+    rows = [response(ids[i], tokens={"own": own[i]}, ended=[1.0, 0.0, 1.0][i]) for i in range(3)]
+    (batch,) = ppo.make_micro_batches(PAD, rows, 3)
+    assert batch.response_mask.tolist() == [[1, 0, 0, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
+    assert batch.last.tolist() == [[0, 0, 0, 1], [0, 1, 0, 0], [0, 1, 0, 0]]
+    assert batch.length.tolist() == [4, 3, 2] and batch.ended.tolist() == [1, 0, 1]
+    assert batch.mask.sum(-1).tolist() == [2 + 4, 2 + 3, 2 + 2]
+    # A reward model's score is that of the whole response, also where a tool wrote its end.
+    scores = ppo.reward_model_scores(lambda ids, mask, positions: positions.float(), batch)
+    assert scores.tolist() == [[0, 0, 0, 5], [0, 4, 0, 0], [0, 3, 0, 0]]
+
+
+def test_a_samplers_numbers_of_each_token_reach_the_micro_batch():
+    """row["tokens"] by name, (B, R) each, whatever order and micro-batches the rows come in."""
+    rows = [response([5, 6, 1], tokens={"mine": [0.5, 1.5, 2.5], "sampled_logprobs": [-1, -2, -3]})]
+    rows += [response([1], tokens={"mine": [7.0], "sampled_logprobs": [-4]})]
+    rows += [response([5, 1], tokens={"mine": [8.0, 9.0], "sampled_logprobs": [-5, -6]})]
+    first, second = ppo.make_micro_batches(PAD, ppo.ordered(rows), 2)
+    assert first.tokens["mine"].tolist() == [[7, 0], [8, 9]]
+    assert first.tokens["sampled_logprobs"].tolist() == [[-4, 0], [-5, -6]]
+    assert second.tokens["mine"].tolist() == [[0.5, 1.5, 2.5]]
+
+
+# --------------------------------------------------------------------------------------------------
+# A forward belongs to its batch
+# --------------------------------------------------------------------------------------------------
+def rollout(model, tokenizer, count=4):
+    """Returns the responses of a model to prompts of unlike lengths."""
+    prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]][:count]
+    rows = [{"prompt_ids": ids, "row": i, "sample": 0} for i, ids in enumerate(prompts)]
+    rows = ppo.roll_out(ARGS, model, tokenizer, rows, 1, count)
+    return [{**row, "row_weight": 1} for row in rows]
+
+
+def scored(model, tokenizer, responses, size, one_pass=False):
+    batches = ppo.make_micro_batches(tokenizer, responses, size)
+    for batch in batches:
+        judge = lambda batch: batch.last  # noqa: E731
+        ppo.score(ARGS, batch, model, None, model, judge, None, one_pass)
+    return batches
+
+
+def test_what_is_kept_to_train_on_belongs_to_its_batch(tiny_model, tokenizer):
+    """Two micro-batches are scored, and then trained on in the other order."""
+    model = copy.deepcopy(tiny_model)
+    batches = scored(model, tokenizer, rollout(model, tokenizer), 2, one_pass=True)
+    for batch in reversed(batches):
+        assert batch.logprobs.requires_grad and not batch.old_logprobs.requires_grad
+        found = torch.autograd.grad(batch.logprobs.sum(), model.lm_head.weight)[0]
+        logprobs, _ = ppo.actor_forward(ARGS, model, batch)
+        assert torch.equal(logprobs, batch.logprobs)
+        assert torch.equal(torch.autograd.grad(logprobs.sum(), model.lm_head.weight)[0], found)
+
+
+@pytest.mark.parametrize(
+    "flags, shares",
+    [
+        ("", True),
+        ("--gradient_accumulation_steps 2", False),
+        ("--allow_unstable 1 --ppo_epochs 2", False),
+        ("--allow_unstable 1 --generation_batches 2", False),
+        ("--allow_unstable 1 --per_device_training_batch_size 16", False),
+    ],
+)
+def test_one_forward_scores_and_trains_where_nothing_changes_between(tiny_model, flags, shares):
+    """Where a rollout is one micro-batch that is trained on once, and without dropout: a forward
+    with it would store numbers of another policy, and the ratio would be 1 all the same."""
+    args = ppo.get_args(["--preset", "toy", *flags.split()])
+    assert ppo.shares_pass(args, tiny_model, tiny_model) == shares
+    noisy = SimpleNamespace(config=transformers.OPTConfig(dropout=0.1))
+    assert not ppo.shares_pass(args, tiny_model, noisy)
+
+
+# --------------------------------------------------------------------------------------------------
+# Sampled as scored; padding
+# --------------------------------------------------------------------------------------------------
+def gate(model, batches):
+    """Returns the exit code of the gate at the first step, None if it lets the run go on."""
+    run = SimpleNamespace(args=ARGS, step=1, engine=SimpleNamespace(module=model), codes=[None])
+    run.finish = lambda code: run.codes.append(code)
+    first_step.stop_unless_sampled_as_scored(run, batches)
+    return run.codes[-1]
+
+
+def test_a_rollout_that_is_sampled_otherwise_than_it_is_scored_is_stopped(
+    tiny_model, tokenizer, monkeypatch
+):
+    """sampling_gap is rounding on a right model, whatever the padding. A position that is one too
+    large from the second token on would train on other log-probs than those of the sampled policy:
+    it is seen in the metric, and stops the first step."""
+    batches = scored(tiny_model, tokenizer, rollout(tiny_model, tokenizer), 4)
+    assert batches[0].response_mask.sum() > 8
+    assert max(map(rollout_metrics.sampling_gap, batches)) < 1e-4
+    assert gate(tiny_model, batches) is None
+
+    right = ppo.next_logits
+
+    def shifted(model, inputs, cache):
+        positions = cache.positions
+        cache.positions = positions + (cache.length > 0)
+        logits = right(model, inputs, cache)
+        cache.positions = positions
+        return logits
+
+    monkeypatch.setattr(ppo, "next_logits", shifted)
+    batches = scored(tiny_model, tokenizer, rollout(tiny_model, tokenizer), 4)
+    assert max(map(rollout_metrics.sampling_gap, batches)) > 1e-2
+    assert gate(tiny_model, batches) == 1
+
+
+@pytest.mark.parametrize("ignored", ["position_ids", "attention_mask"])
+@pytest.mark.parametrize("kind", ["language", "value"])
+def test_a_model_that_ignores_positions_or_the_mask_is_refused(monkeypatch, kind, ignored):
+    """A row alone and the same row with padding on its left must have the same numbers. GPT-2 has
+    learned positions, which padding shifts."""
+    shape = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=64, num_labels=1)
+    ends = dict(bos_token_id=1, eos_token_id=1, pad_token_id=0)
+    config = transformers.GPT2Config(**shape, **ends, initializer_range=0.3)
+    torch.manual_seed(0)
+    if kind == "value":
+        model = transformers.GPT2ForSequenceClassification(config)
+        model, careless = common.ValueModel(model, "score"), model.base_model
+    else:
+        careless = model = transformers.GPT2LMHeadModel(config)
+    engine = torch.nn.Module()
+    engine.module, engine.forward = model, model.__call__
+    row = {"prompt_ids": list(range(5, 15)), "responses": [[20, 21, 22, 1]]}
+    padding_check.check(ARGS, engine, row, 0)
+    honest = careless.forward
+
+    def forward(ids, attention_mask, use_cache, position_ids, **options):
+        if ignored == "position_ids":
+            position_ids = torch.arange(ids.shape[1])[None]
+        else:
+            attention_mask = torch.ones_like(ids)
+        options.update(attention_mask=attention_mask, position_ids=position_ids)
+        return honest(ids, use_cache=use_cache, **options)
+
+    monkeypatch.setattr(careless, "forward", functools.wraps(honest)(forward))
+    with kit.refuses("padding-changes-a-row"):
+        padding_check.check(ARGS, engine, row, 0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Changes of main, made from outside
+# --------------------------------------------------------------------------------------------------
+def run_changed(change, argv):
+    """A run of step 3 with one part of it replaced, as a fork would write it."""
+    if change == "weights":  # a mean over responses, in place of one over tokens
+
+        def loss_weights(minibatch):
+            masks = [batch.response_mask for batch in minibatch]
+            weights = [mask / mask.sum(-1, keepdim=True).clamp(min=1) for mask in masks]
+            return weights, sum(weight.sum() for weight in weights).item()
+
+        ppo.loss_weights = loss_weights
+    if change == "masked":
+        roll_out = ppo.roll_out
+
+        def of_a_tool(*given):
+            rows = roll_out(*given)
+            for row in rows:
+                row["tokens"]["own"] = [0.0] * len(row["response_ids"])
+            return rows
+
+        ppo.roll_out = of_a_tool
+    if change == "number":
+        of_all_ranks = rollout_metrics.of_all_ranks
+        rollout_metrics.of_all_ranks = lambda *given: {**of_all_ranks(*given), "mine": 7.0}
+    kit.call_main("ppo", argv)
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    """{change: the folder of a run of one step with it}"""
+    folders = {}
+    for change in ("number", "weights", "masked"):
+        folder = folders[change] = tmp_path_factory.mktemp("forks") / change
+        argv = [*runs.base_flags("ppo", runs.base()), "--max_steps", "1", "--critic_dropout", "0"]
+        argv += ["--output_dir", str(folder)]
+        done = kit.fork(run_changed, 1, change, argv, meet="never")
+        assert done.code == 0, str(done)
+    return folders
+
+
+PLAIN_AND_WEIGHTED = "number", "weights"
+
+
+def test_a_weight_of_the_actors_loss_reaches_nothing_else(changed):
+    """loss_weights: the actor's gradient is another one. The critic trains as before, to the bit,
+    and what is logged are means over tokens."""
+    plain, weighted = (
+        kit.metrics(changed[name], clocks=False)[1] for name in ("number", "weights")
+    )
+    assert abs(weighted["grad_norm"] / plain["grad_norm"] - 1) > 1e-3
+    same = [name for name in weighted if name != "grad_norm" and not name.startswith("eval_")]
+    assert {name: plain[name] for name in same} == {name: weighted[name] for name in same}
+    assert {"critic_loss", "critic_grad_norm", "actor_loss", "explained_variance"} <= {*same}
+    critics = [kit.weights(changed[name] / "critic") for name in PLAIN_AND_WEIGHTED]
+    assert all(torch.equal(critics[0][name], critics[1][name]) for name in critics[0])
+    actors = [kit.weights(changed[name]) for name in PLAIN_AND_WEIGHTED]
+    assert not all(torch.equal(actors[0][name], actors[1][name]) for name in actors[0])
+
+
+def test_main_logs_a_number_of_its_own(changed):
+    assert kit.metrics(changed["number"])[1]["mine"] == 7
+
+
+def test_a_step_whose_responses_are_all_masked_trains_nothing(changed):
+    """There is no mean over no token. It does not divide by 0, and is no NaN that would be blamed
+    on a learning rate."""
+    for folder, start in ((".", "actor"), ("critic", "reward")):
+        before = kit.weights(runs.base() / "models" / start)
+        after = kit.weights(changed["masked"] / folder)
+        assert all(torch.equal(before[name], after[name]) for name in before)
