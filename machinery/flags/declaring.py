@@ -201,7 +201,7 @@ def parse(parser, presets, argv=None, script=""):
     )
     check_ranges(args, flags)
     rules.check(args, rules.of_all)
-    monitors.read_config(args, main=True)
+    monitors.read_config(args)
     return args
 
 
