@@ -766,6 +766,7 @@ def main():
         rollout_metrics.stop_unless_finite(run, micro_batches)
         if not checked:
             first_step.stop_unless_sampled_as_scored(run, micro_batches)
+            rollout_metrics.warn_of_equal_scores(micro_batches)
 
         # ---- 5 advantages ----
         set_advantages(args, micro_batches, kl_control.coef, score_statistics)

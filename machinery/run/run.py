@@ -19,7 +19,6 @@ from machinery.base import modules, progress, ranks
 from machinery.data import data_split
 from machinery.data.rows import fingerprint
 from machinery.engine import monitors, throughput, zero3
-from machinery.flags import rules
 from machinery.models import lora, model_card, model_folders, saving
 from machinery.run import best, checkpoints, crash, launch, logs, output_folder, padding_check
 
@@ -92,7 +91,6 @@ class Run:
         self.folder.take(self.facts)
         self.monitor = monitors.opened(args)
         self.print_banner()
-        rules.warn(args, rules.WARNINGS)
         torch.manual_seed(args.seed + ranks.data_parallel_rank())  # dropout differs by rank
         ranks.barrier()
         step, saved = 0, {}
