@@ -322,14 +322,13 @@ def stage_of(args, stage):
     return stage if args.dtype == "fp32" else max(stage, 1)
 
 
-def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True):
+def ds_config(args, stage, batch_size, micro_steps=1, train=True):
     """The DeepSpeed config (dict) of one engine: ds_config.json, and over it what the flags say.
 
     batch_size: rows of one forward on one device. micro_steps: backwards of an optimizer step.
-    train False: a frozen engine, which only shards and offloads weights. main False: no monitor
-    (the critic's would repeat the actor's).
+    train False: a frozen engine, which only shards and offloads weights.
     """
-    config = monitors.read_config(args, False)
+    config = monitors.of_engine(args)
     zero = config["zero_optimization"]
     zero["stage"] = stage_of(args, stage) if train else stage
     zero3.add_options(args, zero, train)  # --offload, --adam_offload
@@ -349,7 +348,7 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True, main=True):
     return config
 
 
-def train_engine(model, args, batch_size, micro_steps, steps, main=True):
+def train_engine(model, args, batch_size, micro_steps, steps):
     """The engine that trains `model` for `steps` optimizer steps; step() moves the schedule, too.
 
     args: the flags of this model, as in load_model.
@@ -364,7 +363,7 @@ def train_engine(model, args, batch_size, micro_steps, steps, main=True):
         model=model,
         optimizer=optimizer,
         lr_scheduler=transformers.get_scheduler(kind, optimizer, warmup, steps),
-        config=ds_config(args, stage, batch_size, micro_steps, main=main),
+        config=ds_config(args, stage, batch_size, micro_steps),
     )
     if args.deepcompile:
         engine.compile()
@@ -380,7 +379,7 @@ def frozen_engine(args, batch_size, tokenizer=None, value_head=None):
     model = load_model(args, tokenizer, value_head).requires_grad_(False)
     if args.zero_stage < 3:
         return model.to(ranks.device()).eval()
-    config = ds_config(args, 3, batch_size, train=False, main=False)
+    config = ds_config(args, 3, batch_size, train=False)
     engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.eval()
     return engine

@@ -707,9 +707,7 @@ def main():
     if args.has_critic:
         critic = common.load_model(critic_args, tokenizer, "score")
         updates = steps * sizes.updates
-        critic = common.train_engine(
-            critic, critic_args, batch_size, accumulation, updates, main=False
-        )
+        critic = common.train_engine(critic, critic_args, batch_size, accumulation, updates)
         engines["critic"] = critic
     reference = common.reference_of(actor, actor_args, batch_size)
     reward_models = judging.load_models(args, batch_size, tokenizer)
@@ -768,6 +766,7 @@ def main():
         rollout_metrics.stop_unless_finite(run, micro_batches)
         if not checked:
             first_step.stop_unless_sampled_as_scored(run, micro_batches)
+            rollout_metrics.warn_of_equal_scores(micro_batches)
 
         # ---- 5 advantages ----
         set_advantages(args, micro_batches, kl_control.coef, score_statistics)

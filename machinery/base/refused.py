@@ -18,11 +18,6 @@ class Refused(Exception):
         self.rule, self.words = rule, words
 
 
-def fail(words):
-    """Raises Refused without a rule's name. (On its way out: raise Refused(rule, words).)"""
-    raise Refused("", words)
-
-
 def program(main):
     """Runs main(). A refusal becomes one message on rank 0, without a traceback, and exit code 2.
 

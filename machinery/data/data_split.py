@@ -11,7 +11,7 @@ def share_of(rows, data_split, stage):
     The shares are disjoint, and do not depend on --seed: stages may be run with different ones.
     """
     order = np.random.default_rng(0).permutation(len(rows))
-    ends = np.cumsum([0, *data_split]) / sum(data_split) * len(order)
+    ends = np.cumsum([0, *data_split]) / (sum(data_split) or 1) * len(order)
     start, end = ends.round().astype(int)[STAGES.index(stage) :][:2]
     return rows.select(np.sort(order[start:end]))
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-from contextlib import suppress
 from typing import NamedTuple
 
 HUMAN, ASSISTANT = "\n\nHuman: ", "\n\nAssistant:"
@@ -19,13 +18,8 @@ FORMATS = {  # columns: the stages that can make their rows of them
     "instruction output": "sft ppo",  # Alpaca. `input` is optional
     "text": "sft",  # learned whole
 }
-COLUMNS = [*dict.fromkeys(" ".join(FORMATS).split()), "input"]
-NAMES = {  # --columns of sets of DeepSpeed-Chat's list, which need not be given
+NAMES = {  # --columns of sets in our presets' blends, which need not be given
     "Dahoas/synthetic-instruct-gptj-pairwise": {"instruction": "prompt"},
-    "lmqg/qg_jaquad": {"instruction": "question", "output": "sentence"},
-    "pvduy/sharegpt_alpaca_oa_vicuna_format": {"response": "label"},
-    "stanfordnlp/SHP": {"instruction": "history"},  # for ppo: its pairs are in another form
-    "wangrui6/Zhihu-KOL": {"instruction": "INSTRUCTION", "output": "RESPONSE"},
 }
 
 
@@ -150,10 +144,7 @@ def spoken(messages):
 
 
 def read_messages(name, messages):
-    """Returns chat messages with their contents as text: a content in parts is joined.
-
-    ShareGPT's {"from": ..., "value": ...} become messages, too.
-    """
+    """Returns chat messages; ShareGPT's {"from": ..., "value": ...} become messages, too."""
     if not isinstance(messages, list):
         raise BadRow(f"{name} must be a list of messages, and is {messages!r:.60}")
     read = []
@@ -161,8 +152,6 @@ def read_messages(name, messages):
         said = dict(message) if isinstance(message, dict) else {}
         role = said.pop("from", said.get("role"))
         content = said.pop("value", said.get("content"))
-        with suppress(TypeError, KeyError):  # {"type": "text", "text": ...}; text has no such parts
-            content = "".join(part["text"] for part in content)
         if not (isinstance(role, str) and isinstance(content, str)):  # calls of tools, images, ...
             raise BadRow(f"{name}, {number}: no message of a role with text: {message!r:.80}")
         read.append({**said, "role": ROLES.get(role, role), "content": content})

@@ -52,8 +52,7 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
         ids, mask, responses = tokenise(tokenizer, stage, prompt, texts, example, train_on)
         ids, mask, responses = cut(ids, mask, responses, limit)
         if stage == "reward" and responses[0] == responses[1]:
-            once_cut = "" if example.chosen == example.rejected else " once cut"
-            raise LeftOut(f"chosen equals rejected{once_cut}")
+            raise LeftOut("chosen equals rejected, or does once it is cut")
     except LeftOut as why:
         drop = str(why)
     return {
@@ -75,7 +74,7 @@ def tokenise(tokenizer, stage, prompt, texts, example, train_on):
     written = texts if isinstance(prompt, list) and prompt else [prompt, *([] if whole else texts)]
     if not all(text and text.strip() for text in written):
         raise LeftOut("empty prompt or response")
-    if stage == "sft" and train_on == "all":
+    if stage == "sft" and train_on == "all" and isinstance(prompt, list):
         ids, mask, response = tokens.tokenise_turns(tokenizer, prompt, *texts)
         return ids, mask, [response]
     ids = tokenise_prompt(tokenizer, prompt)
@@ -98,7 +97,7 @@ def load_rows(args, tokenizer, stage, limit):
     own test split, or a twentieth of the prompts, by hash. Neither depends on --seed: stages with
     different seeds must not share rows.
     """
-    parts, shares = {"train": [], "test": []}, []
+    shares = []
     trained_on = set()  # the prompts that any stage trains on, in any source
     for path in args.data_path:
         source, columns = sources.read_source(path)
@@ -114,18 +113,19 @@ def load_rows(args, tokenizer, stage, limit):
         of_all = f"{len(taken):,} of {len(source['train']):,} rows"
         renamed = "".join(f", {ours}={theirs}" for ours, theirs in names.items())
         ranks.say(f"{path}: {of_all} ({data_split.in_words(args)}){renamed}")
-        options = {"tokenizer": tokenizer, "stage": stage, "limit": limit, "columns": columns}
-        options |= {"train_on": getattr(args, "train_on", None), "names": names}
-        shares.append((path, {**source, "train": taken}, options))
-    for path, source, options in shares:
-        for part, kept in parts.items():
-            known = trained_on if part == "test" else ()
+        options = {"stage": stage, "limit": limit, "columns": columns, "names": names}
+        shares.append((path, {"train": taken, "test": source["test"]}, options))
+    made = []
+    for part, known in (("train", ()), ("test", trained_on)):
+        kept = []
+        for path, source, options in shares:
+            options |= {"tokenizer": tokenizer, "train_on": getattr(args, "train_on", None)}
             kept += tokenise_rows(source[part], options, f"{path}, {part}", known)
-    for part, kept in parts.items():
         if not kept:
             words = f"no {part} rows are left. Add data, or give this step more of --data_split."
             raise Refused("no-rows-left", words)
-    return tuple(map(datasets.concatenate_datasets, parts.values()))
+        made.append(datasets.concatenate_datasets(kept))
+    return made
 
 
 def serves(columns, stage):
@@ -137,10 +137,9 @@ def serves(columns, stage):
 def check_columns(path, columns, stage, flag="--data_path"):
     """Refuses columns of which the stage cannot make its rows."""
     if not serves(columns, stage):
-        found = ", ".join(columns) or "(none: it is empty)"
         known = "".join(f"\n    {need}  ({steps})" for need, steps in formats.FORMATS.items())
         advice = "\n  Other names: --columns prompt=question,response=answer"
-        what = f"{flag} {path} has the columns {found}.\n  Known columns (of the steps):"
+        what = f"{flag} {path} has the columns {', '.join(columns)}.\n  Known (of the steps):"
         raise Refused("unknown-columns", what + known + advice)
 
 

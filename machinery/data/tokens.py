@@ -6,7 +6,7 @@ from contextlib import suppress
 from jinja2 import TemplateError
 
 from machinery.base import ranks
-from machinery.data.formats import ASSISTANT, HUMAN, LeftOut
+from machinery.data.formats import LeftOut
 from machinery.models import model_folders
 
 NO_TEMPLATE = "the data holds chats, and the tokenizer has no chat template. Take a chat model's"
@@ -33,12 +33,8 @@ def tokenise_response(tokenizer, response):
 
     Prompt and response are tokenised apart and joined: joined text could merge across the border.
     """
-    return with_eos(tokenizer, tokenise_text(tokenizer, response))
-
-
-def tokenise_text(tokenizer, text):
-    """Returns the token ids of a text that another one precedes."""
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    options = {"add_special_tokens": False, "split_special_tokens": True}
+    return with_eos(tokenizer, tokenizer(response, **options).input_ids)
 
 
 def with_eos(tokenizer, ids):
@@ -48,47 +44,17 @@ def with_eos(tokenizer, ids):
 
 # ---- Every turn (--train_on all) ----
 def tokenise_turns(tokenizer, prompt, response):
-    """Returns a prompt's ids, its mask, 1 on the assistant's turns, and the ids of the last turn.
-
-    Each turn is tokenised apart from what precedes it, as a response is. In a chat it is what the
-    template makes of it, with the end of turn that the template writes. The last one ends with EOS.
-    """
-    if isinstance(prompt, list):
-        parts = chat_turns(tokenizer, [*prompt, {"role": "assistant", "content": response}])
-    else:
-        parts = dialogue_turns(tokenizer, prompt, response)
-    *parts, (last, _) = parts
-    ids = [token for part, _ in parts for token in part]
-    mask = [covered for part, covered in parts for _ in part]
-    return ids, mask, with_eos(tokenizer, last)
-
-
-def dialogue_turns(tokenizer, prompt, response):
-    """Returns a dialogue in parts: [(ids, whether the assistant says it)].
-
-    The last part is the response. What pairs of dialogues do not share may itself hold several
-    turns: the response is the last of them.
-    """
-    between, marker, last = response.rpartition(ASSISTANT)
-    if marker and last.strip():
-        prompt, response = prompt + between + marker, last
-    turn = f"(?<={ASSISTANT})(.*?)(?={HUMAN.rstrip()})"
-    first, *texts = re.split(turn, prompt, flags=re.DOTALL)  # every second one is a turn
-    parts = [(tokenise_prompt(tokenizer, first), 0)]
-    parts += [(tokenise_text(tokenizer, text), 1 - i % 2) for i, text in enumerate(texts)]
-    return parts + [(tokenise_text(tokenizer, response), 1)]
-
-
-def chat_turns(tokenizer, messages):
-    """Returns what `dialogue_turns` does, of chat messages.
+    """Returns a chat's ids up to its last turn, their mask, 1 on the assistant's, and that turn's.
 
     A turn is what the template adds to its opening when the message is there: the content and the
-    end of turn. White space after that, which no turn has to predict, is left out. Raises LeftOut
-    unless what is rendered stays as it is when more messages follow.
+    end of turn. White space after that, which no turn has to predict, is left out. Each turn is
+    tokenised apart from what precedes it, as a response is, and the last one ends with EOS. Raises
+    LeftOut unless what is rendered stays as it is when more messages follow.
     """
+    messages = [*prompt, {"role": "assistant", "content": response}]
     messages, marks = protect(tokenizer, messages)
     whole = render(tokenizer, messages)
-    parts, end = [], 0
+    ids, mask, turn, end = [], [], [], 0
     for i, message in enumerate(messages):
         if i == 0 or message["role"] != "assistant":  # nothing to render before a first one
             continue
@@ -96,10 +62,13 @@ def chat_turns(tokenizer, messages):
         closed = render(tokenizer, messages[: i + 1])
         if not (closed.startswith(opened) and whole.startswith(closed)):
             raise LeftOut(TURNS_UNKNOWN)
-        turn = closed[len(opened) :].rstrip()
-        parts += [(whole[end : len(opened)], 0), (turn, 1)]
-        end = len(opened) + len(turn)
-    return [(tokenise_rendered(tokenizer, text, marks), covered) for text, covered in parts]
+        text = closed[len(opened) :].rstrip()
+        between = tokenise_rendered(tokenizer, whole[end : len(opened)], marks)
+        ids += turn + between
+        mask += [1] * len(turn) + [0] * len(between)
+        turn = tokenise_rendered(tokenizer, text, marks)
+        end = len(opened) + len(text)
+    return ids, mask, with_eos(tokenizer, turn)
 
 
 # ---- Chat templates ----
@@ -109,10 +78,10 @@ def end_of_turn(tokenizer):
     It is another than EOS for Gemma (<end_of_turn>) and the base models of Qwen (<|im_end|>).
     """
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
-    known = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
     with suppress(LeftOut):  # the template refuses such a chat, or there is none
         end = render(tokenizer, turns).rpartition("ANSWER")[2].rstrip()
-        return next((token for token in known if end.endswith(token)), tokenizer.eos_token)
+        known = [token for token in tokenizer.get_added_vocab() if end.endswith(token)]
+        return max(known, key=len, default=tokenizer.eos_token)
     return tokenizer.eos_token
 
 
@@ -151,9 +120,8 @@ def render(tokenizer, messages, opening=False):
     if tokenizer.chat_template is None:
         raise LeftOut(NO_TEMPLATE)
     try:
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=opening, tokenize=False
-        )
+        options = {"add_generation_prompt": opening, "tokenize": False}
+        return tokenizer.apply_chat_template(messages, **options)
     except TemplateError as error:  # "roles must alternate", "no system role"
         raise LeftOut(f"the chat template refuses it: {error}") from error
 

@@ -39,9 +39,8 @@ def build_optimizer(model, args, stage, learning_rate, weight_decay):
     except Exception as error:  # there may be no compiler, no ninja, no headers, no nvcc
         why = f"DeepSpeed's Adam could not be built: {' '.join(str(error).split()[:40])}"
         needs = "It needs a C++ compiler and ninja, on a GPU also the CUDA toolkit (nvcc)."
-    if args.adam_offload:
-        raise Refused("adam-not-built", f"--adam_offload: {why}\n  {needs}")
-    if stage == 3 and getattr(args, "offload_states", False):
-        raise Refused("adam-not-built", f"--offload_states under stage 3: {why}\n  {needs}")
+    if args.adam_offload or (stage == 3 and getattr(args, "offload_states", False)):
+        flags = "--adam_offload, and --offload_states under stage 3, need it"
+        raise Refused("adam-not-built", f"{why}. {flags}.\n  {needs}")
     ranks.say(f"{why}: torch's AdamW takes its place.\n  {needs}")
     return torch.optim.AdamW(groups, fused=True if device == "cuda" else None, **options)

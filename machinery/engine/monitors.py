@@ -14,12 +14,8 @@ FLAGS_DECIDE = """optimizer scheduler bf16 fp16 gradient_clipping train_batch_si
 MONITORS = "tensorboard", "wandb", "comet", "csv_monitor"
 
 
-def read_config(args, main):
-    """Returns the dict of --ds_config; refuses what flags decide, and what DeepSpeed refuses.
-
-    The monitors write into their output_path, by default --output_dir. main False: without them,
-    for an engine.
-    """
+def read_config(args):
+    """Returns the dict of --ds_config; refuses what flags decide, and what DeepSpeed refuses."""
     named = f"--ds_config {args.ds_config}"
     try:
         config = json.loads(Path(args.ds_config).read_text())
@@ -32,20 +28,23 @@ def read_config(args, main):
     if taken := sorted(given & set(FLAGS_DECIDE)):
         advice = "Flags decide that (--learning_rate, --dtype, --zero_stage, ...). Take it out."
         raise Refused("ds-config-flag", f"{named} sets {', '.join(taken)}.\n  {advice}")
-    for name in config.keys() & set(MONITORS):
-        if not main:
-            config[name] = {"enabled": False}
-        elif name in ("tensorboard", "csv_monitor"):
-            config[name]["output_path"] = config[name].get("output_path") or args.output_dir
     return config
 
 
+def of_engine(args):
+    """Returns the dict of --ds_config without its monitors: engines feed none, see `opened`."""
+    return {key: value for key, value in read_config(args).items() if key not in MONITORS}
+
+
 def opened(args):
-    """Returns DeepSpeed's monitors as --ds_config has them; engines themselves feed none.
+    """Returns DeepSpeed's monitors as --ds_config has them; engines feed none.
 
     DeepSpeed's own events (the learning rate, which we log, too) count samples instead of steps,
     and W&B drops what comes at a lower number than the last. And an engine would open its files
-    before the run has taken its output folder.
+    before the run has taken its output folder. Files go to --output_dir, unless ds_config.json
+    names another place.
     """
-    config = {**read_config(args, True), "train_micro_batch_size_per_gpu": 1}
+    config = {**read_config(args), "train_micro_batch_size_per_gpu": 1}
+    for name in config.keys() & {"tensorboard", "csv_monitor"}:
+        config[name]["output_path"] = config[name].get("output_path") or args.output_dir
     return MonitorMaster(DeepSpeedConfig(config).monitor_config)

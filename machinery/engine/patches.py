@@ -116,14 +116,8 @@ def skip_together(args, engines):
     decides for itself: the critic would learn from a rollout that the actor did not learn from.
     """
     if args.dtype == "fp16" and all(e.is_gradient_accumulation_boundary() for e in engines):
-        share_overflow([engine.optimizer for engine in engines])
-
-
-def share_overflow(optimizers):
-    """Replaces has_overflow() of each optimizer: all say what one of them would say.
-
-    Every one is called, as each sums over the ranks: by its class, as a replacement may hide it.
-    """
-    own = [type(optimizer).has_overflow(optimizer) for optimizer in optimizers]
-    for optimizer in optimizers:
-        optimizer.has_overflow = lambda *args, **options: any(own)
+        optimizers = [engine.optimizer for engine in engines]
+        # Each sums over the ranks. It is called by its class: the replacement below may hide it.
+        own = [type(optimizer).has_overflow(optimizer) for optimizer in optimizers]
+        for optimizer in optimizers:
+            optimizer.has_overflow = lambda *args, **options: any(own)

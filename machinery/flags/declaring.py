@@ -4,7 +4,6 @@ A script's `get_args` makes a parser, declares its own flags, adds these, and en
 """
 
 import argparse
-import contextlib
 import copy
 import difflib
 import functools
@@ -25,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FINITE = sys.float_info.max  # the largest finite number
 RANK = 2**16  # of LoRA: matrices are no wider
 STAGES = [0, 1, 2, 3]  # of ZeRO
+SPEED = "flags that change only speed, memory, and what is written"
+LORA = "LoRA: train a product of this rank beside each matrix. 0: off"
 LORA_RATE = "with LoRA about ten times that of all weights [Schulman 2025]"
 
 
@@ -38,9 +39,8 @@ def new_parser(doc):
         unknown = re.findall(r"--\w+", text) if "unrecognized" in text else []
         known = parser._option_string_actions
         near = [name for flag in unknown for name in difflib.get_close_matches(flag, known)]
-        hint = f"Nearest: {', '.join(near)}. " if near else ""
-        rule = "unknown-flag" if unknown else "wrong-value"
-        raise Refused(rule, f"{text}\n  {hint}`{parser.prog} --help` lists every flag.")
+        advice = ", ".join(near) or f"{parser.prog} --help"
+        raise Refused("wrong-flag", f"{text}\n  See {advice}.")
 
     parser.error = error
     return parser
@@ -61,14 +61,11 @@ def flag_group(parser, title, skip=()):
             return
         if value is False:
             options["action"] = "store_true"
-        elif isinstance(value, list):
-            options.update(nargs="+", default=value)
         elif callable(value):
             options["type"] = value
-        elif value is not None:
+        else:
             options = {"type": type(value), "default": value, **options}
-        default = "" if "action" in options else " [%(default)s]"
-        flag = group.add_argument(f"--{name}", help=help + default, **options)
+        flag = group.add_argument(f"--{name}", help=f"{help} [%(default)s]", **options)
         flag.least, flag.most, flag.fixed = least, most, fixed
 
     return arg
@@ -78,30 +75,25 @@ def numbers(count):
     """argparse type: with count 3 "2,4,4" becomes [2.0, 4.0, 4.0], as does a default of text."""
 
     def parsed(text):
-        with contextlib.suppress(ValueError):
-            values = list(map(float, text.split(",")))
-            if len(values) == count:
-                return values
-        raise argparse.ArgumentTypeError(f"{text!r} is not {count} numbers joined by commas")
+        values = [float(part) for part in text.split(",")]
+        if len(values) != count:
+            raise ValueError
+        return values
 
+    parsed.__name__ = f"{count} numbers"  # in argparse's message
     return parsed
 
 
 def column_names(text):
     """argparse type: "prompt=question,response=answer" becomes a dict."""
-    pairs = [pair.split("=") for pair in text.split(",")]
-    if not all(len(pair) == 2 and all(pair) for pair in pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like prompt=question,response=answer")
-    return dict(pairs)
+    return dict(pair.split("=") for pair in text.split(","))
 
 
 def add_common_flags(parser, own_forms=()):
     """Declares the flags of all scripts, except those named in `own_forms`."""
     parser.usage = "%(prog)s [--flag value] ..."
-    parser.description += "\nThe last [ ] of a flag is its value here, from the preset."
     add_result_flags(flag_group(parser, "flags that change the result", own_forms))
-    title = "flags that change only speed, memory, and what is written"
-    add_speed_flags(flag_group(parser, title, own_forms))
+    add_speed_flags(flag_group(parser, SPEED, own_forms))
 
 
 def add_result_flags(arg):
@@ -113,17 +105,15 @@ def add_result_flags(arg):
     arg("data_path", str, files, nargs="+", fixed=True)
     names = "which columns of data_path are ours: prompt=question,response=answer"
     arg("columns", column_names, names, fixed=True)
-    split = "shares of the rows that sft, reward, ppo take, disjoint. 2,4,4 [DeepSpeed-Chat]"
-    arg("data_split", "2,4,4", split, most=1e9, type=numbers(3), fixed=True)
+    shares = "rows of sft, reward, ppo, disjoint. 2,4,4 [DeepSpeed-Chat]"
+    arg("data_split", "2,4,4", shares, most=1e9, type=numbers(3), fixed=True)
     arg("output_dir", str, "where everything that the run leaves behind goes")
     length = "tokens of prompt + response; a long prompt keeps its end, a long response is cut"
     arg("max_seq_len", int, length, least=2, fixed=True)
-    together = "1: rows of like length together; 0: plain shuffle"
-    arg("group_by_length", 1, together, most=1, fixed=True)
+    arg("group_by_length", 1, "1: rows of like length together; 0: shuffled", most=1, fixed=True)
     seed = "initialisation, shuffling, sampling. 1234 [DeepSpeed-Chat]"
     arg("seed", 1234, seed, most=2**32 - 1, fixed=True)  # numpy takes no more
-    thin = "LoRA: train a product of this rank beside each matrix. 0: off"
-    arg("lora_dim", 0, thin, most=RANK, fixed=True)
+    arg("lora_dim", 0, LORA, most=RANK, fixed=True)
     times = "LoRA's product is multiplied by lora_alpha / rank"
     arg("lora_alpha", 16, times, least=1e-6, type=float, fixed=True)
     arg("max_steps", -1, "stop there; 0: evaluate and end; -1: as num_train_epochs says", least=-1)
@@ -132,8 +122,7 @@ def add_result_flags(arg):
     arg("weight_decay", float, "decoupled (AdamW); matrices only, not biases and norms")
     arg("dropout", float, "every dropout of the model; None: what its config says", most=1)
     names = ["cosine", "linear", "constant", "constant_with_warmup"]
-    schedule = "of transformers. cosine [DeepSpeed-Chat]"
-    arg("lr_scheduler_type", "cosine", schedule, choices=names, fixed=True)
+    arg("lr_scheduler_type", "cosine", "cosine [DeepSpeed-Chat]", choices=names, fixed=True)
     arg("num_warmup_steps", 0, "optimizer steps of linear warm-up")
     betas = "AdamW's betas. 0.9,0.95 [DeepSpeed-Chat]"
     arg("adam_betas", "0.9,0.95", betas, most=0.999999, type=numbers(2))  # fp32: more is 1
@@ -201,19 +190,18 @@ def parse(parser, presets, argv=None, script=""):
     args = parser.parse_args(argv, Flags())
     args.dtype = args.dtype or fast_dtype()
     flags = [action for action in parser._actions if hasattr(action, "fixed")]
-    groups = [group for group in parser._action_groups if "only speed" in group.title]
     args.declared = Declared(
         script=script,
         given=frozenset(word[2:].partition("=")[0] for word in argv if word.startswith("--")),
         fixed=frozenset(flag.dest for flag in flags if flag.fixed),
         names=frozenset(flag.dest for flag in flags if flag.type is str and not flag.choices),
-        speed=frozenset(flag.dest for group in groups for flag in group._group_actions),
+        speed=frozenset(flag.dest for flag in flags if "only speed" in flag.container.title),
         preset=preset,
         preset_from=folder,
     )
     check_ranges(args, flags)
-    rules.check(args, rules.COMMON)
-    monitors.read_config(args, main=True)
+    rules.check(args, rules.of_all)
+    monitors.read_config(args)
     return args
 
 
@@ -222,16 +210,16 @@ def find_preset(parser, presets, argv):
     words = [word for word in argv if word not in ("-h", "--help")]
     given = vars(parser.parse_known_args(words)[0])
     preset = given["preset"]
-    models = [given.get(f"{role}model_name_or_path") for role in ("", "actor_", "critic_")]
-    models = [model for model in models if model]
-    if preset is not None and preset not in presets:
+    if preset in presets:
+        return preset, None
+    if preset is not None:
         known = ", ".join(presets)
         raise Refused("unknown-preset", f"--preset {preset} is not known.\n  Known: {known}.")
-    if preset is not None:
-        return preset, None
+    models = [given.get(f"{role}model_name_or_path") for role in ("", "actor_", "critic_")]
+    models = [model for model in models if model]
     for model in models:
         preset = records.of_model(model).get("preset")
-        if isinstance(preset, str) and preset in presets:
+        if preset in list(presets):
             return preset, model
     if "toy" in presets and not models:
         return "toy", None
@@ -247,14 +235,10 @@ def in_project(value):
 
 def fast_dtype():
     """Returns "bf16" if the hardware computes in it; if not, "fp32" on a CPU and else "fp16"."""
-    kind = get_accelerator().device_name()
-    if kind == "cpu":
+    if get_accelerator().device_name() == "cpu":
         return "bf16" if cpu_has_bf16() else "fp32"
-    if kind == "cuda":  # V100 and T4 emulate it. To ask about that would take memory of device 0
-        in_hardware = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        in_hardware = get_accelerator().is_bf16_supported()
-    return "bf16" if in_hardware else "fp16"
+    # V100 and T4 emulate it. DeepSpeed would ask with a tensor on device 0.
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def cpu_has_bf16():

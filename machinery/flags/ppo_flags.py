@@ -27,20 +27,17 @@ def add_models_and_sizes(parser):
 def add_options(parser):
     """Declares the options of ppo.py, and what all scripts share."""
     arg = declaring.flag_group(parser, "PPO: options that change the result")
-    rate = declaring.LORA_RATE
-    arg("actor_learning_rate", float, f"peak (DeepSpeed-Chat: twice the critic's); {rate}")
-    arg("critic_learning_rate", float, f"peak (labs/rates.md compares); {rate}")
     for role in ("actor", "critic"):
+        arg(f"{role}_learning_rate", float, f"peak; {declaring.LORA_RATE}")
         arg(f"{role}_weight_decay", 0.0, "decoupled (AdamW); matrices only")
         arg(f"{role}_dropout", float, "every dropout; None: what its config says", most=1)
-        thin = "LoRA: train a product of this rank beside each matrix. 0: off"
-        arg(f"{role}_lora_dim", 0, thin, most=declaring.RANK, fixed=True)
+        arg(f"{role}_lora_dim", 0, declaring.LORA, most=declaring.RANK, fixed=True)
     add_reward_flags(arg)
     add_sampling_flags(arg)
     add_loss_flags(arg)
     arg = declaring.flag_group(parser, "PPO: options that change only speed and memory")
-    for role, models in (("actor", "actor and reference"), ("critic", "critic and judges")):
-        which = f"of {models}; None: --zero_stage"
+    for role, frozen in (("actor", "reference"), ("critic", "judges")):
+        which = f"of {role} and {frozen}; None: --zero_stage"
         arg(f"{role}_zero_stage", int, which, choices=declaring.STAGES)
     together = "responses decoded at a time; None: all of a step on a rank. Fewer take less memory"
     arg("rollout_batch_size", int, together, least=1)
@@ -69,7 +66,8 @@ def add_sampling_flags(arg):
     """Declares how responses are sampled."""
     late = "no EOS in so many first tokens. Log-probs stay the whole distribution's"
     arg("min_new_tokens", 0, late, fixed=True)
-    arg("stop", [], "texts that end a response as EOS does", fixed=True)
+    ends = "texts that end a response as EOS does"
+    arg("stop", str, ends, nargs="+", default=[], fixed=True)
     nucleus = "nucleus sampling; 1: off. Log-probs are the whole distribution's"
     arg("top_p", 1.0, nucleus, least=1e-6, most=1, fixed=True)
     likeliest = "sample from the k likeliest tokens; 0: off. Log-probs as with --top_p"
@@ -102,28 +100,25 @@ def resolve(args, advantages):
     advantage = advantages[args.advantage]
     args.has_critic = advantage.needs_critic
     args.compares_groups = advantage.compares_groups
-    if args.whiten is None:
-        args.whiten = advantage.whitens
-    if args.kl_estimator is None:
-        args.kl_estimator = "k3" if args.kl_in == "loss" else "k1"
-    if args.actor_zero_stage is None:
-        args.actor_zero_stage = args.zero_stage
-    if args.critic_zero_stage is None:
-        args.critic_zero_stage = args.zero_stage
-    args.reward_fn = args.reward_fn or []
-    if args.reward_model_name_or_path is None:
-        args.reward_model_name_or_path = []
-        if not args.reward_fn:
-            args.reward_model_name_or_path = [args.critic_model_name_or_path]
+    left_open = {
+        "whiten": advantage.whitens,
+        "kl_estimator": "k3" if args.kl_in == "loss" else "k1",
+        "actor_zero_stage": args.zero_stage,
+        "critic_zero_stage": args.zero_stage,
+        "reward_fn": [],
+        "reward_model_name_or_path": [] if args.reward_fn else [args.critic_model_name_or_path],
+        "rollout_batch_size": Sizes(args).responses,
+    }
+    for name, value in left_open.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     of_preset = args.data_path == args.declared.preset.get("data_path")
     if not of_preset and "gold_fn" not in args.declared.given:
         args.gold_fn = None  # a preset's knows the questions of the preset's own data only
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
-    if args.rollout_batch_size is None:
-        args.rollout_batch_size = Sizes(args).responses
     if args.adam_offload:
         args.offload_states = False  # they live on the CPU anyway
-    rules.check(args, rules.SAMPLING + rules.PPO)
+    rules.check(args, rules.of_ppo)
     return args
 
 
@@ -165,31 +160,27 @@ def check_models(args, tokenizer):
     All have one vocabulary, the actor writes, the judges score. Returns mean and deviation of the
     reward model's held-out scores for --normalize_reward, else None.
     """
-    rules.warn(args, rules.PPO_WARNINGS)
-    actor = args.actor_model_name_or_path
+    rules.warn_of_ppo(args)
+    critics = [args.critic_model_name_or_path] if args.has_critic else []
     judges = args.reward_model_name_or_path
-
-    def config_of(path):
-        return model_folders.load_config(path, args.trust_remote_code)
-
-    for path in [args.critic_model_name_or_path] * args.has_critic + judges:
-        other, advice = model_folders.load_tokenizer(path, args), "Run reward.py on the actor."
-        size = config_of(path).get_text_config().vocab_size
+    model_folders.has_weights(args.actor_model_name_or_path, needed=True)
+    for path in critics + judges:
+        model_folders.has_weights(path, needed=True)
+        config = model_folders.load_config(path, args.trust_remote_code)
+        other = model_folders.load_tokenizer(path, args)
+        size = config.get_text_config().vocab_size
         if other.get_vocab() != tokenizer.get_vocab() or size < len(tokenizer):
-            words = f"{path} and {actor} have different vocabularies.\n  {advice}"
+            words = f"{path} has another vocabulary than the actor.\n  Run reward.py on the actor."
             raise Refused("other-vocabulary", words)
         if other.eos_token != tokenizer.eos_token:  # in chats the end of turn: rows.load_rows
-            ends = f"{path} ends responses with {other.eos_token}, here they end with"
-            words = f"{ends} {tokenizer.eos_token}: it has seen no such end.\n  {advice}"
-            raise Refused("other-eos", words)
-    for path in [actor, *[args.critic_model_name_or_path] * args.has_critic, *judges]:
-        model_folders.has_weights(path, needed=True)
-    for path in judges:
-        model_folders.refuse_other_kind(path, config_of(path), scores=True)
+            words = f"{path} ends responses with {other.eos_token}, not {tokenizer.eos_token}."
+            raise Refused("other-eos", f"{words}\n  Run reward.py on the actor.")
+        if path in judges:
+            model_folders.refuse_other_kind(path, config, scores=True)
     if not args.normalize_reward:
         return None
-    found = getattr(config_of(judges[0]), "score_statistics", None)
-    if not found:
-        lacks = "'s config.json has no score_statistics, which reward.py stores"
-        raise Refused("no-score-statistics", f"--normalize_reward: {judges[0]}{lacks}.")
-    return found
+    config = model_folders.load_config(judges[0], args.trust_remote_code)
+    if not getattr(config, "score_statistics", None):
+        words = f"--normalize_reward: {judges[0]}/config.json lacks reward.py's score_statistics."
+        raise Refused("no-score-statistics", words)
+    return config.score_statistics

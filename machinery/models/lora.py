@@ -4,7 +4,6 @@
 "LoRA Without Regret", thinkingmachines.ai/blog/lora.
 """
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -34,10 +33,13 @@ def add_adapters(model, args, path, value_head=None):
     import peft  # here, not above: it is slow to import, and only LoRA needs it
 
     head = [value_head] if value_head else None
-    path = str(Path(path).resolve()) if Path(path).is_dir() else path
-    options = {"base_model_name_or_path": path, "exclude_modules": head}
-    options["target_modules"] = "all-linear"
-    config = peft.LoraConfig(r=args.lora_dim, lora_alpha=args.lora_alpha, **options)
+    config = peft.LoraConfig(
+        r=args.lora_dim,
+        lora_alpha=args.lora_alpha,
+        target_modules="all-linear",
+        exclude_modules=head,
+        base_model_name_or_path=str(Path(path).resolve()) if Path(path).is_dir() else path,
+    )
     torch.manual_seed(args.seed)
     peft.inject_adapter_in_model(config, model)
     # for stock peft, to load what is saved
@@ -51,17 +53,6 @@ def adapted_layers(model):
     return {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
 
 
-@contextlib.contextmanager
-def adapters_off(model):
-    """Runs the block without the adapters of the model."""
-    layers = adapted_layers(model).values()
-    for layer in layers:
-        layer.enable_adapters(False)
-    yield
-    for layer in layers:
-        layer.enable_adapters(True)
-
-
 class WithoutAdapters:
     """An engine whose forwards leave its adapters out; in all else it is the engine."""
 
@@ -72,8 +63,13 @@ class WithoutAdapters:
         return getattr(self.engine, name)
 
     def __call__(self, *inputs, **options):
-        with adapters_off(self.engine):
-            return self.engine(*inputs, **options)
+        layers = adapted_layers(self.engine).values()
+        for layer in layers:
+            layer.enable_adapters(False)
+        result = self.engine(*inputs, **options)
+        for layer in layers:
+            layer.enable_adapters(True)
+        return result
 
 
 def chain(path):
@@ -82,15 +78,8 @@ def chain(path):
     while (config := Path(folders[-1]) / CONFIG_FILE).is_file():
         folders.append(json.loads(config.read_text())["base_model_name_or_path"])
         if folders[-1] in folders[:-1]:
-            why = f"{path}: its adapters sit on no weights: {' on '.join(folders)}"
-            raise Refused("adapters-without-end", f"{why}.")
+            raise Refused("adapters-without-end", f"no weights under {' on '.join(folders)}.")
     return folders
-
-
-def configs(folder):
-    """Returns the files in a folder of adapters that hold transformers' config, if any."""
-    files = [Path(folder) / name for name in (CONFIG, "config.json")]
-    return [file for file in files if file.is_file()]
 
 
 def merge_all(model, folders):

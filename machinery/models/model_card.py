@@ -8,12 +8,12 @@ from huggingface_hub import ModelCard, ModelCardData
 from machinery.base import ranks
 
 LIMITS = {
-    "language model": "It writes what is likely after its training data. What it says may be "
-    "wrong, unfair or harmful: read what it writes to your own prompts before others do.",
+    "language model": "It writes what is likely after its training data, which may be wrong, "
+    "unfair or harmful.",
     "reward model": "Its score orders responses to the same prompt, and is no probability. Far "
-    "from its training data it is unreliable, and a policy that is trained on it finds its errors.",
-    "critic": "It is PPO's critic, of use to go on with the training: at each token its value is "
-    "the reward still to come, not a judgement of the response.",
+    "from its training data it is unreliable.",
+    "critic": "It is PPO's critic, to go on with the training: at each token its value is the "
+    "reward still to come, not a judgement of the response.",
 }
 ENDS = {  # for whom the tokenizer appends EOS; None: of a language model
     None: "It was trained to end a response with EOS, and generation stops there.",
@@ -64,7 +64,8 @@ def card(args, record, title, folder, adapted=None, scores=False, appended="none
     code = LOAD.format(kind=kinds[scores], name=folder.name, head=labels)
     code += SCORE if scores else WRITE
     data = ", ".join(map(name_of, args.data_path))
-    versions = ", ".join(f"{k} {v}" for k, v in record.get("versions", {}).items())
+    last = last_evaluation(Path(args.output_dir) / "metrics.jsonl")
+    metrics = "\n".join(f"| {name} | {value} |" for name, value in last.items())
     return ModelCard(f"""---
 {head.to_yaml()}
 # license: yours to choose
@@ -87,15 +88,11 @@ def card(args, record, title, folder, adapted=None, scores=False, appended="none
 
 ## Metrics at the end
 
-{table(last_evaluation(Path(args.output_dir) / "metrics.jsonl"))}
+| | |
+| --- | --- |
+{metrics}
 
-## What decided the result
-
-Flags:
-
-{table(result_flags(args))}
-
-Versions: {versions}; {record.get("world_size", "?")} ranks on {record.get("device", "?")}.
+Flags and versions: args.json. {record.get("world_size", "?")} ranks on {record.get("device", "?")}.
 """)
 
 
@@ -119,24 +116,3 @@ def last_evaluation(file):
     found = [json.loads(line) for line in lines if '"eval_' in line]
     last = found[-1] if found else {}
     return {key: last[key] for key in last if key in ("step", "epoch") or "eval_" in key}
-
-
-def result_flags(args):
-    """Returns {flag: value} of those that change the result, their paths cut to names."""
-    declared, found = args.declared, {}
-    for name in sorted(vars(args).keys() - declared.speed - {"output_dir"}):
-        value = getattr(args, name)
-        values = map(str, value if isinstance(value, list) else [value])
-        if value not in (None, ""):
-            shown = name_of if name in declared.names else str
-            found[f"--{name}"] = " ".join(map(shown, values))
-    return found
-
-
-def table(values):
-    """Returns a dict as a table in Markdown: a row has one line, and no | but its own."""
-    lines = ["| | |", "| --- | --- |"]
-    for key, value in values.items():
-        text = repr(str(value))[1:-1].replace("|", r"\|")
-        lines.append(f"| {key} | {text} |")
-    return "\n".join(lines)

@@ -3,7 +3,6 @@
 import copy
 import functools
 import json
-import re
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -27,20 +26,19 @@ def load(path, kind, trust_remote_code):
     except Exception as error:  # of many kinds: of the hub, of JSON, of config's or tokenizers' own
         hint = ""
         if not folder.is_dir():
-            hint = "It is no folder here, and was looked up on the hub. Has the step before ended?"
-        elif (folder / "args.json").exists() and not (folder / "config.json").exists():
-            hint = "The run in it has not ended; --resume goes on with it."
-        elif "trust_remote_code" in str(error):
-            hint = "Read its Python code, then let it run with --trust_remote_code."
+            hint = "\n  It is no folder here. Has the step before ended?"
+        elif (folder / "args.json").exists():
+            hint = "\n  If the run in it has not ended, --resume goes on with it."
         what = f"no {kind.__name__[4:].lower()} could be loaded from {path}"
-        raise Refused("no-such-model", f"{what}.\n  {hint}\n  {error}") from error
+        raise Refused("no-such-model", f"{what}: {error}{hint}") from error
 
 
 def load_config(path, trust_remote_code=False):
     """Returns transformers' config of the model in `path`, or under the adapters there."""
     *adapters, base = lora.chain(path)
-    own = [file for folder in adapters for file in lora.configs(folder)]
-    return copy.deepcopy(load(str([*own, base][0]), AutoConfig, trust_remote_code))
+    own = [Path(folder) / name for folder in adapters for name in (lora.CONFIG, "config.json")]
+    found = [str(file) for file in own if file.is_file()]
+    return copy.deepcopy(load([*found, base][0], AutoConfig, trust_remote_code))
 
 
 def own_dropout(config):
@@ -61,22 +59,14 @@ def refuse_other_kind(path, config, scores):
     Or the other way round: a judge without a trained head would score at random.
     """
     if is_scorer(config) and not scores:
-        advice = "Take its base, or what sft.py left (output/sft)."
-        raise Refused("cannot-write", f"{path} is a reward model, which cannot write.\n  {advice}")
+        raise Refused("cannot-write", f"{path} is a reward model, which cannot write.")
     if scores and not is_scorer(config):
-        advice = "Run reward.py on it."
-        why = "is no reward model, and would score at random"
-        raise Refused("cannot-score", f"{path} {why}.\n  {advice}")
-
-
-def head_name(config, name="score"):
-    """Returns the name of a value model's head: its own, else `name`."""
-    return getattr(config, "value_head_prefix", name)
+        raise Refused("cannot-score", f"{path} is no reward model. Run reward.py on it.")
 
 
 def prepare_head(config, tokenizer, name):
     """Makes `config` that of a value model. Returns the name of its head: its own, else `name`."""
-    name = head_name(config, name)
+    name = getattr(config, "value_head_prefix", name)
     config.update({"num_labels": 1, "value_head_prefix": name})
     own_pad = tokenizer.pad_token_id != tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id if own_pad else None
@@ -101,16 +91,14 @@ def has_weights(path, needed=False):
     here = sorted(Path(base).iterdir()) if Path(base).is_dir() else []
     holds = not here or any(file.name.endswith(tuple(WEIGHTS)) for file in here)
     if needed and not holds:
-        why = f"{base} holds no weights, and neither LoRA nor step 3 begins from scratch"
-        raise Refused("no-weights", f"{why}.\n  It must be trained before, by sft.py for example.")
+        raise Refused("no-weights", f"{base} holds no weights: it must have been trained before.")
     for folder in (*adapters, base):
         for file in weight_files(Path(folder)):
             try:
                 with safe_open(file, "pt"):  # reads no weights, and compares the file's size
                     pass
             except (SafetensorError, OSError) as error:
-                why = f"{file} is not there, or it has been cut short"
-                raise Refused("broken-weights", f"{why}.\n  {error}") from error
+                raise Refused("broken-weights", f"{file}: {error}") from error
     return holds
 
 
@@ -127,36 +115,22 @@ def read_weights(kind, path, config, value_head, options):
     """Returns the model in `path`, and the names of the weights that it does not hold.
 
     kind: AutoModelForCausalLM, or AutoModelForSequenceClassification with the value head. Only
-    the value head's weights may be missing.
+    the value head's weights may be missing. Of weights that find no place transformers warns.
     """
     own_config = load_config(path, options["trust_remote_code"])
-    if getattr(own_config, "quantization_config", None):
-        advice = "Take the model as it was before it was quantised."
-        raise Refused("quantised", f"the weights of {path} are rounded to few bits.\n  {advice}")
     if value_head not in (None, "score"):  # transformers calls it score
         options = {**options, "key_mapping": {rf"^{value_head}\.": "score."}}
     try:
         model, info = kind.from_pretrained(path, config=config, output_loading_info=True, **options)
-    except (OSError, ValueError) as error:  # no file that transformers reads, no such architecture
+    except (OSError, ValueError, ImportError) as error:  # an unknown format or architecture
         why = f"the weights of {path} cannot be loaded.\n  {error}"
         raise Refused("unreadable-weights", why) from error
     missing = info["missing_keys"]
     may_be_new = {"score.weight"} if value_head and not is_scorer(own_config) else set()
     if strangers := sorted(set(missing) - may_be_new):
-        names = ", ".join(strangers[:3])
-        why = f"{path} holds no weights for {names}: they would be random"
-        raise Refused("missing-weights", f"{why}.\n  Fetch or save the model anew.")
-    refuse_cut_layers(path, model, info["unexpected_keys"])
+        why = f"{path} holds no weights for {', '.join(strangers[:3])}: they would be random."
+        raise Refused("missing-weights", why)
     return model, missing
-
-
-def refuse_cut_layers(path, model, unexpected):
-    """Raises Refused if weights of `path` belong to layers that its config leaves out."""
-    as_layer_0 = functools.partial(re.sub, r"\d+", "0")
-    known = {as_layer_0(name) for name, _ in model.named_parameters()}
-    if cut := sorted(name for name in unexpected if as_layer_0(name) in known):
-        why = f"its config.json has no place for {len(cut)} of its weights, such as {cut[-1]}"
-        raise Refused("cut-layers", f"{path}: {why}.\n  Is num_hidden_layers right?")
 
 
 # ---- Tokenizers ----
@@ -179,11 +153,10 @@ def load_tokenizer(path, args=None):
     positions = getattr(config, "max_position_embeddings", None) or length
     if length > positions:
         long = f"--max_seq_len {length} (in step 3 --max_prompt_seq_len and --max_answer_seq_len)"
-        why = f"{long} exceeds the {positions} positions of {path}"
-        raise Refused("too-long", f"{why}.\n  Lower it to {positions} in all.")
+        raise Refused("too-long", f"{long} exceeds the {positions} positions of {path}.")
     if tokenizer.eos_token_id is None:
-        why = f"the tokenizer of {path} has no EOS, so no response could end"
-        raise Refused("no-eos", f"{why}.\n  Set eos_token in its tokenizer_config.json.")
+        words = f"the tokenizer of {path} has no eos_token in tokenizer_config.json."
+        raise Refused("no-eos", words)
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
         tokenizer.add_special_tokens({"pad_token": padding_token(tokenizer, config.vocab_size)})
     if len(tokenizer) > config.vocab_size:

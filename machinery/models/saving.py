@@ -81,24 +81,21 @@ def note_tokens(model, tokenizer, scores):
         # the pipeline adds a sigmoid to a single score, but not in a regression
         model.config.update({"problem_type": "regression", "function_to_apply": "none"})
     elif generation := getattr(model, "generation_config", None):
-        generation.update(**ids, pad_token_id=pad)
-        model.generation_config = writable(generation)
+        model.generation_config = writable(generation, {**ids, "pad_token_id": pad})
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
         config.update({**ids, "pad_token_id": own_pad})
 
 
-def writable(generation):
+def writable(generation, ids):
     """Returns a GenerationConfig that transformers writes: it loads some that it refuses to write.
 
-    Many bases name a temperature or top_p, which mean something only with do_sample: they get it.
+    Such a one names a temperature or top_p without do_sample, which does nothing: it is left out.
     """
-    for change in ({}, {"do_sample": True}):
-        generation.update(**change)
-        with suppress(ValueError):
-            generation.validate(strict=True)
-            return generation
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return GenerationConfig(**{name: getattr(generation, name) for name in names})
+    generation.update(**ids)
+    with suppress(ValueError):
+        generation.validate(strict=True)
+        return generation
+    return GenerationConfig(**ids)
 
 
 def save_adapters(model, state, folder, adapters):

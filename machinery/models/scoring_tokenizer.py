@@ -48,36 +48,35 @@ def save(tokenizer, folder):
         return "none"
     tokenizer.save_pretrained(folder / AS_TRAINED)
     code = folder / "scoring_tokenizer.py"
-    named = {"auto_map": {"AutoTokenizer": [None, "scoring_tokenizer.ScoringTokenizer"]}}
-    for own_class in ({}, named):
-        if own_class:
-            code.write_text(OWN_CLASS)
-        try:
-            write(tokenizer, folder, own_class)
-            if appends(AutoTokenizer.from_pretrained(folder), tokenizer):
-                return "all"
-        except Exception as error:  # of many kinds. It must not cost the weights
-            ranks.say(f"the tokenizer could not be made to append EOS: {error!r}")
+    code.write_text(OWN_CLASS)
+    try:
+        write(tokenizer, folder)
+        if appends(AutoTokenizer.from_pretrained(folder), tokenizer):
+            return "all"
+    except Exception as error:  # of many kinds. It must not cost the weights
+        ranks.say(f"the tokenizer could not be made to append EOS: {error!r}")
     code.unlink()
     shutil.rmtree(folder / AS_TRAINED)
     tokenizer.save_pretrained(folder)
     return "none"
 
 
-def write(tokenizer, folder, settings):
-    """Makes what is saved in `folder` append EOS, and put BOS first if `tokenizer` does.
-
-    settings: what else tokenizer_config.json must hold, a dict.
-    """
+def write(tokenizer, folder):
+    """Makes what is saved in `folder` append EOS, and put BOS first if `tokenizer` does."""
     trained = folder / AS_TRAINED
     state = json.loads((trained / "tokenizer.json").read_text())
     starts = tokenizer("one").input_ids[0] == tokenizer.bos_token_id
     add_rules(state, tokenizer.bos_token if starts else None, tokenizer.eos_token)
     (folder / "tokenizer.json").write_text(json.dumps(state, ensure_ascii=False))
-    config = json.loads((trained / "tokenizer_config.json").read_text()) | settings
-    config |= {"tokenizer_class": "PreTrainedTokenizerFast", AS_TRAINED: True}
-    config |= {"add_bos_token": False, "add_eos_token": False}  # the normaliser writes both
-    config |= {"pad_token": pad_token(tokenizer), "padding_side": "right"}
+    config = json.loads((trained / "tokenizer_config.json").read_text()) | {
+        "auto_map": {"AutoTokenizer": [None, "scoring_tokenizer.ScoringTokenizer"]},
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        AS_TRAINED: True,
+        "add_bos_token": False,  # the normaliser writes both
+        "add_eos_token": False,
+        "pad_token": pad_token(tokenizer),
+        "padding_side": "right",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -11,19 +11,18 @@ def stop_unless_one(run, ratio, mask):
     """Stops the run if the ratio is not 1 before a rollout's first update.
 
     The weights, the tokens and the function are the same, so only a mistake can move it.
-    ratio, mask: (B, R).
+    approx_kl is below the square of its deviation. ratio, mask: (B, R).
     """
-    drift = ((ratio.detach() - 1).abs() * mask).max().nan_to_num(nan=float("inf"))
-    drift = max(ranks.all_gather_objects([drift.item()]))  # approx_kl is below drift^2
-    dtype = run.args.dtype
-    if drift > TOLERANCE[dtype]:
-        ranks.say(
-            f"error: step {run.step}: before the first update the ratio is off by {drift:.4g} "
-            f"(allowed with {dtype}: {TOLERANCE[dtype]}).\n  The forward that trains does not see "
-            "the policy that was scored. Likely: dropout in the actor (--actor_dropout 0),\n  a "
-            "mask or temperature used in one of them only, or a kernel that is not deterministic."
-        )
-        run.finish(code=1)
+    drift = ((ratio.detach() - 1).abs() * mask).max().nan_to_num(nan=float("inf")).item()
+    stop_if_above(
+        run,
+        drift,
+        TOLERANCE,
+        "before the first update the ratio is off by",
+        "The forward that trains does not see the policy that was scored. Likely: dropout in the "
+        "actor (--actor_dropout 0),\n  a mask or temperature used in one of them only, or a kernel "
+        "that is not deterministic.",
+    )
 
 
 def stop_unless_sampled_as_scored(run, micro_batches):
@@ -39,14 +38,20 @@ def stop_unless_sampled_as_scored(run, micro_batches):
             mask = batch.response_mask
             of_response = (gap * mask).sum(-1) / mask.sum(-1).clamp(min=1)  # (B,)
             worst = max(worst, of_response.max().item())
-    worst = max(ranks.all_gather_objects([worst]))
-    allowed = SAMPLING_TOLERANCE[run.args.dtype]
-    if worst > allowed:
-        kind = run.engine.module.config.model_type
-        ranks.say(
-            f"error: step {run.step}: sampling and scoring give the tokens of a response log-probs "
-            f"that differ by {worst:.4g} on average\n  (allowed with {run.args.dtype}: {allowed}). "
-            f"A {kind} model is not decoded here as it is scored.\n  Take another architecture, or "
-            "leave out --compile_decoding."
-        )
+    stop_if_above(
+        run,
+        worst,
+        SAMPLING_TOLERANCE,
+        "the log-probs of sampling and of scoring differ, on average over a response, by",
+        f"A {run.engine.module.config.model_type} model is not decoded here as it is scored. Take "
+        "another architecture, or leave out --compile_decoding.",
+    )
+
+
+def stop_if_above(run, found, tolerance, what, advice):
+    """Stops the run if the largest number `found` of all ranks is above its dtype's tolerance."""
+    found, dtype = max(ranks.all_gather_objects([found])), run.args.dtype
+    if found > tolerance[dtype]:
+        allowed = f"(allowed with {dtype}: {tolerance[dtype]})"
+        ranks.say(f"error: step {run.step}: {what} {found:.4g} {allowed}.\n  {advice}")
         run.finish(code=1)

@@ -21,13 +21,8 @@ def keep(args, held_out, judged):
         lengths = map(len, held_out[row]["responses"])
         line |= dict(zip(("chosen_length", "rejected_length"), lengths))
         lines.append(json.dumps(line) + "\n")
-    if ranks.get_rank() == 0:
-        replace(Path(args.output_dir) / "judge.jsonl", lines)
-
-
-def replace(path, lines):
-    """Writes the lines of a file at once, if its folder is there: a benchmark's is not."""
-    if path.parent.is_dir():
-        aside = path.with_name(f".{path.name}")
+    output = Path(args.output_dir)
+    if ranks.get_rank() == 0 and output.is_dir():  # a benchmark has no folder
+        aside = output / ".judge.jsonl"
         aside.write_text("".join(lines))
-        aside.replace(path)
+        aside.replace(output / "judge.jsonl")

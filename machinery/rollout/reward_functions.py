@@ -68,27 +68,24 @@ def scores_of(function, responses):
     traceback, with the numbers of the rows; what is no score is refused.
     """
     name = getattr(function, "__name__", repr(function))
+    columns = columns_for(function, responses)
     try:
-        returned = function(**columns_for(function, responses))
-        values = None if isinstance(returned, (str, bytes, dict, set)) else list(returned)
+        values = list(function(**columns))
     except SystemExit as error:  # a run that ends with its exit code would look finished
         raise RuntimeError(f"{name} ended the program ({error.code})") from error
     except Exception as error:
         rows = [response["row"] for response in responses if "row" in response]
-        error.add_note(f"raised for the responses to rows {rows} of the data")
+        error.add_note(f"raised for the responses to rows {rows}; columns: {', '.join(columns)}")
         raise
-    if values is None or len(values) != len(responses):
-        words = f"{name} must return one score for each of {len(responses)} responses.\n"
-        raise Refused("function-returns", f"{words}  It returned {str(returned)[:300]}")
+    if len(values) != len(responses):
+        words = f"{name} returned {len(values)} scores for {len(responses)} responses."
+        raise Refused("function-returns", words)
     return [as_score(name, value, response) for value, response in zip(values, responses)]
 
 
 def as_score(name, value, response):
     """Returns a float, or a list of one float for each token of the response; refuses others."""
-    try:
-        numbers = torch.as_tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
-        numbers = torch.empty(0, 0)
+    numbers = torch.as_tensor(value, dtype=torch.float64)  # else a TypeError says what it was
     fits = numbers.dim() == 0 or numbers.shape == (len(response["response_ids"]),)
     if not fits or not (numbers.abs() <= LARGEST).all():  # NaN is not
         raise Refused(
@@ -115,14 +112,7 @@ def columns_for(function, responses):
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
     columns.update(prompts=prompts, completions=completions)
-    parameters = inspect.signature(function).parameters
-    if "completion_ids" in parameters:
+    if "completion_ids" in inspect.signature(function).parameters:
         ids = [response["response_ids"] for response in responses]
         columns["completion_ids"] = copy.deepcopy(ids)
-    named = [p for p in parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    lacking = [p.name for p in named if p.default is p.empty and p.name not in columns]
-    if lacking:
-        words = f"the function has parameters that are no columns: {', '.join(lacking)}.\n"
-        advice = "Give such a parameter a default, or rename a column with --columns."
-        raise Refused("function-columns", f"{words}  Columns: {', '.join(names)}. {advice}")
     return columns

@@ -155,24 +155,11 @@ def work(args, micro_batches, engines, training, reward_models, updates, one_pas
     return tokens, flops + sum(map(count, reward_models))
 
 
-def warn_of_equal_scores(micro_batches):
-    """Warns if all responses have the same score, as with a function that does not fit them."""
-    scores = [batch.scores.sum(-1)[batch.row_weight > 0] for batch in micro_batches]
-    scores = ranks.all_gather_objects(torch.cat(scores).tolist())
-    if len(set(scores)) == 1 and len(scores) > 1:
-        ranks.say(
-            f"warning: all {len(scores)} scores of the first step are {scores[0]:g}: there is "
-            "nothing to learn from them. Does the judge fit the responses?"
-        )
-
-
 def stop_unless_finite(run, micro_batches):
     """Stops the run if anything that was stored for the update is NaN or infinite."""
-    sums = {}
-    for name in STORED:
-        if getattr(micro_batches[0], name) is not None:
-            sums[name] = sum(getattr(batch, name).sum() for batch in micro_batches)
-    totals = dict(zip(sums, ranks.all_sum(*sums.values()).tolist()))
+    names = [name for name in STORED if getattr(micro_batches[0], name) is not None]
+    sums = [sum(getattr(batch, name).sum() for batch in micro_batches) for name in names]
+    totals = dict(zip(names, ranks.all_sum(*sums).tolist()))
     rows = (row for batch in micro_batches for row in batch.responses if row["row_weight"])
     run.stop_unless_finite(totals, map(as_data, rows))
 
@@ -244,15 +231,12 @@ def summary(run, step, responses):
     names = [name for name in EVALUATED if name in responses[0]]
     lines = []
     for response in responses:
-        line = {"step": step, "row": response["row"], "sample": response["sample"]}
-        line |= {"prompt": response["prompt"], "response": response["text"]}
-        lines.append({**line, **{name: response[name] for name in names}})
+        line = {name: response[name] for name in ("row", "sample", "prompt", *names)}
+        lines.append({"step": step, **line, "response": response["text"]})
     run.samples(lines)
     for response in responses[:2]:
-        numbers = ", ".join(
-            f"{name} {response[name]:.4g}" for name in names if name != "response_length"
-        )
-        logs.show_sample(response, response["text"], f"  {numbers}")
+        numbers = [f"{name} {response[name]:.4g}" for name in names]
+        logs.show_sample(response, response["text"], f"  {', '.join(numbers)}")
     return means_of(responses, "eval")
 
 

@@ -44,8 +44,9 @@ def keep(run, record):
         if not best.exists() and (new / EVALUATION).exists():  # killed between the two renames
             new.rename(best)
         better = improves(run.args, name, record)
-        for folder in (new, old) if better else ():
-            shutil.rmtree(folder, ignore_errors=True)
+        if better:
+            shutil.rmtree(new, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
     if not ranks.all_sum(better)[0]:
         return
     run.save(run.engine, run.tokenizer, new)

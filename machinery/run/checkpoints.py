@@ -22,16 +22,9 @@ from machinery.engine import state_offload
 from machinery.models import lora, saving
 from machinery.run import logs
 
-# What makes a run another one than that of its checkpoint, and what to do
-OTHERS = {
-    "weights": "Give the model, the flags and the script of before.",
-    "optimizers": "Their step numbers would start from 0: give --adam_offload, and a compiler, as "
-    "before.",
-    "rows": "Per-device batch size x --gradient_accumulation_steps x ranks must stay the same.",
-    "data_rows": "Give it the data of before.",
-    "data_fingerprint": "As many rows, of other texts or tokens: give it the data of before.",
-    "frozen_models": "The reference and the reward models must be those of before.",
-}
+# What makes a run another one than that of its checkpoint. Optimizers: another class would find no
+# step number where it looks, and begin from 0. Rows: of a step, over all ranks.
+FIXED = "weights optimizers rows data_rows data_fingerprint frozen_models".split()
 
 
 def folder_of(args):
@@ -196,19 +189,20 @@ def refuse_others(args, folder, saved, now):
 
     saved, now: `layout` and the facts of `load`, then and now.
     """
-    for name, advice in OTHERS.items():
+    for name in FIXED:
         there, here = saved[name], now[name]
         if there == here:
             continue
         if isinstance(there, dict):  # only what differs, and little of it
             pairs = (there.items() - here.items(), here.items() - there.items())
             there, here = (dict(sorted(pair)[:2]) for pair in pairs)
-        words = f"--resume: in {folder} {name} is {there}, and here {here}.\n  {advice}"
-        raise Refused(f"resume-{name}".replace("_", "-"), words)
+        words = f"--resume: in {folder} {name} is {there}, and here {here}."
+        advice = "Give the models, the data, the flags and the script of before."
+        raise Refused(f"resume-{name}".replace("_", "-"), f"{words}\n  {advice}")
     before, now = saved["shape"], now["shape"]
-    fixed = args.tensor_parallel_size > 1 and before != now
-    names = [name for name in now if name != "ranks" and before[name] != now[name]]
-    if fixed or any({before[name], now[name]} != {1, 2} for name in names):
+    stages = [{before[name], now[name]} for name in now if name != "ranks"]
+    convertible = all(len(pair) == 1 or pair == {1, 2} for pair in stages)
+    if before != now and (args.tensor_parallel_size > 1 or not convertible):
         raise Refused(
             "resume-shape",
             f"--resume: {folder} was written by ranks and ZeRO stages {before}, and here: {now}.\n"

@@ -1,6 +1,5 @@
 """How a run ends: in order, at a number that is not finite, or by an error that names its rank."""
 
-import errno
 import faulthandler
 import json
 import math
@@ -11,18 +10,14 @@ from pathlib import Path
 
 import deepspeed.comm as dist
 import torch
-from safetensors import SafetensorError
 
 from machinery.base import ranks
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # full, or read-only
-ROOM = "Older checkpoints are as they were: make room, and go on with --resume."
-NO_CHECKPOINT = "There is no checkpoint to go on from; --save_steps N writes them."
+DISK = "If the disk was full, make room and go on with --resume: older checkpoints are whole."
 WAITED = "Another rank has died, failed or hangs: look for what it has printed."
 FP16 = "Gradients overflow fp16 even unscaled: use --dtype bf16 or fp32, or a lower rate."
-NOT_FINITE = "Likely: a learning rate too high, or fp16 where the model was trained in bf16."
-NOT_FINITE_PPO = """Check in this order: equal generation and training batch sizes, --ppo_epochs 1,
-  --generation_batches 1; ZeRO stage 2; --dtype bf16 or fp32; then the learning rates."""
+NOT_FINITE = """Likely: a learning rate too high, or fp16 where the model was trained in bf16.
+  In PPO also: several updates on a rollout (--ppo_epochs, --generation_batches)."""
 
 
 def finish(args, code=0):
@@ -52,29 +47,25 @@ def stop_unless_finite(args, record, rows=()):
         file = Path(args.output_dir) / f"nonfinite_rank{ranks.get_rank()}.jsonl"
         file.write_text("".join(lines))
         where = "\n  The step's rows are in nonfinite_rank*.jsonl."
-    advice = NOT_FINITE_PPO if hasattr(args, "ppo_epochs") else NOT_FINITE
     what = f"error: step {step}: {', '.join(wrong)} not finite. Stopped"
-    ranks.say(f"{what}; the last checkpoint is untouched.\n  {advice}{where}")
+    ranks.say(f"{what}; the last checkpoint is untouched.\n  {NOT_FINITE}{where}")
     finish(args, code=1)
-
-
-def waited_in_vain(error):
-    """Returns whether an error says that another rank did not answer."""
-    return "gloo" in str(error) or isinstance(error, torch.distributed.DistError)
 
 
 class Phase:
     """What this rank is doing, in words: an error that ends the run says it."""
 
-    def __init__(self, minutes):
-        """minutes: --timeout_minutes, after which a rank gives up waiting for another."""
-        self.text, self.seconds = "starting", minutes * 60 - min(60, minutes * 15)
+    def __init__(self, args):
+        """After --timeout_minutes a rank gives up waiting for another."""
+        minutes = args.timeout_minutes
+        self.output, self.text = args.output_dir, "starting"
+        self.seconds = minutes * 60 - min(60, minutes * 15)
 
     def note(self, text):
         """Notes what begins now.
 
-        If nothing else is noted for almost `minutes`, every rank prints where it is in its code:
-        under NCCL a wait that is too long is no error in Python, but the end of the process.
+        If nothing else is noted for almost --timeout_minutes, every rank prints where it is in its
+        code: under NCCL a wait that is too long is no error in Python, but the end of the process.
         """
         self.text = text
         if ranks.get_world_size() > 1:
@@ -83,32 +74,18 @@ class Phase:
     def report(self, kind, error, trace):
         """Says which rank stopped, what it was doing, and why: a sys.excepthook.
 
-        There is no traceback where another rank, the disk or Ctrl-C is to blame.
+        There is no traceback where another rank or Ctrl-C is to blame.
         """
         why = f"{kind.__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-        if waited_in_vain(error):
+        of_others = "gloo" in str(error) or isinstance(error, torch.distributed.DistError)
+        if not of_others and kind is not KeyboardInterrupt:
+            sys.__excepthook__(kind, error, trace)
+        if of_others:
             why += f"\n  {WAITED}"
-        elif self.is_of_disk(error):
-            why += f"\n  {advice_for_disk(Path(self.text.partition('writing ')[2] or '.'))}"
+        elif self.text.startswith("writing "):
+            free = shutil.disk_usage(self.output).free / 1e9
+            why += f"\n  {free:,.1f} GB are free there. {DISK}"
         elif "loss scale already at minimum" in str(error):
             why += f"\n  {FP16}"
-        elif kind is not KeyboardInterrupt:
-            sys.__excepthook__(kind, error, trace)
         which = f"rank {ranks.get_rank()} of {ranks.get_world_size()}"
         print(f"error: {which} stopped {self.text}: {why}", file=sys.stderr, flush=True)
-
-    def is_of_disk(self, error):
-        """Returns whether the disk is to blame: torch and safetensors raise errors of their own."""
-        if isinstance(error, torch.OutOfMemoryError):  # a RuntimeError, too
-            return False
-        writing = self.text.startswith("writing ")
-        own = writing and isinstance(error, (OSError, RuntimeError, SafetensorError))
-        return own or (isinstance(error, OSError) and error.errno in DISK_ERRORS)
-
-
-def advice_for_disk(folder):
-    """Returns, in words, how much room is left, and how to go on. folder: what was written."""
-    above = (folder.absolute(), *folder.absolute().parents)
-    free = shutil.disk_usage(next(path for path in above if path.exists())).free / 1e9
-    kept = any(any(path.glob("checkpoints/step-*")) for path in above[:3])
-    return f"{free:,.1f} GB are free there. {ROOM if kept else NO_CHECKPOINT}"

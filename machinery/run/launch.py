@@ -20,7 +20,6 @@ from torch.utils.cpp_extension import get_default_build_root
 from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.engine import patches
-from machinery.flags import declaring
 
 
 def fill_environment():
@@ -49,15 +48,8 @@ def warn_of_locks():
     """Warns of locks, some minutes old, of a killed compiler: a run would wait for them forever."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
     for lock in Path(root).rglob("lock"):
-        minutes = (time.time() - lock.parent.stat().st_mtime) / 60
-        if minutes > 5:
+        if time.time() - lock.parent.stat().st_mtime > 300:
             ranks.say(f"warning: delete {lock} if nothing is compiling: this run waits for it")
-
-
-def warn_of_bf16(args):
-    """Warns of bf16 on a CPU that has no instructions for it."""
-    if args.dtype == "bf16" and ranks.device().type == "cpu" and not declaring.cpu_has_bf16():
-        ranks.say("warning: this CPU emulates bf16; --dtype fp32 is up to thirty times as fast")
 
 
 def share_cores(args):
@@ -102,22 +94,12 @@ def silence_libraries():
 def join_ranks(args):
     """Silences the libraries, takes this rank's cores and device, and meets the other ranks."""
     silence_libraries()
+    warn_of_locks()
     share_cores(args)
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     let_segments_grow()
     patches.do_without_compiler()
-    meet_ranks(patches.wait_at_most(args.timeout_minutes))
+    limit = patches.wait_at_most(args.timeout_minutes)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
+        deepspeed.init_distributed(verbose=False, timeout=limit)
     groups.set_tensor_model_parallel_world_size(args.tensor_parallel_size)  # ranks.py asks for it
-
-
-def meet_ranks(limit):
-    """Starts torch.distributed; ends with an error if rank 0's port is taken. limit: timedelta."""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
-            deepspeed.init_distributed(verbose=False, timeout=limit)
-    except torch.distributed.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        words = f"port {os.environ['MASTER_PORT']} is in use, perhaps by another run."
-        advice = "deepspeed (or torchrun) --master_port 29501, for example"
-        raise Refused("port-in-use", f"{words}\n  Take another: {advice}.") from None

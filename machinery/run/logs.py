@@ -1,7 +1,6 @@
 """What a run shows of itself: metrics.jsonl, samples.jsonl, lines on the screen, curves.png."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -36,20 +35,12 @@ def write(args, record, columns, legend=False, monitor=None):
 
 
 def show_sample(row, response, numbers=""):
-    """Prints a row's prompt, its response and `numbers` as one line of the screen.
+    """Prints the end of a row's prompt, the beginning of its response, and `numbers` in one line.
 
-    A long prompt shows its end, chat as turns. samples.jsonl has all of it, as it is.
+    samples.jsonl has all of it, as it is.
     """
-    prompt = row["prompt"]
-    if row["chat"]:
-        prompt = " ".join(f"{turn['role']}: {turn['content']}" for turn in json.loads(prompt))
-    prompt, response = " ".join(prompt.split()), " ".join(response.split())
-    room = max(40, shutil.get_terminal_size((160, 24)).columns - len(f"    {numbers} ->  "))
-    most = max(room // 3, room - len(response))
-    prompt = prompt if len(prompt) <= most else f"...{prompt[3 - most :]}"
-    most = room - len(prompt)
-    response = response if len(response) <= most else f"{response[: most - 3]}..."
-    ranks.say(f"    {prompt} -> {response} {numbers}".rstrip())
+    prompt, response = " ".join(row["prompt"].split()), " ".join(response.split())
+    ranks.say(f"    {prompt[-60:]} -> {response[:80]} {numbers}".rstrip())
 
 
 def limits(args, script=None):

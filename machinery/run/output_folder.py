@@ -37,8 +37,7 @@ def taken(output):
 # ---- What is refused ----
 def check(args):
     """Refuses --output_dir if it cannot be had, and --resume if it cannot go on with its run."""
-    if who := folder_lock.Lock(args.output_dir).holder():
-        raise in_use(args, who)
+    refuse_in_use(args, folder_lock.Lock(args.output_dir).holder())
     check_unlocked(args)
 
 
@@ -57,49 +56,38 @@ def check_unlocked(args):
             advice = f"--resume goes on with it, --overwrite moves it to {output.name}.old-1."
         words = f"--output_dir {output} is not empty: it holds {found[0]}.\n  {advice}"
         raise Refused("output-taken", words)
-    refuse_inputs_inside(args, output)
+    if not args.resume:
+        refuse_inputs_inside(args, output)
 
 
-def in_use(args, who):
-    """Returns the refusal of a folder in which another run, `who` in words, is writing."""
-    words = f"--output_dir {args.output_dir} is in use by {who}."
-    return Refused("output-in-use", f"{words}\n  Wait for it, stop it, or take another.")
+def refuse_in_use(args, who):
+    """Refuses a folder in which another run, `who` in words, is writing."""
+    if who:
+        words = f"--output_dir {args.output_dir} is in use by {who}."
+        raise Refused("output-in-use", f"{words}\n  Wait for it, stop it, or take another.")
 
 
 def refuse_unusable(args, output):
-    """Refuses an --output_dir that cannot be written to, or be moved where --overwrite moves it."""
+    """Refuses an --output_dir that cannot be written to, or in which --overwrite would leave us."""
     above = (output, *output.absolute().parents)
     exists = next(path for path in above if os.path.lexists(path))
-    why = ""
-    if not (exists.is_dir() and os.access(exists, os.W_OK)):
-        why = f"{exists} is not a folder that can be written to"
-    here = output.resolve()
-    fixed = os.path.ismount(here) or Path.cwd().is_relative_to(here)
-    if args.overwrite and output.exists() and (fixed or not os.access(here.parent, os.W_OK)):
-        why = "it cannot be moved aside, as --overwrite would"
-    if why:
-        words = f"--output_dir {args.output_dir}: {why}.\n  Take another --output_dir."
-        raise Refused("output-unusable", words)
+    writable = exists.is_dir() and os.access(exists, os.W_OK)
+    stands_in = args.overwrite and Path.cwd().is_relative_to(output.resolve())
+    if stands_in or not writable:
+        words = f"--output_dir {output}: {exists} cannot be written to, or cannot be moved aside."
+        raise Refused("output-unusable", f"{words}\n  Take another --output_dir.")
 
 
 def refuse_inputs_inside(args, output):
-    """Refuses what the run reads if it would be moved aside, or be mixed with what it writes."""
-    whole = output.resolve()
-    for flag, text, path in inputs(args):
-        there, data = Path(path).resolve(), flag.endswith("data_path")
-        inside = there.is_relative_to(whole)
-        if data and (inside or whole.is_relative_to(there)):
-            why = "what the run writes would be read as data"
-        elif inside and not args.resume:
-            why = "the run would move aside what it reads"
-        else:
-            continue
-        words = f"--output_dir {output} and --{flag} {text}: {why}.\n  Take another --output_dir."
-        raise Refused("input-in-output", words)
+    """Refuses what the run reads if it is in the folder that would be moved aside."""
+    for flag, path in inputs(args):
+        if Path(path).resolve().is_relative_to(output.resolve()):
+            words = f"--{flag} {path} is in --output_dir {output}."
+            raise Refused("input-in-output", f"{words}\n  Take another --output_dir.")
 
 
 def inputs(args):
-    """Yields (flag, its text, path) for every path that a flag names and that exists.
+    """Yields (flag, path) for every path that a flag names and that exists.
 
     Of adapters also what they sit on. Of FILE:FUNCTION it is the file.
     """
@@ -108,7 +96,7 @@ def inputs(args):
         for text in value if isinstance(value, list) else [value] if value else []:
             for path in (*lora.chain(text), text.rpartition(":")[0]):
                 if path and Path(path).exists():
-                    yield flag, text, path
+                    yield flag, path
 
 
 # ---- --resume ----
@@ -152,11 +140,11 @@ def say_changes(args, before):
 
 
 def differing(args, before, names):
-    """Yields (name, its value in `before`, its value now), as typed, of each flag that differs."""
+    """Yields (name, its value in `before`, its value now) of each flag that differs."""
     for name in sorted(names & before.keys()):
         old, new = before[name], getattr(args, name)
         if comparable(args, name, old) != comparable(args, name, new):
-            yield name, in_words(old), in_words(new)
+            yield name, old, new
 
 
 def comparable(args, name, value):
@@ -164,13 +152,6 @@ def comparable(args, name, value):
     if name not in args.declared.names or not value:
         return value or None
     return [Path(str(text)).name for text in (value if isinstance(value, list) else [value])]
-
-
-def in_words(value):
-    """Returns the value of a flag as it is typed."""
-    if isinstance(value, dict):
-        return ",".join(f"{name}={other}" for name, other in value.items())
-    return " ".join(map(str, value)) if isinstance(value, list) else value
 
 
 # ---- The run's own ----
@@ -192,8 +173,7 @@ class OutputFolder:
         if ranks.get_rank() == 0:
             self.path.mkdir(parents=True, exist_ok=True)
             who = self.lock.take()
-        if who := ranks.all_gather_objects([who])[0]:
-            raise in_use(args, who)
+        refuse_in_use(args, ranks.all_gather_objects([who])[0])
         self.refuse_unshared()
         check_unlocked(args)
         ranks.barrier()  # rank 0 writes below: all must have seen the folder as it was
@@ -210,14 +190,16 @@ class OutputFolder:
             self.note()
 
     def refuse_unshared(self):
-        """Refuses a folder in which a rank does not see, within a minute, rank 0's lock."""
-        words = ranks.all_gather_objects([self.lock.words()])[0]
+        """Refuses a folder in which a rank does not see, within a minute, rank 0's lock.
+
+        Else each machine would keep its own part of every checkpoint.
+        """
         late = time.monotonic() + 60  # over NFS a new file may come into sight after a while
-        while self.lock.words() != words and time.monotonic() < late:
+        while not self.lock.path.exists() and time.monotonic() < late:
             time.sleep(1)
-        seen = self.lock.words() == words
         why = f"--output_dir {self.path} is not the same folder on all machines: .lock is there"
-        ranks.fail_unless_alike(seen, why, "It must be on storage that all of them share.")
+        advice = "It must be on storage that all of them share."
+        ranks.fail_unless_alike(self.lock.path.exists(), why, advice)
 
     def move_aside(self):
         """Moves the folder to NAME.old-1, or the next free number, and makes a new one. On rank 0.
@@ -229,12 +211,9 @@ class OutputFolder:
         aside = next(path for path in names if not os.path.lexists(path))
         here.rename(aside)
         here.mkdir(exist_ok=True)
-        old, self.lock = self.lock, folder_lock.Lock(self.path)
-        who = self.lock.take()
-        old.path = aside / ".lock"
-        old.release()
-        if who:
-            raise in_use(self.args, who)
+        self.lock.release()
+        self.lock = folder_lock.Lock(self.path)
+        refuse_in_use(self.args, self.lock.take())
         ranks.say(f"--overwrite: what was in {self.path} is now in {aside}")
 
     def note(self):

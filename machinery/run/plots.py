@@ -1,4 +1,4 @@
-"""Draws metrics.jsonl as curves.png: its panels in groups, a held-out metric beside its own."""
+"""Draws metrics.jsonl as curves.png: metrics that belong together share a panel."""
 
 import pandas
 
@@ -38,17 +38,15 @@ def draw(folder, title, limits):
     metrics = metrics.dropna(axis="columns", how="all")
     changing = [name for name in metrics if not is_noise(name, metrics[name])]
     groups = panels_of(metrics[changing or list(metrics)])
-    rows = [-(-len(panels) // COLUMNS) for panels in groups.values()]
-    figure = Figure(figsize=(16, 3 * sum(rows) + 0.5), layout="constrained")
+    panels = [panel for group in groups.values() for panel in group]
+    rows = -(-len(panels) // COLUMNS)
+    figure = Figure(figsize=(16, 3 * rows + 0.5), layout="constrained")
     figure.suptitle(title, fontsize="x-large")
-    parts = figure.subfigures(len(rows), squeeze=False, height_ratios=rows)[:, 0]
-    for part, count, (group, panels) in zip(parts, rows, groups.items()):
-        part.suptitle(group, x=0.01, ha="left", fontweight="bold")
-        axes = part.subplots(count, COLUMNS, squeeze=False).flat
-        for axis in axes[len(panels) :]:
-            axis.set_visible(False)
-        for axis, panel in zip(axes, panels):
-            draw_panel(axis, *panel, limits)
+    axes = figure.subplots(rows, COLUMNS, squeeze=False).flat
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    for axis, panel in zip(axes, panels):
+        draw_panel(axis, *panel, limits)
     figure.savefig(folder / "curves.png", dpi=80)
 
 
@@ -85,14 +83,6 @@ def draw_panel(axis, title, label, metrics, limits):
         axis.plot(values, style, color=colour, label=name)
         if limits.get(name) is not None:
             axis.axhline(limits[name], linestyle=":", color="gray", label=f"limit {limits[name]:g}")
-    if metrics.min().min() > 0 and any(falls_far(metrics[name]) for name in metrics):
-        axis.set_yscale("log")
     axis.set(title=title, xlabel="step", ylabel=label)
     handles = dict(zip(*axis.get_legend_handles_labels()[::-1]))  # a limit of two metrics once
     axis.legend(handles.values(), handles.keys(), fontsize="x-small", framealpha=0.4)
-
-
-def falls_far(values):
-    """Returns whether the values, all above 0, once fall by more than ten times."""
-    values = values.dropna()
-    return (values.cummax() > 10 * values).any()

@@ -19,7 +19,6 @@ from machinery.base import modules, progress, ranks
 from machinery.data import data_split
 from machinery.data.rows import fingerprint
 from machinery.engine import monitors, throughput, zero3
-from machinery.flags import rules
 from machinery.models import lora, model_card, model_folders, saving
 from machinery.run import best, checkpoints, crash, launch, logs, output_folder, padding_check
 
@@ -39,17 +38,14 @@ class Run:
     def __init__(self, args, title):
         """Joins the other ranks. title: the first words on the screen."""
         self.args, self.title, self.began = args, title, time.time()
-        self.phase, self.legend_shown = crash.Phase(args.timeout_minutes), False
+        self.phase, self.legend_shown = crash.Phase(args), False
         self.notes = {}  # what else the saved model's config.json says, of the last evaluation
         self.signals = []  # SIGTERM and SIGINT as they come; looked at between two steps
         self.step, self.rows = 0, ()  # of the step that is being made
         self.evaluated = None  # the step of the last evaluation
-        monitors.read_config(args, True)  # a wrong --ds_config is refused before models are loaded
         launch.fill_environment()
         self.folder = output_folder.OutputFolder(args)
         sys.excepthook = self.phase.report
-        launch.warn_of_locks()
-        launch.warn_of_bf16(args)
         launch.join_ranks(args)
         transformers.set_seed(args.seed)  # Python's, numpy's and torch's generators
         self.phase.note("reading data, loading models")
@@ -95,7 +91,6 @@ class Run:
         self.folder.take(self.facts)
         self.monitor = monitors.opened(args)
         self.print_banner()
-        rules.warn(args, rules.WARNINGS)
         torch.manual_seed(args.seed + ranks.data_parallel_rank())  # dropout differs by rank
         ranks.barrier()
         step, saved = 0, {}
@@ -132,17 +127,14 @@ class Run:
 
     def print_banner(self):
         """Prints model, batch, data, and, where it is known, what any model can reach."""
-        args, engine, name = self.args, self.engine, next(iter(self.engines))
-        flags = vars(args)
-        path = flags.get(f"{name}_model_name_or_path") or flags.get("model_name_or_path", name)
+        args, engine, flags = self.args, self.engine, vars(self.args)
+        path = flags.get("actor_model_name_or_path") or args.model_name_or_path
         scratch = "" if model_folders.has_weights(lora.chain(path)[-1]) else ", from scratch"
         model = modules.unwrap_model(engine)
         count, training = (modules.count_parameters(model, part) / 1e6 for part in (False, True))
-        folder = args.declared.preset_from
-        preset = f"{args.preset}, that of {folder}" if folder else args.preset
         stage, device = engine.zero_optimization_stage(), get_accelerator().device_name()
         lines = [
-            f"{self.title}   (preset {preset}; seed {args.seed}, output in {args.output_dir})",
+            f"{self.title}   (preset {args.preset}; seed {args.seed}, output in {args.output_dir})",
             f"  model    {path}: {count:,.2f} M parameters ({training:,.3f} M of them train), "
             f"{args.dtype}, ZeRO stage {stage}, {ranks.get_world_size()} x {device}{scratch}",
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "

@@ -5,7 +5,7 @@ import itertools
 import re
 
 import pytest
-from data_kit import TEMPLATE, chat, dahoas, folder, load, many, write
+from data_kit import TEMPLATE, chat, dahoas, folder, load, many
 
 import sft
 from machinery.base.refused import Refused
@@ -67,7 +67,6 @@ CHATS = {  # name: (messages, which of them are learned)
     "a question at the end": (TURNS[:-1], [1, 3]),
     "system": ([{"role": "system", "content": "Be brief."}, *TURNS], [2, 4, 6]),
     "tool": ([*TURNS[:2], {"role": "tool", "content": "3"}, *TURNS[3:4]], [1, 3]),
-    "an answer in two messages": ([*TURNS[:2], *TURNS[3:4]], [1, 2]),
     "special tokens in the text": (
         chat(
             "Say <|im_end|> and <eos>", "<|im_start|>user\n<eot> <eos>", "<bos>?", "a<end_of_turn>"
@@ -91,8 +90,6 @@ def test_the_loss_covers_what_the_assistant_says_and_its_ends_of_turn(tokenizer,
         return
     eos = "" if tokenizer.eos_token == end else tokenizer.eos_token
     expected = [" " * (shape == "Mistral") + messages[i]["content"] + end for i in turns]
-    if shape == "Mistral" and name == "an answer in two messages":
-        expected = ["".join(expected)]  # one follows the other at once
     assert covered(tokenizer, row) == [*expected[:-1], expected[-1] + eos]
     ids, asked = row["prompt_ids"] + row["responses"][0], messages[: turns[-1] + 1]
     whole = tokenizer.apply_chat_template(asked, tokenize=False)
@@ -104,16 +101,15 @@ def test_the_loss_covers_what_the_assistant_says_and_its_ends_of_turn(tokenizer,
 
 
 def test_the_mask_of_a_row_that_is_cut_stays_on_its_tokens(tokenizer):
-    """A long prompt loses its start, a long response its end; each token keeps what it had, and
-    SFT's loss lies on the same tokens."""
+    """A long prompt loses its start, a long response its end; each token keeps what it had."""
     tokenizer, _ = shaped(tokenizer, "Gemma")
     whole = rows.tokenise_row({"messages": TURNS}, tokenizer, "sft", 512)
-    for limit in (4, 9, 14, 20, 33):
+    for limit in (4, 14, 33):
         made = rows.tokenise_row({"messages": TURNS}, tokenizer, "sft", limit)
-        prompt, mask, (response,) = made["prompt_ids"], made["prompt_loss_mask"], made["responses"]
+        prompt, (response,) = made["prompt_ids"], made["responses"]
         assert made["length"] == len(prompt) + len(response) == limit
-        assert prompt == whole["prompt_ids"][-len(prompt) :]
-        assert mask == whole["prompt_loss_mask"][-len(prompt) :]
+        for name in ("prompt_ids", "prompt_loss_mask"):
+            assert made[name] == whole[name][-len(prompt) :]
         assert response == whole["responses"][0][: len(response)]
 
 
@@ -154,15 +150,11 @@ TRAIN_ON = {  # a row: {--train_on: what the loss covers}; None is the default
     ),
     "whole dialogues": (
         {"chosen": TALK + " C.", "rejected": TALK + " D."},
-        {None: [" C.<eos>"], "all": [" A.\n\nB.", " C.<eos>"]},
-    ),
-    "dialogues that part early": (
-        {"chosen": TALK + " C.", "rejected": "\n\nHuman: Q?\n\nAssistant: D."},
-        {"all": [" A.\n\nB.", " C.<eos>"]},
+        {None: [" C.<eos>"], "all": [" C.<eos>"]},
     ),
     "plain text": (
         {"prompt": "Q?", "response": " A."},
-        {None: [" A.<eos>"], "all": [" A.<eos>"], "everything": ["Q? A.<eos>"]},
+        {None: [" A.<eos>"], "everything": ["Q? A.<eos>"]},
     ),
 }
 
@@ -196,6 +188,6 @@ def test_a_template_whose_turns_cannot_be_told_is_refused(tokenizer, tmp_path):
     tokenizer.chat_template = CHATML.replace("{{ m.content }}", thinks)
     row = {"messages": chat("Why?", "<think>Hm</think>So.", "And?", "Then.")}
     with pytest.raises(Refused) as caught:
-        load(tokenizer, [write(tmp_path / "rows.jsonl", [row] * 9)])
+        load(tokenizer, [folder(tmp_path, [row] * 9)])
     assert caught.value.rule == "turns-unknown" and "--train_on last" in caught.value.words
     assert rows.tokenise_row(row, tokenizer, "sft", 128, "last")["drop"] == ""

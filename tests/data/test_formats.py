@@ -37,10 +37,6 @@ FORMATS = {  # name: (row 0, what SFT, the reward model and PPO make of it)
         {"messages": chat("Q0?", "Hm.", "Yes?", "r")},
         [(f"{ASKED}Hm.\n<user>Yes?\n<assistant>", "r"), None],
     ),
-    "messages with a content in parts": (
-        {"messages": chat([{"type": "text", "text": t} for t in ("Q0?", "")], "r")},
-        [(ASKED, "r"), None, (ASKED,)],
-    ),
     "conversations (ShareGPT)": (
         {"conversations": [{"from": "human", "value": "Q0?"}, {"from": "gpt", "value": "r"}]},
         [(ASKED, "r"), None, (ASKED,)],
@@ -106,14 +102,10 @@ def test_step_3_asks_the_last_question(tokenizer):
     "row",
     [
         {"prompt": 7, "response": " r"},
-        {"prompt": "Q?", "response": 7, "chosen": 7, "rejected": " x"},
-        {"instruction": "Q?", "input": 7},
-        {"messages": "Q?"},
-        {"messages": chat("Q?", None)},
+        {"prompt": "Q?", "chosen": 7, "rejected": " x"},
         {"messages": chat([{"type": "image", "url": "a.png"}], "A.")},
         {"chosen": chat("Q?", "A.", "And?"), "rejected": chat("Q?", "B.")},
         {"chosen": chat("Q?", "A."), "rejected": chat("When?", "B.")},
-        {"prompt": "Q?", "completion": chat("A.")},
     ],
 )
 def test_a_row_without_a_clear_meaning_stops_the_run(tmp_path, row):
@@ -126,15 +118,7 @@ def test_a_row_without_a_clear_meaning_stops_the_run(tmp_path, row):
     assert caught.value.rule == "bad-row" and "rows.jsonl, line 2: " in caught.value.words
 
 
-@pytest.mark.parametrize(
-    "stage, columns",
-    [
-        ("sft", ["question", "reply"]),
-        ("sft", ["prompt"]),
-        ("reward", ["prompt", "response"]),
-        ("ppo", ["text"]),
-    ],
-)
+@pytest.mark.parametrize("stage, columns", [("sft", ["question"]), ("reward", ["prompt"])])
 def test_columns_that_a_step_cannot_use_are_refused(tokenizer, tmp_path, stage, columns):
     """The message lists what was found and what is known: guessing would train on the wrong
     thing."""

@@ -1,7 +1,6 @@
 """Rows are tokenised once: what is kept, who makes it, and when it is made anew."""
 
 import copy
-from pathlib import Path
 
 import datasets
 import pytest
@@ -51,9 +50,7 @@ def test_the_first_rank_of_a_host_makes_them(tokenizer, tmp_path, monkeypatch, k
 
 
 CHANGES = {
-    "the rows": lambda tokenizer, options: "other content",
     "--max_seq_len": lambda tokenizer, options: options.update(limit=65),
-    "the step": lambda tokenizer, options: options.update(stage="reward"),
     "--columns": lambda tokenizer, options: options.update(names={"prompt": "chosen"}),
     "EOS": lambda tokenizer, options: tokenizer.add_special_tokens({"eos_token": "<pad>"}),
     "a token more": lambda tokenizer, options: tokenizer.add_tokens(["zebra"]),
@@ -73,13 +70,13 @@ def test_rows_of_other_data_flags_tokenizers_or_code_are_made_anew(
     monkeypatch.setattr(row_cache.jinja2, "__version__", "1")  # put back after the test
     monkeypatch.setattr(row_cache, "CODE", tmp_path)
     (tmp_path / "models").mkdir()
-    Path(tmp_path / "models/a.py").write_text("# one")
+    (tmp_path / "models/a.py").write_text("# one")
     options = {"tokenizer": tokenizer, "stage": "sft", "limit": 64, "train_on": None, "names": {}}
     before = row_cache.key(options, "content")
     rows.tokenise_row(dahoas(1), **options)
-    content = CHANGES.get(what, lambda *_: None)(tokenizer, options)
-    after = row_cache.key(options, content if isinstance(content, str) else "content")
-    assert (before == after) == (what == "nothing")
+    CHANGES.get(what, lambda *_: None)(tokenizer, options)
+    assert (before == row_cache.key(options, "content")) == (what == "nothing")
+    assert before != row_cache.key(options, "other content")
 
 
 def test_code_without_a_version_is_not_trusted_to_be_the_same(tokenizer):
@@ -87,7 +84,6 @@ def test_code_without_a_version_is_not_trusted_to_be_the_same(tokenizer):
     theirs = type("Theirs", (), {"__module__": "transformers_modules.theirs"})()
     many_rows = range(row_cache.MANY)
     assert row_cache.pays(many_rows, tokenizer) and not row_cache.pays(many_rows, theirs)
-    assert not row_cache.pays(many_rows[1:], tokenizer)
 
 
 def test_chats_without_a_chat_template_are_refused(tokenizer, tmp_path, kept):

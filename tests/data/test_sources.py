@@ -13,37 +13,26 @@ from machinery.data import sources
 def test_the_kind_of_file_does_not_matter(tokenizer, tmp_path, kind):
     """The same rows from JSON lines, a JSON list, and parquet. A file may have any name, also one
     that `datasets` would read as a pattern or as a part of an archive."""
-    path = write(
-        tmp_path / f"{'rows' if kind == '.parquet' else 'zip::a[1]*'}{kind}", many(99, dahoas)
-    )
-    assert texts(tokenizer, both(load(tokenizer, [path]))) == {
-        (f"Q{i}?", f" r{i}") for i in range(99)
-    }
+    name = "rows" if kind == ".parquet" else "zip::a[1]*"
+    path = write(tmp_path / f"{name}{kind}", many(99, dahoas))
+    found = texts(tokenizer, both(load(tokenizer, [path])))
+    assert found == {(f"Q{i}?", f" r{i}") for i in range(99)}
 
 
 def test_a_folder_holds_train_and_test(tokenizer, tmp_path):
-    """Files with "test" in their name are held out; all the others, however many, are trained on.
-    The words "latest" and "retrieval" do not name a part."""
-    for name, rows in (("train-0", range(10)), ("train-1", range(10, 20)), ("test", range(20, 25))):
-        write(tmp_path / f"named/{name}.jsonl", [dahoas(i) for i in rows])
-    parts = [
-        {p for p, _ in texts(tokenizer, part)} for part in load(tokenizer, [tmp_path / "named"])
-    ]
-    assert parts == [{f"Q{i}?" for i in range(20)}, {f"Q{i}?" for i in range(20, 25)}]
-    for name, rows in (("latest", range(50)), ("retrieval", range(50, 100))):
-        write(tmp_path / f"others/{name}.jsonl", [dahoas(i) for i in rows])
-    train, held_out = load(tokenizer, [tmp_path / "others"])
-    assert len(train) + len(held_out) == 100 and len(train) > 80
+    """Files with the word "test" in their name are held out, and those with "train" trained on."""
+    for name, rows in (("train-0", range(10)), ("latest", range(10, 20)), ("test", range(20, 25))):
+        write(tmp_path / f"{name}.jsonl", [dahoas(i) for i in rows])
+    parts = [{p for p, _ in texts(tokenizer, part)} for part in load(tokenizer, [tmp_path])]
+    assert parts == [{f"Q{i}?" for i in range(10)}, {f"Q{i}?" for i in range(20, 25)}]
 
 
 def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, capsys):
     """`datasets` reads one kind of file of a folder. No row is left out in silence."""
     write(tmp_path / "a.jsonl", many(3, dahoas))
     write(tmp_path / "b.jsonl", many(3, dahoas))
-    assert len(sources.read_splits(str(tmp_path))[0]["train"]) == 6
-    assert "not read" not in capsys.readouterr().out
     (tmp_path / "c.csv").write_text("prompt,response\nWhy?,So.\n")
-    sources.read_splits(str(tmp_path))
+    assert len(sources.read_splits(str(tmp_path))[0]["train"]) == 6
     assert f"{tmp_path}/c.csv" in capsys.readouterr().out
 
 
@@ -75,9 +64,8 @@ def test_all_of_a_csv_file_is_text(tokenizer, tmp_path):
     file = tmp_path / "rows.csv"
     file.write_text("\r\n".join(lines) + "\r\n")
     assert ('Q,\n"0"', " r") in texts(tokenizer, both(load(tokenizer, [file])))
-    found = {
-        row["prompt"]: json.loads(row["extra"]) for row in both(load(tokenizer, [file], "ppo"))
-    }
+    asked = both(load(tokenizer, [file], "ppo"))
+    found = {row["prompt"]: json.loads(row["extra"]) for row in asked}
     assert found['Q,\n"0"'] == {"response": " r", "n": "007"} and found["Q1?"]["n"] == "NA"
 
 
@@ -88,7 +76,6 @@ BROKEN = {  # files that cannot be read: what the message must say
     "latin.jsonl": (GOOD.encode() + '{"prompt": "é"}'.encode("latin-1"), "latin.jsonl, line 2: "),
     "empty.jsonl": ("\n", "empty.jsonl is empty"),
     "cells.csv": ("prompt,response\nQ?, r\nQ?, r,more\n", "cells.csv, line 3: "),
-    "twice.csv": ("prompt,prompt\nQ?, r\n", "twice.csv, line 2: "),
     "rows.txt": (GOOD, ".jsonl, .json, .csv, .parquet"),
 }
 
@@ -130,9 +117,5 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(tokenizer, tmp_path, ca
     train, _ = load(tokenizer, [tmp_path], "reward", limit=16)
     assert {p for p, *_ in texts(tokenizer, train)} == {f"Q{i}?" for i in range(40)}
     said = capsys.readouterr().out
-    for count, why in (
-        (3, "empty prompt or response"),
-        (1, "chosen equals rejected"),
-        (1, "chosen equals rejected once cut"),
-    ):
-        assert f"train: dropped {count} of 45 rows: {why}\n" in said
+    for count, why in ((3, "empty prompt or response"), (2, "chosen equals rejected")):
+        assert f"train: dropped {count} of 45 rows: {why}" in said

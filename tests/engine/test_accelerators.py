@@ -60,7 +60,6 @@ def test_room_on_a_gpu_is_what_cuda_and_its_allocator_have_free(cuda, monkeypatc
     "given, torchrun, adam_offload, device, threads",
     [
         (None, False, False, "cpu", [4]),
-        (None, False, True, "cuda", [4]),
         (None, False, False, "cuda", []),
         ("1", False, True, "cuda", []),  # the user's
         ("1", True, True, "cuda", [4]),  # torchrun's, which CPU Adam would suffer from

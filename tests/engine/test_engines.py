@@ -104,24 +104,6 @@ def test_the_ema_moves_by_exactly_its_share():
     assert first == second
 
 
-def test_saving_the_ema_makes_one_copy_of_a_weight(monkeypatch):
-    """Five numbers on two ranks: shards of three, put side by side in the dtype of the weight. What
-    is saved is a view of them: at 7B a second copy of the embedding, in fp32, would be 2 GB."""
-    weight = torch.empty(5, dtype=torch.bfloat16)
-    shards, gathered = torch.tensor([[1.0, 2, 3], [4, 5, 0]]), []
-
-    def all_gather(out, mine):
-        gathered.append(out)
-        assert mine.tolist() == [1, 2, 3] and out.dtype == mine.dtype == weight.dtype
-        out.copy_(shards.flatten())
-
-    monkeypatch.setattr(ranks, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", all_gather)
-    whole = ema.gather_shards(weight, shards[0])
-    assert whole.tolist() == [1, 2, 3, 4, 5] and whole.dtype == weight.dtype
-    assert whole.data_ptr() == gathered[0].data_ptr()
-
-
 # --------------------------------------------------------------------------------------------------
 # Sharded weights: generating, saving, setting
 # --------------------------------------------------------------------------------------------------

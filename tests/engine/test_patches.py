@@ -55,17 +55,14 @@ def test_deepspeed_offers_its_shared_memory_operator_without_a_compiler(monkeypa
     assert ShareMemCommBuilder().is_compatible(), "it looks now: do_without_compiler may go"
 
 
-@pytest.mark.parametrize("compiler, offered", [("no-such-compiler", False), ("python3", True)])
-def test_without_a_compiler_the_operator_is_not_built(monkeypatch, compiler, offered):
-    """An operator that is not among the compatible ones is left alone (any program does as CXX)."""
-    monkeypatch.setenv("CXX", compiler)
+def test_without_a_compiler_the_operator_is_not_built(monkeypatch):
+    """An operator that is not among the compatible ones is left alone."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
     operators = {"deepspeed_shm_comm": True}
     monkeypatch.setattr(deepspeed.ops, "__compatible_ops__", operators, raising=False)
     patches.do_without_compiler()
-    assert operators["deepspeed_shm_comm"] == offered
-    if not offered:
-        monkeypatch.setattr(op_builder.OpBuilder, "load", lambda builder: pytest.fail("it builds"))
-        assert build_shm_op() is None
+    monkeypatch.setattr(op_builder.OpBuilder, "load", lambda builder: pytest.fail("it builds"))
+    assert build_shm_op() is None
 
 
 # --------------------------------------------------------------------------------------------------

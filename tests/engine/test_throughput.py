@@ -14,7 +14,6 @@ from machinery.engine import throughput
 from machinery.models import lora
 from machinery.rollout import rollout_metrics
 from machinery.run import run as run_module
-from machinery.run.run import Run
 from tests import kit, runs
 from tests.conftest import micro_batch
 
@@ -80,24 +79,6 @@ def test_a_step_of_ppo_by_hand(tiny_model, trains, one_pass, forwards):
     tokens, flops = rollout_metrics.work(args, [batch], *given)
     forward = throughput.count_flops(tiny_model, 100, 100, 25)
     assert tokens == 100 and flops == pytest.approx((2 + 1 + forwards) * forward)
-
-
-def test_sft_scores_what_its_loss_covers():
-    """Two rows, one of them a filler: the prompt's tokens take part, and get no logits."""
-    rows = [
-        {"prompt_ids": [5, 6], "prompt_loss_mask": [0, 0], "responses": [[7, 8, 1]]},
-        {"prompt_ids": [5], "prompt_loss_mask": [0], "responses": [[7, 1]]},
-    ]
-    batch = sft.collate([{**row, "row_weight": w} for row, w in zip(rows, (1, 0))], pad_id=0)
-    assert Run.count_tokens(SimpleNamespace(micro_batches=[batch])) == [5, 1, 3]
-
-
-def test_the_rate_of_each_model_is_its_own():
-    """An actor that has made no step (--critic_warmup_steps) learns at no rate; the critic does."""
-    schedule = SimpleNamespace(last_epoch=1, base_lrs=[0.1], lr_lambdas=[lambda step: 1 - step])
-    critic = SimpleNamespace(global_steps=1, lr_scheduler=schedule, was_step_applied=lambda: True)
-    actor = SimpleNamespace(global_steps=0)
-    assert (throughput.learning_rate(actor), throughput.learning_rate(critic)) == (0, 0.1)
 
 
 def timed_run(argv):

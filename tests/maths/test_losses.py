@@ -1,6 +1,5 @@
 """The losses of steps 2 and 3, and KL: small numbers that pencil and paper can check."""
 
-import itertools
 import math
 
 import pytest
@@ -81,35 +80,6 @@ def test_value_loss_clips_gains_and_never_losses(value, loss, gradient):
     assert found == pytest.approx((loss, gradient))
 
 
-def test_losses_against_the_papers_formulas_in_float64():
-    """Random ragged batches: the rewards of Ouyang's equation 2, PPO's equation 7 and the clipped
-    value loss, one token at a time in plain Python."""
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.randn(7, 5, 7, generator=generator, dtype=torch.float64)
-    new, old, advantages, values, stored, returns, kl = draws
-    lengths, penalty = (1, 7, 3, 4, 6), torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0])
-    scores = 3 * torch.randn(5, generator=generator, dtype=torch.float64)
-    mask = torch.tensor([[float(j < n) for j in range(7)] for n in lengths], dtype=torch.float64)
-    last = torch.tensor([[float(j == n - 1) for j in range(7)] for n in lengths])
-    on_last = scores[:, None] * last, penalty[:, None] * last
-    rewards = ppo.token_rewards(on_last[0], kl, mask, 0.1, 2.0, on_last[1])
-    loss, ratio = ppo.policy_loss(new * mask, old * mask, advantages * mask, 0.2)
-    errors = ppo.value_loss(values, stored, returns, 0.2)
-    for i, j in itertools.product(range(5), range(7)):
-        if not mask[i, j]:
-            assert loss[i, j] == rewards[i, j] == 0
-            continue
-        score = min(max(scores[i].item(), -2), 2) - penalty[i].item()
-        paid = -0.1 * kl[i, j].item() + (j == lengths[i] - 1) * score
-        assert rewards[i, j].item() == pytest.approx(paid)
-        r, a = math.exp(new[i, j] - old[i, j]), advantages[i, j].item()
-        assert ratio[i, j].item() == pytest.approx(r)
-        assert loss[i, j].item() == pytest.approx(-min(r * a, min(max(r, 0.8), 1.2) * a))
-        v, v0, g = values[i, j].item(), stored[i, j].item(), returns[i, j].item()
-        clipped = v0 + min(max(v - v0, -0.2), 0.2)
-        assert errors[i, j].item() == pytest.approx(max((v - g) ** 2, (clipped - g) ** 2) / 2)
-
-
 def test_kl_costs_and_entropy_pays():
     """With --kl_in loss the actor pays for KL, and --entropy_coef rewards entropy: signs and
     weights, by hand. `clipped` marks the one token whose ratio left the range in the direction of
@@ -164,37 +134,33 @@ LOGITS, REF_LOGITS = torch.randn(
 )
 
 
+def gradients(logits):
+    """Returns log-probs of pi and ref, and what takes a gradient with respect to pi's logits."""
+    logits = logits.clone().requires_grad_()
+    gradient = lambda x: torch.autograd.grad(x.sum(), logits, retain_graph=True)[0]  # noqa: E731
+    return logits.log_softmax(-1), REF_LOGITS.log_softmax(-1), gradient
+
+
 def test_the_gradient_of_kl_in_the_loss():
     """Where tokens come from pi itself, the expected gradient of k2 is that of KL(pi || ref). That
     of k1 is zero: it is the score function, and teaches nothing. That of k3 is the gradient of
     KL(ref || pi), which is close when both are."""
-    logits = LOGITS.clone().requires_grad_()
-    pi, ref = logits.log_softmax(-1), REF_LOGITS.log_softmax(-1)
-
-    def gradient(x):
-        return torch.autograd.grad(x, logits, retain_graph=True)[0]
-
-    expected = {
-        "k1": torch.zeros(6, dtype=torch.float64),
-        "k2": gradient((pi.exp() * (pi - ref)).sum()),
-        "k3": gradient((ref.exp() * (ref - pi)).sum()),
-    }
-    for kind, true in expected.items():
-        found = gradient((pi.detach().exp() * ppo.kl_estimate(pi, ref, kind)).sum())
-        assert torch.allclose(found, true, atol=1e-12), kind
+    pi, ref, gradient = gradients(LOGITS)
+    expected = {"k1": 0 * pi, "k2": pi.exp() * (pi - ref), "k3": ref.exp() * (ref - pi)}
+    for kind, kl in expected.items():
+        found = gradient(pi.detach().exp() * ppo.kl_estimate(pi, ref, kind))
+        assert torch.allclose(found, gradient(kl), atol=1e-12), kind
 
 
 def test_the_gradient_of_kl_in_the_reward():
     """There an estimate acts through the log-prob of the token that it is placed on. For k1 the
     expected gradient is that of KL(pi || ref). For k2 and k3, which are as large on either side,
     it vanishes near the reference."""
-    logits = (REF_LOGITS + 0.01 * LOGITS).requires_grad_()
-    pi, ref = logits.log_softmax(-1), REF_LOGITS.log_softmax(-1)
-    [true] = torch.autograd.grad((pi.exp() * (pi - ref)).sum(), logits, retain_graph=True)
+    pi, ref, gradient = gradients(REF_LOGITS + 0.01 * LOGITS)
+    true = gradient(pi.exp() * (pi - ref))
     for kind in ppo.KL_ESTIMATORS:
         penalty = ppo.kl_estimate(pi, ref, kind).detach()
-        acts = (pi.detach().exp() * penalty * pi).sum()
-        [found] = torch.autograd.grad(acts, logits, retain_graph=True)
+        found = gradient(pi.detach().exp() * penalty * pi)
         if kind == "k1":
             assert torch.allclose(found, true, atol=1e-12)
         else:

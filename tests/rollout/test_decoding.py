@@ -7,11 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import common
 from machinery.base import ranks
-from machinery.engine import zero3
 from machinery.rollout import decoding
 from tests import kit
 
@@ -201,22 +199,3 @@ def test_the_cache_is_reserved_once():
             assert cache.get_seq_length() == end
             places.add(tuple(layer.keys.data_ptr() for layer in cache.layers))
     assert len(places) == 1
-
-
-def test_a_short_window_keeps_its_own_cache():
-    """A layer that looks back 6 tokens keeps no more, in transformers' way. If the text fits the
-    window, there is none."""
-    for slots, second in ((20, DynamicSlidingWindowLayer), (6, decoding.ReservedLayer)):
-        layers = decoding.reserved_cache(model_of("one layer of two"), slots).layers
-        assert [type(layer) for layer in layers] == [decoding.ReservedLayer, second]
-
-
-def test_a_rollout_under_zero3_begins_without_collecting_garbage():
-    """The engine's own empty_partition_cache() also calls gc.collect(), which took a fifth of the
-    benchmark's ZeRO-3 step, and empties the device's cache of memory."""
-    released = []
-    optimizer = SimpleNamespace(empty_partition_cache=lambda: released.append(True))
-    engine = SimpleNamespace(optimizer=optimizer, empty_partition_cache=pytest.fail)
-    zero3.release_early_gathers(engine)
-    assert released == [True]
-    zero3.release_early_gathers(SimpleNamespace(optimizer=None))  # below stage 3

@@ -91,25 +91,6 @@ def test_what_is_kept_to_train_on_belongs_to_its_batch(tiny_model, tokenizer):
         assert torch.equal(torch.autograd.grad(logprobs.sum(), model.lm_head.weight)[0], found)
 
 
-@pytest.mark.parametrize(
-    "flags, shares",
-    [
-        ("", True),
-        ("--gradient_accumulation_steps 2", False),
-        ("--allow_unstable 1 --ppo_epochs 2", False),
-        ("--allow_unstable 1 --generation_batches 2", False),
-        ("--allow_unstable 1 --per_device_training_batch_size 16", False),
-    ],
-)
-def test_one_forward_scores_and_trains_where_nothing_changes_between(tiny_model, flags, shares):
-    """Where a rollout is one micro-batch that is trained on once, and without dropout: a forward
-    with it would store numbers of another policy, and the ratio would be 1 all the same."""
-    args = ppo.get_args(["--preset", "toy", *flags.split()])
-    assert ppo.shares_pass(args, tiny_model, tiny_model) == shares
-    noisy = SimpleNamespace(config=transformers.OPTConfig(dropout=0.1))
-    assert not ppo.shares_pass(args, tiny_model, noisy)
-
-
 # --------------------------------------------------------------------------------------------------
 # Sampled as scored; padding
 # --------------------------------------------------------------------------------------------------

@@ -37,16 +37,10 @@ def test_before_the_first_update_the_ratio_is_exactly_1(name):
     ],
 )
 def test_one_forward_scores_and_trains_only_where_nothing_lies_between(flags, dropout, shared):
-    """With dropout it would store numbers with dropout: the ratio would be 1 because both are one."""
+    """With dropout it would store numbers with dropout: the ratio would be 1 as both are."""
     args = ppo.get_args([*runs.base_flags("ppo", runs.base()), *flags.split()])
     model = SimpleNamespace(config=kit.tiny_config(attention_dropout=dropout))
     assert ppo.shares_pass(args, model) == shared
-
-
-def test_bf16_stays_within_the_gate():
-    """In bf16 both passes still go through the same kernels on the same padding, so the ratio is
-    not merely near 1."""
-    assert all(abs(record["ratio_max"] - 1) < 1e-3 for record in metrics("ppo_bf16")[1:])
 
 
 def test_the_gate_stops_a_run_whose_two_passes_disagree():

@@ -20,7 +20,6 @@ RESPONSE = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "Why
         [1.0, 1e38],  # a sum of such scores is infinite in fp32
         ["good", "bad"],
         "12",  # two characters: a loop over them would give two numbers
-        {1.0, 2.0},  # in no order
         [[1.0, 2.0], [1.0]],  # one number for the two tokens of a response
     ],
 )

@@ -1,10 +1,8 @@
 """How a run starts, what it shows while it works, the picture that it leaves, and exit codes."""
 
-import datetime
 import json
 import os
 import re
-import socket
 import time
 import warnings
 
@@ -20,18 +18,6 @@ from tests import kit, runs
 # --------------------------------------------------------------------------------------------------
 # Starting
 # --------------------------------------------------------------------------------------------------
-def test_a_port_in_use_is_said_with_the_flag(monkeypatch):
-    """Two runs on one machine are common, and each needs a port of its own."""
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
-        for name, value in zip(kit.RANK_NAMES, ("0", "1", "0", "1", "127.0.0.1", port)):
-            monkeypatch.setenv(name, value)
-        with kit.refuses("port-in-use"):
-            launch.meet_ranks(datetime.timedelta(seconds=20))
-
-
 def test_srun_without_an_address_is_refused(monkeypatch):
     slurm = {"STEP_ID": "0", "PROCID": "0", "NTASKS": "2", "LOCALID": "0"}
     environment = {f"SLURM_{name}": value for name, value in slurm.items()}
@@ -82,40 +68,25 @@ def test_max_steps_0_evaluates_and_ends(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # While it works
 # --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("rank, lines", [("0", 4), ("1", 0)])
-def test_long_work_shows_itself_without_a_terminal(monkeypatch, capsys, rank, lines):
-    """A job's log gets a line in every interval, on rank 0; work that is shorter than one gets
-    none, also inside of a longer one."""
-    monkeypatch.setenv("RANK", rank)
+def test_long_work_shows_itself_without_a_terminal(monkeypatch, capsys):
+    """A job's log gets a line in every interval; work that is shorter than one gets none, also
+    inside of a longer one."""
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(progress, "EVERY", 0.05)
     for _ in progress.starts(range(10), 3):
         for _ in progress.shown(range(3), "tokens"):
-            time.sleep(0.02 if lines else 0)
+            time.sleep(0.02)
     said = capsys.readouterr()
-    found = re.findall(r"^    responses: (\d+) of 10, \d\d:\d\d left$", said.out, re.M)
-    assert len(found) == lines and found == sorted(found, key=int) and said.err == ""
-    assert not re.search("[\r\x1b]", said.out)
+    assert len(re.findall(r"^    responses: \d+ of 10, \d\d:\d\d left$", said.out, re.M)) == 4
+    assert "tokens" not in said.out and said.err == ""
 
 
-CHAT = [{"role": "system", "content": "Be\nkind."}, {"role": "user", "content": "Why?"}]
-
-
-@pytest.mark.parametrize(
-    "prompt, chat, response, expected",
-    [
-        ("\n\nHuman: Why?", False, " So.\n\nHuman: And?", "    Human: Why? -> So. Human: And?"),
-        (json.dumps(CHAT), True, "So.", "    system: Be kind. user: Why? -> So."),
-        ("x" * 300 + "end", False, "So " * 300, f"    ...{'x' * 28}end -> {'So ' * 22}S..."),
-        ("Why?", False, "y" * 300, f"    Why? -> {'y' * 97}..."),
-    ],
-)
-def test_a_sample_on_the_screen_is_one_line(monkeypatch, capsys, prompt, chat, response, expected):
+def test_a_sample_on_the_screen_is_one_line(monkeypatch, capsys):
     """A prompt of 400 tokens would fill the screen at every evaluation; samples.jsonl has all."""
-    monkeypatch.setenv("COLUMNS", "113")
     monkeypatch.setenv("RANK", "0")
-    logs.show_sample({"prompt": prompt, "chat": chat}, response)
+    logs.show_sample({"prompt": "x\n" * 300 + "end"}, "So\n" * 300, "gold 1")
     said = capsys.readouterr().out
-    assert said == f"{expected}\n" and len(said) <= 114
+    assert said.count("\n") == 1 and len(said) < 160 and "x end -> So So" in said
 
 
 # --------------------------------------------------------------------------------------------------
@@ -155,29 +126,8 @@ def test_what_belongs_together_is_in_one_panel(drawn):
     assert labels("mine") == ["mine"]
 
 
-@pytest.mark.parametrize(
-    "values, scale",
-    [
-        ([0.1, 5.0, 1.0, 0.4], "log"),
-        ([5.0, 1.0, 0.6], "linear"),
-        ([0.1, 5.0], "linear"),  # it rises
-        ([5.0, 0.0], "linear"),  # 0 has no place on a log scale
-    ],
-)
-def test_what_falls_by_more_than_ten_times_has_a_log_scale(drawn, values, scale):
-    axes = drawn([{"loss": value} for value in values])
-    assert axes["loss"].get_yscale() == scale
-
-
-@pytest.mark.parametrize(
-    "name, values, shown",
-    [
-        ("actor_loss", [7e-9, -5e-9, 1e-8], False),  # whitened advantages sum to 0
-        ("ratio_max", [1.0, 1.0000002, 1.0], False),
-        ("approx_kl", [0.0, 1e-5, 0.0], True),
-        ("learning_rate", [1e-7, 2e-7, 1e-7], True),
-    ],
-)
-def test_rounding_noise_has_no_panel(drawn, name, values, shown):
-    axes = drawn([{"reward": i, name: value} for i, value in enumerate(values)])
-    assert len(axes) == 1 + shown
+def test_rounding_noise_has_no_panel(drawn):
+    """Whitened advantages sum to 0 but for rounding. A small learning rate is no noise."""
+    moves = {"learning_rate": [1e-7, 2e-7, 1e-7], "actor_loss": [7e-9, -5e-9, 1e-8]}
+    rows = [{name: values[i] for name, values in moves.items()} for i in range(3)]
+    assert list(drawn(rows)) == ["learning rate"]

@@ -1,10 +1,8 @@
 """The output folder has one owner, the run that holds its lock. No run is ever deleted."""
 
-import errno
-import fcntl
 import json
+import multiprocessing
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -93,59 +91,29 @@ def test_the_check_is_repeated_under_the_lock(tmp_path):
     with kit.refuses("output-in-use"):
         second.take(FACTS)
     first.release()
-    before = tree(tmp_path)
     with kit.refuses("output-taken"):
         third.take(FACTS)
-    assert tree(tmp_path) == before
 
 
 def test_a_helper_that_outlives_its_run_does_not_hold_the_lock(tmp_path):
     """A reward function may fork a process, which gets a copy of every open file."""
     lock = folder_lock.Lock(tmp_path)
     assert lock.take() is None
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(write, b"x")
-        time.sleep(60)
-        os._exit(0)
-    try:
-        os.read(read, 1)
-        lock.disown()  # as the kernel does when the run is killed
-        assert folder_lock.Lock(tmp_path).holder() is None
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-@pytest.mark.parametrize(
-    "host, process, free", [("", 1, False), ("", 2**22 + 1, True), ("elsewhere", 1, False)]
-)
-def test_without_locks_of_the_kernel_the_words_count(tmp_path, monkeypatch, host, process, free):
-    """Some network file systems have no locks. There a run of this host that is gone is seen
-    through; of another host nobody can know, so its file must be deleted by hand."""
-
-    def no_locks(*options):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    words = f"process {process} on {host or socket.gethostname()} since 2026-01-01 00:00"
-    (tmp_path / ".lock").write_text(words)
-    lock = folder_lock.Lock(tmp_path)
-    words += f" (or, if that process has ended, delete {tmp_path / '.lock'})"
-    assert lock.holder() == lock.take() == (None if free else words)
+    helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    helper.start()
+    time.sleep(0.5)  # it has closed its copy
+    lock.release()
+    assert folder_lock.Lock(tmp_path).holder() is None
+    helper.kill()
+    helper.join()
 
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch):
-    """With node-local folders a run would fail at its first checkpoint only: rank 1 sees another
-    lock here than rank 0 has."""
+    """With node-local folders each machine would keep its own part of every checkpoint."""
     folder = output_folder.OutputFolder(get_args(tmp_path))
     folder.lock.take()
     folder.refuse_unshared()
-    monkeypatch.setattr(output_folder.time, "sleep", lambda seconds: None)
-    clock = iter(range(0, 1000, 30))
-    monkeypatch.setattr(output_folder.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(ranks, "all_gather_objects", lambda items: [True, *items])
+    monkeypatch.setattr(ranks, "all_gather_objects", lambda items: [*items, False])
     with kit.refuses("ranks-differ"):
         folder.refuse_unshared()
     folder.release()
@@ -165,7 +133,6 @@ def test_overwrite_moves_the_old_run_aside_when_all_is_loaded(tmp_path):
         folder.take(FACTS)
         assert tree(tmp_path / f"run.old-{number}") == old
         assert tree(output).keys() == {"args.json"}
-        assert not (tmp_path / f"run.old-{number}/.lock").exists()
         with kit.refuses("output-in-use"):
             output_folder.check(get_args(output, "--overwrite"))
         folder.release()
@@ -208,11 +175,6 @@ def no_args_json(output):
     (output / "args.json").write_text('{"seed": 1')
 
 
-def not_ours(output):
-    output.mkdir()
-    (output / "notes.json").write_text("{}")
-
-
 def a_link_to_nothing(output):
     output.symlink_to("gone")
 
@@ -222,13 +184,9 @@ REFUSED = [  # what is there, the flags, the rule that refuses them
     (finish, ["--resume"], "run-finished"),
     (no_args_json, ["--overwrite"], "output-taken"),  # whose it is cannot be told
     (no_args_json, ["--resume"], "no-args-json"),
-    (not_ours, ["--overwrite"], "output-taken"),
-    (not_ours, ["--resume"], "no-args-json"),
     (a_link_to_nothing, [], "output-unusable"),
     (finish, ["--overwrite", "--data_path", "OUTPUT/metrics.jsonl"], "input-in-output"),
-    (finish, ["--overwrite", "--data_path", "OUTPUT/.."], "input-in-output"),
     (finish, ["--overwrite", "--model_name_or_path", "OUTPUT"], "input-in-output"),
-    (finish, ["--overwrite", "--ds_config", "OUTPUT/config.json"], "input-in-output"),
 ]
 
 
@@ -237,7 +195,7 @@ def test_a_folder_that_cannot_be_had_is_refused(tmp_path, make, flags, rule):
     output = tmp_path / "run"
     make(output)
     before = tree(tmp_path)
-    args = get_args(output, "--preset", "toy")
+    args = get_args(output)
     for flag, value in zip(flags[1:-1:2], flags[2::2]):  # without what declaring reads of them
         value = value.replace("OUTPUT", str(output))
         setattr(args, flag[2:], [value] if flag == "--data_path" else value)
@@ -265,10 +223,8 @@ def test_logs_of_a_launcher_may_be_there_before(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # What --resume compares
 # --------------------------------------------------------------------------------------------------
-CHANGES = ["top_p 0.9", "reward_fn b.py:f", "reward_fn a.py:g", "lr_scheduler_type linear"]
-CHANGES += ["reward_model_name_or_path other", "seed 3", "advantage rloo"]
-SAME = ["actor_learning_rate 1", "per_device_training_batch_size 1", "zero_stage 1"]
-SAME += ["reward_fn moved/a.py:f", "save_steps 7", "reward_model_name_or_path moved/judge"]
+CHANGES = ["top_p 0.9", "reward_fn a.py:g", "reward_model_name_or_path other"]
+SAME = ["actor_learning_rate 1", "reward_fn moved/a.py:f"]
 
 
 @pytest.mark.parametrize("change", [*CHANGES, *SAME])
@@ -300,28 +256,26 @@ THIS |= {"weights": {"model a": (2, 3), "model b": (4,)}, "optimizers": {"model"
 THIS |= {"frozen_models": {"judge/model.safetensors": 9}}
 
 
-@pytest.mark.parametrize(
-    "name, other, said",
-    [
-        ("rows", 4, "here 8"),
-        ("data_rows", 41, "41"),
-        ("data_fingerprint", 8, "texts"),
-        ("weights", {"model a": (2, 3)}, "model b"),
-        ("optimizers", {"model": "AdamW"}, "AdamW"),
-        ("frozen_models", {"judge/model.safetensors": 10}, "judge"),
-        ("shape", {"ranks": 2, "model": 3}, "'model': 3"),
-    ],
-)
-def test_a_checkpoint_says_what_it_belongs_to(name, other, said):
+OTHERS = {
+    "rows": 4,
+    "data_fingerprint": 8,
+    "weights": {"model a": (2, 3)},
+    "optimizers": {"model": "AdamW"},
+    "frozen_models": {"judge/model.safetensors": 10},
+    "shape": {"ranks": 2, "model": 3},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_checkpoint_says_what_it_belongs_to(name):
     """Edited data with as many rows, one more layer, another script's model. And FusedAdam keeps
     its step number where torch's AdamW does not look: it would go on from step 0, in silence."""
     args = SimpleNamespace(tensor_parallel_size=1)
     checkpoints.refuse_others(args, Path("step-2"), THIS, THIS)
     moved = {**THIS, "shape": {"ranks": 4, "model": 1}}  # DeepSpeed reshapes that
     checkpoints.refuse_others(args, Path("step-2"), moved, THIS)
-    with kit.refuses(f"resume-{name}".replace("_", "-")) as caught:
-        checkpoints.refuse_others(args, Path("step-2"), {**THIS, name: other}, THIS)
-    assert said in caught.value.words
+    with kit.refuses(f"resume-{name}".replace("_", "-")):
+        checkpoints.refuse_others(args, Path("step-2"), {**THIS, name: OTHERS[name]}, THIS)
 
 
 # --------------------------------------------------------------------------------------------------

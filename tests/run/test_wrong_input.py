@@ -118,10 +118,8 @@ CASES = {  # script and flags: a word of the message
     "ppo --reward_fn score.py:length score.py:lenght": "lenght",
     "ppo --reward_fn score.py": "score.py",
     "ppo --gold_fn missing.py:length": "missing.py",
-    # a step that no data fills
-    "sft --gradient_accumulation_steps 2000000000": "2000000000",
     # where the run would go
-    "sft --output_dir done": "--overwrite",
+    "sft --output_dir done": "done",
     "sft --output_dir score.py": "score.py",
     "sft --output_dir foreign": "foreign",
     "reward --resume": "--resume",
