@@ -22,8 +22,7 @@ def check(args, record):
     found = [name for name in record if name.startswith("eval_") and sign_of(name)]
     found = [name for name in found if not name.startswith("eval_ema_")]
     if args.keep_best and args.keep_best not in found:
-        has = f"This run's evaluations have {', '.join(found)}."
-        words = f"--keep_best {args.keep_best}: the evaluations have no such number.\n  {has}"
+        words = f"--keep_best {args.keep_best}: the evaluations have {', '.join(found)}."
         raise Refused("keep-best-unknown", words)
 
 

@@ -37,7 +37,7 @@ class Run:
 
     def __init__(self, args, title):
         """Joins the other ranks. title: the first words on the screen."""
-        self.args, self.title, self.began = args, title, time.time()
+        self.args, self.title = args, title
         self.phase, self.legend_shown = crash.Phase(args), False
         self.notes = {}  # what else the saved model's config.json says, of the last evaluation
         self.signals = []  # SIGTERM and SIGINT as they come; looked at between two steps

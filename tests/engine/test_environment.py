@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import common
 import sft
 from machinery.base import modules
 from machinery.models import model_folders, saving
@@ -83,7 +84,9 @@ def test_a_head_of_another_name_comes_back_with_its_adapters(tmp_path):
     saving.save_model(made, model_folders.load_tokenizer(kit.TOKENIZER), tmp_path / "saved")
     found = load(tmp_path / "saved", "score")
     ids = torch.arange(5, 15)[None]
-    values = [model.eval()(ids, torch.ones_like(ids)) for model in (found, made)]
+    mask = torch.ones_like(ids)
+    positions = common.position_ids(mask)
+    values = [model.eval()(ids, mask, positions) for model in (found, made)]
     assert found.model.v_head.weight.eq(0.1).all()
     torch.testing.assert_close(*values, rtol=1e-4, atol=1e-4)
 

@@ -29,7 +29,7 @@ def test_a_reward_function_gets_chat_as_messages():
     for each response."""
     question = [{"role": "user", "content": "Why?"}]
     row = response(prompt=json.dumps(question), chat=True)
-    given = reward_functions.columns_for(dict, [row])
+    given = reward_functions.columns_for(lambda **columns: [], [row])
     assert given["prompts"] == [question]
     assert given["completions"] == [[{"role": "assistant", "content": " So."}]]
 

@@ -59,7 +59,9 @@ def test_what_a_rollout_was_like():
 @pytest.mark.parametrize(
     "scores, equal", [([0.0, 0.0, 9.0], True), ([0.0, 1.0, 0.0], False), ([2.5, 2.5, 0.0], True)]
 )
-def test_groups_of_equal_scores_are_counted(scores, equal):
-    """They teach nothing. A filler's score says nothing."""
+def test_a_judge_that_finds_all_equal_is_named(scores, equal, capsys):
+    """A filler's score says nothing."""
     batch = rollout(scores=torch.tensor(scores)[:, None])
+    rollout_metrics.warn_of_equal_scores([batch])
+    assert ("all scores of the first step are" in capsys.readouterr().out) == equal
     assert rollout_metrics.equal_groups([batch]) == equal

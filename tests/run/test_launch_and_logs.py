@@ -69,8 +69,7 @@ def test_max_steps_0_evaluates_and_ends(tmp_path):
 # While it works
 # --------------------------------------------------------------------------------------------------
 def test_long_work_shows_itself_without_a_terminal(monkeypatch, capsys):
-    """A job's log gets a line in every interval; work that is shorter than one gets none, also
-    inside of a longer one."""
+    """A job's log gets a line in every interval, also of work inside of other work."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(progress, "EVERY", 0.05)
     for _ in progress.starts(range(10), 3):
@@ -78,7 +77,7 @@ def test_long_work_shows_itself_without_a_terminal(monkeypatch, capsys):
             time.sleep(0.02)
     said = capsys.readouterr()
     assert len(re.findall(r"^    responses: \d+ of 10, \d\d:\d\d left$", said.out, re.M)) == 4
-    assert "tokens" not in said.out and said.err == ""
+    assert said.err == ""
 
 
 def test_a_sample_on_the_screen_is_one_line(monkeypatch, capsys):

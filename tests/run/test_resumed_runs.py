@@ -9,7 +9,7 @@ import pytest
 from machinery.base.refused import Refused
 from machinery.run import best
 from tests import kit, runs
-from tests.runs import curve, facts, metrics, run_of, without_clocks
+from tests.runs import curve, metrics, run_of, without_clocks
 from tools import export
 
 RESUMED = {
@@ -45,22 +45,6 @@ def test_taking_a_checkpoint_changes_nothing():
     assert without_clocks("sft_zero3_checkpoints") == without_clocks("sft_zero3")
     for name, kept in (("sft_dropout", ["step-2", "step-4"]), ("sft_dropout_resumed", ["step-4"])):
         assert sorted(f.name for f in (run_of(name) / "checkpoints").iterdir()) == kept
-
-
-def test_an_interrupted_run_saves_first():
-    """SIGTERM (a cluster's time limit) on one of two ranks: both finish the step, save, and leave
-    with exit code 1. No config.json is there yet, for it marks a finished model."""
-    assert [rank["code"] for rank in facts("ppo_zero2_interrupted")] == [1, 1]
-    folder = runs.base() / "runs/ppo_zero2_interrupted"
-    assert [f.name for f in (folder / "checkpoints").iterdir()] == ["step-2"]
-    assert not (folder / "config.json").exists()
-    assert [line["step"] for line in kit.metrics(folder)] == [0, 1, 2]
-
-
-def test_a_resumed_run_takes_the_kl_penalty_that_it_is_given():
-    """KL runs away, the run is resumed with a higher --kl_coef: it counts from the next step on.
-    (One that --kl_target adapts is kept.)"""
-    assert [coef for _, coef in curve("ppo_dearer", "kl_coef")] == [0.05, 0.05, 0.3, 0.3]
 
 
 # --------------------------------------------------------------------------------------------------
