@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import common
-from machinery.rollout import decoding
 from tests import kit, runs
 from tests.run import asynchronous
 
@@ -156,7 +155,8 @@ def partitions(base, config):
         drawn, held = runs.whole_weights(engine)["model.score.weight"], held_by(engine, stage)
         for step in range(2):
             ids = runs.rows_of_rank(step, 23)
-            engine.backward(engine(ids, torch.ones_like(ids)).square().mean())
+            mask = torch.ones_like(ids)
+            engine.backward(engine(ids, mask, common.position_ids(mask)).square().mean())
             engine.step()
             average.update(engine)
         averages = {n: average.full_tensor(n, p) for n, p in engine.module.named_parameters()}
@@ -334,7 +334,7 @@ class Counter(TorchDispatchMode):
 def decoded(model, tokens):
     """Returns operators and waits of sampling so many tokens for each of four rows."""
     ids, mask = common.pad([[5, 6, 7]] * 4, 0)
-    uniforms = decoding.row_uniforms(1, 0, range(4), tokens)
+    uniforms = torch.rand(4, tokens, dtype=torch.float64)
     no_end = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
     with Counter() as count:
         kit.generate(model, ids, mask, uniforms, no_end)
