@@ -74,8 +74,10 @@ def tokenise(tokenizer, stage, prompt, texts, example, train_on):
     written = texts if isinstance(prompt, list) and prompt else [prompt, *([] if whole else texts)]
     if not all(text and text.strip() for text in written):
         raise LeftOut("empty prompt or response")
-    if stage == "sft" and train_on == "all" and isinstance(prompt, list):
-        ids, mask, response = tokens.tokenise_turns(tokenizer, prompt, *texts)
+    if stage == "sft" and train_on == "all":
+        chat = isinstance(prompt, list)
+        turns_of = tokens.tokenise_turns if chat else tokens.tokenise_dialogue
+        ids, mask, response = turns_of(tokenizer, prompt, *texts)
         return ids, mask, [response]
     ids = tokenise_prompt(tokenizer, prompt)
     covered = int(train_on == "everything")

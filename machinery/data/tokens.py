@@ -6,7 +6,7 @@ from contextlib import suppress
 from jinja2 import TemplateError
 
 from machinery.base import ranks
-from machinery.data.formats import LeftOut
+from machinery.data.formats import ASSISTANT, HUMAN, LeftOut
 from machinery.models import model_folders
 
 NO_TEMPLATE = "the data holds chats, and the tokenizer has no chat template. Take a chat model's"
@@ -33,8 +33,12 @@ def tokenise_response(tokenizer, response):
 
     Prompt and response are tokenised apart and joined: joined text could merge across the border.
     """
-    options = {"add_special_tokens": False, "split_special_tokens": True}
-    return with_eos(tokenizer, tokenizer(response, **options).input_ids)
+    return with_eos(tokenizer, tokenise_text(tokenizer, response))
+
+
+def tokenise_text(tokenizer, text):
+    """Returns the token ids of a text that another one precedes."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
 
 def with_eos(tokenizer, ids):
@@ -69,6 +73,25 @@ def tokenise_turns(tokenizer, prompt, response):
         turn = tokenise_rendered(tokenizer, text, marks)
         end = len(opened) + len(text)
     return ids, mask, with_eos(tokenizer, turn)
+
+
+def tokenise_dialogue(tokenizer, prompt, response):
+    """Returns what tokenise_turns does of a dialogue that is text (formats.HUMAN, ASSISTANT).
+
+    What pairs of dialogues do not share may itself hold several turns: the response is the last.
+    """
+    between, marker, last = response.rpartition(ASSISTANT)
+    if marker and last.strip():
+        prompt, response = prompt + between + marker, last
+    turn = f"(?<={ASSISTANT})(.*?)(?={HUMAN.rstrip()})"
+    first, *texts = re.split(turn, prompt, flags=re.DOTALL)  # every second one is a turn
+    ids = tokenise_prompt(tokenizer, first)
+    mask = [0] * len(ids)
+    for i, text in enumerate(texts):
+        part = tokenise_text(tokenizer, text)
+        ids = ids + part
+        mask += [1 - i % 2] * len(part)
+    return ids, mask, tokenise_response(tokenizer, response)
 
 
 # ---- Chat templates ----

@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import re
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -130,7 +131,17 @@ def read_weights(kind, path, config, value_head, options):
     if strangers := sorted(set(missing) - may_be_new):
         why = f"{path} holds no weights for {', '.join(strangers[:3])}: they would be random."
         raise Refused("missing-weights", why)
+    refuse_cut_layers(path, model, info["unexpected_keys"])
     return model, missing
+
+
+def refuse_cut_layers(path, model, unexpected):
+    """Raises Refused if weights of `path` belong to layers that its config leaves out."""
+    as_layer_0 = functools.partial(re.sub, r"\d+", "0")
+    known = {as_layer_0(name) for name, _ in model.named_parameters()}
+    if cut := sorted(name for name in unexpected if as_layer_0(name) in known):
+        why = f"its config.json has no place for {len(cut)} of its weights, such as {cut[-1]}"
+        raise Refused("cut-layers", f"{path}: {why}.\n  Is num_hidden_layers right?")
 
 
 # ---- Tokenizers ----

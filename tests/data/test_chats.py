@@ -150,11 +150,15 @@ TRAIN_ON = {  # a row: {--train_on: what the loss covers}; None is the default
     ),
     "whole dialogues": (
         {"chosen": TALK + " C.", "rejected": TALK + " D."},
-        {None: [" C.<eos>"], "all": [" C.<eos>"]},
+        {None: [" C.<eos>"], "all": [" A.\n\nB.", " C.<eos>"]},
+    ),
+    "dialogues that part early": (
+        {"chosen": TALK + " C.", "rejected": "\n\nHuman: Q?\n\nAssistant: D."},
+        {"all": [" A.\n\nB.", " C.<eos>"]},
     ),
     "plain text": (
         {"prompt": "Q?", "response": " A."},
-        {None: [" A.<eos>"], "everything": ["Q? A.<eos>"]},
+        {None: [" A.<eos>"], "all": [" A.<eos>"], "everything": ["Q? A.<eos>"]},
     ),
 }
 

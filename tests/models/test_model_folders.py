@@ -62,11 +62,16 @@ def without_lm_head(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def a_layer_less(folder):
+    edit(folder / "config.json", num_hidden_layers=1)
+
+
 HARM = {
     cut_short: "broken-weights",
     index_without_shards: "broken-weights",
     another_format: "unreadable-weights",
     without_lm_head: "missing-weights",
+    a_layer_less: "cut-layers",
 }
 
 

@@ -7,22 +7,14 @@ import math
 import re
 from pathlib import Path
 
-import pandas
 import pytest
 
 from tests import kit
 from tools import look
-from tools.report import answers, numbers, page, pictures, runs, samples, text, verdicts
+from tools.report import answers, numbers, page, runs, samples, text, verdicts
 
 
 # ---- What it computes ----
-def test_smoothing_by_hand():
-    """Twenty values, weight 1/2: (2), (4 + 2/2) / (1 + 1/2), (1 + 4/2 + 2/4) / (1 + 1/2 + 1/4). The
-    first value is its own mean: a curve does not start at 0."""
-    found = pictures.smoothed(pandas.Series([2, 4, 1] + [0] * 17))
-    assert list(found[:3]) == pytest.approx([2, 10 / 3, 2])
-
-
 def pair(chosen, rejected, *lengths):
     names = ("chosen_score", "rejected_score", "chosen_length", "rejected_length")
     return dict(zip(names, (chosen, rejected, *(lengths or (5, 5)))))

@@ -112,7 +112,7 @@ class Model:
         head = "score" if scores else None
         self.model = common.frozen_engine(args, 1, self.tokenizer, head)
         text = config.get_text_config()
-        self.positions = getattr(text, "max_position_embeddings", None) or declaring.INTEGER
+        self.positions = getattr(text, "max_position_embeddings", None) or 2**31 - 1
 
     def can_read(self, other):
         """Returns whether the token ids of the Model `other` mean the same here."""
