@@ -511,9 +511,10 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
         lengths[rows] += writes
         alive[rows] &= token != tokenizer.eos_token_id
         alive[rows] &= ~decoding.at_stop(args, tokenizer, responses[rows], r)
-        if not decoding.anyone(alive, synced):
+        left = alive.sum().item()  # rows that go on
+        if not decoding.anyone(left, synced):
             break
-        decoding.leave_out_ended(cache, alive)
+        decoding.leave_out_ended(cache, alive, left)
         inputs = responses[cache.rows, r, None]  # (b, 1)
     return responses[:, : r + 1], logprobs[:, : r + 1], lengths, ~alive
 

@@ -5,7 +5,7 @@
 
 The flags are the script's own. --devices says how many there are and how many GiB each has: 8x80;
 what it leaves out (8, x80, or no --devices) is taken from this machine. Nothing is loaded but the
-models' config.json. docs/deepspeed.md compares the counts with measured peaks.
+models' config.json. docs/memory.md compares the counts with measured peaks.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from machinery.models import model_folders
 from tools import estimate_memory as memory
 
 GIB = 2**30
-# What to try, in this order. README's section on memory says what each costs.
+# What to try, in this order. docs/memory.md says what each costs.
 ADVICE = """--zero_stage 1, 2, 3
   smaller per-device batches, and more --gradient_accumulation_steps
   --rollout_batch_size (PPO)

@@ -133,24 +133,21 @@ def for_each_row(cache, logits):
     return logits[copies]
 
 
-def leave_out_ended(cache, alive):
-    """Takes rows that have ended out of the cache, once a quarter of them have: it is copied.
-
-    alive: bool (B,), of all rows.
-    """
-    going_on = alive[cache.rows]  # (b,)
-    left = going_on.sum().item()
-    if cache.selectable and 0 < left <= 0.75 * len(going_on):
-        cache.select(going_on.nonzero()[:, 0])
-
-
-def anyone(alive, synced):
-    """Returns whether a row goes on: on this rank, or with `synced` on any rank.
+def anyone(left, synced):
+    """Returns whether to go on: `left` rows have not ended on this rank, or with `synced` on all.
 
     With ZeRO-3's hooks on, each forward is a collective: a rank that stopped would hang the others.
     """
-    left = alive.sum().item()
     return bool(ranks.all_sum(left)[0] if synced else left)
+
+
+def leave_out_ended(cache, alive, left):
+    """Takes rows that have ended out of the cache, once a quarter of them have: it is copied.
+
+    alive: bool (B,), of all rows, `left` of which go on.
+    """
+    if cache.selectable and 0 < left <= 0.75 * len(cache.rows):
+        cache.select(alive[cache.rows].nonzero()[:, 0])
 
 
 # ---- Flags ----

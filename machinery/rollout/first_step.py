@@ -37,7 +37,7 @@ def stop_unless_sampled_as_scored(run, micro_batches):
             gap = (batch.tokens["sampled_logprobs"] - batch.old_logprobs).abs()  # (B, R)
             mask = batch.response_mask
             of_response = (gap * mask).sum(-1) / mask.sum(-1).clamp(min=1)  # (B,)
-            worst = max(worst, of_response.max().item())
+            worst = max(worst, of_response.max().nan_to_num(nan=float("inf")).item())
     stop_if_above(
         run,
         worst,

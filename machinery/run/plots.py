@@ -18,6 +18,8 @@ stability | norm of the gradients | norm | grad_norm critic_grad_norm
 stability | KL to the policy before | nats a token | approx_kl
 stability | largest ratio | ratio | ratio_max
 stability | clipped | share of the tokens | clip_fraction
+stability | sampling against scoring | largest gap, nats a token | sampling_gap
+stability | prompts that teach nothing | share of the prompts | equal_groups
 stability | deviation of the advantages | reward | advantage_std
 stability | KL penalty | kl_coef | kl_coef
 stability | learning rate | learning rate | learning_rate critic_learning_rate

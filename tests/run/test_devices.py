@@ -1,5 +1,5 @@
 """What a GPU would find, found without one: buckets smaller than a weight, collectives that must
-match, memory that is given back too early, 64 ranks, operators and waits.
+match, memory that is given back too early, operators and waits.
 
 What CPU ranks cannot show is in docs/deepspeed.md, "Seen in CI", and `make gpu-check` checks it.
 """
@@ -10,9 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import common
 from tests import kit, runs
@@ -203,98 +201,6 @@ def test_ranks_that_hold_nothing_train_and_save_the_same(tmp_path):
     assert all(rank[stage][0].equal(head) for rank in ranks for stage in (0, 1, 2, 3))
 
 
-class Bytes(TorchDispatchMode):
-    """Adds up the bytes of all tensors that live, and keeps the largest sum."""
-
-    def __init__(self, tensors):
-        super().__init__()
-        self.living, self.peak = {}, 0
-        for tensor in tensors:
-            self.add(tensor)
-
-    def add(self, tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.living:
-            self.living[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-
-    def now(self):
-        self.living = {k: v for k, v in self.living.items() if not v[0].expired()}
-        return sum(size for _, size in self.living.values())
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        out = operator(*args, **kwargs or {})
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                self.add(tensor)
-        self.peak = max(self.peak, self.now())
-        return out
-
-
-def memory_of_rank(base, config, rank, dtype, stage):
-    """Is one rank of 64, of which the others are not there, and no collective does anything.
-
-    Returns its shares of the weights, its bytes before and after an update, and those of the
-    estimate.
-    """
-    import deepspeed
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    import sft
-    from tools import estimate_memory as memory
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    torch.distributed.init_process_group("fake", rank=rank, world_size=64, store=FakeStore())
-    deepspeed.init_distributed(verbose=False)
-    flags = f"--ds_config {config} --dtype {dtype} --zero_stage {stage}"
-    flags += f" --model_name_or_path {base}/models/actor"
-    args = sft.get_args([*runs.base_flags("sft", base), *flags.split()])
-    model = common.load_model(args)
-    with Bytes(model.parameters()) as count:
-        engine = common.train_engine(model, args, 2, 1, 10)
-        held = held_by(engine, stage)
-        for _ in range(2):
-            loss = engine(IDS, labels=IDS).loss
-            engine.backward(loss)
-            del loss
-            before = count.now()
-            engine.step()
-            after = count.now()
-    one = memory.Model(args, 2)
-    parts = memory.count(args, [one], 64)["update"]
-    return SimpleNamespace(
-        held=held, before=before, after=after, parts=parts, weights=one.sizes().weights
-    )
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_one_rank_of_64_holds_what_the_estimate_says(dtype, stage, tmp_path):
-    """A group of 64 ranks of which one is there: what it holds is real, what it would receive is
-    not. Its share of the weights is as large as everyone's, with padding where none are left; its
-    bytes after an optimizer step, and before one, are those of the estimate.
-
-    In fp32 it keeps the whole gradient of a weight that it shares with its neighbours, which the
-    estimate counts in part: with few ranks and large weights, little."""
-    config = knobs(tmp_path, reduce_bucket_size=2000, allgather_bucket_size=2000)
-    first, last = (
-        kit.fork(memory_of_rank, 1, kit.base(), config, rank, dtype, stage, meet="").results[0]
-        for rank in (0, 63)
-    )
-    for found in (first, last):
-        parts, weights = found.parts, found.weights
-        assert [sum(share) for share in found.held] == [sum(share) for share in first.held]
-        assert weights <= 64 * sum(map(sum, found.held)) < weights + 64 * 2 * len(found.held)
-        copied = 4 * weights * (dtype == "bf16" and stage < 2)
-        stays = parts["weights"] + parts["optimizer"] + copied
-        assert found.after == pytest.approx(stays, rel=0.01)
-        gradients = found.before - parts["weights"] - parts["optimizer"]
-        if dtype == "bf16":
-            assert gradients == pytest.approx(parts["gradients"], rel=0.02, abs=500)
-        else:
-            assert gradients < parts["gradients"] / (64 if stage == 1 else 1) + 4 * 2 * 17600
-    assert [[padding for _, padding in found.held] for found in (first, last)] == [[0, 0], [0, 4]]
-
-
 # --------------------------------------------------------------------------------------------------
 # Operators and waits
 # --------------------------------------------------------------------------------------------------
@@ -347,7 +253,7 @@ def test_a_decoded_token_is_few_operators_and_waits(tiny_model):
     on 2026-11-22 with torch 2.13 and transformers 5.23, for two layers of Llama."""
     (few, waits), (many, more) = decoded(tiny_model, 16), decoded(tiny_model, 32)
     print("operators a token", (many - few) / 16, "waits", (more - waits) / 16)
-    assert (many - few) / 16 < 280 and (more - waits) / 16 <= 3
+    assert (many - few) / 16 < 280 and (more - waits) / 16 <= 2
 
 
 def run_counted(base, script, steps):
