@@ -145,6 +145,8 @@ RUNS |= {
     "ppo_dropout": run("ppo", f"{PPO_DROPOUT} {SAVING}", 3),
     "ppo_dropout_resumed": run("ppo", f"{PPO_DROPOUT} --resume", 3, before=("ppo_dropout", 2)),
     # LoRA: what one step saves, the next one takes
+    "sft_lora_checkpoints": run("sft", f"{LORA} --save_steps 3 --keep_checkpoints 9", 3),
+    "sft_lora_resumed": run("sft", f"{LORA} --resume", 3, before=("sft_lora_checkpoints", 3)),
     "ppo_lora_checkpoints": run("ppo", f"{PPO_LORA} {SAVING}", 3),
     "ppo_lora_resumed": run("ppo", f"{PPO_LORA} --resume", 3, before=("ppo_lora_checkpoints", 2)),
 }
