@@ -264,7 +264,9 @@ def rloo(totals, groups):
 def grpo(totals, groups):
     """A response's reward, normalised within its prompt's.  [Shao 2024] section 4.1.2
 
-    A_i = (R_i - mean(R)) / std(R)      0 where all are equal (in float64).  (n,), (n,) -> (n,)
+    A_i = (R_i - mean(R)) / (std(R) + 1e-4)      (n,), (n,) -> (n,)
+
+    std has n - 1 below. Where all rewards are equal A is 0, as the sums are made in float64.
     """
     n = group_sum(torch.ones_like(totals), groups)
     errors = totals - group_sum(totals, groups) / n
@@ -593,25 +595,26 @@ def score(args, batch, actor, critic, reference, judge, gold, one_pass):
         # forward that is trained on must be the engine's last one before its backward.
         mask = batch.response_mask  # (B, R)
         batch.ref_logprobs = common.response_logprobs(reference, batch, mask, args.temperature)
+        batch.scores = judge(batch)
+        batch.gold = gold(batch) if gold else None
     with torch.set_grad_enabled(one_pass):
         batch.logprobs, batch.entropy = actor_forward(args, actor, batch)
-        batch.old_logprobs = batch.logprobs.detach()
+        batch.old_logprobs = batch.logprobs.detach()  # the same numbers, as constants
         if critic:
             batch.values = common.response_values(critic, batch)
             batch.old_values = batch.values.detach()
-    with torch.no_grad():
-        for kind in KL_ESTIMATORS:
-            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, kind)
-            batch.kl[kind] = kl * batch.response_mask
-        batch.scores = judge(batch)
-        batch.gold = gold(batch) if gold else None
+    for kind in KL_ESTIMATORS:
+        kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, kind)
+        batch.kl[kind] = kl * batch.response_mask
 
 
 def shares_pass(args, *models):
     """Returns whether one forward can score a rollout and then be trained on.
 
     Where a rollout is one micro-batch that is trained on once, without dropout, nothing changes
-    between the two. That spares 2 of 11 forwards of a step: 5.1 samples/s with it, 4.15 without
+    between the two. That spares 2 of about 11 forwards of a step (a rollout, the reference, a
+    judge, two that score, and two updates of a forward and a backward, which counts twice): 5.1
+    samples/s with it, 4.15 without
     (python bench/bench.py --only ppo, on two CPU cores).
     """
     sizes = {args.per_device_generation_batch_size, args.per_device_training_batch_size}
@@ -714,7 +717,7 @@ def main():
     reward_models = judging.load_models(args, batch_size, tokenizer)
     judges += [functools.partial(reward_model_scores, model) for model in reward_models]
     judge = judging.combined(judges, args.reward_combine)
-    together = shared_prompts.responses_a_row(args, *engines.values(), *reward_models)
+    responses_a_row = shared_prompts.responses_a_row(args, *engines.values(), *reward_models)
     state = {}  # what checkpoints keep beside the engines
     average = ema.Ema(args, actor.module, state)  # --enable_ema
     kl_control = kl_controller.KlController(args, state)  # --kl_coef, --kl_target
@@ -730,7 +733,7 @@ def main():
         for engine in engines.values():
             # Eval mode turns dropout off, so that what is stored is of the policy that sampled.
             # With one_pass it is train mode, where gradient checkpointing acts: no model has
-            # dropout then.
+            # dropout then. (roll_out samples in eval mode, and puts this mode back.)
             engine.train(one_pass)
         with state_offload.states_on_cpu(args, engines.values()):  # --offload_states
             # ---- 3 rollout ----
@@ -752,7 +755,7 @@ def main():
         return rollout_metrics.evaluate(run, step, answered, actor, average)
 
     columns = rollout_metrics.columns(args)
-    checked = False  # the first update of the run has been seen to begin with a ratio of 1
+    checked = False  # until the actor's first update: it compares scoring and training
     for step, drawn in run.steps(engines, sizes.repeated, evaluate_at, columns, state):
         clock.start()
         actor_trains = step > args.critic_warmup_steps
@@ -763,7 +766,7 @@ def main():
         prompts = sizes.grouped(drawn)
         seed = None if sizes.updates == args.ppo_epochs else (args.seed, step)
         size = args.rollout_batch_size
-        micro_batches = answered(prompts, step, size, batch_size, together, seed, one_pass)
+        micro_batches = answered(prompts, step, size, batch_size, responses_a_row, seed, one_pass)
         rollout_metrics.stop_unless_finite(run, micro_batches)
         if not checked:
             first_step.stop_unless_sampled_as_scored(run, micro_batches)
@@ -776,7 +779,7 @@ def main():
         for engine in engines.values():
             engine.train()  # dropout acts from here on, in a model that has it
             if not checked:
-                patches.record_backward(engine)  # ZeRO-3 prefetches by the pass it sees next
+                patches.record_backward(engine)  # ZeRO-3 prefetches in the order that it sees next
         means, too_far = rollout_metrics.TokenMeans(), False
         for epoch in range(args.ppo_epochs):
             for minibatch in minibatches(micro_batches, accumulation, (args.seed, step, epoch)):
@@ -787,13 +790,14 @@ def main():
                 weights, total_weight = loss_weights(minibatch)
                 kl_sum = 0.0
                 for batch, weight in zip(minibatch, weights):  # one forward each
+                    # Of the scoring forward: with a graph if one_pass, else only in warm-up
                     logprobs, entropy = batch.logprobs, batch.entropy  # (B, R)
                     if actor_trains and not one_pass:
                         logprobs, entropy = actor_forward(args, actor, batch)
                     loss, ratio, clipped = actor_loss(
                         args, batch, logprobs, entropy, kl_control.coef
                     )
-                    if not checked:  # no weight has moved since old_logprobs were stored
+                    if not one_pass and not means.updates:  # no weight has moved since scoring
                         first_step.stop_unless_one(run, ratio, batch.response_mask)
                     if actor_trains:
                         loss_sum = (loss * weight).sum()  # importance weights would multiply loss

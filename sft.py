@@ -8,8 +8,8 @@ The model learns to continue a prompt with its response: cross entropy on the re
 EOS included; --train_on adds the assistant's turns before it, or the whole prompt. The parts of
 main(): 1 data, 2 model, 3 train, 4 save. What is left out: packing.
 
-Token layout of a micro-batch: B = 2 rows, T = 6 tokens, R = 3 of the longest response ('-' is
-padding).
+Token layout of a micro-batch: B = 2 rows, T = 6 tokens, R = 3 of the longest response, or of all
+that the loss covers ('-' is padding).
     column       0    1    2    3    4    5          every row ends in the last column, so the
     row 0        x0   x1   x2 | y0   y1   eos        loss looks at the last R columns of all rows,
     row 1        -    x0   x1   x2 | y0   eos        masked: row 1's mask is 0 1 1

@@ -49,13 +49,6 @@ def device():
     return torch.device(get_accelerator().current_device_name())
 
 
-def to_device(batch):
-    """Returns the dict, with its tensors on this rank's device."""
-    here = device()
-    moved = {k: v.to(here, non_blocking=True) for k, v in batch.items() if torch.is_tensor(v)}
-    return {**batch, **moved}
-
-
 def all_sum(*values):
     """Sums each value (a number or a 0-d tensor) over all ranks: a float64 tensor on the CPU.
 

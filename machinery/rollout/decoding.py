@@ -134,7 +134,7 @@ def for_each_row(cache, logits):
 
 
 def anyone(left, synced):
-    """Returns whether to go on: `left` rows have not ended on this rank, or with `synced` on all.
+    """Returns whether to go on: `left` rows have not ended here, or with `synced` anywhere.
 
     With ZeRO-3's hooks on, each forward is a collective: a rank that stopped would hang the others.
     """
@@ -185,7 +185,8 @@ def filter_top(probs, top_k, top_p):
 def at_stop(args, tokenizer, responses, r):
     """Returns for each row, bool (b,), whether a text of --stop ends in slots up to r of (b, R).
 
-    It looks back over as many tokens as the longest text has bytes: a token has one at least.
+    It looks back over as many tokens as the longest text has bytes, as a token has one at least,
+    and over 16 more, since special tokens among them write nothing.
     """
     found = torch.zeros(len(responses), dtype=torch.bool, device=responses.device)
     if args.stop:

@@ -11,7 +11,7 @@ def stop_unless_one(run, ratio, mask):
     """Stops the run if the ratio is not 1 before a rollout's first update.
 
     The weights, the tokens and the function are the same, so only a mistake can move it.
-    approx_kl is below the square of its deviation. ratio, mask: (B, R).
+    approx_kl (k3) is then below the square of this difference. ratio, mask: (B, R).
     """
     drift = ((ratio.detach() - 1).abs() * mask).max().nan_to_num(nan=float("inf")).item()
     stop_if_above(

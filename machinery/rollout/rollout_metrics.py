@@ -163,6 +163,7 @@ def warn_of_equal_scores(micro_batches):
         ranks.say(f"warning: all scores of the first step are {scores[0]:g}: nothing to learn from")
 
 
+@torch.no_grad()
 def stop_unless_finite(run, micro_batches):
     """Stops the run if anything that was stored for the update is NaN or infinite."""
     names = [name for name in STORED if getattr(micro_batches[0], name) is not None]

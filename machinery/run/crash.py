@@ -77,7 +77,8 @@ class Phase:
         There is no traceback where another rank or Ctrl-C is to blame.
         """
         why = f"{kind.__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-        of_others = "gloo" in str(error) or isinstance(error, torch.distributed.DistError)
+        of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+        of_others = of_gloo or isinstance(error, torch.distributed.DistError)
         if not of_others and kind is not KeyboardInterrupt:
             sys.__excepthook__(kind, error, trace)
         if of_others:

@@ -86,8 +86,9 @@ class Run:
         advice = "All machines must read the same files, or the same version of the hub's."
         ranks.fail_unless_alike(seen, "the ranks read different data", advice)
         self.facts["frozen_models"] = checkpoints.frozen_models(args)
+        row = train[int(np.argmax(train["length"][:100]))]  # a long one
         for engine in engines.values():
-            padding_check.check(args, engine, train[0], self.tokenizer.pad_token_id)
+            padding_check.check(args, engine, row, self.tokenizer.pad_token_id)
         self.folder.take(self.facts)
         self.monitor = monitors.opened(args)
         self.print_banner()
@@ -191,17 +192,17 @@ class Run:
             checkpoints.save(args, self.engines, step, saved)
             self.started = time.time()
         if stop:
-            where = checkpoints.whole_checkpoints(args)[-1]
+            where = checkpoints.folder_of(args) / f"step-{step}"
             ranks.say(f"interrupted after step {step}: saved to {where}. Go on with --resume.")
             self.finish(code=1)
 
     # What the body of a step calls
 
     def log(self, metrics, tokens=None, flops=None):
-        """Logs a step, and evaluates when that is due. The last statement of the body.
+        """Logs a step, and evaluates when that is due. Nothing that trains comes after it.
 
         metrics: {name: number}, the same on all ranks. tokens, flops: of the step, over all ranks,
-        by default of a forward and backward on the micro-batches (dicts with mask and row_weight).
+        by default of a forward and backward on the micro-batches (real_tokens, row_weight).
         """
         args, step, engine = self.args, self.step, self.engine
         if tokens is None:
