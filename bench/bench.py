@@ -124,7 +124,7 @@ GPU_PPO = dict(
     unit="samples/s",
     extra=["--gradient_checkpointing"],
 )
-GPU = [  # each fits one device of 80 GB, by --estimate (test_the_gpu_benchmark_fits_its_device)
+GPU = [  # each is meant to fit one device of 80 GB: python tools/estimate.py says by how much
     *({**GPU_SFT, "name": f"sft {m}", "model": m} for m in ("opt-1.3b", "llama-1b")),
     {
         **GPU_SFT,
