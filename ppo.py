@@ -764,7 +764,7 @@ def main():
 
         # ---- 3 rollout, 4 score ----
         prompts = sizes.grouped(drawn)
-        seed = None if sizes.updates == args.ppo_epochs else (args.seed, step)
+        seed = None if sizes.updates_a_pass == 1 else (args.seed, step)  # shuffled: see `ordered`
         size = args.rollout_batch_size
         micro_batches = answered(prompts, step, size, batch_size, responses_a_row, seed, one_pass)
         rollout_metrics.stop_unless_finite(run, micro_batches)

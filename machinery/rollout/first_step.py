@@ -1,6 +1,7 @@
 """What PPO checks in its first step, on the real models: numbers that only a mistake moves."""
 
 from machinery.base import ranks
+from machinery.rollout import rollout_metrics
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}  # 0.0 was seen with fp32 and bf16 on CPUs
 # Of a response's mean: with a cache sums are made in another order than in one forward.
@@ -34,9 +35,8 @@ def stop_unless_sampled_as_scored(run, micro_batches):
     worst = 0.0
     for batch in micro_batches:
         if "sampled_logprobs" in batch.tokens:
-            gap = (batch.tokens["sampled_logprobs"] - batch.old_logprobs).abs()  # (B, R)
-            mask = batch.response_mask
-            of_response = (gap * mask).sum(-1) / mask.sum(-1).clamp(min=1)  # (B,)
+            counts = batch.response_mask.sum(-1).clamp(min=1)  # (B,)
+            of_response = rollout_metrics.token_gaps(batch).sum(-1) / counts
             worst = max(worst, of_response.max().nan_to_num(nan=float("inf")).item())
     stop_if_above(
         run,

@@ -110,8 +110,13 @@ def moments(micro_batches, of):
 
 def sampling_gap(batch):
     """Returns the largest difference between the log-probs of sampling and of scoring a token."""
-    gap = (batch.tokens["sampled_logprobs"] - batch.old_logprobs).abs()  # (B, R)
-    return (gap * batch.response_mask).max().item()
+    return token_gaps(batch).max().item()
+
+
+def token_gaps(batch):
+    """Returns that difference for each token, (B, R); 0 where it does not count."""
+    gaps = (batch.tokens["sampled_logprobs"] - batch.old_logprobs).abs()
+    return gaps * batch.response_mask
 
 
 def equal_groups(micro_batches):

@@ -17,7 +17,6 @@ from machinery.base.refused import Refused
 from machinery.models import lora, saving
 from machinery.run import checkpoints, folder_lock
 
-FOLDERS = ("ema", "critic", "best", "checkpoints")  # in an output folder
 LOGS = (".log", ".out", ".err", ".txt")  # what a launcher or a shell may have opened there before
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from machinery.base import records
 from machinery.base.refused import Refused
 from machinery.models import saving
-from machinery.run import folder_lock, output_folder
+from machinery.run import folder_lock
 
 ORDER = ("sft", "reward", "ppo")  # of the steps; other scripts follow
 TITLES = {"sft": "SFT", "reward": "Reward model", "ppo": "PPO"}
 KNOWN_BY = {"eval_reward": "ppo", "eval_accuracy": "reward", "eval_perplexity": "sft"}
+PARTS = ("ema", "critic", "best", "checkpoints")  # folders inside a run's own
 DEEPEST = 3  # folders below the one that is named
 OLD = re.compile(r"\.old-\d+$")  # what --overwrite has moved aside
 LARGEST = 1e100  # of a number that a picture can hold
@@ -93,7 +94,7 @@ def below(folder, depth):
     yield folder
     with suppress(OSError):
         for path in sorted(folder.iterdir()) if depth else ():
-            left_out = path.name in output_folder.FOLDERS or path.name.startswith(".")
+            left_out = path.name in PARTS or path.name.startswith(".")
             left_out |= bool(OLD.search(path.name))
             if path.is_dir() and not left_out:
                 yield from below(path, depth - 1)
