@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 RANKS ?= --num_gpus $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ] && echo 1 || echo 2)
 DEMO = output/demo
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+# Of DeepSpeed's compiled operators: the folder that machinery/run/launch.py chooses.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 .PHONY: demo lab test test-all variants gpu-check lint bench install clean
 demo: install

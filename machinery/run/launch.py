@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import os
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -42,6 +43,16 @@ def fill_environment():
     if alone or "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
+
+
+def choose_operator_folder():
+    """Has DeepSpeed's operators compiled into a folder of this virtual environment.
+
+    The default of torch is one folder for all environments of a user. Two of them would compile
+    each other's operators anew, for minutes. A folder in TORCH_EXTENSIONS_DIR stands.
+    """
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
 
 
 def warn_of_locks():
@@ -94,6 +105,7 @@ def silence_libraries():
 def join_ranks(args):
     """Silences the libraries, takes this rank's cores and device, and meets the other ranks."""
     silence_libraries()
+    choose_operator_folder()
     warn_of_locks()
     share_cores(args)
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))

@@ -30,6 +30,30 @@ def test_srun_without_an_address_is_refused(monkeypatch):
     assert environment["WORLD_SIZE"] == "2" and environment["RANK"] == "0"
 
 
+def test_operators_are_compiled_into_the_environment(tmp_path, monkeypatch):
+    """Two clones do not compile each other's operators anew; a folder of the user's stands."""
+    monkeypatch.setattr(launch.sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "mine")
+    launch.choose_operator_folder()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == "mine"
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    launch.choose_operator_folder()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == f"{tmp_path}/torch_extensions"
+
+
+def test_a_lock_of_a_killed_compiler_is_named(tmp_path, monkeypatch, capsys):
+    """Five minutes after the last file was written beside it: a run would wait for it forever."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "fused_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    launch.warn_of_locks()
+    assert str(lock) not in capsys.readouterr().out
+    os.utime(lock.parent, (time.time() - 301,) * 2)
+    launch.warn_of_locks()
+    assert str(lock) in capsys.readouterr().out
+
+
 def test_only_the_libraries_are_silenced():
     """What a fork, or a user's reward function, warns of is shown."""
     with warnings.catch_warnings(record=True) as caught:
