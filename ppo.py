@@ -44,7 +44,6 @@ from torch import Tensor
 
 import common
 from machinery.base import progress, ranks
-from machinery.base.modules import unwrap_model
 from machinery.base.refused import program
 from machinery.data.rows import load_rows
 from machinery.engine import patches, state_offload, zero3
@@ -58,7 +57,6 @@ from machinery.rollout import (
     judging,
     kl_controller,
     microscope,
-    reward_functions,
     rollout_metrics,
     shared_prompts,
 )
@@ -619,8 +617,8 @@ def shares_pass(args, *models):
     """
     sizes = {args.per_device_generation_batch_size, args.per_device_training_batch_size}
     counts = args.gradient_accumulation_steps, args.generation_batches, args.ppo_epochs
-    dropout = [model_folders.own_dropout(unwrap_model(model).config) for model in models]
-    return len(sizes) == 1 and max(counts) == 1 and not any(any(d.values()) for d in dropout)
+    dropout = any(model_folders.has_dropout(model) for model in models)
+    return len(sizes) == 1 and max(counts) == 1 and not dropout
 
 
 # ---- Advantages ----
@@ -691,7 +689,7 @@ def loss_weights(minibatch):
 def main():
     args = get_args()
     run = Run(args, "step 3: PPO")
-    judges, gold = reward_functions.load(args)  # --reward_fn, --gold_fn
+    judges, gold = judging.load_functions(args)  # --reward_fn, --gold_fn
 
     # ---- 1 data ----
     tokenizer = model_folders.load_tokenizer(args.actor_model_name_or_path, args)
@@ -770,7 +768,7 @@ def main():
         rollout_metrics.stop_unless_finite(run, micro_batches)
         if not checked:
             first_step.stop_unless_sampled_as_scored(run, micro_batches)
-            rollout_metrics.warn_of_equal_scores(micro_batches)
+            first_step.warn_of_equal_scores(micro_batches)
 
         # ---- 5 advantages ----
         set_advantages(args, micro_batches, kl_control.coef, score_statistics)

@@ -30,7 +30,7 @@ from machinery.base.refused import program
 from machinery.data.rows import load_rows
 from machinery.flags import declaring
 from machinery.models import model_folders
-from machinery.rollout import reward_functions, samples
+from machinery.rollout import judging, samples
 from machinery.run.run import Run
 
 # ---- Hyperparameters ----
@@ -186,7 +186,7 @@ def evaluate(args, engine, held_out, collate_rows):
 def main():
     args = get_args()
     run = Run(args, "step 1: supervised fine-tuning")
-    gold = reward_functions.load(args)[1]  # --gold_fn
+    gold = judging.load_functions(args)[1]  # --gold_fn
 
     # ---- 1 data ----
     # A row holds prompt_ids, the prompt's tokens; responses, a list with the ids of its response,

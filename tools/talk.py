@@ -28,7 +28,7 @@ import ppo
 from machinery.base import modules, refused
 from machinery.base.refused import Refused
 from machinery.data import formats, rows, sources
-from machinery.rollout import reward_functions
+from machinery.rollout import judging
 from machinery.run import launch
 from tools.chat import session, tables
 from tools.chat.models import CHAT, DIALOGUE, Judge, Writer
@@ -195,7 +195,7 @@ def compare(args, prompts, writers, judge, gold):
             for row, score in zip(found, judge.scores(args, writer, found)):
                 row["reward"] = score
         if gold:
-            for row, score in zip(found, reward_functions.scores_of(gold, found)):
+            for row, score in zip(found, judging.scores_of(gold, found)):
                 row["gold"] = sum(score) if isinstance(score, list) else score
         for row in found:
             scores = {name: row[name] for name in tables.METRICS if name in row}
@@ -239,7 +239,7 @@ def main(argv=None):
     flags = get_args(argv)
     args = flags()
     launch.silence_libraries()
-    gold = args.gold_fn and reward_functions.load_function(args.gold_fn, "--gold_fn")
+    gold = args.gold_fn and judging.load_function(args.gold_fn, "--gold_fn")
     prompts = read_prompts(args) if args.prompts else None
     judge = Judge(args, args.reward) if args.reward else None
     if args.score:

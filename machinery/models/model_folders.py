@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
 
+from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused
 from machinery.models import lora, scoring_tokenizer
 
@@ -46,6 +47,11 @@ def own_dropout(config):
     """Returns {name: probability} of every dropout that a model's config sets."""
     dropouts = {name: p for name, p in vars(config).items() if isinstance(p, (int, float))}
     return {name: p for name, p in dropouts.items() if "drop" in name and name != "layerdrop"}
+
+
+def has_dropout(model):
+    """Returns whether dropout acts on a model, or on that of an engine, in train mode."""
+    return any(own_dropout(unwrap_model(model).config).values())
 
 
 # ---- Value models ----

@@ -1,5 +1,7 @@
 """What PPO checks in its first step, on the real models: numbers that only a mistake moves."""
 
+import torch
+
 from machinery.base import ranks
 from machinery.rollout import rollout_metrics
 
@@ -46,6 +48,14 @@ def stop_unless_sampled_as_scored(run, micro_batches):
         f"A {run.engine.module.config.model_type} model is not decoded here as it is scored. Take "
         "another architecture, or leave out --compile_decoding.",
     )
+
+
+def warn_of_equal_scores(micro_batches):
+    """Warns if all responses have the same score, as with a function that does not fit them."""
+    scores = [batch.scores.sum(-1)[batch.row_weight > 0] for batch in micro_batches]
+    scores = ranks.all_gather_objects(torch.cat(scores).tolist())
+    if len(set(scores)) == 1 and len(scores) > 1:
+        ranks.say(f"warning: all scores of the first step are {scores[0]:g}: nothing to learn from")
 
 
 def stop_if_above(run, found, tolerance, what, advice):

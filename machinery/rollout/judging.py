@@ -1,14 +1,27 @@
-"""Loads the reward models of step 3, and makes one judge of several.
+"""Who scores the responses: reward models, and the user's own functions.
 
-A judge takes a micro-batch and returns scores (B, R).
+A judge takes a micro-batch and returns scores (B, R). A function (--reward_fn, --gold_fn
+FILE:FUNCTION) is called as TRL calls one: f(prompts, completions, **columns), with the data's other
+columns.
 """
+
+import copy
+import functools
+import importlib.util
+import inspect
+import json
+from pathlib import Path
 
 import torch
 
 import common
+from machinery.base.refused import Refused
 from machinery.flags import declaring
 
+LARGEST = 1e30  # of a score: sums over a step then stay finite in fp32
 
+
+# ---- Reward models ----
 def load_models(args, batch_size, tokenizer):
     """Returns the frozen reward models of --reward_model_name_or_path, with the critic's flags."""
     models = []
@@ -32,3 +45,105 @@ def combined(judges, way):
         return scores[harshest, torch.arange(len(harshest))]
 
     return scores_of_all
+
+
+# ---- Functions of the user's ----
+def load_functions(args):
+    """Returns the judges of --reward_fn, if there is that flag, and that of --gold_fn or None.
+
+    Each takes a micro-batch and returns scores (B, R).
+    """
+    specs = [(spec, "--reward_fn") for spec in vars(args).get("reward_fn") or []]
+    judges = [functools.partial(call_function, load_function(*spec)) for spec in specs]
+    gold = None
+    if args.gold_fn:
+        gold = functools.partial(call_function, load_function(args.gold_fn, "--gold_fn"))
+    return judges, gold
+
+
+def load_function(spec, flag):
+    """Runs the user's file of 'FILE:FUNCTION' and returns the function."""
+    file, _, name = spec.rpartition(":")
+    path = Path(file)
+    if path.suffix != ".py" or not path.is_file():
+        words = f"{flag} {spec}: there is no Python file {file!r}.\n  Give it as FILE.py:FUNCTION."
+        raise Refused("function-file", words)
+    module_spec = importlib.util.spec_from_file_location(path.stem, file)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)  # what it raises has its own traceback
+    if not callable(getattr(module, name, None)):
+        raise Refused("function-name", f"{flag} {spec}: there is no function {name} in {file}.")
+    return getattr(module, name)
+
+
+def call_function(function, batch):
+    """Returns scores (B, R) for the responses of a micro-batch, on its device; a filler's are 0.
+
+    One number for a response is placed on its last token; of a list, each number on its token.
+    batch: .responses, a list of B dicts, .response_mask and .last, (B, R).
+    """
+    scores = torch.zeros(batch.response_mask.shape)
+    last = batch.last.cpu()
+    for i, value in enumerate(scores_of(function, batch.responses)):
+        if isinstance(value, float):
+            scores[i] = value * last[i]
+        else:
+            scores[i, : len(value)] = torch.tensor(value)
+    return (scores * (batch.response_mask.cpu() > 0)).to(batch.response_mask.device)
+
+
+def scores_of(function, responses):
+    """Returns for each response a number, or a list of one number a token.
+
+    responses: dicts of prompt, chat, text, extra, response_ids. What the function raises keeps its
+    traceback, with the numbers of the rows; what is no score is refused.
+    """
+    name = getattr(function, "__name__", repr(function))
+    columns = columns_for(function, responses)
+    try:
+        values = list(function(**columns))
+    except SystemExit as error:  # a run that ends with its exit code would look finished
+        raise RuntimeError(f"{name} ended the program ({error.code})") from error
+    except Exception as error:
+        rows = [response["row"] for response in responses if "row" in response]
+        error.add_note(f"raised for the responses to rows {rows}; columns: {', '.join(columns)}")
+        raise
+    if len(values) != len(responses):
+        words = f"{name} returned {len(values)} scores for {len(responses)} responses."
+        raise Refused("function-returns", words)
+    return [as_score(name, value, response) for value, response in zip(values, responses)]
+
+
+def as_score(name, value, response):
+    """Returns a float, or a list of one float for each token of the response; refuses others."""
+    numbers = torch.as_tensor(value, dtype=torch.float64)  # else a TypeError says what it was
+    fits = numbers.dim() == 0 or numbers.shape == (len(response["response_ids"]),)
+    if not fits or not (numbers.abs() <= LARGEST).all():  # NaN is not
+        raise Refused(
+            "function-returns",
+            f"{name} must return a finite number for a response, or a list of one for each of its "
+            f"tokens ({len(response['response_ids'])}).\n  It returned {str(value)[:300]} for the "
+            f"prompt {response['prompt'][:200]!r}",
+        )
+    return numbers.tolist()
+
+
+def columns_for(function, responses):
+    """Returns what a function is given: texts, or in chat data lists of messages, and all columns.
+
+    A column holds None where a row has none. `completion_ids` are the responses' tokens, for a
+    function that has a parameter of that name. All are copies: a function may change them.
+    """
+    prompts, completions, rows = [], [], []
+    for response in responses:
+        prompt, text, chat = response["prompt"], response["text"], response["chat"]
+        prompts.append(json.loads(prompt) if chat else prompt)
+        completions.append([{"role": "assistant", "content": text}] if chat else text)
+        rows.append(json.loads(response["extra"]))
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    columns.update(prompts=prompts, completions=completions)
+    if "completion_ids" in inspect.signature(function).parameters:
+        ids = [response["response_ids"] for response in responses]
+        columns["completion_ids"] = copy.deepcopy(ids)
+    return columns

@@ -160,14 +160,6 @@ def work(args, micro_batches, engines, training, reward_models, updates, one_pas
     return tokens, flops + sum(map(count, reward_models))
 
 
-def warn_of_equal_scores(micro_batches):
-    """Warns if all responses have the same score, as with a function that does not fit them."""
-    scores = [batch.scores.sum(-1)[batch.row_weight > 0] for batch in micro_batches]
-    scores = ranks.all_gather_objects(torch.cat(scores).tolist())
-    if len(set(scores)) == 1 and len(scores) > 1:
-        ranks.say(f"warning: all scores of the first step are {scores[0]:g}: nothing to learn from")
-
-
 @torch.no_grad()
 def stop_unless_finite(run, micro_batches):
     """Stops the run if anything that was stored for the update is NaN or infinite."""

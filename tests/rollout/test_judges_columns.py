@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from machinery.rollout import judging, reward_functions
+from machinery.rollout import judging
 
 
 def response(**own):
@@ -19,7 +19,7 @@ def test_a_reward_function_gets_the_columns_of_all_blended_sources():
     """Two sources with unlike columns: both columns are there for every row, None where a row has
     none. Not the columns of whichever row comes first."""
     rows = [response(extra='{"topic": "t"}'), response(prompt="b", extra='{"level": 2}')]
-    given = reward_functions.columns_for(lambda prompts, completions, topic, level: [], rows)
+    given = judging.columns_for(lambda prompts, completions, topic, level: [], rows)
     assert given["prompts"] == ["Why?", "b"] and given["completions"] == [" So."] * 2
     assert (given["topic"], given["level"]) == (["t", None], [None, 2])
 
@@ -29,7 +29,7 @@ def test_a_reward_function_gets_chat_as_messages():
     for each response."""
     question = [{"role": "user", "content": "Why?"}]
     row = response(prompt=json.dumps(question), chat=True)
-    given = reward_functions.columns_for(lambda **columns: [], [row])
+    given = judging.columns_for(lambda **columns: [], [row])
     assert given["prompts"] == [question]
     assert given["completions"] == [[{"role": "assistant", "content": " So."}]]
 
@@ -44,9 +44,9 @@ def test_a_reward_function_may_score_every_token():
     def tokens(prompts, completions, completion_ids, **columns):
         return [list(map(float, ids)) for ids in completion_ids]
 
-    scores = reward_functions.call_function(tokens, batch)
+    scores = judging.call_function(tokens, batch)
     assert scores.tolist() == [[5, 6, 1], [7, 1, 0]]
-    scores = reward_functions.call_function(lambda **columns: [2.0, 3.0], batch)
+    scores = judging.call_function(lambda **columns: [2.0, 3.0], batch)
     assert scores.tolist() == [[0, 0, 2], [0, 3, 0]]
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from machinery.base.refused import Refused
-from machinery.rollout import reward_functions
+from machinery.rollout import judging
 
 RESPONSE = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "Why?", "text": " So."}
 
@@ -25,7 +25,7 @@ RESPONSE = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "Why
 )
 def test_a_function_must_return_a_finite_number_for_each_response(returned):
     with pytest.raises((Refused, TypeError)):
-        reward_functions.scores_of(lambda prompts, completions: returned, [RESPONSE] * 2)
+        judging.scores_of(lambda prompts, completions: returned, [RESPONSE] * 2)
 
 
 def scaled(prompts, completions, factor=2, **columns):
@@ -36,7 +36,7 @@ def scaled(prompts, completions, factor=2, **columns):
     "function, factor", [(scaled, 2), (functools.partial(scaled, factor=3), 3)]
 )
 def test_any_callable_will_do_and_a_generator_is_read_to_its_end(function, factor):
-    assert reward_functions.scores_of(function, [RESPONSE] * 2) == [4 * factor] * 2
+    assert judging.scores_of(function, [RESPONSE] * 2) == [4 * factor] * 2
 
 
 def test_a_function_cannot_end_the_run_as_if_all_were_well():
@@ -48,7 +48,7 @@ def test_a_function_cannot_end_the_run_as_if_all_were_well():
 
     for function in (lambda prompts, completions: sys.exit(0), leaves_later):
         try:
-            reward_functions.scores_of(function, [RESPONSE] * 2)
+            judging.scores_of(function, [RESPONSE] * 2)
         except SystemExit as stop:
             assert stop.code not in (0, None)
         except Exception:

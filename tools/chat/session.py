@@ -6,7 +6,7 @@ import json
 import sys
 
 from machinery.base.refused import Refused
-from machinery.rollout import reward_functions
+from machinery.rollout import judging
 from tools.chat import models, screen
 
 SAMPLING = "temperature top_p top_k min_new_tokens max_answer_seq_len seed stop".split()
@@ -169,7 +169,7 @@ def score_in_words(function, answer):
     """Returns the score of a --gold_fn, or why it gives none: it may know other prompts only."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            [score] = reward_functions.scores_of(function, [answer])
+            [score] = judging.scores_of(function, [answer])
     except Exception as error:  # of the user's function
         return f"- ({error!r:.80})"
     return f"{sum(score) if isinstance(score, list) else score:.3f}"

@@ -23,7 +23,7 @@ from machinery.base.refused import program
 from machinery.data.rows import load_rows
 from machinery.flags import declaring, ppo_flags
 from machinery.models import model_folders
-from machinery.rollout import reward_functions, rollout_metrics
+from machinery.rollout import judging, rollout_metrics
 from machinery.run.run import Run
 
 # ---- Hyperparameters ----
@@ -186,7 +186,7 @@ def answer(args, engine, reference, tokenizer, prompts, gold):
 def main():
     args = get_args()
     run = Run(args, "DPO: direct preference optimization")
-    gold = reward_functions.load(args)[1]  # --gold_fn
+    gold = judging.load_functions(args)[1]  # --gold_fn
 
     # ---- 1 data ----
     tokenizer = model_folders.load_tokenizer(args.model_name_or_path, args)
