@@ -50,12 +50,10 @@ from machinery.engine import patches, state_offload, zero3
 from machinery.flags import declaring, ppo_flags
 from machinery.models import forwards, model_folders
 from machinery.rollout import (
-    compiled_decoding,
     decoding,
     ema,
     first_step,
     judging,
-    kl_controller,
     microscope,
     rollout_metrics,
     shared_prompts,
@@ -207,6 +205,17 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
     if estimator == "k2":
         return log_r**2 / 2
     return log_r.exp() - 1 - log_r
+
+
+def adapted_kl_coef(kl_coef, kl, target):
+    """--kl_target: raises the KL penalty if KL is above its target.  [Ziegler 2019] section 2.2
+
+        error   = clip(KL / target - 1, -0.2, 0.2)
+        kl_coef = kl_coef * (1 + 0.1 * error)
+
+    kl, target: nats a response.
+    """
+    return kl_coef * (1 + 0.1 * min(max(kl / target - 1, -0.2), 0.2))
 
 
 def token_rewards(scores, kl, mask, kl_coef, clip_reward, penalty=0.0):
@@ -482,9 +491,8 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     logprobs = torch.zeros(B, R, device=device)
     lengths = torch.zeros(B, dtype=torch.long, device=device)
     alive = torch.ones(B, dtype=torch.bool, device=device)  # rows that have not ended
-    decode = compiled_decoding if args.compile_decoding else decoding
-    forward = compiled_decoding.next_logits if args.compile_decoding else next_logits
-    cache = decode.new_cache(model, ids, mask, R)  # its slots are reserved once
+    cache = decoding.new_cache(args, model, ids, mask, R)  # its slots are reserved once
+    forward = decoding.compiled_next_logits if args.compile_decoding else next_logits
     inputs = ids[cache.rows]  # equal prompts are computed once
     for r in progress.shown(range(R), "tokens of each response"):
         # Forward.
@@ -492,17 +500,17 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
         logits = decoding.for_each_row(cache, logits)  # copies of prompts that were computed once
         rows = cache.rows  # (b,) which of the B rows these are
 
-        # Draw. Ids that no token uses (embeddings are often padded) cannot be drawn, nor what
-        # --top_k and --top_p leave out. The temperature is applied in fp32, as when tokens are
-        # scored: divided in bf16 the logits would be another policy's.
-        allowed = decoding.restricted(args, tokenizer, logits[:, : len(tokenizer)], r)  # or -inf
-        probs = torch.softmax(common.in_fp32(allowed, args.temperature), -1)
-        cumulative = probs.cumsum(-1, dtype=torch.float64)
-        threshold = uniforms[rows, r, None] * cumulative[:, -1:]  # (b, 1) the sum is not quite 1
+        # Draw. The temperature is applied in fp32, as when tokens are scored: divided in bf16 the
+        # logits would be another policy's. What cannot be drawn has probability 0 from here on:
+        # ids that no token uses (embeddings are often padded), and what --top_k and --top_p leave
+        # out. The log-prob stays that of the whole distribution, as when the token is scored.
+        probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)  # (b, V)
+        allowed = decoding.restricted(args, tokenizer, probs[:, : len(tokenizer)], r)
+        cumulative = allowed.cumsum(-1, dtype=torch.float64)
+        threshold = uniforms[rows, r, None] * cumulative[:, -1:]  # (b, 1) the sum need not be 1
         token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]  # (b,)
         token.clamp_(max=cumulative.shape[1] - 1)  # beyond only if it is NaN: part 4 stops the run
-        scaled = common.in_fp32(logits, args.temperature)  # of all ids, as when it is scored
-        logprob = scaled.gather(-1, token[:, None])[:, 0] - scaled.logsumexp(-1)  # (b,)
+        logprob = probs.gather(-1, token[:, None])[:, 0].log()  # (b,)
 
         # Append, where the row goes on. Its last token is EOS, or the end of a text of --stop.
         writes = alive[rows]
@@ -663,14 +671,17 @@ def set_advantages(args, micro_batches, kl_coef, score_statistics):
 
 
 # ---- Update ----
-def minibatches(micro_batches, accumulation, seed):
-    """Yields lists of `accumulation` micro-batches, one for each optimizer step, shuffled.
+def minibatches(args, micro_batches, step):
+    """Yields lists of micro-batches, one for each optimizer step: a rollout's, in every epoch.
 
-    The micro-batches stay as they were scored: with other padding the ratio would not be quite 1.
+    Each epoch takes them in an order of its own. They stay as they were scored: with other padding
+    the ratio would not be quite 1.
     """
-    order = np.random.default_rng(seed).permutation(len(micro_batches))
-    for start in range(0, len(order), accumulation):
-        yield [micro_batches[i] for i in order[start : start + accumulation]]
+    for epoch in range(args.ppo_epochs):
+        order = np.random.default_rng((args.seed, step, epoch)).permutation(len(micro_batches))
+        for start in range(0, len(order), args.gradient_accumulation_steps):
+            part = order[start : start + args.gradient_accumulation_steps]
+            yield [micro_batches[i] for i in part]
 
 
 def loss_weights(minibatch):
@@ -679,10 +690,53 @@ def loss_weights(minibatch):
     Every response token of the optimizer step, on all ranks, counts the same, as in DAPO
     [Yu 2025]. A mean over responses, as in GRPO [Shao 2024], would be written here: weights of
     1 / length, whose sum is the number of responses. The critic's loss and the metrics do not
-    change with it. Importance weights belong to the loss itself, in part 6 of main().
+    change with it. Importance weights belong to the loss itself, in `optimizer_step`.
     """
     weights = [batch.response_mask for batch in minibatch]
     return weights, ranks.all_sum(sum(weight.sum() for weight in weights)).item()
+
+
+def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means):
+    """One optimizer step of the actor, and of the critic, on a minibatch.
+
+    one_pass: it trains on the forwards of `score`, which kept their graphs; else on new ones.
+    means: rollout_metrics.TokenMeans. Returns the minibatch's own, which are of all ranks.
+    """
+    accumulation = len(minibatch)
+    engines = [actor, critic] if critic else [actor]
+    token_count = ranks.all_sum(sum(batch.response_mask.sum() for batch in minibatch)).item()
+    weights, total_weight = loss_weights(minibatch)
+    for batch, weight in zip(minibatch, weights):  # one forward each
+        # The actor
+        logprobs, entropy = batch.logprobs, batch.entropy  # (B, R)
+        if not one_pass:
+            logprobs, entropy = actor_forward(args, actor, batch)
+        loss, ratio, clipped = actor_loss(args, batch, logprobs, entropy, kl_coef)
+        if not one_pass and not means.updates:  # no weight has moved since `score`
+            first_step.stop_unless_one(run, ratio, batch.response_mask)
+        loss_sum = (loss * weight).sum()  # importance weights would multiply loss
+        actor.backward(loss_sum * common.loss_scale(total_weight, accumulation))
+
+        # The critic
+        critic_loss = torch.zeros_like(loss)
+        if critic:
+            values = batch.values if one_pass else common.response_values(critic, batch)  # (B, R)
+            critic_loss = value_loss(values, batch.old_values, batch.returns, args.clip_value)
+            loss_sum = (critic_loss * batch.response_mask).sum()
+            critic.backward(loss_sum * common.loss_scale(token_count, accumulation))
+
+        patches.skip_together(args, engines)  # fp16: an overflow skips both
+        for engine in engines:
+            engine.step()  # moves weights at the minibatch's last micro-batch
+        means.add(
+            batch.response_mask,
+            ratio,
+            actor_loss=loss,
+            critic_loss=critic_loss,
+            approx_kl=kl_estimate(batch.old_logprobs, logprobs.detach(), "k3"),  # KL(old || new)
+            clip_fraction=clipped,
+        )
+    return means.end_update()
 
 
 # ---- The step, top to bottom ----
@@ -702,13 +756,12 @@ def main():
 
     # ---- 2 models ----
     actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
-    actor_updates = max(steps - args.critic_warmup_steps, 1) * sizes.updates
+    updates = steps * sizes.updates
     actor = common.load_model(actor_args)
-    actor = common.train_engine(actor, actor_args, batch_size, accumulation, actor_updates)
+    actor = common.train_engine(actor, actor_args, batch_size, accumulation, updates)
     engines, critic = {"actor": actor}, None
     if args.has_critic:
         critic = common.load_model(critic_args, tokenizer, "score")
-        updates = steps * sizes.updates
         critic = common.train_engine(critic, critic_args, batch_size, accumulation, updates)
         engines["critic"] = critic
     reference = common.reference_of(actor, actor_args, batch_size)
@@ -716,9 +769,8 @@ def main():
     judges += [functools.partial(reward_model_scores, model) for model in reward_models]
     judge = judging.combined(judges, args.reward_combine)
     responses_a_row = shared_prompts.responses_a_row(args, *engines.values(), *reward_models)
-    state = {}  # what checkpoints keep beside the engines
+    state = {"kl_coef": args.kl_coef}  # what checkpoints keep beside the engines
     average = ema.Ema(args, actor.module, state)  # --enable_ema
-    kl_control = kl_controller.KlController(args, state)  # --kl_coef, --kl_target
     may_share_pass = shares_pass(args, *engines.values())
     clock = rollout_metrics.Clock()
 
@@ -748,17 +800,19 @@ def main():
             clock.lap("score_seconds")
         return micro_batches
 
+    def kl_coef():
+        """The penalty for a nat of KL: --kl_coef, or what --kl_target has made of it."""
+        return state["kl_coef"] if args.kl_target else args.kl_coef
+
     def evaluate_at(step):
-        microscope.look(run, step, answered, set_advantages, kl_control.coef, score_statistics)
+        microscope.look(run, step, answered, set_advantages, kl_coef(), score_statistics)
         return rollout_metrics.evaluate(run, step, answered, actor, average)
 
     columns = rollout_metrics.columns(args)
-    checked = False  # until the actor's first update: it compares scoring and training
+    first = True  # of the steps that this process makes: it compares sampling, scoring, training
     for step, drawn in run.steps(engines, sizes.repeated, evaluate_at, columns, state):
         clock.start()
-        actor_trains = step > args.critic_warmup_steps
-        training = [engine for engine in engines.values() if actor_trains or engine is critic]
-        one_pass = may_share_pass and actor_trains and checked
+        one_pass = may_share_pass and not first
 
         # ---- 3 rollout, 4 score ----
         prompts = sizes.grouped(drawn)
@@ -766,86 +820,40 @@ def main():
         size = args.rollout_batch_size
         micro_batches = answered(prompts, step, size, batch_size, responses_a_row, seed, one_pass)
         rollout_metrics.stop_unless_finite(run, micro_batches)
-        if not checked:
+        if first:
             first_step.stop_unless_sampled_as_scored(run, micro_batches)
             first_step.warn_of_equal_scores(micro_batches)
 
         # ---- 5 advantages ----
-        set_advantages(args, micro_batches, kl_control.coef, score_statistics)
+        set_advantages(args, micro_batches, kl_coef(), score_statistics)
 
         # ---- 6 update ----
         for engine in engines.values():
             engine.train()  # dropout acts from here on, in a model that has it
-            if not checked:
+            if first:
                 patches.record_backward(engine)  # ZeRO-3 prefetches in the order that it sees next
-        means, too_far = rollout_metrics.TokenMeans(), False
-        for epoch in range(args.ppo_epochs):
-            for minibatch in minibatches(micro_batches, accumulation, (args.seed, step, epoch)):
-                token_count = sum(batch.response_mask.sum() for batch in minibatch)
-                token_count = ranks.all_sum(token_count).item()
-                if not token_count:  # fillers only, or all are masked: nothing to learn from
-                    continue
-                weights, total_weight = loss_weights(minibatch)
-                kl_sum = 0.0
-                for batch, weight in zip(minibatch, weights):  # one forward each
-                    # Of the scoring forward: with a graph if one_pass, else only in warm-up
-                    logprobs, entropy = batch.logprobs, batch.entropy  # (B, R)
-                    if actor_trains and not one_pass:
-                        logprobs, entropy = actor_forward(args, actor, batch)
-                    loss, ratio, clipped = actor_loss(
-                        args, batch, logprobs, entropy, kl_control.coef
-                    )
-                    if not one_pass and not means.updates:  # no weight has moved since scoring
-                        first_step.stop_unless_one(run, ratio, batch.response_mask)
-                    if actor_trains:
-                        loss_sum = (loss * weight).sum()  # importance weights would multiply loss
-                        actor.backward(loss_sum * common.loss_scale(total_weight, accumulation))
-                    critic_loss = torch.zeros_like(loss)
-                    if critic:
-                        values = batch.values  # (B, R)
-                        if not one_pass:
-                            values = common.response_values(critic, batch)
-                        critic_loss = value_loss(
-                            values, batch.old_values, batch.returns, args.clip_value
-                        )
-                        loss_sum = (critic_loss * batch.response_mask).sum()
-                        critic.backward(loss_sum * common.loss_scale(token_count, accumulation))
-                    patches.skip_together(args, training)  # fp16: an overflow skips both
-                    for engine in training:
-                        engine.step()  # moves weights at the minibatch's last micro-batch
-                    approx_kl = kl_estimate(batch.old_logprobs, logprobs.detach(), "k3")  # old||new
-                    kl_sum += (approx_kl * batch.response_mask).sum()
-                    means.add(
-                        batch.response_mask,
-                        ratio,
-                        actor_loss=loss,
-                        critic_loss=critic_loss,
-                        approx_kl=approx_kl,
-                        clip_fraction=clipped,
-                    )
-                average.update(actor)
-                means.updates += 1
-                checked = checked or actor_trains
-                kl = ranks.all_sum(kl_sum).item() / token_count
-                too_far = args.target_kl and kl > args.target_kl
-                if too_far:
-                    break
-            if too_far:
+        means = rollout_metrics.TokenMeans()
+        for minibatch in minibatches(args, micro_batches, step):
+            found = optimizer_step(args, run, minibatch, actor, critic, kl_coef(), one_pass, means)
+            average.update(actor)  # --enable_ema
+            if args.target_kl and found["approx_kl"] > args.target_kl:
                 break
         clock.lap("train_seconds")
+        first = False
 
         # ---- 7 keep ----
         metrics = {
-            "kl_coef": kl_control.coef,
-            **means.of_all_ranks(args.has_critic),
+            "kl_coef": kl_coef(),
+            **means.of_all_updates(args.has_critic),
             **rollout_metrics.of_all_ranks(args, micro_batches),
             **clock.laps,
         }
         tokens, flops = rollout_metrics.work(
-            args, micro_batches, engines, training, reward_models, means.updates, one_pass
+            args, micro_batches, engines, reward_models, means.updates, one_pass
         )
         run.log(metrics, tokens, flops)  # a number of yours is one more entry of metrics
-        kl_control.update(metrics["kl"], actor_trains)
+        if args.kl_target:
+            state["kl_coef"] = adapted_kl_coef(kl_coef(), metrics["kl"], args.kl_target)
 
     # ---- 8 save ----
     average.save(run, actor, tokenizer)  # --enable_ema

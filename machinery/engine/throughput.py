@@ -38,9 +38,7 @@ def grad_norm(args, engine):
 
 
 def learning_rate(engine):
-    """Returns the rate of the step just made; 0 before the first, as in --critic_warmup_steps."""
-    if not engine.global_steps:
-        return 0.0
+    """Returns the rate of the step just made."""
     schedule = engine.lr_scheduler
     # its schedule has moved on, unless fp16 skipped the step
     step = max(0, schedule.last_epoch - engine.was_step_applied())

@@ -82,7 +82,6 @@ def add_loss_flags(arg):
     arg("clip_high", float, upper, most=math.inf)
     arg("target_kl", float, "ends a rollout's updates when approx_kl, to its policy, is above")
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
-    arg("critic_warmup_steps", 0, "first steps that train the critic alone", fixed=True)
     average = "1: keep an average of the actor's weights, in ema/"
     arg("enable_ema", 0, average, most=1, fixed=True)
     arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)

@@ -105,8 +105,6 @@ def of_ppo(args):
     several_judges = args.reward_fn or len(args.reward_model_name_or_path) > 1
     words = "--normalize_reward scales the scores of one reward model alone."
     yield "normalize-reward", args.normalize_reward and several_judges, words
-    words = "--critic_warmup_steps: {advantage} has no critic; gae has."
-    yield "warmup-without-critic", args.critic_warmup_steps and not args.has_critic, words
     words = "--eval_ema 1 needs --enable_ema 1."
     yield "eval-ema-without-ema", args.eval_ema and not args.enable_ema, words
     words = (

@@ -70,7 +70,6 @@ MUTATIONS = {  # script and flags beside the toy's: the rule that they break
     "ppo --kl_in loss --kl_estimator k1": "k1-in-loss",
     "ppo --kl_target 2 --kl_coef 0": "kl-target-without-kl",
     "ppo --normalize_reward 1 --reward_fn score.py:f": "normalize-reward",
-    "ppo --critic_warmup_steps 3 --advantage reinforce": "warmup-without-critic",
     "ppo --eval_ema 1 --enable_ema 0": "eval-ema-without-ema",
     "ppo --deepcompile --zero_stage 3": "deepcompile-in-ppo",
     "ppo --compile_decoding --zero_stage 3": "compile-decoding-shards",
