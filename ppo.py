@@ -214,6 +214,9 @@ def adapted_kl_coef(kl_coef, kl, target):
         kl_coef = kl_coef * (1 + 0.1 * error)
 
     kl, target: nats a response.
+
+    >>> round(adapted_kl_coef(0.1, kl=12.0, target=6.0), 6)  # the error is clipped to 0.2
+    0.102
     """
     return kl_coef * (1 + 0.1 * min(max(kl / target - 1, -0.2), 0.2))
 
@@ -712,7 +715,7 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
         if not one_pass:
             logprobs, entropy = actor_forward(args, actor, batch)
         loss, ratio, clipped = actor_loss(args, batch, logprobs, entropy, kl_coef)
-        if not one_pass and not means.updates:  # no weight has moved since `score`
+        if not one_pass and not means.updates:  # no weight has moved yet
             first_step.stop_unless_one(run, ratio, batch.response_mask)
         loss_sum = (loss * weight).sum()  # importance weights would multiply loss
         actor.backward(loss_sum * common.loss_scale(total_weight, accumulation))
