@@ -674,17 +674,14 @@ def set_advantages(args, micro_batches, kl_coef, score_statistics):
 
 
 # ---- Update ----
-def minibatches(args, micro_batches, step):
-    """Yields lists of micro-batches, one for each optimizer step: a rollout's, in every epoch.
+def minibatches(micro_batches, accumulation, seed):
+    """Yields lists of `accumulation` micro-batches, one for each optimizer step, shuffled.
 
-    Each epoch takes them in an order of its own. They stay as they were scored: with other padding
-    the ratio would not be quite 1.
+    The micro-batches stay as they were scored: with other padding the ratio would not be quite 1.
     """
-    for epoch in range(args.ppo_epochs):
-        order = np.random.default_rng((args.seed, step, epoch)).permutation(len(micro_batches))
-        for start in range(0, len(order), args.gradient_accumulation_steps):
-            part = order[start : start + args.gradient_accumulation_steps]
-            yield [micro_batches[i] for i in part]
+    order = np.random.default_rng(seed).permutation(len(micro_batches))
+    for start in range(0, len(order), accumulation):
+        yield [micro_batches[i] for i in order[start : start + accumulation]]
 
 
 def loss_weights(minibatch):
@@ -703,7 +700,7 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
     """One optimizer step of the actor, and of the critic, on a minibatch.
 
     one_pass: it trains on the forwards of `score`, which kept their graphs; else on new ones.
-    means: rollout_metrics.TokenMeans. Returns the minibatch's own, which are of all ranks.
+    means: rollout_metrics.TokenMeans, which are told of it.
     """
     accumulation = len(minibatch)
     engines = [actor, critic] if critic else [actor]
@@ -739,7 +736,7 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
             approx_kl=kl_estimate(batch.old_logprobs, logprobs.detach(), "k3"),  # KL(old || new)
             clip_fraction=clipped,
         )
-    return means.end_update()
+    means.end_update()
 
 
 # ---- The step, top to bottom ----
@@ -836,10 +833,11 @@ def main():
             if first:
                 patches.record_backward(engine)  # ZeRO-3 prefetches in the order that it sees next
         means = rollout_metrics.TokenMeans()
-        for minibatch in minibatches(args, micro_batches, step):
-            found = optimizer_step(args, run, minibatch, actor, critic, kl_coef(), one_pass, means)
-            average.update(actor)  # --enable_ema
-            if args.target_kl and found["approx_kl"] > args.target_kl:
+        for epoch in range(args.ppo_epochs):
+            for minibatch in minibatches(micro_batches, accumulation, (args.seed, step, epoch)):
+                optimizer_step(args, run, minibatch, actor, critic, kl_coef(), one_pass, means)
+                average.update(actor)  # --enable_ema
+            if args.target_kl and means.of_last_update["approx_kl"] > args.target_kl:
                 break
         clock.lap("train_seconds")
         first = False

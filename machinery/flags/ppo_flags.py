@@ -80,7 +80,7 @@ def add_loss_flags(arg):
     arg("kl_target", float, "KL to the reference, nats a response, that kl_coef adapts to hold")
     upper = "upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip"
     arg("clip_high", float, upper, most=math.inf)
-    arg("target_kl", float, "ends a rollout's updates when approx_kl, to its policy, is above")
+    arg("target_kl", float, "ends a rollout's epochs when approx_kl, to its policy, is above")
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
     average = "1: keep an average of the actor's weights, in ema/"
     arg("enable_ema", 0, average, most=1, fixed=True)

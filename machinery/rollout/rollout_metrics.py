@@ -49,12 +49,12 @@ class TokenMeans:
             self.sums[name] += (value * mask).sum().double().item()
 
     def end_update(self):
-        """Ends an optimizer step. Returns {name: mean} of it."""
+        """Ends an optimizer step, and sums it up over all ranks."""
         totals = dict(zip(self.sums, ranks.all_sum(*self.sums.values()).tolist()))
         self.totals.update(totals)
         self.sums.clear()
         self.updates += 1
-        return means_of_tokens(totals)
+        self.of_last_update = means_of_tokens(totals)
 
     def of_all_updates(self, has_critic=True):
         """Returns {name: mean}, ratio_max, and the sum of the losses as `loss`."""
