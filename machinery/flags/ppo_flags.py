@@ -126,7 +126,7 @@ class Sizes:
     """The sizes of a rollout on one rank, and what depends on them.
 
     prompts: of a generation batch.
-    updates_a_pass, updates: optimizer steps of one epoch over a rollout, and of all epochs.
+    updates_per_epoch, updates: optimizer steps of one epoch over a rollout, and of all epochs.
     """
 
     def __init__(self, args):
@@ -137,8 +137,8 @@ class Sizes:
         self.generation_batches = accumulation * args.generation_batches
         self.responses = self.generation_batches * generation
         minibatch = args.per_device_training_batch_size * accumulation
-        self.updates_a_pass = self.responses // minibatch
-        self.updates = self.updates_a_pass * args.ppo_epochs
+        self.updates_per_epoch = self.responses // minibatch
+        self.updates = self.updates_per_epoch * args.ppo_epochs
 
     def repeated(self, rows):
         """Returns each row --samples_per_prompt times, numbered by `sample`: a generation batch."""

@@ -142,20 +142,20 @@ def for_each_row(cache, logits):
     return logits[copies]
 
 
-def anyone(left, synced):
-    """Returns whether to go on: `left` rows have not ended here, or with `synced` anywhere.
+def anyone(remaining, synced):
+    """Returns whether to go on: `remaining` rows have not ended here, or with `synced` anywhere.
 
     With ZeRO-3's hooks on, each forward is a collective: a rank that stopped would hang the others.
     """
-    return bool(ranks.all_sum(left)[0] if synced else left)
+    return bool(ranks.all_sum(remaining)[0] if synced else remaining)
 
 
-def leave_out_ended(cache, alive, left):
+def leave_out_ended(cache, alive, remaining):
     """Takes rows that have ended out of the cache, once a quarter of them have: it is copied.
 
-    alive: bool (B,), of all rows, `left` of which go on.
+    alive: bool (B,), of all rows, `remaining` of which go on.
     """
-    if cache.selectable and 0 < left <= 0.75 * len(cache.rows):
+    if cache.selectable and 0 < remaining <= 0.75 * len(cache.rows):
         cache.select(alive[cache.rows].nonzero()[:, 0])
 
 

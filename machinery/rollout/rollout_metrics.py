@@ -175,8 +175,10 @@ def work(args, micro_batches, engines, reward_models, updates, one_pass):
 def stop_unless_finite(run, micro_batches):
     """Stops the run if anything that was stored for the update is NaN or infinite."""
     names = [name for name in STORED if getattr(micro_batches[0], name) is not None]
-    sums = [sum(getattr(batch, name).sum() for batch in micro_batches) for name in names]
-    totals = dict(zip(names, ranks.all_sum(*sums).tolist()))
+    sums = {name: sum(getattr(batch, name).sum() for batch in micro_batches) for name in names}
+    for name in micro_batches[0].tokens:  # sampled_logprobs, and what a sampler of yours adds
+        sums[name] = sum(batch.tokens[name].sum() for batch in micro_batches)
+    totals = dict(zip(sums, ranks.all_sum(*sums.values()).tolist()))
     rows = (row for batch in micro_batches for row in batch.responses if row["row_weight"])
     run.stop_unless_finite(totals, map(as_data, rows))
 
