@@ -12,10 +12,10 @@ def check_model(path, config, args):
     names = "num_attention_heads", "num_key_value_heads"
     heads = [getattr(text, name, None) or size for name in names]
     if size > 1 and (not text.base_model_tp_plan or any(count % size for count in heads)):
-        why = f"--tensor_parallel_size {size} does not work for {path}"
-        rule = f"It must divide the attention heads and key-value heads, {heads}"
+        rule = f"must divide the attention and key-value heads of {path}, {heads}"
         known = f"and transformers must know how to split a {config.model_type} model"
-        raise Refused("cannot-split-layers", f"{why}.\n  {rule}, {known}.")
+        words = f"--tensor_parallel_size {size} {rule}, {known}."
+        raise Refused("cannot-split-layers", words)
 
 
 def options(args):

@@ -13,16 +13,14 @@ WHOLE_LAYER = 1e9  # weights of the largest layer that is gathered in one go
 
 
 def add_options(args, zero, train):
-    """Adds stage 3 and offloading, to the CPU unless ds_config.json names another device.
+    """Adds offloading, to the CPU unless ds_config.json names another device.
 
     zero: "zero_optimization" of DeepSpeed's config. train: for an engine that trains.
     """
     to_cpu = {"device": "cpu", "pin_memory": True}
-    if zero["stage"] == 3:
-        zero["reduce_scatter"] = True
-        if args.offload:
-            zero["offload_param"] = {**to_cpu, **zero.get("offload_param", {})}
-    if args.adam_offload and train and zero["stage"] > 0:
+    if args.offload and zero["stage"] == 3:
+        zero["offload_param"] = {**to_cpu, **zero.get("offload_param", {})}
+    if args.adam_offload and train:
         zero["offload_optimizer"] = {**to_cpu, **zero.get("offload_optimizer", {})}
 
 
@@ -54,18 +52,16 @@ def gather_for_generation(engine):
     model = modules.unwrap_model(engine)
     was_training = model.training
     sharded = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
-    fits = fit_on_every_rank(sharded)
-    hooked = model.modules() if sharded and fits else ()
+    fits = bool(sharded) and fit_on_every_rank(sharded)
+    hooked = model.modules() if fits else ()
     hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in hooked]
-    try:
-        with old_deepspeed.gathered_parameters(sharded, enabled=bool(hooks)):
-            for module, before, after in hooks:
-                module._forward_pre_hooks, module._forward_hooks = type(before)(), type(after)()
-            yield model.eval(), bool(sharded) and not fits
-    finally:
+    with old_deepspeed.gathered_parameters(sharded, enabled=fits):
         for module, before, after in hooks:
-            module._forward_pre_hooks, module._forward_hooks = before, after
-        model.train(was_training)
+            module._forward_pre_hooks, module._forward_hooks = type(before)(), type(after)()
+        yield model.eval(), bool(sharded) and not fits
+    for module, before, after in hooks:
+        module._forward_pre_hooks, module._forward_hooks = before, after
+    model.train(was_training)
 
 
 def release_early_gathers(engine):
@@ -111,12 +107,9 @@ def set_weights(engine, weights):
     All ranks call it, for a frozen model only: the next step of one that trains would write its
     fp32 master weights back. Checkpoints do not hold a frozen model's weights.
     """
-    model = modules.unwrap_model(engine)
-    trains = any(parameter.requires_grad for parameter in model.parameters())
-    adapted = any(hasattr(layer, "lora_A") for layer in model.modules())
-    if trains or adapted or ranks.tensor_parallel_size() > 1:
-        raise ValueError("set_weights takes a frozen model, without adapters or split layers")
-    for name, parameter in model.named_parameters():
+    for name, parameter in modules.unwrap_model(engine).named_parameters():
+        if parameter.requires_grad or hasattr(parameter, "gather_params"):
+            raise ValueError("set_weights takes a frozen model, whose layers are not split")
         tensor = weights(name)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if ranks.get_rank() == 0:
