@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from machinery.base import ranks
 
@@ -31,44 +31,39 @@ def pad_token(tokenizer):
 
     It takes a score at the last token that is not padding, and that is EOS.
     """
-    if tokenizer.pad_token != tokenizer.eos_token:
-        return tokenizer.pad_token
     by_number = reversed(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
-    tokens = [*tokenizer.all_special_tokens, *by_number]
+    tokens = [tokenizer.pad_token, *tokenizer.all_special_tokens, *by_number]
     return next(token for token in tokens if token not in (None, tokenizer.eos_token))
 
 
 def save(tokenizer, folder):
-    """Writes to `folder`, which holds the model's config, a tokenizer that appends EOS.
+    """Makes the tokenizer that is saved in `folder`, beside the model's config, append EOS.
 
-    Returns "all" if it does so for all callers, "none" if it cannot: then it is saved as it is.
+    Returns whether it does so for all callers. If it cannot, it is saved as it is.
     """
-    tokenizer.save_pretrained(folder)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return "none"
-    tokenizer.save_pretrained(folder / AS_TRAINED)
-    code = folder / "scoring_tokenizer.py"
+    trained, code = folder / AS_TRAINED, folder / "scoring_tokenizer.py"
+    tokenizer.save_pretrained(trained)
     code.write_text(OWN_CLASS)
     try:
         write(tokenizer, folder)
         if appends(AutoTokenizer.from_pretrained(folder), tokenizer):
-            return "all"
+            return True
     except Exception as error:  # of many kinds. It must not cost the weights
         ranks.say(f"the tokenizer could not be made to append EOS: {error!r}")
     code.unlink()
-    shutil.rmtree(folder / AS_TRAINED)
+    shutil.rmtree(trained)
     tokenizer.save_pretrained(folder)
-    return "none"
+    return False
 
 
 def write(tokenizer, folder):
     """Makes what is saved in `folder` append EOS, and put BOS first if `tokenizer` does."""
-    trained = folder / AS_TRAINED
-    state = json.loads((trained / "tokenizer.json").read_text())
+    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    state = json.loads(file.read_text())
     starts = tokenizer("one").input_ids[0] == tokenizer.bos_token_id
     add_rules(state, tokenizer.bos_token if starts else None, tokenizer.eos_token)
-    (folder / "tokenizer.json").write_text(json.dumps(state, ensure_ascii=False))
-    config = json.loads((trained / "tokenizer_config.json").read_text()) | {
+    file.write_text(json.dumps(state, ensure_ascii=False))
+    config = json.loads(settings.read_text()) | {
         "auto_map": {"AutoTokenizer": [None, "scoring_tokenizer.ScoringTokenizer"]},
         "tokenizer_class": "PreTrainedTokenizerFast",
         AS_TRAINED: True,
@@ -77,7 +72,7 @@ def write(tokenizer, folder):
         "pad_token": pad_token(tokenizer),
         "padding_side": "right",
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    settings.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def appends(new, tokenizer):
