@@ -35,9 +35,9 @@ def build_optimizer(model, args, stage, learning_rate, weight_decay):
         return optimizer
     except Exception as error:  # there may be no compiler, no ninja, no headers, no nvcc
         why = f"DeepSpeed's Adam could not be built: {' '.join(str(error).split()[:40])}"
-        needs = "It needs a C++ compiler and ninja, on a GPU also the CUDA toolkit (nvcc)."
+    why += "\n  It needs a C++ compiler and ninja, on a GPU also the CUDA toolkit (nvcc)."
     if args.adam_offload or (stage == 3 and getattr(args, "offload_states", False)):
         flags = "--adam_offload, and --offload_states under stage 3, need it"
-        raise Refused("adam-not-built", f"{why}. {flags}.\n  {needs}")
-    ranks.say(f"{why}: torch's AdamW takes its place.\n  {needs}")
+        raise Refused("adam-not-built", f"{why} {flags}.")
+    ranks.say(f"{why} torch's AdamW takes its place.")
     return torch.optim.AdamW(groups, fused=True, **options)

@@ -9,8 +9,6 @@ from deepspeed.accelerator import get_accelerator
 from machinery.base import modules, ranks
 from machinery.engine import old_deepspeed, patches, tensor_parallel
 
-WHOLE_LAYER = 1e9  # weights of the largest layer that is gathered in one go
-
 
 def add_options(args, zero, train):
     """Adds offloading, to the CPU unless ds_config.json names another device.
@@ -27,15 +25,13 @@ def add_options(args, zero, train):
 def ease_zero3(model, whole_layers):
     """Makes forwards under ZeRO-3 cheaper: quicker products, decoder layers gathered in one go.
 
-    Not so a layer that is too large, and none unless `whole_layers`: with adapters DeepSpeed
-    0.19.8 frees whole layers too early.
+    Not so unless `whole_layers`: with adapters DeepSpeed 0.19.8 frees whole layers too early.
     """
     patches.quicken_linear()
     kinds = model._no_split_modules or ()
-    layers = [layer for layer in model.modules() if type(layer).__name__ in kinds]
-    largest = max((modules.count_parameters(layer) for layer in layers), default=0)
-    if whole_layers and 0 < largest <= WHOLE_LAYER:
-        deepspeed.utils.set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
+    layers = {type(layer) for layer in model.modules() if type(layer).__name__ in kinds}
+    if whole_layers and layers:
+        deepspeed.utils.set_z3_leaf_modules(model, list(layers))
 
 
 @contextlib.contextmanager
@@ -114,5 +110,5 @@ def set_weights(engine, weights):
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if ranks.get_rank() == 0:
                 parameter.copy_(tensor)
-        if not hasattr(parameter, "ds_id") and ranks.get_world_size() > 1:
+        if not hasattr(parameter, "ds_id"):
             torch.distributed.broadcast(parameter.data, 0)

@@ -33,15 +33,14 @@ def load(path, kind, trust_remote_code):
 def load_config(path, trust_remote_code=False):
     """Returns transformers' config of the model in `path`, or under the adapters there."""
     *adapters, base = lora.chain(path)
-    own = [str(Path(folder) / lora.CONFIG) for folder in adapters]
-    found = [file for file in own if Path(file).is_file()]
-    return load([*found, base][0], AutoConfig, trust_remote_code)
+    own = [str(file) for folder in adapters for file in Path(folder).glob(lora.CONFIG)]
+    return load([*own, base][0], AutoConfig, trust_remote_code)
 
 
 def own_dropout(config):
     """Returns {name: probability} of every dropout that a model's config sets."""
-    dropouts = {name: p for name, p in vars(config).items() if isinstance(p, (int, float))}
-    return {name: p for name, p in dropouts.items() if "drop" in name and name != "layerdrop"}
+    named = {name: p for name, p in vars(config).items() if "drop" in name and name != "layerdrop"}
+    return {name: p for name, p in named.items() if isinstance(p, (int, float))}
 
 
 def has_dropout(model):

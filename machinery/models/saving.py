@@ -101,12 +101,11 @@ def move_files(aside, folder):
     They are as readable as umask says (safetensors' own are the owner's alone). A tokenizer with
     several chat templates has a folder of them.
     """
-    files = sorted(aside.iterdir(), key=lambda file: file.name in MARKS)
-    for file in files:
-        file.chmod(aside.stat().st_mode & (0o777 if file.is_dir() else 0o666))
-        for path in (*file.rglob("*"), file):
-            sync(path)
-    for file in files:
+    for file in aside.glob("*.safetensors"):
+        file.chmod(aside.stat().st_mode & 0o666)
+    for path in aside.rglob("*"):
+        sync(path)
+    for file in sorted(aside.iterdir(), key=lambda file: file.name in MARKS):
         if file.name in MARKS:
             sync(folder)  # what it vouches for is there before it
         if (folder / file.name).is_dir():  # of a save that was killed: nothing replaces it

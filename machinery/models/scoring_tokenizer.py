@@ -16,13 +16,13 @@ from machinery.base import ranks
 
 AS_TRAINED = "as_trained"  # a folder, and the key in tokenizer_config.json that says it is there
 PROBES = ("Human: What is it?\n\nAssistant: It is a test.", "one", " two  spaces\n")
-# AutoTokenizer builds some classes (Qwen2's) anew and drops the normaliser, but not one that is
-# named here. Nothing runs this code unless trust_remote_code is on.
+# It loads tokenizer.json as it is. AutoTokenizer builds some classes (Qwen2's) anew and drops the
+# normaliser, but not one that is named here. Nothing runs this code unless trust_remote_code is on.
 OWN_CLASS = """from transformers import PreTrainedTokenizerFast
 
 
 class ScoringTokenizer(PreTrainedTokenizerFast):
-    \"\"\"Loads tokenizer.json as it is, with the normaliser that appends EOS.\"\"\"
+    pass
 """
 
 
