@@ -35,7 +35,6 @@ def join_shards(parameter, tensor):
     if not gather:
         return tensor
     box = [tensor.clone()]
-    row_parallel = isinstance(gather.__self__, LinearAllreduce)  # does not split its bias
-    if not row_parallel or tensor.dim() > 1:
+    if tensor.dim() > 1 or not isinstance(gather.__self__, LinearAllreduce):  # whose bias is whole
         gather(box)
     return box[0]

@@ -76,13 +76,11 @@ def release_early_gathers(engine):
 def fit_on_every_rank(sharded):
     """Returns whether each rank has room for all weights that ZeRO-3 has sharded."""
     need = sum(parameter.ds_numel * parameter.element_size() for parameter in sharded)
-    kind = ranks.device().type
-    if kind == "cuda":  # what PyTorch holds and does not use is free, too
+    if ranks.device().type == "cuda":  # what PyTorch holds and does not use is free, too
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         free = torch.cuda.mem_get_info()[0] + unused
-    else:  # a CPU's memory is shared by the ranks
+    else:
         free = get_accelerator().available_memory()
-        free /= ranks.get_world_size() if kind == "cpu" else 1
     return ranks.all_sum(need < 0.8 * free)[0] == ranks.data_parallel_size()
 
 

@@ -12,11 +12,6 @@ LIMITS = {
     "reward model": "Its score orders responses to the same prompt, and is no probability.",
     "critic": "Its value at a token is the reward that PPO expects, not a judgement of the text.",
 }
-ENDS = {  # (scores, appends), see saving.save_model
-    (False, False): "It was trained to end a response with EOS.",
-    (True, True): "The tokenizer appends EOS, where the score is read.",
-    (True, False): "Append EOS to each text: the score is read there.",
-}
 LOAD = """from transformers import {kind}, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
@@ -51,7 +46,6 @@ def card(args, record, title, folder, adapted, scores, appends):
     base = base_model(start)
     head = ModelCardData(
         base_model=base,
-        base_model_relation=base and ("adapter" if adapted else "finetune"),
         datasets=[path for path in args.data_path if not Path(path).exists()] or None,
         library_name="peft" if adapted else "transformers",
         pipeline_tag="text-classification" if scores else "text-generation",
@@ -79,7 +73,7 @@ on {record["data_rows"]} rows of {", ".join(map(name_of, args.data_path))}.
 {code}
 ```
 
-{ENDS[scores, appends]}
+{"Append EOS to each text." if scores and not appends else ""}
 
 ## Metrics at the end
 

@@ -17,17 +17,12 @@ WEIGHTS = (*".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .index.js
 # ---- Configs ----
 def load(path, kind, trust_remote_code):
     """Returns what `kind` (AutoConfig, AutoTokenizer) loads from a hub name or folder."""
-    folder = Path(path)
     try:
         return kind.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # of many kinds: of the hub, of JSON, of config's or tokenizers' own
-        hint = ""
-        if not folder.is_dir():
-            hint = "\n  It is no folder here. Has the step before ended?"
-        elif (folder / "args.json").exists():
-            hint = "\n  If the run in it has not ended, --resume goes on with it."
-        what = f"no {kind.__name__[4:].lower()} could be loaded from {path}"
-        raise Refused("no-such-model", f"{what}: {error}{hint}") from error
+        what = f"no {kind.__name__[4:].lower()} could be loaded from {path}: {error}"
+        hint = "Has the run that writes it ended? If not, --resume goes on with it."
+        raise Refused("no-such-model", f"{what}\n  {hint}") from error
 
 
 def load_config(path, trust_remote_code=False):

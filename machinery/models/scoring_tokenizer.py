@@ -72,7 +72,7 @@ def write(tokenizer, folder):
         "pad_token": pad_token(tokenizer),
         "padding_side": "right",
     }
-    settings.write_text(json.dumps(config, indent=2) + "\n")
+    settings.write_text(json.dumps(config, indent=2))
 
 
 def appends(new, tokenizer):
@@ -80,7 +80,8 @@ def appends(new, tokenizer):
     inside = [f"one{token}two" for token in tokenizer.get_added_vocab()]
     for text in (*PROBES, *inside):
         ids = tokenizer(text).input_ids
-        ids = ids[: len(ids) - (ids[-1] == tokenizer.eos_token_id)] + [tokenizer.eos_token_id]
+        if ids[-1] != tokenizer.eos_token_id:
+            ids.append(tokenizer.eos_token_id)
         if any(new(text, add_special_tokens=special).input_ids != ids for special in (True, False)):
             return False
     return True
