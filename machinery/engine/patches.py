@@ -60,16 +60,14 @@ def quick_linear(x, weight, bias=None):
 def keep_grad_norm(engine, max_norm):
     """Makes a stage 0 engine in fp32 keep the norm that get_global_grad_norm() returns.
 
-    There alone DeepSpeed (0.19.8) clips without noting it, and with max_norm 0 it measures nothing.
+    There alone DeepSpeed (0.19.8) clips without noting it. With max_norm 0 it measures nothing.
     """
-    max_norm = max_norm or float("inf")
 
     def clip_and_keep():
         parameters = engine.module.parameters()
         engine._global_grad_norm = nn.utils.clip_grad_norm_(parameters, max_norm)
 
     engine.clip_fp32_gradients = clip_and_keep
-    engine.gradient_clipping = lambda: max_norm  # at 0 the engine would not call it
 
 
 def correct_by_step_number(optimizer):

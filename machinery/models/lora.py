@@ -85,7 +85,7 @@ def merge_all(model, folders):
     They are in peft's format. A value head that comes with them replaces the model's.
     """
     for folder in reversed(folders):
-        import peft
+        import peft  # as above
 
         config = peft.PeftConfig.from_pretrained(folder)
         config.task_type = None  # a causal LM's adapters are welcome in a value model

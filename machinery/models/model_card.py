@@ -7,11 +7,6 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from machinery.base import ranks
 
-LIMITS = {
-    "language model": "It may write what is wrong, unfair or harmful.",
-    "reward model": "Its score orders responses to the same prompt, and is no probability.",
-    "critic": "Its value at a token is the reward that PPO expects, not a judgement of the text.",
-}
 LOAD = """from transformers import {kind}, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
@@ -52,7 +47,7 @@ def card(args, record, title, folder, adapted, scores, appends):
         tags=["rlhf", kind.replace(" ", "-")],
     )
     loader = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
-    labels = ", num_labels=1" if scores and adapted else ""  # transformers finds no head's shape
+    labels = ", num_labels=1" if scores else ""  # beside adapters transformers finds no number
     code = LOAD.format(kind=loader, name=folder.name, head=labels) + (SCORE if scores else WRITE)
     last = last_evaluation(Path(args.output_dir) / "metrics.jsonl")
     metrics = "\n".join(f"| {name} | {value} |" for name, value in last.items())
@@ -65,7 +60,8 @@ def card(args, record, title, folder, adapted, scores, appends):
 {title[0].upper()}{title[1:]} ({kind}), trained from `{base or name_of(start)}`
 on {record["data_rows"]} rows of {", ".join(map(name_of, args.data_path))}.
 
-**Limits.** {LIMITS[kind]} Nothing but the metrics below was measured.
+**Limits.** Nothing but the metrics below was measured: what it writes may be wrong, unfair or
+harmful, and a score only orders responses to the same prompt.
 
 ## How to load it
 
@@ -101,6 +97,5 @@ def base_model(start):
 def last_evaluation(file):
     """Returns the last line of metrics.jsonl that holds an evaluation, {} if none does."""
     lines = file.read_text().splitlines() if file.is_file() else []
-    found = [json.loads(line) for line in lines if '"eval_' in line]
-    last = found[-1] if found else {}
+    last = json.loads(next((line for line in reversed(lines) if '"eval_' in line), "{}"))
     return {key: last[key] for key in last if key in ("step", "epoch") or "eval_" in key}

@@ -11,7 +11,7 @@ from machinery.models import lora, scoring_tokenizer
 
 PAD_NAMES = ("<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "<|endoftext|>")
 # How files of weights end, also those that transformers does not read
-WEIGHTS = (*".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .index.json".split(),)
+WEIGHTS = tuple(".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .index.json".split())
 
 
 # ---- Configs ----

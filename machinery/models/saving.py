@@ -66,7 +66,7 @@ def note_tokens(model, tokenizer, scores):
     Else stock generate() waits for another EOS. config.pad_token_id freezes that token's embedding
     when the model is loaded to train, so a language model gets it for a token of its own only.
     """
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos")}
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     taken = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id)
     pad = tokenizer.pad_token_id
     own_pad = None if pad in taken else pad
@@ -108,8 +108,7 @@ def move_files(aside, folder):
     for file in sorted(aside.iterdir(), key=lambda file: file.name in MARKS):
         if file.name in MARKS:
             sync(folder)  # what it vouches for is there before it
-        if (folder / file.name).is_dir():  # of a save that was killed: nothing replaces it
-            shutil.rmtree(folder / file.name)
+        shutil.rmtree(folder / file.name, ignore_errors=True)  # nothing replaces a folder
         file.replace(folder / file.name)
     aside.rmdir()
     sync(folder)

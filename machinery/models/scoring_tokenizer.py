@@ -101,8 +101,7 @@ def add_rules(state, bos, eos):
         found[rf"\A(?!{re.escape(bos)}|(?:{alone})\z)"] = bos
     steps = [state["normalizer"]] if state["normalizer"] else []
     for pattern, content in found.items():
-        pattern = {"Regex": pattern}
-        steps.append({"type": "Replace", "pattern": pattern, "content": content})
+        steps.append({"type": "Replace", "pattern": {"Regex": pattern}, "content": content})
     state["normalizer"] = {"type": "Sequence", "normalizers": steps}
     state["post_processor"] = None  # it would put BOS before the one that is there
     for token in state["added_tokens"]:  # found after the normaliser, which so sees a whole text
