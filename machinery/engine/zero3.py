@@ -103,7 +103,7 @@ def set_weights(engine, weights):
     """
     for name, parameter in modules.unwrap_model(engine).named_parameters():
         if parameter.requires_grad or hasattr(parameter, "gather_params"):
-            raise ValueError("set_weights takes a frozen model, whose layers are not split")
+            raise ValueError("set_weights takes a frozen model with whole layers")
         tensor = weights(name)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if ranks.get_rank() == 0:

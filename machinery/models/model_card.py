@@ -28,7 +28,7 @@ def write(args, record, title, folder, **facts):
         text = card(args, record, title, Path(folder), **facts)
         (Path(folder) / "README.md").write_text(text)
     except Exception as error:  # of what the base's README.md, flags and logs may hold
-        ranks.say(f"README.md, the model's card, could not be written: {error!r}")
+        ranks.say(f"the model card, README.md, could not be written: {error!r}")
 
 
 def card(args, record, title, folder, adapted, scores, appends):
@@ -57,7 +57,7 @@ def card(args, record, title, folder, adapted, scores, appends):
 ---
 # {folder.name}
 
-{title[0].upper()}{title[1:]} ({kind}), trained from `{base or name_of(start)}`
+A {kind} ({title}), trained from `{base or name_of(start)}`
 on {record["data_rows"]} rows of {", ".join(map(name_of, args.data_path))}.
 
 **Limits.** Nothing but the metrics below was measured: what it writes may be wrong, unfair or
@@ -77,7 +77,7 @@ harmful, and a score only orders responses to the same prompt.
 | --- | --- |
 {metrics}
 
-Flags and versions: args.json. {record["world_size"]} ranks on {record["device"]}.
+Flags, versions and devices: args.json.
 """
 
 

@@ -20,9 +20,9 @@ def load(path, kind, trust_remote_code):
     try:
         return kind.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # of many kinds: of the hub, of JSON, of config's or tokenizers' own
-        what = f"no {kind.__name__[4:].lower()} could be loaded from {path}: {error}"
         hint = "Has the run that writes it ended? If not, --resume goes on with it."
-        raise Refused("no-such-model", f"{what}\n  {hint}") from error
+        words = f"{path} cannot be loaded: {error}\n  {hint}"
+        raise Refused("no-such-model", words) from error
 
 
 def load_config(path, trust_remote_code=False):
@@ -102,8 +102,7 @@ def read_weights(kind, path, config, value_head, options):
     try:
         model, info = kind.from_pretrained(path, config=config, output_loading_info=True, **options)
     except (OSError, ValueError, ImportError, SafetensorError) as error:  # unknown, or broken
-        why = f"the weights of {path} cannot be loaded.\n  {error}"
-        raise Refused("unreadable-weights", why) from error
+        raise Refused("unreadable-weights", f"the weights of {path}: {error}") from error
     missing = info["missing_keys"]
     may_be_new = {"score.weight"} if value_head and not is_scorer(own_config) else set()
     if strangers := sorted(set(missing) - may_be_new):

@@ -31,8 +31,8 @@ def pad_token(tokenizer):
 
     It takes a score at the last token that is not padding, and that is EOS.
     """
-    by_number = reversed(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
-    tokens = [tokenizer.pad_token, *tokenizer.all_special_tokens, *by_number]
+    last = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))[::-1]
+    tokens = [tokenizer.pad_token, *tokenizer.all_special_tokens, *last]
     return next(token for token in tokens if token not in (None, tokenizer.eos_token))
 
 
