@@ -18,7 +18,7 @@ from deepspeed.checkpoint import ds_to_universal
 from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.engine import state_offload
-from machinery.models import saving
+from machinery.models import lora, saving
 from machinery.run import logs
 
 
@@ -95,15 +95,30 @@ def layout(engines):
     return found
 
 
+def frozen_models(args):
+    """Returns the files of weights of step 3's frozen models, which no checkpoint holds.
+
+    A dict {"folder/file": size}, by the last parts of the paths. Models of the hub have none here.
+    """
+    known = vars(args)
+    paths = [known.get("actor_model_name_or_path"), *known.get("reward_model_name_or_path", [])]
+    folders = [Path(part) for path in filter(None, paths) for part in lora.chain(path)]
+    files = [file for folder in folders for file in sorted(folder.glob("*.safetensors"))]
+    return {f"{file.parent.name}/{file.name}": file.stat().st_size for file in files}
+
+
 # ---- Loading ----
-def load(args, engines, state, facts):
+def load(args, engines, state, facts, last_step):
     """Restores engines, random numbers and .jsonl files from the newest whole checkpoint.
 
     Returns (step, what this rank saved), "state" in it laid out like `state`. facts: rows_per_step,
-    data_rows and data_fingerprint, which must be as they were.
+    data_rows, data_fingerprint and frozen_models, which must be as they were.
     """
     folder = newest_whole(args)
     step = step_of(folder)
+    if step > last_step:
+        words = f"--resume: {folder} is beyond the run's last step, {last_step}."
+        raise Refused("beyond-last-step", f"{words}\n  Give --max_steps {step} or more.")
     files = [folder / f"rank{number}.pt" for number in range(len([*folder.glob("rank*.pt")]))]
     saved = read(files[ranks.get_rank() % len(files)])
     there, here = {**saved["layout"], **saved["facts"]}, {**layout(engines), **facts}

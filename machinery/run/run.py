@@ -38,7 +38,6 @@ class Run:
         self.phase, self.legend_shown = crash.Phase(args), False
         self.notes = {}  # what else the saved model's config.json says, of the last evaluation
         self.signals = []  # SIGTERM and SIGINT as they come; looked at between two steps
-        self.process = os.getpid()
         self.step, self.rows = 0, ()  # of the step that is being made
         launch.fill_environment()
         self.folder = output_folder.OutputFolder(args)
@@ -83,6 +82,7 @@ class Run:
         seen = {**self.facts, "held_out": len(self.held_out), "steps": self.last_step}
         advice = "All machines must read the same files, or the same version of the hub's."
         ranks.fail_unless_alike(seen, "the ranks read different data", advice)
+        self.facts["frozen_models"] = checkpoints.frozen_models(args)
         row = train[int(np.argmax(train["length"][:100]))]  # a long one
         for engine in engines.values():
             padding_check.check(args, engine, row, self.tokenizer.pad_token_id)
@@ -93,7 +93,7 @@ class Run:
         ranks.barrier()
         done = 0  # steps
         if args.resume:
-            done, saved = checkpoints.load(args, engines, self.state, self.facts)
+            done, saved = checkpoints.load(args, engines, self.state, self.facts, self.last_step)
             self.state.update(saved["state"])
             self.notes.update(saved["notes"])
             self.folder.note()
@@ -107,6 +107,7 @@ class Run:
         # Only now: before, a signal of the launcher must end the ranks of a run that is refused.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.note_signal)
+        os.register_at_fork(after_in_child=restore_signals)
         self.started = time.time()  # of the step: loading its rows is a part of it
         to_come = range(done + 1, self.last_step + 1)
         with progress.bar(self.last_step, "steps", done) as bar:
@@ -157,11 +158,10 @@ class Run:
     def note_signal(self, number, frame):
         """Has the run stop after this step, and at once at a second Ctrl-C.
 
-        A second SIGTERM means nothing: launchers send it after the first signal. A helper process
-        that a user's function has forked has this handler, too: either signal ends it.
+        A second SIGTERM means nothing: launchers send it after the first signal.
         """
         self.signals.append(number)
-        if self.signals.count(signal.SIGINT) > 1 or os.getpid() != self.process:
+        if self.signals.count(signal.SIGINT) > 1:
             os._exit(1)
 
     def save_or_stop(self):
@@ -262,3 +262,9 @@ class Run:
     def finish(self, code=0):
         """Leaves the other ranks in order, and ends the program with the exit code `code`."""
         crash.finish(self.args, code)
+
+
+def restore_signals():
+    """Lets SIGTERM and Ctrl-C end a helper process that a user's function has forked."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -219,7 +219,7 @@ def stage_3(base, folder):
         pass
     assert buffers() == ["exp_avg_offload_buffer", "exp_avg_sq_offload_buffer"]
     checkpoints.save(args, {"model": engine}, 1, {"state": {}, "facts": facts})
-    checkpoints.load(args, {"model": engine}, {}, facts)
+    checkpoints.load(args, {"model": engine}, {}, facts, 9)
     assert buffers() == []
 
 

@@ -245,11 +245,13 @@ def test_resume_compares_what_shapes_the_run(tmp_path, change):
 
 
 DATA_FACTS = {"rows_per_step": 8, "data_rows": 40, "data_fingerprint": 7}
+DATA_FACTS |= {"frozen_models": {"judge/model.safetensors": 9}}
 THIS = {**DATA_FACTS, "shape": {"ranks": 2, "model": 2}}
 THIS |= {"model a": (2, 3), "model b": (4,), "model optimizer": "FusedAdam"}
 OTHERS = {
     "rows_per_step": 4,
     "data_fingerprint": 8,
+    "frozen_models": {"judge/model.safetensors": 10},
     "model b": (5,),
     "model c": (4,),
     "model optimizer": "AdamW",
@@ -288,10 +290,32 @@ def test_every_kind_of_damage_is_seen(tmp_path, harm):
     file = folder / ("manifest.json" if "manifest" in harm else "rank0.pt")
     file.unlink() if "removed" in harm else os.truncate(file, 10)
     assert checkpoints.damage(folder) == [file.name]
-    assert checkpoints.load(args, {}, {}, facts)[0] == 1
+    assert checkpoints.load(args, {}, {}, facts, 9)[0] == 1
     (tmp_path / "checkpoints/step-1/rank0.pt").unlink()
     with kit.refuses("no-checkpoint-whole"):
-        checkpoints.load(args, {}, {}, facts)
+        checkpoints.load(args, {}, {}, facts, 9)
+
+
+def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path):
+    """--resume with a smaller --max_steps would save a later model as the one of that step."""
+    args, facts = save(tmp_path, 5)
+    assert checkpoints.load(args, {}, {}, facts, 5)[0] == 5
+    with kit.refuses("beyond-last-step"):
+        checkpoints.load(args, {}, {}, facts, 4)
+
+
+def test_frozen_models_are_known_by_their_files(tmp_path):
+    """A reward model that was trained again, with another shape, would change the reward in the
+    middle of a run. A copy elsewhere is the same model, and the hub's are not looked at."""
+    found = []
+    for place, size in (("a", 9), ("b", 9), ("c", 10)):
+        (tmp_path / place / "judge").mkdir(parents=True)
+        (tmp_path / place / "judge/model.safetensors").write_bytes(bytes(size))
+        judges = [str(tmp_path / place / "judge")]
+        args = SimpleNamespace(actor_model_name_or_path="hub/x", reward_model_name_or_path=judges)
+        found.append(checkpoints.frozen_models(args))
+    assert found == [{"judge/model.safetensors": size} for size in (9, 9, 10)]
+    assert checkpoints.frozen_models(SimpleNamespace(model_name_or_path="x")) == {}
 
 
 # --------------------------------------------------------------------------------------------------

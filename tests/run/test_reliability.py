@@ -13,12 +13,12 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from machinery.run.run import restore_signals
 from tests import kit, runs
 
 TOUCHES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
@@ -213,17 +213,24 @@ def test_a_signal_saves_a_checkpoint_and_a_second_ctrl_c_does_not(stopped):
 
 
 def test_a_signal_ends_a_helper_that_a_users_function_has_forked():
-    """It has the run's handler: if it noted the signal, as the run does, nothing could end it."""
-    from machinery.run.run import Run
+    """It has the run's handler, which only notes the signal, until `restore_signals`, which the run
+    registers for every fork: judges of code set time limits by such helpers."""
+    forked = multiprocessing.get_context("fork")
+    ready = forked.Event()
 
-    run = SimpleNamespace(signals=[], process=os.getpid())
-    Run.note_signal(run, signal.SIGTERM, None)
-    assert run.signals == [signal.SIGTERM]
-    process = multiprocessing.get_context("fork").Process
-    helper = process(target=Run.note_signal, args=(run, signal.SIGTERM, None))
-    helper.start()
-    helper.join()
-    assert helper.exitcode == 1
+    def helper():
+        restore_signals()
+        ready.set()
+        time.sleep(60)
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    process = forked.Process(target=helper)
+    process.start()
+    signal.signal(signal.SIGTERM, before)
+    assert ready.wait(10)
+    process.terminate()
+    process.join(10)
+    assert process.exitcode == -signal.SIGTERM
 
 
 # --------------------------------------------------------------------------------------------------
