@@ -14,8 +14,3 @@ def share_of(rows, data_split, stage):
     ends = np.cumsum([0, *data_split]) / (sum(data_split) or 1) * len(order)
     start, end = ends.round().astype(int)[STAGES.index(stage) :][:2]
     return rows.select(np.sort(order[start:end]))
-
-
-def in_words(args):
-    """Returns which of its rows a step takes of the data, in words."""
-    return f"--data_split {','.join(f'{part:g}' for part in args.data_split)}"

@@ -10,11 +10,12 @@ import numpy as np
 
 from machinery.base import ranks
 from machinery.base.refused import Refused
-from machinery.data import data_split, formats, row_cache, sources, tokens
+from machinery.data import data_split, formats, sources, tokens
 from machinery.data.formats import LeftOut
 from machinery.data.tokens import NO_TEMPLATE, TURNS_UNKNOWN, tokenise_prompt, tokenise_response
 
 TEXTS = {"sft": ["response"], "reward": ["chosen", "rejected"], "ppo": []}  # of an Example
+MANY = 10_000  # rows that take some ten seconds to tokenise: several processes share the work
 FATAL = {NO_TEMPLATE: "no-chat-template", TURNS_UNKNOWN: "turns-unknown"}  # for any row
 
 
@@ -71,7 +72,7 @@ def tokenise(tokenizer, stage, prompt, texts, example, train_on):
     """Returns the ids of a prompt, their mask, and the ids of its responses. Raises LeftOut."""
     whole = example.train_on == "everything"  # a prompt to be learned, with an empty response
     train_on = example.train_on if whole else train_on or example.train_on
-    written = texts if isinstance(prompt, list) and prompt else [prompt, *([] if whole else texts)]
+    written = [formats.as_text(prompt or ""), *([] if whole else texts)]
     if not all(text and text.strip() for text in written):
         raise LeftOut("empty prompt or response")
     if stage == "sft" and train_on == "all":
@@ -99,8 +100,8 @@ def load_rows(args, tokenizer, stage, limit):
     own test split, or a twentieth of the prompts, by hash. Neither depends on --seed: stages with
     different seeds must not share rows.
     """
-    shares = []
     trained_on = set()  # the prompts that any stage trains on, in any source
+    shares = []
     for path in args.data_path:
         source, columns = sources.read_source(path)
         names = sources.names_in(args, path, columns)
@@ -109,25 +110,29 @@ def load_rows(args, tokenizer, stage, limit):
         first_prompt, _, _ = read_row(sources.parse(source["train"][0], names), stage)
         if isinstance(first_prompt, list):
             tokens.end_as_in_chats(tokenizer)
-        source, prompts = hold_out(source, prompts["train"])
-        trained_on.update(*prompts)
+        if "test" not in source:
+            source, prompts = hold_out(source["train"], prompts["train"])
+        trained_on.update(prompts["train"])
         taken = data_split.share_of(source["train"], args.data_split, stage)
+        split = ",".join(f"{part:g}" for part in args.data_split)
         of_all = f"{len(taken):,} of {len(source['train']):,} rows"
-        renamed = "".join(f", {ours}={theirs}" for ours, theirs in names.items())
-        ranks.say(f"{path}: {of_all} ({data_split.in_words(args)}){renamed}")
-        options = {"stage": stage, "limit": limit, "columns": columns, "names": names}
-        shares.append((path, {"train": taken, "test": source["test"]}, options))
-    made = []
-    for part, known in (("train", ()), ("test", trained_on)):
-        kept = []
-        for path, source, options in shares:
-            options |= {"tokenizer": tokenizer, "train_on": getattr(args, "train_on", None)}
-            kept += tokenise_rows(source[part], options, f"{path}, {part}", known)
+        ranks.say(f"{path}: {of_all} (--data_split {split})")
+        options = {"tokenizer": tokenizer, "stage": stage, "limit": limit, "columns": columns}
+        options |= {"names": names, "train_on": getattr(args, "train_on", None)}
+        shares.append((path, taken, source["test"], prompts["test"], options))
+    made = {"train": [], "test": []}
+    for path, train, test, asked, options in shares:
+        unseen = [i for i, prompt in enumerate(asked) if prompt not in trained_on]
+        if seen := len(test) - len(unseen):
+            why = "its prompt is also trained on"
+            ranks.say(f"{path}, test: dropped {seen} of {len(test)} rows: {why}")
+        for part, rows in (("train", train), ("test", test.select(unseen))):
+            made[part] += tokenise_rows(rows, options, f"{path}, {part}")
+    for part, kept in made.items():
         if not kept:
             words = f"no {part} rows are left. Add data, or give this step more of --data_split."
             raise Refused("no-rows-left", words)
-        made.append(datasets.concatenate_datasets(kept))
-    return made
+    return [datasets.concatenate_datasets(kept) for kept in made.values()]
 
 
 def serves(columns, stage):
@@ -146,7 +151,7 @@ def check_columns(path, columns, stage, flag="--data_path"):
 
 
 def read_prompts(path, part, rows, stage, names):
-    """Returns of each row of a part the prompts of SFT and of step 3, as text.
+    """Returns the prompt of each row of a part, as text: that of SFT, in all stages.
 
     Refuses the first row that the stage cannot read, and names its place.
     """
@@ -156,8 +161,7 @@ def read_prompts(path, part, rows, stage, names):
             example = read_row(sources.parse(row, names), stage)[-1]
         except formats.BadRow as error:
             refuse(row, f"{path}, {part}, row {number}", error)
-        asked = example.question or example.prompt
-        prompts.append((formats.as_text(example.prompt), formats.as_text(asked)))
+        prompts.append(formats.as_text(example.prompt))
     return prompts
 
 
@@ -167,38 +171,39 @@ def refuse(row, place, error):
     raise Refused("bad-row", f"{place}: {error}.\n  Mend the row, or take it out.")
 
 
-def hold_out(source, prompts):
-    """Returns {"train": rows, "test": rows}, and the prompts of the first.
+def hold_out(rows, prompts):
+    """Returns {"train": rows, "test": rows}, and their prompts: a twentieth of them is test.
 
-    prompts: of its rows, from `read_prompts`. All stages hold out the same rows: by SFT's prompts.
+    All stages hold out the same rows: by SFT's prompts.
     """
-    if "test" in source:
-        return source, prompts
-    rows, keys = source["train"], [key for key, _ in prompts]
-    by_hash = sorted(set(keys), key=lambda key: (zlib.crc32(key.encode()), key))
+    by_hash = sorted(dict.fromkeys(prompts), key=lambda prompt: zlib.crc32(prompt.encode()))
     chosen = set(by_hash[: max(1, len(by_hash) // 20)])
-    test = [i for i, key in enumerate(keys) if key in chosen]
-    train = [i for i, key in enumerate(keys) if key not in chosen]
-    return {"train": rows.select(train), "test": rows.select(test)}, [prompts[i] for i in train]
+    parts = {"train": [], "test": []}
+    for i, prompt in enumerate(prompts):
+        parts["test" if prompt in chosen else "train"].append(i)
+    of_parts = {part: [prompts[i] for i in where] for part, where in parts.items()}
+    return {part: rows.select(where) for part, where in parts.items()}, of_parts
 
 
-def tokenise_rows(rows, options, title, trained_on):
+def tokenise_rows(rows, options, title):
     """Returns the tokenised rows of a part of a source, in a list; [] if all are dropped.
 
-    options: the arguments of `tokenise_row`. title: of the part. trained_on: prompts that must not
-    be among them. Says how many rows are dropped, and why.
+    options: the arguments of `tokenise_row`. title: of the part. Says how many rows are dropped,
+    and why.
     """
     if not len(rows):
         return []
-    if row_cache.pays(rows, options["tokenizer"]):
-        made = row_cache.map_once(rows, tokenise_row, options, digest_of(rows), title)
-    else:
-        shape = {"remove_columns": rows.column_names, "keep_in_memory": True}
-        made = rows.map(tokenise_row, fn_kwargs=options, **shape)
+    many = len(rows) >= MANY
+    if many:
+        ranks.say(f"{title}: tokenising {len(rows):,} rows")
+    made = rows.flatten_indices(keep_in_memory=True).map(  # a process gets its own rows only
+        tokenise_row,
+        fn_kwargs=options,
+        remove_columns=rows.column_names,
+        keep_in_memory=True,
+        num_proc=4 if many else None,
+    )
     reasons = list(made["drop"])  # "" for a row that is kept
-    for i, prompt in enumerate(made["prompt"]):
-        if prompt in trained_on:
-            reasons[i] = reasons[i] or "its prompt is also trained on"
     for why, count in Counter(filter(None, reasons)).items():
         if why in FATAL:
             raise Refused(FATAL[why], f"{title}: {why}.")
@@ -212,13 +217,8 @@ def fingerprint(rows):
 
     Of prompts it takes the text, not the tokens: a chat template may write today's date there.
     """
-    left_out = {"prompt_ids", "prompt_loss_mask", "length"}
-    return digest_of(rows.remove_columns([*left_out & set(rows.column_names)]))
-
-
-def digest_of(rows):
-    """Returns a digest of all values of a dataset."""
     digest = hashlib.blake2b(digest_size=8)
+    rows = rows.remove_columns(["prompt_ids", "prompt_loss_mask", "length"])
     for batch in rows.with_format("arrow").iter(1000):
         for piece in batch.combine_chunks().to_batches():
             # `take` makes the same buffers of equal values, wherever they were cut from.

@@ -86,7 +86,7 @@ def add_loss_flags(arg):
     average = "1: keep an average of the actor's weights, in ema/"
     arg("enable_ema", 0, average, most=1, fixed=True)
     arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)
-    arg("eval_ema", 0, "1: evaluate that average, too: eval_ema_...", most=1)
+    arg("eval_ema", 0, "1: keep and evaluate that average, too: eval_ema_...", most=1)
     lifted = "1: lift the limits on batch sizes, epochs, generation batches"
     arg("allow_unstable", 0, lifted, most=1)
 
@@ -112,10 +112,11 @@ def resolve(args, advantages):
     for name, value in left_open.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    of_preset = args.data_path == args.declared.preset.get("data_path")
-    if not of_preset and "gold_fn" not in args.declared.given:
+    given = args.declared.given
+    if "data_path" in given and "gold_fn" not in given:
         args.gold_fn = None  # a preset's knows the questions of the preset's own data only
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
+    args.enable_ema = args.enable_ema or args.eval_ema
     if args.adam_offload:
         args.offload_states = False  # they live on the CPU anyway
     rules.check(args, rules.of_ppo)
@@ -168,13 +169,11 @@ def check_models(args, tokenizer):
         model_folders.has_weights(path, needed=True)
         config = model_folders.load_config(path, args.trust_remote_code)
         other = model_folders.load_tokenizer(path, args)
-        size = config.get_text_config().vocab_size
-        if other.get_vocab() != tokenizer.get_vocab() or size < len(tokenizer):
-            words = f"{path} has another vocabulary than the actor.\n  Run reward.py on the actor."
-            raise Refused("other-vocabulary", words)
-        if other.eos_token != tokenizer.eos_token:  # in chats the end of turn: rows.load_rows
-            words = f"{path} ends responses with {other.eos_token}, not {tokenizer.eos_token}."
-            raise Refused("other-eos", f"{words}\n  Run reward.py on the actor.")
+        alike = other.get_vocab() == tokenizer.get_vocab()
+        alike = alike and other.eos_token == tokenizer.eos_token  # in chats the end of turn
+        if not alike or config.get_text_config().vocab_size < len(tokenizer):
+            words = f"{path} has another vocabulary or EOS ({other.eos_token}) than the actor."
+            raise Refused("other-vocabulary", f"{words}\n  Run reward.py on the actor.")
         if path in judges:
             model_folders.refuse_other_kind(path, config, scores=True)
     if not args.normalize_reward:

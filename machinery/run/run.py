@@ -16,7 +16,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import common
 from machinery.base import modules, progress, ranks
-from machinery.data import data_split
 from machinery.data.rows import fingerprint
 from machinery.engine import monitors, throughput, zero3
 from machinery.models import lora, model_card, model_folders, saving
@@ -140,8 +139,8 @@ class Run:
             f"{args.dtype}, ZeRO stage {stage}, {ranks.get_world_size()} x {device}{scratch}",
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
             f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step",
-            f"  data     {len(self.train):,} rows ({data_split.in_words(args)}), "
-            f"{len(self.held_out):,} held out, {self.last_step:,} steps",
+            f"  data     {len(self.train):,} rows, {len(self.held_out):,} held out, "
+            f"{self.last_step:,} steps",
         ]
         if known := ", ".join(f"{metric} {value}" for metric, value in logs.limits(args).items()):
             lines.append(f"  limits   {known}: no model can do better on this data")

@@ -1,5 +1,6 @@
 """Who gets which row: shares of the steps, held-out prompts, and how a run knows its data again."""
 
+import copy
 import json
 import zlib
 
@@ -103,3 +104,28 @@ def test_a_date_in_a_chat_template_changes_no_fingerprint():
         for changed in ({}, {"prompt_ids": [[5, 7]]}, {"prompt": ["[1]"]})
     )
     assert rows.fingerprint(today) == rows.fingerprint(tomorrow) != rows.fingerprint(other)
+
+
+def test_several_processes_make_the_rows_that_one_makes(tokenizer, tmp_path, monkeypatch, capsys):
+    """Where there are many rows, of this step's share. What is dropped is counted once."""
+    lines = [*many(600, dahoas), {**dahoas(0), "chosen": " x", "rejected": " x"}]
+    file = write(tmp_path / "a.jsonl", lines)
+    prints = []
+    for least in (10**9, 1):
+        monkeypatch.setattr(rows, "MANY", least)
+        parts = load(tokenizer, [file], "reward", split=(0, 1, 0))
+        prints.append([rows.fingerprint(part) for part in parts])
+    said = capsys.readouterr().out
+    assert said.count("a.jsonl, train: tokenising ") == 1 and said.count("chosen equals") == 2
+    assert prints[0] == prints[1]
+
+
+def test_chats_without_a_chat_template_are_refused(tokenizer, tmp_path, monkeypatch):
+    """Also by the processes that tokenise, which cannot end the run themselves."""
+    monkeypatch.setattr(rows, "MANY", 1)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = None
+    file = write(tmp_path / "a.jsonl", [{"messages": chat(f"Q{i}?", "So.")} for i in range(300)])
+    with pytest.raises(Refused) as caught:
+        load(tokenizer, [file])
+    assert caught.value.rule == "no-chat-template"
