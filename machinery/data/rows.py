@@ -16,7 +16,7 @@ from machinery.data.tokens import NO_TEMPLATE, TURNS_UNKNOWN, tokenise_prompt, t
 
 TEXTS = {"sft": ["response"], "reward": ["chosen", "rejected"], "ppo": []}  # of an Example
 MANY = 10_000  # rows that take some ten seconds to tokenise: several processes share the work
-FATAL = {NO_TEMPLATE: "no-chat-template", TURNS_UNKNOWN: "turns-unknown"}  # for any row
+FATAL = NO_TEMPLATE, TURNS_UNKNOWN  # for any row
 
 
 # ---- One row ----
@@ -106,32 +106,30 @@ def load_rows(args, tokenizer, stage, limit):
         source, columns = sources.read_source(path)
         names = sources.names_in(args, path, columns)
         check_columns(path, sources.parse(dict.fromkeys(columns), names), stage)
-        prompts = {part: read_prompts(path, part, source[part], stage, names) for part in source}
+        asked = {part: read_prompts(path, part, source[part], stage, names) for part in source}
         first_prompt, _, _ = read_row(sources.parse(source["train"][0], names), stage)
         if isinstance(first_prompt, list):
             tokens.end_as_in_chats(tokenizer)
-        if "test" not in source:
-            source, prompts = hold_out(source["train"], prompts["train"])
-        trained_on.update(prompts["train"])
-        taken = data_split.share_of(source["train"], args.data_split, stage)
+        held_out = set() if "test" in source else a_twentieth(asked["train"])
+        trained_on.update(set(asked["train"]) - held_out)
+        own = [i for i, prompt in enumerate(asked["train"]) if prompt not in held_out]
+        taken = data_split.share_of(source["train"].select(own), args.data_split, stage)
         split = ",".join(f"{part:g}" for part in args.data_split)
-        of_all = f"{len(taken):,} of {len(source['train']):,} rows"
-        ranks.say(f"{path}: {of_all} (--data_split {split})")
+        said = f"{path}: {len(taken):,} of {len(own):,} rows (--data_split {split})"
         options = {"tokenizer": tokenizer, "stage": stage, "limit": limit, "columns": columns}
         options |= {"names": names, "train_on": getattr(args, "train_on", None)}
-        shares.append((path, taken, source["test"], prompts["test"], options))
+        part = "test" if "test" in source else "train"
+        shares.append((path, said, taken, source[part], asked[part], options))
     made = {"train": [], "test": []}
-    for path, train, test, asked, options in shares:
-        unseen = [i for i, prompt in enumerate(asked) if prompt not in trained_on]
-        if seen := len(test) - len(unseen):
-            why = "its prompt is also trained on"
-            ranks.say(f"{path}, test: dropped {seen} of {len(test)} rows: {why}")
-        for part, rows in (("train", train), ("test", test.select(unseen))):
-            made[part] += tokenise_rows(rows, options, f"{path}, {part}")
+    for path, said, train, test, prompts, options in shares:
+        unseen = [i for i, prompt in enumerate(prompts) if prompt not in trained_on]
+        ranks.say(f"{said}, {len(unseen):,} held out")
+        made["train"] += tokenise_rows(train, options, f"{path}, train")
+        made["test"] += tokenise_rows(test.select(unseen), options, f"{path}, test")
     for part, kept in made.items():
         if not kept:
-            words = f"no {part} rows are left. Add data, or give this step more of --data_split."
-            raise Refused("no-rows-left", words)
+            why = "dropped, another step's (--data_split), or of prompts that are trained on"
+            raise Refused("no-rows-left", f"no {part} rows are left: they are {why}.")
     return [datasets.concatenate_datasets(kept) for kept in made.values()]
 
 
@@ -171,18 +169,10 @@ def refuse(row, place, error):
     raise Refused("bad-row", f"{place}: {error}.\n  Mend the row, or take it out.")
 
 
-def hold_out(rows, prompts):
-    """Returns {"train": rows, "test": rows}, and their prompts: a twentieth of them is test.
-
-    All stages hold out the same rows: by SFT's prompts.
-    """
+def a_twentieth(prompts):
+    """Returns the set of those that are held out, by hash: the same ones in all stages."""
     by_hash = sorted(dict.fromkeys(prompts), key=lambda prompt: zlib.crc32(prompt.encode()))
-    chosen = set(by_hash[: max(1, len(by_hash) // 20)])
-    parts = {"train": [], "test": []}
-    for i, prompt in enumerate(prompts):
-        parts["test" if prompt in chosen else "train"].append(i)
-    of_parts = {part: [prompts[i] for i in where] for part, where in parts.items()}
-    return {part: rows.select(where) for part, where in parts.items()}, of_parts
+    return set(by_hash[: max(1, len(by_hash) // 20)])
 
 
 def tokenise_rows(rows, options, title):
@@ -206,7 +196,7 @@ def tokenise_rows(rows, options, title):
     reasons = list(made["drop"])  # "" for a row that is kept
     for why, count in Counter(filter(None, reasons)).items():
         if why in FATAL:
-            raise Refused(FATAL[why], f"{title}: {why}.")
+            raise Refused("chat-template", f"{title}: {why}.")
         ranks.say(f"{title}: dropped {count} of {len(made)} rows: {why}")
     kept = [i for i, why in enumerate(reasons) if not why]
     return [made.select(kept).remove_columns("drop")] if kept else []

@@ -102,16 +102,15 @@ def add_result_flags(arg):
     arg("model_name_or_path", str, "hub name or folder; without weights: from scratch", fixed=True)
     files = "hub names, .jsonl .json .csv .parquet files, folders of them"
     arg("data_path", str, files, nargs="+", fixed=True)
-    names = "which columns of data_path are ours: prompt=question,response=answer"
-    arg("columns", column_names, names, fixed=True)
+    arg("columns", column_names, "ours=theirs: prompt=question,response=answer", fixed=True)
     shares = "rows of sft, reward, ppo, disjoint. 2,4,4 [DeepSpeed-Chat]"
     arg("data_split", "2,4,4", shares, most=1e9, type=three_numbers, fixed=True)
     arg("output_dir", str, "where everything that the run leaves behind goes")
     length = "tokens of prompt + response; a long prompt keeps its end, a long response is cut"
     arg("max_seq_len", int, length, least=2, fixed=True)
     arg("group_by_length", 1, "1: rows of like length together; 0: shuffled", most=1, fixed=True)
-    seed = "initialisation, shuffling, sampling. 1234 [DeepSpeed-Chat]"
-    arg("seed", 1234, seed, most=2**32 - 1, fixed=True)  # numpy takes no more
+    # numpy takes no seed above
+    arg("seed", 1234, "of all that is random. 1234 [DeepSpeed-Chat]", most=2**32 - 1, fixed=True)
     arg("lora_dim", 0, LORA, most=RANK, fixed=True)
     times = "LoRA's product is multiplied by lora_alpha / rank"
     arg("lora_alpha", 16, times, least=1e-6, type=float, fixed=True)
@@ -123,8 +122,8 @@ def add_result_flags(arg):
     names = ["cosine", "linear", "constant", "constant_with_warmup"]
     arg("lr_scheduler_type", "cosine", "cosine [DeepSpeed-Chat]", choices=names, fixed=True)
     arg("num_warmup_steps", 0, "optimizer steps of linear warm-up")
-    betas = "AdamW's betas. 0.9,0.95 [DeepSpeed-Chat]"
-    arg("adam_betas", "0.9,0.95", betas, most=0.999999, type=two_numbers)  # fp32: more is 1
+    # in fp32 more is 1
+    arg("adam_betas", "0.9,0.95", "AdamW's [DeepSpeed-Chat]", most=0.999999, type=two_numbers)
     arg("max_grad_norm", 1.0, "gradients are scaled down to it; 0: never. 1 [DeepSpeed-Chat]")
     arg("per_device_train_batch_size", int, "rows of one forward on one device", least=1)
     arg("gradient_accumulation_steps", 1, "micro-batches of one optimizer step", least=1)

@@ -17,8 +17,7 @@ def add_models_and_sizes(parser):
     arg("actor_model_name_or_path", str, "actor and reference: step 1's output", fixed=True)
     arg("critic_model_name_or_path", str, "start of the critic: step 2's output", fixed=True)
     arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
-    equal = "responses of one forward; as many as of a generation batch"
-    arg("per_device_training_batch_size", int, equal, least=1)
+    arg("per_device_training_batch_size", int, "responses of one forward; the same number", least=1)
     arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)
     arg("max_prompt_seq_len", int, "tokens; a longer one keeps its end", least=2, fixed=True)
     arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
@@ -41,8 +40,7 @@ def add_options(parser):
         arg(f"{role}_zero_stage", int, which, choices=declaring.STAGES)
     together = "responses decoded at a time; None: all of a step on a rank. Fewer take less memory"
     arg("rollout_batch_size", int, together, least=1)
-    compiled = "decode in a static cache, compiled by transformers on CUDA: docs/ppo.md"
-    arg("compile_decoding", False, compiled)
+    arg("compile_decoding", False, "decode in a static cache, compiled on CUDA: docs/ppo.md")
     arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses")
     arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
     arg("microscope", 4, "held-out prompts whose responses are in tokens.jsonl, token by token")
@@ -64,14 +62,11 @@ def add_reward_flags(arg):
 
 def add_sampling_flags(arg):
     """Declares how responses are sampled."""
-    late = "no EOS in so many first tokens. Log-probs stay the whole distribution's"
-    arg("min_new_tokens", 0, late, fixed=True)
-    ends = "texts that end a response as EOS does"
-    arg("stop", str, ends, nargs="+", default=[], fixed=True)
+    arg("min_new_tokens", 0, "no EOS in so many first tokens. Log-probs as --top_p's", fixed=True)
+    arg("stop", str, "texts that end a response as EOS does", nargs="+", default=[], fixed=True)
     nucleus = "nucleus sampling; 1: off. Log-probs are the whole distribution's"
     arg("top_p", 1.0, nucleus, least=1e-6, most=1, fixed=True)
-    likeliest = "sample from the k likeliest tokens; 0: off. Log-probs as with --top_p"
-    arg("top_k", 0, likeliest, fixed=True)
+    arg("top_k", 0, "sample from the k likeliest; 0: off. Log-probs as --top_p's", fixed=True)
     arg("num_eval_prompts", 128, "held-out prompts answered at each evaluation", least=1)
 
 
@@ -83,12 +78,10 @@ def add_loss_flags(arg):
     arg("target_kl", float, "ends a rollout's updates when approx_kl, to its policy, is above")
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
     arg("critic_warmup_steps", 0, "first steps that train the critic alone", fixed=True)
-    average = "1: keep an average of the actor's weights, in ema/"
-    arg("enable_ema", 0, average, most=1, fixed=True)
+    arg("enable_ema", 0, "1: keep an average of the actor's weights, in ema/", most=1, fixed=True)
     arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)
     arg("eval_ema", 0, "1: keep and evaluate that average, too: eval_ema_...", most=1)
-    lifted = "1: lift the limits on batch sizes, epochs, generation batches"
-    arg("allow_unstable", 0, lifted, most=1)
+    arg("allow_unstable", 0, "1: no limits on batch sizes, epochs, generation batches", most=1)
 
 
 def resolve(args, advantages):

@@ -193,5 +193,5 @@ def test_a_template_whose_turns_cannot_be_told_is_refused(tokenizer, tmp_path):
     row = {"messages": chat("Why?", "<think>Hm</think>So.", "And?", "Then.")}
     with pytest.raises(Refused) as caught:
         load(tokenizer, [folder(tmp_path, [row] * 9)])
-    assert caught.value.rule == "turns-unknown" and "--train_on last" in caught.value.words
+    assert caught.value.rule == "chat-template" and "--train_on last" in caught.value.words
     assert rows.tokenise_row(row, tokenizer, "sft", 128, "last")["drop"] == ""
