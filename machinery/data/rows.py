@@ -10,10 +10,11 @@ import numpy as np
 
 from machinery.base import ranks
 from machinery.base.refused import Refused
-from machinery.data import data_split, formats, sources, tokens
+from machinery.data import formats, sources, tokens
 from machinery.data.formats import LeftOut
 from machinery.data.tokens import NO_TEMPLATE, TURNS_UNKNOWN, tokenise_prompt, tokenise_response
 
+STAGES = ("sft", "reward", "ppo")  # in the order of --data_split
 TEXTS = {"sft": ["response"], "reward": ["chosen", "rejected"], "ppo": []}  # of an Example
 MANY = 10_000  # rows that take some ten seconds to tokenise: several processes share the work
 FATAL = NO_TEMPLATE, TURNS_UNKNOWN  # for any row
@@ -107,13 +108,12 @@ def load_rows(args, tokenizer, stage, limit):
         names = sources.names_in(args, path, columns)
         check_columns(path, sources.parse(dict.fromkeys(columns), names), stage)
         asked = {part: read_prompts(path, part, source[part], stage, names) for part in source}
-        first_prompt, _, _ = read_row(sources.parse(source["train"][0], names), stage)
-        if isinstance(first_prompt, list):
+        if isinstance(read_row(sources.parse(source["train"][0], names), stage)[0], list):
             tokens.end_as_in_chats(tokenizer)
         held_out = set() if "test" in source else a_twentieth(asked["train"])
         trained_on.update(set(asked["train"]) - held_out)
         own = [i for i, prompt in enumerate(asked["train"]) if prompt not in held_out]
-        taken = data_split.share_of(source["train"].select(own), args.data_split, stage)
+        taken = share_of(source["train"].select(own), args.data_split, stage)
         split = ",".join(f"{part:g}" for part in args.data_split)
         said = f"{path}: {len(taken):,} of {len(own):,} rows (--data_split {split})"
         options = {"tokenizer": tokenizer, "stage": stage, "limit": limit, "columns": columns}
@@ -167,6 +167,17 @@ def refuse(row, place, error):
     """Refuses a row that cannot be read: at `place`, if it does not say where it stands."""
     place = row.get(sources.PLACE) or place
     raise Refused("bad-row", f"{place}: {error}.\n  Mend the row, or take it out.")
+
+
+def share_of(rows, data_split, stage):
+    """Returns the stage's share of the rows, in their order.
+
+    The shares are disjoint, and do not depend on --seed: stages may be run with different ones.
+    """
+    order = np.random.default_rng(0).permutation(len(rows))
+    ends = np.cumsum([0, *data_split]) / (sum(data_split) or 1) * len(order)
+    start, end = ends.round().astype(int)[STAGES.index(stage) :][:2]
+    return rows.select(np.sort(order[start:end]))
 
 
 def a_twentieth(prompts):

@@ -91,13 +91,7 @@ def column_names(text):
 
 def add_common_flags(parser, own_forms=()):
     """Declares the flags of all scripts, except those named in `own_forms`."""
-    add_result_flags(flag_group(parser, "flags that change the result", own_forms))
-    title = "flags that change only speed, memory, and what is written"
-    add_speed_flags(flag_group(parser, title, own_forms))
-
-
-def add_result_flags(arg):
-    """Declares what a run starts from, and what trains, how long, and how fast."""
+    arg = flag_group(parser, "flags that change the result", own_forms)
     arg("preset", str, "a named recipe. toy when no model is named, else the first after it")
     arg("model_name_or_path", str, "hub name or folder; without weights: from scratch", fixed=True)
     files = "hub names, .jsonl .json .csv .parquet files, folders of them"
@@ -127,10 +121,8 @@ def add_result_flags(arg):
     arg("max_grad_norm", 1.0, "gradients are scaled down to it; 0: never. 1 [DeepSpeed-Chat]")
     arg("per_device_train_batch_size", int, "rows of one forward on one device", least=1)
     arg("gradient_accumulation_steps", 1, "micro-batches of one optimizer step", least=1)
-
-
-def add_speed_flags(arg):
-    """Declares how the devices share the work, what the run writes, and when it stops."""
+    title = "flags that change only speed, memory, and what is written"
+    arg = flag_group(parser, title, own_forms)
     arg("per_device_eval_batch_size", int, "rows of one forward of the evaluation", least=1)
     arg("zero_stage", int, "1 shards optimizer states, 2 gradients, too, 3 weights", choices=STAGES)
     split = "ranks that share each layer of a model in training (AutoTP), bf16 only"

@@ -31,7 +31,15 @@ def add_options(parser):
         arg(f"{role}_weight_decay", 0.0, "decoupled (AdamW); matrices only")
         arg(f"{role}_dropout", float, "every dropout; None: what its config says", most=1)
         arg(f"{role}_lora_dim", 0, declaring.LORA, most=declaring.RANK, fixed=True)
-    add_reward_flags(arg)
+    models = "frozen reward models; None: the critic's, unless --reward_fn is given"
+    arg("reward_model_name_or_path", str, models, nargs="+", fixed=True)
+    function = "f(prompts, completions, **columns) returns a number a response, or one a token"
+    arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION", fixed=True)
+    arg("reward_combine", "sum", "one score of several judges'", choices=["sum", "min"], fixed=True)
+    arg("gold_fn", str, "a function like --reward_fn's, only logged", metavar="FILE:FUNCTION")
+    scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
+    arg("normalize_reward", 0, scaled, most=1, fixed=True)
+    arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
     add_sampling_flags(arg)
     add_loss_flags(arg)
     arg = declaring.flag_group(parser, "PPO: options that change only speed and memory")
@@ -45,19 +53,6 @@ def add_options(parser):
     arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
     arg("microscope", 4, "held-out prompts whose responses are in tokens.jsonl, token by token")
     declaring.add_common_flags(parser, OWN_FORMS)
-
-
-def add_reward_flags(arg):
-    """Declares who scores the responses."""
-    models = "frozen reward models; None: the critic's, unless --reward_fn is given"
-    arg("reward_model_name_or_path", str, models, nargs="+", fixed=True)
-    function = "f(prompts, completions, **columns) returns a number a response, or one a token"
-    arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION", fixed=True)
-    arg("reward_combine", "sum", "one score of several judges'", choices=["sum", "min"], fixed=True)
-    arg("gold_fn", str, "a function like --reward_fn's, only logged", metavar="FILE:FUNCTION")
-    scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
-    arg("normalize_reward", 0, scaled, most=1, fixed=True)
-    arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
 
 
 def add_sampling_flags(arg):

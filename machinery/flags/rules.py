@@ -36,7 +36,7 @@ def of_all(args):
     stages = stages_of(args)
     lora = any(value for name, value in vars(args).items() if name.endswith("lora_dim"))
     split = args.tensor_parallel_size > 1  # ranks share layers
-    rank_count = int(os.environ.get("WORLD_SIZE", 1))
+    rank_count = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
 
     needs_gpu = args.dtype == "fp16" or args.deepcompile
     on_cpu = get_accelerator().device_name() == "cpu"
@@ -115,9 +115,6 @@ def of_ppo(args):
 
 def warn_of_ppo(args):
     """Prints what is permitted in PPO, and should be watched."""
-    if args.allow_unstable:
-        words = "several updates on a rollout make its log-probs stale. Watch ratio_max, approx_kl."
-        ranks.say(f"warning: --allow_unstable: {words}")
     if args.kl_in == "reward" and args.kl_estimator != "k1":
         words = "in the reward hardly holds the actor back. Use k1, or --kl_in loss."
         ranks.say(f"warning: --kl_estimator {args.kl_estimator} {words}")

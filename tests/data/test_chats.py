@@ -10,7 +10,7 @@ from data_kit import TEMPLATE, chat, dahoas, folder, load, many
 import sft
 from machinery.base.refused import Refused
 from machinery.data import rows, tokens
-from machinery.data.data_split import STAGES
+from machinery.data.rows import STAGES
 from machinery.models import saving
 
 CHATML = (

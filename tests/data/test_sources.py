@@ -75,7 +75,6 @@ BROKEN = {  # files that cannot be read: what the message must say
     "half.jsonl": (GOOD + '{"prompt": "\\ud800"}\n', "half.jsonl, line 2: "),
     "latin.jsonl": (GOOD.encode() + '{"prompt": "é"}'.encode("latin-1"), "latin.jsonl, line 2: "),
     "cells.csv": ("prompt,response\nQ?, r\nQ?, r,more\n", "cells.csv, line 3: "),
-    "rows.txt": (GOOD, ".jsonl, .json, .csv, .parquet"),
 }
 
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from machinery.base.refused import Refused
 from machinery.data import rows
-from machinery.data.data_split import STAGES
+from machinery.data.rows import STAGES
 
 
 def prompts(tokenizer, path, stage):
