@@ -53,8 +53,8 @@ def read_splits(path):
     if taken and not any(name.endswith(".parquet") for name in taken):
         columns = {}
         return {part: read_files(files[part], columns) for part in files}, list(columns)
-    what = {"path": "parquet", "data_files": path} if local.is_file() else {"path": path}
-    splits = datasets.load_dataset(**what)
+    read = datasets.load_dataset
+    splits = read("parquet", data_files=path) if local.is_file() else read(path)
     return splits, next(iter(splits.values())).column_names
 
 

@@ -18,10 +18,7 @@ def check(args, rules):
     """Raises Refused if the flags break one of the rules, such as `of_all`."""
     for name, broken, words in rules(args):
         if broken:
-            shown = {
-                flag: f"--{flag}" if value is True else f"--{flag} {value}"
-                for flag, value in vars(args).items()
-            }
+            shown = {flag: f"--{flag} {value}" for flag, value in vars(args).items()}
             raise Refused(name, words.format(**shown))
 
 

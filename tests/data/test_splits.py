@@ -99,7 +99,7 @@ def test_the_fingerprint_is_of_the_rows_themselves(tokenizer, tmp_path):
 
 def test_a_date_in_a_chat_template_changes_no_fingerprint():
     """Some templates write today's date. A run that is resumed tomorrow has the same data."""
-    table = {"prompt": ["[]"], "prompt_ids": [[5, 6]], "prompt_loss_mask": [[0, 0]], "length": [7]}
+    table = {"prompt": ["[]"], "prompt_ids": [[5, 6]], "extra": ["{}"]}
     today, tomorrow, other = (
         Dataset.from_dict({**table, **changed})
         for changed in ({}, {"prompt_ids": [[5, 7]]}, {"prompt": ["[1]"]})
