@@ -38,9 +38,9 @@ def new_parser(doc):
     )
 
     def error(text):
-        near = ["--help"]
+        near, known = ["--help"], parser._option_string_actions
         for flag in re.findall(r"--\w+", text):
-            near += difflib.get_close_matches(flag, parser._option_string_actions)
+            near += difflib.get_close_matches(flag, known, cutoff=0.75)
         raise Refused("wrong-flag", f"{text}\n  See {', '.join(near)}.")
 
     parser.error = error
@@ -121,8 +121,7 @@ def add_common_flags(parser, own_forms=()):
     arg("max_grad_norm", 1.0, "gradients are scaled down to it; 0: never. 1 [DeepSpeed-Chat]")
     arg("per_device_train_batch_size", int, "rows of one forward on one device", least=1)
     arg("gradient_accumulation_steps", 1, "micro-batches of one optimizer step", least=1)
-    title = "flags that change only speed, memory, and what is written"
-    arg = flag_group(parser, title, own_forms)
+    arg = flag_group(parser, "flags of speed, memory, and what is written", own_forms)
     arg("per_device_eval_batch_size", int, "rows of one forward of the evaluation", least=1)
     arg("zero_stage", int, "1 shards optimizer states, 2 gradients, too, 3 weights", choices=STAGES)
     split = "ranks that share each layer of a model in training (AutoTP), bf16 only"

@@ -100,8 +100,7 @@ def resolve(args, advantages):
     for name, value in left_open.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    given = args.declared.given
-    if "data_path" in given and "gold_fn" not in given:
+    if args.declared.given & {"data_path", "gold_fn"} == {"data_path"}:
         args.gold_fn = None  # a preset's knows the questions of the preset's own data only
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
     args.enable_ema = args.enable_ema or args.eval_ema
