@@ -50,7 +50,7 @@ def read_splits(path):
         there = {str(file) for kind in KINDS for file in local.resolve().rglob(f"*{kind}")}
         if others := sorted(there - taken):
             ranks.say(f"warning: {path}: {len(others)} of its files are not read, as {others[0]}")
-    if taken and not any(name.endswith(".parquet") for name in taken):
+    if taken and all(name.endswith(KINDS[:-1]) for name in taken):
         columns = {}
         return {part: read_files(files[part], columns) for part in files}, list(columns)
     read = datasets.load_dataset

@@ -217,8 +217,8 @@ def check_ranges(args, flags):
         given = getattr(args, flag.dest)
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, (int, float)) and not flag.least <= value <= flag.most:
-                allowed = f"It must be from {flag.least} to {flag.most}."
-                raise Refused("out-of-range", f"--{flag.dest} {value}.\n  {allowed}")
+                words = f"--{flag.dest} {value} must be from {flag.least} to {flag.most}."
+                raise Refused("out-of-range", words)
 
 
 def of_role(args, role="", **changes):
