@@ -45,17 +45,18 @@ class Layout:
         token        -    x0   x1   y0   y1   eos  -
         mask         0    1    1    1    1    1    0
         positions    0    0    1    2    3    4    4
-        predicts               2    3    4               of y0, y1, eos
+        predicts               2    3    4    5          of y0, y1, eos, and of padding
 
     The logits at x1 predict y0, those at y0 predict y1, and so on: a token is placed one after
-    where it is predicted. The next row begins at flat place T. Rows in which several responses
+    where it is predicted. R = 4 is the longest response of the micro-batch; which places count is
+    said by other masks. The next row begins at flat place T. Rows in which several responses
     share a prompt (machinery/rollout/shared_prompts.py) differ only in what stands here.
     """
 
     ids: Tensor  # (N, T)
-    mask: Tensor  # (N, T) 1 on real tokens; or (N, 1, T, T) which token (third) sees which (fourth)
+    mask: Tensor  # (N, T) 1 on real tokens; or (N, 1, T, T) 1 where token i may attend to token j
     positions: Tensor  # (N, T) position ids
-    real_tokens: Tensor  # (N,) how many tokens of a row are no padding
+    real_tokens: Tensor  # (N,) how many tokens of a row are not padding
     predicts: Tensor  # (B, R) flat place, in N x T, of the logits (or value) before each token
 
     def to(self, device):
@@ -133,7 +134,7 @@ class TokenLogprobs(torch.autograd.Function):
         for part in chunks(logits):
             scaled = in_fp32(logits[part], ctx.temperature)
             softmax = (scaled - logsumexp[part, None]).exp_()  # (chunk, V)
-            minus = softmax.mul_(-grad[part])
+            minus = softmax.mul_(-grad[part])  # -softmax * grad, and + grad at the target:
             out[part] = minus.scatter_add_(-1, targets[part, None], grad[part])
         return out, None, None
 
@@ -200,14 +201,17 @@ def response_logprobs(model, layout, wanted, temperature=1.0):
     return token_logprobs(logits, layout, wanted, temperature)
 
 
-def response_values(value_model, layout):
-    """Values (B, R) from which each response token is chosen: the reward still to come."""
+def values_before_tokens(value_model, layout):
+    """Values (B, R) one place before each response token: the reward still to come from there."""
     values = value_model(layout.ids, layout.mask, layout.positions)  # (N, T)
     return values.flatten()[layout.predicts]
 
 
 def values_at_tokens(value_model, layout):
-    """Values (B, R) at the response tokens themselves. At the last one it is the score."""
+    """Values (B, R) at the response tokens themselves. At the last one it is the score.
+
+    `predicts` is one place before each token, so that 1 is added.
+    """
     values = value_model(layout.ids, layout.mask, layout.positions)  # (N, T)
     return values.flatten()[layout.predicts + 1]
 
@@ -395,14 +399,14 @@ def reference_of(actor, args, batch_size):
     return frozen_engine(args, batch_size)
 
 
-def loss_scale(token_count, micro_steps):
+def loss_scale(engine, count):
     """The factor that turns a micro-batch's loss SUM into its share of the minibatch's exact mean.
 
-    token_count: tokens that count, over all ranks and micro-batches of the optimizer step.
-    DeepSpeed divides every loss by the accumulation steps and averages gradients over the ranks:
-    both are undone here, and nowhere else.
+    count: tokens (in step 2 pairs) that count, over all ranks and micro-batches of the optimizer
+    step. DeepSpeed divides every loss by the engine's accumulation steps, and averages gradients
+    over the ranks: both are undone here, and nowhere else.
     """
-    return ranks.data_parallel_size() * micro_steps / max(token_count, 1)
+    return ranks.data_parallel_size() * engine.gradient_accumulation_steps() / max(count, 1)
 
 
 # ---- 5  Batches ----
@@ -417,7 +421,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def epoch_batches(lengths, seed, epoch, batch_size, micro_steps, group_by_length):
-    """This rank's micro-batches of one epoch (lists of row numbers), `micro_steps` a step.
+    """This rank's micro-batches of one epoch (lists of row numbers), `micro_steps` per step.
 
     The rows of each optimizer step depend on (seed, epoch) and on how many rows a step takes, not
     on ranks and micro-batches: results do not change with the number of GPUs. A short last step is

@@ -17,18 +17,18 @@ and at the end 8 save.
 
 A rollout is divided into minibatches (one optimizer step each), and these into micro-batches (one
 forward each). By default a rollout is one minibatch that is used once, as in DeepSpeed-Chat. The
-actor that trains is then the one that sampled: the ratio of new to old probabilities is 1, nothing
-is clipped, and PPO is a policy gradient with a baseline. With --ppo_epochs, or more than one
-minibatch, later updates see a ratio that is not 1, and clipping acts: --allow_unstable 1 permits
-it, and labs/stability.md shows what it does.
+actor that trains is then the one that sampled: the ratio of new to old probabilities is 1, the
+policy loss is never clipped, and PPO is a policy gradient with a baseline. With --ppo_epochs, or
+more than one minibatch, later updates see a ratio that is not 1, and clipping acts:
+--allow_unstable 1 permits it, and labs/stability.md shows what it does.
 
 Shapes: B responses of a micro-batch, in N rows of T tokens; P the longest prompt and R the longest
 response; V vocabulary; H hidden size.
 Token layout of one row, P = 3 (left-padded), R = 4 (right-padded; '-' is padding)
     place             0    1    2    3    4    5    6
     token             -    x0   x1 | y0   y1   eos  -
-    logits at t predict token t+1: the response is predicted at places P-1 .. T-2, and these
-        are `predicts` (common.Layout)                                                     (B, R)
+    logits at t predict token t+1: the response is predicted at places P-1 .. T-2; counted
+        through all rows, these are `predicts` (common.Layout)                             (B, R)
     values at t predict the reward from token t+1 on, so they are read at the same places  (B, R)
     response_mask is 1 on y0, y1, eos. The score is placed on eos (on the last token if it was cut).
 """
@@ -50,12 +50,10 @@ from machinery.engine import patches, state_offload, zero3
 from machinery.flags import declaring, ppo_flags
 from machinery.models import forwards, model_folders
 from machinery.rollout import (
-    compiled_decoding,
+    checks,
     decoding,
     ema,
-    first_step,
     judging,
-    kl_controller,
     microscope,
     rollout_metrics,
     shared_prompts,
@@ -67,7 +65,7 @@ PRESETS = {
     # As in sft.py.
     "toy": dict(
         actor_model_name_or_path="output/sft",
-        critic_model_name_or_path="output/reward",
+        critic_model_name_or_path="output/reward",  # and the reward model, unless a flag names one
         data_path=["toy/data"],
         data_split="4,5,1",
         output_dir="output/ppo",
@@ -78,7 +76,7 @@ PRESETS = {
         actor_weight_decay=0.0,
         critic_weight_decay=0.0,
         actor_dropout=0.0,
-        critic_dropout=None,
+        critic_dropout=None,  # the model's own, which has none
         num_warmup_steps=10,
         max_prompt_seq_len=32,
         max_answer_seq_len=48,
@@ -95,7 +93,7 @@ PRESETS = {
         log_steps=5,
         eval_steps=30,
     ),
-    # [Huang 2024]: The N+ details of RLHF with PPO.
+    # Batch and KL penalty as in [Huang 2024], The N+ details of RLHF with PPO; not its 4 epochs.
     "qwen2.5-0.5b": dict(
         actor_model_name_or_path="output/sft",
         critic_model_name_or_path="output/reward",
@@ -118,7 +116,8 @@ PRESETS = {
         missing_eos_penalty=1.0,  # TRL's
         zero_stage=2,
     ),
-    # DeepSpeed-Chat's: opt/single_node/run_1.3b.sh. It does not whiten advantages: --whiten 0.
+    # DeepSpeed-Chat's: opt/single_node/run_1.3b.sh. It does not whiten advantages (--whiten 0);
+    # docs/runs.md lists what else is done otherwise.
     "opt-1.3b": dict(
         actor_model_name_or_path="output/sft",
         critic_model_name_or_path="output/reward",
@@ -129,7 +128,7 @@ PRESETS = {
         actor_learning_rate=9.65e-6,
         critic_learning_rate=5e-6,
         actor_dropout=0.0,  # off: with it the first ratio is not 1, and the run stops
-        critic_dropout=None,  # on: the model's own
+        critic_dropout=None,  # the model's own, 0.1: values move, and are clipped, by dropout alone
         num_warmup_steps=100,
         max_prompt_seq_len=256,
         max_answer_seq_len=256,
@@ -168,7 +167,10 @@ PRESETS = {
 
 
 def get_args(argv=None):
-    """The papers' flags; others are in machinery/flags/ppo_flags.py."""
+    """The papers' flags; others are in machinery/flags/ppo_flags.py.
+
+    least, most: the range. fixed: a run that goes on with --resume must have the same.
+    """
     parser = declaring.new_parser(__doc__)
     ppo_flags.add_models_and_sizes(parser)
     arg = declaring.flag_group(parser, "PPO: flags that change the result")
@@ -176,7 +178,7 @@ def get_args(argv=None):
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6, fixed=True)
     arg("advantage", "gae", "only gae has a critic", choices=list(ADVANTAGES), fixed=True)
     arg("samples_per_prompt", 1, "responses; rloo and grpo compare them", least=1, fixed=True)
-    arg("gamma", 1.0, "discount. 1 [DeepSpeed-Chat]", most=1, fixed=True)
+    arg("gamma", 1.0, "discount, of gae and reinforce. 1 [DeepSpeed-Chat]", most=1, fixed=True)
     arg("lam", 0.95, "GAE's lambda: 0 trusts the critic. 0.95 [DeepSpeed-Chat]", most=1, fixed=True)
     arg("whiten", int, "1: advantages to mean 0, deviation 1; None: by --advantage", fixed=True)
     arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]")
@@ -185,12 +187,12 @@ def get_args(argv=None):
     arg("kl_in", "reward", "place of KL. loss [Shao 2024]", choices=["reward", "loss"], fixed=True)
     arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=inf)
     arg("clip_value", 0.2, "values are clipped to old +- this. 0.2 [DeepSpeed-Chat]", most=inf)
-    arg("clip_reward", 5.0, "scores are clipped to +- this. 5 [DeepSpeed-Chat]", most=inf)
+    arg("clip_reward", 5.0, "each score is clipped to +- this. 5 [DeepSpeed-Chat]", most=inf)
     ppo_flags.add_options(parser)
     return ppo_flags.resolve(declaring.parse(parser, PRESETS, argv, "ppo"), ADVANTAGES)
 
 
-# ---- Maths: pure functions of (B, R) unless said; mask is 1 on real response tokens ----
+# ---- Maths, of (B, R) unless said; mask is 1 on real response tokens ----
 KL_ESTIMATORS = "k1", "k2", "k3"
 
 
@@ -200,6 +202,7 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
     r = ref / pi        k1 = -log r             unbiased, may be negative, noisy
                         k2 = (log r)^2 / 2      biased a little, never negative
                         k3 = r - 1 - log r      unbiased, never negative
+    As a loss, k2 has the gradient of KL(pi || ref), k3 that of KL(ref || pi), and k1 none.
     """
     log_r = ref_logprobs - logprobs
     if estimator == "k1":
@@ -209,12 +212,27 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
     return log_r.exp() - 1 - log_r
 
 
-def token_rewards(scores, kl, mask, kl_coef, clip_reward, penalty=0.0):
-    """Minus the KL penalty on every token, plus the clipped scores.  [Ouyang 2022] eq. 2
+def adapted_kl_coef(kl_coef, kl, target):
+    """--kl_target: raises the KL penalty if KL is above its target.  [Ziegler 2019] section 2.2
 
-    A whole response's score is placed on its last token. `penalty` is taken off after clipping.
+        error   = clip(KL / target - 1, -0.2, 0.2)
+        kl_coef = kl_coef * (1 + 0.1 * error)
+
+    kl, target: nats per response.
+
+    >>> round(adapted_kl_coef(0.1, kl=12.0, target=6.0), 6)  # the error is clipped to 0.2
+    0.102
     """
-    return (-kl_coef * kl * mask + (scores.clamp(-clip_reward, clip_reward) - penalty)) * mask
+    return kl_coef * (1 + 0.1 * min(max(kl / target - 1, -0.2), 0.2))
+
+
+def token_rewards(scores, kl, mask, kl_coef, clip_reward, penalty=0.0):
+    """Minus the KL penalty on every token, plus the scores.  [Ouyang 2022] eq. 2
+
+    A whole response's score is placed on its last token, and 0 elsewhere. Clipping is
+    DeepSpeed-Chat's; `penalty` is taken off after it.
+    """
+    return (-kl_coef * kl + (scores.clamp(-clip_reward, clip_reward) - penalty)) * mask
 
 
 def gae(rewards, values, mask, gamma, lam):
@@ -251,7 +269,7 @@ def reinforce(rewards, mask, gamma):
 def rloo(totals, groups):
     """A response's reward minus the mean of the OTHER ones to its prompt.  [Ahmadian 2024]
 
-        A_i = R_i - (sum of R_j over j != i) / (n - 1)
+        A_i = total_i - (sum of total_j over j != i) / (n - 1)
 
     totals: (n,) rewards of n responses, groups: (n,) numbers of their prompts -> (n,)
     """
@@ -262,9 +280,10 @@ def rloo(totals, groups):
 def grpo(totals, groups):
     """A response's reward, normalised within its prompt's.  [Shao 2024] section 4.1.2
 
-    A_i = (R_i - mean(R)) / (std(R) + 1e-4)      (n,), (n,) -> (n,)
+    A_i = (total_i - mean) / (std + 1e-4)        (n,), (n,) -> (n,)
 
-    std has n - 1 below. Where all rewards are equal A is 0, as the sums are made in float64.
+    std divides by n - 1. Where all rewards are equal A is exactly 0, since `set_advantages` gives
+    totals in float64. The mean over tokens of GRPO's loss is another matter: see `loss_weights`.
     """
     n = group_sum(torch.ones_like(totals), groups)
     errors = totals - group_sum(totals, groups) / n
@@ -279,7 +298,7 @@ def group_sum(values, groups):
 def whitened(advantages, masks):
     """Shifts and scales lists of (B, R) to mean 0, deviation 1 over the rollout's tokens.
 
-    Of all ranks, without padding: else results would change with the number of GPUs.
+    Over the real tokens of all ranks, so that neither padding nor the number of GPUs matters.
     """
     a = torch.cat([x.flatten() for x in advantages]).double()
     m = torch.cat([x.flatten() for x in masks]).double()
@@ -312,7 +331,7 @@ def actor_loss(args, batch, logprobs, entropy, kl_coef):
     loss, ratio = policy_loss(
         logprobs, batch.old_logprobs, batch.advantages, args.clip, args.clip_high
     )
-    clipped = loss != -ratio * batch.advantages
+    clipped = loss != -ratio * batch.advantages  # the minimum was the other one
     if args.kl_in == "loss":
         loss = loss + kl_coef * kl_estimate(logprobs, batch.ref_logprobs, args.kl_estimator)
     if args.entropy_coef:
@@ -321,9 +340,9 @@ def actor_loss(args, batch, logprobs, entropy, kl_coef):
 
 
 def value_loss(values, old_values, returns, clip_value):
-    """Half the squared error of the values, or of the values clipped to old +- clip, if larger.
+    """Half the larger of two squared errors: of the values, and of the values clipped.
 
-    As in DeepSpeed-Chat; not in the PPO paper.
+    They are clipped to old_values +- clip_value. As in DeepSpeed-Chat; not in the PPO paper.
     """
     clipped = old_values + (values - old_values).clamp(-clip_value, clip_value)
     return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
@@ -366,10 +385,10 @@ ADVANTAGES = {
 # ---- The micro-batch ----
 @dataclass
 class MicroBatch(common.Layout):
-    """B responses, laid out for a forward, and what is found out about them, from top to bottom."""
+    """B responses, laid out for a forward. The fields below are filled in from top to bottom."""
 
     responses: list  # (B,) dicts: prompt, text, response_ids, group, ...
-    length: Tensor  # (B,) tokens of each response, known from sampling and never from a mask
+    length: Tensor  # (B,) tokens of each response. A mask's sum may be less: it may leave some out
     ended: Tensor  # (B,) 1, or 0 for a response that was cut off
     row_weight: Tensor  # (B,) 1, or 0 for a filler (common.Rows)
     response_mask: Tensor  # (B, R) 1 on tokens that the actor wrote and that count
@@ -378,13 +397,13 @@ class MicroBatch(common.Layout):
     # 4 score; all below are (B, R)
     ref_logprobs: Tensor = None
     logprobs: Tensor = None  # of the scoring forward; with a graph if it is trained on, too
-    entropy: Tensor = None  # likewise
-    values: Tensor = None  # likewise
-    old_logprobs: Tensor = None  # the same numbers without a graph
+    entropy: Tensor = None  # of the same forward
+    values: Tensor = None  # with a graph if the forward is trained on, too
+    old_logprobs: Tensor = None  # the numbers of logprobs, without a graph
     old_values: Tensor = None
     kl: dict = field(default_factory=dict)  # to the reference, by each estimator: (B, R) each
     scores: Tensor = None  # a whole response's on its last token
-    gold: Tensor = None  # likewise: --gold_fn, not trained on
+    gold: Tensor = None  # of --gold_fn, in the same places; not trained on
     # 5 advantages
     rewards: Tensor = None
     raw_advantages: Tensor = None  # before whitening
@@ -430,7 +449,6 @@ def make_micro_batches(tokenizer, responses, batch_size, pack=plain_rows):
             for name in part[0].get("tokens", ())
         }
         response_mask = real * tokens.get("own", real) * row_weight[:, None]
-        is_last = response_mask.cumsum(-1) == response_mask.sum(-1, keepdim=True)
         layout = pack(part, tokenizer.pad_token_id)
         batch = MicroBatch(
             **vars(layout),
@@ -439,7 +457,7 @@ def make_micro_batches(tokenizer, responses, batch_size, pack=plain_rows):
             ended=torch.tensor([row["ended"] for row in part]),
             row_weight=row_weight,
             response_mask=response_mask,
-            last=response_mask * is_last,
+            last=response_mask * (response_mask.cumsum(-1) == response_mask.sum(-1, keepdim=True)),
         ).to(ranks.device())
         batch.tokens = {name: numbers.to(ranks.device()) for name, numbers in tokens.items()}
         out.append(batch)
@@ -470,8 +488,9 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     """Samples a response to each prompt, token by token.
 
     ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1), float64: token r of row b is
-    the first whose cumulative probability exceeds uniforms[b, r]. So a response depends on its row
-    alone. synced: all ranks must make the same number of forwards (zero3.gather_for_generation).
+    the first whose cumulative probability exceeds uniforms[b, r]. So a response does not depend on
+    the other rows. synced: all ranks must make the same number of forwards
+    (zero3.gather_for_generation).
 
     Returns responses (B, R'), their log-probs (B, R') under the model at --temperature, their
     lengths (B,), EOS included, and ended: bool (B,), False for a response that was cut at R tokens.
@@ -482,39 +501,40 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     logprobs = torch.zeros(B, R, device=device)
     lengths = torch.zeros(B, dtype=torch.long, device=device)
     alive = torch.ones(B, dtype=torch.bool, device=device)  # rows that have not ended
-    decode = compiled_decoding if args.compile_decoding else decoding
-    forward = compiled_decoding.next_logits if args.compile_decoding else next_logits
-    cache = decode.new_cache(model, ids, mask, R)  # its slots are reserved once
+    cache = decoding.new_cache(args, model, ids, mask, R)  # memory for P + R tokens, once
+    forward = decoding.compiled_next_logits if args.compile_decoding else next_logits
     inputs = ids[cache.rows]  # equal prompts are computed once
     for r in progress.shown(range(R), "tokens of each response"):
         # Forward.
-        logits = forward(model, inputs, cache)  # (b, V)
-        logits = decoding.for_each_row(cache, logits)  # copies of prompts that were computed once
+        logits = forward(model, inputs, cache)  # at first a row for each different prompt
+        logits = decoding.for_each_row(cache, logits)  # (b, V), and the cache has b rows now
         rows = cache.rows  # (b,) which of the B rows these are
 
-        # Draw. Ids that no token uses (embeddings are often padded) cannot be drawn, nor what
-        # --top_k and --top_p leave out. The temperature is applied in fp32, as when tokens are
-        # scored: divided in bf16 the logits would be another policy's.
-        allowed = decoding.restricted(args, tokenizer, logits[:, : len(tokenizer)], r)  # or -inf
-        probs = torch.softmax(common.in_fp32(allowed, args.temperature), -1)
-        cumulative = probs.cumsum(-1, dtype=torch.float64)
-        threshold = uniforms[rows, r, None] * cumulative[:, -1:]  # (b, 1) the sum is not quite 1
+        # Draw. The temperature is applied in fp32, as when tokens are scored: divided in bf16 the
+        # logits would be another policy's.
+        probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)  # (b, V)
+        # Ids that no token uses cannot be drawn (embeddings are often padded). What --top_k and
+        # --top_p leave out gets probability 0, so that the sum need not be 1.
+        allowed = decoding.restricted(args, tokenizer, probs[:, : len(tokenizer)], r)
+        cumulative = allowed.cumsum(-1, dtype=torch.float64)
+        threshold = uniforms[rows, r, None] * cumulative[:, -1:]  # (b, 1)
         token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]  # (b,)
-        token.clamp_(max=cumulative.shape[1] - 1)  # beyond only if it is NaN: part 4 stops the run
-        scaled = common.in_fp32(logits, args.temperature)  # of all ids, as when it is scored
-        logprob = scaled.gather(-1, token[:, None])[:, 0] - scaled.logsumexp(-1)  # (b,)
+        token.clamp_(max=cumulative.shape[1] - 1)  # NaN goes past the end: part 4 stops the run
+        # The log-prob is that of the whole distribution, as when the token is scored.
+        logprob = probs.gather(-1, token[:, None])[:, 0].log()  # (b,)
 
-        # Append, where the row goes on. Its last token is EOS, or the end of a text of --stop.
+        # Append, where the row goes on: rows that have ended may stay in the cache for a while.
+        # A row's last token is EOS, or the end of a text of --stop.
         writes = alive[rows]
         responses[rows, r] = token.where(writes, tokenizer.pad_token_id)
         logprobs[rows, r] = logprob.where(writes, 0)
         lengths[rows] += writes
         alive[rows] &= token != tokenizer.eos_token_id
         alive[rows] &= ~decoding.at_stop(args, tokenizer, responses[rows], r)
-        left = alive.sum().item()  # rows that go on
-        if not decoding.anyone(left, synced):
+        remaining = alive.sum().item()  # rows that go on
+        if not decoding.anyone(remaining, synced):
             break
-        decoding.leave_out_ended(cache, alive, left)
+        decoding.leave_out_ended(cache, alive, remaining)
         inputs = responses[cache.rows, r, None]  # (b, 1)
     return responses[:, : r + 1], logprobs[:, : r + 1], lengths, ~alive
 
@@ -523,8 +543,9 @@ def roll_out(args, engine, tokenizer, prompts, step, batch_size):
     """Samples a response to each prompt, `batch_size` of them at a time.
 
     prompts: dicts with prompt_ids, row and sample. Returns the same dicts with response_ids, text,
-    ended (1.0 or 0.0) and tokens, {"sampled_logprobs": [...]}. A response depends on (seed, step,
-    row, sample) alone. All weights are gathered once for all forwards (ZeRO-3), without dropout.
+    ended (1.0 or 0.0) and tokens, {"sampled_logprobs": [...]}. The random numbers of a response
+    depend on (seed, step, row, sample) alone. Dropout is off. Under ZeRO-3 all weights are gathered
+    once, for all forwards.
     """
     out = []
     with zero3.gather_for_generation(engine) as (model, synced):
@@ -551,7 +572,7 @@ def ordered(responses, together=1, seed=None):
     """Returns a rollout's responses in the order in which micro-batches take them.
 
     By length, which saves padding, where one minibatch takes them all; else shuffled, with a seed.
-    The `together` responses that share a row (shared_prompts.py) stay side by side.
+    With --share_prompt the `together` responses that share a row stay side by side.
     """
     rows = [responses[i : i + together] for i in range(0, len(responses), together)]
     if seed is None:
@@ -589,7 +610,7 @@ def score(args, batch, actor, critic, reference, judge, gold, one_pass):
     judge(batch) and gold(batch) return scores (B, R); critic and gold may be None.
     """
     with torch.no_grad():
-        # The reference comes first: with LoRA it is the actor's own engine, and under ZeRO-3 a
+        # The reference comes before the actor: with LoRA both are one engine, and under ZeRO-3 a
         # forward that is trained on must be the engine's last one before its backward.
         mask = batch.response_mask  # (B, R)
         batch.ref_logprobs = common.response_logprobs(reference, batch, mask, args.temperature)
@@ -599,7 +620,7 @@ def score(args, batch, actor, critic, reference, judge, gold, one_pass):
         batch.logprobs, batch.entropy = actor_forward(args, actor, batch)
         batch.old_logprobs = batch.logprobs.detach()  # the same numbers, as constants
         if critic:
-            batch.values = common.response_values(critic, batch)
+            batch.values = common.values_before_tokens(critic, batch)
             batch.old_values = batch.values.detach()
     for kind in KL_ESTIMATORS:
         kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, kind)
@@ -610,10 +631,9 @@ def shares_pass(args, *models):
     """Returns whether one forward can score a rollout and then be trained on.
 
     Where a rollout is one micro-batch that is trained on once, without dropout, nothing changes
-    between the two. That spares 2 of about 11 forwards of a step (a rollout, the reference, a
-    judge, two that score, and two updates of a forward and a backward, which counts twice): 5.1
-    samples/s with it, 4.15 without
-    (python bench/bench.py --only ppo, on two CPU cores).
+    between the two. It spares a forward of the actor and one of the critic in every step: 5.1
+    samples/s with it, 4.15 without (python bench/bench.py --only ppo, on two CPU cores). It takes
+    memory: the graphs of both models are held at the same time.
     """
     sizes = {args.per_device_generation_batch_size, args.per_device_training_batch_size}
     counts = args.gradient_accumulation_steps, args.generation_batches, args.ppo_epochs
@@ -666,7 +686,8 @@ def set_advantages(args, micro_batches, kl_coef, score_statistics):
 def minibatches(micro_batches, accumulation, seed):
     """Yields lists of `accumulation` micro-batches, one for each optimizer step, shuffled.
 
-    The micro-batches stay as they were scored: with other padding the ratio would not be quite 1.
+    The micro-batches stay as they were scored: other padding would round otherwise, and the first
+    ratio would not be quite 1.
     """
     order = np.random.default_rng(seed).permutation(len(micro_batches))
     for start in range(0, len(order), accumulation):
@@ -679,10 +700,55 @@ def loss_weights(minibatch):
     Every response token of the optimizer step, on all ranks, counts the same, as in DAPO
     [Yu 2025]. A mean over responses, as in GRPO [Shao 2024], would be written here: weights of
     1 / length, whose sum is the number of responses. The critic's loss and the metrics do not
-    change with it. Importance weights belong to the loss itself, in part 6 of main().
+    change with it. Importance weights, for responses that another policy has sampled, belong to the
+    loss itself, in `optimizer_step`.
     """
     weights = [batch.response_mask for batch in minibatch]
     return weights, ranks.all_sum(sum(weight.sum() for weight in weights)).item()
+
+
+def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means):
+    """One optimizer step of the actor, and of the critic, on a minibatch.
+
+    one_pass: it trains on the forwards of `score`, which kept their graphs; else on new ones.
+    means: rollout_metrics.TokenMeans, which are told of it.
+    """
+    engines = [actor, critic] if critic else [actor]
+    token_count = ranks.all_sum(sum(batch.response_mask.sum() for batch in minibatch)).item()
+    weights, total_weight = loss_weights(minibatch)
+    for batch, weight in zip(minibatch, weights):  # one forward each
+        # The actor
+        logprobs, entropy = batch.logprobs, batch.entropy  # (B, R)
+        if not one_pass:
+            logprobs, entropy = actor_forward(args, actor, batch)
+        loss, ratio, clipped = actor_loss(args, batch, logprobs, entropy, kl_coef)
+        if not one_pass and not means.updates:  # the first of the rollout: no weight has moved
+            checks.stop_unless_one(run, ratio, batch.response_mask)
+        loss_sum = (loss * weight).sum()  # importance weights of another policy's: here
+        actor.backward(loss_sum * common.loss_scale(actor, total_weight))
+
+        # The critic, if there is one
+        critic_loss = torch.zeros_like(loss)
+        if critic:
+            values = batch.values  # (B, R)
+            if not one_pass:
+                values = common.values_before_tokens(critic, batch)
+            critic_loss = value_loss(values, batch.old_values, batch.returns, args.clip_value)
+            loss_sum = (critic_loss * batch.response_mask).sum()
+            critic.backward(loss_sum * common.loss_scale(critic, token_count))
+
+        patches.skip_together(args, engines)  # fp16: an overflow skips both
+        for engine in engines:
+            engine.step()  # moves weights at the minibatch's last micro-batch
+        means.add(
+            batch.response_mask,
+            ratio,
+            actor_loss=loss,
+            critic_loss=critic_loss,
+            approx_kl=kl_estimate(batch.old_logprobs, logprobs.detach(), "k3"),  # KL(old || new)
+            clip_fraction=clipped,
+        )
+    means.end_update()
 
 
 # ---- The step, top to bottom ----
@@ -702,150 +768,114 @@ def main():
 
     # ---- 2 models ----
     actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
-    actor_updates = max(steps - args.critic_warmup_steps, 1) * sizes.updates
+    updates = steps * sizes.updates
     actor = common.load_model(actor_args)
-    actor = common.train_engine(actor, actor_args, batch_size, accumulation, actor_updates)
+    actor = common.train_engine(actor, actor_args, batch_size, accumulation, updates)
     engines, critic = {"actor": actor}, None
     if args.has_critic:
         critic = common.load_model(critic_args, tokenizer, "score")
-        updates = steps * sizes.updates
         critic = common.train_engine(critic, critic_args, batch_size, accumulation, updates)
         engines["critic"] = critic
     reference = common.reference_of(actor, actor_args, batch_size)
     reward_models = judging.load_models(args, batch_size, tokenizer)
     judges += [functools.partial(reward_model_scores, model) for model in reward_models]
     judge = judging.combined(judges, args.reward_combine)
-    responses_a_row = shared_prompts.responses_a_row(args, *engines.values(), *reward_models)
-    state = {}  # what checkpoints keep beside the engines
+    responses_per_row = shared_prompts.responses_per_row(args, *engines.values(), *reward_models)
+    state = {"kl_coef": args.kl_coef}  # what checkpoints keep beside the engines
     average = ema.Ema(args, actor.module, state)  # --enable_ema
-    kl_control = kl_controller.KlController(args, state)  # --kl_coef, --kl_target
     may_share_pass = shares_pass(args, *engines.values())
     clock = rollout_metrics.Clock()
 
-    def answered(prompts, step, rollout_size, rows, together=1, seed=None, one_pass=False):
-        """Parts 3 and 4: the responses to the prompts, in micro-batches of `rows`, with scores.
+    def answered(prompts, step, rollout_size, size, together=1, seed=None, one_pass=False):
+        """Parts 3 and 4: the responses to the prompts, in micro-batches of `size`, with scores.
 
-        Evaluation and microscope call it, too, without what follows `rows`: see `ordered` for
+        Evaluation and microscope call it, too, without what follows `size`: see `ordered` for
         together and seed, and `score` for one_pass.
         """
         for engine in engines.values():
-            # Eval mode turns dropout off, so that what is stored is of the policy that sampled.
-            # With one_pass it is train mode, where gradient checkpointing acts: no model has
-            # dropout then. (roll_out samples in eval mode, and puts this mode back.)
+            # Eval mode: dropout is off, so that what is stored is of the policy that samples.
+            # With one_pass it is train mode, for gradient checkpointing alone: a model with
+            # dropout has no one_pass. (roll_out samples in eval mode, and puts this mode back.)
             engine.train(one_pass)
         with state_offload.states_on_cpu(args, engines.values()):  # --offload_states
             # ---- 3 rollout ----
             responses = roll_out(args, actor, tokenizer, prompts, step, rollout_size)
             clock.lap("generate_seconds")
-            # Rows may be chosen here, or drawn again. Every rank must keep the same number.
+            # Rows may be chosen here, or drawn again. Every rank must keep the same number, which
+            # makes whole minibatches.
             responses = ordered(responses, together, seed)
 
             # ---- 4 score ----
             pack = shared_prompts.packing(together) or plain_rows
-            micro_batches = make_micro_batches(tokenizer, responses, rows, pack)
+            micro_batches = make_micro_batches(tokenizer, responses, size, pack)
             for batch in micro_batches:
                 score(args, batch, actor, critic, reference, judge, gold, one_pass)
             clock.lap("score_seconds")
         return micro_batches
 
+    def current_kl_coef():
+        """The penalty for a nat of KL: --kl_coef, or what --kl_target has made of it."""
+        return state["kl_coef"] if args.kl_target else args.kl_coef
+
     def evaluate_at(step):
-        microscope.look(run, step, answered, set_advantages, kl_control.coef, score_statistics)
+        microscope.look(run, step, answered, set_advantages, current_kl_coef(), score_statistics)
         return rollout_metrics.evaluate(run, step, answered, actor, average)
 
     columns = rollout_metrics.columns(args)
-    checked = False  # until the actor's first update: it compares scoring and training
+    first = True  # this process's first step compares what sampling, scoring and training say
     for step, drawn in run.steps(engines, sizes.repeated, evaluate_at, columns, state):
         clock.start()
-        actor_trains = step > args.critic_warmup_steps
-        training = [engine for engine in engines.values() if actor_trains or engine is critic]
-        one_pass = may_share_pass and actor_trains and checked
+        one_pass = may_share_pass and not first
 
         # ---- 3 rollout, 4 score ----
-        prompts = sizes.grouped(drawn)
-        seed = None if sizes.updates_a_pass == 1 else (args.seed, step)  # shuffled: see `ordered`
-        size = args.rollout_batch_size
-        micro_batches = answered(prompts, step, size, batch_size, responses_a_row, seed, one_pass)
+        prompts = sizes.grouped(drawn)  # each --samples_per_prompt times, with its `group`
+        seed = None if sizes.updates_per_epoch == 1 else (args.seed, step)  # see `ordered`
+        micro_batches = answered(
+            prompts,
+            step,
+            args.rollout_batch_size,
+            batch_size,
+            responses_per_row,
+            seed,
+            one_pass,
+        )
         rollout_metrics.stop_unless_finite(run, micro_batches)
-        if not checked:
-            first_step.stop_unless_sampled_as_scored(run, micro_batches)
-            first_step.warn_of_equal_scores(micro_batches)
+        if first:
+            checks.stop_unless_sampled_as_scored(run, micro_batches)
+            checks.warn_of_equal_scores(micro_batches)
 
         # ---- 5 advantages ----
-        set_advantages(args, micro_batches, kl_control.coef, score_statistics)
+        kl_coef = current_kl_coef()
+        set_advantages(args, micro_batches, kl_coef, score_statistics)
 
         # ---- 6 update ----
         for engine in engines.values():
             engine.train()  # dropout acts from here on, in a model that has it
-            if not checked:
+            if first:
                 patches.record_backward(engine)  # ZeRO-3 prefetches in the order that it sees next
-        means, too_far = rollout_metrics.TokenMeans(), False
+        means = rollout_metrics.TokenMeans()
         for epoch in range(args.ppo_epochs):
             for minibatch in minibatches(micro_batches, accumulation, (args.seed, step, epoch)):
-                token_count = sum(batch.response_mask.sum() for batch in minibatch)
-                token_count = ranks.all_sum(token_count).item()
-                if not token_count:  # fillers only, or all are masked: nothing to learn from
-                    continue
-                weights, total_weight = loss_weights(minibatch)
-                kl_sum = 0.0
-                for batch, weight in zip(minibatch, weights):  # one forward each
-                    # Of the scoring forward: with a graph if one_pass, else only in warm-up
-                    logprobs, entropy = batch.logprobs, batch.entropy  # (B, R)
-                    if actor_trains and not one_pass:
-                        logprobs, entropy = actor_forward(args, actor, batch)
-                    loss, ratio, clipped = actor_loss(
-                        args, batch, logprobs, entropy, kl_control.coef
-                    )
-                    if not one_pass and not means.updates:  # no weight has moved since scoring
-                        first_step.stop_unless_one(run, ratio, batch.response_mask)
-                    if actor_trains:
-                        loss_sum = (loss * weight).sum()  # importance weights would multiply loss
-                        actor.backward(loss_sum * common.loss_scale(total_weight, accumulation))
-                    critic_loss = torch.zeros_like(loss)
-                    if critic:
-                        values = batch.values  # (B, R)
-                        if not one_pass:
-                            values = common.response_values(critic, batch)
-                        critic_loss = value_loss(
-                            values, batch.old_values, batch.returns, args.clip_value
-                        )
-                        loss_sum = (critic_loss * batch.response_mask).sum()
-                        critic.backward(loss_sum * common.loss_scale(token_count, accumulation))
-                    patches.skip_together(args, training)  # fp16: an overflow skips both
-                    for engine in training:
-                        engine.step()  # moves weights at the minibatch's last micro-batch
-                    approx_kl = kl_estimate(batch.old_logprobs, logprobs.detach(), "k3")  # old||new
-                    kl_sum += (approx_kl * batch.response_mask).sum()
-                    means.add(
-                        batch.response_mask,
-                        ratio,
-                        actor_loss=loss,
-                        critic_loss=critic_loss,
-                        approx_kl=approx_kl,
-                        clip_fraction=clipped,
-                    )
-                average.update(actor)
-                means.updates += 1
-                checked = checked or actor_trains
-                kl = ranks.all_sum(kl_sum).item() / token_count
-                too_far = args.target_kl and kl > args.target_kl
-                if too_far:
-                    break
-            if too_far:
+                optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means)
+                average.update(actor)  # --enable_ema
+            if args.target_kl and means.of_last_update["approx_kl"] > args.target_kl:
                 break
         clock.lap("train_seconds")
+        first = False
 
         # ---- 7 keep ----
         metrics = {
-            "kl_coef": kl_control.coef,
-            **means.of_all_ranks(args.has_critic),
+            "kl_coef": kl_coef,
+            **means.of_all_updates(args.has_critic),
             **rollout_metrics.of_all_ranks(args, micro_batches),
             **clock.laps,
         }
         tokens, flops = rollout_metrics.work(
-            args, micro_batches, engines, training, reward_models, means.updates, one_pass
+            args, micro_batches, engines, reward_models, means.updates, one_pass
         )
         run.log(metrics, tokens, flops)  # a number of yours is one more entry of metrics
-        kl_control.update(metrics["kl"], actor_trains)
+        if args.kl_target:
+            state["kl_coef"] = adapted_kl_coef(kl_coef, metrics["kl"], args.kl_target)
 
     # ---- 8 save ----
     average.save(run, actor, tokenizer)  # --enable_ema

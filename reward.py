@@ -154,7 +154,8 @@ def collate(rows, pad_id, pack=plain_rows):
 
 def score_pairs(model, batch):
     """Scores of the chosen and of the rejected responses, (B,) each, at their last tokens."""
-    return common.values_at_tokens(model, batch)[:, 0].chunk(2)  # (2B,)
+    scores = common.values_at_tokens(model, batch)[:, 0]  # (2B,)
+    return scores.chunk(2)
 
 
 def pair_loss_sum(chosen, rejected, row_weight, center_coef=0.0):
@@ -165,6 +166,7 @@ def pair_loss_sum(chosen, rejected, row_weight, center_coef=0.0):
 
     The first term sees only differences, so a model is free to drift by a constant; the second
     holds it near zero.  chosen, rejected, row_weight: (B,) -> ()
+    DeepSpeed-Chat compares the values at all tokens from where the two responses differ.
     """
     loss = -F.logsigmoid(chosen - rejected) + center_coef * (chosen + rejected) ** 2  # (B,)
     return (loss * row_weight).sum()
@@ -203,8 +205,7 @@ def evaluate(run, engine, held_out, collate_rows):
     pair_scores.keep(run.args, held_out, judged)
     loss, correct, chosen, rejected, count = ranks.all_sum(*sums).tolist()
     mean = (chosen + rejected) / (2 * count)
-    # Squares of differences to the mean, in float64: squares of the scores themselves would lose
-    # their digits where the mean is far from 0.
+    # Squares of differences to the mean lose no digits where the mean is far from 0.
     squares = sum((c - mean) ** 2 + (r - mean) ** 2 for row, c, r in judged if row >= 0)
     std = (ranks.all_sum(squares).item() / (2 * count)) ** 0.5
     run.notes["score_statistics"] = [mean, std]
@@ -251,11 +252,11 @@ def main():
             weight = batch.row_weight  # (B,)
             chosen, rejected = score_pairs(engine, batch)  # (B,), (B,)
             loss_sum = pair_loss_sum(chosen, rejected, weight, args.center_coef)  # ()
-            engine.backward(loss_sum * common.loss_scale(pairs, micro_steps))
+            engine.backward(loss_sum * common.loss_scale(engine, pairs))
             engine.step()  # moves the weights at the step's last micro-batch only
             sums += pair_sums(loss_sum, chosen, rejected, weight)
         means = ranks.all_sum(*sums) / pairs
-        run.log(dict(zip(SUMS, means.tolist())))
+        run.log(dict(zip(SUMS, means.tolist())))  # and evaluates, when due
 
     # ---- 4 save ----
     run.save(engine, tokenizer)

@@ -8,8 +8,8 @@ The model learns to continue a prompt with its response: cross entropy on the re
 EOS included; --train_on adds the assistant's turns before it, or the whole prompt. The parts of
 main(): 1 data, 2 model, 3 train, 4 save. What is left out: packing.
 
-Token layout of a micro-batch: B = 2 rows, T = 6 tokens, R = 3 of the longest response, or of all
-that the loss covers ('-' is padding).
+Token layout of a micro-batch: B = 2 rows, T = 6 tokens; the last R = 3 columns hold every token
+that the loss covers: here the longest response ('-' is padding).
     column       0    1    2    3    4    5          every row ends in the last column, so the
     row 0        x0   x1   x2 | y0   y1   eos        loss looks at the last R columns of all rows,
     row 1        -    x0   x1   x2 | y0   eos        masked: row 1's mask is 0 1 1
@@ -125,7 +125,7 @@ def get_args(argv=None):
     parser = declaring.new_parser(__doc__)
     declaring.add_common_flags(parser)
     arg = declaring.flag_group(parser, "flags of this step alone")
-    covered = "the assistant's turns, or everything. None: all of messages, else the last"
+    covered = "assistant turns, or everything. None: all of `messages`, the last of other data"
     arg("train_on", str, covered, fixed=True, choices=["last", "all", "everything"])
     arg("num_samples", 5, "held-out prompts answered at each evaluation")
     arg("gold_fn", str, "grades those responses, logged only", metavar="FILE:FUNCTION")
@@ -139,7 +139,7 @@ class MicroBatch(common.Layout):
     """B rows of a prompt and its response, laid out for a forward."""
 
     loss_mask: Tensor  # (B, R) 1 on the tokens that the loss covers
-    row_weight: Tensor  # (B,) 1, or 0 for a filler row
+    row_weight: Tensor  # (B,) 1, or 0 for a filler: a row that only fills up the last batch
 
 
 def collate(rows, pad_id):
@@ -210,6 +210,7 @@ def main():
         return metrics | samples.answer_and_keep(run, engine, tokenizer, held_out, step, gold)
 
     # ---- 3 train ----
+    # `steps` evaluates at the start, or goes on from a checkpoint; it saves checkpoints.
     for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
         # The loss is a mean over all tokens that it covers: of all micro-batches and all ranks.
         tokens = ranks.all_sum(sum(batch.loss_mask.sum() for batch in micro_batches)).item()
@@ -218,10 +219,10 @@ def main():
             batch = batch.to(ranks.device())
             logprobs = common.response_logprobs(engine, batch, batch.loss_mask)  # (B, R)
             loss_sum = sft_loss_sum(logprobs, batch.loss_mask)  # ()
-            engine.backward(loss_sum * common.loss_scale(tokens, micro_steps))
+            engine.backward(loss_sum * common.loss_scale(engine, tokens))
             engine.step()  # moves the weights at the step's last micro-batch only
             loss_total += loss_sum.detach()
-        run.log({"loss": ranks.all_sum(loss_total).item() / tokens})
+        run.log({"loss": ranks.all_sum(loss_total).item() / tokens})  # and evaluates, when due
 
     # ---- 4 save ----
     run.save(engine, tokenizer)

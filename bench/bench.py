@@ -579,7 +579,7 @@ def ours(job, work):
     sys.argv = [f"{script}.py", *flags]
     if job["side"] == "generate":
         module.sample = plain_generate
-        module.first_step.stop_unless_sampled_as_scored = lambda run, micro_batches: None
+        module.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
     try:
         module.main()
     except SystemExit as stop:

@@ -46,7 +46,7 @@ BASE = {
 ALL = "--preset toy --dtype fp32 --seed 1 --log_steps 1 --num_warmup_steps 0"
 UNSTABLE = "--allow_unstable 1 --per_device_training_batch_size 4 --gradient_accumulation_steps 1"
 OPTIONS = (
-    "--microscope 3 --missing_eos_penalty 1 --entropy_coef 0.01 --critic_warmup_steps 1 "
+    "--microscope 3 --missing_eos_penalty 1 --entropy_coef 0.01 "
     "--clip_high 0.3 --kl_in loss --kl_estimator k2 --normalize_reward 1 --clip_reward 2"
 )
 SAMPLING = "--temperature 0.8 --top_k 50 --top_p 0.9 --min_new_tokens 3"

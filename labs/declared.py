@@ -69,6 +69,7 @@ ESTIMATORS = {
     "reinforce": "--advantage reinforce",
 }
 LONGER = "--max_steps 60 --eval_steps 30"
+ALONE, WARMUP = "--critic_warmup_steps 20", "critic-warmup"
 FROM_SFT = "--critic_model_name_or_path {sft} --reward_model_name_or_path {reward}"
 
 LABS = {
@@ -233,9 +234,9 @@ LABS = {
         "Start the critic from the reward model, and warm it up?",
         {
             "from the reward model": ppo(LONGER),
-            "from the reward model, 20 steps alone": ppo(f"{LONGER} --critic_warmup_steps 20"),
+            "from the reward model, 20 steps alone": ppo(f"{LONGER} {ALONE}", variant=WARMUP),
             "from SFT, new head": ppo(f"{LONGER} {FROM_SFT}"),
-            "from SFT, 20 steps alone": ppo(f"{LONGER} {FROM_SFT} --critic_warmup_steps 20"),
+            "from SFT, 20 steps alone": ppo(f"{LONGER} {FROM_SFT} {ALONE}", variant=WARMUP),
         },
         {
             "gold at step 30": ("ppo", "eval_gold", 30),

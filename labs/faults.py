@@ -26,8 +26,8 @@ BF16 = functools.partial(torch.autocast, get_accelerator().device_name(), torch.
 def two_passes():
     """Scores and trains in two forwards, and lets the run go on where it would stop."""
     ppo.shares_pass = lambda args, *models: False
-    ppo.first_step.stop_unless_one = lambda run, ratio, mask: None
-    ppo.first_step.stop_unless_sampled_as_scored = lambda run, micro_batches: None
+    ppo.checks.stop_unless_one = lambda run, ratio, mask: None
+    ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
 
 
 def around_forward(change):

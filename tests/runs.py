@@ -73,7 +73,7 @@ PPO_DROPOUT = "--critic_dropout 0.1 --kl_target 0.5"
 GRPO = "--advantage grpo --kl_in loss --kl_estimator k3 --samples_per_prompt 2 --max_steps 2"
 REINFORCE = "--advantage reinforce --samples_per_prompt 2 --max_steps 2"
 OPTIONS = """--microscope 3 --missing_eos_penalty 1 --normalize_reward 1 --entropy_coef 0.01
-             --critic_warmup_steps 1 --clip_high 0.3 --kl_in loss --kl_estimator k2
+             --clip_high 0.3 --kl_in loss --kl_estimator k2
              --reward_model_name_or_path BASE/models/measured"""
 ACTOR = "--model_name_or_path BASE/models/actor"
 LORA = f"{ACTOR} --lora_dim 4"

@@ -35,7 +35,7 @@ def declared(name):
     """Returns arms.json of a variant.
 
     script, base: what all arms run, and its flags. arms, models, hidden: as in runner.Lab. check,
-    rows: the script and flags for bench/fork.py, and its rows.
+    rows: the script and flags for bench/fork.py, and its rows. lab: the one that has its runs.
     """
     return json.loads((HERE / name / "arms.json").read_text())
 
@@ -104,12 +104,13 @@ def overview():
             own = arm.removeprefix("unchanged: ")
             texts[own == arm].append(f"{own}: {runner.cell(found, 'gold')}")
         if not results:  # those of a lab
-            texts[True].append(f"[labs/{name}.md](../labs/{name}.md)")
+            lab = declared(name)["lab"]
+            texts[True].append(f"[labs/{lab}.md](../labs/{lab}.md)")
         steps = f" ({results[0]['curve']['step'][-1]} steps, 3 seeds)" if results else ""
         folder = f"../variants/{name}"
         cells = [f"[{name}]({folder}/README.md)", lines_changed(name)]
         cells += ["; ".join(texts[True]) + steps, "; ".join(texts[False]) or "-"]
-        picture = f"{folder}/curves.png" if results else f"../labs/{name}.png"
+        picture = f"{folder}/curves.png" if results else f"../labs/{lab}.png"
         lines.append(f"| {' | '.join(cells)} | [curves]({picture}) |")
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ def build_optimizer(model, args, stage, learning_rate, weight_decay):
     """Returns AdamW over the weights of `model` that train. Biases and norms do not decay.
 
     DeepSpeed compiles its own on first use. Where that fails, PyTorch's takes the place of
-    FusedAdam, unless a flag needs DeepSpeed's. On a GPU it is PyTorch's fused one: another would
+    FusedAdam, unless a flag needs DeepSpeed's. It is PyTorch's fused one: on a GPU another would
     need 4 more bytes a weight while it steps.
     """
     matrices, vectors = [], []
@@ -27,20 +27,17 @@ def build_optimizer(model, args, stage, learning_rate, weight_decay):
         if parameters
     ]
     options = {"lr": learning_rate, "betas": tuple(args.adam_betas)}
-    device = get_accelerator().device_name()
+    kind = DeepSpeedCPUAdam if args.adam_offload else FusedAdam
     try:
-        if args.adam_offload:
-            optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
-        else:
-            optimizer = FusedAdam(groups, adam_w_mode=True, **options)
-        if args.adam_offload or device == "cpu":
+        optimizer = kind(groups, **options)
+        if args.adam_offload or get_accelerator().device_name() == "cpu":
             patches.correct_by_step_number(optimizer)
         return optimizer
     except Exception as error:  # there may be no compiler, no ninja, no headers, no nvcc
         why = f"DeepSpeed's Adam could not be built: {' '.join(str(error).split()[:40])}"
-        needs = "It needs a C++ compiler and ninja, on a GPU also the CUDA toolkit (nvcc)."
+    why += "\n  It needs a C++ compiler and ninja, on a GPU also the CUDA toolkit (nvcc)."
     if args.adam_offload or (stage == 3 and getattr(args, "offload_states", False)):
         flags = "--adam_offload, and --offload_states under stage 3, need it"
-        raise Refused("adam-not-built", f"{why}. {flags}.\n  {needs}")
-    ranks.say(f"{why}: torch's AdamW takes its place.\n  {needs}")
-    return torch.optim.AdamW(groups, fused=True if device == "cuda" else None, **options)
+        raise Refused("adam-not-built", f"{why} {flags}.")
+    ranks.say(f"{why} torch's AdamW takes its place.")
+    return torch.optim.AdamW(groups, fused=True, **options)

@@ -46,5 +46,5 @@ def opened(args):
     """
     config = {**read_config(args), "train_micro_batch_size_per_gpu": 1}
     for name in config.keys() & {"tensorboard", "csv_monitor"}:
-        config[name]["output_path"] = config[name].get("output_path") or args.output_dir
+        config[name].setdefault("output_path", args.output_dir)
     return MonitorMaster(DeepSpeedConfig(config).monitor_config)

@@ -60,16 +60,14 @@ def quick_linear(x, weight, bias=None):
 def keep_grad_norm(engine, max_norm):
     """Makes a stage 0 engine in fp32 keep the norm that get_global_grad_norm() returns.
 
-    There alone DeepSpeed (0.19.8) clips without noting it, and with max_norm 0 it measures nothing.
+    There alone DeepSpeed (0.19.8) clips without noting it. With max_norm 0 it measures nothing.
     """
-    max_norm = max_norm or float("inf")
 
     def clip_and_keep():
         parameters = engine.module.parameters()
         engine._global_grad_norm = nn.utils.clip_grad_norm_(parameters, max_norm)
 
     engine.clip_fp32_gradients = clip_and_keep
-    engine.gradient_clipping = lambda: max_norm  # at 0 the engine would not call it
 
 
 def correct_by_step_number(optimizer):
@@ -81,17 +79,14 @@ def correct_by_step_number(optimizer):
     "not the next one".
     """
     empty = [torch.empty(0)] * 4  # weights, gradients, moments
+    rates = 0.0, 0.0, 0.0, 0.0  # learning rate, betas, eps
 
     def forget(*_):
-        group = optimizer.param_groups[0]
-        rate, betas, eps, decay = 0.0, group["betas"], group["eps"], 0.0
         if isinstance(optimizer, DeepSpeedCPUAdam):
-            settings = optimizer.opt_id, 0, rate, *betas, eps, decay, True
-            optimizer.ds_opt_adam.adam_update(*settings, *empty)
+            optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 0, *rates, 0.0, True, *empty)
         else:
-            lists = [[x] for x in empty]
-            settings = rate, *betas, eps, 0, optimizer.adam_w_mode, True, decay
-            optimizer.multi_tensor_adam(1, torch.zeros(1, dtype=torch.int), lists, *settings)
+            lists, no_flag = [[x] for x in empty], torch.zeros(1, dtype=torch.int)
+            optimizer.multi_tensor_adam(1, no_flag, lists, *rates, 0, 1, True, 0.0)
 
     optimizer.register_step_pre_hook(forget)
     return optimizer

@@ -14,7 +14,7 @@ def states_on_cpu(args, engines):
     Only the weights that forwards use stay. Without --offload_states nothing moves.
     """
     engines = list(engines) if args.offload_states else []
-    states = [each for each in OffloadStateTypeEnum if each != OffloadStateTypeEnum.lp_params]
+    states = set(OffloadStateTypeEnum) - {OffloadStateTypeEnum.lp_params}
     on_gpu = ranks.device().type != "cpu"  # DeepSpeed 0.18.5 cannot pin memory without a GPU
     for engine in engines:
         engine.offload_states(include=states, pin_memory=on_gpu)

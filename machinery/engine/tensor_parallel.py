@@ -1,9 +1,9 @@
 """Tensor parallelism (--tensor_parallel_size): which models can be split, and joining the parts."""
 
 from deepspeed.module_inject.layers import LinearAllreduce
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
 from machinery.base.refused import Refused
-from machinery.engine import old_deepspeed
 
 
 def check_model(path, config, args):
@@ -12,18 +12,18 @@ def check_model(path, config, args):
     names = "num_attention_heads", "num_key_value_heads"
     heads = [getattr(text, name, None) or size for name in names]
     if size > 1 and (not text.base_model_tp_plan or any(count % size for count in heads)):
-        why = f"--tensor_parallel_size {size} does not work for {path}"
-        rule = f"It must divide the attention heads and key-value heads, {heads}"
+        rule = f"must divide {heads}, the attention and key-value heads of {path}"
         known = f"and transformers must know how to split a {config.model_type} model"
-        raise Refused("cannot-split-layers", f"{why}.\n  {rule}, {known}.")
+        raise Refused("cannot-split-layers", f"--tensor_parallel_size {size} {rule},\n  {known}.")
 
 
 def options(args):
     """Returns what DeepSpeed's config says of tensor parallelism: nothing where there is none."""
-    if args.tensor_parallel_size == 1:
-        return {}
-    options = {"autotp_size": args.tensor_parallel_size, **old_deepspeed.tensor_parallel_options()}
-    return {"tensor_parallel": options}
+    options = {"autotp_size": args.tensor_parallel_size}
+    # 0.19 can split the output matrix, too. Ours stays whole: every rank sees all logits.
+    if "vocab_parallel_lm_head" in TPTrainingConfig.model_fields:
+        options["vocab_parallel_lm_head"] = False
+    return {"tensor_parallel": options} if args.tensor_parallel_size > 1 else {}
 
 
 def join_shards(parameter, tensor):
@@ -35,7 +35,6 @@ def join_shards(parameter, tensor):
     if not gather:
         return tensor
     box = [tensor.clone()]
-    row_parallel = isinstance(gather.__self__, LinearAllreduce)  # does not split its bias
-    if not row_parallel or tensor.dim() > 1:
+    if tensor.dim() > 1 or not isinstance(gather.__self__, LinearAllreduce):  # whose bias is whole
         gather(box)
     return box[0]

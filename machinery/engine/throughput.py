@@ -17,17 +17,15 @@ def count_flops(engine, tokens, length, scored, trains=False, checkpointing=Fals
     config = model.config.get_text_config()
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     looked_up, output = (getattr(layer, "weight", None) for layer in ends)  # one, if tied
-    layers = [w for w in model.parameters() if w is not looked_up and w is not output]
     forwards = 1 + (trains and checkpointing)
-
-    def products(weights, count, forwards):
-        times = [forwards + trains * (1 + w.requires_grad) for w in weights]
-        return 2 * count * sum(n * modules.size_of(w) for n, w in zip(times, weights))
-
     attention = 4 * config.num_hidden_layers * config.hidden_size * length * tokens
-    attention *= forwards + 2 * trains
-    head = [] if output is None else [output]
-    return attention + products(layers, tokens, forwards) + products(head, scored, 1)
+    flops = attention * (forwards + 2 * trains)
+    for weight in model.parameters():
+        passes, count = (1, scored) if weight is output else (forwards, tokens)
+        passes += trains * (1 + weight.requires_grad)
+        if weight is output or weight is not looked_up:
+            flops += 2 * passes * count * modules.size_of(weight)
+    return flops
 
 
 def grad_norm(args, engine):
@@ -38,9 +36,7 @@ def grad_norm(args, engine):
 
 
 def learning_rate(engine):
-    """Returns the rate of the step just made; 0 before the first, as in --critic_warmup_steps."""
-    if not engine.global_steps:
-        return 0.0
+    """Returns the rate of the step just made."""
     schedule = engine.lr_scheduler
     # its schedule has moved on, unless fp16 skipped the step
     step = max(0, schedule.last_epoch - engine.was_step_applied())

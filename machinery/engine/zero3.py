@@ -9,35 +9,29 @@ from deepspeed.accelerator import get_accelerator
 from machinery.base import modules, ranks
 from machinery.engine import old_deepspeed, patches, tensor_parallel
 
-WHOLE_LAYER = 1e9  # weights of the largest layer that is gathered in one go
-
 
 def add_options(args, zero, train):
-    """Adds stage 3 and offloading, to the CPU unless ds_config.json names another device.
+    """Adds offloading, to the CPU unless ds_config.json names another device.
 
     zero: "zero_optimization" of DeepSpeed's config. train: for an engine that trains.
     """
     to_cpu = {"device": "cpu", "pin_memory": True}
-    if zero["stage"] == 3:
-        zero["reduce_scatter"] = True
-        if args.offload:
-            zero["offload_param"] = {**to_cpu, **zero.get("offload_param", {})}
-    if args.adam_offload and train and zero["stage"] > 0:
+    if args.offload and zero["stage"] == 3:
+        zero["offload_param"] = {**to_cpu, **zero.get("offload_param", {})}
+    if args.adam_offload and train:
         zero["offload_optimizer"] = {**to_cpu, **zero.get("offload_optimizer", {})}
 
 
 def ease_zero3(model, whole_layers):
     """Makes forwards under ZeRO-3 cheaper: quicker products, decoder layers gathered in one go.
 
-    Not so a layer that is too large, and none unless `whole_layers`: with adapters DeepSpeed
-    0.19.8 frees whole layers too early.
+    Not so unless `whole_layers`: with adapters DeepSpeed 0.19.8 frees whole layers too early.
     """
     patches.quicken_linear()
     kinds = model._no_split_modules or ()
-    layers = [layer for layer in model.modules() if type(layer).__name__ in kinds]
-    largest = max((modules.count_parameters(layer) for layer in layers), default=0)
-    if whole_layers and 0 < largest <= WHOLE_LAYER:
-        deepspeed.utils.set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
+    layers = {type(layer) for layer in model.modules() if type(layer).__name__ in kinds}
+    if whole_layers and layers:
+        deepspeed.utils.set_z3_leaf_modules(model, list(layers))
 
 
 @contextlib.contextmanager
@@ -54,18 +48,16 @@ def gather_for_generation(engine):
     model = modules.unwrap_model(engine)
     was_training = model.training
     sharded = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
-    fits = fit_on_every_rank(sharded)
-    hooked = model.modules() if sharded and fits else ()
+    fits = bool(sharded) and fit_on_every_rank(sharded)
+    hooked = model.modules() if fits else ()
     hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in hooked]
-    try:
-        with old_deepspeed.gathered_parameters(sharded, enabled=bool(hooks)):
-            for module, before, after in hooks:
-                module._forward_pre_hooks, module._forward_hooks = type(before)(), type(after)()
-            yield model.eval(), bool(sharded) and not fits
-    finally:
+    with old_deepspeed.gathered_parameters(sharded, enabled=fits):
         for module, before, after in hooks:
-            module._forward_pre_hooks, module._forward_hooks = before, after
-        model.train(was_training)
+            module._forward_pre_hooks, module._forward_hooks = type(before)(), type(after)()
+        yield model.eval(), bool(sharded) and not fits
+    for module, before, after in hooks:
+        module._forward_pre_hooks, module._forward_hooks = before, after
+    model.train(was_training)
 
 
 def release_early_gathers(engine):
@@ -84,13 +76,11 @@ def release_early_gathers(engine):
 def fit_on_every_rank(sharded):
     """Returns whether each rank has room for all weights that ZeRO-3 has sharded."""
     need = sum(parameter.ds_numel * parameter.element_size() for parameter in sharded)
-    kind = ranks.device().type
-    if kind == "cuda":  # what PyTorch holds and does not use is free, too
+    if ranks.device().type == "cuda":  # what PyTorch holds and does not use is free, too
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         free = torch.cuda.mem_get_info()[0] + unused
-    else:  # a CPU's memory is shared by the ranks
+    else:
         free = get_accelerator().available_memory()
-        free /= ranks.get_world_size() if kind == "cpu" else 1
     return ranks.all_sum(need < 0.8 * free)[0] == ranks.data_parallel_size()
 
 
@@ -111,15 +101,12 @@ def set_weights(engine, weights):
     All ranks call it, for a frozen model only: the next step of one that trains would write its
     fp32 master weights back. Checkpoints do not hold a frozen model's weights.
     """
-    model = modules.unwrap_model(engine)
-    trains = any(parameter.requires_grad for parameter in model.parameters())
-    adapted = any(hasattr(layer, "lora_A") for layer in model.modules())
-    if trains or adapted or ranks.tensor_parallel_size() > 1:
-        raise ValueError("set_weights takes a frozen model, without adapters or split layers")
-    for name, parameter in model.named_parameters():
+    for name, parameter in modules.unwrap_model(engine).named_parameters():
+        if parameter.requires_grad or hasattr(parameter, "gather_params"):
+            raise ValueError("set_weights takes a frozen model with whole layers")
         tensor = weights(name)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if ranks.get_rank() == 0:
                 parameter.copy_(tensor)
-        if not hasattr(parameter, "ds_id") and ranks.get_world_size() > 1:
+        if not hasattr(parameter, "ds_id"):
             torch.distributed.broadcast(parameter.data, 0)

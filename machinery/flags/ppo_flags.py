@@ -70,9 +70,8 @@ def add_loss_flags(arg):
     arg("kl_target", float, "KL to the reference, nats a response, that kl_coef adapts to hold")
     upper = "upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip"
     arg("clip_high", float, upper, most=math.inf)
-    arg("target_kl", float, "ends a rollout's updates when approx_kl, to its policy, is above")
+    arg("target_kl", float, "ends a rollout's epochs when approx_kl, to its policy, is above")
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
-    arg("critic_warmup_steps", 0, "first steps that train the critic alone", fixed=True)
     arg("enable_ema", 0, "1: keep an average of the actor's weights, in ema/", most=1, fixed=True)
     arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)
     arg("eval_ema", 0, "1: keep and evaluate that average, too: eval_ema_...", most=1)
@@ -115,7 +114,7 @@ class Sizes:
     """The sizes of a rollout on one rank, and what depends on them.
 
     prompts: of a generation batch.
-    updates_a_pass, updates: optimizer steps of one epoch over a rollout, and of all epochs.
+    updates_per_epoch, updates: optimizer steps of one epoch over a rollout, and of all epochs.
     """
 
     def __init__(self, args):
@@ -126,8 +125,8 @@ class Sizes:
         self.generation_batches = accumulation * args.generation_batches
         self.responses = self.generation_batches * generation
         minibatch = args.per_device_training_batch_size * accumulation
-        self.updates_a_pass = self.responses // minibatch
-        self.updates = self.updates_a_pass * args.ppo_epochs
+        self.updates_per_epoch = self.responses // minibatch
+        self.updates = self.updates_per_epoch * args.ppo_epochs
 
     def repeated(self, rows):
         """Returns each row --samples_per_prompt times, numbered by `sample`: a generation batch."""

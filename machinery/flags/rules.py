@@ -98,8 +98,6 @@ def of_ppo(args):
     several_judges = args.reward_fn or len(args.reward_model_name_or_path) > 1
     words = "--normalize_reward scales the scores of one reward model alone."
     yield "normalize-reward", args.normalize_reward and several_judges, words
-    words = "--critic_warmup_steps: {advantage} has no critic; gae has."
-    yield "warmup-without-critic", args.critic_warmup_steps and not args.has_critic, words
     words = "--deepcompile: DeepSpeed compiles one model in a process, and PPO trains two."
     yield "deepcompile-in-ppo", args.deepcompile, words
     words = "--compile_decoding needs whole models: no stage 3, no --tensor_parallel_size."

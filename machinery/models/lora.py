@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from machinery.base.refused import Refused
 from machinery.engine import old_deepspeed
 
 CONFIG_FILE = "adapter_config.json"
@@ -74,32 +73,27 @@ class WithoutAdapters:
 
 def chain(path):
     """Returns [path], and where it holds adapters what they sit on, and so on, down to weights."""
-    folders = [path]
-    while (config := Path(folders[-1]) / CONFIG_FILE).is_file():
-        folders.append(json.loads(config.read_text())["base_model_name_or_path"])
-        if folders[-1] in folders[:-1]:
-            raise Refused("adapters-without-end", f"no weights under {' on '.join(folders)}.")
-    return folders
+    config = Path(path) / CONFIG_FILE
+    if not config.is_file():
+        return [path]
+    return [path, *chain(json.loads(config.read_text())["base_model_name_or_path"])]
 
 
 def merge_all(model, folders):
-    """Adds the adapters in each of `folders` (as from `chain`) to `model`, the innermost first."""
+    """Adds the adapters in each of `folders` (as from `chain`) to `model`, the innermost first.
+
+    They are in peft's format. A value head that comes with them replaces the model's.
+    """
     for folder in reversed(folders):
-        merge_adapters(model, folder)
+        import peft  # as above
 
-
-def merge_adapters(model, folder):
-    """Adds the adapters in `folder` (peft's format) to `model`, whose head theirs replaces."""
-    import peft
-
-    config = peft.PeftConfig.from_pretrained(folder)
-    config.task_type = None  # a causal LM's adapters are welcome in a value model
-    wrapped = peft.PeftModel.from_pretrained(model, folder, config=config)
-    for layer in wrapped.modules():
-        if hasattr(layer, "lora_A"):
+        config = peft.PeftConfig.from_pretrained(folder)
+        config.task_type = None  # a causal LM's adapters are welcome in a value model
+        wrapped = peft.PeftModel.from_pretrained(model, folder, config=config)
+        for layer in adapted_layers(wrapped).values():
             with old_deepspeed.gathered_parameters([*layer.parameters()], modifier_rank=0):
                 layer.merge()
-    wrapped.unload().requires_grad_(True)
+        wrapped.unload().requires_grad_(True)
 
 
 def merged(model, state):
@@ -108,9 +102,7 @@ def merged(model, state):
         a = state.pop(f"{name}.lora_A.default.weight").float()
         b = state.pop(f"{name}.lora_B.default.weight").float()
         delta = (b @ a).T if layer.fan_in_fan_out else b @ a
-        for key in list(state):
-            if key.startswith(f"{name}.base_layer."):
-                state[key.replace(".base_layer.", ".")] = state.pop(key)
-        weight, scale = state[f"{name}.weight"], layer.scaling["default"]
-        state[f"{name}.weight"] = (weight.float() + scale * delta).to(weight.dtype)
-    return state
+        weight = state[f"{name}.base_layer.weight"]
+        whole = weight.float() + layer.scaling["default"] * delta
+        state[f"{name}.base_layer.weight"] = whole.to(weight.dtype)
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in state.items()}

@@ -1,12 +1,8 @@
 """What a model's folder, or its name on the hub, holds; or a clear error."""
 
-import copy
-import functools
-import json
-import re
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 
 from machinery.base.modules import unwrap_model
@@ -15,38 +11,31 @@ from machinery.models import lora, scoring_tokenizer
 
 PAD_NAMES = ("<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "<|endoftext|>")
 # How files of weights end, also those that transformers does not read
-WEIGHTS = ".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .index.json".split()
+WEIGHTS = tuple(".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .index.json".split())
 
 
 # ---- Configs ----
-@functools.lru_cache
 def load(path, kind, trust_remote_code):
     """Returns what `kind` (AutoConfig, AutoTokenizer) loads from a hub name or folder."""
-    folder = Path(path)
     try:
         return kind.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # of many kinds: of the hub, of JSON, of config's or tokenizers' own
-        hint = ""
-        if not folder.is_dir():
-            hint = "\n  It is no folder here. Has the step before ended?"
-        elif (folder / "args.json").exists():
-            hint = "\n  If the run in it has not ended, --resume goes on with it."
-        what = f"no {kind.__name__[4:].lower()} could be loaded from {path}"
-        raise Refused("no-such-model", f"{what}: {error}{hint}") from error
+        hint = "Has the run that writes it ended? If not, --resume goes on with it."
+        words = f"{path} cannot be loaded: {error}\n  {hint}"
+        raise Refused("no-such-model", words) from error
 
 
 def load_config(path, trust_remote_code=False):
     """Returns transformers' config of the model in `path`, or under the adapters there."""
     *adapters, base = lora.chain(path)
-    own = [Path(folder) / name for folder in adapters for name in (lora.CONFIG, "config.json")]
-    found = [str(file) for file in own if file.is_file()]
-    return copy.deepcopy(load([*found, base][0], AutoConfig, trust_remote_code))
+    own = [str(file) for folder in adapters for file in Path(folder).glob(lora.CONFIG)]
+    return load([*own, base][0], AutoConfig, trust_remote_code)
 
 
 def own_dropout(config):
     """Returns {name: probability} of every dropout that a model's config sets."""
-    dropouts = {name: p for name, p in vars(config).items() if isinstance(p, (int, float))}
-    return {name: p for name, p in dropouts.items() if "drop" in name and name != "layerdrop"}
+    named = {name: p for name, p in vars(config).items() if "drop" in name and name != "layerdrop"}
+    return {name: p for name, p in named.items() if isinstance(p, (int, float))}
 
 
 def has_dropout(model):
@@ -89,65 +78,37 @@ def name_head(model, name):
 
 # ---- Weights ----
 def has_weights(path, needed=False):
-    """Returns whether `path`, a hub name or a folder, holds weights, which must be whole then.
+    """Returns whether `path`, a hub name or a folder, holds weights.
 
     Where config.json and tokenizer stand alone it does not: such a model starts from scratch.
     With `needed` that is an error: nothing that is learned later would be worth anything.
     """
-    *adapters, base = lora.chain(path)
-    here = sorted(Path(base).iterdir()) if Path(base).is_dir() else []
-    holds = not here or any(file.name.endswith(tuple(WEIGHTS)) for file in here)
+    base = Path(lora.chain(path)[-1])
+    holds = not base.is_dir() or any(file.name.endswith(WEIGHTS) for file in base.iterdir())
     if needed and not holds:
         raise Refused("no-weights", f"{base} holds no weights: it must have been trained before.")
-    for folder in (*adapters, base):
-        for file in weight_files(Path(folder)):
-            try:
-                with safe_open(file, "pt"):  # reads no weights, and compares the file's size
-                    pass
-            except (SafetensorError, OSError) as error:
-                raise Refused("broken-weights", f"{file}: {error}") from error
     return holds
-
-
-def weight_files(folder):
-    """Returns the safetensors files that a folder holds, or that its index names."""
-    files = {*folder.glob("*.safetensors")}
-    for index in folder.glob("*.safetensors.index.json"):
-        named = json.loads(index.read_text())["weight_map"].values()
-        files |= {folder / name for name in named}
-    return sorted(files)
 
 
 def read_weights(kind, path, config, value_head, options):
     """Returns the model in `path`, and the names of the weights that it does not hold.
 
     kind: AutoModelForCausalLM, or AutoModelForSequenceClassification with the value head. Only
-    the value head's weights may be missing. Of weights that find no place transformers warns.
+    the value head's weights may be missing. Weights that find no place are left out.
     """
     own_config = load_config(path, options["trust_remote_code"])
     if value_head not in (None, "score"):  # transformers calls it score
         options = {**options, "key_mapping": {rf"^{value_head}\.": "score."}}
     try:
         model, info = kind.from_pretrained(path, config=config, output_loading_info=True, **options)
-    except (OSError, ValueError, ImportError) as error:  # an unknown format or architecture
-        why = f"the weights of {path} cannot be loaded.\n  {error}"
-        raise Refused("unreadable-weights", why) from error
+    except (OSError, ValueError, ImportError, SafetensorError) as error:  # unknown, or broken
+        raise Refused("unreadable-weights", f"the weights of {path}: {error}") from error
     missing = info["missing_keys"]
     may_be_new = {"score.weight"} if value_head and not is_scorer(own_config) else set()
     if strangers := sorted(set(missing) - may_be_new):
         why = f"{path} holds no weights for {', '.join(strangers[:3])}: they would be random."
         raise Refused("missing-weights", why)
-    refuse_cut_layers(path, model, info["unexpected_keys"])
     return model, missing
-
-
-def refuse_cut_layers(path, model, unexpected):
-    """Raises Refused if weights of `path` belong to layers that its config leaves out."""
-    as_layer_0 = functools.partial(re.sub, r"\d+", "0")
-    known = {as_layer_0(name) for name, _ in model.named_parameters()}
-    if cut := sorted(name for name in unexpected if as_layer_0(name) in known):
-        why = f"its config.json has no place for {len(cut)} of its weights, such as {cut[-1]}"
-        raise Refused("cut-layers", f"{path}: {why}.\n  Is num_hidden_layers right?")
 
 
 # ---- Tokenizers ----
@@ -166,14 +127,12 @@ def load_tokenizer(path, args=None):
         options = {"config": whole, "trust_remote_code": trust_remote_code}
         inside = scoring_tokenizer.AS_TRAINED
         tokenizer = AutoTokenizer.from_pretrained(path, subfolder=inside, **options)
-    tokenizer = copy.deepcopy(tokenizer)
     positions = getattr(config, "max_position_embeddings", None) or length
     if length > positions:
         long = f"--max_seq_len {length} (in step 3 --max_prompt_seq_len and --max_answer_seq_len)"
         raise Refused("too-long", f"{long} exceeds the {positions} positions of {path}.")
     if tokenizer.eos_token_id is None:
-        words = f"the tokenizer of {path} has no eos_token in tokenizer_config.json."
-        raise Refused("no-eos", words)
+        raise Refused("no-eos", f"{path}/tokenizer_config.json names no eos_token.")
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
         tokenizer.add_special_tokens({"pad_token": padding_token(tokenizer, config.vocab_size)})
     if len(tokenizer) > config.vocab_size:

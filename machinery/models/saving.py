@@ -3,7 +3,6 @@
 import copy
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -29,17 +28,18 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, notes=N
     dict of what else goes into the config. merge: adapters are added to their weights. All files
     are written aside, in .saving, and then moved.
 
-    Returns on rank 0 what the model's card says of it. adapted: what LoRA's adapters were trained
-    on, None for a whole model; scores: whether it is a reward model or critic; appended: for whom
-    its tokenizer appends EOS (scoring_tokenizer.save).
+    Returns on rank 0 what the model's card says of it. adapted: whether it is LoRA's adapters
+    alone; scores: whether it is a reward model or critic; appends: whether the tokenizer appends
+    EOS (scoring_tokenizer.save).
     """
     model, folder = modules.unwrap_model(engine), Path(folder)
     adapters = None if merge else getattr(model, "peft_config", {}).get("default")
-    state = {}
+    state, facts, persistent = {}, None, model.state_dict().keys()
     zero3.release_early_gathers(engine)
-    for name, parameter in progress.shown([*model.named_parameters()], "saving, weights"):
-        if not adapters or parameter.requires_grad:
-            state[name] = full_tensor(name, parameter)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in progress.shown(tensors, "saving, weights"):
+        if name in persistent and (not adapters or tensor.requires_grad):
+            state[name] = full_tensor(name, tensor)
     if ranks.get_rank() == 0:
         aside = folder / ".saving"
         shutil.rmtree(aside, ignore_errors=True)
@@ -50,20 +50,14 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, notes=N
         if adapters:
             save_adapters(model, state, aside, adapters)
         else:
-            buffers, saved = dict(model.named_buffers()), model.state_dict().keys()
-            state |= {name: buffer.cpu() for name, buffer in buffers.items() if name in saved}
             model.save_pretrained(aside, state_dict=lora.merged(model, state))
         model.config = training
-        appended = "none"
-        if scores:
-            appended = scoring_tokenizer.save(tokenizer, aside)
-        else:
-            tokenizer.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        appends = scores and scoring_tokenizer.save(tokenizer, aside)
+        facts = {"adapted": bool(adapters), "scores": scores, "appends": appends}
         move_files(aside, folder)
     ranks.barrier()
-    if ranks.get_rank() == 0:
-        base = adapters.base_model_name_or_path if adapters else None
-        return {"adapted": base, "scores": scores, "appended": appended}
+    return facts
 
 
 def note_tokens(model, tokenizer, scores):
@@ -72,7 +66,7 @@ def note_tokens(model, tokenizer, scores):
     Else stock generate() waits for another EOS. config.pad_token_id freezes that token's embedding
     when the model is loaded to train, so a language model gets it for a token of its own only.
     """
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos")}
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     taken = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id)
     pad = tokenizer.pad_token_id
     own_pad = None if pad in taken else pad
@@ -81,31 +75,22 @@ def note_tokens(model, tokenizer, scores):
         # the pipeline adds a sigmoid to a single score, but not in a regression
         model.config.update({"problem_type": "regression", "function_to_apply": "none"})
     elif generation := getattr(model, "generation_config", None):
-        model.generation_config = writable(generation, {**ids, "pad_token_id": pad})
-    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+        generation.update(**ids, pad_token_id=pad)
+        try:
+            generation.validate(strict=True)
+        except ValueError:  # transformers loads some that it refuses to write: top_p, but greedy
+            model.generation_config = GenerationConfig(**ids, pad_token_id=pad)
+    for config in (model.config, model.config.get_text_config()):
         config.update({**ids, "pad_token_id": own_pad})
-
-
-def writable(generation, ids):
-    """Returns a GenerationConfig that transformers writes: it loads some that it refuses to write.
-
-    Such a one names a temperature or top_p without do_sample, which does nothing: it is left out.
-    """
-    generation.update(**ids)
-    with suppress(ValueError):
-        generation.validate(strict=True)
-        return generation
-    return GenerationConfig(**ids)
 
 
 def save_adapters(model, state, folder, adapters):
     """Writes LoRA's adapters and their config, `adapters`, as peft does."""
+    adapters.save_pretrained(folder)
     model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-    (folder / "config.json").rename(folder / lora.CONFIG)
+    model.config.to_json_file(folder / lora.CONFIG)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    adapters.save_pretrained(folder)
     named = {f"base_model.model.{name.replace('.default.', '.')}": state[name] for name in state}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
@@ -116,16 +101,14 @@ def move_files(aside, folder):
     They are as readable as umask says (safetensors' own are the owner's alone). A tokenizer with
     several chat templates has a folder of them.
     """
-    files = sorted(aside.iterdir(), key=lambda file: file.name in MARKS)
-    for file in files:
-        file.chmod(aside.stat().st_mode & (0o777 if file.is_dir() else 0o666))
-        for path in (*file.rglob("*"), file):
-            sync(path)
-    for file in files:
+    for file in aside.glob("*.safetensors"):
+        file.chmod(aside.stat().st_mode & 0o666)
+    for path in aside.rglob("*"):
+        sync(path)
+    for file in sorted(aside.iterdir(), key=lambda file: file.name in MARKS):
         if file.name in MARKS:
             sync(folder)  # what it vouches for is there before it
-        if (folder / file.name).is_dir():  # of a save that was killed: nothing replaces it
-            shutil.rmtree(folder / file.name)
+        shutil.rmtree(folder / file.name, ignore_errors=True)  # nothing replaces a folder
         file.replace(folder / file.name)
     aside.rmdir()
     sync(folder)

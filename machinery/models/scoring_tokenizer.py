@@ -10,19 +10,19 @@ import json
 import re
 import shutil
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from machinery.base import ranks
 
 AS_TRAINED = "as_trained"  # a folder, and the key in tokenizer_config.json that says it is there
 PROBES = ("Human: What is it?\n\nAssistant: It is a test.", "one", " two  spaces\n")
-# AutoTokenizer builds some classes (Qwen2's) anew and drops the normaliser, but not one that is
-# named here. Nothing runs this code unless trust_remote_code is on.
+# It loads tokenizer.json as it is. AutoTokenizer builds some classes (Qwen2's) anew and drops the
+# normaliser, but not one that is named here. Nothing runs this code unless trust_remote_code is on.
 OWN_CLASS = """from transformers import PreTrainedTokenizerFast
 
 
 class ScoringTokenizer(PreTrainedTokenizerFast):
-    \"\"\"Loads tokenizer.json as it is, with the normaliser that appends EOS.\"\"\"
+    pass
 """
 
 
@@ -31,44 +31,39 @@ def pad_token(tokenizer):
 
     It takes a score at the last token that is not padding, and that is EOS.
     """
-    if tokenizer.pad_token != tokenizer.eos_token:
-        return tokenizer.pad_token
-    by_number = reversed(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
-    tokens = [*tokenizer.all_special_tokens, *by_number]
+    last = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))[::-1]
+    tokens = [tokenizer.pad_token, *tokenizer.all_special_tokens, *last]
     return next(token for token in tokens if token not in (None, tokenizer.eos_token))
 
 
 def save(tokenizer, folder):
-    """Writes to `folder`, which holds the model's config, a tokenizer that appends EOS.
+    """Makes the tokenizer that is saved in `folder`, beside the model's config, append EOS.
 
-    Returns "all" if it does so for all callers, "none" if it cannot: then it is saved as it is.
+    Returns whether it does so for all callers. If it cannot, it is saved as it is.
     """
-    tokenizer.save_pretrained(folder)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return "none"
-    tokenizer.save_pretrained(folder / AS_TRAINED)
-    code = folder / "scoring_tokenizer.py"
+    trained, code = folder / AS_TRAINED, folder / "scoring_tokenizer.py"
+    tokenizer.save_pretrained(trained)
     code.write_text(OWN_CLASS)
     try:
         write(tokenizer, folder)
         if appends(AutoTokenizer.from_pretrained(folder), tokenizer):
-            return "all"
+            return True
     except Exception as error:  # of many kinds. It must not cost the weights
         ranks.say(f"the tokenizer could not be made to append EOS: {error!r}")
     code.unlink()
-    shutil.rmtree(folder / AS_TRAINED)
+    shutil.rmtree(trained)
     tokenizer.save_pretrained(folder)
-    return "none"
+    return False
 
 
 def write(tokenizer, folder):
     """Makes what is saved in `folder` append EOS, and put BOS first if `tokenizer` does."""
-    trained = folder / AS_TRAINED
-    state = json.loads((trained / "tokenizer.json").read_text())
+    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    state = json.loads(file.read_text())
     starts = tokenizer("one").input_ids[0] == tokenizer.bos_token_id
     add_rules(state, tokenizer.bos_token if starts else None, tokenizer.eos_token)
-    (folder / "tokenizer.json").write_text(json.dumps(state, ensure_ascii=False))
-    config = json.loads((trained / "tokenizer_config.json").read_text()) | {
+    file.write_text(json.dumps(state, ensure_ascii=False))
+    config = json.loads(settings.read_text()) | {
         "auto_map": {"AutoTokenizer": [None, "scoring_tokenizer.ScoringTokenizer"]},
         "tokenizer_class": "PreTrainedTokenizerFast",
         AS_TRAINED: True,
@@ -77,7 +72,7 @@ def write(tokenizer, folder):
         "pad_token": pad_token(tokenizer),
         "padding_side": "right",
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    settings.write_text(json.dumps(config, indent=2))
 
 
 def appends(new, tokenizer):
@@ -85,7 +80,8 @@ def appends(new, tokenizer):
     inside = [f"one{token}two" for token in tokenizer.get_added_vocab()]
     for text in (*PROBES, *inside):
         ids = tokenizer(text).input_ids
-        ids = ids[: len(ids) - (ids[-1] == tokenizer.eos_token_id)] + [tokenizer.eos_token_id]
+        if ids[-1] != tokenizer.eos_token_id:
+            ids.append(tokenizer.eos_token_id)
         if any(new(text, add_special_tokens=special).input_ids != ids for special in (True, False)):
             return False
     return True
@@ -105,8 +101,7 @@ def add_rules(state, bos, eos):
         found[rf"\A(?!{re.escape(bos)}|(?:{alone})\z)"] = bos
     steps = [state["normalizer"]] if state["normalizer"] else []
     for pattern, content in found.items():
-        pattern = {"Regex": pattern}
-        steps.append({"type": "Replace", "pattern": pattern, "content": content})
+        steps.append({"type": "Replace", "pattern": {"Regex": pattern}, "content": content})
     state["normalizer"] = {"type": "Sequence", "normalizers": steps}
     state["post_processor"] = None  # it would put BOS before the one that is there
     for token in state["added_tokens"]:  # found after the normaliser, which so sees a whole text

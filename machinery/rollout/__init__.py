@@ -1,10 +1,10 @@
 """What PPO's options do: each is one named call in ppo.py.
 
-decoding, compiled_decoding   what makes sampling fast
-first_step         what PPO checks before anything is trained on
+decoding           what makes sampling fast
+checks             what PPO checks, mostly in its first step
 shared_prompts     a prompt computed once for several responses
-judging                       who scores the responses
+judging            who scores the responses
 rollout_metrics    what a rollout and an evaluation were like; samples, pair_scores
 microscope         tokens.jsonl
-kl_controller, ema --kl_target, --enable_ema
+ema                --enable_ema
 """

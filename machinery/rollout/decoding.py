@@ -8,11 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from torch import Tensor, nn
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+)
 
 import common
 from machinery.base import ranks
+from machinery.base.refused import Refused
+from machinery.models import forwards
 
 KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer
 
@@ -96,12 +103,14 @@ class Cache:
         self.rows = self.rows[indices]
 
 
-def new_cache(model, ids, mask, count):
+def new_cache(args, model, ids, mask, count):
     """Returns a Cache of prompts (B, P), left-padded, with slots for `count` tokens of a response.
 
     Equal prompts are in it once: `rows` are the first of each. Layers that hold more than keys and
     values (Mamba's) cannot copy rows, and there every row is computed for itself.
     """
+    if args.compile_decoding:
+        return new_static_cache(model, mask, count)
     B, P = ids.shape
     past = reserved_cache(model, P + count)
     selectable = {type(layer) for layer in past.layers} <= {ReservedLayer, *KEYS_AND_VALUES}
@@ -133,37 +142,36 @@ def for_each_row(cache, logits):
     return logits[copies]
 
 
-def anyone(left, synced):
-    """Returns whether to go on: `left` rows have not ended here, or with `synced` anywhere.
+def anyone(remaining, synced):
+    """Returns whether to go on: `remaining` rows have not ended here, or with `synced` anywhere.
 
     With ZeRO-3's hooks on, each forward is a collective: a rank that stopped would hang the others.
     """
-    return bool(ranks.all_sum(left)[0] if synced else left)
+    return bool(ranks.all_sum(remaining)[0] if synced else remaining)
 
 
-def leave_out_ended(cache, alive, left):
+def leave_out_ended(cache, alive, remaining):
     """Takes rows that have ended out of the cache, once a quarter of them have: it is copied.
 
-    alive: bool (B,), of all rows, `left` of which go on.
+    alive: bool (B,), of all rows, `remaining` of which go on.
     """
-    if cache.selectable and 0 < left <= 0.75 * len(cache.rows):
+    if cache.selectable and 0 < remaining <= 0.75 * len(cache.rows):
         cache.select(alive[cache.rows].nonzero()[:, 0])
 
 
 # ---- Flags ----
-def restricted(args, tokenizer, logits, r):
-    """Returns logits (b, V) of response slot r, -inf for what may not be drawn.
+def restricted(args, tokenizer, probs, r):
+    """Returns the probabilities (b, V) of response slot r with 0 for what may not be drawn.
 
     --min_new_tokens: no EOS in the first slots. --top_k: only the k likeliest. --top_p: only the
-    likeliest whose sum of probabilities reaches p. Without these flags they are the model's own.
+    likeliest whose share of the sum reaches p. Without these flags they are the model's own.
     """
     if r < args.min_new_tokens:
-        eos = torch.tensor([tokenizer.eos_token_id], device=logits.device)
-        logits = logits.index_fill(1, eos, -torch.inf)
+        eos = torch.tensor([tokenizer.eos_token_id], device=probs.device)
+        probs = probs.index_fill(1, eos, 0)
     if args.top_k or args.top_p < 1:
-        probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)
-        logits = logits.where(filter_top(probs, args.top_k, args.top_p) > 0, -torch.inf)
-    return logits
+        probs = filter_top(probs, args.top_k, args.top_p)
+    return probs
 
 
 def filter_top(probs, top_k, top_p):
@@ -194,3 +202,54 @@ def at_stop(args, tokenizer, responses, r):
         for row, tail in enumerate(tokenizer.batch_decode(responses[:, max(0, r - back) : r + 1])):
             found[row] = any(text in tail for text in args.stop)
     return found
+
+
+# ---- Compiled (--compile_decoding) ----
+# In a static cache the steps of all tokens have the same shapes. So transformers can compile one
+# step and, on CUDA, replay it as one graph. Rows stay to the end, and each prompt is computed for
+# itself.
+PROMPT_SLOTS = 64  # prompts are padded to a multiple of this: few shapes, so few compilations
+
+
+def new_static_cache(model, mask, count):
+    """Returns a Cache of all rows, with transformers' StaticCache in it. mask: (B, P)
+
+    The StaticCache stays with the model, because a compiled graph is bound to its memory.
+    """
+    B, P = mask.shape
+    mask = nn.functional.pad(mask, (-P % PROMPT_SLOTS, 0))
+    mask = torch.cat([mask, mask.new_ones(B, count)], 1)  # the causal mask hides slots to come
+    kept = getattr(model, "static_cache", None)
+    if kept is None or kept[0] != mask.shape:
+        past = StaticCache(config=model.config, max_cache_len=mask.shape[1])
+        if not past.is_compileable:
+            words = "--compile_decoding: transformers has no static cache for this model's layers."
+            raise Refused("compile-decoding-layers", f"{words}\n  Leave it out.")
+        model.static_cache = mask.shape, past
+    past = model.static_cache[1]
+    past.reset()
+    rows = torch.arange(B, device=mask.device)
+    return Cache(past, mask, common.position_ids(mask), rows, rows, selectable=False)
+
+
+def compiled_next_logits(model, inputs, cache):
+    """Logits (B, V) of the token that follows, as ppo.next_logits returns them.
+
+    Compiled on an accelerator from the second token on; on a CPU the same steps run as they are.
+    """
+    forward = model
+    if cache.length == 0:  # the prompts
+        inputs = nn.functional.pad(inputs, (-inputs.shape[1] % PROMPT_SLOTS, 0))
+    elif model.device.type != "cpu":
+        forward = model.get_compiled_call(None)
+    start, end = cache.length, cache.length + inputs.shape[1]
+    positions = cache.positions[:, start:end].contiguous()
+    given = model.prepare_inputs_for_generation(
+        inputs,
+        attention_mask=cache.mask,
+        past_key_values=cache.past,
+        use_cache=True,
+        **forwards.accepted(model, position_ids=positions, logits_to_keep=1),
+    )
+    cache.length = end
+    return forward(**given).logits[:, -1].clone()  # the next replay writes to the same memory

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 
 import torch
 
@@ -36,27 +37,39 @@ class TokenMeans:
     """Means over the response tokens of all ranks of what the updates of a step report."""
 
     def __init__(self):
-        self.sums, self.tokens = {}, 0.0  # this rank's
-        self.ratio_max, self.updates = 0.0, 0
+        self.updates, self.ratio_max = 0, 0.0
+        self.sums, self.totals = Counter(), Counter()  # this rank's of one update; all of all
 
     @torch.no_grad()
     def add(self, mask, ratio, **values):
         """Adds a micro-batch. mask, ratio and values: (B, R)"""
-        self.tokens += mask.sum().item()
         self.ratio_max = max(self.ratio_max, (ratio * (mask > 0)).max().item())
+        self.sums["tokens"] += mask.sum().item()
         for name, value in values.items():
-            total = (value * mask).sum().double().item()
-            self.sums[name] = self.sums.get(name, 0.0) + total
+            self.sums[name] += (value * mask).sum().double().item()
 
-    def of_all_ranks(self, has_critic=True):
+    def end_update(self):
+        """Ends an optimizer step, and sums it up over all ranks."""
+        totals = dict(zip(self.sums, ranks.all_sum(*self.sums.values()).tolist()))
+        self.totals.update(totals)
+        self.sums.clear()
+        self.updates += 1
+        self.of_last_update = means_of_tokens(totals)
+
+    def of_all_updates(self, has_critic=True):
         """Returns {name: mean}, ratio_max, and the sum of the losses as `loss`."""
-        *sums, tokens = ranks.all_sum(*self.sums.values(), self.tokens).tolist()
-        means = {name: total / max(tokens, 1) for name, total in zip(self.sums, sums)}
+        means = means_of_tokens(self.totals)
         ratio_max = max(ranks.all_gather_objects([self.ratio_max]))
-        loss = means.get("actor_loss", 0.0) + means.get("critic_loss", 0.0)
+        loss = means["actor_loss"] + means["critic_loss"]
         if not has_critic:
-            means.pop("critic_loss", None)
+            del means["critic_loss"]
         return {"loss": loss, **means, "ratio_max": ratio_max}
+
+
+def means_of_tokens(totals):
+    """Returns {name: mean} of {name: sum}, where one sum is the number of tokens."""
+    count = max(totals["tokens"], 1)
+    return {name: total / count for name, total in totals.items() if name != "tokens"}
 
 
 # ---- A rollout ----
@@ -131,13 +144,12 @@ def equal_groups(micro_batches):
     return equal / max(count, 1)
 
 
-def work(args, micro_batches, engines, training, reward_models, updates, one_pass):
+def work(args, micro_batches, engines, reward_models, updates, one_pass):
     """Returns the tokens of a step of PPO and its FLOPs, over all ranks.
 
-    engines: {name: engine}, the actor first. training: those that this step trains. The rollout and
-    the reference are a forward of the actor each. Each engine makes a forward that scores, unless
-    one_pass makes it serve for both, and one with a backward in each epoch if it trains. A prompt
-    that responses share counts for each of them.
+    engines: {name: engine}, the actor first. The rollout and the reference are a forward of the
+    actor each. Each engine makes a forward that scores, unless one_pass makes it serve for both,
+    and one with a backward in each epoch. A prompt that responses share counts for each of them.
     """
     tokens = rows = scored = 0.0
     for batch in micro_batches:
@@ -155,8 +167,7 @@ def work(args, micro_batches, engines, training, reward_models, updates, one_pas
     flops = 2 * count(next(iter(engines.values())))
     epochs = updates * args.gradient_accumulation_steps / len(micro_batches)
     for engine in engines.values():
-        flops += epochs * count(engine, True) if engine in training else 0
-        flops += 0 if one_pass else count(engine)
+        flops += epochs * count(engine, True) + (0 if one_pass else count(engine))
     return tokens, flops + sum(map(count, reward_models))
 
 
@@ -164,8 +175,10 @@ def work(args, micro_batches, engines, training, reward_models, updates, one_pas
 def stop_unless_finite(run, micro_batches):
     """Stops the run if anything that was stored for the update is NaN or infinite."""
     names = [name for name in STORED if getattr(micro_batches[0], name) is not None]
-    sums = [sum(getattr(batch, name).sum() for batch in micro_batches) for name in names]
-    totals = dict(zip(names, ranks.all_sum(*sums).tolist()))
+    sums = {name: sum(getattr(batch, name).sum() for batch in micro_batches) for name in names}
+    for name in micro_batches[0].tokens:  # sampled_logprobs, and what a sampler of yours adds
+        sums[name] = sum(batch.tokens[name].sum() for batch in micro_batches)
+    totals = dict(zip(sums, ranks.all_sum(*sums.values()).tolist()))
     rows = (row for batch in micro_batches for row in batch.responses if row["row_weight"])
     run.stop_unless_finite(totals, map(as_data, rows))
 

@@ -110,7 +110,7 @@ def pair_rows(rows, pad_id):
 
 
 # ---- Step 3: the responses of a micro-batch ----
-def responses_a_row(args, *models):
+def responses_per_row(args, *models):
     """Returns how many responses to a prompt have one row in ppo.py: 1 if prompts are not shared.
 
     Fewer tokens are computed the more there are, but each looks at the whole row: attention costs

@@ -54,5 +54,5 @@ def numbers_of(engine, ids, padding, pad_id):
     mask = torch.tensor([[0] * padding + [1] * len(ids)])
     layout = common.Layout(**common.last_columns(row, mask, len(ids) - 1)).to(ranks.device())
     if isinstance(engine.module, common.ValueModel):
-        return common.response_values(engine, layout)
+        return common.values_before_tokens(engine, layout)
     return common.response_logprobs(engine, layout, torch.ones_like(layout.predicts))

@@ -96,8 +96,8 @@ def test_cudas_segments_grow_unless_the_user_says_otherwise(cuda, monkeypatch, g
     assert settings == ([] if given else ["expandable_segments:True"])
 
 
-@pytest.mark.parametrize("device, fused", [("cuda", True), ("cpu", None)])
-def test_without_a_compiler_pytorchs_adam_takes_over(monkeypatch, capsys, device, fused):
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_without_a_compiler_pytorchs_adam_takes_over(monkeypatch, capsys, device):
     """pip's CUDA wheels come without nvcc. PyTorch's default on a GPU is foreach, which needs
     temporary tensors as large as the weights. Where a flag needs DeepSpeed's, it is refused."""
 
@@ -110,7 +110,7 @@ def test_without_a_compiler_pytorchs_adam_takes_over(monkeypatch, capsys, device
     args = SimpleNamespace(adam_betas=[0.9, 0.95], adam_offload=False, offload_states=True)
     model = torch.nn.Linear(2, 1)
     optimizer = adam.build_optimizer(model, args, 2, 1e-3, 0.1)
-    assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"] is fused
+    assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]  # no bias
     assert "no nvcc" in capsys.readouterr().out
     for offload, stage in ((False, 3), (True, 2)):  # stage 3 moves its own Adam's states only

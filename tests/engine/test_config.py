@@ -36,7 +36,7 @@ def test_every_zero_stage_has_a_config(stage):
         made = config(*flags, train=train)
         zero = made["zero_optimization"]
         assert zero["stage"] == stage
-        assert zero.get("reduce_scatter") is (True if stage == 3 else None)
+        assert zero["reduce_scatter"] is True
         assert zero.get("offload_param") == weights
         assert zero.get("offload_optimizer") == (states if train else None)
         assert ("gradient_clipping" in made) == train

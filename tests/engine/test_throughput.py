@@ -61,13 +61,10 @@ def test_a_value_model_has_no_output_matrix(tiny_model):
         assert found == pytest.approx(100 * (LAYERS + ATTENTION), rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "trains, one_pass, forwards", [(False, False, 1), (True, False, 1 + 3), (True, True, 3)]
-)
-def test_a_step_of_ppo_by_hand(tiny_model, trains, one_pass, forwards):
+@pytest.mark.parametrize("one_pass, forwards", [(False, 1 + 3), (True, 3)])
+def test_a_step_of_ppo_by_hand(tiny_model, one_pass, forwards):
     """The rollout, the reference and a judge, the forward that scores (unless one_pass trains on
-    it), and one update, where --target_kl left the other epochs out. An actor that waits for its
-    critic (--critic_warmup_steps) makes no forward in the update."""
+    it), and one update, where --target_kl left the other epochs out."""
     args = ppo.get_args("--preset toy --allow_unstable 1 --ppo_epochs 4".split())
     response_mask = torch.zeros(2, 25)
     response_mask[0] = 1  # the second row is a filler
@@ -75,8 +72,8 @@ def test_a_step_of_ppo_by_hand(tiny_model, trains, one_pass, forwards):
     batch = micro_batch([0, 0], response_mask=response_mask, row_weight=weight, length=lengths)
     for response in batch.responses:
         response["prompt_ids"] = [5] * 75
-    given = {"actor": tiny_model}, [tiny_model] * trains, [tiny_model], 1, one_pass
-    tokens, flops = rollout_metrics.work(args, [batch], *given)
+    engines, judges = {"actor": tiny_model}, [tiny_model]
+    tokens, flops = rollout_metrics.work(args, [batch], engines, judges, 1, one_pass)
     forward = throughput.count_flops(tiny_model, 100, 100, 25)
     assert tokens == 100 and flops == pytest.approx((2 + 1 + forwards) * forward)
 

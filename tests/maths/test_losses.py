@@ -8,7 +8,6 @@ import torch
 import ppo
 import reward
 from machinery.base import statistics
-from machinery.rollout import kl_controller
 from tests.conftest import micro_batch
 
 
@@ -173,7 +172,7 @@ def test_the_gradient_of_kl_in_the_reward():
 def test_the_kl_penalty_follows_its_target(kl, expected):
     """Target 6: 10 % above it raises the penalty by 1 %; the error is clipped to 20 %, so one step
     moves it by 2 % at most."""
-    assert kl_controller.adapt_kl_coef(0.1, kl, target=6.0) == pytest.approx(expected)
+    assert ppo.adapted_kl_coef(0.1, kl, target=6.0) == pytest.approx(expected)
 
 
 # --------------------------------------------------------------------------------------------------

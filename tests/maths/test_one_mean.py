@@ -33,7 +33,8 @@ def test_micro_batches_and_ranks_add_up_to_one_token_mean(
     With both undone by `loss_scale`, any cut of the batch has the gradient of the mean over its 16
     tokens: no layout changes a result."""
     monkeypatch.setattr(ranks, "get_world_size", lambda: count)
-    scale = common.loss_scale(16, micro_steps)
+    engine = SimpleNamespace(gradient_accumulation_steps=lambda: micro_steps)
+    scale = common.loss_scale(engine, 16)
     size = len(RESPONSES) // (count * micro_steps)
     parts = [RESPONSES[i : i + size] for i in range(0, len(RESPONSES), size)]
     as_deepspeed = sum(gradient(tiny_model, part, scale) / micro_steps for part in parts) / count

@@ -30,7 +30,7 @@ PAIRS = [
     ("Human: hi\n\nAssistant:", " Hello!  How are you?\n", " No."),
 ]
 TEXTS = [pair[0] + pair[i] for i in (1, 2) for pair in PAIRS]
-RECORD = dict(data_rows=40, versions={"torch": "2.0"}, world_size=2, device="cpu")
+RECORD = dict(data_rows=40)
 
 
 def base_folder(path, name):

@@ -15,7 +15,7 @@ import transformers
 
 import common
 import ppo
-from machinery.rollout import first_step, rollout_metrics
+from machinery.rollout import checks, rollout_metrics
 from machinery.run import padding_check
 from tests import kit, runs
 
@@ -98,7 +98,7 @@ def gate(model, batches):
     """Returns the exit code of the gate at the first step, None if it lets the run go on."""
     run = SimpleNamespace(args=ARGS, step=1, engine=SimpleNamespace(module=model), codes=[None])
     run.finish = lambda code: run.codes.append(code)
-    first_step.stop_unless_sampled_as_scored(run, batches)
+    checks.stop_unless_sampled_as_scored(run, batches)
     return run.codes[-1]
 
 

@@ -68,17 +68,6 @@ def test_updates_end_once_the_policy_has_moved():
     assert optimizer_steps("ppo_target_kl")["."] == 2 * 2
 
 
-def test_the_critic_can_be_warmed_up_alone():
-    """--critic_warmup_steps 1: one optimizer step less for the actor, whose second rollout still
-    has a KL of 0, and whose learning rate is 0 in the first, where the critic's is not."""
-    steps = optimizer_steps("ppo_options")
-    assert (steps["."], steps["critic"]) == (3, 4)
-    lines = metrics("ppo_options")[1:]
-    assert [line["kl"] == 0 for line in lines] == [True, True, False, False]
-    assert [line["learning_rate"] > 0 for line in lines] == [False, True, True, True]
-    assert all(line["critic_learning_rate"] > 0 for line in lines)
-
-
 def test_looking_changes_nothing():
     """A run that is evaluated at every step, also by the microscope and with the average, trains to
     the bit as one that is evaluated at its ends only. Its critic's dropout draws from PyTorch's

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from machinery.rollout import first_step, rollout_metrics
+from machinery.rollout import checks, rollout_metrics
 from tests.conftest import micro_batch
 
 
@@ -62,6 +62,6 @@ def test_what_a_rollout_was_like():
 def test_a_judge_that_finds_all_equal_is_named(scores, equal, capsys):
     """A filler's score says nothing."""
     batch = rollout(scores=torch.tensor(scores)[:, None])
-    first_step.warn_of_equal_scores([batch])
+    checks.warn_of_equal_scores([batch])
     assert ("all scores of the first step are" in capsys.readouterr().out) == equal
     assert rollout_metrics.equal_groups([batch]) == equal

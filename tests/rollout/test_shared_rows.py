@@ -69,7 +69,7 @@ def test_a_group_in_one_row_changes_no_logprob_no_value_and_no_gradient(name, he
         (batch,) = ppo.make_micro_batches(pad, responses, len(responses), pack)
         model.zero_grad()
         if head:
-            outputs = [common.response_values(model, batch) * batch.response_mask]
+            outputs = [common.values_before_tokens(model, batch) * batch.response_mask]
             outputs.append(ppo.reward_model_scores(model, batch))
         else:
             outputs = ppo.actor_forward(args, model, batch)

@@ -69,7 +69,6 @@ MUTATIONS = {  # script and flags beside the toy's: the rule that they break
     "ppo --kl_in loss --kl_estimator k1": "k1-in-loss",
     "ppo --kl_target 2 --kl_coef 0": "kl-target-without-kl",
     "ppo --normalize_reward 1 --reward_fn score.py:f": "normalize-reward",
-    "ppo --critic_warmup_steps 3 --advantage reinforce": "warmup-without-critic",
     "ppo --deepcompile --zero_stage 3": "deepcompile-in-ppo",
     "ppo --compile_decoding --zero_stage 3": "compile-decoding-shards",
     "ppo --offload_states --zero_stage 1 --dtype bf16": "state-offload",

@@ -40,10 +40,10 @@ class TextMix:
         """Runs backward on a micro-batch of text, after that of the policy loss."""
         if self.backwards == 2:
             actor.step()  # ends the policy's micro-step; the update's last step() moves the weights
-            batch, micro_steps = self.batches.pop(), 2 * self.args.gradient_accumulation_steps
+            batch = self.batches.pop()
             logprobs = common.response_logprobs(actor, batch, batch.loss_mask)  # (B, R)
             loss = self.args.unsup_coef * sft.sft_loss_sum(logprobs, batch.loss_mask)
-            actor.backward(loss * common.loss_scale(self.tokens, micro_steps))
+            actor.backward(loss * common.loss_scale(actor, self.tokens))
 
     def evaluate(self, actor):
         """Returns {"eval_text_loss": the loss per token of the held-out text}, if there is any."""

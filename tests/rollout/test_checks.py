@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from machinery.rollout import first_step
+from machinery.rollout import checks
 
 
 def first(dtype="fp32"):
@@ -29,22 +29,22 @@ def scored(gap):
 def test_sampling_and_scoring_give_a_token_one_logprob(capsys):
     """A cache, a mask or a position that is wrong for a model shows here, before anything is
     trained. The mean over a response counts, here half of the gap."""
-    first_step.stop_unless_sampled_as_scored(first(), [scored(0.0), scored(1e-4)])
-    first_step.stop_unless_sampled_as_scored(first("bf16"), [scored(0.0), scored(0.1)])
+    checks.stop_unless_sampled_as_scored(first(), [scored(0.0), scored(1e-4)])
+    checks.stop_unless_sampled_as_scored(first("bf16"), [scored(0.0), scored(0.1)])
     with pytest.raises(SystemExit) as stop:
-        first_step.stop_unless_sampled_as_scored(first(), [scored(0.0), scored(0.1)])
+        checks.stop_unless_sampled_as_scored(first(), [scored(0.0), scored(0.1)])
     assert stop.value.code == 1 and "A mamba model" in capsys.readouterr().out
 
 
 def test_padding_and_masked_tokens_are_not_compared():
     batch = scored(0.0)
     batch.tokens["sampled_logprobs"][1, 2] = 9.0
-    first_step.stop_unless_sampled_as_scored(first(), [batch])
+    checks.stop_unless_sampled_as_scored(first(), [batch])
 
 
 def test_a_first_ratio_that_is_nan_is_not_1():
     """As any comparison with NaN is false, one that asks for "too large" would let it pass."""
     mask = torch.ones(1, 2)
-    first_step.stop_unless_one(first(), torch.tensor([[1.0, 1.00001]]), mask)
+    checks.stop_unless_one(first(), torch.tensor([[1.0, 1.00001]]), mask)
     with pytest.raises(SystemExit):
-        first_step.stop_unless_one(first(), torch.tensor([[1.0, torch.nan]]), mask)
+        checks.stop_unless_one(first(), torch.tensor([[1.0, torch.nan]]), mask)
