@@ -549,7 +549,7 @@ def roll_out(args, engine, tokenizer, prompts, step, batch_size):
     """
     out = []
     with zero3.gather_for_generation(engine) as (model, synced):
-        for start in progress.starts(prompts, batch_size):
+        for start in progress.shown(range(0, len(prompts), batch_size), "batches of a rollout"):
             rows = prompts[start : start + batch_size]
             ids, mask = common.pad([row["prompt_ids"] for row in rows], tokenizer.pad_token_id)
             ids, mask = ids.to(ranks.device()), mask.to(ranks.device())  # (B, P)

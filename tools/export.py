@@ -73,7 +73,7 @@ def read_run(checkpoint):
         words = f"{checkpoint} was written with --tensor_parallel_size above 1.\n  {advice}"
         raise Refused("tensor-parallel", words)
     files = [checkpoint / f"rank{i}.pt" for i in range(len([*checkpoint.glob("rank*.pt")]))]
-    return argparse.Namespace(**record), [checkpoints.read(file, mmap=True) for file in files]
+    return argparse.Namespace(**record), [checkpoints.read(file) for file in files]
 
 
 def read_weights(folder, stage):
@@ -131,7 +131,7 @@ def export(checkpoint, to, merge=False):
 
 def write_models(args, saved, checkpoint, folder, merge):
     """Writes every model of a checkpoint. args, saved: what read_run returns."""
-    shape = saved[0]["shape"]
+    shape = saved[0]["layout"]["shape"]
     roles = {name: "" if name == "model" else name for name in shape if name != "ranks"}
     first = declaring.of_role(args, next(iter(roles.values()))).model_name_or_path
     tokenizer = model_folders.load_tokenizer(first, args)  # the model's or the actor's

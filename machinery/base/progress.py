@@ -36,11 +36,3 @@ def shown(pieces, what):
         for piece in pieces:
             yield piece
             shows.update()
-
-
-def starts(rows, size, what="responses"):
-    """Yields where each batch of `size` rows starts, and shows how many rows are done."""
-    with bar(len(rows), what) as shows:
-        for start in range(0, len(rows), size):
-            yield start
-            shows.update(min(size, len(rows) - start))

@@ -138,7 +138,8 @@ def add_common_flags(parser, own_forms=()):
     arg("log_steps", 1, "steps between two lines on the screen and in metrics.jsonl", least=1)
     arg("save_steps", 0, "steps between checkpoints; 0: only when interrupted")
     arg("keep_checkpoints", 1, "how many of the newest checkpoints to keep", least=1)
-    arg("keep_best", str, "a metric: keep the best model by it in best/ (eval_loss, eval_gold)")
+    metric = "a metric: keep the best model by it in best/ (eval_loss, eval_gold)"
+    arg("keep_best", str, metric, fixed=True)
     wait = "how long a rank waits for another before it gives up, and says for which"
     arg("timeout_minutes", 30, wait, least=1e-6, most=60 * 24 * 365, type=float)
     arg("resume", False, "go on from the newest whole checkpoint in output_dir")

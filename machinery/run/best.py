@@ -1,7 +1,6 @@
 """--keep_best METRIC: a copy, in best/, of the model whose evaluation was the best so far."""
 
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -10,28 +9,27 @@ from machinery.base.refused import Refused
 from machinery.models import saving
 
 EVALUATION = "evaluation.json"  # in best/: what its model was found to be
-# The last word of a metric's name: which way is better, by its sign
-SIGNS = {"loss": -1, "perplexity": -1, "kl": -1, "accuracy": 1, "reward": 1, "gold": 1}
+LESS_IS_BETTER = ("loss", "perplexity", "kl")  # the last word of a metric's name
 
 
 def check(args, record):
     """Refuses --keep_best if the evaluation in `record` has no such metric.
 
-    It must say which model is better, and be of the model that is saved, not of the average.
+    It must be a number, and of the model that is saved, not of the average.
     """
-    found = [name for name in record if name.startswith("eval_") and sign_of(name)]
-    found = [name for name in found if not name.startswith("eval_ema_")]
+    found = [name for name, value in record.items() if isinstance(value, float)]
+    found = [name for name in found if name.startswith("eval_") and "_ema_" not in name]
     if args.keep_best and args.keep_best not in found:
         words = f"--keep_best {args.keep_best}: the evaluations have {', '.join(found)}."
         raise Refused("keep-best-unknown", words)
 
 
 def keep(run, record):
-    """Saves the model that trains if `record` is better than all before it in the log.
+    """Saves the model that trains if `record` is better than the one in best/, or there is none.
 
-    All ranks call it. With --resume the log ends where the checkpoint does, and best/ may be of a
-    later step: it stays until it is surpassed. Step 0 does not count: its model is there already.
-    The new model is written whole in best.new/, and takes the place of the old one by renames.
+    All ranks call it. After --resume best/ may be of a step after the checkpoint: it stays until it
+    is surpassed. Step 0 does not count: its model is there already. The new model is written whole
+    in best.new/, and takes the place of the old one by renames.
     """
     name = run.args.keep_best
     if not name:
@@ -42,7 +40,7 @@ def keep(run, record):
     if ranks.get_rank() == 0:
         if not best.exists() and (new / EVALUATION).exists():  # killed between the two renames
             new.rename(best)
-        better = improves(run.args, name, record)
+        better = improves(best / EVALUATION, name, record[name])
         if better:
             shutil.rmtree(new, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
@@ -61,18 +59,9 @@ def keep(run, record):
     ranks.say(f"{name} {record[name]:.6g} is the best so far: the model is in {best}")
 
 
-def sign_of(name):
-    """Returns 1 where more of the metric is better, -1 where less is, 0 where neither."""
-    return SIGNS.get(name.rpartition("_")[2], 0)
-
-
-def improves(args, name, record):
-    """Returns whether record[name] is better than in all records before it in the log."""
-    folder = Path(args.output_dir)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    before = [other for other in map(json.loads, lines) if 0 < other["step"] < record["step"]]
-    if (kept := folder / "best" / EVALUATION).is_file():  # it may be of a step after the checkpoint
-        before.append(json.loads(kept.read_text()))
-    values = [other[name] for other in before if name in other]
-    value, sign = float(f"{record[name]:.9g}"), sign_of(name)  # as it is logged
-    return math.isfinite(value) and all(sign * value > sign * other for other in values)
+def improves(kept, name, value):
+    """Returns whether the metric's value is better than the one in the file `kept`, if any."""
+    if not kept.is_file():
+        return True
+    before = json.loads(kept.read_text())[name]
+    return value < before if name.endswith(LESS_IS_BETTER) else value > before

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import random
-import re
 import shutil
 from pathlib import Path
 
@@ -19,12 +18,8 @@ from deepspeed.checkpoint import ds_to_universal
 from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.engine import state_offload
-from machinery.models import lora, saving
+from machinery.models import saving
 from machinery.run import logs
-
-# What makes a run another one than that of its checkpoint. Optimizers: another class would find no
-# step number where it looks, and begin from 0. Rows: of a step, over all ranks.
-FIXED = "weights optimizers rows data_rows data_fingerprint frozen_models".split()
 
 
 def folder_of(args):
@@ -34,17 +29,23 @@ def folder_of(args):
 
 def whole_checkpoints(args):
     """Returns the checkpoints that got their name, step-N, for being complete, oldest first."""
-    named = [f for f in folder_of(args).glob("step-*") if re.fullmatch(r"step-\d+", f.name)]
-    folders = [folder for folder in named if folder.is_dir()]
-    return sorted(folders, key=lambda folder: int(folder.name.split("-")[1]))
+    folders = [folder for folder in folder_of(args).glob("step-*") if folder.is_dir()]
+    named = [folder for folder in folders if folder.name.removeprefix("step-").isdecimal()]
+    return sorted(named, key=step_of)
+
+
+def step_of(folder):
+    """Returns the step of a checkpoint."""
+    return int(folder.name.removeprefix("step-"))
 
 
 # ---- Saving ----
 def save(args, engines, step, state):
     """Saves everything needed to go on exactly. All ranks call it.
 
-    engines: {name: engine}. state: this rank's own, a dict of anything that torch.save takes. All
-    is written aside, synced, listed with sizes (manifest.json) and then renamed.
+    engines: {name: engine}. state: this rank's own, a dict of anything that torch.save takes, and
+    "facts" of the data. All is written aside, synced, listed with sizes (manifest.json) and then
+    renamed.
     """
     output, folder, rank = Path(args.output_dir), folder_of(args), ranks.get_rank()
     aside = folder / "unfinished"
@@ -60,72 +61,57 @@ def save(args, engines, step, state):
     # Dropout uses torch's two generators, a --reward_fn may use Python's and numpy's.
     of_torch = torch.get_rng_state(), get_accelerator().get_rng_state()
     rng = (*of_torch, random.getstate(), np.random.get_state())
-    saved = {"rng": rng, "logs": sizes, **layout(engines), **state}
+    saved = {"rng": rng, "logs": sizes, "layout": layout(engines), **state}
     torch.save(saved, aside / f"rank{rank}.pt")
     ranks.barrier()
     if rank == 0:
-        everything = [*aside.rglob("*")]
-        files = [path for path in everything if path.is_file()]
+        files = [path for path in aside.rglob("*") if path.is_file()]
         manifest = {str(file.relative_to(aside)): file.stat().st_size for file in files}
         (aside / "manifest.json").write_text(json.dumps(manifest))
-        for path in (*paths, *everything, aside / "manifest.json", aside):
+        for path in (*paths, *aside.rglob("*"), aside):
             saving.sync(path)
+        for path in whole_checkpoints(args):
+            if step_of(path) >= step:  # damaged: the run was resumed from one before it
+                shutil.rmtree(path)
         aside.rename(folder / f"step-{step}")
         saving.sync(folder)
-        old = whole_checkpoints(args)[: -args.keep_checkpoints]
-        for path in (*old, *folder.glob("damaged-step-*")):  # if one is in use, the next save tries
-            shutil.rmtree(path, ignore_errors=True)
+        for path in whole_checkpoints(args)[: -args.keep_checkpoints]:
+            shutil.rmtree(path, ignore_errors=True)  # if one is in use, the next save tries
     ranks.barrier()
 
 
 def layout(engines):
     """Returns what the layout of a checkpoint follows.
 
-    shape: ranks, and each engine's ZeRO stage. optimizers: the class of each engine's. weights:
-    {"engine weight": shape}.
+    "shape": ranks, and each engine's ZeRO stage. The class of each optimizer: another one would
+    find no step number where it looks, and begin from 0. The shape of each weight.
     """
     stages = {name: engine.zero_optimization_stage() for name, engine in engines.items()}
-    shape = {"ranks": ranks.get_world_size(), **stages}
-    classes = {name: type(engine.basic_optimizer).__name__ for name, engine in engines.items()}
-    weights = {}
+    found = {"shape": {"ranks": ranks.get_world_size(), **stages}}
     for name, engine in engines.items():
+        found[f"{name} optimizer"] = type(engine.basic_optimizer).__name__
         for key, weight in engine.module.named_parameters():
-            weights[f"{name} {key}"] = tuple(getattr(weight, "ds_shape", weight.shape))
-    return {"shape": shape, "optimizers": classes, "weights": weights}
-
-
-def frozen_models(args):
-    """Returns the files of weights of step 3's frozen models, which no checkpoint holds.
-
-    A dict {"folder/file": size}, by the last parts of the paths. Models of the hub have none here.
-    """
-    known = vars(args)
-    paths = [known.get("actor_model_name_or_path"), *known.get("reward_model_name_or_path", [])]
-    folders = [Path(part) for path in filter(None, paths) for part in lora.chain(path)]
-    files = [file for folder in folders for file in sorted(folder.glob("*"))]
-    weights = [file for file in files if file.suffix in (".safetensors", ".bin")]
-    return {f"{file.parent.name}/{file.name}": file.stat().st_size for file in weights}
+            found[f"{name} {key}"] = tuple(getattr(weight, "ds_shape", weight.shape))
+    return found
 
 
 # ---- Loading ----
-def load(args, engines, state, facts, last_step):
+def load(args, engines, state, facts):
     """Restores engines, random numbers and .jsonl files from the newest whole checkpoint.
 
-    Returns (step, what this rank saved), "state" in it laid out like `state`. facts: rows (of a
-    step), data_rows, data_fingerprint and frozen_models, which must be as they were.
+    Returns (step, what this rank saved), "state" in it laid out like `state`. facts: rows_per_step,
+    data_rows and data_fingerprint, which must be as they were.
     """
-    folder, damaged = newest_whole(args)
-    step = int(folder.name.split("-")[1])
-    if step > last_step:
-        words = f"--resume: {folder} is beyond the run's last step, {last_step}."
-        raise Refused("beyond-last-step", f"{words}\n  Give --max_steps {step} or more.")
+    folder = newest_whole(args)
+    step = step_of(folder)
     files = [folder / f"rank{number}.pt" for number in range(len([*folder.glob("rank*.pt")]))]
     saved = read(files[ranks.get_rank() % len(files)])
-    this = {**layout(engines), **facts}
-    refuse_others(args, folder, {**this, **saved}, this)
-    before, now = saved["shape"], this["shape"]
+    there, here = {**saved["layout"], **saved["facts"]}, {**layout(engines), **facts}
+    refuse_others(args, folder, there, here)
+    before, now = there["shape"], here["shape"]
     for name, engine in engines.items():
         load_engine(engine, folder / name, reshape=before != now and now[name] > 0)
+    parts, place = [saved["state"]], 0
     if before == now:
         on_cpu, on_device, python, numpy = saved["rng"]
         torch.set_rng_state(on_cpu)
@@ -133,15 +119,11 @@ def load(args, engines, state, facts, last_step):
         random.setstate(python)
         np.random.set_state(numpy)
     else:
-        rest = "the same run up to rounding; dropout draws other numbers"
-        ranks.say(f"from {before} to {now}: {rest}")
+        ranks.say(f"from {before} to {now}: the same up to rounding, but for dropout")
         torch.manual_seed(args.seed + ranks.get_rank() + 1_000_000 * step)
-        saved["loader"] = None
-        saved["state"] = reshaped(state, [read(file, mmap=True)["state"] for file in files])
-    saved["state"] = placed(state, saved["state"])
+        parts, place = [read(file)["state"] for file in files], ranks.get_rank()
+    saved["state"] = laid_out(state, parts, place)
     if ranks.get_rank() == 0:
-        for old in damaged:  # the next save removes them
-            old.rename(old.with_name(f"damaged-{old.name}"))
         for name, size in saved["logs"].items():  # lines written after the checkpoint are cut off
             if (file := Path(args.output_dir) / name).exists():
                 os.truncate(file, min(size, file.stat().st_size))
@@ -150,24 +132,23 @@ def load(args, engines, state, facts, last_step):
     return step, saved
 
 
-def read(file, mmap=False):
+def read(file):
     """Returns what a rank has saved. (It is unpickled: see docs/reliability.md on trust.)
 
-    mmap: tensors stay in the file until they are looked at. So all ranks' files are read in turn.
+    Tensors stay in the file until they are looked at, so that all ranks' can be read in turn.
     """
-    return torch.load(file, weights_only=False, map_location="cpu", mmap=mmap)
+    return torch.load(file, weights_only=False, map_location="cpu", mmap=True)
 
 
 def newest_whole(args):
-    """Returns the newest checkpoint that is whole, and the damaged ones that are newer."""
-    damaged, folders = [], []
+    """Returns the newest checkpoint that is whole. The next save removes those after it."""
+    folders = []
     if ranks.get_rank() == 0:  # over NFS the list of another rank may be of before
         folders = [(folder, damage(folder)) for folder in whole_checkpoints(args)]
     for folder, files in reversed(ranks.all_gather_objects(folders)):
         if not files:
-            return folder, damaged
+            return folder
         ranks.say(f"{folder} is not whole, and is left aside. Missing or cut: {', '.join(files)}")
-        damaged.append(folder)
     found = f"--resume: no checkpoint in {folder_of(args)} is whole."
     raise Refused("no-checkpoint-whole", f"{found}\n  --overwrite starts anew.")
 
@@ -177,37 +158,29 @@ def damage(folder):
     try:
         files = json.loads((folder / "manifest.json").read_text()).items()
     except (OSError, ValueError, AttributeError):  # AttributeError: it is no object
-        files = []
-    if not files:
         return ["manifest.json"]
     there = {file: file.stat().st_size for file in folder.rglob("*") if file.is_file()}
     return [name for name, size in files if there.get(folder / name) != size]
 
 
-def refuse_others(args, folder, saved, now):
+def refuse_others(args, folder, there, here):
     """Refuses --resume if the run in `folder` had other rows or another model than this one.
 
-    saved, now: `layout` and the facts of `load`, then and now.
+    there, here: `layout` and the facts of `load`, then and now.
     """
-    for name in FIXED:
-        there, here = saved[name], now[name]
-        if there == here:
-            continue
-        if isinstance(there, dict):  # only what differs, and little of it
-            pairs = (there.items() - here.items(), here.items() - there.items())
-            there, here = (dict(sorted(pair)[:2]) for pair in pairs)
-        words = f"--resume: in {folder} {name} is {there}, and here {here}."
-        advice = "Give the models, the data, the flags and the script of before."
-        raise Refused(f"resume-{name}".replace("_", "-"), f"{words}\n  {advice}")
-    before, now = saved["shape"], now["shape"]
+    for name in (there.keys() | here.keys()) - {"shape"}:
+        if there.get(name) != here.get(name):
+            words = f"--resume: in {folder} {name} is {there.get(name)}, and here {here.get(name)}."
+            advice = "Give the models, the data, the flags and the script of before."
+            raise Refused("resume-another", f"{words}\n  {advice}")
+    before, now = there["shape"], here["shape"]
     stages = [{before[name], now[name]} for name in now if name != "ranks"]
     convertible = all(len(pair) == 1 or pair == {1, 2} for pair in stages)
     if before != now and (args.tensor_parallel_size > 1 or not convertible):
         raise Refused(
             "resume-shape",
             f"--resume: {folder} was written by ranks and ZeRO stages {before}, and here: {now}.\n"
-            "  DeepSpeed turns stage 1 into 2 and back, no others; ranks may change under any "
-            "stage. With --tensor_parallel_size nothing may.",
+            "  Ranks may change, and stage 1 to 2 and back; with --tensor_parallel_size nothing.",
         )
 
 
@@ -222,18 +195,22 @@ def load_engine(engine, folder, reshape):
     names = ("initial_lr", "weight_decay", "betas")
     own = [{name: group[name] for name in names} for group in optimizer.param_groups]
     if reshape and ranks.get_rank() == 0:
-        shutil.rmtree(universal, ignore_errors=True)  # of a conversion that was killed
-        options = dict(strict=True, num_extract_workers=1, num_merge_workers=1)
-        options |= dict(keep_temp_folder=False, inject_missing_state=True)
-        options |= dict(input_folder=str(folder / "state"), output_folder=str(universal))
+        options = argparse.Namespace(
+            input_folder=str(folder / "state"),
+            output_folder=str(universal),
+            keep_temp_folder=False,
+            inject_missing_state=True,
+            strict=True,
+            num_extract_workers=1,
+            num_merge_workers=1,
+        )
         silence = io.StringIO()
         with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
-            ds_to_universal.main(argparse.Namespace(**options))
+            ds_to_universal.main(options)
     ranks.barrier()
     engine._config.load_universal_checkpoint = reshape
     if engine.load_checkpoint(folder, tag="universal" if reshape else "state")[0] is None:
         raise RuntimeError(f"DeepSpeed could not read {folder}")
-    engine._config.load_universal_checkpoint = False
     # The checkpoint brought the settings of before, and under stage 3 in the universal form it gave
     # every group those of the first.
     schedule.base_lrs = [settings["initial_lr"] for settings in own]
@@ -246,22 +223,15 @@ def load_engine(engine, folder, reshape):
         shutil.rmtree(universal, ignore_errors=True)
 
 
-def reshaped(own, saved):
-    """Returns the state `saved`, a list of each rank's, laid out as `own`.
+def laid_out(own, parts, place):
+    """Returns a state in the layout of `own`: the share number `place` of the joined `parts`.
 
-    Tensors are shards (1-d, padded at the end to equal shares), which are joined and cut anew. All
-    else is alike on all ranks.
+    parts: states as ranks have saved them. Their tensors are shards (1-d, padded at the end to
+    equal shares), which are joined and cut anew. All else is alike on all ranks.
     """
     if isinstance(own, dict):
-        return {key: reshaped(own[key], [part[key] for part in saved]) for key in own}
+        return {key: laid_out(own[key], [part[key] for part in parts], place) for key in own}
     if not torch.is_tensor(own):
-        return saved[0]
-    mine = torch.cat(saved)[ranks.get_rank() * len(own) :][: len(own)]
-    return nn.functional.pad(mine, (0, len(own) - len(mine)))
-
-
-def placed(own, saved):
-    """Returns `saved`, its tensors on the devices of those of `own`."""
-    if isinstance(saved, dict):
-        return {key: placed(own[key], value) for key, value in saved.items()}
-    return saved.to(own.device) if torch.is_tensor(saved) else saved
+        return parts[0]
+    mine = torch.cat(parts)[place * len(own) :][: len(own)]
+    return nn.functional.pad(mine, (0, len(own) - len(mine))).to(own.device)

@@ -3,7 +3,6 @@
 import faulthandler
 import json
 import math
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -13,11 +12,7 @@ import torch
 
 from machinery.base import ranks
 
-DISK = "If the disk was full, make room and go on with --resume: older checkpoints are whole."
-WAITED = "Another rank has died, failed or hangs: look for what it has printed."
-FP16 = "Gradients overflow fp16 even unscaled: use --dtype bf16 or fp32, or a lower rate."
-NOT_FINITE = """Likely: a learning rate too high, or fp16 where the model was trained in bf16.
-  In PPO also: several updates on a rollout (--ppo_epochs, --generation_batches)."""
+NOT_FINITE = "Likely: a learning rate too high, or fp16 where the model was trained in bf16."
 
 
 def finish(args, code=0):
@@ -56,16 +51,14 @@ class Phase:
     """What this rank is doing, in words: an error that ends the run says it."""
 
     def __init__(self, args):
-        """After --timeout_minutes a rank gives up waiting for another."""
-        minutes = args.timeout_minutes
-        self.output, self.text = args.output_dir, "starting"
-        self.seconds = minutes * 60 - min(60, minutes * 15)
+        self.text, self.seconds = "starting", args.timeout_minutes * 45
 
     def note(self, text):
         """Notes what begins now.
 
-        If nothing else is noted for almost --timeout_minutes, every rank prints where it is in its
-        code: under NCCL a wait that is too long is no error in Python, but the end of the process.
+        If nothing else is noted for three quarters of --timeout_minutes, after which a rank gives
+        up waiting for another, every rank prints where it is in its code: under NCCL a wait that is
+        too long is no error in Python, but the end of the process.
         """
         self.text = text
         if ranks.get_world_size() > 1:
@@ -76,17 +69,14 @@ class Phase:
 
         There is no traceback where another rank or Ctrl-C is to blame.
         """
-        why = f"{kind.__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        why = f"{kind.__name__}: {error}"
         of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
         of_others = of_gloo or isinstance(error, torch.distributed.DistError)
         if not of_others and kind is not KeyboardInterrupt:
             sys.__excepthook__(kind, error, trace)
         if of_others:
-            why += f"\n  {WAITED}"
+            why += "\n  Another rank has died, failed or hangs: look for what it has printed."
         elif self.text.startswith("writing "):
-            free = shutil.disk_usage(self.output).free / 1e9
-            why += f"\n  {free:,.1f} GB are free there. {DISK}"
-        elif "loss scale already at minimum" in str(error):
-            why += f"\n  {FP16}"
+            why += "\n  If the disk is full, make room and go on with --resume."
         which = f"rank {ranks.get_rank()} of {ranks.get_world_size()}"
         print(f"error: {which} stopped {self.text}: {why}", file=sys.stderr, flush=True)

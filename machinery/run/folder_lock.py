@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import os
 import socket
-import time
 from pathlib import Path
 
 
@@ -32,9 +31,8 @@ class Lock:
         self.file = file
         # A forked child has a copy of the file, and would hold the lock if it lived longer.
         os.register_at_fork(after_in_child=file.close)
-        since = time.strftime("%Y-%m-%d %H:%M")
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         os.fsync(file.fileno())  # for other hosts
         return None

@@ -5,7 +5,6 @@ import io
 import logging
 import os
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -32,17 +31,16 @@ def fill_environment():
     for name, theirs in slurm.items():
         if theirs in os.environ and "SLURM_STEP_ID" in os.environ:
             os.environ.setdefault(name, os.environ[theirs])
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and missing:
+    alone = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+    alone["MASTER_PORT"] = str(get_free_port())
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        os.environ.update(alone | os.environ)
+    elif missing := alone.keys() - os.environ.keys():
         raise Refused(
             "no-master-address",
-            f"{' and '.join(missing)} must be set: the first machine of the job and a free port."
+            f"{', '.join(sorted(missing))} must be set: the first machine and a free port."
             "\n  For example MASTER_ADDR=host0 MASTER_PORT=29500 srun ... python sft.py ...",
         )
-    alone = os.environ.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in os.environ
-    if alone or "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
 
 
 def choose_operator_folder():
@@ -56,11 +54,10 @@ def choose_operator_folder():
 
 
 def warn_of_locks():
-    """Warns of locks, some minutes old, of a killed compiler: a run would wait for them forever."""
+    """Warns of the locks of compilers: a run would wait for that of a killed one forever."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
     for lock in Path(root).rglob("lock"):
-        if time.time() - lock.parent.stat().st_mtime > 300:
-            ranks.say(f"warning: delete {lock} if nothing is compiling: this run waits for it")
+        ranks.say(f"warning: delete {lock} if nothing is compiling: this run waits for it")
 
 
 def share_cores(args):
@@ -93,7 +90,7 @@ def silence_libraries():
 
     What a script or a user's own function warns of is shown.
     """
-    warnings.filterwarnings("ignore", module=r"(torch|torchdata|transformers|deepspeed)(\.|$)")
+    warnings.filterwarnings("ignore", module=r"(torch|transformers|deepspeed)(\.|$)")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()

@@ -1,7 +1,6 @@
 """What a run shows of itself: metrics.jsonl, samples.jsonl, lines on the screen, curves.png."""
 
 import json
-import sys
 from pathlib import Path
 
 from machinery.base import ranks
@@ -43,13 +42,13 @@ def show_sample(row, response, numbers=""):
     ranks.say(f"    {prompt[-60:]} -> {response[:80]} {numbers}".rstrip())
 
 
-def limits(args, script=None):
-    """Returns {metric: the best that any model can reach} of a script, {} if it is not known.
+def limits(args):
+    """Returns {metric: the best that any model can reach} of the script, {} if it is not known.
 
-    It stands in a limits.json beside the data. The toy has one. script: None is this one.
+    It stands in a limits.json beside the data. The toy has one.
     """
-    file, script = Path(args.data_path[0]) / "limits.json", script or Path(sys.argv[0]).stem
-    return json.loads(file.read_text()).get(script, {}) if file.is_file() else {}
+    file = Path(args.data_path[0]) / "limits.json"
+    return json.loads(file.read_text()).get(args.declared.script, {}) if file.is_file() else {}
 
 
 def draw_curves(args):

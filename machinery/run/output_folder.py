@@ -4,17 +4,12 @@ import itertools
 import json
 import os
 import time
+from importlib import metadata
 from pathlib import Path
-
-import datasets
-import deepspeed
-import numpy as np
-import torch
-import transformers
 
 from machinery.base import ranks, records
 from machinery.base.refused import Refused
-from machinery.models import lora, saving
+from machinery.models import saving
 from machinery.run import checkpoints, folder_lock
 
 LOGS = (".log", ".out", ".err", ".txt")  # what a launcher or a shell may have opened there before
@@ -50,12 +45,10 @@ def check_unlocked(args):
     if args.resume:
         check_resume(args, output)
     elif (found := taken(output)) and not (args.overwrite and read_record(output)):
-        advice = "Take another --output_dir, or move it away."
-        if read_record(output):
-            advice = f"--resume goes on with it, --overwrite moves it to {output.name}.old-1."
-        words = f"--output_dir {output} is not empty: it holds {found[0]}.\n  {advice}"
-        raise Refused("output-taken", words)
-    if not args.resume:
+        words = f"--output_dir {output} is not empty: it holds {found[0]}."
+        advice = "Take another. If it is a run, --resume goes on, --overwrite moves it aside."
+        raise Refused("output-taken", f"{words}\n  {advice}")
+    if args.overwrite and not args.resume:
         refuse_inputs_inside(args, output)
 
 
@@ -67,35 +60,26 @@ def refuse_in_use(args, who):
 
 
 def refuse_unusable(args, output):
-    """Refuses an --output_dir that cannot be written to, or in which --overwrite would leave us."""
+    """Refuses an --output_dir that cannot be written to."""
     above = (output, *output.absolute().parents)
     exists = next(path for path in above if os.path.lexists(path))
-    writable = exists.is_dir() and os.access(exists, os.W_OK)
-    stands_in = args.overwrite and Path.cwd().is_relative_to(output.resolve())
-    if stands_in or not writable:
-        words = f"--output_dir {output}: {exists} cannot be written to, or cannot be moved aside."
+    if not (exists.is_dir() and os.access(exists, os.W_OK)):
+        words = f"--output_dir {output}: {exists} is no folder, or cannot be written to."
         raise Refused("output-unusable", f"{words}\n  Take another --output_dir.")
 
 
 def refuse_inputs_inside(args, output):
-    """Refuses what the run reads if it is in the folder that would be moved aside."""
-    for flag, path in inputs(args):
-        if Path(path).resolve().is_relative_to(output.resolve()):
-            words = f"--{flag} {path} is in --output_dir {output}."
-            raise Refused("input-in-output", f"{words}\n  Take another --output_dir.")
+    """Refuses what the run reads, or stands in, if it is in the folder that would be moved aside.
 
-
-def inputs(args):
-    """Yields (flag, path) for every path that a flag names and that exists.
-
-    Of adapters also what they sit on. Of FILE:FUNCTION it is the file.
+    Of FILE:FUNCTION it is the file.
     """
-    for flag in sorted(args.declared.names - {"output_dir", "preset"}):
-        value = getattr(args, flag)
-        for text in value if isinstance(value, list) else [value] if value else []:
-            for path in (*lora.chain(text), text.rpartition(":")[0]):
-                if path and Path(path).exists():
-                    yield flag, path
+    values = [getattr(args, flag) for flag in args.declared.names - {"output_dir"}]
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    for text in [".", *itertools.chain(*lists)]:
+        path = Path(str(text).partition(":")[0])
+        if os.path.exists(path) and path.resolve().is_relative_to(output.resolve()):
+            words = f"{path.absolute()} is in --output_dir {output}."
+            raise Refused("input-in-output", f"{words}\n  Take another --output_dir.")
 
 
 # ---- --resume ----
@@ -121,21 +105,16 @@ def refuse_other_flags(args, before):
     Of what is named by a path the last part is compared: folders may have moved. None, 0, False
     and empty lists are alike.
     """
-    was, script = "--resume: the run was begun with", args.declared.script
-    if before.get("script", script) != script:
-        words = f"{was} {before['script']}.py, and this is {script}.py.\n  Take another folder."
-        raise Refused("another-script", words)
     for name, old, new in differing(args, before, args.declared.fixed):
-        words = f"{was} --{name} {old}, and now it is {new}.\n  Give it as it was."
-        raise Refused("flag-changed", words)
+        words = f"--resume: the run was begun with --{name} {old}, and now it is {new}."
+        raise Refused("flag-changed", f"{words}\n  Give it as it was.")
 
 
 def say_changes(args, before):
     """Prints the flags that may change with --resume, and are not those of args.json's `before`."""
     names = vars(args).keys() - args.declared.fixed - {"resume", "overwrite", "output_dir"}
-    said = [f"--{name} {old} -> {new}" for name, old, new in differing(args, before, names)]
-    if said:
-        ranks.say(f"--resume with other flags than before: {', '.join(said)}")
+    for name, old, new in differing(args, before, names):
+        ranks.say(f"another flag than before: --{name} {old} -> {new}")
 
 
 def differing(args, before, names):
@@ -178,8 +157,8 @@ class OutputFolder:
         ranks.barrier()  # rank 0 writes below: all must have seen the folder as it was
         if ranks.get_rank() == 0 and not args.resume and taken(self.path):
             self.move_aside()
-        libraries = (torch, deepspeed, transformers, datasets, np)
-        versions = {library.__name__: library.__version__ for library in libraries}
+        libraries = "torch deepspeed transformers datasets numpy".split()
+        versions = {library: metadata.version(library) for library in libraries}
         self.record = {**vars(args), "script": args.declared.script, "versions": versions}
         self.record |= {"world_size": ranks.get_world_size(), "device": str(ranks.device())}
         self.record |= facts
@@ -223,7 +202,3 @@ class OutputFolder:
             saving.sync(aside)
             aside.replace(self.path / "args.json")
             saving.sync(self.path)
-
-    def release(self):
-        """Drops the lock: the run has ended."""
-        self.lock.release()

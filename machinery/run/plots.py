@@ -2,30 +2,30 @@
 
 import pandas
 
-# group | title | label of the y axis | metrics (with the eval_... of each)
+# group | title, with the unit | metrics (with the eval_... of each)
 PANELS = """
-learning | reward, gold | score of a response | reward gold
-learning | accuracy | share of the pairs | accuracy
-learning | scores of chosen, rejected | score | chosen_score rejected_score margin
-learning | loss | loss | loss actor_loss critic_loss
-learning | perplexity | perplexity | perplexity
-stability | KL to the reference | nats a response | kl kl_k3
-stability | entropy | nats a token | entropy
-stability | length | tokens a response | response_length
-stability | ended by EOS | share of the responses | eos_rate
-stability | critic: explained variance | share | explained_variance
-stability | norm of the gradients | norm | grad_norm critic_grad_norm
-stability | KL to the policy before | nats a token | approx_kl
-stability | largest ratio | ratio | ratio_max
-stability | clipped | share of the tokens | clip_fraction
-stability | sampling against scoring | largest gap, nats a token | sampling_gap
-stability | prompts that teach nothing | share of the prompts | equal_groups
-stability | deviation of the advantages | reward | advantage_std
-stability | KL penalty | kl_coef | kl_coef
-stability | learning rate | learning rate | learning_rate critic_learning_rate
-cost | tokens | tokens/s | tokens_per_second
-cost | work | TFLOP/s | tflops
-cost | parts of a step | seconds | generate_seconds score_seconds train_seconds
+learning | reward, gold | reward gold
+learning | accuracy | accuracy
+learning | scores of chosen, rejected | chosen_score rejected_score margin
+learning | loss | loss actor_loss critic_loss
+learning | perplexity | perplexity
+stability | KL to the reference, nats a response | kl kl_k3
+stability | entropy, nats a token | entropy
+stability | length, tokens a response | response_length
+stability | ended by EOS, share | eos_rate
+stability | critic: explained variance | explained_variance
+stability | norm of the gradients | grad_norm critic_grad_norm
+stability | KL to the policy before, nats a token | approx_kl
+stability | largest ratio | ratio_max
+stability | clipped, share of the tokens | clip_fraction
+stability | sampling against scoring, nats a token | sampling_gap
+stability | prompts that teach nothing, share | equal_groups
+stability | deviation of the advantages | advantage_std
+stability | KL penalty | kl_coef
+stability | learning rate | learning_rate critic_learning_rate
+cost | tokens/s | tokens_per_second
+cost | TFLOP/s | tflops
+cost | parts of a step, seconds | generate_seconds score_seconds train_seconds
 """
 LEFT_OUT = ["epoch", "seconds", "eval_score_mean", "eval_score_std"]
 COLUMNS = 4
@@ -44,11 +44,8 @@ def draw(folder, title, limits):
     rows = -(-len(panels) // COLUMNS)
     figure = Figure(figsize=(16, 3 * rows + 0.5), layout="constrained")
     figure.suptitle(title, fontsize="x-large")
-    axes = figure.subplots(rows, COLUMNS, squeeze=False).flat
-    for axis in axes[len(panels) :]:
-        axis.set_visible(False)
-    for axis, panel in zip(axes, panels):
-        draw_panel(axis, *panel, limits)
+    for number, panel in enumerate(panels, 1):
+        draw_panel(figure.add_subplot(rows, COLUMNS, number), *panel, limits)
     figure.savefig(folder / "curves.png", dpi=80)
 
 
@@ -60,22 +57,22 @@ def is_noise(name, values):
 
 
 def panels_of(metrics):
-    """Returns {group: [(title, label of the y axis, table of metrics)]}; none is empty."""
+    """Returns {group: [(title, table of metrics)]}; none is empty."""
     panels = [line.split(" | ") for line in PANELS.strip().splitlines()]
     named = {name for panel in panels for name in panel[-1].split()}
     for name in metrics:
         if (own := name.removeprefix("eval_")) not in named:
             named.add(own)
-            panels.append(("others", own, own, own))
+            panels.append(("others", own, own))
     groups = {}
-    for group, title, label, names in panels:
+    for group, title, names in panels:
         both = [kind + name for name in names.split() for kind in ("", "eval_")]
         if shown := [name for name in both if name in metrics]:
-            groups.setdefault(group, []).append((title, label, metrics[shown]))
+            groups.setdefault(group, []).append((title, metrics[shown]))
     return groups
 
 
-def draw_panel(axis, title, label, metrics, limits):
+def draw_panel(axis, title, metrics, limits):
     """Draws a table of metrics; a held-out one with dots, in the colour of the one before it."""
     colours = dict.fromkeys(name.removeprefix("eval_") for name in metrics)
     colours = {name: f"C{number}" for number, name in enumerate(colours)}
@@ -83,8 +80,7 @@ def draw_panel(axis, title, label, metrics, limits):
         values, colour = metrics[name].dropna(), colours[name.removeprefix("eval_")]
         style = "o--" if name.startswith("eval_") or len(values) == 1 else "-"
         axis.plot(values, style, color=colour, label=name)
-        if limits.get(name) is not None:
-            axis.axhline(limits[name], linestyle=":", color="gray", label=f"limit {limits[name]:g}")
-    axis.set(title=title, xlabel="step", ylabel=label)
-    handles = dict(zip(*axis.get_legend_handles_labels()[::-1]))  # a limit of two metrics once
-    axis.legend(handles.values(), handles.keys(), fontsize="x-small", framealpha=0.4)
+    for limit in {limits[name] for name in metrics if name in limits}:  # one of two metrics once
+        axis.axhline(limit, linestyle=":", color="gray", label=f"limit {limit:g}")
+    axis.set(title=title, xlabel="step")
+    axis.legend(fontsize="x-small", framealpha=0.4)

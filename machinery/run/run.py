@@ -1,6 +1,5 @@
 """The frame of all three scripts: it starts a run, deals out its steps, logs them and saves."""
 
-import faulthandler
 import itertools
 import os
 import signal
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 import common
 from machinery.base import modules, progress, ranks
@@ -40,8 +38,8 @@ class Run:
         self.phase, self.legend_shown = crash.Phase(args), False
         self.notes = {}  # what else the saved model's config.json says, of the last evaluation
         self.signals = []  # SIGTERM and SIGINT as they come; looked at between two steps
+        self.process = os.getpid()
         self.step, self.rows = 0, ()  # of the step that is being made
-        self.evaluated = None  # the step of the last evaluation
         launch.fill_environment()
         self.folder = output_folder.OutputFolder(args)
         sys.excepthook = self.phase.report
@@ -80,11 +78,11 @@ class Run:
         self.evaluate, self.columns = evaluate, columns
         self.state = {} if state is None else state
         train = self.train
-        self.facts = {"data_rows": len(train), "data_fingerprint": fingerprint(train)}
+        self.facts = {"rows_per_step": self.rows_per_step, "data_rows": len(train)}
+        self.facts["data_fingerprint"] = fingerprint(train)
         seen = {**self.facts, "held_out": len(self.held_out), "steps": self.last_step}
         advice = "All machines must read the same files, or the same version of the hub's."
         ranks.fail_unless_alike(seen, "the ranks read different data", advice)
-        self.facts["frozen_models"] = checkpoints.frozen_models(args)
         row = train[int(np.argmax(train["length"][:100]))]  # a long one
         for engine in engines.values():
             padding_check.check(args, engine, row, self.tokenizer.pad_token_id)
@@ -93,17 +91,14 @@ class Run:
         self.print_banner()
         torch.manual_seed(args.seed + ranks.data_parallel_rank())  # dropout differs by rank
         ranks.barrier()
-        step, saved = 0, {}
+        done = 0  # steps
         if args.resume:
-            facts = {"rows": self.rows_per_step, **self.facts}
-            step, saved = checkpoints.load(args, engines, self.state, facts, self.last_step)
+            done, saved = checkpoints.load(args, engines, self.state, self.facts)
             self.state.update(saved["state"])
             self.notes.update(saved["notes"])
             self.folder.note()
-            if before := model_card.last_evaluation(Path(args.output_dir) / "metrics.jsonl"):
-                best.check(args, before)
-        if not args.resume or self.last_step == 0:
-            record = {"step": step, "epoch": step / self.steps_per_epoch, **evaluate(step)}
+        else:
+            record = {"step": 0, "epoch": 0.0, **evaluate(0)}
             best.check(args, record)
             self.write(record)
         if self.last_step == 0:  # --max_steps 0: that was all
@@ -112,86 +107,76 @@ class Run:
         # Only now: before, a signal of the launcher must end the ranks of a run that is refused.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.note_signal)
-        os.register_at_fork(after_in_child=restore_signals)
         self.started = time.time()  # of the step: loading its rows is a part of it
-        with progress.bar(self.last_step, "steps", step) as bar:
-            while step < self.last_step:
-                loader, draws = self.open_epoch(step, saved, collate)
-                for micro_batches in itertools.islice(draws, self.last_step - step):
-                    step += 1
-                    self.step, self.micro_batches, self.rows = step, micro_batches, self.texts()
-                    self.phase.note(f"at step {step}")
-                    yield step, micro_batches
-                    bar.update()
-                    self.save_or_stop(loader)
+        to_come = range(done + 1, self.last_step + 1)
+        with progress.bar(self.last_step, "steps", done) as bar:
+            for step, micro_batches in zip(to_come, self.draw(done, collate)):
+                self.step, self.micro_batches, self.rows = step, micro_batches, self.texts()
+                self.notes.clear()  # those of an evaluation before are of other weights
+                self.phase.note(f"at step {step}")
+                yield step, micro_batches
+                bar.update()
+                self.save_or_stop()
 
     def print_banner(self):
-        """Prints model, batch, data, and, where it is known, what any model can reach."""
-        args, engine, flags = self.args, self.engine, vars(self.args)
-        path = flags.get("actor_model_name_or_path") or args.model_name_or_path
+        """Prints model, batch and data."""
+        args, engine = self.args, self.engine
+        path = getattr(args, "actor_model_name_or_path", None) or args.model_name_or_path
         scratch = "" if model_folders.has_weights(lora.chain(path)[-1]) else ", from scratch"
         model = modules.unwrap_model(engine)
         count, training = (modules.count_parameters(model, part) / 1e6 for part in (False, True))
         stage, device = engine.zero_optimization_stage(), get_accelerator().device_name()
-        lines = [
-            f"{self.title}   (preset {args.preset}; seed {args.seed}, output in {args.output_dir})",
+        ranks.say(
+            f"{self.title}   (preset {args.preset}, seed {args.seed}, output {args.output_dir})\n"
             f"  model    {path}: {count:,.2f} M parameters ({training:,.3f} M of them train), "
-            f"{args.dtype}, ZeRO stage {stage}, {ranks.get_world_size()} x {device}{scratch}",
+            f"{args.dtype}, ZeRO stage {stage}, {ranks.get_world_size()} x {device}{scratch}\n"
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
-            f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step",
+            f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step\n"
             f"  data     {len(self.train):,} rows, {len(self.held_out):,} held out, "
-            f"{self.last_step:,} steps",
-        ]
-        if known := ", ".join(f"{metric} {value}" for metric, value in logs.limits(args).items()):
-            lines.append(f"  limits   {known}: no model can do better on this data")
-        ranks.say("\n".join(lines))
-
-    def open_epoch(self, step, saved, collate):
-        """Returns an epoch's loader, and an iterator over the micro-batches of each step to come.
-
-        saved: what a checkpoint holds, {} without one. If other ranks or other micro-batches wrote
-        it, the rows are dealt out anew, and those taken by the steps up to `step` are skipped.
-        """
-        args, epoch, taken = self.args, *divmod(step, self.steps_per_epoch)
-        lengths, micro_steps = np.asarray(self.train["length"]), self.micro_steps
-        batches = common.epoch_batches(
-            lengths, args.seed, epoch, self.batch_size, micro_steps, args.group_by_length
+            f"{self.last_step:,} steps"
         )
-        own = torch.Generator()  # the global one belongs to dropout
-        rows = common.Rows(self.train)
-        loader = StatefulDataLoader(rows, batch_sampler=batches, collate_fn=collate, generator=own)
-        # `taken` is above 0 only when resuming
-        dealt_alike = taken and saved["loader"] and saved.get("micro_steps") == micro_steps
-        if dealt_alike:
-            loader.load_state_dict(saved["loader"])
-        each = iter(loader)
-        draws = iter(lambda: list(itertools.islice(each, micro_steps)), [])  # [] ends an epoch
-        return loader, itertools.islice(draws, 0 if dealt_alike else taken, None)
+
+    def draw(self, done, collate):
+        """Yields the micro-batches of each step after the first `done`, epoch after epoch.
+
+        Which rows a step has follows from the seed and its number alone, also on other ranks or in
+        other micro-batches: --resume needs no more than the step.
+        """
+        args, micro_steps, rows = self.args, self.micro_steps, common.Rows(self.train)
+        lengths = np.asarray(self.train["length"])
+        first, taken = divmod(done, self.steps_per_epoch)
+        for epoch in itertools.count(first):
+            batches = common.epoch_batches(
+                lengths, args.seed, epoch, self.batch_size, micro_steps, args.group_by_length
+            )
+            skipped = taken * micro_steps if epoch == first else 0
+            for start in range(skipped, len(batches), micro_steps):
+                numbers = batches[start : start + micro_steps]
+                yield [collate([rows[i] for i in batch]) for batch in numbers]
 
     def note_signal(self, number, frame):
         """Has the run stop after this step, and at once at a second Ctrl-C.
 
-        A second SIGTERM means nothing: launchers send it after the first signal.
+        A second SIGTERM means nothing: launchers send it after the first signal. A helper process
+        that a user's function has forked has this handler, too: either signal ends it.
         """
         self.signals.append(number)
-        if self.signals.count(signal.SIGINT) > 1:
+        if self.signals.count(signal.SIGINT) > 1 or os.getpid() != self.process:
             os._exit(1)
 
-    def save_or_stop(self, loader):
+    def save_or_stop(self):
         """Saves a checkpoint when one is due, and leaves if any rank was told to stop."""
         args, step = self.args, self.step
         stop = ranks.all_sum(len(self.signals)).item() > 0 and step < self.last_step
         if stop or (args.save_steps and step % args.save_steps == 0):
-            self.phase.note(f"writing {checkpoints.folder_of(args)}/step-{step}")
-            saved = {"loader": loader.state_dict(), "micro_steps": self.micro_steps}
-            saved |= {"rows": self.rows_per_step, "state": self.state, **self.facts}
-            # what tools/export.py needs; notes of an evaluation before are of other weights
-            saved["notes"] = self.notes if self.evaluated == step else {}
-            saved["eos_token"] = self.tokenizer.eos_token
+            where = checkpoints.folder_of(args) / f"step-{step}"
+            self.phase.note(f"writing {where}")
+            saved = {"state": self.state, "facts": self.facts}
+            # what tools/export.py needs
+            saved |= {"notes": self.notes, "eos_token": self.tokenizer.eos_token}
             checkpoints.save(args, self.engines, step, saved)
             self.started = time.time()
         if stop:
-            where = checkpoints.folder_of(args) / f"step-{step}"
             ranks.say(f"interrupted after step {step}: saved to {where}. Go on with --resume.")
             self.finish(code=1)
 
@@ -222,7 +207,6 @@ class Run:
         if due or step % args.log_steps == 0:
             self.write(record)
         if due:
-            self.evaluated = step
             best.keep(self, record)
             logs.draw_curves(args)
             self.started = time.time()  # an evaluation is no part of a step
@@ -277,12 +261,4 @@ class Run:
 
     def finish(self, code=0):
         """Leaves the other ranks in order, and ends the program with the exit code `code`."""
-        self.folder.release()
-        faulthandler.cancel_dump_traceback_later()
         crash.finish(self.args, code)
-
-
-def restore_signals():
-    """Lets SIGTERM and Ctrl-C end a helper process that a user's function has forked."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -214,12 +214,12 @@ def stage_3(base, folder):
 
     args = runs.tiny_args(base, 3, "--output_dir", str(folder))
     args.offload_states = True
-    facts = {"rows": 1, "data_rows": 1, "data_fingerprint": "", "frozen_models": {}}
+    facts = {"rows_per_step": 1, "data_rows": 1, "data_fingerprint": ""}
     with state_offload.states_on_cpu(args, [engine]):
         pass
     assert buffers() == ["exp_avg_offload_buffer", "exp_avg_sq_offload_buffer"]
-    checkpoints.save(args, {"model": engine}, 1, {"state": {}, **facts})
-    checkpoints.load(args, {"model": engine}, {}, facts, 1)
+    checkpoints.save(args, {"model": engine}, 1, {"state": {}, "facts": facts})
+    checkpoints.load(args, {"model": engine}, {}, facts)
     assert buffers() == []
 
 

@@ -4,6 +4,7 @@ Each scene is a real run of sft.py on two ranks under ZeRO 2: five steps, checkp
 and 4. What it ends with is compared with a run that nothing befell.
 """
 
+import multiprocessing
 import os
 import re
 import resource
@@ -12,6 +13,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -191,12 +193,12 @@ def test_a_damaged_checkpoint_is_passed_over_in_words(whole, tmp_path):
 
 
 def test_a_full_disk_costs_no_checkpoint(stopped):
-    """The write of step 4's checkpoint fails. Step 2's is there still; the message says how much
-    room there is."""
+    """The write of step 4's checkpoint fails. Step 2's is there still; the message says what it was
+    that failed, and what to do."""
     done = play(stopped, "--resume", fault="no_more_disk", step=4)
     assert done.codes == [1, 1], done
     assert "step-2" in kept(stopped) and "step-4" not in kept(stopped)
-    assert re.search(r"rank 0 of 2 stopped writing .*/step-4: .*\n.*GB are free", done.err), done
+    assert re.search(r"rank 0 of 2 stopped writing .*/step-4: .*\n.*make room", done.err), done
 
 
 def test_a_signal_saves_a_checkpoint_and_a_second_ctrl_c_does_not(stopped):
@@ -208,6 +210,20 @@ def test_a_signal_saves_a_checkpoint_and_a_second_ctrl_c_does_not(stopped):
     done = play(stopped, *more, fault="sigterm", step=3, only=1)
     assert done.codes == [1, 1] and kept(stopped) == ["step-2", "step-3"], done
     assert "interrupted after step 3" in done.out and not (stopped / "config.json").exists()
+
+
+def test_a_signal_ends_a_helper_that_a_users_function_has_forked():
+    """It has the run's handler: if it noted the signal, as the run does, nothing could end it."""
+    from machinery.run.run import Run
+
+    run = SimpleNamespace(signals=[], process=os.getpid())
+    Run.note_signal(run, signal.SIGTERM, None)
+    assert run.signals == [signal.SIGTERM]
+    process = multiprocessing.get_context("fork").Process
+    helper = process(target=Run.note_signal, args=(run, signal.SIGTERM, None))
+    helper.start()
+    helper.join()
+    assert helper.exitcode == 1
 
 
 # --------------------------------------------------------------------------------------------------

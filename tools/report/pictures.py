@@ -13,7 +13,7 @@ from tools.report.text import visible
 
 POINTS = 300  # of a curve that are drawn
 PARTS = 10  # of a run: the bold curve is a mean over about one of them
-FOLDED = ("perplexity", "work", "learning rate", "deviation of the advantages")  # under "more"
+FOLDED = ("perplexity", "TFLOP/s", "learning rate", "deviation of the advantages")  # under "more"
 GROUPS = {
     "learning": "Does it get better at what it is trained for?",
     "stability": "Is the training still sound?",
@@ -49,18 +49,18 @@ def curves(runs):
     panels = {group: {} for group in GROUPS}
     for place, run in enumerate(runs):
         for group, own in plots.panels_of(table_of(run)).items():
-            for title, label, table in own:
+            for title, table in own:
                 if title == "loss":  # those of two steps have nothing to do with each other
                     title = f"{run.script}: loss"
-                panels[group].setdefault((title, label), []).append((place, table))
+                panels[group].setdefault(title, []).append((place, table))
     out = []
     identifiers = itertools.count()
     for group, held in panels.items():
         first, folded = [], []
-        for (title, label), tables in held.items():
+        for title, tables in held.items():
             drawn = folded if title in FOLDED else first
             for name, part in one_metric_each(title, tables):
-                drawn.append(panel(runs, name, label, part, identifiers))
+                drawn.append(panel(runs, name, part, identifiers))
         if first or folded:
             out.append((group, GROUPS[group], first, folded))
     return out
@@ -95,7 +95,7 @@ def label_of(name):
     return visible(name).replace("$", r"\$")
 
 
-def panel(runs, title, label, tables, identifiers):
+def panel(runs, title, tables, identifiers):
     """Returns one picture. tables: [(place of a run, its metrics of this panel)].
 
     Colours are those of the metrics, or of the runs if there are several here. The identifier of a
@@ -106,7 +106,7 @@ def panel(runs, title, label, tables, identifiers):
         for place, table in tables:
             drawn = len(axis.lines)
             shown = pandas.DataFrame({name: thinned(table[name]) for name in table})
-            plots.draw_panel(axis, title, label, shown, runs[place].limits)
+            plots.draw_panel(axis, title, shown, runs[place].limits)
             for line in axis.lines[drawn:]:
                 name = line.get_label()
                 if name in table and len(tables) > 1:
