@@ -140,7 +140,7 @@ def read_rows(args, path, flag, stages, kept):
         except formats.BadRow as error:
             rows.refuse(row, f"{path}, row {number}", error)
         if isinstance(made, str) and made in rows.FATAL:
-            raise Refused(rows.FATAL[made], f"{path}: {made}.")
+            raise Refused("chat-template", f"{path}: {made}.")
         if isinstance(made, str):
             dropped[made] += 1
         else:

@@ -2,7 +2,6 @@
 
 sources     files, folders and hub datasets
 formats     the columns that are known, and what a row of them holds
-data_split  which rows belong to which step
 tokens      token ids of prompts, chats and responses
-rows        the rows of a step; row_cache keeps many of them
+rows        the rows of a step: which, and what they hold
 """

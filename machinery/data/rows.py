@@ -10,12 +10,14 @@ import numpy as np
 
 from machinery.base import ranks
 from machinery.base.refused import Refused
-from machinery.data import data_split, formats, row_cache, sources, tokens
+from machinery.data import formats, sources, tokens
 from machinery.data.formats import LeftOut
 from machinery.data.tokens import NO_TEMPLATE, TURNS_UNKNOWN, tokenise_prompt, tokenise_response
 
+STAGES = ("sft", "reward", "ppo")  # in the order of --data_split
 TEXTS = {"sft": ["response"], "reward": ["chosen", "rejected"], "ppo": []}  # of an Example
-FATAL = {NO_TEMPLATE: "no-chat-template", TURNS_UNKNOWN: "turns-unknown"}  # for any row
+MANY = 10_000  # rows that take some ten seconds to tokenise: several processes share the work
+FATAL = NO_TEMPLATE, TURNS_UNKNOWN  # for any row
 
 
 # ---- One row ----
@@ -71,7 +73,7 @@ def tokenise(tokenizer, stage, prompt, texts, example, train_on):
     """Returns the ids of a prompt, their mask, and the ids of its responses. Raises LeftOut."""
     whole = example.train_on == "everything"  # a prompt to be learned, with an empty response
     train_on = example.train_on if whole else train_on or example.train_on
-    written = texts if isinstance(prompt, list) and prompt else [prompt, *([] if whole else texts)]
+    written = [formats.as_text(prompt or ""), *([] if whole else texts)]
     if not all(text and text.strip() for text in written):
         raise LeftOut("empty prompt or response")
     if stage == "sft" and train_on == "all":
@@ -99,35 +101,36 @@ def load_rows(args, tokenizer, stage, limit):
     own test split, or a twentieth of the prompts, by hash. Neither depends on --seed: stages with
     different seeds must not share rows.
     """
-    shares = []
     trained_on = set()  # the prompts that any stage trains on, in any source
+    shares = []
     for path in args.data_path:
         source, columns = sources.read_source(path)
         names = sources.names_in(args, path, columns)
         check_columns(path, sources.parse(dict.fromkeys(columns), names), stage)
-        prompts = {part: read_prompts(path, part, source[part], stage, names) for part in source}
-        first_prompt, _, _ = read_row(sources.parse(source["train"][0], names), stage)
-        if isinstance(first_prompt, list):
+        asked = {part: read_prompts(path, part, source[part], stage, names) for part in source}
+        if isinstance(read_row(sources.parse(source["train"][0], names), stage)[0], list):
             tokens.end_as_in_chats(tokenizer)
-        source, prompts = hold_out(source, prompts["train"])
-        trained_on.update(*prompts)
-        taken = data_split.share_of(source["train"], args.data_split, stage)
-        of_all = f"{len(taken):,} of {len(source['train']):,} rows"
-        renamed = "".join(f", {ours}={theirs}" for ours, theirs in names.items())
-        ranks.say(f"{path}: {of_all} ({data_split.in_words(args)}){renamed}")
-        options = {"stage": stage, "limit": limit, "columns": columns, "names": names}
-        shares.append((path, {"train": taken, "test": source["test"]}, options))
-    made = []
-    for part, known in (("train", ()), ("test", trained_on)):
-        kept = []
-        for path, source, options in shares:
-            options |= {"tokenizer": tokenizer, "train_on": getattr(args, "train_on", None)}
-            kept += tokenise_rows(source[part], options, f"{path}, {part}", known)
+        held_out = set() if "test" in source else a_twentieth(asked["train"])
+        trained_on.update(set(asked["train"]) - held_out)
+        own = [i for i, prompt in enumerate(asked["train"]) if prompt not in held_out]
+        taken = share_of(source["train"].select(own), args.data_split, stage)
+        split = ",".join(f"{part:g}" for part in args.data_split)
+        said = f"{path}: {len(taken):,} of {len(own):,} rows (--data_split {split})"
+        options = {"tokenizer": tokenizer, "stage": stage, "limit": limit, "columns": columns}
+        options |= {"names": names, "train_on": getattr(args, "train_on", None)}
+        part = "test" if "test" in source else "train"
+        shares.append((path, said, taken, source[part], asked[part], options))
+    made = {"train": [], "test": []}
+    for path, said, train, test, prompts, options in shares:
+        unseen = [i for i, prompt in enumerate(prompts) if prompt not in trained_on]
+        ranks.say(f"{said}, {len(unseen):,} held out")
+        made["train"] += tokenise_rows(train, options, f"{path}, train")
+        made["test"] += tokenise_rows(test.select(unseen), options, f"{path}, test")
+    for part, kept in made.items():
         if not kept:
-            words = f"no {part} rows are left. Add data, or give this step more of --data_split."
-            raise Refused("no-rows-left", words)
-        made.append(datasets.concatenate_datasets(kept))
-    return made
+            why = "dropped, another step's (--data_split), or of prompts that are trained on"
+            raise Refused("no-rows-left", f"no {part} rows are left: they are {why}.")
+    return [datasets.concatenate_datasets(kept) for kept in made.values()]
 
 
 def serves(columns, stage):
@@ -146,7 +149,7 @@ def check_columns(path, columns, stage, flag="--data_path"):
 
 
 def read_prompts(path, part, rows, stage, names):
-    """Returns of each row of a part the prompts of SFT and of step 3, as text.
+    """Returns the prompt of each row of a part, as text: that of SFT, in all stages.
 
     Refuses the first row that the stage cannot read, and names its place.
     """
@@ -156,8 +159,7 @@ def read_prompts(path, part, rows, stage, names):
             example = read_row(sources.parse(row, names), stage)[-1]
         except formats.BadRow as error:
             refuse(row, f"{path}, {part}, row {number}", error)
-        asked = example.question or example.prompt
-        prompts.append((formats.as_text(example.prompt), formats.as_text(asked)))
+        prompts.append(formats.as_text(example.prompt))
     return prompts
 
 
@@ -167,60 +169,54 @@ def refuse(row, place, error):
     raise Refused("bad-row", f"{place}: {error}.\n  Mend the row, or take it out.")
 
 
-def hold_out(source, prompts):
-    """Returns {"train": rows, "test": rows}, and the prompts of the first.
+def share_of(rows, data_split, stage):
+    """Returns the stage's share of the rows, in their order.
 
-    prompts: of its rows, from `read_prompts`. All stages hold out the same rows: by SFT's prompts.
+    The shares are disjoint, and do not depend on --seed: stages may be run with different ones.
     """
-    if "test" in source:
-        return source, prompts
-    rows, keys = source["train"], [key for key, _ in prompts]
-    by_hash = sorted(set(keys), key=lambda key: (zlib.crc32(key.encode()), key))
-    chosen = set(by_hash[: max(1, len(by_hash) // 20)])
-    test = [i for i, key in enumerate(keys) if key in chosen]
-    train = [i for i, key in enumerate(keys) if key not in chosen]
-    return {"train": rows.select(train), "test": rows.select(test)}, [prompts[i] for i in train]
+    order = np.random.default_rng(0).permutation(len(rows))
+    ends = np.cumsum([0, *data_split]) / (sum(data_split) or 1) * len(order)
+    start, end = ends.round().astype(int)[STAGES.index(stage) :][:2]
+    return rows.select(np.sort(order[start:end]))
 
 
-def tokenise_rows(rows, options, title, trained_on):
+def a_twentieth(prompts):
+    """Returns the set of those that are held out, by hash: the same ones in all stages."""
+    by_hash = sorted(dict.fromkeys(prompts), key=lambda prompt: zlib.crc32(prompt.encode()))
+    return set(by_hash[: max(1, len(by_hash) // 20)])
+
+
+def tokenise_rows(rows, options, title):
     """Returns the tokenised rows of a part of a source, in a list; [] if all are dropped.
 
-    options: the arguments of `tokenise_row`. title: of the part. trained_on: prompts that must not
-    be among them. Says how many rows are dropped, and why.
+    options: the arguments of `tokenise_row`. title: of the part. Says how many rows are dropped,
+    and why.
     """
     if not len(rows):
         return []
-    if row_cache.pays(rows, options["tokenizer"]):
-        made = row_cache.map_once(rows, tokenise_row, options, digest_of(rows), title)
-    else:
-        shape = {"remove_columns": rows.column_names, "keep_in_memory": True}
-        made = rows.map(tokenise_row, fn_kwargs=options, **shape)
+    many = len(rows) >= MANY
+    if many:
+        ranks.say(f"{title}: tokenising {len(rows):,} rows")
+    made = rows.flatten_indices(keep_in_memory=True).map(  # a process gets its own rows only
+        tokenise_row,
+        fn_kwargs=options,
+        remove_columns=rows.column_names,
+        keep_in_memory=True,
+        num_proc=4 if many else None,
+    )
     reasons = list(made["drop"])  # "" for a row that is kept
-    for i, prompt in enumerate(made["prompt"]):
-        if prompt in trained_on:
-            reasons[i] = reasons[i] or "its prompt is also trained on"
     for why, count in Counter(filter(None, reasons)).items():
         if why in FATAL:
-            raise Refused(FATAL[why], f"{title}: {why}.")
+            raise Refused("chat-template", f"{title}: {why}.")
         ranks.say(f"{title}: dropped {count} of {len(made)} rows: {why}")
     kept = [i for i, why in enumerate(reasons) if not why]
     return [made.select(kept).remove_columns("drop")] if kept else []
 
 
 def fingerprint(rows):
-    """Returns a digest of the rows of `load_rows`, wherever they were read from.
+    """Returns a digest of the texts of the rows of `load_rows`, wherever they were read from.
 
-    Of prompts it takes the text, not the tokens: a chat template may write today's date there.
+    Not of their tokens: a chat template may write today's date there.
     """
-    left_out = {"prompt_ids", "prompt_loss_mask", "length"}
-    return digest_of(rows.remove_columns([*left_out & set(rows.column_names)]))
-
-
-def digest_of(rows):
-    """Returns a digest of all values of a dataset."""
-    digest = hashlib.blake2b(digest_size=8)
-    for batch in rows.with_format("arrow").iter(1000):
-        for piece in batch.combine_chunks().to_batches():
-            # `take` makes the same buffers of equal values, wherever they were cut from.
-            digest.update(piece.take(np.arange(len(piece))).serialize())
-    return digest.hexdigest()
+    texts = [*rows["prompt"], *rows["extra"]]  # the responses' are among the other columns
+    return hashlib.blake2b("\0".join(texts).encode(), digest_size=8).hexdigest()

@@ -5,7 +5,6 @@ would guess types, and make a timestamp of "2024-01-08" and a float of 1 beside 
 """
 
 import csv
-import itertools
 import json
 from pathlib import Path
 
@@ -43,31 +42,20 @@ def read_splits(path):
     if not local.exists() and (local.suffix in KINDS or path[:1] in "./~"):
         raise ValueError(f"No such file or folder. {nearest(local)}")
     if local.is_file():
-        if local.suffix not in KINDS:
-            raise ValueError(f"It must be one of {', '.join(KINDS)}.")
         files = {"train": [path]}
     if local.is_dir():
         files = datasets.load_dataset_builder(path).config.data_files
-        warn_of_others(local, itertools.chain(*files.values()))
-    names = [*itertools.chain(*files.values())]
-    if names and all(Path(name).suffix in KINDS[:-1] for name in names):
+    taken = {name for part in files.values() for name in part}
+    if local.is_dir():  # `datasets` reads one kind of file, and where names say train no others
+        there = {str(file) for kind in KINDS for file in local.resolve().rglob(f"*{kind}")}
+        if others := sorted(there - taken):
+            ranks.say(f"warning: {path}: {len(others)} of its files are not read, as {others[0]}")
+    if taken and all(name.endswith(KINDS[:-1]) for name in taken):
         columns = {}
         return {part: read_files(files[part], columns) for part in files}, list(columns)
-    kind = {"path": "parquet", "data_files": path} if local.is_file() else {"path": path}
-    splits = datasets.load_dataset(**kind)
+    read = datasets.load_dataset
+    splits = read("parquet", data_files=path) if local.is_file() else read(path)
     return splits, next(iter(splits.values())).column_names
-
-
-def warn_of_others(folder, taken):
-    """Warns of files in a folder that hold data, and are not among those that are read.
-
-    `datasets` reads one kind of file, and where names say train or test no others.
-    """
-    taken = {Path(name).resolve() for name in taken}
-    kinds = set(KINDS) - {".json"}  # which is often something else
-    there = [file for file in sorted(folder.rglob("[!.]*")) if file.suffix in kinds]
-    if names := [str(file) for file in there if file.resolve() not in taken]:
-        ranks.say(f"warning: {folder}: {len(names)} of its files are not read, such as {names[0]}")
 
 
 def names_in(args, path, columns):
@@ -94,49 +82,35 @@ def parse(row, names=None):
 # ---- Files of text ----
 def read_files(files, columns):
     """Returns a Dataset of TEXT and PLACE. Adds the names of the columns to the dict `columns`."""
-    texts, places = [], []
-    for file in files:
-        before = len(texts)
-        for text, place in read_file(file):
-            columns.update(dict.fromkeys(parse_strictly(text, place)))
-            texts.append(text)
-            places.append(place)
-        if len(texts) == before:  # as a failed copy leaves it
-            raise ValueError(f"{file} is empty.")
-    table = pyarrow.table({TEXT: texts, PLACE: places})
+    found = [pair for file in files for pair in read_file(file)]
+    for text, place in found:
+        columns.update(dict.fromkeys(parse_strictly(text, place)))
+    table = {TEXT: [text for text, _ in found], PLACE: [place for _, place in found]}
     # Without a fingerprint, `datasets` would make it of a pickled copy of everything.
-    return datasets.Dataset(table, fingerprint="of text")
+    return datasets.Dataset(pyarrow.table(table), fingerprint="of text")
 
 
 def read_file(file):
-    """Yields (a row as JSON, where it stands) for each row of a file."""
-    kind = Path(file).suffix
+    """Yields (a row as JSON, where it stands) for each row of a file; of .csv all is text."""
     # What is no UTF-8 passes here, so that `parse_strictly` can name its line.
     with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:
-        if kind == ".csv":
-            yield from read_csv(file, lines)
+        if file.endswith(".csv"):
+            table = csv.DictReader(lines, strict=True)
+            for row in table:
+                place = f"{file}, line {table.line_num}"
+                if None in [*row, *row.values()]:
+                    raise ValueError(f"{place}: there must be a cell for each name of line 1")
+                yield json.dumps(row), place
             return
-        a_list = kind == ".json" and lines.read(100).lstrip().startswith("[")
+        start = lines.read(100).lstrip()
         lines.seek(0)
-        if a_list:
+        if start.startswith("[") and file.endswith(".json"):
             for number, row in enumerate(json.load(lines), 1):
                 yield json.dumps(row), f"{file}, row {number}"
             return
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield line, f"{file}, line {number}"
-
-
-def read_csv(file, lines):
-    """Yields what `read_file` does for a .csv file; all its values are text."""
-    csv.field_size_limit(2**31 - 1)  # a text may be longer than 131,072 characters
-    table = csv.reader(lines, strict=True)
-    names = next(table, [])
-    for cells in filter(None, table):
-        if len(cells) != len(set(names)):
-            why = "it has not as many cells as the first line has names."
-            raise ValueError(f"{file}, line {table.line_num}: {why}")
-        yield json.dumps(dict(zip(names, cells))), f"{file}, line {table.line_num}"
 
 
 def parse_strictly(text, place):

@@ -10,8 +10,7 @@ from machinery.data.formats import ASSISTANT, HUMAN, LeftOut
 from machinery.models import model_folders
 
 NO_TEMPLATE = "the data holds chats, and the tokenizer has no chat template. Take a chat model's"
-TURNS_UNKNOWN = """the chat template writes a turn in another way when it is opened, or has messages
-  after it: the assistant's tokens cannot be told from the others. Use --train_on last"""
+TURNS_UNKNOWN = "the chat template changes turns when others follow. Use --train_on last"
 
 
 def tokenise_prompt(tokenizer, prompt):

@@ -6,11 +6,10 @@ A script's `get_args` makes a parser, declares its own flags, adds these, and en
 import argparse
 import copy
 import difflib
-import functools
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -24,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FINITE = sys.float_info.max  # the largest finite number
 RANK = 2**16  # of LoRA: matrices are no wider
 STAGES = [0, 1, 2, 3]  # of ZeRO
-SPEED = "flags that change only speed, memory, and what is written"
 LORA = "LoRA: train a product of this rank beside each matrix. 0: off"
 LORA_RATE = "with LoRA about ten times that of all weights [Schulman 2025]"
 
@@ -32,15 +30,18 @@ LORA_RATE = "with LoRA about ten times that of all weights [Schulman 2025]"
 # ---- Declaring ----
 def new_parser(doc):
     """Returns a parser whose --help opens with `doc`, and which raises Refused."""
-    layout = functools.partial(argparse.RawDescriptionHelpFormatter, width=120)
-    parser = argparse.ArgumentParser(description=doc, allow_abbrev=False, formatter_class=layout)
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [--flag value] ...",
+        description=doc,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
     def error(text):
-        unknown = re.findall(r"--\w+", text) if "unrecognized" in text else []
-        known = parser._option_string_actions
-        near = [name for flag in unknown for name in difflib.get_close_matches(flag, known)]
-        advice = ", ".join(near) or f"{parser.prog} --help"
-        raise Refused("wrong-flag", f"{text}\n  See {advice}.")
+        near, known = ["--help"], parser._option_string_actions
+        for flag in re.findall(r"--\w+", text):
+            near += difflib.get_close_matches(flag, known, cutoff=0.75)
+        raise Refused("wrong-flag", f"{text}\n  See {', '.join(near)}.")
 
     parser.error = error
     return parser
@@ -71,17 +72,16 @@ def flag_group(parser, title, skip=()):
     return arg
 
 
-def numbers(count):
-    """argparse type: with count 3 "2,4,4" becomes [2.0, 4.0, 4.0], as does a default of text."""
+def two_numbers(text):
+    """argparse type: "0.9,0.95" becomes [0.9, 0.95], as does a default of text."""
+    first, second = map(float, text.split(","))
+    return [first, second]
 
-    def parsed(text):
-        values = [float(part) for part in text.split(",")]
-        if len(values) != count:
-            raise ValueError
-        return values
 
-    parsed.__name__ = f"{count} numbers"  # in argparse's message
-    return parsed
+def three_numbers(text):
+    """argparse type: "2,4,4" becomes [2.0, 4.0, 4.0], as does a default of text."""
+    first, second, third = map(float, text.split(","))
+    return [first, second, third]
 
 
 def column_names(text):
@@ -91,28 +91,20 @@ def column_names(text):
 
 def add_common_flags(parser, own_forms=()):
     """Declares the flags of all scripts, except those named in `own_forms`."""
-    parser.usage = "%(prog)s [--flag value] ..."
-    add_result_flags(flag_group(parser, "flags that change the result", own_forms))
-    add_speed_flags(flag_group(parser, SPEED, own_forms))
-
-
-def add_result_flags(arg):
-    """Declares what a run starts from, and what trains, how long, and how fast."""
+    arg = flag_group(parser, "flags that change the result", own_forms)
     arg("preset", str, "a named recipe. toy when no model is named, else the first after it")
-    start = "hub name or folder; one without weights starts from scratch"
-    arg("model_name_or_path", str, start, fixed=True)
+    arg("model_name_or_path", str, "hub name or folder; without weights: from scratch", fixed=True)
     files = "hub names, .jsonl .json .csv .parquet files, folders of them"
     arg("data_path", str, files, nargs="+", fixed=True)
-    names = "which columns of data_path are ours: prompt=question,response=answer"
-    arg("columns", column_names, names, fixed=True)
+    arg("columns", column_names, "ours=theirs: prompt=question,response=answer", fixed=True)
     shares = "rows of sft, reward, ppo, disjoint. 2,4,4 [DeepSpeed-Chat]"
-    arg("data_split", "2,4,4", shares, most=1e9, type=numbers(3), fixed=True)
+    arg("data_split", "2,4,4", shares, most=1e9, type=three_numbers, fixed=True)
     arg("output_dir", str, "where everything that the run leaves behind goes")
     length = "tokens of prompt + response; a long prompt keeps its end, a long response is cut"
     arg("max_seq_len", int, length, least=2, fixed=True)
     arg("group_by_length", 1, "1: rows of like length together; 0: shuffled", most=1, fixed=True)
-    seed = "initialisation, shuffling, sampling. 1234 [DeepSpeed-Chat]"
-    arg("seed", 1234, seed, most=2**32 - 1, fixed=True)  # numpy takes no more
+    # numpy takes no seed above
+    arg("seed", 1234, "of all that is random. 1234 [DeepSpeed-Chat]", most=2**32 - 1, fixed=True)
     arg("lora_dim", 0, LORA, most=RANK, fixed=True)
     times = "LoRA's product is multiplied by lora_alpha / rank"
     arg("lora_alpha", 16, times, least=1e-6, type=float, fixed=True)
@@ -124,15 +116,12 @@ def add_result_flags(arg):
     names = ["cosine", "linear", "constant", "constant_with_warmup"]
     arg("lr_scheduler_type", "cosine", "cosine [DeepSpeed-Chat]", choices=names, fixed=True)
     arg("num_warmup_steps", 0, "optimizer steps of linear warm-up")
-    betas = "AdamW's betas. 0.9,0.95 [DeepSpeed-Chat]"
-    arg("adam_betas", "0.9,0.95", betas, most=0.999999, type=numbers(2))  # fp32: more is 1
+    # in fp32 more is 1
+    arg("adam_betas", "0.9,0.95", "AdamW's [DeepSpeed-Chat]", most=0.999999, type=two_numbers)
     arg("max_grad_norm", 1.0, "gradients are scaled down to it; 0: never. 1 [DeepSpeed-Chat]")
     arg("per_device_train_batch_size", int, "rows of one forward on one device", least=1)
     arg("gradient_accumulation_steps", 1, "micro-batches of one optimizer step", least=1)
-
-
-def add_speed_flags(arg):
-    """Declares how the devices share the work, what the run writes, and when it stops."""
+    arg = flag_group(parser, "flags of speed, memory, and what is written", own_forms)
     arg("per_device_eval_batch_size", int, "rows of one forward of the evaluation", least=1)
     arg("zero_stage", int, "1 shards optimizer states, 2 gradients, too, 3 weights", choices=STAGES)
     split = "ranks that share each layer of a model in training (AutoTP), bf16 only"
@@ -159,21 +148,13 @@ def add_speed_flags(arg):
 
 
 # ---- Reading ----
-@dataclass(frozen=True)
-class Declared:
-    """What is known of a script's flags beside their values. Sets hold names of flags."""
-
-    script: str  # "sft", "reward", "ppo"
-    given: frozenset  # on the command line
-    fixed: frozenset  # --resume must find them unchanged
-    names: frozenset  # they name files, folders, models, functions
-    speed: frozenset  # they change only speed, memory, and what is written
-    preset: dict  # the values of --preset
-    preset_from: str | None  # the folder whose preset it is, if no flag named one
-
-
 class Flags(argparse.Namespace):
-    """The flags as attributes, and `declared` (Declared), which is not in vars(args)."""
+    """The flags as attributes, and `declared`, which is not in vars(args).
+
+    It says what is known of them beside their values: `script` ("sft", "reward", "ppo"), and in
+    sets of names which are `given` on the command line, which are `fixed` (--resume must find them
+    unchanged), and which hold `names` of files, folders, models, functions.
+    """
 
     __slots__ = ["declared"]
 
@@ -185,20 +166,18 @@ def parse(parser, presets, argv=None, script=""):
     ours that is named; else the first after the toy if a model is named, and the toy if none is.
     """
     argv = sys.argv[1:] if argv is None else argv
-    name, folder = find_preset(parser, presets, argv)
+    parser._option_string_actions["--preset"].choices = list(presets)
+    name = find_preset(parser, presets, argv)
     preset = {flag: in_project(value) for flag, value in presets[name].items()}
     parser.set_defaults(**preset, preset=name)
     args = parser.parse_args(argv, Flags())
     args.dtype = args.dtype or fast_dtype()
     flags = [action for action in parser._actions if hasattr(action, "fixed")]
-    args.declared = Declared(
+    args.declared = SimpleNamespace(
         script=script,
-        given=frozenset(word[2:].partition("=")[0] for word in argv if word.startswith("--")),
-        fixed=frozenset(flag.dest for flag in flags if flag.fixed),
-        names=frozenset(flag.dest for flag in flags if flag.type is str and not flag.choices),
-        speed=frozenset(flag.dest for flag in flags if "only speed" in flag.container.title),
-        preset=preset,
-        preset_from=folder,
+        given={word[2:].partition("=")[0] for word in argv if word.startswith("--")},
+        fixed={flag.dest for flag in flags if flag.fixed},
+        names={flag.dest for flag in flags if flag.type is str and not flag.choices},
     )
     check_ranges(args, flags)
     rules.check(args, rules.of_all)
@@ -207,24 +186,15 @@ def parse(parser, presets, argv=None, script=""):
 
 
 def find_preset(parser, presets, argv):
-    """Returns the name of the preset that is meant, and the folder that it is from, or None."""
+    """Returns the name of the preset that is meant."""
     words = [word for word in argv if word not in ("-h", "--help")]
     given = vars(parser.parse_known_args(words)[0])
-    preset = given["preset"]
-    if preset in presets:
-        return preset, None
-    if preset is not None:
-        known = ", ".join(presets)
-        raise Refused("unknown-preset", f"--preset {preset} is not known.\n  Known: {known}.")
     models = [given.get(f"{role}model_name_or_path") for role in ("", "actor_", "critic_")]
     models = [model for model in models if model]
-    for model in models:
-        preset = records.of_model(model).get("preset")
-        if preset in list(presets):
-            return preset, model
-    if "toy" in presets and not models:
-        return "toy", None
-    return next(name for name in presets if name != "toy"), None
+    meant = [given["preset"], *(records.of_model(model).get("preset") for model in models)]
+    known = [name for name in meant if name in list(presets)]
+    others = [name for name in presets if name != "toy" or not models]  # the toy is the first
+    return (known + others)[0]
 
 
 def in_project(value):
@@ -235,17 +205,11 @@ def in_project(value):
 
 
 def fast_dtype():
-    """Returns "bf16" if the hardware computes in it; if not, "fp32" on a CPU and else "fp16"."""
+    """Returns "fp32" on a CPU, "bf16" on other hardware that computes in it, and else "fp16"."""
     if get_accelerator().device_name() == "cpu":
-        return "bf16" if cpu_has_bf16() else "fp32"
+        return "fp32"
     # V100 and T4 emulate it. DeepSpeed would ask with a tensor on device 0.
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-
-
-def cpu_has_bf16():
-    """Returns whether this CPU multiplies in bf16. DeepSpeed says yes of every CPU."""
-    known = Path("/proc/cpuinfo").read_text().split()
-    return "avx512_bf16" in known or "amx_bf16" in known
 
 
 def check_ranges(args, flags):
@@ -254,8 +218,8 @@ def check_ranges(args, flags):
         given = getattr(args, flag.dest)
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, (int, float)) and not flag.least <= value <= flag.most:
-                allowed = f"It must be from {flag.least} to {flag.most}."
-                raise Refused("out-of-range", f"--{flag.dest} {value}.\n  {allowed}")
+                words = f"--{flag.dest} {value} must be from {flag.least} to {flag.most}."
+                raise Refused("out-of-range", words)
 
 
 def of_role(args, role="", **changes):

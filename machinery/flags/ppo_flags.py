@@ -17,8 +17,7 @@ def add_models_and_sizes(parser):
     arg("actor_model_name_or_path", str, "actor and reference: step 1's output", fixed=True)
     arg("critic_model_name_or_path", str, "start of the critic: step 2's output", fixed=True)
     arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
-    equal = "responses of one forward; as many as of a generation batch"
-    arg("per_device_training_batch_size", int, equal, least=1)
+    arg("per_device_training_batch_size", int, "responses of one forward; the same number", least=1)
     arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)
     arg("max_prompt_seq_len", int, "tokens; a longer one keeps its end", least=2, fixed=True)
     arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
@@ -32,25 +31,6 @@ def add_options(parser):
         arg(f"{role}_weight_decay", 0.0, "decoupled (AdamW); matrices only")
         arg(f"{role}_dropout", float, "every dropout; None: what its config says", most=1)
         arg(f"{role}_lora_dim", 0, declaring.LORA, most=declaring.RANK, fixed=True)
-    add_reward_flags(arg)
-    add_sampling_flags(arg)
-    add_loss_flags(arg)
-    arg = declaring.flag_group(parser, "PPO: options that change only speed and memory")
-    for role, frozen in (("actor", "reference"), ("critic", "judges")):
-        which = f"of {role} and {frozen}; None: --zero_stage"
-        arg(f"{role}_zero_stage", int, which, choices=declaring.STAGES)
-    together = "responses decoded at a time; None: all of a step on a rank. Fewer take less memory"
-    arg("rollout_batch_size", int, together, least=1)
-    compiled = "decode in a static cache, compiled by transformers on CUDA: docs/ppo.md"
-    arg("compile_decoding", False, compiled)
-    arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses")
-    arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
-    arg("microscope", 4, "held-out prompts whose responses are in tokens.jsonl, token by token")
-    declaring.add_common_flags(parser, OWN_FORMS)
-
-
-def add_reward_flags(arg):
-    """Declares who scores the responses."""
     models = "frozen reward models; None: the critic's, unless --reward_fn is given"
     arg("reward_model_name_or_path", str, models, nargs="+", fixed=True)
     function = "f(prompts, completions, **columns) returns a number a response, or one a token"
@@ -60,18 +40,28 @@ def add_reward_flags(arg):
     scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
     arg("normalize_reward", 0, scaled, most=1, fixed=True)
     arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
+    add_sampling_flags(arg)
+    add_loss_flags(arg)
+    arg = declaring.flag_group(parser, "PPO: options that change only speed and memory")
+    for role, frozen in (("actor", "reference"), ("critic", "judges")):
+        which = f"of {role} and {frozen}; None: --zero_stage"
+        arg(f"{role}_zero_stage", int, which, choices=declaring.STAGES)
+    together = "responses decoded at a time; None: all of a step on a rank. Fewer take less memory"
+    arg("rollout_batch_size", int, together, least=1)
+    arg("compile_decoding", False, "decode in a static cache, compiled on CUDA: docs/ppo.md")
+    arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses")
+    arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
+    arg("microscope", 4, "held-out prompts whose responses are in tokens.jsonl, token by token")
+    declaring.add_common_flags(parser, OWN_FORMS)
 
 
 def add_sampling_flags(arg):
     """Declares how responses are sampled."""
-    late = "no EOS in so many first tokens. Log-probs stay the whole distribution's"
-    arg("min_new_tokens", 0, late, fixed=True)
-    ends = "texts that end a response as EOS does"
-    arg("stop", str, ends, nargs="+", default=[], fixed=True)
+    arg("min_new_tokens", 0, "no EOS in so many first tokens. Log-probs as --top_p's", fixed=True)
+    arg("stop", str, "texts that end a response as EOS does", nargs="+", default=[], fixed=True)
     nucleus = "nucleus sampling; 1: off. Log-probs are the whole distribution's"
     arg("top_p", 1.0, nucleus, least=1e-6, most=1, fixed=True)
-    likeliest = "sample from the k likeliest tokens; 0: off. Log-probs as with --top_p"
-    arg("top_k", 0, likeliest, fixed=True)
+    arg("top_k", 0, "sample from the k likeliest; 0: off. Log-probs as --top_p's", fixed=True)
     arg("num_eval_prompts", 128, "held-out prompts answered at each evaluation", least=1)
 
 
@@ -82,12 +72,10 @@ def add_loss_flags(arg):
     arg("clip_high", float, upper, most=math.inf)
     arg("target_kl", float, "ends a rollout's epochs when approx_kl, to its policy, is above")
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
-    average = "1: keep an average of the actor's weights, in ema/"
-    arg("enable_ema", 0, average, most=1, fixed=True)
+    arg("enable_ema", 0, "1: keep an average of the actor's weights, in ema/", most=1, fixed=True)
     arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)
-    arg("eval_ema", 0, "1: evaluate that average, too: eval_ema_...", most=1)
-    lifted = "1: lift the limits on batch sizes, epochs, generation batches"
-    arg("allow_unstable", 0, lifted, most=1)
+    arg("eval_ema", 0, "1: keep and evaluate that average, too: eval_ema_...", most=1)
+    arg("allow_unstable", 0, "1: no limits on batch sizes, epochs, generation batches", most=1)
 
 
 def resolve(args, advantages):
@@ -111,10 +99,10 @@ def resolve(args, advantages):
     for name, value in left_open.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    of_preset = args.data_path == args.declared.preset.get("data_path")
-    if not of_preset and "gold_fn" not in args.declared.given:
+    if args.declared.given & {"data_path", "gold_fn"} == {"data_path"}:
         args.gold_fn = None  # a preset's knows the questions of the preset's own data only
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
+    args.enable_ema = args.enable_ema or args.eval_ema
     if args.adam_offload:
         args.offload_states = False  # they live on the CPU anyway
     rules.check(args, rules.of_ppo)
@@ -167,13 +155,11 @@ def check_models(args, tokenizer):
         model_folders.has_weights(path, needed=True)
         config = model_folders.load_config(path, args.trust_remote_code)
         other = model_folders.load_tokenizer(path, args)
-        size = config.get_text_config().vocab_size
-        if other.get_vocab() != tokenizer.get_vocab() or size < len(tokenizer):
-            words = f"{path} has another vocabulary than the actor.\n  Run reward.py on the actor."
-            raise Refused("other-vocabulary", words)
-        if other.eos_token != tokenizer.eos_token:  # in chats the end of turn: rows.load_rows
-            words = f"{path} ends responses with {other.eos_token}, not {tokenizer.eos_token}."
-            raise Refused("other-eos", f"{words}\n  Run reward.py on the actor.")
+        alike = other.get_vocab() == tokenizer.get_vocab()
+        alike = alike and other.eos_token == tokenizer.eos_token  # in chats the end of turn
+        if not alike or config.get_text_config().vocab_size < len(tokenizer):
+            words = f"{path} has another vocabulary or EOS ({other.eos_token}) than the actor."
+            raise Refused("other-vocabulary", f"{words}\n  Run reward.py on the actor.")
         if path in judges:
             model_folders.refuse_other_kind(path, config, scores=True)
     if not args.normalize_reward:

@@ -18,10 +18,7 @@ def check(args, rules):
     """Raises Refused if the flags break one of the rules, such as `of_all`."""
     for name, broken, words in rules(args):
         if broken:
-            shown = {
-                flag: f"--{flag}" if value is True else f"--{flag} {value}"
-                for flag, value in vars(args).items()
-            }
+            shown = {flag: f"--{flag} {value}" for flag, value in vars(args).items()}
             raise Refused(name, words.format(**shown))
 
 
@@ -52,21 +49,18 @@ def of_all(args):
     yield "tensor-parallel-ranks", rank_count % args.tensor_parallel_size, words
     words = "{tensor_parallel_size} and LoRA do not go together.\n  Train all weights (lora_dim 0)."
     yield "tensor-parallel-lora", split and lora, words
-    since_0_19 = {
+    since_0_19 = (
         # 0.18.5 gave a gradient norm of 8.7 for 6.1
-        "--adam_offload with --zero_stage 1 in bf16": (
-            args.adam_offload and args.dtype == "bf16" and 1 in stages
-        ),
-        "LoRA with --gradient_checkpointing and --zero_stage 3": (
-            lora and args.gradient_checkpointing and 3 in stages
-        ),
+        (args.adam_offload and args.dtype == "bf16" and 1 in stages)
+        or (lora and args.gradient_checkpointing and 3 in stages)
         # of PPO 0.18.5 finds the responses of its ranks inconsistent
-        "--tensor_parallel_size in PPO, or with --zero_stage 3": (
-            split and (3 in stages or args.declared.script == "ppo")
-        ),
-    }
-    for what, wanted in since_0_19.items():
-        yield "old-deepspeed", wanted and older_than("0.19"), f"{what} needs DeepSpeed 0.19."
+        or (split and (3 in stages or args.declared.script == "ppo"))
+    )
+    words = (
+        "These need DeepSpeed 0.19: --adam_offload with --zero_stage 1 in bf16; LoRA with "
+        "--gradient_checkpointing and --zero_stage 3; --tensor_parallel_size with that, or in PPO."
+    )
+    yield "old-deepspeed", since_0_19 and older_than("0.19"), words
 
 
 def of_ppo(args):
@@ -76,7 +70,6 @@ def of_ppo(args):
     generated = args.per_device_generation_batch_size
     trained = args.per_device_training_batch_size
 
-    yield "empty-stop", not all(args.stop), '--stop "" would end every response at once.'
     words = (
         "{per_device_training_batch_size} must divide the product of "
         "{per_device_generation_batch_size} and {generation_batches}."
@@ -105,33 +98,18 @@ def of_ppo(args):
     several_judges = args.reward_fn or len(args.reward_model_name_or_path) > 1
     words = "--normalize_reward scales the scores of one reward model alone."
     yield "normalize-reward", args.normalize_reward and several_judges, words
-    words = "--eval_ema 1 needs --enable_ema 1."
-    yield "eval-ema-without-ema", args.eval_ema and not args.enable_ema, words
-    words = (
-        "--deepcompile: DeepSpeed keeps one compilation for the whole process, and actor and "
-        "critic need two."
-    )
+    words = "--deepcompile: DeepSpeed compiles one model in a process, and PPO trains two."
     yield "deepcompile-in-ppo", args.deepcompile, words
     words = "--compile_decoding needs whole models: no stage 3, no --tensor_parallel_size."
     sharded = args.actor_zero_stage == 3 or split
     yield "compile-decoding-shards", args.compile_decoding and sharded, words
     stays = args.offload or 0 in stages or (args.dtype == "bf16" and 1 in stages)
-    words = (
-        "--offload_states: DeepSpeed can move the states of --zero_stage 2 and 3 (in fp32 of 1), "
-        "without --offload."
-    )
+    words = "--offload_states needs --zero_stage 2 or 3 (in fp32 1 will do), and no --offload."
     yield "state-offload", args.offload_states and stays, words
 
 
 def warn_of_ppo(args):
     """Prints what is permitted in PPO, and should be watched."""
-    if args.allow_unstable:
-        ranks.say(
-            "warning: --allow_unstable: with several updates on a rollout its log-probs go stale. "
-            "Watch ratio_max, clip_fraction, approx_kl; --target_kl."
-        )
     if args.kl_in == "reward" and args.kl_estimator != "k1":
-        ranks.say(
-            f"warning: --kl_estimator {args.kl_estimator} in the reward hardly holds the actor "
-            "back. Use k1, or --kl_in loss (docs/ppo.md)."
-        )
+        words = "in the reward hardly holds the actor back. Use k1, or --kl_in loss."
+        ranks.say(f"warning: --kl_estimator {args.kl_estimator} {words}")

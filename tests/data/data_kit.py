@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from datasets import Dataset
 
 from machinery.data import rows
-from machinery.data.data_split import STAGES
+from machinery.data.rows import STAGES
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"

@@ -10,7 +10,7 @@ from data_kit import TEMPLATE, chat, dahoas, folder, load, many
 import sft
 from machinery.base.refused import Refused
 from machinery.data import rows, tokens
-from machinery.data.data_split import STAGES
+from machinery.data.rows import STAGES
 from machinery.models import saving
 
 CHATML = (
@@ -193,5 +193,5 @@ def test_a_template_whose_turns_cannot_be_told_is_refused(tokenizer, tmp_path):
     row = {"messages": chat("Why?", "<think>Hm</think>So.", "And?", "Then.")}
     with pytest.raises(Refused) as caught:
         load(tokenizer, [folder(tmp_path, [row] * 9)])
-    assert caught.value.rule == "turns-unknown" and "--train_on last" in caught.value.words
+    assert caught.value.rule == "chat-template" and "--train_on last" in caught.value.words
     assert rows.tokenise_row(row, tokenizer, "sft", 128, "last")["drop"] == ""

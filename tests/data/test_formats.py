@@ -8,7 +8,7 @@ from datasets import Dataset, DatasetDict
 
 from machinery.base.refused import Refused
 from machinery.data import formats, rows, sources
-from machinery.data.data_split import STAGES
+from machinery.data.rows import STAGES
 
 TALK = "\n\nHuman: Q0?\n\nAssistant: Hm.\n\nHuman: Yes?\n\nAssistant:"
 WRAPPED = "\n\nHuman: Q0?\n\nAssistant:"

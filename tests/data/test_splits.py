@@ -1,5 +1,6 @@
 """Who gets which row: shares of the steps, held-out prompts, and how a run knows its data again."""
 
+import copy
 import json
 import zlib
 
@@ -9,7 +10,7 @@ from datasets import Dataset
 
 from machinery.base.refused import Refused
 from machinery.data import rows
-from machinery.data.data_split import STAGES
+from machinery.data.rows import STAGES
 
 
 def prompts(tokenizer, path, stage):
@@ -26,7 +27,8 @@ def test_the_three_steps_share_the_rows_out(tokenizer, tmp_path, capsys):
     parts = [prompts(tokenizer, tmp_path, stage)[0] for stage in STAGES]
     assert [len(part) for part in parts] == [20, 40, 40] and len(set.union(*parts)) == 100
     said = capsys.readouterr().out.splitlines()
-    assert said == [f"{tmp_path}: {n} of 100 rows (--data_split 2,4,4)" for n in (20, 40, 40)]
+    of_all = "of 100 rows (--data_split 2,4,4), 1 held out"
+    assert said == [f"{tmp_path}: {n} {of_all}" for n in (20, 40, 40)]
 
 
 def test_several_paths_are_blended(tokenizer, tmp_path):
@@ -61,12 +63,12 @@ def test_held_out_prompts_are_never_trained_on_without_a_test_split(tokenizer, t
 
 
 def test_held_out_prompts_are_never_trained_on_with_a_test_split(tokenizer, tmp_path, capsys):
-    """A test file whose prompts are also in the training file measures memory. Such rows are
-    dropped and counted, also where the prompt is in another step's part of the training file."""
+    """A test file whose prompts are also in the training file measures memory. Such rows are not
+    counted as held out, also where the prompt is in another step's part of the training file."""
     write(tmp_path / "train.jsonl", many(60, dahoas))
     write(tmp_path / "test.jsonl", many(80, dahoas)[40:])
     found = [prompts(tokenizer, tmp_path, stage) for stage in STAGES]
-    assert "test: dropped 20 of 40 rows: its prompt is also trained on" in capsys.readouterr().out
+    assert ", 20 held out" in capsys.readouterr().out
     trained, held_out = (set.union(*parts) for parts in zip(*found))
     assert held_out == {f"Q{i}?" for i in range(60, 80)} and not trained & held_out
 
@@ -97,9 +99,34 @@ def test_the_fingerprint_is_of_the_rows_themselves(tokenizer, tmp_path):
 
 def test_a_date_in_a_chat_template_changes_no_fingerprint():
     """Some templates write today's date. A run that is resumed tomorrow has the same data."""
-    table = {"prompt": ["[]"], "prompt_ids": [[5, 6]], "prompt_loss_mask": [[0, 0]], "length": [7]}
+    table = {"prompt": ["[]"], "prompt_ids": [[5, 6]], "extra": ["{}"]}
     today, tomorrow, other = (
         Dataset.from_dict({**table, **changed})
         for changed in ({}, {"prompt_ids": [[5, 7]]}, {"prompt": ["[1]"]})
     )
     assert rows.fingerprint(today) == rows.fingerprint(tomorrow) != rows.fingerprint(other)
+
+
+def test_several_processes_make_the_rows_that_one_makes(tokenizer, tmp_path, monkeypatch, capsys):
+    """Where there are many rows, of this step's share. What is dropped is counted once."""
+    lines = [*many(600, dahoas), {**dahoas(0), "chosen": " x", "rejected": " x"}]
+    file = write(tmp_path / "a.jsonl", lines)
+    prints = []
+    for least in (10**9, 1):
+        monkeypatch.setattr(rows, "MANY", least)
+        parts = load(tokenizer, [file], "reward", split=(0, 1, 0))
+        prints.append([rows.fingerprint(part) for part in parts])
+    said = capsys.readouterr().out
+    assert said.count("a.jsonl, train: tokenising ") == 1 and said.count("chosen equals") == 2
+    assert prints[0] == prints[1]
+
+
+def test_chats_without_a_chat_template_are_refused(tokenizer, tmp_path, monkeypatch):
+    """Also by the processes that tokenise, which cannot end the run themselves."""
+    monkeypatch.setattr(rows, "MANY", 1)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = None
+    file = write(tmp_path / "a.jsonl", [{"messages": chat(f"Q{i}?", "So.")} for i in range(300)])
+    with pytest.raises(Refused) as caught:
+        load(tokenizer, [file])
+    assert caught.value.rule == "chat-template"

@@ -41,7 +41,7 @@ MUTATIONS = {  # script and flags beside the toy's: the rule that they break
     "ppo --kl_estimator k4": "wrong-flag",
     "sft --data_split 2,4": "wrong-flag",
     "sft --columns prompt": "wrong-flag",
-    "sft --preset nope": "unknown-preset",
+    "sft --preset nope": "wrong-flag",
     "sft --max_seq_len 1": "out-of-range",
     "sft --adam_betas nan,0.9": "out-of-range",
     "sft --learning_rate inf": "out-of-range",
@@ -60,7 +60,6 @@ MUTATIONS = {  # script and flags beside the toy's: the rule that they break
     "sft --lora_dim 4 --gradient_checkpointing --zero_stage 3": "old-deepspeed",
     "sft --tensor_parallel_size 2 --dtype bf16 --zero_stage 3": "old-deepspeed",
     "ppo --tensor_parallel_size 2 --dtype bf16": "old-deepspeed",
-    "ppo --stop ''": "empty-stop",
     "ppo --per_device_training_batch_size 3 --allow_unstable 1": "training-batch-divides",
     "ppo --samples_per_prompt 5": "samples-divide",
     "ppo --advantage rloo": "group-of-one",
@@ -70,7 +69,6 @@ MUTATIONS = {  # script and flags beside the toy's: the rule that they break
     "ppo --kl_in loss --kl_estimator k1": "k1-in-loss",
     "ppo --kl_target 2 --kl_coef 0": "kl-target-without-kl",
     "ppo --normalize_reward 1 --reward_fn score.py:f": "normalize-reward",
-    "ppo --eval_ema 1 --enable_ema 0": "eval-ema-without-ema",
     "ppo --deepcompile --zero_stage 3": "deepcompile-in-ppo",
     "ppo --compile_decoding --zero_stage 3": "compile-decoding-shards",
     "ppo --offload_states --zero_stage 1 --dtype bf16": "state-offload",
@@ -215,9 +213,9 @@ def test_the_next_step_takes_the_preset_of_the_folder_that_it_starts_from(tmp_pa
     (tmp_path / "args.json").write_text('{"preset": "opt-1.3b"}')
     (tmp_path / "config.json").write_text("{}")
     args = get_args("reward", f"--model_name_or_path {tmp_path}", "")
-    assert (args.preset, args.declared.preset_from) == ("opt-1.3b", str(tmp_path))
+    assert args.preset == "opt-1.3b"
     args = get_args("reward", f"--model_name_or_path {tmp_path} --preset toy", "")
-    assert (args.preset, args.declared.preset_from) == ("toy", None)
+    assert args.preset == "toy"
 
 
 def test_what_is_declared_is_beside_the_flags_and_not_among_them():
@@ -230,8 +228,6 @@ def test_what_is_declared_is_beside_the_flags_and_not_among_them():
     assert not {"max_steps", "output_dir", "overwrite"} & declared.fixed
     assert {"data_path", "reward_fn", "output_dir"} <= declared.names
     assert "kl_estimator" not in declared.names
-    assert "zero_stage" in declared.speed and "seed" not in declared.speed
-    assert declared.preset["kl_coef"] == 0.05
 
 
 def test_one_model_of_ppo_has_flags_as_other_scripts_have_them():
@@ -267,13 +263,14 @@ def test_what_ppos_flags_leave_open_follows_from_others():
     sizes = ppo_flags.Sizes(args)
     assert (sizes.prompts, sizes.generation_batches, sizes.responses) == (32, 2, 64)
     assert sizes.updates == 1
+    assert get_args("ppo", "--eval_ema 1 --enable_ema 0").enable_ema  # to have one to evaluate
 
 
 def test_warnings_are_said_and_nothing_is_refused(capsys):
     rules.warn_of_ppo(get_args("ppo"))
     assert capsys.readouterr().out == ""
-    rules.warn_of_ppo(get_args("ppo", "--allow_unstable 1 --kl_estimator k3"))
-    assert capsys.readouterr().out.count("warning: ") == 2
+    rules.warn_of_ppo(get_args("ppo", "--kl_estimator k3"))
+    assert capsys.readouterr().out.count("warning: ") == 1
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -292,15 +289,9 @@ def test_help_opens_with_the_header_and_explains_every_flag(script, capsys):
 # --------------------------------------------------------------------------------------------------
 # The default dtype is what is fast on the hardware at hand
 # --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "cpu, dtype",
-    [("avx2 fma", "fp32"), ("avx512f avx512_bf16", "bf16"), ("avx512f amx_bf16", "bf16")],
-)
-def test_a_cpu_computes_in_what_it_has(monkeypatch, cpu, dtype):
-    """Without its instructions bf16 is emulated, many times slower than fp32. DeepSpeed says of
-    every CPU that it has them."""
-    monkeypatch.setattr(declaring.Path, "read_text", lambda _: f"flags: {cpu}")
-    assert declaring.fast_dtype() == dtype
+def test_a_cpu_computes_in_fp32():
+    """Most CPUs emulate bf16, many times slower. DeepSpeed says of every CPU that it has it."""
+    assert declaring.fast_dtype() == "fp32"
 
 
 @pytest.mark.parametrize("emulated, dtype", [(False, "bf16"), (True, "fp16")])

@@ -131,7 +131,7 @@ class Writer(Model):
         self.ends = self.other_ends()
         if self.template == CHAT and not self.tokenizer.chat_template:
             words = f"the tokenizer of {self.name} has no chat template: give text with {{}}."
-            raise Refused("no-chat-template", words)
+            raise Refused("chat-template", words)
 
     def other_ends(self):
         """Returns the texts of the tokens, beside EOS, that end a response in stock generate()."""
