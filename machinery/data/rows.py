@@ -110,9 +110,9 @@ def load_rows(args, tokenizer, stage, limit):
         asked = {part: read_prompts(path, part, source[part], stage, names) for part in source}
         if isinstance(read_row(sources.parse(source["train"][0], names), stage)[0], list):
             tokens.end_as_in_chats(tokenizer)
-        held_out = set() if "test" in source else a_twentieth(asked["train"])
-        trained_on.update(set(asked["train"]) - held_out)
-        own = [i for i, prompt in enumerate(asked["train"]) if prompt not in held_out]
+        held_out = set() if "test" in source else a_twentieth(key for key, _ in asked["train"])
+        own = [i for i, (key, _) in enumerate(asked["train"]) if key not in held_out]
+        trained_on.update(*(asked["train"][i] for i in own))
         taken = share_of(source["train"].select(own), args.data_split, stage)
         split = ",".join(f"{part:g}" for part in args.data_split)
         said = f"{path}: {len(taken):,} of {len(own):,} rows (--data_split {split})"
@@ -122,7 +122,7 @@ def load_rows(args, tokenizer, stage, limit):
         shares.append((path, said, taken, source[part], asked[part], options))
     made = {"train": [], "test": []}
     for path, said, train, test, prompts, options in shares:
-        unseen = [i for i, prompt in enumerate(prompts) if prompt not in trained_on]
+        unseen = [i for i, both in enumerate(prompts) if trained_on.isdisjoint(both)]
         ranks.say(f"{said}, {len(unseen):,} held out")
         made["train"] += tokenise_rows(train, options, f"{path}, train")
         made["test"] += tokenise_rows(test.select(unseen), options, f"{path}, test")
@@ -149,9 +149,10 @@ def check_columns(path, columns, stage, flag="--data_path"):
 
 
 def read_prompts(path, part, rows, stage, names):
-    """Returns the prompt of each row of a part, as text: that of SFT, in all stages.
+    """Returns of each row of a part the prompts of SFT and of step 3, as text.
 
-    Refuses the first row that the stage cannot read, and names its place.
+    A chat that ends with a question has two. Refuses the first row that the stage cannot read, and
+    names its place.
     """
     prompts = []
     for number, row in enumerate(rows, 1):
@@ -159,7 +160,8 @@ def read_prompts(path, part, rows, stage, names):
             example = read_row(sources.parse(row, names), stage)[-1]
         except formats.BadRow as error:
             refuse(row, f"{path}, {part}, row {number}", error)
-        prompts.append(formats.as_text(example.prompt))
+        asked = example.question or example.prompt
+        prompts.append((formats.as_text(example.prompt), formats.as_text(asked)))
     return prompts
 
 

@@ -42,12 +42,15 @@ def read_splits(path):
     if not local.exists() and (local.suffix in KINDS or path[:1] in "./~"):
         raise ValueError(f"No such file or folder. {nearest(local)}")
     if local.is_file():
+        if local.suffix not in KINDS:
+            raise ValueError(f"It must be one of {', '.join(KINDS)}.")
         files = {"train": [path]}
     if local.is_dir():
         files = datasets.load_dataset_builder(path).config.data_files
     taken = {name for part in files.values() for name in part}
     if local.is_dir():  # `datasets` reads one kind of file, and where names say train no others
-        there = {str(file) for kind in KINDS for file in local.resolve().rglob(f"*{kind}")}
+        kinds = set(KINDS) - {".json"}  # which is often something else
+        there = {str(f) for kind in kinds for f in local.resolve().rglob(f"[!.]*{kind}")}
         if others := sorted(there - taken):
             ranks.say(f"warning: {path}: {len(others)} of its files are not read, as {others[0]}")
     if taken and all(name.endswith(KINDS[:-1]) for name in taken):
@@ -82,10 +85,15 @@ def parse(row, names=None):
 # ---- Files of text ----
 def read_files(files, columns):
     """Returns a Dataset of TEXT and PLACE. Adds the names of the columns to the dict `columns`."""
-    found = [pair for file in files for pair in read_file(file)]
-    for text, place in found:
-        columns.update(dict.fromkeys(parse_strictly(text, place)))
-    table = {TEXT: [text for text, _ in found], PLACE: [place for _, place in found]}
+    table = {TEXT: [], PLACE: []}
+    for file in files:
+        found = list(read_file(file))
+        if not found:  # as a failed copy leaves it
+            raise ValueError(f"{file} is empty.")
+        for text, place in found:
+            columns.update(dict.fromkeys(parse_strictly(text, place)))
+            table[TEXT].append(text)
+            table[PLACE].append(place)
     # Without a fingerprint, `datasets` would make it of a pickled copy of everything.
     return datasets.Dataset(pyarrow.table(table), fingerprint="of text")
 

@@ -74,7 +74,8 @@ BROKEN = {  # files that cannot be read: what the message must say
     "cut.jsonl": (GOOD + '{"prompt": "Q?", "resp', "cut.jsonl, line 2: "),
     "half.jsonl": (GOOD + '{"prompt": "\\ud800"}\n', "half.jsonl, line 2: "),
     "latin.jsonl": (GOOD.encode() + '{"prompt": "é"}'.encode("latin-1"), "latin.jsonl, line 2: "),
-    "rows.txt": (GOOD, "Parquet"),  # what is none of the kinds is read as that
+    "rows.txt": (GOOD, ".jsonl, .json, .csv, .parquet"),
+    "empty.jsonl": ("\n", "empty.jsonl is empty"),
     "cells.csv": ("prompt,response\nQ?, r\nQ?, r,more\n", "cells.csv, line 3: "),
 }
 

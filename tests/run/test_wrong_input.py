@@ -55,7 +55,6 @@ UNFIT = {
     "torch_only": ("weights.pt", "x"),
     "cut_short": ("model.safetensors", "x"),
     "no_base": ("adapter_config.json", '{"base_model_name_or_path": null}'),
-    "circle": ("adapter_config.json", '{"base_model_name_or_path": "circle"}'),
     "cut_tokenizer": ("tokenizer.json", '{"version'),
 }
 
@@ -106,7 +105,6 @@ CASES = {  # script and flags: a word of the message
     "sft --model_name_or_path ./good/modle": "good/modle",
     "sft --model_name_or_path no_eos": "no_eos",
     "sft --model_name_or_path cut_tokenizer": "cut_tokenizer",
-    "sft --model_name_or_path circle": "circle",
     "ppo --actor_model_name_or_path missing/actor": "missing/actor",
     "ppo --critic_model_name_or_path other": "other",  # another vocabulary
     "ppo --reward_model_name_or_path judge other": "other",
