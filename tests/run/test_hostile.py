@@ -125,7 +125,7 @@ def outcome(output):
         "weights": {
             str(file.relative_to(output)): file.read_bytes()
             for file in output.rglob("*.safetensors")
-            if "checkpoints" not in file.parts
+            if "checkpoints" not in file.parts and file.name not in FOREIGN
         },
     }
 
@@ -160,9 +160,10 @@ def edges(rng, flag):
 def draw_flags(case):
     """One to three flags of the script at the edges of what they take, or a broken rule."""
     rng = case.rng
-    broken = [flags.split(maxsplit=1) for flags in MUTATIONS]
-    if rng.random() < 0.2:
-        case.flags += shlex.split(rng.choice([flags for s, flags in broken if s == case.script]))
+    mutations = [flags.split(maxsplit=1) for flags in MUTATIONS]
+    broken = [flags for script, flags in mutations if script == case.script]
+    if rng.random() < 0.2 and broken:
+        case.flags += shlex.split(rng.choice(broken))
         return
     known = {name: flag for name, flag in parser_of(case.script).items() if hasattr(flag, "fixed")}
     for name in rng.sample(sorted(known.keys() - {"output_dir"}), rng.choice([1, 2, 2, 2, 3])):
