@@ -21,6 +21,7 @@ from tests import kit, runs
 
 LABS = kit.ROOT / "labs"
 sys.path.insert(0, str(LABS))
+import cited  # noqa: E402
 import declared  # noqa: E402
 import faults  # noqa: E402
 import runner  # noqa: E402
@@ -31,10 +32,15 @@ MODULES = {"sft": sft, "reward": reward, "ppo": ppo}
 # --------------------------------------------------------------------------------------------------
 # Runs
 # --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", declared.LABS)
+COMMANDS = {**declared.LABS, **declared.MORE}
+COMMANDS["rates, on other data"] = declared.second(declared.again(declared.LABS["rates"]))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_the_runs_of_a_lab_are_commands_that_parse(name):
     """Each arm, each step: a flag that was renamed would be found an hour into the lab."""
-    lab, commands = declared.LABS[name], set()
+    lab, commands = COMMANDS[name], set()
+    assert {runner.baseline(lab, arm) for arm in lab.arms} <= set(lab.arms)
     assert len(lab.seeds) >= 3 and set(lab.shown) <= set(lab.measures)
     for chain in lab.chains().values():
         for run in chain.values():
@@ -161,8 +167,80 @@ def test_an_unfinished_measure_is_left_out_of_the_mean():
 
 
 # --------------------------------------------------------------------------------------------------
+# Statistics
+# --------------------------------------------------------------------------------------------------
+def results_of(**golds):
+    """Returns results of arms: for each seed its gold score at KL 1, from 0.5 at KL 0."""
+    return [
+        {"arm": arm, "seed": 3 - i, "stopped": False, "values": {"gold before": 0.5, **values}}
+        for arm, each in golds.items()
+        for i, values in enumerate(each)
+    ]
+
+
+def test_arms_are_compared_seed_by_seed():
+    """The seeds differ by 0.4, the pairs by 0.1, 0.2 and 0.3: their mean is 0.2, their deviation
+    0.1, and Student's t with two degrees of freedom 4.303: 0.2 +- 4.303 * 0.1 / sqrt(3)."""
+    plain = [{"gold": g, "KL": 1.0} for g in (0.3, 0.5, 0.7)]
+    better = [{"gold": g, "KL": 1.0} for g in (0.6, 0.7, 0.8)]
+    results = results_of(plain=plain, better=better)[::-1]
+    lab = declared.lab("t", {"plain": {}, "better": {}}, plain=())
+    assert runner.table(lab, results).endswith("| +0.200 ± 0.248 (3 of 3) |")
+    assert runner.interval([0.1, 0.1, -0.3])[2] == 1  # the mean is below 0
+
+
+def test_what_stays_at_equal_kl(tmp_path):
+    """The plain recipe has gold 0.5 + 0.3 d - 0.05 d^2, d = sqrt(KL). An arm that moves less on
+    that curve has lost nothing, one below it has, and beyond the curve's end nothing is known."""
+
+    def at(root, less=0.0):
+        return {"gold": 0.5 + 0.3 * root - 0.05 * root**2 - less, "KL": root**2}
+
+    plain = [at(root) for root in (1.0, 1.5, 2.0)]
+    (tmp_path / "plain.json").write_text(json.dumps(results_of(plain=plain)))
+    arms = dict(
+        slower=[at(root / 2) for root in (1.0, 1.5, 2.0)],
+        worse=[at(root / 2, 0.1) for root in (1.0, 1.5, 2.0)],
+        further=[at(root + 0.1) for root in (1.0, 1.5, 2.0)],
+    )
+    lab = declared.lab(
+        "t",
+        {"plain": {}, **{name: {} for name in arms}},
+        plain=((tmp_path / "plain.json", "plain"),),
+    )
+    *_, slower, worse, further = runner.table(lab, results_of(plain=plain, **arms)).split("\n")
+    assert slower.endswith("0.000 ± 0.000 (0 of 3) |") or "0.000 ± 0.000" in slower
+    assert worse.endswith("| -0.100 ± 0.000 (3 of 3) |")
+    assert further.endswith("(3 of 3) |  |")
+
+
+# --------------------------------------------------------------------------------------------------
 # Pages
 # --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("page", cited.PAGES, ids=lambda page: page.name)
+def test_each_number_beside_a_cell_is_that_of_the_cell(page):
+    """A verdict is as good as its numbers: each names where it comes from, and is recomputed."""
+    assert list(cited.wrong(page)) == []
+
+
+@pytest.mark.parametrize("name", declared.LABS)
+def test_no_number_of_a_verdict_stands_by_itself(name):
+    """Each decimal, and each count of nats, names its cell; a setting is in backticks."""
+    [row] = re.findall(rf"^\| \[{name}\].*$", (LABS / "README.md").read_text(), re.M)
+    verdict = (LABS / f"{name}.md").read_text().split("**Verdict.**")[1]
+    assert cited.uncited(verdict) + cited.uncited(row.split(" | ")[3]) == []
+
+
+def test_a_wrong_number_is_found(tmp_path):
+    """And one without a comment."""
+    page = tmp_path / "constants.md"
+    page.write_text('gold 0.785<!--m("ours")-->, +0.04<!--d("scores + 2")-->, 3 nats\n')
+    assert [line.split(": ")[1] for line in cited.wrong(page)] == [
+        "+0.04, by the results -0.039"[:5]
+    ]
+    assert cited.uncited(page.read_text()) == ["3 nats"]
+
+
 @pytest.mark.parametrize("name", declared.LABS)
 def test_a_page_says_what_the_results_say(name):
     """The table of a page is made from the committed results, and so is its picture."""
@@ -213,6 +291,8 @@ def test_without_a_mistake_two_passes_are_one():
 DROPOUT = "--num_eval_prompts 4 --actor_dropout 0.3"
 MISTAKES = {  # what differs in the first step: the ratio, the gradient, the reward
     "shifted": ("", {"ratio_max", "grad_norm"}),
+    "shifted_ratio": ("", {"ratio_max", "grad_norm"}),
+    "shifted_penalty": ("", {"grad_norm"}),
     "dropout_scores": (DROPOUT, {"ratio_max", "grad_norm"}),
     "bf16_scores": ("", {"ratio_max", "grad_norm"}),
     "bf16_trains": ("", {"ratio_max", "grad_norm"}),

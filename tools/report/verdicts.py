@@ -90,7 +90,7 @@ def accuracy(run):
     if low <= 0.5 <= high and high - low > 0.3:
         return UNKNOWN, f"{said}: too few held-out pairs to tell."
     if low <= 0.5 <= high:
-        wrong = "pairs became equal when cut, labels are swapped, or the learning rate is wrong"
+        wrong = "pairs became equal when cut, or the learning rate is wrong"
         return SICK, f"{said}: no better than a coin: {wrong}."
     if share < 0.5:
         return SICK, f"{said}: below one half: labels are swapped."
@@ -130,7 +130,7 @@ def ratio(run):
         return HEALTHY, f"ratio_max is 1.0 throughout (at most {top:.4g})."
     if not one_update(run):
         return WATCH, f"ratio_max reached {top:.3g}; above 1 is usual with several updates."
-    return SICK, f"ratio_max reached {top:.3g}: old and new log-probs differ (dropout, mask)."
+    return SICK, f"ratio_max reached {top:.3g}: old and new log-probs differ (dropout, shift)."
 
 
 def updates(run):
