@@ -17,7 +17,7 @@ import functools
 import json
 import re
 import sys
-from math import log, sqrt
+from math import log
 from pathlib import Path
 from statistics import mean
 
@@ -37,6 +37,19 @@ PAGES += [HERE.parent / "README.md", HERE.parent / "toy/README.md"]
 def numbers_of(name):
     """Returns the Numbers of a lab, read once."""
     return Numbers(name)
+
+
+FOUR = ("gae", "rloo", "grpo", "reinforce")
+NAMES = {  # what a comment may use beside the methods of Numbers
+    "log": log,
+    "mean": mean,
+    "of": numbers_of,
+    "EMA": ("EMA gold", "gold at the EMA's KL"),
+    "TEXT": ("text loss", "text loss before"),
+    "FOUR": FOUR,
+    # an estimator with a penalty in estimators, and without one in overoptimisation
+    "PAIRS": [(name, f"{name}, kl_coef 0".removeprefix("gae, ")) for name in FOUR],
+}
 
 
 class Numbers:
@@ -95,12 +108,18 @@ class Numbers:
         [row] = [row for row in rows if (row["judge"], row["arm"]) == (judge, arm)]
         return row[head]
 
+    def peaks(self, arm, head="gold"):
+        """The largest of each seed's evaluations."""
+        return [max(curve) for curve in self.curves(arm, head)]
+
+    def fall(self, arm, head="gold"):
+        """How far each seed ends below the largest of its evaluations."""
+        return [max(curve) - curve[-1] for curve in self.curves(arm, head)]
+
     def value(self, expression):
         """Returns what the text of a comment gives."""
         methods = {name: getattr(self, name) for name in dir(self) if name[0] != "_"}
-        return eval(
-            expression, {"mean": mean, "log": log, "sqrt": sqrt, "of": numbers_of, **methods}
-        )
+        return eval(expression, {**NAMES, **methods})
 
 
 def agrees(text, percent, value):
@@ -129,9 +148,7 @@ def wrong(page):
 def uncited(text):
     """Returns the numbers of a text that have no comment: decimals, and counts of nats."""
     plain = CITED.sub("", text)
-    plain = re.sub(
-        r"0\.9 million|`[^`]*`|\]\([^)]*\)|\[[^\]]*\d{4}\]|arXiv [\d.]+|<[^>]*>", "", plain
-    )
+    plain = re.sub(r"0\.9 million|`[^`]*`|\]\([^)]*\)|<[^>]*>", "", plain)
     return re.findall(r"\d+\.\d+|\d+ nats", plain)
 
 
