@@ -5,10 +5,10 @@
 Beside each such number stands a comment that Markdown does not show. It says, in Python, how the
 number comes from labs/results/NAME.json:
 
-    gold ends at 0.785<!--m("ours")--> after 40 steps
+    gold ends at 0.785<!-- m("ours") --> after 40 steps
 
 NAME is the lab of the page, or of the row in labs/README.md, or stands before a colon:
-<!--critic: d("from SFT, new head")-->. A beginning of an arm's name is enough if no other arm has
+<!-- critic: d("from SFT, new head") -->. A beginning of an arm's name is enough if no other arm has
 it. A number without a sign is compared with the absolute value. `asked` is any number of the page's
 hypothesis. What is in backticks is a setting, and no result.
 """
@@ -28,7 +28,7 @@ from declared import LABS  # noqa: E402
 
 WORDS = "no one two three four five six seven eight nine ten eleven twelve".split()
 NUMBER = rf"[+-]?\d[\d,]*(?:\.\d+)?|\b(?:{'|'.join(WORDS)})\b"
-CITED = re.compile(rf"({NUMBER})( %)?<!--(?:([a-z-]+): )?(.+?)-->", re.I)
+CITED = re.compile(rf"({NUMBER})( %)?<!-- (?:([a-z-]+): )?(.+?) -->", re.I)
 PAGES = [*sorted(HERE.glob("*.md")), *sorted(HERE.parent.glob("docs/*.md"))]
 PAGES += [HERE.parent / "README.md", HERE.parent / "toy/README.md"]
 

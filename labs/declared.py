@@ -142,7 +142,7 @@ LABS = {
         },
         {**GOLD, **RATIO},
         ("gold", "KL", "ratio_max"),
-        ("ratio_max",),
+        ("KL", "ratio_max"),
     ),
     "overoptimisation": lab(
         "The reward keeps rising while the gold score falls",
@@ -312,6 +312,7 @@ LABS = {
         },
         {**GOLD, "seconds a step": ("ppo", "seconds", "mean")},
         ("gold", "reward", "KL"),
+        ("KL",),
     ),
     "constants": lab(
         "Inherited constants: offset, clip at 5, k1 or k3, LoRA's rate",

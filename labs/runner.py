@@ -510,6 +510,7 @@ def draw(lab, results, file):
         draw_curves(figure, lab, results)
     else:
         draw_points(figure, lab, results)
+    figure.get_layout_engine().set(w_pad=0.1)
     figure.suptitle(lab.title)
     figure.savefig(file, dpi=80)
 
@@ -517,17 +518,18 @@ def draw(lab, results, file):
 def draw_points(figure, lab, results):
     """Draws a row for each arm and a point for each run; a line joins the runs of one seed.
 
-    Measures of one kind have one axis. The last panel shows gold against sqrt(KL), an arm in the
-    colour of its name, beside the curve of the plain recipe.
+    The mark says which seed. Measures of one kind have one axis. The last panel shows gold against
+    sqrt(KL), an arm in the colour of its name, beside the curve of the plain recipe.
     """
     from matplotlib import colormaps
+    from matplotlib.lines import Line2D
 
     arms = list(by_arm(results).items())[::-1]
     seeds = sorted({result["seed"] for result in results})
-    few = len(arms) <= 10
-    colours = [f"C{i}" if few else colormaps["turbo"](i / len(arms)) for i in range(len(arms))]
+    many = [[0.8 * x for x in colormaps["turbo"](i / len(arms))[:3]] for i in range(len(arms))]
+    colours = many if len(arms) > 10 else [f"C{i}" for i in range(len(arms))]
     has_kl = {"KL", "gold"} <= set(lab.measures)
-    figure.set_size_inches(2.6 * (len(lab.shown) + has_kl) + 3, max(0.28 * len(arms) + 1.5, 3.6))
+    figure.set_size_inches(2.6 * (len(lab.shown) + has_kl) + 3, max(0.28 * len(arms) + 1.8, 3.6))
     axes = figure.subplots(1, len(lab.shown) + has_kl, squeeze=False)[0]
     for axis, head in zip(axes, lab.shown):
         rows = [by_seed(each, head) for _, each in arms]
@@ -559,6 +561,9 @@ def draw_points(figure, lab, results):
                 x, y = points_of(result)[-1]
                 axes[-1].plot(x, y, marker, color=colour, alpha=0.8)
         draw_plain(axes[-1], lab)
+    marks = [Line2D([], [], color="gray", marker=m, linewidth=0) for m in MARKERS[: len(seeds)]]
+    names = [f"seed {seed}" for seed in seeds]
+    figure.legend(marks, names, loc="outside lower center", fontsize="small", ncols=10)
 
 
 def kind_of(head):
@@ -595,9 +600,10 @@ def draw_panels(figure, lab, results):
             axis.plot(roots, curve["reward"], ":", color=colour, label=f"reward, seed {seed}")
         end = max(max(along("sqrt kl", result["curve"])) for result in each)
         if end > EDGE:
-            axis.text(EDGE, -0.15, f"one goes on to {end:.1f} ", ha="right", fontsize="small")
+            axis.text(EDGE, -0.15, f"on to {end:.1f} at most ", ha="right", fontsize="small")
         axis.set_title(arm, fontsize="small")
         axis.set(xlim=(0, EDGE), ylabel="", ylim=(-0.25, 2.4))
+    figure.axes[0].set_ylabel("gold, and reward (dotted)")
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
 
 

@@ -190,28 +190,27 @@ def test_arms_are_compared_seed_by_seed():
 
 
 def test_what_stays_at_equal_kl(tmp_path):
-    """The plain recipe has gold 0.5 + 0.3 d - 0.05 d^2, d = sqrt(KL). An arm that moves less on
-    that curve has lost nothing, one below it has, and beyond the curve's end nothing is known."""
+    """The plain recipe has gold 0.5 + 0.3 d - 0.05 d^2, d = sqrt(KL). An arm that comes half as far
+    on that curve has lost nothing, one below it has, and beyond its end nothing is known."""
 
-    def at(root, less=0.0):
-        return {"gold": 0.5 + 0.3 * root - 0.05 * root**2 - less, "KL": root**2}
+    def at(roots, less=0.0):
+        golds = [0.5 + 0.3 * root - 0.05 * root**2 - less for root in roots]
+        return [{"gold": gold, "KL": root**2} for gold, root in zip(golds, roots)]
 
-    plain = [at(root) for root in (1.0, 1.5, 2.0)]
+    plain = at([1.0, 1.5, 2.0])
+    arms = {"slower": at([0.5, 0.7, 1.1]), "worse": at([0.5, 0.7, 1.1], 0.1)}
+    arms["further"] = at([1.0, 1.5, 2.3])
     (tmp_path / "plain.json").write_text(json.dumps(results_of(plain=plain)))
-    arms = dict(
-        slower=[at(root / 2) for root in (1.0, 1.5, 2.0)],
-        worse=[at(root / 2, 0.1) for root in (1.0, 1.5, 2.0)],
-        further=[at(root + 0.1) for root in (1.0, 1.5, 2.0)],
-    )
-    lab = declared.lab(
-        "t",
-        {"plain": {}, **{name: {} for name in arms}},
-        plain=((tmp_path / "plain.json", "plain"),),
-    )
-    *_, slower, worse, further = runner.table(lab, results_of(plain=plain, **arms)).split("\n")
-    assert slower.endswith("0.000 ± 0.000 (0 of 3) |") or "0.000 ± 0.000" in slower
-    assert worse.endswith("| -0.100 ± 0.000 (3 of 3) |")
-    assert further.endswith("(3 of 3) |  |")
+    files = ((tmp_path / "plain.json", "plain"),)
+    lab = declared.lab("t", {"plain": {}, **{name: {} for name in arms}}, plain=files)
+    results = results_of(plain=plain, **arms)
+    left = {
+        name: runner.differences(lab, results, name, "gold", runner.plain_curve(lab))
+        for name in arms
+    }
+    assert list(left["slower"].values()) == pytest.approx([0, 0, 0])
+    assert list(left["worse"].values()) == pytest.approx([-0.1] * 3)
+    assert runner.table(lab, results).endswith("|  |")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -232,12 +231,12 @@ def test_no_number_of_a_verdict_stands_by_itself(name):
 
 
 def test_a_wrong_number_is_found(tmp_path):
-    """And one without a comment."""
+    """The offset costs gold, so +0.039 is wrong, and 3 nats say nothing of where they come from."""
     page = tmp_path / "constants.md"
-    page.write_text('gold 0.785<!--m("ours")-->, +0.04<!--d("scores + 2")-->, 3 nats\n')
-    assert [line.split(": ")[1] for line in cited.wrong(page)] == [
-        "+0.04, by the results -0.039"[:5]
-    ]
+    number, offset = '0.785<!-- m("ours") -->', '039<!-- d("scores + 2") -->'
+    page.write_text(f"gold {number}, -0.{offset} or 0.{offset}, +0.{offset}, 3 nats\n")
+    [line] = cited.wrong(page)
+    assert line.startswith("constants.md:1: +0.039, by the results -0.038")
     assert cited.uncited(page.read_text()) == ["3 nats"]
 
 
@@ -249,6 +248,9 @@ def test_a_page_says_what_the_results_say(name):
         assert part in page, part
     [row] = re.findall(rf"^\| \[{name}\].*$", (LABS / "README.md").read_text(), re.M)
     assert runner.table(declared.LABS[name], results) in page
+    if name == "estimators":
+        rows = json.loads((LABS / f"results/{name}-earlier.json").read_text())
+        assert runner.table_of_earlier(rows) in page
     assert (LABS / f"{name}.png").exists() and f"{name}.png" in row
     assert {result["arm"] for result in results} <= set(declared.LABS[name].arms)
 
