@@ -215,8 +215,7 @@ def variety(run):
     said = f"entropy went from {entropy[0]:.2f} to {entropy[1]:.2f} nats a token, length from "
     said += f"{length[0]:.0f} to {length[1]:.0f} tokens, {100 * ended[1]:.0f} % ended"
     if entropy[1] < COLLAPSED < entropy[0]:
-        advice = "lower the learning rate, raise --kl_coef, or give --entropy_coef"
-        return SICK, f"{said}: entropy fell to {entropy[1]:.2g}: collapse; {advice}."
+        return SICK, f"{said}: entropy fell to {entropy[1]:.2g}: collapse."
     most = run.args.get("max_answer_seq_len")
     if most and length[1] > 0.9 * most and ended[1] < 0.5:
         return SICK, f"{said}: responses no longer end."
