@@ -167,16 +167,16 @@ def make(run, root):
     folder.mkdir(parents=True, exist_ok=True)
     tree = root / f"tree-{run.variant}" if run.variant else ROOT
     env = {"OMP_NUM_THREADS": "1", **os.environ}
-    saved = folder / "config.json"  # written when a run has ended
-    if not saved.exists():
+    code = 0
+    if not (folder / "config.json").exists():  # written when a run has ended
         with open(output, "a") as log:
             options = dict(stdout=log, stderr=subprocess.STDOUT, cwd=tree, env=env)
             code = subprocess.call(command, **options)
-    stopped = not saved.exists() and (
+    stopped = code != 0 and (
         next(folder.glob("nonfinite_rank*.jsonl"), None) is not None
         or (code == 1 and "not finite" in output.read_text())
     )
-    if not (stopped or saved.exists()):
+    if code != 0 and not stopped:
         tail = output.read_text()[-1500:]
         raise SystemExit(f"{shlex.join(command)}\nended with code {code}:\n{tail}")
     seconds = time.time() - began

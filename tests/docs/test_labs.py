@@ -103,7 +103,8 @@ def test_runs_are_skipped_resumed_and_their_end_is_noted(tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
-    """Four runs of two steps each; the second call makes none of them again."""
+    """Four runs of two steps each, and each actor answers four times at its end; the second call
+    makes none of them again."""
     few = "--max_steps 2 --log_steps 1"
     models = "--actor_model_name_or_path {sft} --critic_model_name_or_path {reward}"
     base = {
@@ -112,13 +113,16 @@ def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
         "ppo": f"{models} {few} --num_eval_prompts 4",
     }
     arms = {"ours": {}, "shifted": {"fault": "shifted"}}
-    lab = runner.Lab("t", base, arms, declared.GOLD, ("gold",), seeds=(1,))
+    lab = declared.again(runner.Lab("t", base, arms, declared.GOLD, ("gold",), seeds=(1,)))
     places = [tmp_path / name for name in ("results.json", "page.md", "lab.png")]
     places[1].write_text(runner.MARK * 2)
     runner.study(lab, tmp_path, 2, *places, False)
     found = runner.read(places[0])
     assert [result["arm"] for result in found] == ["ours", "shifted"]
     assert all(0 <= result["values"]["gold"] <= 1 for result in found)
+    [*_, again] = lab.chains()["shifted", 1].values()
+    answers = runner.lines_of(again.folder(tmp_path), "samples.jsonl")
+    assert len(answers) == 1120 and len({line["prompt"] for line in answers[:4]}) == 1
     monkeypatch.setattr(subprocess, "call", None)
     runner.study(lab, tmp_path, 2, *places, False)
     assert runner.table(lab, found) in places[1].read_text()
