@@ -111,6 +111,8 @@ def test_the_table_holds_means_and_win_rates():
         (["\n\nHuman: Who?\n\nAssistant:", "\n\nHuman: How?\n\nAssistant:"], models.DIALOGUE),
         (['[{"role": "user", "content": "Who?"}]'], "chat"),
         (["only one\nAnswer:"], None),  # what belongs to the question cannot be told
+        ([], None),
+        ([7, ["no text"]], None),
     ],
 )
 def test_a_question_is_written_as_in_the_models_own_samples(tmp_path, prompts, template):
