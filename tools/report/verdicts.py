@@ -269,5 +269,5 @@ def judged(verdict, run):
     """
     try:
         return verdict(run)
-    except (TypeError, ValueError, AttributeError) as error:
+    except Exception as error:
         return UNKNOWN, f"args.json or metrics.jsonl holds what is no such number: {error}."
