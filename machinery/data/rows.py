@@ -33,8 +33,7 @@ def reading(row, place):
         raise
     except Exception as error:
         why = error if isinstance(error, formats.BadRow) else repr(error)
-        place = row.get(sources.PLACE) or place
-        words = f"{place}: {why}.\n  Mend the row, or take it out."
+        words = f"{row.get(sources.PLACE) or place}: {why}.\n  Mend the row, or take it out."
         raise Refused("bad-row", words) from error
 
 
@@ -136,8 +135,8 @@ def load_rows(args, tokenizer, stage, limit):
         taken = share_of(source["train"].select(own), args.data_split, stage)
         split = ",".join(f"{part:g}" for part in args.data_split)
         said = f"{path}: {len(taken):,} of {len(own):,} rows (--data_split {split})"
-        options = {"tokenizer": tokenizer, "stage": stage, "limit": limit, "columns": columns}
-        options |= {"names": names, "train_on": getattr(args, "train_on", None)}
+        options = dict(tokenizer=tokenizer, stage=stage, limit=limit, columns=columns, names=names)
+        options["train_on"] = getattr(args, "train_on", None)
         part = "test" if "test" in source else "train"
         shares.append((path, said, taken, source[part], asked[part], options))
     made = {"train": [], "test": []}

@@ -6,7 +6,6 @@ columns.
 """
 
 import contextlib
-import copy
 import functools
 import importlib.util
 import inspect
@@ -70,11 +69,11 @@ def load_function(spec, flag):
     if path.suffix != ".py" or not path.is_file():
         words = f"{flag} {spec}: there is no Python file {file!r}.\n  Give it as FILE.py:FUNCTION."
         raise Refused("function-file", words)
-    module_spec = importlib.util.spec_from_file_location(spec.replace(".", "_"), file)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module.__name__] = module  # where dataclasses look for it, and pickle
-    with users_code(file, f"raised while {flag} {spec} was loaded"):
-        module_spec.loader.exec_module(module)
+    source = importlib.util.spec_from_file_location(spec.replace(".", "_"), file)
+    module = importlib.util.module_from_spec(source)
+    sys.modules[source.name] = module  # where dataclasses look for it, and pickle
+    with users_code(spec, f"in the file of {flag}"):
+        source.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
         raise Refused("function-name", f"{flag} {spec}: there is no function {name} in {file}.")
@@ -161,6 +160,5 @@ def columns_for(function, responses):
     columns = {name: [row.get(name) for row in rows] for name in names}
     columns.update(prompts=prompts, completions=completions)
     if "completion_ids" in inspect.signature(function).parameters:
-        ids = [response["response_ids"] for response in responses]
-        columns["completion_ids"] = copy.deepcopy(ids)
+        columns["completion_ids"] = [[*response["response_ids"]] for response in responses]
     return columns

@@ -9,8 +9,6 @@ from machinery.base.refused import Refused
 from machinery.models import saving
 
 EVALUATION = "evaluation.json"  # in best/: what its model was found to be
-# flags of what an evaluation looks at: with others its numbers would be no rivals, or not there
-MEASURED = {"gold_fn", "num_samples", "num_eval_prompts"}
 LESS_IS_BETTER = ("loss", "perplexity", "kl")  # the last word of a metric's name
 
 

@@ -50,7 +50,7 @@ def limits(args):
     """
     with contextlib.suppress(Exception):  # it is not there, or somebody else's
         known = json.loads((Path(args.data_path[0]) / "limits.json").read_text())
-        return {metric: float(best) for metric, best in known[args.declared.script].items()}
+        return dict(known[args.declared.script])
     return {}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from machinery.base import ranks, records
 from machinery.base.refused import Refused
 from machinery.models import saving
-from machinery.run import best, checkpoints, folder_lock
+from machinery.run import checkpoints, folder_lock
 
 LOGS = (".log", ".out", ".err", ".txt")  # what a launcher or a shell may have opened there before
 
@@ -105,8 +105,7 @@ def refuse_other_flags(args, before):
     Of what is named by a path the last part is compared: folders may have moved. None, 0, False
     and empty lists are alike.
     """
-    measured = best.MEASURED.intersection(vars(args) if args.keep_best else ())
-    for name, old, new in differing(args, before, args.declared.fixed | measured):
+    for name, old, new in differing(args, before, args.declared.fixed):
         words = f"--resume: the run was begun with --{name} {old}, and now it is {new}."
         raise Refused("flag-changed", f"{words}\n  Give it as it was.")
 

@@ -148,7 +148,7 @@ def test_rounding_noise_has_no_panel(drawn):
     assert list(drawn(rows)) == ["learning rate"]
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"sft": 3}', '{"sft": {"loss": "low"}}', "{}"])
+@pytest.mark.parametrize("text", ["", "[1]", '{"sft": 3}', "{}"])
 def test_a_limits_json_of_somebody_else_is_left_out(tmp_path, text):
     """A folder of data may hold any file of that name: the curves are drawn without limits."""
     args = SimpleNamespace(data_path=[tmp_path], declared=SimpleNamespace(script="sft"))
