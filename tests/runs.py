@@ -78,7 +78,7 @@ import multiprocessing, time
 fork = multiprocessing.get_context("fork")
 def run_for_ever(ready):
     ready.set()
-    time.sleep(30)
+    time.sleep(9)
 def share_of_early_letters(prompts, completions, **columns):
     ready = fork.Event()
     helper = fork.Process(target=run_for_ever, args=(ready,))
