@@ -29,7 +29,7 @@ def reading(row, place):
     """Refuses the row, and names its file and line, else `place`, whatever is raised meanwhile."""
     try:
         yield
-    except (LeftOut, Refused):
+    except Refused:
         raise
     except Exception as error:
         why = error if isinstance(error, formats.BadRow) else repr(error)
@@ -66,16 +66,16 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
     own = sources.parse(row)
     others = {name: own.get(name) for name in [*columns, *own] if name != "prompt"}
     ids, mask, responses, drop = [], [], [], ""
-    try:
-        with reading(row, f"{own}"[:200]):
+    with reading(row, f"{own}"[:200]):
+        try:
             ids, mask, responses = tokenise(tokenizer, stage, prompt, texts, example, train_on)
-        ids, mask, responses = cut(ids, mask, responses, limit)
-        if not ids:  # a normaliser, or the template, has left nothing of it
-            raise LeftOut(EMPTY)
-        if stage == "reward" and responses[0] == responses[1]:
-            raise LeftOut("chosen equals rejected, or does once it is cut")
-    except LeftOut as why:
-        drop = str(why)
+            ids, mask, responses = cut(ids, mask, responses, limit)
+            if not ids:  # a normaliser, or the template, has left nothing of it
+                raise LeftOut(EMPTY)
+            if stage == "reward" and responses[0] == responses[1]:
+                raise LeftOut("chosen equals rejected, or does once it is cut")
+        except LeftOut as why:
+            drop = str(why)
     return {
         "prompt": formats.as_text(prompt),
         "chat": isinstance(prompt, list),

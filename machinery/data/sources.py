@@ -30,10 +30,8 @@ def read_source(path, flag="--data_path"):
         if "train" not in splits:
             raise ValueError(f"It has no part train, only {', '.join(map(str, splits))}.")
     except Exception as error:  # of many kinds: offline, unknown name, no access, broken file
-        words = f"{flag} {path} cannot be read.\n  {error.__cause__ or error}"
-        if type(error) is not ValueError:  # not one of ours
-            words += f"\n  Copies of data are in {datasets.config.HF_DATASETS_CACHE}."
-        raise Refused("unreadable-data", words) from error
+        why = error.__cause__ or error
+        raise Refused("unreadable-data", f"{flag} {path} cannot be read.\n  {why}") from error
     tests = [splits[name] for name in ("test", "validation") if name in splits]
     return {"train": splits["train"], **({"test": tests[0]} if tests else {})}, columns
 

@@ -77,8 +77,7 @@ def load_function(spec, flag):
     function = getattr(module, name, None)
     if not callable(function):
         raise Refused("function-name", f"{flag} {spec}: there is no function {name} in {file}.")
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    if inspect.getfullargspec(function).varkw is None:
         words = f"{flag} {spec}: it must be {name}(prompts, completions, **columns)."
         raise Refused("function-columns", words)
     return function
