@@ -15,7 +15,8 @@ def write(args, record, title, folder, **facts):
     """
     try:
         text = card(args, record, title, Path(folder), **facts)
-        (Path(folder) / "README.md").write_text(text)
+        with open(Path(folder) / "README.md", "x") as file:  # one that is there is the user's
+            file.write(text)
     except Exception as error:  # of what the base's README.md, flags and logs may hold
         ranks.say(f"the model card, README.md, could not be written: {error!r}")
 

@@ -41,8 +41,13 @@ def test_the_card_finds_the_base_on_the_hub(tmp_path):
 
 
 def test_no_card_costs_the_weights(tmp_path, monkeypatch):
-    """The base's README.md may be in any encoding; whatever fails, the model is saved."""
+    """The base's README.md may be in any encoding; whatever fails, the model is saved. A README.md
+    of the user's stays as it is."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base/README.md").write_bytes(b"caf\xe9")
     folder, *_ = saved(tmp_path, "full")
     assert saving.is_whole(folder) and not (tmp_path / "out/README.md").exists()
+    (tmp_path / "out/README.md").write_text("mine")
+    (tmp_path / "base/README.md").unlink()
+    saved(tmp_path, "full")
+    assert (tmp_path / "out/README.md").read_text() == "mine"
