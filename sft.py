@@ -186,7 +186,7 @@ def evaluate(args, engine, held_out, collate_rows):
 def main():
     args = get_args()
     run = Run(args, "step 1: supervised fine-tuning")
-    gold = judging.load_functions(args)[1]  # --gold_fn
+    gold = judging.load_function(args.gold_fn, "--gold_fn") if args.gold_fn else None
 
     # ---- 1 data ----
     # A row holds prompt_ids, the prompt's tokens; responses, a list with the ids of its response,
