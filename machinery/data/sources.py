@@ -39,7 +39,7 @@ def read_source(path, flag="--data_path"):
 def read_splits(path):
     """Returns {name: Dataset} of a source, and the names of its columns. Raises what goes wrong."""
     local, files = Path(path), {}
-    if not local.exists() and (local.suffix in KINDS or path[:1] in "./~"):
+    if not (path and local.exists()) and (local.suffix in KINDS or path[:1] in "./~"):
         raise ValueError(f"No such file or folder. {nearest(local)}")
     if local.is_file():
         if local.suffix not in KINDS:
@@ -58,6 +58,8 @@ def read_splits(path):
         return {part: read_files(files[part], columns) for part in files}, list(columns)
     read = datasets.load_dataset
     splits = read("parquet", data_files=path) if local.is_file() else read(path)
+    for split in splits.values():
+        split.data.validate(full=True)  # a parquet file's text may be no UTF-8
     return splits, next(iter(splits.values())).column_names
 
 

@@ -1,23 +1,29 @@
 """Evaluations: alone, with --max_steps 0; each row once; and masks that are fractions."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import common
+import reward
 from machinery.base import ranks
 from tests import kit, runs
 
 
 @pytest.mark.parametrize("script, metric", [("sft", "eval_loss"), ("ppo", "eval_reward")])
 def test_max_steps_0_evaluates_and_ends(script, metric):
-    """How good is this model, on this data? The line of step 0, the samples and exit code 0; no
-    step is made, so no model and no checkpoint is saved: the folder is no finished run."""
+    """How good is this model, on this data? The line of step 0, its picture, the samples and exit
+    code 0; no step is made, so no model and no checkpoint is saved: the folder is no finished
+    run."""
     done = kit.run(script, *runs.base_flags(script, kit.base()), "--max_steps", 0)
     [line] = kit.metrics(done.folder)
     assert line["step"] == 0 and metric in line
+    assert script == "ppo" or line["eval_perplexity"] == pytest.approx(math.exp(line["eval_loss"]))
     own = {"tokens.jsonl"} if script == "ppo" else set()
-    left = {file.name for file in done.folder.glob("[!.]*")} - {"curves.png"}
-    assert left == {"args.json", "metrics.jsonl", "samples.jsonl"} | own, done
+    left = {file.name for file in done.folder.glob("[!.]*")}
+    assert left == {"args.json", "metrics.jsonl", "samples.jsonl", "curves.png"} | own, done
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -41,3 +47,15 @@ def test_padding_keeps_fractions():
     values, mask = common.pad([[0.5, 1.0, 0.25], [0.75]], 0)
     assert values.tolist() == [[0.5, 1.0, 0.25], [0.0, 0.0, 0.75]]
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1]] and mask.dtype == torch.long
+
+
+def test_the_deviation_of_scores_keeps_its_digits_far_from_0(monkeypatch):
+    """Scores of 100 +- 0.1: sums of their squares in fp32 are wrong by a percent of it."""
+    scores = 100 + 0.1 * torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
+    batches = [(range(500), SimpleNamespace(row_weight=torch.ones(500)))]
+    monkeypatch.setattr(common, "eval_loader", lambda *_: batches)
+    monkeypatch.setattr(reward, "score_pairs", lambda *_: scores)
+    monkeypatch.setattr(reward.pair_scores, "keep", lambda *_: None)
+    run = SimpleNamespace(args=None, notes={})
+    found = reward.evaluate(run, torch.nn.Identity(), None, None)["eval_score_std"]
+    assert found == pytest.approx(scores.double().std(unbiased=False).item(), rel=1e-5)

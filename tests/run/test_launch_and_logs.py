@@ -5,6 +5,7 @@ import os
 import re
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from matplotlib.axes import Axes
@@ -12,7 +13,7 @@ from matplotlib.figure import Figure
 
 from machinery.base import progress, ranks
 from machinery.run import launch, logs, plots
-from tests import kit, runs
+from tests import kit
 
 
 # --------------------------------------------------------------------------------------------------
@@ -80,14 +81,6 @@ def test_a_refusal_is_one_message_under_a_launcher():
     assert "invalid choice" in said and 'sft.py", line' not in said, done
 
 
-def test_max_steps_0_evaluates_and_ends(tmp_path):
-    """It leaves the evaluation and its picture, and no model."""
-    flags = [*runs.base_flags("sft", kit.base()), "--max_steps", 0]
-    folder = kit.run("sft", *flags, folder=tmp_path / "run").folder
-    assert [line["step"] for line in kit.metrics(folder)] == [0]
-    assert (folder / "curves.png").exists() and not (folder / "config.json").exists()
-
-
 # --------------------------------------------------------------------------------------------------
 # While it works
 # --------------------------------------------------------------------------------------------------
@@ -153,3 +146,13 @@ def test_rounding_noise_has_no_panel(drawn):
     moves = {"learning_rate": [1e-7, 2e-7, 1e-7], "actor_loss": [7e-9, -5e-9, 1e-8]}
     rows = [{name: values[i] for name, values in moves.items()} for i in range(3)]
     assert list(drawn(rows)) == ["learning rate"]
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"sft": 3}', "{}"])
+def test_a_limits_json_of_somebody_else_is_left_out(tmp_path, text):
+    """A folder of data may hold any file of that name: the curves are drawn without limits."""
+    args = SimpleNamespace(data_path=[tmp_path], declared=SimpleNamespace(script="sft"))
+    (tmp_path / "limits.json").write_text('{"sft": {"loss": 1}}')
+    assert logs.limits(args) == {"loss": 1}
+    (tmp_path / "limits.json").write_text(text)
+    assert logs.limits(args) == {}
