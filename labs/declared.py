@@ -312,7 +312,6 @@ LABS = {
         },
         {**GOLD, "seconds a step": ("ppo", "seconds", "mean")},
         ("gold", "reward", "KL"),
-        ("KL",),
     ),
     "constants": lab(
         "Inherited constants: offset, clip at 5, k1 or k3, LoRA's rate",
