@@ -1,7 +1,6 @@
 """Fixtures. What they are made of, and what starts runs, is in kit.py."""
 
 import dataclasses
-import os
 import sys
 from pathlib import Path
 
@@ -11,7 +10,6 @@ sys.path.insert(0, str(ROOT))
 import pytest
 
 from tests import kit, runs
-from tests.kit import generate, load_model, make_tiny_model, save_trained  # noqa: F401
 
 import ppo  # isort: skip
 from machinery.models import model_folders  # isort: skip
@@ -38,16 +36,6 @@ def tiny_model():
 @pytest.fixture(scope="session")
 def trained(tiny_model, tmp_path_factory):
     return kit.save_trained(tmp_path_factory.mktemp("trained"), tiny_model)
-
-
-@pytest.fixture(scope="session")
-def hh():
-    """A folder with real dialogues of Anthropic's HH-RLHF (train.jsonl,
-    test.jsonl); tests skip where it is absent."""
-    folder = Path(os.environ.get("RLHF_HH", ROOT / "../shared/data/hh")).resolve()
-    if not (folder / "train.jsonl").exists():
-        pytest.skip(f"no HH data in {folder}; RLHF_HH names the folder")
-    return folder
 
 
 def pytest_report_header():

@@ -118,17 +118,6 @@ def test_a_row_without_a_clear_meaning_stops_the_run(tmp_path, row):
     assert caught.value.rule == "bad-row" and "rows.jsonl, line 2: " in caught.value.words
 
 
-@pytest.mark.parametrize("stage, columns", [("sft", ["question"]), ("reward", ["prompt"])])
-def test_columns_that_a_step_cannot_use_are_refused(tokenizer, tmp_path, stage, columns):
-    """The message lists what was found and what is known: guessing would train on the wrong
-    thing."""
-    path = write(tmp_path / "rows.jsonl", [dict.fromkeys(columns, "a")] * 30)
-    with pytest.raises(Refused) as caught:
-        load(tokenizer, [path], stage)
-    assert caught.value.rule == "unknown-columns"
-    assert all(word in caught.value.words for word in (path, *columns, *formats.FORMATS))
-
-
 # ---- Other names ----
 @pytest.mark.parametrize("kind", [".jsonl", ".parquet"])
 def test_columns_may_have_other_names(tokenizer, tmp_path, kind):

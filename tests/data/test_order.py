@@ -94,15 +94,6 @@ def test_grouping_by_length_saves_padding(monkeypatch):
     assert longest not in (sorted(longest), sorted(longest, reverse=True))
 
 
-def test_a_filler_is_a_row_that_counts_nothing(tokenizer, tmp_path):
-    """Row -1 is row 0 again with `row_weight` 0: it can be forwarded, and it is masked out of every
-    sum."""
-    train, _ = load(tokenizer, [folder(tmp_path, many(10, dahoas))])
-    filler, first = common.Rows(train)[-1], common.Rows(train)[0]
-    assert (filler["row_weight"], first["row_weight"]) == (0, 1)
-    assert filler["prompt_ids"] == first["prompt_ids"]
-
-
 def test_evaluation_sees_every_row_once_over_all_ranks(tokenizer, tmp_path, monkeypatch):
     """Ten pairs, three ranks, two a batch: each pair once, and both forwards on every rank."""
     _, held_out = load(tokenizer, [folder(tmp_path, many(50, dahoas))], "reward")

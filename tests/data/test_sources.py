@@ -98,16 +98,6 @@ def test_a_file_that_cannot_be_read_stops_the_run(tmp_path, name):
     assert caught.value.rule == "unreadable-data" and words in caught.value.words
 
 
-def test_a_name_that_is_not_there_is_refused_with_the_nearest(tmp_path):
-    """Also where only a part for tests is there."""
-    write(tmp_path / "rows.jsonl", many(3, dahoas))
-    write(tmp_path / "only/test.jsonl", many(3, dahoas))
-    for name, words in (("row.jsonl", "rows.jsonl"), ("only", "test")):
-        with pytest.raises(Refused) as caught:
-            sources.read_source(str(tmp_path / name))
-        assert caught.value.rule == "unreadable-data" and words in caught.value.words
-
-
 # ---- What is dropped is counted ----
 def test_rows_that_teach_nothing_are_dropped_and_counted(tokenizer, tmp_path, capsys):
     """An empty text, equal responses, and responses that are equal once they are cut: a pair

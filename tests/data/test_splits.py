@@ -5,7 +5,7 @@ import json
 import zlib
 
 import pytest
-from data_kit import TEMPLATE, chat, dahoas, folder, load, many, write
+from data_kit import TEMPLATE, chat, dahoas, load, many, write
 from datasets import Dataset
 
 from machinery.base.refused import Refused
@@ -39,13 +39,6 @@ def test_several_paths_are_blended(tokenizer, tmp_path):
     for part, least in zip(load(tokenizer, [one, two], split=(1, 1, 0)), (40, 1)):
         for start in ("Q", "\n\nHuman"):
             assert sum(prompt.startswith(start) for prompt in part["prompt"]) >= least
-
-
-def test_a_step_without_rows_is_refused(tokenizer, tmp_path):
-    for split in ((0, 1, 1), (0, 0, 0)):
-        with pytest.raises(Refused) as caught:
-            load(tokenizer, [folder(tmp_path, many(10, dahoas))], split=split)
-        assert caught.value.rule == "no-rows-left"
 
 
 def test_held_out_prompts_are_never_trained_on_without_a_test_split(tokenizer, tmp_path):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import ppo
-from machinery.base import ranks
 from machinery.rollout import microscope, pair_scores
 
 
@@ -86,19 +85,6 @@ def test_the_microscope_is_bounded_and_may_be_off(looked, monkeypatch):
     lines = looked("--microscope", "99")
     assert len(lines) == 3 and max(line["response_length"] for line in lines) > 2
     assert all(len(values) == 2 for line in lines for values in line["tokens"].values())
-
-
-def test_each_rank_magnifies_the_same_number_of_prompts(monkeypatch):
-    """Three prompts on two ranks: one of them has a filler, so that both make the same number of
-    forwards. All responses to a prompt are on one rank."""
-    held_out = datasets.Dataset.from_list([{"prompt": str(i)} for i in range(9)])
-    args = SimpleNamespace(microscope=3, samples_per_prompt=2, compares_groups=True)
-    monkeypatch.setattr(ranks, "get_world_size", lambda: 2)
-    found = []
-    for rank in range(2):
-        monkeypatch.setattr(ranks, "get_rank", lambda rank=rank: rank)
-        found.append([(row["row"], row["sample"]) for row in microscope.prompts(args, held_out)])
-    assert found == [[(0, 0), (0, 1), (2, 0), (2, 1)], [(1, 0), (1, 1), (-1, 0), (-1, 1)]]
 
 
 class Spaced:

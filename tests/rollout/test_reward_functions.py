@@ -42,10 +42,13 @@ def test_any_callable_will_do_and_a_generator_is_read_to_its_end(function, facto
 
 
 def test_the_error_of_a_function_names_the_rows():
+    """One place for what it raises and what it returns: the traceback is the function's own, and
+    the note says which rows."""
     rows = [{**RESPONSE, "row": number} for number in (3, 8)]
-    with pytest.raises(ZeroDivisionError) as caught:
-        judging.scores_of(lambda prompts, completions: 1 / 0, rows)
-    assert "[3, 8]; columns: prompts, completions" in caught.value.__notes__[0]
+    for wrong in (lambda **columns: 1 / 0, lambda **columns: [1.0, None]):
+        with pytest.raises((ZeroDivisionError, TypeError, RuntimeError)) as caught:
+            judging.scores_of(wrong, rows)
+        assert "[3, 8]; columns: prompts, completions" in caught.value.__notes__[0]
 
 
 def test_the_function_of_the_docs_knows_the_right_sum():
@@ -100,12 +103,3 @@ def test_a_users_file_is_loaded_like_any_module(tmp_path, text):
         said = [str(caught.value), *getattr(caught.value, "__notes__", [])]
         assert any(FILES[text][1] in words for words in said)
     assert [pickle.loads(pickle.dumps(function)) for function in loaded] == loaded
-
-
-def test_what_a_function_raises_or_returns_names_the_rows():
-    """One place for both: the traceback is the function's own, and the note says which rows."""
-    rows = [{**RESPONSE, "row": number} for number in (7, 8)]
-    for returned in (lambda **columns: 1 / 0, lambda **columns: [1.0, None]):
-        with pytest.raises((ZeroDivisionError, TypeError, RuntimeError)) as caught:
-            judging.scores_of(returned, rows)
-        assert "rows [7, 8]" in "".join(caught.value.__notes__)

@@ -42,18 +42,6 @@ def test_operators_are_compiled_into_the_environment(tmp_path, monkeypatch):
     assert os.environ["TORCH_EXTENSIONS_DIR"] == f"{tmp_path}/torch_extensions"
 
 
-def test_a_lock_of_a_killed_compiler_is_named(tmp_path, monkeypatch, capsys):
-    """A run would wait for it forever."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    lock = tmp_path / "fused_adam" / "lock"
-    lock.parent.mkdir()
-    launch.warn_of_locks()
-    assert str(lock) not in capsys.readouterr().out
-    lock.touch()
-    launch.warn_of_locks()
-    assert str(lock) in capsys.readouterr().out
-
-
 def test_only_the_libraries_are_silenced():
     """What a fork, or a user's reward function, warns of is shown."""
     with warnings.catch_warnings(record=True) as caught:
@@ -72,15 +60,6 @@ def test_ranks_that_read_other_data_are_refused(monkeypatch):
         ranks.fail_unless_alike({"data_rows": 8}, "other data", "Advice.")
 
 
-@pytest.mark.slow
-def test_a_refusal_is_one_message_under_a_launcher():
-    """All ranks find the same; rank 0 says it, and the launcher ends the others."""
-    done = kit.run("sft", "--zero_stage", 7, launcher="deepspeed", ranks=2, expect=None)
-    said = done.out + done.err
-    assert done.code in (1, 2) and said.count("error: ") == 1, done
-    assert "invalid choice" in said and 'sft.py", line' not in said, done
-
-
 # --------------------------------------------------------------------------------------------------
 # While it works
 # --------------------------------------------------------------------------------------------------
@@ -94,14 +73,6 @@ def test_long_work_shows_itself_without_a_terminal(monkeypatch, capsys):
     said = capsys.readouterr()
     assert len(re.findall(r"^    batches: \d of 4, \d\d:\d\d left$", said.out, re.M)) == 4
     assert said.err == ""
-
-
-def test_a_sample_on_the_screen_is_one_line(monkeypatch, capsys):
-    """A prompt of 400 tokens would fill the screen at every evaluation; samples.jsonl has all."""
-    monkeypatch.setenv("RANK", "0")
-    logs.show_sample({"prompt": "x\n" * 300 + "end"}, "So\n" * 300, "gold 1")
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1 and len(said) < 160 and "x end -> So So" in said
 
 
 # --------------------------------------------------------------------------------------------------

@@ -133,26 +133,6 @@ def test_step_2_stores_what_step_3_scales_by():
         assert found.read_bytes() == expected.read_bytes()
 
 
-@pytest.mark.parametrize(
-    "name, kept, value, better",
-    [
-        ("eval_loss", None, 9.0, True),  # step 0, nobody's work, is no rival
-        ("eval_loss", 2.0, 1.9, True),
-        ("eval_loss", 2.0, 2.0, False),  # the first of equals
-        ("eval_loss", 2.0, 2.1, False),
-        ("eval_accuracy", 0.7, 0.8, True),
-        ("eval_accuracy", 0.7, 0.6, False),
-    ],
-)
-def test_it_knows_which_way_is_better(tmp_path, name, kept, value, better):
-    """Of a loss less is better, of an accuracy more. What is in best/ may be of a step after the
-    checkpoint that a run goes on from: it stays until it is surpassed."""
-    file = tmp_path / best.EVALUATION
-    if kept is not None:
-        file.write_text(json.dumps({"step": 9, name: kept}))
-    assert best.improves(file, name, value) == better
-
-
 def test_an_unknown_metric_is_refused_at_the_first_evaluation():
     record = {"step": 0, "epoch": 0.0, "eval_loss": 1.0, "eval_accuracy_ci": [0.1, 0.2]}
     best.check(SimpleNamespace(keep_best="eval_loss"), record)

@@ -41,7 +41,7 @@ FILES = {  # what lies in the box: a path, and its text or its rows
     "good/test.jsonl": [PAIR],
     "columns.jsonl": [{"question": "a", "reply": "b"}],
     "half.jsonl": [{"prompt": f"Why {i}?", "response": " So."} for i in range(8)],
-    "empty.jsonl": "",
+    "only/test.jsonl": [PAIR],
     "broken.jsonl": json.dumps(PAIR) + '\n{"prompt": "Why?", "response": ',
     "chat/train.jsonl": [CHAT] * 8,
     "chat/test.jsonl": [CHAT],
@@ -96,17 +96,16 @@ def fill_box(box):
 CASES = {  # script and flags: a word of the message
     # data
     "sft --data_path colums.jsonl": "columns.jsonl",  # what is there instead
-    "sft --data_path empty.jsonl": "empty.jsonl",
     "sft --data_path ''": "No such file",
+    "sft --data_path only": "test",  # nothing to train on
     "sft --data_path nothing": "nothing",
     "sft --data_path columns.jsonl": "question",
-    "sft --data_path broken.jsonl": "broken.jsonl",
     "sft --data_path chat": "chat template",
     "sft --data_split 0,4,4": "--data_split",
+    "sft --data_split 0,0,0": "--data_split",
     "reward --data_path half.jsonl": "chosen",
     # models
     "sft --model_name_or_path ./good/modle": "good/modle",
-    "sft --model_name_or_path no_eos": "no_eos",
     "sft --model_name_or_path cut_tokenizer": "cut_tokenizer",
     "ppo --actor_model_name_or_path missing/actor": "missing/actor",
     "ppo --critic_model_name_or_path other": "other",  # another vocabulary
