@@ -106,8 +106,6 @@ RUNS |= {
     "ppo_one_rank": run("ppo", zero=2, rows=8, accumulation=1, ranks=1),
     "sft_zero3_checkpointing": run("sft", "--gradient_checkpointing", zero=3),
     "sft_hpz": run("sft", "--ds_config BASE/hpz.json", zero=3),
-    "sft_adam_offload": run("sft", "--adam_offload", zero=2),
-    "sft_offload": run("sft", "--offload --adam_offload", zero=3),
     "ppo_offload": run("ppo", "--offload --adam_offload", zero=3),
     "ppo_bf16": run("ppo", "--dtype bf16", zero=2),
     "ppo_bf16_zero3": run("ppo", "--dtype bf16", zero=3),

@@ -171,12 +171,9 @@ def held_by(engine, stage):
     optimizer = engine.optimizer
     if stage == 3:
         sizes = [(p.ds_numel, p.ds_tensor.numel()) for p in engine.module.parameters()]
-    else:  # in bf16 stage 1 is an optimizer of its own, with other names
-        bf16 = hasattr(optimizer, "bf16_groups")
-        groups = optimizer.bf16_groups if bf16 else optimizer.bit16_groups
-        own = optimizer.fp32_groups_flat_partition if bf16 else None
-        own = own or optimizer.single_partition_of_fp32_groups
-        sizes = [(sum(p.numel() for p in ps), part.numel()) for ps, part in zip(groups, own)]
+    else:
+        shares = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
+        sizes = [(sum(p.numel() for p in group), own.numel()) for group, own in shares]
     real = [min(max(whole - engine.global_rank * own, 0), own) for whole, own in sizes]
     return [(count, own - count) for count, (_, own) in zip(real, sizes)]
 
