@@ -15,6 +15,9 @@ from tests.kit import generate, load_model, make_tiny_model, save_trained  # noq
 
 import ppo  # isort: skip
 from machinery.models import model_folders  # isort: skip
+from machinery.run import launch  # isort: skip
+
+launch.choose_operator_folder()  # else tests would compile DeepSpeed's operators once more
 
 
 def micro_batch(groups=(), **given):

@@ -7,6 +7,7 @@ import time
 import warnings
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -31,14 +32,18 @@ def test_srun_without_an_address_is_refused(monkeypatch):
 
 
 def test_operators_are_compiled_into_the_environment(tmp_path, monkeypatch):
-    """Two clones do not compile each other's operators anew; a folder of the user's stands."""
+    """Two clones do not compile each other's operators anew, nor a GPU's run those of CPU ranks: of
+    FusedAdam DeepSpeed has one under the same name for each. A folder of the user's stands."""
     monkeypatch.setattr(launch.sys, "prefix", str(tmp_path))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "mine")
     launch.choose_operator_folder()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "mine"
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-    launch.choose_operator_folder()
-    assert os.environ["TORCH_EXTENSIONS_DIR"] == f"{tmp_path}/torch_extensions"
+    for accelerator in ("cpu", "cuda"):
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+        monkeypatch.setattr(get_accelerator(), "device_name", lambda name=accelerator: name)
+        launch.choose_operator_folder()
+        folder = f"{tmp_path}/torch_extensions/{accelerator}"
+        assert os.environ["TORCH_EXTENSIONS_DIR"] == folder
 
 
 def test_a_lock_of_a_killed_compiler_is_named(tmp_path, monkeypatch, capsys):
