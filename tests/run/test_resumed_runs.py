@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from machinery.base.refused import Refused
 from machinery.run import best
@@ -44,6 +45,19 @@ def test_taking_a_checkpoint_changes_nothing():
     assert without_clocks("sft_zero3_checkpoints") == without_clocks("sft_zero3")
     for name, kept in (("sft_dropout", ["step-2", "step-4"]), ("sft_dropout_resumed", ["step-4"])):
         assert sorted(f.name for f in (run_of(name) / "checkpoints").iterdir()) == kept
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_checkpoint_holds_what_trains(stage):
+    """With LoRA that is a few adapters. The frozen weights come from where they came from at first:
+    of two models of 8B they would be 64 GB at each save, at stage 2 twice."""
+    sizes = []
+    for name in ("", "_lora"):
+        folder = run_of(f"m_fp32{stage}{name}") / "checkpoints/step-2/model/state"
+        sizes.append(sum(file.stat().st_size for file in folder.iterdir()))
+        state = torch.load(min(folder.glob("*model_states.pt")), weights_only=False)
+    assert sum("lora_" in key for key in state["module"]) == len(state["module"]) == 2 * 7 * 2
+    assert sizes[1] < sizes[0] / 2
 
 
 # --------------------------------------------------------------------------------------------------
