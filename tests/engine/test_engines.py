@@ -1,10 +1,11 @@
-"""Inside DeepSpeed's engines: the value head, the EMA, generating from sharded weights, fp16.
+"""Inside DeepSpeed's engines: the value head, the EMA, generating from sharded weights.
 
 Functions that are handed to kit.on_ranks run in each of two ranks, and assert there.
 """
 
 import argparse
 import functools
+import json
 from types import SimpleNamespace
 
 import deepspeed
@@ -233,44 +234,37 @@ def test_stage_3_prefetches_in_a_backward_and_its_checkpoint_holds_the_moments_o
     kit.on_ranks(stage_3, 2, runs.base(), tmp_path)
 
 
-# --------------------------------------------------------------------------------------------------
-# fp16
-# --------------------------------------------------------------------------------------------------
-def skipped_updates():
-    """Checks two fp16 engines; in the second of three updates the gradients of one rank's first
-    engine overflow."""
-    args = argparse.Namespace(dtype="fp16")
-    type(get_accelerator()).is_fp16_supported = lambda self: True  # on a CPU: slow, and right
-    for stage in (1, 2, 3):
-        engines = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            model = torch.nn.Linear(4, 1, bias=False).half()
-            config = {
-                "train_micro_batch_size_per_gpu": 1,
-                "zero_optimization": {"stage": stage},
-                "fp16": {"enabled": True, "initial_scale_power": 8},
-                "zero_allow_untested_optimizer": True,
-                "steps_per_print": 10**9,
-            }
-            optimizer = torch.optim.AdamW(model.parameters())
-            made = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-            engines.append(made[0])
-        for overflow in (False, True, False):
-            for engine in engines:
-                loss = engine(torch.ones(1, 4).half()).float().sum()
-                overflows = overflow and engine is engines[0] and ranks.get_rank()
-                engine.backward(loss * (float("inf") if overflows else 1.0))
-            patches.skip_together(args, engines)
-            for engine in engines:
-                engine.step()
-                assert engine.was_step_applied() != overflow
+def missing(base, config):
+    """Returns how many weights the second layer lacks as each of three forwards reaches it."""
+    engine, counts = tiny_engine(base, 3, options=["--ds_config", config]), []
+    trace = engine.optimizer.parameter_offload.get_param_coordinator()
+    own, second = trace.fetch_sub_module, engine.module.model.layers[1]
+
+    def noted(module, forward):
+        if forward and module is second:
+            lacks = [
+                p.ds_numel * (p.ds_status.name == "NOT_AVAILABLE") for p in module.parameters()
+            ]
+            counts.append(sum(lacks))
+        return own(module, forward)
+
+    trace.fetch_sub_module = noted
+    for step in range(3):
+        train_one_step(engine, step)
+    return counts
 
 
-def test_real_fp16_engines_skip_together():
-    """Three updates; in the second one rank's actor overflows. Both engines skip it, on both ranks,
-    under ZeRO 1, 2 and 3."""
-    kit.on_ranks(skipped_updates, 2)
+def test_a_layer_is_gathered_while_the_one_before_it_computes(tmp_path):
+    """stage3_prefetch_bucket_size is how many numbers are gathered ahead. A layer of Llama-2-7B has
+    202 million: 4 x 4096^2 of attention, 3 x 4096 x 11008 of the MLP. 5e7 are q, k and v, and the
+    other 150 million would be waited for. So it is 3e8; here cut down to a layer of 10,304."""
+    config = json.loads((runs.base() / "ds_config.json").read_text())
+    zero, file = config["zero_optimization"], tmp_path / "ds.json"
+    zero["stage3_max_reuse_distance"] = 1  # a layer is given back after its forward
+    for size, lacks in ((zero["stage3_prefetch_bucket_size"], 0), (5e7, 10304 - 3 * 32**2)):
+        zero["stage3_prefetch_bucket_size"] = int(size / 202e6 * 10304)
+        file.write_text(json.dumps(config))
+        assert kit.on_ranks(missing, 2, runs.base(), str(file))[0][-1] == lacks
 
 
 # --------------------------------------------------------------------------------------------------
