@@ -544,8 +544,9 @@ def roll_out(args, engine, tokenizer, prompts, step, batch_size):
 
     prompts: dicts with prompt_ids, row and sample. Returns the same dicts with response_ids, text,
     ended (1.0 or 0.0) and tokens, {"sampled_logprobs": [...]}. The random numbers of a response
-    depend on (seed, step, row, sample) alone. Dropout is off. Under ZeRO-3 all weights are gathered
-    once, for all forwards.
+    depend on (seed, step, row, sample) alone, and on a row's `turn`, for a fork that samples for it
+    more than once in a step. Dropout is off. Under ZeRO-3 all weights are gathered once, for all
+    forwards.
     """
     out = []
     longest = max((len(row["prompt_ids"]) for row in prompts), default=0)

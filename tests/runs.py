@@ -71,6 +71,7 @@ BEST = "--keep_best eval_accuracy --eval_steps 1 --save_steps 1 --keep_checkpoin
 ONCE = dict(rows=4, accumulation=1)  # a rollout is one micro-batch, trained on once
 DROPOUT = "--model_name_or_path BASE/models/actor --dropout 0.1"  # random numbers are resumed, too
 PPO_DROPOUT = "--critic_dropout 0.1 --kl_target 0.5"
+GOLD = "--gold_fn BASE/letters.py:share_of_early_letters"
 GRPO = "--advantage grpo --kl_in loss --kl_estimator k3 --samples_per_prompt 2 --max_steps 2"
 REINFORCE = "--advantage reinforce --samples_per_prompt 2 --max_steps 2"
 OPTIONS = """--microscope 3 --missing_eos_penalty 1 --normalize_reward 1 --entropy_coef 0.01
@@ -105,7 +106,9 @@ RUNS |= {
     "ppo_options": run("ppo", OPTIONS, zero=3, **ONCE),
     "ppo_one_rank_options": run("ppo", OPTIONS, rows=2, accumulation=4, ranks=1),
     # PPO's own promises
-    "ppo_looked_at": run("ppo", f"{PPO_DROPOUT} --eval_steps 1 --microscope 5 --eval_ema 1", 3),
+    "ppo_looked_at": run(
+        "ppo", f"{PPO_DROPOUT} {GOLD} --eval_steps 1 --microscope 5 --eval_ema 1", 3
+    ),
     "ppo_unstable": run(
         "ppo",
         "--allow_unstable 1 --ppo_epochs 2 --generation_batches 2 --max_steps 1",

@@ -39,7 +39,7 @@ def read_source(path, flag="--data_path"):
 def read_splits(path):
     """Returns {name: Dataset} of a source, and the names of its columns. Raises what goes wrong."""
     local, files = Path(path), {}
-    if not local.exists() and (local.suffix in KINDS or path[:1] in "./~"):
+    if not (path and local.exists()) and (local.suffix in KINDS or path[:1] in "./~"):
         raise ValueError(f"No such file or folder. {nearest(local)}")
     if local.is_file():
         if local.suffix not in KINDS:

@@ -40,7 +40,7 @@ def new_parser(doc):
     def error(text):
         near, known = ["--help"], parser._option_string_actions
         for flag in re.findall(r"--\w+", text):
-            near += difflib.get_close_matches(flag, known, cutoff=0.75)
+            near += difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
         raise Refused("wrong-flag", f"{text}\n  See {', '.join(near)}.")
 
     parser.error = error

@@ -6,7 +6,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 
 from machinery.base.modules import unwrap_model
-from machinery.base.refused import Refused
+from machinery.base.refused import Refused, nearest
 from machinery.models import lora, scoring_tokenizer
 
 PAD_NAMES = ("<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "<|endoftext|>")
@@ -17,10 +17,14 @@ WEIGHTS = tuple(".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .inde
 # ---- Configs ----
 def load(path, kind, trust_remote_code):
     """Returns what `kind` (AutoConfig, AutoTokenizer) loads from a hub name or folder."""
+    local = Path(path)
+    if not local.exists() and len(local.parts) > 1 and local.parent.is_dir():  # no hub name, then
+        words = f"there is no {path} here. {nearest(local)}\n  Has the step that writes it ended?"
+        raise Refused("no-such-model", words)
     try:
         return kind.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # of many kinds: of the hub, of JSON, of config's or tokenizers' own
-        hint = "Has the run that writes it ended? If not, --resume goes on with it."
+        hint = "If a run was to write it and has not ended, --resume goes on with it."
         words = f"{path} cannot be loaded: {error}\n  {hint}"
         raise Refused("no-such-model", words) from error
 

@@ -192,7 +192,7 @@ class OutputFolder:
         self.lock.release()
         self.lock = folder_lock.Lock(self.path)
         refuse_in_use(self.args, self.lock.take())
-        ranks.say(f"--overwrite: what was in {self.path} is now in {aside}")
+        ranks.say(f"what was in {self.path} is now in {aside}")
 
     def note(self):
         """Writes args.json, whole or not at all: at the start, and when a checkpoint is loaded."""

@@ -134,7 +134,7 @@ class Run:
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
             f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step\n"
             f"  data     {len(self.train):,} rows, {len(self.held_out):,} held out, "
-            f"{self.last_step:,} steps"
+            f"{self.last_step:,} steps, of them {args.num_warmup_steps} of warm-up"
         )
 
     def draw(self, done, collate):

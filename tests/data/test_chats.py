@@ -7,7 +7,6 @@ import re
 import pytest
 from data_kit import TEMPLATE, chat, dahoas, folder, load, many
 
-import sft
 from machinery.base.refused import Refused
 from machinery.data import rows, tokens
 from machinery.data.rows import STAGES
@@ -173,16 +172,6 @@ def test_train_on_says_which_turns_are_learned(tokenizer, name):
         made = rows.tokenise_row(row, tokenizer, "sft", 128, train_on)
         assert covered(tokenizer, made) == expected
     assert not any(rows.tokenise_row(row, tokenizer, "ppo", 128)["prompt_loss_mask"])
-
-
-def test_sft_s_loss_lies_on_the_covered_tokens(tokenizer):
-    """Also beside a longer row. (A row's first token is never covered: nothing predicts it.)"""
-    tokenizer.chat_template = TEMPLATE
-    row = rows.tokenise_row(TRAIN_ON["messages"][0], tokenizer, "sft", 128)
-    other = {**row, "prompt_ids": [5], "prompt_loss_mask": [0], "responses": [[6] * 90]}
-    batch = sft.collate([{**r, "row_weight": 1} for r in (row, other)], tokenizer.pad_token_id)
-    mask = batch.loss_mask[0] > 0
-    assert tokenizer.decode(batch.ids[0][-len(mask) :][mask]) == "A.C.<eos>"
 
 
 def test_a_template_whose_turns_cannot_be_told_is_refused(tokenizer, tmp_path):

@@ -1,13 +1,16 @@
 """In which order rows are trained on: each once an epoch, the same on any number of ranks."""
 
+import itertools
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 from data_kit import dahoas, folder, load, many
 
 import common
 from machinery.base import ranks
+from machinery.run.run import Run
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 83)  # 83 rows: the last step of 8 is 5 short
 by_length = pytest.mark.parametrize("group_by_length", [0, 1])
@@ -60,6 +63,22 @@ def test_each_epoch_has_its_own_order_from_the_seed(monkeypatch, group_by_length
     order = lambda *which: steps_of(monkeypatch, 1, 8, 1, *which, group_by_length)  # noqa: E731
     assert order(0, 1) == order(0, 1)
     assert order(0, 1) != order(1, 1) != order(2, 1) and order(0, 1) != order(0, 2)
+
+
+def test_a_run_tells_its_epoch_and_goes_on_in_the_middle_of_one():
+    """--num_train_epochs 2 of 9 rows in steps of 2 x 2, the third of an epoch a short one."""
+    args = SimpleNamespace(seed=1, group_by_length=0, num_train_epochs=2, max_steps=-1)
+    run, train = SimpleNamespace(args=args), datasets.Dataset.from_dict({"length": [1] * 9})
+    assert Run.plan(run, None, train, [], 2, 2) == 6
+
+    def drawn(done):
+        steps = itertools.islice(Run.draw(run, done, list), 6 - done)
+        return [[row["row"] for rows in step for row in rows] for step in steps]
+
+    whole = drawn(0)
+    first, second = (sum(steps, []) for steps in (whole[:3], whole[3:]))
+    assert first != second and sorted(first) == sorted(second) == [-1, -1, -1, *range(9)]
+    assert drawn(4) == whole[4:]
 
 
 def test_grouping_by_length_saves_padding(monkeypatch):

@@ -42,6 +42,7 @@ SPELLED = {  # what `datasets` would change, were it to guess the types of colum
     "many types": [1, "1", None, True, [1, "a"], {"b": 2.0}],
     "objects with other keys": [{"a": 1}, {"b": "2024-01-08"}, {}],
     "digits in text": ["007", "1e5", "NaN"],
+    "escaped control characters": ["a\x01", "\x00"],
 }
 
 
@@ -72,6 +73,7 @@ def test_all_of_a_csv_file_is_text(tokenizer, tmp_path):
 GOOD = '{"prompt": "Q?", "response": " r"}\n'
 BROKEN = {  # files that cannot be read: what the message must say
     "cut.jsonl": (GOOD + '{"prompt": "Q?", "resp', "cut.jsonl, line 2: "),
+    "control.jsonl": (GOOD + '{"prompt": "Q\x01?"}\n', "control.jsonl, line 2: "),
     "half.jsonl": (GOOD + '{"prompt": "\\ud800"}\n', "half.jsonl, line 2: "),
     "latin.jsonl": (GOOD.encode() + '{"prompt": "é"}'.encode("latin-1"), "latin.jsonl, line 2: "),
     "rows.txt": (GOOD, ".jsonl, .json, .csv, .parquet"),

@@ -102,10 +102,20 @@ def timed_run(argv):
 
 def test_seconds_are_all_of_a_steps_time(tmp_path):
     """Loading (3 seconds here), what the body does (10) and writing the line before (1) are in
-    `seconds`; an evaluation (100) is not."""
-    flags = "--max_steps 3 --eval_steps 2 --num_samples 0 --output_dir".split()
+    `seconds`; an evaluation (100) is not. The rate of this run warms up for two steps, from 0."""
+    flags = "--max_steps 3 --eval_steps 2 --num_samples 0 --num_warmup_steps 2 --output_dir".split()
     argv = [*runs.base_flags("sft", runs.base()), *flags, str(tmp_path / "out")]
     done = kit.fork(timed_run, 1, [*argv, "--gradient_accumulation_steps", "1"], meet="never")
     assert done.code == 0, done
     lines = kit.metrics(tmp_path / "out")
     assert [line.get("seconds") for line in lines] == [None, 13, 14, 13]
+    assert [line["learning_rate"] for line in lines[1:]] == [0, 1.5e-3, 3e-3]
+
+
+def test_speed_by_hand(monkeypatch):
+    """8e12 FLOPs of four devices in two seconds: each has made 1e12 a second."""
+    monkeypatch.setattr(throughput.ranks, "get_world_size", lambda: 4)
+    for name in ("learning_rate", "grad_norm"):
+        monkeypatch.setattr(throughput, name, lambda *_: 0)
+    speed = throughput.speed(None, None, 100, 8e12, 2)
+    assert (speed["tokens_per_second"], speed["tflops"]) == (50, 1)

@@ -1,5 +1,6 @@
 """One mean over an optimizer step, whatever the layout; and the average of the weights."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -59,25 +60,37 @@ def test_minibatches_take_every_micro_batch_once_in_an_order_of_the_seed(count, 
     assert orders[0] == orders[1] != orders[2]
 
 
+def test_responses_are_shuffled_where_a_rollout_makes_several_updates():
+    """Each once, in an order of the seed. Sorted by length, as where one update takes them all, one
+    update would see short responses only."""
+    rows = [{"prompt_ids": [5] * n, "response_ids": []} for n in range(20)]
+    one, again, other = (ppo.ordered(rows[::-1], 1, (1, step)) for step in (2, 2, 3))
+    assert one == again != other and rows not in (one, one[::-1])
+    assert sorted(map(str, one)) == sorted(map(str, rows)) and ppo.ordered(rows[::-1]) == rows
+
+
 # --------------------------------------------------------------------------------------------------
 # The average of the weights
 # --------------------------------------------------------------------------------------------------
 def average_of(model):
     """The EMA of a model's weights (decay 0.992), and the engine that it follows."""
-    engine = SimpleNamespace(module=model, was_step_applied=lambda: True)
-    return ema.Ema(SimpleNamespace(enable_ema=1, ema_decay=0.992), model, {}), engine
+    args = SimpleNamespace(enable_ema=1, ema_decay=0.992)
+    return ema.Ema(args, model, {}), SimpleNamespace(module=model)
 
 
 @pytest.mark.parametrize(
     "dtype, by, moved", [(torch.float32, 0.5, 0.004), (torch.bfloat16, 0.0625, 0.0005)]
 )
 def test_the_ema_moves_by_its_share_of_the_difference_in_fp32(dtype, by, moved):
-    """decay 0.992: 0.8 % of the way, every optimizer step. Near 1 bf16 knows no number closer than
-    0.0039: an EMA in bf16 would stand still."""
+    """decay 0.992: 0.8 % of the way, every optimizer step, but where fp16 has skipped it. Near 1
+    bf16 knows no number closer than 0.0039: an EMA in bf16 would stand still."""
     model = nn.Linear(1, 1, bias=False).to(dtype)
     with torch.no_grad():
         model.weight.fill_(1.0)
         average, engine = average_of(model)
         model.weight.add_(by)
-    average.update(engine)
-    assert average.shards["weight"].item() - 1.0 == pytest.approx(moved, rel=1e-3)
+    for applied in (False, True):
+        engine.was_step_applied = functools.partial(bool, applied)
+        average.update(engine)
+        found = average.shards["weight"].item() - 1.0
+        assert found == pytest.approx(moved * applied, rel=1e-3)

@@ -4,7 +4,6 @@ One process, no DeepSpeed engine.
 """
 
 import socket
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from tiny_models import (
     CLOSE,
     KINDS,
     RAGGED,
-    SHAPE,
     TOKENIZER,
     config_of,
     folder_of,
@@ -29,7 +27,6 @@ from transformers import (
 )
 
 import common
-import ppo
 from machinery.models import model_folders, saving
 from tests.kit import load_model
 
@@ -125,36 +122,6 @@ def test_the_head_multiplies_in_fp32_also_in_a_bf16_model(folder):
     exact = (hidden[0].double() @ weight.double().T).squeeze(-1)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
     assert len(found.unique()) > 0.95 * found.numel()
-
-
-class Tokens(SimpleNamespace):
-    """The stand-in of a tokenizer that knows all ids."""
-
-    def __len__(self):
-        return SHAPE["vocab_size"]
-
-
-@torch.no_grad()
-def test_greedy_generation_equals_stock_transformers(language_model):
-    """With top_k 1 sampling is greedy, and must give the tokens of transformers' own generate()
-    on a ragged, left-padded batch, up to and including the first EOS."""
-    ids, mask = common.pad(RAGGED, 0)
-    options = dict(attention_mask=mask, do_sample=False, max_new_tokens=10, pad_token_id=0)
-    free = language_model.generate(ids, **options, eos_token_id=None)[:, ids.shape[1] :]
-    # some token that the model does come up with, in the role of EOS
-    eos = next(token for token in free[:, 4].tolist() if token)
-    stock = language_model.generate(ids, **options, eos_token_id=eos)[:, ids.shape[1] :]  # (4, R')
-    uniforms = torch.rand(4, 10, dtype=torch.float64)
-    flags = dict(top_k=1, top_p=1.0, temperature=1.0, min_new_tokens=0, stop=[], compile_decoding=0)
-    tokenizer = Tokens(pad_token_id=0, eos_token_id=eos)
-    args = SimpleNamespace(**flags)
-    ours, _, lengths, _ = ppo.sample(args, language_model, tokenizer, ids, mask, uniforms)
-    lengths = lengths.tolist()
-    assert min(lengths) < 10
-    for row, length in enumerate(lengths):
-        assert ours[row, :length].tolist() == stock[row, :length].tolist()
-        assert (ours[row, length - 1] == eos) == (length < 10 or eos == stock[row, -1].item())
-        assert stock[row, length:].eq(0).all() and ours[row, length:].eq(0).all()
 
 
 # --------------------------------------------------------------------------------------------------

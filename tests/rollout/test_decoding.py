@@ -6,43 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import common
 from machinery.base import ranks
 from machinery.rollout import decoding
 from tests import kit
+from tests.tiny_models import KINDS, config_of
 
 VOCAB = 100
-SHAPE = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=64,
-    ffn_dim=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-    initializer_range=0.2,
-    init_std=0.2,
-    bos_token_id=None,
-    eos_token_id=1,
-    pad_token_id=0,
-)
-WINDOW = dict(num_key_value_heads=2, sliding_window=6)
-MODELS = {
-    "opt": dict(word_embed_proj_dim=32),
-    "gpt2": {},
-    "gpt_neox": {},
-    "bloom": {},
-    "llama": dict(num_key_value_heads=2),
-    "qwen3": dict(num_key_value_heads=2, head_dim=8),
-    "gemma": dict(num_key_value_heads=1, head_dim=8),
-    "short window": dict(model_type="mistral", **WINDOW),
-    "one layer of two": dict(
-        model_type="qwen2", use_sliding_window=True, max_window_layers=1, **WINDOW
+WINDOWS = {  # layers that look back over six tokens
+    "short window": ("mistral", dict(sliding_window=6)),
+    "one layer of two": (
+        "qwen2",
+        dict(sliding_window=6, use_sliding_window=True, max_window_layers=1),
     ),
 }
-every_model = pytest.mark.parametrize("name", MODELS)
+every_model = pytest.mark.parametrize("name", [*KINDS, *WINDOWS])
 LENGTHS = (9, 4, 1, 6, 9, 2, 7, 3)
 PROMPTS = [
     torch.randint(2, VOCAB, (n,), generator=torch.Generator().manual_seed(n + 10 * row)).tolist()
@@ -59,7 +39,8 @@ def ending(eos):
 @functools.cache
 def model_of(name):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**{"model_type": name, **SHAPE, **MODELS[name]})
+    kind, changes = WINDOWS.get(name, (name, {}))
+    config = config_of(kind, vocab_size=VOCAB, **changes)
     return AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -99,7 +80,7 @@ def sampled(model, *given, **options):
 
 @every_model
 def test_decoding_equals_the_plain_model(name):
-    """The same uniforms, the same tokens: on nine architectures, with padding, with windows shorter
+    """The same uniforms, the same tokens: on ten architectures, with padding, with windows shorter
     than the text."""
     found, _ = sampled(model_of(name), IDS, MASK, UNIFORMS, ending(-1))
     assert found == textbook(name) and len(set(map(tuple, found))) == 8

@@ -15,6 +15,7 @@ import transformers
 
 import common
 import ppo
+from machinery.engine import patches
 from machinery.rollout import checks, rollout_metrics
 from machinery.run import padding_check
 from tests import kit, runs
@@ -94,6 +95,17 @@ def test_what_is_kept_to_train_on_belongs_to_its_batch(tiny_model, tokenizer):
 # --------------------------------------------------------------------------------------------------
 # Sampled as scored; padding
 # --------------------------------------------------------------------------------------------------
+def test_the_reference_and_the_entropy_are_of_the_policy_at_its_temperature(tiny_model, tokenizer):
+    """T is 0.7. An actor that is its own reference has a KL of 0, by each estimator, only if both
+    are at one temperature; and the bonus is for the entropy of what is sampled from."""
+    (batch,) = scored(tiny_model, tokenizer, rollout(tiny_model, tokenizer), 4)
+    assert batch.kl.keys() == {*ppo.KL_ESTIMATORS} and not any(map(torch.any, batch.kl.values()))
+    wanted = batch.response_mask > 0
+    logits = common.response_logits(tiny_model, batch, wanted).detach().double()
+    expected = torch.distributions.Categorical(logits=logits / 0.7).entropy()
+    assert torch.allclose(batch.entropy[wanted].double(), expected, atol=1e-4)
+
+
 def gate(model, batches):
     """Returns the exit code of the gate at the first step, None if it lets the run go on."""
     run = SimpleNamespace(args=ARGS, step=1, engine=SimpleNamespace(module=model), codes=[None])
@@ -128,11 +140,12 @@ def test_a_rollout_that_is_sampled_otherwise_than_it_is_scored_is_stopped(
     assert gate(tiny_model, batches) == 1
 
 
-@pytest.mark.parametrize("ignored", ["position_ids", "attention_mask"])
+@pytest.mark.parametrize("ignored", ["position_ids", "attention_mask", "order"])
 @pytest.mark.parametrize("kind", ["language", "value"])
 def test_a_model_that_ignores_positions_or_the_mask_is_refused(monkeypatch, kind, ignored):
-    """A row alone and the same row with padding on its left must have the same numbers. GPT-2 has
-    learned positions, which padding shifts."""
+    """A row alone and the same row with padding on its left, and with more tokens behind it, must
+    have the same numbers. GPT-2 has learned positions, which padding shifts. Who ignores the order
+    sees all real tokens from everywhere, also those that are to be predicted."""
     shape = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=64, num_labels=1)
     ends = dict(bos_token_id=1, eos_token_id=1, pad_token_id=0)
     config = transformers.GPT2Config(**shape, **ends, initializer_range=0.3)
@@ -151,8 +164,10 @@ def test_a_model_that_ignores_positions_or_the_mask_is_refused(monkeypatch, kind
     def forward(ids, attention_mask, use_cache, position_ids, **options):
         if ignored == "position_ids":
             position_ids = torch.arange(ids.shape[1])[None]
-        else:
+        elif ignored == "attention_mask":
             attention_mask = torch.ones_like(ids)
+        else:
+            attention_mask = attention_mask[:, None, None].bool().expand(-1, 1, ids.shape[1], -1)
         options.update(attention_mask=attention_mask, position_ids=position_ids)
         return honest(ids, use_cache=use_cache, **options)
 
@@ -185,8 +200,20 @@ def run_changed(change, argv):
 
         ppo.roll_out = of_a_tool
     if change == "number":
-        of_all_ranks = rollout_metrics.of_all_ranks
-        rollout_metrics.of_all_ranks = lambda *given: {**of_all_ranks(*given), "mine": 7.0}
+        of_all_ranks, mine = rollout_metrics.of_all_ranks, dict(checked=0, finite=0, together=0)
+
+        def check(*given):
+            mine["checked"] += 1
+
+        def stop_unless_finite(run, micro_batches):
+            mine["finite"] += len(micro_batches)
+
+        def skip_together(args, engines):
+            mine["together"] += sum(engine.global_steps == 0 for engine in engines)
+
+        padding_check.check, patches.skip_together = check, skip_together
+        rollout_metrics.stop_unless_finite = stop_unless_finite
+        rollout_metrics.of_all_ranks = lambda *given: {**of_all_ranks(*given), **mine}
     kit.call_main("ppo", argv)
 
 
@@ -222,8 +249,11 @@ def test_a_weight_of_the_actors_loss_reaches_nothing_else(changed):
     assert not all(torch.equal(actors[0][name], actors[1][name]) for name in actors[0])
 
 
-def test_main_logs_a_number_of_its_own(changed):
-    assert kit.metrics(changed["number"])[1]["mine"] == 7
+def test_main_logs_numbers_of_its_own(changed):
+    """Here what its checks were given: actor and critic when the run begins, the one micro-batch
+    that is stored, and both models, to skip together, before either has made its step."""
+    line = kit.metrics(changed["number"])[1]
+    assert (line["checked"], line["finite"], line["together"]) == (2, 1, 2)
 
 
 def test_a_step_whose_responses_are_all_masked_trains_nothing(changed):

@@ -174,18 +174,19 @@ ROWS = [
 ]
 
 
-def collated(covered=0, pad=0):
-    return sft.collate([{**row, "prompt_loss_mask": [covered] * 3} for row in ROWS], pad)
+def collated(covered=(0, 0, 0), pad=0):
+    return sft.collate([{**row, "prompt_loss_mask": list(covered)} for row in ROWS], pad)
 
 
 def test_sft_covers_the_response_and_its_eos():
     """Not the prompt, not the padding, no filler, and EOS yes: a model that is never taught to stop
     never stops. With --train_on everything the prompt, too, but never the first token: nothing
-    stands before it to predict it from."""
+    stands before it to predict it from. With --train_on all the answers in it, and no question."""
     for pad in (0, E):  # a mask made by `ids != pad` would never teach EOS
         batch = collated(pad=pad)
         assert batch.loss_mask.tolist() == [[1, 1, 1], [0, 1, 1], [0, 0, 0]]
         assert batch.ids.flatten()[batch.predicts + 1].tolist() == batch.ids[:, -3:].tolist()
     counted = Run.count_tokens(SimpleNamespace(micro_batches=[batch]))
     assert counted == [6 + 5, 2, 3 + 2]  # tokens, rows, and tokens that get logits
-    assert collated(1).loss_mask.tolist() == [[1] * 5, [0] + [1] * 4, [0] * 5]
+    assert collated((1, 1, 1)).loss_mask.tolist() == [[1] * 5, [0] + [1] * 4, [0] * 5]
+    assert collated((0, 1, 0)).loss_mask.tolist() == [[1, 0, 1, 1, 1], [0, 1, 0, 1, 1], [0] * 5]

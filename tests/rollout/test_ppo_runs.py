@@ -1,5 +1,6 @@
 """PPO's own promises, on whole runs of ppo.py: two ranks, tiny models (runs.py)."""
 
+import math
 import re
 from types import SimpleNamespace
 
@@ -64,14 +65,18 @@ def test_optimizer_steps_are_as_many_as_the_flags_say():
 
 def test_updates_end_once_the_policy_has_moved():
     """--target_kl, far too small: of 4 passes over each rollout the first sees a KL of 0, and the
-    second is the last."""
+    second is the last. The schedule, a cosine over 8 updates, counts those that were made: the last
+    of each step are the second and the fourth."""
     assert optimizer_steps("ppo_target_kl")["."] == 2 * 2
+    rates = [rate for _, rate in curve("ppo_target_kl", "learning_rate")]
+    assert rates == pytest.approx([5e-4 * (1 + math.cos(math.pi * n / 8)) for n in (1, 3)])
 
 
 def test_looking_changes_nothing():
-    """A run that is evaluated at every step, also by the microscope and with the average, trains to
-    the bit as one that is evaluated at its ends only. Its critic's dropout draws from PyTorch's
-    generator, which an evaluation must leave alone. At step 0 the average is the actor."""
+    """A run that is evaluated at every step, also by the microscope, with the average and by a gold
+    score, trains to the bit as one that is evaluated at its ends only: the policy never sees gold.
+    Its critic's dropout draws from PyTorch's generator, which an evaluation must leave alone. At
+    step 0 the average is the actor."""
     lines = without_clocks("ppo_looked_at")
     for found, expected in zip(lines, without_clocks("ppo_dropout"), strict=True):
         expected = {k: v for k, v in expected.items() if not k.startswith("eval_")}
@@ -84,6 +89,7 @@ def test_looking_changes_nothing():
     first, *_, last = lines
     assert first["eval_ema_reward"] == pytest.approx(first["eval_reward"], abs=1e-6)
     assert last["eval_ema_reward"] != last["eval_reward"] and "eval_reward" in lines[2]
+    assert lines[1]["gold"] > 0 and "gold" not in metrics("ppo_dropout")[1]
 
 
 def test_actor_ema_and_critic_are_all_saved():

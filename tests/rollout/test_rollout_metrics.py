@@ -1,5 +1,7 @@
 """What the log says of a rollout, by hand."""
 
+import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +56,37 @@ def test_what_a_rollout_was_like():
             "sampling_gap": 0.5,
         }
     )
+
+
+@pytest.mark.parametrize("name", [*rollout_metrics.STORED, "sampled_logprobs"])
+def test_no_stored_number_that_is_not_finite_is_trained_on(name):
+    """It is named, also where it is a sampler's own. What is kept of the rollout are rows for
+    --data_path: prompt, response and the data's other columns, of fillers none."""
+    batch = rollout(ref_logprobs=torch.zeros(3, 2))
+    batch.tokens.get(name, getattr(batch, name, None))[1, 0] = float("nan")
+    chat = [{"role": "user", "content": "Why?"}]
+    for row, prompt in zip(batch.responses, ("Why?", json.dumps(chat), "Why?")):
+        row.update(prompt=prompt, chat=prompt != "Why?", text=" So.", extra='{"total": 3}')
+    seen = []
+    run = SimpleNamespace(stop_unless_finite=lambda *given: seen.extend(given))
+    rollout_metrics.stop_unless_finite(run, [batch])
+    numbers, rows = seen
+    assert [each for each, value in numbers.items() if not math.isfinite(value)] == [name]
+    kept = [{"prompt": prompt, "completion": " So.", "total": 3} for prompt in ("Why?", chat)]
+    assert list(rows) == kept
+
+
+def test_what_updates_report_are_means_over_their_tokens():
+    """Two updates of a rollout: approx_kl is half of what the first one has moved. What stands in
+    the padding counts nowhere; --target_kl looks at the newest update alone."""
+    means, mask = rollout_metrics.TokenMeans(), torch.tensor([[1.0, 1.0, 0.0]])
+    for kl in (0.0, 0.3):
+        values = torch.tensor([[kl, 3 * kl, 99.0]])
+        means.add(mask, 1 + values, actor_loss=values, critic_loss=mask, approx_kl=values)
+        means.end_update()
+    assert means.of_last_update["approx_kl"] == pytest.approx(0.6)
+    found = {"loss": 1.3, "actor_loss": 0.3, "critic_loss": 1, "approx_kl": 0.3, "ratio_max": 1.9}
+    assert means.of_all_updates() == pytest.approx(found)
 
 
 @pytest.mark.parametrize(

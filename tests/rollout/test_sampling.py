@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 import common
 import ppo
-from machinery.rollout import decoding
+from machinery.rollout import decoding, samples
 from tests.kit import Knowing, generate
 
 E = 1  # EOS
@@ -99,6 +99,16 @@ def test_a_stop_text_ends_a_response(tiny_model, tokenizer):
 # --------------------------------------------------------------------------------------------------
 # Which token is drawn
 # --------------------------------------------------------------------------------------------------
+def test_a_models_own_generation_config_is_left_out_of_greedy_answers(tiny_model, tokenizer):
+    """Step 1's samples are made by transformers' generate(), which fills in from it what is left
+    open. Here it forbids the tokens that would be written."""
+    args, model = SimpleNamespace(max_answer_seq_len=6, max_seq_len=32), copy.deepcopy(tiny_model)
+    free = samples.answer_greedily(args, model, tokenizer, [[5, 6, 7]])
+    written = tokenizer.encode(free[0]["response"], add_special_tokens=False)
+    model.generation_config.suppress_tokens = written
+    assert written and samples.answer_greedily(args, model, tokenizer, [[5, 6, 7]]) == free
+
+
 class Fixed(nn.Module):
     """A "model" with the same next-token probabilities everywhere."""
 
@@ -106,10 +116,10 @@ class Fixed(nn.Module):
 
     def __init__(self, probs):
         super().__init__()
-        self.probs = torch.tensor(probs)
+        self.logits = torch.tensor(probs).log()
 
     def forward(self, ids, **options):
-        return SimpleNamespace(logits=self.probs.log().expand(*ids.shape, -1))
+        return SimpleNamespace(logits=self.logits.expand(*ids.shape, -1))
 
 
 def sample(probs, uniforms, **options):
@@ -172,6 +182,18 @@ def test_the_log_prob_that_is_kept_is_the_models_and_not_that_of_a_flag():
     assert responses.tolist() == [[1], [2]] and lengths.tolist() == [1, 1]
     assert logprobs.exp().flatten().tolist() == pytest.approx([4 / 9, 4 / 9])
     assert ended.tolist() == [False, True]
+
+
+def test_the_temperature_is_applied_in_fp32():
+    """As it is when tokens are scored. Divided in bf16, logits of 20 would be off by up to 0.06:
+    the policy that samples would be another one than the policy that is trained."""
+    model, args = Fixed([1.0]), SimpleNamespace(**{**FLAGS, "temperature": 0.7})
+    model.logits = (20 + torch.randn(50, generator=torch.Generator().manual_seed(0))).bfloat16()
+    ids, uniforms = torch.full((9, 1), 2), torch.linspace(0, 0.9, 9).double()[:, None]
+    given = model, Knowing(NO_END, 50), ids, torch.ones_like(ids), uniforms
+    responses, logprobs, _, _ = ppo.sample(args, *given)
+    exact = (model.logits.double() / 0.7).log_softmax(-1)[responses]
+    assert torch.allclose(logprobs.double(), exact, atol=1e-4)
 
 
 def test_random_numbers_belong_to_the_row():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_models import KINDS, RAGGED, TOKENIZER, config_of, folder_of, get_args, random_ids
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import common
 import ppo
@@ -86,6 +86,19 @@ def test_responses_that_share_a_row_stay_together(seed):
     """Whether they are sorted by length or shuffled, and whatever their own lengths are."""
     rows = [row["row"] for row in ppo.ordered(group_rollout(), 3, seed)]
     assert rows[0::3] == rows[1::3] == rows[2::3] and sorted(rows[::3]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "longest, size, expected", [(8, 8, 4), (64, 8, 2), (512, 8, 1), (8, 6, 2), (8, 3, 1)]
+)
+def test_as_many_responses_share_a_row_as_are_cheapest(longest, size, expected):
+    """T (6 H + T) / n, with H = 32 and T = 64 + n * longest. For n = 1, 2, 4 and responses of 64
+    tokens it is 40960, 36864, 40960. A row lies within one micro-batch."""
+    args = SimpleNamespace(samples_per_prompt=4, share_prompt=1)
+    args.per_device_training_batch_size = size
+    args.max_prompt_seq_len, args.max_answer_seq_len, args.max_seq_len = 64, longest, 64 + longest
+    model = AutoModelForCausalLM.from_config(config_of("llama"))
+    assert shared_prompts.responses_per_row(args, model) == expected
 
 
 @pytest.mark.parametrize(

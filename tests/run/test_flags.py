@@ -45,6 +45,8 @@ MUTATIONS = {  # script and flags beside the toy's: the rule that they break
     "sft --max_seq_len 1": "out-of-range",
     "sft --adam_betas nan,0.9": "out-of-range",
     "sft --learning_rate inf": "out-of-range",
+    "sft --lora_dim 10000000": "out-of-range",
+    "sft --lora_dim 4 --lora_alpha 0": "out-of-range",
     "sft --ds_config no-such-file.json": "ds-config",
     "sft --ds_config wrong.json": "ds-config",
     "sft --ds_config decided.json": "ds-config-flag",

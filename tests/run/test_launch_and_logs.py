@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from machinery.base import progress, ranks
 from machinery.run import launch, logs, plots
-from tests import kit, runs
+from tests import kit
 
 
 # --------------------------------------------------------------------------------------------------
@@ -83,14 +83,6 @@ def test_a_refusal_is_one_message_under_a_launcher():
     said = done.out + done.err
     assert done.code in (1, 2) and said.count("error: ") == 1, done
     assert "invalid choice" in said and 'sft.py", line' not in said, done
-
-
-def test_max_steps_0_evaluates_and_ends(tmp_path):
-    """It leaves the evaluation and its picture, and no model."""
-    flags = [*runs.base_flags("sft", kit.base()), "--max_steps", 0]
-    folder = kit.run("sft", *flags, folder=tmp_path / "run").folder
-    assert [line["step"] for line in kit.metrics(folder)] == [0]
-    assert (folder / "curves.png").exists() and not (folder / "config.json").exists()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The output folder has one owner, the run that holds its lock. No run is ever deleted."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import ppo
 import reward
@@ -108,6 +110,14 @@ def test_a_helper_that_outlives_its_run_does_not_hold_the_lock(tmp_path):
     helper.join()
 
 
+def test_where_there_are_no_locks_nobody_is_locked_out(tmp_path, monkeypatch):
+    def flock(file, kind):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folder_lock.fcntl, "flock", flock)
+    assert [folder_lock.Lock(tmp_path).take() for _ in range(2)] == [None, None]
+
+
 def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch):
     """With node-local folders each machine would keep its own part of every checkpoint."""
     folder = output_folder.OutputFolder(get_args(tmp_path))
@@ -154,8 +164,9 @@ def test_the_monitors_write_into_the_new_folder(tmp_path):
         assert len(losses) == 2 and losses[1].startswith("1,")
 
 
-def test_resume_of_a_run_that_stopped_before_its_first_checkpoint(tmp_path):
-    """A job that is started again and again with --resume begins anew, and keeps what it logged."""
+def test_resume_of_a_run_that_stopped_before_its_first_checkpoint(tmp_path, capsys):
+    """A job that is started again and again with --resume begins anew, says so, and keeps what it
+    logged."""
     output = tmp_path / "run"
     begin(output).lock.release()
     (output / "metrics.jsonl").write_text("old")
@@ -164,6 +175,7 @@ def test_resume_of_a_run_that_stopped_before_its_first_checkpoint(tmp_path):
     folder.take(FACTS)
     folder.lock.release()
     assert not args.resume and tree(output).keys() == {"args.json"}
+    assert "it starts anew" in capsys.readouterr().out
     assert (tmp_path / "run.old-1/metrics.jsonl").read_text() == "old"
 
 
@@ -175,6 +187,11 @@ def no_args_json(output):
     (output / "args.json").write_text('{"seed": 1')
 
 
+def args_json_of_another(output):
+    finish(output)
+    (output / "args.json").write_text('{"seed": [1], "files": 3}')
+
+
 def a_link_to_nothing(output):
     output.symlink_to("gone")
 
@@ -184,6 +201,7 @@ REFUSED = [  # what is there, the flags, the rule that refuses them
     (finish, ["--resume"], "run-finished"),
     (no_args_json, ["--overwrite"], "output-taken"),  # whose it is cannot be told
     (no_args_json, ["--resume"], "no-args-json"),
+    (args_json_of_another, ["--resume"], "no-args-json"),
     (a_link_to_nothing, [], "output-unusable"),
     (finish, ["--overwrite", "--data_path", "OUTPUT/metrics.jsonl"], "input-in-output"),
     (finish, ["--overwrite", "--model_name_or_path", "OUTPUT"], "input-in-output"),
@@ -223,7 +241,7 @@ def test_logs_of_a_launcher_may_be_there_before(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # What --resume compares
 # --------------------------------------------------------------------------------------------------
-CHANGES = ["top_p 0.9", "reward_fn a.py:g", "reward_model_name_or_path other"]
+CHANGES = ["top_p 0.9", "keep_best eval_kl", "reward_fn a.py:g", "reward_model_name_or_path other"]
 SAME = ["actor_learning_rate 1", "reward_fn moved/a.py:f"]
 
 
@@ -281,6 +299,23 @@ def save(folder, step, keep=1):
     return args, DATA_FACTS
 
 
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Each file and each folder's list. A copy beside it, of the user's own, stays."""
+    (tmp_path / "checkpoints/step-1-backup").mkdir(parents=True)
+    synced, late, rename = set(), [], Path.rename
+
+    def note_and_rename(path, target):
+        late.append({path, *path.rglob("*")} - synced)
+        return rename(path, target)
+
+    monkeypatch.setattr(saving, "sync", synced.add)
+    monkeypatch.setattr(Path, "rename", note_and_rename)
+    save(tmp_path, 2)
+    assert late == [set()] and tmp_path / "checkpoints" in synced
+    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert found == ["step-1-backup", "step-2"]
+
+
 @pytest.mark.parametrize("harm", ["cut", "removed", "manifest removed", "manifest cut"])
 def test_every_kind_of_damage_is_seen(tmp_path, harm):
     args, facts = save(tmp_path, 1)
@@ -294,6 +329,16 @@ def test_every_kind_of_damage_is_seen(tmp_path, harm):
     (tmp_path / "checkpoints/step-1/rank0.pt").unlink()
     with kit.refuses("no-checkpoint-whole"):
         checkpoints.load(args, {}, {}, facts, 9)
+
+
+def test_shards_are_joined_and_cut_anew_for_other_ranks():
+    """The EMA of five weights, padded to equal shares: on two ranks, and then on three."""
+    shards = torch.tensor([1.0, 2, 3]), torch.tensor([4.0, 5, 0])
+    parts = [{"kl_coef": 0.1, "ema": {"w": shard}} for shard in shards]
+    own = {"kl_coef": 0.5, "ema": {"w": torch.zeros(2)}}
+    found = [checkpoints.laid_out(own, parts, place) for place in range(3)]
+    assert [state["ema"]["w"].tolist() for state in found] == [[1, 2], [3, 4], [5, 0]]
+    assert all(state["kl_coef"] == 0.1 for state in found)
 
 
 def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path):

@@ -33,13 +33,13 @@ def no_more_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
-def sigterm():
-    os.kill(os.getpid(), signal.SIGTERM)
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def ctrl_c_twice():
-    os.kill(os.getpid(), signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGINT)
+    ctrl_c()
+    ctrl_c()
 
 
 def die():
@@ -203,11 +203,11 @@ def test_a_full_disk_costs_no_checkpoint(stopped):
 
 def test_a_signal_saves_a_checkpoint_and_a_second_ctrl_c_does_not(stopped):
     """To tell one rank is enough: all agree, save after the same step, and leave with code 1. Who
-    presses Ctrl-C again means it: nothing more is written."""
+    presses Ctrl-C again means it: nothing more is written. (test_resumed_runs.py has a SIGTERM.)"""
     more = ["--keep_checkpoints", 2, "--resume"]
     done = play(stopped, *more, fault="ctrl_c_twice", step=3, only=1)
     assert 1 in done.codes and kept(stopped) == ["step-2"], done
-    done = play(stopped, *more, fault="sigterm", step=3, only=1)
+    done = play(stopped, *more, fault="ctrl_c", step=3, only=1)
     assert done.codes == [1, 1] and kept(stopped) == ["step-2", "step-3"], done
     assert "interrupted after step 3" in done.out and not (stopped / "config.json").exists()
 
@@ -245,7 +245,7 @@ def test_when_a_rank_is_gone_the_others_stop(stopped):
 
 
 def test_a_rank_that_fails_shows_its_own_traceback(stopped):
-    """Only what the environment does (disk, other ranks) is told in one line."""
+    """Only what other ranks did is told in one line."""
     done = play(stopped, "--resume", fault="fail", step=3, only=1)
     assert 'raise ValueError("a bug of the user\'s")' in done.err, done
     assert "rank 1 of 2 stopped at step 3: ValueError: a bug of the user's" in done.err
@@ -263,22 +263,24 @@ def test_when_a_rank_hangs_each_rank_prints_where_it_is(stopped):
 # --------------------------------------------------------------------------------------------------
 # Other ranks, other batches, other rates
 # --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("ranks, rows, accumulation", [(1, 2, 4), (2, 1, 4)])
-def test_a_run_goes_on_with_other_ranks_or_micro_batches(whole, stopped, ranks, rows, accumulation):
-    """As many rows a step, so the same run. Not to the bit, for sums are taken in another order.
-    The loader's own position counts micro-batches, which are others now: taken at its word it dealt
-    rows twice."""
-    sizes = ["--per_device_train_batch_size", rows, "--gradient_accumulation_steps", accumulation]
-    done = play(stopped, "--resume", *sizes, ranks=ranks)
+@pytest.mark.parametrize("ranks, rows, steps, zero", [(1, 2, 4, 2), (2, 1, 4, 2), (2, 2, 2, 1)])
+def test_a_run_goes_on_in_another_layout(whole, stopped, ranks, rows, steps, zero):
+    """Other ranks, other micro-batches, or ZeRO 1 after 2: as many rows a step, so the same run.
+    Not to the bit, for sums are taken in another order. The loader's own position counts
+    micro-batches, which are others now: taken at its word it dealt rows twice."""
+    sizes = ["--per_device_train_batch_size", rows, "--gradient_accumulation_steps", steps]
+    done = play(stopped, "--resume", *sizes, ranks=ranks, zero=zero)
     assert done.code == 0, done
     found, expected = outcome(stopped)[1], outcome(whole)[1]
     assert max(np.abs(found[key] - expected[key]).max() for key in expected) < 1e-6
 
 
-def test_a_resumed_run_takes_the_learning_rate_that_it_is_given(stopped):
-    """Who resumes with a lower one must not train on with the old one, which schedule and optimizer
-    had kept: the weights stay where the checkpoint has them."""
-    done = play(stopped, "--resume", "--learning_rate", 1e-9)
+def test_a_resumed_run_takes_the_settings_that_it_is_given(stopped):
+    """Who resumes with a lower rate must not train on with the old one, which schedule and
+    optimizer had kept: the weights stay where the checkpoint has them. Weight decay, betas and the
+    largest norm are the new ones, too, as the next checkpoint shows."""
+    more = "--weight_decay 0.3 --adam_betas 0.5,0.6 --max_grad_norm 0.7".split()
+    done = play(stopped, "--resume", "--learning_rate", 1e-9, *more)
     assert done.codes == [0, 0] and "--learning_rate 0.003 -> 1e-09" in done.out, done
     rates = [line["learning_rate"] for line in kit.metrics(stopped)[1:]]
     assert min(rates[:2]) > 1e-3 and max(rates[2:]) <= 1e-9
@@ -286,3 +288,7 @@ def test_a_resumed_run_takes_the_learning_rate_that_it_is_given(stopped):
     saved = torch.load(file, weights_only=False)["module"]
     now = kit.weights(stopped)
     assert max((saved[key] - now[key]).abs().max() for key in now) < 1e-6
+    file = file.with_name("zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    saved = torch.load(file, weights_only=False)["optimizer_state_dict"]
+    (group, _) = saved["base_optimizer_state"]["param_groups"]
+    assert (group["weight_decay"], [*group["betas"]], saved["clip_grad"]) == (0.3, [0.5, 0.6], 0.7)

@@ -1,11 +1,13 @@
 """Checkpoints: a run that goes on, the best model, and what a checkpoint alone is good for."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import ppo
 from machinery.base.refused import Refused
 from machinery.run import best
 from tests import kit, runs
@@ -31,12 +33,26 @@ def test_a_resumed_run_equals_an_uninterrupted_one(whole):
     resumed = RESUMED[whole]
     assert without_clocks(resumed) == without_clocks(whole)
     found, expected = run_of(resumed), run_of(whole)
-    if not whole.startswith("reward"):  # step 2 writes none
-        samples = [(folder / "samples.jsonl").read_text() for folder in (found, expected)]
-        assert samples[0] == samples[1]
+    texts = [{f.name: f.read_text() for f in run.glob("*s.jsonl")} for run in (found, expected)]
+    for text in texts:  # of samples and tokens; metrics hold clocks
+        del text["metrics.jsonl"]
+    assert texts[0] == texts[1]
     for part in ("", "ema", "critic") if whole.startswith("ppo") else ("",):
         one, other = kit.weights(found / part), kit.weights(expected / part)
         assert all(one[key].equal(other[key]) for key in other)
+
+
+def test_the_kl_penalty_follows_its_target_and_goes_on_from_there():
+    """With --kl_target each step's is made of the step before, and a resumed run's of its
+    checkpoint: the lines are those of `ppo_dropout_resumed`, too. Without it, --resume takes the
+    penalty that it is given."""
+    lines = metrics("ppo_dropout_resumed")[1:]
+    for line, after in itertools.pairwise(lines):
+        assert after["kl_coef"] == ppo.adapted_kl_coef(line["kl_coef"], line["kl"], 0.5)
+    assert lines[0]["kl_coef"] == 0.05 != lines[2]["kl_coef"]
+    assert [value for _, value in curve("ppo_dearer", "kl_coef")] == [0.05, 0.05, 0.3, 0.3]
+    codes = [rank["code"] for rank in runs.facts("ppo_zero2_interrupted")]
+    assert codes == [1, 1], "as SIGTERM ends a run"
 
 
 def test_taking_a_checkpoint_changes_nothing():

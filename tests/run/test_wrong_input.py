@@ -95,6 +95,7 @@ CASES = {  # script and flags: a word of the message
     # data
     "sft --data_path colums.jsonl": "columns.jsonl",  # what is there instead
     "sft --data_path empty.jsonl": "empty.jsonl",
+    "sft --data_path ''": "No such file",
     "sft --data_path nothing": "nothing",
     "sft --data_path columns.jsonl": "question",
     "sft --data_path broken.jsonl": "broken.jsonl",
