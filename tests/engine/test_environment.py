@@ -152,12 +152,11 @@ def test_ranks_that_share_layers_write_the_same_responses(stage):
 # --------------------------------------------------------------------------------------------------
 # fp16, for GPUs without bf16 (T4, V100); on CPU ranks it is slow, and right
 # --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fp16_learns_what_fp32_does(stage):
+@pytest.mark.parametrize("script", ["sft", "reward"])
+def test_fp16_learns_what_fp32_does(script):
     """The loss is scaled by 2^16 before the backward, and the gradient divided by it."""
-    for script in ("sft", "reward"):
-        names = f"{script}_zero{stage}", f"{script}_fp16_{stage}"
-        assert_same_curves(names, ["loss", "eval_loss", "grad_norm"], rel=6e-3)
+    names = [f"{script}_zero2", *(f"{script}_fp16_{stage}" for stage in (1, 2, 3))]
+    assert_same_curves(names, ["loss", "eval_loss", "grad_norm"], rel=6e-3)
 
 
 @pytest.mark.parametrize("name", ["ppo_fp16_1", "ppo_fp16_2", "ppo_fp16_3", "ppo_fp16_grpo"])
@@ -167,8 +166,7 @@ def test_real_fp16_engines_skip_together(name):
     What is sampled is what is scored: the ratio is 1 before each update."""
     skipped = {saved["skipped"] for rank in facts(name) for saved in rank["saved"]}
     assert skipped == ({0} if "grpo" in name else {3})
-    ratios = [ratio for _, ratio in curve(name, "ratio_max")]
-    assert ratios == pytest.approx([1] * len(ratios), abs=1e-2)
+    assert max(abs(ratio - 1) for _, ratio in curve(name, "ratio_max")) < 1e-2
 
 
 # --------------------------------------------------------------------------------------------------

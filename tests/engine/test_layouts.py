@@ -80,12 +80,6 @@ def test_a_saving_changes_no_curve(what):
     assert_same_curves(names, keys)
 
 
-def test_a_shared_prompt_saves_tokens():
-    shared, apart = (metrics(name)[1] for name in SAME["a row for each response"])
-    tokens = [line["tokens_per_second"] * line["seconds"] for line in (shared, apart)]
-    assert tokens[0] < 0.9 * tokens[1]
-
-
 def test_rollouts_do_not_depend_on_ranks_or_stages():
     """The same prompts get the same responses, word for word, on one rank and on two, sharded or
     not: sampling draws from (seed, step, row), never from a generator whose state depends on who

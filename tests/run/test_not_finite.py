@@ -25,8 +25,7 @@ def test_a_nan_stops_the_run_and_leaves_its_rows_behind(tokenizer, tmp_path, cap
     with pytest.raises(SystemExit) as stop:
         crash.stop_unless_finite(args, {"step": 7, **wrong}, lines)
     assert stop.value.code == 1
-    said = capsys.readouterr().out
-    assert "step 7: values, reward not finite" in said and "cuDNN's attention is on: " in said
+    assert "step 7: values, reward not finite" in capsys.readouterr().out
     file = tmp_path / "nonfinite_rank0.jsonl"
     found = [json.loads(line) for line in file.read_text().splitlines()]
     assert found == [{**row, "step": 7} for row in lines]
