@@ -127,8 +127,8 @@ def get_args(argv=None):
     arg = declaring.flag_group(parser, "flags of this step alone")
     covered = "assistant turns, or everything. None: all of `messages`, the last of other data"
     arg("train_on", str, covered, fixed=True, choices=["last", "all", "everything"])
-    arg("num_samples", 5, "held-out prompts answered at each evaluation")
-    arg("gold_fn", str, "grades those responses, logged only", metavar="FILE:FUNCTION")
+    arg("num_samples", 5, "held-out prompts answered at each evaluation", fixed=True)
+    arg("gold_fn", str, "grades those responses, only logged", metavar="FILE:FUNCTION", fixed=True)
     arg("max_answer_seq_len", 64, "tokens of those responses, at most", least=2)
     return declaring.parse(parser, PRESETS, argv, "sft")
 
@@ -186,7 +186,7 @@ def evaluate(args, engine, held_out, collate_rows):
 def main():
     args = get_args()
     run = Run(args, "step 1: supervised fine-tuning")
-    gold = judging.load_functions(args)[1]  # --gold_fn
+    gold = judging.load_function(args.gold_fn, "--gold_fn") if args.gold_fn else None
 
     # ---- 1 data ----
     # A row holds prompt_ids, the prompt's tokens; responses, a list with the ids of its response,

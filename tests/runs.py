@@ -74,6 +74,20 @@ PPO_DROPOUT = "--critic_dropout 0.1 --kl_target 0.5"
 GOLD = "--gold_fn BASE/letters.py:share_of_early_letters"
 GRPO = "--advantage grpo --kl_in loss --kl_estimator k3 --samples_per_prompt 2 --max_steps 2"
 REINFORCE = "--advantage reinforce --samples_per_prompt 2 --max_steps 2"
+# a reward function with a helper process that is stopped, as judges of code stop what runs too long
+LETTERS = """
+import multiprocessing, time
+fork = multiprocessing.get_context("fork")
+def run_for_ever(ready):
+    ready.set()
+    time.sleep(9)
+def share_of_early_letters(prompts, completions, **columns):
+    ready = fork.Event()
+    helper = fork.Process(target=run_for_ever, args=(ready,))
+    helper.start(), ready.wait(), helper.terminate(), helper.join()
+    assert helper.exitcode == -15
+    return [sum('a' <= x <= 'm' for x in c) / max(len(c), 1) for c in completions]
+"""
 OPTIONS = """--microscope 3 --missing_eos_penalty 1 --normalize_reward 1 --entropy_coef 0.01
              --clip_high 0.3 --kl_in loss --kl_estimator k2
              --reward_model_name_or_path BASE/models/measured"""
@@ -216,10 +230,7 @@ def base():
     knobs = json.loads((folder / "ds_config.json").read_text())
     knobs["zero_optimization"]["zero_hpz_partition_size"] = 2
     (folder / "hpz.json").write_text(json.dumps(knobs))
-    (folder / "letters.py").write_text(
-        "def share_of_early_letters(prompts, completions, **columns):\n"
-        "    return [sum('a' <= x <= 'm' for x in c) / max(len(c), 1) for c in completions]\n"
-    )
+    (folder / "letters.py").write_text(LETTERS)
     return folder
 
 

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 from deepspeed.utils import zero_to_fp32
+from safetensors import SafetensorError
 
 import common
 from machinery.base import records, refused
@@ -126,11 +127,15 @@ def export(checkpoint, to, merge=False):
     """
     to = check_target(checkpoint, to)
     args, saved = read_run(checkpoint)
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=to.parent, prefix=".export-") as aside:
-        new = Path(aside) / "new"
-        write_models(args, saved, checkpoint, new, merge)
-        new.rename(to)
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=to.parent, prefix=".export-") as aside:
+            new = Path(aside) / "new"
+            write_models(args, saved, checkpoint, new, merge)
+            new.rename(to)
+    except (OSError, SafetensorError) as error:
+        words = f"{to} could not be written, or {checkpoint} not be read: {error}"
+        raise Refused("not-exported", f"{words}\n  Nothing is left of it.") from error
 
 
 def write_models(args, saved, checkpoint, folder, merge):

@@ -27,8 +27,12 @@ sys.path.insert(0, str(ROOT))
 import ppo
 from machinery.base import modules, refused
 from machinery.base.refused import Refused
+<<<<<<< HEAD
 from machinery.data import formats, rows, sources
 from machinery.engine import patches
+=======
+from machinery.data import rows, sources
+>>>>>>> main
 from machinery.rollout import judging
 from machinery.run import launch
 from tools.chat import session, tables
@@ -136,10 +140,8 @@ def read_rows(args, path, flag, stages, kept):
     for number, row in enumerate(source.get("test", source["train"]), 1):
         if args.num and len(found) == args.num:
             break
-        try:
+        with rows.reading(row, f"{path}, row {number}"):
             made = kept(row, columns, stage)
-        except formats.BadRow as error:
-            rows.refuse(row, f"{path}, row {number}", error)
         if isinstance(made, str) and made in rows.FATAL:
             raise Refused("chat-template", f"{path}: {made}.")
         if isinstance(made, str):
@@ -228,9 +230,12 @@ def score(args, judge):
         names = ["chosen_score", "rejected_score"] if len(made["responses"]) > 1 else ["score"]
         own = {name: next(scores) for name in names}
         scored.append(own)
-        # A column of the data keeps its name
-        new = {f"reward_model_{name}" if name in row else name: own[name] for name in names}
-        out.write({**row, **new})
+        line = dict(row)
+        for name, value in own.items():
+            while name in row:  # a column of the data keeps its name
+                name = f"reward_model_{name}"
+            line[name] = value
+        out.write(line)
         if not args.out:
             print("  ".join(f"{name} {value:8.3f}" for name, value in own.items()))
     print("\n".join(["", *tables.scored(scored)]))

@@ -14,8 +14,11 @@ class Refused(Exception):
     """
 
     def __init__(self, rule, words):
-        super().__init__(words)
+        super().__init__(rule, words)  # both, or it could not come from another process
         self.rule, self.words = rule, words
+
+    def __str__(self):
+        return self.words
 
 
 def program(main):

@@ -1,5 +1,6 @@
 """Makes the rows of a stage: its share of the data, tokenised and cut; train and held-out."""
 
+import contextlib
 import hashlib
 import json
 import zlib
@@ -17,10 +18,25 @@ from machinery.data.tokens import NO_TEMPLATE, TURNS_UNKNOWN, tokenise_prompt, t
 STAGES = ("sft", "reward", "ppo")  # in the order of --data_split
 TEXTS = {"sft": ["response"], "reward": ["chosen", "rejected"], "ppo": []}  # of an Example
 MANY = 10_000  # rows that take some ten seconds to tokenise: several processes share the work
+MOST_HELD_OUT = 2_000  # rows: a share of them is known to 0.02, and an evaluation takes its time
 FATAL = NO_TEMPLATE, TURNS_UNKNOWN  # for any row
+EMPTY = "empty prompt or response"
 
 
 # ---- One row ----
+@contextlib.contextmanager
+def reading(row, place):
+    """Refuses the row, and names its file and line, else `place`, whatever is raised meanwhile."""
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        why = error if isinstance(error, formats.BadRow) else repr(error)
+        words = f"{row.get(sources.PLACE) or place}: {why}.\n  Mend the row, or take it out."
+        raise Refused("bad-row", words) from error
+
+
 def cut(prompt_ids, prompt_loss_mask, responses, limit):
     """Cuts a prompt, with its mask, and each of its responses to `limit` tokens together.
 
@@ -47,16 +63,19 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
     columns: the names of those that the source has, for rows that leave some out. names: --columns.
     """
     prompt, texts, example = read_row(sources.parse(row, names), stage)
-    row = sources.parse(row)
-    others = {name: row.get(name) for name in [*columns, *row] if name != "prompt"}
+    own = sources.parse(row)
+    others = {name: own.get(name) for name in [*columns, *own] if name != "prompt"}
     ids, mask, responses, drop = [], [], [], ""
-    try:
-        ids, mask, responses = tokenise(tokenizer, stage, prompt, texts, example, train_on)
-        ids, mask, responses = cut(ids, mask, responses, limit)
-        if stage == "reward" and responses[0] == responses[1]:
-            raise LeftOut("chosen equals rejected, or does once it is cut")
-    except LeftOut as why:
-        drop = str(why)
+    with reading(row, f"{own}"[:200]):
+        try:
+            ids, mask, responses = tokenise(tokenizer, stage, prompt, texts, example, train_on)
+            ids, mask, responses = cut(ids, mask, responses, limit)
+            if not ids:  # a normaliser, or the template, has left nothing of it
+                raise LeftOut(EMPTY)
+            if stage == "reward" and responses[0] == responses[1]:
+                raise LeftOut("chosen equals rejected, or does once it is cut")
+        except LeftOut as why:
+            drop = str(why)
     return {
         "prompt": formats.as_text(prompt),
         "chat": isinstance(prompt, list),
@@ -75,7 +94,7 @@ def tokenise(tokenizer, stage, prompt, texts, example, train_on):
     train_on = example.train_on if whole else train_on or example.train_on
     written = [formats.as_text(prompt or ""), *([] if whole else texts)]
     if not all(text and text.strip() for text in written):
-        raise LeftOut("empty prompt or response")
+        raise LeftOut(EMPTY)
     if stage == "sft" and train_on == "all":
         chat = isinstance(prompt, list)
         turns_of = tokens.tokenise_turns if chat else tokens.tokenise_dialogue
@@ -98,8 +117,8 @@ def load_rows(args, tokenizer, stage, limit):
 
     Where they hold chats, the tokenizer's EOS becomes the end of turn (tokens.end_as_in_chats).
     Each stage takes its own share of every source's rows (--data_split). Held out is the source's
-    own test split, or a twentieth of the prompts, by hash. Neither depends on --seed: stages with
-    different seeds must not share rows.
+    own test split, or a twentieth of the prompts, by hash; of all together MOST_HELD_OUT at most.
+    Neither depends on --seed: stages with different seeds must not share rows.
     """
     trained_on = set()  # the prompts that any stage trains on, in any source
     shares = []
@@ -116,16 +135,18 @@ def load_rows(args, tokenizer, stage, limit):
         taken = share_of(source["train"].select(own), args.data_split, stage)
         split = ",".join(f"{part:g}" for part in args.data_split)
         said = f"{path}: {len(taken):,} of {len(own):,} rows (--data_split {split})"
-        options = {"tokenizer": tokenizer, "stage": stage, "limit": limit, "columns": columns}
-        options |= {"names": names, "train_on": getattr(args, "train_on", None)}
+        options = dict(tokenizer=tokenizer, stage=stage, limit=limit, columns=columns, names=names)
+        options["train_on"] = getattr(args, "train_on", None)
         part = "test" if "test" in source else "train"
         shares.append((path, said, taken, source[part], asked[part], options))
     made = {"train": [], "test": []}
+    most = max(MOST_HELD_OUT, getattr(args, "num_eval_prompts", 0)) // len(shares)
     for path, said, train, test, prompts, options in shares:
         unseen = [i for i, both in enumerate(prompts) if trained_on.isdisjoint(both)]
-        ranks.say(f"{said}, {len(unseen):,} held out")
+        few = np.sort(np.random.default_rng(0).permutation(unseen)[:most]).astype(int)
+        ranks.say(f"{said}, {len(few):,} of {len(unseen):,} held-out rows")
         made["train"] += tokenise_rows(train, options, f"{path}, train")
-        made["test"] += tokenise_rows(test.select(unseen), options, f"{path}, test")
+        made["test"] += tokenise_rows(test.select(few), options, f"{path}, test")
     for part, kept in made.items():
         if not kept:
             why = "dropped, another step's (--data_split), or of prompts that are trained on"
@@ -156,19 +177,11 @@ def read_prompts(path, part, rows, stage, names):
     """
     prompts = []
     for number, row in enumerate(rows, 1):
-        try:
+        with reading(row, f"{path}, {part}, row {number}"):
             example = read_row(sources.parse(row, names), stage)[-1]
-        except formats.BadRow as error:
-            refuse(row, f"{path}, {part}, row {number}", error)
         asked = example.question or example.prompt
         prompts.append((formats.as_text(example.prompt), formats.as_text(asked)))
     return prompts
-
-
-def refuse(row, place, error):
-    """Refuses a row that cannot be read: at `place`, if it does not say where it stands."""
-    place = row.get(sources.PLACE) or place
-    raise Refused("bad-row", f"{place}: {error}.\n  Mend the row, or take it out.")
 
 
 def share_of(rows, data_split, stage):

@@ -3,8 +3,6 @@
 import re
 from contextlib import suppress
 
-from jinja2 import TemplateError
-
 from machinery.base import ranks
 from machinery.data.formats import ASSISTANT, HUMAN, LeftOut
 from machinery.models import model_folders
@@ -144,7 +142,7 @@ def render(tokenizer, messages, opening=False):
     try:
         options = {"add_generation_prompt": opening, "tokenize": False}
         return tokenizer.apply_chat_template(messages, **options)
-    except TemplateError as error:  # "roles must alternate", "no system role"
+    except Exception as error:  # "roles must alternate", or whatever its code raises
         raise LeftOut(f"the chat template refuses it: {error}") from error
 
 

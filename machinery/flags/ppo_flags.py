@@ -36,7 +36,8 @@ def add_options(parser):
     function = "f(prompts, completions, **columns) returns a number a response, or one a token"
     arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION", fixed=True)
     arg("reward_combine", "sum", "one score of several judges'", choices=["sum", "min"], fixed=True)
-    arg("gold_fn", str, "a function like --reward_fn's, only logged", metavar="FILE:FUNCTION")
+    logged = "a function like --reward_fn's, only logged"
+    arg("gold_fn", str, logged, metavar="FILE:FUNCTION", fixed=True)
     scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
     arg("normalize_reward", 0, scaled, most=1, fixed=True)
     arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
@@ -62,7 +63,8 @@ def add_sampling_flags(arg):
     nucleus = "nucleus sampling; 1: off. Log-probs are the whole distribution's"
     arg("top_p", 1.0, nucleus, least=1e-6, most=1, fixed=True)
     arg("top_k", 0, "sample from the k likeliest; 0: off. Log-probs as --top_p's", fixed=True)
-    arg("num_eval_prompts", 128, "held-out prompts answered at each evaluation", least=1)
+    evaluated = "held-out prompts answered at each evaluation"
+    arg("num_eval_prompts", 128, evaluated, least=1, fixed=True)
 
 
 def add_loss_flags(arg):

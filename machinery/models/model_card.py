@@ -7,17 +7,6 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from machinery.base import ranks
 
-LOAD = """from transformers import {kind}, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-model = {kind}.from_pretrained("{name}"{head})
-"""
-WRITE = """inputs = tokenizer("PROMPT", return_tensors="pt")
-answer = model.generate(**inputs, max_new_tokens=128, eos_token_id=tokenizer.eos_token_id)
-print(tokenizer.decode(answer[0]))"""
-SCORE = """inputs = tokenizer(["PROMPT" + "RESPONSE"], padding=True, return_tensors="pt")
-print(model(**inputs).logits[:, 0])  # one score for each text"""
-
 
 def write(args, record, title, folder, **facts):
     """Writes README.md of the model in `folder`. A card that fails does not cost the weights.
@@ -26,7 +15,8 @@ def write(args, record, title, folder, **facts):
     """
     try:
         text = card(args, record, title, Path(folder), **facts)
-        (Path(folder) / "README.md").write_text(text)
+        with open(Path(folder) / "README.md", "x") as file:  # one that is there is the user's
+            file.write(text)
     except Exception as error:  # of what the base's README.md, flags and logs may hold
         ranks.say(f"the model card, README.md, could not be written: {error!r}")
 
@@ -46,9 +36,9 @@ def card(args, record, title, folder, adapted, scores, appends):
         pipeline_tag="text-classification" if scores else "text-generation",
         tags=["rlhf", kind.replace(" ", "-")],
     )
-    loader = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
-    labels = ", num_labels=1" if scores else ""  # beside adapters transformers finds no number
-    code = LOAD.format(kind=loader, name=folder.name, head=labels) + (SCORE if scores else WRITE)
+    load = f'AutoModelForCausalLM.from_pretrained("{folder.name}")'
+    if scores:  # beside adapters transformers finds no number of labels
+        load = f'AutoModelForSequenceClassification.from_pretrained("{folder.name}", num_labels=1)'
     last = last_evaluation(Path(args.output_dir) / "metrics.jsonl")
     metrics = "\n".join(f"| {name} | {value} |" for name, value in last.items())
     return f"""---
@@ -63,12 +53,7 @@ on {record["data_rows"]} rows of {", ".join(map(name_of, args.data_path))}.
 **Limits.** Nothing but the metrics below was measured: what it writes may be wrong, unfair or
 harmful, and a score only orders responses to the same prompt.
 
-## How to load it
-
-```python
-{code}
-```
-
+It is loaded by transformers with `{load}`.
 {"Append EOS to each text." if scores and not appends else ""}
 
 ## Metrics at the end

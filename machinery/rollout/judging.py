@@ -5,11 +5,12 @@ FILE:FUNCTION) is called as TRL calls one: f(prompts, completions, **columns), w
 columns.
 """
 
-import copy
+import contextlib
 import functools
 import importlib.util
 import inspect
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -68,12 +69,30 @@ def load_function(spec, flag):
     if path.suffix != ".py" or not path.is_file():
         words = f"{flag} {spec}: there is no Python file {file!r}.\n  Give it as FILE.py:FUNCTION."
         raise Refused("function-file", words)
-    module_spec = importlib.util.spec_from_file_location(path.stem, file)
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)  # what it raises has its own traceback
-    if not callable(getattr(module, name, None)):
+    source = importlib.util.spec_from_file_location(spec.replace(".", "_"), file)
+    module = importlib.util.module_from_spec(source)
+    sys.modules[source.name] = module  # where dataclasses look for it, and pickle
+    with users_code(spec, f"in the file of {flag}"):
+        source.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
         raise Refused("function-name", f"{flag} {spec}: there is no function {name} in {file}.")
-    return getattr(module, name)
+    if inspect.getfullargspec(function).varkw is None:
+        words = f"{flag} {spec}: it must be {name}(prompts, completions, **columns)."
+        raise Refused("function-columns", words)
+    return function
+
+
+@contextlib.contextmanager
+def users_code(name, note):
+    """Gives what the code of a user's function raises a note; it keeps its own traceback."""
+    try:
+        yield
+    except SystemExit as error:  # a run that ends with its exit code would look finished
+        raise RuntimeError(f"{name} ended the program ({error.code})") from error
+    except Exception as error:
+        error.add_note(note)
+        raise
 
 
 def call_function(function, batch):
@@ -100,18 +119,14 @@ def scores_of(function, responses):
     """
     name = getattr(function, "__name__", repr(function))
     columns = columns_for(function, responses)
-    try:
+    rows = [response.get("row") for response in responses]
+    note = f"raised for the responses to rows {rows}; columns: {', '.join(columns)}"
+    with users_code(name, note):
         values = list(function(**columns))
-    except SystemExit as error:  # a run that ends with its exit code would look finished
-        raise RuntimeError(f"{name} ended the program ({error.code})") from error
-    except Exception as error:
-        rows = [response["row"] for response in responses if "row" in response]
-        error.add_note(f"raised for the responses to rows {rows}; columns: {', '.join(columns)}")
-        raise
-    if len(values) != len(responses):
-        words = f"{name} returned {len(values)} scores for {len(responses)} responses."
-        raise Refused("function-returns", words)
-    return [as_score(name, value, response) for value, response in zip(values, responses)]
+        if len(values) != len(responses):
+            words = f"{name} returned {len(values)} scores for {len(responses)} responses."
+            raise Refused("function-returns", words)
+        return [as_score(name, value, response) for value, response in zip(values, responses)]
 
 
 def as_score(name, value, response):
@@ -144,6 +159,5 @@ def columns_for(function, responses):
     columns = {name: [row.get(name) for row in rows] for name in names}
     columns.update(prompts=prompts, completions=completions)
     if "completion_ids" in inspect.signature(function).parameters:
-        ids = [response["response_ids"] for response in responses]
-        columns["completion_ids"] = copy.deepcopy(ids)
+        columns["completion_ids"] = [[*response["response_ids"]] for response in responses]
     return columns

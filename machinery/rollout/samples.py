@@ -1,7 +1,6 @@
 """--num_samples: a few held-out prompts that step 1 answers greedily at each evaluation."""
 
-from types import SimpleNamespace
-
+import numpy as np
 import torch
 from transformers import GenerationConfig
 
@@ -9,13 +8,14 @@ import common
 from machinery.base import ranks
 from machinery.data.tokens import tokenise_response
 from machinery.engine import zero3
+from machinery.rollout import judging
 from machinery.run import logs
 
 
 def answer_and_keep(run, engine, tokenizer, held_out, step, gold=None):
     """Answers the first held-out prompts, writes them to samples.jsonl and shows the first.
 
-    gold: the judge of --gold_fn. Returns {"eval_gold": their mean score}, or {} without it.
+    gold: the function of --gold_fn. Returns {"eval_gold": their mean score}, or {} without it.
     """
     count = min(run.args.num_samples, len(held_out))
     rows = [held_out[i] for i in range(count)]
@@ -32,16 +32,11 @@ def answer_and_keep(run, engine, tokenizer, held_out, step, gold=None):
     return {"eval_gold": sum(golds) / len(golds)} if gold else {}
 
 
-def graded(gold, rows, texts, tokenizer):
-    """Returns the score that the judge of --gold_fn gives to each response, as in step 3."""
-    ids = [tokenise_response(tokenizer, text) for text in texts]
-    mask = common.pad(ids, 0, "right")[1]  # (B, R)
-    batch = SimpleNamespace(
-        responses=[{**row, "text": t, "response_ids": i} for row, t, i in zip(rows, texts, ids)],
-        response_mask=mask,
-        last=mask * (mask.cumsum(-1) == mask.sum(-1, keepdim=True)),
-    )
-    return gold(batch).sum(-1).tolist()
+def graded(function, rows, texts, tokenizer):
+    """Returns the score that the function of --gold_fn gives to each response, as in step 3."""
+    pairs = zip(rows, texts)
+    made = [{**row, "text": t, "response_ids": tokenise_response(tokenizer, t)} for row, t in pairs]
+    return [float(np.sum(score)) for score in judging.scores_of(function, made)]
 
 
 @torch.no_grad()

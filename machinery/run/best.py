@@ -29,21 +29,21 @@ def keep(run, record):
 
     All ranks call it. After --resume best/ may be of a step after the checkpoint: it stays until it
     is surpassed. Step 0 does not count: its model is there already. The new model is written whole
-    in best.new/, and takes the place of the old one by renames.
+    in .new/, and takes the place of the old one by renames. A file of the user's stays there.
     """
     name = run.args.keep_best
     if not name:
         return
     output = Path(run.args.output_dir)
-    best, new, old = output / "best", output / "best.new", output / "best.old"
+    best, new, old = (output / name for name in ("best", ".new/best", ".old/best"))
     better = False
     if ranks.get_rank() == 0:
         if not best.exists() and (new / EVALUATION).exists():  # killed between the two renames
             new.rename(best)
         better = improves(best / EVALUATION, name, record[name])
         if better:
-            shutil.rmtree(new, ignore_errors=True)
-            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(new.parent, ignore_errors=True)
+            shutil.rmtree(old.parent, ignore_errors=True)
     if not ranks.all_sum(better)[0]:
         return
     run.save(run.engine, run.tokenizer, new)
@@ -52,10 +52,14 @@ def keep(run, record):
         saving.sync(new / EVALUATION)
         saving.sync(new)
         if best.exists():
+            copy = lambda file, to: Path(to).exists() or shutil.copy2(file, to)  # noqa: E731
+            shutil.copytree(best, new, copy_function=copy, dirs_exist_ok=True)
+            old.parent.mkdir()
             best.rename(old)
         new.rename(best)
         saving.sync(output)
-        shutil.rmtree(old, ignore_errors=True)
+        new.parent.rmdir()
+        shutil.rmtree(old.parent, ignore_errors=True)
     ranks.say(f"{name} {record[name]:.6g} is the best so far: the model is in {best}")
 
 

@@ -98,6 +98,7 @@ class Run:
             self.notes.update(saved["notes"])
             self.folder.note()
         else:
+            self.phase.note("at the first evaluation")
             record = {"step": 0, "epoch": 0.0, **evaluate(0)}
             best.check(args, record)
             self.write(record)

@@ -3,9 +3,10 @@
 import copy
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
-from data_kit import TEMPLATE, chat, dahoas, folder, load, many
+from data_kit import TEMPLATE, chat, dahoas, folder, load, many, write
 
 from machinery.base.refused import Refused
 from machinery.data import rows, tokens
@@ -184,3 +185,43 @@ def test_a_template_whose_turns_cannot_be_told_is_refused(tokenizer, tmp_path):
         load(tokenizer, [folder(tmp_path, [row] * 9)])
     assert caught.value.rule == "chat-template" and "--train_on last" in caught.value.words
     assert rows.tokenise_row(row, tokenizer, "sft", 128, "last")["drop"] == ""
+
+
+ODD = """{% for m in messages %}{% if m.content == "raise" %}{{ 1 + m.content }}{% endif %}
+{%- if m.content != "raise" and m.content != "silent" %}<{{ m.role }}>{{ m.content }}{% endif %}
+{%- endfor %}"""
+
+
+def test_a_row_that_the_template_cannot_render_is_dropped(tokenizer):
+    """Its code may raise anything, not only jinja's own errors; and a prompt of which nothing is
+    left would be a row without tokens, which stops PPO in the middle of a run."""
+    tokenizer.chat_template = ODD
+    for text, why in (("Why?", ""), ("raise", "the chat template refuses"), ("silent", "empty")):
+        for stage in ("sft", "ppo"):
+            row = rows.tokenise_row({"messages": chat(text, "A.")}, tokenizer, stage, 64)
+            assert row["drop"].startswith(why) and bool(row["drop"]) == bool(why)
+
+
+class Failing:
+    """A tokenizer that cannot read one row."""
+
+    eos_token_id = 1
+
+    def __call__(self, text, **options):
+        if text == "Q7?":
+            raise KeyError("a bug of the tokenizer's")
+        return SimpleNamespace(input_ids=[5, 6])
+
+
+@pytest.mark.parametrize("many_rows", [10_000, 2])
+def test_whatever_a_row_raises_names_its_line(tmp_path, monkeypatch, many_rows):
+    """Also from one of the processes that tokenise many rows: an error that cannot be sent from
+    there would be waited for without an end."""
+    monkeypatch.setattr(rows, "MANY", many_rows)
+    for kind, place in ((".jsonl", "train.jsonl, line 8: KeyError"), (".parquet", "'Q7?'")):
+        place_of = tmp_path / kind[1:]
+        write(place_of / f"train{kind}", many(9, dahoas))
+        write(place_of / f"test{kind}", [dahoas(50)])
+        with pytest.raises(Refused) as caught:
+            load(Failing(), [place_of], "sft")
+        assert caught.value.rule == "bad-row" and place in caught.value.words, caught.value

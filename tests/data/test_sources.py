@@ -1,7 +1,9 @@
 """Sources: what stands in a file reaches training and reward functions as the file spells it."""
 
+import io
 import json
 
+import pyarrow.parquet
 import pytest
 from data_kit import both, dahoas, load, many, texts, write
 
@@ -71,11 +73,15 @@ def test_all_of_a_csv_file_is_text(tokenizer, tmp_path):
 
 
 GOOD = '{"prompt": "Q?", "response": " r"}\n'
+NOT_UTF8 = io.BytesIO()
+column = pyarrow.array([b"\xff"]).view(pyarrow.string())
+pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), NOT_UTF8)
 BROKEN = {  # files that cannot be read: what the message must say
     "cut.jsonl": (GOOD + '{"prompt": "Q?", "resp', "cut.jsonl, line 2: "),
     "control.jsonl": (GOOD + '{"prompt": "Q\x01?"}\n', "control.jsonl, line 2: "),
     "half.jsonl": (GOOD + '{"prompt": "\\ud800"}\n', "half.jsonl, line 2: "),
     "latin.jsonl": (GOOD.encode() + '{"prompt": "é"}'.encode("latin-1"), "latin.jsonl, line 2: "),
+    "latin.parquet": (NOT_UTF8.getvalue(), "Invalid UTF8 sequence at string index 0"),
     "rows.txt": (GOOD, ".jsonl, .json, .csv, .parquet"),
     "empty.jsonl": ("\n", "empty.jsonl is empty"),
     "cells.csv": ("prompt,response\nQ?, r\nQ?, r,more\n", "cells.csv, line 3: "),

@@ -27,7 +27,7 @@ def test_the_three_steps_share_the_rows_out(tokenizer, tmp_path, capsys):
     parts = [prompts(tokenizer, tmp_path, stage)[0] for stage in STAGES]
     assert [len(part) for part in parts] == [20, 40, 40] and len(set.union(*parts)) == 100
     said = capsys.readouterr().out.splitlines()
-    of_all = "of 100 rows (--data_split 2,4,4), 1 held out"
+    of_all = "of 100 rows (--data_split 2,4,4), 1 of 1 held-out rows"
     assert said == [f"{tmp_path}: {n} {of_all}" for n in (20, 40, 40)]
 
 
@@ -68,9 +68,23 @@ def test_held_out_prompts_are_never_trained_on_with_a_test_split(tokenizer, tmp_
     write(tmp_path / "train.jsonl", many(60, dahoas))
     write(tmp_path / "test.jsonl", many(80, dahoas)[40:])
     found = [prompts(tokenizer, tmp_path, stage) for stage in STAGES]
-    assert ", 20 held out" in capsys.readouterr().out
+    assert "of 20 held-out rows" in capsys.readouterr().out
     trained, held_out = (set.union(*parts) for parts in zip(*found))
     assert held_out == {f"Q{i}?" for i in range(60, 80)} and not trained & held_out
+
+
+def test_of_many_held_out_rows_some_are_taken(tokenizer, tmp_path, capsys, monkeypatch):
+    """Of each source alike, the same ones in every run, and said: an evaluation of all rows of a
+    large set takes longer than the steps between. --num_eval_prompts may ask for more."""
+    monkeypatch.setattr(rows, "MOST_HELD_OUT", 6)
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        write(path / "train.jsonl", many(10, dahoas))
+        write(path / "test.jsonl", [dahoas(f"{path.name}{i}") for i in range(20)])
+    first, again = (load(tokenizer, paths)[1]["prompt"] for _ in range(2))
+    assert sorted(prompt[1] for prompt in first) == list("aaabbb") and [*first] == [*again]
+    assert capsys.readouterr().out.count("3 of 20 held-out rows") == 4
+    assert len(load(tokenizer, paths, "ppo", num_eval_prompts=9)[1]) == 8
 
 
 def test_what_step_3_asks_is_not_held_out(tokenizer, tmp_path):

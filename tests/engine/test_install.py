@@ -26,7 +26,6 @@ def answer(folder, command, gpus="", devices=""):
         ("580.65.06, 9.0", ""),
         ("570.86.10, 9.0", CU126),  # PyPI's torch 2.13 is CUDA 13: "driver too old"
         ("590.10, 7.5\\n590.10, 7.0", CU126),  # CUDA 13 has T4, and no V100
-        ("570.86.10, 12.0", "Update the driver"),  # CUDA 12.6 has no Blackwell
     ],
 )
 def test_an_old_driver_or_gpu_is_told_which_torch_to_take(tmp_path, gpus, says):

@@ -2,6 +2,7 @@
 
 import json
 
+import transformers
 import yaml
 from bases import saved
 
@@ -11,7 +12,7 @@ from tests.kit import ROOT
 
 def test_the_card_says_what_the_hub_and_its_readers_ask(tmp_path, monkeypatch):
     """Base model, data and its share, metrics at the end, limits, how to load it;
-    no path of this machine, and no license that nobody chose. Its Python loads the folder."""
+    no path of this machine, and no license that nobody chose. Its call loads the folder."""
     (tmp_path / "out").mkdir()
     lines = [{"step": 0, "eval_loss": 6.0}, {"step": 8, "eval_loss": 2.5}, {"step": 9, "loss": 1.0}]
     (tmp_path / "out/metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -27,7 +28,8 @@ def test_the_card_says_what_the_hub_and_its_readers_ask(tmp_path, monkeypatch):
         assert words in body, words
     assert str(tmp_path) not in text and str(ROOT) not in text
     monkeypatch.chdir(tmp_path)
-    exec(body.split("```python")[1].split("```")[0])
+    load = body.split("transformers with `")[1].split("`")[0]
+    assert eval(load, vars(transformers)).config.num_labels == 1
 
 
 def test_the_card_finds_the_base_on_the_hub(tmp_path):
@@ -39,8 +41,13 @@ def test_the_card_finds_the_base_on_the_hub(tmp_path):
 
 
 def test_no_card_costs_the_weights(tmp_path, monkeypatch):
-    """The base's README.md may be in any encoding; whatever fails, the model is saved."""
+    """The base's README.md may be in any encoding; whatever fails, the model is saved. A README.md
+    of the user's stays as it is."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base/README.md").write_bytes(b"caf\xe9")
     folder, *_ = saved(tmp_path, "full")
     assert saving.is_whole(folder) and not (tmp_path / "out/README.md").exists()
+    (tmp_path / "out/README.md").write_text("mine")
+    (tmp_path / "base/README.md").unlink()
+    saved(tmp_path, "full")
+    assert (tmp_path / "out/README.md").read_text() == "mine"

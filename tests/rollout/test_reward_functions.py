@@ -1,6 +1,7 @@
 """Reward functions are the user's own code: what they return is input, too."""
 
 import functools
+import pickle
 import sys
 
 import pytest
@@ -71,3 +72,40 @@ def test_a_function_cannot_end_the_run_as_if_all_were_well():
             pass
         else:
             raise AssertionError("it has scored")
+
+
+FUNCTION = "\ndef f(prompts, completions, **columns):\n    return [1.0 for _ in prompts]\n"
+FILES = {  # of a user: the error that it raises, and a word that must be there, or None
+    "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    "@dataclass\nclass Rule:\n    weight: float = 1.0\n": None,
+    "import sys\nsys.exit(0)": (RuntimeError, "ended the program"),  # not the end of a good run
+    "{}['gone']": (KeyError, "--reward_fn"),
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_users_file_is_loaded_like_any_module(tmp_path, text):
+    """Its dataclasses find their module, a Pool can send its functions, and two files of one name
+    are two modules. What it raises says which flag has named it."""
+    loaded = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "json.py").write_text(text + FUNCTION)
+        spec = f"{tmp_path / folder}/json.py:f", "--reward_fn"
+        if FILES[text] is None:
+            loaded.append(judging.load_function(*spec))
+            continue
+        with pytest.raises(FILES[text][0]) as caught:
+            judging.load_function(*spec)
+        said = [str(caught.value), *getattr(caught.value, "__notes__", [])]
+        assert any(FILES[text][1] in words for words in said)
+    assert [pickle.loads(pickle.dumps(function)) for function in loaded] == loaded
+
+
+def test_what_a_function_raises_or_returns_names_the_rows():
+    """One place for both: the traceback is the function's own, and the note says which rows."""
+    rows = [{**RESPONSE, "row": number} for number in (7, 8)]
+    for returned in (lambda **columns: 1 / 0, lambda **columns: [1.0, None]):
+        with pytest.raises((ZeroDivisionError, TypeError, RuntimeError)) as caught:
+            judging.scores_of(returned, rows)
+        assert "rows [7, 8]" in "".join(caught.value.__notes__)

@@ -94,6 +94,10 @@ def test_a_stop_text_ends_a_response(tiny_model, tokenizer):
     assert stopped[0]["response_ids"] == free[0]["response_ids"][:4]
     assert stopped[1]["response_ids"] == free[1]["response_ids"]
     assert [row["ended"] for row in stopped] == [1, 0]
+    text = "zq7-" * 9  # of many tokens
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    found = decoding.at_stop(SimpleNamespace(stop=[text]), tokenizer, torch.tensor([ids]), len(ids))
+    assert len(ids) > 16 and found.tolist() == [True]
 
 
 # --------------------------------------------------------------------------------------------------

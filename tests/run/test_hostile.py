@@ -306,7 +306,7 @@ def draw_rows(case):
 # Output folders, and resumed runs
 # --------------------------------------------------------------------------------------------------
 FOREIGN = """notes.txt my_model.safetensors ema/notes.txt critic/x/y.json checkpoints/notes/a.txt
-    checkpoints/step-2-copy/rank0.pt checkpoints/step-x/a.pt .hidden""".split()
+    checkpoints/step-2-copy/rank0.pt checkpoints/step-x/a.pt .hidden README.md""".split()
 
 
 def unfinish(output, last):

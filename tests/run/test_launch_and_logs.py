@@ -5,6 +5,7 @@ import os
 import re
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from matplotlib.axes import Axes
@@ -146,3 +147,13 @@ def test_rounding_noise_has_no_panel(drawn):
     moves = {"learning_rate": [1e-7, 2e-7, 1e-7], "actor_loss": [7e-9, -5e-9, 1e-8]}
     rows = [{name: values[i] for name, values in moves.items()} for i in range(3)]
     assert list(drawn(rows)) == ["learning rate"]
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"sft": 3}', "{}"])
+def test_a_limits_json_of_somebody_else_is_left_out(tmp_path, text):
+    """A folder of data may hold any file of that name: the curves are drawn without limits."""
+    args = SimpleNamespace(data_path=[tmp_path], declared=SimpleNamespace(script="sft"))
+    (tmp_path / "limits.json").write_text('{"sft": {"loss": 1}}')
+    assert logs.limits(args) == {"loss": 1}
+    (tmp_path / "limits.json").write_text(text)
+    assert logs.limits(args) == {}

@@ -242,6 +242,7 @@ def test_logs_of_a_launcher_may_be_there_before(tmp_path):
 # What --resume compares
 # --------------------------------------------------------------------------------------------------
 CHANGES = ["top_p 0.9", "keep_best eval_kl", "reward_fn a.py:g", "reward_model_name_or_path other"]
+CHANGES += ["gold_fn=", "num_eval_prompts 9"]  # what --keep_best and curves compare
 SAME = ["actor_learning_rate 1", "reward_fn moved/a.py:f"]
 
 
@@ -253,13 +254,12 @@ def test_resume_compares_what_shapes_the_run(tmp_path, change):
     rest += ["--samples_per_prompt", "2", "--allow_unstable", "1"]
     begin(tmp_path, *rest, script="ppo").lock.release()
     checkpoint(tmp_path)
-    flag, value = change.split()
-    args = get_args(tmp_path, *rest, f"--{flag}", value, "--resume", script="ppo")
+    args = get_args(tmp_path, *rest, *f"--{change}".split(), "--resume", script="ppo")
     if change in SAME:
         return output_folder.check(args)
     with kit.refuses("flag-changed") as caught:
         output_folder.check(args)
-    assert f"--{flag}" in caught.value.words
+    assert f"--{change.split()[0].rstrip('=')}" in caught.value.words
 
 
 DATA_FACTS = {"rows_per_step": 8, "data_rows": 40, "data_fingerprint": 7}
@@ -378,7 +378,7 @@ def best_run(folder, weights):
     args = SimpleNamespace(output_dir=str(folder), keep_best="eval_loss")
 
     def save(engine, tokenizer, place):
-        place.mkdir()
+        place.mkdir(parents=True)
         (place / "model.safetensors").write_text(weights)
         (place / "config.json").write_text("{}")
 
@@ -387,8 +387,12 @@ def best_run(folder, weights):
 
 def test_the_best_model_is_whole_at_every_moment(tmp_path, monkeypatch):
     """Killed before any of the operations on files that replace it, best/ or a folder beside it
-    holds a model and its evaluation; and what comes next finds it again."""
+    holds a model and its evaluation; and what comes next finds it again. What a user has put there,
+    or beside it, stays."""
     best.keep(best_run(tmp_path / "run", "first"), {"step": 1, "eval_loss": 3.0})
+    for mine in ("best", "best.old"):
+        (tmp_path / "run" / mine).mkdir(exist_ok=True)
+        (tmp_path / "run" / mine / "notes.txt").write_text("mine")
     moments = 0
     while moments < 99:
         folder = tmp_path / f"killed-{moments}"
@@ -413,14 +417,15 @@ def test_the_best_model_is_whole_at_every_moment(tmp_path, monkeypatch):
                 ended = True
             except Killed:
                 ended = False
-        whole = [part for part in folder.glob("best*") if (part / "evaluation.json").exists()]
+        whole = [part for part in folder.rglob("best") if (part / "evaluation.json").exists()]
         assert any(saving.is_whole(part) for part in whole)
         best.keep(best_run(folder, "worse"), {"step": 3, "eval_loss": 9.0})
         there = (folder / "best/model.safetensors").read_text()
         assert json.loads((folder / "best/evaluation.json").read_text())["eval_loss"] in (2, 3)
         assert there in ("first", "second") and saving.is_whole(folder / "best")
+        assert {part.parent.name for part in folder.glob("best*/notes.txt")} == {"best", "best.old"}
         if ended:
-            assert there == "second" and [p.name for p in folder.glob("best*")] == ["best"]
+            assert there == "second" and [*folder.rglob("best")] == [folder / "best"]
             break
         moments += 1
     assert moments > 6

@@ -4,7 +4,6 @@ Each scene is a real run of sft.py on two ranks under ZeRO 2: five steps, checkp
 and 4. What it ends with is compared with a run that nothing befell.
 """
 
-import multiprocessing
 import os
 import re
 import resource
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from machinery.run.run import restore_signals
 from tests import kit, runs
 
 TOUCHES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
@@ -210,27 +208,6 @@ def test_a_signal_saves_a_checkpoint_and_a_second_ctrl_c_does_not(stopped):
     done = play(stopped, *more, fault="ctrl_c", step=3, only=1)
     assert done.codes == [1, 1] and kept(stopped) == ["step-2", "step-3"], done
     assert "interrupted after step 3" in done.out and not (stopped / "config.json").exists()
-
-
-def test_a_signal_ends_a_helper_that_a_users_function_has_forked():
-    """It has the run's handler, which only notes the signal, until `restore_signals`, which the run
-    registers for every fork: judges of code set time limits by such helpers."""
-    forked = multiprocessing.get_context("fork")
-    ready = forked.Event()
-
-    def helper():
-        restore_signals()
-        ready.set()
-        time.sleep(60)
-
-    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
-    process = forked.Process(target=helper)
-    process.start()
-    signal.signal(signal.SIGTERM, before)
-    assert ready.wait(10)
-    process.terminate()
-    process.join(10)
-    assert process.exitcode == -signal.SIGTERM
 
 
 # --------------------------------------------------------------------------------------------------

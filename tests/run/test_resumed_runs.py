@@ -123,6 +123,7 @@ def test_the_best_model_is_kept(tmp_path):
     for folder in (resumed, run_of("reward_zero3")):
         assert (folder / "model.safetensors").read_bytes() == last.read_bytes()
     assert json.loads((whole / "best/evaluation.json").read_text())["step"] == step
+    assert "\n# best\n" in (whole / "best/README.md").read_text()  # not the name it was written by
 
 
 def test_step_2_stores_what_step_3_scales_by():

@@ -32,6 +32,8 @@ def length(prompts, completions, **columns):
     return [float(len(text)) for text in completions]
 def dice(prompts, completions, **columns):
     return [random.random() for text in completions]
+def narrow(prompts, completions):
+    return [0.0 for text in completions]
 limit = 3
 """
 FILES = {  # what lies in the box: a path, and its text or its rows
@@ -116,6 +118,7 @@ CASES = {  # script and flags: a word of the message
     "ppo --reward_fn missing.py:length": "missing.py",
     "ppo --reward_fn score.py:length score.py:lenght": "lenght",
     "ppo --reward_fn score.py": "score.py",
+    "ppo --reward_fn score.py:narrow": "narrow(prompts, completions, **columns)",
     "ppo --gold_fn missing.py:length": "missing.py",
     # where the run would go
     "sft --output_dir done": "done",

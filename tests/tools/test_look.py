@@ -182,6 +182,13 @@ def test_a_folder_in_any_state_is_read(tmp_path):
     assert run.broken == {"metrics.jsonl": 5, "samples.jsonl": 1, "tokens.jsonl": 1}
     assert [step for step, _ in run.series("gold")] == list(range(12))
     assert run.samples == run.tokens == [] and page.page("t", [run], ["a note"])
+    named = "step, " + ", ".join(names for script, names, _ in verdicts.ROWS if script == "ppo")
+    for value in ("x", None, [1], 10**400, {}):  # args.json and samples, too, may hold anything
+        run.args = dict.fromkeys([*TWICE, "generation_batches", "max_answer_seq_len"], value)
+        row = dict(dict.fromkeys(samples.NUMBERS, value), prompt="Why?", response="So.")
+        run.samples = [dict(row, step=0), dict(row, step=9)]
+        run.found, run.metrics = {}, [dict.fromkeys(named.split(", "), 7)]
+        assert page.page("t", [run], [])
     for name in ("samples", "tokens", "metrics"):
         (folder / f"{name}.jsonl").unlink()  # it has just begun
     assert page.page("t", runs.find([folder]), [])

@@ -111,6 +111,8 @@ def test_the_table_holds_means_and_win_rates():
         (["\n\nHuman: Who?\n\nAssistant:", "\n\nHuman: How?\n\nAssistant:"], models.DIALOGUE),
         (['[{"role": "user", "content": "Who?"}]'], "chat"),
         (["only one\nAnswer:"], None),  # what belongs to the question cannot be told
+        ([], None),
+        ([7, ["no text"]], None),
     ],
 )
 def test_a_question_is_written_as_in_the_models_own_samples(tmp_path, prompts, template):
@@ -195,6 +197,8 @@ def test_a_prompt_that_is_too_long_keeps_its_end(flags):
     writer.positions = 12
     cut = writer.prompt(args, 0, "What is a fox? " * 9)
     assert cut["prompt_ids"] == whole["prompt_ids"][-6:] and cut["cut"] and not whole["cut"]
+    with kit.refuses("prompt-refused"):  # without a token there is nothing to answer
+        writer.prompt(args, 0, "")
 
 
 # ---- Files ----
@@ -224,8 +228,8 @@ PAIR = {"chosen": " Yes.", "rejected": " No."}
     "row, scored",
     [
         (
-            {"prompt": "Who?", **PAIR, "chosen_score": "mine"},
-            {"reward_model_chosen_score": "Who? Yes.", "rejected_score": "Who? No."},
+            {"prompt": "Who?", **PAIR, "chosen_score": "mine", "reward_model_chosen_score": 3},
+            {f"{'reward_model_' * 2}chosen_score": "Who? Yes.", "rejected_score": "Who? No."},
         ),
         ({"messages": [*ASKED, dict(role="assistant", content="Me.")]}, {"score": None}),
     ],

@@ -151,10 +151,12 @@ class Writer(Model):
         room = self.positions - self.answer_length(args)
         try:
             ids = tokens.tokenise_prompt(self.tokenizer, text)
+            if not ids:
+                raise formats.LeftOut("nothing is left of it in tokens")
         except formats.LeftOut as error:
             shown = formats.as_text(text)[:300]
-            words = f"the chat template of {self.name} refuses a prompt: {error}.\n  {shown}"
-            raise Refused("chat-template-refuses", words) from error
+            words = f"{self.name} cannot be given a prompt: {error}.\n  {shown}"
+            raise Refused("prompt-refused", words) from error
         row = {"row": number, "sample": 0, "row_weight": 1, "asked": prompt, "extra": extra}
         row.update(prompt=formats.as_text(text), chat=isinstance(text, list))
         return {**row, "prompt_ids": ids[-room:], "cut": len(ids) > room}

@@ -4,6 +4,7 @@ import math
 from statistics import fmean as mean
 
 from machinery.base import statistics
+from tools.report.runs import is_number
 
 BINS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the probability that the judge gives its choice
 
@@ -103,7 +104,7 @@ def changes(before, after):
         row = {"prompt": line["prompt"], "before": line["response"], "after": other["response"]}
         for name in ("reward", "gold", "response_length", "kl"):
             for when, found in (("before", line), ("after", other)):
-                if isinstance(found.get(name), (int, float)):
+                if is_number(found.get(name)):
                     row[f"{name}_{when}"] = found[name]
         gain, loss = rise(row, "reward"), rise(row, "gold")
         row["gamed"] = gain is not None and loss is not None and gain > 0 > loss

@@ -258,4 +258,16 @@ ROWS = [
 
 def of(run):
     """Returns (metrics, status, words) for each row of the table that speaks of this run's step."""
-    return [(metrics, *verdict(run)) for script, metrics, verdict in ROWS if script == run.script]
+    rows = [row for row in ROWS if row[0] == run.script]
+    return [(metrics, *judged(verdict, run)) for _, metrics, verdict in rows]
+
+
+def judged(verdict, run):
+    """Returns the verdict, or "not known" where args.json or the log holds other kinds of values.
+
+    A damaged file must not cost the page.
+    """
+    try:
+        return verdict(run)
+    except Exception as error:
+        return UNKNOWN, f"args.json or metrics.jsonl holds what is no such number: {error}."
