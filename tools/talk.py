@@ -27,12 +27,8 @@ sys.path.insert(0, str(ROOT))
 import ppo
 from machinery.base import modules, refused
 from machinery.base.refused import Refused
-<<<<<<< HEAD
-from machinery.data import formats, rows, sources
-from machinery.engine import patches
-=======
 from machinery.data import rows, sources
->>>>>>> main
+from machinery.engine import patches
 from machinery.rollout import judging
 from machinery.run import launch
 from tools.chat import session, tables
