@@ -4,9 +4,12 @@ An arm is a dict of flags for each step, over those of BASE. All runs have one r
 through the whole pipeline: its own SFT model, reward model and PPO.
 """
 
+from dataclasses import replace
+
 import runner
 
 TEXT = runner.ROOT / "output/labs/text.jsonl"  # run.py writes it
+SECOND = runner.ROOT / "output/labs/second"  # and this: the toy's data with another seed
 BASE = {  # the toy, made smaller: half its rows a step, and fewer steps
     "sft": "--num_train_epochs 3 --num_samples 0",
     "reward": "--model_name_or_path {sft} --num_train_epochs 2",
@@ -29,11 +32,21 @@ ACCURACY = {
     "accuracy": ("reward", "eval_accuracy", "last"),
 }
 LIMITS = {"gold": 1.0, "accuracy": 0.816, "SFT loss": 0.387}
+RESULTS = runner.ROOT / "labs/results"
+PLAIN = tuple(  # the plain recipe's runs, of 24, 40, 60 and 240 steps
+    (RESULTS / f"{name}.json", arm)
+    for name, arm in (
+        ("stability", "rate x1, 1 epoch"),
+        ("constants", "ours"),
+        ("critic", "from the reward model"),
+        ("ema", "decay 0.9, 240 steps"),
+    )
+)
 
 
 def lab(title, arms, measures=GOLD, shown=("gold", "KL"), logarithmic=(), **options):
     """A lab; by default of the whole pipeline, with the gold score after step 3."""
-    options |= {"limits": LIMITS}
+    options = {"limits": LIMITS, "plain": PLAIN, **options}
     return runner.Lab(title, BASE, arms, measures, shown, logarithmic, **options)
 
 
@@ -68,6 +81,13 @@ ESTIMATORS = {
     "grpo": f"--advantage grpo {GROUP}",
     "reinforce": "--advantage reinforce",
 }
+JUDGES = {
+    "judge of 1/2 of the pairs": "--data_split 4,2.5,3.5 --num_train_epochs 2",
+    "judge of 1/8 of the pairs": "--data_split 4,0.625,5.375 --num_train_epochs 4",
+}
+BEST_OF = ppo(  # 64 samples of each of 140 prompts
+    "--max_steps 0 --num_eval_prompts 8960", fault="answer_64_times", best_of=64
+)
 LONGER = "--max_steps 60 --eval_steps 30"
 ALONE, WARMUP = "--critic_warmup_steps 20", "critic-warmup"
 FROM_SFT = "--critic_model_name_or_path {sft} --reward_model_name_or_path {reward}"
@@ -76,13 +96,17 @@ LABS = {
     "stability": lab(
         "Do several updates on a rollout diverge?",
         {
-            f"rate x{factor}, {name}": ppo(f"{SHORT} {flags} {rates}")
+            f"rate x{factor}, {name}": ppo(
+                f"{SHORT} {flags} {rates}", against=f"rate x{factor}, 1 epoch"
+            )
             for factor, rates in (("1", ""), ("5", FAST), ("10", FASTER))
             for name, flags in SEVERAL_UPDATES.items()
         }
         | {
             f"rate x{factor}, 4 epochs, {name}": ppo(
-                f"{SHORT} {EPOCHS} 4 {rates} {flags}", fault=fault
+                f"{SHORT} {EPOCHS} 4 {rates} {flags}",
+                fault=fault,
+                against=f"rate x{factor}, 4 epochs",
             )
             for factor, rates in (("5", FAST), ("10", FASTER))
             for name, flags, fault in (
@@ -108,44 +132,41 @@ LABS = {
             "old log-probs shifted by one": ppo("", fault="shifted"),
             "mask without EOS": ppo("", fault="no_eos"),
             "whitened by halves of the batch": ppo("", fault="whitened_by_halves"),
-            "4 epochs, none": ppo(f"{EPOCHS} 4", fault="none"),
+            "4 epochs, none": ppo(f"{EPOCHS} 4", fault="none", against="4 epochs, none"),
             "4 epochs, dropout 0.1 in training": ppo(
-                f"{EPOCHS} 4 --actor_dropout 0.1", fault="none"
+                f"{EPOCHS} 4 --actor_dropout 0.1", fault="none", against="4 epochs, none"
             ),
-            "4 epochs, old log-probs shifted": ppo(f"{EPOCHS} 4", fault="shifted"),
+            "4 epochs, old log-probs shifted": ppo(
+                f"{EPOCHS} 4", fault="shifted", against="4 epochs, none"
+            ),
         },
         {**GOLD, **RATIO},
         ("gold", "KL", "ratio_max"),
-        ("ratio_max",),
+        ("KL", "ratio_max"),
     ),
     "overoptimisation": lab(
         "The reward keeps rising while the gold score falls",
         {f"kl_coef {coef}": ppo(f"--kl_coef {coef} {FURTHER}") for coef in (0, 0.01, 0.05, 0.2)}
         | {
-            "judge of 1/2 of the pairs, kl_coef 0": {
-                "reward": "--data_split 4,2.5,3.5 --num_train_epochs 2",
-                "ppo": f"--kl_coef 0 {FURTHER}",
-            },
-            "judge of 1/8 of the pairs, kl_coef 0": {
-                "reward": "--data_split 4,0.625,5.375 --num_train_epochs 4",
-                "ppo": f"--kl_coef 0 {FURTHER}",
+            **{
+                f"{name}, kl_coef 0": {"reward": flags, "ppo": f"--kl_coef 0 {FURTHER}"}
+                for name, flags in JUDGES.items()
             },
             **{
                 f"{name}, kl_coef 0": ppo(f"{flags} --kl_coef 0 {FURTHER}")
                 for name, flags in ESTIMATORS.items()
                 if name != "gae"
             },
-            "best of n": ppo(  # 64 samples of each of 140 prompts
-                "--max_steps 0 --num_eval_prompts 8960", fault="answer_64_times", best_of=64
-            ),
+            "best of n": BEST_OF,
         },
-        curves=(("sqrt kl", "gold"), ("sqrt kl", "reward")),
+        panels=True,
     ),
     "sft-epochs": lab(
         "Is SFT to be trained far beyond its flat loss?",
         {
             f"{count} epoch{'s' * (count > 1)}": {
                 "sft": f"--num_train_epochs {count}",
+                "against": "4 epochs",
             }
             for count in (1, 2, 4, 8, 16)
         },
@@ -156,6 +177,7 @@ LABS = {
             **GOLD,
         },
         ("SFT loss", "gold before", "gold"),
+        compared=("gold before", "gold"),
     ),
     "reward-epochs": lab(
         "Does a second epoch of the reward model hurt step 3?",
@@ -165,6 +187,7 @@ LABS = {
         },
         {**ACCURACY, "calibration error": ("reward", "calibration", "last"), **GOLD},
         ("loss", "accuracy", "calibration error", "gold"),
+        compared=("loss", "gold"),
     ),
     "head-init": lab(
         "How must the head of the reward model begin?",
@@ -183,6 +206,7 @@ LABS = {
         },
         ("loss at step 0", "loss", "accuracy"),
         until="reward",
+        compared=("accuracy",),
     ),
     "regularisers": lab(
         "Weight decay 0, 0.1, 0; dropout on, off, off and on",
@@ -200,11 +224,14 @@ LABS = {
         },
         {"SFT loss": ("sft", "eval_loss", "last"), **ACCURACY, **GOLD},
         ("SFT loss", "accuracy", "gold"),
+        compared=("accuracy", "gold"),
     ),
     "rates": lab(
         "Should the actor's learning rate be twice the critic's?",
         {
-            f"critic {name} of the actor's": ppo(f"--critic_learning_rate {2e-4 * factor:g}")
+            f"critic {name} of the actor's": ppo(
+                f"--critic_learning_rate {2e-4 * factor:g}", against="critic 2 of the actor's"
+            )
             for name, factor in (("1/8", 1 / 8), ("1/2", 1 / 2), ("1", 1), ("2", 2), ("4", 4))
         },
         {**GOLD, **VARIANCE},
@@ -229,6 +256,7 @@ LABS = {
             "gold at the EMA's KL": ("ppo", "gold at EMA", "last"),
         },
         ("gold", "EMA gold", "gold at the EMA's KL"),
+        compared=(("EMA gold", "gold at the EMA's KL"),),
     ),
     "critic": lab(
         "Start the critic from the reward model, and warm it up?",
@@ -236,7 +264,9 @@ LABS = {
             "from the reward model": ppo(LONGER),
             "from the reward model, 20 steps alone": ppo(f"{LONGER} {ALONE}", variant=WARMUP),
             "from SFT, new head": ppo(f"{LONGER} {FROM_SFT}"),
-            "from SFT, 20 steps alone": ppo(f"{LONGER} {FROM_SFT} {ALONE}", variant=WARMUP),
+            "from SFT, 20 steps alone": ppo(
+                f"{LONGER} {FROM_SFT} {ALONE}", variant=WARMUP, against="from SFT, new head"
+            ),
         },
         {
             "gold at step 30": ("ppo", "eval_gold", 30),
@@ -244,6 +274,7 @@ LABS = {
             "explained_variance, mean": ("ppo", "explained_variance", "mean"),
         },
         ("gold at step 30", "gold", "explained_variance, mean"),
+        compared=("gold at step 30", "gold"),
     ),
     "ptx": lab(
         "Does text mixed in keep the language, and is 27.8 unstable?",
@@ -264,18 +295,19 @@ LABS = {
         },
         ("text loss", "gradient norm", "gold"),
         ("gradient norm",),
+        compared=(("text loss", "text loss before"), "gold"),
         given={"text": TEXT},
     ),
     "estimators": lab(
         "GAE needs a critic; RLOO, GRPO and REINFORCE do not",
         {
-            f"{name}{penalty}": ppo(f"{flags} {coef} {FURTHER}")
+            f"{name}{penalty}": ppo(f"{flags} {coef} {FURTHER}", against=f"gae{penalty}")
             for penalty, coef in (("", ""), (", no KL", "--kl_coef 0"))
             for name, flags in ESTIMATORS.items()
         }
         | {
             "grpo, no deviation": ppo(
-                f"--advantage grpo {GROUP} {FURTHER}", fault="grpo_no_deviation"
+                f"--advantage grpo {GROUP} {FURTHER}", fault="grpo_no_deviation", against="grpo"
             )
         },
         {**GOLD, "seconds a step": ("ppo", "seconds", "mean")},
@@ -294,3 +326,92 @@ LABS = {
         },
     ),
 }
+
+# ---- What would decide more: not run yet, and without a page ----
+MORE = {
+    "estimators-as-declared": lab(
+        "GAE, RLOO, GRPO and REINFORCE at the toy's own rates, as first declared",
+        {
+            f"{name}{penalty}": ppo(f"{flags} {coef}", against=f"gae{penalty}")
+            for penalty, coef in (("", ""), (", no KL", "--kl_coef 0"))
+            for name, flags in ESTIMATORS.items()
+        }
+        | {
+            "grpo, no deviation": ppo(
+                f"--advantage grpo {GROUP}", fault="grpo_no_deviation", against="grpo"
+            )
+        },
+    ),
+    "sft-epochs-longer": lab(
+        "Do the SFT models of more epochs catch up in more steps of PPO?",
+        {
+            f"SFT {epochs} epochs, PPO {steps} steps": {
+                "sft": f"--num_train_epochs {epochs}",
+                "ppo": f"--max_steps {steps} --eval_steps {steps // 4}",
+                "against": f"SFT 4 epochs, PPO {steps} steps",
+            }
+            for steps in (80, 160)
+            for epochs in (4, 8, 16)
+        },
+    ),
+    "mismatch-split": lab(
+        "Shifted log-probs: does the ratio hurt, or the KL penalty?",
+        {
+            "none": ppo("", fault="none"),
+            "both shifted": ppo("", fault="shifted"),
+            "the ratio alone": ppo("", fault="shifted_ratio"),
+            "the penalty alone": ppo("", fault="shifted_penalty"),
+            "none, no KL": ppo("--kl_coef 0", fault="none", against="none, no KL"),
+            "both shifted, no KL": ppo("--kl_coef 0", fault="shifted", against="none, no KL"),
+        },
+        {**GOLD, **RATIO},
+    ),
+    "head-init-ranks": lab(
+        "The head of the reward model under ZeRO-3 on two ranks",
+        {
+            name: {"reward": "--zero_stage 3 --per_device_train_batch_size 8", "ranks": 2, **fault}
+            for name, fault in (("std 1/(d+1) (ours)", {}), ("own", {"fault": "head_library"}))
+        },
+        {"loss at step 0": ("reward", "eval_loss", "first"), **ACCURACY},
+        ("loss at step 0", "loss", "accuracy"),
+        until="reward",
+        compared=("loss at step 0", "accuracy"),
+    ),
+    "critic-longer": lab(
+        "Warm-up of the critic, before 60 steps of both",
+        {
+            f"{name}{warm}": ppo(f"{start} {flags}", against=name, **others)
+            for warm, flags, others in (
+                ("", LONGER, {}),
+                (
+                    ", 20 steps before",
+                    f"--max_steps 80 --eval_steps 40 {ALONE}",
+                    {"variant": WARMUP},
+                ),
+            )
+            for name, start in (("from the reward model", ""), ("from SFT", FROM_SFT))
+        },
+    ),
+    "best-of-judges": lab(
+        "Best of 64 by judges of fewer pairs",
+        {"judge of all pairs": BEST_OF}
+        | {name: {**BEST_OF, "reward": flags} for name, flags in JUDGES.items()},
+        panels=True,
+    ),
+}
+
+
+def again(lab):
+    """A lab whose actors answer 280 held-out prompts four times each, at the end."""
+    flags = "--actor_model_name_or_path {ppo} --critic_model_name_or_path {reward} --max_steps 0 "
+    flags += "--num_eval_prompts 1120"
+    then = {"ppo again": ("ppo", flags, "answer_4_times")}
+    measures = {**lab.measures, "gold": ("ppo again", "eval_gold", "last")}
+    return replace(lab, then=then, measures=measures)
+
+
+def second(lab):
+    """A lab on data that no setting was chosen on: other held-out pairs of animal and place."""
+    data = {script: f"{flags} --data_path {{second}}" for script, flags in lab.base.items()}
+    data["ppo"] += " --gold_fn toy/gold.py:gold"
+    return replace(lab, base=data, given={**lab.given, "second": SECOND / "data"}, plain=())

@@ -86,6 +86,32 @@ def shifted():
     around_forward(change)
 
 
+def shifted_ratio():
+    """The ratio alone is to the log-prob of the token before; the KL penalty is right."""
+    two_passes()
+    policy_loss = ppo.policy_loss
+
+    def change(logprobs, old_logprobs, advantages, *clips):
+        return policy_loss(logprobs, old_logprobs.roll(1, -1), advantages, *clips)
+
+    ppo.policy_loss = change
+
+
+def shifted_penalty():
+    """The KL penalty alone is that of the log-probs of the tokens before; the ratio is right."""
+    two_passes()
+    set_rewards = ppo.set_rewards
+
+    def change(args, batch, *others):
+        kl, logprobs = batch.kl, batch.old_logprobs.roll(1, -1)
+        estimates = {kind: ppo.kl_estimate(logprobs, batch.ref_logprobs, kind) for kind in kl}
+        batch.kl = {kind: each * batch.response_mask for kind, each in estimates.items()}
+        set_rewards(args, batch, *others)
+        batch.kl = kl
+
+    ppo.set_rewards = change
+
+
 def no_eos():
     """The mask of the losses ends one token early: EOS is never trained on."""
     two_passes()
@@ -172,11 +198,14 @@ FAULTS = {
     "bf16_scores": lambda: bf16(True),
     "bf16_trains": lambda: bf16(False),
     "shifted": shifted,
+    "shifted_ratio": shifted_ratio,
+    "shifted_penalty": shifted_penalty,
     "no_eos": no_eos,
     "whitened_by_halves": whitened_by_halves,
     "offset_2": lambda: offset(2.0),
     "grpo_no_deviation": grpo_no_deviation,
     "dual_clip_3": lambda: dual_clip(3.0),
+    "answer_4_times": lambda: answer_often(4),
     "answer_64_times": lambda: answer_often(64),
     "head_0.02": lambda: head(lambda width: 0.02),
     "head_root": lambda: head(lambda width: (width + 1) ** -0.5),

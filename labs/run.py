@@ -2,19 +2,25 @@
 
     python labs/run.py NAME              makes the runs that are not there yet, and draws
     python labs/run.py NAME --plot       table and picture from labs/results/NAME.json alone
+    python labs/run.py NAME --dry_run    the commands of its runs
     python labs/run.py                   lists the labs
 
-A lab is declared in labs/declared.py.
+More runs: --seeds 4 5 6 adds seeds; --again has each actor answer 280 held-out prompts four times
+at its end, and --second takes data that no setting was chosen on. The last two write results of
+their own, labs/results/NAME-again.json, and leave the page as it is. A lab is declared in
+labs/declared.py.
 """
 
 import json
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import runner  # noqa: E402
-from declared import LABS, TEXT  # noqa: E402
+from declared import LABS, MORE, SECOND, TEXT, again, second  # noqa: E402
 
 
 def write_text(file):
@@ -26,15 +32,33 @@ def write_text(file):
 
 
 def main():
-    args = runner.new_parser(__doc__, LABS, "output/labs").parse_args()
+    labs = {**LABS, **MORE}
+    parser = runner.new_parser(__doc__, labs, "output/labs")
+    parser.add_argument("--dry_run", action="store_true", help="print the commands alone")
+    parser.add_argument("--seeds", type=int, nargs="+", help="in place of the lab's own")
+    parser.add_argument("--again", action="store_true", help="four answers to 280 prompts")
+    parser.add_argument("--second", action="store_true", help="other data")
+    args = parser.parse_args()
     if args.name is None:
-        for name, lab in LABS.items():
+        for name, lab in labs.items():
             known = "results here" if runner.read(HERE / f"results/{name}.json") else "not run yet"
-            print(f"{name:16} {lab.title} ({known})")
+            print(f"{name:22} {lab.title} ({known})")
         return
+    name, lab = args.name, labs[args.name]
+    if args.seeds:
+        lab = replace(lab, seeds=tuple(args.seeds))
+    if args.again:
+        name, lab = f"{name}-again", again(lab)
+    if args.second:
+        name, lab = f"{name}-second", second(lab)
+    if args.dry_run:
+        return runner.show(lab.chains(), args.runs.resolve())
     write_text(TEXT)
-    places = [HERE / name.format(args.name) for name in ("results/{}.json", "{}.md", "{}.png")]
-    runner.study(LABS[args.name], args.runs.resolve(), args.jobs, *places, args.plot)
+    if args.second:
+        make = [sys.executable, runner.ROOT / "toy/make.py", "--seed", "5678", "--out", SECOND]
+        subprocess.run(make, check=True)
+    places = [HERE / file.format(name) for file in ("results/{}.json", "{}.md", "{}.png")]
+    runner.study(lab, args.runs.resolve(), args.jobs, *places, args.plot)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,19 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from math import comb, exp, log, sqrt
+from math import comb, exp, isnan, log, nan, sqrt
 from pathlib import Path
+
+import numpy
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "<!-- table -->"
+MARKERS = "os^Dv<>PX*"  # of the seeds
+EDGE = 4.2  # of the axis of sqrt(KL) where a run may go far
+OF_LAST = ("fault", "variant", "ranks")  # what an arm may say of its last run
 FINISHED = "finished.json"  # written into a run's folder when it has ended by itself
+# Student's t for an interval of 95 %, with 1 to 9 degrees of freedom
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 REDUCERS = {"last": lambda v: v[-1], "first": lambda v: v[0], "max": max, "mean": statistics.mean}
 CURVE = ("step", "kl", "gold", "reward", "response_length")  # kept of each evaluation
 LABELS = {
@@ -37,7 +44,8 @@ class Lab:
     """What is compared: runs of each arm and seed, the whole pipeline up to one script.
 
     An arm is a dict: {script: its flags, over those of `base`}, and for the last script also
-    "fault" (of labs/faults.py), "variant" (of variants/), "best_of" (samples of each prompt).
+    "fault" (of labs/faults.py), "variant" (of variants/), "best_of" (samples of each prompt),
+    "ranks". "against" names the arm that it is compared with, which is the lab's first by default.
     """
 
     title: str
@@ -47,9 +55,13 @@ class Lab:
     shown: tuple = ()  # the measures that the picture shows
     logarithmic: tuple = ()
     until: str = "ppo"  # the last script
+    then: dict = field(default_factory=dict)  # {name: (script, flags, fault)}: runs after it
     curves: tuple = ()  # or the picture shows these pairs of axes: ("sqrt kl", "gold")
+    panels: bool = False  # or there is one panel for each arm, gold against sqrt(KL)
     limits: dict = field(default_factory=dict)  # {heading: the best that can be}
     hidden: tuple = ()  # metrics that mean something else in a run with a variant
+    compared: tuple = ("gold",)  # measures; or pairs of measures of the same run
+    plain: tuple = ()  # pairs: a file of results, and its arm that follows the plain recipe
     models: dict = field(default_factory=dict)  # {name: (script, flags)}: runs before the others
     given: dict = field(default_factory=dict)  # {name: a folder that is there}
     seeds: tuple = (1, 2, 3)
@@ -64,15 +76,21 @@ class Lab:
                 runs = {**made}
                 for script, flags in self.base.items():
                     last = script == self.until
-                    own = {key: arm.get(key, "") for key in ("fault", "variant")} if last else {}
+                    own = {key: arm[key] for key in OF_LAST if key in arm} if last else {}
                     words = merged(flags, arm.get(script, ""))
-                    known = {**self.given, **runs}.items()
-                    parents = [pair for pair in known if f"{{{pair[0]}}}" in " ".join(words)]
-                    runs[script] = Run(script, words, seed, tuple(parents), **own)
+                    runs[script] = Run(script, words, seed, self.parents(runs, words), **own)
                     if last:
                         break
+                for key, (script, flags, fault) in self.then.items():
+                    words = merged(flags)
+                    runs[key] = Run(script, words, seed, self.parents(runs, words), fault)
                 chains[name, seed] = runs
         return chains
+
+    def parents(self, runs, words):
+        """Returns those of the given folders and of the runs before that flags name."""
+        known = {**self.given, **runs}.items()
+        return tuple(pair for pair in known if f"{{{pair[0]}}}" in " ".join(words))
 
 
 # ---- Runs ----
@@ -86,11 +104,13 @@ class Run:
     parents: tuple = ()  # pairs: name, and a Run or a path
     fault: str = ""  # of labs/faults.py
     variant: str = ""  # of variants/, applied to a copy of the code
+    ranks: int = 1
 
     def folder(self, root):
         """Returns its output folder. Equal runs of several labs have the same."""
         parents = [str(place(parent, Path())) for _, parent in self.parents]
-        text = repr((self.script, self.flags, self.fault, self.variant, parents))
+        several = (self.ranks,) if self.ranks > 1 else ()
+        text = repr((self.script, self.flags, self.fault, self.variant, parents, *several))
         return root / f"{self.script}-{hashlib.sha1(text.encode()).hexdigest()[:10]}-{self.seed}"
 
     def command(self, root):
@@ -99,8 +119,9 @@ class Run:
         flags = [word.format(**at) if "{" in word else word for word in self.flags]
         fault = [str(ROOT / "labs/faults.py"), self.fault] if self.fault else []
         seed = [] if "--seed" in flags else ["--seed", str(self.seed)]
-        start = [sys.executable, *fault, f"{self.script}.py", "--preset", "toy"]
-        return [*start, *flags, *seed, "--output_dir", str(self.folder(root))]
+        several = ["-m", "torch.distributed.run", f"--nproc_per_node={self.ranks}"]
+        start = [sys.executable, *(several if self.ranks > 1 else []), *fault, f"{self.script}.py"]
+        return [*start, "--preset", "toy", *flags, *seed, "--output_dir", str(self.folder(root))]
 
     def is_made(self, root):
         return (self.folder(root) / FINISHED).exists()
@@ -146,16 +167,16 @@ def make(run, root):
     folder.mkdir(parents=True, exist_ok=True)
     tree = root / f"tree-{run.variant}" if run.variant else ROOT
     env = {"OMP_NUM_THREADS": "1", **os.environ}
-    saved = folder / "config.json"  # written when a run has ended
-    if not saved.exists():
+    code = 0
+    if not (folder / "config.json").exists():  # written when a run has ended
         with open(output, "a") as log:
             options = dict(stdout=log, stderr=subprocess.STDOUT, cwd=tree, env=env)
             code = subprocess.call(command, **options)
-    stopped = not saved.exists() and (
+    stopped = code != 0 and (
         next(folder.glob("nonfinite_rank*.jsonl"), None) is not None
         or (code == 1 and "not finite" in output.read_text())
     )
-    if not (stopped or saved.exists()):
+    if code != 0 and not stopped:
         tail = output.read_text()[-1500:]
         raise SystemExit(f"{shlex.join(command)}\nended with code {code}:\n{tail}")
     seconds = time.time() - began
@@ -293,14 +314,14 @@ def collect(lab, chains, root):
         hidden = lab.hidden if run.variant else ()
         ended = json.loads((run.folder(root) / FINISHED).read_text())
         result = {"arm": name, "seed": seed, "stopped": ended["stopped"]}
-        if lab.curves and "best_of" in arm:
+        if "best_of" in arm:
             result["curve"] = best_of(run.folder(root), arm["best_of"])
-        elif lab.curves:
+        elif lab.curves or lab.panels:
             result["curve"] = curve_of(run.folder(root), hidden)
         known = {head: spec for head, spec in lab.measures.items() if spec[1] not in hidden}
         values = {head: measured(folders, spec) for head, spec in known.items()}
         found.append(rounded({**result, "values": values}))
-    return sorted(found, key=lambda result: list(lab.arms).index(result["arm"]))
+    return found
 
 
 def write(file, results):
@@ -314,7 +335,7 @@ def read(file):
     return json.loads(file.read_text()) if file.exists() else []
 
 
-# ---- Table and picture ----
+# ---- Statistics ----
 def by_arm(results):
     """Returns {arm: its results}, in the order of the lab."""
     arms = {}
@@ -323,18 +344,143 @@ def by_arm(results):
     return arms
 
 
-def table(lab, results):
-    """Returns the table in Markdown: the mean, with the smallest and largest in brackets."""
-    lines = ["| arm | runs | " + " | ".join(lab.measures) + " |"]
-    lines.append("| --- " * (len(lab.measures) + 2) + "|")
+def by_seed(results, measure):
+    """Returns {seed: its value} of an arm's results, where there is one.
+
+    measure: a heading, or a pair of them: then the first's value less the second's.
+    """
+    if isinstance(measure, tuple):
+        first, second = (by_seed(results, head) for head in measure)
+        return {seed: first[seed] - second[seed] for seed in first if seed in second}
+    values = {result["seed"]: result["values"].get(measure) for result in results}
+    return {seed: value for seed, value in values.items() if value is not None}
+
+
+def baseline(lab, arm):
+    """Returns the arm with which an arm is compared."""
+    return lab.arms[arm].get("against", next(iter(lab.arms)))
+
+
+def differences(lab, results, arm, measure, curve=None):
+    """Returns {seed: by how much an arm is above its baseline}, of the seeds that both have.
+
+    A seed's runs share their SFT model and their random numbers as far as the arms permit, so that
+    pairs differ by less than seeds do. Of a pair of measures: by how much the first is above the
+    second, in the same run. curve: of plain_curve(); it is subtracted from each of the two.
+    """
     found = by_arm(results)
+    if isinstance(measure, tuple):
+        return by_seed(found.get(arm, []), measure)
+
+    def values(name):
+        each = found.get(name, [])
+        own, kls = by_seed(each, measure), by_seed(each, "KL") if curve else {}
+        return {seed: own[seed] - curve(kls[seed]) for seed in kls} if curve else own
+
+    own, other = values(arm), values(baseline(lab, arm))
+    return {seed: own[seed] - other[seed] for seed in own if seed in other}
+
+
+def plain_curve(lab):
+    """Returns gold as a function of KL, as the plain recipe has it, or None if no run shows it.
+
+    A parabola in sqrt(KL), as in [Gao 2022], fitted on all evaluations of lab.plain. Further than
+    a twentieth beyond the largest sqrt(KL) of these it is NaN: nothing is known there.
+    """
+    points = [
+        point
+        for file, arm in lab.plain
+        for result in by_arm(read(file)).get(arm, [])
+        for point in points_of(result)
+    ]
+    if not points:
+        return None
+    roots, golds = zip(*points)
+    parabola = numpy.polyfit(roots, golds, 2)
+
+    def gold(kl):
+        root = sqrt(max(kl, 0))
+        return float(numpy.polyval(parabola, root)) if root <= 1.05 * max(roots) else nan
+
+    return gold
+
+
+def points_of(result):
+    """Returns the pairs sqrt(KL), gold of a run's evaluations that were kept."""
+    if "curve" in result and "kl" in result["curve"]:
+        return list(zip(along("sqrt kl", result["curve"]), result["curve"]["gold"]))
+    values = result["values"]
+    if "KL" not in values or "gold before" not in values:
+        return []
+    return [(0.0, values["gold before"]), (sqrt(max(values["KL"], 0)), values["gold"])]
+
+
+def interval(values):
+    """Returns the mean of a list, half its 95 % interval, and how many have the mean's sign.
+
+    Student's t with one degree of freedom less than there are values.
+    """
+    mean = statistics.mean(values)
+    half = STUDENT[len(values) - 2] * statistics.stdev(values) / sqrt(len(values))
+    return mean, half, sum(value * mean > 0 for value in values)
+
+
+# ---- Table and picture ----
+def table(lab, results):
+    """Returns the table in Markdown.
+
+    Of each measure the mean, with the smallest and largest in brackets. Then how far an arm is
+    above its baseline, seed by seed: the mean of the differences, half of their 95 % interval, and
+    how many of them have the mean's sign. At equal KL: what is left of that when the curve of the
+    plain recipe is subtracted (empty where one of the runs is beyond its end).
+    """
+    columns, found = columns_of_differences(lab), by_arm(results)
+    several = len({baseline(lab, arm) for arm in lab.arms}) > 1 and columns
+    heads = ["arm", "runs", *lab.measures, *(["baseline"] if several else []), *columns]
+    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     for arm in lab.arms:
-        each = found.get(arm, [])
+        each, other = found.get(arm, []), baseline(lab, arm)
         stopped = sum(result["stopped"] for result in each)
         runs = str(len(each) or "not run yet") + (f", {stopped} stopped at NaN" if stopped else "")
-        cells = [cell(each, head) for head in lab.measures]
-        lines.append(f"| {arm} | {runs} | " + " | ".join(cells) + " |")
+        cells = [arm, runs, *(cell(each, head) for head in lab.measures)]
+        cells += [other if other != arm else ""] if several else []
+        for measure, curve in columns.values():
+            own = arm == other and isinstance(measure, str)
+            cells.append("" if own else above(differences(lab, results, arm, measure, curve)))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def table_of_earlier(rows):
+    """Returns the table of runs of which mean, smallest and largest were kept, and no more."""
+    texts = [
+        [str(c) if not isinstance(c, list) else "{:.3f} [{:.3f}, {:.3f}]".format(*c) for c in row]
+        for row in (row.values() for row in rows)
+    ]
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *texts]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def columns_of_differences(lab):
+    """Returns {heading: measure, curve} of the table's last columns; curve: see differences()."""
+    curve, columns = plain_curve(lab), {}
+    names = {baseline(lab, arm) for arm in lab.arms}
+    other = f'"{names.pop()}"' if len(names) == 1 else "its baseline"
+    for measure in lab.compared:
+        name = " above ".join([measure, other] if isinstance(measure, str) else measure)
+        columns[name] = measure, None
+        if measure == "gold" and curve:
+            columns["the same at equal KL"] = measure, curve
+    return columns
+
+
+def above(found):
+    """Returns the text of a cell of such a column: "+0.039 ± 0.021 (3 of 3)"."""
+    values = list(found.values())
+    if len(values) < 2 or any(map(isnan, values)):
+        return ""
+    mean, half, alike = interval(values)
+    return f"{mean:+.3f} ± {half:.3f} ({alike} of {len(values)})"
 
 
 def values_of(results, head):
@@ -354,32 +500,111 @@ def cell(results, head):
 
 
 def draw(lab, results, file):
-    """Draws the picture: for each measure shown a dot for every seed and a bar at the mean."""
+    """Draws the picture: curves, or the measures shown and gold against sqrt(KL)."""
     from matplotlib.figure import Figure
 
-    if lab.curves:
-        figure = Figure(figsize=(12, 4.5), layout="constrained")
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    if lab.panels:
+        draw_panels(figure, lab, results)
+    elif lab.curves:
         draw_curves(figure, lab, results)
     else:
-        arms = list(by_arm(results).items())[::-1]
-        figure = Figure(figsize=(4 * len(lab.shown) + 2, 0.32 * len(arms) + 1.4))
-        figure.set_layout_engine("constrained")
-        axes = figure.subplots(1, len(lab.shown), squeeze=False, sharey=True)[0]
-        for axis, head in zip(axes, lab.shown):
-            for row, (_, each) in enumerate(arms):
-                if values := values_of(each, head):
-                    axis.plot(values, [row] * len(values), "o", color="C0", alpha=0.6)
-                    axis.plot(statistics.mean(values), row, "|", color="k", markersize=14)
-            if head in lab.logarithmic:
-                axis.set_xscale("log")
-            if head in lab.limits:
-                axis.axvline(lab.limits[head], linestyle="--", color="gray")
-            axis.set_xlabel(head)
-            axis.grid(axis="x", alpha=0.3)
-        axes[0].set_yticks(range(len(arms)), [name for name, _ in arms])
-        axes[0].set_ylim(-0.6, len(arms) - 0.4)
+        draw_points(figure, lab, results)
+    figure.get_layout_engine().set(w_pad=0.1)
     figure.suptitle(lab.title)
     figure.savefig(file, dpi=80)
+
+
+def draw_points(figure, lab, results):
+    """Draws a row for each arm and a point for each run; a line joins the runs of one seed.
+
+    The mark says which seed. Measures of one kind have one axis. The last panel shows gold against
+    sqrt(KL), an arm in the colour of its name, beside the curve of the plain recipe.
+    """
+    from matplotlib import colormaps
+    from matplotlib.lines import Line2D
+
+    arms = list(by_arm(results).items())[::-1]
+    seeds = sorted({result["seed"] for result in results})
+    many = [[0.8 * x for x in colormaps["turbo"](i / len(arms))[:3]] for i in range(len(arms))]
+    colours = many if len(arms) > 10 else [f"C{i}" for i in range(len(arms))]
+    has_kl = {"KL", "gold"} <= set(lab.measures)
+    figure.set_size_inches(2.6 * (len(lab.shown) + has_kl) + 3, max(0.28 * len(arms) + 1.8, 3.6))
+    axes = figure.subplots(1, len(lab.shown) + has_kl, squeeze=False)[0]
+    for axis, head in zip(axes, lab.shown):
+        rows = [by_seed(each, head) for _, each in arms]
+        for seed, marker in zip(seeds, MARKERS):
+            line = [(own[seed], row) for row, own in enumerate(rows) if seed in own]
+            axis.plot(*zip(*line), "-", color="gray", alpha=0.4, linewidth=0.8)
+            for x, row in line:
+                axis.plot(x, row, marker, color=colours[row], alpha=0.8)
+        alike = [other for other in lab.shown if kind_of(other) == kind_of(head)]
+        numbers = [x for other in alike for _, each in arms for x in by_seed(each, other).values()]
+        if head in lab.logarithmic:
+            axis.set_xscale("log")
+        elif len(alike) > 1:
+            edge = 0.05 * (max(numbers) - min(numbers))
+            axis.set_xlim(min(numbers) - edge, max(numbers) + edge)
+        if head in lab.limits:
+            axis.axvline(lab.limits[head], linestyle="--", color="gray")
+        axis.set_xlabel(head)
+        axis.grid(axis="x", alpha=0.3)
+        axis.set_ylim(-0.6, len(arms) - 0.4)
+        axis.set_yticks(range(len(arms)), [name for name, _ in arms])
+        axis.tick_params(labelleft=axis is axes[0])
+    for label, colour in zip(axes[0].get_yticklabels(), colours):
+        label.set_color(colour)
+    if has_kl:
+        for (_, each), colour in zip(arms, colours):
+            for result in each:
+                marker = MARKERS[seeds.index(result["seed"])]
+                x, y = points_of(result)[-1]
+                axes[-1].plot(x, y, marker, color=colour, alpha=0.8)
+        draw_plain(axes[-1], lab)
+    marks = [Line2D([], [], color="gray", marker=m, linewidth=0) for m in MARKERS[: len(seeds)]]
+    names = [f"seed {seed}" for seed in seeds]
+    figure.legend(marks, names, loc="outside lower center", fontsize="small", ncols=10)
+
+
+def kind_of(head):
+    """Returns what a measure measures: gold scores are drawn on one axis, wherever they are."""
+    return "gold" if "gold" in head else head
+
+
+def draw_plain(axis, lab):
+    """Draws the plain recipe's gold against sqrt(KL), up to where it is known; names the axes."""
+    curve = plain_curve(lab)
+    roots = [root / 100 for root in range(1000)]
+    known = [(root, curve(root**2)) for root in roots if curve and not isnan(curve(root**2))]
+    if known:
+        axis.plot(*zip(*known), "--", color="gray", label="plain recipe")
+    axis.set(xlabel="sqrt(KL)", ylabel="gold")
+    axis.grid(alpha=0.3)
+
+
+def draw_panels(figure, lab, results):
+    """Draws a panel for each arm, all with the same axes: gold and reward against sqrt(KL).
+
+    Each seed has a colour. What lies beyond the right edge is said in the panel.
+    """
+    arms = by_arm(results)
+    rows = -(-len(arms) // 5)
+    figure.set_size_inches(13, 2.7 * rows + 0.6)
+    grid = figure.subplots(rows, 5, sharex=True, sharey=True, squeeze=False).flat
+    for axis, (arm, each) in zip(grid, arms.items()):
+        draw_plain(axis, lab)
+        for number, result in enumerate(each):
+            curve, colour = result["curve"], f"C{number}"
+            roots, seed = along("sqrt kl", curve), result["seed"]
+            axis.plot(roots, curve["gold"], ".-", color=colour, label=f"gold, seed {seed}")
+            axis.plot(roots, curve["reward"], ":", color=colour, label=f"reward, seed {seed}")
+        end = max(max(along("sqrt kl", result["curve"])) for result in each)
+        if end > EDGE:
+            axis.text(EDGE, -0.15, f"on to {end:.1f} at most ", ha="right", fontsize="small")
+        axis.set_title(arm, fontsize="small")
+        axis.set(xlim=(0, EDGE), ylabel="", ylim=(-0.25, 2.4))
+    figure.axes[0].set_ylabel("gold, and reward (dotted)")
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
 
 
 def draw_curves(figure, lab, results):
@@ -411,6 +636,22 @@ def along(x, curve):
 
 
 # ---- All of it ----
+def with_earlier(lab, found, earlier):
+    """Returns results beside those of other seeds and arms that were there before."""
+    made = {(result["arm"], result["seed"]) for result in found}
+    kept = [old for old in earlier if (old["arm"], old["seed"]) not in made]
+    order = list(lab.arms)
+    return sorted(found + kept, key=lambda one: (order.index(one["arm"]), one["seed"]))
+
+
+def show(chains, root):
+    """Prints the commands of a lab's runs, each once, and how many are there."""
+    runs = {run.folder(root): run for runs in chains.values() for run in runs.values()}
+    for run in runs.values():
+        print(shlex.join(map(str, run.command(root))))
+    print(f"{len(runs)} runs, {sum(run.is_made(root) for run in runs.values())} of them are there")
+
+
 def study(lab, root, jobs, results, page, picture, plot_only):
     """Makes the runs (unless plot_only), writes results, picture, and the table into the page.
 
@@ -422,13 +663,14 @@ def study(lab, root, jobs, results, page, picture, plot_only):
             make_all(chains, root, jobs)
         finally:
             if found := collect(lab, chains, root):
-                write(results, found)
+                write(results, with_earlier(lab, found, read(results)))
     found = read(results)
     if not found:
         raise SystemExit(f"{results} is not there: there were no runs yet")
     draw(lab, found, picture)
     print(f"{table(lab, found)}\n\nThe picture is {picture}")
-    put_table(page, table(lab, found))
+    if page.exists():
+        put_table(page, table(lab, found))
 
 
 def put_table(page, text):

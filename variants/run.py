@@ -28,7 +28,7 @@ MEASURES = {
     "KL": ("eval_kl", "last"),
     "length": ("eval_response_length", "last"),
 }
-CURVES = (("step", "gold"), ("kl", "gold"))
+CURVES = (("step", "gold"), ("kl", "gold"), ("sqrt kl", "gold"))
 
 
 def declared(name):
@@ -43,11 +43,14 @@ def declared(name):
 def lab_of(name, models):
     """Returns a variant as a lab, whose runs start from given models."""
     what = declared(name)
-    script = what["script"]
+    script, arms = what["script"], what["arms"]
+    unchanged = [arm for arm in arms if arm.startswith("unchanged: ")][:1]
     return runner.Lab(
         title=(HERE / name / "README.md").read_text().splitlines()[0].removeprefix("# "),
         base={script: what["base"]},
-        arms=what["arms"],
+        arms={arm: {**flags, "against": "".join(unchanged)} for arm, flags in arms.items()},
+        compared=("gold",) if unchanged else (),
+        plain=tuple((HERE / name / "results.json", arm) for arm in unchanged),
         measures={head: (script, *measure) for head, measure in MEASURES.items()},
         until=script,
         curves=CURVES,

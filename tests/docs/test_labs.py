@@ -21,6 +21,7 @@ from tests import kit, runs
 
 LABS = kit.ROOT / "labs"
 sys.path.insert(0, str(LABS))
+import cited  # noqa: E402
 import declared  # noqa: E402
 import faults  # noqa: E402
 import runner  # noqa: E402
@@ -31,10 +32,15 @@ MODULES = {"sft": sft, "reward": reward, "ppo": ppo}
 # --------------------------------------------------------------------------------------------------
 # Runs
 # --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", declared.LABS)
+COMMANDS = {**declared.LABS, **declared.MORE}
+COMMANDS["rates, on other data"] = declared.second(declared.again(declared.LABS["rates"]))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_the_runs_of_a_lab_are_commands_that_parse(name):
     """Each arm, each step: a flag that was renamed would be found an hour into the lab."""
-    lab, commands = declared.LABS[name], set()
+    lab, commands = COMMANDS[name], set()
+    assert {runner.baseline(lab, arm) for arm in lab.arms} <= set(lab.arms)
     assert len(lab.seeds) >= 3 and set(lab.shown) <= set(lab.measures)
     for chain in lab.chains().values():
         for run in chain.values():
@@ -97,7 +103,8 @@ def test_runs_are_skipped_resumed_and_their_end_is_noted(tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
-    """Four runs of two steps each; the second call makes none of them again."""
+    """Four runs of two steps each, and each actor answers four times at its end; the second call
+    makes none of them again."""
     few = "--max_steps 2 --log_steps 1"
     models = "--actor_model_name_or_path {sft} --critic_model_name_or_path {reward}"
     base = {
@@ -106,13 +113,16 @@ def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
         "ppo": f"{models} {few} --num_eval_prompts 4",
     }
     arms = {"ours": {}, "shifted": {"fault": "shifted"}}
-    lab = runner.Lab("t", base, arms, declared.GOLD, ("gold",), seeds=(1,))
+    lab = declared.again(runner.Lab("t", base, arms, declared.GOLD, ("gold",), seeds=(1,)))
     places = [tmp_path / name for name in ("results.json", "page.md", "lab.png")]
     places[1].write_text(runner.MARK * 2)
     runner.study(lab, tmp_path, 2, *places, False)
     found = runner.read(places[0])
     assert [result["arm"] for result in found] == ["ours", "shifted"]
     assert all(0 <= result["values"]["gold"] <= 1 for result in found)
+    [*_, again] = lab.chains()["shifted", 1].values()
+    answers = runner.lines_of(again.folder(tmp_path), "samples.jsonl")
+    assert len(answers) == 1120 and len({line["prompt"] for line in answers[:4]}) == 1
     monkeypatch.setattr(subprocess, "call", None)
     runner.study(lab, tmp_path, 2, *places, False)
     assert runner.table(lab, found) in places[1].read_text()
@@ -161,8 +171,79 @@ def test_an_unfinished_measure_is_left_out_of_the_mean():
 
 
 # --------------------------------------------------------------------------------------------------
+# Statistics
+# --------------------------------------------------------------------------------------------------
+def results_of(**golds):
+    """Returns results of arms: for each seed its gold score at KL 1, from 0.5 at KL 0."""
+    return [
+        {"arm": arm, "seed": 3 - i, "stopped": False, "values": {"gold before": 0.5, **values}}
+        for arm, each in golds.items()
+        for i, values in enumerate(each)
+    ]
+
+
+def test_arms_are_compared_seed_by_seed():
+    """The seeds differ by 0.4, the pairs by 0.1, 0.2 and 0.3: their mean is 0.2, their deviation
+    0.1, and Student's t with two degrees of freedom 4.303: 0.2 +- 4.303 * 0.1 / sqrt(3)."""
+    plain = [{"gold": g, "KL": 1.0} for g in (0.3, 0.5, 0.7)]
+    better = [{"gold": g, "KL": 1.0} for g in (0.6, 0.7, 0.8)]
+    results = results_of(plain=plain, better=better)[::-1]
+    lab = declared.lab("t", {"plain": {}, "better": {}}, plain=())
+    assert runner.table(lab, results).endswith("| +0.200 ± 0.248 (3 of 3) |")
+    assert runner.interval([0.1, 0.1, -0.3])[2] == 1  # the mean is below 0
+
+
+def test_what_stays_at_equal_kl(tmp_path):
+    """The plain recipe has gold 0.5 + 0.3 d - 0.05 d^2, d = sqrt(KL). An arm that comes half as far
+    on that curve has lost nothing, one below it has, and beyond its end nothing is known."""
+
+    def at(roots, less=0.0):
+        golds = [0.5 + 0.3 * root - 0.05 * root**2 - less for root in roots]
+        return [{"gold": gold, "KL": root**2} for gold, root in zip(golds, roots)]
+
+    plain = at([1.0, 1.5, 2.0])
+    arms = {"slower": at([0.5, 0.7, 1.1]), "worse": at([0.5, 0.7, 1.1], 0.1)}
+    arms["further"] = at([1.0, 1.5, 2.3])
+    (tmp_path / "plain.json").write_text(json.dumps(results_of(plain=plain)))
+    files = ((tmp_path / "plain.json", "plain"),)
+    lab = declared.lab("t", {"plain": {}, **{name: {} for name in arms}}, plain=files)
+    results = results_of(plain=plain, **arms)
+    left = {
+        name: runner.differences(lab, results, name, "gold", runner.plain_curve(lab))
+        for name in arms
+    }
+    assert list(left["slower"].values()) == pytest.approx([0, 0, 0])
+    assert list(left["worse"].values()) == pytest.approx([-0.1] * 3)
+    assert runner.table(lab, results).endswith("|  |")
+
+
+# --------------------------------------------------------------------------------------------------
 # Pages
 # --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("page", cited.PAGES, ids=lambda page: page.name)
+def test_each_number_beside_a_cell_is_that_of_the_cell(page):
+    """A verdict is as good as its numbers: each names where it comes from, and is recomputed."""
+    assert list(cited.wrong(page)) == []
+
+
+@pytest.mark.parametrize("name", declared.LABS)
+def test_no_number_of_a_verdict_stands_by_itself(name):
+    """Each decimal, and each count of nats, names its cell; a setting is in backticks."""
+    [row] = re.findall(rf"^\| \[{name}\].*$", (LABS / "README.md").read_text(), re.M)
+    verdict = (LABS / f"{name}.md").read_text().split("**Verdict.**")[1]
+    assert cited.uncited(verdict) + cited.uncited(row.split(" | ")[3]) == []
+
+
+def test_a_wrong_number_is_found(tmp_path):
+    """The offset costs gold, so +0.039 is wrong, and 3 nats say nothing of where they come from."""
+    page = tmp_path / "constants.md"
+    number, offset = '0.785<!-- m("ours") -->', '039<!-- d("scores + 2") -->'
+    page.write_text(f"gold {number}, -0.{offset} or 0.{offset}, +0.{offset}, 3 nats\n")
+    [line] = cited.wrong(page)
+    assert line.startswith("constants.md:1: +0.039, by the results -0.038")
+    assert cited.uncited(page.read_text()) == ["3 nats"]
+
+
 @pytest.mark.parametrize("name", declared.LABS)
 def test_a_page_says_what_the_results_say(name):
     """The table of a page is made from the committed results, and so is its picture."""
@@ -171,6 +252,9 @@ def test_a_page_says_what_the_results_say(name):
         assert part in page, part
     [row] = re.findall(rf"^\| \[{name}\].*$", (LABS / "README.md").read_text(), re.M)
     assert runner.table(declared.LABS[name], results) in page
+    if name == "estimators":
+        rows = json.loads((LABS / f"results/{name}-earlier.json").read_text())
+        assert runner.table_of_earlier(rows) in page
     assert (LABS / f"{name}.png").exists() and f"{name}.png" in row
     assert {result["arm"] for result in results} <= set(declared.LABS[name].arms)
 
@@ -213,6 +297,8 @@ def test_without_a_mistake_two_passes_are_one():
 DROPOUT = "--num_eval_prompts 4 --actor_dropout 0.3"
 MISTAKES = {  # what differs in the first step: the ratio, the gradient, the reward
     "shifted": ("", {"ratio_max", "grad_norm"}),
+    "shifted_ratio": ("", {"ratio_max", "grad_norm"}),
+    "shifted_penalty": ("", {"grad_norm"}),
     "dropout_scores": (DROPOUT, {"ratio_max", "grad_norm"}),
     "bf16_scores": ("", {"ratio_max", "grad_norm"}),
     "bf16_trains": ("", {"ratio_max", "grad_norm"}),

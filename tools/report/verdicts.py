@@ -90,7 +90,7 @@ def accuracy(run):
     if low <= 0.5 <= high and high - low > 0.3:
         return UNKNOWN, f"{said}: too few held-out pairs to tell."
     if low <= 0.5 <= high:
-        wrong = "pairs became equal when cut, labels are swapped, or the learning rate is wrong"
+        wrong = "pairs became equal when cut, or the learning rate is wrong"
         return SICK, f"{said}: no better than a coin: {wrong}."
     if share < 0.5:
         return SICK, f"{said}: below one half: labels are swapped."
@@ -130,7 +130,7 @@ def ratio(run):
         return HEALTHY, f"ratio_max is 1.0 throughout (at most {top:.4g})."
     if not one_update(run):
         return WATCH, f"ratio_max reached {top:.3g}; above 1 is usual with several updates."
-    return SICK, f"ratio_max reached {top:.3g}: old and new log-probs differ (dropout, mask)."
+    return SICK, f"ratio_max reached {top:.3g}: old and new log-probs differ (dropout, shift)."
 
 
 def updates(run):
@@ -215,8 +215,7 @@ def variety(run):
     said = f"entropy went from {entropy[0]:.2f} to {entropy[1]:.2f} nats a token, length from "
     said += f"{length[0]:.0f} to {length[1]:.0f} tokens, {100 * ended[1]:.0f} % ended"
     if entropy[1] < COLLAPSED < entropy[0]:
-        advice = "lower the learning rate, raise --kl_coef, or give --entropy_coef"
-        return SICK, f"{said}: entropy fell to {entropy[1]:.2g}: collapse; {advice}."
+        return SICK, f"{said}: entropy fell to {entropy[1]:.2g}: collapse."
     most = run.args.get("max_answer_seq_len")
     if most and length[1] > 0.9 * most and ended[1] < 0.5:
         return SICK, f"{said}: responses no longer end."

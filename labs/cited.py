@@ -1,0 +1,161 @@
+"""The numbers that pages say of the labs, recomputed from the committed results.
+
+    python labs/cited.py        prints the numbers that are not what the results give
+
+Beside each such number stands a comment that Markdown does not show. It says, in Python, how the
+number comes from labs/results/NAME.json:
+
+    gold ends at 0.785<!-- m("ours") --> after 40 steps
+
+NAME is the lab of the page, or of the row in labs/README.md, or stands before a colon:
+<!-- critic: d("from SFT, new head") -->. A beginning of an arm's name is enough if no other arm has
+it. A number without a sign is compared with the absolute value. `asked` is any number of the page's
+hypothesis. What is in backticks is a setting, and no result.
+"""
+
+import functools
+import json
+import re
+import sys
+from math import log
+from pathlib import Path
+from statistics import mean
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import runner  # noqa: E402
+from declared import LABS  # noqa: E402
+
+WORDS = "no one two three four five six seven eight nine ten eleven twelve".split()
+NUMBER = rf"[+-]?\d[\d,]*(?:\.\d+)?|\b(?:{'|'.join(WORDS)})\b"
+CITED = re.compile(rf"({NUMBER})( %)?<!-- (?:([a-z-]+): )?(.+?) -->", re.I)
+PAGES = [*sorted(HERE.glob("*.md")), *sorted(HERE.parent.glob("docs/*.md"))]
+PAGES += [HERE.parent / "README.md", HERE.parent / "toy/README.md"]
+
+
+@functools.cache
+def numbers_of(name):
+    """Returns the Numbers of a lab, read once."""
+    return Numbers(name)
+
+
+FOUR = ("gae", "rloo", "grpo", "reinforce")
+NAMES = {  # what a comment may use beside the methods of Numbers
+    "log": log,
+    "mean": mean,
+    "of": numbers_of,
+    "EMA": ("EMA gold", "gold at the EMA's KL"),
+    "TEXT": ("text loss", "text loss before"),
+    "FOUR": FOUR,
+    # an estimator with a penalty in estimators, and without one in overoptimisation
+    "PAIRS": [(name, f"{name}, kl_coef 0".removeprefix("gae, ")) for name in FOUR],
+}
+
+
+class Numbers:
+    """What a comment may say of a lab's results. `head` is a measure, or a pair of them."""
+
+    def __init__(self, name):
+        self.lab = LABS[name]
+        self.results = runner.read(HERE / f"results/{name}.json")
+        self.found = runner.by_arm(self.results)
+        page = (HERE / f"{name}.md").read_text()
+        hypothesis = re.search(r"\*\*The hypothesis.*?\n\n", page, re.S)[0]
+        self.asked = {float(number) for number in re.findall(r"\d+(?:\.\d+)?", hypothesis)}
+
+    def arm(self, name):
+        """Returns the arm of which a name is the beginning."""
+        names = [arm for arm in self.lab.arms if arm.startswith(name)]
+        [found] = [name] if name in names else names
+        return found
+
+    def each(self, arm, head="gold"):
+        """The values of an arm, in the order of the seeds."""
+        return list(runner.by_seed(self.found[self.arm(arm)], head).values())
+
+    def m(self, arm, head="gold"):
+        """The mean over the seeds."""
+        return mean(self.each(arm, head))
+
+    def s(self, arm, seed, head="gold"):
+        """The value of one seed."""
+        return runner.by_seed(self.found[self.arm(arm)], head)[seed]
+
+    def differences(self, arm, head="gold", kl=False):
+        """By how much the arm is above its baseline, a number for each seed; kl: at equal KL."""
+        curve = runner.plain_curve(self.lab) if kl else None
+        return [*runner.differences(self.lab, self.results, self.arm(arm), head, curve).values()]
+
+    def d(self, *what, **options):
+        """The mean of these differences."""
+        return runner.interval(self.differences(*what, **options))[0]
+
+    def h(self, *what, **options):
+        """Half of its 95 % interval."""
+        return runner.interval(self.differences(*what, **options))[1]
+
+    def n(self, *what, **options):
+        """How many of the seeds have its sign."""
+        return runner.interval(self.differences(*what, **options))[2]
+
+    def curves(self, arm, head="gold"):
+        """The curves of an arm's seeds: a list of numbers each."""
+        return [result["curve"][head] for result in self.found[self.arm(arm)]]
+
+    def e(self, judge, arm, head="gold"):
+        """Mean, smallest and largest of the runs of which no more was kept."""
+        rows = json.loads((HERE / "results/estimators-earlier.json").read_text())
+        [row] = [row for row in rows if (row["judge"], row["arm"]) == (judge, arm)]
+        return row[head]
+
+    def peaks(self, arm, head="gold"):
+        """The largest of each seed's evaluations."""
+        return [max(curve) for curve in self.curves(arm, head)]
+
+    def fall(self, arm, head="gold"):
+        """How far each seed ends below the largest of its evaluations."""
+        return [max(curve) - curve[-1] for curve in self.curves(arm, head)]
+
+    def value(self, expression):
+        """Returns what the text of a comment gives."""
+        methods = {name: getattr(self, name) for name in dir(self) if name[0] != "_"}
+        return eval(expression, {**NAMES, **methods})
+
+
+def agrees(text, percent, value):
+    """Returns whether a number in a text is a value, to the digits that it has."""
+    if text.lower() in WORDS:
+        return WORDS.index(text.lower()) == value
+    digits, number = len(text.partition(".")[2]), float(text.replace(",", ""))
+    if isinstance(value, set):
+        return number in value
+    value = value * (100 if percent else 1)
+    value = value if text[0] in "+-" else abs(value)
+    return abs(number - value) <= 0.5 * 10**-digits + 1e-9
+
+
+def wrong(page):
+    """Yields the line of a page, a number in it and what it is by the results, if they differ."""
+    for at, line in enumerate(page.read_text().split("\n"), 1):
+        row = re.match(r"\| \[([a-z-]+)\]", line)
+        for text, percent, name, expression in CITED.findall(line):
+            numbers = numbers_of(name or (row[1] if row else page.stem))
+            value = numbers.value(expression)
+            if not agrees(text, percent, value):
+                yield f"{page.name}:{at}: {text}, by the results {value}: {expression}"
+
+
+def uncited(text):
+    """Returns the numbers of a text that have no comment: decimals, and counts of nats."""
+    plain = CITED.sub("", text)
+    plain = re.sub(r"0\.9 million|`[^`]*`|\]\([^)]*\)|<[^>]*>", "", plain)
+    return re.findall(r"\d+\.\d+|\d+ nats", plain)
+
+
+def main():
+    for page in PAGES:
+        print("".join(f"{line}\n" for line in wrong(page)), end="")
+
+
+if __name__ == "__main__":
+    main()
