@@ -1,14 +1,20 @@
-"""Checks on GPUs what CPU ranks cannot show, with small models, in ten minutes: `make gpu-check`.
+"""Checks on GPUs what CPU ranks cannot show, with small models, in 15 minutes: `make gpu-check`.
 
 Each launch makes the runs of one group, on as many ranks as there are GPUs (at most four), with
 the tiny models and rows of the tests. The same runs in fp32 on CPU ranks say what must come out.
 One line for each check is printed, and the exit code is 1 if one has failed. What the machine lacks
-(a second GPU, bf16, a compiler) is refused in words, and its line says so.
+(a second GPU, bf16, a compiler) is refused in words, and its line says so. What could not be tried
+has a line, too. The last line holds all that we would ask for: please send it to us.
 
-    python bench/gpu_check.py --cpu    the same checks on two CPU ranks, to try this file itself
+    python bench/gpu_check.py --cpu              the same checks on two CPU ranks, to try this file
+    python bench/gpu_check.py decoding lora      these groups alone
+    python bench/gpu_check.py --hosts FILE       one group more, on all machines of a hostfile; the
+                                                 folder for temporary files must be shared (TMPDIR)
 """
 
+import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -45,7 +51,12 @@ def memory_run(stage, dtype):
     return run("sft", dtype, stage, *flags, "--num_samples", 0, rows=4, accumulation=1)
 
 
+GRPO = "--advantage grpo --kl_in loss --kl_estimator k3 --samples_per_prompt 2".split()
+LORA = "--lora_dim", 4, "--save_steps", 2, "--keep_checkpoints", 9
+BACKENDS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
+BACKENDS["cudnn"] = "CUDNN_ATTENTION"  # off in a run (patches.py): a NaN here is known
 GROUPS = {
+    "attention": {},
     "fp32": {f"{s}_fp32_zero{z}": run(s, "fp32", z) for s in kit.SCRIPTS for z in (0, 1, 2, 3)},
     "bf16": {f"{s}_bf16_zero{z}": run(s, "bf16", z) for s in kit.SCRIPTS for z in (1, 2, 3)},
     "fp16": {f"{s}_fp16_zero{z}": run(s, "fp16", z) for s in kit.SCRIPTS for z in (2, 3)},
@@ -57,6 +68,17 @@ GROUPS = {
         "ppo_fp32_offload_states2": run("ppo", "fp32", 2, "--offload_states"),
         "ppo_fp32_offload_states3": run("ppo", "fp32", 3, "--offload_states"),
     },
+    "lora": {
+        "sft_fp32_lora": run("sft", "fp32", 2, *LORA),
+        "sft_fp32_lora_zero3": run("sft", "fp32", 3, *LORA),
+        "sft_fp32_lora_resumed": run("sft", "fp32", 2, *LORA, "--resume")
+        | {"before": ("sft_fp32_lora", 2)},
+    },
+    "grpo": {
+        "ppo_fp32_grpo": run("ppo", "fp32", 2, *GRPO),
+        "ppo_fp32_grpo_apart": run("ppo", "fp32", 2, *GRPO, "--share_prompt", 0),
+        "ppo_bf16_grpo": run("ppo", "bf16", 2, *GRPO),
+    },
     "tensor parallel": {
         "sft_bf16_tensor_parallel": run("sft", "bf16", 2, "--tensor_parallel_size", 2)
     },
@@ -66,7 +88,10 @@ GROUPS = {
     },
     "decoding": {},
 }
+MACHINES = {f"sft_bf16_machines_zero{z}": run("sft", "bf16", z) for z in (2, 3)}  # --hosts
 REFERENCE = {f"{script}_reference": run(script, "fp32", 0) for script in kit.SCRIPTS}
+REFERENCE["sft_lora_reference"] = run("sft", "fp32", 0, "--lora_dim", 4)
+REFERENCE["ppo_grpo_reference"] = run("ppo", "fp32", 0, *GRPO)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -78,93 +103,186 @@ def worker(base, group):
     from deepspeed.accelerator import get_accelerator
 
     from machinery.base import ranks
-    from machinery.run import crash, logs
+    from machinery.engine import patches
+    from machinery.run import crash, launch, logs
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    launch.choose_operator_folder()
+    patches.do_without_compiler()
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(verbose=False)
     crash.finish = lambda args, code=0: sys.exit(code)  # the group of ranks lives on
     logs.draw_curves = lambda args: None
-    for name, options in (REFERENCE if group == "reference" else GROUPS[group]).items():
+    groups = {**GROUPS, "reference": REFERENCE, "machines": MACHINES}
+    for name, options in groups[group].items():
         get_accelerator().reset_peak_memory_stats()
         began = get_accelerator().memory_allocated()
-        facts = runs.make_run(base, name, **options)
+        facts = make(base, name, **options)
         facts["bytes"] = get_accelerator().max_memory_allocated() - began
-        if ranks.get_rank() == 0:
-            (base / f"facts/{name}.json").write_text(json.dumps(facts))
-    if group == "decoding" and ranks.get_rank() == 0:
-        (base / "facts/decoding.json").write_text(json.dumps(decode(base)))
+        note(base, name, facts)
+    if group in ("attention", "decoding"):
+        patches.do_without_cudnn_attention()
+        measure = {"attention": attention, "decoding": decode}[group]
+        for name, facts in measure(base):
+            note(base, name, facts)
     ranks.barrier()
     os._exit(0)
 
 
+def note(base, name, facts):
+    """Writes what rank 0 knows of a row of the table."""
+    if int(os.environ["RANK"]) == 0:
+        (base / f"facts/{name}.json").write_text(json.dumps(facts))
+
+
+def make(base, name, before=None, **options):
+    """Makes a run, or goes on from a checkpoint of the one before it."""
+    from machinery.base import ranks
+
+    if before and ranks.get_rank() == 0:
+        runs.copy_checkpoint(base / "runs" / before[0], before[1], base / "runs" / name)
+    ranks.barrier()
+    return runs.make_run(base, name, **options)
+
+
+def attention(base):
+    """Yields for each of PyTorch's kernels its largest errors against the plain products in fp32.
+
+    At lengths that are and are not multiples of 64, with padding on the left, grouped queries, and
+    one head whose scores are all about -120, as a head of Qwen2.5-0.5B has them: pytorch#196678.
+    Flash takes no mask, so it is given rows without padding.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from machinery.base import ranks
+
+    heads, groups, size = 4, 2, 64
+    device = ranks.device()
+    for name, backend in BACKENDS.items():
+        worst, nans, tried = 0.0, [], []
+        for T in (63, 64, 192, 704):
+            torch.manual_seed(T)
+            shape = (2, heads, T, size)
+            q, k, v, out = (torch.randn(shape, device=device) for _ in range(4))
+            k, v = (x[:, ::groups].repeat_interleave(groups, 1) for x in (k, v))
+            q[:, 0] *= 0.1
+            k[:, 0] *= 0.1
+            q[:, 0, :, 0], k[:, 0, :, 0] = 1.0, -120 * math.sqrt(size)
+            mask = torch.ones(T, T, dtype=torch.bool, device=device).tril().repeat(2, 1, 1, 1)
+            if name != "flash":
+                mask[1, :, :, : T // 3] = False
+                mask |= torch.eye(T, dtype=torch.bool, device=device)
+            found = []
+            for kind, dtype in ((SDPBackend.MATH, torch.float32), (backend, torch.bfloat16)):
+                given = [x.bfloat16().to(dtype).requires_grad_(True) for x in (q, k, v)]
+                options = {"attn_mask": mask}
+                if name == "flash":
+                    options = {"is_causal": True}
+                kind = getattr(SDPBackend, kind) if isinstance(kind, str) else kind
+                try:
+                    with sdpa_kernel(kind):
+                        y = torch.nn.functional.scaled_dot_product_attention(*given, **options)
+                    y.backward(out.to(dtype))
+                except RuntimeError as error:
+                    tried.append(f"{T}: {str(error).splitlines()[0][:60]}")
+                    break
+                found.append([y, *(x.grad for x in given)])
+            if len(found) == 2:
+                for plain, other in zip(*found):
+                    # not the number that shifts: -120 times a sum that is 0 but for rounding
+                    plain, other = plain[..., 1:], other[..., 1:]
+                    scale = plain.abs().max().clamp(min=1)
+                    error = ((other.float() - plain).abs().max() / scale).item()
+                    worst = max(worst, 0.0 if math.isnan(error) else error)
+                if not all(x.isfinite().all() for x in found[1]):
+                    nans.append(T)
+        yield f"attention_{name}", {"worst": worst, "nans": nans, "cannot": tried}
+
+
 def decode(base):
-    """Waits of the host and milliseconds for each token, 8 rows: 128 tokens less 64; and whether
-    --compile_decoding samples the same tokens, and its milliseconds."""
+    """Yields decoding in fp32 and bf16: waits of the host and milliseconds for each token, 8 rows
+    of prompts of unequal length, 128 tokens less 64, timed twice; and --compile_decoding at three
+    widths: how many of its tokens are the same, its milliseconds, and its memory."""
     from transformers import AutoModelForCausalLM
 
     import common
     from machinery.base import ranks
     from machinery.rollout import decoding
 
-    model = AutoModelForCausalLM.from_pretrained(base / "models/actor").to(ranks.device()).eval()
+    cuda = ranks.device().type == "cuda"
     tokenizer = type("NoEnd", (), {"pad_token_id": 0, "eos_token_id": -1})()
-    ids, mask = (x.to(ranks.device()) for x in common.pad([[5, 6, 7]] * 8, 0))
-    cuda, found = ranks.device().type == "cuda", []
-    for tokens in (64, 64, 128):  # the first warms up
-        uniforms = decoding.row_uniforms(1, 0, range(8), tokens)
+    synchronize = torch.cuda.synchronize if cuda else lambda: None
+
+    def timed(model, longest, tokens, **options):
+        prompts = [[5 + row] * max(1, longest * (row + 1) // 8) for row in range(8)]
+        ids, mask = (x.to(ranks.device()) for x in common.pad(prompts, 0))
+        uniforms = decoding.row_uniforms(1, 0, [{"row": i, "sample": 0} for i in range(8)], tokens)
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
             if cuda:
                 torch.cuda.set_sync_debug_mode("warn")
             began = time.time()
-            sampled = kit.generate(model, ids, mask, uniforms, tokenizer)
-            found.append((len(waits), time.time() - began))
+            responses, _ = kit.generate(model, ids, mask, uniforms, tokenizer, **options)
             if cuda:
                 torch.cuda.set_sync_debug_mode("default")
-    (_, _), (few, short), (many, long) = found
-    began = {}
-    for tokens in (64, 128) * 2:  # the first two compile
-        began[tokens] = time.time()
-        given = model, ids, mask, decoding.row_uniforms(1, 0, range(8), tokens), tokenizer
-        compiled = kit.generate(*given, compile_decoding=True)
-        began[tokens] = time.time() - began[tokens]
-    same = (compiled[0] == sampled[0]).float().mean().item()
-    return {
-        "waits": (many - few) / 64,
-        "milliseconds": 1e3 * (long - short) / 64,
-        "compiled": 1e3 * (began[128] - began[64]) / 64,
-        "same": same,
-    }
+        synchronize()
+        return responses, time.time() - began, len(waits)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(base / "models/actor", dtype=dtype)
+        model = model.to(ranks.device()).eval()
+        timed(model, 24, 64)  # warms up
+        milliseconds, waits = [], []
+        for _ in range(2):
+            (_, short, few), (plain, long, many) = (timed(model, 24, n) for n in (64, 128))
+            milliseconds.append(1e3 * (long - short) / 64)
+            waits.append((many - few) / 64)
+        same, compiled = [], []
+        before = torch.cuda.memory_reserved() if cuda else 0
+        for longest in (24, 90, 100, 200, 24, 90, 200):
+            plain = timed(model, longest, 32)[0]
+            for _ in range(2):  # the first compiles
+                found, seconds, _ = timed(model, longest, 32, compile_decoding=True)
+            same.append((found == plain).float().mean().item())
+            compiled.append(1e3 * seconds / 32)
+        held = (torch.cuda.memory_reserved() - before) / 2**20 if cuda else 0
+        facts = {"milliseconds": milliseconds, "waits": max(waits), "same": min(same)}
+        facts |= {"compiled": compiled, "held": held}
+        yield f"decoding_{str(dtype).removeprefix('torch.')}", facts
 
 
 # --------------------------------------------------------------------------------------------------
 # The launches and the table
 # --------------------------------------------------------------------------------------------------
-def launch(base, group, ranks, accelerator):
+def launch(base, group, ranks, accelerator, hosts=None):
+    """Starts the ranks of a group. Returns what they print."""
     os.environ["DS_ACCELERATOR"] = accelerator
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc_per_node", ranks, __file__, "rank", base, group]
-    done = kit.start_command(command, limit=1500)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", ranks]
+    if hosts:
+        launcher = Path(sys.executable).parent / "deepspeed"
+        command = [launcher, "--no_local_rank", "--hostfile", hosts]
+    done = kit.start_command([*command, __file__, "rank", base, group], limit=600)
     return done.out + done.err
 
 
 def curve(base, name, metric):
-    lines = (base / f"runs/{name}/metrics.jsonl").read_text().splitlines()
+    """Returns the values of a metric, none if the run did not get so far."""
+    file = base / f"runs/{name}/metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
     values = [json.loads(line).get(metric) for line in lines]
     return [value for value in values if value is not None]
 
 
 def check(base, name):
-    """Returns (whether it is as it must be, or None; in words)."""
+    """Returns (whether it is as it must be, or None where that is not known; in words)."""
     file = base / f"facts/{name}.json"
     if not file.exists():
-        return False, "did not end"
+        return False, "did not end: the log says why"
     facts = json.loads(file.read_text())
-    if name == "decoding":
-        words = "{waits:.1f} waits, {milliseconds:.2f} ms a token; compiled {compiled:.2f} ms"
-        words = f"{words}, {{same:.0%}} of its tokens equal".format(**facts)
-        return facts["waits"] <= 2.5 and facts["same"] > 0.9, words
+    kind = name.split("_")[0]
+    if kind in ("decoding", "attention"):
+        return {"decoding": check_decoding, "attention": check_attention}[kind](name, facts)
     if facts["code"] == 2:
         return None, "refused: the log says why"
     if facts["code"] != 0:
@@ -175,10 +293,31 @@ def check(base, name):
     if script == "ppo" and dtype != "fp32":  # other tokens are sampled: compare a pass with itself
         off = max(abs(ratio - 1) for ratio in curve(base, name, "ratio_max"))
         return off <= TOLERANCE[dtype], f"old and new policy differ by {off:.1e} at the first pass"
-    found, expected = (curve(base, each, METRIC[script]) for each in (name, f"{script}_reference"))
+    special = next((word for word in ("lora", "grpo") if word in name), None)
+    reference = f"{script}_{special}_reference" if special else f"{script}_reference"
+    found, expected = (curve(base, each, METRIC[script]) for each in (name, reference))
+    if not expected:
+        return None, "it ran; the same run on CPU ranks did not: reference.log says why"
     error = max(abs(a - b) / max(1, abs(b)) for a, b in zip(found, expected))
     good = len(found) == len(expected) and error <= TOLERANCE[dtype]
     return good, f"{METRIC[script]} differs by {error:.1e} from fp32 on CPU ranks"
+
+
+def check_attention(name, facts):
+    words = f"largest relative error {facts['worst']:.1e}"
+    if facts["nans"]:
+        words += f", NaN at T = {facts['nans']}"
+    if facts["cannot"]:
+        return None, "; ".join(facts["cannot"][:1])
+    good = facts["worst"] < 0.05 and not facts["nans"]
+    return None if name.endswith("cudnn") and not good else good, words
+
+
+def check_decoding(name, facts):
+    words = "{waits:.1f} waits, {milliseconds[0]:.2f} and {milliseconds[1]:.2f} ms a token"
+    words += "; compiled {fastest:.2f} ms, {same:.0%} of its tokens equal, {held:.0f} MiB"
+    good = facts["waits"] <= 2.5 and (facts["same"] > 0.9 or "bfloat16" in name)
+    return good, words.format(**facts, fastest=min(facts["compiled"]))
 
 
 def compare_memory(base, dtype, stage, measured):
@@ -198,33 +337,71 @@ def compare_memory(base, dtype, stage, measured):
     return 0.8 < measured / expected < 1.25, words
 
 
+def names_of(group):
+    """Returns the rows of the table that a group has."""
+    if group == "attention":
+        return [f"attention_{name}" for name in BACKENDS]
+    if group == "decoding":
+        return ["decoding_float32", "decoding_bfloat16"]
+    return [*(MACHINES if group == "machines" else GROUPS[group])]
+
+
+def get_args():
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)} [all]")
+    parser.add_argument("--cpu", action="store_true", help="on two CPU ranks")
+    parser.add_argument("--hosts", metavar="FILE", help="a hostfile of DeepSpeed's launcher")
+    args = parser.parse_args()
+    if unknown := set(args.groups) - set(GROUPS):
+        parser.error(f"no such group: {', '.join(unknown)}. There are {', '.join(GROUPS)}.")
+    return args
+
+
 def main():
-    on_cpu = sys.argv[1:] == ["--cpu"]
+    args = get_args()
     gpus = torch.cuda.device_count()
-    if not gpus and not on_cpu:
+    if not gpus and not args.cpu:
         print("error: no GPU is here. `make test` and `make test-all` are what a CPU can show.")
         sys.exit(2)
-    accelerator, ranks = ("cpu", 2) if on_cpu else ("cuda", min(gpus, 4))
+    accelerator, ranks = ("cpu", 2) if args.cpu else ("cuda", min(gpus, 4))
     began, base = time.time(), Path(tempfile.mkdtemp(prefix="gpu-check-"))
     kit.base = lambda: base
     kit.prepare(base)
     for name in ("memory", "facts"):
         (base / name).mkdir()
     memory.prepare(base / "memory", SIZE)
-    device = "CPU ranks" if on_cpu else f"x {torch.cuda.get_device_name()}"
+    device = "CPU ranks" if args.cpu else f"x {torch.cuda.get_device_name()}"
     print(f"{ranks} {device}, torch {torch.__version__}; runs and logs in {base}")
-    launch(base, "reference", ranks, "cpu")
-    failed = 0
-    for group, made in GROUPS.items():
-        output = launch(base, group, ranks, accelerator)
+    (base / "reference.log").write_text(launch(base, "reference", ranks, "cpu"))
+    table, groups = {}, [*(args.groups or GROUPS), *["machines"] * bool(args.hosts)]
+    for group in groups:
+        hosts = args.hosts if group == "machines" else None
+        output = launch(base, group, ranks, accelerator, hosts)
         (base / f"{group}.log").write_text(output)
-        for name in made or [group]:
-            good, words = check(base, name)
-            failed += good is False
+        for name in names_of(group):
+            try:
+                good, words = check(base, name)
+            except Exception as error:  # of a file that a run has left half written
+                good, words = False, f"{type(error).__name__}: {error}"
+            table[name] = good, words
             mark = {True: "ok", False: "FAILED", None: "-"}[good]
             print(f"{mark:7}{name:28}{words}", flush=True)
-    print(f"{failed} failed, {time.time() - began:.0f} seconds. Logs: {base}/<group>.log")
-    sys.exit(failed > 0)
+    print(f"{time.time() - began:.0f} seconds. Logs: {base}/<group>.log. Please send us this line:")
+    print(json.dumps({"gpu_check": summary(device, ranks, table)}))
+    sys.exit(any(good is False for good, _ in table.values()))
+
+
+def summary(device, ranks, table):
+    """Returns what the last line says: the machine, what failed, and every number measured."""
+    import deepspeed
+    import transformers
+
+    versions = [torch.__version__, deepspeed.__version__, transformers.__version__]
+    counts = [sum(good is kind for good, _ in table.values()) for kind in (True, False, None)]
+    words = {n: w for n, (good, w) in table.items() if not good or n[:3] in ("att", "dec", "mem")}
+    facts = {"device": f"{ranks} {device}", "torch, deepspeed, transformers": versions}
+    return {**facts, "ok, failed, not known": counts, "rows": words}
 
 
 if __name__ == "__main__":

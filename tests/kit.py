@@ -415,7 +415,8 @@ def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxs
     import ppo
 
     off = dict(temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=[])
-    args = types.SimpleNamespace(**{**off, "compile_decoding": False, **options})
+    off |= dict(compile_decoding=False, rollout_batch_size=9)
+    args = types.SimpleNamespace(**{**off, **options})
     sampled = ppo.sample(args, model, Knowing(tokenizer, known), ids, mask, uniforms, synced)
     responses, _, lengths, _ = sampled
     return responses, (torch.arange(responses.shape[1]) < lengths[:, None]).long()

@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging import version
@@ -180,6 +181,8 @@ for stage in (1, 2, 3):
         split = f"{flags} --tensor_parallel_size 2"
         RUNS[f"{script}_tp{stage}"] = run(script, split, stage, rows=4)
         RUNS[f"{script}_tp2_dp2_zero{stage}"] = run(script, split, stage, ranks=4)
+RUNS |= {f"{s}_fp16_{n}": run(s, "--dtype fp16", n) for s in kit.SCRIPTS for n in (1, 2, 3)}
+RUNS["ppo_fp16_grpo"] = run("ppo", f"{GRPO} --dtype fp16", 2)
 # Every combination that CPU ranks permit, two steps each: docs/deepspeed.md
 OFFLOADS = {
     "": [],
@@ -252,8 +255,12 @@ def make_run(base, name, script, flags, sigterm_after=None):
     """Makes a run in this rank. Returns its exit code and what is worth knowing of its engines:
     of each model saved its folder, optimizer and optimizer steps, and what of it is offloaded; and
     of the actor what is offloaded while responses are written."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
     import ppo
     from machinery.base import ranks
+    from machinery.flags import rules
     from machinery.run import logs
     from machinery.run.run import Run
 
@@ -269,7 +276,7 @@ def make_run(base, name, script, flags, sigterm_after=None):
         place = str(Path(folder or output).relative_to(output))
         optimizer = type(engine.basic_optimizer).__name__
         note = dict(folder=place, optimizer=optimizer, optimizer_steps=engine.global_steps)
-        facts["saved"].append({**note, "away": away(engine)})
+        facts["saved"].append({**note, "away": away(engine), "skipped": engine.skipped_steps})
         return save(run, engine, tokenizer, folder, *args, **options)
 
     def roll_out_and_note(args, engine, *others, **options):
@@ -279,13 +286,16 @@ def make_run(base, name, script, flags, sigterm_after=None):
     def away(engine):  # DeepSpeed's own list of the states that have left the device
         return sorted(state.value for state in getattr(engine.optimizer, "offloaded_states", ()))
 
+    if "fp16" in flags:  # on a CPU: slow, and right
+        type(get_accelerator()).is_fp16_supported = lambda self: True
+        rules.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "one that has fp16")
     Run.log, Run.save, ppo.roll_out = log_and_interrupt, save_and_note, roll_out_and_note
     logs.draw_curves = lambda args: None
     flags = [flag.replace("BASE", str(base)) for flag in flags]
     try:
         kit.call_main(script, [*base_flags(script, base), *flags, "--output_dir", str(output)])
     except SystemExit as stop:
-        facts["code"] = stop.code
+        facts["code"], facts["cudnn"] = stop.code, torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         Run.log, Run.save, ppo.roll_out = log, save, roll_out
     return facts

@@ -78,7 +78,10 @@ def read_run(checkpoint):
 
 
 def read_weights(folder, stage):
-    """Returns {name: whole tensor} of an engine: as forwards have them, or at stage 3 in fp32."""
+    """Returns {name: whole tensor} of what an engine trains.
+
+    They are as forwards have them, or at stage 3 in fp32.
+    """
     if stage < 3:
         file = zero_to_fp32.get_model_state_file(folder / "state", stage)
         return torch.load(file, weights_only=False, map_location="cpu", mmap=True)["module"]
@@ -93,7 +96,8 @@ def load_engine(args, folder, stage, tokenizer, value_head):
     """
     model = common.load_model(args, tokenizer, value_head)
     missing, unexpected = model.load_state_dict(read_weights(folder, stage), strict=False)
-    own = {name for name, _ in model.named_parameters()}  # a tied weight counts once
+    # a tied weight counts once; one that is frozen is the base's
+    own = {name for name, weight in model.named_parameters() if weight.requires_grad}
     if strangers := sorted(own.intersection(missing).union(unexpected)):
         why = f"is not of the model that {args.model_name_or_path} is now"
         raise Refused("another-model", f"{folder} {why}: {', '.join(strangers[:3])}.")

@@ -28,6 +28,7 @@ import ppo
 from machinery.base import modules, refused
 from machinery.base.refused import Refused
 from machinery.data import rows, sources
+from machinery.engine import patches
 from machinery.rollout import judging
 from machinery.run import launch
 from tools.chat import session, tables
@@ -240,6 +241,7 @@ def main(argv=None):
     flags = get_args(argv)
     args = flags()
     launch.silence_libraries()
+    patches.do_without_cudnn_attention()
     gold = args.gold_fn and judging.load_function(args.gold_fn, "--gold_fn")
     prompts = read_prompts(args) if args.prompts else None
     judge = Judge(args, args.reward) if args.reward else None

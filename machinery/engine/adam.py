@@ -1,12 +1,25 @@
 """AdamW in DeepSpeed's forms (on the device, or with --adam_offload on the CPU), or PyTorch's."""
 
+import os
+
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from torch.utils import cpp_extension
 
 from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.engine import patches
+
+
+def lacks_nvcc():
+    """Returns whether a GPU is here without the CUDA toolkit, which compiles. pip's wheels lack it.
+
+    DeepSpeed (0.19.8) looks for it too late: of FusedAdam when a rank holds the lock, on which
+    others then wait in vain; of --deepcompile never.
+    """
+    on_gpu = get_accelerator().device_name() == "cuda"
+    return on_gpu and not os.path.exists(f"{cpp_extension.CUDA_HOME}/bin/nvcc")
 
 
 def build_optimizer(model, args, stage, learning_rate, weight_decay):
@@ -29,6 +42,8 @@ def build_optimizer(model, args, stage, learning_rate, weight_decay):
     options = {"lr": learning_rate, "betas": tuple(args.adam_betas)}
     kind = DeepSpeedCPUAdam if args.adam_offload else FusedAdam
     try:
+        if kind is FusedAdam and lacks_nvcc():
+            raise RuntimeError("there is no nvcc")
         optimizer = kind(groups, **options)
         if args.adam_offload or get_accelerator().device_name() == "cpu":
             patches.correct_by_step_number(optimizer)

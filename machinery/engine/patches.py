@@ -34,6 +34,16 @@ def do_without_compiler():
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def do_without_cudnn_attention():
+    """Turns off cuDNN's attention kernels, which PyTorch (2.13) takes first on H100, H200 and B200.
+
+    With a mask and T % 128 == 64 their gradient of the queries is NaN where a row's logsumexp is
+    below -88.7 (pytorch#196678): Qwen2.5-0.5B has such a head, and ends so within 60 steps
+    (trl#7181). PyTorch's own kernels, flash and memory-efficient, do the work without them.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def quicken_linear():
     """Makes nn.Linear under ZeRO-3 use `quick_linear`.
 

@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 
 from machinery.base import ranks
 from machinery.base.refused import Refused
+from machinery.engine.adam import lacks_nvcc
 from machinery.engine.old_deepspeed import older_than
 
 
@@ -37,7 +38,8 @@ def of_all(args):
 
     needs_gpu = args.dtype == "fp16" or args.deepcompile
     on_cpu = get_accelerator().device_name() == "cpu"
-    yield "gpu-only", needs_gpu and on_cpu, "--dtype fp16 and --deepcompile need a GPU."
+    words = "--dtype fp16 and --deepcompile need a GPU, the latter with nvcc in $CUDA_HOME/bin."
+    yield "gpu-only", needs_gpu and on_cpu or args.deepcompile and lacks_nvcc(), words
     needs_zero = args.adam_offload or args.deepcompile
     words = "--adam_offload and --deepcompile need --zero_stage 1, 2 or 3."
     yield "zero-only", needs_zero and 0 in stages, words

@@ -110,7 +110,7 @@ def new_cache(args, model, ids, mask, count):
     values (Mamba's) cannot copy rows, and there every row is computed for itself.
     """
     if args.compile_decoding:
-        return new_static_cache(model, mask, count)
+        return new_static_cache(args, model, mask, count)
     B, P = ids.shape
     past = reserved_cache(model, P + count)
     selectable = {type(layer) for layer in past.layers} <= {ReservedLayer, *KEYS_AND_VALUES}
@@ -207,28 +207,35 @@ def at_stop(args, tokenizer, responses, r):
 # ---- Compiled (--compile_decoding) ----
 # In a static cache the steps of all tokens have the same shapes. So transformers can compile one
 # step and, on CUDA, replay it as one graph. Rows stay to the end, and each prompt is computed for
-# itself.
-PROMPT_SLOTS = 64  # prompts are padded to a multiple of this: few shapes, so few compilations
+# itself. A graph is recorded for a shape and for memory, and is never given back: so there are few
+# widths, one number of rows, and a cache of each, which stays with the model.
+PROMPT_SLOTS = 64  # the smallest width; the next ones are twice as wide
 
 
-def new_static_cache(model, mask, count):
+def prompt_slots(length):
+    """Returns how many slots prompts of at most `length` tokens get: 64, 128, 256, ..."""
+    return PROMPT_SLOTS << ((length - 1) // PROMPT_SLOTS).bit_length()
+
+
+def new_static_cache(args, model, mask, count):
     """Returns a Cache of all rows, with transformers' StaticCache in it. mask: (B, P)
 
-    The StaticCache stays with the model, because a compiled graph is bound to its memory.
+    It has --rollout_batch_size rows at least. The last of a rollout may be empty.
     """
     B, P = mask.shape
-    mask = nn.functional.pad(mask, (-P % PROMPT_SLOTS, 0))
-    mask = torch.cat([mask, mask.new_ones(B, count)], 1)  # the causal mask hides slots to come
-    kept = getattr(model, "static_cache", None)
-    if kept is None or kept[0] != mask.shape:
-        past = StaticCache(config=model.config, max_cache_len=mask.shape[1])
-        if not past.is_compileable:
-            words = "--compile_decoding: transformers has no static cache for this model's layers."
-            raise Refused("compile-decoding-layers", f"{words}\n  Leave it out.")
-        model.static_cache = mask.shape, past
-    past = model.static_cache[1]
-    past.reset()
+    empty = max(0, args.rollout_batch_size - B)
     rows = torch.arange(B, device=mask.device)
+    mask = nn.functional.pad(mask, (prompt_slots(P) - P, 0, 0, empty))
+    # the causal mask hides slots to come
+    mask = torch.cat([mask, mask.new_ones(B + empty, count)], 1)
+    kept = vars(model).setdefault("static_caches", {})
+    if mask.shape not in kept:
+        kept[mask.shape] = StaticCache(config=model.config, max_cache_len=mask.shape[1])
+    past = kept[mask.shape]
+    if not past.is_compileable:
+        words = "--compile_decoding: transformers has no static cache for this model's layers."
+        raise Refused("compile-decoding-layers", f"{words}\n  Leave it out.")
+    past.reset()
     return Cache(past, mask, common.position_ids(mask), rows, rows, selectable=False)
 
 
@@ -237,12 +244,13 @@ def compiled_next_logits(model, inputs, cache):
 
     Compiled on an accelerator from the second token on; on a CPU the same steps run as they are.
     """
-    forward = model
+    (B, count), forward = inputs.shape, model
     if cache.length == 0:  # the prompts
-        inputs = nn.functional.pad(inputs, (-inputs.shape[1] % PROMPT_SLOTS, 0))
+        count = prompt_slots(count)
     elif model.device.type != "cpu":
         forward = model.get_compiled_call(None)
-    start, end = cache.length, cache.length + inputs.shape[1]
+    inputs = nn.functional.pad(inputs, (count - inputs.shape[1], 0, 0, len(cache.mask) - B))
+    start, end = cache.length, cache.length + count
     positions = cache.positions[:, start:end].contiguous()
     given = model.prepare_inputs_for_generation(
         inputs,
@@ -252,4 +260,4 @@ def compiled_next_logits(model, inputs, cache):
         **forwards.accepted(model, position_ids=positions, logits_to_keep=1),
     )
     cache.length = end
-    return forward(**given).logits[:, -1].clone()  # the next replay writes to the same memory
+    return forward(**given).logits[:B, -1].clone()  # the next replay writes to the same memory

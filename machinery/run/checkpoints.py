@@ -55,7 +55,8 @@ def save(args, engines, step, state):
     ranks.barrier()
     for name, engine in engines.items():
         state_offload.drop_buffers(engine)
-        engine.save_checkpoint(aside / name, tag="state", save_latest=False)
+        options = {"save_latest": False, "exclude_frozen_parameters": True}  # LoRA's base
+        engine.save_checkpoint(aside / name, tag="state", **options)
     paths = [output / name for name in logs.FILES if (output / name).exists()]
     sizes = {path.name: path.stat().st_size for path in paths}
     # Dropout uses torch's two generators, a --reward_fn may use Python's and numpy's.
@@ -96,12 +97,15 @@ def layout(engines):
 
 
 def frozen_models(args):
-    """Returns the files of weights of step 3's frozen models, which no checkpoint holds.
+    """Returns the files of weights that are frozen, which no checkpoint holds.
 
-    A dict {"folder/file": size}, by the last parts of the paths. Models of the hub have none here.
+    They are those of step 3's frozen models, and of what adapters train on. A dict
+    {"folder/file": size}, by the last parts of the paths. Models of the hub have none here.
     """
     known = vars(args)
     paths = [known.get("actor_model_name_or_path"), *known.get("reward_model_name_or_path", [])]
+    adapted = [role for role in ("", "critic_") if known.get(f"{role}lora_dim")]
+    paths += [known[f"{role}model_name_or_path"] for role in adapted]
     folders = [Path(part) for path in filter(None, paths) for part in lora.chain(path)]
     files = [file for folder in folders for file in sorted(folder.glob("*.safetensors"))]
     return {f"{file.parent.name}/{file.name}": file.stat().st_size for file in files}
@@ -224,7 +228,8 @@ def load_engine(engine, folder, reshape):
             ds_to_universal.main(options)
     ranks.barrier()
     engine._config.load_universal_checkpoint = reshape
-    if engine.load_checkpoint(folder, tag="universal" if reshape else "state")[0] is None:
+    tag = "universal" if reshape else "state"
+    if engine.load_checkpoint(folder, tag=tag, load_module_strict=False)[0] is None:
         raise RuntimeError(f"DeepSpeed could not read {folder}")
     # The checkpoint brought the settings of before, and under stage 3 in the universal form it gave
     # every group those of the first.

@@ -44,13 +44,16 @@ def fill_environment():
 
 
 def choose_operator_folder():
-    """Has DeepSpeed's operators compiled into a folder of this virtual environment.
+    """Has DeepSpeed's operators compiled into a folder of this virtual environment and accelerator.
 
     The default of torch is one folder for all environments of a user. Two of them would compile
-    each other's operators anew, for minutes. A folder in TORCH_EXTENSIONS_DIR stands.
+    each other's operators anew, for minutes. And in DeepSpeed (0.19.8) FusedAdam has one name on
+    CPUs and on GPUs: a rank that has waited for a lock would import what is there, and crash. A
+    folder in TORCH_EXTENSIONS_DIR stands.
     """
     if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
+        folder = f"{sys.prefix}/torch_extensions/{get_accelerator().device_name()}"
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", folder)
 
 
 def warn_of_locks():
@@ -108,6 +111,7 @@ def join_ranks(args):
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     let_segments_grow()
     patches.do_without_compiler()
+    patches.do_without_cudnn_attention()
     limit = patches.wait_at_most(args.timeout_minutes)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
         deepspeed.init_distributed(verbose=False, timeout=limit)

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from machinery.base.refused import Refused
 from tests import kit, runs
 from tests.runs import config
 
@@ -40,20 +39,3 @@ def test_every_zero_stage_has_a_config(stage):
         assert zero.get("offload_param") == weights
         assert zero.get("offload_optimizer") == (states if train else None)
         assert ("gradient_clipping" in made) == train
-
-
-def test_ds_config_must_not_repeat_what_flags_decide(tmp_path):
-    """Every number has one home: a --ds_config that sets what a flag sets is refused, not silently
-    merged."""
-    for number, knobs in enumerate(
-        (
-            {"bf16": {"enabled": True}},
-            {"train_batch_size": 8},
-            {"optimizer": {"type": "Adam"}},
-            {"zero_optimization": {"stage": 3}},
-        )
-    ):
-        (tmp_path / f"{number}.json").write_text(json.dumps(knobs))
-        with pytest.raises(Refused) as caught:
-            config("--ds_config", str(tmp_path / f"{number}.json"))
-        assert next(iter(knobs)) in caught.value.words

@@ -150,6 +150,26 @@ def test_ranks_that_share_layers_write_the_same_responses(stage):
 
 
 # --------------------------------------------------------------------------------------------------
+# fp16, for GPUs without bf16 (T4, V100); on CPU ranks it is slow, and right
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("script", ["sft", "reward"])
+def test_fp16_learns_what_fp32_does(script):
+    """The loss is scaled by 2^16 before the backward, and the gradient divided by it."""
+    names = [f"{script}_zero2", *(f"{script}_fp16_{stage}" for stage in (1, 2, 3))]
+    assert_same_curves(names, ["loss", "eval_loss", "grad_norm"], rel=6e-3)
+
+
+@pytest.mark.parametrize("name", ["ppo_fp16_1", "ppo_fp16_2", "ppo_fp16_3", "ppo_fp16_grpo"])
+def test_real_fp16_engines_skip_together(name):
+    """At the first scale the critic's gradients overflow in three updates and the actor's in one or
+    two. Both skip all three, on both ranks, or the one would learn from what the other has not.
+    What is sampled is what is scored: the ratio is 1 before each update."""
+    skipped = {saved["skipped"] for rank in facts(name) for saved in rank["saved"]}
+    assert skipped == ({0} if "grpo" in name else {3})
+    assert max(abs(ratio - 1) for _, ratio in curve(name, "ratio_max")) < 1e-2
+
+
+# --------------------------------------------------------------------------------------------------
 # State offload, ZeRO++, and every combination that CPU ranks permit
 # --------------------------------------------------------------------------------------------------
 AWAY = {f"ppo_offload_states{stage}": f"ppo_zero{stage}" for stage in (1, 2, 3)}

@@ -1,6 +1,6 @@
 """Repairs of libraries (machinery/engine/patches.py): each has a test that says why it exists, and
 that fails when the library behaves as it should, so that the repair may go. For record_backward,
-and for skip_together with real engines, see test_engines.py."""
+see test_engines.py, and for skip_together in real runs test_environment.py."""
 
 import datetime
 from types import SimpleNamespace
@@ -15,8 +15,6 @@ from deepspeed.ops.op_builder import builder as op_builder
 from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import linear, partition_parameters
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from machinery.engine import patches
 
@@ -146,37 +144,11 @@ def test_the_norm_before_clipping_is_kept(monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # skip_together
 # --------------------------------------------------------------------------------------------------
-class Optimizer:
-    """What DeepSpeed's fp16 optimizers need in order to say whether to skip a step."""
-
-    def __init__(self, overflowed):
-        self.overflowed = overflowed
-
-    def has_overflow(self, partition_gradients=True):
-        return self.overflowed
-
-
-@pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3])
-def test_an_optimizer_skips_for_its_own_overflow_alone(kind):
+def test_an_engine_cannot_be_told_to_skip_a_step():
     """fp16 skips a step whose gradients overflowed. Of two engines the one would step and the other
-    not: the critic would learn from a rollout that the actor never learned from. DeepSpeed has no
-    setting for it; what it offers is that each step calls has_overflow of its own optimizer."""
-    optimizers = [Optimizer(True), Optimizer(False)]
-    for optimizer in optimizers:
-        kind._check_overflow(optimizer)
-    assert [o.overflow for o in optimizers] == [True, False]
-    public = [name for name in dir(DeepSpeedEngine) if name[0] != "_"]
-    settings = [name for name in public if "overflow" in name]
-    assert not settings, "engines can be told to skip a step now: skip_together may go"
-    engines = [
-        SimpleNamespace(optimizer=o, is_gradient_accumulation_boundary=lambda: True)
-        for o in optimizers
-    ]
-    for dtype, shared in (("bf16", False), ("fp16", True)):
-        patches.skip_together(SimpleNamespace(dtype=dtype), engines)
-        for optimizer in optimizers:
-            kind._check_overflow(optimizer)
-        assert [o.overflow for o in optimizers] == [True, shared]
+    not: the critic would learn from a rollout that the actor never learned from."""
+    settings = [name for name in dir(DeepSpeedEngine) if name[0] != "_" and "overflow" in name]
+    assert not settings, "it can now: skip_together may go"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 they are done, a prompt that is computed once, and the compiled step."""
 
 import functools
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -124,8 +125,8 @@ def test_a_prompt_is_computed_once_for_all_its_samples(name):
 
 @every_model
 def test_a_static_cache_gives_the_same_tokens(name):
-    """--compile_decoding, without a compiler: prompts padded to 64 slots, all rows to the end,
-    twice in the one cache."""
+    """--compile_decoding, without a compiler: prompts padded to 64 slots, all rows and an empty one
+    to the end, twice in the one cache."""
     model = model_of(name)
     for step, end in ((0, -1), (1, 7)):
         uniforms = kit.uniforms(8, 16, step)
@@ -151,20 +152,28 @@ class OnAnAccelerator:
         return getattr(self.model, name)
 
 
-def test_a_compiled_step_is_compiled_once():
-    """The steps of all tokens, of two rollouts, have one graph: no shape changes, no number is
-    built into it. (On CUDA transformers compiles it; here a backend runs it as it is.)"""
-    graphs = []
+def test_a_compiled_step_is_compiled_for_few_shapes():
+    """The steps of all tokens of a rollout have one graph: no shape changes, no number is built
+    into it. Prompts of other lengths, and fewer rows, have three widths of one number of rows, and
+    the memory that they had: on CUDA each other would be a graph more, which is never given back.
+    (On CUDA transformers compiles the step; here a backend runs it as it is.)"""
+    graphs, memory = [], set()
 
     def backend(graph, inputs):
         graphs.append(graph)
-        return graph.forward
+        return lambda *inputs: memory.update(map(place, inputs)) or graph.forward(*inputs)
+
+    def place(x):
+        return torch.is_tensor(x) and x.dim() == 4 and x.shape[2] > 1 and (x.shape[2], x.data_ptr())
 
     model = OnAnAccelerator(model_of("llama"), backend)
-    for ids, mask in ((IDS, MASK), common.pad([[*prompt, 5, 6] for prompt in PROMPTS], 0)):
-        plain, _ = sampled(model.model, ids, mask, UNIFORMS, ending(-1))
-        static, _ = kit.generate(model, ids, mask, UNIFORMS, ending(-1), compile_decoding=True)
-        assert static.tolist() == plain and len(graphs) == 1
+    for rows, longer in [(8, 0), (5, 60), (8, 100), (3, 130), (8, 180)] * 2:
+        ids, mask = common.pad([[*prompt, *[5] * longer] for prompt in PROMPTS[:rows]], 0)
+        given = ids, mask, UNIFORMS[:rows], ending(-1)
+        static, _ = kit.generate(model, *given, compile_decoding=True)
+        assert static.tolist() == sampled(model.model, *given)[0]
+        assert longer or len(graphs) < 3
+    assert Counter(x[0] - 16 for x in memory if x) == {64: 4, 128: 4, 256: 4}  # layers, k and v
 
 
 def test_the_cache_is_reserved_once():

@@ -113,6 +113,7 @@ def test_each_rule_refuses_what_breaks_it(flags, tmp_path, monkeypatch):
     (tmp_path / "wrong.json").write_text('{"zero_optimization": {"no_such_knob": 1}}')
     old, device = rule == "old-deepspeed", "cuda" if rule == "deepcompile-in-ppo" else "cpu"
     pretend(monkeypatch, "0.18.5" if old else "0.19.8", device, WORLD_SIZE="2")
+    monkeypatch.setattr(rules, "lacks_nvcc", bool)
     with pytest.raises(Refused) as caught:
         get_args(*flags.split(maxsplit=1))
     assert caught.value.rule == rule

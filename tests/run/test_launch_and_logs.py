@@ -32,14 +32,15 @@ def test_srun_without_an_address_is_refused(monkeypatch):
 
 
 def test_operators_are_compiled_into_the_environment(tmp_path, monkeypatch):
-    """Two clones do not compile each other's operators anew; a folder of the user's stands."""
+    """Two clones do not compile each other's operators anew, nor a GPU's run those of CPU ranks: of
+    FusedAdam DeepSpeed has one under the same name for each. A folder of the user's stands."""
     monkeypatch.setattr(launch.sys, "prefix", str(tmp_path))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "mine")
     launch.choose_operator_folder()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "mine"
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     launch.choose_operator_folder()
-    assert os.environ["TORCH_EXTENSIONS_DIR"] == f"{tmp_path}/torch_extensions"
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == f"{tmp_path}/torch_extensions/cpu"
 
 
 def test_only_the_libraries_are_silenced():

@@ -360,7 +360,9 @@ def test_frozen_models_are_known_by_their_files(tmp_path):
         args = SimpleNamespace(actor_model_name_or_path="hub/x", reward_model_name_or_path=judges)
         found.append(checkpoints.frozen_models(args))
     assert found == [{"judge/model.safetensors": size} for size in (9, 9, 10)]
-    assert checkpoints.frozen_models(SimpleNamespace(model_name_or_path="x")) == {}
+    for dim, expected in ((0, {}), (4, found[0])):  # adapters go on upon what they began on
+        args = SimpleNamespace(model_name_or_path=str(tmp_path / "a/judge"), lora_dim=dim)
+        assert checkpoints.frozen_models(args) == expected
 
 
 # --------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import ppo
 from machinery.base.refused import Refused
@@ -60,6 +61,16 @@ def test_taking_a_checkpoint_changes_nothing():
     assert without_clocks("sft_zero3_checkpoints") == without_clocks("sft_zero3")
     for name, kept in (("sft_dropout", ["step-2", "step-4"]), ("sft_dropout_resumed", ["step-4"])):
         assert sorted(f.name for f in (run_of(name) / "checkpoints").iterdir()) == kept
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_checkpoint_holds_what_trains(stage):
+    """With LoRA that is a few adapters. The frozen weights come from where they came from at first:
+    of two models of 8B they would be 64 GB at each save, at stage 2 twice."""
+    states = run_of(f"m_fp32{stage}_lora").glob("checkpoints/*/model/state/*model_states.pt")
+    state = torch.load(min(states), weights_only=False)
+    assert sum("lora_" in key for key in state["module"]) == len(state["module"]) == 2 * 7 * 2
+    assert not state["frozen_param_fragments"]
 
 
 # --------------------------------------------------------------------------------------------------
