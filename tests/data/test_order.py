@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import datasets
 import numpy as np
 import pytest
-from data_kit import dahoas, folder, load, many
 
 import common
 from machinery.base import ranks
@@ -92,16 +91,3 @@ def test_grouping_by_length_saves_padding(monkeypatch):
         longest = [max(step) for step in real]
     assert padding[1] < padding[0] / 3
     assert longest not in (sorted(longest), sorted(longest, reverse=True))
-
-
-def test_evaluation_sees_every_row_once_over_all_ranks(tokenizer, tmp_path, monkeypatch):
-    """Ten pairs, three ranks, two a batch: each pair once, and both forwards on every rank."""
-    _, held_out = load(tokenizer, [folder(tmp_path, many(50, dahoas))], "reward")
-    args, seen = SimpleNamespace(per_device_eval_batch_size=2), []
-    collate = lambda rows: SimpleNamespace(to=lambda device: rows)  # noqa: E731
-    for rank in range(3):
-        play(monkeypatch, rank, 3)
-        batches = [rows for _, rows in common.eval_loader(args, held_out, collate)]
-        assert len(batches) == 2
-        seen += [row["prompt"] for rows in batches for row in rows if row["row_weight"]]
-    assert sorted(seen) == [f"Q{i}?" for i in range(40, 50)]

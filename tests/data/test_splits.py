@@ -1,14 +1,11 @@
 """Who gets which row: shares of the steps, held-out prompts, and how a run knows its data again."""
 
-import copy
 import json
 import zlib
 
-import pytest
 from data_kit import TEMPLATE, chat, dahoas, load, many, write
 from datasets import Dataset
 
-from machinery.base.refused import Refused
 from machinery.data import rows
 from machinery.data.rows import STAGES
 
@@ -126,14 +123,3 @@ def test_several_processes_make_the_rows_that_one_makes(tokenizer, tmp_path, mon
     said = capsys.readouterr().out
     assert said.count("a.jsonl, train: tokenising ") == 1 and said.count("chosen equals") == 2
     assert prints[0] == prints[1]
-
-
-def test_chats_without_a_chat_template_are_refused(tokenizer, tmp_path, monkeypatch):
-    """Also by the processes that tokenise, which cannot end the run themselves."""
-    monkeypatch.setattr(rows, "MANY", 1)
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = None
-    file = write(tmp_path / "a.jsonl", [{"messages": chat(f"Q{i}?", "So.")} for i in range(300)])
-    with pytest.raises(Refused) as caught:
-        load(tokenizer, [file])
-    assert caught.value.rule == "chat-template"

@@ -34,8 +34,8 @@ RECORD = dict(data_rows=40)
 
 
 def base_folder(path, name):
-    """Makes a folder as from the hub: config and tokenizer, and weights at random."""
-    config, special = BASES[name]
+    """Makes a folder as from the hub, of a base or of any architecture, with random weights."""
+    config, special = BASES.get(name) or (config_of(name), {})
     folder = folder_of(path, config, weights=True)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/model")
     for key, value in special.items():

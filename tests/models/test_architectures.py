@@ -10,7 +10,6 @@ import torch
 from tiny_models import (
     CLOSE,
     KINDS,
-    RAGGED,
     TOKENIZER,
     config_of,
     folder_of,
@@ -26,7 +25,6 @@ from transformers import (
     AutoTokenizer,
 )
 
-import common
 from machinery.models import model_folders, saving
 from tests.kit import load_model
 
@@ -138,31 +136,6 @@ def test_a_saved_model_loads_in_stock_transformers(folder, language_model, tmp_p
     assert torch.equal(stock.eval()(ids).logits, language_model(ids).logits)
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").get_vocab() == tokenizer.get_vocab()
     assert not list((tmp_path / "saved").glob(".*")), "nothing half-written is left"
-
-
-@torch.no_grad()
-def test_stock_transformers_gives_a_saved_value_model_the_same_scores(
-    name, value_model, tmp_path, no_network
-):
-    """To anyone else it is AutoModelForSequenceClassification with one label: the same number per
-    text, read at the last token that is not padding, whichever side the padding is on."""
-    saving.save_model(value_model, TOKENIZER, tmp_path / "saved")
-    stock, info = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "saved", output_loading_info=True
-    )
-    assert not info["missing_keys"] and not info["unexpected_keys"] and stock.config.num_labels == 1
-    alone = [common.pad([row], 0) for row in RAGGED]
-    expected = torch.cat([values(value_model, *each)[:, -1] for each in alone])
-    assert expected.std() > 1e-4
-    for side in ("left", "right"):
-        ids, mask = common.pad(RAGGED, 0, side)
-        # stock GPT-2 counts positions from slot 0, padding included, unless told
-        more = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if name == "gpt2" else {}
-        found = stock.eval()(ids, attention_mask=mask, **more).logits[:, 0]
-        torch.testing.assert_close(found, expected, **CLOSE)
-        last = mask.shape[1] - 1 - mask.flip(1).argmax(1)  # the slot of a row's last token
-        ours = values(value_model, ids, mask)[range(4), last]
-        torch.testing.assert_close(ours, expected, **CLOSE)
 
 
 @torch.no_grad()

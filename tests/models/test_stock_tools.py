@@ -86,7 +86,10 @@ def test_a_tokenizer_with_several_chat_templates_is_saved_again_and_again(tmp_pa
 # --------------------------------------------------------------------------------------------------
 # Reward models
 # --------------------------------------------------------------------------------------------------
-@every_base
+OTHERS = ["opt-350m", "gpt_neox", "qwen3", "gemma", "mistral", "bloom"]
+
+
+@pytest.mark.parametrize("name", [*BASES, *OTHERS])
 def test_stock_tools_give_a_reward_models_scores(name, tmp_path):
     """A score is read at EOS, which stock callers do not append, whether they ask for special
     tokens (pipelines) or not (TRL's GRPO): the tokenizer in the folder does, once. A batch of
@@ -153,27 +156,20 @@ def test_a_tokenizer_that_takes_no_normaliser_is_saved_as_it_is(tmp_path, monkey
 # --------------------------------------------------------------------------------------------------
 # LoRA
 # --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("head", [None, "score"])
-def test_stock_tools_load_adapters(head, tmp_path):
+def test_stock_tools_load_adapters(tmp_path):
     """With a config.json beside them, stock tools would look for whole weights there. So it has
-    another name, and is the last to come: it marks the folder as whole."""
-    folder, model, tokenizer = saved(tmp_path, "another EOS", head, lora_dim=4)
+    another name, and is the last to come: it marks the folder as whole. (Of a language model:
+    test_environment.py.)"""
+    folder, model, tokenizer = saved(tmp_path, "another EOS", "score", lora_dim=4)
     assert saving.is_whole(folder) and not (tmp_path / "out/config.json").exists()
     own = AutoTokenizer.from_pretrained(folder)
-    if head:
-        stock = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
-        stock.config.pad_token_id = own.pad_token_id
-        with torch.no_grad():
-            found = stock.eval()(**own(TEXTS, padding=True, return_tensors="pt")).logits[:, 0]
-        torch.testing.assert_close(found, our_scores(model, tokenizer), **close)
-    else:
-        ids = torch.tensor([tokenizer("Where is it?").input_ids])
-        stock = pipeline("text-generation", model=folder).model
-        torch.testing.assert_close(stock(ids).logits, model(ids).logits, **close)
-        kept = transformers.GenerationConfig.from_pretrained(folder)
-        assert kept.eos_token_id == 1
+    stock = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    stock.config.pad_token_id = own.pad_token_id
+    with torch.no_grad():
+        found = stock.eval()(**own(TEXTS, padding=True, return_tensors="pt")).logits[:, 0]
+    torch.testing.assert_close(found, our_scores(model, tokenizer), **close)
     config = model_folders.load_config(folder)
-    assert config.eos_token_id == 1 and hasattr(config, "value_head_prefix") == bool(head)
+    assert config.eos_token_id == 1 and config.value_head_prefix == "score"
 
 
 def test_adapters_chain(tmp_path):

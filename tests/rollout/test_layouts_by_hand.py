@@ -23,10 +23,12 @@ E = 1  # EOS
 # Rows
 # --------------------------------------------------------------------------------------------------
 def test_padding_goes_left_and_masks_come_from_lengths():
-    """All rows end in the last column. A real token may have padding's id."""
+    """All rows end in the last column. A real token may have padding's id. Fractions stay: a loss
+    mask may weigh a token by a half."""
     ids, mask = common.pad([[5, 6, 7], [8], [9, 0]], pad_value=0)
     assert ids.tolist() == [[5, 6, 7], [0, 0, 8], [0, 9, 0]]
-    assert mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
+    assert mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]] and mask.dtype == torch.long
+    assert common.pad([[0.5, 1.0], [0.25]], 0)[0].tolist() == [[0.5, 1.0], [0.0, 0.25]]
 
 
 def test_a_position_is_the_number_of_real_tokens_before():

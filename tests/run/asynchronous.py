@@ -105,9 +105,6 @@ class Event:
     def query(self):
         return True
 
-    def elapsed_time(self, other):
-        return 1.0
-
 
 class Asynchronous(CPU_Accelerator):
     """A CPU that does not end its work before a call returns, as far as DeepSpeed can tell."""
@@ -155,9 +152,6 @@ class Handle:
             self.work.wait(*args)
         self.device.current.wait_event(self.event)
         self.tensors = ()
-
-    def is_completed(self):
-        return self.work.is_completed()
 
 
 class Memory:

@@ -42,13 +42,6 @@ def test_rows_of_all_ranks_are_each_there_once(size, monkeypatch):
     assert sorted(row["row"] for row in everyones) == list(range(shares))
 
 
-def test_padding_keeps_fractions():
-    """A loss mask may weigh a token by a half; as whole numbers that would be 0, in silence."""
-    values, mask = common.pad([[0.5, 1.0, 0.25], [0.75]], 0)
-    assert values.tolist() == [[0.5, 1.0, 0.25], [0.0, 0.0, 0.75]]
-    assert mask.tolist() == [[1, 1, 1], [0, 0, 1]] and mask.dtype == torch.long
-
-
 def test_the_deviation_of_scores_keeps_its_digits_far_from_0(monkeypatch):
     """Scores of 100 +- 0.1: sums of their squares in fp32 are wrong by a percent of it."""
     scores = 100 + 0.1 * torch.randn(2, 500, generator=torch.Generator().manual_seed(0))

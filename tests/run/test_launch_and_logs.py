@@ -8,7 +8,6 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from machinery.base import progress, ranks
@@ -79,45 +78,29 @@ def test_long_work_shows_itself_without_a_terminal(monkeypatch, capsys):
 # --------------------------------------------------------------------------------------------------
 # curves.png
 # --------------------------------------------------------------------------------------------------
-@pytest.fixture
-def drawn(tmp_path, monkeypatch):
-    """Returns a function that draws rows of metrics.jsonl: {title of a panel: its axes}."""
-
-    def draw(rows, limits=()):
-        text = "".join(json.dumps({"step": i, **row}) + "\n" for i, row in enumerate(rows))
-        (tmp_path / "metrics.jsonl").write_text(text)
-        found = []
-        monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: found.append(figure))
-        plots.draw(tmp_path, "a title", dict(limits))
-        axes = [axis for axis in found[0].axes if isinstance(axis, Axes) and axis.get_visible()]
-        assert all(axis.get_xlabel() == "step" for axis in axes)
-        return {axis.get_title(): axis for axis in axes}
-
-    return draw
-
-
-def test_what_belongs_together_is_in_one_panel(drawn):
+def test_what_belongs_together_is_in_one_panel(tmp_path, monkeypatch):
     """Reward with gold, chosen with rejected, each with what is held out, and one limit a panel. A
-    metric of one's own has a panel, too."""
+    metric of one's own has a panel, too; whitened advantages, which sum to 0 but for rounding, have
+    none. A small learning rate is no noise."""
     rows = [{"reward": i, "gold": i / 2, "chosen_score": i, "rejected_score": -i} for i in range(3)]
     rows[0] |= {"eval_reward": 0, "eval_gold": 0, "eval_rejected_score": 0}
     rows[2] |= {"eval_reward": 2, "eval_gold": 1, "eval_rejected_score": 1, "mine": 1}
     rows[1] |= {"mine": 2}
-    axes = drawn(rows, {"gold": 1.0, "eval_gold": 1.0})
-
-    def labels(title):
-        return [text.get_text() for text in axes[title].get_legend().get_texts()]
-
-    assert labels("reward, gold") == ["reward", "eval_reward", "gold", "eval_gold", "limit 1"]
-    assert labels("scores of chosen, rejected")[::2] == ["chosen_score", "eval_rejected_score"]
-    assert labels("mine") == ["mine"]
-
-
-def test_rounding_noise_has_no_panel(drawn):
-    """Whitened advantages sum to 0 but for rounding. A small learning rate is no noise."""
-    moves = {"learning_rate": [1e-7, 2e-7, 1e-7], "actor_loss": [7e-9, -5e-9, 1e-8]}
-    rows = [{name: values[i] for name, values in moves.items()} for i in range(3)]
-    assert list(drawn(rows)) == ["learning rate"]
+    for i, (row, noise) in enumerate(zip(rows, (7e-9, -5e-9, 1e-8))):
+        row |= {"step": i, "learning_rate": 1e-7 * (1 + i % 2), "actor_loss": noise}
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: found.append(figure))
+    plots.draw(tmp_path, "a title", {"gold": 1.0, "eval_gold": 1.0})
+    panels = {axis.get_title(): axis for axis in found[0].axes if axis.get_visible()}
+    drawn = {
+        title: [text.get_text() for text in axis.get_legend().get_texts()]
+        for title, axis in panels.items()
+    }
+    assert drawn["reward, gold"] == ["reward", "eval_reward", "gold", "eval_gold", "limit 1"]
+    assert drawn["scores of chosen, rejected"][::2] == ["chosen_score", "eval_rejected_score"]
+    assert drawn["mine"] == ["mine"] and "learning rate" in drawn and len(drawn) == 4
+    assert all(axis.get_xlabel() == "step" for axis in panels.values())
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"sft": 3}', "{}"])

@@ -150,6 +150,7 @@ def test_killed_three_times_and_resumed_it_is_the_same_run(whole, tmp_path):
         done = play(folder, *["--resume"] * folder.exists(), kill_at=kill_at)
         assert done.codes == [-9, -9] and kept(folder) == left, done
         assert not (folder / "config.json").exists()
+    assert (tmp_path / "run.old-1/args.json").exists(), "what began anew was moved aside"
     done = play(folder, "--resume")
     assert done.codes == [0, 0] and same(outcome(folder), outcome(whole)), done
 

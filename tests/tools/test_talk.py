@@ -76,21 +76,14 @@ def chat_folder(trained, tmp_path_factory):
 
 
 # ---- What it computes ----
-def test_the_win_rate_by_hand():
-    """Prompt by prompt: a win counts one, a tie a half. A model that is better on most prompts by a
-    little wins, whatever the means say, because one outlier can turn a mean. Here a win, a tie, a
-    loss, a win: 2.5 of 4. Wilson's interval, z^2 = 3.8416:
+def test_the_table_holds_means_and_win_rates():
+    """The first model is what the others are compared with, prompt by prompt: a win counts one, a
+    tie a half. An equal response is a tie, although its score has another last digit in a batch
+    with other padding. Here a win, a tie, a loss, a win: 2.5 of 4. Wilson's interval, z^2 = 3.8416:
 
         middle = (0.625 + 3.8416 / 8) / (1 + 3.8416 / 4) = 1.1052 / 1.9604
         half   = 1.96 / 1.9604 * sqrt(0.625 * 0.375 / 4 + 3.8416 / 64) = 0.99980 * 0.34441
     """
-    found, between = tables.win_rate([(1, 0), (2, 2), (3, 4), (4, 3)])
-    assert found == 0.625 and between == pytest.approx([0.21942, 0.90810], abs=2e-5)
-
-
-def test_the_table_holds_means_and_win_rates():
-    """The first model is what the others are compared with. An equal response is a tie, although
-    its score has another last digit in a batch with other padding."""
     rewards = {"a": [0, 2, 4, 3], "b": [1, 2 + 1e-7, 3, 4]}
     answers = {
         name: [
