@@ -4,9 +4,7 @@ Functions that are handed to kit.on_ranks run in each of two ranks, and assert t
 """
 
 import argparse
-import functools
 import json
-from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -18,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import common
 from machinery.base import ranks
 from machinery.base.modules import unwrap_model
-from machinery.engine import patches, state_offload, throughput, zero3
+from machinery.engine import patches, state_offload, zero3
 from machinery.models import model_folders, saving
 from machinery.rollout import ema
 from machinery.run import checkpoints
@@ -254,22 +252,3 @@ def test_a_layer_is_gathered_while_the_one_before_it_computes():
     zero = json.loads((kit.ROOT / "ds_config.json").read_text())["zero_optimization"]
     layer = 4 * 4096**2 + 3 * 4096 * 11008
     assert layer < zero["stage3_prefetch_bucket_size"] < zero["stage3_max_live_parameters"] - layer
-
-
-# --------------------------------------------------------------------------------------------------
-# Numbers that are logged
-# --------------------------------------------------------------------------------------------------
-def test_the_rate_that_is_logged_is_the_steps_own():
-    """The schedule moves on after a step, so the rate is the one before; where fp16 skipped the
-    step it has not moved."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 10.0 - step)
-    rates = []
-    for applied in (True, False, True):
-        if applied:
-            optimizer.step()
-            schedule.step()
-        was_applied = functools.partial(bool, applied)
-        engine = dict(lr_scheduler=schedule, was_step_applied=was_applied, global_steps=1)
-        rates.append(throughput.learning_rate(SimpleNamespace(**engine)))
-    assert rates == [10.0, 9.0, 9.0]

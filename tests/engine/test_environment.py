@@ -3,6 +3,8 @@ from rounding. runs.py says what is run; each is laid beside a run without it, o
 another way. What cannot be done is refused: tests/run/test_flags.py.
 """
 
+import math
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,7 +14,7 @@ import sft
 from machinery.base import modules
 from machinery.models import model_folders, saving
 from tests import kit, runs
-from tests.runs import CURVES, assert_same_curves, curve, facts, run_of, without_clocks
+from tests.runs import CURVES, assert_same_curves, curve, facts, metrics, run_of, without_clocks
 
 peft = pytest.importorskip("peft")
 ADAPTERS = "adapter_model.safetensors"
@@ -163,10 +165,16 @@ def test_fp16_learns_what_fp32_does(script):
 def test_real_fp16_engines_skip_together(name):
     """At the first scale the critic's gradients overflow in three updates and the actor's in one or
     two. Both skip all three, on both ranks, or the one would learn from what the other has not.
-    What is sampled is what is scored: the ratio is 1 before each update."""
+    What is sampled is what is scored: the ratio is 1 before each update. The rate that is logged is
+    the step's own: the schedule moves on after a step, and not after one that is skipped."""
     skipped = {saved["skipped"] for rank in facts(name) for saved in rank["saved"]}
     assert skipped == ({0} if "grpo" in name else {3})
     assert max(abs(ratio - 1) for _, ratio in curve(name, "ratio_max")) < 1e-2
+    lines, applied = metrics(name)[1:], 0
+    for line in lines:  # a skipped step has no norm
+        cosine = math.cos(math.pi * applied / len(lines))
+        assert line["learning_rate"] == pytest.approx(5e-4 * (1 + cosine))
+        applied += line["grad_norm"] is not None
 
 
 # --------------------------------------------------------------------------------------------------
