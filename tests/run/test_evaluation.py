@@ -1,4 +1,4 @@
-"""Evaluations: alone, with --max_steps 0; each row once; and masks that are fractions."""
+"""Evaluations: alone, with --max_steps 0; and what is said of scores."""
 
 import math
 from types import SimpleNamespace
@@ -8,7 +8,6 @@ import torch
 
 import common
 import reward
-from machinery.base import ranks
 from tests import kit, runs
 
 
@@ -24,22 +23,6 @@ def test_max_steps_0_evaluates_and_ends(script, metric):
     own = {"tokens.jsonl"} if script == "ppo" else set()
     left = {file.name for file in done.folder.glob("[!.]*")}
     assert left == {"args.json", "metrics.jsonl", "samples.jsonl", "curves.png"} | own, done
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_rows_of_all_ranks_are_each_there_once(size, monkeypatch):
-    """An evaluation counts each held-out prompt once: no filler, which is there so that all ranks
-    make the same number of forwards, and no copy from a rank that shares its layers with another:
-    they have the same rows."""
-    monkeypatch.setattr(ranks, "tensor_parallel_size", lambda: size)
-    shares, given = 4 // size, []
-    monkeypatch.setattr(ranks, "all_gather_objects", lambda rows: given.extend(rows) or given)
-    for rank in range(4):
-        monkeypatch.setattr(ranks, "get_rank", lambda rank=rank: rank)
-        share = rank // size
-        filler = {"row": -1, "row_weight": 0}
-        everyones = ranks.each_once([{"row": share, "row_weight": 1}, filler])
-    assert sorted(row["row"] for row in everyones) == list(range(shares))
 
 
 def test_the_deviation_of_scores_keeps_its_digits_far_from_0(monkeypatch):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from matplotlib.figure import Figure
 
-from machinery.base import progress, ranks
+from machinery.base import progress
 from machinery.run import launch, logs, plots
 from tests import kit
 
@@ -50,14 +50,6 @@ def test_only_the_libraries_are_silenced():
         for name in ("torch.optim.lr_scheduler", "deepspeed.x", "my_torch", "reward"):
             warnings.warn_explicit("words", UserWarning, f"{name}.py", 1, module=name)
     assert [str(each.filename) for each in caught] == ["my_torch.py", "reward.py"]
-
-
-def test_ranks_that_read_other_data_are_refused(monkeypatch):
-    """A machine with an older copy would draw other rows, or stop in the middle of an epoch."""
-    monkeypatch.setattr(ranks, "all_gather_objects", lambda items: [*items, {"data_rows": 9}])
-    ranks.fail_unless_alike({"data_rows": 9}, "other data", "Advice.")
-    with kit.refuses("ranks-differ"):
-        ranks.fail_unless_alike({"data_rows": 8}, "other data", "Advice.")
 
 
 # --------------------------------------------------------------------------------------------------
