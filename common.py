@@ -12,7 +12,6 @@ responses together); V vocabulary; H hidden size.
 """
 
 import dataclasses
-import functools
 
 import deepspeed
 import numpy as np
@@ -20,13 +19,8 @@ import torch
 import torch.nn as nn
 import transformers
 from torch import Tensor
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations import HfDeepSpeedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from machinery.base import progress, ranks
 from machinery.base.modules import unwrap_model
@@ -92,29 +86,6 @@ def position_ids(mask):
     token sees it.
     """
     return (mask.cumsum(-1) - 1).clamp(min=0)
-
-
-@functools.lru_cache(1)  # all layers of a forward ask for the same one
-def additive(mask, dtype):
-    """What is added to the scores of attention: 0 where mask (N, 1, T, T) is True, else -inf.
-
-    A row begins at a multiple of 8 numbers, or PyTorch's memory-efficient kernel would copy it
-    (`preprocess_mask` in ATen/native/transformers/attention.cpp).
-    """
-    *shape, T = mask.shape
-    aligned = torch.zeros(*shape, T + -T % 8, dtype=dtype, device=mask.device)
-    return aligned[..., :T].masked_fill_(~mask, -torch.inf)
-
-
-def attend(module, query, key, value, mask, **options):
-    """transformers' attention, with one additive mask for all layers.
-
-    Given True and False, PyTorch (2.13) makes the same numbers anew in every layer, and keeps them
-    there for the backward: in bf16 2 N T^2 bytes a layer. Compiled, a layer keeps none.
-    """
-    if mask is not None and mask.dtype == torch.bool and not torch.compiler.is_compiling():
-        mask = additive(mask, query.dtype)
-    return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
 def last_columns(ids, mask, count):
@@ -290,7 +261,6 @@ def load_model(args, tokenizer=None, value_head=None):
     weights gives a new, random model, which every rank builds whole on the CPU, from the same seed.
     """
     path, stage = args.model_name_or_path, args.zero_stage
-    AttentionInterface.register("sdpa", attend)
     config = model_folders.load_config(path, args.trust_remote_code)
     tensor_parallel.check_model(path, config, args)
     own_dropout = model_folders.own_dropout(config)
@@ -327,26 +297,6 @@ def load_model(args, tokenizer=None, value_head=None):
     if stage == 3 and not args.deepcompile:
         zero3.ease_zero3(model, whole_layers=not args.lora_dim)
     return ValueModel(model, value_head) if value_head else model
-
-
-def cache_size(config):
-    """How many numbers a token has in a model's cache: a key and a value in each layer."""
-    heads = getattr(config, "num_attention_heads", 0)  # Mamba has none
-    width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
-    heads = getattr(config, "num_key_value_heads", None) or heads
-    return 2 * config.num_hidden_layers * heads * width
-
-
-def rollout_bytes(args, engine, rows, length):
-    """The bytes that a rollout holds beside the weights. length: of the longest prompt.
-
-    The cache; about 16 hidden states for each token of the prompts' forward, which come and go; and
-    24 bytes for each entry of the vocabulary while a token is drawn.
-    """
-    config = unwrap_model(engine).config.get_text_config()
-    slots = length + args.max_answer_seq_len
-    numbers = cache_size(config) * slots + 16 * config.hidden_size * length
-    return rows * (numbers * DTYPES[args.dtype].itemsize + 24 * config.vocab_size)
 
 
 def init_value_head(head, seed):

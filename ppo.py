@@ -549,10 +549,7 @@ def roll_out(args, engine, tokenizer, prompts, step, batch_size):
     forwards.
     """
     out = []
-    longest = max((len(row["prompt_ids"]) for row in prompts), default=0)
-    at_once = min(batch_size, len(prompts))
-    room = functools.partial(common.rollout_bytes, args, engine, at_once, longest)
-    with zero3.gather_for_generation(engine, room) as (model, synced):
+    with zero3.gather_for_generation(engine) as (model, synced):
         for start in progress.shown(range(0, len(prompts), batch_size), "batches of a rollout"):
             rows = prompts[start : start + batch_size]
             ids, mask = common.pad([row["prompt_ids"] for row in rows], tokenizer.pad_token_id)

@@ -8,11 +8,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import common
 from machinery.base import modules
@@ -59,7 +55,6 @@ def sizes_of(path, head, tokens, dtype, dropout=None, lora_dim=0, trust_remote_c
         config.update(dict.fromkeys(model_folders.own_dropout(config), float(dropout)))
     kind = AutoModelForSequenceClassification if head else AutoModelForCausalLM
     saved = {}
-    AttentionInterface.register("sdpa", common.attend)
 
     def note(tensor):
         storage = tensor.untyped_storage()
@@ -149,11 +144,15 @@ def held_by(model, phase, ranks, cpu, zero):
     scores = model.kept or model.generates or model.head or not model.trains
     compiled = getattr(args, "compile_decoding", False)  # a flag of ppo.py: the cache is kept
     if model.generates and (phase == "generate" or compiled):
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        equal_share = config.hidden_size // config.num_attention_heads
+        width = getattr(config, "head_dim", None) or equal_share
+        cached = 2 * config.num_hidden_layers * heads * width  # numbers of a token
         slots = [tokens]
         if compiled:  # a cache for each width of prompts
             widths = {decoding.prompt_slots(n) for n in range(1, args.max_prompt_seq_len + 1)}
-            slots = [width + args.max_answer_seq_len for width in widths]
-        parts["KV cache"] = w * model.generates * common.cache_size(config) * sum(slots)
+            slots = [slots_of_prompt + args.max_answer_seq_len for slots_of_prompt in widths]
+        parts["KV cache"] = w * model.generates * cached * sum(slots)
     if phase == "generate" and model.generates:
         parts["logits"] = model.generates * config.vocab_size * (w + 24)
         parts["activations"] = layer * model.generates / rows

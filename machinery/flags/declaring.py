@@ -72,16 +72,9 @@ def flag_group(parser, title, skip=()):
     return arg
 
 
-def two_numbers(text):
-    """argparse type: "0.9,0.95" becomes [0.9, 0.95], as does a default of text."""
-    first, second = map(float, text.split(","))
-    return [first, second]
-
-
-def three_numbers(text):
+def numbers(text):
     """argparse type: "2,4,4" becomes [2.0, 4.0, 4.0], as does a default of text."""
-    first, second, third = map(float, text.split(","))
-    return [first, second, third]
+    return [float(part) for part in text.split(",")]
 
 
 def column_names(text):
@@ -98,7 +91,7 @@ def add_common_flags(parser, own_forms=()):
     arg("data_path", str, files, nargs="+", fixed=True)
     arg("columns", column_names, "ours=theirs: prompt=question,response=answer", fixed=True)
     shares = "rows of sft, reward, ppo, disjoint. 2,4,4 [DeepSpeed-Chat]"
-    arg("data_split", "2,4,4", shares, most=1e9, type=three_numbers, fixed=True)
+    arg("data_split", "2,4,4", shares, most=1e9, type=numbers, fixed=True)
     arg("output_dir", str, "where everything that the run leaves behind goes")
     length = "tokens of prompt + response; a long prompt keeps its end, a long response is cut"
     arg("max_seq_len", int, length, least=2, fixed=True)
@@ -117,7 +110,7 @@ def add_common_flags(parser, own_forms=()):
     arg("lr_scheduler_type", "cosine", "cosine [DeepSpeed-Chat]", choices=names, fixed=True)
     arg("num_warmup_steps", 0, "optimizer steps of linear warm-up")
     # in fp32 more is 1
-    arg("adam_betas", "0.9,0.95", "AdamW's [DeepSpeed-Chat]", most=0.999999, type=two_numbers)
+    arg("adam_betas", "0.9,0.95", "AdamW's [DeepSpeed-Chat]", most=0.999999, type=numbers)
     arg("max_grad_norm", 1.0, "gradients are scaled down to it; 0: never. 1 [DeepSpeed-Chat]")
     arg("per_device_train_batch_size", int, "rows of one forward on one device", least=1)
     arg("gradient_accumulation_steps", 1, "micro-batches of one optimizer step", least=1)

@@ -36,6 +36,8 @@ def of_all(args):
     split = args.tensor_parallel_size > 1  # ranks share layers
     rank_count = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
 
+    counts = len(args.data_split), len(args.adam_betas)
+    yield "how-many", counts != (3, 2), "--data_split has 3 numbers, --adam_betas 2."
     needs_gpu = args.dtype == "fp16" or args.deepcompile
     on_cpu = get_accelerator().device_name() == "cpu"
     words = "--dtype fp16 and --deepcompile need a GPU, the latter with nvcc in $CUDA_HOME/bin."
@@ -100,7 +102,7 @@ def of_ppo(args):
     several_judges = args.reward_fn or len(args.reward_model_name_or_path) > 1
     words = "--normalize_reward scales the scores of one reward model alone."
     yield "normalize-reward", args.normalize_reward and several_judges, words
-    words = "--deepcompile: DeepSpeed compiles one model in a process, and PPO trains two."
+    words = "--deepcompile compiles one model, and PPO trains two."
     yield "deepcompile-in-ppo", args.deepcompile, words
     words = "--compile_decoding needs whole models: no stage 3, no --tensor_parallel_size."
     sharded = args.actor_zero_stage == 3 or split

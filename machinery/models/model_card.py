@@ -1,6 +1,5 @@
 """The model card, README.md in the folder of a saved model, as the hub reads it."""
 
-import json
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -11,7 +10,8 @@ from machinery.base import ranks
 def write(args, record, title, folder, **facts):
     """Writes README.md of the model in `folder`. A card that fails does not cost the weights.
 
-    record: what args.json holds. title: what was trained. facts: what saving.save_model returned.
+    record: what args.json holds, and the last evaluation. title: what was trained. facts: what
+    saving.save_model returned.
     """
     try:
         text = card(args, record, title, Path(folder), **facts)
@@ -39,7 +39,7 @@ def card(args, record, title, folder, adapted, scores, appends):
     load = f'AutoModelForCausalLM.from_pretrained("{folder.name}")'
     if scores:  # beside adapters transformers finds no number of labels
         load = f'AutoModelForSequenceClassification.from_pretrained("{folder.name}", num_labels=1)'
-    last = last_evaluation(Path(args.output_dir) / "metrics.jsonl")
+    last = record.get("evaluation", {})
     metrics = "\n".join(f"| {name} | {value} |" for name, value in last.items())
     return f"""---
 {head.to_yaml()}
@@ -77,10 +77,3 @@ def base_model(start):
         return start
     file = Path(start) / "README.md"
     return ModelCard.load(file).data.base_model if file.is_file() else None
-
-
-def last_evaluation(file):
-    """Returns the last line of metrics.jsonl that holds an evaluation, {} if none does."""
-    lines = file.read_text().splitlines() if file.is_file() else []
-    last = json.loads(next((line for line in reversed(lines) if '"eval_' in line), "{}"))
-    return {key: last[key] for key in last if key in ("step", "epoch") or "eval_" in key}

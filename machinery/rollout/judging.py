@@ -50,12 +50,12 @@ def combined(judges, way):
 
 # ---- Functions of the user's ----
 def load_functions(args):
-    """Returns the judges of --reward_fn, if there is that flag, and that of --gold_fn or None.
+    """Returns the judges of --reward_fn, and that of --gold_fn or None.
 
     Each takes a micro-batch and returns scores (B, R).
     """
-    specs = [(spec, "--reward_fn") for spec in vars(args).get("reward_fn") or []]
-    judges = [functools.partial(call_function, load_function(*spec)) for spec in specs]
+    functions = [load_function(spec, "--reward_fn") for spec in args.reward_fn]
+    judges = [functools.partial(call_function, function) for function in functions]
     gold = None
     if args.gold_fn:
         gold = functools.partial(call_function, load_function(args.gold_fn, "--gold_fn"))

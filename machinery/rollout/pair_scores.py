@@ -5,8 +5,6 @@ from pathlib import Path
 
 from machinery.base import ranks
 
-MOST = 5_000  # pairs; of more, the first
-
 
 def keep(args, held_out, judged):
     """Writes a line for each pair, in place of those of the evaluation before. All ranks call it.
@@ -15,7 +13,7 @@ def keep(args, held_out, judged):
     length is the number of tokens of a response, EOS included.
     """
     pairs = ({"row": pair[0], "row_weight": pair[0] >= 0, "pair": pair} for pair in judged)
-    lines, found = [], sorted(one["pair"] for one in ranks.each_once(pairs))[:MOST]
+    lines, found = [], sorted(one["pair"] for one in ranks.each_once(pairs))
     for row, chosen, rejected in found if ranks.get_rank() == 0 else ():
         line = {"row": row, "chosen_score": chosen, "rejected_score": rejected}
         lengths = map(len, held_out[row]["responses"])
@@ -23,6 +21,4 @@ def keep(args, held_out, judged):
         lines.append(json.dumps(line) + "\n")
     output = Path(args.output_dir)
     if ranks.get_rank() == 0 and output.is_dir():  # a benchmark has no folder
-        aside = output / ".judge.jsonl"
-        aside.write_text("".join(lines))
-        aside.replace(output / "judge.jsonl")
+        (output / "judge.jsonl").write_text("".join(lines))

@@ -37,12 +37,11 @@ def stop_unless_finite(args, record, rows=()):
     wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
     if not wrong:
         return
-    step = record["step"]
-    where = f" cuDNN's attention is on: {torch.backends.cuda.cudnn_sdp_enabled()}."
+    step, where = record["step"], ""
     if lines := [json.dumps({**row, "step": step}) + "\n" for row in rows]:
         file = Path(args.output_dir) / f"nonfinite_rank{ranks.get_rank()}.jsonl"
         file.write_text("".join(lines))
-        where += "\n  The step's rows are in nonfinite_rank*.jsonl."
+        where = "\n  The step's rows are in nonfinite_rank*.jsonl."
     what = f"error: step {step}: {', '.join(wrong)} not finite. Stopped"
     ranks.say(f"{what}; the last checkpoint is untouched.\n  {NOT_FINITE}{where}")
     finish(args, code=1)

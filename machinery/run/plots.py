@@ -43,7 +43,7 @@ def draw(folder, title, limits):
     panels = [panel for group in groups.values() for panel in group]
     rows = -(-len(panels) // COLUMNS)
     figure = Figure(figsize=(16, 3 * rows + 0.5), layout="constrained")
-    figure.suptitle(title, fontsize="x-large")
+    figure.suptitle(title)
     for number, panel in enumerate(panels, 1):
         draw_panel(figure.add_subplot(rows, COLUMNS, number), *panel, limits)
     figure.savefig(folder / "curves.png", dpi=80)

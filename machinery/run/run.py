@@ -135,7 +135,7 @@ class Run:
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
             f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step\n"
             f"  data     {len(self.train):,} rows, {len(self.held_out):,} held out, "
-            f"{self.last_step:,} steps, of them {args.num_warmup_steps} of warm-up"
+            f"{self.last_step:,} steps ({args.num_warmup_steps} of warm-up)"
         )
 
     def draw(self, done, collate):
@@ -204,7 +204,9 @@ class Run:
         self.stop_unless_finite(record)
         due = step == self.last_step or step % (args.eval_steps or self.steps_per_epoch) == 0
         if due:
-            record.update(self.evaluate(step))
+            found = self.evaluate(step)
+            record.update(found)
+            self.folder.record["evaluation"] = {"step": step, **found}  # for the model's card
         if due or step % args.log_steps == 0:
             self.write(record)
         if due:

@@ -30,7 +30,7 @@ PAIRS = [
     ("Human: hi\n\nAssistant:", " Hello!  How are you?\n", " No."),
 ]
 TEXTS = [pair[0] + pair[i] for i in (1, 2) for pair in PAIRS]
-RECORD = dict(data_rows=40)
+RECORD = dict(data_rows=40, evaluation={"step": 8, "eval_loss": 2.5})
 
 
 def base_folder(path, name):

@@ -1,7 +1,5 @@
 """The model card: README.md in the folder of a saved model."""
 
-import json
-
 import transformers
 import yaml
 from bases import saved
@@ -13,9 +11,6 @@ from tests.kit import ROOT
 def test_the_card_says_what_the_hub_and_its_readers_ask(tmp_path, monkeypatch):
     """Base model, data and its share, metrics at the end, limits, how to load it;
     no path of this machine, and no license that nobody chose. Its call loads the folder."""
-    (tmp_path / "out").mkdir()
-    lines = [{"step": 0, "eval_loss": 6.0}, {"step": 8, "eval_loss": 2.5}, {"step": 9, "loss": 1.0}]
-    (tmp_path / "out/metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     flags = ["--output_dir", str(tmp_path / "out"), "--learning_rate", "0.125"]
     flags += ["--data_path", str(ROOT / "toy/data"), "Some/hub-data"]
     saved(tmp_path, "another EOS", "score", flags=flags)
