@@ -1,8 +1,7 @@
-import os
-
 """Fixtures. What they are made of, and what starts runs, is in kit.py."""
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
