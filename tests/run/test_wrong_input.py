@@ -150,6 +150,7 @@ def box(full_box, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("deepspeed.init_distributed", lambda **options: None)
     monkeypatch.setattr(common, "load_model", loaded)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of the user's file
     return tmp_path
 
 
