@@ -92,6 +92,19 @@ LONGER = "--max_steps 60 --eval_steps 30"
 ALONE, WARMUP = "--critic_warmup_steps 20", "critic-warmup"
 FROM_SFT = "--critic_model_name_or_path {sft} --reward_model_name_or_path {reward}"
 
+
+def each_estimator(rates=""):
+    """The arms of --advantage with the KL penalty and without, and GRPO without its deviation."""
+    arms = {
+        f"{name}{penalty}": ppo(f"{flags} {coef} {rates}", against=f"gae{penalty}")
+        for penalty, coef in (("", ""), (", no KL", "--kl_coef 0"))
+        for name, flags in ESTIMATORS.items()
+    }
+    flags = f"{ESTIMATORS['grpo']} {rates}"
+    arms["grpo, no deviation"] = ppo(flags, fault="grpo_no_deviation", against="grpo")
+    return arms
+
+
 LABS = {
     "stability": lab(
         "Do several updates on a rollout diverge?",
@@ -300,16 +313,7 @@ LABS = {
     ),
     "estimators": lab(
         "GAE needs a critic; RLOO, GRPO and REINFORCE do not",
-        {
-            f"{name}{penalty}": ppo(f"{flags} {coef} {FURTHER}", against=f"gae{penalty}")
-            for penalty, coef in (("", ""), (", no KL", "--kl_coef 0"))
-            for name, flags in ESTIMATORS.items()
-        }
-        | {
-            "grpo, no deviation": ppo(
-                f"--advantage grpo {GROUP} {FURTHER}", fault="grpo_no_deviation", against="grpo"
-            )
-        },
+        each_estimator(FURTHER),
         {**GOLD, "seconds a step": ("ppo", "seconds", "mean")},
         ("gold", "reward", "KL"),
     ),
@@ -331,16 +335,7 @@ LABS = {
 MORE = {
     "estimators-as-declared": lab(
         "GAE, RLOO, GRPO and REINFORCE at the toy's own rates, as first declared",
-        {
-            f"{name}{penalty}": ppo(f"{flags} {coef}", against=f"gae{penalty}")
-            for penalty, coef in (("", ""), (", no KL", "--kl_coef 0"))
-            for name, flags in ESTIMATORS.items()
-        }
-        | {
-            "grpo, no deviation": ppo(
-                f"--advantage grpo {GROUP}", fault="grpo_no_deviation", against="grpo"
-            )
-        },
+        each_estimator(),
     ),
     "sft-epochs-longer": lab(
         "Do the SFT models of more epochs catch up in more steps of PPO?",

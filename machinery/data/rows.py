@@ -62,8 +62,8 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
 
     columns: the names of those that the source has, for rows that leave some out. names: --columns.
     """
-    prompt, texts, example = read_row(sources.parse(row, names), stage)
     own = sources.parse(row)
+    prompt, texts, example = read_row(sources.parse(own, names), stage)
     others = {name: own.get(name) for name in [*columns, *own] if name != "prompt"}
     ids, mask, responses, drop = [], [], [], ""
     with reading(row, f"{own}"[:200]):

@@ -1,9 +1,9 @@
 """Tensor parallelism (--tensor_parallel_size): which models can be split, and joining the parts."""
 
 from deepspeed.module_inject.layers import LinearAllreduce
-from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
 from machinery.base.refused import Refused
+from machinery.engine import old_deepspeed
 
 
 def check_model(path, config, args):
@@ -19,11 +19,9 @@ def check_model(path, config, args):
 
 def options(args):
     """Returns what DeepSpeed's config says of tensor parallelism: nothing where there is none."""
-    options = {"autotp_size": args.tensor_parallel_size}
-    # 0.19 can split the output matrix, too. Ours stays whole: every rank sees all logits.
-    if "vocab_parallel_lm_head" in TPTrainingConfig.model_fields:
-        options["vocab_parallel_lm_head"] = False
-    return {"tensor_parallel": options} if args.tensor_parallel_size > 1 else {}
+    size = args.tensor_parallel_size
+    more = old_deepspeed.tensor_parallel_options()
+    return {"tensor_parallel": {"autotp_size": size, **more}} if size > 1 else {}
 
 
 def join_shards(parameter, tensor):

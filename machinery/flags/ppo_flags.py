@@ -158,7 +158,7 @@ def check_models(args, tokenizer):
         config = model_folders.load_config(path, args.trust_remote_code)
         other = model_folders.load_tokenizer(path, args)
         alike = other.get_vocab() == tokenizer.get_vocab()
-        alike = alike and other.eos_token == tokenizer.eos_token  # in chats the end of turn
+        alike &= other.eos_token == tokenizer.eos_token  # in chats the end of turn
         if not alike or config.get_text_config().vocab_size < len(tokenizer):
             words = f"{path} has another vocabulary or EOS ({other.eos_token}) than the actor."
             raise Refused("other-vocabulary", f"{words}\n  Run reward.py on the actor.")

@@ -38,8 +38,11 @@ def load_config(path, trust_remote_code=False):
 
 def own_dropout(config):
     """Returns {name: probability} of every dropout that a model's config sets."""
-    named = {name: p for name, p in vars(config).items() if "drop" in name and name != "layerdrop"}
-    return {name: p for name, p in named.items() if isinstance(p, (int, float))}
+    return {
+        name: p
+        for name, p in vars(config).items()
+        if "drop" in name and name != "layerdrop" and isinstance(p, (int, float))
+    }
 
 
 def has_dropout(model):

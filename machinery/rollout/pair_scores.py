@@ -5,6 +5,8 @@ from pathlib import Path
 
 from machinery.base import ranks
 
+NAMES = "row chosen_score rejected_score chosen_length rejected_length".split()
+
 
 def keep(args, held_out, judged):
     """Writes a line for each pair, in place of those of the evaluation before. All ranks call it.
@@ -13,12 +15,11 @@ def keep(args, held_out, judged):
     length is the number of tokens of a response, EOS included.
     """
     pairs = ({"row": pair[0], "row_weight": pair[0] >= 0, "pair": pair} for pair in judged)
-    lines, found = [], sorted(one["pair"] for one in ranks.each_once(pairs))
-    for row, chosen, rejected in found if ranks.get_rank() == 0 else ():
-        line = {"row": row, "chosen_score": chosen, "rejected_score": rejected}
-        lengths = map(len, held_out[row]["responses"])
-        line |= dict(zip(("chosen_length", "rejected_length"), lengths))
-        lines.append(json.dumps(line) + "\n")
-    output = Path(args.output_dir)
-    if ranks.get_rank() == 0 and output.is_dir():  # a benchmark has no folder
-        (output / "judge.jsonl").write_text("".join(lines))
+    found, output = ranks.each_once(pairs), Path(args.output_dir)
+    if ranks.get_rank() > 0 or not output.is_dir():  # a benchmark has no folder
+        return
+    lines = []
+    for pair in sorted(one["pair"] for one in found):
+        lengths = map(len, held_out[pair[0]]["responses"])
+        lines.append(json.dumps(dict(zip(NAMES, (*pair, *lengths)))) + "\n")
+    (output / "judge.jsonl").write_text("".join(lines))

@@ -35,7 +35,7 @@ def keep(run, record):
     if not name:
         return
     output = Path(run.args.output_dir)
-    best, new, old = (output / name for name in ("best", ".new/best", ".old/best"))
+    best, new, old = output / "best", output / ".new/best", output / ".old/best"
     better = False
     if ranks.get_rank() == 0:
         if not best.exists() and (new / EVALUATION).exists():  # killed between the two renames
