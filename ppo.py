@@ -172,7 +172,20 @@ def get_args(argv=None):
     least, most: the range. fixed: a run that goes on with --resume must have the same.
     """
     parser = declaring.new_parser(__doc__)
-    ppo_flags.add_models_and_sizes(parser)
+    arg = declaring.flag_group(parser, "PPO: models and sizes")
+    arg("actor_model_name_or_path", str, "actor and reference: step 1's output", fixed=True)
+    arg("critic_model_name_or_path", str, "start of the critic: step 2's output", fixed=True)
+    models = "frozen reward models; None: the critic's, unless --reward_fn is given"
+    arg("reward_model_name_or_path", str, models, nargs="+", fixed=True)
+    function = "f(prompts, completions, **columns) returns a number a response, or one a token"
+    arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION", fixed=True)
+    logged = "a function like --reward_fn's, only logged"
+    arg("gold_fn", str, logged, metavar="FILE:FUNCTION", fixed=True)
+    arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
+    arg("per_device_training_batch_size", int, "responses of one forward; the same number", least=1)
+    arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)
+    arg("max_prompt_seq_len", int, "tokens; a longer one keeps its end", least=2, fixed=True)
+    arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
     arg = declaring.flag_group(parser, "PPO: flags that change the result")
     arg("ppo_epochs", 1, "epochs over a rollout. 1 [DeepSpeed-Chat]", least=1)
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6, fixed=True)
@@ -181,13 +194,24 @@ def get_args(argv=None):
     arg("gamma", 1.0, "discount, of gae and reinforce. 1 [DeepSpeed-Chat]", most=1, fixed=True)
     arg("lam", 0.95, "GAE's lambda: 0 trusts the critic. 0.95 [DeepSpeed-Chat]", most=1, fixed=True)
     arg("whiten", int, "1: advantages to mean 0, deviation 1; None: by --advantage", fixed=True)
-    arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]")
+    arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]; 0: no reference")
+    arg("log_kl", 0, "1: keep the reference with --kl_coef 0, to log KL", most=1)
+    arg("kl_target", float, "KL to the reference, nats a response, that kl_coef adapts to hold")
     kinds = ["k1", "k2", "k3"]
     arg("kl_estimator", str, "None: k1 in the reward, k3 in the loss", choices=kinds, fixed=True)
     arg("kl_in", "reward", "place of KL. loss [Shao 2024]", choices=["reward", "loss"], fixed=True)
     arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=inf)
+    upper = "upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip"
+    arg("clip_high", float, upper, most=inf)
+    means = ["tokens", "responses", "constant"]
+    arg("loss_mean", "tokens", "loss_weights says over what", choices=means, fixed=True)
+    truncated = "1: responses that were cut off count in no loss [Yu 2025]"
+    arg("mask_truncated", 0, truncated, most=1, fixed=True)
     arg("clip_value", 0.2, "values are clipped to old +- this. 0.2 [DeepSpeed-Chat]", most=inf)
     arg("clip_reward", 5.0, "each score is clipped to +- this. 5 [DeepSpeed-Chat]", most=inf)
+    arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
+    arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
+    arg("target_kl", float, "ends a rollout's epochs when approx_kl, to its policy, is above")
     ppo_flags.add_options(parser)
     return ppo_flags.resolve(declaring.parse(parser, PRESETS, argv, "ppo"), ADVANTAGES)
 
@@ -326,13 +350,14 @@ def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None):
 def actor_loss(args, batch, logprobs, entropy, kl_coef):
     """The policy loss, with a penalty on KL and a bonus for entropy where flags say so.
 
-    Returns loss, ratio, and clipped: where clipping stopped the gradient through the ratio.
+    Returns loss, ratio, and clipped: where clipping stopped the gradient through the ratio. That
+    is above 1 where the advantage is positive, and below 1 where it is negative.
     """
     loss, ratio = policy_loss(
         logprobs, batch.old_logprobs, batch.advantages, args.clip, args.clip_high
     )
     clipped = loss != -ratio * batch.advantages  # the minimum was the other one
-    if args.kl_in == "loss":
+    if args.kl_in == "loss" and kl_coef:
         loss = loss + kl_coef * kl_estimate(logprobs, batch.ref_logprobs, args.kl_estimator)
     if args.entropy_coef:
         loss = loss - args.entropy_coef * entropy
@@ -409,6 +434,23 @@ class MicroBatch(common.Layout):
     raw_advantages: Tensor = None  # before whitening
     advantages: Tensor = None
     returns: Tensor = None
+
+    def per_response(self):
+        """Returns {name: (B,)}, once it is scored: a metric's value for each response.
+
+        A metric of yours is a line here. `responses` hold the texts and the data's other columns,
+        and what several judges, or a function that returns a dict, said of them: reward_NAME.
+        """
+        metrics = {"reward": self.scores.sum(-1)}
+        if self.gold is not None:
+            metrics["gold"] = self.gold.sum(-1)
+        for name in sorted(self.responses[0]):
+            if name.startswith(("reward_", "gold_")):
+                parts = [response[name] for response in self.responses]
+                metrics[name] = metrics["reward"].new_tensor(parts)
+        if self.kl:
+            metrics |= {"kl": self.kl["k1"].sum(-1), "kl_k3": self.kl["k3"].sum(-1)}
+        return {**metrics, "response_length": self.length, "eos_rate": self.ended}
 
 
 def plain_rows(responses, pad_id):
@@ -608,13 +650,14 @@ def score(args, batch, actor, critic, reference, judge, gold, one_pass):
     """Fills in old log-probs, entropy, values, reference log-probs, KL and scores of a micro-batch.
 
     one_pass: the actor's and the critic's forwards keep their graphs, and part 6 trains on them.
-    judge(batch) and gold(batch) return scores (B, R); critic and gold may be None.
+    judge(batch) and gold(batch) return scores (B, R); critic, reference and gold may be None.
     """
     with torch.no_grad():
         # The reference comes before the actor: with LoRA both are one engine, and under ZeRO-3 a
         # forward that is trained on must be the engine's last one before its backward.
         mask = batch.response_mask  # (B, R)
-        batch.ref_logprobs = common.response_logprobs(reference, batch, mask, args.temperature)
+        if reference:
+            batch.ref_logprobs = common.response_logprobs(reference, batch, mask, args.temperature)
         batch.scores = judge(batch)
         batch.gold = gold(batch) if gold else None
     with torch.set_grad_enabled(one_pass):
@@ -623,7 +666,7 @@ def score(args, batch, actor, critic, reference, judge, gold, one_pass):
         if critic:
             batch.values = common.values_before_tokens(critic, batch)
             batch.old_values = batch.values.detach()
-    for kind in KL_ESTIMATORS:
+    for kind in KL_ESTIMATORS if reference else ():
         kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, kind)
         batch.kl[kind] = kl * batch.response_mask
 
@@ -652,7 +695,7 @@ def set_rewards(args, batch, kl_coef, score_statistics):
     penalty = args.missing_eos_penalty * (1 - batch.ended)[:, None] * batch.last
     batch.rewards = token_rewards(
         scores,
-        batch.kl[args.kl_estimator],
+        batch.kl.get(args.kl_estimator, torch.zeros_like(scores)),  # no reference: kl_coef is 0
         batch.response_mask,
         kl_coef if args.kl_in == "reward" else 0.0,
         args.clip_reward,
@@ -695,17 +738,41 @@ def minibatches(micro_batches, accumulation, seed):
         yield [micro_batches[i] for i in order[start : start + accumulation]]
 
 
-def loss_weights(minibatch):
-    """The weight of each token in the actor's loss: (B, R) of each micro-batch, and their sum.
+def trained_mask(args, batch):
+    """1 on the tokens that count in the losses: (B, R).
 
-    Every response token of the optimizer step, on all ranks, counts the same, as in DAPO
-    [Yu 2025]. A mean over responses, as in GRPO [Shao 2024], would be written here: weights of
-    1 / length, whose sum is the number of responses. The critic's loss and the metrics do not
-    change with it. Importance weights, for responses that another policy has sampled, belong to the
-    loss itself, in `optimizer_step`.
+    --mask_truncated 1 leaves out responses that were cut off: that a response was too long says
+    nothing of its tokens. [Yu 2025] section 3.4, overlong filtering. They still have rewards, which
+    count in the baseline of their group and in the metrics.
     """
-    weights = [batch.response_mask for batch in minibatch]
-    return weights, ranks.all_sum(sum(weight.sum() for weight in weights)).item()
+    return batch.response_mask * (batch.ended[:, None] if args.mask_truncated else 1)
+
+
+def loss_weights(args, minibatch):
+    """The weight of each token in the actor's loss: (B, R) of each micro-batch, and the divisor.
+
+    The loss is  sum of weight_t * loss_t / divisor  over all micro-batches and ranks of the
+    optimizer step. With n responses, of L_i tokens that count each, --loss_mean makes it
+
+        tokens      sum of loss_t / sum of L_i                   every token counts the same: DAPO
+        responses   1/n * sum over i of (sum of loss_t / L_i)    every response does: GRPO
+        constant    1/n * sum over i of (sum of loss_t / R_max)  R_max = --max_answer_seq_len: Dr. GRPO
+
+    [Yu 2025] eq. 8, [Shao 2024] eq. 3, [Liu 2025] section 3.1. With `responses` a token of a long
+    response counts less: long bad ones are punished less for each token, and long good ones are
+    reinforced less. With `tokens` and `constant` a long response counts more as a whole; these two
+    differ by a factor of the step. A response without tokens that count is not among the n. The
+    critic's loss and the metrics are means over tokens always. Importance weights, for responses
+    that another policy has sampled, belong to the loss itself, in `optimizer_step`.
+    """
+    weights = [trained_mask(args, batch) for batch in minibatch]  # (B, R) each
+    if args.loss_mean == "tokens":
+        return weights, ranks.all_sum(sum(weight.sum() for weight in weights)).item()
+    lengths = [weight.sum(-1, keepdim=True) for weight in weights]  # (B, 1) each
+    count = ranks.all_sum(sum((length > 0).sum() for length in lengths)).item()
+    if args.loss_mean == "constant":
+        lengths = [torch.full_like(length, args.max_answer_seq_len) for length in lengths]
+    return [weight / length.clamp(min=1) for weight, length in zip(weights, lengths)], count
 
 
 def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means):
@@ -715,9 +782,10 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
     means: rollout_metrics.TokenMeans, which are told of it.
     """
     engines = [actor, critic] if critic else [actor]
-    token_count = ranks.all_sum(sum(batch.response_mask.sum() for batch in minibatch)).item()
-    weights, total_weight = loss_weights(minibatch)
-    for batch, weight in zip(minibatch, weights):  # one forward each
+    weights, divisor = loss_weights(args, minibatch)
+    masks = [trained_mask(args, batch) for batch in minibatch]
+    token_count = ranks.all_sum(sum(mask.sum() for mask in masks)).item()
+    for batch, weight, mask in zip(minibatch, weights, masks):  # one forward each
         # The actor
         logprobs, entropy = batch.logprobs, batch.entropy  # (B, R)
         if not one_pass:
@@ -726,7 +794,7 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
         if not one_pass and not means.updates:  # the first of the rollout: no weight has moved
             checks.stop_unless_one(run, ratio, batch.response_mask)
         loss_sum = (loss * weight).sum()  # importance weights of another policy's: here
-        actor.backward(loss_sum * common.loss_scale(actor, total_weight))
+        actor.backward(loss_sum * common.loss_scale(actor, divisor))
 
         # The critic, if there is one
         critic_loss = torch.zeros_like(loss)
@@ -735,7 +803,7 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
             if not one_pass:
                 values = common.values_before_tokens(critic, batch)
             critic_loss = value_loss(values, batch.old_values, batch.returns, args.clip_value)
-            loss_sum = (critic_loss * batch.response_mask).sum()
+            loss_sum = (critic_loss * mask).sum()
             critic.backward(loss_sum * common.loss_scale(critic, token_count))
 
         patches.skip_together(args, engines)  # fp16: an overflow skips both
@@ -748,8 +816,58 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
             critic_loss=critic_loss,
             approx_kl=kl_estimate(batch.old_logprobs, logprobs.detach(), "k3"),  # KL(old || new)
             clip_fraction=clipped,
+            clip_fraction_low=clipped & (batch.advantages < 0),
+            clip_fraction_high=clipped & (batch.advantages > 0),
         )
     means.end_update()
+
+
+# ---- Metrics ----
+@torch.no_grad()
+def rollout_means(args, micro_batches):
+    """What a rollout was like, over all ranks: {name: number}. Metrics of yours: per_response.
+
+    reward_std            deviation of the rewards of all responses. 0: nothing to learn from
+    truncated_reward      mean reward of the responses that were cut off, if any were
+    entropy               mean over the tokens
+    advantage_std         deviation over the tokens, before whitening
+    explained_variance    1: the critic foresaw each return; 0: no better than a constant
+    """
+    moments = functools.partial(rollout_metrics.moments, micro_batches)  # mean, variance
+    means = rollout_metrics.response_means(micro_batches)
+    reward = lambda batch: batch.scores.sum(-1)  # noqa: E731  (B,)
+    means["reward_std"] = moments(reward, lambda batch: batch.row_weight)[1] ** 0.5
+    if means["eos_rate"] < 1:
+        cut = lambda batch: batch.row_weight * (1 - batch.ended)  # noqa: E731
+        means["truncated_reward"] = moments(reward, cut)[0]
+    means["entropy"] = moments(lambda batch: batch.entropy)[0]
+    means["advantage_std"] = moments(lambda batch: batch.raw_advantages)[1] ** 0.5
+    if args.has_critic:
+        errors = moments(lambda batch: batch.returns - batch.old_values)[1]
+        variance = moments(lambda batch: batch.returns)[1]
+        means["explained_variance"] = 1 - errors / max(variance, 1e-12)
+    if args.compares_groups:
+        means |= group_means(micro_batches)
+    return {**means, **rollout_metrics.sampling_gap(micro_batches)}
+
+
+def group_means(micro_batches):
+    """How much the responses to one prompt differ in reward: what RLOO and GRPO learn from.
+
+    equal_groups    share of prompts whose responses all have the same reward: their advantages
+                    are 0, so they teach nothing
+    group_std       deviation of a prompt's rewards, which divides by n - 1: mean over the prompts
+    """
+    groups = {}
+    for batch in micro_batches:
+        for row, reward in zip(batch.responses, batch.scores.double().sum(-1)):
+            if row["row_weight"]:
+                groups.setdefault(row["group"], []).append(reward)
+    rewards = [torch.stack(group) for group in groups.values()]  # (n,) of each prompt
+    equal = sum(group.max() - group.min() <= checks.EQUAL for group in rewards)
+    deviations = sum(group.std() for group in rewards)
+    equal, deviations, count = ranks.all_sum(equal, deviations, len(rewards)).tolist()
+    return {"equal_groups": equal / max(count, 1), "group_std": deviations / max(count, 1)}
 
 
 # ---- The step, top to bottom ----
@@ -868,7 +986,7 @@ def main():
         metrics = {
             "kl_coef": kl_coef,
             **means.of_all_updates(args.has_critic),
-            **rollout_metrics.of_all_ranks(args, micro_batches),
+            **rollout_means(args, micro_batches),
             **clock.laps,
         }
         tokens, flops = rollout_metrics.work(
