@@ -168,7 +168,7 @@ PRESETS = {
 
 
 def get_args(argv=None):
-    """The papers' flags; others are in machinery/flags/ppo_flags.py.
+    """What this file's maths takes; other flags are in machinery/flags/ppo_flags.py.
 
     least, most: the range. fixed: a run that goes on with --resume must have the same.
     """
@@ -210,9 +210,15 @@ def get_args(argv=None):
     arg("mask_truncated", 0, truncated, most=1, fixed=True)
     arg("clip_value", 0.2, "values are clipped to old +- this. 0.2 [DeepSpeed-Chat]", most=inf)
     arg("clip_reward", 5.0, "each score is clipped to +- this. 5 [DeepSpeed-Chat]", most=inf)
+    scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
+    arg("normalize_reward", 0, scaled, most=1, fixed=True)
     arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
     arg("target_kl", float, "ends a rollout's epochs when approx_kl, to its policy, is above")
+    arg("enable_ema", 0, "1: keep an average of the actor's weights, in ema/", most=1, fixed=True)
+    arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)
+    arg("eval_ema", 0, "1: keep and evaluate that average, too: eval_ema_...", most=1)
+    arg("allow_unstable", 0, "1: no limits on batch sizes, epochs, generation batches", most=1)
     ppo_flags.add_options(parser)
     return ppo_flags.resolve(declaring.parse(parser, PRESETS, argv, "ppo"), ADVANTAGES)
 
@@ -838,7 +844,7 @@ def loss_weights(args, minibatch):
 
         tokens      sum of loss_t / sum of L_i                   every token counts the same: DAPO
         responses   1/n * sum over i of (sum of loss_t / L_i)    every response does: GRPO
-        constant    1/n * sum over i of (sum of loss_t / R_max)  R_max = --max_answer_seq_len: Dr. GRPO
+        constant    1/n * sum over i of (sum of loss_t / R)      R = --max_answer_seq_len: Dr. GRPO
 
     [Yu 2025] eq. 8, [Shao 2024] eq. 3, [Liu 2025] section 3.1. With `responses` a token of a long
     response counts less: long bad ones are punished less for each token, and long good ones are

@@ -16,8 +16,8 @@ def wilson_interval(share, count, z=1.96):
     return [middle - half, middle + half]
 
 
-def mean_interval(values, z=1.96):
-    """Returns the 95 % confidence interval [low, high] of a mean: mean -+ z s / sqrt(n).
+def mean_interval(values):
+    """Returns the 95 % confidence interval [low, high] of a mean: mean -+ 1.96 s / sqrt(n).
 
     s divides by n - 1. It is too narrow for few values, and says nothing where all are equal.
 
@@ -25,7 +25,7 @@ def mean_interval(values, z=1.96):
     [0.402, 0.598]
     """
     mean, count = fmean(values), len(values)
-    half = z * pstdev(values) / max(count - 1, 1) ** 0.5
+    half = 1.96 * pstdev(values) / max(count - 1, 1) ** 0.5
     return [mean - half, mean + half]
 
 

@@ -18,10 +18,7 @@ def add_options(parser):
         arg(f"{role}_dropout", float, "every dropout; None: what its config says", most=1)
         arg(f"{role}_lora_dim", 0, declaring.LORA, most=declaring.RANK, fixed=True)
     arg("reward_combine", "sum", "one score of several judges'", choices=["sum", "min"], fixed=True)
-    scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
-    arg("normalize_reward", 0, scaled, most=1, fixed=True)
     add_sampling_flags(arg)
-    add_loss_flags(arg)
     arg = declaring.flag_group(parser, "PPO: options that change only speed and memory")
     for role, frozen in (("actor", "reference"), ("critic", "judges")):
         which = f"of {role} and {frozen}; None: --zero_stage"
@@ -45,14 +42,6 @@ def add_sampling_flags(arg):
     evaluated = "held-out prompts answered at each evaluation"
     arg("num_eval_prompts", 128, evaluated, least=1, fixed=True)
     arg("eval_samples", 1, "responses to each: pass@k, k = 1, 2, 4, ...", least=1, fixed=True)
-
-
-def add_loss_flags(arg):
-    """Declares the average of the actor's weights, and what lifts limits."""
-    arg("enable_ema", 0, "1: keep an average of the actor's weights, in ema/", most=1, fixed=True)
-    arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)
-    arg("eval_ema", 0, "1: keep and evaluate that average, too: eval_ema_...", most=1)
-    arg("allow_unstable", 0, "1: no limits on batch sizes, epochs, generation batches", most=1)
 
 
 def resolve(args, advantages):

@@ -59,9 +59,9 @@ def warn_of_equal_rewards(run, state, metrics):
     equal = metrics.get("equal_groups", metrics["reward_std"] <= EQUAL) == 1
     since = state["equal_since"] = (state["equal_since"] or run.step) if equal else None
     if equal and run.step - since == (0 if since == 1 else PATIENCE - 1):
-        which = "rewards of the responses to each prompt" if run.args.compares_groups else "rewards"
-        mean = f"(on average {metrics['reward']:.4g})"
-        ranks.say(f"warning: since step {since} all {which} are equal {mean}: nothing to learn from")
+        of = " of the responses to a prompt" * run.args.compares_groups
+        what = f"rewards{of} are equal (on average {metrics['reward']:.4g})"
+        ranks.say(f"warning: since step {since} all {what}: nothing to learn from")
 
 
 def stop_if_above(run, found, tolerance, what, advice):

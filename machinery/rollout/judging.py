@@ -54,7 +54,7 @@ def combined(args, judges):
 
 
 def names_of(args):
-    """Returns what metrics call the scores of each judge: reward_1_NAME, ...; of one alone reward."""
+    """Returns what metrics call the scores of each judge: reward_1_NAME, ...; of one: reward."""
     judges = [*args.reward_fn, *args.reward_model_name_or_path]
     names = [Path(judge.rpartition(":")[2]).name for judge in judges]
     return [f"reward_{i}_{n}" for i, n in enumerate(names, 1)] if len(names) > 1 else ["reward"]

@@ -15,7 +15,6 @@ from machinery.run import logs
 
 COLUMNS = """step reward gold kl response_length eos_rate actor_loss critic_loss
              explained_variance entropy ratio_max eval_reward eval_gold seconds""".split()
-EVALUATED = ("reward", "gold", "kl", "response_length")  # and the parts of rewards
 STORED = ("old_logprobs", "ref_logprobs", "entropy", "scores", "old_values")
 
 
@@ -99,7 +98,7 @@ def moments(micro_batches, of, where=lambda batch: batch.response_mask):
 
 
 def sampling_gap(micro_batches):
-    """Returns {"sampling_gap": the largest of token_gaps on all ranks}, {} where a fork has none."""
+    """Returns {"sampling_gap": the largest of token_gaps of all ranks}; {} if a fork has none."""
     if any("sampled_logprobs" not in batch.tokens for batch in micro_batches):
         return {}
     gaps = [token_gaps(batch).max().item() for batch in micro_batches]
@@ -211,9 +210,12 @@ def gathered(micro_batches):
 
 
 def evaluated(response):
-    """Returns the names of the metrics in a graded response that an evaluation reports."""
-    parts = ("reward_", "gold_")  # of several judges, or of a function's dict
-    return [name for name in response if name in EVALUATED or name.startswith(parts)]
+    """Returns the names of the metrics in a graded response that an evaluation reports.
+
+    Those that go on after reward_ and gold_ are of several judges, or of a function's dict.
+    """
+    others = ("kl", "response_length")
+    return [name for name in response if name.startswith(("reward", "gold")) or name in others]
 
 
 def summary(run, step, responses):
@@ -233,9 +235,9 @@ def summary(run, step, responses):
 def means_of(responses, samples, prefix):
     """Returns {prefix_reward: mean, ...} of graded responses, `samples` to each prompt.
 
-    If these are several, also how many prompts k of them solve, pass_at_k with k = 1, 2, 4, ..., and
-    the 95 % interval of that over the prompts, pass_at_k_ci. Where the rewards are not all 0 or 1 it
-    is the largest of k: best_of_k.
+    If these are several, also the share of prompts that one of k solves, pass_at_k with k = 1, 2,
+    4, ..., and its 95 % interval over the prompts, pass_at_k_ci. Where the rewards are not all 0 or
+    1 it is the largest reward of k: best_of_k.
     """
     names, count = evaluated(responses[0]), len(responses)
     means = {name: sum(response[name] for response in responses) / count for name in names}

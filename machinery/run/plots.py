@@ -5,8 +5,8 @@ import pandas
 # group | title, with the unit | metrics (with the eval_... of each)
 PANELS = """
 learning | reward, gold | reward gold
-learning | solved by one of k samples, share | pass_at_1 pass_at_2 pass_at_4 pass_at_8 pass_at_16
-learning | best reward of k samples | best_of_1 best_of_2 best_of_4 best_of_8 best_of_16
+learning | pass@k | pass_at_1 pass_at_2 pass_at_4 pass_at_8 pass_at_16
+learning | best reward of k | best_of_1 best_of_2 best_of_4 best_of_8 best_of_16
 learning | accuracy | accuracy
 learning | scores of chosen, rejected | chosen_score rejected_score margin
 learning | loss | loss actor_loss critic_loss

@@ -41,7 +41,7 @@ def test_a_dict_is_its_sum_and_each_part_is_noted():
     assert [(row["reward_format"], row["reward_answer"]) for row in rows] == [(0.5, 1), (0.25, 0)]
     for other in ({"format": 1.0}, {"format": 1, "answer": 1, "style": 1}, {}, 1.0):
         with pytest.raises(Refused, match="other parts"):
-            judging.scores_of(lambda **columns: [given[0], other], rows)
+            judging.scores_of(lambda other=other, **columns: [given[0], other], rows)
     with pytest.raises((Refused, TypeError)):
         judging.scores_of(lambda **columns: [{"format": None}], rows[:1])
 
