@@ -167,6 +167,14 @@ def test_every_row_of_the_readmes_table_has_a_verdict():
     assert stated == [(script, metrics) for script, metrics, _ in verdicts.ROWS]
 
 
+def test_the_best_and_the_worst_of_a_group_stand_side_by_side():
+    """Of four responses to a prompt these two; where all are equally good there is no best one."""
+    lines = [sample("Why?", f"{i}", reward, step=3) for i, reward in enumerate((1, 2, 0, 1))]
+    lines += [sample("How?", "a", 1, step=3), sample("How?", "b", 1, step=3)]
+    found = [(line["response"], line.get("side", "")) for line in samples.sides(lines)]
+    assert found == [("1", "best of its group"), ("2", "worst of its group"), ("a", ""), ("b", "")]
+
+
 # ---- What it reads ----
 def write_lines(file, rows):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
