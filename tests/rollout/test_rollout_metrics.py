@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import math
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import ppo
+from machinery.base import statistics
 from machinery.rollout import checks, rollout_metrics
 from tests import kit
 from tests.conftest import micro_batch
@@ -125,6 +127,49 @@ def test_a_prompt_whose_responses_have_equal_rewards_is_counted(scores, equal):
     """A filler's score says nothing. GRPO's advantages are 0 there."""
     batch = rollout(scores=torch.tensor(scores)[:, None])
     assert ppo.group_means([batch])["equal_groups"] == equal
+
+
+def test_clipping_above_and_below_is_counted_apart():
+    """A good token that rose by half, a bad one that fell by half: clipped, one at each bound. A
+    bad one that rose and a good one that fell are never clipped: they are to come back."""
+    logprobs = torch.tensor([[1.5, 0.5, 1.5, 0.5]]).log().requires_grad_()
+    given = dict(logprobs=logprobs, old_logprobs=torch.zeros(1, 4), entropy=torch.zeros(1, 4))
+    given |= dict(advantages=torch.tensor([[1.0, -1, -1, 1]]), response_mask=torch.ones(1, 4))
+    engine = SimpleNamespace(backward=lambda loss: None, step=lambda: None)
+    engine.gradient_accumulation_steps = lambda: 1
+    names = dict(loss_mean="tokens", mask_truncated=0, clip=0.2, clip_high=None, dtype="fp32")
+    args = SimpleNamespace(**names, kl_in="reward", entropy_coef=0)
+    means, batch = rollout_metrics.TokenMeans(), micro_batch([0], ended=torch.ones(1), **given)
+    ppo.optimizer_step(args, None, [batch], engine, None, 0.0, True, means)
+    shares = [means.of_all_updates()[f"clip_fraction{part}"] for part in ("", "_low", "_high")]
+    assert shares == [0.5, 0.25, 0.25]
+
+
+def test_pass_at_k_against_all_draws():
+    """Of 6 responses to a prompt every choice of k is looked at: the estimate is the share of
+    choices with a right one, or the mean of their largest reward. [Chen 2021] eq. 1 is that."""
+    for rewards in ([0, 1, 0, 0, 1, 0], [0] * 6, [1] * 6, [0.5, -1, 2, 2, 0, 1]):
+        for k in range(1, 7):
+            draws = [max(draw) for draw in itertools.combinations(rewards, k)]
+            assert statistics.best_of(rewards, k) == pytest.approx(sum(draws) / len(draws))
+    c = 2
+    expected = 1 - math.comb(6 - c, 3) / math.comb(6, 3)
+    assert statistics.best_of([1.0] * c + [0.0] * (6 - c), 3) == pytest.approx(expected)
+
+
+def test_an_evaluation_of_several_samples_reports_pass_at_k():
+    """Two prompts with four responses each: one right of four, and four. The interval is over the
+    prompts. With rewards of other sizes it is the best of k."""
+    responses = [dict(reward=float(i in (0, 4, 5, 6, 7)), kl=0.0) for i in range(8)]
+    found = rollout_metrics.means_of(responses, 4, "eval")
+    assert [found[f"eval_pass_at_{k}"] for k in (1, 2, 4)] == [0.625, 0.75, 1.0]
+    assert found["eval_reward"] == 0.625 and found["eval_pass_at_4_ci"] == [1.0, 1.0]
+    low, high = found["eval_pass_at_1_ci"]  # of 0.25 and 1: s = 0.53, and s / sqrt(2) = 0.375
+    assert (low, high) == pytest.approx((0.625 - 1.96 * 0.375, 0.625 + 1.96 * 0.375))
+    responses[0]["reward"] = 3.0
+    found = rollout_metrics.means_of(responses, 4, "eval_ema")
+    assert found["eval_ema_best_of_4"] == 2.0 and "eval_ema_pass_at_4" not in found
+    assert [*rollout_metrics.means_of(responses, 1, "eval")] == ["eval_reward", "eval_kl"]
 
 
 def steps_that_warn(shares):
