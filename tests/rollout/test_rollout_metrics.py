@@ -1,7 +1,5 @@
 """What the log says of a rollout, by hand."""
 
-import contextlib
-import io
 import itertools
 import json
 import math
@@ -15,6 +13,8 @@ from machinery.base import statistics
 from machinery.rollout import checks, rollout_metrics
 from tests import kit
 from tests.conftest import micro_batch
+
+ARGS = SimpleNamespace(compares_groups=True, has_critic=True)
 
 
 def rollout(**changes):
@@ -48,11 +48,10 @@ def test_what_a_rollout_was_like():
     whose deviation is 3 here, as another estimator's may be. The one prompt's responses have 1 and
     3: they differ by a deviation of 1 from their mean, or of sqrt(2) where n - 1 divides. The
     second was cut off."""
-    args = SimpleNamespace(compares_groups=True, has_critic=True)
     batch = rollout()
     for response, part in zip(batch.responses, (0.5, 1.5, 9.0)):
         response["reward_format"] = part
-    assert ppo.rollout_means(args, [batch]) == pytest.approx(
+    assert ppo.rollout_means(ARGS, [batch]) == pytest.approx(
         {
             "reward": 2.0,
             "reward_format": 1.0,
@@ -106,18 +105,17 @@ def test_what_updates_report_are_means_over_their_tokens():
 
 def test_without_a_reference_there_is_no_kl():
     """--kl_coef 0: the log has no KL, and all else."""
-    args = SimpleNamespace(compares_groups=True, has_critic=True)
-    with_kl, without = (ppo.rollout_means(args, [rollout(**kl)]) for kl in ({}, {"kl": {}}))
+    with_kl, without = (ppo.rollout_means(ARGS, [rollout(**kl)]) for kl in ({}, {"kl": {}}))
     assert without == {name: with_kl[name] for name in with_kl if name not in ("kl", "kl_k3")}
 
 
 def test_parts_that_only_some_micro_batches_have_are_refused():
     """A mean of what is not there would be of other rows than it says; ranks would not agree."""
-    args, batches = SimpleNamespace(compares_groups=True, has_critic=True), [rollout(), rollout()]
+    batches = [rollout(), rollout()]
     for response in batches[1].responses:
         response["reward_format"] = 1.0
     with kit.refuses("function-returns"):
-        ppo.rollout_means(args, batches)
+        ppo.rollout_means(ARGS, batches)
 
 
 @pytest.mark.parametrize(
@@ -172,25 +170,23 @@ def test_an_evaluation_of_several_samples_reports_pass_at_k():
     assert [*rollout_metrics.means_of(responses, 1, "eval")] == ["eval_reward", "eval_kl"]
 
 
-def steps_that_warn(shares):
-    """Returns what is said at each step, from 1 on, of equal_groups, or of reward_std."""
+@pytest.mark.parametrize(
+    "name, values, at, since",
+    [
+        ("equal_groups", [1.0] * 30, 1, 1),
+        ("equal_groups", [0.5] * 3 + [1.0] * 9 + [0.9] + [1.0] * 30, 23, 14),
+        ("reward_std", [1.0] + [1e-9] * 12, 11, 2),  # without groups all rewards are compared
+    ],
+)
+def test_a_run_that_teaches_nothing_is_named_at_the_step_where_it_begins_to(
+    name, values, at, since, capsys
+):
+    """Once: at once if it is the first step, else after ten steps in a row, since a few groups may
+    be equal by chance."""
     state, said = {"equal_since": None}, {}
-    for step, share in enumerate(shares, 1):
-        run = SimpleNamespace(step=step, args=SimpleNamespace(compares_groups=True))
-        metrics = {"equal_groups": share} if isinstance(share, float) else share
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            checks.warn_of_equal_rewards(run, state, {"reward": 0.5, "reward_std": 1.0, **metrics})
-        if out.getvalue():
-            said[step] = out.getvalue()
-    return said
-
-
-def test_a_run_that_teaches_nothing_is_named_at_the_step_where_it_begins_to():
-    """At once if that is the first step; later after ten steps in a row, since a few groups may be
-    equal by chance. Once: it begins again only after a step that has taught something. Without
-    groups it is that all rewards are equal."""
-    assert list(steps_that_warn([1.0] * 30)) == [1]
-    later = steps_that_warn([0.5] * 3 + [1.0] * 9 + [0.9] + [1.0] * 30)
-    assert list(later) == [23] and "since step 14 " in later[23]
-    assert "on average 0.5" in later[23]
-    assert list(steps_that_warn([{"reward_std": x} for x in [1.0, *[1e-9] * 12]])) == [11]
+    for step, value in enumerate(values, 1):
+        run = SimpleNamespace(step=step, args=ARGS)
+        checks.warn_of_equal_rewards(run, state, {"reward": 0.5, "reward_std": 1.0, name: value})
+        said[step] = capsys.readouterr().out
+    assert [step for step in said if said[step]] == [at]
+    assert f"since step {since} " in said[at] and "on average 0.5" in said[at]
