@@ -189,4 +189,4 @@ def test_a_run_that_teaches_nothing_is_named_at_the_step_where_it_begins_to(
         checks.warn_of_equal_rewards(run, state, {"reward": 0.5, "reward_std": 1.0, name: value})
         said[step] = capsys.readouterr().out
     assert [step for step in said if said[step]] == [at]
-    assert f"since step {since} " in said[at] and "on average 0.5" in said[at]
+    assert f"since step {since} " in said[at] and "mean 0.5" in said[at]
