@@ -137,6 +137,26 @@ def test_the_best_of_n_variant_by_hand(tmp_path):
     assert numbers(ppo.raft(totals, groups)) == [0, 1, 1, 0]
 
 
+def test_the_dynamic_sampling_variant_by_hand(tmp_path, monkeypatch):
+    """The second prompt's responses are equally good, and so are those to the one that replaces it;
+    the next one's are not. Another prompt stays as it is."""
+    ppo = patched("dynamic-sampling", tmp_path)
+
+    def roll_out(args, actor, tokenizer, prompts, *others):
+        return [{**row, "reward": float(row["sample"] * (row["turn"] == 2))} for row in prompts]
+
+    monkeypatch.setattr(ppo, "roll_out", roll_out)
+    one_batch = lambda tokenizer, rows, size: [SimpleNamespace(responses=rows)]  # noqa: E731
+    monkeypatch.setattr(ppo, "make_micro_batches", one_batch)
+    judge = lambda batch: torch.tensor([[row["reward"]] for row in batch.responses])  # noqa: E731
+    rewards = 0.0, 1.0, 1.0, 1.0
+    rows = [dict(group=i // 2, row=i // 2, row_weight=1, reward=x) for i, x in enumerate(rewards)]
+    names = dict(seed=1, dynamic_sampling=3, samples_per_prompt=2, rollout_batch_size=4)
+    models, train = SimpleNamespace(judge=judge, actor=None), [{"prompt": "?"}] * 9
+    found = ppo.replaced(SimpleNamespace(**names), models, None, train, rows, 5, 4)
+    assert found[:2] == rows[:2] and [row["turn"] for row in found[2:]] == [2, 2]
+
+
 def test_points_stand_where_a_sentence_ends(tokenizer):
     """The process reward and its sum: a kind remark 0.5, a whole right answer 1."""
     steps = load(VARIANTS / "process-reward/steps.py")
