@@ -66,7 +66,8 @@ def test_the_means_of_the_actors_loss_against_loops(loss_mean, truncated):
     same loss on any ranks and in any micro-batches; with --mask_truncated 1 it is as if what was
     cut off were not there."""
     lengths, ended = [9, 2, 4, 0, 1, 9], [1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
-    args = SimpleNamespace(loss_mean=loss_mean, mask_truncated=truncated, max_answer_seq_len=12)
+    masks = dict(mask_truncated=truncated, is_band=None)
+    args = SimpleNamespace(loss_mean=loss_mean, **masks, max_answer_seq_len=12)
     sums, counted = [], []
     for n, end in zip(lengths, ended):
         if n and (end or not truncated):
