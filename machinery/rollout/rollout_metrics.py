@@ -97,14 +97,6 @@ def moments(micro_batches, of, where=lambda batch: batch.response_mask):
     return mean, max(squares / max(count, 1) - mean**2, 0.0)
 
 
-def sampling_gap(micro_batches):
-    """Returns {"sampling_gap": the largest of token_gaps of all ranks}; {} if a fork has none."""
-    if any("sampled_logprobs" not in batch.tokens for batch in micro_batches):
-        return {}
-    gaps = [token_gaps(batch).max().item() for batch in micro_batches]
-    return {"sampling_gap": max(ranks.all_gather_objects(gaps))}
-
-
 def token_gaps(batch):
     """Returns how far the log-probs of sampling and of scoring are apart, (B, R); 0 in padding."""
     gaps = (batch.tokens["sampled_logprobs"] - batch.old_logprobs).abs()
