@@ -37,7 +37,7 @@ function readable(chart) {
   const items = $$("[data-curve]", chart);
   const curves = items.map((item) => JSON.parse(item.dataset.curve));
   const steps = [...new Set(curves.flatMap((curve) => curve.steps))].sort((a, b) => a - b);
-  const name = plot.getAttribute("aria-label").split(". ")[0];
+  const name = plot.getAttribute("aria-label").split(".\n")[0];
   const mark = made("span", { class: "mark", hidden: "" });
   const at = $(".at", chart);
   let place = steps.length - 1;

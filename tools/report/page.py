@@ -71,26 +71,10 @@ def environment():
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters.update(cut=cut, number=number, short=short, spoken=spoken)
+    made.filters.update(cut=cut, number=number)
     made.tests["number"] = is_number
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return made
-
-
-def short(curve):
-    """Returns what page.js needs of a curve to say its numbers."""
-    return {name: curve[name] for name in ("steps", "values", "smooth")}
-
-
-def spoken(picture):
-    """Returns a picture in words, for who cannot see it."""
-    said = [f"{picture['title']}, {picture.get('unit', '')}".strip(", ")]
-    for curve in picture.get("curves", ()):
-        first, last = (
-            f"{number(curve['values'][i])} at step {number(curve['steps'][i])}" for i in (0, -1)
-        )
-        said.append(f"{curve['name']}: {first}" + f", {last}" * (len(curve["steps"]) > 1))
-    return ". ".join([*said, picture.get("words", "")])
 
 
 def step_rows(run):

@@ -36,23 +36,17 @@ CURVES = {  # of each kind what is drawn, and how
     "dots": {"values": {"marker": "o", "linestyle": "--"}},
 }
 UNITS = {  # of the panels whose title does not end with it
-    "reward, gold": "score of a response",
     "accuracy": "share of the pairs",
-    "scores of chosen, rejected": "score of a response",
     "sft: loss": "nats a token",
     "reward: loss": "nats a pair",
-    "ppo: loss": "no unit",
     "perplexity": "exp of the loss",
     "critic: explained variance": "share of the variance",
-    "norm of the gradients": "no unit",
-    "largest ratio": "no unit",
-    "deviation of the advantages": "score",
     "KL penalty": "score a nat",
-    "learning rate": "no unit",
     "tokens/s": "all devices",
     "TFLOP/s": "a device",
+    "reward, gold": "no unit",
+    "scores of chosen, rejected": "no unit",
 }
-UNKNOWN = "its own unit"
 UNSAID = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # of a file's metadata
 
 
@@ -88,7 +82,7 @@ def curves(runs):
         first, folded = [], []
         for title, tables in held.items():
             drawn = folded if title in FOLDED else first
-            said, unit = with_unit(title)
+            said, unit = with_unit(title) if group != "others" else (title, "")
             for name, part in one_metric_each(said, tables):
                 drawn.append({**panel(runs, name, part, identifiers), "unit": unit})
         if first or folded:
@@ -105,7 +99,7 @@ def with_unit(title):
     if title in UNITS:
         return title, UNITS[title]
     name, comma, unit = title.rpartition(", ")
-    return (name, unit) if comma else (title, UNKNOWN)
+    return (name, unit) if comma else (title, "no unit")
 
 
 def one_metric_each(title, tables):
@@ -197,11 +191,8 @@ def thinned(values):
     """
     if len(values) <= POINTS:
         return values
-    size, places = -(-2 * len(values) // POINTS), set()
-    for start in range(0, len(values), size):
-        part = values.iloc[start : start + size].to_numpy()
-        places |= {start + part.argmin(), start + part.argmax()}
-    return values.iloc[sorted(places)]
+    parts = values.groupby(numpy.arange(len(values)) // -(-2 * len(values) // POINTS))
+    return values[sorted({*parts.idxmin(), *parts.idxmax()})]
 
 
 def smoothed(values):
