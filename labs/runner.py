@@ -250,10 +250,12 @@ def make_all(chains, root, jobs):
 def heartbeat(left, done, depths, jobs, began):
     """Returns how long runs have taken, and about how long the others take at this pace."""
     passed = (time.time() - began) / 60
-    known = minutes_of(done, depths, jobs)
-    pace = max(passed / known, 1) if known else 1
-    ahead = max(0, pace * minutes_of([*done, *left], depths, jobs) - passed)
-    return f"{passed:.0f} min so far, {len(left)} runs left, about {ahead:.0f} min more"
+    said = f"{passed:.0f} min so far"
+    if not done:
+        return f"{said}, none of {len(left)} runs has ended yet"
+    pace = max(passed / minutes_of(done, depths, jobs), 1)
+    ahead = pace * minutes_of([*done, *left], depths, jobs) - passed
+    return f"{said}, {len(left)} runs left, about {max(ahead, 0):.0f} min more"
 
 
 # ---- Results ----
