@@ -117,13 +117,12 @@ def test_a_runner_shows_that_it_lives(tmp_path, monkeypatch, capsys):
 def test_minutes_are_those_of_the_longest_way():
     """Two SFT models side by side, and then their judges: 68 + 77 seconds, not twice as much. A
     flag that asks for more takes longer, and a slow machine is believed from the first run on."""
-    first, second = (runner.Run("sft", (), seed) for seed in (1, 2))
+    first = [runner.Run("sft", (), seed) for seed in (1, 2)]
     judges = [runner.Run("reward", ("--num_train_epochs", "4"), seed) for seed in (1, 2)]
-    depths = {first: 0, second: 0, judges[0]: 1, judges[1]: 1}
-    assert runner.minutes_of([*depths], depths, 2) == pytest.approx((68 + 2 * 77) / 60)
-    assert runner.minutes_of([*depths], depths, 1) == pytest.approx(2 * (68 + 2 * 77) / 60)
-    began = time.time() - 3 * 68  # three times as slow
-    said = runner.heartbeat(judges, [first, second], depths, 2, began)
+    depths = {**dict.fromkeys(first, 0), **dict.fromkeys(judges, 1)}
+    for jobs, times in ((2, 1), (1, 2)):
+        assert runner.minutes_of([*depths], depths, jobs) == times * (68 + 2 * 77) / 60
+    said = runner.heartbeat(judges, first, depths, 2, began=time.time() - 3 * 68)  # slow
     assert said == "3 min so far, 2 runs left, about 8 min more"
 
 

@@ -42,7 +42,7 @@ def test_make_takes_the_gpus_that_the_user_has_named(tmp_path):
         assert words in answer(tmp_path, "make -n demo".split(), "0\\n1\\n", devices)
 
 
-def test_the_container_runs_the_makefiles_commands(tmp_path):
+def test_the_container_runs_the_makefiles_commands():
     """What is installed, and what runs, has one home. The build of torch without CUDA is the one
     that README and Makefile name, and what is here already stays out of the image."""
     lines = (kit.ROOT / "Dockerfile").read_text()
@@ -51,12 +51,8 @@ def test_the_container_runs_the_makefiles_commands(tmp_path):
     assert made == ["install", "demo"] and all(f"\n{name}: " in makefile for name in made)
     [cpu] = re.findall(r'ARG TORCH="(.*)"', lines)
     assert cpu in makefile and cpu in readme and f"TORCH ?= {cpu.split()[0]}\n" in makefile
-    plain = answer(tmp_path, "make -n container".split())
-    assert "docker build -t rlhf  ." in plain
-    chosen = answer(tmp_path, ["make", "-n", "container", "TORCH=torch==2.13.0"])
-    assert '--build-arg TORCH="torch==2.13.0" .' in chosen
-    for name in (".venv", "output", ".git"):
-        assert name in (kit.ROOT / ".dockerignore").read_text().splitlines()
+    left_out = (kit.ROOT / ".dockerignore").read_text().split()
+    assert {".venv", "output", ".git"} <= {*left_out}
 
 
 def test_each_operator_is_built_by_itself(tmp_path):
