@@ -9,7 +9,7 @@ RANKS ?= $(if $(CUDA_VISIBLE_DEVICES),,--num_gpus $(GPUS))
 DEMO = output/demo
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo lab test test-all variants gpu-check gpu-run lint bench install clean
+.PHONY: demo container lab test test-all variants gpu-check gpu-run lint bench install clean
 demo: install
 	deepspeed --log_level error $(RANKS) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
@@ -17,6 +17,13 @@ demo: install
 	  --critic_model_name_or_path $(DEMO)/reward --output_dir $(DEMO)/ppo --overwrite
 	python toy/report.py $(DEMO)
 	python tools/look.py $(DEMO)
+
+# The demo where there is docker alone. On NVIDIA GPUs: make container TORCH=torch==2.13.0 DOCKER="--gpus all"
+# Ranks exchange tensors through shared memory, of which docker gives 64 MB by itself.
+DOCKER ?=
+container:
+	docker build -t rlhf $(if $(filter-out file,$(origin TORCH)),--build-arg TORCH="$(TORCH)") .
+	docker run --rm -it --shm-size 1g $(DOCKER) -v "$(CURDIR)/output:/rlhf/output" rlhf
 
 # A rule of thumb, tried on the toy: make lab NAME=stability (labs/README.md has the list).
 lab: install

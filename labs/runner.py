@@ -14,7 +14,8 @@ import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import comb, exp, isnan, log, nan, sqrt
 from pathlib import Path
@@ -26,6 +27,13 @@ MARK = "<!-- table -->"
 MARKERS = "os^Dv<>PX*"  # of the seeds
 EDGE = 4.2  # of the axis of sqrt(KL) where a run may go far
 OF_LAST = ("fault", "variant", "ranks")  # what an arm may say of its last run
+EVERY = 60  # seconds between two lines about runs that are being made
+# Seconds of a run on an idle core, at so much of a flag: labs/README.md
+TYPICAL = {
+    "sft": (68, "--num_train_epochs", 3),
+    "reward": (77, "--num_train_epochs", 2),
+    "ppo": (35, "--max_steps", 40),
+}
 FINISHED = "finished.json"  # written into a run's folder when it has ended by itself
 # Student's t for an interval of 95 %, with 1 to 9 degrees of freedom
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -185,30 +193,69 @@ def make(run, root):
     return seconds
 
 
+def expected(run):
+    """Returns about how many seconds a run takes on an idle core."""
+    seconds, flag, usual = TYPICAL.get(run.script, TYPICAL["ppo"])
+    given = dict(zip(run.flags, run.flags[1:])).get(flag, usual)
+    return seconds * float(given) / usual
+
+
+def minutes_of(runs, depths, jobs):
+    """Returns about how many minutes runs take, `jobs` at a time; those of one depth go together.
+
+    depths: {run: how many runs it comes after}.
+    """
+    seconds = 0
+    for depth in {depths[run] for run in runs}:
+        each = [expected(run) for run in runs if depths[run] == depth]
+        seconds += max(max(each), sum(each) / jobs)
+    return seconds / 60
+
+
 def make_all(chains, root, jobs):
     """Makes the runs of a lab, `jobs` at a time: first those from which others start.
 
-    chains: see Lab.chains.
+    chains: see Lab.chains. After Ctrl-C a run saves a checkpoint, and a second one ends it at once.
     """
     depths = {run: i for runs in chains.values() for i, run in enumerate(runs.values())}
     left = [run for run in depths if not run.is_made(root)]
-    print(f"{len(left)} runs to make, {jobs} at a time; {len(depths) - len(left)} are there")
+    said = f"about {minutes_of(left, depths, jobs):.0f} min on {jobs} idle cores"
+    there = len(depths) - len(left)
+    print(f"{len(left)} runs to make, {jobs} at a time, {said}; {there} are there", flush=True)
     for variant in {run.variant for run in left} - {""}:
         apply(variant, root / f"tree-{variant}")
-    took = []
+    count, began, done = len(left), time.time(), []
     for depth in range(max(depths.values(), default=0) + 1):
-        runs, pool = [run for run in left if depths[run] == depth], ThreadPoolExecutor(jobs)
+        pool = ThreadPoolExecutor(jobs)
+        waiting = {pool.submit(make, run, root): run for run in left if depths[run] == depth}
         try:
-            for run, seconds in zip(runs, pool.map(lambda run: make(run, root), runs)):
-                took.append(seconds)
-                minutes = statistics.mean(took) * (len(left) - len(took)) / jobs / 60
-                what = f"{run.script} {run.seed} {run.variant}{run.fault} {' '.join(run.flags)}"
-                times = f"{seconds:.0f} s; about {minutes:.0f} min left"
-                print(f"[{len(took)}/{len(left)}] {what}: {times}", flush=True)
+            while waiting:
+                for future in wait(waiting, EVERY, FIRST_COMPLETED).done:
+                    run, seconds = waiting.pop(future), future.result()
+                    done.append(run)
+                    left.remove(run)
+                    what = f"{run.script} {run.seed} {run.variant}{run.fault} {' '.join(run.flags)}"
+                    print(f"[{len(done)}/{count}] {what}: {seconds:.0f} s", flush=True)
+                if waiting:
+                    print(f"    {heartbeat(left, done, depths, jobs, began)}", flush=True)
         except KeyboardInterrupt:
-            raise SystemExit("\nstopped: the same command goes on where this one was") from None
+            print("\nstopping: run the same command again to go on where it is now", flush=True)
+            with suppress(KeyboardInterrupt):
+                pool.shutdown(cancel_futures=True)
+            raise SystemExit(1) from None
         finally:
             pool.shutdown(cancel_futures=True)  # those that run end by themselves
+
+
+def heartbeat(left, done, depths, jobs, began):
+    """Returns how long runs have taken, and about how long the others take at this pace."""
+    passed = (time.time() - began) / 60
+    said = f"{passed:.0f} min so far"
+    if not done:
+        return f"{said}, none of {len(left)} runs has ended yet"
+    pace = max(passed / minutes_of(done, depths, jobs), 1)
+    ahead = pace * minutes_of([*done, *left], depths, jobs) - passed
+    return f"{said}, {len(left)} runs left, about {max(ahead, 0):.0f} min more"
 
 
 # ---- Results ----

@@ -255,7 +255,10 @@ def main(argv=None):
         forms = {DIALOGUE: "Human: ..., Assistant:", CHAT: "its chat template has it"}
         form = forms.get(writer.template, repr(writer.template))
         print(f"{writer.name}: {count}, {writer.dtype}; questions are written as {form}")
+    known = next((writer.questions for writer in writers if writer.questions), [])
     print("Ask something. /help lists the commands.")
+    if known:
+        print("\n  ".join(["Held-out questions of the run:", *known[:3]]))
     sys.stdin.reconfigure(errors="replace")  # what is typed may be no UTF-8
     session.Session(flags, writers, judge, gold).run()
 

@@ -13,8 +13,8 @@ from machinery.base.refused import Refused
 from machinery.engine import throughput
 from machinery.run import logs
 
-COLUMNS = """step reward gold kl response_length eos_rate actor_loss critic_loss
-             explained_variance entropy ratio_max eval_reward eval_gold seconds""".split()
+COLUMNS = """step reward gold kl response_length eos_rate explained_variance entropy
+             eval_reward eval_gold seconds""".split()
 STORED = ("old_logprobs", "ref_logprobs", "entropy", "scores", "old_values")
 
 
@@ -149,7 +149,7 @@ def as_data(row):
 
 def columns(args):
     """Returns the columns of the screen that this run has."""
-    absent = [] if args.has_critic else ["critic_loss", "explained_variance"]
+    absent = [] if args.has_critic else ["explained_variance"]
     absent += [] if args.gold_fn else ["gold", "eval_gold"]
     absent += [] if args.has_reference else ["kl"]
     return [name for name in COLUMNS if name not in absent]

@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+import threading
+import time
 from itertools import combinations
 from math import log
 from pathlib import Path
@@ -96,9 +98,42 @@ def test_runs_are_skipped_resumed_and_their_end_is_noted(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(runner, "make", interrupt)
     other = runner.Run("sft", (), 1)
-    with pytest.raises(SystemExit, match="same command"):
+    with pytest.raises(SystemExit):
         runner.make_all({("a", 1): {"sft": run}, ("b", 1): {"sft": other}}, tmp_path, jobs=1)
-    assert "1 runs to make" in capsys.readouterr().out
+    said = capsys.readouterr().out.strip().splitlines()
+    assert "1 runs to make, 1 at a time, about 1 min" in said[0] and "again to go on" in said[-1]
+
+
+def test_a_runner_shows_that_it_lives(tmp_path, monkeypatch, capsys):
+    """While runs are made, however long, a line says how many are left."""
+    monkeypatch.setattr(runner, "EVERY", 0.05)
+    ended = threading.Event()
+    monkeypatch.setattr(runner, "make", lambda *_: ended.wait(5) and 3.0)
+    monkeypatch.setattr(runner, "heartbeat", lambda left, *_: ended.set() or f"{len(left)} left")
+    runner.make_all({("a", 1): {"sft": runner.Run("sft", (), 1)}}, tmp_path, jobs=1)
+    assert capsys.readouterr().out.splitlines()[1:] == ["    1 left", "[1/1] sft 1  : 3 s"]
+
+
+def test_minutes_are_those_of_the_longest_way():
+    """Two SFT models side by side, and then their judges: 68 + 77 seconds, not twice as much. A
+    flag that asks for more takes longer, and a slow machine is believed from the first run on."""
+    first = [runner.Run("sft", (), seed) for seed in (1, 2)]
+    judges = [runner.Run("reward", ("--num_train_epochs", "4"), seed) for seed in (1, 2)]
+    depths = {**dict.fromkeys(first, 0), **dict.fromkeys(judges, 1)}
+    for jobs, times in ((2, 1), (1, 2)):
+        assert runner.minutes_of([*depths], depths, jobs) == times * (68 + 2 * 77) / 60
+    said = runner.heartbeat(judges, first, depths, 2, began=time.time() - 3 * 68)  # slow
+    assert said == "3 min so far, 2 runs left, about 8 min more"
+
+
+@pytest.mark.parametrize("name", declared.LABS)
+def test_a_quick_lab_is_an_arm_and_its_baseline(name):
+    """On two cores in about five minutes, by the times of single runs."""
+    lab = declared.quick(declared.LABS[name])
+    (one, other), chains = lab.arms, lab.chains()
+    assert runner.baseline(lab, other) == one and len(chains) == 2
+    depths = {run: i for runs in chains.values() for i, run in enumerate(runs.values())}
+    assert runner.minutes_of([*depths], depths, 2) <= 6
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import ppo
 from machinery.base.refused import Refused
 from machinery.data import formats
 from machinery.models import model_folders
+from machinery.rollout import judging
 from tests import kit
 from tools import talk
 from tools.chat import models, screen, session, tables
@@ -113,7 +114,22 @@ def test_a_question_is_written_as_in_the_models_own_samples(tmp_path, prompts, t
     folder = tmp_path / "ema"  # PPO's: the samples are one folder above
     folder.mkdir()
     write_lines(tmp_path / "samples.jsonl", [{"step": 0, "prompt": prompt} for prompt in prompts])
-    assert models.found_template(folder) == template
+    assert models.found_template(models.own_prompts(folder)) == template
+
+
+def test_what_a_function_says_of_a_foreign_question_is_whole():
+    """The toy's gold score knows the toy's questions alone, and talk.py is asked other ones."""
+    gold = judging.load_function(str(kit.ROOT / "toy/gold.py:gold"), "--gold_fn")
+    answer = dict(prompt="Who are you?", chat=False, text=" I.", extra="{}", response_ids=[1])
+    assert session.score_in_words(gold, answer) == "gold: not a question of the toy"
+    asked = "Who feeds the deer at the mill?\nAnswer:"
+    assert session.score_in_words(gold, {**answer, "prompt": asked}) == "gold 0.000"
+
+    def long(prompts, completions, **columns):
+        raise LookupError("word " * 99)
+
+    said = session.score_in_words(long, answer)
+    assert len(said) <= 100 and said.endswith("word ...")
 
 
 # ---- Responses and scores ----

@@ -26,23 +26,38 @@ DAMAGED = OSError, ValueError, LookupError, TypeError, AttributeError  # reading
 
 
 # ---- How a prompt is written ----
-def found_template(path):
-    """Returns how the prompts in samples.jsonl of a run are written: CHAT, or text with {}.
+def own_prompts(path):
+    """Returns the different prompts in samples.jsonl of a run, [] if there is none.
 
-    "{}" stands for the question: what differs between the prompts. None where that is unknown.
     ema/ has the samples of the folder above.
     """
     folders = [Path(path), *([Path(path).parent] if Path(path).name == "ema" else [])]
     for folder in folders:
-        with contextlib.suppress(*DAMAGED):
-            with open(folder / "samples.jsonl") as lines:
-                head = itertools.islice(lines, 100)
-                prompts = {json.loads(line)["prompt"] for line in head}
-            if prompts and all(prompt.startswith('[{"') for prompt in prompts):
-                return CHAT
-            if len(prompts) > 1:
-                return around(prompts)
-    return None
+        with contextlib.suppress(*DAMAGED), open(folder / "samples.jsonl") as lines:
+            found = [json.loads(line)["prompt"] for line in itertools.islice(lines, 100)]
+            return list(dict.fromkeys(prompt for prompt in found if isinstance(prompt, str)))
+    return []
+
+
+def found_template(prompts):
+    """Returns how prompts of one kind are written: CHAT, or text with {}; None if it is unknown.
+
+    "{}" stands for the question: what differs between the prompts.
+    """
+    if prompts and all(prompt.startswith('[{"') for prompt in prompts):
+        return CHAT
+    return around(prompts) if len(prompts) > 1 else None
+
+
+def questions(prompts, template):
+    r"""Returns the questions, of one line each, in the prompts that are written so.
+
+    >>> questions(["Q: How?\nA:", "Q: Why so?\nA:", "else"], "Q: {}\nA:")
+    ['How?', 'Why so?']
+    """
+    before, after = map(re.escape, template.split("{}"))
+    found = [re.fullmatch(f"{before}(.+){after}", prompt) for prompt in prompts]
+    return [match[1] for match in found if match]
 
 
 def around(prompts):
@@ -127,7 +142,9 @@ class Writer(Model):
     def __init__(self, args, path):
         super().__init__(args, path, scores=False)
         own = CHAT if self.tokenizer.chat_template else DIALOGUE
-        self.template = args.template or found_template(path) or own
+        prompts = own_prompts(path)
+        self.template = args.template or found_template(prompts) or own
+        self.questions = [] if self.template == CHAT else questions(prompts, self.template)
         self.ends = self.other_ends()
         if self.template == CHAT and not self.tokenizer.chat_template:
             words = f"the tokenizer of {self.name} has no chat template: give text with {{}}."

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import sys
+import textwrap
 
 from machinery.base.refused import Refused
 from machinery.rollout import judging
@@ -95,7 +96,7 @@ class Session:
             [score] = self.judge.scores(self.args, writer, [answer])
             parts.append(f"reward {score:.3f}")
         if self.gold:
-            parts.append(f"gold {score_in_words(self.gold, answer)}")
+            parts.append(score_in_words(self.gold, answer))
         count = len(answer["response_ids"])
         parts.append(f"{count} token{'s' * (count != 1)}")
         parts += [] if answer["ended"] else ["cut off: no EOS"]
@@ -166,10 +167,14 @@ def read_line():
 
 
 def score_in_words(function, answer):
-    """Returns the score of a --gold_fn, or why it gives none: it may know other prompts only."""
+    """Returns the score of a --gold_fn, or why it gives none: it may know other prompts only.
+
+    Of what a ValueError says it is the first line.
+    """
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             [score] = judging.scores_of(function, [answer])
     except Exception as error:  # of the user's function
-        return f"- ({error!r:.80})"
-    return f"{sum(score) if isinstance(score, list) else score:.3f}"
+        words = str(error).partition("\n")[0] if isinstance(error, ValueError) else repr(error)
+        return textwrap.shorten(f"gold: {words}", 100, placeholder=" ...")
+    return f"gold {sum(score) if isinstance(score, list) else score:.3f}"
