@@ -1,0 +1,14 @@
+"""The KL penalty has the wrong sign: the actor is paid for each nat."""
+
+import ppo
+
+SCRIPT = "ppo"
+
+
+def fault():
+    token_rewards = ppo.token_rewards
+
+    def paid(scores, kl, *others):
+        return token_rewards(scores, -kl, *others)
+
+    ppo.token_rewards = paid
