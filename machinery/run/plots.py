@@ -2,31 +2,37 @@
 
 import pandas
 
-# group | title, with the unit | metrics (with the eval_... of each)
-PANELS = """
-learning | reward, gold | reward gold
-learning | accuracy | accuracy
-learning | scores of chosen, rejected | chosen_score rejected_score margin
-learning | loss | loss actor_loss critic_loss
-learning | perplexity | perplexity
-stability | KL to the reference, nats a response | kl kl_k3
-stability | entropy, nats a token | entropy
-stability | length, tokens a response | response_length
-stability | ended by EOS, share | eos_rate
-stability | critic: explained variance | explained_variance
-stability | norm of the gradients | grad_norm critic_grad_norm
-stability | KL to the policy before, nats a token | approx_kl
-stability | largest ratio | ratio_max
-stability | clipped, share of the tokens | clip_fraction
-stability | sampling against scoring, nats a token | sampling_gap
-stability | prompts that teach nothing, share | equal_groups
-stability | deviation of the advantages | advantage_std
-stability | KL penalty | kl_coef
-stability | learning rate | learning_rate critic_learning_rate
-cost | tokens/s | tokens_per_second
-cost | TFLOP/s | tflops
-cost | parts of a step, seconds | generate_seconds score_seconds train_seconds
-"""
+# of each group: title, with the unit | metrics (with the eval_... of each)
+PANELS = {
+    "learning": """
+reward, gold | reward gold
+accuracy | accuracy
+scores of chosen, rejected | chosen_score rejected_score margin
+loss | loss actor_loss critic_loss
+perplexity | perplexity
+""",
+    "stability": """
+KL to the reference, nats a response | kl kl_k3
+entropy, nats a token | entropy
+length, tokens a response | response_length
+ended by EOS, share | eos_rate
+critic: explained variance | explained_variance
+norm of the gradients | grad_norm critic_grad_norm
+KL to the policy before, nats a token | approx_kl
+largest ratio | ratio_max
+clipped, share of the tokens | clip_fraction
+sampling against scoring, nats a token | sampling_gap
+prompts that teach nothing, share | equal_groups
+deviation of the advantages | advantage_std
+KL penalty | kl_coef
+learning rate | learning_rate critic_learning_rate
+""",
+    "cost": """
+tokens/s | tokens_per_second
+TFLOP/s | tflops
+parts of a step, seconds | generate_seconds score_seconds train_seconds
+""",
+}
 LEFT_OUT = ["epoch", "seconds", "eval_score_mean", "eval_score_std"]
 COLUMNS = 4
 
@@ -58,7 +64,8 @@ def is_noise(name, values):
 
 def panels_of(metrics):
     """Returns {group: [(title, table of metrics)]}; none is empty."""
-    panels = [line.split(" | ") for line in PANELS.strip().splitlines()]
+    rows = [(group, row) for group, rows in PANELS.items() for row in rows.strip().split("\n")]
+    panels = [(group, *row.split(" | ")) for group, row in rows]
     named = {name for panel in panels for name in panel[-1].split()}
     for name in metrics:
         if (own := name.removeprefix("eval_")) not in named:
