@@ -18,7 +18,7 @@ FLAT = 0.05  # of a loss: it changes by less between two evaluations
 RISES = 0.02  # of a loss, above its best
 SETTLED = 1.25  # times the mean of the middle third, plus 0.05 nats: KL in the last third
 NEAR = 1.0  # nats a response: so small a KL needs no reward to show for it
-FAR = 0.5  # nats a token: KL in the last third; twice as much is sick
+FAR = 0.25  # nats a token: KL in the last third; four times as much is sick
 ZERO = 1e-5  # but for rounding
 COLLAPSED = 0.05  # nats a token
 ALIKE = 0.8  # of responses with one of the three commonest beginnings
@@ -223,7 +223,7 @@ def kl(run):
     if last > NEAR and risen is not None and risen <= 0:
         return SICK, f"{said}, and the reward did not rise: is the penalty's sign right?"
     if last > FAR * length:
-        return (SICK if last > 2 * FAR * length else WATCH), f"{said}: far. Raise --kl_coef."
+        return (SICK if last > 4 * FAR * length else WATCH), f"{said}: far. Raise --kl_coef."
     if last <= max(NEAR, SETTLED * middle + 0.05):
         return HEALTHY, f"{said}: it stays near."
     if last - middle <= middle - first:
@@ -331,7 +331,7 @@ def tokens(run):
         ends_at += [row["logprob"][-1]] if line["ended"] else []
     if ends_at and not any(ends_at):
         return SICK, "EOS has log-prob 0 in all responses: the mask leaves it out."
-    if off > len(run.tokens) / 2:
+    if off > len(run.tokens) / 4:
         words = f"in {off} of {len(run.tokens)} responses the rewards do not sum to "
         return SICK, f"{words}score - kl_coef * KL: a wrong sign, or the place of the score."
     return HEALTHY, "the rewards of the tokens sum to score - kl_coef * KL, and EOS counts."

@@ -3,6 +3,7 @@
 import ppo
 
 SCRIPT = "ppo"
+FLAGS = {"ppo": "--kl_coef 0.2"}
 
 
 def fault():

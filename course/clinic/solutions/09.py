@@ -1,4 +1,4 @@
-"""Rollouts are sampled from a part of the distribution, and scored under all of it."""
+"""No response may end before its 24th token; log-probs are those of the policy that may end."""
 
 SCRIPT = "ppo"
-FLAGS = {"ppo": "--top_p 0.8"}
+FLAGS = {"ppo": "--min_new_tokens 24"}
