@@ -24,7 +24,7 @@ lab: install
 
 # A broken run of course/clinic, made anew: make clinic CASE=07
 clinic: install
-	python course/clinic/run.py $(CASE)
+	python course/clinic/cases.py $(CASE)
 
 test: lint
 	python -m pytest -q -m "not slow" tests

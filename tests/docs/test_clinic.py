@@ -16,9 +16,9 @@ from tools.report import runs, verdicts
 
 CLINIC = kit.ROOT / "course/clinic"
 sys.path[:0] = [str(CLINIC), str(kit.ROOT / "labs")]
+import cases as clinic  # noqa: E402
 import cited  # noqa: E402
 import proofs  # noqa: E402
-import run as clinic  # noqa: E402
 
 MODULES = {"sft": sft, "reward": reward, "ppo": ppo}
 NAMED = {  # the row of README's table whose verdict names the fault, or its family

@@ -3,7 +3,7 @@
 import reward
 
 SCRIPT = "reward"
-FLAGS = {"reward": "--share_prompt 0"}
+FLAGS = {"reward": "--share_prompt 0 --num_train_epochs 1"}
 LIMIT = 12  # tokens; a prompt has 11 to 13
 
 

@@ -5,7 +5,7 @@ import torch
 import ppo
 
 SCRIPT = "ppo"
-FLAGS = {"sft": "--model_name_or_path {gpt2}"}
+FLAGS = {"sft": "--model_name_or_path {gpt2}", "reward": "--num_train_epochs 1"}
 
 
 def fault():
