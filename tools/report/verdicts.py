@@ -321,18 +321,21 @@ def beginnings(lines):
 def tokens(run):
     """Whether a response's rewards are its score less its penalty, and whether its EOS counts."""
     usual = dict(kl_estimator="k1", kl_in="reward", normalize_reward=0, missing_eos_penalty=0)
-    if not run.tokens or {**usual, **run.args} != {**run.args, **usual}:
+    other = any(run.args.get(name, value) != value for name, value in usual.items())
+    whole = [x for x in run.tokens if len(x["tokens"]["reward"]) >= x.get("response_length", 0)]
+    if other or not whole:
         return UNKNOWN, "tokens.jsonl: none, or with other rewards than score - kl_coef * KL."
     most, off, ends_at = run.args.get("clip_reward", 5.0), 0, []
-    for line in run.tokens:
-        row = line["tokens"]
-        due = min(max(line["reward"], -most), most) - line["kl_coef"] * sum(row["kl"])
-        off += abs(sum(row["reward"]) - due) > 0.01 * max(1, abs(due))
-        ends_at += [row["logprob"][-1]] if line["ended"] else []
+    for line in whole:
+        row, score = line["tokens"], line["reward"]
+        paid = sum(row["reward"]) + line["kl_coef"] * sum(row["kl"])
+        due = score, min(max(score, -most), most)  # each token's own scores may sum to more
+        off += min(abs(paid - each) for each in due) > 0.01 * max(1, abs(score))
+        ends_at += [row["logprob"][-1] or row["reward"][-1]] if line["ended"] else []
     if ends_at and not any(ends_at):
-        return SICK, "EOS has log-prob 0 in all responses: the mask leaves it out."
-    if off > len(run.tokens) / 4:
-        words = f"in {off} of {len(run.tokens)} responses the rewards do not sum to "
+        return SICK, "EOS has log-prob and reward 0 in all responses: the mask leaves it out."
+    if off > len(whole) / 4:
+        words = f"in {off} of {len(whole)} responses the rewards do not sum to "
         return SICK, f"{words}score - kl_coef * KL: a wrong sign, or the place of the score."
     return HEALTHY, "the rewards of the tokens sum to score - kl_coef * KL, and EOS counts."
 
