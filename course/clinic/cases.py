@@ -1,10 +1,11 @@
 """Makes a case of the clinic anew:  python course/clinic/cases.py 07
 
 Its three steps are run as they were for the folder course/clinic/07, on one core, and what they
-leave behind is put into output/clinic/07. Models that cases share are made once, before it. Other
-names: healthy-1, healthy-2, healthy-3 and healthy-grpo, the runs without a fault.
-    python course/clinic/cases.py                 lists them
-    python course/clinic/cases.py 07 --keep       puts it into course/clinic/07, which is in git
+leave behind is put into output/clinic/07. Runs that cases share are made once, before it, and a run
+that is in output/clinic/runs is not made again. Other names are healthy-1, healthy-2, healthy-3 and
+healthy-grpo, the runs without a fault.
+    python course/clinic/cases.py               lists them
+    python course/clinic/cases.py 07 --keep     puts it into course/clinic/07, which is in git
 Each case has its flags and its fault in course/clinic/solutions: do not look there too early.
 """
 
@@ -131,8 +132,9 @@ def main():
     args = parser.parse_args()
     if args.name is None:
         return print(" ".join(names))
-    write_gpt2(GPT2)
     runs, root = case(args.name), args.runs.resolve()
+    if any("gpt2" in dict(run.parents) for run in runs.values()):
+        write_gpt2(GPT2)
     kept = {script: shown(script, run) for script, run in runs.items()}
     if args.name in ("healthy-2", "healthy-3"):
         kept = runs
