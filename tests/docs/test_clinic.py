@@ -29,6 +29,7 @@ NAMED = {  # the row of README's table whose verdict names the fault, or its fam
     "05": "kl, kl_k3",
     "06": "actor_loss, approx_kl, clip_fraction",
     "07": "ratio_max, sampling_gap",
+    "09": "ratio_max, sampling_gap",
     "10": "eval_accuracy, eval_accuracy_ci",
     "11": "explained_variance",
     "13": "reward, gold",

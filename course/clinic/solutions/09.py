@@ -1,4 +1,17 @@
-"""No response may end before its 24th token; log-probs are those of the policy that may end."""
+"""Tokens are drawn at a temperature that scoring does not have."""
+
+import ppo
+from machinery.flags import declaring
 
 SCRIPT = "ppo"
-FLAGS = {"ppo": "--min_new_tokens 24"}
+TEMPERATURE = 1.4
+
+
+def fault():
+    sample = ppo.sample
+
+    def hot(args, *others):
+        return sample(declaring.of_role(args, temperature=TEMPERATURE), *others)
+
+    ppo.sample = hot
+    ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
