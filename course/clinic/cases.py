@@ -138,7 +138,7 @@ def main():
     kept = {script: shown(script, run) for script, run in runs.items()}
     if args.name in ("healthy-2", "healthy-3"):
         kept = runs
-    runner.make_all({(args.name, 1): {**runs, "samples": kept["sft"]}}, root, 1)
+    runner.make_all({(args.name, 1): {"samples": kept["sft"], **runs}}, root, 1)
     target = (HERE if args.keep else ROOT / "output/clinic") / args.name.replace("-", "/")
     for script, run in kept.items():
         keep(run, root, target / script)
