@@ -12,7 +12,6 @@ Each case has its flags and its fault in course/clinic/solutions: do not look th
 import json
 import re
 import runpy
-import shutil
 import sys
 from pathlib import Path
 
@@ -27,7 +26,6 @@ ASKED = "--num_samples 70 --max_answer_seq_len 48 --gold_fn toy/gold.py:gold"  #
 GRPO = {"ppo": "--advantage grpo --samples_per_prompt 4"}
 HEALTHY = {f"healthy-{seed}": ({}, seed) for seed in (1, 2, 3)} | {"healthy-grpo": (GRPO, 1)}
 CASES = sorted(file.stem for file in (HERE / "solutions").glob("[0-9]*.py"))
-GPT2 = ROOT / "output/clinic/gpt2"
 SAMPLES, PAIRS = 70, 280  # that are kept of each evaluation, and of the judge
 DIGITS = 5
 
@@ -45,7 +43,7 @@ def case(name):
         solution = runpy.run_path(str(file))
         flags = solution.get("FLAGS", {})
     at = solution.get("SCRIPT")
-    if at == "sft" or "sft" in flags:
+    if at == "sft":
         flags = {**flags, "sft": f"{flags.get('sft', '')} {ASKED}"}
     runs, healthy = {}, {}
     for script in solution.get("STEPS", BASE):
@@ -59,8 +57,7 @@ def case(name):
 def made(script, flags, seed, before, fault=""):
     """Returns the runner.Run of a step that starts from those `before`."""
     words = runner.merged(BASE[script], flags)
-    known = {"gpt2": GPT2, **before}.items()
-    parents = tuple(pair for pair in known if f"{{{pair[0]}}}" in " ".join(words))
+    parents = tuple(pair for pair in before.items() if f"{{{pair[0]}}}" in " ".join(words))
     return runner.Run(script, words, seed, parents, fault)
 
 
@@ -73,18 +70,6 @@ def shown(script, run):
         return run
     words = runner.merged(" ".join(run.flags), ASKED)
     return runner.Run(script, words, run.seed, run.parents, run.fault)
-
-
-def write_gpt2(folder):
-    """Writes a model config with learned positions, as small as the toy's, beside its tokenizer."""
-    from transformers import GPT2Config
-
-    sizes = dict(n_embd=128, n_layer=4, n_head=4, n_positions=256, vocab_size=542)
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    special = dict(bos_token_id=None, eos_token_id=1, pad_token_id=0)
-    GPT2Config(**sizes, **dropouts, **special).save_pretrained(folder)
-    for file in (ROOT / "toy/model").glob("tokenizer*"):
-        shutil.copy(file, folder)
 
 
 # ---- What is kept of a run ----
@@ -133,8 +118,6 @@ def main():
     if args.name is None:
         return print(" ".join(names))
     runs, root = case(args.name), args.runs.resolve()
-    if any("gpt2" in dict(run.parents) for run in runs.values()):
-        write_gpt2(GPT2)
     kept = {script: shown(script, run) for script, run in runs.items()}
     if args.name in ("healthy-2", "healthy-3"):
         kept = runs

@@ -38,7 +38,6 @@ NAMED = {  # the row of README's table whose verdict names the fault, or its fam
     "16": "kl, kl_k3",
     "17": "eval_accuracy, eval_accuracy_ci",
     "18": "reward, gold",
-    "19": "ratio_max, sampling_gap",
 }
 
 

@@ -5,7 +5,6 @@ import torch
 import ppo
 
 SCRIPT = "ppo"
-FLAGS = {"sft": "--model_name_or_path {gpt2}", "reward": "--num_train_epochs 1"}
 
 
 def fault():
