@@ -9,7 +9,7 @@ RANKS ?= $(if $(CUDA_VISIBLE_DEVICES),,--num_gpus $(GPUS))
 DEMO = output/demo
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo container lab test test-all variants gpu-check gpu-run lint bench install clean
+.PHONY: demo container lab clinic test test-all variants gpu-check gpu-run lint bench install clean
 demo: install
 	deepspeed --log_level error $(RANKS) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
@@ -28,6 +28,10 @@ container:
 # A rule of thumb, tried on the toy: make lab NAME=stability (labs/README.md has the list).
 lab: install
 	python labs/run.py $(NAME)
+
+# A broken run of course/clinic, made anew: make clinic CASE=07
+clinic: install
+	python course/clinic/cases.py $(CASE)
 
 test: lint
 	python -m pytest -q -m "not slow" tests

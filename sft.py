@@ -74,8 +74,8 @@ PRESETS = {
         max_seq_len=1024,  # [TRL]
         zero_stage=2,
     ),
-    # DeepSpeed-Chat's recipes, number for number: opt/single_node/run_1.3b.sh. Its loss covers the
-    # prompt, too: --train_on everything. What only saves memory is left to flags.
+    # DeepSpeed-Chat's numbers: opt/single_node/run_1.3b.sh. Its code differs: docs/runs.md#presets.
+    # Its loss covers the prompt, too: --train_on everything. What saves memory is left to flags.
     "opt-1.3b": dict(
         model_name_or_path="facebook/opt-1.3b",
         data_path=[
