@@ -5,10 +5,10 @@
     python labs/run.py NAME --dry_run    the commands of its runs
     python labs/run.py                   lists the labs
 
-More runs: --seeds 4 5 6 adds seeds; --again has each actor answer 280 held-out prompts four times
-at its end, and --second takes data that no setting was chosen on. The last two write results of
-their own, labs/results/NAME-again.json, and leave the page as it is. A lab is declared in
-labs/declared.py.
+More runs: --seeds 4 5 6 adds seeds, and --arms gae rloo makes the runs of some arms alone; --again
+has each actor answer 280 held-out prompts four times at its end, and --second takes data that no
+setting was chosen on. The last two write results of their own, labs/results/NAME-again.json, and
+leave the page as it is. A lab is declared in labs/declared.py.
 """
 
 import json
@@ -36,6 +36,7 @@ def main():
     parser = runner.new_parser(__doc__, labs, "output/labs")
     parser.add_argument("--dry_run", action="store_true", help="print the commands alone")
     parser.add_argument("--seeds", type=int, nargs="+", help="in place of the lab's own")
+    parser.add_argument("--arms", nargs="+", default=(), help="make the runs of these alone")
     parser.add_argument("--again", action="store_true", help="four answers to 280 prompts")
     parser.add_argument("--second", action="store_true", help="other data")
     args = parser.parse_args()
@@ -47,6 +48,9 @@ def main():
     name, lab = args.name, labs[args.name]
     if args.seeds:
         lab = replace(lab, seeds=tuple(args.seeds))
+    if unknown := set(args.arms) - set(lab.arms):
+        parser.error(f"no arms of {name}: {sorted(unknown)}; it has {list(lab.arms)}")
+    lab = replace(lab, chosen=tuple(args.arms))
     if args.again:
         name, lab = f"{name}-again", again(lab)
     if args.second:

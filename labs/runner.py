@@ -65,6 +65,7 @@ class Lab:
     models: dict = field(default_factory=dict)  # {name: (script, flags)}: runs before the others
     given: dict = field(default_factory=dict)  # {name: a folder that is there}
     seeds: tuple = (1, 2, 3)
+    chosen: tuple = ()  # or the runs of these arms alone are made
 
     def chains(self):
         """Returns {(arm, seed): {name: Run}}, where each Run comes after its parents."""
@@ -72,8 +73,8 @@ class Lab:
         for name, (script, flags) in self.models.items():
             made[name] = Run(script, merged(flags), 1, tuple(self.given.items()))
         for seed in self.seeds:
-            for name, arm in self.arms.items():
-                runs = {**made}
+            for name in self.chosen or self.arms:
+                arm, runs = self.arms[name], {**made}
                 for script, flags in self.base.items():
                     last = script == self.until
                     own = {key: arm[key] for key in OF_LAST if key in arm} if last else {}

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations
 from math import log
 from pathlib import Path
@@ -66,6 +67,20 @@ def test_a_run_has_one_place_whoever_asks_for_it(tmp_path):
     others += [place({"ppo": "--clip 0.3 --lam 0.9", "sft": "--num_train_epochs 9"})]
     assert len({plain, *others}) == 5
     assert runner.merged("--a 1 --b 2 3", "--b 4 --c") == ("--a", "1", "--b", "4", "--c")
+
+
+def test_some_arms_of_a_lab_can_be_run_alone():
+    """More seeds where they decide: the other arms, and what they have shown, stay as they are."""
+    lab = declared.lab("t", {"a": {}, "b": {"ppo": "--clip 0.3"}, "c": {}})
+    some = replace(lab, chosen=("b",), seeds=(4,))
+    assert some.chains() == {("b", 4): replace(lab, seeds=(4,)).chains()["b", 4]}
+    found, earlier = results_of(b=[{"gold": 1.0}]), results_of(a=[{}], b=[{"gold": 0.0}], c=[{}])
+    kept = runner.with_earlier(some, found, earlier)
+    assert [(one["arm"], one["values"].get("gold")) for one in kept] == [
+        ("a", None),
+        ("b", 1.0),
+        ("c", None),
+    ]
 
 
 def test_runs_are_skipped_resumed_and_their_end_is_noted(tmp_path, monkeypatch, capsys):
