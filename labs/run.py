@@ -58,7 +58,7 @@ def main():
     if args.dry_run:
         return runner.show(lab.chains(), args.runs.resolve())
     write_text(TEXT)
-    if args.second:
+    if "second" in lab.given:
         make = [sys.executable, runner.ROOT / "toy/make.py", "--seed", "5678", "--out", SECOND]
         subprocess.run(make, check=True)
     places = [HERE / file.format(name) for file in ("results/{}.json", "{}.md", "{}.png")]

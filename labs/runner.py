@@ -218,15 +218,18 @@ def lines_of(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def measured(folders, spec):
+def measured(folders, spec, curve=None):
     """Returns the number that `spec` = (script, metric, how) names, or None.
 
-    how: a key of REDUCERS, or the step. A metric "share X" is the share of the last evaluation's
-    samples whose gold is X. "gold at EMA" is the actor's gold score where it was as far from the
-    SFT model as its average is at the end, between two evaluations in proportion. "calibration" is
-    that of the scores of the held-out pairs.
+    how: a key of REDUCERS, or the step. The script "curve" is the curve of best-of-n, and how is n.
+    A metric "share X" is the share of the last evaluation's samples whose gold is X. "gold at EMA"
+    is the actor's gold score where it was as far from the SFT model as its average is at the end,
+    between two evaluations in proportion. "calibration" is that of the scores of the held-out
+    pairs.
     """
     script, metric, how = spec
+    if script == "curve":
+        return curve[metric][curve["n"].index(how)]
     if metric == "calibration":
         return calibration(lines_of(folders[script], "judge.jsonl"))
     if metric.startswith("share "):
@@ -320,7 +323,9 @@ def collect(lab, chains, root):
         elif lab.curves or lab.panels:
             result["curve"] = curve_of(run.folder(root), hidden)
         known = {head: spec for head, spec in lab.measures.items() if spec[1] not in hidden}
-        values = {head: measured(folders, spec) for head, spec in known.items()}
+        values = {
+            head: measured(folders, spec, result.get("curve")) for head, spec in known.items()
+        }
         found.append(rounded({**result, "values": values}))
     return found
 
@@ -589,9 +594,10 @@ def draw_panels(figure, lab, results):
     Each seed has a colour. What lies beyond the right edge is said in the panel.
     """
     arms = by_arm(results)
-    rows = -(-len(arms) // 5)
-    figure.set_size_inches(13, 2.7 * rows + 0.6)
-    grid = figure.subplots(rows, 5, sharex=True, sharey=True, squeeze=False).flat
+    columns = min(len(arms), 5)
+    rows = -(-len(arms) // columns)
+    figure.set_size_inches(2.6 * columns, 2.7 * rows + 0.6)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
     for axis, (arm, each) in zip(grid, arms.items()):
         draw_plain(axis, lab)
         for number, result in enumerate(each):

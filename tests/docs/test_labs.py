@@ -69,6 +69,16 @@ def test_a_run_has_one_place_whoever_asks_for_it(tmp_path):
     assert runner.merged("--a 1 --b 2 3", "--b 4 --c") == ("--a", "1", "--b", "4", "--c")
 
 
+def test_on_other_data_no_step_sees_the_first():
+    """Its models and also the four answers at the end are of the other rows: what was looked at
+    before takes no part."""
+    for chain in COMMANDS["rates, on other data"].chains().values():
+        assert list(chain) == ["sft", "reward", "ppo", "ppo again"]
+        for run in chain.values():
+            words = run.command(Path("runs"))
+            assert words[words.index("--data_path") + 1] == str(declared.SECOND / "data")
+
+
 def test_some_arms_of_a_lab_can_be_run_alone():
     """More seeds where they decide: the other arms, and what they have shown, stay as they are."""
     lab = declared.lab("t", {"a": {}, "b": {"ppo": "--clip 0.3"}, "c": {}})
