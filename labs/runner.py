@@ -239,7 +239,9 @@ def measured(folders, spec, curve=None):
         return sum(gold == float(metric[6:]) for gold in golds) / len(golds)
     lines = lines_of(folders[script], "metrics.jsonl")
     if metric == "gold at EMA":
-        return gold_at([line for line in lines if "eval_ema_kl" in line])
+        lines = [line for line in lines if "eval_ema_kl" in line]
+        kls, golds = ([line[key] for line in lines] for key in ("eval_kl", "eval_gold"))
+        return gold_at(kls, golds, lines[-1]["eval_ema_kl"])
     records = [line for line in lines if metric in line]
     if isinstance(how, int):
         records, how = [line for line in records if line["step"] == how], "last"
@@ -260,13 +262,12 @@ def calibration(pairs):
     return sum(abs(sum(each)) for each in bins) / len(pairs)
 
 
-def gold_at(lines):
-    """Returns the actor's gold score at the KL that its average has in the last of `lines`."""
-    wanted = lines[-1]["eval_ema_kl"]
-    for before, after in zip(lines, lines[1:]):
-        if before["eval_kl"] <= wanted <= after["eval_kl"]:
-            part = (wanted - before["eval_kl"]) / (after["eval_kl"] - before["eval_kl"] or 1)
-            return before["eval_gold"] + part * (after["eval_gold"] - before["eval_gold"])
+def gold_at(kls, golds, wanted):
+    """Returns the gold score with which a run first passes a KL, from its evaluations."""
+    for i in range(len(kls) - 1):
+        if kls[i] <= wanted <= kls[i + 1]:
+            part = (wanted - kls[i]) / (kls[i + 1] - kls[i] or 1)
+            return golds[i] + part * (golds[i + 1] - golds[i])
     return None
 
 

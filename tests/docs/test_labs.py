@@ -180,10 +180,7 @@ def test_calibration_by_hand():
 
 def test_the_actor_is_compared_at_the_averages_kl():
     """The average is at 1.5 nats. The actor was at 1 and at 2: its gold score is in the middle."""
-    golds, kls = (0.5, 0.6, 0.8, 0.7), (0, 1, 2, 4)
-    lines = [{"eval_kl": kl, "eval_gold": g, "eval_ema_kl": kl} for kl, g in zip(kls, golds)]
-    lines[-1]["eval_ema_kl"] = 1.5
-    assert runner.gold_at(lines) == pytest.approx(0.7)
+    assert runner.gold_at((0, 1, 2, 4), (0.5, 0.6, 0.8, 0.7), 1.5) == pytest.approx(0.7)
 
 
 def test_an_unfinished_measure_is_left_out_of_the_mean():
