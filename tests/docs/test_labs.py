@@ -167,6 +167,7 @@ def test_best_of_n_is_the_mean_over_all_choices_of_n(tmp_path):
         best = [max(chosen) for each in prompts for chosen in combinations(each, n)]
         assert reward_mean == pytest.approx(mean(r for r, _ in best))
         assert gold == pytest.approx(mean(g for _, g in best))
+    assert runner.measured({}, ("curve", "gold", 2), curve) == curve["gold"][1]
 
 
 def test_calibration_by_hand():
@@ -264,6 +265,17 @@ def test_a_wrong_number_is_found(tmp_path):
     [line] = cited.wrong(page)
     assert line.startswith("constants.md:1: +0.039, by the results -0.038")
     assert cited.uncited(page.read_text()) == ["3 nats"]
+
+
+@pytest.mark.parametrize("name", declared.MORE)
+def test_a_hypothesis_stands_before_its_results(name):
+    """A lab that was not run yet has a page with a number that could fail, and no verdict; the
+    index of the labs names it."""
+    page = (LABS / f"{name}.md").read_text()
+    hypothesis = re.search(r"\*\*The hypothesis, as a number that could fail.*?\n\n", page, re.S)[0]
+    assert re.search(r"\d", hypothesis) and page.endswith("**Verdict.** Not run yet.\n")
+    assert f"| [{name}]({name}.md) |" in (LABS / "README.md").read_text()
+    assert not (LABS / f"results/{name}.json").exists()
 
 
 @pytest.mark.parametrize("name", declared.LABS)
