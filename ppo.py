@@ -40,6 +40,7 @@ from math import inf
 
 import numpy as np
 import torch
+from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 import common
@@ -382,6 +383,45 @@ ADVANTAGES = {
 }
 
 
+# ---- The models ----
+@dataclass(frozen=True)
+class Models:
+    """The four models, as DeepSpeed engines. Only actor and critic are trained."""
+
+    actor: DeepSpeedEngine
+    critic: DeepSpeedEngine | None  # None: --advantage compares responses, or sums rewards up
+    reference: Callable  # with LoRA it is the actor with its adapters switched off
+    reward_models: list  # of DeepSpeedEngine: several, or none where functions judge
+    judge: Callable  # (batch) -> scores (B, R) by the reward models and --reward_fn
+    gold: Callable | None  # (batch) -> scores (B, R) by --gold_fn
+
+    @property
+    def engines(self):
+        """{name: engine} of those that are trained, the actor first."""
+        critic = {"critic": self.critic} if self.critic else {}
+        return {"actor": self.actor, **critic}
+
+
+def load_models(args, tokenizer, functions, gold, updates):
+    """Part 2. functions, gold: judges (batch) -> (B, R), of --reward_fn and --gold_fn.
+
+    updates: optimizer steps of the whole run, for the learning-rate schedules.
+    """
+    batch_size, accumulation = args.per_device_training_batch_size, args.gradient_accumulation_steps
+    actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
+    actor = common.load_model(actor_args)
+    actor = common.train_engine(actor, actor_args, batch_size, accumulation, updates)
+    critic = None
+    if args.has_critic:
+        critic = common.load_model(critic_args, tokenizer, "score")
+        critic = common.train_engine(critic, critic_args, batch_size, accumulation, updates)
+    reference = common.reference_of(actor, actor_args, batch_size)
+    reward_models = judging.load_models(args, batch_size, tokenizer)
+    judges = [functools.partial(reward_model_scores, model) for model in reward_models]
+    judge = judging.combined([*functions, *judges], args.reward_combine)
+    return Models(actor, critic, reference, reward_models, judge, gold)
+
+
 # ---- The micro-batch ----
 @dataclass
 class MicroBatch(common.Layout):
@@ -604,28 +644,70 @@ def reward_model_scores(model, batch):
     return score * batch.last
 
 
-def score(args, batch, actor, critic, reference, judge, gold, one_pass):
+def score(args, models, batch, one_pass):
     """Fills in old log-probs, entropy, values, reference log-probs, KL and scores of a micro-batch.
 
     one_pass: the actor's and the critic's forwards keep their graphs, and part 6 trains on them.
-    judge(batch) and gold(batch) return scores (B, R); critic and gold may be None.
     """
     with torch.no_grad():
         # The reference comes before the actor: with LoRA both are one engine, and under ZeRO-3 a
         # forward that is trained on must be the engine's last one before its backward.
         mask = batch.response_mask  # (B, R)
-        batch.ref_logprobs = common.response_logprobs(reference, batch, mask, args.temperature)
-        batch.scores = judge(batch)
-        batch.gold = gold(batch) if gold else None
+        batch.ref_logprobs = common.response_logprobs(
+            models.reference, batch, mask, args.temperature
+        )
+        batch.scores = models.judge(batch)
+        batch.gold = models.gold(batch) if models.gold else None
     with torch.set_grad_enabled(one_pass):
-        batch.logprobs, batch.entropy = actor_forward(args, actor, batch)
+        batch.logprobs, batch.entropy = actor_forward(args, models.actor, batch)
         batch.old_logprobs = batch.logprobs.detach()  # the same numbers, as constants
-        if critic:
-            batch.values = common.values_before_tokens(critic, batch)
+        if models.critic:
+            batch.values = common.values_before_tokens(models.critic, batch)
             batch.old_values = batch.values.detach()
     for kind in KL_ESTIMATORS:
         kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, kind)
         batch.kl[kind] = kl * batch.response_mask
+
+
+def scored_rollout(
+    args,
+    models,
+    tokenizer,
+    clock,
+    prompts,
+    step,
+    rollout_size,
+    size,
+    together=1,
+    seed=None,
+    one_pass=False,
+):
+    """Parts 3 and 4: responses to the prompts, in micro-batches of `size`, with their scores.
+
+    prompts, step: as in roll_out, which takes `rollout_size` prompts at a time. Evaluation and
+    microscope call it, too, without what follows `size`: see `ordered` for together and seed, and
+    `score` for one_pass. clock: rollout_metrics.Clock.
+    """
+    for engine in models.engines.values():
+        # Eval mode: dropout is off, so that what is stored is of the policy that samples.
+        # With one_pass it is train mode, for gradient checkpointing alone: a model with
+        # dropout has no one_pass. (roll_out samples in eval mode, and puts this mode back.)
+        engine.train(one_pass)
+    with state_offload.states_on_cpu(args, models.engines.values()):  # --offload_states
+        # ---- 3 rollout ----
+        responses = roll_out(args, models.actor, tokenizer, prompts, step, rollout_size)
+        clock.lap("generate_seconds")
+        # Rows may be chosen here, or drawn again. Every rank must keep the same number, which
+        # makes whole minibatches.
+        responses = ordered(responses, together, seed)
+
+        # ---- 4 score ----
+        pack = shared_prompts.packing(together) or plain_rows
+        micro_batches = make_micro_batches(tokenizer, responses, size, pack)
+        for batch in micro_batches:
+            score(args, models, batch, one_pass)
+        clock.lap("score_seconds")
+    return micro_batches
 
 
 def shares_pass(args, *models):
@@ -756,7 +838,7 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
 def main():
     args = get_args()
     run = Run(args, "step 3: PPO")
-    judges, gold = judging.load_functions(args)  # --reward_fn, --gold_fn
+    functions, gold = judging.load_functions(args)  # --reward_fn, --gold_fn
 
     # ---- 1 data ----
     tokenizer = model_folders.load_tokenizer(args.actor_model_name_or_path, args)
@@ -764,55 +846,18 @@ def main():
     score_statistics = ppo_flags.check_models(args, tokenizer)  # --normalize_reward
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
     sizes = ppo_flags.Sizes(args)  # of a rollout, on one rank
-    batch_size, accumulation = args.per_device_training_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.generation_batches)
 
     # ---- 2 models ----
-    actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
-    updates = steps * sizes.updates
-    actor = common.load_model(actor_args)
-    actor = common.train_engine(actor, actor_args, batch_size, accumulation, updates)
-    engines, critic = {"actor": actor}, None
-    if args.has_critic:
-        critic = common.load_model(critic_args, tokenizer, "score")
-        critic = common.train_engine(critic, critic_args, batch_size, accumulation, updates)
-        engines["critic"] = critic
-    reference = common.reference_of(actor, actor_args, batch_size)
-    reward_models = judging.load_models(args, batch_size, tokenizer)
-    judges += [functools.partial(reward_model_scores, model) for model in reward_models]
-    judge = judging.combined(judges, args.reward_combine)
-    responses_per_row = shared_prompts.responses_per_row(args, *engines.values(), *reward_models)
+    models = load_models(args, tokenizer, functions, gold, steps * sizes.updates)
+    actor, critic, engines = models.actor, models.critic, models.engines
     state = {"kl_coef": args.kl_coef}  # what checkpoints keep beside the engines
     average = ema.Ema(args, actor.module, state)  # --enable_ema
+    together = shared_prompts.responses_per_row(args, *engines.values(), *models.reward_models)
     may_share_pass = shares_pass(args, *engines.values())
     clock = rollout_metrics.Clock()
-
-    def answered(prompts, step, rollout_size, size, together=1, seed=None, one_pass=False):
-        """Parts 3 and 4: the responses to the prompts, in micro-batches of `size`, with scores.
-
-        Evaluation and microscope call it, too, without what follows `size`: see `ordered` for
-        together and seed, and `score` for one_pass.
-        """
-        for engine in engines.values():
-            # Eval mode: dropout is off, so that what is stored is of the policy that samples.
-            # With one_pass it is train mode, for gradient checkpointing alone: a model with
-            # dropout has no one_pass. (roll_out samples in eval mode, and puts this mode back.)
-            engine.train(one_pass)
-        with state_offload.states_on_cpu(args, engines.values()):  # --offload_states
-            # ---- 3 rollout ----
-            responses = roll_out(args, actor, tokenizer, prompts, step, rollout_size)
-            clock.lap("generate_seconds")
-            # Rows may be chosen here, or drawn again. Every rank must keep the same number, which
-            # makes whole minibatches.
-            responses = ordered(responses, together, seed)
-
-            # ---- 4 score ----
-            pack = shared_prompts.packing(together) or plain_rows
-            micro_batches = make_micro_batches(tokenizer, responses, size, pack)
-            for batch in micro_batches:
-                score(args, batch, actor, critic, reference, judge, gold, one_pass)
-            clock.lap("score_seconds")
-        return micro_batches
+    # Evaluation and microscope have prompts answered and scored as the loop below does.
+    answered = functools.partial(scored_rollout, args, models, tokenizer, clock)
 
     def current_kl_coef():
         """The penalty for a nat of KL: --kl_coef, or what --kl_target has made of it."""
@@ -835,10 +880,10 @@ def main():
             prompts,
             step,
             args.rollout_batch_size,
-            batch_size,
-            responses_per_row,
-            seed,
-            one_pass,
+            args.per_device_training_batch_size,
+            together=together,
+            seed=seed,
+            one_pass=one_pass,
         )
         rollout_metrics.stop_unless_finite(run, micro_batches)
         if first:
@@ -855,6 +900,7 @@ def main():
             if first:
                 patches.record_backward(engine)  # ZeRO-3 prefetches in the order that it sees next
         means = rollout_metrics.TokenMeans()
+        accumulation = args.gradient_accumulation_steps  # micro-batches of a minibatch
         for epoch in range(args.ppo_epochs):
             for minibatch in minibatches(micro_batches, accumulation, (args.seed, step, epoch)):
                 optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means)
@@ -872,7 +918,7 @@ def main():
             **clock.laps,
         }
         tokens, flops = rollout_metrics.work(
-            args, micro_batches, engines, reward_models, means.updates, one_pass
+            args, micro_batches, engines, models.reward_models, means.updates, one_pass
         )
         run.log(metrics, tokens, flops)  # a number of yours is one more entry of metrics
         if args.kl_target:
