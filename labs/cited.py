@@ -41,6 +41,7 @@ def numbers_of(name):
 
 FOUR = ("gae", "rloo", "grpo", "reinforce")
 NAMES = {  # what a comment may use beside the methods of Numbers
+    "interval": runner.interval,
     "log": log,
     "mean": mean,
     "of": numbers_of,
@@ -110,10 +111,6 @@ class Numbers:
     def peaks(self, arm, head="gold"):
         """The largest of each seed's evaluations."""
         return [max(curve) for curve in self.curves(arm, head)]
-
-    def by_seed(self, numbers):
-        """The means of several arms' numbers for each seed: their mean, and half its interval."""
-        return runner.interval([mean(each) for each in zip(*numbers)])
 
     def against(self, arm, what):
         """Of each seed of an arm without a penalty, in overoptimisation, and of the same estimator
