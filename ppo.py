@@ -27,8 +27,8 @@ response; V vocabulary; H hidden size.
 Token layout of one row, P = 3 (left-padded), R = 4 (right-padded; '-' is padding)
     place             0    1    2    3    4    5    6
     token             -    x0   x1 | y0   y1   eos  -
-    logits at t predict token t+1: the response is predicted at places P-1 .. T-2; counted
-        through all rows, these are `predicts` (common.Layout)                             (B, R)
+    logits at t predict token t+1: the response is predicted at places P-1 .. T-2. As places in
+        the N * T tokens of all rows, these are `predicts` (common.Layout)                 (B, R)
     values at t predict the reward from token t+1 on, so they are read at the same places  (B, R)
     response_mask is 1 on y0, y1, eos. The score is placed on eos (on the last token if it was cut).
 """
@@ -183,7 +183,7 @@ def get_args(argv=None):
     arg("lam", 0.95, "GAE's lambda: 0 trusts the critic. 0.95 [DeepSpeed-Chat]", most=1, fixed=True)
     arg("whiten", int, "1: advantages to mean 0, deviation 1; None: by --advantage", fixed=True)
     arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]")
-    kinds = ["k1", "k2", "k3"]
+    kinds = list(KL_ESTIMATORS)
     arg("kl_estimator", str, "None: k1 in the reward, k3 in the loss", choices=kinds, fixed=True)
     arg("kl_in", "reward", "place of KL. loss [Shao 2024]", choices=["reward", "loss"], fixed=True)
     arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=inf)
@@ -203,7 +203,8 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
     r = ref / pi        k1 = -log r             unbiased, may be negative, noisy
                         k2 = (log r)^2 / 2      biased a little, never negative
                         k3 = r - 1 - log r      unbiased, never negative
-    As a loss, k2 has the gradient of KL(pi || ref), k3 that of KL(ref || pi), and k1 none.
+    As a loss, k2 has the gradient of KL(pi || ref), k3 that of KL(ref || pi), and k1's is 0 on
+    average.
     """
     log_r = ref_logprobs - logprobs
     if estimator == "k1":
@@ -386,12 +387,15 @@ ADVANTAGES = {
 # ---- The models ----
 @dataclass(frozen=True)
 class Models:
-    """The four models, as DeepSpeed engines. Only actor and critic are trained."""
+    """The four models, and the judges. Only actor and critic are trained.
+
+    These two are DeepSpeed engines; the frozen models are engines under ZeRO-3, else plain models.
+    """
 
     actor: DeepSpeedEngine
     critic: DeepSpeedEngine | None  # None: --advantage compares responses, or sums rewards up
     reference: Callable  # with LoRA it is the actor with its adapters switched off
-    reward_models: list  # of DeepSpeedEngine: several, or none where functions judge
+    reward_models: list  # usually one; several, or none where --reward_fn judges alone
     judge: Callable  # (batch) -> scores (B, R) by the reward models and --reward_fn
     gold: Callable | None  # (batch) -> scores (B, R) by --gold_fn
 
@@ -528,9 +532,9 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     """Samples a response to each prompt, token by token.
 
     ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1), float64: token r of row b is
-    the first whose cumulative probability exceeds uniforms[b, r]. So a response does not depend on
-    the other rows. synced: all ranks must make the same number of forwards
-    (zero3.gather_for_generation).
+    the first whose cumulative probability exceeds uniforms[b, r] times the sum of what may be
+    drawn. So the draw does not depend on the other rows. synced: all ranks must make the same
+    number of forwards (zero3.gather_for_generation).
 
     Returns responses (B, R'), their log-probs (B, R') under the model at --temperature, their
     lengths (B,), EOS included, and ended: bool (B,), False for a response that was cut at R tokens.
@@ -547,7 +551,7 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     for r in progress.shown(range(R), "tokens of each response"):
         # Forward.
         logits = forward(model, inputs, cache)  # at first a row for each different prompt
-        logits = decoding.for_each_row(cache, logits)  # (b, V), and the cache has b rows now
+        logits = decoding.for_each_row(cache, logits)  # (b, V): now a row for each response
         rows = cache.rows  # (b,) which of the B rows these are
 
         # Draw. The temperature is applied in fp32, as when tokens are scored: divided in bf16 the
@@ -560,7 +564,8 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
         threshold = uniforms[rows, r, None] * cumulative[:, -1:]  # (b, 1)
         token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]  # (b,)
         token.clamp_(max=cumulative.shape[1] - 1)  # NaN goes past the end: part 4 stops the run
-        # The log-prob is that of the whole distribution, as when the token is scored.
+        # The log-prob is that of the whole distribution, as when the token is scored. With --top_k
+        # or --top_p it is not the sampler's own: the ratio is 1 all the same, the gradient biased.
         logprob = probs.gather(-1, token[:, None])[:, 0].log()  # (b,)
 
         # Append, where the row goes on: rows that have ended may stay in the cache for a while.
@@ -585,10 +590,11 @@ def roll_out(args, engine, tokenizer, prompts, step, batch_size):
     prompts: dicts with prompt_ids, row and sample. Returns the same dicts with response_ids, text,
     ended (1.0 or 0.0) and tokens, {"sampled_logprobs": [...]}. The random numbers of a response
     depend on (seed, step, row, sample) alone, and on a row's `turn`, for a fork that samples for it
-    more than once in a step. Dropout is off. Under ZeRO-3 all weights are gathered once, for all
-    forwards.
+    more than once in a step.
     """
     out = []
+    # Here the model is in eval mode, so dropout is off. Under ZeRO-3 all weights are gathered once,
+    # for all forwards.
     with zero3.gather_for_generation(engine) as (model, synced):
         for start in progress.shown(range(0, len(prompts), batch_size), "batches of a rollout"):
             rows = prompts[start : start + batch_size]
@@ -609,13 +615,14 @@ def roll_out(args, engine, tokenizer, prompts, step, batch_size):
     return out
 
 
-def ordered(responses, together=1, seed=None):
+def ordered(responses, responses_per_row=1, seed=None):
     """Returns a rollout's responses in the order in which micro-batches take them.
 
     By length, which saves padding, where one minibatch takes them all; else shuffled, with a seed.
-    With --share_prompt the `together` responses that share a row stay side by side.
+    With --share_prompt the responses that share a row stay side by side.
     """
-    rows = [responses[i : i + together] for i in range(0, len(responses), together)]
+    n = responses_per_row
+    rows = [responses[i : i + n] for i in range(0, len(responses), n)]
     if seed is None:
         rows.sort(key=lambda row: sum(len(r["prompt_ids"]) + len(r["response_ids"]) for r in row))
     else:
@@ -676,34 +683,35 @@ def scored_rollout(
     clock,
     prompts,
     step,
-    rollout_size,
-    size,
-    together=1,
+    rollout_batch_size,
+    micro_batch_size,
+    *,
+    responses_per_row=1,
     seed=None,
     one_pass=False,
 ):
-    """Parts 3 and 4: responses to the prompts, in micro-batches of `size`, with their scores.
+    """Parts 3 and 4: roll_out, ordered, make_micro_batches, and score for each. No dropout acts.
 
-    prompts, step: as in roll_out, which takes `rollout_size` prompts at a time. Evaluation and
-    microscope call it, too, without what follows `size`: see `ordered` for together and seed, and
-    `score` for one_pass. clock: rollout_metrics.Clock.
+    Evaluation and microscope call it, too, without what follows the star: see `ordered` for
+    responses_per_row and seed, and `score` for one_pass. clock: rollout_metrics.Clock, which
+    measures both parts.
     """
     for engine in models.engines.values():
-        # Eval mode: dropout is off, so that what is stored is of the policy that samples.
-        # With one_pass it is train mode, for gradient checkpointing alone: a model with
-        # dropout has no one_pass. (roll_out samples in eval mode, and puts this mode back.)
+        # engine.train(False) is eval mode: dropout is off, so that what is stored is of the policy
+        # that samples. engine.train(True), for one_pass, is needed by gradient checkpointing alone:
+        # a model with dropout has no one_pass.
         engine.train(one_pass)
     with state_offload.states_on_cpu(args, models.engines.values()):  # --offload_states
         # ---- 3 rollout ----
-        responses = roll_out(args, models.actor, tokenizer, prompts, step, rollout_size)
+        responses = roll_out(args, models.actor, tokenizer, prompts, step, rollout_batch_size)
         clock.lap("generate_seconds")
-        # Rows may be chosen here, or drawn again. Every rank must keep the same number, which
-        # makes whole minibatches.
-        responses = ordered(responses, together, seed)
+        # A fork may choose among the responses here, or sample some again. Every rank must keep the
+        # same number, which makes whole minibatches.
+        responses = ordered(responses, responses_per_row, seed)
 
         # ---- 4 score ----
-        pack = shared_prompts.packing(together) or plain_rows
-        micro_batches = make_micro_batches(tokenizer, responses, size, pack)
+        pack = shared_prompts.packing(responses_per_row) or plain_rows
+        micro_batches = make_micro_batches(tokenizer, responses, micro_batch_size, pack)
         for batch in micro_batches:
             score(args, models, batch, one_pass)
         clock.lap("score_seconds")
@@ -728,7 +736,7 @@ def shares_pass(args, *models):
 def set_rewards(args, batch, kl_coef, score_statistics):
     """Gives each token its reward. score_statistics: mean, deviation with --normalize_reward."""
     scores = batch.scores
-    if score_statistics:  # of a response's score, which is the sum of its tokens' scores
+    if score_statistics:  # of whole responses: so the mean is taken off once, on the last token
         mean, std = score_statistics
         scores = (scores - mean * batch.last) / std
     penalty = args.missing_eos_penalty * (1 - batch.ended)[:, None] * batch.last
@@ -845,7 +853,9 @@ def main():
     train, held_out = load_rows(args, tokenizer, "ppo", args.max_prompt_seq_len)
     score_statistics = ppo_flags.check_models(args, tokenizer)  # --normalize_reward
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
-    sizes = ppo_flags.Sizes(args)  # of a rollout, on one rank
+    # Sizes of a rollout on one rank: 8 micro-batches of 4 responses and an accumulation of 2 make
+    # 4 minibatches, so 4 optimizer steps in an epoch over the rollout.
+    sizes = ppo_flags.Sizes(args)
     steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.generation_batches)
 
     # ---- 2 models ----
@@ -853,36 +863,39 @@ def main():
     actor, critic, engines = models.actor, models.critic, models.engines
     state = {"kl_coef": args.kl_coef}  # what checkpoints keep beside the engines
     average = ema.Ema(args, actor.module, state)  # --enable_ema
-    together = shared_prompts.responses_per_row(args, *engines.values(), *models.reward_models)
-    may_share_pass = shares_pass(args, *engines.values())
+    responses_per_row = shared_prompts.responses_per_row(  # --share_prompt
+        args, *engines.values(), *models.reward_models
+    )
+    one_pass_is_enough = shares_pass(args, *engines.values())
     clock = rollout_metrics.Clock()
-    # Evaluation and microscope have prompts answered and scored as the loop below does.
-    answered = functools.partial(scored_rollout, args, models, tokenizer, clock)
+    # Evaluation and microscope roll out and score as the loop below does.
+    rollout = functools.partial(scored_rollout, args, models, tokenizer, clock)
 
     def current_kl_coef():
         """The penalty for a nat of KL: --kl_coef, or what --kl_target has made of it."""
         return state["kl_coef"] if args.kl_target else args.kl_coef
 
     def evaluate_at(step):
-        microscope.look(run, step, answered, set_advantages, current_kl_coef(), score_statistics)
-        return rollout_metrics.evaluate(run, step, answered, actor, average)
+        microscope.look(run, step, rollout, set_advantages, current_kl_coef(), score_statistics)
+        return rollout_metrics.evaluate(run, step, rollout, actor, average)
 
     columns = rollout_metrics.columns(args)
     first = True  # this process's first step compares what sampling, scoring and training say
+    # run.steps evaluates once before the first step, or resumes. For each step it draws rows of
+    # `train`; run.log below evaluates when due, and after the loop's body it saves when due.
     for step, drawn in run.steps(engines, sizes.repeated, evaluate_at, columns, state):
         clock.start()
-        one_pass = may_share_pass and not first
+        one_pass = one_pass_is_enough and not first
 
         # ---- 3 rollout, 4 score ----
-        prompts = sizes.grouped(drawn)  # each --samples_per_prompt times, with its `group`
-        seed = None if sizes.updates_per_epoch == 1 else (args.seed, step)  # see `ordered`
-        micro_batches = answered(
+        prompts = sizes.grouped(drawn)  # dicts: each row of data --samples_per_prompt times
+        micro_batches = rollout(
             prompts,
             step,
             args.rollout_batch_size,
             args.per_device_training_batch_size,
-            together=together,
-            seed=seed,
+            responses_per_row=responses_per_row,
+            seed=None if sizes.updates_per_epoch == 1 else (args.seed, step),  # see `ordered`
             one_pass=one_pass,
         )
         rollout_metrics.stop_unless_finite(run, micro_batches)
