@@ -116,6 +116,33 @@ PRESETS = {
         missing_eos_penalty=1.0,  # TRL's
         zero_stage=2,
     ),
+    # GRPO: sft.py's preset of this name, and a verifier in place of a reward model.
+    "arithmetic": dict(
+        actor_model_name_or_path="output/arithmetic-sft",
+        data_path=["toy/arithmetic/data"],
+        data_split="4,0,1",
+        output_dir="output/arithmetic-grpo",
+        reward_fn=["toy/arithmetic/verifier.py:correct"],
+        advantage="grpo",
+        samples_per_prompt=8,
+        kl_coef=0.0,
+        max_steps=150,
+        num_train_epochs=1,
+        actor_learning_rate=2e-4,
+        actor_dropout=0.0,
+        num_warmup_steps=10,
+        max_prompt_seq_len=16,
+        max_answer_seq_len=64,
+        per_device_generation_batch_size=128,
+        per_device_training_batch_size=128,
+        per_device_eval_batch_size=128,
+        num_eval_prompts=200,
+        zero_stage=2,
+        dtype="fp32",
+        group_by_length=0,
+        log_steps=5,
+        eval_steps=30,
+    ),
     # DeepSpeed-Chat's: opt/single_node/run_1.3b.sh. It does not whiten advantages (--whiten 0);
     # docs/runs.md lists what else is done otherwise.
     "opt-1.3b": dict(
