@@ -27,8 +27,8 @@ response; V vocabulary; H hidden size.
 Token layout of one row, P = 3 (left-padded), R = 4 (right-padded; '-' is padding)
     place             0    1    2    3    4    5    6
     token             -    x0   x1 | y0   y1   eos  -
-    logits at t predict token t+1: the response is predicted at places P-1 .. T-2; counted
-        through all rows, these are `predicts` (common.Layout)                             (B, R)
+    logits at t predict token t+1: the response is predicted at places P-1 .. T-2. As places in
+        the N * T tokens of all rows, these are `predicts` (common.Layout)                 (B, R)
     values at t predict the reward from token t+1 on, so they are read at the same places  (B, R)
     response_mask is 1 on y0, y1, eos. The score is placed on eos (on the last token if it was cut).
 """
@@ -40,6 +40,7 @@ from math import inf
 
 import numpy as np
 import torch
+from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 import common
@@ -194,12 +195,25 @@ PRESETS = {
 
 
 def get_args(argv=None):
-    """The papers' flags; others are in machinery/flags/ppo_flags.py.
+    """What this file's maths takes; other flags are in machinery/flags/ppo_flags.py.
 
     least, most: the range. fixed: a run that goes on with --resume must have the same.
     """
     parser = declaring.new_parser(__doc__)
-    ppo_flags.add_models_and_sizes(parser)
+    arg = declaring.flag_group(parser, "PPO: models and sizes")
+    arg("actor_model_name_or_path", str, "actor and reference: step 1's output", fixed=True)
+    arg("critic_model_name_or_path", str, "start of the critic: step 2's output", fixed=True)
+    models = "frozen reward models; None: the critic's, unless --reward_fn is given"
+    arg("reward_model_name_or_path", str, models, nargs="+", fixed=True)
+    function = "f(prompts, completions, **columns) returns a number a response, or one a token"
+    arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION", fixed=True)
+    logged = "a function like --reward_fn's, only logged"
+    arg("gold_fn", str, logged, metavar="FILE:FUNCTION", fixed=True)
+    arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
+    arg("per_device_training_batch_size", int, "responses of one forward; the same number", least=1)
+    arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)
+    arg("max_prompt_seq_len", int, "tokens; a longer one keeps its end", least=2, fixed=True)
+    arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
     arg = declaring.flag_group(parser, "PPO: flags that change the result")
     arg("ppo_epochs", 1, "epochs over a rollout. 1 [DeepSpeed-Chat]", least=1)
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6, fixed=True)
@@ -208,13 +222,30 @@ def get_args(argv=None):
     arg("gamma", 1.0, "discount, of gae and reinforce. 1 [DeepSpeed-Chat]", most=1, fixed=True)
     arg("lam", 0.95, "GAE's lambda: 0 trusts the critic. 0.95 [DeepSpeed-Chat]", most=1, fixed=True)
     arg("whiten", int, "1: advantages to mean 0, deviation 1; None: by --advantage", fixed=True)
-    arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]")
-    kinds = ["k1", "k2", "k3"]
+    arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]; 0: no reference")
+    arg("log_kl", 0, "1: keep the reference with --kl_coef 0, to log KL", most=1)
+    arg("kl_target", float, "KL to the reference, nats a response, that kl_coef adapts to hold")
+    kinds = list(KL_ESTIMATORS)
     arg("kl_estimator", str, "None: k1 in the reward, k3 in the loss", choices=kinds, fixed=True)
     arg("kl_in", "reward", "place of KL. loss [Shao 2024]", choices=["reward", "loss"], fixed=True)
     arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=inf)
+    upper = "upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip"
+    arg("clip_high", float, upper, most=inf)
+    means = ["tokens", "responses", "constant"]
+    arg("loss_mean", "tokens", "loss_weights says over what", choices=means, fixed=True)
+    truncated = "1: responses that were cut off count in no loss [Yu 2025]"
+    arg("mask_truncated", 0, truncated, most=1, fixed=True)
     arg("clip_value", 0.2, "values are clipped to old +- this. 0.2 [DeepSpeed-Chat]", most=inf)
     arg("clip_reward", 5.0, "each score is clipped to +- this. 5 [DeepSpeed-Chat]", most=inf)
+    scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
+    arg("normalize_reward", 0, scaled, most=1, fixed=True)
+    arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
+    arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
+    arg("target_kl", float, "ends a rollout's epochs when approx_kl, to its policy, is above")
+    arg("enable_ema", 0, "1: keep an average of the actor's weights, in ema/", most=1, fixed=True)
+    arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)
+    arg("eval_ema", 0, "1: keep and evaluate that average, too: eval_ema_...", most=1)
+    arg("allow_unstable", 0, "1: no limits on batch sizes, epochs, generation batches", most=1)
     ppo_flags.add_options(parser)
     return ppo_flags.resolve(declaring.parse(parser, PRESETS, argv, "ppo"), ADVANTAGES)
 
@@ -229,7 +260,8 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
     r = ref / pi        k1 = -log r             unbiased, may be negative, noisy
                         k2 = (log r)^2 / 2      biased a little, never negative
                         k3 = r - 1 - log r      unbiased, never negative
-    As a loss, k2 has the gradient of KL(pi || ref), k3 that of KL(ref || pi), and k1 none.
+    As a loss, k2 has the gradient of KL(pi || ref), k3 that of KL(ref || pi), and k1's is 0 on
+    average.
     """
     log_r = ref_logprobs - logprobs
     if estimator == "k1":
@@ -353,13 +385,14 @@ def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None):
 def actor_loss(args, batch, logprobs, entropy, kl_coef):
     """The policy loss, with a penalty on KL and a bonus for entropy where flags say so.
 
-    Returns loss, ratio, and clipped: where clipping stopped the gradient through the ratio.
+    Returns loss, ratio, and clipped: where clipping stopped the gradient through the ratio. That
+    is above 1 where the advantage is positive, and below 1 where it is negative.
     """
     loss, ratio = policy_loss(
         logprobs, batch.old_logprobs, batch.advantages, args.clip, args.clip_high
     )
     clipped = loss != -ratio * batch.advantages  # the minimum was the other one
-    if args.kl_in == "loss":
+    if args.kl_in == "loss" and kl_coef:
         loss = loss + kl_coef * kl_estimate(logprobs, batch.ref_logprobs, args.kl_estimator)
     if args.entropy_coef:
         loss = loss - args.entropy_coef * entropy
@@ -409,6 +442,50 @@ ADVANTAGES = {
 }
 
 
+# ---- The models ----
+@dataclass(frozen=True)
+class Models:
+    """The four models, and the judges. Only actor and critic are trained.
+
+    These two are DeepSpeed engines; the frozen models are engines under ZeRO-3, else plain models.
+    """
+
+    actor: DeepSpeedEngine
+    critic: DeepSpeedEngine | None  # None: --advantage compares responses, or sums rewards up
+    reference: Callable | None  # with LoRA the actor, its adapters off; none with --kl_coef 0
+    reward_models: list  # usually one; several, or none where --reward_fn judges alone
+    judge: Callable  # (batch) -> scores (B, R) by the reward models and --reward_fn
+    gold: Callable | None  # (batch) -> scores (B, R) by --gold_fn
+
+    @property
+    def engines(self):
+        """{name: engine} of those that are trained, the actor first."""
+        critic = {"critic": self.critic} if self.critic else {}
+        return {"actor": self.actor, **critic}
+
+
+def load_models(args, tokenizer, functions, gold, updates):
+    """Part 2. functions, gold: judges (batch) -> (B, R), of --reward_fn and --gold_fn.
+
+    updates: optimizer steps of the whole run, for the learning-rate schedules.
+    """
+    batch_size, accumulation = args.per_device_training_batch_size, args.gradient_accumulation_steps
+    actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
+    actor = common.load_model(actor_args)
+    actor = common.train_engine(actor, actor_args, batch_size, accumulation, updates)
+    critic = None
+    if args.has_critic:
+        critic = common.load_model(critic_args, tokenizer, "score")
+        critic = common.train_engine(critic, critic_args, batch_size, accumulation, updates)
+    reference = None
+    if args.has_reference:
+        reference = common.reference_of(actor, actor_args, batch_size)
+    reward_models = judging.load_models(args, batch_size, tokenizer)
+    judges = [functools.partial(reward_model_scores, model) for model in reward_models]
+    judge = judging.combined(args, [*functions, *judges])
+    return Models(actor, critic, reference, reward_models, judge, gold)
+
+
 # ---- The micro-batch ----
 @dataclass
 class MicroBatch(common.Layout):
@@ -436,6 +513,23 @@ class MicroBatch(common.Layout):
     raw_advantages: Tensor = None  # before whitening
     advantages: Tensor = None
     returns: Tensor = None
+
+    def per_response(self):
+        """Returns {name: (B,)}, once it is scored: a metric's value for each response.
+
+        A metric of yours is a line here. `responses` hold the texts and the data's other columns,
+        and what several judges, or a function that returns a dict, said of them: reward_NAME.
+        """
+        metrics = {"reward": self.scores.sum(-1)}
+        if self.gold is not None:
+            metrics["gold"] = self.gold.sum(-1)
+        for name in sorted(self.responses[0]):
+            if name.startswith(("reward_", "gold_")):
+                parts = [response[name] for response in self.responses]
+                metrics[name] = metrics["reward"].new_tensor(parts)
+        if self.kl:
+            metrics |= {"kl": self.kl["k1"].sum(-1), "kl_k3": self.kl["k3"].sum(-1)}
+        return {**metrics, "response_length": self.length, "eos_rate": self.ended}
 
 
 def plain_rows(responses, pad_id):
@@ -515,9 +609,9 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     """Samples a response to each prompt, token by token.
 
     ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1), float64: token r of row b is
-    the first whose cumulative probability exceeds uniforms[b, r]. So a response does not depend on
-    the other rows. synced: all ranks must make the same number of forwards
-    (zero3.gather_for_generation).
+    the first whose cumulative probability exceeds uniforms[b, r] times the sum of what may be
+    drawn. So the draw does not depend on the other rows. synced: all ranks must make the same
+    number of forwards (zero3.gather_for_generation).
 
     Returns responses (B, R'), their log-probs (B, R') under the model at --temperature, their
     lengths (B,), EOS included, and ended: bool (B,), False for a response that was cut at R tokens.
@@ -534,7 +628,7 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     for r in progress.shown(range(R), "tokens of each response"):
         # Forward.
         logits = forward(model, inputs, cache)  # at first a row for each different prompt
-        logits = decoding.for_each_row(cache, logits)  # (b, V), and the cache has b rows now
+        logits = decoding.for_each_row(cache, logits)  # (b, V): now a row for each response
         rows = cache.rows  # (b,) which of the B rows these are
 
         # Draw. The temperature is applied in fp32, as when tokens are scored: divided in bf16 the
@@ -547,7 +641,8 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
         threshold = uniforms[rows, r, None] * cumulative[:, -1:]  # (b, 1)
         token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]  # (b,)
         token.clamp_(max=cumulative.shape[1] - 1)  # NaN goes past the end: part 4 stops the run
-        # The log-prob is that of the whole distribution, as when the token is scored.
+        # The log-prob is that of the whole distribution, as when the token is scored. With --top_k
+        # or --top_p it is not the sampler's own: the ratio is 1 all the same, the gradient biased.
         logprob = probs.gather(-1, token[:, None])[:, 0].log()  # (b,)
 
         # Append, where the row goes on: rows that have ended may stay in the cache for a while.
@@ -572,10 +667,11 @@ def roll_out(args, engine, tokenizer, prompts, step, batch_size):
     prompts: dicts with prompt_ids, row and sample. Returns the same dicts with response_ids, text,
     ended (1.0 or 0.0) and tokens, {"sampled_logprobs": [...]}. The random numbers of a response
     depend on (seed, step, row, sample) alone, and on a row's `turn`, for a fork that samples for it
-    more than once in a step. Dropout is off. Under ZeRO-3 all weights are gathered once, for all
-    forwards.
+    more than once in a step.
     """
     out = []
+    # Here the model is in eval mode, so dropout is off. Under ZeRO-3 all weights are gathered once,
+    # for all forwards.
     with zero3.gather_for_generation(engine) as (model, synced):
         for start in progress.shown(range(0, len(prompts), batch_size), "batches of a rollout"):
             rows = prompts[start : start + batch_size]
@@ -596,13 +692,14 @@ def roll_out(args, engine, tokenizer, prompts, step, batch_size):
     return out
 
 
-def ordered(responses, together=1, seed=None):
+def ordered(responses, responses_per_row=1, seed=None):
     """Returns a rollout's responses in the order in which micro-batches take them.
 
     By length, which saves padding, where one minibatch takes them all; else shuffled, with a seed.
-    With --share_prompt the `together` responses that share a row stay side by side.
+    With --share_prompt the responses that share a row stay side by side.
     """
-    rows = [responses[i : i + together] for i in range(0, len(responses), together)]
+    n = responses_per_row
+    rows = [responses[i : i + n] for i in range(0, len(responses), n)]
     if seed is None:
         rows.sort(key=lambda row: sum(len(r["prompt_ids"]) + len(r["response_ids"]) for r in row))
     else:
@@ -631,28 +728,70 @@ def reward_model_scores(model, batch):
     return score * batch.last
 
 
-def score(args, batch, actor, critic, reference, judge, gold, one_pass):
+def score(args, models, batch, one_pass):
     """Fills in old log-probs, entropy, values, reference log-probs, KL and scores of a micro-batch.
 
     one_pass: the actor's and the critic's forwards keep their graphs, and part 6 trains on them.
-    judge(batch) and gold(batch) return scores (B, R); critic and gold may be None.
     """
     with torch.no_grad():
         # The reference comes before the actor: with LoRA both are one engine, and under ZeRO-3 a
         # forward that is trained on must be the engine's last one before its backward.
-        mask = batch.response_mask  # (B, R)
-        batch.ref_logprobs = common.response_logprobs(reference, batch, mask, args.temperature)
-        batch.scores = judge(batch)
-        batch.gold = gold(batch) if gold else None
+        reference, mask = models.reference, batch.response_mask  # (B, R)
+        if reference:
+            batch.ref_logprobs = common.response_logprobs(reference, batch, mask, args.temperature)
+        batch.scores = models.judge(batch)
+        batch.gold = models.gold(batch) if models.gold else None
     with torch.set_grad_enabled(one_pass):
-        batch.logprobs, batch.entropy = actor_forward(args, actor, batch)
+        batch.logprobs, batch.entropy = actor_forward(args, models.actor, batch)
         batch.old_logprobs = batch.logprobs.detach()  # the same numbers, as constants
-        if critic:
-            batch.values = common.values_before_tokens(critic, batch)
+        if models.critic:
+            batch.values = common.values_before_tokens(models.critic, batch)
             batch.old_values = batch.values.detach()
-    for kind in KL_ESTIMATORS:
+    for kind in KL_ESTIMATORS if reference else ():
         kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, kind)
         batch.kl[kind] = kl * batch.response_mask
+
+
+def scored_rollout(
+    args,
+    models,
+    tokenizer,
+    clock,
+    prompts,
+    step,
+    rollout_batch_size,
+    micro_batch_size,
+    *,
+    responses_per_row=1,
+    seed=None,
+    one_pass=False,
+):
+    """Parts 3 and 4: roll_out, ordered, make_micro_batches, and score for each. No dropout acts.
+
+    Evaluation and microscope call it, too, without what follows the star: see `ordered` for
+    responses_per_row and seed, and `score` for one_pass. clock: rollout_metrics.Clock, which
+    measures both parts.
+    """
+    for engine in models.engines.values():
+        # engine.train(False) is eval mode: dropout is off, so that what is stored is of the policy
+        # that samples. engine.train(True), for one_pass, is needed by gradient checkpointing alone:
+        # a model with dropout has no one_pass.
+        engine.train(one_pass)
+    with state_offload.states_on_cpu(args, models.engines.values()):  # --offload_states
+        # ---- 3 rollout ----
+        responses = roll_out(args, models.actor, tokenizer, prompts, step, rollout_batch_size)
+        clock.lap("generate_seconds")
+        # A fork may choose among the responses here, or sample some again. Every rank must keep the
+        # same number, which makes whole minibatches.
+        responses = ordered(responses, responses_per_row, seed)
+
+        # ---- 4 score ----
+        pack = shared_prompts.packing(responses_per_row) or plain_rows
+        micro_batches = make_micro_batches(tokenizer, responses, micro_batch_size, pack)
+        for batch in micro_batches:
+            score(args, models, batch, one_pass)
+        clock.lap("score_seconds")
+    return micro_batches
 
 
 def shares_pass(args, *models):
@@ -673,13 +812,13 @@ def shares_pass(args, *models):
 def set_rewards(args, batch, kl_coef, score_statistics):
     """Gives each token its reward. score_statistics: mean, deviation with --normalize_reward."""
     scores = batch.scores
-    if score_statistics:  # of a response's score, which is the sum of its tokens' scores
+    if score_statistics:  # of whole responses: so the mean is taken off once, on the last token
         mean, std = score_statistics
         scores = (scores - mean * batch.last) / std
     penalty = args.missing_eos_penalty * (1 - batch.ended)[:, None] * batch.last
     batch.rewards = token_rewards(
         scores,
-        batch.kl[args.kl_estimator],
+        batch.kl.get(args.kl_estimator, torch.zeros_like(scores)),  # no reference: kl_coef is 0
         batch.response_mask,
         kl_coef if args.kl_in == "reward" else 0.0,
         args.clip_reward,
@@ -722,17 +861,41 @@ def minibatches(micro_batches, accumulation, seed):
         yield [micro_batches[i] for i in order[start : start + accumulation]]
 
 
-def loss_weights(minibatch):
-    """The weight of each token in the actor's loss: (B, R) of each micro-batch, and their sum.
+def trained_mask(args, batch):
+    """1 on the tokens that count in the losses: (B, R).
 
-    Every response token of the optimizer step, on all ranks, counts the same, as in DAPO
-    [Yu 2025]. A mean over responses, as in GRPO [Shao 2024], would be written here: weights of
-    1 / length, whose sum is the number of responses. The critic's loss and the metrics do not
-    change with it. Importance weights, for responses that another policy has sampled, belong to the
-    loss itself, in `optimizer_step`.
+    --mask_truncated 1 leaves out responses that were cut off: that a response was too long says
+    nothing of its tokens. [Yu 2025] section 3.4, overlong filtering. They still have rewards, which
+    count in the baseline of their group and in the metrics.
     """
-    weights = [batch.response_mask for batch in minibatch]
-    return weights, ranks.all_sum(sum(weight.sum() for weight in weights)).item()
+    return batch.response_mask * (batch.ended[:, None] if args.mask_truncated else 1)
+
+
+def loss_weights(args, minibatch):
+    """The weight of each token in the actor's loss: (B, R) of each micro-batch, and the divisor.
+
+    The loss is  sum of weight_t * loss_t / divisor  over all micro-batches and ranks of the
+    optimizer step. With n responses, of L_i tokens that count each, --loss_mean makes it
+
+        tokens      sum of loss_t / sum of L_i                   every token counts the same: DAPO
+        responses   1/n * sum over i of (sum of loss_t / L_i)    every response does: GRPO
+        constant    1/n * sum over i of (sum of loss_t / R)      R = --max_answer_seq_len: Dr. GRPO
+
+    [Yu 2025] eq. 8, [Shao 2024] eq. 3, [Liu 2025] section 3.1. With `responses` a token of a long
+    response counts less: long bad ones are punished less for each token, and long good ones are
+    reinforced less. With `tokens` and `constant` a long response counts more as a whole; these two
+    differ by a factor of the step. A response without tokens that count is not among the n. The
+    critic's loss and the metrics are means over tokens always. Importance weights, for responses
+    that another policy has sampled, belong to the loss itself, in `optimizer_step`.
+    """
+    weights = [trained_mask(args, batch) for batch in minibatch]  # (B, R) each
+    if args.loss_mean == "tokens":
+        return weights, ranks.all_sum(sum(weight.sum() for weight in weights)).item()
+    lengths = [weight.sum(-1, keepdim=True) for weight in weights]  # (B, 1) each
+    count = ranks.all_sum(sum((length > 0).sum() for length in lengths)).item()
+    if args.loss_mean == "constant":
+        lengths = [torch.full_like(length, args.max_answer_seq_len) for length in lengths]
+    return [weight / length.clamp(min=1) for weight, length in zip(weights, lengths)], count
 
 
 def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means):
@@ -742,9 +905,10 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
     means: rollout_metrics.TokenMeans, which are told of it.
     """
     engines = [actor, critic] if critic else [actor]
-    token_count = ranks.all_sum(sum(batch.response_mask.sum() for batch in minibatch)).item()
-    weights, total_weight = loss_weights(minibatch)
-    for batch, weight in zip(minibatch, weights):  # one forward each
+    weights, divisor = loss_weights(args, minibatch)
+    masks = [trained_mask(args, batch) for batch in minibatch]
+    token_count = ranks.all_sum(sum(mask.sum() for mask in masks)).item()
+    for batch, weight, mask in zip(minibatch, weights, masks):  # one forward each
         # The actor
         logprobs, entropy = batch.logprobs, batch.entropy  # (B, R)
         if not one_pass:
@@ -753,7 +917,7 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
         if not one_pass and not means.updates:  # the first of the rollout: no weight has moved
             checks.stop_unless_one(run, ratio, batch.response_mask)
         loss_sum = (loss * weight).sum()  # importance weights of another policy's: here
-        actor.backward(loss_sum * common.loss_scale(actor, total_weight))
+        actor.backward(loss_sum * common.loss_scale(actor, divisor))
 
         # The critic, if there is one
         critic_loss = torch.zeros_like(loss)
@@ -762,7 +926,7 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
             if not one_pass:
                 values = common.values_before_tokens(critic, batch)
             critic_loss = value_loss(values, batch.old_values, batch.returns, args.clip_value)
-            loss_sum = (critic_loss * batch.response_mask).sum()
+            loss_sum = (critic_loss * mask).sum()
             critic.backward(loss_sum * common.loss_scale(critic, token_count))
 
         patches.skip_together(args, engines)  # fp16: an overflow skips both
@@ -775,102 +939,119 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
             critic_loss=critic_loss,
             approx_kl=kl_estimate(batch.old_logprobs, logprobs.detach(), "k3"),  # KL(old || new)
             clip_fraction=clipped,
+            clip_fraction_low=clipped & (batch.advantages < 0),
+            clip_fraction_high=clipped & (batch.advantages > 0),
         )
     means.end_update()
+
+
+# ---- Metrics ----
+@torch.no_grad()
+def rollout_means(args, micro_batches):
+    """What a rollout was like, over all ranks: {name: number}. Metrics of yours: per_response.
+
+    reward_std            deviation of the rewards of all responses. 0: nothing to learn from
+    truncated_reward      mean reward of the responses that were cut off, if any were
+    entropy               mean over the tokens
+    advantage_std         deviation over the tokens, before whitening
+    explained_variance    1: the critic foresaw each return; 0: no better than a constant
+    """
+    moments = functools.partial(rollout_metrics.moments, micro_batches)  # mean, variance
+    means = rollout_metrics.response_means(micro_batches)
+    reward = lambda batch: batch.scores.sum(-1)  # noqa: E731  (B,)
+    means["reward_std"] = moments(reward, lambda batch: batch.row_weight)[1] ** 0.5
+    if means["eos_rate"] < 1:
+        cut = lambda batch: batch.row_weight * (1 - batch.ended)  # noqa: E731
+        means["truncated_reward"] = moments(reward, cut)[0]
+    means["entropy"] = moments(lambda batch: batch.entropy)[0]
+    means["advantage_std"] = moments(lambda batch: batch.raw_advantages)[1] ** 0.5
+    if args.has_critic:
+        errors = moments(lambda batch: batch.returns - batch.old_values)[1]
+        variance = moments(lambda batch: batch.returns)[1]
+        means["explained_variance"] = 1 - errors / max(variance, 1e-12)
+    if args.compares_groups:
+        means |= group_means(micro_batches)
+    return {**means, **rollout_metrics.sampling_gap(micro_batches)}
+
+
+def group_means(micro_batches):
+    """How much the responses to one prompt differ in reward: what RLOO and GRPO learn from.
+
+    equal_groups    share of prompts whose responses all have the same reward: their advantages
+                    are 0, so they teach nothing
+    group_std       deviation of a prompt's rewards, which divides by n - 1: mean over the prompts
+    """
+    groups = {}
+    for batch in micro_batches:
+        for row, reward in zip(batch.responses, batch.scores.double().sum(-1)):
+            if row["row_weight"]:
+                groups.setdefault(row["group"], []).append(reward)
+    rewards = [torch.stack(group) for group in groups.values()]  # (n,) of each prompt
+    equal = sum(group.max() - group.min() <= checks.EQUAL for group in rewards)
+    deviations = sum(group.std() for group in rewards)
+    equal, deviations, count = ranks.all_sum(equal, deviations, len(rewards)).tolist()
+    return {"equal_groups": equal / max(count, 1), "group_std": deviations / max(count, 1)}
 
 
 # ---- The step, top to bottom ----
 def main():
     args = get_args()
     run = Run(args, "step 3: PPO")
-    judges, gold = judging.load_functions(args)  # --reward_fn, --gold_fn
+    functions, gold = judging.load_functions(args)  # --reward_fn, --gold_fn
 
     # ---- 1 data ----
     tokenizer = model_folders.load_tokenizer(args.actor_model_name_or_path, args)
     train, held_out = load_rows(args, tokenizer, "ppo", args.max_prompt_seq_len)
     score_statistics = ppo_flags.check_models(args, tokenizer)  # --normalize_reward
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
-    sizes = ppo_flags.Sizes(args)  # of a rollout, on one rank
-    batch_size, accumulation = args.per_device_training_batch_size, args.gradient_accumulation_steps
+    # Sizes of a rollout on one rank: 8 micro-batches of 4 responses and an accumulation of 2 make
+    # 4 minibatches, so 4 optimizer steps in an epoch over the rollout.
+    sizes = ppo_flags.Sizes(args)
     steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.generation_batches)
 
     # ---- 2 models ----
-    actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
-    updates = steps * sizes.updates
-    actor = common.load_model(actor_args)
-    actor = common.train_engine(actor, actor_args, batch_size, accumulation, updates)
-    engines, critic = {"actor": actor}, None
-    if args.has_critic:
-        critic = common.load_model(critic_args, tokenizer, "score")
-        critic = common.train_engine(critic, critic_args, batch_size, accumulation, updates)
-        engines["critic"] = critic
-    reference = common.reference_of(actor, actor_args, batch_size)
-    reward_models = judging.load_models(args, batch_size, tokenizer)
-    judges += [functools.partial(reward_model_scores, model) for model in reward_models]
-    judge = judging.combined(judges, args.reward_combine)
-    responses_per_row = shared_prompts.responses_per_row(args, *engines.values(), *reward_models)
-    state = {"kl_coef": args.kl_coef}  # what checkpoints keep beside the engines
+    models = load_models(args, tokenizer, functions, gold, steps * sizes.updates)
+    actor, critic, engines = models.actor, models.critic, models.engines
+    state = {"kl_coef": args.kl_coef, "equal_since": None}  # what checkpoints keep beside engines
     average = ema.Ema(args, actor.module, state)  # --enable_ema
-    may_share_pass = shares_pass(args, *engines.values())
+    responses_per_row = shared_prompts.responses_per_row(  # --share_prompt
+        args, *engines.values(), *models.reward_models
+    )
+    one_pass_is_enough = shares_pass(args, *engines.values())
     clock = rollout_metrics.Clock()
-
-    def answered(prompts, step, rollout_size, size, together=1, seed=None, one_pass=False):
-        """Parts 3 and 4: the responses to the prompts, in micro-batches of `size`, with scores.
-
-        Evaluation and microscope call it, too, without what follows `size`: see `ordered` for
-        together and seed, and `score` for one_pass.
-        """
-        for engine in engines.values():
-            # Eval mode: dropout is off, so that what is stored is of the policy that samples.
-            # With one_pass it is train mode, for gradient checkpointing alone: a model with
-            # dropout has no one_pass. (roll_out samples in eval mode, and puts this mode back.)
-            engine.train(one_pass)
-        with state_offload.states_on_cpu(args, engines.values()):  # --offload_states
-            # ---- 3 rollout ----
-            responses = roll_out(args, actor, tokenizer, prompts, step, rollout_size)
-            clock.lap("generate_seconds")
-            # Rows may be chosen here, or drawn again. Every rank must keep the same number, which
-            # makes whole minibatches.
-            responses = ordered(responses, together, seed)
-
-            # ---- 4 score ----
-            pack = shared_prompts.packing(together) or plain_rows
-            micro_batches = make_micro_batches(tokenizer, responses, size, pack)
-            for batch in micro_batches:
-                score(args, batch, actor, critic, reference, judge, gold, one_pass)
-            clock.lap("score_seconds")
-        return micro_batches
+    # Evaluation and microscope roll out and score as the loop below does.
+    rollout = functools.partial(scored_rollout, args, models, tokenizer, clock)
 
     def current_kl_coef():
         """The penalty for a nat of KL: --kl_coef, or what --kl_target has made of it."""
         return state["kl_coef"] if args.kl_target else args.kl_coef
 
     def evaluate_at(step):
-        microscope.look(run, step, answered, set_advantages, current_kl_coef(), score_statistics)
-        return rollout_metrics.evaluate(run, step, answered, actor, average)
+        microscope.look(run, step, rollout, set_advantages, current_kl_coef(), score_statistics)
+        return rollout_metrics.evaluate(run, step, rollout, actor, average)
 
     columns = rollout_metrics.columns(args)
     first = True  # this process's first step compares what sampling, scoring and training say
+    # run.steps evaluates once before the first step, or resumes. For each step it draws rows of
+    # `train`; run.log below evaluates when due, and after the loop's body it saves when due.
     for step, drawn in run.steps(engines, sizes.repeated, evaluate_at, columns, state):
         clock.start()
-        one_pass = may_share_pass and not first
+        one_pass = one_pass_is_enough and not first
 
         # ---- 3 rollout, 4 score ----
-        prompts = sizes.grouped(drawn)  # each --samples_per_prompt times, with its `group`
-        seed = None if sizes.updates_per_epoch == 1 else (args.seed, step)  # see `ordered`
-        micro_batches = answered(
+        prompts = sizes.grouped(drawn)  # dicts: each row of data --samples_per_prompt times
+        micro_batches = rollout(
             prompts,
             step,
             args.rollout_batch_size,
-            batch_size,
-            responses_per_row,
-            seed,
-            one_pass,
+            args.per_device_training_batch_size,
+            responses_per_row=responses_per_row,
+            seed=None if sizes.updates_per_epoch == 1 else (args.seed, step),  # see `ordered`
+            one_pass=one_pass,
         )
         rollout_metrics.stop_unless_finite(run, micro_batches)
         if first:
             checks.stop_unless_sampled_as_scored(run, micro_batches)
-            checks.warn_of_equal_scores(micro_batches)
 
         # ---- 5 advantages ----
         kl_coef = current_kl_coef()
@@ -882,6 +1063,7 @@ def main():
             if first:
                 patches.record_backward(engine)  # ZeRO-3 prefetches in the order that it sees next
         means = rollout_metrics.TokenMeans()
+        accumulation = args.gradient_accumulation_steps  # micro-batches of a minibatch
         for epoch in range(args.ppo_epochs):
             for minibatch in minibatches(micro_batches, accumulation, (args.seed, step, epoch)):
                 optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means)
@@ -895,12 +1077,13 @@ def main():
         metrics = {
             "kl_coef": kl_coef,
             **means.of_all_updates(args.has_critic),
-            **rollout_metrics.of_all_ranks(args, micro_batches),
+            **rollout_means(args, micro_batches),
             **clock.laps,
         }
         tokens, flops = rollout_metrics.work(
-            args, micro_batches, engines, reward_models, means.updates, one_pass
+            args, micro_batches, engines, models.reward_models, means.updates, one_pass
         )
+        checks.warn_of_equal_rewards(run, state, metrics)
         run.log(metrics, tokens, flops)  # a number of yours is one more entry of metrics
         if args.kl_target:
             state["kl_coef"] = adapted_kl_coef(kl_coef, metrics["kl"], args.kl_target)

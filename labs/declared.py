@@ -73,6 +73,7 @@ SEVERAL_UPDATES = {  # all take as many responses
     "training batch a half": f"{UNSTABLE} --per_device_training_batch_size 16",
     "training batch a quarter": f"{UNSTABLE} --per_device_training_batch_size 8",
 }
+NO_KL = "--kl_coef 0 --log_kl 1"  # no penalty, and the curve of KL all the same
 OFF = "--clip inf --clip_value inf"
 GROUP = "--samples_per_prompt 4"
 ESTIMATORS = {
@@ -97,7 +98,7 @@ def each_estimator(rates=""):
     """The arms of --advantage with the KL penalty and without, and GRPO without its deviation."""
     arms = {
         f"{name}{penalty}": ppo(f"{flags} {coef} {rates}", against=f"gae{penalty}")
-        for penalty, coef in (("", ""), (", no KL", "--kl_coef 0"))
+        for penalty, coef in (("", ""), (", no KL", NO_KL))
         for name, flags in ESTIMATORS.items()
     }
     flags = f"{ESTIMATORS['grpo']} {rates}"
@@ -159,14 +160,15 @@ LABS = {
     ),
     "overoptimisation": lab(
         "The reward keeps rising while the gold score falls",
-        {f"kl_coef {coef}": ppo(f"--kl_coef {coef} {FURTHER}") for coef in (0, 0.01, 0.05, 0.2)}
+        {"kl_coef 0": ppo(f"{NO_KL} {FURTHER}")}
+        | {f"kl_coef {coef}": ppo(f"--kl_coef {coef} {FURTHER}") for coef in (0.01, 0.05, 0.2)}
         | {
             **{
-                f"{name}, kl_coef 0": {"reward": flags, "ppo": f"--kl_coef 0 {FURTHER}"}
+                f"{name}, kl_coef 0": {"reward": flags, "ppo": f"{NO_KL} {FURTHER}"}
                 for name, flags in JUDGES.items()
             },
             **{
-                f"{name}, kl_coef 0": ppo(f"{flags} --kl_coef 0 {FURTHER}")
+                f"{name}, kl_coef 0": ppo(f"{flags} {NO_KL} {FURTHER}")
                 for name, flags in ESTIMATORS.items()
                 if name != "gae"
             },
@@ -356,8 +358,8 @@ MORE = {
             "both shifted": ppo("", fault="shifted"),
             "the ratio alone": ppo("", fault="shifted_ratio"),
             "the penalty alone": ppo("", fault="shifted_penalty"),
-            "none, no KL": ppo("--kl_coef 0", fault="none", against="none, no KL"),
-            "both shifted, no KL": ppo("--kl_coef 0", fault="shifted", against="none, no KL"),
+            "none, no KL": ppo(NO_KL, fault="none", against="none, no KL"),
+            "both shifted, no KL": ppo(NO_KL, fault="shifted", against="none, no KL"),
         },
         {**GOLD, **RATIO},
     ),

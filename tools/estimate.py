@@ -54,7 +54,7 @@ def value_model(args):
 
 
 def four_models(args):
-    """Returns the models of ppo.py. With LoRA the actor without its adapters is the reference."""
+    """Returns the models of ppo.py. With LoRA the reference takes no memory of its own."""
     rows, logits = args.per_device_training_batch_size, args.max_answer_seq_len
     own = declaring.of_role(args, "actor")
     actor = memory.Model(own, rows, with_logits=logits, kept=one_pass(args, own))
@@ -63,7 +63,7 @@ def four_models(args):
     if args.has_critic:
         own = declaring.of_role(args, "critic")
         models.append(memory.Model(own, rows, head=True, kept=one_pass(args, own)))
-    if not args.actor_lora_dim:
+    if args.has_reference and not args.actor_lora_dim:
         own = declaring.of_role(args, "actor", dropout=0.0)
         models.append(memory.Model(own, rows, trains=False, with_logits=logits))
     for path in args.reward_model_name_or_path:

@@ -5,6 +5,8 @@ import pandas
 # group | title, with the unit | metrics (with the eval_... of each)
 PANELS = """
 learning | reward, gold | reward gold
+learning | pass@k | pass_at_1 pass_at_2 pass_at_4 pass_at_8 pass_at_16
+learning | best reward of k | best_of_1 best_of_2 best_of_4 best_of_8 best_of_16
 learning | accuracy | accuracy
 learning | scores of chosen, rejected | chosen_score rejected_score margin
 learning | loss | loss actor_loss critic_loss
@@ -17,9 +19,10 @@ stability | critic: explained variance | explained_variance
 stability | norm of the gradients | grad_norm critic_grad_norm
 stability | KL to the policy before, nats a token | approx_kl
 stability | largest ratio | ratio_max
-stability | clipped, share of the tokens | clip_fraction
+stability | clipped, share of the tokens | clip_fraction clip_fraction_low clip_fraction_high
 stability | sampling against scoring, nats a token | sampling_gap
 stability | prompts that teach nothing, share | equal_groups
+stability | deviation of the rewards | reward_std group_std
 stability | deviation of the advantages | advantage_std
 stability | KL penalty | kl_coef
 stability | learning rate | learning_rate critic_learning_rate

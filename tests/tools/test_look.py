@@ -109,6 +109,14 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("not known", dict(reward=[0, 2])),  # without gold
         ("watch", dict(reward=[2, 0])),
     ],
+    "groups": [
+        ("healthy", dict(equal_groups=[0.9, 0.9, 0.1, 0.1, 0.1, 0.1])),
+        ("healthy", dict(reward_std=[1.0, 0.0, 0.5])),  # no groups; equal by chance
+        ("watch", dict(equal_groups=[0.2, 0.2, 0.3, 0.3, 0.62, 0.62])),
+        ("sick", dict(equal_groups=[0.97, 0.97], reward=[0.01, 0.01])),  # hardly ever right
+        ("sick", dict(equal_groups=[0.0, 1.0, 1.0])),  # the run teaches nothing any more
+        ("sick", dict(reward_std=[0.0, 0.0])),  # all rewards are equal for the whole run
+    ],
     "critic": [
         ("healthy", dict(explained_variance=[0.1] * 3 + [0.8] * 3)),
         ("sick", dict(explained_variance=[0.1] * 3 + [-0.2] * 3)),  # worse than a constant
@@ -137,6 +145,17 @@ def test_verdicts_by_hand(function, tmp_path):
         assert function(runs.Run(tmp_path, "run", "ppo", **fields))[0] == status, given
 
 
+def test_a_flat_run_is_explained(tmp_path):
+    """The step where it begins to be flat, also where a line is of five steps, and the reward that
+    says what is wrong with the task: 1, too easy; 0, too hard, or the verifier."""
+    lines = [dict(step=5 * i, equal_groups=float(i > 3), reward=0.9) for i in range(1, 9)]
+    status, words = verdicts.groups(runs.Run(tmp_path, "run", "ppo", metrics=lines))
+    assert status == "sick" and "since step 16 " in words and "reward is 0.9" in words
+    lines = [dict(line, equal_groups=0.62) for line in lines]
+    status, words = verdicts.groups(runs.Run(tmp_path, "run", "ppo", metrics=lines))
+    assert status == "watch" and words.startswith("no gradient from 62 % of the groups: too easy")
+
+
 def test_every_row_of_the_readmes_table_has_a_verdict():
     """The README says what is healthy and what is sick; the page judges by the same rows."""
     words = (kit.ROOT / "README.md").read_text().split("## What to look at")[1].split("## ")[0]
@@ -146,6 +165,14 @@ def test_every_row_of_the_readmes_table_has_a_verdict():
         first = re.sub(r" \([^)]*\)", "", metrics).split(":")[0]  # "all: collapse, or ..."
         stated.append((scripts[stage], first.replace("`", "")))
     assert stated == [(script, metrics) for script, metrics, _ in verdicts.ROWS]
+
+
+def test_the_best_and_the_worst_of_a_group_stand_side_by_side():
+    """Of four responses to a prompt these two; where all are equally good there is no best one."""
+    lines = [sample("Why?", f"{i}", reward, step=3) for i, reward in enumerate((1, 2, 0, 1))]
+    lines += [sample("How?", "a", 1, step=3), sample("How?", "b", 1, step=3)]
+    found = [(line["response"], line.get("side", "")) for line in samples.sides(lines)]
+    assert found == [("1", "best of its group"), ("2", "worst of its group"), ("a", ""), ("b", "")]
 
 
 # ---- What it reads ----

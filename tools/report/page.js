@@ -96,7 +96,9 @@ function magnify(box) {
     const kept = measures.selectedOptions[0]?.value;
     const held = Object.keys(data.measures).filter((name) => run.lines.some((l) => l.tokens[name]));
     measures.replaceChildren(...held.map((name) => made("option", { value: name }, data.measures[name][0])));
-    if (held.includes(kept)) measures.value = kept;
+    // of two responses side by side it is first shown which tokens have become likelier
+    const first = kept ?? (run.lines.some((line) => line.side) ? "kl" : held[0]);
+    if (held.includes(first)) measures.value = first;
     measureLabel.hidden = false;
     draw();
   }
@@ -115,7 +117,14 @@ function magnify(box) {
     const colours = eighths.map(colour).join(", ");
     scale.style.background = `linear-gradient(to right, ${colours})`;
     about.textContent = data.measures[measure][1] + (measure === "advantage" ? ` (${run.about})` : "");
-    answers.replaceChildren(...lines.map(answer));
+    const blocks = []; // the best and the worst response of a group make one
+    for (const line of lines) {
+      const before = blocks.at(-1);
+      if (line.side && before?.[0].side && before[0].prompt === line.prompt) before.push(line);
+      else blocks.push([line]);
+    }
+    const shown = blocks.map((block) => made("div", { class: "sides" }, ...block.map(answer)));
+    answers.replaceChildren(...shown);
     show(lines[0], 0);
   }
 
@@ -139,6 +148,7 @@ function magnify(box) {
     const scores = ["reward", "gold", "kl"].filter((name) => line[name] !== undefined);
     const words = scores.map((name) => `${{ reward: "score", gold: "gold", kl: "KL" }[name]} ${digits(line[name])}`);
     if (line.ended === 0) words.push("cut off: no EOS");
+    if (line.side) words.unshift(line.side);
     const prompt = made("p", { class: "prompt text", dir: "auto" }, line.prompt);
     return made("div", { class: "answer" }, prompt, list, made("p", { class: "scores" }, words.join(" · ")));
   }

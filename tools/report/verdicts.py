@@ -14,6 +14,8 @@ FLAT = 0.05  # of a loss: it changes by less between two evaluations
 RISES = 0.02  # of a loss, above its best
 SETTLED = 1.25  # times the mean of the middle third, plus 0.05 nats: KL in the last third
 COLLAPSED = 0.05  # nats a token
+ZERO = 1e-5  # but for rounding
+IDLE = 0.5  # of the groups: no response to a prompt was better than another one
 
 
 def thirds(values):
@@ -156,6 +158,8 @@ def updates(run):
 def kl(run):
     """Whether KL to the reference settles."""
     three = thirds(run.values("kl"))
+    if not three and run.args.get("has_reference") is False:
+        return UNKNOWN, "KL: no reference was loaded (--kl_coef 0); --log_kl 1 keeps it."
     if not three:
         return UNKNOWN, "KL: fewer than six logged steps so far."
     first, middle, last = three
@@ -189,6 +193,30 @@ def rising(run):
     if rewards[-1] > rewards[0] and golds[-1] > golds[0]:
         return HEALTHY, f"{said}: both rose."
     return WATCH, f"{said}: they do not both rise."
+
+
+def groups(run):
+    """Whether rewards tell responses apart; from which step on they do not, and why that may be."""
+    shares = run.series("equal_groups")
+    if not shares:  # without groups all responses of a step are compared
+        shares = [(step, float(std <= ZERO)) for step, std in run.series("reward_std")]
+    if not shares:
+        return UNKNOWN, "reward_std, equal_groups: none so far."
+    reward = ends(run, "reward")
+    why = "too easy, too hard, or the verifier"
+    why += f" (on average the reward is {reward[1]:.3g})" if reward else ""
+    apart = [step for step, share in shares if share < 1]
+    if not apart:
+        return SICK, f"no reward of the whole run was better than another one to its prompt: {why}."
+    if sum(step > apart[-1] for step, _ in shares) > 1:
+        return SICK, f"since step {apart[-1] + 1:g} no response was better than another one: {why}."
+    part = (thirds([share for _, share in shares]) or [shares[-1][1]])[-1]
+    said = f"no gradient from {100 * part:.0f} % of the groups"
+    if part >= IDLE:
+        return (SICK if part >= 0.9 else WATCH), f"{said}: {why}."
+    if not run.values("equal_groups"):
+        said = f"the rewards of a step differ, by {ends(run, 'reward_std')[1]:.2g}"
+    return HEALTHY, f"{said}."
 
 
 def critic(run):
@@ -249,6 +277,7 @@ ROWS = [
     ("ppo", "actor_loss, approx_kl, clip_fraction", updates),
     ("ppo", "kl, kl_k3", kl),
     ("ppo", "reward, gold", rising),
+    ("ppo", "reward_std, equal_groups", groups),
     ("ppo", "explained_variance", critic),
     ("ppo", "entropy, response_length, eos_rate", variety),
     ("ppo", "all", finite),
