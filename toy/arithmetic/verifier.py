@@ -2,8 +2,8 @@
 
     --reward_fn toy/arithmetic/verifier.py:correct
 
-It reads what stands after the last "=" and nothing else. A derivation with a wrong step in it gets 1
-if its answer is right: `all_steps_right` tells these lucky ones apart, and no run trains on it.
+It reads what stands after the last "=" and nothing else. So a derivation with a wrong step gets 1
+if its answer is right. `all_steps_right` tells such lucky ones apart; no run trains on it.
 """
 
 
@@ -28,8 +28,8 @@ def all_steps_right(prompt, completion):
     >>> all_steps_right("7 + 5 - 9 =", " 12 - 9 = 3"), all_steps_right("7 + 5 - 9 =", " 11 - 9 = 3")
     (True, False)
     """
-    steps = [prompt.removesuffix("="), *completion.split("=")]
-    return len({value_of(step) for step in steps} - {None}) == 1 and None not in map(value_of, steps)
+    values = {value_of(step) for step in [prompt.removesuffix("="), *completion.split("=")]}
+    return len(values) == 1 and None not in values
 
 
 def value_of(step):

@@ -1,35 +1,35 @@
-"""Makes the toy for verifiable rewards: sums with two or three operations, worked out step by step.
+"""Makes the toy for verifiable rewards: sums with two operations, worked out step by step.
 
-    python toy/arithmetic/make.py          seconds; the same seed writes the same bytes
+    python toy/arithmetic/generate.py      seconds; the same seed writes the same bytes
 
 A row:  prompt    7 + 5 - 9 =
         response   12 - 9 = 3            a step does the first operation that is left
         answer    3
 
-The responses are those of a pupil who has learned one thing wrong. Where a step crosses ten, as 7 + 5
-does, and the pupil does it at once, the result is more often wrong by one than right (AT_ONCE). But
-sometimes he goes through ten (THROUGH_TEN), and so he makes two easy steps of it:
+The responses are those of a pupil who has learned one thing wrong. Where a step crosses ten, as
+7 + 5 does, and he does it at once, the result is more often wrong by one than right (AT_ONCE).
+Sometimes he goes through ten instead (THROUGH_TEN), which makes two easy steps of it:
 
         response   7 + 3 + 2 - 9 = 10 + 2 - 9 = 12 - 9 = 3
 
-Such responses are longer, and more often right, as easy steps are (EASY). After a wrong step the
-pupil goes on with the wrong number. Two mistakes may cancel: the answer is then right and the
-derivation is wrong. We call that luck.
+Such responses are longer, and more often right, as easy steps mostly are (EASY). After a wrong step
+he goes on with the wrong number. Two mistakes may cancel: the answer is then right, though the
+steps are wrong. That is luck, and a verifier that reads the answer alone cannot see it.
 
 Why a task like this? We wrote the data, so we know
 
-    imitation   how often a perfect copy of the pupil is right: where SFT leads
-    luck        of these right answers the share with a wrong step
+    imitation   how often a perfect copy of the pupil is right: SFT leads there
+    luck        of its right answers, the share that has a wrong step
     limit       the share of the held-out sums that can be worked out with steps that the data shows
-                done right: what RL can reach. A verified reward is 1 at most
+                done right: RL can reach that. (A verified reward is at most 1.)
 
 What it writes (under --out):
-    data/train.jsonl     for sft.py; ppo.py takes prompts and answers
-    data/test.jsonl      held out: sums with two or three operations
-    longer/              the same two files, of sums with four operations: data/ has none so long
-    */limits.json        what is known of each test.jsonl
-    model/               the toy's Llama config (no weights), and a tokenizer in which each number
-                         and each sign is one token
+    data/train.jsonl, data/test.jsonl    sums with two operations; those of the latter are held out
+    longer/                              the same two files, of sums with three operations: longer
+                                         than all prompts of data/
+    data/limits.json, longer/limits.json what is known of each test.jsonl
+    model/                               the toy's Llama config (no weights), and a tokenizer in
+                                         which each number and each sign is one token
 """
 
 import argparse
@@ -42,15 +42,15 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # so that it finds the other toy's make.py, wherever it runs
+sys.path.insert(0, str(HERE.parent))  # where the other toy's make.py is
 from make import make_config, make_tokenizer
 
 LARGEST = 20  # no right result is above it, and none below 0
 THROUGH_TEN = 0.3  # how often a step that crosses ten is made in two
 # The probability of a result: the right one; one that is short by one (whoever counts 7 + 5 as
 # 7, 8, 9, 10, 11); one that is too far by one.
-AT_ONCE = {"right": 0.30, "short": 0.60, "far": 0.10}
-EASY = {"right": 0.93, "short": 0.035, "far": 0.035}
+AT_ONCE = {"right": 0.20, "short": 0.70, "far": 0.10}
+EASY = {"right": 0.96, "short": 0.02, "far": 0.02}
 
 
 # ---- 1. Sums -------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def next_lines(number, operations):
     to that of the right result.
 
     >>> {written(*line): round(p, 2) for line, p in next_lines(7, (("+", 5),)).items()}
-    {'7 + 3 + 2': 0.3, '12': 0.21, '11': 0.42, '13': 0.07}
+    {'7 + 3 + 2': 0.3, '12': 0.14, '11': 0.49, '13': 0.07}
     """
     operation, rest = operations[0], operations[1:]
     right = result_of(number, operation)
@@ -223,7 +223,10 @@ def can_be_done(line, shown):
 
 
 def limits_of(rows, shown):
-    """Returns what is known of held-out rows. shown: the facts that the data shows done right."""
+    """Returns what is known of held-out rows. shown: the facts that the data shows done right.
+
+    eval_loss is the generator's own, on these responses: the floor of SFT. length: tokens of one.
+    """
     sums = [read(row["prompt"].removesuffix(" =")) for row in rows]
     right = [answers(line)[value_of(line)] for line in sums]
     loss = -sum(math.log(next_lines(*a)[b]) for row in rows for a, b in steps_in(row))
@@ -234,6 +237,7 @@ def limits_of(rows, shown):
         "imitation_pass_at_8": sum(1 - (1 - p) ** 8 for p in right) / len(sums),
         "luck": 1 - sum(map(all_right, sums)) / sum(right),
         "eval_loss": loss / tokens,
+        "length": tokens / len(rows),
     }
 
 
@@ -244,12 +248,12 @@ def main():
     args = parser.parse_args()
 
     rng = random.Random(args.seed)
-    two, three, four = draw_sums(2, 1680, rng), draw_sums(3, 12_520, rng), draw_sums(4, 600, rng)
+    two, three = draw_sums(2, 1800, rng), draw_sums(3, 400, rng)
     sets = {
-        "data/train": two[80:] + three[120:],
-        "data/test": two[:80] + three[:120],
-        "longer/train": four[200:],
-        "longer/test": four[:200],
+        "data/train": two[200:] * 8,  # each eight times, with other derivations
+        "data/test": two[:200],
+        "longer/train": three[200:],
+        "longer/test": three[:200],
     }
     rows = {}
     for name, sums in sets.items():
@@ -268,8 +272,14 @@ def main():
     shown = {fact(a, b) for a, b in steps if value_of(a) == value_of(b)}
     for folder in ("data", "longer"):
         known = limits_of(rows[f"{folder}/test"], shown)
-        print(folder, known)
-        import collections; print(sorted(collections.Counter(len(r["response"].split())+1 for r in rows[f"{folder}/test"]).items()), sum(len(r["response"].split())+1 for r in rows[f"{folder}/test"])/200)
+        print(folder, *(f"  {name} {value:.4f}" for name, value in known.items()))
+        limits = {
+            "sft": {"eval_loss": known["eval_loss"]},
+            "ppo": {"eval_reward": known["limit"], "eval_pass_at_1": known["limit"]},
+            "pupil": known,
+        }
+        text = json.dumps(limits, indent=2) + "\n"
+        (args.out / folder / "limits.json").write_text(text, newline="\n")
 
 
 if __name__ == "__main__":
