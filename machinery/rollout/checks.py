@@ -60,8 +60,8 @@ def warn_of_equal_rewards(run, state, metrics):
     since = state["equal_since"] = (state["equal_since"] or run.step) if equal else None
     if equal and run.step - since == (0 if since == 1 else PATIENCE - 1):
         of = " of the responses to a prompt" * run.args.compares_groups
-        what = f"rewards{of} are equal (on average {metrics['reward']:.4g})"
-        ranks.say(f"warning: since step {since} all {what}: nothing to learn from")
+        what = f"all rewards{of} are equal (mean {metrics['reward']:.4g})"
+        ranks.say(f"warning: since step {since} {what}: nothing to learn from")
 
 
 def stop_if_above(run, found, tolerance, what, advice):

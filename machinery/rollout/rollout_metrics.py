@@ -181,10 +181,11 @@ def evaluate(run, step, answered, actor, average):
 
     answered: ppo.scored_rollout. average: ema.Ema.
     """
-    metrics = summary(run, step, graded(run, answered))
+    samples = run.args.eval_samples
+    metrics = summary(run, step, graded(run, answered), samples)
     if run.args.eval_ema:
         with average.in_place_of(actor):
-            metrics |= means_of(graded(run, answered), run.args.eval_samples, "eval_ema")
+            metrics |= means_of(graded(run, answered), samples, "eval_ema")
     return metrics
 
 
@@ -218,7 +219,7 @@ def evaluated(response):
     return [name for name in response if name.startswith(("reward", "gold")) or name in others]
 
 
-def summary(run, step, responses):
+def summary(run, step, responses, samples=1):
     """Writes the responses of an evaluation down, shows two, and returns their means: eval_..."""
     names = evaluated(responses[0])
     lines = []
@@ -226,10 +227,10 @@ def summary(run, step, responses):
         line = {name: response[name] for name in ("row", "sample", "prompt", *names)}
         lines.append({"step": step, **line, "response": response["text"]})
     run.samples(lines)
-    for response in responses[:: run.args.eval_samples][:2]:
+    for response in responses[::samples][:2]:
         numbers = [f"{name} {response[name]:.4g}" for name in names]
         logs.show_sample(response, response["text"], f"  {', '.join(numbers)}")
-    return means_of(responses, run.args.eval_samples, "eval")
+    return means_of(responses, samples, "eval")
 
 
 def means_of(responses, samples, prefix):

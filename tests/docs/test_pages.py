@@ -125,11 +125,13 @@ def test_links_lead_somewhere(page):
             assert heading in slugs, f"{path}#{heading}"
 
 
-def test_the_functions_of_ppo_md_are_there():
+@pytest.mark.parametrize("page, least", [("ppo", 21), ("grpo", 9)])
+def test_the_functions_of_a_page_are_there(page, least):
     """Its table names the function of each detail, and the test that holds it."""
     row_of_five = r"^\| [^|]+ \| [^|]+ \| ([^|]+) \| ([^|]+) \| [^|]+ \|$"
-    rows = re.findall(row_of_five, (ROOT / "docs/ppo.md").read_text(), re.M)[2:]
-    assert len(rows) > 20
+    text = (ROOT / f"docs/{page}.md").read_text().split("## What is computed")[1].split("\n## ")[0]
+    rows = re.findall(row_of_five, text, re.M)[2:]
+    assert len(rows) >= least
     for functions, its_tests in rows:
         assert "test" in its_tests, functions
         for name in re.findall(r"`([\w.]+)", functions):

@@ -51,44 +51,33 @@ def test_the_mean_of_means_is_something_else(tiny_model):
     assert (means - exact).norm() > 0.3 * exact.norm()
 
 
-def rollout_of(lengths, ended):
-    """A micro-batch of responses of these lengths, and the loss of each token: 1, 2, 3, ..."""
-    length = torch.tensor(lengths)
-    mask = (torch.arange(9) < length[:, None]).float()
-    batch = micro_batch(response_mask=mask, ended=torch.tensor(ended))
-    return batch, torch.arange(1.0, 10.0).expand_as(mask) * (1 + length[:, None])
-
-
 @pytest.mark.parametrize("truncated", [0, 1])
 @pytest.mark.parametrize("loss_mean", ["tokens", "responses", "constant"])
 def test_the_means_of_the_actors_loss_against_loops(loss_mean, truncated):
     """Six responses, the third and the last of them cut off, and one whose tokens a tool wrote. The
-    same loss on any ranks and in any micro-batches; with --mask_truncated 1 it is as if what was
-    cut off were not there."""
-    lengths, ended = [9, 2, 4, 0, 1, 9], [1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+    same loss in any micro-batches and on any ranks, whose sums add up; with --mask_truncated 1 it
+    is as if what was cut off were not there. Token t of n has a loss of t n."""
     args = SimpleNamespace(loss_mean=loss_mean, mask_truncated=truncated, max_answer_seq_len=12)
-    sums, counted = [], []
-    for n, end in zip(lengths, ended):
-        if n and (end or not truncated):
-            sums.append(sum(t * (1 + n) for t in range(1, n + 1)))
-            counted.append(n)
+    lengths, ended = torch.tensor([9, 2, 4, 0, 1, 9]), torch.tensor([1.0, 1, 0, 1, 1, 0])
+    masks, losses = (
+        (torch.arange(9) < lengths[:, None]).float(),
+        torch.arange(1, 10) * lengths[:, None],
+    )
+    counted = [n for n, end in zip(lengths.tolist(), ended) if n and (end or not truncated)]
+    sums = [sum(t * n for t in range(1, n + 1)) for n in counted]
     expected = {
         "tokens": sum(sums) / sum(counted),
         "responses": sum(s / n for s, n in zip(sums, counted)) / len(sums),
         "constant": sum(s / 12 for s in sums) / len(sums),
     }[loss_mean]
-    for ranks_here, micro_batches in ((1, 1), (1, 3), (3, 2), (2, 3), (6, 1)):
+    for sizes in ([6], [1] * 6, [2, 3, 1]):
+        parts = zip(masks.split(sizes), ended.split(sizes), losses.split(sizes))
         found = divisors = 0.0
-        for rank in range(ranks_here):
-            own = slice(rank, None, ranks_here)
-            size = -(-len(lengths[own]) // micro_batches)
-            starts = range(0, len(lengths[own]), size)
-            parts = [(lengths[own][i : i + size], ended[own][i : i + size]) for i in starts]
-            batches, losses = zip(*(rollout_of(*part) for part in parts))
-            weights, divisor = ppo.loss_weights(args, batches)
-            found += sum((w * loss).sum().item() for w, loss in zip(weights, losses))
-            divisors += divisor  # what all_sum adds up
-        assert found / divisors == pytest.approx(expected), (ranks_here, micro_batches)
+        for mask, ends, loss in parts:
+            batch = micro_batch(response_mask=mask, ended=ends)
+            [weight], divisor = ppo.loss_weights(args, [batch])
+            found, divisors = found + (weight * loss).sum().item(), divisors + divisor
+        assert found / divisors == pytest.approx(expected), sizes
 
 
 @pytest.mark.parametrize("count, accumulation", [(1, 1), (4, 4), (4, 2)])

@@ -59,6 +59,17 @@ const NAMES = {
   logprob: "log-prob", ref_logprob: "reference log-prob", kl: "log-prob ratio (k1)", kl_k3: "KL (k3)",
   entropy: "entropy", reward: "reward", value: "value", return: "return", advantage: "advantage",
 };
+// The lines of an evaluation, in blocks: of the responses to one prompt the best and the worst.
+function groupsOf(lines) {
+  const groups = new Map();
+  for (const line of lines) groups.set(line.prompt, [...(groups.get(line.prompt) ?? []), line]);
+  return [...groups.values()].flatMap((group) => {
+    const order = [...group].sort((a, b) => (b.reward ?? 0) - (a.reward ?? 0));
+    const [best, worst] = [order[0], order.at(-1)];
+    if (!(best.reward > worst.reward)) return group.map((line) => [line]); // none is the best
+    return [[{ ...best, side: "best of its group" }, { ...worst, side: "worst of its group" }]];
+  });
+}
 const digits = (x) => (x === null || x === undefined ? "none" : String(Number(x.toPrecision(4))));
 
 function choice(name, texts, change) {
@@ -97,7 +108,8 @@ function magnify(box) {
     const held = Object.keys(data.measures).filter((name) => run.lines.some((l) => l.tokens[name]));
     measures.replaceChildren(...held.map((name) => made("option", { value: name }, data.measures[name][0])));
     // of two responses side by side it is first shown which tokens have become likelier
-    const first = kept ?? (run.lines.some((line) => line.side) ? "kl" : held[0]);
+    const compares = groupsOf(run.lines.filter((line) => line.step === all.at(-1))).some((b) => b[1]);
+    const first = kept ?? (compares ? "kl" : held[0]);
     if (held.includes(first)) measures.value = first;
     measureLabel.hidden = false;
     draw();
@@ -117,15 +129,10 @@ function magnify(box) {
     const colours = eighths.map(colour).join(", ");
     scale.style.background = `linear-gradient(to right, ${colours})`;
     about.textContent = data.measures[measure][1] + (measure === "advantage" ? ` (${run.about})` : "");
-    const blocks = []; // the best and the worst response of a group make one
-    for (const line of lines) {
-      const before = blocks.at(-1);
-      if (line.side && before?.[0].side && before[0].prompt === line.prompt) before.push(line);
-      else blocks.push([line]);
-    }
+    const blocks = groupsOf(lines);
     const shown = blocks.map((block) => made("div", { class: "sides" }, ...block.map(answer)));
     answers.replaceChildren(...shown);
-    show(lines[0], 0);
+    show(blocks[0][0], 0);
   }
 
   function colour(x) {

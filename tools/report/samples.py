@@ -40,31 +40,11 @@ def microscope(runs):
     return data
 
 
-def sides(lines):
-    """Returns lines of tokens.jsonl, of each group its best response and its worst one.
-
-    A group are the responses to one prompt at one evaluation. Where all have the same reward, or
-    there is one alone, they stay as they are.
-    """
-    groups = {}
-    for line in lines:
-        groups.setdefault((line["step"], line["prompt"]), []).append(line)
-    out = []
-    for group in groups.values():
-        scored = [line for line in group if is_number(line.get("reward"))] or group
-        worst, *_, best = sorted(scored, key=lambda line: line.get("reward", 0)) * 2
-        if best.get("reward", 0) > worst.get("reward", 0):
-            group = [{**best, "side": "best of its group"}, {**worst, "side": "worst of its group"}]
-        out += group
-    return out
-
-
 def bounded(lines, most):
     """Returns lines of tokens.jsonl for the page: evenly spread evaluations, of few tokens.
 
     Each has at least the first response of the first and the last evaluation.
     """
-    lines = sides(lines)
     steps = sorted({line["step"] for line in lines})
     size = {step: 0 for step in steps}
     for line in lines:
@@ -91,7 +71,6 @@ def short(line):
             tokens[name] = list(rounded)
     names = ("step", "sample", "reward", "gold", "kl", "kl_coef", "ended")
     own = {name: line[name] for name in names if is_number(line.get(name))}
-    own |= {"side": line["side"]} if "side" in line else {}
     return {**own, "prompt": cut(visible(line["prompt"])), "tokens": tokens}
 
 

@@ -158,10 +158,8 @@ def updates(run):
 def kl(run):
     """Whether KL to the reference settles."""
     three = thirds(run.values("kl"))
-    if not three and run.args.get("has_reference") is False:
-        return UNKNOWN, "KL: no reference was loaded (--kl_coef 0); --log_kl 1 keeps it."
     if not three:
-        return UNKNOWN, "KL: fewer than six logged steps so far."
+        return UNKNOWN, "KL: fewer than six logged steps so far, or --kl_coef 0 without --log_kl 1."
     first, middle, last = three
     if last <= SETTLED * middle + 0.05:
         return HEALTHY, f"KL settles at {last:.2g} nats a response."
