@@ -117,6 +117,65 @@ PRESETS = {
         missing_eos_penalty=1.0,  # TRL's
         zero_stage=2,
     ),
+    # GRPO on sums, from sft.py's preset of this name; a verifier in place of a reward model.
+    "arithmetic": dict(
+        actor_model_name_or_path="output/arithmetic-sft",
+        data_path=["toy/arithmetic/data"],
+        data_split="4,0,1",
+        output_dir="output/arithmetic-grpo",
+        reward_fn=["toy/arithmetic/verifier.py:correct"],
+        advantage="grpo",
+        samples_per_prompt=8,
+        kl_coef=0.0,  # so no reference: a verifier's errors cannot be exploited as a model's can
+        max_steps=200,
+        num_train_epochs=1,
+        actor_learning_rate=2e-4,
+        actor_weight_decay=0.0,
+        actor_dropout=0.0,
+        num_warmup_steps=10,
+        max_prompt_seq_len=16,
+        max_answer_seq_len=48,  # the longest response of the data has 32
+        per_device_generation_batch_size=128,  # 32 prompts a step on two ranks
+        per_device_training_batch_size=128,
+        per_device_eval_batch_size=400,
+        num_eval_prompts=200,
+        eval_samples=8,
+        zero_stage=2,
+        dtype="fp32",
+        group_by_length=0,
+        log_steps=5,
+        eval_steps=50,
+    ),
+    # GRPO on GSM8K. [verl]: its examples/tuning/0.5b/qwen2-0.5b_grpo-lora_1_h100_fsdp_vllm.sh, for
+    # the chat model of this size. [TRL]: the defaults of its GRPOConfig.
+    "qwen2.5-0.5b-grpo": dict(
+        actor_model_name_or_path="output/sft",
+        data_path=["openai/gsm8k:main"],  # [verl]
+        columns={"instruction": "question"},
+        data_split="0,0,1",  # all prompts
+        output_dir="output/ppo",
+        reward_fn=["toy/maths.py:solved"],  # 1 or 0, no reward for the format, as in [verl]
+        advantage="grpo",
+        samples_per_prompt=8,  # [TRL]; 5 [verl]
+        num_train_epochs=1,  # [verl]
+        actor_learning_rate=3e-5,  # [verl]
+        actor_lora_dim=32,  # [verl]
+        lora_alpha=32,  # [verl]
+        actor_dropout=0.0,
+        kl_in="loss",  # [verl]
+        kl_estimator="k3",  # [verl], where it is called low_var_kl
+        kl_coef=0.001,  # [verl]
+        max_prompt_seq_len=512,  # [verl]
+        max_answer_seq_len=256,  # [TRL]; 1024 [verl]. A solution of GSM8K has some 100
+        per_device_generation_batch_size=32,
+        per_device_training_batch_size=32,
+        gradient_accumulation_steps=16,  # 512 responses a step on one GPU; 580 [verl]
+        per_device_eval_batch_size=32,
+        num_eval_prompts=256,
+        eval_samples=4,
+        eval_steps=20,
+        zero_stage=2,
+    ),
     # DeepSpeed-Chat's: opt/single_node/run_1.3b.sh. It does not whiten advantages (--whiten 0);
     # docs/runs.md lists what else is done otherwise.
     "opt-1.3b": dict(
