@@ -1,5 +1,5 @@
 """What a GPU would find, found without one: buckets smaller than a weight, collectives that must
-match, memory that is given back too early, operators and waits.
+match, operators and waits.
 
 What CPU ranks cannot show is in docs/deepspeed.md, "Seen in CI", and `make gpu-check` checks it.
 """
@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
 from tests import kit, runs
-from tests.run import asynchronous
 
 IDS = torch.arange(2, 20).view(2, 9)
 TINY = {
@@ -33,48 +32,6 @@ def knobs(folder, **zero):
     file = folder / "knobs.json"
     file.write_text(json.dumps(config))
     return str(file)
-
-
-# --------------------------------------------------------------------------------------------------
-# Memory that another stream still reads
-# --------------------------------------------------------------------------------------------------
-def lost_tensors(base, stage, config):
-    """Trains four steps on the asynchronous accelerator. Returns what was freed too early."""
-    parameters = {}
-
-    def name_of(tensor):
-        """The weight whose gradient lies in this memory, else a shape."""
-        place = tensor.untyped_storage()._cdata
-        for name, parameter in parameters.items():
-            if parameter.grad is not None and parameter.grad.untyped_storage()._cdata == place:
-                return f"{name}.grad"
-        return str(list(tensor.shape))
-
-    torch.manual_seed(0)
-    with asynchronous.watch(name_of) as found:
-        engine = runs.tiny_engine(base, stage, options=["--ds_config", config])
-        parameters.update(engine.module.named_parameters())
-        for step in range(4):
-            runs.train_one_step(engine, step)
-    return sorted(found)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_no_tensor_is_freed_while_another_stream_reads_it(stage, tmp_path):
-    """On a GPU a tensor's memory goes to the next tensor as soon as Python lets go of it, although
-    the kernels that read it may still wait in another stream's queue. With ds_config.json as it is
-    shipped this never happens, on three ranks, with weights larger than a bucket."""
-    config = knobs(tmp_path, **TINY)
-    assert kit.on_ranks(lost_tensors, 3, kit.base(), stage, config) == [[], [], []]
-
-
-def test_the_known_mistake_of_overlap_comm_is_found(tmp_path):
-    """At stage 2 with overlap_comm DeepSpeed (0.19.8) reads a gradient larger than a bucket on
-    another stream. A rank that owns no part of it frees it at once. So the search above is one
-    that finds: the only such weight here lies on ranks 0 and 1."""
-    config = knobs(tmp_path, **{**TINY, "overlap_comm": True, "reduce_bucket_size": 1000})
-    lost = ("model.layers.0.self_attn.q_proj.weight.grad", "aten.cat.default")
-    assert kit.on_ranks(lost_tensors, 3, kit.base(), 2, config) == [[], [], [lost]]
 
 
 # --------------------------------------------------------------------------------------------------
