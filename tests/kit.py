@@ -21,6 +21,7 @@ import contextlib
 import copy
 import functools
 import gc
+import hashlib
 import importlib
 import inspect
 import json
@@ -299,6 +300,19 @@ def weights(folder, file="model.safetensors"):
     from safetensors.torch import load_file
 
     return load_file(Path(folder) / file)
+
+
+def outcome(folder):
+    """Returns what a finished run leaves, without its clocks: the lines of metrics.jsonl, and a
+    digest of each file of samples, of tokens and of weights, {name: digest}."""
+    files = [f for kind in ("*s.jsonl", "**/*.safetensors") for f in folder.glob(kind)]
+    names = {str(file.relative_to(folder)): file for file in files}
+    digests = {
+        name: hashlib.blake2b(file.read_bytes()).hexdigest()
+        for name, file in names.items()
+        if name != "metrics.jsonl" and not name.startswith("checkpoints")
+    }
+    return {"metrics": metrics(folder, clocks=False), **digests}
 
 
 @contextlib.contextmanager

@@ -111,23 +111,9 @@ def judged(case, before, done):
     if lost:
         yield f"lost or changed: {', '.join(lost[:4])}"
     if code == 0 and case.truth and "starts anew" not in done.out:
-        now = outcome(case.output)
-        for what in [what for what in case.truth if now[what] != case.truth[what]]:
-            yield f"resumed, and {what} are not those of the run left alone"
-
-
-def outcome(output):
-    """Returns what a finished run leaves behind, without its clocks."""
-    samples = output / "samples.jsonl"
-    return {
-        "metrics": kit.metrics(output, clocks=False),
-        "samples": samples.read_text() if samples.is_file() else "",
-        "weights": {
-            str(file.relative_to(output)): file.read_bytes()
-            for file in output.rglob("*.safetensors")
-            if "checkpoints" not in file.parts and file.name not in FOREIGN
-        },
-    }
+        now = kit.outcome(case.output)
+        for what in [what for what in case.truth if now.get(what) != case.truth[what]]:
+            yield f"resumed, and {what} is not that of the run left alone"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -329,7 +315,7 @@ def draw_output(case):
     else:
         shutil.copytree(finished(case.script), output)
         case.flags += SAVING
-        case.truth = outcome(output)
+        case.truth = kit.outcome(output)
     if state == "unfinished":
         unfinish(output, rng.choice([4, 1, 2, 3]))
     files = sorted(p for p in (output / "checkpoints").rglob("*") if p.is_file())
@@ -361,10 +347,7 @@ def full_box():
     for name in ("actor", "judge"):
         (box / name / "chat_template.jinja").write_text(TEMPLATE)
     (box / "decided.json").write_text('{"zero_optimization": {"stage": 2}}')
-    (box / "data").mkdir()
-    for name, count in (("train", 36), ("test", 5)):
-        lines = (kit.ROOT / f"toy/data/{name}.jsonl").read_text().splitlines(keepends=True)
-        (box / f"data/{name}.jsonl").write_text("".join(lines[:count]))
+    shutil.copytree(kit.base() / "data", box / "data")
     return box
 
 

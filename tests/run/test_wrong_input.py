@@ -11,9 +11,7 @@ import shutil
 import sys
 
 import pytest
-import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers import LlamaForSequenceClassification as LlamaScorer
+from transformers import AutoTokenizer
 
 import common
 import ppo
@@ -21,6 +19,7 @@ import reward
 import sft
 from machinery.base.refused import Refused
 from machinery.flags import declaring
+from tests import kit
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
 TOY = declaring.ROOT / "toy/model"
@@ -75,17 +74,10 @@ def fill_box(box):
         if isinstance(change, dict):
             text = json.dumps({**json.loads(path.read_text()), **change})
         path.write_text(text)
+    for name in ("actor", "judge", "other", "instruct"):
+        made = kit.base() / "models" / ("actor" if name == "actor" else "reward")
+        shutil.copytree(made, box / name)
     tokenizer = AutoTokenizer.from_pretrained(TOY)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    sizes |= dict(vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=None, eos_token_id=1)
-    config = LlamaConfig(**sizes, initializer_range=0.3)
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(box / "actor")
-    config.num_labels = 1
-    for name in ("judge", "other", "instruct"):
-        LlamaScorer(config).save_pretrained(box / name)
-    for name in ("actor", "judge"):
-        tokenizer.save_pretrained(box / name)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(99)
     tokenizer.save_pretrained(box / "instruct")
     tokenizer.add_tokens(["zebra-crossing"])
