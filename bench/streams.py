@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Looks for memory that DeepSpeed gives back while another stream of a GPU still reads it, on a CPU.
+"""Looks for memory that DeepSpeed frees while another stream of a GPU still reads it, on a CPU.
 
     python bench/streams.py        three ranks, stages 0 to 3; about a minute
 

@@ -10,20 +10,13 @@ from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import get_timers_config
 
-import common
-import sft
 from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.engine import adam, zero3
 from machinery.flags import rules
 from machinery.run import launch
 from tests import kit
-from tests.runs import facts
-
-
-def config(*flags, **options):
-    args = sft.get_args(["--preset", "toy", *flags])
-    return common.ds_config(args, args.zero_stage, 4, **options)
+from tests.runs import config, facts
 
 
 @pytest.fixture

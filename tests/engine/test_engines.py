@@ -31,7 +31,7 @@ def value_heads(base):
     """Returns the weights of a new head, on loaded weights and from scratch, and of a trained one,
     under stages 0 and 3."""
     tokenizer, found = model_folders.load_tokenizer(kit.TOKENIZER), {}
-    for name in ("wide", "wide_scratch", "reward"):
+    for name in ("actor", "scratch", "reward"):
         for stage in (0, 3):
             engine = tiny_engine(base, stage, name, tokenizer=tokenizer, value_head="score")
             weight = engine.module.model.score.weight
@@ -52,8 +52,8 @@ def test_a_value_head_is_the_same_on_all_ranks_and_a_trained_one_is_kept():
         assert all(head.equal(expected[name]) for (name, _), head in found.items())
     trained = kit.weights(runs.base() / "models/reward")["score.weight"].flatten()
     assert expected["reward"].equal(trained)
-    for name in ("wide", "wide_scratch"):
-        assert len(expected[name]) == 1024 and expected[name].std() > 0
+    for name in ("actor", "scratch"):
+        assert len(expected[name]) == 32 and expected[name].std() > 0
 
 
 # --------------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def test_real_fp16_engines_skip_together(name):
 
 
 # --------------------------------------------------------------------------------------------------
-# State offload, ZeRO++, and every combination that CPU ranks permit
+# State offload, and every combination that CPU ranks permit
 # --------------------------------------------------------------------------------------------------
 AWAY = {f"ppo_offload_states{stage}": f"ppo_zero{stage}" for stage in (1, 2, 3)}
 AWAY |= {"ppo_bf16_offload_states2": "ppo_bf16", "ppo_bf16_offload_states3": "ppo_bf16_zero3"}
@@ -193,11 +193,6 @@ def test_states_that_leave_and_come_back_are_the_same(away):
         assert all({"hp_params", "optim_states"} <= set(states) for states in rank["away"])
         assert all(saved["away"] == [] for saved in rank["saved"])
     assert not any(any(rank["away"]) for rank in facts(stays))
-
-
-def test_hpz_changes_nothing():
-    """ZeRO++'s second copy of the weights within a machine (in ds_config.json)."""
-    assert_same_curves(["sft_zero3", "sft_hpz"], CURVES["sft"])
 
 
 @pytest.mark.parametrize("name", [*runs.MATRIX, *runs.SPLIT])

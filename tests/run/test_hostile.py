@@ -14,7 +14,6 @@ alone.
 import argparse
 import csv
 import functools
-import hashlib
 import io
 import json
 import math
@@ -34,7 +33,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
-from tests import kit
+from tests import kit, runs
 from tests.run.test_flags import MUTATIONS, parser_of
 from tests.run.test_wrong_input import PAIR, UNFIT, fill_box
 
@@ -77,23 +76,9 @@ def run(case):
     return kit.run(case.script, *argv, folder=case.output, cwd=case.place, limit=LIMIT, expect=None)
 
 
-def tree(place):
-    """Returns {path: a digest, "folder", or where a link leads} of all below `place`."""
-    found = {}
-    for path in sorted(place.rglob("*")):
-        name = str(path.relative_to(place))
-        if path.is_symlink():
-            found[name] = os.readlink(path)
-        elif path.is_dir():
-            found[name] = "folder"
-        elif path.name != ".lock":
-            found[name] = hashlib.blake2b(path.read_bytes()).hexdigest()
-    return found
-
-
 def judged(case, before, done):
     """Yields, in words, what was promised and is not so."""
-    after, code, printed = tree(case.place), done.code, done.out + done.err
+    after, code, printed = kit.tree(case.place), done.code, done.out + done.err
     changed = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
     errors = len(re.findall(r"^error: ", printed, re.M))
     if code not in case.codes:
@@ -120,7 +105,7 @@ def judged(case, before, done):
 # Flags: from the parsers themselves, and the table of test_flags.py
 # --------------------------------------------------------------------------------------------------
 NAMES = """nothing.jsonl good actor judge done score.py score.py:length missing.py:f data . .. /
-    /dev/null columns.jsonl broken.jsonl small out/x decided.json --seed 0 {} ünïcode""".split()
+    /dev/null columns.jsonl broken.jsonl no_base out/x decided.json --seed 0 {} ünïcode""".split()
 NAMES += ["", " ", "\udcff", "two words", "a\nb", "'"]
 
 
@@ -295,16 +280,6 @@ FOREIGN = """notes.txt my_model.safetensors ema/notes.txt critic/x/y.json checkp
     checkpoints/step-2-copy/rank0.pt checkpoints/step-x/a.pt .hidden README.md""".split()
 
 
-def unfinish(output, last):
-    """Makes a finished run one that was killed before it saved its model, after step `last`."""
-    for path in output.iterdir():
-        if path.name not in ("args.json", "checkpoints") and path.suffix != ".jsonl":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for folder in (output / "checkpoints").glob("step-*"):
-        if int(folder.name.removeprefix("step-")) > last:
-            shutil.rmtree(folder)
-
-
 def draw_output(case):
     """An output folder in some odd state, and flags that go on with it, or move it aside."""
     rng, output = case.rng, case.output
@@ -313,11 +288,13 @@ def draw_output(case):
     if state == "new":
         output.mkdir()
     else:
-        shutil.copytree(finished(case.script), output)
         case.flags += SAVING
-        case.truth = kit.outcome(output)
+        case.truth = kit.outcome(finished(case.script))
+    if state == "finished":
+        shutil.copytree(finished(case.script), output)
     if state == "unfinished":
-        unfinish(output, rng.choice([4, 1, 2, 3]))
+        for step in range(rng.choice([4, 1, 2, 3])):
+            runs.copy_checkpoint(finished(case.script), step + 1, output)
     files = sorted(p for p in (output / "checkpoints").rglob("*") if p.is_file())
     if files and rng.random() < 0.4:
         damage_file(case, rng.choice(files))
@@ -370,7 +347,7 @@ def try_case(seed, number):
     case, done = Case(place, rng), None
     try:
         rng.choice(SHARES)(case)
-        before = tree(place)
+        before = kit.tree(place)
         done = run(case)
         wrong = list(judged(case, before, done))
     except Exception:
