@@ -12,9 +12,7 @@ alone.
 """
 
 import argparse
-import csv
 import functools
-import io
 import json
 import math
 import os
@@ -246,7 +244,7 @@ def hard_row(rng, row):
 def draw_rows(case):
     """A file of rows, good and hard, in one of the formats and kinds of files."""
     rng = case.rng
-    kind, suffix = rng.choice(sorted(GOOD)), rng.choice(["jsonl", "jsonl", "json", "csv"])
+    kind, suffix = rng.choice(sorted(GOOD)), rng.choice(["jsonl", "jsonl", "json"])
     text = json.dumps(GOOD[kind])
     rows = [json.loads(text.replace("{}", str(i))) for i in range(rng.choice([0, 24, 24, 24]))]
     hard = [hard_row(rng, GOOD[kind]) for _ in range(rng.choice([1, 1, 2, 6]))]
@@ -256,12 +254,6 @@ def draw_rows(case):
     content = "\n".join(lines)
     if suffix == "json":
         content = f"[{', '.join(lines)}]"
-    if suffix == "csv":
-        file = io.StringIO()
-        table = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
-        table.writeheader()
-        table.writerows(rows)
-        content = file.getvalue()
     content = content.encode(errors="surrogatepass")
     if rng.random() < 0.2:
         content += rng.choice([b"\n[1]", b"\n3", b"\xff\xfe", b'\n{"prompt": "a', b"\n\n", b'"'])

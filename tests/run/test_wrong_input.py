@@ -101,7 +101,6 @@ CASES = {  # script and flags: a word of the message
     "ppo --reward_fn score.py:length score.py:lenght": "lenght",
     "ppo --reward_fn score.py": "score.py",
     "ppo --reward_fn score.py:narrow": "narrow(prompts, completions, **columns)",
-    "ppo --gold_fn missing.py:length": "missing.py",
     # where the run would go
     "sft --output_dir done": "done",
     "sft --output_dir score.py": "score.py",
