@@ -9,7 +9,6 @@ import pytest
 
 from machinery.base.refused import Refused
 from machinery.rollout import judging
-from tests import kit
 
 RESPONSE = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "Why?", "text": " So."}
 
@@ -64,14 +63,6 @@ def test_the_error_of_a_function_names_the_rows():
         with pytest.raises((ZeroDivisionError, TypeError, RuntimeError)) as caught:
             judging.scores_of(wrong, rows)
         assert "[3, 8]; columns: prompts, completions" in caught.value.__notes__[0]
-
-
-def test_the_function_of_the_docs_knows_the_right_sum():
-    """docs/sums.py: the right number after a space, and nothing else."""
-    correct = judging.load_function(f"{kit.ROOT}/docs/sums.py:correct", "--reward_fn")
-    texts = (" 7", "7", " 7.", " 70", "")
-    rows = [{**RESPONSE, "text": text, "extra": '{"total": 7}'} for text in texts]
-    assert judging.scores_of(correct, rows) == [1, 0, 0, 0, 0]
 
 
 def test_a_function_cannot_end_the_run_as_if_all_were_well():

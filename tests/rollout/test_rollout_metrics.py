@@ -67,7 +67,11 @@ def test_what_a_rollout_was_like():
             "advantage_std": 3.0,
             "explained_variance": 0.75,
             "equal_groups": 0.0,
+            # scoring says -1 and -2, sampling -1.5 and -2; e^0.5 is outside of 0.8 .. 1.2
             "sampling_gap": 0.5,
+            "sampling_kl": -0.25,
+            "sampling_outside": 0.5,
+            "sampling_ppl_gap": math.exp(1.5) - math.exp(1.75),
         }
     )
 

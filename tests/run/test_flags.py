@@ -183,7 +183,8 @@ def test_the_recipe_is_deepspeed_chats_number_for_number(script):
 def test_presets_name_flags_and_any_flag_overrides_them(script):
     """What the preset shows is what runs: nothing multiplies a learning rate for adapters."""
     known = parser_of(script)
-    others = "--allow_unstable 1 --per_device_training_batch_size 1" * (script == "ppo")
+    others = "--allow_unstable 1 --per_device_training_batch_size 1 --advantage reinforce "
+    others = (others + "--samples_per_prompt 1") * (script == "ppo")
     for name, preset in SCRIPTS[script].PRESETS.items():
         assert preset.keys() <= known.keys()
         plain = get_args(script, preset=f"--preset {name} ")
