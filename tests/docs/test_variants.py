@@ -135,7 +135,7 @@ def test_the_gspo_variant_by_hand(tmp_path):
     new = torch.tensor([[0.3, 0.0, -0.6], [0.2, 0.4, 9.0]])
     assert numbers(ppo.sequence_change(new, old, mask)[:, 0]) == [-0.1, 0.3]
     args = SimpleNamespace(ratio="sequence", clip=0.2, clip_high=None)
-    args.kl_in, args.entropy_coef = "reward", 0.0
+    args.kl_in, args.entropy_coef, args.is_cap = "reward", 0.0, None
     batch = micro_batch(response_mask=mask, old_logprobs=old, advantages=mask)
     loss, ratio, clipped = ppo.actor_loss(args, batch, new, None, 0.0)
     assert loss[0, 0].item() == pytest.approx(-(2.718281828**-0.1), abs=1e-5)
