@@ -20,7 +20,8 @@ ROOT = kit.ROOT
 sys.path[:0] = [str(ROOT / "toy"), str(ROOT / "tools")]
 README = ROOT / "README.md"
 PAGES = [README]
-PAGES += [page for name in ("docs", "toy", "labs") for page in sorted((ROOT / name).glob("*.md"))]
+WRITTEN = ("docs", "toy", "labs", "course")  # folders
+PAGES += [page for name in WRITTEN for page in sorted((ROOT / name).glob("*.md"))]
 TOOLS = [f"tools/{name}.py" for name in ("talk", "look", "export", "estimate")]
 PROGRAMS = ["sft.py", "reward.py", "ppo.py", *TOOLS]
 MODULES = [ROOT / "common.py", *sorted((ROOT / "machinery").rglob("*.py"))]
@@ -180,11 +181,9 @@ def test_nothing_names_a_machine():
 
 def test_examples_in_docstrings_run():
     """An example in a docstring is a promise, too."""
-    files = [
-        file
-        for file in [*MODULES, ROOT / "ppo.py", ROOT / "toy/gold.py"]
-        if ">>> " in file.read_text()
-    ]
+    others = [ROOT / name for name in ("ppo.py", "toy/gold.py", "course/letter_o.py")]
+    others += sorted((ROOT / "tools").rglob("*.py"))
+    files = [file for file in [*MODULES, *others] if ">>> " in file.read_text()]
     for file in files:
         result = doctest.testmod(module_of(file))
         assert result.attempted and not result.failed, file
