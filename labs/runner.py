@@ -73,6 +73,7 @@ class Lab:
     models: dict = field(default_factory=dict)  # {name: (script, flags)}: runs before the others
     given: dict = field(default_factory=dict)  # {name: a folder that is there}
     seeds: tuple = (1, 2, 3)
+    chosen: tuple = ()  # or the runs of these arms alone are made
 
     def chains(self):
         """Returns {(arm, seed): {name: Run}}, where each Run comes after its parents."""
@@ -80,8 +81,8 @@ class Lab:
         for name, (script, flags) in self.models.items():
             made[name] = Run(script, merged(flags), 1, tuple(self.given.items()))
         for seed in self.seeds:
-            for name, arm in self.arms.items():
-                runs = {**made}
+            for name in self.chosen or self.arms:
+                arm, runs = self.arms[name], {**made}
                 for script, flags in self.base.items():
                     last = script == self.until
                     own = {key: arm[key] for key in OF_LAST if key in arm} if last else {}
@@ -264,15 +265,18 @@ def lines_of(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def measured(folders, spec):
+def measured(folders, spec, curve=None):
     """Returns the number that `spec` = (script, metric, how) names, or None.
 
-    how: a key of REDUCERS, or the step. A metric "share X" is the share of the last evaluation's
-    samples whose gold is X. "gold at EMA" is the actor's gold score where it was as far from the
-    SFT model as its average is at the end, between two evaluations in proportion. "calibration" is
-    that of the scores of the held-out pairs.
+    how: a key of REDUCERS, or the step. The script "curve" is the curve of best-of-n, and how is n.
+    A metric "share X" is the share of the last evaluation's samples whose gold is X. "gold at EMA"
+    is the actor's gold score where it was as far from the SFT model as its average is at the end,
+    between two evaluations in proportion. "calibration" is that of the scores of the held-out
+    pairs.
     """
     script, metric, how = spec
+    if script == "curve":
+        return curve[metric][curve["n"].index(how)]
     if metric == "calibration":
         return calibration(lines_of(folders[script], "judge.jsonl"))
     if metric.startswith("share "):
@@ -282,7 +286,9 @@ def measured(folders, spec):
         return sum(gold == float(metric[6:]) for gold in golds) / len(golds)
     lines = lines_of(folders[script], "metrics.jsonl")
     if metric == "gold at EMA":
-        return gold_at([line for line in lines if "eval_ema_kl" in line])
+        lines = [line for line in lines if "eval_ema_kl" in line]
+        kls, golds = ([line[key] for line in lines] for key in ("eval_kl", "eval_gold"))
+        return gold_at(kls, golds, lines[-1]["eval_ema_kl"])
     records = [line for line in lines if metric in line]
     if isinstance(how, int):
         records, how = [line for line in records if line["step"] == how], "last"
@@ -303,13 +309,12 @@ def calibration(pairs):
     return sum(abs(sum(each)) for each in bins) / len(pairs)
 
 
-def gold_at(lines):
-    """Returns the actor's gold score at the KL that its average has in the last of `lines`."""
-    wanted = lines[-1]["eval_ema_kl"]
-    for before, after in zip(lines, lines[1:]):
-        if before["eval_kl"] <= wanted <= after["eval_kl"]:
-            part = (wanted - before["eval_kl"]) / (after["eval_kl"] - before["eval_kl"] or 1)
-            return before["eval_gold"] + part * (after["eval_gold"] - before["eval_gold"])
+def gold_at(kls, golds, wanted):
+    """Returns the gold score with which a run first passes a KL, from its evaluations."""
+    for i in range(len(kls) - 1):
+        if kls[i] <= wanted <= kls[i + 1]:
+            part = (wanted - kls[i]) / (kls[i + 1] - kls[i] or 1)
+            return golds[i] + part * (golds[i + 1] - golds[i])
     return None
 
 
@@ -366,7 +371,9 @@ def collect(lab, chains, root):
         elif lab.curves or lab.panels:
             result["curve"] = curve_of(run.folder(root), hidden)
         known = {head: spec for head, spec in lab.measures.items() if spec[1] not in hidden}
-        values = {head: measured(folders, spec) for head, spec in known.items()}
+        values = {
+            head: measured(folders, spec, result.get("curve")) for head, spec in known.items()
+        }
         found.append(rounded({**result, "values": values}))
     return found
 
@@ -635,9 +642,10 @@ def draw_panels(figure, lab, results):
     Each seed has a colour. What lies beyond the right edge is said in the panel.
     """
     arms = by_arm(results)
-    rows = -(-len(arms) // 5)
-    figure.set_size_inches(13, 2.7 * rows + 0.6)
-    grid = figure.subplots(rows, 5, sharex=True, sharey=True, squeeze=False).flat
+    columns = min(len(arms), 5)
+    rows = -(-len(arms) // columns)
+    figure.set_size_inches(2.6 * columns, 2.7 * rows + 0.6)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
     for axis, (arm, each) in zip(grid, arms.items()):
         draw_plain(axis, lab)
         for number, result in enumerate(each):

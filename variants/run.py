@@ -139,15 +139,18 @@ def overview():
         for arm, found in runner.by_arm(results).items():
             own = arm.removeprefix("unchanged: ")
             texts[own == arm].append(f"{own}: {runner.cell(found, 'gold')}")
-        if not results:  # those of a lab
-            lab = declared(name)["lab"]
+        lab = declared(name).get("lab")
+        if lab:
             texts[True].append(f"[labs/{lab}.md](../labs/{lab}.md)")
+        elif not results:
+            texts[True].append("not run yet")
         steps = f" ({results[0]['curve']['step'][-1]} steps, 3 seeds)" if results else ""
         folder = f"../variants/{name}"
         cells = [f"[{name}]({folder}/README.md)", lines_changed(name)]
         cells += ["; ".join(texts[True]) + steps, "; ".join(texts[False]) or "-"]
-        picture = f"{folder}/curves.png" if results else f"../labs/{lab}.png"
-        lines.append(f"| {' | '.join(cells)} | [curves]({picture}) |")
+        picture = f"../labs/{lab}.png" if lab else f"{folder}/curves.png"
+        shown = f"[curves]({picture})" if lab or results else "-"
+        lines.append(f"| {' | '.join(cells)} | {shown} |")
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from itertools import combinations
 from math import log
 from pathlib import Path
@@ -68,6 +69,30 @@ def test_a_run_has_one_place_whoever_asks_for_it(tmp_path):
     others += [place({"ppo": "--clip 0.3 --lam 0.9", "sft": "--num_train_epochs 9"})]
     assert len({plain, *others}) == 5
     assert runner.merged("--a 1 --b 2 3", "--b 4 --c") == ("--a", "1", "--b", "4", "--c")
+
+
+def test_on_other_data_no_step_sees_the_first():
+    """Its models and also the four answers at the end are of the other rows: what was looked at
+    before takes no part."""
+    for chain in COMMANDS["rates, on other data"].chains().values():
+        assert list(chain) == ["sft", "reward", "ppo", "ppo again"]
+        for run in chain.values():
+            words = run.command(Path("runs"))
+            assert words[words.index("--data_path") + 1] == str(declared.SECOND / "data")
+
+
+def test_some_arms_of_a_lab_can_be_run_alone():
+    """More seeds where they decide: the other arms, and what they have shown, stay as they are."""
+    lab = declared.lab("t", {"a": {}, "b": {"ppo": "--clip 0.3"}, "c": {}})
+    some = replace(lab, chosen=("b",), seeds=(4,))
+    assert some.chains() == {("b", 4): replace(lab, seeds=(4,)).chains()["b", 4]}
+    found, earlier = results_of(b=[{"gold": 1.0}]), results_of(a=[{}], b=[{"gold": 0.0}], c=[{}])
+    kept = runner.with_earlier(some, found, earlier)
+    assert [(one["arm"], one["values"].get("gold")) for one in kept] == [
+        ("a", None),
+        ("b", 1.0),
+        ("c", None),
+    ]
 
 
 def test_runs_are_skipped_resumed_and_their_end_is_noted(tmp_path, monkeypatch, capsys):
@@ -177,6 +202,7 @@ def test_best_of_n_is_the_mean_over_all_choices_of_n(tmp_path):
         best = [max(chosen) for each in prompts for chosen in combinations(each, n)]
         assert reward_mean == pytest.approx(mean(r for r, _ in best))
         assert gold == pytest.approx(mean(g for _, g in best))
+    assert runner.measured({}, ("curve", "gold", 2), curve) == curve["gold"][1]
 
 
 def test_calibration_by_hand():
@@ -190,10 +216,7 @@ def test_calibration_by_hand():
 
 def test_the_actor_is_compared_at_the_averages_kl():
     """The average is at 1.5 nats. The actor was at 1 and at 2: its gold score is in the middle."""
-    golds, kls = (0.5, 0.6, 0.8, 0.7), (0, 1, 2, 4)
-    lines = [{"eval_kl": kl, "eval_gold": g, "eval_ema_kl": kl} for kl, g in zip(kls, golds)]
-    lines[-1]["eval_ema_kl"] = 1.5
-    assert runner.gold_at(lines) == pytest.approx(0.7)
+    assert runner.gold_at((0, 1, 2, 4), (0.5, 0.6, 0.8, 0.7), 1.5) == pytest.approx(0.7)
 
 
 def test_an_unfinished_measure_is_left_out_of_the_mean():
@@ -277,6 +300,17 @@ def test_a_wrong_number_is_found(tmp_path):
     [line] = cited.wrong(page)
     assert line.startswith("constants.md:1: +0.039, by the results -0.038")
     assert cited.uncited(page.read_text()) == ["3 nats"]
+
+
+@pytest.mark.parametrize("name", declared.MORE)
+def test_a_hypothesis_stands_before_its_results(name):
+    """A lab that was not run yet has a page with a number that could fail, and no verdict; the
+    index of the labs names it."""
+    page = (LABS / f"{name}.md").read_text()
+    hypothesis = re.search(r"\*\*The hypothesis, as a number that could fail.*?\n\n", page, re.S)[0]
+    assert re.search(r"\d", hypothesis) and page.endswith("**Verdict.** Not run yet.\n")
+    assert f"| [{name}]({name}.md) |" in (LABS / "README.md").read_text()
+    assert not (LABS / f"results/{name}.json").exists()
 
 
 @pytest.mark.parametrize("name", declared.LABS)

@@ -3,11 +3,13 @@
 In one process, with tiny models.
 """
 
+import functools
 import io
 import json
 import shutil
 import sys
 
+import pandas
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -30,7 +32,7 @@ SHORT = ["--max_answer_seq_len", "8", "--dtype", "fp32"]
 
 
 def flags_of(*given):
-    return talk.get_args([*map(str, given), *SHORT])
+    return functools.partial(talk.get_args, [*map(str, given), *SHORT])
 
 
 def writers_of(args):
@@ -86,13 +88,10 @@ def test_the_table_holds_means_and_win_rates():
         half   = 1.96 / 1.9604 * sqrt(0.625 * 0.375 / 4 + 3.8416 / 64) = 0.99980 * 0.34441
     """
     rewards = {"a": [0, 2, 4, 3], "b": [1, 2 + 1e-7, 3, 4]}
-    answers = {
-        name: [
-            dict(text="same" if place == 1 else name, reward=reward, ended=1.0)
-            for place, reward in enumerate(values)
-        ]
-        for name, values in rewards.items()
-    }
+    answers = [
+        (name, pandas.DataFrame(dict(response=[name, "same", name, name], reward=own, ended=1.0)))
+        for name, own in rewards.items()
+    ]
     _, a, b = tables.comparison(answers)
     assert a.split() == ["a", "2.250", "1.000", "(the", "first)"]
     assert b.split() == ["b", "2.500", "1.000", "0.625", "[0.219,", "0.908]"]
@@ -261,7 +260,7 @@ def test_rows_of_a_file_are_scored(trained, chat_folder, tmp_path, row, scored):
 # ---- What is refused ----
 def test_sampling_flags_are_ppos_own():
     """They are read by ppo.get_args, with its ranges and its rules between flags."""
-    args = talk.get_args("m --temperature 0.5 --stop a b".split())(["--top_k", "3"])
+    args = talk.get_args("m --temperature 0.5 --stop a b".split(), ["--top_k", "3"])
     assert (args.temperature, args.stop, args.top_k, args.models) == (0.5, ["a", "b"], 3, ["m"])
     with pytest.raises(Refused):
         talk.get_args("m --temperature 0".split())
@@ -367,5 +366,5 @@ def test_a_dialogue_through_a_pipe(trained):
 def test_a_model_cannot_write_to_the_terminal_itself(capsys):
     """Text is data: a random model writes escape sequences sooner or later."""
     with screen.Screen(["[red]model"]) as shown:
-        shown.done(0, "a\x1b[2J\r\x07b [bold]", "note")
+        shown.write(0, "a\x1b[2J\r\x07b [bold]", "note")
     assert "a\ufffd[2J\ufffd\ufffdb [bold]" in capsys.readouterr().out

@@ -146,6 +146,17 @@ const NAMES = {
   logprob: "log-prob", ref_logprob: "reference log-prob", kl: "log-prob ratio (k1)", kl_k3: "KL (k3)",
   entropy: "entropy", reward: "reward", value: "value", return: "return", advantage: "advantage",
 };
+// The lines of an evaluation, in blocks: of the responses to one prompt the best and the worst.
+function groupsOf(lines) {
+  const groups = new Map();
+  for (const line of lines) groups.set(line.prompt, [...(groups.get(line.prompt) ?? []), line]);
+  return [...groups.values()].flatMap((group) => {
+    const order = [...group].sort((a, b) => (b.reward ?? 0) - (a.reward ?? 0));
+    const [best, worst] = [order[0], order.at(-1)];
+    if (!(best.reward > worst.reward)) return group.map((line) => [line]); // none is the best
+    return [[{ ...best, side: "best of its group" }, { ...worst, side: "worst of its group" }]];
+  });
+}
 
 const MEASURES = { // title, and what its colours say; in this order they are offered
   advantage: ["advantage", "Was this token better (orange) or worse (blue) than expected? What the update makes more likely, or less; before whitening."],
@@ -214,10 +225,13 @@ function magnify(box) {
     label.hidden = false;
     stepLabel.replaceWith(label);
     stepLabel = label;
-    const kept = measures.selectedOptions[0]?.value ?? (data.runs.length > 1 ? "reward" : "");
+    const kept = measures.selectedOptions[0]?.value;
     const held = Object.keys(MEASURES).filter((name) => run.lines.some((l) => l.tokens[name]));
     measures.replaceChildren(...held.map((name) => made("option", { value: name }, MEASURES[name][0])));
-    if (held.includes(kept)) measures.value = kept;
+    // of two responses side by side it is first shown which tokens have become likelier
+    const compares = groupsOf(run.lines.filter((line) => line.step === all.at(-1))).some((b) => b[1]);
+    const first = kept ?? (data.runs.length > 1 ? "reward" : compares ? "kl" : held[0]);
+    if (held.includes(first)) measures.value = first;
     measureLabel.hidden = false;
     draw();
   }
@@ -239,8 +253,10 @@ function magnify(box) {
     scale.style.background = `linear-gradient(to right, ${colours})`;
     about.textContent = MEASURES[measure][1] + (measure === "advantage" ? ` (${run.about})` : "");
     if (compared) about.textContent += " Colours: this run minus the other, where both have the same token. Dashed: the other has none.";
-    answers.replaceChildren(...lines.map(answer));
-    show(lines[0], 0);
+    const blocks = groupsOf(lines);
+    const shown = blocks.map((block) => made("div", { class: "sides" }, ...block.map(answer)));
+    answers.replaceChildren(...shown);
+    show(blocks[0][0], 0);
   }
 
   // A line with the other model's response to its prompt, and how far each token's number moved.
@@ -278,6 +294,7 @@ function magnify(box) {
     const scores = ["reward", "gold", "kl"].filter((name) => line[name] !== undefined);
     const words = scores.map((name) => `${{ reward: "score", gold: "gold", kl: "KL" }[name]} ${digits(line[name])}`);
     if (line.ended === 0) words.push("cut off: no EOS");
+    if (line.side) words.unshift(line.side);
     const prompt = made("p", { class: "prompt text", dir: "auto" }, line.prompt);
     const parts = [prompt, list, made("p", { class: "scores" }, words.join(" · "))];
     if (line.other) parts.push(...besides(line));

@@ -69,7 +69,10 @@ def judge(run):
     said = "what it said: P(its choice)"
     longer = "tokens that the chosen response is shorter or longer"
     return [
-        {**pictures.histogram("scores", "score", scores), "words": "Far apart: easy pairs."},
+        {
+            **pictures.histogram("scores", "score", scores),
+            "words": "The further apart, the easier.",
+        },
         {**pictures.shares("calibration", said, bins, diagonal=True), "words": calibrated(bins)},
         {**pictures.shares("accuracy by length", longer, groups), "words": prefers_longer(pairs)},
     ]
