@@ -69,8 +69,8 @@ def test_gamed_samples_come_first_the_worst_of_them_at_the_top():
 def test_every_chart_says_its_unit():
     """Who reads "loss 0.4" wants to know: nats a token, a pair, or no unit at all. A panel's title
     ends with its unit, or it is among UNITS, where no title is of a panel that is gone."""
-    titles = [line.split(" | ")[1] for line in plots.PANELS.strip().splitlines()]
-    assert {*pictures.UNITS} <= {*titles, "sft: loss", "reward: loss"}
+    titles = re.findall(r"^(.+) \| ", "".join(plots.PANELS.values()), re.M)
+    assert {*pictures.UNITS, *pictures.FOLDED} <= {*titles, "sft: loss", "reward: loss"}
     units = {pictures.with_unit(title)[1] for title in ("sft: loss", "entropy, nats a token")}
     assert units == {"nats a token"}
 

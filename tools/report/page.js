@@ -158,6 +158,16 @@ function groupsOf(lines) {
   });
 }
 
+const MEASURES = { // title, and what its colours say; in this order they are offered
+  advantage: ["advantage", "Was this token better (orange) or worse (blue) than expected? What the update makes more likely, or less; before whitening."],
+  kl_k3: ["KL", "How far from the reference's is the probability of this token? k3, never < 0"],
+  reward: ["reward", "Minus kl_coef times KL on every token; on the last one also the score."],
+  value: ["value", "The critic's guess, before this token, of the reward still to come."],
+  return: ["return", "What the critic is to learn: advantage plus value."],
+  entropy: ["entropy", "How many ways to go on were open here, in nats."],
+  kl: ["log-prob ratio", "log-prob minus the reference's: orange is likelier than before training. k1, the KL that the reward pays for by default."],
+};
+
 function choice(name, texts, change) {
   const select = made("select", { "data-choice": name });
   texts.forEach((text, i) => select.append(made("option", { value: i }, text)));
@@ -216,8 +226,8 @@ function magnify(box) {
     stepLabel.replaceWith(label);
     stepLabel = label;
     const kept = measures.selectedOptions[0]?.value;
-    const held = Object.keys(data.measures).filter((name) => run.lines.some((l) => l.tokens[name]));
-    measures.replaceChildren(...held.map((name) => made("option", { value: name }, data.measures[name][0])));
+    const held = Object.keys(MEASURES).filter((name) => run.lines.some((l) => l.tokens[name]));
+    measures.replaceChildren(...held.map((name) => made("option", { value: name }, MEASURES[name][0])));
     // of two responses side by side it is first shown which tokens have become likelier
     const compares = groupsOf(run.lines.filter((line) => line.step === all.at(-1))).some((b) => b[1]);
     const first = kept ?? (data.runs.length > 1 ? "reward" : compares ? "kl" : held[0]);
@@ -241,7 +251,7 @@ function magnify(box) {
     const eighths = Array.from({ length: 9 }, (_, i) => (negative ? i / 4 - 1 : i / 8) * top);
     const colours = eighths.map(colour).join(", ");
     scale.style.background = `linear-gradient(to right, ${colours})`;
-    about.textContent = data.measures[measure][1] + (measure === "advantage" ? ` (${run.about})` : "");
+    about.textContent = MEASURES[measure][1] + (measure === "advantage" ? ` (${run.about})` : "");
     if (compared) about.textContent += " Colours: this run minus the other, where both have the same token. Dashed: the other has none.";
     const blocks = groupsOf(lines);
     const shown = blocks.map((block) => made("div", { class: "sides" }, ...block.map(answer)));
@@ -294,7 +304,7 @@ function magnify(box) {
   // The other model's response, and which token's number moved most.
   function besides(line) {
     const sizes = line.moved.map((x) => Math.abs(x ?? 0)), i = sizes.indexOf(Math.max(...sizes));
-    const [name, other] = [data.measures[measure][0], ends[beside.value - 1].name];
+    const [name, other] = [MEASURES[measure][0], ends[beside.value - 1].name];
     let words = `${name}: no token that both have moved`;
     if (sizes[i]) {
       const [there, here] = [line.other.tokens[measure][line.partners[i]], line.tokens[measure][i]];

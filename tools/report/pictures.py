@@ -36,6 +36,7 @@ CURVES = {  # of each kind what is drawn, and how
     "dots": {"values": {"marker": "o", "linestyle": "--"}},
 }
 UNITS = {  # of the panels whose title does not end with it
+    "pass@k": "share of the prompts",
     "accuracy": "share of the pairs",
     "sft: loss": "nats a token",
     "reward: loss": "nats a pair",

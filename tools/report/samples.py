@@ -9,23 +9,6 @@ ROWS = 400  # of the table of samples
 NUMBERS = ("reward", "gold", "response_length", "kl")  # of a sample
 GAMED = "gamed", "were gamed: reward rose and gold fell"
 FOOLED = "reward higher, gold lower", "have a higher reward and a lower gold score"
-MEASURES = {  # (title, what its colours say), in tokens.jsonl
-    "advantage": (
-        "advantage",
-        "Was this token better (orange) or worse (blue) than expected? What the update makes more "
-        "likely, or less; before whitening.",
-    ),
-    "kl_k3": ("KL", "How far from the reference's is the probability of this token? k3, never < 0"),
-    "reward": ("reward", "Minus kl_coef times KL on every token; on the last one also the score."),
-    "value": ("value", "The critic's guess, before this token, of the reward still to come."),
-    "return": ("return", "What the critic is to learn: advantage plus value."),
-    "entropy": ("entropy", "How many ways to go on were open here, in nats."),
-    "kl": (
-        "log-prob ratio",
-        "log-prob minus the reference's: orange is likelier than before training. k1, the KL that "
-        "the reward pays for by default.",
-    ),
-}
 
 
 # ---- Tokens ----
@@ -34,7 +17,7 @@ def microscope(runs):
     held = [run for run in runs if run.tokens]
     if not held:
         return None
-    data = {"runs": [], "measures": {key: list(texts) for key, texts in MEASURES.items()}}
+    data = {"runs": []}
     for run in held:
         lines = bounded(run.tokens, TOKENS // len(held))
         about = visible(f"--advantage {run.args.get('advantage', 'gae')}")
