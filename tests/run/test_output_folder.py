@@ -146,10 +146,8 @@ def test_the_monitors_write_into_the_new_folder(tmp_path):
     """DeepSpeed's engines would open their files while models are loaded, in the folder that is
     then moved aside. Each holds metrics.jsonl, step for step: DeepSpeed's own events count samples,
     and W&B drops what comes at a lower number than the last."""
-    knobs = json.loads((kit.ROOT / "ds_config.json").read_text())
-    knobs["csv_monitor"]["enabled"] = True
-    (tmp_path / "ds.json").write_text(json.dumps(knobs))
-    flags = [*runs.base_flags("sft", kit.base()), "--ds_config", tmp_path / "ds.json"]
+    knobs = kit.knobs(tmp_path / "ds.json", "csv_monitor", enabled=True)
+    flags = [*runs.base_flags("sft", kit.base()), "--ds_config", knobs]
     flags += ["--max_steps", 2, "--eval_steps", 1, "--num_samples", 0]
     for _ in range(2):
         kit.run("sft", *flags, "--overwrite", folder=tmp_path / "run")
