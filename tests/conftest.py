@@ -1,6 +1,7 @@
 """Fixtures. What they are made of, and what starts runs, is in kit.py."""
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -23,6 +24,16 @@ def micro_batch(groups=(), **given):
     needed = [f.name for f in dataclasses.fields(ppo.MicroBatch) if f.default is f.default_factory]
     responses = [{"row": group, "group": group, "row_weight": 1} for group in groups]
     return ppo.MicroBatch(**{**dict.fromkeys(needed), "responses": responses, **given})
+
+
+@pytest.fixture(scope="session")
+def hh():
+    """A folder with real dialogues of Anthropic's HH-RLHF (train.jsonl,
+    test.jsonl); tests skip where it is absent."""
+    folder = Path(os.environ.get("RLHF_HH", ROOT / "../shared/data/hh")).resolve()
+    if not (folder / "train.jsonl").exists():
+        pytest.skip(f"no HH data in {folder}; RLHF_HH names the folder")
+    return folder
 
 
 @pytest.fixture

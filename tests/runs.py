@@ -68,11 +68,14 @@ def base_flags(script, base):
 SAVING = "--save_steps 2 --keep_checkpoints 9"
 BEST = "--keep_best eval_accuracy --eval_steps 1 --save_steps 1 --keep_checkpoints 9"
 ONCE = dict(rows=4, accumulation=1)  # a rollout is one micro-batch, trained on once
-DROPOUT = "--model_name_or_path BASE/models/actor --dropout 0.1"  # random numbers are resumed, too
+# random numbers are resumed, too, and a line of the log that is half full
+DROPOUT = "--model_name_or_path BASE/models/actor --dropout 0.1 --log_steps 3"
 PPO_DROPOUT = "--critic_dropout 0.1 --kl_target 0.5"
 GOLD = "--gold_fn BASE/letters.py:share_of_early_letters"
-GRPO = "--advantage grpo --kl_in loss --kl_estimator k3 --samples_per_prompt 2 --max_steps 2"
-REINFORCE = "--advantage reinforce --samples_per_prompt 2 --max_steps 2"
+GRPO = """--advantage grpo --kl_in loss --kl_estimator k3 --samples_per_prompt 2 --max_steps 2
+          --loss_mean responses --eval_samples 2"""
+REINFORCE = """--advantage reinforce --samples_per_prompt 2 --max_steps 2
+               --loss_mean constant --mask_truncated 1"""
 # a reward function with a helper process that is stopped, as judges of code stop what runs too long
 LETTERS = """
 import multiprocessing, time

@@ -20,7 +20,11 @@ ROOT = kit.ROOT
 sys.path[:0] = [str(ROOT / "toy"), str(ROOT / "tools")]
 README = ROOT / "README.md"
 PAGES = [README]
-PAGES += [page for name in ("docs", "toy", "labs") for page in sorted((ROOT / name).glob("*.md"))]
+PAGES += [
+    page
+    for name in ("docs", "toy", "labs", "course")
+    for page in sorted((ROOT / name).rglob("*.md"))
+]
 TOOLS = [f"tools/{name}.py" for name in ("talk", "look", "export", "estimate")]
 PROGRAMS = ["sft.py", "reward.py", "ppo.py", *TOOLS]
 MODULES = [ROOT / "common.py", *sorted((ROOT / "machinery").rglob("*.py"))]
@@ -30,7 +34,7 @@ OTHERS = set(
        --master_port --hostfile --log_level --bind_cores_to_rank --nodes --ntasks --signal --gpus
        --model --model_args --tasks --exclude --index --help""".split()
 )
-FOLDERS = "machinery|tools|toy|tests|labs|bench|variants"
+FOLDERS = "machinery|tools|toy|tests|labs|bench|variants|course"
 
 
 def module_of(file):
@@ -125,11 +129,13 @@ def test_links_lead_somewhere(page):
             assert heading in slugs, f"{path}#{heading}"
 
 
-def test_the_functions_of_ppo_md_are_there():
+@pytest.mark.parametrize("page, least", [("ppo", 21), ("grpo", 9)])
+def test_the_functions_of_a_page_are_there(page, least):
     """Its table names the function of each detail, and the test that holds it."""
     row_of_five = r"^\| [^|]+ \| [^|]+ \| ([^|]+) \| ([^|]+) \| [^|]+ \|$"
-    rows = re.findall(row_of_five, (ROOT / "docs/ppo.md").read_text(), re.M)[2:]
-    assert len(rows) > 20
+    text = (ROOT / f"docs/{page}.md").read_text().split("## What is computed")[1].split("\n## ")[0]
+    rows = re.findall(row_of_five, text, re.M)[2:]
+    assert len(rows) >= least
     for functions, its_tests in rows:
         assert "test" in its_tests, functions
         for name in re.findall(r"`([\w.]+)", functions):
