@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 from tests import kit, runs
-from tests.run.test_devices import TINY, knobs
+from tests.run.test_devices import TINY
 
 COLLECTIVES = """all_reduce reduce broadcast all_gather all_gather_into_tensor reduce_scatter
                  reduce_scatter_tensor all_gather_coalesced all_reduce_coalesced""".split()
@@ -314,12 +314,14 @@ def main():
     and a rank that owns no part of it frees it at once. The only such weight here lies on ranks 0
     and 1."""
     folder, wrong = Path(tempfile.mkdtemp(dir=kit.base())), 0
-    config = knobs(folder, **TINY)
+    config = kit.knobs(folder / "knobs.json", **TINY)
     for stage in range(4):
         found = kit.on_ranks(lost_tensors, 3, kit.base(), stage, config)
         wrong += sum(map(len, found))
         print(f"stage {stage}: {found}")
-    config = knobs(folder, **{**TINY, "overlap_comm": True, "reduce_bucket_size": 1000})
+    config = kit.knobs(
+        folder / "knobs.json", **{**TINY, "overlap_comm": True, "reduce_bucket_size": 1000}
+    )
     found = kit.on_ranks(lost_tensors, 3, kit.base(), 2, config)
     lost = ("model.layers.0.self_attn.q_proj.weight.grad", "aten.cat.default")
     known = found == [[], [], [lost]]

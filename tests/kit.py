@@ -376,6 +376,15 @@ def prepare(folder):
     (folder / "ds_config.json").write_text(json.dumps(knobs))
 
 
+def knobs(file, section="zero_optimization", **values):
+    """Writes a ds_config.json of which a section has other values than the tests' own. Returns its
+    path."""
+    found = json.loads((base() / "ds_config.json").read_text())
+    found[section].update(values)
+    file.write_text(json.dumps(found))
+    return str(file)
+
+
 def tiny_config(**changes):
     """Returns the config of two layers of 32."""
     from transformers import LlamaConfig

@@ -6,7 +6,6 @@ them, however laid out.
 
 import functools
 import importlib.metadata
-import json
 import os
 import re
 import shutil
@@ -228,9 +227,7 @@ REFUSED = re.compile(r"ppo_tp\d|\w+_tp3|m_bf163\w*_tp|m_bf161_adam\w*")  # befor
 def base():
     """Returns the session's folder, with what these runs need beside kit's models and data."""
     folder = kit.base()
-    knobs = json.loads((folder / "ds_config.json").read_text())
-    knobs["zero_optimization"]["zero_hpz_partition_size"] = 2
-    (folder / "hpz.json").write_text(json.dumps(knobs))
+    kit.knobs(folder / "hpz.json", zero_hpz_partition_size=2)
     (folder / "letters.py").write_text(LETTERS)
     return folder
 

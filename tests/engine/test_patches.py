@@ -94,16 +94,6 @@ def test_a_stage_0_engine_forgets_the_norm_of_its_gradients():
 
 
 # --------------------------------------------------------------------------------------------------
-# skip_together
-# --------------------------------------------------------------------------------------------------
-def test_an_engine_cannot_be_told_to_skip_a_step():
-    """fp16 skips a step whose gradients overflowed. Of two engines the one would step and the other
-    not: the critic would learn from a rollout that the actor never learned from."""
-    settings = [name for name in dir(DeepSpeedEngine) if name[0] != "_" and "overflow" in name]
-    assert not settings, "it can now: skip_together may go"
-
-
-# --------------------------------------------------------------------------------------------------
 # correct_by_step_number
 # --------------------------------------------------------------------------------------------------
 def updated(optimizer, parameter, steps):

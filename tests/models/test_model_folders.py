@@ -98,9 +98,7 @@ def test_a_judge_without_a_head_is_refused(tmp_path):
 def test_a_reward_model_is_no_language_model(tmp_path):
     """With tied embeddings all weights of a language model are in its folder: it would train."""
     folder = folder_of(tmp_path, config_of("llama", architectures=["XForSequenceClassification"]))
-    config = model_folders.load_config(folder)
-    assert rule_of(model_folders.refuse_other_kind, folder, config, scores=False) == "cannot-write"
-    model_folders.refuse_other_kind(folder, config, scores=True)
+    assert rule_of(load_model, folder, get_args(), 0) == "cannot-write"
 
 
 def test_a_run_that_has_not_ended_is_no_model(tmp_path):

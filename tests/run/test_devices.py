@@ -5,7 +5,7 @@ What CPU ranks cannot show is in docs/deepspeed.md, "Seen in CI", and `make gpu-
 """
 
 import argparse
-import json
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -25,15 +25,6 @@ TINY = {
 }
 
 
-def knobs(folder, **zero):
-    """Writes a ds_config.json with other knobs than the tests' own, and returns its path."""
-    config = json.loads((kit.base() / "ds_config.json").read_text())
-    config["zero_optimization"].update(zero)
-    file = folder / "knobs.json"
-    file.write_text(json.dumps(config))
-    return str(file)
-
-
 # --------------------------------------------------------------------------------------------------
 # Buckets smaller than a weight; collectives as NCCL demands them
 # --------------------------------------------------------------------------------------------------
@@ -49,8 +40,8 @@ def test_buckets_smaller_than_a_weight_change_nothing(stage, tmp_path):
     evaluation, the third rank has filler rows only; responses differ in length."""
     found = []
     for name, zero in (("default", {}), ("tiny", TINY)):
-        (tmp_path / name).mkdir()
-        flags = f"--ds_config {knobs(tmp_path / name, **zero)} --max_steps 2 --eval_steps 2"
+        config = kit.knobs(tmp_path / f"{name}.json", **zero)
+        flags = f"--ds_config {config} --max_steps 2 --eval_steps 2"
         made = runs.run("ppo", flags, zero=stage, rows=5, accumulation=1)
         place = f"{name}_buckets{stage}"
         args = kit.base(), place, "ppo", made["flags"]
@@ -89,7 +80,7 @@ def sampled_after_evaluation(base, config):
 def test_an_evaluation_may_come_before_sampling_and_saving(tmp_path):
     """While ZeRO-3 runs a forward, it gathers what the backward will need. An evaluation has none,
     and DeepSpeed's GatheredParameters does not take a weight that is still on its way."""
-    config = knobs(tmp_path, **TINY)
+    config = kit.knobs(tmp_path / "knobs.json", **TINY)
     assert kit.on_ranks(sampled_after_evaluation, 2, kit.base(), config) == [(True, [])] * 2
 
 
@@ -127,7 +118,7 @@ def test_ranks_that_hold_nothing_train_and_save_the_same(tmp_path):
     shape = dict(hidden_size=2, intermediate_size=3, num_hidden_layers=1, num_attention_heads=1)
     speck = kit.tiny_config(**shape, vocab_size=23, eos_token_id=2)
     speck.save_pretrained(kit.base() / "models/speck")
-    config = knobs(tmp_path, reduce_bucket_size=6, allgather_bucket_size=6)
+    config = kit.knobs(tmp_path / "knobs.json", reduce_bucket_size=6, allgather_bucket_size=6)
     ranks = kit.on_ranks(partitions, 4, kit.base(), config)
     head, weights, averages = ranks[0][0]
     assert averages and min(weight.numel() for weight in weights.values()) < len(ranks)
@@ -143,33 +134,27 @@ class Counter(TorchDispatchMode):
     """Counts operators, and what makes the host wait for a device: each number that it reads."""
 
     WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"}
-
-    def __init__(self):
-        super().__init__()
-        self.operators = self.waits = 0
-        self.own = {name: getattr(torch.Tensor, name) for name in ("tolist", "cpu", "numpy")}
+    operators = waits = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         self.operators += 1
         self.waits += operator.overloadpacket.__name__ in self.WAITS
         return operator(*args, **kwargs or {})
 
-    def __enter__(self):
-        for name, function in self.own.items():
-            setattr(torch.Tensor, name, self.counting(function))
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        for name, function in self.own.items():
-            setattr(torch.Tensor, name, function)
-        return super().__exit__(*error)
-
     def counting(self, function):
-        def counted(tensor, *args, **options):
+        def counted(*args, **options):
             self.waits += 1
-            return function(tensor, *args, **options)
+            return function(*args, **options)
 
         return counted
+
+
+@contextlib.contextmanager
+def counter():
+    with Counter() as count, pytest.MonkeyPatch.context() as patch:
+        for name in ("tolist", "cpu", "numpy"):  # they are no operators
+            patch.setattr(torch.Tensor, name, count.counting(getattr(torch.Tensor, name)))
+        yield count
 
 
 def decoded(model, tokens):
@@ -177,7 +162,7 @@ def decoded(model, tokens):
     ids, mask = common.pad([[5, 6, 7]] * 4, 0)
     uniforms = torch.rand(4, tokens, dtype=torch.float64)
     no_end = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
-    with Counter() as count:
+    with counter() as count:
         kit.generate(model, ids, mask, uniforms, no_end)
     return count.operators, count.waits
 
@@ -196,7 +181,7 @@ def run_counted(base, script, steps):
     flags = f"--max_steps {steps}"
     own = dict(sft="--num_samples 0", ppo="--min_new_tokens 9 --num_eval_prompts 1")
     run = runs.run(script, f"{flags} {own.get(script, '')}", zero=2)
-    with Counter() as count:
+    with counter() as count:
         facts = runs.make_run(base, f"count_{script}{steps}", script, run["flags"])
     assert facts["code"] == 0, facts
     return count.operators, count.waits

@@ -116,10 +116,10 @@ def edges(rng, flag):
         return rng.choice([([right], False)] * 3 + [([""], True), ([right + "x"], True)])
     if flag.type in (int, float):
         wrong = ["", "x", "nan", "1,5", "--seed", str(flag.least - 1), "-inf"]
-        right = [flag.type(max(flag.least, number)) for number in (flag.least, 1, 2, 3)]
-        right = [number for number in right if number <= flag.most]
-        right += [flag.type(flag.most)] if flag.most <= 2**32 else []
-        return rng.choice([([str(rng.choice(right))], False)] * 2 + [([rng.choice(wrong)], True)])
+        least, most = flag.least, min(flag.most, 2**32)
+        right = [number for number in (least, 1, 2, 3, flag.most) if least <= number <= most]
+        right = [str(flag.type(number)) for number in right]
+        return rng.choice([([rng.choice(right)], False)] * 2 + [([rng.choice(wrong)], True)])
     if flag.type not in (str, None):  # numbers joined by commas
         return [rng.choice("0,0,0 1,2 1,2,3 -1,1,1 nan,1,1 ,, 0.5,0.5 0,0 nan,nan".split())], False
     words = [rng.choice(NAMES) for _ in range(rng.choice([1, 1, 1, 2]) if flag.nargs else 1)]
@@ -199,13 +199,9 @@ def draw_model(case):
     name = rng.choice([*UNFIT, "instruct"])
     if rng.random() < 0.75:
         name = "judge" if role in ("critic_", "reward_") else "actor"
-        files = sorted(path for path in (case.place / name).iterdir() if path.is_file())
-        way = rng.choice([damage_file, damage_json, damage_weights])
-        if way is damage_json:
-            files = [path for path in files if path.suffix == ".json"]
-        if way is damage_weights:
-            files = [case.place / name / "model.safetensors"]
-        way(case, rng.choice(files))
+        kinds = {damage_file: "*", damage_json: "*.json", damage_weights: "model.safetensors"}
+        way = rng.choice([*kinds])
+        way(case, rng.choice(sorted((case.place / name).glob(kinds[way]))))
     case.flags += [f"--{role}model_name_or_path", name]
 
 

@@ -4,9 +4,8 @@ import errno
 import json
 import multiprocessing
 import os
+import shutil
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +21,7 @@ from machinery.run import best, checkpoints, folder_lock, output_folder
 from tests import kit, runs
 
 FACTS = {"data_rows": 8, "data_fingerprint": 7}
-HOLD = """
-import sys, time
-from machinery.run import folder_lock
-print(folder_lock.Lock(sys.argv[1]).take(), flush=True)
-time.sleep(600)
-"""
+fork = multiprocessing.get_context("fork")
 
 
 def get_args(output, *flags, script=sft):
@@ -58,21 +52,28 @@ def checkpoint(output, step=2):
 # --------------------------------------------------------------------------------------------------
 # The lock
 # --------------------------------------------------------------------------------------------------
+def hold(folder, held):
+    assert folder_lock.Lock(folder).take() is None
+    held.set()
+    time.sleep(600)
+
+
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     """A second run would write into the first one's checkpoints. The refusal names host and
     process. Killed, a run leaves the file behind and locks nobody out."""
     begin(tmp_path).lock.release()
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=kit.ROOT)
+    held = fork.Event()
+    other = fork.Process(target=hold, args=(tmp_path, held))
+    other.start()
     try:
-        assert other.stdout.readline() == "None\n"
+        assert held.wait(60)
         for flags in ([], ["--resume"], ["--overwrite"]):
             with kit.refuses("output-in-use") as caught:
                 output_folder.check(get_args(tmp_path, *flags))
             assert f"process {other.pid} on {socket.gethostname()}" in caught.value.words
     finally:
         other.kill()
-        other.wait()
+        other.join()
     assert (tmp_path / ".lock").exists()
     begin(tmp_path, "--overwrite").lock.release()
 
@@ -93,7 +94,7 @@ def test_a_helper_that_outlives_its_run_does_not_hold_the_lock(tmp_path):
     """A reward function may fork a process, which gets a copy of every open file."""
     lock = folder_lock.Lock(tmp_path)
     assert lock.take() is None
-    helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    helper = fork.Process(target=time.sleep, args=(60,))
     helper.start()
     time.sleep(0.5)  # it has closed its copy
     lock.release()
@@ -146,10 +147,8 @@ def test_the_monitors_write_into_the_new_folder(tmp_path):
     """DeepSpeed's engines would open their files while models are loaded, in the folder that is
     then moved aside. Each holds metrics.jsonl, step for step: DeepSpeed's own events count samples,
     and W&B drops what comes at a lower number than the last."""
-    knobs = json.loads((kit.ROOT / "ds_config.json").read_text())
-    knobs["csv_monitor"]["enabled"] = True
-    (tmp_path / "ds.json").write_text(json.dumps(knobs))
-    flags = [*runs.base_flags("sft", kit.base()), "--ds_config", tmp_path / "ds.json"]
+    knobs = kit.knobs(tmp_path / "ds.json", "csv_monitor", enabled=True)
+    flags = [*runs.base_flags("sft", kit.base()), "--ds_config", knobs]
     flags += ["--max_steps", 2, "--eval_steps", 1, "--num_samples", 0]
     for _ in range(2):
         kit.run("sft", *flags, "--overwrite", folder=tmp_path / "run")
@@ -381,7 +380,7 @@ def test_the_best_model_is_whole_at_every_moment(tmp_path, monkeypatch):
     moments = 0
     while moments < 99:
         folder = tmp_path / f"killed-{moments}"
-        subprocess.run(["cp", "-r", tmp_path / "run", folder], check=True)
+        shutil.copytree(tmp_path / "run", folder)
         left = moments
 
         def count(function):

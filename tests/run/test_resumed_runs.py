@@ -50,11 +50,9 @@ def test_the_kl_penalty_follows_its_target_and_goes_on_from_there():
 
 
 def test_taking_a_checkpoint_changes_nothing():
-    """A run that saves on the way is the same run; and of its checkpoints the newest
-    --keep_checkpoints stay."""
+    """A run that saves on the way is the same run. (Which of its checkpoints stay:
+    test_reliability.py.)"""
     assert without_clocks("sft_zero3_checkpoints") == without_clocks("sft_zero3")
-    for name, kept in (("sft_dropout", ["step-2", "step-4"]), ("sft_dropout_resumed", ["step-4"])):
-        assert sorted(f.name for f in (run_of(name) / "checkpoints").iterdir()) == kept
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -26,14 +26,10 @@ TOY = declaring.ROOT / "toy/model"
 PAIR = {"prompt": "Why?", "response": " So.", "chosen": " So.", "rejected": " No."}
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 JUDGES = """
-import random
 def length(prompts, completions, **columns):
     return [float(len(text)) for text in completions]
-def dice(prompts, completions, **columns):
-    return [random.random() for text in completions]
 def narrow(prompts, completions):
     return [0.0 for text in completions]
-limit = 3
 """
 FILES = {  # what lies in the box: a path, and its text or its rows
     "good/train.jsonl": [{**PAIR, "prompt": f"Why {i}?"} for i in range(8)],

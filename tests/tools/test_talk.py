@@ -15,7 +15,6 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import ppo
-from machinery.base.refused import Refused
 from machinery.data import formats
 from machinery.models import model_folders
 from machinery.rollout import judging
@@ -258,14 +257,6 @@ def test_rows_of_a_file_are_scored(trained, chat_folder, tmp_path, row, scored):
 
 
 # ---- What is refused ----
-def test_sampling_flags_are_ppos_own():
-    """They are read by ppo.get_args, with its ranges and its rules between flags."""
-    args = talk.get_args("m --temperature 0.5 --stop a b".split(), ["--top_k", "3"])
-    assert (args.temperature, args.stop, args.top_k, args.models) == (0.5, ["a", "b"], 3, ["m"])
-    with pytest.raises(Refused):
-        talk.get_args("m --temperature 0".split())
-
-
 def test_a_folder_that_is_something_else_is_refused(trained):
     """Before it is loaded: the scores of a model that does not score would be noise, and so would
     be what a config without weights writes."""
@@ -315,9 +306,17 @@ def test_a_chat_goes_through_the_template(chat_folder, monkeypatch):
 
 
 def test_a_mistyped_command_ends_nothing(flags, monkeypatch, capsys):
-    """It is answered in words, and changes no setting."""
+    """It is answered in words, and changes no setting. Settings are ppo.py's flags, with its types
+    and ranges."""
     talking = session.Session(flags, writers_of(flags()))
-    bad = ["/foo", "/set temperature hot", "/set models x", "/undo", "/save nowhere/x.jsonl"]
+    bad = [
+        "/foo",
+        "/set temperature hot",
+        "/set temperature 0",
+        "/set models x",
+        "/undo",
+        "/save nowhere/x.jsonl",
+    ]
     typed(talking, monkeypatch, *bad, "Still there?")
     assert capsys.readouterr().err.count("error: ") == len(bad)
     assert len(talking.histories[0]) == 2 and vars(talking.args) == vars(flags())
