@@ -6,7 +6,7 @@ import pytest
 
 from tests.kit import ROOT, base, metrics, run
 from toy import maths
-from toy.arithmetic import broken, generate, verifier
+from toy.arithmetic import generate, verifier
 
 TOY = ROOT / "toy/arithmetic"
 
@@ -49,22 +49,6 @@ def test_what_is_known_of_the_pupil_against_all_that_he_may_write():
     assert [known["imitation"], known["luck"]] == pytest.approx(found)
 
 
-def test_the_limit_counts_sums_whose_steps_are_all_shown():
-    """Through ten or at once: one way is enough, and each of its steps must have been shown."""
-    line = generate.read("7 + 5")
-    easy = {(7, "+", 3, "in one step"), (10, "+", 2, "in one step")}
-    assert not generate.can_be_done(line, easy)
-    assert generate.can_be_done(line, easy | {(7, "+", 5, "through ten")})
-    assert generate.can_be_done(line, {(7, "+", 5, "in one step")})
-
-
-def test_three_broken_verifiers_cannot_tell_right_from_wrong():
-    given = ["7 + 5 - 9 ="] * 3, [" 12 - 9 = 3", " 11 - 9 = 2", " 12 - 9 ="], [3] * 3
-    assert verifier.correct(*given) == [1, 0, 0]
-    assert broken.always_zero(*given) == [0, 0, 0] and broken.always_one(*given) == [1, 1, 1]
-    assert broken.format_only(*given) == [1, 1, 0]
-
-
 @pytest.mark.parametrize("line", open(ROOT / "toy/maths.jsonl"))
 def test_what_breaks_verifiers_of_word_problems(line):
     """Thousands, units, currencies, several boxes, none, negative numbers, decimals, fractions,
@@ -85,7 +69,7 @@ def test_the_recipe_for_gsm8k_on_rows_in_its_columns(tmp_path):
     sft = ["--model_name_or_path", base() / "models/actor", "--max_seq_len", 64]
     sft = run("sft", *GSM8K.split(), "--data_path", file, *sft)
     ppo = f"""{GSM8K} --data_path {file} --actor_model_name_or_path {sft.folder}
-              --num_eval_prompts 2 --per_device_generation_batch_size 8
+              --num_eval_prompts 2 --max_prompt_seq_len 64 --per_device_generation_batch_size 8
               --per_device_training_batch_size 8""".split()
     assert metrics(run("ppo", *ppo).folder)[-1]["eval_pass_at_4"] == 0
     file.write_text('{"question": "1 + 1?", "answer": null}\n{"question": "?", "answer": null}\n')

@@ -9,7 +9,6 @@ import pytest
 
 from machinery.base.refused import Refused
 from machinery.rollout import judging
-from tests import kit
 
 RESPONSE = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "Why?", "text": " So."}
 
