@@ -10,7 +10,7 @@ DEMO = output/demo
 GRPO = output/grpo
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo grpo lab test test-all variants gpu-check gpu-run lint bench install clean
+.PHONY: demo grpo container lab clinic test test-all variants gpu-check gpu-run lint bench install clean
 demo: install
 	deepspeed --log_level error $(RANKS) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
@@ -28,9 +28,20 @@ grpo: install
 	python toy/arithmetic/report.py $(GRPO)
 	python tools/look.py $(GRPO)/sft $(GRPO)/grpo
 
+# The demo where there is docker alone. On NVIDIA GPUs: make container TORCH=torch==2.13.0 DOCKER="--gpus all"
+# Ranks exchange tensors through shared memory, of which docker gives 64 MB by itself.
+DOCKER ?=
+container:
+	docker build -t rlhf $(if $(filter-out file,$(origin TORCH)),--build-arg TORCH="$(TORCH)") .
+	docker run --rm -it --shm-size 1g $(DOCKER) -v "$(CURDIR)/output:/rlhf/output" rlhf
+
 # A rule of thumb, tried on the toy: make lab NAME=stability (labs/README.md has the list).
 lab: install
 	python labs/run.py $(NAME)
+
+# A broken run of course/clinic, made anew: make clinic CASE=07
+clinic: install
+	python course/clinic/cases.py $(CASE)
 
 test: lint
 	python -m pytest -q -m "not slow" tests

@@ -36,7 +36,7 @@ Token layout of one row, P = 3 (left-padded), R = 4 (right-padded; '-' is paddin
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
+from math import exp, inf, log
 
 import numpy as np
 import torch
@@ -81,8 +81,8 @@ PRESETS = {
         num_warmup_steps=10,
         max_prompt_seq_len=32,
         max_answer_seq_len=48,
-        per_device_generation_batch_size=32,
-        per_device_training_batch_size=32,
+        per_device_generation_batch_size=common.toy_batch(32),
+        per_device_training_batch_size=common.toy_batch(32),
         per_device_eval_batch_size=140,
         num_eval_prompts=280,
         kl_coef=0.05,
@@ -263,6 +263,10 @@ def get_args(argv=None):
     arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=inf)
     upper = "upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip"
     arg("clip_high", float, upper, most=inf)
+    cap = "responses of another policy: cap of each token's importance weight. 2 [Yao 2025]"
+    arg("is_cap", float, cap, most=inf, fixed=True)
+    band = "and a response counts if its tokens' mean ratio lies in 1/this .. this"
+    arg("is_band", float, band, least=1, most=inf, fixed=True)
     means = ["tokens", "responses", "constant"]
     arg("loss_mean", "tokens", "loss_weights says over what", choices=means, fixed=True)
     truncated = "1: responses that were cut off count in no loss [Yu 2025]"
@@ -414,6 +418,31 @@ def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None):
     return -gain, ratio
 
 
+def importance_weights(old_logprobs, sampled_logprobs, cap):
+    """Truncated importance weights, of responses that another policy mu has sampled.  [Yao 2025]
+
+        weight = min(pi_old(token) / mu(token), cap)
+
+    pi_old: the actor as it scored the rollout. mu: the same weights in another engine, dtype or
+    kernel, or older weights. Under mu a weight without the cap has mean 1, and makes a mean over
+    tokens one under pi_old; the cap bounds its variance, and makes it a little smaller on average.
+    """
+    return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
+
+
+def in_band(old_logprobs, sampled_logprobs, mask, band):
+    """1 for a response whose ratio, a geometric mean over its tokens, lies in 1/band .. band.
+
+        1/band <= exp(mean of log(pi_old(token) / mu(token))) <= band          (B, R) -> (B, 1)
+
+    As OpenRLHF's `seq-mask-tis` with --is_cap. A response far from what the actor would write says
+    little of the actor, and comes most often from an error of the engine that sampled it.
+    """
+    log_ratios = (old_logprobs - sampled_logprobs) * mask
+    means = log_ratios.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return (means.abs() <= log(band)).float()
+
+
 def actor_loss(args, batch, logprobs, entropy, kl_coef):
     """The policy loss, with a penalty on KL and a bonus for entropy where flags say so.
 
@@ -424,6 +453,9 @@ def actor_loss(args, batch, logprobs, entropy, kl_coef):
         logprobs, batch.old_logprobs, batch.advantages, args.clip, args.clip_high
     )
     clipped = loss != -ratio * batch.advantages  # the minimum was the other one
+    if args.is_cap:
+        sampled = batch.tokens["sampled_logprobs"]
+        loss = loss * importance_weights(batch.old_logprobs, sampled, args.is_cap)
     if args.kl_in == "loss" and kl_coef:
         loss = loss + kl_coef * kl_estimate(logprobs, batch.ref_logprobs, args.kl_estimator)
     if args.entropy_coef:
@@ -897,10 +929,17 @@ def trained_mask(args, batch):
     """1 on the tokens that count in the losses: (B, R).
 
     --mask_truncated 1 leaves out responses that were cut off: that a response was too long says
-    nothing of its tokens. [Yu 2025] section 3.4, overlong filtering. They still have rewards, which
-    count in the baseline of their group and in the metrics.
+    nothing of its tokens. [Yu 2025] section 3.4, overlong filtering. --is_band leaves out responses
+    that the actor would hardly write. Both still have rewards, which count in the baseline of their
+    group and in the metrics.
     """
-    return batch.response_mask * (batch.ended[:, None] if args.mask_truncated else 1)
+    mask = batch.response_mask
+    if args.mask_truncated:
+        mask = mask * batch.ended[:, None]
+    if args.is_band:
+        sampled = batch.tokens["sampled_logprobs"]
+        mask = mask * in_band(batch.old_logprobs, sampled, batch.response_mask, args.is_band)
+    return mask
 
 
 def loss_weights(args, minibatch):
@@ -917,8 +956,8 @@ def loss_weights(args, minibatch):
     response counts less: long bad ones are punished less for each token, and long good ones are
     reinforced less. With `tokens` and `constant` a long response counts more as a whole; these two
     differ by a factor of the step. A response without tokens that count is not among the n. The
-    critic's loss and the metrics are means over tokens always. Importance weights, for responses
-    that another policy has sampled, belong to the loss itself, in `optimizer_step`.
+    critic's loss and the metrics are means over tokens always. Importance weights are no part of
+    this: see `actor_loss`.
     """
     weights = [trained_mask(args, batch) for batch in minibatch]  # (B, R) each
     if args.loss_mean == "tokens":
@@ -948,7 +987,7 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
         loss, ratio, clipped = actor_loss(args, batch, logprobs, entropy, kl_coef)
         if not one_pass and not means.updates:  # the first of the rollout: no weight has moved
             checks.stop_unless_one(run, ratio, batch.response_mask)
-        loss_sum = (loss * weight).sum()  # importance weights of another policy's: here
+        loss_sum = (loss * weight).sum()
         actor.backward(loss_sum * common.loss_scale(actor, divisor))
 
         # The critic, if there is one
@@ -987,6 +1026,8 @@ def rollout_means(args, micro_batches):
     entropy               mean over the tokens
     advantage_std         deviation over the tokens, before whitening
     explained_variance    1: the critic foresaw each return; 0: no better than a constant
+    sampling_...          how far the policy mu that sampled is from the one that scored, pi: see
+                          sampling_means
     """
     moments = functools.partial(rollout_metrics.moments, micro_batches)  # mean, variance
     means = rollout_metrics.response_means(micro_batches)
@@ -1003,7 +1044,37 @@ def rollout_means(args, micro_batches):
         means["explained_variance"] = 1 - errors / max(variance, 1e-12)
     if args.compares_groups:
         means |= group_means(micro_batches)
-    return {**means, **rollout_metrics.sampling_gap(micro_batches)}
+    return means | sampling_means(micro_batches)
+
+
+def sampling_means(micro_batches):
+    """How far the policy mu that sampled is from the one that scored, pi: {name: number}.
+
+    sampling_gap        largest abs(log(pi / mu)) of a token
+    sampling_kl         mean of log(mu / pi) over the tokens: KL(mu || pi), nats a token
+    sampling_outside    share of the tokens with pi / mu outside of 0.8 .. 1.2
+    sampling_ppl_gap    perplexity of the responses under pi, minus that under mu
+
+    All are 0 but for rounding where a model samples and scores in the same way: a cache sums in
+    another order. {} where a fork's sampler tells no log-probs.
+    """
+    if any("sampled_logprobs" not in batch.tokens for batch in micro_batches):
+        return {}
+
+    def log_ratio(batch):
+        return batch.old_logprobs - batch.tokens["sampled_logprobs"]  # (B, R)
+
+    moments = functools.partial(rollout_metrics.moments, micro_batches)
+    pi = moments(lambda batch: batch.old_logprobs)[0]
+    mu = moments(lambda batch: batch.tokens["sampled_logprobs"])[0]
+    outside = moments(lambda batch: ((log_ratio(batch).exp() - 1).abs() > 0.2).float())[0]
+    gaps = [(log_ratio(batch).abs() * batch.response_mask).max().item() for batch in micro_batches]
+    return {
+        "sampling_gap": max(ranks.all_gather_objects(gaps)),
+        "sampling_kl": mu - pi,
+        "sampling_outside": outside,
+        "sampling_ppl_gap": exp(-pi) - exp(-mu),
+    }
 
 
 def group_means(micro_batches):
@@ -1082,7 +1153,7 @@ def main():
             one_pass=one_pass,
         )
         rollout_metrics.stop_unless_finite(run, micro_batches)
-        if first:
+        if first and not (args.is_cap or args.is_band):  # else another policy may sample
             checks.stop_unless_sampled_as_scored(run, micro_batches)
 
         # ---- 5 advantages ----

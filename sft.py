@@ -47,7 +47,7 @@ PRESETS = {
         weight_decay=0.0,
         num_warmup_steps=20,
         dropout=None,
-        per_device_train_batch_size=24,  # 48 on the demo's two ranks
+        per_device_train_batch_size=common.toy_batch(24),  # on two ranks and more 48 together
         per_device_eval_batch_size=140,
         max_seq_len=64,
         zero_stage=2,
@@ -118,8 +118,8 @@ PRESETS = {
         max_answer_seq_len=256,
         gold_fn="toy/maths.py:solved",  # the share of right greedy answers
     ),
-    # DeepSpeed-Chat's recipes, number for number: opt/single_node/run_1.3b.sh. Its loss covers the
-    # prompt, too: --train_on everything. What only saves memory is left to flags.
+    # DeepSpeed-Chat's numbers: opt/single_node/run_1.3b.sh. Its code differs: docs/runs.md#presets.
+    # Its loss covers the prompt, too: --train_on everything. What saves memory is left to flags.
     "opt-1.3b": dict(
         model_name_or_path="facebook/opt-1.3b",
         data_path=[

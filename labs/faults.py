@@ -1,12 +1,14 @@
 """Runs one of the scripts with a mistake in it:  python labs/faults.py FAULT ppo.py FLAGS
 
-For the labs that ask what a mistake does. The mistake is patched in from outside, so the scripts
-hold none of it. Every run of the lab "mismatch", also that without a fault, has two passes, one
-that scores and one that trains: a pass that is both would be compared with itself. No such run is
-stopped by what ppo.py checks in its first step.
+For the labs that ask what a mistake does, and for the clinic (course/clinic), whose mistakes each
+have a file: FAULT is a name in FAULTS below, or a file that defines fault(). The mistake is patched
+in from outside, so the scripts hold none of it. Every run of the lab "mismatch", also that without
+a fault, has two passes, one that scores and one that trains: a pass that is both would be compared
+with itself. No such run is stopped by what ppo.py checks in its first step.
 """
 
 import functools
+import runpy
 import sys
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 import common  # noqa: E402
 import ppo  # noqa: E402
 import reward  # noqa: E402
+import sft  # noqa: E402
 from machinery.base.refused import program  # noqa: E402
 
 BF16 = functools.partial(torch.autocast, get_accelerator().device_name(), torch.bfloat16)
@@ -214,11 +217,16 @@ FAULTS = {
 }
 
 
+def patch_in(fault):
+    """Makes a mistake: one of FAULTS, or that of a file."""
+    (FAULTS.get(fault) or runpy.run_path(fault)["fault"])()
+
+
 def main():
     fault, script = sys.argv[1:3]
-    FAULTS[fault]()
+    patch_in(fault)
     sys.argv = sys.argv[2:]
-    program({"ppo.py": ppo, "reward.py": reward}[script].main)
+    program({"sft.py": sft, "reward.py": reward, "ppo.py": ppo}[script].main)
 
 
 if __name__ == "__main__":

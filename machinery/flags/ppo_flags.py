@@ -34,11 +34,10 @@ def add_options(parser):
 
 def add_sampling_flags(arg):
     """Declares how responses are sampled."""
-    arg("min_new_tokens", 0, "no EOS in so many first tokens. Log-probs as --top_p's", fixed=True)
+    arg("min_new_tokens", 0, "no EOS in so many first tokens", fixed=True)
     arg("stop", str, "texts that end a response as EOS does", nargs="+", default=[], fixed=True)
-    nucleus = "nucleus sampling; 1: off. Log-probs are the whole distribution's"
-    arg("top_p", 1.0, nucleus, least=1e-6, most=1, fixed=True)
-    arg("top_k", 0, "sample from the k likeliest; 0: off. Log-probs as --top_p's", fixed=True)
+    arg("top_p", 1.0, "nucleus sampling; 1: off", least=1e-6, most=1, fixed=True)
+    arg("top_k", 0, "sample from the k likeliest; 0: off", fixed=True)
     evaluated = "held-out prompts answered at each evaluation"
     arg("num_eval_prompts", 128, evaluated, least=1, fixed=True)
     arg("eval_samples", 1, "responses to each: pass@k, k = 1, 2, 4, ...", least=1, fixed=True)

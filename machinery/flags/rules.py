@@ -117,3 +117,5 @@ def warn_of_ppo(args):
     if args.kl_in == "reward" and args.kl_estimator != "k1":
         words = "in the reward hardly holds the actor back. Use k1, or --kl_in loss."
         ranks.say(f"warning: --kl_estimator {args.kl_estimator} {words}")
+    if filters := args.declared.given & {"top_p", "top_k", "min_new_tokens"}:
+        ranks.say(f"warning: --{' --'.join(filters)}: KL is not the sampler's, and may be below 0")

@@ -13,8 +13,8 @@ from machinery.base.refused import Refused
 from machinery.engine import throughput
 from machinery.run import logs
 
-COLUMNS = """step reward gold kl response_length eos_rate actor_loss critic_loss
-             explained_variance entropy ratio_max eval_reward eval_gold seconds""".split()
+COLUMNS = """step reward gold kl response_length eos_rate explained_variance entropy
+             eval_reward eval_gold seconds""".split()
 STORED = ("old_logprobs", "ref_logprobs", "entropy", "scores", "old_values")
 
 
@@ -97,14 +97,6 @@ def moments(micro_batches, of, where=lambda batch: batch.response_mask):
     return mean, max(squares / max(count, 1) - mean**2, 0.0)
 
 
-def sampling_gap(micro_batches):
-    """Returns {"sampling_gap": the largest of token_gaps of all ranks}; {} if a fork has none."""
-    if any("sampled_logprobs" not in batch.tokens for batch in micro_batches):
-        return {}
-    gaps = [token_gaps(batch).max().item() for batch in micro_batches]
-    return {"sampling_gap": max(ranks.all_gather_objects(gaps))}
-
-
 def token_gaps(batch):
     """Returns how far the log-probs of sampling and of scoring are apart, (B, R); 0 in padding."""
     gaps = (batch.tokens["sampled_logprobs"] - batch.old_logprobs).abs()
@@ -157,7 +149,7 @@ def as_data(row):
 
 def columns(args):
     """Returns the columns of the screen that this run has."""
-    absent = [] if args.has_critic else ["critic_loss", "explained_variance"]
+    absent = [] if args.has_critic else ["explained_variance"]
     absent += [] if args.gold_fn else ["gold", "eval_gold"]
     absent += [] if args.has_reference else ["kl"]
     return [name for name in COLUMNS if name not in absent]

@@ -12,7 +12,8 @@ import torch
 
 from machinery.base import ranks
 
-NOT_FINITE = "Likely: a learning rate too high, or fp16 where the model was trained in bf16."
+# In this order. What to look at elsewhere, and why: course/clinic/README.md
+NOT_FINITE = "Look at: learning rate; --allow_unstable 1; on a GPU --dtype, attention kernel."
 
 
 def finish(args, code=0):

@@ -47,7 +47,7 @@ def write(args, record, columns, legend=False, monitor=None):
     short = {**record, **{name: f"{value:.4g}" for name, value in numbers.items()}}
     cells = ["" if short.get(name) is None else str(short[name]) for name in columns]
     for line in [columns, cells] if legend else [cells]:
-        ranks.say("".join(text.rjust(max(12, len(name) + 2)) for text, name in zip(line, columns)))
+        ranks.say(" ".join(text.rjust(max(8, len(name))) for text, name in zip(line, columns)))
     if monitor:  # it writes on rank 0
         monitor.write_events([(f"train/{name}", n, record["step"]) for name, n in numbers.items()])
 

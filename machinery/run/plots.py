@@ -2,34 +2,40 @@
 
 import pandas
 
-# group | title, with the unit | metrics (with the eval_... of each)
-PANELS = """
-learning | reward, gold | reward gold
-learning | pass@k | pass_at_1 pass_at_2 pass_at_4 pass_at_8 pass_at_16
-learning | best reward of k | best_of_1 best_of_2 best_of_4 best_of_8 best_of_16
-learning | accuracy | accuracy
-learning | scores of chosen, rejected | chosen_score rejected_score margin
-learning | loss | loss actor_loss critic_loss
-learning | perplexity | perplexity
-stability | KL to the reference, nats a response | kl kl_k3
-stability | entropy, nats a token | entropy
-stability | length, tokens a response | response_length
-stability | ended by EOS, share | eos_rate
-stability | critic: explained variance | explained_variance
-stability | norm of the gradients | grad_norm critic_grad_norm
-stability | KL to the policy before, nats a token | approx_kl
-stability | largest ratio | ratio_max
-stability | clipped, share of the tokens | clip_fraction clip_fraction_low clip_fraction_high
-stability | sampling against scoring, nats a token | sampling_gap
-stability | prompts that teach nothing, share | equal_groups
-stability | deviation of the rewards | reward_std group_std
-stability | deviation of the advantages | advantage_std
-stability | KL penalty | kl_coef
-stability | learning rate | learning_rate critic_learning_rate
-cost | tokens/s | tokens_per_second
-cost | TFLOP/s | tflops
-cost | parts of a step, seconds | generate_seconds score_seconds train_seconds
-"""
+# of each group: title, with the unit | metrics (with the eval_... of each)
+PANELS = {
+    "learning": """
+reward, gold | reward gold
+pass@k | pass_at_1 pass_at_2 pass_at_4 pass_at_8 pass_at_16
+best reward of k | best_of_1 best_of_2 best_of_4 best_of_8 best_of_16
+accuracy | accuracy
+scores of chosen, rejected | chosen_score rejected_score margin
+loss | loss actor_loss critic_loss
+perplexity | perplexity
+""",
+    "stability": """
+KL to the reference, nats a response | kl kl_k3
+entropy, nats a token | entropy
+length, tokens a response | response_length
+ended by EOS, share | eos_rate
+critic: explained variance | explained_variance
+norm of the gradients | grad_norm critic_grad_norm
+KL to the policy before, nats a token | approx_kl
+largest ratio | ratio_max
+clipped, share of the tokens | clip_fraction clip_fraction_low clip_fraction_high
+sampling against scoring, nats a token | sampling_gap sampling_kl
+prompts that teach nothing, share | equal_groups
+deviation of the rewards | reward_std group_std
+deviation of the advantages | advantage_std
+KL penalty | kl_coef
+learning rate | learning_rate critic_learning_rate
+""",
+    "cost": """
+tokens/s | tokens_per_second
+TFLOP/s | tflops
+parts of a step, seconds | generate_seconds score_seconds train_seconds
+""",
+}
 LEFT_OUT = ["epoch", "seconds", "eval_score_mean", "eval_score_std"]
 COLUMNS = 4
 
@@ -61,7 +67,8 @@ def is_noise(name, values):
 
 def panels_of(metrics):
     """Returns {group: [(title, table of metrics)]}; none is empty."""
-    panels = [line.split(" | ") for line in PANELS.strip().splitlines()]
+    rows = [(group, row) for group, rows in PANELS.items() for row in rows.strip().split("\n")]
+    panels = [(group, *row.split(" | ")) for group, row in rows]
     named = {name for panel in panels for name in panel[-1].split()}
     for name in metrics:
         if (own := name.removeprefix("eval_")) not in named:

@@ -20,7 +20,11 @@ ROOT = kit.ROOT
 sys.path[:0] = [str(ROOT / "toy"), str(ROOT / "tools")]
 README = ROOT / "README.md"
 PAGES = [README]
-PAGES += [page for name in ("docs", "toy", "labs") for page in sorted((ROOT / name).glob("*.md"))]
+PAGES += [
+    page
+    for name in ("docs", "toy", "labs", "course")
+    for page in sorted((ROOT / name).rglob("*.md"))
+]
 TOOLS = [f"tools/{name}.py" for name in ("talk", "look", "export", "estimate")]
 PROGRAMS = ["sft.py", "reward.py", "ppo.py", *TOOLS]
 MODULES = [ROOT / "common.py", *sorted((ROOT / "machinery").rglob("*.py"))]
@@ -30,7 +34,7 @@ OTHERS = set(
        --master_port --hostfile --log_level --bind_cores_to_rank --nodes --ntasks --signal --gpus
        --model --model_args --tasks --exclude --index --help""".split()
 )
-FOLDERS = "machinery|tools|toy|tests|labs|bench|variants"
+FOLDERS = "machinery|tools|toy|tests|labs|bench|variants|course"
 
 
 def module_of(file):

@@ -3,6 +3,7 @@ however it is laid out, and says what its runs have shown.
 """
 
 import importlib.util
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -42,6 +43,21 @@ def test_a_diff_applies(diff):
     command = ["git", "apply", "--check", str(diff)]
     done = subprocess.run(command, cwd=kit.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_variants_that_exclude_each_other_say_so(tmp_path):
+    """With the line that undoes the one that is there; after it the other one goes on."""
+    tree = tmp_path / "tree"
+    runner.apply("gspo", tree)
+    (tree / "variants").symlink_to(VARIANTS)
+    with pytest.raises(SystemExit, match="ptx does not go") as error:
+        variants.put("ptx", tree)
+    with pytest.raises(SystemExit, match="gspo is applied already"):
+        variants.put("gspo", tree)
+    [undo] = re.findall("gspo is applied. To undo it: (.*)", str(error.value))
+    subprocess.run(undo.split(), cwd=tree, check=True)
+    variants.put("ptx", tree)
+    assert (tree / "ptx.py").is_file()
 
 
 def test_the_pages_say_what_the_runs_showed():

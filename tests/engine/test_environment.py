@@ -14,7 +14,7 @@ import sft
 from machinery.base import modules
 from machinery.models import model_folders, saving
 from tests import kit, runs
-from tests.runs import CURVES, assert_same_curves, curve, facts, metrics, run_of, without_clocks
+from tests.runs import CURVES, assert_same_curves, curve, facts, metrics, run_of
 
 peft = pytest.importorskip("peft")
 ADAPTERS = "adapter_model.safetensors"
@@ -106,9 +106,7 @@ def test_without_its_adapters_the_actor_is_the_reference():
 @pytest.mark.parametrize("script", ["sft", "ppo"])
 def test_a_resumed_lora_run_equals_an_uninterrupted_one(script):
     whole, resumed = f"{script}_lora3", f"{script}_lora_resumed"
-    assert without_clocks(resumed) == without_clocks(whole)
-    found, expected = (kit.weights(run_of(name), ADAPTERS) for name in (resumed, whole))
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert kit.outcome(run_of(resumed)) == kit.outcome(run_of(whole))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -178,7 +176,7 @@ def test_real_fp16_engines_skip_together(name):
 
 
 # --------------------------------------------------------------------------------------------------
-# State offload, ZeRO++, and every combination that CPU ranks permit
+# State offload, and every combination that CPU ranks permit
 # --------------------------------------------------------------------------------------------------
 AWAY = {f"ppo_offload_states{stage}": f"ppo_zero{stage}" for stage in (1, 2, 3)}
 AWAY |= {"ppo_bf16_offload_states2": "ppo_bf16", "ppo_bf16_offload_states3": "ppo_bf16_zero3"}
@@ -189,20 +187,12 @@ def test_states_that_leave_and_come_back_are_the_same(away):
     """Moments, master weights and gradients wait elsewhere while responses are written and scored,
     and are back to be saved: numbers and weights are the same to the bit."""
     stays = AWAY[away]
-    assert without_clocks(away) == without_clocks(stays)
+    assert kit.outcome(run_of(away)) == kit.outcome(run_of(stays))
     for rank in facts(away):  # DeepSpeed's own list
         assert rank["away"]
         assert all({"hp_params", "optim_states"} <= set(states) for states in rank["away"])
         assert all(saved["away"] == [] for saved in rank["saved"])
     assert not any(any(rank["away"]) for rank in facts(stays))
-    for part in ("", "ema", "critic"):
-        found, expected = (kit.weights(run_of(name) / part) for name in (away, stays))
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-def test_hpz_changes_nothing():
-    """ZeRO++'s second copy of the weights within a machine (in ds_config.json)."""
-    assert_same_curves(["sft_zero3", "sft_hpz"], CURVES["sft"])
 
 
 @pytest.mark.parametrize("name", [*runs.MATRIX, *runs.SPLIT])

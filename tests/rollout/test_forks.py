@@ -122,7 +122,7 @@ def test_a_rollout_that_is_sampled_otherwise_than_it_is_scored_is_stopped(
     it is seen in the metric, and stops the first step."""
     batches = scored(tiny_model, tokenizer, rollout(tiny_model, tokenizer), 4)
     assert batches[0].response_mask.sum() > 8
-    assert rollout_metrics.sampling_gap(batches)["sampling_gap"] < 1e-4
+    assert ppo.sampling_means(batches)["sampling_gap"] < 1e-4
     assert gate(tiny_model, batches) is None
 
     right = ppo.next_logits
@@ -136,7 +136,7 @@ def test_a_rollout_that_is_sampled_otherwise_than_it_is_scored_is_stopped(
 
     monkeypatch.setattr(ppo, "next_logits", shifted)
     batches = scored(tiny_model, tokenizer, rollout(tiny_model, tokenizer), 4)
-    assert rollout_metrics.sampling_gap(batches)["sampling_gap"] > 1e-2
+    assert ppo.sampling_means(batches)["sampling_gap"] > 1e-2
     assert gate(tiny_model, batches) == 1
 
 

@@ -67,7 +67,11 @@ def test_what_a_rollout_was_like():
             "advantage_std": 3.0,
             "explained_variance": 0.75,
             "equal_groups": 0.0,
+            # scoring says -1 and -2, sampling -1.5 and -2; e^0.5 is outside of 0.8 .. 1.2
             "sampling_gap": 0.5,
+            "sampling_kl": -0.25,
+            "sampling_outside": 0.5,
+            "sampling_ppl_gap": math.exp(1.5) - math.exp(1.75),
         }
     )
 
@@ -136,7 +140,7 @@ def test_clipping_above_and_below_is_counted_apart():
     engine = SimpleNamespace(backward=lambda loss: None, step=lambda: None)
     engine.gradient_accumulation_steps = lambda: 1
     names = dict(loss_mean="tokens", mask_truncated=0, clip=0.2, clip_high=None, dtype="fp32")
-    args = SimpleNamespace(**names, kl_in="reward", entropy_coef=0)
+    args = SimpleNamespace(**names, kl_in="reward", entropy_coef=0, is_cap=None, is_band=None)
     means, batch = rollout_metrics.TokenMeans(), micro_batch([0], ended=torch.ones(1), **given)
     ppo.optimizer_step(args, None, [batch], engine, None, 0.0, True, means)
     shares = [means.of_all_updates()[f"clip_fraction{part}"] for part in ("", "_low", "_high")]

@@ -10,7 +10,10 @@ from types import SimpleNamespace
 import pytest
 from matplotlib.figure import Figure
 
+import reward
+import sft
 from machinery.base import progress
+from machinery.rollout import rollout_metrics
 from machinery.run import launch, logs, plots
 from tests import kit
 
@@ -78,6 +81,17 @@ def test_a_line_of_the_log_is_of_all_its_steps():
     expected = (6, 0.3, pytest.approx(1 / 3), 3.0, 1.5, 0.4, 1e-4, 0.1, 0.5, [0.1, 0.2])
     assert tuple(logs.joined(records).values()) == expected
     assert all(logs.joined([record]) == record for record in records)
+
+
+@pytest.mark.parametrize("columns", [sft.COLUMNS, reward.COLUMNS, rollout_metrics.COLUMNS])
+def test_a_line_of_the_screen_fits_120_columns(tmp_path, capsys, columns):
+    """Legend and numbers stand under each other, and no two numbers run together."""
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    record = dict(dict.fromkeys(columns, -0.0123456), step=100_000, epoch=12.5)
+    logs.write(args, record, columns, legend=True)
+    legend, line = capsys.readouterr().out.splitlines()
+    assert legend.split() == columns and len(line.split()) == len(columns)
+    assert len(legend) == len(line) <= 120
 
 
 # --------------------------------------------------------------------------------------------------

@@ -15,14 +15,12 @@ import pytest
 import torch
 
 import ppo
-import reward
 import sft
 from machinery.base import ranks
 from machinery.models import saving
 from machinery.run import best, checkpoints, folder_lock, output_folder
 from tests import kit, runs
 
-SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
 FACTS = {"data_rows": 8, "data_fingerprint": 7}
 HOLD = """
 import sys, time
@@ -32,11 +30,11 @@ time.sleep(600)
 """
 
 
-def get_args(output, *flags, script="sft"):
-    return SCRIPTS[script].get_args(["--preset", "toy", "--output_dir", str(output), *flags])
+def get_args(output, *flags, script=sft):
+    return script.get_args(["--preset", "toy", "--output_dir", str(output), *flags])
 
 
-def begin(output, *flags, script="sft"):
+def begin(output, *flags, script=sft):
     """Returns the folder of a run that has begun."""
     folder = output_folder.OutputFolder(get_args(output, *flags, script=script))
     folder.take(FACTS)
@@ -55,12 +53,6 @@ def checkpoint(output, step=2):
     folder = output / f"checkpoints/step-{step}"
     folder.mkdir(parents=True)
     (folder / "rank0.pt").write_text("state")
-
-
-def tree(folder):
-    """Returns everything below `folder`, {path: text}."""
-    files = [path for path in folder.rglob("*") if path.name != ".lock"]
-    return {str(f.relative_to(folder)): f.is_file() and f.read_text() for f in files}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -137,12 +129,12 @@ def test_overwrite_moves_the_old_run_aside_when_all_is_loaded(tmp_path):
     output = tmp_path / "run"
     finish(output)
     for number in (1, 2):
-        old = tree(output)
+        old = kit.tree(output)
         folder = output_folder.OutputFolder(get_args(output, "--overwrite"))
-        assert tree(output) == old
+        assert kit.tree(output) == old
         folder.take(FACTS)
-        assert tree(tmp_path / f"run.old-{number}") == old
-        assert tree(output).keys() == {"args.json"}
+        assert kit.tree(tmp_path / f"run.old-{number}") == old
+        assert kit.tree(output).keys() == {"args.json"}
         with kit.refuses("output-in-use"):
             output_folder.check(get_args(output, "--overwrite"))
         folder.lock.release()
@@ -205,7 +197,7 @@ REFUSED = [  # what is there, the flags, the rule that refuses them
 def test_a_folder_that_cannot_be_had_is_refused(tmp_path, make, flags, rule):
     output = tmp_path / "run"
     make(output)
-    before = tree(tmp_path)
+    before = kit.tree(tmp_path)
     args = get_args(output)
     for flag, value in zip(flags[1:-1:2], flags[2::2]):  # without what declaring reads of them
         value = value.replace("OUTPUT", str(output))
@@ -213,7 +205,7 @@ def test_a_folder_that_cannot_be_had_is_refused(tmp_path, make, flags, rule):
     args.overwrite, args.resume = "--overwrite" in flags, "--resume" in flags
     with kit.refuses(rule):
         output_folder.check(args)
-    assert tree(tmp_path) == before
+    assert kit.tree(tmp_path) == before
 
 
 def test_the_folder_in_which_one_stands_is_not_moved(tmp_path, monkeypatch):
@@ -245,9 +237,9 @@ def test_resume_compares_what_shapes_the_run(tmp_path, change):
     has moved, is not."""
     rest = ["--reward_fn", "a.py:f", "--reward_model_name_or_path", "judge"]
     rest += ["--samples_per_prompt", "2", "--allow_unstable", "1"]
-    begin(tmp_path, *rest, script="ppo").lock.release()
+    begin(tmp_path, *rest, script=ppo).lock.release()
     checkpoint(tmp_path)
-    args = get_args(tmp_path, *rest, *f"--{change}".split(), "--resume", script="ppo")
+    args = get_args(tmp_path, *rest, *f"--{change}".split(), "--resume", script=ppo)
     if change in SAME:
         return output_folder.check(args)
     with kit.refuses("flag-changed") as caught:

@@ -1,17 +1,20 @@
 """tools/look.py: what it computes and says, by hand-worked numbers; what it reads, broken or not;
 and the page that it writes."""
 
+import dataclasses
 import html.parser
 import json
 import math
 import re
 from pathlib import Path
 
+import pandas
 import pytest
 
+from machinery.run import plots
 from tests import kit
 from tools import look
-from tools.report import answers, numbers, page, runs, samples, text, verdicts
+from tools.report import answers, numbers, page, pictures, runs, samples, text, verdicts
 
 
 # ---- What it computes ----
@@ -62,19 +65,73 @@ def test_gamed_samples_come_first_the_worst_of_them_at_the_top():
     assert [row["gamed"] for row in found] == [True] * 3 + [False] * 3
 
 
+# ---- What it draws ----
+def test_every_chart_says_its_unit():
+    """Who reads "loss 0.4" wants to know: nats a token, a pair, or no unit at all. A panel's title
+    ends with its unit, or it is among UNITS, where no title is of a panel that is gone."""
+    titles = [line.split(" | ")[1] for line in plots.PANELS.strip().splitlines()]
+    assert {*pictures.UNITS} <= {*titles, "sft: loss", "reward: loss"}
+    units = {pictures.with_unit(title)[1] for title in ("sft: loss", "entropy, nats a token")}
+    assert units == {"nats a token"}
+
+
+def test_a_thinned_curve_keeps_the_one_step_that_went_wrong():
+    """10,000 steps have 300 points on the page; a ratio of 5 in one of them is among these."""
+    values = pandas.Series(1.0, index=range(10_000))
+    values[4321] = 5
+    shown = pictures.thinned(values)
+    assert (
+        len(shown) <= pictures.POINTS and shown[4321] == 5 and shown.index.is_monotonic_increasing
+    )
+
+
+def test_metrics_of_equal_values_are_one_curve():
+    """PPO's loss is its critic's where the policy loss is 0: two lines over each other hide one."""
+    columns = dict(loss=[0.5, 0.25], critic_loss=[0.5, 0.25 + 1e-8], kl=[0.5, 0.3])
+    assert pictures.alike(pandas.DataFrame(columns)) == [["loss", "critic_loss"], ["kl"]]
+
+
+def test_two_runs_are_compared_prompt_by_prompt(tmp_path):
+    """Of the last evaluations: what differs comes first, and the reward of both is in the row."""
+    for name, why in (("a", "So."), ("b", "Thus.")):
+        make_run(tmp_path / name, response=why)
+    _, found = samples.tables(runs.find([tmp_path]))
+    assert found["heads"] == ["prompt", "a", "b"]
+    texts = [(row["prompt"], row["before"], row["after"]) for row in found["rows"]]
+    assert texts == [("Why?", "So.", "Thus."), ("How?", "By boat.", "By boat.")]
+    assert found["rows"][0]["reward_before"] == found["rows"][0]["reward_after"] == 0.9
+
+
 # ---- Verdicts ----
 ONCE = dict(per_device_generation_batch_size=4, per_device_training_batch_size=4)
 TWICE = dict(ONCE, ppo_epochs=2)
+RISING = [0, 0, 1, 1, 2, 2]
+
+
+def answered(*texts, reward=(0, 0), gold=(0, 0)):
+    """Returns samples of two evaluations: the same texts, with a reward and a gold score each."""
+    both = [(0, reward[0], gold[0]), (9, reward[1], gold[1])]
+    return [sample(str(i), t, *scores, at) for at, *scores in both for i, t in enumerate(texts)]
+
+
+def token(reward, kl=(0.0, 0.0), logprobs=(-1.0, -1.0)):
+    """Returns a line of tokens.jsonl of a response of two tokens: reward 1, kl_coef 0.1."""
+    numbers = dict(text=["a", "b"], reward=reward, kl=kl, logprob=logprobs)
+    return dict(tokens=numbers, reward=1.0, kl_coef=0.1, ended=1.0)
+
+
 VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     "sft_loss": [
         ("healthy", dict(eval_loss=[6, 0.41, 0.4])),
         ("sick", dict(eval_loss=[2, 1, 1.2], loss=[2, 1, 0.5])),  # it overfits
         ("watch", dict(eval_loss=[3, 2, 1])),  # still falling
+        ("sick", dict(eval_loss=[3, 0.3, 0.3], limits={"eval_loss": 0.4})),  # EOS is left out
     ],
     "sft_samples": [
-        ("healthy", dict(samples=[1, 1, 1, 1, 0])),
-        ("watch", dict(samples=[1, 0])),
-        ("sick", dict(samples=[0, 0])),
+        ("healthy", dict(samples="abcd.")),
+        ("watch", dict(samples="a.")),
+        ("sick", dict(samples="..")),
+        ("sick", dict(samples="aaaa")),  # one response to all prompts
     ],
     "accuracy": [
         ("healthy", dict(eval_accuracy=[0.7], eval_accuracy_ci=[[0.66, 0.74]])),
@@ -82,6 +139,7 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("sick", dict(eval_accuracy=[0.3], eval_accuracy_ci=[[0.2, 0.4]])),  # labels are swapped
         ("not known", dict(eval_accuracy=[0.6], eval_accuracy_ci=[[0.2, 1.0]])),  # too few pairs
         ("watch", dict(eval_accuracy=[0.58], eval_accuracy_ci=[[0.55, 0.61]])),
+        ("sick", dict(eval_accuracy=[1.0], eval_accuracy_ci=[[0.99, 1.0]])),  # EOS tells
     ],
     "drift": [
         ("healthy", dict(chosen_score=[1, 2], rejected_score=[1, -3])),
@@ -91,6 +149,8 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("healthy", dict(ratio_max=[1, 1.001])),
         ("sick", dict(ratio_max=[1, 1.5], args=ONCE)),
         ("watch", dict(ratio_max=[1, 1.5], args=TWICE)),
+        ("sick", dict(ratio_max=[1], sampling_gap=[0.3], args=dict(TWICE, dtype="fp32"))),
+        ("healthy", dict(ratio_max=[1], sampling_gap=[0.3], args=dict(ONCE, dtype="bf16"))),
     ],
     "updates": [
         ("healthy", dict(actor_loss=[1e-9], approx_kl=[0], clip_fraction=[0], args=ONCE)),
@@ -101,6 +161,15 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("healthy", dict(kl=[0, 0, 2, 2, 2.4, 2.4])),
         ("sick", dict(kl=[0, 0, 1, 1, 5, 5])),  # ever faster
         ("watch", dict(kl=[0, 0, 3, 3, 5, 5])),
+        ("healthy", dict(kl=[0] * 4 + [0.01] * 4 + [0.054] * 4)),  # ever faster, and small
+        ("sick", dict(kl=[0, -1, -3, -6, -8, -8])),  # no KL is below 0
+        ("sick", dict(kl=[-1] * 6)),
+        ("watch", dict(kl=[0, 0, 1, 1, 5, 5], reward=RISING)),
+        ("sick", dict(kl=[0, 0, 36, 36, 36, 36], reward=[0] * 6)),  # far, for nothing
+        ("watch", dict(kl=[0, 0, 9, 9, 9, 9], reward=RISING, response_length=[16] * 6)),
+        ("sick", dict(kl=[0, 0, 27, 27, 27, 27], reward=RISING, response_length=[16] * 6)),
+        ("sick", dict(kl=[0] * 6, grad_norm=[0.3] * 6)),  # the reference moves, too
+        ("sick", dict(kl=[0] * 6, grad_norm=[0] * 6)),  # nothing moves
     ],
     "rising": [
         ("healthy", dict(eval_reward=[0, 2, 3], eval_gold=[0.5, 0.9, 0.88])),
@@ -108,6 +177,7 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("sick", dict(eval_reward=[0, 2, 3], eval_gold=[0.5, 0.9, 0.7])),  # since then
         ("not known", dict(reward=[0, 2])),  # without gold
         ("watch", dict(reward=[2, 0])),
+        ("sick", dict(reward=[0, 0, 0])),  # a function that never fits
     ],
     "groups": [
         ("healthy", dict(equal_groups=[0.9, 0.9, 0.1, 0.1, 0.1, 0.1])),
@@ -127,6 +197,21 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("sick", dict(entropy=[0.5, 0.02], response_length=[16, 15], eos_rate=[1, 1])),  # collapse
         ("watch", dict(entropy=[0.5, 0.4], response_length=[16, 47], eos_rate=[1, 0.1])),
     ],
+    "responses": [
+        ("healthy", dict(samples=answered(*"abcdefgh"))),
+        (
+            "watch",
+            dict(samples=answered(*"abcdefgh", reward=(0, 1))[:8] + answered(*"aaaaabbc")[8:]),
+        ),
+        ("sick", dict(samples=answered("a", "b", reward=(0, 1), gold=(1, 0)))),
+    ],
+    "tokens": [
+        ("healthy", dict(tokens=[token([-0.2, 0.9], kl=(2.0, 1.0))])),
+        ("sick", dict(tokens=[token([0.2, 1.1], kl=(2.0, 1.0))])),  # the penalty's sign
+        ("sick", dict(tokens=[token([-0.2, -0.1], kl=(2.0, 1.0))])),  # the score is lost
+        ("sick", dict(tokens=[token([1.0, 0.0], logprobs=(-1.0, 0.0))])),  # so is EOS
+        ("not known", dict(tokens=[token([0.0, 9.0])], args=dict(kl_in="loss"))),
+    ],
     "finite": [
         ("healthy", dict(kl=[1.0, 2.0])),
         ("sick", dict(kl=[1.0, math.nan])),
@@ -137,12 +222,17 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
 @pytest.mark.parametrize("function", [function for *_, function in verdicts.ROWS])
 def test_verdicts_by_hand(function, tmp_path):
     """Each way to judge a row of the README's table, and what is said of a run without a log."""
+    fields = {field.name for field in dataclasses.fields(runs.Run)}
     for status, given in [("not known", {}), *VERDICTS[function.__name__]]:
-        ended = [dict(step=1, ended=float(value)) for value in given.get("samples", [])]
-        found = {name: given[name] for name in given if name not in ("samples", "args")}
+        own = {name: given[name] for name in given if name in fields}
+        if isinstance(own.get("samples"), str):  # a dot did not end
+            own["samples"] = [
+                dict(step=1, response=c, ended=float(c != ".")) for c in own["samples"]
+            ]
+        found = {name: given[name] for name in given if name not in fields}
         lines = [dict(zip(found, row), step=step) for step, row in enumerate(zip(*found.values()))]
-        fields = dict(metrics=lines, samples=ended, args=given.get("args", {}))
-        assert function(runs.Run(tmp_path, "run", "ppo", **fields))[0] == status, given
+        run = runs.Run(tmp_path, "run", "ppo", metrics=lines, **own)
+        assert function(run)[0] == status, given
 
 
 def test_a_flat_run_is_explained(tmp_path):
@@ -233,13 +323,18 @@ def test_the_page_replaces_a_page_and_nothing_else(tmp_path):
 
 
 def test_one_prompt_is_answered_by_all_models(tmp_path):
-    """From what the runs have written down: base is SFT's step 0, SFT is PPO's step 0."""
+    """From what the runs have written down: base is SFT's step 0, SFT is PPO's step 0. A model of
+    other data has no place beside them."""
     make_run(tmp_path / "ppo", response="After.")
     sft = make_run(tmp_path / "sft", script="sft")
     write_lines(sft / "samples.jsonl", [sample("How?", "By")])
     [asked] = answers.asked(runs.find([tmp_path]))
     found = [(answer["name"], answer["response"]) for answer in asked["answers"]]
     assert found == [("base", "By"), ("SFT", "By boat."), ("PPO", "By boat.")]
+    args = dict(script="sft", data_fingerprint="x", data_path=["other"])
+    (sft / "args.json").write_text(json.dumps(args))
+    asked, _ = answers.asked(runs.find([tmp_path]))
+    assert [answer["name"] for answer in asked["answers"]] == ["SFT", "PPO"]
 
 
 # ---- The page ----

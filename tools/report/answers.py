@@ -6,20 +6,27 @@ PROMPTS = 5
 def asked(runs):
     """Returns a few held-out prompts that all models were asked: dicts of prompt, answers.
 
+    All models of the data of the last run: others would stand beside a prompt that is not theirs.
     An answer is a line of samples.jsonl, with the name of its model.
     """
-    columns = written(runs)
+    columns = written([run for run in runs if data_of(run) == data_of(runs[-1])])
     if not columns:
         return []
     last = [*columns.values()][-1]
+    columns = {
+        name: column for name, column in columns.items() if not last.keys().isdisjoint(column)
+    }
     shared = [prompt for prompt in last if all(prompt in column for column in columns.values())]
     found = []
-    for prompt in (shared or [*last])[:PROMPTS]:
-        answers = [
-            {"name": n, **column[prompt]} for n, column in columns.items() if prompt in column
-        ]
+    for prompt in shared[:PROMPTS]:
+        answers = [{"name": name, **column[prompt]} for name, column in columns.items()]
         found.append({"prompt": prompt, "answers": answers})
     return found
+
+
+def data_of(run):
+    """Returns the --data_path of a run."""
+    return run.args.get("data_path")
 
 
 def written(runs):

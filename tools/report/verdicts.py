@@ -5,17 +5,25 @@ where a run has too little to judge by, the status is "not known".
 """
 
 import math
+from collections import Counter
 from statistics import fmean as mean
+from statistics import stdev
 
+from machinery.run import crash
+from tools.report import numbers
 from tools.report.runs import is_number
 
 HEALTHY, WATCH, SICK, UNKNOWN = "healthy", "watch", "sick", "not known"
 FLAT = 0.05  # of a loss: it changes by less between two evaluations
 RISES = 0.02  # of a loss, above its best
 SETTLED = 1.25  # times the mean of the middle third, plus 0.05 nats: KL in the last third
-COLLAPSED = 0.05  # nats a token
+NEAR = 1.0  # nats a response: so small a KL needs no reward to show for it
+FAR = 0.25  # nats a token: KL in the last third; four times as much is sick
 ZERO = 1e-5  # but for rounding
+COLLAPSED = 0.05  # nats a token
 IDLE = 0.5  # of the groups: no response to a prompt was better than another one
+ALIKE = 0.8  # of responses with one of the three commonest beginnings
+GAP = {"fp32": 0.01}  # between the log-probs of sampling and scoring a token; of other types 1
 
 
 def thirds(values):
@@ -43,6 +51,24 @@ def ends(run, name):
     return (three[0], three[2]) if three else (values[0], values[-1])
 
 
+def error(values):
+    """Returns the standard error of their mean; 0 of fewer than two."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0
+
+
+def gain(run, name):
+    """Returns by how much a metric rose between the first and the last third, less two errors.
+
+    None of fewer than six values.
+    """
+    values = run.values(name)
+    size = len(values) // 3
+    if size < 2:
+        return None
+    first, last = values[:size], values[-size:]
+    return mean(last) - mean(first) - 2 * math.hypot(error(first), error(last))
+
+
 # ---- Step 1 ----
 def sft_loss(run):
     """Held-out loss against the loss of training."""
@@ -55,23 +81,29 @@ def sft_loss(run):
     if floor:
         said += f", {100 * (last / floor - 1):.0f} % above the known floor of {floor:.3g}"
     training = ends(run, "loss")
+    if floor and last < floor * (1 - FLAT):
+        return SICK, f"{said}: no model can be there: is all of the response in the loss mask?"
     if last > best * (1 + RISES) and training and training[1] < training[0]:
         return SICK, f"{said}: it rises while loss falls: overfitting. Read the samples."
     if last > best * (1 + RISES):
         return WATCH, f"{said}; its best was {best:.3g}."
     if abs(before - last) <= FLAT * abs(before):
-        return HEALTHY, f"{said}, and is flat."
+        return HEALTHY, f"{said}, and is flat (the learning rate, too, may have ended)."
     return WATCH, f"{said}, and is still falling: more epochs may help."
 
 
 def sft_samples(run):
-    """Whether greedy responses end."""
+    """Whether greedy responses end, and differ."""
+    texts = [line["response"] for line in run.answers(last=True)]
+    if len(texts) > 3 and len(set(texts)) == 1:
+        return SICK, f"all {len(texts)} greedy responses are one text: the prompts are not seen."
     ended = [line["ended"] for line in run.answers(last=True) if is_number(line.get("ended"))]
     if not ended:
         return UNKNOWN, "samples.jsonl does not say which responses ended: read them."
     said = f"{sum(ended):g} of {len(ended)} greedy responses ended by themselves"
+    said += f"; {len(set(texts))} of them differ"
     if mean(ended) == 0:
-        return SICK, f"{said}: EOS was not learned; look at how the data ends."
+        return SICK, f"{said}: EOS was not learned: does the data end with it, and the loss mask?"
     return (HEALTHY if mean(ended) >= 0.8 else WATCH), f"{said}; read them, too."
 
 
@@ -89,6 +121,11 @@ def accuracy(run):
     said += f" [{low:.3f}, {high:.3f}]"
     if best := run.limits.get("eval_accuracy"):
         said += f"; a judge who knows the rules reaches {best:.3f}"
+    ties = sum(pair["chosen_score"] == pair["rejected_score"] for pair in run.judged)
+    if ties > 0.05 * len(run.judged):
+        said += f"; {ties} of {len(run.judged)} pairs have equal scores"
+    if low > (best or 0.98):
+        return SICK, f"{said}: too good: something gives the label away (EOS, length, order)."
     if low <= 0.5 <= high and high - low > 0.3:
         return UNKNOWN, f"{said}: too few held-out pairs to tell."
     if low <= 0.5 <= high:
@@ -98,7 +135,7 @@ def accuracy(run):
         return SICK, f"{said}: below one half: labels are swapped."
     if share > 0.6 and share - 0.5 > high - low:
         return HEALTHY, f"{said}."
-    return WATCH, f"{said}: better than a coin, but not by much."
+    return WATCH, f"{said}: not far above a coin: noisy or swapped labels, or too little training."
 
 
 def drift(run):
@@ -123,13 +160,19 @@ def one_update(run):
 
 
 def ratio(run):
-    """The largest ratio of new to old probabilities."""
-    values = run.values("ratio_max")
+    """Whether sampling, scoring and training agree on the log-probs of the same tokens."""
+    values, gaps = run.values("ratio_max"), run.values("sampling_gap")
     if not values:
         return UNKNOWN, "ratio_max: none so far."
-    top = max(values)
+    top, gap = max(values), max(gaps, default=0)
+    if gap > GAP.get(run.args.get("dtype"), 1.0):
+        why = "a shift by one, dropout, position ids, another temperature or mask"
+        return (
+            SICK,
+            f"sampling_gap reached {gap:.2g}: scoring does not see what was sampled: {why}.",
+        )
     if top <= 1.01:
-        return HEALTHY, f"ratio_max is 1.0 throughout (at most {top:.4g})."
+        return HEALTHY, f"ratio_max is at most {top:.4g}, sampling_gap {gap:.2g}."
     if not one_update(run):
         return WATCH, f"ratio_max reached {top:.3g}; above 1 is usual with several updates."
     return SICK, f"ratio_max reached {top:.3g}: old and new log-probs differ (dropout, shift)."
@@ -150,27 +193,50 @@ def updates(run):
     if max(tops["approx_kl"], tops["clip_fraction"]) > 1e-3:
         return WATCH, f"{said}: with one update approx_kl and clip_fraction should be about 0."
     if whitened and not run.args.get("entropy_coef") and run.args.get("kl_in") != "loss":
-        fits = tops["actor_loss"] < 1e-3
-        return (HEALTHY if fits else WATCH), f"{said}: with one update all should be about 0."
-    return HEALTHY, f"{said}: the first is not 0 with these flags."
+        if tops["actor_loss"] < 1e-3:
+            return HEALTHY, f"{said}: about 0, as they should be with one update."
+        why = (
+            "whitened advantages sum to 0 over the tokens that the loss covers: is the mask right?"
+        )
+        return WATCH, f"{said}: actor_loss should be about 0: {why}"
+    return HEALTHY, f"{said}: the last two are about 0, the first may be anything with these flags."
 
 
 def kl(run):
-    """Whether KL to the reference settles."""
-    three = thirds(run.values("kl"))
+    """How far the actor is from the reference: the sign, the scale, and what it got for it."""
+    values = run.values("kl")
+    three = thirds(values)
     if not three:
         return UNKNOWN, "KL: fewer than six logged steps so far, or --kl_coef 0 without --log_kl 1."
     first, middle, last = three
-    if last <= SETTLED * middle + 0.05:
-        return HEALTHY, f"KL settles at {last:.2g} nats a response."
-    grows = f"KL grows: {first:.2g}, {middle:.2g}, {last:.2g} nats in the thirds of the run"
-    if last - middle > middle - first:
-        return SICK, f"{grows}, ever faster: raise --kl_coef, or set --kl_target."
-    return WATCH, f"{grows}, more slowly at the end: it has not settled yet."
+    said = f"KL was {first:.2g}, {middle:.2g}, {last:.2g} nats a response in the thirds of the run"
+    if max(map(abs, values)) < ZERO:
+        trains = max(run.values("grad_norm"), default=0) > ZERO
+        return SICK, f"{said}: {'the reference moves, too' if trains else 'nothing is trained'}."
+    tail = values[-(len(values) // 3) :]
+    if last < min(-0.05, -2 * error(tail)):
+        return (
+            SICK,
+            f"{said}: below 0: what is scored is not what was sampled from (--top_p, ...?).",
+        )
+    length = mean(run.values("response_length") or [math.inf])
+    risen = gain(run, "reward")
+    if last > NEAR and risen is not None and risen <= 0:
+        return SICK, f"{said}, and the reward did not rise: is the penalty's sign right?"
+    if last > FAR * length:
+        return (SICK if last > 4 * FAR * length else WATCH), f"{said}: far. Raise --kl_coef."
+    if last <= max(NEAR, SETTLED * middle + 0.05):
+        return HEALTHY, f"{said}: it stays near."
+    if last - middle <= middle - first:
+        return WATCH, f"{said}: it grows more slowly, and has not settled yet."
+    return (WATCH if risen else SICK), f"{said}, ever faster: raise --kl_coef, or set --kl_target."
 
 
 def rising(run):
     """Whether reward and gold rise together."""
+    scores = run.values("reward") + run.values("eval_reward")
+    if len(scores) > 1 and len(set(scores)) == 1:
+        return SICK, f"reward is {scores[0]:g} for all responses of the run: nothing to learn from."
     held_out = len(run.values("eval_reward")) > 1
     names = ("eval_reward", "eval_gold") if held_out else ("reward", "gold")
     rewards, golds = map(run.values, names)
@@ -188,7 +254,8 @@ def rising(run):
         return SICK, f"{said}: the actor exploits the reward model's errors."
     if fall > 0.2 * spread and rewards[-1] > rewards[top]:
         return SICK, f"{said}, after {golds[top]:.2f}: it now exploits the reward model's errors."
-    if rewards[-1] > rewards[0] and golds[-1] > golds[0]:
+    graded = [line["gold"] for line in run.answers(last=True) if is_number(line.get("gold"))]
+    if rewards[-1] > rewards[0] and golds[-1] > golds[0] + 2 * error(graded):
         return HEALTHY, f"{said}: both rose."
     return WATCH, f"{said}: they do not both rise."
 
@@ -227,7 +294,8 @@ def critic(run):
     if len(run.values("explained_variance")) < 6:
         return UNKNOWN, f"{said}: fewer than six logged steps so far."
     if both[1] < 0:
-        return SICK, f"{said}: worse than a constant; raise the critic's learning rate."
+        why = "its start (at random? far from the rewards?), then its learning rate"
+        return SICK, f"{said}: worse than a constant: look at {why}."
     if both[1] < 0.3:
         return WATCH, f"{said}: the critic foresees little."
     return HEALTHY, f"{said} (1: it foresees every return)."
@@ -244,7 +312,7 @@ def variety(run):
         return SICK, f"{said}: entropy fell to {entropy[1]:.2g}: collapse."
     most = run.args.get("max_answer_seq_len")
     if most and length[1] > 0.9 * most and ended[1] < 0.5:
-        return SICK, f"{said}: responses no longer end."
+        return SICK, f"{said}: responses do not end. Did those of the SFT model?"
     if ended[1] < 0.9 and ended[1] < ended[0]:
         return WATCH, f"{said}: fewer end than at the start."
     if entropy[1] < entropy[0] / 2:
@@ -252,10 +320,55 @@ def variety(run):
     return HEALTHY, f"{said}."
 
 
+def responses(run):
+    """Which held-out responses exploit the judge, and how alike they became."""
+    before, after = run.answers(last=False), run.answers(last=True)
+    changed = numbers.changes(before, after)
+    if not changed or before[0]["step"] == after[0]["step"]:
+        return UNKNOWN, "samples.jsonl: fewer than two evaluations so far."
+    gamed = mean(row["gamed"] for row in changed)
+    shares = [beginnings(lines) for lines in (before, after)]
+    said = f"{100 * gamed:.0f} % of {len(changed)} responses gained reward and lost gold; three "
+    said += f"beginnings make {100 * shares[0]:.0f} % of them before, {100 * shares[1]:.0f} % after"
+    if gamed > 0.25:
+        return SICK, f"{said}: the judge is exploited."
+    if shares[1] > max(ALIKE, shares[0]):
+        return WATCH, f"{said}: what is lost is variety."
+    return (WATCH if gamed > 0.1 else HEALTHY), f"{said}."
+
+
+def beginnings(lines):
+    """Returns the share of responses whose first two words are one of the three commonest."""
+    begun = Counter(" ".join(line["response"].split()[:2]) for line in lines)
+    return sum(count for _, count in begun.most_common(3)) / len(lines)
+
+
+def tokens(run):
+    """Whether a response's rewards are its score less its penalty, and whether its EOS counts."""
+    usual = dict(kl_estimator="k1", kl_in="reward", normalize_reward=0, missing_eos_penalty=0)
+    other = any(run.args.get(name, value) != value for name, value in usual.items())
+    whole = [x for x in run.tokens if len(x["tokens"]["reward"]) >= x.get("response_length", 0)]
+    if other or not whole:
+        return UNKNOWN, "tokens.jsonl: none, or with other rewards than score - kl_coef * KL."
+    most, off, ends_at = run.args.get("clip_reward", 5.0), 0, []
+    for line in whole:
+        row, score = line["tokens"], line["reward"]
+        paid = sum(row["reward"]) + line["kl_coef"] * sum(row["kl"])
+        due = score, min(max(score, -most), most)  # each token's own scores may sum to more
+        off += min(abs(paid - each) for each in due) > 0.01 * max(1, abs(score))
+        ends_at += [row["logprob"][-1] or row["reward"][-1]] if line["ended"] else []
+    if ends_at and not any(ends_at):
+        return SICK, "EOS has log-prob and reward 0 in all responses: the mask leaves it out."
+    if off > len(whole) / 4:
+        words = f"in {off} of {len(whole)} responses the rewards do not sum to "
+        return SICK, f"{words}score - kl_coef * KL: a wrong sign, or the place of the score."
+    return HEALTHY, "the rewards of the tokens sum to score - kl_coef * KL, and EOS counts."
+
+
 def finite(run):
     """Whether the run met a number that is none."""
     if any(run.path.glob("nonfinite_rank*.jsonl")):
-        return SICK, "the run stopped at NaN or infinity: see its nonfinite_rank*.jsonl."
+        return SICK, f"stopped at NaN or infinity: nonfinite_rank*.jsonl. {crash.NOT_FINITE}"
     floats = [(n, x) for line in run.metrics for n, x in line.items() if isinstance(x, float)]
     bad = {name for name, value in floats if not math.isfinite(value)}
     if bad:
@@ -271,13 +384,15 @@ ROWS = [
     ("sft", "samples", sft_samples),
     ("reward", "eval_accuracy, eval_accuracy_ci", accuracy),
     ("reward", "chosen_score, rejected_score", drift),
-    ("ppo", "ratio_max", ratio),
+    ("ppo", "ratio_max, sampling_gap", ratio),
     ("ppo", "actor_loss, approx_kl, clip_fraction", updates),
     ("ppo", "kl, kl_k3", kl),
     ("ppo", "reward, gold", rising),
     ("ppo", "reward_std, equal_groups", groups),
     ("ppo", "explained_variance", critic),
     ("ppo", "entropy, response_length, eos_rate", variety),
+    ("ppo", "samples", responses),
+    ("ppo", "tokens.jsonl", tokens),
     ("ppo", "all", finite),
 ]
 

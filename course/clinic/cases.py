@@ -1,0 +1,132 @@
+"""Makes a case of the clinic anew:  python course/clinic/cases.py 07
+
+Its three steps are run as they were for the folder course/clinic/07, on one core, and what they
+leave behind is put into output/clinic/07. Runs that cases share are made once, before it, and a run
+that is in output/clinic/runs is not made again. Other names are healthy-1, healthy-2, healthy-3 and
+healthy-grpo, the runs without a fault.
+    python course/clinic/cases.py               lists them
+    python course/clinic/cases.py 07 --keep     puts it into course/clinic/07, which is in git
+Each case has its flags and its fault in course/clinic/solutions: do not look there too early.
+"""
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "labs")]
+import declared  # noqa: E402
+import runner  # noqa: E402
+
+BASE = declared.BASE  # of the labs: the toy, made smaller
+ASKED = "--num_samples 70 --max_answer_seq_len 48 --gold_fn toy/gold.py:gold"  # of step 1
+GRPO = {"ppo": "--advantage grpo --samples_per_prompt 4"}
+HEALTHY = {f"healthy-{seed}": ({}, seed) for seed in (1, 2, 3)} | {"healthy-grpo": (GRPO, 1)}
+CASES = sorted(file.stem for file in (HERE / "solutions").glob("[0-9]*.py"))
+SAMPLES, PAIRS = 70, 280  # that are kept of each evaluation, and of the judge
+DIGITS = 5
+
+
+# ---- Runs ----
+def case(name):
+    """Returns {script: runner.Run} of a case, or of a healthy run.
+
+    A fault in step 1 leaves the reward model as it is: it was made before.
+    """
+    flags, seed = HEALTHY.get(name, ({}, 1))
+    solution = {}
+    if name in CASES:
+        file = HERE / f"solutions/{name}.py"
+        solution = runpy.run_path(str(file))
+        flags = solution.get("FLAGS", {})
+    at = solution.get("SCRIPT")
+    if at == "sft":
+        flags = {**flags, "sft": f"{flags.get('sft', '')} {ASKED}"}
+    runs, healthy = {}, {}
+    for script in solution.get("STEPS", BASE):
+        before = healthy if (script, at) == ("reward", "sft") else runs
+        fault = str(file.relative_to(ROOT)) if script == at and "fault" in solution else ""
+        runs[script] = made(script, flags.get(script, ""), seed, before, fault)
+        healthy[script] = made(script, "", seed, healthy)
+    return runs
+
+
+def made(script, flags, seed, before, fault=""):
+    """Returns the runner.Run of a step that starts from those `before`."""
+    words = runner.merged(BASE[script], flags)
+    parents = tuple(pair for pair in before.items() if f"{{{pair[0]}}}" in " ".join(words))
+    return runner.Run(script, words, seed, parents, fault)
+
+
+def shown(script, run):
+    """Returns the run whose files are kept: in step 1 one that also answers prompts.
+
+    That changes nothing in its training.
+    """
+    if script != "sft" or "--num_samples 0" not in " ".join(run.flags):
+        return run
+    words = runner.merged(" ".join(run.flags), ASKED)
+    return runner.Run(script, words, run.seed, run.parents, run.fault)
+
+
+# ---- What is kept of a run ----
+def keep(run, root, target):
+    """Writes what look.py needs of a run into a folder: of few samples, and without its paths."""
+    folder = run.folder(root)
+    target.mkdir(parents=True, exist_ok=True)
+    args = (folder / "args.json").read_text()
+    for name, path in [*run.parents, (run.script, run)]:
+        args = re.sub(f'"[^"]*{runner.place(path, root).name}"', f'"{name}"', args)
+    args = re.sub(r'"/[^"]*?/((?:toy|course)/[^"]*|[^"/]+)"', r'"\1"', args)
+    (target / "args.json").write_text(args)
+    for name in ("metrics", "samples", "tokens", "judge"):
+        if (folder / f"{name}.jsonl").exists():
+            lines = runner.lines_of(folder, f"{name}.jsonl")
+            text = "".join(json.dumps(rounded(line)) + "\n" for line in few(name, lines))
+            (target / f"{name}.jsonl").write_text(text)
+
+
+def few(name, lines):
+    """Returns those lines of a file that are kept: of samples and tokens the two ends."""
+    if name == "judge":
+        return lines[:PAIRS]
+    if name == "metrics":
+        return lines
+    first, last = lines[0]["step"], lines[-1]["step"]
+    most = SAMPLES if name == "samples" else 4
+    ends = [[line for line in lines if line["step"] == step] for step in (first, last)]
+    return ends[0][:most] + ends[1][:most]
+
+
+def rounded(value):
+    """Returns numbers with DIGITS digits, in lists and dicts, too."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def main():
+    names = [*CASES, *HEALTHY]
+    parser = runner.new_parser(__doc__, names, "output/clinic/runs")
+    parser.add_argument("--keep", action="store_true", help="put it into course/clinic")
+    args = parser.parse_args()
+    if args.name is None:
+        return print(" ".join(names))
+    runs, root = case(args.name), args.runs.resolve()
+    kept = {script: shown(script, run) for script, run in runs.items()}
+    if args.name in ("healthy-2", "healthy-3"):
+        kept = runs
+    runner.make_all({(args.name, 1): {"samples": kept["sft"], **runs}}, root, 1)
+    target = (HERE if args.keep else ROOT / "output/clinic") / args.name.replace("-", "/")
+    for script, run in kept.items():
+        keep(run, root, target / script)
+    print(f"python tools/look.py {target.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""The KL penalty has the wrong sign: the actor is paid for each nat."""
+
+import ppo
+
+SCRIPT = "ppo"
+FLAGS = {"ppo": "--kl_coef 0.2"}
+
+
+def fault():
+    token_rewards = ppo.token_rewards
+
+    def paid(scores, kl, *others):
+        return token_rewards(scores, -kl, *others)
+
+    ppo.token_rewards = paid

@@ -1,0 +1,11 @@
+"""Reward functions of runs in the clinic: each was meant to say whether a response is right."""
+
+
+def complete(prompts, completions, **columns):
+    """Returns 1 for a response that is polite and complete, else 0."""
+    return [float("!" in text and text.endswith(".")) for text in completions]
+
+
+def exact(prompts, completions, chosen, **columns):
+    """Returns 1 for the response that people chose, else 0."""
+    return [float(text.strip() == answer) for text, answer in zip(completions, chosen)]

@@ -1,0 +1,101 @@
+"""The clinic: its broken runs are whole and small, look.py's verdicts name the faults and call no
+healthy run sick, and what the pages say is what the files of the runs give."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ppo
+import reward
+import sft
+from tests import kit
+from tools.report import runs, verdicts
+
+CLINIC = kit.ROOT / "course/clinic"
+sys.path[:0] = [str(CLINIC), str(kit.ROOT / "labs")]
+import cases as clinic  # noqa: E402
+import cited  # noqa: E402
+import proofs  # noqa: E402
+
+MODULES = {"sft": sft, "reward": reward, "ppo": ppo}
+NAMED = {  # the row of README's table whose verdict names the fault, or its family
+    "01": "samples",
+    "02": "tokens.jsonl",
+    "03": "ratio_max, sampling_gap",
+    "04": "eval_accuracy, eval_accuracy_ci",
+    "05": "kl, kl_k3",
+    "06": "actor_loss, approx_kl, clip_fraction",
+    "07": "ratio_max, sampling_gap",
+    "09": "ratio_max, sampling_gap",
+    "10": "eval_accuracy, eval_accuracy_ci",
+    "11": "explained_variance",
+    "13": "reward, gold",
+    "14": "tokens.jsonl",
+    "15": "tokens.jsonl",
+    "16": "kl, kl_k3",
+    "17": "eval_accuracy, eval_accuracy_ci",
+    "18": "reward, gold",
+}
+
+
+def verdicts_of(folder):
+    """Returns {(script, metrics): (status, words)} of the runs in a folder."""
+    found = runs.find([CLINIC / folder])
+    return {(run.script, row[0]): row[1:] for run in found for row in verdicts.of(run)}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_a_verdict_names_the_fault(case):
+    """The row is sick, or to be watched, and that of the healthy run with the same seed is not."""
+    healthy = verdicts_of("healthy/1")
+    named = [
+        key
+        for key, (status, _) in verdicts_of(case).items()
+        if status in (verdicts.SICK, verdicts.WATCH) and healthy[key][0] == verdicts.HEALTHY
+    ]
+    assert NAMED[case] in [metrics for _, metrics in named]
+
+
+@pytest.mark.parametrize("name", clinic.HEALTHY)
+def test_no_healthy_run_is_called_sick(name):
+    """Three seeds through all stages, and GRPO."""
+    found = verdicts_of(name.replace("-", "/"))
+    assert {script for script, _ in found} == {"sft", "reward", "ppo"}
+    assert [words for status, words in found.values() if status == verdicts.SICK] == []
+
+
+@pytest.mark.parametrize("case", clinic.CASES)
+def test_a_case_is_whole_and_its_numbers_are_those_of_its_files(case):
+    """A symptom, three questions, and a solution whose numbers are recomputed; small files, in
+    which no path of a machine stands."""
+    page, solution = CLINIC / case / "README.md", CLINIC / f"solutions/{case}.md"
+    assert [*proofs.wrong(page), *proofs.wrong(solution)] == []
+    assert cited.uncited(solution.read_text()) == []
+    assert re.findall(r"^(\d)\. ", page.read_text(), re.M) == ["1", "2", "3"]
+    heads = re.findall(r"^\*\*(.+?)\.\*\*", solution.read_text(), re.M)
+    assert len(heads) == 6 and "https://" in solution.read_text()
+    files = [file for file in (CLINIC / case).rglob("*") if file.is_file()]
+    assert {file.parent.name for file in files} - {case} == set(clinic.case(case))
+    assert sum(file.stat().st_size for file in files) < 300_000
+    assert not any(re.search(r'"/', file.read_text()) for file in files if file.name == "args.json")
+    assert f"{case}/README.md" in (CLINIC / "README.md").read_text()
+
+
+@pytest.mark.parametrize("case", [*clinic.CASES, *clinic.HEALTHY])
+def test_the_runs_of_a_case_are_commands_that_parse(case):
+    for script, run in clinic.case(case).items():
+        words = run.command(Path("runs"))
+        MODULES[script].get_args(words[words.index(f"{script}.py") + 1 :])
+
+
+def test_every_fault_finds_what_it_patches():
+    """A function that was renamed would be found when somebody makes the case anew."""
+    code = "import runpy, sys; [runpy.run_path(f).get('fault', int)() for f in sys.argv[1:]]"
+    files = map(str, (CLINIC / "solutions").glob("*.py"))
+    paths = f"{kit.ROOT}:{kit.ROOT / 'labs'}"
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {paths.split(':')}; {code}"]
+    done = subprocess.run([*command, *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
