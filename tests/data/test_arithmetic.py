@@ -26,19 +26,11 @@ def test_held_out_sums_are_never_trained_on_and_the_longer_ones_are_longer():
     assert lengths == [{2}, {2}, {3}]
 
 
-def texts(line, text="", chance=1.0):
-    """Yields (response, probability) of all that the pupil may write."""
-    for following, p in generate.next_lines(*line).items() if line[1] else ():
-        yield from texts(following, f"{text} = {generate.written(*following)}", chance * p)
-    if not line[1]:
-        yield text.removeprefix(" ="), chance
-
-
 def test_what_is_known_of_the_pupil_against_all_that_he_may_write():
     """Imitation and luck by brute force: the verifier reads every possible response."""
     right = lucky = 0.0
     for row, line in zip(rows_of("data/test"), sums("data/test")):
-        chances = dict(texts(line))
+        chances = dict(generate.responses(line))
         assert sum(chances.values()) == pytest.approx(1) and row["response"] in chances
         for text, p in chances.items():
             p *= verifier.correct([row["prompt"]], [text], [row["answer"]])[0]

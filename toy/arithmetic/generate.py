@@ -151,6 +151,15 @@ def derivation(line, rng):
     return " " + " = ".join(text)
 
 
+def responses(line, text="", chance=1.0):
+    """Yields (response, probability) of all that the pupil may write."""
+    if not line[1]:
+        yield text.removeprefix(" ="), chance
+        return
+    for following, p in next_lines(*line).items():
+        yield from responses(following, f"{text} = {written(*following)}", chance * p)
+
+
 @functools.cache
 def answers(line):
     """Returns {answer: probability} of the pupil's to a sum."""
