@@ -6,7 +6,7 @@ import pytest
 
 from tests.kit import ROOT, base, metrics, run
 from toy import maths
-from toy.arithmetic import broken, generate, verifier
+from toy.arithmetic import generate, verifier
 
 TOY = ROOT / "toy/arithmetic"
 
@@ -26,19 +26,11 @@ def test_held_out_sums_are_never_trained_on_and_the_longer_ones_are_longer():
     assert lengths == [{2}, {2}, {3}]
 
 
-def texts(line, text="", chance=1.0):
-    """Yields (response, probability) of all that the pupil may write."""
-    for following, p in generate.next_lines(*line).items() if line[1] else ():
-        yield from texts(following, f"{text} = {generate.written(*following)}", chance * p)
-    if not line[1]:
-        yield text.removeprefix(" ="), chance
-
-
 def test_what_is_known_of_the_pupil_against_all_that_he_may_write():
     """Imitation and luck by brute force: the verifier reads every possible response."""
     right = lucky = 0.0
     for row, line in zip(rows_of("data/test"), sums("data/test")):
-        chances = dict(texts(line))
+        chances = dict(generate.responses(line))
         assert sum(chances.values()) == pytest.approx(1) and row["response"] in chances
         for text, p in chances.items():
             p *= verifier.correct([row["prompt"]], [text], [row["answer"]])[0]
@@ -47,22 +39,6 @@ def test_what_is_known_of_the_pupil_against_all_that_he_may_write():
     known = json.loads((TOY / "data/limits.json").read_text())["pupil"]
     found = [right / 200, lucky / right]
     assert [known["imitation"], known["luck"]] == pytest.approx(found)
-
-
-def test_the_limit_counts_sums_whose_steps_are_all_shown():
-    """Through ten or at once: one way is enough, and each of its steps must have been shown."""
-    line = generate.read("7 + 5")
-    easy = {(7, "+", 3, "in one step"), (10, "+", 2, "in one step")}
-    assert not generate.can_be_done(line, easy)
-    assert generate.can_be_done(line, easy | {(7, "+", 5, "through ten")})
-    assert generate.can_be_done(line, {(7, "+", 5, "in one step")})
-
-
-def test_three_broken_verifiers_cannot_tell_right_from_wrong():
-    given = ["7 + 5 - 9 ="] * 3, [" 12 - 9 = 3", " 11 - 9 = 2", " 12 - 9 ="], [3] * 3
-    assert verifier.correct(*given) == [1, 0, 0]
-    assert broken.always_zero(*given) == [0, 0, 0] and broken.always_one(*given) == [1, 1, 1]
-    assert broken.format_only(*given) == [1, 1, 0]
 
 
 @pytest.mark.parametrize("line", open(ROOT / "toy/maths.jsonl"))
@@ -85,7 +61,7 @@ def test_the_recipe_for_gsm8k_on_rows_in_its_columns(tmp_path):
     sft = ["--model_name_or_path", base() / "models/actor", "--max_seq_len", 64]
     sft = run("sft", *GSM8K.split(), "--data_path", file, *sft)
     ppo = f"""{GSM8K} --data_path {file} --actor_model_name_or_path {sft.folder}
-              --num_eval_prompts 2 --per_device_generation_batch_size 8
+              --num_eval_prompts 2 --max_prompt_seq_len 64 --per_device_generation_batch_size 8
               --per_device_training_batch_size 8""".split()
     assert metrics(run("ppo", *ppo).folder)[-1]["eval_pass_at_4"] == 0
     file.write_text('{"question": "1 + 1?", "answer": null}\n{"question": "?", "answer": null}\n')

@@ -151,6 +151,15 @@ def derivation(line, rng):
     return " " + " = ".join(text)
 
 
+def responses(line, text="", chance=1.0):
+    """Yields (response, probability) of all that the pupil may write."""
+    if not line[1]:
+        yield text.removeprefix(" ="), chance
+        return
+    for following, p in next_lines(*line).items():
+        yield from responses(following, f"{text} = {written(*following)}", chance * p)
+
+
 @functools.cache
 def answers(line):
     """Returns {answer: probability} of the pupil's to a sum."""
@@ -209,13 +218,20 @@ def steps_in(row):
 
 
 def fact(line, following):
-    """Returns what a step does, whatever follows in the sum: ("7", "+", 5, "in one step")."""
-    kind = "in one step" if len(following[1]) < len(line[1]) else "through ten"
+    """Returns what a step does, whatever follows in the sum: (7, "+", 5, "at once")."""
+    kind = "at once" if len(following[1]) < len(line[1]) else "through ten"
     return line[0], *line[1][0], kind
 
 
 def can_be_done(line, shown):
-    """Returns whether a sum can be worked out with facts of the set `shown` alone."""
+    """Returns whether a sum can be worked out with facts of the set `shown` alone.
+
+    One way is enough, at once or through ten; all of its steps must be there.
+
+    >>> line, easy = read("7 + 5"), {(7, "+", 3, "at once"), (10, "+", 2, "at once")}
+    >>> can_be_done(line, easy), can_be_done(line, easy | {(7, "+", 5, "through ten")})
+    (False, True)
+    """
     if not line[1]:
         return True
     right = [each for each in next_lines(*line) if value_of(each) == value_of(line)]

@@ -18,7 +18,11 @@ def final_answer(completion):
 
 
 def correct(prompts, completions, answer, **columns):
-    """Returns 1.0 for each right answer. `answer` is the column of that name in the data."""
+    """Returns 1.0 for each right answer. `answer` is the column of that name in the data.
+
+    >>> correct(["7 + 5 - 9 ="] * 3, [" 12 - 9 = 3", " 11 - 9 = 2", " 12 - 9 ="], [3] * 3)
+    [1.0, 0.0, 0.0]
+    """
     return [float(final_answer(text) == right) for text, right in zip(completions, answer)]
 
 
