@@ -27,8 +27,8 @@ response; V vocabulary; H hidden size.
 Token layout of one row, P = 3 (left-padded), R = 4 (right-padded; '-' is padding)
     place             0    1    2    3    4    5    6
     token             -    x0   x1 | y0   y1   eos  -
-    logits at t predict token t+1: the response is predicted at places P-1 .. T-2; counted
-        through all rows, these are `predicts` (common.Layout)                             (B, R)
+    logits at t predict token t+1: the response is predicted at places P-1 .. T-2. As places in
+        the N * T tokens of all rows, these are `predicts` (common.Layout)                 (B, R)
     values at t predict the reward from token t+1 on, so they are read at the same places  (B, R)
     response_mask is 1 on y0, y1, eos. The score is placed on eos (on the last token if it was cut).
 """
@@ -40,6 +40,7 @@ from math import inf
 
 import numpy as np
 import torch
+from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 import common
@@ -182,7 +183,7 @@ def get_args(argv=None):
     arg("lam", 0.95, "GAE's lambda: 0 trusts the critic. 0.95 [DeepSpeed-Chat]", most=1, fixed=True)
     arg("whiten", int, "1: advantages to mean 0, deviation 1; None: by --advantage", fixed=True)
     arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]")
-    kinds = ["k1", "k2", "k3"]
+    kinds = list(KL_ESTIMATORS)
     arg("kl_estimator", str, "None: k1 in the reward, k3 in the loss", choices=kinds, fixed=True)
     arg("kl_in", "reward", "place of KL. loss [Shao 2024]", choices=["reward", "loss"], fixed=True)
     arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=inf)
@@ -202,7 +203,8 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
     r = ref / pi        k1 = -log r             unbiased, may be negative, noisy
                         k2 = (log r)^2 / 2      biased a little, never negative
                         k3 = r - 1 - log r      unbiased, never negative
-    As a loss, k2 has the gradient of KL(pi || ref), k3 that of KL(ref || pi), and k1 none.
+    As a loss, k2 has the gradient of KL(pi || ref), k3 that of KL(ref || pi), and k1's is 0 on
+    average.
     """
     log_r = ref_logprobs - logprobs
     if estimator == "k1":
@@ -382,6 +384,48 @@ ADVANTAGES = {
 }
 
 
+# ---- The models ----
+@dataclass(frozen=True)
+class Models:
+    """The four models, and the judges. Only actor and critic are trained.
+
+    These two are DeepSpeed engines; the frozen models are engines under ZeRO-3, else plain models.
+    """
+
+    actor: DeepSpeedEngine
+    critic: DeepSpeedEngine | None  # None: --advantage compares responses, or sums rewards up
+    reference: Callable  # with LoRA it is the actor with its adapters switched off
+    reward_models: list  # usually one; several, or none where --reward_fn judges alone
+    judge: Callable  # (batch) -> scores (B, R) by the reward models and --reward_fn
+    gold: Callable | None  # (batch) -> scores (B, R) by --gold_fn
+
+    @property
+    def engines(self):
+        """{name: engine} of those that are trained, the actor first."""
+        critic = {"critic": self.critic} if self.critic else {}
+        return {"actor": self.actor, **critic}
+
+
+def load_models(args, tokenizer, functions, gold, updates):
+    """Part 2. functions, gold: judges (batch) -> (B, R), of --reward_fn and --gold_fn.
+
+    updates: optimizer steps of the whole run, for the learning-rate schedules.
+    """
+    batch_size, accumulation = args.per_device_training_batch_size, args.gradient_accumulation_steps
+    actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
+    actor = common.load_model(actor_args)
+    actor = common.train_engine(actor, actor_args, batch_size, accumulation, updates)
+    critic = None
+    if args.has_critic:
+        critic = common.load_model(critic_args, tokenizer, "score")
+        critic = common.train_engine(critic, critic_args, batch_size, accumulation, updates)
+    reference = common.reference_of(actor, actor_args, batch_size)
+    reward_models = judging.load_models(args, batch_size, tokenizer)
+    judges = [functools.partial(reward_model_scores, model) for model in reward_models]
+    judge = judging.combined([*functions, *judges], args.reward_combine)
+    return Models(actor, critic, reference, reward_models, judge, gold)
+
+
 # ---- The micro-batch ----
 @dataclass
 class MicroBatch(common.Layout):
@@ -488,9 +532,9 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     """Samples a response to each prompt, token by token.
 
     ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1), float64: token r of row b is
-    the first whose cumulative probability exceeds uniforms[b, r]. So a response does not depend on
-    the other rows. synced: all ranks must make the same number of forwards
-    (zero3.gather_for_generation).
+    the first whose cumulative probability exceeds uniforms[b, r] times the sum of what may be
+    drawn. So the draw does not depend on the other rows. synced: all ranks must make the same
+    number of forwards (zero3.gather_for_generation).
 
     Returns responses (B, R'), their log-probs (B, R') under the model at --temperature, their
     lengths (B,), EOS included, and ended: bool (B,), False for a response that was cut at R tokens.
@@ -507,7 +551,7 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     for r in progress.shown(range(R), "tokens of each response"):
         # Forward.
         logits = forward(model, inputs, cache)  # at first a row for each different prompt
-        logits = decoding.for_each_row(cache, logits)  # (b, V), and the cache has b rows now
+        logits = decoding.for_each_row(cache, logits)  # (b, V): now a row for each response
         rows = cache.rows  # (b,) which of the B rows these are
 
         # Draw. The temperature is applied in fp32, as when tokens are scored: divided in bf16 the
@@ -520,7 +564,8 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
         threshold = uniforms[rows, r, None] * cumulative[:, -1:]  # (b, 1)
         token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]  # (b,)
         token.clamp_(max=cumulative.shape[1] - 1)  # NaN goes past the end: part 4 stops the run
-        # The log-prob is that of the whole distribution, as when the token is scored.
+        # The log-prob is that of the whole distribution, as when the token is scored. With --top_k
+        # or --top_p it is not the sampler's own: the ratio is 1 all the same, the gradient biased.
         logprob = probs.gather(-1, token[:, None])[:, 0].log()  # (b,)
 
         # Append, where the row goes on: rows that have ended may stay in the cache for a while.
@@ -545,10 +590,11 @@ def roll_out(args, engine, tokenizer, prompts, step, batch_size):
     prompts: dicts with prompt_ids, row and sample. Returns the same dicts with response_ids, text,
     ended (1.0 or 0.0) and tokens, {"sampled_logprobs": [...]}. The random numbers of a response
     depend on (seed, step, row, sample) alone, and on a row's `turn`, for a fork that samples for it
-    more than once in a step. Dropout is off. Under ZeRO-3 all weights are gathered once, for all
-    forwards.
+    more than once in a step.
     """
     out = []
+    # Here the model is in eval mode, so dropout is off. Under ZeRO-3 all weights are gathered once,
+    # for all forwards.
     with zero3.gather_for_generation(engine) as (model, synced):
         for start in progress.shown(range(0, len(prompts), batch_size), "batches of a rollout"):
             rows = prompts[start : start + batch_size]
@@ -569,13 +615,14 @@ def roll_out(args, engine, tokenizer, prompts, step, batch_size):
     return out
 
 
-def ordered(responses, together=1, seed=None):
+def ordered(responses, responses_per_row=1, seed=None):
     """Returns a rollout's responses in the order in which micro-batches take them.
 
     By length, which saves padding, where one minibatch takes them all; else shuffled, with a seed.
-    With --share_prompt the `together` responses that share a row stay side by side.
+    With --share_prompt the responses that share a row stay side by side.
     """
-    rows = [responses[i : i + together] for i in range(0, len(responses), together)]
+    n = responses_per_row
+    rows = [responses[i : i + n] for i in range(0, len(responses), n)]
     if seed is None:
         rows.sort(key=lambda row: sum(len(r["prompt_ids"]) + len(r["response_ids"]) for r in row))
     else:
@@ -604,28 +651,71 @@ def reward_model_scores(model, batch):
     return score * batch.last
 
 
-def score(args, batch, actor, critic, reference, judge, gold, one_pass):
+def score(args, models, batch, one_pass):
     """Fills in old log-probs, entropy, values, reference log-probs, KL and scores of a micro-batch.
 
     one_pass: the actor's and the critic's forwards keep their graphs, and part 6 trains on them.
-    judge(batch) and gold(batch) return scores (B, R); critic and gold may be None.
     """
     with torch.no_grad():
         # The reference comes before the actor: with LoRA both are one engine, and under ZeRO-3 a
         # forward that is trained on must be the engine's last one before its backward.
         mask = batch.response_mask  # (B, R)
-        batch.ref_logprobs = common.response_logprobs(reference, batch, mask, args.temperature)
-        batch.scores = judge(batch)
-        batch.gold = gold(batch) if gold else None
+        batch.ref_logprobs = common.response_logprobs(
+            models.reference, batch, mask, args.temperature
+        )
+        batch.scores = models.judge(batch)
+        batch.gold = models.gold(batch) if models.gold else None
     with torch.set_grad_enabled(one_pass):
-        batch.logprobs, batch.entropy = actor_forward(args, actor, batch)
+        batch.logprobs, batch.entropy = actor_forward(args, models.actor, batch)
         batch.old_logprobs = batch.logprobs.detach()  # the same numbers, as constants
-        if critic:
-            batch.values = common.values_before_tokens(critic, batch)
+        if models.critic:
+            batch.values = common.values_before_tokens(models.critic, batch)
             batch.old_values = batch.values.detach()
     for kind in KL_ESTIMATORS:
         kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, kind)
         batch.kl[kind] = kl * batch.response_mask
+
+
+def scored_rollout(
+    args,
+    models,
+    tokenizer,
+    clock,
+    prompts,
+    step,
+    rollout_batch_size,
+    micro_batch_size,
+    *,
+    responses_per_row=1,
+    seed=None,
+    one_pass=False,
+):
+    """Parts 3 and 4: roll_out, ordered, make_micro_batches, and score for each. No dropout acts.
+
+    Evaluation and microscope call it, too, without what follows the star: see `ordered` for
+    responses_per_row and seed, and `score` for one_pass. clock: rollout_metrics.Clock, which
+    measures both parts.
+    """
+    for engine in models.engines.values():
+        # engine.train(False) is eval mode: dropout is off, so that what is stored is of the policy
+        # that samples. engine.train(True), for one_pass, is needed by gradient checkpointing alone:
+        # a model with dropout has no one_pass.
+        engine.train(one_pass)
+    with state_offload.states_on_cpu(args, models.engines.values()):  # --offload_states
+        # ---- 3 rollout ----
+        responses = roll_out(args, models.actor, tokenizer, prompts, step, rollout_batch_size)
+        clock.lap("generate_seconds")
+        # A fork may choose among the responses here, or sample some again. Every rank must keep the
+        # same number, which makes whole minibatches.
+        responses = ordered(responses, responses_per_row, seed)
+
+        # ---- 4 score ----
+        pack = shared_prompts.packing(responses_per_row) or plain_rows
+        micro_batches = make_micro_batches(tokenizer, responses, micro_batch_size, pack)
+        for batch in micro_batches:
+            score(args, models, batch, one_pass)
+        clock.lap("score_seconds")
+    return micro_batches
 
 
 def shares_pass(args, *models):
@@ -646,7 +736,7 @@ def shares_pass(args, *models):
 def set_rewards(args, batch, kl_coef, score_statistics):
     """Gives each token its reward. score_statistics: mean, deviation with --normalize_reward."""
     scores = batch.scores
-    if score_statistics:  # of a response's score, which is the sum of its tokens' scores
+    if score_statistics:  # of whole responses: so the mean is taken off once, on the last token
         mean, std = score_statistics
         scores = (scores - mean * batch.last) / std
     penalty = args.missing_eos_penalty * (1 - batch.ended)[:, None] * batch.last
@@ -756,89 +846,57 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
 def main():
     args = get_args()
     run = Run(args, "step 3: PPO")
-    judges, gold = judging.load_functions(args)  # --reward_fn, --gold_fn
+    functions, gold = judging.load_functions(args)  # --reward_fn, --gold_fn
 
     # ---- 1 data ----
     tokenizer = model_folders.load_tokenizer(args.actor_model_name_or_path, args)
     train, held_out = load_rows(args, tokenizer, "ppo", args.max_prompt_seq_len)
     score_statistics = ppo_flags.check_models(args, tokenizer)  # --normalize_reward
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
-    sizes = ppo_flags.Sizes(args)  # of a rollout, on one rank
-    batch_size, accumulation = args.per_device_training_batch_size, args.gradient_accumulation_steps
+    # Sizes of a rollout on one rank: 8 micro-batches of 4 responses and an accumulation of 2 make
+    # 4 minibatches, so 4 optimizer steps in an epoch over the rollout.
+    sizes = ppo_flags.Sizes(args)
     steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.generation_batches)
 
     # ---- 2 models ----
-    actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
-    updates = steps * sizes.updates
-    actor = common.load_model(actor_args)
-    actor = common.train_engine(actor, actor_args, batch_size, accumulation, updates)
-    engines, critic = {"actor": actor}, None
-    if args.has_critic:
-        critic = common.load_model(critic_args, tokenizer, "score")
-        critic = common.train_engine(critic, critic_args, batch_size, accumulation, updates)
-        engines["critic"] = critic
-    reference = common.reference_of(actor, actor_args, batch_size)
-    reward_models = judging.load_models(args, batch_size, tokenizer)
-    judges += [functools.partial(reward_model_scores, model) for model in reward_models]
-    judge = judging.combined(judges, args.reward_combine)
-    responses_per_row = shared_prompts.responses_per_row(args, *engines.values(), *reward_models)
+    models = load_models(args, tokenizer, functions, gold, steps * sizes.updates)
+    actor, critic, engines = models.actor, models.critic, models.engines
     state = {"kl_coef": args.kl_coef}  # what checkpoints keep beside the engines
     average = ema.Ema(args, actor.module, state)  # --enable_ema
-    may_share_pass = shares_pass(args, *engines.values())
+    responses_per_row = shared_prompts.responses_per_row(  # --share_prompt
+        args, *engines.values(), *models.reward_models
+    )
+    one_pass_is_enough = shares_pass(args, *engines.values())
     clock = rollout_metrics.Clock()
-
-    def answered(prompts, step, rollout_size, size, together=1, seed=None, one_pass=False):
-        """Parts 3 and 4: the responses to the prompts, in micro-batches of `size`, with scores.
-
-        Evaluation and microscope call it, too, without what follows `size`: see `ordered` for
-        together and seed, and `score` for one_pass.
-        """
-        for engine in engines.values():
-            # Eval mode: dropout is off, so that what is stored is of the policy that samples.
-            # With one_pass it is train mode, for gradient checkpointing alone: a model with
-            # dropout has no one_pass. (roll_out samples in eval mode, and puts this mode back.)
-            engine.train(one_pass)
-        with state_offload.states_on_cpu(args, engines.values()):  # --offload_states
-            # ---- 3 rollout ----
-            responses = roll_out(args, actor, tokenizer, prompts, step, rollout_size)
-            clock.lap("generate_seconds")
-            # Rows may be chosen here, or drawn again. Every rank must keep the same number, which
-            # makes whole minibatches.
-            responses = ordered(responses, together, seed)
-
-            # ---- 4 score ----
-            pack = shared_prompts.packing(together) or plain_rows
-            micro_batches = make_micro_batches(tokenizer, responses, size, pack)
-            for batch in micro_batches:
-                score(args, batch, actor, critic, reference, judge, gold, one_pass)
-            clock.lap("score_seconds")
-        return micro_batches
+    # Evaluation and microscope roll out and score as the loop below does.
+    rollout = functools.partial(scored_rollout, args, models, tokenizer, clock)
 
     def current_kl_coef():
         """The penalty for a nat of KL: --kl_coef, or what --kl_target has made of it."""
         return state["kl_coef"] if args.kl_target else args.kl_coef
 
     def evaluate_at(step):
-        microscope.look(run, step, answered, set_advantages, current_kl_coef(), score_statistics)
-        return rollout_metrics.evaluate(run, step, answered, actor, average)
+        microscope.look(run, step, rollout, set_advantages, current_kl_coef(), score_statistics)
+        return rollout_metrics.evaluate(run, step, rollout, actor, average)
 
     columns = rollout_metrics.columns(args)
     first = True  # this process's first step compares what sampling, scoring and training say
+    # run.steps evaluates once before the first step, or resumes. For each step it draws rows of
+    # `train`; run.log below evaluates when due, and after the loop's body it saves when due.
     for step, drawn in run.steps(engines, sizes.repeated, evaluate_at, columns, state):
         clock.start()
-        one_pass = may_share_pass and not first
+        one_pass = one_pass_is_enough and not first
 
         # ---- 3 rollout, 4 score ----
-        prompts = sizes.grouped(drawn)  # each --samples_per_prompt times, with its `group`
-        seed = None if sizes.updates_per_epoch == 1 else (args.seed, step)  # see `ordered`
-        micro_batches = answered(
+        prompts = sizes.grouped(drawn)  # dicts: each row of data --samples_per_prompt times
+        micro_batches = rollout(
             prompts,
             step,
             args.rollout_batch_size,
-            batch_size,
-            responses_per_row,
-            seed,
-            one_pass,
+            args.per_device_training_batch_size,
+            responses_per_row=responses_per_row,
+            seed=None if sizes.updates_per_epoch == 1 else (args.seed, step),  # see `ordered`
+            one_pass=one_pass,
         )
         rollout_metrics.stop_unless_finite(run, micro_batches)
         if first:
@@ -855,6 +913,7 @@ def main():
             if first:
                 patches.record_backward(engine)  # ZeRO-3 prefetches in the order that it sees next
         means = rollout_metrics.TokenMeans()
+        accumulation = args.gradient_accumulation_steps  # micro-batches of a minibatch
         for epoch in range(args.ppo_epochs):
             for minibatch in minibatches(micro_batches, accumulation, (args.seed, step, epoch)):
                 optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means)
@@ -872,7 +931,7 @@ def main():
             **clock.laps,
         }
         tokens, flops = rollout_metrics.work(
-            args, micro_batches, engines, reward_models, means.updates, one_pass
+            args, micro_batches, engines, models.reward_models, means.updates, one_pass
         )
         run.log(metrics, tokens, flops)  # a number of yours is one more entry of metrics
         if args.kl_target:

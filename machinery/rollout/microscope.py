@@ -22,7 +22,7 @@ NUMBERS = {
 def look(run, step, answered, set_advantages, kl_coef, score_statistics):
     """Answers the first held-out prompts as an evaluation does, and notes all that trains.
 
-    All ranks call it. answered: the closure in ppo.main. set_advantages, and what it takes: part 5.
+    All ranks call it. answered: ppo.scored_rollout. set_advantages, and what it takes: part 5.
     """
     args, tokenizer = run.args, run.tokenizer
     if not args.microscope:

@@ -219,7 +219,7 @@ def note(batch):
 def evaluate(run, step, answered, actor, average):
     """Returns the metrics of an evaluation: eval_..., and eval_ema_... of --eval_ema.
 
-    answered: the closure in ppo.main. average: ema.Ema.
+    answered: ppo.scored_rollout. average: ema.Ema.
     """
     metrics = summary(run, step, graded(run, answered))
     if run.args.eval_ema:

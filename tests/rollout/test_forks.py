@@ -75,8 +75,8 @@ def rollout(model, tokenizer, count=4):
 def scored(model, tokenizer, responses, size, one_pass=False):
     batches = ppo.make_micro_batches(tokenizer, responses, size)
     for batch in batches:
-        judge = lambda batch: batch.last  # noqa: E731
-        ppo.score(ARGS, batch, model, None, model, judge, None, one_pass)
+        models = ppo.Models(model, None, model, [], lambda batch: batch.last, None)
+        ppo.score(ARGS, models, batch, one_pass)
     return batches
 
 

@@ -37,9 +37,10 @@ def looked(tiny_model, tokenizer, tmp_path):
         def answered(prompts, step, size, rows):
             responses = ppo.roll_out(args, tiny_model, tokenizer, prompts, step, size)
             batches = ppo.make_micro_batches(tokenizer, ppo.ordered(responses), rows)
-            models = tiny_model, critic if args.has_critic else None, reference, judge, None
+            own = critic if args.has_critic else None
+            models = ppo.Models(tiny_model, own, reference, [], judge, None)
             for batch in batches:
-                ppo.score(args, batch, *models, one_pass=False)
+                ppo.score(args, models, batch, one_pass=False)
             return batches
 
         held_out = datasets.Dataset.from_list(rows)
