@@ -80,7 +80,7 @@ def sft_loss(run):
     said = f"eval_loss went from {losses[0]:.3g} to {last:.3g}"
     floor = run.limits.get("eval_loss")
     if floor:
-        said += f", {100 * (last / floor - 1):.0f} % above the known floor of {floor:.3g}"
+        said += f", {100 * (last / floor - 1):+.0f} % from the known floor of {floor:.3g}"
     training = run.values("loss") and ends(run, "loss")
     if floor and last < floor * (1 - FLAT):
         return SICK, f"{said}: no model can be there: is all of the response in the loss mask?"
