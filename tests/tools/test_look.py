@@ -101,6 +101,7 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("not known", dict(eval_accuracy=[0.6], eval_accuracy_ci=[[0.2, 1.0]])),  # too few pairs
         ("watch", dict(eval_accuracy=[0.58], eval_accuracy_ci=[[0.55, 0.61]])),
         ("sick", dict(eval_accuracy=[1.0], eval_accuracy_ci=[[0.99, 1.0]])),  # EOS tells
+        ("sick", dict(eval_accuracy=[0.7], eval_accuracy_ci=[[0.6, 0.8]], judged=[pair(1, 1)])),
     ],
     "drift": [
         ("healthy", dict(chosen_score=[1, 2], rejected_score=[1, -3])),

@@ -120,15 +120,16 @@ def accuracy(run):
     if best := run.limits.get("eval_accuracy"):
         said += f"; a judge who knows the rules reaches {best:.3f}"
     ties = sum(pair["chosen_score"] == pair["rejected_score"] for pair in run.judged)
-    if ties > 0.05 * len(run.judged):
-        said += f"; {ties} of {len(run.judged)} pairs have equal scores"
+    if ties > 0.2 * len(run.judged):
+        words = f"{ties} of {len(run.judged)} pairs have equal scores: they became equal when cut"
+        return SICK, f"{said}; {words}."
     if low > (best or 0.98):
         return SICK, f"{said}: too good: something gives the label away (EOS, length, order)."
     if low <= 0.5 <= high and high - low > 0.3:
         return UNKNOWN, f"{said}: too few held-out pairs to tell."
     if low <= 0.5 <= high:
-        wrong = "pairs became equal when cut, or the learning rate is wrong"
-        return SICK, f"{said}: no better than a coin: {wrong}."
+        wrong = "is the learning rate right, is the score read at the last token?"
+        return SICK, f"{said}: no better than a coin: {wrong}"
     if share < 0.5:
         return SICK, f"{said}: below one half: labels are swapped."
     if share > 0.6 and share - 0.5 > high - low:
