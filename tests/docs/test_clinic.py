@@ -11,6 +11,7 @@ import pytest
 import ppo
 import reward
 import sft
+from machinery.run import crash
 from tests import kit
 from tools.report import runs, verdicts
 
@@ -89,6 +90,13 @@ def test_the_runs_of_a_case_are_commands_that_parse(case):
     for script, run in clinic.case(case).items():
         words = run.command(Path("runs"))
         MODULES[script].get_args(words[words.index(f"{script}.py") + 1 :])
+
+
+def test_the_advice_at_a_nan_is_that_of_the_page():
+    """One list of checks: what a run prints is in the page's order."""
+    words = ["learning rate", "--allow_unstable 1", "dtype", "attention kernel"]
+    for text in (crash.NOT_FINITE, (CLINIC / "README.md").read_text().split("At a NaN")[1]):
+        assert sorted(words, key=text.index) == words
 
 
 def test_every_fault_finds_what_it_patches():

@@ -140,6 +140,7 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("not known", dict(eval_accuracy=[0.6], eval_accuracy_ci=[[0.2, 1.0]])),  # too few pairs
         ("watch", dict(eval_accuracy=[0.58], eval_accuracy_ci=[[0.55, 0.61]])),
         ("sick", dict(eval_accuracy=[1.0], eval_accuracy_ci=[[0.99, 1.0]])),  # EOS tells
+        ("sick", dict(eval_accuracy=[0.7], eval_accuracy_ci=[[0.6, 0.8]], judged=[pair(1, 1)])),
     ],
     "drift": [
         ("healthy", dict(chosen_score=[1, 2], rejected_score=[1, -3])),
@@ -232,7 +233,7 @@ def test_verdicts_by_hand(function, tmp_path):
         found = {name: given[name] for name in given if name not in fields}
         lines = [dict(zip(found, row), step=step) for step, row in enumerate(zip(*found.values()))]
         run = runs.Run(tmp_path, "run", "ppo", metrics=lines, **own)
-        assert function(run)[0] == status, given
+        assert verdicts.judged(function, run)[0] == status, given
 
 
 def test_a_flat_run_is_explained(tmp_path):

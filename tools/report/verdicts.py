@@ -26,15 +26,25 @@ ALIKE = 0.8  # of responses with one of the three commonest beginnings
 GAP = {"fp32": 0.01}  # between the log-probs of sampling and scoring a token; of other types 1
 
 
+class TooFew(Exception):
+    """There are too few values of a metric to judge it by."""
+
+
+def values_of(run, name, least=1):
+    """Returns the values of a metric. Raises TooFew of fewer than `least`."""
+    values = run.values(name)
+    if len(values) < least:
+        raise TooFew(f"{name}: {len(values)} so far, which is too few to judge by.")
+    return values
+
+
 def thirds(values):
-    """Returns the means of the first, middle and last third; None of fewer than six values.
+    """Returns the means of the first, middle and last third of six values or more.
 
     >>> thirds([0, 2, 4, 4, 5, 7])
     (1.0, 4.0, 6.0)
     """
     size = len(values) // 3
-    if size < 2:
-        return None
     parts = values[:size], values[size:-size], values[-size:]
     return tuple(mean(part) for part in parts)
 
@@ -42,13 +52,10 @@ def thirds(values):
 def ends(run, name):
     """Returns how a metric began and ended: the means of the first and last third of it.
 
-    Of fewer than six values, the first and the last one; None without any.
+    Of fewer than six values, the first and the last one.
     """
-    values = run.values(name)
-    if not values:
-        return None
-    three = thirds(values)
-    return (three[0], three[2]) if three else (values[0], values[-1])
+    values = values_of(run, name)
+    return thirds(values)[::2] if len(values) > 5 else (values[0], values[-1])
 
 
 def error(values):
@@ -56,31 +63,26 @@ def error(values):
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0
 
 
-def gain(run, name):
-    """Returns by how much a metric rose between the first and the last third, less two errors.
+def has_gained(run):
+    """Returns whether the last third of the rewards, held out if there are any, is above the first.
 
-    None of fewer than six values.
+    None of fewer than two.
     """
-    values = run.values(name)
-    size = len(values) // 3
-    if size < 2:
-        return None
-    first, last = values[:size], values[-size:]
-    return mean(last) - mean(first) - 2 * math.hypot(error(first), error(last))
+    held_out, own = run.values("eval_reward"), run.values("reward")
+    values = held_out if len(held_out) > 1 else own
+    return mean(values[-max(1, len(values) // 3) :]) > values[0] if len(values) > 1 else None
 
 
 # ---- Step 1 ----
 def sft_loss(run):
     """Held-out loss against the loss of training."""
-    losses = run.values("eval_loss")
-    if len(losses) < 2:
-        return UNKNOWN, "eval_loss: there is only one evaluation so far."
+    losses = values_of(run, "eval_loss", 2)
     best, last, before = min(losses), losses[-1], losses[-2]
     said = f"eval_loss went from {losses[0]:.3g} to {last:.3g}"
     floor = run.limits.get("eval_loss")
     if floor:
-        said += f", {100 * (last / floor - 1):.0f} % above the known floor of {floor:.3g}"
-    training = ends(run, "loss")
+        said += f", {100 * (last / floor - 1):+.0f} % from the known floor of {floor:.3g}"
+    training = run.values("loss") and ends(run, "loss")
     if floor and last < floor * (1 - FLAT):
         return SICK, f"{said}: no model can be there: is all of the response in the loss mask?"
     if last > best * (1 + RISES) and training and training[1] < training[0]:
@@ -110,27 +112,25 @@ def sft_samples(run):
 # ---- Step 2 ----
 def accuracy(run):
     """Accuracy on held-out pairs, with its interval."""
-    lines = [line for line in run.metrics if "eval_accuracy" in line]
-    if not lines:
-        return UNKNOWN, "eval_accuracy: there is no evaluation so far."
-    share = lines[-1]["eval_accuracy"]
-    said, interval = f"eval_accuracy is {share:.3f}", lines[-1].get("eval_accuracy_ci")
-    if not interval:
-        return UNKNOWN, f"{said}, without an interval."
-    low, high = interval
-    said += f" [{low:.3f}, {high:.3f}]"
+    share = values_of(run, "eval_accuracy")[-1]
+    found = [line["eval_accuracy_ci"] for line in run.metrics if "eval_accuracy_ci" in line]
+    if not found:
+        return UNKNOWN, f"eval_accuracy is {share:.3f}, without an interval."
+    low, high = found[-1]
+    said = f"eval_accuracy is {share:.3f} [{low:.3f}, {high:.3f}]"
     if best := run.limits.get("eval_accuracy"):
         said += f"; a judge who knows the rules reaches {best:.3f}"
     ties = sum(pair["chosen_score"] == pair["rejected_score"] for pair in run.judged)
-    if ties > 0.05 * len(run.judged):
-        said += f"; {ties} of {len(run.judged)} pairs have equal scores"
+    if ties > 0.2 * len(run.judged):
+        words = f"{ties} of {len(run.judged)} pairs have equal scores: they became equal when cut"
+        return SICK, f"{said}; {words}."
     if low > (best or 0.98):
         return SICK, f"{said}: too good: something gives the label away (EOS, length, order)."
     if low <= 0.5 <= high and high - low > 0.3:
         return UNKNOWN, f"{said}: too few held-out pairs to tell."
     if low <= 0.5 <= high:
-        wrong = "pairs became equal when cut, or the learning rate is wrong"
-        return SICK, f"{said}: no better than a coin: {wrong}."
+        wrong = "is the learning rate right, is the score read at the last token?"
+        return SICK, f"{said}: no better than a coin: {wrong}"
     if share < 0.5:
         return SICK, f"{said}: below one half: labels are swapped."
     if share > 0.6 and share - 0.5 > high - low:
@@ -140,10 +140,7 @@ def accuracy(run):
 
 def drift(run):
     """How far scores are from 0."""
-    found = [ends(run, f"{prefix}_score") for prefix in ("chosen", "rejected")]
-    if None in found:
-        return UNKNOWN, "chosen_score, rejected_score: none so far."
-    chosen, rejected = (last for _, last in found)
+    chosen, rejected = (ends(run, f"{side}_score")[1] for side in ("chosen", "rejected"))
     said = f"chosen_score is near {chosen:.3g}, rejected_score near {rejected:.3g}"
     if max(abs(chosen), abs(rejected)) >= 10:
         return SICK, f"{said}: tens away from 0: use --center_coef."
@@ -161,16 +158,10 @@ def one_update(run):
 
 def ratio(run):
     """Whether sampling, scoring and training agree on the log-probs of the same tokens."""
-    values, gaps = run.values("ratio_max"), run.values("sampling_gap")
-    if not values:
-        return UNKNOWN, "ratio_max: none so far."
-    top, gap = max(values), max(gaps, default=0)
+    top, gap = max(values_of(run, "ratio_max")), max(run.values("sampling_gap"), default=0)
     if gap > GAP.get(run.args.get("dtype"), 1.0):
-        why = "a shift by one, dropout, position ids, another temperature or mask"
-        return (
-            SICK,
-            f"sampling_gap reached {gap:.2g}: scoring does not see what was sampled: {why}.",
-        )
+        said = f"sampling_gap reached {gap:.2g}: scoring does not see what was sampled"
+        return SICK, f"{said}: a shift, dropout, position ids, a temperature or mask."
     if top <= 1.01:
         return HEALTHY, f"ratio_max is at most {top:.4g}, sampling_gap {gap:.2g}."
     if not one_update(run):
@@ -180,9 +171,7 @@ def ratio(run):
 
 def updates(run):
     """What clipping and the update itself did."""
-    found = {name: run.values(name) for name in ("actor_loss", "approx_kl", "clip_fraction")}
-    if not all(found.values()):
-        return UNKNOWN, "actor_loss, approx_kl, clip_fraction: none so far."
+    found = {name: values_of(run, name) for name in ("actor_loss", "approx_kl", "clip_fraction")}
     tops = {name: max(map(abs, values)) for name, values in found.items()}
     said = "at most " + ", ".join(f"{name} {top:.2g}" for name, top in tops.items())
     whitened = run.args.get("advantage", "gae") == "gae" and run.args.get("whiten", True)
@@ -193,35 +182,29 @@ def updates(run):
     if max(tops["approx_kl"], tops["clip_fraction"]) > 1e-3:
         return WATCH, f"{said}: with one update approx_kl and clip_fraction should be about 0."
     if whitened and not run.args.get("entropy_coef") and run.args.get("kl_in") != "loss":
-        if tops["actor_loss"] < 1e-3:
-            return HEALTHY, f"{said}: about 0, as they should be with one update."
-        why = (
-            "whitened advantages sum to 0 over the tokens that the loss covers: is the mask right?"
-        )
-        return WATCH, f"{said}: actor_loss should be about 0: {why}"
-    return HEALTHY, f"{said}: the last two are about 0, the first may be anything with these flags."
+        if tops["actor_loss"] > 1e-3:
+            return (
+                WATCH,
+                f"{said}: whitened advantages sum to 0 over the tokens of the loss's mask.",
+            )
+        return HEALTHY, f"{said}: about 0, as they should be with one update."
+    return HEALTHY, f"{said}: the last two are about 0, the first need not be."
 
 
 def kl(run):
     """How far the actor is from the reference: the sign, the scale, and what it got for it."""
-    values = run.values("kl")
-    three = thirds(values)
-    if not three:
-        return UNKNOWN, "KL: fewer than six logged steps so far, or --kl_coef 0 without --log_kl 1."
-    first, middle, last = three
+    values = values_of(run, "kl", 6)
+    first, middle, last = thirds(values)
     said = f"KL was {first:.2g}, {middle:.2g}, {last:.2g} nats a response in the thirds of the run"
     if max(map(abs, values)) < ZERO:
         trains = max(run.values("grad_norm"), default=0) > ZERO
         return SICK, f"{said}: {'the reference moves, too' if trains else 'nothing is trained'}."
     tail = values[-(len(values) // 3) :]
     if last < min(-0.05, -2 * error(tail)):
-        return (
-            SICK,
-            f"{said}: below 0: what is scored is not what was sampled from (--top_p, ...?).",
-        )
+        return SICK, f"{said}: below 0: noise in scoring, or other tokens than the policy draws."
     length = mean(run.values("response_length") or [math.inf])
-    risen = gain(run, "reward")
-    if last > NEAR and risen is not None and risen <= 0:
+    gained = has_gained(run)
+    if last > NEAR and gained is False:
         return SICK, f"{said}, and the reward did not rise: is the penalty's sign right?"
     if last > FAR * length:
         return (SICK if last > 4 * FAR * length else WATCH), f"{said}: far. Raise --kl_coef."
@@ -229,7 +212,7 @@ def kl(run):
         return HEALTHY, f"{said}: it stays near."
     if last - middle <= middle - first:
         return WATCH, f"{said}: it grows more slowly, and has not settled yet."
-    return (WATCH if risen else SICK), f"{said}, ever faster: raise --kl_coef, or set --kl_target."
+    return (WATCH if gained else SICK), f"{said}, ever faster: raise --kl_coef, or set --kl_target."
 
 
 def rising(run):
@@ -239,9 +222,7 @@ def rising(run):
         return SICK, f"reward is {scores[0]:g} for all responses of the run: nothing to learn from."
     held_out = len(run.values("eval_reward")) > 1
     names = ("eval_reward", "eval_gold") if held_out else ("reward", "gold")
-    rewards, golds = map(run.values, names)
-    if len(rewards) < 2:
-        return UNKNOWN, "reward: too few values so far."
+    rewards, golds = values_of(run, names[0], 2), run.values(names[1])
     said = f"{names[0]} went from {rewards[0]:.2f} to {rewards[-1]:.2f}"
     if len(golds) != len(rewards):
         rose = rewards[-1] > rewards[0]
@@ -286,17 +267,12 @@ def groups(run):
 
 def critic(run):
     """How well the critic foresees returns."""
-    both = ends(run, "explained_variance")
-    if both is None:
-        none = "explained_variance: there is no critic, or no step so far."
-        return UNKNOWN, none
-    said = f"explained_variance went from {both[0]:.2f} to {both[1]:.2f}"
-    if len(run.values("explained_variance")) < 6:
-        return UNKNOWN, f"{said}: fewer than six logged steps so far."
-    if both[1] < 0:
+    first, _, last = thirds(values_of(run, "explained_variance", 6))  # none without a critic
+    said = f"explained_variance went from {first:.2f} to {last:.2f}"
+    if last < 0:
         why = "its start (at random? far from the rewards?), then its learning rate"
         return SICK, f"{said}: worse than a constant: look at {why}."
-    if both[1] < 0.3:
+    if last < 0.3:
         return WATCH, f"{said}: the critic foresees little."
     return HEALTHY, f"{said} (1: it foresees every return)."
 
@@ -304,8 +280,6 @@ def critic(run):
 def variety(run):
     """Entropy, length, and how many responses end."""
     entropy, length, ended = (ends(run, n) for n in ("entropy", "response_length", "eos_rate"))
-    if None in (entropy, length, ended):
-        return UNKNOWN, "entropy, response_length, eos_rate: none so far."
     said = f"entropy went from {entropy[0]:.2f} to {entropy[1]:.2f} nats a token, length from "
     said += f"{length[0]:.0f} to {length[1]:.0f} tokens, {100 * ended[1]:.0f} % ended"
     if entropy[1] < COLLAPSED < entropy[0]:
@@ -373,8 +347,7 @@ def finite(run):
     bad = {name for name, value in floats if not math.isfinite(value)}
     if bad:
         return SICK, f"not finite: {', '.join(sorted(bad))}."
-    if not run.metrics:
-        return UNKNOWN, "nothing was logged so far."
+    values_of(run, "step")
     return HEALTHY, "every logged number is finite."
 
 
@@ -410,5 +383,7 @@ def judged(verdict, run):
     """
     try:
         return verdict(run)
+    except TooFew as why:
+        return UNKNOWN, str(why)
     except Exception as error:
         return UNKNOWN, f"args.json or metrics.jsonl holds what is no such number: {error}."

@@ -3,6 +3,7 @@
 import reward
 
 SCRIPT = "reward"
+STEPS = ("sft", "reward")
 FLAGS = {"reward": "--share_prompt 0 --num_train_epochs 1"}
 LIMIT = 12  # tokens; a prompt has 11 to 13
 

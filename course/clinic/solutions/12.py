@@ -1,20 +1,23 @@
-"""The run was interrupted after step 240, and went on with another order of the data."""
+"""The run was interrupted after step 20, and went on with another order of the data."""
 
 import itertools
 
+import common
 from machinery.run.run import Run
 
-SCRIPT = "sft"
-STEPS = ("sft",)
-STEP = 240  # in the middle of the second epoch
+SCRIPT = "ppo"
+STEP = 20
 
 
 def fault():
-    draw = Run.draw
+    draw, epoch_batches, resumed = Run.draw, common.epoch_batches, []
+
+    def ordered(lengths, seed, *others):
+        return epoch_batches(lengths, seed + len(resumed), *others)
 
     def other_order(run, done, collate):
         yield from itertools.islice(draw(run, done, collate), STEP)
-        run.args.seed += 1
+        resumed.append(True)
         yield from draw(run, STEP, collate)
 
-    Run.draw = other_order
+    common.epoch_batches, Run.draw = ordered, other_order

@@ -3,6 +3,7 @@
 import reward
 
 SCRIPT = "reward"
+STEPS = ("sft", "reward")
 FLAGS = {"reward": "--num_train_epochs 1"}
 SHARE = 30  # of a hundred
 

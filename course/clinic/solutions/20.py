@@ -1,21 +1,19 @@
-"""The loss is a mean of the micro-batches' means."""
+"""The actor's loss is a mean of the micro-batches' means."""
 
-import common
-import sft
+import ppo
 
-SCRIPT = "sft"
-STEPS = ("sft",)
-FLAGS = {"sft": "--per_device_train_batch_size 4 --gradient_accumulation_steps 6"}
+SCRIPT = "ppo"
+FLAGS = {
+    "ppo": "--per_device_generation_batch_size 8 --per_device_training_batch_size 8 "
+    "--gradient_accumulation_steps 4"
+}
 
 
 def fault():
-    loss_sum, loss_scale, own = sft.sft_loss_sum, common.loss_scale, []
+    loss_weights = ppo.loss_weights
 
-    def noted(logprobs, loss_mask):
-        own[:] = [loss_mask.sum()]
-        return loss_sum(logprobs, loss_mask)
+    def of_means(minibatch):
+        weights, total = loss_weights(minibatch)
+        return [weight * total / len(weights) / weight.sum() for weight in weights], total
 
-    def of_micro_batch(engine, count):
-        return loss_scale(engine, own[0].item() * engine.gradient_accumulation_steps())
-
-    sft.sft_loss_sum, common.loss_scale = noted, of_micro_batch
+    ppo.loss_weights = of_means
