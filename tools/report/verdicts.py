@@ -247,16 +247,17 @@ def groups(run):
     if not shares:  # without groups all responses of a step are compared
         shares = [(step, float(std <= ZERO)) for step, std in run.series("reward_std")]
     if not shares:
-        return UNKNOWN, "reward_std, equal_groups: none so far."
-    reward = ends(run, "reward")
+        raise TooFew("reward_std, equal_groups: none so far.")
     why = "too easy, too hard, or the verifier"
-    why += f" (on average the reward is {reward[1]:.3g})" if reward else ""
+    if run.values("reward"):
+        why += f" (on average the reward is {ends(run, 'reward')[1]:.3g})"
     apart = [step for step, share in shares if share < 1]
     if not apart:
         return SICK, f"no reward of the whole run was better than another one to its prompt: {why}."
     if sum(step > apart[-1] for step, _ in shares) > 1:
         return SICK, f"since step {apart[-1] + 1:g} no response was better than another one: {why}."
-    part = (thirds([share for _, share in shares]) or [shares[-1][1]])[-1]
+    last = shares[-max(1, len(shares) // 3) :]
+    part = mean(share for _, share in last)
     said = f"no gradient from {100 * part:.0f} % of the groups"
     if part >= IDLE:
         return (SICK if part >= 0.9 else WATCH), f"{said}: {why}."
