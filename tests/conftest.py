@@ -58,7 +58,7 @@ def pytest_report_header():
     return None if has_bf16 else "this CPU emulates bf16: tests in bf16 are slow"
 
 
-# the names of the rare runs, which test_10_environment.py has as parameters
+# the names of the rare runs, which test_environment.py has as parameters
 SLOW = {name for name in runs.RUNS if "offload_states" in name or "_tp" in name}
 SLOW |= {name for name in runs.MATRIX if "fp320" not in name}
 
