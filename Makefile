@@ -7,9 +7,10 @@ TORCH ?= torch==2.13.0
 GPUS = $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ] && echo 1 || echo 2)
 RANKS ?= $(if $(CUDA_VISIBLE_DEVICES),,--num_gpus $(GPUS))
 DEMO = output/demo
+GRPO = output/grpo
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo lab clinic test test-all variants gpu-check gpu-run lint bench install clean
+.PHONY: demo grpo container lab clinic test test-all variants gpu-check gpu-run lint bench install clean
 demo: install
 	deepspeed --log_level error $(RANKS) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
@@ -17,6 +18,22 @@ demo: install
 	  --critic_model_name_or_path $(DEMO)/reward --output_dir $(DEMO)/ppo --overwrite
 	python toy/report.py $(DEMO)
 	python tools/look.py $(DEMO)
+
+# SFT and GRPO on sums that a verifier checks; then longer sums, before and after.
+grpo: install
+	deepspeed --log_level error $(RANKS) sft.py --preset arithmetic --output_dir $(GRPO)/sft --overwrite
+	deepspeed --log_level error $(RANKS) ppo.py --preset arithmetic --actor_model_name_or_path $(GRPO)/sft --output_dir $(GRPO)/grpo --overwrite
+	for step in sft grpo; do deepspeed --log_level error $(RANKS) ppo.py --preset arithmetic --max_steps 0 --actor_model_name_or_path $(GRPO)/$$step \
+	  --data_path toy/arithmetic/longer --output_dir $(GRPO)/longer-$$step --overwrite || exit; done
+	python toy/arithmetic/report.py $(GRPO)
+	python tools/look.py $(GRPO)/sft $(GRPO)/grpo
+
+# The demo where there is docker alone. On NVIDIA GPUs: make container TORCH=torch==2.13.0 DOCKER="--gpus all"
+# Ranks exchange tensors through shared memory, of which docker gives 64 MB by itself.
+DOCKER ?=
+container:
+	docker build -t rlhf $(if $(filter-out file,$(origin TORCH)),--build-arg TORCH="$(TORCH)") .
+	docker run --rm -it --shm-size 1g $(DOCKER) -v "$(CURDIR)/output:/rlhf/output" rlhf
 
 # A rule of thumb, tried on the toy: make lab NAME=stability (labs/README.md has the list).
 lab: install

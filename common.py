@@ -12,6 +12,7 @@ responses together); V vocabulary; H hidden size.
 """
 
 import dataclasses
+import os
 
 import deepspeed
 import numpy as np
@@ -410,6 +411,17 @@ def loss_scale(engine, count):
 
 
 # ---- 5  Batches ----
+def toy_batch(rows):
+    """The toy's rows of one forward: `rows` on one rank and on two, on more ranks fewer.
+
+    The toy's learning rates and numbers of steps are those of two ranks. A bare `deepspeed sft.py`
+    takes all devices: eight with as many rows each would make a quarter of the steps.
+    """
+    srun = os.environ.get("SLURM_NTASKS", 1) if "SLURM_STEP_ID" in os.environ else 1
+    count = int(os.environ.get("WORLD_SIZE", srun))  # the ranks have not met yet
+    return max(1, min(rows, 2 * rows // count))
+
+
 class Rows(torch.utils.data.Dataset):
     """Rows by number. A negative number is a filler: row 0 again, with row_weight 0."""
 

@@ -36,7 +36,7 @@ Token layout of one row, P = 3 (left-padded), R = 4 (right-padded; '-' is paddin
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
+from math import exp, inf, log
 
 import numpy as np
 import torch
@@ -81,8 +81,8 @@ PRESETS = {
         num_warmup_steps=10,
         max_prompt_seq_len=32,
         max_answer_seq_len=48,
-        per_device_generation_batch_size=32,
-        per_device_training_batch_size=32,
+        per_device_generation_batch_size=common.toy_batch(32),
+        per_device_training_batch_size=common.toy_batch(32),
         per_device_eval_batch_size=140,
         num_eval_prompts=280,
         kl_coef=0.05,
@@ -115,6 +115,65 @@ PRESETS = {
         per_device_eval_batch_size=8,
         kl_coef=0.05,  # [Huang 2024]
         missing_eos_penalty=1.0,  # TRL's
+        zero_stage=2,
+    ),
+    # GRPO on sums, from sft.py's preset of this name; a verifier in place of a reward model.
+    "arithmetic": dict(
+        actor_model_name_or_path="output/arithmetic-sft",
+        data_path=["toy/arithmetic/data"],
+        data_split="4,0,1",
+        output_dir="output/arithmetic-grpo",
+        reward_fn=["toy/arithmetic/verifier.py:correct"],
+        advantage="grpo",
+        samples_per_prompt=8,
+        kl_coef=0.0,  # as in TRL's GRPO; then there is no reference
+        max_steps=200,
+        num_train_epochs=1,
+        actor_learning_rate=2e-4,
+        actor_weight_decay=0.0,
+        actor_dropout=0.0,
+        num_warmup_steps=10,
+        max_prompt_seq_len=16,
+        max_answer_seq_len=48,  # room for the longest derivation
+        per_device_generation_batch_size=128,  # 32 prompts a step on two ranks
+        per_device_training_batch_size=128,
+        per_device_eval_batch_size=400,
+        num_eval_prompts=200,
+        eval_samples=8,
+        zero_stage=2,
+        dtype="fp32",
+        group_by_length=0,
+        log_steps=5,
+        eval_steps=50,
+    ),
+    # GRPO on GSM8K. [verl]: its examples/tuning/0.5b/qwen2-0.5b_grpo-lora_1_h100_fsdp_vllm.sh, for
+    # the chat model of this size. [TRL]: the defaults of its GRPOConfig.
+    "qwen2.5-0.5b-grpo": dict(
+        actor_model_name_or_path="output/sft",
+        data_path=["openai/gsm8k:main"],  # [verl]
+        columns={"instruction": "question"},
+        data_split="0,0,1",  # all prompts
+        output_dir="output/ppo",
+        reward_fn=["toy/maths.py:solved"],  # 1 or 0, no reward for the format, as in [verl]
+        advantage="grpo",
+        samples_per_prompt=8,  # [TRL]; 5 [verl]
+        num_train_epochs=1,  # [verl]
+        actor_learning_rate=3e-5,  # [verl]
+        actor_lora_dim=32,  # [verl]
+        lora_alpha=32,  # [verl]
+        actor_dropout=0.0,
+        kl_in="loss",  # [verl]
+        kl_estimator="k3",  # [verl], where it is called low_var_kl
+        kl_coef=0.001,  # [verl]
+        max_prompt_seq_len=512,  # [verl]
+        max_answer_seq_len=256,  # [TRL]; 1024 [verl]. A solution of GSM8K has some 100
+        per_device_generation_batch_size=32,
+        per_device_training_batch_size=32,
+        gradient_accumulation_steps=16,  # 512 responses a step on one GPU; 580 [verl]
+        per_device_eval_batch_size=32,
+        num_eval_prompts=256,
+        eval_samples=4,
+        eval_steps=20,
         zero_stage=2,
     ),
     # DeepSpeed-Chat's: opt/single_node/run_1.3b.sh. It does not whiten advantages (--whiten 0);
@@ -168,12 +227,25 @@ PRESETS = {
 
 
 def get_args(argv=None):
-    """The papers' flags; others are in machinery/flags/ppo_flags.py.
+    """What this file's maths takes; other flags are in machinery/flags/ppo_flags.py.
 
     least, most: the range. fixed: a run that goes on with --resume must have the same.
     """
     parser = declaring.new_parser(__doc__)
-    ppo_flags.add_models_and_sizes(parser)
+    arg = declaring.flag_group(parser, "PPO: models and sizes")
+    arg("actor_model_name_or_path", str, "actor and reference: step 1's output", fixed=True)
+    arg("critic_model_name_or_path", str, "start of the critic: step 2's output", fixed=True)
+    models = "frozen reward models; None: the critic's, unless --reward_fn is given"
+    arg("reward_model_name_or_path", str, models, nargs="+", fixed=True)
+    function = "f(prompts, completions, **columns) returns a number a response, or one a token"
+    arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION", fixed=True)
+    logged = "a function like --reward_fn's, only logged"
+    arg("gold_fn", str, logged, metavar="FILE:FUNCTION", fixed=True)
+    arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
+    arg("per_device_training_batch_size", int, "responses of one forward; the same number", least=1)
+    arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)
+    arg("max_prompt_seq_len", int, "tokens; a longer one keeps its end", least=2, fixed=True)
+    arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
     arg = declaring.flag_group(parser, "PPO: flags that change the result")
     arg("ppo_epochs", 1, "epochs over a rollout. 1 [DeepSpeed-Chat]", least=1)
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6, fixed=True)
@@ -182,13 +254,34 @@ def get_args(argv=None):
     arg("gamma", 1.0, "discount, of gae and reinforce. 1 [DeepSpeed-Chat]", most=1, fixed=True)
     arg("lam", 0.95, "GAE's lambda: 0 trusts the critic. 0.95 [DeepSpeed-Chat]", most=1, fixed=True)
     arg("whiten", int, "1: advantages to mean 0, deviation 1; None: by --advantage", fixed=True)
-    arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]")
+    arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]; 0: no reference")
+    arg("log_kl", 0, "1: keep the reference with --kl_coef 0, to log KL", most=1)
+    arg("kl_target", float, "KL to the reference, nats a response, that kl_coef adapts to hold")
     kinds = list(KL_ESTIMATORS)
     arg("kl_estimator", str, "None: k1 in the reward, k3 in the loss", choices=kinds, fixed=True)
     arg("kl_in", "reward", "place of KL. loss [Shao 2024]", choices=["reward", "loss"], fixed=True)
     arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=inf)
+    upper = "upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip"
+    arg("clip_high", float, upper, most=inf)
+    cap = "responses of another policy: cap of each token's importance weight. 2 [Yao 2025]"
+    arg("is_cap", float, cap, most=inf, fixed=True)
+    band = "and a response counts if its tokens' mean ratio lies in 1/this .. this"
+    arg("is_band", float, band, least=1, most=inf, fixed=True)
+    means = ["tokens", "responses", "constant"]
+    arg("loss_mean", "tokens", "loss_weights says over what", choices=means, fixed=True)
+    truncated = "1: responses that were cut off count in no loss [Yu 2025]"
+    arg("mask_truncated", 0, truncated, most=1, fixed=True)
     arg("clip_value", 0.2, "values are clipped to old +- this. 0.2 [DeepSpeed-Chat]", most=inf)
     arg("clip_reward", 5.0, "each score is clipped to +- this. 5 [DeepSpeed-Chat]", most=inf)
+    scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
+    arg("normalize_reward", 0, scaled, most=1, fixed=True)
+    arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
+    arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
+    arg("target_kl", float, "ends a rollout's epochs when approx_kl, to its policy, is above")
+    arg("enable_ema", 0, "1: keep an average of the actor's weights, in ema/", most=1, fixed=True)
+    arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)
+    arg("eval_ema", 0, "1: keep and evaluate that average, too: eval_ema_...", most=1)
+    arg("allow_unstable", 0, "1: no limits on batch sizes, epochs, generation batches", most=1)
     ppo_flags.add_options(parser)
     return ppo_flags.resolve(declaring.parse(parser, PRESETS, argv, "ppo"), ADVANTAGES)
 
@@ -325,16 +418,45 @@ def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None):
     return -gain, ratio
 
 
+def importance_weights(old_logprobs, sampled_logprobs, cap):
+    """Truncated importance weights, of responses that another policy mu has sampled.  [Yao 2025]
+
+        weight = min(pi_old(token) / mu(token), cap)
+
+    pi_old: the actor as it scored the rollout. mu: the same weights in another engine, dtype or
+    kernel, or older weights. Under mu a weight without the cap has mean 1, and makes a mean over
+    tokens one under pi_old; the cap bounds its variance, and makes it a little smaller on average.
+    """
+    return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
+
+
+def in_band(old_logprobs, sampled_logprobs, mask, band):
+    """1 for a response whose ratio, a geometric mean over its tokens, lies in 1/band .. band.
+
+        1/band <= exp(mean of log(pi_old(token) / mu(token))) <= band          (B, R) -> (B, 1)
+
+    As OpenRLHF's `seq-mask-tis` with --is_cap. A response far from what the actor would write says
+    little of the actor, and comes most often from an error of the engine that sampled it.
+    """
+    log_ratios = (old_logprobs - sampled_logprobs) * mask
+    means = log_ratios.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return (means.abs() <= log(band)).float()
+
+
 def actor_loss(args, batch, logprobs, entropy, kl_coef):
     """The policy loss, with a penalty on KL and a bonus for entropy where flags say so.
 
-    Returns loss, ratio, and clipped: where clipping stopped the gradient through the ratio.
+    Returns loss, ratio, and clipped: where clipping stopped the gradient through the ratio. That
+    is above 1 where the advantage is positive, and below 1 where it is negative.
     """
     loss, ratio = policy_loss(
         logprobs, batch.old_logprobs, batch.advantages, args.clip, args.clip_high
     )
     clipped = loss != -ratio * batch.advantages  # the minimum was the other one
-    if args.kl_in == "loss":
+    if args.is_cap:
+        sampled = batch.tokens["sampled_logprobs"]
+        loss = loss * importance_weights(batch.old_logprobs, sampled, args.is_cap)
+    if args.kl_in == "loss" and kl_coef:
         loss = loss + kl_coef * kl_estimate(logprobs, batch.ref_logprobs, args.kl_estimator)
     if args.entropy_coef:
         loss = loss - args.entropy_coef * entropy
@@ -394,7 +516,7 @@ class Models:
 
     actor: DeepSpeedEngine
     critic: DeepSpeedEngine | None  # None: --advantage compares responses, or sums rewards up
-    reference: Callable  # with LoRA it is the actor with its adapters switched off
+    reference: Callable | None  # with LoRA the actor, its adapters off; none with --kl_coef 0
     reward_models: list  # usually one; several, or none where --reward_fn judges alone
     judge: Callable  # (batch) -> scores (B, R) by the reward models and --reward_fn
     gold: Callable | None  # (batch) -> scores (B, R) by --gold_fn
@@ -419,10 +541,12 @@ def load_models(args, tokenizer, functions, gold, updates):
     if args.has_critic:
         critic = common.load_model(critic_args, tokenizer, "score")
         critic = common.train_engine(critic, critic_args, batch_size, accumulation, updates)
-    reference = common.reference_of(actor, actor_args, batch_size)
+    reference = None
+    if args.has_reference:
+        reference = common.reference_of(actor, actor_args, batch_size)
     reward_models = judging.load_models(args, batch_size, tokenizer)
     judges = [functools.partial(reward_model_scores, model) for model in reward_models]
-    judge = judging.combined([*functions, *judges], args.reward_combine)
+    judge = judging.combined(args, [*functions, *judges])
     return Models(actor, critic, reference, reward_models, judge, gold)
 
 
@@ -453,6 +577,23 @@ class MicroBatch(common.Layout):
     raw_advantages: Tensor = None  # before whitening
     advantages: Tensor = None
     returns: Tensor = None
+
+    def per_response(self):
+        """Returns {name: (B,)}, once it is scored: a metric's value for each response.
+
+        A metric of yours is a line here. `responses` hold the texts and the data's other columns,
+        and what several judges, or a function that returns a dict, said of them: reward_NAME.
+        """
+        metrics = {"reward": self.scores.sum(-1)}
+        if self.gold is not None:
+            metrics["gold"] = self.gold.sum(-1)
+        for name in sorted(self.responses[0]):
+            if name.startswith(("reward_", "gold_")):
+                parts = [response[name] for response in self.responses]
+                metrics[name] = metrics["reward"].new_tensor(parts)
+        if self.kl:
+            metrics |= {"kl": self.kl["k1"].sum(-1), "kl_k3": self.kl["k3"].sum(-1)}
+        return {**metrics, "response_length": self.length, "eos_rate": self.ended}
 
 
 def plain_rows(responses, pad_id):
@@ -659,10 +800,9 @@ def score(args, models, batch, one_pass):
     with torch.no_grad():
         # The reference comes before the actor: with LoRA both are one engine, and under ZeRO-3 a
         # forward that is trained on must be the engine's last one before its backward.
-        mask = batch.response_mask  # (B, R)
-        batch.ref_logprobs = common.response_logprobs(
-            models.reference, batch, mask, args.temperature
-        )
+        reference, mask = models.reference, batch.response_mask  # (B, R)
+        if reference:
+            batch.ref_logprobs = common.response_logprobs(reference, batch, mask, args.temperature)
         batch.scores = models.judge(batch)
         batch.gold = models.gold(batch) if models.gold else None
     with torch.set_grad_enabled(one_pass):
@@ -671,7 +811,7 @@ def score(args, models, batch, one_pass):
         if models.critic:
             batch.values = common.values_before_tokens(models.critic, batch)
             batch.old_values = batch.values.detach()
-    for kind in KL_ESTIMATORS:
+    for kind in KL_ESTIMATORS if reference else ():
         kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, kind)
         batch.kl[kind] = kl * batch.response_mask
 
@@ -742,7 +882,7 @@ def set_rewards(args, batch, kl_coef, score_statistics):
     penalty = args.missing_eos_penalty * (1 - batch.ended)[:, None] * batch.last
     batch.rewards = token_rewards(
         scores,
-        batch.kl[args.kl_estimator],
+        batch.kl.get(args.kl_estimator, torch.zeros_like(scores)),  # no reference: kl_coef is 0
         batch.response_mask,
         kl_coef if args.kl_in == "reward" else 0.0,
         args.clip_reward,
@@ -785,17 +925,48 @@ def minibatches(micro_batches, accumulation, seed):
         yield [micro_batches[i] for i in order[start : start + accumulation]]
 
 
-def loss_weights(minibatch):
-    """The weight of each token in the actor's loss: (B, R) of each micro-batch, and their sum.
+def trained_mask(args, batch):
+    """1 on the tokens that count in the losses: (B, R).
 
-    Every response token of the optimizer step, on all ranks, counts the same, as in DAPO
-    [Yu 2025]. A mean over responses, as in GRPO [Shao 2024], would be written here: weights of
-    1 / length, whose sum is the number of responses. The critic's loss and the metrics do not
-    change with it. Importance weights, for responses that another policy has sampled, belong to the
-    loss itself, in `optimizer_step`.
+    --mask_truncated 1 leaves out responses that were cut off: that a response was too long says
+    nothing of its tokens. [Yu 2025] section 3.4, overlong filtering. --is_band leaves out responses
+    that the actor would hardly write. Both still have rewards, which count in the baseline of their
+    group and in the metrics.
     """
-    weights = [batch.response_mask for batch in minibatch]
-    return weights, ranks.all_sum(sum(weight.sum() for weight in weights)).item()
+    mask = batch.response_mask
+    if args.mask_truncated:
+        mask = mask * batch.ended[:, None]
+    if args.is_band:
+        sampled = batch.tokens["sampled_logprobs"]
+        mask = mask * in_band(batch.old_logprobs, sampled, batch.response_mask, args.is_band)
+    return mask
+
+
+def loss_weights(args, minibatch):
+    """The weight of each token in the actor's loss: (B, R) of each micro-batch, and the divisor.
+
+    The loss is  sum of weight_t * loss_t / divisor  over all micro-batches and ranks of the
+    optimizer step. With n responses, of L_i tokens that count each, --loss_mean makes it
+
+        tokens      sum of loss_t / sum of L_i                   every token counts the same: DAPO
+        responses   1/n * sum over i of (sum of loss_t / L_i)    every response does: GRPO
+        constant    1/n * sum over i of (sum of loss_t / R)      R = --max_answer_seq_len: Dr. GRPO
+
+    [Yu 2025] eq. 8, [Shao 2024] eq. 3, [Liu 2025] section 3.1. With `responses` a token of a long
+    response counts less: long bad ones are punished less for each token, and long good ones are
+    reinforced less. With `tokens` and `constant` a long response counts more as a whole; these two
+    differ by a factor of the step. A response without tokens that count is not among the n. The
+    critic's loss and the metrics are means over tokens always. Importance weights are no part of
+    this: see `actor_loss`.
+    """
+    weights = [trained_mask(args, batch) for batch in minibatch]  # (B, R) each
+    if args.loss_mean == "tokens":
+        return weights, ranks.all_sum(sum(weight.sum() for weight in weights)).item()
+    lengths = [weight.sum(-1, keepdim=True) for weight in weights]  # (B, 1) each
+    count = ranks.all_sum(sum((length > 0).sum() for length in lengths)).item()
+    if args.loss_mean == "constant":
+        lengths = [torch.full_like(length, args.max_answer_seq_len) for length in lengths]
+    return [weight / length.clamp(min=1) for weight, length in zip(weights, lengths)], count
 
 
 def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means):
@@ -805,9 +976,10 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
     means: rollout_metrics.TokenMeans, which are told of it.
     """
     engines = [actor, critic] if critic else [actor]
-    token_count = ranks.all_sum(sum(batch.response_mask.sum() for batch in minibatch)).item()
-    weights, total_weight = loss_weights(minibatch)
-    for batch, weight in zip(minibatch, weights):  # one forward each
+    weights, divisor = loss_weights(args, minibatch)
+    masks = [trained_mask(args, batch) for batch in minibatch]
+    token_count = ranks.all_sum(sum(mask.sum() for mask in masks)).item()
+    for batch, weight, mask in zip(minibatch, weights, masks):  # one forward each
         # The actor
         logprobs, entropy = batch.logprobs, batch.entropy  # (B, R)
         if not one_pass:
@@ -815,8 +987,8 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
         loss, ratio, clipped = actor_loss(args, batch, logprobs, entropy, kl_coef)
         if not one_pass and not means.updates:  # the first of the rollout: no weight has moved
             checks.stop_unless_one(run, ratio, batch.response_mask)
-        loss_sum = (loss * weight).sum()  # importance weights of another policy's: here
-        actor.backward(loss_sum * common.loss_scale(actor, total_weight))
+        loss_sum = (loss * weight).sum()
+        actor.backward(loss_sum * common.loss_scale(actor, divisor))
 
         # The critic, if there is one
         critic_loss = torch.zeros_like(loss)
@@ -825,7 +997,7 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
             if not one_pass:
                 values = common.values_before_tokens(critic, batch)
             critic_loss = value_loss(values, batch.old_values, batch.returns, args.clip_value)
-            loss_sum = (critic_loss * batch.response_mask).sum()
+            loss_sum = (critic_loss * mask).sum()
             critic.backward(loss_sum * common.loss_scale(critic, token_count))
 
         patches.skip_together(args, engines)  # fp16: an overflow skips both
@@ -838,8 +1010,90 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
             critic_loss=critic_loss,
             approx_kl=kl_estimate(batch.old_logprobs, logprobs.detach(), "k3"),  # KL(old || new)
             clip_fraction=clipped,
+            clip_fraction_low=clipped & (batch.advantages < 0),
+            clip_fraction_high=clipped & (batch.advantages > 0),
         )
     means.end_update()
+
+
+# ---- Metrics ----
+@torch.no_grad()
+def rollout_means(args, micro_batches):
+    """What a rollout was like, over all ranks: {name: number}. Metrics of yours: per_response.
+
+    reward_std            deviation of the rewards of all responses. 0: nothing to learn from
+    truncated_reward      mean reward of the responses that were cut off, if any were
+    entropy               mean over the tokens
+    advantage_std         deviation over the tokens, before whitening
+    explained_variance    1: the critic foresaw each return; 0: no better than a constant
+    sampling_...          how far the policy mu that sampled is from the one that scored, pi: see
+                          sampling_means
+    """
+    moments = functools.partial(rollout_metrics.moments, micro_batches)  # mean, variance
+    means = rollout_metrics.response_means(micro_batches)
+    reward = lambda batch: batch.scores.sum(-1)  # noqa: E731  (B,)
+    means["reward_std"] = moments(reward, lambda batch: batch.row_weight)[1] ** 0.5
+    if means["eos_rate"] < 1:
+        cut = lambda batch: batch.row_weight * (1 - batch.ended)  # noqa: E731
+        means["truncated_reward"] = moments(reward, cut)[0]
+    means["entropy"] = moments(lambda batch: batch.entropy)[0]
+    means["advantage_std"] = moments(lambda batch: batch.raw_advantages)[1] ** 0.5
+    if args.has_critic:
+        errors = moments(lambda batch: batch.returns - batch.old_values)[1]
+        variance = moments(lambda batch: batch.returns)[1]
+        means["explained_variance"] = 1 - errors / max(variance, 1e-12)
+    if args.compares_groups:
+        means |= group_means(micro_batches)
+    return means | sampling_means(micro_batches)
+
+
+def sampling_means(micro_batches):
+    """How far the policy mu that sampled is from the one that scored, pi: {name: number}.
+
+    sampling_gap        largest abs(log(pi / mu)) of a token
+    sampling_kl         mean of log(mu / pi) over the tokens: KL(mu || pi), nats a token
+    sampling_outside    share of the tokens with pi / mu outside of 0.8 .. 1.2
+    sampling_ppl_gap    perplexity of the responses under pi, minus that under mu
+
+    All are 0 but for rounding where a model samples and scores in the same way: a cache sums in
+    another order. {} where a fork's sampler tells no log-probs.
+    """
+    if any("sampled_logprobs" not in batch.tokens for batch in micro_batches):
+        return {}
+
+    def log_ratio(batch):
+        return batch.old_logprobs - batch.tokens["sampled_logprobs"]  # (B, R)
+
+    moments = functools.partial(rollout_metrics.moments, micro_batches)
+    pi = moments(lambda batch: batch.old_logprobs)[0]
+    mu = moments(lambda batch: batch.tokens["sampled_logprobs"])[0]
+    outside = moments(lambda batch: ((log_ratio(batch).exp() - 1).abs() > 0.2).float())[0]
+    gaps = [(log_ratio(batch).abs() * batch.response_mask).max().item() for batch in micro_batches]
+    return {
+        "sampling_gap": max(ranks.all_gather_objects(gaps)),
+        "sampling_kl": mu - pi,
+        "sampling_outside": outside,
+        "sampling_ppl_gap": exp(-pi) - exp(-mu),
+    }
+
+
+def group_means(micro_batches):
+    """How much the responses to one prompt differ in reward: what RLOO and GRPO learn from.
+
+    equal_groups    share of prompts whose responses all have the same reward: their advantages
+                    are 0, so they teach nothing
+    group_std       deviation of a prompt's rewards, which divides by n - 1: mean over the prompts
+    """
+    groups = {}
+    for batch in micro_batches:
+        for row, reward in zip(batch.responses, batch.scores.double().sum(-1)):
+            if row["row_weight"]:
+                groups.setdefault(row["group"], []).append(reward)
+    rewards = [torch.stack(group) for group in groups.values()]  # (n,) of each prompt
+    equal = sum(group.max() - group.min() <= checks.EQUAL for group in rewards)
+    deviations = sum(group.std() for group in rewards)
+    equal, deviations, count = ranks.all_sum(equal, deviations, len(rewards)).tolist()
+    return {"equal_groups": equal / max(count, 1), "group_std": deviations / max(count, 1)}
 
 
 # ---- The step, top to bottom ----
@@ -861,7 +1115,7 @@ def main():
     # ---- 2 models ----
     models = load_models(args, tokenizer, functions, gold, steps * sizes.updates)
     actor, critic, engines = models.actor, models.critic, models.engines
-    state = {"kl_coef": args.kl_coef}  # what checkpoints keep beside the engines
+    state = {"kl_coef": args.kl_coef, "equal_since": None}  # what checkpoints keep beside engines
     average = ema.Ema(args, actor.module, state)  # --enable_ema
     responses_per_row = shared_prompts.responses_per_row(  # --share_prompt
         args, *engines.values(), *models.reward_models
@@ -899,9 +1153,8 @@ def main():
             one_pass=one_pass,
         )
         rollout_metrics.stop_unless_finite(run, micro_batches)
-        if first:
+        if first and not (args.is_cap or args.is_band):  # else another policy may sample
             checks.stop_unless_sampled_as_scored(run, micro_batches)
-            checks.warn_of_equal_scores(micro_batches)
 
         # ---- 5 advantages ----
         kl_coef = current_kl_coef()
@@ -927,12 +1180,13 @@ def main():
         metrics = {
             "kl_coef": kl_coef,
             **means.of_all_updates(args.has_critic),
-            **rollout_metrics.of_all_ranks(args, micro_batches),
+            **rollout_means(args, micro_batches),
             **clock.laps,
         }
         tokens, flops = rollout_metrics.work(
             args, micro_batches, engines, models.reward_models, means.updates, one_pass
         )
+        checks.warn_of_equal_rewards(run, state, metrics)
         run.log(metrics, tokens, flops)  # a number of yours is one more entry of metrics
         if args.kl_target:
             state["kl_coef"] = adapted_kl_coef(kl_coef, metrics["kl"], args.kl_target)

@@ -47,7 +47,7 @@ PRESETS = {
         weight_decay=0.0,
         num_warmup_steps=20,
         dropout=None,
-        per_device_train_batch_size=24,  # 48 on the demo's two ranks
+        per_device_train_batch_size=common.toy_batch(24),  # on two ranks and more 48 together
         per_device_eval_batch_size=140,
         max_seq_len=64,
         zero_stage=2,
@@ -73,6 +73,50 @@ PRESETS = {
         per_device_eval_batch_size=4,
         max_seq_len=1024,  # [TRL]
         zero_stage=2,
+    ),
+    # Sums, worked out by a pupil who makes mistakes: toy/arithmetic/make.py. ppo.py then takes the
+    # preset of this name by itself: GRPO, with a verifier in place of a reward model.
+    "arithmetic": dict(
+        model_name_or_path="toy/arithmetic/model",
+        data_path=["toy/arithmetic/data"],
+        data_split="4,0,1",
+        output_dir="output/arithmetic-sft",
+        num_train_epochs=5,
+        learning_rate=3e-3,
+        weight_decay=0.0,
+        num_warmup_steps=20,
+        dropout=None,
+        per_device_train_batch_size=24,
+        per_device_eval_batch_size=100,
+        max_seq_len=64,
+        zero_stage=2,
+        dtype="fp32",
+        group_by_length=0,
+        log_steps=20,
+        num_samples=100,
+        max_answer_seq_len=48,
+        gold_fn="toy/arithmetic/verifier.py:correct",  # the share of right greedy answers
+    ),
+    # Step 1 before GRPO on GSM8K. LoRA's numbers are those of "qwen2.5-0.5b".
+    "qwen2.5-0.5b-grpo": dict(
+        model_name_or_path="Qwen/Qwen2.5-0.5B",
+        data_path=["openai/gsm8k:main"],
+        columns={"instruction": "question", "output": "answer"},  # a dialogue of one turn
+        data_split="1,0,0",  # all 7,473 rows; GRPO takes all of their prompts again, as is usual
+        output_dir="output/sft",
+        num_train_epochs=2,  # [Lambert 2024, Tulu 3]
+        learning_rate=2e-4,
+        lora_dim=32,
+        lora_alpha=16,
+        weight_decay=0.0,
+        dropout=None,
+        per_device_train_batch_size=16,  # 16 rows a step, as in "qwen2.5-0.5b"
+        per_device_eval_batch_size=16,
+        max_seq_len=768,  # 512 for the prompt, as in step 3, and 256
+        zero_stage=2,
+        num_samples=32,
+        max_answer_seq_len=256,
+        gold_fn="toy/maths.py:solved",  # the share of right greedy answers
     ),
     # DeepSpeed-Chat's numbers: opt/single_node/run_1.3b.sh. Its code differs: docs/runs.md#presets.
     # Its loss covers the prompt, too: --train_on everything. What saves memory is left to flags.

@@ -12,8 +12,9 @@ Both sides are copies of their trees. Each of RUNS is a command, started in both
 script does not know (any more, or yet) is left out on that side, and named. PPO's runs start from
 the models of the runs `sft` and `reward` of their own side: see whether these are equal first.
 Compared are exit codes, each key of each .jsonl file without the clocks, and every tensor in a
-.safetensors file. All differences are listed, one line for each key or file: how many values
-differ, the largest difference, and the first. The exit code is 1 if there is one.
+.safetensors file. A line of the log is the mean of its --log_steps steps, so all runs have
+--log_steps 1. All differences are listed, one line for each key or file: how many values differ,
+the largest difference, and the first. The exit code is 1 if there is one.
 """
 
 import argparse

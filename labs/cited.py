@@ -41,14 +41,14 @@ def numbers_of(name):
 
 FOUR = ("gae", "rloo", "grpo", "reinforce")
 NAMES = {  # what a comment may use beside the methods of Numbers
+    "interval": runner.interval,
     "log": log,
     "mean": mean,
     "of": numbers_of,
     "EMA": ("EMA gold", "gold at the EMA's KL"),
     "TEXT": ("text loss", "text loss before"),
     "FOUR": FOUR,
-    # an estimator with a penalty in estimators, and without one in overoptimisation
-    "PAIRS": [(name, f"{name}, kl_coef 0".removeprefix("gae, ")) for name in FOUR],
+    "FREE": [f"{name}, kl_coef 0".removeprefix("gae, ") for name in FOUR],  # in overoptimisation
 }
 
 
@@ -111,6 +111,23 @@ class Numbers:
     def peaks(self, arm, head="gold"):
         """The largest of each seed's evaluations."""
         return [max(curve) for curve in self.curves(arm, head)]
+
+    def against(self, arm, what):
+        """Of each seed of an arm without a penalty, in overoptimisation, and of the same estimator
+        with one: `what`(curve of the first, values of the second)."""
+        other = numbers_of("estimators").found[arm.removesuffix("kl_coef 0").strip(", ") or "gae"]
+        with_penalty = {result["seed"]: result["values"] for result in other}
+        return [what(one["curve"], with_penalty[one["seed"]]) for one in self.found[arm]]
+
+    def ends(self, arm):
+        """The end of the run with a penalty for each seed of the arm without one."""
+        return self.against(arm, lambda curve, values: values["gold"])
+
+    def passing(self, arm):
+        """The gold score with which each seed passes the KL at which the other run ends."""
+        return self.against(
+            arm, lambda curve, values: runner.gold_at(curve["kl"], curve["gold"], values["KL"])
+        )
 
     def fall(self, arm, head="gold"):
         """How far each seed ends below the largest of its evaluations."""

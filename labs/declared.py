@@ -73,6 +73,7 @@ SEVERAL_UPDATES = {  # all take as many responses
     "training batch a half": f"{UNSTABLE} --per_device_training_batch_size 16",
     "training batch a quarter": f"{UNSTABLE} --per_device_training_batch_size 8",
 }
+NO_KL = "--kl_coef 0 --log_kl 1"  # no penalty, and the curve of KL all the same
 OFF = "--clip inf --clip_value inf"
 GROUP = "--samples_per_prompt 4"
 ESTIMATORS = {
@@ -88,6 +89,8 @@ JUDGES = {
 BEST_OF = ppo(  # 64 samples of each of 140 prompts
     "--max_steps 0 --num_eval_prompts 8960", fault="answer_64_times", best_of=64
 )
+LORA = "--actor_lora_dim 16 --actor_learning_rate"
+DROPOUT = "--actor_dropout 0.1"
 LONGER = "--max_steps 60 --eval_steps 30"
 ALONE, WARMUP = "--critic_warmup_steps 20", "critic-warmup"
 FROM_SFT = "--critic_model_name_or_path {sft} --reward_model_name_or_path {reward}"
@@ -97,12 +100,34 @@ def each_estimator(rates=""):
     """The arms of --advantage with the KL penalty and without, and GRPO without its deviation."""
     arms = {
         f"{name}{penalty}": ppo(f"{flags} {coef} {rates}", against=f"gae{penalty}")
-        for penalty, coef in (("", ""), (", no KL", "--kl_coef 0"))
+        for penalty, coef in (("", ""), (", no KL", NO_KL))
         for name, flags in ESTIMATORS.items()
     }
     flags = f"{ESTIMATORS['grpo']} {rates}"
     arms["grpo, no deviation"] = ppo(flags, fault="grpo_no_deviation", against="grpo")
     return arms
+
+
+def again(lab):
+    """A lab whose actors answer 280 held-out prompts four times each, at the end."""
+    flags = "--actor_model_name_or_path {ppo} --critic_model_name_or_path {reward} --max_steps 0 "
+    flags += "--num_eval_prompts 1120"
+    then = {"ppo again": ("ppo", flags, "answer_4_times")}
+    measures = {**lab.measures, "gold": ("ppo again", "eval_gold", "last")}
+    return replace(lab, then=then, measures=measures)
+
+
+def second(lab):
+    """A lab on data that no setting was chosen on: other held-out pairs of animal and place."""
+    own = {script: "--data_path {second}" for script in ("sft", "reward", "ppo")}
+    own["ppo"] += " --gold_fn toy/gold.py:gold"
+    base = {script: f"{flags} {own[script]}" for script, flags in lab.base.items()}
+    then = {
+        name: (script, f"{flags} {own[script]}", fault)
+        for name, (script, flags, fault) in lab.then.items()
+    }
+    given = {**lab.given, "second": SECOND / "data"}
+    return replace(lab, base=base, then=then, given=given, plain=())
 
 
 LABS = {
@@ -136,10 +161,8 @@ LABS = {
         "Which mistakes in the two passes hurt?",
         {
             "none": ppo("", fault="none"),
-            "dropout 0.1 in the pass that trains": ppo("--actor_dropout 0.1", fault="none"),
-            "dropout 0.1 in the pass that scores": ppo(
-                "--actor_dropout 0.1", fault="dropout_scores"
-            ),
+            "dropout 0.1 in the pass that trains": ppo(DROPOUT, fault="none"),
+            "dropout 0.1 in the pass that scores": ppo(DROPOUT, fault="dropout_scores"),
             "bf16 in the pass that scores": ppo("", fault="bf16_scores"),
             "bf16 in the pass that trains": ppo("", fault="bf16_trains"),
             "old log-probs shifted by one": ppo("", fault="shifted"),
@@ -159,14 +182,15 @@ LABS = {
     ),
     "overoptimisation": lab(
         "The reward keeps rising while the gold score falls",
-        {f"kl_coef {coef}": ppo(f"--kl_coef {coef} {FURTHER}") for coef in (0, 0.01, 0.05, 0.2)}
+        {"kl_coef 0": ppo(f"{NO_KL} {FURTHER}")}
+        | {f"kl_coef {coef}": ppo(f"--kl_coef {coef} {FURTHER}") for coef in (0.01, 0.05, 0.2)}
         | {
             **{
-                f"{name}, kl_coef 0": {"reward": flags, "ppo": f"--kl_coef 0 {FURTHER}"}
+                f"{name}, kl_coef 0": {"reward": flags, "ppo": f"{NO_KL} {FURTHER}"}
                 for name, flags in JUDGES.items()
             },
             **{
-                f"{name}, kl_coef 0": ppo(f"{flags} --kl_coef 0 {FURTHER}")
+                f"{name}, kl_coef 0": ppo(f"{flags} {NO_KL} {FURTHER}")
                 for name, flags in ESTIMATORS.items()
                 if name != "gae"
             },
@@ -325,9 +349,22 @@ LABS = {
             "scores clipped at 1": ppo("--clip_reward 1"),
             "scores not clipped": ppo("--clip_reward inf"),
             "k3 in the loss": ppo("--kl_in loss --kl_estimator k3"),
-            "LoRA 16, rate of full training": ppo("--actor_lora_dim 16 --actor_learning_rate 2e-4"),
-            "LoRA 16, ten times the rate": ppo("--actor_lora_dim 16 --actor_learning_rate 2e-3"),
+            "LoRA 16, rate of full training": ppo(f"{LORA} 2e-4"),
+            "LoRA 16, ten times the rate": ppo(f"{LORA} 2e-3"),
         },
+    ),
+    # ---- What the labs above left open ----
+    "mismatch-split": lab(
+        "Shifted log-probs: does the ratio hurt, or the KL penalty?",
+        {
+            "none": ppo("", fault="none"),
+            "both shifted": ppo("", fault="shifted"),
+            "the ratio alone": ppo("", fault="shifted_ratio"),
+            "the penalty alone": ppo("", fault="shifted_penalty"),
+            "none, no KL": ppo(NO_KL, fault="none", against="none, no KL"),
+            "both shifted, no KL": ppo(NO_KL, fault="shifted", against="none, no KL"),
+        },
+        {**GOLD, **RATIO},
     ),
 }
 
@@ -348,18 +385,6 @@ MORE = {
             for steps in (80, 160)
             for epochs in (4, 8, 16)
         },
-    ),
-    "mismatch-split": lab(
-        "Shifted log-probs: does the ratio hurt, or the KL penalty?",
-        {
-            "none": ppo("", fault="none"),
-            "both shifted": ppo("", fault="shifted"),
-            "the ratio alone": ppo("", fault="shifted_ratio"),
-            "the penalty alone": ppo("", fault="shifted_penalty"),
-            "none, no KL": ppo("--kl_coef 0", fault="none", against="none, no KL"),
-            "both shifted, no KL": ppo("--kl_coef 0", fault="shifted", against="none, no KL"),
-        },
-        {**GOLD, **RATIO},
     ),
     "head-init-ranks": lab(
         "The head of the reward model under ZeRO-3 on two ranks",
@@ -391,22 +416,37 @@ MORE = {
         "Best of 64 by judges of fewer pairs",
         {"judge of all pairs": BEST_OF}
         | {name: {**BEST_OF, "reward": flags} for name, flags in JUDGES.items()},
+        {f"gold at n = {n}": ("curve", "gold", n) for n in (1, 16, 64)},
+        (),
         panels=True,
+        compared=("gold at n = 64", ("gold at n = 64", "gold at n = 16")),
+    ),
+    "second": second(
+        again(
+            lab(
+                "Verdicts tried again on prompts that nobody had looked at",
+                {
+                    "ours": ppo(""),
+                    "scores + 2": ppo("", fault="offset_2"),
+                    "LoRA 16, ten times the rate": ppo(f"{LORA} 2e-3"),
+                    "dropout 0.1 in the pass that scores": ppo(DROPOUT, fault="dropout_scores"),
+                    "old log-probs shifted by one": ppo("", fault="shifted"),
+                    "rates x2.5, kl_coef 0.05": ppo(FURTHER, against="rates x2.5, kl_coef 0.05"),
+                    "rates x2.5, kl_coef 0": ppo(
+                        f"{NO_KL} {FURTHER}", against="rates x2.5, kl_coef 0.05"
+                    ),
+                },
+            )
+        )
     ),
 }
 
 
-def again(lab):
-    """A lab whose actors answer 280 held-out prompts four times each, at the end."""
-    flags = "--actor_model_name_or_path {ppo} --critic_model_name_or_path {reward} --max_steps 0 "
-    flags += "--num_eval_prompts 1120"
-    then = {"ppo again": ("ppo", flags, "answer_4_times")}
-    measures = {**lab.measures, "gold": ("ppo again", "eval_gold", "last")}
-    return replace(lab, then=then, measures=measures)
+def quick(lab):
+    """A lab of some minutes, which shows how labs work: one seed of an arm and of its baseline.
 
-
-def second(lab):
-    """A lab on data that no setting was chosen on: other held-out pairs of animal and place."""
-    data = {script: f"{flags} --data_path {{second}}" for script, flags in lab.base.items()}
-    data["ppo"] += " --gold_fn toy/gold.py:gold"
-    return replace(lab, base=data, given={**lab.given, "second": SECOND / "data"}, plain=())
+    The arm is the first that is compared with another one.
+    """
+    arm = next(arm for arm in lab.arms if runner.baseline(lab, arm) != arm)
+    names = runner.baseline(lab, arm), arm
+    return replace(lab, seeds=(1,), arms={name: lab.arms[name] for name in names})

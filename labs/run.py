@@ -3,12 +3,13 @@
     python labs/run.py NAME              makes the runs that are not there yet, and draws
     python labs/run.py NAME --plot       table and picture from labs/results/NAME.json alone
     python labs/run.py NAME --dry_run    the commands of its runs
+    python labs/run.py NAME --quick      one seed of one arm and of its baseline: some minutes
     python labs/run.py                   lists the labs
 
-More runs: --seeds 4 5 6 adds seeds; --again has each actor answer 280 held-out prompts four times
-at its end, and --second takes data that no setting was chosen on. The last two write results of
-their own, labs/results/NAME-again.json, and leave the page as it is. A lab is declared in
-labs/declared.py.
+More runs: --seeds 4 5 6 adds seeds, and --arms gae rloo makes the runs of some arms alone; --again
+has each actor answer 280 held-out prompts four times at its end, and --second takes data that no
+setting was chosen on. The last two write results of their own, labs/results/NAME-again.json, and
+leave the page as it is; so does --quick. A lab is declared in labs/declared.py.
 """
 
 import json
@@ -20,7 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import runner  # noqa: E402
-from declared import LABS, MORE, SECOND, TEXT, again, second  # noqa: E402
+from declared import LABS, MORE, SECOND, TEXT, again, quick, second  # noqa: E402
 
 
 def write_text(file):
@@ -36,6 +37,8 @@ def main():
     parser = runner.new_parser(__doc__, labs, "output/labs")
     parser.add_argument("--dry_run", action="store_true", help="print the commands alone")
     parser.add_argument("--seeds", type=int, nargs="+", help="in place of the lab's own")
+    parser.add_argument("--quick", action="store_true", help="two arms, one seed: no evidence")
+    parser.add_argument("--arms", nargs="+", default=(), help="make the runs of these alone")
     parser.add_argument("--again", action="store_true", help="four answers to 280 prompts")
     parser.add_argument("--second", action="store_true", help="other data")
     args = parser.parse_args()
@@ -47,6 +50,11 @@ def main():
     name, lab = args.name, labs[args.name]
     if args.seeds:
         lab = replace(lab, seeds=tuple(args.seeds))
+    if unknown := set(args.arms) - set(lab.arms):
+        parser.error(f"no arms of {name}: {sorted(unknown)}; it has {list(lab.arms)}")
+    lab = replace(lab, chosen=tuple(args.arms))
+    if args.quick:
+        name, lab = f"{name}-quick", quick(lab)
     if args.again:
         name, lab = f"{name}-again", again(lab)
     if args.second:
@@ -54,7 +62,7 @@ def main():
     if args.dry_run:
         return runner.show(lab.chains(), args.runs.resolve())
     write_text(TEXT)
-    if args.second:
+    if "second" in lab.given:
         make = [sys.executable, runner.ROOT / "toy/make.py", "--seed", "5678", "--out", SECOND]
         subprocess.run(make, check=True)
     places = [HERE / file.format(name) for file in ("results/{}.json", "{}.md", "{}.png")]

@@ -14,7 +14,8 @@ import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import comb, exp, isnan, log, nan, sqrt
 from pathlib import Path
@@ -26,6 +27,13 @@ MARK = "<!-- table -->"
 MARKERS = "os^Dv<>PX*"  # of the seeds
 EDGE = 4.2  # of the axis of sqrt(KL) where a run may go far
 OF_LAST = ("fault", "variant", "ranks")  # what an arm may say of its last run
+EVERY = 60  # seconds between two lines about runs that are being made
+# Seconds of a run on an idle core, at so much of a flag: labs/README.md
+TYPICAL = {
+    "sft": (68, "--num_train_epochs", 3),
+    "reward": (77, "--num_train_epochs", 2),
+    "ppo": (35, "--max_steps", 40),
+}
 FINISHED = "finished.json"  # written into a run's folder when it has ended by itself
 # Student's t for an interval of 95 %, with 1 to 9 degrees of freedom
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -65,6 +73,7 @@ class Lab:
     models: dict = field(default_factory=dict)  # {name: (script, flags)}: runs before the others
     given: dict = field(default_factory=dict)  # {name: a folder that is there}
     seeds: tuple = (1, 2, 3)
+    chosen: tuple = ()  # or the runs of these arms alone are made
 
     def chains(self):
         """Returns {(arm, seed): {name: Run}}, where each Run comes after its parents."""
@@ -72,8 +81,8 @@ class Lab:
         for name, (script, flags) in self.models.items():
             made[name] = Run(script, merged(flags), 1, tuple(self.given.items()))
         for seed in self.seeds:
-            for name, arm in self.arms.items():
-                runs = {**made}
+            for name in self.chosen or self.arms:
+                arm, runs = self.arms[name], {**made}
                 for script, flags in self.base.items():
                     last = script == self.until
                     own = {key: arm[key] for key in OF_LAST if key in arm} if last else {}
@@ -185,30 +194,69 @@ def make(run, root):
     return seconds
 
 
+def expected(run):
+    """Returns about how many seconds a run takes on an idle core."""
+    seconds, flag, usual = TYPICAL.get(run.script, TYPICAL["ppo"])
+    given = dict(zip(run.flags, run.flags[1:])).get(flag, usual)
+    return seconds * float(given) / usual
+
+
+def minutes_of(runs, depths, jobs):
+    """Returns about how many minutes runs take, `jobs` at a time; those of one depth go together.
+
+    depths: {run: how many runs it comes after}.
+    """
+    seconds = 0
+    for depth in {depths[run] for run in runs}:
+        each = [expected(run) for run in runs if depths[run] == depth]
+        seconds += max(max(each), sum(each) / jobs)
+    return seconds / 60
+
+
 def make_all(chains, root, jobs):
     """Makes the runs of a lab, `jobs` at a time: first those from which others start.
 
-    chains: see Lab.chains.
+    chains: see Lab.chains. After Ctrl-C a run saves a checkpoint, and a second one ends it at once.
     """
     depths = {run: i for runs in chains.values() for i, run in enumerate(runs.values())}
     left = [run for run in depths if not run.is_made(root)]
-    print(f"{len(left)} runs to make, {jobs} at a time; {len(depths) - len(left)} are there")
+    said = f"about {minutes_of(left, depths, jobs):.0f} min on {jobs} idle cores"
+    there = len(depths) - len(left)
+    print(f"{len(left)} runs to make, {jobs} at a time, {said}; {there} are there", flush=True)
     for variant in {run.variant for run in left} - {""}:
         apply(variant, root / f"tree-{variant}")
-    took = []
+    count, began, done = len(left), time.time(), []
     for depth in range(max(depths.values(), default=0) + 1):
-        runs, pool = [run for run in left if depths[run] == depth], ThreadPoolExecutor(jobs)
+        pool = ThreadPoolExecutor(jobs)
+        waiting = {pool.submit(make, run, root): run for run in left if depths[run] == depth}
         try:
-            for run, seconds in zip(runs, pool.map(lambda run: make(run, root), runs)):
-                took.append(seconds)
-                minutes = statistics.mean(took) * (len(left) - len(took)) / jobs / 60
-                what = f"{run.script} {run.seed} {run.variant}{run.fault} {' '.join(run.flags)}"
-                times = f"{seconds:.0f} s; about {minutes:.0f} min left"
-                print(f"[{len(took)}/{len(left)}] {what}: {times}", flush=True)
+            while waiting:
+                for future in wait(waiting, EVERY, FIRST_COMPLETED).done:
+                    run, seconds = waiting.pop(future), future.result()
+                    done.append(run)
+                    left.remove(run)
+                    what = f"{run.script} {run.seed} {run.variant}{run.fault} {' '.join(run.flags)}"
+                    print(f"[{len(done)}/{count}] {what}: {seconds:.0f} s", flush=True)
+                if waiting:
+                    print(f"    {heartbeat(left, done, depths, jobs, began)}", flush=True)
         except KeyboardInterrupt:
-            raise SystemExit("\nstopped: the same command goes on where this one was") from None
+            print("\nstopping: run the same command again to go on where it is now", flush=True)
+            with suppress(KeyboardInterrupt):
+                pool.shutdown(cancel_futures=True)
+            raise SystemExit(1) from None
         finally:
             pool.shutdown(cancel_futures=True)  # those that run end by themselves
+
+
+def heartbeat(left, done, depths, jobs, began):
+    """Returns how long runs have taken, and about how long the others take at this pace."""
+    passed = (time.time() - began) / 60
+    said = f"{passed:.0f} min so far"
+    if not done:
+        return f"{said}, none of {len(left)} runs has ended yet"
+    pace = max(passed / minutes_of(done, depths, jobs), 1)
+    ahead = pace * minutes_of([*done, *left], depths, jobs) - passed
+    return f"{said}, {len(left)} runs left, about {max(ahead, 0):.0f} min more"
 
 
 # ---- Results ----
@@ -217,15 +265,18 @@ def lines_of(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def measured(folders, spec):
+def measured(folders, spec, curve=None):
     """Returns the number that `spec` = (script, metric, how) names, or None.
 
-    how: a key of REDUCERS, or the step. A metric "share X" is the share of the last evaluation's
-    samples whose gold is X. "gold at EMA" is the actor's gold score where it was as far from the
-    SFT model as its average is at the end, between two evaluations in proportion. "calibration" is
-    that of the scores of the held-out pairs.
+    how: a key of REDUCERS, or the step. The script "curve" is the curve of best-of-n, and how is n.
+    A metric "share X" is the share of the last evaluation's samples whose gold is X. "gold at EMA"
+    is the actor's gold score where it was as far from the SFT model as its average is at the end,
+    between two evaluations in proportion. "calibration" is that of the scores of the held-out
+    pairs.
     """
     script, metric, how = spec
+    if script == "curve":
+        return curve[metric][curve["n"].index(how)]
     if metric == "calibration":
         return calibration(lines_of(folders[script], "judge.jsonl"))
     if metric.startswith("share "):
@@ -235,7 +286,9 @@ def measured(folders, spec):
         return sum(gold == float(metric[6:]) for gold in golds) / len(golds)
     lines = lines_of(folders[script], "metrics.jsonl")
     if metric == "gold at EMA":
-        return gold_at([line for line in lines if "eval_ema_kl" in line])
+        lines = [line for line in lines if "eval_ema_kl" in line]
+        kls, golds = ([line[key] for line in lines] for key in ("eval_kl", "eval_gold"))
+        return gold_at(kls, golds, lines[-1]["eval_ema_kl"])
     records = [line for line in lines if metric in line]
     if isinstance(how, int):
         records, how = [line for line in records if line["step"] == how], "last"
@@ -256,13 +309,12 @@ def calibration(pairs):
     return sum(abs(sum(each)) for each in bins) / len(pairs)
 
 
-def gold_at(lines):
-    """Returns the actor's gold score at the KL that its average has in the last of `lines`."""
-    wanted = lines[-1]["eval_ema_kl"]
-    for before, after in zip(lines, lines[1:]):
-        if before["eval_kl"] <= wanted <= after["eval_kl"]:
-            part = (wanted - before["eval_kl"]) / (after["eval_kl"] - before["eval_kl"] or 1)
-            return before["eval_gold"] + part * (after["eval_gold"] - before["eval_gold"])
+def gold_at(kls, golds, wanted):
+    """Returns the gold score with which a run first passes a KL, from its evaluations."""
+    for i in range(len(kls) - 1):
+        if kls[i] <= wanted <= kls[i + 1]:
+            part = (wanted - kls[i]) / (kls[i + 1] - kls[i] or 1)
+            return golds[i] + part * (golds[i + 1] - golds[i])
     return None
 
 
@@ -319,7 +371,9 @@ def collect(lab, chains, root):
         elif lab.curves or lab.panels:
             result["curve"] = curve_of(run.folder(root), hidden)
         known = {head: spec for head, spec in lab.measures.items() if spec[1] not in hidden}
-        values = {head: measured(folders, spec) for head, spec in known.items()}
+        values = {
+            head: measured(folders, spec, result.get("curve")) for head, spec in known.items()
+        }
         found.append(rounded({**result, "values": values}))
     return found
 
@@ -588,9 +642,10 @@ def draw_panels(figure, lab, results):
     Each seed has a colour. What lies beyond the right edge is said in the panel.
     """
     arms = by_arm(results)
-    rows = -(-len(arms) // 5)
-    figure.set_size_inches(13, 2.7 * rows + 0.6)
-    grid = figure.subplots(rows, 5, sharex=True, sharey=True, squeeze=False).flat
+    columns = min(len(arms), 5)
+    rows = -(-len(arms) // columns)
+    figure.set_size_inches(2.6 * columns, 2.7 * rows + 0.6)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
     for axis, (arm, each) in zip(grid, arms.items()):
         draw_plain(axis, lab)
         for number, result in enumerate(each):

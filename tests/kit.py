@@ -21,6 +21,7 @@ import contextlib
 import copy
 import functools
 import gc
+import hashlib
 import importlib
 import inspect
 import json
@@ -301,6 +302,33 @@ def weights(folder, file="model.safetensors"):
     return load_file(Path(folder) / file)
 
 
+def outcome(folder):
+    """Returns what a finished run leaves, without its clocks: the lines of metrics.jsonl, and a
+    digest of each file of samples, of tokens and of weights, {name: digest}."""
+    files = [f for kind in ("*s.jsonl", "**/*.safetensors") for f in folder.glob(kind)]
+    names = {str(file.relative_to(folder)): file for file in files}
+    digests = {
+        name: hashlib.blake2b(file.read_bytes()).hexdigest()
+        for name, file in names.items()
+        if name != "metrics.jsonl" and not name.startswith("checkpoints")
+    }
+    return {"metrics": metrics(folder, clocks=False), **digests}
+
+
+def tree(place):
+    """Returns {path: a digest, "folder", or where a link leads} of all below `place`."""
+    found = {}
+    for path in sorted(place.rglob("*")):
+        name = str(path.relative_to(place))
+        if path.is_symlink():
+            found[name] = os.readlink(path)
+        elif path.is_dir():
+            found[name] = "folder"
+        elif path.name != ".lock":
+            found[name] = hashlib.blake2b(path.read_bytes()).hexdigest()
+    return found
+
+
 @contextlib.contextmanager
 def refuses(rule):
     """Asserts that what happens inside is refused by this rule. Gives what pytest caught."""
@@ -325,7 +353,6 @@ def prepare(folder):
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     vocabulary = dict(vocab_size=len(tokenizer) + 8, initializer_range=0.2)
     config = tiny_config(**vocabulary, max_position_embeddings=256)
-    wide = tiny_config(**vocabulary, hidden_size=1024, num_hidden_layers=1)
     torch.manual_seed(0)
     actor = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -334,8 +361,8 @@ def prepare(folder):
     reward = AutoModelForSequenceClassification.from_config(scorer)
     measured = copy.deepcopy(reward)
     measured.config.score_statistics = [0.1, 0.5]  # as reward.py stores them
-    models = dict(scratch=config, actor=actor, reward=reward, measured=measured, wide_scratch=wide)
-    for name, model in {**models, "wide": AutoModelForCausalLM.from_config(wide)}.items():
+    models = dict(scratch=config, actor=actor, reward=reward, measured=measured)
+    for name, model in models.items():
         model.save_pretrained(folder / "models" / name)
         tokenizer.save_pretrained(folder / "models" / name)
     for name in ("data", "runs", "jobs"):
@@ -347,6 +374,15 @@ def prepare(folder):
     # else weights this small would not be sharded
     knobs["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     (folder / "ds_config.json").write_text(json.dumps(knobs))
+
+
+def knobs(file, section="zero_optimization", **values):
+    """Writes a ds_config.json of which a section has other values than the tests' own. Returns its
+    path."""
+    found = json.loads((base() / "ds_config.json").read_text())
+    found[section].update(values)
+    file.write_text(json.dumps(found))
+    return str(file)
 
 
 def tiny_config(**changes):

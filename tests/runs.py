@@ -6,7 +6,6 @@ them, however laid out.
 
 import functools
 import importlib.metadata
-import json
 import os
 import re
 import shutil
@@ -69,11 +68,14 @@ def base_flags(script, base):
 SAVING = "--save_steps 2 --keep_checkpoints 9"
 BEST = "--keep_best eval_accuracy --eval_steps 1 --save_steps 1 --keep_checkpoints 9"
 ONCE = dict(rows=4, accumulation=1)  # a rollout is one micro-batch, trained on once
-DROPOUT = "--model_name_or_path BASE/models/actor --dropout 0.1"  # random numbers are resumed, too
+# random numbers are resumed, too, and a line of the log that is half full
+DROPOUT = "--model_name_or_path BASE/models/actor --dropout 0.1 --log_steps 3"
 PPO_DROPOUT = "--critic_dropout 0.1 --kl_target 0.5"
 GOLD = "--gold_fn BASE/letters.py:share_of_early_letters"
-GRPO = "--advantage grpo --kl_in loss --kl_estimator k3 --samples_per_prompt 2 --max_steps 2"
-REINFORCE = "--advantage reinforce --samples_per_prompt 2 --max_steps 2"
+GRPO = """--advantage grpo --kl_in loss --kl_estimator k3 --samples_per_prompt 2 --max_steps 2
+          --loss_mean responses --eval_samples 2"""
+REINFORCE = """--advantage reinforce --samples_per_prompt 2 --max_steps 2
+               --loss_mean constant --mask_truncated 1"""
 # a reward function with a helper process that is stopped, as judges of code stop what runs too long
 LETTERS = """
 import multiprocessing, time
@@ -225,9 +227,7 @@ REFUSED = re.compile(r"ppo_tp\d|\w+_tp3|m_bf163\w*_tp|m_bf161_adam\w*")  # befor
 def base():
     """Returns the session's folder, with what these runs need beside kit's models and data."""
     folder = kit.base()
-    knobs = json.loads((folder / "ds_config.json").read_text())
-    knobs["zero_optimization"]["zero_hpz_partition_size"] = 2
-    (folder / "hpz.json").write_text(json.dumps(knobs))
+    kit.knobs(folder / "hpz.json", zero_hpz_partition_size=2)
     (folder / "letters.py").write_text(LETTERS)
     return folder
 

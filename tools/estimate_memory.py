@@ -1,18 +1,16 @@
 """Counts the memory of each phase of a step from the models' configs alone. Nothing is loaded."""
 
 import argparse
-import copy
 import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
-import torch.nn as nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import common
 from machinery.base import modules
-from machinery.models import forwards, model_folders
+from machinery.models import forwards, lora, model_folders
 from machinery.rollout import decoding
 
 PASSING = ("activations", "logits")  # of one model at a time
@@ -32,27 +30,26 @@ class Model:
     generates: int = 0  # rows that write responses at a time
     kept: bool = False  # it scores and trains in one pass
 
+    @functools.cached_property
     def sizes(self):
-        args = self.args
-        kind = args.dtype, args.dropout, args.lora_dim, args.trust_remote_code
-        return sizes_of(args.model_name_or_path, self.head, args.max_seq_len, *kind)
+        return sizes_of(self.args, self.head)
 
     def stage(self):
         stage = self.args.zero_stage
         return common.stage_of(self.args, stage) if self.trains else stage
 
 
-@functools.lru_cache
-def sizes_of(path, head, tokens, dtype, dropout=None, lora_dim=0, trust_remote_code=False):
+def sizes_of(args, head=False):
     """Returns weights, trained (those that train), kept_by_row (bytes), config of a model.
 
-    It is built and run on a row of `tokens`, in tensors that have shapes and no data, and what
-    autograd saves for the backward is added up.
+    args: its flags. It is built and run on a row of max_seq_len tokens, in tensors that have shapes
+    and no data, and what autograd saves for the backward is added up.
     """
-    config = copy.deepcopy(model_folders.load_config(path, trust_remote_code))
+    path, tokens = args.model_name_or_path, args.max_seq_len
+    config = model_folders.load_config(path, args.trust_remote_code)
     config.num_labels = 1
-    if dropout is not None:
-        config.update(dict.fromkeys(model_folders.own_dropout(config), float(dropout)))
+    if args.dropout is not None:
+        config.update(dict.fromkeys(model_folders.own_dropout(config), float(args.dropout)))
     kind = AutoModelForSequenceClassification if head else AutoModelForCausalLM
     saved = {}
 
@@ -62,29 +59,21 @@ def sizes_of(path, head, tokens, dtype, dropout=None, lora_dim=0, trust_remote_c
         return tensor
 
     with torch._subclasses.fake_tensor.FakeTensorMode():
-        options = {"dtype": common.DTYPES[dtype], "trust_remote_code": trust_remote_code}
+        remote = args.trust_remote_code
+        options = {"dtype": common.DTYPES[args.dtype], "trust_remote_code": remote}
         model = kind.from_config(config, **options).train()
         ids = torch.ones(1, tokens, dtype=torch.long)
         options = forwards.accepted(model.base_model, position_ids=torch.arange(tokens)[None])
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             model.base_model(ids, attention_mask=ids, use_cache=False, **options)
         weights = modules.count_parameters(model)
-        trained = adapter_weights(model, lora_dim, head) if lora_dim else weights
         for parameter in model.parameters():
             saved.pop(parameter.untyped_storage()._cdata, None)
+        lora.add_adapters(model, args, path, "score" if head else None)
+        trained = modules.count_parameters(model, training=True)
     kept = sum(storage.nbytes() for storage in saved.values())
     text = config.get_text_config()
     return SimpleNamespace(weights=weights, trained=trained, kept_by_row=kept, config=text)
-
-
-def adapter_weights(model, dim, head):
-    """Returns how many weights LoRA trains: adapters of rank `dim`, and a value head."""
-    trained = list(model.parameters())[-1].numel() if head else 0
-    for module in model.base_model.modules():
-        shape = getattr(getattr(module, "weight", None), "shape", ())
-        if len(shape) == 2 and not isinstance(module, nn.Embedding):
-            trained += dim * sum(shape)
-    return trained
 
 
 def count(args, models, ranks, cpu=False):
@@ -119,7 +108,7 @@ def count(args, models, ranks, cpu=False):
 
 def held_by(model, phase, ranks, cpu, zero):
     """Returns {part: bytes} that one model holds in a phase. P, T, w, N: see `count`."""
-    args, sizes, stage = model.args, model.sizes(), model.stage()
+    args, sizes, stage = model.args, model.sizes, model.stage()
     config, rows, tokens = sizes.config, model.rows, model.args.max_seq_len
     w = common.DTYPES[args.dtype].itemsize
     bf16 = args.dtype == "bf16"

@@ -34,8 +34,7 @@ from machinery.run import checkpoints
 
 def get_args(argv=None):
     """Reads the command line."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = declaring.new_parser(__doc__)
     parser.add_argument("checkpoint", type=Path, help="the folder step-N of a run")
     parser.add_argument("--to", help="the folder to write; by default beside checkpoints/")
     parser.add_argument("--merge", action="store_true", help="add LoRA's adapters to the weights")
@@ -48,13 +47,10 @@ def get_args(argv=None):
 def check_target(checkpoint, to):
     """Returns the folder `to` as a path. Refuses what holds anything, or lies in the checkpoint."""
     path = Path(to)
-    advice = "Name a new folder with --to."
-    if not str(to).strip():
-        raise Refused("empty-target", f"--to is empty.\n  {advice}")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise Refused("target-in-use", f"{path} is there, and not empty.\n  {advice}")
-    if path.resolve().is_relative_to(checkpoint.resolve().parent):
-        raise Refused("target-in-checkpoints", f"{path} lies among checkpoints.\n  {advice}")
+    in_use = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if in_use or path.resolve().is_relative_to(checkpoint.resolve().parent):
+        words = f"{path} is there, and not empty, or it lies among checkpoints."
+        raise Refused("target-in-use", f"{words}\n  Name a new folder with --to.")
     return path
 
 
@@ -62,17 +58,12 @@ def read_run(checkpoint):
     """Returns the flags of the run that wrote a checkpoint, and what its ranks saved, in order."""
     if damaged := checkpoints.damage(checkpoint):
         what = f"Missing, cut short or changed: {', '.join(damaged)}"
-        inside = ", ".join(map(str, sorted(checkpoint.glob("checkpoints/step-*"))))
-        what = f"Its checkpoints: {inside}" if inside else what
         raise Refused("no-checkpoint", f"{checkpoint} is no whole checkpoint.\n  {what}")
     record = records.read(checkpoint.absolute().parent.parent)
-    if "script" not in record:
-        words = f"{checkpoint}: there is no args.json of a run above checkpoints/."
-        raise Refused("no-run", words)
-    if record["tensor_parallel_size"] > 1:
-        advice = "Go on with --resume; a run saves its model at its end."
-        words = f"{checkpoint} was written with --tensor_parallel_size above 1.\n  {advice}"
-        raise Refused("tensor-parallel", words)
+    if record.get("tensor_parallel_size") != 1:
+        words = f"{checkpoint}: there must be a run's args.json above checkpoints/, and in it"
+        advice = "Else go on with --resume: a run saves its model at its end."
+        raise Refused("no-run", f"{words} tensor_parallel_size 1.\n  {advice}")
     files = [checkpoint / f"rank{i}.pt" for i in range(len([*checkpoint.glob("rank*.pt")]))]
     return argparse.Namespace(**record), [checkpoints.read(file) for file in files]
 

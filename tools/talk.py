@@ -16,7 +16,9 @@ models.
 
 import argparse
 import functools
+import itertools
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -24,221 +26,174 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import numpy as np
+import pandas
+
 import ppo
 from machinery.base import modules, refused
 from machinery.base.refused import Refused
-from machinery.data import rows, sources
+from machinery.data import formats, rows, sources
 from machinery.engine import patches
+from machinery.flags import declaring
 from machinery.rollout import judging
 from machinery.run import launch
 from tools.chat import session, tables
-from tools.chat.models import CHAT, DIALOGUE, Judge, Writer
+from tools.chat.models import CHAT, Judge, Writer
 
-# What is passed on to ppo.py's own flags, which say what each means, and its values here
-PASSED = {name: None for name in session.SAMPLING} | {
-    "max_answer_seq_len": "256",
-    "per_device_eval_batch_size": "16",
-    "dtype": None,
-}
+# Flags that are passed on to ppo.py's own, which say what each means, and those that are set here
+PASSED = (*session.SAMPLING, "per_device_eval_batch_size", "dtype")
+SET = "--max_answer_seq_len 256 --per_device_eval_batch_size 16"
 
 
 # ---- Flags ----
-def get_args(argv=None):
-    """Returns flags, checked before anything is loaded.
+def get_args(argv, words=()):
+    """Returns ppo.py's flags, with talk.py's own beside them, checked before anything is loaded.
 
-    flags(words) returns all of ppo.py's flags, with talk.py's own beside them, and words such as
-    --temperature 0.7 on top of what was given.
+    words: such as --temperature 0.7, on top of those in argv.
     """
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=layout, allow_abbrev=False
-    )
+    parser = declaring.new_parser(__doc__)
     arg = parser.add_argument
     arg("models", nargs="*", metavar="MODEL", help="folders or hub names")
     arg("--reward", help="a reward model, which scores the responses")
     function = "a function that scores them, too: f(prompts, completions, **columns)"
     arg("--gold_fn", help=function, metavar="FILE:FUNCTION")
-    arg("--prompts", help="answer these prompts, and compare", metavar="FILE")
-    arg("--score", help="score the responses there by --reward", metavar="FILE")
+    job = parser.add_mutually_exclusive_group().add_argument
+    job("--prompts", help="answer these prompts, and compare", metavar="FILE")
+    job("--score", help="score the responses there by --reward", metavar="FILE")
     arg("--num", type=int, default=100, help="the first so many rows there [100]; 0: all")
     arg("--out", help="a new .jsonl file for every response and its scores", metavar="FILE")
     wrapped = r"what a question is put in: text with {}, \n a line break; or chat [as in the "
     wrapped += "model's samples.jsonl, else its chat template, else Human: ..., Assistant:]"
-    arg("--template", help=wrapped)
+    arg("--template", type=read_template, help=wrapped)
     arg("--trust_remote_code", action="store_true", help="run the code that comes with a model")
-    group = parser.add_argument_group("as in ppo.py, whose --help says what they mean")
-    for name, value in PASSED.items():
-        count = "+" if name == "stop" else 1
-        group.add_argument(
-            f"--{name}", nargs=count, default=value and [value], help=value and f"[{value}]"
-        )
-    own = parser.parse_args(argv)
-    if own.template is not None:
-        own.template = read_template(own.template)
-    check(own)
-    flags = functools.partial(all_flags, own)
-    flags()
-    return flags
-
-
-def all_flags(own, words=()):
-    """Returns ppo.py's flags, as talk.py needs them; own: what was given to talk.py."""
-    passed = []
+    group = parser.add_argument_group(f"as in ppo.py, whose --help says what they mean [{SET}]")
     for name in PASSED:
-        if value := getattr(own, name):
+        group.add_argument(f"--{name}", nargs="+" if name == "stop" else 1)
+    own = vars(parser.parse_args([*argv, *words]))
+    passed = SET.split()
+    for name in PASSED:
+        if value := own.pop(name):
             passed += [f"--{name}", *value]
-    args = ppo.get_args([*passed, *["--trust_remote_code"] * own.trust_remote_code, *words])
-    for name, value in vars(own).items():
-        if name not in PASSED:
-            setattr(args, name, value)
-    args.own_dtype = own.dtype and own.dtype[0]  # None: the model's
+    args = ppo.get_args(passed)
+    vars(args).update(own)
+    check(args)
     return args
 
 
 def read_template(text):
-    r"""Returns the template that a person typed, where \n is a line break."""
+    r"""argparse type: returns the template that a person typed, where \n is a line break."""
     if text != CHAT and text.count("{}") != 1:
-        example = r"'Question: {}\nAnswer:'"
-        words = f"--template {text!r}: it is chat, or text with one {{}}.\n  Like {example}."
-        raise Refused("template", words)
+        raise argparse.ArgumentTypeError(r"chat, or text with one {}: 'Question: {}\nAnswer:'")
     return text.replace("\\n", "\n")
 
 
-def check(own):
+def check(args):
     """Refuses flags that make no job together."""
-    if own.prompts and own.score:
-        raise Refused("two-jobs", "--prompts and --score are two jobs: give one of them.")
-    if own.score and (own.models or own.gold_fn or not own.reward):
-        words = "--score takes --reward alone: no models that write, no --gold_fn."
-        raise Refused("score-needs-reward", words)
-    if not own.score and not own.models:
-        raise Refused("no-model", "name a model, such as output/sft.\n  `--help` shows how.")
-    if own.out and not (own.prompts or own.score):
-        words = "--out goes with --prompts or --score.\n  In a dialogue, /save writes it down."
-        raise Refused("out-without-job", words)
-    if own.out and (Path(own.out).exists() or not Path(own.out).parent.is_dir()):
-        words = f"--out {own.out}: name a file that is not there, in a folder that is."
-        raise Refused("out-file", words)
+    if bool(args.models) == bool(args.score):
+        raise Refused("no-model", "give models, such as output/sft, or --score FILE.")
+    if args.score and (args.gold_fn or not args.reward):
+        raise Refused("score-needs-reward", "--score takes --reward, and no --gold_fn.")
+    job = args.prompts or args.score
+    if args.out and (not job or Path(args.out).exists() or not Path(args.out).parent.is_dir()):
+        words = f"--out {args.out}: it takes a new file in a folder that is there, and goes with"
+        raise Refused("out-file", f"{words}\n  --prompts or --score. A dialogue has /save.")
 
 
 # ---- Files ----
-def read_rows(args, path, flag, stages, kept):
-    """Returns what kept(row, columns, stage) makes of the first --num rows of a source.
+def read_rows(args, path, flag, stages, read):
+    """Returns what read(row, columns, stage) makes of the first --num rows of a source: dicts.
 
     The stage is the first of `stages` that can make its rows of the columns. A folder's rows are
-    its test split, if it has one. kept returns a text for a row to leave out: why.
+    its test split, if it has one. `drop` of a dict is "", or why the row is left out.
     """
     source, columns = sources.read_source(path, flag)
     able = [one for one in stages if rows.serves(columns, one)]
     stage = [*able, stages[-1]][0]
     rows.check_columns(path, columns, stage, flag)
-    found, dropped = [], Counter()
-    for number, row in enumerate(source.get("test", source["train"]), 1):
-        if args.num and len(found) == args.num:
-            break
+    found = []
+    part = itertools.islice(source.get("test", source["train"]), args.num or None)
+    for number, row in enumerate(part, 1):
         with rows.reading(row, f"{path}, row {number}"):
-            made = kept(row, columns, stage)
-        if isinstance(made, str) and made in rows.FATAL:
-            raise Refused("chat-template", f"{path}: {made}.")
-        if isinstance(made, str):
-            dropped[made] += 1
-        else:
-            found.append(made)
-    for why, count in dropped.items():
+            found.append(read(row, columns, stage))
+    for why, count in Counter(row["drop"] for row in found if row["drop"]).items():
         print(f"{path}: dropped {count} rows: {why}")
-    if not found:
+    kept = [row for row in found if not row["drop"]]
+    if not kept:
         raise Refused("no-rows", f"{flag} {path}: no rows are left.")
-    return found
+    return kept
 
 
 def read_prompts(args):
-    """Returns (prompt, other columns as JSON) of the rows of --prompts."""
+    """Returns the rows of --prompts: dicts of prompt, and of the other columns as JSON, `extra`."""
 
-    def kept(row, columns, stage):
+    def read(row, columns, stage):
         row = sources.parse(row)
         prompt, _, _ = rows.read_row(row, stage)
-        if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-            return "empty prompt"
-        others = {**dict.fromkeys(columns), **row}
-        others.pop("prompt", None)
+        drop = "" if formats.as_text(prompt or "").strip() else "empty prompt"
+        others = {name: row.get(name) for name in [*columns, *row] if name != "prompt"}
         if args.template and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        return prompt, json.dumps(others, default=str)
+        return {"prompt": prompt, "extra": json.dumps(others, default=str), "drop": drop}
 
-    return read_rows(args, args.prompts, "--prompts", ["ppo"], kept)
+    return read_rows(args, args.prompts, "--prompts", ["ppo"], read)
 
 
-class Output:
-    """The file of --out, or nothing."""
-
-    def __init__(self, path):
-        self.file = open(path, "x") if path else None
-
-    def write(self, line):
-        """Writes a dict as a line of JSON."""
-        if self.file:
-            self.file.write(json.dumps(line, default=str) + "\n")
-            self.file.flush()
+def new_file(args):
+    """Opens the file of --out, or nothing; each line is in it as soon as it is printed."""
+    return open(args.out or os.devnull, "a", buffering=1)
 
 
 # ---- The three jobs ----
 def compare(args, prompts, writers, judge, gold):
     """Answers the prompts with each model, writes --out, and prints the table."""
-    answers, out = {}, Output(args.out)
-    for number, writer in enumerate(writers):
-        made = [writer.prompt(args, i, *prompt) for i, prompt in enumerate(prompts)]
+    answers, out = [], new_file(args)
+    for writer in writers:
+        made = [writer.prompt(args, i, p["prompt"], p["extra"]) for i, p in enumerate(prompts)]
         found = writer.answers(args, made, step=0)
-        for row in found:
-            row["response_length"] = len(row["response_ids"])
+        table = pandas.DataFrame(found)[["prompt", "text", "ended"]]
+        table = table.rename(columns={"text": "response"})
         if judge:
-            for row, score in zip(found, judge.scores(args, writer, found)):
-                row["reward"] = score
+            table["reward"] = judge.scores(args, writer, found)
         if gold:
-            for row, score in zip(found, judging.scores_of(gold, found)):
-                row["gold"] = sum(score) if isinstance(score, list) else score
-        for row in found:
-            scores = {name: row[name] for name in tables.METRICS if name in row}
-            line = {"model": writer.name, "prompt": row["prompt"], "response": row["text"]}
-            out.write({**line, **scores})
-        name = writer.name if writer.name not in answers else f"{writer.name} ({number + 1})"
-        answers[name] = found
-        cut = sum(row["cut"] for row in found)
-        cut = f", {cut} of them without the beginning: too long" if cut else ""
-        print(f"{name}: {len(found)} prompts answered{cut}", flush=True)
-    print("\n".join(["", *tables.comparison(answers)]))
+            table["gold"] = [float(np.sum(score)) for score in judging.scores_of(gold, found)]
+        table["response_length"] = [len(row["response_ids"]) for row in found]
+        for line in table.to_dict("records"):
+            print(json.dumps({"model": writer.name, **line}), file=out)
+        answers.append((writer.name, table))
+        cut = f"{sum(row['cut'] for row in found)} of them cut at the beginning: too long"
+        print(f"{writer.name}: {len(found)} prompts answered, {cut}", flush=True)
+    print("", *tables.comparison(answers), sep="\n")
 
 
 def score(args, judge):
     """Scores the responses of --score, writes --out, and prints means and accuracy."""
 
-    def kept(row, columns, stage):
+    def read(row, columns, stage):
         options = {"train_on": "last", "columns": columns}  # as a reward model reads a response
         made = rows.tokenise_row(row, judge.tokenizer, stage, judge.positions, **options)
-        return made["drop"] or (sources.parse(row), made)
+        return {**made, "row": sources.parse(row)}
 
-    found = read_rows(args, args.score, "--score", ["reward", "sft"], kept)
-    pairs = []
-    for _, made in found:
-        pairs += [(made["prompt_ids"], response) for response in made["responses"]]
+    found = read_rows(args, args.score, "--score", ["reward", "sft"], read)
+    pairs = [(row["prompt_ids"], response) for row in found for response in row["responses"]]
     scores = iter(judge.score_ids(args, pairs))
-    out, scored = Output(args.out), []
-    for row, made in found:
+    out, scored = new_file(args), []
+    for made in found:
         names = ["chosen_score", "rejected_score"] if len(made["responses"]) > 1 else ["score"]
         own = {name: next(scores) for name in names}
         scored.append(own)
-        line = dict(row)
+        line = dict(made["row"])
         for name, value in own.items():
-            while name in row:  # a column of the data keeps its name
+            while name in made["row"]:  # a column of the data keeps its name
                 name = f"reward_model_{name}"
             line[name] = value
-        out.write(line)
+        print(json.dumps(line, default=str), file=out)
         if not args.out:
             print("  ".join(f"{name} {value:8.3f}" for name, value in own.items()))
-    print("\n".join(["", *tables.scored(scored)]))
+    print("", *tables.scored(scored), sep="\n")
 
 
 def main(argv=None):
-    flags = get_args(argv)
+    flags = functools.partial(get_args, sys.argv[1:] if argv is None else argv)
     args = flags()
     launch.silence_libraries()
     patches.do_without_cudnn_attention()
@@ -252,10 +207,11 @@ def main(argv=None):
         return compare(args, prompts, writers, judge, gold)
     for writer in writers:
         count = f"{modules.count_parameters(writer.model):,} weights"
-        forms = {DIALOGUE: "Human: ..., Assistant:", CHAT: "its chat template has it"}
-        form = forms.get(writer.template, repr(writer.template))
-        print(f"{writer.name}: {count}, {writer.dtype}; questions are written as {form}")
+        print(f"{writer.name}: {count}, {writer.dtype}, --template {writer.template!r}")
+    known = next((writer.questions for writer in writers if writer.questions), [])
     print("Ask something. /help lists the commands.")
+    if known:
+        print("\n  ".join(["Held-out questions of the run:", *known[:3]]))
     sys.stdin.reconfigure(errors="replace")  # what is typed may be no UTF-8
     session.Session(flags, writers, judge, gold).run()
 

@@ -129,9 +129,7 @@ def gold_one(prompt, completion):
         if (match := question.search(prompt))
     ]
     if len(found) != 1:
-        raise ValueError(
-            f"the gold score knows the toy's questions only, and this is none of them: {prompt!r}"
-        )
+        raise ValueError(f"not a question of the toy\n{prompt!r}")
     form, asked = found[0]
     sentences = re.split(r"(?<=[.!?]) ", completion.strip())
     answers = [match for sentence in sentences if (match := ANSWERS[form].fullmatch(sentence))]

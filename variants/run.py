@@ -4,6 +4,7 @@
     python variants/run.py NAME                      its runs on the toy: results.json, picture
     python variants/run.py NAME --plot               table and picture from results.json alone
     python variants/run.py                           lists them, as the table of docs/variants.md
+    python variants/run.py NAME --apply              to this tree; says what is in its way
 
 After `make demo`: the runs start from its models (--models output/demo). A variant is a folder with
 NAME.diff, or new files for the top of the tree, and with arms.json: what is run.
@@ -13,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +86,37 @@ def check(name, models, base, *layouts, steps=2):
     call([sys.executable, "bench/fork.py", *layouts, *rows, script, *flags], folder)
 
 
+# ---- In this tree ----
+def goes(diff, tree, *flags):
+    """Returns whether git can apply a diff to a tree, with "-R" whether it can take it back."""
+    command = ["git", "apply", "--check", *flags, diff]
+    return subprocess.run(command, cwd=tree, capture_output=True).returncode == 0
+
+
+def put(name, tree):
+    """Applies a variant to a tree; if another one is in its way, says which, and how to undo it."""
+    diffs = {other: [*(HERE / other).glob("*.diff")] for other in NAMES}
+    there = [other for other, own in diffs.items() if own and goes(own[0], tree, "-R")]
+    if name in there:
+        raise SystemExit(f"{name} is applied already. To undo it: {undo(diffs[name])}")
+    if not all(goes(diff, tree) for diff in diffs[name]):
+        lines = [f"{name} does not go on top of what is here."]
+        lines += [f"{other} is applied. To undo it: {undo(diffs[other])}" for other in there]
+        raise SystemExit(
+            "\n  ".join(lines if there else [*lines, "Your own changes are in its way."])
+        )
+    for diff in diffs[name]:
+        subprocess.run(["git", "apply", diff], cwd=tree, check=True)
+    for file in (HERE / name).glob("*.py"):
+        shutil.copy(file, tree)
+    print(f"{name} is applied." + (f" To undo it: {undo(diffs[name])}" if diffs[name] else ""))
+
+
+def undo(diffs):
+    """Returns the command that takes diffs back."""
+    return shlex.join(["git", "apply", "-R", *(str(diff.relative_to(ROOT)) for diff in diffs)])
+
+
 # ---- The table of all ----
 def lines_changed(name):
     """Returns "+12 -3" of a variant's diff, and how many lines its new file has."""
@@ -106,20 +139,24 @@ def overview():
         for arm, found in runner.by_arm(results).items():
             own = arm.removeprefix("unchanged: ")
             texts[own == arm].append(f"{own}: {runner.cell(found, 'gold')}")
-        if not results:  # those of a lab
-            lab = declared(name)["lab"]
+        lab = declared(name).get("lab")
+        if lab:
             texts[True].append(f"[labs/{lab}.md](../labs/{lab}.md)")
+        elif not results:
+            texts[True].append("not run yet")
         steps = f" ({results[0]['curve']['step'][-1]} steps, 3 seeds)" if results else ""
         folder = f"../variants/{name}"
         cells = [f"[{name}]({folder}/README.md)", lines_changed(name)]
         cells += ["; ".join(texts[True]) + steps, "; ".join(texts[False]) or "-"]
-        picture = f"{folder}/curves.png" if results else f"../labs/{lab}.png"
-        lines.append(f"| {' | '.join(cells)} | [curves]({picture}) |")
+        picture = f"../labs/{lab}.png" if lab else f"{folder}/curves.png"
+        shown = f"[curves]({picture})" if lab or results else "-"
+        lines.append(f"| {' | '.join(cells)} | {shown} |")
     return "\n".join(lines)
 
 
 def main():
     parser = runner.new_parser(__doc__, NAMES, "output/variants")
+    parser.add_argument("--apply", action="store_true", help="to this tree")
     parser.add_argument("--check", action="store_true", help="all, unless one is named")
     parser.add_argument("--models", type=Path, default=ROOT / "output/demo")
     args = parser.parse_args()
@@ -132,6 +169,8 @@ def main():
             print(f"{name}: equal on all layouts, and when resumed", flush=True)
     elif args.name is None:
         print(overview())
+    elif args.apply:
+        put(args.name, ROOT)
     else:
         files = ("results.json", "README.md", "curves.png")
         places = [HERE / args.name / file for file in files]
@@ -139,4 +178,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("\nstopped: run the same command again") from None

@@ -84,6 +84,7 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
         "responses": responses,
         "length": len(ids) + sum(map(len, responses)),
         "extra": json.dumps(others, default=str),
+        "place": row.get(sources.PLACE, ""),
         "drop": drop,
     }
 
@@ -114,6 +115,7 @@ def load_rows(args, tokenizer, stage, limit):
     prompt_loss_mask  1 on the prompt's tokens that the loss of sft covers (--train_on)
     responses         lists of ids: the response; chosen and rejected; none for ppo
     length, extra     tokens of all of them; the row's other columns, as JSON
+    place             the file and its line; "" for a row of the hub's
 
     Where they hold chats, the tokenizer's EOS becomes the end of turn (tokens.end_as_in_chats).
     Each stage takes its own share of every source's rows (--data_split). Held out is the source's

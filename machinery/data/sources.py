@@ -57,7 +57,7 @@ def read_splits(path):
         columns = {}
         return {part: read_files(files[part], columns) for part in files}, list(columns)
     read = datasets.load_dataset
-    splits = read("parquet", data_files=path) if local.is_file() else read(path)
+    splits = read("parquet", data_files=path) if local.is_file() else read(*path.split(":"))
     for split in splits.values():
         split.data.validate(full=True)  # a parquet file's text may be no UTF-8
     return splits, next(iter(splits.values())).column_names

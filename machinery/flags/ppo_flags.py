@@ -1,7 +1,5 @@
 """Declares ppo.py's flags beyond the papers', fills in what is left open, and checks its models."""
 
-import math
-
 from machinery.base.refused import Refused
 from machinery.flags import declaring, rules
 from machinery.models import model_folders
@@ -9,18 +7,6 @@ from machinery.models import model_folders
 # ppo.py has forms of its own: actor_..., critic_..., max_prompt_seq_len, ...
 OWN_FORMS = """model_name_or_path learning_rate weight_decay dropout lora_dim max_seq_len
                per_device_train_batch_size""".split()
-
-
-def add_models_and_sizes(parser):
-    """Declares what ppo.py starts from, and the sizes of its batches."""
-    arg = declaring.flag_group(parser, "PPO: models and sizes")
-    arg("actor_model_name_or_path", str, "actor and reference: step 1's output", fixed=True)
-    arg("critic_model_name_or_path", str, "start of the critic: step 2's output", fixed=True)
-    arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
-    arg("per_device_training_batch_size", int, "responses of one forward; the same number", least=1)
-    arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)
-    arg("max_prompt_seq_len", int, "tokens; a longer one keeps its end", least=2, fixed=True)
-    arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
 
 
 def add_options(parser):
@@ -31,18 +17,8 @@ def add_options(parser):
         arg(f"{role}_weight_decay", 0.0, "decoupled (AdamW); matrices only")
         arg(f"{role}_dropout", float, "every dropout; None: what its config says", most=1)
         arg(f"{role}_lora_dim", 0, declaring.LORA, most=declaring.RANK, fixed=True)
-    models = "frozen reward models; None: the critic's, unless --reward_fn is given"
-    arg("reward_model_name_or_path", str, models, nargs="+", fixed=True)
-    function = "f(prompts, completions, **columns) returns a number a response, or one a token"
-    arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION", fixed=True)
     arg("reward_combine", "sum", "one score of several judges'", choices=["sum", "min"], fixed=True)
-    logged = "a function like --reward_fn's, only logged"
-    arg("gold_fn", str, logged, metavar="FILE:FUNCTION", fixed=True)
-    scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
-    arg("normalize_reward", 0, scaled, most=1, fixed=True)
-    arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
     add_sampling_flags(arg)
-    add_loss_flags(arg)
     arg = declaring.flag_group(parser, "PPO: options that change only speed and memory")
     for role, frozen in (("actor", "reference"), ("critic", "judges")):
         which = f"of {role} and {frozen}; None: --zero_stage"
@@ -64,19 +40,7 @@ def add_sampling_flags(arg):
     arg("top_k", 0, "sample from the k likeliest; 0: off", fixed=True)
     evaluated = "held-out prompts answered at each evaluation"
     arg("num_eval_prompts", 128, evaluated, least=1, fixed=True)
-
-
-def add_loss_flags(arg):
-    """Declares additions to the losses, and what stops or delays an update."""
-    arg("kl_target", float, "KL to the reference, nats a response, that kl_coef adapts to hold")
-    upper = "upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip"
-    arg("clip_high", float, upper, most=math.inf)
-    arg("target_kl", float, "ends a rollout's epochs when approx_kl, to its policy, is above")
-    arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
-    arg("enable_ema", 0, "1: keep an average of the actor's weights, in ema/", most=1, fixed=True)
-    arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)
-    arg("eval_ema", 0, "1: keep and evaluate that average, too: eval_ema_...", most=1)
-    arg("allow_unstable", 0, "1: no limits on batch sizes, epochs, generation batches", most=1)
+    arg("eval_samples", 1, "responses to each: pass@k, k = 1, 2, 4, ...", least=1, fixed=True)
 
 
 def resolve(args, advantages):
@@ -88,6 +52,7 @@ def resolve(args, advantages):
     advantage = advantages[args.advantage]
     args.has_critic = advantage.needs_critic
     args.compares_groups = advantage.compares_groups
+    args.has_reference = bool(args.kl_coef or args.log_kl)
     left_open = {
         "whiten": advantage.whitens,
         "kl_estimator": "k3" if args.kl_in == "loss" else "k1",

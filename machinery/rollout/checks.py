@@ -1,13 +1,13 @@
 """What PPO checks in its first step, on the real models: numbers that only a mistake moves."""
 
-import torch
-
 from machinery.base import ranks
 from machinery.rollout import rollout_metrics
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}  # 0.0 was seen with fp32 and bf16 on CPUs
 # Of a response's mean: with a cache sums are made in another order than in one forward.
 SAMPLING_TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
+EQUAL = 1e-6  # rewards that differ by less are equal
+PATIENCE = 10  # steps in a row: a few groups may be equal by chance
 
 
 def stop_unless_one(run, ratio, mask):
@@ -50,12 +50,18 @@ def stop_unless_sampled_as_scored(run, micro_batches):
     )
 
 
-def warn_of_equal_scores(micro_batches):
-    """Warns if all responses have the same score, as with a function that does not fit them."""
-    scores = [batch.scores.sum(-1)[batch.row_weight > 0] for batch in micro_batches]
-    scores = ranks.all_gather_objects(torch.cat(scores).tolist())
-    if len(set(scores)) == 1 and len(scores) > 1:
-        ranks.say(f"warning: all scores of the first step are {scores[0]:g}: nothing to learn from")
+def warn_of_equal_rewards(run, state, metrics):
+    """Names, in the first step or after PATIENCE of them, the step since which rewards are equal.
+
+    All of them, or where responses are compared, those to each prompt. state: what checkpoints
+    keep; metrics: of the step, on all ranks.
+    """
+    equal = metrics.get("equal_groups", metrics["reward_std"] <= EQUAL) == 1
+    since = state["equal_since"] = (state["equal_since"] or run.step) if equal else None
+    if equal and run.step - since == (0 if since == 1 else PATIENCE - 1):
+        of = " of the responses to a prompt" * run.args.compares_groups
+        what = f"all rewards{of} are equal (mean {metrics['reward']:.4g})"
+        ranks.say(f"warning: since step {since} {what}: nothing to learn from")
 
 
 def stop_if_above(run, found, tolerance, what, advice):

@@ -32,20 +32,32 @@ def load_models(args, batch_size, tokenizer):
     return models
 
 
-def combined(judges, way):
-    """Returns one judge in place of several: --reward_combine.
+def combined(args, judges):
+    """Returns one judge in place of several, which notes what each says in the response dicts.
 
-    way: "sum", or "min": of the judge with the smallest sum over the response.
+    --reward_combine sum adds their scores, min takes those of the judge with the smallest sum over
+    the response.
     """
+    names = names_of(args)
 
     def scores_of_all(batch):
         scores = torch.stack([judge(batch) for judge in judges])  # (judges, B, R)
-        if way == "sum":
+        for name, each in zip(names, scores.sum(-1).tolist()) if len(judges) > 1 else ():
+            for response, score in zip(batch.responses, each):
+                response[name] = score
+        if args.reward_combine == "sum":
             return scores.sum(0)
         harshest = scores.sum(-1).argmin(0)  # (B,)
         return scores[harshest, torch.arange(len(harshest))]
 
     return scores_of_all
+
+
+def names_of(args):
+    """Returns what metrics call the scores of each judge: reward_1_NAME, ...; of one: reward."""
+    judges = [*args.reward_fn, *args.reward_model_name_or_path]
+    names = [Path(judge.rpartition(":")[2]).name for judge in judges]
+    return [f"reward_{i}_{n}" for i, n in enumerate(names, 1)] if len(names) > 1 else ["reward"]
 
 
 # ---- Functions of the user's ----
@@ -55,10 +67,12 @@ def load_functions(args):
     Each takes a micro-batch and returns scores (B, R).
     """
     functions = [load_function(spec, "--reward_fn") for spec in args.reward_fn]
-    judges = [functools.partial(call_function, function) for function in functions]
+    named = zip(functions, names_of(args))
+    judges = [functools.partial(call_function, function, name=name) for function, name in named]
     gold = None
     if args.gold_fn:
-        gold = functools.partial(call_function, load_function(args.gold_fn, "--gold_fn"))
+        function = load_function(args.gold_fn, "--gold_fn")
+        gold = functools.partial(call_function, function, name="gold")
     return judges, gold
 
 
@@ -95,15 +109,16 @@ def users_code(name, note):
         raise
 
 
-def call_function(function, batch):
+def call_function(function, batch, name="reward"):
     """Returns scores (B, R) for the responses of a micro-batch, on its device; a filler's are 0.
 
-    One number for a response is placed on its last token; of a list, each number on its token.
+    One number for a response is placed on its last token; of a list, each number on its token. Of a
+    dict it is the sum, and each part is noted in the response as NAME_PART.
     batch: .responses, a list of B dicts, .response_mask and .last, (B, R).
     """
     scores = torch.zeros(batch.response_mask.shape)
     last = batch.last.cpu()
-    for i, value in enumerate(scores_of(function, batch.responses)):
+    for i, value in enumerate(scores_of(function, batch.responses, name)):
         if isinstance(value, float):
             scores[i] = value * last[i]
         else:
@@ -111,7 +126,7 @@ def call_function(function, batch):
     return (scores * (batch.response_mask.cpu() > 0)).to(batch.response_mask.device)
 
 
-def scores_of(function, responses):
+def scores_of(function, responses, prefix="reward"):
     """Returns for each response a number, or a list of one number a token.
 
     responses: dicts of prompt, chat, text, extra, response_ids. What the function raises keeps its
@@ -126,11 +141,21 @@ def scores_of(function, responses):
         if len(values) != len(responses):
             words = f"{name} returned {len(values)} scores for {len(responses)} responses."
             raise Refused("function-returns", words)
-        return [as_score(name, value, response) for value, response in zip(values, responses)]
+        if len(parts := {tuple(sorted(v)) if isinstance(v, dict) else () for v in values}) > 1:
+            words = f"{name} returned other parts for other responses: {parts}."
+            raise Refused("function-returns", words)
+        return [as_score(name, *pair, prefix) for pair in zip(values, responses)]
 
 
-def as_score(name, value, response):
-    """Returns a float, or a list of one float for each token of the response; refuses others."""
+def as_score(name, value, response, prefix):
+    """Returns a float, or a list of one float for each token of the response; refuses others.
+
+    A dict becomes its sum. Each part of it is noted in the response, as PREFIX_PART.
+    """
+    if isinstance(value, dict):
+        parts = {f"{prefix}_{k}": as_score(name, x, response, prefix) for k, x in value.items()}
+        response.update(parts)
+        value = sum(parts.values())
     numbers = torch.as_tensor(value, dtype=torch.float64)  # else a TypeError says what it was
     fits = numbers.dim() == 0 or numbers.shape == (len(response["response_ids"]),)
     if not fits or not (numbers.abs() <= LARGEST).all():  # NaN is not

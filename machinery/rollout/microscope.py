@@ -27,19 +27,16 @@ def look(run, step, answered, set_advantages, kl_coef, score_statistics):
     args, tokenizer = run.args, run.tokenizer
     if not args.microscope:
         return
-    size, responses = args.per_device_eval_batch_size, []
+    size = args.per_device_eval_batch_size
     micro_batches = answered(prompts(args, run.held_out), 0, size, size)
     set_advantages(args, micro_batches, kl_coef, score_statistics)
     for batch in micro_batches:
-        rollout_metrics.note(batch)
         note(batch, tokenizer)
-        responses += batch.responses
     penalty, lines = kl_coef if args.kl_in == "reward" else 0.0, []
-    for row in rollout_metrics.gathered(responses):
+    for row in rollout_metrics.gathered(micro_batches):
         line = {"step": step, "row": row["row"], "sample": row["sample"], "kl_coef": penalty}
         line |= {"prompt": row["prompt"], "response": row["text"], "ended": row["ended"]}
-        names = ("reward", "gold", "kl", "response_length")
-        line |= {name: row[name] for name in names if name in row}
+        line |= {name: row[name] for name in rollout_metrics.evaluated(row)}
         lines.append({**line, "tokens": row["numbers"]})
     logs.append(args, "tokens.jsonl", lines)
 
@@ -57,7 +54,7 @@ def prompts(args, held_out):
 def note(batch, tokenizer):
     """Gives each response its `numbers`: {name: list}, the tokens' texts and their NUMBERS."""
     held = {name: getattr(batch, tensor) for name, tensor in NUMBERS.items()}
-    held |= {"kl": batch.kl["k1"], "kl_k3": batch.kl["k3"]}  # k1: logprob minus ref_logprob
+    held |= {"kl": batch.kl.get("k1"), "kl_k3": batch.kl.get("k3")}  # k1: logprob - ref_logprob
     for i, response in enumerate(batch.responses):
         ids = response["response_ids"][:MOST_TOKENS]
         response["numbers"] = {"text": texts(tokenizer, response["prompt_ids"][-1:], ids)}

@@ -3,17 +3,18 @@
 import json
 import time
 from collections import Counter
+from statistics import fmean
 
 import torch
 
 import common
-from machinery.base import ranks
+from machinery.base import ranks, statistics
+from machinery.base.refused import Refused
 from machinery.engine import throughput
 from machinery.run import logs
 
-COLUMNS = """step reward gold kl response_length eos_rate actor_loss critic_loss
-             explained_variance entropy ratio_max eval_reward eval_gold seconds""".split()
-EVALUATED = ("reward", "gold", "kl", "response_length")
+COLUMNS = """step reward gold kl response_length eos_rate explained_variance entropy
+             eval_reward eval_gold seconds""".split()
 STORED = ("old_logprobs", "ref_logprobs", "entropy", "scores", "old_values")
 
 
@@ -73,75 +74,33 @@ def means_of_tokens(totals):
 
 
 # ---- A rollout ----
-def per_response(batch):
-    """Returns {name: (B,)} of a micro-batch that is scored. A new metric is a line here.
-
-    batch.responses holds the texts and the data's other columns.
-    """
-    metrics = {"reward": batch.scores.sum(-1), "kl": batch.kl["k1"].sum(-1)}
-    metrics["kl_k3"] = batch.kl["k3"].sum(-1)
-    metrics["response_length"] = batch.length
-    metrics["eos_rate"] = batch.ended
-    if batch.gold is not None:
-        metrics["gold"] = batch.gold.sum(-1)
-    return metrics
-
-
-@torch.no_grad()
-def of_all_ranks(args, micro_batches):
-    """Returns the metrics of a rollout: means over the responses, and over their tokens."""
-    columns = {}
-    for batch in micro_batches:
-        for name, values in per_response(batch).items():
-            columns.setdefault(name, []).append(values.double())
+def response_means(micro_batches):
+    """Returns {name: mean over the responses of all ranks} of what MicroBatch.per_response says."""
+    each = [batch.per_response() for batch in micro_batches]
+    if len(kinds := {*ranks.all_gather_objects([tuple(metrics) for metrics in each])}) > 1:
+        raise Refused("function-returns", f"rewards have other parts for other rows: {kinds}.")
     weight = torch.cat([batch.row_weight for batch in micro_batches])  # (n,) 0 for a filler row
-    sums = [(torch.cat(values) * weight).sum() for values in columns.values()]
+    columns = [torch.cat([metrics[name].double() for metrics in each]) for name in each[0]]
+    sums = [(values * weight).sum() for values in columns]
     count, *sums = ranks.all_sum(weight.sum(), *sums).tolist()
-    means = {name: total / count for name, total in zip(columns, sums)}
-    means["entropy"] = moments(micro_batches, lambda batch: batch.entropy)[0]
-    means["advantage_std"] = moments(micro_batches, lambda batch: batch.raw_advantages)[1] ** 0.5
-    if micro_batches[0].returns is not None:  # 1: foreseen; 0: no better than a constant
-        errors = moments(micro_batches, lambda batch: batch.returns - batch.old_values)[1]
-        variance = moments(micro_batches, lambda batch: batch.returns)[1]
-        means["explained_variance"] = 1 - errors / max(variance, 1e-12)
-    if args.compares_groups:
-        means["equal_groups"] = equal_groups(micro_batches)
-    gaps = [sampling_gap(batch) for batch in micro_batches if "sampled_logprobs" in batch.tokens]
-    if gaps:
-        means["sampling_gap"] = max(ranks.all_gather_objects([max(gaps)]))
-    return means
+    return {name: total / count for name, total in zip(each[0], sums)}
 
 
-def moments(micro_batches, of):
-    """Returns mean and variance of of(batch), (B, R), over the response tokens of all ranks."""
-    parts = [of(batch)[batch.response_mask > 0] for batch in micro_batches]
-    x = torch.cat(parts).double()  # (M,)
+def moments(micro_batches, of, where=lambda batch: batch.response_mask):
+    """Returns mean and variance of of(batch) where where(batch) is above 0, over all ranks.
+
+    By default of numbers (B, R) at response tokens.
+    """
+    x = torch.cat([of(batch)[where(batch) > 0] for batch in micro_batches]).double()  # (M,)
     count, total, squares = ranks.all_sum(len(x), x.sum(), (x**2).sum()).tolist()
     mean = total / max(count, 1)
     return mean, max(squares / max(count, 1) - mean**2, 0.0)
 
 
-def sampling_gap(batch):
-    """Returns the largest difference between the log-probs of sampling and of scoring a token."""
-    return token_gaps(batch).max().item()
-
-
 def token_gaps(batch):
-    """Returns that difference for each token, (B, R); 0 where it does not count."""
+    """Returns how far the log-probs of sampling and of scoring are apart, (B, R); 0 in padding."""
     gaps = (batch.tokens["sampled_logprobs"] - batch.old_logprobs).abs()
     return gaps * batch.response_mask
-
-
-def equal_groups(micro_batches):
-    """Returns the share of prompts whose responses all have the same score: they teach nothing."""
-    groups = {}
-    for batch in micro_batches:
-        for row, score in zip(batch.responses, batch.scores.sum(-1).tolist()):
-            if row["row_weight"]:
-                groups.setdefault(row["group"], []).append(score)
-    equal = sum(max(scores) - min(scores) <= 1e-6 for scores in groups.values())
-    equal, count = ranks.all_sum(equal, len(groups)).tolist()
-    return equal / max(count, 1)
 
 
 def work(args, micro_batches, engines, reward_models, updates, one_pass):
@@ -153,9 +112,8 @@ def work(args, micro_batches, engines, reward_models, updates, one_pass):
     """
     tokens = rows = scored = 0.0
     for batch in micro_batches:
-        prompts = torch.tensor([len(row["prompt_ids"]) for row in batch.responses])
-        lengths = prompts + batch.length.cpu()
-        tokens += (lengths * batch.row_weight.cpu()).sum()
+        prompts = [len(row["prompt_ids"]) for row in batch.responses]
+        tokens += batch.row_weight @ (batch.length + batch.length.new_tensor(prompts)).float()
         rows += batch.row_weight.sum()
         scored += batch.response_mask.sum()
     tokens, rows, scored = ranks.all_sum(tokens, rows, scored).tolist()
@@ -164,7 +122,7 @@ def work(args, micro_batches, engines, reward_models, updates, one_pass):
         checkpointing = args.gradient_checkpointing
         return throughput.count_flops(engine, tokens, tokens / rows, scored, trains, checkpointing)
 
-    flops = 2 * count(next(iter(engines.values())))
+    flops = (1 + args.has_reference) * count(next(iter(engines.values())))
     epochs = updates * args.gradient_accumulation_steps / len(micro_batches)
     for engine in engines.values():
         flops += epochs * count(engine, True) + (0 if one_pass else count(engine))
@@ -191,8 +149,9 @@ def as_data(row):
 
 def columns(args):
     """Returns the columns of the screen that this run has."""
-    absent = [] if args.has_critic else ["critic_loss", "explained_variance"]
+    absent = [] if args.has_critic else ["explained_variance"]
     absent += [] if args.gold_fn else ["gold", "eval_gold"]
+    absent += [] if args.has_reference else ["kl"]
     return [name for name in COLUMNS if name not in absent]
 
 
@@ -209,22 +168,16 @@ def held_out_prompts(held_out, samples=1):
     return [{**dealt[i], "sample": n, "group": g} for g, i in each for n in range(samples)]
 
 
-def note(batch):
-    """Adds the metrics of each response to its dict."""
-    for name, values in per_response(batch).items():
-        for response, value in zip(batch.responses, values.tolist()):
-            response[name] = value
-
-
 def evaluate(run, step, answered, actor, average):
     """Returns the metrics of an evaluation: eval_..., and eval_ema_... of --eval_ema.
 
     answered: ppo.scored_rollout. average: ema.Ema.
     """
-    metrics = summary(run, step, graded(run, answered))
+    samples = run.args.eval_samples
+    metrics = summary(run, step, graded(run, answered), samples)
     if run.args.eval_ema:
         with average.in_place_of(actor):
-            metrics |= means_of(graded(run, answered), "eval_ema")
+            metrics |= means_of(graded(run, answered), samples, "eval_ema")
     return metrics
 
 
@@ -233,33 +186,59 @@ def graded(run, answered):
 
     They are sampled with the same random numbers each time: those of step 0.
     """
-    size, responses = run.args.per_device_eval_batch_size, []
-    for batch in answered(held_out_prompts(run.held_out), 0, size, size):
-        note(batch)
+    size = run.args.per_device_eval_batch_size
+    prompts = held_out_prompts(run.held_out, run.args.eval_samples)
+    return gathered(answered(prompts, 0, size, size))
+
+
+def gathered(micro_batches):
+    """Returns all ranks' responses, in the order of their rows, each with its metrics."""
+    responses = []
+    for batch in micro_batches:
+        for name, values in batch.per_response().items():
+            for response, value in zip(batch.responses, values.tolist()):
+                response[name] = value
         responses += batch.responses
-    return gathered(responses)
-
-
-def gathered(responses):
-    """Returns all ranks' responses, in the order of their rows."""
     return sorted(ranks.each_once(responses), key=lambda row: (row["row"], row["sample"]))
 
 
-def summary(run, step, responses):
+def evaluated(response):
+    """Returns the names of the metrics in a graded response that an evaluation reports.
+
+    Those that go on after reward_ and gold_ are of several judges, or of a function's dict.
+    """
+    others = ("kl", "response_length")
+    return [name for name in response if name.startswith(("reward", "gold")) or name in others]
+
+
+def summary(run, step, responses, samples=1):
     """Writes the responses of an evaluation down, shows two, and returns their means: eval_..."""
-    names = [name for name in EVALUATED if name in responses[0]]
+    names = evaluated(responses[0])
     lines = []
     for response in responses:
         line = {name: response[name] for name in ("row", "sample", "prompt", *names)}
         lines.append({"step": step, **line, "response": response["text"]})
     run.samples(lines)
-    for response in responses[:2]:
+    for response in responses[::samples][:2]:
         numbers = [f"{name} {response[name]:.4g}" for name in names]
         logs.show_sample(response, response["text"], f"  {', '.join(numbers)}")
-    return means_of(responses, "eval")
+    return means_of(responses, samples, "eval")
 
 
-def means_of(responses, prefix):
-    """Returns {prefix_reward: mean, ...} of graded responses."""
-    names = [name for name in EVALUATED if name in responses[0]]
-    return {f"{prefix}_{n}": sum(r[n] for r in responses) / len(responses) for n in names}
+def means_of(responses, samples, prefix):
+    """Returns {prefix_reward: mean, ...} of graded responses, `samples` to each prompt.
+
+    If these are several, also the share of prompts that one of k solves, pass_at_k with k = 1, 2,
+    4, ..., and its 95 % interval over the prompts, pass_at_k_ci. Where the rewards are not all 0 or
+    1 it is the largest reward of k: best_of_k.
+    """
+    names, count = evaluated(responses[0]), len(responses)
+    means = {name: sum(response[name] for response in responses) / count for name in names}
+    rewards = [response["reward"] for response in responses]
+    what = "pass_at" if {*rewards} <= {0.0, 1.0} else "best_of"
+    for k in [2**i for i in range(samples.bit_length())] if samples > 1 else ():
+        starts = range(0, len(rewards), samples)
+        values = [statistics.best_of(rewards[i : i + samples], k) for i in starts]
+        means[f"{what}_{k}"] = fmean(values)
+        means[f"{what}_{k}_ci"] = statistics.mean_interval(values)
+    return {f"{prefix}_{name}": value for name, value in means.items()}

@@ -17,14 +17,12 @@ def answer_and_keep(run, engine, tokenizer, held_out, step, gold=None):
 
     gold: the function of --gold_fn. Returns {"eval_gold": their mean score}, or {} without it.
     """
-    count = min(run.args.num_samples, len(held_out))
-    rows = [held_out[i] for i in range(count)]
+    rows = [held_out[i] for i in range(min(run.args.num_samples, len(held_out)))]
     if not rows:
         return {}
     answers = answer_greedily(run.args, engine, tokenizer, [row["prompt_ids"] for row in rows])
     logs.show_sample(rows[0], answers[0]["response"])
-    pairs = zip(rows, answers)
-    lines = [{"step": step, "prompt": row["prompt"], **answer} for row, answer in pairs]
+    lines = [{"step": step, "prompt": row["prompt"], **a} for row, a in zip(rows, answers)]
     if gold:
         golds = graded(gold, rows, [answer["response"] for answer in answers], tokenizer)
         lines = [{**line, "gold": score} for line, score in zip(lines, golds)]
@@ -44,8 +42,7 @@ def answer_greedily(args, engine, tokenizer, prompts):
     """Returns the likeliest response to each of `prompts` (lists of ids), and if it ended."""
     room = min(args.max_answer_seq_len, args.max_seq_len // 2)  # a long prompt keeps its end
     prompts = [ids[-(args.max_seq_len - room) :] for ids in prompts]
-    ids, mask = common.pad(prompts, tokenizer.pad_token_id)
-    ids, mask = ids.to(ranks.device()), mask.to(ranks.device())
+    ids, mask = (x.to(ranks.device()) for x in common.pad(prompts, tokenizer.pad_token_id))
     special = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     greedy = GenerationConfig(max_new_tokens=room, do_sample=False, **special)
     with zero3.gather_for_generation(engine) as (model, synced):

@@ -3,10 +3,12 @@
 import contextlib
 import json
 from pathlib import Path
+from statistics import fmean
 
 from machinery.base import ranks
 from machinery.run import crash, plots
 
+LAST, LARGEST = ("epoch", "learning_rate", "kl_coef"), ("_max", "_gap")  # how names end
 FILES = ("metrics.jsonl", "samples.jsonl", "tokens.jsonl")  # appended to
 
 
@@ -15,6 +17,22 @@ def append(args, name, rows):
     if ranks.get_rank() == 0:
         with open(Path(args.output_dir) / name, "a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def joined(records):
+    """Returns one record of several steps': each metric's mean over the steps that have it.
+
+    Of step, epoch, kl_coef and learning rates it is the last step's, as of all that is no float; of
+    ratio_max and sampling_gap, and of every other name that ends with _max or _gap, the largest.
+    """
+    one = {}
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = [record[name] for record in records if record.get(name) is not None] or [None]
+        if name.endswith(LAST) or not isinstance(values[-1], float):
+            one[name] = values[-1]
+        else:
+            one[name] = max(values) if name.endswith(LARGEST) else fmean(values)
+    return one
 
 
 def write(args, record, columns, legend=False, monitor=None):
@@ -29,7 +47,7 @@ def write(args, record, columns, legend=False, monitor=None):
     short = {**record, **{name: f"{value:.4g}" for name, value in numbers.items()}}
     cells = ["" if short.get(name) is None else str(short[name]) for name in columns]
     for line in [columns, cells] if legend else [cells]:
-        ranks.say("".join(text.rjust(max(12, len(name) + 2)) for text, name in zip(line, columns)))
+        ranks.say(" ".join(text.rjust(max(8, len(name))) for text, name in zip(line, columns)))
     if monitor:  # it writes on rank 0
         monitor.write_events([(f"train/{name}", n, record["step"]) for name, n in numbers.items()])
 

@@ -6,6 +6,8 @@ import pandas
 PANELS = {
     "learning": """
 reward, gold | reward gold
+pass@k | pass_at_1 pass_at_2 pass_at_4 pass_at_8 pass_at_16
+best reward of k | best_of_1 best_of_2 best_of_4 best_of_8 best_of_16
 accuracy | accuracy
 scores of chosen, rejected | chosen_score rejected_score margin
 loss | loss actor_loss critic_loss
@@ -20,9 +22,10 @@ critic: explained variance | explained_variance
 norm of the gradients | grad_norm critic_grad_norm
 KL to the policy before, nats a token | approx_kl
 largest ratio | ratio_max
-clipped, share of the tokens | clip_fraction
-sampling against scoring, nats a token | sampling_gap
+clipped, share of the tokens | clip_fraction clip_fraction_low clip_fraction_high
+sampling against scoring, nats a token | sampling_gap sampling_kl
 prompts that teach nothing, share | equal_groups
+deviation of the rewards | reward_std group_std
 deviation of the advantages | advantage_std
 KL penalty | kl_coef
 learning rate | learning_rate critic_learning_rate

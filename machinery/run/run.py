@@ -39,6 +39,7 @@ class Run:
         self.notes = {}  # what else the saved model's config.json says, of the last evaluation
         self.signals = []  # SIGTERM and SIGINT as they come; looked at between two steps
         self.step, self.rows = 0, ()  # of the step that is being made
+        self.unwritten = []  # the records of the steps since the last line of the log
         launch.fill_environment()
         self.folder = output_folder.OutputFolder(args)
         sys.excepthook = self.phase.report
@@ -96,6 +97,7 @@ class Run:
             done, saved = checkpoints.load(args, engines, self.state, self.facts, self.last_step)
             self.state.update(saved["state"])
             self.notes.update(saved["notes"])
+            self.unwritten = saved["unwritten"]
             self.folder.note()
         else:
             self.phase.note("at the first evaluation")
@@ -172,7 +174,7 @@ class Run:
         if stop or (args.save_steps and step % args.save_steps == 0):
             where = checkpoints.folder_of(args) / f"step-{step}"
             self.phase.note(f"writing {where}")
-            saved = {"state": self.state, "facts": self.facts}
+            saved = {"state": self.state, "facts": self.facts, "unwritten": self.unwritten}
             # what tools/export.py needs
             saved |= {"notes": self.notes, "eos_token": self.tokenizer.eos_token}
             checkpoints.save(args, self.engines, step, saved)
@@ -186,6 +188,7 @@ class Run:
     def log(self, metrics, tokens=None, flops=None):
         """Logs a step, and evaluates when that is due. Nothing that trains comes after it.
 
+        A line of the log is of all steps since the one before (logs.joined).
         metrics: {name: number}, the same on all ranks. tokens, flops: of the step, over all ranks,
         by default of a forward and backward on the micro-batches (real_tokens, row_weight).
         """
@@ -207,8 +210,10 @@ class Run:
             found = self.evaluate(step)
             record.update(found)
             self.folder.record["evaluation"] = {"step": step, **found}  # for the model's card
+        self.unwritten.append(record)
         if due or step % args.log_steps == 0:
-            self.write(record)
+            self.write(logs.joined(self.unwritten))
+            self.unwritten.clear()
         if due:
             best.keep(self, record)
             logs.draw_curves(args)

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from data_kit import TEMPLATE, chat, dahoas, folder, load, many, write
 
-from machinery.base.refused import Refused
 from machinery.data import rows, tokens
 from machinery.data.rows import STAGES
 from machinery.models import saving
+from tests import kit
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -100,19 +100,6 @@ def test_the_loss_covers_what_the_assistant_says_and_its_ends_of_turn(tokenizer,
     assert specials[0] == specials[1] + [tokenizer.eos_token_id] * bool(eos)
 
 
-def test_the_mask_of_a_row_that_is_cut_stays_on_its_tokens(tokenizer):
-    """A long prompt loses its start, a long response its end; each token keeps what it had."""
-    tokenizer, _ = shaped(tokenizer, "Gemma")
-    whole = rows.tokenise_row({"messages": TURNS}, tokenizer, "sft", 512)
-    for limit in (4, 14, 33):
-        made = rows.tokenise_row({"messages": TURNS}, tokenizer, "sft", limit)
-        prompt, (response,) = made["prompt_ids"], made["responses"]
-        assert made["length"] == len(prompt) + len(response) == limit
-        for name in ("prompt_ids", "prompt_loss_mask"):
-            assert made[name] == whole[name][-len(prompt) :]
-        assert response == whole["responses"][0][: len(response)]
-
-
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("shape", ["Qwen", "Gemma", "text"])
 def test_in_chats_the_end_of_turn_is_eos(tokenizer, tiny_model, tmp_path, shape, stage):
@@ -181,9 +168,9 @@ def test_a_template_whose_turns_cannot_be_told_is_refused(tokenizer, tmp_path):
     thinks = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
     tokenizer.chat_template = CHATML.replace("{{ m.content }}", thinks)
     row = {"messages": chat("Why?", "<think>Hm</think>So.", "And?", "Then.")}
-    with pytest.raises(Refused) as caught:
+    with kit.refuses("chat-template") as caught:
         load(tokenizer, [folder(tmp_path, [row] * 9)])
-    assert caught.value.rule == "chat-template" and "--train_on last" in caught.value.words
+    assert "--train_on last" in caught.value.words
     assert rows.tokenise_row(row, tokenizer, "sft", 128, "last")["drop"] == ""
 
 
@@ -222,6 +209,6 @@ def test_whatever_a_row_raises_names_its_line(tmp_path, monkeypatch, many_rows):
         place_of = tmp_path / kind[1:]
         write(place_of / f"train{kind}", many(9, dahoas))
         write(place_of / f"test{kind}", [dahoas(50)])
-        with pytest.raises(Refused) as caught:
+        with kit.refuses("bad-row") as caught:
             load(Failing(), [place_of], "sft")
-        assert caught.value.rule == "bad-row" and place in caught.value.words, caught.value
+        assert place in caught.value.words, caught.value

@@ -6,9 +6,9 @@ import pytest
 from data_kit import TEMPLATE, both, chat, dahoas, folder, load, many, texts, write
 from datasets import Dataset, DatasetDict
 
-from machinery.base.refused import Refused
 from machinery.data import formats, rows, sources
 from machinery.data.rows import STAGES
+from tests import kit
 
 TALK = "\n\nHuman: Q0?\n\nAssistant: Hm.\n\nHuman: Yes?\n\nAssistant:"
 WRAPPED = "\n\nHuman: Q0?\n\nAssistant:"
@@ -113,9 +113,9 @@ def test_a_row_without_a_clear_meaning_stops_the_run(tmp_path, row):
     on the wrong text. The message names the file and the line."""
     path = write(tmp_path / "rows.jsonl", [dahoas(0) | dict.fromkeys(row), row])
     source, _ = sources.read_source(path)
-    with pytest.raises(Refused) as caught:
+    with kit.refuses("bad-row") as caught:
         rows.read_prompts(path, "train", source["train"], "reward", {})
-    assert caught.value.rule == "bad-row" and "rows.jsonl, line 2: " in caught.value.words
+    assert "rows.jsonl, line 2: " in caught.value.words
 
 
 # ---- Other names ----
@@ -142,9 +142,8 @@ def test_in_a_blend_other_names_hold_where_they_are(tokenizer, tmp_path):
     found = both(load(tokenizer, [one, two], columns=names))
     assert len(found) == 80 and {("A3?", " a"), ("Q3?", " r3")} <= texts(tokenizer, found)
     for paths, wrong in (([two], names), ([one, two], names | {"response": "reply"})):
-        with pytest.raises(Refused) as caught:
+        with kit.refuses("no-such-column"):
             load(tokenizer, paths, columns=wrong)
-        assert caught.value.rule == "no-such-column"
 
 
 def test_names_of_a_set_in_deepspeed_chats_blend_are_known(tokenizer, tmp_path, monkeypatch):

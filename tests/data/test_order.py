@@ -1,6 +1,7 @@
 """In which order rows are trained on: each once an epoch, the same on any number of ranks."""
 
 import itertools
+import runpy
 from types import SimpleNamespace
 
 import datasets
@@ -10,6 +11,7 @@ import pytest
 import common
 from machinery.base import ranks
 from machinery.run.run import Run
+from tests import kit
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 83)  # 83 rows: the last step of 8 is 5 short
 by_length = pytest.mark.parametrize("group_by_length", [0, 1])
@@ -36,6 +38,29 @@ def steps_of(monkeypatch, count, batch_size, micro_steps, epoch=0, seed=1, group
     starts = range(0, len(per_rank[0]), micro_steps)
     steps = [[batches[i : i + micro_steps] for batches in per_rank] for i in starts]
     return [sorted(np.ravel(step).tolist()) for step in steps]
+
+
+@pytest.mark.parametrize(
+    "started, count",
+    [
+        ({}, 1),
+        (dict(WORLD_SIZE="2"), 2),
+        (dict(WORLD_SIZE="8"), 8),
+        (dict(SLURM_NTASKS="8", SLURM_STEP_ID="0"), 8),  # srun
+        (dict(SLURM_NTASKS="8"), 1),  # plain python, in a shell of Slurm's
+    ],
+)
+def test_the_toy_keeps_its_batch_on_more_than_two_ranks(monkeypatch, started, count):
+    """Its learning rates are those of two ranks. Who has eight devices and gives no flag would
+    train with four times the batch, and make a quarter of the steps."""
+    for name in ("WORLD_SIZE", "SLURM_NTASKS", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    names = [f"per_device_{job}_batch_size" for job in ("train", "generation", "training")]
+    for script, rows in (("sft", 24), ("reward", 16), ("ppo", 32)):
+        toy = runpy.run_path(str(kit.ROOT / f"{script}.py"))["PRESETS"]["toy"]
+        assert {toy[name] * count for name in names if name in toy} == {rows * min(count, 2)}
 
 
 @by_length

@@ -19,16 +19,18 @@ def rows(name):
 
 
 @pytest.mark.slow
-def test_the_same_seed_makes_the_same_bytes(tmp_path):
-    """Everything committed in toy/ comes out of `python toy/make.py` again, byte for byte: nothing
-    was touched by hand."""
-    command = [sys.executable, TOY / "make.py", "--out", tmp_path]
+@pytest.mark.parametrize("script, count", [("make.py", 5), ("arithmetic/generate.py", 8)])
+def test_the_same_seed_makes_the_same_bytes(tmp_path, script, count):
+    """Everything committed in toy/ comes out of the generators again, byte for byte: nothing was
+    touched by hand."""
+    command = [sys.executable, TOY / script, "--out", tmp_path]
     subprocess.run(command, check=True, capture_output=True)
     names = ["train.jsonl", "test.jsonl", "limits.json", "config.json", "tokenizer.json"]
     made = [file for file in tmp_path.rglob("*") if file.name in names]
-    assert len(made) == 5
+    assert len(made) == count
     for file in made:
-        assert file.read_bytes() == (TOY / file.relative_to(tmp_path)).read_bytes(), file
+        kept = (TOY / script).parent / file.relative_to(tmp_path)
+        assert file.read_bytes() == kept.read_bytes(), file
 
 
 def test_held_out_prompts_ask_about_pairs_never_trained_on():

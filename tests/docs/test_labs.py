@@ -6,6 +6,9 @@ import json
 import re
 import subprocess
 import sys
+import threading
+import time
+from dataclasses import replace
 from itertools import combinations
 from math import log
 from pathlib import Path
@@ -68,6 +71,30 @@ def test_a_run_has_one_place_whoever_asks_for_it(tmp_path):
     assert runner.merged("--a 1 --b 2 3", "--b 4 --c") == ("--a", "1", "--b", "4", "--c")
 
 
+def test_on_other_data_no_step_sees_the_first():
+    """Its models and also the four answers at the end are of the other rows: what was looked at
+    before takes no part."""
+    for chain in COMMANDS["rates, on other data"].chains().values():
+        assert list(chain) == ["sft", "reward", "ppo", "ppo again"]
+        for run in chain.values():
+            words = run.command(Path("runs"))
+            assert words[words.index("--data_path") + 1] == str(declared.SECOND / "data")
+
+
+def test_some_arms_of_a_lab_can_be_run_alone():
+    """More seeds where they decide: the other arms, and what they have shown, stay as they are."""
+    lab = declared.lab("t", {"a": {}, "b": {"ppo": "--clip 0.3"}, "c": {}})
+    some = replace(lab, chosen=("b",), seeds=(4,))
+    assert some.chains() == {("b", 4): replace(lab, seeds=(4,)).chains()["b", 4]}
+    found, earlier = results_of(b=[{"gold": 1.0}]), results_of(a=[{}], b=[{"gold": 0.0}], c=[{}])
+    kept = runner.with_earlier(some, found, earlier)
+    assert [(one["arm"], one["values"].get("gold")) for one in kept] == [
+        ("a", None),
+        ("b", 1.0),
+        ("c", None),
+    ]
+
+
 def test_runs_are_skipped_resumed_and_their_end_is_noted(tmp_path, monkeypatch, capsys):
     """A run that is there costs nothing, one that was interrupted goes on with --resume, one that
     stopped at a NaN is a result, and any other failure ends the lab with the end of its log. How
@@ -96,9 +123,42 @@ def test_runs_are_skipped_resumed_and_their_end_is_noted(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(runner, "make", interrupt)
     other = runner.Run("sft", (), 1)
-    with pytest.raises(SystemExit, match="same command"):
+    with pytest.raises(SystemExit):
         runner.make_all({("a", 1): {"sft": run}, ("b", 1): {"sft": other}}, tmp_path, jobs=1)
-    assert "1 runs to make" in capsys.readouterr().out
+    said = capsys.readouterr().out.strip().splitlines()
+    assert "1 runs to make, 1 at a time, about 1 min" in said[0] and "again to go on" in said[-1]
+
+
+def test_a_runner_shows_that_it_lives(tmp_path, monkeypatch, capsys):
+    """While runs are made, however long, a line says how many are left."""
+    monkeypatch.setattr(runner, "EVERY", 0.05)
+    ended = threading.Event()
+    monkeypatch.setattr(runner, "make", lambda *_: ended.wait(5) and 3.0)
+    monkeypatch.setattr(runner, "heartbeat", lambda left, *_: ended.set() or f"{len(left)} left")
+    runner.make_all({("a", 1): {"sft": runner.Run("sft", (), 1)}}, tmp_path, jobs=1)
+    assert capsys.readouterr().out.splitlines()[1:] == ["    1 left", "[1/1] sft 1  : 3 s"]
+
+
+def test_minutes_are_those_of_the_longest_way():
+    """Two SFT models side by side, and then their judges: 68 + 77 seconds, not twice as much. A
+    flag that asks for more takes longer, and a slow machine is believed from the first run on."""
+    first = [runner.Run("sft", (), seed) for seed in (1, 2)]
+    judges = [runner.Run("reward", ("--num_train_epochs", "4"), seed) for seed in (1, 2)]
+    depths = {**dict.fromkeys(first, 0), **dict.fromkeys(judges, 1)}
+    for jobs, times in ((2, 1), (1, 2)):
+        assert runner.minutes_of([*depths], depths, jobs) == times * (68 + 2 * 77) / 60
+    said = runner.heartbeat(judges, first, depths, 2, began=time.time() - 3 * 68)  # slow
+    assert said == "3 min so far, 2 runs left, about 8 min more"
+
+
+@pytest.mark.parametrize("name", declared.LABS)
+def test_a_quick_lab_is_an_arm_and_its_baseline(name):
+    """On two cores in about five minutes, by the times of single runs."""
+    lab = declared.quick(declared.LABS[name])
+    (one, other), chains = lab.arms, lab.chains()
+    assert runner.baseline(lab, other) == one and len(chains) == 2
+    depths = {run: i for runs in chains.values() for i, run in enumerate(runs.values())}
+    assert runner.minutes_of([*depths], depths, 2) <= 6
 
 
 @pytest.mark.slow
@@ -142,6 +202,7 @@ def test_best_of_n_is_the_mean_over_all_choices_of_n(tmp_path):
         best = [max(chosen) for each in prompts for chosen in combinations(each, n)]
         assert reward_mean == pytest.approx(mean(r for r, _ in best))
         assert gold == pytest.approx(mean(g for _, g in best))
+    assert runner.measured({}, ("curve", "gold", 2), curve) == curve["gold"][1]
 
 
 def test_calibration_by_hand():
@@ -155,10 +216,7 @@ def test_calibration_by_hand():
 
 def test_the_actor_is_compared_at_the_averages_kl():
     """The average is at 1.5 nats. The actor was at 1 and at 2: its gold score is in the middle."""
-    golds, kls = (0.5, 0.6, 0.8, 0.7), (0, 1, 2, 4)
-    lines = [{"eval_kl": kl, "eval_gold": g, "eval_ema_kl": kl} for kl, g in zip(kls, golds)]
-    lines[-1]["eval_ema_kl"] = 1.5
-    assert runner.gold_at(lines) == pytest.approx(0.7)
+    assert runner.gold_at((0, 1, 2, 4), (0.5, 0.6, 0.8, 0.7), 1.5) == pytest.approx(0.7)
 
 
 def test_an_unfinished_measure_is_left_out_of_the_mean():
@@ -242,6 +300,17 @@ def test_a_wrong_number_is_found(tmp_path):
     [line] = cited.wrong(page)
     assert line.startswith("constants.md:1: +0.039, by the results -0.038")
     assert cited.uncited(page.read_text()) == ["3 nats"]
+
+
+@pytest.mark.parametrize("name", declared.MORE)
+def test_a_hypothesis_stands_before_its_results(name):
+    """A lab that was not run yet has a page with a number that could fail, and no verdict; the
+    index of the labs names it."""
+    page = (LABS / f"{name}.md").read_text()
+    hypothesis = re.search(r"\*\*The hypothesis, as a number that could fail.*?\n\n", page, re.S)[0]
+    assert re.search(r"\d", hypothesis) and page.endswith("**Verdict.** Not run yet.\n")
+    assert f"| [{name}]({name}.md) |" in (LABS / "README.md").read_text()
+    assert not (LABS / f"results/{name}.json").exists()
 
 
 @pytest.mark.parametrize("name", declared.LABS)

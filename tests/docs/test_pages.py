@@ -129,11 +129,13 @@ def test_links_lead_somewhere(page):
             assert heading in slugs, f"{path}#{heading}"
 
 
-def test_the_functions_of_ppo_md_are_there():
+@pytest.mark.parametrize("page, least", [("ppo", 21), ("grpo", 9)])
+def test_the_functions_of_a_page_are_there(page, least):
     """Its table names the function of each detail, and the test that holds it."""
     row_of_five = r"^\| [^|]+ \| [^|]+ \| ([^|]+) \| ([^|]+) \| [^|]+ \|$"
-    rows = re.findall(row_of_five, (ROOT / "docs/ppo.md").read_text(), re.M)[2:]
-    assert len(rows) > 20
+    text = (ROOT / f"docs/{page}.md").read_text().split("## What is computed")[1].split("\n## ")[0]
+    rows = re.findall(row_of_five, text, re.M)[2:]
+    assert len(rows) >= least
     for functions, its_tests in rows:
         assert "test" in its_tests, functions
         for name in re.findall(r"`([\w.]+)", functions):
@@ -184,11 +186,9 @@ def test_nothing_names_a_machine():
 
 def test_examples_in_docstrings_run():
     """An example in a docstring is a promise, too."""
-    files = [
-        file
-        for file in [*MODULES, ROOT / "ppo.py", ROOT / "toy/gold.py"]
-        if ">>> " in file.read_text()
-    ]
+    others = [ROOT / "ppo.py", ROOT / "course/letter_o.py", *(ROOT / "toy").rglob("*.py")]
+    others += sorted((ROOT / "tools").rglob("*.py"))
+    files = [file for file in [*MODULES, *others] if ">>> " in file.read_text()]
     for file in files:
         result = doctest.testmod(module_of(file))
         assert result.attempted and not result.failed, file

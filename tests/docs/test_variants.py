@@ -3,6 +3,7 @@ however it is laid out, and says what its runs have shown.
 """
 
 import importlib.util
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -42,6 +43,21 @@ def test_a_diff_applies(diff):
     command = ["git", "apply", "--check", str(diff)]
     done = subprocess.run(command, cwd=kit.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_variants_that_exclude_each_other_say_so(tmp_path):
+    """With the line that undoes the one that is there; after it the other one goes on."""
+    tree = tmp_path / "tree"
+    runner.apply("gspo", tree)
+    (tree / "variants").symlink_to(VARIANTS)
+    with pytest.raises(SystemExit, match="ptx does not go") as error:
+        variants.put("ptx", tree)
+    with pytest.raises(SystemExit, match="gspo is applied already"):
+        variants.put("gspo", tree)
+    [undo] = re.findall("gspo is applied. To undo it: (.*)", str(error.value))
+    subprocess.run(undo.split(), cwd=tree, check=True)
+    variants.put("ptx", tree)
+    assert (tree / "ptx.py").is_file()
 
 
 def test_the_pages_say_what_the_runs_showed():
@@ -112,28 +128,22 @@ def test_dpos_implicit_rewards_are_of_the_responses_alone(tokenizer, tiny_model)
 
 def test_the_gspo_variant_by_hand(tmp_path):
     """One ratio a response, the geometric mean of its tokens'; what is returned is each token's.
-    Three means: of tokens 5 count 1 each; of responses each counts 1; by a constant 3 / 4, 2 / 4.
-    """
+    RLOO's advantage is n / (n - 1) times Dr. GRPO's."""
     ppo = patched("gspo", tmp_path)
     mask = torch.tensor([[1.0, 1, 1], [1, 1, 0]])
     old = torch.zeros(2, 3)
     new = torch.tensor([[0.3, 0.0, -0.6], [0.2, 0.4, 9.0]])
     assert numbers(ppo.sequence_change(new, old, mask)[:, 0]) == [-0.1, 0.3]
     args = SimpleNamespace(ratio="sequence", clip=0.2, clip_high=None)
-    args.kl_in, args.entropy_coef = "reward", 0.0
+    args.kl_in, args.entropy_coef, args.is_cap = "reward", 0.0, None
     batch = micro_batch(response_mask=mask, old_logprobs=old, advantages=mask)
     loss, ratio, clipped = ppo.actor_loss(args, batch, new, None, 0.0)
     assert loss[0, 0].item() == pytest.approx(-(2.718281828**-0.1), abs=1e-5)
     assert loss[1, 0].item() == pytest.approx(-1.2) and clipped[1, 0] and not clipped[0, 0]
     assert ratio[0, 0].item() == pytest.approx(2.718281828**0.3, abs=1e-5)
-    batch.row_weight = torch.ones(2)
-    args.max_answer_seq_len = 4
-    expected = {"tokens": ([3, 2], 5), "responses": ([1, 1], 2), "constant": ([0.75, 0.5], 2)}
-    for args.loss_mean, (weights, total) in expected.items():
-        [found], count = ppo.loss_weights(args, [batch])
-        assert numbers(found.sum(-1)) == weights and count == total
     totals, groups = torch.tensor([1.0, 3.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1])
     assert numbers(ppo.dr_grpo(totals, groups)) == [-1, 1, 0, 0]
+    assert ppo.rloo(totals, groups).equal(2 * ppo.dr_grpo(totals, groups))
 
 
 def test_the_best_of_n_variant_by_hand(tmp_path):
@@ -141,6 +151,26 @@ def test_the_best_of_n_variant_by_hand(tmp_path):
     ppo = patched("best-of-n", tmp_path)
     totals, groups = torch.tensor([1.0, 3.0, -2.0, -5.0]), torch.tensor([0, 0, 1, 1])
     assert numbers(ppo.raft(totals, groups)) == [0, 1, 1, 0]
+
+
+def test_the_dynamic_sampling_variant_by_hand(tmp_path, monkeypatch):
+    """The second prompt's responses are equally good, and so are those to the one that replaces it;
+    the next one's are not. Another prompt stays as it is."""
+    ppo = patched("dynamic-sampling", tmp_path)
+
+    def roll_out(args, actor, tokenizer, prompts, *others):
+        return [{**row, "reward": float(row["sample"] * (row["turn"] == 2))} for row in prompts]
+
+    monkeypatch.setattr(ppo, "roll_out", roll_out)
+    one_batch = lambda tokenizer, rows, size: [SimpleNamespace(responses=rows)]  # noqa: E731
+    monkeypatch.setattr(ppo, "make_micro_batches", one_batch)
+    judge = lambda batch: torch.tensor([[row["reward"]] for row in batch.responses])  # noqa: E731
+    rewards = 0.0, 1.0, 1.0, 1.0
+    rows = [dict(group=i // 2, row=i // 2, row_weight=1, reward=x) for i, x in enumerate(rewards)]
+    names = dict(seed=1, dynamic_sampling=3, samples_per_prompt=2, rollout_batch_size=4)
+    models, train = SimpleNamespace(judge=judge, actor=None), [{"prompt": "?"}] * 9
+    found = ppo.replaced(SimpleNamespace(**names), models, None, train, rows, 5, 4)
+    assert found[:2] == rows[:2] and [row["turn"] for row in found[2:]] == [2, 2]
 
 
 def test_points_stand_where_a_sentence_ends(tokenizer):

@@ -9,12 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import common
 import sft
 from machinery.base import modules
-from machinery.models import model_folders, saving
+from machinery.models import model_folders
 from tests import kit, runs
-from tests.runs import CURVES, assert_same_curves, curve, facts, metrics, run_of, without_clocks
+from tests.runs import CURVES, assert_same_curves, curve, facts, metrics, run_of
 
 peft = pytest.importorskip("peft")
 ADAPTERS = "adapter_model.safetensors"
@@ -75,24 +74,6 @@ def test_the_value_head_trains_in_full():
     assert (critic[key] - adapters[key]).abs().max() > 1e-4
 
 
-def test_a_head_of_another_name_comes_back_with_its_adapters(tmp_path):
-    """--value_head_prefix: peft looks the head up by name. Else what was trained is dropped in
-    silence, and the reward model scores with a head at random."""
-    made = load(runs.base() / "models/actor", "v_head", lora_dim=4)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.requires_grad:
-                parameter.fill_(0.1)  # "trained"
-    saving.save_model(made, model_folders.load_tokenizer(kit.TOKENIZER), tmp_path / "saved")
-    found = load(tmp_path / "saved", "score")
-    ids = torch.arange(5, 15)[None]
-    mask = torch.ones_like(ids)
-    positions = common.position_ids(mask)
-    values = [model.eval()(ids, mask, positions) for model in (found, made)]
-    assert found.model.v_head.weight.eq(0.1).all()
-    torch.testing.assert_close(*values, rtol=1e-4, atol=1e-4)
-
-
 def test_without_its_adapters_the_actor_is_the_reference():
     """B starts at 0: before the first update KL is 0 to the bit, and after it is not. Old and new
     policy agree before each update, though the adapters were off in between."""
@@ -106,9 +87,7 @@ def test_without_its_adapters_the_actor_is_the_reference():
 @pytest.mark.parametrize("script", ["sft", "ppo"])
 def test_a_resumed_lora_run_equals_an_uninterrupted_one(script):
     whole, resumed = f"{script}_lora3", f"{script}_lora_resumed"
-    assert without_clocks(resumed) == without_clocks(whole)
-    found, expected = (kit.weights(run_of(name), ADAPTERS) for name in (resumed, whole))
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert kit.outcome(run_of(resumed)) == kit.outcome(run_of(whole))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -178,7 +157,7 @@ def test_real_fp16_engines_skip_together(name):
 
 
 # --------------------------------------------------------------------------------------------------
-# State offload, ZeRO++, and every combination that CPU ranks permit
+# State offload, and every combination that CPU ranks permit
 # --------------------------------------------------------------------------------------------------
 AWAY = {f"ppo_offload_states{stage}": f"ppo_zero{stage}" for stage in (1, 2, 3)}
 AWAY |= {"ppo_bf16_offload_states2": "ppo_bf16", "ppo_bf16_offload_states3": "ppo_bf16_zero3"}
@@ -189,20 +168,12 @@ def test_states_that_leave_and_come_back_are_the_same(away):
     """Moments, master weights and gradients wait elsewhere while responses are written and scored,
     and are back to be saved: numbers and weights are the same to the bit."""
     stays = AWAY[away]
-    assert without_clocks(away) == without_clocks(stays)
+    assert kit.outcome(run_of(away)) == kit.outcome(run_of(stays))
     for rank in facts(away):  # DeepSpeed's own list
         assert rank["away"]
         assert all({"hp_params", "optim_states"} <= set(states) for states in rank["away"])
         assert all(saved["away"] == [] for saved in rank["saved"])
     assert not any(any(rank["away"]) for rank in facts(stays))
-    for part in ("", "ema", "critic"):
-        found, expected = (kit.weights(run_of(name) / part) for name in (away, stays))
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-def test_hpz_changes_nothing():
-    """ZeRO++'s second copy of the weights within a machine (in ds_config.json)."""
-    assert_same_curves(["sft_zero3", "sft_hpz"], CURVES["sft"])
 
 
 @pytest.mark.parametrize("name", [*runs.MATRIX, *runs.SPLIT])
@@ -216,16 +187,12 @@ def test_every_combination_learns_the_same(name):
 
 def test_the_table_of_combinations_is_that_of_the_tests():
     """docs/deepspeed.md says `runs` for exactly the combinations that are run here."""
+    offloads = {" ".join(map("`{}`".format, flags)): name for name, flags in runs.OFFLOADS.items()}
     said = set()
     for line in (kit.ROOT / "docs/deepspeed.md").read_text().splitlines():
         if line.startswith(("| fp32 |", "| bf16 |")):
             dtype, stage, flags, *cells = [cell.strip() for cell in line.strip("|").split("|")]
-            columns = zip(("plain", "LoRA", "TP"), cells)
-            said |= {(dtype, int(stage), flags, name) for name, cell in columns if cell == "runs"}
-    run = set()
-    for stage, where in runs.POSSIBLE:
-        flags = " ".join(f"`{flag}`" for flag in runs.OFFLOADS[where]) or "-"
-        for dtype, column in (("fp32", "plain"), ("fp32", "LoRA")):
-            run.add((dtype, stage, flags, column))
-        run |= {("bf16", stage, flags, column) for column in ("plain", "LoRA", "TP")}
-    assert said == run
+            name = f"m_{dtype}{stage}{offloads.get(flags.strip('-'))}"
+            columns = zip(("", "_lora", "_tp"), cells)
+            said |= {f"{name}{column}" for column, cell in columns if cell == "runs"}
+    assert said == runs.MATRIX.keys() | runs.SPLIT.keys()

@@ -3,18 +3,17 @@ that fails when the library behaves as it should, so that the repair may go. For
 see test_engines.py, and for skip_together in real runs test_environment.py."""
 
 import datetime
+import inspect
 from types import SimpleNamespace
 
-import deepspeed
 import pytest
 import torch
 import torch.nn as nn
-from deepspeed.comm.torch import TorchBackend, build_shm_op
+from deepspeed.comm.torch import TorchBackend
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.op_builder import builder as op_builder
 from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero import linear, partition_parameters
+from deepspeed.runtime.zero import linear
 
 from machinery.engine import patches
 
@@ -47,20 +46,11 @@ def test_a_group_without_a_limit_of_its_own_takes_ours(monkeypatch, backend):
 # --------------------------------------------------------------------------------------------------
 def test_deepspeed_offers_its_shared_memory_operator_without_a_compiler(monkeypatch):
     """DeepSpeed compiles an all-reduce for the ranks of one CPU when they first meet. Without a C++
-    compiler that fails, with a traceback, though gloo alone would do."""
+    compiler that fails, with a traceback, though gloo alone would do. That a run of ours does
+    without: test_every_launcher_will_do_and_no_compiler_is_needed."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert ShareMemCommBuilder().is_compatible(), "it looks now: do_without_compiler may go"
-
-
-def test_without_a_compiler_the_operator_is_not_built(monkeypatch):
-    """An operator that is not among the compatible ones is left alone."""
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    operators = {"deepspeed_shm_comm": True}
-    monkeypatch.setattr(deepspeed.ops, "__compatible_ops__", operators, raising=False)
-    patches.do_without_compiler()
-    monkeypatch.setattr(op_builder.OpBuilder, "load", lambda builder: pytest.fail("it builds"))
-    assert build_shm_op() is None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -68,28 +58,13 @@ def test_without_a_compiler_the_operator_is_not_built(monkeypatch):
 # --------------------------------------------------------------------------------------------------
 def test_deepspeeds_linear_takes_the_way_round_without_a_backward(monkeypatch):
     """Under ZeRO-3 nn.Linear is an autograd function, whose backward gathers the weight anew. While
-    responses are written there is no backward: it costs time at every token for nothing."""
+    responses are written there is no backward: it costs time at every token for nothing. That the
+    product is replaced: test_sharded_generation_equals_the_plain_model."""
     calls = []
     monkeypatch.setattr(linear.LinearFunctionForZeroStage3, "apply", lambda *x: calls.append(x))
     with torch.no_grad():
         linear.zero3_linear_wrap(torch.ones(1, 2), torch.ones(3, 2))
     assert calls, "it takes the short way now: quicken_linear may go"
-
-
-def test_deepspeed_looks_the_product_up_where_it_is_replaced(monkeypatch):
-    """Under its old name nobody would use the replacement, and nothing would say so."""
-    monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)
-    for name in ("zero3_linear_wrap", "print_rank_0"):
-        monkeypatch.setattr(partition_parameters, name, lambda *x, **y: None)
-    hidden = partition_parameters.InsertPostInitMethodToModuleSubClasses
-    monkeypatch.setattr(hidden, "linear_bk", torch.nn.functional.linear, raising=False)
-    patches.quicken_linear()
-    partition_parameters.Init._enable_mem_efficient_linear(SimpleNamespace())
-    assert torch.nn.functional.linear is patches.quick_linear
-    # DeepSpeed does this once, while the first model is loaded, and that comes before the repair
-    torch.nn.functional.linear = linear.zero3_linear_wrap
-    patches.quicken_linear()
-    assert torch.nn.functional.linear is patches.quick_linear
 
 
 @pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 7)])
@@ -111,44 +86,11 @@ def test_the_quick_product_gives_the_same_bits(shape, bias, dtype):
 # --------------------------------------------------------------------------------------------------
 # keep_grad_norm
 # --------------------------------------------------------------------------------------------------
-def engine_with_gradients(monkeypatch):
-    """What clipping needs of a stage 0 engine in fp32: a weight whose gradient is (3, 4)."""
-    monkeypatch.setattr(deepspeed.runtime.utils.groups, "_get_data_parallel_group", lambda: None)
-    for name, value in (("get_world_size", 1), ("all_reduce", None)):
-        monkeypatch.setattr(deepspeed.runtime.utils.dist, name, lambda *x, value=value, **y: value)
-    module = nn.Linear(2, 1, bias=False)
-    module.weight.grad = torch.tensor([[3.0, 4.0]])
-    engine = SimpleNamespace(module=module, mpu=None, _global_grad_norm=None)
-    engine.gradient_clipping = lambda: 1.0
-    return engine
-
-
-def test_a_stage_0_engine_forgets_the_norm_of_its_gradients(monkeypatch):
-    """metrics.jsonl has grad_norm at each step. Every other engine notes it while it clips."""
-    engine = engine_with_gradients(monkeypatch)
-    DeepSpeedEngine.clip_fp32_gradients(engine)
-    assert engine.module.weight.grad.norm().item() == pytest.approx(1.0)
-    assert engine._global_grad_norm is None, "it keeps the norm now: keep_grad_norm may go"
-
-
-def test_the_norm_before_clipping_is_kept(monkeypatch):
-    """3, 4, 5: a right-angled triangle. The gradient itself is clipped as by DeepSpeed."""
-    engine = engine_with_gradients(monkeypatch)
-    patches.keep_grad_norm(engine, 1.0)
-    engine.clip_fp32_gradients()
-    assert engine._global_grad_norm.item() == 5.0
-    assert DeepSpeedEngine.get_global_grad_norm(engine).item() == 5.0
-    assert engine.module.weight.grad.flatten().tolist() == pytest.approx([0.6, 0.8])
-
-
-# --------------------------------------------------------------------------------------------------
-# skip_together
-# --------------------------------------------------------------------------------------------------
-def test_an_engine_cannot_be_told_to_skip_a_step():
-    """fp16 skips a step whose gradients overflowed. Of two engines the one would step and the other
-    not: the critic would learn from a rollout that the actor never learned from."""
-    settings = [name for name in dir(DeepSpeedEngine) if name[0] != "_" and "overflow" in name]
-    assert not settings, "it can now: skip_together may go"
+def test_a_stage_0_engine_forgets_the_norm_of_its_gradients():
+    """metrics.jsonl has grad_norm at each step. Every other engine notes it while it clips. That
+    ours is the norm of the other stages: test_gradient_norms_agree."""
+    source = inspect.getsource(DeepSpeedEngine.clip_fp32_gradients)
+    assert "_global_grad_norm" not in source, "it keeps the norm now: keep_grad_norm may go"
 
 
 # --------------------------------------------------------------------------------------------------

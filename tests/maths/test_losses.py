@@ -1,6 +1,7 @@
 """The losses of steps 2 and 3, and KL: small numbers that pencil and paper can check."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,6 +96,67 @@ def test_kl_costs_and_entropy_pays():
     paid_in_reward = ppo.get_args("--preset toy".split())
     loss, _, _ = ppo.actor_loss(paid_in_reward, batch, new, None, kl_coef=0.3)
     assert loss[0].tolist() == pytest.approx([-1.2, -1.0, 1.0])
+
+
+# --------------------------------------------------------------------------------------------------
+# Responses that another policy has sampled
+# --------------------------------------------------------------------------------------------------
+ACTORS = torch.tensor([1.0, 0.5, -1.0, 0.0], dtype=torch.float64)  # logits of pi, over four tokens
+SAMPLERS = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)  # mu's probabilities
+WORTH = torch.tensor([2.0, -1.0, 0.5, 1.0], dtype=torch.float64)  # the advantage of each token
+
+
+def gradient_under_mu(cap):
+    """Returns the gradient of actor_loss, a mean over all tokens as often as mu draws them."""
+    logits = ACTORS.clone().requires_grad_(True)
+    logprobs = logits.log_softmax(-1)[:, None]  # a response of one token each
+    args = SimpleNamespace(clip=0.2, clip_high=None, kl_in="reward", entropy_coef=0, is_cap=cap)
+    given = dict(old_logprobs=logprobs.detach(), advantages=WORTH[:, None])
+    given["tokens"] = {"sampled_logprobs": SAMPLERS.log()[:, None]}
+    loss = ppo.actor_loss(args, SimpleNamespace(**given), logprobs, None, 0.0)[0]
+    return torch.autograd.grad((SAMPLERS[:, None] * loss).sum(), logits)[0]
+
+
+def test_importance_weights_make_the_gradient_that_of_the_actors_own_responses():
+    """Over all tokens that mu can draw, by enumeration: with weights that no cap cuts the gradient
+    is that of the expected advantage under pi; without them, or with a low cap, it is another."""
+    logits = ACTORS.clone().requires_grad_(True)
+    wanted = torch.autograd.grad(-(logits.softmax(-1) * WORTH).sum(), logits)[0]
+    assert torch.allclose(gradient_under_mu(math.inf), wanted)
+    for cap in (None, 1.5):
+        assert (gradient_under_mu(cap) - wanted).abs().max() > 0.05
+
+
+def test_an_importance_weight_is_1_without_a_mismatch_and_at_most_its_cap():
+    """Under mu the weights have mean 1: the sum of mu * pi / mu. What the cap cuts is lost."""
+    pi = ACTORS.log_softmax(-1)
+    assert ppo.importance_weights(pi, pi, 2.0).tolist() == [1.0] * 4
+    weights = ppo.importance_weights(pi, SAMPLERS.log(), math.inf)
+    assert (SAMPLERS * weights).sum().item() == pytest.approx(1.0) and weights.max() > 2
+    capped = ppo.importance_weights(pi, SAMPLERS.log(), 2.0)
+    assert capped.tolist() == pytest.approx([min(weight, 2.0) for weight in weights.tolist()])
+    assert (SAMPLERS * capped).sum() < 1
+
+
+def test_a_response_outside_of_the_band_counts_nowhere():
+    """The mean log ratio decides, over real tokens: 0.5 and -0.1 make 0.2 = log(1.22). What a cut
+    response, or one outside of the band, had for tokens is no part of any divisor either."""
+    scored = torch.tensor([[-1.0, -1.0, 9.0], [-1.0, -1.0, -1.0], [-3.0, -1.0, -1.0]])
+    sampled = torch.tensor([[-1.5, -0.9, 0.0], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
+    mask = torch.tensor([[1.0, 1, 0], [1, 1, 1], [1, 1, 1]])
+    for band, expected in ((1.3, [1, 1, 0]), (1.2, [0, 1, 0]), (2.0, [1, 1, 1])):
+        found = ppo.in_band(scored, sampled, mask, band)
+        assert found.tolist() == [[float(x)] for x in expected], band
+    args = SimpleNamespace(mask_truncated=1, is_band=1.2, loss_mean="tokens", max_answer_seq_len=3)
+    given = dict(response_mask=mask, old_logprobs=scored, tokens={"sampled_logprobs": sampled})
+    for ended, tokens, responses in (([1.0, 1, 1], 3, 1), ([1.0, 0, 1], 0, 0)):
+        batch = SimpleNamespace(ended=torch.tensor(ended), **given)
+        weights, divisor = ppo.loss_weights(args, [batch])
+        assert divisor == tokens and weights[0].sum() == tokens
+        args.loss_mean = "responses"
+        weights, divisor = ppo.loss_weights(args, [batch])
+        assert divisor == responses and weights[0].sum() == pytest.approx(responses)
+        args.loss_mean = "tokens"
 
 
 # --------------------------------------------------------------------------------------------------

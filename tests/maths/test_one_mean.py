@@ -12,6 +12,7 @@ import ppo
 import sft
 from machinery.base import ranks
 from machinery.rollout import ema
+from tests.conftest import micro_batch
 
 # 10, 2, 3 and 1 tokens: micro-batches of unlike weight
 RESPONSES = [[7] * 9 + [1], [8, 1], [9, 9, 1], [1]]
@@ -42,12 +43,34 @@ def test_micro_batches_and_ranks_add_up_to_one_token_mean(
     assert torch.allclose(as_deepspeed, gradient(tiny_model, RESPONSES, 1 / 16), atol=1e-6)
 
 
-def test_the_mean_of_means_is_something_else(tiny_model):
-    """Averaging four micro-batch means gives the lone token of the shortest response ten times the
-    weight of each token of the longest: a different gradient, by a third and more."""
-    means = sum(gradient(tiny_model, [each], 1 / len(each)) for each in RESPONSES) / 4
-    exact = gradient(tiny_model, RESPONSES, 1 / 16)
-    assert (means - exact).norm() > 0.3 * exact.norm()
+@pytest.mark.parametrize("truncated", [0, 1])
+@pytest.mark.parametrize("loss_mean", ["tokens", "responses", "constant"])
+def test_the_means_of_the_actors_loss_against_loops(loss_mean, truncated):
+    """Six responses, the third and the last of them cut off, and one whose tokens a tool wrote. The
+    same loss in any micro-batches and on any ranks, whose sums add up; with --mask_truncated 1 it
+    is as if what was cut off were not there. Token t of n has a loss of t n."""
+    masks = dict(mask_truncated=truncated, is_band=None)
+    args = SimpleNamespace(loss_mean=loss_mean, **masks, max_answer_seq_len=12)
+    lengths, ended = torch.tensor([9, 2, 4, 0, 1, 9]), torch.tensor([1.0, 1, 0, 1, 1, 0])
+    masks, losses = (
+        (torch.arange(9) < lengths[:, None]).float(),
+        torch.arange(1, 10) * lengths[:, None],
+    )
+    counted = [n for n, end in zip(lengths.tolist(), ended) if n and (end or not truncated)]
+    sums = [sum(t * n for t in range(1, n + 1)) for n in counted]
+    expected = {
+        "tokens": sum(sums) / sum(counted),
+        "responses": sum(s / n for s, n in zip(sums, counted)) / len(sums),
+        "constant": sum(s / 12 for s in sums) / len(sums),
+    }[loss_mean]
+    for sizes in ([6], [1] * 6, [2, 3, 1]):
+        parts = zip(masks.split(sizes), ended.split(sizes), losses.split(sizes))
+        found = divisors = 0.0
+        for mask, ends, loss in parts:
+            batch = micro_batch(response_mask=mask, ended=ends)
+            [weight], divisor = ppo.loss_weights(args, [batch])
+            found, divisors = found + (weight * loss).sum().item(), divisors + divisor
+        assert found / divisors == pytest.approx(expected), sizes
 
 
 @pytest.mark.parametrize("count, accumulation", [(1, 1), (4, 4), (4, 2)])

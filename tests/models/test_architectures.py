@@ -3,8 +3,6 @@
 One process, no DeepSpeed engine.
 """
 
-import socket
-
 import pytest
 import torch
 from tiny_models import (
@@ -44,14 +42,6 @@ def language_model(folder):
 @pytest.fixture
 def value_model(folder):
     return value_model_of(folder)
-
-
-@pytest.fixture
-def no_network(monkeypatch):
-    def refuse(*args):
-        raise AssertionError(f"a socket was opened: {args[1:]}")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -126,8 +116,9 @@ def test_the_head_multiplies_in_fp32_also_in_a_bf16_model(folder):
 # Saved here, loaded in stock transformers, and the other way round
 # --------------------------------------------------------------------------------------------------
 @torch.no_grad()
-def test_a_saved_model_loads_in_stock_transformers(folder, language_model, tmp_path, no_network):
-    """Offline, with the same logits to the bit, and the tokenizer lies beside the weights."""
+def test_a_saved_model_loads_in_stock_transformers(folder, language_model, tmp_path):
+    """Offline (kit.ENVIRONMENT), with the same logits to the bit, and the tokenizer lies beside the
+    weights."""
     tokenizer = model_folders.load_tokenizer(folder)
     saving.save_model(language_model, tokenizer, tmp_path / "saved")
     stock, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)

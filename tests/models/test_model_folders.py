@@ -88,11 +88,9 @@ def test_what_must_have_learned_something_has_weights(tmp_path):
 
 
 def test_a_judge_without_a_head_is_refused(tmp_path):
-    """It would score at random. And a reward model's config says that it has a head, so weights
-    without one are not whole."""
+    """It would score at random (tests/run/test_wrong_input.py has a language model). And a reward
+    model's config says that it has a head, so weights without one are not whole."""
     folder = folder_of(tmp_path, config_of("llama"), weights=True)
-    config = model_folders.load_config(folder)
-    assert rule_of(model_folders.refuse_other_kind, folder, config, scores=True) == "cannot-score"
     edit(tmp_path / "config.json", architectures=["LlamaForSequenceClassification"])
     assert rule_of(value_model_of, folder) == "missing-weights"
 
@@ -100,9 +98,7 @@ def test_a_judge_without_a_head_is_refused(tmp_path):
 def test_a_reward_model_is_no_language_model(tmp_path):
     """With tied embeddings all weights of a language model are in its folder: it would train."""
     folder = folder_of(tmp_path, config_of("llama", architectures=["XForSequenceClassification"]))
-    config = model_folders.load_config(folder)
-    assert rule_of(model_folders.refuse_other_kind, folder, config, scores=False) == "cannot-write"
-    model_folders.refuse_other_kind(folder, config, scores=True)
+    assert rule_of(load_model, folder, get_args(), 0) == "cannot-write"
 
 
 def test_a_run_that_has_not_ended_is_no_model(tmp_path):

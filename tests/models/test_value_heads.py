@@ -3,14 +3,21 @@
 Under ZeRO-3, on several ranks, with tests/engine.
 """
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import TOKENIZER, config_of, folder_of, random_ids, value_model_of, values
+from tiny_models import (
+    TOKENIZER,
+    config_of,
+    folder_of,
+    get_args,
+    random_ids,
+    value_model_of,
+    values,
+)
 
-from machinery.models import saving
+from machinery.models import model_folders, saving
+from tests.kit import load_model
 
 WIDE = {
     "llama": dict(hidden_size=2048, intermediate_size=8),
@@ -32,17 +39,23 @@ def test_a_new_head_starts_small_and_depends_on_the_seed(name, tmp_path):
     assert torch.equal(weight, same) and not torch.equal(weight, other)
 
 
-@pytest.mark.parametrize("name", ["score", "value_head"])
+@pytest.mark.parametrize("name, lora_dim", [("score", 0), ("value_head", 0), ("value_head", 4)])
 @torch.no_grad()
-def test_the_heads_name_travels_in_config_json(name, tmp_path):
-    """--value_head_prefix names the head in the weights' file, and config.json keeps the name, so
-    that the next step finds the head without being told."""
-    made = value_model_of(folder_of(tmp_path / "base", config_of("llama")), head=name)
-    getattr(made.model, name).weight.fill_(0.5)  # "trained"
+def test_the_heads_name_travels_with_the_model(name, lora_dim, tmp_path):
+    """--value_head_prefix names the head in the weights' file, and the config keeps the name, so
+    that the next step finds the head without being told. With adapters peft looks it up by name,
+    too: else what was trained is dropped in silence, and the model scores with a head at random."""
+    base = folder_of(tmp_path / "base", config_of("llama"), weights=True)
+    made = load_model(base, get_args(), 0, None, TOKENIZER, name, lora_dim).eval()
+    for parameter in made.parameters():
+        if parameter.requires_grad:
+            parameter += 0.1  # "trained"
     saving.save_model(made, TOKENIZER, tmp_path / "saved")
-    assert json.loads((tmp_path / "saved/config.json").read_text())["value_head_prefix"] == name
-    assert f"{name}.weight" in load_file(tmp_path / "saved/model.safetensors")
+    assert model_folders.load_config(str(tmp_path / "saved")).value_head_prefix == name
+    [file] = (tmp_path / "saved").glob("*.safetensors")
+    assert any(key.endswith(f"{name}.weight") for key in load_file(file))
     found = value_model_of(str(tmp_path / "saved"), "--seed", "7", head="score")
     ids = random_ids(2, 9)
     again, before = (values(model, ids, torch.ones_like(ids)) for model in (found, made))
-    assert torch.equal(again, before)
+    torch.testing.assert_close(again, before, rtol=1e-4, atol=1e-4)
+    assert getattr(found.model, name).weight.equal(getattr(made.model, name).weight)

@@ -122,7 +122,7 @@ def test_a_rollout_that_is_sampled_otherwise_than_it_is_scored_is_stopped(
     it is seen in the metric, and stops the first step."""
     batches = scored(tiny_model, tokenizer, rollout(tiny_model, tokenizer), 4)
     assert batches[0].response_mask.sum() > 8
-    assert max(map(rollout_metrics.sampling_gap, batches)) < 1e-4
+    assert ppo.sampling_means(batches)["sampling_gap"] < 1e-4
     assert gate(tiny_model, batches) is None
 
     right = ppo.next_logits
@@ -136,7 +136,7 @@ def test_a_rollout_that_is_sampled_otherwise_than_it_is_scored_is_stopped(
 
     monkeypatch.setattr(ppo, "next_logits", shifted)
     batches = scored(tiny_model, tokenizer, rollout(tiny_model, tokenizer), 4)
-    assert max(map(rollout_metrics.sampling_gap, batches)) > 1e-2
+    assert ppo.sampling_means(batches)["sampling_gap"] > 1e-2
     assert gate(tiny_model, batches) == 1
 
 
@@ -181,14 +181,6 @@ def test_a_model_that_ignores_positions_or_the_mask_is_refused(monkeypatch, kind
 # --------------------------------------------------------------------------------------------------
 def run_changed(change, argv):
     """A run of step 3 with one part of it replaced, as a fork would write it."""
-    if change == "weights":  # a mean over responses, in place of one over tokens
-
-        def loss_weights(minibatch):
-            masks = [batch.response_mask for batch in minibatch]
-            weights = [mask / mask.sum(-1, keepdim=True).clamp(min=1) for mask in masks]
-            return weights, sum(weight.sum() for weight in weights).item()
-
-        ppo.loss_weights = loss_weights
     if change == "masked":
         roll_out = ppo.roll_out
 
@@ -200,7 +192,7 @@ def run_changed(change, argv):
 
         ppo.roll_out = of_a_tool
     if change == "number":
-        of_all_ranks, mine = rollout_metrics.of_all_ranks, dict(checked=0, finite=0, together=0)
+        rollout_means, mine = ppo.rollout_means, dict(checked=0, finite=0, together=0)
 
         def check(*given):
             mine["checked"] += 1
@@ -213,7 +205,7 @@ def run_changed(change, argv):
 
         padding_check.check, patches.skip_together = check, skip_together
         rollout_metrics.stop_unless_finite = stop_unless_finite
-        rollout_metrics.of_all_ranks = lambda *given: {**of_all_ranks(*given), **mine}
+        ppo.rollout_means = lambda *given: {**rollout_means(*given), **mine}
     kit.call_main("ppo", argv)
 
 
@@ -225,6 +217,7 @@ def changed(tmp_path_factory):
         folder = folders[change] = tmp_path_factory.mktemp("forks") / change
         argv = [*runs.base_flags("ppo", runs.base()), "--max_steps", "1", "--critic_dropout", "0"]
         argv += ["--output_dir", str(folder)]
+        argv += ["--loss_mean", "responses"] if change == "weights" else []
         done = kit.fork(run_changed, 1, change, argv, meet="never")
         assert done.code == 0, str(done)
     return folders

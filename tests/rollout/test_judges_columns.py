@@ -53,7 +53,11 @@ def test_a_reward_function_may_score_every_token():
 @pytest.mark.parametrize("way, expected", [("sum", [0.5, 2.5]), ("min", [0.5, 0.5])])
 def test_several_judges_are_summed_or_the_harshest_one_counts(way, expected):
     """One judge scores the whole response (2 on its last token), another each token (0.5 each).
-    The harshest one keeps all its tokens: a minimum token by token would mix the two."""
+    The harshest one keeps all its tokens: a minimum token by token would mix the two. What each
+    has said is noted, whichever counts."""
     judges = [lambda batch: torch.tensor([[0.0, 2.0]]), lambda batch: torch.tensor([[0.5, 0.5]])]
-    scores = judging.combined(judges, way)(None)
+    given = dict(reward_combine=way, reward_fn=["a.py:right"], reward_model_name_or_path=["b/kind"])
+    batch = SimpleNamespace(responses=[{}])
+    scores = judging.combined(SimpleNamespace(**given), judges)(batch)
     assert scores[0].tolist() == expected
+    assert batch.responses == [{"reward_1_right": 2.0, "reward_2_kind": 1.0}]

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import ppo
+from machinery.data import rows, sources
+from machinery.models import model_folders
 from machinery.rollout import microscope, pair_scores
+from tests import kit
 
 
 @pytest.fixture
@@ -108,11 +111,19 @@ def test_tokens_are_decoded_with_their_spaces(tokenizer):
 
 def test_judge_jsonl_has_every_pair_once(tmp_path):
     """Of all ranks, without fillers, in the order of the rows; each evaluation replaces the one
-    before. Lengths are those of the tokens."""
+    before. Lengths are those of the tokens. A pair can be found in its file, and read here; a
+    column of the data takes no number's place."""
     args = SimpleNamespace(output_dir=str(tmp_path))
-    held_out = [{"responses": [[0] * i, [0]]} for i in range(1, 4)]
+    data = tmp_path / "pairs.jsonl"
+    texts = [dict(prompt="Who?", chosen="A" * i, rejected="B", row="mine") for i in range(1, 4)]
+    data.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    source, columns = sources.read_source(str(data))
+    tokenizer = model_folders.load_tokenizer(kit.TOKENIZER)
+    held_out = [rows.tokenise_row(row, tokenizer, "reward", 64) for row in source["train"]]
     for chosen in (9.0, 1.0):
         pair_scores.keep(args, held_out, [(2, 0.5, 0.0), (-1, 0.0, 0.0), (0, chosen, 2.0)])
-    lines = [json.loads(line) for line in open(tmp_path / "judge.jsonl")]
-    names = ("row", "chosen_score", "rejected_score", "chosen_length", "rejected_length")
-    assert lines == [dict(zip(names, row)) for row in ((0, 1.0, 2.0, 1, 1), (2, 0.5, 0.0, 3, 1))]
+    first, second = [json.loads(line) for line in open(tmp_path / "judge.jsonl")]
+    names = ("row", "chosen_score", "rejected_score", "chosen", "rejected", "prompt", "place")
+    assert [first[name] for name in names] == [0, 1.0, 2.0, "A", "B", "Who?", f"{data}, line 1"]
+    assert [second[name] for name in names[:4]] == [2, 0.5, 0.0, "AAA"]
+    assert first["rejected_length"] == len(held_out[0]["responses"][1])

@@ -112,9 +112,10 @@ def test_ppo_learns_a_bandit():
     """The smallest task that PPO must solve: a model of random weights, and as reward the share of
     the letters a to m in its response, a function of the user's own (--reward_fn). In 40 steps the
     reward rises far beyond its noise, in training and on prompts never trained on. The function's
-    helper process ends by SIGTERM, although the run itself only notes that signal."""
+    helper process ends by SIGTERM, although the run itself only notes that signal. With --kl_coef 0
+    there is no reference, and no KL."""
     rewards = [reward for _, reward in curve("ppo_bandit", "reward")]
-    assert len(rewards) == 40
+    assert len(rewards) == 40 and not curve("ppo_bandit", "kl")
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
     held_out = [reward for _, reward in curve("ppo_bandit", "eval_reward")]
     assert held_out[-1] > held_out[0] + 0.2

@@ -4,11 +4,11 @@ import functools
 import pickle
 import sys
 
+import numpy as np
 import pytest
 
 from machinery.base.refused import Refused
 from machinery.rollout import judging
-from tests import kit
 
 RESPONSE = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "Why?", "text": " So."}
 
@@ -23,11 +23,25 @@ RESPONSE = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "Why
         ["good", "bad"],
         "12",  # two characters: a loop over them would give two numbers
         [[1.0, 2.0], [1.0]],  # one number for the two tokens of a response
+        [{"format": None}] * 2,
     ],
 )
 def test_a_function_must_return_a_finite_number_for_each_response(returned):
     with pytest.raises((Refused, TypeError)):
         judging.scores_of(lambda prompts, completions: returned, [RESPONSE] * 2)
+
+
+def test_a_dict_is_its_sum_and_each_part_is_noted():
+    """Format 0.5 and answer 1: the sum is trained on, and the log has a mean of each part. A bool
+    and numpy's numbers are numbers. With parts that only some rows have a mean would say nothing.
+    """
+    rows = [{**RESPONSE} for _ in range(2)]
+    given = [{"format": np.float32(0.5), "answer": True}, {"answer": 0, "format": 0.25}]
+    assert judging.scores_of(lambda **columns: given, rows) == [1.5, 0.25]
+    assert [(row["reward_format"], row["reward_answer"]) for row in rows] == [(0.5, 1), (0.25, 0)]
+    for other in ({"format": 1.0}, {"format": 1, "answer": 1, "style": 1}, {}, 1.0):
+        with pytest.raises(Refused, match="other parts"):
+            judging.scores_of(lambda other=other, **columns: [given[0], other], rows)
 
 
 def scaled(prompts, completions, factor=2, **columns):
@@ -49,14 +63,6 @@ def test_the_error_of_a_function_names_the_rows():
         with pytest.raises((ZeroDivisionError, TypeError, RuntimeError)) as caught:
             judging.scores_of(wrong, rows)
         assert "[3, 8]; columns: prompts, completions" in caught.value.__notes__[0]
-
-
-def test_the_function_of_the_docs_knows_the_right_sum():
-    """docs/sums.py: the right number after a space, and nothing else."""
-    correct = judging.load_function(f"{kit.ROOT}/docs/sums.py:correct", "--reward_fn")
-    texts = (" 7", "7", " 7.", " 70", "")
-    rows = [{**RESPONSE, "text": text, "extra": '{"total": 7}'} for text in texts]
-    assert judging.scores_of(correct, rows) == [1, 0, 0, 0, 0]
 
 
 def test_a_function_cannot_end_the_run_as_if_all_were_well():

@@ -1,5 +1,6 @@
 """What the log says of a rollout, by hand."""
 
+import itertools
 import json
 import math
 from types import SimpleNamespace
@@ -7,8 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import ppo
+from machinery.base import statistics
 from machinery.rollout import checks, rollout_metrics
+from tests import kit
 from tests.conftest import micro_batch
+
+ARGS = SimpleNamespace(compares_groups=True, has_critic=True)
 
 
 def rollout(**changes):
@@ -39,11 +45,19 @@ def rollout(**changes):
 def test_what_a_rollout_was_like():
     """Means over responses, fillers left out; all else over real tokens only. Returns vary by 4 and
     returns - values by 1: the critic explains three quarters. That is no matter of the advantages,
-    whose deviation is 3 here, as another estimator's may be. The one prompt's responses differ."""
-    args = SimpleNamespace(compares_groups=True)
-    assert rollout_metrics.of_all_ranks(args, [rollout()]) == pytest.approx(
+    whose deviation is 3 here, as another estimator's may be. The one prompt's responses have 1 and
+    3: they differ by a deviation of 1 from their mean, or of sqrt(2) where n - 1 divides. The
+    second was cut off."""
+    batch = rollout()
+    for response, part in zip(batch.responses, (0.5, 1.5, 9.0)):
+        response["reward_format"] = part
+    assert ppo.rollout_means(ARGS, [batch]) == pytest.approx(
         {
             "reward": 2.0,
+            "reward_format": 1.0,
+            "reward_std": 1.0,
+            "truncated_reward": 3.0,
+            "group_std": 2**0.5,
             "gold": 1.0,
             "kl": 1.0,
             "kl_k3": 0.3,
@@ -53,7 +67,11 @@ def test_what_a_rollout_was_like():
             "advantage_std": 3.0,
             "explained_variance": 0.75,
             "equal_groups": 0.0,
+            # scoring says -1 and -2, sampling -1.5 and -2; e^0.5 is outside of 0.8 .. 1.2
             "sampling_gap": 0.5,
+            "sampling_kl": -0.25,
+            "sampling_outside": 0.5,
+            "sampling_ppl_gap": math.exp(1.5) - math.exp(1.75),
         }
     )
 
@@ -89,12 +107,81 @@ def test_what_updates_report_are_means_over_their_tokens():
     assert means.of_all_updates() == pytest.approx(found)
 
 
+def test_parts_that_only_some_micro_batches_have_are_refused():
+    """A mean of what is not there would be of other rows than it says; ranks would not agree."""
+    batches = [rollout(), rollout()]
+    for response in batches[1].responses:
+        response["reward_format"] = 1.0
+    with kit.refuses("function-returns"):
+        ppo.rollout_means(ARGS, batches)
+
+
 @pytest.mark.parametrize(
-    "scores, equal", [([0.0, 0.0, 9.0], True), ([0.0, 1.0, 0.0], False), ([2.5, 2.5, 0.0], True)]
+    "scores, equal", [([0.0, 0.0, 9.0], 1), ([0.0, 1.0, 0.0], 0), ([2.5, 2.5, 0.0], 1)]
 )
-def test_a_judge_that_finds_all_equal_is_named(scores, equal, capsys):
-    """A filler's score says nothing."""
+def test_a_prompt_whose_responses_have_equal_rewards_is_counted(scores, equal):
+    """A filler's score says nothing. GRPO's advantages are 0 there."""
     batch = rollout(scores=torch.tensor(scores)[:, None])
-    checks.warn_of_equal_scores([batch])
-    assert ("all scores of the first step are" in capsys.readouterr().out) == equal
-    assert rollout_metrics.equal_groups([batch]) == equal
+    assert ppo.group_means([batch])["equal_groups"] == equal
+
+
+def test_clipping_above_and_below_is_counted_apart():
+    """A good token that rose by half, a bad one that fell by half: clipped, one at each bound. A
+    bad one that rose and a good one that fell are never clipped: they are to come back."""
+    logprobs = torch.tensor([[1.5, 0.5, 1.5, 0.5]]).log().requires_grad_()
+    given = dict(logprobs=logprobs, old_logprobs=torch.zeros(1, 4), ended=torch.ones(1))
+    given |= dict(advantages=torch.tensor([[1.0, -1, -1, 1]]), response_mask=torch.ones(1, 4))
+    engine = SimpleNamespace(backward=print, step=print, gradient_accumulation_steps=lambda: 1)
+    args, means = ppo.get_args(["--preset", "toy"]), rollout_metrics.TokenMeans()
+    batch = micro_batch([0], **given)
+    ppo.optimizer_step(args, None, [batch], engine, None, 0.0, True, means)
+    shares = [means.of_all_updates()[f"clip_fraction{part}"] for part in ("", "_low", "_high")]
+    assert shares == [0.5, 0.25, 0.25]
+
+
+def test_pass_at_k_against_all_draws():
+    """Of 6 responses to a prompt every choice of k is looked at: the estimate is the share of
+    choices with a right one, or the mean of their largest reward. [Chen 2021] eq. 1 is that."""
+    for rewards in ([0, 1, 0, 0, 1, 0], [0] * 6, [1] * 6, [0.5, -1, 2, 2, 0, 1]):
+        for k in range(1, 7):
+            draws = [max(draw) for draw in itertools.combinations(rewards, k)]
+            assert statistics.best_of(rewards, k) == pytest.approx(sum(draws) / len(draws))
+    of_the_paper = 1 - math.comb(6 - 2, 3) / math.comb(6, 3)
+    assert statistics.best_of([1.0] * 2 + [0.0] * 4, 3) == pytest.approx(of_the_paper)
+
+
+def test_an_evaluation_of_several_samples_reports_pass_at_k():
+    """Two prompts with four responses each: one right of four, and four. The interval is over the
+    prompts. With rewards of other sizes it is the best of k."""
+    responses = [dict(reward=float(i in (0, 4, 5, 6, 7)), kl=0.0) for i in range(8)]
+    found = rollout_metrics.means_of(responses, 4, "eval")
+    assert [found[f"eval_pass_at_{k}"] for k in (1, 2, 4)] == [0.625, 0.75, 1.0]
+    assert found["eval_reward"] == 0.625 and found["eval_pass_at_4_ci"] == [1.0, 1.0]
+    low, high = found["eval_pass_at_1_ci"]  # of 0.25 and 1: s = 0.53, and s / sqrt(2) = 0.375
+    assert (low, high) == pytest.approx((0.625 - 1.96 * 0.375, 0.625 + 1.96 * 0.375))
+    responses[0]["reward"] = 3.0
+    found = rollout_metrics.means_of(responses, 4, "eval_ema")
+    assert found["eval_ema_best_of_4"] == 2.0 and "eval_ema_pass_at_4" not in found
+    assert [*rollout_metrics.means_of(responses, 1, "eval")] == ["eval_reward", "eval_kl"]
+
+
+@pytest.mark.parametrize(
+    "name, values, at, since",
+    [
+        ("equal_groups", [1.0] * 30, 1, 1),
+        ("equal_groups", [0.5] * 3 + [1.0] * 9 + [0.9] + [1.0] * 30, 23, 14),
+        ("reward_std", [1.0] + [1e-9] * 12, 11, 2),  # without groups all rewards are compared
+    ],
+)
+def test_a_run_that_teaches_nothing_is_named_at_the_step_where_it_begins_to(
+    name, values, at, since, capsys
+):
+    """Once: at once if it is the first step, else after ten steps in a row, since a few groups may
+    be equal by chance."""
+    state, said = {"equal_since": None}, {}
+    for step, value in enumerate(values, 1):
+        run = SimpleNamespace(step=step, args=ARGS)
+        checks.warn_of_equal_rewards(run, state, {"reward": 0.5, "reward_std": 1.0, name: value})
+        said[step] = capsys.readouterr().out
+    assert [step for step in said if said[step]] == [at]
+    assert f"since step {since} " in said[at] and "mean 0.5" in said[at]

@@ -32,7 +32,7 @@ DSC = {  # what DeepSpeed-Chat's scripts hold: 1.3B on one node, step 2 with OPT
         clip_value 0.2|clip_reward 5|ppo_epochs 1|generation_batches 1""",
 }
 DSC_ALL = dict(adam_betas=[0.9, 0.95], max_grad_norm=1.0, lr_scheduler_type="cosine", seed=1234)
-MOST = {"sft": 46, "reward": 46, "ppo": 90}  # flags
+MOST = {"sft": 46, "reward": 46, "ppo": 95}  # flags
 
 MUTATIONS = {  # script and flags beside the toy's: the rule that they break
     "sft --learning_speed 1": "wrong-flag",
@@ -183,7 +183,8 @@ def test_the_recipe_is_deepspeed_chats_number_for_number(script):
 def test_presets_name_flags_and_any_flag_overrides_them(script):
     """What the preset shows is what runs: nothing multiplies a learning rate for adapters."""
     known = parser_of(script)
-    others = "--allow_unstable 1 --per_device_training_batch_size 1" * (script == "ppo")
+    others = "--allow_unstable 1 --per_device_training_batch_size 1 --advantage reinforce "
+    others = (others + "--samples_per_prompt 1") * (script == "ppo")
     for name, preset in SCRIPTS[script].PRESETS.items():
         assert preset.keys() <= known.keys()
         plain = get_args(script, preset=f"--preset {name} ")

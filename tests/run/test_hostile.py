@@ -12,10 +12,7 @@ alone.
 """
 
 import argparse
-import csv
 import functools
-import hashlib
-import io
 import json
 import math
 import os
@@ -34,7 +31,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
-from tests import kit
+from tests import kit, runs
 from tests.run.test_flags import MUTATIONS, parser_of
 from tests.run.test_wrong_input import PAIR, UNFIT, fill_box
 
@@ -77,23 +74,9 @@ def run(case):
     return kit.run(case.script, *argv, folder=case.output, cwd=case.place, limit=LIMIT, expect=None)
 
 
-def tree(place):
-    """Returns {path: a digest, "folder", or where a link leads} of all below `place`."""
-    found = {}
-    for path in sorted(place.rglob("*")):
-        name = str(path.relative_to(place))
-        if path.is_symlink():
-            found[name] = os.readlink(path)
-        elif path.is_dir():
-            found[name] = "folder"
-        elif path.name != ".lock":
-            found[name] = hashlib.blake2b(path.read_bytes()).hexdigest()
-    return found
-
-
 def judged(case, before, done):
     """Yields, in words, what was promised and is not so."""
-    after, code, printed = tree(case.place), done.code, done.out + done.err
+    after, code, printed = kit.tree(case.place), done.code, done.out + done.err
     changed = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
     errors = len(re.findall(r"^error: ", printed, re.M))
     if code not in case.codes:
@@ -111,30 +94,16 @@ def judged(case, before, done):
     if lost:
         yield f"lost or changed: {', '.join(lost[:4])}"
     if code == 0 and case.truth and "starts anew" not in done.out:
-        now = outcome(case.output)
-        for what in [what for what in case.truth if now[what] != case.truth[what]]:
-            yield f"resumed, and {what} are not those of the run left alone"
-
-
-def outcome(output):
-    """Returns what a finished run leaves behind, without its clocks."""
-    samples = output / "samples.jsonl"
-    return {
-        "metrics": kit.metrics(output, clocks=False),
-        "samples": samples.read_text() if samples.is_file() else "",
-        "weights": {
-            str(file.relative_to(output)): file.read_bytes()
-            for file in output.rglob("*.safetensors")
-            if "checkpoints" not in file.parts and file.name not in FOREIGN
-        },
-    }
+        now = kit.outcome(case.output)
+        for what in [what for what in case.truth if now.get(what) != case.truth[what]]:
+            yield f"resumed, and {what} is not that of the run left alone"
 
 
 # --------------------------------------------------------------------------------------------------
 # Flags: from the parsers themselves, and the table of test_flags.py
 # --------------------------------------------------------------------------------------------------
 NAMES = """nothing.jsonl good actor judge done score.py score.py:length missing.py:f data . .. /
-    /dev/null columns.jsonl broken.jsonl small out/x decided.json --seed 0 {} ünïcode""".split()
+    /dev/null columns.jsonl broken.jsonl no_base out/x decided.json --seed 0 {} ünïcode""".split()
 NAMES += ["", " ", "\udcff", "two words", "a\nb", "'"]
 
 
@@ -147,10 +116,10 @@ def edges(rng, flag):
         return rng.choice([([right], False)] * 3 + [([""], True), ([right + "x"], True)])
     if flag.type in (int, float):
         wrong = ["", "x", "nan", "1,5", "--seed", str(flag.least - 1), "-inf"]
-        right = [flag.type(max(flag.least, number)) for number in (flag.least, 1, 2, 3)]
-        right = [number for number in right if number <= flag.most]
-        right += [flag.type(flag.most)] if flag.most <= 2**32 else []
-        return rng.choice([([str(rng.choice(right))], False)] * 2 + [([rng.choice(wrong)], True)])
+        least, most = flag.least, min(flag.most, 2**32)
+        right = [number for number in (least, 1, 2, 3, flag.most) if least <= number <= most]
+        right = [str(flag.type(number)) for number in right]
+        return rng.choice([([rng.choice(right)], False)] * 2 + [([rng.choice(wrong)], True)])
     if flag.type not in (str, None):  # numbers joined by commas
         return [rng.choice("0,0,0 1,2 1,2,3 -1,1,1 nan,1,1 ,, 0.5,0.5 0,0 nan,nan".split())], False
     words = [rng.choice(NAMES) for _ in range(rng.choice([1, 1, 1, 2]) if flag.nargs else 1)]
@@ -230,13 +199,9 @@ def draw_model(case):
     name = rng.choice([*UNFIT, "instruct"])
     if rng.random() < 0.75:
         name = "judge" if role in ("critic_", "reward_") else "actor"
-        files = sorted(path for path in (case.place / name).iterdir() if path.is_file())
-        way = rng.choice([damage_file, damage_json, damage_weights])
-        if way is damage_json:
-            files = [path for path in files if path.suffix == ".json"]
-        if way is damage_weights:
-            files = [case.place / name / "model.safetensors"]
-        way(case, rng.choice(files))
+        kinds = {damage_file: "*", damage_json: "*.json", damage_weights: "model.safetensors"}
+        way = rng.choice([*kinds])
+        way(case, rng.choice(sorted((case.place / name).glob(kinds[way]))))
     case.flags += [f"--{role}model_name_or_path", name]
 
 
@@ -275,7 +240,7 @@ def hard_row(rng, row):
 def draw_rows(case):
     """A file of rows, good and hard, in one of the formats and kinds of files."""
     rng = case.rng
-    kind, suffix = rng.choice(sorted(GOOD)), rng.choice(["jsonl", "jsonl", "json", "csv"])
+    kind, suffix = rng.choice(sorted(GOOD)), rng.choice(["jsonl", "jsonl", "json"])
     text = json.dumps(GOOD[kind])
     rows = [json.loads(text.replace("{}", str(i))) for i in range(rng.choice([0, 24, 24, 24]))]
     hard = [hard_row(rng, GOOD[kind]) for _ in range(rng.choice([1, 1, 2, 6]))]
@@ -285,12 +250,6 @@ def draw_rows(case):
     content = "\n".join(lines)
     if suffix == "json":
         content = f"[{', '.join(lines)}]"
-    if suffix == "csv":
-        file = io.StringIO()
-        table = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
-        table.writeheader()
-        table.writerows(rows)
-        content = file.getvalue()
     content = content.encode(errors="surrogatepass")
     if rng.random() < 0.2:
         content += rng.choice([b"\n[1]", b"\n3", b"\xff\xfe", b'\n{"prompt": "a', b"\n\n", b'"'])
@@ -309,16 +268,6 @@ FOREIGN = """notes.txt my_model.safetensors ema/notes.txt critic/x/y.json checkp
     checkpoints/step-2-copy/rank0.pt checkpoints/step-x/a.pt .hidden README.md""".split()
 
 
-def unfinish(output, last):
-    """Makes a finished run one that was killed before it saved its model, after step `last`."""
-    for path in output.iterdir():
-        if path.name not in ("args.json", "checkpoints") and path.suffix != ".jsonl":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for folder in (output / "checkpoints").glob("step-*"):
-        if int(folder.name.removeprefix("step-")) > last:
-            shutil.rmtree(folder)
-
-
 def draw_output(case):
     """An output folder in some odd state, and flags that go on with it, or move it aside."""
     rng, output = case.rng, case.output
@@ -327,11 +276,13 @@ def draw_output(case):
     if state == "new":
         output.mkdir()
     else:
-        shutil.copytree(finished(case.script), output)
         case.flags += SAVING
-        case.truth = outcome(output)
+        case.truth = kit.outcome(finished(case.script))
+    if state == "finished":
+        shutil.copytree(finished(case.script), output)
     if state == "unfinished":
-        unfinish(output, rng.choice([4, 1, 2, 3]))
+        for step in range(rng.choice([4, 1, 2, 3])):
+            runs.copy_checkpoint(finished(case.script), step + 1, output)
     files = sorted(p for p in (output / "checkpoints").rglob("*") if p.is_file())
     if files and rng.random() < 0.4:
         damage_file(case, rng.choice(files))
@@ -361,10 +312,7 @@ def full_box():
     for name in ("actor", "judge"):
         (box / name / "chat_template.jinja").write_text(TEMPLATE)
     (box / "decided.json").write_text('{"zero_optimization": {"stage": 2}}')
-    (box / "data").mkdir()
-    for name, count in (("train", 36), ("test", 5)):
-        lines = (kit.ROOT / f"toy/data/{name}.jsonl").read_text().splitlines(keepends=True)
-        (box / f"data/{name}.jsonl").write_text("".join(lines[:count]))
+    shutil.copytree(kit.base() / "data", box / "data")
     return box
 
 
@@ -387,7 +335,7 @@ def try_case(seed, number):
     case, done = Case(place, rng), None
     try:
         rng.choice(SHARES)(case)
-        before = tree(place)
+        before = kit.tree(place)
         done = run(case)
         wrong = list(judged(case, before, done))
     except Exception:

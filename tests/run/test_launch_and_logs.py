@@ -10,7 +10,10 @@ from types import SimpleNamespace
 import pytest
 from matplotlib.figure import Figure
 
+import reward
+import sft
 from machinery.base import progress
+from machinery.rollout import rollout_metrics
 from machinery.run import launch, logs, plots
 from tests import kit
 
@@ -65,6 +68,30 @@ def test_long_work_shows_itself_without_a_terminal(monkeypatch, capsys):
     said = capsys.readouterr()
     assert len(re.findall(r"^    batches: \d of 4, \d\d:\d\d left$", said.out, re.M)) == 4
     assert said.err == ""
+
+
+def test_a_line_of_the_log_is_of_all_its_steps():
+    """The mean of 0, 0 and 1: a reward that is rarely 1 would else be seen at every third step at
+    most. A gradient norm that fp16 has skipped is in no mean. A ratio that was too large once, and
+    a gap, are not to be lost in a mean; rates and penalties are those of the last step."""
+    names = "step epoch reward grad_norm ratio_max sampling_gap learning_rate kl_coef".split()
+    steps = [(4, 0.1, 0.0, 2.0, 1.5, 0.1, 3e-4, 0.3), (5, 0.2, 0.0, None, 1.0, 0.4, 2e-4, 0.2)]
+    records = [dict(zip(names, row)) for row in [*steps, (6, 0.3, 1.0, 4.0, 1.0, 0.2, 1e-4, 0.1)]]
+    records[2] |= {"eval_reward": 0.5, "eval_accuracy_ci": [0.1, 0.2]}
+    expected = (6, 0.3, pytest.approx(1 / 3), 3.0, 1.5, 0.4, 1e-4, 0.1, 0.5, [0.1, 0.2])
+    assert tuple(logs.joined(records).values()) == expected
+    assert all(logs.joined([record]) == record for record in records)
+
+
+@pytest.mark.parametrize("columns", [sft.COLUMNS, reward.COLUMNS, rollout_metrics.COLUMNS])
+def test_a_line_of_the_screen_fits_120_columns(tmp_path, capsys, columns):
+    """Legend and numbers stand under each other, and no two numbers run together."""
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    record = dict(dict.fromkeys(columns, -0.0123456), step=100_000, epoch=12.5)
+    logs.write(args, record, columns, legend=True)
+    legend, line = capsys.readouterr().out.splitlines()
+    assert legend.split() == columns and len(line.split()) == len(columns)
+    assert len(legend) == len(line) <= 120
 
 
 # --------------------------------------------------------------------------------------------------

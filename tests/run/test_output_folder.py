@@ -4,9 +4,8 @@ import errno
 import json
 import multiprocessing
 import os
+import shutil
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,28 +14,21 @@ import pytest
 import torch
 
 import ppo
-import reward
 import sft
 from machinery.base import ranks
 from machinery.models import saving
 from machinery.run import best, checkpoints, folder_lock, output_folder
 from tests import kit, runs
 
-SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
 FACTS = {"data_rows": 8, "data_fingerprint": 7}
-HOLD = """
-import sys, time
-from machinery.run import folder_lock
-print(folder_lock.Lock(sys.argv[1]).take(), flush=True)
-time.sleep(600)
-"""
+fork = multiprocessing.get_context("fork")
 
 
-def get_args(output, *flags, script="sft"):
-    return SCRIPTS[script].get_args(["--preset", "toy", "--output_dir", str(output), *flags])
+def get_args(output, *flags, script=sft):
+    return script.get_args(["--preset", "toy", "--output_dir", str(output), *flags])
 
 
-def begin(output, *flags, script="sft"):
+def begin(output, *flags, script=sft):
     """Returns the folder of a run that has begun."""
     folder = output_folder.OutputFolder(get_args(output, *flags, script=script))
     folder.take(FACTS)
@@ -57,30 +49,31 @@ def checkpoint(output, step=2):
     (folder / "rank0.pt").write_text("state")
 
 
-def tree(folder):
-    """Returns everything below `folder`, {path: text}."""
-    files = [path for path in folder.rglob("*") if path.name != ".lock"]
-    return {str(f.relative_to(folder)): f.is_file() and f.read_text() for f in files}
-
-
 # --------------------------------------------------------------------------------------------------
 # The lock
 # --------------------------------------------------------------------------------------------------
+def hold(folder, held):
+    assert folder_lock.Lock(folder).take() is None
+    held.set()
+    time.sleep(600)
+
+
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     """A second run would write into the first one's checkpoints. The refusal names host and
     process. Killed, a run leaves the file behind and locks nobody out."""
     begin(tmp_path).lock.release()
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=kit.ROOT)
+    held = fork.Event()
+    other = fork.Process(target=hold, args=(tmp_path, held))
+    other.start()
     try:
-        assert other.stdout.readline() == "None\n"
+        assert held.wait(60)
         for flags in ([], ["--resume"], ["--overwrite"]):
             with kit.refuses("output-in-use") as caught:
                 output_folder.check(get_args(tmp_path, *flags))
             assert f"process {other.pid} on {socket.gethostname()}" in caught.value.words
     finally:
         other.kill()
-        other.wait()
+        other.join()
     assert (tmp_path / ".lock").exists()
     begin(tmp_path, "--overwrite").lock.release()
 
@@ -101,7 +94,7 @@ def test_a_helper_that_outlives_its_run_does_not_hold_the_lock(tmp_path):
     """A reward function may fork a process, which gets a copy of every open file."""
     lock = folder_lock.Lock(tmp_path)
     assert lock.take() is None
-    helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    helper = fork.Process(target=time.sleep, args=(60,))
     helper.start()
     time.sleep(0.5)  # it has closed its copy
     lock.release()
@@ -137,12 +130,12 @@ def test_overwrite_moves_the_old_run_aside_when_all_is_loaded(tmp_path):
     output = tmp_path / "run"
     finish(output)
     for number in (1, 2):
-        old = tree(output)
+        old = kit.tree(output)
         folder = output_folder.OutputFolder(get_args(output, "--overwrite"))
-        assert tree(output) == old
+        assert kit.tree(output) == old
         folder.take(FACTS)
-        assert tree(tmp_path / f"run.old-{number}") == old
-        assert tree(output).keys() == {"args.json"}
+        assert kit.tree(tmp_path / f"run.old-{number}") == old
+        assert kit.tree(output).keys() == {"args.json"}
         with kit.refuses("output-in-use"):
             output_folder.check(get_args(output, "--overwrite"))
         folder.lock.release()
@@ -154,10 +147,8 @@ def test_the_monitors_write_into_the_new_folder(tmp_path):
     """DeepSpeed's engines would open their files while models are loaded, in the folder that is
     then moved aside. Each holds metrics.jsonl, step for step: DeepSpeed's own events count samples,
     and W&B drops what comes at a lower number than the last."""
-    knobs = json.loads((kit.ROOT / "ds_config.json").read_text())
-    knobs["csv_monitor"]["enabled"] = True
-    (tmp_path / "ds.json").write_text(json.dumps(knobs))
-    flags = [*runs.base_flags("sft", kit.base()), "--ds_config", tmp_path / "ds.json"]
+    knobs = kit.knobs(tmp_path / "ds.json", "csv_monitor", enabled=True)
+    flags = [*runs.base_flags("sft", kit.base()), "--ds_config", knobs]
     flags += ["--max_steps", 2, "--eval_steps", 1, "--num_samples", 0]
     for _ in range(2):
         kit.run("sft", *flags, "--overwrite", folder=tmp_path / "run")
@@ -205,7 +196,7 @@ REFUSED = [  # what is there, the flags, the rule that refuses them
 def test_a_folder_that_cannot_be_had_is_refused(tmp_path, make, flags, rule):
     output = tmp_path / "run"
     make(output)
-    before = tree(tmp_path)
+    before = kit.tree(tmp_path)
     args = get_args(output)
     for flag, value in zip(flags[1:-1:2], flags[2::2]):  # without what declaring reads of them
         value = value.replace("OUTPUT", str(output))
@@ -213,7 +204,7 @@ def test_a_folder_that_cannot_be_had_is_refused(tmp_path, make, flags, rule):
     args.overwrite, args.resume = "--overwrite" in flags, "--resume" in flags
     with kit.refuses(rule):
         output_folder.check(args)
-    assert tree(tmp_path) == before
+    assert kit.tree(tmp_path) == before
 
 
 def test_the_folder_in_which_one_stands_is_not_moved(tmp_path, monkeypatch):
@@ -245,9 +236,9 @@ def test_resume_compares_what_shapes_the_run(tmp_path, change):
     has moved, is not."""
     rest = ["--reward_fn", "a.py:f", "--reward_model_name_or_path", "judge"]
     rest += ["--samples_per_prompt", "2", "--allow_unstable", "1"]
-    begin(tmp_path, *rest, script="ppo").lock.release()
+    begin(tmp_path, *rest, script=ppo).lock.release()
     checkpoint(tmp_path)
-    args = get_args(tmp_path, *rest, *f"--{change}".split(), "--resume", script="ppo")
+    args = get_args(tmp_path, *rest, *f"--{change}".split(), "--resume", script=ppo)
     if change in SAME:
         return output_folder.check(args)
     with kit.refuses("flag-changed") as caught:
@@ -389,7 +380,7 @@ def test_the_best_model_is_whole_at_every_moment(tmp_path, monkeypatch):
     moments = 0
     while moments < 99:
         folder = tmp_path / f"killed-{moments}"
-        subprocess.run(["cp", "-r", tmp_path / "run", folder], check=True)
+        shutil.copytree(tmp_path / "run", folder)
         left = moments
 
         def count(function):

@@ -13,7 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -99,21 +98,6 @@ def play(folder, *more, script="sft", zero=2, ranks=2, kill_at=None, step=0, fau
     return done
 
 
-def outcome(folder):
-    """Returns what a finished run leaves behind, without its clocks: metrics, and weights."""
-    files = sorted(path for path in folder.rglob("*.safetensors") if "checkpoints" not in str(path))
-    weights = {str(f.relative_to(folder)): kit.weights(f.parent, f.name) for f in files}
-    numbers = {f"{f} {key}": w.numpy() for f, part in weights.items() for key, w in part.items()}
-    return kit.metrics(folder, clocks=False), numbers
-
-
-def same(one, other):
-    """Returns whether two outcomes are the same to the bit."""
-    (metrics, weights), (others, other_weights) = one, other
-    alike = [np.array_equal(weights[key], other_weights[key]) for key in weights]
-    return metrics == others and weights.keys() == other_weights.keys() and all(alike) and alike
-
-
 def kept(folder):
     return sorted(path.name for path in folder.glob("checkpoints/*"))
 
@@ -152,7 +136,7 @@ def test_killed_three_times_and_resumed_it_is_the_same_run(whole, tmp_path):
         assert not (folder / "config.json").exists()
     assert (tmp_path / "run.old-1/args.json").exists(), "what began anew was moved aside"
     done = play(folder, "--resume")
-    assert done.codes == [0, 0] and same(outcome(folder), outcome(whole)), done
+    assert done.codes == [0, 0] and kit.outcome(folder) == kit.outcome(whole), done
 
 
 @pytest.mark.slow
@@ -171,7 +155,7 @@ def test_killed_at_any_moment_it_is_the_same_run(name, tmp_path):
         done = play(folder, *resume, script=script, zero=zero)
         over = "is finished" in done.err  # killed when config.json was in its place
         assert done.codes == [0, 0] or over, (kill_at, touches, done)
-        assert same(outcome(folder), outcome(whole.folder)), (kill_at, touches)
+        assert kit.outcome(folder) == kit.outcome(whole.folder), (kill_at, touches)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -186,7 +170,7 @@ def test_a_damaged_checkpoint_is_passed_over_in_words(whole, tmp_path):
     newest = max(files, key=lambda file: file.stat().st_size)
     os.truncate(newest, newest.stat().st_size // 2)
     done = play(folder, "--resume")
-    assert done.codes == [0, 0] and same(outcome(folder), outcome(whole)), done
+    assert done.codes == [0, 0] and kit.outcome(folder) == kit.outcome(whole), done
     assert re.search(r"step-4 is not whole.*\.pt\n(.*\n)*resumed from .*step-2", done.out), done
     assert kept(folder) == ["step-4"]
 
@@ -249,8 +233,8 @@ def test_a_run_goes_on_in_another_layout(whole, stopped, ranks, rows, steps, zer
     sizes = ["--per_device_train_batch_size", rows, "--gradient_accumulation_steps", steps]
     done = play(stopped, "--resume", *sizes, ranks=ranks, zero=zero)
     assert done.code == 0, done
-    found, expected = outcome(stopped)[1], outcome(whole)[1]
-    assert max(np.abs(found[key] - expected[key]).max() for key in expected) < 1e-6
+    found, expected = kit.weights(stopped), kit.weights(whole)
+    assert max((found[key] - expected[key]).abs().max() for key in expected) < 1e-6
 
 
 def test_a_resumed_run_takes_the_settings_that_it_is_given(stopped):

@@ -30,16 +30,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(whole):
     """Weights, optimizer, schedule, dropout and its random numbers, place in the data, EMA: if any
     of them were lost, the next loss would differ. After --resume all metrics, samples and final
     weights are the same to the bit."""
-    resumed = RESUMED[whole]
-    assert without_clocks(resumed) == without_clocks(whole)
-    found, expected = run_of(resumed), run_of(whole)
-    texts = [{f.name: f.read_text() for f in run.glob("*s.jsonl")} for run in (found, expected)]
-    for text in texts:  # of samples and tokens; metrics hold clocks
-        del text["metrics.jsonl"]
-    assert texts[0] == texts[1]
-    for part in ("", "ema", "critic") if whole.startswith("ppo") else ("",):
-        one, other = kit.weights(found / part), kit.weights(expected / part)
-        assert all(one[key].equal(other[key]) for key in other)
+    found, expected = (kit.outcome(run_of(name)) for name in (RESUMED[whole], whole))
+    assert found == expected
+    models = [name for name in expected if name.endswith("model.safetensors")]
+    assert len(models) == (3 if whole.startswith("ppo") else 1)
 
 
 def test_the_kl_penalty_follows_its_target_and_goes_on_from_there():
@@ -56,11 +50,9 @@ def test_the_kl_penalty_follows_its_target_and_goes_on_from_there():
 
 
 def test_taking_a_checkpoint_changes_nothing():
-    """A run that saves on the way is the same run; and of its checkpoints the newest
-    --keep_checkpoints stay."""
+    """A run that saves on the way is the same run. (Which of its checkpoints stay:
+    test_reliability.py.)"""
     assert without_clocks("sft_zero3_checkpoints") == without_clocks("sft_zero3")
-    for name, kept in (("sft_dropout", ["step-2", "step-4"]), ("sft_dropout_resumed", ["step-4"])):
-        assert sorted(f.name for f in (run_of(name) / "checkpoints").iterdir()) == kept
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -11,9 +11,7 @@ import shutil
 import sys
 
 import pytest
-import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers import LlamaForSequenceClassification as LlamaScorer
+from transformers import AutoTokenizer
 
 import common
 import ppo
@@ -21,20 +19,17 @@ import reward
 import sft
 from machinery.base.refused import Refused
 from machinery.flags import declaring
+from tests import kit
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
 TOY = declaring.ROOT / "toy/model"
 PAIR = {"prompt": "Why?", "response": " So.", "chosen": " So.", "rejected": " No."}
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 JUDGES = """
-import random
 def length(prompts, completions, **columns):
     return [float(len(text)) for text in completions]
-def dice(prompts, completions, **columns):
-    return [random.random() for text in completions]
 def narrow(prompts, completions):
     return [0.0 for text in completions]
-limit = 3
 """
 FILES = {  # what lies in the box: a path, and its text or its rows
     "good/train.jsonl": [{**PAIR, "prompt": f"Why {i}?"} for i in range(8)],
@@ -49,13 +44,8 @@ FILES = {  # what lies in the box: a path, and its text or its rows
     "done/config.json": "{}",
     "foreign/model.safetensors": "not ours",
 }
-# of a model folder: a file, and changes to its JSON, or its text
+# of a model folder: a file, and its text. More of them: tests/models/test_model_folders.py
 UNFIT = {
-    "small": ("config.json", {"vocab_size": 10}),
-    "no_eos": ("tokenizer_config.json", {"eos_token": None}),
-    "no_shards": ("model.safetensors.index.json", '{"weight_map": {"a": "one.safetensors"}}'),
-    "torch_only": ("weights.pt", "x"),
-    "cut_short": ("model.safetensors", "x"),
     "no_base": ("adapter_config.json", '{"base_model_name_or_path": null}'),
     "cut_tokenizer": ("tokenizer.json", '{"version'),
 }
@@ -69,23 +59,12 @@ def fill_box(box):
         rows = content if isinstance(content, str) else "\n".join(map(json.dumps, content))
         path.write_text(rows)
     (box / "nothing").mkdir()
-    for name, (file, change) in UNFIT.items():
-        path = shutil.copytree(TOY, box / name) / file
-        text = change
-        if isinstance(change, dict):
-            text = json.dumps({**json.loads(path.read_text()), **change})
-        path.write_text(text)
+    for name, (file, text) in UNFIT.items():
+        (shutil.copytree(TOY, box / name) / file).write_text(text)
+    for name in ("actor", "judge", "other", "instruct"):
+        made = kit.base() / "models" / ("actor" if name == "actor" else "reward")
+        shutil.copytree(made, box / name)
     tokenizer = AutoTokenizer.from_pretrained(TOY)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    sizes |= dict(vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=None, eos_token_id=1)
-    config = LlamaConfig(**sizes, initializer_range=0.3)
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(box / "actor")
-    config.num_labels = 1
-    for name in ("judge", "other", "instruct"):
-        LlamaScorer(config).save_pretrained(box / name)
-    for name in ("actor", "judge"):
-        tokenizer.save_pretrained(box / name)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(99)
     tokenizer.save_pretrained(box / "instruct")
     tokenizer.add_tokens(["zebra-crossing"])
@@ -118,7 +97,6 @@ CASES = {  # script and flags: a word of the message
     "ppo --reward_fn score.py:length score.py:lenght": "lenght",
     "ppo --reward_fn score.py": "score.py",
     "ppo --reward_fn score.py:narrow": "narrow(prompts, completions, **columns)",
-    "ppo --gold_fn missing.py:length": "missing.py",
     # where the run would go
     "sft --output_dir done": "done",
     "sft --output_dir score.py": "score.py",

@@ -75,18 +75,18 @@ def test_weights_are_counted_without_loading_them(opt):
     """OPT-1.3B by hand: embeddings 50272 + 2050 positions of d; 24 layers of 4 d^2 + 2 d 4d
     weights, 9 d biases, 2 norms of 2 d; one norm."""
     by_hand = (50272 + 2050) * D + 24 * (12 * D * D + 9 * D + 4 * D) + 2 * D
-    assert memory.sizes_of(opt, False, 512, "bf16").weights == by_hand == WEIGHTS
+    assert memory.sizes_of(sft_args(opt)).weights == by_hand == WEIGHTS
 
 
 @pytest.mark.parametrize("head, lora_dim", [(None, 0), ("score", 0), (None, 4), ("score", 4)])
 def test_counts_are_those_of_the_model_that_is_built(trained, tokenizer, head, lora_dim):
     """What weighs and what trains, of a language model and of a value model, whole or LoRA."""
     path = str(trained / ("judge" if head else "actor"))
-    args = sft_args(path, "--dtype", "fp32")
+    args = sft_args(path, "--dtype", "fp32", "--max_seq_len", 32, "--lora_dim", lora_dim)
     model = kit.load_model(path, args, 0, None, tokenizer, head, lora_dim)
     weights = {name: weight.numel() for name, weight in model.named_parameters()}
     adapters = sum(count for name, count in weights.items() if "lora_" in name)
-    sizes = memory.sizes_of(path, bool(head), 32, "fp32", None, lora_dim)
+    sizes = memory.sizes_of(args, bool(head))
     assert sizes.weights == sum(weights.values()) - adapters
     assert sizes.trained == sum(w.numel() for w in model.parameters() if w.requires_grad)
 
@@ -146,7 +146,7 @@ def test_activations_agree_with_the_known_formula(tmp_path):
     off = dict(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, activation_function="gelu")
     shape = dict(n_embd=256, n_layer=6, n_head=4, vocab_size=600)
     GPT2Config(architectures=["GPT2LMHeadModel"], **shape, **off).save_pretrained(tmp_path)
-    row = memory.sizes_of(str(tmp_path), False, 512, "bf16").kept_by_row
+    row = memory.sizes_of(sft_args(tmp_path)).kept_by_row
     assert 30 < row / 6 / 512 / 256 < 38
 
 

@@ -26,8 +26,8 @@ def test_nothing_of_another_owner_is_touched(run, tmp_path, monkeypatch):
     for to, rule in (
         (run, "target-in-use"),
         (run / "args.json", "target-in-use"),
-        (checkpoint / "new", "target-in-checkpoints"),
-        ("", "empty-target"),
+        (checkpoint / "new", "target-in-use"),
+        ("", "target-in-use"),
         (run / "args.json/new", "not-exported"),  # no folder can be made there
     ):
         with kit.refuses(rule):
@@ -54,7 +54,7 @@ def test_merged_adapters_give_the_same_scores_in_stock_transformers(run, tmp_pat
         export.main([str(run / "checkpoints/step-5"), "--to", str(tmp_path / name), *merge])
     assert (tmp_path / "adapters/adapter_config.json").exists()
     assert not (tmp_path / "plain/adapter_config.json").exists()
-    args = talk.get_args(["x", "--dtype", "fp32"])()
+    args = talk.get_args(["x", "--dtype", "fp32"])
     [score] = models.Judge(args, str(tmp_path / "adapters")).score_ids(args, [([5, 6], [7, 1])])
     stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "plain")
     stock.config.pad_token_id = None

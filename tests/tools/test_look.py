@@ -8,11 +8,13 @@ import math
 import re
 from pathlib import Path
 
+import pandas
 import pytest
 
+from machinery.run import plots
 from tests import kit
 from tools import look
-from tools.report import answers, numbers, page, runs, samples, text, verdicts
+from tools.report import answers, numbers, page, pictures, runs, samples, text, verdicts
 
 
 # ---- What it computes ----
@@ -61,6 +63,43 @@ def test_gamed_samples_come_first_the_worst_of_them_at_the_top():
     found = numbers.changes(before, after)
     assert "".join(row["prompt"] for row in found) == "dcbaef"
     assert [row["gamed"] for row in found] == [True] * 3 + [False] * 3
+
+
+# ---- What it draws ----
+def test_every_chart_says_its_unit():
+    """Who reads "loss 0.4" wants to know: nats a token, a pair, or no unit at all. A panel's title
+    ends with its unit, or it is among UNITS, where no title is of a panel that is gone."""
+    titles = re.findall(r"^(.+) \| ", "".join(plots.PANELS.values()), re.M)
+    assert {*pictures.UNITS, *pictures.FOLDED} <= {*titles, "sft: loss", "reward: loss"}
+    units = {pictures.with_unit(title)[1] for title in ("sft: loss", "entropy, nats a token")}
+    assert units == {"nats a token"}
+
+
+def test_a_thinned_curve_keeps_the_one_step_that_went_wrong():
+    """10,000 steps have 300 points on the page; a ratio of 5 in one of them is among these."""
+    values = pandas.Series(1.0, index=range(10_000))
+    values[4321] = 5
+    shown = pictures.thinned(values)
+    assert (
+        len(shown) <= pictures.POINTS and shown[4321] == 5 and shown.index.is_monotonic_increasing
+    )
+
+
+def test_metrics_of_equal_values_are_one_curve():
+    """PPO's loss is its critic's where the policy loss is 0: two lines over each other hide one."""
+    columns = dict(loss=[0.5, 0.25], critic_loss=[0.5, 0.25 + 1e-8], kl=[0.5, 0.3])
+    assert pictures.alike(pandas.DataFrame(columns)) == [["loss", "critic_loss"], ["kl"]]
+
+
+def test_two_runs_are_compared_prompt_by_prompt(tmp_path):
+    """Of the last evaluations: what differs comes first, and the reward of both is in the row."""
+    for name, why in (("a", "So."), ("b", "Thus.")):
+        make_run(tmp_path / name, response=why)
+    _, found = samples.tables(runs.find([tmp_path]))
+    assert found["heads"] == ["prompt", "a", "b"]
+    texts = [(row["prompt"], row["before"], row["after"]) for row in found["rows"]]
+    assert texts == [("Why?", "So.", "Thus."), ("How?", "By boat.", "By boat.")]
+    assert found["rows"][0]["reward_before"] == found["rows"][0]["reward_after"] == 0.9
 
 
 # ---- Verdicts ----
@@ -141,6 +180,14 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("watch", dict(reward=[2, 0])),
         ("sick", dict(reward=[0, 0, 0])),  # a function that never fits
     ],
+    "groups": [
+        ("healthy", dict(equal_groups=[0.9, 0.1])),
+        ("healthy", dict(reward_std=[1.0, 0.0, 0.5])),  # no groups; equal by chance
+        ("watch", dict(equal_groups=[0.2, 0.62])),
+        ("sick", dict(equal_groups=[0.97])),  # hardly ever right
+        ("sick", dict(equal_groups=[0.0, 1.0, 1.0])),  # the run teaches nothing any more
+        ("sick", dict(reward_std=[0.0, 0.0])),  # all rewards are equal for the whole run
+    ],
     "critic": [
         ("healthy", dict(explained_variance=[0.1] * 3 + [0.8] * 3)),
         ("sick", dict(explained_variance=[0.1] * 3 + [-0.2] * 3)),  # worse than a constant
@@ -187,6 +234,14 @@ def test_verdicts_by_hand(function, tmp_path):
         lines = [dict(zip(found, row), step=step) for step, row in enumerate(zip(*found.values()))]
         run = runs.Run(tmp_path, "run", "ppo", metrics=lines, **own)
         assert verdicts.judged(function, run)[0] == status, given
+
+
+def test_a_flat_run_is_explained(tmp_path):
+    """The step where it begins to be flat, also where a line is of five steps, and the reward that
+    says what is wrong with the task: 1, too easy; 0, too hard, or the verifier."""
+    lines = [dict(step=5 * i, equal_groups=float(i > 3), reward=0.9) for i in range(1, 9)]
+    words = verdicts.groups(runs.Run(tmp_path, "run", "ppo", metrics=lines))[1]
+    assert "since step 16 " in words and "reward is 0.9" in words
 
 
 def test_every_row_of_the_readmes_table_has_a_verdict():

@@ -3,19 +3,21 @@
 In one process, with tiny models.
 """
 
+import functools
 import io
 import json
 import shutil
 import sys
 
+import pandas
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
 import ppo
-from machinery.base.refused import Refused
 from machinery.data import formats
 from machinery.models import model_folders
+from machinery.rollout import judging
 from tests import kit
 from tools import talk
 from tools.chat import models, screen, session, tables
@@ -29,7 +31,7 @@ SHORT = ["--max_answer_seq_len", "8", "--dtype", "fp32"]
 
 
 def flags_of(*given):
-    return talk.get_args([*map(str, given), *SHORT])
+    return functools.partial(talk.get_args, [*map(str, given), *SHORT])
 
 
 def writers_of(args):
@@ -85,13 +87,10 @@ def test_the_table_holds_means_and_win_rates():
         half   = 1.96 / 1.9604 * sqrt(0.625 * 0.375 / 4 + 3.8416 / 64) = 0.99980 * 0.34441
     """
     rewards = {"a": [0, 2, 4, 3], "b": [1, 2 + 1e-7, 3, 4]}
-    answers = {
-        name: [
-            dict(text="same" if place == 1 else name, reward=reward, ended=1.0)
-            for place, reward in enumerate(values)
-        ]
-        for name, values in rewards.items()
-    }
+    answers = [
+        (name, pandas.DataFrame(dict(response=[name, "same", name, name], reward=own, ended=1.0)))
+        for name, own in rewards.items()
+    ]
     _, a, b = tables.comparison(answers)
     assert a.split() == ["a", "2.250", "1.000", "(the", "first)"]
     assert b.split() == ["b", "2.500", "1.000", "0.625", "[0.219,", "0.908]"]
@@ -113,7 +112,22 @@ def test_a_question_is_written_as_in_the_models_own_samples(tmp_path, prompts, t
     folder = tmp_path / "ema"  # PPO's: the samples are one folder above
     folder.mkdir()
     write_lines(tmp_path / "samples.jsonl", [{"step": 0, "prompt": prompt} for prompt in prompts])
-    assert models.found_template(folder) == template
+    assert models.found_template(models.own_prompts(folder)) == template
+
+
+def test_what_a_function_says_of_a_foreign_question_is_whole():
+    """The toy's gold score knows the toy's questions alone, and talk.py is asked other ones."""
+    gold = judging.load_function(str(kit.ROOT / "toy/gold.py:gold"), "--gold_fn")
+    answer = dict(prompt="Who are you?", chat=False, text=" I.", extra="{}", response_ids=[1])
+    assert session.score_in_words(gold, answer) == "gold: not a question of the toy"
+    asked = "Who feeds the deer at the mill?\nAnswer:"
+    assert session.score_in_words(gold, {**answer, "prompt": asked}) == "gold 0.000"
+
+    def long(prompts, completions, **columns):
+        raise LookupError("word " * 99)
+
+    said = session.score_in_words(long, answer)
+    assert len(said) <= 100 and said.endswith("word ...")
 
 
 # ---- Responses and scores ----
@@ -243,14 +257,6 @@ def test_rows_of_a_file_are_scored(trained, chat_folder, tmp_path, row, scored):
 
 
 # ---- What is refused ----
-def test_sampling_flags_are_ppos_own():
-    """They are read by ppo.get_args, with its ranges and its rules between flags."""
-    args = talk.get_args("m --temperature 0.5 --stop a b".split())(["--top_k", "3"])
-    assert (args.temperature, args.stop, args.top_k, args.models) == (0.5, ["a", "b"], 3, ["m"])
-    with pytest.raises(Refused):
-        talk.get_args("m --temperature 0".split())
-
-
 def test_a_folder_that_is_something_else_is_refused(trained):
     """Before it is loaded: the scores of a model that does not score would be noise, and so would
     be what a config without weights writes."""
@@ -300,9 +306,17 @@ def test_a_chat_goes_through_the_template(chat_folder, monkeypatch):
 
 
 def test_a_mistyped_command_ends_nothing(flags, monkeypatch, capsys):
-    """It is answered in words, and changes no setting."""
+    """It is answered in words, and changes no setting. Settings are ppo.py's flags, with its types
+    and ranges."""
     talking = session.Session(flags, writers_of(flags()))
-    bad = ["/foo", "/set temperature hot", "/set models x", "/undo", "/save nowhere/x.jsonl"]
+    bad = [
+        "/foo",
+        "/set temperature hot",
+        "/set temperature 0",
+        "/set models x",
+        "/undo",
+        "/save nowhere/x.jsonl",
+    ]
     typed(talking, monkeypatch, *bad, "Still there?")
     assert capsys.readouterr().err.count("error: ") == len(bad)
     assert len(talking.histories[0]) == 2 and vars(talking.args) == vars(flags())
@@ -351,5 +365,5 @@ def test_a_dialogue_through_a_pipe(trained):
 def test_a_model_cannot_write_to_the_terminal_itself(capsys):
     """Text is data: a random model writes escape sequences sooner or later."""
     with screen.Screen(["[red]model"]) as shown:
-        shown.done(0, "a\x1b[2J\r\x07b [bold]", "note")
+        shown.write(0, "a\x1b[2J\r\x07b [bold]", "note")
     assert "a\ufffd[2J\ufffd\ufffdb [bold]" in capsys.readouterr().out

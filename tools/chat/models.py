@@ -26,23 +26,38 @@ DAMAGED = OSError, ValueError, LookupError, TypeError, AttributeError  # reading
 
 
 # ---- How a prompt is written ----
-def found_template(path):
-    """Returns how the prompts in samples.jsonl of a run are written: CHAT, or text with {}.
+def own_prompts(path):
+    """Returns the different prompts in samples.jsonl of a run, [] if there is none.
 
-    "{}" stands for the question: what differs between the prompts. None where that is unknown.
     ema/ has the samples of the folder above.
     """
     folders = [Path(path), *([Path(path).parent] if Path(path).name == "ema" else [])]
     for folder in folders:
-        with contextlib.suppress(*DAMAGED):
-            with open(folder / "samples.jsonl") as lines:
-                head = itertools.islice(lines, 100)
-                prompts = {json.loads(line)["prompt"] for line in head}
-            if prompts and all(prompt.startswith('[{"') for prompt in prompts):
-                return CHAT
-            if len(prompts) > 1:
-                return around(prompts)
-    return None
+        with contextlib.suppress(*DAMAGED), open(folder / "samples.jsonl") as lines:
+            found = [json.loads(line)["prompt"] for line in itertools.islice(lines, 100)]
+            return list(dict.fromkeys(prompt for prompt in found if isinstance(prompt, str)))
+    return []
+
+
+def found_template(prompts):
+    """Returns how prompts of one kind are written: CHAT, or text with {}; None if it is unknown.
+
+    "{}" stands for the question: what differs between the prompts.
+    """
+    if prompts and all(prompt.startswith('[{"') for prompt in prompts):
+        return CHAT
+    return around(prompts) if len(prompts) > 1 else None
+
+
+def questions(prompts, template):
+    r"""Returns the questions, of one line each, in the prompts that are written so.
+
+    >>> questions(["Q: How?\nA:", "Q: Why so?\nA:", "else"], "Q: {}\nA:")
+    ['How?', 'Why so?']
+    """
+    before, after = map(re.escape, template.split("{}"))
+    found = [re.fullmatch(f"{before}(.+){after}", prompt) for prompt in prompts]
+    return [match[1] for match in found if match]
 
 
 def around(prompts):
@@ -78,19 +93,10 @@ def written(prompt, template):
 
 
 # ---- Models ----
-class Nowhere(io.StringIO):
-    """A terminal that shows nothing: bars of progress would move the cursor of the screen."""
-
-    def isatty(self):
-        return True
-
-
 def on_disk(path):
     """Returns `path`; of adapters on the hub, the folder that they are fetched to."""
-    if Path(path).exists():
-        return path
     with contextlib.suppress(Exception):  # what is wrong is said when the model is loaded
-        if find_adapter_config_file(path):
+        if not Path(path).exists() and find_adapter_config_file(path):
             return huggingface_hub.snapshot_download(path)
     return path
 
@@ -102,7 +108,7 @@ class Model:
         self.name, path = path, on_disk(path)
         config = model_folders.load_config(path, args.trust_remote_code)
         own = "fp32" if config.dtype == torch.float32 else declaring.fast_dtype()
-        self.dtype = args.own_dtype or own
+        self.dtype = args.dtype if "dtype" in args.declared.given else own
         # max_seq_len 0: prompt() cuts to the positions that the model has
         changes = dict(model_name_or_path=path, dtype=self.dtype, zero_stage=0, max_seq_len=0)
         args = declaring.of_role(args, **changes)
@@ -114,12 +120,6 @@ class Model:
         text = config.get_text_config()
         self.positions = getattr(text, "max_position_embeddings", None) or 2**31 - 1
 
-    def can_read(self, other):
-        """Returns whether the token ids of the Model `other` mean the same here."""
-        mine, theirs = self.tokenizer, other.tokenizer
-        same_end = mine.eos_token_id == theirs.eos_token_id
-        return same_end and mine.get_vocab() == theirs.get_vocab()
-
 
 class Writer(Model):
     """A language model that writes responses, sampled by ppo.py's own function."""
@@ -127,16 +127,14 @@ class Writer(Model):
     def __init__(self, args, path):
         super().__init__(args, path, scores=False)
         own = CHAT if self.tokenizer.chat_template else DIALOGUE
-        self.template = args.template or found_template(path) or own
+        prompts = own_prompts(path)
+        self.template = args.template or found_template(prompts) or own
+        self.questions = [] if self.template == CHAT else questions(prompts, self.template)
         self.ends = self.other_ends()
-        if self.template == CHAT and not self.tokenizer.chat_template:
-            words = f"the tokenizer of {self.name} has no chat template: give text with {{}}."
-            raise Refused("chat-template", words)
 
     def other_ends(self):
         """Returns the texts of the tokens, beside EOS, that end a response in stock generate()."""
-        config = getattr(self.model, "generation_config", None)
-        ids = getattr(config, "eos_token_id", None)
+        ids = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         ids = ids if isinstance(ids, list) else [ids]
         others = [i for i in ids if i not in (None, self.tokenizer.eos_token_id)]
         return [self.tokenizer.decode([i]) for i in others]
@@ -183,19 +181,18 @@ class Writer(Model):
     def shown(self, show):
         """Calls show(text) when the model takes a token as input: one step after it was sampled.
 
-        Meanwhile nothing else writes to the screen.
+        A bar of progress would move the cursor of the screen, so there is none meanwhile.
         """
         taken = []  # the inputs of each forward; the first is the prompt
 
-        def note(model, inputs, options):
-            ids = inputs[0] if inputs else options["input_ids"]
-            taken.append(ids[0].tolist())
+        def note(model, inputs):
+            taken.append(inputs[0][0].tolist())
             if ids := sum(taken[1:], []):
                 show(self.tokenizer.decode(ids, skip_special_tokens=True))
 
-        hook = self.model.register_forward_pre_hook(note, with_kwargs=True)
+        hook = self.model.register_forward_pre_hook(note)
         try:
-            with contextlib.redirect_stderr(Nowhere()):
+            with contextlib.redirect_stderr(io.StringIO()):
                 yield
         finally:
             hook.remove()
@@ -212,7 +209,9 @@ class Judge(Model):
 
         With the writer's vocabulary it reads the tokens that were sampled, else their text.
         """
-        same = self.can_read(writer)
+        mine, theirs = self.tokenizer, writer.tokenizer
+        same_end = mine.eos_token_id == theirs.eos_token_id
+        same = same_end and mine.get_vocab() == theirs.get_vocab()
         pairs = []
         for row in responses:
             ids = row["prompt_ids"], row["response_ids"]
@@ -236,7 +235,7 @@ class Judge(Model):
         for prompt, response in pairs:
             prompt, _, [response] = rows.cut(prompt, [], [response], self.positions)
             sequences.append((*prompt, *response))
-        different = sorted(set(sequences), key=lambda sequence: (len(sequence), sequence))
+        different = sorted(set(sequences), key=len)
         scores, size = {}, args.per_device_eval_batch_size
         for start in range(0, len(different), size):
             part = different[start : start + size]

@@ -1,9 +1,11 @@
 """The interactive part of talk.py: a dialogue with several models, and its commands."""
 
 import contextlib
+import functools
 import io
 import json
 import sys
+import textwrap
 
 from machinery.base.refused import Refused
 from machinery.rollout import judging
@@ -34,31 +36,29 @@ class Session:
             import readline  # noqa: F401  input() then edits lines
         while True:
             try:
-                if self.act(read_line()):
-                    return
+                self.act(read_line())
             except EOFError:
                 print()
                 return
             except KeyboardInterrupt:
                 print("\nstopped; the dialogue is as it was. /quit or Ctrl-D ends.")
-            except Refused as error:
-                print(f"error: {error.words}", file=sys.stderr)
+            except (Refused, OSError) as error:  # OSError: of /save
+                print(f"error: {error}", file=sys.stderr)
 
     def act(self, line):
-        """Does what a line says: a command, or a question. Returns True if it is /quit."""
+        """Does what a line says: a command, or a question."""
         name, _, rest = line.strip().partition(" ")
         if not name.startswith("/"):
             if name:
                 self.ask(line.strip())
-            return False
+            return
         if name[1:] not in self.commands():
             raise Refused("no-command", f"there is no command {name}.\n  /help lists them.")
-        return self.commands()[name[1:]](rest.strip()) is True
+        self.commands()[name[1:]](rest.strip())
 
     def commands(self):
         """Returns {name: method} of all commands."""
-        found = {name: getattr(self, name) for name in dir(self) if name.startswith("do_")}
-        return {name.removeprefix("do_"): method for name, method in found.items()}
+        return {name[3:]: getattr(self, name) for name in dir(self) if name.startswith("do_")}
 
     # ---- Questions ----
     def ask(self, question):
@@ -68,12 +68,9 @@ class Session:
         self.prompts = [self.prompt(number, question) for number in range(len(self.writers))]
         with screen.Screen([writer.name for writer in self.writers]) as shown:
             for number, writer in enumerate(self.writers):
-
-                def show(text, number=number):
-                    shown.write(number, text)
-
+                show = functools.partial(shown.write, number)
                 [answer] = writer.answers(self.args, [self.prompts[number]], self.turn, show)
-                shown.done(number, answer["text"], self.note(writer, answer))
+                show(answer["text"], self.note(writer, answer))
                 texts.append(answer["text"])
         for history, text in zip(self.histories, texts):
             history.append({"role": "user", "content": question})
@@ -95,7 +92,7 @@ class Session:
             [score] = self.judge.scores(self.args, writer, [answer])
             parts.append(f"reward {score:.3f}")
         if self.gold:
-            parts.append(f"gold {score_in_words(self.gold, answer)}")
+            parts.append(score_in_words(self.gold, answer))
         count = len(answer["response_ids"])
         parts.append(f"{count} token{'s' * (count != 1)}")
         parts += [] if answer["ended"] else ["cut off: no EOS"]
@@ -111,7 +108,7 @@ class Session:
 
     def do_quit(self, rest):
         """ends; so does Ctrl-D"""
-        return True
+        raise EOFError
 
     def do_reset(self, rest):
         """forgets the dialogue"""
@@ -147,13 +144,9 @@ class Session:
 
     def do_save(self, rest):
         """FILE.jsonl: writes the dialogues, one line of messages for each model"""
-        try:
-            with open(rest, "x") as file:
-                for writer, history in zip(self.writers, self.histories):
-                    file.write(json.dumps({"model": writer.name, "messages": history}) + "\n")
-        except OSError as error:
-            advice = "Name a file that is not there yet."
-            raise Refused("no-file", f"/save {rest:.80}: {error.strerror}.\n  {advice}") from error
+        with open(rest, "x") as file:  # which must not be there yet
+            for writer, history in zip(self.writers, self.histories):
+                print(json.dumps({"model": writer.name, "messages": history}), file=file)
 
 
 def read_line():
@@ -166,10 +159,14 @@ def read_line():
 
 
 def score_in_words(function, answer):
-    """Returns the score of a --gold_fn, or why it gives none: it may know other prompts only."""
+    """Returns the score of a --gold_fn, or why it gives none: it may know other prompts only.
+
+    Of what a ValueError says it is the first line.
+    """
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             [score] = judging.scores_of(function, [answer])
     except Exception as error:  # of the user's function
-        return f"- ({error!r:.80})"
-    return f"{sum(score) if isinstance(score, list) else score:.3f}"
+        words = str(error).partition("\n")[0] if isinstance(error, ValueError) else repr(error)
+        return textwrap.shorten(f"gold: {words}", 100, placeholder=" ...")
+    return f"gold {sum(score) if isinstance(score, list) else score:.3f}"

@@ -1,6 +1,7 @@
 """The tables of talk.py: means, and how often a model is better than another."""
 
-from statistics import fmean as mean
+import numpy as np
+import pandas
 
 from machinery.base import statistics
 
@@ -8,60 +9,39 @@ METRICS = ("reward", "gold", "response_length", "ended")
 JUDGED = ("reward", "gold")  # of these, more is better
 
 
-def win_rate(pairs):
-    """Returns how often the first score of a pair is above the second, and its 95 % interval.
+def win_rate(scores, others):
+    """Returns in words how often a score is above its other one, and the 95 % interval of that.
 
         share = (wins + ties / 2) / pairs
 
     The interval is Wilson's (1927) for that share. A tie has no variance of its own, so with ties
-    the interval is wider than need be, never narrower.
+    the interval is wider than need be, never narrower. scores, others: (pairs,)
 
-    >>> win_rate([(1, 0), (2, 2), (3, 4), (4, 3)])[0]  # a win, a tie, a loss, a win
-    0.625
+    >>> win_rate(np.array([1, 2, 3, 4]), np.array([0, 2, 4, 3]))  # a win, a tie, a loss, a win
+    '0.625 [0.219, 0.908]'
     """
-    share = mean((a > b) + (a == b) / 2 for a, b in pairs)
-    return share, statistics.wilson_interval(share, len(pairs))
-
-
-def against(rows, first, metric):
-    """Returns the (score, score of the first model) of each prompt; equal texts have equal scores.
-
-    A response that is scored in another batch, with other padding, differs in the last digit.
-    """
-    pairs = []
-    for row, other in zip(rows, first, strict=True):
-        same = row["text"] == other["text"] and row["ended"] == other["ended"]
-        pairs.append((other[metric] if same else row[metric], other[metric]))
-    return pairs
+    share = np.mean((scores > others) + (scores == others) / 2)
+    low, high = statistics.wilson_interval(share, len(scores))
+    return f"{share:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def comparison(answers):
     """Returns the closing table as lines of text, one for each model.
 
-    answers: {model: responses}, dicts with text and some of METRICS, in the order of the prompts.
+    answers: (name of the model, its responses), the responses as a DataFrame: response and some of
+    METRICS, in the order of the prompts. The first model is what the others are compared with.
     """
-    first_name, first = next(iter(answers.items()))
-    held = [name for name in METRICS if name in first[0]]
-    judged = [name for name in JUDGED if name in held]
-    table = [["model", *held, *(f"wins by {name} [95 % interval]" for name in judged)]]
-    for name, rows in answers.items():
-        line = [name, *(f"{mean(row[metric] for row in rows):.3f}" for metric in held)]
-        for metric in judged:
-            share, (low, high) = win_rate(against(rows, first, metric))
-            found = f"{share:.3f} [{low:.3f}, {high:.3f}]"
-            line.append("(the first)" if name == first_name else found)
-        table.append(line)
-    return aligned(table)
-
-
-def aligned(table):
-    """Returns the rows of a table (lists of texts) as lines; all but the first column end flush."""
-    widths = [max(map(len, column)) for column in zip(*table)]
-    lines = []
-    for first, *others in table:
-        cells = [text.rjust(width) for text, width in zip(others, widths[1:])]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]))
-    return lines
+    lines, (_, first) = [], answers[0]
+    for _, table in answers:
+        means = table.filter(METRICS).mean()
+        line = {metric: f"{mean:.3f}" for metric, mean in means.items()}
+        # Scored in another batch, with other padding, an equal response has another last digit.
+        same = (table.response == first.response) & (table.ended == first.ended)
+        for metric in table.filter(JUDGED):
+            rate = win_rate(table[metric].mask(same, first[metric]), first[metric])
+            line[f"wins by {metric} [95 % interval]"] = "(the first)" if table is first else rate
+        lines.append(line)
+    return pandas.DataFrame(lines, [name for name, _ in answers]).to_string().splitlines()
 
 
 def scored(rows):
@@ -69,11 +49,10 @@ def scored(rows):
 
     rows: dicts with score, or with chosen_score and rejected_score.
     """
-    lines = []
-    for name in ("score", "chosen_score", "rejected_score"):
-        if values := [row[name] for row in rows if name in row]:
-            lines.append(f"{name:15} mean {mean(values):8.3f}   of {len(values)}")
-    if pairs := [tuple(row.values()) for row in rows if "chosen_score" in row]:
-        share, (low, high) = win_rate(pairs)
-        lines.append(f"chosen is above {share:.3f} [{low:.3f}, {high:.3f}] (95 % interval)")
+    table = pandas.DataFrame(rows)
+    means = table.mean().items()
+    lines = [f"{name:15} mean {mean:8.3f}   of {len(rows)}" for name, mean in means]
+    if "chosen_score" in table:
+        rate = win_rate(table.chosen_score, table.rejected_score)
+        lines.append(f"chosen is above {rate} (95 % interval)")
     return lines

@@ -53,7 +53,7 @@ def page(title, runs, notes):
         curves=pictures.curves(runs),
         tokens=samples.microscope(runs),
         judges=[(run.name, samples.judge(run)) for run in runs if run.judged],
-        samples=samples.samples(runs),
+        samples=samples.tables(runs),
     )
 
 

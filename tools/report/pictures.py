@@ -4,6 +4,7 @@ import io
 import itertools
 
 import matplotlib
+import numpy
 import pandas
 from markupsafe import Markup
 from matplotlib.figure import Figure
@@ -29,18 +30,41 @@ STYLE = {
     "legend.framealpha": 0,
     **dict.fromkeys(GRAY_PARTS, GRAY),
 }
+CURVES = {  # of each kind what is drawn, and how
+    "line": {"values": {}},
+    "bold": {"values": {"alpha": 0.4, "linewidth": 0.8}, "smooth": {"linewidth": 1.8}},
+    "dots": {"values": {"marker": "o", "linestyle": "--"}},
+}
+UNITS = {  # of the panels whose title does not end with it
+    "pass@k": "share of the prompts",
+    "accuracy": "share of the pairs",
+    "sft: loss": "nats a token",
+    "reward: loss": "nats a pair",
+    "perplexity": "exp of the loss",
+    "critic: explained variance": "share of the variance",
+    "KL penalty": "score a nat",
+    "tokens/s": "all devices",
+    "TFLOP/s": "a device",
+    "reward, gold": "no unit",
+    "scores of chosen, rejected": "no unit",
+}
 UNSAID = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # of a file's metadata
 
 
 def svg(title, draw):
-    """Returns a dict of the title of a picture, and of the SVG that draw(axis) makes."""
+    """Returns a dict of the title of a picture, and of the SVG that draw(axis) makes.
+
+    span: where the axis begins and ends, as shares of the width, and the numbers there.
+    """
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": title}):
-        figure = Figure(figsize=(4.6, 2.6), layout="constrained")
-        draw(figure.subplots())
+        figure = Figure(figsize=(4, 2.3), layout="constrained")
+        axis = figure.subplots()
+        draw(axis)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata=UNSAID)
-    text = file.getvalue()
-    return {"title": title, "svg": Markup(text[text.index("<svg") :])}
+    text, place = file.getvalue(), axis.get_position()
+    span = [place.x0, place.x1, *axis.get_xlim()]
+    return {"title": title, "svg": Markup(text[text.index("<svg") :]), "span": span}
 
 
 # ---- Curves ----
@@ -59,11 +83,24 @@ def curves(runs):
         first, folded = [], []
         for title, tables in held.items():
             drawn = folded if title in FOLDED else first
-            for name, part in one_metric_each(title, tables):
-                drawn.append(panel(runs, name, part, identifiers))
+            said, unit = with_unit(title) if group != "others" else (title, "")
+            for name, part in one_metric_each(said, tables):
+                drawn.append({**panel(runs, name, part, identifiers), "unit": unit})
         if first or folded:
             out.append((group, GROUPS[group], first, folded))
     return out
+
+
+def with_unit(title):
+    """Returns a panel's title without its unit, and the unit.
+
+    >>> with_unit("entropy, nats a token")
+    ('entropy', 'nats a token')
+    """
+    if title in UNITS:
+        return title, UNITS[title]
+    name, comma, unit = title.rpartition(", ")
+    return (name, unit) if comma else (title, "no unit")
 
 
 def one_metric_each(title, tables):
@@ -86,49 +123,77 @@ def table_of(run):
         values = pandas.Series(dict(run.series(name)), dtype=float)
         changes = len(values) == 1 or (len(values) and not plots.is_noise(name, values))
         if changes and name not in ("step", *plots.LEFT_OUT):
-            table[label_of(name)] = values
+            table[visible(name)] = values
     return pandas.DataFrame(table)
-
-
-def label_of(name):
-    """Returns a name as matplotlib writes it: a dollar sign would begin a formula."""
-    return visible(name).replace("$", r"\$")
 
 
 def panel(runs, title, tables, identifiers):
     """Returns one picture. tables: [(place of a run, its metrics of this panel)].
 
     Colours are those of the metrics, or of the runs if there are several here. The identifier of a
-    curve begins with the place of its run, so that the page can hide it.
+    curve begins with the place of its run, so that the page can hide it. A limit has no run.
     """
+    held = []
+    limits = {}
+    for place, table in tables:
+        colours = {}
+        for names in alike(table):
+            own = names[0].removeprefix("eval_")
+            number = place if len(tables) > 1 else colours.setdefault(own, len(colours))
+            run = f"{runs[place].name}: " if len(tables) > 1 else ""
+            limits |= {x: None for n in names if (x := runs[place].limits.get(n)) is not None}
+            held.append({"run": place, "name": run + " = ".join(names), "colour": f"C{number}"})
+            held[-1] |= points_of(table[names[0]].dropna(), names[0].startswith("eval_"))
 
     def draw(axis):
-        for place, table in tables:
-            drawn = len(axis.lines)
-            shown = pandas.DataFrame({name: thinned(table[name]) for name in table})
-            plots.draw_panel(axis, title, shown, runs[place].limits)
-            for line in axis.lines[drawn:]:
-                name = line.get_label()
-                if name in table and len(tables) > 1:
-                    line.set_label(f"{label_of(runs[place].name)}: {name}")
-                    line.set_color(f"C{place}")
-                if name in table and not name.startswith("eval_"):
-                    add_smoothed(axis, line, table[name].dropna())
-            for line in axis.lines[drawn:]:
-                line.set_gid(f"run{place}.{next(identifiers)}")
-        if min(table.min().min() for _, table in tables) <= 0:
-            axis.set_yscale("linear")
-        named = dict(zip(*axis.get_legend_handles_labels()[::-1]))  # a limit once
-        axis.legend(named.values(), named.keys(), fontsize="x-small")
-        axis.set_title("")
+        for curve in held:
+            for kind, style in CURVES[curve["kind"]].items():
+                identifier = f"run{curve['run']}.{next(identifiers)}"
+                steps, values, colour = curve["steps"], curve[kind], curve["colour"]
+                axis.plot(steps, values, color=colour, gid=identifier, **style)
+        for limit in limits:
+            axis.axhline(limit, linestyle=":", color=GRAY)
+        axis.set_xlabel("step")
 
-    return svg(title, draw)
+    picture = svg(title, draw)
+    for curve in held:
+        curve["colour"] = matplotlib.colors.to_hex(curve["colour"])
+    last = max(curve["steps"][-1] for curve in held)
+    return {**picture, "curves": held, "limits": [*limits], "last": last}
+
+
+def alike(table):
+    """Returns the names of a table's metrics in lists; those of one list have equal values."""
+    out = []
+    for name in table:
+        for names in out:
+            if numpy.allclose(table[names[0]], table[name], rtol=1e-4, equal_nan=True):
+                names.append(name)
+                break
+        else:
+            out.append([name])
+    return out
+
+
+def points_of(values, held_out):
+    """Returns what is drawn of a metric, and what the page says of it: few points, few digits."""
+    shown = thinned(values)
+    kind = "dots" if held_out or len(values) == 1 else "bold" if len(values) > PARTS else "line"
+    smooth = smoothed(values)[shown.index] if kind == "bold" else ()
+    short = [[float(f"{x:.5g}") for x in numbers] for numbers in (shown, smooth)]
+    steps = [float(f"{step:.9g}") for step in shown.index]
+    return {"kind": kind, "steps": steps, "values": short[0], "smooth": short[1]}
 
 
 def thinned(values):
-    """Returns at most about POINTS of a metric's values, evenly spread."""
-    values = values.dropna()
-    return values[:: -(-len(values) // POINTS)]
+    """Returns at most POINTS of a metric's values: of each part of the run the extremes.
+
+    So a single step that went wrong is seen in a run of any length.
+    """
+    if len(values) <= POINTS:
+        return values
+    parts = values.groupby(numpy.arange(len(values)) // -(-2 * len(values) // POINTS))
+    return values[sorted({*parts.idxmin(), *parts.idxmax()})]
 
 
 def smoothed(values):
@@ -139,14 +204,6 @@ def smoothed(values):
     The weight is 0 up to PARTS values, and then such that it reaches over a part of the run.
     """
     return values.ewm(alpha=min(1, PARTS / len(values))).mean()
-
-
-def add_smoothed(axis, line, values):
-    """Draws a curve smoothed and bold over its own line, which becomes pale."""
-    if len(values) > PARTS:
-        line.set(alpha=0.4, linewidth=0.8)
-        colour = line.get_color()
-        axis.plot(thinned(smoothed(values)), color=colour, linewidth=1.8)
 
 
 # ---- The judge ----

@@ -5,11 +5,12 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 from machinery.base import records
 from machinery.base.refused import Refused
 from machinery.models import saving
-from machinery.run import folder_lock
+from machinery.run import folder_lock, logs
 
 ORDER = ("sft", "reward", "ppo")  # of the steps; other scripts follow
 TITLES = {"sft": "SFT", "reward": "Reward model", "ppo": "PPO"}
@@ -144,11 +145,9 @@ def limits_of(run):
 
     Such a file may be somebody else's: what does not fit is left out.
     """
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-        file = Path(run.args["data_path"][0]) / "limits.json"
-        limits = json.loads(file.read_text())[run.script]
-        return {name: value for name, value in limits.items() if is_number(value)}
-    return {}
+    of_run = SimpleNamespace(script=run.script)
+    known = logs.limits(SimpleNamespace(data_path=run.args.get("data_path"), declared=of_run))
+    return {name: value for name, value in known.items() if is_number(value)}
 
 
 def lines_of(run, name):

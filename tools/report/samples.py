@@ -7,23 +7,8 @@ from tools.report.text import cut, visible
 TOKENS = 9_000  # of all runs' responses together that the page holds
 ROWS = 400  # of the table of samples
 NUMBERS = ("reward", "gold", "response_length", "kl")  # of a sample
-MEASURES = {  # (title, what its colours say), in tokens.jsonl
-    "advantage": (
-        "advantage",
-        "Was this token better (orange) or worse (blue) than expected? What the update makes more "
-        "likely, or less; before whitening.",
-    ),
-    "kl_k3": ("KL", "How far from the reference's is the probability of this token? k3, never < 0"),
-    "reward": ("reward", "Minus kl_coef times KL on every token; on the last one also the score."),
-    "value": ("value", "The critic's guess, before this token, of the reward still to come."),
-    "return": ("return", "What the critic is to learn: advantage plus value."),
-    "entropy": ("entropy", "How many ways to go on were open here, in nats."),
-    "kl": (
-        "log-prob ratio",
-        "log-prob minus the reference's: orange is likelier than before training. k1, the KL that "
-        "the reward pays for by default.",
-    ),
-}
+GAMED = "gamed", "were gamed: reward rose and gold fell"
+FOOLED = "reward higher, gold lower", "have a higher reward and a lower gold score"
 
 
 # ---- Tokens ----
@@ -32,7 +17,7 @@ def microscope(runs):
     held = [run for run in runs if run.tokens]
     if not held:
         return None
-    data = {"runs": [], "measures": {key: list(texts) for key, texts in MEASURES.items()}}
+    data = {"runs": []}
     for run in held:
         lines = bounded(run.tokens, TOKENS // len(held))
         about = visible(f"--advantage {run.args.get('advantage', 'gae')}")
@@ -121,26 +106,42 @@ def prefers_longer(pairs):
 
 
 # ---- Samples ----
-def samples(runs):
-    """Returns the table of the samples before and after, gamed ones first; None without any.
+def tables(runs):
+    """Returns the tables of the samples: each run before and after; then two runs side by side.
 
-    A dict of rows (numbers.changes, with the name of the run), numbers (their names), and words.
+    A table is a dict of title, words, heads (of the first three columns), numbers (their names),
+    rows (numbers.changes, with the name of the run), and sign: what a gamed row is called.
     """
-    rows = []
+    own = []
     for run in runs:
         before, after = run.answers(last=False), run.answers(last=True)
         if before and before[0]["step"] != after[0]["step"]:
-            rows += [{**row, "run": run.name} for row in numbers.changes(before, after)]
-    if not rows:
-        return None
+            own += [{**row, "run": run.name} for row in numbers.changes(before, after)]
+    words = "The same held-out prompts at the first evaluation and at the last one."
+    found = [table("Before and after", words, ["before", "after"], GAMED, own)] if own else []
+    for script in dict.fromkeys(run.script for run in runs):
+        first, *others = [run for run in runs if run.script == script and run.samples] or [None]
+        for other in others:
+            rows = numbers.changes(first.answers(last=True), other.answers(last=True))
+            rows = [{**row, "run": ""} for row in rows]
+            names = [first.name, other.name]
+            differ = sum(row["before"] != row["after"] for row in rows)
+            words = f"The same held-out prompts at the last evaluations of both runs: {differ} of "
+            words += f"{len(rows)} responses differ. These come first."
+            rows.sort(key=lambda row: row["before"] == row["after"])
+            found += [table(" and ".join(names), words, names, FOOLED, rows)] if rows else []
+    return found
+
+
+def table(title, words, names, sign, rows):
+    """Returns a table of samples: gamed ones first, of more than ROWS those with scores."""
     rows = numbers.ordered(rows)
     scored = [row for row in rows if "reward_after" in row]
     shown = (scored + [row for row in rows if "reward_after" not in row])[:ROWS]
-    words = "The same held-out prompts at the first evaluation and at the last one."
     if any("gold_after" in row for row in scored):
         gamed = sum(row["gamed"] for row in scored)
-        count = f"Of {len(scored)} scored responses {gamed} were gamed"
-        words += f" {count}: reward rose and gold fell."
+        words += f" Of {len(scored)} scored responses {gamed} {sign[1]}."
     words += f" Shown are {len(shown)} of {len(rows)}." if len(rows) > len(shown) else ""
-    names = [name for name in NUMBERS if any(f"{name}_after" in row for row in shown)]
-    return {"rows": shown, "numbers": names, "words": words}
+    held = [name for name in NUMBERS if any(f"{name}_after" in row for row in shown)]
+    heads = ["prompt", *names]
+    return dict(title=title, words=words, heads=heads, numbers=held, rows=shown, sign=sign[0])

@@ -21,6 +21,7 @@ NEAR = 1.0  # nats a response: so small a KL needs no reward to show for it
 FAR = 0.25  # nats a token: KL in the last third; four times as much is sick
 ZERO = 1e-5  # but for rounding
 COLLAPSED = 0.05  # nats a token
+IDLE = 0.5  # of the groups: no response to a prompt was better than another one
 ALIKE = 0.8  # of responses with one of the three commonest beginnings
 GAP = {"fp32": 0.01}  # between the log-probs of sampling and scoring a token; of other types 1
 
@@ -240,6 +241,31 @@ def rising(run):
     return WATCH, f"{said}: they do not both rise."
 
 
+def groups(run):
+    """Whether rewards tell responses apart; from which step on they do not, and why that may be."""
+    shares = run.series("equal_groups")
+    if not shares:  # without groups all responses of a step are compared
+        shares = [(step, float(std <= ZERO)) for step, std in run.series("reward_std")]
+    if not shares:
+        raise TooFew("reward_std, equal_groups: none so far.")
+    why = "too easy, too hard, or the verifier"
+    if run.values("reward"):
+        why += f" (on average the reward is {ends(run, 'reward')[1]:.3g})"
+    apart = [step for step, share in shares if share < 1]
+    if not apart:
+        return SICK, f"no reward of the whole run was better than another one to its prompt: {why}."
+    if sum(step > apart[-1] for step, _ in shares) > 1:
+        return SICK, f"since step {apart[-1] + 1:g} no response was better than another one: {why}."
+    last = shares[-max(1, len(shares) // 3) :]
+    part = mean(share for _, share in last)
+    said = f"no gradient from {100 * part:.0f} % of the groups"
+    if part >= IDLE:
+        return (SICK if part >= 0.9 else WATCH), f"{said}: {why}."
+    if not run.values("equal_groups"):
+        said = f"the rewards of a step differ, by {ends(run, 'reward_std')[1]:.2g}"
+    return HEALTHY, f"{said}."
+
+
 def critic(run):
     """How well the critic foresees returns."""
     first, _, last = thirds(values_of(run, "explained_variance", 6))  # none without a critic
@@ -336,6 +362,7 @@ ROWS = [
     ("ppo", "actor_loss, approx_kl, clip_fraction", updates),
     ("ppo", "kl, kl_k3", kl),
     ("ppo", "reward, gold", rising),
+    ("ppo", "reward_std, equal_groups", groups),
     ("ppo", "explained_variance", critic),
     ("ppo", "entropy, response_length, eos_rate", variety),
     ("ppo", "samples", responses),

@@ -89,7 +89,7 @@ def get_args(argv=None):
     args = declaring.parse(parser, PRESETS, argv, "dpo")
     if "data_path" in args.declared.given and "gold_fn" not in args.declared.given:
         args.gold_fn = None  # the toy's knows the toy's questions
-    args.reward_fn, args.compile_decoding = [], False
+    args.reward_fn, args.reward_model_name_or_path, args.compile_decoding = [], [], False
     return args
 
 
@@ -179,7 +179,7 @@ def answer(args, engine, reference, tokenizer, prompts, gold):
             for response, value in zip(batch.responses, values.tolist()):
                 response[name] = value
     engine.train()
-    return rollout_metrics.gathered(responses)
+    return sorted(ranks.each_once(responses), key=lambda row: row["row"])
 
 
 # ---- The script, top to bottom ----

@@ -1,0 +1,69 @@
+"""The toy for verifiable rewards: what is said to be known of it is, and its verifier is right."""
+
+import json
+
+import pytest
+
+from tests.kit import ROOT, base, metrics, run
+from toy import maths
+from toy.arithmetic import generate, verifier
+
+TOY = ROOT / "toy/arithmetic"
+
+
+def rows_of(part):
+    return [json.loads(line) for line in open(TOY / f"{part}.jsonl")]
+
+
+def sums(part):
+    return [generate.read(row["prompt"].removesuffix(" =")) for row in rows_of(part)]
+
+
+def test_held_out_sums_are_never_trained_on_and_the_longer_ones_are_longer():
+    trained, held_out = set(sums("data/train")), set(sums("data/test"))
+    assert len(held_out) == 200 and not trained & held_out
+    lengths = [{len(line[1]) for line in each} for each in (trained, held_out, sums("longer/test"))]
+    assert lengths == [{2}, {2}, {3}]
+
+
+def test_what_is_known_of_the_pupil_against_all_that_he_may_write():
+    """Imitation and luck by brute force: the verifier reads every possible response."""
+    right = lucky = 0.0
+    for row, line in zip(rows_of("data/test"), sums("data/test")):
+        chances = dict(generate.responses(line))
+        assert sum(chances.values()) == pytest.approx(1) and row["response"] in chances
+        for text, p in chances.items():
+            p *= verifier.correct([row["prompt"]], [text], [row["answer"]])[0]
+            right += p
+            lucky += p * (p > 0 and not verifier.all_steps_right(row["prompt"], text))
+    known = json.loads((TOY / "data/limits.json").read_text())["pupil"]
+    found = [right / 200, lucky / right]
+    assert [known["imitation"], known["luck"]] == pytest.approx(found)
+
+
+@pytest.mark.parametrize("line", open(ROOT / "toy/maths.jsonl"))
+def test_what_breaks_verifiers_of_word_problems(line):
+    """Thousands, units, currencies, several boxes, none, negative numbers, decimals, fractions,
+    trailing text."""
+    case = json.loads(line)
+    assert maths.solved(["Why?"], [case["response"]], [case["answer"]]) == [case["right"]]
+
+
+GSM8K = """--preset qwen2.5-0.5b-grpo --max_steps 1 --max_answer_seq_len 8 --dtype fp32
+           --gradient_accumulation_steps 1"""
+
+
+def test_the_recipe_for_gsm8k_on_rows_in_its_columns(tmp_path):
+    """Both steps, with random weights. A row without an answer is named, not counted as wrong."""
+    file = tmp_path / "gsm8k.jsonl"
+    rows = [{"question": f"{n} + 1?", "answer": f"So {n + 1}.\n#### {n + 1}"} for n in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sft = ["--model_name_or_path", base() / "models/actor", "--max_seq_len", 64]
+    sft = run("sft", *GSM8K.split(), "--data_path", file, *sft)
+    ppo = f"""{GSM8K} --data_path {file} --actor_model_name_or_path {sft.folder}
+              --num_eval_prompts 2 --max_prompt_seq_len 64 --per_device_generation_batch_size 8
+              --per_device_training_batch_size 8""".split()
+    assert metrics(run("ppo", *ppo).folder)[-1]["eval_pass_at_4"] == 0
+    file.write_text('{"question": "1 + 1?", "answer": null}\n{"question": "?", "answer": null}\n')
+    failed = run("ppo", *ppo, expect=1).err
+    assert "no answer in the columns" in failed and "raised for the responses to rows" in failed
