@@ -2,8 +2,8 @@
 
 Its three steps are run as they were for the folder course/clinic/07, on one core, and what they
 leave behind is put into output/clinic/07. Runs that cases share are made once, before it, and a run
-that is in output/clinic/runs is not made again. Other names are healthy-1, healthy-2, healthy-3 and
-healthy-grpo, the runs without a fault.
+that is in output/clinic/runs is not made again. Other names are healthy-1, healthy-2 and healthy-3,
+the runs without a fault.
     python course/clinic/cases.py               lists them
     python course/clinic/cases.py 07 --keep     puts it into course/clinic/07, which is in git
 Each case has its flags and its fault in course/clinic/solutions: do not look there too early.
@@ -23,8 +23,7 @@ import runner  # noqa: E402
 
 BASE = declared.BASE  # of the labs: the toy, made smaller
 ASKED = "--num_samples 70 --max_answer_seq_len 48 --gold_fn toy/gold.py:gold"  # of step 1
-GRPO = {"ppo": "--advantage grpo --samples_per_prompt 4"}
-HEALTHY = {f"healthy-{seed}": ({}, seed) for seed in (1, 2, 3)} | {"healthy-grpo": (GRPO, 1)}
+HEALTHY = {f"healthy-{seed}": ({}, seed) for seed in (1, 2, 3)}
 CASES = sorted(file.stem for file in (HERE / "solutions").glob("[0-9]*.py"))
 SAMPLES, PAIRS = 70, 280  # that are kept of each evaluation, and of the judge
 DIGITS = 5
