@@ -226,6 +226,8 @@ def rising(run):
     said = f"{names[0]} went from {rewards[0]:.2f} to {rewards[-1]:.2f}"
     if len(golds) != len(rewards):
         rose = rewards[-1] > rewards[0]
+        if run.values("eval_pass_at_1"):  # rewards of 0 and 1
+            return (HEALTHY if rose else WATCH), f"{said}: the share that the verifier accepts."
         advice = "no --gold_fn was given, so read the samples: are they better?"
         return (UNKNOWN if rose else WATCH), f"{said}; {advice}"
     said += f", {names[1]} from {golds[0]:.2f} to {golds[-1]:.2f}"
