@@ -6,7 +6,8 @@
 
 The page holds the steps with their limits, one prompt answered by all models, verdicts on the
 metrics, curves, the numbers of single tokens, how good the reward model is, and the samples. It
-needs no network and no server: open it in a browser.
+needs no network and no server: open it in a browser. The verdicts that are "sick" or "watch" are
+printed, too.
 """
 
 import argparse
@@ -18,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from machinery.base import refused
 from machinery.base.refused import Refused
-from tools.report import page, runs
+from tools.report import page, runs, verdicts
 
 
 def get_args(argv=None):
@@ -52,6 +53,10 @@ def main(argv=None):
     args.out.write_text(page.page(title, found, notes), encoding="utf-8")
     for note in notes:
         print(note)
+    for run in found:
+        for metrics, status, words in verdicts.of(run, found):
+            if status in (verdicts.SICK, verdicts.WATCH):
+                print(f"{run.name}: {status}: {metrics}: {words}")
     print(f"{args.out}: {len(found)} run{'s' * (len(found) > 1)}. Open it in a browser.")
 
 

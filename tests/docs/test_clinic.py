@@ -30,6 +30,7 @@ NAMED = {  # the row of README's table whose verdict names the fault, or its fam
     "05": "kl, kl_k3",
     "06": "actor_loss, approx_kl, clip_fraction",
     "07": "ratio_max, sampling_gap",
+    "08": "samples of SFT and PPO",
     "09": "ratio_max, sampling_gap",
     "10": "eval_accuracy, eval_accuracy_ci",
     "11": "explained_variance",
@@ -39,13 +40,15 @@ NAMED = {  # the row of README's table whose verdict names the fault, or its fam
     "16": "kl, kl_k3",
     "17": "eval_accuracy, eval_accuracy_ci",
     "18": "reward, gold",
+    "19": "ratio_max, sampling_gap",
+    "20": "ratio_max, sampling_gap",
 }
 
 
 def verdicts_of(folder):
     """Returns {(script, metrics): (status, words)} of the runs in a folder."""
     found = runs.find([CLINIC / folder])
-    return {(run.script, row[0]): row[1:] for run in found for row in verdicts.of(run)}
+    return {(run.script, row[0]): row[1:] for run in found for row in verdicts.of(run, found)}
 
 
 @pytest.mark.parametrize("case", NAMED)

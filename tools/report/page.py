@@ -33,7 +33,7 @@ def page(title, runs, notes):
     template = environment().get_template("page.html")
     style, script = (Markup((HERE / f"page.{kind}").read_text("utf-8")) for kind in ("css", "js"))
     code = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    judged = {run.name: verdicts.of(run) for run in runs}
+    judged = {run.name: verdicts.of(run, runs) for run in runs}
     return template.render(
         # Nothing is fetched, and no script runs but ours, whatever a model has written
         allowed=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{code}'",

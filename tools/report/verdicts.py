@@ -5,7 +5,10 @@ where a run has too little to judge by, the status is "not known".
 """
 
 import math
+import os
+import re
 from collections import Counter
+from pathlib import Path
 from statistics import fmean as mean
 from statistics import stdev
 
@@ -20,9 +23,13 @@ SETTLED = 1.25  # times the mean of the middle third, plus 0.05 nats: KL in the 
 NEAR = 1.0  # nats a response: so small a KL needs no reward to show for it
 FAR = 0.25  # nats a token: KL in the last third; four times as much is sick
 ZERO = 1e-5  # but for rounding
+START = 0.1  # nats a response: KL at step 1, where actor and reference are one model
 COLLAPSED = 0.05  # nats a token
 IDLE = 0.5  # of the groups: no response to a prompt was better than another one
 ALIKE = 0.8  # of responses with one of the three commonest beginnings
+MARGIN = 10  # between the scores of chosen and rejected: a judge who is never in doubt
+TAIL = 3  # characters: a shorter end that all prompts share is punctuation
+OFF = dict(top_p=1.0, top_k=0, min_new_tokens=0)  # what sampling may leave out, scoring not
 GAP = {"fp32": 0.01}  # between the log-probs of sampling and scoring a token; of other types 1
 
 
@@ -144,7 +151,9 @@ def drift(run):
     said = f"chosen_score is near {chosen:.3g}, rejected_score near {rejected:.3g}"
     if max(abs(chosen), abs(rejected)) >= 10:
         return SICK, f"{said}: tens away from 0: use --center_coef."
-    return HEALTHY, f"{said}: both near 0."
+    if chosen - rejected >= MARGIN:
+        return WATCH, f"{said}: far apart: does something give the label away?"
+    return HEALTHY, f"{said}: less than 10 away from 0."
 
 
 # ---- Step 3 ----
@@ -162,11 +171,15 @@ def ratio(run):
     if gap > GAP.get(run.args.get("dtype"), 1.0):
         said = f"sampling_gap reached {gap:.2g}: scoring does not see what was sampled"
         return SICK, f"{said}: a shift, dropout, position ids, a temperature or mask."
-    if top <= 1.01:
-        return HEALTHY, f"ratio_max is at most {top:.4g}, sampling_gap {gap:.2g}."
-    if not one_update(run):
+    if top > 1.01 and one_update(run):
+        return SICK, f"ratio_max reached {top:.3g}: old and new log-probs differ (dropout, shift)."
+    args = {**OFF, **run.args}
+    if filters := [f"--{name} {args[name]}" for name in OFF if args[name] != OFF[name]]:
+        said = f"{' '.join(filters)}: samples are not of the distribution that is scored"
+        return WATCH, f"{said}. Do not compare gold, reward and KL with a run without it."
+    if top > 1.01:
         return WATCH, f"ratio_max reached {top:.3g}; above 1 is usual with several updates."
-    return SICK, f"ratio_max reached {top:.3g}: old and new log-probs differ (dropout, shift)."
+    return HEALTHY, f"ratio_max is at most {top:.4g}, sampling_gap {gap:.2g}."
 
 
 def updates(run):
@@ -194,6 +207,10 @@ def updates(run):
 def kl(run):
     """How far the actor is from the reference: the sign, the scale, and what it got for it."""
     values = values_of(run, "kl", 6)
+    start = run.series("kl")[0]
+    if start[0] == 1 and abs(start[1]) > START:
+        said = f"KL is {start[1]:.2g} at step 1, where actor and reference are the same model"
+        return SICK, f"{said}: dropout, a shift, position ids or a template in one of them."
     first, middle, last = thirds(values)
     said = f"KL was {first:.2g}, {middle:.2g}, {last:.2g} nats a response in the thirds of the run"
     if max(map(abs, values)) < ZERO:
@@ -202,17 +219,20 @@ def kl(run):
     tail = values[-(len(values) // 3) :]
     if last < min(-0.05, -2 * error(tail)):
         return SICK, f"{said}: below 0: noise in scoring, or other tokens than the policy draws."
+    advice = "raise --kl_coef, or set --kl_target"
+    if judged(tokens, run)[0] == SICK:  # a larger --kl_coef would make a wrong sign worse
+        advice = "see the verdict on tokens.jsonl first"
     length = mean(run.values("response_length") or [math.inf])
     gained = has_gained(run)
     if last > NEAR and gained is False:
         return SICK, f"{said}, and the reward did not rise: is the penalty's sign right?"
     if last > FAR * length:
-        return (SICK if last > 4 * FAR * length else WATCH), f"{said}: far. Raise --kl_coef."
+        return (SICK if last > 4 * FAR * length else WATCH), f"{said}: far: {advice}."
     if last <= max(NEAR, SETTLED * middle + 0.05):
         return HEALTHY, f"{said}: it stays near."
     if last - middle <= middle - first:
         return WATCH, f"{said}: it grows more slowly, and has not settled yet."
-    return (WATCH if gained else SICK), f"{said}, ever faster: raise --kl_coef, or set --kl_target."
+    return (WATCH if gained else SICK), f"{said}, ever faster: {advice}."
 
 
 def rising(run):
@@ -305,8 +325,9 @@ def responses(run):
         return UNKNOWN, "samples.jsonl: fewer than two evaluations so far."
     gamed = mean(row["gamed"] for row in changed)
     shares = [beginnings(lines) for lines in (before, after)]
-    said = f"{100 * gamed:.0f} % of {len(changed)} responses gained reward and lost gold; three "
-    said += f"beginnings make {100 * shares[0]:.0f} % of them before, {100 * shares[1]:.0f} % after"
+    said = f"{100 * gamed:.0f} % of {len(changed)} responses gained reward and lost gold; the "
+    said += "three commonest beginnings (first two words) are those of "
+    said += f"{100 * shares[0]:.0f} % of the responses before, {100 * shares[1]:.0f} % after"
     if gamed > 0.25:
         return SICK, f"{said}: the judge is exploited."
     if shares[1] > max(ALIKE, shares[0]):
@@ -337,9 +358,45 @@ def tokens(run):
     if ends_at and not any(ends_at):
         return SICK, "EOS has log-prob and reward 0 in all responses: the mask leaves it out."
     if off > len(whole) / 4:
-        words = f"in {off} of {len(whole)} responses the rewards do not sum to "
-        return SICK, f"{words}score - kl_coef * KL: a wrong sign, or the place of the score."
+        words = f"in {off} of {len(whole)} responses the rewards do not sum to score - kl_coef * KL"
+        return SICK, f"{words}: a wrong sign, the place of the score, or it is not there."
     return HEALTHY, "the rewards of the tokens sum to score - kl_coef * KL, and EOS counts."
+
+
+def beginning(run, sft):
+    """Whether PPO begins where SFT ended: with its prompts, and with responses like its own.
+
+    SFT's are greedy and PPO's are drawn, so that these may be somewhat longer and worse.
+    """
+    before, after = sft.answers(last=True), run.answers(last=False)
+    if len(before) < 8 or not after or after[0]["step"] != 0:
+        return UNKNOWN, "samples.jsonl: no samples at the end of SFT and at step 0 of PPO."
+    tails = [tail([line["prompt"] for line in lines]) for lines in (before, after)]
+    short, long = sorted(tails, key=len)
+    if len(long.strip()) >= TAIL and not (short and long.endswith(short)):
+        ends_with = f"the prompts of SFT end with {tails[0]!r}, those of PPO with {tails[1]!r}"
+        return WATCH, f"{ends_with}: has one of the steps another template?"
+    words = [mean(len(line["response"].split()) for line in lines) for lines in (before, after)]
+    golds = [[x["gold"] for x in lines if is_number(x.get("gold"))] for lines in (before, after)]
+    said = f"SFT ended with {words[0]:.0f} words a response, PPO begins with {words[1]:.0f}"
+    worse = False
+    if all(golds):
+        noise = math.hypot(*map(error, golds))
+        worse = mean(golds[0]) - mean(golds[1]) > max(3 * noise, stdev(golds[0]) / 2)
+        said += f"; gold was {mean(golds[0]):.2f}, and is {mean(golds[1]):.2f}"
+    if worse or max(words) > 2 * max(min(words), 1):
+        return WATCH, f"{said}: other prompts, another way to sample, or other weights?"
+    return HEALTHY, f"{said}."
+
+
+def tail(texts):
+    """Returns the end that all texts share, from its first white space on.
+
+    >>> tail(["Why? Answer:", "How? Answer:"])
+    ' Answer:'
+    """
+    shared = os.path.commonprefix([text[::-1] for text in texts])[::-1]
+    return re.sub(r"^\S+", "", shared)
 
 
 def finite(run):
@@ -373,19 +430,27 @@ ROWS = [
 ]
 
 
-def of(run):
-    """Returns (metrics, status, words) for each row of the table that speaks of this run's step."""
+def of(run, others=()):
+    """Returns (metrics, status, words) for each row of the table that speaks of this run's step.
+
+    Of PPO also how it begins, if the SFT run that it began from is one of the others.
+    """
     rows = [row for row in ROWS if row[0] == run.script]
-    return [(metrics, *judged(verdict, run)) for _, metrics, verdict in rows]
+    found = [(metrics, *judged(verdict, run)) for _, metrics, verdict in rows]
+    actor = run.path.parent / Path(str(run.args.get("actor_model_name_or_path"))).name
+    for sft in others if run.script == "ppo" else ():
+        if sft.script == "sft" and sft.path == actor:
+            found.append(("samples of SFT and PPO", *judged(beginning, run, sft)))
+    return found
 
 
-def judged(verdict, run):
+def judged(verdict, *of_runs):
     """Returns the verdict, or "not known" where args.json or the log holds other kinds of values.
 
     A damaged file must not cost the page.
     """
     try:
-        return verdict(run)
+        return verdict(*of_runs)
     except TooFew as why:
         return UNKNOWN, str(why)
     except Exception as error:
