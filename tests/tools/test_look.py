@@ -144,6 +144,7 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     ],
     "drift": [
         ("healthy", dict(chosen_score=[1, 2], rejected_score=[1, -3])),
+        ("watch", dict(chosen_score=[1, 6], rejected_score=[1, -6])),
         ("sick", dict(chosen_score=[1, 40], rejected_score=[1, 38])),
     ],
     "ratio": [
@@ -163,8 +164,8 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("sick", dict(kl=[0, 0, 1, 1, 5, 5])),  # ever faster
         ("watch", dict(kl=[0, 0, 3, 3, 5, 5])),
         ("healthy", dict(kl=[0] * 4 + [0.01] * 4 + [0.054] * 4)),  # ever faster, and small
-        ("sick", dict(kl=[0, -1, -3, -6, -8, -8])),  # no KL is below 0
-        ("sick", dict(kl=[-1] * 6)),
+        ("sick", dict(kl=[0, 0, -3, -6, -8, -8])),  # no KL is below 0
+        ("sick", dict(kl=[0, 0.5, 1, 1, 1, 1])),  # at step 1
         ("watch", dict(kl=[0, 0, 1, 1, 5, 5], reward=RISING)),
         ("sick", dict(kl=[0, 0, 36, 36, 36, 36], reward=[0] * 6)),  # far, for nothing
         ("watch", dict(kl=[0, 0, 9, 9, 9, 9], reward=RISING, response_length=[16] * 6)),

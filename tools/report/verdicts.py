@@ -207,9 +207,9 @@ def updates(run):
 def kl(run):
     """How far the actor is from the reference: the sign, the scale, and what it got for it."""
     values = values_of(run, "kl", 6)
-    start = run.series("kl")[0]
-    if start[0] == 1 and abs(start[1]) > START:
-        said = f"KL is {start[1]:.2g} at step 1, where actor and reference are the same model"
+    start = dict(run.series("kl")).get(1, 0)
+    if abs(start) > START:
+        said = f"KL is {start:.2g} at step 1, where actor and reference are the same model"
         return SICK, f"{said}: dropout, a shift, position ids or a template in one of them."
     first, middle, last = thirds(values)
     said = f"KL was {first:.2g}, {middle:.2g}, {last:.2g} nats a response in the thirds of the run"
