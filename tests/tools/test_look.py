@@ -314,11 +314,12 @@ def test_runs_are_found_below_a_folder_each_once(tmp_path):
         runs.find([tmp_path / "gone"])
 
 
-def test_the_page_replaces_a_page_and_nothing_else(tmp_path):
-    """A report.html that somebody else wrote stays."""
+def test_the_page_replaces_a_page_and_nothing_else(tmp_path, capsys):
+    """A report.html that somebody else wrote stays. What is not healthy is printed, too."""
     make_run(tmp_path / "ppo")
     for _ in range(2):
         look.main([str(tmp_path)])
+    assert "ppo: sick: samples: 50 % " in capsys.readouterr().out
     (tmp_path / "report.html").write_text("my report")
     with kit.refuses("foreign-page"):
         look.main([str(tmp_path)])
