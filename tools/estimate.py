@@ -134,7 +134,7 @@ def main(argv=None):
         )
     table = pandas.DataFrame(phases) / GIB
     table.loc["device"] = [devices.held(parts) for parts in phases.values()]
-    print(table.T.to_string(float_format="{:.2f}".format, col_space=10))
+    print(table.T.to_string(float_format="{:.2f}".format, col_space=11))
     peak = max(devices.held(parts) for parts in phases.values())
     fits = "fits" if peak <= devices.room else "does NOT fit (what to try: docs/memory.md)"
     room = f"{devices.room:.2f} GiB may be used (0.9 of {devices.gib:.2f})"
