@@ -117,18 +117,10 @@ def get_args(argv=None):
 
 
 def main(argv=None):
+    """Prints a line for the run, one for each model and one for each phase, and if it fits."""
     script, args, devices = get_args(argv)
     models = SCRIPTS[script][1](args)
     phases = memory.count(args, models, devices.count, devices.cpu)
-    print_table(script, args, models, devices, phases)
-    peak = max(devices.held(parts) for parts in phases.values())
-    fits = "fits" if peak <= devices.room else "does NOT fit (what to try: docs/memory.md)"
-    room = f"{devices.room:.2f} GiB may be used (0.9 of {devices.gib:.2f})"
-    print(f"  It {fits}: the peak is {peak:.2f} GiB, and {room}.")
-
-
-def print_table(script, args, models, devices, phases):
-    """Prints a line for the run, one for each model, and one for each phase."""
     print(
         f"{script}.py on {devices.count} x {devices.name}, {args.dtype}: "
         "GiB on the fullest one, by count, nothing was loaded"
@@ -143,6 +135,10 @@ def print_table(script, args, models, devices, phases):
     table = pandas.DataFrame(phases) / GIB
     table.loc["device"] = [devices.held(parts) for parts in phases.values()]
     print(table.T.to_string(float_format="{:.2f}".format, col_space=11))
+    peak = max(devices.held(parts) for parts in phases.values())
+    fits = "fits" if peak <= devices.room else "does NOT fit (what to try: docs/memory.md)"
+    room = f"{devices.room:.2f} GiB may be used (0.9 of {devices.gib:.2f})"
+    print(f"  It {fits}: the peak is {peak:.2f} GiB, and {room}.")
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ def sizes_of(args, head=False):
     if args.dropout is not None:
         config.update(dict.fromkeys(model_folders.own_dropout(config), float(args.dropout)))
     kind = AutoModelForSequenceClassification if head else AutoModelForCausalLM
+    options = {"dtype": common.DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
     saved = {}
 
     def note(tensor):
@@ -59,18 +60,18 @@ def sizes_of(args, head=False):
         return tensor
 
     with torch._subclasses.fake_tensor.FakeTensorMode():
-        remote = args.trust_remote_code
-        options = {"dtype": common.DTYPES[args.dtype], "trust_remote_code": remote}
         model = kind.from_config(config, **options).train()
         ids = torch.ones(1, tokens, dtype=torch.long)
-        options = forwards.accepted(model.base_model, position_ids=torch.arange(tokens)[None])
+        takes = forwards.accepted(model.base_model, position_ids=torch.arange(tokens)[None])
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            model.base_model(ids, attention_mask=ids, use_cache=False, **options)
+            model.base_model(ids, attention_mask=ids, use_cache=False, **takes)
         weights = modules.count_parameters(model)
         for parameter in model.parameters():
             saved.pop(parameter.untyped_storage()._cdata, None)
+    with torch.device("meta"):  # where peft can add adapters
+        model = kind.from_config(config, **options)
         lora.add_adapters(model, args, path, "score" if head else None)
-        trained = modules.count_parameters(model, training=True)
+    trained = modules.count_parameters(model, training=True)
     kept = sum(storage.nbytes() for storage in saved.values())
     text = config.get_text_config()
     return SimpleNamespace(weights=weights, trained=trained, kept_by_row=kept, config=text)

@@ -44,16 +44,6 @@ def get_args(argv=None):
     return args
 
 
-def check_target(checkpoint, to):
-    """Returns the folder `to` as a path. Refuses what holds anything, or lies in the checkpoint."""
-    path = Path(to)
-    in_use = path.exists() and (not path.is_dir() or any(path.iterdir()))
-    if in_use or path.resolve().is_relative_to(checkpoint.resolve().parent):
-        words = f"{path} is there, and not empty, or it lies among checkpoints."
-        raise Refused("target-in-use", f"{words}\n  Name a new folder with --to.")
-    return path
-
-
 def read_run(checkpoint):
     """Returns the flags of the run that wrote a checkpoint, and what its ranks saved, in order."""
     if damaged := checkpoints.damage(checkpoint):
@@ -116,7 +106,11 @@ def export(checkpoint, to, merge=False):
 
     merge: plain models, also of LoRA.
     """
-    to = check_target(checkpoint, to)
+    to = Path(to)
+    in_use = any(to.iterdir()) if to.is_dir() else to.exists()
+    if in_use or to.resolve().is_relative_to(checkpoint.resolve().parent):
+        words = f"{to} is there, and not empty, or it lies among checkpoints."
+        raise Refused("target-in-use", f"{words}\n  Name a new folder with --to.")
     args, saved = read_run(checkpoint)
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -140,9 +134,8 @@ def write_models(args, saved, checkpoint, folder, merge):
         own = declaring.of_role(args, role, zero_stage=0, gradient_checkpointing=False)
         head = "score" if engine == "critic" else vars(args).get("value_head_prefix")
         model = load_engine(own, checkpoint / engine, shape[engine], tokenizer, head)
-        to, options = folder, {"notes": saved[0]["notes"], "merge": merge}
-        if engine == "critic":
-            to = folder / "critic"
+        to = folder / "critic" if engine == "critic" else folder
+        options = {"notes": saved[0]["notes"], "merge": merge}
         if engine == "actor" and saved[0]["state"].get("ema"):
             average = join_average(saved)
             saving.save_model(model, tokenizer, folder / "ema", average, **options)

@@ -19,16 +19,16 @@ NUMBERS = {
 
 
 @torch.no_grad()
-def look(run, step, answered, set_advantages, kl_coef, score_statistics):
+def look(run, step, rollout, set_advantages, kl_coef, score_statistics):
     """Answers the first held-out prompts as an evaluation does, and notes all that trains.
 
-    All ranks call it. answered: ppo.scored_rollout. set_advantages, and what it takes: part 5.
+    All ranks call it. rollout: ppo.scored_rollout. set_advantages, and what it takes: part 5.
     """
     args, tokenizer = run.args, run.tokenizer
     if not args.microscope:
         return
     size = args.per_device_eval_batch_size
-    micro_batches = answered(prompts(args, run.held_out), 0, size, size)
+    micro_batches = rollout(prompts(args, run.held_out), 0, size, size)
     set_advantages(args, micro_batches, kl_coef, score_statistics)
     for batch in micro_batches:
         note(batch, tokenizer)

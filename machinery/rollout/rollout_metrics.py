@@ -168,27 +168,27 @@ def held_out_prompts(held_out, samples=1):
     return [{**dealt[i], "sample": n, "group": g} for g, i in each for n in range(samples)]
 
 
-def evaluate(run, step, answered, actor, average):
+def evaluate(run, step, rollout, actor, average):
     """Returns the metrics of an evaluation: eval_..., and eval_ema_... of --eval_ema.
 
-    answered: ppo.scored_rollout. average: ema.Ema.
+    rollout: ppo.scored_rollout. average: ema.Ema.
     """
     samples = run.args.eval_samples
-    metrics = summary(run, step, graded(run, answered), samples)
+    metrics = summary(run, step, graded(run, rollout), samples)
     if run.args.eval_ema:
         with average.in_place_of(actor):
-            metrics |= means_of(graded(run, answered), samples, "eval_ema")
+            metrics |= means_of(graded(run, rollout), samples, "eval_ema")
     return metrics
 
 
-def graded(run, answered):
+def graded(run, rollout):
     """Returns all ranks' graded responses to the held-out prompts: dicts with text, reward, kl, ...
 
     They are sampled with the same random numbers each time: those of step 0.
     """
     size = run.args.per_device_eval_batch_size
     prompts = held_out_prompts(run.held_out, run.args.eval_samples)
-    return gathered(answered(prompts, 0, size, size))
+    return gathered(rollout(prompts, 0, size, size))
 
 
 def gathered(micro_batches):

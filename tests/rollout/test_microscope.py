@@ -37,7 +37,7 @@ def looked(tiny_model, tokenizer, tmp_path):
         def judge(batch):
             return 2.0 * batch.last
 
-        def answered(prompts, step, size, rows):
+        def rollout(prompts, step, size, rows):
             responses = ppo.roll_out(args, tiny_model, tokenizer, prompts, step, size)
             batches = ppo.make_micro_batches(tokenizer, ppo.ordered(responses), rows)
             own = critic if args.has_critic else None
@@ -48,7 +48,7 @@ def looked(tiny_model, tokenizer, tmp_path):
 
         held_out = datasets.Dataset.from_list(rows)
         run = SimpleNamespace(args=args, tokenizer=tokenizer, held_out=held_out)
-        microscope.look(run, 7, answered, ppo.set_advantages, 0.5, None)
+        microscope.look(run, 7, rollout, ppo.set_advantages, 0.5, None)
         file = tmp_path / "tokens.jsonl"
         return [json.loads(line) for line in open(file)] if file.exists() else []
 
