@@ -1053,10 +1053,10 @@ def sampling_means(micro_batches):
     sampling_gap        largest abs(log(pi / mu)) of a token
     sampling_kl         mean of log(mu / pi) over the tokens: KL(mu || pi), nats a token
     sampling_outside    share of the tokens with pi / mu outside of 0.8 .. 1.2
-    sampling_ppl_gap    perplexity of the responses under pi, minus that under mu
+    sampling_ppl_ratio  perplexity of the responses under pi, over that under mu: exp(sampling_kl)
 
-    All are 0 but for rounding where a model samples and scores in the same way: a cache sums in
-    another order. {} where a fork's sampler tells no log-probs.
+    All are 0, and the ratio 1, but for rounding where a model samples and scores in the same way: a
+    cache sums in another order. {} where a fork's sampler tells no log-probs.
     """
     if any("sampled_logprobs" not in batch.tokens for batch in micro_batches):
         return {}
@@ -1073,7 +1073,7 @@ def sampling_means(micro_batches):
         "sampling_gap": max(ranks.all_gather_objects(gaps)),
         "sampling_kl": mu - pi,
         "sampling_outside": outside,
-        "sampling_ppl_gap": exp(-pi) - exp(-mu),
+        "sampling_ppl_ratio": exp(mu - pi),
     }
 
 

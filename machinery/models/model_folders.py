@@ -108,7 +108,10 @@ def read_weights(kind, path, config, value_head, options):
         options = {**options, "key_mapping": {rf"^{value_head}\.": "score."}}
     try:
         model, info = kind.from_pretrained(path, config=config, output_loading_info=True, **options)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:  # unknown, or broken
+    except (OSError, ValueError, ImportError, SafetensorError, RuntimeError) as error:
+        # Unknown, broken, or a weight of another shape; short memory is a RuntimeError, too.
+        if isinstance(error, RuntimeError) and "mismatched" not in str(error):
+            raise
         raise Refused("unreadable-weights", f"the weights of {path}: {error}") from error
     missing = info["missing_keys"]
     may_be_new = {"score.weight"} if value_head and not is_scorer(own_config) else set()

@@ -71,7 +71,7 @@ def test_what_a_rollout_was_like():
             "sampling_gap": 0.5,
             "sampling_kl": -0.25,
             "sampling_outside": 0.5,
-            "sampling_ppl_gap": math.exp(1.5) - math.exp(1.75),
+            "sampling_ppl_ratio": math.exp(-0.25),
         }
     )
 
