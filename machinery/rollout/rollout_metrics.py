@@ -234,7 +234,7 @@ def means_of(responses, samples, prefix):
     """
     names, count = evaluated(responses[0]), len(responses)
     means = {name: sum(response[name] for response in responses) / count for name in names}
-    rewards = [response["reward"] for response in responses]
+    rewards = [response.get("reward") for response in responses]
     what = "pass_at" if {*rewards} <= {0.0, 1.0} else "best_of"
     for k in [2**i for i in range(samples.bit_length())] if samples > 1 else ():
         starts = range(0, len(rewards), samples)
