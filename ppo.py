@@ -942,11 +942,15 @@ def trained_mask(args, batch):
     return mask
 
 
-def loss_weights(args, minibatch):
+def loss_weights(args, masks):
     """The weight of each token in the actor's loss: (B, R) of each micro-batch, and the divisor.
 
-    The loss is  sum of weight_t * loss_t / divisor  over all micro-batches and ranks of the
-    optimizer step. With n responses, of L_i tokens that count each, --loss_mean makes it
+    masks: the `trained_mask` of each micro-batch. The loss is
+
+        sum of weight_t * loss_t / divisor
+
+    over all micro-batches and ranks of the optimizer step. With n responses, of L_i tokens that
+    count each, --loss_mean makes it
 
         tokens      sum of loss_t / sum of L_i                   every token counts the same: DAPO
         responses   1/n * sum over i of (sum of loss_t / L_i)    every response does: GRPO
@@ -959,14 +963,13 @@ def loss_weights(args, minibatch):
     critic's loss and the metrics are means over tokens always. Importance weights are no part of
     this: see `actor_loss`.
     """
-    weights = [trained_mask(args, batch) for batch in minibatch]  # (B, R) each
     if args.loss_mean == "tokens":
-        return weights, ranks.all_sum(sum(weight.sum() for weight in weights)).item()
-    lengths = [weight.sum(-1, keepdim=True) for weight in weights]  # (B, 1) each
+        return masks, ranks.all_sum(sum(mask.sum() for mask in masks)).item()
+    lengths = [mask.sum(-1, keepdim=True) for mask in masks]  # (B, 1) each
     count = ranks.all_sum(sum((length > 0).sum() for length in lengths)).item()
     if args.loss_mean == "constant":
         lengths = [torch.full_like(length, args.max_answer_seq_len) for length in lengths]
-    return [weight / length.clamp(min=1) for weight, length in zip(weights, lengths)], count
+    return [mask / length.clamp(min=1) for mask, length in zip(masks, lengths)], count
 
 
 def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means):
@@ -976,8 +979,8 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
     means: rollout_metrics.TokenMeans, which are told of it.
     """
     engines = [actor, critic] if critic else [actor]
-    weights, divisor = loss_weights(args, minibatch)
-    masks = [trained_mask(args, batch) for batch in minibatch]
+    masks = [trained_mask(args, batch) for batch in minibatch]  # (B, R) each
+    weights, divisor = loss_weights(args, masks)
     token_count = ranks.all_sum(sum(mask.sum() for mask in masks)).item()
     for batch, weight, mask in zip(minibatch, weights, masks):  # one forward each
         # The actor
@@ -1065,15 +1068,14 @@ def sampling_means(micro_batches):
         return batch.old_logprobs - batch.tokens["sampled_logprobs"]  # (B, R)
 
     moments = functools.partial(rollout_metrics.moments, micro_batches)
-    pi = moments(lambda batch: batch.old_logprobs)[0]
-    mu = moments(lambda batch: batch.tokens["sampled_logprobs"])[0]
+    kl = -moments(log_ratio)[0]
     outside = moments(lambda batch: ((log_ratio(batch).exp() - 1).abs() > 0.2).float())[0]
-    gaps = [(log_ratio(batch).abs() * batch.response_mask).max().item() for batch in micro_batches]
+    gaps = [rollout_metrics.token_gaps(batch).max().item() for batch in micro_batches]
     return {
         "sampling_gap": max(ranks.all_gather_objects(gaps)),
-        "sampling_kl": mu - pi,
+        "sampling_kl": kl,
         "sampling_outside": outside,
-        "sampling_ppl_ratio": exp(mu - pi),
+        "sampling_ppl_ratio": exp(kl),
     }
 
 

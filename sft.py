@@ -74,8 +74,8 @@ PRESETS = {
         max_seq_len=1024,  # [TRL]
         zero_stage=2,
     ),
-    # Sums, worked out by a pupil who makes mistakes: toy/arithmetic/make.py. ppo.py then takes the
-    # preset of this name by itself: GRPO, with a verifier in place of a reward model.
+    # Sums, worked out by a pupil who makes mistakes: toy/arithmetic/generate.py. ppo.py then takes
+    # the preset of this name by itself: GRPO, with a verifier in place of a reward model.
     "arithmetic": dict(
         model_name_or_path="toy/arithmetic/model",
         data_path=["toy/arithmetic/data"],

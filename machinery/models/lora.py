@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from machinery.base.refused import Refused
 from machinery.engine import old_deepspeed
 
 CONFIG_FILE = "adapter_config.json"
@@ -76,7 +77,10 @@ def chain(path):
     config = Path(path) / CONFIG_FILE
     if not config.is_file():
         return [path]
-    return [path, *chain(json.loads(config.read_text())["base_model_name_or_path"])]
+    base = json.loads(config.read_text())["base_model_name_or_path"]
+    if base is None:
+        raise Refused("no-weights", f"{config} does not name its base model.")
+    return [path, *chain(base)]
 
 
 def merge_all(model, folders):

@@ -151,10 +151,11 @@ def test_a_response_outside_of_the_band_counts_nowhere():
     given = dict(response_mask=mask, old_logprobs=scored, tokens={"sampled_logprobs": sampled})
     for ended, tokens, responses in (([1.0, 1, 1], 3, 1), ([1.0, 0, 1], 0, 0)):
         batch = SimpleNamespace(ended=torch.tensor(ended), **given)
-        weights, divisor = ppo.loss_weights(args, [batch])
+        masks = [ppo.trained_mask(args, batch)]
+        weights, divisor = ppo.loss_weights(args, masks)
         assert divisor == tokens and weights[0].sum() == tokens
         args.loss_mean = "responses"
-        weights, divisor = ppo.loss_weights(args, [batch])
+        weights, divisor = ppo.loss_weights(args, masks)
         assert divisor == responses and weights[0].sum() == pytest.approx(responses)
         args.loss_mean = "tokens"
 

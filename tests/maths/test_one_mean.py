@@ -68,7 +68,7 @@ def test_the_means_of_the_actors_loss_against_loops(loss_mean, truncated):
         found = divisors = 0.0
         for mask, ends, loss in parts:
             batch = micro_batch(response_mask=mask, ended=ends)
-            [weight], divisor = ppo.loss_weights(args, [batch])
+            [weight], divisor = ppo.loss_weights(args, [ppo.trained_mask(args, batch)])
             found, divisors = found + (weight * loss).sum().item(), divisors + divisor
         assert found / divisors == pytest.approx(expected), sizes
 

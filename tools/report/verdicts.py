@@ -45,6 +45,11 @@ def values_of(run, name, least=1):
     return values
 
 
+def last_third(values):
+    """Returns the last third of the values, and at least one of them."""
+    return values[-max(1, len(values) // 3) :]
+
+
 def thirds(values):
     """Returns the means of the first, middle and last third of six values or more.
 
@@ -52,7 +57,7 @@ def thirds(values):
     (1.0, 4.0, 6.0)
     """
     size = len(values) // 3
-    parts = values[:size], values[size:-size], values[-size:]
+    parts = values[:size], values[size:-size], last_third(values)
     return tuple(mean(part) for part in parts)
 
 
@@ -77,7 +82,7 @@ def has_gained(run):
     """
     held_out, own = run.values("eval_reward"), run.values("reward")
     values = held_out if len(held_out) > 1 else own
-    return mean(values[-max(1, len(values) // 3) :]) > values[0] if len(values) > 1 else None
+    return mean(last_third(values)) > values[0] if len(values) > 1 else None
 
 
 # ---- Step 1 ----
@@ -216,8 +221,7 @@ def kl(run):
     if max(map(abs, values)) < ZERO:
         trains = max(run.values("grad_norm"), default=0) > ZERO
         return SICK, f"{said}: {'the reference moves, too' if trains else 'nothing is trained'}."
-    tail = values[-(len(values) // 3) :]
-    if last < min(-0.05, -2 * error(tail)):
+    if last < min(-0.05, -2 * error(last_third(values))):
         return SICK, f"{said}: below 0: noise in scoring, or other tokens than the policy draws."
     advice = "raise --kl_coef, or set --kl_target"
     if judged(tokens, run)[0] == SICK:  # a larger --kl_coef would make a wrong sign worse
@@ -278,8 +282,7 @@ def groups(run):
         return SICK, f"no reward of the whole run was better than another one to its prompt: {why}."
     if sum(step > apart[-1] for step, _ in shares) > 1:
         return SICK, f"since step {apart[-1] + 1:g} no response was better than another one: {why}."
-    last = shares[-max(1, len(shares) // 3) :]
-    part = mean(share for _, share in last)
+    part = mean(share for _, share in last_third(shares))
     said = f"no gradient from {100 * part:.0f} % of the groups"
     if part >= IDLE:
         return (SICK if part >= 0.9 else WATCH), f"{said}: {why}."
