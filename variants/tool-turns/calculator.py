@@ -94,8 +94,12 @@ def write(folder, seed=1234):
     parts = {"train": sums[200:], "test": sums[:200]}
     texts = []
     for name, part in parts.items():
-        chats = [chat(line, rng) for line in (part * 6 if name == "train" else part)]
+        lines = part * 6 if name == "train" else part  # each six times, with other responses
+        chats = [chat(line, rng) for line in lines]
         texts += ["".join(message["content"] for message in each) for each in chats]
+        answers = map(generate.value_of, lines)
+        right = sum(verifier.correct(lines, texts[-len(lines) :], answers)) / len(lines)
+        print(f"{name}: the pupil is right in {right:.3f} of {len(lines)} responses")
         prompts = [
             {"prompt": f"{generate.written(*line)} =", "answer": generate.value_of(line)}
             for line in part
