@@ -179,6 +179,16 @@ def answer_often(count):
     ppo.load_rows = change
 
 
+def in_order():
+    """Training takes its rows in the order of the file, on one rank."""
+
+    def batches(lengths, seed, epoch, batch_size, micro_steps, group_by_length):
+        starts = range(0, len(lengths) - batch_size + 1, batch_size)
+        return [[*range(start, start + batch_size)] for start in starts]
+
+    common.epoch_batches = batches
+
+
 def head(std):
     """A new head's weights are drawn with this deviation; std(width) gives it."""
 
@@ -210,6 +220,7 @@ FAULTS = {
     "dual_clip_3": lambda: dual_clip(3.0),
     "answer_4_times": lambda: answer_often(4),
     "answer_64_times": lambda: answer_often(64),
+    "in_order": in_order,
     "head_0.02": lambda: head(lambda width: 0.02),
     "head_root": lambda: head(lambda width: (width + 1) ** -0.5),
     "head_zero": lambda: head(lambda width: 0.0),
