@@ -465,7 +465,7 @@ MORE = {
             "reinforce": ppo("--advantage reinforce --samples_per_prompt 1"),
             "critic, lambda 0.95": ppo(CRITIC),
             "critic, lambda 1": ppo(f"{CRITIC} --lam 1"),
-            "critic, lambda 1, 65 steps": ppo(f"{CRITIC} --lam 1 --max_steps 65 --eval_steps 65"),
+            "critic, lambda 1, 72 steps": ppo(f"{CRITIC} --lam 1 --max_steps 72 --eval_steps 72"),
         },
         {**PASS, "seconds a step": ("ppo", "seconds", "mean")},
     ),
