@@ -38,6 +38,11 @@ PASS = {
     "tokens": ("ppo", "eval_response_length", "last"),
     "KL": GOLD["KL"],
 }
+MISMATCH = {
+    **GOLD,
+    "sampling_kl": ("ppo", "sampling_kl", "mean"),
+    "sampling_gap": ("ppo", "sampling_gap", "max"),
+}
 RATIO = {
     "ratio_max": ("ppo", "ratio_max", "max"),
     "clip_fraction": ("ppo", "clip_fraction", "mean"),
@@ -117,6 +122,16 @@ LONGER = "--max_steps 60 --eval_steps 30"
 ALONE, WARMUP = "--critic_warmup_steps 20", "critic-warmup"
 CRITIC = "--advantage gae --samples_per_prompt 1 --critic_model_name_or_path {sft} "
 CRITIC += "--critic_learning_rate 4e-4 --critic_weight_decay 0 --critic_dropout 0"
+SAMPLERS = {  # a name in the tables: a fault of faults.py, without sampler_
+    "bf16": "bf16",
+    "fp8": "fp8",
+    "top-p 0.9": "top_p",
+    "top-k 20": "top_k",
+    "temperature 0.9": "temperature",
+    "eager": "eager",
+}
+CORRECTIONS = {"": "", ", weights": "--is_cap 2", ", band": "--is_band 1.1"}
+HALVES = f"{UNSTABLE} --per_device_training_batch_size 16"  # two updates on each rollout
 TO_64 = "--max_steps 200 --eval_steps 200 --eval_samples 64"
 HARD, BOTH = (f"--data_path {{sums}}/{name} --data_split 0,0,1" for name in ("hard", "both"))
 FROM_SFT = "--critic_model_name_or_path {sft} --reward_model_name_or_path {reward}"
@@ -497,6 +512,36 @@ MORE = {
         given={"sums": SUMS},
         compared=tuple((f"pass@{k}", f"pass@{k} before") for k in (1, 8, 64)),
         plain=(),
+    ),
+    "mismatch-2": lab(
+        "Another policy samples: what does it cost, and what do the corrections give back?",
+        {"none": ppo("")}
+        | {
+            f"{name}{what}": ppo(flags, fault=f"sampler_{fault}")
+            for name, fault in SAMPLERS.items()
+            for what, flags in CORRECTIONS.items()
+        },
+        MISMATCH,
+        ("gold", "KL", "sampling_kl"),
+    ),
+    "staleness": lab(
+        "Rollouts of older weights: clipping, importance weights, or both?",
+        {
+            f"{estimator}, {steps} steps behind, {what}": ppo(
+                f"{HALVES} {flags} {others}",
+                fault=f"stale_{steps}{clipped}",
+                against=f"{estimator}, 0 steps behind, clipping",
+            )
+            for estimator, flags in (("gae", ""), ("grpo", ESTIMATORS["grpo"]))
+            for steps in (0, 1, 2, 4, 8)
+            for what, others, clipped in (
+                ("clipping", "", "_clipped"),
+                ("weights", f"--is_cap 2 {OFF}", ""),
+                ("both", "--is_cap 2", ""),
+            )
+        },
+        MISMATCH,
+        ("gold", "KL", "sampling_kl"),
     ),
     "second": second(
         again(
