@@ -205,9 +205,9 @@ def test_the_tool_turns_variant_by_hand(tmp_path, tokenizer):
     flags = "--max_answer_seq_len 8 --min_new_tokens 8 --tool_turns 2 --entropy_coef 0.1"
     args, row = ppo.get_args(flags.split()), dict(prompt_ids=[5, 6], row=0, sample=0, row_weight=1)
     given = args, model, tokenizer, [row], 1, 1
-    [alone], [row] = ppo.roll_out(*given), ppo.roll_out(*given, lambda completions, **_: ["ab"])
-    drawn, ab = alone["response_ids"], tokenizer("ab").input_ids
-    assert row["response_ids"] == [drawn[0], *ab, drawn[3], *ab, *drawn[6:]]
+    [alone], [row] = ppo.roll_out(*given), ppo.roll_out(*given, lambda completions, **_: ["zq"])
+    drawn, zq = alone["response_ids"], tokenizer("zq").input_ids
+    assert row["response_ids"] == [drawn[0], *zq, drawn[3], *zq, *drawn[6:]]
 
     (batch,) = ppo.make_micro_batches(tokenizer, [row], 1)
     logprobs, entropy = ppo.actor_forward(args, model, batch)
