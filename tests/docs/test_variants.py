@@ -6,11 +6,13 @@ import importlib.util
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from bench import fork
 from tests import kit
 from tests.conftest import micro_batch
 
@@ -72,15 +74,43 @@ def test_the_pages_say_what_the_runs_showed():
     assert variants.overview() in (kit.ROOT / "docs/variants.md").read_text()
 
 
+def call_of_tree(tree, script, argv):
+    """Runs a script of another folder, with what it imports from there, in a forked rank."""
+    ours = ("common", "machinery", *kit.SCRIPTS)
+    for name in [name for name in sys.modules if name.split(".")[0] in ours]:
+        del sys.modules[name]
+    sys.path.insert(0, tree)
+    kit.call_main(script, argv)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", variants.NAMES)
-def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path):
-    """Two steps, and bench/fork.py: ranks, ZeRO stages, --resume. (`make variants`: all.)"""
-    models = tmp_path / "models"
-    models.mkdir()
-    for link, model in {"sft": "actor", "reward": "reward"}.items():
-        (models / link).symlink_to(kit.base() / "models" / model)
-    variants.check(name, models, tmp_path, "--quick")
+def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypatch, capsys):
+    """bench/fork.py on tiny models and data, and on forked ranks: ZeRO stages, --resume."""
+    tree, models, what = tmp_path / "tree", kit.base() / "models", variants.declared(name)
+    runner.apply(name, tree)
+    script, text = what["check"]
+    flags = text.format(sft=models / "actor", reward=models / "reward").split()
+    flags += f"--data_path {kit.base()}/data --data_split 1,1,1".split()
+
+    def start(script, flags, ranks=1):
+        argv = [str(flag) for flag in flags]
+        done = kit.fork(call_of_tree, ranks, str(tree), Path(script).stem, argv, cwd=tree, meet="")
+        return subprocess.CompletedProcess([script, *argv], done.code, done.out, done.err)
+
+    monkeypatch.setattr(fork, "start", start)
+    own = ["--quick", "--rows", str(what.get("rows", 8)), "--keep", str(tmp_path / "runs")]
+    monkeypatch.setattr(sys, "argv", ["fork.py", *own, script, *flags])
+    with pytest.raises(SystemExit) as left:
+        fork.main()
+    assert left.value.code == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_variant_is_checked_by_a_command(tmp_path):
+    """As `make variants` does it: two steps, and bench/fork.py with torchrun."""
+    (tmp_path / "sft").symlink_to(kit.base() / "models/actor")
+    variants.check("dpo", tmp_path, tmp_path, "--quick", "--steps", 2)
 
 
 # --------------------------------------------------------------------------------------------------
