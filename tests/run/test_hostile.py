@@ -1,5 +1,5 @@
-"""A hostile user, drawn at random: whatever flags, models, rows and output folders a run is given, it
-keeps what it promises."""
+"""A hostile user, drawn at random (bench/hostile.py): a run keeps its promises, whatever flags,
+models, rows and output folders it is given."""
 
 import pytest
 
