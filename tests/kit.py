@@ -200,7 +200,8 @@ def serve():
 
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # its thread may hold a lock at a fork, which then is never released
-    late = ("peft", "pytest", "matplotlib.pyplot", "deepspeed.module_inject.auto_ep_comm")
+    late = ["peft", "pytest", "matplotlib.pyplot", "transformers.trainer_pt_utils"]
+    late += ["deepspeed.module_inject.auto_ep_comm", "deepspeed.module_inject.auto_ep_layer"]
     for name in (*SCRIPTS, *late, "deepspeed.runtime.zero.muon.muon_optimizer"):
         with contextlib.suppress(ImportError):  # else seconds in each rank
             importlib.import_module(name)

@@ -74,6 +74,10 @@ def test_the_pages_say_what_the_runs_showed():
     assert variants.overview() in (kit.ROOT / "docs/variants.md").read_text()
 
 
+def tiny_data():
+    return f"--data_path {kit.base()}/data --data_split 1,1,1".split()
+
+
 def call_of_tree(tree, script, argv):
     """Runs a script of another folder, with what it imports from there, in a forked rank."""
     ours = ("common", "machinery", *kit.SCRIPTS)
@@ -90,8 +94,9 @@ def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypat
     tree, models, what = tmp_path / "tree", kit.base() / "models", variants.declared(name)
     runner.apply(name, tree)
     script, text = what["check"]
+    text = text.replace("toy/data", f"{kit.base()}/data")
     flags = text.format(sft=models / "actor", reward=models / "reward").split()
-    flags += f"--data_path {kit.base()}/data --data_split 1,1,1".split()
+    flags += tiny_data()
 
     def start(script, flags, ranks=1):
         argv = [str(flag) for flag in flags]
@@ -107,10 +112,20 @@ def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_a_variant_is_checked_by_a_command(tmp_path):
-    """As `make variants` does it: two steps, and bench/fork.py with torchrun."""
-    (tmp_path / "sft").symlink_to(kit.base() / "models/actor")
-    variants.check("dpo", tmp_path, tmp_path, "--quick", "--steps", 2)
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_variant_is_checked_by_commands(ranks, tmp_path, monkeypatch):
+    """`make variants` makes two steps, and then calls bench/fork.py. Here the steps are really made
+    as it starts a script: by itself, and with torchrun."""
+    commands = []
+    monkeypatch.setattr(variants, "call", lambda words, _: commands.append([*map(str, words)]))
+    variants.check("dpo", kit.base() / "models", tmp_path, "--quick")
+    (_, script, *flags), (_, program, *options) = commands
+    monkeypatch.chdir(tmp_path / "tree")
+    monkeypatch.setattr(sys, "argv", [program, *options])
+    assert fork.get_options().quick and fork.get_options().script == script
+    flags += ["--model_name_or_path", kit.base() / "models/actor", *tiny_data()]
+    done = fork.start(script, flags, ranks)
+    assert done.returncode == 0 and f"done: {tmp_path}/steps" in done.stdout, done.stderr
 
 
 # --------------------------------------------------------------------------------------------------

@@ -142,14 +142,14 @@ def test_killed_three_times_and_resumed_it_is_the_same_run(whole, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_killed_at_any_moment_it_is_the_same_run(name, tmp_path):
-    """Three moments of each of four runs, spread over all that rank 0 does in the output folder."""
+    """Five moments of each of four runs, spread over all that rank 0 does in the output folder."""
     script, zero = name.split("_")[0], RUNS[name]
     whole = play(tmp_path / "whole", script=script, zero=zero)
     assert whole.codes == [0, 0], whole
     touches = int((tmp_path / "whole.touches").read_text())
-    for number in range(3):
+    for number in range(5):
         folder = tmp_path / str(number)
-        kill_at = 2 + round((touches - 3) * (4 * number + list(RUNS).index(name)) / 11)
+        kill_at = 2 + round((touches - 3) * (4 * number + list(RUNS).index(name)) / 19)
         assert -9 in play(folder, script=script, zero=zero, kill_at=kill_at).codes
         resume = ["--resume"] * (folder / "args.json").exists()
         done = play(folder, *resume, script=script, zero=zero)
