@@ -96,7 +96,7 @@ def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypat
     script, text = what["check"]
     text = text.replace("toy/data", f"{kit.base()}/data")
     flags = text.format(sft=models / "actor", reward=models / "reward").split()
-    flags += tiny_data()
+    flags += tiny_data() * ("--data_path" not in flags)
 
     def start(script, flags, ranks=1):
         argv = [str(flag) for flag in flags]
