@@ -1,7 +1,7 @@
 """Wrong input of every kind, as a user gives it: through a script's own main(), in an empty folder.
 
 Each case is refused in words that name what was given, before any model is loaded, and the folder
-is as it was. test_hostile.py draws from the same things. What flags refuse: test_flags.py.
+is as it was. bench/hostile.py draws from the same things. What flags refuse: test_flags.py.
 """
 
 import json
@@ -91,6 +91,7 @@ CASES = {  # script and flags: a word of the message
     "ppo --reward_model_name_or_path judge other": "other",
     "ppo --reward_model_name_or_path instruct": "instruct",  # another end of a response
     "ppo --reward_model_name_or_path actor": "actor",  # no value head
+    "ppo --reward_model_name_or_path no_base": "adapter_config.json",
     "ppo --normalize_reward 1": "score_statistics",
     # functions
     "ppo --reward_fn missing.py:length": "missing.py",
