@@ -38,6 +38,8 @@ def declared(name):
 
     script, base: what all arms run, and its flags. arms, models, hidden: as in runner.Lab. check,
     rows: the script and flags for bench/fork.py, and its rows. lab: the one that has its runs.
+    then, measures: scripts that run after it, unchanged, and measures of its own, as in runner.Lab.
+    makes: a program of the variant's that writes data for its runs into the folder {made}.
     """
     return json.loads((HERE / name / "arms.json").read_text())
 
@@ -47,18 +49,26 @@ def lab_of(name, models):
     what = declared(name)
     script, arms = what["script"], what["arms"]
     unchanged = [arm for arm in arms if arm.startswith("unchanged: ")][:1]
+    then = what.get("then", {})
+    last = [script, *then][-1]
+    given = {"sft": models / "sft", "reward": models / "reward", "variant": HERE}
+    given |= {"made": models.parent / name} if "makes" in what else {}
     return runner.Lab(
         title=(HERE / name / "README.md").read_text().splitlines()[0].removeprefix("# "),
         base={script: what["base"]},
         arms={arm: {**flags, "against": "".join(unchanged)} for arm, flags in arms.items()},
         compared=("gold",) if unchanged else (),
         plain=tuple((HERE / name / "results.json", arm) for arm in unchanged),
-        measures={head: (script, *measure) for head, measure in MEASURES.items()},
+        measures={
+            **{head: tuple(spec) for head, spec in what.get("measures", {}).items()},
+            **{head: (last, *measure) for head, measure in MEASURES.items()},
+        },
+        then=then,
         until=script,
         curves=CURVES,
         hidden=tuple(what.get("hidden", ())),
         models=what.get("models", {}),
-        given={"sft": models / "sft", "reward": models / "reward", "variant": HERE},
+        given=given,
     )
 
 
@@ -175,7 +185,11 @@ def main():
     else:
         files = ("results.json", "README.md", "curves.png")
         places = [HERE / args.name / file for file in files]
-        runner.study(lab_of(args.name, models), root, args.jobs, *places, args.plot)
+        lab, program = lab_of(args.name, models), declared(args.name).get("makes")
+        if program and not (args.plot or lab.given["made"].exists()):
+            command = [sys.executable, HERE / args.name / program, lab.given["made"]]
+            subprocess.run(command, cwd=ROOT, check=True)
+        runner.study(lab, root, args.jobs, *places, args.plot)
 
 
 if __name__ == "__main__":

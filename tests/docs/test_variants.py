@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from bench import fork
 from tests import kit
@@ -33,10 +34,10 @@ variants = load(VARIANTS / "run.py")
 runner = variants.runner
 
 
-def patched(name, folder):
-    """Returns ppo.py with the variant's diff, as a module."""
+def patched(name, folder, script="ppo.py"):
+    """Returns a script with the variant's diff, as a module."""
     runner.apply(name, folder / "tree")
-    return load(folder / "tree/ppo.py")
+    return load(folder / "tree" / script)
 
 
 @pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.stem)
@@ -229,3 +230,52 @@ def test_points_stand_where_a_sentence_ends(tokenizer):
     assert ends == {" Happy to help!": 0.5, text: 1.0}
     assert steps.whole([prompt], [text]) == [1.5]
     assert steps.whole([prompt], [" The owl gets to the mill by"]) == [pytest.approx(1 / 3)]
+
+
+class Even(torch.nn.Module):
+    """A "model" to which all tokens are equally likely. It keeps its logits."""
+
+    base_model, config = property(lambda self: self), LlamaConfig(num_hidden_layers=1)
+
+    def forward(self, ids, **options):
+        self.logits = torch.zeros(*ids.shape, 576, requires_grad=True)
+        return SimpleNamespace(logits=self.logits)
+
+
+def test_the_tool_turns_variant_by_hand(tmp_path, tokenizer):
+    """A tool answers each of the actor's first two tokens with two of its own. The random numbers
+    go on after these, and no gradient of loss, KL or entropy reaches them. (Credit crosses them:
+    maths/test_gae.py.)"""
+    ppo, model = patched("tool-turns", tmp_path), Even()
+    flags = "--max_answer_seq_len 8 --min_new_tokens 8 --tool_turns 2 --entropy_coef 0.1"
+    args, row = ppo.get_args(flags.split()), dict(prompt_ids=[5, 6], row=0, sample=0, row_weight=1)
+    given = args, model, tokenizer, [row], 1, 1
+    [alone], [row] = ppo.roll_out(*given), ppo.roll_out(*given, lambda completions, **_: ["zq"])
+    drawn, zq = alone["response_ids"], tokenizer("zq").input_ids
+    assert row["response_ids"] == [drawn[0], *zq, drawn[3], *zq, *drawn[6:]]
+
+    (batch,) = ppo.make_micro_batches(tokenizer, [row], 1)
+    logprobs, entropy = ppo.actor_forward(args, model, batch)
+    (logprobs + entropy + ppo.kl_estimate(logprobs, torch.zeros(8), "k2")).sum().backward()
+    reached = model.logits.grad[0, 1:-1].abs().sum(-1) > 0
+    assert reached.tolist() == row["tokens"]["own"] == [1, 0, 0, 1, 0, 0, 1, 1]
+
+
+def test_the_deepspeed_chat_reward_variant_by_hand(tmp_path):
+    """The responses differ from column 3 on; the longer one ends in column 5. The loss is a mean
+    over these three."""
+    reward = patched("deepspeed-chat-reward", tmp_path, "reward.py")
+    row = dict(prompt_ids=[5, 6], responses=[[7, 8, 9, 1], [7, 9, 1]], row_weight=1)
+    batch = reward.collate([row], 0, reward.compared_rows)
+    assert (batch.predicts + 1).tolist() == [[3, 4, 5, 5], [9, 10, 11, 10]]  # last tokens at last
+    values = torch.tensor([[1.0, 2, 3], [1, 0, 3]])
+    loss = reward.compared_loss_sum(values, batch.compared, batch.row_weight)[None]
+    assert numbers(loss) == [0.5044]  # (2 * 0.6931 + 0.1269) / 3
+
+
+def test_the_vc_ppo_variant_by_hand(tmp_path):
+    """Lambda 0 for the actor, 1 for the critic: its target is the sum of the rewards to come."""
+    args, ones = SimpleNamespace(gamma=1.0, lam=0.0, critic_lam=1.0), torch.ones(1, 2)
+    batch = micro_batch(rewards=ones, old_values=ones / 2, response_mask=ones)
+    advantages, returns = patched("vc-ppo", tmp_path).gae_of(args, batch)
+    assert advantages.tolist() == [[1, 0.5]] and returns.tolist() == [[2, 1]]
