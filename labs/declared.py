@@ -10,6 +10,7 @@ import runner
 
 TEXT = runner.ROOT / "output/labs/text.jsonl"  # run.py writes it
 SECOND = runner.ROOT / "output/labs/second"  # and this: the toy's data with another seed
+HALF = runner.ROOT / "output/labs/half"  # and this, by course/swapped.py
 BASE = {  # the toy, made smaller: half its rows a step, and fewer steps
     "sft": "--num_train_epochs 3 --num_samples 0",
     "reward": "--model_name_or_path {sft} --num_train_epochs 2",
@@ -27,6 +28,7 @@ RATIO = {
     "clip_fraction": ("ppo", "clip_fraction", "mean"),
 }
 VARIANCE = {"explained_variance": ("ppo", "explained_variance", "last")}
+LENGTH = ("ppo", "eval_response_length", "last")
 ACCURACY = {
     "loss": ("reward", "eval_loss", "last"),
     "accuracy": ("reward", "eval_accuracy", "last"),
@@ -93,6 +95,7 @@ LORA = "--actor_lora_dim 16 --actor_learning_rate"
 DROPOUT = "--actor_dropout 0.1"
 LONGER = "--max_steps 60 --eval_steps 30"
 ALONE, WARMUP = "--critic_warmup_steps 20", "critic-warmup"
+BONUS = "--reward_model_name_or_path {reward} --reward_fn course/length_bonus.py:"
 FROM_SFT = "--critic_model_name_or_path {sft} --reward_model_name_or_path {reward}"
 
 
@@ -352,6 +355,21 @@ LABS = {
             "LoRA 16, rate of full training": ppo(f"{LORA} 2e-4"),
             "LoRA 16, ten times the rate": ppo(f"{LORA} 2e-3"),
         },
+    ),
+    "exercises": lab(
+        "Exercises of the class: lambda, length, labels",
+        {
+            "ours": {},
+            "lambda 0": ppo("--lam 0"),
+            "lambda 1": ppo("--lam 1"),
+            "a tenth for each word": ppo(f"{BONUS}bonus"),
+            "three tenths for each word": ppo(f"{BONUS}large_bonus"),
+            "half of the labels swapped": {"reward": "--data_path {half}"},
+        },
+        {"accuracy": ACCURACY["accuracy"], **GOLD, "length": LENGTH, **VARIANCE},
+        ("accuracy", "gold", "length", "explained_variance"),
+        compared=("gold", "length"),
+        given={"half": HALF},
     ),
     # ---- What the labs above left open ----
     "mismatch-split": lab(

@@ -21,7 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import runner  # noqa: E402
-from declared import LABS, MORE, SECOND, TEXT, again, quick, second  # noqa: E402
+from declared import HALF, LABS, MORE, SECOND, TEXT, again, quick, second  # noqa: E402
 
 
 def write_text(file):
@@ -65,6 +65,8 @@ def main():
     if "second" in lab.given:
         make = [sys.executable, runner.ROOT / "toy/make.py", "--seed", "5678", "--out", SECOND]
         subprocess.run(make, check=True)
+    if "half" in lab.given:
+        subprocess.run([sys.executable, runner.ROOT / "course/swapped.py", "0.5", HALF], check=True)
     places = [HERE / file.format(name) for file in ("results/{}.json", "{}.md", "{}.png")]
     runner.study(lab, args.runs.resolve(), args.jobs, *places, args.plot)
 
