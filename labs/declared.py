@@ -397,21 +397,6 @@ LABS = {
             "LoRA 16, ten times the rate": ppo(f"{LORA} 2e-3"),
         },
     ),
-    "exercises": lab(
-        "Exercises of the class: lambda, length, labels",
-        {
-            "ours": {},
-            "lambda 0": ppo("--lam 0"),
-            "lambda 1": ppo("--lam 1"),
-            "a tenth for each word": ppo(f"{BONUS}bonus"),
-            "three tenths for each word": ppo(f"{BONUS}large_bonus"),
-            "half of the labels swapped": {"reward": "--data_path {half}"},
-        },
-        {"accuracy": ACCURACY["accuracy"], **GOLD, "length": LENGTH, **VARIANCE},
-        ("accuracy", "gold", "length", "explained_variance"),
-        compared=("gold", "length"),
-        given={"half": HALF},
-    ),
     # ---- What the labs above left open ----
     "mismatch-split": lab(
         "Shifted log-probs: does the ratio hurt, or the KL penalty?",
@@ -429,6 +414,21 @@ LABS = {
 
 # ---- What would decide more: not run yet, and without a page ----
 MORE = {
+    "exercises": lab(
+        "Exercises of the class: lambda, length, labels",
+        {
+            "ours": {},
+            "lambda 0": ppo("--lam 0"),
+            "lambda 1": ppo("--lam 1"),
+            "a tenth for each word": ppo(f"{BONUS}bonus"),
+            "three tenths for each word": ppo(f"{BONUS}large_bonus"),
+            "half of the labels swapped": {"reward": "--data_path {half}"},
+        },
+        {"accuracy": ACCURACY["accuracy"], **GOLD, "length": LENGTH, **VARIANCE},
+        ("accuracy", "gold", "length", "explained_variance"),
+        compared=("gold", "length"),
+        given={"half": HALF},
+    ),
     "estimators-as-declared": lab(
         "GAE, RLOO, GRPO and REINFORCE at the toy's own rates, as first declared",
         each_estimator(),
