@@ -422,6 +422,7 @@ MORE = {
             "lambda 1": ppo("--lam 1"),
             "a tenth for each word": ppo(f"{BONUS}bonus"),
             "three tenths for each word": ppo(f"{BONUS}large_bonus"),
+            "three tenths, scores not clipped": ppo(f"{BONUS}large_bonus --clip_reward inf"),
             "half of the labels swapped": {"reward": "--data_path {half}"},
         },
         {"accuracy": ACCURACY["accuracy"], **GOLD, "length": LENGTH, **VARIANCE},
