@@ -1,7 +1,7 @@
 """The held-out pairs that a reward model of the toy gets most wrong.  course/class.md
 
 python course/worst_pairs.py output/class/reward            the five worst, with file and line
-python course/worst_pairs.py output/class/reward --gold     and who is wrong, by toy/gold.py
+python course/worst_pairs.py output/class/reward gold     and who is wrong, by toy/gold.py
 """
 
 import json
@@ -26,7 +26,7 @@ def who_is_wrong(prompt, chosen, rejected):
     return "the judge" if of_chosen > of_rejected else "the label"
 
 
-def main(folder, *flags):
+def main(folder, *words):
     pairs = [json.loads(line) for line in open(Path(folder) / "judge.jsonl")]
     wrong = [pair for pair in pairs if pair["chosen_score"] < pair["rejected_score"]]
     wrong.sort(key=lambda pair: pair["chosen_score"] - pair["rejected_score"])
@@ -35,7 +35,7 @@ def main(folder, *flags):
         print(f"\n{pair['prompt'].splitlines()[0]}   ({pair['place']})")
         for side in ("chosen", "rejected"):
             print(f"  {side:9}{pair[side + '_score']:6.2f} {pair[side]}")
-    if "--gold" in flags:
+    if "gold" in words:
         texts = (map(pair.get, ("prompt", "chosen", "rejected")) for pair in wrong)
         counts = Counter(who_is_wrong(*each) for each in texts)
         print("\nWho is wrong, by toy/gold.py:")
