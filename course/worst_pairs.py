@@ -1,6 +1,6 @@
-"""The held-out pairs that a reward model of the toy gets most wrong.  course/class.md
+"""The held-out pairs that a reward model of the toy gets most wrong: see course/class.md.
 
-python course/worst_pairs.py output/class/reward            the five worst, with file and line
+python course/worst_pairs.py output/class/reward          the five worst, with file and line
 python course/worst_pairs.py output/class/reward gold     and who is wrong, by toy/gold.py
 """
 
