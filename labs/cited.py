@@ -32,6 +32,7 @@ WORDS = "no one two three four five six seven eight nine ten eleven twelve".spli
 NUMBER = rf"[+-]?\d[\d,]*(?:\.\d+)?|\b(?:{'|'.join(WORDS)})\b"
 CITED = re.compile(rf"({NUMBER})( %)?<!-- (?:([a-z0-9-]+): )?(.+?) -->", re.I)
 PAGES = [*sorted(HERE.glob("*.md")), *sorted(HERE.parent.glob("docs/*.md"))]
+PAGES += sorted(HERE.parent.glob("course/*.md"))
 PAGES += [HERE.parent / "README.md", HERE.parent / "toy/README.md"]
 VARIANTS = HERE.parent / "variants"
 PAGES += sorted(VARIANTS.glob("*/README.md"))

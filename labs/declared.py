@@ -10,6 +10,7 @@ import runner
 
 TEXT = runner.ROOT / "output/labs/text.jsonl"  # run.py writes it
 SECOND = runner.ROOT / "output/labs/second"  # and this: the toy's data with another seed
+HALF = runner.ROOT / "output/labs/half"  # and this, by course/swapped.py
 SUMS = runner.ROOT / "output/labs/sums"  # and these: sums with three operations, see run.write_sums
 BASE = {  # the toy, made smaller: half its rows a step, and fewer steps
     "sft": "--num_train_epochs 3 --num_samples 0",
@@ -48,6 +49,7 @@ RATIO = {
     "clip_fraction": ("ppo", "clip_fraction", "mean"),
 }
 VARIANCE = {"explained_variance": ("ppo", "explained_variance", "last")}
+LENGTH = ("ppo", "eval_response_length", "last")
 ACCURACY = {
     "loss": ("reward", "eval_loss", "last"),
     "accuracy": ("reward", "eval_accuracy", "last"),
@@ -120,6 +122,7 @@ LORA = "--actor_lora_dim 16 --actor_learning_rate"
 DROPOUT = "--actor_dropout 0.1"
 LONGER = "--max_steps 60 --eval_steps 30"
 ALONE, WARMUP = "--critic_warmup_steps 20", "critic-warmup"
+BONUS = "--reward_model_name_or_path {reward} --reward_fn course/length_bonus.py:"
 CRITIC = "--advantage gae --samples_per_prompt 1 --critic_model_name_or_path {sft} "
 CRITIC += "--critic_learning_rate 4e-4 --critic_weight_decay 0 --critic_dropout 0"
 SAMPLERS = {  # a name in the tables: a fault of faults.py, without sampler_
@@ -411,6 +414,22 @@ LABS = {
 
 # ---- Declared, and not run yet ----
 MORE = {
+    "exercises": lab(
+        "Exercises of the class: lambda, length, labels",
+        {
+            "ours": {},
+            "lambda 0": ppo("--lam 0"),
+            "lambda 1": ppo("--lam 1"),
+            "a tenth for each word": ppo(f"{BONUS}bonus"),
+            "three tenths for each word": ppo(f"{BONUS}large_bonus"),
+            "three tenths, scores not clipped": ppo(f"{BONUS}large_bonus --clip_reward inf"),
+            "half of the labels swapped": {"reward": "--data_path {half}"},
+        },
+        {"accuracy": ACCURACY["accuracy"], **GOLD, "length": LENGTH, **VARIANCE},
+        ("accuracy", "gold", "length", "explained_variance"),
+        compared=("gold", "length"),
+        given={"half": HALF},
+    ),
     "estimators-as-declared": lab(
         "GAE, RLOO, GRPO and REINFORCE at the toy's own rates, as first declared",
         each_estimator(),

@@ -22,7 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import runner  # noqa: E402
-from declared import LABS, MORE, SECOND, SUMS, TEXT, again, quick, second  # noqa: E402
+from declared import HALF, LABS, MORE, SECOND, SUMS, TEXT, again, quick, second  # noqa: E402
 
 sys.path.insert(0, str(HERE.parent / "toy/arithmetic"))
 import generate  # noqa: E402
@@ -86,6 +86,8 @@ def main():
     if "second" in lab.given:
         make = [sys.executable, runner.ROOT / "toy/make.py", "--seed", "5678", "--out", SECOND]
         subprocess.run(make, check=True)
+    if "half" in lab.given:
+        subprocess.run([sys.executable, runner.ROOT / "course/swapped.py", "0.5", HALF], check=True)
     places = [HERE / file.format(name) for file in ("results/{}.json", "{}.md", "{}.png")]
     runner.study(lab, args.runs.resolve(), args.jobs, *places, args.plot)
 
