@@ -100,9 +100,13 @@ def keep(run, root, target):
 
 
 def few(name, lines):
-    """Returns those lines of a file that are kept: of samples and tokens the two ends."""
+    """Returns those lines of a file that are kept: of samples and tokens the two ends.
+
+    Of the judge's pairs the texts are left out: they are those of toy/data, in its order.
+    """
     if name == "judge":
-        return lines[:PAIRS]
+        kept = [{key: x for key, x in line.items() if not isinstance(x, str)} for line in lines]
+        return kept[:PAIRS]
     if name == "metrics":
         return lines
     first, last = lines[0]["step"], lines[-1]["step"]

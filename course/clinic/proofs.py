@@ -29,6 +29,11 @@ PAGES = [*sorted(HERE.glob("[0-9]*/README.md")), *sorted(HERE.glob("solutions/*.
 lines_of = functools.cache(runner.lines_of)
 
 
+def broken(sample):
+    """Returns whether a response of the toy breaks off in the middle of a sentence."""
+    return not sample["response"].rstrip().endswith((".", "!"))
+
+
 class Case:
     """What a comment may say of a case."""
 
@@ -95,7 +100,8 @@ class Case:
 
     def value(self, expression):
         """Returns what the text of a comment gives."""
-        names = {"log": log, "mean": mean, "beginnings": beginnings, "healthy": Case("healthy/1")}
+        names = {"log": log, "mean": mean, "beginnings": beginnings, "broken": broken}
+        names["healthy"] = Case("healthy/1")
         methods = {name: getattr(self, name) for name in dir(self) if name[0] != "_"}
         return eval(expression, {**names, **methods})
 
