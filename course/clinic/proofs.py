@@ -20,6 +20,7 @@ ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "labs")]
 import cited  # noqa: E402
 import runner  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
 
 from tools.report.verdicts import beginnings  # noqa: E402
 
@@ -27,11 +28,17 @@ PAGES = [*sorted(HERE.glob("[0-9]*/README.md")), *sorted(HERE.glob("solutions/*.
 
 
 lines_of = functools.cache(runner.lines_of)
+TOKENIZER = Tokenizer.from_file(str(ROOT / "toy/model/tokenizer.json"))
 
 
 def broken(sample):
     """Returns whether a response of the toy breaks off in the middle of a sentence."""
     return not sample["response"].rstrip().endswith((".", "!"))
+
+
+def length(sample):
+    """Returns the number of tokens of a sample's prompt."""
+    return len(TOKENIZER.encode(sample["prompt"]).ids)
 
 
 class Case:
@@ -100,10 +107,9 @@ class Case:
 
     def value(self, expression):
         """Returns what the text of a comment gives."""
-        names = {"log": log, "mean": mean, "beginnings": beginnings, "broken": broken}
-        names["healthy"] = Case("healthy/1")
+        names = {each.__name__: each for each in (log, mean, beginnings, broken, length)}
         methods = {name: getattr(self, name) for name in dir(self) if name[0] != "_"}
-        return eval(expression, {**names, **methods})
+        return eval(expression, {**names, **methods, "healthy": Case("healthy/1")})
 
 
 def wrong(page):
