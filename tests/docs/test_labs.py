@@ -406,6 +406,21 @@ def test_the_other_mistakes():
     assert losses["head_zero"] == pytest.approx(log(2)) and len(set(losses.values())) == 5
 
 
+@pytest.mark.slow
+def test_another_policy_samples():
+    """sampling_kl says how far it is, as the log-prob of a token is that under the policy that drew
+    it. Evaluations stay as they are. Weights of a step ago are those of the start in step 1."""
+    plain = lines_with("")
+    for fault in ("top_p", "top_k", "temperature", "bf16", "fp8", "eager"):
+        before, first, _ = lines_with(f"sampler_{fault}")
+        assert before == plain[0] and (first["sampling_gap"] > 1e-4) == (fault != "eager"), fault
+        assert first["sampling_kl"] > 1e-3 or fault in ("bf16", "eager"), fault
+    assert lines_with("stale_0") == plain and lines_with("stale_1")[:2] == plain[:2]
+    behind, clipped = (lines_with(fault)[2] for fault in ("stale_1", "stale_1_clipped"))
+    assert behind["sampling_gap"] > 1e-4 > behind["ratio_max"] - 1
+    assert clipped["ratio_max"] - 1 > 1e-4
+
+
 def test_dual_clip_bounds_the_loss_of_a_bad_token(monkeypatch):
     """A bad token (A = -1) that became e times as likely has the loss e, which is below 3. One that
     became e^2 times as likely has 3 in place of 7.39. A good token's loss is as before."""
