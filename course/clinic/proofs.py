@@ -107,9 +107,10 @@ class Case:
 
     def value(self, expression):
         """Returns what the text of a comment gives."""
-        names = {each.__name__: each for each in (log, mean, beginnings, broken, length)}
+        names = {"log": log, "mean": mean, "healthy": Case("healthy/1")}
+        names |= {each.__name__: each for each in (beginnings, broken, length)}
         methods = {name: getattr(self, name) for name in dir(self) if name[0] != "_"}
-        return eval(expression, {**names, **methods, "healthy": Case("healthy/1")})
+        return eval(expression, {**names, **methods})
 
 
 def wrong(page):
