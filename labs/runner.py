@@ -351,13 +351,13 @@ def curve_of(folder, hidden):
     return {name: [line[key] for line in lines] for name, key in known.items()}
 
 
-def rounded(value):
-    """Returns numbers with six digits, in lists and dicts, too."""
+def rounded(value, digits=6):
+    """Returns numbers with so many digits, in lists and dicts, too."""
     if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
+        return {key: rounded(each, digits) for key, each in value.items()}
     if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+        return [rounded(each, digits) for each in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 def collect(lab, chains, root):

@@ -116,6 +116,13 @@ def call_main(script, argv):
     refused.program(importlib.import_module(script).main)
 
 
+def parse(run):
+    """Gives the flags of a lab's run to its script."""
+    words = run.command(Path("runs"))
+    script = importlib.import_module(run.script)
+    script.get_args(words[words.index(f"{run.script}.py") + 1 :])
+
+
 def environment(changes=None):
     """Returns this process's environment with `changes`, and without the ranks of another run."""
     found = {k: v for k, v in os.environ.items() if k not in RANK_NAMES}

@@ -7,7 +7,7 @@
 The page holds the steps with their limits, one prompt answered by all models, verdicts on the
 metrics, curves, the numbers of single tokens, how good the reward model is, and the samples. It
 needs no network and no server: open it in a browser. The verdicts that are "sick" or "watch" are
-printed, too.
+printed, too, and so are learning rates that are not those of the run's preset.
 """
 
 import argparse
@@ -49,6 +49,8 @@ def main(argv=None):
         lost = ", ".join(f"{count} of {name}" for name, count in run.broken.items())
         if lost:
             notes.append(f"{run.path}: lines that could not be read were left out: {lost}.")
+        if other := runs.other_rates(run):
+            notes.append(f"{run.path}: {other}.")
     title = " + ".join(dict.fromkeys(folder.rstrip("/") for folder in args.folders))
     args.out.write_text(page.page(title, found, notes), encoding="utf-8")
     for note in notes:

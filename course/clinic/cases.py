@@ -2,8 +2,8 @@
 
 Its three steps are run as they were for the folder course/clinic/07, on one core, and what they
 leave behind is put into output/clinic/07. Runs that cases share are made once, before it, and a run
-that is in output/clinic/runs is not made again. Other names are healthy-1, healthy-2 and healthy-3,
-the runs without a fault.
+that is in output/clinic/runs is not made again. Names that begin with "healthy" are the runs
+without a fault.
     python course/clinic/cases.py               lists them
     python course/clinic/cases.py 07 --keep     puts it into course/clinic/07, which is in git
 Each case has its flags and its fault in course/clinic/solutions: do not look there too early.
@@ -23,10 +23,11 @@ import runner  # noqa: E402
 
 BASE = declared.BASE  # of the labs: the toy, made smaller
 ASKED = "--num_samples 70 --max_answer_seq_len 48 --gold_fn toy/gold.py:gold"  # of step 1
-HEALTHY = {f"healthy-{seed}": ({}, seed) for seed in (1, 2, 3)}
+HEALTHY = {f"healthy-{seed}": {"SEED": seed} for seed in (1, 2, 3)}
+HEALTHY["healthy-gpt2"] = {"FLAGS": {"sft": "--model_name_or_path course/clinic/gpt2"}}
 CASES = sorted(file.stem for file in (HERE / "solutions").glob("[0-9]*.py"))
 SAMPLES, PAIRS = 70, 280  # that are kept of each evaluation, and of the judge
-DIGITS = 5
+DIGITS = 5  # of the numbers in the files that are kept
 
 
 # ---- Runs ----
@@ -35,12 +36,9 @@ def case(name):
 
     A fault in step 1 leaves the reward model as it is: it was made before.
     """
-    flags, seed = HEALTHY.get(name, ({}, 1))
-    solution = {}
-    if name in CASES:
-        file = HERE / f"solutions/{name}.py"
-        solution = runpy.run_path(str(file))
-        flags = solution.get("FLAGS", {})
+    file = HERE / f"solutions/{name}.py"
+    solution = HEALTHY.get(name) or runpy.run_path(str(file))
+    flags, seed = solution.get("FLAGS", {}), solution.get("SEED", 1)
     at = solution.get("SCRIPT")
     if at == "sft":
         flags = {**flags, "sft": f"{flags.get('sft', '')} {ASKED}"}
@@ -71,6 +69,15 @@ def shown(script, run):
     return runner.Run(script, words, run.seed, run.parents, run.fault)
 
 
+def with_parents(runs):
+    """Returns runs, each once and after those that it starts from, which are among them, too."""
+    found = {}
+    for run in runs:
+        found |= dict.fromkeys(with_parents([parent for _, parent in run.parents]))
+        found[run] = None
+    return list(found)
+
+
 # ---- What is kept of a run ----
 def keep(run, root, target):
     """Writes what look.py needs of a run into a folder: of few samples, and without its paths."""
@@ -83,30 +90,25 @@ def keep(run, root, target):
     (target / "args.json").write_text(args)
     for name in ("metrics", "samples", "tokens", "judge"):
         if (folder / f"{name}.jsonl").exists():
-            lines = runner.lines_of(folder, f"{name}.jsonl")
-            text = "".join(json.dumps(rounded(line)) + "\n" for line in few(name, lines))
-            (target / f"{name}.jsonl").write_text(text)
+            lines = few(name, runner.lines_of(folder, f"{name}.jsonl"))
+            texts = [json.dumps(line) + "\n" for line in runner.rounded(lines, DIGITS)]
+            (target / f"{name}.jsonl").write_text("".join(texts))
 
 
 def few(name, lines):
-    """Returns those lines of a file that are kept: of samples and tokens the two ends."""
+    """Returns those lines of a file that are kept: of samples and tokens the two ends.
+
+    Of the judge's pairs the texts are left out: they are those of toy/data, in its order.
+    """
     if name == "judge":
-        return lines[:PAIRS]
+        kept = [{key: x for key, x in line.items() if not isinstance(x, str)} for line in lines]
+        return kept[:PAIRS]
     if name == "metrics":
         return lines
     first, last = lines[0]["step"], lines[-1]["step"]
     most = SAMPLES if name == "samples" else 4
     ends = [[line for line in lines if line["step"] == step] for step in (first, last)]
     return ends[0][:most] + ends[1][:most]
-
-
-def rounded(value):
-    """Returns numbers with DIGITS digits, in lists and dicts, too."""
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
 def main():
@@ -118,9 +120,8 @@ def main():
         return print(" ".join(names))
     runs, root = case(args.name), args.runs.resolve()
     kept = {script: shown(script, run) for script, run in runs.items()}
-    if args.name in ("healthy-2", "healthy-3"):
-        kept = runs
-    runner.make_all({(args.name, 1): {"samples": kept["sft"], **runs}}, root, 1)
+    chain = dict(enumerate(with_parents([kept["sft"], *runs.values()])))
+    runner.make_all({(args.name, 1): chain}, root, 1)
     target = (HERE if args.keep else ROOT / "output/clinic") / args.name.replace("-", "/")
     for script, run in kept.items():
         keep(run, root, target / script)

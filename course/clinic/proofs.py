@@ -19,17 +19,26 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "labs")]
 import cited  # noqa: E402
+import runner  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
 
 from tools.report.verdicts import beginnings  # noqa: E402
 
 PAGES = [*sorted(HERE.glob("[0-9]*/README.md")), *sorted(HERE.glob("solutions/*.md"))]
 
 
-@functools.cache
-def lines(folder, name):
-    """Returns the dicts of a .jsonl file of a run."""
-    text = (HERE / folder / f"{name}.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+lines_of = functools.cache(runner.lines_of)
+TOKENIZER = Tokenizer.from_file(str(ROOT / "toy/model/tokenizer.json"))
+
+
+def broken(sample):
+    """Returns whether a response of the toy breaks off in the middle of a sentence."""
+    return not sample["response"].rstrip().endswith((".", "!"))
+
+
+def length(sample):
+    """Returns the number of tokens of a sample's prompt."""
+    return len(TOKENIZER.encode(sample["prompt"]).ids)
 
 
 class Case:
@@ -41,9 +50,10 @@ class Case:
     def series(self, metric, script=None):
         """The values of a metric by step, in a step of RLHF, or in the last one that has it."""
         for each in [script] if script else ("ppo", "reward", "sft"):
-            run = f"{self.name}/{each}"
-            if (HERE / run).is_dir():
-                found = {x["step"]: x[metric] for x in lines(run, "metrics") if metric in x}
+            run = HERE / self.name / each
+            if run.is_dir():
+                lines = lines_of(run, "metrics.jsonl")
+                found = {x["step"]: x[metric] for x in lines if metric in x}
                 if found:
                     return found
         raise KeyError(metric)
@@ -77,17 +87,17 @@ class Case:
 
     def pairs(self):
         """The pairs that were judged."""
-        return lines(f"{self.name}/reward", "judge")
+        return lines_of(HERE / self.name / "reward", "judge.jsonl")
 
     def samples(self, script="ppo", last=True):
         """The samples of the first evaluation or the last one."""
-        found = lines(f"{self.name}/{script}", "samples")
+        found = lines_of(HERE / self.name / script, "samples.jsonl")
         step = (max if last else min)(x["step"] for x in found)
         return [x for x in found if x["step"] == step]
 
     def tokens(self, row, step=40):
         """The numbers of a response's tokens, its score and its kl_coef."""
-        found = lines(f"{self.name}/ppo", "tokens")
+        found = lines_of(HERE / self.name / "ppo", "tokens.jsonl")
         [line] = [x for x in found if (x["row"], x["step"], x["sample"]) == (row, step, 0)]
         return {**line["tokens"], "score": line["reward"], "kl_coef": line["kl_coef"]}
 
@@ -97,7 +107,8 @@ class Case:
 
     def value(self, expression):
         """Returns what the text of a comment gives."""
-        names = {"log": log, "mean": mean, "beginnings": beginnings, "healthy": Case("healthy/1")}
+        names = {"log": log, "mean": mean, "healthy": Case("healthy/1")}
+        names |= {each.__name__: each for each in (beginnings, broken, length)}
         methods = {name: getattr(self, name) for name in dir(self) if name[0] != "_"}
         return eval(expression, {**names, **methods})
 

@@ -4,13 +4,9 @@ healthy run sick, and what the pages say is what the files of the runs give."""
 import re
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 
-import ppo
-import reward
-import sft
 from machinery.run import crash
 from tests import kit
 from tools.report import runs, verdicts
@@ -21,7 +17,6 @@ import cases as clinic  # noqa: E402
 import cited  # noqa: E402
 import proofs  # noqa: E402
 
-MODULES = {"sft": sft, "reward": reward, "ppo": ppo}
 NAMED = {  # the row of README's table whose verdict names the fault, or its family
     "01": "samples",
     "02": "tokens.jsonl",
@@ -65,9 +60,9 @@ def test_a_verdict_names_the_fault(case):
 
 @pytest.mark.parametrize("name", clinic.HEALTHY)
 def test_no_healthy_run_is_called_sick(name):
-    """Three seeds through all stages."""
+    """Three seeds through all stages, and another architecture."""
     found = verdicts_of(name.replace("-", "/"))
-    assert {script for script, _ in found} == {"sft", "reward", "ppo"}
+    assert {script for script, _ in found} == set(clinic.case(name))
     assert [words for status, words in found.values() if status == verdicts.SICK] == []
 
 
@@ -84,15 +79,22 @@ def test_a_case_is_whole_and_its_numbers_are_those_of_its_files(case):
     files = [file for file in (CLINIC / case).rglob("*") if file.is_file()]
     assert {file.parent.name for file in files} - {case} == set(clinic.case(case))
     assert sum(file.stat().st_size for file in files) < 300_000
-    assert not any(re.search(r'"/', file.read_text()) for file in files if file.name == "args.json")
+    assert not any('"/' in file.read_text() for file in files if file.name == "args.json")
     assert f"{case}/README.md" in (CLINIC / "README.md").read_text()
 
 
 @pytest.mark.parametrize("case", [*clinic.CASES, *clinic.HEALTHY])
 def test_the_runs_of_a_case_are_commands_that_parse(case):
-    for script, run in clinic.case(case).items():
-        words = run.command(Path("runs"))
-        MODULES[script].get_args(words[words.index(f"{script}.py") + 1 :])
+    """And each comes after those that it starts from."""
+    made = clinic.with_parents(clinic.case(case).values())
+    for number, run in enumerate(made):
+        assert {parent for _, parent in run.parents} <= {*made[:number]}
+        kit.parse(run)
+
+
+def test_rates_that_are_not_the_presets_are_named():
+    said = [runs.other_rates(run) for run in runs.find([CLINIC / "16"])]
+    assert said[:2] == ["", ""] and "critic_learning_rate is 0.004 (preset: 0.0004)" in said[2]
 
 
 def test_the_advice_at_a_nan_is_that_of_the_page():

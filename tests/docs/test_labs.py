@@ -18,8 +18,6 @@ import pytest
 import torch
 
 import ppo
-import reward
-import sft
 from tests import kit, runs
 
 LABS = kit.ROOT / "labs"
@@ -28,9 +26,6 @@ import cited  # noqa: E402
 import declared  # noqa: E402
 import faults  # noqa: E402
 import runner  # noqa: E402
-
-MODULES = {"sft": sft, "reward": reward, "ppo": ppo}
-
 
 # --------------------------------------------------------------------------------------------------
 # Runs
@@ -47,11 +42,10 @@ def test_the_runs_of_a_lab_are_commands_that_parse(name):
     assert len(lab.seeds) >= 3 and set(lab.shown) <= set(lab.measures)
     for chain in lab.chains().values():
         for run in chain.values():
-            words = run.command(Path("runs"))
             assert not run.fault or run.fault in faults.FAULTS
             if not run.variant:
-                MODULES[run.script].get_args(words[words.index(f"{run.script}.py") + 1 :])
-            commands.add(tuple(words))
+                kit.parse(run)
+            commands.add(run)
     assert len(commands) >= len(lab.arms) * len(lab.seeds)
 
 

@@ -29,7 +29,7 @@ SIGNS = {
 
 
 def page(title, runs, notes):
-    """Returns the whole page as text. notes: what could not be read."""
+    """Returns the whole page as text. notes: of what could not be read, and of rates."""
     template = environment().get_template("page.html")
     style, script = (Markup((HERE / f"page.{kind}").read_text("utf-8")) for kind in ("css", "js"))
     code = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import ppo
+import reward
+import sft
 from machinery.base import records
 from machinery.base.refused import Refused
 from machinery.models import saving
 from machinery.run import folder_lock, logs
 
 ORDER = ("sft", "reward", "ppo")  # of the steps; other scripts follow
+PRESETS = {"sft": sft.PRESETS, "reward": reward.PRESETS, "ppo": ppo.PRESETS}
 TITLES = {"sft": "SFT", "reward": "Reward model", "ppo": "PPO"}
 KNOWN_BY = {"eval_reward": "ppo", "eval_accuracy": "reward", "eval_perplexity": "sft"}
 PARTS = ("ema", "critic", "best", "checkpoints")  # folders inside a run's own
@@ -119,6 +123,14 @@ def short_names(paths):
     while len({part[-count:] for part in parts}) < len(parts):
         count += 1
     return ["/".join(part[-count:]) for part in parts]
+
+
+def other_rates(run):
+    """Returns in words which learning rates are not those of the run's preset, "" if all are."""
+    preset = PRESETS.get(run.script, {}).get(str(run.args.get("preset")), {})
+    rates = {name: value for name, value in preset.items() if name.endswith("learning_rate")}
+    other = [name for name, value in rates.items() if run.args.get(name, value) != value]
+    return ", ".join(f"{name} is {run.args[name]} (preset: {rates[name]})" for name in other)
 
 
 # ---- One folder ----
