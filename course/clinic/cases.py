@@ -23,7 +23,11 @@ import runner  # noqa: E402
 
 BASE = declared.BASE  # of the labs: the toy, made smaller
 ASKED = "--num_samples 70 --max_answer_seq_len 48 --gold_fn toy/gold.py:gold"  # of step 1
+GRPO = "--advantage grpo --samples_per_prompt 4 --reward_fn course/clinic/verifiers.py:right"
 HEALTHY = {f"healthy-{seed}": {"SEED": seed} for seed in (1, 2, 3)}
+for seed in (1, 2, 3):  # no step 2, since nothing is judged by a model
+    flags = {"ppo": f"{GRPO} --critic_model_name_or_path {{sft}}"}
+    HEALTHY[f"healthy-grpo-{seed}"] = {"SEED": seed, "FLAGS": flags, "STEPS": ("sft", "ppo")}
 HEALTHY["healthy-gpt2"] = {"FLAGS": {"sft": "--model_name_or_path course/clinic/gpt2"}}
 CASES = sorted(file.stem for file in (HERE / "solutions").glob("[0-9]*.py"))
 SAMPLES, PAIRS = 70, 280  # that are kept of each evaluation, and of the judge

@@ -60,7 +60,7 @@ def test_a_verdict_names_the_fault(case):
 
 @pytest.mark.parametrize("name", clinic.HEALTHY)
 def test_no_healthy_run_is_called_sick(name):
-    """Three seeds through all stages, and another architecture."""
+    """Three seeds through all stages, PPO's and GRPO's, and another architecture."""
     found = verdicts_of(name.replace("-", "/"))
     assert {script for script, _ in found} == set(clinic.case(name))
     assert [words for status, words in found.values() if status == verdicts.SICK] == []
