@@ -457,20 +457,6 @@ MORE = {
         until="reward",
         compared=("loss at step 0", "accuracy"),
     ),
-    "reward-loss": lab(
-        "DeepSpeed-Chat's reward loss: all tokens, or the last one",
-        {"the last token (ours)": {}, "all tokens": {"variant": "all-tokens"}},
-        {
-            **ACCURACY,
-            "calibration error": ("reward", "calibration", "last"),
-            "explained_variance at step 1": ("ppo", "explained_variance", "first"),
-            **GOLD,
-        },
-        ("accuracy", "explained_variance at step 1", "gold"),
-        until="reward",
-        then={"ppo": ("ppo", BASE["ppo"], "")},
-        compared=("accuracy", "gold"),
-    ),
     "critic-longer": lab(
         "Warm-up of the critic, before 60 steps of both",
         {
