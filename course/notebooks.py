@@ -4,7 +4,8 @@
     python course/notebooks.py tour       minutes; course/tour.ipynb then has the new outputs
     python course/notebooks.py grpo
 
-Left out of the outputs are warnings, this machine's paths, and the reports, which are large.
+Left out of the outputs are warnings, bars of progress, this machine's paths, and the reports, which
+are large.
 """
 
 import re
@@ -19,6 +20,7 @@ FOLDER = Path(__file__).resolve().parent
 NAMES = sorted(file.stem for file in FOLDER.glob("*.ipynb"))
 LONGEST = 20_000  # characters of HTML that are kept: a report is longer
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+PROGRESS = re.compile(r"^ *[\w ]+: \d+ of \d+, .* left\n", re.M)  # machinery/base/progress.py
 
 
 def read(name):
@@ -49,7 +51,8 @@ def trim(notebook):
         cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         for output in cell.outputs:
             if "text" in output:
-                output.text = COLOURS.sub("", output.text).replace(f"{FOLDER.parent}/", "")
+                text = PROGRESS.sub("", COLOURS.sub("", output.text))
+                output.text = text.replace(f"{FOLDER.parent}/", "")
             if len(output.get("data", {}).get("text/html", "")) > LONGEST:
                 del output.data["text/html"]
     notebook.metadata["language_info"] = {"name": "python"}  # not which version
