@@ -7,7 +7,6 @@ import types
 import pytest
 
 from course import notebooks
-from tests import kit
 
 each = pytest.mark.parametrize("name", notebooks.NAMES)
 
@@ -24,9 +23,8 @@ def test_a_notebook_shows_a_whole_run(name):
 
 
 @each
-def test_what_a_notebook_imports_has_the_names_that_it_uses(name, monkeypatch):
+def test_what_a_notebook_imports_has_the_names_that_it_uses(name):
     """Minutes may pass before a cell finds out that a function has another name now."""
-    monkeypatch.syspath_prepend(kit.ROOT / "toy/arithmetic")
     cells = notebooks.code_cells(notebooks.read(name))
     tree = ast.parse("\n".join(cell.source for cell in cells))
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
