@@ -10,17 +10,38 @@ import runner
 
 TEXT = runner.ROOT / "output/labs/text.jsonl"  # run.py writes it
 SECOND = runner.ROOT / "output/labs/second"  # and this: the toy's data with another seed
+SUMS = runner.ROOT / "output/labs/sums"  # and these: sums with three operations, see run.write_sums
 BASE = {  # the toy, made smaller: half its rows a step, and fewer steps
     "sft": "--num_train_epochs 3 --num_samples 0",
     "reward": "--model_name_or_path {sft} --num_train_epochs 2",
     "ppo": "--actor_model_name_or_path {sft} --critic_model_name_or_path {reward} "
     "--max_steps 40 --enable_ema 0 --num_eval_prompts 140 --eval_steps 20 --log_steps 1",
 }
+VERIFIED = {  # GRPO on sums, with the share of right answers as gold: toy/arithmetic
+    "sft": "--preset arithmetic --per_device_train_batch_size 48 --num_train_epochs 5 "
+    "--num_samples 0",
+    "ppo": "--preset arithmetic --actor_model_name_or_path {sft} --max_steps 100 --eval_steps 50 "
+    "--per_device_generation_batch_size 256 --per_device_training_batch_size 256 --log_kl 1 "
+    "--gold_fn toy/arithmetic/verifier.py:correct --log_steps 1",
+}
 GOLD = {
     "gold before": ("ppo", "eval_gold", "first"),
     "gold": ("ppo", "eval_gold", "last"),
     "reward": ("ppo", "eval_reward", "last"),
     "KL": ("ppo", "eval_kl", "last"),
+}
+PASS = {
+    "gold before": GOLD["gold before"],
+    "gold": GOLD["gold"],
+    "pass@8 before": ("ppo", "eval_pass_at_8", "first"),
+    "pass@8": ("ppo", "eval_pass_at_8", "last"),
+    "tokens": ("ppo", "eval_response_length", "last"),
+    "KL": GOLD["KL"],
+}
+MISMATCH = {
+    **GOLD,
+    "sampling_kl": ("ppo", "sampling_kl", "mean"),
+    "sampling_gap": ("ppo", "sampling_gap", "max"),
 }
 RATIO = {
     "ratio_max": ("ppo", "ratio_max", "max"),
@@ -48,6 +69,12 @@ def lab(title, arms, measures=GOLD, shown=("gold", "KL"), logarithmic=(), **opti
     """A lab; by default of the whole pipeline, with the gold score after step 3."""
     options = {"limits": LIMITS, "plain": PLAIN, **options}
     return runner.Lab(title, BASE, arms, measures, shown, logarithmic, **options)
+
+
+def verified(title, arms, measures=PASS, shown=("gold", "tokens", "KL"), **options):
+    """A lab of GRPO on sums. Its plain recipe is GRPO with eight responses to a prompt."""
+    options = {"limits": {"gold": 0.99}, "plain": ((RESULTS / "groups.json", "8"),), **options}
+    return runner.Lab(title, VERIFIED, arms, measures, shown, **options)
 
 
 def ppo(flags, **others):
@@ -93,6 +120,20 @@ LORA = "--actor_lora_dim 16 --actor_learning_rate"
 DROPOUT = "--actor_dropout 0.1"
 LONGER = "--max_steps 60 --eval_steps 30"
 ALONE, WARMUP = "--critic_warmup_steps 20", "critic-warmup"
+CRITIC = "--advantage gae --samples_per_prompt 1 --critic_model_name_or_path {sft} "
+CRITIC += "--critic_learning_rate 4e-4 --critic_weight_decay 0 --critic_dropout 0"
+SAMPLERS = {  # a name in the tables: a fault of faults.py, without sampler_
+    "bf16": "bf16",
+    "fp8": "fp8",
+    "top-p 0.9": "top_p",
+    "top-k 20": "top_k",
+    "temperature 0.9": "temperature",
+    "eager": "eager",
+}
+CORRECTIONS = {"": "", ", weights": "--is_cap 2", ", band": "--is_band 1.1"}
+HALVES = f"{UNSTABLE} --per_device_training_batch_size 16"  # two updates on each rollout
+TO_64 = "--max_steps 200 --eval_steps 200 --eval_samples 64"
+HARD, BOTH = (f"--data_path {{sums}}/{name} --data_split 0,0,1" for name in ("hard", "both"))
 FROM_SFT = "--critic_model_name_or_path {sft} --reward_model_name_or_path {reward}"
 
 
@@ -420,6 +461,87 @@ MORE = {
         (),
         panels=True,
         compared=("gold at n = 64", ("gold at n = 64", "gold at n = 16")),
+    ),
+    "groups": verified(
+        "How many responses to a prompt does GRPO need?",
+        {str(n): ppo(f"--samples_per_prompt {n}", against="8") for n in (2, 4, 8, 16)},
+        {**PASS, "equal groups": ("ppo", "equal_groups", "mean")},
+    ),
+    "loss-mean": verified(
+        "GRPO's loss: a mean over tokens, over responses, or over a constant",
+        {mean: ppo(f"--loss_mean {mean}") for mean in ("tokens", "responses", "constant")},
+        compared=("gold", "tokens"),
+    ),
+    "baselines": verified(
+        "GRPO, RLOO, REINFORCE, and PPO with a critic, where a verifier judges",
+        {
+            "grpo": ppo(""),
+            "rloo": ppo("--advantage rloo"),
+            "reinforce": ppo("--advantage reinforce --samples_per_prompt 1"),
+            "critic, lambda 0.95": ppo(CRITIC),
+            "critic, lambda 1": ppo(f"{CRITIC} --lam 1"),
+            "critic, lambda 1, 72 steps": ppo(f"{CRITIC} --lam 1 --max_steps 72 --eval_steps 72"),
+        },
+        {**PASS, "seconds a step": ("ppo", "seconds", "mean")},
+    ),
+    "hard": verified(
+        "Sums that are almost always wrong: more of them, others instead, or easy ones first?",
+        {
+            "three operations": ppo(HARD),
+            "dynamic sampling": ppo(f"{HARD} --dynamic_sampling 4", variant="dynamic-sampling"),
+            "two and three, mixed": ppo(BOTH),
+            "two, then three": ppo(BOTH, fault="in_order"),
+        },
+        {**PASS, "equal groups": ("ppo", "equal_groups", "mean")},
+        given={"sums": SUMS},
+        plain=(),
+    ),
+    "ceiling": verified(
+        "Does GRPO exceed what 64 samples of SFT contain, or only sharpen it?",
+        {
+            "two operations": ppo(TO_64),
+            "three operations": ppo(f"{TO_64} {HARD}"),
+        },
+        {
+            f"pass@{k}{when}": ("ppo", f"eval_pass_at_{k}", which)
+            for k in (1, 8, 64)
+            for when, which in ((" before", "first"), ("", "last"))
+        }
+        | {"KL": GOLD["KL"]},
+        tuple(f"pass@{k}{when}" for k in (1, 8, 64) for when in (" before", "")),
+        given={"sums": SUMS},
+        compared=tuple((f"pass@{k}", f"pass@{k} before") for k in (1, 8, 64)),
+        plain=(),
+    ),
+    "mismatch-2": lab(
+        "Another policy samples: what does it cost, and what do the corrections give back?",
+        {"none": ppo("")}
+        | {
+            f"{name}{what}": ppo(flags, fault=f"sampler_{fault}")
+            for name, fault in SAMPLERS.items()
+            for what, flags in CORRECTIONS.items()
+        },
+        MISMATCH,
+        ("gold", "KL", "sampling_kl"),
+    ),
+    "staleness": lab(
+        "Rollouts of older weights: clipping, importance weights, or both?",
+        {
+            f"{estimator}, {steps} steps behind, {what}": ppo(
+                f"{HALVES} {flags} {others}",
+                fault=f"stale_{steps}{clipped}",
+                against=f"{estimator}, 0 steps behind, clipping",
+            )
+            for estimator, flags in (("gae", ""), ("grpo", ESTIMATORS["grpo"]))
+            for steps in (0, 1, 2, 4, 8)
+            for what, others, clipped in (
+                ("clipping", "", "_clipped"),
+                ("weights", f"--is_cap 2 {OFF}", ""),
+                ("both", "--is_cap 2", ""),
+            )
+        },
+        MISMATCH,
+        ("gold", "KL", "sampling_kl"),
     ),
     "second": second(
         again(

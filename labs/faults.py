@@ -7,6 +7,8 @@ a fault, has two passes, one that scores and one that trains: a pass that is bot
 with itself. No such run is stopped by what ppo.py checks in its first step.
 """
 
+import collections
+import contextlib
 import functools
 import runpy
 import sys
@@ -33,14 +35,12 @@ def two_passes():
     ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
 
 
-def around_forward(change):
-    """Wraps ppo.actor_forward in training: change(forward, args, actor, batch, scores).
+def in_training(name, change):
+    """Wraps a function of ppo.py in training: change(function, *its arguments).
 
-    scores: whether the forward is the one that scores, and not the one that trains. Evaluations are
-    left alone: they measure, and are to measure all runs alike.
+    Evaluations are left alone: they measure, and are to measure all runs alike.
     """
-    two_passes()
-    forward, evaluate, evaluating = ppo.actor_forward, ppo.rollout_metrics.evaluate, []
+    function, evaluate, evaluating = getattr(ppo, name), ppo.rollout_metrics.evaluate, []
 
     def evaluated(*args):
         evaluating.append(True)
@@ -48,12 +48,24 @@ def around_forward(change):
         evaluating.pop()
         return metrics
 
-    def changed(args, actor, batch):
-        if evaluating:
-            return forward(args, actor, batch)
+    def changed(*args):
+        return function(*args) if evaluating else change(function, *args)
+
+    ppo.rollout_metrics.evaluate = evaluated
+    setattr(ppo, name, changed)
+
+
+def around_forward(change):
+    """Wraps ppo.actor_forward in training: change(forward, args, actor, batch, scores).
+
+    scores: whether the forward is the one that scores, and not the one that trains.
+    """
+    two_passes()
+
+    def changed(forward, args, actor, batch):
         return change(forward, args, actor, batch, not torch.is_grad_enabled())
 
-    ppo.rollout_metrics.evaluate, ppo.actor_forward = evaluated, changed
+    in_training("actor_forward", changed)
 
 
 def dropout_scores():
@@ -168,6 +180,111 @@ def dual_clip(bound):
     ppo.policy_loss = change
 
 
+# ---- Another policy samples ----
+def around_sampling(change):
+    """Wraps ppo.sample in training: change(sample, args, model, *others). No such run is stopped.
+
+    What is stored of each token is the log-prob of the policy that drew it.
+    """
+    ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
+    in_training("sample", change)
+
+
+@contextlib.contextmanager
+def other_weights(model, weights):
+    """The model has other weights meanwhile: weights(name, parameter)."""
+    parameters = dict(model.named_parameters())
+    own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights(name, parameter))
+        yield
+        for name, parameter in parameters.items():
+            parameter.copy_(own[name])
+
+
+def to_fp8(matrix):
+    """Rounds a matrix to 8 bits (e4m3), with one scale: its largest number becomes 448."""
+    scale = matrix.abs().max() / 448
+    return (matrix / scale).to(torch.float8_e4m3fn).to(matrix.dtype) * scale
+
+
+def rounded_sampler(rounding):
+    """Samples with rounded matrices, as an engine in fewer bits does; the sums stay in fp32."""
+
+    def weights(name, parameter):
+        return rounding(parameter) if parameter.ndim > 1 else parameter
+
+    def change(sample, args, model, *others):
+        with other_weights(model, weights):
+            return sample(args, model, *others)
+
+    around_sampling(change)
+
+
+def filtered_sampler(top_k=0, top_p=1.0, temperature=1.0):
+    """Samples with filters, or a temperature, that scoring does not know.
+
+    ppo.sample would store the model's own log-prob of a token, whatever the filter: here its logits
+    are those of the filtered distribution, so the log-prob is, too.
+    """
+    in_fp32 = common.in_fp32
+
+    def filtered(logits, divisor):
+        probs = in_fp32(logits, divisor * temperature).softmax(-1)
+        return ppo.decoding.filter_top(probs, top_k, top_p).log()
+
+    def change(sample, *args):
+        common.in_fp32 = filtered
+        try:
+            return sample(*args)
+        finally:
+            common.in_fp32 = in_fp32
+
+    around_sampling(change)
+
+
+def eager_sampler():
+    """Samples with attention in plain products and sums, and scores with PyTorch's kernel."""
+
+    def change(sample, args, model, *others):
+        model.set_attn_implementation("eager")
+        try:
+            return sample(args, model, *others)
+        finally:
+            model.set_attn_implementation("sdpa")
+
+    around_sampling(change)
+
+
+def stale_sampler(steps, old_is_sampled=False):
+    """Samples with the weights of so many steps ago; in the first steps, with those of the start.
+
+    old_is_sampled: the ratio is to the policy that sampled, and not to the one that scored.
+    """
+    kept = collections.deque(maxlen=steps + 1)
+
+    def change(sample, args, model, *others):
+        now = {name: p.detach().clone() for name, p in model.named_parameters()}
+        if not kept or any(not now[name].equal(kept[-1][name]) for name in now):
+            kept.append(now)  # else it is the same step: the microscope's responses, or more rows
+        with other_weights(model, lambda name, parameter: kept[0][name]):
+            return sample(args, model, *others)
+
+    around_sampling(change)
+    if old_is_sampled:
+        ppo.checks.stop_unless_one = lambda run, ratio, mask: None
+
+        def scored(score, args, models, batch, one_pass):
+            score(args, models, batch, one_pass)
+            batch.old_logprobs = batch.tokens["sampled_logprobs"]
+
+        in_training("score", scored)
+
+
+STALE = 0, 1, 2, 4, 8  # steps
+
+
 def answer_often(count):
     """Each held-out prompt stands there so many times: as many samples of it in an evaluation."""
     load_rows = ppo.load_rows
@@ -177,6 +294,16 @@ def answer_often(count):
         return train, held_out.select([i for i in range(len(held_out)) for _ in range(count)])
 
     ppo.load_rows = change
+
+
+def in_order():
+    """Training takes its rows in the order of the file, on one rank."""
+
+    def batches(lengths, seed, epoch, batch_size, micro_steps, group_by_length):
+        starts = range(0, len(lengths) - batch_size + 1, batch_size)
+        return [[*range(start, start + batch_size)] for start in starts]
+
+    common.epoch_batches = batches
 
 
 def head(std):
@@ -210,6 +337,15 @@ FAULTS = {
     "dual_clip_3": lambda: dual_clip(3.0),
     "answer_4_times": lambda: answer_often(4),
     "answer_64_times": lambda: answer_often(64),
+    "in_order": in_order,
+    "sampler_bf16": lambda: rounded_sampler(lambda matrix: matrix.bfloat16().float()),
+    "sampler_fp8": lambda: rounded_sampler(to_fp8),
+    "sampler_top_p": lambda: filtered_sampler(top_p=0.9),
+    "sampler_top_k": lambda: filtered_sampler(top_k=20),
+    "sampler_temperature": lambda: filtered_sampler(temperature=0.9),
+    "sampler_eager": eager_sampler,
+    **{f"stale_{n}": functools.partial(stale_sampler, n) for n in STALE},
+    **{f"stale_{n}_clipped": functools.partial(stale_sampler, n, True) for n in STALE},
     "head_0.02": lambda: head(lambda width: 0.02),
     "head_root": lambda: head(lambda width: (width + 1) ** -0.5),
     "head_zero": lambda: head(lambda width: 0.0),

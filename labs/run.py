@@ -13,6 +13,7 @@ leave the page as it is; so does --quick. A lab is declared in labs/declared.py.
 """
 
 import json
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,7 +22,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import runner  # noqa: E402
-from declared import LABS, MORE, SECOND, TEXT, again, quick, second  # noqa: E402
+from declared import LABS, MORE, SECOND, SUMS, TEXT, again, quick, second  # noqa: E402
+
+sys.path.insert(0, str(HERE.parent / "toy/arithmetic"))
+import generate  # noqa: E402
 
 
 def write_text(file):
@@ -30,6 +34,21 @@ def write_text(file):
     texts = [{"text": row["prompt"] + row["response"]} for row in map(json.loads, rows)]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(text) + "\n" for text in texts))
+
+
+def write_sums(folder):
+    """Writes data with three operations for {sums}; the same 200 such sums are held out in both.
+
+    hard: 1,600 sums. both: 1,600 with two operations, then those. Each prompt is there once.
+    """
+    rng = random.Random(1)
+    three = generate.rows_of(generate.draw_sums(3, 1800, rng), rng)
+    two = generate.rows_of(generate.draw_sums(2, 1600, rng), rng)
+    for name, rows in (("hard", three[200:]), ("both", two + three[200:])):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for file, part in (("train", rows), ("test", three[:200])):
+            text = "".join(json.dumps(row) + "\n" for row in part)
+            (folder / name / f"{file}.jsonl").write_text(text)
 
 
 def main():
@@ -62,6 +81,8 @@ def main():
     if args.dry_run:
         return runner.show(lab.chains(), args.runs.resolve())
     write_text(TEXT)
+    if "sums" in lab.given:
+        write_sums(SUMS)
     if "second" in lab.given:
         make = [sys.executable, runner.ROOT / "toy/make.py", "--seed", "5678", "--out", SECOND]
         subprocess.run(make, check=True)

@@ -58,8 +58,9 @@ def test_the_toy_keeps_its_batch_on_more_than_two_ranks(monkeypatch, started, co
     for name, value in started.items():
         monkeypatch.setenv(name, value)
     names = [f"per_device_{job}_batch_size" for job in ("train", "generation", "training")]
-    for script, rows in (("sft", 24), ("reward", 16), ("ppo", 32)):
-        toy = runpy.run_path(str(kit.ROOT / f"{script}.py"))["PRESETS"]["toy"]
+    toys = [("sft", "toy", 24), ("reward", "toy", 16), ("ppo", "toy", 32)]
+    for script, name, rows in [*toys, ("sft", "arithmetic", 24), ("ppo", "arithmetic", 128)]:
+        toy = runpy.run_path(str(kit.ROOT / f"{script}.py"))["PRESETS"][name]
         assert {toy[name] * count for name in names if name in toy} == {rows * min(count, 2)}
 
 

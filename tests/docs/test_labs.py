@@ -412,6 +412,22 @@ def test_the_other_mistakes():
     assert losses["head_zero"] == pytest.approx(log(2)) and len(set(losses.values())) == 5
 
 
+@pytest.mark.slow
+def test_another_policy_samples():
+    """sampling_kl says how far it is, as the log-prob of a token is that under the policy that drew
+    it. Evaluations stay as they are. Weights of a step ago are those of the start in step 1."""
+    plain = lines_with("")
+    far = {"sampler_top_p", "sampler_top_k", "sampler_temperature"}
+    for fault in (*far, "sampler_bf16", "sampler_fp8", "sampler_eager"):
+        before, first, _ = lines_with(fault)
+        assert before == plain[0] and (first["sampling_kl"] > 1e-3) == (fault in far)
+        assert (first["sampling_gap"] > 1e-4) == (fault != "sampler_eager")
+    assert lines_with("stale_0") == plain and lines_with("stale_1")[:2] == plain[:2]
+    behind, clipped = (lines_with(fault)[2] for fault in ("stale_1", "stale_1_clipped"))
+    assert behind["sampling_gap"] > 1e-4 > behind["ratio_max"] - 1
+    assert clipped["ratio_max"] - 1 > 1e-4
+
+
 def test_dual_clip_bounds_the_loss_of_a_bad_token(monkeypatch):
     """A bad token (A = -1) that became e times as likely has the loss e, which is below 3. One that
     became e^2 times as likely has 3 in place of 7.39. A good token's loss is as before."""
