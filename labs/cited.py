@@ -8,16 +8,18 @@ number comes from labs/results/NAME.json:
     gold ends at 0.785<!-- m("ours") --> after 40 steps
 
 NAME is the lab of the page, or of the row in labs/README.md, or stands before a colon:
-<!-- critic: d("from SFT, new head") -->. A beginning of an arm's name is enough if no other arm has
+<!-- critic: d("from SFT, new head") -->. On the page of a variant it is the variant, whose numbers
+come from variants/NAME/results.json. A beginning of an arm's name is enough if no other arm has
 it. A number without a sign is compared with the absolute value. `asked` is any number of the page's
 hypothesis. What is in backticks is a setting, and no result.
 """
 
 import functools
+import importlib.util
 import json
 import re
 import sys
-from math import log
+from math import isnan, log
 from pathlib import Path
 from statistics import mean
 
@@ -28,19 +30,55 @@ from declared import LABS  # noqa: E402
 
 WORDS = "no one two three four five six seven eight nine ten eleven twelve".split()
 NUMBER = rf"[+-]?\d[\d,]*(?:\.\d+)?|\b(?:{'|'.join(WORDS)})\b"
-CITED = re.compile(rf"({NUMBER})( %)?<!-- (?:([a-z-]+): )?(.+?) -->", re.I)
+CITED = re.compile(rf"({NUMBER})( %)?<!-- (?:([a-z0-9-]+): )?(.+?) -->", re.I)
 PAGES = [*sorted(HERE.glob("*.md")), *sorted(HERE.parent.glob("docs/*.md"))]
 PAGES += [HERE.parent / "README.md", HERE.parent / "toy/README.md"]
+VARIANTS = HERE.parent / "variants"
+PAGES += sorted(VARIANTS.glob("*/README.md"))
 
 
 @functools.cache
 def numbers_of(name):
-    """Returns the Numbers of a lab, read once."""
-    return Numbers(name)
+    """Returns the Numbers of a lab or a variant, read once."""
+    if name in LABS:
+        page = (HERE / f"{name}.md").read_text()
+        hypothesis = re.search(r"\*\*The hypothesis.*?\n\n", page, re.S)[0]
+        return Numbers(LABS[name], HERE / f"results/{name}.json", hypothesis)
+    return Numbers(runner_of_variants().lab_of(name, Path()), VARIANTS / name / "results.json")
+
+
+@functools.cache
+def runner_of_variants():
+    """Returns variants/run.py as a module. (There is a labs/run.py, too.)"""
+    spec = importlib.util.spec_from_file_location("run_of_variants", VARIANTS / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def compared(kl=False):
+    """Returns interval() of gold above its baseline, for each arm of all labs; kl: at equal KL."""
+    found = []
+    for numbers in map(numbers_of, LABS):
+        lab = numbers.lab
+        others = [arm for arm in lab.arms if runner.baseline(lab, arm) != arm]
+        for arm in others if "gold" in lab.compared else []:
+            values = numbers.differences(arm, kl=kl)
+            if not any(map(isnan, values)):
+                found.append(runner.interval(values))
+    return found
+
+
+def beside_zero(found):
+    """Returns how many of the intervals do not hold 0."""
+    return sum(abs(middle) > half for middle, half, _ in found)
 
 
 FOUR = ("gae", "rloo", "grpo", "reinforce")
 NAMES = {  # what a comment may use beside the methods of Numbers
+    "beside_zero": beside_zero,
+    "compared": compared,
     "interval": runner.interval,
     "log": log,
     "mean": mean,
@@ -55,12 +93,10 @@ NAMES = {  # what a comment may use beside the methods of Numbers
 class Numbers:
     """What a comment may say of a lab's results. `head` is a measure, or a pair of them."""
 
-    def __init__(self, name):
-        self.lab = LABS[name]
-        self.results = runner.read(HERE / f"results/{name}.json")
+    def __init__(self, lab, file, hypothesis=""):
+        self.lab = lab
+        self.results = runner.read(file)
         self.found = runner.by_arm(self.results)
-        page = (HERE / f"{name}.md").read_text()
-        hypothesis = re.search(r"\*\*The hypothesis.*?\n\n", page, re.S)[0]
         self.asked = {float(number) for number in re.findall(r"\d+(?:\.\d+)?", hypothesis)}
 
     def arm(self, name):
@@ -98,6 +134,11 @@ class Numbers:
         """How many of the seeds have its sign."""
         return runner.interval(self.differences(*what, **options))[2]
 
+    def beside(self, arm):
+        """By how much each seed is above the curve of the plain recipe, at its own KL."""
+        curve = runner.plain_curve(self.lab)
+        return [gold - curve(kl) for gold, kl in zip(self.each(arm), self.each(arm, "KL"))]
+
     def curves(self, arm, head="gold"):
         """The curves of an arm's seeds: a list of numbers each."""
         return [result["curve"][head] for result in self.found[self.arm(arm)]]
@@ -133,6 +174,11 @@ class Numbers:
         """How far each seed ends below the largest of its evaluations."""
         return [max(curve) - curve[-1] for curve in self.curves(arm, head)]
 
+    def falls(self):
+        """The mean fall() of each seed over the arms without a penalty, in overoptimisation."""
+        arms = [arm for arm in self.lab.arms if arm.endswith("kl_coef 0")]
+        return [mean(each) for each in zip(*(self.fall(arm) for arm in arms))]
+
     def value(self, expression):
         """Returns what the text of a comment gives."""
         methods = {name: getattr(self, name) for name in dir(self) if name[0] != "_"}
@@ -156,7 +202,8 @@ def wrong(page):
     for at, line in enumerate(page.read_text().split("\n"), 1):
         row = re.match(r"\| \[([a-z-]+)\]", line)
         for text, percent, name, expression in CITED.findall(line):
-            numbers = numbers_of(name or (row[1] if row else page.stem))
+            own = page.parent.name if page.parent.parent == VARIANTS else page.stem
+            numbers = numbers_of(name or (row[1] if row else own))
             value = numbers.value(expression)
             if not agrees(text, percent, value):
                 yield f"{page.name}:{at}: {text}, by the results {value}: {expression}"

@@ -2,7 +2,7 @@
 
     python labs/run.py NAME              makes the runs that are not there yet, and draws
     python labs/run.py NAME --plot       table and picture from labs/results/NAME.json alone
-    python labs/run.py NAME --dry_run    the commands of its runs
+    python labs/run.py NAME --dry_run    the commands of its runs, and about how long they take
     python labs/run.py NAME --quick      one seed of one arm and of its baseline: some minutes
     python labs/run.py                   lists the labs
 
@@ -79,7 +79,7 @@ def main():
     if args.second:
         name, lab = f"{name}-second", second(lab)
     if args.dry_run:
-        return runner.show(lab.chains(), args.runs.resolve())
+        return runner.show(lab.chains(), args.runs.resolve(), args.jobs)
     write_text(TEXT)
     if "sums" in lab.given:
         write_sums(SUMS)

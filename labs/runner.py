@@ -201,10 +201,15 @@ def expected(run):
     return seconds * float(given) / usual
 
 
+def depths_of(chains):
+    """Returns {run: how many runs it comes after}. chains: see Lab.chains."""
+    return {run: i for runs in chains.values() for i, run in enumerate(runs.values())}
+
+
 def minutes_of(runs, depths, jobs):
     """Returns about how many minutes runs take, `jobs` at a time; those of one depth go together.
 
-    depths: {run: how many runs it comes after}.
+    depths: see depths_of().
     """
     seconds = 0
     for depth in {depths[run] for run in runs}:
@@ -218,7 +223,7 @@ def make_all(chains, root, jobs):
 
     chains: see Lab.chains. After Ctrl-C a run saves a checkpoint, and a second one ends it at once.
     """
-    depths = {run: i for runs in chains.values() for i, run in enumerate(runs.values())}
+    depths = depths_of(chains)
     left = [run for run in depths if not run.is_made(root)]
     said = f"about {minutes_of(left, depths, jobs):.0f} min on {jobs} idle cores"
     there = len(depths) - len(left)
@@ -699,12 +704,14 @@ def with_earlier(lab, found, earlier):
     return sorted(found + kept, key=lambda one: (order.index(one["arm"]), one["seed"]))
 
 
-def show(chains, root):
-    """Prints the commands of a lab's runs, each once, and how many are there."""
-    runs = {run.folder(root): run for runs in chains.values() for run in runs.values()}
-    for run in runs.values():
+def show(chains, root, jobs):
+    """Prints the commands of a lab's runs, and about how long those take that are not there."""
+    depths = depths_of(chains)
+    for run in depths:
         print(shlex.join(map(str, run.command(root))))
-    print(f"{len(runs)} runs, {sum(run.is_made(root) for run in runs.values())} of them are there")
+    left = [run for run in depths if not run.is_made(root)]
+    said = f"{len(depths)} runs, {len(depths) - len(left)} of them are there; the others take"
+    print(f"{said} about {minutes_of(left, depths, jobs):.0f} min on {jobs} idle cores")
 
 
 def study(lab, root, jobs, results, page, picture, plot_only):

@@ -144,7 +144,8 @@ def overview():
             texts[True].append(f"[labs/{lab}.md](../labs/{lab}.md)")
         elif not results:
             texts[True].append("not run yet")
-        steps = f" ({results[0]['curve']['step'][-1]} steps, 3 seeds)" if results else ""
+        seeds = len({result["seed"] for result in results})
+        steps = f" ({results[0]['curve']['step'][-1]} steps, {seeds} seeds)" if results else ""
         folder = f"../variants/{name}"
         cells = [f"[{name}]({folder}/README.md)", lines_changed(name)]
         cells += ["; ".join(texts[True]) + steps, "; ".join(texts[False]) or "-"]
