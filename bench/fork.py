@@ -63,6 +63,16 @@ def record(prompts, completions, **columns):
     return [0.0] * len(completions)
 
 
+def start(script, flags, ranks=None):
+    """Runs the script by itself, or with torchrun on so many ranks. Returns what it left."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", ranks]
+    torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    command = [sys.executable, *(torchrun if ranks else []), script, *flags]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    words = [str(word) for word in command]
+    return subprocess.run(words, capture_output=True, text=True, env=environment)
+
+
 def launch(options, known, folder, layout, *more):
     """Runs the script in one layout; ends the program with its output if it fails."""
     ranks, stage, micro_steps = layout
@@ -75,13 +85,9 @@ def launch(options, known, folder, layout, *more):
         flags += [name, 0] * (name in known)
     if BATCH_SIZES[1] in known and "--gold_fn" in known:  # it trains on what it samples
         flags += ["--gold_fn", f"{Path(__file__).resolve()}:record"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", ranks]
-    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    command = [str(x) for x in (*torchrun, *rendezvous, options.script, *flags, *more)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = start(options.script, [*flags, *more], ranks)
     if done.returncode:
-        print(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        print(f"{' '.join(done.args)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
         sys.exit(1)
 
 
@@ -206,9 +212,7 @@ def get_options():
 
 def main():
     options = get_options()
-    asked = [sys.executable, options.script, "--help"]
-    help_text = subprocess.run(asked, capture_output=True, text=True).stdout
-    known = set(help_text.replace(",", " ").split())
+    known = set(start(options.script, ["--help"]).stdout.replace(",", " ").split())
     base = options.keep or Path(tempfile.mkdtemp(prefix="fork-"))
     base.mkdir(parents=True, exist_ok=True)
     half, failed, folders = options.steps // 2, False, {}

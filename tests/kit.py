@@ -90,10 +90,10 @@ def base():
 
 
 def run(script, *flags, ranks=1, launcher="fork", env=None, expect=0, folder=None, **options):
-    """Makes a run of a script (its name, or the path of another one). Returns Done.
+    """Makes a run of a script, by its name. Returns Done.
 
-    launcher: fork, python, deepspeed or torchrun. env: changes to the environment. expect: the exit
-    code, or None for any. options: cwd, limit, and patience of `fork`.
+    launcher: fork or deepspeed. env: changes to the environment. expect: the exit code, or None
+    for any. options: cwd, limit, and patience of `fork`.
     """
     folder = Path(folder or tempfile.mkdtemp(dir=base() / "runs")).absolute()
     argv = [*map(str, flags), "--output_dir", str(folder)]
@@ -101,18 +101,8 @@ def run(script, *flags, ranks=1, launcher="fork", env=None, expect=0, folder=Non
         meet = "" if ranks > 1 else "never"
         done = fork(call_main, ranks, script, argv, env=env, meet=meet, **options)
     else:
-        python = [sys.executable]
-        start = {
-            "python": python,
-            "torchrun": [
-                *python,
-                *"-m torch.distributed.run --standalone --nproc_per_node".split(),
-            ],
-            "deepspeed": [Path(sys.executable).parent / "deepspeed", "--num_gpus"],
-        }[launcher]
-        path = ROOT / f"{script}.py" if script in SCRIPTS else script
-        ranks = [] if launcher == "python" else [ranks]
-        done = start_command([*start, *ranks, path, *argv], env, **options)
+        start = [Path(sys.executable).parent / "deepspeed", "--num_gpus", ranks]
+        done = start_command([*start, ROOT / f"{script}.py", *argv], env, **options)
     done.folder = folder
     assert expect is None or done.code == expect, done
     return done
@@ -210,13 +200,16 @@ def serve():
 
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # its thread may hold a lock at a fork, which then is never released
-    late = ("peft", "pytest", "matplotlib.pyplot", "deepspeed.module_inject.auto_ep_comm")
+    late = ["peft", "pytest", "matplotlib.pyplot", "transformers.trainer_pt_utils"]
+    late += ["deepspeed.module_inject.auto_ep_comm", "deepspeed.module_inject.auto_ep_layer"]
     for name in (*SCRIPTS, *late, "deepspeed.runtime.zero.muon.muon_optimizer"):
         with contextlib.suppress(ImportError):  # else seconds in each rank
             importlib.import_module(name)
     for operator in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
         with contextlib.suppress(Exception):  # there is no compiler
             get_accelerator().get_op_builder(operator)().load()
+    with tempfile.TemporaryDirectory() as folder:  # transformers now reads its table of names
+        make_tiny_model().save_pretrained(folder)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     gc.collect()
     gc.freeze()  # else each rank's first collection takes a second over what was imported

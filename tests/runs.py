@@ -206,14 +206,14 @@ for stage, where in POSSIBLE:
     split = f"{flags} --tensor_parallel_size 2"
     SPLIT[f"m_bf16{stage}{where}_tp"] = run("sft", split, stage, rows=4)
 RUNS |= MATRIX | SPLIT
-# Runs of 203 steps, and what goes on from three of their checkpoints for the next seven steps
-LATE_STEPS = (7, 21, 196)
+# Runs of 70 steps, and what goes on from two of their checkpoints for the next seven steps
+LATE_STEPS = (7, 63)
 LONG = "--lr_scheduler_type constant --keep_checkpoints 99 --eval_steps 100"
 for script in kit.SCRIPTS:
     long = LONG + " --enable_ema 1" * (script == "ppo")
     for stage in range(4):
         name = f"{script}_late{stage}"
-        RUNS[name] = run(script, f"{long} --max_steps 203 --save_steps 7", stage)
+        RUNS[name] = run(script, f"{long} --max_steps 70 --save_steps 7", stage)
         for step in LATE_STEPS:
             more = f"{long} --max_steps {step + 7} --resume"
             RUNS[f"{name}_{step}"] = run(script, more, stage, before=(name, step))
@@ -245,8 +245,7 @@ def made(name):
         made(other)
         copy_checkpoint(base() / "runs" / other, step, base() / "runs" / name)
     args = base(), name, options["script"], options["flags"], options.get("sigterm_after")
-    limit = 1500 if "late" in name else 300
-    done = kit.fork(make_run, options.get("ranks", 2), *args, meet="", limit=limit)
+    done = kit.fork(make_run, options.get("ranks", 2), *args, meet="")
     assert done.code == 0, done
     return done
 

@@ -2,7 +2,7 @@
 healthy run sick, and what the pages say is what the files of the runs give."""
 
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -102,11 +102,11 @@ def test_the_advice_at_a_nan_is_that_of_the_page():
         assert sorted(words, key=text.index) == words
 
 
+def patch(files):
+    for file in files:
+        runpy.run_path(file).get("fault", int)()
+
+
 def test_every_fault_finds_what_it_patches():
     """A function that was renamed would be found when somebody makes the case anew."""
-    code = "import runpy, sys; [runpy.run_path(f).get('fault', int)() for f in sys.argv[1:]]"
-    files = map(str, (CLINIC / "solutions").glob("*.py"))
-    paths = f"{kit.ROOT}:{kit.ROOT / 'labs'}"
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {paths.split(':')}; {code}"]
-    done = subprocess.run([*command, *files], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    kit.on_ranks(patch, 1, [*map(str, (CLINIC / "solutions").glob("*.py"))], meet="never")

@@ -6,11 +6,13 @@ import importlib.util
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from bench import fork
 from tests import kit
 from tests.conftest import micro_batch
 
@@ -72,15 +74,58 @@ def test_the_pages_say_what_the_runs_showed():
     assert variants.overview() in (kit.ROOT / "docs/variants.md").read_text()
 
 
+def tiny_data():
+    return f"--data_path {kit.base()}/data --data_split 1,1,1".split()
+
+
+def call_of_tree(tree, script, argv):
+    """Runs a script of another folder, with what it imports from there, in a forked rank."""
+    ours = ("common", "machinery", *kit.SCRIPTS)
+    for name in [name for name in sys.modules if name.split(".")[0] in ours]:
+        del sys.modules[name]
+    sys.path.insert(0, tree)
+    kit.call_main(script, argv)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", variants.NAMES)
-def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path):
-    """Two steps, and bench/fork.py: ranks, ZeRO stages, --resume. (`make variants`: all.)"""
-    models = tmp_path / "models"
-    models.mkdir()
-    for link, model in {"sft": "actor", "reward": "reward"}.items():
-        (models / link).symlink_to(kit.base() / "models" / model)
-    variants.check(name, models, tmp_path, "--quick")
+def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypatch, capsys):
+    """bench/fork.py on tiny models and data, and on forked ranks: ZeRO stages, --resume."""
+    tree, models, what = tmp_path / "tree", kit.base() / "models", variants.declared(name)
+    runner.apply(name, tree)
+    script, text = what["check"]
+    text = text.replace("toy/data", f"{kit.base()}/data")
+    flags = text.format(sft=models / "actor", reward=models / "reward").split()
+    flags += tiny_data() * ("--data_path" not in flags)
+
+    def start(script, flags, ranks=1):
+        argv = [str(flag) for flag in flags]
+        done = kit.fork(call_of_tree, ranks, str(tree), Path(script).stem, argv, cwd=tree, meet="")
+        return subprocess.CompletedProcess([script, *argv], done.code, done.out, done.err)
+
+    monkeypatch.setattr(fork, "start", start)
+    own = ["--quick", "--rows", str(what.get("rows", 8)), "--keep", str(tmp_path / "runs")]
+    monkeypatch.setattr(sys, "argv", ["fork.py", *own, script, *flags])
+    with pytest.raises(SystemExit) as left:
+        fork.main()
+    assert left.value.code == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_variant_is_checked_by_commands(ranks, tmp_path, monkeypatch):
+    """`make variants` makes two steps, and then calls bench/fork.py. Here the steps are really made
+    as it starts a script: by itself, and with torchrun."""
+    commands = []
+    monkeypatch.setattr(variants, "call", lambda words, _: commands.append([*map(str, words)]))
+    variants.check("dpo", kit.base() / "models", tmp_path, "--quick")
+    (_, script, *flags), (_, program, *options) = commands
+    monkeypatch.chdir(tmp_path / "tree")
+    monkeypatch.setattr(sys, "argv", [program, *options])
+    assert fork.get_options().quick and fork.get_options().script == script
+    flags += ["--model_name_or_path", kit.base() / "models/actor", *tiny_data()]
+    done = fork.start(script, flags, ranks)
+    assert done.returncode == 0 and f"done: {tmp_path}/steps" in done.stdout, done.stderr
 
 
 # --------------------------------------------------------------------------------------------------
