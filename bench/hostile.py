@@ -338,7 +338,7 @@ def try_case(seed, number):
         done = run(case)
         wrong = list(judged(case, before, done))
     except Exception:
-        wrong = [f"the test itself failed: {traceback.format_exc()}"]
+        wrong = [f"this program failed: {traceback.format_exc()}"]
     shutil.rmtree(place, ignore_errors=True)
     return case, done, wrong
 

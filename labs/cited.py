@@ -70,14 +70,14 @@ def compared(kl=False):
     return found
 
 
-def beside_zero(found):
+def exclude_zero(found):
     """Returns how many of the intervals do not hold 0."""
     return sum(abs(middle) > half for middle, half, _ in found)
 
 
 FOUR = ("gae", "rloo", "grpo", "reinforce")
 NAMES = {  # what a comment may use beside the methods of Numbers
-    "beside_zero": beside_zero,
+    "exclude_zero": exclude_zero,
     "compared": compared,
     "interval": runner.interval,
     "log": log,
@@ -134,7 +134,7 @@ class Numbers:
         """How many of the seeds have its sign."""
         return runner.interval(self.differences(*what, **options))[2]
 
-    def beside(self, arm):
+    def above_curve(self, arm):
         """By how much each seed is above the curve of the plain recipe, at its own KL."""
         curve = runner.plain_curve(self.lab)
         return [gold - curve(kl) for gold, kl in zip(self.each(arm), self.each(arm, "KL"))]
@@ -200,7 +200,7 @@ def agrees(text, percent, value):
 def wrong(page):
     """Yields the line of a page, a number in it and what it is by the results, if they differ."""
     for at, line in enumerate(page.read_text().split("\n"), 1):
-        row = re.match(r"\| \[([a-z-]+)\]", line)
+        row = re.match(r"\| \[([a-z0-9-]+)\]", line)
         for text, percent, name, expression in CITED.findall(line):
             own = page.parent.name if page.parent.parent == VARIANTS else page.stem
             numbers = numbers_of(name or (row[1] if row else own))

@@ -248,11 +248,12 @@ def eager_sampler():
     """Samples with attention in plain products and sums, and scores with PyTorch's kernel."""
 
     def change(sample, args, model, *others):
+        usual = model.config._attn_implementation
         model.set_attn_implementation("eager")
         try:
             return sample(args, model, *others)
         finally:
-            model.set_attn_implementation("sdpa")
+            model.set_attn_implementation(usual)
 
     around_sampling(change)
 
@@ -277,9 +278,16 @@ def stale_sampler(steps, old_is_sampled=False):
 
         def scored(score, args, models, batch, one_pass):
             score(args, models, batch, one_pass)
+            batch.scored_logprobs = batch.old_logprobs
             batch.old_logprobs = batch.tokens["sampled_logprobs"]
 
+        def measured(sampling_means, micro_batches):  # after the last update
+            for batch in micro_batches:
+                batch.old_logprobs = batch.scored_logprobs
+            return sampling_means(micro_batches)
+
         in_training("score", scored)
+        in_training("sampling_means", measured)
 
 
 STALE = 0, 1, 2, 4, 8  # steps

@@ -421,10 +421,11 @@ def test_another_policy_samples():
         before, first, _ = lines_with(f"sampler_{fault}")
         assert before == plain[0] and (first["sampling_gap"] > 1e-4) == (fault != "eager"), fault
         assert first["sampling_kl"] > 1e-3 or fault in ("bf16", "eager"), fault
+        assert first["sampling_gap"] != plain[1]["sampling_gap"], fault
     assert lines_with("stale_0") == plain and lines_with("stale_1")[:2] == plain[:2]
     behind, clipped = (lines_with(fault)[2] for fault in ("stale_1", "stale_1_clipped"))
     assert behind["sampling_gap"] > 1e-4 > behind["ratio_max"] - 1
-    assert clipped["ratio_max"] - 1 > 1e-4
+    assert clipped["ratio_max"] - 1 > 1e-4 and clipped["sampling_gap"] > 1e-4
 
 
 def test_dual_clip_bounds_the_loss_of_a_bad_token(monkeypatch):

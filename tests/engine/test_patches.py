@@ -47,7 +47,7 @@ def test_a_group_without_a_limit_of_its_own_takes_ours(monkeypatch, backend):
 def test_deepspeed_offers_its_shared_memory_operator_without_a_compiler(monkeypatch):
     """DeepSpeed compiles an all-reduce for the ranks of one CPU when they first meet. Without a C++
     compiler that fails, with a traceback, though gloo alone would do. That a run of ours does
-    without: test_the_launcher_will_do_and_no_compiler_is_needed."""
+    without: test_deepspeeds_launcher_needs_no_compiler."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert ShareMemCommBuilder().is_compatible(), "it looks now: do_without_compiler may go"

@@ -91,6 +91,7 @@ CASES = {  # script and flags: a word of the message
     "ppo --reward_model_name_or_path judge other": "other",
     "ppo --reward_model_name_or_path instruct": "instruct",  # another end of a response
     "ppo --reward_model_name_or_path actor": "actor",  # no value head
+    "ppo --reward_model_name_or_path no_base": "adapter_config.json",
     "ppo --normalize_reward 1": "score_statistics",
     # functions
     "ppo --reward_fn missing.py:length": "missing.py",
