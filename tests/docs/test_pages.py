@@ -25,6 +25,7 @@ PAGES += [
     for name in ("docs", "toy", "labs", "course")
     for page in sorted((ROOT / name).rglob("*.md"))
 ]
+PAGES += sorted((ROOT / "course").glob("*.ipynb"))
 TOOLS = [f"tools/{name}.py" for name in ("talk", "look", "export", "estimate")]
 PROGRAMS = ["sft.py", "reward.py", "ppo.py", *TOOLS]
 MODULES = [ROOT / "common.py", *sorted((ROOT / "machinery").rglob("*.py"))]
@@ -178,7 +179,8 @@ def test_nothing_names_a_machine():
     """A path of somebody's home directory in a committed file helps nobody."""
     folders = [ROOT / name for name in [*FOLDERS.split("|"), "docs"]]
     files = [*ROOT.glob("*.*"), *(file for folder in folders for file in folder.rglob("*.*"))]
-    files = [file for file in files if file.suffix in (".py", ".md", ".json", ".txt", ".toml")]
+    kinds = ".py .md .ipynb .json .txt .toml".split()
+    files = [file for file in files if file.suffix in kinds]
     home = re.compile(r"(?<![\w.])/(?:home|root|Users|work)/\w")
     found = [file for file in [ROOT / "Makefile", *files] if home.search(file.read_text())]
     assert found == []

@@ -12,9 +12,10 @@ from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 
-from verifier import all_steps_right
-
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from verifier import all_steps_right
 
 
 def read(file):

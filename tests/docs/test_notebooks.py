@@ -1,0 +1,45 @@
+"""The notebooks of course/: what they show is of a whole run, and each of their cells runs."""
+
+import ast
+import sys
+import types
+
+import pytest
+
+from course import notebooks
+
+each = pytest.mark.parametrize("name", notebooks.NAMES)
+
+
+@each
+def test_a_notebook_shows_a_whole_run(name):
+    """Who reads it on a page, without a kernel, sees what each cell gives: in order, no error."""
+    cells = notebooks.code_cells(notebooks.read(name))
+    assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]
+    assert all(cell.outputs for cell in cells)
+    kinds = {out.get("name", out.output_type) for cell in cells for out in cell.outputs}
+    assert kinds <= {"stdout", "display_data", "execute_result"}
+    assert (notebooks.FOLDER / f"{name}.ipynb").stat().st_size < 300_000
+
+
+@each
+def test_what_a_notebook_imports_has_the_names_that_it_uses(name):
+    """Minutes may pass before a cell finds out that a function has another name now."""
+    cells = notebooks.code_cells(notebooks.read(name))
+    tree = ast.parse("\n".join(cell.source for cell in cells))
+    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {}
+    exec(compile(ast.Module(imports, []), name, "exec"), names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = names.get(ast.unparse(node.value))
+            assert not isinstance(owner, types.ModuleType) or hasattr(owner, node.attr), node.attr
+
+
+@pytest.mark.slow
+@each
+def test_a_notebook_runs_from_top_to_bottom(name, tmp_path):
+    """Two steps teach a model nothing. Every cell must hold with what it writes then."""
+    more = "--max_steps 2" + " --max_answer_seq_len 8" * (name == "grpo")  # reward.py has no such
+    sizes = f'OUT, MORE, DEEPSPEED = "{tmp_path}", "{more}", "{sys.executable}"'
+    notebooks.execute(notebooks.read(name), sizes)
