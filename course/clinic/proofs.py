@@ -43,7 +43,7 @@ def length(sample):
 
 
 def every(metric, kind="", script=None):
-    """Returns the values of a metric in all steps of the three healthy seeds: of PPO, or "grpo/"."""
+    """Returns a metric's values in all steps of the three healthy seeds: of PPO, or "grpo/"."""
     seeds = [Case(f"healthy/{kind}{seed}").series(metric, script) for seed in (1, 2, 3)]
     return [value for values in seeds for value in values.values()]
 
