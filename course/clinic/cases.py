@@ -1,4 +1,4 @@
-"""Makes a case of the clinic anew:  python course/clinic/cases.py 07
+"""Runs a case of the clinic again:  python course/clinic/cases.py 07
 
 Its three steps are run as they were for the folder course/clinic/07, on one core, and what they
 leave behind is put into output/clinic/07. Runs that cases share are made once, before it, and a run

@@ -24,7 +24,8 @@ from tokenizers import Tokenizer  # noqa: E402
 
 from tools.report.verdicts import beginnings  # noqa: E402
 
-PAGES = [*sorted(HERE.glob("[0-9]*/README.md")), *sorted(HERE.glob("solutions/*.md"))]
+PAGES = [HERE / "README.md", *sorted(HERE.glob("[0-9]*/README.md"))]
+PAGES += sorted(HERE.glob("solutions/*.md"))
 
 
 lines_of = functools.cache(runner.lines_of)
@@ -39,6 +40,17 @@ def broken(sample):
 def length(sample):
     """Returns the number of tokens of a sample's prompt."""
     return len(TOKENIZER.encode(sample["prompt"]).ids)
+
+
+def every(metric, kind="", script=None):
+    """Returns a metric's values in all steps of the three healthy seeds: of PPO, or "grpo/"."""
+    seeds = [Case(f"healthy/{kind}{seed}").series(metric, script) for seed in (1, 2, 3)]
+    return [value for values in seeds for value in values.values()]
+
+
+def ends(metric, kind="", script=None):
+    """Returns its last value in each of the three."""
+    return [Case(f"healthy/{kind}{seed}").v(metric, None, script) for seed in (1, 2, 3)]
 
 
 class Case:
@@ -108,7 +120,7 @@ class Case:
     def value(self, expression):
         """Returns what the text of a comment gives."""
         names = {"log": log, "mean": mean, "healthy": Case("healthy/1")}
-        names |= {each.__name__: each for each in (beginnings, broken, length)}
+        names |= {each.__name__: each for each in (Case, beginnings, broken, length, every, ends)}
         methods = {name: getattr(self, name) for name in dir(self) if name[0] != "_"}
         return eval(expression, {**names, **methods})
 
