@@ -77,6 +77,7 @@ def judged(case, before, done):
     """Yields, in words, what was promised and is not so."""
     after, code, printed = kit.tree(case.place), done.code, done.out + done.err
     changed = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
+    changed = [name for name in changed if "__pycache__" not in name]  # Python's, of score.py
     errors = len(re.findall(r"^error: ", printed, re.M))
     if code not in case.codes:
         yield f"exit code {code}, not {' or '.join(map(str, sorted(case.codes)))}"

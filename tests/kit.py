@@ -204,19 +204,20 @@ def serve():
     import torch
     from deepspeed.accelerator import get_accelerator
     from tqdm import tqdm
+    from transformers import conversion_mapping
 
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # its thread may hold a lock at a fork, which then is never released
-    late = ["peft", "pytest", "matplotlib.pyplot", "transformers.trainer_pt_utils"]
-    late += ["deepspeed.module_inject.auto_ep_comm", "deepspeed.module_inject.auto_ep_layer"]
+    late = ("peft", "pytest", "matplotlib.pyplot", "deepspeed.module_inject.auto_ep_comm")
     for name in (*SCRIPTS, *late, "deepspeed.runtime.zero.muon.muon_optimizer"):
         with contextlib.suppress(ImportError):  # else seconds in each rank
             importlib.import_module(name)
     for operator in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
         with contextlib.suppress(Exception):  # there is no compiler
             get_accelerator().get_op_builder(operator)().load()
-    with tempfile.TemporaryDirectory() as folder:  # transformers now reads its table of names
-        make_tiny_model().save_pretrained(folder)
+    # It builds a table of names, for half a second. No tensor may be computed in this process: a
+    # rank that is forked from it would inherit a pool of threads that are not there.
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     gc.collect()
     gc.freeze()  # else each rank's first collection takes a second over what was imported
