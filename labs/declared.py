@@ -410,6 +410,17 @@ LABS = {
         },
         {**GOLD, **RATIO},
     ),
+    "head-init-ranks": lab(
+        "The head of the reward model under ZeRO-3 on two ranks",
+        {
+            name: {"reward": "--zero_stage 3 --per_device_train_batch_size 8", "ranks": 2, **fault}
+            for name, fault in (("std 1/(d+1) (ours)", {}), ("own", {"fault": "head_library"}))
+        },
+        {"loss at step 0": ("reward", "eval_loss", "first"), **ACCURACY},
+        ("loss at step 0", "loss", "accuracy"),
+        until="reward",
+        compared=("loss at step 0", "accuracy"),
+    ),
 }
 
 # ---- Declared, and not run yet ----
@@ -445,17 +456,6 @@ MORE = {
             for steps in (80, 160)
             for epochs in (4, 8, 16)
         },
-    ),
-    "head-init-ranks": lab(
-        "The head of the reward model under ZeRO-3 on two ranks",
-        {
-            name: {"reward": "--zero_stage 3 --per_device_train_batch_size 8", "ranks": 2, **fault}
-            for name, fault in (("std 1/(d+1) (ours)", {}), ("own", {"fault": "head_library"}))
-        },
-        {"loss at step 0": ("reward", "eval_loss", "first"), **ACCURACY},
-        ("loss at step 0", "loss", "accuracy"),
-        until="reward",
-        compared=("loss at step 0", "accuracy"),
     ),
     "critic-longer": lab(
         "Warm-up of the critic, before 60 steps of both",
