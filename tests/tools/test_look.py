@@ -116,7 +116,7 @@ def answered(*texts, reward=(0, 0), gold=(0, 0)):
 
 def token(reward, kl=(0.0, 0.0), logprobs=(-1.0, -1.0)):
     """Returns a line of tokens.jsonl of a response of two tokens: reward 1, kl_coef 0.1."""
-    numbers = dict(text=["a", "b"], reward=reward, kl=kl, logprob=logprobs)
+    numbers = dict(text=["a", "b"], reward=reward, logprob=logprobs) | (dict(kl=kl) if kl else {})
     return dict(tokens=numbers, reward=1.0, kl_coef=0.1, ended=1.0)
 
 
@@ -210,6 +210,7 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     ],
     "tokens": [
         ("healthy", dict(tokens=[token([-0.2, 0.9], kl=(2.0, 1.0))])),
+        ("healthy", dict(tokens=[token([0.0, 1.0], kl=None)])),  # no reference, as in `make grpo`
         ("sick", dict(tokens=[token([0.2, 1.1], kl=(2.0, 1.0))])),  # the penalty's sign
         ("sick", dict(tokens=[token([-0.2, -0.1], kl=(2.0, 1.0))])),  # the score is lost
         ("sick", dict(tokens=[token([1.0, 0.0], logprobs=(-1.0, 0.0))])),  # so is EOS
