@@ -421,6 +421,11 @@ LABS = {
         until="reward",
         compared=("loss at step 0", "accuracy"),
     ),
+    "groups": verified(
+        "How many responses to a prompt does GRPO need?",
+        {str(n): ppo(f"--samples_per_prompt {n}", against="8") for n in (2, 4, 8, 16)},
+        {**PASS, "equal groups": ("ppo", "equal_groups", "mean")},
+    ),
 }
 
 # ---- Declared, and not run yet ----
@@ -480,11 +485,6 @@ MORE = {
         (),
         panels=True,
         compared=("gold at n = 64", ("gold at n = 64", "gold at n = 16")),
-    ),
-    "groups": verified(
-        "How many responses to a prompt does GRPO need?",
-        {str(n): ppo(f"--samples_per_prompt {n}", against="8") for n in (2, 4, 8, 16)},
-        {**PASS, "equal groups": ("ppo", "equal_groups", "mean")},
     ),
     "loss-mean": verified(
         "GRPO's loss: a mean over tokens, over responses, or over a constant",
