@@ -23,8 +23,8 @@ def stop_unless_one(run, ratio, mask):
         TOLERANCE,
         "before the first update the ratio is off by",
         "The forward that trains does not see the policy that was scored. Likely: dropout in the "
-        "actor (--actor_dropout 0),\n  a mask or temperature used in one of them only, or a kernel "
-        "that is not deterministic.",
+        "actor (--actor_dropout 0),\n  a mask or temperature used in one of them only, or a "
+        "nondeterministic kernel.",
     )
 
 
