@@ -547,7 +547,8 @@ def load_models(args, tokenizer, functions, gold, updates):
     reference = None
     if args.has_reference:
         reference = common.reference_of(actor, actor_args, batch_size)
-    ranks.say(f"rewards are given by {', '.join(args.reward_fn + args.reward_model_name_or_path)}")
+    if critic and not args.reward_model_name_or_path:
+        ranks.say(f"rewards are those of {', '.join(args.reward_fn)} alone, of no reward model")
     reward_models = judging.load_models(args, batch_size, tokenizer)
     judges = [functools.partial(reward_model_scores, model) for model in reward_models]
     judge = judging.combined(args, [*functions, *judges])
