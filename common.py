@@ -394,8 +394,8 @@ def frozen_engine(args, batch_size, tokenizer=None, value_head=None):
 def reference_of(actor, args, batch_size):
     """The model that `actor` was when it was loaded with the flags `args`, frozen.
 
-    With LoRA only adapters train, so it is the actor without its adapters. Call it before the
-    forward that trains: under ZeRO-3 that one must be the engine's last before its backward.
+    With LoRA only adapters train, so it is the actor without its adapters. Its forward
+    comes before the one that trains: `score` in ppo.py says why.
     """
     if args.lora_dim:
         return lora.WithoutAdapters(actor)
