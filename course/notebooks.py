@@ -5,8 +5,8 @@
     python course/notebooks.py grpo       8 minutes
 
 It runs all cells before it writes anything: a cell that fails leaves the file as it was. Words
-alone, in a cell of text, may be changed in the file without a run. Left out of the outputs are warnings, bars of progress, this machine's paths, and the reports, which
-are large.
+alone, in a cell of text, may be changed in the file without a run. Left out of the outputs are
+warnings, bars of progress, this machine's paths, and the reports, which are large.
 """
 
 import re
