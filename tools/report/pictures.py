@@ -232,7 +232,8 @@ def shares(title, label, groups, diagonal=False):
             low, high = group["interval"]
             axis.plot([x, x], [low, high], "C0")
             axis.plot([x], [group["share"]], "C0o")
-            axis.annotate(f" of {group['count']}", (x, group["share"]))
+            beside = {"xytext": (5, 0), "textcoords": "offset points"}
+            axis.annotate(f"of {group['count']}", (x, group["share"]), **beside)
         if diagonal:
             axis.plot([0.5, 1], [0.5, 1], "--", color=GRAY)
         else:
