@@ -186,14 +186,14 @@ def points_of(values, held_out):
 
 
 def thinned(values):
-    """Returns at most POINTS of a metric's values: of each part of the run the extremes.
+    """Returns about POINTS of a metric's values: of each part of the run the extremes, and the last.
 
-    So a single step that went wrong is seen in a run of any length.
+    So a single step that went wrong is seen in a run of any length, and so is where it ends.
     """
     if len(values) <= POINTS:
         return values
     parts = values.groupby(numpy.arange(len(values)) // -(-2 * len(values) // POINTS))
-    return values[sorted({*parts.idxmin(), *parts.idxmax()})]
+    return values[sorted({*parts.idxmin(), *parts.idxmax(), values.index[-1]})]
 
 
 def smoothed(values):
