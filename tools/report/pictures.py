@@ -186,7 +186,7 @@ def points_of(values, held_out):
 
 
 def thinned(values):
-    """Returns about POINTS of a metric's values: of each part of the run the extremes, and the last.
+    """Returns about POINTS of a metric's values: the extremes of each part, and the last one.
 
     So a single step that went wrong is seen in a run of any length, and so is where it ends.
     """
