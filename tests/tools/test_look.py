@@ -75,14 +75,14 @@ def test_every_chart_says_its_unit():
     assert units == {"nats a token"}
 
 
-def test_a_thinned_curve_keeps_the_one_step_that_went_wrong():
-    """10,000 steps have 300 points on the page; a ratio of 5 in one of them is among these."""
+def test_a_thinned_curve_keeps_the_one_step_that_went_wrong_and_the_last():
+    """10,000 steps have 300 points on the page; a ratio of 5 in one of them is among these. The
+    page says what a metric is at the last step, and so it must be the last."""
     values = pandas.Series(1.0, index=range(10_000))
     values[4321] = 5
     shown = pictures.thinned(values)
-    assert (
-        len(shown) <= pictures.POINTS and shown[4321] == 5 and shown.index.is_monotonic_increasing
-    )
+    assert len(shown) <= pictures.POINTS and shown.index.is_monotonic_increasing
+    assert shown[4321] == 5 and shown.index[-1] == 9_999
 
 
 def test_metrics_of_equal_values_are_one_curve():
