@@ -426,6 +426,11 @@ LABS = {
         {str(n): ppo(f"--samples_per_prompt {n}", against="8") for n in (2, 4, 8, 16)},
         {**PASS, "equal groups": ("ppo", "equal_groups", "mean")},
     ),
+    "loss-mean": verified(
+        "GRPO's loss: a mean over tokens, over responses, or over a constant",
+        {mean: ppo(f"--loss_mean {mean}") for mean in ("tokens", "responses", "constant")},
+        compared=("gold", "tokens"),
+    ),
 }
 
 # ---- Declared, and not run yet ----
@@ -485,11 +490,6 @@ MORE = {
         (),
         panels=True,
         compared=("gold at n = 64", ("gold at n = 64", "gold at n = 16")),
-    ),
-    "loss-mean": verified(
-        "GRPO's loss: a mean over tokens, over responses, or over a constant",
-        {mean: ppo(f"--loss_mean {mean}") for mean in ("tokens", "responses", "constant")},
-        compared=("gold", "tokens"),
     ),
     "baselines": verified(
         "GRPO, RLOO, REINFORCE, and PPO with a critic, where a verifier judges",
