@@ -179,7 +179,7 @@ def response_logits(model, layout, wanted):
         keep = int(T - (places % T).min()) if len(places) else 1  # so many of the last columns
     logits = model(
         layout.ids,
-        attention_mask=layout.mask,
+        attention_mask=forwards.mask_for(model, layout.mask),
         use_cache=False,
         **forwards.accepted(model, position_ids=layout.positions, logits_to_keep=keep),
     ).logits
@@ -239,6 +239,7 @@ class ValueModel(nn.Module):
     def forward(self, ids, mask, positions):
         """Values (N, T), fp32, one for each token. ids, mask, positions: see Layout."""
         backbone = self.model.base_model
+        mask = forwards.mask_for(backbone, mask)
         options = forwards.accepted(backbone, position_ids=positions)
         hidden = backbone(ids, attention_mask=mask, use_cache=False, **options)[0]  # (N, T, H)
         values = getattr(self.model, self.value_head_name)(hidden)  # (N, T, 1)

@@ -256,6 +256,7 @@ def make_run(base, name, script, flags, sigterm_after=None):
     of the actor what is offloaded while responses are written."""
     import torch
     from deepspeed.accelerator import get_accelerator
+    from transformers import AttentionMaskInterface
 
     import ppo
     from machinery.base import ranks
@@ -295,6 +296,7 @@ def make_run(base, name, script, flags, sigterm_after=None):
         kit.call_main(script, [*base_flags(script, base), *flags, "--output_dir", str(output)])
     except SystemExit as stop:
         facts["code"], facts["cudnn"] = stop.code, torch.backends.cuda.cudnn_sdp_enabled()
+        facts["mask"] = AttentionMaskInterface()["sdpa"].__name__
     finally:
         Run.log, Run.save, ppo.roll_out = log, save, roll_out
     return facts

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import common
 from machinery.base import modules
+from machinery.engine import patches
 from machinery.models import forwards, lora, model_folders
 from machinery.rollout import decoding
 
@@ -52,6 +53,7 @@ def sizes_of(args, head=False):
         config.update(dict.fromkeys(model_folders.own_dropout(config), float(args.dropout)))
     kind = AutoModelForSequenceClassification if head else AutoModelForCausalLM
     options = {"dtype": common.DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
+    patches.share_masks()
     saved = {}
 
     def note(tensor):
