@@ -362,7 +362,6 @@ def train_engine(model, args, batch_size, micro_steps, steps):
     plain, stage = unwrap_model(model), args.zero_stage
     if args.gradient_checkpointing:
         plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    old_deepspeed.split_layers(plain, args.tensor_parallel_size, DTYPES[args.dtype])
     optimizer = adam.build_optimizer(model, args, stage, args.learning_rate, args.weight_decay)
     kind, warmup = args.lr_scheduler_type, args.num_warmup_steps
     engine, *_ = deepspeed.initialize(

@@ -16,7 +16,7 @@ def add_options(parser):
         arg(f"{role}_learning_rate", float, f"peak; {declaring.LORA_RATE}")
         arg(f"{role}_weight_decay", 0.0, "decoupled (AdamW); matrices only")
         arg(f"{role}_dropout", float, "every dropout; None: what its config says", most=1)
-        arg(f"{role}_lora_dim", 0, declaring.LORA, most=declaring.RANK, fixed=True)
+        arg(f"{role}_lora_dim", 0, declaring.LORA, fixed=True)
     arg("reward_combine", "sum", "one score of several judges'", choices=["sum", "min"], fixed=True)
     add_sampling_flags(arg)
     arg = declaring.flag_group(parser, "PPO: options that change only speed and memory")
@@ -113,7 +113,6 @@ def check_models(args, tokenizer):
     All have one vocabulary, the actor writes, the judges score. Returns mean and deviation of the
     reward model's held-out scores for --normalize_reward, else None.
     """
-    rules.warn_of_ppo(args)
     critics = [args.critic_model_name_or_path] if args.has_critic else []
     judges = args.reward_model_name_or_path
     model_folders.has_weights(args.actor_model_name_or_path, needed=True)

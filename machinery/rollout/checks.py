@@ -22,9 +22,8 @@ def stop_unless_one(run, ratio, mask):
         drift,
         TOLERANCE,
         "before the first update the ratio is off by",
-        "The forward that trains does not see the policy that was scored. Likely: dropout in the "
-        "actor (--actor_dropout 0),\n  a mask or temperature used in one of them only, or a kernel "
-        "that is not deterministic.",
+        "Likely: dropout in the actor (--actor_dropout 0), a mask or temperature in one forward "
+        "only,\n  or a kernel that is not deterministic.",
     )
 
 
