@@ -735,8 +735,9 @@ def roll_out(args, engine, tokenizer, prompts, step, batch_size):
     """
     out = []
     # Here the model is in eval mode, so dropout is off. Under ZeRO-3 all weights are gathered once,
-    # for all forwards.
-    with zero3.gather_for_generation(engine) as (model, synced):
+    # for all forwards, if they fit beside the cache.
+    room = decoding.memory(args, engine, prompts, batch_size)
+    with zero3.gather_for_generation(engine, room) as (model, synced):
         for start in progress.shown(range(0, len(prompts), batch_size), "batches of a rollout"):
             rows = prompts[start : start + batch_size]
             ids, mask = common.pad([row["prompt_ids"] for row in rows], tokenizer.pad_token_id)

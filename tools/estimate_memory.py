@@ -136,10 +136,7 @@ def held_by(model, phase, ranks, cpu, zero):
     scores = model.kept or model.generates or model.head or not model.trains
     compiled = getattr(args, "compile_decoding", False)  # a flag of ppo.py: the cache is kept
     if model.generates and (phase == "generate" or compiled):
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        equal_share = config.hidden_size // config.num_attention_heads
-        width = getattr(config, "head_dim", None) or equal_share
-        cached = 2 * config.num_hidden_layers * heads * width  # numbers of a token
+        cached = decoding.numbers_of_a_token(config)
         slots = [tokens]
         if compiled:  # a cache for each width of prompts
             widths = {decoding.prompt_slots(n) for n in range(1, args.max_prompt_seq_len + 1)}

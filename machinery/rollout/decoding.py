@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 
 import common
 from machinery.base import ranks
+from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused
 from machinery.models import forwards
 
@@ -119,6 +120,31 @@ def new_cache(args, model, ids, mask, count):
         rows, copies = first_of_each(ids, mask)
     mask = torch.cat([mask, mask.new_ones(B, count)], 1)[rows]  # (b, P + R)
     return Cache(past, mask, common.position_ids(mask), rows, copies, selectable)
+
+
+def numbers_of_a_token(config):
+    """Returns how many numbers a token has in the cache: a key and a value in each layer.
+
+    config: of a language model.
+    """
+    heads = getattr(config, "num_attention_heads", 0)  # Mamba has none
+    width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    heads = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * config.num_hidden_layers * heads * width
+
+
+def memory(args, engine, prompts, rows):
+    """Returns the bytes that `rows` of a rollout of `prompts` (dicts) hold beside the weights.
+
+    The cache; about 16 hidden states for each token of the prompts' forward, which come and go; and
+    the logits of a token, with 24 more bytes for each while it is drawn.
+    """
+    model = unwrap_model(engine)
+    config, size = model.config.get_text_config(), model.dtype.itemsize
+    longest = max((len(row["prompt_ids"]) for row in prompts), default=0)
+    cached = numbers_of_a_token(config) * (longest + args.max_answer_seq_len)
+    logits = config.vocab_size * (size + 24)
+    return min(rows, len(prompts)) * (size * (cached + 16 * config.hidden_size * longest) + logits)
 
 
 def first_of_each(ids, mask):

@@ -13,6 +13,7 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 import common
+import ppo
 from machinery.base import ranks
 from machinery.engine import adam, patches, zero3
 from machinery.flags import rules
@@ -51,14 +52,32 @@ def test_gradients_are_reduced_as_deepspeed_does_by_default(stage, overlaps):
     assert get_timers_config(made).enabled is False
 
 
-@pytest.mark.parametrize("numel, fits", [(17, True), (18, False)])
-def test_room_on_a_gpu_is_what_cuda_and_its_allocator_have_free(cuda, monkeypatch, numel, fits):
-    """70 bytes that CUDA has and 20 that PyTorch holds and does not use: 0.8 of them is 72.
-    DeepSpeed asks the driver, by the number in CUDA_VISIBLE_DEVICES, which may be a name (MIG)."""
+@pytest.mark.parametrize("numel, room, fits", [(17, 3, True), (18, 0, False), (17, 4, False)])
+def test_room_on_a_gpu_is_what_cuda_and_its_allocator_have_free(
+    cuda, monkeypatch, numel, room, fits
+):
+    """70 bytes that CUDA has and 20 that PyTorch holds and does not use: 0.8 of them is 72, for the
+    weights and for what a rollout holds beside them. DeepSpeed asks the driver, by the number in
+    CUDA_VISIBLE_DEVICES, which may be a name (MIG)."""
     monkeypatch.setattr(get_accelerator(), "available_memory", lambda: int("MIG-1"))
     monkeypatch.setattr(ranks, "all_sum", lambda *values: values)
     weight = SimpleNamespace(ds_numel=numel, element_size=lambda: 4)
-    assert zero3.fit_on_every_rank([weight]) is fits
+    assert zero3.fit_on_every_rank([weight], room) is fits
+
+
+def test_a_rollout_asks_for_what_it_holds(tiny_model, monkeypatch, tokenizer):
+    """Weights alone may fit where the cache does not, and the rollout ends out of memory. By hand,
+    2 rows of 6 + 4 tokens: a key and a value of 4 heads of 8 numbers in both layers, 16 hidden
+    states of 32 for each of a prompt's tokens, 4 bytes each; and for each entry of the vocabulary 4
+    bytes and 24."""
+    asked = []
+    monkeypatch.setattr(zero3, "gather_for_generation", lambda *given: asked.append(given[1]))
+    args = ppo.get_args("--preset toy --max_answer_seq_len 4".split())
+    prompts = [{"prompt_ids": [5] * n} for n in (2, 6, 3)]
+    with pytest.raises(TypeError):  # that was no context
+        ppo.roll_out(args, tiny_model, tokenizer, prompts, 0, 2)
+    numbers = 10 * 2 * 2 * 4 * 8 + 6 * 16 * 32
+    assert asked == [2 * (4 * numbers + 28 * tiny_model.config.vocab_size)]
 
 
 @pytest.mark.parametrize(
