@@ -687,7 +687,7 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     lengths = torch.zeros(B, dtype=torch.long, device=device)
     alive = torch.ones(B, dtype=torch.bool, device=device)  # rows that have not ended
     cache = decoding.new_cache(args, model, ids, mask, R)  # memory for P + R tokens, once
-    forward = decoding.compiled_next_logits if args.compile_decoding else next_logits
+    forward = decoding.compiled_next_logits if cache.width else next_logits  # --compile_decoding
     inputs = ids[cache.rows]  # equal prompts are computed once
     for r in progress.shown(range(R), "tokens of each response"):
         # Forward.
@@ -1124,6 +1124,7 @@ def main():
         args, *engines.values(), *models.reward_models
     )
     one_pass_is_enough = shares_pass(args, *engines.values())
+    decoding.try_compiled(args, actor, tokenizer, sample)  # --compile_decoding
     clock = rollout_metrics.Clock()
     # Evaluation and microscope roll out and score as the loop below does.
     rollout = functools.partial(scored_rollout, args, models, tokenizer, clock)

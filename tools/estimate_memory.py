@@ -139,8 +139,7 @@ def held_by(model, phase, ranks, cpu, zero):
         cached = decoding.numbers_of_a_token(config)
         slots = [tokens]
         if compiled:  # a cache for each width of prompts
-            widths = {decoding.prompt_slots(n) for n in range(1, args.max_prompt_seq_len + 1)}
-            slots = [slots_of_prompt + args.max_answer_seq_len for slots_of_prompt in widths]
+            slots = [width + args.max_answer_seq_len for width in decoding.widths_of(args)]
         parts["KV cache"] = w * model.generates * cached * sum(slots)
     if phase == "generate" and model.generates:
         parts["logits"] = model.generates * config.vocab_size * (w + 24)

@@ -1,5 +1,7 @@
 """Declares ppo.py's flags beyond the papers', fills in what is left open, and checks its models."""
 
+from deepspeed.accelerator import get_accelerator
+
 from machinery.base.refused import Refused
 from machinery.flags import declaring, rules
 from machinery.models import model_folders
@@ -25,7 +27,8 @@ def add_options(parser):
         arg(f"{role}_zero_stage", int, which, choices=declaring.STAGES)
     together = "responses decoded at a time; None: all of a step on a rank. Fewer take less memory"
     arg("rollout_batch_size", int, together, least=1)
-    arg("compile_decoding", False, "decode in a static cache, compiled on CUDA: docs/ppo.md")
+    decode = "1: decode in static caches, compiled on CUDA; None: there, if no stage is 3"
+    arg("compile_decoding", int, decode, most=1)
     arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses")
     arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
     arg("microscope", 4, "held-out prompts whose responses are in tokens.jsonl, token by token")
@@ -50,6 +53,7 @@ def resolve(args, advantages):
     lists.
     """
     advantage = advantages[args.advantage]
+    whole = 3 not in rules.stages_of(args) and args.tensor_parallel_size == 1
     args.has_critic = advantage.needs_critic
     args.compares_groups = advantage.compares_groups
     args.has_reference = bool(args.kl_coef or args.log_kl)
@@ -61,6 +65,7 @@ def resolve(args, advantages):
         "reward_fn": [],
         "reward_model_name_or_path": [] if args.reward_fn else [args.critic_model_name_or_path],
         "rollout_batch_size": Sizes(args).responses,
+        "compile_decoding": int(whole and get_accelerator().device_name() == "cuda"),
     }
     for name, value in left_open.items():
         if getattr(args, name) is None:

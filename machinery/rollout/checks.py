@@ -45,7 +45,7 @@ def stop_unless_sampled_as_scored(run, micro_batches):
         SAMPLING_TOLERANCE,
         "the log-probs of sampling and of scoring differ, on average over a response, by",
         f"A {run.engine.module.config.model_type} model is not decoded here as it is scored. Take "
-        "another architecture, or leave out --compile_decoding.",
+        "another architecture, or --compile_decoding 0.",
     )
 
 

@@ -70,7 +70,7 @@ MUTATIONS = {  # script and flags beside the toy's: the rule that they break
     "ppo --kl_target 2 --kl_coef 0": "kl-target-without-kl",
     "ppo --normalize_reward 1 --reward_fn score.py:f": "normalize-reward",
     "ppo --deepcompile --zero_stage 3": "deepcompile-in-ppo",
-    "ppo --compile_decoding --zero_stage 3": "compile-decoding-shards",
+    "ppo --compile_decoding 1 --zero_stage 3": "compile-decoding-shards",
     "ppo --offload_states --zero_stage 1 --dtype bf16": "state-offload",
 }
 
@@ -255,6 +255,17 @@ def test_what_ppos_flags_leave_open_follows_from_others():
     assert (sizes.prompts, sizes.generation_batches, sizes.responses) == (32, 2, 64)
     assert sizes.updates == 1
     assert get_args("ppo", "--eval_ema 1 --enable_ema 0").enable_ema  # to have one to evaluate
+
+
+def test_decoding_is_compiled_on_cuda_where_models_are_whole(monkeypatch):
+    """By default; on a CPU never. args.json has what came out, 1 or 0."""
+    flags = "--dtype bf16 --zero_stage"
+    assert not get_args("ppo", f"{flags} 2").compile_decoding
+    pretend(monkeypatch, device="cuda", WORLD_SIZE="2")
+    compiled = [get_args("ppo", f"{flags} {stage}").compile_decoding for stage in range(4)]
+    assert compiled == [1, 1, 1, 0]
+    assert not get_args("ppo", f"{flags} 2 --compile_decoding 0").compile_decoding
+    assert not get_args("ppo", f"{flags} 2 --tensor_parallel_size 2").compile_decoding
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
