@@ -180,7 +180,7 @@ def response_logits(model, layout, wanted):
         keep = int(T - (places % T).min()) if len(places) else 1  # so many of the last columns
     logits = model(
         layout.ids,
-        attention_mask=layout.mask,
+        attention_mask=forwards.mask_for(model, layout.mask),
         use_cache=False,
         **forwards.accepted(model, position_ids=layout.positions, logits_to_keep=keep),
     ).logits
@@ -240,6 +240,7 @@ class ValueModel(nn.Module):
     def forward(self, ids, mask, positions):
         """Values (N, T), fp32, one for each token. ids, mask, positions: see Layout."""
         backbone = self.model.base_model
+        mask = forwards.mask_for(backbone, mask)
         options = forwards.accepted(backbone, position_ids=positions)
         hidden = backbone(ids, attention_mask=mask, use_cache=False, **options)[0]  # (N, T, H)
         values = getattr(self.model, self.value_head_name)(hidden)  # (N, T, 1)
@@ -362,7 +363,6 @@ def train_engine(model, args, batch_size, micro_steps, steps):
     plain, stage = unwrap_model(model), args.zero_stage
     if args.gradient_checkpointing:
         plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    old_deepspeed.split_layers(plain, args.tensor_parallel_size, DTYPES[args.dtype])
     optimizer = adam.build_optimizer(model, args, stage, args.learning_rate, args.weight_decay)
     kind, warmup = args.lr_scheduler_type, args.num_warmup_steps
     engine, *_ = deepspeed.initialize(

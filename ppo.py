@@ -694,7 +694,7 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     lengths = torch.zeros(B, dtype=torch.long, device=device)
     alive = torch.ones(B, dtype=torch.bool, device=device)  # rows that have not ended
     cache = decoding.new_cache(args, model, ids, mask, R)  # memory for P + R tokens, once
-    forward = decoding.compiled_next_logits if args.compile_decoding else next_logits
+    forward = decoding.compiled_next_logits if cache.width else next_logits  # --compile_decoding
     inputs = ids[cache.rows]  # equal prompts are computed once
     for r in progress.shown(range(R), "tokens of each response"):
         # Forward.
@@ -742,8 +742,9 @@ def roll_out(args, engine, tokenizer, prompts, step, batch_size):
     """
     out = []
     # Here the model is in eval mode, so dropout is off. Under ZeRO-3 all weights are gathered once,
-    # for all forwards.
-    with zero3.gather_for_generation(engine) as (model, synced):
+    # for all forwards, if they fit beside the cache.
+    room = decoding.memory(args, engine, prompts, batch_size)
+    with zero3.gather_for_generation(engine, room) as (model, synced):
         for start in progress.shown(range(0, len(prompts), batch_size), "batches of a rollout"):
             rows = prompts[start : start + batch_size]
             ids, mask = common.pad([row["prompt_ids"] for row in rows], tokenizer.pad_token_id)
@@ -1130,6 +1131,7 @@ def main():
         args, *engines.values(), *models.reward_models
     )
     one_pass_is_enough = shares_pass(args, *engines.values())
+    decoding.try_compiled(args, actor, tokenizer, sample)  # --compile_decoding
     clock = rollout_metrics.Clock()
     # Evaluation and microscope roll out and score as the loop below does.
     rollout = functools.partial(scored_rollout, args, models, tokenizer, clock)

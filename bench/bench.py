@@ -491,13 +491,11 @@ def decode(job, work):
     config, out = model_folders.load_config(f"{work}/{job['model']}"), []
     dtype, device = common.DTYPES[job["dtype"]], ranks.device()
     args = SimpleNamespace(temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=[])
-    args.compile_decoding = False
-    compiled = SimpleNamespace(**{**vars(args), "compile_decoding": True})
+    args.max_prompt_seq_len, args.max_answer_seq_len = job["prompt"], job["answer"]
+    args.compile_decoding, args.declared = 1, SimpleNamespace(given={"compile_decoding"})
     cuda = device.type == "cuda"
     static = functools.partial(plain_generate, cache="static" if cuda else None)
     sides = {"ours": (ppo.sample, args), "generate": (static, args)}
-    if cuda:
-        sides["compiled"] = ppo.sample, compiled
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     weights, head = decode_weights(model)
@@ -505,6 +503,8 @@ def decode(job, work):
         ids = torch.randint(2, 4000, (rows, job["prompt"]), device=device)
         mask = torch.ones_like(ids)
         uniforms = torch.rand(rows, job["answer"], device=device, dtype=torch.float64)
+        if cuda:
+            sides["compiled"] = compiled_sampler(args, model, config, rows), args
         tokens = job["prompt"] + job["answer"] / 2  # in the cache, on average
         # a token reads all weights and the cache
         token_bytes = (weights + rows * tokens * cache_of_a_token(config)) * dtype.itemsize
@@ -534,6 +534,24 @@ def decode(job, work):
                         }
                     )
     return out
+
+
+def compiled_sampler(args, model, config, rows):
+    """Returns ppo.sample with --compile_decoding, for so many rows."""
+    import ppo
+    from machinery.rollout import decoding
+
+    args.rollout_batch_size = rows
+    decoding.try_compiled(args, model, NoEnd(config.vocab_size), ppo.sample)
+    caches, model.static_caches = model.static_caches, {}
+
+    def sample(*given):
+        model.static_caches = caches
+        sampled = ppo.sample(*given)
+        model.static_caches = {}
+        return sampled
+
+    return sample
 
 
 def decode_weights(model):

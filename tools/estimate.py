@@ -22,7 +22,7 @@ import ppo
 import reward
 import sft
 from machinery.base import refused
-from machinery.flags import declaring
+from machinery.flags import declaring, rules
 from machinery.models import model_folders
 from tools import estimate_memory as memory
 
@@ -113,7 +113,11 @@ def get_args(argv=None):
         flags = ["--dtype", "bf16", *flags]
     # flags are checked as the launcher's ranks would
     os.environ["WORLD_SIZE"] = str(own.devices.count)
-    return own.script, SCRIPTS[own.script][0].get_args(flags), own.devices
+    args = SCRIPTS[own.script][0].get_args(flags)
+    if own.devices.name == "device" and "compile_decoding" not in args.declared.given:
+        whole = 3 not in rules.stages_of(args) and args.tensor_parallel_size == 1
+        args.compile_decoding = int(whole)  # as on CUDA
+    return own.script, args, own.devices
 
 
 def main(argv=None):

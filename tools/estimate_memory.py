@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import common
 from machinery.base import modules
+from machinery.engine import patches
 from machinery.models import forwards, lora, model_folders
 from machinery.rollout import decoding
 
@@ -52,6 +53,7 @@ def sizes_of(args, head=False):
         config.update(dict.fromkeys(model_folders.own_dropout(config), float(args.dropout)))
     kind = AutoModelForSequenceClassification if head else AutoModelForCausalLM
     options = {"dtype": common.DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
+    patches.share_masks()
     saved = {}
 
     def note(tensor):
@@ -134,14 +136,10 @@ def held_by(model, phase, ranks, cpu, zero):
     scores = model.kept or model.generates or model.head or not model.trains
     compiled = getattr(args, "compile_decoding", False)  # a flag of ppo.py: the cache is kept
     if model.generates and (phase == "generate" or compiled):
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        equal_share = config.hidden_size // config.num_attention_heads
-        width = getattr(config, "head_dim", None) or equal_share
-        cached = 2 * config.num_hidden_layers * heads * width  # numbers of a token
+        cached = decoding.numbers_of_a_token(config)
         slots = [tokens]
         if compiled:  # a cache for each width of prompts
-            widths = {decoding.prompt_slots(n) for n in range(1, args.max_prompt_seq_len + 1)}
-            slots = [slots_of_prompt + args.max_answer_seq_len for slots_of_prompt in widths]
+            slots = [width + args.max_answer_seq_len for width in decoding.widths_of(args)]
         parts["KV cache"] = w * model.generates * cached * sum(slots)
     if phase == "generate" and model.generates:
         parts["logits"] = model.generates * config.vocab_size * (w + 24)

@@ -26,8 +26,8 @@ def read_config(args):
     zero = config.setdefault("zero_optimization", {})
     given = {*config, *(f"zero_optimization.{key}" for key in zero)}
     if taken := sorted(given & set(FLAGS_DECIDE)):
-        advice = "Flags decide that (--learning_rate, --dtype, --zero_stage, ...). Take it out."
-        raise Refused("ds-config-flag", f"{named} sets {', '.join(taken)}.\n  {advice}")
+        words = f"{named} sets {', '.join(taken)}.\n  Flags decide that."
+        raise Refused("ds-config-flag", words)
     return config
 
 

@@ -6,7 +6,6 @@ What an old DeepSpeed cannot do at all is refused in words: machinery/flags/rule
 import contextlib
 
 import deepspeed
-from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from packaging import version
 
 
@@ -21,21 +20,6 @@ def bf16_options():
     Before 0.19 stage 1 sums over the ranks before the last micro-batch is in, unless told not to.
     """
     return {"immediate_grad_update": True} if older_than("0.19") else {}
-
-
-def tensor_parallel_options():
-    """Returns the options of "tensor_parallel" beside its size.
-
-    0.19 can split the output matrix, too. Ours stays whole: every rank sees all logits.
-    """
-    known = "vocab_parallel_lm_head" in TPTrainingConfig.model_fields
-    return {"vocab_parallel_lm_head": False} if known else {}
-
-
-def split_layers(model, size, dtype):
-    """Splits the layers of `model` over `size` ranks. From 0.19 on, initialize() does it."""
-    if size > 1 and older_than("0.19"):
-        deepspeed.tp_model_init(model, tp_size=size, dtype=dtype)
 
 
 @contextlib.contextmanager

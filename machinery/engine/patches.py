@@ -11,6 +11,8 @@ import deepspeed
 import torch
 import torch.nn as nn
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
 
 def wait_at_most(minutes):
@@ -42,6 +44,32 @@ def do_without_cudnn_attention():
     (trl#7181). PyTorch's own kernels, flash and memory-efficient, do the work without them.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def share_masks():
+    """Makes all layers of a forward attend with one additive mask.
+
+    transformers (5.23) hands them True and False, of which PyTorch (2.13) makes the same numbers
+    anew in every layer, and keeps them there for the backward: in bf16 2 N T^2 bytes a layer.
+    """
+    AttentionMaskInterface.register("sdpa", additive_mask)
+
+
+def additive_mask(*args, dtype, **options):
+    """Returns what transformers' sdpa_mask does, as numbers; None where none is needed."""
+    mask = sdpa_mask(*args, **options)
+    return None if mask is None else as_numbers(mask, dtype)
+
+
+def as_numbers(mask, dtype):
+    """Returns what is added to the scores of attention: 0 where mask (N, 1, T, T) is True, or -inf.
+
+    A row of it begins at a multiple of 16 numbers. PyTorch's memory-efficient kernel would copy one
+    that does not begin at a multiple of 8 (preprocess_mask in aten's transformers/attention.cpp).
+    """
+    *shape, T = mask.shape
+    aligned = torch.zeros(*shape, T + -T % 16, dtype=dtype, device=mask.device)
+    return aligned[..., :T].masked_fill_(~mask, -torch.inf)
 
 
 def quicken_linear():

@@ -3,7 +3,6 @@
 from deepspeed.module_inject.layers import LinearAllreduce
 
 from machinery.base.refused import Refused
-from machinery.engine import old_deepspeed
 
 
 def check_model(path, config, args):
@@ -18,10 +17,12 @@ def check_model(path, config, args):
 
 
 def options(args):
-    """Returns what DeepSpeed's config says of tensor parallelism: nothing where there is none."""
-    size = args.tensor_parallel_size
-    more = old_deepspeed.tensor_parallel_options()
-    return {"tensor_parallel": {"autotp_size": size, **more}} if size > 1 else {}
+    """Returns what DeepSpeed's config says of tensor parallelism: nothing where there is none.
+
+    It can split the output matrix, too. Ours stays whole: every rank sees all logits.
+    """
+    options = {"autotp_size": args.tensor_parallel_size, "vocab_parallel_lm_head": False}
+    return {"tensor_parallel": options} if args.tensor_parallel_size > 1 else {}
 
 
 def join_shards(parameter, tensor):

@@ -35,10 +35,12 @@ def ease_zero3(model, whole_layers):
 
 
 @contextlib.contextmanager
-def gather_for_generation(engine):
+def gather_for_generation(engine, room=0):
     """Eval mode, and under ZeRO-3 all weights gathered once for many forwards.
 
         with gather_for_generation(engine) as (model, synced): ...
+
+    room: the bytes that the forwards need beside the weights.
 
     DeepSpeed's hooks, which gather them anew for every token (4 times as long), are taken off
     meanwhile. If the model does not fit beside what is there, they stay, and `synced` is True:
@@ -48,7 +50,7 @@ def gather_for_generation(engine):
     model = modules.unwrap_model(engine)
     was_training = model.training
     sharded = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
-    fits = bool(sharded) and fit_on_every_rank(sharded)
+    fits = bool(sharded) and fit_on_every_rank(sharded, room)
     hooked = model.modules() if fits else ()
     hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in hooked]
     with old_deepspeed.gathered_parameters(sharded, enabled=fits):
@@ -73,9 +75,9 @@ def release_early_gathers(engine):
         optimizer.empty_partition_cache()
 
 
-def fit_on_every_rank(sharded):
-    """Returns whether each rank has room for all weights that ZeRO-3 has sharded."""
-    need = sum(parameter.ds_numel * parameter.element_size() for parameter in sharded)
+def fit_on_every_rank(sharded, room=0):
+    """Returns whether each rank has memory for all weights that ZeRO-3 has sharded, and `room`."""
+    need = room + sum(parameter.ds_numel * parameter.element_size() for parameter in sharded)
     if ranks.device().type == "cuda":  # what PyTorch holds and does not use is free, too
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         free = torch.cuda.mem_get_info()[0] + unused

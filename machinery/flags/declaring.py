@@ -21,7 +21,6 @@ from machinery.flags import rules
 
 ROOT = Path(__file__).resolve().parents[2]
 FINITE = sys.float_info.max  # the largest finite number
-RANK = 2**16  # of LoRA: matrices are no wider
 STAGES = [0, 1, 2, 3]  # of ZeRO
 LORA = "LoRA: train a product of this rank beside each matrix. 0: off"
 LORA_RATE = "with LoRA about ten times that of all weights [Schulman 2025]"
@@ -98,7 +97,7 @@ def add_common_flags(parser, own_forms=()):
     arg("group_by_length", 1, "1: rows of like length together; 0: shuffled", most=1, fixed=True)
     # numpy takes no seed above
     arg("seed", 1234, "of all that is random. 1234 [DeepSpeed-Chat]", most=2**32 - 1, fixed=True)
-    arg("lora_dim", 0, LORA, most=RANK, fixed=True)
+    arg("lora_dim", 0, LORA, fixed=True)
     times = "LoRA's product is multiplied by lora_alpha / rank"
     arg("lora_alpha", 16, times, least=1e-6, type=float, fixed=True)
     arg("max_steps", -1, "stop there; 0: evaluate and end; -1: as num_train_epochs says", least=-1)
@@ -133,8 +132,8 @@ def add_common_flags(parser, own_forms=()):
     arg("keep_checkpoints", 1, "how many of the newest checkpoints to keep", least=1)
     metric = "a metric: keep the best model by it in best/ (eval_loss, eval_gold)"
     arg("keep_best", str, metric, fixed=True)
-    wait = "how long a rank waits for another before it gives up, and says for which"
-    arg("timeout_minutes", 30, wait, least=1e-6, most=60 * 24 * 365, type=float)
+    wait = "how long a rank waits for another before it gives up"
+    arg("timeout_minutes", 30, wait, least=1e-6, type=float)
     arg("resume", False, "go on from the newest whole checkpoint in output_dir")
     arg("trust_remote_code", False, "run the Python code that comes with a model")
     arg("overwrite", False, "output_dir holds a run: move it to NAME.old-1")

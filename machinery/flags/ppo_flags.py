@@ -1,5 +1,7 @@
 """Declares ppo.py's flags beyond the papers', fills in what is left open, and checks its models."""
 
+from deepspeed.accelerator import get_accelerator
+
 from machinery.base.refused import Refused
 from machinery.flags import declaring, rules
 from machinery.models import model_folders
@@ -16,16 +18,17 @@ def add_options(parser):
         arg(f"{role}_learning_rate", float, f"peak; {declaring.LORA_RATE}")
         arg(f"{role}_weight_decay", 0.0, "decoupled (AdamW); matrices only")
         arg(f"{role}_dropout", float, "every dropout; None: what its config says", most=1)
-        arg(f"{role}_lora_dim", 0, declaring.LORA, most=declaring.RANK, fixed=True)
+        arg(f"{role}_lora_dim", 0, declaring.LORA, fixed=True)
     arg("reward_combine", "sum", "one score of several judges'", choices=["sum", "min"], fixed=True)
     add_sampling_flags(arg)
     arg = declaring.flag_group(parser, "PPO: options that change only speed and memory")
     for role, frozen in (("actor", "reference"), ("critic", "judges")):
         which = f"of {role} and {frozen}; None: --zero_stage"
         arg(f"{role}_zero_stage", int, which, choices=declaring.STAGES)
-    together = "responses decoded at a time; None: all of a step on a rank. Fewer take less memory"
+    together = "responses decoded at a time; None: all of a step on a rank"
     arg("rollout_batch_size", int, together, least=1)
-    arg("compile_decoding", False, "decode in a static cache, compiled on CUDA: docs/ppo.md")
+    decode = "1: decode in static caches, compiled on CUDA; None: there, if no stage is 3"
+    arg("compile_decoding", int, decode, most=1)
     arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses")
     arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
     arg("microscope", 4, "held-out prompts whose responses are in tokens.jsonl, token by token")
@@ -50,6 +53,7 @@ def resolve(args, advantages):
     lists.
     """
     advantage = advantages[args.advantage]
+    whole = 3 not in rules.stages_of(args) and args.tensor_parallel_size == 1
     args.has_critic = advantage.needs_critic
     args.compares_groups = advantage.compares_groups
     args.has_reference = bool(args.kl_coef or args.log_kl)
@@ -61,6 +65,7 @@ def resolve(args, advantages):
         "reward_fn": [],
         "reward_model_name_or_path": [] if args.reward_fn else [args.critic_model_name_or_path],
         "rollout_batch_size": Sizes(args).responses,
+        "compile_decoding": int(whole and get_accelerator().device_name() == "cuda"),
     }
     for name, value in left_open.items():
         if getattr(args, name) is None:
@@ -113,7 +118,6 @@ def check_models(args, tokenizer):
     All have one vocabulary, the actor writes, the judges score. Returns mean and deviation of the
     reward model's held-out scores for --normalize_reward, else None.
     """
-    rules.warn_of_ppo(args)
     critics = [args.critic_model_name_or_path] if args.has_critic else []
     judges = args.reward_model_name_or_path
     model_folders.has_weights(args.actor_model_name_or_path, needed=True)

@@ -36,35 +36,21 @@ def of_all(args):
     split = args.tensor_parallel_size > 1  # ranks share layers
     rank_count = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
 
-    counts = len(args.data_split), len(args.adam_betas)
-    yield "how-many", counts != (3, 2), "--data_split has 3 numbers, --adam_betas 2."
     needs_gpu = args.dtype == "fp16" or args.deepcompile
     on_cpu = get_accelerator().device_name() == "cpu"
     words = "--dtype fp16 and --deepcompile need a GPU, the latter with nvcc in $CUDA_HOME/bin."
     yield "gpu-only", needs_gpu and on_cpu or args.deepcompile and lacks_nvcc(), words
-    needs_zero = args.adam_offload or args.deepcompile
-    words = "--adam_offload and --deepcompile need --zero_stage 1, 2 or 3."
-    yield "zero-only", needs_zero and 0 in stages, words
-    words = "--offload moves sharded weights.\n  Use --zero_stage 3, or --adam_offload alone."
-    yield "offload-stage", args.offload and 3 not in stages, words
-    words = "{tensor_parallel_size} works in bf16 only, not with {dtype}."
-    yield "tensor-parallel-dtype", split and args.dtype != "bf16", words
-    words = "{tensor_parallel_size} must divide the number of ranks."
-    yield "tensor-parallel-ranks", rank_count % args.tensor_parallel_size, words
-    words = "{tensor_parallel_size} and LoRA do not go together.\n  Train all weights (lora_dim 0)."
-    yield "tensor-parallel-lora", split and lora, words
-    since_0_19 = (
-        # 0.18.5 gave a gradient norm of 8.7 for 6.1
-        (args.adam_offload and args.dtype == "bf16" and 1 in stages)
-        or (lora and args.gradient_checkpointing and 3 in stages)
-        # of PPO 0.18.5 finds the responses of its ranks inconsistent
-        or (split and (3 in stages or args.declared.script == "ppo"))
-    )
-    words = (
-        "These need DeepSpeed 0.19: --adam_offload with --zero_stage 1 in bf16; LoRA with "
-        "--gradient_checkpointing and --zero_stage 3; --tensor_parallel_size with that, or in PPO."
-    )
-    yield "old-deepspeed", since_0_19 and older_than("0.19"), words
+    needs_zero = (args.adam_offload or args.deepcompile) and 0 in stages
+    words = "--adam_offload and --deepcompile need --zero_stage 1, 2 or 3, --offload needs 3."
+    yield "zero-only", needs_zero or args.offload and 3 not in stages, words
+    words = "{tensor_parallel_size} must divide the ranks, and works in bf16, without --lora_dim."
+    broken = split and (lora or args.dtype != "bf16" or rank_count % args.tensor_parallel_size)
+    yield "tensor-parallel", broken, words
+    # of the first 0.18.5 gave a gradient norm of 8.7 for 6.1
+    needs_0_19 = args.adam_offload and args.dtype == "bf16" and 1 in stages
+    needs_0_19 |= split or lora and args.gradient_checkpointing and 3 in stages
+    words = "With these flags --adam_offload, LoRA or tensor parallelism need DeepSpeed 0.19."
+    yield "old-deepspeed", needs_0_19 and older_than("0.19"), words
 
 
 def of_ppo(args):
@@ -75,12 +61,11 @@ def of_ppo(args):
     trained = args.per_device_training_batch_size
 
     words = (
-        "{per_device_training_batch_size} must divide the product of "
-        "{per_device_generation_batch_size} and {generation_batches}."
+        "{per_device_generation_batch_size} must be divisible by {samples_per_prompt}, and times "
+        "{generation_batches} by {per_device_training_batch_size}."
     )
-    yield "training-batch-divides", generated * args.generation_batches % trained, words
-    words = "{samples_per_prompt} must divide {per_device_generation_batch_size}."
-    yield "samples-divide", generated % args.samples_per_prompt, words
+    broken = generated * args.generation_batches % trained or generated % args.samples_per_prompt
+    yield "batches-divide", broken, words
     words = "{advantage} compares the responses to a prompt.\n  Use --samples_per_prompt 4."
     yield "group-of-one", args.compares_groups and args.samples_per_prompt < 2, words
 
@@ -108,14 +93,8 @@ def of_ppo(args):
     sharded = args.actor_zero_stage == 3 or split
     yield "compile-decoding-shards", args.compile_decoding and sharded, words
     stays = args.offload or 0 in stages or (args.dtype == "bf16" and 1 in stages)
-    words = "--offload_states needs --zero_stage 2 or 3 (in fp32 1 will do), and no --offload."
+    words = "--offload_states needs --zero_stage 2 or 3 (1 in fp32), and no --offload."
     yield "state-offload", args.offload_states and stays, words
 
-
-def warn_of_ppo(args):
-    """Prints what is permitted in PPO, and should be watched."""
-    if args.kl_in == "reward" and args.kl_estimator != "k1":
-        words = "in the reward hardly holds the actor back. Use k1, or --kl_in loss."
-        ranks.say(f"warning: --kl_estimator {args.kl_estimator} {words}")
     if filters := args.declared.given & {"top_p", "top_k", "min_new_tokens"}:
         ranks.say(f"warning: --{' --'.join(filters)}: KL is not the sampler's, and may be below 0")

@@ -4,6 +4,7 @@ import inspect
 import sys
 
 from machinery.base.modules import unwrap_model
+from machinery.engine import patches
 
 
 def accepted(model, **options):
@@ -13,6 +14,11 @@ def accepted(model, **options):
     """
     takes = inspect.signature(unwrap_model(model).forward).parameters
     return {name: value for name, value in options.items() if name in takes}
+
+
+def mask_for(model, mask):
+    """Returns the mask of a Layout as the model takes it: one (N, 1, T, T) as numbers to add."""
+    return patches.as_numbers(mask, unwrap_model(model).dtype) if mask.dim() == 4 else mask
 
 
 def picks_positions(model):

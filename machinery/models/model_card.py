@@ -50,8 +50,6 @@ def card(args, record, title, folder, adapted, scores, appends):
 A {kind} ({title}), trained from `{base or name_of(start)}`
 on {record["data_rows"]} rows of {", ".join(map(name_of, args.data_path))}.
 
-**Limits.** Nothing but the metrics below was measured: what it writes may be wrong, unfair or
-harmful, and a score only orders responses to the same prompt.
 
 It is loaded by transformers with `{load}`.
 {"Append EOS to each text." if scores and not appends else ""}

@@ -24,9 +24,7 @@ def load(path, kind, trust_remote_code):
     try:
         return kind.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # of many kinds: of the hub, of JSON, of config's or tokenizers' own
-        hint = "If a run was to write it and has not ended, --resume goes on with it."
-        words = f"{path} cannot be loaded: {error}\n  {hint}"
-        raise Refused("no-such-model", words) from error
+        raise Refused("no-such-model", f"{path} cannot be loaded: {error}") from error
 
 
 def load_config(path, trust_remote_code=False):

@@ -18,7 +18,9 @@ from transformers.cache_utils import (
 
 import common
 from machinery.base import ranks
+from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused
+from machinery.engine import zero3
 from machinery.models import forwards
 
 KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer
@@ -94,6 +96,7 @@ class Cache:
     rows: Tensor  # (b,) their numbers among the B rows of ppo.sample
     copies: Tensor | None  # (B,) which of the computed prompts each row has, until it is copied
     selectable: bool  # rows can be copied and left out
+    width: int = 0  # slots of the prompts in a static cache; 0: it is none
     length: int = 0  # tokens so far, padding included
 
     def select(self, indices):
@@ -109,9 +112,11 @@ def new_cache(args, model, ids, mask, count):
     Equal prompts are in it once: `rows` are the first of each. Layers that hold more than keys and
     values (Mamba's) cannot copy rows, and there every row is computed for itself.
     """
-    if args.compile_decoding:
-        return new_static_cache(args, model, mask, count)
     B, P = ids.shape
+    caches = getattr(model, "static_caches", {})
+    wide = [width for width in caches if width >= P and B <= args.rollout_batch_size]
+    if wide and count <= args.max_answer_seq_len:
+        return static_cache(args, caches, mask, min(wide))
     past = reserved_cache(model, P + count)
     selectable = {type(layer) for layer in past.layers} <= {ReservedLayer, *KEYS_AND_VALUES}
     rows = copies = torch.arange(B, device=ids.device)
@@ -119,6 +124,31 @@ def new_cache(args, model, ids, mask, count):
         rows, copies = first_of_each(ids, mask)
     mask = torch.cat([mask, mask.new_ones(B, count)], 1)[rows]  # (b, P + R)
     return Cache(past, mask, common.position_ids(mask), rows, copies, selectable)
+
+
+def numbers_of_a_token(config):
+    """Returns how many numbers a token has in the cache: a key and a value in each layer.
+
+    config: of a language model.
+    """
+    heads = getattr(config, "num_attention_heads", 0)  # Mamba has none
+    width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    heads = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * config.num_hidden_layers * heads * width
+
+
+def memory(args, engine, prompts, rows):
+    """Returns the bytes that `rows` of a rollout of `prompts` (dicts) hold beside the weights.
+
+    The cache; about 16 hidden states for each token of the prompts' forward, which come and go; and
+    the logits of a token, with 24 more bytes for each while it is drawn.
+    """
+    model = unwrap_model(engine)
+    config, size = model.config.get_text_config(), model.dtype.itemsize
+    longest = max((len(row["prompt_ids"]) for row in prompts), default=0)
+    cached = numbers_of_a_token(config) * (longest + args.max_answer_seq_len)
+    logits = config.vocab_size * (size + 24)
+    return min(rows, len(prompts)) * (size * (cached + 16 * config.hidden_size * longest) + logits)
 
 
 def first_of_each(ids, mask):
@@ -207,36 +237,80 @@ def at_stop(args, tokenizer, responses, r):
 # ---- Compiled (--compile_decoding) ----
 # In a static cache the steps of all tokens have the same shapes. So transformers can compile one
 # step and, on CUDA, replay it as one graph. Rows stay to the end, and each prompt is computed for
-# itself. A graph is recorded for a shape and for memory, and is never given back: so there are few
-# widths, one number of rows, and a cache of each, which stays with the model.
-PROMPT_SLOTS = 64  # the smallest width; the next ones are twice as wide
+# itself. A graph is recorded for a shape and for memory, and is never given back: so there are at
+# most three widths of prompts, one number of rows, and a cache for each, which stays with the
+# model. What does not fit into one of them is decoded as without the flag.
 
 
-def prompt_slots(length):
-    """Returns how many slots prompts of at most `length` tokens get: 64, 128, 256, ..."""
-    return PROMPT_SLOTS << ((length - 1) // PROMPT_SLOTS).bit_length()
+def widths_of(args):
+    """Returns how many slots prompts may have: 64, 128 and 256 if they have 256 tokens at most."""
+    return sorted({64 * -(-args.max_prompt_seq_len // (64 << n)) for n in range(3)})
 
 
-def new_static_cache(args, model, mask, count):
-    """Returns a Cache of all rows, with transformers' StaticCache in it. mask: (B, P)
+def try_compiled(args, engine, tokenizer, sample):
+    """With --compile_decoding gives the model static caches, if tokens are those of the plain loop.
 
-    It has --rollout_batch_size rows at least. The last of a rollout may be empty.
+    Else the flag is refused, or where it was not given the run does without. sample: ppo.sample.
+    """
+    if not args.compile_decoding:
+        return
+    given, R = "compile_decoding" in args.declared.given, args.max_answer_seq_len
+    with zero3.gather_for_generation(engine) as (model, _):
+        config, widths = model.config, widths_of(args)
+        numbers = numbers_of_a_token(config.get_text_config()) * sum(n + R for n in widths)
+        size = numbers * args.rollout_batch_size * model.dtype.itemsize
+        try:
+            if not given and size > 0.1 * torch.cuda.mem_get_info()[0]:
+                raise ValueError(f"its caches would take {size / 2**30:.1f} GiB")
+            caches = {n: StaticCache(config=config, max_cache_len=n + R) for n in widths}
+            if not all(cache.is_compileable for cache in caches.values()):
+                raise ValueError("transformers has no static cache for this model's layers")
+            alike = [tokens_alike(args, model, tokenizer, sample, caches, n) for n in widths]
+            if min(alike) < 0.8:
+                raise ValueError(f"of a try {min(alike):.0%} of the tokens were those without it")
+        except Exception as error:  # also: no compiler, no memory, or what it cannot compile
+            model.static_caches = {}
+            why = f"--compile_decoding 1: {error}"
+            if given:
+                raise Refused("compile-decoding", f"{why}.\n  Leave it out.") from error
+            ranks.say(f"{why}; the run does without it")
+
+
+def tokens_alike(args, model, tokenizer, sample, caches, width):
+    """Returns the share of tokens that are the same without and with `caches`, which then stay.
+
+    Of 8 tokens each, after prompts of all lengths up to `width`. At the first ones the step is
+    compiled and recorded. In fp32 all are the same. In bf16 log-probs differ by 0.01 or so, so that
+    one token in a hundred is another, after which the row goes on by itself.
+    """
+    B, P = args.rollout_batch_size, min(width, args.max_prompt_seq_len)
+    lengths = [max(1, P * row // B) for row in range(1, B + 1)]
+    prompts = [[n % len(tokenizer) for n in range(length)] for length in lengths]
+    ids, mask = (x.to(ranks.device()) for x in common.pad(prompts, 0))  # (B, P)
+    uniforms = (torch.arange(8.0 * B, dtype=torch.float64) * 0.618 % 1).view(B, 8)
+    uniforms = uniforms[:, : args.max_answer_seq_len].to(ranks.device())
+    responses = []
+    for tried in ({}, caches):
+        model.static_caches = tried
+        responses.append(sample(args, model, tokenizer, ids, mask, uniforms)[0])
+    plain, compiled = responses  # a loop ends when all its rows have
+    R = min(plain.shape[1], compiled.shape[1])
+    return (plain[:, :R] == compiled[:, :R]).double().mean().item()
+
+
+def static_cache(args, caches, mask, width):
+    """Returns a Cache of all rows in caches[width], for prompts with this mask (B, P).
+
+    It has --rollout_batch_size rows. The last of a rollout may be empty.
     """
     B, P = mask.shape
-    empty = max(0, args.rollout_batch_size - B)
     rows = torch.arange(B, device=mask.device)
-    mask = nn.functional.pad(mask, (prompt_slots(P) - P, 0, 0, empty))
+    mask = nn.functional.pad(mask, (width - P, 0, 0, args.rollout_batch_size - B))
     # the causal mask hides slots to come
-    mask = torch.cat([mask, mask.new_ones(B + empty, count)], 1)
-    kept = vars(model).setdefault("static_caches", {})
-    if mask.shape not in kept:
-        kept[mask.shape] = StaticCache(config=model.config, max_cache_len=mask.shape[1])
-    past = kept[mask.shape]
-    if not past.is_compileable:
-        words = "--compile_decoding: transformers has no static cache for this model's layers."
-        raise Refused("compile-decoding-layers", f"{words}\n  Leave it out.")
-    past.reset()
-    return Cache(past, mask, common.position_ids(mask), rows, rows, selectable=False)
+    mask = torch.cat([mask, mask.new_ones(len(mask), args.max_answer_seq_len)], 1)
+    caches[width].reset()
+    positions = common.position_ids(mask)
+    return Cache(caches[width], mask, positions, rows, rows, selectable=False, width=width)
 
 
 def compiled_next_logits(model, inputs, cache):
@@ -246,7 +320,7 @@ def compiled_next_logits(model, inputs, cache):
     """
     (B, count), forward = inputs.shape, model
     if cache.length == 0:  # the prompts
-        count = prompt_slots(count)
+        count = cache.width
     elif model.device.type != "cpu":
         forward = model.get_compiled_call(None)
     inputs = nn.functional.pad(inputs, (count - inputs.shape[1], 0, 0, len(cache.mask) - B))

@@ -89,10 +89,8 @@ def load_function(spec, flag):
     with users_code(spec, f"in the file of {flag}"):
         source.loader.exec_module(module)
     function = getattr(module, name, None)
-    if not callable(function):
-        raise Refused("function-name", f"{flag} {spec}: there is no function {name} in {file}.")
-    if inspect.getfullargspec(function).varkw is None:
-        words = f"{flag} {spec}: it must be {name}(prompts, completions, **columns)."
+    if not callable(function) or inspect.getfullargspec(function).varkw is None:
+        words = f"{flag} {spec}: {file} must have {name}(prompts, completions, **columns)."
         raise Refused("function-columns", words)
     return function
 

@@ -1,5 +1,7 @@
 """Writes tokens.jsonl: all numbers of each token of a few held-out responses (--microscope)."""
 
+from itertools import pairwise
+
 import torch
 
 from machinery.rollout import rollout_metrics
@@ -57,22 +59,10 @@ def note(batch, tokenizer):
     held |= {"kl": batch.kl.get("k1"), "kl_k3": batch.kl.get("k3")}  # k1: logprob - ref_logprob
     for i, response in enumerate(batch.responses):
         ids = response["response_ids"][:MOST_TOKENS]
-        response["numbers"] = {"text": texts(tokenizer, response["prompt_ids"][-1:], ids)}
+        # after another token: alone, some tokenizers leave out the space before a word
+        ends = [tokenizer.decode(ids[:n]) for n in range(len(ids) + 1)]
+        response["numbers"] = {"text": [b[len(a) :] for a, b in pairwise(ends)]}
         for name, tensor in held.items():
             if tensor is not None:
                 numbers = tensor[i, : len(ids)].tolist()
                 response["numbers"][name] = [float(f"{number:.6g}") for number in numbers]
-
-
-def texts(tokenizer, before, ids):
-    """Returns the text of each token of `ids`, which follow the ids `before`.
-
-    Some tokenizers write a space in front of a token only where another token precedes it, so each
-    is decoded after its neighbour. Half a character is U+FFFD.
-    """
-    out = []
-    for first, second in zip([*before, *ids], ids if before else ids[1:]):
-        alone, both = tokenizer.decode([first]), tokenizer.decode([first, second])
-        follows = both.startswith(alone)
-        out.append(both[len(alone) :] if follows else tokenizer.decode([second]))
-    return out if before else [tokenizer.decode(ids[:1]), *out]

@@ -112,6 +112,7 @@ def join_ranks(args):
     let_segments_grow()
     patches.do_without_compiler()
     patches.do_without_cudnn_attention()
+    patches.share_masks()
     limit = patches.wait_at_most(args.timeout_minutes)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
         deepspeed.init_distributed(verbose=False, timeout=limit)

@@ -48,8 +48,6 @@ def check_unlocked(args):
         words = f"--output_dir {output} is not empty: it holds {found[0]}."
         advice = "Take another. If it is a run, --resume goes on, --overwrite moves it aside."
         raise Refused("output-taken", f"{words}\n  {advice}")
-    if args.overwrite and not args.resume:
-        refuse_inputs_inside(args, output)
 
 
 def refuse_in_use(args, who):
@@ -65,21 +63,7 @@ def refuse_unusable(args, output):
     exists = next(path for path in above if os.path.lexists(path))
     if not (exists.is_dir() and os.access(exists, os.W_OK)):
         words = f"--output_dir {output}: {exists} is no folder, or cannot be written to."
-        raise Refused("output-unusable", f"{words}\n  Take another --output_dir.")
-
-
-def refuse_inputs_inside(args, output):
-    """Refuses what the run reads, or stands in, if it is in the folder that would be moved aside.
-
-    Of FILE:FUNCTION it is the file.
-    """
-    values = [getattr(args, flag) for flag in args.declared.names - {"output_dir"}]
-    lists = [value if isinstance(value, list) else [value] for value in values]
-    for text in [".", *itertools.chain(*lists)]:
-        path = Path(str(text).partition(":")[0])
-        if os.path.exists(path) and path.resolve().is_relative_to(output.resolve()):
-            words = f"{path.absolute()} is in --output_dir {output}."
-            raise Refused("input-in-output", f"{words}\n  Take another --output_dir.")
+        raise Refused("output-unusable", words)
 
 
 # ---- --resume ----
@@ -105,24 +89,11 @@ def refuse_other_flags(args, before):
     Of what is named by a path the last part is compared: folders may have moved. None, 0, False
     and empty lists are alike.
     """
-    for name, old, new in differing(args, before, args.declared.fixed):
-        words = f"--resume: the run was begun with --{name} {old}, and now it is {new}."
-        raise Refused("flag-changed", f"{words}\n  Give it as it was.")
-
-
-def say_changes(args, before):
-    """Prints the flags that may change with --resume, and are not those of args.json's `before`."""
-    names = vars(args).keys() - args.declared.fixed - {"resume", "overwrite", "output_dir"}
-    for name, old, new in differing(args, before, names):
-        ranks.say(f"another flag than before: --{name} {old} -> {new}")
-
-
-def differing(args, before, names):
-    """Yields (name, its value in `before`, its value now) of each flag that differs."""
-    for name in sorted(names & before.keys()):
+    for name in sorted(args.declared.fixed & before.keys()):
         old, new = before[name], getattr(args, name)
         if comparable(args, name, old) != comparable(args, name, new):
-            yield name, old, new
+            words = f"--resume: the run was begun with --{name} {old}, and now it is {new}."
+            raise Refused("flag-changed", words)
 
 
 def comparable(args, name, value):
@@ -162,9 +133,7 @@ class OutputFolder:
         self.record = {**vars(args), "script": args.declared.script, "versions": versions}
         self.record |= {"world_size": ranks.get_world_size(), "device": str(ranks.device())}
         self.record |= facts
-        if args.resume:
-            say_changes(args, read_record(self.path))
-        else:
+        if not args.resume:
             self.note()
 
     def refuse_unshared(self):

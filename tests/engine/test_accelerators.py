@@ -9,10 +9,16 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import get_timers_config
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
+import common
+import ppo
 from machinery.base import ranks
-from machinery.engine import adam, zero3
+from machinery.engine import adam, patches, zero3
 from machinery.flags import rules
+from machinery.models import forwards
+from machinery.rollout import shared_prompts
 from machinery.run import launch
 from tests import kit
 from tests.runs import config, facts
@@ -46,14 +52,32 @@ def test_gradients_are_reduced_as_deepspeed_does_by_default(stage, overlaps):
     assert get_timers_config(made).enabled is False
 
 
-@pytest.mark.parametrize("numel, fits", [(17, True), (18, False)])
-def test_room_on_a_gpu_is_what_cuda_and_its_allocator_have_free(cuda, monkeypatch, numel, fits):
-    """70 bytes that CUDA has and 20 that PyTorch holds and does not use: 0.8 of them is 72.
-    DeepSpeed asks the driver, by the number in CUDA_VISIBLE_DEVICES, which may be a name (MIG)."""
+@pytest.mark.parametrize("numel, room, fits", [(17, 3, True), (18, 0, False), (17, 4, False)])
+def test_room_on_a_gpu_is_what_cuda_and_its_allocator_have_free(
+    cuda, monkeypatch, numel, room, fits
+):
+    """70 bytes that CUDA has and 20 that PyTorch holds and does not use: 0.8 of them is 72, for the
+    weights and for what a rollout holds beside them. DeepSpeed asks the driver, by the number in
+    CUDA_VISIBLE_DEVICES, which may be a name (MIG)."""
     monkeypatch.setattr(get_accelerator(), "available_memory", lambda: int("MIG-1"))
     monkeypatch.setattr(ranks, "all_sum", lambda *values: values)
     weight = SimpleNamespace(ds_numel=numel, element_size=lambda: 4)
-    assert zero3.fit_on_every_rank([weight]) is fits
+    assert zero3.fit_on_every_rank([weight], room) is fits
+
+
+def test_a_rollout_asks_for_what_it_holds(tiny_model, monkeypatch, tokenizer):
+    """Weights alone may fit where the cache does not, and the rollout ends out of memory. By hand,
+    2 rows of 6 + 4 tokens: a key and a value of 4 heads of 8 numbers in both layers, 16 hidden
+    states of 32 for each of a prompt's tokens, 4 bytes each; and for each entry of the vocabulary 4
+    bytes and 24."""
+    asked = []
+    monkeypatch.setattr(zero3, "gather_for_generation", lambda *given: asked.append(given[1]))
+    args = ppo.get_args("--preset toy --max_answer_seq_len 4".split())
+    prompts = [{"prompt_ids": [5] * n} for n in (2, 6, 3)]
+    with pytest.raises(TypeError):  # that was no context
+        ppo.roll_out(args, tiny_model, tokenizer, prompts, 0, 2)
+    numbers = 10 * 2 * 2 * 4 * 8 + 6 * 16 * 32
+    assert asked == [2 * (4 * numbers + 28 * tiny_model.config.vocab_size)]
 
 
 @pytest.mark.parametrize(
@@ -133,3 +157,46 @@ def test_no_run_attends_by_cudnn():
     """Its gradient is NaN for some lengths and heads (patches.do_without_cudnn_attention). PyTorch
     has it on by default, and takes it first on new GPUs. tools/talk.py turns it off likewise."""
     assert {rank["cudnn"] for rank in facts("sft_zero0")} == {False}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared", [False, True])
+def test_all_layers_keep_one_mask(monkeypatch, shared, dtype):
+    """Given True and False, PyTorch makes a mask of numbers in each layer and keeps it for the
+    backward: 2 rows T^2 bytes a layer in bf16. With one for all the bits are the same, for rows
+    that are padded and for rows that share a prompt. Rows of 11 numbers begin at multiples of
+    16."""
+    if shared:  # a row of 3 + (1 + 2) + (1 + 4) tokens
+        responses = [{"prompt_ids": [5, 6, 7, 8], "response_ids": ids} for ids in ([9, 2], [4] * 4)]
+        layout = shared_prompts.shared_rows(responses, 0, 2)
+        wanted = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    else:
+        given = common.pad([[5, 6, 7], [*range(20, 31)]], 0)
+        layout, wanted = common.Layout(**common.last_columns(*given, 2)), torch.ones(2, 2)
+    masks, found = [], []
+
+    def note(tensor):
+        if tensor.dim() == 4 and tensor.shape[2:] == (11, 11):
+            masks[-1][tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    for mask_function, mask_for in (
+        (sdpa_mask, lambda model, mask: mask),  # the libraries' own way
+        (patches.additive_mask, forwards.mask_for),
+    ):
+        monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", mask_function)
+        monkeypatch.setattr(forwards, "mask_for", mask_for)
+        masks.append({})
+        model = kit.make_tiny_model().to(dtype)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            logprobs = common.response_logprobs(model, layout, wanted)
+        logprobs.sum().backward()
+        found.append([logprobs, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))
+    rows = len(layout.ids)
+    assert len(masks[0]) == 2 and [*masks[1].values()] == [rows * 11 * 16 * dtype.itemsize]
+
+
+def test_a_run_keeps_one_mask():
+    """It is registered where ranks meet, as cuDNN's kernels are turned off there."""
+    assert {rank["mask"] for rank in facts("sft_zero0")} == {"additive_mask"}

@@ -1,18 +1,21 @@
 """What makes decoding fast changes no token: the cache that is reserved once, rows that leave when
 they are done, a prompt that is computed once, and the compiled step."""
 
+import copy
 import functools
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, StaticCache
 
 import common
+import ppo
 from machinery.base import ranks
 from machinery.rollout import decoding
 from tests import kit
+from tests.kit import Knowing
 from tests.tiny_models import KINDS, config_of
 
 VOCAB = 100
@@ -131,7 +134,7 @@ def test_a_static_cache_gives_the_same_tokens(name):
     for step, end in ((0, -1), (1, 7)):
         uniforms = kit.uniforms(8, 16, step)
         plain, _ = sampled(model, IDS, MASK, uniforms, ending(end))
-        static, _ = sampled(model, IDS, MASK, uniforms, ending(end), compile_decoding=True)
+        static, _ = sampled(model, IDS, MASK, uniforms, ending(end), compile_decoding=1)
         assert static == plain
 
 
@@ -148,6 +151,9 @@ class OnAnAccelerator:
     def __call__(self, *args, **options):
         return self.model(*args, **options)
 
+    def eval(self):
+        return self
+
     def __getattr__(self, name):
         return getattr(self.model, name)
 
@@ -156,8 +162,9 @@ def test_a_compiled_step_is_compiled_for_few_shapes():
     """The steps of all tokens of a rollout have one graph: no shape changes, no number is built
     into it. Prompts of other lengths, and fewer rows, have three widths of one number of rows, and
     the memory that they had: on CUDA each other would be a graph more, which is never given back.
-    (On CUDA transformers compiles the step; here a backend runs it as it is.)"""
-    graphs, memory = [], set()
+    All are tried at the start, and none is compiled later. (On CUDA transformers compiles the step;
+    here a backend runs it as it is.)"""
+    graphs, memory, tried = [], set(), 0
 
     def backend(graph, inputs):
         graphs.append(graph)
@@ -170,10 +177,60 @@ def test_a_compiled_step_is_compiled_for_few_shapes():
     for rows, longer in [(8, 0), (5, 60), (8, 100), (3, 130), (8, 180)] * 2:
         ids, mask = common.pad([[*prompt, *[5] * longer] for prompt in PROMPTS[:rows]], 0)
         given = ids, mask, UNIFORMS[:rows], ending(-1)
-        static, _ = kit.generate(model, *given, compile_decoding=True)
+        static, _ = kit.generate(model, *given, compile_decoding=1, max_prompt_seq_len=256)
         assert static.tolist() == sampled(model.model, *given)[0]
-        assert longer or len(graphs) < 3
+        tried = tried or len(graphs)
+        assert len(graphs) == tried <= 3
     assert Counter(x[0] - 16 for x in memory if x) == {64: 4, 128: 4, 256: 4}  # layers, k and v
+
+
+def tried(model, monkeypatch, *given, free=0):
+    """Returns what a run's start says of --compile_decoding with these flags given."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free))
+    args = ppo.get_args(["--preset", "toy", "--compile_decoding", "1", "--rollout_batch_size", "4"])
+    args.declared.given = set(given)
+    decoding.try_compiled(args, model, Knowing(ending(-1), VOCAB), ppo.sample)
+    return model.static_caches
+
+
+def test_a_step_that_is_wrong_is_not_compiled(monkeypatch, capsys):
+    """Where the flag was not given the run goes on without, and says why in a line: here tokens are
+    others, the caches are large, or the model has none. Where it was, it is refused."""
+    model = copy.deepcopy(model_of("llama"))
+    room = dict(free=2**30)
+    assert len(tried(model, monkeypatch, **room)) and capsys.readouterr().out == ""
+    assert not tried(model, monkeypatch) and "GiB" in capsys.readouterr().out
+    assert len(tried(model, monkeypatch, "compile_decoding"))
+    right = decoding.compiled_next_logits
+    wrong = lambda *given: right(*given).roll(1, -1)  # noqa: E731
+    for owner, name, value in (
+        (decoding, "compiled_next_logits", wrong),
+        (StaticCache, "is_compileable", False),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(owner, name, value)
+            assert not tried(model, changed, **room)
+            assert capsys.readouterr().out.count("the run does without it") == 1
+            with kit.refuses("compile-decoding"):
+                tried(model, changed, "compile_decoding")
+
+
+def test_what_was_not_tried_is_decoded_without_a_static_cache(monkeypatch):
+    """More rows than --rollout_batch_size, as an evaluation may have, longer prompts, or longer
+    responses."""
+    model = copy.deepcopy(model_of("llama"))
+    tried(model, monkeypatch, "compile_decoding")
+    args = SimpleNamespace(rollout_batch_size=4, max_answer_seq_len=16)
+    width = max(model.static_caches)
+    for rows, length, count, static in (
+        (4, width, 16, True),
+        (5, width, 16, False),
+        (4, width + 1, 16, False),
+        (4, width, 17, False),
+    ):
+        ids = torch.arange(rows * length).view(rows, length)
+        cache = decoding.new_cache(args, model, ids, torch.ones_like(ids), count)
+        assert bool(cache.width) == static
 
 
 def test_the_cache_is_reserved_once():

@@ -91,24 +91,6 @@ def test_the_microscope_is_bounded_and_may_be_off(looked, monkeypatch):
     assert all(len(values) == 2 for line in lines for values in line["tokens"].values())
 
 
-class Spaced:
-    """A tokenizer that writes a space only between tokens, as SentencePiece ones do."""
-
-    def decode(self, ids):
-        return " ".join({3: "a", 4: "b"}[i] for i in ids)
-
-
-def test_tokens_are_decoded_with_their_spaces(tokenizer):
-    """Joined they are the response, also where a tokenizer drops the first space. A character of
-    several tokens is shown as halves."""
-    ids = tokenizer.encode(" The fox, at the camp.", add_special_tokens=False)
-    found = microscope.texts(tokenizer, [9], ids)
-    assert "".join(found) == " The fox, at the camp." and len(found) == len(ids)
-    assert microscope.texts(Spaced(), [3], [4, 3]) == [" b", " a"]
-    half = tokenizer.encode("é☃", add_special_tokens=False)
-    assert all(half) and len(microscope.texts(tokenizer, [9], half)) == len(half)
-
-
 def test_judge_jsonl_has_every_pair_once(tmp_path):
     """Of all ranks, without fillers, in the order of the rows; each evaluation replaces the one
     before. Lengths are those of the tokens. A pair can be found in its file, and read here; a

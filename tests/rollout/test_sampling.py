@@ -30,6 +30,7 @@ class Scripted(nn.Module):
     is still there when rows have left."""
 
     base_model, config = property(lambda self: self), LlamaConfig(num_hidden_layers=1)
+    dtype = torch.float32
 
     def __init__(self, script):
         super().__init__()
@@ -106,6 +107,7 @@ class Fixed(nn.Module):
     """A "model" with the same next-token probabilities everywhere."""
 
     base_model, config = property(lambda self: self), LlamaConfig(num_hidden_layers=1)
+    dtype = torch.float32
 
     def __init__(self, probs):
         super().__init__()
