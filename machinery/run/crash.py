@@ -77,5 +77,7 @@ class Phase:
             sys.__excepthook__(kind, error, trace)
         if of_others:
             why += "\n  Another rank has died, failed or hangs: look for what it has printed."
+        elif self.text.startswith("writing "):
+            why += "\n  If the disk is full, make room and --resume."
         which = f"rank {ranks.get_rank()} of {ranks.get_world_size()}"
         print(f"error: {which} stopped {self.text}: {why}", file=sys.stderr, flush=True)

@@ -72,12 +72,11 @@ def check_resume(args, output):
     whole, before = checkpoints.whole_checkpoints(args), read_record(output)
     if not before:
         words = f"--resume: {output} holds no run, or its args.json is missing or damaged."
-        raise Refused("no-args-json", f"{words}\n  Leave out --resume to begin one.")
+        raise Refused("no-args-json", words)
     if whole:
         refuse_other_flags(args, before)
     if saving.is_whole(output):
-        words = f"--resume: the run in {output} is finished.\n  Start a new one from its model."
-        raise Refused("run-finished", words)
+        raise Refused("run-finished", f"--resume: the run in {output} is finished.")
     if not whole:
         ranks.say(f"the run in {output} stopped before its first checkpoint: it starts anew")
         args.resume, args.overwrite = False, True
