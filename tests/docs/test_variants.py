@@ -2,6 +2,7 @@
 however it is laid out, and says what its runs have shown.
 """
 
+import copy
 import importlib.util
 import re
 import subprocess
@@ -271,6 +272,30 @@ def test_the_deepspeed_chat_reward_variant_by_hand(tmp_path):
     values = torch.tensor([[1.0, 2, 3], [1, 0, 3]])
     loss = reward.compared_loss_sum(values, batch.compared, batch.row_weight)[None]
     assert numbers(loss) == [0.5044]  # (2 * 0.6931 + 0.1269) / 3
+
+
+@pytest.mark.slow
+def test_the_engine_variant_by_hand(tmp_path, monkeypatch, tokenizer, tiny_model):
+    """Another process samples what this one would, to the bit, also with new weights. When it is
+    killed the run says so. The weights' folder is gone when it has ended."""
+    monkeypatch.syspath_prepend(tmp_path / "tree")
+    ppo, model = patched("engine", tmp_path), copy.deepcopy(tiny_model)
+    args, prompts = ppo.get_args(["--max_answer_seq_len", "8"]), [[5, 6, 7], [8, 9]]
+    rows = [dict(prompt_ids=ids, row=i, sample=0) for i, ids in enumerate(prompts)]
+    given = args, model, tokenizer, rows, 1, 2
+    engine = ppo.rollout_engine.RolloutEngine(args)
+    before = engine.roll_out(*given)
+    assert before == ppo.roll_out(*given)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    after = engine.roll_out(*given)
+    assert after == ppo.roll_out(*given) != before
+    engine.process.kill()
+    with pytest.raises(RuntimeError, match="has ended with code -9. It was killed"):
+        engine.roll_out(*given)
+    engine = ppo.rollout_engine.RolloutEngine(args)
+    engine.process.stdin.close()
+    assert engine.process.wait() == 0 and not Path(engine.folder).exists()
 
 
 def test_the_vc_ppo_variant_by_hand(tmp_path):
