@@ -78,6 +78,7 @@ class RolloutEngine:
         if line := self.process.stdout.readline():
             return json.loads(line)
         code = self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)  # where it was killed it could not do so
         why = "It was killed, perhaps as memory ran out" if code < 0 else "Its error is above"
         return f"the process that samples the responses has ended with code {code}. {why}."
 
