@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 import common
 from machinery.base import ranks
 from machinery.models import model_folders, saving
+from machinery.run import launch
 
 SENT = "prompt_ids", "row", "sample", "turn"  # of a prompt: the tokens, and what the draws need
 
@@ -89,6 +90,7 @@ def serve(folder):
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
+    launch.silence_libraries()
     args = SimpleNamespace(**json.loads(sys.stdin.readline()))
     dtype, trust = common.DTYPES[args.dtype], args.trust_remote_code
     for line in sys.stdin:
