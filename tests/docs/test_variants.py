@@ -306,6 +306,8 @@ def test_the_engine_variant_by_hand(tmp_path, monkeypatch, tokenizer, tiny_model
     killed the run says so. The folder of the weights is gone when it has ended."""
     monkeypatch.syspath_prepend(tmp_path / "tree")
     ppo, model = patched("engine", tmp_path), copy.deepcopy(tiny_model)
+    with open(tmp_path / "tree/common.py", "a") as file:
+        file.write('print("what a library prints is no answer")\n')
     args, prompts = ppo.get_args(["--max_answer_seq_len", "8"]), [[5, 6, 7], [8, 9]]
     rows = [dict(prompt_ids=ids, row=i, sample=0) for i, ids in enumerate(prompts)]
     given = args, model, tokenizer, rows, 1, 2

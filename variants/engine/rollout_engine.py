@@ -31,20 +31,22 @@ class RolloutEngine:
     """The other process, as the run sees it. Rank 0 starts one, which samples for all ranks."""
 
     def __init__(self, args):
-        self.folder = self.process = None
+        self.folder = self.process = self.answers = None
         if ranks.get_rank() == 0:
-            memory = Path("/dev/shm")  # a file system in memory, on Linux
-            self.folder = tempfile.mkdtemp(
-                prefix="rollouts-", dir=memory if memory.exists() else None
-            )
+            memory = "/dev/shm" if Path("/dev/shm").exists() else None  # files in memory, on Linux
+            self.folder = tempfile.mkdtemp(prefix="rollouts-", dir=memory)
+            reads, writes = os.pipe()  # for its answers: libraries print to stdout
             self.process = subprocess.Popen(
-                [sys.executable, __file__, self.folder],
+                [sys.executable, __file__, self.folder, str(writes)],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=2,  # to stderr
+                pass_fds=[writes],
                 text=True,
                 env={**os.environ, "RANK": "1"},  # so that it shows no progress bars
                 start_new_session=True,  # Ctrl-C is for the run, which ends its step and saves
             )
+            os.close(writes)  # so that the pipe ends with the process
+            self.answers = os.fdopen(reads)
             self.send({name: value for name, value in vars(args).items() if name != "declared"})
 
     def roll_out(self, args, engine, tokenizer, prompts, step, batch_size):
@@ -76,7 +78,7 @@ class RolloutEngine:
 
     def receive(self):
         """Returns what the other process answers; if it has ended, a text that says so."""
-        if line := self.process.stdout.readline():
+        if line := self.answers.readline():
             return json.loads(line)
         code = self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)  # where it was killed it could not do so
@@ -84,12 +86,10 @@ class RolloutEngine:
         return f"the process that samples the responses has ended with code {code}. {why}."
 
 
-def serve(folder):
+def serve(folder, answers):
     """The other process: reads the run's flags, then answers each request."""
     import ppo  # which imports this file
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
     launch.silence_libraries()
     args = SimpleNamespace(**json.loads(sys.stdin.readline()))
     dtype, trust = common.DTYPES[args.dtype], args.trust_remote_code
@@ -106,6 +106,6 @@ def serve(folder):
 
 if __name__ == "__main__":
     try:
-        serve(sys.argv[1])
+        serve(sys.argv[1], os.fdopen(int(sys.argv[2]), "w"))
     finally:
         shutil.rmtree(sys.argv[1], ignore_errors=True)
