@@ -302,8 +302,8 @@ def test_the_token_reward_variant_by_hand(tmp_path, tokenizer):
 
 @pytest.mark.slow
 def test_the_engine_variant_by_hand(tmp_path, monkeypatch, tokenizer, tiny_model):
-    """Another process samples what this one would, to the bit, also with new weights. If it is
-    killed the run says so. The folder of the weights is gone when it has ended."""
+    """Another process samples what this one would, also with new weights. If it is killed the run
+    says so. The folder of the weights is gone when it has ended."""
     monkeypatch.syspath_prepend(tmp_path / "tree")
     ppo, model = patched("engine", tmp_path), copy.deepcopy(tiny_model)
     with open(tmp_path / "tree/common.py", "a") as file:
@@ -311,13 +311,16 @@ def test_the_engine_variant_by_hand(tmp_path, monkeypatch, tokenizer, tiny_model
     args, prompts = ppo.get_args(["--max_answer_seq_len", "8"]), [[5, 6, 7], [8, 9]]
     rows = [dict(prompt_ids=ids, row=i, sample=0) for i, ids in enumerate(prompts)]
     given = args, model, tokenizer, rows, 1, 2
-    engine = ppo.rollout_engine.RolloutEngine(args)
-    before = engine.roll_out(*given)
-    assert before == ppo.roll_out(*given)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(2)
-    after = engine.roll_out(*given)
-    assert after == ppo.roll_out(*given) != before
+    engine, before = ppo.rollout_engine.RolloutEngine(args), None
+    for _ in range(2):
+        answers, own = engine.roll_out(*given), ppo.roll_out(*given)
+        for row, mine in zip(answers, own):
+            logprobs = mine.pop("tokens")["sampled_logprobs"]
+            assert row.pop("tokens")["sampled_logprobs"] == pytest.approx(logprobs, abs=1e-5)
+        assert answers == own != before  # prompts, texts, ids, ended
+        before = answers
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
     engine.process.kill()
     with pytest.raises(RuntimeError, match="has ended with code -9. It was killed"):
         engine.roll_out(*given)
