@@ -169,6 +169,7 @@ def response_logits(model, layout, wanted):
     largest product of a small model, so logits are made at the wanted places alone where the model
     can: transformers' own models take a mask of places in `logits_to_keep`, and return them in
     their flat order, which is that of `predicts`. Other models make logits for the last columns.
+    V is the model's, and may be above len(tokenizer): a mean over V counts ids without a token.
     """
     T = layout.ids.shape[1]
     places = layout.predicts[wanted]  # (M,) in flat order
@@ -393,7 +394,8 @@ def frozen_engine(args, batch_size, tokenizer=None, value_head=None):
 def reference_of(actor, args, batch_size):
     """The model that `actor` was when it was loaded with the flags `args`, frozen.
 
-    With LoRA only adapters train, so it is the actor without its adapters.
+    With LoRA only adapters train, so it is the actor without its adapters. Its forward
+    comes before the one that trains: `score` in ppo.py says why.
     """
     if args.lora_dim:
         return lora.WithoutAdapters(actor)

@@ -313,7 +313,8 @@ def adapted_kl_coef(kl_coef, kl, target):
         error   = clip(KL / target - 1, -0.2, 0.2)
         kl_coef = kl_coef * (1 + 0.1 * error)
 
-    kl, target: nats per response.
+    kl, target: nats per response. In steps that leave the actor as it is (a fork that trains the
+    critic first) KL is 0, and this would lower the penalty: leave it out there.
 
     >>> round(adapted_kl_coef(0.1, kl=12.0, target=6.0), 6)  # the error is clipped to 0.2
     0.102
@@ -447,7 +448,9 @@ def actor_loss(args, batch, logprobs, entropy, kl_coef):
     """The policy loss, with a penalty on KL and a bonus for entropy where flags say so.
 
     Returns loss, ratio, and clipped: where clipping stopped the gradient through the ratio. That
-    is above 1 where the advantage is positive, and below 1 where it is negative.
+    is above 1 where the advantage is positive, and below 1 where it is negative. The ratio is each
+    token's, also of a loss that takes a response's (variants/gspo): the check of the first update
+    would not see an error in single tokens in a mean over the response.
     """
     loss, ratio = policy_loss(
         logprobs, batch.old_logprobs, batch.advantages, args.clip, args.clip_high
@@ -544,6 +547,8 @@ def load_models(args, tokenizer, functions, gold, updates):
     reference = None
     if args.has_reference:
         reference = common.reference_of(actor, actor_args, batch_size)
+    if critic and not args.reward_model_name_or_path:
+        ranks.say(f"rewards are those of {', '.join(args.reward_fn)} alone, of no reward model")
     reward_models = judging.load_models(args, batch_size, tokenizer)
     judges = [functools.partial(reward_model_scores, model) for model in reward_models]
     judge = judging.combined(args, [*functions, *judges])
@@ -573,7 +578,8 @@ class MicroBatch(common.Layout):
     scores: Tensor = None  # a whole response's on its last token
     gold: Tensor = None  # of --gold_fn, in the same places; not trained on
     # 5 advantages
-    rewards: Tensor = None
+    earned: Tensor = None  # scores as they are trained on: scaled, clipped, less penalties
+    rewards: Tensor = None  # these, less the KL penalty
     raw_advantages: Tensor = None  # before whitening
     advantages: Tensor = None
     returns: Tensor = None
@@ -583,6 +589,7 @@ class MicroBatch(common.Layout):
 
         A metric of yours is a line here. `responses` hold the texts and the data's other columns,
         and what several judges, or a function that returns a dict, said of them: reward_NAME.
+        Evaluations and samples.jsonl have a metric of yours if its name begins with reward or gold.
         """
         metrics = {"reward": self.scores.sum(-1)}
         if self.gold is not None:
@@ -745,7 +752,7 @@ def roll_out(args, engine, tokenizer, prompts, step, batch_size):
             sampled = sample(args, model, tokenizer, ids, mask, uniforms, synced)
             responses, logprobs, lengths, ended = (x.tolist() for x in sampled)
             for i, row in enumerate(rows):
-                ids_of_row = responses[i][: lengths[i]]
+                ids_of_row = responses[i][: lengths[i]]  # with EOS, if that ended it
                 new = {
                     "response_ids": ids_of_row,
                     "text": tokenizer.decode(ids_of_row, skip_special_tokens=True),
@@ -879,15 +886,14 @@ def set_rewards(args, batch, kl_coef, score_statistics):
     if score_statistics:  # of whole responses: so the mean is taken off once, on the last token
         mean, std = score_statistics
         scores = (scores - mean * batch.last) / std
+    # (B, R): on the last token alone. A penalty (B, 1) would be taken off at every token.
     penalty = args.missing_eos_penalty * (1 - batch.ended)[:, None] * batch.last
-    batch.rewards = token_rewards(
-        scores,
-        batch.kl.get(args.kl_estimator, torch.zeros_like(scores)),  # no reference: kl_coef is 0
-        batch.response_mask,
-        kl_coef if args.kl_in == "reward" else 0.0,
-        args.clip_reward,
-        penalty,
-    )
+    none = torch.zeros_like(scores)
+    mask, clip = batch.response_mask, args.clip_reward
+    batch.earned = token_rewards(scores, none, mask, 0.0, clip, penalty)
+    kl = batch.kl.get(args.kl_estimator, none)  # no reference: kl_coef is 0
+    kl_coef = kl_coef if args.kl_in == "reward" else 0.0
+    batch.rewards = token_rewards(scores, kl, mask, kl_coef, clip, penalty)
 
 
 def set_advantages(args, micro_batches, kl_coef, score_statistics):
@@ -1085,10 +1091,11 @@ def group_means(micro_batches):
     equal_groups    share of prompts whose responses all have the same reward: their advantages
                     are 0, so they teach nothing
     group_std       deviation of a prompt's rewards, which divides by n - 1: mean over the prompts
+    Rewards are here as they are trained on, clipped and less penalties, but without KL.
     """
     groups = {}
     for batch in micro_batches:
-        for row, reward in zip(batch.responses, batch.scores.double().sum(-1)):
+        for row, reward in zip(batch.responses, batch.earned.double().sum(-1)):
             if row["row_weight"]:
                 groups.setdefault(row["group"], []).append(reward)
     rewards = [torch.stack(group) for group in groups.values()]  # (n,) of each prompt

@@ -166,7 +166,8 @@ def pair_loss_sum(chosen, rejected, row_weight, center_coef=0.0):
 
     The first term sees only differences, so a model is free to drift by a constant; the second
     holds it near zero.  chosen, rejected, row_weight: (B,) -> ()
-    DeepSpeed-Chat compares the values at all tokens from where the two responses differ.
+    DeepSpeed-Chat compares the values at all tokens from where the two responses differ:
+    variants/deepspeed-chat-reward does so, and has the figures of both.
     """
     loss = -F.logsigmoid(chosen - rejected) + center_coef * (chosen + rejected) ** 2  # (B,)
     return (loss * row_weight).sum()

@@ -9,12 +9,15 @@ number comes from labs/results/NAME.json:
 
 NAME is the lab of the page, or of the row in labs/README.md, or stands before a colon:
 <!-- critic: d("from SFT, new head") -->. On the page of a variant it is the variant, whose numbers
-come from variants/NAME/results.json. A beginning of an arm's name is enough if no other arm has
-it. A number without a sign is compared with the absolute value. `asked` is any number of the page's
-hypothesis. What is in backticks is a setting, and no result.
+come from variants/NAME/results.json. `class` is the class's own run, whose files are in
+course/clinic/healthy/1: <!-- class: v("eval_gold") -->, in the words of course/clinic/proofs.py.
+A beginning of an arm's name is enough if no other arm has it. A number without a sign is compared
+with the absolute value. `asked` is any number of the page's hypothesis. What is in backticks is a
+setting, and no result.
 """
 
 import functools
+import importlib
 import importlib.util
 import json
 import re
@@ -24,7 +27,7 @@ from pathlib import Path
 from statistics import mean
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent / "course/clinic")]
 import runner  # noqa: E402
 from declared import LABS  # noqa: E402
 
@@ -40,7 +43,9 @@ PAGES += sorted(VARIANTS.glob("*/README.md"))
 
 @functools.cache
 def numbers_of(name):
-    """Returns the Numbers of a lab or a variant, read once."""
+    """Returns the Numbers of a lab or a variant, read once, or the case of the class's own run."""
+    if name == "class":
+        return importlib.import_module("proofs").Case("healthy/1")
     if name in LABS:
         page = (HERE / f"{name}.md").read_text()
         hypothesis = re.search(r"\*\*The hypothesis.*?\n\n", page, re.S)[0]

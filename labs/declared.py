@@ -410,6 +410,27 @@ LABS = {
         },
         {**GOLD, **RATIO},
     ),
+    "head-init-ranks": lab(
+        "The head of the reward model under ZeRO-3 on two ranks",
+        {
+            name: {"reward": "--zero_stage 3 --per_device_train_batch_size 8", "ranks": 2, **fault}
+            for name, fault in (("std 1/(d+1) (ours)", {}), ("own", {"fault": "head_library"}))
+        },
+        {"loss at step 0": ("reward", "eval_loss", "first"), **ACCURACY},
+        ("loss at step 0", "loss", "accuracy"),
+        until="reward",
+        compared=("loss at step 0", "accuracy"),
+    ),
+    "groups": verified(
+        "How many responses to a prompt does GRPO need?",
+        {str(n): ppo(f"--samples_per_prompt {n}", against="8") for n in (2, 4, 8, 16)},
+        {**PASS, "equal groups": ("ppo", "equal_groups", "mean")},
+    ),
+    "loss-mean": verified(
+        "GRPO's loss: a mean over tokens, over responses, or over a constant",
+        {mean: ppo(f"--loss_mean {mean}") for mean in ("tokens", "responses", "constant")},
+        compared=("gold", "tokens"),
+    ),
 }
 
 # ---- Declared, and not run yet ----
@@ -446,17 +467,6 @@ MORE = {
             for epochs in (4, 8, 16)
         },
     ),
-    "head-init-ranks": lab(
-        "The head of the reward model under ZeRO-3 on two ranks",
-        {
-            name: {"reward": "--zero_stage 3 --per_device_train_batch_size 8", "ranks": 2, **fault}
-            for name, fault in (("std 1/(d+1) (ours)", {}), ("own", {"fault": "head_library"}))
-        },
-        {"loss at step 0": ("reward", "eval_loss", "first"), **ACCURACY},
-        ("loss at step 0", "loss", "accuracy"),
-        until="reward",
-        compared=("loss at step 0", "accuracy"),
-    ),
     "critic-longer": lab(
         "Warm-up of the critic, before 60 steps of both",
         {
@@ -480,16 +490,6 @@ MORE = {
         (),
         panels=True,
         compared=("gold at n = 64", ("gold at n = 64", "gold at n = 16")),
-    ),
-    "groups": verified(
-        "How many responses to a prompt does GRPO need?",
-        {str(n): ppo(f"--samples_per_prompt {n}", against="8") for n in (2, 4, 8, 16)},
-        {**PASS, "equal groups": ("ppo", "equal_groups", "mean")},
-    ),
-    "loss-mean": verified(
-        "GRPO's loss: a mean over tokens, over responses, or over a constant",
-        {mean: ppo(f"--loss_mean {mean}") for mean in ("tokens", "responses", "constant")},
-        compared=("gold", "tokens"),
     ),
     "baselines": verified(
         "GRPO, RLOO, REINFORCE, and PPO with a critic, where a verifier judges",

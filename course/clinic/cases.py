@@ -21,8 +21,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "labs")]
 import declared  # noqa: E402
 import runner  # noqa: E402
 
-BASE = declared.BASE  # of the labs: the toy, made smaller
-ASKED = "--num_samples 70 --max_answer_seq_len 48 --gold_fn toy/gold.py:gold"  # of step 1
+ASKED = "--num_samples 70 --max_answer_seq_len 48 --gold_fn toy/gold.py:gold"
+BASE = {  # of the labs: the toy, made smaller; but step 1 answers prompts, too
+    **declared.BASE,
+    "sft": " ".join(runner.merged(declared.BASE["sft"], ASKED)),
+}
 GRPO = "--advantage grpo --samples_per_prompt 4 --reward_fn course/clinic/verifiers.py:right"
 HEALTHY = {f"healthy-{seed}": {"SEED": seed} for seed in (1, 2, 3)}
 for seed in (1, 2, 3):  # no step 2, since nothing is judged by a model
@@ -44,8 +47,6 @@ def case(name):
     solution = HEALTHY.get(name) or runpy.run_path(str(file))
     flags, seed = solution.get("FLAGS", {}), solution.get("SEED", 1)
     at = solution.get("SCRIPT")
-    if at == "sft":
-        flags = {**flags, "sft": f"{flags.get('sft', '')} {ASKED}"}
     runs, healthy = {}, {}
     for script in solution.get("STEPS", BASE):
         before = healthy if (script, at) == ("reward", "sft") else runs
@@ -60,17 +61,6 @@ def made(script, flags, seed, before, fault=""):
     words = runner.merged(BASE[script], flags)
     parents = tuple(pair for pair in before.items() if f"{{{pair[0]}}}" in " ".join(words))
     return runner.Run(script, words, seed, parents, fault)
-
-
-def shown(script, run):
-    """Returns the run whose files are kept: in step 1 one that also answers prompts.
-
-    That changes nothing in its training.
-    """
-    if script != "sft" or "--num_samples 0" not in " ".join(run.flags):
-        return run
-    words = runner.merged(" ".join(run.flags), ASKED)
-    return runner.Run(script, words, run.seed, run.parents, run.fault)
 
 
 def with_parents(runs):
@@ -123,11 +113,10 @@ def main():
     if args.name is None:
         return print(" ".join(names))
     runs, root = case(args.name), args.runs.resolve()
-    kept = {script: shown(script, run) for script, run in runs.items()}
-    chain = dict(enumerate(with_parents([kept["sft"], *runs.values()])))
+    chain = dict(enumerate(with_parents(runs.values())))
     runner.make_all({(args.name, 1): chain}, root, 1)
     target = (HERE if args.keep else ROOT / "output/clinic") / args.name.replace("-", "/")
-    for script, run in kept.items():
+    for script, run in runs.items():
         keep(run, root, target / script)
     print(f"python tools/look.py {target.relative_to(ROOT)}")
 

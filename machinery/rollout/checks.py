@@ -23,8 +23,8 @@ def stop_unless_one(run, ratio, mask):
         TOLERANCE,
         "before the first update the ratio is off by",
         "The forward that trains does not see the policy that was scored. Likely: dropout in the "
-        "actor (--actor_dropout 0),\n  a mask or temperature used in one of them only, or a kernel "
-        "that is not deterministic.",
+        "actor (--actor_dropout 0),\n  a mask or temperature used in one of them only, or a "
+        "nondeterministic kernel.",
     )
 
 
@@ -45,8 +45,8 @@ def stop_unless_sampled_as_scored(run, micro_batches):
         worst,
         SAMPLING_TOLERANCE,
         "the log-probs of sampling and of scoring differ, on average over a response, by",
-        f"A {run.engine.module.config.model_type} model is not decoded here as it is scored. Take "
-        "another architecture, or leave out --compile_decoding.",
+        f"A {run.engine.module.config.model_type} model is not decoded as it is scored. Take "
+        "another, or no --compile_decoding; for your own sampler --is_cap.",
     )
 
 

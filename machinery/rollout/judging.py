@@ -135,14 +135,14 @@ def scores_of(function, responses, prefix="reward"):
     name = getattr(function, "__name__", repr(function))
     columns = columns_for(function, responses)
     rows = [response.get("row") for response in responses]
-    note = f"raised for the responses to rows {rows}; columns: {', '.join(columns)}"
+    note = f"in {name}, for the responses to rows {rows}; columns: {', '.join(columns)}"
     with users_code(name, note):
         values = list(function(**columns))
         if len(values) != len(responses):
             words = f"{name} returned {len(values)} scores for {len(responses)} responses."
             raise Refused("function-returns", words)
         if len(parts := {tuple(sorted(v)) if isinstance(v, dict) else () for v in values}) > 1:
-            words = f"{name} returned other parts for other responses: {parts}."
+            words = f"{name} must return the same parts for all, not {parts}."
             raise Refused("function-returns", words)
         return [as_score(name, *pair, prefix) for pair in zip(values, responses)]
 

@@ -66,4 +66,4 @@ def test_the_recipe_for_gsm8k_on_rows_in_its_columns(tmp_path):
     assert metrics(run("ppo", *ppo).folder)[-1]["eval_pass_at_4"] == 0
     file.write_text('{"question": "1 + 1?", "answer": null}\n{"question": "?", "answer": null}\n')
     failed = run("ppo", *ppo, expect=1).err
-    assert "no answer in the columns" in failed and "raised for the responses to rows" in failed
+    assert "no answer in the columns" in failed and "in solved, for the responses to rows" in failed

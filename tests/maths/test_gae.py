@@ -364,6 +364,18 @@ def test_a_response_that_was_cut_off_pays_for_it():
     assert batches[0].rewards.tolist() == [[0, 1 - 4], [0, 0]]
 
 
+@pytest.mark.parametrize(
+    "flags, equal", [("", 0.5), ("--missing_eos_penalty 4", 0.0), ("--clip_reward 0.5", 1.0)]
+)
+def test_a_group_is_equal_where_what_it_earns_is(flags, equal):
+    """Prompt 8 got 0 twice, but one response was cut off: with a penalty for that the two differ,
+    and teach. Prompt 7 got 1 and 3: clipped to 0.5 they are equal, and teach nothing. The KL of its
+    responses, which is in the reward, is no difference in what they earn."""
+    args, batches = rollout(f"--advantage rloo {flags}")
+    ppo.set_advantages(args, batches, 0.1, None)
+    assert ppo.group_means(batches)["equal_groups"] == equal
+
+
 def test_scores_can_be_put_on_the_scale_that_step_2_measured():
     """--normalize_reward: mean 1 and deviation 2 of the held-out responses make of 3 a 1, before
     clipping. Scores of single tokens keep their shares: 1 and 2 become 0.5 and (2 - 1) / 2."""

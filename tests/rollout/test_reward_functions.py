@@ -40,7 +40,7 @@ def test_a_dict_is_its_sum_and_each_part_is_noted():
     assert judging.scores_of(lambda **columns: given, rows) == [1.5, 0.25]
     assert [(row["reward_format"], row["reward_answer"]) for row in rows] == [(0.5, 1), (0.25, 0)]
     for other in ({"format": 1.0}, {"format": 1, "answer": 1, "style": 1}, {}, 1.0):
-        with pytest.raises(Refused, match="other parts"):
+        with pytest.raises(Refused, match="same parts"):
             judging.scores_of(lambda other=other, **columns: [given[0], other], rows)
 
 

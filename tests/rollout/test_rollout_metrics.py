@@ -37,6 +37,7 @@ def rollout(**changes):
         tokens=dict(sampled_logprobs=torch.tensor([[-1.5, 0], [-2, 0], [0, 0]])),
         entropy=torch.tensor([[0.5, 9], [1.5, 9], [9, 9]]),
     )
+    given["earned"] = given["scores"]  # nothing is clipped or taken off
     batch = micro_batch([0, 0, 1], **{**given, **changes})
     batch.responses[2]["row_weight"] = 0
     return batch
@@ -121,7 +122,7 @@ def test_parts_that_only_some_micro_batches_have_are_refused():
 )
 def test_a_prompt_whose_responses_have_equal_rewards_is_counted(scores, equal):
     """A filler's score says nothing. GRPO's advantages are 0 there."""
-    batch = rollout(scores=torch.tensor(scores)[:, None])
+    batch = rollout(earned=torch.tensor(scores)[:, None])
     assert ppo.group_means([batch])["equal_groups"] == equal
 
 

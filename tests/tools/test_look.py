@@ -75,14 +75,14 @@ def test_every_chart_says_its_unit():
     assert units == {"nats a token"}
 
 
-def test_a_thinned_curve_keeps_the_one_step_that_went_wrong():
-    """10,000 steps have 300 points on the page; a ratio of 5 in one of them is among these."""
+def test_a_thinned_curve_keeps_the_one_step_that_went_wrong_and_the_last():
+    """10,000 steps have 300 points on the page; a ratio of 5 in one of them is among these. The
+    page says what a metric is at the last step, and so it must be the last."""
     values = pandas.Series(1.0, index=range(10_000))
     values[4321] = 5
     shown = pictures.thinned(values)
-    assert (
-        len(shown) <= pictures.POINTS and shown[4321] == 5 and shown.index.is_monotonic_increasing
-    )
+    assert len(shown) <= pictures.POINTS and shown.index.is_monotonic_increasing
+    assert shown[4321] == 5 and shown.index[-1] == 9_999
 
 
 def test_metrics_of_equal_values_are_one_curve():
@@ -116,7 +116,7 @@ def answered(*texts, reward=(0, 0), gold=(0, 0)):
 
 def token(reward, kl=(0.0, 0.0), logprobs=(-1.0, -1.0)):
     """Returns a line of tokens.jsonl of a response of two tokens: reward 1, kl_coef 0.1."""
-    numbers = dict(text=["a", "b"], reward=reward, kl=kl, logprob=logprobs)
+    numbers = dict(text=["a", "b"], reward=reward, logprob=logprobs) | (dict(kl=kl) if kl else {})
     return dict(tokens=numbers, reward=1.0, kl_coef=0.1, ended=1.0)
 
 
@@ -210,6 +210,7 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     ],
     "tokens": [
         ("healthy", dict(tokens=[token([-0.2, 0.9], kl=(2.0, 1.0))])),
+        ("healthy", dict(tokens=[token([0.0, 1.0], kl=None)])),  # no reference, as in `make grpo`
         ("sick", dict(tokens=[token([0.2, 1.1], kl=(2.0, 1.0))])),  # the penalty's sign
         ("sick", dict(tokens=[token([-0.2, -0.1], kl=(2.0, 1.0))])),  # the score is lost
         ("sick", dict(tokens=[token([1.0, 0.0], logprobs=(-1.0, 0.0))])),  # so is EOS

@@ -186,14 +186,14 @@ def points_of(values, held_out):
 
 
 def thinned(values):
-    """Returns at most POINTS of a metric's values: of each part of the run the extremes.
+    """Returns about POINTS of a metric's values: the extremes of each part, and the last one.
 
-    So a single step that went wrong is seen in a run of any length.
+    So a single step that went wrong is seen in a run of any length, and so is where it ends.
     """
     if len(values) <= POINTS:
         return values
     parts = values.groupby(numpy.arange(len(values)) // -(-2 * len(values) // POINTS))
-    return values[sorted({*parts.idxmin(), *parts.idxmax()})]
+    return values[sorted({*parts.idxmin(), *parts.idxmax(), values.index[-1]})]
 
 
 def smoothed(values):
@@ -232,7 +232,8 @@ def shares(title, label, groups, diagonal=False):
             low, high = group["interval"]
             axis.plot([x, x], [low, high], "C0")
             axis.plot([x], [group["share"]], "C0o")
-            axis.annotate(f" of {group['count']}", (x, group["share"]))
+            beside = {"xytext": (5, 0), "textcoords": "offset points"}
+            axis.annotate(f"of {group['count']}", (x, group["share"]), **beside)
         if diagonal:
             axis.plot([0.5, 1], [0.5, 1], "--", color=GRAY)
         else:

@@ -28,6 +28,7 @@ COLLAPSED = 0.05  # nats a token
 IDLE = 0.5  # of the groups: no response to a prompt was better than another one
 ALIKE = 0.8  # of responses with one of the three commonest beginnings
 MARGIN = 10  # between the scores of chosen and rejected: a judge who is never in doubt
+LEAST = 8  # samples of SFT: the mean length of fewer says little
 TAIL = 3  # characters: a shorter end that all prompts share is punctuation
 OFF = dict(top_p=1.0, top_k=0, min_new_tokens=0)  # what sampling may leave out, scoring not
 GAP = {"fp32": 0.01}  # between the log-probs of sampling and scoring a token; of other types 1
@@ -40,6 +41,8 @@ class TooFew(Exception):
 def values_of(run, name, least=1):
     """Returns the values of a metric. Raises TooFew of fewer than `least`."""
     values = run.values(name)
+    if not values:
+        raise TooFew(f"{name} is not in the log: this run does not compute it, or not yet.")
     if len(values) < least:
         raise TooFew(f"{name}: {len(values)} so far, which is too few to judge by.")
     return values
@@ -354,7 +357,7 @@ def tokens(run):
     most, off, ends_at = run.args.get("clip_reward", 5.0), 0, []
     for line in whole:
         row, score = line["tokens"], line["reward"]
-        paid = sum(row["reward"]) + line["kl_coef"] * sum(row["kl"])
+        paid = sum(row["reward"]) + line["kl_coef"] * sum(row.get("kl", []))  # no reference: none
         due = score, min(max(score, -most), most)  # each token's own scores may sum to more
         off += min(abs(paid - each) for each in due) > 0.01 * max(1, abs(score))
         ends_at += [row["logprob"][-1] or row["reward"][-1]] if line["ended"] else []
@@ -372,8 +375,11 @@ def beginning(run, sft):
     SFT's are greedy and PPO's are drawn, so that these may be somewhat longer and worse.
     """
     before, after = sft.answers(last=True), run.answers(last=False)
-    if len(before) < 8 or not after or after[0]["step"] != 0:
-        return UNKNOWN, "samples.jsonl: no samples at the end of SFT and at step 0 of PPO."
+    if len(before) < LEAST:
+        few = f"SFT ended with {len(before)} samples, too few to compare (at least {LEAST})"
+        return UNKNOWN, f"samples.jsonl: {few}."
+    if not after or after[0]["step"] != 0:
+        return UNKNOWN, "samples.jsonl: no samples at step 0 of PPO."
     tails = [tail([line["prompt"] for line in lines]) for lines in (before, after)]
     short, long = sorted(tails, key=len)
     if len(long.strip()) >= TAIL and not (short and long.endswith(short)):
