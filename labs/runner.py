@@ -70,7 +70,7 @@ class Lab:
     hidden: tuple = ()  # metrics that mean something else in a run with a variant
     compared: tuple = ("gold",)  # measures; or pairs of measures of the same run
     plain: tuple = ()  # pairs: a file of results, and its arm that follows the plain recipe
-    models: dict = field(default_factory=dict)  # {name: (script, flags)}: runs before the others
+    models: dict = field(default_factory=dict)  # runs before: {name: (script, flags[, variant])}
     given: dict = field(default_factory=dict)  # {name: a folder that is there}
     seeds: tuple = (1, 2, 3)
     chosen: tuple = ()  # or the runs of these arms alone are made
@@ -78,8 +78,9 @@ class Lab:
     def chains(self):
         """Returns {(arm, seed): {name: Run}}, where each Run comes after its parents."""
         made, chains = {}, {}
-        for name, (script, flags) in self.models.items():
-            made[name] = Run(script, merged(flags), 1, tuple(self.given.items()))
+        for name, (script, flags, *variant) in self.models.items():
+            given = tuple(self.given.items())
+            made[name] = Run(script, merged(flags), 1, given, variant="".join(variant))
         for seed in self.seeds:
             for name in self.chosen or self.arms:
                 arm, runs = self.arms[name], {**made}

@@ -2,6 +2,7 @@
 however it is laid out, and says what its runs have shown.
 """
 
+import copy
 import importlib.util
 import re
 import subprocess
@@ -273,8 +274,68 @@ def test_the_deepspeed_chat_reward_variant_by_hand(tmp_path):
     assert numbers(loss) == [0.5044]  # (2 * 0.6931 + 0.1269) / 3
 
 
+def test_the_token_reward_variant_by_hand(tmp_path, tokenizer):
+    """The loss looks at every beginning of a response, from the prompt alone on. Step 3 gives each
+    token what it adds to the value; that is what GAE makes of a score at the end where the critic
+    is the reward model [Wiewiora 2003]."""
+    reward = patched("token-reward", tmp_path, "reward.py")
+    row = dict(prompt_ids=[5, 6], responses=[[7, 8, 1], [9, 1]], row_weight=1)
+    batch = reward.collate([row], 0, reward.rows_of_all_tokens)
+    assert (batch.predicts + 1).tolist() == [[1, 2, 3, 4], [6, 7, 8, 9]]
+    assert batch.begins.tolist() == [[1, 1, 1], [0, 1, 1]]  # the shorter one begins later
+    values = torch.tensor([[0.0, 1, 1, 2], [9, 0, -1, 1]])
+    loss = reward.beginnings_loss_sum(values, batch.begins, batch.row_weight)[None]
+    # of the chosen (1.3133 + 2 * 0.6931) / 3, of the rejected (0.1269 + 0.0486) / 2
+    assert numbers(loss) == [0.4938]
+
+    ppo = load(tmp_path / "tree/ppo.py")
+    row = dict(prompt_ids=[5, 6], row_weight=1, ended=1.0)
+    rows = [{**row, "response_ids": [9, 7, 1]}, {**row, "response_ids": [8]}]
+    (batch,) = ppo.make_micro_batches(tokenizer, rows, 2)
+    model = lambda ids, mask, positions: ids.float()  # noqa: E731  a token's value is its number
+    scores = ppo.token_scores(model, batch)
+    assert scores.tolist() == [[3, -2, -6], [2, 0, 0]]
+    last, critic = ppo.reward_model_scores(model, batch), torch.tensor([[6.0, 9, 7], [6, 8, 8]])
+    expected, _ = ppo.gae(last, critic, batch.response_mask, 1.0, 0.5)
+    assert ppo.gae(scores, 0 * critic, batch.response_mask, 1.0, 0.5)[0].equal(expected)
+
+
+@pytest.mark.slow
+def test_the_engine_variant_by_hand(tmp_path, monkeypatch, tokenizer, tiny_model):
+    """Another process samples what this one would, also with new weights. If it is killed the run
+    says so. The folder of the weights is gone when it has ended."""
+    monkeypatch.syspath_prepend(tmp_path / "tree")
+    ppo, model = patched("engine", tmp_path), copy.deepcopy(tiny_model)
+    with open(tmp_path / "tree/common.py", "a") as file:
+        file.write('print("what a library prints is no answer")\n')
+    args, prompts = ppo.get_args(["--max_answer_seq_len", "8"]), [[5, 6, 7], [8, 9]]
+    rows = [dict(prompt_ids=ids, row=i, sample=0) for i, ids in enumerate(prompts)]
+    given = args, model, tokenizer, rows, 1, 2
+    engine, before = ppo.rollout_engine.RolloutEngine(args), None
+    for _ in range(2):
+        answers, own = engine.roll_out(*given), ppo.roll_out(*given)
+        for row, mine in zip(answers, own):
+            logprobs = mine.pop("tokens")["sampled_logprobs"]
+            assert row.pop("tokens")["sampled_logprobs"] == pytest.approx(logprobs, abs=1e-5)
+        assert answers == own != before  # prompts, texts, ids, ended
+        before = answers
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+    engine.process.kill()
+    with pytest.raises(RuntimeError, match="has ended with code -9. It was killed"):
+        engine.roll_out(*given)
+    other = ppo.rollout_engine.RolloutEngine(args)
+    other.process.stdin.close()
+    assert other.process.wait() == 0
+    assert not (Path(engine.folder).exists() or Path(other.folder).exists())
+
+
 def test_the_vc_ppo_variant_by_hand(tmp_path):
-    """Lambda 0 for the actor, 1 for the critic: its target is the sum of the rewards to come."""
+    """Lambda 0 for the actor, 1 for the critic: its target is the sum of the rewards to come. The
+    warm-up is that of the diff critic-warmup, line by line."""
+    diffs = [VARIANTS / f"{name}/{name}.diff" for name in ("critic-warmup", "vc-ppo")]
+    warmup, both = ([x for x in f.read_text().splitlines() if x[0] in "+-"] for f in diffs)
+    assert {*warmup} <= {*both}
     args, ones = SimpleNamespace(gamma=1.0, lam=0.0, critic_lam=1.0), torch.ones(1, 2)
     batch = micro_batch(rewards=ones, old_values=ones / 2, response_mask=ones)
     advantages, returns = patched("vc-ppo", tmp_path).gae_of(args, batch)
