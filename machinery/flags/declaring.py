@@ -91,7 +91,7 @@ def add_common_flags(parser, own_forms=()):
     arg("columns", column_names, "ours=theirs: prompt=question,response=answer", fixed=True)
     shares = "rows of sft, reward, ppo, disjoint. 2,4,4 [DeepSpeed-Chat]"
     arg("data_split", "2,4,4", shares, most=1e9, type=numbers, fixed=True)
-    arg("output_dir", str, "where everything that the run leaves behind goes")
+    arg("output_dir", str, "the folder of the run")
     length = "tokens of prompt + response; a long prompt keeps its end, a long response is cut"
     arg("max_seq_len", int, length, least=2, fixed=True)
     arg("group_by_length", 1, "1: rows of like length together; 0: shuffled", most=1, fixed=True)
@@ -103,8 +103,8 @@ def add_common_flags(parser, own_forms=()):
     arg("max_steps", -1, "stop there; 0: evaluate and end; -1: as num_train_epochs says", least=-1)
     arg("num_train_epochs", int, "passes over the data", least=1)
     arg("learning_rate", float, f"peak; {LORA_RATE}")
-    arg("weight_decay", float, "decoupled (AdamW); matrices only, not biases and norms")
-    arg("dropout", float, "every dropout of the model; None: what its config says", most=1)
+    arg("weight_decay", float, "decoupled (AdamW); matrices only")
+    arg("dropout", float, "every dropout; None: what its config says", most=1)
     names = ["cosine", "linear", "constant", "constant_with_warmup"]
     arg("lr_scheduler_type", "cosine", "cosine [DeepSpeed-Chat]", choices=names, fixed=True)
     arg("num_warmup_steps", 0, "optimizer steps of linear warm-up")
@@ -114,7 +114,7 @@ def add_common_flags(parser, own_forms=()):
     arg("per_device_train_batch_size", int, "rows of one forward on one device", least=1)
     arg("gradient_accumulation_steps", 1, "micro-batches of one optimizer step", least=1)
     arg = flag_group(parser, "flags of speed, memory, and what is written", own_forms)
-    arg("per_device_eval_batch_size", int, "rows of one forward of the evaluation", least=1)
+    arg("per_device_eval_batch_size", int, "rows of one forward in evaluation", least=1)
     arg("zero_stage", int, "1 shards optimizer states, 2 gradients, too, 3 weights", choices=STAGES)
     split = "ranks that share each layer of a model in training (AutoTP), bf16 only"
     arg("tensor_parallel_size", 1, split, least=1, fixed=True)
@@ -124,7 +124,7 @@ def add_common_flags(parser, own_forms=()):
     arg("dtype", str, dtype, fixed=True, choices=["bf16", "fp16", "fp32"])
     arg("deepcompile", False, "compile the models that train (DeepCompile); GPUs only")
     arg("gradient_checkpointing", False, "recompute activations in backward: 4/3 the work")
-    arg("ds_config", str(ROOT / "ds_config.json"), "DeepSpeed knobs that have no flag here")
+    arg("ds_config", str(ROOT / "ds_config.json"), "DeepSpeed knobs without a flag")
     arg("local_rank", -1, "set by the deepspeed launcher", least=-1)
     arg("eval_steps", 0, "steps between evaluations, also at the ends; 0: after each epoch")
     arg("log_steps", 1, "steps to a line on the screen and in metrics.jsonl: their mean", least=1)

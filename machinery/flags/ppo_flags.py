@@ -2,6 +2,7 @@
 
 from deepspeed.accelerator import get_accelerator
 
+from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.flags import declaring, rules
 from machinery.models import model_folders
@@ -31,7 +32,7 @@ def add_options(parser):
     arg("compile_decoding", int, decode, most=1)
     arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses")
     arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
-    arg("microscope", 4, "held-out prompts whose responses are in tokens.jsonl, token by token")
+    arg("microscope", 4, "held-out prompts in tokens.jsonl, token by token")
     declaring.add_common_flags(parser, OWN_FORMS)
 
 
@@ -77,6 +78,8 @@ def resolve(args, advantages):
     if args.adam_offload:
         args.offload_states = False  # they live on the CPU anyway
     rules.check(args, rules.of_ppo)
+    if filters := args.declared.given & {"top_p", "top_k", "min_new_tokens"}:
+        ranks.say(f"warning: --{' --'.join(filters)}: KL is not the sampler's, and may be below 0")
     return args
 
 

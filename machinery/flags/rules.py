@@ -9,7 +9,6 @@ import os
 
 from deepspeed.accelerator import get_accelerator
 
-from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.engine.adam import lacks_nvcc
 from machinery.engine.old_deepspeed import older_than
@@ -49,7 +48,7 @@ def of_all(args):
     # of the first 0.18.5 gave a gradient norm of 8.7 for 6.1
     needs_0_19 = args.adam_offload and args.dtype == "bf16" and 1 in stages
     needs_0_19 |= split or lora and args.gradient_checkpointing and 3 in stages
-    words = "With these flags --adam_offload, LoRA or tensor parallelism need DeepSpeed 0.19."
+    words = "--adam_offload, --lora_dim, --tensor_parallel_size here need DeepSpeed 0.19."
     yield "old-deepspeed", needs_0_19 and older_than("0.19"), words
 
 
@@ -95,6 +94,3 @@ def of_ppo(args):
     stays = args.offload or 0 in stages or (args.dtype == "bf16" and 1 in stages)
     words = "--offload_states needs --zero_stage 2 or 3 (1 in fp32), and no --offload."
     yield "state-offload", args.offload_states and stays, words
-
-    if filters := args.declared.given & {"top_p", "top_k", "min_new_tokens"}:
-        ranks.say(f"warning: --{' --'.join(filters)}: KL is not the sampler's, and may be below 0")

@@ -59,8 +59,6 @@ It is loaded by transformers with `{load}`.
 | | |
 | --- | --- |
 {metrics}
-
-Flags, versions and devices: args.json.
 """
 
 

@@ -272,7 +272,7 @@ def try_compiled(args, engine, tokenizer, sample):
             model.static_caches = {}
             why = f"--compile_decoding 1: {error}"
             if given:
-                raise Refused("compile-decoding", f"{why}.\n  Leave it out.") from error
+                raise Refused("compile-decoding", why) from error
             ranks.say(f"{why}; the run does without it")
 
 

@@ -39,7 +39,7 @@ def fill_environment():
         raise Refused(
             "no-master-address",
             f"{', '.join(sorted(missing))} must be set: the first machine and a free port."
-            "\n  For example MASTER_ADDR=host0 MASTER_PORT=29500 srun ... python sft.py ...",
+            "\n  For example MASTER_ADDR=host0 MASTER_PORT=29500 srun ...",
         )
 
 
@@ -82,7 +82,7 @@ def let_segments_grow():
 
     Settings that the user gives in the environment stand.
     """
-    given = "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ
+    given = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys()
     if ranks.device().type == "cuda" and not given:
         newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch 2.13
         (newer or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")

@@ -91,6 +91,15 @@ def test_the_microscope_is_bounded_and_may_be_off(looked, monkeypatch):
     assert all(len(values) == 2 for line in lines for values in line["tokens"].values())
 
 
+def test_tokens_are_decoded_with_their_spaces():
+    """Also where a tokenizer writes a space only between tokens, as SentencePiece ones do."""
+    tokenizer = SimpleNamespace(decode=lambda ids: " ".join("ab"[i] for i in ids))
+    nothing = dict.fromkeys(microscope.NUMBERS.values())
+    batch = SimpleNamespace(kl={}, responses=[{"response_ids": [0, 1, 0]}], **nothing)
+    microscope.note(batch, tokenizer)
+    assert batch.responses[0]["numbers"]["text"] == ["a", " b", " a"]
+
+
 def test_judge_jsonl_has_every_pair_once(tmp_path):
     """Of all ranks, without fillers, in the order of the rows; each evaluation replaces the one
     before. Lengths are those of the tokens. A pair can be found in its file, and read here; a

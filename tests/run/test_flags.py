@@ -257,6 +257,11 @@ def test_what_ppos_flags_leave_open_follows_from_others():
     assert get_args("ppo", "--eval_ema 1 --enable_ema 0").enable_ema  # to have one to evaluate
 
 
+def test_filters_of_sampling_say_what_they_do_to_kl(capsys):
+    get_args("ppo", "--top_p 0.9")
+    assert "KL" in capsys.readouterr().out
+
+
 def test_decoding_is_compiled_on_cuda_where_models_are_whole(monkeypatch):
     """By default; on a CPU never. args.json has what came out, 1 or 0."""
     flags = "--dtype bf16 --zero_stage"
@@ -265,7 +270,6 @@ def test_decoding_is_compiled_on_cuda_where_models_are_whole(monkeypatch):
     compiled = [get_args("ppo", f"{flags} {stage}").compile_decoding for stage in range(4)]
     assert compiled == [1, 1, 1, 0]
     assert not get_args("ppo", f"{flags} 2 --compile_decoding 0").compile_decoding
-    assert not get_args("ppo", f"{flags} 2 --tensor_parallel_size 2").compile_decoding
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

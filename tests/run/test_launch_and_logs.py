@@ -120,13 +120,3 @@ def test_what_belongs_together_is_in_one_panel(tmp_path, monkeypatch):
     assert drawn["scores of chosen, rejected"][::2] == ["chosen_score", "eval_rejected_score"]
     assert drawn["mine"] == ["mine"] and "learning rate" in drawn and len(drawn) == 4
     assert all(axis.get_xlabel() == "step" for axis in panels.values())
-
-
-@pytest.mark.parametrize("text", ["", "[1]", '{"sft": 3}', "{}"])
-def test_a_limits_json_of_somebody_else_is_left_out(tmp_path, text):
-    """A folder of data may hold any file of that name: the curves are drawn without limits."""
-    args = SimpleNamespace(data_path=[tmp_path], declared=SimpleNamespace(script="sft"))
-    (tmp_path / "limits.json").write_text('{"sft": {"loss": 1}}')
-    assert logs.limits(args) == {"loss": 1}
-    (tmp_path / "limits.json").write_text(text)
-    assert logs.limits(args) == {}
