@@ -94,8 +94,8 @@ def test_the_microscope_is_bounded_and_may_be_off(looked, monkeypatch):
 def test_tokens_are_decoded_with_their_spaces():
     """Also where a tokenizer writes a space only between tokens, as SentencePiece ones do."""
     tokenizer = SimpleNamespace(decode=lambda ids: " ".join("ab"[i] for i in ids))
-    nothing = dict.fromkeys(microscope.NUMBERS.values())
-    batch = SimpleNamespace(kl={}, responses=[{"response_ids": [0, 1, 0]}], **nothing)
+    none = dict.fromkeys(microscope.NUMBERS.values())
+    batch = SimpleNamespace(kl={}, responses=[{"response_ids": [0, 1, 0]}], **none)
     microscope.note(batch, tokenizer)
     assert batch.responses[0]["numbers"]["text"] == ["a", " b", " a"]
 
