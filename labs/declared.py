@@ -431,6 +431,23 @@ LABS = {
         {mean: ppo(f"--loss_mean {mean}") for mean in ("tokens", "responses", "constant")},
         compared=("gold", "tokens"),
     ),
+    "ceiling": verified(
+        "Does GRPO exceed what 64 samples of SFT contain, or only sharpen it?",
+        {
+            "two operations": ppo(TO_64),
+            "three operations": ppo(f"{TO_64} {HARD}"),
+        },
+        {
+            f"pass@{k}{when}": ("ppo", f"eval_pass_at_{k}", which)
+            for k in (1, 8, 64)
+            for when, which in ((" before", "first"), ("", "last"))
+        }
+        | {"KL": GOLD["KL"]},
+        tuple(f"pass@{k}{when}" for k in (1, 8, 64) for when in (" before", "")),
+        given={"sums": SUMS},
+        compared=tuple((f"pass@{k}", f"pass@{k} before") for k in (1, 8, 64)),
+        plain=(),
+    ),
 }
 
 # ---- Declared, and not run yet ----
@@ -513,23 +530,6 @@ MORE = {
         },
         {**PASS, "equal groups": ("ppo", "equal_groups", "mean")},
         given={"sums": SUMS},
-        plain=(),
-    ),
-    "ceiling": verified(
-        "Does GRPO exceed what 64 samples of SFT contain, or only sharpen it?",
-        {
-            "two operations": ppo(TO_64),
-            "three operations": ppo(f"{TO_64} {HARD}"),
-        },
-        {
-            f"pass@{k}{when}": ("ppo", f"eval_pass_at_{k}", which)
-            for k in (1, 8, 64)
-            for when, which in ((" before", "first"), ("", "last"))
-        }
-        | {"KL": GOLD["KL"]},
-        tuple(f"pass@{k}{when}" for k in (1, 8, 64) for when in (" before", "")),
-        given={"sums": SUMS},
-        compared=tuple((f"pass@{k}", f"pass@{k} before") for k in (1, 8, 64)),
         plain=(),
     ),
     "mismatch-2": lab(
