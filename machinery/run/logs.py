@@ -1,5 +1,6 @@
 """What a run shows of itself: metrics.jsonl, samples.jsonl, lines on the screen, curves.png."""
 
+import contextlib
 import json
 from pathlib import Path
 from statistics import fmean
@@ -65,8 +66,10 @@ def limits(args):
 
     It stands in a limits.json beside the data. The toy has one.
     """
-    file = Path(args.data_path[0]) / "limits.json"
-    return json.loads(file.read_text()).get(args.declared.script, {}) if file.is_file() else {}
+    with contextlib.suppress(Exception):  # it is not there, or somebody else's
+        known = json.loads((Path(args.data_path[0]) / "limits.json").read_text())
+        return dict(known[args.declared.script])
+    return {}
 
 
 def draw_curves(args):

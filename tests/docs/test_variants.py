@@ -237,6 +237,7 @@ class Even(torch.nn.Module):
     """A "model" to which all tokens are equally likely. It keeps its logits."""
 
     base_model, config = property(lambda self: self), LlamaConfig(num_hidden_layers=1)
+    dtype = torch.float32
 
     def forward(self, ids, **options):
         self.logits = torch.zeros(*ids.shape, 576, requires_grad=True)

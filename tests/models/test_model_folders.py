@@ -101,14 +101,6 @@ def test_a_reward_model_is_no_language_model(tmp_path):
     assert rule_of(load_model, folder, get_args(), 0) == "cannot-write"
 
 
-def test_a_run_that_has_not_ended_is_no_model(tmp_path):
-    """The message says that --resume goes on with it."""
-    (tmp_path / "args.json").write_text("{}")
-    with pytest.raises(Refused) as caught:
-        model_folders.load_config(str(tmp_path))
-    assert caught.value.rule == "no-such-model" and "--resume" in caught.value.words
-
-
 # --------------------------------------------------------------------------------------------------
 # Tokenizers: with, without, and with an unhelpful padding token
 # --------------------------------------------------------------------------------------------------
