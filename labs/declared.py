@@ -448,6 +448,18 @@ LABS = {
         compared=tuple((f"pass@{k}", f"pass@{k} before") for k in (1, 8, 64)),
         plain=(),
     ),
+    "hard": verified(
+        "Sums that are almost always wrong: more of them, others instead, or easy ones first?",
+        {
+            "three operations": ppo(HARD),
+            "dynamic sampling": ppo(f"{HARD} --dynamic_sampling 4", variant="dynamic-sampling"),
+            "two and three, mixed": ppo(BOTH),
+            "two, then three": ppo(BOTH, fault="in_order"),
+        },
+        {**PASS, "equal groups": ("ppo", "equal_groups", "mean")},
+        given={"sums": SUMS},
+        plain=(),
+    ),
 }
 
 # ---- Declared, and not run yet ----
@@ -519,18 +531,6 @@ MORE = {
             "critic, lambda 1, 70 steps": ppo(f"{CRITIC} --lam 1 --max_steps 70 --eval_steps 70"),
         },
         {**PASS, "seconds a step": ("ppo", "seconds", "mean")},
-    ),
-    "hard": verified(
-        "Sums that are almost always wrong: more of them, others instead, or easy ones first?",
-        {
-            "three operations": ppo(HARD),
-            "dynamic sampling": ppo(f"{HARD} --dynamic_sampling 4", variant="dynamic-sampling"),
-            "two and three, mixed": ppo(BOTH),
-            "two, then three": ppo(BOTH, fault="in_order"),
-        },
-        {**PASS, "equal groups": ("ppo", "equal_groups", "mean")},
-        given={"sums": SUMS},
-        plain=(),
     ),
     "mismatch-2": lab(
         "Another policy samples: what does it cost, and what do the corrections give back?",
