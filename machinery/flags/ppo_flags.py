@@ -28,11 +28,11 @@ def add_options(parser):
         arg(f"{role}_zero_stage", int, which, choices=declaring.STAGES)
     together = "responses decoded at a time; None: all of a step on a rank"
     arg("rollout_batch_size", int, together, least=1)
-    decode = "1: decode in static caches, compiled on CUDA; None: there, if no stage is 3"
+    decode = "1: in static caches, compiled on CUDA; None: there, if models are whole"
     arg("compile_decoding", int, decode, most=1)
     arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses")
     arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
-    arg("microscope", 4, "held-out prompts in tokens.jsonl, token by token")
+    arg("microscope", 4, "held-out prompts in tokens.jsonl")
     declaring.add_common_flags(parser, OWN_FORMS)
 
 
@@ -79,7 +79,7 @@ def resolve(args, advantages):
         args.offload_states = False  # they live on the CPU anyway
     rules.check(args, rules.of_ppo)
     if filters := args.declared.given & {"top_p", "top_k", "min_new_tokens"}:
-        ranks.say(f"warning: --{' --'.join(filters)}: KL is not the sampler's, and may be below 0")
+        ranks.say(f"warning: --{' --'.join(filters)}: KL is not the sampler's, may be below 0")
     return args
 
 

@@ -35,6 +35,8 @@ def of_all(args):
     split = args.tensor_parallel_size > 1  # ranks share layers
     rank_count = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
 
+    counts = len(args.data_split), len(args.adam_betas)
+    yield "how-many", counts != (3, 2), "--data_split has 3 numbers, --adam_betas 2."
     needs_gpu = args.dtype == "fp16" or args.deepcompile
     on_cpu = get_accelerator().device_name() == "cpu"
     words = "--dtype fp16 and --deepcompile need a GPU, the latter with nvcc in $CUDA_HOME/bin."

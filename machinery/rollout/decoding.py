@@ -264,10 +264,10 @@ def try_compiled(args, engine, tokenizer, sample):
                 raise ValueError(f"its caches would take {size / 2**30:.1f} GiB")
             caches = {n: StaticCache(config=config, max_cache_len=n + R) for n in widths}
             if not all(cache.is_compileable for cache in caches.values()):
-                raise ValueError("transformers has no static cache for this model's layers")
+                raise ValueError("no static cache for this model's layers")
             alike = [tokens_alike(args, model, tokenizer, sample, caches, n) for n in widths]
             if min(alike) < 0.8:
-                raise ValueError(f"of a try {min(alike):.0%} of the tokens were those without it")
+                raise ValueError(f"{min(alike):.0%} of the tokens of a try were alike")
         except Exception as error:  # also: no compiler, no memory, or what it cannot compile
             model.static_caches = {}
             why = f"--compile_decoding 1: {error}"

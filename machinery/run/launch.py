@@ -38,8 +38,7 @@ def fill_environment():
     elif missing := alone.keys() - os.environ.keys():
         raise Refused(
             "no-master-address",
-            f"{', '.join(sorted(missing))} must be set: the first machine and a free port."
-            "\n  For example MASTER_ADDR=host0 MASTER_PORT=29500 srun ...",
+            f"{', '.join(sorted(missing))} must be set: the first machine and a free port.",
         )
 
 

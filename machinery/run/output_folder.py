@@ -46,7 +46,7 @@ def check_unlocked(args):
         check_resume(args, output)
     elif (found := taken(output)) and not (args.overwrite and read_record(output)):
         words = f"--output_dir {output} is not empty: it holds {found[0]}."
-        advice = "Take another. If it is a run, --resume goes on, --overwrite moves it aside."
+        advice = "If it is a run, --resume goes on, --overwrite moves it aside."
         raise Refused("output-taken", f"{words}\n  {advice}")
 
 

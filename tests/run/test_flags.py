@@ -39,6 +39,7 @@ MUTATIONS = {  # script and flags beside the toy's: the rule that they break
     "sft --learning 1": "wrong-flag",  # no guessing from abbreviations
     "ppo --learning_rate 1e-5": "wrong-flag",  # step 3 has the actor's and the critic's
     "ppo --kl_estimator k4": "wrong-flag",
+    "sft --data_split 2,4": "how-many",
     "sft --columns prompt": "wrong-flag",
     "sft --preset nope": "wrong-flag",
     "sft --max_seq_len 1": "out-of-range",
