@@ -39,28 +39,29 @@ def build(size, rank, dtype):
 
 
 @torch.no_grad()
-def lost(model, dtype):
-    """Returns what a merge in `dtype` loses of the adapters' change, as a share of it."""
-    errors = changes = 0.0
+def merges(model, dtype):
+    """Yields of each adapted matrix in fp64 itself, what the adapters add, and both in `dtype`."""
     for layer in lora.adapted_layers(model).values():
         a, b = (part["default"].weight.double() for part in (layer.lora_A, layer.lora_B))
         change = layer.scaling["default"] * (b @ a)
         weight = layer.base_layer.weight.double()
-        merged = (weight + change).to(dtype).double()
+        yield weight, change, (weight + change).to(dtype).double()
+
+
+def lost(model, dtype):
+    """Returns what a merge in `dtype` loses of the adapters' change, as a share of it."""
+    errors = changes = 0.0
+    for weight, change, merged in merges(model, dtype):
         errors += (merged - weight - change).square().sum().item()
         changes += change.square().sum().item()
     return (errors / changes) ** 0.5
 
 
-@torch.no_grad()
 def unchanged(model, dtype):
     """Returns the share of weights that are in `dtype` what they were before the merge."""
     same = count = 0
-    for layer in lora.adapted_layers(model).values():
-        a, b = (part["default"].weight.double() for part in (layer.lora_A, layer.lora_B))
-        weight = layer.base_layer.weight
-        merged = (weight.double() + layer.scaling["default"] * (b @ a)).to(dtype)
-        same += (merged == weight.to(dtype)).sum().item()
+    for weight, _, merged in merges(model, dtype):
+        same += (merged == weight.to(dtype).double()).sum().item()
         count += weight.numel()
     return same / count
 
