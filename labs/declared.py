@@ -460,6 +460,18 @@ LABS = {
         given={"sums": SUMS},
         plain=(),
     ),
+    "baselines": verified(
+        "GRPO, RLOO, REINFORCE, and PPO with a critic, where a verifier judges",
+        {
+            "grpo": ppo(""),
+            "rloo": ppo("--advantage rloo"),
+            "reinforce": ppo("--advantage reinforce --samples_per_prompt 1"),
+            "critic, lambda 0.95": ppo(CRITIC),
+            "critic, lambda 1": ppo(f"{CRITIC} --lam 1"),
+            "critic, lambda 1, 70 steps": ppo(f"{CRITIC} --lam 1 --max_steps 70 --eval_steps 70"),
+        },
+        {**PASS, "seconds a step": ("ppo", "seconds", "mean")},
+    ),
 }
 
 # ---- Declared, and not run yet ----
@@ -519,18 +531,6 @@ MORE = {
         (),
         panels=True,
         compared=("gold at n = 64", ("gold at n = 64", "gold at n = 16")),
-    ),
-    "baselines": verified(
-        "GRPO, RLOO, REINFORCE, and PPO with a critic, where a verifier judges",
-        {
-            "grpo": ppo(""),
-            "rloo": ppo("--advantage rloo"),
-            "reinforce": ppo("--advantage reinforce --samples_per_prompt 1"),
-            "critic, lambda 0.95": ppo(CRITIC),
-            "critic, lambda 1": ppo(f"{CRITIC} --lam 1"),
-            "critic, lambda 1, 70 steps": ppo(f"{CRITIC} --lam 1 --max_steps 70 --eval_steps 70"),
-        },
-        {**PASS, "seconds a step": ("ppo", "seconds", "mean")},
     ),
     "mismatch-2": lab(
         "Another policy samples: what does it cost, and what do the corrections give back?",
