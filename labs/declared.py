@@ -472,10 +472,6 @@ LABS = {
         },
         {**PASS, "seconds a step": ("ppo", "seconds", "mean")},
     ),
-}
-
-# ---- Declared, and not run yet ----
-MORE = {
     "exercises": lab(
         "Exercises of the class: lambda, length, labels",
         {
@@ -492,6 +488,10 @@ MORE = {
         compared=("gold", "length"),
         given={"half": HALF},
     ),
+}
+
+# ---- Declared, and not run yet ----
+MORE = {
     "estimators-as-declared": lab(
         "GAE, RLOO, GRPO and REINFORCE at the toy's own rates, as first declared",
         each_estimator(),
