@@ -488,6 +488,17 @@ LABS = {
         compared=("gold", "length"),
         given={"half": HALF},
     ),
+    "mismatch-2": lab(
+        "Another policy samples: what does it cost, and what do the corrections give back?",
+        {"none": ppo("")}
+        | {
+            f"{name}{what}": ppo(flags, fault=f"sampler_{fault}")
+            for name, fault in SAMPLERS.items()
+            for what, flags in CORRECTIONS.items()
+        },
+        MISMATCH,
+        ("gold", "KL", "sampling_kl"),
+    ),
 }
 
 # ---- Declared, and not run yet ----
@@ -531,17 +542,6 @@ MORE = {
         (),
         panels=True,
         compared=("gold at n = 64", ("gold at n = 64", "gold at n = 16")),
-    ),
-    "mismatch-2": lab(
-        "Another policy samples: what does it cost, and what do the corrections give back?",
-        {"none": ppo("")}
-        | {
-            f"{name}{what}": ppo(flags, fault=f"sampler_{fault}")
-            for name, fault in SAMPLERS.items()
-            for what, flags in CORRECTIONS.items()
-        },
-        MISMATCH,
-        ("gold", "KL", "sampling_kl"),
     ),
     "staleness": lab(
         "Rollouts of older weights: clipping, importance weights, or both?",
