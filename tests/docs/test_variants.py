@@ -252,7 +252,7 @@ def test_the_tool_turns_variant_by_hand(tmp_path, tokenizer):
     flags = "--max_answer_seq_len 8 --tool_turns 2 --entropy_coef 1 --stop zq"
     args, row = ppo.get_args(flags.split()), dict(prompt_ids=[5], row=0, sample=0, row_weight=1)
     given = args, model, tokenizer, [row], 1, 1
-    [alone], [row] = ppo.roll_out(*given), ppo.roll_out(*given, lambda completions, **_: ["zq"])
+    [alone], [row] = ppo.roll_out(*given), ppo.roll_out(*given, lambda **_: ["zq"])
     drawn, zq = alone["response_ids"], tokenizer("zq").input_ids
     assert row["response_ids"] == [drawn[0], *zq, drawn[3], *zq, *drawn[6:]] and not row["ended"]
 
