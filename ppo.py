@@ -426,7 +426,8 @@ def importance_weights(old_logprobs, sampled_logprobs, cap):
 
     pi_old: the actor as it scored the rollout. mu: the same weights in another engine, dtype or
     kernel, or older weights. Under mu a weight without the cap has mean 1, and makes a mean over
-    tokens one under pi_old; the cap bounds its variance, and makes it a little smaller on average.
+    what may follow a text one under pi_old; the text itself is still one that mu has written. The
+    cap bounds its variance, and makes it a little smaller on average.
     """
     return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
 
@@ -1031,7 +1032,8 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
 def rollout_means(args, micro_batches):
     """What a rollout was like, over all ranks: {name: number}. Metrics of yours: per_response.
 
-    reward_std            deviation of the rewards of all responses. 0: nothing to learn from
+    reward_std            deviation of all responses' rewards as they are trained on, but without
+                          KL. 0: nothing to learn from
     truncated_reward      mean reward of the responses that were cut off, if any were
     entropy               mean over the tokens
     advantage_std         deviation over the tokens, before whitening
@@ -1042,7 +1044,8 @@ def rollout_means(args, micro_batches):
     moments = functools.partial(rollout_metrics.moments, micro_batches)  # mean, variance
     means = rollout_metrics.response_means(micro_batches)
     reward = lambda batch: batch.scores.sum(-1)  # noqa: E731  (B,)
-    means["reward_std"] = moments(reward, lambda batch: batch.row_weight)[1] ** 0.5
+    earned = lambda batch: batch.earned.sum(-1)  # noqa: E731  (B,)
+    means["reward_std"] = moments(earned, lambda batch: batch.row_weight)[1] ** 0.5
     if means["eos_rate"] < 1:
         cut = lambda batch: batch.row_weight * (1 - batch.ended)  # noqa: E731
         means["truncated_reward"] = moments(reward, cut)[0]

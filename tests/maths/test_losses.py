@@ -118,8 +118,9 @@ def gradient_under_mu(cap):
 
 
 def test_importance_weights_make_the_gradient_that_of_the_actors_own_responses():
-    """Over all tokens that mu can draw, by enumeration: with weights that no cap cuts the gradient
-    is that of the expected advantage under pi; without them, or with a low cap, it is another."""
+    """Of one token each. Over all that mu can draw, by enumeration: with weights that no cap cuts
+    the gradient is that of the expected advantage under pi; without them, or with a low cap, it is
+    another."""
     logits = ACTORS.clone().requires_grad_(True)
     wanted = torch.autograd.grad(-(logits.softmax(-1) * WORTH).sum(), logits)[0]
     assert torch.allclose(gradient_under_mu(math.inf), wanted)

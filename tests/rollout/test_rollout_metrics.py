@@ -37,7 +37,7 @@ def rollout(**changes):
         tokens=dict(sampled_logprobs=torch.tensor([[-1.5, 0], [-2, 0], [0, 0]])),
         entropy=torch.tensor([[0.5, 9], [1.5, 9], [9, 9]]),
     )
-    given["earned"] = given["scores"]  # nothing is clipped or taken off
+    given["earned"] = given["scores"] / 2  # what is trained on: scaled, or clipped
     batch = micro_batch([0, 0, 1], **{**given, **changes})
     batch.responses[2]["row_weight"] = 0
     return batch
@@ -47,8 +47,8 @@ def test_what_a_rollout_was_like():
     """Means over responses, fillers left out; all else over real tokens only. Returns vary by 4 and
     returns - values by 1: the critic explains three quarters. That is no matter of the advantages,
     whose deviation is 3 here, as another estimator's may be. The one prompt's responses have 1 and
-    3: they differ by a deviation of 1 from their mean, or of sqrt(2) where n - 1 divides. The
-    second was cut off."""
+    3, and are trained on as 0.5 and 1.5: a deviation of 0.5, or of sqrt(0.5) where n - 1 divides.
+    The second was cut off."""
     batch = rollout()
     for response, part in zip(batch.responses, (0.5, 1.5, 9.0)):
         response["reward_format"] = part
@@ -56,9 +56,9 @@ def test_what_a_rollout_was_like():
         {
             "reward": 2.0,
             "reward_format": 1.0,
-            "reward_std": 1.0,
+            "reward_std": 0.5,
             "truncated_reward": 3.0,
-            "group_std": 2**0.5,
+            "group_std": 0.5**0.5,
             "gold": 1.0,
             "kl": 1.0,
             "kl_k3": 0.3,

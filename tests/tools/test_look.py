@@ -178,7 +178,8 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("sick", dict(eval_reward=[0, 2], eval_gold=[0.5, 0.4])),  # it exploits the judge
         ("sick", dict(eval_reward=[0, 2, 3], eval_gold=[0.5, 0.9, 0.7])),  # since then
         ("not known", dict(reward=[0, 2])),  # without gold
-        ("healthy", dict(eval_reward=[0.4, 0.8], eval_pass_at_1=[0.4, 0.8])),  # a verifier is gold
+        # a verifier's rewards are gold
+        ("healthy", dict(eval_reward=[0, 1], samples=answered("a", reward=(0, 1)))),
         ("watch", dict(reward=[2, 0])),
         ("sick", dict(reward=[0, 0, 0])),  # a function that never fits
     ],

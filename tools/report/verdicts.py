@@ -251,21 +251,21 @@ def rising(run):
     names = ("eval_reward", "eval_gold") if held_out else ("reward", "gold")
     rewards, golds = values_of(run, names[0], 2), run.values(names[1])
     said = f"{names[0]} went from {rewards[0]:.2f} to {rewards[-1]:.2f}"
+    rose, answers = rewards[-1] > rewards[0], run.answers(last=True)
     if len(golds) != len(rewards):
-        rose = rewards[-1] > rewards[0]
-        if run.values("eval_pass_at_1"):  # rewards of 0 and 1
+        if answers and all(line.get("reward") in (0, 1) for line in answers):  # a verifier's
             return (HEALTHY if rose else WATCH), f"{said}: the share that the verifier accepts."
         advice = "no --gold_fn was given, so read the samples: are they better?"
         return (UNKNOWN if rose else WATCH), f"{said}; {advice}"
     said += f", {names[1]} from {golds[0]:.2f} to {golds[-1]:.2f}"
-    top = max(range(len(golds)), key=golds.__getitem__)
+    top = golds.index(max(golds))
     fall, spread = golds[top] - golds[-1], max(golds) - min(golds)
-    if rewards[-1] > rewards[0] and golds[-1] < golds[0]:
+    if rose and golds[-1] < golds[0]:
         return SICK, f"{said}: the actor exploits the reward model's errors."
     if fall > 0.2 * spread and rewards[-1] > rewards[top]:
         return SICK, f"{said}, after {golds[top]:.2f}: it now exploits the reward model's errors."
-    graded = [line["gold"] for line in run.answers(last=True) if is_number(line.get("gold"))]
-    if rewards[-1] > rewards[0] and golds[-1] > golds[0] + 2 * error(graded):
+    graded = [line["gold"] for line in answers if is_number(line.get("gold"))]
+    if rose and golds[-1] > golds[0] + 2 * error(graded):
         return HEALTHY, f"{said}: both rose."
     return WATCH, f"{said}: they do not both rise."
 
