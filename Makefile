@@ -30,18 +30,19 @@ grpo: install
 	python tools/look.py $(GRPO)/sft $(GRPO)/grpo
 
 # The three small models that a class begins with: those of the labs with seed 1 (course/class.md).
-TRY = python ppo.py --preset toy --seed 1 --actor_model_name_or_path $(CLASS)/sft --critic_model_name_or_path $(CLASS)/reward \
-  --max_steps 40 --num_eval_prompts 140 --eval_steps 10 --log_steps 1 --enable_ema 0
+# On a CPU also where there is a GPU: so the exercises' runs differ from them by the exercise alone.
+TRY = ppo.py --preset toy --seed 1 --actor_model_name_or_path $(CLASS)/sft --critic_model_name_or_path $(CLASS)/reward \
+  --max_steps 40 --num_eval_prompts 140 --eval_steps 20 --log_steps 1 --enable_ema 0
 class: install
-	python sft.py --preset toy --seed 1 --num_train_epochs 3 --output_dir $(CLASS)/sft --overwrite
-	python reward.py --preset toy --seed 1 --model_name_or_path $(CLASS)/sft --output_dir $(CLASS)/reward --overwrite
-	$(TRY) --output_dir $(CLASS)/ppo --overwrite
-	python tools/look.py $(CLASS)/sft $(CLASS)/reward $(CLASS)/ppo --out $(CLASS)/report.html
+	DS_ACCELERATOR=cpu python course/in_turn.py sft.py --preset toy --seed 1 --num_train_epochs 3 --output_dir $(CLASS)/sft --overwrite \
+	  then reward.py --preset toy --seed 1 --model_name_or_path $(CLASS)/sft --output_dir $(CLASS)/reward --overwrite \
+	  then $(TRY) --output_dir $(CLASS)/ppo --overwrite \
+	  then tools/look.py $(CLASS)/sft $(CLASS)/reward $(CLASS)/ppo --out $(CLASS)/report.html
 
 # An exercise: that PPO with a change, and over it: make try NAME=no-kl FLAGS="--kl_coef 0 --log_kl 1"
 try: install
-	$(TRY) $(FLAGS) --output_dir $(CLASS)/$(or $(NAME),try) --overwrite
-	python tools/look.py $(CLASS)/ppo $(CLASS)/$(or $(NAME),try) --out $(CLASS)/$(or $(NAME),try).html
+	DS_ACCELERATOR=cpu python course/in_turn.py $(TRY) $(FLAGS) --output_dir $(CLASS)/$(or $(NAME),try) --overwrite \
+	  then tools/look.py $(CLASS)/ppo $(CLASS)/$(or $(NAME),try) --out $(CLASS)/$(or $(NAME),try).html
 
 # The demo where there is docker alone. On NVIDIA GPUs: make container TORCH=torch==2.13.0 DOCKER="--gpus all"
 # Ranks exchange tensors through shared memory, of which docker gives 64 MB by itself.

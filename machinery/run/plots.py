@@ -49,9 +49,11 @@ def draw(folder, title, limits):
     metrics = metrics.dropna(axis="columns", how="all")
     changing = [name for name in metrics if not is_noise(name, metrics[name])]
     groups = panels_of(metrics[changing or list(metrics)])
-    panels = [panel for group in groups.values() for panel in group]
+    panels = sum(groups.values(), [])
     rows = -(-len(panels) // COLUMNS)
-    figure = Figure(figsize=(16, 3 * rows + 0.5), layout="constrained")
+    figure = Figure(figsize=(16, height := 3 * rows + 0.5))
+    # Fixed places: a layout by what the texts need takes as long as drawing, at each evaluation
+    figure.subplots_adjust(0.04, 0.5 / height, 0.99, 1 - 0.8 / height, 0.2, 0.45)
     figure.suptitle(title)
     for number, panel in enumerate(panels, 1):
         draw_panel(figure.add_subplot(rows, COLUMNS, number), *panel, limits)
@@ -84,13 +86,12 @@ def panels_of(metrics):
 
 def draw_panel(axis, title, metrics, limits):
     """Draws a table of metrics; a held-out one with dots, in the colour of the one before it."""
-    colours = dict.fromkeys(name.removeprefix("eval_") for name in metrics)
-    colours = {name: f"C{number}" for number, name in enumerate(colours)}
+    own = list(dict.fromkeys(name.removeprefix("eval_") for name in metrics))
     for name in metrics:
-        values, colour = metrics[name].dropna(), colours[name.removeprefix("eval_")]
+        values, number = metrics[name].dropna(), own.index(name.removeprefix("eval_"))
         style = "o--" if name.startswith("eval_") or len(values) == 1 else "-"
-        axis.plot(values, style, color=colour, label=name)
+        axis.plot(values, style, color=f"C{number}", label=name)
     for limit in {limits[name] for name in metrics if name in limits}:  # one of two metrics once
         axis.axhline(limit, linestyle=":", color="gray", label=f"limit {limit:g}")
     axis.set(title=title, xlabel="step")
-    axis.legend(fontsize="x-small", framealpha=0.4)
+    axis.legend(loc="upper left", fontsize="x-small", framealpha=0.4)  # "best" is slow

@@ -37,7 +37,7 @@ function readable(chart) {
   const items = $$("[data-curve]", chart);
   const curves = items.map((item) => JSON.parse(item.dataset.curve));
   const steps = [...new Set(curves.flatMap((curve) => curve.steps))].sort((a, b) => a - b);
-  const name = plot.getAttribute("aria-label").split(".\n")[0];
+  const [name, ...ends] = plot.getAttribute("aria-label").split(".\n");
   const mark = made("span", { class: "mark", hidden: "" });
   const at = $(".at", chart);
   let place = steps.length - 1;
@@ -60,7 +60,8 @@ function readable(chart) {
     plot.setAttribute("aria-valuetext", [`step ${digits(steps[place])}`, ...said].filter(Boolean).join(", "));
   }
 
-  const own = { role: "slider", tabindex: 0, "aria-label": name, "aria-valuetext": "arrow keys read the numbers",
+  const own = { role: "slider", tabindex: 0, "aria-label": name, "aria-description": ends.join("; "),
+    "aria-valuetext": "arrow keys read the numbers",
     "aria-valuemin": steps[0], "aria-valuemax": steps.at(-1), "aria-valuenow": steps.at(-1) };
   for (const [key, value] of Object.entries(own)) plot.setAttribute(key, value);
   plot.addEventListener("pointermove", (event) => {
