@@ -8,6 +8,7 @@ what it leaves out (8, x80, or no --devices) is taken from this machine. Nothing
 models' config.json. docs/memory.md compares the counts with measured peaks.
 """
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ import sft
 from machinery.base import refused
 from machinery.flags import declaring, rules
 from machinery.models import model_folders
+from machinery.rollout import decoding
 from tools import estimate_memory as memory
 
 GIB = 2**30
@@ -114,17 +116,30 @@ def get_args(argv=None):
     # flags are checked as the launcher's ranks would
     os.environ["WORLD_SIZE"] = str(own.devices.count)
     args = SCRIPTS[own.script][0].get_args(flags)
-    if own.devices.name == "device" and "compile_decoding" not in args.declared.given:
-        whole = 3 not in rules.stages_of(args) and args.tensor_parallel_size == 1
-        args.compile_decoding = int(whole)  # as on CUDA
     return own.script, args, own.devices
+
+
+def phases_of(args, models, devices):
+    """Returns memory.count's phases, with static caches if the run would have them on CUDA.
+
+    Unless --compile_decoding says so, it has where they take a share of what is free at most, once
+    the models are loaded (decoding.try_compiled).
+    """
+    actor, count = models[0], functools.partial(memory.count, args, models, devices.count)
+    if actor.generates and not devices.cpu and "compile_decoding" not in args.declared.given:
+        actor.args.compile_decoding = rules.whole_actor(args)
+        parts = count()["generate"]
+        staying = {**parts, **dict.fromkeys(["KV cache", *memory.PASSING], 0)}
+        free = GIB * (devices.room - devices.held(staying))
+        actor.args.compile_decoding &= parts["KV cache"] <= decoding.SHARE * free
+    return count(devices.cpu)
 
 
 def main(argv=None):
     """Prints a line for the run, one for each model and one for each phase, and if it fits."""
     script, args, devices = get_args(argv)
     models = SCRIPTS[script][1](args)
-    phases = memory.count(args, models, devices.count, devices.cpu)
+    phases = phases_of(args, models, devices)
     print(
         f"{script}.py on {devices.count} x {devices.name}, {args.dtype}: "
         "GiB on the fullest one, by count, nothing was loaded"

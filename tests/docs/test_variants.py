@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig
 
 from bench import fork
+from machinery.models import lora
 from tests import kit
 from tests.conftest import micro_batch
 
@@ -329,6 +330,29 @@ def test_the_engine_variant_by_hand(tmp_path, monkeypatch, tokenizer, tiny_model
     other.process.stdin.close()
     assert other.process.wait() == 0
     assert not (Path(engine.folder).exists() or Path(other.folder).exists())
+
+
+def test_the_lora_rollout_variant_by_hand(tiny_model, monkeypatch):
+    """W becomes a view and A a copy, so that an update of A counts from the next call on. Outside
+    of a rollout nothing has changed, not even a bit."""
+    fused, model = load(VARIANTS / "lora-rollout/lora_rollout.py"), copy.deepcopy(tiny_model)
+    lora.add_adapters(model, SimpleNamespace(lora_dim=4, lora_alpha=16, seed=1), "random")
+    logits = torch.no_grad()(lambda _, model: model(torch.arange(5, 9)[None]).logits)
+    before = logits(None, model)
+    fused.fuse(model)
+    assert logits(None, model).equal(before)
+    layer = model.model.layers[0].self_attn.q_proj
+    assert (
+        layer.rows.data_ptr() == layer.weight.data_ptr()
+        and len(layer.rows) == len(layer.weight) + 4
+    )
+    for weight in (layer.lora_A["default"].weight, layer.lora_B["default"].weight):
+        torch.nn.init.normal_(weight)
+    expected = logits(None, model)
+    monkeypatch.setattr(fused.Linear, "forward", None)  # peft's own is not called
+    found = fused.with_fused_adapters(logits)(None, model)
+    torch.testing.assert_close(found, expected)
+    assert (found - before).abs().max() > 0.1 and not layer.fused
 
 
 def test_the_vc_ppo_variant_by_hand(tmp_path):

@@ -270,6 +270,7 @@ def test_decoding_is_compiled_on_cuda_where_models_are_whole(monkeypatch):
     pretend(monkeypatch, device="cuda", WORLD_SIZE="2")
     compiled = [get_args("ppo", f"{flags} {stage}").compile_decoding for stage in range(4)]
     assert compiled == [1, 1, 1, 0]
+    assert get_args("ppo", f"{flags} 3 --actor_zero_stage 2").compile_decoding
     assert not get_args("ppo", f"{flags} 2 --compile_decoding 0").compile_decoding
 
 
