@@ -499,6 +499,25 @@ LABS = {
         MISMATCH,
         ("gold", "KL", "sampling_kl"),
     ),
+    "staleness": lab(
+        "Rollouts of older weights: clipping, importance weights, or both?",
+        {
+            f"{estimator}, {steps} steps behind, {what}": ppo(
+                f"{HALVES} {flags} {others}",
+                fault=f"stale_{steps}{clipped}",
+                against=f"{estimator}, 0 steps behind, clipping",
+            )
+            for estimator, flags in (("gae", ""), ("grpo", ESTIMATORS["grpo"]))
+            for steps in (0, 1, 2, 4, 8)
+            for what, others, clipped in (
+                ("clipping", "", "_clipped"),
+                ("weights", f"--is_cap 2 {OFF}", ""),
+                ("both", "--is_cap 2", ""),
+            )
+        },
+        MISMATCH,
+        ("gold", "KL", "sampling_kl"),
+    ),
 }
 
 # ---- Declared, and not run yet ----
@@ -542,25 +561,6 @@ MORE = {
         (),
         panels=True,
         compared=("gold at n = 64", ("gold at n = 64", "gold at n = 16")),
-    ),
-    "staleness": lab(
-        "Rollouts of older weights: clipping, importance weights, or both?",
-        {
-            f"{estimator}, {steps} steps behind, {what}": ppo(
-                f"{HALVES} {flags} {others}",
-                fault=f"stale_{steps}{clipped}",
-                against=f"{estimator}, 0 steps behind, clipping",
-            )
-            for estimator, flags in (("gae", ""), ("grpo", ESTIMATORS["grpo"]))
-            for steps in (0, 1, 2, 4, 8)
-            for what, others, clipped in (
-                ("clipping", "", "_clipped"),
-                ("weights", f"--is_cap 2 {OFF}", ""),
-                ("both", "--is_cap 2", ""),
-            )
-        },
-        MISMATCH,
-        ("gold", "KL", "sampling_kl"),
     ),
     "second": second(
         again(
