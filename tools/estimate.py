@@ -8,7 +8,6 @@ what it leaves out (8, x80, or no --devices) is taken from this machine. Nothing
 models' config.json. docs/memory.md compares the counts with measured peaks.
 """
 
-import functools
 import os
 import sys
 from pathlib import Path
@@ -122,17 +121,21 @@ def get_args(argv=None):
 def phases_of(args, models, devices):
     """Returns memory.count's phases, with static caches if the run would have them on CUDA.
 
-    Unless --compile_decoding says so, it has where they take a share of what is free at most, once
-    the models are loaded (decoding.try_compiled).
+    Where --compile_decoding is not given, it has if they take no more than a share of what is free
+    once the models are loaded (decoding.try_compiled).
     """
-    actor, count = models[0], functools.partial(memory.count, args, models, devices.count)
+
+    def count():
+        return memory.count(args, models, devices.count, devices.cpu)
+
+    actor = models[0]
     if actor.generates and not devices.cpu and "compile_decoding" not in args.declared.given:
         actor.args.compile_decoding = rules.whole_actor(args)
-        parts = count()["generate"]
-        staying = {**parts, **dict.fromkeys(["KV cache", *memory.PASSING], 0)}
-        free = GIB * (devices.room - devices.held(staying))
-        actor.args.compile_decoding &= parts["KV cache"] <= decoding.SHARE * free
-    return count(devices.cpu)
+        parts = count()["generate"] | dict.fromkeys(memory.PASSING, 0)
+        caches = parts.pop("KV cache") / GIB
+        free = devices.room - devices.held(parts)
+        actor.args.compile_decoding &= caches <= decoding.SHARE * free
+    return count()
 
 
 def main(argv=None):

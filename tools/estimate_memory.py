@@ -136,8 +136,8 @@ def held_by(model, phase, ranks, cpu, zero):
     scores = model.kept or model.generates or model.head or not model.trains
     compiled = getattr(args, "compile_decoding", False)  # a flag of ppo.py: the cache is kept
     if model.generates and (phase == "generate" or compiled):
-        numbers = decoding.numbers_of_a_token(config) * model.generates * tokens
-        parts["KV cache"] = w * (decoding.static_numbers(args, config) if compiled else numbers)
+        slots = sum(decoding.static_slots(args).values()) if compiled else tokens
+        parts["KV cache"] = w * decoding.numbers_of_a_token(config) * model.generates * slots
     if phase == "generate" and model.generates:
         parts["logits"] = model.generates * config.vocab_size * (w + 24)
         parts["activations"] = layer * model.generates / rows

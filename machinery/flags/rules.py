@@ -22,16 +22,15 @@ def check(args, rules):
             raise Refused(name, words.format(**shown))
 
 
-def stages_of(args):
-    """Returns the set of ZeRO stages of the models that train."""
-    of_roles = [value for name, value in vars(args).items() if name.endswith("_zero_stage")]
+def stages_of(args, role=""):
+    """Returns the set of ZeRO stages of the models that train, or of that of one role."""
+    of_roles = [value for name, value in vars(args).items() if name.endswith(f"{role}_zero_stage")]
     return {args.zero_stage if stage is None else stage for stage in of_roles or [None]}
 
 
 def whole_actor(args):
     """Returns whether each rank has all weights of the actor: neither stage 3 nor shared layers."""
-    stage = args.zero_stage if args.actor_zero_stage is None else args.actor_zero_stage
-    return stage < 3 and args.tensor_parallel_size == 1
+    return 3 not in stages_of(args, "actor") and args.tensor_parallel_size == 1
 
 
 def of_all(args):

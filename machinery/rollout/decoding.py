@@ -245,15 +245,13 @@ def at_stop(args, tokenizer, responses, r):
 SHARE = 0.1  # of the free memory, which they may take where nobody has asked for them
 
 
-def widths_of(args):
-    """Returns how many slots prompts may have: 64, 128 and 256 if they have 256 tokens at most."""
-    return sorted({64 * -(-args.max_prompt_seq_len // (64 << n)) for n in range(3)})
+def static_slots(args):
+    """Returns {slots that a prompt may have: all slots of a row}, of each static cache.
 
-
-def static_numbers(args, config):
-    """Returns how many numbers all static caches have. config: of a language model."""
-    slots = sum(width + args.max_answer_seq_len for width in widths_of(args))
-    return numbers_of_a_token(config) * slots * args.rollout_batch_size
+    64, 128 and 256 for prompts of 256 tokens at most.
+    """
+    widths = sorted({64 * -(-args.max_prompt_seq_len // (64 << n)) for n in range(3)})
+    return {width: width + args.max_answer_seq_len for width in widths}
 
 
 def try_compiled(args, engine, tokenizer, sample):
@@ -264,17 +262,17 @@ def try_compiled(args, engine, tokenizer, sample):
     """
     if not args.compile_decoding:
         return
-    given, R, errors = "compile_decoding" in args.declared.given, args.max_answer_seq_len, []
+    given, slots, errors = "compile_decoding" in args.declared.given, static_slots(args), []
     with zero3.gather_for_generation(engine) as (model, _):
-        config, widths = model.config, widths_of(args)
-        size = static_numbers(args, config.get_text_config()) * model.dtype.itemsize
+        numbers = numbers_of_a_token(model.config.get_text_config()) * args.rollout_batch_size
+        size = numbers * sum(slots.values()) * model.dtype.itemsize
         try:
             if not given and size > SHARE * torch.cuda.mem_get_info()[0]:
                 raise ValueError(f"its caches would take {size / 2**30:.1f} GiB")
-            caches = {n: StaticCache(config=config, max_cache_len=n + R) for n in widths}
+            caches = {n: StaticCache(model.config, count) for n, count in slots.items()}
             if not all(cache.is_compileable for cache in caches.values()):
                 raise ValueError("no static cache for this model's layers")
-            alike = [tokens_alike(args, model, tokenizer, sample, caches, n) for n in widths]
+            alike = [tokens_alike(args, model, tokenizer, sample, caches, n) for n in slots]
             if min(alike) < 0.8:
                 raise ValueError(f"{min(alike):.0%} of the tokens of a try were alike")
         except Exception as error:  # also: no compiler, no memory, or what it cannot compile
@@ -299,11 +297,11 @@ def tokens_alike(args, model, tokenizer, sample, caches, width):
     ids, mask = (x.to(ranks.device()) for x in common.pad(prompts, 0))  # (B, P)
     uniforms = (torch.arange(8.0 * B, dtype=torch.float64) * 0.618 % 1).view(B, 8)
     uniforms = uniforms[:, : args.max_answer_seq_len].to(ranks.device())
-    responses = []
+    samples = []
     for tried in ({}, caches):
         model.static_caches = tried
-        responses.append(sample(args, model, tokenizer, ids, mask, uniforms))
-    (plain, _, lengths, _), (compiled, _, others, _) = responses
+        samples.append(sample(args, model, tokenizer, ids, mask, uniforms))
+    (plain, _, lengths, _), (compiled, _, others, _) = samples
     ends = torch.minimum(lengths, others)  # behind them is padding
     alike = [one[:end] == other[:end] for one, other, end in zip(plain, compiled, ends)]
     return torch.cat(alike).double().mean().item()
