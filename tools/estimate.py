@@ -124,18 +124,14 @@ def phases_of(args, models, devices):
     Where --compile_decoding is not given, it has if they take no more than a share of what is free
     once the models are loaded (decoding.try_compiled).
     """
-
-    def count():
-        return memory.count(args, models, devices.count, devices.cpu)
-
-    actor = models[0]
-    if actor.generates and not devices.cpu and "compile_decoding" not in args.declared.given:
-        actor.args.compile_decoding = rules.whole_actor(args)
-        parts = count()["generate"] | dict.fromkeys(memory.PASSING, 0)
+    own = models[0].args
+    if models[0].generates and not devices.cpu and "compile_decoding" not in args.declared.given:
+        own.compile_decoding = rules.whole_actor(args)
+        parts = memory.count(args, models, devices.count)["generate"]
         caches = parts.pop("KV cache") / GIB
-        free = devices.room - devices.held(parts)
-        actor.args.compile_decoding &= caches <= decoding.SHARE * free
-    return count()
+        free = devices.room - devices.held(parts | dict.fromkeys(memory.PASSING, 0))
+        own.compile_decoding &= caches <= decoding.SHARE * free
+    return memory.count(args, models, devices.count, devices.cpu)
 
 
 def main(argv=None):
@@ -155,9 +151,10 @@ def main(argv=None):
             f"{model.args.model_name_or_path}"
         )
     table = pandas.DataFrame(phases) / GIB
-    table.loc["device"] = [devices.held(parts) for parts in phases.values()]
+    held = [devices.held(parts) for parts in phases.values()]
+    table.loc["device"] = held
     print(table.T.to_string(float_format="{:.2f}".format, col_space=11))
-    peak = max(devices.held(parts) for parts in phases.values())
+    peak = max(held)
     fits = "fits" if peak <= devices.room else "does NOT fit (what to try: docs/memory.md)"
     room = f"{devices.room:.2f} GiB may be used (0.9 of {devices.gib:.2f})"
     print(f"  It {fits}: the peak is {peak:.2f} GiB, and {room}.")

@@ -56,7 +56,7 @@ def of_all(args):
     needs_0_19 = args.adam_offload and args.dtype == "bf16" and 1 in stages
     needs_0_19 |= split or lora and args.gradient_checkpointing and 3 in stages
     words = (
-        "--tensor_parallel_size above 1, --lora_dim with --gradient_checkpointing at stage 3, and "
+        "--tensor_parallel_size, --lora_dim with --gradient_checkpointing at stage 3, and "
         "--adam_offload in bf16 at stage 1 need DeepSpeed 0.19."
     )
     yield "old-deepspeed", needs_0_19 and older_than("0.19"), words

@@ -272,9 +272,9 @@ def try_compiled(args, engine, tokenizer, sample):
             caches = {n: StaticCache(model.config, count) for n, count in slots.items()}
             if not all(cache.is_compileable for cache in caches.values()):
                 raise ValueError("no static cache for this model's layers")
-            alike = [tokens_alike(args, model, tokenizer, sample, caches, n) for n in slots]
-            if min(alike) < 0.8:
-                raise ValueError(f"{min(alike):.0%} of the tokens of a try were alike")
+            alike = min(tokens_alike(args, model, tokenizer, sample, caches, n) for n in slots)
+            if alike < 0.8:
+                raise ValueError(f"{alike:.0%} of the tokens of a try were alike")
         except Exception as error:  # also: no compiler, no memory, or what it cannot compile
             errors = [f"--compile_decoding 1: {error}"]
         if errors := ranks.all_gather_objects(errors):  # one rank's is all ranks'
