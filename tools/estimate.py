@@ -128,9 +128,9 @@ def phases_of(args, models, devices):
     if models[0].generates and not devices.cpu and "compile_decoding" not in args.declared.given:
         own.compile_decoding = rules.whole_actor(args)
         parts = memory.count(args, models, devices.count)["generate"]
-        caches = parts.pop("KV cache") / GIB
+        size = parts.pop("KV cache") / GIB
         free = devices.room - devices.held(parts | dict.fromkeys(memory.PASSING, 0))
-        own.compile_decoding &= caches <= decoding.SHARE * free
+        own.compile_decoding &= size <= decoding.SHARE * free
     return memory.count(args, models, devices.count, devices.cpu)
 
 
