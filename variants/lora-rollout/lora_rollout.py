@@ -16,14 +16,15 @@ from peft.tuners.lora import Linear
 from torch import nn
 
 from machinery.base.refused import Refused
+from machinery.flags import rules
 from machinery.models import lora
 
 
 def check(args):
     """Refuses --fuse_adapters where W is not whole, or where there is nothing to fuse."""
-    if args.fuse_adapters and not (args.actor_lora_dim and args.actor_zero_stage < 3):
-        words = "--fuse_adapters 1 needs --actor_lora_dim, and --zero_stage 0, 1 or 2: at stage 3"
-        raise Refused("fuse-adapters", f"{words}\n  DeepSpeed shards the frozen weights, too.")
+    if args.fuse_adapters and not (args.actor_lora_dim and rules.whole_actor(args)):
+        words = "--fuse_adapters 1 needs --actor_lora_dim, and --actor_zero_stage 0, 1 or 2:"
+        raise Refused("fuse-adapters", f"{words}\n  at 3 DeepSpeed shards frozen weights, too.")
 
 
 class FusedLinear(Linear):
