@@ -219,14 +219,14 @@ def test_a_step_that_is_wrong_is_not_compiled(monkeypatch, capsys):
     assert not tried(model, monkeypatch, **room) and "no memory there" in capsys.readouterr().out
 
 
-def test_a_try_looks_at_tokens_up_to_a_rows_end(monkeypatch):
+def test_a_try_looks_at_tokens_up_to_a_rows_end():
     """Behind it both have padding, which says nothing: of three tokens one differs."""
-    lengths = torch.tensor([2, 1])
-    plain, other = torch.tensor([[5, 1, 0, 0], [1, 0, 0, 0]]), torch.tensor([[5, 1, 0], [7, 1, 0]])
-    results = iter([(plain, None, lengths, None), (other, None, torch.tensor([2, 2]), None)])
+    plain = torch.tensor([[5, 1, 0, 0], [1, 0, 0, 0]]), None, torch.tensor([2, 1]), None
+    other = torch.tensor([[5, 1, 0], [7, 1, 0]]), None, torch.tensor([2, 2]), None
     args = SimpleNamespace(rollout_batch_size=2, max_prompt_seq_len=4, max_answer_seq_len=4)
-    given = args, SimpleNamespace(), Knowing(None, VOCAB), lambda *given: next(results), {}
-    assert decoding.tokens_alike(*given, 4) == pytest.approx(2 / 3)
+    each = iter([plain, other])
+    given = args, SimpleNamespace(), range(VOCAB), lambda *_: next(each), {}, 4
+    assert decoding.tokens_alike(*given) == pytest.approx(2 / 3)
 
 
 def test_what_was_not_tried_is_decoded_without_a_static_cache(monkeypatch):

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from test_layouts_by_hand import response
+from test_sampling import FLAGS
 
 import common
 import ppo
@@ -21,13 +23,8 @@ from machinery.run import padding_check
 from tests import kit, runs
 
 PAD = SimpleNamespace(pad_token_id=0)
-FLAGS = dict(top_k=0, top_p=1.0, temperature=0.7, min_new_tokens=0, stop=[], compile_decoding=0)
+FLAGS = {**FLAGS, "temperature": 0.7}
 ARGS = SimpleNamespace(seed=1, max_answer_seq_len=8, entropy_coef=0.0, dtype="fp32", **FLAGS)
-
-
-def response(ids, **more):
-    row = {"row": 0, "prompt_ids": [9, 9], "response_ids": ids, "row_weight": 1, "ended": 1.0}
-    return {**row, **more}
 
 
 # --------------------------------------------------------------------------------------------------
