@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_layouts_by_hand import RESPONSES
 
 import common
 import ppo
 from machinery.rollout import decoding, samples
 from tests.kit import Knowing, generate
+from tests.rollout.test_layouts_by_hand import RESPONSES
 from tests.tiny_models import StandIn
 
 E = 1  # EOS
