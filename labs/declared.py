@@ -518,25 +518,9 @@ LABS = {
         MISMATCH,
         ("gold", "KL", "sampling_kl"),
     ),
-}
-
-# ---- Declared, and not run yet ----
-MORE = {
     "estimators-as-declared": lab(
         "GAE, RLOO, GRPO and REINFORCE at the toy's own rates, as first declared",
         each_estimator(),
-    ),
-    "sft-epochs-longer": lab(
-        "Do the SFT models of more epochs catch up in more steps of PPO?",
-        {
-            f"SFT {epochs} epochs, PPO {steps} steps": {
-                "sft": f"--num_train_epochs {epochs}",
-                "ppo": f"--max_steps {steps} --eval_steps {steps // 4}",
-                "against": f"SFT 4 epochs, PPO {steps} steps",
-            }
-            for steps in (80, 160)
-            for epochs in (4, 8, 16)
-        },
     ),
     "critic-longer": lab(
         "Warm-up of the critic, before 60 steps of both",
@@ -561,6 +545,22 @@ MORE = {
         (),
         panels=True,
         compared=("gold at n = 64", ("gold at n = 64", "gold at n = 16")),
+    ),
+}
+
+# ---- Declared, and not run yet ----
+MORE = {
+    "sft-epochs-longer": lab(
+        "Do the SFT models of more epochs catch up in more steps of PPO?",
+        {
+            f"SFT {epochs} epochs, PPO {steps} steps": {
+                "sft": f"--num_train_epochs {epochs}",
+                "ppo": f"--max_steps {steps} --eval_steps {steps // 4}",
+                "against": f"SFT 4 epochs, PPO {steps} steps",
+            }
+            for steps in (80, 160)
+            for epochs in (4, 8, 16)
+        },
     ),
     "second": second(
         again(
