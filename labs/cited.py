@@ -69,7 +69,7 @@ def compared(kl=False):
     for numbers in map(numbers_of, LABS):
         lab = numbers.lab
         others = [arm for arm in lab.arms if runner.baseline(lab, arm) != arm]
-        for arm in others if "gold" in lab.compared else []:
+        for arm in others if "gold" in lab.compared and (lab.plain or not kl) else []:
             values = numbers.differences(arm, kl=kl)
             if not any(map(isnan, values)):
                 found.append(runner.interval(values))

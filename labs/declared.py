@@ -546,22 +546,6 @@ LABS = {
         panels=True,
         compared=("gold at n = 64", ("gold at n = 64", "gold at n = 16")),
     ),
-}
-
-# ---- Declared, and not run yet ----
-MORE = {
-    "sft-epochs-longer": lab(
-        "Do the SFT models of more epochs catch up in more steps of PPO?",
-        {
-            f"SFT {epochs} epochs, PPO {steps} steps": {
-                "sft": f"--num_train_epochs {epochs}",
-                "ppo": f"--max_steps {steps} --eval_steps {steps // 4}",
-                "against": f"SFT 4 epochs, PPO {steps} steps",
-            }
-            for steps in (80, 160)
-            for epochs in (4, 8, 16)
-        },
-    ),
     "second": second(
         again(
             lab(
@@ -579,6 +563,22 @@ MORE = {
                 },
             )
         )
+    ),
+}
+
+# ---- Declared, and not run yet ----
+MORE = {
+    "sft-epochs-longer": lab(
+        "Do the SFT models of more epochs catch up in more steps of PPO?",
+        {
+            f"SFT {epochs} epochs, PPO {steps} steps": {
+                "sft": f"--num_train_epochs {epochs}",
+                "ppo": f"--max_steps {steps} --eval_steps {steps // 4}",
+                "against": f"SFT 4 epochs, PPO {steps} steps",
+            }
+            for steps in (80, 160)
+            for epochs in (4, 8, 16)
+        },
     ),
 }
 
