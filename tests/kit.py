@@ -290,9 +290,20 @@ def be_rank(rank, ranks, port, group, job, module, name, meet, env, cwd):
 # --------------------------------------------------------------------------------------------------
 # What a run leaves behind
 # --------------------------------------------------------------------------------------------------
+def read_lines(file):
+    """Returns the rows of a .jsonl file."""
+    return [json.loads(line) for line in open(file)]
+
+
+def write_lines(file, rows):
+    """Writes rows to a .jsonl file. Returns it."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
 def metrics(folder, clocks=True):
     """Returns the lines of a run's metrics.jsonl, with or without what differs each time."""
-    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    lines = read_lines(Path(folder) / "metrics.jsonl")
     return [{k: v for k, v in line.items() if clocks or k not in CLOCKS} for line in lines]
 
 

@@ -45,6 +45,13 @@ def config_of(name, **changes):
     return AutoConfig.for_model(**{"model_type": name, **SHAPE, **KINDS[name], **changes})
 
 
+class StandIn(torch.nn.Module):
+    """What ppo.sample asks of a model beside its forward."""
+
+    base_model, config = property(lambda self: self), config_of("llama", num_hidden_layers=1)
+    dtype = torch.float32
+
+
 def folder_of(path, config, weights=False, tokenizer=TOKENIZER):
     """Makes a folder as the toy's model is one: config.json and a tokenizer. Returns its name.
 

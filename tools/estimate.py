@@ -24,6 +24,7 @@ import sft
 from machinery.base import refused
 from machinery.flags import declaring, rules
 from machinery.models import model_folders
+from machinery.rollout import decoding
 from tools import estimate_memory as memory
 
 GIB = 2**30
@@ -114,17 +115,30 @@ def get_args(argv=None):
     # flags are checked as the launcher's ranks would
     os.environ["WORLD_SIZE"] = str(own.devices.count)
     args = SCRIPTS[own.script][0].get_args(flags)
-    if own.devices.name == "device" and "compile_decoding" not in args.declared.given:
-        whole = 3 not in rules.stages_of(args) and args.tensor_parallel_size == 1
-        args.compile_decoding = int(whole)  # as on CUDA
     return own.script, args, own.devices
+
+
+def phases_of(args, models, devices):
+    """Returns memory.count's phases, with static caches if the run would have them on CUDA.
+
+    Where --compile_decoding is not given, it has if they take no more than a share of what is free
+    once the models are loaded (decoding.try_compiled).
+    """
+    own = models[0].args
+    if models[0].generates and not devices.cpu and "compile_decoding" not in args.declared.given:
+        own.compile_decoding = rules.whole_actor(args)
+        parts = memory.count(args, models, devices.count)["generate"]
+        size = parts.pop("KV cache") / GIB
+        free = devices.room - devices.held(parts | dict.fromkeys(memory.PASSING, 0))
+        own.compile_decoding &= size <= decoding.SHARE * free
+    return memory.count(args, models, devices.count, devices.cpu)
 
 
 def main(argv=None):
     """Prints a line for the run, one for each model and one for each phase, and if it fits."""
     script, args, devices = get_args(argv)
     models = SCRIPTS[script][1](args)
-    phases = memory.count(args, models, devices.count, devices.cpu)
+    phases = phases_of(args, models, devices)
     print(
         f"{script}.py on {devices.count} x {devices.name}, {args.dtype}: "
         "GiB on the fullest one, by count, nothing was loaded"
@@ -137,9 +151,10 @@ def main(argv=None):
             f"{model.args.model_name_or_path}"
         )
     table = pandas.DataFrame(phases) / GIB
-    table.loc["device"] = [devices.held(parts) for parts in phases.values()]
+    held = [devices.held(parts) for parts in phases.values()]
+    table.loc["device"] = held
     print(table.T.to_string(float_format="{:.2f}".format, col_space=11))
-    peak = max(devices.held(parts) for parts in phases.values())
+    peak = max(held)
     fits = "fits" if peak <= devices.room else "does NOT fit (what to try: docs/memory.md)"
     room = f"{devices.room:.2f} GiB may be used (0.9 of {devices.gib:.2f})"
     print(f"  It {fits}: the peak is {peak:.2f} GiB, and {room}.")

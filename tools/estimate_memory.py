@@ -136,11 +136,8 @@ def held_by(model, phase, ranks, cpu, zero):
     scores = model.kept or model.generates or model.head or not model.trains
     compiled = getattr(args, "compile_decoding", False)  # a flag of ppo.py: the cache is kept
     if model.generates and (phase == "generate" or compiled):
-        cached = decoding.numbers_of_a_token(config)
-        slots = [tokens]
-        if compiled:  # a cache for each width of prompts
-            slots = [width + args.max_answer_seq_len for width in decoding.widths_of(args)]
-        parts["KV cache"] = w * model.generates * cached * sum(slots)
+        slots = sum(decoding.static_slots(args).values()) if compiled else tokens
+        parts["KV cache"] = w * decoding.numbers_of_a_token(config) * model.generates * slots
     if phase == "generate" and model.generates:
         parts["logits"] = model.generates * config.vocab_size * (w + 24)
         parts["activations"] = layer * model.generates / rows

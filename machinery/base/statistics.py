@@ -7,8 +7,15 @@ from statistics import fmean, pstdev
 def wilson_interval(share, count, z=1.96):
     """Returns the 95 % confidence interval [low, high] of a share in `count` trials: Wilson 1927.
 
-    >>> [round(x, 3) for x in wilson_interval(0.75, 100)]
-    [0.657, 0.825]
+    As R's prop.test(correct=FALSE) prints it. Half of ten says next to nothing, half of a thousand
+    "a coin"; ten of ten is not certainty: the plain normal interval would say [1, 1].
+
+    >>> for share, count in ((0.5, 10), (0.5, 1000), (1, 10), (0, 10)):
+    ...     print([abs(round(x, 4)) for x in wilson_interval(share, count)])
+    [0.2366, 0.7634]
+    [0.4691, 0.5309]
+    [0.7225, 1.0]
+    [0.0, 0.2775]
     """
     scale = 1 + z * z / count
     middle = (share + z * z / (2 * count)) / scale

@@ -28,7 +28,7 @@ def add_options(parser):
         arg(f"{role}_zero_stage", int, which, choices=declaring.STAGES)
     together = "responses decoded at a time; None: all of a step on a rank"
     arg("rollout_batch_size", int, together, least=1)
-    decode = "1: in static caches, compiled on CUDA; None: there, if models are whole"
+    decode = "1: in static caches, compiled on CUDA; None: there, if the actor is whole"
     arg("compile_decoding", int, decode, most=1)
     arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses")
     arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
@@ -54,7 +54,7 @@ def resolve(args, advantages):
     lists.
     """
     advantage = advantages[args.advantage]
-    whole = 3 not in rules.stages_of(args) and args.tensor_parallel_size == 1
+    on_cuda = get_accelerator().device_name() == "cuda"
     args.has_critic = advantage.needs_critic
     args.compares_groups = advantage.compares_groups
     args.has_reference = bool(args.kl_coef or args.log_kl)
@@ -66,7 +66,7 @@ def resolve(args, advantages):
         "reward_fn": [],
         "reward_model_name_or_path": [] if args.reward_fn else [args.critic_model_name_or_path],
         "rollout_batch_size": Sizes(args).responses,
-        "compile_decoding": int(whole and get_accelerator().device_name() == "cuda"),
+        "compile_decoding": int(on_cuda and rules.whole_actor(args)),
     }
     for name, value in left_open.items():
         if getattr(args, name) is None:

@@ -22,10 +22,15 @@ def check(args, rules):
             raise Refused(name, words.format(**shown))
 
 
-def stages_of(args):
-    """Returns the set of ZeRO stages of the models that train."""
-    of_roles = [value for name, value in vars(args).items() if name.endswith("_zero_stage")]
+def stages_of(args, role=""):
+    """Returns the set of ZeRO stages of the models that train, or of that of one role."""
+    of_roles = [value for name, value in vars(args).items() if name.endswith(f"{role}_zero_stage")]
     return {args.zero_stage if stage is None else stage for stage in of_roles or [None]}
+
+
+def whole_actor(args):
+    """Returns whether each rank has all weights of the actor: neither stage 3 nor shared layers."""
+    return 3 not in stages_of(args, "actor") and args.tensor_parallel_size == 1
 
 
 def of_all(args):
@@ -50,14 +55,16 @@ def of_all(args):
     # of the first 0.18.5 gave a gradient norm of 8.7 for 6.1
     needs_0_19 = args.adam_offload and args.dtype == "bf16" and 1 in stages
     needs_0_19 |= split or lora and args.gradient_checkpointing and 3 in stages
-    words = "--adam_offload, --lora_dim, --tensor_parallel_size here need DeepSpeed 0.19."
+    words = (
+        "--tensor_parallel_size, --lora_dim with --gradient_checkpointing at stage 3, and "
+        "--adam_offload in bf16 at stage 1 need DeepSpeed 0.19."
+    )
     yield "old-deepspeed", needs_0_19 and older_than("0.19"), words
 
 
 def of_ppo(args):
     """Yields PPO's own rules."""
     stages = stages_of(args)
-    split = args.tensor_parallel_size > 1
     generated = args.per_device_generation_batch_size
     trained = args.per_device_training_batch_size
 
@@ -90,9 +97,8 @@ def of_ppo(args):
     yield "normalize-reward", args.normalize_reward and several_judges, words
     words = "--deepcompile compiles one model, and PPO trains two."
     yield "deepcompile-in-ppo", args.deepcompile, words
-    words = "--compile_decoding needs whole models: no stage 3, no --tensor_parallel_size."
-    sharded = args.actor_zero_stage == 3 or split
-    yield "compile-decoding-shards", args.compile_decoding and sharded, words
+    words = "--compile_decoding needs a whole actor: no stage 3, no --tensor_parallel_size."
+    yield "compile-decoding-shards", args.compile_decoding and not whole_actor(args), words
     stays = args.offload or 0 in stages or (args.dtype == "bf16" and 1 in stages)
     words = "--offload_states needs --zero_stage 2 or 3 (1 in fp32), and no --offload."
     yield "state-offload", args.offload_states and stays, words

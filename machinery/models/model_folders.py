@@ -131,9 +131,9 @@ def load_tokenizer(path, args=None):
     whole = load_config(path, trust_remote_code)
     config = whole.get_text_config()
     tokenizer = load(path, AutoTokenizer, trust_remote_code)
-    if tokenizer.init_kwargs.get(scoring_tokenizer.AS_TRAINED):
+    inside = scoring_tokenizer.AS_TRAINED
+    if tokenizer.init_kwargs.get(inside):
         options = {"config": whole, "trust_remote_code": trust_remote_code}
-        inside = scoring_tokenizer.AS_TRAINED
         tokenizer = AutoTokenizer.from_pretrained(path, subfolder=inside, **options)
     positions = getattr(config, "max_position_embeddings", None) or length
     if length > positions:

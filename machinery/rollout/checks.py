@@ -16,10 +16,9 @@ def stop_unless_one(run, ratio, mask):
     The weights, the tokens and the function are the same, so only a mistake can move it.
     approx_kl (k3) is then below the square of this difference. ratio, mask: (B, R).
     """
-    drift = ((ratio.detach() - 1).abs() * mask).max().nan_to_num(nan=float("inf")).item()
     stop_if_above(
         run,
-        drift,
+        [(ratio.detach() - 1).abs() * mask],
         TOLERANCE,
         "before the first update the ratio is off by",
         "Likely: dropout in the actor (--actor_dropout 0), a mask or temperature in one forward "
@@ -33,15 +32,14 @@ def stop_unless_sampled_as_scored(run, micro_batches):
     Sampling used a cache, one token at a time; scoring is one forward over the whole row. Where
     they differ by more than rounding, a cache, a mask or a position is wrong for this model.
     """
-    worst = 0.0
+    of_responses = []
     for batch in micro_batches:
         if "sampled_logprobs" in batch.tokens:
             counts = batch.response_mask.sum(-1).clamp(min=1)  # (B,)
-            of_response = rollout_metrics.token_gaps(batch).sum(-1) / counts
-            worst = max(worst, of_response.max().nan_to_num(nan=float("inf")).item())
+            of_responses.append(rollout_metrics.token_gaps(batch).sum(-1) / counts)
     stop_if_above(
         run,
-        worst,
+        of_responses,
         SAMPLING_TOLERANCE,
         "the log-probs of sampling and of scoring differ, on average over a response, by",
         f"A {run.engine.module.config.model_type} model is not decoded as it is scored. Take "
@@ -64,9 +62,13 @@ def warn_of_equal_rewards(run, state, metrics):
 
 
 def stop_if_above(run, found, tolerance, what, advice):
-    """Stops the run if the largest number `found` of all ranks is above its dtype's tolerance."""
-    found, dtype = max(ranks.all_gather_objects([found])), run.args.dtype
-    if found > tolerance[dtype]:
+    """Stops the run if the largest number of all ranks is above its dtype's tolerance, or NaN.
+
+    found: this rank's, a list of tensors.
+    """
+    found = [numbers.max().nan_to_num(nan=float("inf")).item() for numbers in found]
+    worst, dtype = max([0.0, *ranks.all_gather_objects(found)]), run.args.dtype
+    if worst > tolerance[dtype]:
         allowed = f"(allowed with {dtype}: {tolerance[dtype]})"
-        ranks.say(f"error: step {run.step}: {what} {found:.4g} {allowed}.\n  {advice}")
+        ranks.say(f"error: step {run.step}: {what} {worst:.4g} {allowed}.\n  {advice}")
         run.finish(code=1)

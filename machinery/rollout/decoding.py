@@ -242,46 +242,54 @@ def at_stop(args, tokenizer, responses, r):
 # model. What does not fit into one of them is decoded as without the flag.
 
 
-def widths_of(args):
-    """Returns how many slots prompts may have: 64, 128 and 256 if they have 256 tokens at most."""
-    return sorted({64 * -(-args.max_prompt_seq_len // (64 << n)) for n in range(3)})
+SHARE = 0.1  # of the free memory, which they may take where nobody has asked for them
+
+
+def static_slots(args):
+    """Returns {slots that a prompt may have: all slots of a row}, of each static cache.
+
+    64, 128 and 256 for prompts of 256 tokens at most.
+    """
+    widths = sorted({64 * -(-args.max_prompt_seq_len // (64 << n)) for n in range(3)})
+    return {width: width + args.max_answer_seq_len for width in widths}
 
 
 def try_compiled(args, engine, tokenizer, sample):
     """With --compile_decoding gives the model static caches, if tokens are those of the plain loop.
 
-    Else the flag is refused, or where it was not given the run does without. sample: ppo.sample.
+    Else, on whatever rank, the flag is refused, or where it was not given the run does without: it
+    is 0 then. All ranks call it. sample: ppo.sample.
     """
     if not args.compile_decoding:
         return
-    given, R = "compile_decoding" in args.declared.given, args.max_answer_seq_len
+    given, slots, errors = "compile_decoding" in args.declared.given, static_slots(args), []
     with zero3.gather_for_generation(engine) as (model, _):
-        config, widths = model.config, widths_of(args)
-        numbers = numbers_of_a_token(config.get_text_config()) * sum(n + R for n in widths)
-        size = numbers * args.rollout_batch_size * model.dtype.itemsize
+        numbers = numbers_of_a_token(model.config.get_text_config()) * args.rollout_batch_size
+        size = numbers * sum(slots.values()) * model.dtype.itemsize
         try:
-            if not given and size > 0.1 * torch.cuda.mem_get_info()[0]:
+            if not given and size > SHARE * torch.cuda.mem_get_info()[0]:
                 raise ValueError(f"its caches would take {size / 2**30:.1f} GiB")
-            caches = {n: StaticCache(config=config, max_cache_len=n + R) for n in widths}
+            caches = {n: StaticCache(model.config, count) for n, count in slots.items()}
             if not all(cache.is_compileable for cache in caches.values()):
                 raise ValueError("no static cache for this model's layers")
-            alike = [tokens_alike(args, model, tokenizer, sample, caches, n) for n in widths]
-            if min(alike) < 0.8:
-                raise ValueError(f"{min(alike):.0%} of the tokens of a try were alike")
+            alike = min(tokens_alike(args, model, tokenizer, sample, caches, n) for n in slots)
+            if alike < 0.8:
+                raise ValueError(f"{alike:.0%} of the tokens of a try were alike")
         except Exception as error:  # also: no compiler, no memory, or what it cannot compile
-            model.static_caches = {}
-            why = f"--compile_decoding 1: {error}"
+            errors = [f"--compile_decoding 1: {error}"]
+        if errors := ranks.all_gather_objects(errors):  # one rank's is all ranks'
+            args.compile_decoding, model.static_caches = 0, {}
             if given:
-                raise Refused("compile-decoding", why) from error
-            ranks.say(f"{why}; the run does without it")
+                raise Refused("compile-decoding", errors[0])
+            ranks.say(f"{errors[0]}; the run does without it")
 
 
 def tokens_alike(args, model, tokenizer, sample, caches, width):
     """Returns the share of tokens that are the same without and with `caches`, which then stay.
 
-    Of 8 tokens each, after prompts of all lengths up to `width`. At the first ones the step is
-    compiled and recorded. In fp32 all are the same. In bf16 log-probs differ by 0.01 or so, so that
-    one token in a hundred is another, after which the row goes on by itself.
+    Of 8 tokens a row, or up to where it ends, after prompts of all lengths up to `width`. At the
+    first ones the step is compiled and recorded. In fp32 all are the same. In bf16 log-probs differ
+    by 0.01 or so, so that one token in a hundred is another, after which the row goes on by itself.
     """
     B, P = args.rollout_batch_size, min(width, args.max_prompt_seq_len)
     lengths = [max(1, P * row // B) for row in range(1, B + 1)]
@@ -289,13 +297,14 @@ def tokens_alike(args, model, tokenizer, sample, caches, width):
     ids, mask = (x.to(ranks.device()) for x in common.pad(prompts, 0))  # (B, P)
     uniforms = (torch.arange(8.0 * B, dtype=torch.float64) * 0.618 % 1).view(B, 8)
     uniforms = uniforms[:, : args.max_answer_seq_len].to(ranks.device())
-    responses = []
+    samples = []
     for tried in ({}, caches):
         model.static_caches = tried
-        responses.append(sample(args, model, tokenizer, ids, mask, uniforms)[0])
-    plain, compiled = responses  # a loop ends when all its rows have
-    R = min(plain.shape[1], compiled.shape[1])
-    return (plain[:, :R] == compiled[:, :R]).double().mean().item()
+        samples.append(sample(args, model, tokenizer, ids, mask, uniforms))
+    (plain, _, lengths, _), (compiled, _, others, _) = samples
+    ends = torch.minimum(lengths, others)  # behind them is padding
+    alike = [one[:end] == other[:end] for one, other, end in zip(plain, compiled, ends)]
+    return torch.cat(alike).double().mean().item()
 
 
 def static_cache(args, caches, mask, width):

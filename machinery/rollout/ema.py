@@ -60,7 +60,8 @@ class Ema:
         """Returns the average of a weight for saving, as zero3.full_tensor does the weight."""
         if name not in self.shards:  # frozen
             return zero3.full_tensor(name, parameter)
-        return gather_shards(parameter, self.shards[name])
+        tensor = tensor_parallel.join_shards(parameter, whole_part(parameter, self.shards[name]))
+        return tensor.cpu() if ranks.get_rank() == 0 else None
 
 
 def local_shards(model):
@@ -75,9 +76,7 @@ def local_shards(model):
             share = parameter.ds_tensor
         else:
             flat = parameter.detach().flatten()
-            size = -(-len(flat) // count)
-            share = nn.functional.pad(flat, (0, size * count - len(flat)))
-            share = share[rank * size : (rank + 1) * size]
+            share = nn.functional.pad(flat, (0, -len(flat) % count)).view(count, -1)[rank]
         yield name, share.float()
 
 
@@ -97,12 +96,6 @@ def exchange_shards(engine, shards):
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.copy_(whole)  # on all ranks the same
     return before
-
-
-def gather_shards(parameter, shard):
-    """Returns on rank 0's CPU the tensor of which each rank holds a shard; None elsewhere."""
-    tensor = tensor_parallel.join_shards(parameter, whole_part(parameter, shard))
-    return tensor.cpu() if ranks.get_rank() == 0 else None
 
 
 def whole_part(parameter, shard):

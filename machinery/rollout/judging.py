@@ -66,14 +66,13 @@ def load_functions(args):
 
     Each takes a micro-batch and returns scores (B, R).
     """
-    functions = [load_function(spec, "--reward_fn") for spec in args.reward_fn]
-    named = zip(functions, names_of(args))
-    judges = [functools.partial(call_function, function, name=name) for function, name in named]
-    gold = None
-    if args.gold_fn:
-        function = load_function(args.gold_fn, "--gold_fn")
-        gold = functools.partial(call_function, function, name="gold")
-    return judges, gold
+
+    def judge(spec, flag, name):
+        return functools.partial(call_function, load_function(spec, flag), name=name)
+
+    named = zip(args.reward_fn, names_of(args))
+    judges = [judge(spec, "--reward_fn", name) for spec, name in named]
+    return judges, judge(args.gold_fn, "--gold_fn", "gold") if args.gold_fn else None
 
 
 def load_function(spec, flag):

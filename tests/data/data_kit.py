@@ -7,6 +7,7 @@ from datasets import Dataset
 
 from machinery.data import rows
 from machinery.data.rows import STAGES
+from tests import kit
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -35,7 +36,7 @@ def write(path, lines):
     elif path.suffix == ".json":
         path.write_text(json.dumps(lines))
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+        kit.write_lines(path, lines)
     return str(path)
 
 

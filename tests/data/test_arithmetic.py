@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.kit import ROOT, base, metrics, run
+from tests.kit import ROOT, base, metrics, read_lines, run, write_lines
 from toy import maths
 from toy.arithmetic import generate, verifier
 
@@ -12,7 +12,7 @@ TOY = ROOT / "toy/arithmetic"
 
 
 def rows_of(part):
-    return [json.loads(line) for line in open(TOY / f"{part}.jsonl")]
+    return read_lines(TOY / f"{part}.jsonl")
 
 
 def sums(part):
@@ -57,7 +57,7 @@ def test_the_recipe_for_gsm8k_on_rows_in_its_columns(tmp_path):
     """Both steps, with random weights. A row without an answer is named, not counted as wrong."""
     file = tmp_path / "gsm8k.jsonl"
     rows = [{"question": f"{n} + 1?", "answer": f"So {n + 1}.\n#### {n + 1}"} for n in range(40)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
     sft = ["--model_name_or_path", base() / "models/actor", "--max_seq_len", 64]
     sft = run("sft", *GSM8K.split(), "--data_path", file, *sft)
     ppo = f"""{GSM8K} --data_path {file} --actor_model_name_or_path {sft.folder}

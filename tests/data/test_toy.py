@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.kit import ROOT
+from tests.kit import ROOT, read_lines
 
 TOY = ROOT / "toy"
 sys.path.insert(0, str(TOY))
@@ -15,7 +15,7 @@ import gold as rules
 
 
 def rows(name):
-    return [json.loads(line) for line in open(TOY / "data" / f"{name}.jsonl")]
+    return read_lines(TOY / "data" / f"{name}.jsonl")
 
 
 @pytest.mark.slow

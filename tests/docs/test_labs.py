@@ -188,7 +188,7 @@ def test_best_of_n_is_the_mean_over_all_choices_of_n(tmp_path):
     """Four samples to each of two prompts; the best of every pair, by hand."""
     prompts = [[(0.3, 1.0), (0.1, 0.0), (0.9, 0.5), (0.2, 0.25)], [(4, 1), (3, 0), (2, 1), (1, 0)]]
     lines = [{"reward": r, "gold": g} for each in prompts for r, g in each]
-    (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    kit.write_lines(tmp_path / "samples.jsonl", lines)
     curve = runner.best_of(tmp_path, 4)
     assert curve["n"] == [1, 2, 4] and curve["kl"][0] == 0
     for n, reward_mean, gold in zip(*(curve[key] for key in ("n", "reward", "gold"))):
@@ -277,12 +277,16 @@ def test_each_number_beside_a_cell_is_that_of_the_cell(page):
     assert list(cited.wrong(page)) == []
 
 
+def row_of(name):
+    """Returns the row of a lab in the index of the labs."""
+    return re.search(rf"^\| \[{name}\].*$", (LABS / "README.md").read_text(), re.M)[0]
+
+
 @pytest.mark.parametrize("name", declared.LABS)
 def test_no_number_of_a_verdict_stands_by_itself(name):
     """Each decimal, and each count of nats, names its cell; a setting is in backticks."""
-    [row] = re.findall(rf"^\| \[{name}\].*$", (LABS / "README.md").read_text(), re.M)
     verdict = (LABS / f"{name}.md").read_text().split("**Verdict.**")[1]
-    assert cited.uncited(verdict) + cited.uncited(row.split(" | ")[3]) == []
+    assert cited.uncited(verdict) + cited.uncited(row_of(name).split(" | ")[3]) == []
 
 
 def test_a_wrong_number_is_found(tmp_path):
@@ -312,12 +316,11 @@ def test_a_page_says_what_the_results_say(name):
     page, results = (LABS / f"{name}.md").read_text(), runner.read(LABS / f"results/{name}.json")
     for part in ("**The claim.**", "**The hypothesis", "**Verdict.**", f"run.py {name} --plot"):
         assert part in page, part
-    [row] = re.findall(rf"^\| \[{name}\].*$", (LABS / "README.md").read_text(), re.M)
     assert runner.table(declared.LABS[name], results) in page
     if name == "estimators":
         rows = json.loads((LABS / f"results/{name}-earlier.json").read_text())
         assert runner.table_of_earlier(rows) in page
-    assert (LABS / f"{name}.png").exists() and f"{name}.png" in row
+    assert (LABS / f"{name}.png").exists() and f"{name}.png" in row_of(name)
     assert {result["arm"] for result in results} <= set(declared.LABS[name].arms)
 
 
@@ -395,7 +398,7 @@ def test_the_other_mistakes():
     assert changed["advantage_std"] != pytest.approx(plain["advantage_std"], rel=0.01)
     lines_with("answer_64_times", flags="--num_eval_prompts 128")
     [name] = (runs.base() / "runs").glob("fault_answer*")
-    samples = [json.loads(line) for line in (name / "samples.jsonl").read_text().splitlines()]
+    samples = kit.read_lines(name / "samples.jsonl")
     first = samples[:64]
     assert len({line["prompt"] for line in first}) == 1 < len({line["response"] for line in first})
     assert samples[64]["prompt"] != first[0]["prompt"]

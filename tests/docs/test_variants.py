@@ -12,11 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from bench import fork
+from machinery.models import lora
 from tests import kit
 from tests.conftest import micro_batch
+from tests.tiny_models import StandIn
 
 VARIANTS = kit.ROOT / "variants"
 DIFFS = sorted(VARIANTS.glob("*/*.diff"))
@@ -233,11 +234,8 @@ def test_points_stand_where_a_sentence_ends(tokenizer):
     assert steps.whole([prompt], [" The owl gets to the mill by"]) == [pytest.approx(1 / 3)]
 
 
-class Even(torch.nn.Module):
+class Even(StandIn):
     """A "model" to which all tokens are equally likely. It keeps its logits."""
-
-    base_model, config = property(lambda self: self), LlamaConfig(num_hidden_layers=1)
-    dtype = torch.float32
 
     def forward(self, ids, **options):
         self.logits = torch.zeros(*ids.shape, 576, requires_grad=True)
@@ -329,6 +327,24 @@ def test_the_engine_variant_by_hand(tmp_path, monkeypatch, tokenizer, tiny_model
     other.process.stdin.close()
     assert other.process.wait() == 0
     assert not (Path(engine.folder).exists() or Path(other.folder).exists())
+
+
+def test_the_lora_rollout_variant_by_hand(tiny_model, monkeypatch):
+    """W becomes a view and A a copy, so that an update of A counts from the next call on. Outside
+    of a rollout nothing has changed, not even a bit."""
+    fused, model = load(VARIANTS / "lora-rollout/lora_rollout.py"), copy.deepcopy(tiny_model)
+    lora.add_adapters(model, SimpleNamespace(lora_dim=4, lora_alpha=16, seed=1), "random")
+    logits = torch.no_grad()(lambda _, model: model(torch.arange(5, 9)[None]).logits)
+    before, layer = logits(None, model), model.model.layers[0].self_attn.q_proj
+    fused.fuse(model)
+    assert logits(None, model).equal(before) and layer.rows.data_ptr() == layer.weight.data_ptr()
+    for weight in (layer.lora_A["default"].weight, layer.lora_B["default"].weight):
+        torch.nn.init.normal_(weight)
+    expected = logits(None, model)
+    monkeypatch.setattr(fused.Linear, "forward", None)  # peft's own is not called
+    found = fused.with_fused_adapters(logits)(None, model)
+    torch.testing.assert_close(found, expected)
+    assert (found - before).abs().max() > 0.1 and not layer.fused
 
 
 def test_the_vc_ppo_variant_by_hand(tmp_path):

@@ -5,7 +5,6 @@ decide what comes out: each of those choices is run here on a tiny model in fp32
 are laid side by side. runs.py says what is run.
 """
 
-import json
 import os
 import time
 
@@ -84,7 +83,7 @@ def test_rollouts_do_not_depend_on_ranks_or_stages():
     else is running."""
     texts = []
     for name in LAYOUTS["ppo"]:
-        lines = map(json.loads, (run_of(name) / "samples.jsonl").read_text().splitlines())
+        lines = kit.read_lines(run_of(name) / "samples.jsonl")
         texts.append([(line["step"], line["prompt"], line["response"]) for line in lines])
     assert len(texts[0]) == 10, "5 prompts, before and after"
     assert len({len(text) for *_, text in texts[0]}) > 1, "responses of different lengths"
@@ -102,8 +101,7 @@ def test_rollouts_do_not_depend_on_ranks_or_stages():
 def test_each_tokens_numbers_do_not_depend_on_ranks_or_stages(names):
     """tokens.jsonl (--microscope): all that training sees of a few responses, each there once; the
     critic's numbers where there is one."""
-    files = [(run_of(name) / "tokens.jsonl").read_text().splitlines() for name in names]
-    first, *rest = [list(map(json.loads, lines)) for lines in files]
+    first, *rest = [kit.read_lines(run_of(name) / "tokens.jsonl") for name in names]
     assert len(first) in (6, 8, 16) and first[0]["step"] < first[-1]["step"]
     assert ("value" in first[0]["tokens"]) == ("grpo" not in names[0])
     for lines in rest:

@@ -8,7 +8,6 @@ import torch
 
 import ppo
 import reward
-from machinery.base import statistics
 from tests.conftest import micro_batch
 
 
@@ -281,18 +280,3 @@ def test_fillers_count_nothing_and_a_tie_one_half():
     assert reward.correct_sum(chosen, rejected, real) == 1
     three = torch.tensor([2.0, 1.0, 1.0]), torch.tensor([1.0, 2.0, 1.0])
     assert reward.correct_sum(*three, torch.ones(3)) == 1.5
-
-
-@pytest.mark.parametrize(
-    "share, count, low, high",
-    [
-        (0.5, 10, 0.2366, 0.7634),  # half of ten says next to nothing ...
-        (0.5, 1000, 0.4691, 0.5309),  # ... half of a thousand says "a coin"
-        # ten of ten is not certainty; the plain normal interval would say [1, 1]
-        (1.0, 10, 0.7225, 1.0),
-        (0.0, 10, 0.0, 0.2775),
-    ],
-)
-def test_wilson_interval(share, count, low, high):
-    """Known values of Wilson's 95 % interval (as R's prop.test(correct=FALSE) prints them)."""
-    assert statistics.wilson_interval(share, count) == pytest.approx([low, high], abs=1e-4)

@@ -190,12 +190,14 @@ def tried(model, monkeypatch, *given, free=0):
     args = ppo.get_args(["--preset", "toy", "--compile_decoding", "1", "--rollout_batch_size", "4"])
     args.declared.given = set(given)
     decoding.try_compiled(args, model, Knowing(ending(-1), VOCAB), ppo.sample)
+    assert args.compile_decoding == bool(model.static_caches)  # what args.json says
     return model.static_caches
 
 
 def test_a_step_that_is_wrong_is_not_compiled(monkeypatch, capsys):
     """Where the flag was not given the run goes on without, and says why in a line: here tokens are
-    others, the caches are large, or the model has none. Where it was, it is refused."""
+    others, the caches are large, or the model has none. Where it was, it is refused. All ranks do
+    as the one where it failed."""
     model = copy.deepcopy(model_of("llama"))
     room = dict(free=2**30)
     assert len(tried(model, monkeypatch, **room)) and capsys.readouterr().out == ""
@@ -213,6 +215,18 @@ def test_a_step_that_is_wrong_is_not_compiled(monkeypatch, capsys):
             assert capsys.readouterr().out.count("the run does without it") == 1
             with kit.refuses("compile-decoding"):
                 tried(model, changed, "compile_decoding")
+    monkeypatch.setattr(ranks, "all_gather_objects", lambda errors: [*errors, "no memory there"])
+    assert not tried(model, monkeypatch, **room) and "no memory there" in capsys.readouterr().out
+
+
+def test_a_try_looks_at_tokens_up_to_a_rows_end():
+    """Behind it both have padding, which says nothing: of three tokens one differs."""
+    plain = torch.tensor([[5, 1, 0, 0], [1, 0, 0, 0]]), None, torch.tensor([2, 1]), None
+    other = torch.tensor([[5, 1, 0], [7, 1, 0]]), None, torch.tensor([2, 2]), None
+    args = SimpleNamespace(rollout_batch_size=2, max_prompt_seq_len=4, max_answer_seq_len=4)
+    each = iter([plain, other])
+    given = args, SimpleNamespace(), range(VOCAB), lambda *_: next(each), {}, 4
+    assert decoding.tokens_alike(*given) == pytest.approx(2 / 3)
 
 
 def test_what_was_not_tried_is_decoded_without_a_static_cache(monkeypatch):

@@ -19,15 +19,12 @@ from machinery.engine import patches
 from machinery.rollout import checks, rollout_metrics
 from machinery.run import padding_check
 from tests import kit, runs
+from tests.rollout.test_layouts_by_hand import response
+from tests.rollout.test_sampling import FLAGS
 
 PAD = SimpleNamespace(pad_token_id=0)
-FLAGS = dict(top_k=0, top_p=1.0, temperature=0.7, min_new_tokens=0, stop=[], compile_decoding=0)
+FLAGS = {**FLAGS, "temperature": 0.7}
 ARGS = SimpleNamespace(seed=1, max_answer_seq_len=8, entropy_coef=0.0, dtype="fp32", **FLAGS)
-
-
-def response(ids, **more):
-    row = {"row": 0, "prompt_ids": [9, 9], "response_ids": ids, "row_weight": 1, "ended": 1.0}
-    return {**row, **more}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -229,9 +226,7 @@ PLAIN_AND_WEIGHTED = "number", "weights"
 def test_a_weight_of_the_actors_loss_reaches_nothing_else(changed):
     """loss_weights: the actor's gradient is another one. The critic trains as before, to the bit,
     and what is logged are means over tokens."""
-    plain, weighted = (
-        kit.metrics(changed[name], clocks=False)[1] for name in ("number", "weights")
-    )
+    plain, weighted = (kit.metrics(changed[name], clocks=False)[1] for name in PLAIN_AND_WEIGHTED)
     assert abs(weighted["grad_norm"] / plain["grad_norm"] - 1) > 1e-3
     same = [name for name in weighted if name != "grad_norm" and not name.startswith("eval_")]
     assert {name: plain[name] for name in same} == {name: weighted[name] for name in same}

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_reward_functions import RESPONSE
 
 from machinery.rollout import judging
 
 
 def response(**own):
     """Returns a response of two tokens as a rollout leaves it."""
-    made = {"prompt": "Why?", "text": " So.", "chat": False, "extra": "{}", "response_ids": [5, 1]}
-    return {**made, **own}
+    return {**RESPONSE, **own}
 
 
 def test_a_reward_function_gets_the_columns_of_all_blended_sources():

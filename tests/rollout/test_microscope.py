@@ -1,7 +1,6 @@
 """What runs write down for tools/look.py: tokens.jsonl (--microscope) and judge.jsonl."""
 
 import copy
-import json
 from types import SimpleNamespace
 
 import datasets
@@ -50,7 +49,7 @@ def looked(tiny_model, tokenizer, tmp_path):
         run = SimpleNamespace(args=args, tokenizer=tokenizer, held_out=held_out)
         microscope.look(run, 7, rollout, ppo.set_advantages, 0.5, None)
         file = tmp_path / "tokens.jsonl"
-        return [json.loads(line) for line in open(file)] if file.exists() else []
+        return kit.read_lines(file) if file.exists() else []
 
     return run_it
 
@@ -107,13 +106,13 @@ def test_judge_jsonl_has_every_pair_once(tmp_path):
     args = SimpleNamespace(output_dir=str(tmp_path))
     data = tmp_path / "pairs.jsonl"
     texts = [dict(prompt="Who?", chosen="A" * i, rejected="B", row="mine") for i in range(1, 4)]
-    data.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    kit.write_lines(data, texts)
     source, columns = sources.read_source(str(data))
     tokenizer = model_folders.load_tokenizer(kit.TOKENIZER)
     held_out = [rows.tokenise_row(row, tokenizer, "reward", 64) for row in source["train"]]
     for chosen in (9.0, 1.0):
         pair_scores.keep(args, held_out, [(2, 0.5, 0.0), (-1, 0.0, 0.0), (0, chosen, 2.0)])
-    first, second = [json.loads(line) for line in open(tmp_path / "judge.jsonl")]
+    first, second = kit.read_lines(tmp_path / "judge.jsonl")
     names = ("row", "chosen_score", "rejected_score", "chosen", "rejected", "prompt", "place")
     assert [first[name] for name in names] == [0, 1.0, 2.0, "A", "B", "Who?", f"{data}, line 1"]
     assert [second[name] for name in names[:4]] == [2, 0.5, 0.0, "AAA"]

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_layouts_by_hand import RESPONSES
-from torch import nn
-from transformers import LlamaConfig
 
 import common
 import ppo
 from machinery.rollout import decoding, samples
 from tests.kit import Knowing, generate
+from tests.rollout.test_layouts_by_hand import RESPONSES
+from tests.tiny_models import StandIn
 
 E = 1  # EOS
 FLAGS = dict(top_k=0, top_p=1.0, temperature=1.0, min_new_tokens=0, stop=[], compile_decoding=0)
@@ -24,13 +23,10 @@ ROWS = [{"row": number, "sample": 0} for number in range(4)]
 # --------------------------------------------------------------------------------------------------
 # Where a response ends
 # --------------------------------------------------------------------------------------------------
-class Scripted(nn.Module):
+class Scripted(StandIn):
     """A "model" that says what it is told: row b's r-th token is script[b][r]. It goes on talking
     after its EOS. What it caches of each token is which row it belongs to, so that it can tell who
     is still there when rows have left."""
-
-    base_model, config = property(lambda self: self), LlamaConfig(num_hidden_layers=1)
-    dtype = torch.float32
 
     def __init__(self, script):
         super().__init__()
@@ -103,11 +99,8 @@ def test_a_models_own_generation_config_is_left_out_of_greedy_answers(tiny_model
     assert written and samples.answer_greedily(args, model, tokenizer, [[5, 6, 7]]) == free
 
 
-class Fixed(nn.Module):
+class Fixed(StandIn):
     """A "model" with the same next-token probabilities everywhere."""
-
-    base_model, config = property(lambda self: self), LlamaConfig(num_hidden_layers=1)
-    dtype = torch.float32
 
     def __init__(self, probs):
         super().__init__()

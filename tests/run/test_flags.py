@@ -12,11 +12,13 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
+import common
 import ppo
 import reward
 import sft
-from machinery.base.refused import Refused, program
+from machinery.base.refused import program
 from machinery.flags import declaring, ppo_flags, rules
+from tests import kit
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
 DSC = {  # what DeepSpeed-Chat's scripts hold: 1.3B on one node, step 2 with OPT-350M
@@ -30,6 +32,17 @@ DSC = {  # what DeepSpeed-Chat's scripts hold: 1.3B on one node, step 2 with OPT
         per_device_generation_batch_size 4|per_device_training_batch_size 4|num_warmup_steps 100|
         actor_zero_stage 2|critic_zero_stage 2|kl_coef 0.1|gamma 1|lam 0.95|clip 0.2|
         clip_value 0.2|clip_reward 5|ppo_epochs 1|generation_batches 1""",
+}
+LLAMA = {  # what llama2/run_llama2_7b.sh have in other numbers than those for OPT
+    "sft": dict(num_train_epochs=4, per_device_train_batch_size=4),
+    "reward": dict(learning_rate=9.65e-6, per_device_train_batch_size=8),
+    "ppo": dict(
+        actor_weight_decay=0.1,
+        critic_weight_decay=0.1,
+        enable_ema=0,
+        per_device_generation_batch_size=1,
+        per_device_training_batch_size=1,
+    ),
 }
 DSC_ALL = dict(adam_betas=[0.9, 0.95], max_grad_norm=1.0, lr_scheduler_type="cosine", seed=1234)
 MOST = {"sft": 46, "reward": 46, "ppo": 95}  # flags
@@ -113,9 +126,8 @@ def test_each_rule_refuses_what_breaks_it(flags, tmp_path, monkeypatch):
     old, device = rule == "old-deepspeed", "cuda" if rule == "deepcompile-in-ppo" else "cpu"
     pretend(monkeypatch, "0.18.5" if old else "0.19.8", device, WORLD_SIZE="2")
     monkeypatch.setattr(rules, "lacks_nvcc", bool)
-    with pytest.raises(Refused) as caught:
+    with kit.refuses(rule) as caught:
         get_args(*flags.split(maxsplit=1))
-    assert caught.value.rule == rule
     given = re.findall(r"--\w+", flags)
     assert any(flag in caught.value.words for flag in given), caught.value.words
 
@@ -175,7 +187,20 @@ def test_the_recipe_is_deepspeed_chats_number_for_number(script):
     expected = {name: None if value == "None" else float(value) for name, value in pairs} | DSC_ALL
     assert {name: getattr(args, name) for name in expected} == expected
     assert args.data_split == [2, 4, 4] and len(args.data_path) == (1 if script == "ppo" else 4)
-    assert get_args(script, preset="--preset llama-2-7b ").zero_stage == 3
+    llama = get_args(script, preset="--preset llama-2-7b ")
+    assert llama.zero_stage == 3
+    assert {name: getattr(llama, name) for name in LLAMA[script]} == LLAMA[script]
+
+
+@pytest.mark.parametrize("script, rows, stage", [("sft", 64, 2), ("reward", 32, 1), ("ppo", 32, 2)])
+def test_eight_gpus_get_the_recipes_batches(script, rows, stage):
+    """What docs/runs.md says. The recipe's stage 0 is 1 in bf16: docs/deepspeed.md."""
+    args = get_args(script, "--dtype bf16", "--preset opt-1.3b ")
+    name = "training" if script == "ppo" else "train"
+    size = getattr(args, f"per_device_{name}_batch_size")
+    config = common.ds_config(args, args.zero_stage, size, args.gradient_accumulation_steps)
+    batch = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+    assert batch * 8 == rows and config["zero_optimization"]["stage"] == stage
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -270,6 +295,7 @@ def test_decoding_is_compiled_on_cuda_where_models_are_whole(monkeypatch):
     pretend(monkeypatch, device="cuda", WORLD_SIZE="2")
     compiled = [get_args("ppo", f"{flags} {stage}").compile_decoding for stage in range(4)]
     assert compiled == [1, 1, 1, 0]
+    assert get_args("ppo", f"{flags} 3 --actor_zero_stage 2").compile_decoding
     assert not get_args("ppo", f"{flags} 2 --compile_decoding 0").compile_decoding
 
 

@@ -1,6 +1,5 @@
 """How a run starts, what it shows while it works, the picture that it leaves, and exit codes."""
 
-import json
 import os
 import re
 import time
@@ -107,7 +106,7 @@ def test_what_belongs_together_is_in_one_panel(tmp_path, monkeypatch):
     rows[1] |= {"mine": 2}
     for i, (row, noise) in enumerate(zip(rows, (7e-9, -5e-9, 1e-8))):
         row |= {"step": i, "learning_rate": 1e-7 * (1 + i % 2), "actor_loss": noise}
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    kit.write_lines(tmp_path / "metrics.jsonl", rows)
     found = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: found.append(figure))
     plots.draw(tmp_path, "a title", {"gold": 1.0, "eval_gold": 1.0})

@@ -8,6 +8,7 @@ import pytest
 import ppo
 from machinery.data import rows
 from machinery.run import crash, logs
+from tests import kit
 
 
 def test_a_nan_stops_the_run_and_leaves_its_rows_behind(tokenizer, tmp_path, capsys, monkeypatch):
@@ -27,8 +28,7 @@ def test_a_nan_stops_the_run_and_leaves_its_rows_behind(tokenizer, tmp_path, cap
     assert stop.value.code == 1
     assert "step 7: values, reward not finite" in capsys.readouterr().out
     file = tmp_path / "nonfinite_rank0.jsonl"
-    found = [json.loads(line) for line in file.read_text().splitlines()]
-    assert found == [{**row, "step": 7} for row in lines]
+    assert kit.read_lines(file) == [{**row, "step": 7} for row in lines]
     again = ppo.get_args(["--preset", "toy", "--data_path", str(file), "--data_split", "0,0,1"])
     train, held_out = rows.load_rows(again, tokenizer, "ppo", 32)
     assert sorted([*train["prompt"], *held_out["prompt"]]) == ["Why 0?", "Why 1?"]

@@ -11,17 +11,14 @@ import shutil
 import sys
 
 import pytest
+from test_flags import SCRIPTS
 from transformers import AutoTokenizer
 
 import common
-import ppo
-import reward
-import sft
 from machinery.base.refused import Refused
 from machinery.flags import declaring
 from tests import kit
 
-SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
 TOY = declaring.ROOT / "toy/model"
 PAIR = {"prompt": "Why?", "response": " So.", "chosen": " So.", "rejected": " No."}
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

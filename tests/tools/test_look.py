@@ -260,22 +260,18 @@ def test_every_row_of_the_readmes_table_has_a_verdict():
 
 
 # ---- What it reads ----
-def write_lines(file, rows):
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def make_run(folder, script="ppo", steps=12, response="So."):
     """Writes the files of a run, as if two evaluations had been made; returns its folder."""
     folder.mkdir(parents=True)
     (folder / "args.json").write_text(json.dumps(dict(script=script, data_fingerprint="x")))
     rows = [dict(step=i, reward=i / 4, gold=i / 9, loss=1 / (i + 1)) for i in range(steps)]
-    write_lines(folder / "metrics.jsonl", rows)
+    kit.write_lines(folder / "metrics.jsonl", rows)
     ends = [(0, 0.1, 1.0), (steps - 1, 0.9, 0.5)]
     found = [sample("Why?", response, reward, gold, at) for at, reward, gold in ends]
     found += [sample("How?", "By boat.", 0.2, 0.4, at) for at, *_ in ends]
-    write_lines(folder / "samples.jsonl", found)
+    kit.write_lines(folder / "samples.jsonl", found)
     tokens = dict(text=[" So", response, "<eos>"], logprob=[0.5, -0.25, 0.125])
-    write_lines(folder / "tokens.jsonl", [dict(one, sample=0, tokens=tokens) for one in found])
+    kit.write_lines(folder / "tokens.jsonl", [dict(one, sample=0, tokens=tokens) for one in found])
     return folder
 
 
@@ -333,7 +329,7 @@ def test_one_prompt_is_answered_by_all_models(tmp_path):
     other data has no place beside them."""
     make_run(tmp_path / "ppo", response="After.")
     sft = make_run(tmp_path / "sft", script="sft")
-    write_lines(sft / "samples.jsonl", [sample("How?", "By")])
+    kit.write_lines(sft / "samples.jsonl", [sample("How?", "By")])
     [asked] = answers.asked(runs.find([tmp_path]))
     found = [(answer["name"], answer["response"]) for answer in asked["answers"]]
     assert found == [("base", "By"), ("SFT", "By boat."), ("PPO", "By boat.")]
@@ -394,10 +390,10 @@ def test_the_page_of_a_large_run_is_small(tmp_path):
     """20,000 steps with long responses and 48 of them magnified: below 2 MB."""
     folder = make_run(tmp_path / "a", steps=20_000)
     lines = [sample(f"{i}?", "Long. " * 400, 1, 1, s) for s in (0, 9) for i in range(500)]
-    write_lines(folder / "samples.jsonl", lines)
+    kit.write_lines(folder / "samples.jsonl", lines)
     row = dict(text=["word"] * 512, logprob=[0.12345678] * 512, kl=[0.5] * 512)
     lines = [dict(sample("?", "", step=step), tokens=row) for step in [0, 5, 11] * 16]
-    write_lines(folder / "tokens.jsonl", lines)
+    kit.write_lines(folder / "tokens.jsonl", lines)
     [run] = runs.find([tmp_path])
     assert len(page.page("large", [run], []).encode()) < 2_000_000
     lines = samples.bounded(run.tokens, 4_500)

@@ -38,15 +38,6 @@ def writers_of(args):
     return [models.Writer(args, path) for path in args.models]
 
 
-def lines_of(file):
-    return [json.loads(line) for line in open(file)]
-
-
-def write_lines(file, rows):
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
 @torch.no_grad()
 def stock_scores(folder, rows):
     """Returns the scores that stock transformers gives to each of these lists of ids alone."""
@@ -111,7 +102,9 @@ def test_a_question_is_written_as_in_the_models_own_samples(tmp_path, prompts, t
     """A model answers well what looks like its training data, and samples.jsonl shows that."""
     folder = tmp_path / "ema"  # PPO's: the samples are one folder above
     folder.mkdir()
-    write_lines(tmp_path / "samples.jsonl", [{"step": 0, "prompt": prompt} for prompt in prompts])
+    kit.write_lines(
+        tmp_path / "samples.jsonl", [{"step": 0, "prompt": prompt} for prompt in prompts]
+    )
     assert models.found_template(models.own_prompts(folder)) == template
 
 
@@ -213,19 +206,19 @@ def test_prompts_of_a_file_end_in_a_table(trained, tmp_path, capsys):
     """Every response is in --out, with its scores. The other columns reach the gold function. A
     model against itself wins half, whatever it writes. A file that is there stays."""
     rows = [{"prompt": f"What is {word}?", "answer": word} for word in ("a fox", "a hen", "it")]
-    data = write_lines(tmp_path / "data.jsonl", rows)
+    data = kit.write_lines(tmp_path / "data.jsonl", rows)
     gold, out, actor = tmp_path / "gold.py", tmp_path / "out.jsonl", trained / "actor"
     gold.write_text("def f(prompts, completions, answer, **_): return [len(a) for a in answer]\n")
     job = [actor, actor, "--reward", trained / "judge", "--prompts", data, "--out", out]
     job = [*map(str, [*job, "--gold_fn", f"{gold}:f", "--num", 0]), *SHORT]
     talk.main(job)
     assert capsys.readouterr().out.splitlines()[-1].count("0.500 [0.125, 0.875]") == 2
-    found = lines_of(out)
+    found = kit.read_lines(out)
     assert [line["prompt"] for line in found] == [row["prompt"] for row in rows] * 2
     assert [line["gold"] for line in found[:3]] == [5, 5, 2]
     with kit.refuses("out-file"):
         talk.main(job)
-    assert lines_of(out) == found
+    assert kit.read_lines(out) == found
 
 
 PAIR = {"chosen": " Yes.", "rejected": " No."}
@@ -246,10 +239,10 @@ def test_rows_of_a_file_are_scored(trained, chat_folder, tmp_path, row, scored):
     folder = shutil.copytree(trained / "judge", tmp_path / "judge")
     tokenizer = model_folders.load_tokenizer(str(chat_folder))
     tokenizer.save_pretrained(folder)
-    data, out = write_lines(tmp_path / "data.jsonl", [row, row]), tmp_path / "out.jsonl"
+    data, out = kit.write_lines(tmp_path / "data.jsonl", [row, row]), tmp_path / "out.jsonl"
     job = ["--reward", folder, "--score", data, "--out", out, "--num", 1, "--dtype", "fp32"]
     talk.main([*map(str, job)])
-    [found] = lines_of(out)
+    [found] = kit.read_lines(out)
     chat = "<user>Who are you?<eos><assistant>Me."
     ids = [tokenizer(f"{text or chat}<eos>").input_ids for text in scored.values()]
     assert [found.pop(name) for name in scored] == stock_scores(folder, ids)
@@ -344,7 +337,7 @@ def test_save_writes_what_sft_reads(flags, monkeypatch, tmp_path):
     """One dialogue of each model is a line of messages."""
     talking, file = session.Session(flags, writers_of(flags())), tmp_path / "said.jsonl"
     typed(talking, monkeypatch, "Who?", f"/save {file}")
-    for line, history in zip(lines_of(file), talking.histories, strict=True):
+    for line, history in zip(kit.read_lines(file), talking.histories, strict=True):
         assert line["messages"] == history
         assert formats.read_row(line).response == history[1]["content"]
 

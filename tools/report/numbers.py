@@ -56,13 +56,13 @@ def by_length(pairs):
     gaps = [pair["chosen_length"] - pair["rejected_length"] for pair in pairs]
     sizes = sorted(abs(gap) for gap in gaps if gap)
     much = sizes[len(sizes) // 2] if sizes else 1
-    groups = {f"{much}+ shorter": lambda gap: gap <= -much}
-    if much > 1:
-        groups["shorter"] = lambda gap: -much < gap < 0
-    groups["equal"] = lambda gap: gap == 0
-    if much > 1:
-        groups["longer"] = lambda gap: 0 < gap < much
-    groups[f"{much}+ longer"] = lambda gap: gap >= much
+    groups = {
+        f"{much}+ shorter": lambda gap: gap <= -much,
+        "shorter": lambda gap: -much < gap < 0,
+        "equal": lambda gap: gap == 0,
+        "longer": lambda gap: 0 < gap < much,
+        f"{much}+ longer": lambda gap: gap >= much,
+    }
     out = []
     for name, belongs in groups.items():
         if inside := [pair for pair, gap in zip(pairs, gaps) if belongs(gap)]:
