@@ -564,10 +564,6 @@ LABS = {
             )
         )
     ),
-}
-
-# ---- Declared, and not run yet ----
-MORE = {
     "sft-epochs-longer": lab(
         "Do the SFT models of more epochs catch up in more steps of PPO?",
         {

@@ -22,7 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import runner  # noqa: E402
-from declared import HALF, LABS, MORE, SECOND, SUMS, TEXT, again, quick, second  # noqa: E402
+from declared import HALF, LABS, SECOND, SUMS, TEXT, again, quick, second  # noqa: E402
 
 sys.path.insert(0, str(HERE.parent / "toy/arithmetic"))
 import generate  # noqa: E402
@@ -52,8 +52,7 @@ def write_sums(folder):
 
 
 def main():
-    labs = {**LABS, **MORE}
-    parser = runner.new_parser(__doc__, labs, "output/labs")
+    parser = runner.new_parser(__doc__, LABS, "output/labs")
     parser.add_argument("--dry_run", action="store_true", help="print the commands alone")
     parser.add_argument("--seeds", type=int, nargs="+", help="in place of the lab's own")
     parser.add_argument("--quick", action="store_true", help="two arms, one seed: no evidence")
@@ -62,11 +61,11 @@ def main():
     parser.add_argument("--second", action="store_true", help="other data")
     args = parser.parse_args()
     if args.name is None:
-        for name, lab in labs.items():
+        for name, lab in LABS.items():
             known = "results here" if runner.read(HERE / f"results/{name}.json") else "not run yet"
             print(f"{name:22} {lab.title} ({known})")
         return
-    name, lab = args.name, labs[args.name]
+    name, lab = args.name, LABS[args.name]
     if args.seeds:
         lab = replace(lab, seeds=tuple(args.seeds))
     if unknown := set(args.arms) - set(lab.arms):

@@ -196,10 +196,13 @@ def make(run, root):
 
 
 def expected(run):
-    """Returns about how many seconds a run takes on an idle core."""
+    """Returns about how many seconds a run takes on an idle core.
+
+    A run of no steps, as those of --again, starts and evaluates all the same.
+    """
     seconds, flag, usual = TYPICAL.get(run.script, TYPICAL["ppo"])
     given = dict(zip(run.flags, run.flags[1:])).get(flag, usual)
-    return seconds * float(given) / usual
+    return seconds * max(float(given) / usual, 0.25)
 
 
 def depths_of(chains):

@@ -28,7 +28,7 @@ import runner  # noqa: E402
 # --------------------------------------------------------------------------------------------------
 # Runs
 # --------------------------------------------------------------------------------------------------
-COMMANDS = {**declared.LABS, **declared.MORE}
+COMMANDS = {**declared.LABS}
 COMMANDS["rates, on other data"] = declared.second(declared.again(declared.LABS["rates"]))
 
 
@@ -142,6 +142,8 @@ def test_minutes_are_those_of_the_longest_way():
         assert runner.minutes_of([*depths], depths, jobs) == times * (68 + 2 * 77) / 60
     said = runner.heartbeat(judges, first, depths, 2, began=time.time() - 3 * 68)  # slow
     assert said == "3 min so far, 2 runs left, about 8 min more"
+    depths = {runner.Run("ppo", ("--max_steps", "0"), 1): 0}  # --again: no step, and yet a start
+    assert "0 runs left" in runner.heartbeat([], [*depths], depths, 1, time.time())
 
 
 @pytest.mark.parametrize("name", declared.LABS)
@@ -297,17 +299,6 @@ def test_a_wrong_number_is_found(tmp_path):
     [line] = cited.wrong(page)
     assert line.startswith("constants.md:1: +0.039, by the results -0.038")
     assert cited.uncited(page.read_text()) == ["3 nats"]
-
-
-@pytest.mark.parametrize("name", declared.MORE)
-def test_a_hypothesis_stands_before_its_results(name):
-    """A lab that was not run yet has a page with a number that could fail, and no verdict; the
-    index of the labs names it."""
-    page = (LABS / f"{name}.md").read_text()
-    hypothesis = re.search(r"\*\*The hypothesis, as a number that could fail.*?\n\n", page, re.S)[0]
-    assert re.search(r"\d", hypothesis) and page.endswith("**Verdict.** Not run yet.\n")
-    assert f"| [{name}]({name}.md) |" in (LABS / "README.md").read_text()
-    assert not (LABS / f"results/{name}.json").exists()
 
 
 @pytest.mark.parametrize("name", declared.LABS)
