@@ -424,6 +424,19 @@ def toy_batch(rows):
     return max(1, min(rows, 2 * rows // count))
 
 
+def toy_note(args):
+    """Returns words for a run's first lines, where the toy's step has other rows than on two ranks.
+
+    So it is on one rank, and where ranks do not divide the rows (see toy_batch). Empty for other
+    presets, and where a flag names a batch size.
+    """
+    named = any("batch_size" in flag or "accumulation" in flag for flag in args.declared.given)
+    same = ranks.data_parallel_size() in (2, 4, 8, 16)
+    if args.preset not in ("toy", "arithmetic") or named or same:
+        return ""
+    return " (the toy is tuned for 2, 4, 8, 16 ranks: docs/runs.md)"
+
+
 class Rows(torch.utils.data.Dataset):
     """Rows by number. A negative number is a filler: row 0 again, with row_weight 0."""
 

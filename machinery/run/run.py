@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from deepspeed.accelerator import get_accelerator
 
 import common
 from machinery.base import modules, progress, ranks
@@ -129,13 +128,14 @@ class Run:
         scratch = "" if model_folders.has_weights(lora.chain(path)[-1]) else ", from scratch"
         model = modules.unwrap_model(engine)
         count, training = (modules.count_parameters(model, part) / 1e6 for part in (False, True))
-        stage, device = engine.zero_optimization_stage(), get_accelerator().device_name()
+        stage, device = engine.zero_optimization_stage(), ranks.device().type
         ranks.say(
             f"{self.title}   (preset {args.preset}, seed {args.seed}, output {args.output_dir})\n"
             f"  model    {path}: {count:,.2f} M parameters ({training:,.3f} M of them train), "
             f"{args.dtype}, ZeRO stage {stage}, {ranks.get_world_size()} x {device}{scratch}\n"
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
-            f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step\n"
+            f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step"
+            f"{common.toy_note(args)}\n"
             f"  data     {len(self.train):,} rows, {len(self.held_out):,} held out, "
             f"{self.last_step:,} steps ({args.num_warmup_steps} of warm-up)"
         )
