@@ -46,10 +46,11 @@ def numbers_of(name):
     """Returns the Numbers of a lab or a variant, read once, or the case of the class's own run."""
     if name == "class":
         return importlib.import_module("proofs").Case("healthy/1")
-    if name in LABS:
-        page = (HERE / f"{name}.md").read_text()
+    lab = name.removesuffix("-again")
+    if lab in LABS:
+        page = (HERE / f"{lab}.md").read_text()
         hypothesis = re.search(r"\*\*The hypothesis.*?\n\n", page, re.S)[0]
-        return Numbers(LABS[name], HERE / f"results/{name}.json", hypothesis)
+        return Numbers(LABS[lab], HERE / f"results/{name}.json", hypothesis)
     return Numbers(runner_of_variants().lab_of(name, Path()), VARIANTS / name / "results.json")
 
 
