@@ -92,6 +92,7 @@ def check(name, models, base, *layouts, steps=2):
     flags = shlex.split(text.format(sft=models / "sft", reward=models / "reward"))
     place = ["--max_steps", steps, "--overwrite", "--output_dir", base / "steps"]
     call([sys.executable, script, *flags, *place], folder)
+    shutil.rmtree(base / "fork", ignore_errors=True)  # of the check before this one
     rows = ["--rows", what.get("rows", 8), "--keep", base / "fork"]
     call([sys.executable, "bench/fork.py", *layouts, *rows, script, *flags], folder)
 
