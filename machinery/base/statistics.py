@@ -47,6 +47,8 @@ def best_of(values, k):
 
     >>> best_of([0.0, 1.0, 0.0, 0.0], 2), 1 - math.comb(3, 2) / math.comb(4, 2)
     (0.5, 0.5)
+    >>> abs(best_of([1.0] * 2 + [0.0] * 4, 3) - (1 - math.comb(6 - 2, 3) / math.comb(6, 3))) < 1e-12
+    True
     """
     chances = [math.comb(i, k - 1) / math.comb(len(values), k) for i in range(len(values))]
     return sum(chance * value for chance, value in zip(chances, sorted(values)))

@@ -28,8 +28,8 @@ import runner  # noqa: E402
 # --------------------------------------------------------------------------------------------------
 # Runs
 # --------------------------------------------------------------------------------------------------
-COMMANDS = {**declared.LABS}
-COMMANDS["rates, on other data"] = declared.second(declared.again(declared.LABS["rates"]))
+OTHER = {"rates, on other data": declared.second(declared.again(declared.LABS["rates"]))}
+COMMANDS = {**declared.LABS, **OTHER}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
