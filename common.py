@@ -4,7 +4,6 @@
     2  log-probs    how likely each token was
     3  models       load, shard, and give a language model a value head
     4  DeepSpeed    one function that writes every engine's config; engines; the loss scale
-    5  batches      the rows of each optimizer step, the same on any number of ranks
 
 Losses and training loops are in each step's own file.
 Shapes: N rows of T tokens hold B responses of at most R tokens; M tokens are looked at (of all
@@ -12,10 +11,8 @@ responses together); V vocabulary; H hidden size.
 """
 
 import dataclasses
-import os
 
 import deepspeed
-import numpy as np
 import torch
 import torch.nn as nn
 import transformers
@@ -23,9 +20,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations import HfDeepSpeedConfig
 
-from machinery.base import progress, ranks
+from machinery.base import ranks
 from machinery.base.modules import unwrap_model
-from machinery.engine import adam, monitors, old_deepspeed, patches, tensor_parallel, zero3
+from machinery.engine import adam, config_file, old_deepspeed, patches, tensor_parallel, zero3
 from machinery.engine.zero3 import set_weights as set_weights  # for scripts of your own: README
 from machinery.flags import declaring
 from machinery.models import forwards, lora, model_folders
@@ -51,7 +48,7 @@ class Layout:
     The logits at x1 predict y0, those at y0 predict y1, and so on: a token is placed one after
     where it is predicted. R = 4 is the longest response of the micro-batch; which places count is
     said by other masks. The next row begins at flat place T. Rows in which several responses
-    share a prompt (machinery/rollout/shared_prompts.py) differ only in what stands here.
+    share a prompt (helpers/shared_prompts.py) differ only in what stands here.
     """
 
     ids: Tensor  # (N, T)
@@ -335,7 +332,7 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True):
     batch_size: rows of one forward on one device. micro_steps: backwards of an optimizer step.
     train False: a frozen engine, which only shards and offloads weights.
     """
-    config = monitors.of_engine(args)
+    config = config_file.of_engine(args)
     zero = config["zero_optimization"]
     zero["stage"] = stage_of(args, stage) if train else stage
     zero3.add_options(args, zero, train)  # --offload, --adam_offload
@@ -410,79 +407,3 @@ def loss_scale(engine, count):
     over the ranks: both are undone here, and nowhere else.
     """
     return ranks.data_parallel_size() * engine.gradient_accumulation_steps() / max(count, 1)
-
-
-# ---- 5  Batches ----
-def toy_batch(rows):
-    """The toy's rows of one forward: `rows` on one rank and on two, on more ranks fewer.
-
-    The toy's learning rates and numbers of steps are those of two ranks. A bare `deepspeed sft.py`
-    takes all devices: eight with as many rows each would make a quarter of the steps.
-    """
-    srun = os.environ.get("SLURM_NTASKS", 1) if "SLURM_STEP_ID" in os.environ else 1
-    count = int(os.environ.get("WORLD_SIZE", srun))  # the ranks have not met yet
-    return max(1, min(rows, 2 * rows // count))
-
-
-def toy_note(args):
-    """Returns words for a run's first lines, where the toy's step has other rows than on two ranks.
-
-    So it is on one rank, and where ranks do not divide the rows (see toy_batch). Empty for other
-    presets, and where a flag names a batch size.
-    """
-    named = any("batch_size" in flag or "accumulation" in flag for flag in args.declared.given)
-    same = ranks.data_parallel_size() in (2, 4, 8, 16)
-    if args.preset not in ("toy", "arithmetic") or named or same:
-        return ""
-    return " (the toy is tuned for 2, 4, 8, 16 ranks: docs/runs.md)"
-
-
-class Rows(torch.utils.data.Dataset):
-    """Rows by number. A negative number is a filler: row 0 again, with row_weight 0."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __getitem__(self, i):
-        return {**self.rows[max(i, 0)], "row": i, "row_weight": int(i >= 0)}
-
-
-def epoch_batches(lengths, seed, epoch, batch_size, micro_steps, group_by_length):
-    """This rank's micro-batches of one epoch (lists of row numbers), `micro_steps` per step.
-
-    The rows of each optimizer step depend on (seed, epoch) and on how many rows a step takes, not
-    on ranks and micro-batches: results do not change with the number of GPUs. A short last step is
-    filled up with -1, so that every rank makes the same number of forwards.
-    """
-    rank, share = ranks.data_parallel_rank(), ranks.data_parallel_size() * batch_size
-    rng = np.random.default_rng([seed, epoch])
-    size = share * micro_steps
-    order = rng.permutation(len(lengths))
-    if group_by_length:  # sort within windows of 32 steps, then shuffle the steps: like lengths
-        windows = [order[i : i + 32 * size] for i in range(0, len(order), 32 * size)]
-        order = np.concatenate([w[np.argsort(-lengths[w], kind="stable")] for w in windows])
-    steps = [order[i : i + size] for i in range(0, len(order), size)]
-    if group_by_length:
-        steps = [steps[i] for i in rng.permutation(len(steps))]
-    batches = []
-    for rows in steps:
-        rows = rows[np.argsort(-lengths[rows], kind="stable")].tolist()
-        rows += [-1] * (size - len(rows))
-        for start in range(rank * batch_size, size, share):
-            batches.append(rows[start : start + batch_size])
-    return batches
-
-
-def eval_loader(args, rows, collate):
-    """Yields this rank's batches of `rows`, in order, each with the numbers of its rows.
-
-    All ranks make the same number of forwards: fillers (-1) complete the last batches.
-    """
-    rank, ranks_with_data = ranks.data_parallel_rank(), ranks.data_parallel_size()
-    size = min(args.per_device_eval_batch_size, max(len(rows), 1))
-    order = list(range(len(rows)))
-    order += [-1] * (-len(rows) % (size * ranks_with_data))
-    starts = range(rank * size, len(order), size * ranks_with_data)
-    for start in progress.shown(starts, "evaluation"):
-        part = order[start : start + size]
-        yield part, collate([Rows(rows)[i] for i in part]).to(ranks.device())

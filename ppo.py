@@ -44,21 +44,13 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 import common
+from helpers import checks, decoding, judging, microscope, rollout_metrics, shared_prompts
 from machinery.base import progress, ranks
 from machinery.base.refused import program
 from machinery.data.rows import load_rows
-from machinery.engine import patches, state_offload, zero3
+from machinery.engine import ema, patches, state_offload, zero3
 from machinery.flags import declaring, ppo_flags
 from machinery.models import forwards, model_folders
-from machinery.rollout import (
-    checks,
-    decoding,
-    ema,
-    judging,
-    microscope,
-    rollout_metrics,
-    shared_prompts,
-)
 from machinery.run.run import Run
 
 # ---- Hyperparameters ----
@@ -81,8 +73,8 @@ PRESETS = {
         num_warmup_steps=10,
         max_prompt_seq_len=32,
         max_answer_seq_len=48,
-        per_device_generation_batch_size=common.toy_batch(32),
-        per_device_training_batch_size=common.toy_batch(32),
+        per_device_generation_batch_size=declaring.toy_batch(32),
+        per_device_training_batch_size=declaring.toy_batch(32),
         per_device_eval_batch_size=140,
         num_eval_prompts=280,
         kl_coef=0.05,
@@ -135,8 +127,8 @@ PRESETS = {
         num_warmup_steps=10,
         max_prompt_seq_len=16,
         max_answer_seq_len=48,  # room for the longest derivation
-        per_device_generation_batch_size=8 * common.toy_batch(16),  # 32 prompts on two ranks
-        per_device_training_batch_size=8 * common.toy_batch(16),
+        per_device_generation_batch_size=8 * declaring.toy_batch(16),  # 32 prompts on two ranks
+        per_device_training_batch_size=8 * declaring.toy_batch(16),
         per_device_eval_batch_size=400,
         num_eval_prompts=200,
         eval_samples=8,
@@ -564,7 +556,7 @@ class MicroBatch(common.Layout):
     responses: list  # (B,) dicts: prompt, text, response_ids, group, ...
     length: Tensor  # (B,) tokens of each response. A mask's sum may be less: it may leave some out
     ended: Tensor  # (B,) 1, or 0 for a response that was cut off
-    row_weight: Tensor  # (B,) 1, or 0 for a filler (common.Rows)
+    row_weight: Tensor  # (B,) 1, or 0 for a filler (batching.Rows)
     response_mask: Tensor  # (B, R) 1 on tokens that the actor wrote and that count
     last: Tensor  # (B, R) 1 on the last of these
     tokens: dict = field(default_factory=dict)  # what the sampler said of each token: (B, R) each
@@ -1128,6 +1120,7 @@ def main():
     # ---- 2 models ----
     models = load_models(args, tokenizer, functions, gold, steps * sizes.updates)
     actor, critic, engines = models.actor, models.critic, models.engines
+    checks.refuse_if_padding_matters(run, *engines.values())
     state = {"kl_coef": args.kl_coef, "equal_since": None}  # what checkpoints keep beside engines
     average = ema.Ema(args, actor.module, state)  # --enable_ema
     responses_per_row = shared_prompts.responses_per_row(  # --share_prompt

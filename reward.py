@@ -18,7 +18,7 @@ then all rejected ones (z); '-' is padding.
     row 3        -    x0   x1   x2   x3 | z0   eos       pair 1, rejected
     Every row ends in the last column, and there its score is read: (2B,).
 By default the prompt of a pair is computed once, with both responses after it in one row, where
-the architecture permits it: --share_prompt, drawn in machinery/rollout/shared_prompts.py.
+the architecture permits it: --share_prompt, drawn in helpers/shared_prompts.py.
 """
 
 from dataclasses import dataclass
@@ -28,12 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import common
+from helpers import checks, pair_scores, shared_prompts
 from machinery.base import ranks, statistics
 from machinery.base.refused import program
+from machinery.data import batching
 from machinery.data.rows import load_rows
 from machinery.flags import declaring
 from machinery.models import model_folders
-from machinery.rollout import pair_scores, shared_prompts
 from machinery.run.run import Run
 
 # ---- Hyperparameters ----
@@ -50,7 +51,7 @@ PRESETS = {
         num_warmup_steps=10,
         dropout=0.0,
         center_coef=0.01,  # [Eisenstein 2023]
-        per_device_train_batch_size=common.toy_batch(16),
+        per_device_train_batch_size=declaring.toy_batch(16),
         per_device_eval_batch_size=140,
         max_seq_len=64,
         zero_stage=2,
@@ -196,7 +197,7 @@ def evaluate(run, engine, held_out, collate_rows):
     engine.eval()  # no dropout
     sums = torch.zeros(5, dtype=torch.float64)  # the four SUMS and the pairs
     judged = []  # (row, score of the chosen, score of the rejected)
-    for numbers, batch in common.eval_loader(run.args, held_out, collate_rows):
+    for numbers, batch in batching.eval_loader(run.args, held_out, collate_rows):
         chosen, rejected = score_pairs(engine, batch)  # (B,), (B,)
         loss_sum = pair_loss_sum(chosen, rejected, batch.row_weight)
         judged += zip(numbers, chosen.tolist(), rejected.tolist())
@@ -240,6 +241,8 @@ def main():
 
     def collate_rows(rows):
         return collate(rows, tokenizer.pad_token_id, pack)
+
+    checks.refuse_if_padding_matters(run, engine)
 
     def evaluate_at(step):
         return evaluate(run, engine, held_out, collate_rows)

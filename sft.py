@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 import common
+from helpers import checks, judging, samples
 from machinery.base import ranks
 from machinery.base.refused import program
+from machinery.data import batching
 from machinery.data.rows import load_rows
 from machinery.flags import declaring
 from machinery.models import model_folders
-from machinery.rollout import judging, samples
 from machinery.run.run import Run
 
 # ---- Hyperparameters ----
@@ -47,7 +48,7 @@ PRESETS = {
         weight_decay=0.0,
         num_warmup_steps=20,
         dropout=None,
-        per_device_train_batch_size=common.toy_batch(24),  # on two ranks and more 48 together
+        per_device_train_batch_size=declaring.toy_batch(24),  # on two ranks and more 48 together
         per_device_eval_batch_size=140,
         max_seq_len=64,
         zero_stage=2,
@@ -86,7 +87,7 @@ PRESETS = {
         weight_decay=0.0,
         num_warmup_steps=20,
         dropout=None,
-        per_device_train_batch_size=common.toy_batch(24),
+        per_device_train_batch_size=declaring.toy_batch(24),
         per_device_eval_batch_size=100,
         max_seq_len=64,
         zero_stage=2,
@@ -220,7 +221,7 @@ def evaluate(args, engine, held_out, collate_rows):
     """Held-out loss per token over all ranks (not a mean of batch means), and its perplexity."""
     engine.eval()  # no dropout
     total = covered = 0.0
-    for _, batch in common.eval_loader(args, held_out, collate_rows):
+    for _, batch in batching.eval_loader(args, held_out, collate_rows):
         logprobs = common.response_logprobs(engine, batch, batch.loss_mask)  # (B, R)
         total += sft_loss_sum(logprobs, batch.loss_mask)
         covered += batch.loss_mask.sum()
@@ -252,6 +253,8 @@ def main():
     # ---- 2 model ----
     model = common.load_model(args)
     engine = common.train_engine(model, args, batch_size, micro_steps, steps)
+
+    checks.refuse_if_padding_matters(run, engine)
 
     def evaluate_at(step):
         metrics = evaluate(args, engine, held_out, collate_rows)

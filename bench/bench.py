@@ -539,7 +539,7 @@ def decode(job, work):
 def compiled_sampler(args, model, config, rows):
     """Returns ppo.sample with --compile_decoding, for so many rows."""
     import ppo
-    from machinery.rollout import decoding
+    from helpers import decoding
 
     args.rollout_batch_size = rows
     decoding.try_compiled(args, model, NoEnd(config.vocab_size), ppo.sample)

@@ -206,8 +206,8 @@ def decode(base):
     from transformers import AutoModelForCausalLM
 
     import common
+    from helpers import decoding
     from machinery.base import ranks
-    from machinery.rollout import decoding
 
     cuda = ranks.device().type == "cuda"
     tokenizer = type("NoEnd", (), {"pad_token_id": 0, "eos_token_id": -1})()

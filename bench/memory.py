@@ -145,8 +145,8 @@ def measure(script, out, flags):
     import deepspeed
 
     import common
+    from helpers import microscope, rollout_metrics, samples
     from machinery.models import saving
-    from machinery.rollout import microscope, rollout_metrics, samples
     from machinery.run import logs
     from machinery.run.run import Run
 

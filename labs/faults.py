@@ -24,6 +24,7 @@ import ppo  # noqa: E402
 import reward  # noqa: E402
 import sft  # noqa: E402
 from machinery.base.refused import program  # noqa: E402
+from machinery.data import batching  # noqa: E402
 
 BF16 = functools.partial(torch.autocast, get_accelerator().device_name(), torch.bfloat16)
 
@@ -311,7 +312,7 @@ def in_order():
         starts = range(0, len(lengths) - batch_size + 1, batch_size)
         return [[*range(start, start + batch_size)] for start in starts]
 
-    common.epoch_batches = batches
+    batching.epoch_batches = batches
 
 
 def head(std):

@@ -5,10 +5,9 @@
     models    folders of models, LoRA, saving, the model card, what forwards of architectures take
     data      formats, sources, tokens, rows
     flags     declaring flags, those of all scripts, PPO's, the rules between them, presets
-    -------   common.py stands here: it imports the rooms above, and the rooms below import it
     run       a run from start to end: launch, output folder, checkpoints, logs, plots
-    rollout   decoding, shared prompts, judges, metrics, the microscope, EMA
 
-A module imports from its own room and from those above it, and never a script
+A module imports from its own room and from those above it in this list. common.py stands on all of
+them, helpers/ on common.py, and the scripts on top
 (tests/docs/test_house.py).
 """

@@ -462,7 +462,7 @@ def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxs
     import torch
 
     import ppo
-    from machinery.rollout import decoding
+    from helpers import decoding
 
     off = dict(temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=[])
     off |= dict(compile_decoding=0, rollout_batch_size=9, max_prompt_seq_len=ids.shape[1])
@@ -481,7 +481,7 @@ def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxs
 
 def uniforms(rows, count, step=0):
     """Returns the random numbers (rows, count) of a rollout's rows 0, 1, ... at seed 1."""
-    from machinery.rollout import decoding
+    from helpers import decoding
 
     keys = [{"row": row, "sample": 0} for row in range(rows)]
     return decoding.row_uniforms(1, step, keys, count)

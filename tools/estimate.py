@@ -21,10 +21,10 @@ from deepspeed.accelerator import get_accelerator
 import ppo
 import reward
 import sft
+from helpers import decoding
 from machinery.base import refused
 from machinery.flags import declaring, rules
 from machinery.models import model_folders
-from machinery.rollout import decoding
 from tools import estimate_memory as memory
 
 GIB = 2**30

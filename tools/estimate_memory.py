@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import common
+from helpers import decoding
 from machinery.base import modules
 from machinery.engine import patches
 from machinery.models import forwards, lora, model_folders
-from machinery.rollout import decoding
 
 PASSING = ("activations", "logits")  # of one model at a time
 PARTS = ("weights", "gradients", "optimizer", *PASSING, "KV cache", "buffers", "host")

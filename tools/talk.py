@@ -30,12 +30,12 @@ import numpy as np
 import pandas
 
 import ppo
+from helpers import judging
 from machinery.base import modules, refused
 from machinery.base.refused import Refused
 from machinery.data import formats, rows, sources
 from machinery.engine import patches
 from machinery.flags import declaring
-from machinery.rollout import judging
 from machinery.run import launch
 from tools.chat import session, tables
 from tools.chat.models import CHAT, Judge, Writer

@@ -6,6 +6,7 @@ A script's `get_args` makes a parser, declares its own flags, adds these, and en
 import argparse
 import copy
 import difflib
+import os
 import re
 import sys
 from pathlib import Path
@@ -14,9 +15,9 @@ from types import SimpleNamespace
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from machinery.base import records
+from machinery.base import ranks, records
 from machinery.base.refused import Refused
-from machinery.engine import monitors
+from machinery.engine import config_file
 from machinery.flags import rules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,7 +174,7 @@ def parse(parser, presets, argv=None, script=""):
     )
     check_ranges(args, flags)
     rules.check(args, rules.of_all)
-    monitors.read_config(args)
+    config_file.read_config(args)
     return args
 
 
@@ -225,3 +226,28 @@ def of_role(args, role="", **changes):
             setattr(new, name.removeprefix(f"{role}_"), value)
     vars(new).update(changes)
     return new
+
+
+# ---- The toy ----
+def toy_batch(rows):
+    """The toy's rows of one forward: `rows` on one rank and on two, on more ranks fewer.
+
+    The toy's learning rates and numbers of steps are those of two ranks. A bare `deepspeed sft.py`
+    takes all devices: eight with as many rows each would make a quarter of the steps.
+    """
+    srun = os.environ.get("SLURM_NTASKS", 1) if "SLURM_STEP_ID" in os.environ else 1
+    count = int(os.environ.get("WORLD_SIZE", srun))  # the ranks have not met yet
+    return max(1, min(rows, 2 * rows // count))
+
+
+def toy_note(args):
+    """Returns words for a run's first lines, where the toy's step has other rows than on two ranks.
+
+    So it is on one rank, and where ranks do not divide the rows (see toy_batch). Empty for other
+    presets, and where a flag names a batch size.
+    """
+    named = any("batch_size" in flag or "accumulation" in flag for flag in args.declared.given)
+    same = ranks.data_parallel_size() in (2, 4, 8, 16)
+    if args.preset not in ("toy", "arithmetic") or named or same:
+        return ""
+    return " (the toy is tuned for 2, 4, 8, 16 ranks: docs/runs.md)"

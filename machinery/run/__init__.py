@@ -4,7 +4,6 @@ run            deals out the steps, evaluates, logs, saves
 launch         makes this process a rank
 output_folder  who writes there; folder_lock; args.json
 checkpoints    a run that stops goes on where it stood; best keeps the best model
-padding_check  a row alone has the numbers that it has with padding, on the real model
 crash          how a run ends
 logs, plots    metrics.jsonl, samples.jsonl, the screen, curves.png
 """

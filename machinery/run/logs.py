@@ -38,7 +38,7 @@ def joined(records):
 def write(args, record, columns, legend=False, monitor=None):
     """Writes a line to metrics.jsonl, its `columns` to the screen, events to DeepSpeed's monitor.
 
-    legend: print the names of the columns above it. monitor: what machinery.engine.monitors opened.
+    legend: print the names of the columns above it. monitor: of config_file.opened.
     """
     crash.stop_unless_finite(args, record)  # an evaluation may have found a number that is not
     numbers = {name: value for name, value in record.items() if isinstance(value, float)}

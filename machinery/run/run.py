@@ -11,12 +11,13 @@ import numpy as np
 import torch
 import transformers
 
-import common
 from machinery.base import modules, progress, ranks
+from machinery.data import batching
 from machinery.data.rows import fingerprint
-from machinery.engine import monitors, throughput, zero3
+from machinery.engine import config_file, throughput, zero3
+from machinery.flags import declaring
 from machinery.models import lora, model_card, model_folders, saving
-from machinery.run import best, checkpoints, crash, launch, logs, output_folder, padding_check
+from machinery.run import best, checkpoints, crash, launch, logs, output_folder
 
 
 class Run:
@@ -83,11 +84,8 @@ class Run:
         advice = "All machines must read the same files, or the same version of the hub's."
         ranks.fail_unless_alike(seen, "the ranks read different data", advice)
         self.facts["frozen_models"] = checkpoints.frozen_models(args)
-        row = train[int(np.argmax(train["length"][:100]))]  # a long one
-        for engine in engines.values():
-            padding_check.check(args, engine, row, self.tokenizer.pad_token_id)
         self.folder.take(self.facts)
-        self.monitor = monitors.opened(args)
+        self.monitor = config_file.opened(args)
         self.print_banner()
         torch.manual_seed(args.seed + ranks.data_parallel_rank())  # dropout differs by rank
         ranks.barrier()
@@ -135,7 +133,7 @@ class Run:
             f"{args.dtype}, ZeRO stage {stage}, {ranks.get_world_size()} x {device}{scratch}\n"
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
             f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step"
-            f"{common.toy_note(args)}\n"
+            f"{declaring.toy_note(args)}\n"
             f"  data     {len(self.train):,} rows, {len(self.held_out):,} held out, "
             f"{self.last_step:,} steps ({args.num_warmup_steps} of warm-up)"
         )
@@ -146,11 +144,11 @@ class Run:
         Which rows a step has follows from the seed and its number alone, also on other ranks or in
         other micro-batches: --resume needs no more than the step.
         """
-        args, micro_steps, rows = self.args, self.micro_steps, common.Rows(self.train)
+        args, micro_steps, rows = self.args, self.micro_steps, batching.Rows(self.train)
         lengths = np.asarray(self.train["length"])
         first, taken = divmod(done, self.steps_per_epoch)
         for epoch in itertools.count(first):
-            batches = common.epoch_batches(
+            batches = batching.epoch_batches(
                 lengths, args.seed, epoch, self.batch_size, micro_steps, args.group_by_length
             )
             skipped = taken * micro_steps if epoch == first else 0

@@ -8,8 +8,8 @@ import datasets
 import numpy as np
 import pytest
 
-import common
 from machinery.base import ranks
+from machinery.data import batching
 from machinery.run.run import Run
 from tests import kit
 
@@ -29,7 +29,7 @@ def steps_of(monkeypatch, count, batch_size, micro_steps, epoch=0, seed=1, group
     per_rank = []
     for rank in range(count):
         play(monkeypatch, rank, count)
-        batches = common.epoch_batches(
+        batches = batching.epoch_batches(
             LENGTHS, seed, epoch, batch_size, micro_steps, group_by_length
         )
         assert all(len(batch) == batch_size for batch in batches)

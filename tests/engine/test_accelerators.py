@@ -14,11 +14,11 @@ from transformers.masking_utils import sdpa_mask
 
 import common
 import ppo
+from helpers import shared_prompts
 from machinery.base import ranks
 from machinery.engine import adam, patches, zero3
 from machinery.flags import rules
 from machinery.models import forwards
-from machinery.rollout import shared_prompts
 from machinery.run import launch
 from tests import kit
 from tests.runs import config, facts

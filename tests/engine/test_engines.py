@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 import common
 from machinery.base import ranks
 from machinery.base.modules import unwrap_model
-from machinery.engine import patches, state_offload, zero3
+from machinery.engine import ema, patches, state_offload, zero3
 from machinery.models import model_folders
-from machinery.rollout import ema
 from machinery.run import checkpoints
 from tests import kit, runs
 from tests.runs import rows_of_rank, tiny_engine, train_one_step, whole_weights

@@ -10,9 +10,9 @@ from transformers import LlamaForSequenceClassification
 import common
 import ppo
 import sft
+from helpers import rollout_metrics
 from machinery.engine import throughput
 from machinery.models import lora
-from machinery.rollout import rollout_metrics
 from machinery.run import run as run_module
 from tests import kit, runs
 from tests.conftest import micro_batch

@@ -11,7 +11,7 @@ import common
 import ppo
 import sft
 from machinery.base import ranks
-from machinery.rollout import ema
+from machinery.engine import ema
 from tests.conftest import micro_batch
 
 # 10, 2, 3 and 1 tokens: micro-batches of unlike weight

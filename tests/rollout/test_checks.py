@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from machinery.rollout import checks
+from helpers import checks
 
 
 def first(dtype="fp32"):

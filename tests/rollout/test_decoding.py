@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 import common
 import ppo
+from helpers import decoding
 from machinery.base import ranks
-from machinery.rollout import decoding
 from tests import kit
 from tests.kit import Knowing
 from tests.tiny_models import KINDS, config_of

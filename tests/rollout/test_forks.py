@@ -9,15 +9,15 @@ import copy
 import functools
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 import transformers
 
 import common
 import ppo
+from helpers import checks, rollout_metrics
 from machinery.engine import patches
-from machinery.rollout import checks, rollout_metrics
-from machinery.run import padding_check
 from tests import kit, runs
 from tests.rollout.test_layouts_by_hand import response
 from tests.rollout.test_sampling import FLAGS
@@ -155,7 +155,9 @@ def test_a_model_that_ignores_positions_or_the_mask_is_refused(monkeypatch, kind
     engine = torch.nn.Module()
     engine.module, engine.forward = model, model.__call__
     row = {"prompt_ids": list(range(5, 15)), "responses": [[20, 21, 22, 1]]}
-    padding_check.check(ARGS, engine, row, 0)
+    train = datasets.Dataset.from_list([{**row, "length": 14}])
+    run = SimpleNamespace(args=ARGS, train=train, tokenizer=SimpleNamespace(pad_token_id=0))
+    checks.refuse_if_padding_matters(run, engine)
     honest = careless.forward
 
     def forward(ids, attention_mask, use_cache, position_ids, **options):
@@ -170,7 +172,7 @@ def test_a_model_that_ignores_positions_or_the_mask_is_refused(monkeypatch, kind
 
     monkeypatch.setattr(careless, "forward", functools.wraps(honest)(forward))
     with kit.refuses("padding-changes-a-row"):
-        padding_check.check(ARGS, engine, row, 0)
+        checks.refuse_if_padding_matters(run, engine)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -191,8 +193,8 @@ def run_changed(change, argv):
     if change == "number":
         rollout_means, mine = ppo.rollout_means, dict(checked=0, finite=0, together=0)
 
-        def check(*given):
-            mine["checked"] += 1
+        def check(run, *engines):
+            mine["checked"] += len(engines)
 
         def stop_unless_finite(run, micro_batches):
             mine["finite"] += len(micro_batches)
@@ -200,7 +202,7 @@ def run_changed(change, argv):
         def skip_together(args, engines):
             mine["together"] += sum(engine.global_steps == 0 for engine in engines)
 
-        padding_check.check, patches.skip_together = check, skip_together
+        checks.refuse_if_padding_matters, patches.skip_together = check, skip_together
         rollout_metrics.stop_unless_finite = stop_unless_finite
         ppo.rollout_means = lambda *given: {**rollout_means(*given), **mine}
     kit.call_main("ppo", argv)

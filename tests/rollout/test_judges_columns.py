@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_reward_functions import RESPONSE
 
-from machinery.rollout import judging
+from helpers import judging
 
 
 def response(**own):

@@ -13,7 +13,7 @@ import common
 import ppo
 import reward
 import sft
-from machinery.rollout import shared_prompts
+from helpers import shared_prompts
 from machinery.run.run import Run
 
 E = 1  # EOS

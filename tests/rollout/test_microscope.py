@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import ppo
+from helpers import microscope, pair_scores
 from machinery.data import rows, sources
 from machinery.models import model_folders
-from machinery.rollout import microscope, pair_scores
 from tests import kit
 
 

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
+from helpers import judging
 from machinery.base.refused import Refused
-from machinery.rollout import judging
 
 RESPONSE = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "Why?", "text": " So."}
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ppo
+from helpers import checks, rollout_metrics
 from machinery.base import statistics
-from machinery.rollout import checks, rollout_metrics
 from tests import kit
 from tests.conftest import micro_batch
 

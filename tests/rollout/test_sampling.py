@@ -9,7 +9,7 @@ import torch
 
 import common
 import ppo
-from machinery.rollout import decoding, samples
+from helpers import decoding, samples
 from tests.kit import Knowing, generate
 from tests.rollout.test_layouts_by_hand import RESPONSES
 from tests.tiny_models import StandIn

@@ -90,8 +90,8 @@ def test_an_evaluation_may_come_before_sampling_and_saving(tmp_path):
 def partitions(base, config):
     """Trains two steps under stages 0 to 3. Returns {stage: value head, weights, EMA}. The model is
     so small that some ranks hold nothing, and others parts of two weights."""
+    from machinery.engine import ema
     from machinery.models import model_folders
-    from machinery.rollout import ema
 
     tokenizer, found = model_folders.load_tokenizer(kit.TOKENIZER), {}
     head = dict(tokenizer=tokenizer, value_head="score")

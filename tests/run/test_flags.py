@@ -272,8 +272,8 @@ def test_a_presets_gold_score_goes_with_its_data(flags, kept):
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_the_toy_says_where_its_step_is_another(monkeypatch, count):
     monkeypatch.setattr(common.ranks, "data_parallel_size", lambda: count)
-    assert bool(common.toy_note(get_args("sft"))) == (count in (1, 3))
-    assert not common.toy_note(get_args("sft", "--gradient_accumulation_steps 2"))
+    assert bool(declaring.toy_note(get_args("sft"))) == (count in (1, 3))
+    assert not declaring.toy_note(get_args("sft", "--gradient_accumulation_steps 2"))
 
 
 def test_what_ppos_flags_leave_open_follows_from_others():

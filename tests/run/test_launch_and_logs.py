@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 import reward
 import sft
+from helpers import rollout_metrics
 from machinery.base import progress
-from machinery.rollout import rollout_metrics
 from machinery.run import launch, logs, plots
 from tests import kit
 

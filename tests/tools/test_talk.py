@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import ppo
+from helpers import judging
 from machinery.data import formats
 from machinery.models import model_folders
-from machinery.rollout import judging
 from tests import kit
 from tools import talk
 from tools.chat import models, screen, session, tables

@@ -7,8 +7,8 @@ import json
 import sys
 import textwrap
 
+from helpers import judging
 from machinery.base.refused import Refused
-from machinery.rollout import judging
 from tools.chat import models, screen
 
 SAMPLING = "temperature top_p top_k min_new_tokens max_answer_seq_len seed stop".split()

@@ -18,12 +18,13 @@ import torch.nn.functional as F
 import common
 import ppo  # its rollout, for the evaluation
 import sft  # its layout
+from helpers import judging, rollout_metrics
 from machinery.base import ranks
 from machinery.base.refused import program
+from machinery.data import batching
 from machinery.data.rows import load_rows
 from machinery.flags import declaring, ppo_flags
 from machinery.models import model_folders
-from machinery.rollout import judging, rollout_metrics
 from machinery.run.run import Run
 
 # ---- Hyperparameters ----
@@ -150,7 +151,7 @@ def evaluate(args, engine, reference, held_out, collate_rows):
     """Loss, accuracy and implicit rewards on the held-out pairs of all ranks."""
     engine.eval()
     sums = torch.zeros(5, dtype=torch.float64)
-    for _, batch in common.eval_loader(args, held_out, collate_rows):
+    for _, batch in batching.eval_loader(args, held_out, collate_rows):
         weight = batch.row_weight.chunk(2)[0]  # (B,)
         pair = implicit_rewards(args, engine, reference, batch)
         sums += torch.cat([pair_sums(args, *pair, weight)[1], weight.sum()[None]]).cpu()

@@ -10,6 +10,7 @@ import numpy as np
 import common
 import sft  # its layout and its loss
 from machinery.base import ranks
+from machinery.data import batching
 from machinery.data.rows import load_rows
 from machinery.flags import declaring
 
@@ -31,7 +32,7 @@ class TextMix:
             args, count = self.args, ranks.data_parallel_size()
             shape = args.gradient_accumulation_steps, count, args.per_device_training_batch_size
             drawn = np.random.default_rng((args.seed, *numbers)).choice(len(self.train), shape)
-            rows, mine = common.Rows(self.train), drawn[:, ranks.data_parallel_rank()].tolist()
+            rows, mine = batching.Rows(self.train), drawn[:, ranks.data_parallel_rank()].tolist()
             batches = [self.collate([rows[i] for i in each]) for each in mine]
             self.batches = [batch.to(ranks.device()) for batch in batches]
             self.tokens = ranks.all_sum(sum(batch.loss_mask.sum() for batch in batches)).item()

@@ -2,7 +2,7 @@
 
 import itertools
 
-import common
+from machinery.data import batching
 from machinery.run.run import Run
 
 SCRIPT = "ppo"
@@ -10,7 +10,7 @@ STEP = 20
 
 
 def fault():
-    draw, epoch_batches, resumed = Run.draw, common.epoch_batches, []
+    draw, epoch_batches, resumed = Run.draw, batching.epoch_batches, []
 
     def ordered(lengths, seed, *others):
         return epoch_batches(lengths, seed + len(resumed), *others)
@@ -20,4 +20,4 @@ def fault():
         resumed.append(True)
         yield from draw(run, STEP, collate)
 
-    common.epoch_batches, Run.draw = ordered, other_order
+    batching.epoch_batches, Run.draw = ordered, other_order

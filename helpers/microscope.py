@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import torch
 
-from machinery.rollout import rollout_metrics
+from helpers import rollout_metrics
 from machinery.run import logs
 
 MOST_TOKENS = 512  # of a response that are written; the rest is left out

@@ -7,9 +7,9 @@ from statistics import fmean
 
 import torch
 
-import common
 from machinery.base import ranks, statistics
 from machinery.base.refused import Refused
+from machinery.data import batching
 from machinery.engine import throughput
 from machinery.run import logs
 
@@ -162,7 +162,7 @@ def held_out_prompts(held_out, samples=1):
     """
     count = ranks.data_parallel_size()
     order = [*range(len(held_out)), *[-1] * (-len(held_out) % count)]
-    dealt = common.Rows(held_out)
+    dealt = batching.Rows(held_out)
     mine = order[ranks.data_parallel_rank() :: count]
     each = enumerate(mine)
     return [{**dealt[i], "sample": n, "group": g} for g, i in each for n in range(samples)]

@@ -5,10 +5,10 @@ import torch
 from transformers import GenerationConfig
 
 import common
+from helpers import judging
 from machinery.base import ranks
 from machinery.data.tokens import tokenise_response
 from machinery.engine import zero3
-from machinery.rollout import judging
 from machinery.run import logs
 
 
