@@ -169,9 +169,9 @@ def parse(parser, toy, argv=None, script=""):
         read = [recipes.read(parser, named), *read]
     parser.set_defaults(**{**recipes.merged([*read, given]), "preset": name})
     args = parser.parse_args(words, Flags())
+    args.dtype = args.dtype or fast_dtype()
     refuse_incomplete(args, toy)
     recipes.divide_rows(args)
-    args.dtype = args.dtype or fast_dtype()
     flags = [action for action in parser._actions if hasattr(action, "fixed")]
     args.declared = SimpleNamespace(
         script=script,
@@ -187,8 +187,8 @@ def parse(parser, toy, argv=None, script=""):
 
 def refuse_incomplete(args, toy):
     """Refuses a recipe that leaves out what a run needs: the toy's names all of it."""
-    needed = [flag for flag in toy if flag not in {*recipes.OPTIONAL, "dtype"}]
-    if missing := [f"--{flag}" for flag in needed if getattr(args, flag) is None]:
+    needed = {flag for flag, value in toy.items() if value is not None} - recipes.OPTIONAL
+    if missing := [f"--{flag}" for flag in sorted(needed) if getattr(args, flag) is None]:
         words = f"@{args.preset} lacks {' '.join(missing)}.\n  Add them to it, or name a recipe"
         raise Refused("incomplete-recipe", f"{words} with --preset, which @FILE then overrides.")
 

@@ -45,7 +45,7 @@ def read(parser, recipe):
     What is wrong in a file is refused with its line. What begins with toy/ in a recipe lies in the
     folder of this project.
     """
-    found = {}
+    found, place = {}, "TOY" if isinstance(recipe, dict) else recipe
     for number, line in enumerate(lines_of(recipe), 1):
         try:
             words = shlex.split(re.sub(r"(^|\s)#.*", "", line))
@@ -54,7 +54,7 @@ def read(parser, recipe):
             if twice := found.keys() & own.keys():
                 raise ValueError(f"--{twice.pop()} stands above, too.")
         except (ValueError, Refused) as error:
-            raise Refused("flags-file", f"{recipe}, line {number}: {error}") from error
+            raise Refused("flags-file", f"{place}, line {number}: {error}") from error
         found |= own
     return found
 
@@ -62,10 +62,12 @@ def read(parser, recipe):
 def lines_of(recipe):
     """Returns the lines of a flags file, or those that would say what the toy's dict says."""
     if isinstance(recipe, dict):
-        values = {
-            flag: value if isinstance(value, list) else [value] for flag, value in recipe.items()
-        }
-        return [shlex.join([f"--{flag}", *map(str, each)]) for flag, each in values.items()]
+        lines = []
+        for flag, value in recipe.items():
+            values = value if isinstance(value, list) else [value] * (value is not True)
+            if value is not None and value is not False:  # else the flag's own default
+                lines.append(shlex.join([f"--{flag}", *map(str, values)]))
+        return lines
     try:
         return Path(recipe).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -91,35 +93,33 @@ def names(script):
 
 
 def choose(script, given, files):
-    """Returns the name of the recipe that is meant, and in words why: "" if it was named.
+    """Returns the name of the recipe that is taken, and in words why: "" if it was named.
 
     given: {flag: value}, of the command line and of @FILEs. files: those that were named with @.
     """
     if given.get("preset"):
         return given["preset"], ""
-    if files:
-        folders = [Path(file).resolve().parent for file in files]
-        own = [folder.name if folder.parent == FOLDER else "" for folder in folders]
-        return " ".join(name or file for name, file in zip(own, files)), ""
+    if files:  # one of ours goes by its recipe's name
+        ours = {FOLDER / name / f"{script}.flags": name for name in names(script)}
+        return " ".join(ours.get(Path(file).resolve(), file) for file in files), ""
     models = [given.get(f"{role}model_name_or_path") for role in ("", "actor_", "critic_")]
     models = [model for model in models if model]
     for model in models:
         name = records.of_model(model).get("preset")
         if name in names(script):
-            return name, f"as {model} was trained with it"
+            return name, f"{model} was trained with {name}, which is taken here, too"
     if models and FOR_MODELS in names(script):
-        return FOR_MODELS, "as naming a model selects it"
-    return "toy", "as there is no other for this script" if models else "as no model is named"
+        return FOR_MODELS, f"naming a model selects {FOR_MODELS}"
+    return "toy", "no recipe is for models, toy is taken" if models else "no model is named: toy"
 
 
 def note(args):
     """Returns a line for the first lines of a run: which recipe was taken unless it was named."""
-    if not args.declared.why:
-        return ""
     ends = "learning_rate", "lora_dim", "num_train_epochs"
     shown = {flag: value for flag, value in vars(args).items() if flag.endswith(ends) and value}
     numbers = ", ".join(f"{flag} {value}" for flag, value in shown.items())
-    return f"  recipe   {args.preset}, {args.declared.why}: {numbers}; --preset names another\n"
+    why = args.declared.why
+    return f"  recipe   {why}; {numbers}; --preset overrides\n" if why else ""
 
 
 # ---- Rows of all ranks ----
@@ -142,5 +142,4 @@ def rows_note(args, rows_per_step):
     So it is on one rank, and where the ranks do not divide the rows.
     """
     most = (args.rows_of_all_ranks or 0) // getattr(args, "samples_per_prompt", 1)
-    fewer = rows_per_step < most
-    return f" (with another number of ranks up to {most}: docs/runs.md)" if fewer else ""
+    return f" (the recipe's full batch is {most}: docs/runs.md)" if rows_per_step < most else ""

@@ -280,8 +280,8 @@ def test_a_file_of_ones_own(tmp_path, monkeypatch):
     Path("more.flags").write_text("--seed 7\n--max_steps 3")
     args = sft.get_args(["@mine.flags", "@more.flags", "--max_steps", "4"])
     assert (args.seed, args.max_steps) == (7, 4)
-    copy = Path("copy.flags")  # whole, so that nothing is taken from elsewhere
-    copy.write_text((recipes.FOLDER / "opt-1.3b/sft.flags").read_text() + "--lora_alpha 3")
+    whole = Path("copy.flags")  # whole, so that nothing is taken from elsewhere
+    whole.write_text((recipes.FOLDER / "opt-1.3b/sft.flags").read_text() + "--lora_alpha 3")
     args = sft.get_args(["@copy.flags"])
     assert (args.preset, args.lora_dim, args.lora_alpha) == ("copy.flags", 0, 3)
 
@@ -312,6 +312,17 @@ def test_what_is_wrong_in_a_flags_file_is_found_by_file_and_line(
     assert found[0] == rule and re.search(said, found[1], re.S), found
 
 
+def test_a_forks_toy_is_read_as_a_flags_file_is(monkeypatch):
+    """Of any type that a flag has. A flag that does not exist would change nothing, in silence."""
+    more = dict(offload=True, resume=False, dropout=None, zero_stage=3, group_by_length=0)
+    monkeypatch.setattr(sft, "TOY", {**sft.TOY, **more, "columns": "prompt=a b"})
+    args = get_args("sft")
+    assert (args.offload, args.resume, args.dropout, args.group_by_length) == (True, False, None, 0)
+    assert args.columns == {"prompt": "a b"}
+    monkeypatch.setattr(sft, "TOY", {"learning_rat": 1})
+    assert "TOY, line 1" in refusal_of("sft", "--preset toy")[1]
+
+
 def test_a_recipe_for_ppo_names_who_judges(tmp_path):
     """Without a critic's model, GAE has no critic; and no reward model follows from it."""
     recipe = (recipes.FOLDER / "arithmetic/ppo.flags").read_text()
@@ -326,7 +337,7 @@ def test_the_toy_runs_if_no_model_is_named_and_from_any_folder(tmp_path, monkeyp
     assert args.preset == "toy" and args.output_dir == "output/sft"
     assert (declaring.ROOT / "toy/data").samefile(args.data_path[0])
     assert (declaring.ROOT / "toy/model").samefile(args.model_name_or_path)
-    assert recipes.note(args).startswith("  recipe   toy, as no model is named: ")
+    assert recipes.note(args).startswith("  recipe   no model is named: toy; ")
     assert recipes.note(get_args("sft")) == ""  # who names it knows
 
 
@@ -334,7 +345,7 @@ def test_naming_a_model_selects_the_recipe_for_models_and_says_so():
     """It turns LoRA on, with a rate for it."""
     args = get_args("sft", "--model_name_or_path some/model --learning_rate 1e-4", "")
     said = recipes.note(args)
-    assert args.preset == "qwen2.5-0.5b" and "naming a model selects it" in said
+    assert args.preset == "qwen2.5-0.5b" and "naming a model selects qwen2.5-0.5b" in said
     assert "lora_dim 32" in said and "learning_rate 0.0001" in said and "--preset" in said
 
 
@@ -342,7 +353,9 @@ def test_the_next_step_takes_the_preset_of_the_folder_that_it_starts_from(tmp_pa
     (tmp_path / "args.json").write_text('{"preset": "opt-1.3b"}')
     (tmp_path / "config.json").write_text("{}")
     args = get_args("reward", f"--model_name_or_path {tmp_path}", "")
-    assert args.preset == "opt-1.3b" and f"as {tmp_path} was trained" in recipes.note(args)
+    assert args.preset == "opt-1.3b" and f"{tmp_path} was trained with opt-1.3b" in recipes.note(
+        args
+    )
     args = get_args("reward", f"--model_name_or_path {tmp_path} --preset toy", "")
     assert args.preset == "toy"
 
@@ -385,7 +398,7 @@ def test_the_toy_has_the_rows_of_two_ranks_and_says_where_it_has_not(monkeypatch
     pretend(monkeypatch, WORLD_SIZE=str(count))
     args = get_args("sft")
     assert args.per_device_train_batch_size * count == rows
-    assert ("up to 48" in recipes.rows_note(args, rows)) == (rows < 48)
+    assert ("is 48" in recipes.rows_note(args, rows)) == (rows < 48)
     own = get_args("sft", "--per_device_train_batch_size 5")
     assert own.per_device_train_batch_size == 5 and recipes.rows_note(own, 5) == ""
     asked = get_args("sft", "--per_device_train_batch_size 24 --rows_of_all_ranks 24")
@@ -412,9 +425,14 @@ def test_what_ppos_flags_leave_open_follows_from_others():
     assert get_args("ppo", "--eval_ema 1 --enable_ema 0").enable_ema  # to have one to evaluate
 
 
-def test_filters_of_sampling_say_what_they_do_to_kl(capsys):
-    get_args("ppo", "--top_p 0.9")
-    assert "KL" in capsys.readouterr().out
+def test_filters_of_sampling_say_what_they_do_to_kl(capsys, tmp_path):
+    """Also those of a recipe."""
+    (tmp_path / "mine.flags").write_text("--top_p 0.9")
+    for flags in ("--top_p 0.9", f"@{tmp_path}/mine.flags"):
+        get_args("ppo", flags)
+        assert "--top_p: KL" in capsys.readouterr().out
+    get_args("ppo", "--top_p 1")
+    assert capsys.readouterr().out == ""
 
 
 def test_decoding_is_compiled_on_cuda_where_models_are_whole(monkeypatch):
