@@ -1,8 +1,8 @@
 """Recipes: the flags that a run takes besides those of its command line.
 
 A recipe is a flags file: one flag a line, and `#` begins a comment. --preset NAME takes
-recipes/NAME/SCRIPT.flags, and @FILE any other file. Of the toy each script holds its own, a dict.
-What is read first is overridden by what is read later: recipe, then @FILE, then command line.
+recipes/NAME/SCRIPT.flags. The toy is a dict, TOY, in each script. The flags of @FILE, any other
+such file, override the recipe's, and the command line overrides both, wherever a flag stands.
 """
 
 import re
@@ -18,8 +18,6 @@ FOR_MODELS = "qwen2.5-0.5b"  # taken where a model is named, and no recipe
 ROWS = {f"per_device_{work}_batch_size" for work in ("train", "generation", "training")}
 # A flag that goes with others of its recipe: it is dropped where one of them is given later.
 GOES_WITH = {"gold_fn": {"data_path"}, "rows_of_all_ranks": ROWS}
-# What the toy names, and a complete recipe may leave out. Of a critic the rules know more.
-OPTIONAL = {*GOES_WITH, "critic_model_name_or_path", "critic_learning_rate"}
 
 
 # ---- Reading ----
@@ -92,17 +90,14 @@ def names(script):
     return ["toy", *sorted(file.parent.name for file in FOLDER.glob(f"*/{script}.flags"))]
 
 
-def choose(script, given, files):
+def choose(script, stated):
     """Returns the name of the recipe that is taken, and in words why: "" if it was named.
 
-    given: {flag: value}, of the command line and of @FILEs. files: those that were named with @.
+    stated: {flag: value}, of the command line and of @FILEs.
     """
-    if given.get("preset"):
-        return given["preset"], ""
-    if files:  # one of ours goes by its recipe's name
-        ours = {FOLDER / name / f"{script}.flags": name for name in names(script)}
-        return " ".join(ours.get(Path(file).resolve(), file) for file in files), ""
-    models = [given.get(f"{role}model_name_or_path") for role in ("", "actor_", "critic_")]
+    if stated.get("preset"):
+        return stated["preset"], ""
+    models = [stated.get(f"{role}model_name_or_path") for role in ("", "actor_", "critic_")]
     models = [model for model in models if model]
     for model in models:
         name = records.of_model(model).get("preset")
