@@ -14,7 +14,7 @@ that the loss covers: here the longest response ('-' is padding).
     row 0        x0   x1   x2 | y0   y1   eos        loss looks at the last R columns of all rows,
     row 1        -    x0   x1   x2 | y0   eos        masked: row 1's mask is 0 1 1
     logits at column t predict column t+1, so columns T-R-1 .. T-2 predict the last R
-    (common.Layout.predicts), and logits are made for those alone that the mask marks: (M, V),
+    (common.Layout.logit_places), and logits are made for those alone that the mask marks: (M, V),
     here M = 3 + 2
 """
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import common
-from helpers import checks, judging, samples
+from helpers import checks, evaluation, judging
 from machinery.base import ranks
 from machinery.base.refused import program
 from machinery.data import batching
@@ -188,6 +188,11 @@ class MicroBatch(common.Layout):
     loss_mask: Tensor  # (B, R) 1 on the tokens that the loss covers
     row_weight: Tensor  # (B,) 1, or 0 for a filler: a row that only fills up the last batch
 
+    def counts(self):
+        """Tokens, rows, and tokens with logits, without fillers: for the run's speed."""
+        tokens = (self.real_tokens * self.row_weight).sum()
+        return tokens, self.row_weight.sum(), self.loss_mask.sum()
+
 
 def collate(rows, pad_id):
     """Lays out B rows (dicts, see part 1 of main) in a MicroBatch.
@@ -258,11 +263,11 @@ def main():
 
     def evaluate_at(step):
         metrics = evaluate(args, engine, held_out, collate_rows)
-        return metrics | samples.answer_and_keep(run, engine, tokenizer, held_out, step, gold)
+        return metrics | evaluation.answer_and_keep(run, engine, tokenizer, held_out, step, gold)
 
     # ---- 3 train ----
     # `steps` evaluates at the start, or goes on from a checkpoint; it saves checkpoints.
-    for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
+    for _, micro_batches in run.steps({"model": engine}, evaluate_at, COLUMNS, collate_rows):
         # The loss is a mean over all tokens that it covers: of all micro-batches and all ranks.
         tokens = ranks.all_sum(sum(batch.loss_mask.sum() for batch in micro_batches)).item()
         loss_total = torch.zeros((), device=ranks.device())
@@ -273,7 +278,8 @@ def main():
             engine.backward(loss_sum * common.loss_scale(engine, tokens))
             engine.step()  # moves the weights at the step's last micro-batch only
             loss_total += loss_sum.detach()
-        run.log({"loss": ranks.all_sum(loss_total).item() / tokens})  # and evaluates, when due
+        # The run logs the step, and evaluates when that is due.
+        run.log({"loss": ranks.all_sum(loss_total).item() / tokens}, micro_batches)
 
     # ---- 4 save ----
     run.save(engine, tokenizer)

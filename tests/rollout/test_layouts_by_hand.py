@@ -35,7 +35,7 @@ def test_a_position_is_the_number_of_real_tokens_before():
     """However much padding stands there: or padding would change what a model says."""
     layout = common.last_columns(*common.pad([[5, 6, 7], [8, 9]], 0), count=2)
     assert layout["positions"].tolist() == [[0, 1, 2], [0, 0, 1]]
-    assert layout["predicts"].tolist() == [[0, 1], [3, 4]]  # of a place in 2 x 3
+    assert layout["logit_places"].tolist() == [[0, 1], [3, 4]]  # of a place in 2 x 3
     assert layout["real_tokens"].tolist() == [3, 2]
 
 
@@ -86,7 +86,7 @@ def test_prompts_are_padded_left_and_responses_right():
     assert batch.ids.tolist() == [[7, 8, 9, 5, E, 0], [0, 0, 9, 5, 6, E]]
     assert batch.mask.tolist() == [[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 4], [0, 0, 0, 1, 2, 3]]
-    assert batch.predicts.tolist() == [[2, 3, 4], [6 + 2, 6 + 3, 6 + 4]]
+    assert batch.logit_places.tolist() == [[2, 3, 4], [6 + 2, 6 + 3, 6 + 4]]
 
 
 def test_a_filler_is_seen_by_the_model_and_counts_nowhere():
@@ -111,8 +111,8 @@ def test_responses_to_one_prompt_in_one_row():
     assert batch.ids.tolist() == [[7, 8, 9, 5, 6, E, 9, E]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5, 2, 3]]
     mask = batch.response_mask > 0
-    assert batch.predicts[mask].tolist() == [2, 3, 4, 6]
-    assert batch.ids.flatten()[batch.predicts[mask] + 1].tolist() == [5, 6, E, E]
+    assert batch.logit_places[mask].tolist() == [2, 3, 4, 6]
+    assert batch.ids.flatten()[batch.logit_places[mask] + 1].tolist() == [5, 6, E, E]
 
 
 def test_who_attends_to_whom_in_a_shared_row():
@@ -187,7 +187,7 @@ def test_sft_covers_the_response_and_its_eos():
     for pad in (0, E):  # a mask made by `ids != pad` would never teach EOS
         batch = collated(pad=pad)
         assert batch.loss_mask.tolist() == [[1, 1, 1], [0, 1, 1], [0, 0, 0]]
-        assert batch.ids.flatten()[batch.predicts + 1].tolist() == batch.ids[:, -3:].tolist()
+        assert batch.ids.flatten()[batch.logit_places + 1].tolist() == batch.ids[:, -3:].tolist()
     counted = Run.count_tokens(SimpleNamespace(micro_batches=[batch]))
     assert counted == [6 + 5, 2, 3 + 2]  # tokens, rows, and tokens that get logits
     assert collated((1, 1, 1)).loss_mask.tolist() == [[1] * 5, [0] + [1] * 4, [0] * 5]
