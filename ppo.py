@@ -843,6 +843,24 @@ def score_actor(args, actor, batch):
         batch.kept["actor"] = logprobs, entropy
 
 
+def forwards_of_score(args, sizes, dropout):
+    """Which forwards of part 4 serve the update, too. Returns keeps_graphs, scores_actor.
+
+    If a rollout makes one update, no weight moves between the forward that scores it and the one
+    that trains. Without dropout the two are the same, so one of them is enough:
+
+    keeps_graphs    with one micro-batch the forwards that score keep their graphs, and the update
+                    trains on them. There is no room for several graphs; nor, with checkpointing,
+                    for one. On two CPU cores 5.1 samples/s, and 4.15 without (bench/bench.py)
+    scores_actor    False where nothing before the update needs the actor's log-probs, as KL in the
+                    reward does: then those of the update are the old ones, of any micro-batches
+    """
+    one_update = sizes.updates == 1 and not dropout
+    keeps_graphs = one_update and sizes.micro_batches == 1 and not args.gradient_checkpointing
+    kl_in_reward = args.kl_coef > 0 and args.kl_in == "reward"
+    return keeps_graphs, kl_in_reward or not one_update
+
+
 @torch.no_grad()
 def answered(args, models, tokenizer, requests):
     """Parts 3 and 4 for held-out requests, as evaluation and microscope want them: micro-batches.
@@ -1038,16 +1056,9 @@ def main():
         micro_batches = answered(args, models, tokenizer, requests)
         return evaluation.report(run, step, micro_batches, args.eval_samples)
 
-    # If a rollout makes one update, no weight moves between the forward that scores it and the one
-    # that trains: without dropout they are the same. So they need not both be made. In the first
-    # step of this process they are, and the checks below compare them.
-    one_update = sizes.updates == 1 and not any(map(model_folders.has_dropout, engines.values()))
-    # Where there is one micro-batch, the forwards that score keep their graphs, and the update
-    # trains on them. (It has no room for several graphs; nor, with checkpointing, for one.)
-    keeps_graphs = one_update and sizes.micro_batches == 1 and not args.gradient_checkpointing
-    # Where nothing before the update needs the actor's log-probs, the update's are the old ones.
-    kl_in_reward = bool(args.kl_coef) and args.kl_in == "reward"
-    scores_actor = kl_in_reward or not one_update
+    dropout = any(map(model_folders.has_dropout, engines.values()))
+    keeps_graphs, scores_actor = forwards_of_score(args, sizes, dropout)
+    # In the first step of this process no forward is spared, and the checks compare them.
     clock, first = metrics.Clock(), True
     # run.steps evaluates once before the first step, or resumes. For each step it draws rows of
     # `train`; run.log below evaluates when due, and after the loop's body it saves when due.

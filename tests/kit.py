@@ -464,7 +464,7 @@ def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxs
     import ppo
     from helpers import decoding
 
-    off = dict(temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=[])
+    off = dict(temperature=1.0, top_k=0, top_p=1.0, stop=[])
     off |= dict(compile_decoding=0, rollout_batch_size=9, max_prompt_seq_len=ids.shape[1])
     off |= dict(max_answer_seq_len=uniforms.shape[1])
     args = types.SimpleNamespace(**{**off, **options})
@@ -484,7 +484,7 @@ def uniforms(rows, count, step=0):
     from helpers import decoding
 
     keys = [{"row": row, "sample": 0} for row in range(rows)]
-    return decoding.row_uniforms(1, step, keys, count)
+    return decoding.uniforms_of(1, step, keys, count)
 
 
 if __name__ == "__main__":

@@ -45,12 +45,12 @@ def four_models(args):
     """Returns the models of ppo.py. With LoRA the reference takes no memory of its own."""
     rows, logits = args.per_device_training_batch_size, args.max_answer_seq_len
     own = declaring.of_role(args, "actor")
-    actor = memory.Model(own, rows, with_logits=logits, kept=one_pass(args, own))
+    actor = memory.Model(own, rows, with_logits=logits, kept=keeps_graph(args, own))
     actor.generates = args.rollout_batch_size
     models = [actor]
     if args.has_critic:
         own = declaring.of_role(args, "critic")
-        models.append(memory.Model(own, rows, head=True, kept=one_pass(args, own)))
+        models.append(memory.Model(own, rows, head=True, kept=keeps_graph(args, own)))
     if args.has_reference and not args.actor_lora_dim:
         own = declaring.of_role(args, "actor", dropout=0.0)
         models.append(memory.Model(own, rows, trains=False, with_logits=logits))
@@ -60,7 +60,7 @@ def four_models(args):
     return models
 
 
-def one_pass(args, own):
+def keeps_graph(args, own):
     """Returns whether the forward that scores a rollout also trains on it.
 
     own: the flags of the model.
@@ -69,7 +69,7 @@ def one_pass(args, own):
     if dropout is None:
         config = model_folders.load_config(own.model_name_or_path, own.trust_remote_code)
         dropout = max(model_folders.own_dropout(config).values(), default=0)
-    return ppo.shares_pass(args) and not dropout
+    return ppo.forwards_of_score(args, ppo.Sizes(args), dropout)[0]
 
 
 SCRIPTS = {"sft": (sft, language_model), "reward": (reward, value_model), "ppo": (ppo, four_models)}

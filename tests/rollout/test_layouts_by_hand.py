@@ -4,6 +4,7 @@ In every picture: x is a prompt's token, y a response's token, E the end-of-sequ
 and - padding.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,6 @@ import ppo
 import reward
 import sft
 from helpers import shared_prompts
-from machinery.run.run import Run
 
 E = 1  # EOS
 
@@ -70,7 +70,7 @@ def test_the_score_is_placed_on_eos_whatever_padding_is(pad):
     for row, (_, _, slot) in zip(values, RESPONSES.values()):
         row[2 + slot] = 2.0
     scores = ppo.reward_model_scores(lambda *layout: values, batch)
-    rewards = ppo.token_rewards(scores, torch.zeros(4, 4), batch.response_mask, 0.1, 5.0)
+    rewards = ppo.token_rewards(scores, torch.zeros(4, 4), batch.response_mask, 0.1)
     for b, (name, (ids, mask, slot)) in enumerate(RESPONSES.items()):
         assert batch.ids[b].tolist() == [9, 9] + ids + [pad] * (4 - len(ids)), name
         assert batch.response_mask[b].tolist() == mask, name
@@ -107,7 +107,7 @@ def test_responses_to_one_prompt_in_one_row():
     """x x | x y y E | x E: each response has a copy of the prompt's last token, which predicts its
     first. Positions go on from the prompt for both."""
     rows = [response([5, 6, E], prompt=[7, 8, 9]), response([E], prompt=[7, 8, 9])]
-    batch = laid_out(*rows, pack=shared_prompts.packing(2))
+    batch = laid_out(*rows, pack=partial(shared_prompts.shared_rows, together=2))
     assert batch.ids.tolist() == [[7, 8, 9, 5, 6, E, 9, E]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5, 2, 3]]
     mask = batch.response_mask > 0
@@ -163,7 +163,7 @@ def test_a_pair_is_scored_at_both_ends(pack, ids, chosen, rejected, tokens):
     assert batch.ids.tolist() == ids and batch.row_weight.tolist() == [1, 0]
     scores = reward.score_pairs(lambda ids, mask, positions: ids * 100 + positions, batch)
     assert [part.tolist() for part in scores] == [chosen, rejected]
-    assert Run.count_tokens(SimpleNamespace(micro_batches=[batch]))[0] == tokens
+    assert batch.counts()[0] == tokens
 
 
 # --------------------------------------------------------------------------------------------------
@@ -188,7 +188,6 @@ def test_sft_covers_the_response_and_its_eos():
         batch = collated(pad=pad)
         assert batch.loss_mask.tolist() == [[1, 1, 1], [0, 1, 1], [0, 0, 0]]
         assert batch.ids.flatten()[batch.logit_places + 1].tolist() == batch.ids[:, -3:].tolist()
-    counted = Run.count_tokens(SimpleNamespace(micro_batches=[batch]))
-    assert counted == [6 + 5, 2, 3 + 2]  # tokens, rows, and tokens that get logits
+    assert [*batch.counts()] == [6 + 5, 2, 3 + 2]  # tokens, rows, and tokens that get logits
     assert collated((1, 1, 1)).loss_mask.tolist() == [[1] * 5, [0] + [1] * 4, [0] * 5]
     assert collated((0, 1, 0)).loss_mask.tolist() == [[1, 0, 1, 1, 1], [0, 1, 0, 1, 1], [0] * 5]

@@ -17,7 +17,7 @@ import ppo
 import reward
 import sft
 from machinery.base.refused import program
-from machinery.flags import declaring, ppo_flags, rules
+from machinery.flags import declaring, rules
 from tests import kit
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
@@ -284,10 +284,9 @@ def test_what_ppos_flags_leave_open_follows_from_others():
     assert args.reward_model_name_or_path == [args.critic_model_name_or_path]
     assert args.max_seq_len == 32 + 48 and args.rollout_batch_size == 64
     assert get_args("ppo", "--reward_fn f.py:f").reward_model_name_or_path == []
-    sizes = ppo_flags.Sizes(args)
-    assert (sizes.prompts, sizes.generation_batches, sizes.responses) == (32, 2, 64)
-    assert sizes.updates == 1
-    assert get_args("ppo", "--eval_ema 1 --enable_ema 0").enable_ema  # to have one to evaluate
+    sizes = ppo.Sizes(args)
+    assert (sizes.prompts, sizes.batches_per_step, sizes.responses) == (32, 2, 64)
+    assert (sizes.micro_batches, sizes.updates) == (2, 1)
 
 
 def test_filters_of_sampling_say_what_they_do_to_kl(capsys):
