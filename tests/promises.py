@@ -1,0 +1,345 @@
+"""All that is refused and all that is promised, a line a case. tests/test_promises.py walks through.
+
+Only the outside stands here: command lines, files, exit codes, names of rules (Refused.rule), words
+on the screen, output files, metrics. A change of what lies inside passes both files unchanged. A
+line that has to change is a change of what users rely on: say so where the change is described.
+
+A case is a command as one types it: NAME=VALUE is the environment's (of
+RANKS, DEVICE, NVCC, COMPILER, DEEPSPEED and APART see kit.start), then the program and its flags. `of` makes the cases of a
+table. They start in the box, a folder that tests/test_promises.py fills.
+"""
+
+
+def of(table):
+    """Returns [[rule, command, words], ...] of a table's lines: RULE | COMMAND | WORDS.
+
+    words: what the message must hold beside one of the flags that were given. It may be absent.
+    """
+    lines = [line.strip() for line in table.splitlines()]
+    cells = [line.split(" | ") for line in lines if line and not line.startswith("#")]
+    return [[*map(str.strip, [*line, ""][:3])] for line in cells]
+
+
+# --------------------------------------------------------------------------------------------------
+# Refused: exit code 2, one message without a traceback, and nothing is changed
+# --------------------------------------------------------------------------------------------------
+# By their flags. The data that these commands name are not there: a flag comes first.
+FLAGS = """
+wrong-flag | sft --learning_speed 1
+wrong-flag | sft --learning_rat 1 | --learning_rate
+# no guessing from abbreviations
+wrong-flag | sft --learning 1
+# step 3 has the actor's and the critic's
+wrong-flag | ppo --learning_rate 1e-5
+wrong-flag | ppo --kl_estimator k4
+wrong-flag | sft --columns prompt
+wrong-flag | sft --preset nope | toy
+wrong-flag | sft --dtype fp8 | bf16
+wrong-flag | sft --zero_stage 4
+wrong-flag | ppo --advantage best
+wrong-flag | tools.estimate ppo.py --devices many
+wrong-flag | tools.export | checkpoint
+wrong-flag | tools.talk actor --template question | {}
+how-many | sft --data_split 2,4
+how-many | sft --adam_betas 0.9
+out-of-range | sft --max_seq_len 1
+out-of-range | sft --adam_betas nan,0.9
+out-of-range | sft --learning_rate inf
+out-of-range | sft --learning_rate nan
+out-of-range | sft --per_device_train_batch_size 0
+out-of-range | sft --seed 4294967296
+# it trains nothing
+out-of-range | sft --lora_dim 4 --lora_alpha 0
+out-of-range | ppo --top_p 0
+out-of-range | ppo --critic_dropout 1.5
+ds-config | sft --ds_config no-such-file.json
+ds-config | sft --ds_config wrong.json
+ds-config | sft --ds_config half.json
+ds-config-flag | sft --ds_config decided.json | zero_optimization.stage
+# what this hardware, or DeepSpeed, cannot do
+gpu-only | sft --dtype fp16
+gpu-only | sft --deepcompile
+gpu-only | DEVICE=cuda NVCC=0 sft --deepcompile
+zero-only | sft --adam_offload --zero_stage 0
+zero-only | DEVICE=cuda sft --deepcompile --zero_stage 0
+zero-only | sft --offload
+tensor-parallel | RANKS=2 sft --tensor_parallel_size 2 --dtype fp32
+tensor-parallel | RANKS=2 sft --tensor_parallel_size 3 --dtype bf16
+tensor-parallel | RANKS=2 sft --tensor_parallel_size 2 --dtype bf16 --lora_dim 4
+old-deepspeed | DEEPSPEED=0.18.5 sft --adam_offload --zero_stage 1 --dtype bf16
+old-deepspeed | DEEPSPEED=0.18.5 sft --lora_dim 4 --gradient_checkpointing --zero_stage 3
+old-deepspeed | DEEPSPEED=0.18.5 RANKS=2 sft --tensor_parallel_size 2 --dtype bf16
+old-deepspeed | DEEPSPEED=0.18.5 RANKS=2 ppo --tensor_parallel_size 2 --dtype bf16
+# PPO's own
+batches-divide | ppo --per_device_training_batch_size 3 --allow_unstable 1
+batches-divide | ppo --samples_per_prompt 5
+group-of-one | ppo --advantage rloo
+group-of-one | ppo --advantage grpo
+unstable | ppo --per_device_training_batch_size 1
+unstable | ppo --ppo_epochs 2
+unstable | ppo --generation_batches 2
+k1-in-loss | ppo --kl_in loss --kl_estimator k1
+kl-target-without-kl | ppo --kl_target 2 --kl_coef 0
+# a text of no letters is in every response, which would have one token
+empty-stop | ppo --stop ''
+empty-stop | ppo --stop . ''
+empty-stop | tools.talk actor --stop ''
+normalize-reward | ppo --normalize_reward 1 --reward_fn score.py:length
+normalize-reward | ppo --normalize_reward 1 --reward_model_name_or_path judge measured
+deepcompile-in-ppo | DEVICE=cuda ppo --deepcompile --zero_stage 2
+compile-decoding-shards | ppo --compile_decoding 1 --zero_stage 3
+state-offload | ppo --offload_states --zero_stage 1 --dtype bf16
+state-offload | ppo --offload_states --zero_stage 3 --offload
+# how ranks find each other
+no-master-address | SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=2 sft | MASTER_ADDR
+"""
+
+# The neighbours of what is refused by its flags: these are taken, and then miss their data.
+TAKEN = """
+RANKS=2 sft --tensor_parallel_size 2 --dtype bf16 --zero_stage 3
+sft --offload --adam_offload --zero_stage 3
+sft --lora_dim 4 --gradient_checkpointing --zero_stage 3
+sft --learning_rate=0
+ppo --offload_states --zero_stage 3 --dtype bf16
+ppo --offload_states --zero_stage 1
+ppo --offload_states --zero_stage 0 --actor_zero_stage 2 --critic_zero_stage 3
+# states that live on the CPU do not move
+ppo --offload_states --adam_offload
+ppo --advantage grpo --samples_per_prompt 4 --kl_in loss
+ppo --allow_unstable 1 --ppo_epochs 2 --generation_batches 2
+ppo --stop '\\n' END
+ppo --stop ' '
+ppo --kl_target 2 --kl_coef 0.1
+"""
+
+# By what the commands name, before any model is loaded.
+FILES = """
+# data: a file's place, and what it is to hold
+unreadable-data | sft --data_path colums.jsonl | columns.jsonl
+unreadable-data | sft --data_path '' | No such file
+unreadable-data | sft --data_path only | test
+unreadable-data | sft --data_path nothing | nothing
+unreadable-data | sft --data_path good cut.jsonl | cut.jsonl, line 2:
+unreadable-data | sft --data_path control.jsonl | control.jsonl, line 2:
+unreadable-data | sft --data_path half.jsonl | half.jsonl, line 2:
+unreadable-data | sft --data_path latin.jsonl | latin.jsonl, line 2:
+unreadable-data | sft --data_path latin.parquet | Invalid UTF8 sequence at string index 0
+unreadable-data | sft --data_path list.jsonl | list.jsonl, line 1: no JSON object
+unreadable-data | sft --data_path rows.txt | .jsonl, .json, .csv, .parquet
+unreadable-data | sft --data_path empty.jsonl | empty.jsonl is empty
+unreadable-data | sft --data_path cells.csv | cells.csv, line 3:
+unreadable-data | tools.talk actor --prompts cut.jsonl | cut.jsonl, line 2:
+unknown-columns | sft --data_path columns.jsonl | question
+unknown-columns | reward --data_path answers.jsonl | chosen
+unknown-columns | ppo --data_path columns.jsonl | prompt
+no-such-column | sft --columns prompt=question,response=reply | has only
+no-such-column | sft --data_path columns.jsonl --columns prompt=question,response=no | has only
+bad-row | sft --data_path number.jsonl | number.jsonl, line 2:
+bad-row | reward --data_path pair_of_number.jsonl | pair_of_number.jsonl, line 2:
+bad-row | sft --data_path image.jsonl | image.jsonl, line 2:
+bad-row | reward --data_path users_turn.jsonl | users_turn.jsonl, line 2:
+bad-row | reward --data_path two_prompts.jsonl | two_prompts.jsonl, line 2:
+chat-template | sft --data_path chat | no chat template
+chat-template | sft --model_name_or_path thinking --data_path chat | --train_on last
+no-rows-left | sft --data_split 0,4,4 | --data_split
+no-rows-left | sft --data_split 0,0,0 | --data_split
+no-rows-left | reward --data_path alike | dropped
+no-rows | tools.talk actor --prompts blank.jsonl | blank.jsonl
+# models: what a folder must hold
+no-such-model | sft --model_name_or_path ./good/modle | good/modle
+no-such-model | sft --model_name_or_path cut_tokenizer | cut_tokenizer
+no-such-model | sft --model_name_or_path cut_config | cut_config
+no-such-model | ppo --actor_model_name_or_path missing/actor | missing/actor
+no-weights | ppo --actor_model_name_or_path scratch | scratch
+no-weights | ppo --critic_model_name_or_path scratch | scratch
+no-weights | sft --lora_dim 4 --model_name_or_path scratch | scratch
+no-weights | sft --model_name_or_path no_base | adapter_config.json
+no-weights | ppo --reward_model_name_or_path no_base | adapter_config.json
+no-weights | tools.talk scratch | scratch
+cannot-write | sft --model_name_or_path judge | judge
+cannot-write | ppo --actor_model_name_or_path judge | judge
+cannot-write | tools.talk judge | judge
+cannot-score | ppo --reward_model_name_or_path actor | actor
+cannot-score | tools.talk actor --reward actor | actor
+# an encoder sees the tokens that it is to predict: BERT and its like, with weights and without
+encoder | sft --model_name_or_path bert | bert
+encoder | sft --model_name_or_path bert_from_scratch | bert
+encoder | sft --model_name_or_path roberta | roberta
+encoder | reward --model_name_or_path bert | bert
+encoder | ppo --actor_model_name_or_path bert | bert
+encoder | ppo --reward_model_name_or_path bert | bert
+encoder | tools.talk bert | bert
+too-long | sft --model_name_or_path actor --max_seq_len 257 | 256
+too-long | ppo --max_prompt_seq_len 200 --max_answer_seq_len 57 | 256
+no-eos | sft --model_name_or_path endless | eos_token
+vocabulary-too-large | sft --model_name_or_path narrow | narrow
+other-vocabulary | ppo --critic_model_name_or_path other | other
+other-vocabulary | ppo --reward_model_name_or_path judge other | other
+# another end of a response
+other-vocabulary | ppo --reward_model_name_or_path instruct | instruct
+no-score-statistics | ppo --normalize_reward 1 | score_statistics
+cannot-split-layers | RANKS=2 sft --model_name_or_path odd --tensor_parallel_size 2 --dtype bf16 | 3
+# functions of the user's
+function-file | ppo --reward_fn missing.py:length | missing.py
+function-file | ppo --reward_fn score.py | score.py
+function-file | sft --gold_fn missing.py:length | missing.py
+function-columns | ppo --reward_fn score.py:length score.py:lenght | lenght
+function-columns | ppo --reward_fn score.py:narrow | narrow(prompts, completions, **columns)
+# where the run would go
+output-taken | sft --output_dir done | done
+output-taken | sft --output_dir foreign | foreign
+output-taken | sft --output_dir foreign --overwrite | foreign
+output-taken | sft --output_dir finished | finished
+output-taken | sft --output_dir damaged --overwrite | damaged
+output-unusable | sft --output_dir score.py | score.py
+output-unusable | sft --output_dir link | link
+no-args-json | reward --resume | --resume
+no-args-json | sft --output_dir damaged --resume | args.json
+no-args-json | sft --output_dir strange --resume | args.json
+run-finished | sft --output_dir finished --resume | finished
+flag-changed | sft --output_dir stopped --resume --seed 5 | --seed
+flag-changed | sft --output_dir stopped --resume --max_seq_len 63 | --max_seq_len
+flag-changed | sft --output_dir stopped --resume --lora_dim 2 | --lora_dim
+flag-changed | sft --output_dir stopped --resume --data_split 1,0,1 | --data_split
+flag-changed | sft --output_dir stopped --resume --data_path only | --data_path
+flag-changed | sft --output_dir stopped --resume --lr_scheduler_type linear | --lr_scheduler_type
+flag-changed | sft --output_dir stopped --resume --keep_best eval_loss | --keep_best
+flag-changed | sft --output_dir stopped --resume --model_name_or_path other | --model_name_or_path
+flag-changed | ppo --output_dir ppo_stopped --resume --top_p 0.9 | --top_p
+flag-changed | ppo --output_dir ppo_stopped --resume --reward_fn score.py:words | --reward_fn
+flag-changed | ppo --output_dir ppo_stopped --resume --kl_in loss | --kl_
+flag-changed | ppo --output_dir ppo_stopped --resume --num_eval_prompts 2 | --num_eval_prompts
+flag-changed | ppo --output_dir ppo_stopped --resume --gold_fn score.py:length | --gold_fn
+# tools
+no-model | tools.talk | --score
+no-model | tools.talk actor --score answers.jsonl | --score
+score-needs-reward | tools.talk --score answers.jsonl | --reward
+out-file | tools.talk actor --out new.jsonl | --prompts
+out-file | tools.talk actor --prompts answers.jsonl --out answers.jsonl | answers.jsonl
+no-folder | tools.look gone | gone
+no-run | tools.look nothing | nothing
+foreign-page | tools.look finished --out score.py | score.py
+no-checkpoint | tools.export gone/checkpoints/step-1 | manifest.json
+no-checkpoint | tools.export broken/checkpoints/step-2 | rank0.pt
+no-run | tools.export alone/checkpoints/step-2 | args.json
+target-in-use | tools.export stopped/checkpoints/step-2 --to good | good
+target-in-use | tools.export stopped/checkpoints/step-2 --to score.py | score.py
+target-in-use | tools.export stopped/checkpoints/step-2 --to stopped/checkpoints/new | checkpoints
+target-in-use | tools.export stopped/checkpoints/step-2 --to '' | --to
+empty-stop | tools.estimate ppo.py --stop '' | --stop
+encoder | tools.estimate sft.py --model_name_or_path bert | bert
+"""
+
+# By weights, rows and checkpoints as they are read. Nothing is changed.
+WEIGHTS = """
+unreadable-weights | sft --model_name_or_path cut_weights | cut_weights
+unreadable-weights | sft --model_name_or_path no_shards | no_shards
+unreadable-weights | sft --model_name_or_path gguf | gguf
+missing-weights | sft --model_name_or_path headless | lm_head
+missing-weights | ppo --reward_model_name_or_path scoreless | scoreless
+# it does not look at the mask of padding
+padding-changes-a-row | sft --model_name_or_path rwkv | rwkv
+# its tokens are others in a cache of fixed shapes
+compile-decoding | ppo --actor_model_name_or_path mamba --compile_decoding 1 | tokens of a try
+ranks-differ | RANKS=2 APART=1 sft --model_name_or_path ../actor | rank 1
+adam-not-built | COMPILER=0 sft --adam_offload | compiler
+# checkpoints
+beyond-last-step | sft --output_dir stopped --resume --max_steps 1 | --max_steps 2
+no-checkpoint-whole | sft --output_dir broken --resume | broken/checkpoints
+resume-another | sft --output_dir stopped --resume --data_path changed/good | data_fingerprint
+resume-another | ppo --output_dir ppo_stopped --resume --reward_model_name_or_path changed/judge | frozen_models
+resume-another | sft --output_dir stopped --resume --per_device_train_batch_size 1 | rows_per_step
+resume-shape | sft --output_dir stopped --resume --zero_stage 0 | stages
+another-model | tools.export replaced/checkpoints/step-2 --to new | deep
+not-exported | tools.export stopped/checkpoints/step-2 --to score.py/new | score.py/new
+prompt-refused | tools.talk actor --template chat --prompts answers.jsonl | actor
+"""
+
+# When a run has begun: what its functions return, and what its evaluations have.
+BEGUN = """
+keep-best-unknown | sft --keep_best loss | eval_loss
+keep-best-unknown | reward --keep_best eval_accuracy_ci | eval_accuracy
+function-returns | ppo --reward_fn returns.py:nothing | NoneType
+# a dict for the whole batch: a loop over it gives its keys
+function-returns | ppo --reward_fn returns.py:batch | dict
+function-returns | ppo --reward_fn returns.py:named | dict
+function-returns | ppo --reward_fn returns.py:letters | str
+function-returns | ppo --reward_fn returns.py:octets | bytes
+function-returns | ppo --reward_fn returns.py:a_set | set
+function-returns | ppo --reward_fn returns.py:one_more | scores for
+function-returns | ppo --reward_fn returns.py:nan | nan
+function-returns | ppo --reward_fn returns.py:huge | 1e+38
+function-returns | ppo --reward_fn returns.py:words | good
+function-returns | ppo --reward_fn returns.py:none_of_one | None
+function-returns | ppo --reward_fn returns.py:too_many_tokens | tokens
+function-returns | ppo --reward_fn returns.py:empty_part | None
+function-returns | ppo --reward_fn returns.py:unlike_parts | parts
+function-returns | ppo --reward_fn returns.py:parts_by_call --gradient_accumulation_steps 2 | parts
+function-returns | ppo --gold_fn returns.py:batch | dict
+function-returns | sft --gold_fn returns.py:batch | dict
+"""
+
+# In a dialogue of tools/talk.py, which goes on: what is typed, and a word of the answer.
+TYPED = """
+no-command | /foo | no command /foo
+no-flag | /set models x | temperature
+wrong-flag | /set temperature hot | hot
+out-of-range | /set temperature 0 | --temperature 0
+nothing-asked | /undo | nothing was asked
+nothing-asked | /retry | nothing was asked
+"""
+
+# Refused, but not here: what a CPU cannot reach by a command, and the test that holds it.
+ELSEWHERE = """
+output-in-use | a second run while one is alive | test_a_living_run_keeps_its_folder
+ranks-differ | folders of two machines | test_a_folder_that_is_not_shared_is_refused
+"""
+
+# --------------------------------------------------------------------------------------------------
+# Stopped: exit code 1, in words, and no model is saved. EXIT_CODE's rule is "".
+# --------------------------------------------------------------------------------------------------
+STOPPED = """
+a loss that is not finite | sft --learning_rate 1e30 --max_grad_norm 0 --max_steps 4 | not finite
+a ratio that is not 1 before the first update | ppo --actor_dropout 0.5 | --actor_dropout 0
+a function that raises | ppo --reward_fn score.py:raises | in raises, for the responses to rows
+a function that ends the program | ppo --reward_fn score.py:leaves | ended the program
+a file that ends the program | ppo --reward_fn leaving.py:f | ended the program
+"""
+
+# --------------------------------------------------------------------------------------------------
+# Promised
+# --------------------------------------------------------------------------------------------------
+# What a run leaves: the script, where, and the files there (of a model without its config files).
+LEFT = """
+sft | . | args.json metrics.jsonl curves.png samples.jsonl README.md config.json model.safetensors
+sft | . | tokenizer.json tokenizer_config.json
+reward | . | args.json metrics.jsonl curves.png judge.jsonl README.md config.json model.safetensors
+reward | . | tokenizer.json tokenizer_config.json
+ppo | . | args.json metrics.jsonl curves.png samples.jsonl tokens.jsonl README.md config.json
+ppo | . | model.safetensors tokenizer.json tokenizer_config.json
+ppo | ema | README.md config.json model.safetensors tokenizer.json tokenizer_config.json
+ppo | critic | README.md config.json model.safetensors tokenizer.json tokenizer_config.json
+"""
+
+# The metrics of a step's line in metrics.jsonl, and of an evaluation's.
+METRICS = """
+sft | step | step epoch loss learning_rate grad_norm tokens_per_second tflops seconds
+sft | evaluation | eval_loss eval_perplexity
+reward | step | step epoch loss learning_rate grad_norm tokens_per_second tflops seconds
+reward | step | accuracy chosen_score rejected_score
+reward | evaluation | eval_accuracy eval_accuracy_ci eval_loss
+ppo | step | step epoch loss learning_rate grad_norm tokens_per_second tflops seconds
+ppo | step | reward kl kl_k3 actor_loss critic_loss approx_kl ratio_max clip_fraction entropy gold
+ppo | step | response_length eos_rate explained_variance advantage_std equal_groups sampling_gap
+ppo | step | generate_seconds score_seconds train_seconds
+ppo | evaluation | eval_reward eval_kl eval_response_length eval_gold
+"""
+
+# What else is promised, and the test that holds it, in this file's walk or by its subject.
+HELD = """
+# exit codes and words
+0 is a run that is done, 2 wrong input, 1 anything else | test_a_chain_of_three_steps
+a rank other than 0 is silent about what rank 0 says | test_only_rank_zero_speaks_at_once
+--help opens with the header and explains all | test_help_opens_with_the_header_and_explains_every_flag
+with --max_steps 0 a run evaluates and ends | test_max_steps_0_evaluates_and_ends
+"""
