@@ -1,12 +1,13 @@
-"""All that is refused and all that is promised, a line a case. tests/test_promises.py walks through.
+"""All that is refused and all that is promised, a line a case.
 
-Only the outside stands here: command lines, files, exit codes, names of rules (Refused.rule), words
-on the screen, output files, metrics. A change of what lies inside passes both files unchanged. A
-line that has to change is a change of what users rely on: say so where the change is described.
+tests/test_promises.py walks through it. Only the outside stands here: command lines, files, exit
+codes, names of rules (Refused.rule), words on the screen, output files, metrics. A change of what
+lies inside passes both files as they are. A line that has to change is a change of what users rely
+on, and what makes the change says so.
 
-A case is a command as one types it: NAME=VALUE is the environment's (of
-RANKS, DEVICE, NVCC, COMPILER, DEEPSPEED and APART see kit.start), then the program and its flags. `of` makes the cases of a
-table. They start in the box, a folder that tests/test_promises.py fills.
+A case is a command as one types it: NAME=VALUE for the environment (RANKS, DEVICE, NVCC, COMPILER,
+DEEPSPEED and APART are pretended: kit.start), the program, its flags. It starts in the box, a
+folder of right and wrong things that tests/test_promises.py fills.
 """
 
 
@@ -207,6 +208,8 @@ flag-changed | sft --output_dir stopped --resume --keep_best eval_loss | --keep_
 flag-changed | sft --output_dir stopped --resume --model_name_or_path other | --model_name_or_path
 flag-changed | ppo --output_dir ppo_stopped --resume --top_p 0.9 | --top_p
 flag-changed | ppo --output_dir ppo_stopped --resume --reward_fn score.py:words | --reward_fn
+flag-changed | ppo --output_dir ppo_stopped --resume \
+    --reward_model_name_or_path measured | --reward_model_name_or_path
 flag-changed | ppo --output_dir ppo_stopped --resume --kl_in loss | --kl_
 flag-changed | ppo --output_dir ppo_stopped --resume --num_eval_prompts 2 | --num_eval_prompts
 flag-changed | ppo --output_dir ppo_stopped --resume --gold_fn score.py:length | --gold_fn
@@ -247,7 +250,8 @@ adam-not-built | COMPILER=0 sft --adam_offload | compiler
 beyond-last-step | sft --output_dir stopped --resume --max_steps 1 | --max_steps 2
 no-checkpoint-whole | sft --output_dir broken --resume | broken/checkpoints
 resume-another | sft --output_dir stopped --resume --data_path changed/good | data_fingerprint
-resume-another | ppo --output_dir ppo_stopped --resume --reward_model_name_or_path changed/judge | frozen_models
+resume-another | ppo --output_dir ppo_stopped --resume \
+    --reward_model_name_or_path changed/judge | frozen_models
 resume-another | sft --output_dir stopped --resume --per_device_train_batch_size 1 | rows_per_step
 resume-shape | sft --output_dir stopped --resume --zero_stage 0 | stages
 another-model | tools.export replaced/checkpoints/step-2 --to new | deep
@@ -289,19 +293,22 @@ nothing-asked | /undo | nothing was asked
 nothing-asked | /retry | nothing was asked
 """
 
-# Refused, but not here: what a CPU cannot reach by a command, and the test that holds it.
+# Refused, but not here: what no command of one process reaches, and the test that holds it.
 ELSEWHERE = """
 output-in-use | a second run while one is alive | test_a_living_run_keeps_its_folder
 ranks-differ | folders of two machines | test_a_folder_that_is_not_shared_is_refused
+padding-changes-a-row | positions or order are ignored | \
+    test_a_model_that_ignores_positions_or_the_mask_is_refused
 """
 
 # --------------------------------------------------------------------------------------------------
-# Stopped: exit code 1, in words, and no model is saved. EXIT_CODE's rule is "".
+# Stopped: exit code 1, in words; what stopped it, and a word of the message
 # --------------------------------------------------------------------------------------------------
 STOPPED = """
 a loss that is not finite | sft --learning_rate 1e30 --max_grad_norm 0 --max_steps 4 | not finite
-a ratio that is not 1 before the first update | ppo --actor_dropout 0.5 | --actor_dropout 0
-a function that raises | ppo --reward_fn score.py:raises | in raises, for the responses to rows
+a ratio that is not 1 before the first update | ppo --actor_dropout 0.5 | off by
+a reward function that raises | ppo --reward_fn score.py:raises | for the responses to rows [
+a gold function that raises | sft --gold_fn score.py:raises | a bug of the user's
 a function that ends the program | ppo --reward_fn score.py:leaves | ended the program
 a file that ends the program | ppo --reward_fn leaving.py:f | ended the program
 """
@@ -309,37 +316,175 @@ a file that ends the program | ppo --reward_fn leaving.py:f | ended the program
 # --------------------------------------------------------------------------------------------------
 # Promised
 # --------------------------------------------------------------------------------------------------
-# What a run leaves: the script, where, and the files there (of a model without its config files).
+# What a step leaves in output/STEP: the folder there, and its files.
 LEFT = """
-sft | . | args.json metrics.jsonl curves.png samples.jsonl README.md config.json model.safetensors
-sft | . | tokenizer.json tokenizer_config.json
-reward | . | args.json metrics.jsonl curves.png judge.jsonl README.md config.json model.safetensors
-reward | . | tokenizer.json tokenizer_config.json
+sft | . | args.json metrics.jsonl curves.png samples.jsonl README.md config.json
+sft | . | model.safetensors tokenizer.json tokenizer_config.json
+reward | . | args.json metrics.jsonl curves.png judge.jsonl README.md config.json
+reward | . | model.safetensors tokenizer.json tokenizer_config.json
 ppo | . | args.json metrics.jsonl curves.png samples.jsonl tokens.jsonl README.md config.json
 ppo | . | model.safetensors tokenizer.json tokenizer_config.json
 ppo | ema | README.md config.json model.safetensors tokenizer.json tokenizer_config.json
 ppo | critic | README.md config.json model.safetensors tokenizer.json tokenizer_config.json
 """
 
-# The metrics of a step's line in metrics.jsonl, and of an evaluation's.
-METRICS = """
+# What the lines of its files hold. Of metrics.jsonl "step" is that of a step, "evaluation" of one
+# that was evaluated, too. args.json is one line.
+KEYS = """
 sft | step | step epoch loss learning_rate grad_norm tokens_per_second tflops seconds
 sft | evaluation | eval_loss eval_perplexity
+sft | samples.jsonl | step prompt response ended
+sft | args.json | learning_rate data_path script versions seed world_size data_fingerprint
 reward | step | step epoch loss learning_rate grad_norm tokens_per_second tflops seconds
 reward | step | accuracy chosen_score rejected_score
-reward | evaluation | eval_accuracy eval_accuracy_ci eval_loss
+reward | evaluation | eval_accuracy eval_accuracy_ci eval_loss eval_chosen_score eval_margin
+reward | judge.jsonl | prompt chosen rejected chosen_score rejected_score place
+reward | args.json | learning_rate data_path script versions seed world_size data_fingerprint
 ppo | step | step epoch loss learning_rate grad_norm tokens_per_second tflops seconds
 ppo | step | reward kl kl_k3 actor_loss critic_loss approx_kl ratio_max clip_fraction entropy gold
-ppo | step | response_length eos_rate explained_variance advantage_std equal_groups sampling_gap
+ppo | step | response_length eos_rate explained_variance advantage_std reward_std sampling_gap
 ppo | step | generate_seconds score_seconds train_seconds
 ppo | evaluation | eval_reward eval_kl eval_response_length eval_gold
+ppo | samples.jsonl | step prompt response reward gold
+ppo | tokens.jsonl | step prompt response tokens
+ppo | args.json | kl_coef data_path script versions seed world_size data_fingerprint
 """
 
-# What else is promised, and the test that holds it, in this file's walk or by its subject.
+# A stopped run goes on, with exit code 0: these flags do not shape it, and folders may have moved.
+RESUMED = """
+sft --output_dir COPY --resume --learning_rate 1e-9 --weight_decay 0.3 --max_grad_norm 0.5
+sft --output_dir COPY --resume --data_path moved/good --model_name_or_path moved/actor
+sft --output_dir COPY --resume --max_steps 3 --save_steps 0 --log_steps 2 --eval_steps 1
+sft --output_dir COPY --resume --per_device_train_batch_size 1 --gradient_accumulation_steps 2
+sft --output_dir COPY --resume --dropout 0.1
+ppo --output_dir COPY --resume --actor_learning_rate 1e-9 --kl_coef 0.3 --max_steps 2
+ppo --output_dir COPY --resume --reward_model_name_or_path moved/judge --max_steps 2
+"""
+
+# What else is promised, and the test that holds it: by its name, wherever it stands.
 HELD = """
-# exit codes and words
-0 is a run that is done, 2 wrong input, 1 anything else | test_a_chain_of_three_steps
-a rank other than 0 is silent about what rank 0 says | test_only_rank_zero_speaks_at_once
---help opens with the header and explains all | test_help_opens_with_the_header_and_explains_every_flag
-with --max_steps 0 a run evaluates and ends | test_max_steps_0_evaluates_and_ends
+# exit codes, words, flags
+0 done, 2 wrong input, 1 anything else | test_each_step_finds_the_one_before
+of several ranks that are refused alike only rank 0 speaks | test_only_rank_zero_speaks_at_once
+--help opens with the header | test_help_opens_with_the_header_and_explains_every_flag
+--max_steps 0 evaluates and ends | test_max_steps_0_evaluates_and_ends
+DeepSpeed-Chat's numbers | test_the_recipe_is_deepspeed_chats_number_for_number
+any flag overrides the preset | test_presets_name_flags_and_any_flag_overrides_them
+a preset's gold score goes with its data | test_a_presets_gold_score_goes_with_its_data
+the device's fast dtype is the default | test_a_cpu_computes_in_fp32
+the launchers: deepspeed | test_deepspeeds_launcher_needs_no_compiler
+two hosts compute what one computes | test_two_hosts_give_the_numbers_of_one
+every command of the pages parses | test_every_command_in_the_docs_parses
+
+# a run is the same, however it is laid out
+ZeRO stages and ranks change no curve | test_zero_stages_and_ranks_agree
+nor do they change a rollout | test_rollouts_do_not_depend_on_ranks_or_stages
+nor the numbers of a token | test_each_tokens_numbers_do_not_depend_on_ranks_or_stages
+what saves memory or time changes no curve | test_a_saving_changes_no_curve
+a shared prompt changes no score | test_a_shared_prompt_changes_no_score_and_no_gradient
+what is saved does not depend on the stage | test_sharded_and_whole_models_are_saved_alike
+the rows of a step | test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks
+to evaluate more often changes nothing | test_looking_changes_nothing
+to save checkpoints changes nothing | test_taking_a_checkpoint_changes_nothing
+
+# no run is lost
+a resumed run is the uninterrupted one, to the bit | test_a_resumed_run_equals_an_uninterrupted_one
+late in a run, too | test_a_run_goes_on_to_the_bit_also_late
+with LoRA, too | test_a_resumed_lora_run_equals_an_uninterrupted_one
+killed at any moment | test_killed_three_times_and_resumed_it_is_the_same_run
+a damaged checkpoint is passed over | test_a_damaged_checkpoint_is_passed_over_in_words
+every kind of damage is seen | test_every_kind_of_damage_is_seen
+a checkpoint is on the disk first | test_a_checkpoint_is_on_the_disk_before_it_has_its_name
+a full disk costs no checkpoint | test_a_full_disk_costs_no_checkpoint
+SIGTERM and Ctrl-C save | test_a_signal_saves_a_checkpoint_and_a_second_ctrl_c_does_not
+when a rank is gone the others stop | test_when_a_rank_is_gone_the_others_stop
+a rank that fails says which it is | test_a_rank_that_fails_shows_its_own_traceback
+other ranks, other micro-batches | test_a_run_goes_on_in_another_layout
+the rates of a resumed run are those given | test_a_resumed_run_takes_the_settings_that_it_is_given
+the penalty of --kl_target goes on | test_the_kl_penalty_follows_its_target_and_goes_on_from_there
+a run moves an old one aside, when all is loaded | \
+    test_overwrite_moves_the_old_run_aside_when_all_is_loaded
+a second run that starts meanwhile is refused | test_the_check_is_repeated_under_the_lock
+logs of a launcher may be there before | test_logs_of_a_launcher_may_be_there_before
+best/ is whole at every moment | test_the_best_model_is_whole_at_every_moment
+best/ is the best of the evaluations | test_the_best_model_is_kept
+a checkpoint becomes the run's own model | test_a_checkpoint_is_a_model
+no tool touches what another owns | test_nothing_of_another_owner_is_touched
+a page replaces a page and nothing else | test_the_page_replaces_a_page_and_nothing_else
+whatever is given, a run keeps its promises | test_hostile_cases_keep_the_promises
+a number that is not finite stops a run | test_a_nan_stops_the_run_and_leaves_its_rows_behind
+
+# models
+a saved model loads in stock transformers | test_a_saved_model_loads_in_stock_transformers
+stock generate stops where training did | \
+    test_stock_generate_stops_where_training_ended_a_response
+stock tools give a reward model's scores | test_stock_tools_give_a_reward_models_scores
+a scorer made elsewhere keeps its head | test_a_reward_model_made_elsewhere_keeps_its_head
+without weights: from scratch | test_a_folder_without_weights_starts_from_scratch
+--dropout is this run's alone | test_dropout_is_this_runs_alone
+padding is not EOS where another is to spare | test_a_padding_token_that_is_not_eos_is_found
+LoRA's adapters are peft's | test_stock_tools_load_adapters
+a value head trains in full, with LoRA, too | test_the_value_head_trains_in_full
+actor, EMA and critic are saved | test_actor_ema_and_critic_are_all_saved
+the EMA moves by its share, in fp32, on shards | test_the_ema_moves_by_exactly_its_share
+a padded row is the row alone | test_padding_never_changes_a_logprob_or_a_value
+engines in fp16 skip together | test_real_fp16_engines_skip_together
+step 2 stores what step 3 scales by | test_step_2_stores_what_step_3_scales_by
+
+# data
+the columns say the format | test_the_columns_say_the_format
+values reach functions as the file spells them | \
+    test_values_reach_a_reward_function_as_the_file_spells_them
+what teaches nothing is dropped and counted | \
+    test_rows_that_teach_nothing_are_dropped_and_counted
+a row that raises names its line | test_whatever_a_row_raises_names_its_line
+files that are not read are named | test_files_of_a_folder_that_are_not_read_are_named
+the steps share rows out | test_the_three_steps_share_the_rows_out
+held-out prompts are never trained on | \
+    test_held_out_prompts_are_never_trained_on_without_a_test_split
+EOS is appended once, and none to a cut text | \
+    test_eos_is_appended_once_and_the_text_comes_back
+prompt and response are tokenised apart | test_prompt_and_response_are_tokenised_apart
+text that spells a special token is data | test_text_that_spells_a_special_token_is_data
+every row comes once an epoch | test_every_row_comes_once_an_epoch
+another order each epoch, of the seed | test_each_epoch_has_its_own_order_from_the_seed
+
+# PPO
+the score is on EOS, whatever padding is | \
+    test_the_score_is_placed_on_eos_whatever_padding_is
+the first ratio is 1 | test_before_the_first_update_the_ratio_is_exactly_1
+else the run stops | test_the_gate_stops_a_run_whose_two_passes_disagree
+what was sampled is scored alike | test_sampling_and_scoring_give_a_token_one_logprob
+what is generated is what the plain model would | test_decoding_equals_the_plain_model
+with sharded weights, too | test_sharded_generation_equals_the_plain_model
+a generation_config of the model's does not leak in | \
+    test_a_models_own_generation_config_is_left_out_of_greedy_answers
+random numbers belong to the row | test_random_numbers_belong_to_the_row
+one mean over ranks and micro-batches | test_micro_batches_and_ranks_add_up_to_one_token_mean
+advantages are whitened over all ranks | test_whitening_is_over_all_ranks
+optimizer steps are as many as the flags say | \
+    test_optimizer_steps_are_as_many_as_the_flags_say
+KL counts once | test_the_kl_penalty_is_applied_once
+a filler row counts nothing | test_a_filler_is_seen_by_the_model_and_counts_nowhere
+nothing is trained on where all is masked | \
+    test_a_step_whose_responses_are_all_masked_trains_nothing
+a run that teaches nothing says since when | \
+    test_a_run_that_teaches_nothing_is_named_at_the_step_where_it_begins_to
+of a prompt's responses equal rewards are counted | \
+    test_a_prompt_whose_responses_have_equal_rewards_is_counted
+PPO learns | test_ppo_learns_a_bandit
+a function may return parts, and numbers of tokens | test_a_reward_function_may_score_every_token
+tokens.jsonl holds what training sees | test_tokens_jsonl_holds_what_training_sees
+judge.jsonl has every pair once | test_judge_jsonl_has_every_pair_once
+every monitor gets metrics.jsonl, step for step | \
+    test_the_monitors_write_into_the_new_folder
+a closed text of --stop ends a response | test_a_stop_text_ends_a_response
+
+# tools
+it says whether it fits | test_it_says_whether_it_fits
+tokens a second and TFLOPs by hand | test_speed_by_hand
+a verdict for each row of the README's table | \
+    test_every_row_of_the_readmes_table_has_a_verdict
+a dialogue goes on after a mistyped command | test_a_dialogue_goes_on_after_what_it_refuses
+responses of talk.py are those of a rollout | test_responses_are_those_of_a_rollout
 """

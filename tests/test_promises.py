@@ -5,9 +5,13 @@ wrong things: the box. Nothing here looks inside: a change of the code passes bo
 are.
 """
 
+import functools
 import json
 import os
 import shutil
+import socket
+import sys
+import time
 
 import pyarrow
 import pyarrow.parquet
@@ -21,13 +25,17 @@ from tests import kit, promises
 
 PAIR = {"prompt": "Why?", "response": " So.", "chosen": " So.", "rejected": " No."}
 SCORE = """
-import sys
+import os, sys, time
 def length(prompts, completions, **columns):
     return [float(len(text)) for text in completions]
 def words(prompts, completions, **columns):
     return [float(len(text.split())) for text in completions]
 def narrow(prompts, completions):
     return [0.0 for text in completions]
+def waits(prompts, completions, **columns):
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+    return length(prompts, completions)
 def raises(prompts, completions, **columns):
     raise ValueError("a bug of the user's")
 def leaves(prompts, completions, **columns):
@@ -149,6 +157,7 @@ def box(tmp_path_factory):
         if isinstance(content, list):
             content = "".join(json.dumps(row) + "\n" for row in content)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    shutil.copytree(box / "good", box / "moved/good")
     (box / "nothing").mkdir()
     (box / "link").symlink_to("gone")
     column = pyarrow.array([b"\xff"]).view(pyarrow.string())
@@ -172,6 +181,8 @@ def make_models(box):
         found = {**json.loads(file.read_text()), **values}
         file.write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
 
+    changed("moved/actor")
+    changed("moved/judge", judge)
     # config.json and the tokenizer's files
     (changed("cut_config") / "config.json").write_text('{"model_type": ')
     (changed("cut_tokenizer") / "tokenizer.json").write_text('{"version')
@@ -254,8 +265,11 @@ def untouched(box):
 
 
 def cases(table):
-    """Returns pytest's parameters of a table, each named by its command."""
-    return [pytest.param(*case, id=case[1][:70]) for case in promises.of(table)]
+    """Returns pytest's parameters of a table, each named by its second cell."""
+    found = promises.of(table)
+    alike = len({case[1] for case in found}) < len(found)
+    ids = [" ".join(case[:2] if alike else case[1:2])[:90] for case in found]
+    return [pytest.param(*case, id=name) for case, name in zip(found, ids)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -278,10 +292,8 @@ def test_flags_are_refused(box, untouched, rule, command, words):
     assert done.loads == 0 and kit.tree(box) == untouched
 
 
-@pytest.mark.parametrize("command", promises.TAKEN.strip().splitlines())
+@pytest.mark.parametrize("command", [case[0] for case in promises.of(promises.TAKEN)])
 def test_the_neighbours_of_wrong_flags_are_taken(box, command):
-    if command.startswith("#"):
-        return
     done = kit.start(command, "--preset toy --data_path gone.jsonl".split(), cwd=box)
     assert done.rule in ("unreadable-data", "no-such-model"), done
 
@@ -329,3 +341,165 @@ def test_a_dialogue_goes_on_after_what_it_refuses(box, untouched):
     for (_, command, words), message in zip(table, said):
         assert words in message, (command, message)
     assert "tokens" in done.out.split("actor")[-1] and kit.tree(box) == untouched, done
+
+
+def second_run(box, folder):
+    """Rank 0 is a run that waits, and rank 1 starts others in its folder, one after the other.
+
+    Returns their exit codes; the run goes on then.
+    """
+    first = os.environ["RANK"] == "0"
+    for name in kit.RANK_NAMES:
+        del os.environ[name]
+    right = [*RIGHT["ppo"].split(), "--reward_fn", f"{box}/score.py:waits"]
+    right = [word.replace("good", f"{box}/good") for word in right]
+    right += ["--actor_model_name_or_path", f"{box}/actor", "--output_dir", folder]
+    right += ["--critic_model_name_or_path", f"{box}/judge"]
+    if first:
+        return kit.call_main("ppo", right)
+    codes = []
+    while not os.path.exists(f"{folder}/args.json"):
+        time.sleep(0.05)
+    for more in ([], ["--resume"], ["--overwrite"]):
+        child = os.fork()
+        if not child:
+            try:
+                kit.call_main("ppo", [*right, *more])
+            except SystemExit as stop:
+                sys.stderr.flush()
+                os._exit(stop.code)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    open("go", "w").close()
+    return codes
+
+
+def test_a_living_run_keeps_its_folder(box, tmp_path):
+    """A second run is refused, also with --resume and --overwrite. The message names the host and
+    the process of the first, which goes on to its end."""
+    done = kit.fork(second_run, 2, str(box), str(tmp_path / "out"), meet="", cwd=tmp_path)
+    assert done.codes == [0, 0] and done.results[1] == [2, 2, 2], done
+    assert done.err.count(f"on {socket.gethostname()}") == 3 and "in use by process" in done.err
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["out"]
+    assert (tmp_path / "out/config.json").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# Stopped
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("what, command, words", cases(promises.STOPPED))
+def test_what_cannot_go_on_stops(box, untouched, tmp_path, what, command, words):
+    """With exit code 1, and no model is saved: nobody takes the run for a finished one."""
+    done = start(command, box, tmp_path)
+    assert done.code == 1 and words in done.out + done.err, done
+    assert kit.tree(box) == untouched and not (tmp_path / "out/config.json").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# Promised
+# --------------------------------------------------------------------------------------------------
+SHORT = "--data_split 1,1,1 --per_device_eval_batch_size 2"
+STEPS = {
+    "sft": f"{SHORT} --max_steps 2 --num_samples 1 --per_device_train_batch_size 2",
+    "reward": f"{SHORT} --max_steps 2 --per_device_train_batch_size 2",
+    "ppo": f"""{SHORT} --max_steps 1 --num_eval_prompts 2 --microscope 1
+        --per_device_generation_batch_size 2 --per_device_training_batch_size 2""",
+}
+
+
+@pytest.fixture(scope="session")
+def steps(box, tmp_path_factory):
+    """{step: kit.Done} of the three steps of the toy, in an empty folder, without names of models
+    and of output folders."""
+    here, steps = tmp_path_factory.mktemp("steps"), {}
+    for script, flags in STEPS.items():
+        flags += f" --data_path {box}/good"
+        flags += f" --gold_fn {box}/score.py:length" if script == "ppo" else ""
+        steps[script] = kit.start(f"{script} {flags}", cwd=here)
+        steps[script].folder = here / "output" / script
+    return steps
+
+
+@pytest.mark.parametrize("script", kit.SCRIPTS)
+def test_each_step_finds_the_one_before(steps, script):
+    """In output/: a bare command is all that one types. The exit code is 0, and the last line says
+    where everything is."""
+    done = steps[script]
+    assert done.code == 0 and done.out.splitlines()[-1] == f"done: output/{script}", done
+    assert "Traceback" not in done.err and "error: " not in done.err, done
+
+
+@pytest.mark.parametrize("script, place, names", cases(promises.LEFT))
+def test_a_step_leaves_its_files(steps, script, place, names):
+    there = {path.name for path in (steps[script].folder / place).iterdir()}
+    assert set(names.split()) <= there, there
+
+
+def test_a_step_leaves_nothing_unfinished(steps):
+    """Everything is written aside and then moved: what is hidden afterwards is the lock alone."""
+    for done in steps.values():
+        assert {path.name for path in done.folder.rglob(".*")} == {".lock"}
+
+
+@pytest.mark.parametrize("script, file, names", cases(promises.KEYS))
+def test_a_file_of_a_step_has_its_keys(steps, script, file, names):
+    folder = steps[script].folder
+    if file == "args.json":
+        lines = [json.loads((folder / file).read_text())]
+    elif file.endswith(".jsonl"):
+        lines = kit.read_lines(folder / file)
+    else:
+        lines = kit.metrics(folder)[{"step": 1, "evaluation": -1}[file] :]
+        lines += kit.metrics(folder)[:1] * (file == "evaluation")
+    assert lines and all(set(names.split()) <= line.keys() for line in lines), lines[0].keys()
+
+
+@pytest.mark.parametrize("script, place", [("sft", "."), ("ppo", "."), ("ppo", "ema")])
+def test_stock_transformers_loads_what_writes(steps, script, place):
+    """Offline, with every weight; and the tokenizer lies beside."""
+    folder = steps[script].folder / place
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id == model.config.eos_token_id
+
+
+@pytest.mark.parametrize("script, place", [("reward", "."), ("ppo", "critic")])
+def test_stock_transformers_loads_what_scores(steps, script, place):
+    folder, kind = steps[script].folder / place, transformers.AutoModelForSequenceClassification
+    model, info = kind.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.config.num_labels == 1 and AutoTokenizer.from_pretrained(folder)
+
+
+def test_the_steps_are_one_page(steps, tmp_path):
+    """tools/look.py: a page of all three, and of a bare folder of them."""
+    output = steps["ppo"].folder.parent
+    done = kit.start(f"tools.look {output} --out {tmp_path}/report.html")
+    assert done.code == 0, done
+    page = (tmp_path / "report.html").read_text()
+    assert all(name in page for name in kit.SCRIPTS)
+
+
+@pytest.mark.parametrize("command", [case[0] for case in promises.of(promises.RESUMED)])
+def test_what_does_not_shape_a_run_may_change(box, tmp_path, command):
+    """A stopped run goes on from its newest checkpoint with what it is given now."""
+    script = command.split()[0]
+    here = tmp_path / "stopped"
+    shutil.copytree(box / ("stopped" if script == "sft" else "ppo_stopped"), here)
+    done = kit.start(command.replace("COPY", str(here)), RIGHT[script].split(), cwd=box)
+    assert done.code == 0 and "resumed from" in done.out, done
+    assert (here / "config.json").exists()
+
+
+@pytest.mark.parametrize("promise, name", [case[:2] for case in promises.of(promises.HELD)])
+def test_a_promise_has_its_test(promise, name):
+    assert f"def {name}(" in all_tests(), promise
+
+
+@pytest.mark.parametrize("rule, what, name", cases(promises.ELSEWHERE))
+def test_a_rule_out_of_reach_has_its_test(rule, what, name):
+    assert f"def {name}(" in all_tests(), rule
+
+
+@functools.cache
+def all_tests():
+    return "".join(file.read_text() for file in kit.ROOT.glob("tests/**/test_*.py"))
