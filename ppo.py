@@ -53,169 +53,37 @@ from machinery.flags import declaring, ppo_flags
 from machinery.models import forwards, model_folders
 from machinery.run.run import Run
 
-# ---- Hyperparameters ----
-PRESETS = {
-    # As in sft.py.
-    "toy": dict(
-        actor_model_name_or_path="output/sft",
-        critic_model_name_or_path="output/reward",  # and the reward model, unless a flag names one
-        data_path=["toy/data"],
-        data_split="4,5,1",
-        output_dir="output/ppo",
-        max_steps=120,  # on two ranks 8 epochs; each samples new responses
-        num_train_epochs=8,
-        actor_learning_rate=2e-4,
-        critic_learning_rate=4e-4,  # twice the actor's: labs/rates.md
-        actor_weight_decay=0.0,
-        critic_weight_decay=0.0,
-        actor_dropout=0.0,
-        critic_dropout=None,  # the model's own, which has none
-        num_warmup_steps=10,
-        max_prompt_seq_len=32,
-        max_answer_seq_len=48,
-        per_device_generation_batch_size=declaring.toy_batch(32),
-        per_device_training_batch_size=declaring.toy_batch(32),
-        per_device_eval_batch_size=140,
-        num_eval_prompts=280,
-        kl_coef=0.05,
-        enable_ema=1,
-        gold_fn="toy/gold.py:gold",  # what the judge should have learned; the policy never sees it
-        zero_stage=2,
-        dtype="fp32",
-        group_by_length=0,
-        log_steps=5,
-        eval_steps=30,
-    ),
-    # Batch and KL penalty as in [Huang 2024], The N+ details of RLHF with PPO; not its 4 epochs.
-    "qwen2.5-0.5b": dict(
-        actor_model_name_or_path="output/sft",
-        critic_model_name_or_path="output/reward",
-        data_path=["trl-lib/ultrafeedback_binarized"],
-        data_split="0,5,5",
-        output_dir="output/ppo",
-        num_train_epochs=1,
-        actor_learning_rate=3e-5,  # ten times [Huang 2024]'s for all weights [Schulman 2025]
-        critic_learning_rate=3e-5,
-        actor_lora_dim=32,
-        critic_lora_dim=32,
-        actor_dropout=0.0,  # off: with it the first ratio is not 1
-        max_prompt_seq_len=512,
-        max_answer_seq_len=256,
-        per_device_generation_batch_size=8,
-        per_device_training_batch_size=8,
-        gradient_accumulation_steps=8,  # on 8 GPUs 512 responses [Huang 2024]
-        per_device_eval_batch_size=8,
-        kl_coef=0.05,  # [Huang 2024]
-        missing_eos_penalty=1.0,  # TRL's
-        zero_stage=2,
-    ),
-    # GRPO on sums, from sft.py's preset of this name; a verifier in place of a reward model.
-    "arithmetic": dict(
-        actor_model_name_or_path="output/arithmetic-sft",
-        data_path=["toy/arithmetic/data"],
-        data_split="4,0,1",
-        output_dir="output/arithmetic-grpo",
-        reward_fn=["toy/arithmetic/verifier.py:correct"],
-        advantage="grpo",
-        samples_per_prompt=8,
-        kl_coef=0.0,  # as in TRL's GRPO; then there is no reference
-        max_steps=200,
-        num_train_epochs=1,
-        actor_learning_rate=2e-4,
-        actor_weight_decay=0.0,
-        actor_dropout=0.0,
-        num_warmup_steps=10,
-        max_prompt_seq_len=16,
-        max_answer_seq_len=48,  # room for the longest derivation
-        per_device_generation_batch_size=8 * declaring.toy_batch(16),  # 32 prompts on two ranks
-        per_device_training_batch_size=8 * declaring.toy_batch(16),
-        per_device_eval_batch_size=400,
-        num_eval_prompts=200,
-        eval_samples=8,
-        zero_stage=2,
-        dtype="fp32",
-        group_by_length=0,
-        log_steps=5,
-        eval_steps=50,
-    ),
-    # GRPO on GSM8K. [verl]: its examples/tuning/0.5b/qwen2-0.5b_grpo-lora_1_h100_fsdp_vllm.sh, for
-    # the chat model of this size. [TRL]: the defaults of its GRPOConfig.
-    "qwen2.5-0.5b-grpo": dict(
-        actor_model_name_or_path="output/sft",
-        data_path=["openai/gsm8k:main"],  # [verl]
-        columns={"instruction": "question"},
-        data_split="0,0,1",  # all prompts
-        output_dir="output/ppo",
-        reward_fn=["toy/maths.py:solved"],  # 1 or 0, no reward for the format, as in [verl]
-        advantage="grpo",
-        samples_per_prompt=8,  # [TRL]; 5 [verl]
-        num_train_epochs=1,  # [verl]
-        actor_learning_rate=3e-5,  # [verl]
-        actor_lora_dim=32,  # [verl]
-        lora_alpha=32,  # [verl]
-        actor_dropout=0.0,
-        kl_in="loss",  # [verl]
-        kl_estimator="k3",  # [verl], where it is called low_var_kl
-        kl_coef=0.001,  # [verl]
-        max_prompt_seq_len=512,  # [verl]
-        max_answer_seq_len=256,  # [TRL]; 1024 [verl]. A solution of GSM8K has some 100
-        per_device_generation_batch_size=32,
-        per_device_training_batch_size=32,
-        gradient_accumulation_steps=16,  # 512 responses a step on one GPU; 580 [verl]
-        per_device_eval_batch_size=32,
-        num_eval_prompts=256,
-        eval_samples=4,
-        eval_steps=20,
-        zero_stage=2,
-    ),
-    # DeepSpeed-Chat's: opt/single_node/run_1.3b.sh. It does not whiten advantages (--whiten 0);
-    # docs/runs.md lists what else is done otherwise.
-    "opt-1.3b": dict(
-        actor_model_name_or_path="output/sft",
-        critic_model_name_or_path="output/reward",
-        data_path=["Dahoas/rm-static"],
-        data_split="2,4,4",
-        output_dir="output/ppo",
-        num_train_epochs=1,  # the reward stops rising early
-        actor_learning_rate=9.65e-6,
-        critic_learning_rate=5e-6,
-        actor_dropout=0.0,  # off: with it the first ratio is not 1, and the run stops
-        critic_dropout=None,  # the model's own, 0.1: values move, and are clipped, by dropout alone
-        num_warmup_steps=100,
-        max_prompt_seq_len=256,
-        max_answer_seq_len=256,
-        per_device_generation_batch_size=4,
-        per_device_training_batch_size=4,
-        per_device_eval_batch_size=4,
-        kl_coef=0.1,
-        enable_ema=1,
-        zero_stage=2,
-    ),
-    # llama2/run_llama2_7b.sh. For weight decay and no average the script gives no reason.
-    "llama-2-7b": dict(
-        actor_model_name_or_path="output/sft",
-        critic_model_name_or_path="output/reward",
-        data_path=["Dahoas/rm-static"],
-        data_split="2,4,4",
-        output_dir="output/ppo",
-        num_train_epochs=1,
-        actor_learning_rate=9.65e-6,
-        critic_learning_rate=5e-6,
-        actor_weight_decay=0.1,
-        critic_weight_decay=0.1,
-        actor_dropout=0.0,
-        critic_dropout=None,
-        num_warmup_steps=100,
-        max_prompt_seq_len=256,
-        max_answer_seq_len=256,
-        per_device_generation_batch_size=1,
-        per_device_training_batch_size=1,
-        per_device_eval_batch_size=1,
-        kl_coef=0.1,
-        enable_ema=0,
-        zero_stage=3,
-    ),
-}
+# ---- What `deepspeed ppo.py` runs: the toy. Other recipes: recipes/ ----
+TOY = dict(
+    actor_model_name_or_path="output/sft",
+    critic_model_name_or_path="output/reward",  # and the reward model, unless a flag names one
+    data_path=["toy/data"],
+    data_split="4,5,1",
+    output_dir="output/ppo",
+    max_steps=120,  # on two ranks 8 epochs; each samples new responses
+    num_train_epochs=8,
+    actor_learning_rate=2e-4,
+    critic_learning_rate=4e-4,  # twice the actor's: labs/rates.md
+    actor_weight_decay=0.0,
+    critic_weight_decay=0.0,
+    actor_dropout=0.0,
+    num_warmup_steps=10,
+    max_prompt_seq_len=32,
+    max_answer_seq_len=48,
+    per_device_generation_batch_size=32,
+    per_device_training_batch_size=32,
+    rows_of_all_ranks=64,  # the batch of two ranks: on more of them each has fewer responses
+    per_device_eval_batch_size=140,
+    num_eval_prompts=280,
+    kl_coef=0.05,
+    enable_ema=1,
+    gold_fn="toy/gold.py:gold",  # what the judge should have learned; the policy never sees it
+    zero_stage=2,
+    dtype="fp32",
+    group_by_length=0,
+    log_steps=5,
+    eval_steps=30,
+)
 
 
 def get_args(argv=None):
@@ -236,8 +104,10 @@ def get_args(argv=None):
     arg("per_device_training_batch_size", int, "responses of one forward; the same number", least=1)
     arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)
     arg("ppo_epochs", 1, "epochs over a rollout. 1 [DeepSpeed-Chat]", least=1)
-    permits = "1: permits several updates per rollout, where the ratio leaves 1 and clipping acts"
-    arg("allow_unstable", 0, permits, most=1)
+    # Several updates on a rollout are ordinary PPO. DeepSpeed-Chat reports that they diverge, and
+    # leaves open why, so they must be asked for; labs/stability saw no divergence at usual rates.
+    several = "1: permit several updates on one rollout, at which DeepSpeed-Chat saw divergence"
+    arg("allow_unstable", 0, several, most=1)
     arg = declaring.flag_group(parser, "PPO: flags that change the result")
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6, fixed=True)
     arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]; 0: no reference")
@@ -264,7 +134,7 @@ def get_args(argv=None):
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
     arg("target_kl", float, "ends a rollout's epochs when approx_kl, to its policy, is above")
     ppo_flags.add_options(parser)
-    args = declaring.parse(parser, PRESETS, argv, "ppo")
+    args = declaring.parse(parser, TOY, argv, "ppo")
     return ppo_flags.resolve(args, ADVANTAGES, Sizes(args).responses)
 
 

@@ -37,81 +37,27 @@ from machinery.flags import declaring
 from machinery.models import model_folders
 from machinery.run.run import Run
 
-# ---- Hyperparameters ----
-PRESETS = {
-    # As in sft.py.
-    "toy": dict(
-        model_name_or_path="output/sft",
-        data_path=["toy/data"],
-        data_split="4,5,1",
-        output_dir="output/reward",
-        num_train_epochs=2,  # held-out loss below 1 epoch's in 9 of 10 seeds: labs/reward-epochs.md
-        learning_rate=2e-3,
-        weight_decay=0.1,
-        num_warmup_steps=10,
-        dropout=0.0,
-        center_coef=0.01,  # [Eisenstein 2023]
-        per_device_train_batch_size=declaring.toy_batch(16),
-        per_device_eval_batch_size=140,
-        max_seq_len=64,
-        zero_stage=2,
-        dtype="fp32",
-        group_by_length=0,
-        log_steps=10,
-    ),
-    # [TRL]: its examples/scripts/reward_modeling.py, for a model and data like these.
-    "qwen2.5-0.5b": dict(
-        model_name_or_path="output/sft",  # so that judge and actor share vocabulary and EOS
-        data_path=["trl-lib/ultrafeedback_binarized"],  # [TRL]
-        data_split="0,5,5",  # half of it; the other half's prompts are step 3's
-        output_dir="output/reward",
-        num_train_epochs=1,  # more overfit [Ouyang 2022]; on the toy not two: labs/reward-epochs.md
-        learning_rate=1e-4,  # with LoRA [TRL]; 1e-5 trains all weights
-        lora_dim=32,  # [TRL]; the head trains in full
-        lora_alpha=16,  # [TRL]
-        weight_decay=0.0,
-        dropout=0.0,  # off, as in DeepSpeed-Chat; labs/regularisers.md
-        per_device_train_batch_size=8,  # [TRL]
-        per_device_eval_batch_size=8,
-        max_seq_len=1024,  # 2048 [TRL]
-        zero_stage=2,
-    ),
-    # DeepSpeed-Chat's: opt/single_node/run_350m.sh.
-    "opt-1.3b": dict(
-        model_name_or_path="facebook/opt-350m",
-        data_path=[
-            "Dahoas/rm-static",
-            "Dahoas/full-hh-rlhf",
-            "Dahoas/synthetic-instruct-gptj-pairwise",
-            "yitingxie/rlhf-reward-datasets",
-        ],
-        data_split="2,4,4",
-        output_dir="output/reward",
-        num_train_epochs=1,  # as [Ouyang 2022]; labs/reward-epochs.md
-        learning_rate=5e-5,
-        weight_decay=0.1,
-        dropout=0.0,  # off; its script gives no reason. labs/regularisers.md
-        per_device_train_batch_size=4,
-        per_device_eval_batch_size=4,
-        max_seq_len=512,
-        zero_stage=0,
-    ),
-    # llama2/run_llama2_7b.sh, which has --gradient_checkpointing --offload --adam_offload, too.
-    "llama-2-7b": dict(
-        model_name_or_path="meta-llama/Llama-2-7b-hf",  # as large as the actor
-        data_path=["Dahoas/rm-static"],
-        data_split="2,4,4",
-        output_dir="output/reward",
-        num_train_epochs=1,
-        learning_rate=9.65e-6,  # a large model takes a lower rate than OPT-350M
-        weight_decay=0.1,
-        dropout=0.0,
-        per_device_train_batch_size=8,
-        per_device_eval_batch_size=8,
-        max_seq_len=512,
-        zero_stage=3,
-    ),
-}
+# ---- What `deepspeed reward.py` runs: the toy. Other recipes: recipes/ ----
+TOY = dict(
+    model_name_or_path="output/sft",
+    data_path=["toy/data"],
+    data_split="4,5,1",
+    output_dir="output/reward",
+    num_train_epochs=2,  # held-out loss below 1 epoch's in 9 of 10 seeds: labs/reward-epochs.md
+    learning_rate=2e-3,
+    weight_decay=0.1,
+    num_warmup_steps=10,
+    dropout=0.0,
+    center_coef=0.01,  # [Eisenstein 2023]
+    per_device_train_batch_size=16,
+    rows_of_all_ranks=32,  # the batch of two ranks: on more of them each has fewer pairs
+    per_device_eval_batch_size=140,
+    max_seq_len=64,
+    zero_stage=2,
+    dtype="fp32",
+    group_by_length=0,
+    log_steps=10,
+)
 COLUMNS = """step epoch loss accuracy chosen_score rejected_score eval_loss eval_accuracy
              grad_norm""".split()
 SUMS = "loss", "accuracy", "chosen_score", "rejected_score"
@@ -126,7 +72,7 @@ def get_args(argv=None):
     pull = "pulls scores to 0, by this times (chosen + rejected)^2. 0.01 [Eisenstein 2023]"
     arg("center_coef", 0.0, pull, fixed=True)
     arg("share_prompt", 1, "1: compute the prompt of a pair once; 0: a row for each response")
-    return declaring.parse(parser, PRESETS, argv, "reward")
+    return declaring.parse(parser, TOY, argv, "reward")
 
 
 # ---- Data and loss ----

@@ -78,12 +78,10 @@ def resolve(args, advantages, responses):
     for name, value in left_open.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.declared.given & {"data_path", "gold_fn"} == {"data_path"}:
-        args.gold_fn = None  # a preset's knows the questions of the preset's own data only
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
     if args.adam_offload:
         args.offload_states = False  # they live on the CPU anyway
-    rules.check(args, rules.of_ppo)
+    rules.refuse_broken(args, rules.of_ppo)
     if filters := args.declared.given & {"top_p", "top_k"}:
         ranks.say(f"warning: --{' --'.join(filters)}: KL is not the sampler's, may be below 0")
     return args

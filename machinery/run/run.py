@@ -15,7 +15,7 @@ from machinery.base import modules, progress, ranks
 from machinery.data import batching
 from machinery.data.rows import fingerprint
 from machinery.engine import config_file, throughput, zero3
-from machinery.flags import declaring
+from machinery.flags import recipes
 from machinery.models import lora, model_card, model_folders, saving
 from machinery.run import best, checkpoints, crash, launch, logs, output_folder
 
@@ -129,11 +129,12 @@ class Run:
         stage, device = engine.zero_optimization_stage(), ranks.device().type
         ranks.say(
             f"{self.title}   (preset {args.preset}, seed {args.seed}, output {args.output_dir})\n"
+            f"{recipes.note(args)}"
             f"  model    {path}: {count:,.2f} M parameters ({training:,.3f} M of them train), "
             f"{args.dtype}, ZeRO stage {stage}, {ranks.get_world_size()} x {device}{scratch}\n"
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
             f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step"
-            f"{declaring.toy_note(args)}\n"
+            f"{recipes.rows_note(args, self.rows_per_step)}\n"
             f"  data     {len(self.train):,} rows, {len(self.held_out):,} held out, "
             f"{self.last_step:,} steps ({args.num_warmup_steps} of warm-up)"
         )
