@@ -278,7 +278,7 @@ def load_model(args, tokenizer=None, value_head=None):
     partitioned = None
     if model_folders.has_weights(base, args.lora_dim):
         if stage == 3:  # transformers holds a weak reference only
-            whole_layers = declaring.of_role(args, tensor_parallel_size=1)  # split later
+            whole_layers = declaring.with_flags(args, tensor_parallel_size=1)  # split later
             partitioned = HfDeepSpeedConfig(ds_config(whole_layers, 3, 1))
         elif args.tensor_parallel_size == 1:  # weights that are split next pass through the host
             options["device_map"] = ranks.device()
@@ -378,7 +378,7 @@ def train_engine(model, args, batch_size, micro_steps, steps):
 
 def frozen_engine(args, batch_size, tokenizer=None, value_head=None):
     """Loads a model for inference only: sharded under ZeRO-3, else whole on this rank's device."""
-    args = declaring.of_role(args, dropout=None, lora_dim=0)
+    args = declaring.with_flags(args, dropout=None, lora_dim=0)
     model = load_model(args, tokenizer, value_head).requires_grad_(False)
     if args.zero_stage < 3:
         return model.to(ranks.device()).eval()

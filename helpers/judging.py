@@ -25,9 +25,9 @@ LARGEST = 1e30  # of a score: sums over a step then stay finite in fp32
 # ---- Reward models ----
 def load_models(args, batch_size, tokenizer):
     """Returns the frozen reward models of --reward_model_name_or_path, with the critic's flags."""
-    models = []
+    models, critic_args = [], declaring.of_role(args, "critic")
     for path in args.reward_model_name_or_path:
-        judge_args = declaring.of_role(args, "critic", model_name_or_path=path)
+        judge_args = declaring.with_flags(critic_args, model_name_or_path=path)
         models.append(common.frozen_engine(judge_args, batch_size, tokenizer, "score"))
     return models
 

@@ -44,18 +44,19 @@ def value_model(args):
 def four_models(args):
     """Returns the models of ppo.py. With LoRA the reference takes no memory of its own."""
     rows, logits = args.per_device_training_batch_size, args.max_answer_seq_len
-    own = declaring.of_role(args, "actor")
-    actor = memory.Model(own, rows, with_logits=logits, kept=one_pass(args, own))
+    actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
+    actor = memory.Model(actor_args, rows, with_logits=logits, kept=one_pass(args, actor_args))
     actor.generates = args.rollout_batch_size
     models = [actor]
     if args.has_critic:
-        own = declaring.of_role(args, "critic")
-        models.append(memory.Model(own, rows, head=True, kept=one_pass(args, own)))
+        kept = one_pass(args, critic_args)
+        models.append(memory.Model(critic_args, rows, head=True, kept=kept))
     if args.has_reference and not args.actor_lora_dim:
-        own = declaring.of_role(args, "actor", dropout=0.0)
+        own = declaring.with_flags(actor_args, dropout=0.0)
         models.append(memory.Model(own, rows, trains=False, with_logits=logits))
     for path in args.reward_model_name_or_path:
-        own = declaring.of_role(args, "critic", model_name_or_path=path, dropout=None, lora_dim=0)
+        changes = dict(model_name_or_path=path, dropout=None, lora_dim=0)
+        own = declaring.with_flags(critic_args, **changes)
         models.append(memory.Model(own, rows, trains=False, head=True))
     return models
 
