@@ -1,17 +1,131 @@
 """What a model's folder, or its name on the hub, holds; or a clear error."""
 
+import dataclasses
+import json
 from pathlib import Path
 
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused, nearest
-from machinery.models import lora, scoring_tokenizer
+from machinery.engine import tensor_parallel
+from machinery.models import scoring_tokenizer
 
-PAD_NAMES = ("<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "<|endoftext|>")
+# peft's config of adapters names what they sit on. transformers' config lies beside it under a
+# name of ours: as config.json it would have stock tools look for whole weights there.
+ADAPTER_CONFIG, CONFIG_BESIDE_ADAPTERS = "adapter_config.json", "model_config.json"
+PAD_NAMES = ("<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "<|endoftext|>", "<|pad|>")
 # How files of weights end, also those that transformers does not read
 WEIGHTS = tuple(".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .index.json".split())
+
+
+# ---- Where a model comes from ----
+@dataclasses.dataclass
+class Source:
+    """What the name of a model stands for, looked up once."""
+
+    path: str  # a folder, or a name on the hub
+    base: str  # where the weights are: `path`, or what lies under the adapters there
+    adapters: list  # folders of LoRA's adapters, the outermost first
+    has_weights: bool
+    config: PreTrainedConfig
+    own_dropout: dict  # {name: probability} as the model came: --dropout is this run's alone
+    head: str | None  # the name of the value head; None: a language model
+    trust_remote_code: bool
+
+    def read(self, kind, **options):
+        """Returns what `kind`, a class of transformers, reads from the folder.
+
+        transformers calls a value head `score`, whatever its name in the file is.
+        """
+        names = {rf"^{self.head}\.": "score."} if self.head else None
+        options.update(config=self.config, trust_remote_code=self.trust_remote_code)
+        return kind.from_pretrained(self.base, key_mapping=names, **options)
+
+    def missing_weights(self, kind):
+        """Returns the weights, by name, that `kind` has and the folder lacks: of a new value head.
+
+        All others are refused, and so are weights that find no place. They are read to `meta`, a
+        device without memory, so that what is wrong is found before anything is loaded, and by
+        all ranks: transformers (5.24) compares nothing while it partitions weights for ZeRO-3.
+        """
+        if not self.has_weights:
+            return {"score.weight"}
+        try:
+            model, info = self.read(kind, device_map="meta", output_loading_info=True)
+        except Exception as error:  # of many kinds: broken, of another shape, of unknown format
+            words = f"the weights of {self.base}: {error!r}"
+            raise Refused("unreadable-weights", words) from error
+        if self.head and type(getattr(model, "score", None)) is not nn.Linear:
+            words = f"has no head of one linear layer: {type(model).__name__}."
+            raise Refused("cannot-score", f"{self.path} {words}")
+        missing, unused = info["missing_keys"], info["unexpected_keys"]
+        # another head, such as the output matrix, is left out
+        backbone = {model.base_model_prefix, *dict(model.base_model.named_children())}
+        unused = {name for name in unused if name.split(".")[0] in backbone}
+        if self.head and (self.adapters or not is_scorer(self.config)):
+            refuse_misfits(self.base, missing - {"score.weight"}, unused)
+        else:
+            refuse_misfits(self.base, missing, unused)
+        return missing
+
+
+def resolve(args, tokenizer=None, value_head=None):
+    """Returns the Source of the model that the flags name, or refuses it.
+
+    args, tokenizer, value_head: those of common.load_model. The config becomes that of the model
+    to load: with --dropout, and of a value model if `value_head` names the head.
+    """
+    path, trust_remote_code = args.model_name_or_path, args.trust_remote_code
+    config = load_config(path, trust_remote_code)
+    tensor_parallel.check_model(path, config, args)
+    dropout = own_dropout(config)
+    if args.dropout is not None:
+        config.update(dict.fromkeys(dropout, float(args.dropout)))
+    if value_head:
+        value_head = prepare_head(config, tokenizer, value_head)
+    else:
+        refuse_other_kind(path, config, scores=False)
+    *adapters, base = chain(path)
+    weights = has_weights(base, needed=adapters or args.lora_dim)
+    return Source(path, base, adapters, weights, config, dropout, value_head, trust_remote_code)
+
+
+def chain(path):
+    """Returns [path], and where it holds adapters what they sit on, and so on, down to weights."""
+    found = [path]
+    while (file := Path(found[-1]) / ADAPTER_CONFIG).is_file():
+        try:
+            base = json.loads(file.read_text())["base_model_name_or_path"]
+        except (ValueError, KeyError):
+            base = None
+        if base is None or base in found:
+            raise Refused("no-weights", f"{file} names no base model, or adapters on themselves.")
+        found.append(base)
+    return found
+
+
+def has_weights(path, needed=False):
+    """Returns whether `path`, a hub name or a folder, holds weights.
+
+    Where config.json and tokenizer stand alone it does not: such a model starts from scratch.
+    With `needed` that is an error: nothing that is learned later would be worth anything.
+    """
+    base = Path(chain(path)[-1])
+    holds = not base.is_dir() or any(file.name.endswith(WEIGHTS) for file in base.iterdir())
+    if needed and not holds:
+        raise Refused("no-weights", f"{base} holds no weights: it must have been trained before.")
+    return holds
+
+
+def refuse_misfits(path, missing, unused):
+    """Raises Refused if `path` lacks weights that the model has, or has some that it lacks."""
+    names = ", ".join(sorted(missing or unused)[:3])
+    if missing:
+        raise Refused("missing-weights", f"{path} lacks {names}: these weights would be random.")
+    if unused:
+        raise Refused("unused-weights", f"{path} has weights without a place: {names}.")
 
 
 # ---- Configs ----
@@ -29,8 +143,8 @@ def load(path, kind, trust_remote_code):
 
 def load_config(path, trust_remote_code=False):
     """Returns transformers' config of the model in `path`, or under the adapters there."""
-    *adapters, base = lora.chain(path)
-    own = [str(file) for folder in adapters for file in Path(folder).glob(lora.CONFIG)]
+    *adapters, base = chain(path)
+    own = [str(file) for folder in adapters for file in Path(folder).glob(CONFIG_BESIDE_ADAPTERS)]
     return load([*own, base][0], AutoConfig, trust_remote_code)
 
 
@@ -72,51 +186,6 @@ def prepare_head(config, tokenizer, name):
     own_pad = tokenizer.pad_token_id != tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id if own_pad else None
     return name
-
-
-def name_head(model, name):
-    """Renames the value head, which transformers calls score."""
-    if name not in (None, "score"):
-        setattr(model, name, model.score)
-        del model.score
-
-
-# ---- Weights ----
-def has_weights(path, needed=False):
-    """Returns whether `path`, a hub name or a folder, holds weights.
-
-    Where config.json and tokenizer stand alone it does not: such a model starts from scratch.
-    With `needed` that is an error: nothing that is learned later would be worth anything.
-    """
-    base = Path(lora.chain(path)[-1])
-    holds = not base.is_dir() or any(file.name.endswith(WEIGHTS) for file in base.iterdir())
-    if needed and not holds:
-        raise Refused("no-weights", f"{base} holds no weights: it must have been trained before.")
-    return holds
-
-
-def read_weights(kind, path, config, value_head, options):
-    """Returns the model in `path`, and the names of the weights that it does not hold.
-
-    kind: AutoModelForCausalLM, or AutoModelForSequenceClassification with the value head. Only
-    the value head's weights may be missing. Weights that find no place are left out.
-    """
-    own_config = load_config(path, options["trust_remote_code"])
-    if value_head not in (None, "score"):  # transformers calls it score
-        options = {**options, "key_mapping": {rf"^{value_head}\.": "score."}}
-    try:
-        model, info = kind.from_pretrained(path, config=config, output_loading_info=True, **options)
-    except (OSError, ValueError, ImportError, SafetensorError, RuntimeError) as error:
-        # Unknown, broken, or a weight of another shape; short memory is a RuntimeError, too.
-        if isinstance(error, RuntimeError) and "mismatched" not in str(error):
-            raise
-        raise Refused("unreadable-weights", f"the weights of {path}: {error}") from error
-    missing = info["missing_keys"]
-    may_be_new = {"score.weight"} if value_head and not is_scorer(own_config) else set()
-    if strangers := sorted(set(missing) - may_be_new):
-        why = f"{path} holds no weights for {', '.join(strangers[:3])}: they would be random."
-        raise Refused("missing-weights", why)
-    return model, missing
 
 
 # ---- Tokenizers ----

@@ -10,10 +10,10 @@ from transformers import GenerationConfig
 
 from machinery.base import modules, progress, ranks
 from machinery.engine import zero3
-from machinery.models import lora, scoring_tokenizer
+from machinery.models import lora, model_folders, scoring_tokenizer
 
 # The last file of a saved model, or of adapters, to come: it marks the folder as whole.
-MARKS = ("config.json", lora.CONFIG)
+MARKS = ("config.json", model_folders.CONFIG_BESIDE_ADAPTERS)
 
 
 def is_whole(folder):
@@ -50,7 +50,7 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, notes=N
         if adapters:
             save_adapters(model, state, aside, adapters)
         else:
-            model.save_pretrained(aside, state_dict=lora.merged(model, state))
+            model.save_pretrained(aside, state_dict=lora.merge_state(model, state))
         model.config = training
         tokenizer.save_pretrained(aside)
         appends = scores and scoring_tokenizer.save(tokenizer, aside)
@@ -88,7 +88,7 @@ def save_adapters(model, state, folder, adapters):
     """Writes LoRA's adapters and their config, `adapters`, as peft does."""
     adapters.save_pretrained(folder)
     model.config.architectures = [type(model).__name__]
-    model.config.to_json_file(folder / lora.CONFIG)
+    model.config.to_json_file(folder / model_folders.CONFIG_BESIDE_ADAPTERS)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     named = {f"base_model.model.{name.replace('.default.', '.')}": state[name] for name in state}

@@ -16,7 +16,7 @@ from machinery.data import batching
 from machinery.data.rows import fingerprint
 from machinery.engine import config_file, throughput, zero3
 from machinery.flags import declaring
-from machinery.models import lora, model_card, model_folders, saving
+from machinery.models import model_card, model_folders, saving
 from machinery.run import best, checkpoints, crash, launch, logs, output_folder
 
 
@@ -123,7 +123,7 @@ class Run:
         """Prints model, batch and data."""
         args, engine = self.args, self.engine
         path = getattr(args, "actor_model_name_or_path", None) or args.model_name_or_path
-        scratch = "" if model_folders.has_weights(lora.chain(path)[-1]) else ", from scratch"
+        scratch = "" if model_folders.has_weights(path) else ", from scratch"
         model = modules.unwrap_model(engine)
         count, training = (modules.count_parameters(model, part) / 1e6 for part in (False, True))
         stage, device = engine.zero_optimization_stage(), ranks.device().type

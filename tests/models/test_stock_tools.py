@@ -188,4 +188,4 @@ def test_adapters_chain(tmp_path):
         loaded = load_model(folder, get_args(), 0, None, tokenizer).eval()
         torch.testing.assert_close(loaded(ids).logits, seen[-1], **close)
         assert (seen[-1] - seen[-2]).abs().max() > 0.01
-    assert len(lora.chain(folder)) == 4
+    assert len(model_folders.chain(folder)) == 4
