@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused, nearest
 from machinery.engine import tensor_parallel
-from machinery.models import scoring_tokenizer
+from machinery.models.scoring_tokenizer import AS_TRAINED
 
 # peft's config of adapters names what they sit on. transformers' config lies beside it under a
 # name of ours: as config.json it would have stock tools look for whole weights there.
@@ -129,14 +129,14 @@ def refuse_misfits(path, missing, unused):
 
 
 # ---- Configs ----
-def load(path, kind, trust_remote_code):
+def load_or_refuse(path, kind, **options):
     """Returns what `kind` (AutoConfig, AutoTokenizer) loads from a hub name or folder."""
     local = Path(path)
     if not local.exists() and len(local.parts) > 1 and local.parent.is_dir():  # no hub name, then
         words = f"there is no {path} here. {nearest(local)}\n  Has the step that writes it ended?"
         raise Refused("no-such-model", words)
     try:
-        return kind.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return kind.from_pretrained(path, **options)
     except Exception as error:  # of many kinds: of the hub, of JSON, of config's or tokenizers' own
         raise Refused("no-such-model", f"{path} cannot be loaded: {error}") from error
 
@@ -145,7 +145,7 @@ def load_config(path, trust_remote_code=False):
     """Returns transformers' config of the model in `path`, or under the adapters there."""
     *adapters, base = chain(path)
     own = [str(file) for folder in adapters for file in Path(folder).glob(CONFIG_BESIDE_ADAPTERS)]
-    return load([*own, base][0], AutoConfig, trust_remote_code)
+    return load_or_refuse([*own, base][0], AutoConfig, trust_remote_code=trust_remote_code)
 
 
 def own_dropout(config):
@@ -190,27 +190,26 @@ def prepare_head(config, tokenizer, name):
 
 # ---- Tokenizers ----
 def load_tokenizer(path, args=None):
-    """Returns the tokenizer in `path`, with EOS, and with a padding token that is not EOS.
+    """Returns the tokenizer in `path`, with EOS and a padding token.
 
-    Our masks come from positions, so the id of padding never matters here. But stock transformers
-    finds a response's last token by `ids != pad`, and would read the score one token early if pad
-    were EOS: so it differs wherever it can. args: with max_seq_len, the longest row to come.
+    Our masks come from positions, so the id of padding never matters here: the model's own stays,
+    also where it is EOS. If there is none, another token than EOS is taken, because other tools
+    mask a response's end by `ids != pad`. args: with max_seq_len, the longest row to come.
     """
     length, trust_remote_code = (args.max_seq_len, args.trust_remote_code) if args else (0, False)
-    whole = load_config(path, trust_remote_code)
-    config = whole.get_text_config()
-    tokenizer = load(path, AutoTokenizer, trust_remote_code)
-    inside = scoring_tokenizer.AS_TRAINED
-    if tokenizer.init_kwargs.get(inside):
-        options = {"config": whole, "trust_remote_code": trust_remote_code}
-        tokenizer = AutoTokenizer.from_pretrained(path, subfolder=inside, **options)
+    config = load_config(path, trust_remote_code)
+    options = {"config": config, "trust_remote_code": trust_remote_code}
+    config = config.get_text_config()
+    tokenizer = load_or_refuse(path, AutoTokenizer, **options)
+    if tokenizer.init_kwargs.get(AS_TRAINED):
+        tokenizer = load_or_refuse(path, AutoTokenizer, subfolder=AS_TRAINED, **options)
     positions = getattr(config, "max_position_embeddings", None) or length
     if length > positions:
         long = f"--max_seq_len {length} (in step 3 --max_prompt_seq_len and --max_answer_seq_len)"
         raise Refused("too-long", f"{long} exceeds the {positions} positions of {path}.")
     if tokenizer.eos_token_id is None:
         raise Refused("no-eos", f"{path}/tokenizer_config.json names no eos_token.")
-    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+    if tokenizer.pad_token_id is None:
         tokenizer.add_special_tokens({"pad_token": padding_token(tokenizer, config.vocab_size)})
     if len(tokenizer) > config.vocab_size:
         why = f"has {len(tokenizer)} tokens, and its model has rows for {config.vocab_size}"

@@ -30,7 +30,7 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, notes=N
 
     Returns on rank 0 what the model's card says of it. adapted: whether it is LoRA's adapters
     alone; scores: whether it is a reward model or critic; appends: whether the tokenizer appends
-    EOS (scoring_tokenizer.save).
+    EOS (scoring_tokenizer.save_appending).
     """
     model, folder = modules.unwrap_model(engine), Path(folder)
     adapters = None if merge else getattr(model, "peft_config", {}).get("default")
@@ -53,7 +53,7 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, notes=N
             model.save_pretrained(aside, state_dict=lora.merge_state(model, state))
         model.config = training
         tokenizer.save_pretrained(aside)
-        appends = scores and scoring_tokenizer.save(tokenizer, aside)
+        appends = scores and scoring_tokenizer.save_appending(tokenizer, aside)
         facts = {"adapted": bool(adapters), "scores": scores, "appends": appends}
         move_files(aside, folder)
     ranks.barrier()

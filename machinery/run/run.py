@@ -263,7 +263,7 @@ class Run:
         self.phase.note(f"writing {folder}")
         facts = saving.save_model(engine, tokenizer, folder, full_tensor, self.notes)
         if facts:  # on rank 0
-            model_card.write(self.args, self.folder.record, self.title, folder, **facts)
+            model_card.write_card(self.args, self.folder.record, self.title, folder, **facts)
 
     def finish(self, code=0):
         """Leaves the other ranks in order, and ends the program with the exit code `code`."""

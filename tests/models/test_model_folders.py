@@ -216,25 +216,20 @@ def tokenizer_folder(path, vocab_size=SIZE + 8, pad_name="<pad>", **special):
     return str(path)
 
 
-pads = pytest.mark.parametrize("pad", [{}, {"pad_token": "<eos>"}], ids=["no pad", "pad is eos"])
-
-
-@pads
-def test_a_padding_token_that_is_not_eos_is_found(pad, tmp_path):
-    """Stock transformers finds the end of a text by padding: another token than EOS is taken where
-    the vocabulary has one to spare."""
-    tokenizer = model_folders.load_tokenizer(tokenizer_folder(tmp_path, eos_token="<eos>", **pad))
+def test_a_padding_token_that_is_not_eos_is_found(tmp_path):
+    """Other tools find the end of a text by padding: where there is none, another token than EOS is
+    taken if the vocabulary has one to spare."""
+    tokenizer = model_folders.load_tokenizer(tokenizer_folder(tmp_path, eos_token="<eos>"))
     assert tokenizer.pad_token == "<pad>" and tokenizer.eos_token == "<eos>"
     assert len(tokenizer) == SIZE, "nothing was added"
 
 
-@pads
 @pytest.mark.parametrize("spare", [8, 0])
-def test_a_padding_token_is_added_only_where_the_embedding_has_room(spare, pad, tmp_path):
-    """A new <|pad|> gets an unused row of the embedding. With none, padding stays EOS: the model is
+def test_a_padding_token_is_added_only_where_the_embedding_has_room(spare, tmp_path):
+    """A new <|pad|> gets an unused row of the embedding. With none, padding is EOS: the model is
     never resized. stock transformers must be able to tell the two apart, or be told that it
     cannot; our own scores, whose masks come from lengths, are the same in a padded batch."""
-    folder = tokenizer_folder(tmp_path, SIZE + spare, pad_name="<other>", eos_token="<eos>", **pad)
+    folder = tokenizer_folder(tmp_path, SIZE + spare, pad_name="<other>", eos_token="<eos>")
     tokenizer = model_folders.load_tokenizer(folder)
     assert tokenizer.eos_token_id == 1 and tokenizer.pad_token_id < SIZE + spare
     assert tokenizer.pad_token == ("<|pad|>" if spare else "<eos>")
