@@ -264,32 +264,33 @@ def load_model(args, tokenizer=None, value_head=None):
     """Loads a causal LM, or with `value_head` (the head's attribute name) a ValueModel.
 
     args: the flags of this model: model_name_or_path, zero_stage, dropout, lora_dim, dtype, ...
-    It is on this rank's device, or under ZeRO-3 sharded: HfDeepSpeedConfig makes transformers
-    partition every weight while it loads, so that no rank holds the whole model. A folder without
-    weights gives a new, random model, which every rank builds whole on the CPU, from the same seed.
+    The model is on this rank's device, or sharded under ZeRO-3: while an HfDeepSpeedConfig lives,
+    transformers partitions each weight as it reads it, so that no rank holds the whole model. A
+    folder without weights gives a new, random model, which every rank builds whole on the CPU,
+    from the same seed.
     """
-    source = model_folders.resolve(args, tokenizer, value_head)  # its config, weights, adapters
+    source = model_folders.resolve(args, tokenizer, value_head)  # config, weights, adapters
     kind = AutoModelForSequenceClassification if value_head else AutoModelForCausalLM
-    missing = source.missing_weights(kind)  # none but a new value head's: all others are refused
-    dtype, partitioned = DTYPES[args.dtype], None
+    options = {"dtype": DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
+    missing = source.missing_weights(kind, **options)  # a new head's; all others are refused
+    partitioned = None
     torch.manual_seed(args.seed)
     if not source.has_weights:
-        options = {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
         model = kind.from_config(source.config, **options)
-    elif args.zero_stage == 3:  # transformers holds a weak reference only
+    elif args.zero_stage == 3:
         partitioned = HfDeepSpeedConfig(tensor_parallel.whole_layers(ds_config(args, 3, 1)))
-        model = source.read(kind, dtype=dtype)
+        model = source.read(kind, **options)
     else:
-        model = source.read(kind, dtype=dtype, device_map=tensor_parallel.loading_device(args))
+        model = source.read(kind, device_map=tensor_parallel.loading_device(args), **options)
     model.own_dropout = source.own_dropout  # what is saved: --dropout is this run's alone
     if value_head:
         if missing:
             init_value_head(model.score, args.seed)
-        head = ValueHead(model.score)
-        del model.score  # transformers' own name for it
+        head = ValueHead(model.score) if type(model.score) is nn.Linear else model.score
+        del model.score  # transformers' name for it
         setattr(model, source.head, head)
     lora.merge_adapters(model, source.adapters)
-    del partitioned
+    del partitioned  # transformers has a weak reference only: it partitions nothing from here on
     lora.add_adapters(model, args, source.path, source.head)  # --lora_dim
     if args.zero_stage == 3 and not args.deepcompile:
         zero3.ease_zero3(model, whole_layers=not args.lora_dim)

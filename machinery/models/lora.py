@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from machinery.base.refused import Refused
 from machinery.engine import old_deepspeed
 from machinery.models import model_folders
 
@@ -75,14 +74,12 @@ def merge_adapters(model, folders):
     for folder in reversed(folders):
         import peft  # as above
 
-        try:
+        words = f"the adapters in {folder} do not load"
+        with model_folders.refusing("unreadable-weights", words):
             config = peft.PeftConfig.from_pretrained(folder)
             config.task_type = None  # a causal LM's adapters are welcome in a value model
             wrapped = peft.PeftModel.from_pretrained(model, folder, config=config)
             there = set(peft.load_peft_weights(folder, device="cpu"))
-        except Exception as error:  # of many kinds: none there, broken, of another model's shape
-            words = f"the adapters in {folder}: {error!r}"
-            raise Refused("unreadable-weights", words) from error
         wanted = set(peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False))
         model_folders.refuse_misfits(folder, wanted - there, there - wanted)
         for layer in adapted_layers(wrapped).values():

@@ -1,10 +1,10 @@
 """What a model's folder, or its name on the hub, holds; or a clear error."""
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
 
-from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from machinery.base.modules import unwrap_model
@@ -32,7 +32,6 @@ class Source:
     config: PreTrainedConfig
     own_dropout: dict  # {name: probability} as the model came: --dropout is this run's alone
     head: str | None  # the name of the value head; None: a language model
-    trust_remote_code: bool
 
     def read(self, kind, **options):
         """Returns what `kind`, a class of transformers, reads from the folder.
@@ -40,34 +39,26 @@ class Source:
         transformers calls a value head `score`, whatever its name in the file is.
         """
         names = {rf"^{self.head}\.": "score."} if self.head else None
-        options.update(config=self.config, trust_remote_code=self.trust_remote_code)
-        return kind.from_pretrained(self.base, key_mapping=names, **options)
+        return kind.from_pretrained(self.base, config=self.config, key_mapping=names, **options)
 
-    def missing_weights(self, kind):
-        """Returns the weights, by name, that `kind` has and the folder lacks: of a new value head.
+    def missing_weights(self, kind, **options):
+        """Returns the names of the weights that `kind` needs and the folder lacks: a new head's.
 
-        All others are refused, and so are weights that find no place. They are read to `meta`, a
-        device without memory, so that what is wrong is found before anything is loaded, and by
-        all ranks: transformers (5.24) compares nothing while it partitions weights for ZeRO-3.
+        All others are refused, and so are weights that the model has no place for. They are read
+        to `meta`, a device without memory: so every rank finds what is wrong, and before anything
+        is loaded. (transformers 5.24 compares nothing while it partitions weights for ZeRO-3.)
         """
         if not self.has_weights:
             return {"score.weight"}
-        try:
-            model, info = self.read(kind, device_map="meta", output_loading_info=True)
-        except Exception as error:  # of many kinds: broken, of another shape, of unknown format
-            words = f"the weights of {self.base}: {error!r}"
-            raise Refused("unreadable-weights", words) from error
-        if self.head and type(getattr(model, "score", None)) is not nn.Linear:
-            words = f"has no head of one linear layer: {type(model).__name__}."
-            raise Refused("cannot-score", f"{self.path} {words}")
+        options.update(device_map="meta", output_loading_info=True)
+        with refusing("unreadable-weights", f"the weights of {self.base} do not load"):
+            model, info = self.read(kind, **options)
         missing, unused = info["missing_keys"], info["unexpected_keys"]
-        # another head, such as the output matrix, is left out
+        head_is_new = self.head and (self.adapters or not is_scorer(self.config))
+        wanted = missing - {"score.weight"} if head_is_new else missing
+        # another kind of head, such as the output matrix, may be left out
         backbone = {model.base_model_prefix, *dict(model.base_model.named_children())}
-        unused = {name for name in unused if name.split(".")[0] in backbone}
-        if self.head and (self.adapters or not is_scorer(self.config)):
-            refuse_misfits(self.base, missing - {"score.weight"}, unused)
-        else:
-            refuse_misfits(self.base, missing, unused)
+        refuse_misfits(self.base, wanted, {n for n in unused if n.split(".")[0] in backbone})
         return missing
 
 
@@ -77,19 +68,22 @@ def resolve(args, tokenizer=None, value_head=None):
     args, tokenizer, value_head: those of common.load_model. The config becomes that of the model
     to load: with --dropout, and of a value model if `value_head` names the head.
     """
-    path, trust_remote_code = args.model_name_or_path, args.trust_remote_code
-    config = load_config(path, trust_remote_code)
+    path = args.model_name_or_path
+    config = load_config(path, args.trust_remote_code)
     tensor_parallel.check_model(path, config, args)
     dropout = own_dropout(config)
     if args.dropout is not None:
         config.update(dict.fromkeys(dropout, float(args.dropout)))
     if value_head:
-        value_head = prepare_head(config, tokenizer, value_head)
+        value_head = getattr(config, "value_head_prefix", value_head)  # its own name, if it has one
+        config.update({"num_labels": 1, "value_head_prefix": value_head})
+        pad = tokenizer.pad_token_id
+        config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
     else:
         refuse_other_kind(path, config, scores=False)
     *adapters, base = chain(path)
     weights = has_weights(base, needed=adapters or args.lora_dim)
-    return Source(path, base, adapters, weights, config, dropout, value_head, trust_remote_code)
+    return Source(path, base, adapters, weights, config, dropout, value_head)
 
 
 def chain(path):
@@ -125,7 +119,19 @@ def refuse_misfits(path, missing, unused):
     if missing:
         raise Refused("missing-weights", f"{path} lacks {names}: these weights would be random.")
     if unused:
-        raise Refused("unused-weights", f"{path} has weights without a place: {names}.")
+        raise Refused("unused-weights", f"{path} has weights that its model lacks: {names}.")
+
+
+@contextlib.contextmanager
+def refusing(rule, words):
+    """Makes any error of what is done inside a Refused, with `words` before it.
+
+    What a library raises on broken files is of many kinds: of the hub, of JSON, of pickle, ...
+    """
+    try:
+        yield
+    except Exception as error:
+        raise Refused(rule, f"{words}: {type(error).__name__}: {error}") from error
 
 
 # ---- Configs ----
@@ -135,10 +141,8 @@ def load_or_refuse(path, kind, **options):
     if not local.exists() and len(local.parts) > 1 and local.parent.is_dir():  # no hub name, then
         words = f"there is no {path} here. {nearest(local)}\n  Has the step that writes it ended?"
         raise Refused("no-such-model", words)
-    try:
+    with refusing("no-such-model", f"{path} does not load"):
         return kind.from_pretrained(path, **options)
-    except Exception as error:  # of many kinds: of the hub, of JSON, of config's or tokenizers' own
-        raise Refused("no-such-model", f"{path} cannot be loaded: {error}") from error
 
 
 def load_config(path, trust_remote_code=False):
@@ -162,7 +166,6 @@ def has_dropout(model):
     return any(own_dropout(unwrap_model(model).config).values())
 
 
-# ---- Value models ----
 def is_scorer(config):
     """Returns whether a config is that of a reward model or critic."""
     return "SequenceClassification" in str(config.architectures)
@@ -177,15 +180,6 @@ def refuse_other_kind(path, config, scores):
         raise Refused("cannot-write", f"{path} is a reward model, which cannot write.")
     if scores and not is_scorer(config):
         raise Refused("cannot-score", f"{path} is no reward model. Run reward.py on it.")
-
-
-def prepare_head(config, tokenizer, name):
-    """Makes `config` that of a value model. Returns the name of its head: its own, else `name`."""
-    name = getattr(config, "value_head_prefix", name)
-    config.update({"num_labels": 1, "value_head_prefix": name})
-    own_pad = tokenizer.pad_token_id != tokenizer.eos_token_id
-    config.pad_token_id = tokenizer.pad_token_id if own_pad else None
-    return name
 
 
 # ---- Tokenizers ----
