@@ -253,7 +253,15 @@ class ValueModel(nn.Module):
 
 
 class ValueHead(nn.Linear):
-    """A linear layer that multiplies in fp32: rounded to bf16, many scores would be equal."""
+    """A linear layer that multiplies in fp32: rounded to bf16, many scores would be equal.
+
+    It takes over the parameters of the layer that it replaces, also where ZeRO-3 has partitioned
+    them.
+    """
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, hidden):
         bias = None if self.bias is None else self.bias.float()
@@ -264,47 +272,37 @@ def load_model(args, tokenizer=None, value_head=None):
     """Loads a causal LM, or with `value_head` (the head's attribute name) a ValueModel.
 
     args: the flags of this model: model_name_or_path, zero_stage, dropout, lora_dim, dtype, ...
-    It is on this rank's device, or under ZeRO-3 sharded: HfDeepSpeedConfig makes transformers
-    partition every weight while it loads, so that no rank holds the whole model. A folder without
-    weights gives a new, random model, which every rank builds whole on the CPU, from the same seed.
+    The model is on this rank's device, or sharded under ZeRO-3: while an HfDeepSpeedConfig lives,
+    transformers partitions each weight as it reads it, so that no rank holds the whole model. A
+    folder without weights gives a new, random model, which every rank builds whole on the CPU,
+    from the same seed.
     """
-    path, stage = args.model_name_or_path, args.zero_stage
-    config = model_folders.load_config(path, args.trust_remote_code)
-    tensor_parallel.check_model(path, config, args)
-    own_dropout = model_folders.own_dropout(config)
-    if args.dropout is not None:
-        config.update({name: float(args.dropout) for name in own_dropout})
-    kind = AutoModelForCausalLM
-    if value_head:
-        kind = AutoModelForSequenceClassification
-        value_head = model_folders.prepare_head(config, tokenizer, value_head)
-    else:
-        model_folders.refuse_other_kind(path, config, scores=False)
-    *adapters, base = lora.chain(path)  # a folder of adapters names the weights under them
+    source = model_folders.resolve(args, tokenizer, value_head)  # config, weights, adapters
+    kind = AutoModelForSequenceClassification if value_head else AutoModelForCausalLM
     options = {"dtype": DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
-    torch.manual_seed(args.seed)
+    missing = source.missing_weights(kind, **options)  # a new head's; all others are refused
     partitioned = None
-    if model_folders.has_weights(base, args.lora_dim):
-        if stage == 3:  # transformers holds a weak reference only
-            whole_layers = declaring.of_role(args, tensor_parallel_size=1)  # split later
-            partitioned = HfDeepSpeedConfig(ds_config(whole_layers, 3, 1))
-        elif args.tensor_parallel_size == 1:  # weights that are split next pass through the host
-            options["device_map"] = ranks.device()
-        model, missing = model_folders.read_weights(kind, base, config, value_head, options)
+    torch.manual_seed(args.seed)
+    if not source.has_weights:
+        model = kind.from_config(source.config, **options)
+    elif args.zero_stage == 3:
+        partitioned = HfDeepSpeedConfig(tensor_parallel.whole_layers(ds_config(args, 3, 1)))
+        model = source.read(kind, **options)
     else:
-        model, missing = kind.from_config(config, **options), ["score.weight"]
-    model.own_dropout = own_dropout  # what is saved: --dropout is this run's alone
-    if value_head and "score.weight" in missing:
-        init_value_head(model.score, args.seed)
-    if value_head and type(model.score) is nn.Linear:
-        model.score.__class__ = ValueHead
-    model_folders.name_head(model, value_head)
-    lora.merge_all(model, adapters)
-    del partitioned
-    lora.add_adapters(model, args, path, value_head)  # --lora_dim
-    if stage == 3 and not args.deepcompile:
+        model = source.read(kind, device_map=tensor_parallel.loading_device(args), **options)
+    model.own_dropout = source.own_dropout  # what is saved: --dropout is this run's alone
+    if value_head:
+        if missing:
+            init_value_head(model.score, args.seed)
+        head = ValueHead(model.score) if type(model.score) is nn.Linear else model.score
+        del model.score  # transformers' name for it
+        setattr(model, source.head, head)
+    lora.merge_adapters(model, source.adapters)
+    del partitioned  # transformers has a weak reference only: it partitions nothing from here on
+    lora.add_adapters(model, args, source.path, source.head)  # --lora_dim
+    if args.zero_stage == 3 and not args.deepcompile:
         zero3.ease_zero3(model, whole_layers=not args.lora_dim)
-    return ValueModel(model, value_head) if value_head else model
+    return ValueModel(model, source.head) if value_head else model
 
 
 def init_value_head(head, seed):
@@ -386,7 +384,7 @@ def train_engine(model, args, batch_size, micro_steps, steps):
 
 def frozen_engine(args, batch_size, tokenizer=None, value_head=None):
     """Loads a model for inference only: sharded under ZeRO-3, else whole on this rank's device."""
-    args = declaring.of_role(args, dropout=None, lora_dim=0)
+    args = declaring.with_flags(args, dropout=None, lora_dim=0)
     model = load_model(args, tokenizer, value_head).requires_grad_(False)
     if args.zero_stage < 3:
         return model.to(ranks.device()).eval()

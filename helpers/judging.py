@@ -27,9 +27,9 @@ NO_LISTS = Mapping, Set, str, bytes, bytearray  # a loop over one gives keys, or
 # ---- Reward models ----
 def load_models(args, batch_size, tokenizer):
     """Returns the frozen reward models of --reward_model_name_or_path, with the critic's flags."""
-    models = []
+    models, critic_args = [], declaring.of_role(args, "critic")
     for path in args.reward_model_name_or_path:
-        judge_args = declaring.of_role(args, "critic", model_name_or_path=path)
+        judge_args = declaring.with_flags(critic_args, model_name_or_path=path)
         models.append(common.frozen_engine(judge_args, batch_size, tokenizer, "score"))
     return models
 

@@ -507,7 +507,7 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
     from machinery.flags import declaring
 
     own = dict(model_name_or_path=path, zero_stage=stage, dropout=dropout, lora_dim=lora_dim)
-    return common.load_model(declaring.of_role(args, **own), tokenizer, value_head)
+    return common.load_model(declaring.with_flags(args, **own), tokenizer, value_head)
 
 
 class Knowing:

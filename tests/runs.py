@@ -374,7 +374,7 @@ def tiny_engine(base, stage, model="actor", options=(), **head):
 
     args = tiny_args(base, stage, *options)
     own = dict(model_name_or_path=f"{base}/models/{model}", dropout=None)
-    args = declaring.of_role(args, **own, learning_rate=1e-2, weight_decay=0.0)
+    args = declaring.with_flags(args, **own, learning_rate=1e-2, weight_decay=0.0)
     return common.train_engine(common.load_model(args, **head), args, 2, 1, 10)
 
 

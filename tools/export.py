@@ -131,7 +131,8 @@ def write_models(args, saved, checkpoint, folder, merge):
     tokenizer = model_folders.load_tokenizer(first, args)  # the model's or the actor's
     tokenizer.eos_token = saved[0]["eos_token"]
     for engine, role in roles.items():
-        own = declaring.of_role(args, role, zero_stage=0, gradient_checkpointing=False)
+        own = declaring.of_role(args, role)
+        own = declaring.with_flags(own, zero_stage=0, gradient_checkpointing=False)
         head = "score" if engine == "critic" else vars(args).get("value_head_prefix")
         model = load_engine(own, checkpoint / engine, shape[engine], tokenizer, head)
         to = folder / "critic" if engine == "critic" else folder

@@ -16,7 +16,7 @@ from machinery.data import batching
 from machinery.data.rows import fingerprint
 from machinery.engine import config_file, throughput, zero3
 from machinery.flags import recipes
-from machinery.models import lora, model_card, model_folders, saving
+from machinery.models import model_card, model_folders, saving
 from machinery.run import best, checkpoints, crash, launch, logs, output_folder
 
 
@@ -123,7 +123,7 @@ class Run:
         """Prints model, batch and data."""
         args, engine = self.args, self.engine
         path = getattr(args, "actor_model_name_or_path", None) or args.model_name_or_path
-        scratch = "" if model_folders.has_weights(lora.chain(path)[-1]) else ", from scratch"
+        scratch = "" if model_folders.has_weights(path) else ", from scratch"
         model = modules.unwrap_model(engine)
         count, training = (modules.count_parameters(model, part) / 1e6 for part in (False, True))
         stage, device = engine.zero_optimization_stage(), ranks.device().type
@@ -238,7 +238,7 @@ class Run:
         self.phase.note(f"writing {folder}")
         facts = saving.save_model(engine, tokenizer, folder, full_tensor, self.notes)
         if facts:  # on rank 0
-            model_card.write(self.args, self.folder.record, self.title, folder, **facts)
+            model_card.write_card(self.args, self.folder.record, self.title, folder, **facts)
 
     def finish(self, code=0):
         """Leaves the other ranks in order, and ends the program with the exit code `code`."""

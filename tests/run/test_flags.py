@@ -357,7 +357,7 @@ def test_what_is_declared_is_beside_the_flags_and_not_among_them():
 
 def test_one_model_of_ppo_has_flags_as_other_scripts_have_them():
     args = get_args("ppo", "--critic_zero_stage 1 --critic_lora_dim 4")
-    critic = declaring.of_role(args, "critic", dropout=None)
+    critic = declaring.with_flags(declaring.of_role(args, "critic"), dropout=None)
     assert (critic.zero_stage, critic.lora_dim, critic.dropout) == (1, 4, None)
     assert critic.learning_rate == args.critic_learning_rate
     assert declaring.of_role(args, "actor").zero_stage == args.zero_stage == 2
