@@ -1,10 +1,12 @@
 """What a model's folder, or its name on the hub, holds; or a clear error."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 
+from machinery.base import ranks
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused, nearest
 from machinery.models import lora, scoring_tokenizer
@@ -120,8 +122,11 @@ def read_weights(kind, path, config, value_head, options):
 
 
 # ---- Tokenizers ----
-def load_tokenizer(path, args=None):
+def load_tokenizer(path, args=None, in_chats=False):
     """Returns the tokenizer in `path`, with EOS, and with a padding token that is not EOS.
+
+    in_chats: the data are chats, so EOS is the token with which the chat template ends a turn. A
+    response then ends in training as it does in use, and generation stops there.
 
     Our masks come from positions, so the id of padding never matters here. But stock transformers
     finds a response's last token by `ids != pad`, and would read the score one token early if pad
@@ -141,6 +146,9 @@ def load_tokenizer(path, args=None):
         raise Refused("too-long", f"{long} exceeds the {positions} positions of {path}.")
     if tokenizer.eos_token_id is None:
         raise Refused("no-eos", f"{path}/tokenizer_config.json names no eos_token.")
+    if in_chats and (end := end_of_turn(tokenizer)) != tokenizer.eos_token:
+        ranks.say(f"responses end with the chat template's {end}, not {tokenizer.eos_token}")
+        tokenizer.eos_token = end
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
         tokenizer.add_special_tokens({"pad_token": padding_token(tokenizer, config.vocab_size)})
     if len(tokenizer) > config.vocab_size:
@@ -148,6 +156,18 @@ def load_tokenizer(path, args=None):
         raise Refused("vocabulary-too-large", f"the tokenizer of {path} {why}.")
     tokenizer.padding_side = "left"
     return tokenizer
+
+
+def end_of_turn(tokenizer):
+    """Returns the special token with which the chat template ends the assistant's turn, else EOS.
+
+    It is another than EOS for Gemma (<end_of_turn>) and the base models of Qwen (<|im_end|>).
+    """
+    turns, end = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}], ""
+    with suppress(Exception):  # there is no template, or it refuses such a chat
+        end = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("ANSWER")[2].rstrip()
+    known = [token for token in tokenizer.get_added_vocab() if end.endswith(token)]
+    return max(known, key=len, default=tokenizer.eos_token)
 
 
 def padding_token(tokenizer, vocab_size):

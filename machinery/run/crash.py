@@ -28,7 +28,7 @@ def finish(args, code=0):
     sys.exit(code)
 
 
-def stop_unless_finite(args, record, rows=()):
+def stop_if_not_finite(args, record, rows=()):
     """Stops the run if a number of `record`, the same on all ranks, is NaN or infinite.
 
     Each rank then writes its `rows`, an iterable of dicts that is read only then. Those of step 3

@@ -99,7 +99,7 @@ class Run:
         else:
             self.phase.note("at the first evaluation")
             record = {"step": 0, "epoch": 0.0, **evaluate(0)}
-            best.check(args, record)
+            best.refuse_unknown_metric(args, record)
             self.write(record)
         if self.last_step == 0:  # --max_steps 0: that was all
             logs.draw_curves(args)
@@ -233,7 +233,7 @@ class Run:
 
     def write(self, record):
         """Writes one line of the log, under the legend if it is the first."""
-        logs.write(self.args, record, self.columns, not self.legend_shown, self.monitor)
+        logs.write_record(self.args, record, self.columns, not self.legend_shown, self.monitor)
         self.legend_shown = True
 
     def texts(self):
@@ -249,7 +249,7 @@ class Run:
         this step's `log`. A generator is read only then.
         """
         self.rows = self.rows if rows is None else rows
-        crash.stop_unless_finite(self.args, {"step": self.step, **values}, self.rows)
+        crash.stop_if_not_finite(self.args, {"step": self.step, **values}, self.rows)
 
     def samples(self, rows):
         """Appends dicts to samples.jsonl, on rank 0."""
