@@ -1,10 +1,11 @@
 """What a model's folder, or its name on the hub, holds; or a clear error."""
 
-from contextlib import suppress
+import contextlib
 from pathlib import Path
 
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from machinery.base import ranks
 from machinery.base.modules import unwrap_model
@@ -106,8 +107,12 @@ def read_weights(kind, path, config, value_head, options):
     own_config = load_config(path, options["trust_remote_code"])
     if value_head not in (None, "score"):  # transformers calls it score
         options = {**options, "key_mapping": {rf"^{value_head}\.": "score."}}
+    # A download may take an hour. But under ZeRO-3 the ranks wait for each other as they load.
+    patience = contextlib.nullcontext() if is_deepspeed_zero3_enabled() else ranks.unhurried()
+    options = {**options, "config": config, "output_loading_info": True}
     try:
-        model, info = kind.from_pretrained(path, config=config, output_loading_info=True, **options)
+        with patience:
+            model, info = kind.from_pretrained(path, **options)
     except (OSError, ValueError, ImportError, SafetensorError, RuntimeError) as error:
         # Unknown, broken, or a weight of another shape; short memory is a RuntimeError, too.
         if isinstance(error, RuntimeError) and "mismatched" not in str(error):
@@ -164,7 +169,7 @@ def end_of_turn(tokenizer):
     It is another than EOS for Gemma (<end_of_turn>) and the base models of Qwen (<|im_end|>).
     """
     turns, end = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}], ""
-    with suppress(Exception):  # there is no template, or it refuses such a chat
+    with contextlib.suppress(Exception):  # there is no template, or it refuses such a chat
         end = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("ANSWER")[2].rstrip()
     known = [token for token in tokenizer.get_added_vocab() if end.endswith(token)]
     return max(known, key=len, default=tokenizer.eos_token)

@@ -35,7 +35,7 @@ class Run:
     def __init__(self, args, title):
         """Joins the other ranks. title: the first words on the screen."""
         self.args, self.title = args, title
-        self.phase, self.legend_shown = crash.Phase(args), False
+        self.phase, self.legend_shown = crash.Phase(), False
         self.notes = {}  # what else the saved model's config.json says, of the last evaluation
         self.signals = []  # SIGTERM and SIGINT as they come; looked at between two steps
         self.step, self.rows = 0, ()  # of the step that is being made
