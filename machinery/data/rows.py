@@ -6,9 +6,14 @@ import json
 import zlib
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import datasets
 import numpy as np
+import tokenizers
+import transformers
+from datasets.fingerprint import Hasher
+from filelock import FileLock
 
 from machinery.base import ranks
 from machinery.base.refused import Refused
@@ -141,7 +146,8 @@ def open_sources(args, stage):
 
 def open_source(args, path, stage):
     """Returns a Source. Refuses columns and rows that the stage cannot read."""
-    parts, columns = sources.read_source(path)
+    with ranks.unhurried():  # a download may take an hour
+        parts, columns = sources.read_source(path)
     names = sources.names_in(args, path, columns)
     refuse_unknown_columns(path, sources.parse(dict.fromkeys(columns), names), stage)
     prompts = {part: read_prompts(path, part, parts[part], stage, names) for part in parts}
@@ -255,14 +261,21 @@ def tokenise_rows(rows, options, title):
         return []
     many = len(rows) >= MANY
     if many:
-        ranks.say(f"{title}: tokenising {len(rows):,} rows")
-    made = rows.flatten_indices(keep_in_memory=True).map(  # a process gets its own rows only
-        tokenise_row,
-        fn_kwargs=options,
-        remove_columns=rows.column_names,
-        keep_in_memory=True,
-        num_proc=4 if many else None,
-    )
+        ranks.say(f"{title}: tokenising {len(rows):,} rows, if the cache of `datasets` lacks them")
+    # What the token ids depend on, by which that cache knows them again.
+    versions = [transformers.__version__, tokenizers.__version__]
+    known_by = Hasher.hash([rows._fingerprint, options, sources.own_code(), versions])
+    # The first rank of a machine fills the cache, and the others wait for it, as long as it takes.
+    lock = Path(datasets.config.HF_DATASETS_CACHE, f"tokenising-{known_by}.lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with ranks.unhurried(), FileLock(lock):
+        made = rows.map(
+            tokenise_row,
+            fn_kwargs=options,
+            remove_columns=rows.column_names,
+            num_proc=4 if many else None,
+            new_fingerprint=known_by,
+        )
     reasons = list(made["drop"])  # "" for a row that is kept
     for why, count in Counter(filter(None, reasons)).items():
         if why in FATAL:
