@@ -47,7 +47,7 @@ import common
 from helpers import checks, decoding, evaluation, judging, metrics, microscope, shared_prompts
 from machinery.base import progress, ranks
 from machinery.base.refused import program
-from machinery.data.rows import load_rows
+from machinery.data.rows import load_rows, open_sources
 from machinery.engine import ema, patches, state_offload, zero3
 from machinery.flags import declaring, ppo_flags
 from machinery.models import forwards, model_folders
@@ -895,8 +895,11 @@ def main():
     functions, gold = judging.load_functions(args)  # --reward_fn, --gold_fn
 
     # ---- 1 data ----
-    tokenizer = model_folders.load_tokenizer(args.actor_model_name_or_path, args)
-    train, held_out = load_rows(args, tokenizer, "ppo", args.max_prompt_seq_len)
+    sources = open_sources(args, "ppo")
+    tokenizer = model_folders.load_tokenizer(
+        args.actor_model_name_or_path, args, in_chats=sources.hold_chats
+    )
+    train, held_out = load_rows(args, sources, tokenizer, args.max_prompt_seq_len)
     score_statistics = ppo_flags.check_models(args, tokenizer)  # --normalize_reward
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
     sizes = Sizes(args)

@@ -32,7 +32,7 @@ from helpers import checks, evaluation, shared_prompts
 from machinery.base import ranks, statistics
 from machinery.base.refused import program
 from machinery.data import batching
-from machinery.data.rows import load_rows
+from machinery.data.rows import load_rows, open_sources
 from machinery.flags import declaring
 from machinery.models import model_folders
 from machinery.run.run import Run
@@ -184,8 +184,11 @@ def main():
     run = Run(args, "step 2: reward model")
 
     # ---- 1 data ----
-    tokenizer = model_folders.load_tokenizer(args.model_name_or_path, args)
-    train, held_out = load_rows(args, tokenizer, "reward", args.max_seq_len)
+    sources = open_sources(args, "reward")
+    tokenizer = model_folders.load_tokenizer(
+        args.model_name_or_path, args, in_chats=sources.hold_chats
+    )
+    train, held_out = load_rows(args, sources, tokenizer, args.max_seq_len)
     batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)
 

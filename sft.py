@@ -29,7 +29,7 @@ from helpers import checks, evaluation, judging
 from machinery.base import ranks
 from machinery.base.refused import program
 from machinery.data import batching
-from machinery.data.rows import load_rows
+from machinery.data.rows import load_rows, open_sources
 from machinery.flags import declaring
 from machinery.models import model_folders
 from machinery.run.run import Run
@@ -137,8 +137,11 @@ def main():
     # tokenised apart from the prompt and with the tokenizer's EOS appended; and prompt_loss_mask, 1
     # where --train_on covers the prompt, too. Prompt and response have --max_seq_len tokens
     # together at most: a long prompt keeps its end, and a long response is cut and has no EOS then.
-    tokenizer = model_folders.load_tokenizer(args.model_name_or_path, args)
-    train, held_out = load_rows(args, tokenizer, "sft", args.max_seq_len)
+    sources = open_sources(args, "sft")
+    tokenizer = model_folders.load_tokenizer(
+        args.model_name_or_path, args, in_chats=sources.hold_chats
+    )
+    train, held_out = load_rows(args, sources, tokenizer, args.max_seq_len)
     batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)
 

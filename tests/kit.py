@@ -59,6 +59,9 @@ ENVIRONMENT = {
 }
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+if "HF_DATASETS_CACHE" not in os.environ:  # else tests would leave their rows in the user's own
+    os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="rlhf-datasets-")
+    atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
@@ -193,8 +196,7 @@ def environment(changes=None):
     found = {k: v for k, v in os.environ.items() if k not in RANK_NAMES}
     # DeepSpeed compiles its optimizers anew for another version of ninja: always take the same one
     found["PATH"] = f"{Path(sys.executable).parent}:{found['PATH']}"
-    found |= {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(base() / "datasets")}
-    return {**found, **(changes or {})}
+    return {**found, "PYTHONPATH": str(ROOT), **(changes or {})}
 
 
 def start_command(command, env=None, cwd=None, limit=600):

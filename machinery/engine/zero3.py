@@ -80,7 +80,7 @@ def fit_on_every_rank(sharded, room=0):
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         free = torch.cuda.mem_get_info()[0] + unused
     else:
-        free = get_accelerator().available_memory()
+        free = get_accelerator().available_memory() / ranks.ranks_on_this_host()
     return ranks.all_sum(need < 0.8 * free)[0] == ranks.data_parallel_size()
 
 

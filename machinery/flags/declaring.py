@@ -132,8 +132,6 @@ def add_common_flags(parser, own_forms=()):
     arg("keep_checkpoints", 1, "how many of the newest checkpoints to keep", least=1)
     metric = "a metric: keep the best model by it in best/ (eval_loss, eval_gold)"
     arg("keep_best", str, metric, fixed=True)
-    wait = "how long a rank waits for another"
-    arg("timeout_minutes", 30, wait, least=1e-6, type=float)
     arg("resume", False, "go on from the newest whole checkpoint in output_dir")
     arg("trust_remote_code", False, "run the Python code that comes with a model")
     arg("overwrite", False, "output_dir holds a run: move it to NAME.old-1")

@@ -35,7 +35,7 @@ class Run:
     def __init__(self, args, title):
         """Joins the other ranks. title: the first words on the screen."""
         self.args, self.title = args, title
-        self.phase, self.legend_shown = crash.Phase(args), False
+        self.phase, self.legend_shown = crash.Phase(), False
         self.notes = {}  # what else the saved model's config.json says, of the last evaluation
         self.signals = []  # SIGTERM and SIGINT as they come; looked at between two steps
         self.step = 0  # the one that is being made
@@ -99,7 +99,7 @@ class Run:
         else:
             self.phase.note("at the first evaluation")
             record = {"step": 0, "epoch": 0.0, **evaluate(0)}
-            best.check(args, record)
+            best.refuse_unknown_metric(args, record)
             self.write(record)
         if self.last_step == 0:  # --max_steps 0: that was all
             logs.draw_curves(args)
@@ -219,7 +219,7 @@ class Run:
 
     def write(self, record):
         """Writes one line of the log, under the legend if it is the first."""
-        logs.write(self.args, record, self.columns, not self.legend_shown, self.monitor)
+        logs.write_record(self.args, record, self.columns, not self.legend_shown, self.monitor)
         self.legend_shown = True
 
     def stop_unless_finite(self, values, micro_batches):
@@ -228,7 +228,7 @@ class Run:
         The micro-batches' texts are then written down.
         """
         texts = (text for batch in micro_batches for text in batch.texts(self.tokenizer))
-        crash.stop_unless_finite(self.args, {"step": self.step, **values}, texts)
+        crash.stop_if_not_finite(self.args, {"step": self.step, **values}, texts)
 
     # The end
 

@@ -155,6 +155,20 @@ def sampled(base):
     return lost
 
 
+def fits(free, need):
+    """Whether so many bytes fit, where the host has so many free."""
+    get_accelerator().available_memory = lambda *_: free
+    return bool(zero3.fit_on_every_rank([], room=need))
+
+
+def test_ranks_of_one_host_share_its_memory():
+    """Each would fill all of it: three ranks that gather a model each need it three times. Of 300
+    bytes one has 100, of which 0.8 count."""
+    for need, fit in ((79, True), (80, False)):
+        assert kit.on_ranks(fits, 3, 300, need) == [fit] * 3
+    assert kit.on_ranks(fits, 1, 300, 80) == [True]
+
+
 def test_sharded_generation_equals_the_plain_model():
     """Rank 0's responses end at once, rank 1's go on. With all weights gathered (one by one with
     DeepSpeed 0.18.5) each rank stops alone; where they do not fit they are gathered module by

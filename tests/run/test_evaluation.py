@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import reward
+from machinery.data import batching
 from tests import kit, runs
 
 
@@ -28,7 +29,7 @@ def test_the_deviation_of_scores_keeps_its_digits_far_from_0(monkeypatch):
     """Scores of 100 +- 0.1: sums of their squares in fp32 are wrong by a percent of it."""
     scores = 100 + 0.1 * torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
     batches = [(range(500), SimpleNamespace(row_weight=torch.ones(500)))]
-    monkeypatch.setattr(reward.batching, "eval_loader", lambda *_: batches)
+    monkeypatch.setattr(batching, "eval_loader", lambda *_: batches)
     monkeypatch.setattr(reward, "score_pairs", lambda *_: scores)
     monkeypatch.setattr(reward.evaluation, "write_pairs", lambda *_: None)
     run = SimpleNamespace(args=None, notes={})

@@ -87,7 +87,7 @@ def test_a_line_of_the_screen_fits_120_columns(tmp_path, capsys, columns):
     """Legend and numbers stand under each other, and no two numbers run together."""
     args = SimpleNamespace(output_dir=str(tmp_path))
     record = dict(dict.fromkeys(columns, -0.0123456), step=100_000, epoch=12.5)
-    logs.write(args, record, columns, legend=True)
+    logs.write_record(args, record, columns, legend=True)
     legend, line = capsys.readouterr().out.splitlines()
     assert legend.split() == columns and len(line.split()) == len(columns)
     assert len(legend) == len(line) <= 120
