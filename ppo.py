@@ -926,8 +926,8 @@ def main():
             set_advantages(args, micro_batches, current_kl_coef(), score_statistics)
             microscope.write(run, step, micro_batches, current_kl_coef())
         requests = evaluation.requests(held_out, args.eval_samples)
-        micro_batches = answered(args, models, tokenizer, requests)
-        return evaluation.report(run, step, micro_batches, args.eval_samples)
+        responses = evaluation.gathered(answered(args, models, tokenizer, requests))
+        return evaluation.report(run, step, responses, args.eval_samples)
 
     dropout = any(map(model_folders.has_dropout, engines.values()))
     keeps_graphs, scores_actor = forwards_of_score(args, sizes, dropout)

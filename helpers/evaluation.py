@@ -102,12 +102,11 @@ def requests(held_out, samples=1):
     return [{**dealt[i], "sample": n, "group": g} for g, i in each for n in range(samples)]
 
 
-def report(run, step, micro_batches, samples=1):
+def report(run, step, responses, samples=1):
     """Writes the scored responses of all ranks down, shows two, and returns their means: eval_...
 
-    samples: how many there are to each prompt.
+    responses: from `gathered`. samples: how many there are to each prompt.
     """
-    responses = gathered(micro_batches)
     names = reported(responses[0])
     lines = []
     for response in responses:

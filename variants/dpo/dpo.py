@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import common
 import ppo  # its rollout, for the evaluation
 import sft  # its layout
-from helpers import judging, rollout_metrics
+from helpers import evaluation, judging
 from machinery.base import ranks
 from machinery.base.refused import program
 from machinery.data import batching
@@ -143,9 +143,9 @@ def evaluate(args, engine, reference, held_out, collate_rows):
 def answer(args, engine, reference, tokenizer, prompts, gold):
     """Responses to held-out prompts, of all ranks: dicts with text, kl, gold, response_length."""
     size = args.per_device_eval_batch_size
-    rows = [{**row, "extra": "{}"} for row in rollout_metrics.held_out_prompts(prompts)]
-    responses = ppo.roll_out(args, engine, tokenizer, rows, 0, size)
+    rows = [{**row, "extra": "{}"} for row in evaluation.requests(prompts)]
     engine.eval()
+    responses = ppo.roll_out(args, engine, tokenizer, rows, 0, size)
     for batch in ppo.make_micro_batches(tokenizer, responses, size):
         wanted = batch.response_mask, args.temperature
         found = {"response_length": batch.length}  # (B,)
@@ -188,10 +188,10 @@ def main():
     def evaluate_at(step):
         metrics = evaluate(args, engine, reference, held_out, collate_rows)
         responses = answer(args, engine, reference, tokenizer, prompts, gold)
-        return metrics | rollout_metrics.summary(run, step, responses)
+        return metrics | evaluation.report(run, step, responses)
 
     # ---- 3 train ----
-    for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
+    for _, micro_batches in run.steps({"model": engine}, evaluate_at, COLUMNS, collate_rows):
         pairs = ranks.all_sum(sum(batch.row_weight.sum() for batch in micro_batches)).item() / 2
         sums = torch.zeros(4, device=ranks.device())
         for batch in micro_batches:
@@ -202,7 +202,7 @@ def main():
             engine.backward(loss_sum * common.loss_scale(engine, pairs))
             engine.step()  # moves the weights at the step's last micro-batch only
             sums += of_batch
-        run.log(dict(zip(NAMES, (ranks.all_sum(*sums) / pairs).tolist())))
+        run.log(dict(zip(NAMES, (ranks.all_sum(*sums) / pairs).tolist())), micro_batches)
 
     # ---- 4 save ----
     run.save(engine, tokenizer)
