@@ -28,11 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import common
-from helpers import checks, pair_scores, shared_prompts
+from helpers import checks, evaluation, shared_prompts
 from machinery.base import ranks, statistics
 from machinery.base.refused import program
 from machinery.data import batching
-from machinery.data.rows import load_rows
+from machinery.data.rows import load_rows, open_sources
 from machinery.flags import declaring
 from machinery.models import model_folders
 from machinery.run.run import Run
@@ -78,9 +78,15 @@ def get_args(argv=None):
 # ---- Data and loss ----
 @dataclass
 class MicroBatch(common.Layout):
-    """B pairs, laid out for a forward: predicts is (2B, 1), one place before each last token."""
+    """B pairs, laid out for a forward. logit_places: (2B, 1), one place before each last token."""
 
     row_weight: Tensor  # (B,) 1, or 0 for a filler row
+
+    def counts(self):
+        """Tokens, rows, and tokens at which the head is read, without fillers."""
+        weight = self.row_weight.repeat(len(self.ids) // len(self.row_weight))  # (N,), 2B or B
+        tokens = (self.real_tokens * weight).sum()
+        return tokens, weight.sum(), 2 * self.row_weight.sum()
 
 
 def plain_rows(rows, pad_id):
@@ -141,29 +147,32 @@ def evaluate(run, engine, held_out, collate_rows):
     The scores' mean and deviation go into the saved model's config, for ppo.py --normalize_reward.
     """
     engine.eval()  # no dropout
-    sums = torch.zeros(5, dtype=torch.float64)  # the four SUMS and the pairs
-    judged = []  # (row, score of the chosen, score of the rejected)
-    for numbers, batch in batching.eval_loader(run.args, held_out, collate_rows):
+    found = []
+    for rows, batch in batching.eval_loader(run.args, held_out, collate_rows):
         chosen, rejected = score_pairs(engine, batch)  # (B,), (B,)
-        loss_sum = pair_loss_sum(chosen, rejected, batch.row_weight)
-        judged += zip(numbers, chosen.tolist(), rejected.tolist())
-        sums[:4] += pair_sums(loss_sum, chosen, rejected, batch.row_weight).cpu()
-        sums[4] += batch.row_weight.sum().cpu()
+        found.append(torch.stack([torch.tensor(rows), chosen.cpu(), rejected.cpu()], 1).double())
     engine.train()
-    pair_scores.keep(run.args, held_out, judged)
-    loss, correct, chosen, rejected, count = ranks.all_sum(*sums).tolist()
-    mean = (chosen + rejected) / (2 * count)
+    # This rank's pairs, (n, 3): the row's number, the chosen score, the rejected score.
+    pairs = torch.cat(found)
+    pairs = pairs[pairs[:, 0] >= 0]  # fillers have negative numbers
+    evaluation.write_pairs(run.args, held_out, pairs)
+    _, chosen, rejected = pairs.unbind(1)  # (n,) each
+    ones = torch.ones_like(chosen)
+    sums = pair_sums(pair_loss_sum(chosen, rejected, ones), chosen, rejected, ones)
+    *sums, count = ranks.all_sum(*sums, len(pairs)).tolist()
+    loss, accuracy, chosen_mean, rejected_mean = (total / count for total in sums)
+    mean = (chosen_mean + rejected_mean) / 2
     # Squares of differences to the mean lose no digits where the mean is far from 0.
-    squares = sum((c - mean) ** 2 + (r - mean) ** 2 for row, c, r in judged if row >= 0)
-    std = (ranks.all_sum(squares).item() / (2 * count)) ** 0.5
+    squares = ranks.all_sum(((pairs[:, 1:] - mean) ** 2).sum()).item()
+    std = (squares / (2 * count)) ** 0.5
     run.notes["score_statistics"] = [mean, std]
     return {
-        "eval_loss": loss / count,
-        "eval_accuracy": correct / count,
-        "eval_accuracy_ci": statistics.wilson_interval(correct / count, count),
-        "eval_chosen_score": chosen / count,
-        "eval_rejected_score": rejected / count,
-        "eval_margin": (chosen - rejected) / count,
+        "eval_loss": loss,
+        "eval_accuracy": accuracy,
+        "eval_accuracy_ci": statistics.wilson_interval(accuracy, count),
+        "eval_chosen_score": chosen_mean,
+        "eval_rejected_score": rejected_mean,
+        "eval_margin": chosen_mean - rejected_mean,
         "eval_score_mean": mean,
         "eval_score_std": std,
     }
@@ -175,8 +184,11 @@ def main():
     run = Run(args, "step 2: reward model")
 
     # ---- 1 data ----
-    tokenizer = model_folders.load_tokenizer(args.model_name_or_path, args)
-    train, held_out = load_rows(args, tokenizer, "reward", args.max_seq_len)
+    sources = open_sources(args, "reward")
+    tokenizer = model_folders.load_tokenizer(
+        args.model_name_or_path, args, in_chats=sources.hold_chats
+    )
+    train, held_out = load_rows(args, sources, tokenizer, args.max_seq_len)
     batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)
 
@@ -194,7 +206,7 @@ def main():
         return evaluate(run, engine, held_out, collate_rows)
 
     # ---- 3 train ----
-    for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
+    for _, micro_batches in run.steps({"model": engine}, evaluate_at, COLUMNS, collate_rows):
         pairs = ranks.all_sum(sum(batch.row_weight.sum() for batch in micro_batches)).item()
         sums = torch.zeros(4, device=ranks.device())
         for batch in micro_batches:
@@ -206,7 +218,7 @@ def main():
             engine.step()  # moves the weights at the step's last micro-batch only
             sums += pair_sums(loss_sum, chosen, rejected, weight)
         means = ranks.all_sum(*sums) / pairs
-        run.log(dict(zip(SUMS, means.tolist())))  # and evaluates, when due
+        run.log(dict(zip(SUMS, means.tolist())), micro_batches)  # and evaluates, when due
 
     # ---- 4 save ----
     run.save(engine, tokenizer)

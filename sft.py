@@ -14,7 +14,7 @@ that the loss covers: here the longest response ('-' is padding).
     row 0        x0   x1   x2 | y0   y1   eos        loss looks at the last R columns of all rows,
     row 1        -    x0   x1   x2 | y0   eos        masked: row 1's mask is 0 1 1
     logits at column t predict column t+1, so columns T-R-1 .. T-2 predict the last R
-    (common.Layout.predicts), and logits are made for those alone that the mask marks: (M, V),
+    (common.Layout.logit_places), and logits are made for those alone that the mask marks: (M, V),
     here M = 3 + 2
 """
 
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 import common
-from helpers import checks, judging, samples
+from helpers import checks, evaluation, judging
 from machinery.base import ranks
 from machinery.base.refused import program
 from machinery.data import batching
-from machinery.data.rows import load_rows
+from machinery.data.rows import load_rows, open_sources
 from machinery.flags import declaring
 from machinery.models import model_folders
 from machinery.run.run import Run
@@ -77,6 +77,11 @@ class MicroBatch(common.Layout):
 
     loss_mask: Tensor  # (B, R) 1 on the tokens that the loss covers
     row_weight: Tensor  # (B,) 1, or 0 for a filler: a row that only fills up the last batch
+
+    def counts(self):
+        """Tokens, rows, and tokens with logits, without fillers: for the run's speed."""
+        tokens = (self.real_tokens * self.row_weight).sum()
+        return tokens, self.row_weight.sum(), self.loss_mask.sum()
 
 
 def collate(rows, pad_id):
@@ -132,8 +137,11 @@ def main():
     # tokenised apart from the prompt and with the tokenizer's EOS appended; and prompt_loss_mask, 1
     # where --train_on covers the prompt, too. Prompt and response have --max_seq_len tokens
     # together at most: a long prompt keeps its end, and a long response is cut and has no EOS then.
-    tokenizer = model_folders.load_tokenizer(args.model_name_or_path, args)
-    train, held_out = load_rows(args, tokenizer, "sft", args.max_seq_len)
+    sources = open_sources(args, "sft")
+    tokenizer = model_folders.load_tokenizer(
+        args.model_name_or_path, args, in_chats=sources.hold_chats
+    )
+    train, held_out = load_rows(args, sources, tokenizer, args.max_seq_len)
     batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)
 
@@ -148,11 +156,11 @@ def main():
 
     def evaluate_at(step):
         metrics = evaluate(args, engine, held_out, collate_rows)
-        return metrics | samples.answer_and_keep(run, engine, tokenizer, held_out, step, gold)
+        return metrics | evaluation.answer_and_keep(run, engine, tokenizer, held_out, step, gold)
 
     # ---- 3 train ----
     # `steps` evaluates at the start, or goes on from a checkpoint; it saves checkpoints.
-    for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
+    for _, micro_batches in run.steps({"model": engine}, evaluate_at, COLUMNS, collate_rows):
         # The loss is a mean over all tokens that it covers: of all micro-batches and all ranks.
         tokens = ranks.all_sum(sum(batch.loss_mask.sum() for batch in micro_batches)).item()
         loss_total = torch.zeros((), device=ranks.device())
@@ -163,7 +171,8 @@ def main():
             engine.backward(loss_sum * common.loss_scale(engine, tokens))
             engine.step()  # moves the weights at the step's last micro-batch only
             loss_total += loss_sum.detach()
-        run.log({"loss": ranks.all_sum(loss_total).item() / tokens})  # and evaluates, when due
+        # The run logs the step, and evaluates when that is due.
+        run.log({"loss": ranks.all_sum(loss_total).item() / tokens}, micro_batches)
 
     # ---- 4 save ----
     run.save(engine, tokenizer)

@@ -132,8 +132,6 @@ def add_common_flags(parser, own_forms=()):
     arg("keep_checkpoints", 1, "how many of the newest checkpoints to keep", least=1)
     metric = "a metric: keep the best model by it in best/ (eval_loss, eval_gold)"
     arg("keep_best", str, metric, fixed=True)
-    wait = "how long a rank waits for another"
-    arg("timeout_minutes", 30, wait, least=1e-6, type=float)
     arg("resume", False, "go on from the newest whole checkpoint in output_dir")
     arg("trust_remote_code", False, "run the Python code that comes with a model")
     arg("overwrite", False, "output_dir holds a run: move it to NAME.old-1")
@@ -190,14 +188,18 @@ def fast_dtype():
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
-def of_role(args, role="", **changes):
-    """Returns a copy of the flags for one model, with `changes`.
-
-    role: "actor" (lora_dim is then actor_lora_dim, etc.), "critic", or "" for flags as they are.
-    """
+def with_flags(args, **changes):
+    """Returns a copy of the flags, with `changes`."""
     new = copy.copy(args)
-    for name, value in vars(args).items():
-        if role and name.startswith(f"{role}_"):
-            setattr(new, name.removeprefix(f"{role}_"), value)
     vars(new).update(changes)
     return new
+
+
+def of_role(args, role):
+    """Returns a copy of the flags in which those of one model have the names of the other scripts.
+
+    role: "actor" (lora_dim is then actor_lora_dim, and so on) or "critic"; "" where there is one
+    model alone.
+    """
+    own = {k.removeprefix(f"{role}_"): v for k, v in vars(args).items() if k.startswith(f"{role}_")}
+    return with_flags(args, **own)

@@ -18,7 +18,7 @@ import ppo
 import reward
 import sft
 from machinery.base.refused import Refused, program
-from machinery.flags import declaring, ppo_flags, recipes, rules
+from machinery.flags import declaring, recipes, rules
 from tests import kit
 from variants.dpo import dpo
 
@@ -363,7 +363,7 @@ def test_what_is_declared_is_beside_the_flags_and_not_among_them():
 
 def test_one_model_of_ppo_has_flags_as_other_scripts_have_them():
     args = get_args("ppo", "--critic_zero_stage 1 --critic_lora_dim 4")
-    critic = declaring.of_role(args, "critic", dropout=None)
+    critic = declaring.with_flags(declaring.of_role(args, "critic"), dropout=None)
     assert (critic.zero_stage, critic.lora_dim, critic.dropout) == (1, 4, None)
     assert critic.learning_rate == args.critic_learning_rate
     assert declaring.of_role(args, "actor").zero_stage == args.zero_stage == 2
@@ -412,10 +412,9 @@ def test_what_ppos_flags_leave_open_follows_from_others():
     assert args.reward_model_name_or_path == [args.critic_model_name_or_path]
     assert args.max_seq_len == 32 + 48 and args.rollout_batch_size == 64
     assert get_args("ppo", "--reward_fn f.py:f").reward_model_name_or_path == []
-    sizes = ppo_flags.Sizes(args)
-    assert (sizes.prompts, sizes.generation_batches, sizes.responses) == (32, 2, 64)
-    assert sizes.updates == 1
-    assert get_args("ppo", "--eval_ema 1 --enable_ema 0").enable_ema  # to have one to evaluate
+    sizes = ppo.Sizes(args)
+    assert (sizes.prompts, sizes.batches_per_step, sizes.responses) == (32, 2, 64)
+    assert (sizes.micro_batches, sizes.updates) == (2, 1)
 
 
 def test_filters_of_sampling_say_what_they_do_to_kl(capsys, tmp_path):

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 import common
 import ppo  # its rollout, for the evaluation
 import sft  # its layout
-from helpers import judging, rollout_metrics
+from helpers import evaluation, judging
 from machinery.base import ranks
 from machinery.base.refused import program
 from machinery.data import batching
-from machinery.data.rows import load_rows
+from machinery.data.rows import load_rows, open_sources
 from machinery.flags import declaring, ppo_flags
 from machinery.models import model_folders
 from machinery.run.run import Run
@@ -143,9 +143,9 @@ def evaluate(args, engine, reference, held_out, collate_rows):
 def answer(args, engine, reference, tokenizer, prompts, gold):
     """Responses to held-out prompts, of all ranks: dicts with text, kl, gold, response_length."""
     size = args.per_device_eval_batch_size
-    rows = [{**row, "extra": "{}"} for row in rollout_metrics.held_out_prompts(prompts)]
-    responses = ppo.roll_out(args, engine, tokenizer, rows, 0, size)
+    rows = [{**row, "extra": "{}"} for row in evaluation.requests(prompts)]
     engine.eval()
+    responses = ppo.roll_out(args, engine, tokenizer, rows, 0, size)
     for batch in ppo.make_micro_batches(tokenizer, responses, size):
         wanted = batch.response_mask, args.temperature
         found = {"response_length": batch.length}  # (B,)
@@ -169,8 +169,11 @@ def main():
     gold = judging.load_functions(args)[1]  # --gold_fn
 
     # ---- 1 data ----
-    tokenizer = model_folders.load_tokenizer(args.model_name_or_path, args)
-    train, held_out = load_rows(args, tokenizer, "reward", args.max_seq_len)
+    sources = open_sources(args, "reward")
+    tokenizer = model_folders.load_tokenizer(
+        args.model_name_or_path, args, in_chats=sources.hold_chats
+    )
+    train, held_out = load_rows(args, sources, tokenizer, args.max_seq_len)
     batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)
     prompts = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
@@ -185,10 +188,10 @@ def main():
     def evaluate_at(step):
         metrics = evaluate(args, engine, reference, held_out, collate_rows)
         responses = answer(args, engine, reference, tokenizer, prompts, gold)
-        return metrics | rollout_metrics.summary(run, step, responses)
+        return metrics | evaluation.report(run, step, responses)
 
     # ---- 3 train ----
-    for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
+    for _, micro_batches in run.steps({"model": engine}, evaluate_at, COLUMNS, collate_rows):
         pairs = ranks.all_sum(sum(batch.row_weight.sum() for batch in micro_batches)).item() / 2
         sums = torch.zeros(4, device=ranks.device())
         for batch in micro_batches:
@@ -199,7 +202,7 @@ def main():
             engine.backward(loss_sum * common.loss_scale(engine, pairs))
             engine.step()  # moves the weights at the step's last micro-batch only
             sums += of_batch
-        run.log(dict(zip(NAMES, (ranks.all_sum(*sums) / pairs).tolist())))
+        run.log(dict(zip(NAMES, (ranks.all_sum(*sums) / pairs).tolist())), micro_batches)
 
     # ---- 4 save ----
     run.save(engine, tokenizer)
