@@ -102,10 +102,11 @@ def choose(script, stated):
     for model in models:
         name = records.of_model(model).get("preset")
         if name in names(script):
-            return name, f"{model} was trained with {name}, which is taken here, too"
+            return name, f"{name}, with which {model} was trained"
     if models and FOR_MODELS in names(script):
         return FOR_MODELS, f"naming a model selects {FOR_MODELS}"
-    return "toy", "no recipe is for models, toy is taken" if models else "no model is named: toy"
+    because = "this script has no recipe for models" if models else "no model is named"
+    return "toy", f"toy, as {because}"
 
 
 def note(args):
@@ -114,7 +115,7 @@ def note(args):
     shown = {flag: value for flag, value in vars(args).items() if flag.endswith(ends) and value}
     numbers = ", ".join(f"{flag} {value}" for flag, value in shown.items())
     why = args.declared.why
-    return f"  recipe   {why}; {numbers}; --preset overrides\n" if why else ""
+    return f"  recipe   {why}: {numbers}; --preset overrides\n" if why else ""
 
 
 # ---- Rows of all ranks ----

@@ -330,7 +330,7 @@ def test_the_toy_runs_if_no_model_is_named_and_from_any_folder(tmp_path, monkeyp
     assert args.preset == "toy" and args.output_dir == "output/sft"
     assert (declaring.ROOT / "toy/data").samefile(args.data_path[0])
     assert (declaring.ROOT / "toy/model").samefile(args.model_name_or_path)
-    assert recipes.note(args).startswith("  recipe   no model is named: toy; ")
+    assert recipes.note(args).startswith("  recipe   toy, as no model is named: ")
     assert recipes.note(get_args("sft")) == ""  # who names it knows
 
 
@@ -346,7 +346,7 @@ def test_the_next_step_takes_the_preset_of_the_folder_that_it_starts_from(tmp_pa
     (tmp_path / "args.json").write_text('{"preset": "opt-1.3b"}')
     (tmp_path / "config.json").write_text("{}")
     args = get_args("reward", f"--model_name_or_path {tmp_path}", "")
-    assert args.preset == "opt-1.3b" and f"{tmp_path} was trained with opt-1.3b" in recipes.note(
+    assert args.preset == "opt-1.3b" and f"with which {tmp_path} was trained" in recipes.note(
         args
     )
     args = get_args("reward", f"--model_name_or_path {tmp_path} --preset toy", "")
