@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import json
 import sys
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from machinery.base.refused import Refused
 from machinery.flags import declaring
 
 LARGEST = 1e30  # of a score: sums over a step then stay finite in fp32
+NO_LISTS = Mapping, Set, str, bytes, bytearray  # a loop over one gives keys, or characters
 
 
 # ---- Reward models ----
@@ -134,7 +136,7 @@ def scores_of(function, responses, prefix="reward"):
     rows = [response.get("row") for response in responses]
     note = f"in {name}, for the responses to rows {rows}; columns: {', '.join(columns)}"
     with users_code(name, note):
-        values = list(function(**columns))
+        values = list_of(name, function(**columns))
         if len(values) != len(responses):
             words = f"{name} returned {len(values)} scores for {len(responses)} responses."
             raise Refused("function-returns", words)
@@ -142,6 +144,17 @@ def scores_of(function, responses, prefix="reward"):
             words = f"{name} must return the same parts for all, not {parts}."
             raise Refused("function-returns", words)
         return [as_score(name, *pair, prefix) for pair in zip(values, responses)]
+
+
+def list_of(name, returned):
+    """Returns what a function returned as a list; refuses what is no sequence of scores."""
+    if isinstance(returned, NO_LISTS) or not isinstance(returned, Iterable):
+        raise Refused(
+            "function-returns",
+            f"{name} must return a list with one score for each response.\n  It returned a "
+            f"{type(returned).__name__}: {str(returned)[:300]}",
+        )
+    return list(returned)
 
 
 def as_score(name, value, response, prefix):
@@ -153,7 +166,10 @@ def as_score(name, value, response, prefix):
         parts = {f"{prefix}_{k}": as_score(name, x, response, prefix) for k, x in value.items()}
         response.update(parts)
         value = sum(parts.values())
-    numbers = torch.as_tensor(value, dtype=torch.float64)  # else a TypeError says what it was
+    try:
+        numbers = torch.as_tensor(value, dtype=torch.float64)
+    except Exception:  # of many kinds: None, text, lists of other lengths, a huge integer
+        numbers = torch.tensor(torch.nan)
     fits = numbers.dim() == 0 or numbers.shape == (len(response["response_ids"]),)
     if not fits or not (numbers.abs() <= LARGEST).all():  # NaN is not
         raise Refused(

@@ -76,6 +76,8 @@ def of_ppo(args):
     yield "batches-divide", broken, words
     words = "{advantage} compares the responses to a prompt.\n  Use --samples_per_prompt 4."
     yield "group-of-one", args.compares_groups and args.samples_per_prompt < 2, words
+    words = "--stop has an empty text, which stands in every response: all would have one token."
+    yield "empty-stop", "" in args.stop, words
 
     # DeepSpeed-Chat reports divergence where this is broken, and leaves open why. While it holds,
     # the weights that train are those that sampled: the ratio is 1, clipping never acts, and this

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused, nearest
@@ -149,7 +150,25 @@ def load_config(path, trust_remote_code=False):
     """Returns transformers' config of the model in `path`, or under the adapters there."""
     *adapters, base = chain(path)
     own = [str(file) for folder in adapters for file in Path(folder).glob(CONFIG_BESIDE_ADAPTERS)]
-    return load_or_refuse([*own, base][0], AutoConfig, trust_remote_code=trust_remote_code)
+    config = load_or_refuse([*own, base][0], AutoConfig, trust_remote_code=trust_remote_code)
+    refuse_encoder(path, config)
+    return config
+
+
+def refuse_encoder(path, config):
+    """Raises Refused if the model attends to what follows a token, as BERT does.
+
+    transformers loads many encoders as causal language models, and only warns if their config does
+    not say is_decoder. Such a model sees the tokens that it is trained to predict.
+    """
+    text = config.get_text_config()
+    masked = config.model_type in (*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation", "xlnet")
+    causal = getattr(text, "is_decoder", False) or getattr(text, "causal", False)  # causal: XLM's
+    # BART and its like have a decoder, which is loaded alone. True is EmbeddingGemma's.
+    encodes = masked and not causal and not config.is_encoder_decoder
+    if encodes or getattr(text, "use_bidirectional_attention", False) is True:
+        words = f"{path} is an encoder ({config.model_type}): its tokens see what follows."
+        raise Refused("encoder", f"{words}\n  Take a causal model, such as OPT, Llama or Qwen.")
 
 
 def own_dropout(config):
