@@ -43,25 +43,33 @@ class Layout:
         token        -    x0   x1   y0   y1   eos  -
         mask         0    1    1    1    1    1    0
         positions    0    0    1    2    3    4    4
-        predicts               2    3    4    5          of y0, y1, eos, and of padding
+        logit_places           2    3    4    5          of y0, y1, eos, and of padding
 
-    The logits at x1 predict y0, those at y0 predict y1, and so on: a token is placed one after
-    where it is predicted. R = 4 is the longest response of the micro-batch; which places count is
-    said by other masks. The next row begins at flat place T. Rows in which several responses
-    share a prompt (helpers/shared_prompts.py) differ only in what stands here.
+    The logits at x1 predict y0, those at y0 predict y1, and so on: a token stands one place after
+    the logits that predict it. R = 4 is the longest response of the micro-batch; other masks say
+    which places count. The next row begins at flat place T. Rows in which several responses share a
+    prompt (helpers/shared_prompts.py) differ only in these fields.
+
+    A script's MicroBatch adds what its loss needs, and `counts()`: its tokens, its rows, and the
+    tokens for which logits are made, without fillers. The run's speed is computed from them.
     """
 
     ids: Tensor  # (N, T)
     mask: Tensor  # (N, T) 1 on real tokens; or (N, 1, T, T) 1 where token i may attend to token j
     positions: Tensor  # (N, T) position ids
     real_tokens: Tensor  # (N,) how many tokens of a row are not padding
-    predicts: Tensor  # (B, R) flat place, in N x T, of the logits (or value) before each token
+    logit_places: Tensor  # (B, R) flat place, in N x T, of the logits (or value) before each token
 
     def to(self, device):
         """Returns the same with all tensors on `device`."""
         held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         moved = {k: x.to(device, non_blocking=True) for k, x in held.items() if torch.is_tensor(x)}
         return dataclasses.replace(self, **moved)
+
+    def texts(self, tokenizer):
+        """Yields {"text": ...} for each row: what a run that stops at NaN writes down."""
+        for ids, count in zip(self.ids, self.real_tokens.tolist()):
+            yield {"text": tokenizer.decode(ids[len(ids) - count :])}
 
 
 def pad(sequences, pad_value, side="left"):
@@ -90,17 +98,16 @@ def last_columns(ids, mask, count):
     """The arguments of a Layout of rows that end in the last column. `count`: the columns scored.
 
     ids, mask: (N, T), padded on the left. The last `count` tokens of each row are predicted one
-    column earlier: predicts is (N, count).
+    column earlier: logit_places is (N, count).
     """
     N, T = ids.shape
     row_starts = T * torch.arange(N)[:, None]  # (N, 1) flat place of each row's first column
-    predicts = row_starts + torch.arange(T - count - 1, T - 1)  # (N, count)
     return {
         "ids": ids,
         "mask": mask,
         "positions": position_ids(mask),
         "real_tokens": mask.sum(-1),
-        "predicts": predicts,
+        "logit_places": row_starts + torch.arange(T - count - 1, T - 1),  # (N, count)
     }
 
 
@@ -165,31 +172,32 @@ def response_logits(model, layout, wanted):
     wanted: bool (B, R). Most positions of a row are prompt or padding, and the output matrix is the
     largest product of a small model, so logits are made at the wanted places alone where the model
     can: transformers' own models take a mask of places in `logits_to_keep`, and return them in
-    their flat order, which is that of `predicts`. Other models make logits for the last columns.
+    their flat order, which is that of `logit_places`. Others make logits for the last columns.
     V is the model's, and may be above len(tokenizer): a mean over V counts ids without a token.
     """
     T = layout.ids.shape[1]
-    places = layout.predicts[wanted]  # (M,) in flat order
-    keep = torch.zeros(layout.ids.numel(), dtype=torch.bool, device=places.device)
-    keep = keep.index_fill(0, places, True).view_as(layout.ids)  # (N, T)
-    picks = forwards.picks_positions(model)
-    if not picks:
-        keep = int(T - (places % T).min()) if len(places) else 1  # so many of the last columns
-    logits = model(
-        layout.ids,
-        attention_mask=forwards.mask_for(model, layout.mask),
-        use_cache=False,
-        **forwards.accepted(model, position_ids=layout.positions, logits_to_keep=keep),
-    ).logits
-    if picks:
-        return logits  # (M, V)
+    places = layout.logit_places[wanted]  # (M,) in flat order
+
+    def forward(logits_to_keep):
+        options = {"position_ids": layout.positions, "logits_to_keep": logits_to_keep}
+        mask = forwards.mask_for(model, layout.mask)
+        options = forwards.accepted(model, **options)
+        return model(layout.ids, attention_mask=mask, use_cache=False, **options).logits
+
+    if forwards.picks_positions(model):
+        marked = torch.zeros_like(layout.ids, dtype=torch.bool).flatten()  # (N * T,)
+        marked = marked.index_fill(0, places, True).view_as(layout.ids)  # (N, T)
+        return forward(marked)  # (M, V)
+
+    columns = int(T - (places % T).min()) if len(places) else 1  # so many of the last ones
+    logits = forward(columns)
     left_out = T - logits.shape[1]  # columns without logits; 0 if the model knows no such option
     return logits[places // T, places % T - left_out]  # (N, T - left_out, V) -> (M, V)
 
 
 def token_logprobs(logits, layout, wanted, temperature=1.0):
     """Log-probs (B, R), fp32, of the wanted tokens, from response_logits; 0 elsewhere."""
-    tokens = layout.ids.flatten()[layout.predicts[wanted] + 1]  # (M,)
+    tokens = layout.ids.flatten()[layout.logit_places[wanted] + 1]  # (M,)
     return scatter_to(wanted, TokenLogprobs.apply(logits, tokens, temperature))
 
 
@@ -203,16 +211,16 @@ def response_logprobs(model, layout, wanted, temperature=1.0):
 def values_before_tokens(value_model, layout):
     """Values (B, R) one place before each response token: the reward still to come from there."""
     values = value_model(layout.ids, layout.mask, layout.positions)  # (N, T)
-    return values.flatten()[layout.predicts]
+    return values.flatten()[layout.logit_places]
 
 
 def values_at_tokens(value_model, layout):
     """Values (B, R) at the response tokens themselves. At the last one it is the score.
 
-    `predicts` is one place before each token, so that 1 is added.
+    `logit_places` is one place before each token, so that 1 is added.
     """
     values = value_model(layout.ids, layout.mask, layout.positions)  # (N, T)
-    return values.flatten()[layout.predicts + 1]
+    return values.flatten()[layout.logit_places + 1]
 
 
 def scatter_to(wanted, values):

@@ -35,10 +35,9 @@ def load_models(args, batch_size, tokenizer):
 
 
 def combined(args, judges):
-    """Returns one judge in place of several, which notes what each says in the response dicts.
+    """Returns one judge in place of several: it adds their scores up.
 
-    --reward_combine sum adds their scores, min takes those of the judge with the smallest sum over
-    the response.
+    It also notes what each says in the response dicts.
     """
     names = names_of(args)
 
@@ -47,10 +46,7 @@ def combined(args, judges):
         for name, each in zip(names, scores.sum(-1).tolist()) if len(judges) > 1 else ():
             for response, score in zip(batch.responses, each):
                 response[name] = score
-        if args.reward_combine == "sum":
-            return scores.sum(0)
-        harshest = scores.sum(-1).argmin(0)  # (B,)
-        return scores[harshest, torch.arange(len(harshest))]
+        return scores.sum(0)
 
     return scores_of_all
 
@@ -199,3 +195,9 @@ def columns_for(function, responses):
     if "completion_ids" in inspect.signature(function).parameters:
         columns["completion_ids"] = [[*response["response_ids"]] for response in responses]
     return columns
+
+
+def as_data(response):
+    """Returns a response as a row that --data_path takes."""
+    prompt = json.loads(response["prompt"]) if response["chat"] else response["prompt"]
+    return {"prompt": prompt, "completion": response["text"], **json.loads(response["extra"])}

@@ -59,6 +59,9 @@ ENVIRONMENT = {
 }
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+if "HF_DATASETS_CACHE" not in os.environ:  # else tests would leave their rows in the user's own
+    os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="rlhf-datasets-")
+    atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
@@ -193,8 +196,7 @@ def environment(changes=None):
     found = {k: v for k, v in os.environ.items() if k not in RANK_NAMES}
     # DeepSpeed compiles its optimizers anew for another version of ninja: always take the same one
     found["PATH"] = f"{Path(sys.executable).parent}:{found['PATH']}"
-    found |= {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(base() / "datasets")}
-    return {**found, **(changes or {})}
+    return {**found, "PYTHONPATH": str(ROOT), **(changes or {})}
 
 
 def start_command(command, env=None, cwd=None, limit=600):
@@ -534,7 +536,7 @@ def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxs
     import ppo
     from helpers import decoding
 
-    off = dict(temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=[])
+    off = dict(temperature=1.0, top_k=0, top_p=1.0, stop=[])
     off |= dict(compile_decoding=0, rollout_batch_size=9, max_prompt_seq_len=ids.shape[1])
     off |= dict(max_answer_seq_len=uniforms.shape[1])
     args = types.SimpleNamespace(**{**off, **options})
@@ -554,7 +556,7 @@ def uniforms(rows, count, step=0):
     from helpers import decoding
 
     keys = [{"row": row, "sample": 0} for row in range(rows)]
-    return decoding.row_uniforms(1, step, keys, count)
+    return decoding.uniforms_of(1, step, keys, count)
 
 
 if __name__ == "__main__":

@@ -120,9 +120,7 @@ RUNS |= {
     "ppo_options": run("ppo", OPTIONS, zero=3, **ONCE),
     "ppo_one_rank_options": run("ppo", OPTIONS, rows=2, accumulation=4, ranks=1),
     # PPO's own promises
-    "ppo_looked_at": run(
-        "ppo", f"{PPO_DROPOUT} {GOLD} --eval_steps 1 --microscope 5 --eval_ema 1", 3
-    ),
+    "ppo_looked_at": run("ppo", f"{PPO_DROPOUT} {GOLD} --eval_steps 1 --microscope 5", 3),
     "ppo_unstable": run(
         "ppo",
         "--allow_unstable 1 --ppo_epochs 2 --generation_batches 2 --max_steps 1",

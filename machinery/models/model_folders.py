@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from machinery.base import ranks
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused, nearest
 from machinery.engine import tensor_parallel
@@ -52,7 +53,8 @@ class Source:
         if not self.has_weights:
             return {"score.weight"}
         options.update(device_map="meta", output_loading_info=True)
-        with refusing("unreadable-weights", f"the weights of {self.base} do not load"):
+        words = f"the weights of {self.base} do not load"
+        with refusing("unreadable-weights", words), ranks.unhurried():  # a download takes its time
             model, info = self.read(kind, **options)
         missing, unused = info["missing_keys"], info["unexpected_keys"]
         head_is_new = self.head and (self.adapters or not is_scorer(self.config))
@@ -203,8 +205,11 @@ def refuse_other_kind(path, config, scores):
 
 
 # ---- Tokenizers ----
-def load_tokenizer(path, args=None):
+def load_tokenizer(path, args=None, in_chats=False):
     """Returns the tokenizer in `path`, with EOS and a padding token.
+
+    in_chats: the data are chats, so EOS is the token with which the chat template ends a turn. A
+    response then ends in training as it does in use, and generation stops there.
 
     Our masks come from positions, so the id of padding never matters here: the model's own stays,
     also where it is EOS. If there is none, another token than EOS is taken, because other tools
@@ -223,6 +228,9 @@ def load_tokenizer(path, args=None):
         raise Refused("too-long", f"{long} exceeds the {positions} positions of {path}.")
     if tokenizer.eos_token_id is None:
         raise Refused("no-eos", f"{path}/tokenizer_config.json names no eos_token.")
+    if in_chats and (end := end_of_turn(tokenizer)) != tokenizer.eos_token:
+        ranks.say(f"responses end with the chat template's {end}, not {tokenizer.eos_token}")
+        tokenizer.eos_token = end
     if tokenizer.pad_token_id is None:
         tokenizer.add_special_tokens({"pad_token": padding_token(tokenizer, config.vocab_size)})
     if len(tokenizer) > config.vocab_size:
@@ -230,6 +238,18 @@ def load_tokenizer(path, args=None):
         raise Refused("vocabulary-too-large", f"the tokenizer of {path} {why}.")
     tokenizer.padding_side = "left"
     return tokenizer
+
+
+def end_of_turn(tokenizer):
+    """Returns the special token with which the chat template ends the assistant's turn, else EOS.
+
+    It is another than EOS for Gemma (<end_of_turn>) and the base models of Qwen (<|im_end|>).
+    """
+    turns, end = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}], ""
+    with contextlib.suppress(Exception):  # there is no template, or it refuses such a chat
+        end = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("ANSWER")[2].rstrip()
+    known = [token for token in tokenizer.get_added_vocab() if end.endswith(token)]
+    return max(known, key=len, default=tokenizer.eos_token)
 
 
 def padding_token(tokenizer, vocab_size):
