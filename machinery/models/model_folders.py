@@ -127,14 +127,15 @@ def refuse_misfits(path, missing, unused):
 
 @contextlib.contextmanager
 def refusing(rule, words):
-    """Makes any error of what is done inside a Refused, with `words` before it.
+    """Makes any error of what is done inside a Refused: `words`, and the error's first line.
 
     What a library raises on broken files is of many kinds: of the hub, of JSON, of pickle, ...
     """
     try:
         yield
     except Exception as error:
-        raise Refused(rule, f"{words}: {type(error).__name__}: {error}") from error
+        found = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise Refused(rule, f"{words}. {found}") from error
 
 
 # ---- Configs ----
