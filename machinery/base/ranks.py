@@ -35,6 +35,12 @@ def get_world_size():
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def launched():
+    """Returns how many ranks were started, by what the launcher says: they need not have met."""
+    srun = os.environ.get("SLURM_NTASKS", 1) if "SLURM_STEP_ID" in os.environ else 1
+    return int(os.environ.get("WORLD_SIZE", srun))
+
+
 def tensor_parallel_size():
     """Returns the number of ranks that share each layer: what launch.join_ranks told DeepSpeed."""
     try:

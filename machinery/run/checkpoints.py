@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.engine import state_offload
-from machinery.models import lora, saving
+from machinery.models import model_folders, saving
 from machinery.run import logs
 
 
@@ -105,7 +105,7 @@ def frozen_models(args):
     paths = [known.get("actor_model_name_or_path"), *known.get("reward_model_name_or_path", [])]
     adapted = [role for role in ("", "critic_") if known.get(f"{role}lora_dim")]
     paths += [known[f"{role}model_name_or_path"] for role in adapted]
-    folders = [Path(part) for path in filter(None, paths) for part in lora.chain(path)]
+    folders = [Path(part) for path in filter(None, paths) for part in model_folders.chain(path)]
     files = [file for folder in folders for file in sorted(folder.glob("*.safetensors"))]
     return {f"{file.parent.name}/{file.name}": file.stat().st_size for file in files}
 

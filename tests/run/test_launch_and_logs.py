@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 import reward
 import sft
-from helpers import rollout_metrics
+from helpers import metrics
 from machinery.base import progress
 from machinery.run import launch, logs, plots
 from tests import kit
@@ -82,7 +82,7 @@ def test_a_line_of_the_log_is_of_all_its_steps():
     assert all(logs.joined([record]) == record for record in records)
 
 
-@pytest.mark.parametrize("columns", [sft.COLUMNS, reward.COLUMNS, rollout_metrics.COLUMNS])
+@pytest.mark.parametrize("columns", [sft.COLUMNS, reward.COLUMNS, metrics.COLUMNS])
 def test_a_line_of_the_screen_fits_120_columns(tmp_path, capsys, columns):
     """Legend and numbers stand under each other, and no two numbers run together."""
     args = SimpleNamespace(output_dir=str(tmp_path))
