@@ -231,6 +231,8 @@ def load_tokenizer(path, args=None, in_chats=False):
     if in_chats and (end := end_of_turn(tokenizer)) != tokenizer.eos_token:
         ranks.say(f"responses end with the chat template's {end}, not {tokenizer.eos_token}")
         tokenizer.eos_token = end
+        if tokenizer.pad_token == end:  # others would take the end of a turn for padding
+            tokenizer.pad_token = None
     if tokenizer.pad_token_id is None:
         tokenizer.add_special_tokens({"pad_token": padding_token(tokenizer, config.vocab_size)})
     if len(tokenizer) > config.vocab_size:

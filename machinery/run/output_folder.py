@@ -30,13 +30,7 @@ def taken(output):
 
 # ---- What is refused ----
 def refuse_unusable(args):
-    """Refuses --output_dir if it cannot be had, and --resume if it cannot go on with its run."""
-    refuse_in_use(args, folder_lock.Lock(args.output_dir).holder())
-    refuse_unfit(args)
-
-
-def refuse_unfit(args):
-    """Does what `refuse_unusable` does, but for the lock.
+    """Refuses --output_dir if it cannot be had, and --resume if it cannot go on with its run.
 
     A run that stopped before its first checkpoint starts anew: args.resume becomes False.
     """
@@ -107,9 +101,10 @@ class OutputFolder:
     """The folder of a run, which alone writes there from `take` to `release`."""
 
     def __init__(self, args):
+        self.args, self.path, self.record = args, Path(args.output_dir), {}
+        self.lock = folder_lock.Lock(self.path)
+        refuse_in_use(args, self.lock.holder())
         refuse_unusable(args)
-        self.args, self.path = args, Path(args.output_dir)
-        self.lock, self.record = folder_lock.Lock(self.path), {}
 
     def take(self, facts):
         """Locks the folder, checks it again, and moves aside what --overwrite replaces.
@@ -123,7 +118,7 @@ class OutputFolder:
             who = self.lock.take()
         refuse_in_use(args, ranks.all_gather_objects([who])[0])
         self.refuse_unshared()
-        refuse_unfit(args)
+        refuse_unusable(args)
         ranks.barrier()  # rank 0 writes below: all must have seen the folder as it was
         if ranks.get_rank() == 0 and not args.resume and taken(self.path):
             self.move_aside()
