@@ -20,7 +20,7 @@ import trl
 from datasets import Dataset
 
 import bench
-from machinery.data.rows import load_rows
+from machinery.data.rows import load_rows, open_sources
 from machinery.models import model_folders
 
 # As `accelerate config` would write it for ZeRO-3; by default TRL gathers the weights once
@@ -159,7 +159,7 @@ def main(result, side, script, *flags):
     path = args.actor_model_name_or_path if ppo else args.model_name_or_path
     tokenizer = model_folders.load_tokenizer(path)
     limit = args.max_prompt_seq_len if ppo else args.max_seq_len
-    rows, held_out = load_rows(args, tokenizer, script, limit)
+    rows, held_out = load_rows(args, open_sources(args, script), tokenizer, limit)
     clock, out, work_done = Clock(), f"{work}/out-trl", []
     common = dict(options=options_of(args, out), processing_class=tokenizer, callbacks=[clock])
     if not ppo:

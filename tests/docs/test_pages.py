@@ -22,7 +22,7 @@ README = ROOT / "README.md"
 PAGES = [README]
 PAGES += [
     page
-    for name in ("docs", "toy", "labs", "course")
+    for name in ("docs", "toy", "labs", "course", "recipes")
     for page in sorted((ROOT / name).rglob("*.md"))
 ]
 PAGES += sorted((ROOT / "course").glob("*.ipynb"))
