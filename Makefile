@@ -27,7 +27,7 @@ grpo: install
 	for step in sft grpo; do deepspeed --log_level error $(RANKS) ppo.py --preset arithmetic --max_steps 0 --actor_model_name_or_path $(GRPO)/$$step \
 	  --data_path toy/arithmetic/longer --output_dir $(GRPO)/longer-$$step --overwrite || exit; done
 	python toy/arithmetic/report.py $(GRPO)
-	python tools/look.py $(GRPO)/sft $(GRPO)/grpo
+	python tools/look.py $(GRPO)/sft $(GRPO)/grpo --out $(GRPO)/report.html
 
 # The three small models that a class begins with: those of the labs with seed 1 (course/class.md).
 # On a CPU also where there is a GPU: so the exercises' runs differ from them by the exercise alone.
