@@ -36,6 +36,7 @@ NUMBER = rf"[+-]?\d[\d,]*(?:\.\d+)?|\b(?:{'|'.join(WORDS)})\b"
 CITED = re.compile(rf"({NUMBER})( %)?<!-- (?:([a-z0-9-]+): )?(.+?) -->", re.I)
 PAGES = [*sorted(HERE.glob("*.md")), *sorted(HERE.parent.glob("docs/*.md"))]
 PAGES += sorted(HERE.parent.glob("course/*.md"))
+PAGES += sorted(HERE.parent.glob("recipes/*/README.md"))
 PAGES += [HERE.parent / "README.md", HERE.parent / "toy/README.md"]
 VARIANTS = HERE.parent / "variants"
 PAGES += sorted(VARIANTS.glob("*/README.md"))

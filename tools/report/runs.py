@@ -22,7 +22,7 @@ from machinery.run import folder_lock, logs
 from tools.report.text import is_number, number, visible
 
 ORDER = ("sft", "reward", "ppo")  # of the steps; other scripts follow
-PRESETS = {"sft": sft.PRESETS, "reward": reward.PRESETS, "ppo": ppo.PRESETS}
+SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
 TITLES = {"sft": "SFT", "reward": "Reward model"}
 KNOWN_BY = {"eval_reward": "ppo", "eval_accuracy": "reward", "eval_perplexity": "sft"}
 PARTS = ("ema", "critic", "best", "checkpoints")  # folders inside a run's own
@@ -208,8 +208,10 @@ def short_names(paths):
 # ---- Flags ----
 def other_rates(run):
     """Returns in words which learning rates are not those of the run's preset, "" if all are."""
-    preset = PRESETS.get(run.script, {}).get(str(run.args.get("preset")), {})
-    rates = {name: value for name, value in preset.items() if name.endswith("learning_rate")}
+    preset = {}
+    with suppress(KeyError, Refused):  # a script of somebody's own, or a preset
+        preset = vars(SCRIPTS[run.script].get_args([f"--preset={run.args['preset']}"]))
+    rates = {flag: x for flag, x in preset.items() if flag.endswith("learning_rate") and x}
     other = [name for name, value in rates.items() if run.args.get(name, value) != value]
     return ", ".join(f"{name} is {run.args[name]} (preset: {rates[name]})" for name in other)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ppo
-from helpers import checks, rollout_metrics
+from helpers import checks, evaluation, metrics
 from machinery.base import statistics
 from tests import kit
 from tests.conftest import micro_batch
@@ -21,10 +21,6 @@ def rollout(**changes):
     """Two responses and a filler."""
     given = dict(
         scores=torch.tensor([[1.0, 0.0], [3.0, 0.0], [9.0, 0.0]]),
-        kl=dict(
-            k1=torch.tensor([[0.5, 0.0], [1.0, 0.5], [9.0, 0.0]]),
-            k3=torch.tensor([[0.2, 0.0], [0.4, 0.0], [9.0, 0.0]]),
-        ),
         gold=torch.tensor([[1.0, 0.0]] * 3),
         ended=torch.tensor([1.0, 0.0, 1.0]),
         length=torch.tensor([1, 1, 2]),
@@ -34,10 +30,11 @@ def rollout(**changes):
         returns=torch.tensor([[2.0, 9], [-2, 9], [9, 9]]),
         old_values=torch.tensor([[1.0, 9], [-1, 9], [7, 9]]),
         old_logprobs=torch.tensor([[-1.0, 9], [-2, 9], [9, 9]]),
+        ref_logprobs=torch.tensor([[-1.5, 9], [-3, 5], [5, 9]]),
         tokens=dict(sampled_logprobs=torch.tensor([[-1.5, 0], [-2, 0], [0, 0]])),
         entropy=torch.tensor([[0.5, 9], [1.5, 9], [9, 9]]),
     )
-    given["earned"] = given["scores"] / 2  # what is trained on: scaled, or clipped
+    given["shaped_scores"] = given["scores"] / 2  # what is trained on: scaled, or clipped
     batch = micro_batch([0, 0, 1], **{**given, **changes})
     batch.responses[2]["row_weight"] = 0
     return batch
@@ -52,7 +49,7 @@ def test_what_a_rollout_was_like():
     batch = rollout()
     for response, part in zip(batch.responses, (0.5, 1.5, 9.0)):
         response["reward_format"] = part
-    assert ppo.rollout_means(ARGS, [batch]) == pytest.approx(
+    assert metrics.rollout_means(ARGS, [batch]) == pytest.approx(
         {
             "reward": 2.0,
             "reward_format": 1.0,
@@ -60,8 +57,8 @@ def test_what_a_rollout_was_like():
             "truncated_reward": 3.0,
             "group_std": 0.5**0.5,
             "gold": 1.0,
-            "kl": 1.0,
-            "kl_k3": 0.3,
+            "kl": 0.75,  # 0.5 and 1 nat
+            "kl_k3": (math.exp(-0.5) - 0.5 + math.exp(-1.0)) / 2,
             "response_length": 1.0,
             "eos_rate": 0.5,
             "entropy": 1.0,
@@ -77,19 +74,20 @@ def test_what_a_rollout_was_like():
     )
 
 
-@pytest.mark.parametrize("name", [*rollout_metrics.STORED, "sampled_logprobs"])
+@pytest.mark.parametrize("name", [*checks.STORED, "sampled_logprobs"])
 def test_no_stored_number_that_is_not_finite_is_trained_on(name):
     """It is named, also where it is a sampler's own. What is kept of the rollout are rows for
     --data_path: prompt, response and the data's other columns, of fillers none."""
-    batch = rollout(ref_logprobs=torch.zeros(3, 2))
+    batch = rollout()
     batch.tokens.get(name, getattr(batch, name, None))[1, 0] = float("nan")
     chat = [{"role": "user", "content": "Why?"}]
     for row, prompt in zip(batch.responses, ("Why?", json.dumps(chat), "Why?")):
         row.update(prompt=prompt, chat=prompt != "Why?", text=" So.", extra='{"total": 3}')
     seen = []
     run = SimpleNamespace(stop_unless_finite=lambda *given: seen.extend(given))
-    rollout_metrics.stop_unless_finite(run, [batch])
-    numbers, rows = seen
+    checks.stop_unless_rollout_is_finite(run, [batch])
+    numbers, (stopped,) = seen
+    rows = stopped.texts(None)
     assert [each for each, value in numbers.items() if not math.isfinite(value)] == [name]
     kept = [{"prompt": prompt, "completion": " So.", "total": 3} for prompt in ("Why?", chat)]
     assert list(rows) == kept
@@ -98,12 +96,13 @@ def test_no_stored_number_that_is_not_finite_is_trained_on(name):
 def test_what_updates_report_are_means_over_their_tokens():
     """Two updates of a rollout: approx_kl is half of what the first one has moved. What stands in
     the padding counts nowhere; --target_kl looks at the newest update alone."""
-    means, mask = rollout_metrics.TokenMeans(), torch.tensor([[1.0, 1.0, 0.0]])
+    means, mask = metrics.TokenMeans(), torch.tensor([[1.0, 1.0, 0.0]])
     for kl in (0.0, 0.3):
         values = torch.tensor([[kl, 3 * kl, 99.0]])
-        means.add(mask, 1 + values, actor_loss=values, critic_loss=mask, approx_kl=values)
-        means.end_update()
-    assert means.of_last_update["approx_kl"] == pytest.approx(0.6)
+        batch = micro_batch([0], response_mask=mask, ratio=1 + values)
+        means.add(batch, actor_loss=values, critic_loss=mask, approx_kl=values)
+        last = means.end_update()
+    assert last["approx_kl"] == pytest.approx(0.6)
     found = {"loss": 1.3, "actor_loss": 0.3, "critic_loss": 1, "approx_kl": 0.3, "ratio_max": 1.9}
     assert means.of_all_updates() == pytest.approx(found)
 
@@ -114,7 +113,7 @@ def test_parts_that_only_some_micro_batches_have_are_refused():
     for response in batches[1].responses:
         response["reward_format"] = 1.0
     with kit.refuses("function-returns"):
-        ppo.rollout_means(ARGS, batches)
+        metrics.rollout_means(ARGS, batches)
 
 
 @pytest.mark.parametrize(
@@ -122,20 +121,22 @@ def test_parts_that_only_some_micro_batches_have_are_refused():
 )
 def test_a_prompt_whose_responses_have_equal_rewards_is_counted(scores, equal):
     """A filler's score says nothing. GRPO's advantages are 0 there."""
-    batch = rollout(earned=torch.tensor(scores)[:, None])
-    assert ppo.group_means([batch])["equal_groups"] == equal
+    batch = rollout(shaped_scores=torch.tensor(scores)[:, None])
+    assert metrics.group_means([batch])["equal_groups"] == equal
 
 
 def test_clipping_above_and_below_is_counted_apart():
     """A good token that rose by half, a bad one that fell by half: clipped, one at each bound. A
     bad one that rose and a good one that fell are never clipped: they are to come back."""
     logprobs = torch.tensor([[1.5, 0.5, 1.5, 0.5]]).log().requires_grad_()
-    given = dict(logprobs=logprobs, old_logprobs=torch.zeros(1, 4), ended=torch.ones(1))
+    kept = {"actor": (logprobs, torch.zeros(1, 4))}
+    given = dict(kept=kept, old_logprobs=torch.zeros(1, 4), ended=torch.ones(1))
     given |= dict(advantages=torch.tensor([[1.0, -1, -1, 1]]), response_mask=torch.ones(1, 4))
     engine = SimpleNamespace(backward=print, step=print, gradient_accumulation_steps=lambda: 1)
-    args, means = ppo.get_args(["--preset", "toy"]), rollout_metrics.TokenMeans()
+    args, means = ppo.get_args(["--preset", "toy"]), metrics.TokenMeans()
     batch = micro_batch([0], **given)
-    ppo.optimizer_step(args, None, [batch], engine, None, 0.0, True, means)
+    models = ppo.Models(engine, None, None, [], None, None)
+    ppo.optimizer_step(args, models, [batch], 0.0, means)
     shares = [means.of_all_updates()[f"clip_fraction{part}"] for part in ("", "_low", "_high")]
     assert shares == [0.5, 0.25, 0.25]
 
@@ -154,15 +155,15 @@ def test_an_evaluation_of_several_samples_reports_pass_at_k():
     """Two prompts with four responses each: one right of four, and four. The interval is over the
     prompts. With rewards of other sizes it is the best of k."""
     responses = [dict(reward=float(i in (0, 4, 5, 6, 7)), kl=0.0) for i in range(8)]
-    found = rollout_metrics.means_of(responses, 4, "eval")
+    found = evaluation.means_of(responses, 4)
     assert [found[f"eval_pass_at_{k}"] for k in (1, 2, 4)] == [0.625, 0.75, 1.0]
     assert found["eval_reward"] == 0.625 and found["eval_pass_at_4_ci"] == [1.0, 1.0]
     low, high = found["eval_pass_at_1_ci"]  # of 0.25 and 1: s = 0.53, and s / sqrt(2) = 0.375
     assert (low, high) == pytest.approx((0.625 - 1.96 * 0.375, 0.625 + 1.96 * 0.375))
     responses[0]["reward"] = 3.0
-    found = rollout_metrics.means_of(responses, 4, "eval_ema")
-    assert found["eval_ema_best_of_4"] == 2.0 and "eval_ema_pass_at_4" not in found
-    assert [*rollout_metrics.means_of(responses, 1, "eval")] == ["eval_reward", "eval_kl"]
+    found = evaluation.means_of(responses, 4)
+    assert found["eval_best_of_4"] == 2.0 and "eval_pass_at_4" not in found
+    assert [*evaluation.means_of(responses, 1)] == ["eval_reward", "eval_kl"]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_a_run_that_teaches_nothing_is_named_at_the_step_where_it_begins_to(
     state, said = {"equal_since": None}, {}
     for step, value in enumerate(values, 1):
         run = SimpleNamespace(step=step, args=ARGS)
-        checks.warn_of_equal_rewards(run, state, {"reward": 0.5, "reward_std": 1.0, name: value})
+        checks.warn_of_equal_scores(run, state, {"reward": 0.5, "reward_std": 1.0, name: value})
         said[step] = capsys.readouterr().out
     assert [step for step in said if said[step]] == [at]
     assert f"since step {since} " in said[at] and "mean 0.5" in said[at]

@@ -1,9 +1,9 @@
 """A hostile user, drawn at random: wrong flags and pairs of flags, damaged models, odd rows, output
 folders in odd states. Each case is a real run of a script on one rank.
 
-    python bench/hostile.py                          60 cases
-    python bench/hostile.py --cases 500 --seed 3     other ones; --seconds bounds them
-    python bench/hostile.py --seed 3 --only 17       the one that failed, with its output
+    python tests/run/hostile.py                          60 cases
+    python tests/run/hostile.py --cases 500 --seed 3     other ones; --seconds bounds them
+    python tests/run/hostile.py --seed 3 --only 17       the one that failed, with its output
 
 What a run promises (docs/reliability.md) is looked at from outside: exit code 0, 1 or 2; one
 message where it is not 0, and no traceback; what it was given and what is not its own is there as
@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 from tests import kit, runs
 from tests.run.test_flags import MUTATIONS, parser_of
 from tests.run.test_wrong_input import PAIR, UNFIT, fill_box
@@ -353,7 +353,7 @@ def try_cases(numbers, seed, seconds):
         case, done, wrong = try_case(seed, number)
         tried += 1
         if wrong:
-            repeat = f"python bench/hostile.py --seed {seed} --only {number}"
+            repeat = f"python tests/run/hostile.py --seed {seed} --only {number}"
             failures.append(f"{case.words()}\n  WRONG: {'; '.join(wrong)}\n  {repeat}")
             print(failures[-1], flush=True)
         if len(numbers) == 1:
