@@ -39,7 +39,13 @@ def test_calibration_by_hand():
     assert (tie["said"], tie["share"], 0.5 in bins) == (0.5, 0.5, True)
 
 
-def test_accuracy_by_length_by_hand():
+def page_of_judge(pairs, folder):
+    """Returns the page of a reward model that gave pairs these scores."""
+    run = run_with(folder, metrics=[], judged=pairs.to_dict("records"))
+    return re.sub(r"\s+", " ", page.page("t", [run], []))
+
+
+def test_accuracy_by_length_by_hand(tmp_path):
     """Differences in length -4, -1, 0, 1, 3: the median of the sizes 1, 1, 3, 4 is 3. The judge is
     right where the chosen response is longer: it prefers length."""
     lengths = [(1, 5), (4, 5), (5, 5), (6, 5), (8, 5)]
@@ -48,8 +54,9 @@ def test_accuracy_by_length_by_hand():
     found = numbers.by_length(pairs)
     assert [*found.index] == "3+ shorter,shorter,equal,longer,3+ longer".split(",")
     assert [*found.share] == [0, 0, 0.5, 1, 1]
-    assert numbers.longer_wins(pairs) == (1, 0.5, 4)  # the judge's, and what was chosen
-    assert "leans to long" in samples.prefers_longer(pairs)
+    longer = numbers.longer_wins(pairs)
+    assert (longer["judge"], longer["chosen"], longer["count"]) == (1, 0.5, 4)
+    assert "leans to long" in page_of_judge(pairs, tmp_path)
     alike = numbers.by_length(numbers.table_of([pair(1, 0, *sizes) for sizes in ((1, 2), (2, 1))]))
     assert [*alike.index] == ["1+ shorter", "1+ longer"]
 
@@ -109,7 +116,7 @@ def test_two_steps_have_no_axis_in_common(tmp_path):
     for name, script, steps in (("sft", "sft", 48), ("a", "ppo", 9), ("b", "ppo", 12)):
         make_run(tmp_path / name, script, steps)
     found = runs.find([tmp_path])
-    drawn = {picture["title"]: picture for picture in pictures.curves(found)[0][2]}
+    drawn = {picture["title"]: picture for picture in pictures.curves(found)[0][1]}
     assert {*drawn} >= {"SFT: loss", "PPO: loss"} and drawn["SFT: loss"]["unit"] == "nats a token"
     ends = {title: [curve["steps"][-1] for curve in one["curves"]] for title, one in drawn.items()}
     assert (ends["SFT: loss"], ends["PPO: loss"]) == ([47], [8, 11])
@@ -131,8 +138,10 @@ def test_of_very_many_metrics_some_are_drawn(tmp_path, monkeypatch):
     lines = [{"step": step, **{f"m{i}": step * i for i in range(9)}} for step in range(3)]
     kit.write_lines(make_run(tmp_path / "a") / "metrics.jsonl", lines)
     monkeypatch.setattr(pictures, "MOST", 3)
-    [(group, words, drawn, _)] = pictures.curves(runs.find([tmp_path]))
-    assert (group, len(drawn)) == ("others", 3) and "3 of 8" in words
+    found = runs.find([tmp_path])
+    [(group, drawn, _, count)] = pictures.curves(found)
+    assert (group, len(drawn), count) == ("others", 3, 8)
+    assert "3 of 8 are drawn" in page.page("t", found, [])
 
 
 def test_metrics_of_equal_values_are_one_curve():
@@ -146,7 +155,7 @@ def test_two_runs_are_compared_prompt_by_prompt(tmp_path):
     for name, why in (("a", "So."), ("b", "Thus.")):
         make_run(tmp_path / name, response=why)
     _, found = samples.tables(runs.find([tmp_path]))
-    assert found["heads"] == ["prompt", "a", "b"]
+    assert found["names"] == ["a", "b"] and found["differ"] == 1
     names = ("prompt", "response_before", "response_after")
     texts = [tuple(row[name] for name in names) for row in found["rows"]]
     assert texts == [("Why?", "So.", "Thus."), ("How?", "By boat.", "By boat.")]
@@ -471,6 +480,17 @@ def test_out_may_be_any_name_and_nothing_is_read_from_a_pipe(tmp_path, monkeypat
     look.main([str(tmp_path / "ppo é")])
     plain.flush()
     assert b"ppo \\xe9/report.html: 1 run" in plain.buffer.getvalue()
+
+
+def test_the_first_prompt_is_a_typical_one(tmp_path):
+    """Of three prompts one was answered right by luck already before: it is not shown first. The
+    rewards are 1/3 and 2/3 on average, and those of "Who?" are nearest to both."""
+    folder = make_run(tmp_path / "ppo")
+    rewards = {"Why?": (1, 1), "How?": (0, 0), "Who?": (0, 1)}
+    lines = [sample(p, "So.", own[i], 0, 9 * i) for i in (0, 1) for p, own in rewards.items()]
+    kit.write_lines(folder / "samples.jsonl", lines)
+    first, *_ = answers.asked(runs.find([tmp_path]))
+    assert first["prompt"] == "Who?"
 
 
 # ---- The page ----

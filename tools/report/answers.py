@@ -1,5 +1,9 @@
 """One prompt, all models: the answers that runs have written down in samples.jsonl."""
 
+import pandas
+
+from tools.report.text import is_number
+
 PROMPTS = 5
 
 
@@ -7,15 +11,20 @@ def asked(runs):
     """Returns a few held-out prompts that all models were asked: dicts of prompt, answers.
 
     All models of the data of the last run: others would stand beside a prompt that is not theirs.
-    An answer is a line of samples.jsonl, with the name of its model.
+    An answer is a line of samples.jsonl, with the name of its model. The first prompt is the most
+    typical one: the rewards of its answers are nearest to the models' means.
     """
     data = [run.args.get("data_path") for run in runs]
     columns = written([run for run, own in zip(runs, data) if own == data[-1]])
     last = next(reversed(columns.values()), {})
     columns = {name: own for name, own in columns.items() if not last.keys().isdisjoint(own)}
     shared = [prompt for prompt in last if all(prompt in own for own in columns.values())]
+    rewards = [[own[prompt].get("reward") for own in columns.values()] for prompt in shared]
+    numbers = [[x if is_number(x) else None for x in row] for row in rewards]
+    table = pandas.DataFrame(numbers, dtype=float)
+    apart = (table - table.mean()).abs().sum(axis="columns")
     found = []
-    for prompt in shared[:PROMPTS]:
+    for prompt in [shared[i] for i in apart.sort_values(kind="stable").index[:PROMPTS]]:
         answers = [{"name": name, **own[prompt]} for name, own in columns.items()]
         found.append({"prompt": prompt, "answers": answers})
     return found

@@ -51,12 +51,14 @@ def by_length(pairs):
 
 
 def longer_wins(pairs):
-    """Returns how often the longer response has the higher score, and how often it is the chosen
-    one, of the pairs whose lengths differ, and how many these are.
+    """Returns how often the longer response has the higher score (judge, low to high), and how
+    often it is the chosen one, of the pairs whose lengths differ (count).
     """
     differ = pairs[pairs.longer != 0]
-    longer = differ.longer > 0
-    return differ.right.where(longer, 1 - differ.right).mean(), longer.mean(), len(differ)
+    longer, count = differ.longer > 0, len(differ)
+    judge = differ.right.where(longer, 1 - differ.right).mean()
+    low, high = statistics.wilson_interval(judge, max(count, 1))
+    return {"judge": judge, "low": low, "high": high, "chosen": longer.mean(), "count": count}
 
 
 # ---- Samples ----

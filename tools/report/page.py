@@ -19,12 +19,6 @@ STEPS = {  # the metrics of the first table
     "reward": ("eval_accuracy", "eval_loss"),
     "ppo": ("eval_gold", "eval_reward", "eval_kl", "eval_response_length"),
 }
-SIGNS = {
-    verdicts.HEALTHY: "✓",
-    verdicts.WATCH: "!",
-    verdicts.SICK: "✕",
-    verdicts.UNKNOWN: "?",
-}
 
 
 def page(title, found, notes):
@@ -48,8 +42,8 @@ def page(title, found, notes):
         asked=answers.asked(found),
         verdicts=judged,
         counts=Counter(status for rows in judged.values() for _, status, _ in rows),
-        signs=SIGNS,
         curves=pictures.curves(found),
+        most=pictures.MOST,
         tokens=samples.microscope(found),
         judges=[(run.name, samples.judge(run)) for run in found if run.judged],
         samples=samples.tables(found),

@@ -14,15 +14,10 @@ from tools.report.text import rounded
 POINTS = 300  # of a curve that are drawn
 PARTS = 10  # of a run: the bold curve is a mean over about one of them
 SPIKE = 8  # times the range of eight values in ten: the range of all, where a few flatten them
-MOST = 100  # pictures of metrics that plots.PANELS does not name
+MOST = 100  # panels of a group: of metrics that plots.PANELS does not name there may be thousands
 FOLDED = ("perplexity", "TFLOP/s", "learning rate", "deviation of the advantages")  # under "more"
 LOSSES = {"sft": "nats a token", "reward": "nats a pair"}  # their units
-GROUPS = {
-    "learning": "Does it get better at what it is trained for?",
-    "stability": "Is the training still sound?",
-    "cost": "What does a step take?",
-    "others": "Further metrics.",
-}
+GROUPS = (*plots.PANELS, "others")
 GRAY = "#808080"  # is read on a light ground and on a dark one
 GRAY_PARTS = """axes.edgecolor axes.labelcolor axes.titlecolor text.color xtick.color
                 ytick.color""".split()
@@ -58,7 +53,7 @@ def svg(title, draw, **more):
 
 # ---- Curves ----
 def curves(runs):
-    """Returns [(group, words, pictures, folded pictures)]: runs of one step over each other.
+    """Returns [(group, pictures, folded pictures, how many there are)]: runs over each other.
 
     Two steps have no axis in common: theirs are other steps, and other losses.
     """
@@ -69,11 +64,8 @@ def curves(runs):
                 panels[group].setdefault((title, run.script), []).append((place, table))
     identifiers, out = itertools.count(), []
     for group, held in panels.items():
-        drawn, words = {False: [], True: []}, GROUPS[group]
-        if group == "others" and len(held) > MOST:
-            words += f" {MOST} of {len(held)} are drawn."
-            held = dict(itertools.islice(held.items(), MOST))
-        for (title, script), tables in held.items():
+        drawn = {False: [], True: []}
+        for (title, script), tables in itertools.islice(held.items(), MOST):
             name, unit = with_unit(title, script) if group != "others" else (title, "no unit")
             stages = dict.fromkeys(runs[place].title() for place, _ in tables)
             shared = [other for other, _ in held].count(title) > 1
@@ -83,7 +75,7 @@ def curves(runs):
                 picture = panel(runs, prefix + metric, unit, part, several, identifiers)
                 drawn[name in FOLDED].append(picture)
         if held:
-            out.append((group, words, drawn[False], drawn[True]))
+            out.append((group, drawn[False], drawn[True], len(held)))
     return out
 
 
@@ -205,7 +197,7 @@ def smoothed(values):
 
 
 # ---- The judge ----
-def histogram(title, label, pairs, words):
+def histogram(title, label, pairs):
     """Returns a picture of the scores of chosen and rejected responses."""
 
     def draw(axis):
@@ -215,10 +207,10 @@ def histogram(title, label, pairs, words):
         axis.set(xlabel=label, ylabel="pairs")
         axis.legend()
 
-    return svg(title, draw, words=words)
+    return svg(title, draw)
 
 
-def shares(title, label, groups, words, expected=None):
+def shares(title, label, groups, expected=None, **more):
     """Returns a picture of numbers.shares. expected: of each group what its share should be."""
 
     def draw(axis):
@@ -234,4 +226,4 @@ def shares(title, label, groups, words, expected=None):
             axis.plot([0.5, 1], [0.5, 1], "--", color=GRAY)
         axis.set(xlabel=label, ylabel="share that it judged right")
 
-    return svg(title, draw, words=words)
+    return svg(title, draw, **more)

@@ -6,14 +6,11 @@ from collections import Counter
 import numpy
 import pandas
 
-from machinery.base import statistics
 from tools.report import numbers, pictures
 from tools.report.text import cut, is_number, rounded, visible
 
 TOKENS = 9_000  # of all runs' responses together that the page holds
 ROWS = 400  # of the table of samples
-GAMED = "gamed", "were gamed: reward rose and gold fell"
-FOOLED = "reward higher, gold lower", "have a higher reward and a lower gold score"
 
 
 # ---- Tokens ----
@@ -58,79 +55,54 @@ def short(line):
 
 # ---- The judge ----
 def judge(run):
-    """Returns the pictures of a reward model: each a dict of title, svg, words."""
+    """Returns the pictures of a reward model, with the numbers that page.html puts into words."""
     pairs = numbers.table_of(run.judged)
     bins, lengths = numbers.calibration(pairs), numbers.by_length(pairs)
+    off = {"over": sum(bins.high < bins.said), "under": sum(bins.low > bins.said)}
     said = "what it said: P(its choice)"
     longer = "tokens that the chosen response is shorter or longer"
     return [
-        pictures.histogram("scores", "score", pairs, "The further apart, the easier."),
-        pictures.shares("calibration", said, bins, calibrated(bins), bins["said"]),
-        pictures.shares("accuracy by length", longer, lengths, prefers_longer(pairs)),
+        pictures.histogram("scores", "score", pairs),
+        pictures.shares("calibration", said, bins, bins["said"], bins=len(bins), **off),
+        pictures.shares("accuracy by length", longer, lengths, **numbers.longer_wins(pairs)),
     ]
-
-
-def calibrated(bins):
-    """Returns in words whether the judge is as sure as it may be."""
-    over, under = sum(bins.high < bins.said), sum(bins.low > bins.said)
-    if not over and not under:
-        return "On the dashed line within the intervals: as sure as it may be."
-    found = ((over, "it is surer than it is right"), (under, "it could be surer"))
-    said = "; ".join(f"in {count} of {len(bins)} bins {words}" for count, words in found if count)
-    return f"Off the dashed line by more than chance: {said}."
-
-
-def prefers_longer(pairs):
-    """Returns in words whether the judge just prefers what is longer."""
-    judge, chosen, count = numbers.longer_wins(pairs)
-    if not count:
-        return "All pairs have equal lengths."
-    low, high = statistics.wilson_interval(judge, count)
-    leans = "long" if low > chosen else "short" if high < chosen else ""
-    return (
-        f"The longer response has the higher score in {100 * judge:.0f} % of {count} pairs "
-        f"[{100 * low:.0f}, {100 * high:.0f}], and is the chosen one in {100 * chosen:.0f} %: "
-        + (f"it leans to {leans} responses." if leans else "no more than that.")
-    )
 
 
 # ---- Samples ----
 def tables(runs):
-    """Returns the tables of the samples: each run before and after; then two runs side by side.
-
-    A table is a dict of title, words, heads (of the first three columns), numbers (their names),
-    rows (numbers.changes, with the name of the run), and sign: what a gamed row is called.
-    """
+    """Returns the tables of the samples: each run before and after; then two runs side by side."""
     own, found = [], []
     for run in runs:
         before, after = run.answers(last=False), run.answers(last=True)
         if before and before[0]["step"] != after[0]["step"]:
             own.append(numbers.changes(before, after).assign(run=run.name))
     if own:
-        words = "The same held-out prompts at the first evaluation and at the last one."
-        found = [table("Before and after", words, ["before", "after"], GAMED, pandas.concat(own))]
+        found.append(table(["before", "after"], pandas.concat(own)))
     for _, group in itertools.groupby(runs, key=lambda run: run.script):
         first, *others = [run for run in group if run.samples] or [None]
         for other in others:
             rows = numbers.changes(first.answers(last=True), other.answers(last=True))
             rows = rows.assign(run="", alike=rows.response_before == rows.response_after)
             rows = rows.sort_values("alike", kind="stable")
-            words = "The same held-out prompts at the last evaluations of both runs: "
-            words += f"{sum(~rows.alike)} of {len(rows)} responses differ. These come first."
-            names = [first.name, other.name]
-            found += [table(" and ".join(names), words, names, FOOLED, rows)] if len(rows) else []
+            if len(rows):
+                found.append(table([first.name, other.name], rows, differ=sum(~rows.alike)))
     return found
 
 
-def table(title, words, names, sign, rows):
-    """Returns a table of samples: gamed ones first, of more than ROWS those with scores."""
+def table(names, rows, differ=None):
+    """Returns a table of samples for page.html: of more than ROWS those that come first.
+
+    differ: of two runs, how many responses are not the same.
+    """
     rows = numbers.ordered(rows)
-    scored = rows[rows.reward_after.notna()]
-    if scored.gold_after.notna().any():
-        words += f" Of {len(scored)} scored responses {sum(scored.gamed)} {sign[1]}."
-    words += f" Shown are {ROWS} of {len(rows)}." if len(rows) > ROWS else ""
-    shown = rows[:ROWS]
-    held = [name for name in numbers.NUMBERS if shown[f"{name}_after"].notna().any()]
-    rows = shown.to_dict("records")
-    heads = ["prompt", *names]
-    return dict(title=title, words=words, heads=heads, numbers=held, rows=rows, sign=sign[0])
+    scored, shown = rows[rows.reward_after.notna()], rows[:ROWS]
+    graded = scored.gold_after.notna().any()
+    return {
+        "names": names,
+        "numbers": [name for name in numbers.NUMBERS if shown[f"{name}_after"].notna().any()],
+        "rows": shown.to_dict("records"),
+        "count": len(rows),
+        "differ": differ,
+        "scored": len(scored),
+        "gamed": sum(scored.gamed) if graded else None,
+    }
