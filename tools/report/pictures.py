@@ -7,6 +7,7 @@ import matplotlib
 import numpy
 from markupsafe import Markup
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from machinery.run import plots
 from tools.report.text import rounded
@@ -137,6 +138,9 @@ def panel(runs, title, unit, tables, several, identifiers):
             axis.axhline(limit, linestyle=":", color=GRAY)
         axis.set_xlabel("step")
         axis.set_yscale(**scale)
+        if scale["value"] == "log":
+            axis.yaxis.set(major_locator=LogLocator(subs=(1, 3)), major_formatter="{x:g}")
+            axis.yaxis.set(minor_locator=NullLocator())
 
     unit += ", logarithmic" if scale["value"] != "linear" else ""
     last = max(curve["steps"][-1] for curve in held)

@@ -362,7 +362,7 @@ def responses(run):
     if gamed > 0.25:
         return SICK, f"{said}: the actor exploits {judge_of(run)}."
     if shares[1] > max(ALIKE, shares[0]):
-        return WATCH, f"{said}: what is lost is variety."
+        return WATCH, f"{said}: the cost is variety."
     return (WATCH if gamed > 0.1 else HEALTHY), f"{said}."
 
 
