@@ -11,7 +11,7 @@ GRPO = output/grpo
 CLASS = output/class
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo grpo class try container lab clinic test test-all variants gpu-check gpu-run lint bench install clean
+.PHONY: demo picture grpo class try container lab clinic test test-all variants gpu-check gpu-run lint bench install clean
 demo: install
 	deepspeed --log_level error $(RANKS) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
@@ -19,6 +19,10 @@ demo: install
 	  --critic_model_name_or_path $(DEMO)/reward --output_dir $(DEMO)/ppo --overwrite
 	python toy/report.py $(DEMO)
 	python tools/look.py $(DEMO)
+
+# README's picture: the first screen of the demo's page.
+picture:
+	chromium --headless --no-sandbox --hide-scrollbars --window-size=1400,1850 --screenshot=docs/report.png $(DEMO)/report.html
 
 # SFT and GRPO on sums that a verifier checks; then longer sums, before and after.
 grpo: install
