@@ -10,7 +10,6 @@ needs no network and no server: open it in a browser. The verdicts that are "sic
 printed, too, and so are learning rates that are not those of the run's preset.
 """
 
-import argparse
 import contextlib
 import sys
 from pathlib import Path
@@ -20,13 +19,13 @@ sys.path.insert(0, str(ROOT))
 
 from machinery.base import refused
 from machinery.base.refused import Refused
+from machinery.flags import declaring
 from tools.report import page, runs, verdicts
 
 
 def get_args(argv=None):
     """Returns the flags."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = declaring.new_parser(__doc__)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="runs, or folders of them")
     parser.add_argument("--out", metavar="FILE", help="[report.html in the first folder]")
     args = parser.parse_args(argv)

@@ -101,12 +101,11 @@ def one_metric_each(title, tables):
     metrics = sorted({name.removeprefix("eval_") for _, table in tables for name in table})
     if len(metrics) == 1:
         return [(title, tables)]
-    names = {metric: [metric, f"eval_{metric}"] for metric in metrics}
-    parts = {
-        metric: [(place, table[table.columns.intersection(both)]) for place, table in tables]
-        for metric, both in names.items()
-    }
-    return [(metric, [part for part in own if part[1].size]) for metric, own in parts.items()]
+    out = []
+    for metric in metrics:
+        parts = [(place, table.filter([metric, f"eval_{metric}"])) for place, table in tables]
+        out.append((metric, [(place, part) for place, part in parts if part.size]))
+    return out
 
 
 def panel(runs, title, unit, tables, several, identifiers):

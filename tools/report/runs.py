@@ -29,7 +29,7 @@ PARTS = ("ema", "critic", "best", "checkpoints")  # folders inside a run's own
 ELSEWHERE = "runs.txt"  # names folders that belong to its own, a relative path a line
 DEEPEST = 3  # folders below the one that is named
 OLD = re.compile(r"\.old-\d+$")  # what --overwrite has moved aside
-NEEDED = {  # fields of a line; one without them is left out
+NEEDED = {  # fields of a line: texts, lists of tokens, numbers; one without them is left out
     "metrics": "step",
     "samples": "step prompt response",
     "tokens": "step prompt response tokens",
@@ -118,11 +118,11 @@ def ends(lines):
 
 
 def holds(line, fields):
-    """Returns whether a line is a dict with these fields: texts, lists of tokens, or numbers."""
+    """Returns whether a line is a dict with these fields, each of its kind."""
+    if not isinstance(line, dict):
+        return False
     kinds = {"prompt": is_text, "response": is_text, "tokens": is_row}
-    return isinstance(line, dict) and all(
-        kinds.get(field, is_number)(line.get(field)) for field in fields.split()
-    )
+    return all(kinds.get(field, is_number)(line.get(field)) for field in fields.split())
 
 
 def is_text(value):
@@ -131,10 +131,10 @@ def is_text(value):
 
 def is_row(tokens):
     """Returns whether these are lists as long as that of the tokens' texts."""
-    if not isinstance(tokens, dict) or not all(isinstance(row, list) for row in tokens.values()):
+    lists = [*tokens.values()] if isinstance(tokens, dict) else [None]
+    if not all(isinstance(each, list) for each in lists) or "text" not in tokens:
         return False
-    texts = tokens.get("text", [None])
-    return all(map(is_text, texts)) and {len(row) for row in tokens.values()} == {len(texts)}
+    return all(map(is_text, tokens["text"])) and len({*map(len, lists)}) == 1
 
 
 def limits_of(run):
