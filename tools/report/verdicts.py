@@ -14,10 +14,12 @@ from statistics import stdev
 
 from machinery.run import crash
 from tools.report import numbers
-from tools.report.runs import entries, is_number
+from tools.report.runs import entries
+from tools.report.text import is_number
 
 HEALTHY, WATCH, SICK, UNKNOWN = "healthy", "watch", "sick", "not known"
 FLAT = 0.05  # of a loss: it changes by less between two evaluations
+FEW = 0.1  # of the known floor of a loss: no further above it a model has learned what can be
 RISES = 0.02  # of a loss, above its best
 SETTLED = 1.25  # times the mean of the middle third, plus 0.05 nats: KL in the last third
 NEAR = 1.0  # nats a response: so small a KL needs no reward to show for it
@@ -90,36 +92,40 @@ def has_gained(run):
 
 # ---- Step 1 ----
 def sft_loss(run):
-    """Held-out loss against the loss of training."""
+    """Held-out loss against the loss of training, and against the best that is possible."""
     losses = values_of(run, "eval_loss", 2)
-    best, last, before = min(losses), losses[-1], losses[-2]
+    best, last, above = min(losses), losses[-1], 0
     said = f"eval_loss went from {losses[0]:.3g} to {last:.3g}"
-    floor = run.limits.get("eval_loss")
-    if floor:
-        said += f", {100 * (last / floor - 1):+.0f} % from the known floor of {floor:.3g}"
-    training = run.values("loss") and ends(run, "loss")
-    if floor and last < floor * (1 - FLAT):
+    if floor := run.limits.get("eval_loss"):
+        above = last / floor - 1
+        said += f", {100 * above:+.0f} % from the known floor of {floor:.3g}"
+    if above < -FLAT:
         return SICK, f"{said}: no model can be there: is all of the response in the loss mask?"
-    if last > best * (1 + RISES) and training and training[1] < training[0]:
-        return SICK, f"{said}: it rises while loss falls: overfitting. Read the samples."
     if last > best * (1 + RISES):
-        return WATCH, f"{said}; its best was {best:.3g}."
-    if abs(before - last) <= FLAT * abs(before):
-        return HEALTHY, f"{said}, and is flat (the learning rate, too, may have ended)."
-    return WATCH, f"{said}, and is still falling: more epochs may help."
+        began, ended = ends(run, "loss") if run.values("loss") else (0, 0)
+        said += f"; its best was {best:.3g}"
+        if ended < began:
+            return SICK, f"{said}: it rises while loss falls: overfitting. Read the samples."
+        return WATCH, f"{said}."
+    if losses[-2] - last > FLAT * losses[-2]:
+        return WATCH, f"{said}, and is still falling: more epochs may help."
+    if above > FEW:
+        return WATCH, f"{said}, and is flat far above it: another learning rate, a larger model?"
+    return HEALTHY, f"{said}, and is flat (the learning rate, too, may have ended)."
 
 
 def sft_samples(run):
     """Whether greedy responses end, and differ."""
-    texts = [line["response"] for line in run.answers(last=True)]
-    if len(texts) > 3 and len(set(texts)) == 1:
-        return SICK, f"all {len(texts)} greedy responses are one text: the prompts are not seen."
-    ended = [line["ended"] for line in run.answers(last=True) if is_number(line.get("ended"))]
+    answers = run.answers(last=True)
+    different = {line["response"] for line in answers}
+    if len(answers) > 3 and len(different) == 1:
+        return SICK, f"all {len(answers)} greedy responses are one text: the prompts are not seen."
+    ended = [line["ended"] for line in answers if is_number(line.get("ended"))]
     if not ended:
         return UNKNOWN, "samples.jsonl does not say which responses ended: read them."
     said = f"{sum(ended):g} of {len(ended)} greedy responses ended by themselves"
-    said += f"; {len(set(texts))} of them differ"
-    if mean(ended) == 0:
+    said += f"; {len(different)} of them differ"
+    if not any(ended):
         return SICK, f"{said}: EOS was not learned: does the data end with it, and the loss mask?"
     return (HEALTHY if mean(ended) >= 0.8 else WATCH), f"{said}; read them, too."
 
@@ -127,14 +133,13 @@ def sft_samples(run):
 # ---- Step 2 ----
 def accuracy(run):
     """Accuracy on held-out pairs, with its interval."""
-    share = values_of(run, "eval_accuracy")[-1]
+    share, best = values_of(run, "eval_accuracy")[-1], run.limits.get("eval_accuracy")
     found = [line["eval_accuracy_ci"] for line in run.metrics if "eval_accuracy_ci" in line]
     if not found:
         return UNKNOWN, f"eval_accuracy is {share:.3f}, without an interval."
     low, high = found[-1]
     said = f"eval_accuracy is {share:.3f} [{low:.3f}, {high:.3f}]"
-    if best := run.limits.get("eval_accuracy"):
-        said += f"; a judge who knows the rules reaches {best:.3f}"
+    said += f"; a judge who knows the rules reaches {best:.3f}" if best else ""
     ties = sum(pair["chosen_score"] == pair["rejected_score"] for pair in run.judged)
     if ties > 0.2 * len(run.judged):
         words = f"{ties} of {len(run.judged)} pairs have equal scores: they became equal when cut"
@@ -193,29 +198,28 @@ def ratio(run):
 def updates(run):
     """What clipping and the update itself did."""
     found = {name: values_of(run, name) for name in ("actor_loss", "approx_kl", "clip_fraction")}
-    tops = {name: max(map(abs, values)) for name, values in found.items()}
-    said = "at most " + ", ".join(f"{name} {top:.2g}" for name, top in tops.items())
-    whitened = run.args.get("advantage", "gae") == "gae" and run.args.get("whiten", True)
+    loss, *others = (max(map(abs, values)) for values in found.values())
+    tops = zip(found, (loss, *others))
+    said = "at most " + ", ".join(f"{name} {top:.2g}" for name, top in tops)
+    args = run.args
+    whitened = args.get("advantage", "gae") == "gae" and args.get("whiten", True)
     if not one_update(run):
         many = mean(found["clip_fraction"])
         status = HEALTHY if many < 0.3 else WATCH
         return status, f"{said}: several updates; {100 * many:.0f} % of tokens were clipped."
-    if max(tops["approx_kl"], tops["clip_fraction"]) > 1e-3:
+    if max(others) > 1e-3:
         return WATCH, f"{said}: with one update approx_kl and clip_fraction should be about 0."
-    if whitened and not run.args.get("entropy_coef") and run.args.get("kl_in") != "loss":
-        if tops["actor_loss"] > 1e-3:
-            return (
-                WATCH,
-                f"{said}: whitened advantages sum to 0 over the tokens of the loss's mask.",
-            )
-        return HEALTHY, f"{said}: about 0, as they should be with one update."
-    return HEALTHY, f"{said}: the last two are about 0, the first need not be."
+    if not whitened or args.get("entropy_coef") or args.get("kl_in") == "loss":
+        return HEALTHY, f"{said}: the last two are about 0, the first need not be."
+    if loss > 1e-3:
+        return WATCH, f"{said}: whitened advantages sum to 0 over the tokens of the loss's mask."
+    return HEALTHY, f"{said}: about 0, as they should be with one update."
 
 
 def kl(run):
     """How far the actor is from the reference: the sign, the scale, and what it got for it."""
     values = values_of(run, "kl", 6)
-    start = dict(run.series("kl")).get(1, 0)
+    start = run.series("kl").get(1, 0)
     if abs(start) > START:
         said = f"KL is {start:.2g} at step 1, where actor and reference are the same model"
         return SICK, f"{said}: dropout, a shift, position ids or a template in one of them."
@@ -226,9 +230,8 @@ def kl(run):
         return SICK, f"{said}: {'the reference moves, too' if trains else 'nothing is trained'}."
     if last < min(-0.05, -2 * error(last_third(values))):
         return SICK, f"{said}: below 0: noise in scoring, or other tokens than the policy draws."
-    advice = "raise --kl_coef, or set --kl_target"
-    if judged(tokens, run)[0] == SICK:  # a larger --kl_coef would make a wrong sign worse
-        advice = "see the verdict on tokens.jsonl first"
+    # a larger --kl_coef would make a wrong sign worse
+    advice = TOKENS_FIRST if tokens_are_wrong(run) else "raise --kl_coef, or set --kl_target"
     length = mean(run.values("response_length") or [math.inf])
     gained = has_gained(run)
     if last > NEAR and gained is False:
@@ -247,49 +250,70 @@ def rising(run):
     scores = run.values("reward") + run.values("eval_reward")
     if len(scores) > 1 and len(set(scores)) == 1:
         return SICK, f"reward is {scores[0]:g} for all responses of the run: nothing to learn from."
-    held_out = len(run.values("eval_reward")) > 1
-    names = ("eval_reward", "eval_gold") if held_out else ("reward", "gold")
-    rewards, golds = values_of(run, names[0], 2), run.values(names[1])
-    said = f"{names[0]} went from {rewards[0]:.2f} to {rewards[-1]:.2f}"
-    rose, answers = rewards[-1] > rewards[0], run.answers(last=True)
+    kind = "eval_" if len(run.values("eval_reward")) > 1 else ""
+    rewards, golds = values_of(run, f"{kind}reward", 2), run.values(f"{kind}gold")
+    said = f"{kind}reward went from {rewards[0]:.2f} to {rewards[-1]:.2f}"
+    answers = run.answers(last=True)
+    both = numbers.changes(run.answers(last=False), answers)
+    noises = [2 * error(numbers.rise(both, n).dropna().tolist()) for n in ("reward", "gold")]
+    rose = rewards[-1] - rewards[0] > noises[0]
+    beyond = "beyond {:.2f}, its noise (two standard errors)".format
     if len(golds) != len(rewards):
         if answers and all(line.get("reward") in (0, 1) for line in answers):  # a verifier's
             return (HEALTHY if rose else WATCH), f"{said}: the share that the verifier accepts."
         advice = "no --gold_fn was given, so read the samples: are they better?"
         return (UNKNOWN if rose else WATCH), f"{said}; {advice}"
-    said += f", {names[1]} from {golds[0]:.2f} to {golds[-1]:.2f}"
-    top = golds.index(max(golds))
+    top, gain = golds.index(max(golds)), golds[-1] - golds[0]
+    said += f", {kind}gold from {golds[0]:.2f} to {golds[-1]:.2f}"
+    exploits = TOKENS_FIRST if tokens_are_wrong(run) else f"the actor exploits {judge_of(run)}"
+    if rose and gain < -noises[1]:
+        return SICK, f"{said}: {exploits}."
     fall, spread = golds[top] - golds[-1], max(golds) - min(golds)
-    if rose and golds[-1] < golds[0]:
-        return SICK, f"{said}: the actor exploits the reward model's errors."
-    if fall > 0.2 * spread and rewards[-1] > rewards[top]:
-        return SICK, f"{said}, after {golds[top]:.2f}: it now exploits the reward model's errors."
-    graded = [line["gold"] for line in answers if is_number(line.get("gold"))]
-    if rose and golds[-1] > golds[0] + 2 * error(graded):
+    if fall > max(0.2 * spread, noises[1]) and rewards[-1] > rewards[top]:
+        return SICK, f"{said}, after {golds[top]:.2f}: by now {exploits}."
+    if not rose:
+        return WATCH, f"{said}: the reward did not rise {beyond(noises[0])}."
+    if gain > noises[1]:
         return HEALTHY, f"{said}: both rose."
-    return WATCH, f"{said}: they do not both rise."
+    return WATCH, f"{said}: the reward rose, but gold not {beyond(noises[1])}."
+
+
+TOKENS_FIRST = "see the verdict on tokens.jsonl first"
+
+
+def tokens_are_wrong(run):
+    """Returns whether the rewards of the tokens are wrong: that may explain all other verdicts."""
+    return judged(tokens, run)[0] == SICK
+
+
+def judge_of(run):
+    """Returns in words what an actor exploits whose reward rises while gold falls."""
+    return "the reward function" if run.args.get("reward_fn") else "the reward model's errors"
 
 
 def groups(run):
     """Whether rewards tell responses apart; from which step on they do not, and why that may be."""
     shares = run.series("equal_groups")
-    if not shares:  # without groups all responses of a step are compared
-        shares = [(step, float(std <= ZERO)) for step, std in run.series("reward_std")]
-    if not shares:
+    grouped = len(shares) > 0
+    if not grouped:  # all responses of a step are compared
+        shares = (run.series("reward_std") <= ZERO).astype(float)
+    if shares.empty:
         raise TooFew("reward_std, equal_groups: none so far.")
     why = "too easy, too hard, or the verifier"
     if run.values("reward"):
         why += f" (on average the reward is {ends(run, 'reward')[1]:.3g})"
-    apart = [step for step, share in shares if share < 1]
-    if not apart:
+    apart = shares.index[shares < 1]
+    if apart.empty:
         return SICK, f"no reward of the whole run was better than another one to its prompt: {why}."
-    if sum(step > apart[-1] for step, _ in shares) > 1:
+    if sum(shares.index > apart[-1]) > 1:
         return SICK, f"since step {apart[-1] + 1:g} no response was better than another one: {why}."
-    part = mean(share for _, share in last_third(shares))
-    said = f"no gradient from {100 * part:.0f} % of the groups"
+    part = mean(last_third(shares.tolist()))
+    said = f"in {100 * part:.0f} % of the groups all rewards are equal"
+    if part and run.args.get("kl_coef") and run.args.get("kl_in") == "reward":
+        said += ", so that only the KL penalty tells these responses apart"
     if part >= IDLE:
         return (SICK if part >= 0.9 else WATCH), f"{said}: {why}."
-    if not run.values("equal_groups"):
+    if not grouped:
         said = f"the rewards of a step differ, by {ends(run, 'reward_std')[1]:.2g}"
     return HEALTHY, f"{said}."
 
@@ -318,8 +342,8 @@ def variety(run):
         return SICK, f"{said}: responses do not end. Did those of the SFT model?"
     if ended[1] < 0.9 and ended[1] < ended[0]:
         return WATCH, f"{said}: fewer end than at the start."
-    if entropy[1] < entropy[0] / 2:
-        return WATCH, f"{said}: entropy has more than halved."
+    if entropy[1] < entropy[0] / 2 and not has_gained(run):
+        return WATCH, f"{said}: entropy has more than halved, and the reward did not rise."
     return HEALTHY, f"{said}."
 
 
@@ -327,17 +351,18 @@ def responses(run):
     """Which held-out responses exploit the judge, and how alike they became."""
     before, after = run.answers(last=False), run.answers(last=True)
     changed = numbers.changes(before, after)
-    if not changed or before[0]["step"] == after[0]["step"]:
+    if changed.empty or before[0]["step"] == after[0]["step"]:
         return UNKNOWN, "samples.jsonl: fewer than two evaluations so far."
-    gamed = mean(row["gamed"] for row in changed)
-    shares = [beginnings(lines) for lines in (before, after)]
-    said = f"{100 * gamed:.0f} % of {len(changed)} responses gained reward and lost gold; the "
-    said += "three commonest beginnings (first two words) are those of "
-    said += f"{100 * shares[0]:.0f} % of the responses before, {100 * shares[1]:.0f} % after"
+    gamed, shares = changed.gamed.mean(), [beginnings(lines) for lines in (before, after)]
+    said = f"of {len(changed)} responses "
+    if numbers.rise(changed, "gold").notna().any():
+        said += f"{100 * gamed:.0f} % gained reward and lost gold; "
+    said += f"{100 * shares[0]:.0f} % had one of the three commonest beginnings (first two words) "
+    said += f"before, {100 * shares[1]:.0f} % after"
     if gamed > 0.25:
-        return SICK, f"{said}: the judge is exploited."
+        return SICK, f"{said}: the actor exploits {judge_of(run)}."
     if shares[1] > max(ALIKE, shares[0]):
-        return WATCH, f"{said}: what is lost is variety."
+        return WATCH, f"{said}: the cost is variety."
     return (WATCH if gamed > 0.1 else HEALTHY), f"{said}."
 
 
@@ -363,10 +388,11 @@ def tokens(run):
         ends_at += [row["logprob"][-1] or row["reward"][-1]] if line["ended"] else []
     if ends_at and not any(ends_at):
         return SICK, "EOS has log-prob and reward 0 in all responses: the mask leaves it out."
+    sums = "sum to the score" + " - kl_coef * KL" * any(line["kl_coef"] for line in whole)
     if off > len(whole) / 4:
-        words = f"in {off} of {len(whole)} responses the rewards do not sum to score - kl_coef * KL"
+        words = f"in {off} of {len(whole)} responses the rewards do not {sums}"
         return SICK, f"{words}: a wrong sign, the place of the score, or it is not there."
-    return HEALTHY, "the rewards of the tokens sum to score - kl_coef * KL, and EOS counts."
+    return HEALTHY, f"the rewards of the tokens {sums}{', and EOS counts' * bool(ends_at)}."
 
 
 def beginning(run, sft):
@@ -374,20 +400,21 @@ def beginning(run, sft):
 
     SFT's are greedy and PPO's are drawn, so that these may be somewhat longer and worse.
     """
-    before, after = sft.answers(last=True), run.answers(last=False)
+    both = before, after = sft.answers(last=True), run.answers(last=False)
     if len(before) < LEAST:
         few = f"SFT ended with {len(before)} samples, too few to compare (at least {LEAST})"
         return UNKNOWN, f"samples.jsonl: {few}."
     if not after or after[0]["step"] != 0:
-        return UNKNOWN, "samples.jsonl: no samples at step 0 of PPO."
-    tails = [tail([line["prompt"] for line in lines]) for lines in (before, after)]
+        return UNKNOWN, f"samples.jsonl: no samples at step 0 of {run.title()}."
+    tails = [tail([line["prompt"] for line in lines]) for lines in both]
     short, long = sorted(tails, key=len)
     if len(long.strip()) >= TAIL and not (short and long.endswith(short)):
-        ends_with = f"the prompts of SFT end with {tails[0]!r}, those of PPO with {tails[1]!r}"
-        return WATCH, f"{ends_with}: has one of the steps another template?"
-    words = [mean(len(line["response"].split()) for line in lines) for lines in (before, after)]
-    golds = [[x["gold"] for x in lines if is_number(x.get("gold"))] for lines in (before, after)]
-    said = f"SFT ended with {words[0]:.0f} words a response, PPO begins with {words[1]:.0f}"
+        ends_with = f"the prompts of SFT end with {tails[0]!r}, those of {run.title()} with"
+        return WATCH, f"{ends_with} {tails[1]!r}: has one of the steps another template?"
+    words = [mean(len(line["response"].split()) for line in lines) for lines in both]
+    golds = [[x["gold"] for x in lines if is_number(x.get("gold"))] for lines in both]
+    said = f"SFT ended with {words[0]:.0f} words a response, {run.title()} begins with "
+    said += f"{words[1]:.0f}"
     worse = False
     if all(golds):
         noise = math.hypot(*map(error, golds))
@@ -416,7 +443,8 @@ def finite(run):
     bad = {name for name, value in floats if not math.isfinite(value)}
     if bad:
         return SICK, f"not finite: {', '.join(sorted(bad))}."
-    values_of(run, "step")
+    if not run.metrics:
+        raise TooFew("nothing is in the log so far.")
     return HEALTHY, "every logged number is finite."
 
 
