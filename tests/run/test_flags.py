@@ -346,9 +346,7 @@ def test_the_next_step_takes_the_preset_of_the_folder_that_it_starts_from(tmp_pa
     (tmp_path / "args.json").write_text('{"preset": "opt-1.3b"}')
     (tmp_path / "config.json").write_text("{}")
     args = get_args("reward", f"--model_name_or_path {tmp_path}", "")
-    assert args.preset == "opt-1.3b" and f"with which {tmp_path} was trained" in recipes.note(
-        args
-    )
+    assert args.preset == "opt-1.3b" and f"with which {tmp_path} was trained" in recipes.note(args)
     args = get_args("reward", f"--model_name_or_path {tmp_path} --preset toy", "")
     assert args.preset == "toy"
 
