@@ -82,6 +82,7 @@ MUTATIONS = {  # script and flags beside the toy's: the rule that they break
     "ppo --per_device_training_batch_size 3 --allow_unstable 1": "batches-divide",
     "ppo --samples_per_prompt 5": "batches-divide",
     "ppo --advantage rloo": "group-of-one",
+    "ppo --stop ''": "empty-stop",
     "ppo --preset arithmetic --advantage gae": "no-critic",
     "ppo --per_device_training_batch_size 16": "unstable",
     "ppo --ppo_epochs 2": "unstable",
