@@ -82,6 +82,7 @@ MUTATIONS = {  # script and flags beside the toy's: the rule that they break
     "ppo --per_device_training_batch_size 3 --allow_unstable 1": "batches-divide",
     "ppo --samples_per_prompt 5": "batches-divide",
     "ppo --advantage rloo": "group-of-one",
+    "ppo --stop ''": "empty-stop",
     "ppo --preset arithmetic --advantage gae": "no-critic",
     "ppo --per_device_training_batch_size 16": "unstable",
     "ppo --ppo_epochs 2": "unstable",
@@ -346,9 +347,7 @@ def test_the_next_step_takes_the_preset_of_the_folder_that_it_starts_from(tmp_pa
     (tmp_path / "args.json").write_text('{"preset": "opt-1.3b"}')
     (tmp_path / "config.json").write_text("{}")
     args = get_args("reward", f"--model_name_or_path {tmp_path}", "")
-    assert args.preset == "opt-1.3b" and f"with which {tmp_path} was trained" in recipes.note(
-        args
-    )
+    assert args.preset == "opt-1.3b" and f"with which {tmp_path} was trained" in recipes.note(args)
     args = get_args("reward", f"--model_name_or_path {tmp_path} --preset toy", "")
     assert args.preset == "toy"
 
