@@ -62,4 +62,3 @@ def environment():
     made.tests["number"] = is_number
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return made
-
