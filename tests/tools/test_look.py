@@ -1,6 +1,7 @@
 """tools/look.py: what it computes and says, by hand-worked numbers; what it reads, broken or not;
 and the page that it writes."""
 
+import contextlib
 import html.parser
 import io
 import json
@@ -165,6 +166,8 @@ def test_two_runs_are_compared_prompt_by_prompt(tmp_path):
 # ---- Verdicts ----
 ONCE = dict(per_device_generation_batch_size=4, per_device_training_batch_size=4)
 TWICE = dict(ONCE, ppo_epochs=2)
+GROUPED = dict(ONCE, advantage="grpo")
+FUNCTION, LIMIT = dict(reward_fn=["f"]), dict(max_answer_seq_len=48)
 RISING = [0, 0, 1, 1, 2, 2]
 
 
@@ -183,11 +186,13 @@ def token(reward, kl=(0.0, 0.0), logprobs=(-1.0, -1.0)):
 SHARPER = dict(entropy=[0.5, 0.2], response_length=[9, 9], eos_rate=[1, 1])
 # gold rose by 1, and by 0: 1/2 on average, with a standard error of 1/2
 NOISY = answered("a", gold=(0, 1)) + [sample("b", "b", 0, 0, at) for at in (0, 9)]
+SHAKY = answered("a", reward=(0, 1)) + [sample("b", "b", 0, 0, at) for at in (0, 9)]
 
 VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     "sft_loss": [
         ("healthy", dict(eval_loss=[6, 0.41, 0.4])),
         ("sick", dict(eval_loss=[2, 1, 1.2], loss=[2, 1, 0.5])),  # it overfits
+        ("watch", dict(eval_loss=[2, 1, 1.2])),  # it rises, and the other loss is not known
         ("watch", dict(eval_loss=[3, 2, 1])),  # still falling
         ("sick", dict(eval_loss=[3, 0.3, 0.3], limits={"eval_loss": 0.4})),  # EOS is left out
         ("watch", dict(eval_loss=[3, 0.6, 0.6], limits={"eval_loss": 0.5})),  # flat, and too high
@@ -200,6 +205,7 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     ],
     "accuracy": [
         ("healthy", dict(eval_accuracy=[0.7], eval_accuracy_ci=[[0.66, 0.74]])),
+        ("not known", dict(eval_accuracy=[0.7])),  # without an interval
         ("sick", dict(eval_accuracy=[0.52], eval_accuracy_ci=[[0.48, 0.56]])),  # a coin
         ("sick", dict(eval_accuracy=[0.3], eval_accuracy_ci=[[0.2, 0.4]])),  # labels are swapped
         ("not known", dict(eval_accuracy=[0.6], eval_accuracy_ci=[[0.2, 1.0]])),  # too few pairs
@@ -216,6 +222,7 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("healthy", dict(ratio_max=[1, 1.001])),
         ("sick", dict(ratio_max=[1, 1.5], args=ONCE)),
         ("watch", dict(ratio_max=[1, 1.5], args=TWICE)),
+        ("watch", dict(ratio_max=[1], args=dict(ONCE, top_p=0.9))),
         ("sick", dict(ratio_max=[1], sampling_gap=[0.3], args=dict(TWICE, dtype="fp32"))),
         ("healthy", dict(ratio_max=[1], sampling_gap=[0.3], args=dict(ONCE, dtype="bf16"))),
     ],
@@ -223,6 +230,9 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("healthy", dict(actor_loss=[1e-9], approx_kl=[0], clip_fraction=[0], args=ONCE)),
         ("watch", dict(actor_loss=[0], approx_kl=[0.1], clip_fraction=[0.2], args=ONCE)),
         ("watch", dict(actor_loss=[1], approx_kl=[0.1], clip_fraction=[0.5], args=TWICE)),
+        ("healthy", dict(actor_loss=[1], approx_kl=[0.1], clip_fraction=[0.1], args=TWICE)),
+        ("watch", dict(actor_loss=[1], approx_kl=[0], clip_fraction=[0], args=ONCE)),  # a mask
+        ("healthy", dict(actor_loss=[1], approx_kl=[0], clip_fraction=[0], args=GROUPED)),
     ],
     "kl": [
         ("healthy", dict(kl=[0, 0, 2, 2, 2.4, 2.4])),
@@ -241,6 +251,9 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     "rising": [
         ("healthy", dict(eval_reward=[0, 2, 3], eval_gold=[0.5, 0.9, 0.88])),
         ("sick", dict(eval_reward=[0, 2], eval_gold=[0.5, 0.4])),  # it exploits the judge
+        ("sick", dict(eval_reward=[0, 2], eval_gold=[0.5, 0.4], args=FUNCTION)),
+        ("watch", dict(eval_reward=[2, 2.1], eval_gold=[0.5, 0.9], samples=SHAKY)),  # within noise
+        ("watch", dict(eval_reward=[1, 0], samples=answered("a", reward=(1, 0)))),  # a verifier's
         ("sick", dict(eval_reward=[0, 2, 3], eval_gold=[0.5, 0.9, 0.7])),  # since then
         ("not known", dict(reward=[0, 2])),  # without gold
         # a verifier's rewards are gold
@@ -267,6 +280,7 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("healthy", dict(entropy=[0.5, 0.4], response_length=[16, 15], eos_rate=[1, 1])),
         ("sick", dict(entropy=[0.5, 0.02], response_length=[16, 15], eos_rate=[1, 1])),  # collapse
         ("watch", dict(entropy=[0.5, 0.4], response_length=[16, 47], eos_rate=[1, 0.1])),
+        ("sick", dict(entropy=[1, 1], response_length=[9, 48], eos_rate=[1, 0.1], args=LIMIT)),
         ("watch", dict(SHARPER, reward=[1, 1])),
         ("healthy", dict(SHARPER, reward=[0, 1])),
     ],
@@ -277,6 +291,8 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
             dict(samples=answered(*"abcdefgh", reward=(0, 1))[:8] + answered(*"aaaaabbc")[8:]),
         ),
         ("sick", dict(samples=answered("a", "b", reward=(0, 1), gold=(1, 0)))),
+        ("sick", dict(samples=answered("a", "b", reward=(0, 1), gold=(1, 0)), args=FUNCTION)),
+        ("watch", dict(samples=answered(*"abcd") + answered("e", reward=(0, 1), gold=(1, 0)))),
     ],
     "tokens": [
         ("healthy", dict(tokens=[token([-0.2, 0.9], kl=(2.0, 1.0))])),
@@ -289,6 +305,7 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     "finite": [
         ("healthy", dict(kl=[1.0, 2.0])),
         ("sick", dict(kl=[1.0, math.nan])),
+        ("sick", dict(kl=[1.0], file="nonfinite_rank0.jsonl")),  # it has stopped
     ],
 }
 
@@ -303,18 +320,46 @@ def run_with(folder, **fields):
 
 @pytest.mark.parametrize("function", [function for *_, function in verdicts.ROWS])
 def test_verdicts_by_hand(function, tmp_path):
-    """Each way to judge a row of the README's table, and what is said of a run without a log."""
-    fields = ("args", "samples", "tokens", "judged", "limits")
+    """Each way to judge a row of the README's table, and what is said of a run without a log. No
+    case of verdicts.ini is missing here."""
+    fields, reached = ("args", "samples", "tokens", "judged", "limits"), set()
     for status, given in [("not known", {}), *VERDICTS[function.__name__]]:
         own = {name: given[name] for name in given if name in fields}
         if isinstance(own.get("samples"), str):  # a dot did not end
             own["samples"] = [
                 dict(step=1, response=c, ended=float(c != ".")) for c in own["samples"]
             ]
-        found = {name: given[name] for name in given if name not in fields}
+        found = {name: given[name] for name in given if name not in (*fields, "file")}
         lines = [dict(zip(found, row), step=step) for step, row in enumerate(zip(*found.values()))]
         run = run_with(tmp_path, metrics=lines, **own)
+        if "file" in given:
+            (tmp_path / given["file"]).touch()
         assert verdicts.judged(function, run)[0] == status, given
+        with contextlib.suppress(verdicts.TooFew):
+            reached.add(function(run)[0])
+    assert reached == {*verdicts.cases()[function.__name__]}
+
+
+def test_where_ppo_begins_by_hand(tmp_path):
+    """With the SFT model's prompts, and responses like its own: of 2 words, with a gold of 1. What
+    all prompts of a step end with is its template."""
+    why = [f"Why {i}?\nAnswer:" for i in range(8)]
+    sft = run_with(tmp_path, metrics=[], samples=[sample(p, "So so.", 1, 1, 9) for p in why])
+    reached = set()
+    for status, prompts, response, gold, step in (
+        ("healthy", why, "So so.", 1, 0),
+        ("watch", why, "So so.", 0, 0),  # worse
+        ("watch", why, "So so so so so.", 1, 0),  # longer
+        ("watch", [p.replace("\nAnswer:", "") for p in why], "So so.", 1, 0),  # another template
+        ("not known", why, "So so.", 1, 5),  # no samples of the start
+    ):
+        found = [sample(p, response, 1, gold, step) for p in prompts]
+        run = run_with(tmp_path, metrics=[], samples=found)
+        assert verdicts.judged(verdicts.beginning, run, sft)[0] == status, (response, gold)
+        reached.add(verdicts.beginning(run, sft)[0])
+    sft.samples = sft.samples[:3]
+    assert verdicts.judged(verdicts.beginning, run, sft)[0] == "not known"
+    assert reached | {"few"} == {*verdicts.cases()["beginning"]}
 
 
 def test_a_flat_run_is_explained(tmp_path):
@@ -331,11 +376,18 @@ def test_verdicts_blame_what_there_is(tmp_path):
     run = run_with(tmp_path, metrics=[], tokens=[], samples=answered("a", "b"))
     for step, (reward, gold) in enumerate([(0, 0.5), (2, 0.4)]):
         run.metrics.append(dict(step=step, eval_reward=reward, eval_gold=gold))
-    assert "the reward model's errors" in verdicts.rising(run)[1] and run.title() == "PPO"
+    said = [verdicts.judged(verdicts.rising, run)[1]]
+    assert run.title() == "PPO"
     run.args = dict(reward_fn=["f.py:f"], advantage="grpo")
-    assert "exploits the reward function" in verdicts.rising(run)[1] and run.title() == "GRPO"
+    said.append(verdicts.judged(verdicts.rising, run)[1])
+    assert run.title() == "GRPO"
     run.tokens = [token([0.2, 1.1], kl=(2.0, 1.0))]
-    assert verdicts.rising(run)[1].endswith("see the verdict on tokens.jsonl first.")
+    said.append(verdicts.judged(verdicts.rising, run)[1])
+    assert [words.rpartition(": ")[2] for words in said] == [
+        "the actor exploits the reward model's errors.",
+        "the actor exploits the reward function.",
+        "see the verdict on tokens.jsonl first.",
+    ]
     assert "lost gold" in verdicts.responses(run)[1]
     for line in run.samples:
         del line["gold"]

@@ -14,11 +14,6 @@ from tools.report.text import cut, is_number, number, visible
 
 HERE = Path(__file__).resolve().parent
 MARK = '<meta name="generator" content="tools/look.py">'
-STEPS = {  # the metrics of the first table
-    "sft": ("eval_loss", "eval_perplexity"),
-    "reward": ("eval_accuracy", "eval_loss"),
-    "ppo": ("eval_gold", "eval_reward", "eval_kl", "eval_response_length"),
-}
 
 
 def page(title, found, notes):
@@ -38,7 +33,6 @@ def page(title, found, notes):
         notes=notes,
         runs=found,
         differences=runs.differences(found),
-        steps=[(run, step_rows(run)) for run in found],
         asked=answers.asked(found),
         verdicts=judged,
         counts=Counter(status for rows in judged.values() for _, status, _ in rows),
@@ -68,14 +62,3 @@ def environment():
     made.tests["number"] = is_number
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return made
-
-
-def step_rows(run):
-    """Returns (metric, first value, last value or None, known limit or None) of a run's metrics."""
-    others = [name for name in sorted(run.table) if name.startswith("eval_")]
-    rows = []
-    for metric in STEPS.get(run.script, others[:6]):
-        if values := run.values(metric):
-            last = values[-1] if len(values) > 1 else None
-            rows.append((metric, values[0], last, run.limits.get(metric)))
-    return rows
