@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import ppo
 import reward
 import sft
-from machinery.base import records
+from machinery.base import locks, records
 from machinery.base.refused import Refused
 from machinery.models import saving
-from machinery.run import folder_lock, logs
+from machinery.run import logs, output_folder
 
 ORDER = ("sft", "reward", "ppo")  # of the steps; other scripts follow
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
@@ -228,7 +228,7 @@ def has_tokens(line):
 def state_of(run):
     """Returns in words whether a run is finished, running, or stopped, and where."""
     step = max((line["step"] for line in run.metrics), default=0)
-    if who := folder_lock.Lock(run.path).holder():
+    if who := locks.Lock(run.path / output_folder.LOCK).holder():
         return f"running, at step {step} ({who})"
     if saving.is_whole(run.path):
         return f"finished, {step} steps"
