@@ -7,11 +7,12 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from machinery.base import ranks, records
+from machinery.base import locks, ranks, records
 from machinery.base.refused import Refused
 from machinery.models import saving
-from machinery.run import checkpoints, folder_lock
+from machinery.run import checkpoints
 
+LOCK = ".lock"
 LOGS = (".log", ".out", ".err", ".txt")  # what a launcher or a shell may have opened there before
 
 
@@ -102,7 +103,7 @@ class OutputFolder:
 
     def __init__(self, args):
         self.args, self.path, self.record = args, Path(args.output_dir), {}
-        self.lock = folder_lock.Lock(self.path)
+        self.lock = locks.Lock(self.path / LOCK)
         refuse_in_use(args, self.lock.holder())
         refuse_unusable(args)
 
@@ -124,9 +125,14 @@ class OutputFolder:
             self.move_aside()
         libraries = "torch deepspeed transformers datasets numpy".split()
         versions = {library: metadata.version(library) for library in libraries}
-        self.record = {**vars(args), "script": args.declared.script, "versions": versions}
-        self.record |= {"world_size": ranks.get_world_size(), "device": str(ranks.device())}
-        self.record |= facts
+        self.record = {
+            **vars(args),
+            "script": args.declared.script,
+            "versions": versions,
+            "world_size": ranks.get_world_size(),
+            "device": str(ranks.device()),
+            **facts,
+        }
         if not args.resume:
             self.note()
 
@@ -153,7 +159,7 @@ class OutputFolder:
         here.rename(aside)
         here.mkdir(exist_ok=True)
         self.lock.release()
-        self.lock = folder_lock.Lock(self.path)
+        self.lock = locks.Lock(self.path / LOCK)
         refuse_in_use(self.args, self.lock.take())
         ranks.say(f"what was in {self.path} is now in {aside}")
 

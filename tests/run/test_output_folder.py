@@ -15,9 +15,9 @@ import torch
 
 import ppo
 import sft
-from machinery.base import ranks
+from machinery.base import locks, ranks
 from machinery.models import saving
-from machinery.run import best, checkpoints, folder_lock, output_folder
+from machinery.run import best, checkpoints, output_folder
 from tests import kit, runs
 
 FACTS = {"data_rows": 8, "data_fingerprint": 7}
@@ -53,7 +53,7 @@ def checkpoint(output, step=2):
 # The lock
 # --------------------------------------------------------------------------------------------------
 def hold(folder, held):
-    assert folder_lock.Lock(folder).take() is None
+    assert locks.Lock(folder / output_folder.LOCK).take() is None
     held.set()
     time.sleep(600)
 
@@ -92,13 +92,13 @@ def test_the_check_is_repeated_under_the_lock(tmp_path):
 
 def test_a_helper_that_outlives_its_run_does_not_hold_the_lock(tmp_path):
     """A reward function may fork a process, which gets a copy of every open file."""
-    lock = folder_lock.Lock(tmp_path)
+    lock = locks.Lock(tmp_path / output_folder.LOCK)
     assert lock.take() is None
     helper = fork.Process(target=time.sleep, args=(60,))
     helper.start()
     time.sleep(0.5)  # it has closed its copy
     lock.release()
-    assert folder_lock.Lock(tmp_path).holder() is None
+    assert locks.Lock(tmp_path / output_folder.LOCK).holder() is None
     helper.kill()
     helper.join()
 
@@ -107,8 +107,8 @@ def test_where_there_are_no_locks_nobody_is_locked_out(tmp_path, monkeypatch):
     def flock(file, kind):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(folder_lock.fcntl, "flock", flock)
-    assert [folder_lock.Lock(tmp_path).take() for _ in range(2)] == [None, None]
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    assert [locks.Lock(tmp_path / output_folder.LOCK).take() for _ in range(2)] == [None, None]
 
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch):

@@ -15,10 +15,10 @@ import pandas
 import ppo
 import reward
 import sft
-from machinery.base import records
+from machinery.base import locks, records
 from machinery.base.refused import Refused
 from machinery.models import saving
-from machinery.run import folder_lock, logs
+from machinery.run import logs, output_folder
 from tools.report.text import is_number, number, visible
 
 ORDER = ("sft", "reward", "ppo")  # of the steps; other scripts follow
@@ -98,7 +98,7 @@ class Run:
     def state(self):
         """Returns in words whether a run is finished, running, or stopped, and where."""
         step = number(max((line["step"] for line in self.metrics), default=0))
-        if who := folder_lock.Lock(self.path).holder():
+        if who := locks.Lock(self.path / output_folder.LOCK).holder():
             return f"running, at step {step} ({who})"
         if saving.is_whole(self.path):
             return f"finished, {step} steps"
