@@ -43,25 +43,33 @@ class Layout:
         token        -    x0   x1   y0   y1   eos  -
         mask         0    1    1    1    1    1    0
         positions    0    0    1    2    3    4    4
-        predicts               2    3    4    5          of y0, y1, eos, and of padding
+        logit_places           2    3    4    5          of y0, y1, eos, and of padding
 
-    The logits at x1 predict y0, those at y0 predict y1, and so on: a token is placed one after
-    where it is predicted. R = 4 is the longest response of the micro-batch; which places count is
-    said by other masks. The next row begins at flat place T. Rows in which several responses
-    share a prompt (helpers/shared_prompts.py) differ only in what stands here.
+    The logits at x1 predict y0, those at y0 predict y1, and so on: a token stands one place after
+    the logits that predict it. R = 4 is the longest response of the micro-batch; other masks say
+    which places count. The next row begins at flat place T. Rows in which several responses share a
+    prompt (helpers/shared_prompts.py) differ only in these fields.
+
+    A script's MicroBatch adds what its loss needs, and `counts()`: its tokens, its rows, and the
+    tokens for which logits are made, without fillers. The run's speed is computed from them.
     """
 
     ids: Tensor  # (N, T)
     mask: Tensor  # (N, T) 1 on real tokens; or (N, 1, T, T) 1 where token i may attend to token j
     positions: Tensor  # (N, T) position ids
     real_tokens: Tensor  # (N,) how many tokens of a row are not padding
-    predicts: Tensor  # (B, R) flat place, in N x T, of the logits (or value) before each token
+    logit_places: Tensor  # (B, R) flat place, in N x T, of the logits (or value) before each token
 
     def to(self, device):
         """Returns the same with all tensors on `device`."""
         held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         moved = {k: x.to(device, non_blocking=True) for k, x in held.items() if torch.is_tensor(x)}
         return dataclasses.replace(self, **moved)
+
+    def texts(self, tokenizer):
+        """Yields {"text": ...} for each row: what a run that stops at NaN writes down."""
+        for ids, count in zip(self.ids, self.real_tokens.tolist()):
+            yield {"text": tokenizer.decode(ids[len(ids) - count :])}
 
 
 def pad(sequences, pad_value, side="left"):
@@ -90,17 +98,16 @@ def last_columns(ids, mask, count):
     """The arguments of a Layout of rows that end in the last column. `count`: the columns scored.
 
     ids, mask: (N, T), padded on the left. The last `count` tokens of each row are predicted one
-    column earlier: predicts is (N, count).
+    column earlier: logit_places is (N, count).
     """
     N, T = ids.shape
     row_starts = T * torch.arange(N)[:, None]  # (N, 1) flat place of each row's first column
-    predicts = row_starts + torch.arange(T - count - 1, T - 1)  # (N, count)
     return {
         "ids": ids,
         "mask": mask,
         "positions": position_ids(mask),
         "real_tokens": mask.sum(-1),
-        "predicts": predicts,
+        "logit_places": row_starts + torch.arange(T - count - 1, T - 1),  # (N, count)
     }
 
 
@@ -165,31 +172,32 @@ def response_logits(model, layout, wanted):
     wanted: bool (B, R). Most positions of a row are prompt or padding, and the output matrix is the
     largest product of a small model, so logits are made at the wanted places alone where the model
     can: transformers' own models take a mask of places in `logits_to_keep`, and return them in
-    their flat order, which is that of `predicts`. Other models make logits for the last columns.
+    their flat order, which is that of `logit_places`. Others make logits for the last columns.
     V is the model's, and may be above len(tokenizer): a mean over V counts ids without a token.
     """
     T = layout.ids.shape[1]
-    places = layout.predicts[wanted]  # (M,) in flat order
-    keep = torch.zeros(layout.ids.numel(), dtype=torch.bool, device=places.device)
-    keep = keep.index_fill(0, places, True).view_as(layout.ids)  # (N, T)
-    picks = forwards.picks_positions(model)
-    if not picks:
-        keep = int(T - (places % T).min()) if len(places) else 1  # so many of the last columns
-    logits = model(
-        layout.ids,
-        attention_mask=forwards.mask_for(model, layout.mask),
-        use_cache=False,
-        **forwards.accepted(model, position_ids=layout.positions, logits_to_keep=keep),
-    ).logits
-    if picks:
-        return logits  # (M, V)
+    places = layout.logit_places[wanted]  # (M,) in flat order
+
+    def forward(logits_to_keep):
+        options = {"position_ids": layout.positions, "logits_to_keep": logits_to_keep}
+        mask = forwards.mask_for(model, layout.mask)
+        options = forwards.accepted(model, **options)
+        return model(layout.ids, attention_mask=mask, use_cache=False, **options).logits
+
+    if forwards.picks_positions(model):
+        marked = torch.zeros_like(layout.ids, dtype=torch.bool).flatten()  # (N * T,)
+        marked = marked.index_fill(0, places, True).view_as(layout.ids)  # (N, T)
+        return forward(marked)  # (M, V)
+
+    columns = int(T - (places % T).min()) if len(places) else 1  # so many of the last ones
+    logits = forward(columns)
     left_out = T - logits.shape[1]  # columns without logits; 0 if the model knows no such option
     return logits[places // T, places % T - left_out]  # (N, T - left_out, V) -> (M, V)
 
 
 def token_logprobs(logits, layout, wanted, temperature=1.0):
     """Log-probs (B, R), fp32, of the wanted tokens, from response_logits; 0 elsewhere."""
-    tokens = layout.ids.flatten()[layout.predicts[wanted] + 1]  # (M,)
+    tokens = layout.ids.flatten()[layout.logit_places[wanted] + 1]  # (M,)
     return scatter_to(wanted, TokenLogprobs.apply(logits, tokens, temperature))
 
 
@@ -203,16 +211,16 @@ def response_logprobs(model, layout, wanted, temperature=1.0):
 def values_before_tokens(value_model, layout):
     """Values (B, R) one place before each response token: the reward still to come from there."""
     values = value_model(layout.ids, layout.mask, layout.positions)  # (N, T)
-    return values.flatten()[layout.predicts]
+    return values.flatten()[layout.logit_places]
 
 
 def values_at_tokens(value_model, layout):
     """Values (B, R) at the response tokens themselves. At the last one it is the score.
 
-    `predicts` is one place before each token, so that 1 is added.
+    `logit_places` is one place before each token, so that 1 is added.
     """
     values = value_model(layout.ids, layout.mask, layout.positions)  # (N, T)
-    return values.flatten()[layout.predicts + 1]
+    return values.flatten()[layout.logit_places + 1]
 
 
 def scatter_to(wanted, values):
@@ -245,7 +253,15 @@ class ValueModel(nn.Module):
 
 
 class ValueHead(nn.Linear):
-    """A linear layer that multiplies in fp32: rounded to bf16, many scores would be equal."""
+    """A linear layer that multiplies in fp32: rounded to bf16, many scores would be equal.
+
+    It takes over the parameters of the layer that it replaces, also where ZeRO-3 has partitioned
+    them.
+    """
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, hidden):
         bias = None if self.bias is None else self.bias.float()
@@ -256,47 +272,37 @@ def load_model(args, tokenizer=None, value_head=None):
     """Loads a causal LM, or with `value_head` (the head's attribute name) a ValueModel.
 
     args: the flags of this model: model_name_or_path, zero_stage, dropout, lora_dim, dtype, ...
-    It is on this rank's device, or under ZeRO-3 sharded: HfDeepSpeedConfig makes transformers
-    partition every weight while it loads, so that no rank holds the whole model. A folder without
-    weights gives a new, random model, which every rank builds whole on the CPU, from the same seed.
+    The model is on this rank's device, or sharded under ZeRO-3: while an HfDeepSpeedConfig lives,
+    transformers partitions each weight as it reads it, so that no rank holds the whole model. A
+    folder without weights gives a new, random model, which every rank builds whole on the CPU,
+    from the same seed.
     """
-    path, stage = args.model_name_or_path, args.zero_stage
-    config = model_folders.load_config(path, args.trust_remote_code)
-    tensor_parallel.check_model(path, config, args)
-    own_dropout = model_folders.own_dropout(config)
-    if args.dropout is not None:
-        config.update({name: float(args.dropout) for name in own_dropout})
-    kind = AutoModelForCausalLM
-    if value_head:
-        kind = AutoModelForSequenceClassification
-        value_head = model_folders.prepare_head(config, tokenizer, value_head)
-    else:
-        model_folders.refuse_other_kind(path, config, scores=False)
-    *adapters, base = lora.chain(path)  # a folder of adapters names the weights under them
+    source = model_folders.resolve(args, tokenizer, value_head)  # config, weights, adapters
+    kind = AutoModelForSequenceClassification if value_head else AutoModelForCausalLM
     options = {"dtype": DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
-    torch.manual_seed(args.seed)
+    missing = source.missing_weights(kind, **options)  # a new head's; all others are refused
     partitioned = None
-    if model_folders.has_weights(base, args.lora_dim):
-        if stage == 3:  # transformers holds a weak reference only
-            whole_layers = declaring.of_role(args, tensor_parallel_size=1)  # split later
-            partitioned = HfDeepSpeedConfig(ds_config(whole_layers, 3, 1))
-        elif args.tensor_parallel_size == 1:  # weights that are split next pass through the host
-            options["device_map"] = ranks.device()
-        model, missing = model_folders.read_weights(kind, base, config, value_head, options)
+    torch.manual_seed(args.seed)
+    if not source.has_weights:
+        model = kind.from_config(source.config, **options)
+    elif args.zero_stage == 3:
+        partitioned = HfDeepSpeedConfig(tensor_parallel.whole_layers(ds_config(args, 3, 1)))
+        model = source.read(kind, **options)
     else:
-        model, missing = kind.from_config(config, **options), ["score.weight"]
-    model.own_dropout = own_dropout  # what is saved: --dropout is this run's alone
-    if value_head and "score.weight" in missing:
-        init_value_head(model.score, args.seed)
-    if value_head and type(model.score) is nn.Linear:
-        model.score.__class__ = ValueHead
-    model_folders.name_head(model, value_head)
-    lora.merge_all(model, adapters)
-    del partitioned
-    lora.add_adapters(model, args, path, value_head)  # --lora_dim
-    if stage == 3 and not args.deepcompile:
+        model = source.read(kind, device_map=tensor_parallel.loading_device(args), **options)
+    model.own_dropout = source.own_dropout  # what is saved: --dropout is this run's alone
+    if value_head:
+        if missing:
+            init_value_head(model.score, args.seed)
+        head = ValueHead(model.score) if type(model.score) is nn.Linear else model.score
+        del model.score  # transformers' name for it
+        setattr(model, source.head, head)
+    lora.merge_adapters(model, source.adapters)
+    del partitioned  # transformers has a weak reference only: it partitions nothing from here on
+    lora.add_adapters(model, args, source.path, source.head)  # --lora_dim
+    if args.zero_stage == 3 and not args.deepcompile:
         zero3.ease_zero3(model, whole_layers=not args.lora_dim)
-    return ValueModel(model, value_head) if value_head else model
+    return ValueModel(model, source.head) if value_head else model
 
 
 def init_value_head(head, seed):
@@ -378,7 +384,7 @@ def train_engine(model, args, batch_size, micro_steps, steps):
 
 def frozen_engine(args, batch_size, tokenizer=None, value_head=None):
     """Loads a model for inference only: sharded under ZeRO-3, else whole on this rank's device."""
-    args = declaring.of_role(args, dropout=None, lora_dim=0)
+    args = declaring.with_flags(args, dropout=None, lora_dim=0)
     model = load_model(args, tokenizer, value_head).requires_grad_(False)
     if args.zero_stage < 3:
         return model.to(ranks.device()).eval()

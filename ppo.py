@@ -4,7 +4,7 @@
     deepspeed ppo.py --preset opt-1.3b      DeepSpeed-Chat's recipe
 
 Four models:  actor      from step 1, trained: writes the responses
-              critic     from step 2, trained: predicts, at each token, the reward still to come
+              critic     from step 2, trained: estimates, at each token, the reward still to come
               reference  the actor as it was, frozen: a KL penalty keeps the actor near it
               reward     from step 2, frozen: scores each whole response, once
 main() loads 1 data and 2 models. Then in every step
@@ -12,7 +12,7 @@ main() loads 1 data and 2 models. Then in every step
     4 score        old log-probs, reference log-probs, values, scores: forwards without dropout
     5 advantages   score - KL penalty per token; GAE (or RLOO, GRPO, REINFORCE: no critic)
     6 update       clipped policy loss for the actor, clipped value loss for the critic
-    7 keep         metrics
+    7 log          metrics
 and at the end 8 save.
 
 A rollout is divided into minibatches (one optimizer step each), and these into micro-batches (one
@@ -28,15 +28,15 @@ Token layout of one row, P = 3 (left-padded), R = 4 (right-padded; '-' is paddin
     place             0    1    2    3    4    5    6
     token             -    x0   x1 | y0   y1   eos  -
     logits at t predict token t+1: the response is predicted at places P-1 .. T-2. As places in
-        the N * T tokens of all rows, these are `predicts` (common.Layout)                 (B, R)
-    values at t predict the reward from token t+1 on, so they are read at the same places  (B, R)
+        the N * T tokens of all rows, these are `logit_places` (common.Layout)             (B, R)
+    values at t estimate the reward from token t+1 on, so they are read at the same places (B, R)
     response_mask is 1 on y0, y1, eos. The score is placed on eos (on the last token if it was cut).
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import exp, inf, log
+from math import inf
 
 import numpy as np
 import torch
@@ -44,182 +44,50 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 import common
-from helpers import checks, decoding, judging, microscope, rollout_metrics, shared_prompts
+from helpers import checks, decoding, evaluation, judging, metrics, microscope, shared_prompts
 from machinery.base import progress, ranks
 from machinery.base.refused import program
-from machinery.data.rows import load_rows
+from machinery.data.rows import load_rows, open_sources
 from machinery.engine import ema, patches, state_offload, zero3
 from machinery.flags import declaring, ppo_flags
 from machinery.models import forwards, model_folders
 from machinery.run.run import Run
 
-# ---- Hyperparameters ----
-PRESETS = {
-    # As in sft.py.
-    "toy": dict(
-        actor_model_name_or_path="output/sft",
-        critic_model_name_or_path="output/reward",  # and the reward model, unless a flag names one
-        data_path=["toy/data"],
-        data_split="4,5,1",
-        output_dir="output/ppo",
-        max_steps=120,  # on two ranks 8 epochs; each samples new responses
-        num_train_epochs=8,
-        actor_learning_rate=2e-4,
-        critic_learning_rate=4e-4,  # twice the actor's: labs/rates.md
-        actor_weight_decay=0.0,
-        critic_weight_decay=0.0,
-        actor_dropout=0.0,
-        critic_dropout=None,  # the model's own, which has none
-        num_warmup_steps=10,
-        max_prompt_seq_len=32,
-        max_answer_seq_len=48,
-        per_device_generation_batch_size=declaring.toy_batch(32),
-        per_device_training_batch_size=declaring.toy_batch(32),
-        per_device_eval_batch_size=140,
-        num_eval_prompts=280,
-        kl_coef=0.05,
-        enable_ema=1,
-        gold_fn="toy/gold.py:gold",  # what the judge should have learned; the policy never sees it
-        zero_stage=2,
-        dtype="fp32",
-        group_by_length=0,
-        log_steps=5,
-        eval_steps=30,
-    ),
-    # Batch and KL penalty as in [Huang 2024], The N+ details of RLHF with PPO; not its 4 epochs.
-    "qwen2.5-0.5b": dict(
-        actor_model_name_or_path="output/sft",
-        critic_model_name_or_path="output/reward",
-        data_path=["trl-lib/ultrafeedback_binarized"],
-        data_split="0,5,5",
-        output_dir="output/ppo",
-        num_train_epochs=1,
-        actor_learning_rate=3e-5,  # ten times [Huang 2024]'s for all weights [Schulman 2025]
-        critic_learning_rate=3e-5,
-        actor_lora_dim=32,
-        critic_lora_dim=32,
-        actor_dropout=0.0,  # off: with it the first ratio is not 1
-        max_prompt_seq_len=512,
-        max_answer_seq_len=256,
-        per_device_generation_batch_size=8,
-        per_device_training_batch_size=8,
-        gradient_accumulation_steps=8,  # on 8 GPUs 512 responses [Huang 2024]
-        per_device_eval_batch_size=8,
-        kl_coef=0.05,  # [Huang 2024]
-        missing_eos_penalty=1.0,  # TRL's
-        zero_stage=2,
-    ),
-    # GRPO on sums, from sft.py's preset of this name; a verifier in place of a reward model.
-    "arithmetic": dict(
-        actor_model_name_or_path="output/arithmetic-sft",
-        data_path=["toy/arithmetic/data"],
-        data_split="4,0,1",
-        output_dir="output/arithmetic-grpo",
-        reward_fn=["toy/arithmetic/verifier.py:correct"],
-        advantage="grpo",
-        samples_per_prompt=8,
-        kl_coef=0.0,  # as in TRL's GRPO; then there is no reference
-        max_steps=200,
-        num_train_epochs=1,
-        actor_learning_rate=2e-4,
-        actor_weight_decay=0.0,
-        actor_dropout=0.0,
-        num_warmup_steps=10,
-        max_prompt_seq_len=16,
-        max_answer_seq_len=48,  # room for the longest derivation
-        per_device_generation_batch_size=8 * declaring.toy_batch(16),  # 32 prompts on two ranks
-        per_device_training_batch_size=8 * declaring.toy_batch(16),
-        per_device_eval_batch_size=400,
-        num_eval_prompts=200,
-        eval_samples=8,
-        zero_stage=2,
-        dtype="fp32",
-        group_by_length=0,
-        log_steps=5,
-        eval_steps=50,
-    ),
-    # GRPO on GSM8K. [verl]: its examples/tuning/0.5b/qwen2-0.5b_grpo-lora_1_h100_fsdp_vllm.sh, for
-    # the chat model of this size. [TRL]: the defaults of its GRPOConfig.
-    "qwen2.5-0.5b-grpo": dict(
-        actor_model_name_or_path="output/sft",
-        data_path=["openai/gsm8k:main"],  # [verl]
-        columns={"instruction": "question"},
-        data_split="0,0,1",  # all prompts
-        output_dir="output/ppo",
-        reward_fn=["toy/maths.py:solved"],  # 1 or 0, no reward for the format, as in [verl]
-        advantage="grpo",
-        samples_per_prompt=8,  # [TRL]; 5 [verl]
-        num_train_epochs=1,  # [verl]
-        actor_learning_rate=3e-5,  # [verl]
-        actor_lora_dim=32,  # [verl]
-        lora_alpha=32,  # [verl]
-        actor_dropout=0.0,
-        kl_in="loss",  # [verl]
-        kl_estimator="k3",  # [verl], where it is called low_var_kl
-        kl_coef=0.001,  # [verl]
-        max_prompt_seq_len=512,  # [verl]
-        max_answer_seq_len=256,  # [TRL]; 1024 [verl]. A solution of GSM8K has some 100
-        per_device_generation_batch_size=32,
-        per_device_training_batch_size=32,
-        gradient_accumulation_steps=16,  # 512 responses a step on one GPU; 580 [verl]
-        per_device_eval_batch_size=32,
-        num_eval_prompts=256,
-        eval_samples=4,
-        eval_steps=20,
-        zero_stage=2,
-    ),
-    # DeepSpeed-Chat's: opt/single_node/run_1.3b.sh. It does not whiten advantages (--whiten 0);
-    # docs/runs.md lists what else is done otherwise.
-    "opt-1.3b": dict(
-        actor_model_name_or_path="output/sft",
-        critic_model_name_or_path="output/reward",
-        data_path=["Dahoas/rm-static"],
-        data_split="2,4,4",
-        output_dir="output/ppo",
-        num_train_epochs=1,  # the reward stops rising early
-        actor_learning_rate=9.65e-6,
-        critic_learning_rate=5e-6,
-        actor_dropout=0.0,  # off: with it the first ratio is not 1, and the run stops
-        critic_dropout=None,  # the model's own, 0.1: values move, and are clipped, by dropout alone
-        num_warmup_steps=100,
-        max_prompt_seq_len=256,
-        max_answer_seq_len=256,
-        per_device_generation_batch_size=4,
-        per_device_training_batch_size=4,
-        per_device_eval_batch_size=4,
-        kl_coef=0.1,
-        enable_ema=1,
-        zero_stage=2,
-    ),
-    # llama2/run_llama2_7b.sh. For weight decay and no average the script gives no reason.
-    "llama-2-7b": dict(
-        actor_model_name_or_path="output/sft",
-        critic_model_name_or_path="output/reward",
-        data_path=["Dahoas/rm-static"],
-        data_split="2,4,4",
-        output_dir="output/ppo",
-        num_train_epochs=1,
-        actor_learning_rate=9.65e-6,
-        critic_learning_rate=5e-6,
-        actor_weight_decay=0.1,
-        critic_weight_decay=0.1,
-        actor_dropout=0.0,
-        critic_dropout=None,
-        num_warmup_steps=100,
-        max_prompt_seq_len=256,
-        max_answer_seq_len=256,
-        per_device_generation_batch_size=1,
-        per_device_training_batch_size=1,
-        per_device_eval_batch_size=1,
-        kl_coef=0.1,
-        enable_ema=0,
-        zero_stage=3,
-    ),
-}
+# ---- What `deepspeed ppo.py` runs: the toy. Other recipes: recipes/ ----
+TOY = dict(
+    actor_model_name_or_path="output/sft",
+    critic_model_name_or_path="output/reward",  # and the reward model, unless a flag names one
+    data_path=["toy/data"],
+    data_split="4,5,1",
+    output_dir="output/ppo",
+    max_steps=120,  # on two ranks 8 epochs; each samples new responses
+    num_train_epochs=8,
+    actor_learning_rate=2e-4,
+    critic_learning_rate=4e-4,  # twice the actor's: labs/rates.md
+    actor_weight_decay=0.0,
+    critic_weight_decay=0.0,
+    actor_dropout=0.0,
+    num_warmup_steps=10,
+    max_prompt_seq_len=32,
+    max_answer_seq_len=48,
+    per_device_generation_batch_size=32,
+    per_device_training_batch_size=32,
+    rows_of_all_ranks=64,  # the batch of two ranks: on more of them each has fewer responses
+    per_device_eval_batch_size=140,
+    num_eval_prompts=280,
+    kl_coef=0.05,
+    enable_ema=1,
+    gold_fn="toy/gold.py:gold",  # what the judge should have learned; the policy never sees it
+    zero_stage=2,
+    dtype="fp32",
+    group_by_length=0,
+    log_steps=5,
+    eval_steps=30,
+)
 
 
 def get_args(argv=None):
-    """What this file's maths takes; other flags are in machinery/flags/ppo_flags.py.
+    """The flags that this file's maths takes; machinery/flags/ppo_flags.py has the others.
 
     least, most: the range. fixed: a run that goes on with --resume must have the same.
     """
@@ -229,53 +97,83 @@ def get_args(argv=None):
     arg("critic_model_name_or_path", str, "start of the critic: step 2's output", fixed=True)
     models = "frozen reward models; None: the critic's, unless --reward_fn is given"
     arg("reward_model_name_or_path", str, models, nargs="+", fixed=True)
-    function = "f(prompts, completions, **columns) returns a number a response, or one a token"
-    arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION", fixed=True)
-    logged = "a function like --reward_fn's, only logged"
-    arg("gold_fn", str, logged, metavar="FILE:FUNCTION", fixed=True)
+    arg("max_prompt_seq_len", int, "tokens; a longer prompt keeps its end", least=2, fixed=True)
+    arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
+    arg("samples_per_prompt", 1, "responses; rloo and grpo compare them", least=1, fixed=True)
     arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
     arg("per_device_training_batch_size", int, "responses of one forward; the same number", least=1)
     arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)
-    arg("max_prompt_seq_len", int, "tokens; a longer one keeps its end", least=2, fixed=True)
-    arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
-    arg = declaring.flag_group(parser, "PPO: flags that change the result")
     arg("ppo_epochs", 1, "epochs over a rollout. 1 [DeepSpeed-Chat]", least=1)
+    # Several updates on a rollout are ordinary PPO. DeepSpeed-Chat reports that they diverge, and
+    # leaves open why, so they must be asked for; labs/stability saw no divergence at usual rates.
+    several = "1: permit several updates on one rollout, at which DeepSpeed-Chat saw divergence"
+    arg("allow_unstable", 0, several, most=1)
+    arg = declaring.flag_group(parser, "PPO: flags that change the result")
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6, fixed=True)
-    arg("advantage", "gae", "only gae has a critic", choices=list(ADVANTAGES), fixed=True)
-    arg("samples_per_prompt", 1, "responses; rloo and grpo compare them", least=1, fixed=True)
-    arg("gamma", 1.0, "discount, of gae and reinforce. 1 [DeepSpeed-Chat]", most=1, fixed=True)
-    arg("lam", 0.95, "GAE's lambda: 0 trusts the critic. 0.95 [DeepSpeed-Chat]", most=1, fixed=True)
-    arg("whiten", int, "1: advantages to mean 0, deviation 1; None: by --advantage", fixed=True)
     arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]; 0: no reference")
-    arg("log_kl", 0, "1: keep the reference with --kl_coef 0, to log KL", most=1)
     arg("kl_target", float, "KL to the reference, nats a response, that kl_coef adapts to hold")
     kinds = list(KL_ESTIMATORS)
     arg("kl_estimator", str, "None: k1 in the reward, k3 in the loss", choices=kinds, fixed=True)
     arg("kl_in", "reward", "place of KL. loss [Shao 2024]", choices=["reward", "loss"], fixed=True)
+    arg("clip_reward", 5.0, "each score is clipped to +- this. 5 [DeepSpeed-Chat]", most=inf)
+    arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
+    arg("advantage", "gae", "only gae has a critic", choices=list(ADVANTAGES), fixed=True)
+    arg("gamma", 1.0, "discount, of gae and reinforce. 1 [DeepSpeed-Chat]", most=1, fixed=True)
+    arg("lam", 0.95, "GAE's lambda: 0 trusts the critic. 0.95 [DeepSpeed-Chat]", most=1, fixed=True)
+    arg("whiten", int, "1: advantages to mean 0, deviation 1; None: by --advantage", fixed=True)
     arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=inf)
     upper = "upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip"
     arg("clip_high", float, upper, most=inf)
-    cap = "responses of another policy: cap of each token's importance weight. 2 [Yao 2025]"
-    arg("is_cap", float, cap, most=inf, fixed=True)
-    band = "and a response counts if its tokens' mean ratio lies in 1/this .. this"
-    arg("is_band", float, band, least=1, most=inf, fixed=True)
+    arg("clip_value", 0.2, "values are clipped to old +- this. 0.2 [DeepSpeed-Chat]", most=inf)
     means = ["tokens", "responses", "constant"]
     arg("loss_mean", "tokens", "loss_weights says over what", choices=means, fixed=True)
     truncated = "1: responses that were cut off count in no loss [Yu 2025]"
     arg("mask_truncated", 0, truncated, most=1, fixed=True)
-    arg("clip_value", 0.2, "values are clipped to old +- this. 0.2 [DeepSpeed-Chat]", most=inf)
-    arg("clip_reward", 5.0, "each score is clipped to +- this. 5 [DeepSpeed-Chat]", most=inf)
-    scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
-    arg("normalize_reward", 0, scaled, most=1, fixed=True)
-    arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
+    cap = "responses of another policy: cap of each token's importance weight. 2 [Yao 2025]"
+    arg("is_cap", float, cap, most=inf, fixed=True)
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
     arg("target_kl", float, "ends a rollout's epochs when approx_kl, to its policy, is above")
-    arg("enable_ema", 0, "1: keep an average of the actor's weights, in ema/", most=1, fixed=True)
-    arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)
-    arg("eval_ema", 0, "1: keep and evaluate that average, too: eval_ema_...", most=1)
-    arg("allow_unstable", 0, "1: no limits on batch sizes, epochs, generation batches", most=1)
     ppo_flags.add_options(parser)
-    return ppo_flags.resolve(declaring.parse(parser, PRESETS, argv, "ppo"), ADVANTAGES)
+    args = declaring.parse(parser, TOY, argv, "ppo")
+    return ppo_flags.resolve(args, ADVANTAGES, Sizes(args).responses)
+
+
+class Sizes:
+    """How a rollout is divided, on one rank.
+
+    prompts, responses      of a generation batch: prompts; of the whole rollout: responses
+    batches_per_step        generation batches of a rollout
+    micro_batches           of a rollout; --gradient_accumulation_steps of them are a minibatch
+    updates_per_epoch       minibatches, so optimizer steps, of one epoch over a rollout
+    updates                 of all epochs
+
+    8 micro-batches of 4 responses and an accumulation of 2 make 4 updates in each epoch.
+    """
+
+    def __init__(self, args):
+        generated = args.per_device_generation_batch_size
+        accumulation = args.gradient_accumulation_steps
+        self.samples = args.samples_per_prompt
+        self.prompts = generated // self.samples
+        self.batches_per_step = accumulation * args.generation_batches
+        self.responses = self.batches_per_step * generated
+        self.micro_batches = self.responses // args.per_device_training_batch_size
+        self.updates_per_epoch = self.micro_batches // accumulation
+        self.updates = self.updates_per_epoch * args.ppo_epochs
+
+    def requests(self, batches):
+        """Returns a dict for each response to sample: a row of data, `sample`, and `group`.
+
+        batches: rows of data (dicts), a list for each generation batch. Each row is there
+        --samples_per_prompt times, numbered by `sample`. A group are the responses to one prompt; a
+        prompt that is drawn twice makes two.
+        """
+        rows = [row for batch in batches for row in batch]
+        return [
+            {**row, "sample": sample, "group": group}
+            for group, row in enumerate(rows)
+            for sample in range(self.samples)
+        ]
 
 
 # ---- Maths, of (B, R) unless said; mask is 1 on real response tokens ----
@@ -314,13 +212,14 @@ def adapted_kl_coef(kl_coef, kl, target):
     return kl_coef * (1 + 0.1 * min(max(kl / target - 1, -0.2), 0.2))
 
 
-def token_rewards(scores, kl, mask, kl_coef, clip_reward, penalty=0.0):
-    """Minus the KL penalty on every token, plus the scores.  [Ouyang 2022] eq. 2
+def token_rewards(shaped_scores, kl, mask, kl_coef):
+    """The reward of each token: the score, less a penalty for KL.  [Ouyang 2022] eq. 2
 
-    A whole response's score is placed on its last token, and 0 elsewhere. Clipping is
-    DeepSpeed-Chat's; `penalty` is taken off after it.
+        r_t = score_t - kl_coef * KL_t
+
+    The score of a whole response is placed on its last token, and 0 elsewhere.
     """
-    return (-kl_coef * kl + (scores.clamp(-clip_reward, clip_reward) - penalty)) * mask
+    return (shaped_scores - kl_coef * kl) * mask
 
 
 def gae(rewards, values, mask, gamma, lam):
@@ -417,24 +316,11 @@ def importance_weights(old_logprobs, sampled_logprobs, cap):
         weight = min(pi_old(token) / mu(token), cap)
 
     pi_old: the actor as it scored the rollout. mu: the same weights in another engine, dtype or
-    kernel, or older weights. Under mu a weight without the cap has mean 1, and makes a mean over
-    what may follow a text one under pi_old; the text itself is still one that mu has written. The
-    cap bounds its variance, and makes it a little smaller on average.
+    kernel, or older weights. Uncapped weights have mean 1 under mu, and turn a mean over what may
+    follow a text into one under pi_old; the text itself is still one that mu has written. The cap
+    bounds their variance, and makes them a little smaller on average.
     """
     return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
-
-
-def in_band(old_logprobs, sampled_logprobs, mask, band):
-    """1 for a response whose ratio, a geometric mean over its tokens, lies in 1/band .. band.
-
-        1/band <= exp(mean of log(pi_old(token) / mu(token))) <= band          (B, R) -> (B, 1)
-
-    As OpenRLHF's `seq-mask-tis` with --is_cap. A response far from what the actor would write says
-    little of the actor, and comes most often from an error of the engine that sampled it.
-    """
-    log_ratios = (old_logprobs - sampled_logprobs) * mask
-    means = log_ratios.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    return (means.abs() <= log(band)).float()
 
 
 def actor_loss(args, batch, logprobs, entropy, kl_coef):
@@ -562,38 +448,42 @@ class MicroBatch(common.Layout):
     tokens: dict = field(default_factory=dict)  # what the sampler said of each token: (B, R) each
     # 4 score; all below are (B, R)
     ref_logprobs: Tensor = None
-    logprobs: Tensor = None  # of the scoring forward; with a graph if it is trained on, too
-    entropy: Tensor = None  # of the same forward
-    values: Tensor = None  # with a graph if the forward is trained on, too
-    old_logprobs: Tensor = None  # the numbers of logprobs, without a graph
+    scores: Tensor = None  # what the judges say; a whole response's score is on its last token
+    gold: Tensor = None  # what --gold_fn says, in the same places; not trained on
     old_values: Tensor = None
-    kl: dict = field(default_factory=dict)  # to the reference, by each estimator: (B, R) each
-    scores: Tensor = None  # a whole response's on its last token
-    gold: Tensor = None  # of --gold_fn, in the same places; not trained on
+    old_logprobs: Tensor = None  # of the policy that sampled
+    entropy: Tensor = None  # of the same forward
+    kept: dict = field(default_factory=dict)  # forwards with their graphs, for the update: main
     # 5 advantages
-    earned: Tensor = None  # scores as they are trained on: scaled, clipped, less penalties
-    rewards: Tensor = None  # these, less the KL penalty
+    shaped_scores: Tensor = None  # scores as they are trained on: scaled, clipped, less penalties
+    rewards: Tensor = None  # these, less the KL penalty of each token
     raw_advantages: Tensor = None  # before whitening
     advantages: Tensor = None
     returns: Tensor = None
+    # 6 update
+    ratio: Tensor = None  # new to old probability, in the last update
 
-    def per_response(self):
-        """Returns {name: (B,)}, once it is scored: a metric's value for each response.
+    def kl(self, estimator):
+        """KL to the reference, per token: (B, R). 0 where there is no reference."""
+        if self.ref_logprobs is None:
+            return torch.zeros_like(self.response_mask)
+        kl = kl_estimate(self.old_logprobs, self.ref_logprobs, estimator)
+        return kl * self.response_mask
 
-        A metric of yours is a line here. `responses` hold the texts and the data's other columns,
-        and what several judges, or a function that returns a dict, said of them: reward_NAME.
-        Evaluations and samples.jsonl have a metric of yours if its name begins with reward or gold.
+    def counts(self):
+        """Tokens, rows, and tokens with logits, without fillers: for the run's speed.
+
+        A prompt that several responses share counts for each of them.
         """
-        metrics = {"reward": self.scores.sum(-1)}
-        if self.gold is not None:
-            metrics["gold"] = self.gold.sum(-1)
-        for name in sorted(self.responses[0]):
-            if name.startswith(("reward_", "gold_")):
-                parts = [response[name] for response in self.responses]
-                metrics[name] = metrics["reward"].new_tensor(parts)
-        if self.kl:
-            metrics |= {"kl": self.kl["k1"].sum(-1), "kl_k3": self.kl["k3"].sum(-1)}
-        return {**metrics, "response_length": self.length, "eos_rate": self.ended}
+        prompts = [len(response["prompt_ids"]) for response in self.responses]
+        tokens = self.row_weight @ (self.length + self.length.new_tensor(prompts)).float()
+        return tokens, self.row_weight.sum(), self.response_mask.sum()
+
+    def texts(self, tokenizer):
+        """Yields the responses as rows that --data_path takes, for a run that stops at NaN."""
+        for response in self.responses:
+            if response["row_weight"]:
+                yield judging.as_data(response)
 
 
 def plain_rows(responses, pad_id):
@@ -612,7 +502,7 @@ def plain_rows(responses, pad_id):
         mask=mask,
         positions=common.position_ids(mask),
         real_tokens=mask.sum(-1),
-        predicts=row_starts + torch.arange(P - 1, T - 1),  # (B, R)
+        logit_places=row_starts + torch.arange(P - 1, T - 1),  # (B, R)
     )
 
 
@@ -672,9 +562,9 @@ def next_logits(model, inputs, cache):
 def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     """Samples a response to each prompt, token by token.
 
-    ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1), float64: token r of row b is
-    the first whose cumulative probability exceeds uniforms[b, r] times the sum of what may be
-    drawn. So the draw does not depend on the other rows. synced: all ranks must make the same
+    ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1), float64: token r of response
+    b is the first whose cumulative probability exceeds uniforms[b, r] times the sum of what may be
+    drawn. So the draw does not depend on the other responses. synced: all ranks must make the same
     number of forwards (zero3.gather_for_generation).
 
     Returns responses (B, R'), their log-probs (B, R') under the model at --temperature, their
@@ -685,75 +575,75 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     responses = torch.full((B, R), tokenizer.pad_token_id, device=device)
     logprobs = torch.zeros(B, R, device=device)
     lengths = torch.zeros(B, dtype=torch.long, device=device)
-    alive = torch.ones(B, dtype=torch.bool, device=device)  # rows that have not ended
+    alive = torch.ones(B, dtype=torch.bool, device=device)  # responses that have not ended
     cache = decoding.new_cache(args, model, ids, mask, R)  # memory for P + R tokens, once
     forward = decoding.compiled_next_logits if cache.width else next_logits  # --compile_decoding
-    inputs = ids[cache.rows]  # equal prompts are computed once
+    inputs = ids[cache.active]  # equal prompts are computed once
     for r in progress.shown(range(R), "tokens of each response"):
         # Forward.
         logits = forward(model, inputs, cache)  # at first a row for each different prompt
-        logits = decoding.for_each_row(cache, logits)  # (b, V): now a row for each response
-        rows = cache.rows  # (b,) which of the B rows these are
+        logits = decoding.for_each_response(cache, logits)  # (b, V): now one for each response
+        active = cache.active  # (b,) which of the B responses the cache's rows are
 
         # Draw. The temperature is applied in fp32, as when tokens are scored: divided in bf16 the
         # logits would be another policy's.
         probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)  # (b, V)
         # Ids that no token uses cannot be drawn (embeddings are often padded). What --top_k and
         # --top_p leave out gets probability 0, so that the sum need not be 1.
-        allowed = decoding.restricted(args, tokenizer, probs[:, : len(tokenizer)], r)
+        allowed = decoding.restricted(args, probs[:, : len(tokenizer)])
         cumulative = allowed.cumsum(-1, dtype=torch.float64)
-        threshold = uniforms[rows, r, None] * cumulative[:, -1:]  # (b, 1)
+        threshold = uniforms[active, r, None] * cumulative[:, -1:]  # (b, 1)
         token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]  # (b,)
-        token.clamp_(max=cumulative.shape[1] - 1)  # NaN goes past the end: part 4 stops the run
+        token.clamp_(max=cumulative.shape[1] - 1)  # NaN would index past the end; part 4 stops it
         # The log-prob is that of the whole distribution, as when the token is scored. With --top_k
         # or --top_p it is not the sampler's own: the ratio is 1 all the same, the gradient biased.
         logprob = probs.gather(-1, token[:, None])[:, 0].log()  # (b,)
 
-        # Append, where the row goes on: rows that have ended may stay in the cache for a while.
-        # A row's last token is EOS, or the end of a text of --stop.
-        writes = alive[rows]
-        responses[rows, r] = token.where(writes, tokenizer.pad_token_id)
-        logprobs[rows, r] = logprob.where(writes, 0)
-        lengths[rows] += writes
-        alive[rows] &= token != tokenizer.eos_token_id
-        alive[rows] &= ~decoding.at_stop(args, tokenizer, responses[rows], r)
-        remaining = alive.sum().item()  # rows that go on
+        # Append, where the response goes on. Its last token is EOS, or the end of a text of --stop.
+        writes = alive[active]
+        responses[active, r] = token.where(writes, tokenizer.pad_token_id)
+        logprobs[active, r] = logprob.where(writes, 0)
+        lengths[active] += writes
+        alive[active] &= token != tokenizer.eos_token_id
+        alive[active] &= ~decoding.at_stop(args, tokenizer, responses[active], r)
+        remaining = alive.sum().item()  # responses that go on
         if not decoding.anyone(remaining, synced):
             break
+        # A response that has ended keeps its row, and gets padding, until a quarter of the rows
+        # have ended: to take rows out, the cache is copied.
         decoding.leave_out_ended(cache, alive, remaining)
-        inputs = responses[cache.rows, r, None]  # (b, 1)
+        inputs = responses[cache.active, r, None]  # (b, 1)
     return responses[:, : r + 1], logprobs[:, : r + 1], lengths, ~alive
 
 
-def roll_out(args, engine, tokenizer, prompts, step, batch_size):
-    """Samples a response to each prompt, `batch_size` of them at a time.
+def roll_out(args, engine, tokenizer, requests, step, batch_size):
+    """Samples a response to each request, `batch_size` of them at a time.
 
-    prompts: dicts with prompt_ids, row and sample. Returns the same dicts with response_ids, text,
-    ended (1.0 or 0.0) and tokens, {"sampled_logprobs": [...]}. The random numbers of a response
-    depend on (seed, step, row, sample) alone, and on a row's `turn`, for a fork that samples for it
-    more than once in a step.
+    requests: dicts with prompt_ids, row and sample. Returns the same dicts with response_ids, text,
+    ended (1.0 or 0.0) and tokens, {"sampled_logprobs": [...]}. The engine must be in eval mode. The
+    random numbers of a response depend on (seed, step, row, sample) alone, and on a request's
+    `turn`, for a fork that samples for it more than once in a step.
     """
     out = []
-    # Here the model is in eval mode, so dropout is off. Under ZeRO-3 all weights are gathered once,
-    # for all forwards, if they fit beside the cache.
-    room = decoding.memory(args, engine, prompts, batch_size)
+    # Under ZeRO-3 all weights are gathered once, for all forwards, if they fit beside the cache.
+    room = decoding.memory(args, engine, requests, batch_size)
     with zero3.gather_for_generation(engine, room) as (model, synced):
-        for start in progress.shown(range(0, len(prompts), batch_size), "batches of a rollout"):
-            rows = prompts[start : start + batch_size]
-            ids, mask = common.pad([row["prompt_ids"] for row in rows], tokenizer.pad_token_id)
+        for start in progress.shown(range(0, len(requests), batch_size), "batches of a rollout"):
+            part = requests[start : start + batch_size]
+            ids, mask = common.pad([one["prompt_ids"] for one in part], tokenizer.pad_token_id)
             ids, mask = ids.to(ranks.device()), mask.to(ranks.device())  # (B, P)
-            uniforms = decoding.row_uniforms(args.seed, step, rows, args.max_answer_seq_len)
+            uniforms = decoding.uniforms_of(args.seed, step, part, args.max_answer_seq_len)
             sampled = sample(args, model, tokenizer, ids, mask, uniforms, synced)
             responses, logprobs, lengths, ended = (x.tolist() for x in sampled)
-            for i, row in enumerate(rows):
-                ids_of_row = responses[i][: lengths[i]]  # with EOS, if that ended it
+            for i, request in enumerate(part):
+                response_ids = responses[i][: lengths[i]]  # with EOS, if that ended it
                 new = {
-                    "response_ids": ids_of_row,
-                    "text": tokenizer.decode(ids_of_row, skip_special_tokens=True),
+                    "response_ids": response_ids,
+                    "text": tokenizer.decode(response_ids, skip_special_tokens=True),
                     "ended": float(ended[i]),
                     "tokens": {"sampled_logprobs": logprobs[i][: lengths[i]]},
                 }
-                out.append({**row, **new})
+                out.append({**request, **new})
     return out
 
 
@@ -793,84 +683,71 @@ def reward_model_scores(model, batch):
     return score * batch.last
 
 
-def score(args, models, batch, one_pass):
-    """Fills in old log-probs, entropy, values, reference log-probs, KL and scores of a micro-batch.
-
-    one_pass: the actor's and the critic's forwards keep their graphs, and part 6 trains on them.
-    """
+def score(args, models, batch):
+    """Fills in what reference, judges and critic say of a micro-batch."""
     with torch.no_grad():
-        # The reference comes before the actor: with LoRA both are one engine, and under ZeRO-3 a
-        # forward that is trained on must be the engine's last one before its backward.
-        reference, mask = models.reference, batch.response_mask  # (B, R)
-        if reference:
-            batch.ref_logprobs = common.response_logprobs(reference, batch, mask, args.temperature)
+        if models.reference:
+            wanted = batch.response_mask  # (B, R)
+            batch.ref_logprobs = common.response_logprobs(
+                models.reference, batch, wanted, args.temperature
+            )
         batch.scores = models.judge(batch)
-        batch.gold = models.gold(batch) if models.gold else None
-    with torch.set_grad_enabled(one_pass):
-        batch.logprobs, batch.entropy = actor_forward(args, models.actor, batch)
-        batch.old_logprobs = batch.logprobs.detach()  # the same numbers, as constants
-        if models.critic:
-            batch.values = common.values_before_tokens(models.critic, batch)
-            batch.old_values = batch.values.detach()
-    for kind in KL_ESTIMATORS if reference else ():
-        kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, kind)
-        batch.kl[kind] = kl * batch.response_mask
+        if models.gold:
+            batch.gold = models.gold(batch)
+    if models.critic:
+        values = common.values_before_tokens(models.critic, batch)  # (B, R)
+        batch.old_values = values.detach()
+        if values.requires_grad:
+            batch.kept["critic"] = values
 
 
-def scored_rollout(
-    args,
-    models,
-    tokenizer,
-    clock,
-    prompts,
-    step,
-    rollout_batch_size,
-    micro_batch_size,
-    *,
-    responses_per_row=1,
-    seed=None,
-    one_pass=False,
-):
-    """Parts 3 and 4: roll_out, ordered, make_micro_batches, and score for each. No dropout acts.
+def score_actor(args, actor, batch):
+    """Fills in the old log-probs of a micro-batch, and their entropy.
 
-    Evaluation and microscope call it, too, without what follows the star: see `ordered` for
-    responses_per_row and seed, and `score` for one_pass. clock: rollout_metrics.Clock, which
-    measures both parts.
+    It comes after `score`: with LoRA the actor is the reference's engine, too, and under ZeRO-3 a
+    forward that is trained on must be the engine's last one before its backward.
     """
-    for engine in models.engines.values():
-        # engine.train(False) is eval mode: dropout is off, so that what is stored is of the policy
-        # that samples. engine.train(True), for one_pass, is needed by gradient checkpointing alone:
-        # a model with dropout has no one_pass.
-        engine.train(one_pass)
-    with state_offload.states_on_cpu(args, models.engines.values()):  # --offload_states
-        # ---- 3 rollout ----
-        responses = roll_out(args, models.actor, tokenizer, prompts, step, rollout_batch_size)
-        clock.lap("generate_seconds")
-        # A fork may choose among the responses here, or sample some again. Every rank must keep the
-        # same number, which makes whole minibatches.
-        responses = ordered(responses, responses_per_row, seed)
+    logprobs, entropy = actor_forward(args, actor, batch)
+    batch.old_logprobs, batch.entropy = logprobs.detach(), entropy.detach()
+    if logprobs.requires_grad:
+        batch.kept["actor"] = logprobs, entropy
 
-        # ---- 4 score ----
-        pack = shared_prompts.packing(responses_per_row) or plain_rows
-        micro_batches = make_micro_batches(tokenizer, responses, micro_batch_size, pack)
-        for batch in micro_batches:
-            score(args, models, batch, one_pass)
-        clock.lap("score_seconds")
+
+def forwards_of_score(args, sizes, dropout):
+    """Which forwards of part 4 serve the update, too. Returns keeps_graphs, scores_actor.
+
+    If a rollout makes one update, no weight moves between the forward that scores it and the one
+    that trains. Without dropout the two are the same, so one of them is enough:
+
+    keeps_graphs    with one micro-batch the forwards that score keep their graphs, and the update
+                    trains on them. There is no room for several graphs; nor, with checkpointing,
+                    for one. On two CPU cores 5.1 samples/s, and 4.15 without (bench/bench.py)
+    scores_actor    False where nothing before the update needs the actor's log-probs, as KL in the
+                    reward does: then those of the update are the old ones, of any micro-batches
+    """
+    one_update = sizes.updates == 1 and not dropout
+    keeps_graphs = one_update and sizes.micro_batches == 1 and not args.gradient_checkpointing
+    kl_in_reward = args.kl_coef > 0 and args.kl_in == "reward"
+    return keeps_graphs, kl_in_reward or not one_update
+
+
+@torch.no_grad()
+def answered(args, models, tokenizer, requests):
+    """Parts 3 and 4 for held-out requests, as evaluation and microscope want them: micro-batches.
+
+    The random numbers are the same each time: those of step 0.
+    """
+    engines, size = models.engines.values(), args.per_device_eval_batch_size
+    for engine in engines:
+        engine.eval()  # no dropout
+    state_offload.to_cpu(args, engines)  # --offload_states
+    responses = roll_out(args, models.actor, tokenizer, requests, 0, size)
+    micro_batches = make_micro_batches(tokenizer, responses, size)
+    for batch in micro_batches:
+        score(args, models, batch)
+        score_actor(args, models.actor, batch)
+    state_offload.to_device(args, engines)
     return micro_batches
-
-
-def shares_pass(args, *models):
-    """Returns whether one forward can score a rollout and then be trained on.
-
-    Where a rollout is one micro-batch that is trained on once, without dropout, nothing changes
-    between the two. It spares a forward of the actor and one of the critic in every step: 5.1
-    samples/s with it, 4.15 without (python bench/bench.py --only ppo, on two CPU cores). It takes
-    memory: the graphs of both models are held at the same time.
-    """
-    sizes = {args.per_device_generation_batch_size, args.per_device_training_batch_size}
-    counts = args.gradient_accumulation_steps, args.generation_batches, args.ppo_epochs
-    dropout = any(model_folders.has_dropout(model) for model in models)
-    return len(sizes) == 1 and max(counts) == 1 and not dropout
 
 
 # ---- Advantages ----
@@ -880,14 +757,14 @@ def set_rewards(args, batch, kl_coef, score_statistics):
     if score_statistics:  # of whole responses: so the mean is taken off once, on the last token
         mean, std = score_statistics
         scores = (scores - mean * batch.last) / std
+    clipped = scores.clamp(-args.clip_reward, args.clip_reward)  # as DeepSpeed-Chat does
     # (B, R): on the last token alone. A penalty (B, 1) would be taken off at every token.
     penalty = args.missing_eos_penalty * (1 - batch.ended)[:, None] * batch.last
-    none = torch.zeros_like(scores)
-    mask, clip = batch.response_mask, args.clip_reward
-    batch.earned = token_rewards(scores, none, mask, 0.0, clip, penalty)
-    kl = batch.kl.get(args.kl_estimator, none)  # no reference: kl_coef is 0
-    kl_coef = kl_coef if args.kl_in == "reward" else 0.0
-    batch.rewards = token_rewards(scores, kl, mask, kl_coef, clip, penalty)
+    batch.shaped_scores = (clipped - penalty) * batch.response_mask
+    batch.rewards = batch.shaped_scores
+    if args.kl_in == "reward" and kl_coef:
+        kl = batch.kl(args.kl_estimator)  # (B, R)
+        batch.rewards = token_rewards(batch.shaped_scores, kl, batch.response_mask, kl_coef)
 
 
 def set_advantages(args, micro_batches, kl_coef, score_statistics):
@@ -897,10 +774,10 @@ def set_advantages(args, micro_batches, kl_coef, score_statistics):
         set_rewards(args, batch, kl_coef, score_statistics)
     if estimator.compares_groups:  # a response's advantage is placed on each of its tokens
         totals = torch.cat([batch.rewards.double().sum(-1) for batch in micro_batches])  # (n,)
-        groups = [row["group"] for batch in micro_batches for row in batch.responses]
+        groups = [response["group"] for batch in micro_batches for response in batch.responses]
         groups = torch.tensor(groups).unique(return_inverse=True)[1].to(totals.device)  # (n,)
-        sizes = [len(batch.responses) for batch in micro_batches]
-        each = estimator.of_groups(totals, groups).float().split(sizes)
+        counts = [len(batch.responses) for batch in micro_batches]
+        each = estimator.of_groups(totals, groups).float().split(counts)
         for batch, advantages in zip(micro_batches, each):
             batch.raw_advantages = advantages[:, None] * batch.response_mask
     else:
@@ -928,18 +805,13 @@ def minibatches(micro_batches, accumulation, seed):
 def trained_mask(args, batch):
     """1 on the tokens that count in the losses: (B, R).
 
-    --mask_truncated 1 leaves out responses that were cut off: that a response was too long says
-    nothing of its tokens. [Yu 2025] section 3.4, overlong filtering. --is_band leaves out responses
-    that the actor would hardly write. Both still have rewards, which count in the baseline of their
-    group and in the metrics.
+    --mask_truncated 1 leaves out responses that were cut off: a response being too long says
+    nothing about the quality of its tokens. [Yu 2025] section 3.4, overlong filtering. They still
+    have rewards, which count in the baseline of their group and in the metrics.
     """
-    mask = batch.response_mask
     if args.mask_truncated:
-        mask = mask * batch.ended[:, None]
-    if args.is_band:
-        sampled = batch.tokens["sampled_logprobs"]
-        mask = mask * in_band(batch.old_logprobs, sampled, batch.response_mask, args.is_band)
-    return mask
+        return batch.response_mask * batch.ended[:, None]
+    return batch.response_mask
 
 
 def loss_weights(args, masks):
@@ -972,32 +844,30 @@ def loss_weights(args, masks):
     return [mask / length.clamp(min=1) for mask, length in zip(masks, lengths)], count
 
 
-def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means):
+def optimizer_step(args, models, minibatch, kl_coef, means):
     """One optimizer step of the actor, and of the critic, on a minibatch.
 
-    one_pass: it trains on the forwards of `score`, which kept their graphs; else on new ones.
-    means: rollout_metrics.TokenMeans, which are told of it.
+    means: metrics.TokenMeans of the step. Returns those of this update, {name: number}.
     """
-    engines = [actor, critic] if critic else [actor]
+    actor, critic, engines = models.actor, models.critic, models.engines.values()
     masks = [trained_mask(args, batch) for batch in minibatch]  # (B, R) each
     weights, divisor = loss_weights(args, masks)
     token_count = ranks.all_sum(sum(mask.sum() for mask in masks)).item()
     for batch, weight, mask in zip(minibatch, weights, masks):  # one forward each
-        # The actor
-        logprobs, entropy = batch.logprobs, batch.entropy  # (B, R)
-        if not one_pass:
-            logprobs, entropy = actor_forward(args, actor, batch)
+        # The actor. A forward that `score_actor` has kept is trained on as it is.
+        logprobs, entropy = batch.kept.pop("actor", None) or actor_forward(args, actor, batch)
+        if batch.old_logprobs is None:  # nothing has needed them so far, and this is one update
+            batch.old_logprobs, batch.entropy = logprobs.detach(), entropy.detach()
         loss, ratio, clipped = actor_loss(args, batch, logprobs, entropy, kl_coef)
-        if not one_pass and not means.updates:  # the first of the rollout: no weight has moved
-            checks.stop_unless_one(run, ratio, batch.response_mask)
+        batch.ratio = ratio.detach()
         loss_sum = (loss * weight).sum()
         actor.backward(loss_sum * common.loss_scale(actor, divisor))
 
         # The critic, if there is one
         critic_loss = torch.zeros_like(loss)
         if critic:
-            values = batch.values  # (B, R)
-            if not one_pass:
+            values = batch.kept.pop("critic", None)  # (B, R)
+            if values is None:
                 values = common.values_before_tokens(critic, batch)
             critic_loss = value_loss(values, batch.old_values, batch.returns, args.clip_value)
             loss_sum = (critic_loss * mask).sum()
@@ -1007,8 +877,7 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
         for engine in engines:
             engine.step()  # moves weights at the minibatch's last micro-batch
         means.add(
-            batch.response_mask,
-            ratio,
+            batch,
             actor_loss=loss,
             critic_loss=critic_loss,
             approx_kl=kl_estimate(batch.old_logprobs, logprobs.detach(), "k3"),  # KL(old || new)
@@ -1016,89 +885,7 @@ def optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means
             clip_fraction_low=clipped & (batch.advantages < 0),
             clip_fraction_high=clipped & (batch.advantages > 0),
         )
-    means.end_update()
-
-
-# ---- Metrics ----
-@torch.no_grad()
-def rollout_means(args, micro_batches):
-    """What a rollout was like, over all ranks: {name: number}. Metrics of yours: per_response.
-
-    reward_std            deviation of all responses' rewards as they are trained on, but without
-                          KL. 0: nothing to learn from
-    truncated_reward      mean reward of the responses that were cut off, if any were
-    entropy               mean over the tokens
-    advantage_std         deviation over the tokens, before whitening
-    explained_variance    1: the critic foresaw each return; 0: no better than a constant
-    sampling_...          how far the policy mu that sampled is from the one that scored, pi: see
-                          sampling_means
-    """
-    moments = functools.partial(rollout_metrics.moments, micro_batches)  # mean, variance
-    means = rollout_metrics.response_means(micro_batches)
-    reward = lambda batch: batch.scores.sum(-1)  # noqa: E731  (B,)
-    earned = lambda batch: batch.earned.sum(-1)  # noqa: E731  (B,)
-    means["reward_std"] = moments(earned, lambda batch: batch.row_weight)[1] ** 0.5
-    if means["eos_rate"] < 1:
-        cut = lambda batch: batch.row_weight * (1 - batch.ended)  # noqa: E731
-        means["truncated_reward"] = moments(reward, cut)[0]
-    means["entropy"] = moments(lambda batch: batch.entropy)[0]
-    means["advantage_std"] = moments(lambda batch: batch.raw_advantages)[1] ** 0.5
-    if args.has_critic:
-        errors = moments(lambda batch: batch.returns - batch.old_values)[1]
-        variance = moments(lambda batch: batch.returns)[1]
-        means["explained_variance"] = 1 - errors / max(variance, 1e-12)
-    if args.compares_groups:
-        means |= group_means(micro_batches)
-    return means | sampling_means(micro_batches)
-
-
-def sampling_means(micro_batches):
-    """How far the policy mu that sampled is from the one that scored, pi: {name: number}.
-
-    sampling_gap        largest abs(log(pi / mu)) of a token
-    sampling_kl         mean of log(mu / pi) over the tokens: KL(mu || pi), nats a token
-    sampling_outside    share of the tokens with pi / mu outside of 0.8 .. 1.2
-    sampling_ppl_ratio  perplexity of the responses under pi, over that under mu: exp(sampling_kl)
-
-    All are 0, and the ratio 1, but for rounding where a model samples and scores in the same way: a
-    cache sums in another order. {} where a fork's sampler tells no log-probs.
-    """
-    if any("sampled_logprobs" not in batch.tokens for batch in micro_batches):
-        return {}
-
-    def log_ratio(batch):
-        return batch.old_logprobs - batch.tokens["sampled_logprobs"]  # (B, R)
-
-    moments = functools.partial(rollout_metrics.moments, micro_batches)
-    kl = -moments(log_ratio)[0]
-    outside = moments(lambda batch: ((log_ratio(batch).exp() - 1).abs() > 0.2).float())[0]
-    gaps = [rollout_metrics.token_gaps(batch).max().item() for batch in micro_batches]
-    return {
-        "sampling_gap": max(ranks.all_gather_objects(gaps)),
-        "sampling_kl": kl,
-        "sampling_outside": outside,
-        "sampling_ppl_ratio": exp(kl),
-    }
-
-
-def group_means(micro_batches):
-    """How much the responses to one prompt differ in reward: what RLOO and GRPO learn from.
-
-    equal_groups    share of prompts whose responses all have the same reward: their advantages
-                    are 0, so they teach nothing
-    group_std       deviation of a prompt's rewards, which divides by n - 1: mean over the prompts
-    Rewards are here as they are trained on, clipped and less penalties, but without KL.
-    """
-    groups = {}
-    for batch in micro_batches:
-        for row, reward in zip(batch.responses, batch.earned.double().sum(-1)):
-            if row["row_weight"]:
-                groups.setdefault(row["group"], []).append(reward)
-    rewards = [torch.stack(group) for group in groups.values()]  # (n,) of each prompt
-    equal = sum(group.max() - group.min() <= checks.EQUAL for group in rewards)
-    deviations = sum(group.std() for group in rewards)
-    equal, deviations, count = ranks.all_sum(equal, deviations, len(rewards)).tolist()
-    return {"equal_groups": equal / max(count, 1), "group_std": deviations / max(count, 1)}
+    return means.end_update()
 
 
 # ---- The step, top to bottom ----
@@ -1108,59 +895,73 @@ def main():
     functions, gold = judging.load_functions(args)  # --reward_fn, --gold_fn
 
     # ---- 1 data ----
-    tokenizer = model_folders.load_tokenizer(args.actor_model_name_or_path, args)
-    train, held_out = load_rows(args, tokenizer, "ppo", args.max_prompt_seq_len)
+    sources = open_sources(args, "ppo")
+    tokenizer = model_folders.load_tokenizer(
+        args.actor_model_name_or_path, args, in_chats=sources.hold_chats
+    )
+    train, held_out = load_rows(args, sources, tokenizer, args.max_prompt_seq_len)
     score_statistics = ppo_flags.check_models(args, tokenizer)  # --normalize_reward
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
-    # Sizes of a rollout on one rank: 8 micro-batches of 4 responses and an accumulation of 2 make
-    # 4 minibatches, so 4 optimizer steps in an epoch over the rollout.
-    sizes = ppo_flags.Sizes(args)
-    steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.generation_batches)
+    sizes = Sizes(args)
+    steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.batches_per_step)
 
     # ---- 2 models ----
     models = load_models(args, tokenizer, functions, gold, steps * sizes.updates)
     actor, critic, engines = models.actor, models.critic, models.engines
     checks.refuse_if_padding_matters(run, *engines.values())
-    state = {"kl_coef": args.kl_coef, "equal_since": None}  # what checkpoints keep beside engines
-    average = ema.Ema(args, actor.module, state)  # --enable_ema
-    responses_per_row = shared_prompts.responses_per_row(  # --share_prompt
-        args, *engines.values(), *models.reward_models
-    )
-    one_pass_is_enough = shares_pass(args, *engines.values())
+    pack, responses_per_row = shared_prompts.packing(args, models, plain_rows)  # --share_prompt
     decoding.try_compiled(args, actor, tokenizer, sample)  # --compile_decoding
-    clock = rollout_metrics.Clock()
-    # Evaluation and microscope roll out and score as the loop below does.
-    rollout = functools.partial(scored_rollout, args, models, tokenizer, clock)
+
+    # What checkpoints keep beside the engines
+    state = {"kl_coef": args.kl_coef, "equal_since": None}
+    average = ema.Ema(args, actor.module, state)  # --enable_ema
 
     def current_kl_coef():
         """The penalty for a nat of KL: --kl_coef, or what --kl_target has made of it."""
         return state["kl_coef"] if args.kl_target else args.kl_coef
 
     def evaluate_at(step):
-        microscope.look(run, step, rollout, set_advantages, current_kl_coef(), score_statistics)
-        return rollout_metrics.evaluate(run, step, rollout, actor, average)
+        if few := microscope.requests(args, held_out):  # --microscope
+            micro_batches = answered(args, models, tokenizer, few)
+            set_advantages(args, micro_batches, current_kl_coef(), score_statistics)
+            microscope.write(run, step, micro_batches, current_kl_coef())
+        requests = evaluation.requests(held_out, args.eval_samples)
+        responses = evaluation.gathered(answered(args, models, tokenizer, requests))
+        return evaluation.report(run, step, responses, args.eval_samples)
 
-    columns = rollout_metrics.columns(args)
-    first = True  # this process's first step compares what sampling, scoring and training say
+    dropout = any(map(model_folders.has_dropout, engines.values()))
+    keeps_graphs, scores_actor = forwards_of_score(args, sizes, dropout)
+    # In the first step of this process no forward is spared, and the checks compare them.
+    clock, first = metrics.Clock(), True
     # run.steps evaluates once before the first step, or resumes. For each step it draws rows of
     # `train`; run.log below evaluates when due, and after the loop's body it saves when due.
-    for step, drawn in run.steps(engines, sizes.repeated, evaluate_at, columns, state):
+    for step, batches in run.steps(engines, evaluate_at, metrics.columns(args), state=state):
         clock.start()
-        one_pass = one_pass_is_enough and not first
 
-        # ---- 3 rollout, 4 score ----
-        prompts = sizes.grouped(drawn)  # dicts: each row of data --samples_per_prompt times
-        micro_batches = rollout(
-            prompts,
-            step,
-            args.rollout_batch_size,
-            args.per_device_training_batch_size,
-            responses_per_row=responses_per_row,
-            seed=None if sizes.updates_per_epoch == 1 else (args.seed, step),  # see `ordered`
-            one_pass=one_pass,
-        )
-        rollout_metrics.stop_unless_finite(run, micro_batches)
-        if first and not (args.is_cap or args.is_band):  # else another policy may sample
+        # ---- 3 rollout ----
+        for engine in engines.values():
+            engine.eval()  # no dropout, so that what is stored is of the policy that samples
+        state_offload.to_cpu(args, engines.values())  # --offload_states
+        requests = sizes.requests(batches)  # dicts: one for each response to sample
+        responses = roll_out(args, actor, tokenizer, requests, step, args.rollout_batch_size)
+        clock.lap("generate_seconds")
+        # A fork may choose among the responses here, or sample some again. Every rank must keep the
+        # same number, which makes whole minibatches.
+
+        # ---- 4 score ----
+        seed = None if sizes.updates_per_epoch == 1 else (args.seed, step)
+        responses = ordered(responses, responses_per_row, seed)
+        size = args.per_device_training_batch_size
+        micro_batches = make_micro_batches(tokenizer, responses, size, pack)
+        with torch.set_grad_enabled(keeps_graphs and not first):
+            for batch in micro_batches:
+                score(args, models, batch)
+                if scores_actor or first:
+                    score_actor(args, actor, batch)
+        state_offload.to_device(args, engines.values())
+        clock.lap("score_seconds")
+        checks.stop_unless_rollout_is_finite(run, micro_batches)
+        if first and not args.is_cap:  # else another policy may sample
             checks.stop_unless_sampled_as_scored(run, micro_batches)
 
         # ---- 5 advantages ----
@@ -1172,31 +973,39 @@ def main():
             engine.train()  # dropout acts from here on, in a model that has it
             if first:
                 patches.record_backward(engine)  # ZeRO-3 prefetches in the order that it sees next
-        means = rollout_metrics.TokenMeans()
+        means = metrics.TokenMeans()
         accumulation = args.gradient_accumulation_steps  # micro-batches of a minibatch
         for epoch in range(args.ppo_epochs):
-            for minibatch in minibatches(micro_batches, accumulation, (args.seed, step, epoch)):
-                optimizer_step(args, run, minibatch, actor, critic, kl_coef, one_pass, means)
+            seed = args.seed, step, epoch
+            for number, minibatch in enumerate(minibatches(micro_batches, accumulation, seed)):
+                update = optimizer_step(args, models, minibatch, kl_coef, means)
                 average.update(actor)  # --enable_ema
-            if args.target_kl and means.of_last_update["approx_kl"] > args.target_kl:
+                if epoch == number == 0:  # before it no weight had moved
+                    checks.stop_unless_one(run, minibatch)
+            if args.target_kl and update["approx_kl"] > args.target_kl:
                 break
         clock.lap("train_seconds")
-        first = False
 
-        # ---- 7 keep ----
-        metrics = {
+        # ---- 7 log ----
+        logged = {
             "kl_coef": kl_coef,
             **means.of_all_updates(args.has_critic),
-            **rollout_means(args, micro_batches),
+            **metrics.rollout_means(args, micro_batches),
             **clock.laps,
         }
-        tokens, flops = rollout_metrics.work(
-            args, micro_batches, engines, models.reward_models, means.updates, one_pass
+        checks.warn_of_equal_scores(run, state, logged)
+        forwards = int(first or not keeps_graphs)  # those of part 4 that were not trained on
+        passes = metrics.passes(
+            args,
+            models,
+            epochs=means.updates / sizes.updates_per_epoch,
+            actor_forwards=forwards * (scores_actor or first),
+            critic_forwards=forwards,
         )
-        checks.warn_of_equal_rewards(run, state, metrics)
-        run.log(metrics, tokens, flops)  # a number of yours is one more entry of metrics
+        run.log(logged, micro_batches, passes)  # a number of yours is one more entry of `logged`
         if args.kl_target:
-            state["kl_coef"] = adapted_kl_coef(kl_coef, metrics["kl"], args.kl_target)
+            state["kl_coef"] = adapted_kl_coef(kl_coef, logged["kl"], args.kl_target)
+        first = False
 
     # ---- 8 save ----
     average.save(run, actor, tokenizer)  # --enable_ema

@@ -28,90 +28,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import common
-from helpers import checks, pair_scores, shared_prompts
+from helpers import checks, evaluation, shared_prompts
 from machinery.base import ranks, statistics
 from machinery.base.refused import program
 from machinery.data import batching
-from machinery.data.rows import load_rows
+from machinery.data.rows import load_rows, open_sources
 from machinery.flags import declaring
 from machinery.models import model_folders
 from machinery.run.run import Run
 
-# ---- Hyperparameters ----
-PRESETS = {
-    # As in sft.py.
-    "toy": dict(
-        model_name_or_path="output/sft",
-        data_path=["toy/data"],
-        data_split="4,5,1",
-        output_dir="output/reward",
-        num_train_epochs=2,  # held-out loss below 1 epoch's in 9 of 10 seeds: labs/reward-epochs.md
-        learning_rate=2e-3,
-        weight_decay=0.1,
-        num_warmup_steps=10,
-        dropout=0.0,
-        center_coef=0.01,  # [Eisenstein 2023]
-        per_device_train_batch_size=declaring.toy_batch(16),
-        per_device_eval_batch_size=140,
-        max_seq_len=64,
-        zero_stage=2,
-        dtype="fp32",
-        group_by_length=0,
-        log_steps=10,
-    ),
-    # [TRL]: its examples/scripts/reward_modeling.py, for a model and data like these.
-    "qwen2.5-0.5b": dict(
-        model_name_or_path="output/sft",  # so that judge and actor share vocabulary and EOS
-        data_path=["trl-lib/ultrafeedback_binarized"],  # [TRL]
-        data_split="0,5,5",  # half of it; the other half's prompts are step 3's
-        output_dir="output/reward",
-        num_train_epochs=1,  # more overfit [Ouyang 2022]; on the toy not two: labs/reward-epochs.md
-        learning_rate=1e-4,  # with LoRA [TRL]; 1e-5 trains all weights
-        lora_dim=32,  # [TRL]; the head trains in full
-        lora_alpha=16,  # [TRL]
-        weight_decay=0.0,
-        dropout=0.0,  # off, as in DeepSpeed-Chat; labs/regularisers.md
-        per_device_train_batch_size=8,  # [TRL]
-        per_device_eval_batch_size=8,
-        max_seq_len=1024,  # 2048 [TRL]
-        zero_stage=2,
-    ),
-    # DeepSpeed-Chat's: opt/single_node/run_350m.sh.
-    "opt-1.3b": dict(
-        model_name_or_path="facebook/opt-350m",
-        data_path=[
-            "Dahoas/rm-static",
-            "Dahoas/full-hh-rlhf",
-            "Dahoas/synthetic-instruct-gptj-pairwise",
-            "yitingxie/rlhf-reward-datasets",
-        ],
-        data_split="2,4,4",
-        output_dir="output/reward",
-        num_train_epochs=1,  # as [Ouyang 2022]; labs/reward-epochs.md
-        learning_rate=5e-5,
-        weight_decay=0.1,
-        dropout=0.0,  # off; its script gives no reason. labs/regularisers.md
-        per_device_train_batch_size=4,
-        per_device_eval_batch_size=4,
-        max_seq_len=512,
-        zero_stage=0,
-    ),
-    # llama2/run_llama2_7b.sh, which has --gradient_checkpointing --offload --adam_offload, too.
-    "llama-2-7b": dict(
-        model_name_or_path="meta-llama/Llama-2-7b-hf",  # as large as the actor
-        data_path=["Dahoas/rm-static"],
-        data_split="2,4,4",
-        output_dir="output/reward",
-        num_train_epochs=1,
-        learning_rate=9.65e-6,  # a large model takes a lower rate than OPT-350M
-        weight_decay=0.1,
-        dropout=0.0,
-        per_device_train_batch_size=8,
-        per_device_eval_batch_size=8,
-        max_seq_len=512,
-        zero_stage=3,
-    ),
-}
+# ---- What `deepspeed reward.py` runs: the toy. Other recipes: recipes/ ----
+TOY = dict(
+    model_name_or_path="output/sft",
+    data_path=["toy/data"],
+    data_split="4,5,1",
+    output_dir="output/reward",
+    num_train_epochs=2,  # held-out loss below 1 epoch's in 9 of 10 seeds: labs/reward-epochs.md
+    learning_rate=2e-3,
+    weight_decay=0.1,
+    num_warmup_steps=10,
+    dropout=0.0,
+    center_coef=0.01,  # [Eisenstein 2023]
+    per_device_train_batch_size=16,
+    rows_of_all_ranks=32,  # the batch of two ranks: on more of them each has fewer pairs
+    per_device_eval_batch_size=140,
+    max_seq_len=64,
+    zero_stage=2,
+    dtype="fp32",
+    group_by_length=0,
+    log_steps=10,
+)
 COLUMNS = """step epoch loss accuracy chosen_score rejected_score eval_loss eval_accuracy
              grad_norm""".split()
 SUMS = "loss", "accuracy", "chosen_score", "rejected_score"
@@ -126,15 +72,21 @@ def get_args(argv=None):
     pull = "pulls scores to 0, by this times (chosen + rejected)^2. 0.01 [Eisenstein 2023]"
     arg("center_coef", 0.0, pull, fixed=True)
     arg("share_prompt", 1, "1: compute the prompt of a pair once; 0: a row for each response")
-    return declaring.parse(parser, PRESETS, argv, "reward")
+    return declaring.parse(parser, TOY, argv, "reward")
 
 
 # ---- Data and loss ----
 @dataclass
 class MicroBatch(common.Layout):
-    """B pairs, laid out for a forward: predicts is (2B, 1), one place before each last token."""
+    """B pairs, laid out for a forward. logit_places: (2B, 1), one place before each last token."""
 
     row_weight: Tensor  # (B,) 1, or 0 for a filler row
+
+    def counts(self):
+        """Tokens, rows, and tokens at which the head is read, without fillers."""
+        weight = self.row_weight.repeat(len(self.ids) // len(self.row_weight))  # (N,), 2B or B
+        tokens = (self.real_tokens * weight).sum()
+        return tokens, weight.sum(), 2 * self.row_weight.sum()
 
 
 def plain_rows(rows, pad_id):
@@ -195,29 +147,32 @@ def evaluate(run, engine, held_out, collate_rows):
     The scores' mean and deviation go into the saved model's config, for ppo.py --normalize_reward.
     """
     engine.eval()  # no dropout
-    sums = torch.zeros(5, dtype=torch.float64)  # the four SUMS and the pairs
-    judged = []  # (row, score of the chosen, score of the rejected)
-    for numbers, batch in batching.eval_loader(run.args, held_out, collate_rows):
+    found = []
+    for rows, batch in batching.eval_loader(run.args, held_out, collate_rows):
         chosen, rejected = score_pairs(engine, batch)  # (B,), (B,)
-        loss_sum = pair_loss_sum(chosen, rejected, batch.row_weight)
-        judged += zip(numbers, chosen.tolist(), rejected.tolist())
-        sums[:4] += pair_sums(loss_sum, chosen, rejected, batch.row_weight).cpu()
-        sums[4] += batch.row_weight.sum().cpu()
+        found.append(torch.stack([torch.tensor(rows), chosen.cpu(), rejected.cpu()], 1).double())
     engine.train()
-    pair_scores.keep(run.args, held_out, judged)
-    loss, correct, chosen, rejected, count = ranks.all_sum(*sums).tolist()
-    mean = (chosen + rejected) / (2 * count)
+    # This rank's pairs, (n, 3): the row's number, the chosen score, the rejected score.
+    pairs = torch.cat(found)
+    pairs = pairs[pairs[:, 0] >= 0]  # fillers have negative numbers
+    evaluation.write_pairs(run.args, held_out, pairs)
+    _, chosen, rejected = pairs.unbind(1)  # (n,) each
+    ones = torch.ones_like(chosen)
+    sums = pair_sums(pair_loss_sum(chosen, rejected, ones), chosen, rejected, ones)
+    *sums, count = ranks.all_sum(*sums, len(pairs)).tolist()
+    loss, accuracy, chosen_mean, rejected_mean = (total / count for total in sums)
+    mean = (chosen_mean + rejected_mean) / 2
     # Squares of differences to the mean lose no digits where the mean is far from 0.
-    squares = sum((c - mean) ** 2 + (r - mean) ** 2 for row, c, r in judged if row >= 0)
-    std = (ranks.all_sum(squares).item() / (2 * count)) ** 0.5
+    squares = ranks.all_sum(((pairs[:, 1:] - mean) ** 2).sum()).item()
+    std = (squares / (2 * count)) ** 0.5
     run.notes["score_statistics"] = [mean, std]
     return {
-        "eval_loss": loss / count,
-        "eval_accuracy": correct / count,
-        "eval_accuracy_ci": statistics.wilson_interval(correct / count, count),
-        "eval_chosen_score": chosen / count,
-        "eval_rejected_score": rejected / count,
-        "eval_margin": (chosen - rejected) / count,
+        "eval_loss": loss,
+        "eval_accuracy": accuracy,
+        "eval_accuracy_ci": statistics.wilson_interval(accuracy, count),
+        "eval_chosen_score": chosen_mean,
+        "eval_rejected_score": rejected_mean,
+        "eval_margin": chosen_mean - rejected_mean,
         "eval_score_mean": mean,
         "eval_score_std": std,
     }
@@ -229,8 +184,11 @@ def main():
     run = Run(args, "step 2: reward model")
 
     # ---- 1 data ----
-    tokenizer = model_folders.load_tokenizer(args.model_name_or_path, args)
-    train, held_out = load_rows(args, tokenizer, "reward", args.max_seq_len)
+    sources = open_sources(args, "reward")
+    tokenizer = model_folders.load_tokenizer(
+        args.model_name_or_path, args, in_chats=sources.hold_chats
+    )
+    train, held_out = load_rows(args, sources, tokenizer, args.max_seq_len)
     batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)
 
@@ -248,7 +206,7 @@ def main():
         return evaluate(run, engine, held_out, collate_rows)
 
     # ---- 3 train ----
-    for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
+    for _, micro_batches in run.steps({"model": engine}, evaluate_at, COLUMNS, collate_rows):
         pairs = ranks.all_sum(sum(batch.row_weight.sum() for batch in micro_batches)).item()
         sums = torch.zeros(4, device=ranks.device())
         for batch in micro_batches:
@@ -260,7 +218,7 @@ def main():
             engine.step()  # moves the weights at the step's last micro-batch only
             sums += pair_sums(loss_sum, chosen, rejected, weight)
         means = ranks.all_sum(*sums) / pairs
-        run.log(dict(zip(SUMS, means.tolist())))  # and evaluates, when due
+        run.log(dict(zip(SUMS, means.tolist())), micro_batches)  # and evaluates, when due
 
     # ---- 4 save ----
     run.save(engine, tokenizer)

@@ -14,7 +14,7 @@ that the loss covers: here the longest response ('-' is padding).
     row 0        x0   x1   x2 | y0   y1   eos        loss looks at the last R columns of all rows,
     row 1        -    x0   x1   x2 | y0   eos        masked: row 1's mask is 0 1 1
     logits at column t predict column t+1, so columns T-R-1 .. T-2 predict the last R
-    (common.Layout.predicts), and logits are made for those alone that the mask marks: (M, V),
+    (common.Layout.logit_places), and logits are made for those alone that the mask marks: (M, V),
     here M = 3 + 2
 """
 
@@ -25,144 +25,34 @@ import torch
 from torch import Tensor
 
 import common
-from helpers import checks, judging, samples
+from helpers import checks, evaluation, judging
 from machinery.base import ranks
 from machinery.base.refused import program
 from machinery.data import batching
-from machinery.data.rows import load_rows
+from machinery.data.rows import load_rows, open_sources
 from machinery.flags import declaring
 from machinery.models import model_folders
 from machinery.run.run import Run
 
-# ---- Hyperparameters ----
-# The toy's are taken if no model is named, the next ones if one is, others by --preset.
-PRESETS = {
-    # The built-in task, from scratch: 0.9 M weights, minutes on two cores.
-    "toy": dict(
-        model_name_or_path="toy/model",
-        data_path=["toy/data"],
-        data_split="4,5,1",  # PPO draws its own responses: it needs the fewest rows
-        output_dir="output/sft",
-        num_train_epochs=5,
-        learning_rate=3e-3,  # high: few weights, and from scratch
-        weight_decay=0.0,
-        num_warmup_steps=20,
-        dropout=None,
-        per_device_train_batch_size=declaring.toy_batch(24),  # on two ranks and more 48 together
-        per_device_eval_batch_size=140,
-        max_seq_len=64,
-        zero_stage=2,
-        dtype="fp32",
-        group_by_length=0,
-        log_steps=20,
-    ),
-    # Chat models of 0.5B to 8B weights. [TRL]: its trl/scripts/sft.py, for this model and data.
-    "qwen2.5-0.5b": dict(
-        model_name_or_path="Qwen/Qwen2.5-0.5B",
-        data_path=["trl-lib/Capybara"],  # dialogues of several turns [TRL]
-        data_split="1,0,0",  # all rows: steps 2 and 3 have other data
-        output_dir="output/sft",
-        num_train_epochs=2,  # [Lambert 2024, Tulu 3]
-        learning_rate=2e-4,  # with LoRA [TRL]; 2e-5 trains all weights
-        lora_dim=32,  # [TRL]; 0 trains all weights
-        lora_alpha=16,  # [TRL]
-        weight_decay=0.0,
-        num_warmup_steps=0,  # LoRA starts slowly by itself: B is 0 [Schulman 2025]
-        dropout=None,  # the model's own, which is 0 for Qwen and Llama
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=8,  # [TRL]; LoRA prefers batches that are not large
-        per_device_eval_batch_size=4,
-        max_seq_len=1024,  # [TRL]
-        zero_stage=2,
-    ),
-    # Sums, worked out by a pupil who makes mistakes: toy/arithmetic/generate.py. ppo.py then takes
-    # the preset of this name by itself: GRPO, with a verifier in place of a reward model.
-    "arithmetic": dict(
-        model_name_or_path="toy/arithmetic/model",
-        data_path=["toy/arithmetic/data"],
-        data_split="4,0,1",
-        output_dir="output/arithmetic-sft",
-        num_train_epochs=5,
-        learning_rate=3e-3,
-        weight_decay=0.0,
-        num_warmup_steps=20,
-        dropout=None,
-        per_device_train_batch_size=declaring.toy_batch(24),
-        per_device_eval_batch_size=100,
-        max_seq_len=64,
-        zero_stage=2,
-        dtype="fp32",
-        group_by_length=0,
-        log_steps=20,
-        num_samples=100,
-        max_answer_seq_len=48,
-        gold_fn="toy/arithmetic/verifier.py:correct",  # the share of right greedy answers
-    ),
-    # Step 1 before GRPO on GSM8K. LoRA's numbers are those of "qwen2.5-0.5b".
-    "qwen2.5-0.5b-grpo": dict(
-        model_name_or_path="Qwen/Qwen2.5-0.5B",
-        data_path=["openai/gsm8k:main"],
-        columns={"instruction": "question", "output": "answer"},  # a dialogue of one turn
-        data_split="1,0,0",  # all 7,473 rows; GRPO takes all of their prompts again, as is usual
-        output_dir="output/sft",
-        num_train_epochs=2,  # [Lambert 2024, Tulu 3]
-        learning_rate=2e-4,
-        lora_dim=32,
-        lora_alpha=16,
-        weight_decay=0.0,
-        dropout=None,
-        per_device_train_batch_size=16,  # 16 rows a step, as in "qwen2.5-0.5b"
-        per_device_eval_batch_size=16,
-        max_seq_len=768,  # 512 for the prompt, as in step 3, and 256
-        zero_stage=2,
-        num_samples=32,
-        max_answer_seq_len=256,
-        gold_fn="toy/maths.py:solved",  # the share of right greedy answers
-    ),
-    # DeepSpeed-Chat's numbers: opt/single_node/run_1.3b.sh. Its code differs: docs/runs.md#presets.
-    # Its loss covers the prompt, too: --train_on everything. What saves memory is left to flags.
-    "opt-1.3b": dict(
-        model_name_or_path="facebook/opt-1.3b",
-        data_path=[
-            "Dahoas/rm-static",
-            "Dahoas/full-hh-rlhf",
-            "Dahoas/synthetic-instruct-gptj-pairwise",
-            "yitingxie/rlhf-reward-datasets",
-        ],
-        data_split="2,4,4",
-        output_dir="output/sft",
-        # Its README: responses gain after perplexity is flat. On the toy no gain is seen, and step
-        # 3 then comes less far in as many steps: labs/sft-epochs.md.
-        num_train_epochs=16,
-        learning_rate=9.65e-6,
-        weight_decay=0.0,
-        dropout=None,  # on: OPT's own 0.1
-        per_device_train_batch_size=8,
-        per_device_eval_batch_size=8,
-        max_seq_len=512,
-        zero_stage=2,
-    ),
-    # llama2/run_llama2_7b.sh, which has --gradient_checkpointing, too.
-    "llama-2-7b": dict(
-        model_name_or_path="meta-llama/Llama-2-7b-hf",
-        data_path=[
-            "Dahoas/rm-static",
-            "Dahoas/full-hh-rlhf",
-            "Dahoas/synthetic-instruct-gptj-pairwise",
-            "yitingxie/rlhf-reward-datasets",
-        ],
-        data_split="2,4,4",
-        output_dir="output/sft",
-        num_train_epochs=4,  # fewer than OPT's; the script gives no reason
-        learning_rate=9.65e-6,
-        weight_decay=0.0,
-        dropout=None,
-        per_device_train_batch_size=4,
-        per_device_eval_batch_size=4,
-        max_seq_len=512,
-        zero_stage=3,  # seven billion weights: sharded, too
-    ),
-}
+# ---- What `deepspeed sft.py` runs: the toy. Other recipes: recipes/ ----
+TOY = dict(
+    model_name_or_path="toy/model",  # from scratch: 0.9 M weights, minutes on two cores
+    data_path=["toy/data"],
+    data_split="4,5,1",  # PPO draws its own responses: it needs the fewest rows
+    output_dir="output/sft",
+    num_train_epochs=5,
+    learning_rate=3e-3,  # high: few weights, and from scratch
+    weight_decay=0.0,
+    num_warmup_steps=20,
+    per_device_train_batch_size=24,
+    rows_of_all_ranks=48,  # the batch of two ranks: on more of them each has fewer rows
+    per_device_eval_batch_size=140,
+    max_seq_len=64,
+    zero_stage=2,
+    dtype="fp32",
+    group_by_length=0,
+    log_steps=20,
+)
 COLUMNS = """step epoch loss eval_loss eval_perplexity learning_rate grad_norm
              tokens_per_second""".split()
 
@@ -177,7 +67,7 @@ def get_args(argv=None):
     arg("num_samples", 5, "held-out prompts answered at each evaluation", fixed=True)
     arg("gold_fn", str, "grades those responses, only logged", metavar="FILE:FUNCTION", fixed=True)
     arg("max_answer_seq_len", 64, "tokens of those responses, at most", least=2)
-    return declaring.parse(parser, PRESETS, argv, "sft")
+    return declaring.parse(parser, TOY, argv, "sft")
 
 
 # ---- Data and loss ----
@@ -187,6 +77,11 @@ class MicroBatch(common.Layout):
 
     loss_mask: Tensor  # (B, R) 1 on the tokens that the loss covers
     row_weight: Tensor  # (B,) 1, or 0 for a filler: a row that only fills up the last batch
+
+    def counts(self):
+        """Tokens, rows, and tokens with logits, without fillers: for the run's speed."""
+        tokens = (self.real_tokens * self.row_weight).sum()
+        return tokens, self.row_weight.sum(), self.loss_mask.sum()
 
 
 def collate(rows, pad_id):
@@ -242,8 +137,11 @@ def main():
     # tokenised apart from the prompt and with the tokenizer's EOS appended; and prompt_loss_mask, 1
     # where --train_on covers the prompt, too. Prompt and response have --max_seq_len tokens
     # together at most: a long prompt keeps its end, and a long response is cut and has no EOS then.
-    tokenizer = model_folders.load_tokenizer(args.model_name_or_path, args)
-    train, held_out = load_rows(args, tokenizer, "sft", args.max_seq_len)
+    sources = open_sources(args, "sft")
+    tokenizer = model_folders.load_tokenizer(
+        args.model_name_or_path, args, in_chats=sources.hold_chats
+    )
+    train, held_out = load_rows(args, sources, tokenizer, args.max_seq_len)
     batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)
 
@@ -258,11 +156,11 @@ def main():
 
     def evaluate_at(step):
         metrics = evaluate(args, engine, held_out, collate_rows)
-        return metrics | samples.answer_and_keep(run, engine, tokenizer, held_out, step, gold)
+        return metrics | evaluation.answer_and_keep(run, engine, tokenizer, held_out, step, gold)
 
     # ---- 3 train ----
     # `steps` evaluates at the start, or goes on from a checkpoint; it saves checkpoints.
-    for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
+    for _, micro_batches in run.steps({"model": engine}, evaluate_at, COLUMNS, collate_rows):
         # The loss is a mean over all tokens that it covers: of all micro-batches and all ranks.
         tokens = ranks.all_sum(sum(batch.loss_mask.sum() for batch in micro_batches)).item()
         loss_total = torch.zeros((), device=ranks.device())
@@ -273,7 +171,8 @@ def main():
             engine.backward(loss_sum * common.loss_scale(engine, tokens))
             engine.step()  # moves the weights at the step's last micro-batch only
             loss_total += loss_sum.detach()
-        run.log({"loss": ranks.all_sum(loss_total).item() / tokens})  # and evaluates, when due
+        # The run logs the step, and evaluates when that is due.
+        run.log({"loss": ranks.all_sum(loss_total).item() / tokens}, micro_batches)
 
     # ---- 4 save ----
     run.save(engine, tokenizer)

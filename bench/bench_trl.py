@@ -16,7 +16,7 @@ import transformers
 import bench
 import common
 from machinery.base import ranks
-from machinery.data.rows import load_rows
+from machinery.data.rows import load_rows, open_sources
 from machinery.models import model_folders
 
 # As `accelerate config` would write it for ZeRO-3; by default TRL gathers the weights once
@@ -42,9 +42,10 @@ def run(job, work):
         )
     args = module.get_args(flags)
     path = args.actor_model_name_or_path if script == "ppo" else args.model_name_or_path
-    tokenizer = model_folders.load_tokenizer(path)
+    sources = open_sources(args, script)
+    tokenizer = model_folders.load_tokenizer(path, in_chats=sources.hold_chats)
     limit = args.max_prompt_seq_len if script == "ppo" else args.max_seq_len
-    rows, held_out = load_rows(args, tokenizer, script, limit)
+    rows, held_out = load_rows(args, sources, tokenizer, limit)
     # bf16: autocast, fp32 weights
     options = dict(
         output_dir=f"{work}/out-trl",

@@ -1,9 +1,10 @@
 """What stands on common.py, and what nobody has to open to understand RLHF: one named call each.
 
 decoding           what makes sampling fast
-checks             what the models themselves must show before a run trains on
 shared_prompts     a prompt computed once for several responses
 judging            who scores the responses
-rollout_metrics    what a rollout and an evaluation were like; samples, pair_scores
+checks             what the models themselves must show before a run trains on
+metrics            what a rollout and its updates were like
+evaluation         held-out prompts and pairs, and samples.jsonl
 microscope         tokens.jsonl
 """

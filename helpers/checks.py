@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 import common
-from helpers import rollout_metrics
+from helpers import metrics
 from machinery.base import ranks
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused
@@ -17,7 +17,7 @@ PADDING_TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}  # 0.0 was seen with fp32 and bf16 on CPUs
 # Of a response's mean: with a cache sums are made in another order than in one forward.
 SAMPLING_TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
-EQUAL = 1e-6  # rewards that differ by less are equal
+STORED = "ref_logprobs", "scores", "old_values", "old_logprobs", "entropy"  # before the update
 PATIENCE = 10  # steps in a row: a few groups may be equal by chance
 
 
@@ -65,19 +65,30 @@ def numbers_of(engine, ids, padding, pad_id):
     layout = common.Layout(**common.last_columns(row, mask, len(ids) - 1)).to(ranks.device())
     if isinstance(engine.module, common.ValueModel):
         return common.values_before_tokens(engine, layout)
-    return common.response_logprobs(engine, layout, torch.ones_like(layout.predicts))
+    return common.response_logprobs(engine, layout, torch.ones_like(layout.logit_places))
 
 
 # ---- In the first step of PPO ----
-def stop_unless_one(run, ratio, mask):
-    """Stops the run if the ratio is not 1 before a rollout's first update.
+@torch.no_grad()
+def stop_unless_rollout_is_finite(run, micro_batches):
+    """Stops the run if anything that was stored for the update is NaN or infinite."""
+    names = [name for name in STORED if getattr(micro_batches[0], name) is not None]
+    sums = {name: sum(getattr(batch, name).sum() for batch in micro_batches) for name in names}
+    for name in micro_batches[0].tokens:  # sampled_logprobs, and what a sampler of yours adds
+        sums[name] = sum(batch.tokens[name].sum() for batch in micro_batches)
+    totals = dict(zip(sums, ranks.all_sum(*sums.values()).tolist()))
+    run.stop_unless_finite(totals, micro_batches)
+
+
+def stop_unless_one(run, minibatch):
+    """Stops the run if the ratio was not 1 in a rollout's first update, before any weight moved.
 
     The weights, the tokens and the function are the same, so only a mistake can move it.
-    approx_kl (k3) is then below the square of this difference. ratio, mask: (B, R).
+    approx_kl (k3) is then below the square of this difference.
     """
     stop_if_above(
         run,
-        [(ratio.detach() - 1).abs() * mask],
+        [(batch.ratio - 1).abs() * batch.response_mask for batch in minibatch],
         TOLERANCE,
         "before the first update the ratio is off by",
         "Likely: dropout in the actor (--actor_dropout 0), a mask or temperature in one forward "
@@ -95,7 +106,7 @@ def stop_unless_sampled_as_scored(run, micro_batches):
     for batch in micro_batches:
         if "sampled_logprobs" in batch.tokens:
             counts = batch.response_mask.sum(-1).clamp(min=1)  # (B,)
-            of_responses.append(rollout_metrics.token_gaps(batch).sum(-1) / counts)
+            of_responses.append(metrics.token_gaps(batch).sum(-1) / counts)
     stop_if_above(
         run,
         of_responses,
@@ -106,17 +117,17 @@ def stop_unless_sampled_as_scored(run, micro_batches):
     )
 
 
-def warn_of_equal_rewards(run, state, metrics):
-    """Names, in the first step or after PATIENCE of them, the step since which rewards are equal.
+def warn_of_equal_scores(run, state, logged):
+    """Names, in the first step or after PATIENCE of them, the step since which scores are equal.
 
     All of them, or where responses are compared, those to each prompt. state: what checkpoints
-    keep; metrics: of the step, on all ranks.
+    keep; logged: the metrics of the step, on all ranks.
     """
-    equal = metrics.get("equal_groups", metrics["reward_std"] <= EQUAL) == 1
+    equal = logged.get("equal_groups", logged["reward_std"] <= metrics.EQUAL) == 1
     since = state["equal_since"] = (state["equal_since"] or run.step) if equal else None
     if equal and run.step - since == (0 if since == 1 else PATIENCE - 1):
         of = " of the responses to a prompt" * run.args.compares_groups
-        what = f"all rewards{of} are equal (mean {metrics['reward']:.4g})"
+        what = f"all rewards{of} are equal (mean {logged['reward']:.4g})"
         ranks.say(f"warning: since step {since} {what}: nothing to learn from")
 
 

@@ -27,17 +27,17 @@ KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer
 
 
 # ---- Random numbers ----
-def row_uniforms(seed, step, rows, count):
-    """Returns numbers in [0, 1), (B, count), float64. `rows`: B dicts with row and sample.
+def uniforms_of(seed, step, requests, count):
+    """Returns numbers in [0, 1), (B, count), float64. `requests`: B dicts with row and sample.
 
     They depend on (seed, step, row, sample) alone, not on ranks, batches or neighbours; and on the
-    row's `turn`, if a fork of ours samples for the same row more than once in a step.
+    request's `turn`, if a fork of ours samples for the same row more than once in a step.
     """
     drawn = []
-    for row in rows:
-        key = [seed, step, max(row["row"], 0), row["sample"]]
-        if row.get("turn"):
-            key.append(row["turn"])
+    for request in requests:
+        key = [seed, step, max(request["row"], 0), request["sample"]]
+        if request.get("turn"):
+            key.append(request["turn"])
         drawn.append(np.random.default_rng(key).random(count, np.float32))
     return torch.from_numpy(np.stack(drawn)).to(ranks.device()).double()
 
@@ -93,8 +93,8 @@ class Cache:
     past: DynamicCache  # keys and values of all tokens so far
     mask: Tensor  # (b, P + R) 1 on a prompt's tokens and on every response slot
     positions: Tensor  # (b, P + R)
-    rows: Tensor  # (b,) their numbers among the B rows of ppo.sample
-    copies: Tensor | None  # (B,) which of the computed prompts each row has, until it is copied
+    active: Tensor  # (b,) which of the B responses of ppo.sample the rows are
+    copies: Tensor | None  # (B,) which of the computed prompts each has, until it is copied
     selectable: bool  # rows can be copied and left out
     width: int = 0  # slots of the prompts in a static cache; 0: it is none
     length: int = 0  # tokens so far, padding included
@@ -103,14 +103,14 @@ class Cache:
         """Keeps the rows `indices`, some of them more than once."""
         self.past.batch_select_indices(indices)
         self.mask, self.positions = self.mask[indices], self.positions[indices]
-        self.rows = self.rows[indices]
+        self.active = self.active[indices]
 
 
 def new_cache(args, model, ids, mask, count):
     """Returns a Cache of prompts (B, P), left-padded, with slots for `count` tokens of a response.
 
-    Equal prompts are in it once: `rows` are the first of each. Layers that hold more than keys and
-    values (Mamba's) cannot copy rows, and there every row is computed for itself.
+    Equal prompts are in it once: `active` has the first response to each. Layers that hold more
+    than keys and values (Mamba's) cannot copy rows, and there every row is computed for itself.
     """
     B, P = ids.shape
     caches = getattr(model, "static_caches", {})
@@ -119,11 +119,11 @@ def new_cache(args, model, ids, mask, count):
         return static_cache(args, caches, mask, min(wide))
     past = reserved_cache(model, P + count)
     selectable = {type(layer) for layer in past.layers} <= {ReservedLayer, *KEYS_AND_VALUES}
-    rows = copies = torch.arange(B, device=ids.device)
+    active = copies = torch.arange(B, device=ids.device)
     if selectable:
-        rows, copies = first_of_each(ids, mask)
-    mask = torch.cat([mask, mask.new_ones(B, count)], 1)[rows]  # (b, P + R)
-    return Cache(past, mask, common.position_ids(mask), rows, copies, selectable)
+        active, copies = first_of_each(ids, mask)
+    mask = torch.cat([mask, mask.new_ones(B, count)], 1)[active]  # (b, P + R)
+    return Cache(past, mask, common.position_ids(mask), active, copies, selectable)
 
 
 def numbers_of_a_token(config):
@@ -137,18 +137,19 @@ def numbers_of_a_token(config):
     return 2 * config.num_hidden_layers * heads * width
 
 
-def memory(args, engine, prompts, rows):
-    """Returns the bytes that `rows` of a rollout of `prompts` (dicts) hold beside the weights.
+def memory(args, engine, requests, count):
+    """Returns the bytes that `count` of the requests hold beside the weights while decoded.
 
     The cache; about 16 hidden states for each token of the prompts' forward, which come and go; and
     the logits of a token, with 24 more bytes for each while it is drawn.
     """
     model = unwrap_model(engine)
     config, size = model.config.get_text_config(), model.dtype.itemsize
-    longest = max((len(row["prompt_ids"]) for row in prompts), default=0)
+    longest = max((len(row["prompt_ids"]) for row in requests), default=0)
     cached = numbers_of_a_token(config) * (longest + args.max_answer_seq_len)
     logits = config.vocab_size * (size + 24)
-    return min(rows, len(prompts)) * (size * (cached + 16 * config.hidden_size * longest) + logits)
+    of_row = size * (cached + 16 * config.hidden_size * longest) + logits
+    return min(count, len(requests)) * of_row
 
 
 def first_of_each(ids, mask):
@@ -162,13 +163,13 @@ def first_of_each(ids, mask):
     return (rows, rows) if len(first) == len(rows) else (first, copies)  # all differ: as they are
 
 
-def for_each_row(cache, logits):
-    """Returns logits (B, V) of all rows after the prompts' forward, which gave one per prompt."""
+def for_each_response(cache, logits):
+    """Returns logits (B, V) of all responses after the prompts' forward, which gave (U, V)."""
     copies, cache.copies = cache.copies, None
-    if copies is None or len(copies) == len(cache.rows):  # done before; or all prompts differ
+    if copies is None or len(copies) == len(cache.active):  # done before; or all prompts differ
         return logits
     cache.select(copies)
-    cache.rows = torch.arange(len(copies), device=logits.device)
+    cache.active = torch.arange(len(copies), device=logits.device)
     return logits[copies]
 
 
@@ -185,20 +186,17 @@ def leave_out_ended(cache, alive, remaining):
 
     alive: bool (B,), of all rows, `remaining` of which go on.
     """
-    if cache.selectable and 0 < remaining <= 0.75 * len(cache.rows):
-        cache.select(alive[cache.rows].nonzero()[:, 0])
+    if cache.selectable and 0 < remaining <= 0.75 * len(cache.active):
+        cache.select(alive[cache.active].nonzero()[:, 0])
 
 
 # ---- Flags ----
-def restricted(args, tokenizer, probs, r):
-    """Returns the probabilities (b, V) of response slot r with 0 for what may not be drawn.
+def restricted(args, probs):
+    """Returns the probabilities (b, V) of a token with 0 for what may not be drawn.
 
-    --min_new_tokens: no EOS in the first slots. --top_k: only the k likeliest. --top_p: only the
-    likeliest whose share of the sum reaches p. Without these flags they are the model's own.
+    --top_k: only the k likeliest. --top_p: only the likeliest whose share of the sum reaches p.
+    Without these flags they are the model's own.
     """
-    if r < args.min_new_tokens:
-        eos = torch.tensor([tokenizer.eos_token_id], device=probs.device)
-        probs = probs.index_fill(1, eos, 0)
     if args.top_k or args.top_p < 1:
         probs = filter_top(probs, args.top_k, args.top_p)
     return probs
@@ -262,6 +260,7 @@ def try_compiled(args, engine, tokenizer, sample):
     """
     if not args.compile_decoding:
         return
+    engine.eval()
     given, slots, errors = "compile_decoding" in args.declared.given, static_slots(args), []
     with zero3.gather_for_generation(engine) as (model, _):
         numbers = numbers_of_a_token(model.config.get_text_config()) * args.rollout_batch_size
@@ -313,13 +312,13 @@ def static_cache(args, caches, mask, width):
     It has --rollout_batch_size rows. The last of a rollout may be empty.
     """
     B, P = mask.shape
-    rows = torch.arange(B, device=mask.device)
+    active = torch.arange(B, device=mask.device)
     mask = nn.functional.pad(mask, (width - P, 0, 0, args.rollout_batch_size - B))
     # the causal mask hides slots to come
     mask = torch.cat([mask, mask.new_ones(len(mask), args.max_answer_seq_len)], 1)
     caches[width].reset()
     positions = common.position_ids(mask)
-    return Cache(caches[width], mask, positions, rows, rows, selectable=False, width=width)
+    return Cache(caches[width], mask, positions, active, active, selectable=False, width=width)
 
 
 def compiled_next_logits(model, inputs, cache):

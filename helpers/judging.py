@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import json
 import sys
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 
 import torch
@@ -20,23 +21,23 @@ from machinery.base.refused import Refused
 from machinery.flags import declaring
 
 LARGEST = 1e30  # of a score: sums over a step then stay finite in fp32
+NO_LISTS = Mapping, Set, str, bytes, bytearray  # a loop over one gives keys, or characters
 
 
 # ---- Reward models ----
 def load_models(args, batch_size, tokenizer):
     """Returns the frozen reward models of --reward_model_name_or_path, with the critic's flags."""
-    models = []
+    models, critic_args = [], declaring.of_role(args, "critic")
     for path in args.reward_model_name_or_path:
-        judge_args = declaring.of_role(args, "critic", model_name_or_path=path)
+        judge_args = declaring.with_flags(critic_args, model_name_or_path=path)
         models.append(common.frozen_engine(judge_args, batch_size, tokenizer, "score"))
     return models
 
 
 def combined(args, judges):
-    """Returns one judge in place of several, which notes what each says in the response dicts.
+    """Returns one judge in place of several: it adds their scores up.
 
-    --reward_combine sum adds their scores, min takes those of the judge with the smallest sum over
-    the response.
+    It also notes what each says in the response dicts.
     """
     names = names_of(args)
 
@@ -45,10 +46,7 @@ def combined(args, judges):
         for name, each in zip(names, scores.sum(-1).tolist()) if len(judges) > 1 else ():
             for response, score in zip(batch.responses, each):
                 response[name] = score
-        if args.reward_combine == "sum":
-            return scores.sum(0)
-        harshest = scores.sum(-1).argmin(0)  # (B,)
-        return scores[harshest, torch.arange(len(harshest))]
+        return scores.sum(0)
 
     return scores_of_all
 
@@ -134,7 +132,7 @@ def scores_of(function, responses, prefix="reward"):
     rows = [response.get("row") for response in responses]
     note = f"in {name}, for the responses to rows {rows}; columns: {', '.join(columns)}"
     with users_code(name, note):
-        values = list(function(**columns))
+        values = list_of(name, function(**columns))
         if len(values) != len(responses):
             words = f"{name} returned {len(values)} scores for {len(responses)} responses."
             raise Refused("function-returns", words)
@@ -142,6 +140,17 @@ def scores_of(function, responses, prefix="reward"):
             words = f"{name} must return the same parts for all, not {parts}."
             raise Refused("function-returns", words)
         return [as_score(name, *pair, prefix) for pair in zip(values, responses)]
+
+
+def list_of(name, returned):
+    """Returns what a function returned as a list; refuses what is no sequence of scores."""
+    if isinstance(returned, NO_LISTS) or not isinstance(returned, Iterable):
+        raise Refused(
+            "function-returns",
+            f"{name} must return a list with one score for each response.\n  It returned a "
+            f"{type(returned).__name__}: {str(returned)[:300]}",
+        )
+    return list(returned)
 
 
 def as_score(name, value, response, prefix):
@@ -153,7 +162,10 @@ def as_score(name, value, response, prefix):
         parts = {f"{prefix}_{k}": as_score(name, x, response, prefix) for k, x in value.items()}
         response.update(parts)
         value = sum(parts.values())
-    numbers = torch.as_tensor(value, dtype=torch.float64)  # else a TypeError says what it was
+    try:
+        numbers = torch.as_tensor(value, dtype=torch.float64)
+    except Exception:  # of many kinds: None, text, lists of other lengths, a huge integer
+        numbers = torch.tensor(torch.nan)
     fits = numbers.dim() == 0 or numbers.shape == (len(response["response_ids"]),)
     if not fits or not (numbers.abs() <= LARGEST).all():  # NaN is not
         raise Refused(
@@ -183,3 +195,9 @@ def columns_for(function, responses):
     if "completion_ids" in inspect.signature(function).parameters:
         columns["completion_ids"] = [[*response["response_ids"]] for response in responses]
     return columns
+
+
+def as_data(response):
+    """Returns a response as a row that --data_path takes."""
+    prompt = json.loads(response["prompt"]) if response["chat"] else response["prompt"]
+    return {"prompt": prompt, "completion": response["text"], **json.loads(response["extra"])}

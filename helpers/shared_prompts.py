@@ -1,7 +1,7 @@
 """Shared prompts (--share_prompt): a prompt is computed once for several responses to it.
 
 A row is  prompt | y_1 | ... | y_n,  and no response sees another, as in [Wang & Hegde 2024]. What
-comes out is a common.Layout like any other: `mask`, `positions` and `predicts` differ.
+comes out is a common.Layout like any other: `mask`, `positions` and `logit_places` differ.
 Two pairs of reward.py, T = 9 ('-' is padding), y chosen and z rejected:
 
     place in the row       0    1    2    3    4    5    6    7    8
@@ -88,19 +88,19 @@ def who_sees_whom(parts):
     return allowed[:, None], allowed.sum(-1) - 1
 
 
-def layout(ids, parts, predicts):
+def layout(ids, parts, logit_places):
     """Returns the common.Layout of rows with shared prompts."""
     allowed, positions = who_sees_whom(parts)
     real_tokens = (parts != PADDING).sum(-1)
-    return common.Layout(ids, allowed, positions, real_tokens, predicts)
+    return common.Layout(ids, allowed, positions, real_tokens, logit_places)
 
 
 # ---- Step 2: pairs ----
 def pair_rows(rows, pad_id):
     """The Layout of a row for each pair, as reward.plain_rows makes it of two rows for each.
 
-    predicts: (2B, 1), first of the chosen responses, then of the rejected ones: one place before
-    the last token of each.
+    logit_places: (2B, 1), first of the chosen responses, then of the rejected ones: one place
+    before the last token of each.
     """
     ids, parts = lay_out([[row["prompt_ids"], *row["responses"]] for row in rows], pad_id)
     T = ids.shape[1]
@@ -110,7 +110,20 @@ def pair_rows(rows, pad_id):
 
 
 # ---- Step 3: the responses of a micro-batch ----
-def responses_per_row(args, *models):
+def packing(args, models, plain_rows):
+    """Returns what lays responses out, and how many responses to a prompt have one row.
+
+    models: ppo.Models, those that will take these rows. Where prompts are not shared, these are
+    `plain_rows` and 1.
+    """
+    takers = [*models.engines.values(), *models.reward_models]
+    together = responses_per_row(args, takers)
+    if together == 1:
+        return plain_rows, 1
+    return functools.partial(shared_rows, together=together), together
+
+
+def responses_per_row(args, models):
     """Returns how many responses to a prompt have one row in ppo.py: 1 if prompts are not shared.
 
     Fewer tokens are computed the more there are, but each looks at the whole row: attention costs
@@ -132,11 +145,6 @@ def responses_per_row(args, *models):
     return min([1, *possible], key=cost)
 
 
-def packing(together):
-    """Returns what lays responses out with `together` of them in a row; None for 1: plain rows."""
-    return functools.partial(shared_rows, together=together) if together > 1 else None
-
-
 def shared_rows(responses, pad_id, together):
     """The Layout of rows  prompt[:-1] | x y_1 | ... | x y_n,  n = together.
 
@@ -156,5 +164,5 @@ def shared_rows(responses, pad_id, together):
     lengths = torch.tensor([len(row["response_ids"]) for row in responses])  # (B,)
     r = torch.arange(lengths.max())
     # (B, R) after a response's end: its last token's place, in range, and never looked at
-    predicts = firsts[:, None] + r.minimum(lengths[:, None] - 1)
-    return layout(ids, parts, predicts)
+    logit_places = firsts[:, None] + r.minimum(lengths[:, None] - 1)
+    return layout(ids, parts, logit_places)

@@ -5,6 +5,7 @@
     done = kit.run("sft", "--max_steps", 2, ranks=2)         # .code .out .err .folder
     kit.metrics(done.folder)[-1]["loss"]
     kit.run("sft", "--zero_stage", 5, expect=2)              # asserts the exit code
+    kit.start("WORLD_SIZE=2 sft --dtype fp16").rule          # a command line; why it was refused
     kit.run("sft", launcher="deepspeed", ranks=2)            # where the launcher is the subject
     first, second = kit.on_ranks(my_function, 2, argument)   # what it returned in each rank
     with kit.refuses("output-folder-in-use"): ...            # Refused, by the name of its rule
@@ -24,9 +25,11 @@ import gc
 import hashlib
 import importlib
 import inspect
+import io
 import json
 import os
 import pickle
+import shlex
 import shutil
 import signal
 import socket
@@ -45,6 +48,8 @@ SCRIPTS = ("sft", "reward", "ppo")
 # metrics that differ each time
 CLOCKS = {"seconds", "tokens_per_second", "tflops"}
 CLOCKS |= {f"{phase}_seconds" for phase in ("generate", "score", "train")}
+PRETENDED = ("DEVICE", "NVCC", "COMPILER", "DEEPSPEED", "APART")  # see start
+LOADS = []  # of this process: see count_loads
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -54,6 +59,9 @@ ENVIRONMENT = {
 }
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+if "HF_DATASETS_CACHE" not in os.environ:  # else tests would leave their rows in the user's own
+    os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="rlhf-datasets-")
+    atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
@@ -70,6 +78,8 @@ class Done:
     err: str
     folder: Path  # --output_dir; of on_ranks None
     results: list = None  # what a function returned in each rank
+    rule: str = ""  # by which rank 0 was refused
+    loads: int = 0  # models that rank 0 had made or loaded by then
 
     @property
     def code(self):
@@ -108,12 +118,70 @@ def run(script, *flags, ranks=1, launcher="fork", env=None, expect=0, folder=Non
     return done
 
 
+def start(command, before=(), **options):
+    """Starts a program by a command line, as one types it. Returns Done, whatever its exit code.
+
+    command: "RANKS=2 ppo --flag value", "tools.talk actor". Its NAME=VALUE are the environment's,
+    but for RANKS and for what is pretended: a DEVICE=cuda, with NVCC=0 without the compiler; no
+    C++ COMPILER=0; DEEPSPEED=0.18.5; and with APART=1 each rank in a folder of its own, rank0, ...
+    before: flags in front of the command's own. options: those of `fork`, and stdin, a text.
+    """
+    words = shlex.split(command)
+    at = next(i for i, word in enumerate(words) if "=" not in word)
+    env = dict(word.split("=", 1) for word in words[:at])
+    ranks, argv = int(env.pop("RANKS", 1)), [*map(str, before), *words[at + 1 :]]
+    pretended = {name: env.pop(name) for name in PRETENDED if name in env}
+    options = {"limit": 100, "patience": 0, "meet": "" if ranks > 1 else "never", **options}
+    toolkit = base() / "cuda"
+    (toolkit / "bin").mkdir(parents=True, exist_ok=True)
+    (toolkit / "bin/nvcc").touch()
+    given = words[at], argv, pretended, str(toolkit), options.pop("stdin", "")
+    return fork(pretend_and_call_main, ranks, *given, env=env, **options)
+
+
+def pretend_and_call_main(script, argv, pretended, toolkit, stdin):
+    """Runs a program's main() in a rank, on what is pretended of its machine.
+
+    toolkit: a folder that looks like CUDA's.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from torch.utils import cpp_extension
+
+    if "DEVICE" in pretended:
+        get_accelerator().device_name = lambda *_: pretended["DEVICE"]
+        cpp_extension.CUDA_HOME = toolkit if pretended.get("NVCC") != "0" else None
+    if "COMPILER" in pretended:
+        for name in ("FusedAdamBuilder", "CPUAdamBuilder"):
+            get_accelerator().get_op_builder(name).load = lambda *_: 1 / 0
+    if "APART" in pretended:
+        os.chdir(f"rank{os.environ['RANK']}")
+    deepspeed.__version__ = pretended.get("DEEPSPEED", deepspeed.__version__)
+    sys.dont_write_bytecode = True  # beside a user's functions
+    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()))
+    call_main(script, argv)
+
+
 def call_main(script, argv):
     """Runs a script's main() as its last line does, in a rank."""
     from machinery.base import refused
 
     sys.argv = [f"{script}.py", *argv]
     refused.program(importlib.import_module(script).main)
+
+
+def count_loads():
+    """Has each model of transformers that is made from now on counted in LOADS."""
+    import transformers
+
+    make = transformers.PreTrainedModel.__init__
+
+    @functools.wraps(make)
+    def make_and_count(model, *args, **options):
+        LOADS.append(type(model).__name__)
+        return make(model, *args, **options)
+
+    transformers.PreTrainedModel.__init__ = make_and_count
 
 
 def parse(run):
@@ -128,8 +196,7 @@ def environment(changes=None):
     found = {k: v for k, v in os.environ.items() if k not in RANK_NAMES}
     # DeepSpeed compiles its optimizers anew for another version of ninja: always take the same one
     found["PATH"] = f"{Path(sys.executable).parent}:{found['PATH']}"
-    found |= {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(base() / "datasets")}
-    return {**found, **(changes or {})}
+    return {**found, "PYTHONPATH": str(ROOT), **(changes or {})}
 
 
 def start_command(command, env=None, cwd=None, limit=600):
@@ -180,8 +247,9 @@ def fork(function, ranks, *args, env=None, cwd=None, limit=300, patience=3, meet
     results = [job / f"result{rank}" for rank in range(ranks)]
     results = [pickle.loads(f.read_bytes()) if f.exists() else None for f in results]
     out, err = ((job / name).read_text(errors="replace") for name in ("out", "err"))
+    left = json.loads((job / "left").read_text()) if (job / "left").exists() else {}
     shutil.rmtree(job)
-    return Done(json.loads(reply), out, err, None, results)
+    return Done(json.loads(reply), out, err, None, results, **left)
 
 
 @functools.cache
@@ -270,6 +338,7 @@ def be_rank(rank, ranks, port, group, job, module, name, meet, env, cwd):
         os.environ.update({key: str(number) for key, number in numbers.items()})
     os.environ.update(env)
     code = 0
+    count_loads()
     try:
         if meet == "before":
             import deepspeed
@@ -280,6 +349,9 @@ def be_rank(rank, ranks, port, group, job, module, name, meet, env, cwd):
         (job / f"result{rank}").write_bytes(pickle.dumps(result))
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else bool(stop.code)
+        if rank == 0:
+            rule = getattr(stop.__context__, "rule", "")  # of the Refused that became an exit code
+            (job / "left").write_text(json.dumps({"rule": rule, "loads": len(LOADS)}))
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
@@ -437,7 +509,7 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
     from machinery.flags import declaring
 
     own = dict(model_name_or_path=path, zero_stage=stage, dropout=dropout, lora_dim=lora_dim)
-    return common.load_model(declaring.of_role(args, **own), tokenizer, value_head)
+    return common.load_model(declaring.with_flags(args, **own), tokenizer, value_head)
 
 
 class Knowing:
@@ -464,7 +536,7 @@ def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxs
     import ppo
     from helpers import decoding
 
-    off = dict(temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop=[])
+    off = dict(temperature=1.0, top_k=0, top_p=1.0, stop=[])
     off |= dict(compile_decoding=0, rollout_batch_size=9, max_prompt_seq_len=ids.shape[1])
     off |= dict(max_answer_seq_len=uniforms.shape[1])
     args = types.SimpleNamespace(**{**off, **options})
@@ -484,7 +556,7 @@ def uniforms(rows, count, step=0):
     from helpers import decoding
 
     keys = [{"row": row, "sample": 0} for row in range(rows)]
-    return decoding.row_uniforms(1, step, keys, count)
+    return decoding.uniforms_of(1, step, keys, count)
 
 
 if __name__ == "__main__":

@@ -120,9 +120,7 @@ RUNS |= {
     "ppo_options": run("ppo", OPTIONS, zero=3, **ONCE),
     "ppo_one_rank_options": run("ppo", OPTIONS, rows=2, accumulation=4, ranks=1),
     # PPO's own promises
-    "ppo_looked_at": run(
-        "ppo", f"{PPO_DROPOUT} {GOLD} --eval_steps 1 --microscope 5 --eval_ema 1", 3
-    ),
+    "ppo_looked_at": run("ppo", f"{PPO_DROPOUT} {GOLD} --eval_steps 1 --microscope 5", 3),
     "ppo_unstable": run(
         "ppo",
         "--allow_unstable 1 --ppo_epochs 2 --generation_batches 2 --max_steps 1",
@@ -376,7 +374,7 @@ def tiny_engine(base, stage, model="actor", options=(), **head):
 
     args = tiny_args(base, stage, *options)
     own = dict(model_name_or_path=f"{base}/models/{model}", dropout=None)
-    args = declaring.of_role(args, **own, learning_rate=1e-2, weight_decay=0.0)
+    args = declaring.with_flags(args, **own, learning_rate=1e-2, weight_decay=0.0)
     return common.train_engine(common.load_model(args, **head), args, 2, 1, 10)
 
 

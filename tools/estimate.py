@@ -44,32 +44,35 @@ def value_model(args):
 def four_models(args):
     """Returns the models of ppo.py. With LoRA the reference takes no memory of its own."""
     rows, logits = args.per_device_training_batch_size, args.max_answer_seq_len
-    own = declaring.of_role(args, "actor")
-    actor = memory.Model(own, rows, with_logits=logits, kept=one_pass(args, own))
+    actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
+    kept = keeps_graphs(args, actor_args, critic_args)
+    actor = memory.Model(actor_args, rows, with_logits=logits, kept=kept)
     actor.generates = args.rollout_batch_size
     models = [actor]
     if args.has_critic:
-        own = declaring.of_role(args, "critic")
-        models.append(memory.Model(own, rows, head=True, kept=one_pass(args, own)))
+        models.append(memory.Model(critic_args, rows, head=True, kept=kept))
     if args.has_reference and not args.actor_lora_dim:
-        own = declaring.of_role(args, "actor", dropout=0.0)
+        own = declaring.with_flags(actor_args, dropout=0.0)
         models.append(memory.Model(own, rows, trains=False, with_logits=logits))
     for path in args.reward_model_name_or_path:
-        own = declaring.of_role(args, "critic", model_name_or_path=path, dropout=None, lora_dim=0)
+        changes = dict(model_name_or_path=path, dropout=None, lora_dim=0)
+        own = declaring.with_flags(critic_args, **changes)
         models.append(memory.Model(own, rows, trains=False, head=True))
     return models
 
 
-def one_pass(args, own):
-    """Returns whether the forward that scores a rollout also trains on it.
+def keeps_graphs(args, actor_args, critic_args):
+    """Returns whether the forwards that score a rollout keep their graphs, to be trained on."""
+    dropout = dropout_of(actor_args) or (args.has_critic and dropout_of(critic_args))
+    return ppo.forwards_of_score(args, ppo.Sizes(args), dropout)[0]
 
-    own: the flags of the model.
-    """
-    dropout = own.dropout
-    if dropout is None:
-        config = model_folders.load_config(own.model_name_or_path, own.trust_remote_code)
-        dropout = max(model_folders.own_dropout(config).values(), default=0)
-    return ppo.shares_pass(args) and not dropout
+
+def dropout_of(own):
+    """Returns the largest dropout of a model, of which `own` are the flags."""
+    if own.dropout is not None:
+        return own.dropout
+    config = model_folders.load_config(own.model_name_or_path, own.trust_remote_code)
+    return max(model_folders.own_dropout(config).values(), default=0)
 
 
 SCRIPTS = {"sft": (sft, language_model), "reward": (reward, value_model), "ppo": (ppo, four_models)}

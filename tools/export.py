@@ -128,10 +128,12 @@ def write_models(args, saved, checkpoint, folder, merge):
     shape = saved[0]["layout"]["shape"]
     roles = {name: "" if name == "model" else name for name in shape if name != "ranks"}
     first = declaring.of_role(args, next(iter(roles.values()))).model_name_or_path
-    tokenizer = model_folders.load_tokenizer(first, args)  # the model's or the actor's
-    tokenizer.eos_token = saved[0]["eos_token"]
+    load = model_folders.load_tokenizer
+    in_chats = load(first, args).eos_token != saved[0]["eos_token"]
+    tokenizer = load(first, args, in_chats)  # the model's or the actor's
     for engine, role in roles.items():
-        own = declaring.of_role(args, role, zero_stage=0, gradient_checkpointing=False)
+        own = declaring.of_role(args, role)
+        own = declaring.with_flags(own, zero_stage=0, gradient_checkpointing=False)
         head = "score" if engine == "critic" else vars(args).get("value_head_prefix")
         model = load_engine(own, checkpoint / engine, shape[engine], tokenizer, head)
         to = folder / "critic" if engine == "critic" else folder

@@ -107,9 +107,8 @@ def read_rows(args, path, flag, stages, read):
     its test split, if it has one. `drop` of a dict is "", or why the row is left out.
     """
     source, columns = sources.read_source(path, flag)
-    able = [one for one in stages if rows.serves(columns, one)]
-    stage = [*able, stages[-1]][0]
-    rows.check_columns(path, columns, stage, flag)
+    stage = next((one for one in stages if rows.serves(columns, one)), stages[-1])
+    rows.refuse_unknown_columns(path, columns, stage, flag)
     found = []
     part = itertools.islice(source.get("test", source["train"]), args.num or None)
     for number, row in enumerate(part, 1):

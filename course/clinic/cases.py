@@ -6,10 +6,12 @@ that is in output/clinic/runs is not made again. Names that begin with "healthy"
 without a fault.
     python course/clinic/cases.py               lists them
     python course/clinic/cases.py 07 --keep     puts it into course/clinic/07, which is in git
+With --keep a step that a healthy run has, too, is not stored again: runs.txt names its folder.
 Each case has its flags and its fault in course/clinic/solutions: do not look there too early.
 """
 
 import json
+import os
 import re
 import runpy
 import sys
@@ -112,6 +114,23 @@ def few(name, lines):
     return ends[0][:most] + ends[1][:most]
 
 
+def folder_of(name):
+    """Returns where a case is kept."""
+    return HERE / name.replace("-", "/")
+
+
+def kept_as(name):
+    """Returns {script: the folder that keeps it} of a case; a run of several is kept once.
+
+    What a healthy run has, too, lies in its folder, the first of HEALTHY.
+    """
+    found = {}
+    for script, run in case(name).items():
+        owner = next((other for other in HEALTHY if run in case(other).values()), name)
+        found[script] = folder_of(owner) / script
+    return found
+
+
 def main():
     names = [*CASES, *HEALTHY]
     parser = runner.new_parser(__doc__, names, "output/clinic/runs")
@@ -124,9 +143,16 @@ def main():
     runs, root = case(args.name), args.runs.resolve()
     chain = dict(enumerate(with_parents(runs.values())))
     runner.make_all({(args.name, 1): chain}, root, 1)
-    target = (HERE if args.keep else ROOT / "output/clinic") / args.name.replace("-", "/")
-    for script, run in runs.items():
-        keep(run, root, target / script)
+    own = folder_of(args.name)
+    target = own if args.keep else ROOT / "output/clinic" / own.relative_to(HERE)
+    elsewhere = []
+    for script, folder in kept_as(args.name).items():
+        if args.keep and folder.parent != own:
+            elsewhere.append(os.path.relpath(folder, own))
+        else:
+            keep(runs[script], root, target / script)
+    if elsewhere:  # tools/look.py reads this list
+        (own / "runs.txt").write_text("".join(f"{path}\n" for path in elsewhere))
     print(f"python tools/look.py {target.relative_to(ROOT)}")
 
 

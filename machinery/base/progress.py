@@ -2,8 +2,11 @@
 
 import os
 import sys
+import time
 
 from tqdm import tqdm
+
+from machinery.base import ranks
 
 EVERY = 60  # seconds between two lines
 LINE = "{desc}: {n_fmt} of {total_fmt}, {remaining} left"
@@ -32,7 +35,11 @@ def bar(total, what, done=0):
 
 def shown(pieces, what):
     """Yields the pieces (a range, a list), and shows how many are done."""
+    noted = time.monotonic()
     with bar(len(pieces), what) as shows:
         for piece in pieces:
             yield piece
             shows.update()
+            if time.monotonic() > noted + EVERY:  # at each piece it would take as long as a token
+                noted = time.monotonic()
+                ranks.go_on()

@@ -4,8 +4,13 @@ With tensor parallelism neighbouring ranks share each layer of a model. They wor
 so for the data they count as one.
 """
 
+import contextlib
+import faulthandler
+import itertools
 import os
+import socket
 import sys
+import time
 
 import deepspeed.comm as dist
 import torch
@@ -14,6 +19,10 @@ from deepspeed.utils import groups
 from tqdm import tqdm
 
 from machinery.base.refused import Refused
+
+# How long a rank waits for another before it gives up: PyTorch's own limit with gloo. With NCCL it
+# is 10, which a rank that writes a large model may need for itself.
+WAIT_MINUTES = 30
 
 
 def get_rank():
@@ -24,6 +33,12 @@ def get_rank():
 def get_world_size():
     """Returns the number of ranks, 1 before they have met."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def launched():
+    """Returns how many ranks were started, by what the launcher says: they need not have met."""
+    srun = os.environ.get("SLURM_NTASKS", 1) if "SLURM_STEP_ID" in os.environ else 1
+    return int(os.environ.get("WORLD_SIZE", srun))
 
 
 def tensor_parallel_size():
@@ -83,10 +98,49 @@ def fail_unless_alike(value, what, advice):
         raise Refused("ranks-differ", words)
 
 
+def ranks_on_this_host():
+    """Returns how many of the ranks share this host's memory. All ranks call it."""
+    return all_gather_objects([socket.gethostname()]).count(socket.gethostname())
+
+
+# ---- Waiting ----
 def barrier():
     """Waits for all ranks."""
     if get_world_size() > 1:
         dist.barrier()
+
+
+def wait_while(busy, what):
+    """Waits until busy() is False on every rank, however long that takes. All ranks call it.
+
+    One wait would end after WAIT_MINUTES. These are many short ones, which a rank that has died
+    still ends. what: said again every minute.
+    """
+    for second in itertools.count():
+        if not all_sum(busy())[0]:
+            return
+        if second % 60 == 0:
+            say(f"{what}: {second // 60} min")
+        go_on()
+        time.sleep(1)
+
+
+def go_on():
+    """Notes that this rank makes progress.
+
+    A rank that does not note it again for three quarters of WAIT_MINUTES prints where it is in its
+    code: under NCCL a wait that is too long is no error in Python, but the end of the process.
+    """
+    if get_world_size() > 1:
+        faulthandler.dump_traceback_later(WAIT_MINUTES * 45)
+
+
+@contextlib.contextmanager
+def unhurried():
+    """For work during which no rank waits for another: long as it may take, nothing is wrong."""
+    faulthandler.cancel_dump_traceback_later()
+    yield
+    go_on()
 
 
 def say(text):

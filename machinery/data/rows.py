@@ -5,9 +5,15 @@ import hashlib
 import json
 import zlib
 from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
 
 import datasets
 import numpy as np
+import tokenizers
+import transformers
+from datasets.fingerprint import Hasher
+from filelock import FileLock
 
 from machinery.base import ranks
 from machinery.base.refused import Refused
@@ -106,9 +112,52 @@ def tokenise(tokenizer, stage, prompt, texts, example, train_on):
     return ids, [covered] * len(ids), [tokenise_response(tokenizer, text) for text in texts]
 
 
+# ---- Sources ----
+@dataclass
+class Source:
+    """A file, folder or hub dataset whose rows the stage can read."""
+
+    path: str
+    parts: dict  # {"train": Dataset}, and "test" if it has one
+    columns: list  # their names
+    names: dict  # --columns: {ours: theirs}
+    prompts: dict  # {part: [the prompts of SFT and of step 3, as text, for each row]}
+    is_chat: bool
+
+
+@dataclass
+class Sources:
+    """What --data_path names, read and checked, but not yet tokenised."""
+
+    stage: str
+    each: list
+    hold_chats: bool  # the tokenizer then ends responses as its chat template ends a turn
+
+
+def open_sources(args, stage):
+    """Returns the Sources of a stage: "sft", "reward" or "ppo".
+
+    No tokenizer is needed for it: the rows themselves say whether they are chats, and that decides
+    which EOS the tokenizer is loaded with.
+    """
+    each = [open_source(args, path, stage) for path in args.data_path]
+    return Sources(stage, each, any(source.is_chat for source in each))
+
+
+def open_source(args, path, stage):
+    """Returns a Source. Refuses columns and rows that the stage cannot read."""
+    with ranks.unhurried():  # a download may take an hour
+        parts, columns = sources.read_source(path)
+    names = sources.names_in(args, path, columns)
+    refuse_unknown_columns(path, sources.parse(dict.fromkeys(columns), names), stage)
+    prompts = {part: read_prompts(path, part, parts[part], stage, names) for part in parts}
+    first, _, _ = read_row(sources.parse(parts["train"][0], names), stage)
+    return Source(path, parts, columns, names, prompts, is_chat=isinstance(first, list))
+
+
 # ---- Rows ----
-def load_rows(args, tokenizer, stage, limit):
-    """Returns the train and held-out datasets of a stage: "sft", "reward" or "ppo".
+def load_rows(args, opened, tokenizer, limit):
+    """Returns the train and held-out datasets of a stage's Sources, tokenised.
 
     prompt            text; chat messages as JSON where `chat` is true
     prompt_ids        its tokens; with a response at most `limit`
@@ -117,38 +166,37 @@ def load_rows(args, tokenizer, stage, limit):
     length, extra     tokens of all of them; the row's other columns, as JSON
     place             the file and its line; "" for a row of the hub's
 
-    Where they hold chats, the tokenizer's EOS becomes the end of turn (tokens.end_as_in_chats).
     Each stage takes its own share of every source's rows (--data_split). Held out is the source's
     own test split, or a twentieth of the prompts, by hash; of all together MOST_HELD_OUT at most.
     Neither depends on --seed: stages with different seeds must not share rows.
     """
     trained_on = set()  # the prompts that any stage trains on, in any source
-    shares = []
-    for path in args.data_path:
-        source, columns = sources.read_source(path)
-        names = sources.names_in(args, path, columns)
-        check_columns(path, sources.parse(dict.fromkeys(columns), names), stage)
-        asked = {part: read_prompts(path, part, source[part], stage, names) for part in source}
-        if isinstance(read_row(sources.parse(source["train"][0], names), stage)[0], list):
-            tokens.end_as_in_chats(tokenizer)
-        held_out = set() if "test" in source else a_twentieth(key for key, _ in asked["train"])
-        own = [i for i, (key, _) in enumerate(asked["train"]) if key not in held_out]
-        trained_on.update(*(asked["train"][i] for i in own))
-        taken = share_of(source["train"].select(own), args.data_split, stage)
-        split = ",".join(f"{part:g}" for part in args.data_split)
-        said = f"{path}: {len(taken):,} of {len(own):,} rows (--data_split {split})"
-        options = dict(tokenizer=tokenizer, stage=stage, limit=limit, columns=columns, names=names)
-        options["train_on"] = getattr(args, "train_on", None)
-        part = "test" if "test" in source else "train"
-        shares.append((path, said, taken, source[part], asked[part], options))
+    taken = []  # of each source: the numbers of the rows that are trained on
+    for source in opened.each:
+        asked = source.prompts["train"]
+        held_out = set() if "test" in source.parts else a_twentieth(key for key, _ in asked)
+        own = [i for i, (key, _) in enumerate(asked) if key not in held_out]
+        trained_on.update(*(asked[i] for i in own))
+        taken.append(own)
     made = {"train": [], "test": []}
-    most = max(MOST_HELD_OUT, getattr(args, "num_eval_prompts", 0)) // len(shares)
-    for path, said, train, test, prompts, options in shares:
-        unseen = [i for i, both in enumerate(prompts) if trained_on.isdisjoint(both)]
+    most = max(MOST_HELD_OUT, getattr(args, "num_eval_prompts", 0)) // len(opened.each)
+    split = ",".join(f"{part:g}" for part in args.data_split)
+    for source, own in zip(opened.each, taken):
+        part = "test" if "test" in source.parts else "train"
+        train = share_of(source.parts["train"].select(own), args.data_split, opened.stage)
+        asked = source.prompts[part]
+        unseen = [i for i, both in enumerate(asked) if trained_on.isdisjoint(both)]
         few = np.sort(np.random.default_rng(0).permutation(unseen)[:most]).astype(int)
-        ranks.say(f"{said}, {len(few):,} of {len(unseen):,} held-out rows")
-        made["train"] += tokenise_rows(train, options, f"{path}, train")
-        made["test"] += tokenise_rows(test.select(few), options, f"{path}, test")
+        test = source.parts[part].select(few)
+        ranks.say(
+            f"{source.path}: {len(train):,} of {len(own):,} rows (--data_split {split}), "
+            f"{len(few):,} of {len(unseen):,} held-out rows"
+        )
+        options = {"tokenizer": tokenizer, "stage": opened.stage, "limit": limit}
+        options |= {"columns": source.columns, "names": source.names}
+        options["train_on"] = getattr(args, "train_on", None)
+        made["train"] += tokenise_rows(train, options, f"{source.path}, train")
+        made["test"] += tokenise_rows(test, options, f"{source.path}, test")
     for part, kept in made.items():
         if not kept:
             why = "dropped, another step's (--data_split), or of prompts that are trained on"
@@ -162,7 +210,7 @@ def serves(columns, stage):
     return any(set(need) <= set(columns) for need in able)
 
 
-def check_columns(path, columns, stage, flag="--data_path"):
+def refuse_unknown_columns(path, columns, stage, flag="--data_path"):
     """Refuses columns of which the stage cannot make its rows."""
     if not serves(columns, stage):
         known = "".join(f"\n    {need}  ({steps})" for need, steps in formats.FORMATS.items())
@@ -213,14 +261,21 @@ def tokenise_rows(rows, options, title):
         return []
     many = len(rows) >= MANY
     if many:
-        ranks.say(f"{title}: tokenising {len(rows):,} rows")
-    made = rows.flatten_indices(keep_in_memory=True).map(  # a process gets its own rows only
-        tokenise_row,
-        fn_kwargs=options,
-        remove_columns=rows.column_names,
-        keep_in_memory=True,
-        num_proc=4 if many else None,
-    )
+        ranks.say(f"{title}: tokenising {len(rows):,} rows, if the cache of `datasets` lacks them")
+    # What the token ids depend on, by which that cache knows them again.
+    versions = [transformers.__version__, tokenizers.__version__]
+    known_by = Hasher.hash([rows._fingerprint, options, sources.own_code(), versions])
+    # The first rank of a machine fills the cache, and the others wait for it, as long as it takes.
+    lock = Path(datasets.config.HF_DATASETS_CACHE, f"tokenising-{known_by}.lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with ranks.unhurried(), FileLock(lock):
+        made = rows.map(
+            tokenise_row,
+            fn_kwargs=options,
+            remove_columns=rows.column_names,
+            num_proc=4 if many else None,
+            new_fingerprint=known_by,
+        )
     reasons = list(made["drop"])  # "" for a row that is kept
     for why, count in Counter(filter(None, reasons)).items():
         if why in FATAL:

@@ -1,11 +1,8 @@
 """Makes token ids of prompts, chats and responses, and finds the assistant's turns in them."""
 
 import re
-from contextlib import suppress
 
-from machinery.base import ranks
 from machinery.data.formats import ASSISTANT, HUMAN, LeftOut
-from machinery.models import model_folders
 
 NO_TEMPLATE = "the data holds chats, and the tokenizer has no chat template. Take a chat model's"
 TURNS_UNKNOWN = "the chat template changes turns when others follow. Use --train_on last"
@@ -92,32 +89,6 @@ def tokenise_dialogue(tokenizer, prompt, response):
 
 
 # ---- Chat templates ----
-def end_of_turn(tokenizer):
-    """Returns the special token with which the chat template ends the assistant's turn, else EOS.
-
-    It is another than EOS for Gemma (<end_of_turn>) and the base models of Qwen (<|im_end|>).
-    """
-    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
-    with suppress(LeftOut):  # the template refuses such a chat, or there is none
-        end = render(tokenizer, turns).rpartition("ANSWER")[2].rstrip()
-        known = [token for token in tokenizer.get_added_vocab() if end.endswith(token)]
-        return max(known, key=len, default=tokenizer.eos_token)
-    return tokenizer.eos_token
-
-
-def end_as_in_chats(tokenizer):
-    """Makes `end_of_turn` the tokenizer's EOS: what ends responses, stops them, and is saved.
-
-    So a response in training ends as a turn does in use, and generation stops there.
-    """
-    token = end_of_turn(tokenizer)
-    if token != tokenizer.eos_token:
-        ranks.say(f"responses end with the chat template's {token}, not {tokenizer.eos_token}")
-        tokenizer.eos_token = token
-        if tokenizer.pad_token == token:  # it was another's, and must not end responses
-            tokenizer.pad_token = model_folders.padding_token(tokenizer, len(tokenizer))
-
-
 def protect(tokenizer, messages):
     """Returns messages for the template, and {mark: the content that it stands for}.
 

@@ -3,9 +3,6 @@
 Each rank averages its own share of every weight, so there is no communication until it is saved.
 """
 
-import contextlib
-
-import deepspeed
 import deepspeed.comm as dist
 import torch
 import torch.nn as nn
@@ -44,13 +41,6 @@ class Ema:
             for name, share in local_shards(engine.module):
                 self.shards[name].lerp_(share, 1 - self.decay)
 
-    @contextlib.contextmanager
-    def in_place_of(self, engine):
-        """Meanwhile the engine's forwards use the average; then it has its own weights again."""
-        own = exchange_shards(engine, self.shards)
-        yield  # no `finally`: where one rank fails, the others would wait for it in a collective
-        exchange_shards(engine, own)
-
     def save(self, run, engine, tokenizer):
         """Saves the average of the engine's weights as a model, in ema/ of the output folder."""
         if self.shards:
@@ -78,24 +68,6 @@ def local_shards(model):
             flat = parameter.detach().flatten()
             share = nn.functional.pad(flat, (0, -len(flat) % count)).view(count, -1)[rank]
         yield name, share.float()
-
-
-@torch.no_grad()
-def exchange_shards(engine, shards):
-    """Writes the weights of which each rank holds a shard; returns the shards of what was there.
-
-    shards: {name: 1-d, fp32}. A master copy of the weights, where there is one, stays as it is.
-    """
-    zero3.release_early_gathers(engine)
-    before = {}
-    weights = dict(engine.module.named_parameters())
-    for name, share in local_shards(engine.module):
-        before[name] = share.clone()
-        parameter = weights[name]
-        whole = whole_part(parameter, shards[name])
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            parameter.copy_(whole)  # on all ranks the same
-    return before
 
 
 def whole_part(parameter, shard):

@@ -1,25 +1,24 @@
 """State offload (--offload_states): what only optimizers need waits on the CPU meanwhile."""
 
-import contextlib
-
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from machinery.base import ranks
 
 
-@contextlib.contextmanager
-def states_on_cpu(args, engines):
-    """Runs the block with the optimizer states, fp32 weights and gradients of `engines` on the CPU.
+def to_cpu(args, engines):
+    """Moves the optimizer states, fp32 weights and gradients of `engines` to the CPU.
 
     Only the weights that forwards use stay. Without --offload_states nothing moves.
     """
-    engines = list(engines) if args.offload_states else []
     states = set(OffloadStateTypeEnum) - {OffloadStateTypeEnum.lp_params}
     on_gpu = ranks.device().type != "cpu"  # DeepSpeed 0.18.5 cannot pin memory without a GPU
-    for engine in engines:
+    for engine in engines if args.offload_states else ():
         engine.offload_states(include=states, pin_memory=on_gpu)
-    yield
-    for engine in engines:
+
+
+def to_device(args, engines):
+    """Moves back what `to_cpu` moved away."""
+    for engine in engines if args.offload_states else ():
         engine.reload_states()
 
 

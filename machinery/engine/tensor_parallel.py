@@ -2,6 +2,7 @@
 
 from deepspeed.module_inject.layers import LinearAllreduce
 
+from machinery.base import ranks
 from machinery.base.refused import Refused
 
 
@@ -23,6 +24,16 @@ def options(args):
     """
     options = {"autotp_size": args.tensor_parallel_size, "vocab_parallel_lm_head": False}
     return {"tensor_parallel": options} if args.tensor_parallel_size > 1 else {}
+
+
+def whole_layers(config):
+    """Returns DeepSpeed's config of an engine without the split, which comes after the loading."""
+    return {name: value for name, value in config.items() if name != "tensor_parallel"}
+
+
+def loading_device(args):
+    """Returns where weights are read to: this rank's device, or the CPU if they are split next."""
+    return "cpu" if args.tensor_parallel_size > 1 else ranks.device()
 
 
 def join_shards(parameter, tensor):

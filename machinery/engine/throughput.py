@@ -1,6 +1,34 @@
 """How fast a step was: tokens, FLOPs and seconds; and its learning rate and gradient norm."""
 
+from dataclasses import dataclass
+
+import torch
+
 from machinery.base import modules, ranks
+
+
+@dataclass
+class Pass:
+    """How often a model went over a step's micro-batches."""
+
+    model: torch.nn.Module  # or an engine
+    forwards: float = 0  # without a backward
+    trains: float = 0  # with one
+
+
+def work(micro_batches, passes, checkpointing=False):
+    """Returns the tokens of a step and its FLOPs, over all ranks, without padding and fillers.
+
+    micro_batches: with counts(), see common.Layout. passes: a list of Pass. checkpointing: a pass
+    that trains makes the layers' forward twice.
+    """
+    counts = zip(*(batch.counts() for batch in micro_batches))
+    tokens, rows, scored = ranks.all_sum(*map(sum, counts)).tolist()
+    length, flops = tokens / rows, 0.0
+    for one in passes:
+        flops += one.forwards * count_flops(one.model, tokens, length, scored)
+        flops += one.trains * count_flops(one.model, tokens, length, scored, True, checkpointing)
+    return tokens, flops
 
 
 def count_flops(engine, tokens, length, scored, trains=False, checkpointing=False):

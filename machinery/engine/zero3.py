@@ -36,7 +36,7 @@ def ease_zero3(model, whole_layers):
 
 @contextlib.contextmanager
 def gather_for_generation(engine, room=0):
-    """Eval mode, and under ZeRO-3 all weights gathered once for many forwards.
+    """The model in an engine, under ZeRO-3 with all weights gathered once for many forwards.
 
         with gather_for_generation(engine) as (model, synced): ...
 
@@ -48,7 +48,6 @@ def gather_for_generation(engine, room=0):
     """
     release_early_gathers(engine)
     model = modules.unwrap_model(engine)
-    was_training = model.training
     sharded = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     fits = bool(sharded) and fit_on_every_rank(sharded, room)
     hooked = model.modules() if fits else ()
@@ -56,10 +55,9 @@ def gather_for_generation(engine, room=0):
     with old_deepspeed.gathered_parameters(sharded, enabled=fits):
         for module, before, after in hooks:
             module._forward_pre_hooks, module._forward_hooks = type(before)(), type(after)()
-        yield model.eval(), bool(sharded) and not fits
+        yield model, bool(sharded) and not fits
     for module, before, after in hooks:
         module._forward_pre_hooks, module._forward_hooks = before, after
-    model.train(was_training)
 
 
 def release_early_gathers(engine):
@@ -82,7 +80,7 @@ def fit_on_every_rank(sharded, room=0):
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         free = torch.cuda.mem_get_info()[0] + unused
     else:
-        free = get_accelerator().available_memory()
+        free = get_accelerator().available_memory() / ranks.ranks_on_this_host()
     return ranks.all_sum(need < 0.8 * free)[0] == ranks.data_parallel_size()
 
 

@@ -1,4 +1,4 @@
-"""Declares the flags that all scripts share, fills them from a preset, and checks them.
+"""Declares the flags that all scripts share, fills them from a recipe, and checks them.
 
 A script's `get_args` makes a parser, declares its own flags, adds these, and ends with `parse`.
 """
@@ -6,21 +6,18 @@ A script's `get_args` makes a parser, declares its own flags, adds these, and en
 import argparse
 import copy
 import difflib
-import os
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from machinery.base import ranks, records
 from machinery.base.refused import Refused
 from machinery.engine import config_file
-from machinery.flags import rules
+from machinery.flags import recipes, rules
+from machinery.flags.recipes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 FINITE = sys.float_info.max  # the largest finite number
 STAGES = [0, 1, 2, 3]  # of ZeRO
 LORA = "LoRA: train a product of this rank beside each matrix. 0: off"
@@ -85,7 +82,7 @@ def column_names(text):
 def add_common_flags(parser, own_forms=()):
     """Declares the flags of all scripts, except those named in `own_forms`."""
     arg = flag_group(parser, "flags that change the result", own_forms)
-    arg("preset", str, "a named recipe. toy when no model is named, else the first after it")
+    arg("preset", str, "a folder of recipes/, or toy; @FILE takes another flags file")
     arg("model_name_or_path", str, "hub name or folder; without weights: from scratch", fixed=True)
     files = "hub names, .jsonl .json .csv .parquet files, folders of them"
     arg("data_path", str, files, nargs="+", fixed=True)
@@ -114,6 +111,8 @@ def add_common_flags(parser, own_forms=()):
     arg("max_grad_norm", 1.0, "gradients are scaled down to it; 0: never. 1 [DeepSpeed-Chat]")
     arg("per_device_train_batch_size", int, "rows of one forward on one device", least=1)
     arg("gradient_accumulation_steps", 1, "micro-batches of one optimizer step", least=1)
+    most = "most rows of one forward over all ranks: with many ranks each has fewer; None: any"
+    arg("rows_of_all_ranks", int, most, least=1)
     arg = flag_group(parser, "flags of speed, memory, and what is written", own_forms)
     arg("per_device_eval_batch_size", int, "rows of one forward in evaluation", least=1)
     arg("zero_stage", int, "1 shards optimizer states, 2 gradients, too, 3 weights", choices=STAGES)
@@ -133,8 +132,6 @@ def add_common_flags(parser, own_forms=()):
     arg("keep_checkpoints", 1, "how many of the newest checkpoints to keep", least=1)
     metric = "a metric: keep the best model by it in best/ (eval_loss, eval_gold)"
     arg("keep_best", str, metric, fixed=True)
-    wait = "how long a rank waits for another"
-    arg("timeout_minutes", 30, wait, least=1e-6, type=float)
     arg("resume", False, "go on from the newest whole checkpoint in output_dir")
     arg("trust_remote_code", False, "run the Python code that comes with a model")
     arg("overwrite", False, "output_dir holds a run: move it to NAME.old-1")
@@ -144,57 +141,54 @@ def add_common_flags(parser, own_forms=()):
 class Flags(argparse.Namespace):
     """The flags as attributes, and `declared`, which is not in vars(args).
 
-    It says what is known of them beside their values: `script` ("sft", "reward", "ppo"), and in
-    sets of names which are `given` on the command line, which are `fixed` (--resume must find them
-    unchanged), and which hold `names` of files, folders, models, functions.
+    It says what is known of them beside their values: `script` ("sft", "reward", "ppo"), `why` the
+    recipe was taken (see recipes.choose), and in sets of names which are `given` on the command
+    line itself, which are `fixed` (--resume must find them unchanged), and which hold `names` of
+    files, folders, models, functions.
     """
 
     __slots__ = ["declared"]
 
 
-def parse(parser, presets, argv=None, script=""):
-    """Returns Flags: each from `argv`, else the preset, else its own default; all are checked.
+def parse(parser, toy, argv=None, script=""):
+    """Returns Flags: each from `argv`, else its recipe, else its own default; all are checked.
 
-    presets: {name: {flag: value}} of the script. The preset is --preset; else that of a folder of
-    ours that is named; else the first after the toy if a model is named, and the toy if none is.
+    toy: {flag: value} of the script's own recipe. Which one is taken: recipes.choose.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser._option_string_actions["--preset"].choices = list(presets)
-    name = find_preset(parser, presets, argv)
-    preset = {flag: in_project(value) for flag, value in presets[name].items()}
-    parser.set_defaults(**preset, preset=name)
-    args = parser.parse_args(argv, Flags())
+    files = [word[1:] for word in argv if word.startswith("@")]
+    words = [word for word in argv if not word.startswith("@")]
+    parser._option_string_actions["--preset"].choices = recipes.names(script)
+    read = [recipes.read(parser, file) for file in files]
+    given = recipes.stated(parser, [word for word in words if word not in ("-h", "--help")])
+    name, why = recipes.choose(script, recipes.merged([*read, given]), files)
+    if name in recipes.names(script):
+        named = toy if name == "toy" else recipes.FOLDER / name / f"{script}.flags"
+        read = [recipes.read(parser, named), *read]
+    parser.set_defaults(**{**recipes.merged([*read, given]), "preset": name})
+    args = parser.parse_args(words, Flags())
+    refuse_incomplete(args, toy)
+    recipes.divide_rows(args)
     args.dtype = args.dtype or fast_dtype()
     flags = [action for action in parser._actions if hasattr(action, "fixed")]
     args.declared = SimpleNamespace(
         script=script,
-        given={word[2:].partition("=")[0] for word in argv if word.startswith("--")},
+        given={*given},
         fixed={flag.dest for flag in flags if flag.fixed},
         names={flag.dest for flag in flags if flag.type is str and not flag.choices},
+        why=why,
     )
-    check_ranges(args, flags)
-    rules.check(args, rules.of_all)
+    rules.refuse_broken(args, rules.of_all)
     config_file.read_config(args)
     return args
 
 
-def find_preset(parser, presets, argv):
-    """Returns the name of the preset that is meant."""
-    words = [word for word in argv if word not in ("-h", "--help")]
-    given = vars(parser.parse_known_args(words)[0])
-    models = [given.get(f"{role}model_name_or_path") for role in ("", "actor_", "critic_")]
-    models = [model for model in models if model]
-    meant = [given["preset"], *(records.of_model(model).get("preset") for model in models)]
-    known = [name for name in meant if name in list(presets)]
-    others = [name for name in presets if name != "toy" or not models]  # the toy is the first
-    return (known + others)[0]
-
-
-def in_project(value):
-    """Returns a preset's value; what begins with toy/ lies in the folder of this project."""
-    if isinstance(value, list):
-        return [in_project(each) for each in value]
-    return str(ROOT / value) if str(value).startswith("toy/") else value
+def refuse_incomplete(args, toy):
+    """Refuses a recipe that leaves out what a run needs: the toy's names all of it."""
+    needed = [flag for flag in toy if flag not in {*recipes.OPTIONAL, "dtype"}]
+    if missing := [f"--{flag}" for flag in needed if getattr(args, flag) is None]:
+        words = f"@{args.preset} lacks {' '.join(missing)}.\n  Add them to it, or name a recipe"
+        raise Refused("incomplete-recipe", f"{words} with --preset, which @FILE then overrides.")
 
 
 def fast_dtype():
@@ -205,49 +199,18 @@ def fast_dtype():
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
-def check_ranges(args, flags):
-    """Refuses a number that is out of its flag's range. NaN is in no range."""
-    for flag in flags:
-        given = getattr(args, flag.dest)
-        for value in given if isinstance(given, list) else [given]:
-            if isinstance(value, (int, float)) and not flag.least <= value <= flag.most:
-                words = f"--{flag.dest} {value} must be from {flag.least} to {flag.most}."
-                raise Refused("out-of-range", words)
-
-
-def of_role(args, role="", **changes):
-    """Returns a copy of the flags for one model, with `changes`.
-
-    role: "actor" (lora_dim is then actor_lora_dim, etc.), "critic", or "" for flags as they are.
-    """
+def with_flags(args, **changes):
+    """Returns a copy of the flags, with `changes`."""
     new = copy.copy(args)
-    for name, value in vars(args).items():
-        if role and name.startswith(f"{role}_"):
-            setattr(new, name.removeprefix(f"{role}_"), value)
     vars(new).update(changes)
     return new
 
 
-# ---- The toy ----
-def toy_batch(rows):
-    """The toy's rows of one forward: `rows` on one rank and on two, on more ranks fewer.
+def of_role(args, role):
+    """Returns a copy of the flags in which those of one model have the names of the other scripts.
 
-    The toy's learning rates and numbers of steps are those of two ranks. A bare `deepspeed sft.py`
-    takes all devices: eight with as many rows each would make a quarter of the steps.
+    role: "actor" (lora_dim is then actor_lora_dim, and so on) or "critic"; "" where there is one
+    model alone.
     """
-    srun = os.environ.get("SLURM_NTASKS", 1) if "SLURM_STEP_ID" in os.environ else 1
-    count = int(os.environ.get("WORLD_SIZE", srun))  # the ranks have not met yet
-    return max(1, min(rows, 2 * rows // count))
-
-
-def toy_note(args):
-    """Returns words for a run's first lines, where the toy's step has other rows than on two ranks.
-
-    So it is on one rank, and where ranks do not divide the rows (see toy_batch). Empty for other
-    presets, and where a flag names a batch size.
-    """
-    named = any("batch_size" in flag or "accumulation" in flag for flag in args.declared.given)
-    same = ranks.data_parallel_size() in (2, 4, 8, 16)
-    if args.preset not in ("toy", "arithmetic") or named or same:
-        return ""
-    return " (the toy is tuned for 2, 4, 8, 16 ranks: docs/runs.md)"
+    own = {k.removeprefix(f"{role}_"): v for k, v in vars(args).items() if k.startswith(f"{role}_")}
+    return with_flags(args, **own)

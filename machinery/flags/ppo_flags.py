@@ -15,12 +15,20 @@ OWN_FORMS = """model_name_or_path learning_rate weight_decay dropout lora_dim ma
 def add_options(parser):
     """Declares the options of ppo.py, and what all scripts share."""
     arg = declaring.flag_group(parser, "PPO: options that change the result")
+    function = "f(prompts, completions, **columns) returns a number a response, or one a token"
+    arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION", fixed=True)
+    logged = "a function like --reward_fn's, only logged"
+    arg("gold_fn", str, logged, metavar="FILE:FUNCTION", fixed=True)
+    scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
+    arg("normalize_reward", 0, scaled, most=1, fixed=True)
+    arg("log_kl", 0, "1: keep the reference with --kl_coef 0, to log KL", most=1)
+    arg("enable_ema", 0, "1: keep an average of the actor's weights, in ema/", most=1, fixed=True)
+    arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)
     for role in ("actor", "critic"):
         arg(f"{role}_learning_rate", float, f"peak; {declaring.LORA_RATE}")
         arg(f"{role}_weight_decay", 0.0, "decoupled (AdamW); matrices only")
         arg(f"{role}_dropout", float, "every dropout; None: what its config says", most=1)
         arg(f"{role}_lora_dim", 0, declaring.LORA, fixed=True)
-    arg("reward_combine", "sum", "one score of several judges'", choices=["sum", "min"], fixed=True)
     add_sampling_flags(arg)
     arg = declaring.flag_group(parser, "PPO: options that change only speed and memory")
     for role, frozen in (("actor", "reference"), ("critic", "judges")):
@@ -38,7 +46,6 @@ def add_options(parser):
 
 def add_sampling_flags(arg):
     """Declares how responses are sampled."""
-    arg("min_new_tokens", 0, "no EOS in so many first tokens", fixed=True)
     arg("stop", str, "texts that end a response as EOS does", nargs="+", default=[], fixed=True)
     arg("top_p", 1.0, "nucleus sampling; 1: off", least=1e-6, most=1, fixed=True)
     arg("top_k", 0, "sample from the k likeliest; 0: off", fixed=True)
@@ -47,11 +54,11 @@ def add_sampling_flags(arg):
     arg("eval_samples", 1, "responses to each: pass@k, k = 1, 2, 4, ...", least=1, fixed=True)
 
 
-def resolve(args, advantages):
+def resolve(args, advantages, responses):
     """Returns the flags with what they leave open, and checks PPO's rules.
 
-    advantages: {name: object with needs_critic, compares_groups and whitens}. The judges become
-    lists.
+    advantages: {name: object with needs_critic, compares_groups and whitens}. responses: of a
+    rollout, on one rank. The judges become lists.
     """
     advantage = advantages[args.advantage]
     on_cuda = get_accelerator().device_name() == "cuda"
@@ -65,56 +72,22 @@ def resolve(args, advantages):
         "critic_zero_stage": args.zero_stage,
         "reward_fn": [],
         "reward_model_name_or_path": [] if args.reward_fn else [args.critic_model_name_or_path],
-        "rollout_batch_size": Sizes(args).responses,
+        "rollout_batch_size": responses,
         "compile_decoding": int(on_cuda and rules.whole_actor(args)),
     }
     for name, value in left_open.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.declared.given & {"data_path", "gold_fn"} == {"data_path"}:
-        args.gold_fn = None  # a preset's knows the questions of the preset's own data only
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
-    args.enable_ema = args.enable_ema or args.eval_ema
     if args.adam_offload:
         args.offload_states = False  # they live on the CPU anyway
-    rules.check(args, rules.of_ppo)
-    if filters := args.declared.given & {"top_p", "top_k", "min_new_tokens"}:
+    rules.refuse_broken(args, rules.of_ppo)
+    if filters := args.declared.given & {"top_p", "top_k"}:
         ranks.say(f"warning: --{' --'.join(filters)}: KL is not the sampler's, may be below 0")
     return args
 
 
-# ---- Sizes and models ----
-class Sizes:
-    """The sizes of a rollout on one rank, and what depends on them.
-
-    prompts: of a generation batch.
-    updates_per_epoch, updates: optimizer steps of one epoch over a rollout, and of all epochs.
-    """
-
-    def __init__(self, args):
-        generation = args.per_device_generation_batch_size
-        accumulation = args.gradient_accumulation_steps
-        self.samples = args.samples_per_prompt
-        self.prompts = generation // self.samples
-        self.generation_batches = accumulation * args.generation_batches
-        self.responses = self.generation_batches * generation
-        minibatch = args.per_device_training_batch_size * accumulation
-        self.updates_per_epoch = self.responses // minibatch
-        self.updates = self.updates_per_epoch * args.ppo_epochs
-
-    def repeated(self, rows):
-        """Returns each row --samples_per_prompt times, numbered by `sample`: a generation batch."""
-        return [{**row, "sample": i} for row in rows for i in range(self.samples)]
-
-    def grouped(self, batches):
-        """Returns the rows of all generation batches in one list, with the number of their group.
-
-        A group are the responses to one prompt; a prompt that is drawn twice makes two.
-        """
-        rows = [row for batch in batches for row in batch]
-        return [{**row, "group": i // self.samples} for i, row in enumerate(rows)]
-
-
+# ---- Models ----
 def check_models(args, tokenizer):
     """Ends with an error, before any model is loaded, if they do not fit each other.
 

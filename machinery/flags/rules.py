@@ -5,16 +5,15 @@ after minutes. In the words {seed} becomes "--seed 7": the flag as it was given.
 checks the rules of all scripts, `ppo_flags.resolve` those of PPO.
 """
 
-import os
-
 from deepspeed.accelerator import get_accelerator
 
+from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.engine.adam import lacks_nvcc
 from machinery.engine.old_deepspeed import older_than
 
 
-def check(args, rules):
+def refuse_broken(args, rules):
     """Raises Refused if the flags break one of the rules, such as `of_all`."""
     for name, broken, words in rules(args):
         if broken:
@@ -38,7 +37,6 @@ def of_all(args):
     stages = stages_of(args)
     lora = any(value for name, value in vars(args).items() if name.endswith("lora_dim"))
     split = args.tensor_parallel_size > 1  # ranks share layers
-    rank_count = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
 
     counts = len(args.data_split), len(args.adam_betas)
     yield "how-many", counts != (3, 2), "--data_split has 3 numbers, --adam_betas 2."
@@ -50,7 +48,8 @@ def of_all(args):
     words = "--adam_offload and --deepcompile need --zero_stage 1, 2 or 3, --offload needs 3."
     yield "zero-only", needs_zero or args.offload and 3 not in stages, words
     words = "{tensor_parallel_size} must divide the ranks, and works in bf16, without --lora_dim."
-    broken = split and (lora or args.dtype != "bf16" or rank_count % args.tensor_parallel_size)
+    uneven = ranks.launched() % args.tensor_parallel_size
+    broken = split and (lora or args.dtype != "bf16" or uneven)
     yield "tensor-parallel", broken, words
     # of the first 0.18.5 gave a gradient norm of 8.7 for 6.1
     needs_0_19 = args.adam_offload and args.dtype == "bf16" and 1 in stages
@@ -76,6 +75,13 @@ def of_ppo(args):
     yield "batches-divide", broken, words
     words = "{advantage} compares the responses to a prompt.\n  Use --samples_per_prompt 4."
     yield "group-of-one", args.compares_groups and args.samples_per_prompt < 2, words
+    words = "--stop has an empty text, which stands in every response: all would have one token."
+    yield "empty-stop", "" in args.stop, words
+    words = "{advantage} has a critic: give --critic_model_name_or_path, --critic_learning_rate."
+    critic = args.critic_model_name_or_path, args.critic_learning_rate
+    yield "no-critic", args.has_critic and None in critic, words
+    words = "{advantage} needs a judge: give --reward_model_name_or_path or --reward_fn."
+    yield "no-judge", None in args.reward_model_name_or_path, words
 
     # DeepSpeed-Chat reports divergence where this is broken, and leaves open why. While it holds,
     # the weights that train are those that sampled: the ratio is 1, clipping never acts, and this

@@ -4,18 +4,12 @@
 "LoRA Without Regret", thinkingmachines.ai/blog/lora.
 """
 
-import json
 from pathlib import Path
 
 import torch
 
-from machinery.base.refused import Refused
 from machinery.engine import old_deepspeed
-
-CONFIG_FILE = "adapter_config.json"
-# transformers' config beside adapters. As config.json it would have stock tools look for whole
-# weights there, and not for the base named in adapter_config.json.
-CONFIG = "model_config.json"
+from machinery.models import model_folders
 
 
 def add_adapters(model, args, path, value_head=None):
@@ -72,35 +66,29 @@ class WithoutAdapters:
         return result
 
 
-def chain(path):
-    """Returns [path], and where it holds adapters what they sit on, and so on, down to weights."""
-    config = Path(path) / CONFIG_FILE
-    if not config.is_file():
-        return [path]
-    base = json.loads(config.read_text())["base_model_name_or_path"]
-    if base is None:
-        raise Refused("no-weights", f"{config} does not name its base model.")
-    return [path, *chain(base)]
-
-
-def merge_all(model, folders):
-    """Adds the adapters in each of `folders` (as from `chain`) to `model`, the innermost first.
+def merge_adapters(model, folders):
+    """Adds the adapters in each of `folders` (as in Source) to `model`, the innermost first.
 
     They are in peft's format. A value head that comes with them replaces the model's.
     """
     for folder in reversed(folders):
         import peft  # as above
 
-        config = peft.PeftConfig.from_pretrained(folder)
-        config.task_type = None  # a causal LM's adapters are welcome in a value model
-        wrapped = peft.PeftModel.from_pretrained(model, folder, config=config)
+        words = f"the adapters in {folder} do not load"
+        with model_folders.refusing("unreadable-weights", words):
+            config = peft.PeftConfig.from_pretrained(folder)
+            config.task_type = None  # a causal LM's adapters are welcome in a value model
+            wrapped = peft.PeftModel.from_pretrained(model, folder, config=config)
+            there = set(peft.load_peft_weights(folder, device="cpu"))
+        wanted = set(peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False))
+        model_folders.refuse_misfits(folder, wanted - there, there - wanted)
         for layer in adapted_layers(wrapped).values():
             with old_deepspeed.gathered_parameters([*layer.parameters()], modifier_rank=0):
                 layer.merge()
         wrapped.unload().requires_grad_(True)
 
 
-def merged(model, state):
+def merge_state(model, state):
     """Adds each adapter to the weight that it sat beside, in `state`, {name: whole tensor}."""
     for name, layer in adapted_layers(model).items():
         a = state.pop(f"{name}.lora_A.default.weight").float()

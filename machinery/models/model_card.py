@@ -7,21 +7,21 @@ from huggingface_hub import ModelCard, ModelCardData
 from machinery.base import ranks
 
 
-def write(args, record, title, folder, **facts):
+def write_card(args, record, title, folder, **facts):
     """Writes README.md of the model in `folder`. A card that fails does not cost the weights.
 
     record: what args.json holds, and the last evaluation. title: what was trained. facts: what
     saving.save_model returned.
     """
     try:
-        text = card(args, record, title, Path(folder), **facts)
+        text = card_text(args, record, title, Path(folder), **facts)
         with open(Path(folder) / "README.md", "x") as file:  # one that is there is the user's
             file.write(text)
     except Exception as error:  # of what the base's README.md, flags and logs may hold
         ranks.say(f"the model card, README.md, could not be written: {error!r}")
 
 
-def card(args, record, title, folder, adapted, scores, appends):
+def card_text(args, record, title, folder, adapted, scores, appends):
     """Returns the model card of what is in `folder`, --output_dir or a folder in it."""
     flags, kind = vars(args), "language model"
     if scores:

@@ -1,37 +1,176 @@
 """What a model's folder, or its name on the hub, holds; or a clear error."""
 
+import contextlib
+import dataclasses
+import json
 from pathlib import Path
 
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from machinery.base import ranks
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused, nearest
-from machinery.models import lora, scoring_tokenizer
+from machinery.engine import tensor_parallel
+from machinery.models.scoring_tokenizer import AS_TRAINED
 
-PAD_NAMES = ("<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "<|endoftext|>")
+# peft's config of adapters names what they sit on. transformers' config lies beside it under a
+# name of ours: as config.json it would have stock tools look for whole weights there.
+ADAPTER_CONFIG, CONFIG_BESIDE_ADAPTERS = "adapter_config.json", "model_config.json"
+PAD_NAMES = ("<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "<|endoftext|>", "<|pad|>")
 # How files of weights end, also those that transformers does not read
 WEIGHTS = tuple(".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .index.json".split())
 
 
+# ---- Where a model comes from ----
+@dataclasses.dataclass
+class Source:
+    """What the name of a model stands for, looked up once."""
+
+    path: str  # a folder, or a name on the hub
+    base: str  # where the weights are: `path`, or what lies under the adapters there
+    adapters: list  # folders of LoRA's adapters, the outermost first
+    has_weights: bool
+    config: PreTrainedConfig
+    own_dropout: dict  # {name: probability} as the model came: --dropout is this run's alone
+    head: str | None  # the name of the value head; None: a language model
+
+    def read(self, kind, **options):
+        """Returns what `kind`, a class of transformers, reads from the folder.
+
+        transformers calls a value head `score`, whatever its name in the file is.
+        """
+        names = {rf"^{self.head}\.": "score."} if self.head else None
+        return kind.from_pretrained(self.base, config=self.config, key_mapping=names, **options)
+
+    def missing_weights(self, kind, **options):
+        """Returns the names of the weights that `kind` needs and the folder lacks: a new head's.
+
+        All others are refused, and so are weights that the model has no place for. They are read
+        to `meta`, a device without memory: so every rank finds what is wrong, and before anything
+        is loaded. (transformers 5.24 compares nothing while it partitions weights for ZeRO-3.)
+        """
+        if not self.has_weights:
+            return {"score.weight"}
+        options.update(device_map="meta", output_loading_info=True)
+        words = f"the weights of {self.base} do not load"
+        with refusing("unreadable-weights", words), ranks.unhurried():  # a download takes its time
+            model, info = self.read(kind, **options)
+        missing, unused = info["missing_keys"], info["unexpected_keys"]
+        head_is_new = self.head and (self.adapters or not is_scorer(self.config))
+        wanted = missing - {"score.weight"} if head_is_new else missing
+        # another kind of head, such as the output matrix, may be left out
+        backbone = {model.base_model_prefix, *dict(model.base_model.named_children())}
+        refuse_misfits(self.base, wanted, {n for n in unused if n.split(".")[0] in backbone})
+        return missing
+
+
+def resolve(args, tokenizer=None, value_head=None):
+    """Returns the Source of the model that the flags name, or refuses it.
+
+    args, tokenizer, value_head: those of common.load_model. The config becomes that of the model
+    to load: with --dropout, and of a value model if `value_head` names the head.
+    """
+    path = args.model_name_or_path
+    config = load_config(path, args.trust_remote_code)
+    tensor_parallel.check_model(path, config, args)
+    dropout = own_dropout(config)
+    if args.dropout is not None:
+        config.update(dict.fromkeys(dropout, float(args.dropout)))
+    if value_head:
+        value_head = getattr(config, "value_head_prefix", value_head)  # its own name, if it has one
+        config.update({"num_labels": 1, "value_head_prefix": value_head})
+        pad = tokenizer.pad_token_id
+        config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
+    else:
+        refuse_other_kind(path, config, scores=False)
+    *adapters, base = chain(path)
+    weights = has_weights(base, needed=adapters or args.lora_dim)
+    return Source(path, base, adapters, weights, config, dropout, value_head)
+
+
+def chain(path):
+    """Returns [path], and where it holds adapters what they sit on, and so on, down to weights."""
+    found = [path]
+    while (file := Path(found[-1]) / ADAPTER_CONFIG).is_file():
+        try:
+            base = json.loads(file.read_text())["base_model_name_or_path"]
+        except (ValueError, KeyError):
+            base = None
+        if base is None or base in found:
+            raise Refused("no-weights", f"{file} names no base model, or adapters on themselves.")
+        found.append(base)
+    return found
+
+
+def has_weights(path, needed=False):
+    """Returns whether `path`, a hub name or a folder, holds weights.
+
+    Where config.json and tokenizer stand alone it does not: such a model starts from scratch.
+    With `needed` that is an error: nothing that is learned later would be worth anything.
+    """
+    base = Path(chain(path)[-1])
+    holds = not base.is_dir() or any(file.name.endswith(WEIGHTS) for file in base.iterdir())
+    if needed and not holds:
+        raise Refused("no-weights", f"{base} holds no weights: it must have been trained before.")
+    return holds
+
+
+def refuse_misfits(path, missing, unused):
+    """Raises Refused if `path` lacks weights that the model has, or has some that it lacks."""
+    names = ", ".join(sorted(missing or unused)[:3])
+    if missing:
+        raise Refused("missing-weights", f"{path} lacks {names}: these weights would be random.")
+    if unused:
+        raise Refused("unused-weights", f"{path} has weights that its model lacks: {names}.")
+
+
+@contextlib.contextmanager
+def refusing(rule, words):
+    """Makes any error of what is done inside a Refused, with `words` before it.
+
+    What a library raises on broken files is of many kinds: of the hub, of JSON, of pickle, ...
+    """
+    try:
+        yield
+    except Exception as error:
+        raise Refused(rule, f"{words}: {type(error).__name__}: {error}") from error
+
+
 # ---- Configs ----
-def load(path, kind, trust_remote_code):
+def load_or_refuse(path, kind, **options):
     """Returns what `kind` (AutoConfig, AutoTokenizer) loads from a hub name or folder."""
     local = Path(path)
     if not local.exists() and len(local.parts) > 1 and local.parent.is_dir():  # no hub name, then
         words = f"there is no {path} here. {nearest(local)}\n  Has the step that writes it ended?"
         raise Refused("no-such-model", words)
-    try:
-        return kind.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # of many kinds: of the hub, of JSON, of config's or tokenizers' own
-        raise Refused("no-such-model", f"{path} cannot be loaded: {error}") from error
+    with refusing("no-such-model", f"{path} does not load"):
+        return kind.from_pretrained(path, **options)
 
 
 def load_config(path, trust_remote_code=False):
     """Returns transformers' config of the model in `path`, or under the adapters there."""
-    *adapters, base = lora.chain(path)
-    own = [str(file) for folder in adapters for file in Path(folder).glob(lora.CONFIG)]
-    return load([*own, base][0], AutoConfig, trust_remote_code)
+    *adapters, base = chain(path)
+    own = [str(file) for folder in adapters for file in Path(folder).glob(CONFIG_BESIDE_ADAPTERS)]
+    config = load_or_refuse([*own, base][0], AutoConfig, trust_remote_code=trust_remote_code)
+    refuse_encoder(path, config)
+    return config
+
+
+def refuse_encoder(path, config):
+    """Raises Refused if the model attends to what follows a token, as BERT does.
+
+    transformers loads many encoders as causal language models, and only warns if their config does
+    not say is_decoder. Such a model sees the tokens that it is trained to predict.
+    """
+    text = config.get_text_config()
+    masked = config.model_type in (*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation", "xlnet")
+    causal = getattr(text, "is_decoder", False) or getattr(text, "causal", False)  # causal: XLM's
+    # BART and its like have a decoder, which is loaded alone. True is EmbeddingGemma's.
+    encodes = masked and not causal and not config.is_encoder_decoder
+    if encodes or getattr(text, "use_bidirectional_attention", False) is True:
+        words = f"{path} is an encoder ({config.model_type}): its tokens see what follows."
+        raise Refused("encoder", f"{words}\n  Take a causal model, such as OPT, Llama or Qwen.")
 
 
 def own_dropout(config):
@@ -48,7 +187,6 @@ def has_dropout(model):
     return any(own_dropout(unwrap_model(model).config).values())
 
 
-# ---- Value models ----
 def is_scorer(config):
     """Returns whether a config is that of a reward model or critic."""
     return "SequenceClassification" in str(config.architectures)
@@ -65,89 +203,52 @@ def refuse_other_kind(path, config, scores):
         raise Refused("cannot-score", f"{path} is no reward model. Run reward.py on it.")
 
 
-def prepare_head(config, tokenizer, name):
-    """Makes `config` that of a value model. Returns the name of its head: its own, else `name`."""
-    name = getattr(config, "value_head_prefix", name)
-    config.update({"num_labels": 1, "value_head_prefix": name})
-    own_pad = tokenizer.pad_token_id != tokenizer.eos_token_id
-    config.pad_token_id = tokenizer.pad_token_id if own_pad else None
-    return name
-
-
-def name_head(model, name):
-    """Renames the value head, which transformers calls score."""
-    if name not in (None, "score"):
-        setattr(model, name, model.score)
-        del model.score
-
-
-# ---- Weights ----
-def has_weights(path, needed=False):
-    """Returns whether `path`, a hub name or a folder, holds weights.
-
-    Where config.json and tokenizer stand alone it does not: such a model starts from scratch.
-    With `needed` that is an error: nothing that is learned later would be worth anything.
-    """
-    base = Path(lora.chain(path)[-1])
-    holds = not base.is_dir() or any(file.name.endswith(WEIGHTS) for file in base.iterdir())
-    if needed and not holds:
-        raise Refused("no-weights", f"{base} holds no weights: it must have been trained before.")
-    return holds
-
-
-def read_weights(kind, path, config, value_head, options):
-    """Returns the model in `path`, and the names of the weights that it does not hold.
-
-    kind: AutoModelForCausalLM, or AutoModelForSequenceClassification with the value head. Only
-    the value head's weights may be missing. Weights that find no place are left out.
-    """
-    own_config = load_config(path, options["trust_remote_code"])
-    if value_head not in (None, "score"):  # transformers calls it score
-        options = {**options, "key_mapping": {rf"^{value_head}\.": "score."}}
-    try:
-        model, info = kind.from_pretrained(path, config=config, output_loading_info=True, **options)
-    except (OSError, ValueError, ImportError, SafetensorError, RuntimeError) as error:
-        # Unknown, broken, or a weight of another shape; short memory is a RuntimeError, too.
-        if isinstance(error, RuntimeError) and "mismatched" not in str(error):
-            raise
-        raise Refused("unreadable-weights", f"the weights of {path}: {error}") from error
-    missing = info["missing_keys"]
-    may_be_new = {"score.weight"} if value_head and not is_scorer(own_config) else set()
-    if strangers := sorted(set(missing) - may_be_new):
-        why = f"{path} holds no weights for {', '.join(strangers[:3])}: they would be random."
-        raise Refused("missing-weights", why)
-    return model, missing
-
-
 # ---- Tokenizers ----
-def load_tokenizer(path, args=None):
-    """Returns the tokenizer in `path`, with EOS, and with a padding token that is not EOS.
+def load_tokenizer(path, args=None, in_chats=False):
+    """Returns the tokenizer in `path`, with EOS and a padding token.
 
-    Our masks come from positions, so the id of padding never matters here. But stock transformers
-    finds a response's last token by `ids != pad`, and would read the score one token early if pad
-    were EOS: so it differs wherever it can. args: with max_seq_len, the longest row to come.
+    in_chats: the data are chats, so EOS is the token with which the chat template ends a turn. A
+    response then ends in training as it does in use, and generation stops there.
+
+    Our masks come from positions, so the id of padding never matters here: the model's own stays,
+    also where it is EOS. If there is none, another token than EOS is taken, because other tools
+    mask a response's end by `ids != pad`. args: with max_seq_len, the longest row to come.
     """
     length, trust_remote_code = (args.max_seq_len, args.trust_remote_code) if args else (0, False)
-    whole = load_config(path, trust_remote_code)
-    config = whole.get_text_config()
-    tokenizer = load(path, AutoTokenizer, trust_remote_code)
-    inside = scoring_tokenizer.AS_TRAINED
-    if tokenizer.init_kwargs.get(inside):
-        options = {"config": whole, "trust_remote_code": trust_remote_code}
-        tokenizer = AutoTokenizer.from_pretrained(path, subfolder=inside, **options)
+    config = load_config(path, trust_remote_code)
+    options = {"config": config, "trust_remote_code": trust_remote_code}
+    config = config.get_text_config()
+    tokenizer = load_or_refuse(path, AutoTokenizer, **options)
+    if tokenizer.init_kwargs.get(AS_TRAINED):
+        tokenizer = load_or_refuse(path, AutoTokenizer, subfolder=AS_TRAINED, **options)
     positions = getattr(config, "max_position_embeddings", None) or length
     if length > positions:
         long = f"--max_seq_len {length} (in step 3 --max_prompt_seq_len and --max_answer_seq_len)"
         raise Refused("too-long", f"{long} exceeds the {positions} positions of {path}.")
     if tokenizer.eos_token_id is None:
         raise Refused("no-eos", f"{path}/tokenizer_config.json names no eos_token.")
-    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+    if in_chats and (end := end_of_turn(tokenizer)) != tokenizer.eos_token:
+        ranks.say(f"responses end with the chat template's {end}, not {tokenizer.eos_token}")
+        tokenizer.eos_token = end
+    if tokenizer.pad_token_id is None:
         tokenizer.add_special_tokens({"pad_token": padding_token(tokenizer, config.vocab_size)})
     if len(tokenizer) > config.vocab_size:
         why = f"has {len(tokenizer)} tokens, and its model has rows for {config.vocab_size}"
         raise Refused("vocabulary-too-large", f"the tokenizer of {path} {why}.")
     tokenizer.padding_side = "left"
     return tokenizer
+
+
+def end_of_turn(tokenizer):
+    """Returns the special token with which the chat template ends the assistant's turn, else EOS.
+
+    It is another than EOS for Gemma (<end_of_turn>) and the base models of Qwen (<|im_end|>).
+    """
+    turns, end = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}], ""
+    with contextlib.suppress(Exception):  # there is no template, or it refuses such a chat
+        end = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("ANSWER")[2].rstrip()
+    known = [token for token in tokenizer.get_added_vocab() if end.endswith(token)]
+    return max(known, key=len, default=tokenizer.eos_token)
 
 
 def padding_token(tokenizer, vocab_size):

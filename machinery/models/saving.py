@@ -10,10 +10,10 @@ from transformers import GenerationConfig
 
 from machinery.base import modules, progress, ranks
 from machinery.engine import zero3
-from machinery.models import lora, scoring_tokenizer
+from machinery.models import lora, model_folders, scoring_tokenizer
 
 # The last file of a saved model, or of adapters, to come: it marks the folder as whole.
-MARKS = ("config.json", lora.CONFIG)
+MARKS = ("config.json", model_folders.CONFIG_BESIDE_ADAPTERS)
 
 
 def is_whole(folder):
@@ -30,7 +30,7 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, notes=N
 
     Returns on rank 0 what the model's card says of it. adapted: whether it is LoRA's adapters
     alone; scores: whether it is a reward model or critic; appends: whether the tokenizer appends
-    EOS (scoring_tokenizer.save).
+    EOS (scoring_tokenizer.save_appending).
     """
     model, folder = modules.unwrap_model(engine), Path(folder)
     adapters = None if merge else getattr(model, "peft_config", {}).get("default")
@@ -50,10 +50,10 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, notes=N
         if adapters:
             save_adapters(model, state, aside, adapters)
         else:
-            model.save_pretrained(aside, state_dict=lora.merged(model, state))
+            model.save_pretrained(aside, state_dict=lora.merge_state(model, state))
         model.config = training
         tokenizer.save_pretrained(aside)
-        appends = scores and scoring_tokenizer.save(tokenizer, aside)
+        appends = scores and scoring_tokenizer.save_appending(tokenizer, aside)
         facts = {"adapted": bool(adapters), "scores": scores, "appends": appends}
         move_files(aside, folder)
     ranks.barrier()
@@ -88,7 +88,7 @@ def save_adapters(model, state, folder, adapters):
     """Writes LoRA's adapters and their config, `adapters`, as peft does."""
     adapters.save_pretrained(folder)
     model.config.architectures = [type(model).__name__]
-    model.config.to_json_file(folder / lora.CONFIG)
+    model.config.to_json_file(folder / model_folders.CONFIG_BESIDE_ADAPTERS)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     named = {f"base_model.model.{name.replace('.default.', '.')}": state[name] for name in state}

@@ -2,10 +2,12 @@
 
 A reward model reads its score at EOS, and other tools append none: pipelines take the text alone,
 and TRL's GRPO even asks for no special tokens. So a normaliser writes both, whatever the caller
-asks for, where the text has none yet. Our own scripts append EOS themselves: the tokenizer as it
+asks for, where the text has none yet. (`add_eos_token` in tokenizer_config.json does nothing beside
+a tokenizer.json in transformers 5.24.) Our own scripts append EOS themselves: the tokenizer as it
 was in training is saved, too, in the folder `as_trained`, and they load that one.
 """
 
+import copy
 import json
 import re
 import shutil
@@ -36,27 +38,30 @@ def pad_token(tokenizer):
     return next(token for token in tokens if token not in (None, tokenizer.eos_token))
 
 
-def save(tokenizer, folder):
+def save_appending(tokenizer, folder):
     """Makes the tokenizer that is saved in `folder`, beside the model's config, append EOS.
 
-    Returns whether it does so for all callers. If it cannot, it is saved as it is.
+    Returns whether it does so for all callers. If it cannot, it is saved as it is, with a padding
+    token that is not EOS.
     """
     trained, code = folder / AS_TRAINED, folder / "scoring_tokenizer.py"
     tokenizer.save_pretrained(trained)
     code.write_text(OWN_CLASS)
     try:
-        write(tokenizer, folder)
-        if appends(AutoTokenizer.from_pretrained(folder), tokenizer):
+        write_rules(tokenizer, folder)
+        if appends_eos(AutoTokenizer.from_pretrained(folder), tokenizer):
             return True
     except Exception as error:  # of many kinds. It must not cost the weights
         ranks.say(f"the tokenizer could not be made to append EOS: {error!r}")
     code.unlink()
     shutil.rmtree(trained)
-    tokenizer.save_pretrained(folder)
+    plain = copy.deepcopy(tokenizer)
+    plain.pad_token = pad_token(tokenizer)
+    plain.save_pretrained(folder)
     return False
 
 
-def write(tokenizer, folder):
+def write_rules(tokenizer, folder):
     """Makes what is saved in `folder` append EOS, and put BOS first if `tokenizer` does."""
     file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     state = json.loads(file.read_text())
@@ -75,7 +80,7 @@ def write(tokenizer, folder):
     settings.write_text(json.dumps(config, indent=2))
 
 
-def appends(new, tokenizer):
+def appends_eos(new, tokenizer):
     """Returns whether `new` splits texts as training did with `tokenizer`, and appends EOS."""
     inside = [f"one{token}two" for token in tokenizer.get_added_vocab()]
     for text in (*PROBES, *inside):

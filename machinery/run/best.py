@@ -12,7 +12,7 @@ EVALUATION = "evaluation.json"  # in best/: what its model was found to be
 LESS_IS_BETTER = ("loss", "perplexity", "kl")  # the last word of a metric's name
 
 
-def check(args, record):
+def refuse_unknown_metric(args, record):
     """Refuses --keep_best if the evaluation in `record` has no such metric.
 
     It must be a number, and of the model that is saved, not of the average.

@@ -1,24 +1,23 @@
 """Checkpoints: a run that stops goes on exactly where it stood (docs/reliability.md)."""
 
-import argparse
-import contextlib
-import io
 import json
 import os
 import random
 import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint import ds_to_universal
 
 from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.engine import state_offload
-from machinery.models import lora, saving
+from machinery.models import model_folders, saving
 from machinery.run import logs
 
 
@@ -106,7 +105,7 @@ def frozen_models(args):
     paths = [known.get("actor_model_name_or_path"), *known.get("reward_model_name_or_path", [])]
     adapted = [role for role in ("", "critic_") if known.get(f"{role}lora_dim")]
     paths += [known[f"{role}model_name_or_path"] for role in adapted]
-    folders = [Path(part) for path in filter(None, paths) for part in lora.chain(path)]
+    folders = [Path(part) for path in filter(None, paths) for part in model_folders.chain(path)]
     files = [file for folder in folders for file in sorted(folder.glob("*.safetensors"))]
     return {f"{file.parent.name}/{file.name}": file.stat().st_size for file in files}
 
@@ -206,27 +205,15 @@ def refuse_others(args, folder, there, here):
 def load_engine(engine, folder, reshape):
     """Restores an engine, with the rates, weight decay and betas of this run's own flags.
 
-    reshape: other ranks, or stage 1 or 2 for 2 or 1, wrote it. Rank 0 then first turns it into
+    reshape: other ranks, or stage 1 or 2 for 2 or 1, wrote it. It is then first turned into
     DeepSpeed's universal form, a file for each weight.
     """
     universal = folder / "universal"
     optimizer, schedule = engine.optimizer, engine.lr_scheduler
     names = ("initial_lr", "weight_decay", "betas")
     own = [{name: group[name] for name in names} for group in optimizer.param_groups]
-    if reshape and ranks.get_rank() == 0:
-        options = argparse.Namespace(
-            input_folder=str(folder / "state"),
-            output_folder=str(universal),
-            keep_temp_folder=False,
-            inject_missing_state=True,
-            strict=True,
-            num_extract_workers=1,
-            num_merge_workers=1,
-        )
-        silence = io.StringIO()
-        with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
-            ds_to_universal.main(options)
-    ranks.barrier()
+    if reshape:
+        write_universal(folder / "state", universal)
     engine._config.load_universal_checkpoint = reshape
     tag = "universal" if reshape else "state"
     if engine.load_checkpoint(folder, tag=tag, load_module_strict=False)[0] is None:
@@ -241,6 +228,27 @@ def load_engine(engine, folder, reshape):
     ranks.barrier()
     if ranks.get_rank() == 0:
         shutil.rmtree(universal, ignore_errors=True)
+
+
+def write_universal(source, to):
+    """Turns an engine's checkpoint into DeepSpeed's universal form. All ranks call it.
+
+    A process that rank 0 starts does it, so that the ranks can meet meanwhile: it takes longer than
+    one may wait for another where the model is large. Its memory is free again at the end.
+    """
+    process, log = None, tempfile.TemporaryFile()
+    if ranks.get_rank() == 0:
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+        command += ["--input_folder", source, "--output_folder", to, "--inject_missing_state"]
+        command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]  # memory for one
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    ranks.wait_while(
+        lambda: process is not None and process.poll() is None,
+        f"rewriting {source} for other ranks or another ZeRO stage",
+    )
+    if process and process.returncode:
+        log.seek(0)
+        raise RuntimeError(log.read()[-3000:].decode(errors="replace"))
 
 
 def laid_out(own, parts, place):

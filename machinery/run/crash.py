@@ -1,6 +1,5 @@
 """How a run ends: in order, at a number that is not finite, or by an error that names its rank."""
 
-import faulthandler
 import json
 import math
 import sys
@@ -28,7 +27,7 @@ def finish(args, code=0):
     sys.exit(code)
 
 
-def stop_unless_finite(args, record, rows=()):
+def stop_if_not_finite(args, record, rows=()):
     """Stops the run if a number of `record`, the same on all ranks, is NaN or infinite.
 
     Each rank then writes its `rows`, an iterable of dicts that is read only then. Those of step 3
@@ -51,19 +50,12 @@ def stop_unless_finite(args, record, rows=()):
 class Phase:
     """What this rank is doing, in words: an error that ends the run says it."""
 
-    def __init__(self, args):
-        self.text, self.seconds = "starting", args.timeout_minutes * 45
+    text = "starting"
 
     def note(self, text):
-        """Notes what begins now.
-
-        If nothing else is noted for three quarters of --timeout_minutes, after which a rank gives
-        up waiting for another, every rank prints where it is in its code: under NCCL a wait that is
-        too long is no error in Python, but the end of the process.
-        """
+        """Notes what begins now."""
         self.text = text
-        if ranks.get_world_size() > 1:
-            faulthandler.dump_traceback_later(self.seconds)
+        ranks.go_on()
 
     def report(self, kind, error, trace):
         """Says which rank stopped, what it was doing, and why: a sys.excepthook.

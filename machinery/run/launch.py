@@ -112,7 +112,7 @@ def join_ranks(args):
     patches.do_without_compiler()
     patches.do_without_cudnn_attention()
     patches.share_masks()
-    limit = patches.wait_at_most(args.timeout_minutes)
+    limit = patches.wait_at_most(ranks.WAIT_MINUTES)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
         deepspeed.init_distributed(verbose=False, timeout=limit)
     groups.set_tensor_model_parallel_world_size(args.tensor_parallel_size)  # ranks.py asks for it

@@ -35,12 +35,12 @@ def joined(records):
     return one
 
 
-def write(args, record, columns, legend=False, monitor=None):
+def write_record(args, record, columns, legend=False, monitor=None):
     """Writes a line to metrics.jsonl, its `columns` to the screen, events to DeepSpeed's monitor.
 
     legend: print the names of the columns above it. monitor: of config_file.opened.
     """
-    crash.stop_unless_finite(args, record)  # an evaluation may have found a number that is not
+    crash.stop_if_not_finite(args, record)  # an evaluation may have found a number that is not
     numbers = {name: value for name, value in record.items() if isinstance(value, float)}
     nine_digits = {name: float(f"{value:.9g}") for name, value in numbers.items()}
     append(args, "metrics.jsonl", [{**record, **nine_digits}])

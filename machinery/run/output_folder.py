@@ -29,21 +29,21 @@ def taken(output):
 
 
 # ---- What is refused ----
-def check(args):
+def refuse_unusable(args):
     """Refuses --output_dir if it cannot be had, and --resume if it cannot go on with its run."""
     refuse_in_use(args, folder_lock.Lock(args.output_dir).holder())
-    check_unlocked(args)
+    refuse_unfit(args)
 
 
-def check_unlocked(args):
-    """Does what `check` does, but for the lock.
+def refuse_unfit(args):
+    """Does what `refuse_unusable` does, but for the lock.
 
     A run that stopped before its first checkpoint starts anew: args.resume becomes False.
     """
     output = Path(args.output_dir)
-    refuse_unusable(args, output)
+    refuse_unwritable(args, output)
     if args.resume:
-        check_resume(args, output)
+        refuse_resume(args, output)
     elif (found := taken(output)) and not (args.overwrite and read_record(output)):
         words = f"--output_dir {output} is not empty: it holds {found[0]}."
         advice = "If it is a run, --resume goes on, --overwrite moves it aside."
@@ -57,7 +57,7 @@ def refuse_in_use(args, who):
         raise Refused("output-in-use", f"{words}\n  Wait for it, stop it, or take another.")
 
 
-def refuse_unusable(args, output):
+def refuse_unwritable(args, output):
     """Refuses an --output_dir that cannot be written to."""
     above = (output, *output.absolute().parents)
     exists = next(path for path in above if os.path.lexists(path))
@@ -67,7 +67,7 @@ def refuse_unusable(args, output):
 
 
 # ---- --resume ----
-def check_resume(args, output):
+def refuse_resume(args, output):
     """Refuses --resume if it cannot go on with the run in `output`."""
     whole, before = checkpoints.whole_checkpoints(args), read_record(output)
     if not before:
@@ -107,7 +107,7 @@ class OutputFolder:
     """The folder of a run, which alone writes there from `take` to `release`."""
 
     def __init__(self, args):
-        check(args)
+        refuse_unusable(args)
         self.args, self.path = args, Path(args.output_dir)
         self.lock, self.record = folder_lock.Lock(self.path), {}
 
@@ -123,7 +123,7 @@ class OutputFolder:
             who = self.lock.take()
         refuse_in_use(args, ranks.all_gather_objects([who])[0])
         self.refuse_unshared()
-        check_unlocked(args)
+        refuse_unfit(args)
         ranks.barrier()  # rank 0 writes below: all must have seen the folder as it was
         if ranks.get_rank() == 0 and not args.resume and taken(self.path):
             self.move_aside()

@@ -15,8 +15,8 @@ from machinery.base import modules, progress, ranks
 from machinery.data import batching
 from machinery.data.rows import fingerprint
 from machinery.engine import config_file, throughput, zero3
-from machinery.flags import declaring
-from machinery.models import lora, model_card, model_folders, saving
+from machinery.flags import recipes
+from machinery.models import model_card, model_folders, saving
 from machinery.run import best, checkpoints, crash, launch, logs, output_folder
 
 
@@ -25,9 +25,9 @@ class Run:
 
     run = Run(args, "step 1: ...")
     steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)
-    for step, micro_batches in run.steps(engines, collate, evaluate, COLUMNS):
+    for step, micro_batches in run.steps(engines, evaluate, COLUMNS, collate):
         ...
-        run.log({"loss": loss})
+        run.log({"loss": loss}, micro_batches)
     run.save(engine, tokenizer)
     run.finish()
     """
@@ -35,10 +35,10 @@ class Run:
     def __init__(self, args, title):
         """Joins the other ranks. title: the first words on the screen."""
         self.args, self.title = args, title
-        self.phase, self.legend_shown = crash.Phase(args), False
+        self.phase, self.legend_shown = crash.Phase(), False
         self.notes = {}  # what else the saved model's config.json says, of the last evaluation
         self.signals = []  # SIGTERM and SIGINT as they come; looked at between two steps
-        self.step, self.rows = 0, ()  # of the step that is being made
+        self.step = 0  # the one that is being made
         self.unwritten = []  # the records of the steps since the last line of the log
         launch.fill_environment()
         self.folder = output_folder.OutputFolder(args)
@@ -63,15 +63,15 @@ class Run:
 
     # The steps
 
-    def steps(self, engines, collate, evaluate, columns, state=None):
+    def steps(self, engines, evaluate, columns, collate=list, state=None):
         """Yields (step, micro_batches) for each step of the run. The body ends with `log`.
 
         First it evaluates or resumes. After each body it saves when due, or when told to stop.
 
         engines: {name: engine}. Learning rate, FLOPs and monitor are those of the first.
-        collate(rows): makes a micro-batch of `batch_size` rows.
         evaluate(step): returns a dict of metrics eval_...
         columns: the metrics that the screen shows.
+        collate(rows): makes a micro-batch of `batch_size` rows of data; by default their list.
         state: what the script itself must keep in checkpoints, a dict. It is restored in place.
         """
         args, self.engines, self.engine = self.args, engines, next(iter(engines.values()))
@@ -99,7 +99,7 @@ class Run:
         else:
             self.phase.note("at the first evaluation")
             record = {"step": 0, "epoch": 0.0, **evaluate(0)}
-            best.check(args, record)
+            best.refuse_unknown_metric(args, record)
             self.write(record)
         if self.last_step == 0:  # --max_steps 0: that was all
             logs.draw_curves(args)
@@ -112,7 +112,7 @@ class Run:
         to_come = range(done + 1, self.last_step + 1)
         with progress.bar(self.last_step, "steps", done) as bar:
             for step, micro_batches in zip(to_come, self.draw(done, collate)):
-                self.step, self.micro_batches, self.rows = step, micro_batches, self.texts()
+                self.step = step
                 self.notes.clear()  # those of an evaluation before are of other weights
                 self.phase.note(f"at step {step}")
                 yield step, micro_batches
@@ -123,17 +123,18 @@ class Run:
         """Prints model, batch and data."""
         args, engine = self.args, self.engine
         path = getattr(args, "actor_model_name_or_path", None) or args.model_name_or_path
-        scratch = "" if model_folders.has_weights(lora.chain(path)[-1]) else ", from scratch"
+        scratch = "" if model_folders.has_weights(path) else ", from scratch"
         model = modules.unwrap_model(engine)
         count, training = (modules.count_parameters(model, part) / 1e6 for part in (False, True))
         stage, device = engine.zero_optimization_stage(), ranks.device().type
         ranks.say(
             f"{self.title}   (preset {args.preset}, seed {args.seed}, output {args.output_dir})\n"
+            f"{recipes.note(args)}"
             f"  model    {path}: {count:,.2f} M parameters ({training:,.3f} M of them train), "
             f"{args.dtype}, ZeRO stage {stage}, {ranks.get_world_size()} x {device}{scratch}\n"
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
             f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step"
-            f"{declaring.toy_note(args)}\n"
+            f"{recipes.rows_note(args, self.rows_per_step)}\n"
             f"  data     {len(self.train):,} rows, {len(self.held_out):,} held out, "
             f"{self.last_step:,} steps ({args.num_warmup_steps} of warm-up)"
         )
@@ -183,18 +184,17 @@ class Run:
 
     # What the body of a step calls
 
-    def log(self, metrics, tokens=None, flops=None):
+    def log(self, metrics, micro_batches, passes=None):
         """Logs a step, and evaluates when that is due. Nothing that trains comes after it.
 
         A line of the log is of all steps since the one before (logs.joined).
-        metrics: {name: number}, the same on all ranks. tokens, flops: of the step, over all ranks,
-        by default of a forward and backward on the micro-batches (real_tokens, row_weight).
+        metrics: {name: number}, the same on all ranks. micro_batches: what the step trained on.
+        passes: throughput.Pass of each model that took them; by default of one forward and
+        backward.
         """
         args, step, engine = self.args, self.step, self.engine
-        if tokens is None:
-            tokens, rows, scored = self.count_tokens()
-            recomputed = args.gradient_checkpointing
-            flops = throughput.count_flops(engine, tokens, tokens / rows, scored, True, recomputed)
+        passes = passes or [throughput.Pass(engine, trains=1)]
+        tokens, flops = throughput.work(micro_batches, passes, args.gradient_checkpointing)
         began, self.started = self.started, time.time()  # what follows counts to the next step
         speed = throughput.speed(args, engine, tokens, flops, self.started - began)
         record = {"step": step, "epoch": step / self.steps_per_epoch, **metrics, **speed}
@@ -202,7 +202,7 @@ class Run:
             if other is not engine:
                 record[f"{name}_grad_norm"] = throughput.grad_norm(args, other)
                 record[f"{name}_learning_rate"] = throughput.learning_rate(other)
-        self.stop_unless_finite(record)
+        self.stop_unless_finite(record, micro_batches)
         due = step == self.last_step or step % (args.eval_steps or self.steps_per_epoch) == 0
         if due:
             found = self.evaluate(step)
@@ -217,43 +217,18 @@ class Run:
             logs.draw_curves(args)
             self.started = time.time()  # an evaluation is no part of a step
 
-    def count_tokens(self):
-        """Returns (tokens, rows, tokens with logits) of the step, over all ranks, without fillers.
-
-        Logits are made for the tokens of `loss_mask`, if a micro-batch has one.
-        """
-        tokens = rows = scored = 0
-        for batch in self.micro_batches:
-            weight = batch.row_weight.double()
-            weight = weight.repeat(len(batch.ids) // len(weight))  # a pair may have two rows
-            tokens += (batch.real_tokens * weight).sum()
-            rows += weight.sum()
-            scored += getattr(batch, "loss_mask", batch.real_tokens).sum()
-        return ranks.all_sum(tokens, rows, scored).tolist()
-
     def write(self, record):
         """Writes one line of the log, under the legend if it is the first."""
-        logs.write(self.args, record, self.columns, not self.legend_shown, self.monitor)
+        logs.write_record(self.args, record, self.columns, not self.legend_shown, self.monitor)
         self.legend_shown = True
 
-    def texts(self):
-        """Yields {"text": ...} for each row of the step's micro-batches, padded on the left."""
-        for batch in self.micro_batches:
-            for ids, count in zip(batch.ids, batch.real_tokens.tolist()):
-                yield {"text": self.tokenizer.decode(ids[len(ids) - count :])}
-
-    def stop_unless_finite(self, values, rows=None):
+    def stop_unless_finite(self, values, micro_batches):
         """Stops the run if one of `values`, {name: number}, is NaN or infinite on any rank.
 
-        rows: dicts (by default the micro-batches' texts) that are then written down, here and in
-        this step's `log`. A generator is read only then.
+        The micro-batches' texts are then written down.
         """
-        self.rows = self.rows if rows is None else rows
-        crash.stop_unless_finite(self.args, {"step": self.step, **values}, self.rows)
-
-    def samples(self, rows):
-        """Appends dicts to samples.jsonl, on rank 0."""
-        logs.append(self.args, "samples.jsonl", rows)
+        texts = (text for batch in micro_batches for text in batch.texts(self.tokenizer))
+        crash.stop_if_not_finite(self.args, {"step": self.step, **values}, texts)
 
     # The end
 
@@ -263,7 +238,7 @@ class Run:
         self.phase.note(f"writing {folder}")
         facts = saving.save_model(engine, tokenizer, folder, full_tensor, self.notes)
         if facts:  # on rank 0
-            model_card.write(self.args, self.folder.record, self.title, folder, **facts)
+            model_card.write_card(self.args, self.folder.record, self.title, folder, **facts)
 
     def finish(self, code=0):
         """Leaves the other ranks in order, and ends the program with the exit code `code`."""

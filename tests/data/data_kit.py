@@ -52,7 +52,8 @@ def load(tokenizer, paths, stage="sft", limit=64, split=None, **flags):
     """Returns the train and held-out rows of a stage, of all rows unless there is a split."""
     split = split or [float(name == stage) for name in STAGES]
     args = {"data_path": [str(p) for p in paths], "data_split": split, "columns": None, **flags}
-    return rows.load_rows(SimpleNamespace(**args), tokenizer, stage, limit)
+    args = SimpleNamespace(**args)
+    return rows.load_rows(args, rows.open_sources(args, stage), tokenizer, limit)
 
 
 def both(parts):

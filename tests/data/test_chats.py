@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 from data_kit import TEMPLATE, chat, dahoas, folder, load, many, write
+from transformers import LlamaConfig
 
-from machinery.data import rows, tokens
+from machinery.data import rows
 from machinery.data.rows import STAGES
-from machinery.models import saving
+from machinery.models import model_folders, saving
 from tests import kit
 
 CHATML = (
@@ -100,25 +101,51 @@ def test_the_loss_covers_what_the_assistant_says_and_its_ends_of_turn(tokenizer,
     assert specials[0] == specials[1] + [tokenizer.eos_token_id] * bool(eos)
 
 
+def loaded(tokenizer, folder, paths, stage):
+    """Returns a step's rows and tokenizer as part 1 of the scripts loads them, from a model's
+    folder."""
+    tokenizer.save_pretrained(folder)
+    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(folder)
+    flags = {"data_path": [str(path) for path in paths], "columns": None}
+    args = SimpleNamespace(**flags, data_split=[float(name == stage) for name in STAGES])
+    sources = rows.open_sources(args, stage)
+    found = model_folders.load_tokenizer(folder, in_chats=sources.hold_chats)
+    return *rows.load_rows(args, sources, found, 64), found
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("shape", ["Qwen", "Gemma", "text"])
 def test_in_chats_the_end_of_turn_is_eos(tokenizer, tiny_model, tmp_path, shape, stage):
     """The base models of Qwen end a text with <|endoftext|>, and their chat template ends a turn
     with <|im_end|>. Who talks to the model stops at that, so it is what the model must learn, what
-    ends a rollout, and what is saved as EOS. Text has no turns, and ends with EOS as before."""
+    ends a rollout, and what is saved as EOS. Text has no turns, and ends with EOS as before. One
+    source of chats among others is enough."""
     tokenizer, end = shaped(tokenizer, shape)
     tokenizer.eos_token = "<eos>"
-    load(tokenizer, [folder(tmp_path / "text", many(10, dahoas))], stage)
-    assert tokenizer.eos_token == "<eos>"
+    text = folder(tmp_path / "text", many(10, dahoas))
+    *_, found = loaded(tokenizer, tmp_path / "model", [text], stage)
+    assert found.eos_token == "<eos>"
     make = lambda i: {name: chat(f"Q{i}?", name) for name in ("chosen", "rejected")}  # noqa: E731
-    train, _ = load(tokenizer, [folder(tmp_path / "chats", many(10, make))], stage)
+    chats = folder(tmp_path / "chats", many(10, make))
+    train, _, tokenizer = loaded(tokenizer, tmp_path / "model", [text, chats], stage)
     eos = tokenizer.eos_token_id
-    assert tokenizer.eos_token == tokens.end_of_turn(tokenizer) == (end or "<eos>")
+    assert tokenizer.eos_token == (end or "<eos>")
     responses = [ids for row in train for ids in row["responses"]]
     assert all(ids.count(eos) == 1 and ids[-1] == eos for ids in responses)
     model = copy.deepcopy(tiny_model)
     saving.note_tokens(model, tokenizer, scores=False)
     assert [c.eos_token_id for c in (model.config, model.generation_config)] == [eos] * 2
+
+
+def test_in_chats_the_end_of_turn_is_no_padding(tokenizer, tmp_path):
+    """A base model may pad with the token that ends its template's turns."""
+    tokenizer, end = shaped(tokenizer, "Qwen")
+    tokenizer.eos_token, tokenizer.pad_token = "<eos>", end
+    tokenizer.save_pretrained(tmp_path)
+    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    plain, in_chats = (model_folders.load_tokenizer(tmp_path, in_chats=on) for on in (False, True))
+    assert (plain.eos_token, plain.pad_token) == ("<eos>", end)
+    assert in_chats.eos_token == end != in_chats.pad_token == "<pad>"
 
 
 TALK = "\n\nHuman: Q?\n\nAssistant: A.\n\nB.\n\nHuman: And?\n\nAssistant:"

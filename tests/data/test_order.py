@@ -1,17 +1,18 @@
 """In which order rows are trained on: each once an epoch, the same on any number of ranks."""
 
 import itertools
-import runpy
 from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
 
+import ppo
+import reward
+import sft
 from machinery.base import ranks
 from machinery.data import batching
 from machinery.run.run import Run
-from tests import kit
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 83)  # 83 rows: the last step of 8 is 5 short
 by_length = pytest.mark.parametrize("group_by_length", [0, 1])
@@ -46,6 +47,7 @@ def steps_of(monkeypatch, count, batch_size, micro_steps, epoch=0, seed=1, group
         ({}, 1),
         (dict(WORLD_SIZE="2"), 2),
         (dict(WORLD_SIZE="8"), 8),
+        (dict(WORLD_SIZE="16"), 16),
         (dict(SLURM_NTASKS="8", SLURM_STEP_ID="0"), 8),  # srun
         (dict(SLURM_NTASKS="8"), 1),  # plain python, in a shell of Slurm's
     ],
@@ -58,10 +60,12 @@ def test_the_toy_keeps_its_batch_on_more_than_two_ranks(monkeypatch, started, co
     for name, value in started.items():
         monkeypatch.setenv(name, value)
     names = [f"per_device_{job}_batch_size" for job in ("train", "generation", "training")]
-    toys = [("sft", "toy", 24), ("reward", "toy", 16), ("ppo", "toy", 32)]
-    for script, name, rows in [*toys, ("sft", "arithmetic", 24), ("ppo", "arithmetic", 128)]:
-        toy = runpy.run_path(str(kit.ROOT / f"{script}.py"))["PRESETS"][name]
-        assert {toy[name] * count for name in names if name in toy} == {rows * min(count, 2)}
+    toys = [(sft, "toy", 24), (reward, "toy", 16), (ppo, "toy", 32)]
+    for script, name, rows in [*toys, (sft, "arithmetic", 24), (ppo, "arithmetic", 128)]:
+        args = vars(script.get_args(["--preset", name]))
+        assert {args[name] * count for name in names if name in args} == {rows * min(count, 2)}
+    args = sft.get_args("--preset toy --per_device_train_batch_size 7".split())
+    assert args.per_device_train_batch_size == 7  # what is given stays
 
 
 @by_length

@@ -76,10 +76,28 @@ def test_a_case_is_whole_and_its_figures_are_those_of_its_files(case):
     heads = re.findall(r"^\*\*(.+?)\.\*\*", solution.read_text(), re.M)
     assert len(heads) == 6 and "https://" in solution.read_text()
     files = [file for file in (CLINIC / case).rglob("*") if file.is_file()]
-    assert {file.parent.name for file in files} - {case} == set(clinic.case(case))
     assert sum(file.stat().st_size for file in files) < 300_000
     assert not any('"/' in file.read_text() for file in files if file.name == "args.json")
     assert f"{case}/README.md" in (CLINIC / "README.md").read_text()
+
+
+@pytest.mark.parametrize("case", [*clinic.CASES, *clinic.HEALTHY])
+def test_a_case_has_all_of_its_steps_and_what_is_healthy_is_stored_once(case):
+    """look.py finds a step that a healthy run has, too, in that run's folder (runs.txt)."""
+    kept = clinic.kept_as(case)
+    found = runs.find([CLINIC / case.replace("-", "/")])
+    assert {run.script: run.path.resolve() for run in found} == kept
+    assert len(found) == len(kept)
+    for script, folder in kept.items():
+        own = folder.parent == clinic.folder_of(case)
+        assert (clinic.folder_of(case) / script).is_dir() == own
+
+
+def test_no_run_is_stored_twice():
+    """(Two runs may have equal flags: the fault of most cases is in none of them.)"""
+    kinds = ("metrics", "samples", "judge", "tokens")
+    held = [file.read_bytes() for kind in kinds for file in CLINIC.rglob(f"{kind}.jsonl")]
+    assert len(held) == len({*held}) > 99
 
 
 def test_the_ranges_of_healthy_runs_are_those_of_their_files():

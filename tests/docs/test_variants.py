@@ -271,7 +271,7 @@ def test_the_deepspeed_chat_reward_variant_by_hand(tmp_path):
     reward = patched("deepspeed-chat-reward", tmp_path, "reward.py")
     row = dict(prompt_ids=[5, 6], responses=[[7, 8, 9, 1], [7, 9, 1]], row_weight=1)
     batch = reward.collate([row], 0, reward.compared_rows)
-    assert (batch.predicts + 1).tolist() == [[3, 4, 5, 5], [9, 10, 11, 10]]  # last tokens at last
+    assert (batch.logit_places + 1).tolist() == [[3, 4, 5, 5], [9, 10, 11, 10]]  # last tokens
     values = torch.tensor([[1.0, 2, 3], [1, 0, 3]])
     loss = reward.compared_loss_sum(values, batch.compared, batch.row_weight)[None]
     assert numbers(loss) == [0.5044]  # (2 * 0.6931 + 0.1269) / 3
@@ -284,7 +284,7 @@ def test_the_token_reward_variant_by_hand(tmp_path, tokenizer):
     reward = patched("token-reward", tmp_path, "reward.py")
     row = dict(prompt_ids=[5, 6], responses=[[7, 8, 1], [9, 1]], row_weight=1)
     batch = reward.collate([row], 0, reward.rows_of_all_tokens)
-    assert (batch.predicts + 1).tolist() == [[1, 2, 3, 4], [6, 7, 8, 9]]
+    assert (batch.logit_places + 1).tolist() == [[1, 2, 3, 4], [6, 7, 8, 9]]
     assert batch.begins.tolist() == [[1, 1, 1], [0, 1, 1]]  # the shorter one begins later
     values = torch.tensor([[0.0, 1, 1, 2], [9, 0, -1, 1]])
     loss = reward.beginnings_loss_sum(values, batch.begins, batch.row_weight)[None]

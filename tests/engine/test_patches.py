@@ -24,7 +24,7 @@ c10d = torch.distributed.distributed_c10d
 # wait_at_most
 # --------------------------------------------------------------------------------------------------
 def test_deepspeed_makes_groups_without_the_limit_it_was_given(monkeypatch):
-    """A rank that hangs must end the run within --timeout_minutes, wherever the others wait for it.
+    """A rank that hangs must end the run within ranks.WAIT_MINUTES, wherever the others wait.
     DeepSpeed hands the limit to the first group of ranks, and to none that it makes later."""
     seen = {}
     monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, **more: seen.update(more))

@@ -10,7 +10,7 @@ from transformers import LlamaForSequenceClassification
 import common
 import ppo
 import sft
-from helpers import rollout_metrics
+from helpers import metrics
 from machinery.engine import throughput
 from machinery.models import lora
 from machinery.run import run as run_module
@@ -61,10 +61,10 @@ def test_a_value_model_has_no_output_matrix(tiny_model):
         assert found == pytest.approx(100 * (LAYERS + ATTENTION), rel=0.01)
 
 
-@pytest.mark.parametrize("one_pass, forwards", [(False, 1 + 3), (True, 3)])
-def test_a_step_of_ppo_by_hand(tiny_model, one_pass, forwards):
-    """The rollout, the reference and a judge, the forward that scores (unless one_pass trains on
-    it), and one update, where --target_kl left the other epochs out."""
+@pytest.mark.parametrize("scoring", [0, 1])
+def test_a_step_of_ppo_by_hand(tiny_model, scoring):
+    """The rollout, the reference and a judge, the forward that scores (unless it is trained on),
+    and one update, where --target_kl left the other epochs out."""
     args = ppo.get_args("--preset toy --allow_unstable 1 --ppo_epochs 4".split())
     response_mask = torch.zeros(2, 25)
     response_mask[0] = 1  # the second row is a filler
@@ -72,10 +72,11 @@ def test_a_step_of_ppo_by_hand(tiny_model, one_pass, forwards):
     batch = micro_batch([0, 0], response_mask=response_mask, row_weight=weight, length=lengths)
     for response in batch.responses:
         response["prompt_ids"] = [5] * 75
-    engines, judges = {"actor": tiny_model}, [tiny_model]
-    tokens, flops = rollout_metrics.work(args, [batch], engines, judges, 1, one_pass)
+    models = ppo.Models(tiny_model, None, None, [tiny_model], None, None)
+    passes = metrics.passes(args, models, 1, scoring, 0)
+    tokens, flops = throughput.work([batch], passes)
     forward = throughput.count_flops(tiny_model, 100, 100, 25)
-    assert tokens == 100 and flops == pytest.approx((2 + 1 + forwards) * forward)
+    assert tokens == 100 and flops == pytest.approx((2 + 1 + scoring + 3) * forward)
 
 
 def timed_run(argv):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ppo
+from helpers import metrics
 from machinery.base import ranks
-from machinery.flags import ppo_flags
 from tests.conftest import micro_batch
 
 JUNK = 777.0
@@ -32,7 +32,6 @@ def test_every_token_pays_for_its_kl_and_the_last_one_gets_the_score():
         torch.tensor([[1.0, 2.0, JUNK]]),
         torch.tensor([[1.0, 1.0, 0.0]]),
         0.1,
-        5.0,
     )
     assert torch.allclose(rewards, torch.tensor([[-0.1, 2.8, 0.0]]))
 
@@ -40,16 +39,17 @@ def test_every_token_pays_for_its_kl_and_the_last_one_gets_the_score():
 def test_scores_are_clipped_and_kl_is_not():
     """Scores of 9 and -9 count as 5 and -5; the KL penalty is added after
     that, so it can go beyond."""
-    rewards = ppo.token_rewards(
-        torch.tensor([[9.0], [-9.0]]), torch.tensor([[10.0], [10.0]]), torch.ones(2, 1), 0.1, 5.0
-    )
-    assert torch.allclose(rewards, torch.tensor([[4.0], [-6.0]]))
+    args, (batch, _) = rollout("--advantage rloo")
+    batch.scores = torch.tensor([[0.0, 9.0], [-9.0, 0.0]])
+    batch.old_logprobs, batch.ref_logprobs = torch.full((2, 2), 10.0), torch.zeros(2, 2)
+    ppo.set_rewards(args, batch, 0.1, None)
+    assert torch.allclose(batch.rewards, torch.tensor([[-1.0, 5 - 1], [-5 - 1, 0]]))
 
 
 def test_a_filler_earns_nothing():
     """Its response mask is 0 everywhere, so there is no last token for the score to land on."""
     assert ppo.token_rewards(
-        torch.tensor([[0.0, 3.0]]), torch.ones(1, 2), torch.zeros(1, 2), 0.1, 5.0
+        torch.tensor([[0.0, 3.0]]), torch.ones(1, 2), torch.zeros(1, 2), 0.1
     ).tolist() == [[0, 0]]
 
 
@@ -315,7 +315,8 @@ def scored(groups, scores, kl=None, mask=None, ended=None, values=None):
         response_mask=mask,
         last=last,
         scores=scores,
-        kl={kind: kl for kind in ppo.KL_ESTIMATORS},
+        old_logprobs=kl,  # k1 is their difference
+        ref_logprobs=torch.zeros_like(scores),
         ended=torch.ones(len(scores)) if ended is None else ended,
         old_values=torch.zeros_like(scores) if values is None else values,
     )
@@ -347,10 +348,9 @@ def test_a_prompt_that_is_drawn_twice_makes_two_groups():
     """The same row of the data in two generation batches: its responses are compared within each
     draw. Found by their row they would be one group of four."""
     args = ppo_args("--advantage rloo --samples_per_prompt 2")
-    sizes = ppo_flags.Sizes(args)
-    rows = sizes.repeated([{"row": 5}]) + sizes.repeated([{"row": 5}])
-    assert [row["group"] for row in sizes.grouped([rows])] == [0, 0, 1, 1]
-    assert [row["sample"] for row in rows] == [0, 1, 0, 1]
+    requests = ppo.Sizes(args).requests([[{"row": 5}], [{"row": 5}]])
+    assert [request["group"] for request in requests] == [0, 0, 1, 1]
+    assert [request["sample"] for request in requests] == [0, 1, 0, 1]
 
 
 def test_a_response_that_was_cut_off_pays_for_it():
@@ -373,7 +373,7 @@ def test_a_group_is_equal_where_what_it_earns_is(flags, equal):
     responses, which is in the reward, is no difference in what they earn."""
     args, batches = rollout(f"--advantage rloo {flags}")
     ppo.set_advantages(args, batches, 0.1, None)
-    assert ppo.group_means(batches)["equal_groups"] == equal
+    assert metrics.group_means(batches)["equal_groups"] == equal
 
 
 def test_scores_can_be_put_on_the_scale_that_step_2_measured():

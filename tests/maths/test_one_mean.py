@@ -49,8 +49,7 @@ def test_the_means_of_the_actors_loss_against_loops(loss_mean, truncated):
     """Six responses, the third and the last of them cut off, and one whose tokens a tool wrote. The
     same loss in any micro-batches and on any ranks, whose sums add up; with --mask_truncated 1 it
     is as if what was cut off were not there. Token t of n has a loss of t n."""
-    masks = dict(mask_truncated=truncated, is_band=None)
-    args = SimpleNamespace(loss_mean=loss_mean, **masks, max_answer_seq_len=12)
+    args = SimpleNamespace(loss_mean=loss_mean, mask_truncated=truncated, max_answer_seq_len=12)
     lengths, ended = torch.tensor([9, 2, 4, 0, 1, 9]), torch.tensor([1.0, 1, 0, 1, 1, 0])
     masks, losses = (
         (torch.arange(9) < lengths[:, None]).float(),

@@ -20,6 +20,7 @@ BASES = {
     "no EOS": (config_of("qwen2", **NONE), {}),
     "another EOS": (config_of("llama", **OTHERS), {"chat_template": CHAT}),
     "full": (config_of("llama", tie_word_embeddings=True, **FULL), {"pad_token": "<eos>"}),
+    "padding is EOS": (config_of("llama", **NONE), {"pad_token": "<eos>"}),
     "BOS first": (config_of("llama", **FULL), {"bos_token": "<pad>"}),
     "OPT": (config_of("opt", vocab_size=VOCAB, init_std=0.3, bos_token_id=2, eos_token_id=2), {}),
     "GPT-2": (config_of("gpt2", **FULL), {}),
@@ -61,7 +62,7 @@ def saved(tmp_path, name, head=None, lora_dim=0, flags=()):
         with torch.no_grad():
             model.model.score.weight.normal_()
     facts = saving.save_model(model, tokenizer, tmp_path / "out")
-    model_card.write(args, RECORD, "step 2: reward model", tmp_path / "out", **facts)
+    model_card.write_card(args, RECORD, "step 2: reward model", tmp_path / "out", **facts)
     return str(tmp_path / "out"), model, tokenizer
 
 

@@ -20,7 +20,7 @@ from tiny_models import (
 import common
 from machinery.base.refused import Refused
 from machinery.data import rows
-from machinery.models import model_folders
+from machinery.models import model_folders, saving
 from tests.kit import load_model
 
 SIZE = len(TOKENIZER)
@@ -52,30 +52,133 @@ def index_without_shards(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(named))
 
 
+def index_without_a_map(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"metadata": {}}')
+
+
 def another_format(folder):
     (folder / "model.safetensors").rename(folder / "model.gguf")
 
 
+def no_weights_at_all(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_text("404: Not Found")
+
+
+def a_wider_model(folder):
+    edit(folder / "config.json", hidden_size=64)
+
+
+def change_weights(file, change):
+    """Calls change(weights) on what a file of weights holds."""
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+
+
 def without_lm_head(folder):
-    weights = load_file(folder / "model.safetensors")
-    del weights["lm_head.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    change_weights(folder / "model.safetensors", lambda weights: weights.pop("lm_head.weight"))
+
+
+def fewer_layers(folder):
+    edit(folder / "config.json", num_hidden_layers=1)
 
 
 HARM = {
     cut_short: "unreadable-weights",
     index_without_shards: "unreadable-weights",
+    index_without_a_map: "unreadable-weights",
     another_format: "unreadable-weights",
+    no_weights_at_all: "unreadable-weights",
+    a_wider_model: "unreadable-weights",
     without_lm_head: "missing-weights",
+    fewer_layers: "unused-weights",
 }
 
 
 @pytest.mark.parametrize("harm", HARM, ids=lambda harm: harm.__name__)
-def test_no_weight_is_random_where_others_were_meant(harm, tmp_path):
-    """From scratch is only what nothing else can be meant by: config and tokenizer alone."""
+@pytest.mark.parametrize("stage", [0, 3])
+def test_no_weight_is_random_where_others_were_meant(harm, stage, tmp_path):
+    """From scratch is only what nothing else can be meant by: config and tokenizer alone. And no
+    weight is left out in silence: a model of half its layers loads, and writes nonsense. Under
+    ZeRO-3, where transformers compares nothing, this is found as well, before any weight is read
+    (no rank has met another here)."""
     folder = folder_of(tmp_path, config_of("llama"), weights=True)
     harm(tmp_path)
-    assert rule_of(load_model, folder, get_args(), 0) == HARM[harm]
+    assert rule_of(load_model, folder, get_args(), stage) == HARM[harm]
+
+
+def test_a_head_of_another_kind_is_left_out(tmp_path):
+    """TRL saves the language model that PPO trained with a value head beside it."""
+    folder = folder_of(tmp_path, config_of("llama"), weights=True)
+    add = {"v_head.summary.weight": torch.ones(1, 32)}
+    change_weights(tmp_path / "model.safetensors", lambda weights: weights.update(add))
+    assert load_model(folder, get_args(), 0).lm_head.weight.std() > 0
+
+
+def drop_a_layer(weights):
+    for name in [name for name in weights if "layers.1." in name]:
+        del weights[name]
+
+
+def of_one_layer(folder):
+    change_weights(folder / "adapter_model.safetensors", drop_a_layer)
+
+
+def of_a_deeper_model(folder):
+    fewer_layers(folder.parent / "base")
+    change_weights(folder.parent / "base/model.safetensors", drop_a_layer)
+
+
+def of_a_wider_model(folder):
+    folder_of(folder.parent / "base", config_of("llama", hidden_size=64), weights=True)
+
+
+def of_another_architecture(folder):
+    folder_of(folder.parent / "base", config_of("bloom"), weights=True)
+
+
+def without_weights(folder):
+    (folder / "adapter_model.safetensors").unlink()
+
+
+def adapters_cut_short(folder):
+    os.truncate(folder / "adapter_model.safetensors", 1000)
+
+
+def on_themselves(folder):
+    edit(folder / "adapter_config.json", base_model_name_or_path=str(folder))
+
+
+def on_random_weights(folder):
+    (folder.parent / "base/model.safetensors").unlink()
+
+
+ADAPTER_HARM = {
+    of_one_layer: "missing-weights",
+    of_a_deeper_model: "unused-weights",
+    of_a_wider_model: "unreadable-weights",
+    of_another_architecture: "unreadable-weights",
+    without_weights: "unreadable-weights",
+    adapters_cut_short: "unreadable-weights",
+    on_themselves: "no-weights",
+    on_random_weights: "no-weights",
+}
+
+
+@pytest.mark.parametrize("harm", ADAPTER_HARM, ids=lambda harm: harm.__name__)
+def test_adapters_are_held_to_what_they_sit_on(harm, tmp_path):
+    """peft only warns of adapters that are missing, or that find no layer. These lie as peft saves
+    them, without a config of their own."""
+    base = folder_of(tmp_path / "base", config_of("llama"), weights=True)
+    folder = tmp_path / "adapters"
+    model = load_model(base, get_args(), 0, lora_dim=4)
+    saving.save_model(model, TOKENIZER, folder)
+    (folder / "model_config.json").unlink()
+    load_model(str(folder), get_args(), 0)
+    harm(folder)
+    assert rule_of(load_model, str(folder), get_args(), 0) == ADAPTER_HARM[harm]
 
 
 def test_what_must_have_learned_something_has_weights(tmp_path):
@@ -113,25 +216,20 @@ def tokenizer_folder(path, vocab_size=SIZE + 8, pad_name="<pad>", **special):
     return str(path)
 
 
-pads = pytest.mark.parametrize("pad", [{}, {"pad_token": "<eos>"}], ids=["no pad", "pad is eos"])
-
-
-@pads
-def test_a_padding_token_that_is_not_eos_is_found(pad, tmp_path):
-    """Stock transformers finds the end of a text by padding: another token than EOS is taken where
-    the vocabulary has one to spare."""
-    tokenizer = model_folders.load_tokenizer(tokenizer_folder(tmp_path, eos_token="<eos>", **pad))
+def test_a_padding_token_that_is_not_eos_is_found(tmp_path):
+    """Other tools find the end of a text by padding: where there is none, another token than EOS is
+    taken if the vocabulary has one to spare."""
+    tokenizer = model_folders.load_tokenizer(tokenizer_folder(tmp_path, eos_token="<eos>"))
     assert tokenizer.pad_token == "<pad>" and tokenizer.eos_token == "<eos>"
     assert len(tokenizer) == SIZE, "nothing was added"
 
 
-@pads
 @pytest.mark.parametrize("spare", [8, 0])
-def test_a_padding_token_is_added_only_where_the_embedding_has_room(spare, pad, tmp_path):
-    """A new <|pad|> gets an unused row of the embedding. With none, padding stays EOS: the model is
+def test_a_padding_token_is_added_only_where_the_embedding_has_room(spare, tmp_path):
+    """A new <|pad|> gets an unused row of the embedding. With none, padding is EOS: the model is
     never resized. stock transformers must be able to tell the two apart, or be told that it
     cannot; our own scores, whose masks come from lengths, are the same in a padded batch."""
-    folder = tokenizer_folder(tmp_path, SIZE + spare, pad_name="<other>", eos_token="<eos>", **pad)
+    folder = tokenizer_folder(tmp_path, SIZE + spare, pad_name="<other>", eos_token="<eos>")
     tokenizer = model_folders.load_tokenizer(folder)
     assert tokenizer.eos_token_id == 1 and tokenizer.pad_token_id < SIZE + spare
     assert tokenizer.pad_token == ("<|pad|>" if spare else "<eos>")

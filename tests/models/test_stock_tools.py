@@ -47,6 +47,16 @@ def test_stock_generate_stops_where_training_ended_a_response(name, tmp_path):
     assert template == BASES[name][1].get("chat_template"), "the chat template comes along"
 
 
+@every_base
+def test_padding_is_as_it_came(name, tmp_path):
+    """Some models pad with EOS. Our masks come from lengths, so nothing here needs another token,
+    and nobody who pads with the saved tokenizer is to find another one than the model had."""
+    folder, *_ = saved(tmp_path, name)
+    came = AutoTokenizer.from_pretrained(tmp_path / "base")
+    assert AutoTokenizer.from_pretrained(folder).pad_token == came.pad_token
+    assert (came.pad_token == "<eos>") == (name in ("full", "padding is EOS"))
+
+
 def test_files_are_as_readable_as_umask_says(tmp_path):
     """safetensors makes files that only their owner can read: in a shared folder nobody else's
     run could start from them."""
@@ -142,13 +152,21 @@ def test_a_chat_ends_where_our_scripts_end_it(tmp_path):
     assert own(text, add_special_tokens=False).input_ids == expected
 
 
-def test_a_tokenizer_that_takes_no_normaliser_is_saved_as_it_is(tmp_path, monkeypatch):
-    """What is saved is loaded and tried out, and the card tells whom it does not serve."""
+@pytest.mark.parametrize("name", ["BOS first", "padding is EOS"])
+def test_a_tokenizer_that_takes_no_normaliser_is_saved_as_it_is(name, tmp_path, monkeypatch):
+    """What is saved is loaded and tried out, and the card tells whom it does not serve: who appends
+    EOS has our scores."""
     monkeypatch.setattr(scoring_tokenizer, "add_rules", lambda *args: None)
-    folder, _, tokenizer = saved(tmp_path, "BOS first", "score")
+    folder, model, tokenizer = saved(tmp_path, name, "score")
     assert saving.is_whole(folder)
-    for after in (AutoTokenizer.from_pretrained(folder), model_folders.load_tokenizer(folder)):
+    own = AutoTokenizer.from_pretrained(folder)
+    for after in (own, model_folders.load_tokenizer(folder)):
         assert after("one").input_ids == tokenizer("one").input_ids
+    stock = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    batch = own([f"{text}<eos>" for text in TEXTS], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        found = stock(**batch).logits[:, 0]
+    torch.testing.assert_close(found, our_scores(model, tokenizer), **close)
     assert "Append EOS to each text" in (tmp_path / "out/README.md").read_text()
     assert not [*(tmp_path / "out").glob("*.py"), *(tmp_path / "out").glob("as_trained")]
 
@@ -188,4 +206,4 @@ def test_adapters_chain(tmp_path):
         loaded = load_model(folder, get_args(), 0, None, tokenizer).eval()
         torch.testing.assert_close(loaded(ids).logits, seen[-1], **close)
         assert (seen[-1] - seen[-2]).abs().max() > 0.01
-    assert len(lora.chain(folder)) == 4
+    assert len(model_folders.chain(folder)) == 4

@@ -44,7 +44,8 @@ def test_padding_and_masked_tokens_are_not_compared():
 
 def test_a_first_ratio_that_is_nan_is_not_1():
     """As any comparison with NaN is false, one that asks for "too large" would let it pass."""
-    mask = torch.ones(1, 2)
-    checks.stop_unless_one(first(), torch.tensor([[1.0, 1.00001]]), mask)
+    batch = SimpleNamespace(response_mask=torch.ones(1, 2), ratio=torch.tensor([[1.0, 1.00001]]))
+    checks.stop_unless_one(first(), [batch])
+    batch.ratio[0, 1] = torch.nan
     with pytest.raises(SystemExit):
-        checks.stop_unless_one(first(), torch.tensor([[1.0, torch.nan]]), mask)
+        checks.stop_unless_one(first(), [batch])

@@ -2,7 +2,7 @@
 
 Groups are found by draw, credit crosses gaps of the mask, and scores of single tokens keep their
 shares: these are in maths/test_gae.py. The key of the random numbers is in test_sampling.py, and
-explained variance with another estimator in test_rollout_metrics.py.
+explained variance with another estimator in test_metrics.py.
 """
 
 import copy
@@ -16,7 +16,7 @@ import transformers
 
 import common
 import ppo
-from helpers import checks, rollout_metrics
+from helpers import checks, metrics
 from machinery.engine import patches
 from tests import kit, runs
 from tests.rollout.test_layouts_by_hand import response
@@ -69,23 +69,27 @@ def rollout(model, tokenizer, count=4):
     return [{**row, "row_weight": 1} for row in rows]
 
 
-def scored(model, tokenizer, responses, size, one_pass=False):
+@torch.no_grad()
+def scored(model, tokenizer, responses, size, graph=False):
     batches = ppo.make_micro_batches(tokenizer, responses, size)
-    for batch in batches:
-        models = ppo.Models(model, None, model, [], lambda batch: batch.last, None)
-        ppo.score(ARGS, models, batch, one_pass)
+    with torch.set_grad_enabled(graph):
+        for batch in batches:
+            models = ppo.Models(model, None, model, [], lambda batch: batch.last, None)
+            ppo.score(ARGS, models, batch)
+            ppo.score_actor(ARGS, model, batch)
     return batches
 
 
 def test_what_is_kept_to_train_on_belongs_to_its_batch(tiny_model, tokenizer):
     """Two micro-batches are scored, and then trained on in the other order."""
     model = copy.deepcopy(tiny_model)
-    batches = scored(model, tokenizer, rollout(model, tokenizer), 2, one_pass=True)
+    batches = scored(model, tokenizer, rollout(model, tokenizer), 2, graph=True)
     for batch in reversed(batches):
-        assert batch.logprobs.requires_grad and not batch.old_logprobs.requires_grad
-        found = torch.autograd.grad(batch.logprobs.sum(), model.lm_head.weight)[0]
+        kept, _ = batch.kept["actor"]
+        assert kept.requires_grad and not batch.old_logprobs.requires_grad
+        found = torch.autograd.grad(kept.sum(), model.lm_head.weight)[0]
         logprobs, _ = ppo.actor_forward(ARGS, model, batch)
-        assert torch.equal(logprobs, batch.logprobs)
+        assert torch.equal(logprobs, kept) and torch.equal(logprobs, batch.old_logprobs)
         assert torch.equal(torch.autograd.grad(logprobs.sum(), model.lm_head.weight)[0], found)
 
 
@@ -96,7 +100,7 @@ def test_the_reference_and_the_entropy_are_of_the_policy_at_its_temperature(tiny
     """T is 0.7. An actor that is its own reference has a KL of 0, by each estimator, only if both
     are at one temperature; and the bonus is for the entropy of what is sampled from."""
     (batch,) = scored(tiny_model, tokenizer, rollout(tiny_model, tokenizer), 4)
-    assert batch.kl.keys() == {*ppo.KL_ESTIMATORS} and not any(map(torch.any, batch.kl.values()))
+    assert not any(batch.kl(kind).any() for kind in ppo.KL_ESTIMATORS)
     wanted = batch.response_mask > 0
     logits = common.response_logits(tiny_model, batch, wanted).detach().double()
     expected = torch.distributions.Categorical(logits=logits / 0.7).entropy()
@@ -119,7 +123,7 @@ def test_a_rollout_that_is_sampled_otherwise_than_it_is_scored_is_stopped(
     it is seen in the metric, and stops the first step."""
     batches = scored(tiny_model, tokenizer, rollout(tiny_model, tokenizer), 4)
     assert batches[0].response_mask.sum() > 8
-    assert ppo.sampling_means(batches)["sampling_gap"] < 1e-4
+    assert metrics.sampling_means(batches)["sampling_gap"] < 1e-4
     assert gate(tiny_model, batches) is None
 
     right = ppo.next_logits
@@ -133,7 +137,7 @@ def test_a_rollout_that_is_sampled_otherwise_than_it_is_scored_is_stopped(
 
     monkeypatch.setattr(ppo, "next_logits", shifted)
     batches = scored(tiny_model, tokenizer, rollout(tiny_model, tokenizer), 4)
-    assert ppo.sampling_means(batches)["sampling_gap"] > 1e-2
+    assert metrics.sampling_means(batches)["sampling_gap"] > 1e-2
     assert gate(tiny_model, batches) == 1
 
 
@@ -191,20 +195,20 @@ def run_changed(change, argv):
 
         ppo.roll_out = of_a_tool
     if change == "number":
-        rollout_means, mine = ppo.rollout_means, dict(checked=0, finite=0, together=0)
+        rollout_means, mine = metrics.rollout_means, dict(checked=0, finite=0, together=0)
 
         def check(run, *engines):
             mine["checked"] += len(engines)
 
-        def stop_unless_finite(run, micro_batches):
+        def finite(run, micro_batches):
             mine["finite"] += len(micro_batches)
 
         def skip_together(args, engines):
             mine["together"] += sum(engine.global_steps == 0 for engine in engines)
 
         checks.refuse_if_padding_matters, patches.skip_together = check, skip_together
-        rollout_metrics.stop_unless_finite = stop_unless_finite
-        ppo.rollout_means = lambda *given: {**rollout_means(*given), **mine}
+        checks.stop_unless_rollout_is_finite = finite
+        metrics.rollout_means = lambda *given: {**rollout_means(*given), **mine}
     kit.call_main("ppo", argv)
 
 

@@ -3,7 +3,6 @@
 import json
 from types import SimpleNamespace
 
-import pytest
 import torch
 from test_reward_functions import RESPONSE
 
@@ -50,14 +49,12 @@ def test_a_reward_function_may_score_every_token():
     assert scores.tolist() == [[0, 0, 2], [0, 3, 0]]
 
 
-@pytest.mark.parametrize("way, expected", [("sum", [0.5, 2.5]), ("min", [0.5, 0.5])])
-def test_several_judges_are_summed_or_the_harshest_one_counts(way, expected):
+def test_several_judges_are_summed():
     """One judge scores the whole response (2 on its last token), another each token (0.5 each).
-    The harshest one keeps all its tokens: a minimum token by token would mix the two. What each
-    has said is noted, whichever counts."""
+    What each has said is noted."""
     judges = [lambda batch: torch.tensor([[0.0, 2.0]]), lambda batch: torch.tensor([[0.5, 0.5]])]
-    given = dict(reward_combine=way, reward_fn=["a.py:right"], reward_model_name_or_path=["b/kind"])
+    given = dict(reward_fn=["a.py:right"], reward_model_name_or_path=["b/kind"])
     batch = SimpleNamespace(responses=[{}])
     scores = judging.combined(SimpleNamespace(**given), judges)(batch)
-    assert scores[0].tolist() == expected
+    assert scores[0].tolist() == [0.5, 2.5]
     assert batch.responses == [{"reward_1_right": 2.0, "reward_2_kind": 1.0}]

@@ -4,6 +4,7 @@ In every picture: x is a prompt's token, y a response's token, E the end-of-sequ
 and - padding.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,6 @@ import ppo
 import reward
 import sft
 from helpers import shared_prompts
-from machinery.run.run import Run
 
 E = 1  # EOS
 
@@ -35,7 +35,7 @@ def test_a_position_is_the_number_of_real_tokens_before():
     """However much padding stands there: or padding would change what a model says."""
     layout = common.last_columns(*common.pad([[5, 6, 7], [8, 9]], 0), count=2)
     assert layout["positions"].tolist() == [[0, 1, 2], [0, 0, 1]]
-    assert layout["predicts"].tolist() == [[0, 1], [3, 4]]  # of a place in 2 x 3
+    assert layout["logit_places"].tolist() == [[0, 1], [3, 4]]  # of a place in 2 x 3
     assert layout["real_tokens"].tolist() == [3, 2]
 
 
@@ -70,7 +70,7 @@ def test_the_score_is_placed_on_eos_whatever_padding_is(pad):
     for row, (_, _, slot) in zip(values, RESPONSES.values()):
         row[2 + slot] = 2.0
     scores = ppo.reward_model_scores(lambda *layout: values, batch)
-    rewards = ppo.token_rewards(scores, torch.zeros(4, 4), batch.response_mask, 0.1, 5.0)
+    rewards = ppo.token_rewards(scores, torch.zeros(4, 4), batch.response_mask, 0.1)
     for b, (name, (ids, mask, slot)) in enumerate(RESPONSES.items()):
         assert batch.ids[b].tolist() == [9, 9] + ids + [pad] * (4 - len(ids)), name
         assert batch.response_mask[b].tolist() == mask, name
@@ -86,7 +86,7 @@ def test_prompts_are_padded_left_and_responses_right():
     assert batch.ids.tolist() == [[7, 8, 9, 5, E, 0], [0, 0, 9, 5, 6, E]]
     assert batch.mask.tolist() == [[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 4], [0, 0, 0, 1, 2, 3]]
-    assert batch.predicts.tolist() == [[2, 3, 4], [6 + 2, 6 + 3, 6 + 4]]
+    assert batch.logit_places.tolist() == [[2, 3, 4], [6 + 2, 6 + 3, 6 + 4]]
 
 
 def test_a_filler_is_seen_by_the_model_and_counts_nowhere():
@@ -107,12 +107,12 @@ def test_responses_to_one_prompt_in_one_row():
     """x x | x y y E | x E: each response has a copy of the prompt's last token, which predicts its
     first. Positions go on from the prompt for both."""
     rows = [response([5, 6, E], prompt=[7, 8, 9]), response([E], prompt=[7, 8, 9])]
-    batch = laid_out(*rows, pack=shared_prompts.packing(2))
+    batch = laid_out(*rows, pack=partial(shared_prompts.shared_rows, together=2))
     assert batch.ids.tolist() == [[7, 8, 9, 5, 6, E, 9, E]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5, 2, 3]]
     mask = batch.response_mask > 0
-    assert batch.predicts[mask].tolist() == [2, 3, 4, 6]
-    assert batch.ids.flatten()[batch.predicts[mask] + 1].tolist() == [5, 6, E, E]
+    assert batch.logit_places[mask].tolist() == [2, 3, 4, 6]
+    assert batch.ids.flatten()[batch.logit_places[mask] + 1].tolist() == [5, 6, E, E]
 
 
 def test_who_attends_to_whom_in_a_shared_row():
@@ -163,7 +163,7 @@ def test_a_pair_is_scored_at_both_ends(pack, ids, chosen, rejected, tokens):
     assert batch.ids.tolist() == ids and batch.row_weight.tolist() == [1, 0]
     scores = reward.score_pairs(lambda ids, mask, positions: ids * 100 + positions, batch)
     assert [part.tolist() for part in scores] == [chosen, rejected]
-    assert Run.count_tokens(SimpleNamespace(micro_batches=[batch]))[0] == tokens
+    assert batch.counts()[0] == tokens
 
 
 # --------------------------------------------------------------------------------------------------
@@ -187,8 +187,7 @@ def test_sft_covers_the_response_and_its_eos():
     for pad in (0, E):  # a mask made by `ids != pad` would never teach EOS
         batch = collated(pad=pad)
         assert batch.loss_mask.tolist() == [[1, 1, 1], [0, 1, 1], [0, 0, 0]]
-        assert batch.ids.flatten()[batch.predicts + 1].tolist() == batch.ids[:, -3:].tolist()
-    counted = Run.count_tokens(SimpleNamespace(micro_batches=[batch]))
-    assert counted == [6 + 5, 2, 3 + 2]  # tokens, rows, and tokens that get logits
+        assert batch.ids.flatten()[batch.logit_places + 1].tolist() == batch.ids[:, -3:].tolist()
+    assert [*batch.counts()] == [6 + 5, 2, 3 + 2]  # tokens, rows, and tokens that get logits
     assert collated((1, 1, 1)).loss_mask.tolist() == [[1] * 5, [0] + [1] * 4, [0] * 5]
     assert collated((0, 1, 0)).loss_mask.tolist() == [[1, 0, 1, 1, 1], [0, 1, 0, 1, 1], [0] * 5]

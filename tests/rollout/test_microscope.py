@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ppo
-from helpers import microscope, pair_scores
+from helpers import evaluation, microscope
 from machinery.data import rows, sources
 from machinery.models import model_folders
 from tests import kit
@@ -23,8 +23,9 @@ def looked(tiny_model, tokenizer, tmp_path):
     with torch.no_grad():
         reference.lm_head.weight.mul_(0.8)
 
-    def critic(ids, mask, positions):
-        return torch.full(ids.shape, 0.75)
+    class Critic(torch.nn.Module):
+        def forward(self, ids, mask, positions):
+            return torch.full(ids.shape, 0.75)
 
     def run_it(*flags):
         own = "--preset toy --max_answer_seq_len 6 --per_device_eval_batch_size 2 --kl_coef 0.5"
@@ -36,18 +37,13 @@ def looked(tiny_model, tokenizer, tmp_path):
         def judge(batch):
             return 2.0 * batch.last
 
-        def rollout(prompts, step, size, rows):
-            responses = ppo.roll_out(args, tiny_model, tokenizer, prompts, step, size)
-            batches = ppo.make_micro_batches(tokenizer, ppo.ordered(responses), rows)
-            own = critic if args.has_critic else None
-            models = ppo.Models(tiny_model, own, reference, [], judge, None)
-            for batch in batches:
-                ppo.score(args, models, batch, one_pass=False)
-            return batches
-
-        held_out = datasets.Dataset.from_list(rows)
-        run = SimpleNamespace(args=args, tokenizer=tokenizer, held_out=held_out)
-        microscope.look(run, 7, rollout, ppo.set_advantages, 0.5, None)
+        own = Critic() if args.has_critic else None
+        models = ppo.Models(tiny_model, own, reference, [], judge, None)
+        run = SimpleNamespace(args=args, tokenizer=tokenizer)
+        if requests := microscope.requests(args, datasets.Dataset.from_list(rows)):
+            batches = ppo.answered(args, models, tokenizer, requests)
+            ppo.set_advantages(args, batches, 0.5, None)
+            microscope.write(run, 7, batches, 0.5)
         file = tmp_path / "tokens.jsonl"
         return kit.read_lines(file) if file.exists() else []
 
@@ -93,14 +89,14 @@ def test_the_microscope_is_bounded_and_may_be_off(looked, monkeypatch):
 def test_tokens_are_decoded_with_their_spaces():
     """Also where a tokenizer writes a space only between tokens, as SentencePiece ones do."""
     tokenizer = SimpleNamespace(decode=lambda ids: " ".join("ab"[i] for i in ids))
-    none = dict.fromkeys(microscope.NUMBERS.values())
-    batch = SimpleNamespace(kl={}, responses=[{"response_ids": [0, 1, 0]}], **none)
+    none = dict.fromkeys({*microscope.NUMBERS.values()} - {"ref_logprobs"})
+    batch = SimpleNamespace(ref_logprobs=None, responses=[{"response_ids": [0, 1, 0]}], **none)
     microscope.note(batch, tokenizer)
     assert batch.responses[0]["numbers"]["text"] == ["a", " b", " a"]
 
 
 def test_judge_jsonl_has_every_pair_once(tmp_path):
-    """Of all ranks, without fillers, in the order of the rows; each evaluation replaces the one
+    """Of all ranks, in the order of the rows; each evaluation replaces the one
     before. Lengths are those of the tokens. A pair can be found in its file, and read here; a
     column of the data takes no number's place."""
     args = SimpleNamespace(output_dir=str(tmp_path))
@@ -111,7 +107,7 @@ def test_judge_jsonl_has_every_pair_once(tmp_path):
     tokenizer = model_folders.load_tokenizer(kit.TOKENIZER)
     held_out = [rows.tokenise_row(row, tokenizer, "reward", 64) for row in source["train"]]
     for chosen in (9.0, 1.0):
-        pair_scores.keep(args, held_out, [(2, 0.5, 0.0), (-1, 0.0, 0.0), (0, chosen, 2.0)])
+        evaluation.write_pairs(args, held_out, torch.tensor([[2, 0.5, 0.0], [0, chosen, 2.0]]))
     first, second = kit.read_lines(tmp_path / "judge.jsonl")
     names = ("row", "chosen_score", "rejected_score", "chosen", "rejected", "prompt", "place")
     assert [first[name] for name in names] == [0, 1.0, 2.0, "A", "B", "Who?", f"{data}, line 1"]

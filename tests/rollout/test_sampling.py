@@ -9,13 +9,13 @@ import torch
 
 import common
 import ppo
-from helpers import decoding, samples
+from helpers import decoding, evaluation
 from tests.kit import Knowing, generate
 from tests.rollout.test_layouts_by_hand import RESPONSES
 from tests.tiny_models import StandIn
 
 E = 1  # EOS
-FLAGS = dict(top_k=0, top_p=1.0, temperature=1.0, min_new_tokens=0, stop=[], compile_decoding=0)
+FLAGS = dict(top_k=0, top_p=1.0, temperature=1.0, stop=[], compile_decoding=0)
 NO_END = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
 ROWS = [{"row": number, "sample": 0} for number in range(4)]
 
@@ -93,10 +93,10 @@ def test_a_models_own_generation_config_is_left_out_of_greedy_answers(tiny_model
     """Step 1's samples are made by transformers' generate(), which fills in from it what is left
     open. Here it forbids the tokens that would be written."""
     args, model = SimpleNamespace(max_answer_seq_len=6, max_seq_len=32), copy.deepcopy(tiny_model)
-    free = samples.answer_greedily(args, model, tokenizer, [[5, 6, 7]])
+    free = evaluation.answer_greedily(args, model, tokenizer, [[5, 6, 7]])
     written = tokenizer.encode(free[0]["response"], add_special_tokens=False)
     model.generation_config.suppress_tokens = written
-    assert written and samples.answer_greedily(args, model, tokenizer, [[5, 6, 7]]) == free
+    assert written and evaluation.answer_greedily(args, model, tokenizer, [[5, 6, 7]]) == free
 
 
 class Fixed(StandIn):
@@ -184,31 +184,19 @@ def test_the_temperature_is_applied_in_fp32():
     assert torch.allclose(logprobs.double(), exact, atol=1e-4)
 
 
-def test_random_numbers_belong_to_the_row():
+def test_random_numbers_belong_to_the_request():
     """They depend on (seed, step, row, sample, turn) only: not on slot, neighbours or rank. So
     responses stay the same when the number of GPUs changes. A filler has row 0's."""
-    every = decoding.row_uniforms(7, 3, ROWS, 5)
-    assert torch.equal(decoding.row_uniforms(7, 3, [ROWS[3], ROWS[1]], 5), every[[3, 1]])
-    assert torch.equal(decoding.row_uniforms(7, 3, [{"row": -1, "sample": 0}], 5), every[:1])
+    every = decoding.uniforms_of(7, 3, ROWS, 5)
+    assert torch.equal(decoding.uniforms_of(7, 3, [ROWS[3], ROWS[1]], 5), every[[3, 1]])
+    assert torch.equal(decoding.uniforms_of(7, 3, [{"row": -1, "sample": 0}], 5), every[:1])
     assert ((0 <= every) & (every < 1)).all() and len(every.unique()) == 20
     first = ROWS[:1]
-    others = [decoding.row_uniforms(8, 3, first, 5), decoding.row_uniforms(7, 4, first, 5)]
+    others = [decoding.uniforms_of(8, 3, first, 5), decoding.uniforms_of(7, 4, first, 5)]
     for change in (dict(sample=1), dict(turn=1), dict(turn=2)):
-        others.append(decoding.row_uniforms(7, 3, [{**ROWS[0], **change}], 5))
+        others.append(decoding.uniforms_of(7, 3, [{**ROWS[0], **change}], 5))
     assert len(torch.cat([every[:1], *others]).unique()) == 6 * 5
-    assert torch.equal(decoding.row_uniforms(7, 3, [{**ROWS[0], "turn": 0}], 5), every[:1])
-
-
-def test_a_response_can_be_kept_from_ending_early(tiny_model, tokenizer):
-    """--min_new_tokens 4: EOS has no probability before."""
-    ids, mask = common.pad([[5, 6, 7], [8, 9]], 0)
-    with torch.no_grad():
-        cdf = tiny_model(ids[:1]).logits[0, -1].softmax(-1).double().cumsum(-1)
-    uniforms = torch.full((2, 6), cdf[:2].mean().item())  # in EOS's share of row 0's first token
-    given = tiny_model, ids, mask, uniforms, tokenizer
-    assert generate(*given)[0][0, 0] == tokenizer.eos_token_id
-    responses, response_mask = generate(*given, min_new_tokens=4)
-    assert (responses[:, :4] != tokenizer.eos_token_id).all() and response_mask[:, :4].all()
+    assert torch.equal(decoding.uniforms_of(7, 3, [{**ROWS[0], "turn": 0}], 5), every[:1])
 
 
 def test_ids_that_no_token_uses_are_never_sampled(tiny_model):

@@ -1,5 +1,6 @@
 """--share_prompt: in one row responses get what each of them gets in a row of its own."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -64,7 +65,7 @@ def test_a_group_in_one_row_changes_no_logprob_no_value_and_no_gradient(name, he
     model = load_model(folder, get_args(), 0, None, tokenizer, head).eval()
     responses = group_rollout()
     args, found = SimpleNamespace(temperature=0.7, entropy_coef=0.1), []
-    for pack in (ppo.plain_rows, shared_prompts.packing(3)):
+    for pack in (ppo.plain_rows, partial(shared_prompts.shared_rows, together=3)):
         pad = SimpleNamespace(pad_token_id=0)
         (batch,) = ppo.make_micro_batches(pad, responses, len(responses), pack)
         model.zero_grad()
@@ -98,7 +99,7 @@ def test_as_many_responses_share_a_row_as_are_cheapest(longest, size, expected):
     args.per_device_training_batch_size = size
     args.max_prompt_seq_len, args.max_answer_seq_len, args.max_seq_len = 64, longest, 64 + longest
     model = AutoModelForCausalLM.from_config(config_of("llama"))
-    assert shared_prompts.responses_per_row(args, model) == expected
+    assert shared_prompts.responses_per_row(args, [model]) == expected
 
 
 @pytest.mark.parametrize(

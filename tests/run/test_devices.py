@@ -179,7 +179,7 @@ def test_a_decoded_token_is_few_operators_and_waits(tiny_model):
 def run_counted(base, script, steps):
     """Makes a run of so many steps. Returns its operators and waits."""
     flags = f"--max_steps {steps}"
-    own = dict(sft="--num_samples 0", ppo="--min_new_tokens 9 --num_eval_prompts 1")
+    own = dict(sft="--num_samples 0", ppo="--num_eval_prompts 1")
     run = runs.run(script, f"{flags} {own.get(script, '')}", zero=2)
     with counter() as count:
         facts = runs.make_run(base, f"count_{script}{steps}", script, run["flags"])

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import common
 import reward
+from machinery.data import batching
 from tests import kit, runs
 
 
@@ -29,9 +29,9 @@ def test_the_deviation_of_scores_keeps_its_digits_far_from_0(monkeypatch):
     """Scores of 100 +- 0.1: sums of their squares in fp32 are wrong by a percent of it."""
     scores = 100 + 0.1 * torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
     batches = [(range(500), SimpleNamespace(row_weight=torch.ones(500)))]
-    monkeypatch.setattr(common, "eval_loader", lambda *_: batches)
+    monkeypatch.setattr(batching, "eval_loader", lambda *_: batches)
     monkeypatch.setattr(reward, "score_pairs", lambda *_: scores)
-    monkeypatch.setattr(reward.pair_scores, "keep", lambda *_: None)
+    monkeypatch.setattr(reward.evaluation, "write_pairs", lambda *_: None)
     run = SimpleNamespace(args=None, notes={})
     found = reward.evaluate(run, torch.nn.Identity(), None, None)["eval_score_std"]
     assert found == pytest.approx(scores.double().std(unbiased=False).item(), rel=1e-5)

@@ -6,6 +6,7 @@ MUTATIONS holds one change for each rule: right flags and this one are refused b
 import copy
 import re
 import shlex
+from pathlib import Path
 
 import deepspeed
 import pytest
@@ -16,36 +17,40 @@ import common
 import ppo
 import reward
 import sft
-from machinery.base.refused import program
-from machinery.flags import declaring, ppo_flags, rules
+from machinery.base.refused import Refused, program
+from machinery.flags import declaring, recipes, rules
 from tests import kit
+from variants.dpo import dpo
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
-DSC = {  # what DeepSpeed-Chat's scripts hold: 1.3B on one node, step 2 with OPT-350M
-    "sft": """num_train_epochs 16|learning_rate 9.65e-6|max_seq_len 512|zero_stage 2|
-        per_device_train_batch_size 8|weight_decay 0|dropout None""",
-    "reward": """num_train_epochs 1|learning_rate 5e-5|max_seq_len 512|zero_stage 0|
-        per_device_train_batch_size 4|weight_decay 0.1|dropout 0""",
-    "ppo": """num_train_epochs 1|actor_learning_rate 9.65e-6|critic_learning_rate 5e-6|
-        actor_weight_decay 0|critic_weight_decay 0|actor_dropout 0|critic_dropout None|
-        enable_ema 1|ema_decay 0.992|max_prompt_seq_len 256|max_answer_seq_len 256|
-        per_device_generation_batch_size 4|per_device_training_batch_size 4|num_warmup_steps 100|
-        actor_zero_stage 2|critic_zero_stage 2|kl_coef 0.1|gamma 1|lam 0.95|clip 0.2|
-        clip_value 0.2|clip_reward 5|ppo_epochs 1|generation_batches 1""",
-}
-LLAMA = {  # what llama2/run_llama2_7b.sh have in other numbers than those for OPT
-    "sft": dict(num_train_epochs=4, per_device_train_batch_size=4),
-    "reward": dict(learning_rate=9.65e-6, per_device_train_batch_size=8),
-    "ppo": dict(
-        actor_weight_decay=0.1,
-        critic_weight_decay=0.1,
-        enable_ema=0,
-        per_device_generation_batch_size=1,
-        per_device_training_batch_size=1,
-    ),
+# What DeepSpeed-Chat's scripts hold, typed from them: flag, value for OPT (1.3B on one node, and
+# 350M in step 2), and for Llama-2-7B, where "=" is the same. None: the model's own dropout, which
+# is on for OPT. It has no flag for the batch of an evaluation in step 3.
+DSC = {
+    "sft": """
+        learning_rate 9.65e-6 =|weight_decay 0 =|dropout None =|num_train_epochs 16 4
+        num_warmup_steps 0 =|max_seq_len 512 =|zero_stage 2 3|gradient_accumulation_steps 1 =
+        per_device_train_batch_size 8 4|per_device_eval_batch_size 8 4""",
+    "reward": """
+        learning_rate 5e-5 9.65e-6|weight_decay 0.1 =|dropout 0 =|num_train_epochs 1 =
+        num_warmup_steps 0 =|max_seq_len 512 =|zero_stage 0 3|gradient_accumulation_steps 1 =
+        per_device_train_batch_size 4 8|per_device_eval_batch_size 4 8""",
+    "ppo": """
+        actor_learning_rate 9.65e-6 =|critic_learning_rate 5e-6 =|actor_weight_decay 0 0.1
+        critic_weight_decay 0 0.1|actor_dropout 0 =|critic_dropout None =|num_train_epochs 1 =
+        num_warmup_steps 100 =|max_prompt_seq_len 256 =|max_answer_seq_len 256 =
+        per_device_generation_batch_size 4 1|per_device_training_batch_size 4 1
+        gradient_accumulation_steps 1 =|generation_batches 1 =|ppo_epochs 1 =
+        actor_zero_stage 2 3|critic_zero_stage 2 3|enable_ema 1 0|ema_decay 0.992 =
+        kl_coef 0.1 =|gamma 1 =|lam 0.95 =|clip 0.2 =|clip_value 0.2 =|clip_reward 5 =""",
 }
 DSC_ALL = dict(adam_betas=[0.9, 0.95], max_grad_norm=1.0, lr_scheduler_type="cosine", seed=1234)
-MOST = {"sft": 46, "reward": 46, "ppo": 95}  # flags
+DSC_ALL["data_split"] = [2, 4, 4]
+DAHOAS = "Dahoas/rm-static"
+BLEND = ["Dahoas/full-hh-rlhf", "Dahoas/synthetic-instruct-gptj-pairwise"]
+BLEND = [DAHOAS, *BLEND, "yitingxie/rlhf-reward-datasets"]
+DSC_DATA = {("ppo", 0): [DAHOAS], ("ppo", 1): [DAHOAS], ("reward", 1): [DAHOAS]}  # else BLEND
+MOST = {"sft": 47, "reward": 47, "ppo": 96}  # flags
 
 MUTATIONS = {  # script and flags beside the toy's: the rule that they break
     "sft --learning_speed 1": "wrong-flag",
@@ -77,6 +82,7 @@ MUTATIONS = {  # script and flags beside the toy's: the rule that they break
     "ppo --per_device_training_batch_size 3 --allow_unstable 1": "batches-divide",
     "ppo --samples_per_prompt 5": "batches-divide",
     "ppo --advantage rloo": "group-of-one",
+    "ppo --preset arithmetic --advantage gae": "no-critic",
     "ppo --per_device_training_batch_size 16": "unstable",
     "ppo --ppo_epochs 2": "unstable",
     "ppo --generation_batches 2": "unstable",
@@ -102,13 +108,13 @@ def pretend(monkeypatch, deepspeed_is="0.19.8", device="cpu", **environment):
 
 
 def parser_of(script):
-    """Returns the flags that a script declares, {name: argparse's action}."""
+    """Returns the parser that a script declares its flags for."""
     found = []
     parse, declaring.parse = declaring.parse, lambda parser, *_, **__: found.append(parser) or 1 / 0
     try:
-        SCRIPTS[script].get_args([])
+        {**SCRIPTS, "dpo": dpo}[script].get_args([])
     except ZeroDivisionError:
-        return {action.dest: action for action in found[0]._actions}
+        return found[0]
     finally:
         declaring.parse = parse
 
@@ -135,7 +141,7 @@ def test_each_rule_refuses_what_breaks_it(flags, tmp_path, monkeypatch):
 def test_every_rule_has_a_mutation():
     args = get_args("ppo")
     tables = [*rules.of_all(args), *rules.of_ppo(args)]
-    assert {name for name, *_ in tables} <= {*MUTATIONS.values()}
+    assert {name for name, *_ in tables} <= {*MUTATIONS.values(), "no-judge"}  # see below
 
 
 def test_what_deepspeed_can_do_passes(monkeypatch):
@@ -181,15 +187,14 @@ def test_only_rank_zero_speaks_at_once(monkeypatch, capsys):
 # What is taken
 # --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_recipe_is_deepspeed_chats_number_for_number(script):
-    args = get_args(script, preset="--preset opt-1.3b ")
-    pairs = [pair.split() for pair in DSC[script].split("|")]
-    expected = {name: None if value == "None" else float(value) for name, value in pairs} | DSC_ALL
+@pytest.mark.parametrize("column, name", enumerate(["opt-1.3b", "llama-2-7b"]))
+def test_the_recipe_is_deepspeed_chats_number_for_number(script, column, name):
+    args = get_args(script, preset=f"--preset {name} ")
+    expected = {**DSC_ALL, "data_path": DSC_DATA.get((script, column), BLEND)}
+    for flag, *both in map(str.split, re.split(r"\||\n", DSC[script].strip())):
+        value = both[0] if both[column] == "=" else both[column]
+        expected[flag] = None if value == "None" else float(value)
     assert {name: getattr(args, name) for name in expected} == expected
-    assert args.data_split == [2, 4, 4] and len(args.data_path) == (1 if script == "ppo" else 4)
-    llama = get_args(script, preset="--preset llama-2-7b ")
-    assert llama.zero_stage == 3
-    assert {name: getattr(llama, name) for name in LLAMA[script]} == LLAMA[script]
 
 
 @pytest.mark.parametrize("script, rows, stage", [("sft", 64, 2), ("reward", 32, 1), ("ppo", 32, 2)])
@@ -203,21 +208,115 @@ def test_eight_gpus_get_the_recipes_batches(script, rows, stage):
     assert batch * 8 == rows and config["zero_optimization"]["stage"] == stage
 
 
+# --------------------------------------------------------------------------------------------------
+# Recipes
+# --------------------------------------------------------------------------------------------------
+FILES = sorted(recipes.FOLDER.glob("*/*.flags"))
+
+
+def flags_in(file):
+    """Returns {flag: value} of a flags file, read by the script that it is named for."""
+    return recipes.read(parser_of(file.stem), file)
+
+
+def refusal_of(script, words):
+    """Returns rule and words with which a command line is refused."""
+    with pytest.raises(Refused) as caught:
+        SCRIPTS[script].get_args(shlex.split(words))
+    return caught.value.rule, caught.value.words
+
+
+def test_the_recipes_are_these():
+    found = {script: recipes.names(script) for script in SCRIPTS}
+    both = ["toy", "arithmetic", "llama-2-7b", "opt-1.3b", "qwen2.5-0.5b", "qwen2.5-0.5b-grpo"]
+    assert found == {"sft": both, "ppo": both, "reward": ["toy", *both[2:5]]}
+    assert {file.parent for file in FILES} == {*recipes.FOLDER.iterdir()}
+    for folder in recipes.FOLDER.iterdir():
+        text = (folder / "README.md").read_text()
+        assert f"--preset {folder.name}" in text and "reached" in text
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_each_recipe_runs_as_it_is_written(file):
+    """What the file shows is what runs: nothing multiplies a learning rate for adapters. And
+    --preset NAME is short for @recipes/NAME/SCRIPT.flags."""
+    script = {**SCRIPTS, "dpo": dpo}[file.stem]
+    args = script.get_args(["--preset", file.parent.name])
+    assert flags_in(file).items() <= vars(args).items()
+    assert vars(script.get_args([f"@{file}"])) == vars(args)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_presets_name_flags_and_any_flag_overrides_them(script):
-    """What the preset shows is what runs: nothing multiplies a learning rate for adapters."""
-    known = parser_of(script)
+def test_any_flag_overrides_its_recipe(script):
+    known = parser_of(script)._option_string_actions
     others = "--allow_unstable 1 --per_device_training_batch_size 1 --advantage reinforce "
     others = (others + "--samples_per_prompt 1") * (script == "ppo")
-    for name, preset in SCRIPTS[script].PRESETS.items():
-        assert preset.keys() <= known.keys()
-        plain = get_args(script, preset=f"--preset {name} ")
-        for flag, value in preset.items():
+    for name in recipes.names(script):
+        recipe = recipes.FOLDER / name / f"{script}.flags" if name != "toy" else SCRIPTS[script].TOY
+        for flag, value in recipes.read(parser_of(script), recipe).items():
             if isinstance(value, int | float):
-                assert getattr(plain, flag) == value
-                new = max(known[flag].least, 1)
+                new = max(known[f"--{flag}"].least, 1)
                 args = get_args(script, f"{others} --{flag} {new}", f"--preset {name} ")
                 assert getattr(args, flag) == new
+
+
+def test_a_file_of_ones_own(tmp_path, monkeypatch):
+    """A flag a line, `#` begins a comment, and the command line wins wherever it stands. It may
+    begin with a recipe, whose flags it overrides. `given` is what stands on the command line."""
+    monkeypatch.chdir(tmp_path)
+    mine = Path("mine.flags")
+    mine.write_text(
+        """# what I change
+        --preset opt-1.3b
+
+        --learning_rate 1e-4   # it's ten times DeepSpeed-Chat's
+        --data_path "my data.jsonl" part#2.jsonl
+        --seed=5"""
+    )
+    args = sft.get_args(["--seed", "6", "@mine.flags"])
+    assert (args.preset, args.seed, args.learning_rate) == ("opt-1.3b", 6, 1e-4)
+    assert args.data_path == ["my data.jsonl", "part#2.jsonl"]
+    assert (args.num_train_epochs, args.declared.given) == (16, {"seed"})
+    Path("more.flags").write_text("--seed 7\n--max_steps 3")
+    args = sft.get_args(["@mine.flags", "@more.flags", "--max_steps", "4"])
+    assert (args.seed, args.max_steps) == (7, 4)
+    copy = Path("copy.flags")  # whole, so that nothing is taken from elsewhere
+    copy.write_text((recipes.FOLDER / "opt-1.3b/sft.flags").read_text() + "--lora_alpha 3")
+    args = sft.get_args(["@copy.flags"])
+    assert (args.preset, args.lora_dim, args.lora_alpha) == ("copy.flags", 0, 3)
+
+
+@pytest.mark.parametrize(
+    "text, rule, said",
+    [
+        (None, "flags-file", "Nearest in .: mine.flag"),
+        ("--seed 1\n--learning_rat 1", "flags-file", "mine.flags, line 2: .*\n.*--learning_rate"),
+        ("\n--learning_rate inf", "flags-file", "mine.flags, line 2: --learning_rate inf must be"),
+        ("--seed x", "flags-file", "mine.flags, line 1: .*--seed.*invalid int"),
+        ("--preset nope", "flags-file", "mine.flags, line 1: .*nope"),
+        ("--output_dir 'a", "flags-file", "mine.flags, line 1: No closing quotation"),
+        ("learning_rate 1", "flags-file", "mine.flags, line 1: unrecognized"),
+        ("@other.flags", "flags-file", "mine.flags, line 1: unrecognized"),
+        ("--seed 1\n\n--seed 2", "flags-file", "mine.flags, line 3: --seed stands above"),
+        ("--model_name_or_path a", "incomplete-recipe", "mine.flags lacks --data_path .*--preset"),
+    ],
+)
+def test_what_is_wrong_in_a_flags_file_is_found_by_file_and_line(
+    tmp_path, monkeypatch, text, rule, said
+):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.flag").write_text("")
+    if text is not None:
+        Path("mine.flags").write_text(text)
+    found = refusal_of("sft", "@mine.flags --seed 3")
+    assert found[0] == rule and re.search(said, found[1], re.S), found
+
+
+def test_a_recipe_for_ppo_names_who_judges(tmp_path):
+    """Without a critic's model, GAE has no critic; and no reward model follows from it."""
+    recipe = (recipes.FOLDER / "arithmetic/ppo.flags").read_text()
+    (tmp_path / "mine.flags").write_text(re.sub("--reward_fn.*", "", recipe))
+    assert refusal_of("ppo", f"@{tmp_path}/mine.flags --advantage grpo")[0] == "no-judge"
 
 
 def test_the_toy_runs_if_no_model_is_named_and_from_any_folder(tmp_path, monkeypatch):
@@ -227,14 +326,23 @@ def test_the_toy_runs_if_no_model_is_named_and_from_any_folder(tmp_path, monkeyp
     assert args.preset == "toy" and args.output_dir == "output/sft"
     assert (declaring.ROOT / "toy/data").samefile(args.data_path[0])
     assert (declaring.ROOT / "toy/model").samefile(args.model_name_or_path)
-    assert get_args("sft", "--model_name_or_path some/model", "").preset == "qwen2.5-0.5b"
+    assert recipes.note(args).startswith("  recipe   toy, as no model is named: ")
+    assert recipes.note(get_args("sft")) == ""  # who names it knows
+
+
+def test_naming_a_model_selects_the_recipe_for_models_and_says_so():
+    """It turns LoRA on, with a rate for it."""
+    args = get_args("sft", "--model_name_or_path some/model --learning_rate 1e-4", "")
+    said = recipes.note(args)
+    assert args.preset == "qwen2.5-0.5b" and "naming a model selects it" in said
+    assert "lora_dim 32" in said and "learning_rate 0.0001" in said and "--preset" in said
 
 
 def test_the_next_step_takes_the_preset_of_the_folder_that_it_starts_from(tmp_path):
     (tmp_path / "args.json").write_text('{"preset": "opt-1.3b"}')
     (tmp_path / "config.json").write_text("{}")
     args = get_args("reward", f"--model_name_or_path {tmp_path}", "")
-    assert args.preset == "opt-1.3b"
+    assert args.preset == "opt-1.3b" and f"as {tmp_path} was trained" in recipes.note(args)
     args = get_args("reward", f"--model_name_or_path {tmp_path} --preset toy", "")
     assert args.preset == "toy"
 
@@ -249,7 +357,7 @@ def test_what_is_declared_is_beside_the_flags_and_not_among_them():
 
 def test_one_model_of_ppo_has_flags_as_other_scripts_have_them():
     args = get_args("ppo", "--critic_zero_stage 1 --critic_lora_dim 4")
-    critic = declaring.of_role(args, "critic", dropout=None)
+    critic = declaring.with_flags(declaring.of_role(args, "critic"), dropout=None)
     assert (critic.zero_stage, critic.lora_dim, critic.dropout) == (1, 4, None)
     assert critic.learning_rate == args.critic_learning_rate
     assert declaring.of_role(args, "actor").zero_stage == args.zero_stage == 2
@@ -269,11 +377,25 @@ def test_a_presets_gold_score_goes_with_its_data(flags, kept):
     assert get_args("ppo", flags.replace("GOLD", gold)).gold_fn == (gold if kept else None)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_the_toy_says_where_its_step_is_another(monkeypatch, count):
-    monkeypatch.setattr(common.ranks, "data_parallel_size", lambda: count)
-    assert bool(declaring.toy_note(get_args("sft"))) == (count in (1, 3))
-    assert not declaring.toy_note(get_args("sft", "--gradient_accumulation_steps 2"))
+@pytest.mark.parametrize(
+    "count, rows", [(1, 24), (2, 48), (3, 48), (4, 48), (5, 45), (8, 48), (16, 48), (100, 100)]
+)
+def test_the_toy_has_the_rows_of_two_ranks_and_says_where_it_has_not(monkeypatch, count, rows):
+    """On any other number of ranks, too, unless a flag gives the rows of one rank."""
+    pretend(monkeypatch, WORLD_SIZE=str(count))
+    args = get_args("sft")
+    assert args.per_device_train_batch_size * count == rows
+    assert ("up to 48" in recipes.rows_note(args, rows)) == (rows < 48)
+    own = get_args("sft", "--per_device_train_batch_size 5")
+    assert own.per_device_train_batch_size == 5 and recipes.rows_note(own, 5) == ""
+    asked = get_args("sft", "--per_device_train_batch_size 24 --rows_of_all_ranks 24")
+    assert asked.per_device_train_batch_size == max(1, 24 // count)
+
+
+def test_ranks_that_share_layers_count_once(monkeypatch):
+    pretend(monkeypatch, WORLD_SIZE="8")
+    args = get_args("sft", "--tensor_parallel_size 2 --dtype bf16")
+    assert args.per_device_train_batch_size == 12
 
 
 def test_what_ppos_flags_leave_open_follows_from_others():
@@ -284,10 +406,9 @@ def test_what_ppos_flags_leave_open_follows_from_others():
     assert args.reward_model_name_or_path == [args.critic_model_name_or_path]
     assert args.max_seq_len == 32 + 48 and args.rollout_batch_size == 64
     assert get_args("ppo", "--reward_fn f.py:f").reward_model_name_or_path == []
-    sizes = ppo_flags.Sizes(args)
-    assert (sizes.prompts, sizes.generation_batches, sizes.responses) == (32, 2, 64)
-    assert sizes.updates == 1
-    assert get_args("ppo", "--eval_ema 1 --enable_ema 0").enable_ema  # to have one to evaluate
+    sizes = ppo.Sizes(args)
+    assert (sizes.prompts, sizes.batches_per_step, sizes.responses) == (32, 2, 64)
+    assert (sizes.micro_batches, sizes.updates) == (2, 1)
 
 
 def test_filters_of_sampling_say_what_they_do_to_kl(capsys):
@@ -312,7 +433,7 @@ def test_help_opens_with_the_header_and_explains_every_flag(script, capsys):
         get_args(script, "--help")
     text = capsys.readouterr().out
     assert stop.value.code == 0 and SCRIPTS[script].__doc__.splitlines()[0] in text
-    known = parser_of(script)
+    known = {action.dest: action for action in parser_of(script)._actions}
     for name, action in known.items():
         assert name == "help" or f"--{name}" in text
         assert len(action.help) > 15

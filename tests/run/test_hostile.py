@@ -1,9 +1,9 @@
-"""A hostile user, drawn at random (bench/hostile.py): a run keeps its promises, whatever flags,
-models, rows and output folders it is given."""
+"""A hostile user, drawn at random (hostile.py): a run keeps its promises, whatever flags, models,
+rows and output folders it is given."""
 
 import pytest
 
-from bench import hostile
+from tests.run import hostile
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 import reward
 import sft
-from helpers import rollout_metrics
+from helpers import metrics
 from machinery.base import progress
 from machinery.run import launch, logs, plots
 from tests import kit
@@ -82,12 +82,12 @@ def test_a_line_of_the_log_is_of_all_its_steps():
     assert all(logs.joined([record]) == record for record in records)
 
 
-@pytest.mark.parametrize("columns", [sft.COLUMNS, reward.COLUMNS, rollout_metrics.COLUMNS])
+@pytest.mark.parametrize("columns", [sft.COLUMNS, reward.COLUMNS, metrics.COLUMNS])
 def test_a_line_of_the_screen_fits_120_columns(tmp_path, capsys, columns):
     """Legend and numbers stand under each other, and no two numbers run together."""
     args = SimpleNamespace(output_dir=str(tmp_path))
     record = dict(dict.fromkeys(columns, -0.0123456), step=100_000, epoch=12.5)
-    logs.write(args, record, columns, legend=True)
+    logs.write_record(args, record, columns, legend=True)
     legend, line = capsys.readouterr().out.splitlines()
     assert legend.split() == columns and len(line.split()) == len(columns)
     assert len(legend) == len(line) <= 120

@@ -69,7 +69,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
         assert held.wait(60)
         for flags in ([], ["--resume"], ["--overwrite"]):
             with kit.refuses("output-in-use") as caught:
-                output_folder.check(get_args(tmp_path, *flags))
+                output_folder.refuse_unusable(get_args(tmp_path, *flags))
             assert f"process {other.pid} on {socket.gethostname()}" in caught.value.words
     finally:
         other.kill()
@@ -137,7 +137,7 @@ def test_overwrite_moves_the_old_run_aside_when_all_is_loaded(tmp_path):
         assert kit.tree(tmp_path / f"run.old-{number}") == old
         assert kit.tree(output).keys() == {"args.json"}
         with kit.refuses("output-in-use"):
-            output_folder.check(get_args(output, "--overwrite"))
+            output_folder.refuse_unusable(get_args(output, "--overwrite"))
         folder.lock.release()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["run", "run.old-1", "run.old-2"]
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_had_is_refused(tmp_path, make, flags, rule):
     args = get_args(output)
     args.overwrite, args.resume = "--overwrite" in flags, "--resume" in flags
     with kit.refuses(rule):
-        output_folder.check(args)
+        output_folder.refuse_unusable(args)
     assert kit.tree(tmp_path) == before
 
 
@@ -228,9 +228,9 @@ def test_resume_compares_what_shapes_the_run(tmp_path, change):
     checkpoint(tmp_path)
     args = get_args(tmp_path, *rest, *f"--{change}".split(), "--resume", script=ppo)
     if change in SAME:
-        return output_folder.check(args)
+        return output_folder.refuse_unusable(args)
     with kit.refuses("flag-changed") as caught:
-        output_folder.check(args)
+        output_folder.refuse_unusable(args)
     assert f"--{change.split()[0].rstrip('=')}" in caught.value.words
 
 

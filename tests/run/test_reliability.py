@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from machinery.run import checkpoints
 from tests import kit, runs
 
 TOUCHES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
@@ -51,16 +52,20 @@ def fail():
     raise ValueError("a bug of the user's")
 
 
-def act(script, argv, kill_at, step, fault, rank):
+def act(script, argv, kill_at, step, fault, rank, wait):
     """Makes a run in one of its forked ranks.
+
+    wait: ranks.WAIT_MINUTES, how long a rank waits for another.
 
     kill_at: SIGKILL for all ranks before rank 0's so many-th file operation in the output folder,
     or before the first that has all these words. fault: a function of this module that is called
     at the end of step `step`, in rank `rank` (None: in all).
     """
+    from machinery.base import ranks
     from machinery.run import logs
     from machinery.run.run import Run
 
+    ranks.WAIT_MINUTES = wait
     count, here, log = 0, int(os.environ["RANK"]), Run.log
 
     def count_touches(event, details):
@@ -87,13 +92,15 @@ def act(script, argv, kill_at, step, fault, rank):
             Path(f"{argv[-1]}.touches").write_text(str(count))
 
 
-def play(folder, *more, script="sft", zero=2, ranks=2, kill_at=None, step=0, fault=None, only=None):
-    """Makes a run in `folder`. Returns kit.Done."""
+def play(folder, *more, script="sft", zero=2, ranks=2, kill_at=None, step=0, fault=None, **who):
+    """Makes a run in `folder`. who: `only` one rank is at fault, `wait` (as in act). Returns
+    kit.Done."""
     options = runs.run(script, "--save_steps 2", zero=zero)["flags"]
     argv = [*runs.base_flags(script, runs.base()), *options, *map(str, more)]
     argv += ["--num_samples", "0"] if script == "sft" else []
     argv += ["--output_dir", str(folder)]
-    done = kit.fork(act, ranks, script, argv, kill_at, step, fault, only, meet="")
+    who = who.get("only"), who.get("wait", 30)
+    done = kit.fork(act, ranks, script, argv, kill_at, step, fault, *who, meet="")
     done.folder = Path(folder)
     return done
 
@@ -215,11 +222,54 @@ def test_a_rank_that_fails_shows_its_own_traceback(stopped):
 
 def test_when_a_rank_hangs_each_rank_prints_where_it_is(stopped):
     """Under NCCL a wait that is too long raises no error, but ends the process. So shortly before
-    --timeout_minutes each rank prints its stack: one is not where the others are."""
-    done = play(stopped, "--resume", "--timeout_minutes", 0.2, fault="hang", step=3, only=1)
+    its end each rank prints its stack: one is not where the others are."""
+    done = play(stopped, "--resume", fault="hang", step=3, only=1, wait=0.2)
     assert done.codes[0] == 1 and "rank 0 of 2 stopped" in done.err, done
     assert done.err.count("Timeout (0:00:09)!") == 2, done
     assert " in hang\n" in done.err and " in all_reduce\n" in done.err
+
+
+def take_long(minutes):
+    """Takes longer than a rank may wait for another, in all ways in which nothing is wrong, and in
+    one in which something is. Returns what a barrier raises then, on the ranks that wait."""
+    import deepspeed
+
+    from machinery.base import progress, ranks
+    from machinery.engine import patches
+
+    ranks.WAIT_MINUTES, progress.EVERY = minutes, 0.1
+    deepspeed.init_distributed(verbose=False, timeout=patches.wait_at_most(minutes))
+    seconds = minutes * 60
+    ranks.go_on()
+    for _ in progress.shown(range(10), "evaluation"):  # no piece takes long
+        time.sleep(seconds / 5)
+    with ranks.unhurried():  # nobody waits
+        time.sleep(1.5 * seconds)
+    late = time.monotonic() + 2 * seconds if ranks.get_rank() == 0 else 0
+    ranks.wait_while(lambda: time.monotonic() < late, "rank 0 is busy")
+    print("a wait begins", file=sys.stderr, flush=True)
+    if ranks.get_rank() == 0:
+        time.sleep(2 * seconds)
+        return None
+    with pytest.raises(RuntimeError) as caught:
+        ranks.barrier()
+    return str(caught.value)
+
+
+def test_what_takes_long_is_no_hang():
+    """An evaluation of an hour, or a checkpoint of a large model that rank 0 turns into another
+    form, ends no run, and no rank prints stacks. Only who waits in one piece is told of, and the
+    wait then ends."""
+    done = kit.fork(take_long, 2, 0.05, meet="")
+    before, after = done.err.split("a wait begins", 1)
+    assert done.code == 0 and "rank 0 is busy: 0 min" in done.out, done
+    assert "Timeout" not in before and after.count("Timeout (0:00:02") == 2, done
+    assert done.results[0] is None and "gloo" in done.results[1].lower()
+
+
+def test_a_checkpoint_that_cannot_be_rewritten_says_why(tmp_path):
+    with pytest.raises(RuntimeError, match="optim_states"):
+        checkpoints.write_universal(tmp_path, tmp_path / "universal")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def test_step_2_stores_what_step_3_scales_by():
 
 def test_an_unknown_metric_is_refused_at_the_first_evaluation():
     record = {"step": 0, "epoch": 0.0, "eval_loss": 1.0, "eval_accuracy_ci": [0.1, 0.2]}
-    best.check(SimpleNamespace(keep_best="eval_loss"), record)
+    best.refuse_unknown_metric(SimpleNamespace(keep_best="eval_loss"), record)
     for name in ("loss", "eval_accuracy_ci"):
         with pytest.raises(Refused):
-            best.check(SimpleNamespace(keep_best=name), record)
+            best.refuse_unknown_metric(SimpleNamespace(keep_best=name), record)

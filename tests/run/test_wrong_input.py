@@ -1,7 +1,7 @@
 """Wrong input of every kind, as a user gives it: through a script's own main(), in an empty folder.
 
 Each case is refused in words that name what was given, before any model is loaded, and the folder
-is as it was. bench/hostile.py draws from the same things. What flags refuse: test_flags.py.
+is as it was. hostile.py draws from the same things. What flags refuse: test_flags.py.
 """
 
 import json

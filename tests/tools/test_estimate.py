@@ -186,6 +186,16 @@ def test_it_says_whether_it_fits(opt, capsys):
         estimate.main([*own, "3x80"])
 
 
+@pytest.mark.parametrize("devices, rows", [("1x80", 24), ("2x80", 24), ("8x80", 6)])
+def test_it_counts_the_rows_that_the_run_has(devices, rows):
+    """The toy's rows are divided among ranks, which stand in the environment only once the program
+    has read --devices."""
+    for script, times in (("sft.py", 1), ("ppo.py --preset arithmetic", 16 / 3)):
+        name, args, _ = estimate.get_args([*script.split(), "--devices", devices])
+        assert estimate.SCRIPTS[name][1](args)[0].rows == rows * times
+    assert args.rollout_batch_size == rows * times
+
+
 def test_ds_config_may_send_offloaded_states_to_a_disk(tmp_path):
     """--adam_offload says that they leave the device; a device named in ds_config.json (nvme) must
     not be overwritten by it."""

@@ -312,6 +312,19 @@ def test_runs_are_found_below_a_folder_each_once(tmp_path):
         runs.find([tmp_path / "gone"])
 
 
+def test_a_run_that_lies_elsewhere_is_named_in_a_text_file(tmp_path):
+    """So several experiments share one SFT run, which is read once; that PPO began from it is known
+    as if it lay beside it. A line that names nothing, or the folder itself, does no harm."""
+    made = [make_run(tmp_path / name, script=name[-3:]) for name in ("a/sft", "b/ppo", "c/ppo")]
+    for folder in ("b", "c"):
+        (tmp_path / folder / runs.ELSEWHERE).write_text("../a/sft\n\n../gone\n.\n\0\n")
+    found = runs.find([tmp_path / "b", tmp_path / "c"])
+    assert [run.path.resolve() for run in found] == made
+    found[1].args = {"actor_model_name_or_path": "somewhere/sft"}
+    rows = verdicts.of(found[1], found)
+    assert rows[-1][0] == "samples of SFT and PPO" and rows[:-1] == verdicts.of(found[1])
+
+
 def test_the_page_replaces_a_page_and_nothing_else(tmp_path, capsys):
     """A report.html that somebody else wrote stays. What is not healthy is printed, too."""
     make_run(tmp_path / "ppo")

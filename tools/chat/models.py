@@ -111,7 +111,7 @@ class Model:
         self.dtype = args.dtype if "dtype" in args.declared.given else own
         # max_seq_len 0: prompt() cuts to the positions that the model has
         changes = dict(model_name_or_path=path, dtype=self.dtype, zero_stage=0, max_seq_len=0)
-        args = declaring.of_role(args, **changes)
+        args = declaring.with_flags(args, **changes)
         model_folders.refuse_other_kind(self.name, config, scores)
         model_folders.has_weights(path, needed=True)
         self.tokenizer = model_folders.load_tokenizer(path, args)
@@ -170,7 +170,7 @@ class Writer(Model):
         random numbers. show(text), if given, gets the text of the first row as it grows.
         """
         length, stop = self.answer_length(args), [*args.stop, *self.ends]
-        args = declaring.of_role(args, max_answer_seq_len=length, stop=stop)
+        args = declaring.with_flags(args, max_answer_seq_len=length, stop=stop)
         by_length = sorted(prompts, key=lambda row: len(row["prompt_ids"]))
         size = args.per_device_eval_batch_size
         with self.shown(show) if show else contextlib.nullcontext():

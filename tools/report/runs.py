@@ -1,6 +1,7 @@
 """Reads what a run has left in its folder, finished, running or broken, for look.py."""
 
 import json
+import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,10 +17,11 @@ from machinery.models import saving
 from machinery.run import folder_lock, logs
 
 ORDER = ("sft", "reward", "ppo")  # of the steps; other scripts follow
-PRESETS = {"sft": sft.PRESETS, "reward": reward.PRESETS, "ppo": ppo.PRESETS}
+SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
 TITLES = {"sft": "SFT", "reward": "Reward model", "ppo": "PPO"}
 KNOWN_BY = {"eval_reward": "ppo", "eval_accuracy": "reward", "eval_perplexity": "sft"}
 PARTS = ("ema", "critic", "best", "checkpoints")  # folders inside a run's own
+ELSEWHERE = "runs.txt"  # names folders that belong to its own, a relative path a line
 DEEPEST = 3  # folders below the one that is named
 OLD = re.compile(r"\.old-\d+$")  # what --overwrite has moved aside
 LARGEST = 1e100  # of a number that a picture can hold
@@ -95,14 +97,22 @@ def find(folders):
 
 
 def below(folder, depth):
-    """Yields a folder and those in it, but for hidden ones, parts of a run, and old runs."""
+    """Yields a folder and its entries, but for hidden ones, parts of a run, and old runs."""
     yield folder
+    for path in sorted(entries(folder)) if depth else ():
+        left_out = path.name in PARTS or path.name.startswith(".") or OLD.search(path.name)
+        if path.is_dir() and not left_out:
+            yield from below(path, depth - 1)
+
+
+def entries(folder):
+    """Returns the paths in a folder, and those elsewhere that its runs.txt names."""
+    found = []
     with suppress(OSError):
-        for path in sorted(folder.iterdir()) if depth else ():
-            left_out = path.name in PARTS or path.name.startswith(".")
-            left_out |= bool(OLD.search(path.name))
-            if path.is_dir() and not left_out:
-                yield from below(path, depth - 1)
+        found += folder.iterdir()
+        lines = (folder / ELSEWHERE).read_text(errors="replace").splitlines()
+        found += [Path(os.path.normpath(folder / line)) for line in lines if line]
+    return found
 
 
 def is_run(path):
@@ -127,8 +137,10 @@ def short_names(paths):
 
 def other_rates(run):
     """Returns in words which learning rates are not those of the run's preset, "" if all are."""
-    preset = PRESETS.get(run.script, {}).get(str(run.args.get("preset")), {})
-    rates = {name: value for name, value in preset.items() if name.endswith("learning_rate")}
+    preset = {}
+    with suppress(KeyError, Refused):  # a script of somebody's own, or a preset
+        preset = vars(SCRIPTS[run.script].get_args([f"--preset={run.args['preset']}"]))
+    rates = {flag: x for flag, x in preset.items() if flag.endswith("learning_rate") and x}
     other = [name for name, value in rates.items() if run.args.get(name, value) != value]
     return ", ".join(f"{name} is {run.args[name]} (preset: {rates[name]})" for name in other)
 

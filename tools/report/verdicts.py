@@ -14,7 +14,7 @@ from statistics import stdev
 
 from machinery.run import crash
 from tools.report import numbers
-from tools.report.runs import is_number
+from tools.report.runs import entries, is_number
 
 HEALTHY, WATCH, SICK, UNKNOWN = "healthy", "watch", "sick", "not known"
 FLAT = 0.05  # of a loss: it changes by less between two evaluations
@@ -446,9 +446,10 @@ def of(run, others=()):
     """
     rows = [row for row in ROWS if row[0] == run.script]
     found = [(metrics, *judged(verdict, run)) for _, metrics, verdict in rows]
-    actor = run.path.parent / Path(str(run.args.get("actor_model_name_or_path"))).name
+    actor = Path(str(run.args.get("actor_model_name_or_path"))).name
+    beside = [path.resolve() for path in entries(run.path.parent) if path.name == actor]
     for sft in others if run.script == "ppo" else ():
-        if sft.script == "sft" and sft.path == actor:
+        if sft.script == "sft" and sft.path.resolve() in beside:
             found.append(("samples of SFT and PPO", *judged(beginning, run, sft)))
     return found
 

@@ -18,57 +18,38 @@ import torch.nn.functional as F
 import common
 import ppo  # its rollout, for the evaluation
 import sft  # its layout
-from helpers import judging, rollout_metrics
+from helpers import evaluation, judging
 from machinery.base import ranks
 from machinery.base.refused import program
 from machinery.data import batching
-from machinery.data.rows import load_rows
+from machinery.data.rows import load_rows, open_sources
 from machinery.flags import declaring, ppo_flags
 from machinery.models import model_folders
 from machinery.run.run import Run
 
-# ---- Hyperparameters ----
-PRESETS = {
-    "toy": dict(
-        model_name_or_path="output/sft",
-        data_path=["toy/data"],
-        data_split="4,5,1",
-        output_dir="output/dpo",
-        num_train_epochs=1,
-        learning_rate=3e-4,
-        beta=1.0,  # with 0.1 accuracy rises and gold falls: see variants/dpo/README.md
-        num_warmup_steps=10,
-        weight_decay=0.0,
-        dropout=0.0,
-        max_answer_seq_len=48,
-        num_eval_prompts=280,
-        gold_fn="toy/gold.py:gold",
-        per_device_train_batch_size=16,
-        per_device_eval_batch_size=140,
-        max_seq_len=64,
-        zero_stage=2,
-        dtype="fp32",
-        group_by_length=0,
-        log_steps=10,
-    ),
-    # [TRL]: its trl/scripts/dpo.py, for a model and data like these
-    "qwen2.5-0.5b": dict(
-        model_name_or_path="output/sft",
-        data_path=["trl-lib/ultrafeedback_binarized"],
-        data_split="0,1,0",
-        output_dir="output/dpo",
-        num_train_epochs=1,  # [TRL]
-        learning_rate=5e-6,  # with LoRA; 5e-7 trains all weights [TRL], [Rafailov 2023]: 1e-6
-        lora_dim=32,
-        weight_decay=0.0,
-        dropout=0.0,  # off: policy and reference are compared
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=8,  # [TRL]
-        per_device_eval_batch_size=4,
-        max_seq_len=1024,
-        zero_stage=2,
-    ),
-}
+# ---- What `deepspeed dpo.py` runs: the toy. Another recipe: recipes/qwen2.5-0.5b/dpo.flags ----
+TOY = dict(
+    model_name_or_path="output/sft",
+    data_path=["toy/data"],
+    data_split="4,5,1",
+    output_dir="output/dpo",
+    num_train_epochs=1,
+    learning_rate=3e-4,
+    beta=1.0,  # with 0.1 accuracy rises and gold falls: see variants/dpo/README.md
+    num_warmup_steps=10,
+    weight_decay=0.0,
+    dropout=0.0,
+    max_answer_seq_len=48,
+    num_eval_prompts=280,
+    gold_fn="toy/gold.py:gold",
+    per_device_train_batch_size=16,
+    per_device_eval_batch_size=140,
+    max_seq_len=64,
+    zero_stage=2,
+    dtype="fp32",
+    group_by_length=0,
+    log_steps=10,
+)
 COLUMNS = """step epoch loss accuracy chosen_reward rejected_reward eval_loss eval_accuracy
              eval_gold eval_kl grad_norm""".split()
 NAMES = "loss", "accuracy", "chosen_reward", "rejected_reward"
@@ -87,9 +68,7 @@ def get_args(argv=None):
     arg("max_answer_seq_len", 256, "tokens of a sampled response", least=2)
     arg("temperature", 1.0, "of sampling", least=1e-6)
     ppo_flags.add_sampling_flags(arg)
-    args = declaring.parse(parser, PRESETS, argv, "dpo")
-    if "data_path" in args.declared.given and "gold_fn" not in args.declared.given:
-        args.gold_fn = None  # the toy's knows the toy's questions
+    args = declaring.parse(parser, TOY, argv, "dpo")
     args.reward_fn, args.reward_model_name_or_path, args.compile_decoding = [], [], False
     return args
 
@@ -164,9 +143,9 @@ def evaluate(args, engine, reference, held_out, collate_rows):
 def answer(args, engine, reference, tokenizer, prompts, gold):
     """Responses to held-out prompts, of all ranks: dicts with text, kl, gold, response_length."""
     size = args.per_device_eval_batch_size
-    rows = [{**row, "extra": "{}"} for row in rollout_metrics.held_out_prompts(prompts)]
-    responses = ppo.roll_out(args, engine, tokenizer, rows, 0, size)
+    rows = [{**row, "extra": "{}"} for row in evaluation.requests(prompts)]
     engine.eval()
+    responses = ppo.roll_out(args, engine, tokenizer, rows, 0, size)
     for batch in ppo.make_micro_batches(tokenizer, responses, size):
         wanted = batch.response_mask, args.temperature
         found = {"response_length": batch.length}  # (B,)
@@ -190,8 +169,11 @@ def main():
     gold = judging.load_functions(args)[1]  # --gold_fn
 
     # ---- 1 data ----
-    tokenizer = model_folders.load_tokenizer(args.model_name_or_path, args)
-    train, held_out = load_rows(args, tokenizer, "reward", args.max_seq_len)
+    sources = open_sources(args, "reward")
+    tokenizer = model_folders.load_tokenizer(
+        args.model_name_or_path, args, in_chats=sources.hold_chats
+    )
+    train, held_out = load_rows(args, sources, tokenizer, args.max_seq_len)
     batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)
     prompts = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
@@ -206,10 +188,10 @@ def main():
     def evaluate_at(step):
         metrics = evaluate(args, engine, reference, held_out, collate_rows)
         responses = answer(args, engine, reference, tokenizer, prompts, gold)
-        return metrics | rollout_metrics.summary(run, step, responses)
+        return metrics | evaluation.report(run, step, responses)
 
     # ---- 3 train ----
-    for _, micro_batches in run.steps({"model": engine}, collate_rows, evaluate_at, COLUMNS):
+    for _, micro_batches in run.steps({"model": engine}, evaluate_at, COLUMNS, collate_rows):
         pairs = ranks.all_sum(sum(batch.row_weight.sum() for batch in micro_batches)).item() / 2
         sums = torch.zeros(4, device=ranks.device())
         for batch in micro_batches:
@@ -220,7 +202,7 @@ def main():
             engine.backward(loss_sum * common.loss_scale(engine, pairs))
             engine.step()  # moves the weights at the step's last micro-batch only
             sums += of_batch
-        run.log(dict(zip(NAMES, (ranks.all_sum(*sums) / pairs).tolist())))
+        run.log(dict(zip(NAMES, (ranks.all_sum(*sums) / pairs).tolist())), micro_batches)
 
     # ---- 4 save ----
     run.save(engine, tokenizer)

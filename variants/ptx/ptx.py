@@ -11,7 +11,7 @@ import common
 import sft  # its layout and its loss
 from machinery.base import ranks
 from machinery.data import batching
-from machinery.data.rows import load_rows
+from machinery.data.rows import load_rows, open_sources
 from machinery.flags import declaring
 
 
@@ -21,8 +21,9 @@ class TextMix:
     def __init__(self, args, tokenizer):
         self.args, self.backwards = args, 1  # of each micro-batch of the actor
         if args.unsup_data_path:
-            own = declaring.of_role(args, data_path=args.unsup_data_path, data_split=[1, 0, 0])
-            self.train, self.held_out = load_rows(own, tokenizer, "sft", args.max_seq_len)
+            own = declaring.with_flags(args, data_path=args.unsup_data_path, data_split=[1, 0, 0])
+            sources = open_sources(own, "sft")
+            self.train, self.held_out = load_rows(own, sources, tokenizer, args.max_seq_len)
             self.collate = functools.partial(sft.collate, pad_id=tokenizer.pad_token_id)
             self.backwards = 2
 

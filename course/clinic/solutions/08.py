@@ -9,11 +9,11 @@ SCRIPT = "ppo"
 def fault():
     load_rows = ppo.load_rows
 
-    def loaded(args, tokenizer, *others):
+    def loaded(args, sources, tokenizer, limit):
         def plain(row):
             prompt = row["prompt"].removesuffix("\nAnswer:")
             return {"prompt": prompt, "prompt_ids": tokenise_prompt(tokenizer, prompt)}
 
-        return [rows.map(plain) for rows in load_rows(args, tokenizer, *others)]
+        return [rows.map(plain) for rows in load_rows(args, sources, tokenizer, limit)]
 
     ppo.load_rows = loaded

@@ -11,7 +11,7 @@ def fault():
     sample = ppo.sample
 
     def hot(args, *others):
-        return sample(declaring.of_role(args, temperature=TEMPERATURE), *others)
+        return sample(declaring.with_flags(args, temperature=TEMPERATURE), *others)
 
     ppo.sample = hot
     ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None

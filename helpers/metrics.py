@@ -1,0 +1,227 @@
+"""What a rollout and its updates were like, over all ranks: the numbers of a step of PPO."""
+
+import time
+from collections import Counter
+from math import exp
+
+import torch
+
+from machinery.base import ranks
+from machinery.base.refused import Refused
+from machinery.engine import throughput
+
+COLUMNS = """step reward gold kl response_length eos_rate explained_variance entropy
+             eval_reward eval_gold seconds""".split()
+EQUAL = 1e-6  # scores that differ by less are equal
+
+
+def columns(args):
+    """Returns the columns of the screen that this run has."""
+    absent = [] if args.has_critic else ["explained_variance"]
+    absent += [] if args.gold_fn else ["gold", "eval_gold"]
+    absent += [] if args.has_reference else ["kl"]
+    return [name for name in COLUMNS if name not in absent]
+
+
+class Clock:
+    """The seconds of each part of a step."""
+
+    def __init__(self):
+        self.start()
+
+    def start(self):
+        """Starts a step."""
+        self.laps, self.began = {}, time.time()
+
+    def lap(self, name):
+        """Notes the seconds since the part before ended."""
+        now = time.time()
+        self.laps[name], self.began = now - self.began, now
+
+
+# ---- The updates ----
+class TokenMeans:
+    """Means over the response tokens of all ranks of what the updates of a step report."""
+
+    def __init__(self):
+        self.updates = 0
+        self.last, self.ratio_max = {}, []  # this rank's, of the update that is being made; of all
+        self.totals = Counter()
+
+    @torch.no_grad()
+    def add(self, batch, **values):
+        """Adds a micro-batch, and of it `values`, (B, R) each."""
+        mask = batch.response_mask
+        self.ratio_max.append((batch.ratio * (mask > 0)).max())
+        for name, value in {"tokens": mask, **values}.items():
+            total = (value * mask).sum().double()
+            self.last[name] = self.last.get(name, 0) + total
+
+    def end_update(self):
+        """Ends an optimizer step: sums it up over all ranks, and returns its means."""
+        sums = dict(zip(self.last, ranks.all_sum(*self.last.values()).tolist()))
+        self.totals.update(sums)
+        self.last = {}
+        self.updates += 1
+        return means_of_tokens(sums)
+
+    def of_all_updates(self, has_critic=True):
+        """Returns {name: mean}, ratio_max, and the sum of the losses as `loss`."""
+        means = means_of_tokens(self.totals)
+        ratio_max = max(ranks.all_gather_objects([torch.stack(self.ratio_max).max().item()]))
+        loss = means["actor_loss"] + means["critic_loss"]
+        if not has_critic:
+            del means["critic_loss"]
+        return {"loss": loss, **means, "ratio_max": ratio_max}
+
+
+def passes(args, models, epochs, actor_forwards, critic_forwards):
+    """Returns how often each model went over a step's micro-batches, for the FLOPs.
+
+    models: ppo.Models. epochs: over the rollout. ..._forwards: those that only score. The rollout
+    is a forward of the actor, and the reference's is as much work as the actor's.
+    """
+    forwards = 1 + args.has_reference + actor_forwards
+    out = [throughput.Pass(models.actor, forwards, trains=epochs)]
+    if models.critic:
+        out.append(throughput.Pass(models.critic, critic_forwards, trains=epochs))
+    return out + [throughput.Pass(model, forwards=1) for model in models.reward_models]
+
+
+def means_of_tokens(totals):
+    """Returns {name: mean} of {name: sum}, where one sum is the number of tokens."""
+    count = max(totals["tokens"], 1)
+    return {name: total / count for name, total in totals.items() if name != "tokens"}
+
+
+# ---- The rollout ----
+def per_response(batch):
+    """Returns {name: (B,)}, once a micro-batch is scored: a metric's value for each response.
+
+    Add your own metrics here. `batch.responses` hold the texts, the data's other columns, and what
+    several judges, or a function that returns a dict, said of them: reward_NAME. Evaluations and
+    samples.jsonl have a metric of yours if its name begins with reward or gold.
+    """
+    found = {"reward": batch.scores.sum(-1)}  # the log's name for a response's score
+    if batch.gold is not None:
+        found["gold"] = batch.gold.sum(-1)
+    for name in sorted(batch.responses[0]):
+        if name.startswith(("reward_", "gold_")):
+            parts = [response[name] for response in batch.responses]
+            found[name] = found["reward"].new_tensor(parts)
+    if batch.ref_logprobs is not None:
+        found |= {"kl": batch.kl("k1").sum(-1), "kl_k3": batch.kl("k3").sum(-1)}
+    return {**found, "response_length": batch.length, "eos_rate": batch.ended}
+
+
+def response_means(micro_batches):
+    """Returns {name: mean over the responses of all ranks} of what `per_response` says."""
+    each = [per_response(batch) for batch in micro_batches]
+    if len(kinds := {*ranks.all_gather_objects([tuple(found) for found in each])}) > 1:
+        raise Refused("function-returns", f"rewards have other parts for other rows: {kinds}.")
+    weight = torch.cat([batch.row_weight for batch in micro_batches])  # (n,) 0 for a filler row
+    columns = [torch.cat([found[name].double() for found in each]) for name in each[0]]
+    sums = [(values * weight).sum() for values in columns]
+    count, *sums = ranks.all_sum(weight.sum(), *sums).tolist()
+    return {name: total / count for name, total in zip(each[0], sums)}
+
+
+@torch.no_grad()
+def rollout_means(args, micro_batches):
+    """What a rollout was like, over all ranks: {name: number}. Your own metrics: `per_response`.
+
+    reward_std            deviation of all responses' shaped scores. 0: nothing to learn from
+    truncated_reward      mean score of the responses that were cut off, if any were
+    entropy               mean over the tokens
+    advantage_std         deviation over the tokens, before whitening
+    explained_variance    1: the critic foresaw each return; 0: no better than a constant
+    sampling_...          how far the policy mu that sampled is from the one that scored, pi: see
+                          sampling_means
+    """
+    means = response_means(micro_batches)
+    real = [batch.response_mask for batch in micro_batches]
+    weights = [batch.row_weight for batch in micro_batches]
+
+    def response_scores(name):
+        return [getattr(batch, name).sum(-1) for batch in micro_batches]  # (B,) each
+
+    def tokens(name):
+        return [getattr(batch, name) for batch in micro_batches]  # (B, R) each
+
+    means["reward_std"] = moments(response_scores("shaped_scores"), weights)[1] ** 0.5
+    if means["eos_rate"] < 1:
+        cut = [batch.row_weight * (1 - batch.ended) for batch in micro_batches]
+        means["truncated_reward"] = moments(response_scores("scores"), cut)[0]
+    means["entropy"] = moments(tokens("entropy"), real)[0]
+    means["advantage_std"] = moments(tokens("raw_advantages"), real)[1] ** 0.5
+    if args.has_critic:
+        errors = [batch.returns - batch.old_values for batch in micro_batches]
+        variance = moments(tokens("returns"), real)[1]
+        means["explained_variance"] = 1 - moments(errors, real)[1] / max(variance, 1e-12)
+    if args.compares_groups:
+        means |= group_means(micro_batches)
+    return means | sampling_means(micro_batches)
+
+
+def moments(values, weights):
+    """Returns mean and variance of the values where the weights are above 0, over all ranks.
+
+    Lists of tensors, one of each micro-batch.
+    """
+    parts = [value[weight > 0] for value, weight in zip(values, weights)]
+    x = torch.cat(parts).double()  # (M,)
+    count, total, squares = ranks.all_sum(len(x), x.sum(), (x**2).sum()).tolist()
+    mean = total / max(count, 1)
+    return mean, max(squares / max(count, 1) - mean**2, 0.0)
+
+
+def sampling_means(micro_batches):
+    """How far the policy mu that sampled is from the one that scored, pi: {name: number}.
+
+    sampling_gap        largest abs(log(pi / mu)) of a token
+    sampling_kl         mean of log(mu / pi) over the tokens: KL(mu || pi), nats a token
+    sampling_outside    share of the tokens with pi / mu outside of 0.8 .. 1.2
+    sampling_ppl_ratio  perplexity of the responses under pi, over that under mu: exp(sampling_kl)
+
+    All are 0, and the ratio 1, but for rounding where a model samples and scores in the same way: a
+    cache sums in another order. {} where a fork's sampler tells no log-probs.
+    """
+    if any("sampled_logprobs" not in batch.tokens for batch in micro_batches):
+        return {}
+    real = [batch.response_mask for batch in micro_batches]
+    pairs = [(batch.old_logprobs, batch.tokens["sampled_logprobs"]) for batch in micro_batches]
+    log_ratios = [pi - mu for pi, mu in pairs]  # (B, R) each
+    outside = [((log_ratio.exp() - 1).abs() > 0.2).float() for log_ratio in log_ratios]
+    kl = -moments(log_ratios, real)[0]
+    gaps = [token_gaps(batch).max().item() for batch in micro_batches]
+    return {
+        "sampling_gap": max(ranks.all_gather_objects(gaps)),
+        "sampling_kl": kl,
+        "sampling_outside": moments(outside, real)[0],
+        "sampling_ppl_ratio": exp(kl),
+    }
+
+
+def token_gaps(batch):
+    """Returns how far the log-probs of sampling and of scoring are apart, (B, R); 0 in padding."""
+    gaps = (batch.tokens["sampled_logprobs"] - batch.old_logprobs).abs()
+    return gaps * batch.response_mask
+
+
+def group_means(micro_batches):
+    """How much the responses to one prompt differ in shaped score: what RLOO and GRPO learn from.
+
+    equal_groups    share of prompts whose responses all have the same one. Without a KL penalty in
+                    the reward their advantages are 0, so they teach nothing
+    group_std       deviation of a prompt's scores, which divides by n - 1: mean over the prompts
+    """
+    groups = {}
+    for batch in micro_batches:
+        for row, score in zip(batch.responses, batch.shaped_scores.double().sum(-1)):
+            if row["row_weight"]:
+                groups.setdefault(row["group"], []).append(score)
+    scores = [torch.stack(group) for group in groups.values()]  # (n,) of each prompt
+    equal = sum(group.max() - group.min() <= EQUAL for group in scores)
+    deviations = sum(group.std() for group in scores)
+    equal, deviations, count = ranks.all_sum(equal, deviations, len(scores)).tolist()
+    return {"equal_groups": equal / max(count, 1), "group_std": deviations / max(count, 1)}

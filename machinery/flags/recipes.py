@@ -1,0 +1,146 @@
+"""Recipes: the flags that a run takes besides those of its command line.
+
+A recipe is a flags file: one flag a line, and `#` begins a comment. --preset NAME takes
+recipes/NAME/SCRIPT.flags, and @FILE any other file. Of the toy each script holds its own, a dict.
+What is read first is overridden by what is read later: recipe, then @FILE, then command line.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+from machinery.base import ranks, records
+from machinery.base.refused import Refused, nearest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "recipes"
+FOR_MODELS = "qwen2.5-0.5b"  # taken where a model is named, and no recipe
+ROWS = {f"per_device_{work}_batch_size" for work in ("train", "generation", "training")}
+# A flag that goes with others of its recipe: it is dropped where one of them is given later.
+GOES_WITH = {"gold_fn": {"data_path"}, "rows_of_all_ranks": ROWS}
+# What the toy names, and a complete recipe may leave out. Of a critic the rules know more.
+OPTIONAL = {*GOES_WITH, "critic_model_name_or_path", "critic_learning_rate"}
+
+
+# ---- Reading ----
+def stated(parser, words):
+    """Returns {flag: value} of the flags that stand in `words`, without defaults.
+
+    A number out of its flag's range is refused. NaN is in no range.
+    """
+    args = vars(parser.parse_args(words))
+    names = args.keys() & {word[2:].partition("=")[0] for word in words if word.startswith("--")}
+    for name in names:
+        flag, given = parser._option_string_actions[f"--{name}"], args[name]
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, (int, float)) and not flag.least <= value <= flag.most:
+                limits = f"must be from {flag.least} to {flag.most}."
+                raise Refused("out-of-range", f"--{name} {value} {limits}")
+    return {name: args[name] for name in names}
+
+
+def read(parser, recipe):
+    """Returns {flag: value} of a recipe: a flags file, or the toy's dict.
+
+    What is wrong in a file is refused with its line. What begins with toy/ in a recipe lies in the
+    folder of this project.
+    """
+    found = {}
+    for number, line in enumerate(lines_of(recipe), 1):
+        try:
+            words = shlex.split(re.sub(r"(^|\s)#.*", "", line))
+            words = [str(ROOT / word) if word.startswith("toy/") else word for word in words]
+            own = stated(parser, words)
+            if twice := found.keys() & own.keys():
+                raise ValueError(f"--{twice.pop()} stands above, too.")
+        except (ValueError, Refused) as error:
+            raise Refused("flags-file", f"{recipe}, line {number}: {error}") from error
+        found |= own
+    return found
+
+
+def lines_of(recipe):
+    """Returns the lines of a flags file, or those that would say what the toy's dict says."""
+    if isinstance(recipe, dict):
+        values = {
+            flag: value if isinstance(value, list) else [value] for flag, value in recipe.items()
+        }
+        return [shlex.join([f"--{flag}", *map(str, each)]) for flag, each in values.items()]
+    try:
+        return Path(recipe).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        words = f"@{recipe} cannot be read: {error}\n  {nearest(Path(recipe))}"
+        raise Refused("flags-file", words) from error
+
+
+def merged(layers):
+    """Returns {flag: value} of several such dicts, of which each overrides those before it."""
+    values = {}
+    for layer in layers:
+        for flag, others in GOES_WITH.items():
+            if others & layer.keys():
+                values.pop(flag, None)
+        values |= layer
+    return values
+
+
+# ---- Which recipe ----
+def names(script):
+    """Returns what --preset may be for a script."""
+    return ["toy", *sorted(file.parent.name for file in FOLDER.glob(f"*/{script}.flags"))]
+
+
+def choose(script, given, files):
+    """Returns the name of the recipe that is meant, and in words why: "" if it was named.
+
+    given: {flag: value}, of the command line and of @FILEs. files: those that were named with @.
+    """
+    if given.get("preset"):
+        return given["preset"], ""
+    if files:
+        folders = [Path(file).resolve().parent for file in files]
+        own = [folder.name if folder.parent == FOLDER else "" for folder in folders]
+        return " ".join(name or file for name, file in zip(own, files)), ""
+    models = [given.get(f"{role}model_name_or_path") for role in ("", "actor_", "critic_")]
+    models = [model for model in models if model]
+    for model in models:
+        name = records.of_model(model).get("preset")
+        if name in names(script):
+            return name, f"as {model} was trained with it"
+    if models and FOR_MODELS in names(script):
+        return FOR_MODELS, "as naming a model selects it"
+    return "toy", "as there is no other for this script" if models else "as no model is named"
+
+
+def note(args):
+    """Returns a line for the first lines of a run: which recipe was taken unless it was named."""
+    if not args.declared.why:
+        return ""
+    ends = "learning_rate", "lora_dim", "num_train_epochs"
+    shown = {flag: value for flag, value in vars(args).items() if flag.endswith(ends) and value}
+    numbers = ", ".join(f"{flag} {value}" for flag, value in shown.items())
+    return f"  recipe   {args.preset}, {args.declared.why}: {numbers}; --preset names another\n"
+
+
+# ---- Rows of all ranks ----
+def divide_rows(args):
+    """Gives each rank fewer rows where all would have more than --rows_of_all_ranks.
+
+    A recipe's learning rates and numbers of steps are those of its batch. A bare `deepspeed sft.py`
+    takes all devices: eight with as many rows each as two would make a quarter of the steps.
+    """
+    count = max(1, ranks.launched() // args.tensor_parallel_size)
+    group = getattr(args, "samples_per_prompt", 1)  # a rank has all responses to a prompt
+    for flag in ROWS & vars(args).keys():
+        if args.rows_of_all_ranks and getattr(args, flag) * count > args.rows_of_all_ranks:
+            setattr(args, flag, max(1, args.rows_of_all_ranks // count // group) * group)
+
+
+def rows_note(args, rows_per_step):
+    """Returns words for a run's first lines where it has fewer rows than --rows_of_all_ranks.
+
+    So it is on one rank, and where the ranks do not divide the rows.
+    """
+    most = (args.rows_of_all_ranks or 0) // getattr(args, "samples_per_prompt", 1)
+    fewer = rows_per_step < most
+    return f" (with another number of ranks up to {most}: docs/runs.md)" if fewer else ""
