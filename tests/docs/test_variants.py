@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 from bench import fork
 from machinery.models import lora
@@ -33,7 +34,8 @@ def load(file):
 
 
 variants = load(VARIANTS / "run.py")
-runner = variants.runner
+pages, runner = variants.pages, variants.runner
+pictures = pages.pictures
 
 
 def patched(name, folder, script="ppo.py"):
@@ -72,8 +74,10 @@ def test_the_pages_say_what_the_runs_showed():
         results = runner.read(VARIANTS / name / "results.json")
         assert len(page.splitlines()) <= 65 and f"variants/run.py {name}" in page
         if results:
-            assert runner.table(variants.lab_of(name, kit.ROOT), results) in page, name
-            assert (VARIANTS / name / "curves.png").exists()
+            lab, picture = variants.lab_of(name, kit.ROOT), VARIANTS / name / "curves.png"
+            assert f"{pages.BEGIN}\n{pages.table(lab, results)}\n{pages.END}" in page, name
+            shown = Image.open(picture).text["Description"]
+            assert shown == pictures.digest(pictures.of_lab(lab, results)), name
     assert variants.overview() in (kit.ROOT / "docs/variants.md").read_text()
 
 
