@@ -472,7 +472,7 @@ what is generated is what the plain model would | test_decoding_equals_the_plain
 with sharded weights, too | test_sharded_generation_equals_the_plain_model
 a generation_config of the model's does not leak in | \
     test_a_models_own_generation_config_is_left_out_of_greedy_answers
-random numbers belong to the row | test_random_numbers_belong_to_the_row
+random numbers belong to the row | test_random_numbers_belong_to_the_request
 one mean over ranks and micro-batches | test_micro_batches_and_ranks_add_up_to_one_token_mean
 advantages are whitened over all ranks | test_whitening_is_over_all_ranks
 optimizer steps are as many as the flags say | \
