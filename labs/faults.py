@@ -8,7 +8,6 @@ with itself. No such run is stopped by what ppo.py checks in its first step.
 """
 
 import collections
-import contextlib
 import functools
 import runpy
 import sys
@@ -31,8 +30,8 @@ BF16 = functools.partial(torch.autocast, get_accelerator().device_name(), torch.
 
 def two_passes():
     """Scores and trains in two forwards, and lets the run go on where it would stop."""
-    ppo.shares_pass = lambda args, *models: False
-    ppo.checks.stop_unless_one = lambda run, ratio, mask: None
+    ppo.forwards_of_score = lambda args, sizes, dropout: (False, True)
+    ppo.checks.stop_unless_one = lambda run, minibatch: None
     ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
 
 
@@ -41,18 +40,21 @@ def in_training(name, change):
 
     Evaluations are left alone: they measure, and are to measure all runs alike.
     """
-    function, evaluate, evaluating = getattr(ppo, name), ppo.rollout_metrics.evaluate, []
+    function, evaluation, evaluating = getattr(ppo, name), ppo.evaluation, []
+    requests, gathered = evaluation.requests, evaluation.gathered
 
-    def evaluated(*args):
+    def begin(*args):
         evaluating.append(True)
-        metrics = evaluate(*args)
-        evaluating.pop()
-        return metrics
+        return requests(*args)
+
+    def end(*args):
+        evaluating.clear()
+        return gathered(*args)
 
     def changed(*args):
         return function(*args) if evaluating else change(function, *args)
 
-    ppo.rollout_metrics.evaluate = evaluated
+    evaluation.requests, evaluation.gathered = begin, end
     setattr(ppo, name, changed)
 
 
@@ -119,11 +121,10 @@ def shifted_penalty():
     set_rewards = ppo.set_rewards
 
     def change(args, batch, *others):
-        kl, logprobs = batch.kl, batch.old_logprobs.roll(1, -1)
-        estimates = {kind: ppo.kl_estimate(logprobs, batch.ref_logprobs, kind) for kind in kl}
-        batch.kl = {kind: each * batch.response_mask for kind, each in estimates.items()}
+        logprobs = batch.old_logprobs
+        batch.old_logprobs = logprobs.roll(1, -1)
         set_rewards(args, batch, *others)
-        batch.kl = kl
+        batch.old_logprobs = logprobs
 
     ppo.set_rewards = change
 
@@ -191,17 +192,16 @@ def around_sampling(change):
     in_training("sample", change)
 
 
-@contextlib.contextmanager
-def other_weights(model, weights):
-    """The model has other weights meanwhile: weights(name, parameter)."""
-    parameters = dict(model.named_parameters())
-    own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights(name, parameter))
-        yield
-        for name, parameter in parameters.items():
-            parameter.copy_(own[name])
+def weights_of(model):
+    """Returns {name: weights} of a model, copied."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def set_weights(model, weights):
+    """Writes {name: weights} into a model."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights[name])
 
 
 def stale_sampler(steps, old_is_sampled=False):
@@ -212,28 +212,29 @@ def stale_sampler(steps, old_is_sampled=False):
     kept = collections.deque(maxlen=steps + 1)
 
     def change(sample, args, model, *others):
-        now = {name: p.detach().clone() for name, p in model.named_parameters()}
+        now = weights_of(model)
         if not kept or any(not now[name].equal(kept[-1][name]) for name in now):
             kept.append(now)  # else it is the same step: the microscope's responses, or more rows
-        with other_weights(model, lambda name, parameter: kept[0][name]):
-            return sample(args, model, *others)
+        set_weights(model, kept[0])
+        sampled = sample(args, model, *others)
+        set_weights(model, now)
+        return sampled
 
     around_sampling(change)
     if old_is_sampled:
-        ppo.checks.stop_unless_one = lambda run, ratio, mask: None
+        ppo.checks.stop_unless_one = lambda run, minibatch: None
+        optimizer_step = ppo.optimizer_step
 
-        def scored(score, args, models, batch, one_pass):
-            score(args, models, batch, one_pass)
-            batch.scored_logprobs = batch.old_logprobs
-            batch.old_logprobs = batch.tokens["sampled_logprobs"]
+        def clipped(args, models, minibatch, *others):
+            scored = [batch.old_logprobs for batch in minibatch]
+            for batch in minibatch:
+                batch.old_logprobs = batch.tokens["sampled_logprobs"]
+            update = optimizer_step(args, models, minibatch, *others)
+            for batch, logprobs in zip(minibatch, scored):
+                batch.old_logprobs = logprobs
+            return update
 
-        def measured(sampling_means, micro_batches):  # after the last update
-            for batch in micro_batches:
-                batch.old_logprobs = batch.scored_logprobs
-            return sampling_means(micro_batches)
-
-        in_training("score", scored)
-        in_training("sampling_means", measured)
+        ppo.optimizer_step = clipped
 
 
 STALE = 0, 1, 2, 4, 8  # steps
