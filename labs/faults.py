@@ -183,15 +183,6 @@ def dual_clip(bound):
 
 
 # ---- Another policy samples ----
-def around_sampling(change):
-    """Wraps ppo.sample in training: change(sample, args, model, *others). No such run is stopped.
-
-    What is stored of each token is the log-prob of the policy that drew it.
-    """
-    ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
-    in_training("sample", change)
-
-
 def weights_of(model):
     """Returns {name: weights} of a model, copied."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -220,7 +211,8 @@ def stale_sampler(steps, old_is_sampled=False):
         set_weights(model, now)
         return sampled
 
-    around_sampling(change)
+    ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
+    in_training("sample", change)
     if old_is_sampled:
         ppo.checks.stop_unless_one = lambda run, minibatch: None
         optimizer_step = ppo.optimizer_step
