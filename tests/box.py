@@ -6,7 +6,6 @@ UNFIT which folders of models are not what a run can take.
 
 import json
 import os
-import re
 import shutil
 
 import pyarrow
@@ -128,7 +127,6 @@ FILES = {  # what lies in the box: a path, and its text, bytes or rows
     "decided.json": '{"zero_optimization": {"stage": 2}}',
     "wrong.json": '{"zero_optimization": {"no_such_knob": 1}}',
     "half.json": '{"zero_optimization": ',
-    "half.flags": "--model_name_or_path actor",
     "typo.flags": "--seed 1\n--learning_rat 1",
     "twice.flags": "--seed 1\n\n--seed 2",
     "remote/config.json": json.dumps(
@@ -155,8 +153,6 @@ def fill_box(box):
     for name in ("good/train.jsonl", "good/test.jsonl", "score.py"):
         (box / "moved" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(box / name, box / "moved" / name)
-    recipe = (kit.ROOT / "recipes/arithmetic/ppo.flags").read_text()
-    (box / "judgeless.flags").write_text(re.sub("--reward_fn.*", "", recipe))
     (box / "nothing").mkdir()
     column = pyarrow.array([b"\xff"]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), box / "latin.parquet")

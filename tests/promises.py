@@ -45,7 +45,6 @@ wrong-flag | tools.talk actor --template question | {}
 flags-file | sft @gone.flags | gone.flags
 flags-file | sft @typo.flags | typo.flags, line 2:
 flags-file | sft @twice.flags | twice.flags, line 3:
-incomplete-recipe | sft @half.flags | --data_path
 how-many | sft --data_split 2,4
 how-many | sft --adam_betas 0.9
 out-of-range | sft --max_seq_len 1
@@ -82,7 +81,6 @@ batches-divide | ppo --samples_per_prompt 5
 group-of-one | ppo --advantage rloo
 group-of-one | ppo --advantage grpo
 no-critic | ppo --preset arithmetic --advantage gae
-no-judge | ppo @judgeless.flags --advantage grpo
 unstable | ppo --per_device_training_batch_size 1
 unstable | ppo --ppo_epochs 2
 unstable | ppo --generation_batches 2
@@ -232,7 +230,8 @@ no-model | tools.talk actor --score answers.jsonl | --score
 score-needs-reward | tools.talk --score answers.jsonl | --reward
 out-file | tools.talk actor --out new.jsonl | --prompts
 out-file | tools.talk actor --prompts answers.jsonl --out answers.jsonl | answers.jsonl
-no-folder | tools.look gone | gone
+no-run | tools.look gone | gone
+no-page | tools.look finished --out nothing | nothing
 no-run | tools.look nothing | nothing
 foreign-page | tools.look finished --out score.py | score.py
 no-checkpoint | tools.export gone/checkpoints/step-1 | manifest.json
