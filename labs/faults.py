@@ -31,28 +31,36 @@ BF16 = functools.partial(torch.autocast, get_accelerator().device_name(), torch.
 
 def two_passes():
     """Scores and trains in two forwards, and lets the run go on where it would stop."""
-    ppo.shares_pass = lambda args, *models: False
-    ppo.checks.stop_unless_one = lambda run, ratio, mask: None
+    ppo.forwards_of_score = lambda args, sizes, dropout: (False, True)
+    ppo.checks.stop_unless_one = lambda run, minibatch: None
     ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
 
 
 def in_training(name, change):
     """Wraps a function of ppo.py in training: change(function, *its arguments).
 
-    Evaluations are left alone: they measure, and are to measure all runs alike.
+    Evaluations are left alone: they measure, and are to measure all runs alike. The responses that
+    the microscope shows are no evaluation: they are made as in training.
     """
-    function, evaluate, evaluating = getattr(ppo, name), ppo.rollout_metrics.evaluate, []
+    function, answered, few = getattr(ppo, name), ppo.answered, ppo.microscope.requests
+    shown, evaluating = None, False
 
-    def evaluated(*args):
-        evaluating.append(True)
-        metrics = evaluate(*args)
-        evaluating.pop()
-        return metrics
+    def noted(*args):
+        nonlocal shown
+        shown = few(*args)
+        return shown
+
+    def answered_alike(args, models, tokenizer, requests):
+        nonlocal evaluating
+        evaluating = requests is not shown
+        micro_batches = answered(args, models, tokenizer, requests)
+        evaluating = False
+        return micro_batches
 
     def changed(*args):
         return function(*args) if evaluating else change(function, *args)
 
-    ppo.rollout_metrics.evaluate = evaluated
+    ppo.microscope.requests, ppo.answered = noted, answered_alike
     setattr(ppo, name, changed)
 
 
@@ -119,11 +127,10 @@ def shifted_penalty():
     set_rewards = ppo.set_rewards
 
     def change(args, batch, *others):
-        kl, logprobs = batch.kl, batch.old_logprobs.roll(1, -1)
-        estimates = {kind: ppo.kl_estimate(logprobs, batch.ref_logprobs, kind) for kind in kl}
-        batch.kl = {kind: each * batch.response_mask for kind, each in estimates.items()}
+        logprobs = batch.old_logprobs
+        batch.old_logprobs = logprobs.roll(1, -1)
         set_rewards(args, batch, *others)
-        batch.kl = kl
+        batch.old_logprobs = logprobs
 
     ppo.set_rewards = change
 
@@ -131,14 +138,12 @@ def shifted_penalty():
 def no_eos():
     """The mask of the losses ends one token early: EOS is never trained on."""
     two_passes()
-    set_advantages = ppo.set_advantages
+    trained_mask = ppo.trained_mask
 
-    def change(args, micro_batches, *others):
-        set_advantages(args, micro_batches, *others)
-        for batch in micro_batches:
-            batch.response_mask = batch.response_mask - batch.last
+    def change(args, batch):
+        return trained_mask(args, batch) * (1 - batch.last)
 
-    ppo.set_advantages = change
+    ppo.trained_mask = change
 
 
 def whitened_by_halves():
@@ -220,20 +225,19 @@ def stale_sampler(steps, old_is_sampled=False):
 
     around_sampling(change)
     if old_is_sampled:
-        ppo.checks.stop_unless_one = lambda run, ratio, mask: None
+        two_passes()
+        optimizer_step = ppo.optimizer_step
 
-        def scored(score, args, models, batch, one_pass):
-            score(args, models, batch, one_pass)
-            batch.scored_logprobs = batch.old_logprobs
-            batch.old_logprobs = batch.tokens["sampled_logprobs"]
+        def clipped(args, models, minibatch, *others):
+            scored = [batch.old_logprobs for batch in minibatch]
+            for batch in minibatch:
+                batch.old_logprobs = batch.tokens["sampled_logprobs"]
+            means = optimizer_step(args, models, minibatch, *others)
+            for batch, logprobs in zip(minibatch, scored):  # of which metrics are to be
+                batch.old_logprobs = logprobs
+            return means
 
-        def measured(sampling_means, micro_batches):  # after the last update
-            for batch in micro_batches:
-                batch.old_logprobs = batch.scored_logprobs
-            return sampling_means(micro_batches)
-
-        in_training("score", scored)
-        in_training("sampling_means", measured)
+        ppo.optimizer_step = clipped
 
 
 STALE = 0, 1, 2, 4, 8  # steps
