@@ -204,61 +204,6 @@ def other_weights(model, weights):
             parameter.copy_(own[name])
 
 
-def to_fp8(matrix):
-    """Rounds a matrix to 8 bits (e4m3), with one scale: its largest number becomes 448."""
-    scale = matrix.abs().max() / 448
-    return (matrix / scale).to(torch.float8_e4m3fn).to(matrix.dtype) * scale
-
-
-def rounded_sampler(rounding):
-    """Samples with rounded matrices, as an engine in fewer bits does; the sums stay in fp32."""
-
-    def weights(name, parameter):
-        return rounding(parameter) if parameter.ndim > 1 else parameter
-
-    def change(sample, args, model, *others):
-        with other_weights(model, weights):
-            return sample(args, model, *others)
-
-    around_sampling(change)
-
-
-def filtered_sampler(top_k=0, top_p=1.0, temperature=1.0):
-    """Samples with filters, or a temperature, that scoring does not know.
-
-    ppo.sample would store the model's own log-prob of a token, whatever the filter: here its logits
-    are those of the filtered distribution, so the log-prob is, too.
-    """
-    in_fp32 = common.in_fp32
-
-    def filtered(logits, divisor):
-        probs = in_fp32(logits, divisor * temperature).softmax(-1)
-        return ppo.decoding.filter_top(probs, top_k, top_p).log()
-
-    def change(sample, *args):
-        common.in_fp32 = filtered
-        try:
-            return sample(*args)
-        finally:
-            common.in_fp32 = in_fp32
-
-    around_sampling(change)
-
-
-def eager_sampler():
-    """Samples with attention in plain products and sums, and scores with PyTorch's kernel."""
-
-    def change(sample, args, model, *others):
-        usual = model.config._attn_implementation
-        model.set_attn_implementation("eager")
-        try:
-            return sample(args, model, *others)
-        finally:
-            model.set_attn_implementation(usual)
-
-    around_sampling(change)
-
-
 def stale_sampler(steps, old_is_sampled=False):
     """Samples with the weights of so many steps ago; in the first steps, with those of the start.
 
@@ -347,12 +292,6 @@ FAULTS = {
     "answer_4_times": lambda: answer_often(4),
     "answer_64_times": lambda: answer_often(64),
     "in_order": in_order,
-    "sampler_bf16": lambda: rounded_sampler(lambda matrix: matrix.bfloat16().float()),
-    "sampler_fp8": lambda: rounded_sampler(to_fp8),
-    "sampler_top_p": lambda: filtered_sampler(top_p=0.9),
-    "sampler_top_k": lambda: filtered_sampler(top_k=20),
-    "sampler_temperature": lambda: filtered_sampler(temperature=0.9),
-    "sampler_eager": eager_sampler,
     **{f"stale_{n}": functools.partial(stale_sampler, n) for n in STALE},
     **{f"stale_{n}_clipped": functools.partial(stale_sampler, n, True) for n in STALE},
     "head_0.02": lambda: head(lambda width: 0.02),

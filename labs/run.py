@@ -1,15 +1,14 @@
-"""Makes a lab's runs, then its results, table and picture.
+"""Makes a lab's runs, then its results, tables and picture.
 
     python labs/run.py NAME              makes the runs that are not there yet, and draws
-    python labs/run.py NAME --plot       table and picture from labs/results/NAME.json alone
-    python labs/run.py NAME --dry_run    the commands of its runs, and about how long they take
+    python labs/run.py NAME --plot       tables and picture from labs/results/NAME.json alone
+    python labs/run.py NAME --dry_run    the commands of its runs
     python labs/run.py NAME --quick      one seed of one arm and of its baseline: some minutes
+    python labs/run.py --plot            pictures and tables of labs/README.md and labs/all.md
     python labs/run.py                   lists the labs
 
-More runs: --seeds 4 5 6 adds seeds, and --arms gae rloo makes the runs of some arms alone; --again
-has each actor answer 280 held-out prompts four times at its end, and --second takes data that no
-setting was chosen on. The last two write results of their own, labs/results/NAME-again.json, and
-leave the page as it is; so does --quick. A lab is declared in labs/declared.py.
+--seeds 4 5 6 adds seeds, and --arms gae rloo makes the runs of some arms alone. --quick writes
+results of its own, labs/results/NAME-quick.json. A lab is declared in labs/declared/NAME.json.
 """
 
 import json
@@ -21,8 +20,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+import pages  # noqa: E402
+import pictures  # noqa: E402
 import runner  # noqa: E402
-from declared import HALF, LABS, SECOND, SUMS, TEXT, again, quick, second  # noqa: E402
+from declared import GIVEN, LABS, quick  # noqa: E402
 
 sys.path.insert(0, str(HERE.parent / "toy/arithmetic"))
 import generate  # noqa: E402
@@ -51,21 +52,46 @@ def write_sums(folder):
             (folder / name / f"{file}.jsonl").write_text(text)
 
 
+def write_given(name):
+    """Writes the data of one of the names in GIVEN."""
+    at, root = GIVEN[name], runner.ROOT
+    if name in ("text", "sums"):
+        (write_text if name == "text" else write_sums)(at)
+    else:
+        make = ["toy/make.py", "--seed", "5678", "--out", at.parent]
+        words = make if name == "second" else ["course/swapped.py", "0.5", at]
+        subprocess.run([sys.executable, *words], cwd=root, check=True)
+
+
+def summary():
+    """Returns {file: figure} of labs/README.md."""
+    figures = {HERE / "all.png": pictures.of_all(LABS)}
+    for name, belief in json.loads((HERE / "believe.json").read_text()).items():
+        draw = pictures.of_pace if "marked" in belief else pictures.of_belief
+        figures[HERE / f"believe/{name}.png"] = draw(belief, LABS)
+    return figures
+
+
 def main():
     parser = runner.new_parser(__doc__, LABS, "output/labs")
     parser.add_argument("--dry_run", action="store_true", help="print the commands alone")
     parser.add_argument("--seeds", type=int, nargs="+", help="in place of the lab's own")
     parser.add_argument("--quick", action="store_true", help="two arms, one seed: no evidence")
     parser.add_argument("--arms", nargs="+", default=(), help="make the runs of these alone")
-    parser.add_argument("--again", action="store_true", help="four answers to 280 prompts")
-    parser.add_argument("--second", action="store_true", help="other data")
     args = parser.parse_args()
+    if args.name is None and args.plot:
+        for file, figure in summary().items():
+            pictures.save(figure, file, 120 if file.parent != HERE else 80)
+        pages.put(HERE / "README.md", pages.counts(LABS))
+        return pages.put(HERE / "all.md", pages.overview(LABS))
     if args.name is None:
         for name, lab in LABS.items():
             known = "results here" if runner.read(HERE / f"results/{name}.json") else "not run yet"
             print(f"{name:22} {lab.title} ({known})")
         return
     name, lab = args.name, LABS[args.name]
+    if lab.commit and not args.plot:
+        parser.error(runner.repeat(name, lab.commit, "labs/run.py"))
     if args.seeds:
         lab = replace(lab, seeds=tuple(args.seeds))
     if unknown := set(args.arms) - set(lab.arms):
@@ -73,22 +99,13 @@ def main():
     lab = replace(lab, chosen=tuple(args.arms))
     if args.quick:
         name, lab = f"{name}-quick", quick(lab)
-    if args.again:
-        name, lab = f"{name}-again", again(lab)
-    if args.second:
-        name, lab = f"{name}-second", second(lab)
     if args.dry_run:
-        return runner.show(lab.chains(), args.runs.resolve(), args.jobs)
-    write_text(TEXT)
-    if "sums" in lab.given:
-        write_sums(SUMS)
-    if "second" in lab.given:
-        make = [sys.executable, runner.ROOT / "toy/make.py", "--seed", "5678", "--out", SECOND]
-        subprocess.run(make, check=True)
-    if "half" in lab.given:
-        subprocess.run([sys.executable, runner.ROOT / "course/swapped.py", "0.5", HALF], check=True)
+        return runner.show(lab.chains(), args.runs.resolve())
+    if not args.plot:
+        for given in lab.given:
+            write_given(given)
     places = [HERE / file.format(name) for file in ("results/{}.json", "{}.md", "{}.png")]
-    runner.study(lab, args.runs.resolve(), args.jobs, *places, args.plot)
+    pages.study(lab, args.runs.resolve(), args.jobs, *places, args.plot)
 
 
 if __name__ == "__main__":

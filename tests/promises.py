@@ -155,6 +155,8 @@ no-weights | ppo --actor_model_name_or_path scratch | scratch
 no-weights | ppo --critic_model_name_or_path scratch | scratch
 no-weights | sft --lora_dim 4 --model_name_or_path scratch | scratch
 no-weights | sft --model_name_or_path no_base | adapter_config.json
+no-weights | sft --model_name_or_path adapts_itself | adapter_config.json
+no-weights | sft --model_name_or_path adapts_scratch | scratch
 no-weights | ppo --reward_model_name_or_path no_base | adapter_config.json
 no-weights | tools.talk scratch | scratch
 cannot-write | sft --model_name_or_path judge | judge
@@ -238,7 +240,17 @@ WEIGHTS = """
 unreadable-weights | sft --model_name_or_path cut_weights | cut_weights
 unreadable-weights | sft --model_name_or_path no_shards | no_shards
 unreadable-weights | sft --model_name_or_path gguf | gguf
+unreadable-weights | sft --model_name_or_path no_map | no_map
+unreadable-weights | sft --model_name_or_path not_found | not_found
 missing-weights | sft --model_name_or_path headless | lm_head
+# its config has one layer, and its file two
+unused-weights | sft --model_name_or_path shallow | layers.1
+unused-weights | sft --model_name_or_path shallow --zero_stage 3 | layers.1
+# adapters, on two layers
+missing-weights | sft --model_name_or_path adapts_1 | layers.1
+unused-weights | sft --model_name_or_path adapts_3 | layers.2
+unreadable-weights | sft --model_name_or_path adapts_wide | adapts_wide
+unreadable-weights | sft --model_name_or_path adapts_none | adapts_none
 missing-weights | ppo --reward_model_name_or_path scoreless | scoreless
 # it does not look at the mask of padding
 padding-changes-a-row | sft --model_name_or_path rwkv | rwkv
@@ -422,7 +434,8 @@ stock tools give a reward model's scores | test_stock_tools_give_a_reward_models
 a scorer made elsewhere keeps its head | test_a_reward_model_made_elsewhere_keeps_its_head
 without weights: from scratch | test_a_folder_without_weights_starts_from_scratch
 --dropout is this run's alone | test_dropout_is_this_runs_alone
-padding is not EOS where another is to spare | test_a_padding_token_that_is_not_eos_is_found
+padding is what the model came with | test_padding_is_as_it_came
+else not EOS where another is to spare | test_a_padding_token_that_is_not_eos_is_found
 LoRA's adapters are peft's | test_stock_tools_load_adapters
 a value head trains in full, with LoRA, too | test_the_value_head_trains_in_full
 actor, EMA and critic are saved | test_actor_ema_and_critic_are_all_saved

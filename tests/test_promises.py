@@ -181,6 +181,13 @@ def make_models(box):
         found = {**json.loads(file.read_text()), **values}
         file.write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
 
+    def adapted(folder, base):
+        """Makes a folder one of adapters on `base`."""
+        config = dict(peft_type="LORA", r=2, lora_alpha=2, target_modules=["q_proj"])
+        config["base_model_name_or_path"] = base
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        return folder
+
     changed("moved/actor")
     changed("moved/judge", judge)
     # config.json and the tokenizer's files
@@ -207,8 +214,15 @@ def make_models(box):
     (folder / "model.safetensors").unlink()
     named = {"metadata": {}, "weight_map": {"lm_head.weight": "model-1-of-1.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(named))
+    folder = changed("no_map")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"metadata": {}}')
+    folder = changed("not_found")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_text("404: Not Found")
     folder = changed("gguf")
     (folder / "model.safetensors").rename(folder / "model.gguf")
+    edit(changed("shallow") / "config.json", num_hidden_layers=1)
     for name, source, gone in (
         ("headless", actor, "lm_head.weight"),
         ("scoreless", judge, "score.weight"),
@@ -218,6 +232,16 @@ def make_models(box):
         weights.pop(gone, None)
         metadata = {"format": "pt", "note": "of another training"}
         save_file(weights, box / name / "model.safetensors", metadata=metadata)
+    # adapters of so many layers, and as wide as that
+    for name, layers, width in (("1", 1, 32), ("3", 3, 32), ("wide", 2, 64), ("none", 0, 0)):
+        folder = adapted(changed(f"adapts_{name}", box / "scratch"), "actor")
+        names = [f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_" for i in range(layers)]
+        weights = {f"{name}A.weight": torch.zeros(2, width) for name in names}
+        weights |= {f"{name}B.weight": torch.zeros(width, 2) for name in names}
+        if layers:
+            save_file(weights, folder / "adapter_model.safetensors")
+    adapted(changed("adapts_itself"), "adapts_itself")
+    adapted(changed("adapts_scratch"), "scratch")
     # other architectures
     vocabulary = dict(vocab_size=AutoConfig.from_pretrained(actor).vocab_size)
     shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)

@@ -22,6 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT / "labs"))
+import pages  # noqa: E402
 import runner  # noqa: E402
 
 NAMES = sorted(file.parent.name for file in HERE.glob("*/arms.json"))
@@ -149,7 +150,7 @@ def overview():
         texts = {True: [], False: []}
         for arm, found in runner.by_arm(results).items():
             own = arm.removeprefix("unchanged: ")
-            texts[own == arm].append(f"{own}: {runner.cell(found, 'gold')}")
+            texts[own == arm].append(f"{own}: {pages.cell(found, 'gold')}")
         lab = declared(name).get("lab")
         if lab:
             texts[True].append(f"[labs/{lab}.md](../labs/{lab}.md)")
@@ -190,7 +191,7 @@ def main():
         if program and not (args.plot or lab.given["made"].exists()):
             command = [sys.executable, HERE / args.name / program, lab.given["made"]]
             subprocess.run(command, cwd=ROOT, check=True)
-        runner.study(lab, root, args.jobs, *places, args.plot)
+        pages.study(lab, root, args.jobs, *places, args.plot)
 
 
 if __name__ == "__main__":

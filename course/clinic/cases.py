@@ -25,8 +25,8 @@ import runner  # noqa: E402
 
 ASKED = "--num_samples 70 --max_answer_seq_len 48 --gold_fn toy/gold.py:gold"
 BASE = {  # of the labs: the toy, made smaller; but step 1 answers prompts, too
-    **declared.BASE,
-    "sft": " ".join(runner.merged(declared.BASE["sft"], ASKED)),
+    **declared.BASES["toy"],
+    "sft": " ".join(runner.merged(declared.BASES["toy"]["sft"], ASKED)),
 }
 GRPO = "--advantage grpo --samples_per_prompt 4 --reward_fn course/clinic/verifiers.py:right"
 HEALTHY = {f"healthy-{seed}": {"SEED": seed} for seed in (1, 2, 3)}
@@ -40,13 +40,20 @@ DIGITS = 5  # of the numbers in the files that are kept
 
 
 # ---- Runs ----
+def solution_of(name):
+    """Returns what a solution says: SCRIPT, FLAGS, fault(), STEPS, SEED.
+
+    COMMIT is where it can be repeated, if its flags have left the project since.
+    """
+    return HEALTHY.get(name) or runpy.run_path(str(HERE / f"solutions/{name}.py"))
+
+
 def case(name):
     """Returns {script: runner.Run} of a case, or of a healthy run.
 
     A fault in step 1 leaves the reward model as it is: it was made before.
     """
-    file = HERE / f"solutions/{name}.py"
-    solution = HEALTHY.get(name) or runpy.run_path(str(file))
+    file, solution = HERE / f"solutions/{name}.py", solution_of(name)
     flags, seed = solution.get("FLAGS", {}), solution.get("SEED", 1)
     at = solution.get("SCRIPT")
     runs, healthy = {}, {}
@@ -131,6 +138,8 @@ def main():
     args = parser.parse_args()
     if args.name is None:
         return print(" ".join(names))
+    if commit := solution_of(args.name).get("COMMIT"):
+        parser.error(runner.repeat(args.name, commit, "course/clinic/cases.py"))
     runs, root = case(args.name), args.runs.resolve()
     chain = dict(enumerate(with_parents(runs.values())))
     runner.make_all({(args.name, 1): chain}, root, 1)

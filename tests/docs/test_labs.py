@@ -1,13 +1,13 @@
-"""The labs: each run is a command that parses, each mistake does what it says, and what a page says
-is what its runs showed."""
+"""The labs: each run is a command that parses, each mistake does what it says, and a page shows
+what its runs showed."""
 
 import functools
+import importlib.util
 import json
 import re
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from itertools import combinations
 from math import log
@@ -15,29 +15,49 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+from PIL import Image
 
 from tests import kit, runs
 
 LABS = kit.ROOT / "labs"
 sys.path.insert(0, str(LABS))
-import cited  # noqa: E402
 import declared  # noqa: E402
 import faults  # noqa: E402
+import pages  # noqa: E402
+import pictures  # noqa: E402
 import runner  # noqa: E402
+
+TODAY = {name: lab for name, lab in declared.LABS.items() if not lab.commit}
+
+
+@functools.cache
+def program():
+    """Returns labs/run.py as a module. (There is a variants/run.py, too.)"""
+    spec = importlib.util.spec_from_file_location("run_of_labs", LABS / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 # --------------------------------------------------------------------------------------------------
 # Runs
 # --------------------------------------------------------------------------------------------------
-OTHER = {"rates, on other data": declared.second(declared.again(declared.LABS["rates"]))}
-COMMANDS = {**declared.LABS, **OTHER}
+@pytest.mark.parametrize("name", declared.LABS)
+def test_a_declaration_is_whole(name):
+    """What an arm, a measure or a prediction names is there; and so are three seeds."""
+    lab = declared.LABS[name]
+    assert {runner.baseline(lab, arm) for arm in lab.arms} <= set(lab.arms)
+    assert len(lab.seeds) >= 3 and set(lab.shown) <= set(lab.measures) and lab.claim
+    for what in lab.predictions:
+        arms = what["arm"] if isinstance(what["arm"], list) else [what["arm"]]
+        assert {*arms, what.get("than", arms[0])} <= set(lab.arms), what
+        assert len(what.get("range", (None, 0))) == 2 and what["says"]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", TODAY)
 def test_the_runs_of_a_lab_are_commands_that_parse(name):
     """Each arm, each step: a flag that was renamed would be found an hour into the lab."""
-    lab, commands = COMMANDS[name], set()
-    assert {runner.baseline(lab, arm) for arm in lab.arms} <= set(lab.arms)
-    assert len(lab.seeds) >= 3 and set(lab.shown) <= set(lab.measures)
+    lab, commands = declared.LABS[name], set()
     for chain in lab.chains().values():
         for run in chain.values():
             assert not run.fault or run.fault in faults.FAULTS
@@ -47,12 +67,29 @@ def test_the_runs_of_a_lab_are_commands_that_parse(name):
     assert len(commands) >= len(lab.arms) * len(lab.seeds)
 
 
+@pytest.mark.parametrize("name", [name for name in declared.LABS if name not in TODAY])
+def test_a_lab_whose_flags_have_left_says_where_it_can_be_repeated(name, monkeypatch, capsys):
+    """Its results and its page stay; its runs are of an earlier commit."""
+    monkeypatch.setattr(sys, "argv", ["run.py", name])
+    with pytest.raises(SystemExit):
+        program().main()
+    said = capsys.readouterr().err
+    assert f"git worktree add ../{declared.LABS[name].commit}" in said
+    assert f"python labs/run.py {name}" in said
+
+
+def new_lab(arms, measures=("gold",), **options):
+    """Returns a lab on the toy."""
+    measures = dict.fromkeys(measures)
+    return runner.Lab("t", declared.BASES["toy"], arms, measures, **options)
+
+
 def test_a_run_has_one_place_whoever_asks_for_it(tmp_path):
     """Labs share runs: the place depends on the flags, whatever their order, on the seed, on the
     mistake, and on the models that the run starts from."""
 
     def place(arm, seed=1):
-        return declared.lab("t", {"a": arm}).chains()["a", seed]["ppo"].folder(tmp_path)
+        return new_lab({"a": arm}).chains()["a", seed]["ppo"].folder(tmp_path)
 
     plain = place({"ppo": "--clip 0.3 --lam 0.9"})
     assert place({"ppo": "--lam 0.9 --clip 0.3"}) == plain
@@ -66,16 +103,16 @@ def test_a_run_has_one_place_whoever_asks_for_it(tmp_path):
 def test_on_other_data_no_step_sees_the_first():
     """Its models and also the four answers at the end are of the other rows: what was looked at
     before takes no part."""
-    for chain in COMMANDS["rates, on other data"].chains().values():
+    for chain in declared.LABS["second"].chains().values():
         assert list(chain) == ["sft", "reward", "ppo", "ppo again"]
         for run in chain.values():
             words = run.command(Path("runs"))
-            assert words[words.index("--data_path") + 1] == str(declared.SECOND / "data")
+            assert words[words.index("--data_path") + 1] == str(declared.GIVEN["second"])
 
 
 def test_some_arms_of_a_lab_can_be_run_alone():
     """More seeds where they decide: the other arms, and what they have shown, stay as they are."""
-    lab = declared.lab("t", {"a": {}, "b": {"ppo": "--clip 0.3"}, "c": {}})
+    lab = new_lab({"a": {}, "b": {"ppo": "--clip 0.3"}, "c": {}})
     some = replace(lab, chosen=("b",), seeds=(4,))
     assert some.chains() == {("b", 4): replace(lab, seeds=(4,)).chains()["b", 4]}
     found, earlier = results_of(b=[{"gold": 1.0}]), results_of(a=[{}], b=[{"gold": 0.0}], c=[{}])
@@ -118,7 +155,7 @@ def test_runs_are_skipped_resumed_and_their_end_is_noted(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit):
         runner.make_all({("a", 1): {"sft": run}, ("b", 1): {"sft": other}}, tmp_path, jobs=1)
     said = capsys.readouterr().out.strip().splitlines()
-    assert "1 runs to make, 1 at a time, about 1 min" in said[0] and "again to go on" in said[-1]
+    assert said[0] == "1 runs to make, 1 at a time; 1 are there" and "again to go on" in said[-1]
 
 
 def test_a_runner_shows_that_it_lives(tmp_path, monkeypatch, capsys):
@@ -126,39 +163,24 @@ def test_a_runner_shows_that_it_lives(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "EVERY", 0.05)
     ended = threading.Event()
     monkeypatch.setattr(runner, "make", lambda *_: ended.wait(5) and 3.0)
-    monkeypatch.setattr(runner, "heartbeat", lambda left, *_: ended.set() or f"{len(left)} left")
+    threading.Timer(0.3, ended.set).start()
     runner.make_all({("a", 1): {"sft": runner.Run("sft", (), 1)}}, tmp_path, jobs=1)
     _, *lines, last = capsys.readouterr().out.splitlines()
-    assert set(lines) == {"    1 left"} and last == "[1/1] sft 1  : 3 s"
-
-
-def test_minutes_are_those_of_the_longest_way():
-    """Two SFT models side by side, and then their judges: 68 + 77 seconds, not twice as much. A
-    flag that asks for more takes longer, and a slow machine is believed from the first run on."""
-    first = [runner.Run("sft", (), seed) for seed in (1, 2)]
-    judges = [runner.Run("reward", ("--num_train_epochs", "4"), seed) for seed in (1, 2)]
-    depths = {**dict.fromkeys(first, 0), **dict.fromkeys(judges, 1)}
-    for jobs, times in ((2, 1), (1, 2)):
-        assert runner.minutes_of([*depths], depths, jobs) == times * (68 + 2 * 77) / 60
-    said = runner.heartbeat(judges, first, depths, 2, began=time.time() - 3 * 68)  # slow
-    assert said == "3 min so far, 2 runs left, about 8 min more"
-    depths = {runner.Run("ppo", ("--max_steps", "0"), 1): 0}  # --again: no step, and yet a start
-    assert "0 runs left" in runner.heartbeat([], [*depths], depths, 1, time.time())
+    assert set(lines) == {"    0 min so far, 1 runs left"} and last == "[1/1] sft 1  : 3 s"
 
 
 @pytest.mark.parametrize("name", declared.LABS)
 def test_a_quick_lab_is_an_arm_and_its_baseline(name):
-    """On two cores in about five minutes, by the times of single runs."""
+    """With one seed: a handful of runs."""
     lab = declared.quick(declared.LABS[name])
     (one, other), chains = lab.arms, lab.chains()
     assert runner.baseline(lab, other) == one and len(chains) == 2
-    depths = {run: i for runs in chains.values() for i, run in enumerate(runs.values())}
-    assert runner.minutes_of([*depths], depths, 2) <= 6
+    assert len({run for runs in chains.values() for run in runs.values()}) <= 7
 
 
 @pytest.mark.slow
 def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
-    """Four runs of two steps each, and each actor answers four times at its end; the second call
+    """Eight runs of two steps each, and each actor answers four times at its end; the second call
     makes none of them again."""
     few = "--max_steps 2 --log_steps 1"
     models = "--actor_model_name_or_path {sft} --critic_model_name_or_path {reward}"
@@ -168,19 +190,24 @@ def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
         "ppo": f"{models} {few} --num_eval_prompts 4",
     }
     arms = {"ours": {}, "shifted": {"fault": "shifted"}}
-    lab = declared.again(runner.Lab("t", base, arms, declared.GOLD, ("gold",), seeds=(1,)))
+    second = declared.LABS["second"]
+    [(name, (script, flags, fault))] = second.then.items()
+    then = {name: (script, flags.split(" --data_path")[0], fault)}
+    question = {"says": "s", "arm": "shifted"}
+    lab = runner.Lab("t", base, arms, second.measures, ("gold",), then=then, seeds=(1, 2))
+    lab = replace(lab, predictions=(question,))
     places = [tmp_path / name for name in ("results.json", "page.md", "lab.png")]
-    places[1].write_text(runner.MARK * 2)
-    runner.study(lab, tmp_path, 2, *places, False)
+    places[1].write_text(f"{pages.BEGIN}\n{pages.END}\nafter")
+    pages.study(lab, tmp_path, 2, *places, False)
     found = runner.read(places[0])
-    assert [result["arm"] for result in found] == ["ours", "shifted"]
+    assert [result["arm"] for result in found] == ["ours", "ours", "shifted", "shifted"]
     assert all(0 <= result["values"]["gold"] <= 1 for result in found)
     [*_, again] = lab.chains()["shifted", 1].values()
     answers = runner.lines_of(again.folder(tmp_path), "samples.jsonl")
     assert len(answers) == 1120 and len({line["prompt"] for line in answers[:4]}) == 1
     monkeypatch.setattr(subprocess, "call", None)
-    runner.study(lab, tmp_path, 2, *places, False)
-    assert runner.table(lab, found) in places[1].read_text()
+    pages.study(lab, tmp_path, 2, *places, False)
+    assert pages.block(lab, found) in places[1].read_text().removesuffix("after")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -209,18 +236,13 @@ def test_calibration_by_hand():
     assert runner.calibration(sure + wrong) == pytest.approx(0.8808 * 8 / 12, abs=1e-4)
 
 
-def test_the_actor_is_compared_at_the_averages_kl():
-    """The average is at 1.5 nats. The actor was at 1 and at 2: its gold score is in the middle."""
-    assert runner.gold_at((0, 1, 2, 4), (0.5, 0.6, 0.8, 0.7), 1.5) == pytest.approx(0.7)
-
-
 def test_an_unfinished_measure_is_left_out_of_the_mean():
     results = [
         {"arm": "a", "seed": 1, "stopped": True, "values": {"gold": None}},
         {"arm": "a", "seed": 2, "stopped": False, "values": {"gold": 0.5}},
     ]
-    lab = declared.lab("t", {"a": {}}, {"gold": None})
-    assert "| a | 2, 1 stopped at NaN | 0.500 [0.500, 0.500] |" in runner.table(lab, results)
+    table = pages.table(new_lab({"a": {}}), results)
+    assert "| a | 2, 1 stopped at NaN | 0.500 [0.500, 0.500] |" in table
 
 
 # --------------------------------------------------------------------------------------------------
@@ -241,8 +263,8 @@ def test_arms_are_compared_seed_by_seed():
     plain = [{"gold": g, "KL": 1.0} for g in (0.3, 0.5, 0.7)]
     better = [{"gold": g, "KL": 1.0} for g in (0.6, 0.7, 0.8)]
     results = results_of(plain=plain, better=better)[::-1]
-    lab = declared.lab("t", {"plain": {}, "better": {}}, plain=())
-    assert runner.table(lab, results).endswith("| +0.200 ± 0.248 (3 of 3) |")
+    lab = new_lab({"plain": {}, "better": {}})
+    assert pages.table(lab, results).endswith("| +0.200 ± 0.248 (3 of 3) |")
     assert runner.interval([0.1, 0.1, -0.3])[2] == 1  # the mean is below 0
 
 
@@ -259,7 +281,7 @@ def test_what_stays_at_equal_kl(tmp_path):
     arms["further"] = at([1.0, 1.5, 2.3])
     (tmp_path / "plain.json").write_text(json.dumps(results_of(plain=plain)))
     files = ((tmp_path / "plain.json", "plain"),)
-    lab = declared.lab("t", {"plain": {}, **{name: {} for name in arms}}, plain=files)
+    lab = new_lab({"plain": {}, **{name: {} for name in arms}}, plain=files)
     results = results_of(plain=plain, **arms)
     left = {
         name: runner.differences(lab, results, name, "gold", runner.plain_curve(lab))
@@ -267,60 +289,144 @@ def test_what_stays_at_equal_kl(tmp_path):
     }
     assert list(left["slower"].values()) == pytest.approx([0, 0, 0])
     assert list(left["worse"].values()) == pytest.approx([-0.1] * 3)
-    assert runner.table(lab, results).endswith("|  |")
+    assert pages.table(lab, results).endswith("|  |")
+    further = {"says": "f", "arm": "further", "kl": True}  # the seed beyond the end is left out
+    assert list(runner.compare(lab, results, further)) == [3, 2]
+
+
+def test_what_a_prediction_compares():
+    """Another arm, a number, another difference, the mean of two arms, the fall from a peak."""
+    golds = {"a": (0.5, 0.6), "b": (0.7, 0.9), "c": (0.6, 0.6)}
+    results = results_of(**{arm: [{"gold": g} for g in each] for arm, each in golds.items()})
+    for result in results:
+        result["curve"] = {"gold": [0.1, 1.0, result["values"]["gold"]]}
+    lab = new_lab({"a": {}, "b": {}, "c": {"against": "b"}})
+
+    def numbers(**what):
+        return [round(x, 6) for x in runner.compare(lab, results, what).values()]
+
+    assert numbers(arm="b") == [0.2, 0.3] and numbers(arm="c") == [-0.1, -0.3]
+    assert numbers(arm="c", to="a") == [0.1, 0.0] and numbers(arm="a", to=0.7) == [-0.2, -0.1]
+    assert numbers(arm="a", to=0.7, distance=True) == [0.2, 0.1]
+    assert numbers(arm="b", than="c") == [0.3, 0.6]
+    assert numbers(arm=["a", "b"], to=0) == [0.6, 0.75]
+    assert numbers(arm="b", measure="fall of gold", to=0) == [0.3, 0.1]
+    assert numbers(arm="b", measure=["gold", "gold before"]) == [0.2, 0.4]
+
+
+def test_a_verdict_says_where_the_interval_lies():
+    """The mean is 0.2 and half of the interval 0.248: from -0.048 to 0.448."""
+    values = [0.1, 0.2, 0.3]
+    cases = {(-0.05, None): "shown", (None, 0.45): "shown", (-0.05, 0.45): "shown"}
+    cases |= {(0.45, None): "refuted", (None, -0.05): "refuted"}
+    cases |= {(0.1, None): "not decided", (-0.03, 0.03): "not decided", (None, 0): "not decided"}
+    for limits, word in cases.items():
+        assert runner.verdict(values, limits) == word, limits
+    assert runner.verdict(values, None) == "no clear difference"
+    assert runner.verdict([x + 1 for x in values], None) == "higher"
+    assert runner.verdict([x - 1 for x in values], None) == "lower"
 
 
 # --------------------------------------------------------------------------------------------------
 # Pages
 # --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("page", cited.PAGES, ids=lambda page: page.name)
-def test_each_number_beside_a_cell_is_that_of_the_cell(page):
-    """A verdict is as good as its numbers: each names where it comes from, and is recomputed."""
-    assert list(cited.wrong(page)) == []
-
-
-def row_of(name):
-    """Returns the row of a lab in the index of the labs."""
-    return re.search(rf"^\| \[{name}\].*$", (LABS / "README.md").read_text(), re.M)[0]
+def block_of(page):
+    """Returns what stands between the markers of a page."""
+    return page.read_text().split(f"{pages.BEGIN}\n")[1].split(f"\n{pages.END}")[0]
 
 
 @pytest.mark.parametrize("name", declared.LABS)
-def test_no_number_of_a_verdict_stands_by_itself(name):
-    """Each decimal, and each count of nats, names its cell; a setting is in backticks."""
-    verdict = (LABS / f"{name}.md").read_text().split("**Verdict.**")[1]
-    assert cited.uncited(verdict) + cited.uncited(row_of(name).split(" | ")[3]) == []
-
-
-def test_a_wrong_number_is_found(tmp_path):
-    """The offset costs gold, so +0.039 is wrong, and 3 nats say nothing of where they come from."""
-    page = tmp_path / "constants.md"
-    number, offset = '0.785<!-- m("ours") -->', '039<!-- d("scores + 2") -->'
-    page.write_text(f"gold {number}, -0.{offset} or 0.{offset}, +0.{offset}, 3 nats\n")
-    [line] = cited.wrong(page)
-    assert line.startswith("constants.md:1: +0.039, by the results -0.038")
-    assert cited.uncited(page.read_text()) == ["3 nats"]
-
-
-@pytest.mark.parametrize("name", declared.LABS)
-def test_a_page_says_what_the_results_say(name):
-    """The table of a page is made from the committed results, and so is its picture."""
-    page, results = (LABS / f"{name}.md").read_text(), runner.read(LABS / f"results/{name}.json")
+def test_a_page_shows_what_the_results_say(name):
+    """The tables of a page are made from the committed results, and so is its picture."""
+    lab, page = declared.LABS[name], LABS / f"{name}.md"
+    results = runner.read(LABS / f"results/{name}.json")
     for part in ("**The claim.**", "**The hypothesis", "**Verdict.**", f"run.py {name} --plot"):
-        assert part in page, part
-    assert runner.table(declared.LABS[name], results) in page
-    if name == "estimators":
-        rows = json.loads((LABS / f"results/{name}-earlier.json").read_text())
-        assert runner.table_of_earlier(rows) in page
-    assert (LABS / f"{name}.png").exists() and f"{name}.png" in row_of(name)
-    assert {result["arm"] for result in results} <= set(declared.LABS[name].arms)
+        assert part in page.read_text(), part
+    assert block_of(page) == pages.block(lab, results)
+    assert f"]({name}.png)" in page.read_text()
+    assert shows(LABS / f"{name}.png", pictures.of_lab(lab, results))
+    assert {result["arm"] for result in results} <= set(lab.arms)
 
 
-def test_every_picture_can_be_drawn_again(tmp_path):
-    """From the committed results alone: dots, and curves."""
-    for name in ("ptx", "overoptimisation"):
-        results = runner.read(LABS / f"results/{name}.json")
-        runner.draw(declared.LABS[name], results, tmp_path / f"{name}.png")
-        assert (tmp_path / f"{name}.png").stat().st_size > 5_000
+def shows(file, figure):
+    """Returns whether a picture shows what a figure does: its data, and not its pixels."""
+    return Image.open(file).text["Description"] == pictures.digest(figure)
+
+
+def test_the_pages_of_all_labs_are_up_to_date():
+    """One command makes them: python labs/run.py --plot."""
+    for file, figure in program().summary().items():
+        assert shows(file, figure), file.name
+        assert file.relative_to(LABS).as_posix() in (LABS / "README.md").read_text()
+    assert block_of(LABS / "README.md") == pages.counts(declared.LABS)
+    assert block_of(LABS / "all.md") == pages.overview(declared.LABS)
+
+
+def test_what_to_believe_was_decided():
+    """Each statement rests on intervals that lie on one side: of the prediction, or of 0."""
+    beliefs = json.loads((LABS / "believe.json").read_text())
+    assert 8 <= len(beliefs) <= 12
+    for name, belief in beliefs.items():
+        for lab, says in belief["because"]:
+            [what] = [what for what in declared.LABS[lab].predictions if what["says"] == says]
+            results = runner.read(LABS / f"results/{lab}.json")
+            values = [*runner.compare(declared.LABS[lab], results, what).values()]
+            found = {runner.verdict(values, limits) for limits in (what.get("range"), None)}
+            assert found - {"not decided", "no clear difference"}, (name, says)
+
+
+def test_a_penalty_ends_above_the_peak_without_one():
+    """What labs/overoptimisation.md says of its 12 pairs, which no table shows."""
+    found = runner.by_arm(runner.read(LABS / "results/overoptimisation.json"))
+    others = runner.by_arm(runner.read(LABS / "results/estimators.json"))
+    for name in ("gae", "rloo", "grpo", "reinforce"):
+        ends = runner.by_seed(others[name], "gold")
+        for result in found["kl_coef 0" if name == "gae" else f"{name}, kl_coef 0"]:
+            assert ends[result["seed"]] >= max(result["curve"]["gold"])
+
+
+def test_the_earlier_runs_of_the_estimators_are_those_that_were_kept():
+    """Of them mean, smallest and largest are there, and no single run."""
+    page = (LABS / "estimators.md").read_text()
+    for row in json.loads((LABS / "results/estimators-earlier.json").read_text()):
+        cells = [
+            c if not isinstance(c, list) else "{:.3f} [{:.3f}, {:.3f}]".format(*c)
+            for c in row.values()
+        ]
+        assert f"| {' | '.join(map(str, cells))} |" in page
+
+
+def test_no_page_is_written_for_a_program():
+    """Figures stand in generated blocks between two markers. No other comment is in a page."""
+    for page in [kit.ROOT / "README.md", *kit.ROOT.glob("*/**/*.md")]:
+        if ".venv" not in page.parts and "output" not in page.parts:
+            found = set(re.findall("<!--.*?-->", page.read_text(), re.S))
+            assert found <= {pages.BEGIN, pages.END}, page
+
+
+README = {  # a figure of README.md: its line, its column, and what it comes from
+    ("sft     eval_loss", 3): ("toy/data/limits.json", "sft", "eval_loss"),
+    ("reward  eval_accuracy", 3): ("toy/data/limits.json", "reward", "eval_accuracy"),
+    ("ppo     eval_gold", 3): ("toy/data/limits.json", "ppo", "eval_gold"),
+    ("pass@1", 1): ("toy/arithmetic/data/limits.json", "pupil", "imitation"),
+    ("pass@1", 4): ("toy/arithmetic/data/limits.json", "pupil", "limit"),
+    ("pass@8", 1): ("toy/arithmetic/data/limits.json", "pupil", "imitation_pass_at_8"),
+    ("right by luck", 1): ("toy/arithmetic/data/limits.json", "pupil", "luck"),
+    ("tokens a response", 1): ("toy/arithmetic/data/limits.json", "pupil", "length"),
+}
+
+
+def test_the_figures_of_the_readme_come_from_files():
+    """Those that `make demo` and `make grpo` measure stand in one more page, or in none."""
+    text = (kit.ROOT / "README.md").read_text()
+    for (line, column), (file, *keys) in README.items():
+        words = re.search(rf"^ +{line} +(.*)$", text, re.M)[1].split()
+        number = functools.reduce(dict.get, keys, json.loads((kit.ROOT / file).read_text()))
+        shown = words[column - 1]
+        assert shown == f"{number:.{len(shown.partition('.')[2])}f}", line
+    grpo = text.split("held-out sums")[1].split("\n\n")[0]
+    assert grpo in (kit.ROOT / "toy/arithmetic/README.md").read_text()
+    assert f"{len([*kit.ROOT.glob('course/clinic/[0-9]*')])} broken runs" in text
 
 
 # --------------------------------------------------------------------------------------------------
@@ -400,15 +506,10 @@ def test_the_other_mistakes():
 
 
 @pytest.mark.slow
-def test_another_policy_samples():
-    """sampling_kl says how far it is, as the log-prob of a token is that under the policy that drew
-    it. Evaluations stay as they are. Weights of a step ago are those of the start in step 1."""
+def test_old_weights_sample():
+    """sampling_kl says how far they are, as the log-prob of a token is that under the policy that
+    drew it. Evaluations stay as they are. In step 1 old weights are those of the start."""
     plain = lines_with("")
-    for fault in ("top_p", "top_k", "temperature", "bf16", "fp8", "eager"):
-        before, first, _ = lines_with(f"sampler_{fault}")
-        assert before == plain[0] and (first["sampling_gap"] > 1e-4) == (fault != "eager"), fault
-        assert first["sampling_kl"] > 1e-3 or fault in ("bf16", "eager"), fault
-        assert first["sampling_gap"] != plain[1]["sampling_gap"], fault
     assert lines_with("stale_0") == plain and lines_with("stale_1")[:2] == plain[:2]
     behind, clipped = (lines_with(fault)[2] for fault in ("stale_1", "stale_1_clipped"))
     assert behind["sampling_gap"] > 1e-4 > behind["ratio_max"] - 1

@@ -82,6 +82,7 @@ MUTATIONS = {  # script and flags beside the toy's: the rule that they break
     "ppo --per_device_training_batch_size 3 --allow_unstable 1": "batches-divide",
     "ppo --samples_per_prompt 5": "batches-divide",
     "ppo --advantage rloo": "group-of-one",
+    "ppo --stop ''": "empty-stop",
     "ppo --preset arithmetic --advantage gae": "no-critic",
     "ppo --per_device_training_batch_size 16": "unstable",
     "ppo --ppo_epochs 2": "unstable",
@@ -141,7 +142,7 @@ def test_each_rule_refuses_what_breaks_it(flags, tmp_path, monkeypatch):
 def test_every_rule_has_a_mutation():
     args = get_args("ppo")
     tables = [*rules.of_all(args), *rules.of_ppo(args)]
-    assert {name for name, *_ in tables} <= {*MUTATIONS.values(), "no-judge"}  # see below
+    assert {name for name, *_ in tables} <= {*MUTATIONS.values()}
 
 
 def test_what_deepspeed_can_do_passes(monkeypatch):
@@ -280,43 +281,47 @@ def test_a_file_of_ones_own(tmp_path, monkeypatch):
     Path("more.flags").write_text("--seed 7\n--max_steps 3")
     args = sft.get_args(["@mine.flags", "@more.flags", "--max_steps", "4"])
     assert (args.seed, args.max_steps) == (7, 4)
-    copy = Path("copy.flags")  # whole, so that nothing is taken from elsewhere
-    copy.write_text((recipes.FOLDER / "opt-1.3b/sft.flags").read_text() + "--lora_alpha 3")
-    args = sft.get_args(["@copy.flags"])
-    assert (args.preset, args.lora_dim, args.lora_alpha) == ("copy.flags", 0, 3)
+    copied = (recipes.FOLDER / "opt-1.3b/sft.flags").read_text()
+    Path("copy.flags").write_text(re.sub("--zero_stage.*", "--zero_stage 1", copied))
+    args, named = sft.get_args(["@copy.flags"]), sft.get_args(["--preset", "opt-1.3b"])
+    assert vars(args) == {**vars(named), "zero_stage": 1}
+    Path("less.flags").write_text("--model_name_or_path my/model")  # as if it were typed
+    args = sft.get_args(["@less.flags"])
+    assert args.preset == "qwen2.5-0.5b" and "naming a model" in recipes.note(args)
 
 
 @pytest.mark.parametrize(
-    "text, rule, said",
+    "text, said",
     [
-        (None, "flags-file", "Nearest in .: mine.flag"),
-        ("--seed 1\n--learning_rat 1", "flags-file", "mine.flags, line 2: .*\n.*--learning_rate"),
-        ("\n--learning_rate inf", "flags-file", "mine.flags, line 2: --learning_rate inf must be"),
-        ("--seed x", "flags-file", "mine.flags, line 1: .*--seed.*invalid int"),
-        ("--preset nope", "flags-file", "mine.flags, line 1: .*nope"),
-        ("--output_dir 'a", "flags-file", "mine.flags, line 1: No closing quotation"),
-        ("learning_rate 1", "flags-file", "mine.flags, line 1: unrecognized"),
-        ("@other.flags", "flags-file", "mine.flags, line 1: unrecognized"),
-        ("--seed 1\n\n--seed 2", "flags-file", "mine.flags, line 3: --seed stands above"),
-        ("--model_name_or_path a", "incomplete-recipe", "mine.flags lacks --data_path .*--preset"),
+        (None, "Nearest in .: mine.flag"),
+        ("--seed 1\n--learning_rat 1", "mine.flags, line 2: .*\n.*--learning_rate"),
+        ("\n--learning_rate inf", "mine.flags, line 2: --learning_rate inf must be"),
+        ("--seed x", "mine.flags, line 1: .*--seed.*invalid int"),
+        ("--preset nope", "mine.flags, line 1: .*nope"),
+        ("--output_dir 'a", "mine.flags, line 1: No closing quotation"),
+        ("learning_rate 1", "mine.flags, line 1: unrecognized"),
+        ("@other.flags", "mine.flags, line 1: unrecognized"),
+        ("--seed 1\n\n--seed 2", "mine.flags, line 3: --seed stands above"),
     ],
 )
-def test_what_is_wrong_in_a_flags_file_is_found_by_file_and_line(
-    tmp_path, monkeypatch, text, rule, said
-):
+def test_what_is_wrong_in_a_flags_file_is_found_by_file_and_line(tmp_path, monkeypatch, text, said):
     monkeypatch.chdir(tmp_path)
     Path("mine.flag").write_text("")
     if text is not None:
         Path("mine.flags").write_text(text)
     found = refusal_of("sft", "@mine.flags --seed 3")
-    assert found[0] == rule and re.search(said, found[1], re.S), found
+    assert found[0] == "flags-file" and re.search(said, found[1], re.S), found
 
 
-def test_a_recipe_for_ppo_names_who_judges(tmp_path):
-    """Without a critic's model, GAE has no critic; and no reward model follows from it."""
-    recipe = (recipes.FOLDER / "arithmetic/ppo.flags").read_text()
-    (tmp_path / "mine.flags").write_text(re.sub("--reward_fn.*", "", recipe))
-    assert refusal_of("ppo", f"@{tmp_path}/mine.flags --advantage grpo")[0] == "no-judge"
+def test_a_forks_toy_is_read_as_a_flags_file_is(monkeypatch):
+    """Of any type that a flag has. A flag that does not exist would change nothing, in silence."""
+    more = dict(offload=True, resume=False, dropout=None, zero_stage=3, group_by_length=0)
+    monkeypatch.setattr(sft, "TOY", {**sft.TOY, **more, "columns": "prompt=a b"})
+    args = get_args("sft")
+    assert (args.offload, args.resume, args.dropout, args.group_by_length) == (True, False, None, 0)
+    assert args.columns == {"prompt": "a b"}
+    monkeypatch.setattr(sft, "TOY", {"learning_rat": 1})
+    assert "TOY, line 1" in refusal_of("sft", "--preset toy")[1]
 
 
 def test_the_toy_runs_if_no_model_is_named_and_from_any_folder(tmp_path, monkeypatch):
@@ -334,7 +339,7 @@ def test_naming_a_model_selects_the_recipe_for_models_and_says_so():
     """It turns LoRA on, with a rate for it."""
     args = get_args("sft", "--model_name_or_path some/model --learning_rate 1e-4", "")
     said = recipes.note(args)
-    assert args.preset == "qwen2.5-0.5b" and "naming a model selects it" in said
+    assert args.preset == "qwen2.5-0.5b" and "naming a model selects qwen2.5-0.5b" in said
     assert "lora_dim 32" in said and "learning_rate 0.0001" in said and "--preset" in said
 
 
@@ -342,7 +347,7 @@ def test_the_next_step_takes_the_preset_of_the_folder_that_it_starts_from(tmp_pa
     (tmp_path / "args.json").write_text('{"preset": "opt-1.3b"}')
     (tmp_path / "config.json").write_text("{}")
     args = get_args("reward", f"--model_name_or_path {tmp_path}", "")
-    assert args.preset == "opt-1.3b" and f"as {tmp_path} was trained" in recipes.note(args)
+    assert args.preset == "opt-1.3b" and f"with which {tmp_path} was trained" in recipes.note(args)
     args = get_args("reward", f"--model_name_or_path {tmp_path} --preset toy", "")
     assert args.preset == "toy"
 
@@ -385,7 +390,7 @@ def test_the_toy_has_the_rows_of_two_ranks_and_says_where_it_has_not(monkeypatch
     pretend(monkeypatch, WORLD_SIZE=str(count))
     args = get_args("sft")
     assert args.per_device_train_batch_size * count == rows
-    assert ("up to 48" in recipes.rows_note(args, rows)) == (rows < 48)
+    assert ("is 48" in recipes.rows_note(args, rows)) == (rows < 48)
     own = get_args("sft", "--per_device_train_batch_size 5")
     assert own.per_device_train_batch_size == 5 and recipes.rows_note(own, 5) == ""
     asked = get_args("sft", "--per_device_train_batch_size 24 --rows_of_all_ranks 24")
@@ -411,9 +416,14 @@ def test_what_ppos_flags_leave_open_follows_from_others():
     assert (sizes.micro_batches, sizes.updates) == (2, 1)
 
 
-def test_filters_of_sampling_say_what_they_do_to_kl(capsys):
-    get_args("ppo", "--top_p 0.9")
-    assert "KL" in capsys.readouterr().out
+def test_filters_of_sampling_say_what_they_do_to_kl(capsys, tmp_path):
+    """Also those of a recipe."""
+    (tmp_path / "mine.flags").write_text("--top_p 0.9")
+    for flags in ("--top_p 0.9", f"@{tmp_path}/mine.flags"):
+        get_args("ppo", flags)
+        assert "--top_p: KL" in capsys.readouterr().out
+    get_args("ppo", "--top_p 1")
+    assert capsys.readouterr().out == ""
 
 
 def test_decoding_is_compiled_on_cuda_where_models_are_whole(monkeypatch):

@@ -15,9 +15,9 @@ import torch
 
 import ppo
 import sft
-from machinery.base import ranks
+from machinery.base import locks, ranks
 from machinery.models import saving
-from machinery.run import best, checkpoints, folder_lock, output_folder
+from machinery.run import best, checkpoints, output_folder
 from tests import kit, runs
 
 FACTS = {"data_rows": 8, "data_fingerprint": 7}
@@ -53,7 +53,7 @@ def checkpoint(output, step=2):
 # The lock
 # --------------------------------------------------------------------------------------------------
 def hold(folder, held):
-    assert folder_lock.Lock(folder).take() is None
+    assert locks.Lock(folder / output_folder.LOCK).take() is None
     held.set()
     time.sleep(600)
 
@@ -69,7 +69,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
         assert held.wait(60)
         for flags in ([], ["--resume"], ["--overwrite"]):
             with kit.refuses("output-in-use") as caught:
-                output_folder.refuse_unusable(get_args(tmp_path, *flags))
+                output_folder.OutputFolder(get_args(tmp_path, *flags))
             assert f"process {other.pid} on {socket.gethostname()}" in caught.value.words
     finally:
         other.kill()
@@ -92,13 +92,13 @@ def test_the_check_is_repeated_under_the_lock(tmp_path):
 
 def test_a_helper_that_outlives_its_run_does_not_hold_the_lock(tmp_path):
     """A reward function may fork a process, which gets a copy of every open file."""
-    lock = folder_lock.Lock(tmp_path)
+    lock = locks.Lock(tmp_path / output_folder.LOCK)
     assert lock.take() is None
     helper = fork.Process(target=time.sleep, args=(60,))
     helper.start()
     time.sleep(0.5)  # it has closed its copy
     lock.release()
-    assert folder_lock.Lock(tmp_path).holder() is None
+    assert locks.Lock(tmp_path / output_folder.LOCK).holder() is None
     helper.kill()
     helper.join()
 
@@ -107,8 +107,8 @@ def test_where_there_are_no_locks_nobody_is_locked_out(tmp_path, monkeypatch):
     def flock(file, kind):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(folder_lock.fcntl, "flock", flock)
-    assert [folder_lock.Lock(tmp_path).take() for _ in range(2)] == [None, None]
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    assert [locks.Lock(tmp_path / output_folder.LOCK).take() for _ in range(2)] == [None, None]
 
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch):
@@ -137,7 +137,7 @@ def test_overwrite_moves_the_old_run_aside_when_all_is_loaded(tmp_path):
         assert kit.tree(tmp_path / f"run.old-{number}") == old
         assert kit.tree(output).keys() == {"args.json"}
         with kit.refuses("output-in-use"):
-            output_folder.refuse_unusable(get_args(output, "--overwrite"))
+            output_folder.OutputFolder(get_args(output, "--overwrite"))
         folder.lock.release()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["run", "run.old-1", "run.old-2"]
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_had_is_refused(tmp_path, make, flags, rule):
     args = get_args(output)
     args.overwrite, args.resume = "--overwrite" in flags, "--resume" in flags
     with kit.refuses(rule):
-        output_folder.refuse_unusable(args)
+        output_folder.OutputFolder(args)
     assert kit.tree(tmp_path) == before
 
 
@@ -228,9 +228,10 @@ def test_resume_compares_what_shapes_the_run(tmp_path, change):
     checkpoint(tmp_path)
     args = get_args(tmp_path, *rest, *f"--{change}".split(), "--resume", script=ppo)
     if change in SAME:
-        return output_folder.refuse_unusable(args)
+        output_folder.OutputFolder(args)
+        return
     with kit.refuses("flag-changed") as caught:
-        output_folder.refuse_unusable(args)
+        output_folder.OutputFolder(args)
     assert f"--{change.split()[0].rstrip('=')}" in caught.value.words
 
 

@@ -1,0 +1,144 @@
+"""Tables of results, and the pages of labs and variants in which they stand between two markers."""
+
+import statistics
+from math import isnan
+
+import pictures
+import runner
+from runner import baseline, by_arm, by_seed, differences, interval
+
+BEGIN, END = "<!-- results -->", "<!-- end -->"
+VERDICTS = ("shown", "refuted", "not decided")
+
+
+# ---- Tables ----
+def block(lab, results):
+    """Returns what stands between the markers of a page: one table, or two."""
+    asked = [questions(lab, results)] if lab.predictions else []
+    return "\n\n".join([table(lab, results), *asked])
+
+
+def table(lab, results):
+    """Returns the table of the arms.
+
+    Of each measure the mean, with the smallest and largest in brackets. Then how far an arm is
+    above its baseline, seed by seed: the mean of the differences, half of their 95 % interval, and
+    how many of them have the mean's sign. At equal KL: what is left of that when the curve of the
+    plain recipe is subtracted (empty where one of the runs is beyond its end).
+    """
+    columns, found = columns_of_differences(lab), by_arm(results)
+    several = len({baseline(lab, arm) for arm in lab.arms}) > 1 and columns
+    heads = ["arm", "runs", *lab.measures, *(["baseline"] if several else []), *columns]
+    lines = []
+    for arm in lab.arms:
+        each, other = found.get(arm, []), baseline(lab, arm)
+        stopped = sum(result["stopped"] for result in each)
+        runs = str(len(each) or "not run yet") + (f", {stopped} stopped at NaN" if stopped else "")
+        cells = [arm, runs, *(cell(each, head) for head in lab.measures)]
+        cells += [other if other != arm else ""] if several else []
+        for measure, curve in columns.values():
+            own = arm == other and isinstance(measure, str)
+            values = [] if own else differences(lab, results, arm, measure, curve).values()
+            cells.append(difference(values))
+        lines.append(cells)
+    return markdown(heads, lines)
+
+
+def columns_of_differences(lab):
+    """Returns {heading: measure, curve} of the table's last columns; curve: see differences()."""
+    curve, columns = runner.plain_curve(lab), {}
+    names = {baseline(lab, arm) for arm in lab.arms}
+    other = f'"{names.pop()}"' if len(names) == 1 else "its baseline"
+    for measure in lab.compared:
+        name = " above ".join([measure, other] if isinstance(measure, str) else measure)
+        columns[name] = measure, None
+        if measure == "gold" and curve:
+            columns["the same at equal KL"] = measure, curve
+    return columns
+
+
+def questions(lab, results):
+    """Returns the table of what was predicted, and of what else was asked."""
+    lines = []
+    for what in lab.predictions:
+        values, limits = [*runner.compare(lab, results, what).values()], what.get("range")
+        found = runner.verdict(values, limits) if limits else ""
+        lines.append([what["says"], difference(values), runner.verdict(values, None), found])
+    return markdown(["predicted, or asked", "difference", "seen", "verdict"], lines)
+
+
+def markdown(heads, lines):
+    """Returns a table in Markdown."""
+    rows = [heads, ["---"] * len(heads), *lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def difference(values):
+    """Returns the text of a cell: "+0.039 ± 0.021 (3 of 3)"."""
+    values = list(values)
+    if len(values) < 2 or any(map(isnan, values)):
+        return ""
+    mean, half, alike = interval(values)
+    return f"{mean:+.3f} ± {half:.3f} ({alike} of {len(values)})"
+
+
+def cell(results, head):
+    """Returns the text of a cell: mean [smallest, largest]."""
+    values = list(by_seed(results, head).values())
+    if not values:
+        return ""
+    numbers = statistics.mean(values), min(values), max(values)
+    plain = [x == 0 or 0.0005 <= abs(x) < 1000 for x in numbers]
+    texts = [f"{x:.3f}" if ok else f"{x:.1e}" for x, ok in zip(numbers, plain)]
+    return "{} [{}, {}]".format(*texts)
+
+
+def overview(labs):
+    """Returns the table of all labs: what each predicted, by verdict."""
+    lines = []
+    for name, lab in labs.items():
+        said = {}
+        for what, _, word in runner.decided(lab, name):
+            if "range" in what:
+                said.setdefault(word, []).append(what["says"])
+        texts = [f"**{word}**: {'; '.join(said[word])}" for word in VERDICTS if word in said]
+        text = "<br>".join(texts) or "no number was predicted"
+        picture = f'<a href="{name}.md"><img src="{name}.png" width="160"></a>'
+        lines.append([f"[{name}]({name}.md)", lab.claim, lab.topic, text, picture])
+    return markdown(["lab", "the claim", "about", "what was predicted", "picture"], lines)
+
+
+def counts(labs):
+    """Returns a table of how many predictions have which verdict."""
+    found = [(what, word) for name in labs for what, _, word in runner.decided(labs[name], name)]
+    words = [word for what, word in found if "range" in what]
+    return markdown(VERDICTS, [[str(words.count(word)) for word in VERDICTS]])
+
+
+# ---- Pages ----
+def put(page, text):
+    """Writes a text between the two markers of a page."""
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}")
+
+
+def study(lab, root, jobs, results, page, picture, plot_only):
+    """Makes the runs (unless plot_only), writes results, picture, and the tables into the page.
+
+    What there is after Ctrl-C is written, too.
+    """
+    if not plot_only:
+        chains = lab.chains()
+        try:
+            runner.make_all(chains, root, jobs)
+        finally:
+            if found := runner.collect(lab, chains, root):
+                runner.write(results, runner.with_earlier(lab, found, runner.read(results)))
+    found = runner.read(results)
+    if not found:
+        raise SystemExit(f"{results} is not there: there were no runs yet")
+    pictures.save(pictures.of_lab(lab, found), picture)
+    text = block(lab, found)
+    print(f"{text}\n\nThe picture is {picture}")
+    if page.exists():
+        put(page, text)

@@ -1,0 +1,210 @@
+"""Pictures of results: of a lab, of all labs, and the small ones of labs/README.md.
+
+A picture carries a digest of what it shows. So a test sees whether it is up to date by its data.
+"""
+
+import hashlib
+import json
+import statistics
+from math import isnan
+
+import runner
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from runner import by_arm, by_seed
+
+COLOURS = {"shown": "tab:green", "refuted": "tab:red", "not decided": "tab:orange"}
+LABELS = {
+    "kl": "KL to the SFT model, nats a response",
+    "sqrt kl": "sqrt(KL to the SFT model)",
+    "gold": "gold score of held-out prompts",
+    "reward": "reward of held-out prompts",
+}
+EDGE = 0.4  # of the forest's axis of gold: intervals and dots may lie outside
+
+
+# ---- Files ----
+def digest(figure):
+    """Returns a digest of all lines, labels and ticks of a figure."""
+    lines = [line.get_data() for axis in figure.axes for line in axis.lines]
+    texts = [
+        text.get_text()
+        for axis in figure.axes
+        for text in [axis.title, axis.xaxis.label, axis.yaxis.label, *axis.get_yticklabels()]
+    ]
+    shown = [[[f"{float(x):.5g}" for x in numbers] for numbers in data] for data in lines], texts
+    return hashlib.sha1(json.dumps(shown).encode()).hexdigest()
+
+
+def save(figure, file, dpi=80):
+    """Writes a picture, with the digest of what it shows."""
+    file.parent.mkdir(exist_ok=True)
+    figure.savefig(file, dpi=dpi, metadata={"Description": digest(figure)})
+
+
+def new_axes(width, height, rows=1, columns=1, **options):
+    """Returns a figure and its axes, one list. All pictures have this look."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = [*figure.subplots(rows, columns, squeeze=False, **options).flat]
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+# ---- A lab ----
+def of_lab(lab, results):
+    """Returns the picture of a lab or a variant."""
+    figure = (of_curves if lab.curves else of_arms)(lab, results)
+    figure.suptitle(lab.title)
+    return figure
+
+
+def of_arms(lab, results):
+    """Returns a panel for each measure, with a row for each arm; those to compare with are gray."""
+    arms = by_arm(results)
+    others = {runner.baseline(lab, arm) for arm in arms}
+    size = 2.6 * len(lab.shown) + 3, max(0.28 * len(arms) + 1.2, 3)
+    figure, axes = new_axes(*size, columns=len(lab.shown))
+    for axis, head in zip(axes, lab.shown):
+        draw_levels(axis, {arm: by_seed(each, head) for arm, each in arms.items()}, others)
+        axis.set_xlabel(head)
+        axis.tick_params(labelleft=axis is axes[0])
+        if head in lab.logarithmic:
+            axis.set_xscale("log")
+        if head in lab.limits:
+            axis.axvline(lab.limits[head], linestyle="--", color="gray")
+    return figure
+
+
+def draw_levels(axis, rows, gray):
+    """Draws a row for each of {label: {seed: value}}: a dot for each seed, a bar at their mean."""
+    for y, (label, own) in enumerate(rows.items()):
+        values, colour = [*own.values()], "gray" if label in gray else "tab:blue"
+        axis.plot(values, [y] * len(values), "o", color=colour, alpha=0.5, markersize=4)
+        if values:
+            mean = statistics.mean(values)
+            axis.plot(mean, y, "|", color=colour, markersize=14, markeredgewidth=2)
+    axis.set_yticks(range(len(rows)), rows)
+    axis.set_ylim(len(rows) - 0.4, -0.6)
+
+
+def of_curves(lab, results):
+    """The pairs of axes in lab.curves: each seed thin, the mean of the seeds thick."""
+    figure, axes = new_axes(12, 4.5, columns=len(lab.curves))
+    arms = {arm: each for arm, each in by_arm(results).items() if arm in (lab.drawn or lab.arms)}
+    for axis, (x, y) in zip(axes, lab.curves):
+        for number, (arm, each) in enumerate(arms.items()):
+            colour, curves = f"C{number}", []
+            for curve in [result["curve"] for result in each]:
+                if x.removeprefix("sqrt ") in curve and y in curve:
+                    curves.append((runner.along(x, curve), curve[y]))
+                    axis.plot(*curves[-1], color=colour, alpha=0.3, linewidth=0.8)
+            length = min([len(xs) for xs, _ in curves], default=0)
+            mean = [
+                [statistics.mean(c[i][t] for c in curves) for t in range(length)] for i in (0, 1)
+            ]
+            axis.plot(*mean, ".-", color=colour, label=arm)
+        axis.set(xlabel=LABELS.get(x, x), ylabel=LABELS.get(y, y))
+        if y in lab.limits:
+            axis.axhline(lab.limits[y], linestyle="--", color="gray")
+    axes[0].legend(fontsize="x-small")
+    return figure
+
+
+def draw_plain(axis, lab):
+    """Draws the plain recipe's gold against sqrt(KL), up to where it is known; names the axes."""
+    curve = runner.plain_curve(lab)
+    roots = [root / 100 for root in range(1000)]
+    known = [(root, curve(root**2)) for root in roots if curve and not isnan(curve(root**2))]
+    if known:
+        axis.plot(*zip(*known), "--", color="gray", label="plain recipe")
+    axis.set(xlabel="sqrt(KL)", ylabel="gold")
+
+
+# ---- All labs ----
+def of_all(labs):
+    """The forest plot: a row for each prediction, a dot for each seed, and the 95 % interval.
+
+    A gray band is where the prediction holds; the colour is the verdict. Each unit has its axis.
+    """
+    units = {}
+    for name, lab in labs.items():
+        for what, values, word in runner.decided(lab, name):
+            if "range" in what:
+                rows = units.setdefault(what.get("unit", "gold or a share"), {})
+                rows.setdefault(lab.topic, None)  # a row for its name
+                rows[f"{name}: {what['says']}"] = what["range"], values, word
+    units = dict(sorted(units.items(), key=lambda unit: -len(unit[1])))
+    heights = [len(rows) + 3 for rows in units.values()]
+    figure, axes = new_axes(12, 0.2 * sum(heights), rows=len(units), height_ratios=heights)
+    for axis, (unit, rows) in zip(axes, units.items()):
+        given = [row for row in rows.values() if row]
+        far = 1.1 * max(abs(x) for _, values, _ in given for x in values)
+        edge = EDGE if unit.startswith("gold") else far
+        for y, row in enumerate(rows.values()):
+            if row:
+                draw_row(axis, y, edge, *row)
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set_yticks(range(len(rows)), rows, fontsize=8)
+        for label, row in zip(axis.get_yticklabels(), rows.values()):
+            label.set_fontweight("normal" if row else "bold")
+        axis.set(xlabel=f"difference in {unit}", ylim=(len(rows) - 0.4, -0.6), xlim=(-edge, edge))
+    lines = [Line2D([], [], color=colour, marker="o", markersize=3) for colour in COLOURS.values()]
+    figure.legend(lines, COLOURS, loc="outside upper center", ncols=3)
+    return figure
+
+
+def draw_row(axis, y, edge, limits, values, word):
+    """Draws a row of the forest. A seed beyond the edge is a mark that points there."""
+    mean, half, _ = runner.interval(values)
+    ends = [sign * edge if x is None else x for x, sign in zip(limits, (-1, 1))]
+    axis.plot(ends, [y, y], color="gainsboro", linewidth=9, solid_capstyle="butt")
+    axis.plot([mean - half, mean + half], [y, y], color=COLOURS[word])
+    for x in values:
+        marker = "o" if abs(x) < edge else "<" if x < 0 else ">"
+        at = max(min(x, 0.985 * edge), -0.985 * edge)
+        axis.plot(at, y, marker, color=COLOURS[word], markersize=3 if marker == "o" else 5)
+
+
+def of_belief(belief, labs):
+    """A small picture: a row for each arm, a dot for each run, and a bar at their mean.
+
+    belief: "rows" [[label, lab, arm, measure]], the labels in "gray", the "axis" and its "range". A
+    dotted line is at the mean gold score before step 3.
+    """
+    rows, height = belief["rows"], 0.24 * len(belief["rows"]) + 0.55
+    figure, [axis] = new_axes(4.4, height)
+    figure.set_layout_engine(None)
+    figure.subplots_adjust(0.43, 0.47 / height, 0.96, 1 - 0.05 / height)
+    shown = [by_arm(runner.read(runner.RESULTS / f"{row[1]}.json"))[row[2]] for row in rows]
+    levels = {row[0]: by_seed(each, row[3]) for row, each in zip(rows, shown)}
+    draw_levels(axis, levels, belief.get("gray", [rows[0][0]]))
+    before = by_seed(shown[0], "gold before").values()
+    axis.axvline(statistics.mean(before), linestyle=":", color="black")
+    axis.set_xlabel(belief["axis"])
+    axis.set_xlim(*belief.get("range", (0.4, 1)))
+    return figure
+
+
+def of_pace(belief, labs):
+    """A small picture of all runs on the toy: gold against sqrt(KL), and the plain recipe's curve.
+
+    belief: "marked" {label: [lab, arm]}, those that leave the curve.
+    """
+    figure, [axis] = new_axes(4.4, 2.6)
+    toy = [(name, lab) for name, lab in labs.items() if lab.plain and "reward" in lab.base]
+    for name, _ in toy:
+        for result in runner.read(runner.RESULTS / f"{name}.json"):
+            if points := runner.points_of(result):
+                axis.plot(*points[-1], ".", color="silver", markersize=4)
+    for number, (label, (name, arm)) in enumerate(belief["marked"].items()):
+        for result in by_arm(runner.read(runner.RESULTS / f"{name}.json"))[arm]:
+            axis.plot(*runner.points_of(result)[-1], "o", color=f"C{number}", markersize=4)
+        axis.plot([], [], "o", color=f"C{number}", label=label)
+    draw_plain(axis, toy[0][1])
+    axis.set(xlim=(0, 1.75), ylim=(0.4, 1), xlabel="distance from the SFT model, sqrt(KL)")
+    axis.set_ylabel("gold score after PPO")
+    axis.legend(fontsize="x-small")
+    return figure
