@@ -101,10 +101,7 @@ def of_curves(lab, results):
                 if x.removeprefix("sqrt ") in curve and y in curve:
                     curves.append((runner.along(x, curve), curve[y]))
                     axis.plot(*curves[-1], color=colour, alpha=0.3, linewidth=0.8)
-            length = min([len(xs) for xs, _ in curves], default=0)
-            mean = [
-                [statistics.mean(c[i][t] for c in curves) for t in range(length)] for i in (0, 1)
-            ]
+            mean = [[*map(statistics.mean, zip(*own))] for own in zip(*curves)] or [[], []]
             axis.plot(*mean, ".-", color=colour, label=arm)
         axis.set(xlabel=LABELS.get(x, x), ylabel=LABELS.get(y, y))
         if y in lab.limits:
@@ -178,7 +175,7 @@ def of_belief(belief, labs):
     figure, [axis] = new_axes(4.4, height)
     figure.set_layout_engine(None)
     figure.subplots_adjust(0.43, 0.47 / height, 0.96, 1 - 0.05 / height)
-    shown = [by_arm(runner.read(runner.RESULTS / f"{row[1]}.json"))[row[2]] for row in rows]
+    shown = [by_arm(runner.results_of(row[1]))[row[2]] for row in rows]
     levels = {row[0]: by_seed(each, row[3]) for row, each in zip(rows, shown)}
     draw_levels(axis, levels, belief.get("gray", [rows[0][0]]))
     before = by_seed(shown[0], "gold before").values()
@@ -196,11 +193,11 @@ def of_pace(belief, labs):
     figure, [axis] = new_axes(4.4, 2.6)
     toy = [(name, lab) for name, lab in labs.items() if lab.plain and "reward" in lab.base]
     for name, _ in toy:
-        for result in runner.read(runner.RESULTS / f"{name}.json"):
+        for result in runner.results_of(name):
             if points := runner.points_of(result):
                 axis.plot(*points[-1], ".", color="silver", markersize=4)
     for number, (label, (name, arm)) in enumerate(belief["marked"].items()):
-        for result in by_arm(runner.read(runner.RESULTS / f"{name}.json"))[arm]:
+        for result in by_arm(runner.results_of(name))[arm]:
             axis.plot(*runner.points_of(result)[-1], "o", color=f"C{number}", markersize=4)
         axis.plot([], [], "o", color=f"C{number}", label=label)
     draw_plain(axis, toy[0][1])
