@@ -11,7 +11,7 @@ GRPO = output/grpo
 CLASS = output/class
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo grpo class try container lab clinic test test-all variants gpu-check gpu-run lint bench install clean
+.PHONY: demo picture grpo class try container lab clinic test test-all variants gpu-check gpu-run lint bench install clean
 demo: install
 	deepspeed --log_level error $(RANKS) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
@@ -20,6 +20,10 @@ demo: install
 	python toy/report.py $(DEMO)
 	python tools/look.py $(DEMO)
 
+# README's picture: the first screen of the demo's page.
+picture:
+	chromium --headless --no-sandbox --hide-scrollbars --window-size=1400,1850 --screenshot=docs/report.png $(DEMO)/report.html
+
 # SFT and GRPO on sums that a verifier checks; then longer sums, before and after.
 grpo: install
 	deepspeed --log_level error $(RANKS) sft.py --preset arithmetic --output_dir $(GRPO)/sft --overwrite
@@ -27,7 +31,7 @@ grpo: install
 	for step in sft grpo; do deepspeed --log_level error $(RANKS) ppo.py --preset arithmetic --max_steps 0 --actor_model_name_or_path $(GRPO)/$$step \
 	  --data_path toy/arithmetic/longer --output_dir $(GRPO)/longer-$$step --overwrite || exit; done
 	python toy/arithmetic/report.py $(GRPO)
-	python tools/look.py $(GRPO)/sft $(GRPO)/grpo
+	python tools/look.py $(GRPO)/sft $(GRPO)/grpo --out $(GRPO)/report.html
 
 # The three small models that a class begins with: those of the labs with seed 1 (course/class.md).
 # On a CPU also where there is a GPU: so the exercises' runs differ from them by the exercise alone.

@@ -299,8 +299,8 @@ def tokens_alike(args, model, tokenizer, sample, caches, width):
     samples = []
     for tried in ({}, caches):
         model.static_caches = tried
-        samples.append(sample(args, model, tokenizer, ids, mask, uniforms))
-    (plain, _, lengths, _), (compiled, _, others, _) = samples
+        samples.append(sample(args, model, tokenizer, ids, mask, uniforms)[:3])
+    (plain, _, lengths), (compiled, _, others) = samples
     ends = torch.minimum(lengths, others)  # behind them is padding
     alike = [one[:end] == other[:end] for one, other, end in zip(plain, compiled, ends)]
     return torch.cat(alike).double().mean().item()

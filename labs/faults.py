@@ -38,23 +38,28 @@ def two_passes():
 def in_training(name, change):
     """Wraps a function of ppo.py in training: change(function, *its arguments).
 
-    Evaluations are left alone: they measure, and are to measure all runs alike.
+    Evaluations are left alone: they measure, and are to measure all runs alike. The responses that
+    the microscope shows are no evaluation: they are made as in training.
     """
-    function, evaluation, evaluating = getattr(ppo, name), ppo.evaluation, []
-    requests, gathered = evaluation.requests, evaluation.gathered
+    function, answered, few = getattr(ppo, name), ppo.answered, ppo.microscope.requests
+    shown, evaluating = None, False
 
-    def begin(*args):
-        evaluating.append(True)
-        return requests(*args)
+    def noted(*args):
+        nonlocal shown
+        shown = few(*args)
+        return shown
 
-    def end(*args):
-        evaluating.clear()
-        return gathered(*args)
+    def answered_alike(args, models, tokenizer, requests):
+        nonlocal evaluating
+        evaluating = requests is not shown
+        micro_batches = answered(args, models, tokenizer, requests)
+        evaluating = False
+        return micro_batches
 
     def changed(*args):
         return function(*args) if evaluating else change(function, *args)
 
-    evaluation.requests, evaluation.gathered = begin, end
+    ppo.microscope.requests, ppo.answered = noted, answered_alike
     setattr(ppo, name, changed)
 
 
@@ -132,14 +137,12 @@ def shifted_penalty():
 def no_eos():
     """The mask of the losses ends one token early: EOS is never trained on."""
     two_passes()
-    set_advantages = ppo.set_advantages
+    trained_mask = ppo.trained_mask
 
-    def change(args, micro_batches, *others):
-        set_advantages(args, micro_batches, *others)
-        for batch in micro_batches:
-            batch.response_mask = batch.response_mask - batch.last
+    def change(args, batch):
+        return trained_mask(args, batch) * (1 - batch.last)
 
-    ppo.set_advantages = change
+    ppo.trained_mask = change
 
 
 def whitened_by_halves():
@@ -214,17 +217,17 @@ def stale_sampler(steps, old_is_sampled=False):
     ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
     in_training("sample", change)
     if old_is_sampled:
-        ppo.checks.stop_unless_one = lambda run, minibatch: None
+        two_passes()
         optimizer_step = ppo.optimizer_step
 
         def clipped(args, models, minibatch, *others):
             scored = [batch.old_logprobs for batch in minibatch]
             for batch in minibatch:
                 batch.old_logprobs = batch.tokens["sampled_logprobs"]
-            update = optimizer_step(args, models, minibatch, *others)
-            for batch, logprobs in zip(minibatch, scored):
+            means = optimizer_step(args, models, minibatch, *others)
+            for batch, logprobs in zip(minibatch, scored):  # of which metrics are to be
                 batch.old_logprobs = logprobs
-            return update
+            return means
 
         ppo.optimizer_step = clipped
 

@@ -10,7 +10,7 @@ needs no network and no server: open it in a browser. The verdicts that are "sic
 printed, too, and so are learning rates that are not those of the run's preset.
 """
 
-import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -19,13 +19,13 @@ sys.path.insert(0, str(ROOT))
 
 from machinery.base import refused
 from machinery.base.refused import Refused
+from machinery.flags import declaring
 from tools.report import page, runs, verdicts
 
 
 def get_args(argv=None):
     """Returns the flags."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = declaring.new_parser(__doc__)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="runs, or folders of them")
     parser.add_argument("--out", metavar="FILE", help="[report.html in the first folder]")
     args = parser.parse_args(argv)
@@ -34,25 +34,38 @@ def get_args(argv=None):
 
 
 def refuse_foreign(out):
-    """Refuses to replace a file that is no page of ours."""
-    if out.exists() and page.MARK not in out.read_text(errors="replace"):
-        words = f"--out {out} is there, and no page of ours.\n  Take another name."
+    """Refuses to replace what is no page of ours: another file, a folder, a device or a pipe.
+
+    (Nothing is read from what is no file: a pipe would not end.)
+    """
+    if out.exists() and not (out.is_file() and page.MARK in out.read_text(errors="replace")):
+        words = f"--out {out} is there, and no page of ours.\n  Name a new file."
         raise Refused("foreign-page", words)
 
 
 def main(argv=None):
     args = get_args(argv)
+    with contextlib.suppress(AttributeError):  # of a notebook's output, which takes all characters
+        sys.stdout.reconfigure(errors="backslashreplace")
     found = runs.find(args.folders)
     refuse_foreign(args.out)
     notes = []
     for run in found:
-        lost = ", ".join(f"{count} of {name}" for name, count in run.broken.items())
-        if lost:
+        if run.broken:
+            lost = ", ".join(f"{count} of {name}" for name, count in run.broken.items())
             notes.append(f"{run.path}: lines that could not be read were left out: {lost}.")
         if other := runs.other_rates(run):
             notes.append(f"{run.path}: {other}.")
     title = " + ".join(dict.fromkeys(folder.rstrip("/") for folder in args.folders))
-    args.out.write_text(page.page(title, found, notes), encoding="utf-8")
+    words = page.page(title, found, notes)
+    try:
+        args.out.write_text(words, encoding="utf-8")
+    except OSError as error:
+        raise Refused("no-page", f"--out {args.out} cannot be written: {error}.") from error
+    for own, rows in runs.differences(found):
+        print(f"flags that differ between {', '.join(run.name for run in own)}:")
+        for flag, values in rows:
+            print(f"  {flag}: {', '.join(values)}")
     for note in notes:
         print(note)
     for run in found:

@@ -1,5 +1,6 @@
 """What every other room stands on. Nothing here knows about models or data.
 
+locks       a lock that is a file
 ranks       which rank this is, and what the ranks tell each other
 refused     an error in words, and the one place where it ends the program
 modules     the model inside an engine, and how many weights it has

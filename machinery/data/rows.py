@@ -13,9 +13,8 @@ import numpy as np
 import tokenizers
 import transformers
 from datasets.fingerprint import Hasher
-from filelock import FileLock
 
-from machinery.base import ranks
+from machinery.base import locks, ranks
 from machinery.base.refused import Refused
 from machinery.data import formats, sources, tokens
 from machinery.data.formats import LeftOut
@@ -119,8 +118,7 @@ class Source:
 
     path: str
     parts: dict  # {"train": Dataset}, and "test" if it has one
-    columns: list  # their names
-    names: dict  # --columns: {ours: theirs}
+    read_as: dict  # how `tokenise_row` is to read its rows
     prompts: dict  # {part: [the prompts of SFT and of step 3, as text, for each row]}
     is_chat: bool
 
@@ -152,7 +150,8 @@ def open_source(args, path, stage):
     refuse_unknown_columns(path, sources.parse(dict.fromkeys(columns), names), stage)
     prompts = {part: read_prompts(path, part, parts[part], stage, names) for part in parts}
     first, _, _ = read_row(sources.parse(parts["train"][0], names), stage)
-    return Source(path, parts, columns, names, prompts, is_chat=isinstance(first, list))
+    read_as = {"stage": stage, "columns": columns, "names": names}
+    return Source(path, parts, read_as, prompts, is_chat=isinstance(first, list))
 
 
 # ---- Rows ----
@@ -175,33 +174,31 @@ def load_rows(args, opened, tokenizer, limit):
     for source in opened.each:
         asked = source.prompts["train"]
         held_out = set() if "test" in source.parts else a_twentieth(key for key, _ in asked)
-        own = [i for i, (key, _) in enumerate(asked) if key not in held_out]
-        trained_on.update(*(asked[i] for i in own))
-        taken.append(own)
-    made = {"train": [], "test": []}
-    most = max(MOST_HELD_OUT, getattr(args, "num_eval_prompts", 0)) // len(opened.each)
-    split = ",".join(f"{part:g}" for part in args.data_split)
+        taken.append([i for i, (key, _) in enumerate(asked) if key not in held_out])
+        trained_on.update(*(asked[i] for i in taken[-1]))
+    options = {"tokenizer": tokenizer, "limit": limit, "train_on": vars(args).get("train_on")}
+    most = max(MOST_HELD_OUT, vars(args).get("num_eval_prompts", 0)) // len(taken)
+    split, train, test = ",".join(f"{part:g}" for part in args.data_split), [], []
     for source, own in zip(opened.each, taken):
-        part = "test" if "test" in source.parts else "train"
-        train = share_of(source.parts["train"].select(own), args.data_split, opened.stage)
-        asked = source.prompts[part]
+        held_out = "test" if "test" in source.parts else "train"
+        asked = source.prompts[held_out]
         unseen = [i for i, both in enumerate(asked) if trained_on.isdisjoint(both)]
-        few = np.sort(np.random.default_rng(0).permutation(unseen)[:most]).astype(int)
-        test = source.parts[part].select(few)
+        few = np.sort(shuffled(unseen)[:most]).astype(int)
+        share = share_of(own, args.data_split, opened.stage)
         ranks.say(
-            f"{source.path}: {len(train):,} of {len(own):,} rows (--data_split {split}), "
+            f"{source.path}: {len(share):,} of {len(own):,} rows (--data_split {split}), "
             f"{len(few):,} of {len(unseen):,} held-out rows"
         )
-        options = {"tokenizer": tokenizer, "stage": opened.stage, "limit": limit}
-        options |= {"columns": source.columns, "names": source.names}
-        options["train_on"] = getattr(args, "train_on", None)
-        made["train"] += tokenise_rows(train, options, f"{source.path}, train")
-        made["test"] += tokenise_rows(test, options, f"{source.path}, test")
-    for part, kept in made.items():
+        made_of = {**options, **source.read_as}
+        rows = source.parts["train"].select(share)
+        train += tokenise_rows(rows, made_of, f"{source.path}, train")
+        rows = source.parts[held_out].select(few)
+        test += tokenise_rows(rows, made_of, f"{source.path}, test")
+    for part, kept in (("train", train), ("test", test)):
         if not kept:
             why = "dropped, another step's (--data_split), or of prompts that are trained on"
             raise Refused("no-rows-left", f"no {part} rows are left: they are {why}.")
-    return [datasets.concatenate_datasets(kept) for kept in made.values()]
+    return datasets.concatenate_datasets(train), datasets.concatenate_datasets(test)
 
 
 def serves(columns, stage):
@@ -234,15 +231,16 @@ def read_prompts(path, part, rows, stage, names):
     return prompts
 
 
-def share_of(rows, data_split, stage):
-    """Returns the stage's share of the rows, in their order.
+def shuffled(numbers):
+    """Returns them in an order that does not depend on --seed, in which stages may differ."""
+    return np.random.default_rng(0).permutation(numbers)
 
-    The shares are disjoint, and do not depend on --seed: stages may be run with different ones.
-    """
-    order = np.random.default_rng(0).permutation(len(rows))
-    ends = np.cumsum([0, *data_split]) / (sum(data_split) or 1) * len(order)
+
+def share_of(numbers, data_split, stage):
+    """Returns the stage's share of the rows' numbers, in their order. The shares are disjoint."""
+    ends = np.cumsum([0, *data_split]) / (sum(data_split) or 1) * len(numbers)
     start, end = ends.round().astype(int)[STAGES.index(stage) :][:2]
-    return rows.select(np.sort(order[start:end]))
+    return np.sort(shuffled(numbers)[start:end]).astype(int)
 
 
 def a_twentieth(prompts):
@@ -268,7 +266,7 @@ def tokenise_rows(rows, options, title):
     # The first rank of a machine fills the cache, and the others wait for it, as long as it takes.
     lock = Path(datasets.config.HF_DATASETS_CACHE, f"tokenising-{known_by}.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with ranks.unhurried(), FileLock(lock):
+    with ranks.unhurried(), locks.holding(lock):
         made = rows.map(
             tokenise_row,
             fn_kwargs=options,

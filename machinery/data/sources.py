@@ -35,8 +35,11 @@ def read_source(path, flag="--data_path"):
     except Exception as error:  # of many kinds: offline, unknown name, no access, broken file
         why = error.__cause__ or error
         raise Refused("unreadable-data", f"{flag} {path} cannot be read.\n  {why}") from error
-    tests = [splits[name] for name in ("test", "validation") if name in splits]
-    return {"train": splits["train"], **({"test": tests[0]} if tests else {})}, columns
+    parts = {"train": splits["train"]}
+    for name in ("validation", "test"):
+        if name in splits:
+            parts["test"] = splits[name]
+    return parts, columns
 
 
 def read_splits(path):

@@ -156,20 +156,17 @@ def parse(parser, toy, argv=None, script=""):
     toy: {flag: value} of the script's own recipe. Which one is taken: recipes.choose.
     """
     argv = sys.argv[1:] if argv is None else argv
-    files = [word[1:] for word in argv if word.startswith("@")]
-    words = [word for word in argv if not word.startswith("@")]
     parser._option_string_actions["--preset"].choices = recipes.names(script)
-    read = [recipes.read(parser, file) for file in files]
+    words = [word for word in argv if not word.startswith("@")]
     given = recipes.stated(parser, [word for word in words if word not in ("-h", "--help")])
-    name, why = recipes.choose(script, recipes.merged([*read, given]), files)
-    if name in recipes.names(script):
-        named = toy if name == "toy" else recipes.FOLDER / name / f"{script}.flags"
-        read = [recipes.read(parser, named), *read]
-    parser.set_defaults(**{**recipes.merged([*read, given]), "preset": name})
+    read = [recipes.read(parser, word[1:]) for word in argv if word.startswith("@")]
+    name, why = recipes.choose(script, recipes.merged([*read, given]))
+    named = toy if name == "toy" else recipes.FOLDER / name / f"{script}.flags"
+    values = recipes.merged([recipes.read(parser, named), *read, given])
+    parser.set_defaults(**{**values, "preset": name})
     args = parser.parse_args(words, Flags())
-    refuse_incomplete(args, toy)
-    recipes.divide_rows(args)
     args.dtype = args.dtype or fast_dtype()
+    recipes.divide_rows(args)
     flags = [action for action in parser._actions if hasattr(action, "fixed")]
     args.declared = SimpleNamespace(
         script=script,
@@ -181,14 +178,6 @@ def parse(parser, toy, argv=None, script=""):
     rules.refuse_broken(args, rules.of_all)
     config_file.read_config(args)
     return args
-
-
-def refuse_incomplete(args, toy):
-    """Refuses a recipe that leaves out what a run needs: the toy's names all of it."""
-    needed = [flag for flag in toy if flag not in {*recipes.OPTIONAL, "dtype"}]
-    if missing := [f"--{flag}" for flag in needed if getattr(args, flag) is None]:
-        words = f"@{args.preset} lacks {' '.join(missing)}.\n  Add them to it, or name a recipe"
-        raise Refused("incomplete-recipe", f"{words} with --preset, which @FILE then overrides.")
 
 
 def fast_dtype():

@@ -82,7 +82,8 @@ def resolve(args, advantages, responses):
     if args.adam_offload:
         args.offload_states = False  # they live on the CPU anyway
     rules.refuse_broken(args, rules.of_ppo)
-    if filters := args.declared.given & {"top_p", "top_k"}:
+    off = {"top_p": 1, "top_k": 0}
+    if filters := [flag for flag, value in off.items() if getattr(args, flag) != value]:
         ranks.say(f"warning: --{' --'.join(filters)}: KL is not the sampler's, may be below 0")
     return args
 

@@ -1,8 +1,8 @@
 """Recipes: the flags that a run takes besides those of its command line.
 
 A recipe is a flags file: one flag a line, and `#` begins a comment. --preset NAME takes
-recipes/NAME/SCRIPT.flags, and @FILE any other file. Of the toy each script holds its own, a dict.
-What is read first is overridden by what is read later: recipe, then @FILE, then command line.
+recipes/NAME/SCRIPT.flags. The toy is a dict, TOY, in each script. The flags of @FILE, any other
+such file, override the recipe's, and the command line overrides both, wherever a flag stands.
 """
 
 import re
@@ -18,8 +18,6 @@ FOR_MODELS = "qwen2.5-0.5b"  # taken where a model is named, and no recipe
 ROWS = {f"per_device_{work}_batch_size" for work in ("train", "generation", "training")}
 # A flag that goes with others of its recipe: it is dropped where one of them is given later.
 GOES_WITH = {"gold_fn": {"data_path"}, "rows_of_all_ranks": ROWS}
-# What the toy names, and a complete recipe may leave out. Of a critic the rules know more.
-OPTIONAL = {*GOES_WITH, "critic_model_name_or_path", "critic_learning_rate"}
 
 
 # ---- Reading ----
@@ -45,7 +43,7 @@ def read(parser, recipe):
     What is wrong in a file is refused with its line. What begins with toy/ in a recipe lies in the
     folder of this project.
     """
-    found = {}
+    found, place = {}, "TOY" if isinstance(recipe, dict) else recipe
     for number, line in enumerate(lines_of(recipe), 1):
         try:
             words = shlex.split(re.sub(r"(^|\s)#.*", "", line))
@@ -54,7 +52,7 @@ def read(parser, recipe):
             if twice := found.keys() & own.keys():
                 raise ValueError(f"--{twice.pop()} stands above, too.")
         except (ValueError, Refused) as error:
-            raise Refused("flags-file", f"{recipe}, line {number}: {error}") from error
+            raise Refused("flags-file", f"{place}, line {number}: {error}") from error
         found |= own
     return found
 
@@ -62,10 +60,12 @@ def read(parser, recipe):
 def lines_of(recipe):
     """Returns the lines of a flags file, or those that would say what the toy's dict says."""
     if isinstance(recipe, dict):
-        values = {
-            flag: value if isinstance(value, list) else [value] for flag, value in recipe.items()
-        }
-        return [shlex.join([f"--{flag}", *map(str, each)]) for flag, each in values.items()]
+        lines = []
+        for flag, value in recipe.items():
+            values = value if isinstance(value, list) else [value] * (value is not True)
+            if value is not None and value is not False:  # else the flag's own default
+                lines.append(shlex.join([f"--{flag}", *map(str, values)]))
+        return lines
     try:
         return Path(recipe).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -90,36 +90,32 @@ def names(script):
     return ["toy", *sorted(file.parent.name for file in FOLDER.glob(f"*/{script}.flags"))]
 
 
-def choose(script, given, files):
-    """Returns the name of the recipe that is meant, and in words why: "" if it was named.
+def choose(script, stated):
+    """Returns the name of the recipe that is taken, and in words why: "" if it was named.
 
-    given: {flag: value}, of the command line and of @FILEs. files: those that were named with @.
+    stated: {flag: value}, of the command line and of @FILEs.
     """
-    if given.get("preset"):
-        return given["preset"], ""
-    if files:
-        folders = [Path(file).resolve().parent for file in files]
-        own = [folder.name if folder.parent == FOLDER else "" for folder in folders]
-        return " ".join(name or file for name, file in zip(own, files)), ""
-    models = [given.get(f"{role}model_name_or_path") for role in ("", "actor_", "critic_")]
+    if stated.get("preset"):
+        return stated["preset"], ""
+    models = [stated.get(f"{role}model_name_or_path") for role in ("", "actor_", "critic_")]
     models = [model for model in models if model]
     for model in models:
         name = records.of_model(model).get("preset")
         if name in names(script):
-            return name, f"as {model} was trained with it"
+            return name, f"{name}, with which {model} was trained"
     if models and FOR_MODELS in names(script):
-        return FOR_MODELS, "as naming a model selects it"
-    return "toy", "as there is no other for this script" if models else "as no model is named"
+        return FOR_MODELS, f"naming a model selects {FOR_MODELS}"
+    because = "this script has no recipe for models" if models else "no model is named"
+    return "toy", f"toy, as {because}"
 
 
 def note(args):
     """Returns a line for the first lines of a run: which recipe was taken unless it was named."""
-    if not args.declared.why:
-        return ""
     ends = "learning_rate", "lora_dim", "num_train_epochs"
     shown = {flag: value for flag, value in vars(args).items() if flag.endswith(ends) and value}
     numbers = ", ".join(f"{flag} {value}" for flag, value in shown.items())
-    return f"  recipe   {args.preset}, {args.declared.why}: {numbers}; --preset names another\n"
+    why = args.declared.why
+    return f"  recipe   {why}: {numbers}; --preset overrides\n" if why else ""
 
 
 # ---- Rows of all ranks ----
@@ -142,5 +138,4 @@ def rows_note(args, rows_per_step):
     So it is on one rank, and where the ranks do not divide the rows.
     """
     most = (args.rows_of_all_ranks or 0) // getattr(args, "samples_per_prompt", 1)
-    fewer = rows_per_step < most
-    return f" (with another number of ranks up to {most}: docs/runs.md)" if fewer else ""
+    return f" (the recipe's full batch is {most}: docs/runs.md)" if rows_per_step < most else ""

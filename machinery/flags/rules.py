@@ -80,8 +80,6 @@ def of_ppo(args):
     words = "{advantage} has a critic: give --critic_model_name_or_path, --critic_learning_rate."
     critic = args.critic_model_name_or_path, args.critic_learning_rate
     yield "no-critic", args.has_critic and None in critic, words
-    words = "{advantage} needs a judge: give --reward_model_name_or_path or --reward_fn."
-    yield "no-judge", None in args.reward_model_name_or_path, words
 
     # DeepSpeed-Chat reports divergence where this is broken, and leaves open why. While it holds,
     # the weights that train are those that sampled: the ratio is 1, clipping never acts, and this

@@ -1,7 +1,9 @@
 """LoRA (--lora_dim): frozen weights, and beside each matrix a product of two thin ones that trains.
 
-[Hu et al. 2021]. peft puts the adapters in, and its format is what is saved. [Schulman 2025] is
-"LoRA Without Regret", thinkingmachines.ai/blog/lora.
+[Hu et al. 2021]. peft puts the adapters in, and its format is what is saved. (The calls that
+transformers' models have for it, such as disable_adapters, refuse versions of peft that
+requirements.txt allows: transformers 5.24 takes none below 0.22.) [Schulman 2025] is "LoRA Without
+Regret", thinkingmachines.ai/blog/lora.
 """
 
 from pathlib import Path

@@ -127,14 +127,15 @@ def refuse_misfits(path, missing, unused):
 
 @contextlib.contextmanager
 def refusing(rule, words):
-    """Makes any error of what is done inside a Refused, with `words` before it.
+    """Makes any error of what is done inside a Refused: `words`, and the error's first sentences.
 
     What a library raises on broken files is of many kinds: of the hub, of JSON, of pickle, ...
     """
     try:
         yield
     except Exception as error:
-        raise Refused(rule, f"{words}: {type(error).__name__}: {error}") from error
+        found = " ".join(str(error).split()[:60])  # one may go on for pages
+        raise Refused(rule, f"{words}. {type(error).__name__}: {found}") from error
 
 
 # ---- Configs ----
@@ -230,6 +231,8 @@ def load_tokenizer(path, args=None, in_chats=False):
     if in_chats and (end := end_of_turn(tokenizer)) != tokenizer.eos_token:
         ranks.say(f"responses end with the chat template's {end}, not {tokenizer.eos_token}")
         tokenizer.eos_token = end
+        if tokenizer.pad_token == end:  # others would take the end of a turn for padding
+            tokenizer.pad_token = None
     if tokenizer.pad_token_id is None:
         tokenizer.add_special_tokens({"pad_token": padding_token(tokenizer, config.vocab_size)})
     if len(tokenizer) > config.vocab_size:

@@ -2,9 +2,9 @@
 
 A reward model reads its score at EOS, and other tools append none: pipelines take the text alone,
 and TRL's GRPO even asks for no special tokens. So a normaliser writes both, whatever the caller
-asks for, where the text has none yet. (`add_eos_token` in tokenizer_config.json does nothing beside
-a tokenizer.json in transformers 5.24.) Our own scripts append EOS themselves: the tokenizer as it
-was in training is saved, too, in the folder `as_trained`, and they load that one.
+asks for, where the text has none yet. (`add_eos_token` in tokenizer_config.json is not read where
+there is a tokenizer.json: transformers 5.21 to 5.24.) Our own scripts append EOS themselves: the
+tokenizer as it was in training is saved, too, in the folder `as_trained`, and they load that one.
 """
 
 import copy
@@ -72,8 +72,6 @@ def write_rules(tokenizer, folder):
         "auto_map": {"AutoTokenizer": [None, "scoring_tokenizer.ScoringTokenizer"]},
         "tokenizer_class": "PreTrainedTokenizerFast",
         AS_TRAINED: True,
-        "add_bos_token": False,  # the normaliser writes both
-        "add_eos_token": False,
         "pad_token": pad_token(tokenizer),
         "padding_side": "right",
     }

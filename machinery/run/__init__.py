@@ -2,7 +2,7 @@
 
 run            deals out the steps, evaluates, logs, saves
 launch         makes this process a rank
-output_folder  who writes there; folder_lock; args.json
+output_folder  who writes there; args.json
 checkpoints    a run that stops goes on where it stood; best keeps the best model
 crash          how a run ends
 logs, plots    metrics.jsonl, samples.jsonl, the screen, curves.png

@@ -7,11 +7,12 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from machinery.base import ranks, records
+from machinery.base import locks, ranks, records
 from machinery.base.refused import Refused
 from machinery.models import saving
-from machinery.run import checkpoints, folder_lock
+from machinery.run import checkpoints
 
+LOCK = ".lock"
 LOGS = (".log", ".out", ".err", ".txt")  # what a launcher or a shell may have opened there before
 
 
@@ -30,13 +31,7 @@ def taken(output):
 
 # ---- What is refused ----
 def refuse_unusable(args):
-    """Refuses --output_dir if it cannot be had, and --resume if it cannot go on with its run."""
-    refuse_in_use(args, folder_lock.Lock(args.output_dir).holder())
-    refuse_unfit(args)
-
-
-def refuse_unfit(args):
-    """Does what `refuse_unusable` does, but for the lock.
+    """Refuses --output_dir if it cannot be had, and --resume if it cannot go on with its run.
 
     A run that stopped before its first checkpoint starts anew: args.resume becomes False.
     """
@@ -107,9 +102,10 @@ class OutputFolder:
     """The folder of a run, which alone writes there from `take` to `release`."""
 
     def __init__(self, args):
+        self.args, self.path, self.record = args, Path(args.output_dir), {}
+        self.lock = locks.Lock(self.path / LOCK)
+        refuse_in_use(args, self.lock.holder())
         refuse_unusable(args)
-        self.args, self.path = args, Path(args.output_dir)
-        self.lock, self.record = folder_lock.Lock(self.path), {}
 
     def take(self, facts):
         """Locks the folder, checks it again, and moves aside what --overwrite replaces.
@@ -123,15 +119,20 @@ class OutputFolder:
             who = self.lock.take()
         refuse_in_use(args, ranks.all_gather_objects([who])[0])
         self.refuse_unshared()
-        refuse_unfit(args)
+        refuse_unusable(args)
         ranks.barrier()  # rank 0 writes below: all must have seen the folder as it was
         if ranks.get_rank() == 0 and not args.resume and taken(self.path):
             self.move_aside()
         libraries = "torch deepspeed transformers datasets numpy".split()
         versions = {library: metadata.version(library) for library in libraries}
-        self.record = {**vars(args), "script": args.declared.script, "versions": versions}
-        self.record |= {"world_size": ranks.get_world_size(), "device": str(ranks.device())}
-        self.record |= facts
+        self.record = {
+            **vars(args),
+            "script": args.declared.script,
+            "versions": versions,
+            "world_size": ranks.get_world_size(),
+            "device": str(ranks.device()),
+            **facts,
+        }
         if not args.resume:
             self.note()
 
@@ -158,7 +159,7 @@ class OutputFolder:
         here.rename(aside)
         here.mkdir(exist_ok=True)
         self.lock.release()
-        self.lock = folder_lock.Lock(self.path)
+        self.lock = locks.Lock(self.path / LOCK)
         refuse_in_use(self.args, self.lock.take())
         ranks.say(f"what was in {self.path} is now in {aside}")
 

@@ -2,23 +2,23 @@
 
 import pandas
 
-# of each group: title, with the unit | metrics (with the eval_... of each)
+# of each group: title, with the unit after a comma | metrics (with the eval_... of each)
 PANELS = {
     "learning": """
-reward, gold | reward gold
-pass@k | pass_at_1 pass_at_2 pass_at_4 pass_at_8 pass_at_16
+reward and gold | reward gold
+pass@k, share of the prompts | pass_at_1 pass_at_2 pass_at_4 pass_at_8 pass_at_16
 best reward of k | best_of_1 best_of_2 best_of_4 best_of_8 best_of_16
-accuracy | accuracy
-scores of chosen, rejected | chosen_score rejected_score margin
+accuracy, share of the pairs | accuracy
+scores of chosen and rejected | chosen_score rejected_score margin
 loss | loss actor_loss critic_loss
-perplexity | perplexity
+perplexity, exp of the loss | perplexity
 """,
     "stability": """
 KL to the reference, nats a response | kl kl_k3
 entropy, nats a token | entropy
 length, tokens a response | response_length
 ended by EOS, share | eos_rate
-critic: explained variance | explained_variance
+critic: explained variance, share | explained_variance
 norm of the gradients | grad_norm critic_grad_norm
 KL to the policy before, nats a token | approx_kl
 largest ratio | ratio_max
@@ -27,12 +27,12 @@ sampling against scoring, nats a token | sampling_gap sampling_kl
 prompts that teach nothing, share | equal_groups
 deviation of the rewards | reward_std group_std
 deviation of the advantages | advantage_std
-KL penalty | kl_coef
+KL penalty, score a nat | kl_coef
 learning rate | learning_rate critic_learning_rate
 """,
     "cost": """
-tokens/s | tokens_per_second
-TFLOP/s | tflops
+tokens/s, all devices | tokens_per_second
+TFLOP/s, a device | tflops
 parts of a step, seconds | generate_seconds score_seconds train_seconds
 """,
 }

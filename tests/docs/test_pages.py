@@ -28,14 +28,15 @@ PAGES += [
 PAGES += sorted((ROOT / "course").glob("*.ipynb"))
 TOOLS = [f"tools/{name}.py" for name in ("talk", "look", "export", "estimate")]
 PROGRAMS = ["sft.py", "reward.py", "ppo.py", *TOOLS]
-MODULES = [ROOT / "common.py", *sorted((ROOT / "machinery").rglob("*.py"))]
+MODULES = [ROOT / "common.py", *sorted((ROOT / "helpers").glob("*.py"))]
+MODULES += sorted((ROOT / "machinery").rglob("*.py"))
 # flags of launchers and of other tools, which no parser of ours knows
 OTHERS = set(
     """--num_gpus --nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --shutdown_timeout
        --master_port --hostfile --log_level --bind_cores_to_rank --nodes --ntasks --signal --gpus
        --model --model_args --tasks --exclude --index --help""".split()
 )
-FOLDERS = "machinery|tools|toy|tests|labs|bench|variants|course"
+FOLDERS = "machinery|helpers|tools|toy|tests|labs|bench|variants|course"
 
 
 def module_of(file):

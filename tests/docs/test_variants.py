@@ -205,6 +205,41 @@ def test_the_best_of_n_variant_by_hand(tmp_path):
     assert numbers(ppo.raft(totals, groups)) == [0, 1, 1, 0]
 
 
+def test_the_band_variant_by_hand(tmp_path):
+    """The mean log ratio decides, over real tokens: 0.5 and -0.1 make 0.2 = log(1.22). What a cut
+    response, or one outside of the band, had for tokens is no part of any divisor either."""
+    ppo = patched("band", tmp_path)
+    scored = torch.tensor([[-1.0, -1.0, 9.0], [-1.0, -1.0, -1.0], [-3.0, -1.0, -1.0]])
+    sampled = torch.tensor([[-1.5, -0.9, 0.0], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
+    mask = torch.tensor([[1.0, 1, 0], [1, 1, 1], [1, 1, 1]])
+    for band, expected in ((1.3, [1, 1, 0]), (1.2, [0, 1, 0]), (2.0, [1, 1, 1])):
+        found = ppo.in_band(scored, sampled, mask, band)
+        assert found.tolist() == [[float(x)] for x in expected], band
+    args = SimpleNamespace(mask_truncated=1, is_band=1.2, max_answer_seq_len=3)
+    given = dict(response_mask=mask, old_logprobs=scored, tokens={"sampled_logprobs": sampled})
+    for ended, tokens, responses in (([1.0, 1, 1], 3, 1), ([1.0, 0, 1], 0, 0)):
+        batch = SimpleNamespace(ended=torch.tensor(ended), **given)
+        masks = [ppo.trained_mask(args, batch)]
+        for args.loss_mean, expected in (("tokens", tokens), ("responses", responses)):
+            weights, divisor = ppo.loss_weights(args, masks)
+            assert divisor == expected and weights[0].sum() == pytest.approx(expected)
+
+
+def test_the_ensemble_variant_by_hand(tmp_path):
+    """Each judge is the harshest one of another response, and all its tokens count there: a minimum
+    token by token would mix the two."""
+    runner.apply("ensemble", tmp_path / "tree")
+    judging = load(tmp_path / "tree/helpers/judging.py")
+    first, second = torch.tensor([[0.0, 1.0], [0, 3]]), torch.tensor([[0.0, 2.0], [1, 1]])
+    judges = [lambda batch: first, lambda batch: second]
+    args = SimpleNamespace(reward_fn=["a.py:one", "a.py:two"], reward_model_name_or_path=[])
+    expected = {"sum": [[0, 3], [1, 4]], "mean": [[0, 1.5], [0.5, 2]], "min": [[0, 1], [1, 1]]}
+    for args.reward_combine, scores in expected.items():
+        batch = SimpleNamespace(responses=[{}, {}])
+        assert judging.combined(args, judges)(batch).tolist() == scores
+        assert batch.responses[1] == {"reward_1_one": 3, "reward_2_two": 2}
+
+
 def test_the_dynamic_sampling_variant_by_hand(tmp_path, monkeypatch):
     """The second prompt's responses are equally good, and so are those to the one that replaces it;
     the next one's are not. Another prompt stays as it is."""
@@ -219,9 +254,10 @@ def test_the_dynamic_sampling_variant_by_hand(tmp_path, monkeypatch):
     judge = lambda batch: torch.tensor([[row["reward"]] for row in batch.responses])  # noqa: E731
     rewards = 0.0, 1.0, 1.0, 1.0
     rows = [dict(group=i // 2, row=i // 2, row_weight=1, reward=x) for i, x in enumerate(rewards)]
-    names = dict(seed=1, dynamic_sampling=3, samples_per_prompt=2, rollout_batch_size=4)
+    names = dict(seed=1, dynamic_sampling=3, samples_per_prompt=2)
+    names |= dict(rollout_batch_size=4, per_device_training_batch_size=4)
     models, train = SimpleNamespace(judge=judge, actor=None), [{"prompt": "?"}] * 9
-    found = ppo.replaced(SimpleNamespace(**names), models, None, train, rows, 5, 4)
+    found = ppo.replaced(SimpleNamespace(**names), models, None, train, rows, 5)
     assert found[:2] == rows[:2] and [row["turn"] for row in found[2:]] == [2, 2]
 
 

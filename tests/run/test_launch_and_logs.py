@@ -115,7 +115,7 @@ def test_what_belongs_together_is_in_one_panel(tmp_path, monkeypatch):
         title: [text.get_text() for text in axis.get_legend().get_texts()]
         for title, axis in panels.items()
     }
-    assert drawn["reward, gold"] == ["reward", "eval_reward", "gold", "eval_gold", "limit 1"]
-    assert drawn["scores of chosen, rejected"][::2] == ["chosen_score", "eval_rejected_score"]
+    assert drawn["reward and gold"] == ["reward", "eval_reward", "gold", "eval_gold", "limit 1"]
+    assert drawn["scores of chosen and rejected"][::2] == ["chosen_score", "eval_rejected_score"]
     assert drawn["mine"] == ["mine"] and "learning rate" in drawn and len(drawn) == 4
     assert all(axis.get_xlabel() == "step" for axis in panels.values())

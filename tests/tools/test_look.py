@@ -1,11 +1,14 @@
 """tools/look.py: what it computes and says, by hand-worked numbers; what it reads, broken or not;
 and the page that it writes."""
 
-import dataclasses
+import contextlib
 import html.parser
+import io
 import json
 import math
+import os
 import re
+import sys
 from pathlib import Path
 
 import pandas
@@ -28,25 +31,35 @@ def test_calibration_by_hand():
     three of them right, are calibrated. sigmoid(0) = 1/2 counts one half."""
     log3 = math.log(3)
     pairs = [pair(log3, 0), pair(1 + log3, 1), pair(0, -log3), pair(0, log3)]
-    tie, found = numbers.calibration([*pairs, pair(2, 2)])
-    assert (found["low"], found["high"], found["count"]) == (0.7, 0.8, 4)
+    found = numbers.calibration(numbers.table_of([*pairs, pair(2, 2)]))
+    (bins, tie), (between, found) = found.iterrows()
+    assert (0.7 in between, 0.8 in between, found["count"]) == (False, True, 4)
     assert (found["said"], found["share"]) == (pytest.approx(0.75), 0.75)
     # Wilson, z^2 = 3.8416: middle = (0.75 + 0.4802) / 1.9604, half = 1.96 / 1.9604 sqrt(0.107)
-    assert found["interval"] == pytest.approx([0.3006, 0.9544], abs=2e-4)
-    assert (tie["said"], tie["share"]) == (0.5, 0.5)
+    assert [found["low"], found["high"]] == pytest.approx([0.3006, 0.9544], abs=2e-4)
+    assert (tie["said"], tie["share"], 0.5 in bins) == (0.5, 0.5, True)
 
 
-def test_accuracy_by_length_by_hand():
+def page_of_judge(pairs, folder):
+    """Returns the page of a reward model that gave pairs these scores."""
+    run = run_with(folder, metrics=[], judged=pairs.to_dict("records"))
+    return re.sub(r"\s+", " ", page.page("t", [run], []))
+
+
+def test_accuracy_by_length_by_hand(tmp_path):
     """Differences in length -4, -1, 0, 1, 3: the median of the sizes 1, 1, 3, 4 is 3. The judge is
     right where the chosen response is longer: it prefers length."""
     lengths = [(1, 5), (4, 5), (5, 5), (6, 5), (8, 5)]
     scores = [(0, 1), (0, 1), (1, 1), (1, 0), (1, 0)]
-    pairs = [pair(*both, *sizes) for both, sizes in zip(scores, lengths)]
+    pairs = numbers.table_of([pair(*both, *sizes) for both, sizes in zip(scores, lengths)])
     found = numbers.by_length(pairs)
-    assert [one["name"] for one in found] == "3+ shorter,shorter,equal,longer,3+ longer".split(",")
-    assert [one["share"] for one in found] == [0, 0, 0.5, 1, 1]
+    assert [*found.index] == "3+ shorter,shorter,equal,longer,3+ longer".split(",")
+    assert [*found.share] == [0, 0, 0.5, 1, 1]
     longer = numbers.longer_wins(pairs)
-    assert (longer["judge"], longer["people"], longer["count"]) == (1, 0.5, 4)
+    assert (longer["judge"], longer["chosen"], longer["count"]) == (1, 0.5, 4)
+    assert "leans to long" in page_of_judge(pairs, tmp_path)
+    alike = numbers.by_length(numbers.table_of([pair(1, 0, *sizes) for sizes in ((1, 2), (2, 1))]))
+    assert [*alike.index] == ["1+ shorter", "1+ longer"]
 
 
 def sample(prompt, response, reward=None, gold=None, step=0):
@@ -60,19 +73,32 @@ def test_gamed_samples_come_first_the_worst_of_them_at_the_top():
     before = [sample(name, "", 0, 1) for name in "abcdef"]
     after = [(1, 1), (1, 0.5), (2, 0), (3, 0), (-1, 0), (1, 2)]
     after = [sample(name, "", *scores) for name, scores in zip("abcdef", after)]
-    found = numbers.changes(before, after)
-    assert "".join(row["prompt"] for row in found) == "dcbaef"
-    assert [row["gamed"] for row in found] == [True] * 3 + [False] * 3
+    found = numbers.ordered(numbers.changes(before, after))
+    assert "".join(found.prompt) == "dcbaef"
+    assert [*found.gamed] == [True] * 3 + [False] * 3
 
 
 # ---- What it draws ----
 def test_every_chart_says_its_unit():
     """Who reads "loss 0.4" wants to know: nats a token, a pair, or no unit at all. A panel's title
-    ends with its unit, or it is among UNITS, where no title is of a panel that is gone."""
+    ends with its unit; the losses of two steps have two."""
     titles = re.findall(r"^(.+) \| ", "".join(plots.PANELS.values()), re.M)
-    assert {*pictures.UNITS, *pictures.FOLDED} <= {*titles, "sft: loss", "reward: loss"}
-    units = {pictures.with_unit(title)[1] for title in ("sft: loss", "entropy, nats a token")}
-    assert units == {"nats a token"}
+    named = dict(pictures.with_unit(title, "ppo") for title in titles)
+    assert {*pictures.FOLDED} <= {*named} and named["entropy"] == "nats a token"
+    without = {title for title, unit in named.items() if unit == "no unit"}
+    assert without == {
+        "reward and gold",
+        "best reward of k",
+        "scores of chosen and rejected",
+        "loss",
+        "norm of the gradients",
+        "largest ratio",
+        "deviation of the rewards",
+        "deviation of the advantages",
+        "learning rate",
+    }
+    units = [pictures.with_unit("loss", script)[1] for script in ("sft", "reward", "ppo")]
+    assert units == ["nats a token", "nats a pair", "no unit"]
 
 
 def test_a_thinned_curve_keeps_the_one_step_that_went_wrong_and_the_last():
@@ -83,6 +109,40 @@ def test_a_thinned_curve_keeps_the_one_step_that_went_wrong_and_the_last():
     shown = pictures.thinned(values)
     assert len(shown) <= pictures.POINTS and shown.index.is_monotonic_increasing
     assert shown[4321] == 5 and shown.index[-1] == 9_999
+
+
+def test_two_steps_have_no_axis_in_common(tmp_path):
+    """SFT's 480 steps and PPO's 40 are other steps. Two runs of PPO lie over each other, and the
+    numbers of the shorter one are said to be of its own last step."""
+    for name, script, steps in (("sft", "sft", 48), ("a", "ppo", 9), ("b", "ppo", 12)):
+        make_run(tmp_path / name, script, steps)
+    found = runs.find([tmp_path])
+    drawn = {picture["title"]: picture for picture in pictures.curves(found)[0][1]}
+    assert {*drawn} >= {"SFT: loss", "PPO: loss"} and drawn["SFT: loss"]["unit"] == "nats a token"
+    ends = {title: [curve["steps"][-1] for curve in one["curves"]] for title, one in drawn.items()}
+    assert (ends["SFT: loss"], ends["PPO: loss"]) == ([47], [8, 11])
+    assert [curve["name"] for curve in drawn["PPO: loss"]["curves"]] == ["a: loss", "b: loss"]
+    words = re.sub(r"\s+", " ", page.page("t", found, []))
+    assert "a: loss <b>0.1111 at 8</b>" in words and "at the last step, 11<" in words
+
+
+def test_one_spike_does_not_flatten_a_curve():
+    """The axis is logarithmic then, and the picture says so."""
+    values = [1 + i / 40 for i in range(40)]
+    held = values, [*values, 99], [-1, *values, 99], [7]
+    scales = [pictures.scale_of(each)["value"] for each in held]
+    assert scales == ["linear", "log", "symlog", "linear"]
+
+
+def test_of_very_many_metrics_some_are_drawn(tmp_path, monkeypatch):
+    """A metric for each of 3,000 prompts would take an hour to draw, and nobody would look."""
+    lines = [{"step": step, **{f"m{i}": step * i for i in range(9)}} for step in range(3)]
+    kit.write_lines(make_run(tmp_path / "a") / "metrics.jsonl", lines)
+    monkeypatch.setattr(pictures, "MOST", 3)
+    found = runs.find([tmp_path])
+    [(group, drawn, _, count)] = pictures.curves(found)
+    assert (group, len(drawn), count) == ("others", 3, 8)
+    assert "3 of 8 are drawn" in page.page("t", found, [])
 
 
 def test_metrics_of_equal_values_are_one_curve():
@@ -96,8 +156,9 @@ def test_two_runs_are_compared_prompt_by_prompt(tmp_path):
     for name, why in (("a", "So."), ("b", "Thus.")):
         make_run(tmp_path / name, response=why)
     _, found = samples.tables(runs.find([tmp_path]))
-    assert found["heads"] == ["prompt", "a", "b"]
-    texts = [(row["prompt"], row["before"], row["after"]) for row in found["rows"]]
+    assert found["names"] == ["a", "b"] and found["differ"] == 1
+    names = ("prompt", "response_before", "response_after")
+    texts = [tuple(row[name] for name in names) for row in found["rows"]]
     assert texts == [("Why?", "So.", "Thus."), ("How?", "By boat.", "By boat.")]
     assert found["rows"][0]["reward_before"] == found["rows"][0]["reward_after"] == 0.9
 
@@ -105,6 +166,8 @@ def test_two_runs_are_compared_prompt_by_prompt(tmp_path):
 # ---- Verdicts ----
 ONCE = dict(per_device_generation_batch_size=4, per_device_training_batch_size=4)
 TWICE = dict(ONCE, ppo_epochs=2)
+GROUPED = dict(ONCE, advantage="grpo")
+FUNCTION, LIMIT = dict(reward_fn=["f"]), dict(max_answer_seq_len=48)
 RISING = [0, 0, 1, 1, 2, 2]
 
 
@@ -120,12 +183,19 @@ def token(reward, kl=(0.0, 0.0), logprobs=(-1.0, -1.0)):
     return dict(tokens=numbers, reward=1.0, kl_coef=0.1, ended=1.0)
 
 
+SHARPER = dict(entropy=[0.5, 0.2], response_length=[9, 9], eos_rate=[1, 1])
+# gold rose by 1, and by 0: 1/2 on average, with a standard error of 1/2
+NOISY = answered("a", gold=(0, 1)) + [sample("b", "b", 0, 0, at) for at in (0, 9)]
+SHAKY = answered("a", reward=(0, 1)) + [sample("b", "b", 0, 0, at) for at in (0, 9)]
+
 VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     "sft_loss": [
         ("healthy", dict(eval_loss=[6, 0.41, 0.4])),
         ("sick", dict(eval_loss=[2, 1, 1.2], loss=[2, 1, 0.5])),  # it overfits
+        ("watch", dict(eval_loss=[2, 1, 1.2])),  # it rises, and the other loss is not known
         ("watch", dict(eval_loss=[3, 2, 1])),  # still falling
         ("sick", dict(eval_loss=[3, 0.3, 0.3], limits={"eval_loss": 0.4})),  # EOS is left out
+        ("watch", dict(eval_loss=[3, 0.6, 0.6], limits={"eval_loss": 0.5})),  # flat, and too high
     ],
     "sft_samples": [
         ("healthy", dict(samples="abcd.")),
@@ -135,6 +205,7 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     ],
     "accuracy": [
         ("healthy", dict(eval_accuracy=[0.7], eval_accuracy_ci=[[0.66, 0.74]])),
+        ("not known", dict(eval_accuracy=[0.7])),  # without an interval
         ("sick", dict(eval_accuracy=[0.52], eval_accuracy_ci=[[0.48, 0.56]])),  # a coin
         ("sick", dict(eval_accuracy=[0.3], eval_accuracy_ci=[[0.2, 0.4]])),  # labels are swapped
         ("not known", dict(eval_accuracy=[0.6], eval_accuracy_ci=[[0.2, 1.0]])),  # too few pairs
@@ -151,6 +222,7 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("healthy", dict(ratio_max=[1, 1.001])),
         ("sick", dict(ratio_max=[1, 1.5], args=ONCE)),
         ("watch", dict(ratio_max=[1, 1.5], args=TWICE)),
+        ("watch", dict(ratio_max=[1], args=dict(ONCE, top_p=0.9))),
         ("sick", dict(ratio_max=[1], sampling_gap=[0.3], args=dict(TWICE, dtype="fp32"))),
         ("healthy", dict(ratio_max=[1], sampling_gap=[0.3], args=dict(ONCE, dtype="bf16"))),
     ],
@@ -158,6 +230,9 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("healthy", dict(actor_loss=[1e-9], approx_kl=[0], clip_fraction=[0], args=ONCE)),
         ("watch", dict(actor_loss=[0], approx_kl=[0.1], clip_fraction=[0.2], args=ONCE)),
         ("watch", dict(actor_loss=[1], approx_kl=[0.1], clip_fraction=[0.5], args=TWICE)),
+        ("healthy", dict(actor_loss=[1], approx_kl=[0.1], clip_fraction=[0.1], args=TWICE)),
+        ("watch", dict(actor_loss=[1], approx_kl=[0], clip_fraction=[0], args=ONCE)),  # a mask
+        ("healthy", dict(actor_loss=[1], approx_kl=[0], clip_fraction=[0], args=GROUPED)),
     ],
     "kl": [
         ("healthy", dict(kl=[0, 0, 2, 2, 2.4, 2.4])),
@@ -176,10 +251,15 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     "rising": [
         ("healthy", dict(eval_reward=[0, 2, 3], eval_gold=[0.5, 0.9, 0.88])),
         ("sick", dict(eval_reward=[0, 2], eval_gold=[0.5, 0.4])),  # it exploits the judge
+        ("sick", dict(eval_reward=[0, 2], eval_gold=[0.5, 0.4], args=FUNCTION)),
+        ("watch", dict(eval_reward=[2, 2.1], eval_gold=[0.5, 0.9], samples=SHAKY)),  # within noise
+        ("watch", dict(eval_reward=[1, 0], samples=answered("a", reward=(1, 0)))),  # a verifier's
         ("sick", dict(eval_reward=[0, 2, 3], eval_gold=[0.5, 0.9, 0.7])),  # since then
         ("not known", dict(reward=[0, 2])),  # without gold
         # a verifier's rewards are gold
         ("healthy", dict(eval_reward=[0, 1], samples=answered("a", reward=(0, 1)))),
+        ("watch", dict(eval_reward=[0, 1], eval_gold=[0.5, 0.51], samples=NOISY)),  # within noise
+        ("watch", dict(eval_reward=[0, 1], eval_gold=[0.5, 0.49], samples=NOISY)),
         ("watch", dict(reward=[2, 0])),
         ("sick", dict(reward=[0, 0, 0])),  # a function that never fits
     ],
@@ -200,6 +280,9 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("healthy", dict(entropy=[0.5, 0.4], response_length=[16, 15], eos_rate=[1, 1])),
         ("sick", dict(entropy=[0.5, 0.02], response_length=[16, 15], eos_rate=[1, 1])),  # collapse
         ("watch", dict(entropy=[0.5, 0.4], response_length=[16, 47], eos_rate=[1, 0.1])),
+        ("sick", dict(entropy=[1, 1], response_length=[9, 48], eos_rate=[1, 0.1], args=LIMIT)),
+        ("watch", dict(SHARPER, reward=[1, 1])),
+        ("healthy", dict(SHARPER, reward=[0, 1])),
     ],
     "responses": [
         ("healthy", dict(samples=answered(*"abcdefgh"))),
@@ -208,6 +291,8 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
             dict(samples=answered(*"abcdefgh", reward=(0, 1))[:8] + answered(*"aaaaabbc")[8:]),
         ),
         ("sick", dict(samples=answered("a", "b", reward=(0, 1), gold=(1, 0)))),
+        ("sick", dict(samples=answered("a", "b", reward=(0, 1), gold=(1, 0)), args=FUNCTION)),
+        ("watch", dict(samples=answered(*"abcd") + answered("e", reward=(0, 1), gold=(1, 0)))),
     ],
     "tokens": [
         ("healthy", dict(tokens=[token([-0.2, 0.9], kl=(2.0, 1.0))])),
@@ -220,32 +305,95 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     "finite": [
         ("healthy", dict(kl=[1.0, 2.0])),
         ("sick", dict(kl=[1.0, math.nan])),
+        ("sick", dict(kl=[1.0], file="nonfinite_rank0.jsonl")),  # it has stopped
     ],
 }
 
 
+def run_with(folder, **fields):
+    """Returns the Run of an empty folder, with fields as if it had been read."""
+    run = runs.Run(folder, "run")
+    vars(run).pop("table")
+    vars(run).update(script="ppo", **fields)
+    return run
+
+
 @pytest.mark.parametrize("function", [function for *_, function in verdicts.ROWS])
 def test_verdicts_by_hand(function, tmp_path):
-    """Each way to judge a row of the README's table, and what is said of a run without a log."""
-    fields = {field.name for field in dataclasses.fields(runs.Run)}
+    """Each way to judge a row of the README's table, and what is said of a run without a log. No
+    case of verdicts.ini is missing here."""
+    fields, reached = ("args", "samples", "tokens", "judged", "limits"), set()
     for status, given in [("not known", {}), *VERDICTS[function.__name__]]:
         own = {name: given[name] for name in given if name in fields}
         if isinstance(own.get("samples"), str):  # a dot did not end
             own["samples"] = [
                 dict(step=1, response=c, ended=float(c != ".")) for c in own["samples"]
             ]
-        found = {name: given[name] for name in given if name not in fields}
+        found = {name: given[name] for name in given if name not in (*fields, "file")}
         lines = [dict(zip(found, row), step=step) for step, row in enumerate(zip(*found.values()))]
-        run = runs.Run(tmp_path, "run", "ppo", metrics=lines, **own)
+        run = run_with(tmp_path, metrics=lines, **own)
+        if "file" in given:
+            (tmp_path / given["file"]).touch()
         assert verdicts.judged(function, run)[0] == status, given
+        with contextlib.suppress(verdicts.TooFew):
+            reached.add(function(run)[0])
+    assert reached == {*verdicts.cases()[function.__name__]}
+
+
+def test_where_ppo_begins_by_hand(tmp_path):
+    """With the SFT model's prompts, and responses like its own: of 2 words, with a gold of 1. What
+    all prompts of a step end with is its template."""
+    why = [f"Why {i}?\nAnswer:" for i in range(8)]
+    sft = run_with(tmp_path, metrics=[], samples=[sample(p, "So so.", 1, 1, 9) for p in why])
+    reached = set()
+    for status, prompts, response, gold, step in (
+        ("healthy", why, "So so.", 1, 0),
+        ("watch", why, "So so.", 0, 0),  # worse
+        ("watch", why, "So so so so so.", 1, 0),  # longer
+        ("watch", [p.replace("\nAnswer:", "") for p in why], "So so.", 1, 0),  # another template
+        ("not known", why, "So so.", 1, 5),  # no samples of the start
+    ):
+        found = [sample(p, response, 1, gold, step) for p in prompts]
+        run = run_with(tmp_path, metrics=[], samples=found)
+        assert verdicts.judged(verdicts.beginning, run, sft)[0] == status, (response, gold)
+        reached.add(verdicts.beginning(run, sft)[0])
+    sft.samples = sft.samples[:3]
+    assert verdicts.judged(verdicts.beginning, run, sft)[0] == "not known"
+    assert reached | {"few"} == {*verdicts.cases()["beginning"]}
 
 
 def test_a_flat_run_is_explained(tmp_path):
     """The step where it begins to be flat, also where a line is of five steps, and the reward that
     says what is wrong with the task: 1, too easy; 0, too hard, or the verifier."""
     lines = [dict(step=5 * i, equal_groups=float(i > 3), reward=0.9) for i in range(1, 9)]
-    words = verdicts.groups(runs.Run(tmp_path, "run", "ppo", metrics=lines))[1]
+    words = verdicts.groups(run_with(tmp_path, metrics=lines))[1]
     assert "since step 16 " in words and "reward is 0.9" in words
+
+
+def test_verdicts_blame_what_there_is(tmp_path):
+    """Rewards of a function are no reward model's. Where the rewards of the tokens are wrong, that
+    comes first. Without a gold score nothing is said of it, and GRPO is called GRPO."""
+    run = run_with(tmp_path, metrics=[], tokens=[], samples=answered("a", "b"))
+    for step, (reward, gold) in enumerate([(0, 0.5), (2, 0.4)]):
+        run.metrics.append(dict(step=step, eval_reward=reward, eval_gold=gold))
+    said = [verdicts.judged(verdicts.rising, run)[1]]
+    assert run.title() == "PPO"
+    run.args = dict(reward_fn=["f.py:f"], advantage="grpo")
+    said.append(verdicts.judged(verdicts.rising, run)[1])
+    assert run.title() == "GRPO"
+    run.tokens = [token([0.2, 1.1], kl=(2.0, 1.0))]
+    said.append(verdicts.judged(verdicts.rising, run)[1])
+    assert [words.rpartition(": ")[2] for words in said] == [
+        "the actor exploits the reward model's errors.",
+        "the actor exploits the reward function.",
+        "see the verdict on tokens.jsonl first.",
+    ]
+    assert "lost gold" in verdicts.responses(run)[1]
+    for line in run.samples:
+        del line["gold"]
+    assert "gold" not in verdicts.responses(run)[1]
+    run.tokens = [{**token([0.0, 1.0], kl=None), "kl_coef": 0.0}]
+    assert verdicts.tokens(run)[1].startswith("the rewards of the tokens sum to the score, and")
 
 
 def test_every_row_of_the_readmes_table_has_a_verdict():
@@ -286,15 +434,16 @@ def test_a_folder_in_any_state_is_read(tmp_path):
     (folder / "samples.jsonl").write_bytes(b'\xff{}\n{"step": 0}\n{"prompt": 1, "response": 2}\n')
     (folder / "tokens.jsonl").write_text('{"tokens": {"text": ["a"], "kl": []}}\n' + "[" * 99_999)
     [run] = runs.find([tmp_path])
-    assert run.broken == {"metrics.jsonl": 5, "samples.jsonl": 1, "tokens.jsonl": 1}
-    assert [step for step, _ in run.series("gold")] == list(range(12))
+    assert run.broken == {"metrics.jsonl": 5, "samples.jsonl": 3, "tokens.jsonl": 2}
+    assert [*run.series("gold").index] == [*range(12)]
     assert run.samples == run.tokens == [] and page.page("t", [run], ["a note"])
     named = "step, " + ", ".join(names for script, names, _ in verdicts.ROWS if script == "ppo")
     for value in ("x", None, [1], 10**400, {}):  # args.json and samples, too, may hold anything
         run.args = dict.fromkeys([*TWICE, "generation_batches", "max_answer_seq_len"], value)
-        row = dict(dict.fromkeys(samples.NUMBERS, value), prompt="Why?", response="So.")
+        row = dict(dict.fromkeys(numbers.NUMBERS, value), prompt="Why?", response="So.")
         run.samples = [dict(row, step=0), dict(row, step=9)]
-        run.found, run.metrics = {}, [dict.fromkeys(named.split(", "), 7)]
+        vars(run).pop("table", None)
+        run.metrics = [dict.fromkeys(named.split(", "), 7)]
         assert page.page("t", [run], [])
     for name in ("samples", "tokens", "metrics"):
         (folder / f"{name}.jsonl").unlink()  # it has just begun
@@ -308,7 +457,7 @@ def test_runs_are_found_below_a_folder_each_once(tmp_path):
         make_run(tmp_path / name, script=Path(name).name)
     found = runs.find([tmp_path / "demo", tmp_path / "demo/ppo", tmp_path])
     assert [run.name for run in found] == ["demo/sft", "demo/ppo", "other/ppo"]
-    with kit.refuses("no-folder"):
+    with kit.refuses("no-run"):
         runs.find([tmp_path / "gone"])
 
 
@@ -330,7 +479,7 @@ def test_the_page_replaces_a_page_and_nothing_else(tmp_path, capsys):
     make_run(tmp_path / "ppo")
     for _ in range(2):
         look.main([str(tmp_path)])
-    assert "ppo: sick: samples: 50 % " in capsys.readouterr().out
+    assert "ppo: sick: samples: of 2 responses 50 % gained " in capsys.readouterr().out
     (tmp_path / "report.html").write_text("my report")
     with kit.refuses("foreign-page"):
         look.main([str(tmp_path)])
@@ -350,6 +499,50 @@ def test_one_prompt_is_answered_by_all_models(tmp_path):
     (sft / "args.json").write_text(json.dumps(args))
     asked, _ = answers.asked(runs.find([tmp_path]))
     assert [answer["name"] for answer in asked["answers"]] == ["SFT", "PPO"]
+
+
+def test_flags_that_differ_are_said_first(tmp_path, capsys):
+    """Of runs of the same step. What one of them lacks is a flag that was added since, and what
+    each run has of its own is no difference."""
+    own = dict(script="ppo", data_fingerprint="x")
+    for name, flags in (("a", dict(kl_coef=0.05)), ("b", dict(kl_coef=0.1, new=1))):
+        args = {**own, "seed": 1, "output_dir": name, **flags}
+        (make_run(tmp_path / name) / "args.json").write_text(json.dumps(args))
+    make_run(tmp_path / "sft", script="sft")
+    found = runs.find([tmp_path])
+    [(both, rows)] = runs.differences(found)
+    assert [run.name for run in both] == ["a", "b"] and rows == [("kl_coef", ["0.05", "0.1"])]
+    look.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    assert said.startswith("flags that differ between a, b:\n  kl_coef: 0.05, 0.1\n")
+    words = (tmp_path / "report.html").read_text()
+    assert words.index("Which flags differ") < words.index("The steps") < words.index("Verdicts")
+
+
+def test_out_may_be_any_name_and_nothing_is_read_from_a_pipe(tmp_path, monkeypatch):
+    """A pipe would hang, and a folder be a traceback. Names and texts are printed in whatever
+    characters the terminal has."""
+    make_run(tmp_path / "ppo é")
+    os.mkfifo(tmp_path / "pipe")
+    for out, rule in (("pipe", "foreign-page"), (".", "foreign-page"), ("no/such.html", "no-page")):
+        with kit.refuses(rule):
+            look.main([str(tmp_path), "--out", str(tmp_path / out)])
+    plain = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", plain)
+    look.main([str(tmp_path / "ppo é")])
+    plain.flush()
+    assert b"ppo \\xe9/report.html: 1 run" in plain.buffer.getvalue()
+
+
+def test_the_first_prompt_is_a_typical_one(tmp_path):
+    """Of three prompts one was answered right by luck already before: it is not shown first. The
+    rewards are 1/3 and 2/3 on average, and those of "Who?" are nearest to both."""
+    folder = make_run(tmp_path / "ppo")
+    rewards = {"Why?": (1, 1), "How?": (0, 0), "Who?": (0, 1)}
+    lines = [sample(p, "So.", own[i], 0, 9 * i) for i in (0, 1) for p, own in rewards.items()]
+    kit.write_lines(folder / "samples.jsonl", lines)
+    first, *_ = answers.asked(runs.find([tmp_path]))
+    assert first["prompt"] == "Who?"
 
 
 # ---- The page ----

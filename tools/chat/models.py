@@ -22,20 +22,18 @@ from machinery.models import model_folders
 
 CHAT = "chat"  # the template that stands for the tokenizer's own
 DIALOGUE = formats.HUMAN + "{}" + formats.ASSISTANT
-DAMAGED = OSError, ValueError, LookupError, TypeError, AttributeError  # reading a foreign file
 
 
 # ---- How a prompt is written ----
 def own_prompts(path):
-    """Returns the different prompts in samples.jsonl of a run, [] if there is none.
+    """Returns the different prompts in samples.jsonl of a run, [] if it cannot be read.
 
-    ema/ has the samples of the folder above.
+    ema/ and best/ have the samples of the folder above.
     """
-    folders = [Path(path), *([Path(path).parent] if Path(path).name == "ema" else [])]
-    for folder in folders:
-        with contextlib.suppress(*DAMAGED), open(folder / "samples.jsonl") as lines:
-            found = [json.loads(line)["prompt"] for line in itertools.islice(lines, 100)]
-            return list(dict.fromkeys(prompt for prompt in found if isinstance(prompt, str)))
+    folder = Path(path).parent if Path(path).name in ("ema", "best") else Path(path)
+    with contextlib.suppress(Exception), open(folder / "samples.jsonl") as lines:
+        found = [json.loads(line)["prompt"] for line in itertools.islice(lines, 100)]
+        return list(dict.fromkeys(prompt for prompt in found if isinstance(prompt, str)))
     return []
 
 

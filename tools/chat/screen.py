@@ -5,17 +5,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from tools.report.text import visible
+
 NARROWEST = 28  # a column with less is not read with ease: then one model stands below another
-
-
-def clean(text):
-    r"""Returns text without what could move the cursor or change colours, whatever a model writes.
-
-    >>> clean("a\x1b[2Jb")
-    'a�[2Jb'
-    """
-    text = text.expandtabs(4).replace("\r\n", "\n")
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
 
 
 class Screen(Live):
@@ -32,7 +24,8 @@ class Screen(Live):
 
     def write(self, number, text, note=""):
         """Shows the text, so far, of model `number`, and below it a note."""
-        self.texts[number], self.notes[number] = clean(text).strip(), note
+        text = text.expandtabs(4).replace("\r\n", "\n").strip()
+        self.texts[number], self.notes[number] = visible(text), note  # it moves no cursor
         self.refresh()
 
     def picture(self):

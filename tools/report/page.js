@@ -162,7 +162,7 @@ function groupsOf(lines) {
 const MEASURES = { // title, and what its colours say; in this order they are offered
   advantage: ["advantage", "Was this token better (orange) or worse (blue) than expected? What the update makes more likely, or less; before whitening."],
   kl_k3: ["KL", "How far from the reference's is the probability of this token? k3, never < 0"],
-  reward: ["reward", "Minus kl_coef times KL on every token; on the last one also the score."],
+  reward: ["reward", "What a token earns: the score on the last one, less kl_coef times KL on each."],
   value: ["value", "The critic's guess, before this token, of the reward still to come."],
   return: ["return", "What the critic is to learn: advantage plus value."],
   entropy: ["entropy", "How many ways to go on were open here, in nats."],
@@ -330,9 +330,8 @@ function magnify(box) {
 
   function show(line, i) {
     const table = made("table");
-    for (const [name, title] of Object.entries(NAMES)) {
-      const values = line.tokens[name];
-      const cells = [made("td", { class: "number", "data-number": name }, values ? digits(values[i]) : "none")];
+    for (const [name, title] of Object.entries(NAMES).filter(([name]) => line.tokens[name])) {
+      const cells = [made("td", { class: "number", "data-number": name }, digits(line.tokens[name][i]))];
       const there = line.other?.tokens[name]?.[line.partners[i]];
       if (line.other) cells.push(made("td", { class: "number" }, there === undefined ? "" : digits(there)));
       table.append(made("tr", { class: name === measure ? "on" : null }, made("th", { scope: "row" }, title), ...cells));
@@ -340,7 +339,8 @@ function magnify(box) {
     if (line.other) table.prepend(made("tr", {}, made("td"), ...["here", "other"].map((x) => made("th", { scope: "col" }, x))));
     const text = JSON.stringify(line.tokens.text[i]);
     const head = made("p", {}, `token ${i + 1} of ${line.tokens.text.length}: ${text}`);
-    const rule = line.kl_coef === undefined ? "" : `reward = −${digits(line.kl_coef)} × KL (+ the score, at the end)`;
+    const penalty = line.kl_coef ? `−${digits(line.kl_coef)} × KL, + ` : "";
+    const rule = line.kl_coef === undefined ? "" : `reward = ${penalty}the score at the end`;
     lens.replaceChildren(head, table, made("p", { class: "scores" }, rule));
   }
 

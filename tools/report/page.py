@@ -9,31 +9,19 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from tools.report import answers, pictures, samples, verdicts
-from tools.report.runs import TITLES, is_number
-from tools.report.text import cut, number, visible
+from tools.report import answers, pictures, runs, samples, verdicts
+from tools.report.text import cut, is_number, number, visible
 
 HERE = Path(__file__).resolve().parent
 MARK = '<meta name="generator" content="tools/look.py">'
-STEPS = {  # the metrics of the first table
-    "sft": ("eval_loss", "eval_perplexity"),
-    "reward": ("eval_accuracy", "eval_loss"),
-    "ppo": ("eval_gold", "eval_reward", "eval_kl", "eval_response_length"),
-}
-SIGNS = {
-    verdicts.HEALTHY: "✓",
-    verdicts.WATCH: "!",
-    verdicts.SICK: "✕",
-    verdicts.UNKNOWN: "?",
-}
 
 
-def page(title, runs, notes):
-    """Returns the whole page as text. notes: of what could not be read, and of rates."""
+def page(title, found, notes):
+    """Returns the whole page of the Runs as text. notes: of what could not be read, and rates."""
     template = environment().get_template("page.html")
     style, script = (Markup((HERE / f"page.{kind}").read_text("utf-8")) for kind in ("css", "js"))
     code = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    judged = {run.name: verdicts.of(run, runs) for run in runs}
+    judged = {run.name: verdicts.of(run, found) for run in found}
     return template.render(
         # Nothing is fetched, and no script runs but ours, whatever a model has written
         allowed=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{code}'",
@@ -43,17 +31,16 @@ def page(title, runs, notes):
         title=title,
         made=datetime.datetime.now().strftime("%Y-%m-%d %H:%M"),
         notes=notes,
-        runs=runs,
-        titles=TITLES,
-        steps=[(run, step_rows(run)) for run in runs],
-        asked=answers.asked(runs),
+        runs=found,
+        differences=runs.differences(found),
+        asked=answers.asked(found),
         verdicts=judged,
-        counts=Counter(status for found in judged.values() for _, status, _ in found),
-        signs=SIGNS,
-        curves=pictures.curves(runs),
-        tokens=samples.microscope(runs),
-        judges=[(run.name, samples.judge(run)) for run in runs if run.judged],
-        samples=samples.tables(runs),
+        counts=Counter(status for rows in judged.values() for _, status, _ in rows),
+        curves=pictures.curves(found),
+        most=pictures.MOST,
+        tokens=samples.microscope(found),
+        judges=[(run.name, samples.judge(run)) for run in found if run.judged],
+        samples=samples.tables(found),
     )
 
 
@@ -75,14 +62,3 @@ def environment():
     made.tests["number"] = is_number
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return made
-
-
-def step_rows(run):
-    """Returns (metric, first value, last value or None, known limit or None) of a run's metrics."""
-    others = {name for line in run.metrics for name in line if name.startswith("eval_")}
-    rows = []
-    for metric in STEPS.get(run.script) or sorted(others)[:6]:
-        if values := run.values(metric):
-            last = values[-1] if len(values) > 1 else None
-            rows.append((metric, values[0], last, run.limits.get(metric)))
-    return rows

@@ -5,22 +5,20 @@ import itertools
 
 import matplotlib
 import numpy
-import pandas
 from markupsafe import Markup
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from machinery.run import plots
-from tools.report.text import visible
+from tools.report.text import rounded
 
 POINTS = 300  # of a curve that are drawn
 PARTS = 10  # of a run: the bold curve is a mean over about one of them
+SPIKE = 8  # times the range of eight values in ten: the range of all, where a few flatten them
+MOST = 100  # panels of a group: of metrics that plots.PANELS does not name there may be thousands
 FOLDED = ("perplexity", "TFLOP/s", "learning rate", "deviation of the advantages")  # under "more"
-GROUPS = {
-    "learning": "Does it get better at what it is trained for?",
-    "stability": "Is the training still sound?",
-    "cost": "What does a step take?",
-    "others": "Further metrics.",
-}
+LOSSES = {"sft": "nats a token", "reward": "nats a pair"}  # their units
+GROUPS = (*plots.PANELS, "others")
 GRAY = "#808080"  # is read on a light ground and on a dark one
 GRAY_PARTS = """axes.edgecolor axes.labelcolor axes.titlecolor text.color xtick.color
                 ytick.color""".split()
@@ -35,24 +33,11 @@ CURVES = {  # of each kind what is drawn, and how
     "bold": {"values": {"alpha": 0.4, "linewidth": 0.8}, "smooth": {"linewidth": 1.8}},
     "dots": {"values": {"marker": "o", "linestyle": "--"}},
 }
-UNITS = {  # of the panels whose title does not end with it
-    "pass@k": "share of the prompts",
-    "accuracy": "share of the pairs",
-    "sft: loss": "nats a token",
-    "reward: loss": "nats a pair",
-    "perplexity": "exp of the loss",
-    "critic: explained variance": "share of the variance",
-    "KL penalty": "score a nat",
-    "tokens/s": "all devices",
-    "TFLOP/s": "a device",
-    "reward, gold": "no unit",
-    "scores of chosen, rejected": "no unit",
-}
 UNSAID = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # of a file's metadata
 
 
-def svg(title, draw):
-    """Returns a dict of the title of a picture, and of the SVG that draw(axis) makes.
+def svg(title, draw, **more):
+    """Returns a dict of the title of a picture, of the SVG that draw(axis) makes, and `more`.
 
     span: where the axis begins and ends, as shares of the width, and the numbers there.
     """
@@ -64,102 +49,111 @@ def svg(title, draw):
         figure.savefig(file, format="svg", transparent=True, metadata=UNSAID)
     text, place = file.getvalue(), axis.get_position()
     span = [place.x0, place.x1, *axis.get_xlim()]
-    return {"title": title, "svg": Markup(text[text.index("<svg") :]), "span": span}
+    return {"title": title, "svg": Markup(text[text.index("<svg") :]), "span": span, **more}
 
 
 # ---- Curves ----
 def curves(runs):
-    """Returns [(group, words, pictures, folded pictures)]: the runs over each other."""
+    """Returns [(group, pictures, folded pictures, how many there are)]: runs over each other.
+
+    Two steps have no axis in common: theirs are other steps, and other losses.
+    """
     panels = {group: {} for group in GROUPS}
     for place, run in enumerate(runs):
-        for group, own in plots.panels_of(table_of(run)).items():
+        for group, own in plots.panels_of(changing(run.table)).items():
             for title, table in own:
-                if title == "loss":  # those of two steps have nothing to do with each other
-                    title = f"{run.script}: loss"
-                panels[group].setdefault(title, []).append((place, table))
-    out = []
-    identifiers = itertools.count()
+                panels[group].setdefault((title, run.script), []).append((place, table))
+    identifiers, out = itertools.count(), []
     for group, held in panels.items():
-        first, folded = [], []
-        for title, tables in held.items():
-            drawn = folded if title in FOLDED else first
-            said, unit = with_unit(title) if group != "others" else (title, "")
-            for name, part in one_metric_each(said, tables):
-                drawn.append({**panel(runs, name, part, identifiers), "unit": unit})
-        if first or folded:
-            out.append((group, GROUPS[group], first, folded))
+        drawn = {False: [], True: []}
+        for (title, script), tables in itertools.islice(held.items(), MOST):
+            name, unit = with_unit(title, script) if group != "others" else (title, "no unit")
+            stages = dict.fromkeys(runs[place].title() for place, _ in tables)
+            shared = [other for other, _ in held].count(title) > 1
+            prefix = f"{', '.join(stages)}: " if shared else ""
+            several = [run.script for run in runs].count(script) > 1
+            for metric, part in one_metric_each(name, tables) if several else [(name, tables)]:
+                picture = panel(runs, prefix + metric, unit, part, several, identifiers)
+                drawn[name in FOLDED].append(picture)
+        if held:
+            out.append((group, drawn[False], drawn[True], len(held)))
     return out
 
 
-def with_unit(title):
+def changing(table):
+    """Returns a run's metrics without those that do not change, and what is none."""
+    kept = [name for name in table if len(table) == 1 or not plots.is_noise(name, table[name])]
+    return table[[name for name in kept if name not in plots.LEFT_OUT]]
+
+
+def with_unit(title, script):
     """Returns a panel's title without its unit, and the unit.
 
-    >>> with_unit("entropy, nats a token")
-    ('entropy', 'nats a token')
+    >>> with_unit("entropy, nats a token", "ppo"), with_unit("loss", "sft")
+    (('entropy', 'nats a token'), ('loss', 'nats a token'))
     """
-    if title in UNITS:
-        return title, UNITS[title]
-    name, comma, unit = title.rpartition(", ")
-    return (name, unit) if comma else (title, "no unit")
+    name, _, unit = title.partition(", ")
+    return name, unit or (LOSSES.get(script) if name == "loss" else None) or "no unit"
 
 
 def one_metric_each(title, tables):
     """Returns [(title, tables)]: where runs lie over each other, a panel for each metric."""
-    metrics = {name.removeprefix("eval_") for _, table in tables for name in table}
-    if len(tables) == 1 or len(metrics) == 1:
+    metrics = sorted({name.removeprefix("eval_") for _, table in tables for name in table})
+    if len(metrics) == 1:
         return [(title, tables)]
     out = []
-    for metric in sorted(metrics):
-        both = {metric, f"eval_{metric}"}
-        own = [(place, table[[n for n in table if n in both]]) for place, table in tables]
-        out.append((metric, [(place, table) for place, table in own if len(table.columns)]))
+    for metric in metrics:
+        parts = [(place, table.filter([metric, f"eval_{metric}"])) for place, table in tables]
+        out.append((metric, [(place, part) for place, part in parts if part.size]))
     return out
 
 
-def table_of(run):
-    """Returns a run's metrics as a table by step, without those that do not change."""
-    table = {}
-    for name in dict.fromkeys(itertools.chain(*run.metrics)):
-        values = pandas.Series(dict(run.series(name)), dtype=float)
-        changes = len(values) == 1 or (len(values) and not plots.is_noise(name, values))
-        if changes and name not in ("step", *plots.LEFT_OUT):
-            table[visible(name)] = values
-    return pandas.DataFrame(table)
-
-
-def panel(runs, title, tables, identifiers):
+def panel(runs, title, unit, tables, several, identifiers):
     """Returns one picture. tables: [(place of a run, its metrics of this panel)].
 
-    Colours are those of the metrics, or of the runs if there are several here. The identifier of a
-    curve begins with the place of its run, so that the page can hide it. A limit has no run.
+    Colours are those of the metrics, or of the runs if there are several of the step. The
+    identifier of a curve begins with the place of its run, so that the page can hide it. A limit
+    has no run.
     """
-    held = []
-    limits = {}
+    held, limits = [], {}
     for place, table in tables:
         colours = {}
         for names in alike(table):
             own = names[0].removeprefix("eval_")
-            number = place if len(tables) > 1 else colours.setdefault(own, len(colours))
-            run = f"{runs[place].name}: " if len(tables) > 1 else ""
+            number = place if several else colours.setdefault(own, len(colours))
+            colour = matplotlib.colors.to_hex(f"C{number}")
+            name = f"{runs[place].name}: " * several + " = ".join(names)
             limits |= {x: None for n in names if (x := runs[place].limits.get(n)) is not None}
-            held.append({"run": place, "name": run + " = ".join(names), "colour": f"C{number}"})
-            held[-1] |= points_of(table[names[0]].dropna(), names[0].startswith("eval_"))
+            points = points_of(table[names[0]].dropna(), names[0].startswith("eval_"))
+            held.append({"run": place, "name": name, "colour": colour, **points})
+    scale = scale_of(sum((curve["values"] for curve in held), []))
 
     def draw(axis):
         for curve in held:
             for kind, style in CURVES[curve["kind"]].items():
-                identifier = f"run{curve['run']}.{next(identifiers)}"
-                steps, values, colour = curve["steps"], curve[kind], curve["colour"]
-                axis.plot(steps, values, color=colour, gid=identifier, **style)
+                gid = f"run{curve['run']}.{next(identifiers)}"
+                axis.plot(curve["steps"], curve[kind], color=curve["colour"], gid=gid, **style)
         for limit in limits:
             axis.axhline(limit, linestyle=":", color=GRAY)
         axis.set_xlabel("step")
+        axis.set_yscale(**scale)
+        if scale["value"] == "log":
+            axis.yaxis.set(major_locator=LogLocator(subs=(1, 3)), major_formatter="{x:g}")
+            axis.yaxis.set(minor_locator=NullLocator())
 
-    picture = svg(title, draw)
-    for curve in held:
-        curve["colour"] = matplotlib.colors.to_hex(curve["colour"])
+    unit += ", logarithmic" if scale["value"] != "linear" else ""
     last = max(curve["steps"][-1] for curve in held)
-    return {**picture, "curves": held, "limits": [*limits], "last": last}
+    return svg(title, draw, curves=held, limits=[*limits], last=last, unit=unit)
+
+
+def scale_of(values):
+    """Returns what set_yscale takes: a single step that went wrong would flatten the curve."""
+    low, high = numpy.quantile(values, [0.1, 0.9])
+    if max(values) - min(values) <= SPIKE * (high - low) or low == high:
+        return {"value": "linear"}
+    if min(values) > 0:
+        return {"value": "log"}
+    return {"value": "symlog", "linthresh": numpy.median(numpy.abs(values)) or 1}
 
 
 def alike(table):
@@ -180,9 +174,8 @@ def points_of(values, held_out):
     shown = thinned(values)
     kind = "dots" if held_out or len(values) == 1 else "bold" if len(values) > PARTS else "line"
     smooth = smoothed(values)[shown.index] if kind == "bold" else ()
-    short = [[float(f"{x:.5g}") for x in numbers] for numbers in (shown, smooth)]
     steps = [float(f"{step:.9g}") for step in shown.index]
-    return {"kind": kind, "steps": steps, "values": short[0], "smooth": short[1]}
+    return {"kind": kind, "steps": steps, "values": rounded(shown), "smooth": rounded(smooth)}
 
 
 def thinned(values):
@@ -207,38 +200,33 @@ def smoothed(values):
 
 
 # ---- The judge ----
-def histogram(title, label, groups):
-    """Returns a picture of histograms over each other. groups: {name: values}."""
+def histogram(title, label, pairs):
+    """Returns a picture of the scores of chosen and rejected responses."""
 
     def draw(axis):
-        names, values = zip(*groups.items())
-        axis.hist(values, bins=24, histtype="stepfilled", alpha=0.5, label=names)
+        sides = ["chosen", "rejected"]
+        values = [pairs[f"{side}_score"] for side in sides]
+        axis.hist(values, bins=24, histtype="stepfilled", alpha=0.5, label=sides)
         axis.set(xlabel=label, ylabel="pairs")
         axis.legend()
 
     return svg(title, draw)
 
 
-def shares(title, label, groups, diagonal=False):
-    """Returns a picture of shares with their intervals.
-
-    groups: dicts of share, interval, count, and x (with `diagonal`: what is expected) or name.
-    """
+def shares(title, label, groups, expected=None, **more):
+    """Returns a picture of numbers.shares. expected: of each group what its share should be."""
 
     def draw(axis):
-        places = range(len(groups))
-        xs = [group["said"] for group in groups] if diagonal else places
-        for x, group in zip(xs, groups):
-            low, high = group["interval"]
-            axis.plot([x, x], [low, high], "C0")
-            axis.plot([x], [group["share"]], "C0o")
-            beside = {"xytext": (5, 0), "textcoords": "offset points"}
-            axis.annotate(f"of {group['count']}", (x, group["share"]), **beside)
-        if diagonal:
-            axis.plot([0.5, 1], [0.5, 1], "--", color=GRAY)
-        else:
+        xs = range(len(groups)) if expected is None else expected
+        axis.vlines(xs, groups["low"], groups["high"], "C0")
+        axis.plot(xs, groups["share"], "C0o")
+        for x, share, count in zip(xs, groups["share"], groups["count"]):
+            axis.annotate(f"of {count}", (x, share), (5, 0), textcoords="offset points")
+        if expected is None:
             axis.axhline(0.5, linestyle="--", color=GRAY)
-            axis.set_xticks(places, [group["name"] for group in groups])
+            axis.set_xticks(xs, groups.index)
+        else:
+            axis.plot([0.5, 1], [0.5, 1], "--", color=GRAY)
         axis.set(xlabel=label, ylabel="share that it judged right")
 
-    return svg(title, draw)
+    return svg(title, draw, **more)

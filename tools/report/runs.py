@@ -1,59 +1,88 @@
 """Reads what a run has left in its folder, finished, running or broken, for look.py."""
 
+import functools
+import itertools
 import json
 import os
 import re
+from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+
+import pandas
 
 import ppo
 import reward
 import sft
-from machinery.base import records
+from machinery.base import locks, records
 from machinery.base.refused import Refused
 from machinery.models import saving
-from machinery.run import folder_lock, logs
+from machinery.run import logs, output_folder
+from tools.report.text import is_number, number, visible
 
 ORDER = ("sft", "reward", "ppo")  # of the steps; other scripts follow
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
-TITLES = {"sft": "SFT", "reward": "Reward model", "ppo": "PPO"}
+TITLES = {"sft": "SFT", "reward": "Reward model"}
 KNOWN_BY = {"eval_reward": "ppo", "eval_accuracy": "reward", "eval_perplexity": "sft"}
 PARTS = ("ema", "critic", "best", "checkpoints")  # folders inside a run's own
 ELSEWHERE = "runs.txt"  # names folders that belong to its own, a relative path a line
 DEEPEST = 3  # folders below the one that is named
 OLD = re.compile(r"\.old-\d+$")  # what --overwrite has moved aside
-LARGEST = 1e100  # of a number that a picture can hold
+NEEDED = {  # fields of a line: texts, lists of tokens, numbers; one without them is left out
+    "metrics": "step",
+    "samples": "step prompt response",
+    "tokens": "step prompt response tokens",
+    "judge": "chosen_score rejected_score chosen_length rejected_length",
+}
+NO_FLAGS = "output_dir overwrite resume frozen_models has_critic has_reference compares_groups"
 
 
-@dataclass
 class Run:
-    """One run's folder, read. Lines of .jsonl files are dicts."""
+    """One run's folder, read.
 
-    path: Path
-    name: str
-    script: str
-    args: dict = field(default_factory=dict)  # args.json, {} if it cannot be read
-    metrics: list = field(default_factory=list)
-    samples: list = field(default_factory=list)  # of the first evaluation and of the last one
-    tokens: list = field(default_factory=list)
-    judged: list = field(default_factory=list)  # judge.jsonl
-    limits: dict = field(default_factory=dict)  # {metric: the best that is possible}
-    state: str = ""
-    broken: dict = field(default_factory=dict)  # {file: lines that could not be read}
-    found: dict = field(default_factory=dict)  # {metric: its series}, once it was asked for
+    args: args.json, {} if it cannot be read. metrics, tokens, judged: the lines of their files, and
+    samples: of the first evaluation and of the last one. limits: {metric: the best that is
+    possible}. broken: {file: lines that were left out}.
+    """
+
+    def __init__(self, path, name):
+        self.path, self.name, self.broken = path, name, Counter()
+        self.args = records.read(path)
+        self.metrics, self.tokens, self.judged = (
+            [*self.lines(name)] for name in ("metrics", "tokens", "judge")
+        )
+        self.samples = ends(self.lines("samples"))
+        guessed = (script for metric, script in KNOWN_BY.items() if metric in self.table)
+        self.script = str(self.args.get("script") or next(guessed, "run"))
+        self.limits = limits_of(self)
+
+    def lines(self, name):
+        """Yields the lines of a .jsonl file that hold what is needed, and counts the others."""
+        with suppress(OSError), open(self.path / f"{name}.jsonl", errors="replace") as file:
+            for text in file:
+                line = None
+                with suppress(ValueError, RecursionError):
+                    line = json.loads(text)
+                if holds(line, NEEDED[name]):
+                    yield line
+                elif text.strip():
+                    self.broken[f"{name}.jsonl"] += 1
+
+    @functools.cached_property
+    def table(self):
+        """The metrics, a column each, by step; what is no number is left out."""
+        named = functools.cache(visible)
+        rows = [{named(n): x for n, x in line.items() if is_number(x)} for line in self.metrics]
+        return pandas.DataFrame(rows or {"step": []}, dtype=float).groupby("step").last()
 
     def series(self, name):
-        """Returns the (step, value) of a metric; values that are no finite numbers are left out."""
-        if name not in self.found:
-            pairs = [(line["step"], line.get(name)) for line in self.metrics]
-            self.found[name] = [(step, value) for step, value in pairs if is_number(value)]
-        return self.found[name]
+        """Returns the values of a metric by step."""
+        return self.table[name].dropna() if name in self.table else pandas.Series(dtype=float)
 
     def values(self, name):
         """Returns the values of a metric, in the order of the steps."""
-        return [value for _, value in self.series(name)]
+        return self.series(name).tolist()
 
     def answers(self, last):
         """Returns the samples of the last evaluation, or of the first one."""
@@ -61,17 +90,61 @@ class Run:
         step = (max if last else min)(steps, default=None)
         return [line for line in self.samples if line["step"] == step]
 
+    def title(self):
+        """Returns what the run's step is called: of ppo.py by its estimator of advantages."""
+        kind = str(self.args.get("advantage", "gae")).upper() if self.script == "ppo" else ""
+        return kind.replace("GAE", "PPO") or TITLES.get(self.script, self.script)
 
-def is_number(value):
-    """Returns whether a value of a log is a number that can be drawn: finite, not huge."""
-    return isinstance(value, (int, float)) and abs(value) < LARGEST
+    def state(self):
+        """Returns in words whether a run is finished, running, or stopped, and where."""
+        step = number(max((line["step"] for line in self.metrics), default=0))
+        if who := locks.Lock(self.path / output_folder.LOCK).holder():
+            return f"running, at step {step} ({who})"
+        if saving.is_whole(self.path):
+            return f"finished, {step} steps"
+        if any((self.path / "checkpoints").glob("step-*")):
+            return f"stopped at step {step} of its log; --resume goes on"
+        return f"saved no model; its log ends at step {step}"
 
 
-def is_value(value):
-    """Returns whether a metric has this type: a number (NaN, too), or an interval."""
-    if isinstance(value, list):
-        return len(value) == 2 and all(map(is_number, value))
-    return isinstance(value, (int, float))
+def ends(lines):
+    """Returns of many lines those of the smallest step, and those of the largest."""
+    kept = {}
+    for line in lines:
+        kept.setdefault(line["step"], []).append(line)
+        if len(kept) > 2:
+            del kept[sorted(kept)[1]]
+    return sum((kept[step] for step in sorted(kept)), [])
+
+
+def holds(line, fields):
+    """Returns whether a line is a dict with these fields, each of its kind."""
+    if not isinstance(line, dict):
+        return False
+    kinds = {"prompt": is_text, "response": is_text, "tokens": is_row}
+    return all(kinds.get(field, is_number)(line.get(field)) for field in fields.split())
+
+
+def is_text(value):
+    return isinstance(value, str)
+
+
+def is_row(tokens):
+    """Returns whether these are lists as long as that of the tokens' texts."""
+    lists = [*tokens.values()] if isinstance(tokens, dict) else [None]
+    if not all(isinstance(each, list) for each in lists) or "text" not in tokens:
+        return False
+    return all(map(is_text, tokens["text"])) and len({*map(len, lists)}) == 1
+
+
+def limits_of(run):
+    """Returns {metric: the best that is possible}, of limits.json beside the data, if it is there.
+
+    Such a file may be somebody else's: what does not fit is left out.
+    """
+    script = SimpleNamespace(script=run.script)
+    known = logs.limits(SimpleNamespace(data_path=run.args.get("data_path"), declared=script))
+    return {name: value for name, value in known.items() if is_number(value)}
 
 
 # ---- Folders ----
@@ -82,18 +155,15 @@ def find(folders):
     """
     found = {}
     for folder in map(Path, folders):
-        if not folder.is_dir():
-            words = f"{folder} is no folder.\n  Name the output folder of a run."
-            raise Refused("no-folder", words)
         paths = [path for path in below(folder, DEEPEST) if is_run(path)]
         if not paths:
-            why = "holds no run: no metrics.jsonl, and no args.json of ours"
+            why = "is no folder that holds a run: no metrics.jsonl, and no args.json of ours"
             advice = "Name an --output_dir, or a folder of them."
             raise Refused("no-run", f"{folder} {why}.\n  {advice}")
         found |= {path.resolve(): path for path in paths}
     names = short_names([*found.values()])
-    runs = [read(path, name) for path, name in zip(found.values(), names)]
-    return sorted(runs, key=lambda run: [*ORDER, run.script].index(run.script))
+    runs = [Run(path, visible(name)) for path, name in zip(found.values(), names)]
+    return sorted(runs, key=lambda run: ([*ORDER, run.script].index(run.script), run.script))
 
 
 def below(folder, depth):
@@ -135,6 +205,7 @@ def short_names(paths):
     return ["/".join(part[-count:]) for part in parts]
 
 
+# ---- Flags ----
 def other_rates(run):
     """Returns in words which learning rates are not those of the run's preset, "" if all are."""
     preset = {}
@@ -145,93 +216,17 @@ def other_rates(run):
     return ", ".join(f"{name} is {run.args[name]} (preset: {rates[name]})" for name in other)
 
 
-# ---- One folder ----
-def read(path, name):
-    """Returns the Run in a folder. Lines that cannot be read are counted, and left out."""
-    run = Run(path, name, "", records.read(path))
-    lines = [line for line in lines_of(run, "metrics.jsonl") if has_step(run, line)]
-    run.metrics = [{name: x for name, x in line.items() if is_value(x)} for line in lines]
-    metrics = set().union(*run.metrics) if run.metrics else set()
-    guessed = [script for metric, script in KNOWN_BY.items() if metric in metrics]
-    run.script = str(run.args.get("script") or [*guessed, "run"][0])
-    run.samples = ends(answers_in(run, "samples.jsonl"))
-    run.tokens = [line for line in answers_in(run, "tokens.jsonl") if has_tokens(line)]
-    pairs = lines_of(run, "judge.jsonl")
-    sides = ("chosen_score", "rejected_score", "chosen_length", "rejected_length")
-    run.judged = [pair for pair in pairs if all(is_number(pair.get(side)) for side in sides)]
-    run.limits = limits_of(run)
-    run.state = state_of(run)
-    return run
+def differences(runs):
+    """Returns [(runs of one step, [(flag, its value in each)])] of flags that are not all equal.
 
-
-def limits_of(run):
-    """Returns {metric: the best that is possible}, of limits.json beside the data, if it is there.
-
-    Such a file may be somebody else's: what does not fit is left out.
+    Left out are NO_FLAGS, of which each run has its own or which follow from others, and what one
+    of the runs lacks: such a flag was added between the two, at its default.
     """
-    of_run = SimpleNamespace(script=run.script)
-    known = logs.limits(SimpleNamespace(data_path=run.args.get("data_path"), declared=of_run))
-    return {name: value for name, value in known.items() if is_number(value)}
-
-
-def lines_of(run, name):
-    """Yields the dicts in a .jsonl file of a run, and counts what is none in run.broken."""
-    with suppress(OSError), open(run.path / name, errors="replace") as file:
-        for text in file:
-            line = None
-            with suppress(ValueError, RecursionError):
-                line = json.loads(text)
-            if isinstance(line, dict):
-                yield line
-            elif text.strip():
-                run.broken[name] = run.broken.get(name, 0) + 1
-
-
-def has_step(run, line):
-    """Returns whether a line of metrics.jsonl says its step; if not, it counts as broken."""
-    if is_number(line.get("step")):
-        return True
-    run.broken["metrics.jsonl"] = run.broken.get("metrics.jsonl", 0) + 1
-    return False
-
-
-def answers_in(run, name):
-    """Yields the lines of a file that hold a prompt and a response, as texts, and a step."""
-    for line in lines_of(run, name):
-        texts = isinstance(line.get("prompt"), str) and isinstance(line.get("response"), str)
-        if texts and is_number(line.get("step")):
-            yield line
-
-
-def ends(lines):
-    """Returns of many lines those of the first step, and of the last one so far."""
-    first, last = [], []
-    for line in lines:
-        if not first or line["step"] == first[0]["step"]:
-            first.append(line)
-        elif not last or line["step"] == last[0]["step"]:
-            last.append(line)
-        elif line["step"] > last[0]["step"]:
-            last = [line]
-    return first + last
-
-
-def has_tokens(line):
-    """Returns whether a line of tokens.jsonl holds tokens, with lists of numbers as long."""
-    tokens = line.get("tokens")
-    texts = tokens.get("text") if isinstance(tokens, dict) else None
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        return False
-    return all(isinstance(row, list) and len(row) == len(texts) for row in tokens.values())
-
-
-def state_of(run):
-    """Returns in words whether a run is finished, running, or stopped, and where."""
-    step = max((line["step"] for line in run.metrics), default=0)
-    if who := folder_lock.Lock(run.path).holder():
-        return f"running, at step {step} ({who})"
-    if saving.is_whole(run.path):
-        return f"finished, {step} steps"
-    if any((run.path / "checkpoints").glob("step-*")):
-        return f"stopped at step {step} of its log; --resume goes on"
-    return f"saved no model; its log ends at step {step}"
+    found = []
+    for _, own in itertools.groupby(runs, key=lambda run: run.script):
+        own = [*own]
+        shared = set.intersection(*(set(run.args) for run in own)) - set(NO_FLAGS.split())
+        rows = [(flag, [json.dumps(run.args[flag]) for run in own]) for flag in sorted(shared)]
+        if rows := [(flag, values) for flag, values in rows if len({*values}) > 1]:
+            found.append((own, rows))
+    return found

@@ -1,8 +1,12 @@
-"""Makes text fit for look.py's page: nothing hidden in it, numbers kept short."""
-
-import math
+"""Makes text fit for a page or a terminal: nothing hidden in it, numbers kept short."""
 
 CHARACTERS = 900  # of a text on the page
+LARGEST = 1e100  # of a number that a picture can hold
+
+
+def is_number(value):
+    """Returns whether a value of a log is a number that can be drawn: finite, not huge."""
+    return isinstance(value, (int, float)) and abs(value) < LARGEST
 
 
 def visible(text):
@@ -13,8 +17,9 @@ def visible(text):
     >>> visible("a\x1b\u202e\u2028 b")
     'a\\x1b\\u202e\\u2028 b'
     """
-    pairs = ((c, c.isprintable() or c == "\n") for c in str(text))
-    return "".join(c if seen else c.encode("unicode_escape").decode() for c, seen in pairs)
+    seen = (c.isprintable() or c == "\n" for c in str(text))
+    escaped = (c if ok else c.encode("unicode_escape").decode() for c, ok in zip(str(text), seen))
+    return "".join(escaped)
 
 
 def cut(text):
@@ -29,7 +34,12 @@ def number(value, digits=4):
     >>> number(12345.6), number(0.00012), number(2.0), number(None)
     ('12,346', '0.00012', '2', '')
     """
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not is_number(value):
         return ""
     value = float(f"{value:.{digits}g}") if digits < 4 else value
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def rounded(values):
+    """Returns numbers with five digits, and None for what is no number."""
+    return [float(f"{x:.5g}") if is_number(x) else None for x in values]

@@ -1,9 +1,12 @@
-"""Says in words how a run looks: each row of README's table of healthy and sick metrics.
+"""Judges how a run looks: each row of README's table of healthy and sick metrics.
 
-A verdict is a pair (status, words). The limits of what counts as healthy stand here, in the open;
-where a run has too little to judge by, the status is "not known".
+A function measures, and names the case; verdicts.ini says how healthy a case is, and what to do.
+The limits of what counts as healthy stand here, in the open. Where a run has too little to judge
+by, the status is "not known".
 """
 
+import configparser
+import functools
 import math
 import os
 import re
@@ -14,10 +17,12 @@ from statistics import stdev
 
 from machinery.run import crash
 from tools.report import numbers
-from tools.report.runs import entries, is_number
+from tools.report.runs import entries
+from tools.report.text import is_number
 
 HEALTHY, WATCH, SICK, UNKNOWN = "healthy", "watch", "sick", "not known"
 FLAT = 0.05  # of a loss: it changes by less between two evaluations
+FEW = 0.1  # of the known floor of a loss: no further above it a model has learned what can be
 RISES = 0.02  # of a loss, above its best
 SETTLED = 1.25  # times the mean of the middle third, plus 0.05 nats: KL in the last third
 NEAR = 1.0  # nats a response: so small a KL needs no reward to show for it
@@ -90,67 +95,57 @@ def has_gained(run):
 
 # ---- Step 1 ----
 def sft_loss(run):
-    """Held-out loss against the loss of training."""
+    """Held-out loss against the loss of training, and against the best that is possible."""
     losses = values_of(run, "eval_loss", 2)
-    best, last, before = min(losses), losses[-1], losses[-2]
+    best, last, above = min(losses), losses[-1], 0
     said = f"eval_loss went from {losses[0]:.3g} to {last:.3g}"
-    floor = run.limits.get("eval_loss")
-    if floor:
-        said += f", {100 * (last / floor - 1):+.0f} % from the known floor of {floor:.3g}"
-    training = run.values("loss") and ends(run, "loss")
-    if floor and last < floor * (1 - FLAT):
-        return SICK, f"{said}: no model can be there: is all of the response in the loss mask?"
-    if last > best * (1 + RISES) and training and training[1] < training[0]:
-        return SICK, f"{said}: it rises while loss falls: overfitting. Read the samples."
+    if floor := run.limits.get("eval_loss"):
+        above = last / floor - 1
+        said += f", {100 * above:+.0f} % from the known floor of {floor:.3g}"
+    if above < -FLAT:
+        return "impossible", said
     if last > best * (1 + RISES):
-        return WATCH, f"{said}; its best was {best:.3g}."
-    if abs(before - last) <= FLAT * abs(before):
-        return HEALTHY, f"{said}, and is flat (the learning rate, too, may have ended)."
-    return WATCH, f"{said}, and is still falling: more epochs may help."
+        began, ended = ends(run, "loss") if run.values("loss") else (0, 0)
+        return "overfits" if ended < began else "rises", f"{said}; its best was {best:.3g}"
+    if losses[-2] - last > FLAT * losses[-2]:
+        return "falls", said
+    return "far" if above > FEW else "flat", said
 
 
 def sft_samples(run):
     """Whether greedy responses end, and differ."""
-    texts = [line["response"] for line in run.answers(last=True)]
-    if len(texts) > 3 and len(set(texts)) == 1:
-        return SICK, f"all {len(texts)} greedy responses are one text: the prompts are not seen."
-    ended = [line["ended"] for line in run.answers(last=True) if is_number(line.get("ended"))]
+    answers = run.answers(last=True)
+    different = {line["response"] for line in answers}
+    if len(answers) > 3 and len(different) == 1:
+        return "alike", f"all {len(answers)} greedy responses are one text"
+    ended = [line["ended"] for line in answers if is_number(line.get("ended"))]
     if not ended:
-        return UNKNOWN, "samples.jsonl does not say which responses ended: read them."
+        return "unsaid", "samples.jsonl does not say which responses ended"
     said = f"{sum(ended):g} of {len(ended)} greedy responses ended by themselves"
-    said += f"; {len(set(texts))} of them differ"
-    if mean(ended) == 0:
-        return SICK, f"{said}: EOS was not learned: does the data end with it, and the loss mask?"
-    return (HEALTHY if mean(ended) >= 0.8 else WATCH), f"{said}; read them, too."
+    case = "end" if mean(ended) >= 0.8 else "cut" if any(ended) else "endless"
+    return case, f"{said}, and {len(different)} of them differ"
 
 
 # ---- Step 2 ----
 def accuracy(run):
     """Accuracy on held-out pairs, with its interval."""
-    share = values_of(run, "eval_accuracy")[-1]
+    share, best = values_of(run, "eval_accuracy")[-1], run.limits.get("eval_accuracy")
     found = [line["eval_accuracy_ci"] for line in run.metrics if "eval_accuracy_ci" in line]
     if not found:
-        return UNKNOWN, f"eval_accuracy is {share:.3f}, without an interval."
+        return "bare", f"eval_accuracy is {share:.3f}, without an interval"
     low, high = found[-1]
     said = f"eval_accuracy is {share:.3f} [{low:.3f}, {high:.3f}]"
-    if best := run.limits.get("eval_accuracy"):
-        said += f"; a judge who knows the rules reaches {best:.3f}"
+    said += f"; a judge who knows the rules reaches {best:.3f}" if best else ""
     ties = sum(pair["chosen_score"] == pair["rejected_score"] for pair in run.judged)
     if ties > 0.2 * len(run.judged):
-        words = f"{ties} of {len(run.judged)} pairs have equal scores: they became equal when cut"
-        return SICK, f"{said}; {words}."
+        return "ties", f"{said}; {ties} of {len(run.judged)} pairs have equal scores"
     if low > (best or 0.98):
-        return SICK, f"{said}: too good: something gives the label away (EOS, length, order)."
-    if low <= 0.5 <= high and high - low > 0.3:
-        return UNKNOWN, f"{said}: too few held-out pairs to tell."
+        return "leak", said
     if low <= 0.5 <= high:
-        wrong = "is the learning rate right, is the score read at the last token?"
-        return SICK, f"{said}: no better than a coin: {wrong}"
+        return "few" if high - low > 0.3 else "coin", said
     if share < 0.5:
-        return SICK, f"{said}: below one half: labels are swapped."
-    if share > 0.6 and share - 0.5 > high - low:
-        return HEALTHY, f"{said}."
-    return WATCH, f"{said}: not far above a coin: noisy or swapped labels, or too little training."
+        return "swapped", said
+    return "good" if share > 0.6 and share - 0.5 > high - low else "low", said
 
 
 def drift(run):
@@ -158,10 +153,8 @@ def drift(run):
     chosen, rejected = (ends(run, f"{side}_score")[1] for side in ("chosen", "rejected"))
     said = f"chosen_score is near {chosen:.3g}, rejected_score near {rejected:.3g}"
     if max(abs(chosen), abs(rejected)) >= 10:
-        return SICK, f"{said}: tens away from 0: use --center_coef."
-    if chosen - rejected >= MARGIN:
-        return WATCH, f"{said}: far apart: does something give the label away?"
-    return HEALTHY, f"{said}: less than 10 away from 0."
+        return "far", said
+    return "apart" if chosen - rejected >= MARGIN else "near", said
 
 
 # ---- Step 3 ----
@@ -177,168 +170,170 @@ def ratio(run):
     """Whether sampling, scoring and training agree on the log-probs of the same tokens."""
     top, gap = max(values_of(run, "ratio_max")), max(run.values("sampling_gap"), default=0)
     if gap > GAP.get(run.args.get("dtype"), 1.0):
-        said = f"sampling_gap reached {gap:.2g}: scoring does not see what was sampled"
-        return SICK, f"{said}: a shift, dropout, position ids, a temperature or mask."
+        return "sampling", f"sampling_gap reached {gap:.2g}"
+    reached = f"ratio_max reached {top:.3g}"
     if top > 1.01 and one_update(run):
-        return SICK, f"ratio_max reached {top:.3g}: old and new log-probs differ (dropout, shift)."
+        return "scoring", reached
     args = {**OFF, **run.args}
     if filters := [f"--{name} {args[name]}" for name in OFF if args[name] != OFF[name]]:
-        said = f"{' '.join(filters)}: samples are not of the distribution that is scored"
-        return WATCH, f"{said}. Do not compare gold, reward and KL with a run without it."
+        return "filtered", " ".join(filters)
     if top > 1.01:
-        return WATCH, f"ratio_max reached {top:.3g}; above 1 is usual with several updates."
-    return HEALTHY, f"ratio_max is at most {top:.4g}, sampling_gap {gap:.2g}."
+        return "several", reached
+    return "one", f"ratio_max is at most {top:.4g}, sampling_gap {gap:.2g}"
 
 
 def updates(run):
     """What clipping and the update itself did."""
     found = {name: values_of(run, name) for name in ("actor_loss", "approx_kl", "clip_fraction")}
-    tops = {name: max(map(abs, values)) for name, values in found.items()}
-    said = "at most " + ", ".join(f"{name} {top:.2g}" for name, top in tops.items())
-    whitened = run.args.get("advantage", "gae") == "gae" and run.args.get("whiten", True)
+    tops = loss, *others = [max(map(abs, values)) for values in found.values()]
+    said = "at most " + ", ".join(f"{name} {top:.2g}" for name, top in zip(found, tops))
     if not one_update(run):
         many = mean(found["clip_fraction"])
-        status = HEALTHY if many < 0.3 else WATCH
-        return status, f"{said}: several updates; {100 * many:.0f} % of tokens were clipped."
-    if max(tops["approx_kl"], tops["clip_fraction"]) > 1e-3:
-        return WATCH, f"{said}: with one update approx_kl and clip_fraction should be about 0."
-    if whitened and not run.args.get("entropy_coef") and run.args.get("kl_in") != "loss":
-        if tops["actor_loss"] > 1e-3:
-            return (
-                WATCH,
-                f"{said}: whitened advantages sum to 0 over the tokens of the loss's mask.",
-            )
-        return HEALTHY, f"{said}: about 0, as they should be with one update."
-    return HEALTHY, f"{said}: the last two are about 0, the first need not be."
+        said += f", and on average {100 * many:.0f} % of the tokens clipped"
+        return "several" if many < 0.3 else "clips", said
+    if max(others) > 1e-3:
+        return "moved", said
+    args = run.args
+    whitened = args.get("advantage", "gae") == "gae" and args.get("whiten", True)
+    if not whitened or args.get("entropy_coef") or args.get("kl_in") == "loss":
+        return "other", said
+    return "mask" if loss > 1e-3 else "zero", said
 
 
 def kl(run):
     """How far the actor is from the reference: the sign, the scale, and what it got for it."""
     values = values_of(run, "kl", 6)
-    start = dict(run.series("kl")).get(1, 0)
+    start = run.series("kl").get(1, 0)
     if abs(start) > START:
         said = f"KL is {start:.2g} at step 1, where actor and reference are the same model"
-        return SICK, f"{said}: dropout, a shift, position ids or a template in one of them."
+        return "start", said
     first, middle, last = thirds(values)
     said = f"KL was {first:.2g}, {middle:.2g}, {last:.2g} nats a response in the thirds of the run"
     if max(map(abs, values)) < ZERO:
         trains = max(run.values("grad_norm"), default=0) > ZERO
-        return SICK, f"{said}: {'the reference moves, too' if trains else 'nothing is trained'}."
+        return "reference" if trains else "still", said
     if last < min(-0.05, -2 * error(last_third(values))):
-        return SICK, f"{said}: below 0: noise in scoring, or other tokens than the policy draws."
-    advice = "raise --kl_coef, or set --kl_target"
-    if judged(tokens, run)[0] == SICK:  # a larger --kl_coef would make a wrong sign worse
-        advice = "see the verdict on tokens.jsonl first"
+        return "negative", said
     length = mean(run.values("response_length") or [math.inf])
     gained = has_gained(run)
     if last > NEAR and gained is False:
-        return SICK, f"{said}, and the reward did not rise: is the penalty's sign right?"
+        return "vain", said
+    advice = tokens_first(run)  # a larger --kl_coef would make a wrong sign worse
     if last > FAR * length:
-        return (SICK if last > 4 * FAR * length else WATCH), f"{said}: far: {advice}."
+        return "too_far" if last > 4 * FAR * length else "far", said, advice
     if last <= max(NEAR, SETTLED * middle + 0.05):
-        return HEALTHY, f"{said}: it stays near."
+        return "near", said
     if last - middle <= middle - first:
-        return WATCH, f"{said}: it grows more slowly, and has not settled yet."
-    return (WATCH if gained else SICK), f"{said}, ever faster: {advice}."
+        return "settling", said
+    return "growing" if gained else "faster", said, advice
 
 
 def rising(run):
     """Whether reward and gold rise together."""
     scores = run.values("reward") + run.values("eval_reward")
     if len(scores) > 1 and len(set(scores)) == 1:
-        return SICK, f"reward is {scores[0]:g} for all responses of the run: nothing to learn from."
-    held_out = len(run.values("eval_reward")) > 1
-    names = ("eval_reward", "eval_gold") if held_out else ("reward", "gold")
-    rewards, golds = values_of(run, names[0], 2), run.values(names[1])
-    said = f"{names[0]} went from {rewards[0]:.2f} to {rewards[-1]:.2f}"
-    rose, answers = rewards[-1] > rewards[0], run.answers(last=True)
+        return "constant", f"reward is {scores[0]:g}"
+    kind = "eval_" if len(run.values("eval_reward")) > 1 else ""
+    rewards, golds = values_of(run, f"{kind}reward", 2), run.values(f"{kind}gold")
+    said = f"{kind}reward went from {rewards[0]:.2f} to {rewards[-1]:.2f}"
+    answers = run.answers(last=True)
+    both = numbers.changes(run.answers(last=False), answers)
+    noises = [2 * error(numbers.rise(both, n).dropna().tolist()) for n in ("reward", "gold")]
+    rose = rewards[-1] - rewards[0] > noises[0]
     if len(golds) != len(rewards):
         if answers and all(line.get("reward") in (0, 1) for line in answers):  # a verifier's
-            return (HEALTHY if rose else WATCH), f"{said}: the share that the verifier accepts."
-        advice = "no --gold_fn was given, so read the samples: are they better?"
-        return (UNKNOWN if rose else WATCH), f"{said}; {advice}"
-    said += f", {names[1]} from {golds[0]:.2f} to {golds[-1]:.2f}"
-    top = golds.index(max(golds))
+            return "verified" if rose else "rejected", said
+        return "ungraded" if rose else "unrewarded", said
+    top, gain = golds.index(max(golds)), golds[-1] - golds[0]
+    said += f", {kind}gold from {golds[0]:.2f} to {golds[-1]:.2f}"
+    if rose and gain < -noises[1]:
+        return exploits(run), said, tokens_first(run)
     fall, spread = golds[top] - golds[-1], max(golds) - min(golds)
-    if rose and golds[-1] < golds[0]:
-        return SICK, f"{said}: the actor exploits the reward model's errors."
-    if fall > 0.2 * spread and rewards[-1] > rewards[top]:
-        return SICK, f"{said}, after {golds[top]:.2f}: it now exploits the reward model's errors."
-    graded = [line["gold"] for line in answers if is_number(line.get("gold"))]
-    if rose and golds[-1] > golds[0] + 2 * error(graded):
-        return HEALTHY, f"{said}: both rose."
-    return WATCH, f"{said}: they do not both rise."
+    if fall > max(0.2 * spread, noises[1]) and rewards[-1] > rewards[top]:
+        return exploits(run), f"{said}, after {golds[top]:.2f}", tokens_first(run)
+    if not rose:
+        return "reward_noise", f"{said} (noise {noises[0]:.2f})"
+    return ("both", said) if gain > noises[1] else ("gold_noise", f"{said} (noise {noises[1]:.2f})")
+
+
+def tokens_first(run):
+    """Returns what to do first where the rewards of the tokens are wrong, which explains much."""
+    wrong = judged(tokens, run)[0] == SICK
+    return "see the verdict on tokens.jsonl first." if wrong else None
+
+
+def exploits(run):
+    """Returns the case of an actor whose reward rises while gold falls."""
+    return "exploits_function" if run.args.get("reward_fn") else "exploits_model"
 
 
 def groups(run):
     """Whether rewards tell responses apart; from which step on they do not, and why that may be."""
     shares = run.series("equal_groups")
-    if not shares:  # without groups all responses of a step are compared
-        shares = [(step, float(std <= ZERO)) for step, std in run.series("reward_std")]
-    if not shares:
+    grouped = len(shares) > 0
+    if not grouped:  # all responses of a step are compared
+        shares = (run.series("reward_std") <= ZERO).astype(float)
+    if shares.empty:
         raise TooFew("reward_std, equal_groups: none so far.")
-    why = "too easy, too hard, or the verifier"
-    if run.values("reward"):
-        why += f" (on average the reward is {ends(run, 'reward')[1]:.3g})"
-    apart = [step for step, share in shares if share < 1]
-    if not apart:
-        return SICK, f"no reward of the whole run was better than another one to its prompt: {why}."
-    if sum(step > apart[-1] for step, _ in shares) > 1:
-        return SICK, f"since step {apart[-1] + 1:g} no response was better than another one: {why}."
-    part = mean(share for _, share in last_third(shares))
-    said = f"no gradient from {100 * part:.0f} % of the groups"
-    if part >= IDLE:
-        return (SICK if part >= 0.9 else WATCH), f"{said}: {why}."
-    if not run.values("equal_groups"):
-        said = f"the rewards of a step differ, by {ends(run, 'reward_std')[1]:.2g}"
-    return HEALTHY, f"{said}."
+    apart = shares.index[shares < 1]
+    part = mean(last_third(shares.tolist()))
+    said = f"in {100 * part:.0f} % of the groups all rewards are equal"
+    if apart.empty:
+        case, since = "never", "in the whole run"
+    elif sum(shares.index > apart[-1]) > 1:
+        case, since = "since", f"since step {apart[-1] + 1:g}"
+    elif part < IDLE and not grouped:
+        return "differ", f"the rewards of a step differ, by {ends(run, 'reward_std')[1]:.2g}"
+    else:
+        case = "some" if part < IDLE else "many" if part < 0.9 else "idle"
+    if case in ("never", "since"):
+        said = f"{since} no response to a prompt was better than another one"
+    if part and grouped and run.args.get("kl_coef") and run.args.get("kl_in") == "reward":
+        said += ", so that only the KL penalty tells these responses apart"
+    if case != "some" and run.values("reward"):
+        said += f"; on average the reward is {ends(run, 'reward')[1]:.3g}"
+    return case, said
 
 
 def critic(run):
     """How well the critic foresees returns."""
     first, _, last = thirds(values_of(run, "explained_variance", 6))  # none without a critic
     said = f"explained_variance went from {first:.2f} to {last:.2f}"
-    if last < 0:
-        why = "its start (at random? far from the rewards?), then its learning rate"
-        return SICK, f"{said}: worse than a constant: look at {why}."
-    if last < 0.3:
-        return WATCH, f"{said}: the critic foresees little."
-    return HEALTHY, f"{said} (1: it foresees every return)."
+    return "worse" if last < 0 else "little" if last < 0.3 else "good", said
 
 
 def variety(run):
     """Entropy, length, and how many responses end."""
     entropy, length, ended = (ends(run, n) for n in ("entropy", "response_length", "eos_rate"))
-    said = f"entropy went from {entropy[0]:.2f} to {entropy[1]:.2f} nats a token, length from "
+    said = f"entropy went from {entropy[0]:.2f} to {entropy[1]:.2g} nats a token, length from "
     said += f"{length[0]:.0f} to {length[1]:.0f} tokens, {100 * ended[1]:.0f} % ended"
     if entropy[1] < COLLAPSED < entropy[0]:
-        return SICK, f"{said}: entropy fell to {entropy[1]:.2g}: collapse."
+        return "collapse", said
     most = run.args.get("max_answer_seq_len")
     if most and length[1] > 0.9 * most and ended[1] < 0.5:
-        return SICK, f"{said}: responses do not end. Did those of the SFT model?"
+        return "endless", said
     if ended[1] < 0.9 and ended[1] < ended[0]:
-        return WATCH, f"{said}: fewer end than at the start."
-    if entropy[1] < entropy[0] / 2:
-        return WATCH, f"{said}: entropy has more than halved."
-    return HEALTHY, f"{said}."
+        return "fewer", said
+    return "halved" if entropy[1] < entropy[0] / 2 and not has_gained(run) else "slow", said
 
 
 def responses(run):
     """Which held-out responses exploit the judge, and how alike they became."""
     before, after = run.answers(last=False), run.answers(last=True)
     changed = numbers.changes(before, after)
-    if not changed or before[0]["step"] == after[0]["step"]:
-        return UNKNOWN, "samples.jsonl: fewer than two evaluations so far."
-    gamed = mean(row["gamed"] for row in changed)
-    shares = [beginnings(lines) for lines in (before, after)]
-    said = f"{100 * gamed:.0f} % of {len(changed)} responses gained reward and lost gold; the "
-    said += "three commonest beginnings (first two words) are those of "
-    said += f"{100 * shares[0]:.0f} % of the responses before, {100 * shares[1]:.0f} % after"
+    if changed.empty or before[0]["step"] == after[0]["step"]:
+        return "few", "samples.jsonl: fewer than two evaluations so far"
+    gamed, shares = changed.gamed.mean(), [beginnings(lines) for lines in (before, after)]
+    said = f"of {len(changed)} responses "
+    if numbers.rise(changed, "gold").notna().any():
+        said += f"{100 * gamed:.0f} % gained reward and lost gold; "
+    said += f"{100 * shares[0]:.0f} % had one of the three commonest beginnings (first two words) "
+    said += f"before, {100 * shares[1]:.0f} % after"
     if gamed > 0.25:
-        return SICK, f"{said}: the judge is exploited."
+        return exploits(run), said
     if shares[1] > max(ALIKE, shares[0]):
-        return WATCH, f"{said}: what is lost is variety."
-    return (WATCH if gamed > 0.1 else HEALTHY), f"{said}."
+        return "alike", said
+    return "some" if gamed > 0.1 else "sound", said
 
 
 def beginnings(lines):
@@ -353,7 +348,7 @@ def tokens(run):
     other = any(run.args.get(name, value) != value for name, value in usual.items())
     whole = [x for x in run.tokens if len(x["tokens"]["reward"]) >= x.get("response_length", 0)]
     if other or not whole:
-        return UNKNOWN, "tokens.jsonl: none, or with other rewards than score - kl_coef * KL."
+        return "none", "tokens.jsonl: none, or with other rewards than score - kl_coef * KL"
     most, off, ends_at = run.args.get("clip_reward", 5.0), 0, []
     for line in whole:
         row, score = line["tokens"], line["reward"]
@@ -362,11 +357,11 @@ def tokens(run):
         off += min(abs(paid - each) for each in due) > 0.01 * max(1, abs(score))
         ends_at += [row["logprob"][-1] or row["reward"][-1]] if line["ended"] else []
     if ends_at and not any(ends_at):
-        return SICK, "EOS has log-prob and reward 0 in all responses: the mask leaves it out."
+        return "eos", "EOS has log-prob and reward 0 in all responses"
+    sums = "sum to the score" + " - kl_coef * KL" * any(line["kl_coef"] for line in whole)
     if off > len(whole) / 4:
-        words = f"in {off} of {len(whole)} responses the rewards do not sum to score - kl_coef * KL"
-        return SICK, f"{words}: a wrong sign, the place of the score, or it is not there."
-    return HEALTHY, "the rewards of the tokens sum to score - kl_coef * KL, and EOS counts."
+        return "sum", f"in {off} of {len(whole)} responses the rewards do not {sums}"
+    return "right", f"the rewards of the tokens {sums}" + ", and EOS counts" * bool(ends_at)
 
 
 def beginning(run, sft):
@@ -374,28 +369,27 @@ def beginning(run, sft):
 
     SFT's are greedy and PPO's are drawn, so that these may be somewhat longer and worse.
     """
-    before, after = sft.answers(last=True), run.answers(last=False)
+    both = before, after = sft.answers(last=True), run.answers(last=False)
     if len(before) < LEAST:
-        few = f"SFT ended with {len(before)} samples, too few to compare (at least {LEAST})"
-        return UNKNOWN, f"samples.jsonl: {few}."
+        said = f"samples.jsonl: SFT ended with {len(before)} samples, too few to compare"
+        return "few", f"{said} (at least {LEAST})"
     if not after or after[0]["step"] != 0:
-        return UNKNOWN, "samples.jsonl: no samples at step 0 of PPO."
-    tails = [tail([line["prompt"] for line in lines]) for lines in (before, after)]
+        return "none", f"samples.jsonl: no samples at step 0 of {run.title()}"
+    tails = [tail([line["prompt"] for line in lines]) for lines in both]
     short, long = sorted(tails, key=len)
     if len(long.strip()) >= TAIL and not (short and long.endswith(short)):
-        ends_with = f"the prompts of SFT end with {tails[0]!r}, those of PPO with {tails[1]!r}"
-        return WATCH, f"{ends_with}: has one of the steps another template?"
-    words = [mean(len(line["response"].split()) for line in lines) for lines in (before, after)]
-    golds = [[x["gold"] for x in lines if is_number(x.get("gold"))] for lines in (before, after)]
-    said = f"SFT ended with {words[0]:.0f} words a response, PPO begins with {words[1]:.0f}"
-    worse = False
+        ends_with = f"the prompts of SFT end with {tails[0]!r}, those of {run.title()} with"
+        return "template", f"{ends_with} {tails[1]!r}"
+    words = [mean(len(line["response"].split()) for line in lines) for lines in both]
+    golds = [[x["gold"] for x in lines if is_number(x.get("gold"))] for lines in both]
+    said = f"SFT ended with {words[0]:.0f} words a response, {run.title()} begins with "
+    said += f"{words[1]:.0f}"
+    worse = max(words) > 2 * max(min(words), 1)
     if all(golds):
         noise = math.hypot(*map(error, golds))
-        worse = mean(golds[0]) - mean(golds[1]) > max(3 * noise, stdev(golds[0]) / 2)
+        worse |= mean(golds[0]) - mean(golds[1]) > max(3 * noise, stdev(golds[0]) / 2)
         said += f"; gold was {mean(golds[0]):.2f}, and is {mean(golds[1]):.2f}"
-    if worse or max(words) > 2 * max(min(words), 1):
-        return WATCH, f"{said}: other prompts, another way to sample, or other weights?"
-    return HEALTHY, f"{said}."
+    return "worse" if worse else "alike", said
 
 
 def tail(texts):
@@ -411,13 +405,13 @@ def tail(texts):
 def finite(run):
     """Whether the run met a number that is none."""
     if any(run.path.glob("nonfinite_rank*.jsonl")):
-        return SICK, f"stopped at NaN or infinity: nonfinite_rank*.jsonl. {crash.NOT_FINITE}"
+        return "stopped", "stopped at NaN or infinity: nonfinite_rank*.jsonl", crash.NOT_FINITE
     floats = [(n, x) for line in run.metrics for n, x in line.items() if isinstance(x, float)]
-    bad = {name for name, value in floats if not math.isfinite(value)}
-    if bad:
-        return SICK, f"not finite: {', '.join(sorted(bad))}."
-    values_of(run, "step")
-    return HEALTHY, "every logged number is finite."
+    if bad := {name for name, value in floats if not math.isfinite(value)}:
+        return "bad", f"not finite: {', '.join(sorted(bad))}"
+    if not run.metrics:
+        raise TooFew("nothing is in the log so far.")
+    return "finite", "every logged number is finite"
 
 
 # (script, the metrics of the row in README's table, function), in the order of that table
@@ -454,13 +448,25 @@ def of(run, others=()):
     return found
 
 
-def judged(verdict, *of_runs):
-    """Returns the verdict, or "not known" where args.json or the log holds other kinds of values.
+@functools.cache
+def cases():
+    """Returns {name of a function: {case: its status and words}} of verdicts.ini."""
+    parser = configparser.ConfigParser(delimiters="=", interpolation=None)
+    parser.read(Path(__file__).with_suffix(".ini"), encoding="utf-8")
+    return parser
 
-    A damaged file must not cost the page.
+
+def judged(verdict, *of_runs):
+    """Returns status and words of a verdict: what it measured, and what verdicts.ini says of it.
+
+    "not known" where args.json or the log holds other kinds of values: a damaged file must not
+    cost the page.
     """
     try:
-        return verdict(*of_runs)
+        case, said, *instead = verdict(*of_runs)
+        status, _, words = " ".join(cases()[verdict.__name__][case].split()).partition(", ")
+        words = next(filter(None, instead), words)
+        return status, f"{said}: {words}" if words else f"{said}."
     except TooFew as why:
         return UNKNOWN, str(why)
     except Exception as error:

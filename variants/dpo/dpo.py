@@ -147,11 +147,11 @@ def answer(args, engine, reference, tokenizer, prompts, gold):
     engine.eval()
     responses = ppo.roll_out(args, engine, tokenizer, rows, 0, size)
     for batch in ppo.make_micro_batches(tokenizer, responses, size):
-        wanted = batch.response_mask, args.temperature
         found = {"response_length": batch.length}  # (B,)
         if reference:
-            ref_logprobs = common.response_logprobs(reference, batch, *wanted)  # (B, R)
-            logprobs = common.response_logprobs(engine, batch, *wanted)
+            mask, temperature = batch.response_mask, args.temperature  # (B, R)
+            ref_logprobs = common.response_logprobs(reference, batch, mask, temperature)
+            logprobs = common.response_logprobs(engine, batch, mask, temperature)
             found["kl"] = (logprobs - ref_logprobs).sum(-1)
         if gold:
             found["gold"] = gold(batch).sum(-1)

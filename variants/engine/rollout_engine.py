@@ -2,7 +2,7 @@
 
     the run (ppo.py), its rank 0                     the other process (this file)
     writes the actor to the folder        -- files -->
-    {"step": 3, "prompts": [...], ...}    -- a line -->  loads the folder, samples
+    {"step": 3, "requests": [...], ...}   -- a line -->  loads the folder, samples
                                          <-- a line --   [{"response_ids": [...], ...}, ...]
 
 The other process ends, and takes the folder away, when the run closes the pipe, however it ends.
@@ -24,7 +24,7 @@ from machinery.base import ranks
 from machinery.models import model_folders, saving
 from machinery.run import launch
 
-SENT = "prompt_ids", "row", "sample", "turn"  # of a prompt: the tokens, and what the draws need
+SENT = "prompt_ids", "row", "sample", "turn"  # of a request: its tokens, and what the draws need
 
 
 class RolloutEngine:
@@ -50,25 +50,25 @@ class RolloutEngine:
             self.answers = os.fdopen(reads)
             self.send({name: value for name, value in vars(args).items() if name != "declared"})
 
-    def roll_out(self, args, engine, tokenizer, prompts, step, batch_size):
+    def roll_out(self, args, engine, tokenizer, requests, step, batch_size):
         """Takes and returns what ppo.roll_out does, which the other process calls.
 
-        All ranks call it. The weights are written each time: since the last rollout they have been
-        updated, or an evaluation has put their average in their place (--eval_ema).
+        All ranks call it. The weights are written each time: an update may have moved them.
         """
         saving.save_model(engine, tokenizer, self.folder or "", merge=True)  # gathers under ZeRO-3
-        rows = [{name: row[name] for name in SENT if name in row} for row in prompts]
-        of_ranks = ranks.all_gather_objects([rows])
+        sent = [{name: one[name] for name in SENT if name in one} for one in requests]
+        of_ranks = ranks.all_gather_objects([sent])
         answers = []
         if self.process:
-            all_rows = [row for part in of_ranks for row in part]
-            self.send({"step": step, "batch_size": batch_size, "prompts": all_rows})
+            of_all = [one for part in of_ranks for one in part]
+            self.send({"step": step, "batch_size": batch_size, "requests": of_all})
             answers = [self.receive()]
         [answers] = ranks.all_gather_objects(answers)  # on all ranks, also an error's words
         if isinstance(answers, str):
             raise RuntimeError(answers)
         start = sum(map(len, of_ranks[: ranks.get_rank()]))
-        return [{**row, **new} for row, new in zip(prompts, answers[start : start + len(prompts)])]
+        mine = answers[start : start + len(requests)]
+        return [{**request, **new} for request, new in zip(requests, mine)]
 
     def send(self, message):
         """Writes a line to the other process, if it is there: `receive` says so if it is not."""
@@ -95,13 +95,13 @@ def serve(folder, answers):
     args = SimpleNamespace(**json.loads(sys.stdin.readline()))
     dtype, trust = common.DTYPES[args.dtype], args.trust_remote_code
     for line in sys.stdin:
-        request = json.loads(line)
+        asked = json.loads(line)
         tokenizer = model_folders.load_tokenizer(folder, args)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust)
         model = model.to(ranks.device()).eval()
-        sizes = request["step"], request["batch_size"]
-        rows = ppo.roll_out(args, model, tokenizer, request["prompts"], *sizes)
-        new = [{name: row[name] for name in row.keys() - SENT} for row in rows]
+        sizes = asked["step"], asked["batch_size"]
+        responses = ppo.roll_out(args, model, tokenizer, asked["requests"], *sizes)
+        new = [{name: one[name] for name in one.keys() - SENT} for one in responses]
         print(json.dumps(new), file=answers, flush=True)
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import common
 import sft  # its layout and its loss
 from machinery.base import ranks
-from machinery.data import batching
-from machinery.data.rows import load_rows, open_sources
+from machinery.data import batching, rows
 from machinery.flags import declaring
 
 
@@ -22,8 +21,8 @@ class TextMix:
         self.args, self.backwards = args, 1  # of each micro-batch of the actor
         if args.unsup_data_path:
             own = declaring.with_flags(args, data_path=args.unsup_data_path, data_split=[1, 0, 0])
-            sources = open_sources(own, "sft")
-            self.train, self.held_out = load_rows(own, sources, tokenizer, args.max_seq_len)
+            sources = rows.open_sources(own, "sft")
+            self.train, self.held_out = rows.load_rows(own, sources, tokenizer, args.max_seq_len)
             self.collate = functools.partial(sft.collate, pad_id=tokenizer.pad_token_id)
             self.backwards = 2
 
@@ -33,10 +32,9 @@ class TextMix:
             args, count = self.args, ranks.data_parallel_size()
             shape = args.gradient_accumulation_steps, count, args.per_device_training_batch_size
             drawn = np.random.default_rng((args.seed, *numbers)).choice(len(self.train), shape)
-            rows, mine = batching.Rows(self.train), drawn[:, ranks.data_parallel_rank()].tolist()
-            batches = [self.collate([rows[i] for i in each]) for each in mine]
-            self.batches = [batch.to(ranks.device()) for batch in batches]
-            self.tokens = ranks.all_sum(sum(batch.loss_mask.sum() for batch in batches)).item()
+            text, mine = batching.Rows(self.train), drawn[:, ranks.data_parallel_rank()].tolist()
+            self.batches = [self.collate([text[i] for i in one]).to(ranks.device()) for one in mine]
+            self.tokens = ranks.all_sum(sum(batch.loss_mask.sum() for batch in self.batches)).item()
 
     def backward(self, actor):
         """Runs backward on a micro-batch of text, after that of the policy loss."""

@@ -1,5 +1,27 @@
 """No response may end before its 24th token; log-probs are those of the policy that may end."""
 
+import itertools
+
+import ppo
+from helpers import decoding
+
 SCRIPT = "ppo"
-COMMIT = "c47c7bb"  # its flag has left the project since
-FLAGS = {"ppo": "--min_new_tokens 24"}
+LEAST = 24
+
+
+def fault():
+    sample, restricted = ppo.sample, decoding.restricted
+
+    def longer(args, model, tokenizer, *others):
+        drawn = itertools.count()
+
+        def without_end(args, probs):
+            probs = restricted(args, probs).clone()  # (b, V)
+            if next(drawn) < LEAST:
+                probs[:, tokenizer.eos_token_id] = 0
+            return probs
+
+        decoding.restricted = without_end
+        return sample(args, model, tokenizer, *others)
+
+    ppo.sample = longer

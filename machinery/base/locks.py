@@ -1,22 +1,24 @@
-"""A lock on a folder: one run at a time writes there, also where several hosts share the folder."""
+"""Locks that are files: for one run at a time in a folder, also where several hosts share it."""
 
 import contextlib
 import fcntl
 import os
 import socket
-from pathlib import Path
+import time
 
 
 class Lock:
-    """The lock of a folder, held from `take` until `release` or the end of this process.
+    """The lock of a file, held from `take` until `release` or the end of this process.
 
     The kernel keeps it (flock, which network file systems pass on to other hosts), and drops it
     when the process ends in any way. The file stays: removed, it could be locked by two processes
     of which one had opened it before. Where the file system has no locks, nobody is locked out.
+    (The library filelock does not say who holds a lock, cannot ask without taking it, and raises
+    an error or leaves a lock behind where there are none.)
     """
 
-    def __init__(self, folder):
-        self.path, self.file = Path(folder) / ".lock", None
+    def __init__(self, path):
+        self.path, self.file = path, None
 
     def holder(self):
         """Returns, in words, which process holds the lock, or None."""
@@ -52,3 +54,15 @@ def held_by(file, kind):
         return file.read() or "another process"
     except OSError:  # there are no locks here
         return None
+
+
+@contextlib.contextmanager
+def holding(path):
+    """Waits for the lock of a file, as long as it takes, and holds it inside."""
+    lock = Lock(path)
+    while lock.take():
+        time.sleep(0.1)
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,248 @@
+"""What bench.py measures inside a process of its own: `bench_inside.py PART ...`.
+
+prepare   models with random weights, a tokenizer, and data: the same bytes each time
+machine   the limit of arithmetic: GFLOP/s of the model's own matrix products
+decode    sampling by itself, by our loop or by transformers' `generate`
+script    main() of a script, with the memory of a GPU, which is known in its process alone;
+          or with `generate` in place of ppo.sample
+"""
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import transformers
+from deepspeed.accelerator import get_accelerator
+from transformers import AutoConfig, AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# ---- What is measured on ----
+def llama(width, layers, heads, inner, vocabulary=128256, tied=True, **others):
+    """Returns a Llama's config."""
+    return transformers.LlamaConfig(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=inner,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        **others,
+    )
+
+
+SHAPES = {
+    "tiny": lambda: llama(256, 6, 8, 688, 4096, False),
+    "llama-1b": lambda: llama(2048, 16, 32, 8192, num_key_value_heads=8, head_dim=64),
+    "llama-3b": lambda: llama(3072, 28, 24, 8192, num_key_value_heads=8, head_dim=128),
+    "llama-7b": lambda: llama(4096, 32, 32, 11008, 32000, False),
+    "opt-1.3b": lambda: transformers.OPTConfig(
+        hidden_size=2048,
+        word_embed_proj_dim=2048,
+        num_hidden_layers=24,
+        num_attention_heads=32,
+        ffn_dim=8192,
+        dropout=0.0,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    ),
+}
+
+
+def prepare(work, rows, held_out):
+    """Writes tokenizer, models and data of all rows."""
+    sys.path.insert(0, str(ROOT / "toy"))
+    from make import make_tokenizer
+
+    work, rows = Path(work), json.loads(rows)
+    folders = (Path(os.environ.get("RLHF_HH", ROOT / "../shared/data/hh")), ROOT / "toy/data")
+    source = next(folder for folder in folders if (folder / "train.jsonl").exists())
+    texts = {
+        part: [json.loads(line) for line in open(source / f"{part}.jsonl")]
+        for part in ("train", "test")
+    }
+    both = [row[side] for row in texts["train"] for side in ("chosen", "rejected")]
+    tokenizer = make_tokenizer(both, vocab_size=4096)
+    trained = {"tiny"} | {row["model"] for row in rows if row["script"] == "ppo"}
+    for name in {row["model"] for row in rows}:
+        for kind, folder in (("CausalLM", name), ("SequenceClassification", f"{name}-score")):
+            write_model(work / folder, SHAPES[name](), kind, name in trained)
+            tokenizer.save_pretrained(work / folder)
+    if rows[0]["model"] != "tiny":
+        texts = long_texts("".join(row["chosen"] for row in texts["train"]))
+    texts["test"] = texts["test"][: int(held_out)]
+    for count in {row["data"] for row in rows}:
+        folder = work / f"data-{count}"
+        folder.mkdir(exist_ok=True)
+        for part, found in (("train", texts["train"][:count]), ("test", texts["test"])):
+            lines = "".join(json.dumps(row) + "\n" for row in found)
+            (folder / f"{part}.jsonl").write_text(lines)
+
+
+def write_model(folder, config, kind, with_weights):
+    """Writes a model. Without weights a script draws them; step 3 takes none without."""
+    model_class = getattr(transformers, type(config).__name__.replace("Config", f"For{kind}"))
+    config.architectures, config.num_labels = [model_class.__name__], 1
+    if not with_weights:
+        config.save_pretrained(folder)
+    elif not (folder / "model.safetensors").exists():
+        torch.manual_seed(0)
+        model_class(config).save_pretrained(folder, max_shard_size="100GB")
+
+
+def long_texts(text):
+    """Returns rows that are longer than any limit, so that every row is cut to full length."""
+    made = [
+        {
+            "prompt": f"\n\nHuman: {text[i * 30 :][:3000]}\n\nAssistant:",
+            "chosen": text[i * 50 :][:16000],
+            "rejected": text[i * 70 :][:16000],
+        }
+        for i in range(1, 321)
+    ]
+    return {"train": made[:-16], "test": made[-16:]}
+
+
+# ---- Limits ----
+def best_seconds(function):
+    """Returns the shortest of up to 20 tries in up to 2 s."""
+    times = []
+    while len(times) < 20 and sum(times) < 2:
+        get_accelerator().synchronize()
+        started = time.perf_counter()
+        function()
+        get_accelerator().synchronize()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def machine(side, model, dtype):
+    """GFLOP/s of the model's own matrix products."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    shapes = [m.weight.shape for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    rows = 16384 if DEVICE.type == "cuda" else 1024
+    options, flops, seconds = dict(dtype=DTYPES[dtype], device=DEVICE), 0, 0.0
+    for shape in set(shapes):
+        x, weight = torch.randn(rows, shape[1], **options), torch.randn(shape, **options)
+        product = functools.partial(torch.nn.functional.linear, x, weight)
+        seconds += shapes.count(shape) * best_seconds(product)
+        flops += shapes.count(shape) * 2 * rows * shape.numel()
+    return {"rate": flops / seconds / 1e9}
+
+
+def read_rate(size):
+    """Returns at how many bytes a second so many bytes are read."""
+    memory = torch.ones(int(size) // 4, device=DEVICE)
+    written = best_seconds(lambda: memory.add_(1)) / 2  # and read
+    return memory.nbytes / min(best_seconds(memory.sum), written)
+
+
+# ---- Decoding ----
+def plain_generate(args, model, tokenizer, ids, mask, uniforms, synced=False):
+    """transformers' `generate` with ppo.sample's arguments; it samples from the whole distribution,
+    and keeps no log-probs. On a GPU it has a static cache, for which it compiles the model."""
+    config = transformers.GenerationConfig(
+        max_new_tokens=uniforms.shape[1],
+        do_sample=True,
+        top_k=0,
+        pad_token_id=tokenizer.pad_token_id,
+        cache_implementation="static" if DEVICE.type == "cuda" else None,
+    )
+    # else the model's own EOS would be used
+    own, model.generation_config = model.generation_config, config
+    found = model.generate(ids, attention_mask=mask, generation_config=config)
+    model.generation_config = own
+    responses = found[:, ids.shape[1] :]
+    ended = responses == tokenizer.eos_token_id
+    lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, responses.shape[1])
+    return responses, torch.zeros(responses.shape, device=DEVICE), lengths, ended.any(1)
+
+
+@torch.no_grad()
+def decode(side, model, dtype, *words):
+    """Samples --answer tokens after each of --rows prompts of --prompt tokens, without EOS."""
+    from tests import kit
+
+    parser = argparse.ArgumentParser()
+    for name in ("rows", "prompt", "answer"):
+        parser.add_argument(f"--{name}", type=int)
+    size = parser.parse_args(words)
+    torch.manual_seed(0)
+    config, dtype = AutoConfig.from_pretrained(model), DTYPES[dtype]
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    no_end = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
+    ids = torch.randint(2, 4000, (size.rows, size.prompt), device=DEVICE)
+    mask, seconds = torch.ones_like(ids), []
+    uniforms = torch.rand(size.rows, size.answer, device=DEVICE, dtype=torch.float64)
+    compiled = dict(compile_decoding=1, rollout_batch_size=size.rows)
+    for _ in range(4):
+        get_accelerator().synchronize()
+        started = time.perf_counter()
+        if side == "generate":
+            responses = plain_generate(None, model, no_end, ids, mask, uniforms)[0]
+        else:
+            options = compiled if side == "compiled" else {}
+            responses = kit.generate(model, ids, mask, uniforms, no_end, **options)[0]
+        get_accelerator().synchronize()
+        seconds.append(time.perf_counter() - started)
+        assert responses.shape == (size.rows, size.answer)
+    work = size.rows * size.answer
+    # A token reads all weights and the cache; a prompt's forward makes the logits of its last.
+    weights = model.num_parameters()
+    if not config.tie_word_embeddings:
+        weights -= model.get_input_embeddings().weight.numel()
+    head = model.get_output_embeddings().weight.numel()
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    kept = 2 * config.num_hidden_layers * config.hidden_size * heads / config.num_attention_heads
+    cached = size.rows * (size.prompt + size.answer / 2)  # tokens, on average
+    token_bytes = (weights + cached * kept) * dtype.itemsize
+    products = weights * size.answer + (weights - head) * size.prompt
+    return {
+        "rate": work / statistics.median(seconds[1:]),  # the first warms up, or compiles
+        "flops": 2 * size.rows * products / work,
+        "reading_seconds": token_bytes / read_rate(token_bytes) / size.rows,
+    }
+
+
+def script(side, name, *flags):
+    """Runs main() of a script, as a user does. Returns the GB that the GPU held at most."""
+    module = importlib.import_module(name)
+    if side == "generate":
+        # it tells no log-probs: with --is_cap nobody compares them with those of scoring
+        flags = [*flags, "--is_cap", "2", "--compile_decoding", "0"]
+        module.sample = plain_generate
+    sys.argv = [f"{name}.py", *flags]
+    try:
+        module.main()
+    except SystemExit as stop:
+        if stop.code:
+            raise
+    return {"gb": torch.cuda.max_memory_allocated() / 2**30}
+
+
+if __name__ == "__main__":
+    part, *given = sys.argv[1:]
+    if part == "prepare":
+        prepare(*given)
+    else:
+        result, *given = given
+        found = {"machine": machine, "decode": decode, "script": script}[part](*given)
+        Path(result).write_text(json.dumps(found))
