@@ -134,13 +134,18 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page, least", [("ppo", 21), ("grpo", 9)])
 def test_the_functions_of_a_page_are_there(page, least):
-    """Its table names the function of each detail, and the test that holds it."""
-    row_of_five = r"^\| [^|]+ \| [^|]+ \| ([^|]+) \| ([^|]+) \| [^|]+ \|$"
+    """Its table names the function of each detail, and the test that holds it; and what else it
+    calls by a name stands in the code."""
+    row_of_five = r"^(\| [^|]+ \| [^|]+ \|) ([^|]+) \| ([^|]+) \| [^|]+ \|$"
     text = (ROOT / f"docs/{page}.md").read_text().split("## What is computed")[1].split("\n## ")[0]
     rows = re.findall(row_of_five, text, re.M)[2:]
     assert len(rows) >= least
-    for functions, its_tests in rows:
+    code = "".join(file.read_text() for file in [ROOT / "ppo.py", *MODULES])
+    for details, functions, its_tests in rows:
         assert "test" in its_tests, functions
+        for span in re.findall(r"`([^`]+)`", details):
+            for name in re.findall(r"\b[a-z]+(?:_[a-z]{2,})+\b", span):  # not kl_t
+                assert re.search(rf"\b{name}\b", code), name
         for name in re.findall(r"`([\w.]+)", functions):
             assert callable(looked_up(name)), name
 
