@@ -231,7 +231,8 @@ score-needs-reward | tools.talk --score answers.jsonl | --reward
 out-file | tools.talk actor --out new.jsonl | --prompts
 out-file | tools.talk actor --prompts answers.jsonl --out answers.jsonl | answers.jsonl
 no-run | tools.look gone | gone
-no-page | tools.look finished --out nothing | nothing
+no-page | tools.look finished --out no/such.html | no/such.html
+foreign-page | tools.look finished --out nothing | nothing
 no-run | tools.look nothing | nothing
 foreign-page | tools.look finished --out score.py | score.py
 no-checkpoint | tools.export gone/checkpoints/step-1 | manifest.json

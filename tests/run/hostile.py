@@ -134,7 +134,8 @@ def draw_flags(case):
     if rng.random() < 0.2 and broken:
         case.flags += shlex.split(rng.choice(broken))
         return
-    known = {name: flag for name, flag in parser_of(case.script).items() if hasattr(flag, "fixed")}
+    flags = parser_of(case.script)._actions
+    known = {flag.dest: flag for flag in flags if hasattr(flag, "fixed")}
     for name in rng.sample(sorted(known.keys() - {"output_dir"}), rng.choice([1, 2, 2, 2, 3])):
         words, refused = edges(rng, known[name])
         case.flags += [f"--{name}={words[0]}"] if len(words) == 1 else [f"--{name}", *words]
