@@ -8,7 +8,6 @@ with itself. No such run is stopped by what ppo.py checks in its first step.
 """
 
 import collections
-import contextlib
 import functools
 import runpy
 import sys
@@ -31,28 +30,36 @@ BF16 = functools.partial(torch.autocast, get_accelerator().device_name(), torch.
 
 def two_passes():
     """Scores and trains in two forwards, and lets the run go on where it would stop."""
-    ppo.shares_pass = lambda args, *models: False
-    ppo.checks.stop_unless_one = lambda run, ratio, mask: None
+    ppo.forwards_of_score = lambda args, sizes, dropout: (False, True)
+    ppo.checks.stop_unless_one = lambda run, minibatch: None
     ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
 
 
 def in_training(name, change):
     """Wraps a function of ppo.py in training: change(function, *its arguments).
 
-    Evaluations are left alone: they measure, and are to measure all runs alike.
+    Evaluations are left alone: they measure, and are to measure all runs alike. The responses that
+    the microscope shows are no evaluation: they are made as in training.
     """
-    function, evaluate, evaluating = getattr(ppo, name), ppo.rollout_metrics.evaluate, []
+    function, answered, few = getattr(ppo, name), ppo.answered, ppo.microscope.requests
+    shown, evaluating = None, False
 
-    def evaluated(*args):
-        evaluating.append(True)
-        metrics = evaluate(*args)
-        evaluating.pop()
-        return metrics
+    def noted(*args):
+        nonlocal shown
+        shown = few(*args)
+        return shown
+
+    def answered_alike(args, models, tokenizer, requests):
+        nonlocal evaluating
+        evaluating = requests is not shown
+        micro_batches = answered(args, models, tokenizer, requests)
+        evaluating = False
+        return micro_batches
 
     def changed(*args):
         return function(*args) if evaluating else change(function, *args)
 
-    ppo.rollout_metrics.evaluate = evaluated
+    ppo.microscope.requests, ppo.answered = noted, answered_alike
     setattr(ppo, name, changed)
 
 
@@ -119,11 +126,10 @@ def shifted_penalty():
     set_rewards = ppo.set_rewards
 
     def change(args, batch, *others):
-        kl, logprobs = batch.kl, batch.old_logprobs.roll(1, -1)
-        estimates = {kind: ppo.kl_estimate(logprobs, batch.ref_logprobs, kind) for kind in kl}
-        batch.kl = {kind: each * batch.response_mask for kind, each in estimates.items()}
+        logprobs = batch.old_logprobs
+        batch.old_logprobs = logprobs.roll(1, -1)
         set_rewards(args, batch, *others)
-        batch.kl = kl
+        batch.old_logprobs = logprobs
 
     ppo.set_rewards = change
 
@@ -131,14 +137,12 @@ def shifted_penalty():
 def no_eos():
     """The mask of the losses ends one token early: EOS is never trained on."""
     two_passes()
-    set_advantages = ppo.set_advantages
+    trained_mask = ppo.trained_mask
 
-    def change(args, micro_batches, *others):
-        set_advantages(args, micro_batches, *others)
-        for batch in micro_batches:
-            batch.response_mask = batch.response_mask - batch.last
+    def change(args, batch):
+        return trained_mask(args, batch) * (1 - batch.last)
 
-    ppo.set_advantages = change
+    ppo.trained_mask = change
 
 
 def whitened_by_halves():
@@ -182,26 +186,16 @@ def dual_clip(bound):
 
 
 # ---- Another policy samples ----
-def around_sampling(change):
-    """Wraps ppo.sample in training: change(sample, args, model, *others). No such run is stopped.
-
-    What is stored of each token is the log-prob of the policy that drew it.
-    """
-    ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
-    in_training("sample", change)
+def weights_of(model):
+    """Returns {name: weights} of a model, copied."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-@contextlib.contextmanager
-def other_weights(model, weights):
-    """The model has other weights meanwhile: weights(name, parameter)."""
-    parameters = dict(model.named_parameters())
-    own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights(name, parameter))
-        yield
-        for name, parameter in parameters.items():
-            parameter.copy_(own[name])
+@torch.no_grad()
+def set_weights(model, weights):
+    """Writes {name: weights} into a model."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights[name])
 
 
 def stale_sampler(steps, old_is_sampled=False):
@@ -212,28 +206,30 @@ def stale_sampler(steps, old_is_sampled=False):
     kept = collections.deque(maxlen=steps + 1)
 
     def change(sample, args, model, *others):
-        now = {name: p.detach().clone() for name, p in model.named_parameters()}
+        now = weights_of(model)
         if not kept or any(not now[name].equal(kept[-1][name]) for name in now):
             kept.append(now)  # else it is the same step: the microscope's responses, or more rows
-        with other_weights(model, lambda name, parameter: kept[0][name]):
-            return sample(args, model, *others)
+        set_weights(model, kept[0])
+        sampled = sample(args, model, *others)
+        set_weights(model, now)
+        return sampled
 
-    around_sampling(change)
+    ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
+    in_training("sample", change)
     if old_is_sampled:
-        ppo.checks.stop_unless_one = lambda run, ratio, mask: None
+        two_passes()
+        optimizer_step = ppo.optimizer_step
 
-        def scored(score, args, models, batch, one_pass):
-            score(args, models, batch, one_pass)
-            batch.scored_logprobs = batch.old_logprobs
-            batch.old_logprobs = batch.tokens["sampled_logprobs"]
+        def clipped(args, models, minibatch, *others):
+            scored = [batch.old_logprobs for batch in minibatch]
+            for batch in minibatch:
+                batch.old_logprobs = batch.tokens["sampled_logprobs"]
+            means = optimizer_step(args, models, minibatch, *others)
+            for batch, logprobs in zip(minibatch, scored):  # of which metrics are to be
+                batch.old_logprobs = logprobs
+            return means
 
-        def measured(sampling_means, micro_batches):  # after the last update
-            for batch in micro_batches:
-                batch.old_logprobs = batch.scored_logprobs
-            return sampling_means(micro_batches)
-
-        in_training("score", scored)
-        in_training("sampling_means", measured)
+        ppo.optimizer_step = clipped
 
 
 STALE = 0, 1, 2, 4, 8  # steps

@@ -28,14 +28,15 @@ PAGES += [
 PAGES += sorted((ROOT / "course").glob("*.ipynb"))
 TOOLS = [f"tools/{name}.py" for name in ("talk", "look", "export", "estimate")]
 PROGRAMS = ["sft.py", "reward.py", "ppo.py", *TOOLS]
-MODULES = [ROOT / "common.py", *sorted((ROOT / "machinery").rglob("*.py"))]
+MODULES = [ROOT / "common.py", *sorted((ROOT / "helpers").glob("*.py"))]
+MODULES += sorted((ROOT / "machinery").rglob("*.py"))
 # flags of launchers and of other tools, which no parser of ours knows
 OTHERS = set(
     """--num_gpus --nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --shutdown_timeout
        --master_port --hostfile --log_level --bind_cores_to_rank --nodes --ntasks --signal --gpus
        --model --model_args --tasks --exclude --index --help""".split()
 )
-FOLDERS = "machinery|tools|toy|tests|labs|bench|variants|course"
+FOLDERS = "machinery|helpers|tools|toy|tests|labs|bench|variants|course"
 
 
 def module_of(file):
@@ -133,13 +134,18 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page, least", [("ppo", 21), ("grpo", 9)])
 def test_the_functions_of_a_page_are_there(page, least):
-    """Its table names the function of each detail, and the test that holds it."""
-    row_of_five = r"^\| [^|]+ \| [^|]+ \| ([^|]+) \| ([^|]+) \| [^|]+ \|$"
+    """Its table names the function of each detail, and the test that holds it; and what else it
+    calls by a name stands in the code."""
+    row_of_five = r"^(\| [^|]+ \| [^|]+ \|) ([^|]+) \| ([^|]+) \| [^|]+ \|$"
     text = (ROOT / f"docs/{page}.md").read_text().split("## What is computed")[1].split("\n## ")[0]
     rows = re.findall(row_of_five, text, re.M)[2:]
     assert len(rows) >= least
-    for functions, its_tests in rows:
+    code = "".join(file.read_text() for file in [ROOT / "ppo.py", *MODULES])
+    for details, functions, its_tests in rows:
         assert "test" in its_tests, functions
+        for span in re.findall(r"`([^`]+)`", details):
+            for name in re.findall(r"\b[a-z]+(?:_[a-z]{2,})+\b", span):  # not kl_t
+                assert re.search(rf"\b{name}\b", code), name
         for name in re.findall(r"`([\w.]+)", functions):
             assert callable(looked_up(name)), name
 

@@ -9,7 +9,7 @@ FLAGS = {"ppo": "--kl_coef 0.2"}
 def fault():
     token_rewards = ppo.token_rewards
 
-    def paid(scores, kl, *others):
-        return token_rewards(scores, -kl, *others)
+    def paid(shaped_scores, kl, *others):
+        return token_rewards(shaped_scores, -kl, *others)
 
     ppo.token_rewards = paid
