@@ -156,7 +156,8 @@ def start(args, program, ranks=1, python=sys.executable, tree=ROOT):
         "DS_ACCELERATOR": "cuda" if args.gpu else "cpu",
     }
     if not args.gpu:
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(max(1, 2 // ranks))}
+        threads = 1 if args.smoke else max(1, 2 // ranks)
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
     if python != sys.executable:  # two installations must not rebuild each other's kernels
         environment["TORCH_EXTENSIONS_DIR"] = str(args.work / "peer-extensions")
     began = time.time()

@@ -3,8 +3,8 @@
 prepare   models with random weights, a tokenizer, and data: the same bytes each time
 machine   the limit of arithmetic: GFLOP/s of the model's own matrix products
 decode    sampling by itself, by our loop or by transformers' `generate`
-script    main() of a script, with the memory of a GPU, which is known in its process alone;
-          or with `generate` in place of ppo.sample
+script    main() of a script on a GPU, whose memory is known in that process alone; or with
+          `generate` in place of ppo.sample
 """
 
 import argparse
@@ -223,7 +223,7 @@ def decode(side, model, dtype, *words):
 
 
 def script(side, name, *flags):
-    """Runs main() of a script, as a user does. Returns the GB that the GPU held at most."""
+    """Runs main() of a script, as a user does. It leaves its own metrics."""
     module = importlib.import_module(name)
     if side == "generate":
         # it tells no log-probs: with --is_cap nobody compares them with those of scoring
@@ -235,7 +235,7 @@ def script(side, name, *flags):
     except SystemExit as stop:
         if stop.code:
             raise
-    return {"gb": torch.cuda.max_memory_allocated() / 2**30}
+    return {}
 
 
 if __name__ == "__main__":
@@ -245,4 +245,6 @@ if __name__ == "__main__":
     else:
         result, *given = given
         found = {"machine": machine, "decode": decode, "script": script}[part](*given)
+        if DEVICE.type == "cuda":
+            found["gb"] = torch.cuda.max_memory_allocated() / 2**30
         Path(result).write_text(json.dumps(found))
