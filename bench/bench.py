@@ -60,8 +60,13 @@ class Row:
         return self.batch // self.samples * self.steps
 
 
-UNITS = {"sft": "tokens/s", "reward": "pairs/s", "ppo": "samples/s", "decode": "tokens/s"}
-UNITS |= {"machine": "GFLOP/s"}
+UNITS = {
+    "sft": "tokens/s",
+    "reward": "pairs/s",
+    "ppo": "samples/s",
+    "decode": "tokens/s",
+    "machine": "GFLOP/s",
+}
 # For random weights a rate that is large enough for the quality columns to tell a trained model
 # from an untrained one. All others take 1e-5; PPO a tenth.
 LEARNING_RATES = {"tiny": 1e-3}
@@ -79,15 +84,12 @@ FLAGS = {
         --samples_per_prompt {{samples}} --actor_learning_rate {{rate}}
         --critic_learning_rate {{rate}} --kl_coef 0.05 --critic_dropout 0 --enable_ema 0
         --data_split 0,0,1 --num_eval_prompts {{rows}} """,
-    "decode": "",
-    "machine": "",
 }
 SMOKE = {
     "sft": " --max_seq_len 64",
     "reward": " --max_seq_len 64",
     "ppo": " --max_prompt_seq_len 16 --max_answer_seq_len 8",
     "decode": " --prompt 16 --answer 8",
-    "machine": "",
 }
 SHORT = "--max_prompt_seq_len 128 --max_answer_seq_len 64"
 GRPO = f"{SHORT} --advantage grpo --kl_in loss --reward_fn {__file__}:letters"
@@ -106,28 +108,21 @@ TEXTS = "--max_seq_len 2048 --train_on everything"
 PAIRS = "--max_seq_len 2048"
 LONG = "--max_prompt_seq_len 256 --max_answer_seq_len 256 --gradient_checkpointing"
 DECODE = "--prompt 256 --answer 256 --rows"
+SAVING = "--zero_stage 2 --gradient_checkpointing"
 OFFLOAD = "--zero_stage 3 --offload --adam_offload"
 SMALL = ("opt-1.3b", "llama-1b")
 GPU = [  # each is meant to fit one device of 80 GB: python tools/estimate.py says by how much
-    *(Row(f"sft {m}", "sft", TEXTS, "ours", m, batch=8, steps=8) for m in SMALL),
-    Row(
-        "sft llama-3b",
-        "sft",
-        f"{TEXTS} --zero_stage 2 --gradient_checkpointing",
-        "ours",
-        "llama-3b",
-        batch=4,
-        steps=8,
-    ),
-    *(Row(f"reward {m}", "reward", PAIRS, "ours", m, batch=4, steps=8) for m in SMALL),
+    *(Row(f"sft {m}", "sft", TEXTS, "ours", m, 8, 8) for m in SMALL),
+    Row("sft llama-3b", "sft", f"{TEXTS} {SAVING}", "ours", "llama-3b", 4, 8),
+    *(Row(f"reward {m}", "reward", PAIRS, "ours", m, 4, 8) for m in SMALL),
     *(
         Row(f"decode {m} {n} rows", "decode", f"{DECODE} {n}", "ours compiled generate", m)
         for m in (*SMALL, "llama-7b")
         for n in (8, 64)
     ),
-    *(Row(f"ppo {m}", "ppo", LONG, "ours generate", m, batch=32, steps=5) for m in SMALL),
-    Row("sft zero3", "sft", f"{TEXTS} --zero_stage 3", "ours", "llama-1b", batch=8, steps=8),
-    Row("sft zero3 offload", "sft", f"{TEXTS} {OFFLOAD}", "ours", "llama-1b", batch=8, steps=4),
+    *(Row(f"ppo {m}", "ppo", LONG, "ours generate", m, 32, 5) for m in SMALL),
+    Row("sft zero3", "sft", f"{TEXTS} --zero_stage 3", "ours", "llama-1b", 8, 8),
+    Row("sft zero3 offload", "sft", f"{TEXTS} {OFFLOAD}", "ours", "llama-1b", 8, 4),
     Row("ppo zero3", "ppo", f"{LONG} --zero_stage 3", "ours generate", "llama-1b", 32, 3),
     Row("ppo zero3 offload", "ppo", f"{LONG} {OFFLOAD}", "ours", "llama-1b", 32, 3),
 ]
@@ -143,7 +138,7 @@ def flags_of(row, work, dtype, smoke=False):
     rate = LEARNING_RATES.get(row.model, 1e-5) / (10 if row.script == "ppo" else 1)
     names = {**asdict(row), "work": work, "model": f"{work}/{row.model}", "data": row.data}
     names |= {"rows": row.batch // row.ranks // row.accumulation, "rate": rate, "dtype": dtype}
-    text = FLAGS[row.script] + row.flags + SMOKE[row.script] * smoke
+    text = FLAGS.get(row.script, "") + row.flags + SMOKE.get(row.script, "") * smoke
     return [word.format(**names) for word in text.split()]
 
 
@@ -161,7 +156,8 @@ def start(args, program, ranks=1, python=sys.executable, tree=ROOT):
         "DS_ACCELERATOR": "cuda" if args.gpu else "cpu",
     }
     if not args.gpu:
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(max(1, 2 // ranks))}
+        threads = 1 if args.smoke else max(1, 2 // ranks)
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
     if python != sys.executable:  # two installations must not rebuild each other's kernels
         environment["TORCH_EXTENSIONS_DIR"] = str(args.work / "peer-extensions")
     began = time.time()
@@ -170,9 +166,8 @@ def start(args, program, ranks=1, python=sys.executable, tree=ROOT):
         process = subprocess.Popen(words, cwd=tree, env=environment, stdout=log, stderr=log)
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        return None
-    return {"wall": time.time() - began, "gb": usage.ru_maxrss / 2**20}
+    found = {"wall": time.time() - began, "gb": usage.ru_maxrss / 2**20}
+    return None if process.returncode else found
 
 
 def measure(args, row, dtype, side):
@@ -215,15 +210,14 @@ def of_metrics(folder, row):
         work = sum(line["tokens_per_second"] * line["seconds"] for line in steps)
     flops = 1e12 * row.ranks * sum(line["tflops"] * line["seconds"] for line in steps)
     found = {"rate": work / seconds, "flops": flops / work, "step": seconds / len(steps)}
-    for phase in ("generate_seconds", "score_seconds", "train_seconds"):
-        if steps and phase in steps[0]:
-            found[phase] = statistics.fmean(line[phase] for line in steps)
-    if row.script == "ppo":
-        later = [line["reward"] for line in steps[len(steps) // 2 :]]
-        quality = {"reward": statistics.fmean(later), "kl": steps[-1]["kl"]}
-    else:
-        quality = evaluated(lines)
-    return {**found, "quality": quality}
+    if row.script != "ppo":
+        return {**found, "quality": evaluated(lines)}
+    found["phases"] = {
+        phase: statistics.fmean(line[f"{phase}_seconds"] for line in steps)
+        for phase in ("generate", "score", "train")
+    }
+    later = [line["reward"] for line in steps[len(steps) // 2 :]]
+    return {**found, "quality": {"reward": statistics.fmean(later), "kl": steps[-1]["kl"]}}
 
 
 def evaluated(lines):
@@ -262,16 +256,12 @@ def table(records):
                 cells.append("; ".join(show(side[-1]) if side else "" for side in (ours, theirs)))
             lines.append(f"| {' | '.join(cells)} |")
     for dtype, r in limits.items():
-        lines.append(f"\nmachine, {dtype}: {r['rate']:,.0f} GFLOP/s at the model's shapes, ")
-        lines[-1] += f"{r['square']:,.0f} of a large square product"
+        lines.append(f"\nmachine, {dtype}: {r['rate']:,.0f} GFLOP/s at the model's shapes")
     for r in records:
-        if "token_mb" in r and r["side"] == "ours":
-            lines.append(f"\n{r['name']} {r['dtype']}: the {r['token_mb']:,.0f} MB that a token ")
-            lines[-1] += f"reads, at {r['gb_per_second']:,.0f} GB/s"
-        if "generate_seconds" in r:
-            lines.append(f"\n{r['name']} {r['dtype']} {r['side']}: of a step of {r['step']:.3f} s,")
-            phases = ("generate", "score", "train")
-            lines[-1] += ",".join(f" {phase} {r[f'{phase}_seconds']:.3f}" for phase in phases)
+        if "phases" in r:
+            phases = ", ".join(f"{phase} {x:.3f}" for phase, x in r["phases"].items())
+            name = f"{r['name']} {r['dtype']} {r['side']}"
+            lines.append(f"\n{name}: of a step of {r['step']:.3f} s, {phases}")
     return "\n".join(lines) + "\n"
 
 
@@ -286,7 +276,7 @@ def ratio(ours, theirs):
     """Returns the median of the ratios of all rounds, and these: a turn of ours is compared with
     the peer's turn beside it."""
     pairs = sorted(a["rate"] / b["rate"] for a, b in zip(ours, theirs))
-    each = ", ".join(f"{pair:.2f}" for pair in pairs)
+    each = ", ".join(f"{pair:.3f}" for pair in pairs)
     return f"{statistics.median(pairs):.3f} ({each})" if pairs else ""
 
 
@@ -333,8 +323,8 @@ def rows_of(args):
     rows = [row for row in (GPU if args.gpu else CPU) if row.name.startswith(tuple(args.only))]
     if not rows:
         sys.exit(f"error: no such row. There are: {', '.join(r.name for r in GPU + CPU)}.")
-    has_trl = [args.peer_python, "-c", "import importlib.util as u; exit(not u.find_spec('trl'))"]
-    has_trl = not args.against and subprocess.run(has_trl).returncode == 0
+    has_trl = [args.peer_python, "-c", "import trl"]
+    has_trl = not subprocess.run(has_trl, capture_output=True).returncode
     found = []
     for row in rows:
         sides = [side for side in row.sides.split() if has_trl or not side.startswith("trl")]

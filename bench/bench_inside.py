@@ -3,11 +3,12 @@
 prepare   models with random weights, a tokenizer, and data: the same bytes each time
 machine   the limit of arithmetic: GFLOP/s of the model's own matrix products
 decode    sampling by itself, by our loop or by transformers' `generate`
-script    main() of a script, with the memory of a GPU, which is known in its process alone;
-          or with `generate` in place of ppo.sample
+script    main() of a script on a GPU, whose memory is known in that process alone; or with
+          `generate` in place of ppo.sample
 """
 
 import argparse
+import functools
 import importlib
 import json
 import os
@@ -107,17 +108,13 @@ def write_model(folder, config, kind, with_weights):
 
 def long_texts(text):
     """Returns rows that are longer than any limit, so that every row is cut to full length."""
-
-    def cut(start, size):
-        return text[start % (len(text) - size) :][:size]
-
     made = [
         {
-            "prompt": f"\n\nHuman: {cut(i * 9973, 3000)}\n\nAssistant:",
-            "chosen": cut(i * 7919, 16000),
-            "rejected": cut(i * 6007, 16000),
+            "prompt": f"\n\nHuman: {text[i * 30 :][:3000]}\n\nAssistant:",
+            "chosen": text[i * 50 :][:16000],
+            "rejected": text[i * 70 :][:16000],
         }
-        for i in range(320)
+        for i in range(1, 321)
     ]
     return {"train": made[:-16], "test": made[-16:]}
 
@@ -136,22 +133,18 @@ def best_seconds(function):
 
 
 def machine(side, model, dtype):
-    """GFLOP/s of the model's own matrix products, and of a large square one."""
+    """GFLOP/s of the model's own matrix products."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     shapes = [m.weight.shape for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    rows, width = (16384, 8192) if DEVICE.type == "cuda" else (1024, 2048)
-    options = dict(dtype=DTYPES[dtype], device=DEVICE)
-    seconds = {}
+    rows = 16384 if DEVICE.type == "cuda" else 1024
+    options, flops, seconds = dict(dtype=DTYPES[dtype], device=DEVICE), 0, 0.0
     for shape in set(shapes):
         x, weight = torch.randn(rows, shape[1], **options), torch.randn(shape, **options)
-        seconds[shape] = best_seconds(lambda: torch.nn.functional.linear(x, weight))  # noqa: B023
-    flops = 2 * rows * sum(shape.numel() for shape in shapes)
-    square = torch.randn(width, width, **options)
-    return {
-        "rate": flops / sum(seconds[shape] for shape in shapes) / 1e9,
-        "square": 2 * width**3 / best_seconds(lambda: square @ square) / 1e9,
-    }
+        product = functools.partial(torch.nn.functional.linear, x, weight)
+        seconds += shapes.count(shape) * best_seconds(product)
+        flops += shapes.count(shape) * 2 * rows * shape.numel()
+    return {"rate": flops / seconds / 1e9}
 
 
 def read_rate(size):
@@ -221,19 +214,16 @@ def decode(side, model, dtype, *words):
     kept = 2 * config.num_hidden_layers * config.hidden_size * heads / config.num_attention_heads
     cached = size.rows * (size.prompt + size.answer / 2)  # tokens, on average
     token_bytes = (weights + cached * kept) * dtype.itemsize
-    rate = read_rate(token_bytes)
     products = weights * size.answer + (weights - head) * size.prompt
     return {
         "rate": work / statistics.median(seconds[1:]),  # the first warms up, or compiles
         "flops": 2 * size.rows * products / work,
-        "reading_seconds": token_bytes / rate / size.rows,
-        "token_mb": token_bytes / 1e6,
-        "gb_per_second": rate / 1e9,
+        "reading_seconds": token_bytes / read_rate(token_bytes) / size.rows,
     }
 
 
 def script(side, name, *flags):
-    """Runs main() of a script, as a user does. Returns the GB that the GPU held at most."""
+    """Runs main() of a script, as a user does. It leaves its own metrics."""
     module = importlib.import_module(name)
     if side == "generate":
         # it tells no log-probs: with --is_cap nobody compares them with those of scoring
@@ -245,7 +235,7 @@ def script(side, name, *flags):
     except SystemExit as stop:
         if stop.code:
             raise
-    return {"gb": torch.cuda.max_memory_allocated() / 2**30}
+    return {}
 
 
 if __name__ == "__main__":
@@ -255,4 +245,6 @@ if __name__ == "__main__":
     else:
         result, *given = given
         found = {"machine": machine, "decode": decode, "script": script}[part](*given)
+        if DEVICE.type == "cuda":
+            found["gb"] = torch.cuda.max_memory_allocated() / 2**30
         Path(result).write_text(json.dumps(found))

@@ -2,7 +2,7 @@
 
     bench_trl.py RESULT SIDE SCRIPT FLAGS...      the flags of our script; bench.py starts it
 
-TRL's defaults hold where the flags say nothing else.
+TRL's defaults hold where nothing else is said.
 """
 
 import importlib
@@ -49,148 +49,154 @@ class Clock(transformers.TrainerCallback):
         self.started = time.time()
 
 
-def load(kind, folder):
+def language_model(folder):
     """Loads a model in fp32: in bf16 TRL's steps are autocast over fp32 weights."""
-    model_class = getattr(transformers, f"AutoModelFor{kind}")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def value_model(folder):
+    model_class = transformers.AutoModelForSequenceClassification
     return model_class.from_pretrained(folder, dtype=torch.float32)
 
 
-def options_of(args, out):
-    """Returns what the configs of all trainers have in common."""
-    ppo = hasattr(args, "actor_learning_rate")
-    batch = "per_device_training_batch_size" if ppo else "per_device_train_batch_size"
-    return dict(
-        output_dir=out,
-        use_cpu=not torch.cuda.is_available() and "ACCELERATE_USE_DEEPSPEED" not in os.environ,
+def use_zero3(work):
+    """Tells accelerate to use ZeRO-3, in its own way."""
+    config = work / "trl-zero3.json"
+    config.write_text(json.dumps(ZERO3))
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(config)
+
+
+# Each of these returns the trainer, what its config has of its own, and what it is given.
+def sft(args, rows, held_out, tokenizer):
+    responses = [row["responses"][0] for row in rows]
+    prompts = rows["prompt_ids"]
+    data = {
+        "input_ids": [prompt + response for prompt, response in zip(prompts, responses)],
+        "completion_mask": [[0] * len(p) + [1] * len(r) for p, r in zip(prompts, responses)],
+    }
+    config = trl.SFTConfig, {"completion_only_loss": True, "max_length": args.max_seq_len}
+    return trl.SFTTrainer, config, {"model": language_model(args.model_name_or_path)}, data
+
+
+def reward(args, rows, held_out, tokenizer):
+    data = {
+        name: [row["prompt_ids"] + row["responses"][i] for row in rows]
+        for i, name in enumerate(("chosen_ids", "rejected_ids"))
+    }
+    config = trl.RewardConfig, {"max_length": args.max_seq_len}
+    return trl.RewardTrainer, config, {"model": value_model(args.model_name_or_path)}, data
+
+
+def grpo(args, rows, held_out, tokenizer):
+    own = {
+        "num_generations": args.samples_per_prompt,
+        "max_completion_length": args.max_answer_seq_len,
+        "temperature": 1.0,
+        "beta": args.kl_coef,
+    }
+    model = language_model(args.actor_model_name_or_path)
+    given = {"model": model, "reward_funcs": bench.letters}
+    # it tokenises the prompts itself
+    data = {"prompt": [tokenizer.decode(ids) for ids in rows["prompt_ids"]]}
+    return trl.GRPOTrainer, (trl.GRPOConfig, own), given, data
+
+
+def ppo(args, rows, held_out, tokenizer):
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    own = {
+        "num_ppo_epochs": 1,
+        "num_mini_batches": 1,
+        "local_rollout_forward_batch_size": args.per_device_training_batch_size,
+        "temperature": 1.0,
+        "response_length": args.max_answer_seq_len,
+        "kl_coef": args.kl_coef,
+        "num_sample_generations": 0,
+        "total_episodes": len(rows),
+    }
+    given = {
+        "model": language_model(args.actor_model_name_or_path),
+        "ref_model": language_model(args.actor_model_name_or_path),
+        "reward_model": value_model(args.critic_model_name_or_path),
+        "value_model": value_model(args.critic_model_name_or_path),
+        "eval_dataset": Dataset.from_dict({"input_ids": list(held_out["prompt_ids"])}),
+    }
+    return PPOTrainer, (PPOConfig, own), given, {"input_ids": list(rows["prompt_ids"])}
+
+
+TRAINERS = {"sft": sft, "reward": reward, "ppo": ppo}
+
+
+def main(result, side, script, *flags):
+    args = importlib.import_module(script).get_args(list(flags))
+    work, step3 = Path(result).parent, script == "ppo"
+    zero3 = step3 and args.actor_zero_stage == 3
+    path = args.actor_model_name_or_path if step3 else args.model_name_or_path
+    limit = args.max_prompt_seq_len if step3 else args.max_seq_len
+    rows_of_step = args.per_device_eval_batch_size  # bench.py gives one number for all batches
+    tokenizer = model_folders.load_tokenizer(path)
+    rows, held_out = load_rows(args, open_sources(args, script), tokenizer, limit)
+    if zero3:
+        use_zero3(work)
+    options = dict(
+        output_dir=f"{work}/out-trl",
+        use_cpu=not (torch.cuda.is_available() or zero3),
         bf16=args.dtype == "bf16",
-        per_device_train_batch_size=getattr(args, batch),
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
         num_train_epochs=1,
+        per_device_train_batch_size=rows_of_step,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
         gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
+        learning_rate=args.actor_learning_rate if step3 else args.learning_rate,
         lr_scheduler_type="constant",
-        learning_rate=args.actor_learning_rate if ppo else args.learning_rate,
         weight_decay=0.0,
         max_grad_norm=1.0,
         adam_beta2=0.95,
         dataloader_pin_memory=False,
         disable_tqdm=True,
-        logging_steps=1 if ppo else 1000,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1 if step3 else 1000,
     )
-
-
-def learner(side, script, args, rows, **others):
-    """Returns SFTTrainer or RewardTrainer."""
-    ids = [[row["prompt_ids"] + response for response in row["responses"]] for row in rows]
-    name, kind = ("SFT", "CausalLM") if script == "sft" else ("Reward", "SequenceClassification")
-    data, options = dict(zip(("chosen_ids", "rejected_ids"), zip(*ids))), others.pop("options")
-    if script == "sft":
-        masks = [[0] * len(r["prompt_ids"]) + [1] * len(r["responses"][0]) for r in rows]
-        data = {"input_ids": [first for first, *_ in ids], "completion_mask": masks}
-        options["completion_only_loss"] = True
     if side == "trl+len":
         options["train_sampling_strategy"] = "group_by_length"
-    config = getattr(trl, f"{name}Config")(**options, max_length=args.max_seq_len)
-    model, data = load(kind, args.model_name_or_path), Dataset.from_dict(data)
-    return getattr(trl, f"{name}Trainer")(model=model, args=config, train_dataset=data, **others)
-
-
-def grpo_trainer(args, rows, options, processing_class, **others):
-    """Returns GRPOTrainer. It tokenises the prompts itself."""
-    config = trl.GRPOConfig(
-        **options,
-        num_generations=args.samples_per_prompt,
-        max_completion_length=args.max_answer_seq_len,
-        temperature=1.0,
-        beta=args.kl_coef,
-    )
-    prompts = [processing_class.decode(ids) for ids in rows["prompt_ids"]]
-    return trl.GRPOTrainer(
-        model=load("CausalLM", args.actor_model_name_or_path),
-        args=config,
-        reward_funcs=bench.letters,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=processing_class,
-        **others,
-    )
-
-
-def ppo_trainer(args, rows, held_out, options, **others):
-    """Returns PPOTrainer."""
-    from trl.experimental.ppo import PPOConfig, PPOTrainer
-
-    config = PPOConfig(
-        **options,
-        num_ppo_epochs=1,
-        num_mini_batches=1,
-        local_rollout_forward_batch_size=args.per_device_training_batch_size,
-        temperature=1.0,
-        response_length=args.max_answer_seq_len,
-        kl_coef=args.kl_coef,
-        num_sample_generations=0,
-        total_episodes=len(rows),
-    )
-    if args.actor_zero_stage == 3:
+    kind = grpo if step3 and args.samples_per_prompt > 1 else TRAINERS[script]
+    trainer_class, (config, own), given, data = kind(args, rows, held_out, tokenizer)
+    config = config(**options, **own)
+    if zero3:
         # under DeepSpeed accelerate counts GPUs, and here it would find a world of one
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         found = dict(num_processes=world, process_index=rank, local_process_index=rank)
         accelerate.PartialState._shared_state.update(found)
-    actor, critic = args.actor_model_name_or_path, args.critic_model_name_or_path
-    return PPOTrainer(
+    clock, done = Clock(), []
+    trainer = trainer_class(
         args=config,
-        model=load("CausalLM", actor),
-        ref_model=load("CausalLM", actor),
-        reward_model=load("SequenceClassification", critic),
-        value_model=load("SequenceClassification", critic),
-        train_dataset=Dataset.from_dict({"input_ids": list(rows["prompt_ids"])}),
-        eval_dataset=Dataset.from_dict({"input_ids": list(held_out["prompt_ids"])}),
-        **others,
+        train_dataset=Dataset.from_dict(data),
+        processing_class=tokenizer,
+        callbacks=[clock],
+        **given,
     )
-
-
-def main(result, side, script, *flags):
-    args = importlib.import_module(script).get_args(list(flags))
-    work, ppo = Path(result).parent, script == "ppo"
-    if ppo and args.actor_zero_stage == 3:  # accelerate's own way to be told
-        (work / "trl-zero3.json").write_text(json.dumps(ZERO3))
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(work / "trl-zero3.json")
-    path = args.actor_model_name_or_path if ppo else args.model_name_or_path
-    tokenizer = model_folders.load_tokenizer(path)
-    limit = args.max_prompt_seq_len if ppo else args.max_seq_len
-    rows, held_out = load_rows(args, open_sources(args, script), tokenizer, limit)
-    clock, out, work_done = Clock(), f"{work}/out-trl", []
-    common = dict(options=options_of(args, out), processing_class=tokenizer, callbacks=[clock])
-    if not ppo:
-        trainer = learner(side, script, args, rows, **common)
+    if not step3:
         collate = trainer.data_collator
 
         def collate_and_count(part):
             tokens = sum(len(row["input_ids"]) for row in part) if script == "sft" else len(part)
-            work_done.append(tokens)
+            done.append(tokens)
             return collate(part)
 
         trainer.data_collator = collate_and_count
-    elif args.samples_per_prompt > 1:
-        trainer = grpo_trainer(args, rows, **common)
-    else:
-        trainer = ppo_trainer(args, rows, held_out, **common)
     trainer.train()
-    seconds = clock.seconds[1:]
-    found = {"step": statistics.fmean(seconds)}
-    if ppo:
-        steps = len(clock.seconds)
-        work_done = [len(rows) * args.samples_per_prompt / steps] * steps
-        names = ("reward", "kl")
-        if args.samples_per_prompt == 1:
-            names = ("objective/scores", "objective/kl")
+    steps = len(clock.seconds)
+    done = done or [len(rows) * args.samples_per_prompt / steps] * steps
+    found = {"rate": sum(done[1:steps]) / sum(clock.seconds[1:])}
+    found["step"] = statistics.fmean(clock.seconds[1:])
+    if step3:
+        names = ("objective/scores", "objective/kl") if kind is ppo else ("reward", "kl")
         log = [line for line in trainer.state.log_history if names[0] in line]
         later = [line[names[0]] for line in log[len(log) // 2 :]]
         found["quality"] = {"reward": statistics.fmean(later), "kl": log[-1][names[1]]}
     else:
-        trainer.save_model(out)  # our script evaluates it
-    found["rate"] = sum(work_done[1 : len(clock.seconds)]) / sum(seconds)
+        trainer.save_model(options["output_dir"])  # our script evaluates it
     if int(os.environ.get("RANK", 0)) == 0:
         Path(result).write_text(json.dumps(found))
 

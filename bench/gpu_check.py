@@ -21,6 +21,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -38,73 +39,75 @@ SIZE = "69M"
 # --------------------------------------------------------------------------------------------------
 # The runs: group -> {name: a run}. A launch for each group, so that one cannot end another
 # --------------------------------------------------------------------------------------------------
-def run(script, dtype, stage, *flags, **sizes):
-    model = ["--model_name_or_path", "BASE/models/actor"] if script == "sft" else []
-    flags = ["--dtype", dtype, *model, "--max_steps", 3, *flags]
-    return runs.run(script, " ".join(map(str, flags)), zero=stage, **sizes)
+def run(script, dtype, stage, flags="", **sizes):
+    model = "--model_name_or_path BASE/models/actor" * (script == "sft")
+    return runs.run(script, f"{model} --dtype {dtype} --max_steps 3 {flags}", stage, **sizes)
 
 
-def memory_run(stage, dtype):
-    """A model of 69 M weights, on rows as long as --max_seq_len allows."""
-    model, data = f"BASE/memory/{SIZE}", "BASE/memory/data"
-    flags = ["--model_name_or_path", model, "--data_path", data, "--max_seq_len", 256]
-    return run("sft", dtype, stage, *flags, "--num_samples", 0, rows=4, accumulation=1)
-
-
-GRPO = "--advantage grpo --kl_in loss --kl_estimator k3 --samples_per_prompt 2".split()
-LORA = "--lora_dim", 4, "--save_steps", 2, "--keep_checkpoints", 9
-BACKENDS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
-BACKENDS["cudnn"] = "CUDNN_ATTENTION"  # off in a run (patches.py): a NaN here is known
+GRPO = "--advantage grpo --kl_in loss --kl_estimator k3 --samples_per_prompt 2"
+LORA = "--lora_dim 4 --save_steps 2 --keep_checkpoints 9"
+LARGE = f"""--model_name_or_path BASE/memory/{SIZE} --data_path BASE/memory/data --max_seq_len 256
+    --num_samples 0"""
+KERNELS = {  # cuDNN's is off in a run (patches.py): a NaN here is known
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+}
 GROUPS = {
-    "attention": {},
+    "attention": dict.fromkeys(f"attention_{name}" for name in KERNELS),
     "fp32": {f"{s}_fp32_zero{z}": run(s, "fp32", z) for s in kit.SCRIPTS for z in (0, 1, 2, 3)},
     "bf16": {f"{s}_bf16_zero{z}": run(s, "bf16", z) for s in kit.SCRIPTS for z in (1, 2, 3)},
     "fp16": {f"{s}_fp16_zero{z}": run(s, "fp16", z) for s in kit.SCRIPTS for z in (2, 3)},
     "flags": {
         "sft_fp32_adam_offload": run("sft", "fp32", 2, "--adam_offload"),
-        "sft_fp32_offload": run("sft", "fp32", 3, "--adam_offload", "--offload"),
+        "sft_fp32_offload": run("sft", "fp32", 3, "--adam_offload --offload"),
         "sft_fp32_checkpointing": run("sft", "fp32", 3, "--gradient_checkpointing"),
         "sft_fp32_again": run("sft", "fp32", 2),
         "ppo_fp32_offload_states2": run("ppo", "fp32", 2, "--offload_states"),
         "ppo_fp32_offload_states3": run("ppo", "fp32", 3, "--offload_states"),
     },
     "lora": {
-        "sft_fp32_lora": run("sft", "fp32", 2, *LORA),
-        "sft_fp32_lora_zero3": run("sft", "fp32", 3, *LORA),
-        "sft_fp32_lora_resumed": run("sft", "fp32", 2, *LORA, "--resume")
-        | {"before": ("sft_fp32_lora", 2)},
+        "sft_fp32_lora": run("sft", "fp32", 2, LORA),
+        "sft_fp32_lora_zero3": run("sft", "fp32", 3, LORA),
+        "sft_fp32_lora_resumed": run(
+            "sft", "fp32", 2, f"{LORA} --resume", before=("sft_fp32_lora", 2)
+        ),
     },
     "grpo": {
-        "ppo_fp32_grpo": run("ppo", "fp32", 2, *GRPO),
-        "ppo_fp32_grpo_apart": run("ppo", "fp32", 2, *GRPO, "--share_prompt", 0),
-        "ppo_bf16_grpo": run("ppo", "bf16", 2, *GRPO),
+        "ppo_fp32_grpo": run("ppo", "fp32", 2, GRPO),
+        "ppo_fp32_grpo_apart": run("ppo", "fp32", 2, f"{GRPO} --share_prompt 0"),
+        "ppo_bf16_grpo": run("ppo", "bf16", 2, GRPO),
     },
     "tensor parallel": {
-        "sft_bf16_tensor_parallel": run("sft", "bf16", 2, "--tensor_parallel_size", 2)
+        "sft_bf16_tensor_parallel": run("sft", "bf16", 2, "--tensor_parallel_size 2")
     },
     "deepcompile": {"sft_bf16_deepcompile": run("sft", "bf16", 3, "--deepcompile")},
+    # a model of 69 M weights, on rows as long as --max_seq_len allows
     "memory": {
-        f"memory_{d}_zero{z}": memory_run(z, d) for d in ("fp32", "bf16") for z in (1, 2, 3)
+        f"memory_{dtype}_zero{z}": run("sft", dtype, z, LARGE, rows=4, accumulation=1)
+        for dtype in ("fp32", "bf16")
+        for z in (1, 2, 3)
     },
-    "decoding": {},
+    "decoding": dict.fromkeys(("decoding_fp32", "decoding_bf16")),
 }
 MACHINES = {f"sft_bf16_machines_zero{z}": run("sft", "bf16", z) for z in (2, 3)}  # --hosts
 REFERENCE = {f"{script}_reference": run(script, "fp32", 0) for script in kit.SCRIPTS}
-REFERENCE["sft_lora_reference"] = run("sft", "fp32", 0, "--lora_dim", 4)
-REFERENCE["ppo_grpo_reference"] = run("ppo", "fp32", 0, *GRPO)
+REFERENCE["sft_lora_reference"] = run("sft", "fp32", 0, "--lora_dim 4")
+REFERENCE["ppo_grpo_reference"] = run("ppo", "fp32", 0, GRPO)
+ALL = {**GROUPS, "machines": MACHINES, "reference": REFERENCE}
 
 
 # --------------------------------------------------------------------------------------------------
 # A rank
 # --------------------------------------------------------------------------------------------------
-def worker(base, group):
-    """Makes the runs of a group, and leaves facts/<run>.json."""
+def worker(base, part):
+    """Makes the runs of a group, or one of the group memory, and leaves facts/<run>.json."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     from machinery.base import ranks
     from machinery.engine import patches
-    from machinery.run import crash, launch, logs
+    from machinery.run import crash, launch
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     launch.choose_operator_folder()
@@ -112,27 +115,19 @@ def worker(base, group):
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(verbose=False)
     crash.finish = lambda args, code=0: sys.exit(code)  # the group of ranks lives on
-    logs.draw_curves = lambda args: None
-    groups = {**GROUPS, "reference": REFERENCE, "machines": MACHINES}
-    for name, options in groups[group].items():
-        get_accelerator().reset_peak_memory_stats()
-        began = get_accelerator().memory_allocated()
-        facts = make(base, name, **options)
-        facts["bytes"] = get_accelerator().max_memory_allocated() - began
-        note(base, name, facts)
-    if group in ("attention", "decoding"):
+    if part in ("attention", "decoding"):
         patches.do_without_cudnn_attention()
-        measure = {"attention": attention, "decoding": decode}[group]
-        for name, facts in measure(base):
-            note(base, name, facts)
+        found = (attention if part == "attention" else decode)(base)
+    elif part in ALL:
+        found = ((name, make(base, name, **run)) for name, run in ALL[part].items())
+    else:
+        found = [(part, make(base, part, **GROUPS["memory"][part]))]
+    for name, facts in found:
+        facts["bytes"] = get_accelerator().max_memory_allocated()
+        if ranks.get_rank() == 0:
+            (base / f"facts/{name}.json").write_text(json.dumps(facts))
     ranks.barrier()
     os._exit(0)
-
-
-def note(base, name, facts):
-    """Writes what rank 0 knows of a row of the table."""
-    if int(os.environ["RANK"]) == 0:
-        (base / f"facts/{name}.json").write_text(json.dumps(facts))
 
 
 def make(base, name, before=None, **options):
@@ -146,133 +141,131 @@ def make(base, name, before=None, **options):
 
 
 def attention(base):
-    """Yields for each of PyTorch's kernels its largest errors against the plain products in fp32.
+    """Yields for each of PyTorch's kernels its largest error against the plain products in fp32."""
+    for name, kernel in KERNELS.items():
+        worst, nans, cannot = 0.0, [], []
+        for T in (63, 64, 192, 704):
+            try:
+                plain, found = (
+                    attended(each, dtype, T, padded=name != "flash")
+                    for each, dtype in (("MATH", torch.float32), (kernel, torch.bfloat16))
+                )
+            except RuntimeError as error:
+                cannot.append(f"{T}: {str(error).splitlines()[0][:60]}")
+                continue
+            for expected, other in zip(plain, found):
+                # not the number that shifts: -120 times a sum that is 0 but for rounding
+                expected, other = expected[..., 1:], other[..., 1:].float()
+                error = (other - expected).abs().max() / expected.abs().max().clamp(min=1)
+                worst = max(worst, error.nan_to_num(0).item())
+            if not all(x.isfinite().all() for x in found):
+                nans.append(T)
+        yield f"attention_{name}", {"worst": worst, "nans": nans, "cannot": cannot}
 
-    At lengths that are and are not multiples of 64, with padding on the left, grouped queries, and
-    one head whose scores are all about -120, as a head of Qwen2.5-0.5B has them: pytorch#196678.
-    Flash takes no mask, so it is given rows without padding.
+
+def attended(kernel, dtype, T, padded):
+    """Returns what a kernel makes of rows of T tokens, and the gradients of queries, keys, values.
+
+    T is and is not a multiple of 64. There is padding on the left, but for flash, which takes no
+    mask; queries are grouped; and one head's scores are all about -120, as those of a head of
+    Qwen2.5-0.5B: pytorch#196678.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from machinery.base import ranks
 
-    heads, groups, size = 4, 2, 64
-    device = ranks.device()
-    for name, backend in BACKENDS.items():
-        worst, nans, tried = 0.0, [], []
-        for T in (63, 64, 192, 704):
-            torch.manual_seed(T)
-            shape = (2, heads, T, size)
-            q, k, v, out = (torch.randn(shape, device=device) for _ in range(4))
-            k, v = (x[:, ::groups].repeat_interleave(groups, 1) for x in (k, v))
-            q[:, 0] *= 0.1
-            k[:, 0] *= 0.1
-            q[:, 0, :, 0], k[:, 0, :, 0] = 1.0, -120 * math.sqrt(size)
-            mask = torch.ones(T, T, dtype=torch.bool, device=device).tril().repeat(2, 1, 1, 1)
-            if name != "flash":
-                mask[1, :, :, : T // 3] = False
-                mask |= torch.eye(T, dtype=torch.bool, device=device)
-            found = []
-            for kind, dtype in ((SDPBackend.MATH, torch.float32), (backend, torch.bfloat16)):
-                given = [x.bfloat16().to(dtype).requires_grad_(True) for x in (q, k, v)]
-                options = {"attn_mask": mask}
-                if name == "flash":
-                    options = {"is_causal": True}
-                kind = getattr(SDPBackend, kind) if isinstance(kind, str) else kind
-                try:
-                    with sdpa_kernel(kind):
-                        y = torch.nn.functional.scaled_dot_product_attention(*given, **options)
-                    y.backward(out.to(dtype))
-                except RuntimeError as error:
-                    tried.append(f"{T}: {str(error).splitlines()[0][:60]}")
-                    break
-                found.append([y, *(x.grad for x in given)])
-            if len(found) == 2:
-                for plain, other in zip(*found):
-                    # not the number that shifts: -120 times a sum that is 0 but for rounding
-                    plain, other = plain[..., 1:], other[..., 1:]
-                    scale = plain.abs().max().clamp(min=1)
-                    error = ((other.float() - plain).abs().max() / scale).item()
-                    worst = max(worst, 0.0 if math.isnan(error) else error)
-                if not all(x.isfinite().all() for x in found[1]):
-                    nans.append(T)
-        yield f"attention_{name}", {"worst": worst, "nans": nans, "cannot": tried}
+    heads, groups, size, device = 4, 2, 64, ranks.device()
+    torch.manual_seed(T)
+    q, k, v, out = (torch.randn(2, heads, T, size, device=device) for _ in range(4))
+    k, v = (x[:, ::groups].repeat_interleave(groups, 1) for x in (k, v))
+    q[:, 0] *= 0.1
+    k[:, 0] *= 0.1
+    q[:, 0, :, 0], k[:, 0, :, 0] = 1.0, -120 * math.sqrt(size)
+    given = [x.bfloat16().to(dtype).requires_grad_(True) for x in (q, k, v)]
+    options = {"is_causal": True}
+    if padded:
+        mask = torch.ones(T, T, dtype=torch.bool, device=device).tril().repeat(2, 1, 1, 1)
+        mask[1, :, :, : T // 3] = False
+        options = {"attn_mask": mask | torch.eye(T, dtype=torch.bool, device=device)}
+    with sdpa_kernel(getattr(SDPBackend, kernel)):
+        y = torch.nn.functional.scaled_dot_product_attention(*given, **options)
+    y.backward(out.to(dtype))
+    return [y, *(x.grad for x in given)]
 
 
 def decode(base):
-    """Yields decoding in fp32 and bf16: waits of the host and milliseconds for each token, 8 rows
-    of prompts of unequal length, 128 tokens less 64, timed twice; and --compile_decoding at three
-    widths: how many of its tokens are the same, its milliseconds, and its memory."""
+    """Yields decoding in fp32 and bf16: waits of the host and milliseconds for each token, timed
+    twice; and --compile_decoding at three widths: the share of its tokens that are the same, its
+    milliseconds, and its memory."""
     from transformers import AutoModelForCausalLM
 
-    import common
-    from helpers import decoding
     from machinery.base import ranks
 
-    cuda = ranks.device().type == "cuda"
-    tokenizer = type("NoEnd", (), {"pad_token_id": 0, "eos_token_id": -1})()
-    synchronize = torch.cuda.synchronize if cuda else lambda: None
-
-    def timed(model, longest, tokens, **options):
-        prompts = [[5 + row] * max(1, longest * (row + 1) // 8) for row in range(8)]
-        ids, mask = (x.to(ranks.device()) for x in common.pad(prompts, 0))
-        uniforms = decoding.row_uniforms(1, 0, [{"row": i, "sample": 0} for i in range(8)], tokens)
-        with warnings.catch_warnings(record=True) as waits:
-            warnings.simplefilter("always")
-            if cuda:
-                torch.cuda.set_sync_debug_mode("warn")
-            began = time.time()
-            responses, _ = kit.generate(model, ids, mask, uniforms, tokenizer, **options)
-            if cuda:
-                torch.cuda.set_sync_debug_mode("default")
-        synchronize()
-        return responses, time.time() - began, len(waits)
-
-    for dtype in (torch.float32, torch.bfloat16):
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         model = AutoModelForCausalLM.from_pretrained(base / "models/actor", dtype=dtype)
         model = model.to(ranks.device()).eval()
-        timed(model, 24, 64)  # warms up
+        decoded(model, 24, 64)  # warms up
         milliseconds, waits = [], []
         for _ in range(2):
-            (_, short, few), (plain, long, many) = (timed(model, 24, n) for n in (64, 128))
+            (_, short, few), (_, long, many) = (decoded(model, 24, n) for n in (64, 128))
             milliseconds.append(1e3 * (long - short) / 64)
             waits.append((many - few) / 64)
-        same, compiled = [], []
-        before = torch.cuda.memory_reserved() if cuda else 0
-        compiled_step = dict(compile_decoding=1, max_prompt_seq_len=256)
+        same, compiled, before = [], [], torch.cuda.memory_reserved()
         for longest in (24, 90, 100, 200, 24, 90, 200):
-            plain = timed(model, longest, 32)[0]
+            plain = decoded(model, longest, 32)[0]
             for _ in range(2):  # the first compiles
-                found, seconds, _ = timed(model, longest, 32, **compiled_step)
-            same.append((found == plain).float().mean().item())
-            compiled.append(1e3 * seconds / 32)
-        held = (torch.cuda.memory_reserved() - before) / 2**20 if cuda else 0
+                found, seconds, _ = decoded(
+                    model, longest, 32, compile_decoding=1, max_prompt_seq_len=256
+                )
+                same.append((found == plain).float().mean().item())
+                compiled.append(1e3 * seconds / 32)
         facts = {"milliseconds": milliseconds, "waits": max(waits), "same": min(same)}
-        facts |= {"compiled": compiled, "held": held}
-        yield f"decoding_{str(dtype).removeprefix('torch.')}", facts
+        facts["held"] = (torch.cuda.memory_reserved() - before) / 2**20
+        yield f"decoding_{name}", {**facts, "compiled": min(compiled)}
+
+
+def decoded(model, longest, tokens, **options):
+    """Returns so many tokens after each of 8 prompts of unequal length, the seconds that they took,
+    and how often the host waited."""
+    import common
+    from machinery.base import ranks
+
+    cuda, device = ranks.device().type == "cuda", ranks.device()
+    no_end = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
+    prompts = [[5 + row] * max(1, longest * (row + 1) // 8) for row in range(8)]
+    ids, mask = (x.to(device) for x in common.pad(prompts, 0))
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        if cuda:
+            torch.cuda.set_sync_debug_mode("warn")
+        began = time.time()
+        responses, _ = kit.generate(model, ids, mask, kit.uniforms(8, tokens), no_end, **options)
+        if cuda:
+            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+    return responses, time.time() - began, len(waits)
 
 
 # --------------------------------------------------------------------------------------------------
 # The launches and the table
 # --------------------------------------------------------------------------------------------------
-def launch(base, group, ranks, accelerator, hosts=None):
-    """Starts the ranks of a group. Returns what they print."""
+def launch(base, part, ranks, accelerator, hosts=None):
+    """Starts the ranks of a group, or of one run. Returns what they print."""
     os.environ["DS_ACCELERATOR"] = accelerator
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", ranks]
     if hosts:
         launcher = Path(sys.executable).parent / "deepspeed"
         command = [launcher, "--no_local_rank", "--hostfile", hosts]
-    done = kit.start_command([*command, __file__, "rank", base, group], limit=600)
+    done = kit.start_command([*command, __file__, "rank", base, part], limit=600)
     return done.out + done.err
 
 
 def curve(base, name, metric):
     """Returns the values of a metric, none if the run did not get so far."""
-    file = base / f"runs/{name}/metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    values = [json.loads(line).get(metric) for line in lines]
-    return [value for value in values if value is not None]
+    folder = base / "runs" / name
+    lines = kit.metrics(folder) if (folder / "metrics.jsonl").exists() else []
+    return [line[metric] for line in lines if line.get(metric) is not None]
 
 
 def check(base, name):
@@ -281,22 +274,23 @@ def check(base, name):
     if not file.exists():
         return False, "did not end: the log says why"
     facts = json.loads(file.read_text())
-    kind = name.split("_")[0]
-    if kind in ("decoding", "attention"):
-        return {"decoding": check_decoding, "attention": check_attention}[kind](name, facts)
+    script, dtype = name.split("_")[:2]
+    if script == "attention":
+        return check_attention(dtype, facts)
+    if script == "decoding":
+        return check_decoding(dtype, facts)
     if facts["code"] == 2:
         return None, "refused: the log says why"
     if facts["code"] != 0:
         return False, f"exit code {facts['code']}"
-    script, dtype = name.split("_")[:2]
     if script == "memory":
-        return compare_memory(base, dtype, int(name[-1]), facts["bytes"])
+        return check_memory(base, name, facts["bytes"])
     if script == "ppo" and dtype != "fp32":  # other tokens are sampled: compare a pass with itself
         off = max(abs(ratio - 1) for ratio in curve(base, name, "ratio_max"))
         return off <= TOLERANCE[dtype], f"old and new policy differ by {off:.1e} at the first pass"
-    special = next((word for word in ("lora", "grpo") if word in name), None)
-    reference = f"{script}_{special}_reference" if special else f"{script}_reference"
-    found, expected = (curve(base, each, METRIC[script]) for each in (name, reference))
+    special = next((f"{word}_" for word in ("lora", "grpo") if word in name), "")
+    names = name, f"{script}_{special}reference"
+    found, expected = (curve(base, each, METRIC[script]) for each in names)
     if not expected:
         return None, "it ran; the same run on CPU ranks did not: reference.log says why"
     error = max(abs(a - b) / max(1, abs(b)) for a, b in zip(found, expected))
@@ -304,47 +298,36 @@ def check(base, name):
     return good, f"{METRIC[script]} differs by {error:.1e} from fp32 on CPU ranks"
 
 
-def check_attention(name, facts):
+def check_attention(kernel, facts):
     words = f"largest relative error {facts['worst']:.1e}"
     if facts["nans"]:
         words += f", NaN at T = {facts['nans']}"
     if facts["cannot"]:
-        return None, "; ".join(facts["cannot"][:1])
+        return None, facts["cannot"][0]
     good = facts["worst"] < 0.05 and not facts["nans"]
-    return None if name.endswith("cudnn") and not good else good, words
+    return None if kernel == "cudnn" and not good else good, words
 
 
-def check_decoding(name, facts):
+def check_decoding(dtype, facts):
     words = "{waits:.1f} waits, {milliseconds[0]:.2f} and {milliseconds[1]:.2f} ms a token"
-    words += "; compiled {fastest:.2f} ms, {same:.0%} of its tokens equal, {held:.0f} MiB"
-    good = facts["waits"] <= 2.5 and (facts["same"] > 0.9 or "bfloat16" in name)
-    return good, words.format(**facts, fastest=min(facts["compiled"]))
+    words += "; compiled {compiled:.2f} ms, {same:.0%} of its tokens equal, {held:.0f} MiB"
+    good = facts["waits"] <= 2.5 and (facts["same"] > 0.9 or dtype == "bf16")
+    return good, words.format(**facts)
 
 
-def compare_memory(base, dtype, stage, measured):
-    if not torch.cuda.device_count():  # resident memory, which never falls, of all runs so far
+def check_memory(base, name, measured):
+    if not torch.cuda.device_count():  # resident memory, which never falls
         return None, "it ran; the peak of one run is known on a GPU only"
     import sft
-    from tools import estimate
-    from tools import estimate_memory as count
+    from tools import estimate, estimate_memory
 
-    options = memory_run(stage, dtype)["flags"]
-    flags = [flag.replace("BASE", str(base)) for flag in options]
-    args = sft.get_args([*runs.base_flags("sft", base), *flags])
+    flags = [*runs.base_flags("sft", base), *GROUPS["memory"][name]["flags"]]
+    args = sft.get_args([flag.replace("BASE", str(base)) for flag in flags])
     devices = min(torch.cuda.device_count(), 4)
-    phases = count.count(args, estimate.language_model(args), devices)
+    phases = estimate_memory.count(args, estimate.language_model(args), devices)
     expected = max(sum(parts.values()) for parts in phases.values())
     words = f"{measured / 2**20:,.0f} MiB at the peak, the estimate is {expected / 2**20:,.0f}"
     return 0.8 < measured / expected < 1.25, words
-
-
-def names_of(group):
-    """Returns the rows of the table that a group has."""
-    if group == "attention":
-        return [f"attention_{name}" for name in BACKENDS]
-    if group == "decoding":
-        return ["decoding_float32", "decoding_bfloat16"]
-    return [*(MACHINES if group == "machines" else GROUPS[group])]
 
 
 def get_args():
@@ -378,9 +361,11 @@ def main():
     table, groups = {}, [*(args.groups or GROUPS), *["machines"] * bool(args.hosts)]
     for group in groups:
         hosts = args.hosts if group == "machines" else None
-        output = launch(base, group, ranks, accelerator, hosts)
-        (base / f"{group}.log").write_text(output)
-        for name in names_of(group):
+        # One process for each peak: DeepSpeed's hooks keep the engine of a run that has ended.
+        parts = GROUPS["memory"] if group == "memory" else [group]
+        output = [launch(base, part, ranks, accelerator, hosts) for part in parts]
+        (base / f"{group}.log").write_text("\n".join(output))
+        for name in ALL[group]:
             try:
                 good, words = check(base, name)
             except Exception as error:  # of a file that a run has left half written

@@ -25,6 +25,7 @@ import os
 import random
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -35,44 +36,24 @@ SMALL = bool(os.environ.get("SMALL"))
 OUT = ROOT / "output" / ("gpu-run-small" if SMALL else "gpu-run")
 MODEL = f"{OUT}/model" if SMALL else "Qwen/Qwen2.5-0.5B"
 MATHS = f"--data_path {OUT}/maths"
-FUNCTION = "bench/gpu_run.py:solved"
-# name: script, flags, and what a small run has in their place
 STEPS = {
-    "sft": (
-        "sft",
-        f"--model_name_or_path {MODEL} --max_steps 600 --eval_steps 200",
-        "--data_path toy/data --data_split 4,5,1",
-    ),
-    "reward": (
-        "reward",
-        f"--model_name_or_path {OUT}/sft --max_steps 800 --eval_steps 200",
-        "--data_path toy/data --data_split 4,5,1",
-    ),
-    "ppo": (
-        "ppo",
-        f"--actor_model_name_or_path {OUT}/sft --critic_model_name_or_path {OUT}/reward "
-        "--max_steps 60 --eval_steps 20",
-        "--data_path toy/data --data_split 4,5,1",
-    ),
-    "sft-math": (
-        "sft",
-        f"--model_name_or_path {MODEL} {MATHS} --data_split 1,0,0 --num_train_epochs 1 "
-        "--max_seq_len 512 --eval_steps 200",
-        "",
-    ),
-    "grpo": (
-        "ppo",
-        f"--actor_model_name_or_path {OUT}/sft-math {MATHS} --data_split 0,0,1 --advantage grpo "
-        "--kl_in loss --kl_estimator k3 --kl_coef 0.01 --samples_per_prompt 8 --max_steps 120 "
-        f"--reward_fn {FUNCTION} --eval_steps 40 --num_eval_prompts 256",
-        "",
-    ),
+    "sft": f"sft.py --model_name_or_path {MODEL} --max_steps 600 --eval_steps 200",
+    "reward": f"reward.py --model_name_or_path {OUT}/sft --max_steps 800 --eval_steps 200",
+    "ppo": f"""ppo.py --actor_model_name_or_path {OUT}/sft
+        --critic_model_name_or_path {OUT}/reward --max_steps 60 --eval_steps 20""",
+    "sft-math": f"""sft.py --model_name_or_path {MODEL} {MATHS} --data_split 1,0,0
+        --num_train_epochs 1 --max_seq_len 512 --eval_steps 200""",
+    "grpo": f"""ppo.py --actor_model_name_or_path {OUT}/sft-math {MATHS} --data_split 0,0,1
+        --advantage grpo --kl_in loss --kl_estimator k3 --kl_coef 0.01 --samples_per_prompt 8
+        --reward_fn bench/gpu_run.py:solved --max_steps 120 --eval_steps 40
+        --num_eval_prompts 256""",
 }
+SMALL_DATA = " --data_path toy/data --data_split 4,5,1"
 SMALL_FLAGS = {
-    "sft": "--max_steps 2 --max_seq_len 64 --num_samples 1 --max_answer_seq_len 8",
-    "reward": "--max_steps 2 --max_seq_len 64",
-    "ppo": "--max_steps 2 --max_prompt_seq_len 32 --max_answer_seq_len 8 --num_eval_prompts 4 "
-    "--gradient_accumulation_steps 1",
+    "sft.py": "--max_steps 2 --max_seq_len 64 --lora_dim 4 --num_samples 1 --max_answer_seq_len 8",
+    "reward.py": "--max_steps 2 --max_seq_len 64 --lora_dim 4",
+    "ppo.py": """--max_steps 2 --max_prompt_seq_len 32 --max_answer_seq_len 8 --num_eval_prompts 4
+        --gradient_accumulation_steps 1""",
 }
 RANGES = {  # (step, metric): from, to; at the last evaluation
     ("sft", "eval_loss"): (1.0, 2.0),
@@ -140,25 +121,19 @@ def write_model(folder):
 # ---- The runs ----
 def command(name):
     """Returns the command of a step. One rank needs no launcher."""
-    script, flags, instead = STEPS[name]
-    given = f"{script}.py --preset qwen2.5-0.5b {flags}"
+    given = f"{STEPS[name]} --preset qwen2.5-0.5b --output_dir {OUT}/{name} --overwrite"
     if SMALL:
-        given += f" {instead} {SMALL_FLAGS[script]} --dtype fp32 --per_device_eval_batch_size 4"
-        given += " --lora_dim 4" if script != "ppo" else ""
-    return [sys.executable, *given.split(), "--output_dir", f"{OUT}/{name}", "--overwrite"]
+        given += SMALL_DATA * (MATHS not in given) + " --dtype fp32 --per_device_eval_batch_size 4 "
+        given += SMALL_FLAGS[given.split()[0]]
+    return [sys.executable, *given.split()]
 
 
 def last_evaluations(name):
     """Returns the numbers of a step's first and last evaluation, and its median rate."""
-    lines = map(json.loads, (OUT / name / "metrics.jsonl").read_text().splitlines())
-    lines = list(lines)
-    shown = {}
-    for metric in SHOWN:
-        found = [line[metric] for line in lines if line.get(metric) is not None]
-        if found:
-            shown[metric] = found[0], found[-1]
-    rates = sorted(line["tokens_per_second"] for line in lines if line.get("tokens_per_second"))
-    return shown, rates[len(rates) // 2]
+    lines = [json.loads(line) for line in open(OUT / name / "metrics.jsonl")]
+    found = {m: [x[m] for x in lines if x.get(m) is not None] for m in SHOWN}
+    rates = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
+    return {m: (x[0], x[-1]) for m, x in found.items() if x}, statistics.median(rates)
 
 
 def machine():

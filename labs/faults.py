@@ -8,7 +8,6 @@ with itself. No such run is stopped by what ppo.py checks in its first step.
 """
 
 import collections
-import contextlib
 import functools
 import runpy
 import sys
@@ -187,26 +186,16 @@ def dual_clip(bound):
 
 
 # ---- Another policy samples ----
-def around_sampling(change):
-    """Wraps ppo.sample in training: change(sample, args, model, *others). No such run is stopped.
-
-    What is stored of each token is the log-prob of the policy that drew it.
-    """
-    ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
-    in_training("sample", change)
+def weights_of(model):
+    """Returns {name: weights} of a model, copied."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-@contextlib.contextmanager
-def other_weights(model, weights):
-    """The model has other weights meanwhile: weights(name, parameter)."""
-    parameters = dict(model.named_parameters())
-    own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights(name, parameter))
-        yield
-        for name, parameter in parameters.items():
-            parameter.copy_(own[name])
+@torch.no_grad()
+def set_weights(model, weights):
+    """Writes {name: weights} into a model."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights[name])
 
 
 def stale_sampler(steps, old_is_sampled=False):
@@ -217,13 +206,16 @@ def stale_sampler(steps, old_is_sampled=False):
     kept = collections.deque(maxlen=steps + 1)
 
     def change(sample, args, model, *others):
-        now = {name: p.detach().clone() for name, p in model.named_parameters()}
+        now = weights_of(model)
         if not kept or any(not now[name].equal(kept[-1][name]) for name in now):
             kept.append(now)  # else it is the same step: the microscope's responses, or more rows
-        with other_weights(model, lambda name, parameter: kept[0][name]):
-            return sample(args, model, *others)
+        set_weights(model, kept[0])
+        sampled = sample(args, model, *others)
+        set_weights(model, now)
+        return sampled
 
-    around_sampling(change)
+    ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
+    in_training("sample", change)
     if old_is_sampled:
         two_passes()
         optimizer_step = ppo.optimizer_step

@@ -6,7 +6,6 @@ A picture carries a digest of what it shows. So a test sees whether it is up to 
 import hashlib
 import json
 import statistics
-from math import isnan
 
 import runner
 from matplotlib.figure import Figure
@@ -20,7 +19,8 @@ LABELS = {
     "gold": "gold score of held-out prompts",
     "reward": "reward of held-out prompts",
 }
-EDGE = 0.4  # of the forest's axis of gold: intervals and dots may lie outside
+# Edges of the axes of the forest, by unit. Seeds and intervals may lie outside.
+EDGES = {"gold, or a share": 0.4, "tokens": 4.4, "loss": 0.22}
 
 
 # ---- Files ----
@@ -101,26 +101,13 @@ def of_curves(lab, results):
                 if x.removeprefix("sqrt ") in curve and y in curve:
                     curves.append((runner.along(x, curve), curve[y]))
                     axis.plot(*curves[-1], color=colour, alpha=0.3, linewidth=0.8)
-            length = min([len(xs) for xs, _ in curves], default=0)
-            mean = [
-                [statistics.mean(c[i][t] for c in curves) for t in range(length)] for i in (0, 1)
-            ]
+            mean = [[*map(statistics.mean, zip(*own))] for own in zip(*curves)] or [[], []]
             axis.plot(*mean, ".-", color=colour, label=arm)
         axis.set(xlabel=LABELS.get(x, x), ylabel=LABELS.get(y, y))
         if y in lab.limits:
             axis.axhline(lab.limits[y], linestyle="--", color="gray")
     axes[0].legend(fontsize="x-small")
     return figure
-
-
-def draw_plain(axis, lab):
-    """Draws the plain recipe's gold against sqrt(KL), up to where it is known; names the axes."""
-    curve = runner.plain_curve(lab)
-    roots = [root / 100 for root in range(1000)]
-    known = [(root, curve(root**2)) for root in roots if curve and not isnan(curve(root**2))]
-    if known:
-        axis.plot(*zip(*known), "--", color="gray", label="plain recipe")
-    axis.set(xlabel="sqrt(KL)", ylabel="gold")
 
 
 # ---- All labs ----
@@ -133,16 +120,14 @@ def of_all(labs):
     for name, lab in labs.items():
         for what, values, word in runner.decided(lab, name):
             if "range" in what:
-                rows = units.setdefault(what.get("unit", "gold or a share"), {})
+                rows = units.setdefault(what.get("unit", "gold, or a share"), {})
                 rows.setdefault(lab.topic, None)  # a row for its name
                 rows[f"{name}: {what['says']}"] = what["range"], values, word
     units = dict(sorted(units.items(), key=lambda unit: -len(unit[1])))
     heights = [len(rows) + 3 for rows in units.values()]
     figure, axes = new_axes(12, 0.2 * sum(heights), rows=len(units), height_ratios=heights)
     for axis, (unit, rows) in zip(axes, units.items()):
-        given = [row for row in rows.values() if row]
-        far = 1.1 * max(abs(x) for _, values, _ in given for x in values)
-        edge = EDGE if unit.startswith("gold") else far
+        edge = EDGES[unit]
         for y, row in enumerate(rows.values()):
             if row:
                 draw_row(axis, y, edge, *row)
@@ -178,7 +163,7 @@ def of_belief(belief, labs):
     figure, [axis] = new_axes(4.4, height)
     figure.set_layout_engine(None)
     figure.subplots_adjust(0.43, 0.47 / height, 0.96, 1 - 0.05 / height)
-    shown = [by_arm(runner.read(runner.RESULTS / f"{row[1]}.json"))[row[2]] for row in rows]
+    shown = [by_arm(runner.results_of(row[1]))[row[2]] for row in rows]
     levels = {row[0]: by_seed(each, row[3]) for row, each in zip(rows, shown)}
     draw_levels(axis, levels, belief.get("gray", [rows[0][0]]))
     before = by_seed(shown[0], "gold before").values()
@@ -196,15 +181,17 @@ def of_pace(belief, labs):
     figure, [axis] = new_axes(4.4, 2.6)
     toy = [(name, lab) for name, lab in labs.items() if lab.plain and "reward" in lab.base]
     for name, _ in toy:
-        for result in runner.read(runner.RESULTS / f"{name}.json"):
+        for result in runner.results_of(name):
             if points := runner.points_of(result):
                 axis.plot(*points[-1], ".", color="silver", markersize=4)
     for number, (label, (name, arm)) in enumerate(belief["marked"].items()):
-        for result in by_arm(runner.read(runner.RESULTS / f"{name}.json"))[arm]:
+        for result in by_arm(runner.results_of(name))[arm]:
             axis.plot(*runner.points_of(result)[-1], "o", color=f"C{number}", markersize=4)
         axis.plot([], [], "o", color=f"C{number}", label=label)
-    draw_plain(axis, toy[0][1])
-    axis.set(xlim=(0, 1.75), ylim=(0.4, 1), xlabel="distance from the SFT model, sqrt(KL)")
-    axis.set_ylabel("gold score after PPO")
+    curve, roots = runner.plain_curve(toy[0][1]), [root / 100 for root in range(175)]
+    golds = [curve(root**2) for root in roots]  # NaN where nothing is known
+    axis.plot(roots, golds, "--", color="gray", label="plain recipe")
+    axis.set(xlim=(0, 1.75), ylim=(0.4, 1))
+    axis.set(xlabel="distance from the SFT model, sqrt(KL)", ylabel="gold score after PPO")
     axis.legend(fontsize="x-small")
     return figure

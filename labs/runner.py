@@ -339,6 +339,11 @@ def read(file):
     return json.loads(file.read_text()) if file.exists() else []
 
 
+def results_of(name):
+    """Returns the committed results of a lab."""
+    return read(RESULTS / f"{name}.json")
+
+
 # ---- Statistics ----
 def by_arm(results):
     """Returns {arm: its results}, in the order of the lab."""
@@ -455,7 +460,7 @@ def compare(lab, results, what):
     "distance": without its sign; "results": of another file. A prediction has a "range" [low, high]
     in which it holds (None: no end); a question has none.
     """
-    found = read(RESULTS / f"{what['results']}.json") if "results" in what else results
+    found = results_of(what["results"]) if "results" in what else results
     curve = plain_curve(lab) if what.get("kl") else None
     how = {"measure": what.get("measure", "gold"), "curve": curve}
     own = differences(lab, found, what["arm"], to=what.get("to"), **how)
@@ -481,7 +486,7 @@ def verdict(values, limits):
 
 def decided(lab, name):
     """Yields each prediction or question of a lab, its differences and its verdict()."""
-    results = read(RESULTS / f"{name}.json")
+    results = results_of(name)
     for what in lab.predictions:
         values = [*compare(lab, results, what).values()]
         yield what, values, verdict(values, what.get("range"))

@@ -41,10 +41,7 @@ DIGITS = 5  # of the numbers in the files that are kept
 
 # ---- Runs ----
 def solution_of(name):
-    """Returns what a solution says: SCRIPT, FLAGS, fault(), STEPS, SEED.
-
-    COMMIT is where it can be repeated, if its flags have left the project since.
-    """
+    """Returns what a solution says: SCRIPT, FLAGS, fault(), STEPS, SEED."""
     return HEALTHY.get(name) or runpy.run_path(str(HERE / f"solutions/{name}.py"))
 
 
@@ -138,8 +135,6 @@ def main():
     args = parser.parse_args()
     if args.name is None:
         return print(" ".join(names))
-    if commit := solution_of(args.name).get("COMMIT"):
-        parser.error(runner.repeat(args.name, commit, "course/clinic/cases.py"))
     runs, root = case(args.name), args.runs.resolve()
     chain = dict(enumerate(with_parents(runs.values())))
     runner.make_all({(args.name, 1): chain}, root, 1)

@@ -120,7 +120,7 @@ def wait_while(busy, what):
         if not all_sum(busy())[0]:
             return
         if second % 60 == 0:
-            say(f"{what}: {second // 60} min")
+            say(f"{what} ({second // 60} min so far)")
         go_on()
         time.sleep(1)
 

@@ -34,7 +34,8 @@ def program(main):
         if rank:
             time.sleep(20)
         where = f"rank {rank}: " if rank else ""
-        print(f"error: {where}{error.words}", file=sys.stderr, flush=True)
+        words = "\n  ".join([error.words, *getattr(error, "__notes__", [])])
+        print(f"error: {where}{words}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

@@ -127,15 +127,15 @@ def refuse_misfits(path, missing, unused):
 
 @contextlib.contextmanager
 def refusing(rule, words):
-    """Makes any error of what is done inside a Refused: `words`, and the error's first line.
+    """Makes any error of what is done inside a Refused: `words`, and the error's first sentences.
 
     What a library raises on broken files is of many kinds: of the hub, of JSON, of pickle, ...
     """
     try:
         yield
     except Exception as error:
-        found = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise Refused(rule, f"{words}. {found}") from error
+        found = " ".join(str(error).split()[:60])  # one may go on for pages
+        raise Refused(rule, f"{words}. {type(error).__name__}: {found}") from error
 
 
 # ---- Configs ----

@@ -98,26 +98,6 @@ def test_step_3_asks_the_last_question(tokenizer):
         assert json.loads(made["prompt"]) == messages[:question]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": 7, "response": " r"},
-        {"prompt": "Q?", "chosen": 7, "rejected": " x"},
-        {"messages": chat([{"type": "image", "url": "a.png"}], "A.")},
-        {"chosen": chat("Q?", "A.", "And?"), "rejected": chat("Q?", "B.")},
-        {"chosen": chat("Q?", "A."), "rejected": chat("When?", "B.")},
-    ],
-)
-def test_a_row_without_a_clear_meaning_stops_the_run(tmp_path, row):
-    """A value of a wrong type, a call of a tool, two prompts: guessing what they mean would train
-    on the wrong text. The message names the file and the line."""
-    path = write(tmp_path / "rows.jsonl", [dahoas(0) | dict.fromkeys(row), row])
-    source, _ = sources.read_source(path)
-    with kit.refuses("bad-row") as caught:
-        rows.read_prompts(path, "train", source["train"], "reward", {})
-    assert "rows.jsonl, line 2: " in caught.value.words
-
-
 # ---- Other names ----
 @pytest.mark.parametrize("kind", [".jsonl", ".parquet"])
 def test_columns_may_have_other_names(tokenizer, tmp_path, kind):

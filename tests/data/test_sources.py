@@ -1,14 +1,11 @@
 """Sources: what stands in a file reaches training and reward functions as the file spells it."""
 
-import io
 import json
 
-import pyarrow.parquet
 import pytest
 from data_kit import both, dahoas, load, many, texts, write
 
 from machinery.data import sources
-from tests import kit
 
 
 def test_a_folder_holds_train_and_test(tokenizer, tmp_path):
@@ -61,32 +58,6 @@ def test_all_of_a_csv_file_is_text(tokenizer, tmp_path):
     asked = both(load(tokenizer, [file], "ppo"))
     found = {row["prompt"]: json.loads(row["extra"]) for row in asked}
     assert found['Q,\n"0"'] == {"response": " r", "n": "007"} and found["Q1?"]["n"] == "NA"
-
-
-GOOD = '{"prompt": "Q?", "response": " r"}\n'
-NOT_UTF8 = io.BytesIO()
-column = pyarrow.array([b"\xff"]).view(pyarrow.string())
-pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), NOT_UTF8)
-BROKEN = {  # files that cannot be read: what the message must say
-    "cut.jsonl": (GOOD + '{"prompt": "Q?", "resp', "cut.jsonl, line 2: "),
-    "control.jsonl": (GOOD + '{"prompt": "Q\x01?"}\n', "control.jsonl, line 2: "),
-    "half.jsonl": (GOOD + '{"prompt": "\\ud800"}\n', "half.jsonl, line 2: "),
-    "latin.jsonl": (GOOD.encode() + '{"prompt": "é"}'.encode("latin-1"), "latin.jsonl, line 2: "),
-    "latin.parquet": (NOT_UTF8.getvalue(), "Invalid UTF8 sequence at string index 0"),
-    "rows.txt": (GOOD, ".jsonl, .json, .csv, .parquet"),
-    "empty.jsonl": ("\n", "empty.jsonl is empty"),
-    "cells.csv": ("prompt,response\nQ?, r\nQ?, r,more\n", "cells.csv, line 3: "),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_file_that_cannot_be_read_stops_the_run(tmp_path, name):
-    """The message names file and line. A file that was cut is not taken as a shorter one."""
-    content, words = BROKEN[name]
-    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with kit.refuses("unreadable-data") as caught:
-        sources.read_source(str(tmp_path / name))
-    assert words in caught.value.words
 
 
 # ---- What is dropped is counted ----

@@ -135,14 +135,6 @@ def test_the_runs_of_a_case_are_commands_that_parse(case):
             kit.parse(run)
 
 
-def test_a_case_whose_flag_has_left_says_where_it_can_be_repeated(monkeypatch, capsys):
-    """Its files and its pages stay."""
-    monkeypatch.setattr(sys, "argv", ["cases.py", "20"])
-    with pytest.raises(SystemExit):
-        clinic.main()
-    assert "python course/clinic/cases.py 20" in capsys.readouterr().err
-
-
 def test_rates_that_are_not_the_presets_are_named():
     said = [runs.other_rates(run) for run in runs.find([CLINIC / "16"])]
     assert said[:2] == ["", ""] and "critic_learning_rate is 0.004 (preset: 0.0004)" in said[2]

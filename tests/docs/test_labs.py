@@ -344,7 +344,10 @@ def test_a_page_shows_what_the_results_say(name):
         assert part in page.read_text(), part
     assert block_of(page) == pages.block(lab, results)
     assert f"]({name}.png)" in page.read_text()
-    assert shows(LABS / f"{name}.png", pictures.of_lab(lab, results))
+    figure = pictures.of_lab(lab, results)
+    assert shows(LABS / f"{name}.png", figure)
+    for axis in figure.axes:  # none is empty, beside the line of the best that can be
+        assert sum(len(line.get_xdata()) > 0 for line in axis.lines) > 1, axis.get_xlabel()
     assert {result["arm"] for result in results} <= set(lab.arms)
 
 

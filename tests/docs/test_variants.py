@@ -2,6 +2,7 @@
 however it is laid out, and says what its runs have shown.
 """
 
+import contextlib
 import copy
 import importlib.util
 import re
@@ -14,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+import ppo
 from bench import fork
 from machinery.models import lora
 from tests import kit
@@ -385,6 +387,17 @@ def test_the_lora_rollout_variant_by_hand(tiny_model, monkeypatch):
     found = fused.with_fused_adapters(logits)(None, model)
     torch.testing.assert_close(found, expected)
     assert (found - before).abs().max() > 0.1 and not layer.fused
+
+
+def test_adapters_that_cannot_be_fused_are_refused():
+    """Without adapters, and where a rank holds a part of each weight."""
+    fused = load(VARIANTS / "lora-rollout/lora_rollout.py")
+    given = "--preset toy --actor_lora_dim 4 --zero_stage"
+    for flags, refused in ((f"{given} 2", False), (f"{given} 3", True), ("--preset toy", True)):
+        args = ppo.get_args(flags.split())
+        args.fuse_adapters = 1
+        with kit.refuses("fuse-adapters") if refused else contextlib.nullcontext():
+            fused.check(args)
 
 
 def test_the_vc_ppo_variant_by_hand(tmp_path):

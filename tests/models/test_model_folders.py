@@ -190,20 +190,6 @@ def test_what_must_have_learned_something_has_weights(tmp_path):
     assert rule_of(load_model, folder, get_args(), 0, lora_dim=4) == "no-weights"
 
 
-def test_a_judge_without_a_head_is_refused(tmp_path):
-    """It would score at random (tests/run/test_wrong_input.py has a language model). And a reward
-    model's config says that it has a head, so weights without one are not whole."""
-    folder = folder_of(tmp_path, config_of("llama"), weights=True)
-    edit(tmp_path / "config.json", architectures=["LlamaForSequenceClassification"])
-    assert rule_of(value_model_of, folder) == "missing-weights"
-
-
-def test_a_reward_model_is_no_language_model(tmp_path):
-    """With tied embeddings all weights of a language model are in its folder: it would train."""
-    folder = folder_of(tmp_path, config_of("llama", architectures=["XForSequenceClassification"]))
-    assert rule_of(load_model, folder, get_args(), 0) == "cannot-write"
-
-
 # --------------------------------------------------------------------------------------------------
 # Tokenizers: with, without, and with an unhelpful padding token
 # --------------------------------------------------------------------------------------------------
@@ -240,25 +226,3 @@ def test_a_padding_token_is_added_only_where_the_embedding_has_room(spare, tmp_p
     together = values(model, *common.pad(texts, tokenizer.pad_token_id))[:, -1]
     alone = torch.cat([values(model, *common.pad([text], 0))[:, -1] for text in texts])
     torch.testing.assert_close(together, alone, **CLOSE)
-
-
-@pytest.mark.parametrize(
-    "vocab_size, special, rule",
-    [
-        (SIZE, {}, "no-eos"),  # no response could ever end
-        # an id beyond the embedding would be read from memory that is not its own
-        (SIZE - 1, {"eos_token": "<eos>", "pad_token": "<pad>"}, "vocabulary-too-large"),
-    ],
-)
-def test_tokenizers_that_are_refused(vocab_size, special, rule, tmp_path):
-    folder = tokenizer_folder(tmp_path, vocab_size, **special)
-    assert rule_of(model_folders.load_tokenizer, folder) == rule
-
-
-def test_rows_longer_than_the_model_are_refused(tmp_path):
-    """Past its positions OPT and GPT-2 read no embedding, and Llama one that was never trained."""
-    folder = folder_of(tmp_path, config_of("llama", max_position_embeddings=64))
-    args = get_args("--max_seq_len", "64")
-    model_folders.load_tokenizer(folder, args)
-    args.max_seq_len = 65
-    assert rule_of(model_folders.load_tokenizer, folder, args) == "too-long"

@@ -30,9 +30,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
-from tests import kit, runs
-from tests.run.test_flags import MUTATIONS, parser_of
-from tests.run.test_wrong_input import PAIR, UNFIT, fill_box
+from tests import kit, promises, runs
+from tests.box import PAIR, UNFIT, fill_box
+from tests.run.test_flags import parser_of
 
 LIMIT = 120  # seconds of one run
 BASE = """--preset toy --data_path data --data_split 1,1,1 --max_steps 4 --num_warmup_steps 0
@@ -100,10 +100,10 @@ def judged(case, before, done):
 
 
 # --------------------------------------------------------------------------------------------------
-# Flags: from the parsers themselves, and the table of test_flags.py
+# Flags: from the parsers themselves, and tests/promises.py
 # --------------------------------------------------------------------------------------------------
 NAMES = """nothing.jsonl good actor judge done score.py score.py:length missing.py:f data . .. /
-    /dev/null columns.jsonl broken.jsonl no_base out/x decided.json --seed 0 {} ünïcode""".split()
+    /dev/null columns.jsonl cut.jsonl no_base out/x decided.json --seed 0 {} ünïcode""".split()
 NAMES += ["", " ", "\udcff", "two words", "a\nb", "'"]
 
 
@@ -129,12 +129,13 @@ def edges(rng, flag):
 def draw_flags(case):
     """One to three flags of the script at the edges of what they take, or a broken rule."""
     rng = case.rng
-    mutations = [flags.split(maxsplit=1) for flags in MUTATIONS]
-    broken = [flags for script, flags in mutations if script == case.script]
+    commands = [command.partition(" ") for _, command, _ in promises.of(promises.FLAGS)]
+    broken = [flags for script, _, flags in commands if script == case.script]
     if rng.random() < 0.2 and broken:
         case.flags += shlex.split(rng.choice(broken))
         return
-    known = {name: flag for name, flag in parser_of(case.script).items() if hasattr(flag, "fixed")}
+    flags = parser_of(case.script)._actions
+    known = {flag.dest: flag for flag in flags if hasattr(flag, "fixed")}
     for name in rng.sample(sorted(known.keys() - {"output_dir"}), rng.choice([1, 2, 2, 2, 3])):
         words, refused = edges(rng, known[name])
         case.flags += [f"--{name}={words[0]}"] if len(words) == 1 else [f"--{name}", *words]

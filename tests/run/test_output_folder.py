@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import ppo
 import sft
 from machinery.base import locks, ranks
 from machinery.models import saving
@@ -24,13 +22,13 @@ FACTS = {"data_rows": 8, "data_fingerprint": 7}
 fork = multiprocessing.get_context("fork")
 
 
-def get_args(output, *flags, script=sft):
-    return script.get_args(["--preset", "toy", "--output_dir", str(output), *flags])
+def get_args(output, *flags):
+    return sft.get_args(["--preset", "toy", "--output_dir", str(output), *flags])
 
 
-def begin(output, *flags, script=sft):
+def begin(output, *flags):
     """Returns the folder of a run that has begun."""
-    folder = output_folder.OutputFolder(get_args(output, *flags, script=script))
+    folder = output_folder.OutputFolder(get_args(output, *flags))
     folder.take(FACTS)
     return folder
 
@@ -50,34 +48,8 @@ def checkpoint(output, step=2):
 
 
 # --------------------------------------------------------------------------------------------------
-# The lock
+# The lock. (A second run beside a living one, and folders that are refused: tests/promises.py)
 # --------------------------------------------------------------------------------------------------
-def hold(folder, held):
-    assert locks.Lock(folder / output_folder.LOCK).take() is None
-    held.set()
-    time.sleep(600)
-
-
-def test_a_folder_has_one_run_at_a_time(tmp_path):
-    """A second run would write into the first one's checkpoints. The refusal names host and
-    process. Killed, a run leaves the file behind and locks nobody out."""
-    begin(tmp_path).lock.release()
-    held = fork.Event()
-    other = fork.Process(target=hold, args=(tmp_path, held))
-    other.start()
-    try:
-        assert held.wait(60)
-        for flags in ([], ["--resume"], ["--overwrite"]):
-            with kit.refuses("output-in-use") as caught:
-                output_folder.OutputFolder(get_args(tmp_path, *flags))
-            assert f"process {other.pid} on {socket.gethostname()}" in caught.value.words
-    finally:
-        other.kill()
-        other.join()
-    assert (tmp_path / ".lock").exists()
-    begin(tmp_path, "--overwrite").lock.release()
-
-
 def test_the_check_is_repeated_under_the_lock(tmp_path):
     """Two runs may start at the same time, and load their models for minutes: whoever comes second
     finds the lock, or the run that has ended meanwhile."""
@@ -163,45 +135,6 @@ def test_the_monitors_write_into_the_new_folder(tmp_path):
             assert found[f"train_{name}"] == pytest.approx(logged, rel=1e-5)
 
 
-# --------------------------------------------------------------------------------------------------
-# What is refused
-# --------------------------------------------------------------------------------------------------
-def no_args_json(output):
-    finish(output)
-    (output / "args.json").write_text('{"seed": 1')
-
-
-def args_json_of_another(output):
-    finish(output)
-    (output / "args.json").write_text('{"seed": [1], "files": 3}')
-
-
-def a_link_to_nothing(output):
-    output.symlink_to("gone")
-
-
-REFUSED = [  # what is there, the flags, the rule that refuses them
-    (finish, [], "output-taken"),
-    (finish, ["--resume"], "run-finished"),
-    (no_args_json, ["--overwrite"], "output-taken"),  # whose it is cannot be told
-    (no_args_json, ["--resume"], "no-args-json"),
-    (args_json_of_another, ["--resume"], "no-args-json"),
-    (a_link_to_nothing, [], "output-unusable"),
-]
-
-
-@pytest.mark.parametrize("make, flags, rule", REFUSED)
-def test_a_folder_that_cannot_be_had_is_refused(tmp_path, make, flags, rule):
-    output = tmp_path / "run"
-    make(output)
-    before = kit.tree(tmp_path)
-    args = get_args(output)
-    args.overwrite, args.resume = "--overwrite" in flags, "--resume" in flags
-    with kit.refuses(rule):
-        output_folder.OutputFolder(args)
-    assert kit.tree(tmp_path) == before
-
-
 def test_logs_of_a_launcher_may_be_there_before(tmp_path):
     """Slurm and `tee` open their file before the run begins."""
     for name in ("slurm.out", "run.log", ".hidden"):
@@ -213,28 +146,6 @@ def test_logs_of_a_launcher_may_be_there_before(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # What --resume compares
 # --------------------------------------------------------------------------------------------------
-CHANGES = ["top_p 0.9", "keep_best eval_kl", "reward_fn a.py:g", "reward_model_name_or_path other"]
-CHANGES += ["gold_fn=", "num_eval_prompts 9"]  # what --keep_best and curves compare
-SAME = ["actor_learning_rate 1", "reward_fn moved/a.py:f"]
-
-
-@pytest.mark.parametrize("change", [*CHANGES, *SAME])
-def test_resume_compares_what_shapes_the_run(tmp_path, change):
-    """Another sampling, judge or schedule is another run; another rate or layout, or a folder that
-    has moved, is not."""
-    rest = ["--reward_fn", "a.py:f", "--reward_model_name_or_path", "judge"]
-    rest += ["--samples_per_prompt", "2", "--allow_unstable", "1"]
-    begin(tmp_path, *rest, script=ppo).lock.release()
-    checkpoint(tmp_path)
-    args = get_args(tmp_path, *rest, *f"--{change}".split(), "--resume", script=ppo)
-    if change in SAME:
-        output_folder.OutputFolder(args)
-        return
-    with kit.refuses("flag-changed") as caught:
-        output_folder.OutputFolder(args)
-    assert f"--{change.split()[0].rstrip('=')}" in caught.value.words
-
-
 DATA_FACTS = {"rows_per_step": 8, "data_rows": 40, "data_fingerprint": 7}
 DATA_FACTS |= {"frozen_models": {"judge/model.safetensors": 9}}
 THIS = {**DATA_FACTS, "shape": {"ranks": 2, "model": 2}}
@@ -312,14 +223,6 @@ def test_shards_are_joined_and_cut_anew_for_other_ranks():
     found = [checkpoints.laid_out(own, parts, place) for place in range(3)]
     assert [state["ema"]["w"].tolist() for state in found] == [[1, 2], [3, 4], [5, 0]]
     assert all(state["kl_coef"] == 0.1 for state in found)
-
-
-def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path):
-    """--resume with a smaller --max_steps would save a later model as the one of that step."""
-    args, facts = save(tmp_path, 5)
-    assert checkpoints.load(args, {}, {}, facts, 5)[0] == 5
-    with kit.refuses("beyond-last-step"):
-        checkpoints.load(args, {}, {}, facts, 4)
 
 
 def test_frozen_models_are_known_by_their_files(tmp_path):

@@ -2,14 +2,11 @@
 
 import itertools
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ppo
-from machinery.base.refused import Refused
-from machinery.run import best
 from tests import kit, runs
 from tests.runs import curve, metrics, run_of, without_clocks
 from tools import export
@@ -134,11 +131,3 @@ def test_step_2_stores_what_step_3_scales_by():
     for file in ("config.json", "model.safetensors"):
         found, expected = (run_of(n) / file for n in ("reward_ended_resumed", "reward_best"))
         assert found.read_bytes() == expected.read_bytes()
-
-
-def test_an_unknown_metric_is_refused_at_the_first_evaluation():
-    record = {"step": 0, "epoch": 0.0, "eval_loss": 1.0, "eval_accuracy_ci": [0.1, 0.2]}
-    best.refuse_unknown_metric(SimpleNamespace(keep_best="eval_loss"), record)
-    for name in ("loss", "eval_accuracy_ci"):
-        with pytest.raises(Refused):
-            best.refuse_unknown_metric(SimpleNamespace(keep_best=name), record)

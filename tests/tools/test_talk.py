@@ -250,17 +250,6 @@ def test_rows_of_a_file_are_scored(trained, chat_folder, tmp_path, row, scored):
 
 
 # ---- What is refused ----
-def test_a_folder_that_is_something_else_is_refused(trained):
-    """Before it is loaded: the scores of a model that does not score would be noise, and so would
-    be what a config without weights writes."""
-    args = flags_of("m")()
-    for kind, folder, rule in (
-        (models.Writer, trained / "judge", "cannot-write"),
-        (models.Judge, trained / "actor", "cannot-score"),
-        (models.Writer, kit.TOKENIZER, "no-weights"),
-    ):
-        with kit.refuses(rule):
-            kind(args, str(folder))
 
 
 # ---- A dialogue ----

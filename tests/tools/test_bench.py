@@ -1,0 +1,94 @@
+"""The benchmark and `make gpu-check`, on tiny sizes: their rows are commands that our scripts take,
+and what they print is what was measured."""
+
+import importlib
+import json
+import sys
+
+import pytest
+
+from bench import bench
+from tests import kit
+
+sys.path.insert(0, str(kit.ROOT / "bench"))  # for what these programs import from beside them
+
+
+@pytest.mark.parametrize("row", bench.CPU + bench.GPU, ids=lambda row: row.name)
+def test_a_row_is_a_command_that_its_script_takes(row, tmp_path):
+    """What one rank computes in a step, times ranks and accumulation, is what the rate counts."""
+    if row.script == "decode":
+        assert {"ours", "generate"} <= {*row.sides.split()}
+        return
+    for folder in (row.model, f"{row.model}-score"):
+        kit.tiny_config(max_position_embeddings=4096).save_pretrained(tmp_path / folder)
+    for dtype in row.dtypes.split():
+        flags = bench.flags_of(row, tmp_path, dtype)
+        args = importlib.import_module(row.script).get_args(flags)
+        rows = row.batch // row.ranks // row.accumulation
+        batch = "per_device_train_batch_size"
+        if row.script == "ppo":
+            batch = "per_device_generation_batch_size"
+            assert args.samples_per_prompt == row.samples and rows % row.samples == 0
+        assert getattr(args, batch) == args.per_device_eval_batch_size == rows
+        assert args.gradient_accumulation_steps == row.accumulation and args.dtype == dtype
+
+
+def test_the_table_compares_turn_by_turn():
+    """By hand: two rounds of 12 and 15 against 10 make 1.2 and 1.5. At 4 GFLOP a token, and 100
+    GFLOP/s, 25 tokens/s are the limit; reading 0.05 s a token makes it 20."""
+    common = dict(dtype="fp32", unit="tokens/s", wall=3.0, gb=1.5)
+    records = [dict(common, name="machine", side="limit", rate=100.0)]
+    for ours in (12.0, 15.0):
+        records.append(dict(common, name="sft", side="ours", rate=ours, flops=4e9))
+        records.append(dict(common, name="sft", side="old", rate=10.0, flops=4e9))
+    line = next(line for line in bench.table(records).splitlines() if "| sft |" in line)
+    assert "| 13.5 tokens/s | old 10.0 tokens/s | 1.350 (1.200, 1.500) | 25.0 | 54% |" in line
+    reads = dict(records[1], reading_seconds=0.05)
+    assert bench.limit_of([reads], records[0]) == ["20.0", "60%"]
+
+
+@pytest.mark.slow
+def test_a_benchmark_runs_and_compares_two_checkouts(tmp_path):
+    """A script, two ranks under ZeRO-3, and decoding, each twice in turn, at tiny sizes. The other
+    checkout is this one, so the two sides learn the same."""
+    program = [sys.executable, kit.ROOT / "bench/bench.py", "--smoke", "--rounds", 1]
+    rows = ["--only", "grpo accumulation", "zero3", "decode 8", "--dtype", "fp32"]
+    given = ["--against", kit.ROOT, "--work", tmp_path]
+    done = kit.start_command([*program, *rows, *given], limit=1800)
+    assert done.code == 0, done
+    records = [json.loads(line) for line in open(tmp_path / "results.jsonl")]
+    sides = [(r["name"], r["side"]) for r in records]
+    names = ("grpo accumulation", "zero3", "decode 8 rows")
+    assert sides == [(name, side) for name in names for side in ("old", "ours")]
+    for old, ours in zip(records[::2], records[1::2]):
+        assert old.get("quality") == ours.get("quality") and min(old["rate"], ours["rate"]) > 0
+    assert done.out.count("| old ") == 3 and "generate" in done.out
+
+
+# --------------------------------------------------------------------------------------------------
+# make gpu-check
+# --------------------------------------------------------------------------------------------------
+def test_each_peak_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch, capsys):
+    """DeepSpeed's hooks keep the engine of a run that has ended, so in one process the second peak
+    would hold the first run's models, too. Other groups have a process each."""
+    from bench import gpu_check
+
+    launched = []
+    monkeypatch.setattr(gpu_check, "launch", lambda base, part, *_: launched.append(part) or "")
+    monkeypatch.setattr(gpu_check.kit, "base", lambda: tmp_path)  # it sets this
+    monkeypatch.setattr(gpu_check.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--cpu", "grpo", "memory"])
+    with pytest.raises(SystemExit) as left:
+        gpu_check.main()
+    assert left.value.code == 1 and "did not end" in capsys.readouterr().out  # nothing ran
+    assert launched == ["reference", "grpo", *gpu_check.GROUPS["memory"]]
+
+
+@pytest.mark.slow
+def test_gpu_check_runs_on_cpu_ranks():
+    """Its runs, its kernels and its decoding are those of a GPU, on another device."""
+    program = [sys.executable, kit.ROOT / "bench/gpu_check.py", "--cpu", "attention", "decoding"]
+    done = kit.start_command([*program, "grpo"], limit=1800)
+    assert done.code == 0, done
+    found = json.loads(done.out.splitlines()[-1])["gpu_check"]
+    assert found["ok, failed, not known"][:2] == [6, 0], done.out
