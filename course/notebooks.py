@@ -40,7 +40,7 @@ def execute(notebook, sizes=""):
     sizes: lines of Python that are added to the cell with the tag "sizes".
     """
     for cell in code_cells(notebook):
-        if "sizes" in cell.metadata.get("tags", []):
+        if sizes and "sizes" in cell.metadata.get("tags", []):
             cell.source += f"\n{sizes}"
     where = {"metadata": {"path": FOLDER}}
     NotebookClient(notebook, coalesce_streams=True, record_timing=False, resources=where).execute()
