@@ -548,7 +548,9 @@ def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxs
     model.static_caches = model.kept_caches if args.compile_decoding else {}
     sampled = ppo.sample(args, model, Knowing(tokenizer, known), ids, mask, uniforms, synced)
     responses, _, lengths, _ = sampled
-    return responses, (torch.arange(responses.shape[1]) < lengths[:, None]).long()
+    return responses, (
+        torch.arange(responses.shape[1], device=lengths.device) < lengths[:, None]
+    ).long()
 
 
 def uniforms(rows, count, step=0):
