@@ -206,6 +206,17 @@ def make_tokenizer(texts, vocab_size=576):
     )
 
 
+def save_config(tokenizer, folder):
+    """Writes the config of `make_config`, without transformers' version: it says nothing of it."""
+    make_config(tokenizer).save_pretrained(folder)
+    file = os.path.join(folder, "config.json")
+    with open(file) as text:
+        config = json.load(text)
+    del config["transformers_version"]
+    with open(file, "w") as text:
+        text.write(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
 def make_config(tokenizer):
     """The shape of a Llama, at the size of a toy: 4 layers of width 128.
     Embeddings are tied, as in most small models.
@@ -293,7 +304,7 @@ def main():
 
     tokenizer = make_tokenizer([row["prompt"] + row["response"] for row, _ in train])
     tokenizer.save_pretrained(os.path.join(args.out, "model"))
-    make_config(tokenizer).save_pretrained(os.path.join(args.out, "model"))
+    save_config(tokenizer, os.path.join(args.out, "model"))
 
     limits = find_limits(test, tokenizer)
     mean_gold = sum(

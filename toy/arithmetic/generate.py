@@ -43,7 +43,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # where the other toy's make.py is
-from make import make_config, make_tokenizer
+from make import make_tokenizer, save_config
 
 LARGEST = 20  # no right result is above it, and none below 0
 THROUGH_TEN = 0.3  # how often a step that crosses ten is made in two
@@ -282,7 +282,7 @@ def main():
 
     tokenizer = make_tokenizer([row["prompt"] + row["response"] for row in rows["data/train"]])
     tokenizer.save_pretrained(args.out / "model")
-    make_config(tokenizer).save_pretrained(args.out / "model")
+    save_config(tokenizer, args.out / "model")
 
     steps = [step for row in rows["data/train"] for step in steps_in(row)]
     shown = {fact(a, b) for a, b in steps if value_of(a) == value_of(b)}
