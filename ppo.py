@@ -87,9 +87,9 @@ TOY = dict(
 
 
 def get_args(argv=None):
-    """The flags that this file's maths takes; machinery/flags/ppo_flags.py has the others.
+    """The flags that this file's maths uses; machinery/flags/ppo_flags.py declares the others.
 
-    least, most: the range. fixed: a run that goes on with --resume must have the same.
+    least, most: the range. fixed: it must not change when a run is resumed.
     """
     parser = declaring.new_parser(__doc__)
     arg = declaring.flag_group(parser, "PPO: models and sizes")
@@ -203,8 +203,8 @@ def adapted_kl_coef(kl_coef, kl, target):
         error   = clip(KL / target - 1, -0.2, 0.2)
         kl_coef = kl_coef * (1 + 0.1 * error)
 
-    kl, target: nats per response. In steps that leave the actor as it is (a fork that trains the
-    critic first) KL is 0, and this would lower the penalty: leave it out there.
+    kl, target: nats per response. Do not call this in steps that do not train the actor (a fork
+    that trains the critic first): KL is 0 there, and the penalty would shrink.
 
     >>> round(adapted_kl_coef(0.1, kl=12.0, target=6.0), 6)  # the error is clipped to 0.2
     0.102
@@ -229,7 +229,7 @@ def gae(rewards, values, mask, gamma, lam):
         A_t     = delta_t + gamma * lam * A_{t+1}   so we walk from the last token back
         returns = A + V                             the critic's target
 
-    A token with mask 0 (padding, or a tool's between two turns) is no step: t + 1 is then the next
+    A token with mask 0 (padding, or a tool's between two turns) is skipped: t + 1 means the next
     token with mask 1. Returns advantages and returns, 0 where mask is 0.
     """
     advantages = torch.zeros_like(values)
@@ -256,12 +256,13 @@ def reinforce(rewards, mask, gamma):
 def rloo(totals, groups):
     """A response's reward minus the mean of the OTHER ones to its prompt.  [Ahmadian 2024]
 
-        A_i = total_i - (sum of total_j over j != i) / (n - 1)
+        A_i = total_i - (sum of total_j over j != i) / (size - 1)
 
-    totals: (n,) rewards of n responses, groups: (n,) numbers of their prompts -> (n,)
+    totals: (n,) rewards of n responses, groups: (n,) numbers of their prompts -> (n,). size: how
+    many responses the prompt has.
     """
-    total, n = group_sum(totals, groups), group_sum(torch.ones_like(totals), groups)
-    return totals - (total - totals) / (n - 1)
+    total, size = group_sum(totals, groups), group_sum(torch.ones_like(totals), groups)
+    return totals - (total - totals) / (size - 1)
 
 
 def grpo(totals, groups):
@@ -269,12 +270,13 @@ def grpo(totals, groups):
 
     A_i = (total_i - mean) / (std + 1e-4)        (n,), (n,) -> (n,)
 
-    std divides by n - 1. Where all rewards are equal A is exactly 0, since `set_advantages` gives
-    totals in float64. The mean over tokens of GRPO's loss is another matter: see `loss_weights`.
+    std divides by the group's size - 1. Where all rewards are equal A is exactly 0, since
+    `set_advantages` gives totals in float64. The mean over tokens of GRPO's loss is another matter:
+    see `loss_weights`.
     """
-    n = group_sum(torch.ones_like(totals), groups)
-    errors = totals - group_sum(totals, groups) / n
-    return errors / ((group_sum(errors**2, groups) / (n - 1)).sqrt() + 1e-4)
+    size = group_sum(torch.ones_like(totals), groups)
+    errors = totals - group_sum(totals, groups) / size
+    return errors / ((group_sum(errors**2, groups) / (size - 1)).sqrt() + 1e-4)
 
 
 def group_sum(values, groups):
@@ -293,11 +295,11 @@ def whitened(advantages, masks):
     count = max(count, 1)  # a mask of the user's own may leave no token
     mean = total / count
     scale = max(squares / count - mean**2, 0.0) ** 0.5 + 1e-8
-    return [(a - mean) / scale * m for a, m in zip(advantages, masks)]
+    return [(x - mean) / scale * mask for x, mask in zip(advantages, masks)]
 
 
 def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None):
-    """Clipped surrogate, to be minimised.  [Schulman 2017] eq. 7, with the sign turned
+    """Clipped surrogate, to be minimised.  [Schulman 2017] eq. 7, negated
 
         ratio = pi(token) / pi_old(token)
         loss  = -min(ratio * A, clip(ratio, 1 - clip, 1 + clip_high) * A)
@@ -451,8 +453,8 @@ class MicroBatch(common.Layout):
     scores: Tensor = None  # what the judges say; a whole response's score is on its last token
     gold: Tensor = None  # what --gold_fn says, in the same places; not trained on
     old_values: Tensor = None
-    old_logprobs: Tensor = None  # of the policy that sampled
-    entropy: Tensor = None  # of the same forward
+    old_logprobs: Tensor = None  # of the policy that sampled; set in the update if scores_actor is
+    entropy: Tensor = None  # False (forwards_of_score): until then None. Of the same forward
     kept: dict = field(default_factory=dict)  # forwards with their graphs, for the update: main
     # 5 advantages
     shaped_scores: Tensor = None  # scores as they are trained on: scaled, clipped, less penalties
@@ -562,10 +564,11 @@ def next_logits(model, inputs, cache):
 def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     """Samples a response to each prompt, token by token.
 
+    Here B is of a rollout batch, and R is --max_answer_seq_len, not the longest response.
     ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1), float64: token r of response
-    b is the first whose cumulative probability exceeds uniforms[b, r] times the sum of what may be
-    drawn. So the draw does not depend on the other responses. synced: all ranks must make the same
-    number of forwards (zero3.gather_for_generation).
+    i is the first id whose cumulative probability exceeds uniforms[i, r] times the total
+    probability of the allowed ids. So the draw does not depend on the other responses. synced: all
+    ranks must make the same number of forwards (zero3.gather_for_generation).
 
     Returns responses (B, R'), their log-probs (B, R') under the model at --temperature, their
     lengths (B,), EOS included, and ended: bool (B,), False for a response that was cut at R tokens.
@@ -578,7 +581,7 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     alive = torch.ones(B, dtype=torch.bool, device=device)  # responses that have not ended
     cache = decoding.new_cache(args, model, ids, mask, R)  # memory for P + R tokens, once
     forward = decoding.compiled_next_logits if cache.width else next_logits  # --compile_decoding
-    inputs = ids[cache.active]  # equal prompts are computed once
+    inputs = ids[cache.active]  # (U, P): at first one for each different prompt
     for r in progress.shown(range(R), "tokens of each response"):
         # Forward.
         logits = forward(model, inputs, cache)  # at first a row for each different prompt
@@ -619,10 +622,11 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
 def roll_out(args, engine, tokenizer, requests, step, batch_size):
     """Samples a response to each request, `batch_size` of them at a time.
 
-    requests: dicts with prompt_ids, row and sample. Returns the same dicts with response_ids, text,
-    ended (1.0 or 0.0) and tokens, {"sampled_logprobs": [...]}. The engine must be in eval mode. The
-    random numbers of a response depend on (seed, step, row, sample) alone, and on a request's
-    `turn`, for a fork that samples for it more than once in a step.
+    requests: dicts with prompt_ids, row (its number; below 0 for a filler) and sample. Returns the
+    same dicts with response_ids, text, ended (1.0 or 0.0) and tokens, {"sampled_logprobs": [...]}.
+    The engine must be in eval mode. The random numbers of a response depend on (seed, step, row,
+    sample) alone, and on a request's `turn`, for a fork that samples for it more than once in a
+    step.
     """
     out = []
     # Under ZeRO-3 all weights are gathered once, for all forwards, if they fit beside the cache.
@@ -714,16 +718,27 @@ def score_actor(args, actor, batch):
 
 
 def forwards_of_score(args, sizes, dropout):
-    """Which forwards of part 4 serve the update, too. Returns keeps_graphs, scores_actor.
+    """Which of part 4's forwards the update can reuse. Returns keeps_graphs, scores_actor.
 
     If a rollout makes one update, no weight moves between the forward that scores it and the one
     that trains. Without dropout the two are the same, so one of them is enough:
 
     keeps_graphs    with one micro-batch the forwards that score keep their graphs, and the update
-                    trains on them. There is no room for several graphs; nor, with checkpointing,
-                    for one. On two CPU cores 5.1 samples/s, and 4.15 without (bench/bench.py)
-    scores_actor    False where nothing before the update needs the actor's log-probs, as KL in the
-                    reward does: then those of the update are the old ones, of any micro-batches
+                    trains on them. Several graphs would not fit in memory; with checkpointing, not
+                    even one
+    scores_actor    False where nothing before the update needs the actor's log-probs (KL in the
+                    reward does): the update's log-probs then serve as the old ones, however many
+                    micro-batches there are. A fork that reads old_logprobs, entropy or kl() in
+                    part 5 must return True here
+
+    Forwards of the actor in parts 4 and 6, for each micro-batch (the critic's are as in the first
+    three lines):
+
+        first step of the process: the checks compare the two       1 + 1
+        one update, one micro-batch, KL in the reward               1, kept for the update
+        the same with accumulation or checkpointing                 1 + 1
+        one update, no KL in the reward                             0 + 1
+        several updates, or dropout in the actor or the critic      1 + 1 in each epoch
     """
     one_update = sizes.updates == 1 and not dropout
     keeps_graphs = one_update and sizes.micro_batches == 1 and not args.gradient_checkpointing
@@ -742,7 +757,7 @@ def answered(args, models, tokenizer, requests):
         engine.eval()  # no dropout
     state_offload.to_cpu(args, engines)  # --offload_states
     responses = roll_out(args, models.actor, tokenizer, requests, 0, size)
-    micro_batches = make_micro_batches(tokenizer, responses, size)
+    micro_batches = make_micro_batches(tokenizer, ordered(responses), size)
     for batch in micro_batches:
         score(args, models, batch)
         score_actor(args, models.actor, batch)
@@ -783,11 +798,11 @@ def set_advantages(args, micro_batches, kl_coef, score_statistics):
     else:
         for batch in micro_batches:
             batch.raw_advantages, batch.returns = estimator.of_tokens(args, batch)
-    raw = [batch.raw_advantages for batch in micro_batches]
+    advantages = [batch.raw_advantages for batch in micro_batches]
     if args.whiten:
-        raw = whitened(raw, [batch.response_mask for batch in micro_batches])
-    for batch, advantages in zip(micro_batches, raw):
-        batch.advantages = advantages
+        advantages = whitened(advantages, [batch.response_mask for batch in micro_batches])
+    for batch, of_batch in zip(micro_batches, advantages):
+        batch.advantages = of_batch
 
 
 # ---- Update ----
@@ -826,14 +841,14 @@ def loss_weights(args, masks):
 
         tokens      sum of loss_t / sum of L_i                   every token counts the same: DAPO
         responses   1/n * sum over i of (sum of loss_t / L_i)    every response does: GRPO
-        constant    1/n * sum over i of (sum of loss_t / R)      R = --max_answer_seq_len: Dr. GRPO
+        constant    1/n * sum over i of (sum of loss_t / C)      C = --max_answer_seq_len: Dr. GRPO
 
     [Yu 2025] eq. 8, [Shao 2024] eq. 3, [Liu 2025] section 3.1. With `responses` a token of a long
     response counts less: long bad ones are punished less for each token, and long good ones are
-    reinforced less. With `tokens` and `constant` a long response counts more as a whole; these two
-    differ by a factor of the step. A response without tokens that count is not among the n. The
-    critic's loss and the metrics are means over tokens always. Importance weights are no part of
-    this: see `actor_loss`.
+    reinforced less. With `tokens` and `constant` a long response counts more as a whole; within one
+    step these two differ only by a constant factor. Responses with no counted tokens are left out
+    of n. The critic's loss and the metrics are always means over tokens. Importance weights are no
+    part of this: see `actor_loss`.
     """
     if args.loss_mean == "tokens":
         return masks, ranks.all_sum(sum(mask.sum() for mask in masks)).item()
@@ -856,7 +871,8 @@ def optimizer_step(args, models, minibatch, kl_coef, means):
     for batch, weight, mask in zip(minibatch, weights, masks):  # one forward each
         # The actor. A forward that `score_actor` has kept is trained on as it is.
         logprobs, entropy = batch.kept.pop("actor", None) or actor_forward(args, actor, batch)
-        if batch.old_logprobs is None:  # nothing has needed them so far, and this is one update
+        if batch.old_logprobs is None:  # nothing has needed them so far: see forwards_of_score
+            assert not means.updates, "old log-probs are of the policy before the first update"
             batch.old_logprobs, batch.entropy = logprobs.detach(), entropy.detach()
         loss, ratio, clipped = actor_loss(args, batch, logprobs, entropy, kl_coef)
         batch.ratio = ratio.detach()
@@ -873,10 +889,10 @@ def optimizer_step(args, models, minibatch, kl_coef, means):
             loss_sum = (critic_loss * mask).sum()
             critic.backward(loss_sum * common.loss_scale(critic, token_count))
 
-        patches.skip_together(args, engines)  # fp16: an overflow skips both
+        patches.skip_together(args, engines)  # fp16: if either overflows, both skip
         for engine in engines:
             engine.step()  # moves weights at the minibatch's last micro-batch
-        means.add(
+        means.add(  # over the tokens of response_mask, whatever --loss_mean says
             batch,
             actor_loss=loss,
             critic_loss=critic_loss,
@@ -912,7 +928,7 @@ def main():
     pack, responses_per_row = shared_prompts.packing(args, models, plain_rows)  # --share_prompt
     decoding.try_compiled(args, actor, tokenizer, sample)  # --compile_decoding
 
-    # What checkpoints keep beside the engines
+    # Saved in checkpoints beside the engines
     state = {"kl_coef": args.kl_coef, "equal_since": None}
     average = ema.Ema(args, actor.module, state)  # --enable_ema
 
@@ -929,18 +945,20 @@ def main():
         responses = evaluation.gathered(answered(args, models, tokenizer, requests))
         return evaluation.report(run, step, responses, args.eval_samples)
 
-    dropout = any(map(model_folders.has_dropout, engines.values()))
-    keeps_graphs, scores_actor = forwards_of_score(args, sizes, dropout)
-    # In the first step of this process no forward is spared, and the checks compare them.
-    clock, first = metrics.Clock(), True
-    # run.steps evaluates once before the first step, or resumes. For each step it draws rows of
-    # `train`; run.log below evaluates when due, and after the loop's body it saves when due.
+    has_dropout = any(map(model_folders.has_dropout, engines.values()))
+    keeps_graphs, scores_actor = forwards_of_score(args, sizes, has_dropout)
+    clock = metrics.Clock()
+    first = True  # this process's first step: every forward is made, so that the checks compare
+    # run.steps evaluates once before the first step, or resumes. For each step it draws `batches`,
+    # sizes.batches_per_step lists of sizes.prompts rows of `train`. run.log below evaluates when
+    # due, and run.steps saves when due after the body.
     for step, batches in run.steps(engines, evaluate_at, metrics.columns(args), state=state):
         clock.start()
+        keep, score_old = keeps_graphs and not first, scores_actor or first
 
         # ---- 3 rollout ----
         for engine in engines.values():
-            engine.eval()  # no dropout, so that what is stored is of the policy that samples
+            engine.eval()  # no dropout: everything stored must describe the policy that samples
         state_offload.to_cpu(args, engines.values())  # --offload_states
         requests = sizes.requests(batches)  # dicts: one for each response to sample
         responses = roll_out(args, actor, tokenizer, requests, step, args.rollout_batch_size)
@@ -949,14 +967,14 @@ def main():
         # same number, which makes whole minibatches.
 
         # ---- 4 score ----
-        seed = None if sizes.updates_per_epoch == 1 else (args.seed, step)
-        responses = ordered(responses, responses_per_row, seed)
+        order_seed = None if sizes.updates_per_epoch == 1 else (args.seed, step)
+        responses = ordered(responses, responses_per_row, order_seed)
         size = args.per_device_training_batch_size
         micro_batches = make_micro_batches(tokenizer, responses, size, pack)
-        with torch.set_grad_enabled(keeps_graphs and not first):
+        with torch.set_grad_enabled(keep):
             for batch in micro_batches:
                 score(args, models, batch)
-                if scores_actor or first:
+                if score_old:
                     score_actor(args, actor, batch)
         state_offload.to_device(args, engines.values())
         clock.lap("score_seconds")
@@ -970,19 +988,19 @@ def main():
 
         # ---- 6 update ----
         for engine in engines.values():
-            engine.train()  # dropout acts from here on, in a model that has it
-            if first:
-                patches.record_backward(engine)  # ZeRO-3 prefetches in the order that it sees next
+            engine.train()  # dropout is on: in the critic at most, see stop_unless_one below
+            if first:  # ZeRO-3 records the next forward and backward, and prefetches in that order
+                patches.record_backward(engine)
         means = metrics.TokenMeans()
         accumulation = args.gradient_accumulation_steps  # micro-batches of a minibatch
         for epoch in range(args.ppo_epochs):
-            seed = args.seed, step, epoch
-            for number, minibatch in enumerate(minibatches(micro_batches, accumulation, seed)):
-                update = optimizer_step(args, models, minibatch, kl_coef, means)
+            drawn = minibatches(micro_batches, accumulation, (args.seed, step, epoch))
+            for number, minibatch in enumerate(drawn):
+                update_means = optimizer_step(args, models, minibatch, kl_coef, means)
                 average.update(actor)  # --enable_ema
-                if epoch == number == 0:  # before it no weight had moved
-                    checks.stop_unless_one(run, minibatch)
-            if args.target_kl and update["approx_kl"] > args.target_kl:
+                if epoch == number == 0:  # no weight has moved since the rollout, so the ratio is
+                    checks.stop_unless_one(run, minibatch)  # 1. An actor with dropout stops here
+            if args.target_kl and update_means["approx_kl"] > args.target_kl:
                 break
         clock.lap("train_seconds")
 
@@ -994,15 +1012,14 @@ def main():
             **clock.laps,
         }
         checks.warn_of_equal_scores(run, state, logged)
-        forwards = int(first or not keeps_graphs)  # those of part 4 that were not trained on
         passes = metrics.passes(
             args,
             models,
             epochs=means.updates / sizes.updates_per_epoch,
-            actor_forwards=forwards * (scores_actor or first),
-            critic_forwards=forwards,
+            actor_forwards=int(score_old and not keep),
+            critic_forwards=int(not keep),
         )
-        run.log(logged, micro_batches, passes)  # a number of yours is one more entry of `logged`
+        run.log(logged, micro_batches, passes)  # to log a number of your own, add it to `logged`
         if args.kl_target:
             state["kl_coef"] = adapted_kl_coef(kl_coef, logged["kl"], args.kl_target)
         first = False

@@ -148,9 +148,10 @@ def evaluate(run, engine, held_out, collate_rows):
     """
     engine.eval()  # no dropout
     found = []
-    for rows, batch in batching.eval_loader(run.args, held_out, collate_rows):
+    for numbers, batch in batching.eval_loader(run.args, held_out, collate_rows):
         chosen, rejected = score_pairs(engine, batch)  # (B,), (B,)
-        found.append(torch.stack([torch.tensor(rows), chosen.cpu(), rejected.cpu()], 1).double())
+        columns = torch.tensor(numbers), chosen.cpu(), rejected.cpu()  # (B,) each
+        found.append(torch.stack([column.double() for column in columns], 1))  # (B, 3)
     engine.train()
     # This rank's pairs, (n, 3): the row's number, the chosen score, the rejected score.
     pairs = torch.cat(found)

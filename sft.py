@@ -105,8 +105,8 @@ def sft_loss_sum(logprobs, loss_mask):
     A sum, because the mean is taken once over the whole optimizer step (common.loss_scale): the
     mean of micro-batch means would give a token in a short batch more weight than one in a long
     batch.  logprobs, loss_mask: (B, R) -> ()
-    `evaluate` takes it, too, and eval_perplexity is its exponential: what is for training alone
-    (label smoothing, weights of tokens or rows) belongs in part 3 of main.
+    `evaluate` calls this as well, and eval_perplexity is its exponential: what is for training
+    alone (label smoothing, weights of tokens or rows) belongs in part 3 of main.
     """
     return -(logprobs * loss_mask).sum()
 

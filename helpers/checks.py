@@ -68,7 +68,7 @@ def numbers_of(engine, ids, padding, pad_id):
     return common.response_logprobs(engine, layout, torch.ones_like(layout.logit_places))
 
 
-# ---- In the first step of PPO ----
+# ---- In PPO's steps ----
 @torch.no_grad()
 def stop_unless_rollout_is_finite(run, micro_batches):
     """Stops the run if anything that was stored for the update is NaN or infinite."""

@@ -53,8 +53,8 @@ def test_a_forward_is_spared_only_where_nothing_lies_between(
 
 
 def test_the_gate_stops_a_run_whose_two_passes_disagree():
-    """Dropout in the actor: the pass that trains is not the policy that was scored. No step is
-    taken, nothing is saved."""
+    """Dropout in the actor: the pass that trains is not the policy that was scored. Nothing is
+    saved."""
     assert [(rank["code"], rank["saved"]) for rank in facts("ppo_gate")] == [(1, [])] * 2
     said = made("ppo_gate")
     words = r"error: step 1: before the first update the ratio is off by .*--actor_dropout 0"
