@@ -89,7 +89,7 @@ def tiny_data():
 
 def call_of_tree(tree, script, argv):
     """Runs a script of another folder, with what it imports from there, in a forked rank."""
-    ours = ("common", "machinery", *kit.SCRIPTS)
+    ours = ("common", "helpers", "machinery", *kit.SCRIPTS)
     for name in [name for name in sys.modules if name.split(".")[0] in ours]:
         del sys.modules[name]
     sys.path.insert(0, tree)
