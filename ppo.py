@@ -998,8 +998,10 @@ def main():
             for number, minibatch in enumerate(drawn):
                 update_means = optimizer_step(args, models, minibatch, kl_coef, means)
                 average.update(actor)  # --enable_ema
-                if epoch == number == 0:  # no weight has moved since the rollout, so the ratio is
-                    checks.stop_unless_one(run, minibatch)  # 1. An actor with dropout stops here
+                # No weight had moved since the rollout, so the ratio was 1: else the run stops, as
+                # it does for an actor with dropout.
+                if epoch == number == 0:
+                    checks.stop_unless_one(run, minibatch)
             if args.target_kl and update_means["approx_kl"] > args.target_kl:
                 break
         clock.lap("train_seconds")
