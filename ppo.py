@@ -46,6 +46,7 @@ from torch import Tensor
 import common
 from helpers import checks, decoding, evaluation, judging, metrics, microscope, shared_prompts
 from machinery.base import progress, ranks
+from machinery.base.modules import unwrap_model
 from machinery.base.refused import program
 from machinery.data.rows import load_rows, open_sources
 from machinery.engine import ema, patches, state_offload, zero3
@@ -95,8 +96,13 @@ def get_args(argv=None):
     arg = declaring.flag_group(parser, "PPO: models and sizes")
     arg("actor_model_name_or_path", str, "actor and reference: step 1's output", fixed=True)
     arg("critic_model_name_or_path", str, "start of the critic: step 2's output", fixed=True)
-    models = "frozen reward models; None: the critic's, unless --reward_fn is given"
-    arg("reward_model_name_or_path", str, models, nargs="+", fixed=True)
+    arg(
+        "reward_model_name_or_path",
+        str,
+        "frozen reward models; None: the critic's, unless --reward_fn is given",
+        nargs="+",
+        fixed=True,
+    )
     arg("max_prompt_seq_len", int, "tokens; a longer prompt keeps its end", least=2, fixed=True)
     arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
     arg("samples_per_prompt", 1, "responses; rloo and grpo compare them", least=1, fixed=True)
@@ -106,14 +112,23 @@ def get_args(argv=None):
     arg("ppo_epochs", 1, "epochs over a rollout. 1 [DeepSpeed-Chat]", least=1)
     # Several updates on a rollout are ordinary PPO. DeepSpeed-Chat reports that they diverge, and
     # leaves open why, so they must be asked for; labs/stability saw no divergence at usual rates.
-    several = "1: permit several updates on one rollout, at which DeepSpeed-Chat saw divergence"
-    arg("allow_unstable", 0, several, most=1)
+    arg(
+        "allow_unstable",
+        0,
+        "1: permit several updates on one rollout, at which DeepSpeed-Chat saw divergence",
+        most=1,
+    )
     arg = declaring.flag_group(parser, "PPO: flags that change the result")
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6, fixed=True)
     arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]; 0: no reference")
     arg("kl_target", float, "KL to the reference, nats a response, that kl_coef adapts to hold")
-    kinds = list(KL_ESTIMATORS)
-    arg("kl_estimator", str, "None: k1 in the reward, k3 in the loss", choices=kinds, fixed=True)
+    arg(
+        "kl_estimator",
+        str,
+        "None: k1 in the reward, k3 in the loss",
+        choices=KL_ESTIMATORS,
+        fixed=True,
+    )
     arg("kl_in", "reward", "place of KL. loss [Shao 2024]", choices=["reward", "loss"], fixed=True)
     arg("clip_reward", 5.0, "each score is clipped to +- this. 5 [DeepSpeed-Chat]", most=inf)
     arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
@@ -122,15 +137,28 @@ def get_args(argv=None):
     arg("lam", 0.95, "GAE's lambda: 0 trusts the critic. 0.95 [DeepSpeed-Chat]", most=1, fixed=True)
     arg("whiten", int, "1: advantages to mean 0, deviation 1; None: by --advantage", fixed=True)
     arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=inf)
-    upper = "upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip"
-    arg("clip_high", float, upper, most=inf)
+    arg(
+        "clip_high",
+        float,
+        "upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip",
+        most=inf,
+    )
     arg("clip_value", 0.2, "values are clipped to old +- this. 0.2 [DeepSpeed-Chat]", most=inf)
-    means = ["tokens", "responses", "constant"]
-    arg("loss_mean", "tokens", "loss_weights says over what", choices=means, fixed=True)
-    truncated = "1: responses that were cut off count in no loss [Yu 2025]"
-    arg("mask_truncated", 0, truncated, most=1, fixed=True)
-    cap = "responses of another policy: cap of each token's importance weight. 2 [Yao 2025]"
-    arg("is_cap", float, cap, most=inf, fixed=True)
+    arg("loss_mean", "tokens", "see loss_weights", choices=list(LOSS_MEANS), fixed=True)
+    arg(
+        "mask_truncated",
+        0,
+        "1: responses that were cut off count in no loss [Yu 2025]",
+        most=1,
+        fixed=True,
+    )
+    arg(
+        "is_cap",
+        float,
+        "responses of another policy: cap of each token's importance weight. 2 [Yao 2025]",
+        most=inf,
+        fixed=True,
+    )
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
     arg("target_kl", float, "ends a rollout's epochs when approx_kl, to its policy, is above")
     ppo_flags.add_options(parser)
@@ -372,19 +400,19 @@ class Estimator:
         return self.of_groups is not None
 
 
-def gae_of(args, batch):
+def gae_advantages(args, batch):
     """GAE: the only one that uses the critic."""
     return gae(batch.rewards, batch.old_values, batch.response_mask, args.gamma, args.lam)
 
 
-def reinforce_of(args, batch):
+def reinforce_advantages(args, batch):
     """REINFORCE: no critic, so no returns for it to learn."""
     return reinforce(batch.rewards, batch.response_mask, args.gamma), None
 
 
 ADVANTAGES = {
-    "gae": Estimator(of_tokens=gae_of, needs_critic=True, whitens=True),
-    "reinforce": Estimator(of_tokens=reinforce_of, whitens=True),
+    "gae": Estimator(of_tokens=gae_advantages, needs_critic=True, whitens=True),
+    "reinforce": Estimator(of_tokens=reinforce_advantages, whitens=True),
     "rloo": Estimator(of_groups=rloo),
     "grpo": Estimator(of_groups=grpo),
 }
@@ -493,8 +521,10 @@ def plain_rows(responses, pad_id):
 
     responses: B dicts with prompt_ids and response_ids. See the picture at the top of this file.
     """
-    prompts, prompt_mask = common.pad([row["prompt_ids"] for row in responses], pad_id)  # (B, P)
-    answers, real = common.pad([row["response_ids"] for row in responses], pad_id, "right")
+    prompts = [response["prompt_ids"] for response in responses]
+    prompts, prompt_mask = common.pad(prompts, pad_id)  # (B, P)
+    answers = [response["response_ids"] for response in responses]
+    answers, real = common.pad(answers, pad_id, "right")  # (B, R)
     mask = torch.cat([prompt_mask, real], 1)  # (B, T)
     B, T = mask.shape
     P = prompts.shape[1]
@@ -518,11 +548,11 @@ def make_micro_batches(tokenizer, responses, batch_size, pack=plain_rows):
     out = []
     for start in range(0, len(responses), batch_size):
         part = responses[start : start + batch_size]
-        length = torch.tensor([len(row["response_ids"]) for row in part])
-        row_weight = torch.tensor([float(row["row_weight"]) for row in part])
+        length = torch.tensor([len(response["response_ids"]) for response in part])
+        row_weight = torch.tensor([float(response["row_weight"]) for response in part])
         real = (torch.arange(length.max()) < length[:, None]).float()  # (B, R)
         tokens = {
-            name: common.pad([row["tokens"][name] for row in part], 0.0, "right")[0].float()
+            name: common.pad([each["tokens"][name] for each in part], 0.0, "right")[0].float()
             for name in part[0].get("tokens", ())
         }
         response_mask = real * tokens.get("own", real) * row_weight[:, None]
@@ -531,7 +561,7 @@ def make_micro_batches(tokenizer, responses, batch_size, pack=plain_rows):
             **vars(layout),
             responses=part,
             length=length,
-            ended=torch.tensor([row["ended"] for row in part]),
+            ended=torch.tensor([response["ended"] for response in part]),
             row_weight=row_weight,
             response_mask=response_mask,
             last=response_mask * (response_mask.cumsum(-1) == response_mask.sum(-1, keepdim=True)),
@@ -624,17 +654,19 @@ def roll_out(args, engine, tokenizer, requests, step, batch_size):
 
     requests: dicts with prompt_ids, row (its number; below 0 for a filler) and sample. Returns the
     same dicts with response_ids, text, ended (1.0 or 0.0) and tokens, {"sampled_logprobs": [...]}.
-    The engine must be in eval mode. The random numbers of a response depend on (seed, step, row,
-    sample) alone, and on a request's `turn`, for a fork that samples for it more than once in a
-    step.
+    The engine must be in eval mode: dropout would make it another policy. The random numbers of a
+    response depend on (seed, step, row, sample) alone, and on a request's `turn`, for a fork that
+    samples for it more than once in a step.
     """
+    assert not unwrap_model(engine).training, "dropout is on: engine.eval() first"
     out = []
     # Under ZeRO-3 all weights are gathered once, for all forwards, if they fit beside the cache.
     room = decoding.memory(args, engine, requests, batch_size)
     with zero3.gather_for_generation(engine, room) as (model, synced):
         for start in progress.shown(range(0, len(requests), batch_size), "batches of a rollout"):
             part = requests[start : start + batch_size]
-            ids, mask = common.pad([one["prompt_ids"] for one in part], tokenizer.pad_token_id)
+            prompts = [request["prompt_ids"] for request in part]
+            ids, mask = common.pad(prompts, tokenizer.pad_token_id)
             ids, mask = ids.to(ranks.device()), mask.to(ranks.device())  # (B, P)
             uniforms = decoding.uniforms_of(args.seed, step, part, args.max_answer_seq_len)
             sampled = sample(args, model, tokenizer, ids, mask, uniforms, synced)
@@ -660,7 +692,7 @@ def ordered(responses, responses_per_row=1, seed=None):
     n = responses_per_row
     rows = [responses[i : i + n] for i in range(0, len(responses), n)]
     if seed is None:
-        rows.sort(key=lambda row: sum(len(r["prompt_ids"]) + len(r["response_ids"]) for r in row))
+        rows.sort(key=lambda row: sum(len(r["prompt_ids"] + r["response_ids"]) for r in row))
     else:
         np.random.default_rng(seed).shuffle(rows)
     return [response for row in rows for response in row]
@@ -687,8 +719,11 @@ def reward_model_scores(model, batch):
     return score * batch.last
 
 
-def score(args, models, batch):
-    """Fills in what reference, judges and critic say of a micro-batch."""
+def score(args, models, batch, keep=False):
+    """Fills in what reference, judges and critic say of a micro-batch.
+
+    keep: the critic's forward holds its graph, so that the update trains on it.
+    """
     with torch.no_grad():
         if models.reference:
             wanted = batch.response_mask  # (B, R)
@@ -699,33 +734,36 @@ def score(args, models, batch):
         if models.gold:
             batch.gold = models.gold(batch)
     if models.critic:
-        values = common.values_before_tokens(models.critic, batch)  # (B, R)
+        with torch.set_grad_enabled(keep):
+            values = common.values_before_tokens(models.critic, batch)  # (B, R)
         batch.old_values = values.detach()
-        if values.requires_grad:
+        if keep:
             batch.kept["critic"] = values
 
 
-def score_actor(args, actor, batch):
-    """Fills in the old log-probs of a micro-batch, and their entropy.
+def score_actor(args, actor, batch, keep=False):
+    """Fills in the old log-probs of a micro-batch, and their entropy. keep: as in `score`.
 
     It comes after `score`: with LoRA the actor is the reference's engine, too, and under ZeRO-3 a
     forward that is trained on must be the engine's last one before its backward.
     """
-    logprobs, entropy = actor_forward(args, actor, batch)
+    with torch.set_grad_enabled(keep):
+        logprobs, entropy = actor_forward(args, actor, batch)
     batch.old_logprobs, batch.entropy = logprobs.detach(), entropy.detach()
-    if logprobs.requires_grad:
+    if keep:
         batch.kept["actor"] = logprobs, entropy
 
 
-def forwards_of_score(args, sizes, dropout):
-    """Which of part 4's forwards the update can reuse. Returns keeps_graphs, scores_actor.
+def forwards_of_score(args, sizes, no_dropout):
+    """Which of part 4's forwards the update can reuse. Returns keeps, scores_actor.
 
-    If a rollout makes one update, no weight moves between the forward that scores it and the one
-    that trains. Without dropout the two are the same, so one of them is enough:
+    no_dropout: names of the engines in which no dropout acts. If a rollout makes one update, no
+    weight moves between the forward that scores it and the one that trains; in these engines the
+    two are the same, so one of them is enough:
 
-    keeps_graphs    with one micro-batch the forwards that score keep their graphs, and the update
-                    trains on them. Several graphs would not fit in memory; with checkpointing, not
-                    even one
+    keeps           the engines whose forwards in part 4 hold their graphs, so that the update
+                    trains on them. With one micro-batch only: several graphs would not fit in
+                    memory. With gradient checkpointing not even one would
     scores_actor    False where nothing before the update needs the actor's log-probs (KL in the
                     reward does): the update's log-probs then serve as the old ones, however many
                     micro-batches there are. A fork that reads old_logprobs, entropy or kl() in
@@ -736,14 +774,15 @@ def forwards_of_score(args, sizes, dropout):
 
         first step of the process: the checks compare the two       1 + 1
         one update, one micro-batch, KL in the reward               1, kept for the update
-        the same with accumulation or checkpointing                 1 + 1
+        the same with accumulation, checkpointing or dropout        1 + 1
         one update, no KL in the reward                             0 + 1
-        several updates, or dropout in the actor or the critic      1 + 1 in each epoch
+        several updates                                             1 + 1 in each epoch
     """
-    one_update = sizes.updates == 1 and not dropout
-    keeps_graphs = one_update and sizes.micro_batches == 1 and not args.gradient_checkpointing
+    one_update = sizes.updates == 1
+    one_graph = sizes.micro_batches == 1 and not args.gradient_checkpointing
     kl_in_reward = args.kl_coef > 0 and args.kl_in == "reward"
-    return keeps_graphs, kl_in_reward or not one_update
+    keeps = no_dropout if one_update and one_graph else []
+    return keeps, kl_in_reward or not one_update or "actor" not in no_dropout
 
 
 @torch.no_grad()
@@ -829,6 +868,9 @@ def trained_mask(args, batch):
     return batch.response_mask
 
 
+LOSS_MEANS = "tokens", "responses", "constant"
+
+
 def loss_weights(args, masks):
     """The weight of each token in the actor's loss: (B, R) of each micro-batch, and the divisor.
 
@@ -876,31 +918,30 @@ def optimizer_step(args, models, minibatch, kl_coef, means):
             batch.old_logprobs, batch.entropy = logprobs.detach(), entropy.detach()
         loss, ratio, clipped = actor_loss(args, batch, logprobs, entropy, kl_coef)
         batch.ratio = ratio.detach()
+        found = {  # (B, R) each, for the log
+            "actor_loss": loss,
+            "approx_kl": kl_estimate(batch.old_logprobs, logprobs.detach(), "k3"),  # KL(old || new)
+            "clip_fraction": clipped,
+            "clip_fraction_low": clipped & (batch.advantages < 0),
+            "clip_fraction_high": clipped & (batch.advantages > 0),
+        }
         loss_sum = (loss * weight).sum()
         actor.backward(loss_sum * common.loss_scale(actor, divisor))
 
         # The critic, if there is one
-        critic_loss = torch.zeros_like(loss)
         if critic:
             values = batch.kept.pop("critic", None)  # (B, R)
             if values is None:
                 values = common.values_before_tokens(critic, batch)
             critic_loss = value_loss(values, batch.old_values, batch.returns, args.clip_value)
+            found["critic_loss"] = critic_loss
             loss_sum = (critic_loss * mask).sum()
             critic.backward(loss_sum * common.loss_scale(critic, token_count))
 
         patches.skip_together(args, engines)  # fp16: if either overflows, both skip
         for engine in engines:
             engine.step()  # moves weights at the minibatch's last micro-batch
-        means.add(  # over the tokens of response_mask, whatever --loss_mean says
-            batch,
-            actor_loss=loss,
-            critic_loss=critic_loss,
-            approx_kl=kl_estimate(batch.old_logprobs, logprobs.detach(), "k3"),  # KL(old || new)
-            clip_fraction=clipped,
-            clip_fraction_low=clipped & (batch.advantages < 0),
-            clip_fraction_high=clipped & (batch.advantages > 0),
-        )
+        means.add(batch, found)  # over the tokens of response_mask, whatever --loss_mean says
     return means.end_update()
 
 
@@ -916,7 +957,8 @@ def main():
         args.actor_model_name_or_path, args, in_chats=sources.hold_chats
     )
     train, held_out = load_rows(args, sources, tokenizer, args.max_prompt_seq_len)
-    score_statistics = ppo_flags.check_models(args, tokenizer)  # --normalize_reward
+    ppo_flags.check_models(args, tokenizer)
+    score_statistics = ppo_flags.score_statistics(args)  # --normalize_reward
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
     sizes = Sizes(args)
     steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.batches_per_step)
@@ -945,8 +987,8 @@ def main():
         responses = evaluation.gathered(answered(args, models, tokenizer, requests))
         return evaluation.report(run, step, responses, args.eval_samples)
 
-    has_dropout = any(map(model_folders.has_dropout, engines.values()))
-    keeps_graphs, scores_actor = forwards_of_score(args, sizes, has_dropout)
+    no_dropout = [name for name in engines if not model_folders.has_dropout(engines[name])]
+    keeps, scores_actor = forwards_of_score(args, sizes, no_dropout)
     clock = metrics.Clock()
     first = True  # this process's first step: every forward is made, so that the checks compare
     # run.steps evaluates once before the first step, or resumes. For each step it draws `batches`,
@@ -954,7 +996,8 @@ def main():
     # due, and run.steps saves when due after the body.
     for step, batches in run.steps(engines, evaluate_at, metrics.columns(args), state=state):
         clock.start()
-        keep, score_old = keeps_graphs and not first, scores_actor or first
+        keep = [] if first else keeps  # engines whose forwards in part 4 are trained on
+        score_old = scores_actor or first
 
         # ---- 3 rollout ----
         for engine in engines.values():
@@ -971,11 +1014,10 @@ def main():
         responses = ordered(responses, responses_per_row, order_seed)
         size = args.per_device_training_batch_size
         micro_batches = make_micro_batches(tokenizer, responses, size, pack)
-        with torch.set_grad_enabled(keep):
-            for batch in micro_batches:
-                score(args, models, batch)
-                if score_old:
-                    score_actor(args, actor, batch)
+        for batch in micro_batches:
+            score(args, models, batch, keep="critic" in keep)
+            if score_old:
+                score_actor(args, actor, batch, keep="actor" in keep)
         state_offload.to_device(args, engines.values())
         clock.lap("score_seconds")
         checks.stop_unless_rollout_is_finite(run, micro_batches)
@@ -1009,7 +1051,7 @@ def main():
         # ---- 7 log ----
         logged = {
             "kl_coef": kl_coef,
-            **means.of_all_updates(args.has_critic),
+            **means.of_all_updates(),
             **metrics.rollout_means(args, micro_batches),
             **clock.laps,
         }
@@ -1018,8 +1060,8 @@ def main():
             args,
             models,
             epochs=means.updates / sizes.updates_per_epoch,
-            actor_forwards=int(score_old and not keep),
-            critic_forwards=int(not keep),
+            actor_forwards=int(score_old and "actor" not in keep),
+            critic_forwards=int("critic" not in keep),
         )
         run.log(logged, micro_batches, passes)  # to log a number of your own, add it to `logged`
         if args.kl_target:

@@ -49,8 +49,8 @@ class TokenMeans:
         self.totals = Counter()
 
     @torch.no_grad()
-    def add(self, batch, **values):
-        """Adds a micro-batch, and of it `values`, (B, R) each."""
+    def add(self, batch, values):
+        """Adds a micro-batch, and of it `values`: {name: (B, R)}."""
         mask = batch.response_mask
         self.ratio_max.append((batch.ratio * (mask > 0)).max())
         for name, value in {"tokens": mask, **values}.items():
@@ -65,13 +65,11 @@ class TokenMeans:
         self.updates += 1
         return means_of_tokens(sums)
 
-    def of_all_updates(self, has_critic=True):
+    def of_all_updates(self):
         """Returns {name: mean}, ratio_max, and the sum of the losses as `loss`."""
         means = means_of_tokens(self.totals)
         ratio_max = max(ranks.all_gather_objects([torch.stack(self.ratio_max).max().item()]))
-        loss = means["actor_loss"] + means["critic_loss"]
-        if not has_critic:
-            del means["critic_loss"]
+        loss = means["actor_loss"] + means.get("critic_loss", 0)
         return {"loss": loss, **means, "ratio_max": ratio_max}
 
 

@@ -46,11 +46,11 @@ def four_models(args):
     rows, logits = args.per_device_training_batch_size, args.max_answer_seq_len
     actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
     kept = keeps_graphs(args, actor_args, critic_args)
-    actor = memory.Model(actor_args, rows, with_logits=logits, kept=kept)
+    actor = memory.Model(actor_args, rows, with_logits=logits, kept="actor" in kept)
     actor.generates = args.rollout_batch_size
     models = [actor]
     if args.has_critic:
-        models.append(memory.Model(critic_args, rows, head=True, kept=kept))
+        models.append(memory.Model(critic_args, rows, head=True, kept="critic" in kept))
     if args.has_reference and not args.actor_lora_dim:
         own = declaring.with_flags(actor_args, dropout=0.0)
         models.append(memory.Model(own, rows, trains=False, with_logits=logits))
@@ -62,9 +62,10 @@ def four_models(args):
 
 
 def keeps_graphs(args, actor_args, critic_args):
-    """Returns whether the forwards that score a rollout keep their graphs, to be trained on."""
-    dropout = dropout_of(actor_args) or (args.has_critic and dropout_of(critic_args))
-    return ppo.forwards_of_score(args, ppo.Sizes(args), dropout)[0]
+    """Returns the models whose forwards that score a rollout keep their graphs, to be trained on."""
+    own_flags = {"actor": actor_args} | ({"critic": critic_args} if args.has_critic else {})
+    no_dropout = [name for name, own in own_flags.items() if not dropout_of(own)]
+    return ppo.forwards_of_score(args, ppo.Sizes(args), no_dropout)[0]
 
 
 def dropout_of(own):

@@ -92,8 +92,7 @@ def resolve(args, advantages, responses):
 def check_models(args, tokenizer):
     """Ends with an error, before any model is loaded, if they do not fit each other.
 
-    All have one vocabulary, the actor writes, the judges score. Returns mean and deviation of the
-    reward model's held-out scores for --normalize_reward, else None.
+    All have one vocabulary, the actor writes, the judges score.
     """
     critics = [args.critic_model_name_or_path] if args.has_critic else []
     judges = args.reward_model_name_or_path
@@ -109,10 +108,18 @@ def check_models(args, tokenizer):
             raise Refused("other-vocabulary", f"{words}\n  Run reward.py on the actor.")
         if path in judges:
             model_folders.refuse_other_kind(path, config, scores=True)
+
+
+def score_statistics(args):
+    """Returns mean and deviation of the reward model's held-out scores, for --normalize_reward.
+
+    None without it.
+    """
     if not args.normalize_reward:
         return None
-    config = model_folders.load_config(judges[0], args.trust_remote_code)
+    path = args.reward_model_name_or_path[0]
+    config = model_folders.load_config(path, args.trust_remote_code)
     if not getattr(config, "score_statistics", None):
-        words = f"--normalize_reward: {judges[0]}/config.json lacks reward.py's score_statistics."
+        words = f"--normalize_reward: {path}/config.json lacks reward.py's score_statistics."
         raise Refused("no-score-statistics", words)
     return config.score_statistics

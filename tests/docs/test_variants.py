@@ -404,5 +404,5 @@ def test_the_vc_ppo_variant_by_hand(tmp_path):
     """Lambda 0 for the actor, 1 for the critic: its target is the sum of the rewards to come."""
     args, ones = SimpleNamespace(gamma=1.0, lam=0.0, critic_lam=1.0), torch.ones(1, 2)
     batch = micro_batch(rewards=ones, old_values=ones / 2, response_mask=ones)
-    advantages, returns = patched("vc-ppo", tmp_path).gae_of(args, batch)
+    advantages, returns = patched("vc-ppo", tmp_path).gae_advantages(args, batch)
     assert advantages.tolist() == [[1, 0.5]] and returns.tolist() == [[2, 1]]

@@ -100,7 +100,7 @@ def test_what_updates_report_are_means_over_their_tokens():
     for kl in (0.0, 0.3):
         values = torch.tensor([[kl, 3 * kl, 99.0]])
         batch = micro_batch([0], response_mask=mask, ratio=1 + values)
-        means.add(batch, actor_loss=values, critic_loss=mask, approx_kl=values)
+        means.add(batch, {"actor_loss": values, "critic_loss": mask, "approx_kl": values})
         last = means.end_update()
     assert last["approx_kl"] == pytest.approx(0.6)
     found = {"loss": 1.3, "actor_loss": 0.3, "critic_loss": 1, "approx_kl": 0.3, "ratio_max": 1.9}
