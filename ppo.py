@@ -192,9 +192,9 @@ class Sizes:
     def requests(self, batches):
         """Returns a dict for each response to sample: a row of data, `sample`, and `group`.
 
-        batches: rows of data (dicts), a list for each generation batch. Each row is there
-        --samples_per_prompt times, numbered by `sample`. A group are the responses to one prompt; a
-        prompt that is drawn twice makes two.
+        batches: rows of data (dicts), a list for each generation batch. Each row appears
+        --samples_per_prompt times, numbered by `sample`. The responses to one prompt form a group;
+        a prompt that is drawn twice forms two.
         """
         rows = [row for batch in batches for row in batch]
         return [
@@ -214,8 +214,8 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
     r = ref / pi        k1 = -log r             unbiased, may be negative, noisy
                         k2 = (log r)^2 / 2      biased a little, never negative
                         k3 = r - 1 - log r      unbiased, never negative
-    As a loss, k2 has the gradient of KL(pi || ref), k3 that of KL(ref || pi), and k1's is 0 on
-    average.
+    Differentiated as a loss, k2 gives the gradient of KL(pi || ref), k3 that of KL(ref || pi), and
+    k1 gives 0 on average.
     """
     log_r = ref_logprobs - logprobs
     if estimator == "k1":
@@ -298,9 +298,9 @@ def grpo(totals, groups):
 
     A_i = (total_i - mean) / (std + 1e-4)        (n,), (n,) -> (n,)
 
-    std divides by the group's size - 1. Where all rewards are equal A is exactly 0, since
-    `set_advantages` gives totals in float64. The mean over tokens of GRPO's loss is another matter:
-    see `loss_weights`.
+    std divides by the group's size - 1. If all rewards are equal, A is exactly 0, because
+    `set_advantages` passes totals in float64. How GRPO's loss averages over tokens is a separate
+    choice: see `loss_weights`.
     """
     size = group_sum(torch.ones_like(totals), groups)
     errors = totals - group_sum(totals, groups) / size
@@ -346,9 +346,9 @@ def importance_weights(old_logprobs, sampled_logprobs, cap):
         weight = min(pi_old(token) / mu(token), cap)
 
     pi_old: the actor as it scored the rollout. mu: the same weights in another engine, dtype or
-    kernel, or older weights. Uncapped weights have mean 1 under mu, and turn a mean over what may
-    follow a text into one under pi_old; the text itself is still one that mu has written. The cap
-    bounds their variance, and makes them a little smaller on average.
+    kernel, or older weights. Uncapped weights have mean 1 under mu. They turn the mean over the
+    next token into one under pi_old; the tokens before it are still mu's. The cap bounds their
+    variance, and lowers their mean a little.
     """
     return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
 
@@ -356,10 +356,10 @@ def importance_weights(old_logprobs, sampled_logprobs, cap):
 def actor_loss(args, batch, logprobs, entropy, kl_coef):
     """The policy loss, with a penalty on KL and a bonus for entropy where flags say so.
 
-    Returns loss, ratio, and clipped: where clipping stopped the gradient through the ratio. That
-    is above 1 where the advantage is positive, and below 1 where it is negative. The ratio is each
-    token's, also of a loss that takes a response's (variants/gspo): the check of the first update
-    would not see an error in single tokens in a mean over the response.
+    Returns loss, ratio, and clipped: where clipping stopped the gradient through the ratio (a ratio
+    above its bounds with a positive advantage, or below them with a negative one). The ratio is per
+    token even for a loss that uses one ratio per response (variants/gspo): averaged over a
+    response, an error in single tokens would escape the check of the first update.
     """
     loss, ratio = policy_loss(
         logprobs, batch.old_logprobs, batch.advantages, args.clip, args.clip_high
@@ -376,9 +376,9 @@ def actor_loss(args, batch, logprobs, entropy, kl_coef):
 
 
 def value_loss(values, old_values, returns, clip_value):
-    """Half the larger of two squared errors: of the values, and of the values clipped.
+    """Half the larger of two squared errors: that of the values, and that of the clipped values.
 
-    They are clipped to old_values +- clip_value. As in DeepSpeed-Chat; not in the PPO paper.
+    Values are clipped to old_values +- clip_value, as in DeepSpeed-Chat. The PPO paper does not.
     """
     clipped = old_values + (values - old_values).clamp(-clip_value, clip_value)
     return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
@@ -470,12 +470,12 @@ class MicroBatch(common.Layout):
     """B responses, laid out for a forward. The fields below are filled in from top to bottom."""
 
     responses: list  # (B,) dicts: prompt, text, response_ids, group, ...
-    length: Tensor  # (B,) tokens of each response. A mask's sum may be less: it may leave some out
+    length: Tensor  # (B,) tokens of each response, those that response_mask leaves out included
     ended: Tensor  # (B,) 1, or 0 for a response that was cut off
     row_weight: Tensor  # (B,) 1, or 0 for a filler (batching.Rows)
     response_mask: Tensor  # (B, R) 1 on tokens that the actor wrote and that count
     last: Tensor  # (B, R) 1 on the last of these
-    tokens: dict = field(default_factory=dict)  # what the sampler said of each token: (B, R) each
+    tokens: dict = field(default_factory=dict)  # the sampler's numbers for each token: (B, R) each
     # 4 score; all below are (B, R)
     ref_logprobs: Tensor = None
     scores: Tensor = None  # what the judges say; a whole response's score is on its last token
@@ -594,7 +594,7 @@ def next_logits(model, inputs, cache):
 def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     """Samples a response to each prompt, token by token.
 
-    Here B is of a rollout batch, and R is --max_answer_seq_len, not the longest response.
+    Here B counts the responses of a rollout batch, and R is --max_answer_seq_len.
     ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1), float64: token r of response
     i is the first id whose cumulative probability exceeds uniforms[i, r] times the total
     probability of the allowed ids. So the draw does not depend on the other responses. synced: all
@@ -686,8 +686,8 @@ def roll_out(args, engine, tokenizer, requests, step, batch_size):
 def ordered(responses, responses_per_row=1, seed=None):
     """Returns a rollout's responses in the order in which micro-batches take them.
 
-    By length, which saves padding, where one minibatch takes them all; else shuffled, with a seed.
-    With --share_prompt the responses that share a row stay side by side.
+    Sorted by length, which saves padding, if one minibatch takes them all; otherwise shuffled with
+    `seed`. With --share_prompt the responses that share a row stay side by side.
     """
     n = responses_per_row
     rows = [responses[i : i + n] for i in range(0, len(responses), n)]
@@ -700,7 +700,7 @@ def ordered(responses, responses_per_row=1, seed=None):
 
 # ---- Score ----
 def actor_forward(args, actor, batch):
-    """Log-probs and entropy (B, R) of the response tokens: one function for old and new ones.
+    """Log-probs and entropy (B, R) of the response tokens. Old and new ones both come from here.
 
     Entropy has a gradient only if --entropy_coef trains on it: that costs memory.
     """
@@ -720,7 +720,7 @@ def reward_model_scores(model, batch):
 
 
 def score(args, models, batch, keep=False):
-    """Fills in what reference, judges and critic say of a micro-batch.
+    """Fills in a micro-batch's reference log-probs, scores and values.
 
     keep: the critic's forward holds its graph, so that the update trains on it.
     """
@@ -808,7 +808,7 @@ def answered(args, models, tokenizer, requests):
 def set_rewards(args, batch, kl_coef, score_statistics):
     """Gives each token its reward. score_statistics: mean, deviation with --normalize_reward."""
     scores = batch.scores
-    if score_statistics:  # of whole responses: so the mean is taken off once, on the last token
+    if score_statistics:  # of whole responses: the mean is subtracted once, on the last token
         mean, std = score_statistics
         scores = (scores - mean * batch.last) / std
     clipped = scores.clamp(-args.clip_reward, args.clip_reward)  # as DeepSpeed-Chat does
@@ -904,7 +904,7 @@ def loss_weights(args, masks):
 def optimizer_step(args, models, minibatch, kl_coef, means):
     """One optimizer step of the actor, and of the critic, on a minibatch.
 
-    means: metrics.TokenMeans of the step. Returns those of this update, {name: number}.
+    means: metrics.TokenMeans of the step. Returns the means of this update, {name: number}.
     """
     actor, critic, engines = models.actor, models.critic, models.engines.values()
     masks = [trained_mask(args, batch) for batch in minibatch]  # (B, R) each
@@ -1007,7 +1007,7 @@ def main():
         responses = roll_out(args, actor, tokenizer, requests, step, args.rollout_batch_size)
         clock.lap("generate_seconds")
         # A fork may choose among the responses here, or sample some again. Every rank must keep the
-        # same number, which makes whole minibatches.
+        # same number of them, and they must fill whole minibatches.
 
         # ---- 4 score ----
         order_seed = None if sizes.updates_per_epoch == 1 else (args.seed, step)

@@ -62,7 +62,7 @@ def four_models(args):
 
 
 def keeps_graphs(args, actor_args, critic_args):
-    """Returns the models whose forwards that score a rollout keep their graphs, to be trained on."""
+    """Returns the models whose scoring forwards keep their graphs, to be trained on."""
     own_flags = {"actor": actor_args} | ({"critic": critic_args} if args.has_critic else {})
     no_dropout = [name for name, own in own_flags.items() if not dropout_of(own)]
     return ppo.forwards_of_score(args, ppo.Sizes(args), no_dropout)[0]
