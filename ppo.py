@@ -1019,10 +1019,10 @@ def main():
             if score_old:
                 score_actor(args, actor, batch, keep="actor" in keep)
         state_offload.to_device(args, engines.values())
-        clock.lap("score_seconds")
         checks.stop_unless_rollout_is_finite(run, micro_batches)
         if first and not args.is_cap:  # else another policy may sample
             checks.stop_unless_sampled_as_scored(run, micro_batches)
+        clock.lap("score_seconds")  # the checks have waited for the device
 
         # ---- 5 advantages ----
         kl_coef = current_kl_coef()
