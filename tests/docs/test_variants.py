@@ -276,6 +276,35 @@ def test_points_stand_where_a_sentence_ends(tokenizer):
     assert steps.whole([prompt], [" The owl gets to the mill by"]) == [pytest.approx(1 / 3)]
 
 
+def test_a_judge_behind_a_server_grades(monkeypatch):
+    """The stub grades the number of words. A server that fails twice is asked again; one that says
+    no number in 1 .. 10 costs more than the worst grade; one that never answers ends the run."""
+    judge, stub = (load(VARIANTS / f"llm-judge/{name}.py") for name in ("judge", "stub"))
+    monkeypatch.setattr(judge.time, "sleep", lambda seconds: None)
+
+    class Faulty(stub.Judge):
+        asked = 0
+
+        def do_POST(self):
+            Faulty.asked += 1
+            if Faulty.asked <= 2:
+                self.send_error(503)
+            else:
+                super().do_POST()
+
+    monkeypatch.setenv("JUDGE_MODEL", "stub")
+    monkeypatch.setenv("JUDGE_URL", stub.serve(handler=Faulty))
+    chat = [{"role": "user", "content": "Why?"}]
+    found = judge.judge(["Why?", chat], ["It is so.", [{"role": "assistant", "content": "No."}]])
+    assert found == [{"grade": round(grade / 9, 4), "unread": 0.0} for grade in (2, 1)]
+    assert Faulty.asked == 4
+    assert judge.grade_of("As a judge I cannot say.") == {"grade": 0.0, "unread": -1.0}
+    monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:9")
+    with pytest.raises(OSError) as failed:
+        judge.judge(["Why?"], ["So."])
+    assert "failed 6 times" in failed.value.__notes__[0]
+
+
 class Even(StandIn):
     """A "model" to which all tokens are equally likely. It keeps its logits."""
 
