@@ -11,7 +11,7 @@ GRPO = output/grpo
 CLASS = output/class
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo picture grpo class try container lab clinic test test-all variants gpu-check gpu-run lint bench install clean
+.PHONY: demo picture slides grpo class try container lab clinic test test-all variants gpu-check gpu-run lint bench install clean
 demo: install
 	deepspeed --log_level error $(RANKS) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
@@ -100,3 +100,7 @@ $(VENV)/installed: requirements.txt bench/operators.py
 
 clean:
 	rm -rf output/demo .pytest_cache .ruff_cache __pycache__ */__pycache__
+
+# The slides of the three lessons as PDF, by Marp (needs Node.js and Chromium).
+slides:
+	npx --yes @marp-team/marp-cli@4.5.1 --pdf --pdf-notes --allow-local-files --input-dir course/slides --output output/slides
