@@ -53,7 +53,7 @@ def reply_to(question):
         request = urllib.request.Request(url, body, headers)
         try:
             with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-                return json.load(answer)["choices"][0]["message"]["content"]
+                return json.load(answer)["choices"][0]["message"]["content"] or ""
         except Exception as error:  # refused, too busy, cut off, or no such answer
             if attempt == TRIES - 1:
                 error.add_note(f"the judge at {url} failed {TRIES} times")
@@ -67,13 +67,13 @@ def grade_of(reply):
     So a response that confuses the judge is worth less than the worst one that is graded, and the
     log's reward_unread says how many are.
 
-    >>> grade_of("Grade: 4/10"), grade_of("Well, 37.")
+    >>> grade_of("Grade: 4/10"), grade_of("From 1 to 10: 7")
     ({'grade': 0.3333, 'unread': 0.0}, {'grade': 0.0, 'unread': -1.0})
     """
-    number = re.search(r"\d+(\.\d+)?", reply)
-    if not number or not 1 <= float(number[0]) <= 10:
+    only = re.fullmatch(r"\D*(?<!-)(\d+(?:\.\d+)?)(?:\s*/\s*10)?\D*", reply)
+    if not only or not 1 <= float(only[1]) <= 10:
         return {"grade": 0.0, "unread": -1.0}
-    return {"grade": round((float(number[0]) - 1) / 9, 4), "unread": 0.0}
+    return {"grade": round((float(only[1]) - 1) / 9, 4), "unread": 0.0}
 
 
 def judge(prompts, completions, **columns):
