@@ -32,11 +32,11 @@ def test_micro_batches_and_ranks_add_up_to_one_token_mean(
     tiny_model, monkeypatch, count, micro_steps
 ):
     """DeepSpeed divides each loss by the accumulation steps and averages gradients over the ranks.
-    With both undone by `loss_scale`, any cut of the batch has the gradient of the mean over its 16
+    With both undone by `mean_factor`, any cut of the batch has the gradient of the mean over its 16
     tokens: no layout changes a result."""
     monkeypatch.setattr(ranks, "get_world_size", lambda: count)
     engine = SimpleNamespace(gradient_accumulation_steps=lambda: micro_steps)
-    scale = common.loss_scale(engine, 16)
+    scale = common.mean_factor(engine, 16)
     size = len(RESPONSES) // (count * micro_steps)
     parts = [RESPONSES[i : i + size] for i in range(0, len(RESPONSES), size)]
     as_deepspeed = sum(gradient(tiny_model, part, scale) / micro_steps for part in parts) / count

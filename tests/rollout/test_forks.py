@@ -76,7 +76,7 @@ def scored(model, tokenizer, responses, size, graph=False):
     for batch in batches:
         models = ppo.Models(model, None, model, [], lambda batch: batch.last, None)
         ppo.score(ARGS, models, batch)
-        ppo.score_actor(ARGS, model, batch, keep=graph)
+        ppo.score_actor(ARGS, model, batch, keep_graph=graph)
     return batches
 
 
