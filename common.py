@@ -408,8 +408,8 @@ def reference_of(actor, args, batch_size):
 def mean_factor(engine, count):
     """The factor that turns a micro-batch's loss SUM into its share of the minibatch's exact mean.
 
-    count: the divisor of that mean: tokens (in step 2 pairs, with --loss_mean perhaps responses) over
-    all ranks and micro-batches of the optimizer step. DeepSpeed divides every loss by the engine's
+    count: the divisor of that mean, over all ranks and micro-batches of the optimizer step: tokens,
+    in step 2 pairs, by --loss_mean perhaps responses. DeepSpeed divides every loss by the engine's
     accumulation steps, and averages gradients over the ranks: both are undone here, nowhere else.
     """
     return ranks.data_parallel_size() * engine.gradient_accumulation_steps() / max(count, 1)
