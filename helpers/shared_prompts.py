@@ -93,8 +93,7 @@ def layout(ids, parts, logit_places):
 
     The mask, the one large tensor of a micro-batch, is made on this rank's device.
     """
-    parts = parts.to(ranks.device())
-    allowed, positions = who_sees_whom(parts)
+    allowed, positions = who_sees_whom(parts.to(ranks.device()))
     real_tokens = (parts != PADDING).sum(-1)
     return common.Layout(ids, allowed, positions, real_tokens, logit_places)
 

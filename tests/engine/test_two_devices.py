@@ -2,13 +2,12 @@
 mixes devices, and the host waits for the device as seldom as here. (A wait empties the queue of a
 GPU: what the host does until the next operation is time in which the GPU does nothing.)"""
 
-
 import pytest
 import torch
 
 import common
 from tests import kit, runs, two_devices
-from tests.two_devices import DEVICE, Mixed, OnDevice
+from tests.two_devices import Mixed, OnDevice, device
 
 GROUPED = "--advantage grpo --samples_per_prompt 2"
 PROGRAMS = {
@@ -44,10 +43,10 @@ REFUSED = {
 TAKEN = {
     "a number from here": (lambda there: there + torch.tensor(2.0), 0, 0),
     "places from here": (lambda there: there[torch.tensor([0, 2])], 0, 1),
-    "copied there": (lambda there: HERE.to(DEVICE), 0, 1),
-    "copied there, nobody waits": (lambda there: HERE.to(DEVICE, non_blocking=True), 0, 0),
-    "made there": (lambda there: torch.zeros(3, device=DEVICE) + there, 0, 0),
-    "a list": (lambda there: torch.tensor([1.0, 2.0, 3.0], device=DEVICE) * there, 0, 1),
+    "copied there": (lambda there: HERE.to(device()), 0, 1),
+    "copied there, nobody waits": (lambda there: HERE.to(device(), non_blocking=True), 0, 0),
+    "made there": (lambda there: torch.zeros(3, device=device()) + there, 0, 0),
+    "a list": (lambda there: torch.tensor([1.0, 2.0, 3.0], device=device()) * there, 0, 1),
     "like it": (lambda there: torch.zeros_like(there) + there.new_ones(3), 0, 0),
     "item": (lambda there: there.sum().item(), 1, 0),
     "float": (lambda there: float(there[0]), 1, 0),
@@ -71,7 +70,7 @@ def refused_and_taken():
     for name, function in REFUSED.items():
         with two_devices.machine():
             try:
-                function(HERE.to(DEVICE))
+                function(HERE.to(device()))
                 found[name] = "taken"
             except Mixed:
                 found[name] = "refused"
@@ -79,7 +78,7 @@ def refused_and_taken():
         with two_devices.machine() as count:
             there = OnDevice(HERE.clone())
             out = function(there)
-            on_device = isinstance(out, torch.Tensor) and out.device == DEVICE
+            on_device = isinstance(out, torch.Tensor) and out.device == device()
             found[name] = on_device, sum(count.reads.values()), sum(count.copies.values())
     return found
 
@@ -93,13 +92,14 @@ def test_what_cuda_refuses_is_refused_and_waits_are_counted():
 
 
 def gradients():
-    """Returns the gradients of a model here and there."""
+    """Returns how far the gradients of a model here and there are apart."""
+    device()  # before autograd's first backward
     model, ids = kit.make_tiny_model(), torch.arange(2, 20).view(2, 9)
     model(ids, labels=ids).loss.backward()
     here = [weight.grad for weight in model.parameters()]
     with two_devices.machine():
         model = two_devices.moved(kit.make_tiny_model())
-        ids = ids.to(DEVICE)
+        ids = ids.to(device())
         model(ids, labels=ids).loss.backward()
         there = [weight.grad.held for weight in model.parameters()]
     return [(x - y).abs().max().item() for x, y in zip(here, there, strict=True)]

@@ -146,9 +146,15 @@ class OnAnAccelerator:
     device = SimpleNamespace(type="an accelerator")
 
     def __init__(self, model, backend):
-        self.model = model
-        compiled = torch.compile(model.__call__, backend=backend, fullgraph=True)
-        self.get_compiled_call = lambda config: compiled
+        self.model, self.backend = model, backend
+
+    @functools.cache
+    def compiled(self, dynamic):
+        options = dict(backend=self.backend, fullgraph=True, dynamic=dynamic)
+        return torch.compile(self.model.__call__, **options)
+
+    def get_compiled_call(self, config):
+        return self.compiled(config.dynamic)
 
     def __call__(self, *args, **options):
         return self.model(*args, **options)
