@@ -240,9 +240,10 @@ def at_stop(args, tokenizer, responses, r):
 # most three widths of prompts, one number of rows, and a cache for each, which stays with the
 # model. What does not fit into one of them is decoded as without the flag.
 
-# Nats a token, as a mean. In 16 bits a compiled step rounds less often than the plain one, so what
-# the plain loop shows, which may be 0, is no bound. On a CPU (SmolLM2-135M, four random models) sound
-# caches made 0.05 at most, positions off by one, padding seen or another row's token 0.19 to 4.5.
+# Nats a token, as a mean. In 16 bits a compiled step rounds in other places than the plain one, so
+# what the plain loop shows, which may be 0, is no bound alone. On a CPU (SmolLM2-135M, four random
+# models) sound caches made 0.05 at most; mistakes (MISTAKES in tests/rollout/test_decoding.py) made
+# 0.19 to 4.5.
 GAPS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 

@@ -118,4 +118,5 @@ def decoded(model, longest, tokens, **options):
         if cuda:
             torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize()
+    waits = [one for one in waits if one.category is UserWarning]  # no library's FutureWarning
     return responses, time.time() - began, len(waits)

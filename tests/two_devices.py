@@ -209,10 +209,10 @@ class Engine:
         self.module, self.args, self.micro_steps = model, args, micro_steps
         self.micro_step = self.global_steps = 0
         self.norm, self._config = None, SimpleNamespace()
+        self.masters = {w: as_master(w) for w in model.parameters() if w.requires_grad}
         matrices, vectors = [], []
-        for weight in model.parameters():
-            if weight.requires_grad:
-                (matrices if weight.dim() > 1 else vectors).append(weight)
+        for weight in self.masters.values():
+            (matrices if weight.dim() > 1 else vectors).append(weight)
         decays = ((matrices, args.weight_decay), (vectors, 0.0))
         groups = [{"params": weights, "weight_decay": x} for weights, x in decays if weights]
         options = dict(lr=args.learning_rate, betas=tuple(args.adam_betas), foreach=False)
@@ -241,10 +241,18 @@ class Engine:
         self.micro_step += 1
         if self.micro_step % self.micro_steps:
             return
-        trained = [w for group in self.optimizer.param_groups for w in group["params"]]
-        self.norm = nn.utils.clip_grad_norm_(trained, self.args.max_grad_norm)
+        for weight, master in self.masters.items():
+            if weight.grad is not None:
+                grad, weight.grad = weight.grad, None
+                master.grad = grad.float()
+        masters = self.masters.values()
+        self.norm = nn.utils.clip_grad_norm_(masters, self.args.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        with torch.no_grad():
+            for weight, master in self.masters.items():
+                if weight is not master:
+                    weight.copy_(master)
         self.lr_scheduler.step()
         self.global_steps += 1
 
@@ -283,6 +291,11 @@ class Engine:
 
     def reload_states(self):
         pass
+
+
+def as_master(weight):
+    """Returns the fp32 weight that the optimizer steps: this one, or a copy."""
+    return weight if weight.dtype == torch.float32 else nn.Parameter(weight.detach().float())
 
 
 class AdamW(torch.optim.AdamW):

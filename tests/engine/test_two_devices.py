@@ -2,8 +2,11 @@
 mixes devices, and the host waits for the device as seldom as here. (A wait empties the queue of a
 GPU: what the host does until the next operation is time in which the GPU does nothing.)"""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 import common
 from tests import kit, runs, two_devices
@@ -23,6 +26,7 @@ PROGRAMS = {
     "ppo_lora": ("ppo", "--actor_lora_dim 4 --critic_lora_dim 2"),
     "ppo_unstable": ("ppo", "--allow_unstable 1 --ppo_epochs 2 --generation_batches 2"),
 }
+WAITS = [("sft", 17, 4), ("reward", 5, 6), ("ppo", 109, 11), ("ppo_grpo", 67, 14)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -141,3 +145,40 @@ def test_a_mix_in_a_script_is_seen():
     """A mask that is left on the CPU, where everything runs on CPU ranks."""
     done = ran("sft", plant=True)
     assert done.code and "Mixed: aten.masked_scatter" in done.err, done
+
+
+# --------------------------------------------------------------------------------------------------
+# How often the host waits
+# --------------------------------------------------------------------------------------------------
+def waits_of_a_token(options):
+    """Returns how often the host waits, and what it copies, for each decoded token."""
+    with two_devices.machine() as count, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PreTrainedModel, "get_compiled_call", lambda model, config: model)
+        model, found = two_devices.moved(kit.make_tiny_model(num_key_value_heads=2)), []
+        ids, mask = (x.to(device()) for x in common.pad([[5, 6, 7], [5], [6, 7], [8]], 0))
+        no_end = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
+        for tokens in (32, 16, 32):  # the first has the caches made
+            uniforms = torch.rand(4, tokens, dtype=torch.float64, device=device())
+            kit.generate(model, ids, mask, uniforms, no_end, max_answer_seq_len=32, **options)
+            found.append((sum(count.reads.values()), sum(count.copies.values())))
+        few, many = (
+            [after - before for before, after in zip(*pair)] for pair in zip(found, found[1:])
+        )
+    return [(long - short) / 16 for short, long in zip(few, many)]
+
+
+@pytest.mark.parametrize("compiled, waits", [(0, 2), (1, 1)])
+def test_the_host_waits_for_a_decoded_token_to_know_who_goes_on(compiled, waits):
+    """And a second time in transformers, which asks whether anything is padded (sdpa_mask); with
+    static caches it need not ask. Nothing is copied."""
+    assert kit.on_ranks(waits_of_a_token, 1, dict(compile_decoding=compiled)) == [[waits, 0]]
+
+
+@pytest.mark.parametrize("name, reads, copies", WAITS)
+def test_the_host_waits_no_more_often_in_a_step_than_it_did(name, reads, copies):
+    """One more step, of two micro-batches; ppo.py decodes ten tokens in it at most. The bounds are
+    what was counted on 2026-11-24 with torch 2.13 and transformers 5.24."""
+    two, three = (ran(name, steps).results[0] for steps in (2, 3))
+    found = [sum(three[i].values()) - sum(two[i].values()) for i in (1, 2)]
+    print(name, found)
+    assert found[0] <= reads and found[1] <= copies

@@ -146,15 +146,13 @@ class OnAnAccelerator:
     device = SimpleNamespace(type="an accelerator")
 
     def __init__(self, model, backend):
-        self.model, self.backend = model, backend
-
-    @functools.cache
-    def compiled(self, dynamic):
-        options = dict(backend=self.backend, fullgraph=True, dynamic=dynamic)
-        return torch.compile(self.model.__call__, **options)
+        self.model, self.backend, self.compiled = model, backend, None
 
     def get_compiled_call(self, config):
-        return self.compiled(config.dynamic)
+        if not self.compiled:
+            options = dict(backend=self.backend, fullgraph=True, dynamic=config.dynamic)
+            self.compiled = torch.compile(self.model.__call__, **options)
+        return self.compiled
 
     def __call__(self, *args, **options):
         return self.model(*args, **options)
