@@ -266,7 +266,7 @@ missing-weights | ppo --reward_model_name_or_path scoreless | scoreless
 # it does not look at the mask of padding
 padding-changes-a-row | sft --model_name_or_path rwkv | rwkv
 # its tokens are others in a cache of fixed shapes
-compile-decoding | ppo --actor_model_name_or_path mamba --compile_decoding 1 | tokens of a try
+compile-decoding | ppo --actor_model_name_or_path mamba --compile_decoding 1 | nats a token
 ranks-differ | RANKS=2 APART=1 sft --model_name_or_path ../actor | rank 1
 adam-not-built | COMPILER=0 sft --adam_offload | compiler
 # checkpoints

@@ -67,9 +67,13 @@ def device():
 def all_sum(*values):
     """Sums each value (a number or a 0-d tensor) over all ranks: a float64 tensor on the CPU.
 
-    Ranks that share a model's layers have the same rows, which count once.
+    Ranks that share a model's layers have the same rows, which count once. The host waits for the
+    device once, when all is summed.
     """
-    total = torch.tensor([float(v) for v in values], dtype=torch.float64, device=device())
+    options = {"dtype": torch.float64, "device": device()}
+    total = torch.stack(
+        [v.to(**options) if torch.is_tensor(v) else torch.full((), v, **options) for v in values]
+    )
     if get_world_size() > 1:
         dist.all_reduce(total)
     return total.cpu() / tensor_parallel_size()
