@@ -303,6 +303,13 @@ function-returns | ppo --reward_fn returns.py:none_of_one | None
 function-returns | ppo --reward_fn returns.py:too_many_tokens | tokens
 function-returns | ppo --reward_fn returns.py:empty_part | None
 function-returns | ppo --reward_fn returns.py:parts_of_some | same parts
+function-returns | ppo --reward_fn returns.py:no_parts | {}
+function-returns | ppo --reward_fn returns.py:parts_of_parts | format
+# the deviation of all rewards has this name in the log
+function-returns | ppo --reward_fn returns.py:part_std | not std
+function-returns | ppo --reward_fn returns.py:part_1 | {1: 1.0}
+# also in an evaluation
+function-returns | ppo --reward_fn returns.py:parts_by_call --per_device_eval_batch_size 1 | parts
 function-returns | ppo --reward_fn returns.py:parts_by_call --gradient_accumulation_steps 2 | parts
 function-returns | ppo --gold_fn returns.py:batch | dict
 function-returns | sft --gold_fn returns.py:batch | dict
@@ -400,6 +407,10 @@ sft --data_path columns.jsonl --columns prompt=question,response=reply --max_ste
 reward --keep_best eval_accuracy | is the best so far
 ppo --reward_fn score.py:length score.py:words | done:
 ppo --reward_fn score.py:parts --gold_fn score.py:parts | done:
+# a part of a number for each token, and a part of one number
+ppo --reward_fn score.py:both --gold_fn score.py:both | done:
+# into another working folder
+ppo --reward_fn score.py:moves | done:
 ppo --stop e | done:
 ppo --critic_model_name_or_path actor --reward_model_name_or_path judge | done:
 ppo --advantage grpo --samples_per_prompt 2 --critic_model_name_or_path judge | done:
@@ -450,6 +461,11 @@ every kind of damage is seen
 a checkpoint is on the disk first
 a full disk costs no checkpoint
 SIGTERM and Ctrl-C save
+so do a closed terminal and a reader that goes away
+who is told to stop while rows are made leaves no process
+a port that is taken is named
+the name of a folder or a file is no pattern
+what a run leaves is no data
 when a rank is gone the others stop
 a rank that fails says which it is
 other ranks, other micro-batches
@@ -462,6 +478,8 @@ best/ is whole at every moment
 best/ is the best of the evaluations
 a checkpoint becomes the run's own model
 no tool touches what another owns
+a variant replaces no file of one's own
+export runs nothing that a checkpoint names
 a page replaces a page and nothing else
 whatever is given, a run keeps its promises
 a number that is not finite stops a run
@@ -534,6 +552,9 @@ a run that teaches nothing says since when
 of a prompt's responses equal rewards are counted
 PPO learns
 a function may return parts, and numbers of tokens
+parts of an evaluation are alike
+a function may spawn processes
+what a verifier is not sure of is wrong
 tokens.jsonl holds what training sees
 judge.jsonl has every pair once
 every monitor gets metrics.jsonl, step for step
