@@ -137,6 +137,12 @@ HELD = {
     "engines in fp16 skip together": "test_real_fp16_engines_skip_together",
     "step 2 stores what step 3 scales by": "test_step_2_stores_what_step_3_scales_by",
     # data
+    "a chat that is too long loses whole turns, and keeps its system turn": (
+        "test_a_chat_that_is_too_long_loses_whole_turns"
+    ),
+    "a dialogue as text gets the chat template where there is one": (
+        "test_a_dialogue_as_text_is_a_chat_where_there_is_a_template"
+    ),
     "what is cut has no EOS, and a prompt keeps its end": (
         "test_what_is_cut_where_a_row_is_too_long"
     ),

@@ -147,7 +147,7 @@ bad-row | sft --data_path image.jsonl | image.jsonl, line 2:
 bad-row | reward --data_path users_turn.jsonl | users_turn.jsonl, line 2:
 bad-row | reward --data_path two_prompts.jsonl | two_prompts.jsonl, line 2:
 chat-template | sft --data_path chat | no chat template
-chat-template | sft --model_name_or_path thinking --data_path chat | --train_on last
+chat-template | sft --model_name_or_path thinking --data_path chat --train_on all | --train_on last
 no-rows-left | sft --data_split 0,4,4 | --data_split
 no-rows-left | sft --data_split 0,0,0 | --data_split
 no-rows-left | reward --data_path alike | dropped
@@ -401,6 +401,11 @@ sft --max_steps 0 --max_seq_len 256 | done:
 COMPILER=0 sft | torch's AdamW
 sft --model_name_or_path scratch | from scratch
 sft --model_name_or_path thinking --data_path chat --train_on last --max_steps 0 | done:
+# what a chat template asks for is done, and said with the number of rows
+sft --model_name_or_path thinking --data_path chat --max_steps 0 | have turns that are not learned
+sft --model_name_or_path thinking --data_path talk --max_steps 0 | get the chat template
+sft --model_name_or_path thinking --data_path long_chat --max_steps 0 | lose their oldest turns
+sft --data_path talk --max_seq_len 16 --max_steps 0 | lose the beginning of a long prompt
 sft --keep_best eval_loss | is the best so far
 sft --data_path good answers.jsonl --max_steps 0 | answers.jsonl:
 sft --data_path columns.jsonl --columns prompt=question,response=reply --max_steps 0 | done:
@@ -525,6 +530,8 @@ text that spells a special token is data
 every row comes once an epoch
 another order each epoch, of the seed
 what is cut has no EOS, and a prompt keeps its end
+a chat that is too long loses whole turns, and keeps its system turn
+a dialogue as text gets the chat template where there is one
 SFT's loss covers the response and its EOS
 in chats it covers what the assistant says
 
