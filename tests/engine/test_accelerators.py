@@ -9,7 +9,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import get_timers_config
-from transformers import AttentionMaskInterface
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 from transformers.masking_utils import sdpa_mask
 
@@ -23,6 +24,7 @@ from machinery.models import forwards
 from machinery.run import launch
 from tests import kit
 from tests.runs import config, facts
+from tests.tiny_models import config_of
 
 
 @pytest.fixture
@@ -162,6 +164,48 @@ def test_without_nvcc_nobody_waits_for_another_build(cuda, monkeypatch, capsys):
     args = SimpleNamespace(adam_betas=[0.9, 0.95], adam_offload=False)
     adam.build_optimizer(torch.nn.Linear(2, 1), args, 2, 1e-3, 0.1)
     assert "there is no nvcc" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------------------
+# Launches
+# --------------------------------------------------------------------------------------------------
+class Launches(TorchDispatchMode):
+    """Counts the operators that launch a kernel: all but views and allocations."""
+
+    FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+    FREE |= {"detach", "_unsafe_view", "lift_fresh", "alias"}
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        returned = operator._schema.returns
+        alias = returned[0].alias_info if returned else None
+        view = alias is not None and not alias.is_write
+        self.count += not view and operator.overloadpacket.__name__ not in self.FREE
+        return operator(*args, **kwargs or {})
+
+
+def launches_of_a_token(kind, layers):
+    """Returns how many kernels a decoded token of four rows launches, in bf16."""
+    config, counts = config_of(kind, num_hidden_layers=layers), []
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    ids, mask = common.pad([[5] * count for count in (3, 5, 7, 9)], 0)
+    no_end = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
+    for tokens in (8, 16):
+        with Launches() as launches:
+            kit.generate(model, ids, mask, kit.uniforms(4, tokens), no_end)
+        counts.append(launches.count)
+    return (counts[1] - counts[0]) / 8
+
+
+@pytest.mark.parametrize(
+    "kind, layer, outside", [("llama", 40, 69), ("qwen2", 40, 69), ("opt", 15, 56)]
+)
+def test_a_decoded_token_launches_few_kernels(kind, layer, outside, monkeypatch):
+    """docs/performance.md reckons with these numbers, which are transformers 5.24's with one mask
+    for all layers, as runs have it."""
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", patches.additive_mask)
+    two, four = launches_of_a_token(kind, 2), launches_of_a_token(kind, 4)
+    assert ((four - two) / 2, 2 * two - four) == (layer, outside)
 
 
 # --------------------------------------------------------------------------------------------------
