@@ -264,7 +264,7 @@ def try_compiled(args, engine, tokenizer, sample):
     errors = []
     with zero3.gather_for_generation(engine) as (model, _):
         try:
-            caches = {n: StaticCache(model.config, count) for n, count in static_slots(args).items()}
+            caches = {n: StaticCache(model.config, room) for n, room in static_slots(args).items()}
             if not all(cache.is_compileable for cache in caches.values()):
                 raise ValueError("no static cache for this model's layers")
             for width in caches:
