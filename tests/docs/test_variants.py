@@ -69,6 +69,36 @@ def test_variants_that_exclude_each_other_say_so(tmp_path):
     assert (tree / "ptx.py").is_file()
 
 
+def test_a_variant_replaces_no_file_of_ones_own(tmp_path):
+    """Nor does half of it go in: its diff is not applied either. Once more, unchanged, it does."""
+    tree = tmp_path / "tree"
+    runner.apply("gspo", tree)
+    (tree / "dpo.py").write_text("my own edits\n")
+    before = kit.tree(tree)
+    with pytest.raises(SystemExit, match="dpo.py is there"):
+        variants.put("dpo", tree)
+    assert kit.tree(tree) == before
+    (tree / "dpo.py").unlink()
+    for _ in range(2):
+        variants.put("dpo", tree)
+
+
+def test_a_tree_inside_another_repository_is_patched_itself(tmp_path, monkeypatch):
+    """There git looks for the diff's files at the top of that repository, finds none, and takes the
+    diff for one that can be applied, and be taken back, to no effect."""
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    tree = tmp_path / "tree"
+    runner.apply("", tree)
+    (tree / "variants").symlink_to(VARIANTS)
+    unchanged = (tree / "ppo.py").read_text()
+    variants.put("gspo", tree)
+    assert (tree / "ppo.py").read_text() != unchanged
+    with pytest.raises(SystemExit, match="applied already") as error:
+        variants.put("gspo", tree)
+    subprocess.run(str(error.value).partition("undo it: ")[2].split(), cwd=tree, check=True)
+    assert (tree / "ppo.py").read_text() == unchanged
+
+
 def test_the_pages_say_what_the_runs_showed():
     """The table of each page, and that of all variants, are made from results.json."""
     for name in variants.NAMES:
