@@ -102,45 +102,38 @@ class Table(torch.nn.Module):
 
 
 class Vocabulary(SimpleNamespace):
-    """As much of a tokenizer as `sample` needs."""
+    """As much of a tokenizer as `sample` needs: five ids."""
 
     pad_token_id, eos_token_id = 0, 1
 
     def __len__(self):
-        return 4
+        return 5
 
 
-def rollout(table=None, always=None, temperature=1.0, top_k=0):
-    """Four prompts, the last two of them equal. always: every uniform number."""
+def rollout(ids=5, never=(), always=None, temperature=1.0, top_k=0):
+    """Six prompts, the last two of them equal. After id 4 comes 4: the first one never ends.
+
+    ids: the model's, the last of them likely. never: ids that have probability 0. always: every
+    uniform number.
+    """
 
     def case(rng):
-        numbers = [rng.random() if always is None else always for _ in range(4 * 5)]
-        ids = torch.tensor([[2, 3], [3, 2], [2, 2], [2, 2]])
+        table = draw(rng, ids, ids)
+        table[:, 4], table[:, 5:], table[4, 4] = -2.0, 3.0, 30.0
+        table[:, list(never)] = -inf
+        numbers = [round(rng.random(), 2) if always is None else always for _ in range(6 * 6)]
+        prompts = torch.tensor([[2, 4], [3, 2], [2, 3], [3, 3], [2, 2], [2, 2]])
         args = dict(top_p=1.0, stop=[], compile_decoding=0, temperature=temperature, top_k=top_k)
         return dict(
             args=SimpleNamespace(**args),
-            model=Table(table(rng) if table else draw(rng, 4, 4)),
+            model=Table(table),
             tokenizer=Vocabulary(),
-            ids=ids,
-            mask=torch.ones_like(ids),
-            uniforms=torch.tensor(numbers, dtype=torch.float64).view(4, 5),
+            ids=prompts,
+            mask=torch.ones_like(prompts),
+            uniforms=torch.tensor(numbers, dtype=torch.float64).view(6, 6),
         )
 
     return case
-
-
-def unused(rng):
-    """A table with two more ids than the tokenizer has; they are likely."""
-    table = draw(rng, 6, 6)
-    table[:, 4:] = 3.0
-    return table
-
-
-def without_0(rng):
-    """A table in which id 0 has probability 0."""
-    table = draw(rng, 4, 4)
-    table[:, 0] = -inf
-    return table
 
 
 def drawn(out, case):
@@ -156,7 +149,9 @@ def rewarded(mask, kl_coef=0.5):
         B, R = mask(rng).shape
         scores = torch.zeros(B, R)
         scores[:, -1:] = draw(rng, B, 1)
-        return dict(shaped_scores=scores, kl=draw(rng, B, R), mask=mask(rng), kl_coef=kl_coef)
+        return dict(
+            shaped_scores=scores, kl=draw(rng, B, R, signs=(1,)), mask=mask(rng), kl_coef=kl_coef
+        )
 
     return case
 
@@ -170,14 +165,15 @@ def padded(rng):
 
 
 def with_gap(rng):
-    """A response whose second and third token a tool has written."""
-    return torch.tensor([[1.0, 0.0, 0.0, 1.0, 1.0]])
+    """Two responses, in the middle of which a tool has written tokens."""
+    return torch.tensor([[1.0, 0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0, 0.0]])
 
 
 def episodes(mask, gamma=1.0, lam=0.5):
     def case(rng):
         real = mask(rng)
-        rewards, values = (draw(rng, *real.shape).where(real > 0, JUNK) for _ in range(2))
+        rewards = draw(rng, *real.shape).where(real > 0, -JUNK)
+        values = draw(rng, *real.shape).where(real > 0, JUNK)
         return dict(rewards=rewards, values=values, mask=real, gamma=gamma, lam=lam)
 
     return case
@@ -204,12 +200,12 @@ def of_padding(out, case):
 
 
 # ---- Cases of the losses ----
-def ratios(ratio, sign, clip_high=None):
-    """Two tokens that became `ratio` times as likely. sign: that of their advantages."""
+def ratios(of_each, signs, clip_high=None):
+    """Two tokens that became so many times as likely. signs: those of their advantages."""
 
     def case(rng):
-        old, advantages = logs(rng, 1, 2), draw(rng, 1, 2, signs=(sign,))
-        new = old + torch.tensor([[ratio, ratio]]).log()
+        old, advantages = logs(rng, 1, 2), draw(rng, 1, 2, signs=(1,)) * torch.tensor(signs)
+        new = old + torch.tensor(of_each).log()
         return dict(
             logprobs=new, old_logprobs=old, advantages=advantages, clip=0.2, clip_high=clip_high
         )
@@ -307,9 +303,15 @@ CHECKS = {
         Check(3, "the same uniform numbers draw other tokens than on paper", rollout(), drawn),
         Check(2, "a token's log-prob is not the one that scoring would give it", rollout(), second),
         Check(2, "at temperature 0.5 responses or log-probs are off", rollout(temperature=0.5)),
-        Check(1, "ids beyond the tokenizer's are drawn, or spoil the rest", rollout(unused)),
-        Check(1, "with top_k 2, tokens come too often or too rarely", rollout(top_k=2)),
-        Check(1, "a uniform number of 0 draws a token of probability 0", rollout(without_0, 0.0)),
+        Check(1, "ids beyond the tokenizer's are drawn, or spoil the rest", rollout(7)),
+        Check(
+            1, "with top_k 2, tokens come too often or too rarely", rollout(top_k=2, always=0.97)
+        ),
+        Check(
+            1,
+            "a uniform number of 0 draws a token of probability 0",
+            rollout(never=(0, 1), always=0.0),
+        ),
     ],
     "kl_estimate": [
         Check(2, "k1 comes out wrong: where pi > ref it is above 0", kl("k1")),
@@ -351,7 +353,9 @@ CHECKS = {
         Check(2, "a good token that became far likelier is pushed further", ratios(1.5, 1), first),
         Check(2, "a bad token that became far rarer is pushed further", ratios(0.5, -1), first),
         Check(1, "a bad token that became likelier gets off lightly", ratios(1.5, -1), first),
-        Check(1, "clip_high has no effect, or a wrong one", ratios(1.25, 1, 0.3), first),
+        Check(
+            1, "clip_high has no effect, or a wrong one", ratios((1.25, 0.75), (1, -1), 0.3), first
+        ),
         Check(1, SLOPE, ratios(0.7, 1), first, slope="logprobs"),
     ],
     "value_loss": [

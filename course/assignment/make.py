@@ -6,6 +6,7 @@ Signatures, docstrings, and the loop around the gap in `sample` are those of the
 """
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -54,6 +55,7 @@ NOTES = {  # what a docstring leaves to the code
 BLANK = "raise NotImplementedError"
 
 
+@functools.cache
 def definition(name, module):
     """Returns the syntax of a module's function or class, and the lines of its source."""
     text = (ROOT / f"{module}.py").read_text()

@@ -1,12 +1,15 @@
-"""The assignment: the scripts' own functions get all points, and each planted mistake loses some, at
-the function that it is in and with a hint that names what is to be seen of it."""
+"""The assignment: the scripts' own functions get all points, and a planted mistake loses some, with
+a hint that names what is to be seen of it."""
 
 import json
 import sys
 
 import pytest
 
+import common  # noqa: F401
 import ppo
+import reward  # noqa: F401
+import sft  # noqa: F401
 from course.assignment import expected, grade, make, run
 from course.assignment.checks import CHECKS
 
@@ -27,7 +30,7 @@ MISTAKES = {  # of each function: (what stands in the script, the mistake, words
     ],
     "token_logprobs": [
         ("[wanted] + 1]", "[wanted]]", "sure of"),
-        ("wanted, Token", "torch.ones_like(wanted), Token", "elsewhere not 0"),
+        ("return scatter", "return -1.0 * ~wanted + scatter", "elsewhere not 0"),
         ("tokens, temperature)", "tokens)", "temperature"),
         ("tokens, temperature)", "tokens, 1 / temperature)", "temperature"),
         (
@@ -110,8 +113,8 @@ MISTAKES = {  # of each function: (what stands in the script, the mistake, words
     "value_loss": [
         ("torch.max", "torch.min", "moved away"),
         ("0.5 * ", "", "on paper"),
-        ("old_values + (values - old_values)", "values", "on paper"),
-        ("torch.max((values - returns) ** 2, ", "((", "moved away"),
+        ("old_values + (values - old_values)", "values", "pulled further"),
+        ("torch.max((values - returns) ** 2, ", "(", "moved away"),
         (".clamp(-clip_value, clip_value)", "", "pulled further"),
     ],
     "grpo": [
@@ -144,16 +147,12 @@ def text_of(student, body=make.solution, **changes):
     return text
 
 
-def graded(student, **changes):
-    """Returns {function: (points, hints)} of a file that is right but for the changes."""
-    functions = {"__name__": "student"}
+def graded(name, student, **changes):
+    """Returns points and hints of a function, in a file that is right but for the changes."""
+    functions = {}
     exec(text_of(student, **changes), functions)
-    found = {}
-    for name in CHECKS:
-        results = grade.grade(name, functions[name], student)
-        points = sum(points for points, hint in results if not hint)
-        found[name] = points, [hint for _, hint in results if hint]
-    return found
+    results = grade.grade(name, functions[name], student)
+    return sum(points for points, hint in results if not hint), [h for _, h in results if h]
 
 
 def most(name):
@@ -169,8 +168,8 @@ def test_there_are_100_points_in_twelve_functions():
 @pytest.mark.parametrize("student", STUDENTS)
 def test_the_scripts_own_functions_get_all_points(student):
     """They and the slow sums of expected.py share no line, and agree on any student's numbers."""
-    for name, (points, hints) in graded(student).items():
-        assert (points, hints) == (most(name), []), name
+    for name in CHECKS:
+        assert graded(name, student) == (most(name), []), name
 
 
 def planted():
@@ -184,21 +183,18 @@ def planted():
 def test_a_mistake_loses_points_where_it_is(name, old, new, words):
     """Whatever the numbers of the student; and the hint does not quote the line that is right."""
     for student in STUDENTS:
-        for other, (points, hints) in graded(student, **{name: (old, new)}).items():
-            if other != name:
-                assert points == most(other)
-                continue
-            assert points < most(name)
-            assert any(words in hint for hint in hints), hints
-            assert not any(old in hint for hint in hints if len(old) > 9)
+        points, hints = graded(name, student, **{name: (old, new)})
+        assert points < most(name)
+        assert any(words in hint for hint in hints), hints
+        assert not any(old in hint for hint in hints if len(old) > 9)
 
 
 def test_every_student_has_numbers_of_their_own():
     """So an answer that is copied from another's screen is of no use."""
     wrong = {"gae": ("- values[:, t]\n", "+ values[:, t]\n")}
-    hints = [graded(student, **wrong)["gae"][1][0] for student in STUDENTS]
+    hints = [graded("gae", student, **wrong)[1][0] for student in STUDENTS]
     assert len({*hints}) == len(hints)
-    assert graded("ada", **wrong)["gae"][1][0] == hints[0]  # the same ones each time
+    assert graded("gae", "ada", **wrong)[1][0] == hints[0]  # the same ones each time
 
 
 def test_the_blank_file_says_what_the_scripts_say():
