@@ -121,7 +121,7 @@ def rollout(ids=5, never=(), always=None, temperature=1.0, top_k=0):
         table = draw(rng, ids, ids)
         table[:, 4], table[:, 5:], table[4, 4] = -2.0, 3.0, 30.0
         table[:, list(never)] = -inf
-        numbers = [round(rng.random(), 2) if always is None else always for _ in range(6 * 6)]
+        numbers = [rng.randrange(100) / 100 if always is None else always for _ in range(36)]
         prompts = torch.tensor([[2, 4], [3, 2], [2, 3], [3, 3], [2, 2], [2, 2]])
         args = dict(top_p=1.0, stop=[], compile_decoding=0, temperature=temperature, top_k=top_k)
         return dict(
