@@ -41,11 +41,6 @@ def ragged(rng, B, R):
     return (torch.arange(R) < torch.tensor(lengths)[:, None]).float()
 
 
-def simple(*names, make=draw, shape=(1, 3), **given):
-    """Returns a case of independent numbers, (B, R) each, and what is given."""
-    return lambda rng: {name: make(rng, *shape) for name in names} | given
-
-
 # ---- Cases of sft_loss_sum and pair_loss_sum ----
 def covered(copies):
     return lambda rng: dict(
@@ -247,7 +242,7 @@ def means(kind, *sizes, empty=False):
 
 
 def kl(kind):
-    return simple("logprobs", "ref_logprobs", make=logs, shape=(2, 3), estimator=kind)
+    return lambda rng: dict(logprobs=logs(rng, 2, 3), ref_logprobs=logs(rng, 2, 3), estimator=kind)
 
 
 def first(out, case):

@@ -206,7 +206,9 @@ def report(file):
         hints = {hint: sum(p for p, h in results if h == hint) for _, hint in results if hint}
         alone = [hint for hint in hints if hints[hint] == most and "\n" not in hint]
         print(f"{name:16}{points:3} of {most:2}", *alone, sep="  ")
-        for hint, lost in hints.items() if not alone else ():
+        for number, (hint, lost) in enumerate(hints.items() if not alone else ()):
+            if number == 1:
+                print("    and then, perhaps for the same reason:")
             print(f"    -{lost}  " + hint.replace("\n", "\n        "))
     print(f"{'total':16}{total:3} of 100")
     if total == 100:
@@ -234,4 +236,4 @@ def main(files):
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         raise SystemExit(__doc__)
-    main([Path(name).resolve() for name in sys.argv[1:]])
+    main([*map(Path, sys.argv[1:])])

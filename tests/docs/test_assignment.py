@@ -2,6 +2,7 @@
 a hint that names what is to be seen of it."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -12,6 +13,7 @@ import reward  # noqa: F401
 import sft  # noqa: F401
 from course.assignment import expected, grade, make, run
 from course.assignment.checks import CHECKS
+from tests import kit
 
 STUDENTS = "ada", "bo", "7", "émile"
 MISTAKES = {  # of each function: (what stands in the script, the mistake, words of a hint)
@@ -195,6 +197,18 @@ def test_every_student_has_numbers_of_their_own():
     hints = [graded("gae", student, **wrong)[1][0] for student in STUDENTS]
     assert len({*hints}) == len(hints)
     assert graded("gae", "ada", **wrong)[1][0] == hints[0]  # the same ones each time
+
+
+def test_the_pages_example_and_points_are_true():
+    """What the page shows is what the program prints, and its points are those of the checks."""
+    page = (kit.ROOT / "course/assignment/README.md").read_text()
+    hint = graded("token_rewards", "ada", token_rewards=("- kl_coef", "+ kl_coef"))[1][0]
+    assert (
+        "    token_rewards     0 of  5\n        -1  " + hint.replace("\n", "\n            ") in page
+    )
+    said = dict(re.findall(r"\| `(\w+)` \| (\d+)(?= \|)", page))
+    assert said == {name: str(most(name)) for name in CHECKS}
+    assert f"{grade.LIMIT} seconds" in page
 
 
 def test_the_blank_file_says_what_the_scripts_say():
