@@ -12,11 +12,11 @@ CLASS = output/class
 REAL = output/real
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo picture slides grpo real class try container lab clinic test test-all variants gpu-check gpu-run lint bench install clean
+.PHONY: demo picture slides grpo real class try grade container lab clinic test test-all variants gpu-check gpu-run lint bench install clean
 demo: install
-	deepspeed --log_level error $(RANKS) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
-	deepspeed --log_level error $(RANKS) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
-	deepspeed --log_level error $(RANKS) ppo.py --preset toy --actor_model_name_or_path $(DEMO)/sft \
+	deepspeed --log_level error $(RANKS) $(WITH) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
+	deepspeed --log_level error $(RANKS) $(WITH) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
+	deepspeed --log_level error $(RANKS) $(WITH) ppo.py --preset toy --actor_model_name_or_path $(DEMO)/sft \
 	  --critic_model_name_or_path $(DEMO)/reward --output_dir $(DEMO)/ppo --overwrite
 	python toy/report.py $(DEMO)
 	python tools/look.py $(DEMO)
@@ -75,6 +75,15 @@ lab: install
 # A broken run of course/clinic, made anew: make clinic CASE=07
 clinic: install
 	python course/clinic/cases.py $(CASE)
+
+# An assignment that grades itself (course/assignment/README.md): make grade NAME=ada
+# Then the demo with the student's functions in the place of the scripts' own.
+STUDENT = output/assignment/$(or $(NAME),student)
+grade: install
+	python course/assignment/grade.py $(STUDENT).py
+
+own-demo:
+	$(MAKE) demo WITH="course/assignment/run.py $(STUDENT).py" DEMO=$(STUDENT)
 
 test: lint
 	python -m pytest -q -m "not slow" tests

@@ -1,0 +1,333 @@
+"""The assignment: the scripts' own functions get all points, and a planted mistake loses some, with
+a hint that names what is to be seen of it."""
+
+import json
+import re
+import sys
+
+import pytest
+
+import common  # noqa: F401
+import ppo
+import reward  # noqa: F401
+import sft  # noqa: F401
+from course.assignment import expected, grade, make, run
+from course.assignment.checks import CHECKS
+from tests import kit
+
+STUDENTS = "ada", "bo", "7", "émile"
+MISTAKES = {  # of each function: (what stands in the script, the mistake, words of a hint)
+    "sft_loss_sum": [
+        (").sum()", ").mean()", "two copies"),
+        ("-(logprobs", "(logprobs", "on paper"),
+        ("logprobs * loss_mask", "logprobs", "where the mask is 0"),
+        ("(logprobs * loss_mask)", "(logprobs.detach() * loss_mask)", "no gradient"),
+    ],
+    "pair_loss_sum": [
+        ("chosen - rejected", "rejected - chosen", "wrong order by 8"),
+        (".sum()", ".mean()", "on paper"),
+        ("(loss * row_weight)", "loss", "filler"),
+        ("(chosen + rejected) **", "(chosen - rejected) **", "center_coef"),
+        ("-F.logsigmoid(chosen - rejected)", "-(chosen - rejected).sigmoid().log()", "of -200"),
+    ],
+    "token_logprobs": [
+        ("[wanted] + 1]", "[wanted]]", "sure of"),
+        ("return scatter", "return -1.0 * ~wanted + scatter", "elsewhere not 0"),
+        ("tokens, temperature)", "tokens)", "temperature"),
+        ("tokens, temperature)", "tokens, 1 / temperature)", "temperature"),
+        (
+            "TokenLogprobs.apply(logits, tokens, temperature)",
+            "(logits / temperature).log_softmax(-1)[range(len(tokens)), tokens]",
+            "bf16",
+        ),
+        (
+            "TokenLogprobs.apply(logits, tokens, temperature)",
+            "(logits.float() / temperature).softmax(-1)[range(len(tokens)), tokens].log()",
+            "hundreds",
+        ),
+        ("TokenLogprobs.apply(logits,", "TokenLogprobs.apply(logits.detach(),", "no gradient"),
+    ],
+    "sample": [
+        ("args.temperature), -1)", "1.0), -1)", "temperature"),
+        ("probs[:, : len(tokenizer)]", "probs", "beyond the tokenizer's"),
+        (" * cumulative[:, -1:]", "", "top_k"),
+        ("right=True", "right=False", "probability 0"),
+        ("uniforms[active, r, None]", "uniforms[active, 0, None]", "other tokens"),
+        ("uniforms[active, r, None]", "uniforms[: len(active), r, None]", "other tokens"),
+        ("probs.gather(", "cumulative.float().gather(", "log-prob"),
+        ("probs.gather(", "(allowed / allowed.sum(-1, True)).gather(", "beyond the tokenizer's"),
+    ],
+    "kl_estimate": [
+        ("ref_logprobs - logprobs", "logprobs - ref_logprobs", "k1"),
+        ("log_r**2 / 2", "log_r**2", "k2"),
+        ("log_r.exp() - 1 - log_r", "log_r.exp() - 1 + log_r", "k3"),
+        ("log_r.exp() - 1 - log_r", "(log_r.exp() - 1 - log_r).mean()", "shape ()"),
+        ("return -log_r", "return -log_r.abs()", "k1"),
+    ],
+    "token_rewards": [
+        ("- kl_coef", "+ kl_coef", "on paper"),
+        (") * mask", ")", "padding"),
+        ("kl_coef * kl", "kl", "kl_coef"),
+        ("kl_coef * kl)", "kl_coef * kl.sum(-1, keepdim=True))", "wrong sum"),
+    ],
+    "gae": [
+        ("- values[:, t]\n", "+ values[:, t]\n", "on paper"),
+        ("gamma * lam * next", "gamma * next", "lam 0"),
+        ("lam * next_advantage", "next_advantage", "lam 0"),
+        ("+ gamma * next_value", "+ next_value", "gamma 0.5"),
+        ("values[:, t].where(is_step, next_value)", "values[:, t]", "in the padding"),
+        ("advantage.where(is_step, next_advantage)", "advantage", "in the padding"),
+        ("advantage.where(is_step, 0)", "advantage", "padding has"),
+        ("(advantages + values)", "(advantages + rewards)", "the returns"),
+        ("(advantages + values).where(mask > 0, 0)", "advantages + values", "padding has"),
+        ("reversed(range(values.shape[1]))", "range(values.shape[1])", "on paper"),
+        (
+            "next_advantage = next_value = torch.zeros_like(values[:, 0])",
+            "next_advantage = next_value = values[:, -1]",
+            "follows the last token",
+        ),
+        (
+            "advantage.where(is_step, next_advantage)",
+            "advantage.where(is_step, 0)",
+            "between two turns",
+        ),
+    ],
+    "whitened": [
+        ("squares / count", "squares / max(count - 1, 1)", "on paper"),
+        ("(x - mean)", "x", "on paper"),
+        ("for x in masks]", "for x in map(torch.ones_like, masks)]", "in the padding"),
+        ("/ scale * mask", "/ scale", "padding is not 0"),
+        ("for x in advantages]", "for x in advantages[:1] * len(masks)]", "two micro-batches"),
+        ("** 0.5 + 1e-8", "** 0.5", "equal advantages"),
+        ("** 0.5", "", "on paper"),
+    ],
+    "policy_loss": [
+        ("-gain", "gain", "on paper"),
+        ("torch.min", "torch.max", "pushed further"),
+        ("logprobs - old_logprobs", "old_logprobs - logprobs", "the ratio"),
+        ("clip if clip_high is None else clip_high", "clip", "clip_high"),
+        ("clamp(1 - clip, high)", "clamp(2 - high, high)", "clip_high"),
+        ("clamp(1 - clip, high)", "clamp(max=high)", "far rarer"),
+        ("clamp(1 - clip, high)", "clamp(min=1 - clip)", "far likelier"),
+        ("torch.min(ratio * advantages, ", "(", "gets off lightly"),
+        ("(logprobs - old", "(logprobs.detach() - old", "no gradient"),
+    ],
+    "value_loss": [
+        ("torch.max", "torch.min", "moved away"),
+        ("0.5 * ", "", "on paper"),
+        ("old_values + (values - old_values)", "values", "pulled further"),
+        ("torch.max((values - returns) ** 2, ", "(", "moved away"),
+        (".clamp(-clip_value, clip_value)", "", "pulled further"),
+    ],
+    "grpo": [
+        ("(size - 1)", "size", "on paper"),
+        ("+ 1e-4", "", "equal rewards"),
+        ("1e-4", "1e-8", "hardly differ"),
+        ("sqrt() + 1e-4)", "add(1e-4).sqrt())", "hardly differ"),
+        ("group_sum(totals, groups) / size", "totals.mean()", "another prompt's"),
+        ("(group_sum(errors**2, groups) / (size - 1)).sqrt()", "totals.std()", "another prompt's"),
+        ("errors / (", "-errors / (", "on paper"),
+    ],
+    "loss_weights": [
+        ("mask.sum() for mask in masks)", "mask.numel() for mask in masks)", "tokens:"),
+        ("mask.sum() for mask in masks)", "mask.sum() for mask in masks[:1])", "micro-batches"),
+        ("(length > 0).sum()", "len(length)", "without tokens"),
+        ("args.max_answer_seq_len)", "masks[0].shape[1])", "constant"),
+        ('== "constant"', '!= "tokens"', "responses:"),
+        ("masks, ranks", "[mask / mask.sum(-1, True) for mask in masks], ranks", "tokens:"),
+    ],
+}
+
+
+def text_of(student, body=make.solution, **changes):
+    """Returns the text of a student's file; changes: {function: (text in it, what replaces it)}."""
+    text = make.assignment(student, body)
+    for name, (old, new) in changes.items():
+        own = "\n".join(body(name))
+        assert old in own, f"{name} in {make.FUNCTIONS[name]}.py has no {old!r} any more"
+        text = text.replace(own, own.replace(old, new))
+    return text
+
+
+def graded(name, student, **changes):
+    """Returns points and hints of a function, in a file that is right but for the changes."""
+    functions = {}
+    exec(text_of(student, **changes), functions)
+    results = grade.grade(name, functions[name], student)
+    return sum(points for points, hint in results if not hint), [h for _, h in results if h]
+
+
+def most(name):
+    return sum(check.points for check in CHECKS[name])
+
+
+def test_there_are_100_points_in_twelve_functions():
+    assert [*CHECKS] == [*make.FUNCTIONS] and len(CHECKS) == 12
+    assert sum(map(most, CHECKS)) == 100
+    assert all(callable(getattr(expected, name)) for name in CHECKS)
+
+
+@pytest.mark.parametrize("student", STUDENTS)
+def test_the_scripts_own_functions_get_all_points(student):
+    """They and the slow sums of expected.py share no line, and agree on any student's numbers."""
+    for name in CHECKS:
+        assert graded(name, student) == (most(name), []), name
+
+
+def planted():
+    for name, mistakes in MISTAKES.items():
+        assert len(mistakes) > 2
+        for old, new, words in mistakes:
+            yield pytest.param(name, old, new, words, id=f"{name}: {new[:40]}")
+
+
+@pytest.mark.parametrize("name, old, new, words", planted())
+def test_a_mistake_loses_points_where_it_is(name, old, new, words):
+    """Whatever the numbers of the student; and the hint does not quote the line that is right."""
+    for student in STUDENTS:
+        points, hints = graded(name, student, **{name: (old, new)})
+        assert points < most(name)
+        assert any(words in hint for hint in hints), hints
+        assert not any(old in hint for hint in hints if len(old) > 9)
+
+
+def test_every_student_has_numbers_of_their_own():
+    """So an answer that is copied from another's screen is of no use."""
+    wrong = {"gae": ("- values[:, t]\n", "+ values[:, t]\n")}
+    hints = [graded("gae", student, **wrong)[1][0] for student in STUDENTS]
+    assert len({*hints}) == len(hints)
+    assert graded("gae", "ada", **wrong)[1][0] == hints[0]  # the same ones each time
+
+
+def test_the_pages_example_and_points_are_true():
+    """What the page shows is what the program prints, and its points are those of the checks."""
+    page = (kit.ROOT / "course/assignment/README.md").read_text()
+    hint = graded("token_rewards", "ada", token_rewards=("- kl_coef", "+ kl_coef"))[1][0]
+    assert (
+        "    token_rewards     0 of  5\n        -1  " + hint.replace("\n", "\n            ") in page
+    )
+    said = dict(re.findall(r"\| `(\w+)` \| (\d+)(?= \|)", page))
+    assert said == {name: str(most(name)) for name in CHECKS}
+    assert f"{grade.LIMIT} seconds" in page
+
+
+def test_the_blank_file_says_what_the_scripts_say():
+    """Signatures and docstrings are those of today; of the bodies nothing is left."""
+    text = make.assignment("ada")
+    for name, module in make.FUNCTIONS.items():
+        script = getattr(sys.modules[module], name)
+        assert script.__doc__ in text
+        last = make.solution(name)[-1]
+        assert name == "sample" or last not in make.blank(name)
+    assert text.count(make.BLANK) == 12 and "searchsorted" not in text
+    compile(text, "ada.py", "exec")
+
+
+# --------------------------------------------------------------------------------------------------
+# Files, as students have them
+# --------------------------------------------------------------------------------------------------
+def report(tmp_path, capfd, text=None):
+    """Returns what the program prints of a file."""
+    file = tmp_path / "ada.py"
+    if text is not None:
+        file.write_text(text)
+    grade.main([file])
+    out, err = capfd.readouterr()
+    assert "Traceback" not in out + err
+    return out
+
+
+def test_a_file_that_is_not_there_is_written_and_gets_no_points(tmp_path, capfd):
+    out = report(tmp_path, capfd)
+    assert out.count(grade.BLANK) == 12 and out.endswith("total             0 of 100\n")
+    assert (tmp_path / "ada.py").read_text() == make.assignment("ada")
+
+
+def test_a_finished_file_is_told_how_to_go_on(tmp_path, capfd):
+    out = report(tmp_path, capfd, text_of("ada"))
+    assert "total           100 of 100" in out and "make own-demo NAME=ada" in out
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("def gae(:", "SyntaxError"),
+        ("\0", "SyntaxError"),
+        ("import nothing_of_this_name", "ModuleNotFoundError"),
+        ("raise SystemExit", "SystemExit"),
+        ("while True: pass", "does not end"),
+        ("import os; os._exit(3)", "ended the program"),
+    ],
+)
+def test_a_file_that_does_not_run_gets_no_points(text, words, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(grade, "LIMIT", 2)
+    out = report(tmp_path, capfd, text)
+    assert words in out and out.endswith("0 of 100\n")
+
+
+def test_one_function_spoils_no_other(tmp_path, capfd, monkeypatch):
+    """Neither an endless loop, nor a wrong shape, nor what raises, or ends Python, or writes into
+    what its caller goes on using; nor one that is missing, or is the script's own."""
+    monkeypatch.setattr(grade, "LIMIT", 2)
+    bodies = {
+        "gae": "    while True: pass",
+        "whitened": "    advantages[0].zero_()\n    return advantages",
+        "sft_loss_sum": "    return -logprobs * loss_mask",
+        "pair_loss_sum": "    return None",
+        "kl_estimate": "    return ref_logprobs[99]",
+        "value_loss": "    raise SystemExit",
+        "token_rewards": "    import os\n    os._exit(0)",
+    }
+    text = text_of("ada")
+    for name, body in bodies.items():
+        own = "\n".join(make.solution(name))
+        text = text.replace(own, "\n".join([*make.blank(name)[:-1], body]))
+    text = text.replace("def policy_loss(", "def another_name(")
+    text = text.replace("from ppo import group_sum", "from ppo import group_sum, grpo")
+    text = text.replace("def grpo(", "def my_grpo(")
+    lines = report(tmp_path, capfd, text).splitlines()
+    found = {line.split()[0]: i for i, line in enumerate(lines) if " of " in line[:30]}
+    said = {name: " ".join(lines[i : i + 2]) for name, i in found.items()}
+    for name in ("token_logprobs", "sample", "loss_weights"):
+        assert f"{most(name)} of" in said[name]
+    assert "0 of 15  stopped after 2 seconds" in said["gae"]
+    assert "changes its arguments" in said["whitened"]
+    assert "shape (1, 2)" in said["sft_loss_sum"] and "NoneType" in said["pair_loss_sum"]
+    assert "IndexError" in said["kl_estimate"] and "(line " in said["kl_estimate"]
+    assert "SystemExit" in said["value_loss"] and "ended the program" in said["token_rewards"]
+    assert "not defined in the file" in said["policy_loss"]
+    assert "not defined in the file" in said["grpo"]
+    assert said["total"].startswith("total            28 of 100")
+
+
+def test_a_teacher_gets_a_line_for_each_file(tmp_path, capfd):
+    (tmp_path / "ada.py").write_text(text_of("ada"))
+    (tmp_path / "bo.py").write_text(make.assignment("bo"))
+    grade.main([tmp_path / "ada.py", tmp_path / "bo.py"])
+    ada, bo = capfd.readouterr().out.splitlines()
+    assert ada.split()[:4] == ["ada", "100", "5", "8"] and bo.split()[:2] == ["bo", "0"]
+
+
+# --------------------------------------------------------------------------------------------------
+# The demo with a student's functions
+# --------------------------------------------------------------------------------------------------
+def test_a_students_functions_take_the_place_of_the_scripts(monkeypatch):
+    """Also where the script keeps a function in a table."""
+    for name, module in make.FUNCTIONS.items():  # each is put back afterwards
+        monkeypatch.setattr(sys.modules[module], name, getattr(sys.modules[module], name))
+    monkeypatch.setitem(ppo.ADVANTAGES, "grpo", ppo.ADVANTAGES["grpo"])
+    functions = {}
+    exec(text_of("ada"), functions)
+    assert run.put(functions) == [*make.FUNCTIONS]
+    for name, module in make.FUNCTIONS.items():
+        assert getattr(sys.modules[module], name) is functions[name]
+    assert ppo.ADVANTAGES["grpo"].of_groups is functions["grpo"]
+
+
+def test_the_launchers_own_flag_is_not_taken_for_the_file(tmp_path, monkeypatch):
+    """deepspeed puts --local_rank before the words that were typed."""
+    seen = []
+    (tmp_path / "ada.py").write_text("")
+    monkeypatch.setattr(ppo, "main", lambda: seen.extend(sys.argv))
+    run.main(["--local_rank=1", str(tmp_path / "ada.py"), "ppo.py", "--preset", "toy"])
+    assert json.dumps(seen) == json.dumps(["ppo.py", "--preset", "toy", "--local_rank=1"])
