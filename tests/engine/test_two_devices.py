@@ -140,7 +140,7 @@ def ran(name, steps=2, plant=False):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_operation_mixes_devices(name):
     """Two steps, with evaluation, samples, microscope and saving."""
-    done = ran(name)
+    done = ran(name, 2)
     assert done.code == 0 and done.results[0][0] == 0, done
     assert sum(done.results[0][1].values()), "nothing was read: it was not there"
 
