@@ -2,6 +2,7 @@
 mixes devices, and the host waits for the device as seldom as here. (A wait empties the queue of a
 GPU: what the host does until the next operation is time in which the GPU does nothing.)"""
 
+import functools
 import json
 import sys
 from types import SimpleNamespace
@@ -129,6 +130,7 @@ def run_there(base, name, script, flags, steps, plant=False):
     return facts["code"], count.reads, count.copies
 
 
+@functools.cache
 def ran(name, steps=2, plant=False):
     script, flags = PROGRAMS[name]
     given = runs.base(), f"there_{name}{steps}{plant}", script, flags, steps, plant
@@ -138,7 +140,7 @@ def ran(name, steps=2, plant=False):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_operation_mixes_devices(name):
     """Two steps, with evaluation, samples, microscope and saving."""
-    done = ran(name)
+    done = ran(name, 2)
     assert done.code == 0 and done.results[0][0] == 0, done
     assert sum(done.results[0][1].values()), "nothing was read: it was not there"
 
