@@ -803,10 +803,11 @@ def answered(args, models, tokenizer, requests):
     The random numbers are the same each time: those of step 0.
     """
     engines, size = models.engines.values(), args.per_device_eval_batch_size
+    at_once = max(size, args.rollout_batch_size)  # responses
     for engine in engines:
         engine.eval()  # no dropout
     state_offload.to_cpu(args, engines)  # --offload_states
-    responses = roll_out(args, models.actor, tokenizer, requests, 0, size)
+    responses = roll_out(args, models.actor, tokenizer, requests, 0, at_once)
     micro_batches = make_micro_batches(tokenizer, ordered(responses), size)
     for batch in micro_batches:
         score(args, models, batch)
