@@ -19,7 +19,11 @@ from machinery.flags import recipes
 from machinery.models import model_card, model_folders, saving
 from machinery.run import best, checkpoints, crash, launch, logs, output_folder
 
-STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+STOPS = {  # signals that are noted, and what they do without us
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
 
 
 class Run:
@@ -107,12 +111,13 @@ class Run:
             logs.draw_curves(args)
             self.finish()
         # Only now: before, a signal of the launcher must end the ranks of a run that is refused.
-        before = {number: signal.getsignal(number) for number in STOPS}
-        for number in STOPS:
-            if before[number] != signal.SIG_IGN:  # of SIGHUP: nohup
-                signal.signal(number, self.note_signal)
+        noted = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
+        for number in noted:
+            signal.signal(number, self.note_signal)
         # What a user's function forks is ended by them as it would be without us.
-        os.register_at_fork(after_in_child=lambda: [*map(signal.signal, before, before.values())])
+        os.register_at_fork(
+            after_in_child=lambda: [signal.signal(number, STOPS[number]) for number in noted]
+        )
         self.started = time.monotonic()  # of the step: loading its rows is a part of it
         to_come = range(done + 1, self.last_step + 1)
         with progress.bar(self.last_step, "steps", done) as bar:
