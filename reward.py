@@ -215,7 +215,7 @@ def main():
             weight = batch.row_weight  # (B,)
             chosen, rejected = score_pairs(engine, batch)  # (B,), (B,)
             loss_sum = pair_loss_sum(chosen, rejected, weight, args.center_coef)  # ()
-            engine.backward(loss_sum * common.loss_scale(engine, pairs))
+            engine.backward(loss_sum * common.mean_factor(engine, pairs))
             engine.step()  # moves the weights at the step's last micro-batch only
             sums += pair_sums(loss_sum, chosen, rejected, weight)
         means = ranks.all_sum(*sums) / pairs

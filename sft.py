@@ -102,7 +102,7 @@ def collate(rows, pad_id):
 def sft_loss_sum(logprobs, loss_mask):
     """Cross entropy, -log p(token | tokens before it), SUMMED over the covered tokens.
 
-    A sum, because the mean is taken once over the whole optimizer step (common.loss_scale): the
+    A sum, because the mean is taken once over the whole optimizer step (common.mean_factor): the
     mean of micro-batch means would give a token in a short batch more weight than one in a long
     batch.  logprobs, loss_mask: (B, R) -> ()
     `evaluate` calls this as well, and eval_perplexity is its exponential: what is for training
@@ -168,7 +168,7 @@ def main():
             batch = batch.to(ranks.device())
             logprobs = common.response_logprobs(engine, batch, batch.loss_mask)  # (B, R)
             loss_sum = sft_loss_sum(logprobs, batch.loss_mask)  # ()
-            engine.backward(loss_sum * common.loss_scale(engine, tokens))
+            engine.backward(loss_sum * common.mean_factor(engine, tokens))
             engine.step()  # moves the weights at the step's last micro-batch only
             loss_total += loss_sum.detach()
         # The run logs the step, and evaluates when that is due.

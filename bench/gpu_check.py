@@ -7,33 +7,35 @@ One line for each check is printed, and the exit code is 1 if one has failed. Wh
 has a line, too. The last line holds all that we would ask for: please send it to us.
 
     python bench/gpu_check.py --cpu              the same checks on two CPU ranks, to try this file
+    python bench/gpu_check.py --pretend          on one CPU rank whose tensors say that they are on
+                                                 a GPU, and must not be mixed with the CPU's:
+                                                 tests/two_devices.py says what that shows
     python bench/gpu_check.py decoding lora      these groups alone
     python bench/gpu_check.py --hosts FILE       one group more, on all machines of a hostfile; the
                                                  folder for temporary files must be shared (TMPDIR)
 """
 
 import argparse
+import contextlib
 import json
-import math
 import os
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import memory  # beside this file
 import torch
 
-from tests import kit, runs
+from tests import gpu_rows, kit, runs, two_devices
 
 METRIC = {"sft": "loss", "reward": "loss", "ppo": "eval_reward"}
 # of METRIC, relative to 1
 TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 2e-2}
 SIZE = "69M"
+ON_GPUS_ONLY = "attention", "memory"  # groups whose rows --pretend cannot know
 
 
 # --------------------------------------------------------------------------------------------------
@@ -48,13 +50,8 @@ GRPO = "--advantage grpo --kl_in loss --kl_estimator k3 --samples_per_prompt 2"
 LORA = "--lora_dim 4 --save_steps 2 --keep_checkpoints 9"
 LARGE = f"""--model_name_or_path BASE/memory/{SIZE} --data_path BASE/memory/data --max_seq_len 256
     --num_samples 0"""
-KERNELS = {  # cuDNN's is off in a run (patches.py): a NaN here is known
-    "flash": "FLASH_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-    "cudnn": "CUDNN_ATTENTION",
-}
 GROUPS = {
-    "attention": dict.fromkeys(f"attention_{name}" for name in KERNELS),
+    "attention": dict.fromkeys(f"attention_{name}" for name in gpu_rows.KERNELS),
     "fp32": {f"{s}_fp32_zero{z}": run(s, "fp32", z) for s in kit.SCRIPTS for z in (0, 1, 2, 3)},
     "bf16": {f"{s}_bf16_zero{z}": run(s, "bf16", z) for s in kit.SCRIPTS for z in (1, 2, 3)},
     "fp16": {f"{s}_fp16_zero{z}": run(s, "fp16", z) for s in kit.SCRIPTS for z in (2, 3)},
@@ -115,17 +112,21 @@ def worker(base, part):
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(verbose=False)
     crash.finish = lambda args, code=0: sys.exit(code)  # the group of ranks lives on
+    patches.do_without_cudnn_attention()
+    patches.share_masks()
+    patches.keep_groups()
     if part in ("attention", "decoding"):
-        patches.do_without_cudnn_attention()
-        found = (attention if part == "attention" else decode)(base)
+        found = getattr(gpu_rows, part)()
     elif part in ALL:
         found = ((name, make(base, name, **run)) for name, run in ALL[part].items())
     else:
         found = [(part, make(base, part, **GROUPS["memory"][part]))]
-    for name, facts in found:
-        facts["bytes"] = get_accelerator().max_memory_allocated()
-        if ranks.get_rank() == 0:
-            (base / f"facts/{name}.json").write_text(json.dumps(facts))
+    pretends = "PRETEND" in os.environ and part != "reference"
+    with two_devices.program() if pretends else contextlib.nullcontext():
+        for name, facts in found:
+            facts["bytes"] = get_accelerator().max_memory_allocated()
+            if ranks.get_rank() == 0:
+                (base / f"facts/{name}.json").write_text(json.dumps(facts))
     ranks.barrier()
     os._exit(0)
 
@@ -138,112 +139,6 @@ def make(base, name, before=None, **options):
         runs.copy_checkpoint(base / "runs" / before[0], before[1], base / "runs" / name)
     ranks.barrier()
     return runs.make_run(base, name, **options)
-
-
-def attention(base):
-    """Yields for each of PyTorch's kernels its largest error against the plain products in fp32."""
-    for name, kernel in KERNELS.items():
-        worst, nans, cannot = 0.0, [], []
-        for T in (63, 64, 192, 704):
-            try:
-                plain, found = (
-                    attended(each, dtype, T, padded=name != "flash")
-                    for each, dtype in (("MATH", torch.float32), (kernel, torch.bfloat16))
-                )
-            except RuntimeError as error:
-                cannot.append(f"{T}: {str(error).splitlines()[0][:60]}")
-                continue
-            for expected, other in zip(plain, found):
-                # not the number that shifts: -120 times a sum that is 0 but for rounding
-                expected, other = expected[..., 1:], other[..., 1:].float()
-                error = (other - expected).abs().max() / expected.abs().max().clamp(min=1)
-                worst = max(worst, error.nan_to_num(0).item())
-            if not all(x.isfinite().all() for x in found):
-                nans.append(T)
-        yield f"attention_{name}", {"worst": worst, "nans": nans, "cannot": cannot}
-
-
-def attended(kernel, dtype, T, padded):
-    """Returns what a kernel makes of rows of T tokens, and the gradients of queries, keys, values.
-
-    T is and is not a multiple of 64. There is padding on the left, but for flash, which takes no
-    mask; queries are grouped; and one head's scores are all about -120, as those of a head of
-    Qwen2.5-0.5B: pytorch#196678.
-    """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    from machinery.base import ranks
-
-    heads, groups, size, device = 4, 2, 64, ranks.device()
-    torch.manual_seed(T)
-    q, k, v, out = (torch.randn(2, heads, T, size, device=device) for _ in range(4))
-    k, v = (x[:, ::groups].repeat_interleave(groups, 1) for x in (k, v))
-    q[:, 0] *= 0.1
-    k[:, 0] *= 0.1
-    q[:, 0, :, 0], k[:, 0, :, 0] = 1.0, -120 * math.sqrt(size)
-    given = [x.bfloat16().to(dtype).requires_grad_(True) for x in (q, k, v)]
-    options = {"is_causal": True}
-    if padded:
-        mask = torch.ones(T, T, dtype=torch.bool, device=device).tril().repeat(2, 1, 1, 1)
-        mask[1, :, :, : T // 3] = False
-        options = {"attn_mask": mask | torch.eye(T, dtype=torch.bool, device=device)}
-    with sdpa_kernel(getattr(SDPBackend, kernel)):
-        y = torch.nn.functional.scaled_dot_product_attention(*given, **options)
-    y.backward(out.to(dtype))
-    return [y, *(x.grad for x in given)]
-
-
-def decode(base):
-    """Yields decoding in fp32 and bf16: waits of the host and milliseconds for each token, timed
-    twice; and --compile_decoding at three widths: the share of its tokens that are the same, its
-    milliseconds, and its memory."""
-    from transformers import AutoModelForCausalLM
-
-    from machinery.base import ranks
-
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        model = AutoModelForCausalLM.from_pretrained(base / "models/actor", dtype=dtype)
-        model = model.to(ranks.device()).eval()
-        decoded(model, 24, 64)  # warms up
-        milliseconds, waits = [], []
-        for _ in range(2):
-            (_, short, few), (_, long, many) = (decoded(model, 24, n) for n in (64, 128))
-            milliseconds.append(1e3 * (long - short) / 64)
-            waits.append((many - few) / 64)
-        same, compiled, before = [], [], torch.cuda.memory_reserved()
-        for longest in (24, 90, 100, 200, 24, 90, 200):
-            plain = decoded(model, longest, 32)[0]
-            for _ in range(2):  # the first compiles
-                found, seconds, _ = decoded(
-                    model, longest, 32, compile_decoding=1, max_prompt_seq_len=256
-                )
-                same.append((found == plain).float().mean().item())
-                compiled.append(1e3 * seconds / 32)
-        facts = {"milliseconds": milliseconds, "waits": max(waits), "same": min(same)}
-        facts["held"] = (torch.cuda.memory_reserved() - before) / 2**20
-        yield f"decoding_{name}", {**facts, "compiled": min(compiled)}
-
-
-def decoded(model, longest, tokens, **options):
-    """Returns so many tokens after each of 8 prompts of unequal length, the seconds that they took,
-    and how often the host waited."""
-    import common
-    from machinery.base import ranks
-
-    cuda, device = ranks.device().type == "cuda", ranks.device()
-    no_end = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
-    prompts = [[5 + row] * max(1, longest * (row + 1) // 8) for row in range(8)]
-    ids, mask = (x.to(device) for x in common.pad(prompts, 0))
-    with warnings.catch_warnings(record=True) as waits:
-        warnings.simplefilter("always")
-        if cuda:
-            torch.cuda.set_sync_debug_mode("warn")
-        began = time.time()
-        responses, _ = kit.generate(model, ids, mask, kit.uniforms(8, tokens), no_end, **options)
-        if cuda:
-            torch.cuda.set_sync_debug_mode("default")
-            torch.cuda.synchronize()
-    return responses, time.time() - began, len(waits)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -270,11 +165,13 @@ def curve(base, name, metric):
 
 def check(base, name):
     """Returns (whether it is as it must be, or None where that is not known; in words)."""
+    script, dtype = name.split("_")[:2]
+    if "PRETEND" in os.environ and script in ON_GPUS_ONLY:
+        return None, "a GPU shows it, and nothing else"
     file = base / f"facts/{name}.json"
     if not file.exists():
         return False, "did not end: the log says why"
     facts = json.loads(file.read_text())
-    script, dtype = name.split("_")[:2]
     if script == "attention":
         return check_attention(dtype, facts)
     if script == "decoding":
@@ -309,8 +206,10 @@ def check_attention(kernel, facts):
 
 
 def check_decoding(dtype, facts):
-    words = "{waits:.1f} waits, {milliseconds[0]:.2f} and {milliseconds[1]:.2f} ms a token"
-    words += "; compiled {compiled:.2f} ms, {same:.0%} of its tokens equal, {held:.0f} MiB"
+    words = "{waits:.1f} waits, {milliseconds[0]:.2f} and {milliseconds[1]:.2f} ms a token; "
+    if "refused" in facts:
+        return None if facts["waits"] <= 2.5 else False, words.format(**facts) + facts["refused"]
+    words += "compiled {compiled:.2f} ms, {same:.0%} of its tokens equal, {held:.0f} MiB"
     good = facts["waits"] <= 2.5 and (facts["same"] > 0.9 or dtype == "bf16")
     return good, words.format(**facts)
 
@@ -335,6 +234,7 @@ def get_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)} [all]")
     parser.add_argument("--cpu", action="store_true", help="on two CPU ranks")
+    parser.add_argument("--pretend", action="store_true", help="on a CPU that says it is a GPU")
     parser.add_argument("--hosts", metavar="FILE", help="a hostfile of DeepSpeed's launcher")
     args = parser.parse_args()
     if unknown := set(args.groups) - set(GROUPS):
@@ -345,17 +245,21 @@ def get_args():
 def main():
     args = get_args()
     gpus = torch.cuda.device_count()
-    if not gpus and not args.cpu:
+    if not (gpus or args.cpu or args.pretend):
         print("error: no GPU is here. `make test` and `make test-all` are what a CPU can show.")
         sys.exit(2)
     accelerator, ranks = ("cpu", 2) if args.cpu else ("cuda", min(gpus, 4))
+    if args.pretend:
+        accelerator, ranks, os.environ["PRETEND"] = "cpu", 1, "1"
     began, base = time.time(), Path(tempfile.mkdtemp(prefix="gpu-check-"))
     kit.base = lambda: base
     kit.prepare(base)
     for name in ("memory", "facts"):
         (base / name).mkdir()
     memory.prepare(base / "memory", SIZE)
-    device = "CPU ranks" if args.cpu else f"x {torch.cuda.get_device_name()}"
+    device = "CPU rank that pretends to be a GPU" if args.pretend else "CPU ranks"
+    if accelerator == "cuda":
+        device = f"x {torch.cuda.get_device_name()}"
     print(f"{ranks} {device}, torch {torch.__version__}; runs and logs in {base}")
     (base / "reference.log").write_text(launch(base, "reference", ranks, "cpu"))
     table, groups = {}, [*(args.groups or GROUPS), *["machines"] * bool(args.hosts)]
@@ -363,6 +267,7 @@ def main():
         hosts = args.hosts if group == "machines" else None
         # One process for each peak: DeepSpeed's hooks keep the engine of a run that has ended.
         parts = GROUPS["memory"] if group == "memory" else [group]
+        parts = [] if args.pretend and group in ON_GPUS_ONLY else parts
         output = [launch(base, part, ranks, accelerator, hosts) for part in parts]
         (base / f"{group}.log").write_text("\n".join(output))
         for name in ALL[group]:

@@ -38,7 +38,8 @@ MODEL = f"{OUT}/model" if SMALL else "Qwen/Qwen2.5-0.5B"
 MATHS = f"--data_path {OUT}/maths"
 STEPS = {
     "sft": f"sft.py --model_name_or_path {MODEL} --max_steps 600 --eval_steps 200",
-    "reward": f"reward.py --model_name_or_path {OUT}/sft --max_steps 800 --eval_steps 200",
+    "reward": f"""reward.py --model_name_or_path {OUT}/sft --max_steps 800 --eval_steps 200
+        --per_device_train_batch_size 4 --gradient_accumulation_steps 2""",  # 8 fill 24 GB
     "ppo": f"""ppo.py --actor_model_name_or_path {OUT}/sft
         --critic_model_name_or_path {OUT}/reward --max_steps 60 --eval_steps 20""",
     "sft-math": f"""sft.py --model_name_or_path {MODEL} {MATHS} --data_split 1,0,0

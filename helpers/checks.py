@@ -8,6 +8,7 @@ from helpers import metrics
 from machinery.base import ranks
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused
+from machinery.models import forwards
 
 LONGEST = 32  # tokens of the row that is tried
 PADDING, AHEAD = 3, 2
@@ -15,11 +16,12 @@ PADDING, AHEAD = 3, 2
 # of a new head are small. With other shapes sums are made in another order.
 PADDING_TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}  # 0.0 was seen with fp32 and bf16 on CPUs
-# Log-probs of sampling and of scoring: of a token that is off, and how many may be. With a cache
-# sums are made in another order than in one forward. docs/ppo.md has sound runs and mistakes.
-OFF = {"fp32": 1e-3, "bf16": 0.2, "fp16": 0.2}
-SHARE_OFF = 0.05
-TRIED_AGAIN = 4  # rows, of which LONGEST tokens each are decoded once more
+# Of log-probs of sampling and of scoring: a token is off by more than OFF, and SHARE_OFF of them
+# may be. With a cache sums are made in another order than in one forward: docs/ppo.md has figures.
+OFF = {"fp32": 1e-3, "bf16": 0.2, "fp16": 0.05}
+SHARE_OFF = {"fp32": 0.005, "bf16": 0.05, "fp16": 0.05}
+TRIED_AGAIN = 8  # responses, of which LONGEST tokens each are decoded once more
+COARSE = 0.25  # a model that is off by itself in more tokens than this has no cache that works
 STORED = "ref_logprobs", "scores", "old_values", "old_logprobs", "entropy"  # before the update
 PATIENCE = 10  # steps in a row: a few groups may be equal by chance
 
@@ -105,35 +107,46 @@ def stop_unless_sampled_as_scored(run, micro_batches):
 
     Sampling used a cache, one token at a time; scoring is one forward over the whole row. Rounding
     alone moves few tokens by more than OFF; a wrong cache, mask, position or temperature moves
-    many. So the tokens that are off are counted, over all ranks. If there are too many, the model
-    is compared with itself: one that rounds as much with its own cache may go on.
+    many. So the tokens that are off are counted, on each rank and on all together. If there are too
+    many, the model is compared with itself, without our code: one whose 16 bits round as much may
+    go on.
     """
     args, engine = run.args, run.engine
     batches = [batch for batch in micro_batches if "sampled_logprobs" in batch.tokens]
     gaps = [metrics.token_gaps(batch)[batch.response_mask > 0] for batch in batches]  # (n,) each
-    off, count = count_off(args, gaps)
-    if off <= SHARE_OFF * count + 3 * (SHARE_OFF * count) ** 0.5 + 1:  # 3 standard deviations
+    counts = counts_off(args, gaps)
+    if not any(too_many(args, *of_rank) for of_rank in counts):
         return
-    few = [row for batch in batches for row in batch.responses][:TRIED_AGAIN]
-    own_off, own_count = count_off(args, [gaps_of_own_cache(args, engine, row) for row in few])
+    responses = [response for batch in batches for response in batch.responses]
+    longest = sorted(responses, key=lambda response: len(response["response_ids"]))[-TRIED_AGAIN:]
+    own = [gaps_of_own_cache(args, engine, response) for response in longest]
+    (off, count), (own_off, own_count) = counts[-1], counts_off(args, own)[-1]
     noise = own_off / own_count
-    sound = off <= 3 * noise * count or args.allow_mismatch
+    coarse = args.dtype != "fp32" and noise <= COARSE and off <= 3 * noise * count
+    goes_on = coarse or args.allow_mismatch
     ranks.say(
-        f"{'warning' if sound else 'error'}: step {run.step}: for {off / count:.1%} of the sampled "
+        f"{'warning' if goes_on else 'error'}: step {run.step}: for {off:,} of {count:,} sampled "
         f"tokens scoring gives another log-prob than sampling, by more than {OFF[args.dtype]} "
-        f"(allowed: {SHARE_OFF:.0%}; the {engine.module.config.model_type} model with its own "
-        f"cache: {noise:.1%}).\n  Likely: a cache, mask, position or temperature that is wrong for "
-        "this model, or a dtype too coarse for it.\n  Try --compile_decoding 0, --dtype fp32. If "
-        "another policy samples, --is_cap. --allow_mismatch 1 goes on."
+        f"(allowed: {SHARE_OFF[args.dtype]:.1%}; the {engine.module.config.model_type} model with "
+        f"its own cache: {noise:.1%}).\n  Likely: a cache, mask, position or temperature that is "
+        "wrong for this model, or a dtype too coarse for it.\n  Try --compile_decoding 0, --dtype "
+        "fp32. If another policy samples, --is_cap. --allow_mismatch 1 goes on."
     )
-    if not sound:
+    if not goes_on:
         run.finish(code=1)
 
 
-def count_off(args, gaps):
-    """Of all ranks' gaps, (n,) each: how many are above OFF, and how many there are."""
-    off = sum((gap > OFF[args.dtype]).sum() for gap in gaps)
-    return ranks.all_sum(off, sum(len(gap) for gap in gaps)).tolist()
+def counts_off(args, gaps):
+    """Of gaps, (n,) each: how many are above OFF, and how many there are. Of each rank, and all."""
+    off = sum((gap > OFF[args.dtype]).sum().item() for gap in gaps)
+    of_ranks = ranks.all_gather_objects([(off, sum(len(gap) for gap in gaps))])
+    return [*of_ranks, tuple(map(sum, zip(*of_ranks)))]
+
+
+def too_many(args, off, count):
+    """Returns whether more tokens are off than SHARE_OFF, and chance: three deviations and one."""
+    allowed = SHARE_OFF[args.dtype] * count
+    return off > allowed + 3 * allowed**0.5 + 1
 
 
 def gaps_of_own_cache(args, engine, response):
@@ -142,15 +155,16 @@ def gaps_of_own_cache(args, engine, response):
     response: a dict with prompt_ids and response_ids. Returns (n,), of its first LONGEST tokens at
     most. Every rank makes the same number of forwards.
     """
-    start = len(response["prompt_ids"])
-    ids = [*response["prompt_ids"], *response["response_ids"], *[0] * LONGEST]
-    ids = torch.tensor([ids[: start + LONGEST]], device=ranks.device())  # (1, P + LONGEST)
-    whole = engine(ids).logits[0, start - 1 : -1]  # (LONGEST, V)
+    start, tried = len(response["prompt_ids"]), min(LONGEST, args.max_answer_seq_len)
+    ids = [*response["prompt_ids"], *response["response_ids"], *[0] * tried]
+    ids = torch.tensor([ids[: start + tried]], device=ranks.device())  # (1, P + tried)
+    last = forwards.accepted(engine, logits_to_keep=tried + 1)
+    whole = engine(ids, **last).logits[0, -tried - 1 : -1]  # (tried, V)
     given, cache, single = ids[:, :start], None, []
     for next_token in ids[0, start:]:
         out = engine(given, past_key_values=cache, use_cache=True)
         single.append(out.logits[0, -1])
-        given, cache = next_token.view(1, 1), out.past_key_values
+        given, cache = next_token.view(1, 1), getattr(out, "past_key_values", None)
     whole, single = (
         common.TokenLogprobs.apply(logits, ids[0, start:], args.temperature)
         for logits in (whole, torch.stack(single))

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 import common
 from helpers import judging, metrics
 from machinery.base import ranks, statistics
+from machinery.base.refused import Refused
 from machinery.data import batching
 from machinery.data.tokens import tokenise_response
 from machinery.engine import zero3
@@ -120,14 +121,20 @@ def report(run, step, responses, samples=1):
 
 
 def gathered(micro_batches):
-    """Returns all ranks' responses, in the order of their rows, each with its metrics."""
+    """Returns all ranks' responses, in the order of their rows, each with its metrics.
+
+    Refuses functions whose parts are others for other responses, also on another rank.
+    """
     responses = []
     for batch in micro_batches:
         for name, values in metrics.per_response(batch).items():
             for response, value in zip(batch.responses, values.tolist()):
                 response[name] = value
         responses += batch.responses
-    return sorted(ranks.each_once(responses), key=lambda row: (row["row"], row["sample"]))
+    responses = sorted(ranks.each_once(responses), key=lambda row: (row["row"], row["sample"]))
+    if len(kinds := {tuple(sorted(reported(row))) for row in responses}) > 1:
+        raise Refused("function-returns", f"rewards have other parts for other rows: {kinds}.")
+    return responses
 
 
 def reported(response):

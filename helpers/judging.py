@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Mapping, Set
@@ -74,18 +75,25 @@ def load_functions(args):
 
 
 def load_function(spec, flag):
-    """Runs the user's file of 'FILE:FUNCTION' and returns the function."""
+    """Runs the user's file of 'FILE:FUNCTION' and returns the function.
+
+    It is the module of the file's name, as `import` in its folder would find it: processes that
+    are not forked import it again, to look for its functions.
+    """
     file, _, name = spec.rpartition(":")
     path = Path(file)
     if path.suffix != ".py" or not path.is_file():
         words = f"{flag} {spec}: there is no Python file {file!r}.\n  Give it as FILE.py:FUNCTION."
         raise Refused("function-file", words)
-    source = importlib.util.spec_from_file_location(spec.replace(".", "_"), file)
-    module = importlib.util.module_from_spec(source)
-    sys.modules[source.name] = module  # where dataclasses look for it, and pickle
-    with users_code(spec, f"in the file of {flag}"):
-        source.loader.exec_module(module)
-    function = getattr(module, name, None)
+    sys.path.append(str(path.parent.absolute()))  # a process that the function spawns has it, too
+    source = importlib.util.find_spec(path.stem) if "." not in path.stem else None
+    if source is None or source.origin != str(path.absolute()):  # another module has its name
+        source = importlib.util.spec_from_file_location(spec.replace(".", "_"), file)
+    if source.name not in sys.modules:  # where dataclasses look for it, and pickle
+        sys.modules[source.name] = module = importlib.util.module_from_spec(source)
+        with users_code(spec, f"in the file of {flag}"):
+            source.loader.exec_module(module)
+    function = getattr(sys.modules[source.name], name, None)
     if not callable(function) or inspect.getfullargspec(function).varkw is None:
         words = f"{flag} {spec}: {file} must have {name}(prompts, completions, **columns)."
         raise Refused("function-columns", words)
@@ -94,9 +102,13 @@ def load_function(spec, flag):
 
 @contextlib.contextmanager
 def users_code(name, note):
-    """Gives what the code of a user's function raises a note; it keeps its own traceback."""
+    """Gives what the code of a user's function raises a note; it keeps its own traceback.
+
+    Where it changes the working folder, this is changed back: the run's own paths are relative.
+    """
     try:
-        yield
+        with contextlib.chdir("."):
+            yield
     except SystemExit as error:  # a run that ends with its exit code would look finished
         raise RuntimeError(f"{name} ended the program ({error.code})") from error
     except Exception as error:
@@ -107,25 +119,32 @@ def users_code(name, note):
 def call_function(function, batch, name="reward"):
     """Returns scores (B, R) for the responses of a micro-batch, on its device; a filler's are 0.
 
-    One number for a response is placed on its last token; of a list, each number on its token. Of a
-    dict it is the sum, and each part is noted in the response as NAME_PART.
+    One number for a response is placed on its last token; of a list, each number on its token. A
+    dict is the sum of such parts, and each part's own sum is noted in the response as NAME_PART.
     batch: .responses, a list of B dicts, .response_mask and .last, (B, R).
     """
     scores = torch.zeros(batch.response_mask.shape)
     last = batch.last.cpu()
-    for i, value in enumerate(scores_of(function, batch.responses, name)):
-        if isinstance(value, float):
-            scores[i] = value * last[i]
-        else:
-            scores[i, : len(value)] = torch.tensor(value)
+    for i, (whole, *tokens) in enumerate(scores_of(function, batch.responses, name)):
+        scores[i, : len(tokens)] = torch.tensor(tokens)
+        scores[i] += whole * last[i]
     return (scores * (batch.response_mask.cpu() > 0)).to(batch.response_mask.device)
 
 
 def scores_of(function, responses, prefix="reward"):
-    """Returns for each response a number, or a list of one number a token.
+    """Returns a list for each response: its number, then those of its tokens, if it has them.
 
     responses: dicts of prompt, chat, text, extra, response_ids. What the function raises keeps its
     traceback, with the numbers of the rows; what is no score is refused.
+
+    >>> answer = {"prompt": "Why?", "text": "So.", "chat": False, "extra": "{}"}
+    >>> answers = [{**answer, "response_ids": [5, 1]} for _ in range(2)]
+    >>> scores_of(lambda **columns: [1, 2], answers)
+    [[1.0], [2.0]]
+    >>> scores_of(lambda **columns: [{"short": 1, "tokens": [0, 3]}] * 2, answers)
+    [[1.0, 0.0, 3.0], [1.0, 0.0, 3.0]]
+    >>> answers[0]["reward_short"], answers[0]["reward_tokens"]
+    (1.0, 3.0)
     """
     name = getattr(function, "__name__", repr(function))
     columns = columns_for(function, responses)
@@ -136,7 +155,8 @@ def scores_of(function, responses, prefix="reward"):
         if len(values) != len(responses):
             words = f"{name} returned {len(values)} scores for {len(responses)} responses."
             raise Refused("function-returns", words)
-        if len(parts := {tuple(sorted(v)) if isinstance(v, dict) else () for v in values}) > 1:
+        parts = {tuple(sorted(map(str, v))) if isinstance(v, dict) else () for v in values}
+        if len(parts) > 1:
             words = f"{name} must return the same parts for all, not {parts}."
             raise Refused("function-returns", words)
         return [as_score(name, *pair, prefix) for pair in zip(values, responses)]
@@ -154,27 +174,29 @@ def list_of(name, returned):
 
 
 def as_score(name, value, response, prefix):
-    """Returns a float, or a list of one float for each token of the response; refuses others.
-
-    A dict becomes its sum. Each part of it is noted in the response, as PREFIX_PART.
-    """
-    if isinstance(value, dict):
-        parts = {f"{prefix}_{k}": as_score(name, x, response, prefix) for k, x in value.items()}
-        response.update(parts)
-        value = sum(parts.values())
-    try:
-        numbers = torch.as_tensor(value, dtype=torch.float64)
-    except Exception:  # of many kinds: None, text, lists of other lengths, a huge integer
-        numbers = torch.tensor(torch.nan)
-    fits = numbers.dim() == 0 or numbers.shape == (len(response["response_ids"]),)
-    if not fits or not (numbers.abs() <= LARGEST).all():  # NaN is not
-        raise Refused(
-            "function-returns",
-            f"{name} must return a finite number for a response, or a list of one for each of its "
-            f"tokens ({len(response['response_ids'])}).\n  It returned {str(value)[:300]} for the "
-            f"prompt {response['prompt'][:200]!r}",
-        )
-    return numbers.tolist()
+    """Returns a list as `scores_of` does. Notes the sum of each part of a dict in the response."""
+    count, score = len(response["response_ids"]), []
+    has_parts = isinstance(value, dict) and value
+    for part, own in value.items() if has_parts else [("", value)]:
+        try:
+            numbers = torch.as_tensor(own, dtype=torch.float64)
+        except Exception:  # of many kinds: None, text, lists of other lengths, a huge integer
+            numbers = torch.tensor(torch.nan)
+        fits = numbers.shape in [(), (count,)] and (numbers.abs() <= LARGEST).all()  # NaN is not
+        is_name = isinstance(part, str) and part.isprintable() and part != ""
+        free = f"{prefix}_{part}" != "reward_std"  # in the log the deviation of all rewards
+        if not (fits and (is_name and free or not has_parts)):
+            raise Refused(
+                "function-returns",
+                f"{name} must return a finite number for a response, a list of one for each of its "
+                f"tokens ({count}), or a dict of such parts, named by text, but not std.\n  It "
+                f"returned {str(value)[:300]} for the prompt {response['prompt'][:200]!r}",
+            )
+        numbers = [0.0] * numbers.dim() + numbers.flatten().tolist()
+        if has_parts:
+            response[f"{prefix}_{part}"] = sum(numbers)
+        score = [sum(pair) for pair in itertools.zip_longest(score, numbers, fillvalue=0.0)]
+    return score
 
 
 def columns_for(function, responses):

@@ -31,11 +31,11 @@ class Clock:
 
     def start(self):
         """Starts a step."""
-        self.laps, self.began = {}, time.time()
+        self.laps, self.began = {}, time.monotonic()
 
     def lap(self, name):
         """Notes the seconds since the part before ended."""
-        now = time.time()
+        now = time.monotonic()
         self.laps[name], self.began = now - self.began, now
 
 

@@ -89,8 +89,11 @@ def who_sees_whom(parts):
 
 
 def layout(ids, parts, logit_places):
-    """Returns the common.Layout of rows with shared prompts."""
-    allowed, positions = who_sees_whom(parts)
+    """Returns the common.Layout of rows with shared prompts.
+
+    The mask, the one large tensor of a micro-batch, is made on this rank's device.
+    """
+    allowed, positions = who_sees_whom(parts.to(ranks.device()))
     real_tokens = (parts != PADDING).sum(-1)
     return common.Layout(ids, allowed, positions, real_tokens, logit_places)
 

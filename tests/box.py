@@ -34,6 +34,11 @@ def raises(prompts, completions, **columns):
     raise ValueError("a bug of the user's")
 def parts(prompts, completions, **columns):
     return [{"long": float(len(text)), "good": True} for text in completions]
+def both(prompts, completions, completion_ids, **columns):
+    return [{"tokens": [0.5] * len(ids), "good": True} for ids in completion_ids]
+def moves(prompts, completions, **columns):
+    os.chdir("/")
+    return length(prompts, completions)
 def leaves(prompts, completions, **columns):
     sys.exit(0)
 """
@@ -69,6 +74,14 @@ def too_many_tokens(completions, **columns):
     return but_last(completions, [1.0] * 99)
 def empty_part(completions, **columns):
     return [{"format": None}] * len(completions)
+def no_parts(completions, **columns):
+    return [{}] * len(completions)
+def parts_of_parts(completions, **columns):
+    return [{"format": {"of": 1.0}}] * len(completions)
+def part_std(completions, **columns):
+    return [{"std": 1.0}] * len(completions)
+def part_1(completions, **columns):
+    return [{1: 1.0}] * len(completions)
 def parts_of_some(completions, **columns):
     return [{"format": 1.0}] * (len(completions) - 1) + [{"style": 1.0}]
 def parts_by_call(completions, **columns):
@@ -105,6 +118,10 @@ FILES = {  # what lies in the box: a path, and its text, bytes or rows
     "alike/test.jsonl": [PAIR],
     "chat/train.jsonl": [TURNS] * 24,
     "chat/test.jsonl": [{"messages": chat("z", "b")}],
+    "talk/train.jsonl": rows_of(prompt="\n\nHuman: Why?\n\nAssistant:"),
+    "talk/test.jsonl": [{**PAIR, "prompt": "\n\nHuman: How is it?\n\nAssistant:"}],
+    "long_chat/train.jsonl": [{"messages": chat("a" * 90, "b", "c", "d")}] * 24,
+    "long_chat/test.jsonl": [{"messages": chat("z", "b")}],
     "answers.jsonl": [{"prompt": f"Why {i}?", "response": " So."} for i in range(4)],
     "blank.jsonl": [{"prompt": "  "}],
     "columns.jsonl": [{"question": f"{i}?", "reply": "b"} for i in range(24)],

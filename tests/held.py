@@ -71,6 +71,22 @@ HELD = {
     "every kind of damage is seen": "test_every_kind_of_damage_is_seen",
     "a checkpoint is on the disk first": "test_a_checkpoint_is_on_the_disk_before_it_has_its_name",
     "a full disk costs no checkpoint": "test_a_full_disk_costs_no_checkpoint",
+    "so do a closed terminal and a reader that goes away": (
+        "test_when_nobody_reads_what_it_prints_a_run_saves_a_checkpoint"
+    ),
+    "who is told to stop while rows are made leaves no process": (
+        "test_who_is_told_to_stop_while_rows_are_tokenised_leaves_no_process"
+    ),
+    "a port that is taken is named": "test_a_port_that_is_taken_is_named",
+    "the name of a folder or a file is no pattern": "test_a_name_is_no_pattern",
+    "what a run leaves is no data": "test_what_a_run_leaves_among_its_data_is_none_of_them",
+    "parts of an evaluation are alike": "test_parts_are_alike_in_an_evaluation",
+    "a function may spawn processes": "test_a_function_may_spawn_processes",
+    "what a verifier is not sure of is wrong": "test_what_breaks_verifiers_of_word_problems",
+    "a variant replaces no file of one's own": "test_a_variant_replaces_no_file_of_ones_own",
+    "export runs nothing that a checkpoint names": (
+        "test_a_checkpoint_that_would_run_code_is_refused"
+    ),
     "SIGTERM and Ctrl-C save": "test_a_signal_saves_a_checkpoint_and_a_second_ctrl_c_does_not",
     "when a rank is gone the others stop": "test_when_a_rank_is_gone_the_others_stop",
     "a rank that fails says which it is": "test_a_rank_that_fails_shows_its_own_traceback",
@@ -121,6 +137,12 @@ HELD = {
     "engines in fp16 skip together": "test_real_fp16_engines_skip_together",
     "step 2 stores what step 3 scales by": "test_step_2_stores_what_step_3_scales_by",
     # data
+    "a chat that is too long loses whole turns, and keeps its system turn": (
+        "test_a_chat_that_is_too_long_loses_whole_turns"
+    ),
+    "a dialogue as text gets the chat template where there is one": (
+        "test_a_dialogue_as_text_is_a_chat_where_there_is_a_template"
+    ),
     "what is cut has no EOS, and a prompt keeps its end": (
         "test_what_is_cut_where_a_row_is_too_long"
     ),

@@ -478,14 +478,14 @@ def tiny_config(**changes):
     return LlamaConfig(**{**shape, **ends, **changes})
 
 
-def make_tiny_model():
+def make_tiny_model(**changes):
     """Returns two random layers with the toy's vocabulary: a few milliseconds a forward."""
     import torch
     from transformers import AutoConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     size = AutoConfig.from_pretrained(TOKENIZER).vocab_size
-    return LlamaForCausalLM(tiny_config(vocab_size=size, initializer_range=0.3)).eval()
+    return LlamaForCausalLM(tiny_config(vocab_size=size, initializer_range=0.3, **changes)).eval()
 
 
 def save_trained(folder, model):
@@ -540,7 +540,6 @@ def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxs
     off |= dict(compile_decoding=0, rollout_batch_size=9, max_prompt_seq_len=ids.shape[1])
     off |= dict(max_answer_seq_len=uniforms.shape[1])
     args = types.SimpleNamespace(**{**off, **options})
-    args.declared = types.SimpleNamespace(given={"compile_decoding"})
     if args.compile_decoding and "kept_caches" not in vars(model):
         known_few = Knowing(tokenizer, min(known, model.config.vocab_size))
         decoding.try_compiled(args, model, known_few, ppo.sample)

@@ -147,7 +147,7 @@ bad-row | sft --data_path image.jsonl | image.jsonl, line 2:
 bad-row | reward --data_path users_turn.jsonl | users_turn.jsonl, line 2:
 bad-row | reward --data_path two_prompts.jsonl | two_prompts.jsonl, line 2:
 chat-template | sft --data_path chat | no chat template
-chat-template | sft --model_name_or_path thinking --data_path chat | --train_on last
+chat-template | sft --model_name_or_path thinking --data_path chat --train_on all | --train_on last
 no-rows-left | sft --data_split 0,4,4 | --data_split
 no-rows-left | sft --data_split 0,0,0 | --data_split
 no-rows-left | reward --data_path alike | dropped
@@ -266,7 +266,7 @@ missing-weights | ppo --reward_model_name_or_path scoreless | scoreless
 # it does not look at the mask of padding
 padding-changes-a-row | sft --model_name_or_path rwkv | rwkv
 # its tokens are others in a cache of fixed shapes
-compile-decoding | ppo --actor_model_name_or_path mamba --compile_decoding 1 | tokens of a try
+compile-decoding | ppo --actor_model_name_or_path mamba --compile_decoding 1 | nats a token
 ranks-differ | RANKS=2 APART=1 sft --model_name_or_path ../actor | rank 1
 adam-not-built | COMPILER=0 sft --adam_offload | compiler
 # checkpoints
@@ -303,6 +303,13 @@ function-returns | ppo --reward_fn returns.py:none_of_one | None
 function-returns | ppo --reward_fn returns.py:too_many_tokens | tokens
 function-returns | ppo --reward_fn returns.py:empty_part | None
 function-returns | ppo --reward_fn returns.py:parts_of_some | same parts
+function-returns | ppo --reward_fn returns.py:no_parts | {}
+function-returns | ppo --reward_fn returns.py:parts_of_parts | format
+# the deviation of all rewards has this name in the log
+function-returns | ppo --reward_fn returns.py:part_std | not std
+function-returns | ppo --reward_fn returns.py:part_1 | {1: 1.0}
+# also in an evaluation
+function-returns | ppo --reward_fn returns.py:parts_by_call --per_device_eval_batch_size 1 | parts
 function-returns | ppo --reward_fn returns.py:parts_by_call --gradient_accumulation_steps 2 | parts
 function-returns | ppo --gold_fn returns.py:batch | dict
 function-returns | sft --gold_fn returns.py:batch | dict
@@ -394,12 +401,21 @@ sft --max_steps 0 --max_seq_len 256 | done:
 COMPILER=0 sft | torch's AdamW
 sft --model_name_or_path scratch | from scratch
 sft --model_name_or_path thinking --data_path chat --train_on last --max_steps 0 | done:
+# what a chat template asks for is done, and said with the number of rows
+sft --model_name_or_path thinking --data_path chat --max_steps 0 | have turns that are not learned
+sft --model_name_or_path thinking --data_path talk --max_steps 0 | get the chat template
+sft --model_name_or_path thinking --data_path long_chat --max_steps 0 | lose their oldest turns
+sft --data_path talk --max_seq_len 16 --max_steps 0 | lose the beginning of a long prompt
 sft --keep_best eval_loss | is the best so far
 sft --data_path good answers.jsonl --max_steps 0 | answers.jsonl:
 sft --data_path columns.jsonl --columns prompt=question,response=reply --max_steps 0 | done:
 reward --keep_best eval_accuracy | is the best so far
 ppo --reward_fn score.py:length score.py:words | done:
 ppo --reward_fn score.py:parts --gold_fn score.py:parts | done:
+# a part of a number for each token, and a part of one number
+ppo --reward_fn score.py:both --gold_fn score.py:both | done:
+# into another working folder
+ppo --reward_fn score.py:moves | done:
 ppo --stop e | done:
 ppo --critic_model_name_or_path actor --reward_model_name_or_path judge | done:
 ppo --advantage grpo --samples_per_prompt 2 --critic_model_name_or_path judge | done:
@@ -450,6 +466,11 @@ every kind of damage is seen
 a checkpoint is on the disk first
 a full disk costs no checkpoint
 SIGTERM and Ctrl-C save
+so do a closed terminal and a reader that goes away
+who is told to stop while rows are made leaves no process
+a port that is taken is named
+the name of a folder or a file is no pattern
+what a run leaves is no data
 when a rank is gone the others stop
 a rank that fails says which it is
 other ranks, other micro-batches
@@ -462,6 +483,8 @@ best/ is whole at every moment
 best/ is the best of the evaluations
 a checkpoint becomes the run's own model
 no tool touches what another owns
+a variant replaces no file of one's own
+export runs nothing that a checkpoint names
 a page replaces a page and nothing else
 whatever is given, a run keeps its promises
 a number that is not finite stops a run
@@ -507,6 +530,8 @@ text that spells a special token is data
 every row comes once an epoch
 another order each epoch, of the seed
 what is cut has no EOS, and a prompt keeps its end
+a chat that is too long loses whole turns, and keeps its system turn
+a dialogue as text gets the chat template where there is one
 SFT's loss covers the response and its EOS
 in chats it covers what the assistant says
 
@@ -534,6 +559,9 @@ a run that teaches nothing says since when
 of a prompt's responses equal rewards are counted
 PPO learns
 a function may return parts, and numbers of tokens
+parts of an evaluation are alike
+a function may spawn processes
+what a verifier is not sure of is wrong
 tokens.jsonl holds what training sees
 judge.jsonl has every pair once
 every monitor gets metrics.jsonl, step for step

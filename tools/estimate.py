@@ -21,9 +21,8 @@ from deepspeed.accelerator import get_accelerator
 import ppo
 import reward
 import sft
-from helpers import decoding
 from machinery.base import refused
-from machinery.flags import declaring, rules
+from machinery.flags import declaring
 from machinery.models import model_folders
 from tools import estimate_memory as memory
 
@@ -122,27 +121,11 @@ def get_args(argv=None):
     return own.script, args, own.devices
 
 
-def phases_of(args, models, devices):
-    """Returns memory.count's phases, with static caches if the run would have them on CUDA.
-
-    Where --compile_decoding is not given, it has if they take no more than a share of what is free
-    once the models are loaded (decoding.try_compiled).
-    """
-    own = models[0].args
-    if models[0].generates and not devices.cpu and "compile_decoding" not in args.declared.given:
-        own.compile_decoding = rules.whole_actor(args)
-        parts = memory.count(args, models, devices.count)["generate"]
-        size = parts.pop("KV cache") / GIB
-        free = devices.room - devices.held(parts | dict.fromkeys(memory.PASSING, 0))
-        own.compile_decoding &= size <= decoding.SHARE * free
-    return memory.count(args, models, devices.count, devices.cpu)
-
-
 def main(argv=None):
     """Prints a line for the run, one for each model and one for each phase, and if it fits."""
     script, args, devices = get_args(argv)
     models = SCRIPTS[script][1](args)
-    phases = phases_of(args, models, devices)
+    phases = memory.count(args, models, devices.count, devices.cpu)
     print(
         f"{script}.py on {devices.count} x {devices.name}, {args.dtype}: "
         "GiB on the fullest one, by count, nothing was loaded"

@@ -8,6 +8,10 @@ checkpoints/, in step-N. Of PPO it is actor, critic/ and, with --enable_ema, ema
 --lora_dim saves adapters; --merge adds them to the weights, which gives a plain model. One process
 reads the shards of all ranks: start it without a launcher, where the run was started, for the flags
 in args.json may name models by relative paths.
+
+A checkpoint may be another's, so nothing in it runs. One that names functions or classes which
+none of ours needs is refused, and the code of a model runs only with --trust_remote_code on this
+command line, whatever args.json says.
 """
 
 import argparse
@@ -31,6 +35,13 @@ from machinery.flags import declaring
 from machinery.models import model_folders, saving
 from machinery.run import checkpoints
 
+# What DeepSpeed and we save beside what torch.load(weights_only=True) takes. None runs code.
+KNOWN = """
+numpy.ndarray numpy.dtype numpy._core.multiarray._reconstruct numpy.core.multiarray._reconstruct
+deepspeed.runtime.fp16.loss_scaler.LossScaler deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
+deepspeed.runtime.zero.config.ZeroStageEnum deepspeed.utils.tensor_fragment.fragment_address
+"""
+
 
 def get_args(argv=None):
     """Reads the command line."""
@@ -38,10 +49,25 @@ def get_args(argv=None):
     parser.add_argument("checkpoint", type=Path, help="the folder step-N of a run")
     parser.add_argument("--to", help="the folder to write; by default beside checkpoints/")
     parser.add_argument("--merge", action="store_true", help="add LoRA's adapters to the weights")
+    code = "run the Python code that comes with a model"
+    parser.add_argument("--trust_remote_code", action="store_true", help=code)
     args = parser.parse_args(argv)
     beside = args.checkpoint.absolute().parent.parent / args.checkpoint.name
     args.to = beside if args.to is None else args.to
     return args
+
+
+def refuse_code(checkpoint):
+    """Refuses a checkpoint that names functions or classes which it has no need of."""
+    for file in sorted(checkpoint.rglob("*.pt")):
+        try:
+            named = {*torch.serialization.get_unsafe_globals_in_checkpoint(file)}
+        except Exception as error:  # of many kinds: it is written otherwise than torch.save does
+            named = {str(error)}
+        if strange := ", ".join(named.difference(KNOWN.split()))[:300]:
+            words = f"{file} may run code when it is read: {strange}."
+            advice = "If you trust it, go on with --resume: a run saves its model at its end."
+            raise Refused("foreign-checkpoint", f"{words}\n  {advice}")
 
 
 def read_run(checkpoint):
@@ -49,6 +75,7 @@ def read_run(checkpoint):
     if damaged := checkpoints.damage(checkpoint):
         what = f"Missing, cut short or changed: {', '.join(damaged)}"
         raise Refused("no-checkpoint", f"{checkpoint} is no whole checkpoint.\n  {what}")
+    refuse_code(checkpoint)
     record = records.read(checkpoint.absolute().parent.parent)
     if record.get("tensor_parallel_size") != 1:
         words = f"{checkpoint}: there must be a run's args.json above checkpoints/, and in it"
@@ -66,8 +93,9 @@ def read_weights(folder, stage):
     if stage < 3:
         file = zero_to_fp32.get_model_state_file(folder / "state", stage)
         return torch.load(file, weights_only=False, map_location="cpu", mmap=True)["module"]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="state")
+    silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+    with silent[0], silent[1], contextlib.chdir(folder):  # a path with [ would be a pattern
+        return zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(".", tag="state")
 
 
 def load_engine(args, folder, stage, tokenizer, value_head):
@@ -101,10 +129,10 @@ def join_average(saved):
     return full_tensor
 
 
-def export(checkpoint, to, merge=False):
+def export(checkpoint, to, merge=False, trust_remote_code=False):
     """Writes the models of a checkpoint to the folder `to`, which comes to be when all is written.
 
-    merge: plain models, also of LoRA.
+    merge: plain models, also of LoRA. trust_remote_code: run the code of a model's own.
     """
     to = Path(to)
     in_use = any(to.iterdir()) if to.is_dir() else to.exists()
@@ -112,6 +140,7 @@ def export(checkpoint, to, merge=False):
         words = f"{to} is there, and not empty, or it lies among checkpoints."
         raise Refused("target-in-use", f"{words}\n  Name a new folder with --to.")
     args, saved = read_run(checkpoint)
+    args.trust_remote_code = trust_remote_code
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=to.parent, prefix=".export-") as aside:
@@ -146,7 +175,7 @@ def write_models(args, saved, checkpoint, folder, merge):
 
 def main(argv=None):
     args = get_args(argv)
-    export(args.checkpoint, args.to, args.merge)
+    export(args.checkpoint, args.to, args.merge, args.trust_remote_code)
     print(f"{args.to} holds the model of {args.checkpoint.name}")
 
 

@@ -101,32 +101,47 @@ def check(name, models, base, *layouts, steps=2):
 # ---- In this tree ----
 def goes(diff, tree, *flags):
     """Returns whether git can apply a diff to a tree, with "-R" whether it can take it back."""
-    command = ["git", "apply", "--check", *flags, diff]
-    return subprocess.run(command, cwd=tree, capture_output=True).returncode == 0
+    return git(tree, "--check", *flags, diff, capture_output=True).returncode == 0
+
+
+def git(tree, *words, **options):
+    """Runs `git apply` in a tree, which may lie in another repository: git would look there."""
+    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.absolute().parent)}
+    return subprocess.run(["git", "apply", *words], cwd=tree, env=env, **options)
 
 
 def put(name, tree):
-    """Applies a variant to a tree; if another one is in its way, says which, and how to undo it."""
+    """Applies a variant to a tree; if another one is in its way, says which, and how to undo it.
+
+    A new file of the variant's takes the place of no other.
+    """
     diffs = {other: [*(HERE / other).glob("*.diff")] for other in NAMES}
     there = [other for other, own in diffs.items() if own and goes(own[0], tree, "-R")]
     if name in there:
-        raise SystemExit(f"{name} is applied already. To undo it: {undo(diffs[name])}")
+        raise SystemExit(f"{name} is applied already. To undo it: {undo(diffs[name], tree)}")
     if not all(goes(diff, tree) for diff in diffs[name]):
         lines = [f"{name} does not go on top of what is here."]
-        lines += [f"{other} is applied. To undo it: {undo(diffs[other])}" for other in there]
+        lines += [f"{other} is applied. To undo it: {undo(diffs[other], tree)}" for other in there]
         raise SystemExit(
             "\n  ".join(lines if there else [*lines, "Your own changes are in its way."])
         )
+    for file in (HERE / name).glob("*.py"):
+        if (tree / file.name).exists() and (tree / file.name).read_bytes() != file.read_bytes():
+            raise SystemExit(f"{tree / file.name} is there, and not {name}'s: move it away first.")
     for diff in diffs[name]:
-        subprocess.run(["git", "apply", diff], cwd=tree, check=True)
+        git(tree, diff, check=True)
     for file in (HERE / name).glob("*.py"):
         shutil.copy(file, tree)
-    print(f"{name} is applied." + (f" To undo it: {undo(diffs[name])}" if diffs[name] else ""))
+    takes_back = f" To undo it: {undo(diffs[name], tree)}" if diffs[name] else ""
+    print(f"{name} is applied.{takes_back}")
 
 
-def undo(diffs):
+def undo(diffs, tree):
     """Returns the command that takes diffs back."""
-    return shlex.join(["git", "apply", "-R", *(str(diff.relative_to(ROOT)) for diff in diffs)])
+    words = ["git", "apply", "-R", *(str(diff.relative_to(ROOT)) for diff in diffs)]
+    if any((folder / ".git").exists() for folder in tree.absolute().parents):
+        words = ["env", f"GIT_CEILING_DIRECTORIES={tree.absolute().parent}", *words]
+    return shlex.join(words)
 
 
 # ---- The table of all ----

@@ -18,7 +18,7 @@ class Lines:
     def write(self, text):
         """Prints the text, if there is any."""
         if text := text.strip():
-            print(f"    {text}", flush=True)
+            ranks.say(f"    {text}")
 
     def flush(self):
         """Does nothing: each line is flushed."""

@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import itertools
 import os
+import signal
 import socket
 import sys
 import time
@@ -67,9 +68,13 @@ def device():
 def all_sum(*values):
     """Sums each value (a number or a 0-d tensor) over all ranks: a float64 tensor on the CPU.
 
-    Ranks that share a model's layers have the same rows, which count once.
+    Ranks that share a model's layers have the same rows, which count once. The host waits for the
+    device once, when all is summed.
     """
-    total = torch.tensor([float(v) for v in values], dtype=torch.float64, device=device())
+    options = {"dtype": torch.float64, "device": device()}
+    total = torch.stack(
+        [v.to(**options) if torch.is_tensor(v) else torch.full((), v, **options) for v in values]
+    )
     if get_world_size() > 1:
         dist.all_reduce(total)
     return total.cpu() / tensor_parallel_size()
@@ -137,14 +142,28 @@ def go_on():
 
 @contextlib.contextmanager
 def unhurried():
-    """For work during which no rank waits for another: long as it may take, nothing is wrong."""
+    """For work during which no rank waits for another: long as it may take, nothing is wrong.
+
+    SIGTERM ends it by an exception, so that the processes that share the work end, too.
+    """
     faulthandler.cancel_dump_traceback_later()
-    yield
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
     go_on()
 
 
 def say(text):
-    """Prints on rank 0 only, above the progress bar."""
+    """Prints on rank 0 only, above the progress bar.
+
+    Where nobody reads it any more (a closed terminal, `| head`), it is a SIGTERM to this run.
+    """
     if int(os.environ.get("RANK", 0)) == 0:
-        tqdm.write(text)
-        sys.stdout.flush()
+        try:
+            tqdm.write(text)
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            signal.raise_signal(signal.SIGTERM)

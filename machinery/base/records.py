@@ -7,7 +7,7 @@ from pathlib import Path
 
 def read(folder):
     """Returns args.json in `folder` as a dict; {} if there is none, or something else."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         record = json.loads((Path(folder) / "args.json").read_text())
         return record if isinstance(record, dict) else {}
     return {}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from typing import NamedTuple
 
 HUMAN, ASSISTANT = "\n\nHuman: ", "\n\nAssistant:"
@@ -50,6 +51,39 @@ class Example(NamedTuple):
 def as_text(prompt):
     """Returns a prompt as text; chat messages as JSON."""
     return prompt if isinstance(prompt, str) else json.dumps(prompt)
+
+
+def as_chat(prompt, texts):
+    """Returns a dialogue that is text as chat messages, and the responses to it without spaces.
+
+    All else comes back as it is, also what misses a response. Where there is one response and it
+    holds further turns, as in dialogues that part early, the last turn is the response.
+
+    >>> as_chat("\\n\\nHuman: Hm?\\n\\nAssistant:", [" So."])
+    ([{'role': 'user', 'content': 'Hm?'}], ['So.'])
+    """
+    if not (isinstance(prompt, str) and all(texts)):
+        return prompt, texts
+    whole = prompt + texts[0] if len(texts) == 1 else prompt
+    first, *turns = re.split("\n\n(Human|Assistant):", f"\n\n{whole.strip()}")
+    *asked, speaker, last = turns or ["", ""]
+    if first or not asked or speaker != "Assistant" or (last and whole is prompt):
+        return prompt, texts
+    said = zip(asked[::2], asked[1::2])
+    chat = [{"role": ROLES.get(who.lower(), "assistant"), "content": t.strip()} for who, t in said]
+    return chat, [text.strip() for text in (texts if whole is prompt else [last])]
+
+
+def shortened(prompt):
+    """Yields a prompt, and of chat messages what is left without the oldest question, two, ...
+
+    With a question its answers go; what comes before the first one, a system turn, stays.
+    """
+    yield prompt
+    messages = prompt if isinstance(prompt, list) else []
+    asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    for start in asked[1:]:
+        yield messages[: asked[0]] + messages[start:]
 
 
 def read_row(row):

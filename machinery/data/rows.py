@@ -63,18 +63,32 @@ def read_row(row, stage):
 
 
 def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=None):
-    """Returns a row of `load_rows`, and its `drop`: "" or the reason to leave the row out.
+    """Returns a row of `load_rows`, its `notes` and its `drop`.
 
+    notes: what was done to the row, a line each. drop: "" or the reason to leave it out.
     columns: the names of those that the source has, for rows that leave some out. names: --columns.
     """
     own = sources.parse(row)
     prompt, texts, example = read_row(sources.parse(own, names), stage)
     others = {name: own.get(name) for name in [*columns, *own] if name != "prompt"}
-    ids, mask, responses, drop = [], [], [], ""
+    ids, mask, responses, notes, drop = [], [], [], {}, ""
     with reading(row, f"{own}"[:200]):
         try:
-            ids, mask, responses = tokenise(tokenizer, stage, prompt, texts, example, train_on)
-            ids, mask, responses = cut(ids, mask, responses, limit)
+            text = prompt
+            if tokenizer.chat_template:
+                prompt, texts = formats.as_chat(prompt, texts)
+            for kept in formats.shortened(prompt):  # whole turns go first, and the system's stays
+                *made, changed = tokenise(tokenizer, stage, kept, texts, example, train_on)
+                ids, mask, responses = cut(*made, limit)
+                if ids == made[0]:
+                    break
+            notes = {
+                "are dialogues as text, and get the chat template": prompt is not text,
+                "have turns that are not learned: the chat template changes earlier ones": changed,
+                "are too long, and lose their oldest turns": kept is not prompt,
+                "lose the beginning of a long prompt": ids != made[0],
+                "lose the end of a long response": responses != made[2],
+            }
             if not ids:  # a normaliser, or the template, has left nothing of it
                 raise LeftOut(EMPTY)
             if stage == "reward" and responses[0] == responses[1]:
@@ -90,25 +104,32 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
         "length": len(ids) + sum(map(len, responses)),
         "extra": json.dumps(others, default=str),
         "place": row.get(sources.PLACE, ""),
+        "notes": "\n".join(note for note in notes if notes[note]),
         "drop": drop,
     }
 
 
-def tokenise(tokenizer, stage, prompt, texts, example, train_on):
-    """Returns the ids of a prompt, their mask, and the ids of its responses. Raises LeftOut."""
+def tokenise(tokenizer, stage, prompt, texts, example, asked):
+    """Returns the ids of a prompt, their mask, and the ids of its responses; and `changed`.
+
+    asked: --train_on, or None. changed: whether an earlier turn, which the chat template changes,
+    is not learned. Raises LeftOut.
+    """
     whole = example.train_on == "everything"  # a prompt to be learned, with an empty response
-    train_on = example.train_on if whole else train_on or example.train_on
+    train_on = example.train_on if whole else asked or example.train_on
     written = [formats.as_text(prompt or ""), *([] if whole else texts)]
     if not all(text and text.strip() for text in written):
         raise LeftOut(EMPTY)
     if stage == "sft" and train_on == "all":
         chat = isinstance(prompt, list)
         turns_of = tokens.tokenise_turns if chat else tokens.tokenise_dialogue
-        ids, mask, response = turns_of(tokenizer, prompt, *texts)
-        return ids, mask, [response]
+        ids, mask, response, changed = turns_of(tokenizer, prompt, *texts)
+        if changed and asked:
+            raise LeftOut(TURNS_UNKNOWN)
+        return ids, mask, [response], changed
     ids = tokenise_prompt(tokenizer, prompt)
     covered = int(train_on == "everything")
-    return ids, [covered] * len(ids), [tokenise_response(tokenizer, text) for text in texts]
+    return ids, [covered] * len(ids), [tokenise_response(tokenizer, text) for text in texts], False
 
 
 # ---- Sources ----
@@ -149,9 +170,10 @@ def open_source(args, path, stage):
     names = sources.names_in(args, path, columns)
     refuse_unknown_columns(path, sources.parse(dict.fromkeys(columns), names), stage)
     prompts = {part: read_prompts(path, part, parts[part], stage, names) for part in parts}
-    first, _, _ = read_row(sources.parse(parts["train"][0], names), stage)
+    first, texts, _ = read_row(sources.parse(parts["train"][0], names), stage)
     read_as = {"stage": stage, "columns": columns, "names": names}
-    return Source(path, parts, read_as, prompts, is_chat=isinstance(first, list))
+    chat, _ = formats.as_chat(first, texts)  # as it will be where the tokenizer has a template
+    return Source(path, parts, read_as, prompts, is_chat=isinstance(chat, list))
 
 
 # ---- Rows ----
@@ -279,8 +301,11 @@ def tokenise_rows(rows, options, title):
         if why in FATAL:
             raise Refused("chat-template", f"{title}: {why}.")
         ranks.say(f"{title}: dropped {count} of {len(made)} rows: {why}")
-    kept = [i for i, why in enumerate(reasons) if not why]
-    return [made.select(kept).remove_columns("drop")] if kept else []
+    kept = made.select([i for i, why in enumerate(reasons) if not why])
+    notes = "\n".join(kept["notes"]).splitlines()
+    for note, count in Counter(filter(None, notes)).items():
+        ranks.say(f"{title}: {count} of {len(kept)} rows {note}")
+    return [kept.remove_columns(["drop", "notes"])] if len(kept) else []
 
 
 def fingerprint(rows):

@@ -9,9 +9,12 @@ import csv
 import hashlib
 import itertools
 import json
+import re
 from pathlib import Path
+from statistics import mode
 
 import datasets
+from datasets.data_files import FILES_TO_IGNORE, NON_WORDS_CHARS, SPLIT_KEYWORDS, DataFilesList
 from datasets.fingerprint import Hasher
 
 from machinery.base import ranks
@@ -52,22 +55,49 @@ def read_splits(path):
             raise ValueError(f"It must be one of {', '.join(KINDS)}.")
         files = {"train": [path]}
     if local.is_dir():
-        files = datasets.load_dataset_builder(path).config.data_files
-    taken = {name for part in files.values() for name in part}
-    if local.is_dir():  # `datasets` reads one kind of file, and where names say train no others
-        kinds = set(KINDS) - {".json"}  # which is often something else
-        there = {str(f) for kind in kinds for f in local.resolve().rglob(f"[!.]*{kind}")}
-        if others := sorted(there - taken):
-            ranks.say(f"warning: {path}: {len(others)} of its files are not read, as {others[0]}")
-    if taken and all(name.endswith(KINDS[:-1]) for name in taken):
+        files = files_in(local)
+    names = [name for part in files.values() for name in part]
+    if names and not names[0].endswith(".parquet"):  # all are of one kind
         splits = {part: read_files(files[part]) for part in files}
         texts = itertools.chain.from_iterable(rows[TEXT] for rows in splits.values())
         return splits, list(dict.fromkeys(name for text in texts for name in json.loads(text)))
     read = datasets.load_dataset
-    splits = read("parquet", data_files=path) if local.is_file() else read(*path.split(":"))
+    # A plain list would be one of patterns.
+    listed = {part: DataFilesList(files[part], [(digest(files[part]),)]) for part in files}
+    splits = read("parquet", data_files=listed) if listed else read(*path.split(":"))
     for split in splits.values():
         split.data.validate(full=True)  # a parquet file's text may be no UTF-8
     return splits, next(iter(splits.values())).column_names
+
+
+def files_in(folder):
+    """Returns {"train": [file, ...], "test": ...} of a folder, by words in the names below it.
+
+    The words are those of `datasets`, and so is the choice of one kind of files, the most frequent.
+    But a name is a name: a [ is no pattern, and no README.md names files elsewhere. Where output
+    folders of runs lie among the data, what is in them does not count: a resumed run would find
+    other rows than before.
+    """
+    here, files, parts = folder.resolve(), [], {}
+    runs = {file.parent for file in here.rglob("args.json")} - {here}
+    for file in sorted(here.rglob("*.*"), key=str):
+        below = str(file.relative_to(here))
+        hidden = re.search(r"(^|/)(\.|__)", below) or file.name in FILES_TO_IGNORE
+        if file.suffix in KINDS and file.is_file() and not hidden and runs.isdisjoint(file.parents):
+            files.append(file)
+            words = {*re.split(f"[{NON_WORDS_CHARS}/]", below)}
+            for part, those in SPLIT_KEYWORDS.items():
+                if words.intersection(those):
+                    parts.setdefault(str(part), []).append(file)
+    if not files:
+        raise ValueError(f"It holds no file of {', '.join(KINDS)}.")
+    parts = parts or {"train": files}
+    kind = mode(file.suffix[:5] for those in parts.values() for file in those)  # .json is .jsonl
+    parts = {part: [file for file in parts[part] if file.suffix[:5] == kind] for part in parts}
+    left = {file for file in files if file.suffix != ".json"}  # which is often something else
+    if left := left.difference(*parts.values()):
+        ranks.say(f"warning: {folder}: {len(left)} of its files are not read, as {min(left)}")
+    return {part: [*map(str, those)] for part, those in parts.items() if those}
 
 
 def names_in(args, path, columns):
@@ -97,12 +127,17 @@ def read_files(files):
 
     There it is known by where the files are, what is in them, and the code that reads them.
     """
-    known_by = [own_code()]
+    known = {"files": files, "known_by": Hasher.hash([own_code(), digest(files)])}
+    return datasets.Dataset.from_generator(read_rows, gen_kwargs=known)
+
+
+def digest(files):
+    """Returns a text that is another one as soon as a byte of the files is."""
+    each = []
     for file in files:
         with open(file, "rb") as content:
-            known_by.append(hashlib.file_digest(content, "blake2b").hexdigest())
-    known = {"files": files, "known_by": Hasher.hash(known_by)}
-    return datasets.Dataset.from_generator(read_rows, gen_kwargs=known)
+            each.append(hashlib.file_digest(content, "blake2b").hexdigest())
+    return " ".join(each)
 
 
 def own_code():

@@ -42,31 +42,36 @@ def with_eos(tokenizer, ids):
 
 # ---- Every turn (--train_on all) ----
 def tokenise_turns(tokenizer, prompt, response):
-    """Returns a chat's ids up to its last turn, their mask, 1 on the assistant's, and that turn's.
+    """Returns a chat's ids up to its last turn, their mask, that turn's ids, and `changed`.
 
-    A turn is what the template adds to its opening when the message is there: the content and the
-    end of turn. White space after that, which no turn has to predict, is left out. Each turn is
-    tokenised apart from what precedes it, as a response is, and the last one ends with EOS. Raises
-    LeftOut unless what is rendered stays as it is when more messages follow.
+    The mask is 1 on the assistant's turns. A turn is what the template adds to its opening when the
+    message is there: the content and the end of turn. White space after that, which no turn has to
+    predict, is left out. Each turn is tokenised apart from what precedes it, as a response is, and
+    the last one ends with EOS. An earlier turn that is rendered otherwise when more messages follow
+    (Qwen3's, without its reasoning) is not learned: `changed` says so. Raises LeftOut if the last
+    turn cannot be told, either.
     """
     messages = [*prompt, {"role": "assistant", "content": response}]
     messages, marks = protect(tokenizer, messages)
     whole = render(tokenizer, messages)
-    ids, mask, turn, end = [], [], [], 0
+    ids, mask, turn, end, changed = [], [], [], 0, False
     for i, message in enumerate(messages):
         if i == 0 or message["role"] != "assistant":  # nothing to render before a first one
             continue
         opened = render(tokenizer, messages[:i], opening=True)
         closed = render(tokenizer, messages[: i + 1])
         if not (closed.startswith(opened) and whole.startswith(closed)):
-            raise LeftOut(TURNS_UNKNOWN)
+            if message is messages[-1]:
+                raise LeftOut(TURNS_UNKNOWN)
+            changed = True
+            continue
         text = closed[len(opened) :].rstrip()
         between = tokenise_rendered(tokenizer, whole[end : len(opened)], marks)
         ids += turn + between
         mask += [1] * len(turn) + [0] * len(between)
         turn = tokenise_rendered(tokenizer, text, marks)
         end = len(opened) + len(text)
-    return ids, mask, with_eos(tokenizer, turn)
+    return ids, mask, with_eos(tokenizer, turn), changed
 
 
 def tokenise_dialogue(tokenizer, prompt, response):
@@ -85,7 +90,7 @@ def tokenise_dialogue(tokenizer, prompt, response):
         part = tokenise_text(tokenizer, text)
         ids = ids + part
         mask += [1 - i % 2] * len(part)
-    return ids, mask, tokenise_response(tokenizer, response)
+    return ids, mask, tokenise_response(tokenizer, response), False
 
 
 # ---- Chat templates ----

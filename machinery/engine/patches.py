@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from transformers import AttentionMaskInterface
+from transformers.integrations import sdpa_attention
 from transformers.masking_utils import sdpa_mask
 
 
@@ -70,6 +71,29 @@ def as_numbers(mask, dtype):
     *shape, T = mask.shape
     aligned = torch.zeros(*shape, T + -T % 16, dtype=dtype, device=mask.device)
     return aligned[..., :T].masked_fill_(~mask, -torch.inf)
+
+
+def keep_groups():
+    """Makes attention copy no keys and values that several query heads share, where it need not.
+
+    At one position transformers (5.24) packs the queries of a group together, but not while it
+    compiles: a compiled step would copy the whole cache for each query head, at every token, for
+    Qwen2.5-0.5B seven times. Shapes are fixed there, so packing compiles.
+    """
+    sdpa_attention.is_torchdynamo_compiling = bool  # False
+    sdpa_attention.use_gqa_in_sdpa = kernel_takes_groups
+
+
+def kernel_takes_groups(mask, key, value, theirs=sdpa_attention.use_gqa_in_sdpa):
+    """Returns whether PyTorch's kernels are given the keys and values of groups as they are.
+
+    On CUDA only flash takes them. It needs 16 bits, and Ampere or newer; elsewhere transformers
+    (5.24) ends in the plain products of all scores, T^2 (transformers#48633).
+    """
+    takes = theirs(mask, key, value)
+    if takes and key.device.type == "cuda":
+        takes = key.dtype.itemsize == 2 and torch.cuda.get_device_capability(key.device) >= (8, 0)
+    return takes
 
 
 def quicken_linear():

@@ -42,20 +42,21 @@ def gather_for_generation(engine, room=0):
 
     room: the bytes that the forwards need beside the weights.
 
-    DeepSpeed's hooks, which gather them anew for every token (4 times as long), are taken off
-    meanwhile. If the model does not fit beside what is there, they stay, and `synced` is True:
-    then all ranks must make the same number of forwards.
+    DeepSpeed's hooks are taken off meanwhile. At every stage they keep the engine's clocks, and
+    under ZeRO-3 they gather the weights anew for every token (4 times as long). If the gathered
+    weights do not fit beside what is there, they stay, and `synced` is True: then all ranks must
+    make the same number of forwards.
     """
     release_early_gathers(engine)
     model = modules.unwrap_model(engine)
     sharded = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
-    fits = bool(sharded) and fit_on_every_rank(sharded, room)
-    hooked = model.modules() if fits else ()
+    synced = bool(sharded) and not fit_on_every_rank(sharded, room)
+    hooked = () if synced else model.modules()
     hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in hooked]
-    with old_deepspeed.gathered_parameters(sharded, enabled=fits):
+    with old_deepspeed.gathered_parameters(sharded, enabled=not synced):
         for module, before, after in hooks:
             module._forward_pre_hooks, module._forward_hooks = type(before)(), type(after)()
-        yield model, bool(sharded) and not fits
+        yield model, synced
     for module, before, after in hooks:
         module._forward_pre_hooks, module._forward_hooks = before, after
 

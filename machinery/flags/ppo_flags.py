@@ -1,7 +1,5 @@
 """Declares ppo.py's flags beyond the papers', fills in what is left open, and checks its models."""
 
-from deepspeed.accelerator import get_accelerator
-
 from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.flags import declaring, rules
@@ -37,8 +35,9 @@ def add_options(parser):
         arg(f"{role}_zero_stage", int, which, choices=declaring.STAGES)
     together = "responses decoded at a time; None: all of a step on a rank"
     arg("rollout_batch_size", int, together, least=1)
-    decode = "1: in static caches, compiled on CUDA; None: there, if the actor is whole"
-    arg("compile_decoding", int, decode, most=1)
+    arg(
+        "compile_decoding", 0, "1: in static caches, on CUDA compiled; not tried on one yet", most=1
+    )
     arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses")
     arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
     arg("microscope", 4, "held-out prompts in tokens.jsonl")
@@ -62,7 +61,6 @@ def resolve(args, advantages, responses):
     rollout, on one rank. The judges become lists.
     """
     advantage = advantages[args.advantage]
-    on_cuda = get_accelerator().device_name() == "cuda"
     args.has_critic = advantage.needs_critic
     args.compares_groups = advantage.compares_groups
     args.has_reference = bool(args.kl_coef or args.log_kl)
@@ -74,7 +72,6 @@ def resolve(args, advantages, responses):
         "reward_fn": [],
         "reward_model_name_or_path": [] if args.reward_fn else [args.critic_model_name_or_path],
         "rollout_batch_size": responses,
-        "compile_decoding": int(on_cuda and rules.whole_actor(args)),
     }
     for name, value in left_open.items():
         if getattr(args, name) is None:

@@ -1,5 +1,6 @@
 """Checkpoints: a run that stops goes on exactly where it stood (docs/reliability.md)."""
 
+import contextlib
 import json
 import os
 import random
@@ -176,9 +177,10 @@ def damage(folder):
     try:
         files = json.loads((folder / "manifest.json").read_text()).items()
     except (OSError, ValueError, AttributeError):  # AttributeError: it is no object
-        return ["manifest.json"]
+        files = []
     there = {file: file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-    return [name for name, size in files if there.get(folder / name) != size]
+    wrong = [name for name, size in files if there.get(folder / name) != size]
+    return wrong if files else ["manifest.json"]
 
 
 def refuse_others(args, folder, there, here):
@@ -208,15 +210,16 @@ def load_engine(engine, folder, reshape):
     reshape: other ranks, or stage 1 or 2 for 2 or 1, wrote it. It is then first turned into
     DeepSpeed's universal form, a file for each weight.
     """
-    universal = folder / "universal"
     optimizer, schedule = engine.optimizer, engine.lr_scheduler
     names = ("initial_lr", "weight_decay", "betas")
     own = [{name: group[name] for name in names} for group in optimizer.param_groups]
     if reshape:
-        write_universal(folder / "state", universal)
+        write_universal(folder)
     engine._config.load_universal_checkpoint = reshape
     tag = "universal" if reshape else "state"
-    if engine.load_checkpoint(folder, tag=tag, load_module_strict=False)[0] is None:
+    with contextlib.chdir(folder):  # DeepSpeed would take a path with [ for a pattern
+        loaded, _ = engine.load_checkpoint(".", tag=tag, load_module_strict=False)
+    if loaded is None:
         raise RuntimeError(f"DeepSpeed could not read {folder}")
     # The checkpoint brought the settings of before, and under stage 3 in the universal form it gave
     # every group those of the first.
@@ -227,24 +230,26 @@ def load_engine(engine, folder, reshape):
         optimizer.clip_grad = engine.gradient_clipping()
     ranks.barrier()
     if ranks.get_rank() == 0:
-        shutil.rmtree(universal, ignore_errors=True)
+        shutil.rmtree(folder / "universal", ignore_errors=True)
 
 
-def write_universal(source, to):
+def write_universal(folder):
     """Turns an engine's checkpoint into DeepSpeed's universal form. All ranks call it.
 
-    A process that rank 0 starts does it, so that the ranks can meet meanwhile: it takes longer than
-    one may wait for another where the model is large. Its memory is free again at the end.
+    folder: the engine's, with state/; universal/ comes to be beside it. A process that rank 0
+    starts does it, so that the ranks can meet meanwhile: it takes longer than one may wait for
+    another where the model is large. Its memory is free again at the end.
     """
     process, log = None, tempfile.TemporaryFile()
     if ranks.get_rank() == 0:
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-        command += ["--input_folder", source, "--output_folder", to, "--inject_missing_state"]
+        command += ["--input_folder", "state", "--output_folder", "universal"]
+        command += ["--inject_missing_state"]
         command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]  # memory for one
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
     ranks.wait_while(
         lambda: process is not None and process.poll() is None,
-        f"rewriting {source} for other ranks or another ZeRO stage",
+        f"rewriting {folder} for other ranks or another ZeRO stage",
     )
     if process and process.returncode:
         log.seek(0)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -60,14 +61,17 @@ class Phase:
     def report(self, kind, error, trace):
         """Says which rank stopped, what it was doing, and why: a sys.excepthook.
 
-        There is no traceback where another rank or Ctrl-C is to blame.
+        There is no traceback where another rank, a port or Ctrl-C is to blame.
         """
         why = f"{kind.__name__}: {error}"
         of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
         of_others = of_gloo or isinstance(error, torch.distributed.DistError)
         if not of_others and kind is not KeyboardInterrupt:
             sys.__excepthook__(kind, error, trace)
-        if of_others:
+        if "EADDRINUSE" in why:
+            port = os.environ.get("MASTER_PORT")
+            why = f"port {port} is taken, by another run perhaps: give the launcher --master_port N"
+        elif of_others:
             why += "\n  Another rank has died, failed or hangs: look for what it has printed."
         elif self.text.startswith("writing "):
             why += "\n  If the disk is full, make room and --resume."

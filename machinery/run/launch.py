@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import os
+import platform
 import sys
 import warnings
 from pathlib import Path
@@ -79,12 +80,19 @@ def share_cores(args):
 def let_segments_grow():
     """Makes CUDA's allocator extend its segments: generation and training need other sizes.
 
-    Settings that the user gives in the environment stand.
+    Settings that the user gives in the environment stand. Under WSL the driver may refuse it late
+    (pytorch#192330), on some virtual GPUs at the first allocation, which is tried here.
     """
     given = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys()
-    if ranks.device().type == "cuda" and not given:
-        newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch 2.13
-        (newer or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+    if ranks.device().type != "cuda" or given or "microsoft" in platform.release().lower():
+        return
+    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch 2.13
+    set_to = newer or torch.cuda.memory._set_allocator_settings
+    set_to("expandable_segments:True")
+    try:
+        torch.empty(1, device=ranks.device())
+    except RuntimeError:
+        set_to("expandable_segments:False")
 
 
 def silence_libraries():
@@ -112,6 +120,7 @@ def join_ranks(args):
     patches.do_without_compiler()
     patches.do_without_cudnn_attention()
     patches.share_masks()
+    patches.keep_groups()
     limit = patches.wait_at_most(ranks.WAIT_MINUTES)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
         deepspeed.init_distributed(verbose=False, timeout=limit)

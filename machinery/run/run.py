@@ -19,6 +19,8 @@ from machinery.flags import recipes
 from machinery.models import model_card, model_folders, saving
 from machinery.run import best, checkpoints, crash, launch, logs, output_folder
 
+STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+
 
 class Run:
     """One run of a script, from its flags to its exit code.
@@ -37,7 +39,7 @@ class Run:
         self.args, self.title = args, title
         self.phase, self.legend_shown = crash.Phase(), False
         self.notes = {}  # what else the saved model's config.json says, of the last evaluation
-        self.signals = []  # SIGTERM and SIGINT as they come; looked at between two steps
+        self.signals = []  # SIGTERM, SIGHUP, SIGINT as they come; looked at between two steps
         self.step = 0  # the one that is being made
         self.unwritten = []  # the records of the steps since the last line of the log
         launch.fill_environment()
@@ -105,10 +107,13 @@ class Run:
             logs.draw_curves(args)
             self.finish()
         # Only now: before, a signal of the launcher must end the ranks of a run that is refused.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.note_signal)
-        os.register_at_fork(after_in_child=restore_signals)
-        self.started = time.time()  # of the step: loading its rows is a part of it
+        before = {number: signal.getsignal(number) for number in STOPS}
+        for number in STOPS:
+            if before[number] != signal.SIG_IGN:  # of SIGHUP: nohup
+                signal.signal(number, self.note_signal)
+        # What a user's function forks is ended by them as it would be without us.
+        os.register_at_fork(after_in_child=lambda: [*map(signal.signal, before, before.values())])
+        self.started = time.monotonic()  # of the step: loading its rows is a part of it
         to_come = range(done + 1, self.last_step + 1)
         with progress.bar(self.last_step, "steps", done) as bar:
             for step, micro_batches in zip(to_come, self.draw(done, collate)):
@@ -177,7 +182,7 @@ class Run:
             # what tools/export.py needs
             saved |= {"notes": self.notes, "eos_token": self.tokenizer.eos_token}
             checkpoints.save(args, self.engines, step, saved)
-            self.started = time.time()
+            self.started = time.monotonic()
         if stop:
             ranks.say(f"interrupted after step {step}: saved to {where}. Go on with --resume.")
             self.finish(code=1)
@@ -195,7 +200,7 @@ class Run:
         args, step, engine = self.args, self.step, self.engine
         passes = passes or [throughput.Pass(engine, trains=1)]
         tokens, flops = throughput.work(micro_batches, passes, args.gradient_checkpointing)
-        began, self.started = self.started, time.time()  # what follows counts to the next step
+        began, self.started = self.started, time.monotonic()  # what follows counts to the next step
         speed = throughput.speed(args, engine, tokens, flops, self.started - began)
         record = {"step": step, "epoch": step / self.steps_per_epoch, **metrics, **speed}
         for name, other in self.engines.items():
@@ -215,7 +220,7 @@ class Run:
         if due:
             best.keep(self, record)
             logs.draw_curves(args)
-            self.started = time.time()  # an evaluation is no part of a step
+            self.started = time.monotonic()  # an evaluation is no part of a step
 
     def write(self, record):
         """Writes one line of the log, under the legend if it is the first."""
@@ -243,9 +248,3 @@ class Run:
     def finish(self, code=0):
         """Leaves the other ranks in order, and ends the program with the exit code `code`."""
         crash.finish(self.args, code)
-
-
-def restore_signals():
-    """Lets SIGTERM and Ctrl-C end a helper process that a user's function has forked."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)

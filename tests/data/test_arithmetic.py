@@ -1,5 +1,6 @@
 """The toy for verifiable rewards: what is said to be known of it is, and its verifier is right."""
 
+import doctest
 import json
 
 import pytest
@@ -44,9 +45,34 @@ def test_what_is_known_of_the_pupil_against_all_that_he_may_write():
 @pytest.mark.parametrize("line", open(ROOT / "toy/maths.jsonl"))
 def test_what_breaks_verifiers_of_word_problems(line):
     """Thousands, units, currencies, several boxes, none, negative numbers, decimals, fractions,
-    trailing text."""
+    trailing text; and what a policy would find: empty boxes, names, other letters, factors."""
     case = json.loads(line)
     assert maths.solved(["Why?"], [case["response"]], [case["answer"]]) == [case["right"]]
+
+
+@pytest.mark.parametrize(
+    "name", ["9", "9/", "\\boxed", "\\boxed{", "{", "\\frac{1}", " ", "$", "dozen "]
+)
+def test_a_long_response_is_read_once(name):
+    """Of a million characters, none of them an answer. What takes quadratic time would take hours,
+    and Python makes no number of 5,000 digits."""
+    text = name * (10**6 // len(name))
+    responses = [f"#### {text}", f"\\boxed{{{text}}}", f"#### 5{text}x", f"#### {name * 200}"]
+    assert maths.solved(["Why?"] * 4, responses, ["5"] * 4) == [0] * 4
+
+
+def test_the_examples_in_the_verifier_are_true():
+    found = doctest.testmod(maths)
+    assert found.attempted and not found.failed
+
+
+def test_each_row_has_its_answer_where_its_data_have_it():
+    """In a blend of GSM8K and MATH a row has None in the other's column."""
+    columns = {"answer": ["#### 5", None], "solution": [None, r"so \boxed{6}"]}
+    assert maths.solved(["a", "b"], ["#### 5", "#### 6"], **columns) == [1, 1]
+    for nothing in (None, "", " ", r"\boxed{}", r"\boxed{\ }", "####", "x" * 2000):
+        with pytest.raises(ValueError, match="no answer in the columns"):
+            maths.solved(["a"], ["#### 5"], [nothing])
 
 
 GSM8K = """--preset qwen2.5-0.5b-grpo --max_steps 1 --max_answer_seq_len 8 --dtype fp32

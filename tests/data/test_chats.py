@@ -180,8 +180,9 @@ TRAIN_ON = {  # a row: {--train_on: what the loss covers}; None is the default
 @pytest.mark.parametrize("name", TRAIN_ON)
 def test_train_on_says_which_turns_are_learned(tokenizer, name):
     """Without the flag a chat in `messages` is learned whole, and all else by its response. The
-    prompts of the other steps are not learned."""
-    tokenizer.chat_template = TEMPLATE
+    prompts of the other steps are not learned. (Dialogues that are text stay text where there is no
+    chat template.)"""
+    tokenizer.chat_template = None if "dialogues" in name else TEMPLATE
     row, wanted = TRAIN_ON[name]
     for train_on, expected in wanted.items():
         made = rows.tokenise_row(row, tokenizer, "sft", 128, train_on)
@@ -189,16 +190,142 @@ def test_train_on_says_which_turns_are_learned(tokenizer, name):
     assert not any(rows.tokenise_row(row, tokenizer, "ppo", 128)["prompt_loss_mask"])
 
 
-def test_a_template_whose_turns_cannot_be_told_is_refused(tokenizer, tmp_path):
+def test_turns_that_the_template_changes_are_not_learned(tokenizer, tmp_path, capsys):
     """It drops what was thought in earlier turns: turn by turn it writes another text than of the
-    whole chat. A mask would lie on the wrong tokens. --train_on last needs none of that."""
+    whole chat. A mask would lie on the wrong tokens. So such a turn is not learned, and the run
+    says in how many rows. Whoever asks for all turns is refused."""
     thinks = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
     tokenizer.chat_template = CHATML.replace("{{ m.content }}", thinks)
-    row = {"messages": chat("Why?", "<think>Hm</think>So.", "And?", "Then.")}
+    turns = chat("Why?", "<think>Hm</think>So.", "And?", "Then.")
+    short, other = {"messages": turns[:2]}, {"messages": [*chat("How?"), *turns[1:]]}
+    paths = [folder(tmp_path, [{"messages": turns}] * 8 + [short, other])]
+    train, test = load(tokenizer, paths, limit=256)
+    said = capsys.readouterr().out
+    assert "train: 8 of 8 rows have turns that are not learned" in said
+    assert "test: 1 of 2 rows have turns that are not learned" in said
+    assert covered(tokenizer, train[0]) == ["Then.<|im_end|><eos>"]
+    whole = tokenizer.apply_chat_template(turns, tokenize=False)
+    ids = train[0]["prompt_ids"] + train[0]["responses"][0]
+    assert tokenizer.decode(ids) == whole.rstrip() + "<eos>" and "Hm" not in whole
+    assert covered(tokenizer, test[0]) == ["<think>Hm</think>So.<|im_end|><eos>"]
+    last = rows.tokenise_row({"messages": turns}, tokenizer, "sft", 256, "last")
+    assert (last["notes"], last["prompt_ids"]) == ("", train[0]["prompt_ids"])
     with kit.refuses("chat-template") as caught:
-        load(tokenizer, [folder(tmp_path, [row] * 9)])
+        load(tokenizer, paths, train_on="all")
     assert "--train_on last" in caught.value.words
-    assert rows.tokenise_row(row, tokenizer, "sft", 128, "last")["drop"] == ""
+
+
+# --------------------------------------------------------------------------------------------------
+# Dialogues that are text
+# --------------------------------------------------------------------------------------------------
+SAID = chat("Q?", "A.\n\nB.", "And?")
+ALIKE = {  # a stage: a row of text, and the same as messages
+    "sft": (
+        {"prompt": TALK, "response": " C."},
+        {"messages": [*SAID, *chat("", "C.")[1:]]},
+    ),
+    "reward": (
+        {"chosen": TALK + " C.", "rejected": TALK + " D."},
+        {"prompt": SAID, "chosen": chat("", "C.")[1:], "rejected": chat("", "D.")[1:]},
+    ),
+    "ppo": ({"prompt": TALK}, {"prompt": SAID}),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("shape", ["Qwen", "Gemma", "Mistral"])
+def test_a_dialogue_as_text_is_a_chat_where_there_is_a_template(tokenizer, shape, stage):
+    """Anthropic's HH, given to a chat model: as text it would be asked in a language that it was
+    not trained in, and nothing would tell. Each row says what was done to it."""
+    tokenizer, _ = shaped(tokenizer, shape)
+    of_text, of_chat = (
+        rows.tokenise_row(row, tokenizer, stage, 256, "last") for row in ALIKE[stage]
+    )
+    said = "are dialogues as text, and get the chat template"
+    assert (of_text.pop("notes"), of_chat.pop("notes")) == (said, "")
+    del of_text["extra"], of_chat["extra"]
+    assert of_text == of_chat and of_text["chat"]
+
+
+def test_without_a_template_a_dialogue_stays_text(tokenizer):
+    row = rows.tokenise_row({"prompt": TALK, "response": " C."}, tokenizer, "sft", 256)
+    assert (row["prompt"], row["chat"], row["notes"]) == (TALK, False, "")
+    assert tokenizer.decode(row["prompt_ids"] + row["responses"][0]) == TALK + " C.<eos>"
+
+
+def test_turns_in_a_response_are_turns(tokenizer):
+    """Dialogues that part early: in the text of one response more is asked and answered. As one
+    message it would have the model write the user's part, too."""
+    tokenizer.chat_template = TEMPLATE
+    row = {
+        "prompt": "\n\nHuman: Q?\n\nAssistant:",
+        "response": " A.\n\nHuman: And?\n\nAssistant: C.",
+    }
+    made = rows.tokenise_row(row, tokenizer, "sft", 256)
+    assert covered(tokenizer, made) == ["C.<eos>"]
+    assert (
+        tokenizer.decode(made["prompt_ids"]) == "<user>Q?\n<assistant>A.\n<user>And?\n<assistant>"
+    )
+    made = rows.tokenise_row(row, tokenizer, "sft", 256, "all")
+    assert covered(tokenizer, made) == ["A.", "C.<eos>"]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["Q?", "Q?\n\nAssistant:", "\n\nHuman: Q?", "\n\nAssistant:", "Human: and Assistant:"],
+)
+def test_other_text_stays_text(tokenizer, prompt):
+    """A dialogue begins with a speaker and ends with the opening of the assistant."""
+    tokenizer.chat_template = TEMPLATE
+    row = rows.tokenise_row({"prompt": prompt, "response": "A."}, tokenizer, "sft", 64)
+    assert (row["prompt"], row["chat"], row["notes"]) == (prompt, False, "")
+
+
+def test_text_that_is_learned_whole_stays_text(tokenizer):
+    """Also where it spells a dialogue: it is no prompt that somebody responds to."""
+    tokenizer.chat_template = TEMPLATE
+    row = rows.tokenise_row({"text": TALK}, tokenizer, "sft", 128)
+    assert (row["prompt"], row["chat"]) == (TALK, False)
+
+
+# --------------------------------------------------------------------------------------------------
+# Chats that are too long
+# --------------------------------------------------------------------------------------------------
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_chat_that_is_too_long_loses_whole_turns(tokenizer, stage, tmp_path, capsys):
+    """The oldest ones, and never the system turn. Cut at a token, half a question would stand at
+    the beginning, without the opening of its turn."""
+    tokenizer, _ = shaped(tokenizer, "Qwen")
+    turns = [SYSTEM, *chat("Why? " * 9, "So.", "When?", "Now. " * 9, "And?")]
+    answers = {"chosen": chat("", "A.")[1:], "rejected": chat("", "B.")[1:]}
+    row = {"prompt": turns, **answers, "response": "A."}
+    short = {**row, "prompt": [SYSTEM, turns[-1]]}
+    wanted = rows.tokenise_row(short, tokenizer, stage, 256)
+    limit = len(wanted["prompt_ids"]) + 20
+    made = rows.tokenise_row(row, tokenizer, stage, limit)
+    assert (made["prompt_ids"], made["responses"]) == (wanted["prompt_ids"], wanted["responses"])
+    assert (made["notes"], wanted["notes"]) == ("are too long, and lose their oldest turns", "")
+    whole = rows.tokenise_row(row, tokenizer, stage, 512)
+    assert whole["notes"] == "" and len(whole["prompt_ids"]) > limit
+    held_out = {**row, "prompt": chat("How?")}
+    load(tokenizer, [folder(tmp_path, [row] * 4 + [held_out])], stage, limit)
+    assert "train: 4 of 4 rows are too long, and lose their oldest turns" in capsys.readouterr().out
+
+
+def test_what_is_cut_is_counted(tokenizer, tmp_path, capsys):
+    """Of text, and of a question that is too long by itself, the end is kept."""
+    lines = [{"prompt": "Why? " * 40, "response": "A."}, {"prompt": "Q?", "response": "So. " * 40}]
+    load(tokenizer, [folder(tmp_path, [*lines, *lines, {**lines[0], "prompt": "How?"}])], limit=32)
+    said = capsys.readouterr().out
+    assert "train: 2 of 4 rows lose the beginning of a long prompt" in said
+    assert "train: 2 of 4 rows lose the end of a long response" in said
+    tokenizer.chat_template = TEMPLATE
+    row = rows.tokenise_row({"messages": chat("Why? " * 40, "A.")}, tokenizer, "sft", 32)
+    assert row["notes"] == "lose the beginning of a long prompt"
+    assert len(row["prompt_ids"]) == 32 - len(row["responses"][0])
 
 
 ODD = """{% for m in messages %}{% if m.content == "raise" %}{{ 1 + m.content }}{% endif %}
@@ -219,7 +346,7 @@ def test_a_row_that_the_template_cannot_render_is_dropped(tokenizer):
 class Failing:
     """A tokenizer that cannot read one row."""
 
-    eos_token_id = 1
+    eos_token_id, chat_template = 1, None
 
     def __call__(self, text, **options):
         if text == "Q7?":

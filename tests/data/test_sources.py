@@ -1,6 +1,7 @@
 """Sources: what stands in a file reaches training and reward functions as the file spells it."""
 
 import json
+from pathlib import Path
 
 import pytest
 from data_kit import both, dahoas, load, many, texts, write
@@ -23,6 +24,50 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, capsys):
     (tmp_path / "c.csv").write_text("prompt,response\nWhy?,So.\n")
     assert len(sources.read_splits(str(tmp_path))[0]["train"]) == 6
     assert f"{tmp_path}/c.csv" in capsys.readouterr().out
+
+
+def test_the_words_of_a_folders_names_say_what_is_held_out(tmp_path, capsys):
+    """In names of folders, too; a word ends at . _ - or a digit. Where no name has one, all is
+    trained on. Of a folder with files of several kinds the most frequent is read."""
+    names = "train/a.jsonl valid_1.jsonl test/b/c.jsonl latest.jsonl .train.jsonl __train/d.jsonl"
+    for name in [*names.split(), "train/dataset_info.json", "train-x.csv", "train.txt"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path / name, many(1, dahoas))
+    here = lambda *names: [f"{tmp_path}/{name}" for name in names]  # noqa: E731
+    assert sources.files_in(tmp_path) == {
+        "train": here("train/a.jsonl"),
+        "validation": here("valid_1.jsonl"),
+        "test": here("test/b/c.jsonl"),
+    }
+    assert f"2 of its files are not read, as {tmp_path}/latest.jsonl" in capsys.readouterr().out
+    assert sources.files_in(tmp_path / "test/b") == {"train": here("test/b/c.jsonl")}
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".parquet"])
+def test_a_name_is_no_pattern(tmp_path, kind, monkeypatch):
+    """Neither a folder's nor a file's. Nor does a README.md say what to read: it may name files
+    elsewhere, and addresses."""
+    monkeypatch.chdir(tmp_path)
+    files = {"d1/a": "other", "b1": "other", "d[1]/a": "own", "d[1]/b[1]*": "own"}
+    for name, text in files.items():
+        file = Path(write(tmp_path / f"x{kind}", [{"prompt": text, "response": text}]))
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        file.rename(tmp_path / f"{name}{kind}")
+    card = "---\nconfigs:\n- config_name: a\n  data_files: ../b1*\n---\n"
+    (tmp_path / "d[1]/README.md").write_text(card)
+    for path in ("d[1]", f"d[1]/a{kind}", str(tmp_path / f"d[1]/b[1]*{kind}")):
+        splits, columns = sources.read_splits(path)
+        rows = [sources.parse(row)["prompt"] for row in splits["train"]]
+        assert rows == ["own"] * (2 if path == "d[1]" else 1) and columns == ["prompt", "response"]
+
+
+def test_what_a_run_leaves_among_its_data_is_none_of_them(tmp_path):
+    """Where its output folder lies there. A resumed run would find other rows than before."""
+    (tmp_path / "out/checkpoints").mkdir(parents=True)
+    for name in ("a", "out/samples", "out/checkpoints/b"):
+        write(tmp_path / f"{name}.jsonl", many(1, dahoas))
+    (tmp_path / "out/args.json").write_text("{}")
+    assert sources.files_in(tmp_path) == {"train": [f"{tmp_path}/a.jsonl"]}
 
 
 SPELLED = {  # what `datasets` would change, were it to guess the types of columns

@@ -69,6 +69,36 @@ def test_variants_that_exclude_each_other_say_so(tmp_path):
     assert (tree / "ptx.py").is_file()
 
 
+def test_a_variant_replaces_no_file_of_ones_own(tmp_path):
+    """Nor does half of it go in: its diff is not applied either. Once more, unchanged, it does."""
+    tree = tmp_path / "tree"
+    runner.apply("gspo", tree)
+    (tree / "dpo.py").write_text("my own edits\n")
+    before = kit.tree(tree)
+    with pytest.raises(SystemExit, match="dpo.py is there"):
+        variants.put("dpo", tree)
+    assert kit.tree(tree) == before
+    (tree / "dpo.py").unlink()
+    for _ in range(2):
+        variants.put("dpo", tree)
+
+
+def test_a_tree_inside_another_repository_is_patched_itself(tmp_path, monkeypatch):
+    """There git looks for the diff's files at the top of that repository, finds none, and takes the
+    diff for one that can be applied, and be taken back, to no effect."""
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    tree = tmp_path / "tree"
+    runner.apply("", tree)
+    (tree / "variants").symlink_to(VARIANTS)
+    unchanged = (tree / "ppo.py").read_text()
+    variants.put("gspo", tree)
+    assert (tree / "ppo.py").read_text() != unchanged
+    with pytest.raises(SystemExit, match="applied already") as error:
+        variants.put("gspo", tree)
+    subprocess.run(str(error.value).partition("undo it: ")[2].split(), cwd=tree, check=True)
+    assert (tree / "ppo.py").read_text() == unchanged
+
+
 def test_the_pages_say_what_the_runs_showed():
     """The table of each page, and that of all variants, are made from results.json."""
     for name in variants.NAMES:
@@ -274,6 +304,35 @@ def test_points_stand_where_a_sentence_ends(tokenizer):
     assert ends == {" Happy to help!": 0.5, text: 1.0}
     assert steps.whole([prompt], [text]) == [1.5]
     assert steps.whole([prompt], [" The owl gets to the mill by"]) == [pytest.approx(1 / 3)]
+
+
+def test_a_judge_behind_a_server_grades(monkeypatch):
+    """The stub grades the number of words. A server that fails twice is asked again; one that says
+    no number in 1 .. 10 costs more than the worst grade; one that never answers ends the run."""
+    judge, stub = (load(VARIANTS / f"llm-judge/{name}.py") for name in ("judge", "stub"))
+    monkeypatch.setattr(judge.time, "sleep", lambda seconds: None)
+
+    class Faulty(stub.Judge):
+        asked = 0
+
+        def do_POST(self):
+            Faulty.asked += 1
+            if Faulty.asked <= 2:
+                self.send_error(503)
+            else:
+                super().do_POST()
+
+    monkeypatch.setenv("JUDGE_MODEL", "stub")
+    monkeypatch.setenv("JUDGE_URL", stub.serve(handler=Faulty))
+    chat = [{"role": "user", "content": "Why?"}]
+    found = judge.judge(["Why?", chat], ["It is so.", [{"role": "assistant", "content": "No."}]])
+    assert found == [{"grade": round(grade / 9, 4), "unread": 0.0} for grade in (2, 1)]
+    assert Faulty.asked == 4
+    assert judge.grade_of("As a judge I cannot say.") == {"grade": 0.0, "unread": -1.0}
+    monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:9")
+    with pytest.raises(OSError) as failed:
+        judge.judge(["Why?"], ["So."])
+    assert "failed 6 times" in failed.value.__notes__[0]
 
 
 class Even(StandIn):

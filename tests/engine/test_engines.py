@@ -56,6 +56,33 @@ def test_a_value_head_is_the_same_on_all_ranks_and_a_trained_one_is_kept():
 
 
 # --------------------------------------------------------------------------------------------------
+# Hooks
+# --------------------------------------------------------------------------------------------------
+def hooks_called(base):
+    """Returns for each stage how often DeepSpeed's hook runs in two forwards of a rollout, and in
+    the forward of a training step after it."""
+    found = []
+    for stage in range(4):
+        engine, calls = tiny_engine(base, stage), []
+        own = engine._forward_prologue
+        engine._forward_prologue = lambda *given, own=own, calls=calls: (
+            calls.append(1) or own(*given)
+        )
+        with zero3.gather_for_generation(engine) as (model, _), torch.no_grad():
+            model(rows_of_rank(0)), model(rows_of_rank(1))
+        during = len(calls)
+        train_one_step(engine)
+        found.append((during, len(calls) - during))
+    return found
+
+
+def test_no_hook_runs_at_a_decoded_token():
+    """At any stage: its Python is work for the host at each token, and tells nobody anything. Then
+    they are back."""
+    assert kit.on_ranks(hooks_called, 1, runs.base()) == [[(0, 1)] * 4]
+
+
+# --------------------------------------------------------------------------------------------------
 # Frozen models
 # --------------------------------------------------------------------------------------------------
 def parts_that_train(base):

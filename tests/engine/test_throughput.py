@@ -94,7 +94,7 @@ def timed_run(argv):
 
     run_module.time = SimpleNamespace(time=lambda: clock[0])
     takes(3, sft, "collate")
-    takes(10, common, "loss_scale")  # once in a step of one micro-batch
+    takes(10, common, "mean_factor")  # once in a step of one micro-batch
     takes(100, sft, "evaluate", works=False)
     takes(1, run_module.logs, "write_record")
     takes(20, run_module.logs, "draw_curves")

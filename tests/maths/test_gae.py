@@ -353,6 +353,17 @@ def test_a_prompt_that_is_drawn_twice_makes_two_groups():
     assert [request["sample"] for request in requests] == [0, 1, 0, 1]
 
 
+def test_a_response_that_is_left_out_of_the_loss_counts_in_its_groups_baseline():
+    """--mask_truncated 1: prompt 7 got 1, and 3 for a response that was cut off. The other is worth
+    2 less than it, as without the flag: to be long is no reason to be left out of what the
+    prompt's responses earn."""
+    args, batches = rollout("--advantage rloo --mask_truncated 1")
+    batches[1].ended = torch.tensor([0.0, 1.0])
+    ppo.set_advantages(args, batches, 0.0, None)
+    assert [b.advantages[0].tolist() for b in batches] == [[-2, -2], [2, 2]]
+    assert ppo.trained_mask(args, batches[1]).tolist() == [[0, 0], [1, 0]]
+
+
 def test_a_response_that_was_cut_off_pays_for_it():
     """--missing_eos_penalty 4: prompt 8 got 0 twice, and one of the two never ended. A response of
     two tokens pays once, on the last."""

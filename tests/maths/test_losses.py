@@ -138,6 +138,22 @@ def test_an_importance_weight_is_1_without_a_mismatch_and_at_most_its_cap():
     assert (SAMPLERS * capped).sum() < 1
 
 
+def test_an_importance_weight_is_no_part_of_kl_and_entropy():
+    """Both are of the actor's own distribution as it is now. A token that pi_old makes four times
+    as likely as mu counts twice, the cap; its KL and its entropy count once."""
+    given = dict(clip=0.2, clip_high=None, kl_in="loss", kl_estimator="k2", entropy_coef=0.5)
+    logprobs = torch.tensor([[-1.0]])
+    batch = SimpleNamespace(
+        old_logprobs=logprobs,
+        ref_logprobs=logprobs - 0.4,
+        advantages=torch.tensor([[3.0]]),
+        tokens={"sampled_logprobs": logprobs - math.log(4)},
+    )
+    args, entropy = SimpleNamespace(**given, is_cap=2.0), torch.tensor([[1.5]])
+    loss, _, _ = ppo.actor_loss(args, batch, logprobs, entropy, kl_coef=0.3)
+    assert loss.item() == pytest.approx(2 * -3 + 0.3 * 0.4**2 / 2 - 0.5 * 1.5)
+
+
 def test_a_response_that_was_cut_off_counts_in_no_divisor():
     """--mask_truncated 1: its tokens are no part of any loss's mean."""
     mask = torch.tensor([[1.0, 1, 0], [1, 1, 1], [1, 1, 1]])

@@ -10,6 +10,7 @@ from torch import nn
 import common
 import ppo
 import sft
+from helpers import metrics
 from machinery.base import ranks
 from machinery.engine import ema
 from tests.conftest import micro_batch
@@ -32,11 +33,11 @@ def test_micro_batches_and_ranks_add_up_to_one_token_mean(
     tiny_model, monkeypatch, count, micro_steps
 ):
     """DeepSpeed divides each loss by the accumulation steps and averages gradients over the ranks.
-    With both undone by `loss_scale`, any cut of the batch has the gradient of the mean over its 16
+    With both undone by `mean_factor`, any cut of the batch has the gradient of the mean over its 16
     tokens: no layout changes a result."""
     monkeypatch.setattr(ranks, "get_world_size", lambda: count)
     engine = SimpleNamespace(gradient_accumulation_steps=lambda: micro_steps)
-    scale = common.loss_scale(engine, 16)
+    scale = common.mean_factor(engine, 16)
     size = len(RESPONSES) // (count * micro_steps)
     parts = [RESPONSES[i : i + size] for i in range(0, len(RESPONSES), size)]
     as_deepspeed = sum(gradient(tiny_model, part, scale) / micro_steps for part in parts) / count
@@ -70,6 +71,32 @@ def test_the_means_of_the_actors_loss_against_loops(loss_mean, truncated):
             [weight], divisor = ppo.loss_weights(args, [ppo.trained_mask(args, batch)])
             found, divisors = found + (weight * loss).sum().item(), divisors + divisor
         assert found / divisors == pytest.approx(expected), sizes
+
+
+def test_actor_and_critic_learn_the_mean_over_the_tokens_that_count():
+    """With --mask_truncated 1 the second response, which was cut off, is in neither sum and in
+    neither divisor. Each of the other's two tokens has half of its own gradient: -A, and the error
+    of its value."""
+    args = ppo.get_args("--preset toy --mask_truncated 1".split())
+    mask = torch.tensor([[1.0, 1, 0], [1, 1, 1]])
+    logprobs, values = torch.zeros(2, 3).requires_grad_(), torch.zeros(2, 3).requires_grad_()
+    batch = micro_batch(
+        [0, 1],
+        response_mask=mask,
+        ended=torch.tensor([1.0, 0.0]),
+        old_logprobs=torch.zeros(2, 3),
+        old_values=torch.zeros(2, 3),
+        advantages=torch.tensor([[2.0, -4, 9], [5, 5, 5]]),
+        returns=torch.tensor([[1.0, 3, 9], [5, 5, 5]]),
+        kept={"actor": (logprobs, torch.zeros(2, 3)), "critic": values},
+    )
+    engine = SimpleNamespace(
+        backward=torch.Tensor.backward, step=lambda: None, gradient_accumulation_steps=lambda: 1
+    )
+    models = ppo.Models(engine, engine, None, [], None, None)
+    ppo.optimizer_step(args, models, [batch], 0.0, metrics.TokenMeans())
+    assert logprobs.grad.tolist() == [[-1, 2, 0], [0, 0, 0]]
+    assert values.grad.tolist() == [[-0.5, -1.5, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("count, accumulation", [(1, 1), (4, 4), (4, 2)])

@@ -27,6 +27,21 @@ def test_the_card_says_what_the_hub_and_its_readers_ask(tmp_path, monkeypatch):
     assert eval(load, vars(transformers)).config.num_labels == 1
 
 
+def test_the_card_of_a_chat_model_asks_with_messages(tmp_path, monkeypatch):
+    """stock pipelines apply the template to messages, and to text they do not: a chat model that
+    is asked with text alone often answers nothing."""
+    saved(tmp_path, "another EOS")
+    text = (tmp_path / "out/README.md").read_text()
+    ask = text.split("in chats with `")[1].split("`")[0]
+    monkeypatch.chdir(tmp_path)
+    names = {"messages": [{"role": "user", "content": "Hm?"}], "pipeline": transformers.pipeline}
+    [answer] = eval(ask, names)
+    assert [turn["role"] for turn in answer["generated_text"]] == ["user", "assistant"]
+    (tmp_path / "plain").mkdir()
+    saved(tmp_path / "plain", "full")
+    assert "messages" not in (tmp_path / "plain/out/README.md").read_text()
+
+
 def test_the_card_finds_the_base_on_the_hub(tmp_path):
     """Step 3 starts from a folder of step 2's, whose card says where that began."""
     assert model_card.base_model("Qwen/Some") == "Qwen/Some"

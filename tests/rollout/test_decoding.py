@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, StaticCache
+from transformers.integrations import sdpa_attention
 
 import common
 import ppo
 from helpers import decoding
 from machinery.base import ranks
+from machinery.engine import patches
 from tests import kit
 from tests.kit import Knowing
 from tests.tiny_models import KINDS, config_of
@@ -144,9 +146,13 @@ class OnAnAccelerator:
     device = SimpleNamespace(type="an accelerator")
 
     def __init__(self, model, backend):
-        self.model = model
-        compiled = torch.compile(model.__call__, backend=backend, fullgraph=True)
-        self.get_compiled_call = lambda config: compiled
+        self.model, self.backend, self.compiled = model, backend, None
+
+    def get_compiled_call(self, config):
+        if not self.compiled:
+            options = dict(backend=self.backend, fullgraph=True, dynamic=config.dynamic)
+            self.compiled = torch.compile(self.model.__call__, **options)
+        return self.compiled
 
     def __call__(self, *args, **options):
         return self.model(*args, **options)
@@ -184,56 +190,114 @@ def test_a_compiled_step_is_compiled_for_few_shapes():
     assert Counter(x[0] - 16 for x in memory if x) == {64: 4, 128: 4, 256: 4}  # layers, k and v
 
 
-def tried(model, monkeypatch, *given, free=0):
-    """Returns what a run's start says of --compile_decoding with these flags given."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free))
+def largest_in_graphs(name, monkeypatch, patched):
+    """Returns the most numbers of a tensor of four dimensions in a model's compiled steps, and of
+    one layer's keys in the largest cache."""
+    for attribute in ("is_torchdynamo_compiling", "use_gqa_in_sdpa"):
+        monkeypatch.setattr(sdpa_attention, attribute, getattr(sdpa_attention, attribute))
+    if patched:
+        patches.keep_groups()
+    shapes = []
+
+    def backend(graph, inputs):
+        values = [node.meta.get("example_value") for node in graph.graph.nodes]
+        assert not any(isinstance(value, torch.SymInt) for value in values)
+        shapes.extend(x.shape for x in values if torch.is_tensor(x) and x.dim() == 4)
+        return graph.forward
+
+    model = OnAnAccelerator(copy.deepcopy(model_of(name)), backend)
+    given = IDS, MASK, UNIFORMS, ending(-1)
+    found, _ = kit.generate(model, *given, compile_decoding=1)
+    assert found.tolist() == textbook(name)
+    torch._dynamo.reset()
+    (cache,) = model.static_caches.values()
+    return max(shape.numel() for shape in shapes), cache.layers[0].keys.numel()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_a_compiled_step_copies_no_keys_for_query_heads(name, monkeypatch):
+    """Of four query heads two share their keys. transformers' own step copies keys and values for
+    each (else patches.keep_groups may go); ours has no tensor that is larger than the cache."""
+    with monkeypatch.context() as changed:
+        largest, cache = largest_in_graphs(name, changed, patched=False)
+    assert largest == 2 * cache
+    largest, cache = largest_in_graphs(name, monkeypatch, patched=True)
+    assert largest == cache
+
+
+def tried(model):
+    """Returns the caches with which a run with --compile_decoding begins."""
     args = ppo.get_args(["--preset", "toy", "--compile_decoding", "1", "--rollout_batch_size", "4"])
-    args.declared.given = set(given)
     decoding.try_compiled(args, model, Knowing(ending(-1), VOCAB), ppo.sample)
-    assert args.compile_decoding == bool(model.static_caches)  # what args.json says
     return model.static_caches
 
 
-def test_a_step_that_is_wrong_is_not_compiled(monkeypatch, capsys):
-    """Where the flag was not given the run goes on without, and says why in a line: here tokens are
-    others, the caches are large, or the model has none. Where it was, it is refused. All ranks do
-    as the one where it failed."""
+MISTAKES = {  # what a step gets in place of (inputs, cache)
+    "a token of another": lambda ids, cache: (ids.roll(1, 0), cache),
+    "positions off by one": lambda ids, cache: (ids, moved(cache, 1, 0)),
+    "padding is seen": lambda ids, cache: (ids, moved(cache, 0, 1)),
+}
+
+
+def moved(cache, more, seen):
+    """Returns a Cache whose next positions are `more` too high, and whose mask hides nothing."""
+    cache.positions = cache.positions + (more if cache.length == cache.width else 0)
+    cache.mask = torch.ones_like(cache.mask) if seen else cache.mask
+    return cache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+def test_a_compiled_step_that_is_wrong_is_refused(mistake, dtype, monkeypatch):
+    """Tokens are drawn with a static cache and scored without one. In bf16 the two differ by what
+    the plain loop differs by, too; a mistake makes far more of it."""
+    model, right = copy.deepcopy(model_of("gpt2")).to(dtype), decoding.compiled_next_logits
+
+    def wrong(model, inputs, cache):
+        return right(model, *MISTAKES[mistake](inputs, cache))
+
+    if mistake is None:
+        assert len(tried(model)) == 1
+        return
+    monkeypatch.setattr(decoding, "compiled_next_logits", wrong)
+    with kit.refuses("compile-decoding") as caught:
+        tried(model)
+    assert "nats a token" in str(caught.value) and "--compile_decoding 0" in str(caught.value)
+
+
+def test_what_cannot_be_compiled_is_refused_on_all_ranks(monkeypatch, capsys):
+    """It takes minutes on a GPU, so a line says that it begins. One rank's failure is everybody's,
+    as a rank that went on alone would wait forever."""
     model = copy.deepcopy(model_of("llama"))
-    room = dict(free=2**30)
-    assert len(tried(model, monkeypatch, **room)) and capsys.readouterr().out == ""
-    assert not tried(model, monkeypatch) and "GiB" in capsys.readouterr().out
-    assert len(tried(model, monkeypatch, "compile_decoding"))
-    right = decoding.compiled_next_logits
-    wrong = lambda *given: right(*given).roll(1, -1)  # noqa: E731
-    for owner, name, value in (
-        (decoding, "compiled_next_logits", wrong),
-        (StaticCache, "is_compileable", False),
-    ):
-        with monkeypatch.context() as changed:
-            changed.setattr(owner, name, value)
-            assert not tried(model, changed, **room)
-            assert capsys.readouterr().out.count("the run does without it") == 1
-            with kit.refuses("compile-decoding"):
-                tried(model, changed, "compile_decoding")
+    assert tried(model) and capsys.readouterr().out.count("--compile_decoding") == 1
+    with monkeypatch.context() as changed, kit.refuses("compile-decoding") as caught:
+        changed.setattr(StaticCache, "is_compileable", False)
+        tried(model)
+    assert "no static cache" in str(caught.value)
     monkeypatch.setattr(ranks, "all_gather_objects", lambda errors: [*errors, "no memory there"])
-    assert not tried(model, monkeypatch, **room) and "no memory there" in capsys.readouterr().out
+    with kit.refuses("compile-decoding") as caught:
+        tried(model)
+    assert "no memory there" in str(caught.value)
 
 
-def test_a_try_looks_at_tokens_up_to_a_rows_end():
-    """Behind it both have padding, which says nothing: of three tokens one differs."""
-    plain = torch.tensor([[5, 1, 0, 0], [1, 0, 0, 0]]), None, torch.tensor([2, 1]), None
-    other = torch.tensor([[5, 1, 0], [7, 1, 0]]), None, torch.tensor([2, 2]), None
+def test_a_try_compares_log_probs_up_to_a_rows_end(monkeypatch):
+    """By hand: of two rows the first has two tokens, the second one. Sampling gave them log-probs
+    of -1, -2 and -3; scoring gives all -2.5. So they differ by 1.5, 0.5 and 0.5."""
+    responses, lengths = torch.tensor([[5, 1], [1, 0]]), torch.tensor([2, 1])
+    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
     args = SimpleNamespace(rollout_batch_size=2, max_prompt_seq_len=4, max_answer_seq_len=4)
-    each = iter([plain, other])
-    given = args, SimpleNamespace(), range(VOCAB), lambda *_: next(each), {}, 4
-    assert decoding.tokens_alike(*given) == pytest.approx(2 / 3)
+    args.temperature = 1.0
+    sampled = lambda *_: (responses, logprobs, lengths, None)  # noqa: E731
+    scored = lambda model, layout, wanted, temperature: -2.5 * wanted  # noqa: E731
+    monkeypatch.setattr(common, "response_logprobs", scored)
+    given = args, SimpleNamespace(), range(VOCAB), sampled, 4, {}
+    assert decoding.sampling_gap(*given) == pytest.approx(2.5 / 3)
 
 
-def test_what_was_not_tried_is_decoded_without_a_static_cache(monkeypatch):
-    """More rows than --rollout_batch_size, as an evaluation may have, longer prompts, or longer
-    responses."""
+def test_what_was_not_tried_is_decoded_without_a_static_cache():
+    """More rows than --rollout_batch_size, longer prompts, or longer responses."""
     model = copy.deepcopy(model_of("llama"))
-    tried(model, monkeypatch, "compile_decoding")
+    tried(model)
     args = SimpleNamespace(rollout_batch_size=4, max_answer_seq_len=16)
     width = max(model.static_caches)
     for rows, length, count, static in (

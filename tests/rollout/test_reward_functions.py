@@ -1,14 +1,20 @@
 """Reward functions are the user's own code: what they return is input, too."""
 
+import contextlib
 import functools
+import json
 import pickle
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from helpers import judging
+from helpers import evaluation, judging
 from machinery.base.refused import Refused
+from tests import kit
 
 RESPONSE = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "Why?", "text": " So."}
 
@@ -19,11 +25,59 @@ def test_a_dict_is_its_sum_and_each_part_is_noted():
     """
     rows = [{**RESPONSE} for _ in range(2)]
     given = [{"format": np.float32(0.5), "answer": True}, {"answer": 0, "format": 0.25}]
-    assert judging.scores_of(lambda **columns: given, rows) == [1.5, 0.25]
+    assert judging.scores_of(lambda **columns: given, rows) == [[1.5], [0.25]]
     assert [(row["reward_format"], row["reward_answer"]) for row in rows] == [(0.5, 1), (0.25, 0)]
     for other in ({"format": 1.0}, {"format": 1, "answer": 1, "style": 1}, {}, 1.0):
         with pytest.raises(Refused, match="same parts"):
             judging.scores_of(lambda other=other, **columns: [given[0], other], rows)
+
+
+def test_a_part_may_have_a_number_for_each_token():
+    """Its mean in the log is that of its sums. A part of one number stays on the last token, where
+    there are both; `call_function` places it."""
+    row = {**RESPONSE}
+    given = [{"style": [0.25, 0.5], "answer": 1, "length": torch.tensor([0, -1])}]
+    assert judging.scores_of(lambda **columns: given, [row]) == [[1, 0.25, -0.5]]
+    assert (row["reward_style"], row["reward_answer"], row["reward_length"]) == (0.75, 1, -1)
+    mask, last = torch.tensor([[1.0, 1, 0]]), torch.tensor([[0.0, 1, 0]])
+    batch = SimpleNamespace(responses=[row], response_mask=mask, last=last)
+    found = judging.call_function(lambda **columns: given, batch)
+    assert found.tolist() == [[0.25, 0.5, 0]]
+
+
+@pytest.mark.parametrize("name", ["std", 1, None, "", "\ud800", "a\nb", b"a", ("a", "b")])
+def test_a_part_has_a_name_that_the_log_can_hold(name):
+    """reward_std is the deviation of all rewards there."""
+    with pytest.raises(Refused, match="named by text"):
+        judging.scores_of(lambda **columns: [{name: 1.0}], [{**RESPONSE}])
+    if name == "std":  # of a gold function it is free
+        assert judging.scores_of(lambda **columns: [{name: 1.0}], [{**RESPONSE}], "gold") == [[1]]
+
+
+def test_parts_are_alike_in_an_evaluation(monkeypatch):
+    """Of all ranks and micro-batches. In what order a function names its parts does not matter."""
+    monkeypatch.setattr(evaluation.metrics, "per_response", lambda batch: {})
+    rows = [{"row": i, "sample": 0, "row_weight": 1, "reward": 0.0} for i in range(3)]
+    for row, parts in zip(rows, (["reward_a", "reward_b"], ["reward_b", "reward_a"], ["reward_a"])):
+        row.update(dict.fromkeys(parts, 0.0))
+    batches = [SimpleNamespace(responses=[row]) for row in rows]
+    assert evaluation.gathered(batches[:2]) == rows[:2]
+    with pytest.raises(Refused, match="other parts for other rows"):
+        evaluation.gathered(batches)
+
+
+def test_a_function_leaves_the_working_folder_as_it_was(tmp_path, monkeypatch):
+    """A run's own paths are relative to it: its checkpoints would go elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "away").mkdir()
+    (tmp_path / "moves.py").write_text(f"import os\nos.chdir('away')\n{MOVES}")
+    function = judging.load_function("moves.py:f", "--reward_fn")
+    assert Path.cwd() == tmp_path
+    for wrong in (False, True):
+        with contextlib.suppress(ValueError):
+            row = {**RESPONSE, "extra": json.dumps({"wrong": wrong})}
+            assert judging.scores_of(function, [row]) == [[1.0]]
+        assert Path.cwd() == tmp_path
 
 
 def scaled(prompts, completions, factor=2, **columns):
@@ -34,7 +88,7 @@ def scaled(prompts, completions, factor=2, **columns):
     "function, factor", [(scaled, 2), (functools.partial(scaled, factor=3), 3)]
 )
 def test_any_callable_will_do_and_a_generator_is_read_to_its_end(function, factor):
-    assert judging.scores_of(function, [RESPONSE] * 2) == [4 * factor] * 2
+    assert judging.scores_of(function, [RESPONSE] * 2) == [[4 * factor]] * 2
 
 
 def test_the_error_of_a_function_names_the_rows():
@@ -65,6 +119,27 @@ def test_a_function_cannot_end_the_run_as_if_all_were_well():
             raise AssertionError("it has scored")
 
 
+MOVES = """
+def f(prompts, completions, wrong, **columns):
+    os.chdir("away")
+    yield from [1.0 for _ in prompts]
+    if wrong[0]:
+        raise ValueError
+"""
+SPAWNS = """
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+def length(text):
+    return float(len(text))
+
+def f(prompts, completions, **columns):
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        return list(pool.map(length, completions))
+
+def g(prompts, completions, **columns):
+    return [length(text) for text in completions]
+"""
 FUNCTION = "\ndef f(prompts, completions, **columns):\n    return [1.0 for _ in prompts]\n"
 FILES = {  # of a user: the error that it raises, and a word that must be there, or None
     "from __future__ import annotations\nfrom dataclasses import dataclass\n"
@@ -91,3 +166,23 @@ def test_a_users_file_is_loaded_like_any_module(tmp_path, text):
         said = [str(caught.value), *getattr(caught.value, "__notes__", [])]
         assert any(FILES[text][1] in words for words in said)
     assert [pickle.loads(pickle.dumps(function)) for function in loaded] == loaded
+
+
+SCORES = """
+import sys
+if __name__ == "__main__":
+    from helpers import judging
+    answer = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "", "text": " So."}
+    functions = [judging.load_function(f"parallel.py:{name}", "--reward_fn") for name in "fg"]
+    assert {function.__module__ for function in functions} == {"parallel"}
+    print([judging.scores_of(function, [answer] * 2) for function in functions])
+"""
+
+
+def test_a_function_may_spawn_processes(tmp_path):
+    """They import its file by its name, as they know no other. A module that they cannot import
+    ends them one after the other, and a multiprocessing.Pool starts new ones for ever."""
+    (tmp_path / "parallel.py").write_text(SPAWNS)
+    (tmp_path / "scores.py").write_text(SCORES)
+    done = kit.start_command([sys.executable, "scores.py"], cwd=tmp_path, limit=100)
+    assert done.code == 0 and "[[[4.0], [4.0]], [[4.0], [4.0]]]" in done.out, done

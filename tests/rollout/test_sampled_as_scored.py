@@ -72,7 +72,7 @@ def looked_at(args, model, tokenizer, responses, size=32, pack=ppo.plain_rows):
     run.finish = lambda code: codes.append(code)
     checks.stop_unless_sampled_as_scored(run, batches)
     gaps = [checks.metrics.token_gaps(batch)[batch.response_mask > 0] for batch in batches]
-    off, count = checks.count_off(args, gaps)
+    off, count = checks.counts_off(args, gaps)[-1]
     return off / count, count, codes == [1]
 
 

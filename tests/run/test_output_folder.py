@@ -200,7 +200,10 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
     assert found == ["step-1-backup", "step-2"]
 
 
-@pytest.mark.parametrize("harm", ["cut", "removed", "manifest removed", "manifest cut"])
+HARMS = ["cut", "removed", "manifest removed", "manifest cut", "manifest empty"]
+
+
+@pytest.mark.parametrize("harm", HARMS)
 def test_every_kind_of_damage_is_seen(tmp_path, harm):
     args, facts = save(tmp_path, 1)
     save(tmp_path, 2, keep=2)
@@ -208,6 +211,8 @@ def test_every_kind_of_damage_is_seen(tmp_path, harm):
     assert checkpoints.damage(folder) == []
     file = folder / ("manifest.json" if "manifest" in harm else "rank0.pt")
     file.unlink() if "removed" in harm else os.truncate(file, 10)
+    if "empty" in harm:  # of a checkpoint of no files
+        file.write_text("{}")
     assert checkpoints.damage(folder) == [file.name]
     assert checkpoints.load(args, {}, {}, facts, 9)[0] == 1
     (tmp_path / "checkpoints/step-1/rank0.pt").unlink()

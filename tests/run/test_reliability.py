@@ -4,20 +4,25 @@ Each scene is a real run of sft.py on two ranks under ZeRO 2: five steps, checkp
 and 4. What it ends with is compared with a run that nothing befell.
 """
 
+import multiprocessing
 import os
 import re
 import resource
 import shutil
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 
+from machinery.base import ranks
 from machinery.run import checkpoints
 from tests import kit, runs
+from tools import export
 
 TOUCHES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
 RUNS = {"sft_zero0": 0, "sft_zero3": 3, "reward_zero2": 2, "ppo_zero2": 2}
@@ -33,6 +38,17 @@ def no_more_disk():
 
 def ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def hang_up():
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
+def lose_reader():
+    """From now on nobody reads what this process prints: `| head`, a closed terminal."""
+    read, write = os.pipe()
+    os.close(read)
+    os.dup2(write, 1)
 
 
 def ctrl_c_twice():
@@ -66,6 +82,9 @@ def act(script, argv, kill_at, step, fault, rank, wait):
     from machinery.run.run import Run
 
     ranks.WAIT_MINUTES = wait
+    if "nohup" in argv:
+        argv.remove("nohup")
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     count, here, log = 0, int(os.environ["RANK"]), Run.log
 
     def count_touches(event, details):
@@ -202,6 +221,64 @@ def test_a_signal_saves_a_checkpoint_and_a_second_ctrl_c_does_not(stopped):
     assert "interrupted after step 3" in done.out and not (stopped / "config.json").exists()
 
 
+def test_a_closed_terminal_saves_a_checkpoint(stopped):
+    """It sends SIGHUP, which `nohup` has a run ignore."""
+    more = ["--keep_checkpoints", 2, "--resume"]
+    done = play(stopped, *more, fault="hang_up", step=3)
+    assert done.codes == [1, 1] and kept(stopped) == ["step-2", "step-3"], done
+    done = play(stopped, *more, "nohup", fault="hang_up", step=4)
+    assert done.codes == [0, 0] and (stopped / "config.json").exists(), done
+
+
+def test_when_nobody_reads_what_it_prints_a_run_saves_a_checkpoint(stopped):
+    """As in `| head`. It is noticed at the next line that rank 0 prints."""
+    shutil.rmtree(stopped / "checkpoints/step-2")
+    done = play(stopped, "--overwrite", fault="lose_reader", step=2, only=0)
+    assert done.codes == [1, 1] and kept(stopped) == ["step-3"], done
+    assert "Traceback" not in done.err and "error: " not in done.err, done
+    done = play(stopped, "--resume")
+    assert done.codes == [0, 0], done
+
+
+def tokenise(folder):
+    """Maps rows in four processes, which take their time and leave their numbers."""
+    os.setpgid(0, 0)
+
+    def take_long(row):
+        (folder / str(os.getpid())).touch()
+        time.sleep(60)
+
+    with ranks.unhurried():
+        datasets.Dataset.from_dict({"row": [*range(8)]}).map(take_long, num_proc=4)
+
+
+def test_who_is_told_to_stop_while_rows_are_tokenised_leaves_no_process(tmp_path):
+    """Neither those that share the work nor the one that they tell of it."""
+    process = multiprocessing.get_context("fork").Process(target=tokenise, args=(tmp_path,))
+    process.start()
+    wait_until(lambda: len([*tmp_path.iterdir()]) == 4)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(20)
+    assert process.exitcode == 1
+    wait_until(lambda: not in_group(process.pid))
+
+
+def wait_until(true, seconds=20):
+    late = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < late
+        time.sleep(0.05)
+
+
+def in_group(number):
+    """Returns whether any process is in a group."""
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 # --------------------------------------------------------------------------------------------------
 # A rank that is gone
 # --------------------------------------------------------------------------------------------------
@@ -267,9 +344,22 @@ def test_what_takes_long_is_no_hang():
     assert done.results[0] is None and "gloo" in done.results[1].lower()
 
 
+def test_a_port_that_is_taken_is_named(tmp_path):
+    """No other rank has died: there may be none."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        env = dict(zip(kit.RANK_NAMES, ("0", "1", "0", "1", "127.0.0.1", str(port))))
+        flags = runs.base_flags("sft", runs.base())
+        done = kit.run("sft", *flags, folder=tmp_path / "run", env=env, expect=1)
+    assert f"port {port} is taken" in done.err and "--master_port" in done.err, done
+    assert "Another rank" not in done.err and "Traceback" not in done.err, done
+
+
 def test_a_checkpoint_that_cannot_be_rewritten_says_why(tmp_path):
     with pytest.raises(RuntimeError, match="optim_states"):
-        checkpoints.write_universal(tmp_path, tmp_path / "universal")
+        checkpoints.write_universal(tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -285,6 +375,16 @@ def test_a_run_goes_on_in_another_layout(whole, stopped, ranks, rows, steps, zer
     assert done.code == 0, done
     found, expected = kit.weights(stopped), kit.weights(whole)
     assert max((found[key] - expected[key]).abs().max() for key in expected) < 1e-6
+
+
+@pytest.mark.parametrize("count, steps", [(2, 2), (1, 4)])
+def test_a_folders_name_is_no_pattern(stopped, count, steps):
+    """DeepSpeed takes the path of a checkpoint for one: that of a folder with a [ matches none."""
+    folder = stopped.rename(stopped.with_name("run[1]"))
+    sizes = ["--per_device_train_batch_size", 2, "--gradient_accumulation_steps", steps]
+    done = play(folder, "--resume", *sizes, ranks=count)
+    assert done.codes == [0] * count, done
+    export.export(folder / "checkpoints/step-4", folder / "exported")
 
 
 def test_a_resumed_run_takes_the_settings_that_it_is_given(stopped):

@@ -1,12 +1,17 @@
 """tools/export.py: what it may not touch, and --merge. That its model is the run's own is tested in
 tests/run/, beside the runs."""
 
+import contextlib
+import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from machinery.base.refused import Refused
 from tests import kit
 from tests.runs import run_of
 from tools import export, talk
@@ -45,6 +50,41 @@ def test_nothing_of_another_owner_is_touched(run, tmp_path, monkeypatch):
     with kit.refuses("not-exported"):
         export.export(checkpoint, tmp_path / "to")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+class Runs:
+    """What runs code as soon as it is unpickled."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("it_ran"),)
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(run, tmp_path, monkeypatch):
+    """Whichever file it stands in, before any is read. It may be sent as one of ours. The code of a
+    model runs by the command line's --trust_remote_code alone, whatever the run's own flags say."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run, "run", ignore=shutil.ignore_patterns("model.safetensors"))
+    checkpoint = Path("run/checkpoints/step-5")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for name in filter(re.compile(r"rank1|optim_states").search, manifest):
+        file = checkpoint / name
+        whole = file.read_bytes()
+        torch.save({"state": Runs()}, file)
+        changed = {**manifest, name: file.stat().st_size}
+        (checkpoint / "manifest.json").write_text(json.dumps(changed))
+        with kit.refuses("foreign-checkpoint"):
+            export.export(checkpoint, tmp_path / "to")
+        file.write_bytes(whole)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    args = json.loads(Path("run/args.json").read_text())
+    Path("run/args.json").write_text(json.dumps({**args, "trust_remote_code": True}))
+    trusted = []
+    monkeypatch.setattr(export, "write_models", lambda args, *_: trusted.append(args))
+    for flags in ([], ["--trust_remote_code"]):
+        with contextlib.suppress(Refused):
+            export.main([str(checkpoint), "--to", "to", *flags])
+    assert [args.trust_remote_code for args in trusted] == [False, True]
+    assert not Path("it_ran").exists()
 
 
 @torch.no_grad()

@@ -169,4 +169,4 @@ def score_in_words(function, answer):
     except Exception as error:  # of the user's function
         words = str(error).partition("\n")[0] if isinstance(error, ValueError) else repr(error)
         return textwrap.shorten(f"gold: {words}", 100, placeholder=" ...")
-    return f"gold {sum(score) if isinstance(score, list) else score:.3f}"
+    return f"gold {sum(score):.3f}"

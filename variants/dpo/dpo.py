@@ -199,7 +199,7 @@ def main():
             chosen, rejected = implicit_rewards(args, engine, reference, batch)  # (B,), (B,)
             weight = batch.row_weight.chunk(2)[0]
             loss_sum, of_batch = pair_sums(args, chosen, rejected, weight)
-            engine.backward(loss_sum * common.loss_scale(engine, pairs))
+            engine.backward(loss_sum * common.mean_factor(engine, pairs))
             engine.step()  # moves the weights at the step's last micro-batch only
             sums += of_batch
         run.log(dict(zip(NAMES, (ranks.all_sum(*sums) / pairs).tolist())), micro_batches)

@@ -43,7 +43,7 @@ class TextMix:
             batch = self.batches.pop()
             logprobs = common.response_logprobs(actor, batch, batch.loss_mask)  # (B, R)
             loss = self.args.unsup_coef * sft.sft_loss_sum(logprobs, batch.loss_mask)
-            actor.backward(loss * common.loss_scale(actor, self.tokens))
+            actor.backward(loss * common.mean_factor(actor, self.tokens))
 
     def evaluate(self, actor):
         """Returns {"eval_text_loss": the loss per token of the held-out text}, if there is any."""

@@ -1,0 +1,198 @@
+"""The scripts on a second device that a CPU pretends to have (tests/two_devices.py): no operation
+mixes devices, and the host waits for the device as seldom as here. (A wait empties the queue of a
+GPU: what the host does until the next operation is time in which the GPU does nothing.)"""
+
+import functools
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import common
+from tests import kit, runs, two_devices
+from tests.two_devices import Mixed, OnDevice, device
+
+GROUPED = "--advantage grpo --samples_per_prompt 2"
+PROGRAMS = {
+    "sft": ("sft", ""),
+    "sft_lora": ("sft", "--model_name_or_path BASE/models/actor --lora_dim 4"),
+    "reward": ("reward", ""),
+    "reward_apart": ("reward", "--share_prompt 0"),
+    "ppo": ("ppo", "--enable_ema 1 --eval_samples 2 --top_p 0.9 --temperature 0.7"),
+    "ppo_compiled": ("ppo", "--compile_decoding 1 --stop e"),
+    "ppo_bf16": ("ppo", "--dtype bf16"),
+    "ppo_grpo": ("ppo", f"{GROUPED} --kl_in loss --kl_estimator k3 --loss_mean responses"),
+    "ppo_options": ("ppo", runs.OPTIONS),
+    "ppo_lora": ("ppo", "--actor_lora_dim 4 --critic_lora_dim 2"),
+    "ppo_unstable": ("ppo", "--allow_unstable 1 --ppo_epochs 2 --generation_batches 2"),
+}
+WAITS = [("sft", 17, 4), ("reward", 5, 6), ("ppo", 109, 11), ("ppo_grpo", 67, 14)]
+
+
+# --------------------------------------------------------------------------------------------------
+# The device itself
+# --------------------------------------------------------------------------------------------------
+HERE = torch.tensor([1.0, 2.0, 3.0])
+REFUSED = {
+    "two vectors": lambda there: HERE + there,
+    "a comparison": lambda there: torch.arange(3) < there,
+    "a number from there": lambda there: HERE + there.sum(),
+    "a mask from here": lambda there: torch.where(HERE > 1, there, 0.0),
+    "places from there": lambda there: HERE[there.long() - 1],
+    "cat": lambda there: torch.cat([HERE, there]),
+    "stacked numbers": lambda there: torch.stack([HERE.sum(), there.sum()]),
+    "a product": lambda there: HERE @ there,
+    "gather": lambda there: there.gather(0, torch.tensor([0])),
+}
+TAKEN = {
+    "a number from here": (lambda there: there + torch.tensor(2.0), 0, 0),
+    "places from here": (lambda there: there[torch.tensor([0, 2])], 0, 1),
+    "copied there": (lambda there: HERE.to(device()), 0, 1),
+    "copied there, nobody waits": (lambda there: HERE.to(device(), non_blocking=True), 0, 0),
+    "made there": (lambda there: torch.zeros(3, device=device()) + there, 0, 0),
+    "a list": (lambda there: torch.tensor([1.0, 2.0, 3.0], device=device()) * there, 0, 1),
+    "like it": (lambda there: torch.zeros_like(there) + there.new_ones(3), 0, 0),
+    "item": (lambda there: there.sum().item(), 1, 0),
+    "float": (lambda there: float(there[0]), 1, 0),
+    "tolist": (lambda there: there.tolist(), 1, 0),
+    "cpu": (lambda there: there.cpu(), 1, 0),
+    "if": (lambda there: 1 if there.any() else 0, 1, 0),
+    "a mask as an index": (lambda there: there[there > 1], 1, 0),
+    "nonzero": (lambda there: there.nonzero(), 1, 0),
+    "a slice": (lambda there: there[1:].square().sum(), 0, 0),
+}
+
+
+def of_each(function):
+    """Calls function in a rank for each entry of REFUSED and TAKEN. Autograd's threads are made by
+    the first backward of a process, one for each device that it knows by then."""
+    return kit.on_ranks(function, 1)[0]
+
+
+def refused_and_taken():
+    found = {}
+    for name, function in REFUSED.items():
+        with two_devices.machine():
+            try:
+                function(HERE.to(device()))
+                found[name] = "taken"
+            except Mixed:
+                found[name] = "refused"
+    for name, (function, *_) in TAKEN.items():
+        with two_devices.machine() as count:
+            there = OnDevice(HERE.clone())
+            out = function(there)
+            on_device = isinstance(out, torch.Tensor) and out.device == device()
+            found[name] = on_device, sum(count.reads.values()), sum(count.copies.values())
+    return found
+
+
+def test_what_cuda_refuses_is_refused_and_waits_are_counted():
+    found = of_each(refused_and_taken)
+    assert {name: found[name] for name in REFUSED} == dict.fromkeys(REFUSED, "refused")
+    leave = "item float tolist cpu if".split()
+    for name, (_, reads, copies) in TAKEN.items():
+        assert found[name] == (name not in leave, reads, copies), name
+
+
+def gradients():
+    """Returns how far the gradients of a model here and there are apart."""
+    device()  # before autograd's first backward
+    model, ids = kit.make_tiny_model(), torch.arange(2, 20).view(2, 9)
+    model(ids, labels=ids).loss.backward()
+    here = [weight.grad for weight in model.parameters()]
+    with two_devices.machine():
+        model = two_devices.moved(kit.make_tiny_model())
+        ids = ids.to(device())
+        model(ids, labels=ids).loss.backward()
+        there = [weight.grad.held for weight in model.parameters()]
+    return [(x - y).abs().max().item() for x, y in zip(here, there, strict=True)]
+
+
+def test_a_backward_there_gives_the_gradients_of_here():
+    assert max(of_each(gradients)) < 1e-5
+
+
+# --------------------------------------------------------------------------------------------------
+# Whole scripts
+# --------------------------------------------------------------------------------------------------
+def run_there(base, name, script, flags, steps, plant=False):
+    """Makes a run on the pretended device. Returns its exit code, and its waits by their places."""
+    made = runs.run(script, f"{flags} --max_steps {steps}", zero=2)
+    with two_devices.program() as count, pytest.MonkeyPatch.context() as patch:
+        if plant:
+            own = common.scatter_to
+            patch.setattr(common, "scatter_to", lambda wanted, values: own(wanted.cpu(), values))
+        facts = runs.make_run(base, name, script, made["flags"])
+    return facts["code"], count.reads, count.copies
+
+
+@functools.cache
+def ran(name, steps=2, plant=False):
+    script, flags = PROGRAMS[name]
+    given = runs.base(), f"there_{name}{steps}{plant}", script, flags, steps, plant
+    return kit.fork(run_there, 1, *given, meet="")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_operation_mixes_devices(name):
+    """Two steps, with evaluation, samples, microscope and saving."""
+    done = ran(name, 2)
+    assert done.code == 0 and done.results[0][0] == 0, done
+    assert sum(done.results[0][1].values()), "nothing was read: it was not there"
+
+
+def test_a_mix_in_a_script_is_seen():
+    """A mask that is left on the CPU, where everything runs on CPU ranks."""
+    done = ran("sft", plant=True)
+    assert done.code and "Mixed: aten.masked_scatter" in done.err, done
+
+
+# --------------------------------------------------------------------------------------------------
+# How often the host waits
+# --------------------------------------------------------------------------------------------------
+def waits_of_a_token(options):
+    """Returns how often the host waits, and what it copies, for each decoded token."""
+    with two_devices.machine() as count, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PreTrainedModel, "get_compiled_call", lambda model, config: model)
+        model, found = two_devices.moved(kit.make_tiny_model(num_key_value_heads=2)), []
+        ids, mask = (x.to(device()) for x in common.pad([[5, 6, 7], [5], [6, 7], [8]], 0))
+        no_end = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
+        for tokens in (32, 16, 32):  # the first has the caches made
+            uniforms = torch.rand(4, tokens, dtype=torch.float64, device=device())
+            kit.generate(model, ids, mask, uniforms, no_end, max_answer_seq_len=32, **options)
+            found.append((sum(count.reads.values()), sum(count.copies.values())))
+        few, many = (
+            [after - before for before, after in zip(*pair)] for pair in zip(found, found[1:])
+        )
+    return [(long - short) / 16 for short, long in zip(few, many)]
+
+
+@pytest.mark.parametrize("compiled, waits", [(0, 2), (1, 1)])
+def test_the_host_waits_for_a_decoded_token_to_know_who_goes_on(compiled, waits):
+    """And a second time in transformers, which asks whether anything is padded (sdpa_mask); with
+    static caches it need not ask. Nothing is copied."""
+    assert kit.on_ranks(waits_of_a_token, 1, dict(compile_decoding=compiled)) == [[waits, 0]]
+
+
+@pytest.mark.parametrize("name, reads, copies", WAITS)
+def test_the_host_waits_no_more_often_in_a_step_than_it_did(name, reads, copies):
+    """One more step, of two micro-batches; ppo.py decodes ten tokens in it at most. The bounds are
+    what was counted on 2026-11-24 with torch 2.13 and transformers 5.24."""
+    two, three = (ran(name, steps).results[0] for steps in (2, 3))
+    found = [sum(three[i].values()) - sum(two[i].values()) for i in (1, 2)]
+    print(name, found)
+    assert found[0] <= reads and found[1] <= copies
+
+
+@pytest.mark.slow
+def test_gpu_check_pretends():
+    """It runs its list on this device: here LoRA, a resumed run among it, and decoding. Rows of
+    kernels and of memory are not known there."""
+    program = [sys.executable, kit.ROOT / "bench/gpu_check.py", "--pretend"]
+    done = kit.start_command([*program, "attention", "lora", "decoding"], limit=1800)
+    found = json.loads(done.out.splitlines()[-1])["gpu_check"]
+    assert found["ok, failed, not known"] == [5, 0, 3], done
