@@ -14,9 +14,9 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .PHONY: demo picture slides grpo real class try grade own-demo container lab clinic test test-all variants gpu-check gpu-run lint bench install clean
 demo: install
-	deepspeed --log_level error $(RANKS) $(WITH) sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
-	deepspeed --log_level error $(RANKS) $(WITH) reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
-	deepspeed --log_level error $(RANKS) $(WITH) ppo.py --preset toy --actor_model_name_or_path $(DEMO)/sft \
+	deepspeed --log_level error $(RANKS) $(WITH)sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
+	deepspeed --log_level error $(RANKS) $(WITH)reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
+	deepspeed --log_level error $(RANKS) $(WITH)ppo.py --preset toy --actor_model_name_or_path $(DEMO)/sft \
 	  --critic_model_name_or_path $(DEMO)/reward --output_dir $(DEMO)/ppo --overwrite
 	python toy/report.py $(DEMO)
 	python tools/look.py $(DEMO)
@@ -83,7 +83,7 @@ grade: install
 	python course/assignment/grade.py $(STUDENT).py
 
 own-demo:
-	$(MAKE) demo WITH="course/assignment/run.py $(STUDENT).py" DEMO=$(STUDENT)
+	$(MAKE) demo WITH="course/assignment/run.py $(STUDENT).py " DEMO=$(STUDENT)
 
 test: lint
 	python -m pytest -q -m "not slow" tests
