@@ -40,9 +40,7 @@ def card_text(args, record, title, folder, adapted, scores, appends):
     if scores:  # beside adapters transformers finds no number of labels
         load = f'AutoModelForSequenceClassification.from_pretrained("{folder.name}", num_labels=1)'
     elif (folder / "chat_template.jinja").exists():  # text alone would come without the template
-        load += (
-            f'`, in chats with `pipeline("text-generation", "{folder.name}")(messages)'
-        )
+        load += f'`, in chats with `pipeline("text-generation", "{folder.name}")(messages)'
     last = record.get("evaluation", {})
     metrics = "\n".join(f"| {name} | {value} |" for name, value in last.items())
     return f"""---
