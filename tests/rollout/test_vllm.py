@@ -112,9 +112,9 @@ def test_what_comes_back_is_what_a_sampler_returns(client, tiny_model, tokenizer
 
 FAULTS = {
     "ends": "vLLM has ended with code 1. Its error is above",
-    "never": "vLLM did not start within --vllm_timeout 2 seconds",
+    "never": "vLLM did not start within --vllm_timeout 8 seconds",
     "killed": "vLLM has ended with code -9. It was killed",
-    "hangs": "has not answered /inference/v1/generate for --vllm_timeout 2 seconds: it hangs",
+    "hangs": "has not answered /inference/v1/generate for --vllm_timeout 8 seconds: it hangs",
     "other-weights": r"with weights \['elsewhere-7'\], and \w+-1 were handed over last",
     "two-weights": r"with weights \['\w+-1', 'elsewhere-7'\]",
     "broken": "broke a response off: abort",
@@ -126,7 +126,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_wrong_with_vllm_is_said_in_words(fault, client, tiny_model, tokenizer):
     """And nothing is left of it: no process, no folder of weights."""
-    engine = client(fault, vllm_timeout=2 if fault in ("never", "hangs") else 20)
+    engine = client(fault, vllm_timeout=8 if fault in ("never", "hangs") else 20)
     with pytest.raises(RuntimeError, match=f"{FAULTS[fault]}(.|\n)*--resume goes on"):
         roll_out(engine, tiny_model, tokenizer)
     assert engine.process.wait(5) is not None and not Path(engine.folder).exists()

@@ -261,26 +261,24 @@ class Vllm:
                 raise Fault(self.why_it_ended())
             if time.time() > deadline:
                 raise Fault(f"vLLM did not start within --vllm_timeout {args.vllm_timeout} seconds")
-            time.sleep(0.2)
+            time.sleep(0.1)
 
     def answers(self):
         """Returns whether the server is up: this run's, and no other one on that port."""
         try:
-            return self.ask("/v1/models", timeout=5)["data"][0]["id"] == self.model
-        except (Fault, LookupError, TypeError):
+            with NO_PROXY.open(f"{self.url}/v1/models", timeout=5) as answer:
+                return json.load(answer)["data"][0]["id"] == self.model
+        except (OSError, HTTPException, ValueError, LookupError, TypeError):
             return False
 
-    def ask(self, path, body=None, timeout=None):
-        """Returns what vLLM answers to a POST of `body`, or to a GET. Raises Fault, in words.
-
-        timeout: seconds; None: --vllm_timeout.
-        """
+    def ask(self, path, body=None):
+        """Returns what vLLM answers to a POST of `body`, or to a GET. Raises Fault, in words."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             self.url + path, data, {"Content-Type": "application/json"}
         )
         try:
-            with NO_PROXY.open(request, timeout=timeout or self.args.vllm_timeout) as answer:
+            with NO_PROXY.open(request, timeout=self.args.vllm_timeout) as answer:
                 return json.loads(answer.read() or "null")
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")[:1000]
