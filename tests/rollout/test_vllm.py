@@ -117,7 +117,8 @@ FAULTS = {
     "hangs": "has not answered /inference/v1/generate for --vllm_timeout 8 seconds: it hangs",
     "other-weights": r"with weights \['elsewhere-7'\], and \w+-1 were handed over last",
     "two-weights": r"with weights \['\w+-1', 'elsewhere-7'\]",
-    "broken": "broke a response off: abort",
+    "broken": "broke a response off after 3 tokens: abort",
+    "short": "broke a response off after 3 tokens: length",  # it has no room for all 8
     "unloadable": "answers /collective_rpc with 500: .*no weights",
     "cached": "has not dropped its cache of older weights",
 }
@@ -294,7 +295,7 @@ def test_rank_0_asks_for_all_ranks(python):
 # With vLLM itself
 # --------------------------------------------------------------------------------------------------
 LONG = 150  # tokens of a prompt: vLLM caches the keys and values of whole blocks of 128 on a CPU
-SIZES = dict(max_seq_len=LONG + 32, max_answer_seq_len=24, vllm_timeout=600)
+SIZES = dict(max_seq_len=LONG + 50, max_answer_seq_len=24, vllm_timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +314,7 @@ def real_model():
     shape |= dict(vocab_size=len(tokenizer), max_position_embeddings=256)
     model = LlamaForCausalLM(kit.tiny_config(**shape)).eval()
     with torch.no_grad():
-        model.lm_head.weight[tokenizer.eos_token_id] *= 3  # responses end at all lengths
+        model.lm_head.weight[tokenizer.eos_token_id] *= 2  # responses end at all lengths
     return model
 
 
@@ -446,7 +447,7 @@ def test_a_stop_text_ends_vllms_responses_where_it_ends_ours(real, real_model, t
     found, own = engine.roll_out(engine.args, *given), ppo.roll_out(sampling, *given)
     keys = "response_ids", "ended", "text"
     assert [[r[k] for k in keys] for r in found] == [[r[k] for k in keys] for r in own]
-    stopped = [row for row in found if row["text"].endswith(stop[0])]
+    stopped = [row for row in found if stop[0] in row["text"]]
     assert stopped and all(row["ended"] for row in stopped)
 
 

@@ -1,8 +1,8 @@
 """A stand-in for vLLM: the routes of its server that variants/vllm calls, and what may go wrong.
 
-`fake_python` makes a Python that has this file as vllm.entrypoints.cli.main. The variable
-VLLM_STUB says what the server does: a fault of FAULTS; "model", where it samples with transformers;
-and otherwise it answers each request with the same three tokens.
+`fake_python` makes a Python that has this file where vLLM has its server. The variable VLLM_STUB
+says what it does: a fault of FAULTS; "model", where it samples with transformers; and otherwise it
+answers each request with the same three tokens.
 """
 
 import http.server
@@ -13,15 +13,17 @@ import sys
 import time
 from pathlib import Path
 
-FAULTS = "ends never other-weights two-weights killed hangs late broken unloadable cached plain"
+FAULTS = (
+    "ends never other-weights two-weights killed hangs late broken short unloadable cached plain"
+)
 TOKENS, LOGPROBS = [7, 8, 1], [-0.5, -1.0, -1.5]
 
 
 def fake_python(folder):
     """Returns the path of a Python in `folder` that has a package vllm."""
-    package = folder / "packages/vllm/entrypoints/cli"
+    package = folder / "packages/vllm/entrypoints/launchers/api_server"
     package.mkdir(parents=True)
-    (package / "main.py").write_text(Path(__file__).read_text())
+    (package / "entry.py").write_text(Path(__file__).read_text())
     python = folder / "python"
     start = f'PYTHONPATH={folder}/packages exec {sys.executable} "$@"'
     python.write_text(f"#!/bin/sh\n{start}\n")
@@ -74,7 +76,7 @@ class Routes(http.server.BaseHTTPRequestHandler):
             spans = [{"version": "elsewhere-7"}] + spans * (self.fault == "two-weights")
         content = [{"token_id": t, "logprob": x} for t, x in zip(tokens, logprobs)]
         choice = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": spans}
-        choice["finish_reason"] = "abort" if self.fault == "broken" else why
+        choice["finish_reason"] = {"broken": "abort", "short": "length"}.get(self.fault, why)
         self.answer({"choices": [choice]})
 
     def answer(self, body, code=200):

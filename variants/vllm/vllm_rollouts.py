@@ -221,12 +221,13 @@ class Vllm:
                 f"vLLM sampled with weights {versions}, and {self.version} were handed over last: "
                 "does another run use this server?"
             )
-        if choice["finish_reason"] not in ("stop", "length"):
-            raise Fault(f"vLLM broke a response off: {choice['finish_reason']}")
+        ids, why = choice["token_ids"], choice["finish_reason"]
+        if why != "stop" and (why, len(ids)) != ("length", params["max_tokens"]):
+            raise Fault(f"vLLM broke a response off after {len(ids)} tokens: {why}")
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
         return {
-            "response_ids": choice["token_ids"],
-            "ended": float(choice["finish_reason"] == "stop"),
+            "response_ids": ids,
+            "ended": float(why == "stop"),
             "tokens": {"sampled_logprobs": logprobs},
         }
 
@@ -236,6 +237,7 @@ class Vllm:
         args, port = self.args, free_port()
         dtype = str(common.DTYPES[args.vllm_dtype or args.dtype]).removeprefix("torch.")
         flags = {
+            "model": self.folder,
             "host": "127.0.0.1",
             "port": port,
             "served-model-name": self.model,
@@ -246,7 +248,7 @@ class Vllm:
         }
         words = [f"--{name}={value}" for name, value in flags.items()]
         words += ["--enable-scale-out", "--disable-uvicorn-access-log"]
-        command = [args.vllm_python, SERVER, self.folder, "serve", self.folder, *words]
+        command = [args.vllm_python, SERVER, self.folder, *words]
         self.process = subprocess.Popen(
             [*command, *shlex.split(args.vllm_flags)],
             stdin=subprocess.PIPE,  # it ends when this does

