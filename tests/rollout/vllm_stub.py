@@ -46,8 +46,8 @@ class Routes(http.server.BaseHTTPRequestHandler):
         if self.fault == "plain" and self.path != "/inference/v1/generate":
             self.answer({"detail": "Not Found"}, 404)  # without VLLM_SERVER_DEV_MODE=1
         elif self.path == "/collective_rpc":
-            assert body["method"] == "reload_weights"
-            self.load(body["kwargs"]["weights_path"])
+            assert body["method"] == "load_folder"
+            self.load(body["kwargs"]["folder"])
         elif self.path == "/reset_prefix_cache":
             self.answer({"success": self.fault != "cached"})
         elif self.path == "/update_weight_version":

@@ -2,7 +2,7 @@
 
     the run (ppo.py), its rank 0                     vLLM: another process, another Python
     writes the actor to a folder       -- files -->
-    POST /collective_rpc               ----------->  reload_weights from the folder
+    POST /collective_rpc               ----------->  load_folder, of vllm_server.py
     POST /reset_prefix_cache           ----------->  drops keys and values of older weights
     POST /update_weight_version        ----------->  notes "4f1c20aa-3", the hand-over's number
     POST /inference/v1/generate, one   ----------->
@@ -175,7 +175,7 @@ class Vllm:
         began = time.time()
         self.hand_overs += 1
         self.version = f"{self.run}-{self.hand_overs}"
-        loads = {"method": "reload_weights", "kwargs": {"weights_path": self.folder}}
+        loads = {"method": "load_folder", "kwargs": {"folder": self.folder}}  # of vllm_server.py
         self.ask("/collective_rpc", loads)
         if not self.ask("/reset_prefix_cache", {})["success"]:
             raise Fault("vLLM has not dropped its cache of older weights: it samples for others")
@@ -245,6 +245,7 @@ class Vllm:
             "max-model-len": args.max_seq_len,
             "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
             "generation-config": "vllm",  # nothing of the folder's
+            "worker-extension-cls": "vllm_server.Loads",
         }
         words = [f"--{name}={value}" for name, value in flags.items()]
         words += ["--enable-scale-out", "--disable-uvicorn-access-log"]
