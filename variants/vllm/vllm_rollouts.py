@@ -285,10 +285,7 @@ class Vllm:
                 return json.loads(answer.read() or "null")
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")[:1000]
-            closed = self.args.vllm_url and error.code in (403, 404)
-            advice = "\n  Start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out." * bool(
-                closed
-            )
+            advice = "\n  Is it started as variants/vllm/README.md says?" * bool(self.args.vllm_url)
             raise Fault(f"vLLM answers {path} with {error.code}: {text}{advice}") from None
         except (OSError, HTTPException, ValueError) as error:
             raise Fault(self.why(path, getattr(error, "reason", error))) from None
