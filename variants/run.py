@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT / "labs"))
 import pages  # noqa: E402
 import runner  # noqa: E402
 
+VLLM = Path(os.environ.get("VLLM_PYTHON", ROOT / "output/vllm/bin/python"))  # of `make vllm`
 NAMES = sorted(file.parent.name for file in HERE.glob("*/arms.json"))
 MEASURES = {
     "gold": ("eval_gold", "last"),
@@ -52,7 +53,7 @@ def lab_of(name, models):
     unchanged = [arm for arm in arms if arm.startswith("unchanged: ")][:1]
     then = what.get("then", {})
     last = [script, *then][-1]
-    given = {"sft": models / "sft", "reward": models / "reward", "variant": HERE}
+    given = {"sft": models / "sft", "reward": models / "reward", "variant": HERE, "vllm": VLLM}
     given |= {"made": models.parent / name} if "makes" in what else {}
     return runner.Lab(
         title=(HERE / name / "README.md").read_text().splitlines()[0].removeprefix("# "),
@@ -90,7 +91,7 @@ def check(name, models, base, *layouts, steps=2):
     folder, what = base / "tree", declared(name)
     runner.apply(name, folder)
     script, text = what["check"]
-    flags = shlex.split(text.format(sft=models / "sft", reward=models / "reward"))
+    flags = shlex.split(text.format(sft=models / "sft", reward=models / "reward", vllm=VLLM))
     place = ["--max_steps", steps, "--overwrite", "--output_dir", base / "steps"]
     call([sys.executable, script, *flags, *place], folder)
     shutil.rmtree(base / "fork", ignore_errors=True)  # of the check before this one
@@ -193,6 +194,9 @@ def main():
         names = [args.name] if args.name else NAMES
         print(f"{len(names)} to check, about two minutes each", flush=True)
         for name in names:
+            if "{vllm}" in declared(name)["check"][1] and not VLLM.exists():
+                print(f"{name}: not checked. There is no vLLM at {VLLM}: make vllm", flush=True)
+                continue
             check(name, models, root / "check")
             print(f"{name}: equal on all layouts, and when resumed", flush=True)
     elif args.name is None:

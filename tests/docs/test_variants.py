@@ -20,6 +20,7 @@ from bench import fork
 from machinery.models import lora
 from tests import kit
 from tests.conftest import micro_batch
+from tests.rollout import vllm_stub
 from tests.tiny_models import StandIn
 
 VARIANTS = kit.ROOT / "variants"
@@ -134,12 +135,14 @@ def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypat
     runner.apply(name, tree)
     script, text = what["check"]
     text = text.replace("toy/data", f"{kit.base()}/data")
-    flags = text.format(sft=models / "actor", reward=models / "reward").split()
+    python = vllm_stub.fake_python(tmp_path)  # it samples with transformers
+    flags = text.format(sft=models / "actor", reward=models / "reward", vllm=python).split()
     flags += tiny_data() * ("--data_path" not in flags)
 
     def start(script, flags, ranks=1):
         argv = [str(flag) for flag in flags]
-        done = kit.fork(call_of_tree, ranks, str(tree), Path(script).stem, argv, cwd=tree, meet="")
+        given, env = (str(tree), Path(script).stem, argv), {"VLLM_STUB": "model"}
+        done = kit.fork(call_of_tree, ranks, *given, cwd=tree, meet="", env=env)
         return subprocess.CompletedProcess([script, *argv], done.code, done.out, done.err)
 
     monkeypatch.setattr(fork, "start", start)

@@ -1,0 +1,485 @@
+"""The variant vllm: vLLM samples in place of ppo.roll_out.
+
+What may go wrong is tried with a stand-in for its server (vllm_stub.py). The slow tests are of vLLM
+itself, and are skipped where it is not installed: `make vllm`, or VLLM_PYTHON names its Python.
+"""
+
+import copy
+import http.server
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import ppo
+from bench import fork
+from machinery.models import model_folders
+from tests import kit
+from tests.docs.test_variants import VARIANTS, call_of_tree, load, runner, variants
+from tests.rollout import vllm_stub
+
+CLIENT = VARIANTS / "vllm/vllm_rollouts.py"
+vllm = load(CLIENT)
+PROMPTS = [5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]
+
+
+def args_of(**changes):
+    flags = dict(vllm_python=None, vllm_url=None, vllm_folder=None, vllm_dtype=None, vllm_flags="")
+    flags |= dict(
+        vllm_timeout=20, vllm_ahead=0, dtype="fp32", seed=1, temperature=1.0, top_p=1.0, top_k=0
+    )
+    flags |= dict(stop=[], max_seq_len=32, max_answer_seq_len=8, compile_decoding=1)
+    return SimpleNamespace(**{**flags, **changes})
+
+
+def requests(prompts=PROMPTS):
+    return [dict(prompt_ids=ids, row=i, sample=0, group=i) for i, ids in enumerate(prompts)]
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory):
+    return vllm_stub.fake_python(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture
+def client(python, monkeypatch):
+    """client(fault, flag=...): the run's side, with the stand-in on the other one."""
+    made = []
+
+    def make(fault="", **changes):
+        monkeypatch.setenv("VLLM_STUB", fault)
+        flags = {"vllm_python": python, **changes}
+        made.append(vllm.Vllm(args_of(**flags)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end()
+
+
+def roll_out(engine, model, tokenizer, step=1):
+    return engine.roll_out(engine.args, model, tokenizer, requests(), step, 3)
+
+
+def is_there(process):
+    """Returns whether a process, by its id, is running."""
+    try:
+        return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def until(condition, seconds=20):
+    """Returns whether a condition came true in this time."""
+    deadline = time.time() + seconds
+    while not condition() and time.time() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+# --------------------------------------------------------------------------------------------------
+# With a stand-in
+# --------------------------------------------------------------------------------------------------
+def test_what_comes_back_is_what_a_sampler_returns(client, tiny_model, tokenizer, tmp_path):
+    """The contract of docs/ppo.md. The server has the weights of each rollout's actor, and knows
+    nothing of the ranks: vLLM would take their variables for its own."""
+    os.environ["RANK"], notes = "0", tmp_path / "notes"
+    os.environ["VLLM_STUB_NOTES"] = str(notes)
+    try:
+        engine = client("late", vllm_dtype="bf16", vllm_flags="--enforce-eager --seed=3")
+        for _ in range(2):
+            for request, row in zip(requests(), roll_out(engine, tiny_model, tokenizer)):
+                assert request.items() <= row.items() and row["ended"] == 1.0
+                assert row["response_ids"] == vllm_stub.TOKENS
+                assert row["text"] == tokenizer.decode([7, 8])
+                assert row["tokens"] == {"sampled_logprobs": vllm_stub.LOGPROBS}
+    finally:
+        del os.environ["RANK"], os.environ["VLLM_STUB_NOTES"]
+    assert engine.version == f"{engine.run}-2" and engine.seconds["hand_over_seconds"] > 0
+    _, words, env = json.loads(notes.read_text())
+    assert {"--dtype=bfloat16", "--enforce-eager", "--seed=3", "--max-model-len=32"} <= {*words}
+    assert "RANK" not in env and env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert not engine.args.compile_decoding  # the trainer keeps no caches for a rollout of its own
+
+
+FAULTS = {
+    "ends": "vLLM has ended with code 1. Its error is above",
+    "never": "vLLM did not start within --vllm_timeout 8 seconds",
+    "killed": "vLLM has ended with code -9. It was killed",
+    "hangs": "has not answered /inference/v1/generate for --vllm_timeout 8 seconds: it hangs",
+    "other-weights": r"with weights \['elsewhere-7'\], and \w+-1 were handed over last",
+    "two-weights": r"with weights \['\w+-1', 'elsewhere-7'\]",
+    "broken": "broke a response off after 3 tokens: abort",
+    "short": "broke a response off after 3 tokens: length",  # it has no room for all 8
+    "unloadable": "answers /collective_rpc with 500: .*no weights",
+    "cached": "has not dropped its cache of older weights",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_with_vllm_is_said_in_words(fault, client, tiny_model, tokenizer):
+    """And nothing is left of it: no process, no folder of weights."""
+    engine = client(fault, vllm_timeout=8 if fault in ("never", "hangs") else 20)
+    with pytest.raises(RuntimeError, match=f"{FAULTS[fault]}(.|\n)*--resume goes on"):
+        roll_out(engine, tiny_model, tokenizer)
+    assert engine.process.wait(5) is not None and not Path(engine.folder).exists()
+
+
+def test_a_server_that_dies_between_two_rollouts_is_missed(client, tiny_model, tokenizer):
+    """The next hand-over says so; nothing is started anew behind the user's back."""
+    engine = client()
+    roll_out(engine, tiny_model, tokenizer)
+    engine.process.kill()
+    with pytest.raises(RuntimeError, match="ended with code -9"):
+        roll_out(engine, tiny_model, tokenizer, step=2)
+
+
+class OtherModel(http.server.BaseHTTPRequestHandler):
+    """Another vLLM, with a model of another name."""
+
+    def do_GET(self):
+        vllm_stub.Routes.answer(self, {"data": [{"id": "another", "max_model_len": 99}]})
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def other_server():
+    """The address of another program's server."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), OtherModel)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_port_that_is_taken_is_no_server_of_ours(
+    client, tiny_model, tokenizer, other_server, monkeypatch
+):
+    """Between the look for a free port and vLLM's start another program may take it, also another
+    run's vLLM: that one must not get our weights."""
+    monkeypatch.setattr(vllm, "free_port", lambda: int(other_server.rpartition(":")[2]))
+    with pytest.raises(RuntimeError, match="ended with code 1. Its error is above"):
+        roll_out(client(), tiny_model, tokenizer)
+
+
+def test_a_server_at_a_url_is_taken_as_it_is(client, tiny_model, tokenizer, other_server):
+    """It outlives the run. One that cannot do it is refused before a model is loaded; and each run
+    numbers its weights by a name of its own, so that two runs on one server find out."""
+    first = client()
+    roll_out(first, tiny_model, tokenizer)
+    second = client(vllm_url=first.url + "/", vllm_python=None)
+    assert roll_out(second, tiny_model, tokenizer)[0]["response_ids"] == vllm_stub.TOKENS
+    assert second.model == first.model and second.version != first.version
+    second.end()
+    assert first.process.poll() is None and not Path(second.folder).exists()
+    for url, rule, changes in (
+        (first.url, "vllm-room", {"max_seq_len": 33}),
+        (f"http://127.0.0.1:{vllm.free_port()}", "vllm-url", {}),
+        (other_server + "/elsewhere", None, {}),
+    ):
+        if rule:
+            with kit.refuses(rule):
+                client(vllm_url=url, **changes)
+    third = client(vllm_url=other_server)  # it has no other routes
+    with pytest.raises(RuntimeError, match="with 501(.|\n)*started as variants/vllm/README.md"):
+        roll_out(third, tiny_model, tokenizer)
+
+
+def test_what_vllm_cannot_do_is_refused(client, tmp_path):
+    """vLLM would sample at 0.01 where less is asked, and say so in its own log alone."""
+    for rule, changes in (
+        ("vllm-temperature", {"temperature": 0.001}),
+        ("vllm-temperature", {"temperature": 2.5}),
+        ("vllm-python", {"vllm_python": sys.executable}),
+        ("vllm-python", {"vllm_python": f"{tmp_path}/python"}),
+    ):
+        with kit.refuses(rule):
+            client(**changes)
+
+
+def test_the_draws_belong_to_the_request(client, tiny_model, tokenizer, monkeypatch):
+    """To (seed, step, row, sample) and a `turn`: not to the order in which threads ask, nor to the
+    rank. Fillers, of rows below 0, have those of row 0."""
+    seeds, engine = {}, client()
+    answer = {"token_ids": [1], "logprobs": {"content": []}, "finish_reason": "stop"}
+    engine.version = "1"
+
+    def ask(path, body):
+        seeds.setdefault(body["sampling_params"]["seed"], []).append(body["token_ids"])
+        return {"choices": [{**answer, "weight_versions": [{"version": "1"}]}]}
+
+    monkeypatch.setattr(engine, "ask", ask)
+    keys = [(1, 0, 0, 0), (2, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (1, -3, 0, 0)]
+    for i, (step, row, sample, turn) in enumerate(keys):
+        request = dict(prompt_ids=[i], row=row, sample=sample, turn=turn)
+        engine.sample(request, step, engine.sampling_params(tokenizer, tiny_model.config))
+    assert sorted(seeds.values()) == [[[0], [5]], [[1]], [[2]], [[3]], [[4]]]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_ahead_the_rollout_of_the_step_before_is_trained_on(client, tiny_model, tokenizer):
+    """Steps 1 and 2 have the first one. An evaluation between two steps has its own, of the weights
+    of now, and takes none away."""
+    engine = client("late", vllm_ahead=1)
+
+    def at(step, row):
+        mine = [dict(prompt_ids=[5], row=row, sample=0)]
+        found = engine.roll_out(engine.args, tiny_model, tokenizer, mine, step, 3)
+        return [each["row"] for each in found]
+
+    assert [at(0, 9), at(1, 1), at(2, 2), at(3, 3), at(0, 9), at(4, 4)] == [
+        *([9], [1], [1], [2], [9], [3])
+    ]
+    began = time.time()
+    at(5, 5)
+    assert time.time() - began > 0.5 and engine.in_the_air  # it has waited for step 4's
+    assert engine.hand_overs == 7 or until(lambda: engine.hand_overs == 7)
+
+
+def be_killed(python, notes):
+    """A trainer that is killed between two steps."""
+    engine = vllm.Vllm(args_of(vllm_python=python))
+    model, tokenizer = kit.make_tiny_model(), model_folders.load_tokenizer(kit.TOKENIZER)
+    roll_out(engine, model, tokenizer)
+    Path(notes).write_text(json.dumps([engine.process.pid, engine.folder]))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_trainer_that_is_killed_leaves_no_server(python, tmp_path):
+    """Nor the weights, which lie in memory."""
+    notes = tmp_path / "notes"
+    done = kit.fork(be_killed, 1, python, str(notes), meet="never")
+    assert done.codes == [-9]
+    process, folder = json.loads(notes.read_text())
+    assert until(lambda: not is_there(process)) and not Path(folder).exists()
+
+
+def on_two_ranks(python, fault):
+    """Returns this rank's responses, or what was said."""
+    os.environ["VLLM_STUB"] = fault
+    rank = torch.distributed.get_rank()
+    engine = vllm.Vllm(args_of(vllm_python=python))
+    model, tokenizer = kit.make_tiny_model(), model_folders.load_tokenizer(kit.TOKENIZER)
+    mine = [dict(prompt_ids=[5 + rank] * (1 + rank), row=rank, sample=i) for i in range(1 + rank)]
+    try:
+        return [*engine.roll_out(engine.args, model, tokenizer, mine, 1, 2), engine.seconds]
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        if engine.process:
+            engine.end()
+
+
+def test_rank_0_asks_for_all_ranks(python):
+    """Each gets the answers to its own requests, however many it has; and an error is said on all:
+    a rank that heard nothing would wait."""
+    for rank, found in enumerate(kit.on_ranks(on_two_ranks, 2, python, "")):
+        *rows, seconds = found
+        assert [row["prompt_ids"] for row in rows] == [[5 + rank] * (1 + rank)] * (1 + rank)
+        assert [row["sample"] for row in rows] == [*range(1 + rank)] and seconds
+    first, second = kit.on_ranks(on_two_ranks, 2, python, "killed")
+    assert first == second and "ended with code -9" in first
+
+
+# --------------------------------------------------------------------------------------------------
+# With vLLM itself
+# --------------------------------------------------------------------------------------------------
+LONG = 150  # tokens of a prompt: vLLM caches the keys and values of whole blocks of 128 on a CPU
+SIZES = dict(max_seq_len=LONG + 50, max_answer_seq_len=24, vllm_timeout=600)
+
+
+@pytest.fixture(scope="module")
+def real_python():
+    if not variants.VLLM.exists():
+        pytest.skip(f"there is no vLLM at {variants.VLLM}: `make vllm`, or set VLLM_PYTHON")
+    return str(variants.VLLM)
+
+
+@pytest.fixture(scope="module")
+def real_model():
+    """A random Llama with heads of 32, since vLLM's kernels for a CPU know none of 8. Head and
+    embeddings are tied, as in the toy's model: that is where vLLM by itself keeps an old head."""
+    torch.manual_seed(0)
+    tokenizer = model_folders.load_tokenizer(kit.TOKENIZER)
+    shape = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=2, initializer_range=0.2)
+    shape |= dict(vocab_size=len(tokenizer), max_position_embeddings=256, tie_word_embeddings=True)
+    model = LlamaForCausalLM(kit.tiny_config(**shape)).eval()
+    with torch.no_grad():
+        model.lm_head.weight[tokenizer.eos_token_id] *= 2  # responses end at all lengths
+    return model
+
+
+@pytest.fixture(scope="module")
+def real(real_python, real_model):
+    """The address of a vLLM with this model, which serves all tests of this file."""
+    flags = dict(vllm_python=real_python, vllm_flags="--enforce-eager", **SIZES)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    engine, tokenizer = vllm.Vllm(args_of(**flags)), model_folders.load_tokenizer(kit.TOKENIZER)
+    roll_out(engine, real_model, tokenizer)
+    yield engine.url
+    engine.process.stdin.close()
+    assert engine.process.wait(30) is not None and not Path(engine.folder).exists()
+
+
+def long_requests(count=8):
+    """Prompts with one beginning, which vLLM keeps."""
+    same = torch.arange(LONG - 8) % 500 + 20
+    return requests([[*same.tolist(), *range(20, 21 + i)] for i in range(count)])
+
+
+@torch.no_grad()
+def logits_of(model, row, temperature):
+    """Logits (R, V) of a response's tokens, by one forward of transformers."""
+    ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+    return model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1].float() / temperature
+
+
+def largest_gap(model, row, temperature=1.0, allowed=None):
+    """The largest difference of vLLM's log-probs and transformers'. allowed: bool (R, V)."""
+    logits = logits_of(model, row, temperature)
+    if allowed is not None:
+        logits = logits.where(allowed(logits), -torch.inf)
+    own = logits.log_softmax(-1).gather(-1, torch.tensor(row["response_ids"])[:, None])[:, 0]
+    return (own - torch.tensor(row["tokens"]["sampled_logprobs"])).abs().max().item()
+
+
+@pytest.mark.slow
+def test_greedy_rollouts_of_vllm_are_ours_token_for_token(real, real_model, tokenizer):
+    """Also with other weights: what vLLM has kept of the prompts under the old ones is dropped."""
+    engine = vllm.Vllm(args_of(vllm_url=real, top_k=1, **SIZES))
+    sampling = ppo.get_args("--top_k 1 --max_answer_seq_len 24".split())
+    model, found = copy.deepcopy(real_model), []
+    for _ in range(2):
+        given = model, tokenizer, long_requests(), 1, 8
+        theirs, ours = engine.roll_out(engine.args, *given), ppo.roll_out(sampling, *given)
+        for row, own in zip(theirs, ours):
+            assert row["response_ids"] == own["response_ids"]
+            assert (row["ended"], row["text"]) == (own["ended"], own["text"])
+        found.append([row["response_ids"] for row in theirs])
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.05 * torch.randn(weight.shape, generator=torch.manual_seed(1)))
+    assert found[0] != found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_vllms_log_probs_are_those_of_scoring(real, real_model, tokenizer, temperature):
+    """In fp32, at the temperature. A response ends with EOS, which belongs to it, or is cut. Equal
+    requests get equal tokens, however many are in the air."""
+    engine = vllm.Vllm(args_of(vllm_url=real, temperature=temperature, **SIZES))
+
+    def rows(step, size):
+        given = real_model, tokenizer, long_requests(24), step, size
+        return engine.roll_out(engine.args, *given)
+
+    found = rows(1, 24)
+    assert max(largest_gap(real_model, row, temperature) for row in found) < 1e-4
+    for row in found:
+        *before, last = row["response_ids"]
+        assert tokenizer.eos_token_id not in before
+        assert row["ended"] == float(last == tokenizer.eos_token_id)
+        assert row["ended"] or len(row["response_ids"]) == 24
+        assert len(row["tokens"]["sampled_logprobs"]) == len(row["response_ids"])
+    assert {row["ended"] for row in found} == {0.0, 1.0}
+    ids = [[row["response_ids"] for row in each] for each in (found, rows(1, 3), rows(2, 24))]
+    assert ids[0] == ids[1] != ids[2]
+
+
+@pytest.mark.slow
+def test_vllm_draws_no_id_that_no_token_uses(real, real_model, tokenizer):
+    """Embeddings are often padded. Here the tokenizer knows eight ids less than the model, which
+    likes these; their share is no part of mu."""
+    model, few = copy.deepcopy(real_model), kit.Knowing(tokenizer, len(tokenizer) - 8)
+    with torch.no_grad():
+        model.lm_head.weight[-8:] *= 4
+    known = torch.arange(len(tokenizer)) < len(few)
+    engine = vllm.Vllm(args_of(vllm_url=real, **SIZES))
+    shares = []
+    for row in engine.roll_out(engine.args, model, few, long_requests(), 1, 8):
+        assert max(row["response_ids"]) < len(few)
+        assert largest_gap(model, row, allowed=lambda _: known) < 1e-4
+        shares.append(logits_of(model, row, 1.0).softmax(-1)[:, -8:].sum(-1).mean().item())
+    assert max(shares) > 0.1
+
+
+@pytest.mark.slow
+def test_with_a_filter_vllms_log_probs_are_those_of_what_it_keeps(real, real_model, tokenizer):
+    """mu is the distribution that was drawn from, so that --is_cap has the right weights. Ours
+    would be those of the whole one."""
+
+    def top_k(logits):
+        return logits >= logits.topk(5).values[:, -1:]
+
+    engine = vllm.Vllm(args_of(vllm_url=real, top_k=5, **SIZES))
+    rows = engine.roll_out(engine.args, real_model, tokenizer, long_requests(), 1, 8)
+    assert max(largest_gap(real_model, row, allowed=top_k) for row in rows) < 1e-4
+    assert max(largest_gap(real_model, row) for row in rows) > 0.1
+
+    def top_p(logits):
+        ordered, order = logits.softmax(-1).sort(-1, descending=True)
+        kept = ordered.cumsum(-1) - ordered < 0.6
+        return torch.zeros_like(kept).scatter(-1, order, kept)
+
+    engine = vllm.Vllm(args_of(vllm_url=real, top_p=0.6, **SIZES))
+    rows = engine.roll_out(engine.args, real_model, tokenizer, long_requests(), 1, 8)
+    assert max(largest_gap(real_model, row, allowed=top_p) for row in rows) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_stop_text_ends_vllms_responses_where_it_ends_ours(real, real_model, tokenizer):
+    """Its last token is that in which the text ends; with --top_k 1 both write the same ones."""
+    plain = vllm.Vllm(args_of(vllm_url=real, top_k=1, **SIZES))
+    given = real_model, tokenizer, long_requests(), 1, 8
+    texts = [row["text"] for row in plain.roll_out(plain.args, *given)]
+    stop = [max(texts, key=len)[10:12]]
+    engine = vllm.Vllm(args_of(vllm_url=real, top_k=1, stop=stop, **SIZES))
+    sampling = ppo.get_args(["--top_k", "1", "--max_answer_seq_len", "24", "--stop", *stop])
+    found, own = engine.roll_out(engine.args, *given), ppo.roll_out(sampling, *given)
+    keys = "response_ids", "ended", "text"
+    assert [[r[k] for k in keys] for r in found] == [[r[k] for k in keys] for r in own]
+    stopped = [row for row in found if stop[0] in row["text"]]
+    assert stopped and all(row["ended"] for row in stopped)
+
+
+@pytest.mark.slow
+def test_runs_with_vllm_on_two_ranks_and_resumed(real, real_model, tmp_path):
+    """In fp32 sampling and scoring agree to 1e-4, at each step's weights; on one rank and on two
+    the curves are the same; and a resumed run goes on as the whole one did."""
+    tree, models = tmp_path / "tree", kit.save_trained(tmp_path / "models", real_model)
+    runner.apply("vllm", tree)
+    flags = f"""--preset toy --data_path {kit.base()}/data --data_split 1,1,1 --max_steps 4
+        --actor_model_name_or_path {models}/actor --critic_model_name_or_path {models}/judge
+        --num_eval_prompts 4 --eval_steps 4 --log_steps 1 --per_device_eval_batch_size 4
+        --zero_stage 2 --save_steps 2 --keep_checkpoints 9 --num_warmup_steps 0
+        --vllm_url {real} --vllm_folder {tmp_path} --max_answer_seq_len 24"""
+
+    def run(name, ranks, *more):
+        rows = 8 // ranks
+        words = [*flags.split(), "--output_dir", f"{tmp_path}/{name}", *more]
+        words += ["--per_device_generation_batch_size", str(rows)]
+        words += ["--per_device_training_batch_size", str(rows)]
+        done = kit.fork(call_of_tree, ranks, str(tree), "ppo", words, cwd=tree, meet="")
+        assert done.code == 0, done
+        return kit.metrics(tmp_path / name, clocks=False)[1:]
+
+    two, one = run("two", 2), run("one", 1)
+    assert all(line["sampling_gap"] < 1e-4 for line in two + one)
+    for line, other in zip(two, one):
+        assert line["reward"] == pytest.approx(other["reward"], abs=1e-3)
+        assert line["kl"] == pytest.approx(other["kl"], abs=1e-3)
+    fork.copy_halfway(tmp_path / "two", tmp_path / "resumed", 2)
+    resumed = run("resumed", 2, "--resume")
+    assert [line["step"] for line in resumed] == [1, 2, 3, 4]
+    for line, other in zip(two, resumed):
+        assert line["reward"] == pytest.approx(other["reward"], abs=1e-3)

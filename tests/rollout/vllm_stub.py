@@ -1,0 +1,136 @@
+"""A stand-in for vLLM: the routes of its server that variants/vllm calls, and what may go wrong.
+
+`fake_python` makes a Python that has this file where vLLM has its server. The variable VLLM_STUB
+says what it does: a fault of FAULTS; "model", where it samples with transformers; and otherwise it
+answers each request with the same three tokens.
+"""
+
+import http.server
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+FAULTS = (
+    "ends never other-weights two-weights killed hangs late broken short unloadable cached plain"
+)
+TOKENS, LOGPROBS = [7, 8, 1], [-0.5, -1.0, -1.5]
+
+
+def fake_python(folder):
+    """Returns the path of a Python in `folder` that has a package vllm."""
+    package = folder / "packages/vllm/entrypoints/launchers/api_server"
+    package.mkdir(parents=True)
+    (package / "entry.py").write_text(Path(__file__).read_text())
+    python = folder / "python"
+    start = f'PYTHONPATH={folder}/packages exec {sys.executable} "$@"'
+    python.write_text(f"#!/bin/sh\n{start}\n")
+    python.chmod(0o755)
+    return str(python)
+
+
+class Routes(http.server.BaseHTTPRequestHandler):
+    """What the server knows are attributes of this class: it has one process."""
+
+    name, room, fault, model, version, loaded = "", 0, "", None, "default", []
+
+    def do_GET(self):
+        assert self.path == "/v1/models"
+        model = {"id": Routes.name, "max_model_len": Routes.room}
+        self.answer({"data": [model]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.fault == "plain" and self.path != "/inference/v1/generate":
+            self.answer({"detail": "Not Found"}, 404)  # without VLLM_SERVER_DEV_MODE=1
+        elif self.path == "/collective_rpc":
+            assert body["method"] == "load_folder"
+            self.load(body["kwargs"]["folder"])
+        elif self.path == "/reset_prefix_cache":
+            self.answer({"success": self.fault != "cached"})
+        elif self.path == "/update_weight_version":
+            Routes.version = body["new_version"]
+            self.answer({"success": True})
+        else:
+            assert self.path == "/inference/v1/generate" and body["model"] == Routes.name
+            self.generate(body["token_ids"], body["sampling_params"])
+
+    def load(self, folder):
+        if self.fault == "unloadable":
+            return self.answer({"error": f"{folder}: no weights"}, 500)
+        if self.fault == "model":
+            Routes.model = load_model(folder)
+        self.answer({"results": [None]})
+
+    def generate(self, ids, params):
+        if self.fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep({"hangs": 60, "late": 1}.get(self.fault, 0))
+        tokens, logprobs, why = TOKENS, LOGPROBS, "stop"
+        if self.fault == "model":
+            tokens, logprobs, why = sampled(Routes.model, ids, params)
+        spans = [{"version": self.version, "start": 0, "end": len(tokens)}]
+        if self.fault in ("other-weights", "two-weights"):
+            spans = [{"version": "elsewhere-7"}] + spans * (self.fault == "two-weights")
+        content = [{"token_id": t, "logprob": x} for t, x in zip(tokens, logprobs)]
+        choice = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": spans}
+        choice["finish_reason"] = {"broken": "abort", "short": "length"}.get(self.fault, why)
+        self.answer({"choices": [choice]})
+
+    def answer(self, body, code=200):
+        data = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+def load_model(folder):
+    """Returns the model of a folder. One thread samples as one row of several would."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def sampled(model, ids, params):
+    """Returns tokens, their log-probs, and why they end: without a cache, one row at a time."""
+    import torch
+
+    generator = torch.Generator().manual_seed(params["seed"] % 2**32)
+    bias = {int(i): x for i, x in (params["logit_bias"] or {}).items()}
+    tokens, logprobs = [], []
+    with torch.no_grad():
+        while len(tokens) < params["max_tokens"]:
+            logits = model(torch.tensor([ids + tokens])).logits[0, -1].float()
+            logits[list(bias)] += torch.tensor(list(bias.values()))
+            probs = torch.softmax(logits / params["temperature"], -1)
+            threshold = torch.rand(1, generator=generator, dtype=torch.float64)
+            token = torch.searchsorted(probs.cumsum(-1, dtype=torch.float64), threshold).item()
+            tokens.append(token)
+            logprobs.append(probs[token].log().item())
+            if token in params["stop_token_ids"]:
+                return tokens, logprobs, "stop"
+    return tokens, logprobs, "length"
+
+
+def main():
+    flags = dict(
+        word[2:].split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word
+    )
+    Routes.name, Routes.room = flags["served-model-name"], int(flags["max-model-len"])
+    Routes.fault = os.environ.get("VLLM_STUB", "")
+    if Routes.fault == "ends":
+        sys.exit("ValueError: no such model")
+    if Routes.fault == "never":
+        time.sleep(60)
+    if file := os.environ.get("VLLM_STUB_NOTES"):
+        Path(file).write_text(json.dumps([os.getpid(), sys.argv, dict(os.environ)]))
+    http.server.ThreadingHTTPServer.allow_reuse_address = False
+    http.server.ThreadingHTTPServer((flags["host"], int(flags["port"])), Routes).serve_forever()

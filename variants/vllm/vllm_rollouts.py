@@ -1,0 +1,348 @@
+"""Rollouts by vLLM: `vllm serve`, which rank 0 starts in vLLM's own Python, or finds at a URL.
+
+    the run (ppo.py), its rank 0                     vLLM: another process, another Python
+    writes the actor to a folder       -- files -->
+    POST /collective_rpc               ----------->  load_folder, of vllm_server.py
+    POST /reset_prefix_cache           ----------->  drops keys and values of older weights
+    POST /update_weight_version        ----------->  notes "4f1c20aa-3", the hand-over's number
+    POST /inference/v1/generate, one   ----------->
+    for each response: token ids       <-----------  token ids, their log-probs, and that number
+
+Names and behaviour are those of vLLM 0.32.
+"""
+
+import atexit
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from pathlib import Path
+
+import numpy as np
+
+import common
+from machinery.base import ranks
+from machinery.base.modules import unwrap_model
+from machinery.base.refused import Refused
+from machinery.models import saving
+
+SENT = "prompt_ids", "row", "sample", "turn"  # of a request: its tokens, and what the draws need
+TEMPERATURES = 0.01, 2.0  # vLLM samples at 0.01 where less is asked, and refuses more
+NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+SERVER = Path(__file__).with_name("vllm_server.py")
+
+
+class Fault(Exception):
+    """Something is wrong with vLLM, in words."""
+
+
+def add_flags(arg):
+    """Declares the flags of this file."""
+    arg("vllm_python", str, "vLLM samples, started by rank 0 in this Python, which has it")
+    arg("vllm_url", str, "or that of this server, http://HOST:PORT, which runs already")
+    shared = "where weights are handed over: a folder that both can read; None: in memory"
+    arg("vllm_folder", str, shared)
+    arg("vllm_dtype", str, "of vLLM's weights; None: --dtype", choices=list(common.DTYPES))
+    arg("vllm_flags", "", "more flags for `vllm serve`, as in --vllm_flags='--enforce-eager'")
+    arg("vllm_ahead", 0, "1: train on the rollout before, while vLLM samples this one", most=1)
+    arg("vllm_timeout", 600, "seconds to wait for vLLM's start, and for each answer", least=1)
+
+
+def of(args):
+    """Returns the Vllm that flags ask for, or None. All ranks call it, before models are loaded."""
+    return Vllm(args) if args.vllm_python or args.vllm_url else None
+
+
+class Vllm:
+    """vLLM, as the run sees it. Rank 0 talks to it, for all ranks."""
+
+    def __init__(self, args):
+        args.compile_decoding = 0  # the trainer itself samples nothing: it needs no static caches
+        self.args, self.process, self.url = args, None, (args.vllm_url or "").rstrip("/")
+        self.run, self.hand_overs = secrets.token_hex(4), 0
+        self.model = f"rollouts-{self.run}"  # by its name no other server can be taken for ours
+        self.folder = ""  # of rank 0: where it hands weights over
+        self.thread = ThreadPoolExecutor(1)  # of rank 0: it waits for vLLM
+        self.in_the_air = self.landed = None  # a rollout that was asked for, and the newest one
+        self.seconds = {}  # of the last hand-over, for the log
+        low, high = TEMPERATURES
+        if not low <= args.temperature <= high:
+            words = f"--temperature {args.temperature}: vLLM samples between {low} and {high}."
+            raise Refused("vllm-temperature", words)
+        if self.url:
+            self.model = self.found_at_url()
+        else:
+            refuse_without_vllm(args.vllm_python)
+        if ranks.get_rank() == 0:
+            memory = "/dev/shm" if Path("/dev/shm").exists() else None  # files in memory, on Linux
+            self.folder = tempfile.mkdtemp(prefix="rollouts-", dir=args.vllm_folder or memory)
+            atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
+
+    def found_at_url(self):
+        """Returns the name of the model that the server at --vllm_url has; refuses what is none."""
+        try:
+            [model, *_] = self.ask("/v1/models")["data"]
+            name, room = model["id"], model["max_model_len"]
+        except Fault as fault:
+            raise Refused("vllm-url", f"--vllm_url {self.url}: {fault}") from None
+        except (KeyError, TypeError, ValueError):
+            raise Refused("vllm-url", f"--vllm_url {self.url}: this is not vLLM") from None
+        if room < self.args.max_seq_len:
+            words = (
+                f"--vllm_url {self.url}: it has room for {room} tokens of prompt and response, and "
+                f"the run needs {self.args.max_seq_len}.\n"
+                f"  Start it with --max-model-len {self.args.max_seq_len}."
+            )
+            raise Refused("vllm-room", words)
+        return name
+
+    # ---- A rollout ----
+    def roll_out(self, args, engine, tokenizer, requests, step, batch_size):
+        """Takes and returns what ppo.roll_out does. The tokens are other draws than its.
+
+        All ranks call it. The weights are handed over each time: an update may have moved them.
+        With --vllm_ahead 1 it returns the rollout of the step before, while this one is sampled. At
+        the first step there is none: steps 1 and 2 are given the same one.
+        batch_size: how many responses a rank has in the air at a time.
+        """
+        before = self.land()
+        self.launch(engine, tokenizer, requests, step, batch_size)
+        if step and before and args.vllm_ahead:
+            return before
+        landed = self.land()
+        if not step:  # of an evaluation; a step is still to come for the other one
+            self.landed = before
+        return landed
+
+    def launch(self, engine, tokenizer, requests, step, batch_size):
+        """Writes the weights, and has rank 0 begin with the rollout of all ranks."""
+        began = time.time()
+        saving.save_model(engine, tokenizer, self.folder, merge=True)
+        seconds = time.time() - began
+        sent = [{name: one[name] for name in SENT if name in one} for one in requests]
+        of_ranks, future = ranks.all_gather_objects([sent]), None
+        if ranks.get_rank() == 0:
+            params = self.sampling_params(tokenizer, unwrap_model(engine).config)
+            given = sum(of_ranks, []), step, params, batch_size * len(of_ranks), seconds
+            future = self.thread.submit(self.fly, *given)
+        start = sum(map(len, of_ranks[: ranks.get_rank()]))
+        self.in_the_air = tokenizer, requests, slice(start, start + len(requests)), future
+
+    def land(self):
+        """Waits for the rollout that is in the air, if one is. Returns this rank's newest one."""
+        if self.in_the_air:
+            (tokenizer, requests, mine, future), self.in_the_air = self.in_the_air, None
+            # of rank 0, on all ranks, also an error's words
+            answers, seconds = ranks.all_gather_objects(future.result() if future else [])
+            if isinstance(answers, str):
+                raise RuntimeError(answers)
+            self.landed, self.seconds = [], {"hand_over_seconds": seconds}
+            for request, new in zip(requests, answers[mine]):
+                text = tokenizer.decode(new["response_ids"], skip_special_tokens=True)
+                self.landed.append({**request, **new, "text": text})
+        return self.landed
+
+    def fly(self, requests, step, params, count, seconds):
+        """Rank 0: hands the weights over, and asks for all responses, `count` at a time.
+
+        Returns these, or words; and the seconds of the hand-over, with those before.
+        """
+        try:
+            if not self.url:
+                self.start()
+            seconds += self.hand_over()
+            with ThreadPoolExecutor(count) as pool:
+                return [[*pool.map(lambda one: self.sample(one, step, params), requests)], seconds]
+        except Fault as fault:
+            self.end()
+            return [f"{fault}\n  When that is mended, --resume goes on.", seconds]
+
+    def hand_over(self):
+        """Has vLLM load the folder's weights; the tokens that it samples come with their number.
+
+        Returns the seconds that it took.
+        """
+        began = time.time()
+        self.hand_overs += 1
+        self.version = f"{self.run}-{self.hand_overs}"
+        loads = {"method": "load_folder", "kwargs": {"folder": self.folder}}  # of vllm_server.py
+        self.ask("/collective_rpc", loads)
+        if not self.ask("/reset_prefix_cache", {})["success"]:
+            raise Fault("vLLM has not dropped its cache of older weights: it samples for others")
+        self.ask("/update_weight_version", {"new_version": self.version})
+        return time.time() - began
+
+    def sampling_params(self, tokenizer, config):
+        """Returns what all requests have in common: vLLM's SamplingParams.
+
+        Nothing is left to the model's folder: not the filters of a generation_config.json, and not
+        what ends a response. Ids that no token uses (embeddings are often padded) get a bias that
+        leaves them a probability of e^-50 at most.
+        """
+        args = self.args
+        ids = range(len(tokenizer), config.get_text_config().vocab_size)
+        return dict(
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            max_tokens=args.max_answer_seq_len,
+            logprobs=0,  # that of the drawn token alone
+            ignore_eos=True,  # the config's; the tokenizer's ends a response
+            stop_token_ids=[tokenizer.eos_token_id],
+            stop=args.stop,
+            detokenize=bool(args.stop),
+            skip_special_tokens=False,
+            include_stop_str_in_output=True,
+            logit_bias={str(i): -100.0 for i in ids} or None,
+        )
+
+    def sample(self, request, step, params):
+        """Returns response_ids, ended and tokens of a request. Several threads call it."""
+        # As in decoding.uniforms_of: neither ranks nor neighbours change what is drawn.
+        key = [self.args.seed, step, max(request["row"], 0), request["sample"]]
+        key += [request["turn"]] if request.get("turn") else []
+        seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)  # 63 bits
+        asked = dict(model=self.model, token_ids=request["prompt_ids"])
+        asked["sampling_params"] = {**params, "seed": seed}
+        [choice] = self.ask("/inference/v1/generate", asked)["choices"]
+        versions = sorted({span["version"] for span in choice.get("weight_versions") or []})
+        if versions != [self.version]:
+            raise Fault(
+                f"vLLM sampled with weights {versions}, and {self.version} were handed over last: "
+                "does another run use this server?"
+            )
+        ids, why = choice["token_ids"], choice["finish_reason"]
+        if why != "stop" and (why, len(ids)) != ("length", params["max_tokens"]):
+            raise Fault(f"vLLM broke a response off after {len(ids)} tokens: {why}")
+        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+        return {
+            "response_ids": ids,
+            "ended": float(why == "stop"),
+            "tokens": {"sampled_logprobs": logprobs},
+        }
+
+    # ---- The server ----
+    def start(self):
+        """Starts vLLM on the folder, and returns when it answers."""
+        args, port = self.args, free_port()
+        dtype = str(common.DTYPES[args.vllm_dtype or args.dtype]).removeprefix("torch.")
+        flags = {
+            "model": self.folder,
+            "host": "127.0.0.1",
+            "port": port,
+            "served-model-name": self.model,
+            "dtype": dtype,
+            "max-model-len": args.max_seq_len,
+            "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
+            "generation-config": "vllm",  # nothing of the folder's
+            "worker-extension-cls": "vllm_server.Loads",
+        }
+        words = [f"--{name}={value}" for name, value in flags.items()]
+        words += ["--enable-scale-out", "--disable-uvicorn-access-log"]
+        command = [args.vllm_python, SERVER, self.folder, *words]
+        self.process = subprocess.Popen(
+            [*command, *shlex.split(args.vllm_flags)],
+            stdin=subprocess.PIPE,  # it ends when this does
+            stdout=2,  # to stderr
+            env=environment(),
+            start_new_session=True,  # Ctrl-C is for the run
+        )
+        self.url = f"http://127.0.0.1:{port}"
+        deadline = time.time() + args.vllm_timeout
+        while not self.answers():
+            if self.process.poll() is not None:
+                raise Fault(self.why_it_ended())
+            if time.time() > deadline:
+                raise Fault(f"vLLM did not start within --vllm_timeout {args.vllm_timeout} seconds")
+            time.sleep(0.1)
+
+    def answers(self):
+        """Returns whether the server is up: this run's, and no other one on that port."""
+        try:
+            with NO_PROXY.open(f"{self.url}/v1/models", timeout=5) as answer:
+                return json.load(answer)["data"][0]["id"] == self.model
+        except (OSError, HTTPException, ValueError, LookupError, TypeError):
+            return False
+
+    def ask(self, path, body=None):
+        """Returns what vLLM answers to a POST of `body`, or to a GET. Raises Fault, in words."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json"}
+        )
+        try:
+            with NO_PROXY.open(request, timeout=self.args.vllm_timeout) as answer:
+                return json.loads(answer.read() or "null")
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")[:1000]
+            advice = "\n  Is it started as variants/vllm/README.md says?" * bool(self.args.vllm_url)
+            raise Fault(f"vLLM answers {path} with {error.code}: {text}{advice}") from None
+        except (OSError, HTTPException, ValueError) as error:
+            raise Fault(self.why(path, getattr(error, "reason", error))) from None
+
+    def why(self, path, error):
+        """Returns in words why no answer came to `path`."""
+        if isinstance(error, TimeoutError):
+            seconds = f"--vllm_timeout {self.args.vllm_timeout} seconds"
+            return f"vLLM has not answered {path} for {seconds}: it hangs, or needs longer"
+        if self.process:
+            try:
+                self.process.wait(2)
+            except subprocess.TimeoutExpired:
+                pass
+            else:
+                return self.why_it_ended()
+        return f"vLLM cannot be reached, or what answers is not vLLM ({error!r})"
+
+    def why_it_ended(self):
+        code = self.process.returncode
+        why = "It was killed, perhaps as memory ran out" if code < 0 else "Its error is above"
+        return f"vLLM has ended with code {code}. {why}"
+
+    def end(self):
+        """Ends the server that this run has started, and its workers; takes the folder away."""
+        if self.process:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def free_port():
+    """Returns a port that is free now. If another program takes it first, vLLM says so and ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def environment():
+    """Returns the environment of vLLM: without this rank's place among others, and our code."""
+    ours = "RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_", "PYTHON", "OMP_"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    own = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONSAFEPATH": "1"}
+    return {"VLLM_LOGGING_LEVEL": "WARNING", **env, **own}
+
+
+def refuse_without_vllm(python):
+    """Refuses a --vllm_python that has no vLLM."""
+    looks = "import importlib.util as u, sys; sys.exit(not u.find_spec('vllm'))"
+    try:
+        found = subprocess.run([python, "-c", looks], env=environment()).returncode == 0
+    except OSError as error:
+        raise Refused("vllm-python", f"--vllm_python {python}: {error.strerror}") from None
+    if not found:
+        words = (
+            f"--vllm_python {python}: there is no vLLM.\n  `make vllm` installs one in a folder."
+        )
+        raise Refused("vllm-python", words)
