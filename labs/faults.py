@@ -30,7 +30,7 @@ BF16 = functools.partial(torch.autocast, get_accelerator().device_name(), torch.
 
 def two_passes():
     """Scores and trains in two forwards, and lets the run go on where it would stop."""
-    ppo.forwards_of_score = lambda args, sizes, dropout: (False, True)
+    ppo.forwards_of_score = lambda args, sizes, no_dropout: ([], True)
     ppo.checks.stop_unless_one = lambda run, minibatch: None
     ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
 

@@ -330,6 +330,7 @@ ELSEWHERE = """
 output-in-use | a second run beside a living one is refused
 ranks-differ | an output folder that is not the same on all machines is refused
 padding-changes-a-row | a model that ignores positions, or looks ahead, is refused
+foreign-checkpoint | a checkpoint that would run code is refused
 """
 
 # --------------------------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ def gather_for_generation(engine, room=0):
     model = modules.unwrap_model(engine)
     sharded = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     synced = bool(sharded) and not fit_on_every_rank(sharded, room)
-    hooked = () if synced else model.modules()
+    deepspeeds = sharded or model is not engine  # hooks; a plain model has its user's alone
+    hooked = model.modules() if deepspeeds and not synced else ()
     hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in hooked]
     with old_deepspeed.gathered_parameters(sharded, enabled=not synced):
         for module, before, after in hooks:

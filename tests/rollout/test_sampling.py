@@ -56,7 +56,7 @@ def test_responses_end_at_their_first_eos_or_are_marked_as_cut(tokenizer, pad):
     tokenizer.pad_token = pad
     args = SimpleNamespace(seed=1, max_answer_seq_len=4, **FLAGS)
     prompts = [{"prompt_ids": [5 + i], **row} for i, row in enumerate(ROWS)]
-    out = ppo.roll_out(args, Scripted(SCRIPT), tokenizer, prompts, 1, 99)
+    out = ppo.roll_out(args, Scripted(SCRIPT).eval(), tokenizer, prompts, 1, 99)
     assert [row["response_ids"] for row in out] == [ids for ids, _, _ in RESPONSES.values()]
     assert [row["ended"] for row in out] == [1, 0, 1, 1]
     expected = [tokenizer.decode(ids) for ids in ([5, 6], [5, 6, 7, 8], [], [5, 6, 7])]
