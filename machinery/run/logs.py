@@ -57,7 +57,8 @@ def show_sample(row, response, numbers=""):
 
     samples.jsonl has all of it, as it is.
     """
-    prompt, response = " ".join(row["prompt"].split()), " ".join(response.split())
+    prompt = json.loads(row["prompt"])[-1]["content"] if row.get("chat") else row["prompt"]
+    prompt, response = " ".join(prompt.split()), " ".join(response.split())
     ranks.say(f"    {prompt[-60:]} -> {response[:80]} {numbers}".rstrip())
 
 

@@ -124,6 +124,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_wrong_with_vllm_is_said_in_words(fault, client, tiny_model, tokenizer):
     """And nothing is left of it: no process, no folder of weights."""
@@ -227,6 +228,7 @@ def test_the_draws_belong_to_the_request(client, tiny_model, tokenizer, monkeypa
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+@pytest.mark.slow
 def test_ahead_the_rollout_of_the_step_before_is_trained_on(client, tiny_model, tokenizer):
     """Steps 1 and 2 have the first one. An evaluation between two steps has its own, of the weights
     of now, and takes none away."""
@@ -255,6 +257,7 @@ def be_killed(python, notes):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_leaves_no_server(python, tmp_path):
     """Nor the weights, which lie in memory."""
     notes = tmp_path / "notes"
