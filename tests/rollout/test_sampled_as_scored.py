@@ -68,7 +68,7 @@ def looked_at(args, model, tokenizer, responses, size=32, pack=ppo.plain_rows):
     for batch in batches:
         ppo.score_actor(args, model, batch)
     codes = []
-    run = SimpleNamespace(args=args, step=1, engine=Bare(model), finish=codes.append)
+    run = SimpleNamespace(args=args, step=1, engine=Bare(model))
     run.finish = lambda code: codes.append(code)
     checks.stop_unless_sampled_as_scored(run, batches)
     gaps = [checks.metrics.token_gaps(batch)[batch.response_mask > 0] for batch in batches]
@@ -108,6 +108,8 @@ def test_sound_runs_go_on_and_mistakes_stop(name, dtype, folders, monkeypatch):
     the two: sound runs are far below the 5 % that are allowed, mistakes above."""
     if not (folders / name).exists():
         pytest.skip("the real model is not installed: make real")
+    if (name, dtype) == ("smollm2", "fp16"):
+        pytest.skip("a CPU computes fp16 many times slower: a quarter of an hour and more")
     torch.set_num_threads(2)
     model = AutoModelForCausalLM.from_pretrained(folders / name, dtype=DTYPES[dtype]).eval()
     tokenizer = AutoTokenizer.from_pretrained(folders / name)
