@@ -112,9 +112,7 @@ def worker(base, part):
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(verbose=False)
     crash.finish = lambda args, code=0: sys.exit(code)  # the group of ranks lives on
-    patches.do_without_cudnn_attention()
-    patches.share_masks()
-    patches.keep_groups()
+    patches.mend_attention()
     if part in ("attention", "decoding"):
         found = getattr(gpu_rows, part)()
     elif part in ALL:

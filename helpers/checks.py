@@ -91,14 +91,17 @@ def stop_unless_one(run, minibatch):
     The weights, the tokens and the function are the same, so only a mistake can move it.
     approx_kl (k3) is then below the square of this difference.
     """
-    stop_if_above(
-        run,
-        [(batch.ratio - 1).abs() * batch.response_mask for batch in minibatch],
-        TOLERANCE,
-        "before the first update the ratio is off by",
-        "Likely: dropout in the actor (--actor_dropout 0), a mask or temperature in one forward "
-        "only,\n  or a nondeterministic kernel.",
-    )
+    off = [(batch.ratio - 1).abs() * batch.response_mask for batch in minibatch]
+    found = [numbers.max().nan_to_num(nan=float("inf")).item() for numbers in off]
+    worst, dtype = max([0.0, *ranks.all_gather_objects(found)]), run.args.dtype
+    if worst > TOLERANCE[dtype]:
+        ranks.say(
+            f"error: step {run.step}: before the first update the ratio is off by {worst:.4g} "
+            f"(allowed with {dtype}: {TOLERANCE[dtype]}).\n  Likely: dropout in the actor "
+            "(--actor_dropout 0), a mask or temperature in one forward only,\n"
+            "  or a nondeterministic kernel."
+        )
+        run.finish(code=1)
 
 
 @torch.no_grad()
@@ -184,16 +187,3 @@ def warn_of_equal_scores(run, state, logged):
         of = " of the responses to a prompt" * run.args.compares_groups
         what = f"all rewards{of} are equal (mean {logged['reward']:.4g})"
         ranks.say(f"warning: since step {since} {what}: nothing to learn from")
-
-
-def stop_if_above(run, found, tolerance, what, advice):
-    """Stops the run if the largest number of all ranks is above its dtype's tolerance, or NaN.
-
-    found: this rank's, a list of tensors.
-    """
-    found = [numbers.max().nan_to_num(nan=float("inf")).item() for numbers in found]
-    worst, dtype = max([0.0, *ranks.all_gather_objects(found)]), run.args.dtype
-    if worst > tolerance[dtype]:
-        allowed = f"(allowed with {dtype}: {tolerance[dtype]})"
-        ranks.say(f"error: step {run.step}: {what} {worst:.4g} {allowed}.\n  {advice}")
-        run.finish(code=1)

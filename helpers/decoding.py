@@ -31,16 +31,20 @@ KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer
 def uniforms_of(seed, step, requests, count):
     """Returns numbers in [0, 1), (B, count), float64. `requests`: B dicts with row and sample.
 
-    They depend on (seed, step, row, sample) alone, not on ranks, batches or neighbours; and on the
-    request's `turn`, if a fork of ours samples for the same row more than once in a step.
+    They depend on each request's `draw_key` alone, not on ranks, batches or neighbours.
     """
-    drawn = []
-    for request in requests:
-        key = [seed, step, max(request["row"], 0), request["sample"]]
-        if request.get("turn"):
-            key.append(request["turn"])
-        drawn.append(np.random.default_rng(key).random(count, np.float32))
+    keys = [draw_key(seed, step, request) for request in requests]
+    drawn = [np.random.default_rng(key).random(count, np.float32) for key in keys]
     return torch.from_numpy(np.stack(drawn)).to(ranks.device()).double()
+
+
+def draw_key(seed, step, request):
+    """Returns what the random numbers of a response depend on: (seed, step, row, sample).
+
+    And the request's `turn`, if a fork of ours samples for the same row more than once in a step.
+    """
+    key = [seed, step, max(request["row"], 0), request["sample"]]
+    return [*key, request["turn"]] if request.get("turn") else key
 
 
 # ---- The cache ----

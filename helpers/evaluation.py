@@ -11,7 +11,6 @@ from transformers import GenerationConfig
 import common
 from helpers import judging, metrics
 from machinery.base import ranks, statistics
-from machinery.base.refused import Refused
 from machinery.data import batching
 from machinery.data.tokens import tokenise_response
 from machinery.engine import zero3
@@ -132,8 +131,7 @@ def gathered(micro_batches):
                 response[name] = value
         responses += batch.responses
     responses = sorted(ranks.each_once(responses), key=lambda row: (row["row"], row["sample"]))
-    if len(kinds := {tuple(sorted(reported(row))) for row in responses}) > 1:
-        raise Refused("function-returns", f"rewards have other parts for other rows: {kinds}.")
+    metrics.refuse_unlike_parts(tuple(sorted(reported(row))) for row in responses)
     return responses
 
 

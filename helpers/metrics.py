@@ -115,13 +115,21 @@ def per_response(batch):
 def response_means(micro_batches):
     """Returns {name: mean over the responses of all ranks} of what `per_response` says."""
     each = [per_response(batch) for batch in micro_batches]
-    if len(kinds := {*ranks.all_gather_objects([tuple(found) for found in each])}) > 1:
-        raise Refused("function-returns", f"rewards have other parts for other rows: {kinds}.")
+    refuse_unlike_parts(ranks.all_gather_objects([tuple(found) for found in each]))
     weight = torch.cat([batch.row_weight for batch in micro_batches])  # (n,) 0 for a filler row
     columns = [torch.cat([found[name].double() for found in each]) for name in each[0]]
     sums = [(values * weight).sum() for values in columns]
     count, *sums = ranks.all_sum(weight.sum(), *sums).tolist()
     return {name: total / count for name, total in zip(each[0], sums)}
+
+
+def refuse_unlike_parts(names):
+    """Refuses functions whose parts are others for other rows.
+
+    names: of all ranks' rows, tuples.
+    """
+    if len(kinds := {*names}) > 1:
+        raise Refused("function-returns", f"rewards have other parts for other rows: {kinds}.")
 
 
 @torch.no_grad()

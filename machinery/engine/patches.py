@@ -37,6 +37,13 @@ def do_without_compiler():
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def mend_attention():
+    """Makes all repairs of attention: what every run of the scripts has."""
+    do_without_cudnn_attention()
+    share_masks()
+    keep_groups()
+
+
 def do_without_cudnn_attention():
     """Turns off cuDNN's attention kernels, which PyTorch (2.13) takes first on H100, H200 and B200.
 

@@ -118,9 +118,7 @@ def join_ranks(args):
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     let_segments_grow()
     patches.do_without_compiler()
-    patches.do_without_cudnn_attention()
-    patches.share_masks()
-    patches.keep_groups()
+    patches.mend_attention()
     limit = patches.wait_at_most(ranks.WAIT_MINUTES)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
         deepspeed.init_distributed(verbose=False, timeout=limit)

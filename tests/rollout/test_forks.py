@@ -107,6 +107,17 @@ def test_the_reference_and_the_entropy_are_of_the_policy_at_its_temperature(tiny
     assert torch.allclose(batch.entropy[wanted].double(), expected, atol=1e-4)
 
 
+RIGHT = ppo.next_logits
+
+
+def shifted(model, inputs, cache):
+    """next_logits with response positions that are 1 too large."""
+    positions, cache.positions = cache.positions, cache.positions + (cache.length > 0)
+    logits = RIGHT(model, inputs, cache)
+    cache.positions = positions
+    return logits
+
+
 class Bare(torch.nn.Module):
     """The stand-in of an engine: a model in `module`."""
 
@@ -136,15 +147,6 @@ def test_a_rollout_that_is_sampled_otherwise_than_it_is_scored_is_stopped(
     assert batches[0].response_mask.sum() > 8
     assert metrics.sampling_means(batches)["sampling_gap"] < 1e-4
     assert gate(tiny_model, batches) is None
-
-    right = ppo.next_logits
-
-    def shifted(model, inputs, cache):
-        positions = cache.positions
-        cache.positions = positions + (cache.length > 0)
-        logits = right(model, inputs, cache)
-        cache.positions = positions
-        return logits
 
     monkeypatch.setattr(ppo, "next_logits", shifted)
     batches = scored(tiny_model, tokenizer, rollout(tiny_model, tokenizer), 4)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ppo
 from helpers import checks, shared_prompts
 from tests import kit
-from tests.rollout.test_forks import Bare
+from tests.rollout.test_forks import RIGHT, Bare, shifted
 from tests.rollout.test_sampling import FLAGS
 
 pytestmark = pytest.mark.slow
@@ -76,14 +76,6 @@ def looked_at(args, model, tokenizer, responses, size=32, pack=ppo.plain_rows):
     return off / count, count, codes == [1]
 
 
-def shifted(model, inputs, cache):
-    """next_logits with response positions that are 1 too large."""
-    positions, cache.positions = cache.positions, cache.positions + (cache.length > 0)
-    logits = RIGHT(model, inputs, cache)
-    cache.positions = positions
-    return logits
-
-
 def padding_attended(model, inputs, cache):
     """next_logits without the mask."""
     mask, cache.mask = cache.mask, torch.ones_like(cache.mask)
@@ -95,9 +87,6 @@ def padding_attended(model, inputs, cache):
 def rows_swapped(model, inputs, cache):
     """next_logits from the cache of the row before."""
     return RIGHT(model, inputs, cache).roll(1, 0)
-
-
-RIGHT = ppo.next_logits
 
 
 @torch.no_grad()

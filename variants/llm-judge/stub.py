@@ -4,13 +4,15 @@ ppo.py --reward_fn stub.py:judged        starts the server in the run itself, an
 python stub.py 8000                      starts it alone
 """
 
-import importlib.util
 import json
 import os
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent))
+import judge  # noqa: E402
 
 
 class Judge(BaseHTTPRequestHandler):
@@ -41,10 +43,7 @@ def judged(prompts, completions, **columns):
     """judge.judge, with this server as the judge."""
     if "JUDGE_URL" not in os.environ:
         os.environ.update(JUDGE_URL=serve(), JUDGE_MODEL="stub")
-    source = importlib.util.spec_from_file_location("judge", Path(__file__).with_name("judge.py"))
-    module = importlib.util.module_from_spec(source)
-    source.loader.exec_module(module)
-    return module.judge(prompts, completions, **columns)
+    return judge.judge(prompts, completions, **columns)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 
 import common
+from helpers import decoding
 from machinery.base import ranks
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused
@@ -208,9 +209,7 @@ class Vllm:
 
     def sample(self, request, step, params):
         """Returns response_ids, ended and tokens of a request. Several threads call it."""
-        # As in decoding.uniforms_of: neither ranks nor neighbours change what is drawn.
-        key = [self.args.seed, step, max(request["row"], 0), request["sample"]]
-        key += [request["turn"]] if request.get("turn") else []
+        key = decoding.draw_key(self.args.seed, step, request)
         seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)  # 63 bits
         asked = dict(model=self.model, token_ids=request["prompt_ids"])
         asked["sampling_params"] = {**params, "seed": seed}
