@@ -19,6 +19,8 @@ GIVEN = {  # data that run.py makes for those labs that name them
     "second": OUTPUT / "second/data",  # the toy's data with another seed
     "half": OUTPUT / "half",  # by course/swapped.py
     "sums": OUTPUT / "sums",  # sums with three operations
+    "real": OUTPUT / "real",  # SmolLM2 and its sums, by recipes/smollm2/make.py
+    "vllm": runner.VLLM,
 }
 SHARED = json.loads((HERE / "declared.json").read_text())
 BASES = {name: base["flags"] for name, base in SHARED["bases"].items()}

@@ -57,10 +57,16 @@ def write_given(name):
     at, root = GIVEN[name], runner.ROOT
     if name in ("text", "sums"):
         (write_text if name == "text" else write_sums)(at)
+    elif name == "vllm":
+        if not at.exists():
+            raise SystemExit(f"There is no vLLM at {at}: make vllm, or set VLLM_PYTHON")
     else:
-        make = ["toy/make.py", "--seed", "5678", "--out", at.parent]
-        words = make if name == "second" else ["course/swapped.py", "0.5", at]
-        subprocess.run([sys.executable, *words], cwd=root, check=True)
+        words = {
+            "second": ["toy/make.py", "--seed", "5678", "--out", at.parent],
+            "half": ["course/swapped.py", "0.5", at],
+            "real": ["recipes/smollm2/make.py", at],
+        }
+        subprocess.run([sys.executable, *words[name]], cwd=root, check=True)
 
 
 def summary():

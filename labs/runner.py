@@ -24,6 +24,7 @@ import numpy
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "labs/results"
+VLLM = Path(os.environ.get("VLLM_PYTHON", ROOT / "output/vllm/bin/python"))  # of `make vllm`
 OF_LAST = ("fault", "variant", "ranks")  # what an arm may say of its last run
 EVERY = 60  # seconds between two lines about runs that are being made
 FINISHED = "finished.json"  # written into a run's folder when it has ended by itself

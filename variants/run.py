@@ -24,8 +24,8 @@ ROOT = HERE.parent
 sys.path.insert(0, str(ROOT / "labs"))
 import pages  # noqa: E402
 import runner  # noqa: E402
+from runner import VLLM  # noqa: E402
 
-VLLM = Path(os.environ.get("VLLM_PYTHON", ROOT / "output/vllm/bin/python"))  # of `make vllm`
 NAMES = sorted(file.parent.name for file in HERE.glob("*/arms.json"))
 MEASURES = {
     "gold": ("eval_gold", "last"),
