@@ -6,8 +6,9 @@
 
 The first asks what you type, and shows the models' responses side by side with their scores; /help
 lists the commands. The second does so with a file of prompts, and ends with a table: means, and how
-often each model is better than the first. The third scores the responses of a file. FILE is a hub
-name, file or folder in any format that --data_path of ppo.py takes.
+often each model is better than the first. The third scores the responses of a file, and each
+`subset` by itself where the data has that column (RewardBench). FILE is a hub name, file or folder
+in any format that --data_path of ppo.py takes.
 
 A model is a folder or a name on the hub: a causal LM, or adapters. It runs in one process, on a GPU
 if there is one. Responses are sampled as ppo.py samples them, with the same random numbers for all
@@ -188,7 +189,8 @@ def score(args, judge):
         print(json.dumps(line, default=str), file=out)
         if not args.out:
             print("  ".join(f"{name} {value:8.3f}" for name, value in own.items()))
-    print("", *tables.scored(scored), sep="\n")
+    subsets = [str(made["row"]["subset"]) for made in found if "subset" in made["row"]]
+    print("", *tables.scored(scored, subsets * (len(subsets) == len(found))), sep="\n")
 
 
 def main(argv=None):

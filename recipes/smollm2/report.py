@@ -149,6 +149,7 @@ def ask_otherwise(models, rows):
 
 def main(folder):
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     found = print_table(folder)
     print_samples(found)
     args = json.loads((folder / "args.json").read_text())

@@ -224,6 +224,15 @@ def test_prompts_of_a_file_end_in_a_table(trained, tmp_path, capsys):
 PAIR = {"chosen": " Yes.", "rejected": " No."}
 
 
+def test_each_subset_of_pairs_has_an_accuracy_of_its_own():
+    """Of four pairs three are in order: both of one subset, and one of two of the other."""
+    pairs = [{"chosen_score": chosen, "rejected_score": 0.0} for chosen in (1.0, 2.0, 3.0, -1.0)]
+    lines = tables.scored(pairs, ["chat", "code", "chat", "code"])
+    assert [line.split()[3] for line in lines[2:]] == ["0.750", "1.000", "0.500"]
+    assert [line.split("subset ")[-1] for line in lines[3:]] == ["chat, 2 pairs", "code, 2 pairs"]
+    assert len(tables.scored(pairs)) == 3
+
+
 @pytest.mark.parametrize(
     "row, scored",
     [

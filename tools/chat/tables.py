@@ -44,15 +44,19 @@ def comparison(answers):
     return pandas.DataFrame(lines, [name for name, _ in answers]).to_string().splitlines()
 
 
-def scored(rows):
+def scored(rows, subsets=()):
     """Returns what --score ends with: the mean score, and of pairs how often chosen is above.
 
-    rows: dicts with score, or with chosen_score and rejected_score.
+    rows: dicts with score, or with chosen_score and rejected_score. subsets: the rows' own, where
+    the data has them, as RewardBench does: then there is a line for each.
     """
     table = pandas.DataFrame(rows)
     means = table.mean().items()
     lines = [f"{name:15} mean {mean:8.3f}   of {len(rows)}" for name, mean in means]
     if "chosen_score" in table:
-        rate = win_rate(table.chosen_score, table.rejected_score)
-        lines.append(f"chosen is above {rate} (95 % interval)")
+        parts = {"": table, **dict(list(table.groupby(list(subsets)) if subsets else ()))}
+        for name, part in parts.items():
+            rate = win_rate(part.chosen_score, part.rejected_score)
+            which = f", subset {name}, {len(part)} pairs" if name else ""
+            lines.append(f"chosen is above {rate} (95 % interval){which}")
     return lines

@@ -1,0 +1,49 @@
+"""Divides preference pairs for a run whose result a second judge looks at.
+
+    git clone --depth 1 https://github.com/anthropics/hh-rlhf
+    python recipes/hh/make.py hh-rlhf/harmless-base/test.jsonl.gz output/hh/data
+
+ours/train.jsonl is for the three steps, second/train.jsonl for a judge that only evaluates, and
+both folders have the same held-out pairs in test.jsonl. No first question of one part is in
+another. The files are lines of `chosen` and `rejected`, each a whole dialogue as text.
+"""
+
+import argparse
+import gzip
+import json
+import zlib
+from pathlib import Path
+
+PARTS = {"ours": 0.61, "second": 0.26, "test": 0.13}  # of the first questions
+
+
+def part_of(row):
+    """Returns the part of PARTS to which a pair goes, by a hash of its first question."""
+    question = row["chosen"].split("\n\nAssistant:")[0]
+    place = zlib.crc32(question.encode()) / 2**32
+    for name, share in PARTS.items():
+        place -= share
+        if place < 0:
+            return name
+    return name
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Divides preference pairs.")
+    parser.add_argument("source", type=Path, help="a .jsonl or .jsonl.gz file of pairs")
+    parser.add_argument("folder", type=Path, help="where ours/ and second/ are written")
+    args = parser.parse_args()
+    read = gzip.open if args.source.suffix == ".gz" else open
+    parts = {name: [] for name in PARTS}
+    for line in read(args.source, "rt", encoding="utf-8"):
+        row = json.loads(line)
+        parts[part_of(row)].append(json.dumps(row) + "\n")
+    for name in ("ours", "second"):
+        (args.folder / name).mkdir(parents=True, exist_ok=True)
+        (args.folder / name / "train.jsonl").write_text("".join(parts[name]))
+        (args.folder / name / "test.jsonl").write_text("".join(parts["test"]))
+    print(", ".join(f"{name}: {len(lines):,} pairs" for name, lines in parts.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Makes preferences whose truth is known, in English: pairs of a model's own responses.
+
+    python recipes/sentiment/make.py output/sentiment --model output/real/model
+
+The model answers each prompt twice. A labeller who likes positive sentences then chooses one of
+the two: the more positive it is by gold.py, the more often, with probability
+
+    sigmoid(STEEP * (gold of one - gold of the other))                         [Bradley 1952]
+
+so that he errs where the two are close, as people do. The rows are pairs like any other:
+
+    {"prompt": [{"role": "user", "content": "Write one sentence about rain."}],
+     "chosen": [{"role": "assistant", "content": ...}], "rejected": [...]}
+
+Each prompt is there once, so the shares of the three steps (--data_split) have no prompt in common.
+The topics that are held out are in no prompt that is trained on. It takes some minutes on two
+cores.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+from gold import sentiment  # noqa: E402
+
+STEEP = 6.0  # a difference of 0.2 is labelled right in 77 of 100, one of 0.5 in 95
+TEMPERATURE = 0.7  # the 4-bit model of recipes/smollm2 writes much nonsense at 1
+TOKENS = 32  # of a response; what is longer is cut
+BATCH = 120
+HELD_OUT = 20  # topics
+WAYS = (
+    "Write one sentence about {}.",
+    "Say something about {} in one sentence.",
+    "Describe {} in one sentence.",
+    "What do you think of {}? Answer in one sentence.",
+    "What comes to mind when you hear of {}? One sentence, please.",
+    "Begin a story about {} with one sentence.",
+    "Tell a child in one sentence what {} can be like.",
+    "Write one line of a diary about {}.",
+    "In one sentence: how do people feel about {}?",
+    "Finish in one sentence: when I think of {}, I",
+)
+TOPICS = (
+    """
+rain|snow|the sea|a river|a storm|the desert|a mountain|the moon|a forest|an island|the wind|fog
+autumn|spring|a hot summer|a cold winter|the morning|the night|Monday|Sunday|a holiday
+a birthday|a wedding|a funeral|a party|a concert|a film|a novel|a poem|a newspaper|a letter
+a telephone|a radio|television|a computer|a robot|the internet|a password|a bicycle|a car
+a train|a bus|an airport|a ship|a bridge|a tunnel|a road|a traffic jam|a city|a village|a farm
+a garden|a park|a zoo|a museum|a library|a school|a teacher|an exam|homework|a university
+a diploma|a job|an office|a meeting|a boss|a colleague|a strike|a salary|money|a bank|a tax
+a bill|a market|a shop|a sale|a gift|a lottery|a debt|a doctor|a dentist|a nurse|a hospital
+an operation|a fever|a headache|a broken leg|medicine|a scar|sleep|a dream|a nightmare|breakfast
+bread|soup|an apple|a lemon|chocolate|coffee|tea|wine|fast food|a restaurant|a kitchen|a recipe
+a knife|a chair|a bed|a window|a door|a key|a lock|a lamp|a mirror|a clock|a calendar
+an umbrella|a coat|shoes|a hat|a ring|a photograph|a painting|a song|a piano|a guitar|a drum
+dancing|singing|football|chess|swimming|running|climbing|fishing|hunting|a race|a trophy
+a defeat|a referee|a fan|a friend|a neighbour|a stranger|a child|a baby|a grandmother|a father
+a sister|a twin|a cousin|a guest|a king|a soldier|a thief|a judge|a lawyer|a prison|a law
+an election|a president|a war|peace|a border|a flag|a statue|a temple|a promise|a lie|a secret
+a mistake|an apology|a joke|a quarrel|a rumour|a question|an idea|a plan|a deadline|a delay
+a crowd|silence|noise|a whisper|a smell|a colour|darkness|fire|smoke|ice|dust|mud|gold|iron
+glass|paper|plastic|a dog|a cat|a horse|a cow|a sheep|a spider|a snake|a bee|a fly|a mosquito
+a wolf|a bear|a lion|a whale|a shark|a bird|an owl|a fish|a rose|a tree|grass|a seed|a mushroom
+a volcano|an earthquake|a flood|a comet|the sun|space|gravity|mathematics|history|a language
+a dictionary|a number|a map|a compass
+""".replace("\n", "|")
+    .strip("|")
+    .split("|")
+)
+
+
+def write_prompts(rng):
+    """Returns the prompts of training, and the held-out ones, in random order."""
+    topics = rng.sample(TOPICS, len(TOPICS))
+    parts = topics[HELD_OUT:], topics[:HELD_OUT]
+    both = [[way.format(topic) for topic in part for way in WAYS] for part in parts]
+    for part in both:
+        rng.shuffle(part)
+    return both
+
+
+@torch.no_grad()
+def respond(model, tokenizer, prompts):
+    """Returns a sampled response to each prompt, as text. Responses that are cut off stay so."""
+    texts = []
+    for i in range(0, len(prompts), BATCH):
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts[i : i + BATCH]]
+        inputs = tokenizer.apply_chat_template(
+            chats,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+            padding=True,
+            tokenizer_kwargs={"padding_side": "left"},
+        ).to(model.device)
+        # top_k and top_p: off, whatever the model's own generation_config says
+        how = dict(do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0)
+        end = tokenizer.eos_token_id
+        out = model.generate(
+            **inputs, max_new_tokens=TOKENS, pad_token_id=end, eos_token_id=end, **how
+        )
+        new = out[:, inputs.input_ids.shape[1] :]
+        texts += tokenizer.batch_decode(new, skip_special_tokens=True)
+        print(f"\r{len(texts):,} of {len(prompts):,} responses", end="", flush=True)
+    print()
+    return texts
+
+
+def label(one, other, rng):
+    """Returns the two responses as the labeller orders them: chosen, rejected."""
+    chance = 1 / (1 + math.exp(-STEEP * (sentiment(one) - sentiment(other))))
+    return (one, other) if rng.random() < chance else (other, one)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Makes pairs of a model's own responses.")
+    parser.add_argument("folder", type=Path, help="where train.jsonl and test.jsonl are written")
+    parser.add_argument("--model", default="output/real/model", help="a chat model: folder or hub")
+    parser.add_argument("--seed", type=int, default=1234)
+    args = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    rng = random.Random(args.seed)
+    torch.manual_seed(args.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device).eval()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name, prompts in zip(("train", "test"), write_prompts(rng)):
+        texts = respond(model, tokenizer, [prompt for prompt in prompts for _ in range(2)])
+        right = 0
+        with open(args.folder / f"{name}.jsonl", "w") as file:
+            for i, prompt in enumerate(prompts):
+                chosen, rejected = label(texts[2 * i], texts[2 * i + 1], rng)
+                right += sentiment(chosen) > sentiment(rejected)
+                row = {
+                    "prompt": [{"role": "user", "content": prompt}],
+                    "chosen": [{"role": "assistant", "content": chosen}],
+                    "rejected": [{"role": "assistant", "content": rejected}],
+                }
+                file.write(json.dumps(row) + "\n")
+        mean = sum(map(sentiment, texts)) / len(texts)
+        print(
+            f"{name}: {len(prompts):,} pairs; the chosen one is the more positive in "
+            f"{right / len(prompts):.3f} of them; mean gold {mean:.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
