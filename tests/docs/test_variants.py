@@ -233,6 +233,41 @@ def test_the_gspo_variant_by_hand(tmp_path):
     assert ppo.rloo(totals, groups).equal(2 * ppo.dr_grpo(totals, groups))
 
 
+def test_the_cispo_variant_by_hand(tmp_path):
+    """At a ratio of 1 the gradient is PPO's. Above the bound PPO has none, and CISPO's is the bound
+    times the advantage; a ratio below 1 weighs as it is, whatever the advantage's sign."""
+    ppo = patched("cispo", tmp_path)
+    old, advantages = torch.zeros(4), torch.tensor([2.0, 2.0, -2.0, 2.0])
+    new = torch.tensor([0.0, 1.0, 1.0, -1.0], requires_grad=True)  # ratios 1, e, e, 1 / e
+    loss, ratio = ppo.cispo_loss(new, old, advantages, 0.2, 0.5)
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    assert numbers(gradient) == [-2, -3, 3, -0.7358]
+    (first, *_) = torch.autograd.grad(ppo.policy_loss(new, old, advantages, 0.2)[0].sum(), new)
+    assert numbers(first) == [-2, 0, 5.4366, -0.7358]
+    args = SimpleNamespace(policy_loss="cispo", clip=0.2, clip_high=None, kl_in="reward")
+    args.entropy_coef, args.is_cap = 0.0, None
+    batch = micro_batch(old_logprobs=old, advantages=advantages)
+    assert ppo.actor_loss(args, batch, new, None, 0.0)[2].tolist() == [False, True, True, False]
+
+
+def test_the_distill_variant_rewards_what_its_teacher_finds_likelier(tmp_path, monkeypatch):
+    """The teacher stands in the reference's place, frozen, and the actor's start is not loaded once
+    more for it. Without it the reference is the actor's start, as before."""
+    ppo, loaded = patched("distill", tmp_path), []
+    monkeypatch.setattr(ppo.common, "load_model", lambda *args: "actor")
+    monkeypatch.setattr(ppo.common, "train_engine", lambda *args: "actor")
+    monkeypatch.setattr(ppo.common, "reference_of", lambda *args: "start")
+    frozen = lambda args, *others: loaded.append(args.model_name_or_path)  # noqa: E731
+    monkeypatch.setattr(ppo.common, "frozen_engine", frozen)
+    monkeypatch.setattr(ppo.judging, "load_models", lambda *args: [])
+    words = "--preset toy --advantage reinforce --reward_fn toy/gold.py:gold"
+    for teacher, references in (("--teacher_model_name_or_path T", ["T"]), ("", [])):
+        args = ppo.get_args(f"{words} {teacher}".split())
+        loaded.clear()
+        found = ppo.load_models(args, None, [], None, 1).reference
+        assert loaded == references and (found == "start") == (not teacher)
+
+
 def test_the_best_of_n_variant_by_hand(tmp_path):
     """RAFT learns the best response to each prompt."""
     ppo = patched("best-of-n", tmp_path)
