@@ -148,7 +148,12 @@ def refusal_of(script, words):
 def test_the_recipes_are_these():
     found = {script: recipes.names(script) for script in SCRIPTS}
     both = ["toy", "arithmetic", "llama-2-7b", "opt-1.3b", "qwen2.5-0.5b", "qwen2.5-0.5b-grpo"]
-    assert found == {"sft": both, "ppo": [*both, "smollm2"], "reward": ["toy", *both[2:5]]}
+    small = ["hh", "sentiment"]  # all three steps with SmolLM2
+    assert {name: set(of) for name, of in found.items()} == {
+        "sft": {*both, *small},
+        "ppo": {*both, *small, "smollm2"},
+        "reward": {"toy", *both[2:5], *small},
+    }
     assert {file.parent for file in FILES} == {*recipes.FOLDER.iterdir()}
     for folder in recipes.FOLDER.iterdir():
         text = (folder / "README.md").read_text()

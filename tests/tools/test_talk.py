@@ -189,6 +189,19 @@ def test_a_chat_model_ends_where_stock_generate_does(chat_folder, tmp_path):
     assert after["response_ids"] == before["response_ids"][:3] and after["ended"]
 
 
+def test_a_chat_model_is_given_a_dialogue_that_is_text_as_messages(chat_folder, flags):
+    """As ppo.py does with HH; else it would see the text of a format that it does not know. A model
+    without a template gets the text."""
+    text = "\n\nHuman: Who?\n\nAssistant: A fox.\n\nHuman: Why?\n\nAssistant:"
+    args = flags_of(chat_folder)()
+    [writer] = writers_of(args)
+    row = writer.prompt(args, 0, text)
+    shown = "<user>Who?<eos><assistant>A fox.<eos><user>Why?<eos><assistant>"
+    assert row["chat"] and writer.tokenizer.decode(row["prompt_ids"]) == shown
+    plain = writers_of(flags())[0].prompt(flags(), 0, text)
+    assert plain["prompt"] == text and not plain["chat"]
+
+
 def test_a_prompt_that_is_too_long_keeps_its_end(flags):
     """The question stands there; the response may have half of the model's positions."""
     args = flags()

@@ -144,6 +144,8 @@ class Writer(Model):
         JSON. A prompt that is too long keeps its end.
         """
         text = written(prompt, self.template)
+        if self.tokenizer.chat_template:  # a dialogue that is text becomes messages, as in a run
+            text, _ = formats.as_chat(text, [])
         room = self.positions - self.answer_length(args)
         try:
             ids = tokens.tokenise_prompt(self.tokenizer, text)
