@@ -62,8 +62,10 @@ def questions(lab, results):
     lines = []
     for what in lab.predictions:
         values, limits = [*runner.compare(lab, results, what).values()], what.get("range")
-        found = runner.verdict(values, limits) if limits else ""
-        lines.append([what["says"], difference(values), runner.verdict(values, None), found])
+        seen, found = "not run yet", ""
+        if len(values) > 1:
+            seen, found = runner.verdict(values, None), limits and runner.verdict(values, limits)
+        lines.append([what["says"], difference(values), seen, found or ""])
     return markdown(["predicted, or asked", "difference", "seen", "verdict"], lines)
 
 

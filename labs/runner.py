@@ -486,11 +486,15 @@ def verdict(values, limits):
 
 
 def decided(lab, name):
-    """Yields each prediction or question of a lab, its differences and its verdict()."""
+    """Yields each prediction or question of a lab, its differences and its verdict().
+
+    Not those whose arms have not been run with two seeds or more.
+    """
     results = results_of(name)
     for what in lab.predictions:
         values = [*compare(lab, results, what).values()]
-        yield what, values, verdict(values, what.get("range"))
+        if len(values) > 1:
+            yield what, values, verdict(values, what.get("range"))
 
 
 def with_earlier(lab, found, earlier):
