@@ -12,6 +12,7 @@ EVERYTHING = """--enable_ema 1 --microscope 3 --save_steps 1 --eval_steps 1 --ke
 EPOCHS = "--allow_unstable 1 --ppo_epochs 3 --generation_batches 2 --target_kl 1e-9 --max_steps 2"
 MAY = "--allow_mismatch 1"
 LORA = "--actor_lora_dim 4 --critic_lora_dim 2 --enable_ema 1 --max_steps 2"
+MANY = "--gradient_accumulation_steps 4"  # places for prompts: the last rank has none
 # script, ZeRO stage, flags; what is other on one rank, and which; the exit code
 WAYS = {
     "ppo": ("ppo", 2, EVERYTHING),
@@ -23,8 +24,8 @@ RARE = {
     "reward, sharded": ("reward", 3, "--share_prompt 0 --max_steps 2"),
     "ppo, not sharded": ("ppo", 0, EVERYTHING),
     "ppo, sharded": ("ppo", 3, EVERYTHING),
-    "grpo": ("ppo", 2, f"{runs.GRPO} --eval_steps 1"),
-    "reinforce, sharded": ("ppo", 3, runs.REINFORCE),
+    "grpo": ("ppo", 2, f"{runs.GRPO} --eval_steps 1 {MANY}"),
+    "reinforce, sharded": ("ppo", 3, f"{runs.REINFORCE} {MANY}"),
     "LoRA": ("ppo", 1, LORA),
     "LoRA, sharded": ("ppo", 3, LORA),
     "epochs that end early": ("ppo", 2, EPOCHS),
@@ -34,9 +35,9 @@ RARE = {
     "its loss is NaN": ("sft", 2, "--max_steps 2", "loses_its_loss", 7, 1),
     "its scores are NaN": ("ppo", 2, EVERYTHING, "loses_its_scores", 7, 1),
     "its scores are NaN, sharded": ("ppo", 3, EVERYTHING, "loses_its_scores", 15, 1),
-    "it samples otherwise": ("ppo", 2, "--max_steps 2", "samples_otherwise", 15, 1),
+    "it samples otherwise": ("ppo", 2, "--max_steps 2", "samples_otherwise", 7, 1),
     "it samples otherwise, sharded": ("ppo", 3, "--max_steps 2", "samples_otherwise", 7, 1),
-    "it samples otherwise, and may": ("ppo", 3, f"--max_steps 2 {MAY}", "samples_otherwise", 8),
+    "it samples otherwise, and may": ("ppo", 3, f"--max_steps 2 {MAY}", "samples_otherwise", 7),
     "it is told to stop": ("ppo", 2, EVERYTHING, "is_told_to_stop", 15, 1),
     "it cannot compile": ("ppo", 2, "--compile_decoding 1", "cannot_compile", 8, 2),
 }

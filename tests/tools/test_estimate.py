@@ -209,8 +209,8 @@ def qwen(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", gpu_run.STEPS)
 def test_each_step_of_gpu_run_fits_the_smallest_card_that_it_is_for(step, qwen):
-    """`make gpu-run` is for one card of 24 GB or more, of which some report 22 GiB. A step that does
-    not fit would end a run of hours. A tenth is left to CUDA's context and the allocator."""
+    """`make gpu-run` is for one card of 24 GB or more, and some of these report 22 GiB. A step that
+    does not fit would end a run of hours. A tenth is left to CUDA's context and the allocator."""
     words = gpu_run.command(step)[1:]
     for place, word in enumerate(words[:-1]):
         if word.endswith("model_name_or_path"):
