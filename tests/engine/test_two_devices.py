@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import common
+from helpers import shared_prompts
 from tests import kit, runs, two_devices
 from tests.two_devices import Mixed, OnDevice, device
 
@@ -176,6 +177,28 @@ def test_the_host_waits_for_a_decoded_token_to_know_who_goes_on(compiled, waits)
     """And a second time in transformers, which asks whether anything is padded (sdpa_mask); with
     static caches it need not ask. Nothing is copied."""
     assert kit.on_ranks(waits_of_a_token, 1, dict(compile_decoding=compiled)) == [[waits, 0]]
+
+
+def shared_mask_of_many():
+    """Returns whether the mask of rows that share prompts lies on the device, and the most numbers
+    of a tensor that comes from the CPU."""
+    copied, own = [], torch.Tensor.to
+
+    def to(x, *given, **options):
+        copied.append(0 if isinstance(x, OnDevice) else x.numel())
+        return own(x, *given, **options)
+
+    with two_devices.machine(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", to)
+        rows = [{"prompt_ids": [5] * 40, "response_ids": [6] * 40} for _ in range(4)]
+        layout = shared_prompts.shared_rows(rows, 0, 2).to(device())
+        return layout.mask.device == device(), layout.mask.numel(), max(copied)
+
+
+def test_the_mask_of_shared_prompts_is_made_on_the_device():
+    """It has T^2 numbers a row: what is copied there is one number a token."""
+    ((there, size, copied),) = kit.on_ranks(shared_mask_of_many, 1)
+    assert there and size == 2 * 121**2 and copied == 2 * 121
 
 
 @pytest.mark.parametrize("name, reads, copies", WAITS)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, StaticCache
 from transformers.integrations import sdpa_attention
 
@@ -16,7 +17,7 @@ import ppo
 from helpers import decoding
 from machinery.base import ranks
 from machinery.engine import patches
-from tests import kit
+from tests import kit, two_devices
 from tests.kit import Knowing
 from tests.tiny_models import KINDS, config_of
 
@@ -188,6 +189,70 @@ def test_a_compiled_step_is_compiled_for_few_shapes():
         tried = tried or len(graphs)
         assert len(graphs) == tried <= 3
     assert Counter(x[0] - 16 for x in memory if x) == {64: 4, 128: 4, 256: 4}  # layers, k and v
+
+
+def on_a_device(model):
+    """Puts a model without numbers on the device that two_devices pretends. In a FakeTensorMode."""
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                there = torch.empty(weight.shape, dtype=weight.dtype, device=two_devices.device())
+                module._parameters[name] = torch.nn.Parameter(there, requires_grad=False)
+        for name, buffer in module._buffers.items():
+            there = torch.empty(buffer.shape, dtype=buffer.dtype, device=two_devices.device())
+            module._buffers[name] = there
+    return model
+
+
+def step_on_a_device(name, mistake):
+    """Compiles a token's step there, three times. Returns how many graphs there are; of the last
+    the devices of its inputs and results, how many numbers of it have no fixed size, and its
+    largest tensor; and how large one layer's keys are in the cache."""
+    patches.keep_groups()
+    patches.kernel_takes_groups = lambda mask, key, value, theirs=None: mask is None
+    there, model, graphs = two_devices.device(), model_of(name), []
+    args = SimpleNamespace(rollout_batch_size=9, max_answer_seq_len=16)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with FakeTensorMode(), torch.no_grad():
+        step = OnAnAccelerator(on_a_device(model), backend)
+        caches = {64: StaticCache(model.config, 80)}
+        for layer in caches[64].layers:  # a number that is known would be computed for real
+            layer.cumulative_length = torch.empty((), dtype=torch.long, device=there)
+        ids = torch.ones(8, 9, dtype=torch.long, device=there)
+        cache = decoding.static_cache(args, caches, torch.ones_like(ids), 64)
+        for inputs in (ids, *[ids[:, :1]] * 3):
+            if mistake and cache.length:
+                cache.positions = cache.positions.cpu()
+            logits = decoding.compiled_next_logits(step, inputs, cache)
+            assert logits.shape == (8, model.config.vocab_size) and logits.device == there
+    values = [node.meta.get("example_value") for node in graphs[-1].graph.nodes]
+    tensors = [value for value in values if torch.is_tensor(value)]
+    return (
+        len(graphs),
+        {x.device.type for x in tensors},
+        sum(isinstance(value, torch.SymInt) for value in values),
+        max(x.numel() for x in tensors),
+        cache.past.layers[0].keys.numel(),
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_a_compiled_step_lies_on_its_device(name):
+    """Of the step that a CUDA graph would hold each input and each result is on the device, and
+    none asks for a number from there: these tensors have shapes alone. An input on the CPU would
+    leave inductor without a graph. Three tokens have one step, and nothing in it is larger than the
+    cache."""
+    ((graphs, devices, unfixed, largest, cache),) = kit.on_ranks(step_on_a_device, 1, name, False)
+    assert (graphs, devices, unfixed) == (1, {two_devices.NAME}, 0) and largest == cache
+
+
+def test_a_compiled_step_that_mixes_devices_is_seen():
+    done = kit.fork(step_on_a_device, 1, "llama", True)
+    assert done.code and "Tensor device mismatch" in done.err, done
 
 
 def largest_in_graphs(name, monkeypatch, patched):

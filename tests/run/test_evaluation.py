@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import ppo
 import reward
 from machinery.data import batching
 from tests import kit, runs
@@ -35,3 +36,15 @@ def test_the_deviation_of_scores_keeps_its_digits_far_from_0(monkeypatch):
     run = SimpleNamespace(args=None, notes={})
     found = reward.evaluate(run, torch.nn.Identity(), None, None)["eval_score_std"]
     assert found == pytest.approx(scores.double().std(unbiased=False).item(), rel=1e-5)
+
+
+def test_an_evaluation_decodes_no_fewer_responses_at_a_time_than_a_rollout(monkeypatch):
+    """A static cache has --rollout_batch_size rows: of 64 an evaluation of eight would leave 56
+    empty, and decode them all the same."""
+    sizes = []
+    monkeypatch.setattr(ppo, "roll_out", lambda *given: sizes.append(given[-1]) or [])
+    for rollout, evaluation, together in ((64, 8, 64), (8, 32, 32)):
+        flags = f"--preset toy --rollout_batch_size {rollout}"
+        args = ppo.get_args([*flags.split(), "--per_device_eval_batch_size", str(evaluation)])
+        ppo.answered(args, SimpleNamespace(engines={}, actor=None), None, [])
+        assert sizes.pop() == together
