@@ -189,7 +189,7 @@ def test_a_server_at_a_url_is_taken_as_it_is(client, tiny_model, tokenizer, othe
     second.end()
     assert first.process.poll() is None and not Path(second.folder).exists()
     third = client(vllm_url=other_server)
-    with pytest.raises(RuntimeError, match="with 501(.|\n)*started as variants/vllm/README.md"):
+    with pytest.raises(RuntimeError, match="with 501(.|\n)*started as variants/vllm/hosts.md"):
         roll_out(third, tiny_model, tokenizer)
 
 
@@ -304,6 +304,9 @@ def test_young_adapters_are_not_rounded_away(client, tokenizer, monkeypatch, dty
         b = next(key for key in first if "lora_B" in key)
         assert 0 < first[b].max() < second[b].max()
         assert {"--enable-lora", "--max-lora-rank=8"} <= {*engine.process.args}
+        ask("/update_weight_version", {"new_version": "elsewhere-7"})  # another run's weights
+        roll_out(engine, model, tokenizer, 3)
+        assert [path for path, *_ in asked[3:]] == ["/collective_rpc", "/v1/load_lora_adapter"]
     assert {layer.scaling["default"] for layer in lora.adapted_layers(model).values()} == {4.0}
 
 

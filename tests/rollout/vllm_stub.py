@@ -38,6 +38,8 @@ class Routes(http.server.BaseHTTPRequestHandler):
     name, room, fault, model, version, adapters = "", 0, "", None, "default", None
 
     def do_GET(self):
+        if self.path == "/weight_info":
+            return self.answer({"weight_version": self.version})
         assert self.path == "/v1/models"
         model = {"id": Routes.name, "max_model_len": Routes.room}
         self.answer({"data": [model]})

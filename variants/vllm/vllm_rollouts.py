@@ -81,6 +81,7 @@ class Vllm:
         self.args, self.process, self.url = args, None, (args.vllm_url or "").rstrip("/")
         self.dtype = args.vllm_dtype or args.dtype
         self.run, self.hand_overs = secrets.token_hex(4), 0
+        self.version = ""  # the number of the last hand-over
         self.model = f"rollouts-{self.run}"  # by its name no other server can be taken for ours
         self.folder = ""  # of rank 0: where it hands weights over
         self.lora_rank = 0  # of adapters that are handed over by themselves; 0: there are none
@@ -205,10 +206,11 @@ class Vllm:
 
         Returns the seconds that it took.
         """
-        began = time.time()
+        began, before = time.time(), self.version
         self.hand_overs += 1
         self.version = f"{self.run}-{self.hand_overs}"
-        if not self.lora_rank or self.hand_overs == 1:
+        # The weights beside adapters stay, unless another run has handed over its own.
+        if not self.lora_rank or self.ask("/weight_info")["weight_version"] != before:
             loads = {"method": "load_folder", "kwargs": {"folder": self.folder}}
             self.ask("/collective_rpc", loads)  # of vllm_server.py
         if self.lora_rank:
@@ -344,7 +346,7 @@ class Vllm:
                 return read(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")[:1000]
-            advice = "\n  Is it started as variants/vllm/README.md says?" * bool(self.args.vllm_url)
+            advice = "\n  Is it started as variants/vllm/hosts.md says?" * bool(self.args.vllm_url)
             raise Fault(f"vLLM answers {path} with {error.code}: {text}{advice}") from None
         except (OSError, HTTPException, ValueError) as error:
             raise Fault(self.why(path, getattr(error, "reason", error))) from None
