@@ -15,6 +15,16 @@ HELD = {
     "a model that ignores positions, or looks ahead, is refused": (
         "test_a_model_that_ignores_positions_or_the_mask_is_refused"
     ),
+    "a --vllm_python without vLLM is refused": "test_what_vllm_cannot_do_is_refused",
+    "a temperature at which vLLM samples otherwise, or not at all, is refused": (
+        "test_what_vllm_cannot_do_is_refused"
+    ),
+    "a --vllm_url where nothing, or no vLLM, answers is refused": (
+        "test_a_server_at_a_url_without_room_or_without_vllm_is_refused"
+    ),
+    "a vLLM without room for prompt and response is refused": (
+        "test_a_server_at_a_url_without_room_or_without_vllm_is_refused"
+    ),
     # exit codes, words, flags
     "naming a model selects another recipe, and the run says so": (
         "test_naming_a_model_selects_the_recipe_for_models_and_says_so"

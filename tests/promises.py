@@ -331,6 +331,11 @@ output-in-use | a second run beside a living one is refused
 ranks-differ | an output folder that is not the same on all machines is refused
 padding-changes-a-row | a model that ignores positions, or looks ahead, is refused
 foreign-checkpoint | a checkpoint that would run code is refused
+# of variants/vllm
+vllm-python | a --vllm_python without vLLM is refused
+vllm-temperature | a temperature at which vLLM samples otherwise, or not at all, is refused
+vllm-url | a --vllm_url where nothing, or no vLLM, answers is refused
+vllm-room | a vLLM without room for prompt and response is refused
 """
 
 # --------------------------------------------------------------------------------------------------

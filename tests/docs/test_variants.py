@@ -6,6 +6,7 @@ import contextlib
 import copy
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -136,7 +137,8 @@ def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypat
     script, text = what["check"]
     text = text.replace("toy/data", f"{kit.base()}/data")
     python = vllm_stub.fake_python(tmp_path)  # it samples with transformers
-    flags = text.format(sft=models / "actor", reward=models / "reward", vllm=python).split()
+    text = text.format(sft=models / "actor", reward=models / "reward", vllm=python)
+    flags = shlex.split(text)
     flags += tiny_data() * ("--data_path" not in flags)
 
     def start(script, flags, ranks=1):

@@ -17,16 +17,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
+import common
 import ppo
 from bench import fork
-from machinery.models import model_folders
+from machinery.models import lora, model_folders
 from tests import kit
 from tests.docs.test_variants import VARIANTS, call_of_tree, load, runner, variants
 from tests.rollout import vllm_stub
 
 CLIENT = VARIANTS / "vllm/vllm_rollouts.py"
+sys.path.append(str(CLIENT.parent))  # as when both its files lie beside ppo.py
 vllm = load(CLIENT)
 PROMPTS = [5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]
 
@@ -113,7 +116,8 @@ def test_what_comes_back_is_what_a_sampler_returns(client, tiny_model, tokenizer
 FAULTS = {
     "ends": "vLLM has ended with code 1. Its error is above",
     "never": "vLLM did not start within --vllm_timeout 8 seconds",
-    "killed": "vLLM has ended with code -9. It was killed",
+    "killed": "vLLM has ended with code -9. It, or its worker, was killed",
+    "orphaned": "vLLM has ended with code -9. It, or its worker, was killed",
     "hangs": "has not answered /inference/v1/generate for --vllm_timeout 8 seconds: it hangs",
     "other-weights": r"with weights \['elsewhere-7'\], and \w+-1 were handed over last",
     "two-weights": r"with weights \['\w+-1', 'elsewhere-7'\]",
@@ -121,6 +125,7 @@ FAULTS = {
     "short": "broke a response off after 3 tokens: length",  # it has no room for all 8
     "unloadable": "answers /collective_rpc with 500: .*no weights",
     "cached": "has not dropped its cache of older weights",
+    "newer": "answer is not one of vLLM 0.32: TypeError",
 }
 
 
@@ -174,8 +179,8 @@ def test_a_port_that_is_taken_is_no_server_of_ours(
 
 
 def test_a_server_at_a_url_is_taken_as_it_is(client, tiny_model, tokenizer, other_server):
-    """It outlives the run. One that cannot do it is refused before a model is loaded; and each run
-    numbers its weights by a name of its own, so that two runs on one server find out."""
+    """It outlives the run; and each run numbers its weights by a name of its own, so that two runs
+    on one server find out. One without our routes is known at the first rollout."""
     first = client()
     roll_out(first, tiny_model, tokenizer)
     second = client(vllm_url=first.url + "/", vllm_python=None)
@@ -183,17 +188,32 @@ def test_a_server_at_a_url_is_taken_as_it_is(client, tiny_model, tokenizer, othe
     assert second.model == first.model and second.version != first.version
     second.end()
     assert first.process.poll() is None and not Path(second.folder).exists()
-    for url, rule, changes in (
-        (first.url, "vllm-room", {"max_seq_len": 33}),
-        (f"http://127.0.0.1:{vllm.free_port()}", "vllm-url", {}),
-        (other_server + "/elsewhere", None, {}),
-    ):
-        if rule:
-            with kit.refuses(rule):
-                client(vllm_url=url, **changes)
-    third = client(vllm_url=other_server)  # it has no other routes
-    with pytest.raises(RuntimeError, match="with 501(.|\n)*started as variants/vllm/README.md"):
+    third = client(vllm_url=other_server)
+    with pytest.raises(RuntimeError, match="with 501(.|\n)*started as variants/vllm/hosts.md"):
         roll_out(third, tiny_model, tokenizer)
+
+
+class NoModel(OtherModel):
+    """A server that is not vLLM: it answers with JSON of its own."""
+
+    def do_GET(self):
+        vllm_stub.Routes.answer(self, {"status": "ok"})
+
+
+def test_a_server_at_a_url_without_room_or_without_vllm_is_refused(client, other_server):
+    """Before a model is loaded."""
+    own = http.server.ThreadingHTTPServer(("127.0.0.1", 0), NoModel)
+    threading.Thread(target=own.serve_forever, daemon=True).start()
+    for rule, url, room in (
+        ("vllm-room", other_server, 100),
+        ("vllm-url", f"http://127.0.0.1:{vllm.free_port()}", 32),
+        ("vllm-url", f"http://127.0.0.1:{own.server_port}", 32),
+    ):
+        with kit.refuses(rule):
+            client(vllm_url=url, max_seq_len=room)
+    client(vllm_url=other_server, max_seq_len=99)
+    own.shutdown()
+    own.server_close()
 
 
 def test_what_vllm_cannot_do_is_refused(client, tmp_path):
@@ -246,6 +266,52 @@ def test_ahead_the_rollout_of_the_step_before_is_trained_on(client, tiny_model, 
     at(5, 5)
     assert time.time() - began > 0.5 and engine.in_the_air  # it has waited for step 4's
     assert engine.hand_overs == 7 or until(lambda: engine.hand_overs == 7)
+
+
+@pytest.mark.parametrize("dtype, vllm_dtype", [("fp32", None), ("bf16", None), ("fp32", "bf16")])
+def test_young_adapters_are_not_rounded_away(client, tokenizer, monkeypatch, dtype, vllm_dtype):
+    """In fp32 LoRA's adapters are added to their weights. In 16 bits that would round the sum to
+    the old weights: there vLLM gets the frozen weights once, and then the adapters alone."""
+    model = kit.make_tiny_model().to(common.DTYPES[dtype])
+    frozen = {name: weight.clone() for name, weight in model.state_dict().items()}
+    lora.add_adapters(model, SimpleNamespace(lora_dim=4, lora_alpha=16, seed=1), "random")
+    engine, asked = client(dtype=dtype, vllm_dtype=vllm_dtype), []
+    ask, alone = engine.ask, (dtype, vllm_dtype) != ("fp32", None)
+
+    def noted(path, body=None, **how):
+        if path in ("/collective_rpc", "/v1/load_lora_adapter"):
+            folder = body["lora_path"] if "lora" in path else body["kwargs"]["folder"]
+            asked.append((path, {file.name: load_file(file) for file in weights_in(folder)}))
+            asked[-1] += (folder,)
+        return ask(path, body, **how)
+
+    monkeypatch.setattr(engine, "ask", noted)
+    for step in (1, 2):
+        with torch.no_grad():
+            for layer in lora.adapted_layers(model).values():
+                layer.lora_B["default"].weight.add_(1e-5)
+        rows = roll_out(engine, model, tokenizer, step)
+        assert rows[0]["response_ids"] == vllm_stub.TOKENS
+    name = next(name for name in frozen if "q_proj.weight" in name)
+    (path, files, _), *others = asked
+    assert path == "/collective_rpc" and len(asked) == (3 if alone else 2)
+    assert torch.equal(files["model.safetensors"][name], frozen[name]) == alone
+    if alone:
+        assert {path for path, *_ in others} == {"/v1/load_lora_adapter"}
+        (_, first, folder), (_, second, other_folder) = others
+        assert folder != other_folder  # vLLM warns of a folder that it has had
+        [first], [second] = first.values(), second.values()
+        b = next(key for key in first if "lora_B" in key)
+        assert 0 < first[b].max() < second[b].max()
+        assert {"--enable-lora", "--max-lora-rank=8"} <= {*engine.process.args}
+        ask("/update_weight_version", {"new_version": "elsewhere-7"})  # another run's weights
+        roll_out(engine, model, tokenizer, 3)
+        assert [path for path, *_ in asked[3:]] == ["/collective_rpc", "/v1/load_lora_adapter"]
+    assert {layer.scaling["default"] for layer in lora.adapted_layers(model).values()} == {4.0}
+
+
+def weights_in(folder):
+    return Path(folder).glob("*.safetensors")
 
 
 def be_killed(python, notes):
@@ -456,33 +522,71 @@ def test_a_stop_text_ends_vllms_responses_where_it_ends_ours(real, real_model, t
 
 
 @pytest.mark.slow
-def test_runs_with_vllm_on_two_ranks_and_resumed(real, real_model, tmp_path):
-    """In fp32 sampling and scoring agree to 1e-4, at each step's weights; on one rank and on two
-    the curves are the same; and a resumed run goes on as the whole one did."""
+def test_vllm_samples_from_adapters_that_it_was_handed_by_themselves(
+    real_python, real_model, tokenizer, monkeypatch
+):
+    """As its LoRARequest: in fp32, where we would add them to the weights, the log-probs are those
+    of our forward, which computes them beside the weights; and the next hand-over replaces them."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    flags = dict(vllm_python=real_python, vllm_flags="--enforce-eager", **SIZES)
+    engine = vllm.Vllm(args_of(**flags))
+    engine.dtype = "fp32, with adapters by themselves"
+    monkeypatch.setitem(common.DTYPES, engine.dtype, torch.float32)
+    model, found = copy.deepcopy(real_model), []
+    lora.add_adapters(model, SimpleNamespace(lora_dim=4, lora_alpha=16, seed=1), "random")
+    try:
+        for step in (1, 2):
+            with torch.no_grad():
+                for layer in lora.adapted_layers(model).values():
+                    b = layer.lora_B["default"].weight
+                    b.add_(0.05 * torch.randn(b.shape, generator=torch.manual_seed(step)))
+            given = model, tokenizer, long_requests(), 1, 8
+            found.append(engine.roll_out(engine.args, *given))
+            assert max(largest_gap(model, row) for row in found[-1]) < 1e-4
+            assert max(largest_gap(real_model, row) for row in found[-1]) > 0.1
+    finally:
+        engine.end()
+    assert engine.lora_rank == 4 and found[0] != found[1]
+
+
+@pytest.mark.slow
+def test_runs_with_vllm_on_all_layouts_and_resumed(real, real_model, tmp_path):
+    """In fp32 sampling and scoring agree to 1e-4, at each step's weights; on one rank and on two,
+    at ZeRO 0, 2 and 3, the curves are the same; a resumed run goes on as the whole one did; and
+    with --top_k 1 a run writes what it writes without vLLM."""
     tree, models = tmp_path / "tree", kit.save_trained(tmp_path / "models", real_model)
     runner.apply("vllm", tree)
     flags = f"""--preset toy --data_path {kit.base()}/data --data_split 1,1,1 --max_steps 4
         --actor_model_name_or_path {models}/actor --critic_model_name_or_path {models}/judge
         --num_eval_prompts 4 --eval_steps 4 --log_steps 1 --per_device_eval_batch_size 4
-        --zero_stage 2 --save_steps 2 --keep_checkpoints 9 --num_warmup_steps 0
-        --vllm_url {real} --vllm_folder {tmp_path} --max_answer_seq_len 24"""
+        --save_steps 2 --keep_checkpoints 9 --num_warmup_steps 0 --max_answer_seq_len 24"""
+    vllms = f"--vllm_url {real} --vllm_folder {tmp_path}"
 
-    def run(name, ranks, *more):
+    def run(name, ranks, stage, more):
         rows = 8 // ranks
-        words = [*flags.split(), "--output_dir", f"{tmp_path}/{name}", *more]
-        words += ["--per_device_generation_batch_size", str(rows)]
-        words += ["--per_device_training_batch_size", str(rows)]
-        done = kit.fork(call_of_tree, ranks, str(tree), "ppo", words, cwd=tree, meet="")
+        words = f"""{flags} --output_dir {tmp_path}/{name} --zero_stage {stage} {more}
+            --per_device_generation_batch_size {rows} --per_device_training_batch_size {rows}"""
+        argv = words.split()
+        done = kit.fork(call_of_tree, ranks, str(tree), "ppo", argv, cwd=tree, meet="")
         assert done.code == 0, done
         return kit.metrics(tmp_path / name, clocks=False)[1:]
 
-    two, one = run("two", 2), run("one", 1)
-    assert all(line["sampling_gap"] < 1e-4 for line in two + one)
-    for line, other in zip(two, one):
-        assert line["reward"] == pytest.approx(other["reward"], abs=1e-3)
-        assert line["kl"] == pytest.approx(other["kl"], abs=1e-3)
+    two = run("two", 2, 2, vllms)
+    layouts = [two, run("one", 1, 0, vllms), run("sharded", 2, 3, vllms)]
     fork.copy_halfway(tmp_path / "two", tmp_path / "resumed", 2)
-    resumed = run("resumed", 2, "--resume")
-    assert [line["step"] for line in resumed] == [1, 2, 3, 4]
-    for line, other in zip(two, resumed):
-        assert line["reward"] == pytest.approx(other["reward"], abs=1e-3)
+    layouts.append(run("resumed", 2, 2, f"{vllms} --resume"))
+    for lines in layouts:
+        assert [line["step"] for line in lines] == [1, 2, 3, 4]
+        assert all(line["sampling_gap"] < 1e-4 for line in lines)
+        for line, other in zip(two, lines):
+            assert line["reward"] == pytest.approx(other["reward"], abs=1e-3)
+            assert line["kl"] == pytest.approx(other["kl"], abs=1e-3)
+
+    greedy = "--top_k 1 --is_cap 2 --max_steps 1"
+    [theirs] = run("greedy", 2, 3, f"{vllms} {greedy}")
+    [ours] = run("without", 2, 3, greedy)
+    keys = "reward", "response_length", "eos_rate", "entropy"
+    assert [theirs[key] for key in keys] == pytest.approx([ours[key] for key in keys], abs=1e-4)
+    written = [kit.read_lines(tmp_path / name / "samples.jsonl") for name in ("greedy", "without")]
+    first, other = ([row["response"] for row in rows if row["step"] == 0] for rows in written)
+    assert first == other and len(first) == 4

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 FAULTS = (
-    "ends never other-weights two-weights killed hangs late broken short unloadable cached plain"
+    "ends never other-weights two-weights killed hangs late broken short unloadable cached plain "
+    "newer orphaned"
 )
 TOKENS, LOGPROBS = [7, 8, 1], [-0.5, -1.0, -1.5]
 
@@ -34,9 +35,11 @@ def fake_python(folder):
 class Routes(http.server.BaseHTTPRequestHandler):
     """What the server knows are attributes of this class: it has one process."""
 
-    name, room, fault, model, version, loaded = "", 0, "", None, "default", []
+    name, room, fault, model, version, adapters = "", 0, "", None, "default", None
 
     def do_GET(self):
+        if self.path == "/weight_info":
+            return self.answer({"weight_version": self.version})
         assert self.path == "/v1/models"
         model = {"id": Routes.name, "max_model_len": Routes.room}
         self.answer({"data": [model]})
@@ -48,13 +51,17 @@ class Routes(http.server.BaseHTTPRequestHandler):
         elif self.path == "/collective_rpc":
             assert body["method"] == "load_folder"
             self.load(body["kwargs"]["folder"])
+        elif self.path == "/v1/load_lora_adapter":
+            Routes.adapters = body["lora_name"]
+            self.answer(f"Success: {Routes.adapters}".encode())
         elif self.path == "/reset_prefix_cache":
             self.answer({"success": self.fault != "cached"})
         elif self.path == "/update_weight_version":
             Routes.version = body["new_version"]
             self.answer({"success": True})
         else:
-            assert self.path == "/inference/v1/generate" and body["model"] == Routes.name
+            assert self.path == "/inference/v1/generate"
+            assert body["model"] == (Routes.adapters or Routes.name)
             self.generate(body["token_ids"], body["sampling_params"])
 
     def load(self, folder):
@@ -67,7 +74,10 @@ class Routes(http.server.BaseHTTPRequestHandler):
     def generate(self, ids, params):
         if self.fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep({"hangs": 60, "late": 1}.get(self.fault, 0))
+        if self.fault == "orphaned":  # as vLLM without its worker: it waits for its open requests
+            self.server.shutdown()
+            self.server.socket.close()
+        time.sleep({"hangs": 60, "orphaned": 60, "late": 1}.get(self.fault, 0))
         tokens, logprobs, why = TOKENS, LOGPROBS, "stop"
         if self.fault == "model":
             tokens, logprobs, why = sampled(Routes.model, ids, params)
@@ -77,10 +87,12 @@ class Routes(http.server.BaseHTTPRequestHandler):
         content = [{"token_id": t, "logprob": x} for t, x in zip(tokens, logprobs)]
         choice = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": spans}
         choice["finish_reason"] = {"broken": "abort", "short": "length"}.get(self.fault, why)
+        if self.fault == "newer":
+            choice["logprobs"] = logprobs  # as another version might answer
         self.answer({"choices": [choice]})
 
     def answer(self, body, code=200):
-        data = json.dumps(body).encode()
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(code)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -134,3 +146,4 @@ def main():
         Path(file).write_text(json.dumps([os.getpid(), sys.argv, dict(os.environ)]))
     http.server.ThreadingHTTPServer.allow_reuse_address = False
     http.server.ThreadingHTTPServer((flags["host"], int(flags["port"])), Routes).serve_forever()
+    time.sleep(60)  # "orphaned"

@@ -3,6 +3,7 @@
     the run (ppo.py), its rank 0                     vLLM: another process, another Python
     writes the actor to a folder       -- files -->
     POST /collective_rpc               ----------->  load_folder, of vllm_server.py
+    (or /v1/load_lora_adapter          ----------->  the adapters alone: see `write`)
     POST /reset_prefix_cache           ----------->  drops keys and values of older weights
     POST /update_weight_version        ----------->  notes "4f1c20aa-3", the hand-over's number
     POST /inference/v1/generate, one   ----------->
@@ -12,35 +13,43 @@ Names and behaviour are those of vLLM 0.32.
 """
 
 import atexit
+import itertools
 import json
 import os
 import secrets
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
+import vllm_server
 
 import common
 from helpers import decoding
 from machinery.base import ranks
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused
-from machinery.models import saving
+from machinery.models import lora, saving
 
 SENT = "prompt_ids", "row", "sample", "turn"  # of a request: its tokens, and what the draws need
 TEMPERATURES = 0.01, 2.0  # vLLM samples at 0.01 where less is asked, and refuses more
+GRACE = 2  # seconds between two looks at whether vLLM listens
+LORA_RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512  # of which --max-lora-rank must be one
+UNLESS_SET = {  # variables of vLLM's own
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GB for keys and values; by itself it wants 92 % of the memory
+}
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-SERVER = Path(__file__).with_name("vllm_server.py")
 
 
 class Fault(Exception):
@@ -70,9 +79,13 @@ class Vllm:
     def __init__(self, args):
         args.compile_decoding = 0  # the trainer itself samples nothing: it needs no static caches
         self.args, self.process, self.url = args, None, (args.vllm_url or "").rstrip("/")
+        self.dtype = args.vllm_dtype or args.dtype
         self.run, self.hand_overs = secrets.token_hex(4), 0
+        self.version = ""  # the number of the last hand-over
         self.model = f"rollouts-{self.run}"  # by its name no other server can be taken for ours
         self.folder = ""  # of rank 0: where it hands weights over
+        self.lora_rank = 0  # of adapters that are handed over by themselves; 0: there are none
+        self.names = itertools.cycle(["adapters-a", "adapters-b"])  # folders, in turn
         self.thread = ThreadPoolExecutor(1)  # of rank 0: it waits for vLLM
         self.in_the_air = self.landed = None  # a rollout that was asked for, and the newest one
         self.seconds = {}  # of the last hand-over, for the log
@@ -128,7 +141,7 @@ class Vllm:
     def launch(self, engine, tokenizer, requests, step, batch_size):
         """Writes the weights, and has rank 0 begin with the rollout of all ranks."""
         began = time.time()
-        saving.save_model(engine, tokenizer, self.folder, merge=True)
+        self.write(engine, tokenizer)
         seconds = time.time() - began
         sent = [{name: one[name] for name in SENT if name in one} for one in requests]
         of_ranks, future = ranks.all_gather_objects([sent]), None
@@ -138,6 +151,23 @@ class Vllm:
             future = self.thread.submit(self.fly, *given)
         start = sum(map(len, of_ranks[: ranks.get_rank()]))
         self.in_the_air = tokenizer, requests, slice(start, start + len(requests)), future
+
+    def write(self, engine, tokenizer):
+        """Writes what is handed over: the weights, or LoRA's adapters and, once, those beside them.
+
+        In 16 bits a sum of weights and young adapters is rounded to the weights: vLLM would sample
+        from the policy of the start (variants/lora-rollout counts what is lost).
+        """
+        layers = lora.adapted_layers(engine).values()
+        if not layers or self.dtype == self.args.dtype == "fp32":
+            saving.save_model(engine, tokenizer, self.folder, merge=True)
+            return
+        if not self.lora_rank:
+            with added_with(0.0, layers):
+                saving.save_model(engine, tokenizer, self.folder, merge=True)
+        self.lora_rank = max(layer.r["default"] for layer in layers)
+        self.adapters = Path(self.folder) / next(self.names)
+        saving.save_model(engine, tokenizer, self.adapters)
 
     def land(self):
         """Waits for the rollout that is in the air, if one is. Returns this rank's newest one."""
@@ -165,23 +195,35 @@ class Vllm:
             with ThreadPoolExecutor(count) as pool:
                 return [[*pool.map(lambda one: self.sample(one, step, params), requests)], seconds]
         except Fault as fault:
-            self.end()
-            return [f"{fault}\n  When that is mended, --resume goes on.", seconds]
+            words = str(fault)
+        except (LookupError, TypeError, ValueError) as error:
+            words = f"vLLM's answer is not one of vLLM 0.32: {error!r}"
+        self.end()
+        return [f"{words}\n  When that is mended, --resume goes on.", seconds]
 
     def hand_over(self):
         """Has vLLM load the folder's weights; the tokens that it samples come with their number.
 
         Returns the seconds that it took.
         """
-        began = time.time()
+        began, before = time.time(), self.version
         self.hand_overs += 1
         self.version = f"{self.run}-{self.hand_overs}"
-        loads = {"method": "load_folder", "kwargs": {"folder": self.folder}}  # of vllm_server.py
-        self.ask("/collective_rpc", loads)
+        # The weights beside adapters stay, unless another run has handed over its own.
+        if not self.lora_rank or self.ask("/weight_info")["weight_version"] != before:
+            loads = {"method": "load_folder", "kwargs": {"folder": self.folder}}
+            self.ask("/collective_rpc", loads)  # of vllm_server.py
+        if self.lora_rank:
+            given = {"lora_name": self.sampler(), "lora_path": str(self.adapters)}
+            self.ask("/v1/load_lora_adapter", {**given, "load_inplace": True}, read=bytes)
         if not self.ask("/reset_prefix_cache", {})["success"]:
             raise Fault("vLLM has not dropped its cache of older weights: it samples for others")
         self.ask("/update_weight_version", {"new_version": self.version})
         return time.time() - began
+
+    def sampler(self):
+        """Returns the name of what samples, as vLLM knows it: the model, or the adapters on it."""
+        return self.model + "-adapters" * bool(self.lora_rank)
 
     def sampling_params(self, tokenizer, config):
         """Returns what all requests have in common: vLLM's SamplingParams.
@@ -211,7 +253,7 @@ class Vllm:
         """Returns response_ids, ended and tokens of a request. Several threads call it."""
         key = decoding.draw_key(self.args.seed, step, request)
         seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)  # 63 bits
-        asked = dict(model=self.model, token_ids=request["prompt_ids"])
+        asked = dict(model=self.sampler(), token_ids=request["prompt_ids"])
         asked["sampling_params"] = {**params, "seed": seed}
         [choice] = self.ask("/inference/v1/generate", asked)["choices"]
         versions = sorted({span["version"] for span in choice.get("weight_versions") or []})
@@ -234,13 +276,12 @@ class Vllm:
     def start(self):
         """Starts vLLM on the folder, and returns when it answers."""
         args, port = self.args, free_port()
-        dtype = str(common.DTYPES[args.vllm_dtype or args.dtype]).removeprefix("torch.")
         flags = {
             "model": self.folder,
             "host": "127.0.0.1",
             "port": port,
             "served-model-name": self.model,
-            "dtype": dtype,
+            "dtype": str(common.DTYPES[self.dtype]).removeprefix("torch."),
             "max-model-len": args.max_seq_len,
             "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
             "generation-config": "vllm",  # nothing of the folder's
@@ -248,12 +289,17 @@ class Vllm:
         }
         words = [f"--{name}={value}" for name, value in flags.items()]
         words += ["--enable-scale-out", "--disable-uvicorn-access-log"]
-        command = [args.vllm_python, SERVER, self.folder, *words]
+        more = {}
+        if self.lora_rank:
+            more = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # the route for adapters
+            room = min((each for each in LORA_RANKS if each >= self.lora_rank), default=0)
+            words += ["--enable-lora", f"--max-lora-rank={room}"]
+        command = [args.vllm_python, vllm_server.__file__, self.folder, *words]
         self.process = subprocess.Popen(
             [*command, *shlex.split(args.vllm_flags)],
             stdin=subprocess.PIPE,  # it ends when this does
             stdout=2,  # to stderr
-            env=environment(),
+            env=environment(more),
             start_new_session=True,  # Ctrl-C is for the run
         )
         self.url = f"http://127.0.0.1:{port}"
@@ -264,6 +310,22 @@ class Vllm:
             if time.time() > deadline:
                 raise Fault(f"vLLM did not start within --vllm_timeout {args.vllm_timeout} seconds")
             time.sleep(0.1)
+        threading.Thread(target=self.watch, args=[port], daemon=True).start()
+
+    def watch(self, port):
+        """Ends a vLLM that has lost its worker.
+
+        It stops listening then, but waits for our open requests, and these for the worker.
+        """
+        while self.process.poll() is None:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=5).close()
+            except ConnectionRefusedError:
+                time.sleep(GRACE)
+                vllm_server.kill_group(self.process.pid)
+            except OSError:
+                pass  # it is busy
+            time.sleep(GRACE)
 
     def answers(self):
         """Returns whether the server is up: this run's, and no other one on that port."""
@@ -273,7 +335,7 @@ class Vllm:
         except (OSError, HTTPException, ValueError, LookupError, TypeError):
             return False
 
-    def ask(self, path, body=None):
+    def ask(self, path, body=None, read=json.loads):
         """Returns what vLLM answers to a POST of `body`, or to a GET. Raises Fault, in words."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
@@ -281,10 +343,10 @@ class Vllm:
         )
         try:
             with NO_PROXY.open(request, timeout=self.args.vllm_timeout) as answer:
-                return json.loads(answer.read() or "null")
+                return read(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")[:1000]
-            advice = "\n  Is it started as variants/vllm/README.md says?" * bool(self.args.vllm_url)
+            advice = "\n  Is it started as variants/vllm/hosts.md says?" * bool(self.args.vllm_url)
             raise Fault(f"vLLM answers {path} with {error.code}: {text}{advice}") from None
         except (OSError, HTTPException, ValueError) as error:
             raise Fault(self.why(path, getattr(error, "reason", error))) from None
@@ -305,17 +367,25 @@ class Vllm:
 
     def why_it_ended(self):
         code = self.process.returncode
-        why = "It was killed, perhaps as memory ran out" if code < 0 else "Its error is above"
-        return f"vLLM has ended with code {code}. {why}"
+        killed = "It, or its worker, was killed, perhaps as memory ran out"
+        return f"vLLM has ended with code {code}. {killed if code < 0 else 'Its error is above'}"
 
     def end(self):
         """Ends the server that this run has started, and its workers; takes the folder away."""
         if self.process:
-            try:
-                os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            vllm_server.kill_group(self.process.pid)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def added_with(scaling, layers):
+    """Multiplies the products of all adapters by another number meanwhile. 0: W without them."""
+    kept = [layer.scaling["default"] for layer in layers]
+    for layer in layers:
+        layer.scaling["default"] = scaling
+    yield
+    for layer, own in zip(layers, kept):
+        layer.scaling["default"] = own
 
 
 def free_port():
@@ -325,19 +395,19 @@ def free_port():
         return free.getsockname()[1]
 
 
-def environment():
+def environment(more):
     """Returns the environment of vLLM: without this rank's place among others, and our code."""
     ours = "RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_", "PYTHON", "OMP_"
     env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     own = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONSAFEPATH": "1"}
-    return {"VLLM_LOGGING_LEVEL": "WARNING", **env, **own}
+    return {**UNLESS_SET, **env, **own, **more}
 
 
 def refuse_without_vllm(python):
     """Refuses a --vllm_python that has no vLLM."""
     looks = "import importlib.util as u, sys; sys.exit(not u.find_spec('vllm'))"
     try:
-        found = subprocess.run([python, "-c", looks], env=environment()).returncode == 0
+        found = subprocess.run([python, "-c", looks], env=environment({})).returncode == 0
     except OSError as error:
         raise Refused("vllm-python", f"--vllm_python {python}: {error.strerror}") from None
     if not found:

@@ -15,6 +15,8 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 PATIENCE = 10  # seconds in which the server may end by itself
 
@@ -40,7 +42,29 @@ def end_with_the_run(folder):
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGTERM)
     time.sleep(PATIENCE)
-    os.killpg(0, signal.SIGKILL)
+    kill_group(os.getpgrp())
+
+
+def kill_group(group):
+    """Kills the processes of a group, this one last.
+
+    Except Python's resource_tracker (on Linux): it then takes away what the others have left in
+    shared memory, some hundred MB, and ends.
+    """
+    if not Path("/proc/self/stat").exists():
+        return os.killpg(group, signal.SIGKILL)
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            own_group = (folder / "stat").read_text().rpartition(")")[2].split()[2]
+            tracker = b"resource_tracker" in (folder / "cmdline").read_bytes()
+            if int(own_group) == group and not tracker:
+                found.append(int(folder.name))
+        except OSError:  # it has just ended
+            pass
+    for process in sorted(found, key=lambda one: one == os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 if __name__ == "__main__":  # and not where vLLM's workers import it again
