@@ -143,7 +143,7 @@ def get_args(argv=None):
     arg("advantage", "gae", "only gae has a critic", choices=list(ADVANTAGES), fixed=True)
     arg("gamma", 1.0, "discount, of gae and reinforce. 1 [DeepSpeed-Chat]", most=1, fixed=True)
     arg("lam", 0.95, "GAE's lambda: 0 trusts the critic. 0.95 [DeepSpeed-Chat]", most=1, fixed=True)
-    arg("whiten", int, "1: advantages to mean 0, deviation 1; None: by --advantage", fixed=True)
+    arg("whiten", int, "1: to mean 0, deviation 1; None: by --advantage", most=1, fixed=True)
     arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=inf)
     arg(
         "clip_high",

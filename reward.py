@@ -71,7 +71,7 @@ def get_args(argv=None):
     arg("value_head_prefix", "score", "name of the head; stock transformers loads `score`")
     pull = "pulls scores to 0, by this times (chosen + rejected)^2. 0.01 [Eisenstein 2023]"
     arg("center_coef", 0.0, pull, fixed=True)
-    arg("share_prompt", 1, "1: compute the prompt of a pair once; 0: a row for each response")
+    arg("share_prompt", 1, "1: compute the prompt of a pair once; 0: a row for each", most=1)
     return declaring.parse(parser, TOY, argv, "reward")
 
 

@@ -52,9 +52,12 @@ def refuse_drift(args, engine, ids, pad_id):
     padded = numbers_of(engine, ids, PADDING, pad_id)[:, : alone.shape[1]]
     engine.train()
     drift = (alone - padded).abs().mean() / alone.std().clamp(min=1e-6)
-    drift = max(ranks.all_gather_objects([drift.item()]))
-    if not drift <= PADDING_TOLERANCE[args.dtype]:
-        kind = unwrap_model(engine).config.model_type
+    drift = max(ranks.all_gather_objects([drift.nan_to_num(nan=torch.inf).item()]))
+    kind = unwrap_model(engine).config.model_type
+    if drift == torch.inf:
+        words = f"what this {kind} model says of a row is not finite. Are its weights damaged?"
+        raise Refused("not-finite-weights", f"{words}\n  Or take --dtype bf16 or fp32.")
+    if drift > PADDING_TOLERANCE[args.dtype]:
         raise Refused(
             "padding-changes-a-row",
             f"what a {kind} model says of a row changes with padding or tokens that follow, by "

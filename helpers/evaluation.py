@@ -12,7 +12,7 @@ import common
 from helpers import judging, metrics
 from machinery.base import ranks, statistics
 from machinery.data import batching
-from machinery.data.tokens import tokenise_response
+from machinery.data.tokens import keep_end, tokenise_response
 from machinery.engine import zero3
 from machinery.run import logs
 
@@ -49,7 +49,7 @@ def graded(function, rows, texts, tokenizer):
 def answer_greedily(args, engine, tokenizer, prompts):
     """Returns the likeliest response to each of `prompts` (lists of ids), and if it ended."""
     room = min(args.max_answer_seq_len, args.max_seq_len // 2)  # a long prompt keeps its end
-    prompts = [ids[-(args.max_seq_len - room) :] for ids in prompts]
+    prompts = [keep_end(tokenizer, ids, args.max_seq_len - room) for ids in prompts]
     ids, mask = (x.to(ranks.device()) for x in common.pad(prompts, tokenizer.pad_token_id))
     special = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     greedy = GenerationConfig(max_new_tokens=room, do_sample=False, **special)

@@ -182,7 +182,7 @@ def make(run, root):
         raise SystemExit(f"{shlex.join(command)}\nended with code {code}:\n{tail}")
     seconds = time.time() - began
     record = {"seconds": None if resumed else round(seconds), "stopped": stopped}
-    (folder / FINISHED).write_text(json.dumps(record))
+    replace_text(folder / FINISHED, json.dumps(record))
     return seconds
 
 
@@ -332,7 +332,14 @@ def collect(lab, chains, root):
 def write(file, results):
     """Writes results, a line for each run."""
     file.parent.mkdir(exist_ok=True)
-    file.write_text("[\n{}\n]\n".format(",\n".join(map(json.dumps, results))))
+    replace_text(file, "[\n{}\n]\n".format(",\n".join(map(json.dumps, results))))
+
+
+def replace_text(file, text):
+    """Writes a file whole, or not at all if it is interrupted or the disk is full."""
+    aside = file.with_name(f".{file.name}")
+    aside.write_text(text)
+    aside.replace(file)
 
 
 def read(file):

@@ -132,6 +132,11 @@ FILES = {  # what lies in the box: a path, and its text, bytes or rows
     "list.jsonl": "[1, 2]\n",
     "rows.txt": GOOD,
     "empty.jsonl": "\n",
+    "twice.jsonl": GOOD + '{"prompt": "Q?", "response": "a", "response": "b"}\n',
+    "twice.json": '[{"prompt": "Q?", "response": "a", "response": "b"}]',
+    "twice.csv": "prompt,response,response\nQ?, a, b\n",
+    "open.csv": 'prompt,response\nQ?, r\nQ?, "r\n',
+    "two_formats.jsonl": second(prompt="Q?", instruction="Say so", output="So."),
     "cells.csv": "prompt,response\nQ?, r\nQ?, r,more\n",
     "number.jsonl": second(prompt=7, response=" r"),
     "pair_of_number.jsonl": second(prompt="Q?", chosen=7, rejected=" x"),
@@ -143,6 +148,7 @@ FILES = {  # what lies in the box: a path, and its text, bytes or rows
     "leaving.py": "import sys\nsys.exit(0)\n",
     "decided.json": '{"zero_optimization": {"stage": 2}}',
     "wrong.json": '{"zero_optimization": {"no_such_knob": 1}}',
+    "comet.json": '{"comet": {"enabled": true}}',
     "half.json": '{"zero_optimization": ',
     "typo.flags": "--seed 1\n--learning_rat 1",
     "twice.flags": "--seed 1\n\n--seed 2",
@@ -245,6 +251,13 @@ def make_models(box):
         weights.pop(gone, None)
         metadata = {"format": "pt", "note": "of another training"}
         save_file(weights, box / name / "model.safetensors", metadata=metadata)
+    for name, key, value in (
+        ("nan_weights", "lm_head.weight", torch.full((1,), torch.nan)),
+        ("old_buffers", "model.layers.0.self_attn.masked_bias", torch.tensor(-1e4)),
+    ):
+        weights = load_file(changed(name) / "model.safetensors")
+        weights[key] = (weights.get(key, value) * value).contiguous()
+        save_file(weights, box / name / "model.safetensors", metadata={"format": "pt"})
     # adapters of so many layers, and as wide as that
     for name, layers, width in (("1", 1, 32), ("3", 3, 32), ("wide", 2, 64), ("none", 0, 0)):
         folder = adapted(changed(f"adapts_{name}", box / "scratch"), "actor")

@@ -26,6 +26,8 @@ HELD = {
         "test_a_server_at_a_url_without_room_or_without_vllm_is_refused"
     ),
     # exit codes, words, flags
+    "a name that is too long for a file is refused": "test_a_name_that_is_too_long_is_refused",
+    "the ~ of an output folder is the user's own": "test_a_home_is_no_folder_of_that_name",
     "naming a model selects another recipe, and the run says so": (
         "test_naming_a_model_selects_the_recipe_for_models_and_says_so"
     ),
@@ -91,6 +93,9 @@ HELD = {
         "test_who_is_told_to_stop_while_rows_are_tokenised_leaves_no_process"
     ),
     "a port that is taken is named": "test_a_port_that_is_taken_is_named",
+    "ranks of one host listen to nobody else": "test_ranks_of_one_host_listen_to_nobody_else",
+    "a best model that was lost is said": "test_a_resumed_run_knows_that_it_had_a_best_model",
+    "a log that was shortened goes on with whole lines": "test_a_log_is_cut_where_a_line_ends",
     "the name of a folder or a file is no pattern": "test_a_name_is_no_pattern",
     "what a run leaves is no data": "test_what_a_run_leaves_among_its_data_is_none_of_them",
     "parts of an evaluation are alike": "test_parts_are_alike_in_an_evaluation",
@@ -181,6 +186,10 @@ HELD = {
     ),
     "prompt and response are tokenised apart": "test_prompt_and_response_are_tokenised_apart",
     "text that spells a special token is data": "test_text_that_spells_a_special_token_is_data",
+    "a prompt that is cut keeps its BOS": "test_a_prompt_that_is_cut_keeps_its_bos",
+    "a template sees tokens that are not special": (
+        "test_a_template_sees_tokens_that_are_not_special"
+    ),
     "every row comes once an epoch": "test_every_row_comes_once_an_epoch",
     "another order each epoch, of the seed": "test_each_epoch_has_its_own_order_from_the_seed",
     # the reward model

@@ -56,10 +56,16 @@ out-of-range | sft --seed 4294967296
 # it trains nothing
 out-of-range | sft --lora_dim 4 --lora_alpha 0
 out-of-range | ppo --top_p 0
+out-of-range | sft --save_steps -1 | at least 0.
 out-of-range | ppo --critic_dropout 1.5
+out-of-range | ppo --whiten 2
+out-of-range | ppo --share_prompt 2
+out-of-range | reward --share_prompt 2
 ds-config | sft --ds_config no-such-file.json
 ds-config | sft --ds_config wrong.json
 ds-config | sft --ds_config half.json
+# a monitor that is not installed
+ds-config | sft --ds_config comet.json | comet_ml
 ds-config-flag | sft --ds_config decided.json | zero_optimization.stage
 # what this hardware, or DeepSpeed, cannot do
 gpu-only | sft --dtype fp16
@@ -97,6 +103,12 @@ compile-decoding-shards | ppo --compile_decoding 1 --zero_stage 3
 state-offload | ppo --offload_states --zero_stage 1 --dtype bf16
 state-offload | ppo --offload_states --zero_stage 3 --offload
 # how ranks find each other
+no-such-rank | WORLD_SIZE=two sft | 'two'
+no-such-rank | WORLD_SIZE= sft | WORLD_SIZE
+no-such-rank | RANK=x sft | 'x'
+no-such-rank | RANK=3 sft | '3'
+no-such-rank | LOCAL_RANK= sft | LOCAL_RANK
+no-such-rank | MASTER_PORT=abc sft | abc
 no-master-address | SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=2 sft | MASTER_ADDR
 """
 
@@ -135,6 +147,11 @@ unreadable-data | sft --data_path list.jsonl | list.jsonl, line 1: no JSON objec
 unreadable-data | sft --data_path rows.txt | .jsonl, .json, .csv, .parquet
 unreadable-data | sft --data_path empty.jsonl | empty.jsonl is empty
 unreadable-data | sft --data_path cells.csv | cells.csv, line 3:
+unreadable-data | sft --data_path open.csv | open.csv, line 4:
+# of two values the last would count
+unreadable-data | sft --data_path twice.jsonl | twice.jsonl, line 2:
+unreadable-data | sft --data_path twice.json | a name is there twice
+unreadable-data | sft --data_path twice.csv | twice.csv, line 2:
 unreadable-data | tools.talk actor --prompts cut.jsonl | cut.jsonl, line 2:
 unknown-columns | sft --data_path columns.jsonl | question
 unknown-columns | reward --data_path answers.jsonl | chosen
@@ -144,6 +161,7 @@ no-such-column | sft --data_path columns.jsonl --columns prompt=question,respons
 bad-row | sft --data_path number.jsonl | number.jsonl, line 2:
 bad-row | reward --data_path pair_of_number.jsonl | pair_of_number.jsonl, line 2:
 bad-row | sft --data_path image.jsonl | image.jsonl, line 2:
+bad-row | sft --data_path two_formats.jsonl | two_formats.jsonl, line 2:
 bad-row | reward --data_path users_turn.jsonl | users_turn.jsonl, line 2:
 bad-row | reward --data_path two_prompts.jsonl | two_prompts.jsonl, line 2:
 chat-template | sft --data_path chat | no chat template
@@ -209,6 +227,7 @@ no-args-json | reward --resume | --resume
 no-args-json | sft --output_dir damaged --resume | args.json
 no-args-json | sft --output_dir strange --resume | args.json
 run-finished | sft --output_dir finished --resume | finished
+run-finished | sft --output_dir bestless --resume --keep_best eval_loss | best is gone
 flag-changed | sft --output_dir stopped --resume --seed 5 | --seed
 flag-changed | sft --output_dir stopped --resume --max_seq_len 63 | --max_seq_len
 flag-changed | sft --output_dir stopped --resume --lora_dim 2 | --lora_dim
@@ -265,6 +284,7 @@ unreadable-weights | sft --model_name_or_path adapts_none | adapts_none
 missing-weights | ppo --reward_model_name_or_path scoreless | scoreless
 # it does not look at the mask of padding
 padding-changes-a-row | sft --model_name_or_path rwkv | rwkv
+not-finite-weights | sft --model_name_or_path nan_weights | damaged
 # its tokens are others in a cache of fixed shapes
 compile-decoding | ppo --actor_model_name_or_path mamba --compile_decoding 1 | nats a token
 ranks-differ | RANKS=2 APART=1 sft --model_name_or_path ../actor | rank 1
@@ -406,6 +426,8 @@ sft --max_steps 0 --max_seq_len 256 | done:
 # torch's AdamW takes the place of DeepSpeed's
 COMPILER=0 sft | torch's AdamW
 sft --model_name_or_path scratch | from scratch
+# buffers that older versions of transformers saved are no weights
+sft --model_name_or_path old_buffers --max_steps 0 | done:
 sft --model_name_or_path thinking --data_path chat --train_on last --max_steps 0 | done:
 # what a chat template asks for is done, and said with the number of rows
 sft --model_name_or_path thinking --data_path chat --max_steps 0 | have turns that are not learned
@@ -423,6 +445,7 @@ ppo --reward_fn score.py:both --gold_fn score.py:both | done:
 # into another working folder
 ppo --reward_fn score.py:moves | done:
 ppo --stop e | done:
+ppo --stop e --reward_model_name_or_path judge | warning: --stop
 ppo --critic_model_name_or_path actor --reward_model_name_or_path judge | done:
 ppo --advantage grpo --samples_per_prompt 2 --critic_model_name_or_path judge | done:
 ppo --reward_model_name_or_path measured --normalize_reward 1 | done:
@@ -432,6 +455,8 @@ ppo --top_p 0.9 | warning: --top_p
 # What else is promised. tests/held.py names the test of each.
 PROMISED = """
 # exit codes, words, flags
+a name that is too long for a file is refused
+the ~ of an output folder is the user's own
 0 done, 2 wrong input, 1 anything else
 of several ranks that are refused alike only rank 0 speaks
 --help opens with the header
@@ -475,6 +500,7 @@ SIGTERM and Ctrl-C save
 so do a closed terminal and a reader that goes away
 who is told to stop while rows are made leaves no process
 a port that is taken is named
+ranks of one host listen to nobody else
 the name of a folder or a file is no pattern
 what a run leaves is no data
 when a rank is gone the others stop
@@ -487,6 +513,8 @@ a second run that starts meanwhile is refused
 logs of a launcher may be there before
 best/ is whole at every moment
 best/ is the best of the evaluations
+a best model that was lost is said
+a log that was shortened goes on with whole lines
 a checkpoint becomes the run's own model
 no tool touches what another owns
 a variant replaces no file of one's own
@@ -533,6 +561,8 @@ held-out prompts are never trained on
 EOS is appended once, and none to a cut text
 prompt and response are tokenised apart
 text that spells a special token is data
+a prompt that is cut keeps its BOS
+a template sees tokens that are not special
 every row comes once an epoch
 another order each epoch, of the seed
 what is cut has no EOS, and a prompt keeps its end

@@ -66,9 +66,11 @@ def make_runs(box):
     (box / "stopped/config.json").unlink()
     for name in ("broken", "replaced", "alone"):
         shutil.copytree(box / "stopped", box / name)
+    args = json.loads((box / "stopped/args.json").read_text())
+    shutil.copytree(box / "finished", box / "bestless")
+    (box / "bestless/args.json").write_text(json.dumps({**args, "keep_best": "eval_loss"}))
     for step in (1, 2):
         os.truncate(box / f"broken/checkpoints/step-{step}/rank0.pt", 10)
-    args = json.loads((box / "stopped/args.json").read_text())
     (box / "replaced/args.json").write_text(json.dumps({**args, "model_name_or_path": "deep"}))
     (box / "alone/args.json").unlink()
 
@@ -120,6 +122,15 @@ def test_what_is_named_is_refused_before_a_model_is_loaded(
     done = start(command, box, tmp_path)
     assert_refused(done, rule, words)
     assert done.loads == 0 and kit.tree(box) == untouched and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "flag", ["--output_dir N", "--model_name_or_path N", "--data_path N.jsonl", "--gold_fn N.py:f"]
+)
+def test_a_name_that_is_too_long_is_refused(box, untouched, tmp_path, flag):
+    done = start(f"sft {flag.replace('N', 300 * 'n')}", box, tmp_path)
+    assert done.code == 2 and done.err.count("error: ") == 1 and "nnn" in done.err, done
+    assert "Traceback" not in done.out + done.err and kit.tree(box) == untouched
 
 
 @pytest.mark.parametrize("rule, command, words", cases(promises.WEIGHTS))

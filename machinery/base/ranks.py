@@ -24,6 +24,7 @@ from machinery.base.refused import Refused
 # How long a rank waits for another before it gives up: PyTorch's own limit with gloo. With NCCL it
 # is 10, which a rank that writes a large model may need for itself.
 WAIT_MINUTES = 30
+NUMBERS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE LOCAL_SIZE MASTER_PORT".split()
 
 
 def get_rank():
@@ -37,9 +38,18 @@ def get_world_size():
 
 
 def launched():
-    """Returns how many ranks were started, by what the launcher says: they need not have met."""
+    """Returns how many ranks were started, by what the launcher says: they need not have met.
+
+    Refuses what the environment says of ranks if these are no numbers, or do not fit.
+    """
+    given = {name: os.environ[name] for name in NUMBERS if name in os.environ}
     srun = os.environ.get("SLURM_NTASKS", 1) if "SLURM_STEP_ID" in os.environ else 1
-    return int(os.environ.get("WORLD_SIZE", srun))
+    numbers = all(value.isdecimal() for value in given.values())
+    count = int(given.get("WORLD_SIZE", srun)) if numbers else 0
+    if int(given.get("RANK", 0) if numbers else 0) >= count:
+        words = f"the environment has {given}, which launchers set. Unset them, or use a launcher."
+        raise Refused("no-such-rank", words)
+    return count
 
 
 def tensor_parallel_size():

@@ -1,6 +1,7 @@
 """Input that is wrong: an error in words, and the one place where it ends the program."""
 
 import difflib
+import errno
 import os
 import sys
 import time
@@ -25,16 +26,19 @@ def program(main):
     """Runs main(). A refusal becomes one message on rank 0, without a traceback, and exit code 2.
 
     The other ranks mostly found the same. They wait until the launcher ends them, and speak only if
-    rank 0 goes on without them.
+    rank 0 goes on without them. A name that is too long for a file can come from any flag.
     """
     try:
         main()
-    except Refused as error:
-        rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+    except (Refused, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
+            raise
+        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+        rank = int(rank) if rank.isdecimal() else 0
         if rank:
             time.sleep(20)
         where = f"rank {rank}: " if rank else ""
-        words = "\n  ".join([error.words, *getattr(error, "__notes__", [])])
+        words = "\n  ".join([str(error), *getattr(error, "__notes__", [])])
         print(f"error: {where}{words}", file=sys.stderr, flush=True)
         sys.exit(2)
 

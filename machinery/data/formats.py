@@ -95,6 +95,8 @@ def read_row(row):
         if row.get(name) and not isinstance(row.get("chosen"), list):
             return read_chat(name, row[name])
     if row.get("instruction"):
+        if row.get("prompt"):
+            raise BadRow("there are a prompt and an instruction: take one of the columns out")
         row = as_dialogue(row)
     elif "prompt" not in row and isinstance(row.get("chosen"), str):
         row = cut_dialogues(row)

@@ -42,16 +42,16 @@ def reading(row, place):
         raise Refused("bad-row", words) from error
 
 
-def cut(prompt_ids, prompt_loss_mask, responses, limit):
+def cut(tokenizer, prompt_ids, prompt_loss_mask, responses, limit):
     """Cuts a prompt, with its mask, and each of its responses to `limit` tokens together.
 
-    A long prompt keeps its end, half of `limit` or more. Then a long response is cut, and so loses
-    its EOS. The room is that of the longest response: the two of a pair keep the same prompt.
+    A long prompt keeps its BOS and its end, half of `limit` or more. Then a long response is cut,
+    and so loses its EOS. The room is that of the longest response: the two of a pair keep the same
+    prompt.
     """
     room = max(limit // 2, limit - max(map(len, responses), default=0))
-    start = max(0, len(prompt_ids) - room)
-    left = limit - len(prompt_ids[start:])
-    return prompt_ids[start:], prompt_loss_mask[start:], [ids[:left] for ids in responses]
+    kept = tokens.keep_end(tokenizer, prompt_ids, room)
+    return kept, prompt_loss_mask[-room:], [ids[: limit - len(kept)] for ids in responses]
 
 
 def read_row(row, stage):
@@ -79,7 +79,7 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
                 prompt, texts = formats.as_chat(prompt, texts)
             for kept in formats.shortened(prompt):  # whole turns go first, and the system's stays
                 *made, changed = tokenise(tokenizer, stage, kept, texts, example, train_on)
-                ids, mask, responses = cut(*made, limit)
+                ids, mask, responses = cut(tokenizer, *made, limit)
                 if ids == made[0]:
                     break
             notes = {

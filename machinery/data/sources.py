@@ -161,17 +161,20 @@ def read_file(file):
     # What is no UTF-8 passes here, so that `parse_strictly` can name its line.
     with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:
         if file.endswith(".csv"):
-            table = csv.DictReader(lines, strict=True)
-            for row in table:
-                place = f"{file}, line {table.line_num}"
-                if None in [*row, *row.values()]:
-                    raise ValueError(f"{place}: there must be a cell for each name of line 1")
-                yield json.dumps(row), place
+            table = csv.reader(lines, strict=True)
+            try:
+                names = next(table, [])
+                for row in filter(None, table):
+                    if len(row) != len(names):
+                        raise ValueError("there must be a cell for each name of line 1")
+                    yield json.dumps(unique(zip(names, row))), f"{file}, line {table.line_num}"
+            except (csv.Error, ValueError) as error:
+                raise ValueError(f"{file}, line {table.line_num}: {error}") from None
             return
         start = lines.read(100).lstrip()
         lines.seek(0)
         if start.startswith("[") and file.endswith(".json"):
-            for number, row in enumerate(json.load(lines), 1):
+            for number, row in enumerate(json.load(lines, object_pairs_hook=unique), 1):
                 yield json.dumps(row), f"{file}, row {number}"
             return
         for number, line in enumerate(lines, 1):
@@ -179,10 +182,19 @@ def read_file(file):
                 yield line, f"{file}, line {number}"
 
 
+def unique(pairs):
+    """Returns a dict of (name, value) pairs, of which the last would count if two had a name."""
+    pairs = [*pairs]
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError(f"a name is there twice in {', '.join(name for name, _ in pairs)}")
+    return row
+
+
 def parse_strictly(text, place):
     """Raises a ValueError that names its place if the text is no object of JSON."""
     try:
-        row = json.loads(text)
+        row = json.loads(text, object_pairs_hook=unique)
         json.dumps(row, ensure_ascii=False).encode()  # fails on half of a surrogate pair
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: {getattr(error, 'msg', error)}") from None

@@ -40,6 +40,13 @@ def with_eos(tokenizer, ids):
     return ids if ids[-1:] == [tokenizer.eos_token_id] else ids + [tokenizer.eos_token_id]
 
 
+def keep_end(tokenizer, ids, count):
+    """Returns the last `count` ids of a prompt. If it begins with BOS, they do so, too."""
+    kept = ids[-count:]
+    starts = ids[:1] == [tokenizer.bos_token_id] and len(ids) > count
+    return ids[:1] + kept[1:] if starts else kept
+
+
 # ---- Every turn (--train_on all) ----
 def tokenise_turns(tokenizer, prompt, response):
     """Returns a chat's ids up to its last turn, their mask, that turn's ids, and `changed`.
@@ -98,10 +105,14 @@ def protect(tokenizer, messages):
     """Returns messages for the template, and {mark: the content that it stands for}.
 
     The template may write special tokens, and users may not: where a message spells one, a private
-    character stands for each message in the template.
+    character stands for each message in the template. Raises LeftOut if a role, or another field,
+    spells one. Tokens that are not special, such as <think>, are for the template to see.
     """
     texts = [message["content"] for message in messages]
-    special = tokenizer.get_added_vocab()
+    others = [str(m[name]) for m in messages for name in m if name != "content"]
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    if any(token in text for token in special for text in others):
+        raise LeftOut("a field of a message beside its content spells a special token")
     if not any(token in text for token in special for text in texts):
         return messages, {}
     marks = {chr(0xE000 + i): text for i, text in enumerate(texts)}

@@ -1,6 +1,7 @@
 """ds_config.json: what may stand in it, and its monitors (TensorBoard, W&B, Comet, CSV)."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 from deepspeed.monitor.monitor import MonitorMaster
@@ -11,7 +12,12 @@ from machinery.base.refused import Refused
 FLAGS_DECIDE = """optimizer scheduler bf16 fp16 gradient_clipping train_batch_size
                   train_micro_batch_size_per_gpu gradient_accumulation_steps
                   managed_gradient_accumulation zero_optimization.stage""".split()
-MONITORS = "tensorboard", "wandb", "comet", "csv_monitor"
+MONITORS = {  # and the module that each needs
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "comet": "comet_ml",
+    "csv_monitor": "csv",
+}
 
 
 def read_config(args):
@@ -28,6 +34,9 @@ def read_config(args):
     if taken := sorted(given & set(FLAGS_DECIDE)):
         words = f"{named} sets {', '.join(taken)}.\n  Flags decide that."
         raise Refused("ds-config-flag", words)
+    monitors = [module for key, module in MONITORS.items() if config.get(key, {}).get("enabled")]
+    if absent := [module for module in monitors if not find_spec(module)]:
+        raise Refused("ds-config", f"{named} needs {', '.join(absent)}, which is not installed.")
     return config
 
 

@@ -6,6 +6,7 @@ A script's `get_args` makes a parser, declares its own flags, adds these, and en
 import argparse
 import copy
 import difflib
+import os
 import re
 import sys
 from types import SimpleNamespace
@@ -166,6 +167,7 @@ def parse(parser, toy, argv=None, script=""):
     parser.set_defaults(**{**values, "preset": name})
     args = parser.parse_args(words, Flags())
     args.dtype = args.dtype or fast_dtype()
+    args.output_dir = os.path.expanduser(args.output_dir)  # of --output_dir=~/x no shell does it
     recipes.divide_rows(args)
     flags = [action for action in parser._actions if hasattr(action, "fixed")]
     args.declared = SimpleNamespace(

@@ -38,7 +38,7 @@ def add_options(parser):
     arg(
         "compile_decoding", 0, "1: in static caches, on CUDA compiled; not tried on one yet", most=1
     )
-    arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses")
+    arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses", most=1)
     arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
     arg("microscope", 4, "held-out prompts in tokens.jsonl")
     declaring.add_common_flags(parser, OWN_FORMS)
@@ -83,6 +83,8 @@ def resolve(args, advantages, responses):
     off = {"top_p": 1, "top_k": 0}
     if filters := [flag for flag, value in off.items() if getattr(args, flag) != value]:
         ranks.say(f"warning: --{' --'.join(filters)}: KL is not the sampler's, may be below 0")
+    if args.stop and args.reward_model_name_or_path:
+        ranks.say("warning: --stop: responses that end so lack EOS, where a reward model scores")
     return args
 
 

@@ -32,7 +32,8 @@ def stated(parser, words):
         flag, given = parser._option_string_actions[f"--{name}"], args[name]
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, (int, float)) and not flag.least <= value <= flag.most:
-                limits = f"must be from {flag.least} to {flag.most}."
+                most = f" and at most {flag.most}" if flag.most < 1e300 else ""
+                limits = f"must be at least {flag.least}{most}."
                 raise Refused("out-of-range", f"--{name} {value} {limits}")
     return {name: args[name] for name in names}
 
@@ -48,7 +49,7 @@ def read(parser, recipe):
         try:
             words = shlex.split(re.sub(r"(^|\s)#.*", "", line))
             words = [str(ROOT / word) if word.startswith("toy/") else word for word in words]
-            own = stated(parser, words)
+            own = stated(parser, words) if words else {}
             if twice := found.keys() & own.keys():
                 raise ValueError(f"--{twice.pop()} stands above, too.")
         except (ValueError, Refused) as error:
@@ -67,7 +68,7 @@ def lines_of(recipe):
                 lines.append(shlex.join([f"--{flag}", *map(str, values)]))
         return lines
     try:
-        return Path(recipe).read_text().splitlines()
+        return Path(recipe).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         words = f"@{recipe} cannot be read: {error}\n  {nearest(Path(recipe))}"
         raise Refused("flags-file", words) from error

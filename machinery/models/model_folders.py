@@ -21,6 +21,8 @@ PAD_NAMES = ("<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "<|endoftext|>
 # How files of weights end, also those that transformers does not read
 WEIGHTS = tuple(".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .index.json".split())
 
+OLD_BUFFERS = ".masked_bias", ".inv_freq"  # no weights: older transformers saved them, too
+
 
 # ---- Where a model comes from ----
 @dataclasses.dataclass
@@ -61,7 +63,8 @@ class Source:
         wanted = missing - {"score.weight"} if head_is_new else missing
         # another kind of head, such as the output matrix, may be left out
         backbone = {model.base_model_prefix, *dict(model.base_model.named_children())}
-        refuse_misfits(self.base, wanted, {n for n in unused if n.split(".")[0] in backbone})
+        unused = {n for n in unused if n.split(".")[0] in backbone and not n.endswith(OLD_BUFFERS)}
+        refuse_misfits(self.base, wanted, unused)
         return missing
 
 

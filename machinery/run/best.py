@@ -40,12 +40,16 @@ def keep(run, record):
     if ranks.get_rank() == 0:
         if not best.exists() and (new / EVALUATION).exists():  # killed between the two renames
             new.rename(best)
+        if run.best_step and not best.exists():
+            words = f"best/, the model of step {run.best_step}, is gone: the best so far"
+            ranks.say(f"warning: {words}. It is now the best from here on")
         better = improves(best / EVALUATION, name, record[name])
         if better:
             shutil.rmtree(new.parent, ignore_errors=True)
             shutil.rmtree(old.parent, ignore_errors=True)
     if not ranks.all_sum(better)[0]:
         return
+    run.best_step = record["step"]
     run.save(run.engine, run.tokenizer, new)
     if ranks.get_rank() == 0:
         (new / EVALUATION).write_text(json.dumps({"step": record["step"], name: record[name]}))
@@ -65,7 +69,8 @@ def keep(run, record):
 
 def improves(kept, name, value):
     """Returns whether the metric's value is better than the one in the file `kept`, if any."""
-    if not kept.is_file():
+    try:
+        before = float(json.loads(kept.read_text())[name])
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it was damaged
         return True
-    before = json.loads(kept.read_text())[name]
     return value < before if name.endswith(LESS_IS_BETTER) else value > before

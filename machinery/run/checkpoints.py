@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -142,10 +141,7 @@ def load(args, engines, state, facts, last_step):
         torch.manual_seed(args.seed + ranks.get_rank() + 1_000_000 * step)
         parts, place = [read(file)["state"] for file in files], ranks.get_rank()
     saved["state"] = laid_out(state, parts, place)
-    if ranks.get_rank() == 0:
-        for name, size in saved["logs"].items():  # lines written after the checkpoint are cut off
-            if (file := Path(args.output_dir) / name).exists():
-                os.truncate(file, min(size, file.stat().st_size))
+    logs.cut(args, saved["logs"])
     ranks.barrier()
     ranks.say(f"resumed from {folder}")
     return step, saved

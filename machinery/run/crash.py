@@ -66,14 +66,15 @@ class Phase:
         why = f"{kind.__name__}: {error}"
         of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
         of_others = of_gloo or isinstance(error, torch.distributed.DistError)
-        if not of_others and kind is not KeyboardInterrupt:
+        taken = "ddress already in use" in why
+        if not (of_others or taken or kind is KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
-        if "EADDRINUSE" in why:
+        if taken:
             port = os.environ.get("MASTER_PORT")
             why = f"port {port} is taken, by another run perhaps: give the launcher --master_port N"
-        elif of_others:
+        elif of_others and ranks.launched() > 1:
             why += "\n  Another rank has died, failed or hangs: look for what it has printed."
-        elif self.text.startswith("writing "):
+        elif self.text.startswith("writing ") or "[Errno 28]" in why:
             why += "\n  If the disk is full, make room and --resume."
         which = f"rank {ranks.get_rank()} of {ranks.get_world_size()}"
         print(f"error: {which} stopped {self.text}: {why}", file=sys.stderr, flush=True)

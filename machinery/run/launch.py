@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import platform
+import socket
 import sys
 import warnings
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
-from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.utils.cpp_extension import get_default_build_root
 
 from machinery.base import ranks
@@ -32,8 +33,7 @@ def fill_environment():
     for name, theirs in slurm.items():
         if theirs in os.environ and "SLURM_STEP_ID" in os.environ:
             os.environ.setdefault(name, os.environ[theirs])
-    alone = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
-    alone["MASTER_PORT"] = str(get_free_port())
+    alone = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if os.environ.get("WORLD_SIZE", "1") == "1":
         os.environ.update(alone | os.environ)
     elif missing := alone.keys() - os.environ.keys():
@@ -63,18 +63,49 @@ def warn_of_locks():
         ranks.say(f"warning: delete {lock} if nothing is compiling: this run waits for it")
 
 
+def ranks_here():
+    """Returns how many ranks the launcher started on this host, 1 where it does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
+def way_to_meet():
+    """Returns how ranks meet, as torch.distributed wants it: by loopback where all are on one host.
+
+    By itself rank 0 listens on all interfaces. What the environment says of gloo's stands, and so
+    does torchrun's store, which is its own process's.
+    """
+    if int(os.environ["WORLD_SIZE"]) > ranks_here() or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+        return None
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with contextlib.suppress(RuntimeError):  # it is known already
+        register_rendezvous_handler("loopback", meet_on_loopback)
+    return "loopback://"
+
+
+def meet_on_loopback(url, timeout, **_):
+    """Yields a store, this rank and how many there are. One rank alone opens no port."""
+    rank, count, port = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    store = torch.distributed.HashStore()
+    if count > 1:
+        here = "127.0.0.1"
+        opened = None if rank else socket.create_server((here, port)).detach()
+        options = {"is_master": not rank, "timeout": timeout, "master_listen_fd": opened}
+        store = torch.distributed.TCPStore(here, port, count, **options)
+    yield store, rank, count
+
+
 def share_cores(args):
     """Gives this rank a share of the cores where a CPU computes: CPU ranks, --adam_offload.
 
     More threads than cores slow each other down. OMP_NUM_THREADS stands, except for CPU Adam the 1
     that torchrun sets when the user has set nothing.
     """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     given = os.environ.get("OMP_NUM_THREADS")
     if args.adam_offload and given == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
         given = None
     if given is None and (args.adam_offload or ranks.device().type == "cpu"):
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here()))
 
 
 def let_segments_grow():
@@ -120,6 +151,7 @@ def join_ranks(args):
     patches.do_without_compiler()
     patches.mend_attention()
     limit = patches.wait_at_most(ranks.WAIT_MINUTES)
+    way = way_to_meet()
     with contextlib.redirect_stdout(io.StringIO()):  # it prints once per rank
-        deepspeed.init_distributed(verbose=False, timeout=limit)
+        deepspeed.init_distributed(verbose=False, timeout=limit, init_method=way)
     groups.set_tensor_model_parallel_world_size(args.tensor_parallel_size)  # ranks.py asks for it

@@ -19,6 +19,21 @@ def append(args, name, rows):
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def cut(args, sizes):
+    """Takes off the .jsonl files what was written after a checkpoint, on rank 0.
+
+    sizes: {name: bytes} at the checkpoint. Where a file was changed since, that may be within a
+    line: the next one would be joined to what is left of it.
+    """
+    for name, size in sizes.items() if ranks.get_rank() == 0 else ():
+        with open(Path(args.output_dir) / name, "a+b") as file:
+            file.seek(0)
+            end = file.read(size).rfind(b"\n") + 1
+            file.truncate(end)
+        if end < size:
+            ranks.say(f"warning: {name} was changed since the checkpoint: lines are missing")
+
+
 def joined(records):
     """Returns one record of several steps': each metric's mean over the steps that have it.
 

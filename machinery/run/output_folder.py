@@ -13,6 +13,7 @@ from machinery.models import saving
 from machinery.run import checkpoints
 
 LOCK = ".lock"
+PARTS = {"best": "keep_best", "ema": "enable_ema", "critic": "has_critic"}  # a flag for each
 LOGS = (".log", ".out", ".err", ".txt")  # what a launcher or a shell may have opened there before
 
 
@@ -71,7 +72,11 @@ def refuse_resume(args, output):
     if whole:
         refuse_other_flags(args, before)
     if saving.is_whole(output):
-        raise Refused("run-finished", f"--resume: the run in {output} is finished.")
+        words = f"--resume: the run in {output} is finished."
+        parts = [part for part, flag in PARTS.items() if before.get(flag)]
+        if lost := [part for part in parts if not saving.is_whole(output / part)]:
+            words += f"\n  {', '.join(lost)} is gone: tools/export.py makes models of a checkpoint."
+        raise Refused("run-finished", words)
     if not whole:
         ranks.say(f"the run in {output} stopped before its first checkpoint: it starts anew")
         args.resume, args.overwrite = False, True

@@ -1,41 +1,14 @@
-"""Draws metrics.jsonl as curves.png: metrics that belong together share a panel."""
+"""Draws metrics.jsonl as curves.png: metrics that belong together share a panel (panels.ini)."""
+
+import configparser
+from pathlib import Path
 
 import pandas
 
-# of each group: title, with the unit after a comma | metrics (with the eval_... of each)
-PANELS = {
-    "learning": """
-reward and gold | reward gold
-pass@k, share of the prompts | pass_at_1 pass_at_2 pass_at_4 pass_at_8 pass_at_16
-best reward of k | best_of_1 best_of_2 best_of_4 best_of_8 best_of_16
-accuracy, share of the pairs | accuracy
-scores of chosen and rejected | chosen_score rejected_score margin
-loss | loss actor_loss critic_loss
-perplexity, exp of the loss | perplexity
-""",
-    "stability": """
-KL to the reference, nats a response | kl kl_k3
-entropy, nats a token | entropy
-length, tokens a response | response_length
-ended by EOS, share | eos_rate
-critic: explained variance, share | explained_variance
-norm of the gradients | grad_norm critic_grad_norm
-KL to the policy before, nats a token | approx_kl
-largest ratio | ratio_max
-clipped, share of the tokens | clip_fraction clip_fraction_low clip_fraction_high
-sampling against scoring, nats a token | sampling_gap sampling_kl
-prompts that teach nothing, share | equal_groups
-deviation of the rewards | reward_std group_std
-deviation of the advantages | advantage_std
-KL penalty, score a nat | kl_coef
-learning rate | learning_rate critic_learning_rate
-""",
-    "cost": """
-tokens/s, all devices | tokens_per_second
-TFLOP/s, a device | tflops
-parts of a step, seconds | generate_seconds score_seconds train_seconds
-""",
-}
+LAYOUT = configparser.ConfigParser(delimiters="|", interpolation=None)
+LAYOUT.optionxform = str  # titles as they are
+LAYOUT.read(Path(__file__).with_name("panels.ini"))
+PANELS = {group: dict(LAYOUT[group]) for group in LAYOUT.sections()}  # {title: metrics} of each
 LEFT_OUT = ["epoch", "seconds", "eval_score_mean", "eval_score_std"]
 COLUMNS = 4
 
@@ -69,8 +42,7 @@ def is_noise(name, values):
 
 def panels_of(metrics):
     """Returns {group: [(title, table of metrics)]}; none is empty."""
-    rows = [(group, row) for group, rows in PANELS.items() for row in rows.strip().split("\n")]
-    panels = [(group, *row.split(" | ")) for group, row in rows]
+    panels = [(group, *panel) for group, panels in PANELS.items() for panel in panels.items()]
     named = {name for panel in panels for name in panel[-1].split()}
     for name in metrics:
         if (own := name.removeprefix("eval_")) not in named:

@@ -46,6 +46,7 @@ class Run:
         self.signals = []  # SIGTERM, SIGHUP, SIGINT as they come; looked at between two steps
         self.step = 0  # the one that is being made
         self.unwritten = []  # the records of the steps since the last line of the log
+        self.best_step = None  # that of the model in best/, with --keep_best
         launch.fill_environment()
         self.folder = output_folder.OutputFolder(args)
         sys.excepthook = self.phase.report
@@ -100,7 +101,7 @@ class Run:
             done, saved = checkpoints.load(args, engines, self.state, self.facts, self.last_step)
             self.state.update(saved["state"])
             self.notes.update(saved["notes"])
-            self.unwritten = saved["unwritten"]
+            self.unwritten, self.best_step = saved["unwritten"], saved.get("best_step")
             self.folder.note()
         else:
             self.phase.note("at the first evaluation")
@@ -186,6 +187,7 @@ class Run:
             saved = {"state": self.state, "facts": self.facts, "unwritten": self.unwritten}
             # what tools/export.py needs
             saved |= {"notes": self.notes, "eos_token": self.tokenizer.eos_token}
+            saved["best_step"] = self.best_step
             checkpoints.save(args, self.engines, step, saved)
             self.started = time.monotonic()
         if stop:

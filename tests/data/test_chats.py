@@ -215,6 +215,32 @@ def test_turns_that_the_template_changes_are_not_learned(tokenizer, tmp_path, ca
     assert "--train_on last" in caught.value.words
 
 
+def test_a_template_sees_tokens_that_are_not_special(tokenizer):
+    """Qwen3's and R1's templates look for </think>, which is an added token of theirs: what is
+    thought in an earlier turn must be dropped by ours as it is in stock use."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    thinks = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", thinks)
+    turns = chat("Why?", "<think>Hm</think>So.", "And?", "<think>Oh</think>Then.")
+    row = rows.tokenise_row({"messages": turns}, tokenizer, "sft", 256, "last")
+    stock = tokenizer.apply_chat_template(turns[:3], add_generation_prompt=True, return_dict=False)
+    assert row["prompt_ids"] == stock and not row["drop"]
+    thought = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    assert set(thought) < set(row["responses"][0])
+
+
+def test_a_role_that_spells_a_special_token_is_left_out(tokenizer):
+    """The template writes roles, names and whatever else a message has: there it would be one."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = CHATML
+    for field in ({"role": "user<eos>"}, {"name": "a<eos>b"}, {"tool": {"of": ["<eos>"]}}):
+        turns = [{**message, **field} if i == 0 else message for i, message in enumerate(TURNS)]
+        for stage in ("sft", "ppo"):
+            made = rows.tokenise_row({"messages": turns}, tokenizer, stage, 256)
+            assert "spells a special token" in made["drop"], made
+
+
 # --------------------------------------------------------------------------------------------------
 # Dialogues that are text
 # --------------------------------------------------------------------------------------------------
@@ -346,7 +372,7 @@ def test_a_row_that_the_template_cannot_render_is_dropped(tokenizer):
 class Failing:
     """A tokenizer that cannot read one row."""
 
-    eos_token_id, chat_template = 1, None
+    bos_token_id, eos_token_id, chat_template = None, 1, None
 
     def __call__(self, text, **options):
         if text == "Q7?":

@@ -1,8 +1,10 @@
 """From text to tokens: EOS, special tokens, and what is cut where a row is too long."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from machinery.data import rows
+from machinery.data import rows, tokens
 
 E = 1  # EOS
 
@@ -45,6 +47,7 @@ def test_prompt_and_response_are_tokenised_apart(tokenizer):
 
 
 PROMPT = [11, 12, 13, 14, 15, 16]
+NO_BOS = SimpleNamespace(bos_token_id=None)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +65,19 @@ PROMPT = [11, 12, 13, 14, 15, 16]
 )
 def test_what_is_cut_where_a_row_is_too_long(prompt, responses, limit, kept, left):
     """The mask that says which tokens of the prompt count is cut with it."""
-    found = rows.cut(prompt, [2 * token for token in prompt], responses, limit)
+    found = rows.cut(NO_BOS, prompt, [2 * token for token in prompt], responses, limit)
     assert found == (kept, [2 * token for token in kept], left)
+
+
+def test_a_prompt_that_is_cut_keeps_its_bos():
+    """A model that was trained with BOS before every text would else see its first prompt without.
+    The rest is the prompt's end, and no longer than before. Token 11 elsewhere is a token."""
+    starts = SimpleNamespace(bos_token_id=11)
+    assert rows.cut(starts, PROMPT, [1, 0, 0, 0, 0, 0], [[5, 6, E]], 7)[0] == [11, 14, 15, 16]
+    assert rows.cut(starts, PROMPT, [1, 0, 0, 0, 0, 0], [[5, 6, E]], 9)[0] == PROMPT
+    others = [12, *PROMPT]
+    assert rows.cut(starts, others, [0] * 7, [[5, 6, E]], 7)[0] == [13, 14, 15, 16]
+    assert tokens.keep_end(starts, PROMPT, 1) == [11]
 
 
 def test_nothing_is_ever_longer_than_the_limit():
@@ -71,6 +85,6 @@ def test_nothing_is_ever_longer_than_the_limit():
     for limit in (2, 3, 8, 64):
         for p, r in ((1, 1), (1, 20), (5, 5), (20, 1), (20, 20)):
             whole = list(range(r))
-            prompt, _, found = rows.cut(list(range(p)), [0] * p, [whole, [E]], limit)
+            prompt, _, found = rows.cut(NO_BOS, list(range(p)), [0] * p, [whole, [E]], limit)
             assert prompt and all(found)
             assert all(len(prompt) + len(ids) <= limit for ids in found)

@@ -229,6 +229,17 @@ def test_equal_advantages_do_not_explode():
     assert ppo.whitened([rows([2, 2, 2])], [rows([1, 1, 1])])[0].tolist() == [[0, 0, 0]]
 
 
+def test_small_advantages_are_scaled_up():
+    """Deviation 1 is what they have afterwards, however small they were."""
+    white = ppo.whitened([rows([1e-3, -1e-3])], [rows([1, 1])])[0]
+    assert white.tolist() == [[pytest.approx(1, abs=1e-4), pytest.approx(-1, abs=1e-4)]]
+
+
+def test_where_no_token_counts_nothing_is_whitened():
+    """A fork's own mask may leave out every token of a rollout."""
+    assert ppo.whitened([rows([2, 5])], [rows([0, 0])])[0].tolist() == [[0, 0]]
+
+
 # --------------------------------------------------------------------------------------------------
 # Advantages without a critic
 # --------------------------------------------------------------------------------------------------

@@ -109,6 +109,50 @@ def test_minibatches_take_every_micro_batch_once_in_an_order_of_the_seed(count, 
     assert orders[0] == orders[1] != orders[2]
 
 
+def test_a_rollout_is_divided_by_hand():
+    """8 micro-batches of 4 responses and an accumulation of 2 make 4 updates in each epoch."""
+    sizes = ppo.Sizes(
+        SimpleNamespace(
+            per_device_generation_batch_size=8,
+            per_device_training_batch_size=4,
+            gradient_accumulation_steps=2,
+            generation_batches=2,
+            samples_per_prompt=2,
+            ppo_epochs=3,
+        )
+    )
+    assert (sizes.prompts, sizes.batches_per_step, sizes.responses) == (4, 4, 32)
+    assert (sizes.micro_batches, sizes.updates_per_epoch, sizes.updates) == (8, 4, 12)
+    requests = sizes.requests([[{"row": 5}], [{"row": 7}]])
+    found = [(request["row"], request["sample"], request["group"]) for request in requests]
+    assert found == [(5, 0, 0), (5, 1, 0), (7, 0, 1), (7, 1, 1)]
+
+
+BOTH = ["actor", "critic"]
+
+
+@pytest.mark.parametrize(
+    "reusable, needed, changes",
+    [
+        (BOTH, True, {}),
+        (BOTH, False, dict(kl_coef=0)),
+        (BOTH, False, dict(kl_in="loss")),
+        ([], True, dict(micro_batches=2)),
+        ([], False, dict(micro_batches=2, kl_coef=0)),
+        ([], True, dict(gradient_checkpointing=True)),
+        ([], True, dict(updates=2)),
+        ([], True, dict(updates=2, kl_coef=0)),
+        (["critic"], True, dict(no_dropout=["critic"], kl_coef=0)),
+    ],
+)
+def test_which_forwards_an_update_can_take_over(reusable, needed, changes):
+    """ppo.forwards_of_score's table: of one update on one micro-batch those without dropout, and
+    the old log-probs can wait for the update where nothing before it needs them."""
+    given = dict(updates=1, micro_batches=1, no_dropout=BOTH, kl_coef=0.1, kl_in="reward")
+    given = SimpleNamespace(**{**given, "gradient_checkpointing": False, **changes})
+    assert ppo.forwards_of_score(given, given, given.no_dropout) == (reusable, needed)
+
+
 def test_responses_are_shuffled_where_a_rollout_makes_several_updates():
     """Each once, in an order of the seed. Sorted by length, as where one update takes them all, one
     update would see short responses only."""

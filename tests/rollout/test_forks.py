@@ -93,6 +93,18 @@ def test_what_is_kept_to_train_on_belongs_to_its_batch(tiny_model, tokenizer):
         assert torch.equal(torch.autograd.grad(logprobs.sum(), model.lm_head.weight)[0], found)
 
 
+def test_entropy_has_a_graph_only_where_it_is_trained_on(tiny_model, tokenizer):
+    """It is as large as the logits."""
+    model = copy.deepcopy(tiny_model)
+    (batch,) = scored(model, tokenizer, rollout(model, tokenizer), 4)
+    for coef in (0.0, 0.1):
+        args = SimpleNamespace(**{**vars(ARGS), "entropy_coef": coef})
+        logprobs, entropy = ppo.actor_forward(args, model, batch)
+        assert logprobs.requires_grad and entropy.requires_grad == bool(coef)
+        with torch.no_grad():
+            assert not any(each.requires_grad for each in ppo.actor_forward(args, model, batch))
+
+
 # --------------------------------------------------------------------------------------------------
 # Sampled as scored; padding
 # --------------------------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ def test_prompts_are_padded_left_and_responses_right():
     assert batch.mask.tolist() == [[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 4], [0, 0, 0, 1, 2, 3]]
     assert batch.logit_places.tolist() == [[2, 3, 4], [6 + 2, 6 + 3, 6 + 4]]
+    assert batch.real_tokens.tolist() == [5, 4]
 
 
 def test_a_filler_is_seen_by_the_model_and_counts_nowhere():
@@ -98,6 +99,7 @@ def test_a_filler_is_seen_by_the_model_and_counts_nowhere():
     assert batch.mask.tolist() == [[1, 1, 1, 1], [1, 1, 1, 1]]
     assert batch.last.tolist() == [[0, 1], [0, 0]]
     assert batch.row_weight.tolist() == [1, 0]
+    assert [count.item() for count in batch.counts()] == [2 + 2, 1, 2]  # tokens, rows, logits
 
 
 # --------------------------------------------------------------------------------------------------

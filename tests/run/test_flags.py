@@ -95,6 +95,7 @@ def test_only_rank_zero_speaks_at_once(monkeypatch, capsys):
     the launcher ends them. A rank that alone sees a mistake does say so."""
     waited = []
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setattr("time.sleep", lambda s: waited.append((s, capsys.readouterr().err)))
     with pytest.raises(SystemExit):
         program(lambda: get_args("sft", "--max_seq_len 1"))
@@ -182,6 +183,18 @@ def test_any_flag_overrides_its_recipe(script):
                 new = max(known[f"--{flag}"].least, 1)
                 args = get_args(script, f"{others} --{flag} {new}", f"--preset {name} ")
                 assert getattr(args, flag) == new
+
+
+def test_a_flags_file_may_begin_with_a_byte_order_mark(tmp_path):
+    """As some editors write it: the first flag would be an unknown one, which looks like it."""
+    (tmp_path / "my.flags").write_bytes(b"\xef\xbb\xbf--seed 7\r\n")
+    assert get_args("sft", f"@{tmp_path}/my.flags").seed == 7
+
+
+def test_a_home_is_no_folder_of_that_name(monkeypatch):
+    """Of --output_dir=~/x shells do not expand the ~, and who deletes a folder ~ deletes much."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert get_args("sft", "--output_dir=~/x").output_dir == "/home/ada/x"
 
 
 def test_a_file_of_ones_own(tmp_path, monkeypatch):

@@ -1,9 +1,11 @@
 """How a run starts, what it shows while it works, the picture that it leaves, and exit codes."""
 
+import contextlib
 import os
 import re
 import time
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ from matplotlib.figure import Figure
 import reward
 import sft
 from helpers import metrics
-from machinery.base import progress
+from machinery.base import progress, ranks
 from machinery.run import launch, logs, plots
 from tests import kit
 
@@ -30,6 +32,45 @@ def test_srun_without_an_address_is_refused(monkeypatch):
     environment["MASTER_PORT"] = "29500"
     launch.fill_environment()
     assert environment["WORLD_SIZE"] == "2" and environment["RANK"] == "0"
+
+
+def listens_on(args):
+    """Meets the other ranks, exchanges a number with them, and returns the addresses on which this
+    process listens then."""
+    launch.fill_environment()
+    launch.join_ranks(args)
+    assert ranks.all_sum(1).item() == ranks.get_world_size()
+    mine, found = set(), set()
+    for number in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of this loop
+            mine.add(os.readlink(number).removeprefix("socket:[").rstrip("]"))
+    for kind in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
+            cells = line.split()
+            if cells[3] == "0A" and cells[9] in mine:  # it listens
+                found.add(cells[1].partition(":")[0])
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ranks_of_one_host_listen_to_nobody_else(count):
+    """By itself PyTorch's store listens on all interfaces, where it would run what it is sent by
+    whoever reaches the machine. One rank alone needs none."""
+    args = SimpleNamespace(adam_offload=False, tensor_parallel_size=1)
+    meet = "" if count > 1 else "never"
+    for rank, found in enumerate(kit.on_ranks(listens_on, count, args, meet=meet)):
+        assert found <= {"0100007F"}, f"rank {rank} listens on {found}"
+
+
+def test_ranks_of_several_hosts_meet_as_pytorch_has_them_meet(monkeypatch):
+    """And so do those of torchrun, whose own process holds the store."""
+    for name, value in dict(WORLD_SIZE="4", LOCAL_SIZE="2").items():
+        monkeypatch.setenv(name, value)
+    assert launch.way_to_meet() is None
+    monkeypatch.setenv("LOCAL_SIZE", "4")
+    assert launch.way_to_meet() == "loopback://"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert launch.way_to_meet() is None
 
 
 def test_operators_are_compiled_into_the_environment(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import torch
 import sft
 from machinery.base import locks, ranks
 from machinery.models import saving
-from machinery.run import best, checkpoints, output_folder
+from machinery.run import best, checkpoints, logs, output_folder
 from tests import kit, runs
 
 FACTS = {"data_rows": 8, "data_fingerprint": 7}
@@ -263,7 +263,7 @@ def best_run(folder, weights):
         (place / "model.safetensors").write_text(weights)
         (place / "config.json").write_text("{}")
 
-    return SimpleNamespace(args=args, save=save, engine=None, tokenizer=None)
+    return SimpleNamespace(args=args, save=save, engine=None, tokenizer=None, best_step=None)
 
 
 def test_the_best_model_is_whole_at_every_moment(tmp_path, monkeypatch):
@@ -310,3 +310,54 @@ def test_the_best_model_is_whole_at_every_moment(tmp_path, monkeypatch):
             break
         moments += 1
     assert moments > 6
+
+
+def test_a_best_model_that_was_lost_is_said(tmp_path, capsys, monkeypatch):
+    """A resumed run can only keep the best of what comes now, which may be worse. An evaluation
+    that cannot be read any more is no reason to stop either."""
+    monkeypatch.setenv("RANK", "0")
+    run = best_run(tmp_path, "first")
+    best.keep(run, {"step": 1, "eval_loss": 3.0})
+    best.keep(run, {"step": 2, "eval_loss": 4.0})
+    assert run.best_step == 1 and "warning" not in capsys.readouterr().out
+    for damage in ("{}", "3", '{"eval_loss": null}', '{"eval_'):
+        (tmp_path / "best/evaluation.json").write_text(damage)
+        best.keep(run, {"step": 3, "eval_loss": 9.0})
+        assert json.loads((tmp_path / "best/evaluation.json").read_text())["eval_loss"] == 9
+    shutil.rmtree(tmp_path / "best")
+    best.keep(run, {"step": 4, "eval_loss": 10.0})
+    assert "warning: best/, the model of step 3, is gone" in capsys.readouterr().out
+
+
+def test_a_resumed_run_knows_that_it_had_a_best_model(tmp_path):
+    """Its checkpoint says so."""
+    flags = f"{runs.BEST} --max_steps 2".split()
+    argv = [*runs.base_flags("reward", runs.base()), *flags]
+    done = kit.run("reward", *argv, folder=tmp_path / "run")
+    for name in ("best", "checkpoints/step-2"):
+        shutil.rmtree(done.folder / name)
+    (done.folder / "config.json").unlink()
+    done = kit.run("reward", *argv, "--resume", folder=tmp_path / "run")
+    assert "warning: best/, the model of step 1, is gone" in done.out, done
+    assert (done.folder / "best/evaluation.json").exists()
+
+
+@pytest.mark.parametrize(
+    "now, size, left",
+    [(b"a\nb\nc", 6, b"a\nb\n"), (b"a\nb\nc\n", 4, b"a\nb\n"), (b"a\nlong\n", 4, b"a\n")],
+)
+def test_a_log_is_cut_where_a_line_ends(tmp_path, now, size, left, capsys, monkeypatch):
+    """What was written after a checkpoint goes. Where somebody has shortened the file, or changed
+    it, the next line would be joined to what is left of one."""
+    monkeypatch.setenv("RANK", "0")
+    (tmp_path / "metrics.jsonl").write_bytes(now)
+    logs.cut(SimpleNamespace(output_dir=str(tmp_path)), {"metrics.jsonl": size})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == left
+    assert ("lines are missing" in capsys.readouterr().out) == (len(left) < size)
+
+
+def test_a_log_that_is_gone_begins_anew(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    logs.cut(SimpleNamespace(output_dir=str(tmp_path)), {"samples.jsonl": 9})
+    assert (tmp_path / "samples.jsonl").read_bytes() == b""
+    assert "samples.jsonl was changed" in capsys.readouterr().out

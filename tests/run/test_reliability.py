@@ -4,6 +4,7 @@ Each scene is a real run of sft.py on two ranks under ZeRO 2: five steps, checkp
 and 4. What it ends with is compared with a run that nothing befell.
 """
 
+import errno
 import multiprocessing
 import os
 import re
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 from machinery.base import ranks
-from machinery.run import checkpoints
+from machinery.run import checkpoints, crash
 from tests import kit, runs
 from tools import export
 
@@ -345,16 +346,32 @@ def test_what_takes_long_is_no_hang():
 
 
 def test_a_port_that_is_taken_is_named(tmp_path):
-    """No other rank has died: there may be none."""
+    """No other rank has died: they were looking for each other."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        env = dict(zip(kit.RANK_NAMES, ("0", "1", "0", "1", "127.0.0.1", str(port))))
         flags = runs.base_flags("sft", runs.base())
-        done = kit.run("sft", *flags, folder=tmp_path / "run", env=env, expect=1)
+        env = {"MASTER_PORT": str(port)}
+        done = kit.run("sft", *flags, folder=tmp_path / "run", env=env, ranks=2, expect=None)
+    assert done.codes[0] == 1, done
     assert f"port {port} is taken" in done.err and "--master_port" in done.err, done
     assert "Another rank" not in done.err and "Traceback" not in done.err, done
+
+
+def test_a_full_disk_is_said_whatever_is_written(capsys):
+    """Also of a line of the log."""
+    error = OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+    crash.Phase().report(OSError, error, None)
+    assert "make room and --resume" in capsys.readouterr().err
+
+
+def test_one_rank_blames_no_other(capsys, monkeypatch):
+    """What gloo raises is another rank's fault only where there is one."""
+    for count, blames in (("1", False), ("2", True)):
+        monkeypatch.setenv("WORLD_SIZE", count)
+        crash.Phase().report(RuntimeError, RuntimeError("gloo: no address"), None)
+        assert ("Another rank" in capsys.readouterr().err) == blames
 
 
 def test_a_checkpoint_that_cannot_be_rewritten_says_why(tmp_path):

@@ -82,7 +82,7 @@ def test_gamed_samples_come_first_the_worst_of_them_at_the_top():
 def test_every_chart_says_its_unit():
     """Who reads "loss 0.4" wants to know: nats a token, a pair, or no unit at all. A panel's title
     ends with its unit; the losses of two steps have two."""
-    titles = re.findall(r"^(.+) \| ", "".join(plots.PANELS.values()), re.M)
+    titles = [title for panels in plots.PANELS.values() for title in panels]
     named = dict(pictures.with_unit(title, "ppo") for title in titles)
     assert {*pictures.FOLDED} <= {*named} and named["entropy"] == "nats a token"
     without = {title for title, unit in named.items() if unit == "no unit"}

@@ -26,7 +26,7 @@ DIALOGUE = formats.HUMAN + "{}" + formats.ASSISTANT
 
 # ---- How a prompt is written ----
 def own_prompts(path):
-    """Returns the different prompts in samples.jsonl of a run, [] if it cannot be read.
+    """Returns the unique prompts in samples.jsonl of a run, [] if it cannot be read.
 
     ema/ and best/ have the samples of the folder above.
     """
@@ -157,7 +157,11 @@ class Writer(Model):
             raise Refused("prompt-refused", words) from error
         row = {"row": number, "sample": 0, "row_weight": 1, "asked": prompt, "extra": extra}
         row.update(prompt=formats.as_text(text), chat=isinstance(text, list))
-        return {**row, "prompt_ids": ids[-room:], "cut": len(ids) > room}
+        return {
+            **row,
+            "prompt_ids": tokens.keep_end(self.tokenizer, ids, room),
+            "cut": len(ids) > room,
+        }
 
     def answer_length(self, args):
         """Returns how many tokens a response may have: --max_answer_seq_len, if they fit."""
@@ -233,12 +237,12 @@ class Judge(Model):
         """
         sequences = []
         for prompt, response in pairs:
-            prompt, _, [response] = rows.cut(prompt, [], [response], self.positions)
+            prompt, _, [response] = rows.cut(self.tokenizer, prompt, [], [response], self.positions)
             sequences.append((*prompt, *response))
-        different = sorted(set(sequences), key=len)
+        unique = sorted(set(sequences), key=len)
         scores, size = {}, args.per_device_eval_batch_size
-        for start in range(0, len(different), size):
-            part = different[start : start + size]
+        for start in range(0, len(unique), size):
+            part = unique[start : start + size]
             ids, mask = common.pad(part, self.tokenizer.pad_token_id)  # (B, T), ends on the right
             ids, mask = ids.to(ranks.device()), mask.to(ranks.device())
             values = self.model(ids, mask, common.position_ids(mask))  # (B, T)
