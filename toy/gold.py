@@ -1,23 +1,23 @@
-"""The gold score: what a good answer is, written down, so that you can see whether PPO found it.
+"""The gold score: what a good response is, written down, so that you can see if PPO finds it.
 
-A real project does not have this file. There, "good" lives in people's heads, a few
-thousand comparisons are all that is known of it, and the reward model has to guess the
-rest. Here the rule is open, and it is used twice only: toy/make.py labels the preference
-pairs with it, and the scripts grade held-out answers with it. Neither the reward model nor
-PPO ever sees it, so a rise in gold is a real gain and not a reward model being fooled.
+A real project does not have this file. There, people know a good response when they see
+one, a few thousand of their comparisons are all the data there is, and the reward model has
+to guess the rest. Here the rule is in the open, and it has only two uses: toy/make.py labels
+the preference pairs with it, and the scripts grade held-out responses with it. Neither the
+reward model nor PPO ever sees it, so a rise in gold is a real gain, not a fooled reward model.
 
-The rule. An answer starts at 1 and loses a quarter for every fault, down to 0:
+The rule. A response starts at 1 and loses 0.25 for each fault, down to 0:
     off topic    it names another animal than the question does
     off topic    it names another place than the question does
-    not kind     no friendly remark
-    rude         a rude remark (a second fault: rude answers are not kind either)
+    not kind     it has no friendly remark
+    rude         it has a rude remark (a second fault: a rude response is not kind either)
     unfinished   it stops before the end of its sentence
-    rambling     more than two sentences
-An answer scores 0 at once unless every sentence is one this small language
-knows and exactly one of them answers the question. Lists of keywords, repeated
-words and gibberish therefore earn nothing, however many right words they have.
+    rambling     it has more than two sentences
+A response scores 0 outright unless every sentence is one that this small language
+knows and exactly one of them answers the question. So lists of keywords, repeated
+words and gibberish earn nothing, however many of the right words they contain.
 
-    score   answer to "How does the otter get to the mill?"
+    score   response to "How does the otter get to the mill?"
     1.00    Happy to help! The otter gets to the mill by boat.
     0.75    The otter gets to the mill by boat.
     0.50    Go away! The otter gets to the mill by boat.
@@ -108,7 +108,7 @@ RAMBLE = ["I had soup today.", "My hat is red.", "The train was late.", "It is a
 
 
 def pattern(template, tail=""):
-    """A regular expression for a template such as "Who feeds the {animal} at the {place}?"."""
+    """Returns a regular expression for a template, "Who feeds the {animal} at the {place}?"."""
     words = {
         "animal": f"(?P<animal>{'|'.join(ANIMALS)})",
         "place": f"(?P<place>{'|'.join(PLACES)})",
@@ -122,7 +122,7 @@ ANSWERS = [pattern(start, rf"(?P<end> (?:{'|'.join(ends)})\.)?") for _, start, e
 
 
 def gold_one(prompt, completion):
-    """The score of one answer, 0 to 1, by the rule at the top of this file."""
+    """Returns the score of one response, 0 to 1, by the rule at the top of this file."""
     found = [
         (form, match)
         for form, question in enumerate(QUESTIONS)
@@ -149,7 +149,7 @@ def gold_one(prompt, completion):
 
 
 def gold(prompts, completions, **columns):
-    """One score per answer. The signature is that of TRL's reward functions;
+    """Returns one score per response. The signature is that of TRL's reward functions;
     further columns are ignored.
 
     >>> ask = "How does the otter get to the mill?\\nAnswer:"

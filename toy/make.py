@@ -1,21 +1,21 @@
-"""Makes the built-in toy: questions about animals, answers of mixed quality,
-and the limits nobody can beat.
+"""Makes the built-in toy: questions about animals, responses of mixed quality,
+and the limits that no model can beat.
 
     python toy/make.py          about ten seconds; the same seed writes the same bytes
 
-Why a toy at all? On real data you never learn how good your run is: nobody
-knows the smallest loss that text allows, or how often two annotators agree.
-Here we wrote the language ourselves, so we can work both out and print them:
+Why a toy at all? On real data you never find out how good your run is: nobody
+knows the lowest loss that the text allows, or how often two annotators agree.
+Here we wrote the language ourselves, so we can work out both and print them:
 
-    SFT     the loss of the generator on its own answers: no model can do better except by luck
-    reward  the accuracy of a judge who knows the gold score, far from 1 as the labels are noisy
+    SFT     the generator's loss on its own responses: only by luck does a model get below it
+    reward  the accuracy of a judge who knows the gold score: far from 1, as the labels are noisy
     PPO     the largest gold score
 
 What it writes (under --out):
     data/train.jsonl    prompt, response (for sft.py), chosen and rejected (for reward.py)
-    data/test.jsonl     the same columns; its (animal, place) pairs occur nowhere in train.jsonl, so
-                        a model that only remembers fails here, and one that learned to look at the
-                        question does not
+    data/test.jsonl     the same columns. Its (animal, place) pairs occur nowhere in train.jsonl, so
+                        a model that only memorises fails here, and one that has learned to look at
+                        the question does not
     data/limits.json    the limits above, by step and metric
     model/              a Llama config of 0.9 million parameters (no weights) and a tokenizer
                         trained on train.jsonl
@@ -32,21 +32,21 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from gold import ANIMALS, FORMS, KIND, PLACES, RAMBLE, RUDE, gold
 
-# How often an answer goes wrong. Chosen so that the average answer earns about half of the
-# largest gold score: a model that imitates them well is mediocre, and PPO has something to do.
+# How often a response goes wrong. Chosen so that the average response earns about half of the
+# largest gold score: a model that imitates them well is mediocre, which leaves PPO work to do.
 WRONG_ANIMAL, WRONG_PLACE = 0.15, 0.15
 MANNERS = {"kind": 0.40, "plain": 0.30, "rude": 0.30}
-# An answer that strays goes to one of these, as people do who would rather talk
+# A response that strays goes to one of these, like people who would rather talk
 # about their favourites. Why not to any of the 20 animals? Each wrong one would
-# be seen so seldom that its chance is learned badly, and SFT then ends further
-# above its floor for a reason that has nothing to do with reading the question.
+# be so rare that a model learns its probability badly. SFT would then end further
+# above its floor, for a reason that has nothing to do with reading the question.
 FAVOURITE_ANIMALS = ["cat", "dog", "horse", "owl"]
 FAVOURITE_PLACES = ["beach", "castle", "garden"]
 SHAPE = {"brief": 0.40, "unfinished": 0.35, "rambling": 0.25}
 
 # Bradley-Terry: P(a is preferred over b) = sigmoid(SCALE * (gold(a) - gold(b))).
-# At 10, one fault more or less (a quarter of a point) decides 92 % of the
-# comparisons. Then FLIP of all labels are turned over, as if by accident.
+# At 10, one fault more or less (0.25) decides 92 % of the comparisons.
+# Then a share FLIP of all labels is flipped, as if by accident.
 SCALE, FLIP = 10.0, 0.05
 
 # 20 animals x 2 places = 40 of the 280 combinations are for test.jsonl only.
@@ -57,30 +57,30 @@ HELD_OUT_PER_ANIMAL = 2
 
 
 def ask(form, animal, place):
-    """The prompt. It ends right after the colon: the answer brings its own
-    leading space, which byte-level BPE glues to the first word, so prompt and
-    answer can be tokenised apart and joined."""
+    """Returns the prompt. It ends right after the colon. The response brings its own
+    leading space, which byte-level BPE joins to the first word, so prompt and
+    response can be tokenised separately and concatenated."""
     return FORMS[form][0].format(animal=animal, place=place) + "\nAnswer:"
 
 
 def mix(right, others, wrong):
-    """A slot that holds `right`, or with probability `wrong` any one of the others."""
+    """Returns a slot that holds `right`, or with probability `wrong` any one of the others."""
     others = [word for word in others if word != right]
     return [(1 - wrong, " " + right)] + [(wrong / len(others), " " + word) for word in others]
 
 
 def slots(form, animal, place):
-    """The grammar of the answers to one question: a list of slots, filled from
-    left to right, each on its own.
+    """Returns the grammar of the responses to one question: a list of slots, filled from
+    left to right, independently of each other.
 
-    A slot is a list of (probability, text). Nothing is hidden: the chance of an answer is the
-    product of the chances of its slots, and the entropy of an answer is the sum of theirs.
+    A slot is a list of (probability, text). So everything can be computed: the probability of
+    a response is the product of those of its slots, and the entropy is the sum of theirs.
     """
     _, start, ends = FORMS[form]
     remark = [(MANNERS["plain"], "")]
     remark += [(MANNERS["kind"] / len(KIND), " " + text) for text in KIND]
     remark += [(MANNERS["rude"] / len(RUDE), " " + text) for text in RUDE]
-    # The end of the sentence and what follows it are one slot, because nothing
+    # The end of the sentence and what follows it share one slot, because nothing
     # can follow an unfinished sentence.
     babble = [f" {a} {b}" for a in RAMBLE for b in RAMBLE if a != b]
     end = [(SHAPE["unfinished"], "")]
@@ -100,34 +100,34 @@ def slots(form, animal, place):
 
 
 def draw(rng, grammar):
-    """One answer, and the log of its probability."""
+    """Returns one response, and the log of its probability."""
     picks = [rng.choices(slot, weights=[p for p, _ in slot])[0] for slot in grammar]
     return "".join(text for _, text in picks), sum(math.log(p) for p, _ in picks)
 
 
-def log_prob(grammar, answer):
-    """log p(answer) from its text alone, summed over every way the slots can spell it.
+def log_prob(grammar, response):
+    """Returns log p(response) from its text alone, summed over all ways the slots can spell it.
 
-    Walk the slots and keep, for each position in the text, the probability of
-    having arrived there. In this grammar there is never more than one way, and
-    then the sum is what draw() returned; the oracle does not rely on it.
+    It walks the slots and keeps, for each position in the text, the probability of
+    having arrived there. In this grammar there is never more than one way, so the
+    sum is what draw() returned, but the limits do not rely on that.
     """
     arrived = {0: 1.0}
     for slot in grammar:
         here, arrived = arrived, {}
         for at, so_far in here.items():
             for p, text in slot:
-                if answer.startswith(text, at):
+                if response.startswith(text, at):
                     arrived[at + len(text)] = arrived.get(at + len(text), 0.0) + so_far * p
-    return math.log(arrived[len(answer)])
+    return math.log(arrived[len(response)])
 
 
 # ---- 2. The rows ---------------------------------------------------------------------------------
 
 
 def split_combinations(rng):
-    """All (animal, place) pairs, some places of every animal held out. Each animal
-    and each place is still seen in training, only never these two together."""
+    """Returns the (animal, place) pairs for training, and those held out: some places of each
+    animal. Training still has each of these animals and places, but never the two together."""
     held_out = [
         (animal, place) for animal in ANIMALS for place in rng.sample(PLACES, HELD_OUT_PER_ANIMAL)
     ]
@@ -138,8 +138,8 @@ def split_combinations(rng):
 
 
 def make_pair(rng, prompt, grammar):
-    """(chosen, rejected): two answers of the same kind as the SFT answers,
-    labelled by Bradley-Terry and then noise."""
+    """Returns (chosen, rejected): two responses of the same kind as those for SFT,
+    labelled by Bradley-Terry, with noise on top."""
     a = b = draw(rng, grammar)[0]
     while a == b:  # a pair of equal texts teaches nothing
         b = draw(rng, grammar)[0]
@@ -151,8 +151,8 @@ def make_pair(rng, prompt, grammar):
 
 
 def make_rows(rng, combinations, rows):
-    """Yields (row, grammar). The questions are asked in turn, shuffled, so that
-    each occurs about equally often."""
+    """Yields (row, grammar). It goes through the questions in turn and shuffles them, so that
+    all of them occur about equally often."""
     questions = [(form, *combination) for form in range(len(FORMS)) for combination in combinations]
     questions = questions * (rows // len(questions) + 1)
     rng.shuffle(questions)
@@ -174,12 +174,12 @@ def make_rows(rng, combinations, rows):
 
 
 def make_tokenizer(texts, vocab_size=576):
-    """A byte-level BPE: all 256 bytes, so that every text survives encode and
-    decode, and then merges.
+    """Returns a byte-level BPE: all 256 bytes, so that every text survives encode
+    and decode, and then merges.
 
-    The language is so small that merging ends before vocab_size: each of its
-    words has become one token. pad is not eos: a pad is masked everywhere,
-    while the eos is an action that the model has to learn.
+    The language is so small that merging ends before vocab_size is reached: by then
+    each of its words is one token. pad is not eos: a pad is masked everywhere,
+    while eos is an action that the model has to learn.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -207,7 +207,7 @@ def make_tokenizer(texts, vocab_size=576):
 
 
 def save_config(tokenizer, folder):
-    """Writes the config of `make_config`, without transformers' version: it says nothing of it."""
+    """Writes `make_config`'s config without transformers' version, which does not describe it."""
     make_config(tokenizer).save_pretrained(folder)
     file = os.path.join(folder, "config.json")
     with open(file) as text:
@@ -218,13 +218,14 @@ def save_config(tokenizer, folder):
 
 
 def make_config(tokenizer):
-    """The shape of a Llama, at the size of a toy: 4 layers of width 128.
-    Embeddings are tied, as in most small models.
+    """Returns the config of a toy-sized Llama: 4 layers of width 128. Embeddings are tied,
+    as in most small models.
 
-    initializer_range: 0.02 is for models thousands wide; at width 128 every layer's output
-    is then faint. Measured on an earlier draft of this data (batch 64, lr 2e-3, one seed):
-    with 0.02 the loss is 20 % above the floor after 448 steps, because the animal is not
-    yet copied from the question; with 0.05 (half of 1/sqrt(128)), 3 % after 280 steps.
+    initializer_range: 0.02 suits models that are thousands wide; at width 128 it makes every
+    layer's output very small. Measured on an earlier draft of this data (batch 64, lr 2e-3,
+    one seed): with 0.02 the loss is 20 % above the floor after 448 steps, because the model
+    does not yet copy the animal from the question. With 0.05 (half of 1/sqrt(128)) it is 3 %
+    above after 280 steps.
     """
     from transformers import LlamaConfig
 
@@ -251,19 +252,19 @@ def make_config(tokenizer):
 
 
 def find_limits(test, tokenizer):
-    """The limits, worked out on the held-out rows.  test: list of (row, grammar) -> dict."""
+    """Returns {name: limit}, worked out on the held-out rows.  test: list of (row, grammar)."""
 
     def tokens(text):
         return len(tokenizer(text)["input_ids"])
 
     entropy = expected_tokens = oracle = actual_tokens = agreed = 0.0
     for row, grammar in test:
-        # In expectation over the generator. Token counts add up over slots, as
-        # BPE never merges across a space.
+        # In expectation over what the generator writes. Token counts add up over
+        # slots, because BPE never merges across a space.
         entropy += sum(-p * math.log(p) for slot in grammar for p, _ in slot)
         # 1 for eos
         expected_tokens += 1 + sum(p * tokens(text) for slot in grammar for p, text in slot)
-        # On the very answers and pairs that the scripts will be tested on.
+        # On exactly the responses and pairs that the scripts will be tested on.
         oracle += -log_prob(grammar, row["response"])
         actual_tokens += 1 + tokens(row["response"])
         chosen, rejected = gold([row["prompt"]] * 2, [row["chosen"], row["rejected"]])
@@ -314,23 +315,23 @@ def main():
         (
             "entropy",
             limits["entropy"],
-            "nats per token of an answer, eos included, expected over the generator",
+            "nats per token of a response, eos included, in expectation over the generator",
         ),
         (
             "eval_loss",
             limits["eval_loss"],
-            "the generator's own loss on the held-out answers: the floor for sft.py",
+            "the generator's own loss on the held-out responses: the floor for sft.py",
         ),
         (
             "eval_accuracy",
             limits["eval_accuracy"],
-            "gold as judge of noisy held-out pairs: the ceiling for reward.py",
+            "gold as the judge of the noisy held-out pairs: the ceiling for reward.py",
         ),
         ("eval_gold", limits["eval_gold"], "the largest gold score: the ceiling for ppo.py"),
         (
             "mean gold",
             mean_gold,
-            "of the held-out answers: where a model that imitates them starts",
+            "of the held-out responses: where a model that imitates them starts",
         ),
     ):
         print(f"{name:13s} {value:.4f}   {meaning}")

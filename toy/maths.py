@@ -4,25 +4,26 @@ r"""A verifier of word problems: 1 where the final answer is right, 0 where it i
 
 It reads the two forms of the well-known data sets, in the response and in the data alike:
 
-    #### 42           what stands after the last ####, to the end of its line      GSM8K, `answer`
-    \boxed{42}        what stands in the last box                                  MATH, `solution`
+    #### 42           the text after the last ####, to the end of its line         GSM8K, `answer`
+    \boxed{42}        the text in the last box                                     MATH, `solution`
 
-If a text has both, the later one counts; a response that has neither gets 0, and so does an empty
+If a text has both, the later one counts. A response that has neither gets 0, and so does an empty
 answer. Two numbers are compared exactly: 1,234 is 1234, 5 million is 5,000,000, and 1.50, 3/2,
-\frac{3}{2} and 1\frac{1}{2} are equal. A number may have one of UNITS beside it, or the words in
-\text{...} that the data's answer has. An answer without a unit goes with any; two units must be the
-same. Whatever else stands beside a number makes another answer of it: 2 pi, 2x and 2 or 3 are not
-2. What is no number, such as \sqrt{2}, (1, 2) or \text{Monday}, is compared as text: x+1 is then
-not 1+x. A policy finds out what a verifier takes for right, so in doubt an answer is wrong.
+\frac{3}{2} and 1\frac{1}{2} are equal. A number may be followed or preceded by one of UNITS, or by
+the words in \text{...} that the data's answer has. An answer without a unit matches any unit; two
+units must be the same. Anything else beside a number makes it a different answer: 2 pi, 2x and 2 or
+3 are not 2. An answer that is not a number, such as \sqrt{2}, (1, 2) or \text{Monday}, is compared
+as text, so x+1 is not 1+x. A policy finds out what a verifier accepts, so an answer in doubt counts
+as wrong.
 
-Where answers are formulas, use Math-Verify, which parses them
+If your answers are formulas, use Math-Verify, which parses them
 (github.com/huggingface/Math-Verify), in a function of your own.
 """
 
 import re
 from fractions import Fraction
 
-LONGEST = 1000  # characters of an answer; what is longer is no answer
+LONGEST = 1000  # characters of an answer; a longer text is not taken for one
 
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"  # commas between the thousands, or none
 DECIMAL = rf"(?:{DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
@@ -35,7 +36,7 @@ SCALES = {
     "billion": 10**9,
     "trillion": 10**12,
 }
-# One unit a line, and how it is written. A plural in -s needs no word of its own.
+# One unit per line, in all its spellings. A plural in -s needs none of its own.
 UNITS = r"""
     % \% percent
     degree ° ^\circ ^{\circ} \circ
@@ -84,10 +85,10 @@ CURRENCY = re.compile(r"([-+]?)\s*(\\?\$|[€£¥])?(.*)", re.DOTALL)
 
 
 def solved(prompts, completions, answer=None, solution=None, **columns):
-    """Returns 1.0 for each completion whose final answer is the data's.
+    """Returns 1.0 for each completion whose final answer is the data's, and 0.0 for the others.
 
-    The data's is in the column `answer` (as in GSM8K), else in `solution` (as in MATH). A row that
-    has neither raises a ValueError: to count it as 0 would teach that every answer is wrong.
+    The data's answer is in the column `answer` (as in GSM8K), or else in `solution` (as in MATH). A
+    row that has neither raises a ValueError: a 0 for it would teach that every answer is wrong.
     """
     nothing = [None] * len(prompts)
     rows = zip(prompts, completions, answer or nothing, solution or nothing)
@@ -107,7 +108,7 @@ def solved(prompts, completions, answer=None, solution=None, **columns):
 
 
 def final_answer(text):
-    r"""Returns what a text gives as its final answer, or None if it gives none.
+    r"""Returns the final answer of a text, or None if it gives none.
 
     >>> final_answer("48 / 2 = 24, and 48 + 24 = 72.\n#### 72"), final_answer(r"so \boxed{72}.")
     ('72', '72')
@@ -122,7 +123,7 @@ def final_answer(text):
 
 
 def in_braces(text):
-    r"""Returns what stands between a first brace and the one that closes it; None if none does.
+    r"""Returns the text between a first brace and the one that closes it; None if none does.
 
     >>> in_braces(r"{\frac{1}{2}} of it")
     '\\frac{1}{2}'
@@ -136,7 +137,7 @@ def in_braces(text):
 
 
 def same(found, true):
-    """Returns whether an answer is the data's: as a number if that is one, else as text."""
+    """Returns whether an answer equals the data's: as a number if that is one, else as text."""
     number, right = quantity(found, true), quantity(true, true)
     if right is None or number is None:
         text = as_text(found)
@@ -145,7 +146,7 @@ def same(found, true):
 
 
 def plain(answer):
-    r"""Returns an answer in one spelling of LaTeX's: without $...$, stars, sizes, and a last dot.
+    r"""Returns an answer in one spelling of LaTeX: without $...$, stars, sizes and a final dot.
 
     >>> plain(r"**$\dfrac12$**."), plain(r"\left(10\,000, 2\right)")
     ('\\frac{1}{2}', '(10,000, 2)')
@@ -164,7 +165,7 @@ def plain(answer):
 
 
 def as_text(answer):
-    r"""Returns an answer as text to compare. Spaces stay only where they part two numbers.
+    r"""Returns an answer as text to compare. Spaces are kept only between two numbers.
 
     >>> as_text(r"\text{(C)}"), as_text(r"( \frac{1}{2}, 3 )"), as_text("1 2")
     ('C', '(1/2,3)', '1 2')
@@ -176,9 +177,9 @@ def as_text(answer):
 
 
 def quantity(answer, true):
-    r"""Returns the number and the unit of an answer, or None if it is no single number.
+    r"""Returns the number and the unit of an answer, or None if it is not a single number.
 
-    true: the data's answer; the words of its \text{...} are taken for a unit.
+    true: the data's answer; the words in its \text{...} count as a unit.
 
     >>> for text in ("$1,234.50", r"-1\frac{1}{2}", r"18\text{ cm}^2", "5 million", "2 pi"):
     ...     print(quantity(text, ""))
@@ -212,7 +213,7 @@ def quantity(answer, true):
 
 
 def scaled(words):
-    """Returns the factor that words begin with, and the words after it.
+    """Returns the factor that the words begin with, and the words after it.
 
     >>> scaled("hundred million dollars")
     (100000000, 'dollars')
@@ -225,7 +226,7 @@ def scaled(words):
 
 
 def unit_of(words, true):
-    r"""Returns the one spelling of a unit, "" if there are no words, or None if they are no unit.
+    r"""Returns a unit's one spelling, "" if there are no words, or None if they are not a unit.
 
     >>> unit_of("square feet", ""), unit_of("miles per hour", ""), unit_of("pi", "")
     ('foot^2', 'mile/hour', None)

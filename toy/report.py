@@ -1,4 +1,4 @@
-"""What the demo's three steps achieved, against the known limits.
+"""Prints what the demo's three steps achieved, beside the known limits.
 
 python toy/report.py output/demo
 """
@@ -26,7 +26,7 @@ def read(file):
 
 
 def print_table(folder):
-    """Prints each metric at the first evaluation, at the last one, and its limit."""
+    """Prints each metric at the first and at the last evaluation, and its limit."""
     limits = json.loads((TOY / "data/limits.json").read_text())
     print(f"\n{'step':8}{'metric':24}{'before':>10}{'after':>10}{'limit':>10}")
     for step, metric in METRICS:

@@ -1,13 +1,13 @@
 """Runs a case of the clinic again:  python course/clinic/cases.py 07
 
-Its three steps are run as they were for the folder course/clinic/07, on one core, and what they
-leave behind is put into output/clinic/07. Runs that cases share are made once, before it, and a run
-that is in output/clinic/runs is not made again. Names that begin with "healthy" are the runs
-without a fault.
-    python course/clinic/cases.py               lists them
-    python course/clinic/cases.py 07 --keep     puts it into course/clinic/07, which is in git
-With --keep a step that a healthy run has, too, is not stored again: runs.txt names its folder.
-Each case has its flags and its fault in course/clinic/solutions: do not look there too early.
+This repeats the three steps that made the folder course/clinic/07, on one core, and writes what
+look.py needs of them to output/clinic/07. Runs that several cases share are made first. A run that
+is already in output/clinic/runs is not made again. Names that begin with "healthy" are runs without
+a fault.
+    python course/clinic/cases.py               lists the names
+    python course/clinic/cases.py 07 --keep     writes to course/clinic/07, which is in git
+With --keep, a step that a healthy run has as well is not stored again: runs.txt names its folder.
+The flags and the fault of each case are in course/clinic/solutions: do not look there too early.
 """
 
 import json
@@ -24,31 +24,31 @@ import declared  # noqa: E402
 import runner  # noqa: E402
 
 ASKED = "--num_samples 70 --max_answer_seq_len 48 --gold_fn toy/gold.py:gold"
-BASE = {  # of the labs: the toy, made smaller; but step 1 answers prompts, too
+BASE = {  # the labs' base, a smaller toy run; here step 1 answers prompts as well
     **declared.BASES["toy"],
     "sft": " ".join(runner.merged(declared.BASES["toy"]["sft"], ASKED)),
 }
 GRPO = "--advantage grpo --samples_per_prompt 4 --reward_fn course/clinic/verifiers.py:right"
 HEALTHY = {f"healthy-{seed}": {"SEED": seed} for seed in (1, 2, 3)}
-for seed in (1, 2, 3):  # no step 2, since nothing is judged by a model
+for seed in (1, 2, 3):  # no step 2, because no model judges
     flags = {"ppo": f"{GRPO} --critic_model_name_or_path {{sft}}"}
     HEALTHY[f"healthy-grpo-{seed}"] = {"SEED": seed, "FLAGS": flags, "STEPS": ("sft", "ppo")}
 HEALTHY["healthy-gpt2"] = {"FLAGS": {"sft": "--model_name_or_path course/clinic/gpt2"}}
 CASES = sorted(file.stem for file in (HERE / "solutions").glob("[0-9]*.py"))
-SAMPLES, PAIRS = 70, 280  # that are kept of each evaluation, and of the judge
-DIGITS = 5  # of the numbers in the files that are kept
+SAMPLES, PAIRS = 70, 280  # how many are kept, of each evaluation and of the judge
+DIGITS = 5  # to which the numbers are rounded in the files that are kept
 
 
 # ---- Runs ----
 def solution_of(name):
-    """Returns what a solution says: SCRIPT, FLAGS, fault(), STEPS, SEED."""
+    """Returns what a solution's file defines: SCRIPT, FLAGS, fault(), STEPS, SEED."""
     return HEALTHY.get(name) or runpy.run_path(str(HERE / f"solutions/{name}.py"))
 
 
 def case(name):
     """Returns {script: runner.Run} of a case, or of a healthy run.
 
-    A fault in step 1 leaves the reward model as it is: it was made before.
+    A fault in step 1 does not change the reward model, which was made before it.
     """
     file, solution = HERE / f"solutions/{name}.py", solution_of(name)
     flags, seed = solution.get("FLAGS", {}), solution.get("SEED", 1)
@@ -70,7 +70,7 @@ def made(script, flags, seed, before, fault=""):
 
 
 def with_parents(runs):
-    """Returns runs, each once and after those that it starts from, which are among them, too."""
+    """Returns the runs and all that they start from, each once, and after those it starts from."""
     found = {}
     for run in runs:
         found |= dict.fromkeys(with_parents([parent for _, parent in run.parents]))
@@ -80,7 +80,7 @@ def with_parents(runs):
 
 # ---- What is kept of a run ----
 def keep(run, root, target):
-    """Writes what look.py needs of a run into a folder: of few samples, and without its paths."""
+    """Writes what look.py needs of a run into a folder: a few samples, and no paths."""
     folder = run.folder(root)
     target.mkdir(parents=True, exist_ok=True)
     args = (folder / "args.json").read_text()
@@ -96,9 +96,9 @@ def keep(run, root, target):
 
 
 def few(name, lines):
-    """Returns those lines of a file that are kept: of samples and tokens the two ends.
+    """Returns the lines of a file that are kept. Of samples and tokens, these are both ends.
 
-    Of the judge's pairs the texts are left out: they are those of toy/data, in its order.
+    The judge's pairs are kept without their texts, which are in toy/data, in the same order.
     """
     if name == "judge":
         kept = [{key: x for key, x in line.items() if not isinstance(x, str)} for line in lines]
@@ -117,9 +117,9 @@ def folder_of(name):
 
 
 def kept_as(name):
-    """Returns {script: the folder that keeps it} of a case; a run of several is kept once.
+    """Returns {script: the folder that keeps it} of a case. A run that cases share is kept once.
 
-    What a healthy run has, too, lies in its folder, the first of HEALTHY.
+    A step that healthy runs have as well is in the folder of the first of them in HEALTHY.
     """
     found = {}
     for script, run in case(name).items():
@@ -131,7 +131,7 @@ def kept_as(name):
 def main():
     names = [*CASES, *HEALTHY]
     parser = runner.new_parser(__doc__, names, "output/clinic/runs")
-    parser.add_argument("--keep", action="store_true", help="put it into course/clinic")
+    parser.add_argument("--keep", action="store_true", help="write to course/clinic")
     args = parser.parse_args()
     if args.name is None:
         return print(" ".join(names))

@@ -1,7 +1,7 @@
 """Writes the tables of figures into the clinic's pages:  python course/clinic/figures.py
 
-A solution's table has the metrics that its text speaks of, of the broken run and of a healthy one.
-That of README.md says what is healthy on the toy. Both stand between two markers.
+A solution's table has the metrics that its text mentions, of the broken run and of a healthy one.
+The table in README.md says what is healthy on the toy. Each stands between two markers.
 """
 
 import json
@@ -15,7 +15,7 @@ import pages  # noqa: E402
 
 from tools.report import runs  # noqa: E402
 
-SHOWN = {  # case: its metrics, each with the run that they are of
+SHOWN = {  # case: its metrics, each after the step that logs it
     "01": "sft:eval_loss ppo:eos_rate ppo:response_length ppo:eval_gold",
     "02": "ppo:kl ppo:eval_kl ppo:eval_reward ppo:eval_gold",
     "03": "ppo:kl ppo:kl_k3 ppo:ratio_max ppo:sampling_gap ppo:approx_kl ppo:eval_gold",
@@ -48,7 +48,7 @@ STEPS += "eos_rate equal_groups"
 
 
 def series(folder, script, metric):
-    """Returns a metric of a run by step, {} where there is none."""
+    """Returns {step: value} of a run's metric, empty if the run has none."""
     [path] = [run.path for run in runs.find([HERE / folder]) if run.script == script] or [None]
     lines = (path / "metrics.jsonl").read_text().splitlines() if path else []
     return {x["step"]: x[metric] for x in map(json.loads, lines) if metric in x}
@@ -68,7 +68,7 @@ def of_case(case):
 
 
 def of_healthy():
-    """Returns the table of README.md: from the smallest to the largest of three seeds."""
+    """Returns the table of README.md: the smallest and the largest value over three seeds."""
 
     def cell(kind, metric, at_end):
         script = {"eval_accuracy": "reward", "eval_loss": "sft"}.get(metric, "ppo")

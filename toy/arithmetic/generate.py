@@ -1,32 +1,32 @@
 """Makes the toy for verifiable rewards: sums with two operations, worked out step by step.
 
-    python toy/arithmetic/generate.py      seconds; the same seed writes the same bytes
+    python toy/arithmetic/generate.py      takes seconds; the same seed writes the same bytes
 
 A row:  prompt    7 + 5 - 9 =
-        response   12 - 9 = 3            a step does the first operation that is left
+        response   12 - 9 = 3            a step does the first of the operations left
         answer    3
 
-The responses are those of a pupil who has learned one thing wrong. Where a step crosses ten, as
-7 + 5 does, and he does it at once, the result is more often wrong by one than right (AT_ONCE).
-Sometimes he goes through ten instead (THROUGH_TEN), which makes two easy steps of it:
+The responses are those of a pupil who has learned one thing wrong. When a step crosses ten, as
+7 + 5 does, and he does it at once, the result is off by one more often than it is right (AT_ONCE).
+Sometimes he goes through ten instead (THROUGH_TEN), which splits the step into two easy ones:
 
         response   7 + 3 + 2 - 9 = 10 + 2 - 9 = 12 - 9 = 3
 
-Such responses are longer, and more often right, as easy steps mostly are (EASY). After a wrong step
-he goes on with the wrong number. Two mistakes may cancel: the answer is then right, though the
-steps are wrong. That is luck, and a verifier that reads the answer alone cannot see it.
+Such responses are longer, but more often right, because easy steps mostly are (EASY). After a wrong
+step he goes on with the wrong number. Two mistakes may cancel: then the answer is right, although
+steps are wrong. That is luck, and a verifier that only reads the answer cannot see it.
 
 Why a task like this? We wrote the data, so we know
 
-    imitation   how often a perfect copy of the pupil is right: SFT leads there
-    luck        of its right answers, the share that has a wrong step
+    imitation   how often a perfect copy of the pupil is right: this is where SFT leads
+    luck        the share of its right answers that have a wrong step
     limit       the share of the held-out sums that can be worked out with steps that the data shows
-                done right: RL can reach that. (A verified reward is at most 1.)
+                done right: RL can reach it. (A verified reward is at most 1.)
 
 What it writes (under --out):
     data/train.jsonl, data/test.jsonl    sums with two operations; those of the latter are held out
-    longer/                              the same two files, of sums with three operations: longer
-                                         than all prompts of data/
+    longer/                              the same two files for sums with three operations, which
+                                         are longer than any prompt in data/
     data/limits.json, longer/limits.json what is known of each test.jsonl
     model/                               the toy's Llama config (no weights), and a tokenizer in
                                          which each number and each sign is one token
@@ -45,10 +45,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # where the other toy's make.py is
 from make import make_tokenizer, save_config
 
-LARGEST = 20  # no right result is above it, and none below 0
-THROUGH_TEN = 0.3  # how often a step that crosses ten is made in two
-# The probability of a result: the right one; one that is short by one (whoever counts 7 + 5 as
-# 7, 8, 9, 10, 11); one that is too far by one.
+LARGEST = 20  # no right result is above this, and none is below 0
+THROUGH_TEN = 0.3  # how often a step that crosses ten is split in two
+# The probability of a result: the right one; one that stops short by one (like counting 7 + 5 as
+# 7, 8, 9, 10, 11); one that goes too far by one.
 AT_ONCE = {"right": 0.20, "short": 0.70, "far": 0.10}
 EASY = {"right": 0.96, "short": 0.02, "far": 0.02}
 
@@ -78,7 +78,7 @@ def results(number, operations):
 
 
 def stays_in_range(number, operations):
-    """Returns whether all numbers on the way are from 0 to LARGEST."""
+    """Returns whether all intermediate results are between 0 and LARGEST."""
     return all(0 <= value <= LARGEST for value in results(number, operations))
 
 
@@ -93,9 +93,9 @@ def draw_operation(rng):
 
 
 def draw_sums(count, how_many, rng):
-    """Returns so many different sums with `count` operations, of operands from 1 to 9, in range.
+    """Returns `how_many` different sums in range, with `count` operations by 1 to 9 each.
 
-    Each crosses ten at least once: without that nearly all of the pupil's answers are right.
+    Each crosses ten at least once: without that, nearly all of the pupil's answers would be right.
     """
     drawn = {}  # in the order in which they are drawn
     while len(drawn) < how_many:
@@ -110,7 +110,7 @@ def draw_sums(count, how_many, rng):
 
 
 def through_ten(number, operations):
-    """Returns the same sum, with its first operation made in two: to ten and on from there.
+    """Returns the same sum, with its first operation split in two: to ten, and on from there.
 
     >>> written(*through_ten(7, (("+", 5), ("-", 9))))
     '7 + 3 + 2 - 9'
@@ -121,10 +121,10 @@ def through_ten(number, operations):
 
 
 def next_lines(number, operations):
-    """Returns {sum: probability} of what the pupil writes next.
+    """Returns {sum: probability} for what the pupil writes next.
 
-    A mistake that would take the rest of the sum out of range is not made: its probability is added
-    to that of the right result.
+    He never makes a mistake that would take the rest of the sum out of range: its probability is
+    added to that of the right result.
 
     >>> {written(*line): round(p, 2) for line, p in next_lines(7, (("+", 5),)).items()}
     {'7 + 3 + 2': 0.3, '12': 0.14, '11': 0.49, '13': 0.07}
@@ -142,7 +142,7 @@ def next_lines(number, operations):
 
 
 def derivation(line, rng):
-    """Returns a response of the pupil's to a sum."""
+    """Returns one of the pupil's responses to a sum."""
     text = []
     while line[1]:
         following = next_lines(*line)
@@ -152,7 +152,7 @@ def derivation(line, rng):
 
 
 def responses(line, text="", chance=1.0):
-    """Yields (response, probability) of all that the pupil may write."""
+    """Yields (response, probability) for everything that the pupil may write."""
     if not line[1]:
         yield text.removeprefix(" ="), chance
         return
@@ -162,7 +162,7 @@ def responses(line, text="", chance=1.0):
 
 @functools.cache
 def answers(line):
-    """Returns {answer: probability} of the pupil's to a sum."""
+    """Returns {answer: probability} for the pupil's answers to a sum."""
     if not line[1]:
         return {line[0]: 1.0}
     found = {}
@@ -190,7 +190,7 @@ def value_of(line):
 
 
 def rows_of(sums, rng):
-    """Returns the rows of sums."""
+    """Returns the data's rows for some sums."""
     return [
         {
             "prompt": f"{written(*line)} =",
@@ -213,20 +213,20 @@ def read(text):
 
 
 def steps_in(row):
-    """Yields (line, next line) of a row's derivation, as sums."""
+    """Yields (line, next line) for the steps of a row's derivation, as sums."""
     yield from itertools.pairwise(map(read, (row["prompt"] + row["response"]).split(" = ")))
 
 
 def fact(line, following):
-    """Returns what a step does, whatever follows in the sum: (7, "+", 5, "at once")."""
+    """Returns what a step does, without the rest of the sum: (7, "+", 5, "at once")."""
     kind = "at once" if len(following[1]) < len(line[1]) else "through ten"
     return line[0], *line[1][0], kind
 
 
 def can_be_done(line, shown):
-    """Returns whether a sum can be worked out with facts of the set `shown` alone.
+    """Returns whether a sum can be worked out with nothing but facts from the set `shown`.
 
-    One way is enough, at once or through ten; all of its steps must be there.
+    One way is enough, at once or through ten, but all of its steps must be in the set.
 
     >>> line, easy = read("7 + 5"), {(7, "+", 3, "at once"), (10, "+", 2, "at once")}
     >>> can_be_done(line, easy), can_be_done(line, easy | {(7, "+", 5, "through ten")})
@@ -241,7 +241,8 @@ def can_be_done(line, shown):
 def limits_of(rows, shown):
     """Returns what is known of held-out rows. shown: the facts that the data shows done right.
 
-    eval_loss is the generator's own, on these responses: the floor of SFT. length: tokens of one.
+    eval_loss is the generator's own loss on these responses, the floor for SFT. length is the
+    mean number of tokens in a response.
     """
     sums = [read(row["prompt"].removesuffix(" =")) for row in rows]
     right = [answers(line)[value_of(line)] for line in sums]
@@ -266,7 +267,7 @@ def main():
     rng = random.Random(args.seed)
     two, three = draw_sums(2, 1800, rng), draw_sums(3, 400, rng)
     sets = {
-        "data/train": two[200:] * 8,  # each eight times, with other derivations
+        "data/train": two[200:] * 8,  # each sum eight times, with different derivations
         "data/test": two[:200],
         "longer/train": three[200:],
         "longer/test": three[:200],

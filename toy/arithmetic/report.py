@@ -1,9 +1,10 @@
-"""What `make grpo` achieved, on both held-out sets, beside what is known of them.
+"""Prints what `make grpo` achieved on both held-out sets, beside what is known of them.
 
     python toy/arithmetic/report.py output/grpo
 
-It reads the samples of the evaluations: of the same length, from the first and the last one of the
-run `grpo`; of longer sums, from the runs `longer-sft` and `longer-grpo`, which only evaluate.
+It reads the samples of evaluations. For sums of the trained length, these are the first and the
+last evaluation of the run `grpo`. For longer sums, they are those of the runs `longer-sft` and
+`longer-grpo`, which only evaluate.
 """
 
 import json
@@ -31,7 +32,7 @@ def evaluation(folder, which):
 
 
 def numbers(metrics, responses):
-    """Returns what the table shows of an evaluation: {name: number}."""
+    """Returns what the table shows for an evaluation: {name: number}."""
     rows = groupby(responses, lambda response: response["row"])
     groups = [[response["reward"] for response in row] for _, row in rows]
     right = [response for response in responses if response["reward"] == 1]
@@ -68,7 +69,7 @@ def print_table(folder):
 
 
 def print_samples(folder, count=3):
-    """Prints the first held-out prompts that SFT's first sample gets wrong, answered by both."""
+    """Prints the first held-out sums that SFT's first sample gets wrong, as answered by both."""
     (_, before), (_, after) = (evaluation(folder / "grpo", which) for which in (0, -1))
     first = {line["row"]: line for line in after if line["sample"] == 0}
     wrong = [line for line in before if line["sample"] == 0 and not line["reward"]]

@@ -2,13 +2,13 @@
 
     --reward_fn toy/arithmetic/verifier.py:correct
 
-It reads what stands after the last "=" and nothing else. So a derivation with a wrong step gets 1
-if its answer is right. `all_steps_right` tells such lucky ones apart; no run trains on it.
+It reads only what stands after the last "=". So a derivation with a wrong step gets 1 if its answer
+is right. `all_steps_right` finds such lucky answers; no run trains on it.
 """
 
 
 def final_answer(completion):
-    """Returns the number after the last "=", or None if there is something else.
+    """Returns the number after the last "=", or None if something else is there.
 
     >>> final_answer(" 12 - 9 + 2 = 3 + 2 = 5"), final_answer(" 12 - 9 + 2 = 3 + 2")
     (5, None)
@@ -18,7 +18,7 @@ def final_answer(completion):
 
 
 def correct(prompts, completions, answer, **columns):
-    """Returns 1.0 for each right answer. `answer` is the column of that name in the data.
+    """Returns 1.0 for each right answer, else 0.0. `answer` is the data's column of that name.
 
     >>> correct(["7 + 5 - 9 ="] * 3, [" 12 - 9 = 3", " 11 - 9 = 2", " 12 - 9 ="], [3] * 3)
     [1.0, 0.0, 0.0]
@@ -27,7 +27,7 @@ def correct(prompts, completions, answer, **columns):
 
 
 def all_steps_right(prompt, completion):
-    """Returns whether each step of a derivation has the value of the sum.
+    """Returns whether every step of a derivation has the same value as the sum.
 
     >>> all_steps_right("7 + 5 - 9 =", " 12 - 9 = 3"), all_steps_right("7 + 5 - 9 =", " 11 - 9 = 3")
     (True, False)
@@ -37,7 +37,7 @@ def all_steps_right(prompt, completion):
 
 
 def value_of(step):
-    """Returns the value of a sum such as "12 - 9 + 2", or None of what is no sum."""
+    """Returns the value of a sum such as "12 - 9 + 2", or None if the text is not a sum."""
     words = step.split()
     if not words or len(words) % 2 == 0 or not all(word.isdecimal() for word in words[::2]):
         return None

@@ -13,7 +13,7 @@ def fault():
 
     def own_mean(rows, pad_id):
         batch = collate(rows, pad_id)
-        if torch.is_grad_enabled():  # evaluations measure as ever
+        if torch.is_grad_enabled():  # evaluations measure as always
             batch.loss_mask /= batch.loss_mask.sum().clamp(min=1)  # weights that sum to 1
         return batch
 
