@@ -12,7 +12,6 @@ EVERYTHING = """--enable_ema 1 --microscope 3 --save_steps 1 --eval_steps 1 --ke
 EPOCHS = "--allow_unstable 1 --ppo_epochs 3 --generation_batches 2 --target_kl 1e-9 --max_steps 2"
 MAY = "--allow_mismatch 1"
 LORA = "--actor_lora_dim 4 --critic_lora_dim 2 --enable_ema 1 --max_steps 2"
-MANY = "--gradient_accumulation_steps 4"  # places for prompts: the last rank has none
 # script, ZeRO stage, flags; what is other on one rank, and which; the exit code
 WAYS = {
     "ppo": ("ppo", 2, EVERYTHING),
@@ -24,8 +23,8 @@ RARE = {
     "reward, sharded": ("reward", 3, "--share_prompt 0 --max_steps 2"),
     "ppo, not sharded": ("ppo", 0, EVERYTHING),
     "ppo, sharded": ("ppo", 3, EVERYTHING),
-    "grpo": ("ppo", 2, f"{runs.GRPO} --eval_steps 1 {MANY}"),
-    "reinforce, sharded": ("ppo", 3, f"{runs.REINFORCE} {MANY}"),
+    "grpo": ("ppo", 2, f"{runs.GRPO} --eval_steps 1"),
+    "reinforce, sharded": ("ppo", 3, runs.REINFORCE),
     "LoRA": ("ppo", 1, LORA),
     "LoRA, sharded": ("ppo", 3, LORA),
     "epochs that end early": ("ppo", 2, EPOCHS),
@@ -46,7 +45,8 @@ RARE = {
 def started(name, tmp_path):
     """Starts the four ranks of a run. Returns what is known at its end."""
     script, stage, flags, *more = (WAYS | RARE)[name]
-    made = runs.run(script, f"{flags} --output_dir {tmp_path}/run", stage)
+    rows = 4 if "samples_per_prompt" in flags else 2  # two prompts: the last ranks have none
+    made = runs.run(script, f"{flags} --output_dir {tmp_path}/run", stage, rows=rows)
     what, odd, code = [*more, *("", None, 0)[len(more) :]]
     given = runs.base(), tmp_path, script, made["flags"], what, odd
     return kit.fork(sixteen.run, len(sixteen.HERE), *given, meet=""), code
