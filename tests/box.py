@@ -135,7 +135,7 @@ FILES = {  # what lies in the box: a path, and its text, bytes or rows
     "twice.jsonl": GOOD + '{"prompt": "Q?", "response": "a", "response": "b"}\n',
     "twice.json": '[{"prompt": "Q?", "response": "a", "response": "b"}]',
     "twice.csv": "prompt,response,response\nQ?, a, b\n",
-    "open.csv": 'prompt,response\nQ?, r\nQ?, "r\n',
+    "open.csv": 'prompt,response\nQ?, r\nQ?,"r\n',
     "two_formats.jsonl": second(prompt="Q?", instruction="Say so", output="So."),
     "cells.csv": "prompt,response\nQ?, r\nQ?, r,more\n",
     "number.jsonl": second(prompt=7, response=" r"),

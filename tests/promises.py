@@ -147,7 +147,7 @@ unreadable-data | sft --data_path list.jsonl | list.jsonl, line 1: no JSON objec
 unreadable-data | sft --data_path rows.txt | .jsonl, .json, .csv, .parquet
 unreadable-data | sft --data_path empty.jsonl | empty.jsonl is empty
 unreadable-data | sft --data_path cells.csv | cells.csv, line 3:
-unreadable-data | sft --data_path open.csv | open.csv, line 4:
+unreadable-data | sft --data_path open.csv | open.csv, line 3:
 # of two values the last would count
 unreadable-data | sft --data_path twice.jsonl | twice.jsonl, line 2:
 unreadable-data | sft --data_path twice.json | a name is there twice
