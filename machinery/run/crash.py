@@ -76,5 +76,5 @@ class Phase:
             why += "\n  Another rank has died, failed or hangs: look for what it has printed."
         elif self.text.startswith("writing ") or "[Errno 28]" in why:
             why += "\n  If the disk is full, make room and --resume."
-        which = f"rank {ranks.get_rank()} of {ranks.get_world_size()}"
+        which = f"rank {os.environ.get('RANK', 0)} of {ranks.launched()}"
         print(f"error: {which} stopped {self.text}: {why}", file=sys.stderr, flush=True)

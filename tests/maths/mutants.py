@@ -31,7 +31,22 @@ MATHS = """Sizes kl_estimate adapted_kl_coef token_rewards gae reinforce rloo gr
     reward_model_scores score score_actor forwards_of_score set_rewards set_advantages minibatches
     trained_mask loss_weights optimizer_step""".split()
 # Changes that no test can see, or that none should: "function: before -> after", and why.
-EQUIVALENT = {}
+TWO_DIMENSIONS = "of (B, R) the last dimension is dimension 1"
+EQUIVALENT = {
+    "make_micro_batches: -1 -> 1 in response_mask.cumsum(-1)": TWO_DIMENSIONS,
+    "sample: -1 -> 1 in allowed.cumsum(-1, dtype=torch.float64)": TWO_DIMENSIONS,
+    "loss_weights: -1 -> 1 in mask.sum(-1, keepdim=True)": TWO_DIMENSIONS,
+    "optimizer_step: batch.advantages > 0 -> batch.advantages >= 0 in clipped & "
+    "(batch.advantages > 0)": "with an advantage of 0 nothing is clipped",
+    "whitened: torch.cat([x.flatten() for x in masks]).double() -> "
+    "torch.cat([x.flatten() for x in masks]) in m = torch.cat([x.flatten() for x in "
+    "masks]).double()": "fp32 counts 16 million tokens exactly",
+    "make_micro_batches: (torch.arange(length.max()) < length[:, None]).float() -> "
+    "torch.arange(length.max()) < length[:, None] in real = "
+    "(torch.arange(length.max()) < length[:, None]).float()": "row_weight is a float",
+    "optimizer_step: logprobs.detach() -> logprobs in kl_estimate(batch.old_logprobs, "
+    "logprobs.detach(), 'k3')": "TokenMeans.add makes no graph",
+}
 
 LIMIT = 120  # seconds for the tests of one change
 SWAPS = {
@@ -136,7 +151,8 @@ def all_changes(source):
                     put(holder, field, place, new)
                     text = ast.unparse(ast.fix_missing_locations(tree))
                     put(holder, field, place, child)
-                    found.append((child.lineno, f"{name}: {before} -> {after}", text))
+                    where = ast.unparse(holder).splitlines()[0]
+                    found.append((child.lineno, f"{name}: {before} -> {after} in {where}", text))
     return found
 
 
@@ -189,7 +205,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="the number of one change, with its tests' words")
+    words = "the numbers of changes; of one alone with its tests' words"
+    parser.add_argument("--only", type=int, nargs="+", help=words)
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -204,11 +221,11 @@ def main():
     drawn = all_changes(source)
     total, began = len(drawn), time.monotonic()
     random.Random(given.seed).shuffle(drawn)
-    chosen = range(min(given.count, total)) if given.only is None else [given.only]
+    chosen = given.only or range(min(given.count, total))
     left = known = 0
     for number in chosen:
         line, what, text = drawn[number]
-        if not survives(text, shown=given.only is not None):
+        if not survives(text, shown=len(chosen) == 1):
             continue
         known += what in EQUIVALENT
         left += what not in EQUIVALENT

@@ -355,6 +355,36 @@ def test_responses_to_a_prompt_find_each_other_across_micro_batches():
     assert torch.allclose(torch.stack([b.advantages for b in batches]), expected)
 
 
+@pytest.mark.parametrize(
+    "flags, whitens",
+    [
+        ("gae", True),
+        ("gae --whiten 0", False),
+        ("reinforce", True),
+        ("rloo", False),
+        ("grpo", False),
+        ("rloo --whiten 1", True),
+    ],
+)
+def test_an_estimator_says_whether_advantages_are_whitened(flags, whitens):
+    """And a flag may say otherwise. What is logged is how they were before."""
+    args, batches = rollout(f"--advantage {flags}")
+    for batch in batches:
+        batch.old_values = torch.full((2, 2), 0.25)
+    ppo.set_advantages(args, batches, 0.1, None)
+    masks = [batch.response_mask for batch in batches]
+    found = real_tokens([batch.advantages for batch in batches], masks).double()
+    raw = real_tokens([batch.raw_advantages for batch in batches], masks).double()
+    unit = found.mean().abs() < 1e-6 and abs(found.std(correction=0) - 1) < 1e-6
+    assert unit == whitens and torch.equal(found, raw) != whitens
+    assert args.has_critic == ("gae" in flags) == (batches[0].returns is not None)
+
+
+def test_without_a_reference_there_is_no_kl():
+    batch = micro_batch(response_mask=torch.ones(1, 2), old_logprobs=torch.zeros(1, 2))
+    assert not any(batch.kl(kind).any() for kind in ppo.KL_ESTIMATORS)
+
+
 def test_a_prompt_that_is_drawn_twice_makes_two_groups():
     """The same row of the data in two generation batches: its responses are compared within each
     draw. Found by their row they would be one group of four."""

@@ -99,6 +99,32 @@ def test_actor_and_critic_learn_the_mean_over_the_tokens_that_count():
     assert values.grad.tolist() == [[-0.5, -1.5, 0], [0, 0, 0]]
 
 
+def test_an_update_that_makes_its_own_forwards_learns_the_same(monkeypatch):
+    """Where nothing before it needed the old log-probs they are those of this forward, as numbers:
+    the ratio is 1, and its gradient that of the log-prob. Nothing that is kept has a graph."""
+    logprobs, values = torch.full((1, 2), -0.5).requires_grad_(), torch.zeros(1, 2).requires_grad_()
+    monkeypatch.setattr(ppo, "actor_forward", lambda *_: (1 * logprobs, -logprobs))
+    monkeypatch.setattr(common, "values_before_tokens", lambda *_: values)
+    batch = micro_batch(
+        [0],
+        response_mask=torch.ones(1, 2),
+        ended=torch.ones(1),
+        old_values=torch.zeros(1, 2),
+        advantages=torch.tensor([[2.0, -4]]),
+        returns=torch.tensor([[1.0, 3]]),
+    )
+    engine = SimpleNamespace(
+        backward=torch.Tensor.backward, step=lambda: None, gradient_accumulation_steps=lambda: 1
+    )
+    args = ppo.get_args(["--preset", "toy"])
+    models = ppo.Models(engine, engine, None, [], None, None)
+    ppo.optimizer_step(args, models, [batch], 0.0, metrics.TokenMeans())
+    assert logprobs.grad.tolist() == [[-1, 2]] and values.grad.tolist() == [[-0.5, -1.5]]
+    assert batch.ratio.tolist() == [[1, 1]] and batch.old_logprobs.tolist() == [[-0.5, -0.5]]
+    kept = batch.ratio, batch.old_logprobs, batch.entropy
+    assert not any(each.requires_grad for each in kept)
+
+
 @pytest.mark.parametrize("count, accumulation", [(1, 1), (4, 4), (4, 2)])
 def test_minibatches_take_every_micro_batch_once_in_an_order_of_the_seed(count, accumulation):
     """count / accumulation optimizer steps an epoch."""

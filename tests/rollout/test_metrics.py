@@ -131,7 +131,7 @@ def test_clipping_above_and_below_is_counted_apart():
     logprobs = torch.tensor([[1.5, 0.5, 1.5, 0.5]]).log().requires_grad_()
     kept = {"actor": (logprobs, torch.zeros(1, 4))}
     given = dict(kept=kept, old_logprobs=torch.zeros(1, 4), ended=torch.ones(1))
-    given |= dict(advantages=torch.tensor([[1.0, -1, -1, 1]]), response_mask=torch.ones(1, 4))
+    given |= dict(advantages=torch.tensor([[0.5, -1, -1, 1]]), response_mask=torch.ones(1, 4))
     engine = SimpleNamespace(backward=print, step=print, gradient_accumulation_steps=lambda: 1)
     args, means = ppo.get_args(["--preset", "toy"]), metrics.TokenMeans()
     batch = micro_batch([0], **given)
