@@ -165,8 +165,12 @@ def loses_its_loss(is_odd):
     import common
 
     logprobs = common.response_logprobs
-    factor = torch.nan if is_odd else 1
-    common.response_logprobs = lambda *given, **options: logprobs(*given, **options) * factor
+
+    def lose(*given, **options):  # the checks before it see what is sound
+        factor = torch.nan if is_odd and torch.is_grad_enabled() else 1
+        return logprobs(*given, **options) * factor
+
+    common.response_logprobs = lose
 
 
 def samples_otherwise(is_odd):
