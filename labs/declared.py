@@ -37,7 +37,8 @@ def load(file):
         "base": base["flags"],
         "limits": base["limits"],
         "measures": measures,
-        "given": {name: GIVEN[name] for name in said.get("given", ())},
+        "given": {name: GIVEN[name] for name in base["given"] + said.get("given", [])},
+        "models": base["models"] | said.get("models", {}),
         "plain": tuple((runner.RESULTS / f"{name}.json", arm) for name, arm in plain),
     }
     return runner.Lab(**{**said, **others})

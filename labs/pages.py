@@ -62,10 +62,10 @@ def questions(lab, results):
     lines = []
     for what in lab.predictions:
         values, limits = [*runner.compare(lab, results, what).values()], what.get("range")
-        seen, found = "not run yet", ""
+        words = ["not run yet", ""]
         if len(values) > 1:
-            seen, found = runner.verdict(values, None), limits and runner.verdict(values, limits)
-        lines.append([what["says"], difference(values), seen, found or ""])
+            words = [runner.verdict(values, None), runner.verdict(values, limits) if limits else ""]
+        lines.append([what["says"], difference(values), *words])
     return markdown(["predicted, or asked", "difference", "seen", "verdict"], lines)
 
 
@@ -98,10 +98,8 @@ def cell(results, head):
 def overview(labs):
     """Returns the table of the labs that were run: what each predicted, by verdict."""
     lines = []
-    for name, lab in labs.items():
-        if not runner.results_of(name):
-            continue
-        said = {}
+    for name in filter(runner.results_of, labs):
+        lab, said = labs[name], {}
         for what, _, word in runner.decided(lab, name):
             if "range" in what:
                 said.setdefault(word, []).append(what["says"])

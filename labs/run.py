@@ -54,7 +54,7 @@ def write_sums(folder):
 
 def write_given(name):
     """Writes the data of one of the names in GIVEN."""
-    at, root = GIVEN[name], runner.ROOT
+    at = GIVEN[name]
     if name in ("text", "sums"):
         (write_text if name == "text" else write_sums)(at)
     elif name == "vllm":
@@ -66,7 +66,7 @@ def write_given(name):
             "half": ["course/swapped.py", "0.5", at],
             "real": ["recipes/smollm2/make.py", at],
         }
-        subprocess.run([sys.executable, *words[name]], cwd=root, check=True)
+        subprocess.run([sys.executable, *words[name]], cwd=runner.ROOT, check=True)
 
 
 def summary():

@@ -189,8 +189,9 @@ def score(args, judge):
         print(json.dumps(line, default=str), file=out)
         if not args.out:
             print("  ".join(f"{name} {value:8.3f}" for name, value in own.items()))
-    subsets = [str(made["row"]["subset"]) for made in found if "subset" in made["row"]]
-    print("", *tables.scored(scored, subsets * (len(subsets) == len(found))), sep="\n")
+    named = all("subset" in made["row"] for made in found)
+    subsets = [str(made["row"]["subset"]) for made in found] if named else []
+    print("", *tables.scored(scored, subsets), sep="\n")
 
 
 def main(argv=None):

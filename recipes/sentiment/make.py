@@ -1,6 +1,6 @@
 """Makes preferences whose truth is known, in English: pairs of a model's own responses.
 
-    python recipes/sentiment/make.py output/sentiment --model output/real/model
+    python recipes/sentiment/make.py output/sentiment/data --model output/real/model
 
 The model answers each prompt twice. A labeller who likes positive sentences then chooses one of
 the two: the more positive it is by gold.py, the more often, with probability
@@ -29,8 +29,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent / "smollm2")]
 from gold import sentiment  # noqa: E402
+from report import answers, asked  # noqa: E402
 
 STEEP = 6.0  # a difference of 0.2 is labelled right in 77 of 100, one of 0.5 in 95
 TEMPERATURE = 0.7  # the 4-bit model of recipes/smollm2 writes much nonsense at 1
@@ -89,36 +90,20 @@ def write_prompts(rng):
     return both
 
 
-@torch.no_grad()
 def respond(model, tokenizer, prompts):
-    """Returns a sampled response to each prompt, as text. Responses that are cut off stay so."""
+    """Returns a sampled response to each prompt, as text."""
     texts = []
     for i in range(0, len(prompts), BATCH):
-        chats = [[{"role": "user", "content": prompt}] for prompt in prompts[i : i + BATCH]]
-        inputs = tokenizer.apply_chat_template(
-            chats,
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-            padding=True,
-            tokenizer_kwargs={"padding_side": "left"},
-        ).to(model.device)
-        # top_k and top_p: off, whatever the model's own generation_config says
-        how = dict(do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0)
-        end = tokenizer.eos_token_id
-        out = model.generate(
-            **inputs, max_new_tokens=TOKENS, pad_token_id=end, eos_token_id=end, **how
-        )
-        new = out[:, inputs.input_ids.shape[1] :]
-        texts += tokenizer.batch_decode(new, skip_special_tokens=True)
+        chats = [asked(prompt) for prompt in prompts[i : i + BATCH]]
+        texts += answers(model, tokenizer, chats, TOKENS, TEMPERATURE)
         print(f"\r{len(texts):,} of {len(prompts):,} responses", end="", flush=True)
     print()
     return texts
 
 
 def label(one, other, rng):
-    """Returns the two responses as the labeller orders them: chosen, rejected."""
-    chance = 1 / (1 + math.exp(-STEEP * (sentiment(one) - sentiment(other))))
+    """Returns two (gold, response) as the labeller orders them: chosen, rejected."""
+    chance = 1 / (1 + math.exp(-STEEP * (one[0] - other[0])))
     return (one, other) if rng.random() < chance else (other, one)
 
 
@@ -138,18 +123,16 @@ def main():
     args.folder.mkdir(parents=True, exist_ok=True)
     for name, prompts in zip(("train", "test"), write_prompts(rng)):
         texts = respond(model, tokenizer, [prompt for prompt in prompts for _ in range(2)])
-        right = 0
+        graded, right = [(sentiment(text), text) for text in texts], 0
         with open(args.folder / f"{name}.jsonl", "w") as file:
-            for i, prompt in enumerate(prompts):
-                chosen, rejected = label(texts[2 * i], texts[2 * i + 1], rng)
-                right += sentiment(chosen) > sentiment(rejected)
-                row = {
-                    "prompt": [{"role": "user", "content": prompt}],
-                    "chosen": [{"role": "assistant", "content": chosen}],
-                    "rejected": [{"role": "assistant", "content": rejected}],
-                }
+            for prompt, one, other in zip(prompts, graded[::2], graded[1::2]):
+                pair = label(one, other, rng)
+                right += pair[0][0] > pair[1][0]
+                row = {"prompt": asked(prompt)}
+                for column, (_, text) in zip(("chosen", "rejected"), pair):
+                    row[column] = [{"role": "assistant", "content": text}]
                 file.write(json.dumps(row) + "\n")
-        mean = sum(map(sentiment, texts)) / len(texts)
+        mean = sum(gold for gold, _ in graded) / len(graded)
         print(
             f"{name}: {len(prompts):,} pairs; the chosen one is the more positive in "
             f"{right / len(prompts):.3f} of them; mean gold {mean:.3f}"

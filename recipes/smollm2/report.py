@@ -28,11 +28,11 @@ EXAMPLES = (
     ("What is 35 + 48?", "35 + 48 = 83."),
     ("What is 90 - 12?", "90 - 12 = 78."),
 )
-WAYS = {  # how they are asked: tokens of a response, whether it is sampled, examples
-    "sampled, 64 tokens": (64, True, ()),
-    "greedy, 24 tokens": (24, False, ()),
-    "greedy, 64 tokens": (64, False, ()),
-    "greedy, 64 tokens, 4 examples": (64, False, EXAMPLES),
+WAYS = {  # how they are asked: tokens of a response, the temperature, examples
+    "sampled, 64 tokens": (64, 1.0, ()),
+    "greedy, 24 tokens": (24, 0, ()),
+    "greedy, 64 tokens": (64, 0, ()),
+    "greedy, 64 tokens, 4 examples": (64, 0, EXAMPLES),
 }
 OTHER_QUESTIONS = (
     "What is the capital of France?",
@@ -97,17 +97,21 @@ def print_samples(found, count=10):
 
 # ---- What stock transformers makes of both models ----
 @torch.no_grad()
-def answers(model, tokenizer, chats, tokens, sampled):
-    """Returns the text with which a model answers each of `chats`, lists of messages."""
+def answers(model, tokenizer, chats, tokens, temperature):
+    """Returns the text with which a model answers each of `chats`, lists of messages.
+
+    tokens: the most of a response; what is longer is cut. temperature: of sampling; 0: greedily.
+    recipes/sentiment/make.py calls it, too.
+    """
     texts = [
         tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         for chat in chats
     ]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
     inputs = inputs.to(model.device)
-    torch.manual_seed(0)
     # top_k and top_p: off, so that the model's own generation_config does not change the question
-    how = {"do_sample": True, "top_k": 0, "top_p": 1.0} if sampled else {"do_sample": False}
+    sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    how = sampled if temperature else {"do_sample": False}
     end = tokenizer.eos_token_id
     out = model.generate(**inputs, max_new_tokens=tokens, pad_token_id=end, eos_token_id=end, **how)
     out = out[:, inputs.input_ids.shape[1] :]
@@ -128,11 +132,12 @@ def ask_otherwise(models, rows):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded.append((model.to(device).eval(), AutoTokenizer.from_pretrained(path)))
     print(f"\n{f'asked otherwise, {len(rows)} sums':34}{'before':>9}{'after':>9}")
-    for name, (tokens, sampled, examples) in WAYS.items():
+    for name, (tokens, temperature, examples) in WAYS.items():
         chats = [asked(row["prompt"][0]["content"], examples) for row in rows]
         shares = []
         for model, tokenizer in loaded:
-            texts = answers(model, tokenizer, chats, tokens, sampled)
+            torch.manual_seed(0)
+            texts = answers(model, tokenizer, chats, tokens, temperature)
             shares.append([last_number(t) == row["answer"] for t, row in zip(texts, rows)])
         print_row(name, *map(fmean, shares))
         for kind, sign in (("additions", "+"), ("subtractions", "-")):
@@ -140,7 +145,7 @@ def ask_otherwise(models, rows):
             print_row(f"  {kind}", *(fmean(share[i] for i in chosen) for share in shares))
     print("\nOther questions, answered greedily:")
     chats = [asked(question) for question in OTHER_QUESTIONS]
-    texts = [answers(*one, chats, 40, False) for one in loaded]
+    texts = [answers(*one, chats, 40, 0) for one in loaded]
     for question, *pair in zip(OTHER_QUESTIONS, *texts):
         print(f"\n  {question}")
         for name, text in zip(("before", "after"), pair):

@@ -54,8 +54,7 @@ def scored(rows, subsets=()):
     means = table.mean().items()
     lines = [f"{name:15} mean {mean:8.3f}   of {len(rows)}" for name, mean in means]
     if "chosen_score" in table:
-        parts = {"": table, **dict(list(table.groupby(list(subsets)) if subsets else ()))}
-        for name, part in parts.items():
+        for name, part in [("", table), *(table.groupby(subsets) if subsets else ())]:
             rate = win_rate(part.chosen_score, part.rejected_score)
             which = f", subset {name}, {len(part)} pairs" if name else ""
             lines.append(f"chosen is above {rate} (95 % interval){which}")

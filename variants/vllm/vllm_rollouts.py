@@ -163,7 +163,7 @@ class Vllm:
             saving.save_model(engine, tokenizer, self.folder, merge=True)
             return
         if not self.lora_rank:
-            with added_with(0.0, layers):
+            with not_added(layers):
                 saving.save_model(engine, tokenizer, self.folder, merge=True)
         self.lora_rank = max(layer.r["default"] for layer in layers)
         self.adapters = Path(self.folder) / next(self.names)
@@ -378,11 +378,11 @@ class Vllm:
 
 
 @contextmanager
-def added_with(scaling, layers):
-    """Multiplies the products of all adapters by another number meanwhile. 0: W without them."""
+def not_added(layers):
+    """Multiplies the products of all adapters by 0 meanwhile: what is merged is W without them."""
     kept = [layer.scaling["default"] for layer in layers]
     for layer in layers:
-        layer.scaling["default"] = scaling
+        layer.scaling["default"] = 0.0
     yield
     for layer, own in zip(layers, kept):
         layer.scaling["default"] = own
