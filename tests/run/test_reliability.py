@@ -298,6 +298,7 @@ def test_a_rank_that_fails_shows_its_own_traceback(stopped):
     assert "rank 1 of 2 stopped at step 3: ValueError: a bug of the user's" in done.err
 
 
+@pytest.mark.slow
 def test_when_a_rank_hangs_each_rank_prints_where_it_is(stopped):
     """Under NCCL a wait that is too long raises no error, but ends the process. So shortly before
     its end each rank prints its stack: one is not where the others are."""
@@ -334,6 +335,7 @@ def take_long(minutes):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_takes_long_is_no_hang():
     """An evaluation of an hour, or a checkpoint of a large model that rank 0 turns into another
     form, ends no run, and no rank prints stacks. Only who waits in one piece is told of, and the
