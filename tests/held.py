@@ -25,6 +25,16 @@ HELD = {
     "a vLLM without room for prompt and response is refused": (
         "test_a_server_at_a_url_without_room_or_without_vllm_is_refused"
     ),
+    "a vLLM of another dtype, log-probs or defaults of sampling is refused": (
+        "test_a_server_at_a_url_that_samples_otherwise_is_refused"
+    ),
+    "a --vllm_folder that cannot be written to is refused": "test_what_vllm_cannot_do_is_refused",
+    "more unused ids than vLLM's runner for GPUs can exclude are refused": (
+        "test_a_request_has_no_more_biases_than_vllms_runner_for_gpus_keeps"
+    ),
+    "adapters of a rank that vLLM has no room for are refused": (
+        "test_adapters_of_a_rank_that_vllm_has_no_room_for_are_refused"
+    ),
     # exit codes, words, flags
     "a name that is too long for a file is refused": "test_a_name_that_is_too_long_is_refused",
     "the ~ of an output folder is the user's own": "test_a_home_is_no_folder_of_that_name",

@@ -8,6 +8,8 @@ import copy
 import http.server
 import json
 import os
+import re
+import shutil
 import signal
 import sys
 import threading
@@ -23,6 +25,7 @@ from transformers import LlamaForCausalLM
 import common
 import ppo
 from bench import fork
+from machinery.base.refused import Refused
 from machinery.models import lora, model_folders
 from tests import kit
 from tests.docs.test_variants import VARIANTS, call_of_tree, load, runner, variants
@@ -40,6 +43,7 @@ def args_of(**changes):
         vllm_timeout=20, vllm_ahead=0, dtype="fp32", seed=1, temperature=1.0, top_p=1.0, top_k=0
     )
     flags |= dict(stop=[], max_seq_len=32, max_answer_seq_len=8, compile_decoding=1)
+    flags |= dict(vllm_devices=None, is_cap=0.0, allow_mismatch=0)
     return SimpleNamespace(**{**flags, **changes})
 
 
@@ -97,7 +101,8 @@ def test_what_comes_back_is_what_a_sampler_returns(client, tiny_model, tokenizer
     os.environ["RANK"], notes = "0", tmp_path / "notes"
     os.environ["VLLM_STUB_NOTES"] = str(notes)
     try:
-        engine = client("late", vllm_dtype="bf16", vllm_flags="--enforce-eager --seed=3")
+        more = dict(vllm_flags="--enforce-eager --seed=3", vllm_devices="7")
+        engine = client("late", vllm_dtype="bf16", **more)
         for _ in range(2):
             for request, row in zip(requests(), roll_out(engine, tiny_model, tokenizer)):
                 assert request.items() <= row.items() and row["ended"] == 1.0
@@ -110,6 +115,7 @@ def test_what_comes_back_is_what_a_sampler_returns(client, tiny_model, tokenizer
     _, words, env = json.loads(notes.read_text())
     assert {"--dtype=bfloat16", "--enforce-eager", "--seed=3", "--max-model-len=32"} <= {*words}
     assert "RANK" not in env and env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert env["CUDA_VISIBLE_DEVICES"] == "7"
     assert not engine.args.compile_decoding  # the trainer keeps no caches for a rollout of its own
 
 
@@ -124,6 +130,7 @@ FAULTS = {
     "broken": "broke a response off after 3 tokens: abort",
     "short": "broke a response off after 3 tokens: length",  # it has no room for all 8
     "unloadable": "answers /collective_rpc with 500: .*no weights",
+    "cut": "answers /collective_rpc with 500",  # and ends in the midst of its words
     "cached": "has not dropped its cache of older weights",
     "newer": "answer is not one of vLLM 0.32: TypeError",
 }
@@ -149,10 +156,16 @@ def test_a_server_that_dies_between_two_rollouts_is_missed(client, tiny_model, t
 
 
 class OtherModel(http.server.BaseHTTPRequestHandler):
-    """Another vLLM, with a model of another name."""
+    """Another vLLM, with a model of another name. `info`: what it says of itself."""
+
+    config = {"dtype": "float32", "logprobs-mode": "processed_logprobs"}
+    config |= {"generation-config": "vllm"}
+    info = vllm_stub.server_info(config)
 
     def do_GET(self):
-        vllm_stub.Routes.answer(self, {"data": [{"id": "another", "max_model_len": 99}]})
+        models = {"data": [{"id": "another", "max_model_len": 99}]}
+        answer = models if self.path == "/v1/models" else self.info
+        vllm_stub.Routes.answer(self, answer, 200 if answer else 404)
 
     def log_message(self, *_):
         pass
@@ -216,6 +229,126 @@ def test_a_server_at_a_url_without_room_or_without_vllm_is_refused(client, other
     own.server_close()
 
 
+@pytest.mark.parametrize(
+    "flag, theirs, must",
+    [
+        ("dtype", "bfloat16", "float32"),
+        ("logprobs-mode", "raw_logprobs", "processed_logprobs"),
+        ("generation-config", "auto", "vllm"),
+    ],
+)
+def test_a_server_at_a_url_that_samples_otherwise_is_refused(
+    client, other_server, monkeypatch, flag, theirs, must
+):
+    """The check of the first step would find the gap, but not its cause, and with --is_cap it looks
+    at nothing."""
+    config = {**OtherModel.config, flag: theirs}
+    monkeypatch.setattr(OtherModel, "info", vllm_stub.server_info(config))
+    with kit.refuses("vllm-flags") as caught:
+        client(vllm_url=other_server)
+    assert f"--{flag} is {theirs}" in str(caught.value) and f"--{flag} {must}" in str(caught.value)
+    monkeypatch.setattr(OtherModel, "info", {})  # without VLLM_SERVER_DEV_MODE=1
+    with kit.refuses("vllm-url") as caught:
+        client(vllm_url=other_server)
+    assert "hosts.md" in str(caught.value)
+
+
+def test_a_request_has_no_more_biases_than_vllms_runner_for_gpus_keeps(
+    client, tiny_model, tokenizer, other_server, monkeypatch
+):
+    """There a request with one more would end the worker."""
+    model = copy.deepcopy(tiny_model)
+    model.config.vocab_size = len(tokenizer) + vllm.MOST_BIASES + 1
+    client().sampling_params(tokenizer, model.config)
+    gpu = SimpleNamespace(device_name=lambda: "cuda")
+    monkeypatch.setattr(vllm, "get_accelerator", lambda: gpu)
+    with kit.refuses("vllm-unused-ids") as caught:
+        roll_out(client(), model, tokenizer)
+    assert "1,025" in str(caught.value) and "VLLM_USE_V2_MODEL_RUNNER=0" in str(caught.value)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    client().sampling_params(tokenizer, model.config)
+
+    def at_url(env):
+        info = vllm_stub.server_info(OtherModel.config, "cuda", env)
+        monkeypatch.setattr(OtherModel, "info", info)
+        return client(vllm_url=other_server).sampling_params(tokenizer, model.config)
+
+    with kit.refuses("vllm-unused-ids"):
+        at_url({})
+    assert len(at_url({"VLLM_USE_V2_MODEL_RUNNER": False})["logit_bias"]) == vllm.MOST_BIASES + 1
+
+
+def test_weights_are_handed_over_once_for_each_update(client, tiny_model, tokenizer, monkeypatch):
+    """Evaluation and microscope sample from what the step before has left; the next step, too. If
+    another run has handed over its weights meanwhile, ours are loaded again from their files. The
+    old files are gone before new ones are written: the folder is in memory."""
+    engine, asked, saved = client(), [], []
+    ask, save = engine.ask, vllm.saving.save_model
+    model = copy.deepcopy(tiny_model)
+
+    def noted(path, *given, **how):
+        asked.append(path)
+        return ask(path, *given, **how)
+
+    def noted_save(model, tokenizer, folder, **how):
+        saved.append([*Path(folder).glob("*.safetensors")])
+        return save(model, tokenizer, folder, **how)
+
+    monkeypatch.setattr(engine, "ask", noted)
+    monkeypatch.setattr(vllm.saving, "save_model", noted_save)
+
+    def loads(updates):
+        """Returns how often vLLM had to load weights for a rollout."""
+        asked.clear()
+        model.global_steps = updates  # as DeepSpeed's engine counts
+        assert roll_out(engine, model, tokenizer)[0]["response_ids"] == vllm_stub.TOKENS
+        return asked.count("/collective_rpc")
+
+    assert [loads(0), loads(0), loads(1), loads(1)] == [1, 0, 1, 0]
+    ask("/update_weight_version", {"new_version": "elsewhere-7"})
+    assert [loads(1), loads(1)] == [1, 0] and saved == [[], []]
+
+
+def sampled(off, count=200):
+    """A micro-batch in which so many tokens are off by 0.5, of 200 and some padding."""
+    scored = torch.full((2, count), -1.0)
+    found = scored.clone()
+    found[0, :off] -= 0.5
+    mask = torch.stack([torch.ones(count), torch.zeros(count)])
+    tokens = {"sampled_logprobs": found}
+    return SimpleNamespace(old_logprobs=scored, response_mask=mask, tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    "flags, shares, said",
+    [
+        ({}, [0, 0, 0, 6], "error: step 4: for 6 of 200 tokens .* 0.001 .*first step: 0.0%"),
+        ({}, [0, 1, 5, 5], None),
+        ({"dtype": "bf16"}, [4, 10, 4, 20], None),  # it rounds
+        ({"dtype": "bf16"}, [4, 60], "error: step 2: .* 0.2 .*first step: 2.0%"),
+        ({"is_cap": 2.0}, [0, 6, 9], "warning: step 2: for 6 of 200"),
+        ({"allow_mismatch": 1}, [0, 6], "warning"),
+        ({"vllm_ahead": 1}, [0, 30, 30, 100], None),  # the rule is one update behind
+        ({"vllm_ahead": 1}, [0, 0, 0, 60], "warning: step 4"),
+        ({"vllm_dtype": "bf16"}, [4, 20], None),
+    ],
+)
+def test_weights_that_vllm_kept_are_missed(client, capsys, flags, shares, said):
+    """At every step, by the tokens that it then samples with other log-probs than scoring has."""
+    engine, run = client(**flags), SimpleNamespace(finish=lambda code: sys.exit(code))
+    stopped = None
+    for run.step, off in enumerate(shares, start=1):
+        assert not stopped
+        try:
+            engine.check(run, [sampled(off)])
+        except SystemExit as left:
+            stopped = left.code
+    words = capsys.readouterr().out.replace("\n", " ")
+    assert re.search(said, words) if said else not words
+    assert stopped == (1 if said and "error" in said else None)
+    assert words.count("step") <= 2  # it is said once: "step 2", "first step"
+
+
 def test_what_vllm_cannot_do_is_refused(client, tmp_path):
     """vLLM would sample at 0.01 where less is asked, and say so in its own log alone."""
     for rule, changes in (
@@ -223,9 +356,25 @@ def test_what_vllm_cannot_do_is_refused(client, tmp_path):
         ("vllm-temperature", {"temperature": 2.5}),
         ("vllm-python", {"vllm_python": sys.executable}),
         ("vllm-python", {"vllm_python": f"{tmp_path}/python"}),
+        ("vllm-folder", {"vllm_folder": f"{tmp_path}/none"}),
     ):
         with kit.refuses(rule):
             client(**changes)
+
+
+def test_a_folder_is_named_as_a_server_elsewhere_finds_it(client, tmp_path, monkeypatch):
+    """Its working directory is another one."""
+    monkeypatch.chdir(tmp_path)
+    assert Path(client(vllm_folder=".").folder).parent == tmp_path
+
+
+def test_adapters_of_a_rank_that_vllm_has_no_room_for_are_refused(client, tokenizer):
+    """Added to their weights, as in fp32, they may have any rank."""
+    model = kit.make_tiny_model()
+    lora.add_adapters(model, SimpleNamespace(lora_dim=513, lora_alpha=16, seed=1), "random")
+    with kit.refuses("vllm-lora-rank"):
+        roll_out(client(vllm_dtype="bf16"), model, tokenizer)
+    assert roll_out(client(), model, tokenizer)
 
 
 def test_the_draws_belong_to_the_request(client, tiny_model, tokenizer, monkeypatch):
@@ -279,6 +428,8 @@ def test_young_adapters_are_not_rounded_away(client, tokenizer, monkeypatch, dty
     ask, alone = engine.ask, (dtype, vllm_dtype) != ("fp32", None)
 
     def noted(path, body=None, **how):
+        if path == "/v1/load_lora_adapter":
+            assert "load_inplace" not in body  # vLLM would read them again at every token
         if path in ("/collective_rpc", "/v1/load_lora_adapter"):
             folder = body["lora_path"] if "lora" in path else body["kwargs"]["folder"]
             asked.append((path, {file.name: load_file(file) for file in weights_in(folder)}))
@@ -333,31 +484,68 @@ def test_a_trainer_that_is_killed_leaves_no_server(python, tmp_path):
     assert until(lambda: not is_there(process)) and not Path(folder).exists()
 
 
-def on_two_ranks(python, fault):
-    """Returns this rank's responses, or what was said."""
+def on_two_ranks(python, fault, shared=1):
+    """Returns this rank's responses, or what was said. shared: how many ranks share each layer."""
     os.environ["VLLM_STUB"] = fault
     rank = torch.distributed.get_rank()
-    engine = vllm.Vllm(args_of(vllm_python=python))
+    vllm.ranks.tensor_parallel_size = lambda: shared
+    if fault == "no-port":
+        vllm.free_port = lambda: os.listdir("/nowhere")
+    place = dict(vllm_python=python if rank == (fault == "on-rank-1") else "/nowhere/python")
     model, tokenizer = kit.make_tiny_model(), model_folders.load_tokenizer(kit.TOKENIZER)
-    mine = [dict(prompt_ids=[5 + rank] * (1 + rank), row=rank, sample=i) for i in range(1 + rank)]
+    row = rank // shared
+    mine = [dict(prompt_ids=[5 + row] * (1 + row), row=row, sample=i) for i in range(1 + row)]
+    engine = None
     try:
-        return [*engine.roll_out(engine.args, model, tokenizer, mine, 1, 2), engine.seconds]
-    except RuntimeError as error:
+        engine = vllm.Vllm(args_of(**place))
+        for _ in range(shared):
+            rows = engine.roll_out(engine.args, model, tokenizer, mine, 1, 2)
+        return [*rows, engine.seconds]
+    except (RuntimeError, Refused) as error:
         return str(error)
     finally:
-        if engine.process:
+        if engine and engine.process:
             engine.end()
 
 
 def test_rank_0_asks_for_all_ranks(python):
     """Each gets the answers to its own requests, however many it has; and an error is said on all:
-    a rank that heard nothing would wait."""
+    a rank that heard nothing would wait. vLLM need not be where the other ranks are."""
     for rank, found in enumerate(kit.on_ranks(on_two_ranks, 2, python, "")):
         *rows, seconds = found
         assert [row["prompt_ids"] for row in rows] == [[5 + rank] * (1 + rank)] * (1 + rank)
         assert [row["sample"] for row in rows] == [*range(1 + rank)] and seconds
-    first, second = kit.on_ranks(on_two_ranks, 2, python, "killed")
-    assert first == second and "ended with code -9" in first
+    for fault, words in (
+        ("killed", "ended with code -9"),
+        ("no-port", "could not be started, or asked: FileNotFoundError"),
+        ("on-rank-1", "--vllm_python /nowhere/python"),
+    ):
+        first, second = kit.on_ranks(on_two_ranks, 2, python, fault)
+        assert first == second and words in first
+
+
+def test_ranks_that_share_each_layer_train_on_the_same_tokens(python):
+    """With --tensor_parallel_size 2 both have the same requests, which vLLM answers once: that of
+    the second rollout is its second one."""
+    first, second = kit.on_ranks(on_two_ranks, 2, python, "counts", 2)
+    assert first == second and [row["response_ids"][0] for row in first[:-1]] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["keeps", "model"])
+def test_a_run_whose_vllm_keeps_old_weights_is_stopped(python, real_model, tmp_path, fault):
+    """The number of the hand-over comes back as it should, and the first step is right."""
+    tree, models = tmp_path / "tree", kit.save_trained(tmp_path / "models", real_model)
+    runner.apply("vllm", tree)
+    argv = f"""--preset toy --data_path {kit.base()}/data --data_split 1,1,1 --max_steps 3
+        --actor_model_name_or_path {models}/actor --critic_model_name_or_path {models}/judge
+        --per_device_generation_batch_size 8 --per_device_training_batch_size 8
+        --num_eval_prompts 4 --eval_steps 9 --actor_learning_rate 1e-3 --num_warmup_steps 0
+        --max_answer_seq_len 16 --vllm_python {python} --output_dir {tmp_path}/run""".split()
+    given, env = (str(tree), "ppo", argv), {"VLLM_STUB": fault}
+    done = kit.fork(call_of_tree, 1, *given, cwd=tree, meet="", env=env)
+    words = "error: step 2: (.|\n)*vLLM has kept weights of an earlier update"
+    assert bool(re.search(words, done.out)) == done.code == (fault == "keeps"), done
 
 
 # --------------------------------------------------------------------------------------------------
@@ -545,8 +733,17 @@ def test_vllm_samples_from_adapters_that_it_was_handed_by_themselves(
     monkeypatch.setitem(common.DTYPES, engine.dtype, torch.float32)
     model, found = copy.deepcopy(real_model), []
     lora.add_adapters(model, SimpleNamespace(lora_dim=4, lora_alpha=16, seed=1), "random")
+    hand_over = engine.hand_over
+
+    def read_once(written):
+        """Adapters that vLLM has loaded are its own: it does not read the folder at each token."""
+        seconds = hand_over(written)
+        shutil.rmtree(engine.adapters)
+        return seconds
+
+    monkeypatch.setattr(engine, "hand_over", read_once)
     try:
-        for step in (1, 2):
+        for step in (1, 2, 3):
             with torch.no_grad():
                 for layer in lora.adapted_layers(model).values():
                     b = layer.lora_B["default"].weight
@@ -557,7 +754,7 @@ def test_vllm_samples_from_adapters_that_it_was_handed_by_themselves(
             assert max(largest_gap(real_model, row) for row in found[-1]) > 0.1
     finally:
         engine.end()
-    assert engine.lora_rank == 4 and found[0] != found[1]
+    assert engine.lora_rank == 4 and found[0] != found[1] != found[2]
 
 
 @pytest.mark.slow

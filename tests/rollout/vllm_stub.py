@@ -1,11 +1,13 @@
 """A stand-in for vLLM: the routes of its server that variants/vllm calls, and what may go wrong.
 
 `fake_python` makes a Python that has this file where vLLM has its server. The variable VLLM_STUB
-says what it does: a fault of FAULTS; "model", where it samples with transformers; and otherwise it
-answers each request with the same three tokens.
+says what it does: a fault of FAULTS; "model", where it samples with transformers ("keeps": from the
+first weights that it was handed); and otherwise it answers each request with the same three tokens
+("counts": the first of them is the number of the request).
 """
 
 import http.server
+import itertools
 import json
 import os
 import signal
@@ -15,7 +17,7 @@ from pathlib import Path
 
 FAULTS = (
     "ends never other-weights two-weights killed hangs late broken short unloadable cached plain "
-    "newer orphaned"
+    "newer orphaned counts keeps cut"
 )
 TOKENS, LOGPROBS = [7, 8, 1], [-0.5, -1.0, -1.5]
 
@@ -35,11 +37,15 @@ def fake_python(folder):
 class Routes(http.server.BaseHTTPRequestHandler):
     """What the server knows are attributes of this class: it has one process."""
 
-    name, room, fault, model, version, adapters = "", 0, "", None, "default", None
+    name, room, fault, model, version, config = "", 0, "", None, "default", {}
+    adapters = {}  # name: whether it was loaded "in place", and its folder
+    number = itertools.count()
 
     def do_GET(self):
         if self.path == "/weight_info":
             return self.answer({"weight_version": self.version})
+        if self.path.startswith("/server_info"):
+            return self.answer(server_info(self.config))
         assert self.path == "/v1/models"
         model = {"id": Routes.name, "max_model_len": Routes.room}
         self.answer({"data": [model]})
@@ -52,8 +58,14 @@ class Routes(http.server.BaseHTTPRequestHandler):
             assert body["method"] == "load_folder"
             self.load(body["kwargs"]["folder"])
         elif self.path == "/v1/load_lora_adapter":
-            Routes.adapters = body["lora_name"]
-            self.answer(f"Success: {Routes.adapters}".encode())
+            name, in_place = body["lora_name"], body.get("load_inplace", False)
+            if name in self.adapters and not in_place:
+                return self.answer({"error": f"{name} has already been loaded"}, 400)
+            self.adapters[name] = in_place, body["lora_path"]
+            self.answer(f"Success: {name}".encode())
+        elif self.path == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
+            self.answer(b"Success")
         elif self.path == "/reset_prefix_cache":
             self.answer({"success": self.fault != "cached"})
         elif self.path == "/update_weight_version":
@@ -61,13 +73,21 @@ class Routes(http.server.BaseHTTPRequestHandler):
             self.answer({"success": True})
         else:
             assert self.path == "/inference/v1/generate"
-            assert body["model"] == (Routes.adapters or Routes.name)
+            if self.adapters:  # those of before are unloaded, unless another run came between
+                assert len(self.adapters) <= 2
+                in_place, folder = self.adapters[body["model"]]
+                if in_place:  # vLLM reads them again at each forward
+                    assert list(Path(folder).glob("*.safetensors"))
+            else:
+                assert body["model"] == self.name
             self.generate(body["token_ids"], body["sampling_params"])
 
     def load(self, folder):
         if self.fault == "unloadable":
             return self.answer({"error": f"{folder}: no weights"}, 500)
-        if self.fault == "model":
+        if self.fault == "cut":
+            return self.answer(b"no weights", 500, length=99)
+        if self.fault == "model" or (self.fault == "keeps" and not Routes.model):
             Routes.model = load_model(folder)
         self.answer({"results": [None]})
 
@@ -79,7 +99,9 @@ class Routes(http.server.BaseHTTPRequestHandler):
             self.server.socket.close()
         time.sleep({"hangs": 60, "orphaned": 60, "late": 1}.get(self.fault, 0))
         tokens, logprobs, why = TOKENS, LOGPROBS, "stop"
-        if self.fault == "model":
+        if self.fault == "counts":
+            tokens = [next(self.number), *TOKENS[1:]]
+        if self.fault in ("model", "keeps"):
             tokens, logprobs, why = sampled(Routes.model, ids, params)
         spans = [{"version": self.version, "start": 0, "end": len(tokens)}]
         if self.fault in ("other-weights", "two-weights"):
@@ -91,15 +113,29 @@ class Routes(http.server.BaseHTTPRequestHandler):
             choice["logprobs"] = logprobs  # as another version might answer
         self.answer({"choices": [choice]})
 
-    def answer(self, body, code=200):
+    def answer(self, body, code=200, length=None):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(code)
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Length", str(length or len(data)))
         self.end_headers()
         self.wfile.write(data)
 
     def log_message(self, *_):
         pass
+
+
+def server_info(config, device="cpu", env=None):
+    """Returns what vLLM says of itself. config: flags, as in its command."""
+    model = {
+        "dtype": f"torch.{config['dtype']}",
+        "logprobs_mode": config["logprobs-mode"],
+        "generation_config": config["generation-config"],
+    }
+    of_device = {"device": device}
+    return {
+        "vllm_config": {"model_config": model, "device_config": of_device},
+        "vllm_env": env or {},
+    }
 
 
 def load_model(folder):
@@ -136,6 +172,7 @@ def main():
     flags = dict(
         word[2:].split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word
     )
+    Routes.config = flags
     Routes.name, Routes.room = flags["served-model-name"], int(flags["max-model-len"])
     Routes.fault = os.environ.get("VLLM_STUB", "")
     if Routes.fault == "ends":

@@ -3,7 +3,8 @@
     the run (ppo.py), its rank 0                     vLLM: another process, another Python
     writes the actor to a folder       -- files -->
     POST /collective_rpc               ----------->  load_folder, of vllm_server.py
-    (or /v1/load_lora_adapter          ----------->  the adapters alone: see `write`)
+    (or /v1/load_lora_adapter          ----------->  the adapters alone: see `write`.
+     and /v1/unload_lora_adapter       ----------->  forgets the ones before)
     POST /reset_prefix_cache           ----------->  drops keys and values of older weights
     POST /update_weight_version        ----------->  notes "4f1c20aa-3", the hand-over's number
     POST /inference/v1/generate, one   ----------->
@@ -24,19 +25,21 @@ import subprocess
 import tempfile
 import threading
 import time
+import traceback
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import vllm_server
 from deepspeed.accelerator import get_accelerator
 
 import common
-from helpers import decoding
+from helpers import checks, decoding, metrics
 from machinery.base import ranks
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused
@@ -47,6 +50,7 @@ TEMPERATURES = 0.01, 2.0  # vLLM samples at 0.01 where less is asked, and refuse
 GRACE = 2  # seconds between two looks at whether vLLM listens
 TOKENS_AT_ONCE = 4096  # of all prompts that vLLM reads in one forward on a CPU
 LORA_RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512  # of which --max-lora-rank must be one
+MOST_BIASES = 1024  # of a request, in the model runner that vLLM has for GPUs
 UNLESS_SET = {  # variables of vLLM's own
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GB for keys and values; by itself it wants 92 % of the memory
@@ -66,8 +70,10 @@ def add_flags(arg):
     arg("vllm_folder", str, shared)
     arg("vllm_dtype", str, "of vLLM's weights; None: --dtype", choices=list(common.DTYPES))
     arg("vllm_flags", "", "more flags for `vllm serve`, as in --vllm_flags='--enforce-eager'")
+    arg("vllm_devices", str, "CUDA_VISIBLE_DEVICES of vLLM, as in 7; None: as rank 0 has it")
     arg("vllm_ahead", 0, "1: train on the rollout before, while vLLM samples this one", most=1)
-    arg("vllm_timeout", 600, "seconds to wait for vLLM's start, and for each answer", least=1)
+    waits = "seconds to wait for vLLM's start, and for a response: those in line before it count"
+    arg("vllm_timeout", 600, waits, least=1)
 
 
 def of(args):
@@ -84,49 +90,84 @@ class Vllm:
         self.dtype = args.vllm_dtype or args.dtype
         self.run, self.hand_overs = secrets.token_hex(4), 0
         self.version = ""  # the number of the last hand-over
-        self.model = f"rollouts-{self.run}"  # by its name no other server can be taken for ours
+        self.updates = None  # how many the actor had when its weights were last written
         self.folder = ""  # of rank 0: where it hands weights over
         self.lora_rank = 0  # of adapters that are handed over by themselves; 0: there are none
         self.names = itertools.cycle(["adapters-a", "adapters-b"])  # folders, in turn
         self.thread = ThreadPoolExecutor(1)  # of rank 0: it waits for vLLM
         self.in_the_air = self.landed = None  # a rollout that was asked for, and the newest one
         self.seconds = {}  # of the last hand-over, for the log
+        self.shares_off, self.warned = [], False  # shares of tokens, in the first steps: `check`
         low, high = TEMPERATURES
         if not low <= args.temperature <= high:
             words = f"--temperature {args.temperature}: vLLM samples between {low} and {high}."
             raise Refused("vllm-temperature", words)
+        self.model, self.most_biases = found_by_rank_0(self.prepare)
+
+    def prepare(self):
+        """Rank 0: finds vLLM, and makes the folder. It need not be there for the other ranks.
+
+        Returns the model's name, and how many biases a request may have.
+        """
+        args = self.args
         if self.url:
-            self.model = self.found_at_url()
+            model, device, runner = self.found_at_url()
         else:
             refuse_without_vllm(args.vllm_python)
-        if ranks.get_rank() == 0:
-            memory = "/dev/shm" if Path("/dev/shm").exists() else None  # files in memory, on Linux
-            self.folder = tempfile.mkdtemp(prefix="rollouts-", dir=args.vllm_folder or memory)
-            atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
+            model = f"rollouts-{self.run}"  # by its name no other server can be taken for ours
+            device = get_accelerator().device_name()
+            runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0"
+        memory = "/dev/shm" if Path("/dev/shm").exists() else tempfile.gettempdir()  # on Linux
+        place = os.path.abspath(args.vllm_folder or memory)  # a server has a place of its own
+        try:
+            self.folder = tempfile.mkdtemp(prefix="rollouts-", dir=place)
+        except OSError as error:
+            raise Refused("vllm-folder", f"--vllm_folder {place}: {error.strerror}") from None
+        atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
+        return model, MOST_BIASES if runner and device != "cpu" else float("inf")
+
+    def musts(self):
+        """Returns those of vLLM's flags that change the draws, or their log-probs."""
+        return {
+            "dtype": str(common.DTYPES[self.dtype]).removeprefix("torch."),
+            "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
+            "generation-config": "vllm",  # nothing of the folder's
+        }
 
     def found_at_url(self):
-        """Returns the name of the model that the server at --vllm_url has; refuses what is none."""
+        """Refuses a server at --vllm_url that is none, or that samples otherwise.
+
+        Returns the name of its model, its device, and whether it may have a GPU's model runner.
+        """
+        at, musts, needed = f"--vllm_url {self.url}", self.musts(), self.args.max_seq_len
         try:
             [model, *_] = self.ask("/v1/models")["data"]
             name, room = model["id"], model["max_model_len"]
+            info = self.ask("/server_info?config_format=json")
+            config, env = info["vllm_config"], info["vllm_env"]
+            has = {flag: config["model_config"][flag.replace("-", "_")] for flag in musts}
+            device = config["device_config"]["device"]
+            runner = env.get("VLLM_USE_V2_MODEL_RUNNER") is not False
         except Fault as fault:
-            raise Refused("vllm-url", f"--vllm_url {self.url}: {fault}") from None
-        except (KeyError, TypeError, ValueError):
-            raise Refused("vllm-url", f"--vllm_url {self.url}: this is not vLLM") from None
-        if room < self.args.max_seq_len:
-            words = (
-                f"--vllm_url {self.url}: it has room for {room} tokens of prompt and response, and "
-                f"the run needs {self.args.max_seq_len}.\n"
-                f"  Start it with --max-model-len {self.args.max_seq_len}."
-            )
+            raise Refused("vllm-url", f"{at}: {fault}") from None
+        except (LookupError, TypeError, ValueError, AttributeError):
+            raise Refused("vllm-url", f"{at}: this is not vLLM 0.32") from None
+        if room < needed:
+            words = f"{at}: it has room for {room} tokens of prompt and response, and the run needs"
+            words += f" {needed}.\n  Start it with --max-model-len {needed}."
             raise Refused("vllm-room", words)
-        return name
+        for flag, must in musts.items():
+            theirs = str(has[flag]).removeprefix("torch.")
+            if theirs != must:
+                words = f"{at}: its --{flag} is {theirs}.\n  Start it with --{flag} {must}."
+                raise Refused("vllm-flags", words)
+        return name, device, runner
 
     # ---- A rollout ----
     def roll_out(self, args, engine, tokenizer, requests, step, batch_size):
         """Takes and returns what ppo.roll_out does. The tokens are other draws than its.
 
-        All ranks call it. The weights are handed over each time: an update may have moved them.
+        All ranks call it. The weights are handed over if there was an update since the last time.
         With --vllm_ahead 1 it returns the rollout of the step before, while this one is sampled. At
         the first step there is none: steps 1 and 2 are given the same one.
         batch_size: how many responses a rank has in the air at a time.
@@ -141,17 +182,25 @@ class Vllm:
         return landed
 
     def launch(self, engine, tokenizer, requests, step, batch_size):
-        """Writes the weights, and has rank 0 begin with the rollout of all ranks."""
+        """Writes the weights, and has rank 0 begin with the rollout of all ranks.
+
+        Ranks that share each layer (--tensor_parallel_size) have the same requests, which are sent
+        once: they must train on the same tokens.
+        """
+        params = self.sampling_params(tokenizer, unwrap_model(engine).config)
         began = time.time()
-        self.write(engine, tokenizer)
-        seconds = time.time() - began
+        updates = getattr(engine, "global_steps", None)  # of DeepSpeed's engine; else not known
+        written = updates is None or updates != self.updates
+        if written:
+            self.write(engine, tokenizer)
+        self.updates, seconds = updates, time.time() - began
         sent = [{name: one[name] for name in SENT if name in one} for one in requests]
         of_ranks, future = ranks.all_gather_objects([sent]), None
+        shares = of_ranks[:: ranks.tensor_parallel_size()]
         if ranks.get_rank() == 0:
-            params = self.sampling_params(tokenizer, unwrap_model(engine).config)
-            given = sum(of_ranks, []), step, params, batch_size * len(of_ranks), seconds
+            given = sum(shares, []), step, params, batch_size * len(shares), written, seconds
             future = self.thread.submit(self.fly, *given)
-        start = sum(map(len, of_ranks[: ranks.get_rank()]))
+        start = sum(map(len, shares[: ranks.data_parallel_rank()]))
         self.in_the_air = tokenizer, requests, slice(start, start + len(requests)), future
 
     def write(self, engine, tokenizer):
@@ -162,14 +211,29 @@ class Vllm:
         """
         layers = lora.adapted_layers(engine).values()
         if not layers or self.dtype == self.args.dtype == "fp32":
-            saving.save_model(engine, tokenizer, self.folder, merge=True)
+            self.write_whole(engine, tokenizer)
             return
+        rank, most = max(layer.r["default"] for layer in layers), LORA_RANKS[-1]
+        if rank > most:
+            words = f"--actor_lora_dim {rank}: vLLM takes adapters of rank {most} at most.\n"
+            words += "  In fp32 they are added to the weights, and may have any rank."
+            raise Refused("vllm-lora-rank", words)
         if not self.lora_rank:
             with not_added(layers):
-                saving.save_model(engine, tokenizer, self.folder, merge=True)
-        self.lora_rank = max(layer.r["default"] for layer in layers)
+                self.write_whole(engine, tokenizer)
+        self.lora_rank = rank
         self.adapters = Path(self.folder) / next(self.names)
         saving.save_model(engine, tokenizer, self.adapters)
+
+    def write_whole(self, engine, tokenizer):
+        """Writes the weights in place of older ones, of which vLLM has a copy of its own.
+
+        These go first: the folder may be in memory, which then need not have room for both.
+        """
+        if ranks.get_rank() == 0:
+            for file in Path(self.folder).glob("*.safetensors"):
+                file.unlink()
+        saving.save_model(engine, tokenizer, self.folder, merge=True)
 
     def land(self):
         """Waits for the rollout that is in the air, if one is. Returns this rank's newest one."""
@@ -185,39 +249,50 @@ class Vllm:
                 self.landed.append({**request, **new, "text": text})
         return self.landed
 
-    def fly(self, requests, step, params, count, seconds):
+    def fly(self, requests, step, params, count, written, seconds):
         """Rank 0: hands the weights over, and asks for all responses, `count` at a time.
 
-        Returns these, or words; and the seconds of the hand-over, with those before.
+        Returns these, or words, also for what nobody foresaw: the other ranks wait for them. And
+        the seconds of the hand-over, with those before.
         """
         try:
             if not self.url:
                 self.start()
-            seconds += self.hand_over()
+            seconds += self.hand_over(written)
             with ThreadPoolExecutor(count) as pool:
                 return [[*pool.map(lambda one: self.sample(one, step, params), requests)], seconds]
         except Fault as fault:
             words = str(fault)
         except (LookupError, TypeError, ValueError) as error:
             words = f"vLLM's answer is not one of vLLM 0.32: {error!r}"
+        except Exception as error:
+            traceback.print_exc()
+            words = f"vLLM could not be started, or asked: {error!r}"
         self.end()
         return [f"{words}\n  When that is mended, --resume goes on.", seconds]
 
-    def hand_over(self):
-        """Has vLLM load the folder's weights; the tokens that it samples come with their number.
+    def hand_over(self, written):
+        """Has vLLM load what was written; the tokens that it samples come with the number of that.
 
+        If nothing was written, and no other run has handed over its own, vLLM has it already.
         Returns the seconds that it took.
         """
-        began, before = time.time(), self.version
+        began, before, adapters = time.time(), self.version, self.sampler()
+        ours = bool(before) and self.ask("/weight_info")["weight_version"] == before
+        if ours and not written:
+            return time.time() - began
         self.hand_overs += 1
         self.version = f"{self.run}-{self.hand_overs}"
-        # The weights beside adapters stay, unless another run has handed over its own.
-        if not self.lora_rank or self.ask("/weight_info")["weight_version"] != before:
+        if not self.lora_rank or not ours:  # the weights beside adapters stay
             loads = {"method": "load_folder", "kwargs": {"folder": self.folder}}
             self.ask("/collective_rpc", loads)  # of vllm_server.py
         if self.lora_rank:
+            # Under a new name each time. Of one that it knows vLLM would keep the adapters, or with
+            # load_inplace, read them from the folder again at every token.
             given = {"lora_name": self.sampler(), "lora_path": str(self.adapters)}
-            self.ask("/v1/load_lora_adapter", {**given, "load_inplace": True}, read=bytes)
+            self.ask("/v1/load_lora_adapter", given, read=bytes)
+            if ours:
+                self.ask("/v1/unload_lora_adapter", {"lora_name": adapters}, read=bytes)
         if not self.ask("/reset_prefix_cache", {})["success"]:
             raise Fault("vLLM has not dropped its cache of older weights: it samples for others")
         self.ask("/update_weight_version", {"new_version": self.version})
@@ -225,7 +300,7 @@ class Vllm:
 
     def sampler(self):
         """Returns the name of what samples, as vLLM knows it: the model, or the adapters on it."""
-        return self.model + "-adapters" * bool(self.lora_rank)
+        return f"adapters-{self.version}" if self.lora_rank else self.model
 
     def sampling_params(self, tokenizer, config):
         """Returns what all requests have in common: vLLM's SamplingParams.
@@ -236,6 +311,11 @@ class Vllm:
         """
         args = self.args
         ids = range(len(tokenizer), config.get_text_config().vocab_size)
+        if len(ids) > self.most_biases:
+            words = f"the tokenizer has no token for {len(ids):,} of the model's ids, and on a GPU "
+            words += f"vLLM can keep {self.most_biases:,} of them from being drawn.\n"
+            words += "  Set VLLM_USE_V2_MODEL_RUNNER=0 for vLLM: its older runner has no limit."
+            raise Refused("vllm-unused-ids", words)
         return dict(
             temperature=args.temperature,
             top_p=args.top_p,
@@ -274,6 +354,38 @@ class Vllm:
             "tokens": {"sampled_logprobs": logprobs},
         }
 
+    def check(self, run, micro_batches):
+        """Stops the run if scoring and vLLM differ in many more tokens than in its first step.
+
+        Then vLLM has kept weights of an earlier update, all or some of them. It is found as soon as
+        these differ enough from the actor's to move tokens: in fp32 that is the next step, in 16
+        bits rounding hides the first updates.
+
+        All ranks call it, at each step after its update: not all runs have the log-probs before.
+        The first step is compared by helpers/checks.py, unless --is_cap lets sampling and scoring
+        differ. Where they may, this only warns, once.
+        """
+        args = self.args
+        coarse = args.vllm_ahead or self.dtype != args.dtype
+        limits = SimpleNamespace(dtype="bf16" if coarse else args.dtype)
+        gaps = [metrics.token_gaps(batch)[batch.response_mask > 0] for batch in micro_batches]
+        off, count = checks.counts_off(limits, gaps)[-1]
+        if len(self.shares_off) <= 2 * args.vllm_ahead:  # ahead, from the third on it is the rule
+            self.shares_off.append(off / max(count, 1))
+            return
+        usual = max(self.shares_off)
+        if self.warned or not checks.too_many(limits, off - 3 * usual * count, count):
+            return
+        goes_on = self.warned = args.is_cap or args.vllm_ahead or args.allow_mismatch
+        ranks.say(
+            f"{'warning' if goes_on else 'error'}: step {run.step}: for {off:,} of {count:,} tokens"
+            f" scoring gives another log-prob than vLLM, by more than {checks.OFF[limits.dtype]} "
+            f"(in this run's first step: {usual:.1%}).\n  Likely: vLLM has kept weights of an "
+            "earlier update, all or some of them. --allow_mismatch 1 goes on."
+        )
+        if not goes_on:
+            run.finish(code=1)
+
     # ---- The server ----
     def start(self):
         """Starts vLLM on the folder, and returns when it answers."""
@@ -283,11 +395,9 @@ class Vllm:
             "host": "127.0.0.1",
             "port": port,
             "served-model-name": self.model,
-            "dtype": str(common.DTYPES[self.dtype]).removeprefix("torch."),
             "max-model-len": args.max_seq_len,
-            "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
-            "generation-config": "vllm",  # nothing of the folder's
             "worker-extension-cls": "vllm_server.Loads",
+            **self.musts(),
         }
         words = [f"--{name}={value}" for name, value in flags.items()]
         words += ["--enable-scale-out", "--disable-uvicorn-access-log"]
@@ -296,10 +406,10 @@ class Vllm:
             # CPU refuse: the engine dies. Whole prompts then need room for the longest of them.
             most = max(TOKENS_AT_ONCE, args.max_seq_len)
             words += ["--no-enable-chunked-prefill", f"--max-num-batched-tokens={most}"]
-        more = {}
+        more = {"CUDA_VISIBLE_DEVICES": args.vllm_devices} if args.vllm_devices else {}
         if self.lora_rank:
-            more = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # the route for adapters
-            room = min((each for each in LORA_RANKS if each >= self.lora_rank), default=0)
+            more["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # the route for adapters
+            room = min(each for each in LORA_RANKS if each >= self.lora_rank)
             words += ["--enable-lora", f"--max-lora-rank={room}"]
         command = [args.vllm_python, vllm_server.__file__, self.folder, *words]
         self.process = subprocess.Popen(
@@ -352,7 +462,9 @@ class Vllm:
             with NO_PROXY.open(request, timeout=self.args.vllm_timeout) as answer:
                 return read(answer.read() or b"null")
         except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")[:1000]
+            text = ""
+            with suppress(OSError, HTTPException):
+                text = error.read().decode(errors="replace")[:1000]
             advice = "\n  Is it started as variants/vllm/hosts.md says?" * bool(self.args.vllm_url)
             raise Fault(f"vLLM answers {path} with {error.code}: {text}{advice}") from None
         except (OSError, HTTPException, ValueError) as error:
@@ -408,6 +520,20 @@ def environment(more):
     env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     own = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONSAFEPATH": "1"}
     return {**UNLESS_SET, **env, **own, **more}
+
+
+def found_by_rank_0(look):
+    """Returns on all ranks what look() returns on rank 0, or raises what it refuses."""
+    found = None
+    if ranks.get_rank() == 0:
+        try:
+            found = look()
+        except Refused as refused:
+            found = refused
+    [found, *_] = ranks.all_gather_objects([found])
+    if isinstance(found, Refused):
+        raise found
+    return found
 
 
 def refuse_without_vllm(python):

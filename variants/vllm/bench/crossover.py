@@ -71,6 +71,7 @@ def get_args(options, folder, dtype):
     args = ppo.get_args([str(flag) for flag in flags])
     args.vllm_python, args.vllm_url, args.vllm_folder = options.vllm_python, None, None
     args.vllm_dtype, args.vllm_flags = None, options.vllm_flags
+    args.vllm_devices = None
     args.vllm_ahead, args.vllm_timeout = 0, 600
     return args
 
