@@ -29,6 +29,9 @@ HELD = {
         "test_a_server_at_a_url_that_samples_otherwise_is_refused"
     ),
     "a --vllm_folder that cannot be written to is refused": "test_what_vllm_cannot_do_is_refused",
+    "a --vllm_folder without room for the weights is refused": (
+        "test_a_folder_in_memory_without_room_is_refused"
+    ),
     "more unused ids than vLLM's runner for GPUs can exclude are refused": (
         "test_a_request_has_no_more_biases_than_vllms_runner_for_gpus_keeps"
     ),

@@ -368,6 +368,17 @@ def test_a_folder_is_named_as_a_server_elsewhere_finds_it(client, tmp_path, monk
     assert Path(client(vllm_folder=".").folder).parent == tmp_path
 
 
+def test_a_folder_in_memory_without_room_is_refused(client, tiny_model, tokenizer, monkeypatch):
+    """Containers often have 64 MB there. Rank 0 alone would find out, while it writes."""
+    engine, free = client(), sum(weight.numel() for weight in tiny_model.parameters()) * 4
+    monkeypatch.setattr(vllm.shutil, "disk_usage", lambda _: SimpleNamespace(free=free - 1))
+    with kit.refuses("vllm-folder") as caught:
+        roll_out(engine, tiny_model, tokenizer)
+    assert "--vllm_folder" in str(caught.value)
+    monkeypatch.setattr(vllm.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert roll_out(engine, tiny_model, tokenizer)
+
+
 def test_adapters_of_a_rank_that_vllm_has_no_room_for_are_refused(client, tokenizer):
     """Added to their weights, as in fp32, they may have any rank."""
     model = kit.make_tiny_model()

@@ -40,7 +40,7 @@ from deepspeed.accelerator import get_accelerator
 
 import common
 from helpers import checks, decoding, metrics
-from machinery.base import ranks
+from machinery.base import modules, ranks
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused
 from machinery.models import lora, saving
@@ -230,10 +230,20 @@ class Vllm:
 
         These go first: the folder may be in memory, which then need not have room for both.
         """
-        if ranks.get_rank() == 0:
-            for file in Path(self.folder).glob("*.safetensors"):
-                file.unlink()
+        model = unwrap_model(engine)
+        need = modules.count_parameters(model) * next(model.parameters()).element_size()
+        found_by_rank_0(lambda: self.make_room(need))
         saving.save_model(engine, tokenizer, self.folder, merge=True)
+
+    def make_room(self, need):
+        """Rank 0: takes older weights away, and refuses a folder without room for new ones."""
+        for file in Path(self.folder).glob("*.safetensors"):
+            file.unlink()
+        free = shutil.disk_usage(self.folder).free
+        if free < need:
+            words = f"{self.folder}: the weights need {need / 1e9:.2f} GB, and {free / 1e9:.2f} GB "
+            words += "are free.\n  Name another folder by --vllm_folder, or give /dev/shm more."
+            raise Refused("vllm-folder", words)
 
     def land(self):
         """Waits for the rollout that is in the air, if one is. Returns this rank's newest one."""
