@@ -126,7 +126,7 @@ FAULTS = {
     "orphaned": "vLLM has ended with code -9. It, or its worker, was killed",
     "hangs": "has not answered /inference/v1/generate for --vllm_timeout 8 seconds: it hangs",
     "other-weights": r"with weights \['elsewhere-7'\], and \w+-1 were handed over last",
-    "two-weights": r"with weights \['\w+-1', 'elsewhere-7'\]",
+    "two-weights": r"with weights \['[\w-]+', '[\w-]+'\]",  # a run's random name may come second
     "broken": "broke a response off after 3 tokens: abort",
     "short": "broke a response off after 3 tokens: length",  # it has no room for all 8
     "unloadable": "answers /collective_rpc with 500: .*no weights",
