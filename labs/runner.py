@@ -163,8 +163,7 @@ def make(run, root):
     if run.is_made(root):
         return 0
     command, output = run.command(root), Path(f"{folder}.log")
-    resumed = (folder / "args.json").exists()
-    command += ["--resume"] if resumed else []
+    command += ["--resume"] if (folder / "args.json").exists() else []
     folder.mkdir(parents=True, exist_ok=True)
     tree = root / f"tree-{run.variant}" if run.variant else ROOT
     env = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -180,10 +179,8 @@ def make(run, root):
     if code != 0 and not stopped:
         tail = output.read_text()[-1500:]
         raise SystemExit(f"{shlex.join(command)}\nended with code {code}:\n{tail}")
-    seconds = time.time() - began
-    record = {"seconds": None if resumed else round(seconds), "stopped": stopped}
-    replace_text(folder / FINISHED, json.dumps(record))
-    return seconds
+    replace_text(folder / FINISHED, json.dumps({"stopped": stopped}))
+    return time.time() - began
 
 
 def depths_of(chains):
@@ -513,14 +510,6 @@ def with_earlier(lab, found, earlier):
 
 
 # ---- Commands ----
-def repeat(name, commit, program):
-    """Returns how to repeat runs whose flags have left the project."""
-    return (
-        f"{name} was run at commit {commit}, with a flag that has left since. To repeat it:\n"
-        f"  git worktree add ../{commit} {commit} && cd ../{commit} && python {program} {name}"
-    )
-
-
 def show(chains, root):
     """Prints the commands of a lab's runs, and how many of them are to be made."""
     runs = depths_of(chains)
