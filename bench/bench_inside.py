@@ -23,8 +23,9 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from common import DTYPES
+
 ROOT = Path(__file__).resolve().parent.parent
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -49,13 +49,9 @@ class Clock(transformers.TrainerCallback):
         self.started = time.time()
 
 
-def language_model(folder):
+def load(kind, folder):
     """Loads a model in fp32: in bf16 TRL's steps are autocast over fp32 weights."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def value_model(folder):
-    model_class = transformers.AutoModelForSequenceClassification
+    model_class = getattr(transformers, f"AutoModelFor{kind}")
     return model_class.from_pretrained(folder, dtype=torch.float32)
 
 
@@ -76,7 +72,7 @@ def sft(args, rows, held_out, tokenizer):
         "completion_mask": [[0] * len(p) + [1] * len(r) for p, r in zip(prompts, responses)],
     }
     config = trl.SFTConfig, {"completion_only_loss": True, "max_length": args.max_seq_len}
-    return trl.SFTTrainer, config, {"model": language_model(args.model_name_or_path)}, data
+    return trl.SFTTrainer, config, {"model": load("CausalLM", args.model_name_or_path)}, data
 
 
 def reward(args, rows, held_out, tokenizer):
@@ -85,7 +81,8 @@ def reward(args, rows, held_out, tokenizer):
         for i, name in enumerate(("chosen_ids", "rejected_ids"))
     }
     config = trl.RewardConfig, {"max_length": args.max_seq_len}
-    return trl.RewardTrainer, config, {"model": value_model(args.model_name_or_path)}, data
+    model = load("SequenceClassification", args.model_name_or_path)
+    return trl.RewardTrainer, config, {"model": model}, data
 
 
 def grpo(args, rows, held_out, tokenizer):
@@ -95,7 +92,7 @@ def grpo(args, rows, held_out, tokenizer):
         "temperature": 1.0,
         "beta": args.kl_coef,
     }
-    model = language_model(args.actor_model_name_or_path)
+    model = load("CausalLM", args.actor_model_name_or_path)
     given = {"model": model, "reward_funcs": bench.letters}
     # it tokenises the prompts itself
     data = {"prompt": [tokenizer.decode(ids) for ids in rows["prompt_ids"]]}
@@ -116,10 +113,10 @@ def ppo(args, rows, held_out, tokenizer):
         "total_episodes": len(rows),
     }
     given = {
-        "model": language_model(args.actor_model_name_or_path),
-        "ref_model": language_model(args.actor_model_name_or_path),
-        "reward_model": value_model(args.critic_model_name_or_path),
-        "value_model": value_model(args.critic_model_name_or_path),
+        "model": load("CausalLM", args.actor_model_name_or_path),
+        "ref_model": load("CausalLM", args.actor_model_name_or_path),
+        "reward_model": load("SequenceClassification", args.critic_model_name_or_path),
+        "value_model": load("SequenceClassification", args.critic_model_name_or_path),
         "eval_dataset": Dataset.from_dict({"input_ids": list(held_out["prompt_ids"])}),
     }
     return PPOTrainer, (PPOConfig, own), given, {"input_ids": list(rows["prompt_ids"])}
