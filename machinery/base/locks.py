@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import time
 
 
 class Lock:
@@ -53,3 +54,15 @@ def held_by(file, kind):
         return file.read() or "another process"
     except OSError:  # there are no locks here
         return None
+
+
+@contextlib.contextmanager
+def holding(path):
+    """Waits for the lock of a file, as long as it takes, and holds it inside."""
+    lock = Lock(path)
+    while lock.take():
+        time.sleep(0.1)
+    try:
+        yield
+    finally:
+        lock.release()

@@ -13,9 +13,8 @@ import numpy as np
 import tokenizers
 import transformers
 from datasets.fingerprint import Hasher
-from filelock import FileLock
 
-from machinery.base import ranks
+from machinery.base import locks, ranks
 from machinery.base.refused import Refused
 from machinery.data import formats, sources, tokens
 from machinery.data.formats import LeftOut
@@ -289,7 +288,7 @@ def tokenise_rows(rows, options, title):
     # The first rank of a machine fills the cache, and the others wait for it, as long as it takes.
     lock = Path(datasets.config.HF_DATASETS_CACHE, f"tokenising-{known_by}.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with ranks.unhurried(), FileLock(lock):
+    with ranks.unhurried(), locks.holding(lock):
         made = rows.map(
             tokenise_row,
             fn_kwargs=options,
