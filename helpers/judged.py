@@ -16,14 +16,15 @@ def write_pairs(args, held_out, pairs):
     data's own columns, too, and `place`, the file and its line: this is how to find the pairs that
     the judge gets wrong.
     """
-    judged = [{"pair": pair, "row_weight": 1} for pair in pairs.tolist()]
-    judged, output = ranks.each_once(judged), Path(args.output_dir)
+    # Ranks that share layers have the same pairs.
+    scores = {int(number): own for number, *own in ranks.all_gather_objects(pairs.tolist())}
+    output = Path(args.output_dir)
     if ranks.get_rank() > 0 or not output.is_dir():  # a benchmark has no folder
         return
     lines = []
-    for number, *scores in sorted(one["pair"] for one in judged):
-        row = held_out[int(number)]
+    for number in sorted(scores):
+        row = held_out[number]
         texts = {"place": row["place"], "prompt": row["prompt"], **json.loads(row["extra"])}
-        numbers = zip(COLUMNS, (int(number), *scores, *map(len, row["responses"])))
+        numbers = zip(COLUMNS, (number, *scores[number], *map(len, row["responses"])))
         lines.append(json.dumps(texts | dict(numbers)) + "\n")
     (output / "judge.jsonl").write_text("".join(lines))
