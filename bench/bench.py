@@ -105,7 +105,7 @@ CPU = [
     ),
 ]
 REAL = [  # with --model
-    replace(row, name=f"{row.name} real", model="real", batch=row.batch // 2, steps=4)
+    replace(row, name=f"{row.name} real", model="real", batch=min(row.batch // 2, 8), steps=3)
     for row in CPU[:4]
 ]
 TEXTS = "--max_seq_len 2048 --train_on everything"
@@ -134,7 +134,8 @@ GPU = [  # each is meant to fit one device of 80 GB: python tools/estimate.py sa
 
 def letters(prompts, completions, **columns):
     """The reward of GRPO's rows: the share of lower-case letters in a response."""
-    return [sum(map(str.islower, text)) / max(len(text), 1) for text in completions]
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [sum(map(str.islower, text)) / max(len(text), 1) for text in texts]
 
 
 def flags_of(row, work, dtype, smoke=False):

@@ -146,8 +146,6 @@ def main(result, side, script, *flags):
         learning_rate=args.actor_learning_rate if step3 else args.learning_rate,
         lr_scheduler_type="constant",
         adam_beta2=0.95,
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
         save_strategy="no",
         logging_steps=1 if step3 else 1000,
     )

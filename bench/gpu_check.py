@@ -209,10 +209,11 @@ def check_memory(base, name, measured):
 def get_args():
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)} [all]")
-    parser.add_argument("--cpu", action="store_true", help="on two CPU ranks")
-    parser.add_argument("--pretend", action="store_true", help="on a CPU that says it is a GPU")
-    parser.add_argument("--hosts", metavar="FILE", help="a hostfile of DeepSpeed's launcher")
+    arg = parser.add_argument
+    arg("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)} [all]")
+    arg("--cpu", action="store_true", help="on two CPU ranks")
+    arg("--pretend", action="store_true", help="on a CPU that says it is a GPU")
+    arg("--hosts", metavar="FILE", help="a hostfile of DeepSpeed's launcher")
     args = parser.parse_args()
     if unknown := set(args.groups) - set(GROUPS):
         parser.error(f"no such group: {', '.join(unknown)}. There are {', '.join(GROUPS)}.")

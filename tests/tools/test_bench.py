@@ -36,6 +36,12 @@ def test_a_row_is_a_command_that_its_script_takes(row, tmp_path):
         assert args.gradient_accumulation_steps == row.accumulation and args.dtype == dtype
 
 
+def test_the_reward_of_grpo_reads_texts_and_chats():
+    """Our side hands it chats where the model has a template, and TRL, given text, texts."""
+    chat = [{"role": "assistant", "content": "ab"}]
+    assert bench.letters([], ["aB", chat, ""]) == [0.5, 1, 0]
+
+
 def test_a_pretrained_model_is_the_same_for_both_sides(tmp_path, monkeypatch):
     """Its weights are those of the folder, the head of its reward model is drawn once for all, and
     padding is not EOS: TRL's PPO masks by `ids != pad`, so that ends of turns would be masked."""
