@@ -2,7 +2,7 @@
 
 from machinery.base import ranks
 from machinery.base.refused import Refused
-from machinery.flags import declaring, ppo_rules, rules
+from machinery.flags import declaring, rules
 from machinery.models import model_folders
 
 # ppo.py has forms of its own: actor_..., critic_..., max_prompt_seq_len, ...
@@ -79,7 +79,7 @@ def resolve(args, advantages, responses):
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
     if args.adam_offload:
         args.offload_states = False  # they live on the CPU anyway
-    rules.refuse_broken(args, ppo_rules.of_ppo)
+    rules.refuse_broken(args, rules.of_ppo)
     off = {"top_p": 1, "top_k": 0}
     if filters := [flag for flag, value in off.items() if getattr(args, flag) != value]:
         ranks.say(f"warning: --{' --'.join(filters)}: KL is not the sampler's, may be below 0")
