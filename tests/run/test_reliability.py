@@ -253,12 +253,14 @@ def tokenise(folder):
         datasets.Dataset.from_dict({"row": [*range(8)]}).map(take_long, num_proc=4)
 
 
-def test_who_is_told_to_stop_while_rows_are_tokenised_leaves_no_process(tmp_path):
-    """Neither those that share the work nor the one that they tell of it."""
+@pytest.mark.parametrize("tell", [os.kill, os.killpg])
+def test_who_is_told_to_stop_while_rows_are_tokenised_leaves_no_process(tmp_path, tell):
+    """Neither those that share the work nor the one that they tell of it; also where all are told,
+    as DeepSpeed's launcher does."""
     process = multiprocessing.get_context("fork").Process(target=tokenise, args=(tmp_path,))
     process.start()
     wait_until(lambda: len([*tmp_path.iterdir()]) == 4)
-    os.kill(process.pid, signal.SIGTERM)
+    tell(process.pid, signal.SIGTERM)
     process.join(20)
     assert process.exitcode == 1
     wait_until(lambda: not in_group(process.pid))
