@@ -51,7 +51,7 @@ def print_answers(folder):
         models[name] = {line["prompt"]: line["response"] for line in reversed(found)}
     print(
         "\nHeld-out prompts, answered by the model from scratch, after SFT, and after PPO "
-        "(sampled at temperature 1; gold score in front):"
+        "(base: greedily; SFT, PPO: sampled at temperature 1; gold score in front):"
     )
     asked = dict.fromkeys(line["prompt"] for line in lines["base"])
     for prompt in [prompt for prompt in asked if prompt in models["PPO"]][:5]:
