@@ -442,6 +442,17 @@ def test_greedy_rollouts_of_vllm_are_ours_token_for_token(real, real_model, toke
 
 
 @pytest.mark.slow
+def test_prompts_of_more_tokens_than_vllm_reads_at_once_are_sampled(real, real_model, tokenizer):
+    """By itself vLLM reads a prompt in two parts there, and its engine dies on a CPU."""
+    count = 2 * vllm.TOKENS_AT_ONCE // LONG
+    engine = vllm.Vllm(args_of(vllm_url=real, **SIZES))
+    rng = torch.Generator().manual_seed(0)  # no two begin alike: vLLM has none of them yet
+    many = [torch.randint(20, 500, (LONG,), generator=rng).tolist() for _ in range(count)]
+    found = engine.roll_out(engine.args, real_model, tokenizer, requests(many), 1, count)
+    assert len(found) == count and all(row["response_ids"] for row in found)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 def test_vllms_log_probs_are_those_of_scoring(real, real_model, tokenizer, temperature):
     """In fp32, at the temperature. A response ends with EOS, which belongs to it, or is cut. Equal

@@ -33,6 +33,7 @@ from pathlib import Path
 
 import numpy as np
 import vllm_server
+from deepspeed.accelerator import get_accelerator
 
 import common
 from helpers import decoding
@@ -44,6 +45,7 @@ from machinery.models import lora, saving
 SENT = "prompt_ids", "row", "sample", "turn"  # of a request: its tokens, and what the draws need
 TEMPERATURES = 0.01, 2.0  # vLLM samples at 0.01 where less is asked, and refuses more
 GRACE = 2  # seconds between two looks at whether vLLM listens
+TOKENS_AT_ONCE = 4096  # of all prompts that vLLM reads in one forward on a CPU
 LORA_RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512  # of which --max-lora-rank must be one
 UNLESS_SET = {  # variables of vLLM's own
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -289,6 +291,11 @@ class Vllm:
         }
         words = [f"--{name}={value}" for name, value in flags.items()]
         words += ["--enable-scale-out", "--disable-uvicorn-access-log"]
+        if get_accelerator().device_name() == "cpu":
+            # Of a prompt that it has read in part vLLM takes back the draw, which generators of a
+            # CPU refuse: the engine dies. Whole prompts then need room for the longest of them.
+            most = max(TOKENS_AT_ONCE, args.max_seq_len)
+            words += ["--no-enable-chunked-prefill", f"--max-num-batched-tokens={most}"]
         more = {}
         if self.lora_rank:
             more = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # the route for adapters
