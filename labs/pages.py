@@ -1,5 +1,7 @@
 """Tables of results, and the pages of labs and variants in which they stand between two markers."""
 
+import json
+import re
 import statistics
 from math import isnan
 
@@ -8,7 +10,7 @@ import runner
 from runner import baseline, by_arm, by_seed, differences, interval
 
 BEGIN, END = "<!-- results -->", "<!-- end -->"
-VERDICTS = ("shown", "refuted", "not decided")
+VERDICTS = tuple(pictures.COLOURS)
 
 
 # ---- Tables ----
@@ -112,16 +114,36 @@ def overview(labs):
 
 def counts(labs):
     """Returns a table of how many predictions have which verdict."""
-    found = [(what, word) for name in labs for what, _, word in runner.decided(labs[name], name)]
-    words = [word for what, word in found if "range" in what]
+    words = [word for _, what, _, word in pictures.decided(labs) if "range" in what]
     return markdown(VERDICTS, [[str(words.count(word)) for word in VERDICTS]])
 
 
+def reasons(labs):
+    """Returns what decided each statement of labs/README.md: a text with all its intervals.
+
+    A statement is there because its differences lie on one side; where a prediction named a size,
+    and the interval reaches across it, the direction alone is shown.
+    """
+    texts = []
+    found = {(name, what["says"]): rest for name, what, *rest in pictures.decided(labs)}
+    for belief in json.loads((runner.ROOT / "labs/believe.json").read_text()).values():
+        lines = []
+        for name, says, *label in belief["because"]:
+            values, word = found[name, says]
+            if word == "not decided":
+                word = f"{runner.verdict(values, None)}, how much is open"
+            text = label[0] if label else f'"{says}"'
+            lines.append(f"**{word}**: {text}, {difference(values)}")
+        texts.append("<br>".join(lines))
+    return texts
+
+
 # ---- Pages ----
-def put(page, text):
-    """Writes a text between the two markers of a page."""
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}")
+def put(page, *texts):
+    """Writes texts between the markers of a page, one for each pair of them."""
+    given = iter(texts)
+    pattern = re.compile(rf"({BEGIN}\n?).*?(\n?{END})", re.S)
+    page.write_text(pattern.sub(lambda found: found[1] + next(given) + found[2], page.read_text()))
 
 
 def study(lab, root, jobs, results, page, picture, plot_only):
