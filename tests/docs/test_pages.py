@@ -105,7 +105,7 @@ def test_what_a_page_names_is_there(page):
     assert not used - known_flags(), used - known_flags()
     gone = [name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in tests()]
     # "`one`, `two` and `three` in `FILE.py`", also across the end of a line
-    for names, file in re.findall(r"((?:`\w+`,?(?: and)?\s+)+)in\s+`([\w/]+\.py)`", text):
+    for names, file in re.findall(r"((?:`\w+`,?\s+(?:and\s+)?)+)in\s+`([\w/]+\.py)`", text):
         code = (ROOT / file).read_text()
         names = re.findall(r"`(\w+)`", names)
         gone += [f"{name} in {file}" for name in names if not re.search(rf"\b{name}\b", code)]
