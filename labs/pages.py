@@ -119,21 +119,22 @@ def counts(labs):
 
 
 def reasons(labs):
-    """Returns what decided each statement of labs/README.md: a text with all its intervals.
+    """Returns a verdict on each statement of labs/README.md, and the intervals that it rests on.
 
-    A statement is there because its differences lie on one side; where a prediction named a size,
-    and the interval reaches across it, the direction alone is shown.
+    A statement is there because its differences lie on one side. Where the interval of one reaches
+    across the size that was predicted, the direction alone is shown.
     """
     texts = []
     found = {(name, what["says"]): rest for name, what, *rest in pictures.decided(labs)}
     for belief in json.loads((runner.ROOT / "labs/believe.json").read_text()).values():
-        lines = []
+        lines = ["**Shown.**"]
         for name, says, *label in belief["because"]:
             values, word = found[name, says]
             if word == "not decided":
-                word = f"{runner.verdict(values, None)}, how much is open"
+                lines[0] = "**Shown, though not every size.**"
+                word = f"{runner.verdict(values, None)}, size open"
             text = label[0] if label else f'"{says}"'
-            lines.append(f"**{word}**: {text}, {difference(values)}")
+            lines.append(f"{word}: {text}, {difference(values)}")
         texts.append("<br>".join(lines))
     return texts
 
