@@ -14,6 +14,7 @@ import sys
 import time
 
 import deepspeed.comm as dist
+import multiprocess  # whose processes `datasets` starts
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
@@ -154,10 +155,22 @@ def go_on():
 def unhurried():
     """For work during which no rank waits for another: long as it may take, nothing is wrong.
 
-    SIGTERM ends it by an exception, so that the processes that share the work end, too.
+    SIGTERM ends the processes that share the work, too. They are forks, in which it is the end at
+    once: a Python handler may come too late there, and one of them then waits for a lock for ever.
     """
     faulthandler.cancel_dump_traceback_later()
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+
+    def end(*_):
+        for process in multiprocess.active_children():
+            process.kill()
+        os._exit(1)
+
+    def end_at_once():
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=end_at_once)
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:

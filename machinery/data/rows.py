@@ -78,13 +78,13 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
             if tokenizer.chat_template:
                 prompt, texts = formats.as_chat(prompt, texts)
             for kept in formats.shortened(prompt):  # whole turns go first, and the system's stays
-                *made, changed = tokenise(tokenizer, stage, kept, texts, example, train_on)
+                *made, found = tokenise(tokenizer, stage, kept, texts, example, train_on)
                 ids, mask, responses = cut(tokenizer, *made, limit)
                 if ids == made[0]:
                     break
             notes = {
                 "are dialogues as text, and get the chat template": prompt is not text,
-                "have turns that are not learned: the chat template changes earlier ones": changed,
+                found: found,
                 "are too long, and lose their oldest turns": kept is not prompt,
                 "lose the beginning of a long prompt": ids != made[0],
                 "lose the end of a long response": responses != made[2],
@@ -110,10 +110,9 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
 
 
 def tokenise(tokenizer, stage, prompt, texts, example, asked):
-    """Returns the ids of a prompt, their mask, and the ids of its responses; and `changed`.
+    """Returns the ids of a prompt, their mask, and the ids of its responses; and what was found.
 
-    asked: --train_on, or None. changed: whether an earlier turn, which the chat template changes,
-    is not learned. Raises LeftOut.
+    asked: --train_on, or None. found: CHANGED, BARE (tokens.py) or "". Raises LeftOut.
     """
     whole = example.train_on == "everything"  # a prompt to be learned, with an empty response
     train_on = example.train_on if whole else asked or example.train_on
@@ -123,13 +122,16 @@ def tokenise(tokenizer, stage, prompt, texts, example, asked):
     if stage == "sft" and train_on == "all":
         chat = isinstance(prompt, list)
         turns_of = tokens.tokenise_turns if chat else tokens.tokenise_dialogue
-        ids, mask, response, changed = turns_of(tokenizer, prompt, *texts)
-        if changed and asked:
+        ids, mask, response, found = turns_of(tokenizer, prompt, *texts)
+        if found and asked:
             raise LeftOut(TURNS_UNKNOWN)
-        return ids, mask, [response], changed
+        return ids, mask, [response], found
     ids = tokenise_prompt(tokenizer, prompt)
-    covered = int(train_on == "everything")
-    return ids, [covered] * len(ids), [tokenise_response(tokenizer, text) for text in texts], False
+    mask = [int(train_on == "everything")] * len(ids)
+    if not isinstance(prompt, list):
+        return ids, mask, [tokenise_response(tokenizer, text) for text in texts], ""
+    turns = [tokens.tokenise_turn(tokenizer, prompt, text) for text in texts]
+    return ids, mask, [turn for turn, _ in turns], tokens.BARE if any(b for _, b in turns) else ""
 
 
 # ---- Sources ----

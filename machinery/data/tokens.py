@@ -6,6 +6,9 @@ from machinery.data.formats import ASSISTANT, HUMAN, LeftOut
 
 NO_TEMPLATE = "the data holds chats, and the tokenizer has no chat template. Take a chat model's"
 TURNS_UNKNOWN = "the chat template changes turns when others follow. Use --train_on last"
+# Of rows, with their number in front:
+CHANGED = "have turns that are not learned: the chat template changes earlier ones"
+BARE = "have responses as they are: of a finished turn the template writes another opening"
 
 
 def tokenise_prompt(tokenizer, prompt):
@@ -30,6 +33,22 @@ def tokenise_response(tokenizer, response):
     return with_eos(tokenizer, tokenise_text(tokenizer, response))
 
 
+def tokenise_turn(tokenizer, prompt, response):
+    """Returns the token ids of the assistant's answer to a chat, and EOS; and whether it is bare.
+
+    It is what the template adds to its opening, as a stock rendering of the whole chat has it: some
+    write text before the content (Qwen3 an empty <think>, gpt-oss a channel) or before the end of
+    turn. A bare one is the content by itself: a finished turn lacks the opening (R1's <think>).
+    """
+    messages, marks = protect(tokenizer, [*prompt, {"role": "assistant", "content": response}])
+    opened = render(tokenizer, messages[:-1], opening=True)
+    closed = render(tokenizer, messages)
+    if not closed.startswith(opened):
+        return tokenise_response(tokenizer, response), True
+    text = closed[len(opened) :].rstrip()
+    return with_eos(tokenizer, tokenise_rendered(tokenizer, text, marks)), False
+
+
 def tokenise_text(tokenizer, text):
     """Returns the token ids of a text that another one precedes."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
@@ -49,19 +68,19 @@ def keep_end(tokenizer, ids, count):
 
 # ---- Every turn (--train_on all) ----
 def tokenise_turns(tokenizer, prompt, response):
-    """Returns a chat's ids up to its last turn, their mask, that turn's ids, and `changed`.
+    """Returns a chat's ids up to its last turn, their mask, that turn's ids, and what was found.
 
     The mask is 1 on the assistant's turns. A turn is what the template adds to its opening when the
     message is there: the content and the end of turn. White space after that, which no turn has to
     predict, is left out. Each turn is tokenised apart from what precedes it, as a response is, and
     the last one ends with EOS. An earlier turn that is rendered otherwise when more messages follow
-    (Qwen3's, without its reasoning) is not learned: `changed` says so. Raises LeftOut if the last
-    turn cannot be told, either.
+    (Qwen3's, without its reasoning) is not learned. If the last one cannot be told from the rest,
+    either, it is the only one that is learned. What was found says so: CHANGED, BARE, or "".
     """
     messages = [*prompt, {"role": "assistant", "content": response}]
     messages, marks = protect(tokenizer, messages)
     whole = render(tokenizer, messages)
-    ids, mask, turn, end, changed = [], [], [], 0, False
+    ids, mask, turn, end, found = [], [], [], 0, ""
     for i, message in enumerate(messages):
         if i == 0 or message["role"] != "assistant":  # nothing to render before a first one
             continue
@@ -69,8 +88,9 @@ def tokenise_turns(tokenizer, prompt, response):
         closed = render(tokenizer, messages[: i + 1])
         if not (closed.startswith(opened) and whole.startswith(closed)):
             if message is messages[-1]:
-                raise LeftOut(TURNS_UNKNOWN)
-            changed = True
+                ids = tokenise_prompt(tokenizer, prompt)
+                return ids, [0] * len(ids), tokenise_response(tokenizer, response), BARE
+            found = CHANGED
             continue
         text = closed[len(opened) :].rstrip()
         between = tokenise_rendered(tokenizer, whole[end : len(opened)], marks)
@@ -78,7 +98,7 @@ def tokenise_turns(tokenizer, prompt, response):
         mask += [1] * len(turn) + [0] * len(between)
         turn = tokenise_rendered(tokenizer, text, marks)
         end = len(opened) + len(text)
-    return ids, mask, with_eos(tokenizer, turn), changed
+    return ids, mask, with_eos(tokenizer, turn), found
 
 
 def tokenise_dialogue(tokenizer, prompt, response):
@@ -97,7 +117,7 @@ def tokenise_dialogue(tokenizer, prompt, response):
         part = tokenise_text(tokenizer, text)
         ids = ids + part
         mask += [1 - i % 2] * len(part)
-    return ids, mask, tokenise_response(tokenizer, response), False
+    return ids, mask, tokenise_response(tokenizer, response), ""
 
 
 # ---- Chat templates ----

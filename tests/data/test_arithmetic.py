@@ -79,6 +79,7 @@ GSM8K = """--preset qwen2.5-0.5b-grpo --max_steps 1 --max_answer_seq_len 8 --dty
            --gradient_accumulation_steps 1"""
 
 
+@pytest.mark.slow
 def test_the_recipe_for_gsm8k_on_rows_in_its_columns(tmp_path):
     """Both steps, with random weights. A row without an answer is named, not counted as wrong."""
     file = tmp_path / "gsm8k.jsonl"

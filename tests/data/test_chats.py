@@ -215,6 +215,55 @@ def test_turns_that_the_template_changes_are_not_learned(tokenizer, tmp_path, ca
     assert "--train_on last" in caught.value.words
 
 
+TURN = "{% if m.role == 'assistant' and loop.last %}BEFORE{{ m.content | trim }}AFTER{% else %}"
+TURN += "{{ m.content }}{% endif %}"
+WRITTEN = {  # what a template writes before and after the content of the last turn
+    "an empty thought (Qwen3)": ("<think>\n\n</think>\n\n", ""),
+    "a channel (gpt-oss)": ("<|channel|>final<|message|>", ""),
+    "an end of the response (Cohere)": ("", "<|END_RESPONSE|>"),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_response_is_written_as_the_template_writes_a_finished_turn(tokenizer, name):
+    """In pairs, and where the last turn alone is learned, as where all are: prompt and response
+    together are the stock rendering of the whole chat."""
+    before, after = WRITTEN[name]
+    turn = TURN.replace("BEFORE", before).replace("AFTER", after)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", turn)
+    asked, made = chat("Why?", "So.", "And?"), {}
+    for text in ("Then. ", "Hm"):
+        stock = tokenizer.apply_chat_template([*asked, *chat("", text)[1:]], tokenize=False)
+        made[text] = stock.rstrip() + "<eos>"
+    answers = {"prompt": asked, "chosen": chat("", "Then. ")[1:], "rejected": chat("", "Hm")[1:]}
+    pair = rows.tokenise_row(answers, tokenizer, "reward", 256)
+    found = [tokenizer.decode(pair["prompt_ids"] + ids) for ids in pair["responses"]]
+    assert found == list(made.values()) and pair["notes"] == ""
+    for train_on in (None, "last"):
+        messages = [*asked, *answers["chosen"]]
+        row = rows.tokenise_row({"messages": messages}, tokenizer, "sft", 256, train_on)
+        assert tokenizer.decode(row["prompt_ids"] + row["responses"][0]) == made["Then. "]
+
+
+def test_after_an_opening_that_a_finished_turn_lacks_a_response_stays_as_it_is(tokenizer):
+    """R1's opening begins a thought, and of a finished turn its template writes the answer alone. A
+    mask cannot be told from that: the run says so, and refuses who asks for all turns."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    turns = chat("Why?", "So.", "And?", "Then.")
+    answers = {"prompt": turns[:3], "chosen": turns[3:], "rejected": chat("", "No")[1:]}
+    for row, stage in (({"messages": turns}, "sft"), (answers, "reward")):
+        made = rows.tokenise_row(row, tokenizer, stage, 256)
+        ids = made["prompt_ids"] + made["responses"][0]
+        assert tokenizer.decode(ids).endswith(
+            "And?<|im_end|>\n<|im_start|>assistant\n<think>\nThen.<eos>"
+        )
+        assert not any(made["prompt_loss_mask"]) and "another opening" in made["notes"]
+    refused = rows.tokenise_row({"messages": turns}, tokenizer, "sft", 256, "all")
+    assert "--train_on last" in refused["drop"]
+
+
 def test_a_template_sees_tokens_that_are_not_special(tokenizer):
     """Qwen3's and R1's templates look for </think>, which is an added token of theirs: what is
     thought in an earlier turn must be dropped by ours as it is in stock use."""

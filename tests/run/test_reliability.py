@@ -253,12 +253,14 @@ def tokenise(folder):
         datasets.Dataset.from_dict({"row": [*range(8)]}).map(take_long, num_proc=4)
 
 
-def test_who_is_told_to_stop_while_rows_are_tokenised_leaves_no_process(tmp_path):
-    """Neither those that share the work nor the one that they tell of it."""
+@pytest.mark.parametrize("tell", [os.kill, os.killpg])
+def test_who_is_told_to_stop_while_rows_are_tokenised_leaves_no_process(tmp_path, tell):
+    """Neither those that share the work nor the one that they tell of it; also where all are told,
+    as DeepSpeed's launcher does."""
     process = multiprocessing.get_context("fork").Process(target=tokenise, args=(tmp_path,))
     process.start()
     wait_until(lambda: len([*tmp_path.iterdir()]) == 4)
-    os.kill(process.pid, signal.SIGTERM)
+    tell(process.pid, signal.SIGTERM)
     process.join(20)
     assert process.exitcode == 1
     wait_until(lambda: not in_group(process.pid))
@@ -298,6 +300,7 @@ def test_a_rank_that_fails_shows_its_own_traceback(stopped):
     assert "rank 1 of 2 stopped at step 3: ValueError: a bug of the user's" in done.err
 
 
+@pytest.mark.slow
 def test_when_a_rank_hangs_each_rank_prints_where_it_is(stopped):
     """Under NCCL a wait that is too long raises no error, but ends the process. So shortly before
     its end each rank prints its stack: one is not where the others are."""
@@ -334,6 +337,7 @@ def take_long(minutes):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_takes_long_is_no_hang():
     """An evaluation of an hour, or a checkpoint of a large model that rank 0 turns into another
     form, ends no run, and no rank prints stacks. Only who waits in one piece is told of, and the
