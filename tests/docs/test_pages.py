@@ -84,7 +84,7 @@ def help_of(program):
 def known_flags():
     """Returns the flags of all our programs: of --help, or as they are declared."""
     known = set(re.findall(r"--[a-zA-Z_0-9]+", "".join(map(help_of, PROGRAMS))))
-    for folder in ("tools", "bench", "labs", "variants", "tests"):
+    for folder in ("tools", "bench", "labs", "variants", "recipes", "course", "tests"):
         for file in (ROOT / folder).rglob("*.py"):
             known |= set(re.findall(r'"(--[a-z_]+)["= ]', file.read_text()))
     return known | OTHERS
