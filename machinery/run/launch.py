@@ -50,7 +50,12 @@ def choose_operator_folder():
     each other's operators anew, for minutes. And in DeepSpeed (0.19.8) FusedAdam has one name on
     CPUs and on GPUs: a rank that has waited for a lock would import what is there, and crash. A
     folder in TORCH_EXTENSIONS_DIR stands.
+
+    Its own ninja comes first on PATH, also where the environment is not activated: what one version
+    of ninja has compiled, another compiles anew.
     """
+    own = os.path.dirname(sys.executable)
+    os.environ["PATH"] = own + os.pathsep + os.environ.get("PATH", os.defpath)
     if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
         folder = f"{sys.prefix}/torch_extensions/{get_accelerator().device_name()}"
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", folder)

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import re
+import shutil
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -78,11 +80,24 @@ def test_operators_are_compiled_into_the_environment(tmp_path, monkeypatch):
     FusedAdam DeepSpeed has one under the same name for each. A folder of the user's stands."""
     monkeypatch.setattr(launch.sys, "prefix", str(tmp_path))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "mine")
+    monkeypatch.setenv("PATH", os.environ["PATH"])
     launch.choose_operator_folder()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "mine"
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     launch.choose_operator_folder()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == f"{tmp_path}/torch_extensions/cpu"
+
+
+def test_this_environments_ninja_compiles(monkeypatch, tmp_path):
+    """Also under a Python whose environment is not activated. Two versions of ninja take each
+    other's files for out of date: a run after `make demo` would compile for minutes."""
+    other = tmp_path / "ninja"
+    other.write_text("#!/bin/sh\necho 1.0\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert shutil.which("ninja") == str(other)
+    launch.choose_operator_folder()
+    assert shutil.which("ninja") == os.path.join(os.path.dirname(sys.executable), "ninja")
 
 
 def test_only_the_libraries_are_silenced():
