@@ -259,10 +259,11 @@ def test_ktos_reference_point_by_hand(tokenizer):
     kto.common = SimpleNamespace(response_logprobs=logprobs)
     batch = kto.collate(made, tokenizer.pad_token_id)
     assert batch.good.tolist() == [0, 1, 1]
-    z0 = kto.reference_point(Engine("policy"), "reference", [batch])
-    assert z0 == pytest.approx((3.5 - 0.5) / 2)
+    found = kto.reference_point(Engine("policy"), "reference", [batch])
+    assert found == pytest.approx(((3.5 - 0.5) / 2, (3.5 - 0.5) / 2))
     ratios[20] = -3.0
-    assert kto.reference_point(Engine("policy"), "reference", [batch]) == 0
+    found = kto.reference_point(Engine("policy"), "reference", [batch])
+    assert found == pytest.approx((0, (-2.5 - 0.5) / 2))
     assert kto.mismatched(args, [rows[3]], [rows[3]])[0]["row_weight"] == 0
 
 

@@ -144,10 +144,10 @@ def log_ratios(model, reference, batch):
 
 @torch.no_grad()
 def reference_point(engine, reference, batches):
-    """z0 = max(0, mean of log pi(y' | x) / ref(y' | x)), y' of other prompts: a number.
+    """z0 = max(0, mean of log pi(y' | x) / ref(y' | x)), y' of other prompts; and that mean.
 
     The mean is over all micro-batches and ranks, and no gradient goes through it: it says where the
-    sigmoid of the loss saturates, and nothing else ("Implementation" in section 4.1).
+    sigmoid of the loss saturates, and nothing else ("Implementation" in section 4.1). Two numbers.
     """
     engine.eval()  # no dropout
     total = count = 0.0
@@ -157,7 +157,8 @@ def reference_point(engine, reference, batches):
         count += batch.row_weight.sum()
     engine.train()
     total, count = ranks.all_sum(total, count).tolist()
-    return max(total / max(count, 1), 0.0)
+    mean = total / max(count, 1)
+    return max(mean, 0.0), mean
 
 
 def kto_loss(args, log_ratio, good, z0):
@@ -207,13 +208,15 @@ def evaluate(args, engine, reference, held_out, pad_id):
         for _, batch in batching.eval_loader(args, held_out, collate_rows):
             yield batch
 
-    z0 = reference_point(engine, reference, batches(lambda rows: mismatched(args, rows, everyone)))
+    others = batches(lambda rows: mismatched(args, rows, everyone))
+    z0, unclamped = reference_point(engine, reference, others)
     engine.eval()
     sums = torch.zeros(6, dtype=torch.float64)
     for batch in batches(list):
         sums += sums_of(args, log_ratios(engine, reference, batch), batch, z0)[1].cpu()
     engine.train()
-    return {f"eval_{name}": value for name, value in {**means_of(sums), "z0": z0}.items()}
+    found = {**means_of(sums), "z0": z0, "z0_unclamped": unclamped}
+    return {f"eval_{name}": value for name, value in found.items()}
 
 
 def numbered(rows):
@@ -280,7 +283,7 @@ def main():
         lists = [[labelled(args, row) for row in rows] for rows in lists]
         everyone = ranks.each_once([row for rows in lists for row in rows])
         others = [collate(mismatched(args, rows, everyone), pad_id) for rows in lists]
-        z0 = reference_point(engine, reference, others)
+        z0, unclamped = reference_point(engine, reference, others)
         micro_batches = [collate(rows, pad_id) for rows in lists]
         sums = torch.zeros(6, device=ranks.device())
         for batch in micro_batches:
@@ -289,7 +292,7 @@ def main():
             engine.backward(loss_sum * common.mean_factor(engine, len(everyone)))
             engine.step()  # moves the weights at the step's last micro-batch only
             sums += of_batch
-        run.log({**means_of(sums), "z0": z0}, micro_batches)
+        run.log({**means_of(sums), "z0": z0, "z0_unclamped": unclamped}, micro_batches)
 
     # ---- 4 save ----
     run.save(engine, tokenizer)
