@@ -142,9 +142,9 @@ def reasons(labs):
 # ---- Pages ----
 def put(page, *texts):
     """Writes texts between the markers of a page, one for each pair of them."""
-    given = iter(texts)
-    pattern = re.compile(rf"({BEGIN}\n?).*?(\n?{END})", re.S)
-    page.write_text(pattern.sub(lambda found: found[1] + next(given) + found[2], page.read_text()))
+    given, pattern = iter(texts), re.compile(rf"{BEGIN}(\n?).*?{END}", re.S)
+    fill = lambda found: f"{BEGIN}{found[1]}{next(given)}{found[1]}{END}"  # noqa: E731
+    page.write_text(pattern.sub(fill, page.read_text()))
 
 
 def study(lab, root, jobs, results, page, picture, plot_only):

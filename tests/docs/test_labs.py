@@ -352,6 +352,16 @@ def test_a_page_shows_what_the_results_say(name):
     assert {result["arm"] for result in results} <= set(lab.arms)
 
 
+def test_texts_are_put_where_the_markers_stand(tmp_path):
+    """Each in its place, on lines of their own or within one, also where nothing stood before; once
+    more they take the place of what was put."""
+    page, (begin, end) = tmp_path / "page.md", (pages.BEGIN, pages.END)
+    page.write_text(f"a\n{begin}\n{end}\nb {begin}{end} c\n")
+    for one, two in (("| x |", "y"), ("| x |\n| z |", "")):
+        pages.put(page, one, two)
+        assert page.read_text() == f"a\n{begin}\n{one}\n{end}\nb {begin}{two}{end} c\n"
+
+
 def shows(file, figure):
     """Returns whether a picture shows what a figure does: its data, and not its pixels."""
     return Image.open(file).text["Description"] == pictures.digest(figure)
