@@ -22,7 +22,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from machinery.base import ranks
 from machinery.base.modules import unwrap_model
-from machinery.engine import adam, config_file, old_deepspeed, patches, tensor_parallel, zero3
+from machinery.engine import adam, config_file, patches, tensor_parallel, zero3
 from machinery.engine.zero3 import set_weights as set_weights  # for scripts of your own: README
 from machinery.flags import declaring
 from machinery.models import forwards, lora, model_folders
@@ -345,7 +345,9 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True):
     if args.dtype != "fp32":
         config[args.dtype] = {"enabled": True}
     if args.dtype == "bf16":
-        config["bf16"].update(old_deepspeed.bf16_options())
+        # Stage 1 adds each gradient to its fp32 sum as it comes. Otherwise all gradients in bf16
+        # stay beside the sums, and 0.18 reduces before the last micro-batch is in.
+        config["bf16"]["immediate_grad_update"] = True
         if train:  # micro-batches' gradients are summed in fp32: bf16 would drop the small ones
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     config.update(tensor_parallel.options(args))  # --tensor_parallel_size
@@ -378,6 +380,8 @@ def train_engine(model, args, batch_size, micro_steps, steps):
         engine.compile()
     if stage == 0 and args.dtype == "fp32":
         patches.keep_grad_norm(engine, args.max_grad_norm)
+    if ranks.data_parallel_size() == 1:
+        patches.reduce_nothing(engine)
     engine.train()  # from_pretrained hands models over in eval mode
     return engine
 

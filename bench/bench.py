@@ -5,6 +5,7 @@
                                             some rows, one dtype
     python bench/bench.py --against FOLDER  another checkout of this project takes the peer's place:
                                             old, ours, old, ours, ...
+    python bench/bench.py --model FOLDER    a pretrained model, such as the one of `make real`
     python bench/bench.py --gpu             large random models on one GPU (docs/performance.md)
 
 A row is the command line of a script, or sampling by itself ("decode"). Each measurement is a
@@ -67,9 +68,6 @@ UNITS = {
     "decode": "tokens/s",
     "machine": "GFLOP/s",
 }
-# For random weights a rate that is large enough for the quality columns to tell a trained model
-# from an untrained one. All others take 1e-5; PPO a tenth.
-LEARNING_RATES = {"tiny": 1e-3}
 ALL = """--preset opt-1.3b --data_path {work}/data-{data} --output_dir {work}/out --dtype {dtype}
     --zero_stage 0 --num_train_epochs 1 --num_warmup_steps 0 --lr_scheduler_type constant
     --gradient_accumulation_steps {accumulation} --per_device_eval_batch_size {rows} """
@@ -101,8 +99,14 @@ CPU = [
     Row("grpo", "ppo", GRPO, batch=32, samples=4, steps=6),
     Row("grpo accumulation", "ppo", GRPO, batch=32, samples=4, steps=6, accumulation=8),
     Row("zero3", "ppo", f"{SHORT} --zero_stage 3", batch=8, steps=12, ranks=2, dtypes="fp32"),
-    Row("decode 8 rows", "decode", "--rows 8 --prompt 128 --answer 64", "ours generate"),
-    Row("decode 64 rows", "decode", "--rows 64 --prompt 128 --answer 64", "ours generate"),
+    *(
+        Row(f"decode {n} rows", "decode", f"--rows {n} --prompt 128 --answer 64", "ours generate")
+        for n in (8, 64)
+    ),
+]
+REAL = [  # with --model
+    replace(row, name=f"{row.name} real", model="real", batch=min(row.batch // 2, 8), steps=3)
+    for row in CPU[:4]
 ]
 TEXTS = "--max_seq_len 2048 --train_on everything"
 PAIRS = "--max_seq_len 2048"
@@ -130,12 +134,15 @@ GPU = [  # each is meant to fit one device of 80 GB: python tools/estimate.py sa
 
 def letters(prompts, completions, **columns):
     """The reward of GRPO's rows: the share of lower-case letters in a response."""
-    return [sum(map(str.islower, text)) / max(len(text), 1) for text in completions]
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [sum(map(str.islower, text)) / max(len(text), 1) for text in texts]
 
 
 def flags_of(row, work, dtype, smoke=False):
     """Returns the flags of a row, as a list."""
-    rate = LEARNING_RATES.get(row.model, 1e-5) / (10 if row.script == "ppo" else 1)
+    # For random weights large enough for the quality columns to tell a trained model from an
+    # untrained one; PPO takes a tenth.
+    rate = (1e-3 if row.model == "tiny" else 1e-5) / (10 if row.script == "ppo" else 1)
     names = {**asdict(row), "work": work, "model": f"{work}/{row.model}", "data": row.data}
     names |= {"rows": row.batch // row.ranks // row.accumulation, "rate": rate, "dtype": dtype}
     text = FLAGS.get(row.script, "") + row.flags + SMOKE.get(row.script, "") * smoke
@@ -217,7 +224,9 @@ def of_metrics(folder, row):
         for phase in ("generate", "score", "train")
     }
     later = [line["reward"] for line in steps[len(steps) // 2 :]]
-    return {**found, "quality": {"reward": statistics.fmean(later), "kl": steps[-1]["kl"]}}
+    tokens = statistics.fmean(line["response_length"] for line in steps)
+    quality = {"reward": statistics.fmean(later), "kl": steps[-1]["kl"], "tokens": tokens}
+    return {**found, "quality": quality}
 
 
 def evaluated(lines):
@@ -309,20 +318,22 @@ def get_args():
     arg("--rounds", type=int, default=2, help="turns of each side [%(default)s]")
     arg("--against", type=Path, metavar="FOLDER", help="a checkout to compare with, for the peer")
     arg("--gpu", action="store_true", help="large random models on one GPU")
+    arg("--model", type=Path, metavar="FOLDER", help="a pretrained model and its tokenizer")
     arg("--smoke", action="store_true", help="tiny sizes, to try this program itself")
     arg("--peer_python", default=sys.executable, help="an interpreter that has TRL")
     arg("--work", type=Path, default=ROOT / "output/bench", help="folder for what is made")
     args = parser.parse_args()
-    args.work = args.work.resolve()
-    args.against = args.against and args.against.resolve()
+    for name in ("work", "against", "model"):  # the programs start in other folders
+        vars(args)[name] = vars(args)[name] and vars(args)[name].resolve()
     return args
 
 
 def rows_of(args):
     """Returns the rows that are asked for, with the sides that can be had."""
-    rows = [row for row in (GPU if args.gpu else CPU) if row.name.startswith(tuple(args.only))]
+    rows = REAL if args.model else GPU if args.gpu else CPU
+    rows = [row for row in rows if row.name.startswith(tuple(args.only))]
     if not rows:
-        sys.exit(f"error: no such row. There are: {', '.join(r.name for r in GPU + CPU)}.")
+        sys.exit(f"error: no such row. There are: {', '.join(r.name for r in CPU + REAL + GPU)}.")
     has_trl = [args.peer_python, "-c", "import trl"]
     has_trl = not subprocess.run(has_trl, capture_output=True).returncode
     found = []
@@ -349,7 +360,8 @@ def main():
     args.work.mkdir(parents=True, exist_ok=True)
     rows, records = rows_of(args), []
     facts = json.dumps([{**asdict(row), "data": row.data} for row in rows])
-    if start(args, [INSIDE, "prepare", args.work, facts, 4 if args.smoke else 48]) is None:
+    held_out = 4 if args.smoke else 8 if args.model else 48
+    if start(args, [INSIDE, "prepare", args.work, facts, held_out, args.model or ""]) is None:
         sys.exit(f"error: no models, or no data. {args.work}/child.log says why.")
     for dtype in args.dtype or dtypes_here(args):
         machine = Row("machine", "machine", "", "limit", rows[0].model)

@@ -7,7 +7,6 @@ script    main() of a script on a GPU, whose memory is known in that process alo
           `generate` in place of ppo.sample
 """
 
-import argparse
 import functools
 import importlib
 import json
@@ -21,7 +20,9 @@ from types import SimpleNamespace
 import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from machinery.models.model_folders import padding_token
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -65,8 +66,8 @@ SHAPES = {
 }
 
 
-def prepare(work, rows, held_out):
-    """Writes tokenizer, models and data of all rows."""
+def prepare(work, rows, held_out, pretrained):
+    """Writes tokenizer, models and data of all rows. pretrained: the folder of --model, or ""."""
     sys.path.insert(0, str(ROOT / "toy"))
     from make import make_tokenizer
 
@@ -78,13 +79,22 @@ def prepare(work, rows, held_out):
         for part in ("train", "test")
     }
     both = [row[side] for row in texts["train"] for side in ("chosen", "rejected")]
-    tokenizer = make_tokenizer(both, vocab_size=4096)
+    if pretrained:
+        tokenizer = AutoTokenizer.from_pretrained(pretrained)
+        # TRL's PPO masks by `ids != pad`: where padding is EOS it would not see the ends of turns
+        if tokenizer.pad_token in (None, tokenizer.eos_token):
+            tokenizer.pad_token = padding_token(tokenizer, vocab_size=0)
+    else:
+        tokenizer = make_tokenizer(both, vocab_size=4096)
     trained = {"tiny"} | {row["model"] for row in rows if row["script"] == "ppo"}
     for name in {row["model"] for row in rows}:
         for kind, folder in (("CausalLM", name), ("SequenceClassification", f"{name}-score")):
-            write_model(work / folder, SHAPES[name](), kind, name in trained)
+            if pretrained:
+                copy_model(pretrained, work / folder, kind, tokenizer.pad_token_id)
+            else:
+                write_model(work / folder, SHAPES[name](), kind, name in trained)
             tokenizer.save_pretrained(work / folder)
-    if rows[0]["model"] != "tiny":
+    if rows[0]["model"] not in ("tiny", "real"):
         texts = long_texts("".join(row["chosen"] for row in texts["train"]))
     texts["test"] = texts["test"][: int(held_out)]
     for count in {row["data"] for row in rows}:
@@ -104,6 +114,14 @@ def write_model(folder, config, kind, with_weights):
     elif not (folder / "model.safetensors").exists():
         torch.manual_seed(0)
         model_class(config).save_pretrained(folder, max_shard_size="100GB")
+
+
+def copy_model(pretrained, folder, kind, pad_token_id):
+    """Writes a pretrained model, or a reward model that is made from it: its head is random."""
+    torch.manual_seed(0)
+    model_class = getattr(transformers, f"AutoModelFor{kind}")
+    model = model_class.from_pretrained(pretrained, num_labels=1, pad_token_id=pad_token_id)
+    model.save_pretrained(folder, max_shard_size="100GB")
 
 
 def long_texts(text):
@@ -180,10 +198,8 @@ def decode(side, model, dtype, *words):
     """Samples --answer tokens after each of --rows prompts of --prompt tokens, without EOS."""
     from tests import kit
 
-    parser = argparse.ArgumentParser()
-    for name in ("rows", "prompt", "answer"):
-        parser.add_argument(f"--{name}", type=int)
-    size = parser.parse_args(words)
+    names = [word.removeprefix("--") for word in words[::2]]
+    size = SimpleNamespace(**dict(zip(names, map(int, words[1::2]))))
     torch.manual_seed(0)
     config, dtype = AutoConfig.from_pretrained(model), DTYPES[dtype]
     with torch.device(DEVICE):

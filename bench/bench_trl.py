@@ -49,22 +49,10 @@ class Clock(transformers.TrainerCallback):
         self.started = time.time()
 
 
-def language_model(folder):
+def load(kind, folder):
     """Loads a model in fp32: in bf16 TRL's steps are autocast over fp32 weights."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def value_model(folder):
-    model_class = transformers.AutoModelForSequenceClassification
+    model_class = getattr(transformers, f"AutoModelFor{kind}")
     return model_class.from_pretrained(folder, dtype=torch.float32)
-
-
-def use_zero3(work):
-    """Tells accelerate to use ZeRO-3, in its own way."""
-    config = work / "trl-zero3.json"
-    config.write_text(json.dumps(ZERO3))
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(config)
 
 
 # Each of these returns the trainer, what its config has of its own, and what it is given.
@@ -76,7 +64,7 @@ def sft(args, rows, held_out, tokenizer):
         "completion_mask": [[0] * len(p) + [1] * len(r) for p, r in zip(prompts, responses)],
     }
     config = trl.SFTConfig, {"completion_only_loss": True, "max_length": args.max_seq_len}
-    return trl.SFTTrainer, config, {"model": language_model(args.model_name_or_path)}, data
+    return trl.SFTTrainer, config, {"model": load("CausalLM", args.model_name_or_path)}, data
 
 
 def reward(args, rows, held_out, tokenizer):
@@ -85,7 +73,8 @@ def reward(args, rows, held_out, tokenizer):
         for i, name in enumerate(("chosen_ids", "rejected_ids"))
     }
     config = trl.RewardConfig, {"max_length": args.max_seq_len}
-    return trl.RewardTrainer, config, {"model": value_model(args.model_name_or_path)}, data
+    model = load("SequenceClassification", args.model_name_or_path)
+    return trl.RewardTrainer, config, {"model": model}, data
 
 
 def grpo(args, rows, held_out, tokenizer):
@@ -95,11 +84,16 @@ def grpo(args, rows, held_out, tokenizer):
         "temperature": 1.0,
         "beta": args.kl_coef,
     }
-    model = language_model(args.actor_model_name_or_path)
+    model = load("CausalLM", args.actor_model_name_or_path)
     given = {"model": model, "reward_funcs": bench.letters}
-    # it tokenises the prompts itself
-    data = {"prompt": [tokenizer.decode(ids) for ids in rows["prompt_ids"]]}
-    return trl.GRPOTrainer, (trl.GRPOConfig, own), given, data
+    prompts = [tokenizer.decode(ids) for ids in rows["prompt_ids"]]
+    ids_of = dict(zip(prompts, rows["prompt_ids"]))
+
+    class Trainer(trl.GRPOTrainer):
+        def _tokenize_prompts(self, prompts):  # tokenised anew, one that was cut may differ
+            return [ids_of[prompt] for prompt in prompts], None, {}
+
+    return Trainer, (trl.GRPOConfig, own), given, {"prompt": prompts}
 
 
 def ppo(args, rows, held_out, tokenizer):
@@ -111,17 +105,16 @@ def ppo(args, rows, held_out, tokenizer):
         "local_rollout_forward_batch_size": args.per_device_training_batch_size,
         "temperature": 1.0,
         "response_length": args.max_answer_seq_len,
+        "stop_token": "eos",
         "kl_coef": args.kl_coef,
         "num_sample_generations": 0,
         "total_episodes": len(rows),
     }
-    given = {
-        "model": language_model(args.actor_model_name_or_path),
-        "ref_model": language_model(args.actor_model_name_or_path),
-        "reward_model": value_model(args.critic_model_name_or_path),
-        "value_model": value_model(args.critic_model_name_or_path),
-        "eval_dataset": Dataset.from_dict({"input_ids": list(held_out["prompt_ids"])}),
-    }
+    actor, critic = args.actor_model_name_or_path, args.critic_model_name_or_path
+    given = {name: load("CausalLM", actor) for name in ("model", "ref_model")}
+    for name in ("reward_model", "value_model"):
+        given[name] = load("SequenceClassification", critic)
+    given["eval_dataset"] = Dataset.from_dict({"input_ids": list(held_out["prompt_ids"])})
     return PPOTrainer, (PPOConfig, own), given, {"input_ids": list(rows["prompt_ids"])}
 
 
@@ -137,8 +130,11 @@ def main(result, side, script, *flags):
     rows_of_step = args.per_device_eval_batch_size  # bench.py gives one number for all batches
     tokenizer = model_folders.load_tokenizer(path)
     rows, held_out = load_rows(args, open_sources(args, script), tokenizer, limit)
-    if zero3:
-        use_zero3(work)
+    if zero3:  # accelerate's own way
+        config = work / "trl-zero3.json"
+        config.write_text(json.dumps(ZERO3))
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(config)
     options = dict(
         output_dir=f"{work}/out-trl",
         use_cpu=not (torch.cuda.is_available() or zero3),
@@ -149,12 +145,7 @@ def main(result, side, script, *flags):
         gradient_checkpointing=False,
         learning_rate=args.actor_learning_rate if step3 else args.learning_rate,
         lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
         adam_beta2=0.95,
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
-        report_to="none",
         save_strategy="no",
         logging_steps=1 if step3 else 1000,
     )
@@ -195,6 +186,9 @@ def main(result, side, script, *flags):
         log = [line for line in trainer.state.log_history if names[0] in line]
         later = [line[names[0]] for line in log[len(log) // 2 :]]
         found["quality"] = {"reward": statistics.fmean(later), "kl": log[-1][names[1]]}
+        if kind is grpo:  # PPOTrainer does not tell
+            lengths = [line["completions/mean_length"] for line in log[1:]]
+            found["quality"]["tokens"] = statistics.fmean(lengths)
     else:
         trainer.save_model(options["output_dir"])  # our script evaluates it
     if int(os.environ.get("RANK", 0)) == 0:

@@ -200,13 +200,14 @@ def get_options():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=4, help="of each run")
-    parser.add_argument("--rows", type=int, default=8, help="of a step, over all ranks")
-    parser.add_argument("--tolerance", type=float, default=1e-3, help="relative, between layouts")
-    parser.add_argument("--quick", action="store_true", help=f"these alone: {'; '.join(QUICK)}")
-    parser.add_argument("--keep", type=Path, help="folder for the runs; else a temporary one")
-    parser.add_argument("script")
-    parser.add_argument("flags", nargs=argparse.REMAINDER)
+    arg = parser.add_argument
+    arg("--steps", type=int, default=4, help="of each run")
+    arg("--rows", type=int, default=8, help="of a step, over all ranks")
+    arg("--tolerance", type=float, default=1e-3, help="relative, between layouts")
+    arg("--quick", action="store_true", help=f"these alone: {'; '.join(QUICK)}")
+    arg("--keep", type=Path, help="folder for the runs; else a temporary one")
+    arg("script")
+    arg("flags", nargs=argparse.REMAINDER)
     return parser.parse_args()
 
 

@@ -170,10 +170,8 @@ def check(base, name):
     if not file.exists():
         return False, "did not end: the log says why"
     facts = json.loads(file.read_text())
-    if script == "attention":
-        return check_attention(dtype, facts)
-    if script == "decoding":
-        return check_decoding(dtype, facts)
+    if script in ("attention", "decoding"):
+        return getattr(gpu_rows, f"check_{script}")(dtype, facts)
     if facts["code"] == 2:
         return None, "refused: the log says why"
     if facts["code"] != 0:
@@ -191,25 +189,6 @@ def check(base, name):
     error = max(abs(a - b) / max(1, abs(b)) for a, b in zip(found, expected))
     good = len(found) == len(expected) and error <= TOLERANCE[dtype]
     return good, f"{METRIC[script]} differs by {error:.1e} from fp32 on CPU ranks"
-
-
-def check_attention(kernel, facts):
-    words = f"largest relative error {facts['worst']:.1e}"
-    if facts["nans"]:
-        words += f", NaN at T = {facts['nans']}"
-    if facts["cannot"]:
-        return None, facts["cannot"][0]
-    good = facts["worst"] < 0.05 and not facts["nans"]
-    return None if kernel == "cudnn" and not good else good, words
-
-
-def check_decoding(dtype, facts):
-    words = "{waits:.1f} waits, {milliseconds[0]:.2f} and {milliseconds[1]:.2f} ms a token; "
-    if "refused" in facts:
-        return None if facts["waits"] <= 2.5 else False, words.format(**facts) + facts["refused"]
-    words += "compiled {compiled:.2f} ms, {same:.0%} of its tokens equal, {held:.0f} MiB"
-    good = facts["waits"] <= 2.5 and (facts["same"] > 0.9 or dtype == "bf16")
-    return good, words.format(**facts)
 
 
 def check_memory(base, name, measured):
@@ -230,10 +209,11 @@ def check_memory(base, name, measured):
 def get_args():
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)} [all]")
-    parser.add_argument("--cpu", action="store_true", help="on two CPU ranks")
-    parser.add_argument("--pretend", action="store_true", help="on a CPU that says it is a GPU")
-    parser.add_argument("--hosts", metavar="FILE", help="a hostfile of DeepSpeed's launcher")
+    arg = parser.add_argument
+    arg("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)} [all]")
+    arg("--cpu", action="store_true", help="on two CPU ranks")
+    arg("--pretend", action="store_true", help="on a CPU that says it is a GPU")
+    arg("--hosts", metavar="FILE", help="a hostfile of DeepSpeed's launcher")
     args = parser.parse_args()
     if unknown := set(args.groups) - set(GROUPS):
         parser.error(f"no such group: {', '.join(unknown)}. There are {', '.join(GROUPS)}.")

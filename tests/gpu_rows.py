@@ -1,6 +1,6 @@
 """What only a GPU can show of attention and of decoding: rows of bench/gpu_check.py.
 
-Each function runs in a rank, and yields (name of the row, {what was measured}).
+`attention` and `decoding` run in a rank, and yield (name of the row, {what was measured}).
 """
 
 import math
@@ -43,6 +43,17 @@ def attention():
             if not all(x.isfinite().all() for x in found):
                 nans.append(T)
         yield f"attention_{name}", {"worst": worst, "nans": nans, "cannot": cannot}
+
+
+def check_attention(kernel, facts):
+    """Returns (whether a kernel is as it must be, or None where that is not known; in words)."""
+    words = f"largest relative error {facts['worst']:.1e}"
+    if facts["nans"]:
+        words += f", NaN at T = {facts['nans']}"
+    if facts["cannot"]:
+        return None, facts["cannot"][0]
+    good = facts["worst"] < 0.05 and not facts["nans"]
+    return None if kernel == "cudnn" and not good else good, words
 
 
 def attended(kernel, dtype, T, padded):
@@ -100,6 +111,16 @@ def decoding():
         except refused.Refused as error:
             facts["refused"] = str(error)
         yield f"decoding_{name}", facts
+
+
+def check_decoding(dtype, facts):
+    """Returns the same two of decoding."""
+    words = "{waits:.1f} waits, {milliseconds[0]:.2f} and {milliseconds[1]:.2f} ms a token; "
+    if "refused" in facts:
+        return None if facts["waits"] <= 2.5 else False, words.format(**facts) + facts["refused"]
+    words += "compiled {compiled:.2f} ms, {same:.0%} of its tokens equal, {held:.0f} MiB"
+    good = facts["waits"] <= 2.5 and (facts["same"] > 0.9 or dtype == "bf16")
+    return good, words.format(**facts)
 
 
 def decoded(model, longest, tokens, **options):

@@ -85,7 +85,7 @@ def count(args, models, ranks, cpu=False):
     P weights, T of them trained, w bytes each, on N devices [Rajbhandari 2020, section 3]:
 
         weights      w P, at stage 3 w P / N
-        gradients    w T, / N from stage 2 (bf16: 2 T; 6 T; 4 T / N); those that come as
+        gradients    w T, / N from stage 2 (bf16: 4 T); those that come as
                      activations go are counted in `update` only
         optimizer    12 T: fp32 copy and two moments, / N from stage 1; at stage 0 in fp32 8 T
         activations  what autograd keeps; with checkpointing w * rows * tokens * hidden a layer
@@ -123,7 +123,7 @@ def held_by(model, phase, ranks, cpu, zero):
     parts["optimizer"] = (12 if w < 4 or stage else 8) * T
     early = stage == 3 or (stage == 1 and bf16) or args.gradient_accumulation_steps > 1
     if phase == "update" or early:  # early: there before the backward
-        parts["gradients"] = T * ((6 if stage == 1 else 4) if bf16 and stage else w)
+        parts["gradients"] = T * (4 if bf16 and stage else w)
     for part in ("optimizer", "gradients", "weights")[:stage]:
         parts[part] /= N
 
@@ -154,7 +154,7 @@ def held_by(model, phase, ranks, cpu, zero):
         reduces = phase == "train" and stage in (1, 2) and not cpu
         buffers += gathered + (buckets if reduces else 0)
     elif phase == "update" and model.trains:
-        buffers += copied_gradients(stage, bf16, T, N, ranks)
+        buffers += copied_gradients(stage, bf16, T, N)
 
     if args.adam_offload and stage:
         parts["host"] = 4 * T / N
@@ -166,15 +166,15 @@ def held_by(model, phase, ranks, cpu, zero):
     return parts
 
 
-def copied_gradients(stage, bf16, T, N, ranks):
+def copied_gradients(stage, bf16, T, N):
     """Returns the bytes of copies of the gradients that an update makes.
 
     Stage 0, in fp32, joins them for its all-reduce, 5e8 at most. In bf16 stage 1 is BF16_Optimizer:
     its all-reduce takes a bf16 copy of all, in one piece, below 5e8 weights of the joined ones.
     """
     if stage == 0:
-        return 4 * min(5e8, T) if ranks > 1 else 0
-    all_reduced = (2 if T > 5e8 else 6) * T if stage == 1 and bf16 else 0
+        return 4 * min(5e8, T) if N > 1 else 0
+    all_reduced = (2 if T > 5e8 else 6) * T if stage == 1 and bf16 and N > 1 else 0
     return max(4 * T / N, all_reduced)
 
 

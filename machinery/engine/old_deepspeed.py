@@ -14,14 +14,6 @@ def older_than(number):
     return version.parse(deepspeed.__version__) < version.parse(number)
 
 
-def bf16_options():
-    """Returns the options of "bf16" in the config of an engine.
-
-    Before 0.19 stage 1 sums over the ranks before the last micro-batch is in, unless told not to.
-    """
-    return {"immediate_grad_update": True} if older_than("0.19") else {}
-
-
 @contextlib.contextmanager
 def gathered_parameters(parameters, **options):
     """Gathers weights that ZeRO-3 has sharded: DeepSpeed's GatheredParameters.

@@ -139,6 +139,15 @@ def keep_grad_norm(engine, max_norm):
     engine.clip_fp32_gradients = clip_and_keep
 
 
+def reduce_nothing(engine):
+    """Makes the engine of a single rank leave its gradients where they are.
+
+    DeepSpeed (0.19.8) sums them over this one rank at stage 0, and in bf16 at stage 1. It copies
+    all to one buffer and back, and in bf16 rounds what was summed in fp32 to bf16 on the way.
+    """
+    engine._reduce_non_expert_gradients = lambda *_: None
+
+
 def correct_by_step_number(optimizer):
     """Makes DeepSpeed's Adam on a CPU take its bias correction from the step number alone.
 

@@ -83,6 +83,46 @@ def test_no_hook_runs_at_a_decoded_token():
 
 
 # --------------------------------------------------------------------------------------------------
+# Gradients of a single rank
+# --------------------------------------------------------------------------------------------------
+def gradients_of_one_rank(base):
+    """Returns for stage 0 in fp32 and 1 in bf16, as DeepSpeed does it and as we do, how many
+    buffers two backwards reduce, and the sums of their gradients."""
+    found = {}
+    for stage, dtype in ((0, "fp32"), (1, "bf16")):
+        for repaired in (False, True):
+            engine, calls = tiny_engine(base, stage, options=["--dtype", dtype]), []
+            if not repaired:
+                del engine._reduce_non_expert_gradients
+            own = engine.allreduce_bucket
+            engine.allreduce_bucket = lambda *given, own=own, calls=calls, **options: (
+                calls.append(1) or own(*given, **options)
+            )
+            for seed in (0, 1):
+                ids = rows_of_rank(seed)
+                engine.backward(engine(ids, labels=ids).loss)
+            sums = [weight.grad for weight in engine.module.parameters()]
+            if stage == 1:
+                assert sums == [None] * len(sums), "bf16 gradients stay beside their fp32 sums"
+                sums = engine.optimizer.fp32_groups_gradients_flat
+            found[stage, repaired] = len(calls), torch.cat([each.flatten() for each in sums])
+    return found
+
+
+def test_a_single_rank_reduces_nothing():
+    """DeepSpeed joins all gradients for an all-reduce of one rank, and copies them back: the same
+    numbers in fp32. In bf16 it takes the fp32 sums through bf16, which loses their last bits."""
+    (found,) = kit.on_ranks(gradients_of_one_rank, 1, runs.base())
+    for stage in (0, 1):
+        assert found[stage, False][0], "it leaves them alone now: reduce_nothing may go"
+        assert not found[stage, True][0]
+    assert found[0, True][1].equal(found[0, False][1])
+    theirs, ours = found[1, False][1], found[1, True][1]
+    assert theirs.equal(theirs.bfloat16().float()) and not ours.equal(ours.bfloat16().float())
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------
 # Frozen models
 # --------------------------------------------------------------------------------------------------
 def parts_that_train(base):

@@ -3,9 +3,12 @@ and what they print is what was measured."""
 
 import importlib
 import json
+import shutil
 import sys
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from bench import bench
 from tests import kit
@@ -13,7 +16,7 @@ from tests import kit
 sys.path.insert(0, str(kit.ROOT / "bench"))  # for what these programs import from beside them
 
 
-@pytest.mark.parametrize("row", bench.CPU + bench.GPU, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", bench.CPU + bench.REAL + bench.GPU, ids=lambda row: row.name)
 def test_a_row_is_a_command_that_its_script_takes(row, tmp_path):
     """What one rank computes in a step, times ranks and accumulation, is what the rate counts."""
     if row.script == "decode":
@@ -31,6 +34,40 @@ def test_a_row_is_a_command_that_its_script_takes(row, tmp_path):
             assert args.samples_per_prompt == row.samples and rows % row.samples == 0
         assert getattr(args, batch) == args.per_device_eval_batch_size == rows
         assert args.gradient_accumulation_steps == row.accumulation and args.dtype == dtype
+
+
+def test_the_reward_of_grpo_reads_texts_and_chats():
+    """Our side hands it chats where the model has a template, and TRL, given text, texts."""
+    chat = [{"role": "assistant", "content": "ab"}]
+    assert bench.letters([], ["aB", chat, ""]) == [0.5, 1, 0]
+
+
+def test_a_pretrained_model_is_the_same_for_both_sides(tmp_path, monkeypatch):
+    """Its weights are those of the folder, the head of its reward model is drawn once for all, and
+    padding is not EOS: TRL's PPO masks by `ids != pad`, so that ends of turns would be masked."""
+    import bench_inside
+
+    monkeypatch.setenv("RLHF_HH", str(kit.ROOT / "toy/data"))
+    folder = shutil.copytree(kit.base() / "models/actor", tmp_path / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    heads = []
+    for work in (tmp_path / "first", tmp_path / "second"):
+        work.mkdir()
+        rows = [dict(model="real", script="sft", data=6)]
+        bench_inside.prepare(work, json.dumps(rows), "4", str(folder))
+        found, expected = kit.weights(work / "real"), kit.weights(folder)
+        assert found.keys() == expected.keys()
+        assert all(found[name].equal(expected[name]) for name in expected)
+        judge = AutoModelForSequenceClassification.from_pretrained(work / "real-score")
+        backbone = judge.model.state_dict()
+        assert all(expected[f"model.{name}"].equal(backbone[name]) for name in backbone)
+        heads.append(judge.score.weight)
+        tokenizer = AutoTokenizer.from_pretrained(work / "real")
+        assert tokenizer.pad_token_id == judge.config.pad_token_id != tokenizer.eos_token_id
+        assert len((work / "data-6/train.jsonl").read_text().splitlines()) == 6
+    assert torch.equal(*heads)
 
 
 def test_the_table_compares_turn_by_turn():

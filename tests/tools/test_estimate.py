@@ -103,10 +103,9 @@ def test_counts_are_those_of_the_model_that_is_built(trained, tokenizer, head, l
 )
 def test_the_zero_papers_bytes_per_weight(opt, stage, weights, gradients, optimizer):
     """1.3 B weights on 8 devices: 5.5 bytes a weight, 3.75, 2. (Stage 0 would be 16, and runs as
-    stage 1.) In bf16 we sum gradients in fp32: 4 in place of 2, and DeepSpeed's stage 1 keeps
-    both."""
+    stage 1.) In bf16 we sum gradients in fp32: 4 in place of 2."""
     args = sft_args(opt, "--zero_stage", stage)
-    for args.dtype, factor in (("fp16", 1), ("bf16", 3 if stage < 2 else 2)):
+    for args.dtype, factor in (("fp16", 1), ("bf16", 2)):
         parts = count(args)["update"]
         assert parts["weights"] == weights * WEIGHTS
         assert parts["gradients"] == gradients * WEIGHTS * factor
