@@ -44,7 +44,16 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 import common
-from helpers import checks, decoding, evaluation, judging, metrics, microscope, shared_prompts
+from helpers import (
+    checks,
+    decoding,
+    evaluation,
+    judging,
+    metrics,
+    microscope,
+    padding,
+    shared_prompts,
+)
 from machinery.base import progress, ranks
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import program
@@ -978,7 +987,7 @@ def main():
     # ---- 2 models ----
     models = load_models(args, tokenizer, functions, gold, steps * sizes.updates)
     actor, critic, engines = models.actor, models.critic, models.engines
-    checks.refuse_if_padding_matters(run, *engines.values())
+    padding.refuse_if_padding_matters(run, *engines.values())
     pack, responses_per_row = shared_prompts.packing(args, models, plain_rows)  # --share_prompt
     decoding.try_compiled(args, actor, tokenizer, sample)  # --compile_decoding
 

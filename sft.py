@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import common
-from helpers import checks, evaluation, judging
+from helpers import answers, functions, padding
 from machinery.base import ranks
 from machinery.base.refused import program
 from machinery.data import batching
@@ -130,7 +130,7 @@ def evaluate(args, engine, held_out, collate_rows):
 def main():
     args = get_args()
     run = Run(args, "step 1: supervised fine-tuning")
-    gold = judging.load_function(args.gold_fn, "--gold_fn") if args.gold_fn else None
+    gold = functions.load_function(args.gold_fn, "--gold_fn") if args.gold_fn else None
 
     # ---- 1 data ----
     # A row holds prompt_ids, the prompt's tokens; responses, a list with the ids of its response,
@@ -152,11 +152,11 @@ def main():
     model = common.load_model(args)
     engine = common.train_engine(model, args, batch_size, micro_steps, steps)
 
-    checks.refuse_if_padding_matters(run, engine)
+    padding.refuse_if_padding_matters(run, engine)
 
     def evaluate_at(step):
         metrics = evaluate(args, engine, held_out, collate_rows)
-        return metrics | evaluation.answer_and_keep(run, engine, tokenizer, held_out, step, gold)
+        return metrics | answers.answer_and_keep(run, engine, tokenizer, held_out, step, gold)
 
     # ---- 3 train ----
     # `steps` evaluates at the start, or goes on from a checkpoint; it saves checkpoints.

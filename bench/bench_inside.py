@@ -22,10 +22,10 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from common import DTYPES
 from machinery.models.model_folders import padding_token
 
 ROOT = Path(__file__).resolve().parent.parent
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -196,6 +196,7 @@ def plain_generate(args, model, tokenizer, ids, mask, uniforms, synced=False):
 @torch.no_grad()
 def decode(side, model, dtype, *words):
     """Samples --answer tokens after each of --rows prompts of --prompt tokens, without EOS."""
+    from helpers import decoding
     from tests import kit
 
     names = [word.removeprefix("--") for word in words[::2]]
@@ -226,8 +227,7 @@ def decode(side, model, dtype, *words):
     if not config.tie_word_embeddings:
         weights -= model.get_input_embeddings().weight.numel()
     head = model.get_output_embeddings().weight.numel()
-    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    kept = 2 * config.num_hidden_layers * config.hidden_size * heads / config.num_attention_heads
+    kept = decoding.numbers_of_a_token(config)
     cached = size.rows * (size.prompt + size.answer / 2)  # tokens, on average
     token_bytes = (weights + cached * kept) * dtype.itemsize
     products = weights * size.answer + (weights - head) * size.prompt

@@ -22,8 +22,6 @@ has not been run on a GPU yet. The ranges are arguments, not measurements:**
 
 import json
 import os
-import random
-import re
 import shutil
 import statistics
 import subprocess
@@ -32,21 +30,24 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 SMALL = bool(os.environ.get("SMALL"))
 OUT = ROOT / "output" / ("gpu-run-small" if SMALL else "gpu-run")
 MODEL = f"{OUT}/model" if SMALL else "Qwen/Qwen2.5-0.5B"
-MATHS = f"--data_path {OUT}/maths"
+# A small run takes the two columns of text in the cases of toy/maths.py for question and answer
+DATA, QUESTION = ("toy/maths.jsonl", "response") if SMALL else ("openai/gsm8k:main", "question")
+MATHS = f"--data_path {DATA} --columns instruction={QUESTION}"
 STEPS = {
     "sft": f"sft.py --model_name_or_path {MODEL} --max_steps 600 --eval_steps 200",
     "reward": f"""reward.py --model_name_or_path {OUT}/sft --max_steps 800 --eval_steps 200
         --per_device_train_batch_size 4 --gradient_accumulation_steps 2""",  # 8 fill 24 GB
     "ppo": f"""ppo.py --actor_model_name_or_path {OUT}/sft
         --critic_model_name_or_path {OUT}/reward --max_steps 60 --eval_steps 20""",
-    "sft-math": f"""sft.py --model_name_or_path {MODEL} {MATHS} --data_split 1,0,0
-        --num_train_epochs 1 --max_seq_len 512 --eval_steps 200""",
+    "sft-math": f"""sft.py --model_name_or_path {MODEL} {MATHS},output=answer
+        --data_split 1,0,0 --num_train_epochs 1 --max_seq_len 512 --eval_steps 200""",
     "grpo": f"""ppo.py --actor_model_name_or_path {OUT}/sft-math {MATHS} --data_split 0,0,1
         --advantage grpo --kl_in loss --kl_estimator k3 --kl_coef 0.01 --samples_per_prompt 8
-        --reward_fn bench/gpu_run.py:solved --max_steps 120 --eval_steps 40
+        --reward_fn toy/maths.py:solved --max_steps 120 --eval_steps 40
         --num_eval_prompts 256""",
 }
 SMALL_DATA = " --data_path toy/data --data_split 4,5,1"
@@ -64,59 +65,6 @@ RANGES = {  # (step, metric): from, to; at the last evaluation
     ("grpo", "eval_reward"): (0.30, 0.55),
 }
 SHOWN = "eval_loss eval_accuracy eval_reward eval_kl eval_response_length".split()
-
-
-# ---- The verifiable task ----
-def last_number(text):
-    """Returns the last number of a text, without commas, or None."""
-    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
-    return float(found[-1].replace(",", "")) if found else None
-
-
-def solved(prompts, completions, answer, **columns):
-    """Returns 1 for each completion whose last number is the answer: a --reward_fn."""
-    return [float(last_number(text) == float(true)) for text, true in zip(completions, answer)]
-
-
-def write_maths(folder):
-    """Writes GSM8K, or for a small run sums, as prompt, response and answer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for part in ("train", "test"):
-        if SMALL:
-            rng = random.Random(part)
-            pairs = [rng.choices(range(50), k=2) for _ in range(80)]
-            rows = [
-                (f"What is {a} plus {b}?", f"{a} + {b} = {a + b}\n#### {a + b}") for a, b in pairs
-            ]
-        else:
-            import datasets
-
-            loaded = datasets.load_dataset("openai/gsm8k", "main", split=part)
-            rows = [(row["question"], row["answer"]) for row in loaded]
-        lines = [
-            {"prompt": f"Question: {q}\nAnswer:", "response": f" {a}", "answer": last_number(a)}
-            for q, a in rows
-        ]
-        (folder / f"{part}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-
-
-def write_model(folder):
-    """Writes a Qwen2 with two layers of 64 and random weights, and the toy's tokenizer."""
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "toy/model")
-    config = transformers.Qwen2Config(
-        vocab_size=len(tokenizer) + 8,  # a run may add a token for padding
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 # ---- The runs ----
@@ -150,7 +98,7 @@ def hand_over(seconds):
     """Writes output/gpu-run/report, and prints its summary."""
     report, rows = OUT / "report", []
     for name in seconds:
-        (report / name).mkdir(parents=True)
+        (report / name).mkdir()
         for file in ("metrics.jsonl", "samples.jsonl", "args.json", "curves.png"):
             if (OUT / name / file).exists():
                 shutil.copy(OUT / name / file, report / name)
@@ -173,9 +121,11 @@ def hand_over(seconds):
 
 def main():
     shutil.rmtree(OUT if SMALL else OUT / "report", ignore_errors=True)  # runs are moved aside
-    write_maths(OUT / "maths")
     if SMALL:
-        write_model(OUT / "model")
+        from tests import tiny_models  # a Qwen2 of two layers with random weights
+
+        config = tiny_models.config_of("qwen2", max_position_embeddings=1024)
+        tiny_models.folder_of(OUT / "model", config, weights=True)
     seconds = {}
     for name in STEPS:
         began = time.time()

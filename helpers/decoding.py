@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import CompileConfig
+from transformers import CompileConfig, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
@@ -202,24 +202,10 @@ def restricted(args, probs):
     --top_k: only the k likeliest. --top_p: only the likeliest whose share of the sum reaches p.
     Without these flags they are the model's own.
     """
-    if args.top_k or args.top_p < 1:
-        probs = filter_top(probs, args.top_k, args.top_p)
-    return probs
-
-
-def filter_top(probs, top_k, top_p):
-    """Sets all but the `top_k` largest of probs (B, V), and all beyond cumulative `top_p`, to 0.
-
-    top_k 0 and top_p 1 are off.
-    """
-    if top_k:
-        least = probs.topk(min(top_k, probs.shape[-1])).values[:, -1:]
-        probs = probs.where(probs >= least, 0)
-    if top_p < 1:
-        ordered, index = probs.sort(-1, descending=True)
-        before = ordered.cumsum(-1) - ordered
-        ordered = ordered.where(before < top_p * ordered.sum(-1, keepdim=True), 0)
-        probs = torch.zeros_like(probs).scatter(-1, index, ordered)
+    if args.top_k:
+        probs = TopKLogitsWarper(args.top_k, filter_value=0.0)(None, probs)
+    if args.top_p < 1:
+        probs = TopPLogitsWarper(args.top_p)(None, probs.log()).exp()
     return probs
 
 

@@ -8,6 +8,7 @@ with itself. No such run is stopped by what ppo.py checks in its first step.
 """
 
 import collections
+import copy
 import functools
 import runpy
 import sys
@@ -186,18 +187,6 @@ def dual_clip(bound):
 
 
 # ---- Another policy samples ----
-def weights_of(model):
-    """Returns {name: weights} of a model, copied."""
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-@torch.no_grad()
-def set_weights(model, weights):
-    """Writes {name: weights} into a model."""
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights[name])
-
-
 def stale_sampler(steps, old_is_sampled=False):
     """Samples with the weights of so many steps ago; in the first steps, with those of the start.
 
@@ -206,12 +195,12 @@ def stale_sampler(steps, old_is_sampled=False):
     kept = collections.deque(maxlen=steps + 1)
 
     def change(sample, args, model, *others):
-        now = weights_of(model)
+        now = copy.deepcopy(model.state_dict())
         if not kept or any(not now[name].equal(kept[-1][name]) for name in now):
             kept.append(now)  # else it is the same step: the microscope's responses, or more rows
-        set_weights(model, kept[0])
+        model.load_state_dict(kept[0])
         sampled = sample(args, model, *others)
-        set_weights(model, now)
+        model.load_state_dict(now)
         return sampled
 
     ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None

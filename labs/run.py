@@ -97,8 +97,11 @@ def main():
             print(f"{name:22} {lab.title} ({known})")
         return
     name, lab = args.name, LABS[args.name]
-    if lab.commit and not args.plot:
-        parser.error(runner.repeat(name, lab.commit, "labs/run.py"))
+    if (at := lab.commit) and not args.plot:
+        parser.error(
+            f"{name} was run at commit {at}, with a flag that has left since. To repeat it:\n"
+            f"  git worktree add ../{at} {at} && cd ../{at} && python labs/run.py {name}"
+        )
     if args.seeds:
         lab = replace(lab, seeds=tuple(args.seeds))
     if unknown := set(args.arms) - set(lab.arms):

@@ -163,8 +163,7 @@ def make(run, root):
     if run.is_made(root):
         return 0
     command, output = run.command(root), Path(f"{folder}.log")
-    resumed = (folder / "args.json").exists()
-    command += ["--resume"] if resumed else []
+    command += ["--resume"] if (folder / "args.json").exists() else []
     folder.mkdir(parents=True, exist_ok=True)
     tree = root / f"tree-{run.variant}" if run.variant else ROOT
     env = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -180,10 +179,8 @@ def make(run, root):
     if code != 0 and not stopped:
         tail = output.read_text()[-1500:]
         raise SystemExit(f"{shlex.join(command)}\nended with code {code}:\n{tail}")
-    seconds = time.time() - began
-    record = {"seconds": None if resumed else round(seconds), "stopped": stopped}
-    replace_text(folder / FINISHED, json.dumps(record))
-    return seconds
+    replace_text(folder / FINISHED, json.dumps({"stopped": stopped}))
+    return time.time() - began
 
 
 def depths_of(chains):
@@ -277,15 +274,13 @@ def best_of(folder, size):
     """
     samples = [(line["reward"], line["gold"]) for line in lines_of(folder, "samples.jsonl")]
     ranked = [sorted(samples[i : i + size]) for i in range(0, len(samples), size)]
-    curve, n = {"n": [], "kl": [], "gold": [], "reward": []}, 1
-    while n <= size:
+    rewards, golds = numpy.mean(ranked, axis=0).T  # by rank: of the worst sample of a prompt first
+    curve = {"n": [2**k for k in range(size.bit_length())], "kl": [], "gold": [], "reward": []}
+    for n in curve["n"]:
         chances = [comb(i, n - 1) / comb(size, n) for i in range(size)]
-        for column, name in enumerate(("reward", "gold")):
-            means = [sum(c * a[column] for c, a in zip(chances, each)) for each in ranked]
-            curve[name].append(statistics.mean(means))
-        curve["n"].append(n)
         curve["kl"].append(log(n) - (n - 1) / n)
-        n *= 2
+        curve["gold"].append(float(chances @ golds))
+        curve["reward"].append(float(chances @ rewards))
     return curve
 
 
@@ -513,14 +508,6 @@ def with_earlier(lab, found, earlier):
 
 
 # ---- Commands ----
-def repeat(name, commit, program):
-    """Returns how to repeat runs whose flags have left the project."""
-    return (
-        f"{name} was run at commit {commit}, with a flag that has left since. To repeat it:\n"
-        f"  git worktree add ../{commit} {commit} && cd ../{commit} && python {program} {name}"
-    )
-
-
 def show(chains, root):
     """Prints the commands of a lab's runs, and how many of them are to be made."""
     runs = depths_of(chains)

@@ -1,12 +1,11 @@
 """Which rows each optimizer step and each evaluation take, the same on any number of ranks."""
 
 import numpy as np
-import torch
 
 from machinery.base import progress, ranks
 
 
-class Rows(torch.utils.data.Dataset):
+class Rows:
     """Rows by number. A negative number is a filler: row 0 again, with row_weight 0."""
 
     def __init__(self, rows):

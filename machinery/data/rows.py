@@ -18,7 +18,7 @@ from machinery.base import locks, ranks
 from machinery.base.refused import Refused
 from machinery.data import formats, sources, tokens
 from machinery.data.formats import LeftOut
-from machinery.data.tokens import NO_TEMPLATE, TURNS_UNKNOWN, tokenise_prompt, tokenise_response
+from machinery.data.tokens import NO_TEMPLATE, TURNS_UNKNOWN, tokenise_prompt, tokenise_turn
 
 STAGES = ("sft", "reward", "ppo")  # in the order of --data_split
 TEXTS = {"sft": ["response"], "reward": ["chosen", "rejected"], "ppo": []}  # of an Example
@@ -128,10 +128,8 @@ def tokenise(tokenizer, stage, prompt, texts, example, asked):
         return ids, mask, [response], found
     ids = tokenise_prompt(tokenizer, prompt)
     mask = [int(train_on == "everything")] * len(ids)
-    if not isinstance(prompt, list):
-        return ids, mask, [tokenise_response(tokenizer, text) for text in texts], ""
-    turns = [tokens.tokenise_turn(tokenizer, prompt, text) for text in texts]
-    return ids, mask, [turn for turn, _ in turns], tokens.BARE if any(b for _, b in turns) else ""
+    turns = [tokenise_turn(tokenizer, prompt, text) for text in texts]
+    return ids, mask, [turn for turn, _ in turns], "".join({found for _, found in turns})
 
 
 # ---- Sources ----

@@ -34,19 +34,22 @@ def tokenise_response(tokenizer, response):
 
 
 def tokenise_turn(tokenizer, prompt, response):
-    """Returns the token ids of the assistant's answer to a chat, and EOS; and whether it is bare.
+    """Returns the token ids of the response to a prompt, and EOS; and BARE or "".
 
-    It is what the template adds to its opening, as a stock rendering of the whole chat has it: some
-    write text before the content (Qwen3 an empty <think>, gpt-oss a channel) or before the end of
-    turn. A bare one is the content by itself: a finished turn lacks the opening (R1's <think>).
+    In a chat it is what the template adds to its opening, as a stock rendering of the whole chat
+    has it: some write text before the content (Qwen3 an empty <think>, gpt-oss a channel) or before
+    the end of turn. A bare one is the content by itself: a finished turn lacks the opening (R1's
+    <think>).
     """
+    if not isinstance(prompt, list):
+        return tokenise_response(tokenizer, response), ""
     messages, marks = protect(tokenizer, [*prompt, {"role": "assistant", "content": response}])
     opened = render(tokenizer, messages[:-1], opening=True)
     closed = render(tokenizer, messages)
     if not closed.startswith(opened):
-        return tokenise_response(tokenizer, response), True
+        return tokenise_response(tokenizer, response), BARE
     text = closed[len(opened) :].rstrip()
-    return with_eos(tokenizer, tokenise_rendered(tokenizer, text, marks)), False
+    return with_eos(tokenizer, tokenise_rendered(tokenizer, text, marks)), ""
 
 
 def tokenise_text(tokenizer, text):

@@ -71,14 +71,12 @@ def learning_rate(engine):
     return float(schedule.base_lrs[0] * schedule.lr_lambdas[0](step))
 
 
-def speed(args, engine, tokens, flops, seconds):
-    """Returns the metrics that every step logs. The step took `seconds`.
+def speed(tokens, flops, seconds):
+    """Returns the metrics of a step that took `seconds`.
 
     tokens, without padding, and flops are of all ranks; "tflops" is per device.
     """
     return {
-        "learning_rate": learning_rate(engine),
-        "grad_norm": grad_norm(args, engine),
         "tokens_per_second": tokens / seconds,
         "tflops": flops / seconds / ranks.get_world_size() / 1e12,
         "seconds": seconds,

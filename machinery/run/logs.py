@@ -77,14 +77,14 @@ def show_sample(row, response, numbers=""):
     ranks.say(f"    {prompt[-60:]} -> {response[:80]} {numbers}".rstrip())
 
 
-def limits(args):
+def limits(data_path, script):
     """Returns {metric: the best that any model can reach} of the script, {} if it is not known.
 
     It stands in a limits.json beside the data. The toy has one.
     """
     with contextlib.suppress(Exception):  # it is not there, or somebody else's
-        known = json.loads((Path(args.data_path[0]) / "limits.json").read_text())
-        return dict(known[args.declared.script])
+        known = json.loads((Path(data_path[0]) / "limits.json").read_text())
+        return dict(known[script])
     return {}
 
 
@@ -92,7 +92,8 @@ def draw_curves(args):
     """Draws metrics.jsonl as curves.png, on rank 0. A picture that fails does not stop the run."""
     if ranks.get_rank() == 0:
         try:
-            title = f"{args.declared.script}.py, preset {args.preset}, {args.output_dir}"
-            plots.draw(Path(args.output_dir), title, limits(args))
+            script = args.declared.script
+            title = f"{script}.py, preset {args.preset}, {args.output_dir}"
+            plots.draw(Path(args.output_dir), title, limits(args.data_path, script))
         except Exception as error:
             ranks.say(f"curves.png could not be drawn: {error!r}")

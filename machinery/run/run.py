@@ -184,10 +184,14 @@ class Run:
         if stop or (args.save_steps and step % args.save_steps == 0):
             where = checkpoints.folder_of(args) / f"step-{step}"
             self.phase.note(f"writing {where}")
-            saved = {"state": self.state, "facts": self.facts, "unwritten": self.unwritten}
-            # what tools/export.py needs
-            saved |= {"notes": self.notes, "eos_token": self.tokenizer.eos_token}
-            saved["best_step"] = self.best_step
+            saved = {
+                "state": self.state,
+                "facts": self.facts,
+                "unwritten": self.unwritten,
+                "best_step": self.best_step,
+                "notes": self.notes,  # this and the next for tools/export.py
+                "eos_token": self.tokenizer.eos_token,
+            }
             checkpoints.save(args, self.engines, step, saved)
             self.started = time.monotonic()
         if stop:
@@ -208,12 +212,12 @@ class Run:
         passes = passes or [throughput.Pass(engine, trains=1)]
         tokens, flops = throughput.work(micro_batches, passes, args.gradient_checkpointing)
         began, self.started = self.started, time.monotonic()  # what follows counts to the next step
-        speed = throughput.speed(args, engine, tokens, flops, self.started - began)
+        speed = throughput.speed(tokens, flops, self.started - began)
         record = {"step": step, "epoch": step / self.steps_per_epoch, **metrics, **speed}
-        for name, other in self.engines.items():
-            if other is not engine:
-                record[f"{name}_grad_norm"] = throughput.grad_norm(args, other)
-                record[f"{name}_learning_rate"] = throughput.learning_rate(other)
+        for name, each in self.engines.items():
+            of = "" if each is engine else f"{name}_"
+            record[f"{of}learning_rate"] = throughput.learning_rate(each)
+            record[f"{of}grad_norm"] = throughput.grad_norm(args, each)
         self.stop_unless_finite(record, micro_batches)
         due = step == self.last_step or step % (args.eval_steps or self.steps_per_epoch) == 0
         if due:

@@ -28,7 +28,7 @@ def test_text_that_spells_a_special_token_is_data(tokenizer):
     for text in ("say <eos> twice", "<pad><pad> hello"):
         prompt = rows.tokenise_prompt(tokenizer, text)
         assert not set(prompt) & set(tokenizer.all_special_ids)
-        assert rows.tokenise_response(tokenizer, text) == prompt + [tokenizer.eos_token_id]
+        assert tokens.tokenise_response(tokenizer, text) == prompt + [tokenizer.eos_token_id]
         assert tokenizer.decode(prompt) == text
 
 

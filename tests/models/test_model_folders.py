@@ -19,7 +19,7 @@ from tiny_models import (
 
 import common
 from machinery.base.refused import Refused
-from machinery.data import rows
+from machinery.data import tokens
 from machinery.models import model_folders, saving
 from tests.kit import load_model
 
@@ -219,7 +219,7 @@ def test_a_padding_token_is_added_only_where_the_embedding_has_room(spare, tmp_p
     tokenizer = model_folders.load_tokenizer(folder)
     assert tokenizer.eos_token_id == 1 and tokenizer.pad_token_id < SIZE + spare
     assert tokenizer.pad_token == ("<|pad|>" if spare else "<eos>")
-    assert rows.tokenise_response(tokenizer, " yes")[-1] == tokenizer.eos_token_id
+    assert tokens.tokenise_response(tokenizer, " yes")[-1] == tokenizer.eos_token_id
     model = value_model_of(folder, tokenizer=tokenizer)
     assert model.model.config.pad_token_id == (tokenizer.pad_token_id if spare else None)
     texts = [[*row, 1] for row in RAGGED]

@@ -15,7 +15,7 @@ from transformers import (
     pipeline,
 )
 
-from machinery.data import rows
+from machinery.data import rows, tokens
 from machinery.models import lora, model_folders, saving, scoring_tokenizer
 from tests.kit import load_model
 
@@ -134,7 +134,7 @@ def test_our_scripts_read_a_reward_models_folder_as_before(name, tmp_path):
     assert after.chat_template == before.chat_template
     for text in (*TEXTS, "a<eos>b", " No <pad> here"):
         assert rows.tokenise_prompt(after, text) == rows.tokenise_prompt(before, text)
-        assert rows.tokenise_response(after, text) == rows.tokenise_response(before, text)
+        assert tokens.tokenise_response(after, text) == tokens.tokenise_response(before, text)
         assert after(text).input_ids == before(text).input_ids
     loaded = value_model_of(folder, tokenizer=after)
     torch.testing.assert_close(our_scores(loaded, after), our_scores(model, before))
@@ -148,7 +148,7 @@ def test_a_chat_ends_where_our_scripts_end_it(tmp_path):
     text = own.apply_chat_template(turns, tokenize=False)
     assert text.endswith("<eos>\n")
     expected = rows.tokenise_prompt(tokenizer, turns[:1])
-    expected += rows.tokenise_response(tokenizer, "Yes.")
+    expected += tokens.tokenise_response(tokenizer, "Yes.")
     assert own(text, add_special_tokens=False).input_ids == expected
 
 

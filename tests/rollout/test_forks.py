@@ -16,7 +16,7 @@ import transformers
 
 import common
 import ppo
-from helpers import checks, metrics
+from helpers import checks, metrics, padding
 from machinery.engine import patches
 from tests import kit, runs
 from tests.rollout.test_layouts_by_hand import response
@@ -186,7 +186,7 @@ def test_a_model_that_ignores_positions_or_the_mask_is_refused(monkeypatch, kind
     row = {"prompt_ids": list(range(5, 15)), "responses": [[20, 21, 22, 1]]}
     train = datasets.Dataset.from_list([{**row, "length": 14}])
     run = SimpleNamespace(args=ARGS, train=train, tokenizer=SimpleNamespace(pad_token_id=0))
-    checks.refuse_if_padding_matters(run, engine)
+    padding.refuse_if_padding_matters(run, engine)
     honest = careless.forward
 
     def forward(ids, attention_mask, use_cache, position_ids, **options):
@@ -201,7 +201,7 @@ def test_a_model_that_ignores_positions_or_the_mask_is_refused(monkeypatch, kind
 
     monkeypatch.setattr(careless, "forward", functools.wraps(honest)(forward))
     with kit.refuses("padding-changes-a-row"):
-        checks.refuse_if_padding_matters(run, engine)
+        padding.refuse_if_padding_matters(run, engine)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def run_changed(change, argv):
         def skip_together(args, engines):
             mine["together"] += sum(engine.global_steps == 0 for engine in engines)
 
-        checks.refuse_if_padding_matters, patches.skip_together = check, skip_together
+        padding.refuse_if_padding_matters, patches.skip_together = check, skip_together
         checks.stop_unless_rollout_is_finite = finite
         metrics.rollout_means = lambda *given: {**rollout_means(*given), **mine}
     kit.call_main("ppo", argv)

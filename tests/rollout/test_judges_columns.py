@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from test_reward_functions import RESPONSE
 
-from helpers import judging
+from helpers import functions, judging
 
 
 def response(**own):
@@ -18,7 +18,7 @@ def test_a_reward_function_gets_the_columns_of_all_blended_sources():
     """Two sources with unlike columns: both columns are there for every row, None where a row has
     none. Not the columns of whichever row comes first."""
     rows = [response(extra='{"topic": "t"}'), response(prompt="b", extra='{"level": 2}')]
-    given = judging.columns_for(lambda prompts, completions, topic, level: [], rows)
+    given = functions.columns_for(lambda prompts, completions, topic, level: [], rows)
     assert given["prompts"] == ["Why?", "b"] and given["completions"] == [" So."] * 2
     assert (given["topic"], given["level"]) == (["t", None], [None, 2])
 
@@ -28,7 +28,7 @@ def test_a_reward_function_gets_chat_as_messages():
     for each response."""
     question = [{"role": "user", "content": "Why?"}]
     row = response(prompt=json.dumps(question), chat=True)
-    given = judging.columns_for(lambda **columns: [], [row])
+    given = functions.columns_for(lambda **columns: [], [row])
     assert given["prompts"] == [question]
     assert given["completions"] == [[{"role": "assistant", "content": " So."}]]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ppo
-from helpers import evaluation, microscope
+from helpers import judged, microscope
 from machinery.data import rows, sources
 from machinery.models import model_folders
 from tests import kit
@@ -107,7 +107,7 @@ def test_judge_jsonl_has_every_pair_once(tmp_path):
     tokenizer = model_folders.load_tokenizer(kit.TOKENIZER)
     held_out = [rows.tokenise_row(row, tokenizer, "reward", 64) for row in source["train"]]
     for chosen in (9.0, 1.0):
-        evaluation.write_pairs(args, held_out, torch.tensor([[2, 0.5, 0.0], [0, chosen, 2.0]]))
+        judged.write_pairs(args, held_out, torch.tensor([[2, 0.5, 0.0], [0, chosen, 2.0]]))
     first, second = kit.read_lines(tmp_path / "judge.jsonl")
     names = ("row", "chosen_score", "rejected_score", "chosen", "rejected", "prompt", "place")
     assert [first[name] for name in names] == [0, 1.0, 2.0, "A", "B", "Who?", f"{data}, line 1"]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import evaluation, judging
+from helpers import evaluation, functions, judging
 from machinery.base.refused import Refused
 from tests import kit
 
@@ -25,11 +25,11 @@ def test_a_dict_is_its_sum_and_each_part_is_noted():
     """
     rows = [{**RESPONSE} for _ in range(2)]
     given = [{"format": np.float32(0.5), "answer": True}, {"answer": 0, "format": 0.25}]
-    assert judging.scores_of(lambda **columns: given, rows) == [[1.5], [0.25]]
+    assert functions.scores_of(lambda **columns: given, rows) == [[1.5], [0.25]]
     assert [(row["reward_format"], row["reward_answer"]) for row in rows] == [(0.5, 1), (0.25, 0)]
     for other in ({"format": 1.0}, {"format": 1, "answer": 1, "style": 1}, {}, 1.0):
         with pytest.raises(Refused, match="same parts"):
-            judging.scores_of(lambda other=other, **columns: [given[0], other], rows)
+            functions.scores_of(lambda other=other, **columns: [given[0], other], rows)
 
 
 def test_a_part_may_have_a_number_for_each_token():
@@ -37,7 +37,7 @@ def test_a_part_may_have_a_number_for_each_token():
     there are both; `call_function` places it."""
     row = {**RESPONSE}
     given = [{"style": [0.25, 0.5], "answer": 1, "length": torch.tensor([0, -1])}]
-    assert judging.scores_of(lambda **columns: given, [row]) == [[1, 0.25, -0.5]]
+    assert functions.scores_of(lambda **columns: given, [row]) == [[1, 0.25, -0.5]]
     assert (row["reward_style"], row["reward_answer"], row["reward_length"]) == (0.75, 1, -1)
     mask, last = torch.tensor([[1.0, 1, 0]]), torch.tensor([[0.0, 1, 0]])
     batch = SimpleNamespace(responses=[row], response_mask=mask, last=last)
@@ -49,9 +49,9 @@ def test_a_part_may_have_a_number_for_each_token():
 def test_a_part_has_a_name_that_the_log_can_hold(name):
     """reward_std is the deviation of all rewards there."""
     with pytest.raises(Refused, match="named by text"):
-        judging.scores_of(lambda **columns: [{name: 1.0}], [{**RESPONSE}])
+        functions.scores_of(lambda **columns: [{name: 1.0}], [{**RESPONSE}])
     if name == "std":  # of a gold function it is free
-        assert judging.scores_of(lambda **columns: [{name: 1.0}], [{**RESPONSE}], "gold") == [[1]]
+        assert functions.scores_of(lambda **columns: [{name: 1.0}], [{**RESPONSE}], "gold") == [[1]]
 
 
 def test_parts_are_alike_in_an_evaluation(monkeypatch):
@@ -71,12 +71,12 @@ def test_a_function_leaves_the_working_folder_as_it_was(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "away").mkdir()
     (tmp_path / "moves.py").write_text(f"import os\nos.chdir('away')\n{MOVES}")
-    function = judging.load_function("moves.py:f", "--reward_fn")
+    function = functions.load_function("moves.py:f", "--reward_fn")
     assert Path.cwd() == tmp_path
     for wrong in (False, True):
         with contextlib.suppress(ValueError):
             row = {**RESPONSE, "extra": json.dumps({"wrong": wrong})}
-            assert judging.scores_of(function, [row]) == [[1.0]]
+            assert functions.scores_of(function, [row]) == [[1.0]]
         assert Path.cwd() == tmp_path
 
 
@@ -88,7 +88,7 @@ def scaled(prompts, completions, factor=2, **columns):
     "function, factor", [(scaled, 2), (functools.partial(scaled, factor=3), 3)]
 )
 def test_any_callable_will_do_and_a_generator_is_read_to_its_end(function, factor):
-    assert judging.scores_of(function, [RESPONSE] * 2) == [[4 * factor]] * 2
+    assert functions.scores_of(function, [RESPONSE] * 2) == [[4 * factor]] * 2
 
 
 def test_the_error_of_a_function_names_the_rows():
@@ -97,7 +97,7 @@ def test_the_error_of_a_function_names_the_rows():
     rows = [{**RESPONSE, "row": number} for number in (3, 8)]
     for wrong in (lambda **columns: 1 / 0, lambda **columns: [1.0, None]):
         with pytest.raises((ZeroDivisionError, Refused)) as caught:
-            judging.scores_of(wrong, rows)
+            functions.scores_of(wrong, rows)
         assert "[3, 8]; columns: prompts, completions" in caught.value.__notes__[0]
 
 
@@ -110,7 +110,7 @@ def test_a_function_cannot_end_the_run_as_if_all_were_well():
 
     for function in (lambda prompts, completions: sys.exit(0), leaves_later):
         try:
-            judging.scores_of(function, [RESPONSE] * 2)
+            functions.scores_of(function, [RESPONSE] * 2)
         except SystemExit as stop:
             assert stop.code not in (0, None)
         except Exception:
@@ -159,10 +159,10 @@ def test_a_users_file_is_loaded_like_any_module(tmp_path, text):
         (tmp_path / folder / "json.py").write_text(text + FUNCTION)
         spec = f"{tmp_path / folder}/json.py:f", "--reward_fn"
         if FILES[text] is None:
-            loaded.append(judging.load_function(*spec))
+            loaded.append(functions.load_function(*spec))
             continue
         with pytest.raises(FILES[text][0]) as caught:
-            judging.load_function(*spec)
+            functions.load_function(*spec)
         said = [str(caught.value), *getattr(caught.value, "__notes__", [])]
         assert any(FILES[text][1] in words for words in said)
     assert [pickle.loads(pickle.dumps(function)) for function in loaded] == loaded
@@ -171,11 +171,11 @@ def test_a_users_file_is_loaded_like_any_module(tmp_path, text):
 SCORES = """
 import sys
 if __name__ == "__main__":
-    from helpers import judging
+    from helpers import functions
     answer = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "", "text": " So."}
-    functions = [judging.load_function(f"parallel.py:{name}", "--reward_fn") for name in "fg"]
-    assert {function.__module__ for function in functions} == {"parallel"}
-    print([judging.scores_of(function, [answer] * 2) for function in functions])
+    found = [functions.load_function(f"parallel.py:{name}", "--reward_fn") for name in "fg"]
+    assert {function.__module__ for function in found} == {"parallel"}
+    print([functions.scores_of(function, [answer] * 2) for function in found])
 """
 
 

@@ -9,7 +9,7 @@ import torch
 
 import common
 import ppo
-from helpers import decoding, evaluation
+from helpers import answers, decoding
 from tests.kit import Knowing, generate
 from tests.rollout.test_layouts_by_hand import RESPONSES
 from tests.tiny_models import StandIn
@@ -106,10 +106,10 @@ def test_a_models_own_generation_config_is_left_out_of_greedy_answers(tiny_model
     """Step 1's samples are made by transformers' generate(), which fills in from it what is left
     open. Here it forbids the tokens that would be written."""
     args, model = SimpleNamespace(max_answer_seq_len=6, max_seq_len=32), copy.deepcopy(tiny_model)
-    free = evaluation.answer_greedily(args, model, tokenizer, [[5, 6, 7]])
+    free = answers.answer_greedily(args, model, tokenizer, [[5, 6, 7]])
     written = tokenizer.encode(free[0]["response"], add_special_tokens=False)
     model.generation_config.suppress_tokens = written
-    assert written and evaluation.answer_greedily(args, model, tokenizer, [[5, 6, 7]]) == free
+    assert written and answers.answer_greedily(args, model, tokenizer, [[5, 6, 7]]) == free
 
 
 class Fixed(StandIn):
@@ -167,7 +167,8 @@ def test_top_k_and_top_p_by_hand():
         (0, 0.01, [0, 0.5, 0, 0]),  # the likeliest token always stays
         (2, 0.6, [0, 0.5, 0, 0]),  # 0.5 of the 0.8 that top_k left is 0.625
     ):
-        kept = decoding.filter_top(torch.tensor([probs]), top_k, top_p)[0].tolist()
+        args = SimpleNamespace(top_k=top_k, top_p=top_p)
+        kept = decoding.restricted(args, torch.tensor([probs]))[0].tolist()
         assert kept == pytest.approx(expected)
     assert counts(probs, top_k=2) == pytest.approx([0, 625, 0, 375], abs=1)
 

@@ -226,10 +226,7 @@ class Judge(Model):
         """Returns the token ids of a prompt and its response in this model's own vocabulary."""
         chats = self.tokenizer.chat_template or writer.template != CHAT
         prompt = written(row["asked"], writer.template if chats else DIALOGUE)
-        if isinstance(prompt, list):
-            ids, _ = tokens.tokenise_turn(self.tokenizer, prompt, row["text"])
-        else:
-            ids = tokens.tokenise_response(self.tokenizer, row["text"])
+        ids, _ = tokens.tokenise_turn(self.tokenizer, prompt, row["text"])
         return tokens.tokenise_prompt(self.tokenizer, prompt), ids[: None if row["ended"] else -1]
 
     @torch.no_grad()

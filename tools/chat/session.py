@@ -7,7 +7,7 @@ import json
 import sys
 import textwrap
 
-from helpers import judging
+from helpers import functions
 from machinery.base.refused import Refused
 from tools.chat import models, screen
 
@@ -165,7 +165,7 @@ def score_in_words(function, answer):
     """
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            [score] = judging.scores_of(function, [answer])
+            [score] = functions.scores_of(function, [answer])
     except Exception as error:  # of the user's function
         words = str(error).partition("\n")[0] if isinstance(error, ValueError) else repr(error)
         return textwrap.shorten(f"gold: {words}", 100, placeholder=" ...")

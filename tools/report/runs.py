@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas
 
@@ -55,7 +54,8 @@ class Run:
         self.samples = ends(self.lines("samples"))
         guessed = (script for metric, script in KNOWN_BY.items() if metric in self.table)
         self.script = str(self.args.get("script") or next(guessed, "run"))
-        self.limits = limits_of(self)
+        known = logs.limits(self.args.get("data_path"), self.script)  # perhaps somebody else's
+        self.limits = {name: value for name, value in known.items() if is_number(value)}
 
     def lines(self, name):
         """Yields the lines of a .jsonl file that hold what is needed, and counts the others."""
@@ -135,16 +135,6 @@ def is_row(tokens):
     if not all(isinstance(each, list) for each in lists) or "text" not in tokens:
         return False
     return all(map(is_text, tokens["text"])) and len({*map(len, lists)}) == 1
-
-
-def limits_of(run):
-    """Returns {metric: the best that is possible}, of limits.json beside the data, if it is there.
-
-    Such a file may be somebody else's: what does not fit is left out.
-    """
-    script = SimpleNamespace(script=run.script)
-    known = logs.limits(SimpleNamespace(data_path=run.args.get("data_path"), declared=script))
-    return {name: value for name, value in known.items() if is_number(value)}
 
 
 # ---- Folders ----

@@ -1,6 +1,6 @@
 """What PPO changed: its evaluations, and the first held-out responses before and after.
 
-    python recipes/before_after.py output/sentiment/ppo output/sentiment/ppo-no-kl --picture a.png
+    python recipes/sentiment/before_after.py output/sentiment/ppo --picture gold.png
 
 Of the first run it prints twenty responses, chosen by nobody: the first that were evaluated. The
 picture shows reward and gold against KL, a line for each run and a dot for each evaluation, as in
