@@ -13,7 +13,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}  # 0.0 was seen with fp32
 # may be. With a cache sums are made in another order than in one forward: docs/ppo.md has figures.
 OFF = {"fp32": 1e-3, "bf16": 0.2, "fp16": 0.05}
 SHARE_OFF = {"fp32": 0.005, "bf16": 0.05, "fp16": 0.05}
-TRIED_AGAIN = 8  # responses, of which LONGEST tokens each are decoded once more
+TRIED_AGAIN = 256  # tokens of a rank's longest responses, LONGEST of each, are decoded once more
 COARSE = 0.25  # a model that is off by itself in more tokens than this has no cache that works
 STORED = "ref_logprobs", "scores", "old_values", "old_logprobs", "entropy"  # before the update
 PATIENCE = 10  # steps in a row: a few groups may be equal by chance
@@ -66,7 +66,8 @@ def stop_unless_sampled_as_scored(run, micro_batches):
     if not any(too_many(args, *of_rank) for of_rank in counts):
         return
     responses = [response for batch in batches for response in batch.responses]
-    longest = sorted(responses, key=lambda response: len(response["response_ids"]))[-TRIED_AGAIN:]
+    tried = TRIED_AGAIN // min(LONGEST, args.max_answer_seq_len)  # short ones: more of them
+    longest = sorted(responses, key=lambda response: len(response["response_ids"]))[-tried:]
     own = [gaps_of_own_cache(args, engine, response) for response in longest]
     (off, count), (own_off, own_count) = counts[-1], counts_off(args, own)[-1]
     noise = own_off / own_count
