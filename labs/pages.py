@@ -1,5 +1,7 @@
 """Tables of results, and the pages of labs and variants in which they stand between two markers."""
 
+import json
+import re
 import statistics
 from math import isnan
 
@@ -8,7 +10,7 @@ import runner
 from runner import baseline, by_arm, by_seed, differences, interval
 
 BEGIN, END = "<!-- results -->", "<!-- end -->"
-VERDICTS = ("shown", "refuted", "not decided")
+VERDICTS = tuple(pictures.COLOURS)
 
 
 # ---- Tables ----
@@ -112,16 +114,37 @@ def overview(labs):
 
 def counts(labs):
     """Returns a table of how many predictions have which verdict."""
-    found = [(what, word) for name in labs for what, _, word in runner.decided(labs[name], name)]
-    words = [word for what, word in found if "range" in what]
+    words = [word for _, what, _, word in pictures.decided(labs) if "range" in what]
     return markdown(VERDICTS, [[str(words.count(word)) for word in VERDICTS]])
 
 
+def reasons(labs):
+    """Returns a verdict on each statement of labs/README.md, and the intervals that it rests on.
+
+    A statement is there because its differences lie on one side. Where the interval of one reaches
+    across the size that was predicted, the direction alone is shown.
+    """
+    texts = []
+    found = {(name, what["says"]): rest for name, what, *rest in pictures.decided(labs)}
+    for belief in json.loads((runner.ROOT / "labs/believe.json").read_text()).values():
+        lines = ["**Shown.**"]
+        for name, says, *label in belief["because"]:
+            values, word = found[name, says]
+            if word == "not decided":
+                lines[0] = "**Shown, though not every size.**"
+                word = f"{runner.verdict(values, None)}, size open"
+            text = label[0] if label else f'"{says}"'
+            lines.append(f"{word}: {text}, {difference(values)}")
+        texts.append("<br>".join(lines))
+    return texts
+
+
 # ---- Pages ----
-def put(page, text):
-    """Writes a text between the two markers of a page."""
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}")
+def put(page, *texts):
+    """Writes texts between the markers of a page, one for each pair of them."""
+    given, pattern = iter(texts), re.compile(rf"{BEGIN}(\n?).*?{END}", re.S)
+    fill = lambda found: f"{BEGIN}{found[1]}{next(given)}{found[1]}{END}"  # noqa: E731
+    page.write_text(pattern.sub(fill, page.read_text()))
 
 
 def study(lab, root, jobs, results, page, picture, plot_only):

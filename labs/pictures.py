@@ -1,4 +1,4 @@
-"""Pictures of results: of a lab, of all labs, and the small ones of labs/README.md.
+"""Pictures of results: of a lab, of a topic's labs, and the small ones of labs/README.md.
 
 A picture carries a digest of what it shows. So a test sees whether it is up to date by its data.
 """
@@ -6,10 +6,11 @@ A picture carries a digest of what it shows. So a test sees whether it is up to 
 import hashlib
 import json
 import statistics
+from itertools import pairwise
+from textwrap import fill
 
 import runner
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from runner import by_arm, by_seed
 
 COLOURS = {"shown": "tab:green", "refuted": "tab:red", "not decided": "tab:orange"}
@@ -20,7 +21,8 @@ LABELS = {
     "reward": "reward of held-out prompts",
 }
 # Edges of the axes of the forest, by unit. Seeds and intervals may lie outside.
-EDGES = {"gold, or a share": 0.4, "tokens": 4.4, "loss": 0.22}
+UNIT = "gold, or a share"
+EDGES = {UNIT: 0.4, "tokens": 4.4, "loss": 0.22}
 
 
 # ---- Files ----
@@ -111,52 +113,59 @@ def of_curves(lab, results):
 
 
 # ---- All labs ----
-def of_all(labs):
-    """The forest plot: a row for each prediction, a dot for each seed, and the 95 % interval.
+def decided(labs):
+    """Yields the name of a lab, and each of its runner.decided(), of all labs."""
+    for name, lab in labs.items():
+        for found in runner.decided(lab, name):
+            yield name, *found
+
+
+def of_topics(labs):
+    """Returns the forest plot of each topic: a row for each prediction of its labs."""
+    topics = {}
+    for name, what, values, word in decided(labs):
+        if "range" in what:
+            rows = topics.setdefault(labs[name].topic, {}).setdefault(what.get("unit", UNIT), {})
+            rows[fill(f"{name}: {what['says']}", 46)] = what["range"], values, word
+    return map(of_topic, topics.values())
+
+
+def of_topic(units):
+    """A forest plot: a row for each prediction, a dot for each seed, and the 95 % interval.
 
     A gray band is where the prediction holds; the colour is the verdict. Each unit has its axis.
     """
-    units = {}
-    for name, lab in labs.items():
-        for what, values, word in runner.decided(lab, name):
-            if "range" in what:
-                rows = units.setdefault(what.get("unit", "gold, or a share"), {})
-                rows.setdefault(lab.topic, None)  # a row for its name
-                rows[f"{name}: {what['says']}"] = what["range"], values, word
-    units = dict(sorted(units.items(), key=lambda unit: -len(unit[1])))
-    heights = [len(rows) + 3 for rows in units.values()]
-    figure, axes = new_axes(12, 0.2 * sum(heights), rows=len(units), height_ratios=heights)
+    heights = [len(rows) + 1.5 for rows in units.values()]
+    size = 7.5, 0.32 * sum(heights) + 0.4
+    figure, axes = new_axes(*size, rows=len(units), height_ratios=heights)
     for axis, (unit, rows) in zip(axes, units.items()):
         edge = EDGES[unit]
         for y, row in enumerate(rows.values()):
-            if row:
-                draw_row(axis, y, edge, *row)
+            draw_row(axis, y, edge, *row)
         axis.axvline(0, color="black", linewidth=0.8)
         axis.set_yticks(range(len(rows)), rows, fontsize=8)
-        for label, row in zip(axis.get_yticklabels(), rows.values()):
-            label.set_fontweight("normal" if row else "bold")
         axis.set(xlabel=f"difference in {unit}", ylim=(len(rows) - 0.4, -0.6), xlim=(-edge, edge))
-    lines = [Line2D([], [], color=colour, marker="o", markersize=3) for colour in COLOURS.values()]
+    lines = [axes[0].plot([], [], "o-", color=colour)[0] for colour in COLOURS.values()]
     figure.legend(lines, COLOURS, loc="outside upper center", ncols=3)
     return figure
 
 
 def draw_row(axis, y, edge, limits, values, word):
-    """Draws a row of the forest. A seed beyond the edge is a mark that points there."""
+    """Draws a row of a forest. A seed beyond the edge is a cross there."""
     mean, half, _ = runner.interval(values)
     ends = [sign * edge if x is None else x for x, sign in zip(limits, (-1, 1))]
     axis.plot(ends, [y, y], color="gainsboro", linewidth=9, solid_capstyle="butt")
     axis.plot([mean - half, mean + half], [y, y], color=COLOURS[word])
     for x in values:
-        marker = "o" if abs(x) < edge else "<" if x < 0 else ">"
-        at = max(min(x, 0.985 * edge), -0.985 * edge)
-        axis.plot(at, y, marker, color=COLOURS[word], markersize=3 if marker == "o" else 5)
+        at = max(min(x, 0.98 * edge), -0.98 * edge)
+        axis.plot(at, y, "o" if at == x else "x", color=COLOURS[word], markersize=4)
 
 
 def of_belief(belief, labs):
     """A small picture: a row for each arm, a dot for each run, and a bar at their mean.
 
-    belief: "rows" [[label, lab, arm, measure]], the labels in "gray", the "axis" and its "range". A
+    belief: "rows" [[label, lab, arm, measure]], the labels in "gray", the "axis" and its "range".
+    Thin lines join the runs of a seed, from a gray row to those below that are compared with it. A
     dotted line is at the mean gold score before step 3.
     """
     rows, height = belief["rows"], 0.24 * len(belief["rows"]) + 0.55
@@ -165,7 +174,13 @@ def of_belief(belief, labs):
     figure.subplots_adjust(0.43, 0.47 / height, 0.96, 1 - 0.05 / height)
     shown = [by_arm(runner.results_of(row[1]))[row[2]] for row in rows]
     levels = {row[0]: by_seed(each, row[3]) for row, each in zip(rows, shown)}
-    draw_levels(axis, levels, belief.get("gray", [rows[0][0]]))
+    gray = belief.get("gray", [rows[0][0]])
+    for y, (above, below) in enumerate(pairwise(levels)):
+        if below not in gray:
+            for seed in sorted(levels[above].keys() & levels[below]):
+                ends = levels[above][seed], levels[below][seed]
+                axis.plot(ends, [y, y + 1], color="silver", linewidth=0.8)
+    draw_levels(axis, levels, gray)
     before = by_seed(shown[0], "gold before").values()
     axis.axvline(statistics.mean(before), linestyle=":", color="black")
     axis.set_xlabel(belief["axis"])

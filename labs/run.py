@@ -71,7 +71,8 @@ def write_given(name):
 
 def summary():
     """Returns {file: figure} of labs/README.md."""
-    figures = {HERE / "all.png": pictures.of_all(LABS)}
+    forests = enumerate(pictures.of_topics(LABS), 1)
+    figures = {HERE / f"topics/{number}.png": forest for number, forest in forests}
     for name, belief in json.loads((HERE / "believe.json").read_text()).items():
         draw = pictures.of_pace if "marked" in belief else pictures.of_belief
         figures[HERE / f"believe/{name}.png"] = draw(belief, LABS)
@@ -87,8 +88,8 @@ def main():
     args = parser.parse_args()
     if args.name is None and args.plot:
         for file, figure in summary().items():
-            pictures.save(figure, file, 120 if file.parent != HERE else 80)
-        pages.put(HERE / "README.md", pages.counts(LABS))
+            pictures.save(figure, file, 120)
+        pages.put(HERE / "README.md", *pages.reasons(LABS), pages.counts(LABS))
         return pages.put(HERE / "all.md", pages.overview(LABS))
     if args.name is None:
         for name, lab in LABS.items():

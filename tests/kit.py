@@ -185,10 +185,10 @@ def count_loads():
 
 
 def parse(run):
-    """Gives the flags of a lab's run to its script."""
+    """Returns the flags of a lab's run, as its script reads them."""
     words = run.command(Path("runs"))
     script = importlib.import_module(run.script)
-    script.get_args(words[words.index(f"{run.script}.py") + 1 :])
+    return script.get_args(words[words.index(f"{run.script}.py") + 1 :])
 
 
 def environment(changes=None):

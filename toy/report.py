@@ -50,8 +50,8 @@ def print_answers(folder):
     for name, found in lines.items():
         models[name] = {line["prompt"]: line["response"] for line in reversed(found)}
     print(
-        "\nHeld-out prompts, answered by the model from scratch, after SFT, and after PPO "
-        "(sampled at temperature 1; gold score in front):"
+        "\nHeld-out prompts, answered by the model from scratch (greedily), and after SFT and PPO "
+        "(sampled at temperature 1). The gold score is in front:"
     )
     asked = dict.fromkeys(line["prompt"] for line in lines["base"])
     for prompt in [prompt for prompt in asked if prompt in models["PPO"]][:5]:

@@ -33,6 +33,7 @@ MEASURES = {
     "length": ("eval_response_length", "last"),
 }
 CURVES = (("step", "gold"), ("kl", "gold"), ("sqrt kl", "gold"))
+NO_VLLM = f"There is no vLLM at {VLLM}: make vllm, or set VLLM_PYTHON"
 
 
 def declared(name):
@@ -195,7 +196,7 @@ def main():
         print(f"{len(names)} to check, about two minutes each", flush=True)
         for name in names:
             if "{vllm}" in declared(name)["check"][1] and not VLLM.exists():
-                print(f"{name}: not checked. There is no vLLM at {VLLM}: make vllm", flush=True)
+                print(f"{name}: not checked. {NO_VLLM}", flush=True)
                 continue
             check(name, models, root / "check")
             print(f"{name}: equal on all layouts, and when resumed", flush=True)

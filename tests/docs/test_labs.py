@@ -331,9 +331,9 @@ def test_a_verdict_says_where_the_interval_lies():
 # --------------------------------------------------------------------------------------------------
 # Pages
 # --------------------------------------------------------------------------------------------------
-def block_of(page):
-    """Returns what stands between the markers of a page."""
-    return page.read_text().split(f"{pages.BEGIN}\n")[1].split(f"\n{pages.END}")[0]
+def blocks_of(page):
+    """Returns what stands between the markers of a page, for each pair of them."""
+    return re.findall(f"{pages.BEGIN}\n?(.*?)\n?{pages.END}", page.read_text(), re.S)
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -343,13 +343,23 @@ def test_a_page_shows_what_the_results_say(name):
     results = runner.read(LABS / f"results/{name}.json")
     for part in ("**The claim.**", "**The hypothesis", "**Verdict.**", f"run.py {name} --plot"):
         assert part in page.read_text(), part
-    assert block_of(page) == pages.block(lab, results)
+    assert blocks_of(page) == [pages.block(lab, results)]
     assert f"]({name}.png)" in page.read_text()
     figure = pictures.of_lab(lab, results)
     assert shows(LABS / f"{name}.png", figure)
     for axis in figure.axes:  # none is empty, beside the line of the best that can be
         assert sum(len(line.get_xdata()) > 0 for line in axis.lines) > 1, axis.get_xlabel()
     assert {result["arm"] for result in results} <= set(lab.arms)
+
+
+def test_texts_are_put_where_the_markers_stand(tmp_path):
+    """Each in its place, on lines of their own or within one, also where nothing stood before; once
+    more they take the place of what was put."""
+    page, (begin, end) = tmp_path / "page.md", (pages.BEGIN, pages.END)
+    page.write_text(f"a\n{begin}\n{end}\nb {begin}{end} c\n")
+    for one, two in (("| x |", "y"), ("| x |\n| z |", "")):
+        pages.put(page, one, two)
+        assert page.read_text() == f"a\n{begin}\n{one}\n{end}\nb {begin}{two}{end} c\n"
 
 
 def shows(file, figure):
@@ -362,8 +372,9 @@ def test_the_pages_of_all_labs_are_up_to_date():
     for file, figure in program().summary().items():
         assert shows(file, figure), file.name
         assert file.relative_to(LABS).as_posix() in (LABS / "README.md").read_text()
-    assert block_of(LABS / "README.md") == pages.counts(declared.LABS)
-    assert block_of(LABS / "all.md") == pages.overview(declared.LABS)
+    decided = [*pages.reasons(declared.LABS), pages.counts(declared.LABS)]
+    assert blocks_of(LABS / "README.md") == decided
+    assert blocks_of(LABS / "all.md") == [pages.overview(declared.LABS)]
 
 
 def test_what_to_believe_was_decided():
@@ -371,7 +382,7 @@ def test_what_to_believe_was_decided():
     beliefs = json.loads((LABS / "believe.json").read_text())
     assert 8 <= len(beliefs) <= 12
     for name, belief in beliefs.items():
-        for lab, says in belief["because"]:
+        for lab, says, *_ in belief["because"]:
             [what] = [what for what in declared.LABS[lab].predictions if what["says"] == says]
             results = runner.read(LABS / f"results/{lab}.json")
             values = [*runner.compare(declared.LABS[lab], results, what).values()]

@@ -84,7 +84,7 @@ def help_of(program):
 def known_flags():
     """Returns the flags of all our programs: of --help, or as they are declared."""
     known = set(re.findall(r"--[a-zA-Z_0-9]+", "".join(map(help_of, PROGRAMS))))
-    for folder in ("tools", "bench", "labs", "variants", "tests"):
+    for folder in ("tools", "bench", "labs", "variants", "recipes", "course", "tests"):
         for file in (ROOT / folder).rglob("*.py"):
             known |= set(re.findall(r'"(--[a-z_]+)["= ]', file.read_text()))
     return known | OTHERS
@@ -104,11 +104,11 @@ def test_what_a_page_names_is_there(page):
     used = set(re.findall(r"(?<![\w-])--[a-z][a-zA-Z_0-9]+", text))
     assert not used - known_flags(), used - known_flags()
     gone = [name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in tests()]
-    gone += [
-        f"{name} in {file}"
-        for name, file in re.findall(r"`(\w+)`,? in `([\w/]+\.py)`", text)
-        if not re.search(rf"\b{name}\b", (ROOT / file).read_text())
-    ]
+    # "`one`, `two` and `three` in `FILE.py`", also across the end of a line
+    for names, file in re.findall(r"((?:`\w+`,?\s+(?:and\s+)?)+)in\s+`([\w/]+\.py)`", text):
+        code = (ROOT / file).read_text()
+        names = re.findall(r"`(\w+)`", names)
+        gone += [f"{name} in {file}" for name in names if not re.search(rf"\b{name}\b", code)]
     # "bench/NAME.py at commit abc" names a program that has left
     files = re.findall(rf"(?<![\w/.])((?:{FOLDERS})/[\w/-]+\.\w+)\b(?! at commit)", text)
     gone += [name for name in files if not (ROOT / name).exists()]

@@ -215,6 +215,70 @@ def test_dpos_implicit_rewards_are_of_the_responses_alone(tokenizer, tiny_model)
     assert loss_sum.item() == sums[0].item() == pytest.approx(first)
 
 
+def test_ktos_loss_by_hand():
+    """r is 2, and z0 is 1: beta * (r - z0) is 0.5, whose sigmoid is 0.6225. A good response has
+    what is missing to 1, a bad one the rest. At z0 both have half of their weight."""
+    kto = load(VARIANTS / "kto/kto.py")
+    args = SimpleNamespace(beta=0.5, lambda_good=1.0, lambda_bad=2.0)
+    ratios = torch.tensor([2.0, 2.0, 1.0, 1.0], requires_grad=True)
+    good = torch.tensor([1, 0, 1, 0])
+    loss = kto.kto_loss(args, ratios, good, z0=1.0)
+    assert numbers(loss) == [0.3775, 1.2449, 0.5, 1.0]
+    (gradient,) = torch.autograd.grad(loss.sum(), ratios)  # -+ lambda * beta * sigmoid * (1 - it)
+    assert numbers(gradient) == [-0.1175, 0.235, -0.125, 0.25]
+
+
+def test_ktos_reference_point_by_hand(tokenizer):
+    """Five rows: each has the response of the row two further on, cut to its own room. The mean of
+    their log-ratios is z0, without a filler, and 0 if it is negative. The loss sees no gradient of
+    it. A row that is alone has no partner."""
+    kto = load(VARIANTS / "kto/kto.py")
+    args = SimpleNamespace(label=None, max_seq_len=5, beta=1.0, lambda_good=1.0, lambda_bad=1.0)
+    row = {"prompt_ids": [5, 6, 7], "row_weight": 1}
+    rows = [{**row, "row": i, "responses": [[20 + i, 9, 1], [30 + i, 1]]} for i in range(5)]
+    rows = [kto.labelled(args, row) for row in rows]
+    assert [row["responses"] for row in rows[:2]] == [[[20, 9, 1]], [[31, 1]]]
+    assert [row["good"] for row in rows] == [1, 0, 1, 0, 1]
+    filler = {**rows[0], "row": -1, "row_weight": 0}
+    made = kto.mismatched(args, [rows[3], rows[0], filler], rows[::-1])
+    assert [row["responses"] for row in made] == [[[20, 9]], [[22, 9]], [[20, 9]]]
+
+    ratios = {20: 3.0, 22: -1.0}  # of the first token; of the second 0.5
+
+    def logprobs(model, batch, mask):
+        first = batch.ids.flatten()[batch.logit_places + 1][:, 0]
+        other = torch.tensor([[ratios[token.item()], 0.5] for token in first])
+        return other * mask if model == "policy" else 0 * mask
+
+    class Engine(str):
+        def eval(self):
+            pass
+
+        train = eval
+
+    kto.common = SimpleNamespace(response_logprobs=logprobs)
+    batch = kto.collate(made, tokenizer.pad_token_id)
+    assert batch.good.tolist() == [0, 1, 1]
+    found = kto.reference_point(Engine("policy"), "reference", [batch])
+    assert found == pytest.approx(((3.5 - 0.5) / 2, (3.5 - 0.5) / 2))
+    ratios[20] = -3.0
+    found = kto.reference_point(Engine("policy"), "reference", [batch])
+    assert found == pytest.approx((0, (-2.5 - 0.5) / 2))
+    assert kto.mismatched(args, [rows[3]], [rows[3]])[0]["row_weight"] == 0
+
+
+def test_kto_reads_a_column_of_labels():
+    """True, false, 1 and 0 are labels; what is none is refused, with its place."""
+    kto = load(VARIANTS / "kto/kto.py")
+    args = SimpleNamespace(label="good")
+    row = {"row": 4, "responses": [[7, 1]], "place": "rows.jsonl, line 5"}
+    for said, good in (("true", 1), ("false", 0), ("1", 1), ("0.0", 0)):
+        assert kto.labelled(args, {**row, "extra": f'{{"good": {said}}}'})["good"] == good
+    for said in ('{"good": "yes"}', "{}"):
+        with kit.refuses("no-label"):
+            kto.labelled(args, {**row, "extra": said})
+
+
 def test_the_gspo_variant_by_hand(tmp_path):
     """One ratio a response, the geometric mean of its tokens'; what is returned is each token's.
     RLOO's advantage is n / (n - 1) times Dr. GRPO's."""
@@ -241,7 +305,7 @@ def test_the_cispo_variant_by_hand(tmp_path):
     ppo = patched("cispo", tmp_path)
     old, advantages = torch.zeros(4), torch.tensor([2.0, 2.0, -2.0, 2.0])
     new = torch.tensor([0.0, 1.0, 1.0, -1.0], requires_grad=True)  # ratios 1, e, e, 1 / e
-    loss, ratio = ppo.cispo_loss(new, old, advantages, 0.2, 0.5)
+    loss = ppo.cispo_loss(new, (new - old).exp(), advantages, high=1.5)
     (gradient,) = torch.autograd.grad(loss.sum(), new)
     assert numbers(gradient) == [-2, -3, 3, -0.7358]
     (first, *_) = torch.autograd.grad(ppo.policy_loss(new, old, advantages, 0.2)[0].sum(), new)

@@ -569,7 +569,7 @@ SIZES = dict(max_seq_len=LONG + 50, max_answer_seq_len=24, vllm_timeout=600)
 @pytest.fixture(scope="module")
 def real_python():
     if not variants.VLLM.exists():
-        pytest.skip(f"there is no vLLM at {variants.VLLM}: `make vllm`, or set VLLM_PYTHON")
+        pytest.skip(variants.NO_VLLM)
     return str(variants.VLLM)
 
 

@@ -6,7 +6,9 @@ costs 2 bytes for itself, 2 for its gradient, 12 for its optimizer states (fp32 
 Stage 1 divides the 12 by the devices, 2 the gradient, 3 the 2.
 """
 
+import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import common
 import ppo
 import reward
 import sft
+from bench import memory as measured
 from machinery.base.refused import Refused
 from tests import kit
 from tools import estimate
@@ -252,3 +255,26 @@ def test_a_measured_run_is_near_the_estimate(tmp_path):
     rows = measured_runs.compare(tmp_path, "sft", 1, 0, "21M", "--max_seq_len 128")
     estimated, measured = (max(row[i] for row in rows) for i in (1, 2))
     assert 0.7 < estimated / measured < 1.3
+
+
+def test_the_estimates_of_the_page_are_those_of_today(tmp_path, monkeypatch):
+    """docs/memory.md holds what bench/memory.py measured once against what is estimated now. The
+    errors, and their mean, are those of the numbers that it shows."""
+    page, errors = (kit.ROOT / "docs/memory.md").read_text(), []
+    rows = re.findall(r"^\| (?:sft|reward|ppo) \|.*$", page, re.M)
+    assert len(rows) == len(measured.CASES)
+    for (script, ranks, stage, size, flags), row in zip(measured.CASES, rows):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        measured.prepare(tmp_path, size)
+        words = measured.FLAGS_OF[script].format(folder=tmp_path, size=size, stage=stage)
+        args = importlib.import_module(script).get_args([*words.split(), *flags.split()])
+        found = memory.count(args, estimate.SCRIPTS[script][1](args), ranks, cpu=True)
+        shown = re.findall(r"(\w+) ([\d.]+) / ([\d.]+)", row)
+        expected = {phase: sum(parts.values()) / 2**30 for phase, parts in found.items()}
+        assert {phase: float(x) for phase, x, _ in shown} == pytest.approx(expected, abs=0.011), row
+        peak, seen = (max(float(numbers[i]) for numbers in shown) for i in (1, 2))
+        errors.append(peak / seen - 1)
+        assert row.endswith(f"| {errors[-1]:+.0%} |"), row
+    mean = sum(map(abs, errors)) / len(errors)
+    words = f"{min(errors):+.0%} to {max(errors):+.0%}, and {mean:.0%} in size on average"
+    assert words.replace("%", " %") in page

@@ -554,7 +554,5 @@ def refuse_without_vllm(python):
     except OSError as error:
         raise Refused("vllm-python", f"--vllm_python {python}: {error.strerror}") from None
     if not found:
-        words = (
-            f"--vllm_python {python}: there is no vLLM.\n  `make vllm` installs one in a folder."
-        )
+        words = f"There is no vLLM at {python} (--vllm_python): make vllm installs one."
         raise Refused("vllm-python", words)

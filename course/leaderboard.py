@@ -1,0 +1,101 @@
+"""Measures an entry of the leaderboard (course/leaderboard.md), or prints the table.
+
+    python course/leaderboard.py course/leaderboard/plain.flags    flags of ppo.py
+    python course/leaderboard.py my_ppo.py my.flags                a script beside it, and flags
+    python course/leaderboard.py                                   the table of all entries
+
+An entry is run with three seeds, each with an SFT model and a reward model of its own, on one rank.
+What it needed goes into course/leaderboard.json, and the table into leaderboard.md.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from math import inf
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "labs"))
+import declared  # noqa: E402
+import pages  # noqa: E402
+import runner  # noqa: E402
+
+GOLD, KL = 0.95, 2.0  # to be reached at one evaluation
+SEEDS = 101, 102, 103  # authors tune with others
+RESULTS = HERE / "leaderboard.json"
+MODELS = {name: declared.BASES["toy"][name] for name in ("sft", "reward")}
+START = "--actor_model_name_or_path {sft} --critic_model_name_or_path {reward} --enable_ema 0 "
+# Whatever an entry says of these: what is measured, and how often.
+FIXED = """ --data_path toy/data --data_split 4,5,1 --reward_model_name_or_path {reward}
+    --gold_fn toy/gold.py:gold --log_kl 1 --temperature 1 --top_p 1 --top_k 0
+    --num_eval_prompts 280 --eval_samples 1 --eval_steps 5 --log_steps 1"""
+
+
+def lab_of(script, flags, seeds=SEEDS):
+    """Returns an entry as a lab with one arm. script: "ppo", or the name of another one."""
+    words = shlex.split(flags, comments=True)
+    if "--reward_fn" in words:
+        raise SystemExit("An entry learns from the reward model: no --reward_fn.")
+    base = {**MODELS, script: " ".join(runner.merged(START, shlex.join(words), FIXED))}
+    return runner.Lab(script, base, {"entry": {}}, {}, until=script, seeds=tuple(seeds))
+
+
+def needed(args, lines):
+    """Returns the responses drawn until an evaluation has both GOLD and KL, or None.
+
+    args: of args.json; lines: of metrics.jsonl, one a step. A script that draws others than those
+    it trains on logs `responses`: how many it drew in the step.
+    """
+    each, drawn = args["rows_per_step"] * args["samples_per_prompt"], 0
+    for line in lines:
+        drawn += line.get("responses", each) if line["step"] else 0
+        if line.get("eval_gold", 0) >= GOLD and line.get("eval_kl", inf) <= KL:
+            return drawn
+    return None
+
+
+def table(entries):
+    """Returns the table of {name: {seed: responses or None}}: the fewest responses come first."""
+    if not entries:
+        return "No entry has been measured yet."
+    rows = []
+    for name, by_seed in entries.items():
+        reached = [count for count in by_seed.values() if count is not None]
+        text = f"reached with {len(reached)} of {len(by_seed)} seeds"
+        if len(reached) == len(by_seed):
+            text = f"{statistics.mean(reached):,.0f} [{min(reached):,}, {max(reached):,}]"
+        each = ", ".join(f"{seed}: {count or 'not reached'}" for seed, count in by_seed.items())
+        rows.append((-len(reached) / len(by_seed), sum(reached), [name, text, each]))
+    return pages.markdown(["entry", "responses", "by seed"], [row for *_, row in sorted(rows)])
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", type=Path, help="a script, a file of flags, or both")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each")
+    parser.add_argument("--runs", type=Path, default=runner.ROOT / "output/leaderboard")
+    args = parser.parse_args()
+    entries = runner.read(RESULTS) or {}
+    if args.files:
+        script = next((file.stem for file in args.files if file.suffix == ".py"), "ppo")
+        flags = "\n".join(file.read_text() for file in args.files if file.suffix != ".py")
+        root, chains = args.runs.resolve(), lab_of(script, flags, args.seeds).chains()
+        runner.make_all(chains, root, args.jobs)
+        found = {}
+        for (_, seed), runs in chains.items():
+            folder = runs[script].folder(root)
+            known = json.loads((folder / "args.json").read_text())
+            found[str(seed)] = needed(known, runner.lines_of(folder, "metrics.jsonl"))
+        entries[args.files[-1].stem] = found
+        RESULTS.write_text(json.dumps(entries, indent=1) + "\n")
+    pages.put(HERE / "leaderboard.md", table(entries))
+    print(table(entries))
+
+
+if __name__ == "__main__":
+    main()
