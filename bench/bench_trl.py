@@ -89,6 +89,8 @@ def grpo(args, rows, held_out, tokenizer):
     prompts = [tokenizer.decode(ids) for ids in rows["prompt_ids"]]
     ids_of = dict(zip(prompts, rows["prompt_ids"]))
 
+    assert hasattr(trl.GRPOTrainer, "_tokenize_prompts"), "this TRL tokenises otherwise"
+
     class Trainer(trl.GRPOTrainer):
         def _tokenize_prompts(self, prompts):  # tokenised anew, one that was cut may differ
             return [ids_of[prompt] for prompt in prompts], None, {}

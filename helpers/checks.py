@@ -1,5 +1,7 @@
 """What PPO checks on the real models before it trains: numbers that only a mistake moves."""
 
+import itertools
+
 import torch
 
 import common
@@ -13,7 +15,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}  # 0.0 was seen with fp32
 # may be. With a cache sums are made in another order than in one forward: docs/ppo.md has figures.
 OFF = {"fp32": 1e-3, "bf16": 0.2, "fp16": 0.05}
 SHARE_OFF = {"fp32": 0.005, "bf16": 0.05, "fp16": 0.05}
-TRIED_AGAIN = 256  # tokens of a rank's longest responses, LONGEST of each, are decoded once more
+TRIED_AGAIN = 256  # tokens of a rank's longest responses, at least, are decoded once more
 COARSE = 0.25  # a model that is off by itself in more tokens than this has no cache that works
 STORED = "ref_logprobs", "scores", "old_values", "old_logprobs", "entropy"  # before the update
 PATIENCE = 10  # steps in a row: a few groups may be equal by chance
@@ -66,9 +68,11 @@ def stop_unless_sampled_as_scored(run, micro_batches):
     if not any(too_many(args, *of_rank) for of_rank in counts):
         return
     responses = [response for batch in batches for response in batch.responses]
-    tried = TRIED_AGAIN // min(LONGEST, args.max_answer_seq_len)  # short ones: more of them
-    longest = sorted(responses, key=lambda response: len(response["response_ids"]))[-tried:]
-    own = [gaps_of_own_cache(args, engine, response) for response in longest]
+    responses.sort(key=lambda response: -len(response["response_ids"]))  # the longest first
+    lengths = [min(LONGEST, len(response["response_ids"])) for response in responses]
+    many = 1 + sum(total < TRIED_AGAIN for total in itertools.accumulate(lengths))
+    many, tried = map(max, zip(*ranks.all_gather_objects([(many, lengths[0])])))
+    own = [gaps_of_own_cache(args, engine, response, tried) for response in responses[:many]]
     (off, count), (own_off, own_count) = counts[-1], counts_off(args, own)[-1]
     noise = own_off / own_count
     coarse = args.dtype != "fp32" and noise <= COARSE and off <= 3 * noise * count
@@ -98,13 +102,13 @@ def too_many(args, off, count):
     return off > allowed + 3 * allowed**0.5 + 1
 
 
-def gaps_of_own_cache(args, engine, response):
+def gaps_of_own_cache(args, engine, response, tried):
     """How far the log-probs of one plain forward are from those with the model's own cache.
 
-    response: a dict with prompt_ids and response_ids. Returns (n,), of its first LONGEST tokens at
+    response: a dict with prompt_ids and response_ids. Returns (n,), of its first `tried` tokens at
     most. Every rank makes the same number of forwards.
     """
-    start, tried = len(response["prompt_ids"]), min(LONGEST, args.max_answer_seq_len)
+    start = len(response["prompt_ids"])
     ids = [*response["prompt_ids"], *response["response_ids"], *[0] * tried]
     ids = torch.tensor([ids[: start + tried]], device=ranks.device())  # (1, P + tried)
     last = forwards.accepted(engine, logits_to_keep=tried + 1)

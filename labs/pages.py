@@ -131,8 +131,8 @@ def reasons(labs):
         for name, says, *label in belief["because"]:
             values, word = found[name, says]
             if word == "not decided":
-                lines[0] = "**Shown, though not every size.**"
-                word = f"{runner.verdict(values, None)}, size open"
+                lines[0] = "**The direction is shown, its size not always.**"
+                word = f"size not decided, {runner.verdict(values, None)}"
             text = label[0] if label else f'"{says}"'
             lines.append(f"{word}: {text}, {difference(values)}")
         texts.append("<br>".join(lines))

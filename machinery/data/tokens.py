@@ -8,7 +8,7 @@ NO_TEMPLATE = "the data holds chats, and the tokenizer has no chat template. Tak
 TURNS_UNKNOWN = "the chat template changes turns when others follow. Use --train_on last"
 # Of rows, with their number in front:
 CHANGED = "have turns that are not learned: the chat template changes earlier ones"
-BARE = "have responses as they are: of a finished turn the template writes another opening"
+BARE = "keep the response as the data has it: the chat template opens a finished turn otherwise"
 
 
 def tokenise_prompt(tokenizer, prompt):

@@ -140,7 +140,8 @@ def keep_grad_norm(engine, max_norm):
 
 
 def reduce_nothing(engine):
-    """Makes the engine of a single rank leave its gradients where they are.
+    """Makes the engine of a single rank leave its gradients where they are; ranks that share all
+    layers count as one.
 
     DeepSpeed (0.19.8) sums them over this one rank at stage 0, and in bf16 at stage 1. It copies
     all to one buffer and back, and in bf16 rounds what was summed in fp32 to bf16 on the way.

@@ -72,7 +72,7 @@ class Phase:
         if taken:
             port = os.environ.get("MASTER_PORT")
             why = f"port {port} is taken, by another run perhaps: give the launcher --master_port N"
-            why += '\n  (make grpo RANKS="--num_gpus 2 --master_port 29501")'
+            why += '\n  (with make: RANKS="--num_gpus 2 --master_port 29501")'
         elif of_others and ranks.launched() > 1:
             why += "\n  Another rank has died, failed or hangs: look for what it has printed."
         elif self.text.startswith("writing ") or "[Errno 28]" in why:

@@ -54,9 +54,12 @@ def choose_operator_folder():
     Its own ninja comes first on PATH, also where the environment is not activated: what one version
     of ninja has compiled, another compiles anew.
     """
-    own = os.path.dirname(sys.executable)
-    os.environ["PATH"] = own + os.pathsep + os.environ.get("PATH", os.defpath)
-    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+    if sys.prefix == sys.base_prefix:
+        return
+    own, paths = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
+    if paths.split(os.pathsep)[0] != own and os.path.exists(f"{own}/ninja"):
+        os.environ["PATH"] = own + os.pathsep + paths
+    if os.access(sys.prefix, os.W_OK):
         folder = f"{sys.prefix}/torch_extensions/{get_accelerator().device_name()}"
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", folder)
 

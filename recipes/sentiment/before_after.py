@@ -58,7 +58,7 @@ def print_samples(folder, count):
 
 def draw(folders, file):
     """Draws reward and, where it is known, gold against KL."""
-    runs = {folder.name: evaluations(folder) for folder in folders}
+    runs = {str(folder): evaluations(folder) for folder in folders}
     names = [name for name in ("reward", "gold") if f"eval_{name}" in next(iter(runs.values()))[0]]
     figure, axes = pyplot.subplots(1, len(names), figsize=(4.5 * len(names), 3.2), squeeze=False)
     for name, axis in zip(names, axes[0]):

@@ -259,7 +259,7 @@ def test_after_an_opening_that_a_finished_turn_lacks_a_response_stays_as_it_is(t
         assert tokenizer.decode(ids).endswith(
             "And?<|im_end|>\n<|im_start|>assistant\n<think>\nThen.<eos>"
         )
-        assert not any(made["prompt_loss_mask"]) and "another opening" in made["notes"]
+        assert not any(made["prompt_loss_mask"]) and "as the data has it" in made["notes"]
     refused = rows.tokenise_row({"messages": turns}, tokenizer, "sft", 256, "all")
     assert "--train_on last" in refused["drop"]
 

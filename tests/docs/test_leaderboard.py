@@ -43,14 +43,17 @@ def test_who_reaches_it_with_all_seeds_comes_first():
 
 def test_an_entry_cannot_change_what_is_measured():
     """Its other flags are taken, and its commands parse; each seed has its own three runs."""
-    lab = leaderboard.lab_of("ppo", "--temperature 0.5 # sly\n--eval_steps 1\n--clip 0.3", (7, 8))
+    sly = "--temperature 0.5 # sly\n--eval_steps=1\n--clip=0.3 --actor_model_name_or_path=elsewhere"
+    lab = leaderboard.lab_of("ppo", sly, (7, 8))
     assert {seed for _, seed in lab.chains()} == {7, 8}
     for runs in lab.chains().values():
         for each in runs.values():
             args = kit.parse(each)
         assert (args.temperature, args.eval_steps, args.clip) == (1, 5, 0.3)
-    with pytest.raises(SystemExit, match="reward_fn"):
-        leaderboard.lab_of("ppo", "--reward_fn toy/gold.py:gold")
+        assert args.actor_model_name_or_path != "elsewhere"
+    for words in ("--reward_fn toy/gold.py:gold", "--reward_fn=toy/gold.py:gold", "--seed 5"):
+        with pytest.raises(SystemExit, match=words[2:6]):
+            leaderboard.lab_of("ppo", words)
 
 
 def test_the_page_shows_what_was_measured():

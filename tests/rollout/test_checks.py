@@ -78,6 +78,32 @@ def test_a_model_that_rounds_as_much_by_itself_is_not_stopped(capsys):
     assert stops(first("fp32", own_gap=1.0), scored(0.5, off=110))
 
 
+def decoded_again(lengths_of_ranks):
+    """Returns on each rank how many responses, and which tokens of each, are decoded again."""
+    lengths, found = lengths_of_ranks[ranks.get_rank()], []
+    batch = scored(9.0, off=200)
+    batch.responses = [{"prompt_ids": [1], "response_ids": [0] * n} for n in lengths]
+    own = checks.gaps_of_own_cache
+    checks.gaps_of_own_cache = lambda args, engine, response, tried: (
+        found.append((len(response["response_ids"]), tried)) or own(args, engine, response, tried)
+    )
+    try:
+        assert stops(first("bf16"), batch)
+    finally:
+        checks.gaps_of_own_cache = own
+    return found
+
+
+def test_of_short_responses_more_are_decoded_again():
+    """Whatever the limit, 50 tokens here: of sixteen tokens four are off by chance, and a quarter
+    means a model that may go on. All ranks make as many forwards, as sharded weights need."""
+    assert decoded_again([[50] * 20]) == [(50, 32)] * 8
+    assert decoded_again([[2] * 200]) == [(2, 2)] * 128
+    assert decoded_again([[40, 2, 2, 9]]) == [(40, 32), (9, 32), (2, 32), (2, 32)]
+    short, long = kit.on_ranks(decoded_again, 2, ([2] * 100, [3] * 100))
+    assert short == [(2, 3)] * 100 and long == [(3, 3)] * 100
+
+
 def test_who_knows_better_is_warned_and_goes_on(capsys):
     assert not stops(first(allow_mismatch=1), scored(9.0, off=200))
     assert "warning: step 1: for 200 of 200 sampled tokens" in capsys.readouterr().out

@@ -32,7 +32,7 @@ def test_the_deviation_of_scores_keeps_its_digits_far_from_0(monkeypatch):
     batches = [(range(500), SimpleNamespace(row_weight=torch.ones(500)))]
     monkeypatch.setattr(batching, "eval_loader", lambda *_: batches)
     monkeypatch.setattr(reward, "score_pairs", lambda *_: scores)
-    monkeypatch.setattr(reward.evaluation, "write_pairs", lambda *_: None)
+    monkeypatch.setattr(reward.judged, "write_pairs", lambda *_: None)
     run = SimpleNamespace(args=None, notes={})
     found = reward.evaluate(run, torch.nn.Identity(), None, None)["eval_score_std"]
     assert found == pytest.approx(scores.double().std(unbiased=False).item(), rel=1e-5)
