@@ -11,6 +11,7 @@ import deepspeed
 import torch
 import torch.nn as nn
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from transformers import AttentionMaskInterface
 from transformers.integrations import sdpa_attention
 from transformers.masking_utils import sdpa_mask
@@ -35,6 +36,15 @@ def do_without_compiler():
     """
     if not shutil.which(os.environ.get("CXX", "c++")):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def save_stages_as_numbers():
+    """Has a checkpoint store the ZeRO stage that DeepSpeed puts there as a class and a number.
+
+    Python before 3.11.4 stores a member of an enum as a call of getattr. That could run any code,
+    so that tools/export.py would refuse a run's own checkpoint.
+    """
+    ZeroStageEnum.__reduce_ex__ = lambda stage, protocol: (ZeroStageEnum, (int(stage),))
 
 
 def mend_attention():
