@@ -45,9 +45,10 @@ def launched():
     """
     given = {name: os.environ[name] for name in NUMBERS if name in os.environ}
     srun = os.environ.get("SLURM_NTASKS", 1) if "SLURM_STEP_ID" in os.environ else 1
-    numbers = all(value.isdecimal() for value in given.values())
-    count = int(given.get("WORLD_SIZE", srun)) if numbers else 0
-    if int(given.get("RANK", 0) if numbers else 0) >= count:
+    rank = count = 0
+    if all(value.isdecimal() for value in given.values()):
+        rank, count = int(given.get("RANK", 0)), int(given.get("WORLD_SIZE", srun))
+    if rank >= count:
         words = f"the environment has {given}, which launchers set. Unset them, or use a launcher."
         raise Refused("no-such-rank", words)
     return count

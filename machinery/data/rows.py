@@ -18,13 +18,12 @@ from machinery.base import locks, ranks
 from machinery.base.refused import Refused
 from machinery.data import formats, sources, tokens
 from machinery.data.formats import LeftOut
-from machinery.data.tokens import NO_TEMPLATE, TURNS_UNKNOWN, tokenise_prompt, tokenise_turn
 
 STAGES = ("sft", "reward", "ppo")  # in the order of --data_split
 TEXTS = {"sft": ["response"], "reward": ["chosen", "rejected"], "ppo": []}  # of an Example
 MANY = 10_000  # rows that take some ten seconds to tokenise: several processes share the work
 MOST_HELD_OUT = 2_000  # rows: a share of them is known to 0.02, and an evaluation takes its time
-FATAL = NO_TEMPLATE, TURNS_UNKNOWN  # for any row
+FATAL = tokens.NO_TEMPLATE, tokens.TURNS_UNKNOWN  # for any row
 EMPTY = "empty prompt or response"
 
 
@@ -124,11 +123,11 @@ def tokenise(tokenizer, stage, prompt, texts, example, asked):
         turns_of = tokens.tokenise_turns if chat else tokens.tokenise_dialogue
         ids, mask, response, found = turns_of(tokenizer, prompt, *texts)
         if found and asked:
-            raise LeftOut(TURNS_UNKNOWN)
+            raise LeftOut(tokens.TURNS_UNKNOWN)
         return ids, mask, [response], found
-    ids = tokenise_prompt(tokenizer, prompt)
+    ids = tokens.tokenise_prompt(tokenizer, prompt)
     mask = [int(train_on == "everything")] * len(ids)
-    turns = [tokenise_turn(tokenizer, prompt, text) for text in texts]
+    turns = [tokens.tokenise_turn(tokenizer, prompt, text) for text in texts]
     return ids, mask, [turn for turn, _ in turns], "".join({found for _, found in turns})
 
 

@@ -80,8 +80,7 @@ def tokenise_turns(tokenizer, prompt, response):
     (Qwen3's, without its reasoning) is not learned. If the last one cannot be told from the rest,
     either, it is the only one that is learned. What was found says so: CHANGED, BARE, or "".
     """
-    messages = [*prompt, {"role": "assistant", "content": response}]
-    messages, marks = protect(tokenizer, messages)
+    messages, marks = protect(tokenizer, [*prompt, {"role": "assistant", "content": response}])
     whole = render(tokenizer, messages)
     ids, mask, turn, end, found = [], [], [], 0, ""
     for i, message in enumerate(messages):
@@ -92,7 +91,7 @@ def tokenise_turns(tokenizer, prompt, response):
         if not (closed.startswith(opened) and whole.startswith(closed)):
             if message is messages[-1]:
                 ids = tokenise_prompt(tokenizer, prompt)
-                return ids, [0] * len(ids), tokenise_response(tokenizer, response), BARE
+                return ids, [0] * len(ids), *tokenise_turn(tokenizer, prompt, response)
             found = CHANGED
             continue
         text = closed[len(opened) :].rstrip()

@@ -12,12 +12,8 @@ from machinery.base.refused import Refused
 FLAGS_DECIDE = """optimizer scheduler bf16 fp16 gradient_clipping train_batch_size
                   train_micro_batch_size_per_gpu gradient_accumulation_steps
                   managed_gradient_accumulation zero_optimization.stage""".split()
-MONITORS = {  # and the module that each needs
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "comet": "comet_ml",
-    "csv_monitor": "csv",
-}
+# The monitors, and the module that each needs.
+MONITORS = dict(tensorboard="tensorboard", wandb="wandb", comet="comet_ml", csv_monitor="csv")
 
 
 def read_config(args):

@@ -11,7 +11,6 @@ import deepspeed
 import torch
 import torch.nn as nn
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.runtime.zero.config import ZeroStageEnum
 from transformers import AttentionMaskInterface
 from transformers.integrations import sdpa_attention
 from transformers.masking_utils import sdpa_mask
@@ -44,7 +43,8 @@ def save_stages_as_numbers():
     Python before 3.11.4 stores a member of an enum as a call of getattr. That could run any code,
     so that tools/export.py would refuse a run's own checkpoint.
     """
-    ZeroStageEnum.__reduce_ex__ = lambda stage, protocol: (ZeroStageEnum, (int(stage),))
+    stages = deepspeed.runtime.zero.config.ZeroStageEnum
+    stages.__reduce_ex__ = lambda stage, _: (stages, (int(stage),))
 
 
 def mend_attention():

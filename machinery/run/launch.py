@@ -56,9 +56,9 @@ def choose_operator_folder():
     """
     if sys.prefix == sys.base_prefix:
         return
-    own, paths = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
-    if paths.split(os.pathsep)[0] != own and os.path.exists(f"{own}/ninja"):
-        os.environ["PATH"] = own + os.pathsep + paths
+    own = os.path.dirname(sys.executable)
+    if os.path.exists(f"{own}/ninja"):
+        os.environ["PATH"] = own + os.pathsep + os.environ.get("PATH", os.defpath)
     if os.access(sys.prefix, os.W_OK):
         folder = f"{sys.prefix}/torch_extensions/{get_accelerator().device_name()}"
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", folder)

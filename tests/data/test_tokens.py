@@ -26,7 +26,7 @@ def test_eos_is_appended_once_and_the_text_comes_back(tokenizer, stage):
 def test_text_that_spells_a_special_token_is_data(tokenizer):
     """A user who writes "<eos>" must not end the response, nor "<pad>" blank out a word."""
     for text in ("say <eos> twice", "<pad><pad> hello"):
-        prompt = rows.tokenise_prompt(tokenizer, text)
+        prompt = tokens.tokenise_prompt(tokenizer, text)
         assert not set(prompt) & set(tokenizer.all_special_ids)
         assert tokens.tokenise_response(tokenizer, text) == prompt + [tokenizer.eos_token_id]
         assert tokenizer.decode(prompt) == text

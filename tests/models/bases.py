@@ -6,7 +6,7 @@ from tiny_models import TOKENIZER, config_of, folder_of, get_args, values
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from machinery.data import rows, tokens
+from machinery.data import tokens
 from machinery.models import model_card, model_folders, saving
 from tests.kit import ROOT, load_model
 
@@ -72,7 +72,7 @@ def our_scores(model, tokenizer):
     scores = []
     for i in (1, 2):
         for pair in PAIRS:
-            ids = rows.tokenise_prompt(tokenizer, pair[0])
+            ids = tokens.tokenise_prompt(tokenizer, pair[0])
             ids = torch.tensor([[*ids, *tokens.tokenise_response(tokenizer, pair[i])]])
             scores.append(values(model, ids, torch.ones_like(ids))[0, -1])
     return torch.stack(scores)

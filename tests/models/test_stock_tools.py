@@ -15,7 +15,7 @@ from transformers import (
     pipeline,
 )
 
-from machinery.data import rows, tokens
+from machinery.data import tokens
 from machinery.models import lora, model_folders, saving, scoring_tokenizer
 from tests.kit import load_model
 
@@ -133,7 +133,7 @@ def test_our_scripts_read_a_reward_models_folder_as_before(name, tmp_path):
     assert after.pad_token == before.pad_token and after.padding_side == before.padding_side
     assert after.chat_template == before.chat_template
     for text in (*TEXTS, "a<eos>b", " No <pad> here"):
-        assert rows.tokenise_prompt(after, text) == rows.tokenise_prompt(before, text)
+        assert tokens.tokenise_prompt(after, text) == tokens.tokenise_prompt(before, text)
         assert tokens.tokenise_response(after, text) == tokens.tokenise_response(before, text)
         assert after(text).input_ids == before(text).input_ids
     loaded = value_model_of(folder, tokenizer=after)
@@ -147,7 +147,7 @@ def test_a_chat_ends_where_our_scripts_end_it(tmp_path):
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
     text = own.apply_chat_template(turns, tokenize=False)
     assert text.endswith("<eos>\n")
-    expected = rows.tokenise_prompt(tokenizer, turns[:1])
+    expected = tokens.tokenise_prompt(tokenizer, turns[:1])
     expected += tokens.tokenise_response(tokenizer, "Yes.")
     assert own(text, add_special_tokens=False).input_ids == expected
 

@@ -69,10 +69,12 @@ def get_args(options, folder, dtype):
     flags = ["--preset", "toy", "--actor_model_name_or_path", folder, "--dtype", dtype]
     flags += ["--max_prompt_seq_len", PROMPT, "--max_answer_seq_len", max(options.tokens)]
     args = ppo.get_args([str(flag) for flag in flags])
-    args.vllm_python, args.vllm_url, args.vllm_folder = options.vllm_python, None, None
-    args.vllm_dtype, args.vllm_flags = None, options.vllm_flags
-    args.vllm_devices = None
-    args.vllm_ahead, args.vllm_timeout = 0, 600
+
+    def arg(name, default, *_, **__):  # a type stands for None
+        setattr(args, name, None if isinstance(default, type) else default)
+
+    vllm_rollouts.add_flags(arg)
+    args.vllm_python, args.vllm_flags = options.vllm_python, options.vllm_flags
     return args
 
 
