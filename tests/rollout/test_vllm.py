@@ -44,6 +44,7 @@ def args_of(**changes):
     )
     flags |= dict(stop=[], max_seq_len=32, max_answer_seq_len=8, compile_decoding=1)
     flags |= dict(vllm_devices=None, is_cap=0.0, allow_mismatch=0)
+    flags |= dict(vllm_transfer="files", actor_lora_dim=0)
     return SimpleNamespace(**{**flags, **changes})
 
 
@@ -117,6 +118,33 @@ def test_what_comes_back_is_what_a_sampler_returns(client, tiny_model, tokenizer
     assert "RANK" not in env and env["VLLM_SERVER_DEV_MODE"] == "1"
     assert env["CUDA_VISIBLE_DEVICES"] == "7"
     assert not engine.args.compile_decoding  # the trainer keeps no caches for a rollout of its own
+
+
+def test_by_nccl_vllm_starts_from_files_and_then_gets_tensors(
+    client, tiny_model, tokenizer, monkeypatch
+):
+    """Once for each update, by the names that its files have. (What a sender does with them:
+    test_vllm_nccl.py.)"""
+    sent, senders = [], []
+
+    class Sender:
+        def __init__(self, ask, device):
+            senders.append(device)
+
+        def send(self, tensors):
+            sent.append({name: tensor.clone() for name, tensor in tensors.items()})
+
+    gpu = SimpleNamespace(device_name=lambda: "cuda", current_device_name=lambda: "cuda:0")
+    monkeypatch.setattr(vllm, "get_accelerator", lambda: gpu)
+    monkeypatch.setattr(vllm.vllm_nccl, "Sender", Sender)
+    actor, engine = copy.deepcopy(tiny_model), client(vllm_transfer="nccl")
+    for updates in 0, 1, 1, 2:
+        actor.global_steps = updates
+        torch.nn.init.constant_(actor.model.norm.weight, 1.0 + updates)
+        roll_out(engine, actor, tokenizer)
+    assert senders == ["cuda:0"] and [one["model.norm.weight"][0] for one in sent] == [2.0, 3.0]
+    assert sent[0].keys() == load_file(f"{engine.folder}/model.safetensors").keys()
+    assert engine.version == f"{engine.run}-3"
 
 
 FAULTS = {
@@ -357,6 +385,7 @@ def test_what_vllm_cannot_do_is_refused(client, tmp_path):
         ("vllm-python", {"vllm_python": sys.executable}),
         ("vllm-python", {"vllm_python": f"{tmp_path}/python"}),
         ("vllm-folder", {"vllm_folder": f"{tmp_path}/none"}),
+        ("vllm-transfer", {"vllm_transfer": "nccl"}),  # on a CPU
     ):
         with kit.refuses(rule):
             client(**changes)

@@ -10,7 +10,8 @@
     POST /inference/v1/generate, one   ----------->
     for each response: token ids       <-----------  token ids, their log-probs, and that number
 
-Names and behaviour are those of vLLM 0.32.
+Names and behaviour are those of vLLM 0.32. With --vllm_transfer nccl the weights take another way:
+vllm_nccl.py.
 """
 
 import atexit
@@ -35,6 +36,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import vllm_nccl
 import vllm_server
 from deepspeed.accelerator import get_accelerator
 
@@ -43,6 +45,7 @@ from helpers import checks, decoding, metrics
 from machinery.base import modules, ranks
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused
+from machinery.engine import zero3
 from machinery.models import lora, saving
 
 SENT = "prompt_ids", "row", "sample", "turn"  # of a request: its tokens, and what the draws need
@@ -68,6 +71,8 @@ def add_flags(arg):
     arg("vllm_url", str, "or that of this server, http://HOST:PORT, which runs already")
     shared = "where weights are handed over: a folder that both can read; None: in memory"
     arg("vllm_folder", str, shared)
+    ways = "files, through --vllm_folder; or nccl, from GPU to GPU: vllm_nccl.py, not run"
+    arg("vllm_transfer", "files", ways, choices=["files", "nccl"])
     arg("vllm_dtype", str, "of vLLM's weights; None: --dtype", choices=list(common.DTYPES))
     arg("vllm_flags", "", "more flags for `vllm serve`, as in --vllm_flags='--enforce-eager'")
     arg("vllm_devices", str, "CUDA_VISIBLE_DEVICES of vLLM, as in 7; None: as rank 0 has it")
@@ -92,6 +97,7 @@ class Vllm:
         self.version = ""  # the number of the last hand-over
         self.updates = None  # how many the actor had when its weights were last written
         self.folder = ""  # of rank 0: where it hands weights over
+        self.sender, self.tensors = None, {}  # --vllm_transfer nccl: of rank 0, and what it sends
         self.lora_rank = 0  # of adapters that are handed over by themselves; 0: there are none
         self.names = itertools.cycle(["adapters-a", "adapters-b"])  # folders, in turn
         self.thread = ThreadPoolExecutor(1)  # of rank 0: it waits for vLLM
@@ -102,6 +108,9 @@ class Vllm:
         if not low <= args.temperature <= high:
             words = f"--temperature {args.temperature}: vLLM samples between {low} and {high}."
             raise Refused("vllm-temperature", words)
+        by_nccl = args.vllm_transfer == "nccl"
+        if by_nccl and (get_accelerator().device_name() != "cuda" or args.actor_lora_dim):
+            raise Refused("vllm-transfer", "--vllm_transfer nccl: for NVIDIA GPUs, without LoRA.")
         self.model, self.most_biases = found_by_rank_0(self.prepare)
 
     def prepare(self):
@@ -231,6 +240,12 @@ class Vllm:
         These go first: the folder may be in memory, which then need not have room for both.
         """
         model = unwrap_model(engine)
+        started = self.args.vllm_url or self.updates is not None  # our own starts from files
+        if self.args.vllm_transfer == "nccl" and started:
+            zero3.release_early_gathers(engine)
+            named = model.named_parameters()
+            self.tensors = {name: zero3.full_tensor(name, one) for name, one in named}
+            return
         need = modules.count_parameters(model) * next(model.parameters()).element_size()
         found_by_rank_0(lambda: self.make_room(need))
         saving.save_model(engine, tokenizer, self.folder, merge=True)
@@ -293,7 +308,11 @@ class Vllm:
             return time.time() - began
         self.hand_overs += 1
         self.version = f"{self.run}-{self.hand_overs}"
-        if not self.lora_rank or not ours:  # the weights beside adapters stay
+        if self.tensors:
+            device = get_accelerator().current_device_name()
+            self.sender = self.sender or vllm_nccl.Sender(self.ask, device)
+            self.sender.send(self.tensors)
+        elif not self.lora_rank or not ours:  # the weights beside adapters stay
             loads = {"method": "load_folder", "kwargs": {"folder": self.folder}}
             self.ask("/collective_rpc", loads)  # of vllm_server.py
         if self.lora_rank:
@@ -409,6 +428,8 @@ class Vllm:
             "worker-extension-cls": "vllm_server.Loads",
             **self.musts(),
         }
+        if args.vllm_transfer == "nccl":
+            flags["weight-transfer-config"] = '{"backend": "nccl"}'
         words = [f"--{name}={value}" for name, value in flags.items()]
         words += ["--enable-scale-out", "--disable-uvicorn-access-log"]
         if get_accelerator().device_name() == "cpu":
