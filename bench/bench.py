@@ -278,7 +278,8 @@ def rate_of(records):
     """Returns the median rate, in words."""
     if not records:
         return ""
-    return f"{statistics.median(r['rate'] for r in records):,.1f} {records[0]['unit']}"
+    rate = statistics.median(r["rate"] for r in records)
+    return f"{rate:,.{1 if rate >= 10 else 2}f} {records[0]['unit']}"
 
 
 def ratio(ours, theirs):
