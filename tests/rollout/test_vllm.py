@@ -128,7 +128,7 @@ def test_by_nccl_vllm_starts_from_files_and_then_gets_tensors(
     sent, senders = [], []
 
     class Sender:
-        def __init__(self, ask, device):
+        def __init__(self, ask, device, timeout):
             senders.append(device)
 
         def send(self, tensors):
@@ -137,7 +137,10 @@ def test_by_nccl_vllm_starts_from_files_and_then_gets_tensors(
     gpu = SimpleNamespace(device_name=lambda: "cuda", current_device_name=lambda: "cuda:0")
     monkeypatch.setattr(vllm, "get_accelerator", lambda: gpu)
     monkeypatch.setattr(vllm.vllm_nccl, "Sender", Sender)
-    actor, engine = copy.deepcopy(tiny_model), client(vllm_transfer="nccl")
+    for changes in {"vllm_devices": None}, {"actor_lora_dim": 4}:
+        with kit.refuses("vllm-transfer"):
+            client(**{"vllm_transfer": "nccl", "vllm_devices": "1", **changes})
+    actor, engine = copy.deepcopy(tiny_model), client(vllm_transfer="nccl", vllm_devices="1")
     for updates in 0, 1, 1, 2:
         actor.global_steps = updates
         torch.nn.init.constant_(actor.model.norm.weight, 1.0 + updates)
@@ -557,7 +560,7 @@ def test_rank_0_asks_for_all_ranks(python):
         assert [row["sample"] for row in rows] == [*range(1 + rank)] and seconds
     for fault, words in (
         ("killed", "ended with code -9"),
-        ("no-port", "could not be started, or asked: FileNotFoundError"),
+        ("no-port", "could not be started, asked, or sent the weights: FileNotFoundError"),
         ("on-rank-1", "--vllm_python /nowhere/python"),
     ):
         first, second = kit.on_ranks(on_two_ranks, 2, python, fault)

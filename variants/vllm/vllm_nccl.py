@@ -1,52 +1,102 @@
 """Hands weights over from GPU to GPU, by vLLM's own transfer: --vllm_transfer nccl. NOT RUN.
 
-No GPU was to be had. Written from the code and the documentation of vLLM 0.32
-(vllm/distributed/weight_transfer, backend "nccl", rendezvous by a unique id). vLLM ships the
-sender's side as well, but this process has no vLLM, so it speaks NCCL through torch. The tests have
-a stand-in for NCCL, and hold the order of requests and broadcasts.
+No GPU was available. Written from the code of vLLM 0.32 (vllm/distributed/weight_transfer, backend
+"nccl", rendezvous by a unique id). vLLM has the sender's side as well, but this process has no
+vLLM. The tests replace NCCL with a stand-in, and check the order of requests and broadcasts.
 
     rank 0                                      vLLM's workers
     /init_weight_transfer_engine, unique id --> join the group, as ranks 1, 2, ...
     joins as rank 0; one all_reduce         <-> the same, as vLLM asks of a foreign sender
     for each hand-over:
     /start_weight_update                    --> get ready
-    /update_weights: names, dtypes, shapes  --> receive tensor by tensor, in this order
-    broadcasts each tensor                  <->
-    /finish_weight_update                   --> process what came: packed or quantised weights
+    /update_weights: names, dtypes, shapes  --> receive tensor by tensor, and process whole layers
+    broadcasts each tensor, in this order   <->
+    /finish_weight_update                   --> process what is left
+
+NCCL waits for ever for a rank that does not come. So it has a thread of its own here, which the end
+of the process does not wait for, and what vLLM answers meanwhile is looked at.
 """
 
 import base64
+import ctypes
 import threading
 import time
 
 import torch
-from torch.cuda import nccl
 
-POLL = 1e-3  # seconds between two looks at a broadcast
+POLL = 0.01  # seconds between two looks
+GRACE = 30  # seconds longer than vLLM's answers: these have the better words
+SUM, TYPES = 0, {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of nccl.h
+
+
+class UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_char * 128)]
+
+
+class Nccl:
+    """The four functions of NCCL that are needed, from the library that PyTorch has loaded.
+
+    By ctypes: torch.cuda.nccl cannot join a group in Python 3.10 to 3.12 (pytorch issue 38019).
+    """
+
+    def __init__(self):
+        self.library, self.comm = ctypes.CDLL("libnccl.so.2"), ctypes.c_void_p()
+
+    def call(self, name, *args):
+        """Calls a function. Raises RuntimeError with NCCL's number of the error."""
+        if status := getattr(self.library, name)(*args):
+            raise RuntimeError(f"{name} gives NCCL's error {status}; NCCL_DEBUG=INFO says more")
+
+    def unique_id(self):
+        """Returns the 128 bytes by which ranks find each other."""
+        unique = UniqueId()
+        self.call("ncclGetUniqueId", ctypes.byref(unique))
+        return ctypes.string_at(ctypes.byref(unique), ctypes.sizeof(unique))
+
+    def join(self, size, unique):
+        """Joins a group of `size` ranks, as rank 0. Waits until all have joined."""
+        given = ctypes.c_int(size), UniqueId.from_buffer_copy(unique), ctypes.c_int(0)
+        self.call("ncclCommInitRank", ctypes.byref(self.comm), *given)
+
+    def all_reduce(self, tensor, stream):
+        """Sums an fp32 tensor over all ranks, in place."""
+        self.call("ncclAllReduce", *self.given(tensor), ctypes.c_int(SUM), *self.on(stream))
+
+    def broadcast(self, tensor, stream):
+        """Sends a tensor from rank 0 to all others."""
+        self.call("ncclBroadcast", *self.given(tensor), ctypes.c_int(0), *self.on(stream))
+
+    def given(self, tensor):
+        """Returns the arguments that name a tensor: where it comes from and goes, size and type."""
+        at = ctypes.c_void_p(tensor.data_ptr())
+        return at, at, ctypes.c_size_t(tensor.numel()), ctypes.c_int(TYPES[tensor.dtype])
+
+    def on(self, stream):
+        return self.comm, ctypes.c_void_p(stream.cuda_stream)
 
 
 class Sender:
-    """Rank 0's end of the group. ask(path, body) is Vllm.ask, which raises Fault after a while."""
+    """Rank 0's end of the group. ask: Vllm.ask, which raises after `timeout` seconds."""
 
-    def __init__(self, ask, device):
-        self.ask, self.device, self.stream = ask, device, torch.cuda.Stream(device)
+    def __init__(self, ask, device, timeout):
+        self.ask, self.device, self.limit = ask, device, timeout + GRACE
+        self.nccl, self.stream = Nccl(), torch.cuda.Stream(device)
         size = 1 + ask("/get_world_size")["world_size"]
-        unique = nccl.unique_id()
+        unique = self.nccl.unique_id()
         info = {"nccl_unique_id_b64": base64.b64encode(unique).decode(), "rank_offset": 1}
-        joined = Answer(lambda: self.join(size, unique))  # it waits for ever; the request does not
         info |= {"world_size": size, "packed": False}
-        ask("/init_weight_transfer_engine", {"init_info": info})
-        self.comm = joined.wait()
+        ask("/shutdown_weight_transfer_engine", {})  # a group that an earlier run has left
+        joins = Answer(lambda: self.join(size, unique))
+        asked = Answer(lambda: ask("/init_weight_transfer_engine", {"init_info": info}))
+        wait_for([asked, joins], self.limit)
 
     def join(self, size, unique):
-        """Returns this rank's communicator, once all have it and have reduced a number with it."""
-        with torch.cuda.device(self.device):
-            comm = nccl.init_rank(size, unique, 0)
-            one = torch.ones(1, device=self.device)
-            self.stream.wait_stream(torch.cuda.current_stream())
-            nccl.all_reduce([one], streams=[self.stream], comms=[comm])
+        """Joins, and sums a number over all ranks."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            self.nccl.join(size, unique)
+            one = torch.ones(1, dtype=torch.float32, device=self.device)
+            self.nccl.all_reduce(one, self.stream)
             self.stream.synchronize()
-        return comm
 
     def send(self, tensors):
         """Hands {name: tensor on the CPU} over."""
@@ -54,47 +104,45 @@ class Sender:
         info["dtype_names"] = [str(one.dtype).removeprefix("torch.") for one in tensors.values()]
         info["shapes"] = [[*one.shape] for one in tensors.values()]
         self.ask("/start_weight_update", {})
-        answer = Answer(lambda: self.ask("/update_weights", {"update_info": info}))
-        with torch.cuda.device(self.device):
-            for tensor in tensors.values():
-                self.broadcast(tensor.to(self.device), answer)
-        answer.wait()
+        asked = Answer(lambda: self.ask("/update_weights", {"update_info": info}))
+        sends = Answer(lambda: self.broadcast(tensors))
+        wait_for([asked, sends], self.limit)
         self.ask("/finish_weight_update", {})
 
-    def broadcast(self, tensor, answer):
-        """Sends a tensor, and waits until it is there, or until vLLM's answer says why it is not.
-
-        Without workers a broadcast would never end. So nothing here waits for the stream itself.
-        """
-        self.stream.wait_stream(torch.cuda.current_stream())
-        nccl.broadcast([tensor.contiguous()], streams=[self.stream], comms=[self.comm])
-        sent = self.stream.record_event()
-        while not sent.query():
-            answer.look()
-            time.sleep(POLL)
+    def broadcast(self, tensors):
+        """Sends the tensors one by one. Each is kept until it is sent."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            for tensor in tensors.values():
+                sent = tensor.to(self.device).contiguous()
+                self.nccl.broadcast(sent, self.stream)
+                self.stream.synchronize()
 
 
 class Answer:
-    """What a function returns that runs in a thread, which does not keep the process alive."""
+    """The result of a function that runs in a daemon thread."""
 
     def __init__(self, function):
-        self.value = self.error = None
+        self.error = None
         self.thread = threading.Thread(target=self.run, args=[function], daemon=True)
         self.thread.start()
 
     def run(self, function):
         try:
-            self.value = function()
+            function()
         except Exception as error:
             self.error = error
 
-    def look(self):
-        """Raises what the function has raised by now."""
-        if self.error:
-            raise self.error
 
-    def wait(self):
-        """Returns what the function returns, or raises what it raises."""
-        self.thread.join()
-        self.look()
-        return self.value
+def wait_for(answers, limit):
+    """Waits until all have ended. Raises what the first to fail has raised."""
+    end = time.time() + limit
+    while True:
+        there = not any(one.thread.is_alive() for one in answers)
+        for one in answers:
+            if one.error:
+                raise one.error
+        if there:
+            return
+        if time.time() > end:
+            raise TimeoutError("NCCL: rank 0 waits for vLLM's workers, or they for it")
+        time.sleep(POLL)

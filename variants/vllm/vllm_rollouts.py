@@ -53,6 +53,7 @@ TEMPERATURES = 0.01, 2.0  # vLLM samples at 0.01 where less is asked, and refuse
 GRACE = 2  # seconds between two looks at whether vLLM listens
 TOKENS_AT_ONCE = 4096  # of all prompts that vLLM reads in one forward on a CPU
 LORA_RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512  # of which --max-lora-rank must be one
+TRANSFER = '{"backend": "nccl"}'  # --weight-transfer-config
 MOST_BIASES = 1024  # of a request, in the model runner that vLLM has for GPUs
 UNLESS_SET = {  # variables of vLLM's own
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -108,9 +109,15 @@ class Vllm:
         if not low <= args.temperature <= high:
             words = f"--temperature {args.temperature}: vLLM samples between {low} and {high}."
             raise Refused("vllm-temperature", words)
-        by_nccl = args.vllm_transfer == "nccl"
-        if by_nccl and (get_accelerator().device_name() != "cuda" or args.actor_lora_dim):
-            raise Refused("vllm-transfer", "--vllm_transfer nccl: for NVIDIA GPUs, without LoRA.")
+        self.by_nccl = args.vllm_transfer == "nccl"
+        if self.by_nccl:
+            self.device = get_accelerator().current_device_name()  # this thread's: the main one
+            if get_accelerator().device_name() != "cuda" or args.actor_lora_dim:
+                words = "--vllm_transfer nccl: for NVIDIA GPUs, without LoRA."
+                raise Refused("vllm-transfer", words)
+            if not args.vllm_url and not args.vllm_devices:
+                words = "--vllm_transfer nccl: vLLM needs a GPU of its own (--vllm_devices)."
+                raise Refused("vllm-transfer", words)
         self.model, self.most_biases = found_by_rank_0(self.prepare)
 
     def prepare(self):
@@ -157,6 +164,7 @@ class Vllm:
             has = {flag: config["model_config"][flag.replace("-", "_")] for flag in musts}
             device = config["device_config"]["device"]
             runner = env.get("VLLM_USE_V2_MODEL_RUNNER") is not False
+            backend = (config.get("weight_transfer_config") or {}).get("backend")
         except Fault as fault:
             raise Refused("vllm-url", f"{at}: {fault}") from None
         except (LookupError, TypeError, ValueError, AttributeError):
@@ -165,6 +173,9 @@ class Vllm:
             words = f"{at}: it has room for {room} tokens of prompt and response, and the run needs"
             words += f" {needed}.\n  Start it with --max-model-len {needed}."
             raise Refused("vllm-room", words)
+        if self.by_nccl and backend != "nccl":
+            words = f"{at}: start it with --weight-transfer-config '{TRANSFER}'."
+            raise Refused("vllm-flags", words)
         for flag, must in musts.items():
             theirs = str(has[flag]).removeprefix("torch.")
             if theirs != must:
@@ -241,10 +252,11 @@ class Vllm:
         """
         model = unwrap_model(engine)
         started = self.args.vllm_url or self.updates is not None  # our own starts from files
-        if self.args.vllm_transfer == "nccl" and started:
+        if self.by_nccl and started:
             zero3.release_early_gathers(engine)
-            named = model.named_parameters()
-            self.tensors = {name: zero3.full_tensor(name, one) for name, one in named}
+            saved, tensors = {*model.state_dict()}, [*model.named_parameters()]
+            tensors = [each for each in [*tensors, *model.named_buffers()] if each[0] in saved]
+            self.tensors = {name: zero3.full_tensor(name, one) for name, one in tensors}
             return
         need = modules.count_parameters(model) * next(model.parameters()).element_size()
         found_by_rank_0(lambda: self.make_room(need))
@@ -292,7 +304,7 @@ class Vllm:
             words = f"vLLM's answer is not one of vLLM 0.32: {error!r}"
         except Exception as error:
             traceback.print_exc()
-            words = f"vLLM could not be started, or asked: {error!r}"
+            words = f"vLLM could not be started, asked, or sent the weights: {error!r}"
         self.end()
         return [f"{words}\n  When that is mended, --resume goes on.", seconds]
 
@@ -309,8 +321,8 @@ class Vllm:
         self.hand_overs += 1
         self.version = f"{self.run}-{self.hand_overs}"
         if self.tensors:
-            device = get_accelerator().current_device_name()
-            self.sender = self.sender or vllm_nccl.Sender(self.ask, device)
+            given = self.ask, self.device, self.args.vllm_timeout
+            self.sender = self.sender or vllm_nccl.Sender(*given)
             self.sender.send(self.tensors)
         elif not self.lora_rank or not ours:  # the weights beside adapters stay
             loads = {"method": "load_folder", "kwargs": {"folder": self.folder}}
@@ -428,8 +440,8 @@ class Vllm:
             "worker-extension-cls": "vllm_server.Loads",
             **self.musts(),
         }
-        if args.vllm_transfer == "nccl":
-            flags["weight-transfer-config"] = '{"backend": "nccl"}'
+        if self.by_nccl:
+            flags["weight-transfer-config"] = TRANSFER
         words = [f"--{name}={value}" for name, value in flags.items()]
         words += ["--enable-scale-out", "--disable-uvicorn-access-log"]
         if get_accelerator().device_name() == "cpu":
