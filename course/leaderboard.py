@@ -47,32 +47,40 @@ def lab_of(script, flags, seeds=SEEDS):
 
 
 def needed(args, lines):
-    """Returns the responses drawn until an evaluation has both GOLD and KL, or None.
+    """Returns the responses drawn until an evaluation has both GOLD and KL, or None; and the best
+    gold of all evaluations with KL.
 
     args: of args.json; lines: of metrics.jsonl, one a step. A script that draws others than those
     it trains on logs `responses`: how many it drew in the step.
     """
-    each, drawn = args["rows_per_step"] * args["samples_per_prompt"], 0
+    each, drawn, best = args["rows_per_step"] * args["samples_per_prompt"], 0, 0.0
     for line in lines:
         drawn += line.get("responses", each) if line["step"] else 0
-        if line.get("eval_gold", 0) >= GOLD and line.get("eval_kl", inf) <= KL:
-            return drawn
-    return None
+        if "eval_gold" in line and line.get("eval_kl", inf) <= KL:
+            best = max(best, line["eval_gold"])
+            if line["eval_gold"] >= GOLD:
+                return drawn, best
+    return None, best
 
 
 def table(entries):
-    """Returns the table of {name: {seed: responses or None}}: the fewest responses come first."""
+    """Returns the table of {name: {seed: needed()}}: the fewest responses come first, and of those
+    that do not get there with all seeds the best."""
     if not entries:
         return "No entry has been measured yet."
     rows = []
     for name, by_seed in entries.items():
-        reached = [count for count in by_seed.values() if count is not None]
+        counts, golds = zip(*by_seed.values())
+        reached = [count for count in counts if count is not None]
         text = f"reached with {len(reached)} of {len(by_seed)} seeds"
         if len(reached) == len(by_seed):
             text = f"{statistics.mean(reached):,.0f} [{min(reached):,}, {max(reached):,}]"
-        each = ", ".join(f"{seed}: {count or 'not reached'}" for seed, count in by_seed.items())
-        rows.append((-len(reached) / len(by_seed), sum(reached), [name, text, each]))
-    return pages.markdown(["entry", "responses", "by seed"], [row for *_, row in sorted(rows)])
+        each = [f"{seed}: {count or 'not reached'}" for seed, (count, _) in by_seed.items()]
+        best = f"{statistics.mean(golds):.3f} [{min(golds):.3f}, {max(golds):.3f}]"
+        order = -len(reached) / len(by_seed), sum(reached), -sum(golds)
+        rows.append((order, [name, text, ", ".join(each), best]))
+    heads = ["entry", "responses", "by seed", f"best gold at KL <= {KL:g}"]
+    return pages.markdown(heads, [row for _, row in sorted(rows)])
 
 
 def main():

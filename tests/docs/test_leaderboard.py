@@ -23,22 +23,30 @@ def run(*evaluations, **more):
 
 
 def test_the_first_evaluation_with_both_counts():
-    """32 responses a step. Gold alone is not enough, nor is KL; later ones do not count."""
+    """32 responses a step. Gold alone is not enough, nor is KL; later ones do not count. Without
+    one, the best of those that are near enough."""
     far, near, both = (0.97, 2.1), (0.94, 0.5), (0.95, 2.0)
-    assert leaderboard.needed(ARGS, run((0.5, 0), far, near, both, both)) == 6 * 32
-    assert leaderboard.needed(ARGS, run((0.5, 0), far, near)) is None
-    assert leaderboard.needed(ARGS, [{"step": 1, "eval_gold": 1.0}]) is None  # without a KL
-    assert leaderboard.needed(ARGS, run((0.5, 0), both, responses=50)) == 100
+    assert leaderboard.needed(ARGS, run((0.5, 0), far, near, both, both)) == (6 * 32, 0.95)
+    assert leaderboard.needed(ARGS, run((0.5, 0), far, near)) == (None, 0.94)
+    assert leaderboard.needed(ARGS, [{"step": 1, "eval_gold": 1.0}]) == (None, 0)  # without a KL
+    assert leaderboard.needed(ARGS, run((0.5, 0), both, responses=50)) == (100, 0.95)
 
 
 def test_who_reaches_it_with_all_seeds_comes_first():
-    entries = {"b": {"1": 300, "2": 500}, "c": {"1": 10, "2": None}, "a": {"1": 300, "2": 300}}
+    """Of those that do not, who comes nearest."""
+    counts = {"b": (300, 500), "c": (10, None), "d": (None, None), "e": (None, None)}
+    golds = {"b": 0.96, "c": 0.96, "d": 0.9, "e": 0.94}
+    entries = {n: {s: (x, golds[n]) for s, x in zip("12", each)} for n, each in counts.items()}
+    entries["a"] = {"1": (300, 0.95), "2": (300, 0.97)}
     lines = leaderboard.table(entries).splitlines()[2:]
     assert [line.split(" | ")[:2] for line in lines] == [
         ["| a", "300 [300, 300]"],
         ["| b", "400 [300, 500]"],
         ["| c", "reached with 1 of 2 seeds"],
+        ["| e", "reached with 0 of 2 seeds"],
+        ["| d", "reached with 0 of 2 seeds"],
     ]
+    assert lines[0].endswith("| 0.960 [0.950, 0.970] |")
 
 
 def test_an_entry_cannot_change_what_is_measured():
