@@ -48,7 +48,7 @@ def lab_of(script, flags, seeds=SEEDS):
 
 def needed(args, lines):
     """Returns the responses drawn until an evaluation has both GOLD and KL, or None; and the best
-    gold of all evaluations with KL.
+    gold at a KL of at most KL, up to that evaluation.
 
     args: of args.json; lines: of metrics.jsonl, one a step. A script that draws others than those
     it trains on logs `responses`: how many it drew in the step.
@@ -72,12 +72,13 @@ def table(entries):
     for name, by_seed in entries.items():
         counts, golds = zip(*by_seed.values())
         reached = [count for count in counts if count is not None]
+        all_reached = len(reached) == len(by_seed)
         text = f"reached with {len(reached)} of {len(by_seed)} seeds"
-        if len(reached) == len(by_seed):
+        if all_reached:
             text = f"{statistics.mean(reached):,.0f} [{min(reached):,}, {max(reached):,}]"
         each = [f"{seed}: {count or 'not reached'}" for seed, (count, _) in by_seed.items()]
         best = f"{statistics.mean(golds):.3f} [{min(golds):.3f}, {max(golds):.3f}]"
-        order = -len(reached) / len(by_seed), sum(reached), -sum(golds)
+        order = -len(reached) / len(by_seed), sum(reached) if all_reached else 0, -sum(golds)
         rows.append((order, [name, text, ", ".join(each), best]))
     heads = ["entry", "responses", "by seed", f"best gold at KL <= {KL:g}"]
     return pages.markdown(heads, [row for _, row in sorted(rows)])

@@ -359,7 +359,7 @@ vllm-room | a vLLM without room for prompt and response is refused
 vllm-flags | a vLLM of another dtype, log-probs or defaults of sampling is refused
 vllm-folder | a --vllm_folder that cannot be written to is refused
 vllm-folder | a --vllm_folder without room for the weights is refused
-vllm-transfer | --vllm_transfer nccl on a CPU, with LoRA, or on a shared GPU is refused
+vllm-transfer | --vllm_transfer nccl on a CPU, with LoRA, or without --vllm_devices is refused
 vllm-unused-ids | more unused ids than vLLM's runner for GPUs can exclude are refused
 vllm-lora-rank | adapters of a rank that vLLM has no room for are refused
 """

@@ -148,9 +148,10 @@ def undo(diffs, tree):
 
 # ---- The table of all ----
 def lines_changed(name):
-    """Returns "+12 -3" of a variant's diff, and how many lines its new file has."""
-    count = sum(len(file.read_text().splitlines()) for file in HERE.glob(f"{name}/*.py"))
-    new = f"+{count}, a new file" if count else ""
+    """Returns "+12 -3" of a variant's diff, and how many lines its new files have."""
+    counts = [len(file.read_text().splitlines()) for file in HERE.glob(f"{name}/*.py")]
+    files = "a new file" if len(counts) == 1 else f"{len(counts)} new files"
+    new = f"+{sum(counts)}, {files}" if counts else ""
     text = "".join(file.read_text() for file in HERE.glob(f"{name}/*.diff"))
     if not text:
         return new

@@ -121,7 +121,7 @@ def test_what_comes_back_is_what_a_sampler_returns(client, tiny_model, tokenizer
 
 
 def test_by_nccl_vllm_starts_from_files_and_then_gets_tensors(
-    client, tiny_model, tokenizer, monkeypatch
+    client, tiny_model, tokenizer, monkeypatch, other_server
 ):
     """Once for each update, by the names that its files have. (What a sender does with them:
     test_vllm_nccl.py.)"""
@@ -140,6 +140,9 @@ def test_by_nccl_vllm_starts_from_files_and_then_gets_tensors(
     for changes in {"vllm_devices": None}, {"actor_lora_dim": 4}:
         with kit.refuses("vllm-transfer"):
             client(**{"vllm_transfer": "nccl", "vllm_devices": "1", **changes})
+    with kit.refuses("vllm-flags") as caught:
+        client(vllm_transfer="nccl", vllm_url=other_server)
+    assert "--weight-transfer-config" in str(caught.value)
     actor, engine = copy.deepcopy(tiny_model), client(vllm_transfer="nccl", vllm_devices="1")
     for updates in 0, 1, 1, 2:
         actor.global_steps = updates

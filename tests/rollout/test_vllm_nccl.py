@@ -3,6 +3,7 @@
 import base64
 import ctypes
 import queue
+import shutil
 import subprocess
 import sys
 import threading
@@ -151,6 +152,7 @@ int ncclBroadcast(const void *a, void *b, size_t n, int t, int root, void *c, vo
 """
 
 
+@pytest.mark.skipif(not shutil.which("cc"), reason="it takes a C compiler")
 def test_the_library_is_called_as_nccl_h_declares_it(tmp_path, monkeypatch):
     """With a library of the same declarations: the id by value, 64 bits of size and pointers."""
     source, library = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"

@@ -1,8 +1,9 @@
-"""Hands weights over from GPU to GPU, by vLLM's own transfer: --vllm_transfer nccl. NOT RUN.
+"""Hands weights over from GPU to GPU, by vLLM's own transfer: --vllm_transfer nccl.
 
-No GPU was available. Written from the code of vLLM 0.32 (vllm/distributed/weight_transfer, backend
-"nccl", rendezvous by a unique id). vLLM has the sender's side as well, but this process has no
-vLLM. The tests replace NCCL with a stand-in, and check the order of requests and broadcasts.
+NOT RUN: no GPU was available. Written from the code of vLLM 0.32
+(vllm/distributed/weight_transfer, backend "nccl", rendezvous by a unique id). vLLM has the sender's
+side as well, but this process has no vLLM. The tests replace NCCL with a stand-in, and check the
+order of requests and broadcasts.
 
     rank 0                                      vLLM's workers
     /init_weight_transfer_engine, unique id --> join the group, as ranks 1, 2, ...
@@ -13,8 +14,8 @@ vLLM. The tests replace NCCL with a stand-in, and check the order of requests an
     broadcasts each tensor, in this order   <->
     /finish_weight_update                   --> process what is left
 
-NCCL waits for ever for a rank that does not come. So it has a thread of its own here, which the end
-of the process does not wait for, and what vLLM answers meanwhile is looked at.
+NCCL waits for ever for a missing rank. Its calls therefore run in daemon threads, which do not keep
+the process alive, while vLLM's answer is watched for errors.
 """
 
 import base64
@@ -86,8 +87,8 @@ class Sender:
         info = {"nccl_unique_id_b64": base64.b64encode(unique).decode(), "rank_offset": 1}
         info |= {"world_size": size, "packed": False}
         ask("/shutdown_weight_transfer_engine", {})  # a group that an earlier run has left
-        joins = Answer(lambda: self.join(size, unique))
-        asked = Answer(lambda: ask("/init_weight_transfer_engine", {"init_info": info}))
+        joins = Background(lambda: self.join(size, unique))
+        asked = Background(lambda: ask("/init_weight_transfer_engine", {"init_info": info}))
         wait_for([asked, joins], self.limit)
 
     def join(self, size, unique):
@@ -99,13 +100,16 @@ class Sender:
             self.stream.synchronize()
 
     def send(self, tensors):
-        """Hands {name: tensor on the CPU} over."""
+        """Sends {name: tensor on the CPU} to vLLM's workers."""
+        for name, one in tensors.items():
+            if one.dtype not in TYPES:
+                raise RuntimeError(f"{name}: not fp32, fp16 or bf16, but {one.dtype}")
         info = {"names": [*tensors]}
         info["dtype_names"] = [str(one.dtype).removeprefix("torch.") for one in tensors.values()]
         info["shapes"] = [[*one.shape] for one in tensors.values()]
         self.ask("/start_weight_update", {})
-        asked = Answer(lambda: self.ask("/update_weights", {"update_info": info}))
-        sends = Answer(lambda: self.broadcast(tensors))
+        asked = Background(lambda: self.ask("/update_weights", {"update_info": info}))
+        sends = Background(lambda: self.broadcast(tensors))
         wait_for([asked, sends], self.limit)
         self.ask("/finish_weight_update", {})
 
@@ -118,8 +122,8 @@ class Sender:
                 self.stream.synchronize()
 
 
-class Answer:
-    """The result of a function that runs in a daemon thread."""
+class Background:
+    """Runs a function in a daemon thread, and keeps the exception that it raises."""
 
     def __init__(self, function):
         self.error = None
@@ -133,15 +137,15 @@ class Answer:
             self.error = error
 
 
-def wait_for(answers, limit):
-    """Waits until all have ended. Raises what the first to fail has raised."""
+def wait_for(running, limit):
+    """Waits until all have ended. Raises the first error that it finds."""
     end = time.time() + limit
     while True:
-        there = not any(one.thread.is_alive() for one in answers)
-        for one in answers:
+        done = not any(one.thread.is_alive() for one in running)
+        for one in running:
             if one.error:
                 raise one.error
-        if there:
+        if done:
             return
         if time.time() > end:
             raise TimeoutError("NCCL: rank 0 waits for vLLM's workers, or they for it")

@@ -258,6 +258,7 @@ class Vllm:
             tensors = [each for each in [*tensors, *model.named_buffers()] if each[0] in saved]
             self.tensors = {name: zero3.full_tensor(name, one) for name, one in tensors}
             return
+        self.tensors = {}
         need = modules.count_parameters(model) * next(model.parameters()).element_size()
         found_by_rank_0(lambda: self.make_room(need))
         saving.save_model(engine, tokenizer, self.folder, merge=True)

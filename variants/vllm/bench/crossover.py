@@ -9,8 +9,9 @@ Nothing ends a response, so that both sample the same number of tokens. All prom
 
 The smallest rollouts come first. Each is made up to --times times, as long as the share of
 --minutes lasts that its model and dtype have; one that is expected to take longer is left out, and
-the table says so. This process uses as many threads as PyTorch takes by itself, and so does vLLM;
-while one of them samples the other one waits.
+the table says so. This process uses as many threads as PyTorch takes by itself. vLLM leaves one
+core to its scheduler, unless VLLM_CPU_OMP_THREADS_BIND is set. While one of them samples the other
+one waits.
 """
 
 import argparse
