@@ -19,6 +19,9 @@ HELD = {
     "a temperature at which vLLM samples otherwise, or not at all, is refused": (
         "test_what_vllm_cannot_do_is_refused"
     ),
+    "--vllm_transfer nccl on a CPU, with LoRA, or without --vllm_devices is refused": (
+        "test_by_nccl_vllm_starts_from_files_and_then_gets_tensors"
+    ),
     "a --vllm_url where nothing, or no vLLM, answers is refused": (
         "test_a_server_at_a_url_without_room_or_without_vllm_is_refused"
     ),
