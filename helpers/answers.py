@@ -12,7 +12,7 @@ from machinery.engine import zero3
 from machinery.run import logs
 
 
-def answer_and_keep(run, engine, tokenizer, held_out, step, gold=None):
+def answer_and_keep(run, engine, tokenizer, held_out, step, gold):
     """Answers the first held-out prompts, writes them to samples.jsonl and shows the first.
 
     gold: the function of --gold_fn. Returns {"eval_gold": their mean score}, or {} without it.

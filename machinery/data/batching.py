@@ -48,8 +48,7 @@ def eval_loader(args, rows, collate):
     """
     rank, ranks_with_data = ranks.data_parallel_rank(), ranks.data_parallel_size()
     size = min(args.per_device_eval_batch_size, max(len(rows), 1))
-    order = list(range(len(rows)))
-    order += [-1] * (-len(rows) % (size * ranks_with_data))
+    order = [*range(len(rows))] + [-1] * (-len(rows) % (size * ranks_with_data))
     starts = range(rank * size, len(order), size * ranks_with_data)
     for start in progress.shown(starts, "evaluation"):
         part = order[start : start + size]

@@ -75,7 +75,7 @@ def release_early_gathers(engine):
         optimizer.empty_partition_cache()
 
 
-def fit_on_every_rank(sharded, room=0):
+def fit_on_every_rank(sharded, room):
     """Returns whether each rank has memory for all weights that ZeRO-3 has sharded, and `room`."""
     need = room + sum(parameter.ds_numel * parameter.element_size() for parameter in sharded)
     if ranks.device().type == "cuda":  # what PyTorch holds and does not use is free, too

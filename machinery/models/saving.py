@@ -33,12 +33,11 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, notes=N
     EOS (scoring_tokenizer.save_appending).
     """
     model, folder = modules.unwrap_model(engine), Path(folder)
-    adapters = None if merge else getattr(model, "peft_config", {}).get("default")
-    state, facts, persistent = {}, None, model.state_dict().keys()
+    adapters = not merge and getattr(model, "peft_config", {}).get("default")
+    state, facts = {}, None
     zero3.release_early_gathers(engine)
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in progress.shown(tensors, "saving, weights"):
-        if name in persistent and (not adapters or tensor.requires_grad):
+    for name, tensor in progress.shown(saved_tensors(model), "saving, weights"):
+        if not adapters or tensor.requires_grad:
             state[name] = full_tensor(name, tensor)
     if ranks.get_rank() == 0:
         aside = folder / ".saving"
@@ -60,6 +59,13 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, notes=N
     return facts
 
 
+def saved_tensors(model):
+    """Returns the pairs of name and tensor that are in a saved model: no buffer that is derived."""
+    saved = model.state_dict()
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return [pair for pair in named if pair[0] in saved]
+
+
 def note_tokens(model, tokenizer, scores):
     """Writes the ids of the tokenizer's special tokens, with which it was trained, to the configs.
 
@@ -67,7 +73,7 @@ def note_tokens(model, tokenizer, scores):
     when the model is loaded to train, so a language model gets it for a token of its own only.
     """
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    taken = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id)
+    taken = {*ids.values(), tokenizer.unk_token_id}
     pad = tokenizer.pad_token_id
     own_pad = None if pad in taken else pad
     if scores:

@@ -254,8 +254,7 @@ class Vllm:
         started = self.args.vllm_url or self.updates is not None  # our own starts from files
         if self.by_nccl and started:
             zero3.release_early_gathers(engine)
-            saved, tensors = {*model.state_dict()}, [*model.named_parameters()]
-            tensors = [each for each in [*tensors, *model.named_buffers()] if each[0] in saved]
+            tensors = saving.saved_tensors(model)
             self.tensors = {name: zero3.full_tensor(name, one) for name, one in tensors}
             return
         self.tensors = {}
