@@ -39,8 +39,9 @@ class Lab:
     """What is compared: runs of each arm and seed, the whole pipeline up to one script.
 
     An arm is a dict: {script: its flags, over those of `base`}, and for the last script also
-    "fault" (of labs/faults.py), "variant" (of variants/), "best_of" (samples of each prompt),
-    "ranks". "against" names the arm that it is compared with, which is the lab's first by default.
+    "fault" (of labs/faults.py), "variant" (of variants/, or several: "vllm+band"), "best_of"
+    (samples of each prompt), "ranks". "against" names the arm that it is compared with, which is
+    the lab's first by default.
     """
 
     title: str
@@ -146,15 +147,16 @@ def merged(*texts):
 
 
 def apply(variant, folder):
-    """Copies the code to `folder`, and applies a variant there."""
+    """Copies the code to `folder`, and applies a variant there, or several: "vllm+band"."""
     shutil.rmtree(folder, ignore_errors=True)
     skipped = shutil.ignore_patterns(".git", ".venv", "output", "__pycache__", "variants", "labs")
     shutil.copytree(ROOT, folder, ignore=skipped)
-    for file in (ROOT / "variants" / variant).glob("*.py"):
-        shutil.copy(file, folder)
     outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}  # of our repository
-    for diff in (ROOT / "variants" / variant).glob("*.diff"):
-        subprocess.run(["git", "apply", diff], cwd=folder, env=outside, check=True)
+    for place in [ROOT / "variants" / name for name in variant.split("+")]:
+        for file in place.glob("*.py"):
+            shutil.copy(file, folder)
+        for diff in place.glob("*.diff"):
+            subprocess.run(["git", "apply", diff], cwd=folder, env=outside, check=True)
 
 
 def make(run, root):
@@ -170,8 +172,7 @@ def make(run, root):
     code = 0
     if not (folder / "config.json").exists():  # written when a run has ended
         with open(output, "a") as log:
-            options = dict(stdout=log, stderr=subprocess.STDOUT, cwd=tree, env=env)
-            code = subprocess.call(command, **options)
+            code = subprocess.call(command, cwd=tree, env=env, stdout=log, stderr=subprocess.STDOUT)
     stopped = code != 0 and (
         next(folder.glob("nonfinite_rank*.jsonl"), None) is not None
         or (code == 1 and "not finite" in output.read_text())

@@ -2,9 +2,9 @@
 
     python recipes/sentiment/before_after.py output/sentiment/ppo --picture gold.png
 
-Of the first run it prints twenty responses, chosen by nobody: the first that were evaluated. The
-picture shows reward and gold against KL, a line for each run and a dot for each evaluation, as in
-Figure 1 of [Gao 2023].
+Of the first run it prints the first twenty responses that were evaluated, not hand-picked. The
+picture shows reward and gold against KL, a line for each run and a dot for each evaluation. In
+Figure 1 of [Gao 2022] that axis is the square root of KL.
 """
 
 import argparse

@@ -35,7 +35,8 @@ from report import answers, asked  # noqa: E402
 
 STEEP = 6.0  # a difference of 0.2 is labelled right in 77 of 100, one of 0.5 in 95
 TEMPERATURE = 0.7  # the 4-bit model of recipes/smollm2 writes much nonsense at 1
-TOKENS = 32  # of a response; what is longer is cut
+TOKENS = 32  # the most of a response
+TRIES = 8  # how often a response that was cut is drawn again
 BATCH = 120
 HELD_OUT = 20  # topics
 WAYS = (
@@ -91,14 +92,24 @@ def write_prompts(rng):
 
 
 def respond(model, tokenizer, prompts):
-    """Returns a sampled response to each prompt, as text."""
-    texts = []
-    for i in range(0, len(prompts), BATCH):
-        chats = [asked(prompt) for prompt in prompts[i : i + BATCH]]
-        texts += answers(model, tokenizer, chats, TOKENS, TEMPERATURE)
-        print(f"\r{len(texts):,} of {len(prompts):,} responses", end="", flush=True)
+    """Returns {prompt: two sampled responses}, texts that the model has ended by itself.
+
+    One that was cut is drawn again: steps 1 and 2 put EOS behind each response, and would teach the
+    model to stop in the middle of a sentence. A prompt without two such responses is left out.
+    """
+    found = {prompt: [] for prompt in prompts}
+    for _ in range(TRIES):
+        missing = [prompt for prompt, texts in found.items() for _ in range(2 - len(texts))]
+        for i in range(0, len(missing), BATCH):
+            part = missing[i : i + BATCH]
+            chats = [asked(prompt) for prompt in part]
+            drawn = answers(model, tokenizer, chats, TOKENS, TEMPERATURE)
+            for prompt, (text, ended) in zip(part, drawn):
+                found[prompt] += [text] * ended
+            count = sum(map(len, found.values()))
+            print(f"\r{count:,} of {2 * len(prompts):,} responses", end="", flush=True)
     print()
-    return texts
+    return {prompt: texts for prompt, texts in found.items() if len(texts) == 2}
 
 
 def label(one, other, rng):
@@ -122,20 +133,22 @@ def main():
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device).eval()
     args.folder.mkdir(parents=True, exist_ok=True)
     for name, prompts in zip(("train", "test"), write_prompts(rng)):
-        texts = respond(model, tokenizer, [prompt for prompt in prompts for _ in range(2)])
-        graded, right = [(sentiment(text), text) for text in texts], 0
+        responses, grades, right, ties = respond(model, tokenizer, prompts), [], 0, 0
         with open(args.folder / f"{name}.jsonl", "w") as file:
-            for prompt, one, other in zip(prompts, graded[::2], graded[1::2]):
-                pair = label(one, other, rng)
-                right += pair[0][0] > pair[1][0]
+            for prompt, texts in responses.items():
+                pair = label(*[(sentiment(text), text) for text in texts], rng)
+                (better, _), (worse, _) = pair
+                grades += better, worse
+                right, ties = right + (better > worse), ties + (better == worse)
                 row = {"prompt": asked(prompt)}
                 for column, (_, text) in zip(("chosen", "rejected"), pair):
                     row[column] = [{"role": "assistant", "content": text}]
                 file.write(json.dumps(row) + "\n")
-        mean = sum(gold for gold, _ in graded) / len(graded)
+        count = len(responses)
         print(
-            f"{name}: {len(prompts):,} pairs; the chosen one is the more positive in "
-            f"{right / len(prompts):.3f} of them; mean gold {mean:.3f}"
+            f"{name}: {count:,} pairs of {len(prompts):,} prompts; mean gold of a response "
+            f"{sum(grades) / len(grades):.3f}. The chosen one is the more positive in "
+            f"{right / count:.3f} of the pairs, and equal in {ties / count:.3f}"
         )
 
 

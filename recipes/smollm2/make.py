@@ -22,7 +22,7 @@ import json
 import random
 from pathlib import Path
 
-TRAIN, TEST = 2000, 200  # rows: 60 steps take 960 of the former
+TRAIN, TEST = 2000, 200  # rows: 40 steps take 640 of the former
 SIGNS = "+-"
 
 

@@ -98,16 +98,17 @@ def print_samples(found, count=10):
 # ---- What stock transformers makes of both models ----
 @torch.no_grad()
 def answers(model, tokenizer, chats, tokens, temperature):
-    """Returns the text with which a model answers each of `chats`, lists of messages.
+    """Returns a model's answer to each of `chats`, lists of messages: pairs of (text, ended).
 
-    tokens: the most of a response; what is longer is cut. temperature: of sampling; 0: greedily.
-    recipes/sentiment/make.py calls it, too.
+    tokens: the most of a response. What is longer is cut, and has not ended.
+    temperature: of sampling; 0: greedily. recipes/sentiment/make.py calls it, too.
     """
     texts = [
         tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         for chat in chats
     ]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    special = {"add_special_tokens": False}  # the template has written them
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", **special)
     inputs = inputs.to(model.device)
     # top_k and top_p: off, so that the model's own generation_config does not change the question
     sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -115,7 +116,8 @@ def answers(model, tokenizer, chats, tokens, temperature):
     end = tokenizer.eos_token_id
     out = model.generate(**inputs, max_new_tokens=tokens, pad_token_id=end, eos_token_id=end, **how)
     out = out[:, inputs.input_ids.shape[1] :]
-    return tokenizer.batch_decode(out, skip_special_tokens=True)
+    texts = tokenizer.batch_decode(out, skip_special_tokens=True)
+    return list(zip(texts, (out == end).any(1).tolist()))
 
 
 def asked(question, examples=()):
@@ -137,8 +139,8 @@ def ask_otherwise(models, rows):
         shares = []
         for model, tokenizer in loaded:
             torch.manual_seed(0)
-            texts = answers(model, tokenizer, chats, tokens, temperature)
-            shares.append([last_number(t) == row["answer"] for t, row in zip(texts, rows)])
+            found = answers(model, tokenizer, chats, tokens, temperature)
+            shares.append([last_number(t) == row["answer"] for (t, _), row in zip(found, rows)])
         print_row(name, *map(fmean, shares))
         for kind, sign in (("additions", "+"), ("subtractions", "-")):
             chosen = [i for i, row in enumerate(rows) if sign in row["prompt"][0]["content"]]
@@ -148,7 +150,7 @@ def ask_otherwise(models, rows):
     texts = [answers(*one, chats, 40, 0) for one in loaded]
     for question, *pair in zip(OTHER_QUESTIONS, *texts):
         print(f"\n  {question}")
-        for name, text in zip(("before", "after"), pair):
+        for name, (text, _) in zip(("before", "after"), pair):
             print(f"    {name:7}{text!r}")
 
 

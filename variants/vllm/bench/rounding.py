@@ -7,7 +7,7 @@ was saved in bf16. Its last held-out responses are scored by the trained weights
 their place. All of these compute in fp32, so that only the weights differ:
 
     rounded to the nearest bf16    what a sampler in bf16 is given
-    rounded up or down at random   as large an error, but right on average: an update that is a
+    rounded up or down at random   a larger error, but right on average: an update that is a
                                    tenth of the step between two bf16 numbers moves a tenth of the
                                    weights by a whole step
     those before training          what nothing but hidden updates would leave
@@ -55,7 +55,7 @@ def texts_of(folder):
 
 @torch.no_grad()
 def logprobs(model, tokenizer, texts):
-    """Returns the log-probs of all tokens of the responses, end to end: (tokens,)."""
+    """Returns the log-probs of the responses' text, tokenised again, without EOS: (tokens,)."""
     found = []
     for chat, response in texts:
         prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -92,9 +92,7 @@ def main():
     print("| weights | mean abs gap | log-prob lost, nats a token | outside 0.8 .. 1.2 |")
     print("| --- | --- | --- | --- |")
     for name, weights in others.items():
-        model.load_state_dict(
-            weights, strict=False
-        )  # a head that is tied has no weights of its own
+        model.load_state_dict(weights, strict=False)  # a tied head has no weights of its own
         gap = logprobs(model, tokenizer, texts) - truth
         outside = ((gap.exp() < 0.8) | (gap.exp() > 1.2)).float().mean()
         print(f"| {name} | {gap.abs().mean():.3f} | {-gap.mean():.4f} | {outside:.3f} |")
