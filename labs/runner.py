@@ -152,10 +152,10 @@ def apply(variant, folder):
     skipped = shutil.ignore_patterns(".git", ".venv", "output", "__pycache__", "variants", "labs")
     shutil.copytree(ROOT, folder, ignore=skipped)
     outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}  # of our repository
-    for place in [ROOT / "variants" / name for name in variant.split("+")]:
-        for file in place.glob("*.py"):
+    for source in [ROOT / "variants" / name for name in variant.split("+")]:
+        for file in source.glob("*.py"):
             shutil.copy(file, folder)
-        for diff in place.glob("*.diff"):
+        for diff in source.glob("*.diff"):
             subprocess.run(["git", "apply", diff], cwd=folder, env=outside, check=True)
 
 

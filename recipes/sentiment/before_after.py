@@ -2,7 +2,7 @@
 
     python recipes/sentiment/before_after.py output/sentiment/ppo --picture gold.png
 
-Of the first run it prints the first twenty responses that were evaluated, not hand-picked. The
+For the first run it prints the first twenty evaluated responses, not hand-picked ones. The
 picture shows reward and gold against KL, a line for each run and a dot for each evaluation. In
 Figure 1 of [Gao 2022] that axis is the square root of KL.
 """

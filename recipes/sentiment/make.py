@@ -39,6 +39,7 @@ TOKENS = 32  # the most of a response
 TRIES = 8  # how often a response that was cut is drawn again
 BATCH = 120
 HELD_OUT = 20  # topics
+TRAIN = 2000  # pairs, of 2,140 prompts: --data_split then makes ten whole steps of an epoch of PPO
 WAYS = (
     "Write one sentence about {}.",
     "Say something about {} in one sentence.",
@@ -134,19 +135,28 @@ def main():
     args.folder.mkdir(parents=True, exist_ok=True)
     for name, prompts in zip(("train", "test"), write_prompts(rng)):
         responses, grades, right, ties = respond(model, tokenizer, prompts), [], 0, 0
+        if name == "train":
+            responses = dict(list(responses.items())[:TRAIN])
+            if len(responses) < TRAIN:
+                raise SystemExit(
+                    f"Of {len(prompts):,} prompts only {len(responses):,} have two responses that "
+                    f"end within {TOKENS} tokens, and {TRAIN:,} are needed. Take another --model."
+                )
         with open(args.folder / f"{name}.jsonl", "w") as file:
             for prompt, texts in responses.items():
-                pair = label(*[(sentiment(text), text) for text in texts], rng)
-                (better, _), (worse, _) = pair
-                grades += better, worse
-                right, ties = right + (better > worse), ties + (better == worse)
+                one, other = [(sentiment(text), text) for text in texts]
+                pair = label(one, other, rng)
+                better, worse = pair[0][0], pair[1][0]
+                grades += [better, worse]
+                right += better > worse
+                ties += better == worse
                 row = {"prompt": asked(prompt)}
                 for column, (_, text) in zip(("chosen", "rejected"), pair):
                     row[column] = [{"role": "assistant", "content": text}]
                 file.write(json.dumps(row) + "\n")
         count = len(responses)
         print(
-            f"{name}: {count:,} pairs of {len(prompts):,} prompts; mean gold of a response "
+            f"{name}: {count:,} pairs; mean gold of a response "
             f"{sum(grades) / len(grades):.3f}. The chosen one is the more positive in "
             f"{right / count:.3f} of the pairs, and equal in {ties / count:.3f}"
         )

@@ -98,7 +98,7 @@ def print_samples(found, count=10):
 # ---- What stock transformers makes of both models ----
 @torch.no_grad()
 def answers(model, tokenizer, chats, tokens, temperature):
-    """Returns a model's answer to each of `chats`, lists of messages: pairs of (text, ended).
+    """Returns a pair (text, ended) for each of `chats`, which are lists of messages.
 
     tokens: the most of a response. What is longer is cut, and has not ended.
     temperature: of sampling; 0: greedily. recipes/sentiment/make.py calls it, too.
@@ -113,11 +113,12 @@ def answers(model, tokenizer, chats, tokens, temperature):
     # top_k and top_p: off, so that the model's own generation_config does not change the question
     sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     how = sampled if temperature else {"do_sample": False}
-    end = tokenizer.eos_token_id
-    out = model.generate(**inputs, max_new_tokens=tokens, pad_token_id=end, eos_token_id=end, **how)
-    out = out[:, inputs.input_ids.shape[1] :]
+    ends = model.generation_config.eos_token_id or tokenizer.eos_token_id  # of some models several
+    ends = torch.tensor(ends, device=model.device).view(-1)
+    how |= {"max_new_tokens": tokens, "pad_token_id": int(ends[0]), "eos_token_id": ends.tolist()}
+    out = model.generate(**inputs, **how)[:, inputs.input_ids.shape[1] :]
     texts = tokenizer.batch_decode(out, skip_special_tokens=True)
-    return list(zip(texts, (out == end).any(1).tolist()))
+    return list(zip(texts, torch.isin(out, ends).any(1).tolist()))
 
 
 def asked(question, examples=()):
