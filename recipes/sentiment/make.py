@@ -39,7 +39,7 @@ TOKENS = 32  # the most of a response
 TRIES = 8  # how often a response that was cut is drawn again
 BATCH = 120
 HELD_OUT = 20  # topics
-TRAIN = 2000  # pairs, of 2,140 prompts: --data_split then makes ten whole steps of an epoch of PPO
+TRAIN = 1920  # pairs, of 2,140 prompts: with --data_split an epoch of each step is whole batches
 WAYS = (
     "Write one sentence about {}.",
     "Say something about {} in one sentence.",
