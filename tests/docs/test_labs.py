@@ -68,6 +68,22 @@ def test_the_runs_of_a_lab_are_commands_that_parse(name):
     assert len(commands) >= len(lab.arms) * len(lab.seeds)
 
 
+def test_an_arm_can_have_two_variants(tmp_path):
+    """Their files are there, and ppo.py takes the flags of both. real-vllm has arms with one and
+    with two."""
+    tree = tmp_path / "tree"
+    runner.apply("vllm+band", tree)
+    assert (tree / "vllm_rollouts.py").is_file()
+    chains = declared.LABS["real-vllm"].chains().values()
+    commands = [run.command(Path("runs")) for chain in chains for run in chain.values()]
+    given = [words[words.index("ppo.py") + 1 :] for words in commands if "--vllm_python" in words]
+    assert any("--is_band" in words for words in given)
+    program = "import json, sys, ppo\nfor words in json.load(sys.stdin): ppo.get_args(words)"
+    env = kit.environment({"PYTHONPATH": str(tree)})
+    options = {"input": json.dumps(given), "text": True, "cwd": tree, "env": env, "check": True}
+    subprocess.run([sys.executable, "-c", program], **options)
+
+
 @pytest.mark.parametrize("name", [name for name in declared.LABS if name not in TODAY])
 def test_a_lab_whose_flags_have_left_says_where_it_can_be_repeated(name, monkeypatch, capsys):
     """Its results and its page stay; its runs are of an earlier commit."""

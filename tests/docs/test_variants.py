@@ -56,14 +56,6 @@ def test_a_diff_applies(diff):
     assert done.returncode == 0, done.stderr
 
 
-def test_an_arm_of_a_lab_can_have_two_variants(tmp_path):
-    """Their files are there, and ppo.py has the flags of both."""
-    runner.apply("vllm+band", tmp_path / "tree")
-    text = (tmp_path / "tree/ppo.py").read_text()
-    assert "vllm_rollouts.add_flags(arg)" in text and '"is_band"' in text
-    assert (tmp_path / "tree/vllm_rollouts.py").is_file()
-
-
 def test_variants_that_exclude_each_other_say_so(tmp_path):
     """With the line that undoes the one that is there; after it the other one goes on."""
     tree = tmp_path / "tree"
