@@ -6,6 +6,9 @@
 ours/train.jsonl is for the three steps, second/train.jsonl for a judge that only evaluates, and
 both folders have the same held-out pairs in test.jsonl. No first question of one part is in
 another. The files are lines of `chosen` and `rejected`, each a whole dialogue as text.
+
+It also prints how often the chosen response is the shorter one: a reward model that agrees with no
+more pairs than that may have learned length alone.
 """
 
 import argparse
@@ -28,6 +31,12 @@ def part_of(row):
     return name
 
 
+def prefers_shorter(row):
+    """Returns whether the chosen response has fewer characters than the rejected one."""
+    chosen, rejected = (len(row[c].split("\n\nAssistant:")[-1]) for c in ("chosen", "rejected"))
+    return chosen < rejected
+
+
 def main():
     parser = argparse.ArgumentParser(description="Divides preference pairs.")
     parser.add_argument("source", type=Path, help="a .jsonl or .jsonl.gz file of pairs")
@@ -37,12 +46,15 @@ def main():
     parts = {name: [] for name in PARTS}
     for line in read(args.source, "rt", encoding="utf-8"):
         row = json.loads(line)
-        parts[part_of(row)].append(json.dumps(row) + "\n")
+        parts[part_of(row)].append(row)
     for name in ("ours", "second"):
         (args.folder / name).mkdir(parents=True, exist_ok=True)
-        (args.folder / name / "train.jsonl").write_text("".join(parts[name]))
-        (args.folder / name / "test.jsonl").write_text("".join(parts["test"]))
-    print(", ".join(f"{name}: {len(lines):,} pairs" for name, lines in parts.items()))
+        for file, rows in (("train", parts[name]), ("test", parts["test"])):
+            lines = [json.dumps(row) + "\n" for row in rows]
+            (args.folder / name / f"{file}.jsonl").write_text("".join(lines))
+    for name, rows in parts.items():
+        share = sum(map(prefers_shorter, rows)) / len(rows)
+        print(f"{name}: {len(rows):,} pairs; the chosen response is the shorter in {share:.3f}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ Figure 1 of [Gao 2022] that axis is the square root of KL.
 
 import argparse
 import json
+from math import sqrt
 from pathlib import Path
+from statistics import fmean, stdev
 
 import matplotlib
 
@@ -49,6 +51,9 @@ def print_samples(folder, count):
     lines = [line for line in read(folder / "samples.jsonl") if line.get("sample", 0) == 0]
     last = max(line["step"] for line in lines)
     before, after = ({s["row"]: s for s in lines if s["step"] == step} for step in (0, last))
+    gains = [after[row]["reward"] - before[row]["reward"] for row in before]
+    error = 1.96 * stdev(gains) / sqrt(len(gains))  # of the mean, at 95 %
+    print(f"\nOn the same {len(gains)} prompts reward rose by {fmean(gains):.3f} ± {error:.3f}")
     print(f"\nThe first {count} of {len(before)} held-out prompts, before and after {folder}")
     for row in sorted(before)[:count]:
         print(f"\n{row + 1:4}  {words_of(before[row]['prompt'])!r}")
