@@ -23,7 +23,7 @@ import copy
 import functools
 import gc
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import io
 import json
@@ -182,6 +182,15 @@ def count_loads():
         return make(model, *args, **options)
 
     transformers.PreTrainedModel.__init__ = make_and_count
+
+
+def import_file(file):
+    """Imports a file by its path, anew each time; it finds common and machinery as they are."""
+    spec = importlib.util.spec_from_file_location(f"{file.stem}_of_{file.parent.name}", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
 
 
 def parse(run):

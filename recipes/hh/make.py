@@ -17,12 +17,13 @@ import json
 import zlib
 from pathlib import Path
 
+ASSISTANT = "\n\nAssistant:"  # before each response
 PARTS = {"ours": 0.61, "second": 0.26, "test": 0.13}  # of the first questions
 
 
 def part_of(row):
     """Returns the part of PARTS to which a pair goes, by a hash of its first question."""
-    question = row["chosen"].split("\n\nAssistant:")[0]
+    question = row["chosen"].split(ASSISTANT)[0]
     place = zlib.crc32(question.encode()) / 2**32
     for name, share in PARTS.items():
         place -= share
@@ -33,7 +34,7 @@ def part_of(row):
 
 def prefers_shorter(row):
     """Returns whether the chosen response has fewer characters than the rejected one."""
-    chosen, rejected = (len(row[c].split("\n\nAssistant:")[-1]) for c in ("chosen", "rejected"))
+    chosen, rejected = (len(row[c].split(ASSISTANT)[-1]) for c in ("chosen", "rejected"))
     return chosen < rejected
 
 
@@ -47,11 +48,11 @@ def main():
     for line in read(args.source, "rt", encoding="utf-8"):
         row = json.loads(line)
         parts[part_of(row)].append(row)
+    texts = {name: "".join(json.dumps(row) + "\n" for row in parts[name]) for name in parts}
     for name in ("ours", "second"):
         (args.folder / name).mkdir(parents=True, exist_ok=True)
-        for file, rows in (("train", parts[name]), ("test", parts["test"])):
-            lines = [json.dumps(row) + "\n" for row in rows]
-            (args.folder / name / f"{file}.jsonl").write_text("".join(lines))
+        (args.folder / name / "train.jsonl").write_text(texts[name])
+        (args.folder / name / "test.jsonl").write_text(texts["test"])
     for name, rows in parts.items():
         share = sum(map(prefers_shorter, rows)) / len(rows)
         print(f"{name}: {len(rows):,} pairs; the chosen response is the shorter in {share:.3f}")

@@ -9,14 +9,17 @@ Figure 1 of [Gao 2022] that axis is the square root of KL.
 
 import argparse
 import json
-from math import sqrt
+import sys
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from machinery.base.statistics import mean_interval  # noqa: E402
 
 COLUMNS = {"reward": "reward", "gold": "gold", "kl": "KL", "response_length": "tokens"}
 
@@ -52,8 +55,8 @@ def print_samples(folder, count):
     last = max(line["step"] for line in lines)
     before, after = ({s["row"]: s for s in lines if s["step"] == step} for step in (0, last))
     gains = [after[row]["reward"] - before[row]["reward"] for row in before]
-    error = 1.96 * stdev(gains) / sqrt(len(gains))  # of the mean, at 95 %
-    print(f"\nOn the same {len(gains)} prompts reward rose by {fmean(gains):.3f} ± {error:.3f}")
+    mean, (_, high) = fmean(gains), mean_interval(gains)
+    print(f"\nOn the same {len(gains)} prompts reward rose by {mean:.3f} ± {high - mean:.3f}")
     print(f"\nThe first {count} of {len(before)} held-out prompts, before and after {folder}")
     for row in sorted(before)[:count]:
         print(f"\n{row + 1:4}  {words_of(before[row]['prompt'])!r}")

@@ -1,6 +1,5 @@
 """recipes/sentiment: what is written into its pairs."""
 
-import importlib.util
 import sys
 from types import SimpleNamespace
 
@@ -26,10 +25,7 @@ def test_pairs_have_no_response_that_was_cut(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "report", report)
     monkeypatch.setitem(sys.modules, "gold", SimpleNamespace(sentiment=len))
-    file = kit.ROOT / "recipes/sentiment/make.py"
-    spec = importlib.util.spec_from_file_location("sentiment_make", file)
-    make = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(make)
+    make = kit.import_file(kit.ROOT / "recipes/sentiment/make.py")
     texts = make.respond(None, None, list(draws))
     assert texts == {"soon": ["soon 1", "soon 2"], "late": ["late 1", "late 4"]}
     assert seen["never"] == 2 * make.TRIES

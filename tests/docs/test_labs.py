@@ -2,7 +2,6 @@
 what its runs showed."""
 
 import functools
-import importlib.util
 import json
 import re
 import subprocess
@@ -34,10 +33,7 @@ TODAY = {name: lab for name, lab in declared.LABS.items() if not lab.commit}
 @functools.cache
 def program():
     """Returns labs/run.py as a module. (There is a variants/run.py, too.)"""
-    spec = importlib.util.spec_from_file_location("run_of_labs", LABS / "run.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return kit.import_file(LABS / "run.py")
 
 
 # --------------------------------------------------------------------------------------------------

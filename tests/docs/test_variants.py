@@ -4,7 +4,6 @@ however it is laid out, and says what its runs have shown.
 
 import contextlib
 import copy
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -28,16 +27,7 @@ VARIANTS = kit.ROOT / "variants"
 DIFFS = sorted(VARIANTS.glob("*/*.diff"))
 
 
-def load(file):
-    """Imports a file by its path; it finds common and machinery as they are."""
-    spec = importlib.util.spec_from_file_location(f"variant_{file.parent.name}", file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-variants = load(VARIANTS / "run.py")
+variants = kit.import_file(VARIANTS / "run.py")
 pages, runner = variants.pages, variants.runner
 pictures = pages.pictures
 
@@ -45,7 +35,7 @@ pictures = pages.pictures
 def patched(name, folder, script="ppo.py"):
     """Returns a script with the variant's diff, as a module."""
     runner.apply(name, folder / "tree")
-    return load(folder / "tree" / script)
+    return kit.import_file(folder / "tree" / script)
 
 
 @pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.stem)
@@ -182,7 +172,7 @@ def numbers(tensor):
 def test_the_three_losses_of_dpo():
     """At the start policy and reference are equal: log 2 in DPO. IPO wants a difference of
     1 / (2 beta), SimPO one of its margin and more."""
-    dpo = load(VARIANTS / "dpo/dpo.py")
+    dpo = kit.import_file(VARIANTS / "dpo/dpo.py")
 
     def loss(kind, chosen, rejected):
         args = SimpleNamespace(loss=kind, beta=0.1, margin=0.5)
@@ -198,7 +188,7 @@ def test_the_three_losses_of_dpo():
 def test_dpos_implicit_rewards_are_of_the_responses_alone(tokenizer, tiny_model):
     """beta * (log pi - log ref), summed over a response; SimPO's is beta times the mean of log pi.
     A filler pair counts nothing."""
-    dpo = load(VARIANTS / "dpo/dpo.py")
+    dpo = kit.import_file(VARIANTS / "dpo/dpo.py")
     args = SimpleNamespace(loss="sigmoid", beta=0.5, margin=0.0)
     row = {"prompt_ids": [5, 6, 7], "responses": [[8, 9, 1], [10, 1]], "row_weight": 1}
     batch = dpo.collate([row, {**row, "row_weight": 0}], tokenizer.pad_token_id)
@@ -218,7 +208,7 @@ def test_dpos_implicit_rewards_are_of_the_responses_alone(tokenizer, tiny_model)
 def test_ktos_loss_by_hand():
     """r is 2, and z0 is 1: beta * (r - z0) is 0.5, whose sigmoid is 0.6225. A good response has
     what is missing to 1, a bad one the rest. At z0 both have half of their weight."""
-    kto = load(VARIANTS / "kto/kto.py")
+    kto = kit.import_file(VARIANTS / "kto/kto.py")
     args = SimpleNamespace(beta=0.5, lambda_good=1.0, lambda_bad=2.0)
     ratios = torch.tensor([2.0, 2.0, 1.0, 1.0], requires_grad=True)
     good = torch.tensor([1, 0, 1, 0])
@@ -232,7 +222,7 @@ def test_ktos_reference_point_by_hand(tokenizer):
     """Five rows: each has the response of the row two further on, cut to its own room. The mean of
     their log-ratios is z0, without a filler, and 0 if it is negative. The loss sees no gradient of
     it. A row that is alone has no partner."""
-    kto = load(VARIANTS / "kto/kto.py")
+    kto = kit.import_file(VARIANTS / "kto/kto.py")
     args = SimpleNamespace(label=None, max_seq_len=5, beta=1.0, lambda_good=1.0, lambda_bad=1.0)
     row = {"prompt_ids": [5, 6, 7], "row_weight": 1}
     rows = [{**row, "row": i, "responses": [[20 + i, 9, 1], [30 + i, 1]]} for i in range(5)]
@@ -269,7 +259,7 @@ def test_ktos_reference_point_by_hand(tokenizer):
 
 def test_kto_reads_a_column_of_labels():
     """True, false, 1 and 0 are labels; what is none is refused, with its place."""
-    kto = load(VARIANTS / "kto/kto.py")
+    kto = kit.import_file(VARIANTS / "kto/kto.py")
     args = SimpleNamespace(label="good")
     row = {"row": 4, "responses": [[7, 1]], "place": "rows.jsonl, line 5"}
     for said, good in (("true", 1), ("false", 0), ("1", 1), ("0.0", 0)):
@@ -365,7 +355,7 @@ def test_the_ensemble_variant_by_hand(tmp_path):
     """Each judge is the harshest one of another response, and all its tokens count there: a minimum
     token by token would mix the two."""
     runner.apply("ensemble", tmp_path / "tree")
-    judging = load(tmp_path / "tree/helpers/judging.py")
+    judging = kit.import_file(tmp_path / "tree/helpers/judging.py")
     first, second = torch.tensor([[0.0, 1.0], [0, 3]]), torch.tensor([[0.0, 2.0], [1, 1]])
     judges = [lambda batch: first, lambda batch: second]
     args = SimpleNamespace(reward_fn=["a.py:one", "a.py:two"], reward_model_name_or_path=[])
@@ -399,7 +389,7 @@ def test_the_dynamic_sampling_variant_by_hand(tmp_path, monkeypatch):
 
 def test_points_stand_where_a_sentence_ends(tokenizer):
     """The process reward and its sum: a kind remark 0.5, a whole right answer 1."""
-    steps = load(VARIANTS / "process-reward/steps.py")
+    steps = kit.import_file(VARIANTS / "process-reward/steps.py")
     prompt = "How does the otter get to the mill?\nAnswer:"
     text = " Happy to help! The otter gets to the mill by boat."
     ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
@@ -413,7 +403,7 @@ def test_points_stand_where_a_sentence_ends(tokenizer):
 def test_a_judge_behind_a_server_grades(monkeypatch):
     """The stub grades the number of words. A server that fails twice is asked again; one that says
     no number in 1 .. 10 costs more than the worst grade; one that never answers ends the run."""
-    judge, stub = (load(VARIANTS / f"llm-judge/{name}.py") for name in ("judge", "stub"))
+    judge, stub = (kit.import_file(VARIANTS / f"llm-judge/{name}.py") for name in ("judge", "stub"))
     monkeypatch.setattr(judge.time, "sleep", lambda seconds: None)
 
     class Faulty(stub.Judge):
@@ -492,7 +482,7 @@ def test_the_token_reward_variant_by_hand(tmp_path, tokenizer):
     # of the chosen (1.3133 + 2 * 0.6931) / 3, of the rejected (0.1269 + 0.0486) / 2
     assert numbers(loss) == [0.4938]
 
-    ppo = load(tmp_path / "tree/ppo.py")
+    ppo = kit.import_file(tmp_path / "tree/ppo.py")
     row = dict(prompt_ids=[5, 6], row_weight=1, ended=1.0)
     rows = [{**row, "response_ids": [9, 7, 1]}, {**row, "response_ids": [8]}]
     (batch,) = ppo.make_micro_batches(tokenizer, rows, 2)
@@ -537,7 +527,10 @@ def test_the_engine_variant_by_hand(tmp_path, monkeypatch, tokenizer, tiny_model
 def test_the_lora_rollout_variant_by_hand(tiny_model, monkeypatch):
     """W becomes a view and A a copy, so that an update of A counts from the next call on. Outside
     of a rollout nothing has changed, not even a bit."""
-    fused, model = load(VARIANTS / "lora-rollout/lora_rollout.py"), copy.deepcopy(tiny_model)
+    fused, model = (
+        kit.import_file(VARIANTS / "lora-rollout/lora_rollout.py"),
+        copy.deepcopy(tiny_model),
+    )
     lora.add_adapters(model, SimpleNamespace(lora_dim=4, lora_alpha=16, seed=1), "random")
     logits = torch.no_grad()(lambda _, model: model(torch.arange(5, 9)[None]).logits)
     before, layer = logits(None, model), model.model.layers[0].self_attn.q_proj
@@ -554,7 +547,7 @@ def test_the_lora_rollout_variant_by_hand(tiny_model, monkeypatch):
 
 def test_adapters_that_cannot_be_fused_are_refused():
     """Without adapters, and where a rank holds a part of each weight."""
-    fused = load(VARIANTS / "lora-rollout/lora_rollout.py")
+    fused = kit.import_file(VARIANTS / "lora-rollout/lora_rollout.py")
     given = "--preset toy --actor_lora_dim 4 --zero_stage"
     for flags, refused in ((f"{given} 2", False), (f"{given} 3", True), ("--preset toy", True)):
         args = ppo.get_args(flags.split())

@@ -28,12 +28,12 @@ from bench import fork
 from machinery.base.refused import Refused
 from machinery.models import lora, model_folders
 from tests import kit
-from tests.docs.test_variants import VARIANTS, call_of_tree, load, runner, variants
+from tests.docs.test_variants import VARIANTS, call_of_tree, runner, variants
 from tests.rollout import vllm_stub
 
 CLIENT = VARIANTS / "vllm/vllm_rollouts.py"
 sys.path.append(str(CLIENT.parent))  # as when both its files lie beside ppo.py
-vllm = load(CLIENT)
+vllm = kit.import_file(CLIENT)
 PROMPTS = [5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]
 
 
