@@ -135,8 +135,10 @@ def rolled_out(folder):
 def difference(expected, found, until=float("inf"), skipped=()):
     """Returns the largest difference of two runs' curves, relative to the metric's size, and where.
 
-    A metric's size is its largest value in the expected run, or 1e-3 if that is smaller. until: the
-    step from which nothing is compared. skipped: steps whose evaluations are not compared.
+    A metric's size is its largest value in the expected run, or a smallest size if it is below that.
+    A KL's is 1e-2: near 0 it is a difference of nearly equal sums over a response, and rounding that
+    no other metric shows moves it by more than a thousandth. until: the step from which nothing is
+    compared. skipped: steps whose evaluations are not compared.
     """
     worst, where = 0.0, ""
     if expected.keys() != found.keys():
@@ -145,7 +147,8 @@ def difference(expected, found, until=float("inf"), skipped=()):
         for name, value in record.items() if step < until else ():
             if name in ROUNDING or (name.startswith("eval_") and step in skipped):
                 continue
-            size = max([abs(other.get(name, 0.0)) for other in expected.values()] + [1e-3])
+            smallest = 1e-2 if "kl" in name else 1e-3
+            size = max([abs(other.get(name, 0.0)) for other in expected.values()] + [smallest])
             gap = abs(found[step].get(name, float("inf")) - value) / size
             if not gap <= worst:
                 worst, where = gap, f"{name} of step {step}: {value:.6g}, {found[step].get(name)}"
@@ -190,9 +193,9 @@ def compare(options, first, folder):
 def other_files(expected, found):
     """Returns the saved models (.safetensors) that are not the same in both folders."""
     files = {f.relative_to(expected) for f in expected.rglob("*.safetensors")}
-    files = sorted(f for f in files if "checkpoints" not in f.parts)
-    same = [(found / f).is_file() and filecmp.cmp(expected / f, found / f, False) for f in files]
-    return [str(file) for file, equal in zip(files, same) if not equal]
+    files = sorted(str(f) for f in files if "checkpoints" not in f.parts)
+    _, unlike, missing = filecmp.cmpfiles(expected, found, files, shallow=False)
+    return unlike + missing
 
 
 def get_options():

@@ -97,7 +97,7 @@ def all_gather_objects(items):
     lists = [items] * get_world_size()
     if get_world_size() > 1:
         torch.distributed.all_gather_object(lists, items)
-    return [item for part in lists for item in part]
+    return sum(lists, [])
 
 
 def each_once(rows):
@@ -146,10 +146,11 @@ def go_on():
     """Notes that this rank makes progress.
 
     A rank that does not note it again for three quarters of WAIT_MINUTES prints where it is in its
-    code: under NCCL a wait that is too long is no error in Python, but the end of the process.
+    code: under NCCL a wait that is too long is no error in Python, but the end of the process. The
+    ranks of a host print a second apart, as they would else write into each other's lines.
     """
     if get_world_size() > 1:
-        faulthandler.dump_traceback_later(WAIT_MINUTES * 45)
+        faulthandler.dump_traceback_later(WAIT_MINUTES * 45 + get_rank() % 8)
 
 
 @contextlib.contextmanager

@@ -306,7 +306,8 @@ def test_when_a_rank_hangs_each_rank_prints_where_it_is(stopped):
     its end each rank prints its stack: one is not where the others are."""
     done = play(stopped, "--resume", fault="hang", step=3, only=1, wait=0.2)
     assert done.codes[0] == 1 and "rank 0 of 2 stopped" in done.err, done
-    assert done.err.count("Timeout (0:00:09)!") == 2, done
+    assert done.err.count("Timeout (0:00:09)!") == 1, done  # a second apart, or the stacks mix
+    assert done.err.count("Timeout (0:00:10)!") == 1, done
     assert " in hang\n" in done.err and " in all_reduce\n" in done.err
 
 
