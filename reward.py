@@ -114,8 +114,8 @@ def score_pairs(model, batch):
 def pair_loss_sum(chosen, rejected, row_weight, center_coef=0.0):
     """Bradley-Terry loss, summed over the pairs: log 2 each where the scores are equal.
 
-        -log sigmoid(r_chosen - r_rejected)                         [Ouyang et al. 2022] eq. 1
-        + center_coef * (r_chosen + r_rejected)^2                   [Eisenstein et al. 2023] eq. 2
+        -log sigmoid(r_chosen - r_rejected)                         [Ouyang 2022] eq. 1
+        + center_coef * (r_chosen + r_rejected)^2                   [Eisenstein 2023] eq. 2
 
     The first term sees only differences, so a model is free to drift by a constant; the second
     holds it near zero.  chosen, rejected, row_weight: (B,) -> ()

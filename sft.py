@@ -62,7 +62,7 @@ def get_args(argv=None):
     parser = declaring.new_parser(__doc__)
     declaring.add_common_flags(parser)
     arg = declaring.flag_group(parser, "flags of this step alone")
-    covered = "assistant turns, or everything. None: all of `messages`, the last of other data"
+    covered = "assistant turns, or everything. None: all turns of chats, else the last response"
     arg("train_on", str, covered, fixed=True, choices=["last", "all", "everything"])
     arg("num_samples", 5, "held-out prompts answered at each evaluation", fixed=True)
     arg("gold_fn", str, "grades those responses, only logged", metavar="FILE:FUNCTION", fixed=True)

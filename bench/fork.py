@@ -135,10 +135,10 @@ def rolled_out(folder):
 def difference(expected, found, until=float("inf"), skipped=()):
     """Returns the largest difference of two runs' curves, relative to the metric's size, and where.
 
-    A metric's size is its largest value in the expected run, or a smallest size if it is below that.
-    A KL's is 1e-2: near 0 it is a difference of nearly equal sums over a response, and rounding that
-    no other metric shows moves it by more than a thousandth. until: the step from which nothing is
-    compared. skipped: steps whose evaluations are not compared.
+    A metric's size is its largest value in the expected run, or a smallest size if it is below
+    that. A KL's smallest size is 1e-2: near 0 a KL is a difference of nearly equal sums over a
+    response, and rounding that no other metric shows moves it by more than a thousandth. until:
+    the step from which nothing is compared. skipped: steps whose evaluations are not compared.
     """
     worst, where = 0.0, ""
     if expected.keys() != found.keys():

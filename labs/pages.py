@@ -121,8 +121,8 @@ def counts(labs):
 def reasons(labs):
     """Returns a verdict on each statement of labs/README.md, and the intervals that it rests on.
 
-    A statement is there because its differences lie on one side. Where the interval of one reaches
-    across the size that was predicted, the direction alone is shown.
+    It is shown in part where the interval of a difference reaches across the size that was
+    predicted: the direction alone is shown then, or nothing.
     """
     texts = []
     found = {(name, what["says"]): rest for name, what, *rest in pictures.decided(labs)}
@@ -131,7 +131,7 @@ def reasons(labs):
         for name, says, *label in belief["because"]:
             values, word = found[name, says]
             if word == "not decided":
-                lines[0] = "**The direction is shown, its size not always.**"
+                lines[0] = "**Shown in part.**"
                 word = f"size not decided, {runner.verdict(values, None)}"
             text = label[0] if label else f'"{says}"'
             lines.append(f"{word}: {text}, {difference(values)}")

@@ -408,8 +408,8 @@ def differences(lab, results, arm, measure="gold", curve=None, to=None):
 def plain_curve(lab):
     """Returns gold as a function of KL, as the plain recipe has it, or None if no run shows it.
 
-    A parabola in sqrt(KL), as in [Gao 2022], fitted on all evaluations of lab.plain. Further than
-    a twentieth beyond the largest sqrt(KL) of these it is NaN: nothing is known there.
+    A parabola in sqrt(KL), as [Gao 2022] has for best-of-n, fitted on all evaluations of lab.plain.
+    Further than a twentieth beyond the largest sqrt(KL) of these it is NaN: nothing is known there.
     """
     points = [
         point
