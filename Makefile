@@ -61,12 +61,12 @@ try: install
 	DS_ACCELERATOR=cpu python course/in_turn.py $(TRY) $(FLAGS) --output_dir $(CLASS)/$(or $(NAME),try) --overwrite \
 	  then tools/look.py $(CLASS)/ppo $(CLASS)/$(or $(NAME),try) --out $(CLASS)/$(or $(NAME),try).html
 
-# The demo where there is docker alone. On NVIDIA GPUs: make container TORCH=torch==2.13.0 DOCKER="--gpus all"
+# The demo where there is docker alone, or another command (RUN=bash). On NVIDIA GPUs: make container TORCH=torch==2.13.0 DOCKER="--gpus all"
 # Ranks exchange tensors through shared memory, of which docker gives 64 MB by itself.
 DOCKER ?=
 container:
 	docker build -t rlhf $(if $(filter-out file,$(origin TORCH)),--build-arg TORCH="$(TORCH)") .
-	docker run --rm -it --shm-size 1g $(DOCKER) -v "$(CURDIR)/output:/rlhf/output" rlhf
+	docker run --rm -it --shm-size 1g $(DOCKER) -v "$(CURDIR)/output:/rlhf/output" rlhf $(RUN)
 
 # A rule of thumb, tried on the toy: make lab NAME=stability (labs/README.md has the list).
 lab: install

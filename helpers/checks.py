@@ -24,10 +24,10 @@ PATIENCE = 10  # steps in a row: a few groups may be equal by chance
 @torch.no_grad()
 def stop_unless_rollout_is_finite(run, micro_batches):
     """Stops the run if anything that was stored for the update is NaN or infinite."""
-    names = [name for name in STORED if getattr(micro_batches[0], name) is not None]
-    sums = {name: sum(getattr(batch, name).sum() for batch in micro_batches) for name in names}
-    for name in micro_batches[0].tokens:  # sampled_logprobs, and what a sampler of yours adds
-        sums[name] = sum(batch.tokens[name].sum() for batch in micro_batches)
+    # tokens: sampled_logprobs, and what a sampler of yours adds
+    each = [{**vars(batch), **batch.tokens} for batch in micro_batches]
+    names = [name for name in (*STORED, *micro_batches[0].tokens) if each[0][name] is not None]
+    sums = {name: sum(stored[name].sum() for stored in each) for name in names}
     totals = dict(zip(sums, ranks.all_sum(*sums.values()).tolist()))
     run.stop_unless_finite(totals, micro_batches)
 

@@ -24,8 +24,6 @@ from machinery.base.refused import Refused
 from machinery.engine import zero3
 from machinery.models import forwards
 
-KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer
-
 
 # ---- Random numbers ----
 def uniforms_of(seed, step, requests, count):
@@ -123,7 +121,7 @@ def new_cache(args, model, ids, mask, count):
     if wide and count <= args.max_answer_seq_len:
         return static_cache(args, caches, mask, min(wide))
     past = reserved_cache(model, P + count)
-    selectable = {type(layer) for layer in past.layers} <= {ReservedLayer, *KEYS_AND_VALUES}
+    selectable = {type(each) for each in past.layers} <= {ReservedLayer, DynamicSlidingWindowLayer}
     active = copies = torch.arange(B, device=ids.device)
     if selectable:
         active, copies = first_of_each(ids, mask)

@@ -145,24 +145,21 @@ def rollout_means(args, micro_batches):
                           sampling_means
     """
     means = response_means(micro_batches)
-    real = [batch.response_mask for batch in micro_batches]
-    weights = [batch.row_weight for batch in micro_batches]
 
-    def response_scores(name):
-        return [getattr(batch, name).sum(-1) for batch in micro_batches]  # (B,) each
+    def each(name):
+        return [getattr(batch, name) for batch in micro_batches]  # (B, R) each, weights (B,)
 
-    def tokens(name):
-        return [getattr(batch, name) for batch in micro_batches]  # (B, R) each
-
-    means["reward_std"] = moments(response_scores("shaped_scores"), weights)[1] ** 0.5
+    real, weights = each("response_mask"), each("row_weight")
+    totals = [scores.sum(-1) for scores in each("shaped_scores")]  # (B,) each
+    means["reward_std"] = moments(totals, weights)[1] ** 0.5
     if means["eos_rate"] < 1:
         cut = [batch.row_weight * (1 - batch.ended) for batch in micro_batches]
-        means["truncated_reward"] = moments(response_scores("scores"), cut)[0]
-    means["entropy"] = moments(tokens("entropy"), real)[0]
-    means["advantage_std"] = moments(tokens("raw_advantages"), real)[1] ** 0.5
+        means["truncated_reward"] = moments([scores.sum(-1) for scores in each("scores")], cut)[0]
+    means["entropy"] = moments(each("entropy"), real)[0]
+    means["advantage_std"] = moments(each("raw_advantages"), real)[1] ** 0.5
     if args.has_critic:
         errors = [batch.returns - batch.old_values for batch in micro_batches]
-        variance = moments(tokens("returns"), real)[1]
+        variance = moments(each("returns"), real)[1]
         means["explained_variance"] = 1 - moments(errors, real)[1] / max(variance, 1e-12)
     if args.compares_groups:
         means |= group_means(micro_batches)
@@ -195,13 +192,13 @@ def sampling_means(micro_batches):
     if any("sampled_logprobs" not in batch.tokens for batch in micro_batches):
         return {}
     real = [batch.response_mask for batch in micro_batches]
-    pairs = [(batch.old_logprobs, batch.tokens["sampled_logprobs"]) for batch in micro_batches]
-    log_ratios = [pi - mu for pi, mu in pairs]  # (B, R) each
+    # log(pi / mu), (B, R) each
+    log_ratios = [batch.old_logprobs - batch.tokens["sampled_logprobs"] for batch in micro_batches]
     outside = [((log_ratio.exp() - 1).abs() > 0.2).float() for log_ratio in log_ratios]
     kl = -moments(log_ratios, real)[0]
-    gaps = [token_gaps(batch).max().item() for batch in micro_batches]
+    gap = torch.stack([token_gaps(batch).max() for batch in micro_batches]).max().item()
     return {
-        "sampling_gap": max(ranks.all_gather_objects(gaps)),
+        "sampling_gap": max(ranks.all_gather_objects([gap])),
         "sampling_kl": kl,
         "sampling_outside": moments(outside, real)[0],
         "sampling_ppl_ratio": exp(kl),

@@ -13,6 +13,7 @@ Two pairs of reward.py, T = 9 ('-' is padding), y chosen and z rejected:
 
 import functools
 import inspect
+import math
 
 import torch
 import torch.nn as nn
@@ -133,9 +134,8 @@ def responses_per_row(args, models):
     T^2 of a row of T tokens, all else about 6 H T with hidden size H. The number with the smallest
     sum is taken, for prompts and responses that are as long as the flags permit.
     """
-    count = args.samples_per_prompt
+    count = math.gcd(args.samples_per_prompt, args.per_device_training_batch_size)
     possible = [n for n in range(2, count + 1) if count % n == 0]
-    possible = [n for n in possible if args.per_device_training_batch_size % n == 0]
     if not (possible and picks_positions(models[0]) and permitted(args, *models)):
         return 1
     sizes = [unwrap_model(model).config.get_text_config().hidden_size for model in models]

@@ -53,9 +53,7 @@ def trained(tiny_model, tmp_path_factory):
 
 
 def pytest_report_header():
-    known = Path("/proc/cpuinfo").read_text()
-    has_bf16 = "avx512_bf16" in known or "amx_bf16" in known
-    return None if has_bf16 else "this CPU emulates bf16: tests in bf16 are slow"
+    return None if kit.computes_in_bf16() else "this CPU emulates bf16: tests in bf16 are slow"
 
 
 # the names of the rare runs, which test_environment.py has as parameters

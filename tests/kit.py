@@ -99,6 +99,12 @@ def base():
     return folder
 
 
+def computes_in_bf16():
+    """Returns whether this CPU computes in bf16, and does not emulate it."""
+    known = Path("/proc/cpuinfo").read_text()
+    return "avx512_bf16" in known or "amx_bf16" in known
+
+
 def run(script, *flags, ranks=1, launcher="fork", env=None, expect=0, folder=None, **options):
     """Makes a run of a script, by its name. Returns Done.
 

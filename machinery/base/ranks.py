@@ -109,10 +109,10 @@ def each_once(rows):
 def fail_unless_alike(value, what, advice):
     """Refuses the run unless all ranks have the same `value`. All ranks call it."""
     each = all_gather_objects([value])
-    other = next((rank for rank, theirs in enumerate(each) if theirs != each[0]), None)
-    if other is not None:
-        words = f"{what}: rank 0 has {each[0]}, rank {other} {each[other]}.\n  {advice}"
-        raise Refused("ranks-differ", words)
+    for rank, theirs in enumerate(each):
+        if theirs != each[0]:
+            words = f"{what}: rank 0 has {each[0]}, rank {rank} {theirs}.\n  {advice}"
+            raise Refused("ranks-differ", words)
 
 
 def ranks_on_this_host():

@@ -1,14 +1,14 @@
-"""args.json, in which a run notes its flags and what it found."""
+"""args.json, in which a run notes its flags and what it found, and other small JSON files."""
 
 import contextlib
 import json
 from pathlib import Path
 
 
-def read(folder):
-    """Returns args.json in `folder` as a dict; {} if there is none, or something else."""
+def read(folder, name="args.json"):
+    """Returns a JSON file in `folder` as a dict; {} if there is none, or something else."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        record = json.loads((Path(folder) / "args.json").read_text())
+        record = json.loads((Path(folder) / name).read_text())
         return record if isinstance(record, dict) else {}
     return {}
 

@@ -7,7 +7,6 @@ lines knows no others than "\n", no line of its errors, and neither .csv nor .js
 
 import csv
 import hashlib
-import itertools
 import json
 import re
 from pathlib import Path
@@ -59,7 +58,7 @@ def read_splits(path):
     names = [name for part in files.values() for name in part]
     if names and not names[0].endswith(".parquet"):  # all are of one kind
         splits = {part: read_files(files[part]) for part in files}
-        texts = itertools.chain.from_iterable(rows[TEXT] for rows in splits.values())
+        texts = (text for rows in splits.values() for text in rows[TEXT])
         return splits, list(dict.fromkeys(name for text in texts for name in json.loads(text)))
     read = datasets.load_dataset
     # A plain list would be one of patterns.

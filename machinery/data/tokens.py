@@ -52,9 +52,12 @@ def tokenise_turn(tokenizer, prompt, response):
     return with_eos(tokenizer, tokenise_rendered(tokenizer, text, marks)), ""
 
 
-def tokenise_text(tokenizer, text):
-    """Returns the token ids of a text that another one precedes."""
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+def tokenise_text(tokenizer, text, split=True):
+    """Returns the token ids of a text that another one precedes.
+
+    split: no token in it is special, whatever it spells.
+    """
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=split).input_ids
 
 
 def with_eos(tokenizer, ids):
@@ -65,8 +68,7 @@ def with_eos(tokenizer, ids):
 def keep_end(tokenizer, ids, count):
     """Returns the last `count` ids of a prompt. If it begins with BOS, they do so, too."""
     kept = ids[-count:]
-    starts = ids[:1] == [tokenizer.bos_token_id] and len(ids) > count
-    return ids[:1] + kept[1:] if starts else kept
+    return ids[:1] + kept[1:] if ids[:1] == [tokenizer.bos_token_id] else kept
 
 
 # ---- Every turn (--train_on all) ----
@@ -159,6 +161,5 @@ def tokenise_rendered(tokenizer, text, marks):
     """Returns the token ids of what a template wrote. In a marked content none is special."""
     ids = []
     for piece in re.split(f"([{''.join(marks)}])", text) if marks else [text]:
-        options = {"add_special_tokens": False, "split_special_tokens": piece in marks}
-        ids += tokenizer(marks.get(piece, piece), **options).input_ids
+        ids += tokenise_text(tokenizer, marks.get(piece, piece), split=piece in marks)
     return ids

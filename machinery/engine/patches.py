@@ -178,7 +178,6 @@ def correct_by_step_number(optimizer):
             optimizer.multi_tensor_adam(1, no_flag, lists, *rates, 0, 1, True, 0.0)
 
     optimizer.register_step_pre_hook(forget)
-    return optimizer
 
 
 def record_backward(engine):

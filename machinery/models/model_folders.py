@@ -2,13 +2,12 @@
 
 import contextlib
 import dataclasses
-import json
 from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from machinery.base import ranks
+from machinery.base import ranks, records
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused, nearest
 from machinery.engine import tensor_parallel
@@ -96,10 +95,7 @@ def chain(path):
     """Returns [path], and where it holds adapters what they sit on, and so on, down to weights."""
     found = [path]
     while (file := Path(found[-1]) / ADAPTER_CONFIG).is_file():
-        try:
-            base = json.loads(file.read_text())["base_model_name_or_path"]
-        except (ValueError, KeyError):
-            base = None
+        base = records.read(found[-1], ADAPTER_CONFIG).get("base_model_name_or_path")
         if base is None or base in found:
             raise Refused("no-weights", f"{file} names no base model, or adapters on themselves.")
         found.append(base)

@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from machinery.base import ranks
+from machinery.base import ranks, records
 from machinery.base.refused import Refused
 from machinery.models import saving
 
@@ -15,10 +15,10 @@ LESS_IS_BETTER = ("loss", "perplexity", "kl")  # the last word of a metric's nam
 def refuse_unknown_metric(args, record):
     """Refuses --keep_best if the evaluation in `record` has no such metric.
 
-    It must be a number, and of the model that is saved, not of the average.
+    It must be a number.
     """
     found = [name for name, value in record.items() if isinstance(value, float)]
-    found = [name for name in found if name.startswith("eval_") and "_ema_" not in name]
+    found = [name for name in found if name.startswith("eval_")]
     if args.keep_best and args.keep_best not in found:
         words = f"--keep_best {args.keep_best}: the evaluations have {', '.join(found)}."
         raise Refused("keep-best-unknown", words)
@@ -43,7 +43,7 @@ def keep(run, record):
         if run.best_step and not best.exists():
             words = f"best/, the model of step {run.best_step}, is gone: the best so far"
             ranks.say(f"warning: {words}. It is now the best from here on")
-        better = improves(best / EVALUATION, name, record[name])
+        better = improves(best, name, record[name])
         if better:
             shutil.rmtree(new.parent, ignore_errors=True)
             shutil.rmtree(old.parent, ignore_errors=True)
@@ -68,9 +68,8 @@ def keep(run, record):
 
 
 def improves(kept, name, value):
-    """Returns whether the metric's value is better than the one in the file `kept`, if any."""
-    try:
-        before = float(json.loads(kept.read_text())[name])
-    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it was damaged
+    """Returns whether the metric's value is better than that of the model in `kept`, if any."""
+    before = records.read(kept, EVALUATION).get(name)
+    if not isinstance(before, float):  # there is none, or it was damaged
         return True
     return value < before if name.endswith(LESS_IS_BETTER) else value > before

@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 
-from machinery.base import ranks
+from machinery.base import ranks, records
 from machinery.base.refused import Refused
 from machinery.engine import state_offload
 from machinery.models import model_folders, saving
@@ -65,9 +65,7 @@ def save(args, engines, step, state):
     torch.save(saved, aside / f"rank{rank}.pt")
     ranks.barrier()
     if rank == 0:
-        files = [path for path in aside.rglob("*") if path.is_file()]
-        manifest = {str(file.relative_to(aside)): file.stat().st_size for file in files}
-        (aside / "manifest.json").write_text(json.dumps(manifest))
+        (aside / "manifest.json").write_text(json.dumps(sizes_in(aside)))
         for path in (*paths, *aside.rglob("*"), aside):
             saving.sync(path)
         for path in whole_checkpoints(args):
@@ -170,13 +168,15 @@ def newest_whole(args):
 
 def damage(folder):
     """Returns the files of a checkpoint that are missing, or of another size than they had."""
-    try:
-        files = json.loads((folder / "manifest.json").read_text()).items()
-    except (OSError, ValueError, AttributeError):  # AttributeError: it is no object
-        files = []
-    there = {file: file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-    wrong = [name for name, size in files if there.get(folder / name) != size]
+    files, there = records.read(folder, "manifest.json"), sizes_in(folder)
+    wrong = [name for name, size in files.items() if there.get(name) != size]
     return wrong if files else ["manifest.json"]
+
+
+def sizes_in(folder):
+    """Returns {name: bytes} of all files below a folder."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
 
 
 def refuse_others(args, folder, there, here):

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from statistics import fmean
 
-from machinery.base import ranks
+from machinery.base import ranks, records
 from machinery.run import crash, plots
 
 LAST, LARGEST = ("epoch", "learning_rate", "kl_coef"), ("_max", "_gap")  # how names end
@@ -83,8 +83,7 @@ def limits(data_path, script):
     It stands in a limits.json beside the data. The toy has one.
     """
     with contextlib.suppress(Exception):  # it is not there, or somebody else's
-        known = json.loads((Path(data_path[0]) / "limits.json").read_text())
-        return dict(known[script])
+        return dict(records.read(data_path[0], "limits.json")[script])
     return {}
 
 

@@ -26,8 +26,7 @@ def read_record(output):
 
 def taken(output):
     """Returns what a run would write beside: all but logs of launchers and hidden files."""
-    files = [path for path in output.glob("*") if path.name[0] != "."]
-    return sorted(path.name for path in files if path.suffix not in LOGS)
+    return sorted(path.name for path in output.glob("[!.]*") if path.suffix not in LOGS)
 
 
 # ---- What is refused ----
@@ -37,7 +36,7 @@ def refuse_unusable(args):
     A run that stopped before its first checkpoint starts anew: args.resume becomes False.
     """
     output = Path(args.output_dir)
-    refuse_unwritable(args, output)
+    refuse_unwritable(output)
     if args.resume:
         refuse_resume(args, output)
     elif (found := taken(output)) and not (args.overwrite and read_record(output)):
@@ -53,7 +52,7 @@ def refuse_in_use(args, who):
         raise Refused("output-in-use", f"{words}\n  Wait for it, stop it, or take another.")
 
 
-def refuse_unwritable(args, output):
+def refuse_unwritable(output):
     """Refuses an --output_dir that cannot be written to."""
     above = (output, *output.absolute().parents)
     exists = next(path for path in above if os.path.lexists(path))

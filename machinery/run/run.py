@@ -138,6 +138,8 @@ class Run:
         model = modules.unwrap_model(engine)
         count, training = (modules.count_parameters(model, part) / 1e6 for part in (False, True))
         stage, device = engine.zero_optimization_stage(), ranks.device().type
+        rest = len(self.train) % self.rows_per_step  # an update all the same, and a noisy one
+        short = 0 < rest < self.rows_per_step / 2
         ranks.say(
             f"{self.title}   (preset {args.preset}, seed {args.seed}, output {args.output_dir})\n"
             f"{recipes.note(args)}"
@@ -148,6 +150,7 @@ class Run:
             f"{recipes.rows_note(args, self.rows_per_step)}\n"
             f"  data     {len(self.train):,} rows, {len(self.held_out):,} held out, "
             f"{self.last_step:,} steps ({args.num_warmup_steps} of warm-up)"
+            f"{f'; one step of each epoch has {rest} rows' if short else ''}"
         )
 
     def draw(self, done, collate):
@@ -163,10 +166,10 @@ class Run:
             batches = batching.epoch_batches(
                 lengths, args.seed, epoch, self.batch_size, micro_steps, args.group_by_length
             )
-            skipped = taken * micro_steps if epoch == first else 0
-            for start in range(skipped, len(batches), micro_steps):
+            for start in range(taken * micro_steps, len(batches), micro_steps):
                 numbers = batches[start : start + micro_steps]
                 yield [collate([rows[i] for i in batch]) for batch in numbers]
+            taken = 0
 
     def note_signal(self, number, frame):
         """Has the run stop after this step, and at once at a second Ctrl-C.

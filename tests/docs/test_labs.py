@@ -193,7 +193,7 @@ def test_a_quick_lab_is_an_arm_and_its_baseline(name):
 
 @pytest.mark.slow
 def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
-    """Eight runs of two steps each, and each actor answers four times at its end; the second call
+    """Four runs of two steps each, and each actor answers four times at its end; the second call
     makes none of them again."""
     few = "--max_steps 2 --log_steps 1"
     models = "--actor_model_name_or_path {sft} --critic_model_name_or_path {reward}"
@@ -205,19 +205,20 @@ def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
     arms = {"ours": {}, "shifted": {"fault": "shifted"}}
     second = declared.LABS["second"]
     [(name, (script, flags, fault))] = second.then.items()
-    then = {name: (script, flags.split(" --data_path")[0], fault)}
+    fewer = f"{flags.split(' --data_path')[0]} --num_eval_prompts 20"
+    then = {name: (script, fewer, fault)}
     question = {"says": "s", "arm": "shifted"}
-    lab = runner.Lab("t", base, arms, second.measures, ("gold",), then=then, seeds=(1, 2))
+    lab = runner.Lab("t", base, arms, second.measures, ("gold",), then=then, seeds=(1,))
     lab = replace(lab, predictions=(question,))
     places = [tmp_path / name for name in ("results.json", "page.md", "lab.png")]
     places[1].write_text(f"{pages.BEGIN}\n{pages.END}\nafter")
     pages.study(lab, tmp_path, 2, *places, False)
     found = runner.read(places[0])
-    assert [result["arm"] for result in found] == ["ours", "ours", "shifted", "shifted"]
+    assert [result["arm"] for result in found] == ["ours", "shifted"]
     assert all(0 <= result["values"]["gold"] <= 1 for result in found)
     [*_, again] = lab.chains()["shifted", 1].values()
     answers = runner.lines_of(again.folder(tmp_path), "samples.jsonl")
-    assert len(answers) == 1120 and len({line["prompt"] for line in answers[:4]}) == 1
+    assert len(answers) == 80 and len({line["prompt"] for line in answers[:4]}) == 1
     monkeypatch.setattr(subprocess, "call", None)
     pages.study(lab, tmp_path, 2, *places, False)
     assert pages.block(lab, found) in places[1].read_text().removesuffix("after")
@@ -390,16 +391,19 @@ def test_the_pages_of_all_labs_are_up_to_date():
 
 
 def test_what_to_believe_was_decided():
-    """Each statement rests on intervals that lie on one side: of the prediction, or of 0."""
+    """Each statement rests on intervals that lie on one side: of the prediction, or of 0. What was
+    predicted about it and lies on neither stands beside them, and is the smaller part."""
     beliefs = json.loads((LABS / "believe.json").read_text())
     assert 8 <= len(beliefs) <= 12
     for name, belief in beliefs.items():
+        one_side = []
         for lab, says, *_ in belief["because"]:
             [what] = [what for what in declared.LABS[lab].predictions if what["says"] == says]
             results = runner.read(LABS / f"results/{lab}.json")
             values = [*runner.compare(declared.LABS[lab], results, what).values()]
             found = {runner.verdict(values, limits) for limits in (what.get("range"), None)}
-            assert found - {"not decided", "no clear difference"}, (name, says)
+            one_side.append(bool(found - {"not decided", "no clear difference"}))
+        assert sum(one_side) > len(one_side) / 2, name
 
 
 def test_a_penalty_ends_above_the_peak_without_one():

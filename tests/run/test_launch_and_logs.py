@@ -18,7 +18,7 @@ import sft
 from helpers import metrics
 from machinery.base import progress, ranks
 from machinery.run import launch, logs, plots
-from tests import kit
+from tests import kit, runs
 
 
 # --------------------------------------------------------------------------------------------------
@@ -136,6 +136,15 @@ def test_a_line_of_the_log_is_of_all_its_steps():
     expected = (6, 0.3, pytest.approx(1 / 3), 3.0, 1.5, 0.4, 1e-4, 0.1, 0.5, [0.1, 0.2])
     assert tuple(logs.joined(records).values()) == expected
     assert all(logs.joined([record]) == record for record in records)
+
+
+@pytest.mark.parametrize("rows, said", [(20, "; one step of each epoch has 2 rows\n"), (8, "\n")])
+def test_a_step_of_few_rows_is_named_in_the_first_lines(rows, said):
+    """22 rows: at a step of 20 two are left, which make an update like any other. At a step of 8
+    six are left, and nothing is said."""
+    flags = ["--per_device_train_batch_size", rows, "--num_samples", 0, "--max_steps", 0]
+    done = kit.run("sft", *runs.base_flags("sft", kit.base()), *flags)
+    assert f"of warm-up){said}" in done.out, done
 
 
 @pytest.mark.parametrize("columns", [sft.COLUMNS, reward.COLUMNS, metrics.COLUMNS])
