@@ -118,7 +118,12 @@ def get_args(argv=None):
     arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
     arg("samples_per_prompt", 1, "responses; rloo and grpo compare them", least=1, fixed=True)
     arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
-    arg("per_device_training_batch_size", int, "of one forward; must be the same number", least=1)
+    arg(
+        "per_device_training_batch_size",
+        int,
+        "of one forward; as many, but for --allow_unstable 1",
+        least=1,
+    )
     arg(
         "generation_batches",
         1,
@@ -147,7 +152,7 @@ def get_args(argv=None):
         fixed=True,
     )
     arg("kl_in", "reward", "place of KL. loss [Shao 2024]", choices=["reward", "loss"], fixed=True)
-    arg("clip_reward", 5.0, "clips a summed score to +- this. 5 [DeepSpeed-Chat]", most=inf)
+    arg("clip_reward", 5.0, "clips the judges' sum to +- this. 5 [DeepSpeed-Chat]", most=inf)
     arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
     arg("advantage", "gae", "only gae has a critic", choices=list(ADVANTAGES), fixed=True)
     arg("gamma", 1.0, "discount, of gae and reinforce. 1 [DeepSpeed-Chat]", most=1, fixed=True)
@@ -183,7 +188,7 @@ def get_args(argv=None):
         fixed=True,
     )
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
-    arg("target_kl", float, "approx_kl of an update above which its rollout has no more epochs")
+    arg("target_kl", float, "approx_kl of an epoch's last update; above it a rollout ends")
     ppo_flags.add_options(parser)
     args = declaring.parse(parser, TOY, argv, "ppo")
     return ppo_flags.resolve(args, ADVANTAGES, Sizes(args).responses)

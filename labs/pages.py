@@ -121,8 +121,8 @@ def counts(labs):
 def reasons(labs):
     """Returns a verdict on each statement of labs/README.md, and the intervals that it rests on.
 
-    It is shown in part where the interval of a difference reaches across the size that was
-    predicted: the direction alone is shown then, or nothing.
+    A statement is shown in part if the interval of one of its differences crosses the predicted
+    size. Then only the direction is shown, or not even that.
     """
     texts = []
     found = {(name, what["says"]): rest for name, what, *rest in pictures.decided(labs)}

@@ -147,10 +147,10 @@ def go_on():
 
     A rank that does not note it again for three quarters of WAIT_MINUTES prints where it is in its
     code: under NCCL a wait that is too long is no error in Python, but the end of the process. The
-    ranks of a host print a second apart, as they would else write into each other's lines.
+    ranks of a host print a second apart; otherwise they would write into each other's lines.
     """
     if get_world_size() > 1:
-        faulthandler.dump_traceback_later(WAIT_MINUTES * 45 + get_rank() % 8)
+        faulthandler.dump_traceback_later(WAIT_MINUTES * 45 + int(os.environ["LOCAL_RANK"]))
 
 
 @contextlib.contextmanager

@@ -99,7 +99,7 @@ def add_common_flags(parser, own_forms=()):
     arg("lora_dim", 0, LORA, fixed=True)
     times = "LoRA's product is multiplied by lora_alpha / rank"
     arg("lora_alpha", 16, times, least=1e-6, type=float, fixed=True)
-    arg("max_steps", -1, "in place of num_train_epochs; 0: evaluate and end; -1: none", least=-1)
+    arg("max_steps", -1, "in place of num_train_epochs; 0: evaluate and end; -1: not set", least=-1)
     arg("num_train_epochs", int, "passes over the data", least=1)
     arg("learning_rate", float, f"peak; {LORA_RATE}")
     arg("weight_decay", float, "decoupled (AdamW); matrices only")

@@ -15,7 +15,7 @@ LESS_IS_BETTER = ("loss", "perplexity", "kl")  # the last word of a metric's nam
 def refuse_unknown_metric(args, record):
     """Refuses --keep_best if the evaluation in `record` has no such metric.
 
-    It must be a number.
+    It must be a float.
     """
     found = [name for name, value in record.items() if isinstance(value, float)]
     found = [name for name in found if name.startswith("eval_")]
@@ -70,6 +70,6 @@ def keep(run, record):
 def improves(kept, name, value):
     """Returns whether the metric's value is better than that of the model in `kept`, if any."""
     before = records.read(kept, EVALUATION).get(name)
-    if not isinstance(before, float):  # there is none, or it was damaged
+    if not isinstance(before, (int, float)):  # there is none, or it was damaged
         return True
     return value < before if name.endswith(LESS_IS_BETTER) else value > before

@@ -139,7 +139,7 @@ class Run:
         count, training = (modules.count_parameters(model, part) / 1e6 for part in (False, True))
         stage, device = engine.zero_optimization_stage(), ranks.device().type
         rest = len(self.train) % self.rows_per_step  # an update all the same, and a noisy one
-        short = 0 < rest < self.rows_per_step / 2
+        short = 0 < rest < self.rows_per_step / 2 and self.last_step >= self.steps_per_epoch
         ranks.say(
             f"{self.title}   (preset {args.preset}, seed {args.seed}, output {args.output_dir})\n"
             f"{recipes.note(args)}"
