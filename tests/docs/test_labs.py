@@ -205,7 +205,7 @@ def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
     arms = {"ours": {}, "shifted": {"fault": "shifted"}}
     second = declared.LABS["second"]
     [(name, (script, flags, fault))] = second.then.items()
-    fewer = f"{flags.split(' --data_path')[0]} --num_eval_prompts 20"
+    fewer = f"{flags.split(' --data_path')[0]} --num_eval_prompts 80"
     then = {name: (script, fewer, fault)}
     question = {"says": "s", "arm": "shifted"}
     lab = runner.Lab("t", base, arms, second.measures, ("gold",), then=then, seeds=(1,))
