@@ -97,7 +97,7 @@ def all_gather_objects(items):
     lists = [items] * get_world_size()
     if get_world_size() > 1:
         torch.distributed.all_gather_object(lists, items)
-    return sum(lists, [])
+    return [item for part in lists for item in part]
 
 
 def each_once(rows):
