@@ -85,11 +85,13 @@ grade: install
 own-demo:
 	$(MAKE) demo WITH="course/assignment/run.py $(STUDENT).py " DEMO=$(STUDENT)
 
+# In two processes, so that two cores have something to do. One file alone: python -m pytest tests/maths/test_gae.py
+PYTEST = python -m pytest -q --dist worksteal -n $(or $(WORKERS),2)
 test: lint
-	python -m pytest -q -m "not slow" tests
+	$(PYTEST) -m "not slow" tests
 
 test-all: lint
-	python -m pytest -q tests
+	$(PYTEST) tests
 
 # Each of variants/ on a copy of the code, from the demo's models: two steps, then bench/fork.py.
 variants: install

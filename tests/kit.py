@@ -42,6 +42,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import filelock
+
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = str(ROOT / "toy/model")
 SCRIPTS = ("sft", "reward", "ppo")
@@ -62,6 +64,9 @@ for name, value in ENVIRONMENT.items():
 if "HF_DATASETS_CACHE" not in os.environ:  # else tests would leave their rows in the user's own
     os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="rlhf-datasets-")
     atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
+if "RLHF_TESTS" not in os.environ:  # the workers of pytest-xdist inherit it, and make a run once
+    os.environ["RLHF_TESTS"] = tempfile.mkdtemp(prefix="rlhf-tests-")
+    atexit.register(shutil.rmtree, os.environ["RLHF_TESTS"], ignore_errors=True)
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
@@ -93,10 +98,20 @@ class Done:
 @functools.cache
 def base():
     """Returns a folder of this session, with the models and data of `prepare`."""
-    folder = Path(tempfile.mkdtemp(prefix="rlhf-tests-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    prepare(folder)
+    folder = Path(os.environ["RLHF_TESTS"])
+    once("base", prepare, folder)
     return folder
+
+
+def once(name, make, *args, **options):
+    """Returns what make(*args, **options) returns. One worker of pytest-xdist calls it; the others
+    wait, and read what it returned."""
+    file = Path(os.environ["RLHF_TESTS"]) / "made" / name
+    file.parent.mkdir(exist_ok=True)
+    with filelock.FileLock(f"{file}.lock"):
+        if not file.exists():
+            file.write_bytes(pickle.dumps(make(*args, **options)))
+        return pickle.loads(file.read_bytes())
 
 
 def computes_in_bf16():
@@ -284,6 +299,7 @@ def serve():
     """Imports all, and then forks the ranks of each request that stdin brings, one a line."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print is no answer
+    import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
     from tqdm import tqdm
@@ -298,6 +314,7 @@ def serve():
     for operator in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
         with contextlib.suppress(Exception):  # there is no compiler
             get_accelerator().get_op_builder(operator)().load()
+    deepspeed.ops.__compatible_ops__  # noqa: B018 - found out with a compiler, for 0.4 s in each rank
     # It builds a table of names, for half a second. No tensor may be computed in this process: a
     # rank that is forked from it would inherit a pool of threads that are not there.
     conversion_mapping.get_checkpoint_conversion_mapping("llama")

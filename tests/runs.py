@@ -225,16 +225,25 @@ REFUSED = re.compile(r"\w*_tp\w*|m_bf161_adam\w*")  # before DeepSpeed 0.19
 def base():
     """Returns the session's folder, with what these runs need beside kit's models and data."""
     folder = kit.base()
+    kit.once("runs", prepare, folder)
+    return folder
+
+
+def prepare(folder):
     kit.knobs(folder / "hpz.json", zero_hpz_partition_size=2)
     (folder / "letters.py").write_text(LETTERS)
-    return folder
 
 
 @functools.cache
 def made(name):
-    """Makes a run, and before it those that it starts from. Returns kit.Done."""
+    """Returns kit.Done of a run, which is made when it is asked for first."""
     if OLD and REFUSED.fullmatch(name):
         pytest.skip("refused in words with a DeepSpeed before 0.19")
+    return kit.once(name, make, name)
+
+
+def make(name):
+    """Makes a run, and before it those that it starts from. Returns kit.Done."""
     options = RUNS[name]
     for other in re.findall(r"BASE/runs/(\w+)", " ".join(options["flags"])):
         made(other)

@@ -134,8 +134,9 @@ def run_there(base, name, script, flags, steps, plant=False):
 @functools.cache
 def ran(name, steps=2, plant=False):
     script, flags = PROGRAMS[name]
-    given = runs.base(), f"there_{name}{steps}{plant}", script, flags, steps, plant
-    return kit.fork(run_there, 1, *given, meet="")
+    place = f"there_{name}{steps}{plant}"
+    given = runs.base(), place, script, flags, steps, plant
+    return kit.once(place, kit.fork, run_there, 1, *given, meet="")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
