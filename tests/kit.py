@@ -99,15 +99,14 @@ class Done:
 def base():
     """Returns a folder of this session, with the models and data of `prepare`."""
     folder = Path(os.environ["RLHF_TESTS"])
-    once("base", prepare, folder)
+    once(folder / "made/base", prepare, folder)
     return folder
 
 
-def once(name, make, *args, **options):
-    """Returns what make(*args, **options) returns. One worker of pytest-xdist calls it; the others
-    wait, and read what it returned."""
-    file = Path(os.environ["RLHF_TESTS"]) / "made" / name
-    file.parent.mkdir(exist_ok=True)
+def once(file, make, *args, **options):
+    """Returns what make(*args, **options) returns. One worker of pytest-xdist calls it and leaves
+    that in a file; the others wait, and read it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(f"{file}.lock"):
         if not file.exists():
             file.write_bytes(pickle.dumps(make(*args, **options)))
@@ -184,9 +183,12 @@ def pretend_and_call_main(script, argv, pretended, toolkit, stdin):
 
 
 def call_main(script, argv):
-    """Runs a script's main() as its last line does, in a rank."""
+    """Runs a script's main() as its last line does, in a rank. Its curves.png is left empty, which
+    saves a second: test_deepspeeds_launcher_needs_no_compiler has one drawn."""
     from machinery.base import refused
+    from machinery.run import plots
 
+    plots.draw = lambda folder, *_: (folder / "curves.png").touch()
     sys.argv = [f"{script}.py", *argv]
     refused.program(importlib.import_module(script).main)
 
@@ -307,7 +309,7 @@ def serve():
 
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # its thread may hold a lock at a fork, which then is never released
-    late = ("peft", "pytest", "matplotlib.pyplot", "deepspeed.module_inject.auto_ep_comm")
+    late = ("peft", "pytest", "deepspeed.module_inject.auto_ep_comm")
     for name in (*SCRIPTS, *late, "deepspeed.runtime.zero.muon.muon_optimizer"):
         with contextlib.suppress(ImportError):  # else seconds in each rank
             importlib.import_module(name)

@@ -225,7 +225,7 @@ REFUSED = re.compile(r"\w*_tp\w*|m_bf161_adam\w*")  # before DeepSpeed 0.19
 def base():
     """Returns the session's folder, with what these runs need beside kit's models and data."""
     folder = kit.base()
-    kit.once("runs", prepare, folder)
+    kit.once(folder / "made/runs", prepare, folder)
     return folder
 
 
@@ -239,7 +239,7 @@ def made(name):
     """Returns kit.Done of a run, which is made when it is asked for first."""
     if OLD and REFUSED.fullmatch(name):
         pytest.skip("refused in words with a DeepSpeed before 0.19")
-    return kit.once(name, make, name)
+    return kit.once(base() / "made" / name, make, name)
 
 
 def make(name):
@@ -268,7 +268,6 @@ def make_run(base, name, script, flags, sigterm_after=None):
     import ppo
     from machinery.base import ranks
     from machinery.flags import rules
-    from machinery.run import logs
     from machinery.run.run import Run
 
     facts, output = {"saved": [], "away": []}, base / "runs" / name
@@ -297,7 +296,6 @@ def make_run(base, name, script, flags, sigterm_after=None):
         type(get_accelerator()).is_fp16_supported = lambda self: True
         rules.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "one that has fp16")
     Run.log, Run.save, ppo.roll_out = log_and_interrupt, save_and_note, roll_out_and_note
-    logs.draw_curves = lambda args: None
     flags = [flag.replace("BASE", str(base)) for flag in flags]
     try:
         kit.call_main(script, [*base_flags(script, base), *flags, "--output_dir", str(output)])

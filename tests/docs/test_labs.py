@@ -480,8 +480,8 @@ def faulty(base, name, fault, script, flags):
 def lines_with(fault, script="ppo", flags="--num_eval_prompts 4"):
     """Returns the metrics of such a run: of the evaluation before, and of the two steps."""
     name = f"fault_{fault}_{script}_{flags.replace(' ', '')}"
-    given = runs.base(), name, fault, script, flags
-    done = kit.once(name, kit.fork, faulty, 1, *given, meet="")
+    given = faulty, 1, runs.base(), name, fault, script, flags
+    done = kit.once(runs.base() / "made" / name, kit.fork, *given, meet="")
     assert done.code == 0 and done.results[0]["code"] == 0, done
     return kit.metrics(runs.base() / "runs" / name, clocks=False)
 

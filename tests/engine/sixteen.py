@@ -244,12 +244,10 @@ def run(base, folder, script, flags, what="", odd=None):
     """
     import deepspeed
 
-    from machinery.run import logs
     from machinery.run.run import Run
 
     world, rows, log = World(folder), [], Run.log
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # there are no neighbours
-    logs.draw_curves = lambda args: None
 
     def log_and_count(run, metrics, micro_batches, *given):
         rows.append(sum(batch.counts()[1].item() for batch in micro_batches))

@@ -136,7 +136,7 @@ def ran(name, steps=2, plant=False):
     script, flags = PROGRAMS[name]
     place = f"there_{name}{steps}{plant}"
     given = runs.base(), place, script, flags, steps, plant
-    return kit.once(place, kit.fork, run_there, 1, *given, meet="")
+    return kit.once(runs.base() / "made" / place, kit.fork, run_there, 1, *given, meet="")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

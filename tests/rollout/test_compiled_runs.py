@@ -27,11 +27,9 @@ def run_compiled(base, folder, flags, mistake):
     name, the addresses that it has had."""
     import ppo
     from helpers import decoding
-    from machinery.run import logs
 
     own, roll_out, models, graphs, counts = decoding.compiled_next_logits, ppo.roll_out, {}, [], []
     places = defaultdict(set)
-    logs.draw_curves = lambda args: None
 
     def backend(graph, inputs):
         graphs.append(graph)

@@ -79,7 +79,6 @@ def act(script, argv, kill_at, step, fault, rank, wait):
     at the end of step `step`, in rank `rank` (None: in all).
     """
     from machinery.base import ranks
-    from machinery.run import logs
     from machinery.run.run import Run
 
     ranks.WAIT_MINUTES = wait
@@ -104,7 +103,7 @@ def act(script, argv, kill_at, step, fault, rank, wait):
 
     if here == 0:
         sys.addaudithook(count_touches)
-    Run.log, logs.draw_curves = log_and_act, lambda args: None
+    Run.log = log_and_act
     try:
         kit.call_main(script, argv)
     finally:
