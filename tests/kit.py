@@ -309,8 +309,11 @@ def serve():
 
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # its thread may hold a lock at a fork, which then is never released
-    late = ("peft", "pytest", "deepspeed.module_inject.auto_ep_comm")
-    for name in (*SCRIPTS, *late, "deepspeed.runtime.zero.muon.muon_optimizer"):
+    late = """peft pytest matplotlib.pyplot transformers.models.llama.modeling_llama
+        transformers.optimization transformers.trainer_pt_utils datasets.io.generator
+        datasets.packaged_modules.generator.generator deepspeed.module_inject.auto_ep_comm
+        deepspeed.module_inject.auto_ep_layer deepspeed.runtime.zero.muon.muon_optimizer"""
+    for name in (*SCRIPTS, *late.split()):
         with contextlib.suppress(ImportError):  # else seconds in each rank
             importlib.import_module(name)
     for operator in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
