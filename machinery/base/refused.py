@@ -26,7 +26,8 @@ def program(main):
     """Runs main(). A refusal becomes one message on rank 0, without a traceback, and exit code 2.
 
     The other ranks mostly found the same. They wait until the launcher ends them, and speak only if
-    rank 0 goes on without them. A name that is too long for a file can come from any flag.
+    rank 0 goes on without them. A rank without a number of ranks is alone, and speaks at once. A
+    name that is too long for a file can come from any flag.
     """
     try:
         main()
@@ -35,7 +36,7 @@ def program(main):
             raise
         rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
         rank = int(rank) if rank.isdecimal() else 0
-        if rank:
+        if rank and os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")) != "1":
             time.sleep(20)
         where = f"rank {rank}: " if rank else ""
         words = "\n  ".join([str(error), *getattr(error, "__notes__", [])])
