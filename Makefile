@@ -12,7 +12,7 @@ CLASS = output/class
 REAL = output/real
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo picture slides grpo real class try grade own-demo container lab clinic test test-all variants vllm gpu-check gpu-run lint bench install clean
+.PHONY: demo picture slides grpo real class try grade own-demo container lab clinic test test-slow test-all variants vllm gpu-check gpu-run lint bench install clean
 demo: install
 	deepspeed --log_level error $(RANKS) $(WITH)sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) $(WITH)reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
@@ -89,6 +89,9 @@ own-demo:
 PYTEST = python -m pytest -q --dist worksteal -n $(or $(WORKERS),2)
 test: lint
 	$(PYTEST) -m "not slow" tests
+
+test-slow: install
+	$(PYTEST) -m slow tests
 
 test-all: lint
 	$(PYTEST) tests

@@ -311,7 +311,6 @@ def serve():
     tqdm.monitor_interval = 0  # its thread may hold a lock at a fork, which then is never released
     late = """peft pytest matplotlib.pyplot transformers.models.llama.modeling_llama
         transformers.optimization transformers.trainer_pt_utils datasets.io.generator
-        datasets.packaged_modules.generator.generator deepspeed.module_inject.auto_ep_comm
         deepspeed.module_inject.auto_ep_layer deepspeed.runtime.zero.muon.muon_optimizer"""
     for name in (*SCRIPTS, *late.split()):
         with contextlib.suppress(ImportError):  # else seconds in each rank
@@ -319,7 +318,8 @@ def serve():
     for operator in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
         with contextlib.suppress(Exception):  # there is no compiler
             get_accelerator().get_op_builder(operator)().load()
-    deepspeed.ops.__compatible_ops__  # noqa: B018 - found out with a compiler, for 0.4 s in each rank
+    # Else each rank finds out with a compiler what can be built, for 0.4 s.
+    deepspeed.ops.__compatible_ops__  # noqa: B018
     # It builds a table of names, for half a second. No tensor may be computed in this process: a
     # rank that is forked from it would inherit a pool of threads that are not there.
     conversion_mapping.get_checkpoint_conversion_mapping("llama")

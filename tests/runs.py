@@ -230,6 +230,7 @@ def base():
 
 
 def prepare(folder):
+    """Writes what the flags in RUNS name with BASE, beside what kit.prepare writes."""
     kit.knobs(folder / "hpz.json", zero_hpz_partition_size=2)
     (folder / "letters.py").write_text(LETTERS)
 
