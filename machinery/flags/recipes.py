@@ -15,6 +15,8 @@ from machinery.base.refused import Refused, nearest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "recipes"
 FOR_MODELS = "qwen2.5-0.5b"  # taken where a model is named, and no recipe
+# A comment, or as group 1 what is none though a # may stand in it: an escape, or a quotation
+COMMENT = r"""(\\.|"[^"]*"|'[^']*')|(?:^|\s)#.*"""
 ROWS = {f"per_device_{work}_batch_size" for work in ("train", "generation", "training")}
 # A flag that goes with others of its recipe: it is dropped where one of them is given later.
 GOES_WITH = {"gold_fn": {"data_path"}, "rows_of_all_ranks": ROWS}
@@ -47,7 +49,7 @@ def read(parser, recipe):
     found, place = {}, "TOY" if isinstance(recipe, dict) else recipe
     for number, line in enumerate(lines_of(recipe), 1):
         try:
-            words = shlex.split(re.sub(r"(^|\s)#.*", "", line))
+            words = shlex.split(re.sub(COMMENT, r"\1", line))
             words = [str(ROOT / word) if word.startswith("toy/") else word for word in words]
             own = stated(parser, words) if words else {}
             if twice := found.keys() & own.keys():

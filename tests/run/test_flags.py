@@ -207,12 +207,12 @@ def test_a_file_of_ones_own(tmp_path, monkeypatch):
         --preset opt-1.3b
 
         --learning_rate 1e-4   # it's ten times DeepSpeed-Chat's
-        --data_path "my data.jsonl" part#2.jsonl
+        --data_path "my data.jsonl" part#2.jsonl 'take #3.jsonl' Ada\\'s  # don't "quote" me
         --seed=5"""
     )
     args = sft.get_args(["--seed", "6", "@mine.flags"])
     assert (args.preset, args.seed, args.learning_rate) == ("opt-1.3b", 6, 1e-4)
-    assert args.data_path == ["my data.jsonl", "part#2.jsonl"]
+    assert args.data_path == ["my data.jsonl", "part#2.jsonl", "take #3.jsonl", "Ada's"]
     assert (args.num_train_epochs, args.declared.given) == (16, {"seed"})
     Path("more.flags").write_text("--seed 7\n--max_steps 3")
     args = sft.get_args(["@mine.flags", "@more.flags", "--max_steps", "4"])
