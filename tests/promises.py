@@ -175,6 +175,8 @@ no-such-model | sft --model_name_or_path ./good/modle | good/modle
 no-such-model | sft --model_name_or_path cut_tokenizer | cut_tokenizer
 no-such-model | sft --model_name_or_path cut_config | cut_config
 no-such-model | ppo --actor_model_name_or_path missing/actor | missing/actor
+# in a new clone, before the first run: the hub is not asked
+no-such-model | ppo --actor_model_name_or_path output/sft | Nearest in output: nothing
 # its own code does not run unasked
 no-such-model | sft --model_name_or_path remote | trust_remote_code
 no-weights | ppo --actor_model_name_or_path scratch | scratch

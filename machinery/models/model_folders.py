@@ -143,7 +143,8 @@ def refusing(rule, words):
 def load_or_refuse(path, kind, **options):
     """Returns what `kind` (AutoConfig, AutoTokenizer) loads from a hub name or folder."""
     local = Path(path)
-    if not local.exists() and len(local.parts) > 1 and local.parent.is_dir():  # no hub name, then
+    ours = local.parts[:1] == ("output",)  # of a recipe; before any run there is no such folder
+    if not local.exists() and len(local.parts) > 1 and (ours or local.parent.is_dir()):
         words = f"there is no {path} here. {nearest(local)}\n  Has the step that writes it ended?"
         raise Refused("no-such-model", words)
     with refusing("no-such-model", f"{path} does not load"):
