@@ -32,6 +32,7 @@ START = "--critic_model_name_or_path {reward} --enable_ema 0"
 FIXED = """ --actor_model_name_or_path {sft} --reward_model_name_or_path {reward}
     --data_path toy/data --data_split 4,5,1
     --gold_fn toy/gold.py:gold --log_kl 1 --temperature 1 --top_p 1 --top_k 0
+    --max_prompt_seq_len 32 --max_answer_seq_len 48
     --num_eval_prompts 280 --eval_samples 1 --eval_steps 5 --log_steps 1"""
 
 
@@ -39,8 +40,8 @@ def lab_of(script, flags, seeds=SEEDS):
     """Returns an entry as a lab with one arm. script: "ppo", or the name of another one."""
     words = shlex.split(flags, comments=True)  # "--name=value" is two words
     words = [part for w in words for part in (w.split("=", 1) if w.startswith("--") else [w])]
-    if refused := {"--reward_fn", "--seed"} & {*words}:
-        why = "An entry learns from the reward model, with the seeds of the board"
+    if refused := {"--reward_fn", "--seed", "--stop"} & {*words}:
+        why = "An entry learns from the reward model, has the board's seeds, and ends with EOS"
         raise SystemExit(f"{why}: no {' or '.join(sorted(refused))}.")
     base = {**MODELS, script: " ".join(runner.merged(START, shlex.join(words), FIXED))}
     return runner.Lab(script, base, {"entry": {}}, {}, until=script, seeds=tuple(seeds))

@@ -1,6 +1,6 @@
 """Copies the toy's data, with chosen and rejected exchanged in a share of the training pairs.
 
-    python course/swapped.py 0.5 output/class/half
+    python course/swapped.py 0.5 output/class/half-swapped
 
 The held-out pairs stay as they are, so that the accuracy of a judge is that on right labels.
 course/class.md has the exercise.

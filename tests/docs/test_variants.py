@@ -14,9 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoConfig, AutoTokenizer
 
 import ppo
 from bench import fork
+from machinery.base.refused import Refused
 from machinery.models import lora
 from tests import kit
 from tests.conftest import micro_batch
@@ -331,6 +333,26 @@ def test_the_distill_variant_rewards_what_its_teacher_finds_likelier(tmp_path, m
         found = ppo.load_models(args, None, [], None, 1).reference
         assert loaded == references and (found == "start") == (not teacher)
 
+    flags = kit.import_file(tmp_path / "tree/machinery/flags/ppo_flags.py")
+    monkeypatch.setattr(flags.model_folders, "has_weights", lambda path, needed: True)
+    monkeypatch.setattr(flags.model_folders, "load_config", lambda *args: None)
+    other = SimpleNamespace(get_vocab=lambda: {"a": 1}, eos_token="</s>")
+    monkeypatch.setattr(flags.model_folders, "load_tokenizer", lambda path, args: other)
+    args = ppo.get_args(f"{words} --teacher_model_name_or_path T".split())
+    with pytest.raises(Refused, match="T has another vocabulary"):
+        flags.check_models(args, SimpleNamespace(get_vocab=lambda: {"b": 1}, eos_token="</s>"))
+
+
+def test_the_kl_ema_variant_needs_an_average(tmp_path):
+    """Without one the actor would be written into the reference, and KL would be 0."""
+    ppo = patched("kl-ema", tmp_path)
+    rules = kit.import_file(tmp_path / "tree/machinery/flags/rules.py")
+    args = ppo.get_args("--kl_to ema --enable_ema 1".split())
+    rules.refuse_broken(args, rules.of_ppo)
+    args.enable_ema = 0
+    with pytest.raises(Refused, match="--kl_to ema needs --enable_ema 1"):
+        rules.refuse_broken(args, rules.of_ppo)
+
 
 def test_the_best_of_n_variant_by_hand(tmp_path):
     """RAFT learns the best response to each prompt."""
@@ -462,6 +484,17 @@ def test_the_tool_turns_variant_by_hand(tmp_path, tokenizer):
     (logprobs + entropy + ppo.kl_estimate(logprobs, torch.zeros(8), "k2")).sum().backward()
     reached = model.logits.grad[0, :-1].any(-1)
     assert reached.tolist() == row["tokens"]["own"] == [1, 0, 0, 1, 0, 0, 1, 1]
+
+
+def test_the_data_of_the_tool_turns_variant(tmp_path):
+    """Its program writes what the commands of its page name."""
+    kit.import_file(VARIANTS / "tool-turns/calculator.py").write(tmp_path)
+    config, tokenizer = (
+        kind.from_pretrained(tmp_path / "model") for kind in (AutoConfig, AutoTokenizer)
+    )
+    assert config.vocab_size >= len(tokenizer) and tokenizer.chat_template
+    for name in ("sft/train", "sft/test", "ppo/train", "ppo/test"):
+        assert (tmp_path / f"{name}.jsonl").stat().st_size
 
 
 def test_the_deepspeed_chat_reward_variant_by_hand(tmp_path):

@@ -143,7 +143,7 @@ def evaluate(args, engine, reference, held_out, collate_rows):
 def answer(args, engine, reference, tokenizer, prompts, gold):
     """Responses to held-out prompts, of all ranks: dicts with text, kl, gold, response_length."""
     size = args.per_device_eval_batch_size
-    rows = [{**row, "extra": "{}"} for row in evaluation.requests(prompts)]
+    rows = evaluation.requests(prompts)
     engine.eval()
     responses = ppo.roll_out(args, engine, tokenizer, rows, 0, size)
     for batch in ppo.make_micro_batches(tokenizer, responses, size):

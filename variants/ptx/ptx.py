@@ -20,7 +20,8 @@ class TextMix:
     def __init__(self, args, tokenizer):
         self.args, self.backwards = args, 1  # of each micro-batch of the actor
         if args.unsup_data_path:
-            own = declaring.with_flags(args, data_path=args.unsup_data_path, data_split=[1, 0, 0])
+            text = dict(data_path=args.unsup_data_path, data_split=[1, 0, 0], columns=None)
+            own = declaring.with_flags(args, **text)
             sources = rows.open_sources(own, "sft")
             self.train, self.held_out = rows.load_rows(own, sources, tokenizer, args.max_seq_len)
             self.collate = functools.partial(sft.collate, pad_id=tokenizer.pad_token_id)

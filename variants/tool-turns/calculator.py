@@ -111,7 +111,7 @@ def write(folder, seed=1234):
     tokenizer = generate.make_tokenizer(texts)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
-    generate.make_config(tokenizer).save_pretrained(folder / "model")
+    generate.save_config(tokenizer, folder / "model")
 
 
 # ---- When does an actor call? ----
