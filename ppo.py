@@ -515,6 +515,7 @@ class MicroBatch(common.Layout):
     entropy: Tensor = None  # of the same forward as old_logprobs
     kept: dict = field(default_factory=dict)  # {"actor", "critic": a forward with its graph}
     # 5 advantages
+    clipped: Tensor = None  # (B,) whether clipping has changed a score
     shaped_scores: Tensor = None  # scores after normalisation, clipping and penalties
     rewards: Tensor = None  # these, less the KL penalty of each token
     raw_advantages: Tensor = None  # before whitening
@@ -844,6 +845,7 @@ def set_rewards(args, batch, kl_coef, score_statistics):
         mean, std = score_statistics
         scores = (scores - mean * batch.last) / std
     clipped = scores.clamp(-args.clip_reward, args.clip_reward)  # as DeepSpeed-Chat does
+    batch.clipped = (clipped != scores).any(-1)
     # (B, R): on the last token alone. A penalty (B, 1) would be taken off at every token.
     penalty = args.missing_eos_penalty * (1 - batch.ended)[:, None] * batch.last
     batch.shaped_scores = (clipped - penalty) * batch.response_mask
@@ -1088,7 +1090,7 @@ def main():
             **metrics.rollout_means(args, micro_batches),
             **clock.laps,
         }
-        checks.warn_of_equal_scores(run, state, logged)
+        checks.warn_of_scores(run, state, logged)
         passes = metrics.passes(
             args,
             models,

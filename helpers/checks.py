@@ -125,12 +125,16 @@ def gaps_of_own_cache(args, engine, response, tried):
     return (whole - single).abs()[: len(response["response_ids"])]
 
 
-def warn_of_equal_scores(run, state, logged):
-    """Names, in the first step or after PATIENCE of them, the step since which scores are equal.
+def warn_of_scores(run, state, logged):
+    """Says in the first step what --clip_reward does, as a function's scores may be above it.
+
+    Then names, in the first step or after PATIENCE of them, the step since which scores are equal.
 
     All of them, or where responses are compared, those to each prompt. state: what checkpoints
     keep; logged: the metrics of the step, on all ranks.
     """
+    if run.step == 1 and (share := logged["clip_reward_fraction"]):
+        ranks.say(f"warning: --clip_reward changes {share:.0%} of the rewards")
     equal = logged.get("equal_groups", logged["reward_std"] <= metrics.EQUAL) == 1
     since = state["equal_since"] = (state["equal_since"] or run.step) if equal else None
     if equal and run.step - since == (0 if since == 1 else PATIENCE - 1):

@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from math import exp
 
 import torch
 
@@ -17,10 +16,9 @@ EQUAL = 1e-6  # scores that differ by less are equal
 
 def columns(args):
     """Returns the columns of the screen that this run has."""
-    absent = [] if args.has_critic else ["explained_variance"]
-    absent += [] if args.gold_fn else ["gold", "eval_gold"]
-    absent += [] if args.has_reference else ["kl"]
-    return [name for name in COLUMNS if name not in absent]
+    has = {"explained_variance": args.has_critic, "kl": args.has_reference}
+    has |= {"gold": args.gold_fn, "eval_gold": args.gold_fn}
+    return [name for name in COLUMNS if has.get(name, True)]
 
 
 class Clock:
@@ -137,6 +135,7 @@ def rollout_means(args, micro_batches):
     """What a rollout was like, over all ranks: {name: number}. Your own metrics: `per_response`.
 
     reward_std            deviation of all responses' shaped scores. 0: nothing to learn from
+    clip_reward_fraction  share of the responses whose score --clip_reward changed
     truncated_reward      mean score of the responses that were cut off, if any were
     entropy               mean over the tokens
     advantage_std         deviation over the tokens, before whitening
@@ -152,6 +151,7 @@ def rollout_means(args, micro_batches):
     real, weights = each("response_mask"), each("row_weight")
     totals = [scores.sum(-1) for scores in each("shaped_scores")]  # (B,) each
     means["reward_std"] = moments(totals, weights)[1] ** 0.5
+    means["clip_reward_fraction"] = moments(each("clipped"), weights)[0]
     if means["eos_rate"] < 1:
         cut = [batch.row_weight * (1 - batch.ended) for batch in micro_batches]
         means["truncated_reward"] = moments([scores.sum(-1) for scores in each("scores")], cut)[0]
@@ -184,9 +184,8 @@ def sampling_means(micro_batches):
     sampling_gap        largest abs(log(pi / mu)) of a token
     sampling_kl         mean of log(mu / pi) over the tokens: KL(mu || pi), nats a token
     sampling_outside    share of the tokens with pi / mu outside of 0.8 .. 1.2
-    sampling_ppl_ratio  perplexity of the responses under pi, over that under mu: exp(sampling_kl)
 
-    All are 0, and the ratio 1, but for rounding where a model samples and scores in the same way: a
+    All are 0 but for rounding where a model samples and scores in the same way: a
     cache sums in another order. {} where a fork's sampler tells no log-probs.
     """
     if any("sampled_logprobs" not in batch.tokens for batch in micro_batches):
@@ -195,13 +194,11 @@ def sampling_means(micro_batches):
     # log(pi / mu), (B, R) each
     log_ratios = [batch.old_logprobs - batch.tokens["sampled_logprobs"] for batch in micro_batches]
     outside = [((log_ratio.exp() - 1).abs() > 0.2).float() for log_ratio in log_ratios]
-    kl = -moments(log_ratios, real)[0]
     gap = torch.stack([token_gaps(batch).max() for batch in micro_batches]).max().item()
     return {
         "sampling_gap": max(ranks.all_gather_objects([gap])),
-        "sampling_kl": kl,
+        "sampling_kl": -moments(log_ratios, real)[0],
         "sampling_outside": moments(outside, real)[0],
-        "sampling_ppl_ratio": exp(kl),
     }
 
 

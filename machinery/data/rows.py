@@ -217,7 +217,7 @@ def load_rows(args, opened, tokenizer, limit):
         test += tokenise_rows(rows, made_of, f"{source.path}, test")
     for part, kept in (("train", train), ("test", test)):
         if not kept:
-            why = "dropped, another step's (--data_split), or of prompts that are trained on"
+            why = "dropped, another step's (--data_split), or of prompts in the other part"
             raise Refused("no-rows-left", f"no {part} rows are left: they are {why}.")
     return datasets.concatenate_datasets(train), datasets.concatenate_datasets(test)
 

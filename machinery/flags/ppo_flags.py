@@ -101,9 +101,9 @@ def check_models(args, tokenizer):
         model_folders.has_weights(path, needed=True)
         config = model_folders.load_config(path, args.trust_remote_code)
         other = model_folders.load_tokenizer(path, args)
-        alike = other.get_vocab() == tokenizer.get_vocab()
-        alike &= other.eos_token == tokenizer.eos_token  # in chats the end of turn
-        if not alike or config.get_text_config().vocab_size < len(tokenizer):
+        # A judge reads its score at EOS, in chats at the end of turn
+        other_eos = path in judges and other.eos_token != tokenizer.eos_token
+        if other_eos or other.get_vocab() != tokenizer.get_vocab():
             words = f"{path} has another vocabulary or EOS ({other.eos_token}) than the actor."
             raise Refused("other-vocabulary", f"{words}\n  Run reward.py on the actor.")
         if path in judges:

@@ -19,7 +19,12 @@ FOR_MODELS = "qwen2.5-0.5b"  # taken where a model is named, and no recipe
 COMMENT = r"""(\\.|"[^"]*"|'[^']*')|(?:^|\s)#.*"""
 ROWS = {f"per_device_{work}_batch_size" for work in ("train", "generation", "training")}
 # A flag that goes with others of its recipe: it is dropped where one of them is given later.
-GOES_WITH = {"gold_fn": {"data_path"}, "rows_of_all_ranks": ROWS}
+GOES_WITH = {
+    "gold_fn": {"data_path"},
+    "columns": {"data_path"},
+    "max_steps": {"num_train_epochs"},
+    "rows_of_all_ranks": ROWS,
+}
 
 
 # ---- Reading ----
@@ -100,8 +105,8 @@ def choose(script, stated):
     """
     if stated.get("preset"):
         return stated["preset"], ""
-    models = [stated.get(f"{role}model_name_or_path") for role in ("", "actor_", "critic_")]
-    models = [model for model in models if model]
+    named = (stated.get(f"{role}model_name_or_path") for role in ("", "actor_", "critic_"))
+    models = [*filter(None, named)]
     for model in models:
         name = records.of_model(model).get("preset")
         if name in names(script):
@@ -115,10 +120,9 @@ def choose(script, stated):
 def note(args):
     """Returns a line for the first lines of a run: which recipe was taken unless it was named."""
     ends = "learning_rate", "lora_dim", "num_train_epochs"
-    shown = {flag: value for flag, value in vars(args).items() if flag.endswith(ends) and value}
-    numbers = ", ".join(f"{flag} {value}" for flag, value in shown.items())
-    why = args.declared.why
-    return f"  recipe   {why}: {numbers}; --preset overrides\n" if why else ""
+    flags, why = vars(args).items(), args.declared.why
+    shown = [f"{flag} {value}" for flag, value in flags if flag.endswith(ends) and value]
+    return f"  recipe   {why}: {', '.join(shown)}; --preset overrides\n" if why else ""
 
 
 # ---- Rows of all ranks ----

@@ -62,6 +62,7 @@ class Source:
         wanted = missing - {"score.weight"} if head_is_new else missing
         # another kind of head, such as the output matrix, may be left out
         backbone = {model.base_model_prefix, *dict(model.base_model.named_children())}
+        unused -= dict(model.named_buffers()).keys()  # GPT-Neo's masks, in older files
         unused = {n for n in unused if n.split(".")[0] in backbone and not n.endswith(OLD_BUFFERS)}
         refuse_misfits(self.base, wanted, unused)
         return missing
@@ -237,11 +238,24 @@ def load_tokenizer(path, args=None, in_chats=False):
             tokenizer.pad_token = None
     if tokenizer.pad_token_id is None:
         tokenizer.add_special_tokens({"pad_token": padding_token(tokenizer, config.vocab_size)})
-    if len(tokenizer) > config.vocab_size:
-        why = f"has {len(tokenizer)} tokens, and its model has rows for {config.vocab_size}"
+    if (rows := rows_used(tokenizer)) > config.vocab_size:
+        why = f"needs {rows} rows, and its model has {config.vocab_size}"
         raise Refused("vocabulary-too-large", f"the tokenizer of {path} {why}.")
     tokenizer.padding_side = "left"
     return tokenizer
+
+
+def rows_used(tokenizer):
+    """Returns how many rows a model needs for all tokens that can occur.
+
+    Data write no special token (machinery/data/tokens.py), so one that neither the chat template
+    nor we write needs none: Gemma 3's models for text lack a row for that of an image.
+    """
+    t = tokenizer
+    written = f"{t.chat_template}{t.bos_token}{t.eos_token}{t.pad_token}"
+    added = t.added_tokens_decoder.items()
+    unused = {i for i, token in added if token.special and token.content not in written}
+    return 1 + max({*t.get_vocab().values()} - unused)
 
 
 def end_of_turn(tokenizer):

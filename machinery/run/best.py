@@ -17,8 +17,7 @@ def refuse_unknown_metric(args, record):
 
     It must be a float.
     """
-    found = [name for name, value in record.items() if isinstance(value, float)]
-    found = [name for name in found if name.startswith("eval_")]
+    found = [n for n, value in record.items() if n[:5] == "eval_" and isinstance(value, float)]
     if args.keep_best and args.keep_best not in found:
         words = f"--keep_best {args.keep_best}: the evaluations have {', '.join(found)}."
         raise Refused("keep-best-unknown", words)

@@ -128,11 +128,10 @@ class OutputFolder:
         if ranks.get_rank() == 0 and not args.resume and taken(self.path):
             self.move_aside()
         libraries = "torch deepspeed transformers datasets numpy".split()
-        versions = {library: metadata.version(library) for library in libraries}
         self.record = {
             **vars(args),
             "script": args.declared.script,
-            "versions": versions,
+            "versions": {library: metadata.version(library) for library in libraries},
             "world_size": ranks.get_world_size(),
             "device": str(ranks.device()),
             **facts,

@@ -282,6 +282,15 @@ def test_arms_are_compared_seed_by_seed():
     assert runner.interval([0.1, 0.1, -0.3])[2] == 1  # the mean is below 0
 
 
+def test_more_seeds_may_be_added_and_by_some_arms_alone():
+    """--seeds 4 --arms b. What only one side has is left out."""
+    results = results_of(a=[{"gold": 0.5}] * 2, b=[{"gold": 0.7}] * 3, c=[{"gold": 0.6}] * 2)
+    lab = new_lab({"a": {}, "b": {}, "c": {}})
+    for what in ({"arm": ["a", "b"]}, {"arm": "b", "than": "c"}):
+        assert set(runner.compare(lab, results, {"says": "", "to": 0, **what})) == {2, 3}
+    assert runner.interval([0.0, 1.0] * 20)[1] > 0
+
+
 def test_what_stays_at_equal_kl(tmp_path):
     """The plain recipe has gold 0.5 + 0.3 d - 0.05 d^2, d = sqrt(KL). An arm that comes half as far
     on that curve has lost nothing, one below it has, and beyond its end nothing is known."""

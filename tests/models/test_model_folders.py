@@ -16,6 +16,8 @@ from tiny_models import (
     value_model_of,
     values,
 )
+from tokenizers import AddedToken
+from transformers import AutoTokenizer, GPTNeoConfig
 
 import common
 from machinery.base.refused import Refused
@@ -107,6 +109,24 @@ def test_no_weight_is_random_where_others_were_meant(harm, stage, tmp_path):
     folder = folder_of(tmp_path, config_of("llama"), weights=True)
     harm(tmp_path)
     assert rule_of(load_model, folder, get_args(), stage) == HARM[harm]
+
+
+def test_the_masks_of_an_old_gpt_neo_are_no_weights(tmp_path):
+    """Its files hold two for each layer, which transformers does not leave out by itself."""
+    shape = dict(vocab_size=SIZE, hidden_size=32, num_heads=4, num_layers=2, window_size=8)
+    config = GPTNeoConfig(attention_types=[[["global", "local"], 1]], **shape)
+    folder = folder_of(tmp_path, config, weights=True)
+    masks = {
+        f"transformer.h.{i}.attn.attention.{name}": torch.ones(1)
+        for i, name in ((0, "bias"), (0, "masked_bias"), (1, "masked_bias"))
+    }
+    change_weights(tmp_path / "model.safetensors", lambda weights: weights.update(masks))
+    assert load_model(folder, get_args(), 0).lm_head.weight.std() > 0
+    change_weights(
+        tmp_path / "model.safetensors",
+        lambda weights: weights.update({"transformer.h.7.ln_1.bias": torch.ones(1)}),
+    )
+    assert rule_of(load_model, folder, get_args(), 0) == "unused-weights"
 
 
 def test_a_head_of_another_kind_is_left_out(tmp_path):
@@ -208,6 +228,28 @@ def test_a_padding_token_that_is_not_eos_is_found(tmp_path):
     tokenizer = model_folders.load_tokenizer(tokenizer_folder(tmp_path, eos_token="<eos>"))
     assert tokenizer.pad_token == "<pad>" and tokenizer.eos_token == "<eos>"
     assert len(tokenizer) == SIZE, "nothing was added"
+
+
+@pytest.mark.parametrize(
+    "token, template, fits",
+    [
+        (AddedToken("<image>", special=True), None, True),
+        (AddedToken("<image>", special=True), "{{ messages }}<image>", False),
+        (AddedToken("word", special=False), None, False),
+    ],
+    ids=["nobody writes it", "the template writes it", "data write it"],
+)
+def test_only_tokens_that_can_occur_need_a_row(token, template, fits, tmp_path):
+    """Gemma 3's tokenizer has the token of an image beyond the rows of its models for text."""
+    folder = tokenizer_folder(tmp_path, SIZE, eos_token="<eos>", pad_token="<pad>")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([token])
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    if fits:
+        assert len(model_folders.load_tokenizer(folder)) == SIZE + 1
+    else:
+        assert rule_of(model_folders.load_tokenizer, folder) == "vocabulary-too-large"
 
 
 @pytest.mark.parametrize("spare", [8, 0])

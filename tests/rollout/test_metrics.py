@@ -35,6 +35,7 @@ def rollout(**changes):
         entropy=torch.tensor([[0.5, 9], [1.5, 9], [9, 9]]),
     )
     given["shaped_scores"] = given["scores"] / 2  # what is trained on: scaled, or clipped
+    given["clipped"] = torch.tensor([False, True, True])
     batch = micro_batch([0, 0, 1], **{**given, **changes})
     batch.responses[2]["row_weight"] = 0
     return batch
@@ -54,6 +55,7 @@ def test_what_a_rollout_was_like():
             "reward": 2.0,
             "reward_format": 1.0,
             "reward_std": 0.5,
+            "clip_reward_fraction": 0.5,
             "truncated_reward": 3.0,
             "group_std": 0.5**0.5,
             "gold": 1.0,
@@ -69,7 +71,6 @@ def test_what_a_rollout_was_like():
             "sampling_gap": 0.5,
             "sampling_kl": -0.25,
             "sampling_outside": 0.5,
-            "sampling_ppl_ratio": math.exp(-0.25),
         }
     )
 
@@ -182,7 +183,17 @@ def test_a_run_that_teaches_nothing_is_named_at_the_step_where_it_begins_to(
     state, said = {"equal_since": None}, {}
     for step, value in enumerate(values, 1):
         run = SimpleNamespace(step=step, args=ARGS)
-        checks.warn_of_equal_scores(run, state, {"reward": 0.5, "reward_std": 1.0, name: value})
+        logged = {"reward": 0.5, "reward_std": 1.0, "clip_reward_fraction": 0.0, name: value}
+        checks.warn_of_scores(run, state, logged)
         said[step] = capsys.readouterr().out
     assert [step for step in said if said[step]] == [at]
     assert f"since step {since} " in said[at] and "mean 0.5" in said[at]
+
+
+def test_scores_that_are_clipped_are_named_in_the_first_step(capsys):
+    """A function whose scores go to 10 or 100 would teach little, and nothing else would say so."""
+    logged = {"reward": 12.0, "reward_std": 1.0, "clip_reward_fraction": 0.25}
+    for step in (1, 2):
+        checks.warn_of_scores(SimpleNamespace(step=step, args=ARGS), {"equal_since": None}, logged)
+        said = capsys.readouterr().out
+        assert ("--clip_reward changes 25% of the rewards" in said) == (step == 1)

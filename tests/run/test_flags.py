@@ -4,6 +4,7 @@ import copy
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -15,7 +16,8 @@ import ppo
 import reward
 import sft
 from machinery.base.refused import Refused, program
-from machinery.flags import declaring, recipes
+from machinery.flags import declaring, ppo_flags, recipes
+from machinery.models import model_folders
 from tests import kit, promises
 from variants.dpo import dpo
 
@@ -316,6 +318,34 @@ def test_a_presets_gold_score_goes_with_its_data(flags, kept):
     """It knows the toy's questions only: with other data it stays only if it is asked for."""
     gold = f"{declaring.ROOT}/toy/gold.py:gold"
     assert get_args("ppo", flags.replace("GOLD", gold)).gold_fn == (gold if kept else None)
+
+
+@pytest.mark.parametrize(
+    "script, flags, dropped",
+    [
+        ("ppo", "--num_train_epochs 1", "max_steps"),
+        ("ppo", "--preset smollm2 --num_train_epochs 1", "max_steps"),
+        ("sft", "--preset qwen2.5-0.5b-grpo --data_path mine.jsonl", "columns"),
+    ],
+)
+def test_what_a_recipe_says_beside_a_flag_goes_with_it(script, flags, dropped):
+    """Epochs that somebody asks for are made, and other data have other columns."""
+    preset = flags.partition("--num")[0].partition("--data")[0]
+    assert getattr(get_args(script, preset), dropped) not in (None, -1)
+    assert getattr(get_args(script, flags), dropped) in (None, -1)
+
+
+def test_only_a_judge_needs_the_actors_eos(monkeypatch):
+    """In chats that is the end of turn, and a critic's folder may name another: it is trained on."""
+    actor, other = (SimpleNamespace(get_vocab=dict, eos_token=end) for end in ("<end>", "</s>"))
+    found = dict(has_weights=True, load_config=None, load_tokenizer=other, refuse_other_kind=None)
+    for name, value in found.items():
+        monkeypatch.setattr(model_folders, name, lambda *args, value=value, **options: value)
+    args = get_args("ppo", "--critic_model_name_or_path C --reward_fn toy/gold.py:gold")
+    ppo_flags.check_models(args, actor)
+    args.reward_model_name_or_path = ["C"]
+    with pytest.raises(Refused, match="other|another"):
+        ppo_flags.check_models(args, actor)
 
 
 @pytest.mark.parametrize(
