@@ -7,8 +7,9 @@
 The first asks what you type, and shows the models' responses side by side with their scores; /help
 lists the commands. The second does so with a file of prompts, and ends with a table: means, and how
 often each model is better than the first. The third scores the responses of a file, and each
-`subset` by itself where the data has that column (RewardBench). FILE is a hub name, file or folder
-in any format that --data_path of ppo.py takes.
+`subset` by itself where the data has that column (RewardBench). FILE is a file in any format that
+--data_path of ppo.py takes, or a folder or hub name with a part `train`; its `test` is taken where
+it has one. Of data with other parts, such as RewardBench's `filtered`, save one part as a file.
 
 A model is a folder or a name on the hub: a causal LM, or adapters. It runs in one process, on a GPU
 if there is one. Responses are sampled as ppo.py samples them, with the same random numbers for all

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 
@@ -213,6 +214,23 @@ def test_dpos_implicit_rewards_are_of_the_responses_alone(tokenizer, tiny_model)
     loss_sum, sums = dpo.pair_sums(args, chosen, rejected, batch.row_weight.chunk(2)[0])
     first = dpo.pair_loss(args, chosen, rejected)[0].item()
     assert loss_sum.item() == sums[0].item() == pytest.approx(first)
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_the_prompts_of_an_evaluation_keep_their_columns(name, monkeypatch):
+    """--gold_fn may need one: a verifier the answer."""
+    script, asked = kit.import_file(VARIANTS / f"{name}/{name}.py"), []
+
+    def roll_out(args, engine, tokenizer, rows, *others):
+        asked.extend(rows)
+        raise InterruptedError
+
+    monkeypatch.setattr(script.ppo, "roll_out", roll_out)
+    prompts = Dataset.from_list([{"prompt": "2 + 2 =", "extra": '{"answer": 4}'}])
+    args, engine = SimpleNamespace(per_device_eval_batch_size=1), torch.nn.Module()
+    with pytest.raises(InterruptedError):
+        script.answer(args, engine, None, None, prompts, None)
+    assert asked[0]["extra"] == '{"answer": 4}'
 
 
 def test_ktos_loss_by_hand():
