@@ -27,10 +27,8 @@ def report(run, step, responses, samples=1):
     responses: from `gathered`. samples: how many there are to each prompt.
     """
     names = reported(responses[0])
-    lines = []
-    for response in responses:
-        line = {name: response[name] for name in ("row", "sample", "prompt", *names)}
-        lines.append({"step": step, **line, "response": response["text"]})
+    kept = ("row", "sample", "prompt", *names)
+    lines = [{"step": step, **{n: r[n] for n in kept}, "response": r["text"]} for r in responses]
     logs.append(run.args, "samples.jsonl", lines)
     for response in responses[::samples][:2]:
         numbers = [f"{name} {response[name]:.4g}" for name in names]

@@ -41,10 +41,9 @@ def write(run, step, micro_batches, kl_coef):
         note(batch, run.tokenizer)
     penalty, lines = kl_coef if args.kl_in == "reward" else 0.0, []
     for row in evaluation.gathered(micro_batches):
-        line = {"step": step, "row": row["row"], "sample": row["sample"], "kl_coef": penalty}
-        line |= {"prompt": row["prompt"], "response": row["text"], "ended": row["ended"]}
-        line |= {name: row[name] for name in evaluation.reported(row)}
-        lines.append({**line, "tokens": row["numbers"]})
+        names = ("row", "sample", "prompt", "ended", *evaluation.reported(row))
+        line = {"step": step, "kl_coef": penalty, **{name: row[name] for name in names}}
+        lines.append({**line, "response": row["text"], "tokens": row["numbers"]})
     logs.append(args, "tokens.jsonl", lines)
 
 

@@ -151,10 +151,12 @@ def render(tokenizer, messages, opening=False):
     if tokenizer.chat_template is None:
         raise LeftOut(NO_TEMPLATE)
     try:
-        options = {"add_generation_prompt": opening, "tokenize": False}
-        return tokenizer.apply_chat_template(messages, **options)
+        out = tokenizer.apply_chat_template(messages, add_generation_prompt=opening, tokenize=False)
     except Exception as error:  # "roles must alternate", or whatever its code raises
         raise LeftOut(f"the chat template refuses it: {error}") from error
+    eos = tokenizer.eos_token
+    # Phi's ends a turn, and then the chat, for which EOS stands here once more
+    return out if opening else re.sub(rf"({re.escape(eos)}\s*)+$", lambda _: eos, out)
 
 
 def tokenise_rendered(tokenizer, text, marks):

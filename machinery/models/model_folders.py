@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import os
+import re
 from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
@@ -20,7 +22,9 @@ PAD_NAMES = ("<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "<|endoftext|>
 # How files of weights end, also those that transformers does not read
 WEIGHTS = tuple(".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .index.json".split())
 
-OLD_BUFFERS = ".masked_bias", ".inv_freq"  # no weights: older transformers saved them, too
+# Of a file: buffers, which older transformers saved, too (GPT-Neo's masks), and Qwen3.5's tower for
+# images
+LEFT_OUT = r"\.masked_bias$|\.inv_freq$|\.attn\.attention\.bias$|\.visual\."
 
 
 # ---- Where a model comes from ----
@@ -62,8 +66,7 @@ class Source:
         wanted = missing - {"score.weight"} if head_is_new else missing
         # another kind of head, such as the output matrix, may be left out
         backbone = {model.base_model_prefix, *dict(model.base_model.named_children())}
-        unused -= dict(model.named_buffers()).keys()  # GPT-Neo's masks, in older files
-        unused = {n for n in unused if n.split(".")[0] in backbone and not n.endswith(OLD_BUFFERS)}
+        unused = {n for n in unused if n.split(".")[0] in backbone and not re.search(LEFT_OUT, n)}
         refuse_misfits(self.base, wanted, unused)
         return missing
 
@@ -220,7 +223,8 @@ def load_tokenizer(path, args=None, in_chats=False):
     """
     length, trust_remote_code = (args.max_seq_len, args.trust_remote_code) if args else (0, False)
     config = load_config(path, trust_remote_code)
-    options = {"config": config, "trust_remote_code": trust_remote_code}
+    # mistral-common's own tokenizer has no chat template
+    options = {"config": config, "trust_remote_code": trust_remote_code, "mistral_format": False}
     config = config.get_text_config()
     tokenizer = load_or_refuse(path, AutoTokenizer, **options)
     if tokenizer.init_kwargs.get(AS_TRAINED):
@@ -261,13 +265,17 @@ def rows_used(tokenizer):
 def end_of_turn(tokenizer):
     """Returns the special token with which the chat template ends the assistant's turn, else EOS.
 
-    It is another than EOS for Gemma (<end_of_turn>) and the base models of Qwen (<|im_end|>).
+    It is another than EOS for Gemma (<end_of_turn>) and the base models of Qwen (<|im_end|>). What
+    a template writes only where nothing follows is the end of the chat: Phi's <|endoftext|>.
     """
-    turns, end = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}], ""
+    turns, ends = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}], []
     with contextlib.suppress(Exception):  # there is no template, or it refuses such a chat
-        end = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("ANSWER")[2].rstrip()
-    known = [token for token in tokenizer.get_added_vocab() if end.endswith(token)]
-    return max(known, key=len, default=tokenizer.eos_token)
+        for more in (0, 1):
+            text = tokenizer.apply_chat_template(turns, add_generation_prompt=more, tokenize=False)
+            ends.append(text.rpartition("ANSWER")[2])
+    end = os.path.commonprefix(ends)
+    known = [token for token in tokenizer.get_added_vocab() if token in end]
+    return max(known, key=lambda token: end.rfind(token) + len(token), default=tokenizer.eos_token)
 
 
 def padding_token(tokenizer, vocab_size):

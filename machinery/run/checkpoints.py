@@ -28,14 +28,13 @@ def folder_of(args):
 
 def whole_checkpoints(args):
     """Returns the checkpoints that got their name, step-N, for being complete, oldest first."""
-    folders = [folder for folder in folder_of(args).glob("step-*") if folder.is_dir()]
-    named = [folder for folder in folders if folder.name.removeprefix("step-").isdecimal()]
-    return sorted(named, key=step_of)
+    folders = folder_of(args).glob("step-*/")
+    return sorted((each for each in folders if each.name[5:].isdecimal()), key=step_of)
 
 
 def step_of(folder):
     """Returns the step of a checkpoint."""
-    return int(folder.name.removeprefix("step-"))
+    return int(folder.name[5:])
 
 
 # ---- Saving ----
@@ -239,9 +238,8 @@ def write_universal(folder):
     process, log = None, tempfile.TemporaryFile()
     if ranks.get_rank() == 0:
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-        command += ["--input_folder", "state", "--output_folder", "universal"]
-        command += ["--inject_missing_state"]
-        command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]  # memory for one
+        command += "--input_folder state --output_folder universal --inject_missing_state".split()
+        command += "--num_extract_workers 1 --num_merge_workers 1".split()  # memory for one
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
     ranks.wait_while(
         lambda: process is not None and process.poll() is None,

@@ -113,6 +113,46 @@ def loaded(tokenizer, folder, paths, stage):
     return *rows.load_rows(args, sources, found, 64), found
 
 
+SAY = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+NEXT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CHAT_ENDS = {  # name: (template, EOS, what ends a turn)
+    "Phi": (
+        f"{SAY}<|end|>{{% endfor %}}{NEXT}{{% if not add_generation_prompt %}}{{{{ eos_token }}}}"
+        "{% endif %}",
+        "<|endoftext|>",
+        "<|end|>",
+    ),
+    "gpt-oss": (
+        f"{SAY}{{% if loop.last and not add_generation_prompt %}}<|return|>{{% else %}}<|end|>"
+        f"{{% endif %}}{{% endfor %}}{NEXT}",
+        "<|return|>",
+        "<|return|>",
+    ),
+    "Cohere": (f"{SAY}<|END_RESPONSE|><|END|>{{% endfor %}}{NEXT}", "<|END|>", "<|END|>"),
+}
+
+
+@pytest.mark.parametrize("shape", CHAT_ENDS)
+def test_the_end_of_a_turn_is_told_from_that_of_the_chat(tokenizer, tmp_path, shape):
+    """Phi's template writes EOS once more where nothing follows: no turn ends with it."""
+    template, eos, end = CHAT_ENDS[shape]
+    tokenizer = copy.deepcopy(tokenizer)
+    specials = "<|end|> <|return|> <|END_RESPONSE|> <|END|> <|endoftext|> <|user|> <|assistant|>"
+    tokenizer.add_special_tokens({"extra_special_tokens": specials.split()})
+    tokenizer.eos_token, tokenizer.chat_template = eos, template
+    tokenizer.save_pretrained(tmp_path)
+    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    found = model_folders.load_tokenizer(tmp_path, in_chats=True)
+    assert found.eos_token == end
+    row = rows.tokenise_row({"messages": TURNS}, found, "sft", 512)
+    said = [TURNS[i]["content"] for i in (1, 3, 5)]
+    ends = {"Phi": ["<|end|>"] * 3, "Cohere": ["<|END_RESPONSE|><|END|>"] * 3}
+    if shape == "gpt-oss":  # an earlier turn ends otherwise, and is not learned
+        assert covered(found, row) == ["No<|return|>"]
+    else:
+        assert covered(found, row) == [text + end for text, end in zip(said, ends[shape])]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("shape", ["Qwen", "Gemma", "text"])
 def test_in_chats_the_end_of_turn_is_eos(tokenizer, tiny_model, tmp_path, shape, stage):

@@ -122,11 +122,18 @@ def test_the_masks_of_an_old_gpt_neo_are_no_weights(tmp_path):
     }
     change_weights(tmp_path / "model.safetensors", lambda weights: weights.update(masks))
     assert load_model(folder, get_args(), 0).lm_head.weight.std() > 0
-    change_weights(
-        tmp_path / "model.safetensors",
-        lambda weights: weights.update({"transformer.h.7.ln_1.bias": torch.ones(1)}),
-    )
+    another = {"transformer.h.7.ln_1.bias": torch.ones(1)}
+    change_weights(tmp_path / "model.safetensors", lambda weights: weights.update(another))
     assert rule_of(load_model, folder, get_args(), 0) == "unused-weights"
+
+
+def test_a_tower_for_images_is_left_out(tmp_path):
+    """Qwen3.5's is in the files of the base that adapters of its text model sit on. transformers
+    leaves it out for a language model, but not for one with a value head."""
+    folder = folder_of(tmp_path, config_of("llama"), weights=True)
+    tower = {"model.visual.blocks.0.attn.proj.weight": torch.ones(1)}
+    change_weights(tmp_path / "model.safetensors", lambda weights: weights.update(tower))
+    assert value_model_of(folder).model.score.weight.std() > 0
 
 
 def test_a_head_of_another_kind_is_left_out(tmp_path):
