@@ -68,8 +68,7 @@ def means_of(responses, samples):
     4, ..., and its 95 % interval over the prompts, pass_at_k_ci. Where the rewards are not all 0 or
     1 it is the largest reward of k: best_of_k.
     """
-    names, count = reported(responses[0]), len(responses)
-    means = {name: sum(response[name] for response in responses) / count for name in names}
+    means = {name: fmean(each[name] for each in responses) for name in reported(responses[0])}
     rewards = [response.get("reward") for response in responses]
     what = "pass_at" if {*rewards} <= {0.0, 1.0} else "best_of"
     for k in [2**i for i in range(samples.bit_length())] if samples > 1 else ():

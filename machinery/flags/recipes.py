@@ -113,8 +113,7 @@ def choose(script, stated):
             return name, f"{name}, with which {model} was trained"
     if models and FOR_MODELS in names(script):
         return FOR_MODELS, f"naming a model selects {FOR_MODELS}"
-    because = "this script has no recipe for models" if models else "no model is named"
-    return "toy", f"toy, as {because}"
+    return "toy", "toy" if models else "toy, as no model is named"
 
 
 def note(args):

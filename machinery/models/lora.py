@@ -80,7 +80,9 @@ def merge_adapters(model, folders):
         with model_folders.refusing("unreadable-weights", words):
             config = peft.PeftConfig.from_pretrained(folder)
             config.task_type = None  # a causal LM's adapters are welcome in a value model
-            wrapped = peft.PeftModel.from_pretrained(model, folder, config=config)
+            # by itself peft reads them to the first GPU, on every rank
+            options = {"config": config, "torch_device": "cpu"}
+            wrapped = peft.PeftModel.from_pretrained(model, folder, **options)
             there = set(peft.load_peft_weights(folder, device="cpu"))
         wanted = set(peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False))
         model_folders.refuse_misfits(folder, wanted - there, there - wanted)

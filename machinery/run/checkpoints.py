@@ -46,9 +46,11 @@ def save(args, engines, step, state):
     renamed.
     """
     output, folder, rank = Path(args.output_dir), folder_of(args), ranks.get_rank()
-    aside = folder / "unfinished"
+    # A new name each time: over NFS another host may take one that it knows for what was renamed.
+    aside = folder / f"unfinished-{step}"
     if rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
+        for path in folder.glob("unfinished*"):
+            shutil.rmtree(path)
         aside.mkdir(parents=True)
     ranks.barrier()
     for name, engine in engines.items():
@@ -221,6 +223,11 @@ def load_engine(engine, folder, reshape):
     schedule.base_lrs = [settings["initial_lr"] for settings in own]
     for group, settings, factor in zip(optimizer.param_groups, own, schedule.lr_lambdas):
         group.update(settings, lr=settings["initial_lr"] * factor(schedule.last_epoch))
+    # In that form DeepSpeed gives all weights one number of steps: one tensor, and on the CPU.
+    # torch's AdamW counts in it for each of them, on a GPU by a kernel.
+    for weight, kept in engine.basic_optimizer.state.items():
+        if torch.is_tensor(number := kept.get("step")):
+            kept["step"] = number.to(weight.device, copy=True)
     if hasattr(optimizer, "clip_grad"):
         optimizer.clip_grad = engine.gradient_clipping()
     ranks.barrier()

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -152,7 +153,7 @@ def test_killed_three_times_and_resumed_it_is_the_same_run(whole, tmp_path):
     already), and while the model is saved (no config.json yet, so nobody takes it for finished)."""
     folder = tmp_path / "run"
     moments = [
-        ("open unfinished/manifest.json", ["unfinished"]),
+        ("open unfinished-2/manifest.json", ["unfinished-2"]),
         ("shutil.rmtree step-2", ["step-2", "step-4"]),
         ("os.rename config.json", ["step-2", "step-4"]),
     ]
@@ -396,6 +397,23 @@ def test_a_run_goes_on_in_another_layout(whole, stopped, ranks, rows, steps, zer
     done = play(stopped, "--resume", *sizes, ranks=ranks, zero=zero)
     assert done.code == 0, done
     found, expected = kit.weights(stopped), kit.weights(whole)
+    assert max((found[key] - expected[key]).abs().max() for key in expected) < 1e-6
+
+
+def test_torchs_adam_counts_each_weights_steps_in_another_layout(tmp_path):
+    """Where DeepSpeed's own is not built. In its universal form all weights shared one number of
+    steps under stage 3: it was counted up once for each of them."""
+    flags = runs.run("sft", "--save_steps 2", zero=3)["flags"]
+    words = [*runs.base_flags("sft", runs.base()), *flags, "--num_samples", "0"]
+    words = shlex.join(map(str, words))
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    first = f"COMPILER=0 RANKS=2 sft {words} --keep_checkpoints 2 --output_dir {whole}"
+    again = "--resume --per_device_train_batch_size 2 --gradient_accumulation_steps 4"
+    assert kit.start(first).codes == [0, 0]
+    shutil.copytree(whole, run, ignore=shutil.ignore_patterns("config.json", "step-4"))
+    done = kit.start(f"COMPILER=0 sft {words} {again} --output_dir {run}")
+    assert done.code == 0 and "torch's AdamW" in done.out, done
+    found, expected = kit.weights(run), kit.weights(whole)
     assert max((found[key] - expected[key]).abs().max() for key in expected) < 1e-6
 
 
