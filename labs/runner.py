@@ -28,8 +28,8 @@ VLLM = Path(os.environ.get("VLLM_PYTHON", ROOT / "output/vllm/bin/python"))  # o
 OF_LAST = ("fault", "variant", "ranks")  # what an arm may say of its last run
 EVERY = 60  # seconds between two lines about runs that are being made
 FINISHED = "finished.json"  # written into a run's folder when it has ended by itself
-# Student's t for an interval of 95 %, with 1 to 12 degrees of freedom. With more it is smaller, by a
-# tenth at most.
+# Student's t for an interval of 95 %, with 1 to 12 degrees of freedom. With more it is smaller, by
+# a tenth at most.
 STUDENT = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179
 REDUCERS = {"last": lambda v: v[-1], "first": lambda v: v[0], "max": max, "mean": statistics.mean}
 CURVE = ("step", "kl", "gold", "reward", "response_length")  # kept of each evaluation

@@ -336,7 +336,7 @@ def test_what_a_recipe_says_beside_a_flag_goes_with_it(script, flags, dropped):
 
 
 def test_only_a_judge_needs_the_actors_eos(monkeypatch):
-    """In chats that is the end of turn, and a critic's folder may name another: it is trained on."""
+    """In chats that is the end of turn. A critic's folder may name another: it is trained on."""
     actor, other = (SimpleNamespace(get_vocab=dict, eos_token=end) for end in ("<end>", "</s>"))
     found = dict(has_weights=True, load_config=None, load_tokenizer=other, refuse_other_kind=None)
     for name, value in found.items():
