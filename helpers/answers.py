@@ -1,6 +1,5 @@
 """Step 1 answers a few held-out prompts, greedily (--num_samples), and writes samples.jsonl."""
 
-import numpy as np
 import torch
 from transformers import GenerationConfig
 
@@ -21,11 +20,10 @@ def answer_and_keep(run, engine, tokenizer, held_out, step, gold):
     if not rows:
         return {}
     answers = answer_greedily(run.args, engine, tokenizer, [row["prompt_ids"] for row in rows])
-    logs.show_sample(rows[0], answers[0])
-    pairs = zip(rows, answers)
-    lines = [{"step": step, "prompt": row["prompt"], "response": text} for row, text in pairs]
+    logs.show_sample(rows[0], answers[0]["response"])
+    lines = [{"step": step, "prompt": row["prompt"], **a} for row, a in zip(rows, answers)]
     if gold:
-        golds = graded(gold, rows, answers, tokenizer)
+        golds = graded(gold, rows, [answer["response"] for answer in answers], tokenizer)
         lines = [{**line, "gold": score} for line, score in zip(lines, golds)]
     logs.append(run.args, "samples.jsonl", lines)
     return {"eval_gold": sum(golds) / len(golds)} if gold else {}
@@ -35,12 +33,12 @@ def graded(function, rows, texts, tokenizer):
     """Returns the score that the function of --gold_fn gives to each response, as in step 3."""
     pairs = zip(rows, texts)
     made = [{**row, "text": t, "response_ids": tokenise_response(tokenizer, t)} for row, t in pairs]
-    return [float(np.sum(score)) for score in functions.scores_of(function, made)]
+    return [sum(score) for score in functions.scores_of(function, made)]
 
 
 @torch.no_grad()
 def answer_greedily(args, engine, tokenizer, prompts):
-    """Returns the likeliest response to each of `prompts`, lists of ids."""
+    """Returns the likeliest response to each of `prompts` (lists of ids), and if it ended."""
     room = min(args.max_answer_seq_len, args.max_seq_len // 2)  # a long prompt keeps its end
     prompts = [keep_end(tokenizer, ids, args.max_seq_len - room) for ids in prompts]
     ids, mask = (x.to(ranks.device()) for x in common.pad(prompts, tokenizer.pad_token_id))
@@ -54,4 +52,6 @@ def answer_greedily(args, engine, tokenizer, prompts):
         model.generation_config = own
     engine.train()
     out = out[:, ids.shape[1] :]
-    return tokenizer.batch_decode(out, skip_special_tokens=True)
+    ended = (out == tokenizer.eos_token_id).any(-1).tolist()
+    texts = tokenizer.batch_decode(out, skip_special_tokens=True)
+    return [{"response": text, "ended": float(end)} for text, end in zip(texts, ended)]

@@ -22,10 +22,7 @@ def columns(args):
 
 
 class Clock:
-    """The seconds of each part of a step."""
-
-    def __init__(self):
-        self.start()
+    """The seconds of each part of a step, from its `start`."""
 
     def start(self):
         """Starts a step."""
@@ -111,8 +108,11 @@ def per_response(batch):
 
 
 def response_means(micro_batches):
-    """Returns {name: mean over the responses of all ranks} of what `per_response` says."""
-    each = [per_response(batch) for batch in micro_batches]
+    """Returns {name: mean over the responses of all ranks} of what `per_response` says.
+
+    And clip_reward_fraction, the share of the responses whose score --clip_reward changed.
+    """
+    each = [{**per_response(b), "clip_reward_fraction": b.clipped} for b in micro_batches]
     refuse_unlike_parts(ranks.all_gather_objects([tuple(found) for found in each]))
     weight = torch.cat([batch.row_weight for batch in micro_batches])  # (n,) 0 for a filler row
     columns = [torch.cat([found[name].double() for found in each]) for name in each[0]]
@@ -135,7 +135,6 @@ def rollout_means(args, micro_batches):
     """What a rollout was like, over all ranks: {name: number}. Your own metrics: `per_response`.
 
     reward_std            deviation of all responses' shaped scores. 0: nothing to learn from
-    clip_reward_fraction  share of the responses whose score --clip_reward changed
     truncated_reward      mean score of the responses that were cut off, if any were
     entropy               mean over the tokens
     advantage_std         deviation over the tokens, before whitening
@@ -151,7 +150,6 @@ def rollout_means(args, micro_batches):
     real, weights = each("response_mask"), each("row_weight")
     totals = [scores.sum(-1) for scores in each("shaped_scores")]  # (B,) each
     means["reward_std"] = moments(totals, weights)[1] ** 0.5
-    means["clip_reward_fraction"] = moments(each("clipped"), weights)[0]
     if means["eos_rate"] < 1:
         cut = [batch.row_weight * (1 - batch.ended) for batch in micro_batches]
         means["truncated_reward"] = moments([scores.sum(-1) for scores in each("scores")], cut)[0]

@@ -81,15 +81,14 @@ def merge_adapters(model, folders):
             config = peft.PeftConfig.from_pretrained(folder)
             config.task_type = None  # a causal LM's adapters are welcome in a value model
             # by itself peft reads them to the first GPU, on every rank
-            options = {"config": config, "torch_device": "cpu"}
-            wrapped = peft.PeftModel.from_pretrained(model, folder, **options)
+            outer = peft.PeftModel.from_pretrained(model, folder, config=config, torch_device="cpu")
             there = set(peft.load_peft_weights(folder, device="cpu"))
-        wanted = set(peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False))
+        wanted = set(peft.get_peft_model_state_dict(outer, save_embedding_layers=False))
         model_folders.refuse_misfits(folder, wanted - there, there - wanted)
-        for layer in adapted_layers(wrapped).values():
+        for layer in adapted_layers(outer).values():
             with old_deepspeed.gathered_parameters([*layer.parameters()], modifier_rank=0):
                 layer.merge()
-        wrapped.unload().requires_grad_(True)
+        outer.unload().requires_grad_(True)
 
 
 def merge_state(model, state):

@@ -326,7 +326,8 @@ def test_what_a_prediction_compares():
     lab = new_lab({"a": {}, "b": {}, "c": {"against": "b"}})
 
     def numbers(**what):
-        return [round(x, 6) for x in runner.compare(lab, results, what).values()]
+        found = runner.compare(lab, results, what)
+        return [round(found[seed], 6) for seed in sorted(found, reverse=True)]
 
     assert numbers(arm="b") == [0.2, 0.3] and numbers(arm="c") == [-0.1, -0.3]
     assert numbers(arm="c", to="a") == [0.1, 0.0] and numbers(arm="a", to=0.7) == [-0.2, -0.1]
