@@ -126,11 +126,10 @@ def gaps_of_own_cache(args, engine, response, tried):
 
 
 def warn_of_scores(run, state, logged):
-    """Says in the first step what --clip_reward does, as a function's scores may be above it.
+    """Says in the first step how many scores --clip_reward changes: a function's may be above it.
 
-    Then names, in the first step or after PATIENCE of them, the step since which scores are equal.
-
-    All of them, or where responses are compared, those to each prompt. state: what checkpoints
+    Also names, in the first step or after PATIENCE of them, the step since which scores are equal:
+    all of them, or where responses are compared, those to each prompt. state: what checkpoints
     keep; logged: the metrics of the step, on all ranks.
     """
     if run.step == 1 and (share := logged["clip_reward_fraction"]):

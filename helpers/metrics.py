@@ -183,8 +183,8 @@ def sampling_means(micro_batches):
     sampling_kl         mean of log(mu / pi) over the tokens: KL(mu || pi), nats a token
     sampling_outside    share of the tokens with pi / mu outside of 0.8 .. 1.2
 
-    All are 0 but for rounding where a model samples and scores in the same way: a
-    cache sums in another order. {} where a fork's sampler tells no log-probs.
+    All are 0 but for rounding where a model samples and scores in the same way: a cache sums in
+    another order. {} where a fork's sampler tells no log-probs.
     """
     if any("sampled_logprobs" not in batch.tokens for batch in micro_batches):
         return {}

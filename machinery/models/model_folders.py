@@ -274,8 +274,8 @@ def end_of_turn(tokenizer):
             text = tokenizer.apply_chat_template(turns, add_generation_prompt=more, tokenize=False)
             ends.append(text.rpartition("ANSWER")[2])
     end = os.path.commonprefix(ends)
-    known = [token for token in tokenizer.get_added_vocab() if token in end]
-    return max(known, key=lambda token: end.rfind(token) + len(token), default=tokenizer.eos_token)
+    known = [t for t in tokenizer.get_added_vocab() if t in end]
+    return max(known, key=lambda t: end.rfind(t) + len(t), default=tokenizer.eos_token)
 
 
 def padding_token(tokenizer, vocab_size):

@@ -50,7 +50,7 @@ def save(args, engines, step, state):
     aside = folder / f"unfinished-{step}"
     if rank == 0:
         for path in folder.glob("unfinished*"):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
         aside.mkdir(parents=True)
     ranks.barrier()
     for name, engine in engines.items():
@@ -226,8 +226,8 @@ def load_engine(engine, folder, reshape):
     # In that form DeepSpeed gives all weights one number of steps: one tensor, and on the CPU.
     # torch's AdamW counts in it for each of them, on a GPU by a kernel.
     for weight, kept in engine.basic_optimizer.state.items():
-        if torch.is_tensor(number := kept.get("step")):
-            kept["step"] = number.to(weight.device, copy=True)
+        if torch.is_tensor(step := kept.get("step")):
+            kept["step"] = step.to(weight.device, copy=True)
     if hasattr(optimizer, "clip_grad"):
         optimizer.clip_grad = engine.gradient_clipping()
     ranks.barrier()
