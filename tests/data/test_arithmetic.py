@@ -85,10 +85,11 @@ def test_the_recipe_for_gsm8k_on_rows_in_its_columns(tmp_path):
     file = tmp_path / "gsm8k.jsonl"
     rows = [{"question": f"{n} + 1?", "answer": f"So {n + 1}.\n#### {n + 1}"} for n in range(40)]
     write_lines(file, rows)
-    sft = ["--model_name_or_path", base() / "models/actor", "--max_seq_len", 64]
-    sft = run("sft", *GSM8K.split(), "--data_path", file, *sft)
-    ppo = f"""{GSM8K} --data_path {file} --actor_model_name_or_path {sft.folder}
-              --num_eval_prompts 2 --max_prompt_seq_len 64 --per_device_generation_batch_size 8
+    sft = f"""{GSM8K} --data_path {file} --columns instruction=question,output=answer
+              --model_name_or_path {base()}/models/actor --max_seq_len 64""".split()
+    ppo = f"""{GSM8K} --data_path {file} --columns instruction=question
+              --actor_model_name_or_path {run("sft", *sft).folder} --num_eval_prompts 2
+              --max_prompt_seq_len 64 --per_device_generation_batch_size 8
               --per_device_training_batch_size 8""".split()
     assert metrics(run("ppo", *ppo).folder)[-1]["eval_pass_at_4"] == 0
     file.write_text('{"question": "1 + 1?", "answer": null}\n{"question": "?", "answer": null}\n')
