@@ -100,7 +100,7 @@ def test_what_comes_back_is_what_a_sampler_returns(client, tiny_model, tokenizer
     """The contract of docs/ppo.md. The server has the weights of each rollout's actor, and knows
     nothing of the ranks: vLLM would take their variables for its own."""
     os.environ["RANK"], notes = "0", tmp_path / "notes"
-    os.environ["VLLM_STUB_NOTES"] = str(notes)
+    os.environ["VLLM_STUB_NOTES"], os.environ["VLLM_API_KEY"] = str(notes), "of another server"
     try:
         more = dict(vllm_flags="--enforce-eager --seed=3", vllm_devices="7")
         engine = client("late", vllm_dtype="bf16", **more)
@@ -111,12 +111,13 @@ def test_what_comes_back_is_what_a_sampler_returns(client, tiny_model, tokenizer
                 assert row["text"] == tokenizer.decode([7, 8])
                 assert row["tokens"] == {"sampled_logprobs": vllm_stub.LOGPROBS}
     finally:
-        del os.environ["RANK"], os.environ["VLLM_STUB_NOTES"]
+        for name in "RANK", "VLLM_STUB_NOTES", "VLLM_API_KEY":
+            del os.environ[name]
     assert engine.version == f"{engine.run}-2" and engine.seconds["hand_over_seconds"] > 0
     _, words, env = json.loads(notes.read_text())
     assert {"--dtype=bfloat16", "--enforce-eager", "--seed=3", "--max-model-len=32"} <= {*words}
     assert "RANK" not in env and env["VLLM_SERVER_DEV_MODE"] == "1"
-    assert env["CUDA_VISIBLE_DEVICES"] == "7"
+    assert env["CUDA_VISIBLE_DEVICES"] == "7" and "VLLM_API_KEY" not in env
     assert not engine.args.compile_decoding  # the trainer keeps no caches for a rollout of its own
 
 
@@ -167,6 +168,7 @@ FAULTS = {
     "cut": "answers /collective_rpc with 500",  # and ends in the midst of its words
     "cached": "has not dropped its cache of older weights",
     "newer": "answer is not one of vLLM 0.32: TypeError",
+    "nan": "a log-prob of vLLM's is not finite: its fp32 overflows",
 }
 
 
@@ -238,6 +240,48 @@ def test_a_server_at_a_url_is_taken_as_it_is(client, tiny_model, tokenizer, othe
     third = client(vllm_url=other_server)
     with pytest.raises(RuntimeError, match="with 501(.|\n)*started as variants/vllm/hosts.md"):
         roll_out(third, tiny_model, tokenizer)
+
+
+def test_a_run_whose_responses_are_being_sampled_keeps_its_weights(client, tiny_model, tokenizer):
+    """Another run at the same server is refused before it has touched anything. Else the first one
+    would get the rest of its responses from the other's weights, under its own number."""
+    first = client("late")
+    roll_out(first, tiny_model, tokenizer)
+    second = client("late", vllm_url=first.url, vllm_python=None)
+    first.launch(tiny_model, tokenizer, requests(), 1, 3)
+    assert until(lambda: first.version.endswith("-2") and second.ask("/load")["open"])
+    with pytest.raises(RuntimeError, match="it samples for others"):
+        roll_out(second, tiny_model, tokenizer)
+    assert len(first.land()) == len(PROMPTS)
+    assert first.ask("/weight_info")["weight_version"] == first.version
+    assert first.ask("/load")["loads"] == 2  # none was the second run's
+
+
+def test_a_rollout_in_the_air_keeps_no_run_alive(client, tiny_model, tokenizer):
+    """With --vllm_ahead 1 a run may end while vLLM samples. Python waits for all threads that are no
+    daemons, and for those of concurrent.futures, before it closes vLLM's stdin."""
+    engine, before = client("late", vllm_ahead=1), threading.enumerate()
+    engine.launch(tiny_model, tokenizer, requests(), 1, 3)
+
+    def ours():
+        return [thread for thread in threading.enumerate() if thread not in before]
+
+    assert until(lambda: len(ours()) >= 4)  # one for the rollout, and one for each response
+    assert all(thread.daemon for thread in ours())
+    assert engine.land()
+
+
+def test_a_folder_for_a_server_elsewhere_is_readable_as_umask_says(client, tmp_path, other_server):
+    """It may run as another user. In memory, and for a server of the run's own, it is private."""
+    given = dict(vllm_url=other_server, vllm_python=None)
+    os.chmod(tmp_path, 0o777)
+    umask = os.umask(0o027)
+    try:
+        assert Path(client(vllm_folder=tmp_path, **given).folder).stat().st_mode & 0o777 == 0o750
+        for private in client(**given), client(vllm_folder=tmp_path):
+            assert Path(private.folder).stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(umask)
 
 
 class NoModel(OtherModel):
@@ -362,6 +406,8 @@ def sampled(off, count=200):
         ({"dtype": "bf16"}, [4, 60], "error: step 2: .* 0.2 .*first step: 2.0%"),
         ({"is_cap": 2.0}, [0, 6, 9], "warning: step 2: for 6 of 200"),
         ({"allow_mismatch": 1}, [0, 6], "warning"),
+        ({"is_cap": 2.0}, [60, 60, 60], "warning: step 1: for 60 of 200 tokens .* 0.2"),
+        ({"is_band": 1.1}, [0, 6], "warning: step 2"),
         ({"vllm_ahead": 1}, [0, 30, 30, 100], None),  # the rule is one update behind
         ({"vllm_ahead": 1}, [0, 0, 0, 60], "warning: step 4"),
         ({"vllm_dtype": "bf16"}, [4, 20], None),
@@ -370,6 +416,7 @@ def sampled(off, count=200):
 def test_weights_that_vllm_kept_are_missed(client, capsys, flags, shares, said):
     """At every step, by the tokens that it then samples with other log-probs than scoring has."""
     engine, run = client(**flags), SimpleNamespace(finish=lambda code: sys.exit(code))
+    assert ("without --is_cap" in capsys.readouterr().out) == ("vllm_ahead" in flags)
     stopped = None
     for run.step, off in enumerate(shares, start=1):
         assert not stopped
@@ -801,6 +848,22 @@ def test_vllm_samples_from_adapters_that_it_was_handed_by_themselves(
     finally:
         engine.end()
     assert engine.lora_rank == 4 and found[0] != found[1] != found[2]
+
+
+@pytest.mark.slow
+def test_another_run_cannot_change_weights_that_sample(real, real_model, tokenizer):
+    """vLLM itself would load them between two tokens of the first run's responses."""
+    first, second = (vllm.Vllm(args_of(vllm_url=real, **SIZES)) for _ in range(2))
+    other = copy.deepcopy(real_model)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(-1)
+    first.launch(real_model, tokenizer, long_requests(24), 1, 24)
+    assert until(lambda: first.version == second.ask("/weight_info")["weight_version"])
+    time.sleep(0.3)  # some of them are being sampled
+    with pytest.raises(RuntimeError, match="it samples for others"):
+        second.roll_out(second.args, other, tokenizer, long_requests(), 1, 8)
+    rows = first.land()
+    assert len(rows) == 24 and max(largest_gap(real_model, row) for row in rows) < 1e-4
 
 
 @pytest.mark.slow

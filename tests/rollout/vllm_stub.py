@@ -12,13 +12,15 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 FAULTS = (
     "ends never other-weights two-weights killed hangs late broken short unloadable cached plain "
-    "newer orphaned counts keeps cut"
+    "newer orphaned counts keeps cut nan"
 )
+LOCK = threading.Lock()
 TOKENS, LOGPROBS = [7, 8, 1], [-0.5, -1.0, -1.5]
 
 
@@ -40,12 +42,15 @@ class Routes(http.server.BaseHTTPRequestHandler):
     name, room, fault, model, version, config = "", 0, "", None, "default", {}
     adapters = {}  # name: whether it was loaded "in place", and its folder
     number = itertools.count()
+    open, loads = 0, 0  # requests that are being answered; weights that were loaded
 
     def do_GET(self):
         if self.path == "/weight_info":
             return self.answer({"weight_version": self.version})
         if self.path.startswith("/server_info"):
             return self.answer(server_info(self.config))
+        if self.path == "/load":  # for tests alone
+            return self.answer({"open": Routes.open, "loads": Routes.loads})
         assert self.path == "/v1/models"
         model = {"id": Routes.name, "max_model_len": Routes.room}
         self.answer({"data": [model]})
@@ -67,7 +72,7 @@ class Routes(http.server.BaseHTTPRequestHandler):
             del self.adapters[body["lora_name"]]
             self.answer(b"Success")
         elif self.path == "/reset_prefix_cache":
-            self.answer({"success": self.fault != "cached"})
+            self.answer({"success": self.fault != "cached" and not Routes.open})
         elif self.path == "/update_weight_version":
             Routes.version = body["new_version"]
             self.answer({"success": True})
@@ -80,7 +85,12 @@ class Routes(http.server.BaseHTTPRequestHandler):
                     assert list(Path(folder).glob("*.safetensors"))
             else:
                 assert body["model"] == self.name
-            self.generate(body["token_ids"], body["sampling_params"])
+            with LOCK:
+                Routes.open += 1
+            answer = self.generate(body["token_ids"], body["sampling_params"])
+            with LOCK:
+                Routes.open -= 1
+            self.answer(answer)
 
     def load(self, folder):
         if self.fault == "unloadable":
@@ -89,6 +99,7 @@ class Routes(http.server.BaseHTTPRequestHandler):
             return self.answer(b"no weights", 500, length=99)
         if self.fault == "model" or (self.fault == "keeps" and not Routes.model):
             Routes.model = load_model(folder)
+        Routes.loads += 1
         self.answer({"results": [None]})
 
     def generate(self, ids, params):
@@ -106,12 +117,14 @@ class Routes(http.server.BaseHTTPRequestHandler):
         spans = [{"version": self.version, "start": 0, "end": len(tokens)}]
         if self.fault in ("other-weights", "two-weights"):
             spans = [{"version": "elsewhere-7"}] + spans * (self.fault == "two-weights")
+        if self.fault == "nan":
+            logprobs = [-0.5, -9999.0, -1.5]
         content = [{"token_id": t, "logprob": x} for t, x in zip(tokens, logprobs)]
         choice = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": spans}
         choice["finish_reason"] = {"broken": "abort", "short": "length"}.get(self.fault, why)
         if self.fault == "newer":
             choice["logprobs"] = logprobs  # as another version might answer
-        self.answer({"choices": [choice]})
+        return {"choices": [choice]}
 
     def answer(self, body, code=200, length=None):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()

@@ -21,11 +21,10 @@ the process alive, while vLLM's answer is watched for errors.
 import base64
 import ctypes
 import threading
-import time
+from concurrent import futures
 
 import torch
 
-POLL = 0.01  # seconds between two looks
 GRACE = 30  # seconds longer than vLLM's answers: these have the better words
 SUM, TYPES = 0, {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of nccl.h
 
@@ -87,8 +86,8 @@ class Sender:
         info = {"nccl_unique_id_b64": base64.b64encode(unique).decode(), "rank_offset": 1}
         info |= {"world_size": size, "packed": False}
         ask("/shutdown_weight_transfer_engine", {})  # a group that an earlier run has left
-        joins = Background(lambda: self.join(size, unique))
-        asked = Background(lambda: ask("/init_weight_transfer_engine", {"init_info": info}))
+        joins = in_background(self.join, size, unique)
+        asked = in_background(ask, "/init_weight_transfer_engine", {"init_info": info})
         wait_for([asked, joins], self.limit)
 
     def join(self, size, unique):
@@ -108,8 +107,8 @@ class Sender:
         info["dtype_names"] = [str(one.dtype).removeprefix("torch.") for one in tensors.values()]
         info["shapes"] = [[*one.shape] for one in tensors.values()]
         self.ask("/start_weight_update", {})
-        asked = Background(lambda: self.ask("/update_weights", {"update_info": info}))
-        sends = Background(lambda: self.broadcast(tensors))
+        asked = in_background(self.ask, "/update_weights", {"update_info": info})
+        sends = in_background(self.broadcast, tensors)
         wait_for([asked, sends], self.limit)
         self.ask("/finish_weight_update", {})
 
@@ -122,31 +121,24 @@ class Sender:
                 self.stream.synchronize()
 
 
-class Background:
-    """Runs a function in a daemon thread, and keeps the exception that it raises."""
+def in_background(work, *given):
+    """Returns the Future of work(*given), in a daemon thread: it does not keep the process alive."""
+    future = futures.Future()
 
-    def __init__(self, function):
-        self.error = None
-        self.thread = threading.Thread(target=self.run, args=[function], daemon=True)
-        self.thread.start()
-
-    def run(self, function):
+    def run():
         try:
-            function()
-        except Exception as error:
-            self.error = error
+            future.set_result(work(*given))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def wait_for(running, limit):
-    """Waits until all have ended. Raises the first error that it finds."""
-    end = time.time() + limit
-    while True:
-        done = not any(one.thread.is_alive() for one in running)
-        for one in running:
-            if one.error:
-                raise one.error
-        if done:
-            return
-        if time.time() > end:
-            raise TimeoutError("NCCL: rank 0 waits for vLLM's workers, or they for it")
-        time.sleep(POLL)
+    """Waits until all Futures have ended. Raises the first error that there is."""
+    done, waiting = futures.wait(running, limit, return_when=futures.FIRST_EXCEPTION)
+    for one in done:
+        one.result()
+    if waiting:
+        raise TimeoutError("NCCL: rank 0 waits for vLLM's workers, or they for it")

@@ -2,11 +2,11 @@
 
     the run (ppo.py), its rank 0                     vLLM: another process, another Python
     writes the actor to a folder       -- files -->
+    POST /reset_prefix_cache           ----------->  nobody else samples? Once more after loading
+    POST /update_weight_version        ----------->  notes "4f1c20aa-3", the hand-over's number
     POST /collective_rpc               ----------->  load_folder, of vllm_server.py
     (or /v1/load_lora_adapter          ----------->  the adapters alone: see `write`.
      and /v1/unload_lora_adapter       ----------->  forgets the ones before)
-    POST /reset_prefix_cache           ----------->  drops keys and values of older weights
-    POST /update_weight_version        ----------->  notes "4f1c20aa-3", the hand-over's number
     POST /inference/v1/generate, one   ----------->
     for each response: token ids       <-----------  token ids, their log-probs, and that number
 
@@ -18,6 +18,7 @@ import atexit
 import itertools
 import json
 import os
+import resource
 import secrets
 import shlex
 import shutil
@@ -29,7 +30,6 @@ import time
 import traceback
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -52,12 +52,14 @@ SENT = "prompt_ids", "row", "sample", "turn"  # of a request: its tokens, and wh
 TEMPERATURES = 0.01, 2.0  # vLLM samples at 0.01 where less is asked, and refuses more
 GRACE = 2  # seconds between two looks at whether vLLM listens
 TOKENS_AT_ONCE = 4096  # of all prompts that vLLM reads in one forward on a CPU
+NOT_FINITE = -9999.0  # a log-prob of vLLM's that stands for NaN and for -inf
 LORA_RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512  # of which --max-lora-rank must be one
 TRANSFER = '{"backend": "nccl"}'  # --weight-transfer-config
 MOST_BIASES = 1024  # of a request, in the model runner that vLLM has for GPUs
 UNLESS_SET = {  # variables of vLLM's own
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GB for keys and values; by itself it wants 92 % of the memory
+    "VLLM_NO_USAGE_STATS": "1",  # on a GPU it reports its use to vLLM's makers
 }
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -101,7 +103,6 @@ class Vllm:
         self.sender, self.tensors = None, {}  # --vllm_transfer nccl: of rank 0, and what it sends
         self.lora_rank = 0  # of adapters that are handed over by themselves; 0: there are none
         self.names = itertools.cycle(["adapters-a", "adapters-b"])  # folders, in turn
-        self.thread = ThreadPoolExecutor(1)  # of rank 0: it waits for vLLM
         self.in_the_air = self.landed = None  # a rollout that was asked for, and the newest one
         self.seconds = {}  # of the last hand-over, for the log
         self.shares_off, self.warned = [], False  # shares of tokens, in the first steps: `check`
@@ -109,6 +110,11 @@ class Vllm:
         if not low <= args.temperature <= high:
             words = f"--temperature {args.temperature}: vLLM samples between {low} and {high}."
             raise Refused("vllm-temperature", words)
+        if args.vllm_ahead and not args.is_cap:
+            ranks.say(
+                "warning: --vllm_ahead 1 without --is_cap: older weights sample, and are taken for "
+                "the actor's"
+            )
         self.by_nccl = args.vllm_transfer == "nccl"
         if self.by_nccl:
             self.device = get_accelerator().current_device_name()  # this thread's: the main one
@@ -139,6 +145,12 @@ class Vllm:
             self.folder = tempfile.mkdtemp(prefix="rollouts-", dir=place)
         except OSError as error:
             raise Refused("vllm-folder", f"--vllm_folder {place}: {error.strerror}") from None
+        if args.vllm_url and args.vllm_folder:  # the server may run as another user
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(self.folder, 0o777 & ~umask)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a socket for each response
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
         return model, MOST_BIASES if runner and device != "cpu" else float("inf")
 
@@ -219,7 +231,7 @@ class Vllm:
         shares = of_ranks[:: ranks.tensor_parallel_size()]
         if ranks.get_rank() == 0:
             given = sum(shares, []), step, params, batch_size * len(shares), written, seconds
-            future = self.thread.submit(self.fly, *given)
+            future = vllm_nccl.in_background(self.fly, *given)
         start = sum(map(len, shares[: ranks.data_parallel_rank()]))
         self.in_the_air = tokenizer, requests, slice(start, start + len(requests)), future
 
@@ -276,6 +288,7 @@ class Vllm:
         """Waits for the rollout that is in the air, if one is. Returns this rank's newest one."""
         if self.in_the_air:
             (tokenizer, requests, mine, future), self.in_the_air = self.in_the_air, None
+            self.wait(future)
             # of rank 0, on all ranks, also an error's words
             answers, seconds = ranks.all_gather_objects(future.result() if future else [])
             if isinstance(answers, str):
@@ -285,6 +298,17 @@ class Vllm:
                 text = tokenizer.decode(new["response_ids"], skip_special_tokens=True)
                 self.landed.append({**request, **new, "text": text})
         return self.landed
+
+    def wait(self, future):
+        """Waits on all ranks until rank 0 has its answers, however long vLLM takes.
+
+        One wait would end after ranks.WAIT_MINUTES. These are many short ones.
+        """
+        pause = 0.01
+        while ranks.get_world_size() > 1 and ranks.all_sum(bool(future and not future.done()))[0]:
+            ranks.go_on()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
 
     def fly(self, requests, step, params, count, written, seconds):
         """Rank 0: hands the weights over, and asks for all responses, `count` at a time.
@@ -296,8 +320,7 @@ class Vllm:
             if not self.url:
                 self.start()
             seconds += self.hand_over(written)
-            with ThreadPoolExecutor(count) as pool:
-                return [[*pool.map(lambda one: self.sample(one, step, params), requests)], seconds]
+            return [self.sample_all(requests, step, params, count), seconds]
         except Fault as fault:
             words = str(fault)
         except (LookupError, TypeError, ValueError) as error:
@@ -320,6 +343,8 @@ class Vllm:
             return time.time() - began
         self.hand_overs += 1
         self.version = f"{self.run}-{self.hand_overs}"
+        self.drop_caches()  # before weights move under another run's responses
+        self.ask("/update_weight_version", {"new_version": self.version})
         if self.tensors:
             given = self.ask, self.device, self.args.vllm_timeout
             self.sender = self.sender or vllm_nccl.Sender(*given)
@@ -334,10 +359,13 @@ class Vllm:
             self.ask("/v1/load_lora_adapter", given, read=bytes)
             if ours:
                 self.ask("/v1/unload_lora_adapter", {"lora_name": adapters}, read=bytes)
+        self.drop_caches()
+        return time.time() - began
+
+    def drop_caches(self):
+        """Has vLLM drop what it has kept of prompts. It cannot while it samples."""
         if not self.ask("/reset_prefix_cache", {})["success"]:
             raise Fault("vLLM has not dropped its cache of older weights: it samples for others")
-        self.ask("/update_weight_version", {"new_version": self.version})
-        return time.time() - began
 
     def sampler(self):
         """Returns the name of what samples, as vLLM knows it: the model, or the adapters on it."""
@@ -372,6 +400,17 @@ class Vllm:
             logit_bias={str(i): -100.0 for i in ids} or None,
         )
 
+    def sample_all(self, requests, step, params, count):
+        """Returns what `sample` makes of each request, `count` of them at a time."""
+        numbered = enumerate(requests)  # from which each thread takes its next one
+
+        def work():
+            return [(i, self.sample(one, step, params)) for i, one in numbered]
+
+        threads = [vllm_nccl.in_background(work) for _ in range(min(count, len(requests)))]
+        found = dict(row for thread in threads for row in thread.result())
+        return [found[i] for i in range(len(requests))]
+
     def sample(self, request, step, params):
         """Returns response_ids, ended and tokens of a request. Several threads call it."""
         key = decoding.draw_key(self.args.seed, step, request)
@@ -389,6 +428,8 @@ class Vllm:
         if why != "stop" and (why, len(ids)) != ("length", params["max_tokens"]):
             raise Fault(f"vLLM broke a response off after {len(ids)} tokens: {why}")
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+        if any(logprob <= NOT_FINITE for logprob in logprobs):
+            raise Fault(f"a log-prob of vLLM's is not finite: its {self.dtype} overflows, or is NaN")
         return {
             "response_ids": ids,
             "ended": float(why == "stop"),
@@ -407,17 +448,26 @@ class Vllm:
         differ. Where they may, this only warns, once.
         """
         args = self.args
+        corrected = args.is_cap or getattr(args, "is_band", None)  # of the variant band
         coarse = args.vllm_ahead or self.dtype != args.dtype
         limits = SimpleNamespace(dtype="bf16" if coarse else args.dtype)
         gaps = [metrics.token_gaps(batch)[batch.response_mask > 0] for batch in micro_batches]
         off, count = checks.counts_off(limits, gaps)[-1]
         if len(self.shares_off) <= 2 * args.vllm_ahead:  # ahead, from the third on it is the rule
             self.shares_off.append(off / max(count, 1))
+            far = checks.counts_off(SimpleNamespace(dtype="bf16"), gaps)[-1][0]
+            if far > checks.COARSE * count and not self.warned:
+                self.warned = True
+                ranks.say(
+                    f"warning: step {run.step}: for {far:,} of {count:,} tokens scoring gives "
+                    f"another log-prob than vLLM, by more than {checks.OFF['bf16']}.\n  Likely: "
+                    "--top_p, --top_k or a vLLM of lower precision, or it has not loaded the weights."
+                )
             return
         usual = max(self.shares_off)
         if self.warned or not checks.too_many(limits, off - 3 * usual * count, count):
             return
-        goes_on = self.warned = args.is_cap or args.vllm_ahead or args.allow_mismatch
+        goes_on = self.warned = corrected or args.vllm_ahead or args.allow_mismatch
         ranks.say(
             f"{'warning' if goes_on else 'error'}: step {run.step}: for {off:,} of {count:,} tokens"
             f" scoring gives another log-prob than vLLM, by more than {checks.OFF[limits.dtype]} "
@@ -450,6 +500,8 @@ class Vllm:
             most = max(TOKENS_AT_ONCE, args.max_seq_len)
             words += ["--no-enable-chunked-prefill", f"--max-num-batched-tokens={most}"]
         more = {"CUDA_VISIBLE_DEVICES": args.vllm_devices} if args.vllm_devices else {}
+        if not args.vllm_folder:  # else the path may be too long for a socket
+            more["VLLM_RPC_BASE_PATH"] = self.folder
         if self.lora_rank:
             more["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # the route for adapters
             room = min(each for each in LORA_RANKS if each >= self.lora_rank)
@@ -558,8 +610,11 @@ def free_port():
 
 
 def environment(more):
-    """Returns the environment of vLLM: without this rank's place among others, and our code."""
-    ours = "RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_", "PYTHON", "OMP_"
+    """Returns the environment of vLLM: without this rank's place among others, and our code.
+
+    Also without a key, which the run would not send.
+    """
+    ours = "RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_", "PYTHON", "OMP_", "VLLM_API_KEY"
     env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     own = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONSAFEPATH": "1"}
     return {**UNLESS_SET, **env, **own, **more}
