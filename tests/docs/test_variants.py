@@ -397,6 +397,8 @@ def test_the_band_variant_by_hand(tmp_path):
         for args.loss_mean, expected in (("tokens", tokens), ("responses", responses)):
             weights, divisor = ppo.loss_weights(args, masks)
             assert divisor == expected and weights[0].sum() == pytest.approx(expected)
+    batch.row_weight = torch.tensor([1.0, 1, 0])  # the last one is a filler
+    assert ppo.band_means(args, [batch]) == {"in_band_fraction": 0.5}
 
 
 def test_the_ensemble_variant_by_hand(tmp_path):
