@@ -448,3 +448,20 @@ def test_the_kl_penalty_is_applied_once():
         ppo.set_advantages(args, batches, 0.5, None)
         paid[where] = batches[0].returns[0, 0].item()
     assert paid == {"reward": 0.5, "loss": 1.0}
+
+
+def test_the_estimator_of_kl_in_the_reward_is_the_flags():
+    """One nat costs half of the coefficient with k2."""
+    args, batches = rollout("--kl_in reward --kl_estimator k2 --lam 1 --whiten 0")
+    ppo.set_advantages(args, batches, 0.5, None)
+    assert batches[0].returns[0, 0].item() == 1 - 0.5 * 0.5
+
+
+@pytest.mark.parametrize("name, expected", [("gae", [-0.28125, 0.75]), ("reinforce", [0.5, 1])])
+def test_gamma_and_lambda_reach_their_estimator(name, expected):
+    """By hand: delta is 0.5 * 0.25 - 0.5 = -0.375 and 1 - 0.25 = 0.75, and GAE's first advantage
+    -0.375 + 0.5 * 0.25 * 0.75. REINFORCE has no lambda."""
+    args = ppo_args(f"--advantage {name} --gamma 0.5 --lam 0.25 --whiten 0 --kl_in loss")
+    batch = scored([7], torch.tensor([[0.0, 1]]), values=torch.tensor([[0.5, 0.25]]))
+    ppo.set_advantages(args, [batch], 0.0, None)
+    assert batch.advantages.tolist() == [expected]

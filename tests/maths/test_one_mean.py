@@ -99,6 +99,35 @@ def test_actor_and_critic_learn_the_mean_over_the_tokens_that_count():
     assert values.grad.tolist() == [[-0.5, -1.5, 0], [0, 0, 0]]
 
 
+def test_an_optimizer_step_clips_and_penalises_as_its_flags_say():
+    """By hand. Ratios of 1.25 and 1.4 with a clip_high of 0.3: the first has its whole gradient,
+    the second none. k2 pulls both towards the reference, a nat away, at 0.3. Values that moved by
+    0.5 and 0.25 towards a return of 1, with a clip_value of 0.3: the first has no gradient, the
+    second its error. Each token counts one half."""
+    flags = "--clip 0.2 --clip_high 0.3 --clip_value 0.3 --kl_in loss --kl_estimator k2"
+    args = ppo.get_args(["--preset", "toy", *flags.split()])
+    logprobs, values = torch.zeros(1, 2).requires_grad_(), torch.tensor([[0.5, 0.25]])
+    values.requires_grad_()
+    batch = micro_batch(
+        [0],
+        response_mask=torch.ones(1, 2),
+        ended=torch.ones(1),
+        old_logprobs=-torch.tensor([[1.25, 1.4]]).log(),
+        ref_logprobs=torch.tensor([[1.0, -1.0]]),
+        old_values=torch.zeros(1, 2),
+        advantages=torch.ones(1, 2),
+        returns=torch.ones(1, 2),
+        kept={"actor": (logprobs, torch.zeros(1, 2)), "critic": values},
+    )
+    engine = SimpleNamespace(
+        backward=torch.Tensor.backward, step=lambda: None, gradient_accumulation_steps=lambda: 1
+    )
+    models = ppo.Models(engine, engine, None, [], None, None)
+    ppo.optimizer_step(args, models, [batch], 0.3, metrics.TokenMeans())
+    assert logprobs.grad[0].tolist() == pytest.approx([-0.625 - 0.15, 0.15])
+    assert values.grad[0].tolist() == pytest.approx([0, -0.375])
+
+
 def test_an_update_that_makes_its_own_forwards_learns_the_same(monkeypatch):
     """Where nothing before it needed the old log-probs they are those of this forward, as numbers:
     the ratio is 1, and its gradient that of the log-prob. Nothing that is kept has a graph."""

@@ -125,6 +125,20 @@ def test_one_rank_that_samples_otherwise_stops_all():
     assert kit.on_ranks(one_rank_is_wrong, 2) == [True, True]
 
 
+@pytest.mark.parametrize("dtype, sound, wrong", [("fp32", 1.00001, 1.001), ("bf16", 1.005, 1.05)])
+def test_one_token_of_many_whose_first_ratio_is_not_1_stops_the_run(dtype, sound, wrong):
+    """Their mean would be as good as 1."""
+    ratio, mask = torch.ones(1, 1000), torch.ones(1, 1000)
+    batch = SimpleNamespace(response_mask=mask, ratio=ratio)
+    ratio[0, 500] = sound
+    checks.stop_unless_one(first(dtype), [batch])
+    ratio[0, 500] = wrong
+    with pytest.raises(SystemExit):
+        checks.stop_unless_one(first(dtype), [batch])
+    mask[0, 500] = 0  # padding
+    checks.stop_unless_one(first(dtype), [batch])
+
+
 def test_a_first_ratio_that_is_nan_is_not_1():
     """As any comparison with NaN is false, one that asks for "too large" would let it pass."""
     batch = SimpleNamespace(response_mask=torch.ones(1, 2), ratio=torch.tensor([[1.0, 1.00001]]))
