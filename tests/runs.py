@@ -129,7 +129,11 @@ RUNS |= {
         accumulation=1,
     ),
     "ppo_target_kl": run(
-        "ppo", "--allow_unstable 1 --ppo_epochs 4 --target_kl 1e-9 --max_steps 2", 2, **ONCE
+        "ppo",
+        """--allow_unstable 1 --ppo_epochs 4 --target_kl 1e-9 --max_steps 2
+           --critic_learning_rate 2e-3""",
+        zero=2,
+        **ONCE,
     ),
     "ppo_gate": run("ppo", "--actor_dropout 0.1 --max_steps 1", zero=2),
     "ppo_bandit": run(
@@ -260,22 +264,41 @@ def make(name):
 
 def make_run(base, name, script, flags, sigterm_after=None):
     """Makes a run in this rank. Returns its exit code and what is worth knowing of its engines:
-    of each model saved its folder, optimizer and optimizer steps, and what of it is offloaded; and
-    of the actor what is offloaded while responses are written."""
+    of each model saved its folder, optimizer and optimizer steps, what of it is offloaded, and
+    whether it computes activations twice; and of the actor what is offloaded while responses are
+    written. Then what it drew: numbers from Python and NumPy at each step's end, and torch's seed.
+    And the arguments of some calls, from the third on."""
+    import random
+
+    import numpy as np
     import torch
     from deepspeed.accelerator import get_accelerator
     from transformers import AttentionMaskInterface
 
     import ppo
+    from helpers import padding
     from machinery.base import ranks
+    from machinery.base.modules import unwrap_model
+    from machinery.engine import ema
     from machinery.flags import rules
     from machinery.run.run import Run
 
-    facts, output = {"saved": [], "away": []}, base / "runs" / name
+    facts, output = {"saved": [], "away": [], "draws": {}}, base / "runs" / name
     log, save, roll_out = Run.log, Run.save, ppo.roll_out
+    calls = {name: ppo for name in ("minibatches", "ordered", "set_advantages")}
+    calls |= {"update": ema.Ema, "refuse_if_padding_matters": padding}
+    plain = {name: getattr(place, name) for name, place in calls.items()}
+
+    def noting(name):
+        def call(*args):
+            facts.setdefault(name, []).append(args[2:])
+            return plain[name](*args)
+
+        return call
 
     def log_and_interrupt(run, *args, **options):
         log(run, *args, **options)
+        facts["draws"][run.step] = random.random(), float(np.random.random())
         if run.step == sigterm_after and ranks.get_rank() == ranks.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGTERM)  # one rank only is told to stop
 
@@ -283,6 +306,7 @@ def make_run(base, name, script, flags, sigterm_after=None):
         place = str(Path(folder or output).relative_to(output))
         optimizer = type(engine.basic_optimizer).__name__
         note = dict(folder=place, optimizer=optimizer, optimizer_steps=engine.global_steps)
+        note["recomputes"] = unwrap_model(engine).is_gradient_checkpointing
         facts["saved"].append({**note, "away": away(engine), "skipped": engine.skipped_steps})
         return save(run, engine, tokenizer, folder, *args, **options)
 
@@ -297,6 +321,8 @@ def make_run(base, name, script, flags, sigterm_after=None):
         type(get_accelerator()).is_fp16_supported = lambda self: True
         rules.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "one that has fp16")
     Run.log, Run.save, ppo.roll_out = log_and_interrupt, save_and_note, roll_out_and_note
+    for name, place in calls.items():
+        setattr(place, name, noting(name))
     flags = [flag.replace("BASE", str(base)) for flag in flags]
     try:
         kit.call_main(script, [*base_flags(script, base), *flags, "--output_dir", str(output)])
@@ -305,6 +331,9 @@ def make_run(base, name, script, flags, sigterm_after=None):
         facts["mask"] = AttentionMaskInterface()["sdpa"].__name__
     finally:
         Run.log, Run.save, ppo.roll_out = log, save, roll_out
+        for name, place in calls.items():
+            setattr(place, name, plain[name])
+    facts["seed"] = torch.initial_seed()
     return facts
 
 

@@ -74,7 +74,16 @@ def test_a_saving_changes_no_curve(what):
         keys -= {"critic_loss", "explained_variance"}
         assert "explained_variance" not in metrics(names[0])[1]
         assert [saved["folder"] for saved in facts(names[0])[0]["saved"]] == ["ema", "."]
+    if what == "layers computed twice":
+        found = [[saved["recomputes"] for saved in facts(name)[0]["saved"]] for name in names]
+        assert found == [[False], [True]]
     assert_same_curves(names, keys)
+
+
+@pytest.mark.parametrize("script", kit.SCRIPTS)
+def test_each_step_looks_whether_padding_changes_its_model(script):
+    """Once, before it trains. (What the check finds: test_forks.py.)"""
+    assert len(facts(f"{script}_zero0")[0]["refuse_if_padding_matters"]) == 1
 
 
 def test_rollouts_do_not_depend_on_ranks_or_stages():

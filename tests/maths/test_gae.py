@@ -383,6 +383,8 @@ def test_an_estimator_says_whether_advantages_are_whitened(flags, whitens):
 def test_without_a_reference_there_is_no_kl():
     batch = micro_batch(response_mask=torch.ones(1, 2), old_logprobs=torch.zeros(1, 2))
     assert not any(batch.kl(kind).any() for kind in ppo.KL_ESTIMATORS)
+    for flags, has in (("", True), ("--kl_coef 0", False), ("--kl_coef 0 --log_kl 1", True)):
+        assert ppo_args(flags).has_reference == has
 
 
 def test_a_prompt_that_is_drawn_twice_makes_two_groups():

@@ -70,16 +70,50 @@ def test_optimizer_steps_are_as_many_as_the_flags_say():
     assert set(optimizer_steps("ppo_zero3").values()) == {4}
     moved = optimizer_steps("ppo_unstable")
     assert moved["."] == moved["critic"] == 2 * 2 * 2  # epochs, batches, minibatches
+    assert len(facts("ppo_unstable")[0]["update"]) == 8  # of the EMA
     assert all(record["ratio_max"] > 1.001 for record in metrics("ppo_unstable")[1:])
 
 
 def test_updates_end_once_the_policy_has_moved():
     """--target_kl, far too small: of 4 passes over each rollout the first sees a KL of 0, and the
     second is the last. The schedule, a cosine over 8 updates, counts those that were made: the last
-    of each step are the second and the fourth."""
+    of each step are the second and the fourth. The critic has a rate of its own."""
     assert optimizer_steps("ppo_target_kl")["."] == 2 * 2
     rates = [rate for _, rate in curve("ppo_target_kl", "learning_rate")]
     assert rates == pytest.approx([5e-4 * (1 + math.cos(math.pi * n / 8)) for n in (1, 3)])
+    of_critic = [rate for _, rate in curve("ppo_target_kl", "critic_learning_rate")]
+    assert of_critic == pytest.approx([2 * rate for rate in rates])
+
+
+def test_responses_have_another_order_in_each_epoch_and_step():
+    """Rollouts that make several updates are shuffled: into micro-batches once a step, and these
+    once an epoch. Where a rollout makes one update responses are sorted by length instead."""
+    several, orders = facts("ppo_unstable")[0], facts("ppo_target_kl")[0]["minibatches"]
+    assert len(orders) == len({*orders}) == 2 * 2  # passes, steps
+    assert len({*several["minibatches"]}) == 2
+    assert [seed for seed in several["ordered"] if seed] == [((1234, 1),)]
+    assert {*facts("ppo_zero2")[0]["ordered"]} == {(), (None,)}
+
+
+def test_rewards_are_on_the_scale_that_the_reward_model_keeps():
+    """--normalize_reward 1, and a mean of 0.1 and deviation of 0.5 in its config.json: what the
+    microscope shows, and what each step is trained on. KL is in the loss there."""
+    rows = kit.read_lines(run_of("ppo_options") / "tokens.jsonl")
+    assert {row["step"] for row in rows} == {0, 4}
+    for row in rows:
+        score = min(max((row["reward"] - 0.1) / 0.5, -5), 5)
+        expected = score - (1 - row["ended"])  # --missing_eos_penalty 1
+        assert sum(row["tokens"]["reward"]) == pytest.approx(expected, abs=1e-5)
+    calls = facts("ppo_options")[0]["set_advantages"]
+    assert len(calls) >= 4 and all(statistics == [0.1, 0.5] for _, statistics in calls)
+
+
+def test_a_run_that_teaches_nothing_says_so(tmp_path):
+    """One step whose rewards are all equal."""
+    (tmp_path / "nothing.py").write_text("def same(prompts, **_):\n    return [1.0] * len(prompts)")
+    flags = f"--reward_fn {tmp_path}/nothing.py:same --max_steps 1"
+    done = kit.run("ppo", *runs.base_flags("ppo", runs.base()), *flags.split())
+    assert "since step 1 all rewards are equal (mean 1): nothing to learn from" in done.out
 
 
 def test_looking_changes_nothing():

@@ -258,8 +258,8 @@ def test_a_run_whose_responses_are_being_sampled_keeps_its_weights(client, tiny_
 
 
 def test_a_rollout_in_the_air_keeps_no_run_alive(client, tiny_model, tokenizer):
-    """With --vllm_ahead 1 a run may end while vLLM samples. Python waits for all threads that are no
-    daemons, and for those of concurrent.futures, before it closes vLLM's stdin."""
+    """With --vllm_ahead 1 a run may end while vLLM samples. Before Python closes vLLM's stdin it
+    waits for all threads that are no daemons, and for those of concurrent.futures."""
     engine, before = client("late", vllm_ahead=1), threading.enumerate()
     engine.launch(tiny_model, tokenizer, requests(), 1, 3)
 

@@ -5,9 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import common
 import ppo
 import reward
+import sft
 from machinery.data import batching
 from tests import kit, runs
 
@@ -36,6 +39,59 @@ def test_the_deviation_of_scores_keeps_its_digits_far_from_0(monkeypatch):
     run = SimpleNamespace(args=None, notes={})
     found = reward.evaluate(run, torch.nn.Identity(), None, None)["eval_score_std"]
     assert found == pytest.approx(scores.double().std(unbiased=False).item(), rel=1e-5)
+
+
+def test_dropout_is_off_while_a_model_is_evaluated_and_on_again(monkeypatch):
+    """In steps 1 and 2. (The critic's: test_looking_changes_nothing.)"""
+    modes, model = [], torch.nn.Identity()
+    rows = SimpleNamespace(row_weight=torch.ones(2), loss_mask=torch.ones(2, 3))
+    monkeypatch.setattr(batching, "eval_loader", lambda *_: [(range(2), rows)])
+    monkeypatch.setattr(reward.judged, "write_pairs", lambda *_: None)
+
+    def noting(result):
+        return lambda engine, *_: modes.append(engine.training) or result
+
+    monkeypatch.setattr(reward, "score_pairs", noting(torch.ones(2, 2)))
+    monkeypatch.setattr(common, "response_logprobs", noting(-torch.ones(2, 3)))
+    reward.evaluate(SimpleNamespace(args=None, notes={}), model, None, None)
+    assert model.training
+    assert sft.evaluate(None, model, None, None)["eval_loss"] == 1
+    assert model.training and modes == [False, False]
+
+
+@torch.no_grad()
+def test_sfts_loss_is_that_of_stock_transformers(tmp_path):
+    """The mean over all tokens of all responses, EOS among them and the prompt's not: of the
+    evaluation, and of a step that takes all rows in two micro-batches."""
+    place, tokenizer = kit.base() / "models/actor", AutoTokenizer.from_pretrained(kit.TOKENIZER)
+    model, expected = AutoModelForCausalLM.from_pretrained(place), []
+    for name in ("test", "train"):
+        rows, total, count = kit.read_lines(kit.base() / f"data/{name}.jsonl")[:6], 0.0, 0
+        kit.write_lines(tmp_path / f"{name}.jsonl", rows)
+        for row in rows:
+            prompt = tokenizer(row["prompt"])["input_ids"]
+            response = [*tokenizer(row["response"])["input_ids"], tokenizer.eos_token_id]
+            logprobs = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
+            places = range(len(prompt) - 1, len(prompt) + len(response) - 1)
+            total -= sum(logprobs[at, token].item() for at, token in zip(places, response))
+            count += len(response)
+        expected.append(total / count)
+    argv = f"""--data_path {tmp_path} --data_split 1,0,0 --model_name_or_path {place} --max_steps 1
+               --per_device_train_batch_size 3 --gradient_accumulation_steps 2""".split()
+    before, step = kit.metrics(kit.run("sft", *runs.base_flags("sft", kit.base()), *argv).folder)
+    assert [before["eval_loss"], step["loss"]] == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_the_reward_model_learns_is_what_is_logged():
+    """One pair a step, so that its scores are in the log. The loss has --center_coef as well."""
+    argv = """--center_coef 0.5 --max_steps 3 --per_device_train_batch_size 1
+              --gradient_accumulation_steps 1""".split()
+    done = kit.run("reward", *runs.base_flags("reward", kit.base()), *argv)
+    for step in kit.metrics(done.folder)[1:]:
+        chosen, rejected = step["chosen_score"], step["rejected_score"]
+        assert step["accuracy"] == (chosen > rejected)
+        expected = math.log1p(math.exp(rejected - chosen)) + 0.5 * (chosen + rejected) ** 2
+        assert step["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_evaluation_decodes_no_fewer_responses_at_a_time_than_a_rollout(monkeypatch):

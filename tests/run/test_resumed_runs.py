@@ -29,8 +29,17 @@ def test_a_resumed_run_equals_an_uninterrupted_one(whole):
     weights are the same to the bit."""
     found, expected = (kit.outcome(run_of(name)) for name in (RESUMED[whole], whole))
     assert found == expected
+    for resumed, uninterrupted in zip(runs.facts(RESUMED[whole]), runs.facts(whole)):
+        later, all_draws = resumed["draws"], uninterrupted["draws"]  # of Python and NumPy
+        assert 0 < len(later) < len(all_draws) and later.items() <= all_draws.items()
     models = [name for name in expected if name.endswith("model.safetensors")]
     assert len(models) == (3 if whole.startswith("ppo") else 1)
+
+
+def test_dropout_differs_by_rank():
+    """Where all drew the same masks two ranks would drop the same weights for all rows."""
+    first, second = runs.facts("sft_dropout")
+    assert first["seed"] != second["seed"]
 
 
 def test_the_kl_penalty_follows_its_target_and_goes_on_from_there():
@@ -126,6 +135,15 @@ def test_step_2_stores_what_step_3_scales_by():
         chosen, rejected = last["eval_chosen_score"], last["eval_rejected_score"]
         assert last["eval_score_mean"] == pytest.approx((chosen + rejected) / 2, abs=1e-6)
         assert last["eval_margin"] == pytest.approx(chosen - rejected, abs=1e-6)
+        rows = kit.read_lines(run_of(name) / "judge.jsonl")
+        pairs = torch.tensor([(row["chosen_score"], row["rejected_score"]) for row in rows])
+        differences = (pairs[:, 0] - pairs[:, 1]).double()
+        right = (differences > 0).double() + 0.5 * (differences == 0)
+        assert last["eval_accuracy"] == pytest.approx(right.mean().item())
+        assert last["eval_loss"] == pytest.approx((-differences).exp().log1p().mean().item())
+        assert [chosen, rejected] == pytest.approx(pairs.double().mean(0).tolist())
+        deviation = pairs.double().std(correction=0).item()
+        assert last["eval_score_std"] == pytest.approx(deviation)
         low, high = last["eval_accuracy_ci"]
         assert low < last["eval_accuracy"] < high and last["eval_score_std"] > 0
     for file in ("config.json", "model.safetensors"):
