@@ -267,7 +267,7 @@ def make_run(base, name, script, flags, sigterm_after=None):
     of each model saved its folder, optimizer and optimizer steps, what of it is offloaded, and
     whether it computes activations twice; and of the actor what is offloaded while responses are
     written. Then what it drew: numbers from Python and NumPy at each step's end, and torch's seed.
-    And the arguments of some calls, from the third on."""
+    And of some calls the arguments, from the third on, or how many they had."""
     import random
 
     import numpy as np
@@ -291,7 +291,7 @@ def make_run(base, name, script, flags, sigterm_after=None):
 
     def noting(name):
         def call(*args):
-            facts.setdefault(name, []).append(args[2:])
+            facts.setdefault(name, []).append(args[2:] if calls[name] is ppo else len(args))
             return plain[name](*args)
 
         return call
