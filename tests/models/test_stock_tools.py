@@ -4,12 +4,14 @@ import json
 import os
 import stat
 
+import peft
 import pytest
 import torch
 import transformers
 from bases import BASES, CHAT, TEXTS, base_folder, our_scores, saved
 from tiny_models import get_args, value_model_of
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     pipeline,
@@ -191,8 +193,8 @@ def test_stock_tools_load_adapters(tmp_path):
 
 
 def test_adapters_chain(tmp_path):
-    """Adapters of adapters: below lie weights, and loading adds all of them. LoRA's B begins at 0,
-    so each of the two is first made to say something."""
+    """Adapters of adapters: below lie weights, and loading adds all of them; so do peft's own lines
+    (docs/ecosystem.md). LoRA's B begins at 0, so each of the two is first made to say something."""
     inner, model, tokenizer = saved(tmp_path / "inner", "another EOS", lora_dim=4)
     ids = torch.tensor([tokenizer("Where is it?").input_ids])
     folder, seen = inner, [model(ids).logits]
@@ -207,3 +209,8 @@ def test_adapters_chain(tmp_path):
         torch.testing.assert_close(loaded(ids).logits, seen[-1], **close)
         assert (seen[-1] - seen[-2]).abs().max() > 0.01
     assert len(model_folders.chain(folder)) == 4
+    *adapters, base = model_folders.chain(folder)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    for each in reversed(adapters):
+        plain = peft.PeftModel.from_pretrained(plain, each).merge_and_unload()
+    torch.testing.assert_close(plain.eval()(ids).logits, seen[-1], **close)
