@@ -292,6 +292,8 @@ compile-decoding | ppo --actor_model_name_or_path mamba --compile_decoding 1 | n
 ranks-differ | RANKS=2 APART=1 sft --model_name_or_path ../actor | rank 1
 adam-not-built | COMPILER=0 sft --adam_offload | compiler
 # checkpoints
+resume-another | COMPILER=0 sft --output_dir stopped --resume | model optimizer
+resume-another | sft --output_dir replaced --resume --model_name_or_path deep | model.layers.2
 beyond-last-step | sft --output_dir stopped --resume --max_steps 1 | --max_steps 2
 no-checkpoint-whole | sft --output_dir broken --resume | broken/checkpoints
 resume-another | sft --output_dir stopped --resume --data_path changed/good | data_fingerprint

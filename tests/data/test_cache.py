@@ -77,6 +77,14 @@ CHANGES = [
 ]
 
 
+def test_a_parquet_file_that_was_written_anew_is_read_anew(tokenizer, tmp_path):
+    """Under the same name `datasets` would take what it has kept of the old one."""
+    for letter in "QR":
+        lines = [{**dahoas(i), "prompt": f"{letter}{i}?"} for i in range(20)]
+        _, parts = counted(tokenizer, write(tmp_path / "a.parquet", lines))
+        assert {row["prompt"][0] for part in parts for row in part} == {letter}
+
+
 @pytest.mark.parametrize("change, changed", CHANGES)
 def test_other_texts_or_another_tokenizer_are_tokenised_anew(tokenizer, tmp_path, change, changed):
     """Ids of another tokenizer would train in silence on another text."""

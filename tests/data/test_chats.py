@@ -396,6 +396,36 @@ def test_other_text_stays_text(tokenizer, prompt):
     assert (row["prompt"], row["chat"], row["notes"]) == (prompt, False, "")
 
 
+@pytest.mark.parametrize(
+    "stage, row",
+    [
+        ("sft", {"prompt": TALK, "response": " C.\n\nHuman: Bye"}),
+        ("ppo", {"prompt": TALK + " Well,"}),
+        ("reward", {"prompt": TALK + " Well,", "chosen": " C.", "rejected": " D."}),
+    ],
+)
+def test_a_dialogue_that_does_not_end_as_one_stays_text(tokenizer, stage, row):
+    """A response that ends with the user's turn, and one that the prompt has begun: as messages
+    the first would teach the user's words, and the second would lose its beginning."""
+    tokenizer.chat_template = TEMPLATE
+    made = rows.tokenise_row(row, tokenizer, stage, 256)
+    assert (made["prompt"], made["chat"], made["notes"]) == (row["prompt"], False, "")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_where_dialogues_are_text_the_end_of_turn_is_eos_too(tokenizer, tmp_path, stage):
+    """The first row decides, as with messages."""
+
+    def make(i):
+        return {name: text.replace("Q?", f"Q{i}?") for name, text in ALIKE[stage][0].items()}
+
+    qwen, end = shaped(tokenizer, "Qwen")
+    qwen.eos_token = "<eos>"
+    data = [folder(tmp_path / "talk", many(10, make))]
+    *_, found = loaded(qwen, tmp_path / "model", data, stage)
+    assert found.eos_token == end
+
+
 def test_text_that_is_learned_whole_stays_text(tokenizer):
     """Also where it spells a dialogue: it is no prompt that somebody responds to."""
     tokenizer.chat_template = TEMPLATE

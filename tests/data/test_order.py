@@ -108,6 +108,8 @@ def test_a_run_tells_its_epoch_and_goes_on_in_the_middle_of_one():
     first, second = (sum(steps, []) for steps in (whole[:3], whole[3:]))
     assert first != second and sorted(first) == sorted(second) == [-1, -1, -1, *range(9)]
     assert drawn(4) == whole[4:]
+    args.seed = 2
+    assert drawn(0) != whole
 
 
 def test_grouping_by_length_saves_padding(monkeypatch):

@@ -17,6 +17,13 @@ def test_a_folder_holds_train_and_test(tokenizer, tmp_path):
     assert parts == [{f"Q{i}?" for i in range(10)}, {f"Q{i}?" for i in range(20, 25)}]
 
 
+def test_a_validation_part_is_held_out_and_a_test_part_before_it(tokenizer, tmp_path):
+    write(tmp_path / "train.jsonl", [dahoas(i) for i in range(10)])
+    for name, i in (("validation", 50), ("test", 60)):
+        write(tmp_path / f"{name}.jsonl", [dahoas(i)])
+        assert [*load(tokenizer, [tmp_path])[1]["prompt"]] == [f"Q{i}?"]
+
+
 def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, capsys):
     """`datasets` reads one kind of file of a folder. No row is left out in silence."""
     write(tmp_path / "a.jsonl", many(3, dahoas))

@@ -63,6 +63,17 @@ def test_held_out_prompts_are_never_trained_on_with_a_test_split(tokenizer, tmp_
     assert held_out == {f"Q{i}?" for i in range(60, 80)} and not trained & held_out
 
 
+def test_what_one_source_trains_on_no_other_holds_out(tokenizer, tmp_path):
+    """In a blend, in any order: prompt 0 is trained on in a, and 7 in b."""
+    write(tmp_path / "a/train.jsonl", many(6, dahoas))
+    write(tmp_path / "a/test.jsonl", [dahoas(7), dahoas(8)])
+    write(tmp_path / "b/train.jsonl", [dahoas(7), dahoas(9)])
+    write(tmp_path / "b/test.jsonl", [dahoas(10), dahoas(0)])
+    for names in ("ab", "ba"):
+        _, test = load(tokenizer, [tmp_path / name for name in names])
+        assert sorted(test["prompt"]) == ["Q10?", "Q8?"]
+
+
 def test_of_many_held_out_rows_some_are_taken(tokenizer, tmp_path, capsys, monkeypatch):
     """Of each source alike, the same ones in every run, and said: an evaluation of all rows of a
     large set takes longer than the steps between. --num_eval_prompts may ask for more."""

@@ -1,8 +1,10 @@
 """From text to tokens: EOS, special tokens, and what is cut where a row is too long."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import processors
 
 from machinery.data import rows, tokens
 
@@ -21,6 +23,17 @@ def test_eos_is_appended_once_and_the_text_comes_back(tokenizer, stage):
     assert tokenizer.eos_token_id not in made["prompt_ids"]
     for ids in made["responses"]:
         assert ids[-1] == tokenizer.eos_token_id and ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_a_tokenizer_that_appends_eos_by_itself_does_so_nowhere(tokenizer):
+    """Some do after a fine-tuning (add_eos_token): each prompt would end with EOS."""
+    tokenizer = copy.deepcopy(tokenizer)
+    plain = tokens.tokenise_prompt(tokenizer, "Why?")
+    appends = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", E)])
+    tokenizer.backend_tokenizer.post_processor = appends
+    assert tokenizer("Why?").input_ids[-1] == E
+    assert tokens.tokenise_prompt(tokenizer, "Why?") == plain
+    assert tokens.tokenise_response(tokenizer, " So.").count(E) == 1
 
 
 def test_text_that_spells_a_special_token_is_data(tokenizer):

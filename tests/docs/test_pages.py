@@ -34,7 +34,8 @@ MODULES += sorted((ROOT / "machinery").rglob("*.py"))
 OTHERS = set(
     """--num_gpus --nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --shutdown_timeout
        --master_port --hostfile --log_level --bind_cores_to_rank --nodes --ntasks --signal --gpus
-       --cpus --requeue --enable --lora --max --model --model_args --tasks --exclude --index --help --no --depth""".split()
+       --cpus --requeue --enable --lora --max --model --model_args --tasks --exclude --index
+       --help --no --depth""".split()
 )
 FOLDERS = "machinery|helpers|tools|toy|tests|labs|bench|variants|course"
 

@@ -87,6 +87,11 @@ def test_each_step_looks_whether_padding_changes_its_model(script):
     assert facts(f"{script}_zero0")[0]["refuse_if_padding_matters"] == [run_and_engines]
 
 
+def test_a_run_is_evaluated_after_each_epoch_and_at_its_end():
+    """Of three steps, where --eval_steps says nothing else."""
+    assert [step for step, _ in curve("sft_zero2", "eval_loss")] == [0, 3, 5]
+
+
 def test_rollouts_do_not_depend_on_ranks_or_stages():
     """The same prompts get the same responses, word for word, on one rank and on two, sharded or
     not: sampling draws from (seed, step, row), never from a generator whose state depends on who

@@ -118,3 +118,20 @@ def test_attention_of_another_kind_does_not_share_the_prompt(name, change, share
     kind = AutoModelForSequenceClassification
     model = common.ValueModel(kind.from_config(config_of(name, **change)), "score")
     assert shared_prompts.can_share_prompt(model, 64) == shares
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("layer_types", ["conv", "full_attention"]),  # LFM2's convolutions see what came before
+        ("_is_stateful", True),  # of the model: it carries a state from token to token
+        ("alibi", True),
+        ("use_bidirectional_attention", True),
+        ("attention_chunk_size", 63),
+    ],
+)
+def test_each_kind_of_attention_that_cannot_share_is_known(name, value):
+    model = AutoModelForCausalLM.from_config(config_of("llama"))
+    assert shared_prompts.can_share_prompt(model, 64)
+    setattr(model if name == "_is_stateful" else model.config, name, value)
+    assert not shared_prompts.can_share_prompt(model, 64)

@@ -1,5 +1,6 @@
 """Evaluations: alone, with --max_steps 0; and what is said of scores."""
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -11,7 +12,8 @@ import common
 import ppo
 import reward
 import sft
-from machinery.data import batching
+from helpers import answers
+from machinery.data import batching, tokens
 from tests import kit, runs
 
 
@@ -92,6 +94,38 @@ def test_what_the_reward_model_learns_is_what_is_logged():
         assert step["accuracy"] == (chosen > rejected)
         expected = math.log1p(math.exp(rejected - chosen)) + 0.5 * (chosen + rejected) ** 2
         assert step["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_step_1_grades_what_it_answers(tiny_model, tokenizer, tmp_path):
+    """Two prompts of unlike length, together as each alone; each score is the sum of its tokens',
+    and eval_gold the mean of the scores."""
+    argv = f"--preset toy --output_dir {tmp_path} --max_answer_seq_len 6 --num_samples 2".split()
+    run, model = SimpleNamespace(args=sft.get_args(argv)), copy.deepcopy(tiny_model)
+    texts = "Why?", "Where is the fox, and when can I see it?"
+    rows = [dict(prompt=text, prompt_ids=tokenizer(text).input_ids, chat=False) for text in texts]
+    rows = [{**row, "extra": "{}"} for row in rows]
+
+    def gold(prompts, completions, completion_ids, **_):
+        return [[float(len(p)), *[1.0] * (len(i) - 1)] for p, i in zip(prompts, completion_ids)]
+
+    found = answers.answer_and_keep(run, model, tokenizer, rows, 3, gold)
+    lines = kit.read_lines(tmp_path / "samples.jsonl")
+    for row, line in zip(rows, lines, strict=True):
+        [alone] = answers.answer_greedily(run.args, model, tokenizer, [row["prompt_ids"]])
+        assert line.items() >= {**alone, "step": 3, "prompt": row["prompt"]}.items()
+        ids = tokens.tokenise_response(tokenizer, line["response"])
+        assert line["gold"] == len(row["prompt"]) + len(ids) - 1
+    assert found == {"eval_gold": pytest.approx(sum(line["gold"] for line in lines) / 2)}
+
+
+def test_one_eos_ends_a_response_of_step_1(tokenizer, monkeypatch):
+    """The second of these has none."""
+    written = torch.tensor([[7, tokenizer.eos_token_id, 0], [7, 8, 9]])
+    stub = torch.nn.Identity()
+    stub.generation_config, stub.generate = None, lambda ids, **_: torch.cat([ids, written], 1)
+    args = sft.get_args(["--preset", "toy", "--max_answer_seq_len", "6"])
+    found = answers.answer_greedily(args, stub, tokenizer, [[5, 6], [7, 8]])
+    assert [answer["ended"] for answer in found] == [1.0, 0.0]
 
 
 def test_an_evaluation_decodes_no_fewer_responses_at_a_time_than_a_rollout(monkeypatch):

@@ -290,6 +290,25 @@ def test_the_next_step_takes_the_preset_of_the_folder_that_it_starts_from(tmp_pa
     assert args.preset == "toy"
 
 
+OF_ALL = """columns data_path data_split dtype group_by_length keep_best lora_alpha
+    lr_scheduler_type seed tensor_parallel_size"""
+FIXED = {  # what --resume must find as it was
+    "sft": f"{OF_ALL} gold_fn lora_dim max_seq_len model_name_or_path num_samples train_on",
+    "reward": f"{OF_ALL} center_coef lora_dim max_seq_len model_name_or_path",
+    "ppo": f"""{OF_ALL} actor_lora_dim actor_model_name_or_path advantage critic_lora_dim
+        critic_model_name_or_path enable_ema eval_samples gamma gold_fn is_cap kl_estimator kl_in
+        lam loss_mean mask_truncated max_answer_seq_len max_prompt_seq_len normalize_reward
+        num_eval_prompts reward_fn reward_model_name_or_path samples_per_prompt stop temperature
+        top_k top_p whiten""",
+}
+
+
+@pytest.mark.parametrize("script", FIXED)
+def test_a_run_goes_on_with_what_makes_it_this_run(script):
+    """Of each of these another value would make the second half of a run of another experiment."""
+    assert get_args(script).declared.fixed == {*FIXED[script].split()}
+
+
 def test_what_is_declared_is_beside_the_flags_and_not_among_them():
     args = get_args("ppo", "--seed=7 --lam 0.5")
     assert "declared" not in vars(args) and not any(name[0] == "_" for name in vars(args))

@@ -220,6 +220,43 @@ def test_every_kind_of_damage_is_seen(tmp_path, harm):
         checkpoints.load(args, {}, {}, facts, 9)
 
 
+def test_a_damaged_checkpoint_is_not_kept_in_the_place_of_whole_ones(tmp_path):
+    """The last one is damaged, so the run goes on from the one before. Where it saves then, the
+    damaged one is of a later step."""
+    save(tmp_path, 2, keep=2)
+    save(tmp_path, 4, keep=2)
+    os.truncate(tmp_path / "checkpoints/step-4/rank0.pt", 10)
+    args, facts = save(tmp_path, 3)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
+    assert checkpoints.load(args, {}, {}, facts, 9)[0] == 3
+
+
+def test_a_saved_model_is_on_the_disk_before_its_mark_is_there(tmp_path, monkeypatch):
+    """A config.json says that a folder is whole. After a power cut it must not lie beside weights
+    that never left the cache."""
+    aside, done, replace, listed = tmp_path / ".saving", [], Path.replace, Path.iterdir
+    (aside / "more").mkdir(parents=True)
+    for name in ("config.json", "a.json", "model.safetensors", "more/b.json"):
+        (aside / name).write_text("x")
+
+    def note_and_replace(path, to):
+        done.append(("move", path.name))
+        return replace(path, to)
+
+    def mark_first(path):
+        return iter(sorted(listed(path), key=lambda file: file.name != "config.json"))
+
+    monkeypatch.setattr(saving, "sync", lambda path: done.append(("sync", path.name)))
+    monkeypatch.setattr(Path, "replace", note_and_replace)
+    monkeypatch.setattr(Path, "iterdir", mark_first)
+    saving.move_files(aside, tmp_path)
+    at = done.index(("move", "config.json"))
+    names = "config.json", "a.json", "model.safetensors", "more", "b.json"
+    assert {("sync", name) for name in names} <= {*done[:at]}
+    assert {("move", name) for name in names[1:4]} <= {*done[:at]}
+    assert done[at - 1] == done[-1] == ("sync", tmp_path.name)
+
+
 def test_shards_are_joined_and_cut_anew_for_other_ranks():
     """The EMA of five weights, padded to equal shares: on two ranks, and then on three."""
     shards = torch.tensor([1.0, 2, 3]), torch.tensor([4.0, 5, 0])
@@ -264,6 +301,14 @@ def best_run(folder, weights):
         (place / "config.json").write_text("{}")
 
     return SimpleNamespace(args=args, save=save, engine=None, tokenizer=None, best_step=None)
+
+
+@pytest.mark.parametrize("name", "loss perplexity kl accuracy reward gold".split())
+def test_less_is_better_of_a_loss_a_perplexity_and_a_kl(tmp_path, name):
+    name, better = f"eval_{name}", 1.0 if name in ("loss", "perplexity", "kl") else 3.0
+    (tmp_path / "evaluation.json").write_text(json.dumps({name: 2.0}))
+    found = [best.improves(tmp_path, name, value) for value in (better, 4 - better, 2.0)]
+    assert found == [True, False, False]
 
 
 def test_the_best_model_is_whole_at_every_moment(tmp_path, monkeypatch):

@@ -400,6 +400,24 @@ def test_a_run_goes_on_in_another_layout(whole, stopped, ranks, rows, steps, zer
     assert max((found[key] - expected[key]).abs().max() for key in expected) < 1e-6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("before, after, steps", [(1, 2, 1), (2, 1, 4)])
+def test_the_average_of_the_weights_goes_on_on_other_ranks(tmp_path, before, after, steps):
+    """Its shards are joined and cut anew: with those of this rank alone it would be made of the
+    same shard twice, or of zeros."""
+    keep = "--keep_checkpoints", 2
+    whole = play(tmp_path / "whole", *keep, script="ppo", ranks=before).folder
+    ignored = shutil.ignore_patterns("config.json", "step-4", "ema")
+    run = shutil.copytree(whole, tmp_path / "run", ignore=ignored)
+    sizes = "--gradient_accumulation_steps", steps
+    done = play(run, "--resume", *sizes, script="ppo", ranks=after)
+    assert done.codes == [0] * after, done
+    found, expected = (kit.weights(each / "ema") for each in (run, whole))
+    start = kit.weights(runs.base() / "models/actor")
+    moved = max((expected[key] - start[key]).abs().max() for key in expected)
+    assert max((found[key] - expected[key]).abs().max() for key in expected) < 0.01 * moved
+
+
 def test_torchs_adam_counts_each_weights_steps_in_another_layout(tmp_path):
     """Where DeepSpeed's own is not built. In its universal form all weights shared one number of
     steps under stage 3: it was counted up once for each of them."""

@@ -37,9 +37,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(whole):
 
 
 def test_dropout_differs_by_rank():
-    """Where all drew the same masks two ranks would drop the same weights for all rows."""
-    first, second = runs.facts("sft_dropout")
-    assert first["seed"] != second["seed"]
+    """And by --seed. Where all drew the same masks two ranks would drop the same weights for all
+    rows, and runs of several seeds would share them."""
+    assert [rank["seed"] for rank in runs.facts("sft_dropout")] == [1234, 1235]
 
 
 def test_the_kl_penalty_follows_its_target_and_goes_on_from_there():
