@@ -115,7 +115,7 @@ def as_score(name, value, response, prefix):
         except Exception:  # of many kinds: None, text, lists of other lengths, a huge integer
             numbers = torch.tensor(torch.nan)
         fits = numbers.shape in [(), (count,)] and (numbers.abs() <= LARGEST).all()  # NaN is not
-        is_name = isinstance(part, str) and part.isprintable() and part != ""
+        is_name = isinstance(part, str) and part.isprintable() and part
         free = f"{prefix}_{part}" != "reward_std"  # in the log the deviation of all rewards
         if not (fits and (is_name and free or not has_parts)):
             raise Refused(

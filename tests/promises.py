@@ -442,6 +442,7 @@ sft --model_name_or_path thinking --data_path chat --train_on last --max_steps 0
 # what a chat template asks for is done, and said with the number of rows
 sft --model_name_or_path thinking --data_path chat --max_steps 0 | have turns that are not learned
 sft --model_name_or_path thinking --data_path talk --max_steps 0 | get the chat template
+sft --model_name_or_path thinking --max_steps 0 | are plain text, and get no chat template
 sft --model_name_or_path thinking --data_path long_chat --max_steps 0 | lose their oldest turns
 sft --data_path talk --max_seq_len 16 --max_steps 0 | lose the beginning of a long prompt
 sft --keep_best eval_loss | is the best so far

@@ -71,10 +71,11 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
     prompt, texts, example = read_row(sources.parse(own, names), stage)
     others = {name: own.get(name) for name in [*columns, *own] if name != "prompt"}
     ids, mask, responses, notes, drop = [], [], [], {}, ""
+    template = tokenizer.chat_template
     with reading(row, f"{own}"[:200]):
         try:
             text = prompt
-            if tokenizer.chat_template:
+            if template:
                 prompt, texts = formats.as_chat(prompt, texts)
             for kept in formats.shortened(prompt):  # whole turns go first, and the system's stays
                 *made, found = tokenise(tokenizer, stage, kept, texts, example, train_on)
@@ -83,6 +84,7 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
                     break
             notes = {
                 "are dialogues as text, and get the chat template": prompt is not text,
+                "are plain text, and get no chat template": template and isinstance(prompt, str),
                 found: found,
                 "are too long, and lose their oldest turns": kept is not prompt,
                 "lose the beginning of a long prompt": ids != made[0],
@@ -232,9 +234,9 @@ def refuse_unknown_columns(path, columns, stage, flag="--data_path"):
     """Refuses columns of which the stage cannot make its rows."""
     if not serves(columns, stage):
         known = "".join(f"\n    {need}  ({steps})" for need, steps in formats.FORMATS.items())
-        advice = "\n  Other names: --columns prompt=question,response=answer"
+        known += "\n  Other names: --columns prompt=question,response=answer"
         what = f"{flag} {path} has the columns {', '.join(columns)}.\n  Known (of the steps):"
-        raise Refused("unknown-columns", what + known + advice)
+        raise Refused("unknown-columns", what + known)
 
 
 def read_prompts(path, part, rows, stage, names):
@@ -280,7 +282,7 @@ def tokenise_rows(rows, options, title):
         return []
     many = len(rows) >= MANY
     if many:
-        ranks.say(f"{title}: tokenising {len(rows):,} rows, if the cache of `datasets` lacks them")
+        ranks.say(f"{title}: tokenising {len(rows):,} rows, unless they are cached")
     # What the token ids depend on, by which that cache knows them again.
     versions = [transformers.__version__, tokenizers.__version__]
     known_by = Hasher.hash([rows._fingerprint, options, sources.own_code(), versions])
@@ -312,5 +314,5 @@ def fingerprint(rows):
 
     Not of their tokens: a chat template may write today's date there.
     """
-    texts = [*rows["prompt"], *rows["extra"]]  # the responses' are among the other columns
-    return hashlib.blake2b("\0".join(texts).encode(), digest_size=8).hexdigest()
+    texts = "\0".join([*rows["prompt"], *rows["extra"]])  # with the other columns: responses
+    return hashlib.blake2b(texts.encode(), digest_size=8).hexdigest()

@@ -62,7 +62,8 @@ def tokenise_text(tokenizer, text, split=True):
 
 def with_eos(tokenizer, ids):
     """Returns ids that end with EOS, which is appended nowhere else."""
-    return ids if ids[-1:] == [tokenizer.eos_token_id] else ids + [tokenizer.eos_token_id]
+    eos = [tokenizer.eos_token_id]
+    return ids if ids[-1:] == eos else ids + eos
 
 
 def keep_end(tokenizer, ids, count):

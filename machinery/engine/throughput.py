@@ -26,8 +26,9 @@ def work(micro_batches, passes, checkpointing=False):
     tokens, rows, scored = ranks.all_sum(*map(sum, counts)).tolist()
     length, flops = tokens / rows, 0.0
     for one in passes:
-        flops += one.forwards * count_flops(one.model, tokens, length, scored)
-        flops += one.trains * count_flops(one.model, tokens, length, scored, True, checkpointing)
+        given = one.model, tokens, length, scored
+        flops += one.forwards * count_flops(*given)
+        flops += one.trains * count_flops(*given, True, checkpointing)
     return tokens, flops
 
 

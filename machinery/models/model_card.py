@@ -41,8 +41,8 @@ def card_text(args, record, title, folder, adapted, scores, appends):
         load = f'AutoModelForSequenceClassification.from_pretrained("{folder.name}", num_labels=1)'
     elif (folder / "chat_template.jinja").exists():  # text alone would come without the template
         load += f'`, in chats with `pipeline("text-generation", "{folder.name}")(messages)'
-    last = record.get("evaluation", {})
-    metrics = "\n".join(f"| {name} | {value} |" for name, value in last.items())
+    last = record.get("evaluation", {}).items()
+    metrics = "\n".join(f"| {name} | {value} |" for name, value in last)
     return f"""---
 {head.to_yaml()}
 # license: yours to choose

@@ -40,8 +40,9 @@ def keep(run, record):
         if not best.exists() and (new / EVALUATION).exists():  # killed between the two renames
             new.rename(best)
         if run.best_step and not best.exists():
-            words = f"best/, the model of step {run.best_step}, is gone: the best so far"
-            ranks.say(f"warning: {words}. It is now the best from here on")
+            ranks.say(
+                f"warning: best/ of step {run.best_step} is gone: the best from now on is kept"
+            )
         better = improves(best, name, record[name])
         if better:
             shutil.rmtree(new.parent, ignore_errors=True)

@@ -84,9 +84,8 @@ class Run:
         args, self.engines, self.engine = self.args, engines, next(iter(engines.values()))
         self.evaluate, self.columns = evaluate, columns
         self.state = {} if state is None else state
-        train = self.train
-        self.facts = {"rows_per_step": self.rows_per_step, "data_rows": len(train)}
-        self.facts["data_fingerprint"] = fingerprint(train)
+        self.facts = {"rows_per_step": self.rows_per_step, "data_rows": len(self.train)}
+        self.facts["data_fingerprint"] = fingerprint(self.train)
         seen = {**self.facts, "held_out": len(self.held_out), "steps": self.last_step}
         advice = "All machines must read the same files, or the same version of the hub's."
         ranks.fail_unless_alike(seen, "the ranks read different data", advice)
@@ -137,14 +136,14 @@ class Run:
         scratch = "" if model_folders.has_weights(path) else ", from scratch"
         model = modules.unwrap_model(engine)
         count, training = (modules.count_parameters(model, part) / 1e6 for part in (False, True))
-        stage, device = engine.zero_optimization_stage(), ranks.device().type
         rest = len(self.train) % self.rows_per_step  # an update all the same, and a noisy one
         short = 0 < rest < self.rows_per_step / 2 and self.last_step >= self.steps_per_epoch
         ranks.say(
             f"{self.title}   (preset {args.preset}, seed {args.seed}, output {args.output_dir})\n"
             f"{recipes.note(args)}"
             f"  model    {path}: {count:,.2f} M parameters ({training:,.3f} M of them train), "
-            f"{args.dtype}, ZeRO stage {stage}, {ranks.get_world_size()} x {device}{scratch}\n"
+            f"{args.dtype}, ZeRO stage {engine.zero_optimization_stage()}, "
+            f"{ranks.get_world_size()} x {ranks.device().type}{scratch}\n"
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
             f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step"
             f"{recipes.rows_note(args, self.rows_per_step)}\n"

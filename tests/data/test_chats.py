@@ -333,6 +333,7 @@ def test_a_role_that_spells_a_special_token_is_left_out(tokenizer):
 # --------------------------------------------------------------------------------------------------
 # Dialogues that are text
 # --------------------------------------------------------------------------------------------------
+BARE_TEXT = "are plain text, and get no chat template"
 SAID = chat("Q?", "A.\n\nB.", "And?")
 ALIKE = {  # a stage: a row of text, and the same as messages
     "sft": (
@@ -393,7 +394,7 @@ def test_other_text_stays_text(tokenizer, prompt):
     """A dialogue begins with a speaker and ends with the opening of the assistant."""
     tokenizer.chat_template = TEMPLATE
     row = rows.tokenise_row({"prompt": prompt, "response": "A."}, tokenizer, "sft", 64)
-    assert (row["prompt"], row["chat"], row["notes"]) == (prompt, False, "")
+    assert (row["prompt"], row["chat"], row["notes"]) == (prompt, False, BARE_TEXT)
 
 
 @pytest.mark.parametrize(
@@ -409,7 +410,7 @@ def test_a_dialogue_that_does_not_end_as_one_stays_text(tokenizer, stage, row):
     the first would teach the user's words, and the second would lose its beginning."""
     tokenizer.chat_template = TEMPLATE
     made = rows.tokenise_row(row, tokenizer, stage, 256)
-    assert (made["prompt"], made["chat"], made["notes"]) == (row["prompt"], False, "")
+    assert (made["prompt"], made["chat"], made["notes"]) == (row["prompt"], False, BARE_TEXT)
 
 
 @pytest.mark.parametrize("stage", STAGES)

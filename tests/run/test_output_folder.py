@@ -371,7 +371,7 @@ def test_a_best_model_that_was_lost_is_said(tmp_path, capsys, monkeypatch):
         assert json.loads((tmp_path / "best/evaluation.json").read_text())["eval_loss"] == 9
     shutil.rmtree(tmp_path / "best")
     best.keep(run, {"step": 4, "eval_loss": 10.0})
-    assert "warning: best/, the model of step 3, is gone" in capsys.readouterr().out
+    assert "warning: best/ of step 3 is gone" in capsys.readouterr().out
 
 
 def test_a_resumed_run_knows_that_it_had_a_best_model(tmp_path):
@@ -383,7 +383,7 @@ def test_a_resumed_run_knows_that_it_had_a_best_model(tmp_path):
         shutil.rmtree(done.folder / name)
     (done.folder / "config.json").unlink()
     done = kit.run("reward", *argv, "--resume", folder=tmp_path / "run")
-    assert "warning: best/, the model of step 1, is gone" in done.out, done
+    assert "warning: best/ of step 1 is gone" in done.out, done
     assert (done.folder / "best/evaluation.json").exists()
 
 
