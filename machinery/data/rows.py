@@ -70,13 +70,13 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
     own = sources.parse(row)
     prompt, texts, example = read_row(sources.parse(own, names), stage)
     others = {name: own.get(name) for name in [*columns, *own] if name != "prompt"}
-    ids, mask, responses, notes, drop = [], [], [], {}, ""
-    template = tokenizer.chat_template
+    ids, mask, responses, notes, drop, bare = [], [], [], {}, "", ""
     with reading(row, f"{own}"[:200]):
         try:
             text = prompt
-            if template:
+            if tokenizer.chat_template:
                 prompt, texts = formats.as_chat(prompt, texts)
+                bare = isinstance(prompt, str) and all(texts)  # a text learned whole has none
             for kept in formats.shortened(prompt):  # whole turns go first, and the system's stays
                 *made, found = tokenise(tokenizer, stage, kept, texts, example, train_on)
                 ids, mask, responses = cut(tokenizer, *made, limit)
@@ -84,7 +84,7 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
                     break
             notes = {
                 "are dialogues as text, and get the chat template": prompt is not text,
-                "are plain text, and get no chat template": template and isinstance(prompt, str),
+                "are plain text, and get no chat template": bare,
                 found: found,
                 "are too long, and lose their oldest turns": kept is not prompt,
                 "lose the beginning of a long prompt": ids != made[0],

@@ -24,9 +24,9 @@ def work(micro_batches, passes, checkpointing=False):
     """
     counts = zip(*(batch.counts() for batch in micro_batches))
     tokens, rows, scored = ranks.all_sum(*map(sum, counts)).tolist()
-    length, flops = tokens / rows, 0.0
+    flops = 0.0
     for one in passes:
-        given = one.model, tokens, length, scored
+        given = one.model, tokens, tokens / rows, scored
         flops += one.forwards * count_flops(*given)
         flops += one.trains * count_flops(*given, True, checkpointing)
     return tokens, flops

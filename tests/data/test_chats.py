@@ -431,7 +431,7 @@ def test_text_that_is_learned_whole_stays_text(tokenizer):
     """Also where it spells a dialogue: it is no prompt that somebody responds to."""
     tokenizer.chat_template = TEMPLATE
     row = rows.tokenise_row({"text": TALK}, tokenizer, "sft", 128)
-    assert (row["prompt"], row["chat"]) == (TALK, False)
+    assert (row["prompt"], row["chat"], row["notes"]) == (TALK, False, "")
 
 
 # --------------------------------------------------------------------------------------------------

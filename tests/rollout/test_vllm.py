@@ -410,6 +410,7 @@ def sampled(off, count=200):
         ({"is_band": 1.1}, [0, 6], "warning: step 2"),
         ({"vllm_ahead": 1}, [0, 30, 30, 100], None),  # the rule is one update behind
         ({"vllm_ahead": 1}, [0, 0, 0, 60], "warning: step 4"),
+        ({"vllm_ahead": 1}, [0, 0, 60], None),
         ({"vllm_dtype": "bf16"}, [4, 20], None),
     ],
 )

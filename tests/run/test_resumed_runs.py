@@ -37,8 +37,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(whole):
 
 
 def test_dropout_differs_by_rank():
-    """And by --seed. Where all drew the same masks two ranks would drop the same weights for all
-    rows, and runs of several seeds would share them."""
+    """Where all drew the same masks two ranks would drop the same weights for all rows."""
     assert [rank["seed"] for rank in runs.facts("sft_dropout")] == [1234, 1235]
 
 

@@ -122,7 +122,7 @@ class Sender:
 
 
 def in_background(work, *given):
-    """Returns the Future of work(*given), in a daemon thread: it does not keep the process alive."""
+    """Returns the Future of work(*given), in a daemon thread: no process stays alive for it."""
     future = futures.Future()
 
     def run():

@@ -405,7 +405,11 @@ class Vllm:
         numbered = enumerate(requests)  # from which each thread takes its next one
 
         def work():
-            return [(i, self.sample(one, step, params)) for i, one in numbered]
+            try:
+                return [(i, self.sample(one, step, params)) for i, one in numbered]
+            except Exception:
+                list(numbered)  # nobody begins with another one
+                raise
 
         threads = [vllm_nccl.in_background(work) for _ in range(min(count, len(requests)))]
         found = dict(row for thread in threads for row in thread.result())
@@ -429,7 +433,9 @@ class Vllm:
             raise Fault(f"vLLM broke a response off after {len(ids)} tokens: {why}")
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
         if any(logprob <= NOT_FINITE for logprob in logprobs):
-            raise Fault(f"a log-prob of vLLM's is not finite: its {self.dtype} overflows, or is NaN")
+            raise Fault(
+                f"a log-prob of vLLM's is not finite: its {self.dtype} overflows, or is NaN"
+            )
         return {
             "response_ids": ids,
             "ended": float(why == "stop"),
@@ -454,15 +460,15 @@ class Vllm:
         gaps = [metrics.token_gaps(batch)[batch.response_mask > 0] for batch in micro_batches]
         off, count = checks.counts_off(limits, gaps)[-1]
         if len(self.shares_off) <= 2 * args.vllm_ahead:  # ahead, from the third on it is the rule
-            self.shares_off.append(off / max(count, 1))
             far = checks.counts_off(SimpleNamespace(dtype="bf16"), gaps)[-1][0]
-            if far > checks.COARSE * count and not self.warned:
-                self.warned = True
+            if not self.shares_off and far > checks.COARSE * count:
                 ranks.say(
                     f"warning: step {run.step}: for {far:,} of {count:,} tokens scoring gives "
                     f"another log-prob than vLLM, by more than {checks.OFF['bf16']}.\n  Likely: "
-                    "--top_p, --top_k or a vLLM of lower precision, or it has not loaded the weights."
+                    "--top_p, --top_k, a vLLM of lower precision, or one that has not loaded the "
+                    "weights."
                 )
+            self.shares_off.append(off / max(count, 1))
             return
         usual = max(self.shares_off)
         if self.warned or not checks.too_many(limits, off - 3 * usual * count, count):
