@@ -97,11 +97,9 @@ def scores_of(function, responses, prefix="reward"):
 def list_of(name, returned):
     """Returns what a function returned as a list; refuses what is no sequence of scores."""
     if isinstance(returned, NO_LISTS) or not isinstance(returned, Iterable):
-        raise Refused(
-            "function-returns",
-            f"{name} must return a list with one score for each response.\n  It returned a "
-            f"{type(returned).__name__}: {str(returned)[:300]}",
-        )
+        words = f"{name} must return a list with one score for each response.\n  It returned a "
+        words += f"{type(returned).__name__}: {str(returned)[:300]}"
+        raise Refused("function-returns", words)
     return list(returned)
 
 

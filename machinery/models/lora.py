@@ -76,8 +76,7 @@ def merge_adapters(model, folders):
     for folder in reversed(folders):
         import peft  # as above
 
-        words = f"the adapters in {folder} do not load"
-        with model_folders.refusing("unreadable-weights", words):
+        with model_folders.refusing("unreadable-weights", f"the adapters in {folder} do not load"):
             config = peft.PeftConfig.from_pretrained(folder)
             config.task_type = None  # a causal LM's adapters are welcome in a value model
             # by itself peft reads them to the first GPU, on every rank

@@ -42,7 +42,7 @@ def card_text(args, record, title, folder, adapted, scores, appends):
     elif (folder / "chat_template.jinja").exists():  # text alone would come without the template
         load += f'`, in chats with `pipeline("text-generation", "{folder.name}")(messages)'
     last = record.get("evaluation", {}).items()
-    metrics = "\n".join(f"| {name} | {value} |" for name, value in last)
+    rows = "\n".join(f"| {name} | {value} |" for name, value in last)
     return f"""---
 {head.to_yaml()}
 # license: yours to choose
@@ -55,12 +55,13 @@ on {record["data_rows"]} rows of {", ".join(map(name_of, args.data_path))}.
 
 It is loaded by transformers with `{load}`.
 {"Append EOS to each text." if scores and not appends else ""}
+{"Merge adapters below it first." if adapted else ""}
 
 ## Metrics at the end
 
 | | |
 | --- | --- |
-{metrics}
+{rows}
 """
 
 

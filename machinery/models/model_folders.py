@@ -101,9 +101,8 @@ def chain(path):
     while (file := Path(found[-1]) / ADAPTER_CONFIG).is_file():
         base = records.read(found[-1], ADAPTER_CONFIG).get("base_model_name_or_path")
         if base is None or base in found:
-            raise Refused(
-                "no-weights", f"{file} cannot be read, names no base, or adapters on themselves."
-            )
+            words = f"{file} cannot be read, names no base, or adapters on themselves."
+            raise Refused("no-weights", words)
         found.append(base)
     return found
 

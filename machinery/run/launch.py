@@ -37,10 +37,8 @@ def fill_environment():
     if os.environ.get("WORLD_SIZE", "1") == "1":
         os.environ.update(alone | os.environ)
     elif missing := alone.keys() - os.environ.keys():
-        raise Refused(
-            "no-master-address",
-            f"{', '.join(sorted(missing))} must be set: the first machine and a free port.",
-        )
+        words = f"{', '.join(sorted(missing))} must be set: the first machine and a free port."
+        raise Refused("no-master-address", words)
 
 
 def choose_operator_folder():

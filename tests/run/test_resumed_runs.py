@@ -50,6 +50,7 @@ def test_the_kl_penalty_follows_its_target_and_goes_on_from_there():
         assert after["kl_coef"] == ppo.adapted_kl_coef(line["kl_coef"], line["kl"], 0.5)
     assert lines[0]["kl_coef"] == 0.05 != lines[2]["kl_coef"]
     assert [value for _, value in curve("ppo_dearer", "kl_coef")] == [0.05, 0.05, 0.3, 0.3]
+    assert json.loads((run_of("ppo_dearer") / "args.json").read_text())["kl_coef"] == 0.3
     codes = [rank["code"] for rank in runs.facts("ppo_zero2_interrupted")]
     assert codes == [1, 1], "as SIGTERM ends a run"
 
