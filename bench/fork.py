@@ -149,7 +149,7 @@ def difference(expected, found, until=float("inf"), skipped=()):
             smallest = 1e-2 if name.removeprefix("eval_") in ("kl", "kl_k3") else 1e-3
             size = max([abs(other.get(name, 0.0)) for other in expected.values()] + [smallest])
             gap = abs(found[step].get(name, float("inf")) - value) / size
-            if not gap <= worst:
+            if not gap <= worst and worst == worst:  # NaN is the worst, and stays
                 worst, where = gap, f"{name} of step {step}: {value:.6g}, {found[step].get(name)}"
     return worst, where
 

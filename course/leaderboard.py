@@ -40,7 +40,8 @@ def lab_of(script, flags, seeds=SEEDS):
     """Returns an entry as a lab with one arm. script: "ppo", or the name of another one."""
     words = shlex.split(flags, comments=True)  # "--name=value" is two words
     words = [part for w in words for part in (w.split("=", 1) if w.startswith("--") else [w])]
-    if refused := {"--reward_fn", "--seed", "--stop"} & {*words}:
+    files = {word for word in words if word.startswith("@")}  # which may name such flags
+    if refused := {"--reward_fn", "--seed", "--stop"} & {*words} | files:
         why = "An entry learns from the reward model, has the board's seeds, and ends with EOS"
         raise SystemExit(f"{why}: no {' or '.join(sorted(refused))}.")
     base = {**MODELS, script: " ".join(runner.merged(START, shlex.join(words), FIXED))}

@@ -162,7 +162,7 @@ def held_by(model, phase, ranks, cpu, zero):
     parts["buffers"] = buffers
     offload(args, parts, phase, stage)
     if model.generates and args.enable_ema:
-        parts["optimizer"] += 4 * P / ranks
+        parts["optimizer"] += 4 * T / N
     return parts
 
 

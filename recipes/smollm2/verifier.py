@@ -14,9 +14,11 @@ def last_number(text):
 
     >>> last_number("37 + 48 = 85."), last_number("48 - 23 = -25"), last_number("Eighty.")
     (85, 25, None)
+    >>> last_number("37 + 48 = 1000000085") == 85, last_number("0085"), last_number("0")
+    (False, 85, 0)
     """
     found = re.findall(r"[0-9]+", text)
-    return int(found[-1][-9:]) if found else None
+    return int(found[-1].lstrip("0")[:9] or 0) if found else None  # of pages of digits: enough
 
 
 def right(prompts, completions, answer, **columns):

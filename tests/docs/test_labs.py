@@ -9,9 +9,9 @@ import sys
 import threading
 from dataclasses import replace
 from itertools import combinations
-from math import log
+from math import gamma, log, pi
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
 import pytest
 from PIL import Image
@@ -276,10 +276,42 @@ def test_arms_are_compared_seed_by_seed():
     0.1, and Student's t with two degrees of freedom 4.303: 0.2 +- 4.303 * 0.1 / sqrt(3)."""
     plain = [{"gold": g, "KL": 1.0} for g in (0.3, 0.5, 0.7)]
     better = [{"gold": g, "KL": 1.0} for g in (0.6, 0.7, 0.8)]
-    results = results_of(plain=plain, better=better)[::-1]
+    results = results_of(plain=plain, better=better)
+    results = results[:3] + results[:2:-1]  # the rows of an arm may stand in any order
     lab = new_lab({"plain": {}, "better": {}})
     assert pages.table(lab, results).endswith("| +0.200 ± 0.248 (3 of 3) |")
     assert runner.interval([0.1, 0.1, -0.3])[2] == 1  # the mean is below 0
+
+
+@pytest.mark.parametrize("count", range(2, 14))
+def test_an_interval_holds_95_percent_of_students_distribution(count):
+    """Its density, integrated here, from minus to plus the factor of the interval."""
+    values, freedom = [float(i) for i in range(count)], count - 1
+    factor = runner.interval(values)[1] / (stdev(values) / count**0.5)
+    scale = gamma((freedom + 1) / 2) / gamma(freedom / 2) / (freedom * pi) ** 0.5
+    at = [factor * (i + 0.5) / 10_000 for i in range(10_000)]
+    density = [scale * (1 + t * t / freedom) ** (-(freedom + 1) / 2) for t in at]
+    assert 2 * sum(density) * factor / 10_000 == pytest.approx(0.95, abs=2e-4)
+
+
+def test_what_is_measured_of_a_run(tmp_path):
+    """By hand, of four evaluations and a last step without one."""
+    golds = {0: 0.5, 4: 0.25, 8: 1.0, 12: 0.75}
+    lines = [*({"step": step, "gold": gold} for step, gold in golds.items()), {"step": 13}]
+    kit.write_lines(tmp_path / "metrics.jsonl", lines)
+    samples = [(0, 1.0), (0, 0.0), (12, 1.0), (12, 0.5), (12, 0.0), (12, 0.0)]
+    lines = [{"step": step, "gold": gold} for step, gold in samples]
+    kit.write_lines(tmp_path / "samples.jsonl", lines)
+    for metric, how, expected in (
+        ("gold", "first", 0.5),
+        ("gold", "last", 0.75),
+        ("gold", "max", 1.0),
+        ("gold", "mean", 0.625),
+        ("gold", 4, 0.25),
+        ("share 1", "first", 0.5),
+        ("share 1", "last", 0.25),
+    ):
+        assert runner.measured({"ppo": tmp_path}, ("ppo", metric, how)) == expected, how
 
 
 def test_more_seeds_may_be_added_and_by_some_arms_alone():

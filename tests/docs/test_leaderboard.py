@@ -62,6 +62,8 @@ def test_an_entry_cannot_change_what_is_measured():
     for words in ("--reward_fn toy/gold.py:gold", "--reward_fn=toy/gold.py:gold", "--seed 5"):
         with pytest.raises(SystemExit, match=words[2:6]):
             leaderboard.lab_of("ppo", words)
+    with pytest.raises(SystemExit, match="no @my.flags"):  # it may name any of these
+        leaderboard.lab_of("ppo", "--clip 0.3 @my.flags")
 
 
 def test_the_page_shows_what_was_measured():

@@ -198,6 +198,7 @@ def test_examples_in_docstrings_run():
     """An example in a docstring is a promise, too."""
     others = [ROOT / "ppo.py", *(ROOT / "course").glob("*.py"), *(ROOT / "toy").rglob("*.py")]
     others += sorted((ROOT / "tools").rglob("*.py"))
+    others += [ROOT / f"recipes/smollm2/{name}.py" for name in ("make", "verifier")]
     files = [file for file in [*MODULES, *others] if ">>> " in file.read_text()]
     for file in files:
         result = doctest.testmod(module_of(file))

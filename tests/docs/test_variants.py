@@ -4,6 +4,7 @@ however it is laid out, and says what its runs have shown.
 
 import contextlib
 import copy
+import math
 import re
 import shlex
 import subprocess
@@ -127,6 +128,29 @@ def test_a_small_kl_may_differ_by_more_than_another_small_metric():
     for name, differs in (("eval_kl", False), ("approx_kl", True)):
         gap, where = fork.difference(expected, {4: {**expected[4], name: 1.269e-3}})
         assert (gap > 1e-3) == differs and name in where
+
+
+@pytest.mark.parametrize("other, differs", [(1.0, False), (1.1, True), (math.nan, True)])
+@pytest.mark.parametrize("place", ["2_ranks_ZeRO_3", "resumed"])
+def test_a_layout_that_learns_otherwise_is_named(
+    place, other, differs, tmp_path, monkeypatch, capsys
+):
+    """Its exit code is 1 then. A NaN is the largest difference, whatever comes after it."""
+
+    def launch(options, known, folder, layout, *more):
+        (folder / "checkpoints/step-2").mkdir(parents=True, exist_ok=True)
+        loss = other if folder.name == place else 1.0
+        lines = [{"step": step, "loss": loss, "reward": 1.0} for step in range(1, 5)]
+        kit.write_lines(folder / "metrics.jsonl", lines)
+
+    monkeypatch.setattr(fork, "launch", launch)
+    monkeypatch.setattr(fork, "start", lambda *_: SimpleNamespace(stdout=""))
+    words = ["fork.py", "--quick", "--keep", str(tmp_path), "x.py"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as left:
+        fork.main()
+    assert left.value.code == differs
+    assert ("DIFFERS" in capsys.readouterr().out) == differs
 
 
 @pytest.mark.slow

@@ -225,9 +225,20 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("watch", dict(ratio_max=[1], args=dict(ONCE, top_p=0.9))),
         ("sick", dict(ratio_max=[1], sampling_gap=[0.3], args=dict(TWICE, dtype="fp32"))),
         ("healthy", dict(ratio_max=[1], sampling_gap=[0.3], args=dict(ONCE, dtype="bf16"))),
+        # another policy may sample
+        (
+            "healthy",
+            dict(ratio_max=[1], sampling_gap=[0.3], args=dict(ONCE, dtype="fp32", is_cap=2.0)),
+        ),
+        ("watch", dict(ratio_max=[1, 1.5], args=dict(ONCE, generation_batches=2))),
+        ("watch", dict(ratio_max=[1, 1.5], args=dict(ONCE, per_device_training_batch_size=2))),
     ],
     "updates": [
         ("healthy", dict(actor_loss=[1e-9], approx_kl=[0], clip_fraction=[0], args=ONCE)),
+        (
+            "healthy",
+            dict(actor_loss=[1], approx_kl=[0], clip_fraction=[0], args=dict(ONCE, is_cap=2.0)),
+        ),
         ("watch", dict(actor_loss=[0], approx_kl=[0.1], clip_fraction=[0.2], args=ONCE)),
         ("watch", dict(actor_loss=[1], approx_kl=[0.1], clip_fraction=[0.5], args=TWICE)),
         ("healthy", dict(actor_loss=[1], approx_kl=[0.1], clip_fraction=[0.1], args=TWICE)),

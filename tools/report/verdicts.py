@@ -169,7 +169,7 @@ def one_update(run):
 def ratio(run):
     """Whether sampling, scoring and training agree on the log-probs of the same tokens."""
     top, gap = max(values_of(run, "ratio_max")), max(run.values("sampling_gap"), default=0)
-    if gap > GAP.get(run.args.get("dtype"), 1.0):
+    if gap > GAP.get(run.args.get("dtype"), 1.0) and not run.args.get("is_cap"):
         return "sampling", f"sampling_gap reached {gap:.2g}"
     reached = f"ratio_max reached {top:.3g}"
     if top > 1.01 and one_update(run):
@@ -194,8 +194,8 @@ def updates(run):
     if max(others) > 1e-3:
         return "moved", said
     args = run.args
-    whitened = args.get("advantage", "gae") == "gae" and args.get("whiten", True)
-    if not whitened or args.get("entropy_coef") or args.get("kl_in") == "loss":
+    whitens = args.get("advantage", "gae") == "gae" and args.get("whiten", True)
+    if not whitens or args.get("is_cap") or args.get("entropy_coef") or args.get("kl_in") == "loss":
         return "other", said
     return "mask" if loss > 1e-3 else "zero", said
 
