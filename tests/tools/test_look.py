@@ -46,6 +46,14 @@ def page_of_judge(pairs, folder):
     return re.sub(r"\s+", " ", page.page("t", [run], []))
 
 
+def test_a_judge_is_surer_than_it_is_right_or_could_be_surer(tmp_path):
+    """It says 0.95 and is right in half of the pairs; or 0.55, and is always right."""
+    unsure = numbers.table_of([pair(3, 0), pair(0, 3)] * 20)
+    assert "in 1 of 1 bins it is surer than it is right" in page_of_judge(unsure, tmp_path)
+    timid = numbers.table_of([pair(0.2, 0)] * 40)
+    assert "in 1 of 1 bins it could be surer" in page_of_judge(timid, tmp_path)
+
+
 def test_accuracy_by_length_by_hand(tmp_path):
     """Differences in length -4, -1, 0, 1, 3: the median of the sizes 1, 1, 3, 4 is 3. The judge is
     right where the chosen response is longer: it prefers length."""
@@ -65,6 +73,12 @@ def test_accuracy_by_length_by_hand(tmp_path):
 def sample(prompt, response, reward=None, gold=None, step=0):
     row = dict(step=step, prompt=prompt, response=response, reward=reward, gold=gold)
     return {name: value for name, value in row.items() if value is not None}
+
+
+def test_a_prompt_that_is_there_twice_keeps_its_responses_apart():
+    before, after = [[sample("?", x, i, 1) for i, x in enumerate(texts)] for texts in ("ab", "cd")]
+    found = numbers.changes(before, after)
+    assert [*found.response_before + found.response_after] == ["ac", "bd"]
 
 
 def test_gamed_samples_come_first_the_worst_of_them_at_the_top():
@@ -311,7 +325,17 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("sick", dict(tokens=[token([0.2, 1.1], kl=(2.0, 1.0))])),  # the penalty's sign
         ("sick", dict(tokens=[token([-0.2, -0.1], kl=(2.0, 1.0))])),  # the score is lost
         ("sick", dict(tokens=[token([1.0, 0.0], logprobs=(-1.0, 0.0))])),  # so is EOS
-        ("not known", dict(tokens=[token([0.0, 9.0])], args=dict(kl_in="loss"))),
+        ("healthy", dict(tokens=[{**token([0.0, 5.0]), "reward": 8.9}])),  # --clip_reward 5
+        ("not known", dict(tokens=[{**token([0.0, 0.0]), "response_length": 600}])),  # it was cut
+        *[
+            ("not known", dict(tokens=[token([0.0, 9.0])], args=own))
+            for own in (
+                dict(kl_in="loss"),
+                dict(kl_estimator="k3"),
+                dict(normalize_reward=1),
+                dict(missing_eos_penalty=1),
+            )
+        ],
     ],
     "finite": [
         ("healthy", dict(kl=[1.0, 2.0])),
@@ -432,6 +456,19 @@ def make_run(folder, script="ppo", steps=12, response="So."):
     tokens = dict(text=[" So", response, "<eos>"], logprob=[0.5, -0.25, 0.125])
     kit.write_lines(folder / "tokens.jsonl", [dict(one, sample=0, tokens=tokens) for one in found])
     return folder
+
+
+def test_before_and_after_are_the_first_and_the_last_evaluation(tmp_path):
+    """Of the samples, and of the table of metrics, which has the limit beside them."""
+    folder = make_run(tmp_path / "ppo")
+    lines = [sample("Why?", f"{step}", 1, 1, step) for step in (0, 5, 10, 15)]
+    kit.write_lines(folder / "samples.jsonl", lines)
+    assert [line["response"] for line in runs.find([folder])[0].samples] == ["0", "15"]
+    steps = [dict(step=i, eval_gold=gold) for i, gold in enumerate((0.25, 0.75))]
+    run = run_with(tmp_path, metrics=steps, limits={"eval_gold": 1.0})
+    words = page.page("t", [run], [])
+    row = words[words.index('<th scope="row">eval_gold</th>') :].split("</tr>")[0]
+    assert re.findall(r">([\d.]+)<", row) == ["0.25", "0.75", "1"]
 
 
 def test_a_folder_in_any_state_is_read(tmp_path):

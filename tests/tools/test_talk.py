@@ -371,3 +371,11 @@ def test_a_model_cannot_write_to_the_terminal_itself(capsys):
     with screen.Screen(["[red]model"]) as shown:
         shown.write(0, "a\x1b[2J\r\x07b [bold]", "note")
     assert r"a\x1b[2J\r\x07b [bold]" in capsys.readouterr().out
+
+
+def test_prompts_of_a_folder_are_those_held_out(tmp_path):
+    """Those of training would flatter the model that has seen them."""
+    for part in ("train", "test"):
+        kit.write_lines(tmp_path / f"{part}.jsonl", [{"prompt": f"{part}?"}])
+    args = talk.get_args(["x", "--prompts", str(tmp_path)])
+    assert [row["prompt"] for row in talk.read_prompts(args)] == ["test?"]
