@@ -104,6 +104,7 @@ def test_ranks_that_share_layers_learn_what_ranks_that_share_rows_do(script, sta
     assert_same_curves(names, ["grad_norm"], rel=0.05)
     shared, split = (kit.weights(run_of(name)) for name in names)
     assert {k: v.shape for k, v in shared.items()} == {k: v.shape for k, v in split.items()}
+    assert max((shared[k].float() - split[k].float()).abs().max() for k in shared) < 0.03
     start = kit.weights(runs.base() / "models/actor")
     both = [k for k in shared if k in start]
     apart, moved = (

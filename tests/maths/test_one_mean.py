@@ -73,6 +73,14 @@ def test_the_means_of_the_actors_loss_against_loops(loss_mean, truncated):
         assert found / divisors == pytest.approx(expected), sizes
 
 
+def models_of_stubs():
+    """Returns an actor and a critic that compute gradients, and keep their weights."""
+    engine = SimpleNamespace(
+        backward=torch.Tensor.backward, step=lambda: None, gradient_accumulation_steps=lambda: 1
+    )
+    return ppo.Models(engine, engine, None, [], None, None)
+
+
 def test_actor_and_critic_learn_the_mean_over_the_tokens_that_count():
     """With --mask_truncated 1 the second response, which was cut off, is in neither sum and in
     neither divisor. Each of the other's two tokens has half of its own gradient: -A, and the error
@@ -90,11 +98,7 @@ def test_actor_and_critic_learn_the_mean_over_the_tokens_that_count():
         returns=torch.tensor([[1.0, 3, 9], [5, 5, 5]]),
         kept={"actor": (logprobs, torch.zeros(2, 3)), "critic": values},
     )
-    engine = SimpleNamespace(
-        backward=torch.Tensor.backward, step=lambda: None, gradient_accumulation_steps=lambda: 1
-    )
-    models = ppo.Models(engine, engine, None, [], None, None)
-    ppo.optimizer_step(args, models, [batch], 0.0, metrics.TokenMeans())
+    ppo.optimizer_step(args, models_of_stubs(), [batch], 0.0, metrics.TokenMeans())
     assert logprobs.grad.tolist() == [[-1, 2, 0], [0, 0, 0]]
     assert values.grad.tolist() == [[-0.5, -1.5, 0], [0, 0, 0]]
 
@@ -119,11 +123,7 @@ def test_an_optimizer_step_clips_and_penalises_as_its_flags_say():
         returns=torch.ones(1, 2),
         kept={"actor": (logprobs, torch.zeros(1, 2)), "critic": values},
     )
-    engine = SimpleNamespace(
-        backward=torch.Tensor.backward, step=lambda: None, gradient_accumulation_steps=lambda: 1
-    )
-    models = ppo.Models(engine, engine, None, [], None, None)
-    ppo.optimizer_step(args, models, [batch], 0.3, metrics.TokenMeans())
+    ppo.optimizer_step(args, models_of_stubs(), [batch], 0.3, metrics.TokenMeans())
     assert logprobs.grad[0].tolist() == pytest.approx([-0.625 - 0.15, 0.15])
     assert values.grad[0].tolist() == pytest.approx([0, -0.375])
 
@@ -142,12 +142,8 @@ def test_an_update_that_makes_its_own_forwards_learns_the_same(monkeypatch):
         advantages=torch.tensor([[2.0, -4]]),
         returns=torch.tensor([[1.0, 3]]),
     )
-    engine = SimpleNamespace(
-        backward=torch.Tensor.backward, step=lambda: None, gradient_accumulation_steps=lambda: 1
-    )
     args = ppo.get_args(["--preset", "toy"])
-    models = ppo.Models(engine, engine, None, [], None, None)
-    ppo.optimizer_step(args, models, [batch], 0.0, metrics.TokenMeans())
+    ppo.optimizer_step(args, models_of_stubs(), [batch], 0.0, metrics.TokenMeans())
     assert logprobs.grad.tolist() == [[-1, 2]] and values.grad.tolist() == [[-0.5, -1.5]]
     assert batch.ratio.tolist() == [[1, 1]] and batch.old_logprobs.tolist() == [[-0.5, -0.5]]
     kept = batch.ratio, batch.old_logprobs, batch.entropy

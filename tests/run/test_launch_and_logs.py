@@ -61,9 +61,8 @@ def test_ranks_of_one_host_listen_to_nobody_else(count):
     args = SimpleNamespace(adam_offload=False, tensor_parallel_size=1)
     meet = "" if count > 1 else "never"
     for rank, found in enumerate(kit.on_ranks(listens_on, count, args, meet=meet)):
-        # rank 0 of two has the store
-        expected = {"0100007F"} if count > 1 and rank == 0 else found & {"0100007F"}
-        assert found == expected, f"rank {rank} listens on {found}"
+        assert found <= {"0100007F"}, f"rank {rank} listens on {found}"
+        assert found or count == 1 or rank > 0, "rank 0 of two has the store"
 
 
 def test_ranks_of_several_hosts_meet_as_pytorch_has_them_meet(monkeypatch):

@@ -460,14 +460,8 @@ class Vllm:
         gaps = [metrics.token_gaps(batch)[batch.response_mask > 0] for batch in micro_batches]
         off, count = checks.counts_off(limits, gaps)[-1]
         if len(self.shares_off) <= 2 * args.vllm_ahead:  # ahead, from the third on it is the rule
-            far = checks.counts_off(SimpleNamespace(dtype="bf16"), gaps)[-1][0]
-            if not self.shares_off and far > checks.COARSE * count:
-                ranks.say(
-                    f"warning: step {run.step}: for {far:,} of {count:,} tokens scoring gives "
-                    f"another log-prob than vLLM, by more than {checks.OFF['bf16']}.\n  Likely: "
-                    "--top_p, --top_k, a vLLM of lower precision, or one that has not loaded the "
-                    "weights."
-                )
+            if not self.shares_off:
+                self.warn_if_far(run, gaps)
             self.shares_off.append(off / max(count, 1))
             return
         usual = max(self.shares_off)
@@ -482,6 +476,16 @@ class Vllm:
         )
         if not goes_on:
             run.finish(code=1)
+
+    def warn_if_far(self, run, gaps):
+        """Warns if scoring and vLLM differ by much in many of the first step's tokens."""
+        far, count = checks.counts_off(SimpleNamespace(dtype="bf16"), gaps)[-1]
+        if far > checks.COARSE * count:
+            ranks.say(
+                f"warning: step {run.step}: for {far:,} of {count:,} tokens scoring gives another "
+                f"log-prob than vLLM, by more than {checks.OFF['bf16']}.\n  Likely: --top_p, "
+                "--top_k, a vLLM of lower precision, or one that has not loaded the weights."
+            )
 
     # ---- The server ----
     def start(self):
