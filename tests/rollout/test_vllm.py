@@ -159,6 +159,7 @@ FAULTS = {
     "never": "vLLM did not start within --vllm_timeout 8 seconds",
     "killed": "vLLM has ended with code -9. It, or its worker, was killed",
     "orphaned": "vLLM has ended with code -9. It, or its worker, was killed",
+    "reset": "vLLM has ended with code -9. It, or its worker, was killed",
     "hangs": "has not answered /inference/v1/generate for --vllm_timeout 8 seconds: it hangs",
     "other-weights": r"with weights \['elsewhere-7'\], and \w+-1 were handed over last",
     "two-weights": r"with weights \['[\w-]+', '[\w-]+'\]",  # a run's random name may come second

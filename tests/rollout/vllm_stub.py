@@ -11,6 +11,8 @@ import itertools
 import json
 import os
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -18,7 +20,7 @@ from pathlib import Path
 
 FAULTS = (
     "ends never other-weights two-weights killed hangs late broken short unloadable cached plain "
-    "newer orphaned counts keeps cut nan"
+    "newer orphaned counts keeps cut nan reset"
 )
 LOCK = threading.Lock()
 TOKENS, LOGPROBS = [7, 8, 1], [-0.5, -1.0, -1.5]
@@ -105,10 +107,14 @@ class Routes(http.server.BaseHTTPRequestHandler):
     def generate(self, ids, params):
         if self.fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.fault == "orphaned":  # as vLLM without its worker: it waits for its open requests
+        if self.fault in ("orphaned", "reset"):  # as vLLM without its worker: it listens no more
             self.server.shutdown()
             self.server.socket.close()
-        time.sleep({"hangs": 60, "orphaned": 60, "late": 1}.get(self.fault, 0))
+        if self.fault == "reset":  # as for a connection that it had not accepted yet
+            at_once = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            os.close(self.connection.fileno())
+        time.sleep({"hangs": 60, "orphaned": 60, "reset": 60, "late": 1}.get(self.fault, 0))
         tokens, logprobs, why = TOKENS, LOGPROBS, "stop"
         if self.fault == "counts":
             tokens = [next(self.number), *TOKENS[1:]]
@@ -196,4 +202,4 @@ def main():
         Path(file).write_text(json.dumps([os.getpid(), sys.argv, dict(os.environ)]))
     http.server.ThreadingHTTPServer.allow_reuse_address = False
     http.server.ThreadingHTTPServer((flags["host"], int(flags["port"])), Routes).serve_forever()
-    time.sleep(60)  # "orphaned"
+    time.sleep(60)  # "orphaned" and "reset"
