@@ -2,11 +2,15 @@
 
 import ast
 import sys
+import threading
 import types
+from multiprocessing import connection
+from pathlib import Path
 
 import pytest
 
 from course import notebooks
+from tests import kit
 
 each = pytest.mark.parametrize("name", notebooks.NAMES)
 
@@ -36,10 +40,37 @@ def test_what_a_notebook_imports_has_the_names_that_it_uses(name):
             assert not isinstance(owner, types.ModuleType) or hasattr(owner, node.attr), node.attr
 
 
+CLIENT = """import sys
+from multiprocessing import connection
+
+with connection.Client(sys.argv[1]) as server:
+    server.send(sys.argv[2:])
+    code, said = server.recv()
+print(said)
+sys.exit(code)
+"""
+
+
+def answer(listener):
+    """Makes each run that a client asks for, in a forked rank, and tells it what came of it."""
+    while True:
+        with listener.accept() as client:
+            script, *argv = client.recv()
+            few = ["--num_eval_prompts", "8"] * (script == "ppo.py")  # a notebook's own come after
+            given = Path(script).stem, [*few, *argv]
+            done = kit.fork(kit.call_main, 1, *given, cwd=kit.ROOT, meet="never")
+            client.send((done.code, done.out + done.err))
+
+
 @pytest.mark.slow
 @each
 def test_a_notebook_runs_from_top_to_bottom(name, tmp_path):
-    """Two steps teach a model nothing. Every cell must hold with what it writes then."""
+    """Two steps teach a model nothing. Every cell must hold with what it writes then. Its runs are
+    forked, which saves each the seconds of its imports."""
+    (tmp_path / "client.py").write_text(CLIENT)
+    listener = connection.Listener(f"{tmp_path}/socket")
+    threading.Thread(target=answer, args=[listener], daemon=True).start()
     more = "--max_steps 2" + " --max_answer_seq_len 8" * (name == "grpo")  # reward.py has no such
-    sizes = f'OUT, MORE, DEEPSPEED = "{tmp_path}", "{more}", "{sys.executable}"'
+    start = f"{sys.executable} {tmp_path}/client.py {tmp_path}/socket"
+    sizes = f'OUT, MORE, DEEPSPEED = "{tmp_path}", "{more}", "{start}"'
     notebooks.execute(notebooks.read(name), sizes)
