@@ -12,8 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pandas
 from deepspeed.accelerator import get_accelerator
@@ -44,7 +43,9 @@ def four_models(args):
     """Returns the models of ppo.py. With LoRA the reference takes no memory of its own."""
     rows, logits = args.per_device_training_batch_size, args.max_answer_seq_len
     actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
-    kept = keeps_graphs(args, actor_args, critic_args)
+    own_flags = {"actor": actor_args} | ({"critic": critic_args} if args.has_critic else {})
+    no_dropout = [name for name, own in own_flags.items() if not dropout_of(own)]
+    kept, _ = ppo.forwards_of_score(args, ppo.Sizes(args), no_dropout)  # to be trained on
     actor = memory.Model(actor_args, rows, with_logits=logits, kept="actor" in kept)
     actor.generates = args.rollout_batch_size
     models = [actor]
@@ -58,13 +59,6 @@ def four_models(args):
         own = declaring.with_flags(critic_args, **changes)
         models.append(memory.Model(own, rows, trains=False, head=True))
     return models
-
-
-def keeps_graphs(args, actor_args, critic_args):
-    """Returns the models whose scoring forwards keep their graphs, to be trained on."""
-    own_flags = {"actor": actor_args} | ({"critic": critic_args} if args.has_critic else {})
-    no_dropout = [name for name, own in own_flags.items() if not dropout_of(own)]
-    return ppo.forwards_of_score(args, ppo.Sizes(args), no_dropout)[0]
 
 
 def dropout_of(own):

@@ -133,16 +133,14 @@ def held_by(model, phase, ranks, cpu, zero):
     gathered = w * min(P, zero["stage3_max_live_parameters"]) if stage == 3 else 0
     buffers = bucket if stage == 3 else 0  # made once, and kept
     layer = rows * sizes.kept_by_row / config.num_hidden_layers
-    scores = model.kept or model.generates or model.head or not model.trains
-    compiled = getattr(args, "compile_decoding", False)  # a flag of ppo.py: the cache is kept
-    if model.generates and (phase == "generate" or compiled):
-        slots = sum(decoding.static_slots(args).values()) if compiled else tokens
+    if model.generates and (phase == "generate" or args.compile_decoding):  # it is kept then
+        slots = sum(decoding.static_slots(args).values()) if args.compile_decoding else tokens
         parts["KV cache"] = w * decoding.numbers_of_a_token(config) * model.generates * slots
     if phase == "generate" and model.generates:
         parts["logits"] = model.generates * config.vocab_size * (w + 24)
         parts["activations"] = layer * model.generates / rows
         buffers += w * P if stage == 3 else 0
-    elif (phase == "train" and model.trains) or (phase == "score" and scores):
+    elif phase == "score" or (phase == "train" and model.trains):
         kept = rows * sizes.kept_by_row
         if args.gradient_checkpointing:
             kept = rows * w * tokens * config.hidden_size * config.num_hidden_layers + layer
@@ -183,7 +181,7 @@ def offload(args, parts, phase, stage):
     moved = []
     if args.adam_offload:
         moved = ["optimizer", "gradients"][:stage]
-    elif getattr(args, "offload_states", False) and phase in ("generate", "score"):
+    elif phase in ("generate", "score") and args.offload_states:  # ppo.py's
         moved = ["optimizer", "gradients"]
     if args.offload and stage == 3:
         moved.append("weights")

@@ -21,16 +21,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from deepspeed.utils import zero_to_fp32
 from safetensors import SafetensorError
 
 import common
-from machinery.base import records, refused
-from machinery.base.refused import Refused
+from machinery.base import records
+from machinery.base.refused import Refused, program
 from machinery.flags import declaring
 from machinery.models import model_folders, saving
 from machinery.run import checkpoints
@@ -92,7 +91,7 @@ def read_weights(folder, stage):
     """
     if stage < 3:
         file = zero_to_fp32.get_model_state_file(folder / "state", stage)
-        return torch.load(file, weights_only=False, map_location="cpu", mmap=True)["module"]
+        return checkpoints.read(file)["module"]
     silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
     with silent[0], silent[1], contextlib.chdir(folder):  # a path with [ would be a pattern
         return zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(".", tag="state")
@@ -180,4 +179,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    refused.program(main)
+    program(main)

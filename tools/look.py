@@ -14,11 +14,9 @@ import contextlib
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from machinery.base import refused
-from machinery.base.refused import Refused
+from machinery.base.refused import Refused, program
 from machinery.flags import declaring
 from tools.report import page, runs, verdicts
 
@@ -76,4 +74,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    refused.program(main)
+    program(main)

@@ -25,16 +25,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import pandas
 
 import ppo
 from helpers import functions
-from machinery.base import modules, refused
-from machinery.base.refused import Refused
+from machinery.base import modules
+from machinery.base.refused import Refused, program
 from machinery.data import formats, rows, sources
 from machinery.engine import patches
 from machinery.flags import declaring
@@ -133,7 +132,8 @@ def read_prompts(args):
         drop = "" if formats.as_text(prompt or "").strip() else "empty prompt"
         others = {name: row.get(name) for name in [*columns, *row] if name != "prompt"}
         if args.template and isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
+            chat, _ = formats.as_chat(prompt, [])  # of a dialogue that is text
+            prompt = [{"role": "user", "content": prompt}] if chat is prompt else chat
         return {"prompt": prompt, "extra": json.dumps(others, default=str), "drop": drop}
 
     return read_rows(args, args.prompts, "--prompts", ["ppo"], read)
@@ -220,4 +220,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    refused.program(main)
+    program(main)

@@ -340,7 +340,8 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     "finite": [
         ("healthy", dict(kl=[1.0, 2.0])),
         ("sick", dict(kl=[1.0, math.nan])),
-        ("sick", dict(kl=[1.0], file="nonfinite_rank0.jsonl")),  # it has stopped
+        ("sick", dict(kl=[1.0, 1.0], stopped=2)),
+        ("healthy", dict(kl=[1.0, 1.0, 1.0], stopped=2)),  # and resumed, at another rate perhaps
     ],
 }
 
@@ -364,11 +365,11 @@ def test_verdicts_by_hand(function, tmp_path):
             own["samples"] = [
                 dict(step=1, response=c, ended=float(c != ".")) for c in own["samples"]
             ]
-        found = {name: given[name] for name in given if name not in (*fields, "file")}
+        found = {name: given[name] for name in given if name not in (*fields, "stopped")}
         lines = [dict(zip(found, row), step=step) for step, row in enumerate(zip(*found.values()))]
         run = run_with(tmp_path, metrics=lines, **own)
-        if "file" in given:
-            (tmp_path / given["file"]).touch()
+        if "stopped" in given:
+            kit.write_lines(tmp_path / "nonfinite_rank0.jsonl", [{"step": given["stopped"]}])
         assert verdicts.judged(function, run)[0] == status, given
         with contextlib.suppress(verdicts.TooFew):
             reached.add(function(run)[0])

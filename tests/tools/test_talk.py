@@ -167,11 +167,28 @@ def test_a_judge_with_other_tokens_reads_the_text(flags, judge, trained, tmp_pat
     other, writer = models.Judge(args, str(folder)), writers_of(args)[0]
     row = writer.prompt(args, 0, ASKED)
     row.update(response_ids=writer.tokenizer("ab ba").input_ids, text="ab ba", ended=ended)
-    prompt, response = other.tokenise(writer, row)
+    prompt, response = other.read(writer, row)
     assert other.tokenizer.decode(prompt) == "\n\nHuman: Who are you?\n\nAssistant:"
     assert other.tokenizer.decode(response) == "ab ba" + "<eos>" * int(ended)
     expected = other.score_ids(args, [(prompt, response)])
     assert other.scores(args, writer, [row]) == expected != judge.scores(args, writer, [row])
+
+
+def test_a_judge_with_a_template_reads_a_dialogue_that_is_text_as_messages(flags, judge):
+    """As it was trained on one. What it cannot read is refused in words."""
+    args, template = flags(), judge.tokenizer.chat_template
+    writer = writers_of(args)[0]
+    row = writer.prompt(args, 0, "\n\nHuman: Who?\n\nAssistant:")
+    row.update(text=" A fox. ", ended=1.0)
+    try:
+        judge.tokenizer.chat_template = CHAT
+        both = [judge.tokenizer.decode(ids) for ids in judge.read(writer, row)]
+        assert both == ["<user>Who?<eos><assistant>", "A fox.<eos>"]
+        judge.tokenizer.chat_template = "{{ raise_exception('no such role') }}"
+        with kit.refuses("prompt-refused"):
+            judge.read(writer, row)
+    finally:
+        judge.tokenizer.chat_template = template
 
 
 def test_a_chat_model_ends_where_stock_generate_does(chat_folder, tmp_path):
@@ -234,6 +251,17 @@ def test_prompts_of_a_file_end_in_a_table(trained, tmp_path, capsys):
     assert kit.read_lines(out) == found
 
 
+def test_a_template_takes_the_questions_of_a_dialogue_that_is_text(flags, tmp_path):
+    """Not the words "Human:" and "Assistant:" around them."""
+    text = "\n\nHuman: Who?\n\nAssistant: A fox.\n\nHuman: Why?\n\nAssistant:"
+    data = kit.write_lines(tmp_path / "data.jsonl", [{"prompt": text}, {"prompt": "How?"}])
+    args = flags()
+    args.template, args.prompts = "Q: {}\nA:", str(data)
+    asked = [row["prompt"] for row in talk.read_prompts(args)]
+    written = [models.written(prompt, args.template) for prompt in asked]
+    assert written == ["Q: Who?\nA: A fox.\nQ: Why?\nA:", "Q: How?\nA:"]
+
+
 PAIR = {"chosen": " Yes.", "rejected": " No."}
 
 
@@ -294,6 +322,20 @@ def test_a_dialogue_goes_on_from_each_models_own_words(flags, judge, monkeypatch
     assert talking.prompts[1]["prompt"] == prompt and len(talking.histories[0]) == 4
     typed(talking, monkeypatch, "/reset", "Hi")
     assert talking.prompts[1]["prompt"] == "\n\nHuman: Hi\n\nAssistant:"
+
+
+def test_a_retry_that_is_stopped_loses_nothing(flags, monkeypatch):
+    """Ctrl-C while the models answer once more: question and responses are as they were."""
+    talking = session.Session(flags, writers_of(flags()))
+    typed(talking, monkeypatch, "Who are you?")
+    before = json.dumps(talking.histories)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(talking.writers[1], "answers", stop)
+    typed(talking, monkeypatch, "/retry")
+    assert json.dumps(talking.histories) == before
 
 
 def test_a_chat_goes_through_the_template(chat_folder, monkeypatch):

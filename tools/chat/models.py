@@ -66,7 +66,7 @@ def around(prompts):
     >>> around(["Q: How?\nA:", "Q: How many?\nA:"])
     'Q: {}\nA:'
     """
-    start = os.path.commonprefix([*prompts])
+    start = os.path.commonprefix(prompts)
     end = os.path.commonprefix([prompt[::-1] for prompt in prompts])[::-1]
     start = re.match(r"(?s)(.*(?:\n|: ))?", start)[0]
     return start + "{}" + "".join(end.partition("\n")[1:])
@@ -102,7 +102,9 @@ def on_disk(path):
 class Model:
     """A model and its tokenizer, from a folder or the hub, checked before it is loaded."""
 
-    def __init__(self, args, path, scores):
+    head = None  # the name of the value head, of a reward model
+
+    def __init__(self, args, path):
         self.name, path = path, on_disk(path)
         config = model_folders.load_config(path, args.trust_remote_code)
         own = "fp32" if config.dtype == torch.float32 else declaring.fast_dtype()
@@ -110,20 +112,34 @@ class Model:
         # max_seq_len 0: prompt() cuts to the positions that the model has
         changes = dict(model_name_or_path=path, dtype=self.dtype, zero_stage=0, max_seq_len=0)
         args = declaring.with_flags(args, **changes)
-        model_folders.refuse_other_kind(self.name, config, scores)
+        model_folders.refuse_other_kind(self.name, config, scores=bool(self.head))
         model_folders.has_weights(path, needed=True)
         self.tokenizer = model_folders.load_tokenizer(path, args)
-        head = "score" if scores else None
-        self.model = common.frozen_engine(args, 1, self.tokenizer, head)
+        self.model = common.frozen_engine(args, 1, self.tokenizer, self.head)
         text = config.get_text_config()
         self.positions = getattr(text, "max_position_embeddings", None) or 2**31 - 1
+
+    def tokenise(self, prompt):
+        """Returns a prompt as this model reads it, text or messages, and its token ids."""
+        read = prompt
+        if self.tokenizer.chat_template:  # a dialogue that is text becomes messages, as in a run
+            read, _ = formats.as_chat(prompt, [])
+        try:
+            ids = tokens.tokenise_prompt(self.tokenizer, read)
+            if not ids:
+                raise formats.LeftOut("nothing is left of it in tokens")
+        except formats.LeftOut as error:
+            shown = formats.as_text(read)[:300]
+            words = f"{self.name} cannot be given a prompt: {error}.\n  {shown}"
+            raise Refused("prompt-refused", words) from error
+        return read, ids
 
 
 class Writer(Model):
     """A language model that writes responses, sampled by ppo.py's own function."""
 
     def __init__(self, args, path):
-        super().__init__(args, path, scores=False)
+        super().__init__(args, path)
         own = CHAT if self.tokenizer.chat_template else DIALOGUE
         prompts = own_prompts(path)
         self.template = args.template or found_template(prompts) or own
@@ -143,25 +159,12 @@ class Writer(Model):
         number: of the row, on which its random numbers depend. extra: the row's other columns, as
         JSON. A prompt that is too long keeps its end.
         """
-        text = written(prompt, self.template)
-        if self.tokenizer.chat_template:  # a dialogue that is text becomes messages, as in a run
-            text, _ = formats.as_chat(text, [])
+        text, ids = self.tokenise(written(prompt, self.template))
         room = self.positions - self.answer_length(args)
-        try:
-            ids = tokens.tokenise_prompt(self.tokenizer, text)
-            if not ids:
-                raise formats.LeftOut("nothing is left of it in tokens")
-        except formats.LeftOut as error:
-            shown = formats.as_text(text)[:300]
-            words = f"{self.name} cannot be given a prompt: {error}.\n  {shown}"
-            raise Refused("prompt-refused", words) from error
-        row = {"row": number, "sample": 0, "row_weight": 1, "asked": prompt, "extra": extra}
+        row = {"row": number, "sample": 0, "asked": prompt, "extra": extra}
         row.update(prompt=formats.as_text(text), chat=isinstance(text, list))
-        return {
-            **row,
-            "prompt_ids": tokens.keep_end(self.tokenizer, ids, room),
-            "cut": len(ids) > room,
-        }
+        kept = tokens.keep_end(self.tokenizer, ids, room)
+        return {**row, "prompt_ids": kept, "cut": len(ids) > room}
 
     def answer_length(self, args):
         """Returns how many tokens a response may have: --max_answer_seq_len, if they fit."""
@@ -205,29 +208,30 @@ class Writer(Model):
 class Judge(Model):
     """A reward model."""
 
-    def __init__(self, args, path):
-        super().__init__(args, path, scores=True)
+    head = "score"
 
     def scores(self, args, writer, responses):
         """Returns the score of each response of `writer`, as ppo.py gives it: a list of numbers.
 
         With the writer's vocabulary it reads the tokens that were sampled, else their text.
         """
-        mine, theirs = self.tokenizer, writer.tokenizer
-        same_end = mine.eos_token_id == theirs.eos_token_id
-        same = same_end and mine.get_vocab() == theirs.get_vocab()
-        pairs = []
-        for row in responses:
-            ids = row["prompt_ids"], row["response_ids"]
-            pairs.append(ids if same else self.tokenise(writer, row))
+        both = self.tokenizer, writer.tokenizer
+        mine, theirs = ((each.eos_token_id, each.get_vocab()) for each in both)
+        same = mine == theirs
+        pairs = [
+            (row["prompt_ids"], row["response_ids"]) if same else self.read(writer, row)
+            for row in responses
+        ]
         return self.score_ids(args, pairs)
 
-    def tokenise(self, writer, row):
+    def read(self, writer, row):
         """Returns the token ids of a prompt and its response in this model's own vocabulary."""
         chats = self.tokenizer.chat_template or writer.template != CHAT
-        prompt = written(row["asked"], writer.template if chats else DIALOGUE)
-        ids, _ = tokens.tokenise_turn(self.tokenizer, prompt, row["text"])
-        return tokens.tokenise_prompt(self.tokenizer, prompt), ids[: None if row["ended"] else -1]
+        given = written(row["asked"], writer.template if chats else DIALOGUE)
+        prompt, prompt_ids = self.tokenise(given)
+        text = row["text"] if prompt is given else row["text"].strip()  # as formats.as_chat has it
+        ids, _ = tokens.tokenise_turn(self.tokenizer, prompt, text)
+        return prompt_ids, ids[: None if row["ended"] else -1]
 
     @torch.no_grad()
     def score_ids(self, args, pairs):
@@ -243,8 +247,8 @@ class Judge(Model):
         scores, size = {}, args.per_device_eval_batch_size
         for start in range(0, len(unique), size):
             part = unique[start : start + size]
-            ids, mask = common.pad(part, self.tokenizer.pad_token_id)  # (B, T), ends on the right
-            ids, mask = ids.to(ranks.device()), mask.to(ranks.device())
+            padded = common.pad(part, self.tokenizer.pad_token_id)  # (B, T), ends on the right
+            ids, mask = (x.to(ranks.device()) for x in padded)
             values = self.model(ids, mask, common.position_ids(mask))  # (B, T)
             scores |= dict(zip(part, values[:, -1].tolist()))
         return [scores[sequence] for sequence in sequences]

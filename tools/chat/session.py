@@ -52,20 +52,17 @@ class Session:
             if name:
                 self.ask(line.strip())
             return
-        if name[1:] not in self.commands():
+        command = getattr(self, f"do_{name[1:]}", None)
+        if command is None:
             raise Refused("no-command", f"there is no command {name}.\n  /help lists them.")
-        self.commands()[name[1:]](rest.strip())
-
-    def commands(self):
-        """Returns {name: method} of all commands."""
-        return {name[3:]: getattr(self, name) for name in dir(self) if name.startswith("do_")}
+        command(rest.strip())
 
     # ---- Questions ----
     def ask(self, question):
         """Shows the models' responses to a question, and then keeps both in the dialogue."""
         self.turn += 1
         texts = []
-        self.prompts = [self.prompt(number, question) for number in range(len(self.writers))]
+        self.prompts = [self.prompt(*pair, question) for pair in zip(self.writers, self.histories)]
         with screen.Screen([writer.name for writer in self.writers]) as shown:
             for number, writer in enumerate(self.writers):
                 show = functools.partial(shown.write, number)
@@ -76,10 +73,9 @@ class Session:
             history.append({"role": "user", "content": question})
             history.append({"role": "assistant", "content": text})
 
-    def prompt(self, number, question):
-        """Returns the row of a question to model `number`, with what was said before."""
-        writer = self.writers[number]
-        before = self.histories[number] if writer.template in MEMORY else []
+    def prompt(self, writer, history, question):
+        """Returns the row of a question to a model, with what was said before."""
+        before = history if writer.template in MEMORY else []
         messages = [*before, {"role": "user", "content": question}]
         if writer.template == models.CHAT:  # templates put their own spaces
             messages = [{**m, "content": m["content"].strip()} for m in messages]
@@ -102,8 +98,9 @@ class Session:
     # ---- Commands: a docstring is its line in /help ----
     def do_help(self, rest):
         """lists the commands"""
-        for name, method in self.commands().items():
-            print(f"  /{name:9} {method.__doc__}")
+        for name in dir(self):
+            if name.startswith("do_"):
+                print(f"  /{name[3:]:9} {getattr(self, name).__doc__}")
         print("  A line that ends in \\ goes on in the next one. Ctrl-C stops a response.")
 
     def do_quit(self, rest):
@@ -126,7 +123,12 @@ class Session:
 
     def do_retry(self, rest):
         """asks the last question again, with other random numbers"""
-        self.ask(self.do_undo(rest))
+        before = [[*history] for history in self.histories]
+        try:
+            self.ask(self.do_undo(rest))
+        except BaseException:  # Ctrl-C among them
+            self.histories = before
+            raise
 
     def do_prompt(self, rest):
         """shows the last prompt as each model was given it"""

@@ -1,6 +1,5 @@
 """The tables of talk.py: means, and how often a model is better than another."""
 
-import numpy as np
 import pandas
 
 from machinery.base import statistics
@@ -17,10 +16,10 @@ def win_rate(scores, others):
     The interval is Wilson's (1927) for that share. A tie has no variance of its own, so with ties
     the interval is wider than need be, never narrower. scores, others: (pairs,)
 
-    >>> win_rate(np.array([1, 2, 3, 4]), np.array([0, 2, 4, 3]))  # a win, a tie, a loss, a win
+    >>> win_rate(pandas.Series([1, 2, 3, 4]), [0, 2, 4, 3])  # a win, a tie, a loss, a win
     '0.625 [0.219, 0.908]'
     """
-    share = np.mean((scores > others) + (scores == others) / 2)
+    share = ((scores > others) + (scores == others) / 2).mean()
     low, high = statistics.wilson_interval(share, len(scores))
     return f"{share:.3f} [{low:.3f}, {high:.3f}]"
 
@@ -33,8 +32,7 @@ def comparison(answers):
     """
     lines, (_, first) = [], answers[0]
     for _, table in answers:
-        means = table.filter(METRICS).mean()
-        line = {metric: f"{mean:.3f}" for metric, mean in means.items()}
+        line = table.filter(METRICS).mean().map("{:.3f}".format).to_dict()
         # Scored in another batch, with other padding, an equal response has another last digit.
         same = (table.response == first.response) & (table.ended == first.ended)
         for metric in table.filter(JUDGED):

@@ -14,8 +14,8 @@ def asked(runs):
     An answer is a line of samples.jsonl, with the name of its model. The first prompt is the most
     typical one: the rewards of its answers are nearest to the models' means.
     """
-    data = [run.args.get("data_path") for run in runs]
-    columns = written([run for run, own in zip(runs, data) if own == data[-1]])
+    data = runs[-1].args.get("data_path")
+    columns = written([run for run in runs if run.args.get("data_path") == data])
     last = next(reversed(columns.values()), {})
     columns = {name: own for name, own in columns.items() if not last.keys().isdisjoint(own)}
     shared = [prompt for prompt in last if all(prompt in own for own in columns.values())]

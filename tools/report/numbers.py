@@ -4,7 +4,7 @@ import numpy
 import pandas
 
 from machinery.base import statistics
-from tools.report.text import is_number
+from tools.report.text import numbers_of
 
 BINS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the probability that the judge gives its choice
 EACH = "_before", "_after"
@@ -74,8 +74,7 @@ def changes(before, after):
 
 def numbered(lines):
     """Returns samples as a table; nth: of those with the same prompt."""
-    rows = [{name: x for name, x in line.items() if is_number(x)} for line in lines]
-    table = pandas.DataFrame(rows, columns=NUMBERS, dtype=float)
+    table = pandas.DataFrame(map(numbers_of, lines), columns=NUMBERS, dtype=float)
     for name in ("prompt", "response"):  # objects: as pandas' own strings half a surrogate fails
         table[name] = pandas.Series([line[name] for line in lines], dtype=object)
     return table.assign(nth=table.groupby("prompt").cumcount())
@@ -92,10 +91,6 @@ def ordered(rows):
     Of equal falls the one whose reward rose most comes first. Rows without a reward come last, and
     else they stay in their order.
     """
-    keys = {
-        "unscored": rows.reward_after.isna(),
-        "sound": ~rows.gamed,
-        "gold": rise(rows, "gold").where(rows.gamed, 0),
-        "reward": -rise(rows, "reward").where(rows.gamed, 0),
-    }
-    return rows.iloc[numpy.lexsort([*keys.values()][::-1])]
+    gold, reward = (rise(rows, name).where(rows.gamed, 0) for name in ("gold", "reward"))
+    # the last one counts first
+    return rows.iloc[numpy.lexsort([-reward, gold, ~rows.gamed, rows.reward_after.isna()])]

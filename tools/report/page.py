@@ -1,8 +1,8 @@
 """Puts look.py's page together, of page.html, page.css and page.js."""
 
 import base64
-import datetime
 import hashlib
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def page(title, found, notes):
         style=style,
         script=script,
         title=title,
-        made=datetime.datetime.now().strftime("%Y-%m-%d %H:%M"),
+        made=time.strftime("%Y-%m-%d %H:%M"),
         notes=notes,
         runs=found,
         differences=runs.differences(found),

@@ -7,7 +7,7 @@ import matplotlib
 import numpy
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator
 
 from machinery.run import plots
 from tools.report.text import rounded
@@ -18,10 +18,8 @@ SPIKE = 8  # times the range of eight values in ten: the range of all, where a f
 MOST = 100  # panels of a group: of metrics that plots.PANELS does not name there may be thousands
 FOLDED = ("perplexity", "TFLOP/s", "learning rate", "deviation of the advantages")  # under "more"
 LOSSES = {"sft": "nats a token", "reward": "nats a pair"}  # their units
-GROUPS = (*plots.PANELS, "others")
 GRAY = "#808080"  # is read on a light ground and on a dark one
-GRAY_PARTS = """axes.edgecolor axes.labelcolor axes.titlecolor text.color xtick.color
-                ytick.color""".split()
+GRAY_PARTS = "axes.edgecolor axes.labelcolor text.color xtick.color ytick.color".split()
 STYLE = {
     "svg.fonttype": "none",  # text stays text
     "font.size": 8,
@@ -58,7 +56,7 @@ def curves(runs):
 
     Two steps have no axis in common: theirs are other steps, and other losses.
     """
-    panels = {group: {} for group in GROUPS}
+    panels = {group: {} for group in (*plots.PANELS, "others")}
     for place, run in enumerate(runs):
         for group, own in plots.panels_of(changing(run.table)).items():
             for title, table in own:
@@ -101,11 +99,10 @@ def one_metric_each(title, tables):
     metrics = sorted({name.removeprefix("eval_") for _, table in tables for name in table})
     if len(metrics) == 1:
         return [(title, tables)]
-    out = []
-    for metric in metrics:
-        parts = [(place, table.filter([metric, f"eval_{metric}"])) for place, table in tables]
-        out.append((metric, [(place, part) for place, part in parts if part.size]))
-    return out
+    return [
+        (metric, [(place, table.filter([metric, f"eval_{metric}"])) for place, table in tables])
+        for metric in metrics
+    ]
 
 
 def panel(runs, title, unit, tables, several, identifiers):
@@ -139,7 +136,7 @@ def panel(runs, title, unit, tables, several, identifiers):
         axis.set_yscale(**scale)
         if scale["value"] == "log":
             axis.yaxis.set(major_locator=LogLocator(subs=(1, 3)), major_formatter="{x:g}")
-            axis.yaxis.set(minor_locator=NullLocator())
+            axis.minorticks_off()
 
     unit += ", logarithmic" if scale["value"] != "linear" else ""
     last = max(curve["steps"][-1] for curve in held)
@@ -200,17 +197,17 @@ def smoothed(values):
 
 
 # ---- The judge ----
-def histogram(title, label, pairs):
+def histogram(pairs):
     """Returns a picture of the scores of chosen and rejected responses."""
 
     def draw(axis):
         sides = ["chosen", "rejected"]
         values = [pairs[f"{side}_score"] for side in sides]
         axis.hist(values, bins=24, histtype="stepfilled", alpha=0.5, label=sides)
-        axis.set(xlabel=label, ylabel="pairs")
+        axis.set(xlabel="score", ylabel="pairs")
         axis.legend()
 
-    return svg(title, draw)
+    return svg("scores", draw)
 
 
 def shares(title, label, groups, expected=None, **more):

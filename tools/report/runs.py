@@ -18,10 +18,9 @@ from machinery.base import locks, records
 from machinery.base.refused import Refused
 from machinery.models import saving
 from machinery.run import logs, output_folder
-from tools.report.text import is_number, number, visible
+from tools.report.text import is_number, number, numbers_of, visible
 
-ORDER = ("sft", "reward", "ppo")  # of the steps; other scripts follow
-SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
+SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}  # in their order; others follow
 TITLES = {"sft": "SFT", "reward": "Reward model"}
 KNOWN_BY = {"eval_reward": "ppo", "eval_accuracy": "reward", "eval_perplexity": "sft"}
 PARTS = ("ema", "critic", "best", "checkpoints")  # folders inside a run's own
@@ -54,8 +53,8 @@ class Run:
         self.samples = ends(self.lines("samples"))
         guessed = (script for metric, script in KNOWN_BY.items() if metric in self.table)
         self.script = str(self.args.get("script") or next(guessed, "run"))
-        known = logs.limits(self.args.get("data_path"), self.script)  # perhaps somebody else's
-        self.limits = {name: value for name, value in known.items() if is_number(value)}
+        # perhaps somebody else's
+        self.limits = numbers_of(logs.limits(self.args.get("data_path"), self.script))
 
     def lines(self, name):
         """Yields the lines of a .jsonl file that hold what is needed, and counts the others."""
@@ -73,12 +72,12 @@ class Run:
     def table(self):
         """The metrics, a column each, by step; what is no number is left out."""
         named = functools.cache(visible)
-        rows = [{named(n): x for n, x in line.items() if is_number(x)} for line in self.metrics]
+        rows = [{named(n): x for n, x in numbers_of(line).items()} for line in self.metrics]
         return pandas.DataFrame(rows or {"step": []}, dtype=float).groupby("step").last()
 
     def series(self, name):
         """Returns the values of a metric by step."""
-        return self.table[name].dropna() if name in self.table else pandas.Series(dtype=float)
+        return self.table.get(name, pandas.Series(dtype=float)).dropna()
 
     def values(self, name):
         """Returns the values of a metric, in the order of the steps."""
@@ -86,9 +85,8 @@ class Run:
 
     def answers(self, last):
         """Returns the samples of the last evaluation, or of the first one."""
-        steps = [line["step"] for line in self.samples]
-        step = (max if last else min)(steps, default=None)
-        return [line for line in self.samples if line["step"] == step]
+        end = -1 if last else 0
+        return [line for line in self.samples if line["step"] == self.samples[end]["step"]]
 
     def title(self):
         """Returns what the run's step is called: of ppo.py by its estimator of advantages."""
@@ -153,7 +151,7 @@ def find(folders):
         found |= {path.resolve(): path for path in paths}
     names = short_names([*found.values()])
     runs = [Run(path, visible(name)) for path, name in zip(found.values(), names)]
-    return sorted(runs, key=lambda run: ([*ORDER, run.script].index(run.script), run.script))
+    return sorted(runs, key=lambda run: ([*SCRIPTS, run.script].index(run.script), run.script))
 
 
 def below(folder, depth):
@@ -201,9 +199,11 @@ def other_rates(run):
     preset = {}
     with suppress(KeyError, Refused):  # a script of somebody's own, or a preset
         preset = vars(SCRIPTS[run.script].get_args([f"--preset={run.args['preset']}"]))
-    rates = {flag: x for flag, x in preset.items() if flag.endswith("learning_rate") and x}
-    other = [name for name, value in rates.items() if run.args.get(name, value) != value]
-    return ", ".join(f"{name} is {run.args[name]} (preset: {rates[name]})" for name in other)
+    return ", ".join(
+        f"{name} is {run.args[name]} (preset: {rate})"
+        for name, rate in preset.items()
+        if name.endswith("learning_rate") and rate and run.args.get(name, rate) != rate
+    )
 
 
 def differences(runs):

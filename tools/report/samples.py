@@ -22,7 +22,7 @@ def microscope(runs):
         about = visible(f"--advantage {run.args.get('advantage', 'gae')}")
         lines = [short(line) for line in bounded(run.tokens, TOKENS // len(held))]
         found.append({"name": run.name, "about": about, "lines": lines})
-    return found and {"runs": found}
+    return {"runs": found} if found else None
 
 
 def bounded(lines, most):
@@ -62,7 +62,7 @@ def judge(run):
     said = "what it said: P(its choice)"
     longer = "tokens that the chosen response is shorter or longer"
     return [
-        pictures.histogram("scores", "score", pairs),
+        pictures.histogram(pairs),
         pictures.shares("calibration", said, bins, bins["said"], bins=len(bins), **off),
         pictures.shares("accuracy by length", longer, lengths, **numbers.longer_wins(pairs)),
     ]

@@ -9,6 +9,11 @@ def is_number(value):
     return isinstance(value, (int, float)) and abs(value) < LARGEST
 
 
+def numbers_of(line):
+    """Returns a dict without what is no number."""
+    return {name: value for name, value in line.items() if is_number(value)}
+
+
 def visible(text):
     r"""Returns text with what cannot be seen written out, as \x1b. Line breaks stay.
 
@@ -17,9 +22,10 @@ def visible(text):
     >>> visible("a\x1b\u202e\u2028 b")
     'a\\x1b\\u202e\\u2028 b'
     """
-    seen = (c.isprintable() or c == "\n" for c in str(text))
-    escaped = (c if ok else c.encode("unicode_escape").decode() for c, ok in zip(str(text), seen))
-    return "".join(escaped)
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode()
+        for c in str(text)
+    )
 
 
 def cut(text):

@@ -162,8 +162,8 @@ def one_update(run):
     """Returns whether each rollout has one update."""
     args = run.args
     passes = args.get("ppo_epochs", 1) * args.get("generation_batches", 1)
-    names = [f"per_device_{kind}_batch_size" for kind in ("generation", "training")]
-    return passes == 1 and args.get(names[0]) == args.get(names[1])
+    size = args.get("per_device_generation_batch_size")
+    return passes == 1 and size == args.get("per_device_training_batch_size")
 
 
 def ratio(run):
@@ -403,8 +403,10 @@ def tail(texts):
 
 
 def finite(run):
-    """Whether the run met a number that is none."""
-    if any(run.path.glob("nonfinite_rank*.jsonl")):
+    """Whether the run met a number that is none, and has not been past it since."""
+    texts = (file.read_text() for file in run.path.glob("nonfinite_rank*.jsonl"))
+    met = [int(step) for text in texts for step in re.findall(r'"step": (\d+)', text)]
+    if met and max(met) > max((line["step"] for line in run.metrics), default=0):
         return "stopped", "stopped at NaN or infinity: nonfinite_rank*.jsonl", crash.NOT_FINITE
     floats = [(n, x) for line in run.metrics for n, x in line.items() if isinstance(x, float)]
     if bad := {name for name, value in floats if not math.isfinite(value)}:
