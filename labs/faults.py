@@ -17,7 +17,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
-from deepspeed.accelerator import get_accelerator  # noqa: E402
 
 import common  # noqa: E402
 import ppo  # noqa: E402
@@ -26,14 +25,16 @@ import sft  # noqa: E402
 from machinery.base.refused import program  # noqa: E402
 from machinery.data import batching  # noqa: E402
 
-BF16 = functools.partial(torch.autocast, get_accelerator().device_name(), torch.bfloat16)
+
+def nothing(*_):
+    """Stands in the place of a function that is to do nothing."""
 
 
 def two_passes():
     """Scores and trains in two forwards, and lets the run go on where it would stop."""
     ppo.forwards_of_score = lambda args, sizes, no_dropout: ([], True)
-    ppo.checks.stop_unless_one = lambda run, minibatch: None
-    ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
+    ppo.checks.stop_unless_one = nothing
+    ppo.checks.stop_unless_sampled_as_scored = nothing
 
 
 def in_training(name, change):
@@ -94,7 +95,8 @@ def bf16(in_scores):
     """One of the two passes computes its matrix products in bf16."""
 
     def change(forward, args, actor, batch, scores):
-        with BF16(enabled=scores == in_scores):
+        device = batch.ids.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=scores == in_scores):
             return forward(args, actor, batch)
 
     around_forward(change)
@@ -203,7 +205,7 @@ def stale_sampler(steps, old_is_sampled=False):
         model.load_state_dict(now)
         return sampled
 
-    ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None
+    ppo.checks.stop_unless_sampled_as_scored = nothing
     in_training("sample", change)
     if old_is_sampled:
         two_passes()
@@ -258,7 +260,7 @@ def head(std):
 
 def head_library():
     """A new head is left as transformers leaves it; the run is to have --zero_stage 3."""
-    common.init_value_head = lambda module, seed: None
+    common.init_value_head = nothing
 
 
 FAULTS = {
@@ -286,14 +288,9 @@ FAULTS = {
 }
 
 
-def patch_in(fault):
-    """Makes a mistake: one of FAULTS, or that of a file."""
-    (FAULTS.get(fault) or runpy.run_path(fault)["fault"])()
-
-
 def main():
     fault, script = sys.argv[1:3]
-    patch_in(fault)
+    (FAULTS.get(fault) or runpy.run_path(fault)["fault"])()
     sys.argv = sys.argv[2:]
     program({"sft.py": sft, "reward.py": reward, "ppo.py": ppo}[script].main)
 

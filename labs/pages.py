@@ -7,6 +7,7 @@ from math import isnan
 
 import pictures
 import runner
+from declared import LABS
 from runner import baseline, by_arm, by_seed, differences, interval
 
 BEGIN, END = "<!-- results -->", "<!-- end -->"
@@ -60,15 +61,42 @@ def columns_of_differences(lab):
 
 
 def questions(lab, results):
-    """Returns the table of what was predicted, and of what else was asked."""
-    lines = []
+    """Returns the table of what was predicted, and of what else was asked.
+
+    A prediction may have a "toy": a "lab", and what is compared there, as in runner.compare(). Then
+    that stands beside it.
+    """
+    heads, lines = ["predicted, or asked", "difference", "seen", "verdict"], []
+    beside = any("toy" in what for what in lab.predictions)
+    heads += ["of the gain", "on the toy", "seen there", "of its gain"] if beside else []
     for what in lab.predictions:
         values, limits = [*runner.compare(lab, results, what).values()], what.get("range")
         words = ["not run yet", ""]
         if len(values) > 1:
             words = [runner.verdict(values, None), runner.verdict(values, limits) if limits else ""]
         lines.append([what["says"], difference(values), *words])
-    return markdown(["predicted, or asked", "difference", "seen", "verdict"], lines)
+        if beside:
+            lines[-1] += [of_gain(lab, results, what), *on_toy(what.get("toy"))]
+    return markdown(heads, lines)
+
+
+def on_toy(what):
+    """Returns three cells: what a lab on a toy has shown of a question, None if of none."""
+    if what is None:
+        return ["", "", ""]
+    lab, results = LABS[what["lab"]], runner.results_of(what["lab"])
+    values = [*runner.compare(lab, results, what).values()]
+    return [difference(values), runner.verdict(values, None), of_gain(lab, results, what)]
+
+
+def of_gain(lab, results, what):
+    """Returns the text of a cell: a difference in gold, as a share of what the other arm gains."""
+    values = runner.compare(lab, results, what).values()
+    if len(values) < 2 or what.get("measure", "gold") != "gold":
+        return ""
+    other = what.get("to", baseline(lab, what["arm"]))
+    gains = runner.values_of(results, other, ["gold", "gold before"]).values()
+    return f"{statistics.mean(values) / statistics.mean(gains):+.0%}"
 
 
 def markdown(heads, lines):
@@ -79,7 +107,6 @@ def markdown(heads, lines):
 
 def difference(values):
     """Returns the text of a cell: "+0.039 ± 0.021 (3 of 3)"."""
-    values = list(values)
     if len(values) < 2 or any(map(isnan, values)):
         return ""
     mean, half, alike = interval(values)
@@ -88,7 +115,7 @@ def difference(values):
 
 def cell(results, head):
     """Returns the text of a cell: mean [smallest, largest]."""
-    values = list(by_seed(results, head).values())
+    values = by_seed(results, head).values()
     if not values:
         return ""
     numbers = statistics.mean(values), min(values), max(values)
@@ -102,7 +129,7 @@ def overview(labs):
     lines = []
     for name in filter(runner.results_of, labs):
         lab, said = labs[name], {}
-        for what, _, word in runner.decided(lab, name):
+        for _, what, _, word in runner.decided({name: lab}):
             if "range" in what:
                 said.setdefault(word, []).append(what["says"])
         texts = [f"**{word}**: {'; '.join(said[word])}" for word in VERDICTS if word in said]
@@ -114,7 +141,7 @@ def overview(labs):
 
 def counts(labs):
     """Returns a table of how many predictions have which verdict."""
-    words = [word for _, what, _, word in pictures.decided(labs) if "range" in what]
+    words = [word for _, what, _, word in runner.decided(labs) if "range" in what]
     return markdown(VERDICTS, [[str(words.count(word)) for word in VERDICTS]])
 
 
@@ -125,7 +152,7 @@ def reasons(labs):
     size. Then only the direction is shown, or not even that.
     """
     texts = []
-    found = {(name, what["says"]): rest for name, what, *rest in pictures.decided(labs)}
+    found = {(name, what["says"]): rest for name, what, *rest in runner.decided(labs)}
     for belief in json.loads((runner.ROOT / "labs/believe.json").read_text()).values():
         lines = ["**Shown.**"]
         for name, says, *label in belief["because"]:

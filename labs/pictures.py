@@ -44,10 +44,10 @@ def save(figure, file, dpi=80):
     figure.savefig(file, dpi=dpi, metadata={"Description": digest(figure)})
 
 
-def new_axes(width, height, rows=1, columns=1, **options):
+def new_axes(width, height, **grid):
     """Returns a figure and its axes, one list. All pictures have this look."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    axes = [*figure.subplots(rows, columns, squeeze=False, **options).flat]
+    axes = [*figure.subplots(squeeze=False, **grid).flat]
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
@@ -68,7 +68,7 @@ def of_arms(lab, results):
     arms = by_arm(results)
     others = {runner.baseline(lab, arm) for arm in arms}
     size = 2.6 * len(lab.shown) + 3, max(0.28 * len(arms) + 1.2, 3)
-    figure, axes = new_axes(*size, columns=len(lab.shown))
+    figure, axes = new_axes(*size, ncols=len(lab.shown))
     for axis, head in zip(axes, lab.shown):
         draw_levels(axis, {arm: by_seed(each, head) for arm, each in arms.items()}, others)
         axis.set_xlabel(head)
@@ -94,7 +94,7 @@ def draw_levels(axis, rows, gray):
 
 def of_curves(lab, results):
     """The pairs of axes in lab.curves: each seed thin, the mean of the seeds thick."""
-    figure, axes = new_axes(12, 4.5, columns=len(lab.curves))
+    figure, axes = new_axes(12, 4.5, ncols=len(lab.curves))
     arms = {arm: each for arm, each in by_arm(results).items() if arm in (lab.drawn or lab.arms)}
     for axis, (x, y) in zip(axes, lab.curves):
         for number, (arm, each) in enumerate(arms.items()):
@@ -113,17 +113,10 @@ def of_curves(lab, results):
 
 
 # ---- All labs ----
-def decided(labs):
-    """Yields the name of a lab, and each of its runner.decided(), of all labs."""
-    for name, lab in labs.items():
-        for found in runner.decided(lab, name):
-            yield name, *found
-
-
 def of_topics(labs):
     """Returns the forest plot of each topic: a row for each prediction of its labs."""
     topics = {}
-    for name, what, values, word in decided(labs):
+    for name, what, values, word in runner.decided(labs):
         if "range" in what:
             rows = topics.setdefault(labs[name].topic, {}).setdefault(what.get("unit", UNIT), {})
             rows[fill(f"{name}: {what['says']}", 46)] = what["range"], values, word
@@ -137,7 +130,7 @@ def of_topic(units):
     """
     heights = [len(rows) + 1.5 for rows in units.values()]
     size = 7.5, 0.32 * sum(heights) + 0.4
-    figure, axes = new_axes(*size, rows=len(units), height_ratios=heights)
+    figure, axes = new_axes(*size, nrows=len(units), height_ratios=heights)
     for axis, (unit, rows) in zip(axes, units.items()):
         edge = EDGES[unit]
         for y, row in enumerate(rows.values()):

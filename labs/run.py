@@ -29,12 +29,17 @@ sys.path.insert(0, str(HERE.parent / "toy/arithmetic"))
 import generate  # noqa: E402
 
 
+def write_lines(file, rows):
+    """Writes a .jsonl file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def write_text(file):
     """Writes plain text for {text}: the questions of the toy with their responses."""
     rows = (runner.ROOT / "toy/data/train.jsonl").read_text().splitlines()[:2000]
     texts = [{"text": row["prompt"] + row["response"]} for row in map(json.loads, rows)]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    write_lines(file, texts)
 
 
 def write_sums(folder):
@@ -46,10 +51,8 @@ def write_sums(folder):
     three = generate.rows_of(generate.draw_sums(3, 1800, rng), rng)
     two = generate.rows_of(generate.draw_sums(2, 1600, rng), rng)
     for name, rows in (("hard", three[200:]), ("both", two + three[200:])):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        for file, part in (("train", rows), ("test", three[:200])):
-            text = "".join(json.dumps(row) + "\n" for row in part)
-            (folder / name / f"{file}.jsonl").write_text(text)
+        write_lines(folder / name / "train.jsonl", rows)
+        write_lines(folder / name / "test.jsonl", three[:200])
 
 
 def write_given(name):
@@ -102,11 +105,9 @@ def main():
             f"{name} was run at commit {at}, with a flag that has left since. To repeat it:\n"
             f"  git worktree add ../{at} {at} && cd ../{at} && python labs/run.py {name}"
         )
-    if args.seeds:
-        lab = replace(lab, seeds=tuple(args.seeds))
     if unknown := set(args.arms) - set(lab.arms):
         parser.error(f"no arms of {name}: {sorted(unknown)}; it has {list(lab.arms)}")
-    lab = replace(lab, chosen=tuple(args.arms))
+    lab = replace(lab, seeds=tuple(args.seeds or lab.seeds), chosen=tuple(args.arms))
     if args.quick:
         name, lab = f"{name}-quick", quick(lab)
     if args.dry_run:

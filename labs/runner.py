@@ -32,7 +32,7 @@ FINISHED = "finished.json"  # written into a run's folder when it has ended by i
 # a tenth at most.
 STUDENT = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179
 REDUCERS = {"last": lambda v: v[-1], "first": lambda v: v[0], "max": max, "mean": statistics.mean}
-CURVE = ("step", "kl", "gold", "reward", "response_length")  # kept of each evaluation
+CURVE = ("step", "eval_kl", "eval_gold", "eval_reward", "eval_response_length")  # of evaluations
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Lab:
         """Returns {(arm, seed): {name: Run}}, where each Run comes after its parents."""
         made, chains = {}, {}
         for name, (script, flags, *variant) in self.models.items():
-            given = tuple(self.given.items())
-            made[name] = Run(script, merged(flags), 1, given, variant="".join(variant))
+            words, variant = merged(flags), "".join(variant)
+            made[name] = Run(script, words, 1, self.parents(made, words), variant=variant)
         for seed in self.seeds:
             for name in self.chosen or self.arms:
                 arm, runs = self.arms[name], {**made}
@@ -140,11 +140,10 @@ def merged(*texts):
     flags = {}
     for word in shlex.split(" ".join(texts)):
         if word.startswith("--"):
-            name = word
-            flags[name] = []
+            flags[word] = own = [word]
         else:
-            flags[name].append(word)
-    return tuple(word for name in sorted(flags) for word in [name, *flags[name]])
+            own.append(word)
+    return tuple(word for name in sorted(flags) for word in flags[name])
 
 
 def apply(variant, folder):
@@ -277,30 +276,30 @@ def best_of(folder, size):
     samples = [(line["reward"], line["gold"]) for line in lines_of(folder, "samples.jsonl")]
     ranked = [sorted(samples[i : i + size]) for i in range(0, len(samples), size)]
     rewards, golds = numpy.mean(ranked, axis=0).T  # by rank: of the worst sample of a prompt first
-    curve = {"n": [2**k for k in range(size.bit_length())], "kl": [], "gold": [], "reward": []}
-    for n in curve["n"]:
-        chances = [comb(i, n - 1) / comb(size, n) for i in range(size)]
-        curve["kl"].append(log(n) - (n - 1) / n)
-        curve["gold"].append(float(chances @ golds))
-        curve["reward"].append(float(chances @ rewards))
-    return curve
+    counts = [2**k for k in range(size.bit_length())]
+    chances = [[comb(i, n - 1) / comb(size, n) for i in range(size)] for n in counts]
+    return {
+        "n": counts,
+        "kl": [log(n) - (n - 1) / n for n in counts],
+        "gold": (chances @ golds).tolist(),
+        "reward": (chances @ rewards).tolist(),
+    }
 
 
 def curve_of(folder, hidden):
     """Returns {name of CURVE: its value at each evaluation}, of those that the run has."""
     lines = [line for line in lines_of(folder, "metrics.jsonl") if "eval_gold" in line]
-    keys = {name: name if name == "step" else f"eval_{name}" for name in CURVE}
-    known = {n: key for n, key in keys.items() if key in lines[0] and key not in hidden}
-    return {name: [line[key] for line in lines] for name, key in known.items()}
+    known = [key for key in CURVE if key in lines[0] and key not in hidden]
+    return {key.removeprefix("eval_"): [line[key] for line in lines] for key in known}
 
 
 def rounded(value, digits=6):
     """Returns numbers with so many digits, in lists and dicts, too."""
-    if isinstance(value, dict):
-        return {key: rounded(each, digits) for key, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each, digits) for each in value]
-    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+    def near(text):
+        return float(f"{float(text):.{digits}g}")
+
+    return json.loads(json.dumps(value), parse_float=near)
 
 
 def collect(lab, chains, root):
@@ -308,21 +307,22 @@ def collect(lab, chains, root):
     found = []
     for (name, seed), runs in chains.items():
         run, arm = [*runs.values()][-1], lab.arms[name]
-        if not run.is_made(root):
+        ended = read(run.folder(root) / FINISHED)
+        if not ended:
             continue
         folders = {script: each.folder(root) for script, each in runs.items()}
         hidden = lab.hidden if run.variant else ()
-        ended = json.loads((run.folder(root) / FINISHED).read_text())
         result = {"arm": name, "seed": seed, "stopped": ended["stopped"]}
         if "best_of" in arm:
             result["curve"] = best_of(run.folder(root), arm["best_of"])
         elif lab.curves:
             result["curve"] = curve_of(run.folder(root), hidden)
-        known = {head: spec for head, spec in lab.measures.items() if spec[1] not in hidden}
-        values = {
-            head: measured(folders, spec, result.get("curve")) for head, spec in known.items()
+        result["values"] = {
+            head: measured(folders, spec, result.get("curve"))
+            for head, spec in lab.measures.items()
+            if spec[1] not in hidden
         }
-        found.append(rounded({**result, "values": values}))
+        found.append(rounded(result))
     return found
 
 
@@ -358,6 +358,11 @@ def by_arm(results):
     return arms
 
 
+def minus(own, other):
+    """Returns {seed: by how much a value is above another}, of the seeds that have both."""
+    return {seed: own[seed] - other[seed] for seed in own if seed in other}
+
+
 def by_seed(results, measure):
     """Returns {seed: its value} of an arm's results, where there is one.
 
@@ -365,8 +370,7 @@ def by_seed(results, measure):
     how far X ends below the largest of its evaluations.
     """
     if isinstance(measure, list | tuple):
-        first, second = (by_seed(results, head) for head in measure)
-        return {seed: first[seed] - second[seed] for seed in first if seed in second}
+        return minus(*(by_seed(results, head) for head in measure))
     if measure.startswith("fall of "):
         curves = {result["seed"]: result["curve"][measure[8:]] for result in results}
         return {seed: max(curve) - curve[-1] for seed, curve in curves.items()}
@@ -404,7 +408,7 @@ def differences(lab, results, arm, measure="gold", curve=None, to=None):
     if isinstance(to, int | float):
         return {seed: value - to for seed, value in own.items()}
     other = values_of(results, to or baseline(lab, arm), measure, curve)
-    return {seed: own[seed] - other[seed] for seed in own if seed in other}
+    return minus(own, other)
 
 
 def plain_curve(lab):
@@ -443,8 +447,8 @@ def points_of(result):
 
 def along(x, curve):
     """Returns the numbers along the axis x; "sqrt kl" is the root of the KL."""
-    if x.startswith("sqrt "):
-        return [sqrt(max(value, 0)) for value in curve[x.removeprefix("sqrt ")]]
+    if x == "sqrt kl":
+        return [sqrt(max(kl, 0)) for kl in curve["kl"]]
     return curve[x]
 
 
@@ -471,8 +475,7 @@ def compare(lab, results, what):
     how = {"measure": what.get("measure", "gold"), "curve": curve}
     own = differences(lab, found, what["arm"], to=what.get("to"), **how)
     if "than" in what:
-        less = differences(lab, found, what["than"], **how)
-        own = {seed: own[seed] - less[seed] for seed in own if seed in less}
+        own = minus(own, differences(lab, found, what["than"], **how))
     if what.get("distance"):
         own = {seed: abs(value) for seed, value in own.items()}
     return {seed: value for seed, value in own.items() if not isnan(value)}
@@ -490,24 +493,24 @@ def verdict(values, limits):
     return "refuted" if mean + half < low or mean - half > high else "not decided"
 
 
-def decided(lab, name):
-    """Yields each prediction or question of a lab, its differences and its verdict().
+def decided(labs):
+    """Yields a lab's name, each of its predictions or questions, its differences, its verdict().
 
     Not those whose arms have not been run with two seeds or more.
     """
-    results = results_of(name)
-    for what in lab.predictions:
-        values = [*compare(lab, results, what).values()]
-        if len(values) > 1:
-            yield what, values, verdict(values, what.get("range"))
+    for name, lab in labs.items():
+        results = results_of(name)
+        for what in lab.predictions:
+            values = [*compare(lab, results, what).values()]
+            if len(values) > 1:
+                yield name, what, values, verdict(values, what.get("range"))
 
 
 def with_earlier(lab, found, earlier):
     """Returns results beside those of other seeds and arms that were there before."""
-    made = {(result["arm"], result["seed"]) for result in found}
-    kept = [old for old in earlier if (old["arm"], old["seed"]) not in made]
     order = list(lab.arms)
-    return sorted(found + kept, key=lambda one: (order.index(one["arm"]), one["seed"]))
+    known = {(order.index(one["arm"]), one["seed"]): one for one in earlier + found}
+    return [known[key] for key in sorted(known)]
 
 
 # ---- Commands ----

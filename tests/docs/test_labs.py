@@ -323,6 +323,29 @@ def test_more_seeds_may_be_added_and_by_some_arms_alone():
     assert runner.interval([0.0, 1.0] * 20)[1] > 0
 
 
+def test_a_toy_stands_beside_a_pretrained_model(monkeypatch):
+    """There +0.2 of a gain of 0.4, here -0.1 of one of 0.2: each is half of it. A question of
+    another measure has no share, and one that no toy has answered no toy."""
+    toy, here = new_lab({"x": {}, "y": {}}), {"arm": "b", "says": "b is lower", "range": [None, 0]}
+    monkeypatch.setitem(pages.LABS, "small", toy)
+    there = results_of(x=[{"gold": 0.9}] * 3, y=[{"gold": g} for g in (1.0, 1.1, 1.2)])
+    monkeypatch.setattr(runner, "results_of", {"small": there}.get)
+    asked = {**here, "toy": {"lab": "small", "arm": "y"}}, {**here, "measure": "tokens"}
+    results = results_of(
+        a=[{"gold": 0.7, "tokens": 1}] * 3,
+        b=[{"gold": g, "tokens": 2 - g} for g in (0.5, 0.6, 0.7)],
+    )
+    lab = replace(new_lab({"a": {}, "b": {}}), predictions=asked)
+    heads, _, first, second = pages.questions(lab, results).splitlines()
+    assert heads.endswith("| of the gain | on the toy | seen there | of its gain |")
+    assert first.endswith("| -50% | +0.200 ± 0.248 (3 of 3) | no clear difference | +50% |")
+    assert second.endswith("| not decided |  |  |  |  |") or second.endswith(
+        "| refuted |  |  |  |  |"
+    )
+    plain = pages.questions(replace(lab, predictions=(here,)), results)
+    assert plain.splitlines()[0].endswith("| verdict |")
+
+
 def test_what_stays_at_equal_kl(tmp_path):
     """The plain recipe has gold 0.5 + 0.3 d - 0.05 d^2, d = sqrt(KL). An arm that comes half as far
     on that curve has lost nothing, one below it has, and beyond its end nothing is known."""
