@@ -20,6 +20,7 @@ Arguments and results are pickled; an error in a rank fails the test with its tr
 import atexit
 import contextlib
 import copy
+import filecmp
 import functools
 import gc
 import hashlib
@@ -183,14 +184,35 @@ def pretend_and_call_main(script, argv, pretended, toolkit, stdin):
 
 
 def call_main(script, argv):
-    """Runs a script's main() as its last line does, in a rank. Its curves.png is left empty, which
-    saves a second: test_deepspeeds_launcher_needs_no_compiler has one drawn."""
+    """Runs a script's main() as its last line does, in a rank.
+
+    It is spared what takes time. Its curves.png is left empty: one is drawn in
+    test_deepspeeds_launcher_needs_no_compiler. Nothing waits for the disk: no test turns the power
+    off. And nothing waits for gloo's threads at the end: a forked rank leaves without Python's
+    shutdown.
+    """
     from machinery.base import refused
-    from machinery.run import plots
+    from machinery.models import saving
+    from machinery.run import crash, plots
 
     plots.draw = lambda folder, *_: (folder / "curves.png").touch()
+    saving.sync = lambda path: None
+    crash.time = types.SimpleNamespace(sleep=lambda seconds: None)
     sys.argv = [f"{script}.py", *argv]
     refused.program(importlib.import_module(script).main)
+
+
+def call_of_tree(tree, script, argv):
+    """Runs a script of another folder in a rank. What is the same there stays imported."""
+    rooms = [file for room in ("helpers", "machinery") for file in (ROOT / room).rglob("*.py")]
+    files = [ROOT / "common.py", *rooms]
+    same = all(filecmp.cmp(file, Path(tree, file.relative_to(ROOT))) for file in files)
+    ours = SCRIPTS if same else ("common", "helpers", "machinery", *SCRIPTS)
+    for name in [name for name in sys.modules if name.split(".")[0] in ours]:
+        del sys.modules[name]
+    sys.path.insert(0, tree)
+    sys.dont_write_bytecode = False  # the next ranks of this tree compile nothing anew
+    call_main(script, argv)
 
 
 def count_loads():
@@ -311,7 +333,8 @@ def serve():
     tqdm.monitor_interval = 0  # its thread may hold a lock at a fork, which then is never released
     late = """peft pytest matplotlib.pyplot transformers.models.llama.modeling_llama
         transformers.optimization transformers.trainer_pt_utils datasets.io.generator
-        deepspeed.module_inject.auto_ep_layer deepspeed.runtime.zero.muon.muon_optimizer"""
+        deepspeed.module_inject.auto_ep_layer deepspeed.runtime.zero.muon.muon_optimizer
+        tests.kit tests.runs"""
     for name in (*SCRIPTS, *late.split()):
         with contextlib.suppress(ImportError):  # else seconds in each rank
             importlib.import_module(name)

@@ -213,12 +213,13 @@ LATE_STEPS = (7, 63)
 LONG = "--lr_scheduler_type constant --keep_checkpoints 99 --eval_steps 100"
 for script in kit.SCRIPTS:
     long = LONG + " --enable_ema 1" * (script == "ppo")
+    sizes = {} if script == "sft" else ONCE  # sft accumulates gradients
     for stage in range(4):
         name = f"{script}_late{stage}"
-        RUNS[name] = run(script, f"{long} --max_steps 70 --save_steps 7", stage)
+        RUNS[name] = run(script, f"{long} --max_steps 70 --save_steps 7", stage, **sizes)
         for step in LATE_STEPS:
             more = f"{long} --max_steps {step + 7} --resume"
-            RUNS[f"{name}_{step}"] = run(script, more, stage, before=(name, step))
+            RUNS[f"{name}_{step}"] = run(script, more, stage, before=(name, step), **sizes)
 REFUSED = re.compile(r"\w*_tp\w*|m_bf161_adam\w*")  # before DeepSpeed 0.19
 
 

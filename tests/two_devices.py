@@ -15,7 +15,7 @@ one of ours with PyTorch's AdamW. What this cannot show: kernels, streams, graph
 """
 
 import contextlib
-import traceback
+import sys
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -156,10 +156,11 @@ def is_indexed_by_mask(name, args):
 
 def place():
     """Returns which line of ours is running: file:function."""
-    for frame in reversed(traceback.extract_stack()[:-2]):
-        if frame.filename.startswith(ROOT) and "/.venv/" not in frame.filename:
-            if frame.filename != __file__:
-                return f"{frame.filename[len(ROOT) + 1 :]}:{frame.name}"
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        file = frame.f_code.co_filename
+        if file.startswith(ROOT) and "/.venv/" not in file and file != __file__:
+            return f"{file[len(ROOT) + 1 :]}:{frame.f_code.co_name}"
     return "a library"
 
 

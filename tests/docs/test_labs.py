@@ -191,10 +191,18 @@ def test_a_quick_lab_is_an_arm_and_its_baseline(name):
     assert len({run for runs in chains.values() for run in runs.values()}) <= 7
 
 
+def lab_run(fault, script, argv):
+    """Makes a run of a lab, in a forked rank."""
+    if fault:
+        faults.FAULTS[fault]()
+    kit.call_main(script, argv)
+
+
 @pytest.mark.slow
 def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
     """Four runs of two steps each, and each actor answers four times at its end; the second call
-    makes none of them again."""
+    makes none of them again. That with a mistake is started as a lab does it, the others are
+    forked."""
     few = "--max_steps 2 --log_steps 1"
     models = "--actor_model_name_or_path {sft} --critic_model_name_or_path {reward}"
     base = {
@@ -212,6 +220,20 @@ def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
     lab = replace(lab, predictions=(question,))
     places = [tmp_path / name for name in ("results.json", "page.md", "lab.png")]
     places[1].write_text(f"{pages.BEGIN}\n{pages.END}\nafter")
+    started, one = subprocess.call, threading.Lock()
+
+    def start_or_fork(command, cwd, env, stdout, stderr):
+        if "shifted" in command:
+            return started(command, cwd=cwd, env=env, stdout=stdout, stderr=stderr)
+        at = next(i for i, word in enumerate(command) if word in ("sft.py", "reward.py", "ppo.py"))
+        fault = command[at - 1] if "faults.py" in command[at - 2] else ""
+        given = fault, command[at].removesuffix(".py"), command[at + 1 :]
+        with one:  # kit.fork is for one thread
+            done = kit.fork(lab_run, 1, *given, cwd=cwd, meet="never")
+        stdout.write(done.out + done.err)
+        return done.code
+
+    monkeypatch.setattr(subprocess, "call", start_or_fork)
     pages.study(lab, tmp_path, 2, *places, False)
     found = runner.read(places[0])
     assert [result["arm"] for result in found] == ["ours", "shifted"]

@@ -18,7 +18,7 @@ import inspect
 import os
 import signal
 import socket
-import traceback
+import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,10 +132,12 @@ def stand_in(rank):
 
 def place_of_call():
     """Returns which line of ours asks: file:line, function."""
-    for frame in reversed(traceback.extract_stack()):
-        ours = frame.filename.startswith(str(kit.ROOT)) and "/.venv/" not in frame.filename
-        if ours and frame.name not in NOTES:
-            return f"{Path(frame.filename).relative_to(kit.ROOT)}:{frame.lineno}, {frame.name}"
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        ours = file.startswith(str(kit.ROOT)) and "/.venv/" not in file
+        if ours and name not in NOTES:
+            return f"{Path(file).relative_to(kit.ROOT)}:{frame.f_lineno}, {name}"
     return "a library"
 
 

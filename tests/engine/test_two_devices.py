@@ -3,8 +3,6 @@ mixes devices, and the host waits for the device as seldom as here. (A wait empt
 GPU: what the host does until the next operation is time in which the GPU does nothing.)"""
 
 import functools
-import json
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -210,13 +208,3 @@ def test_the_host_waits_no_more_often_in_a_step_than_it_did(name, reads, copies)
     found = [sum(three[i].values()) - sum(two[i].values()) for i in (1, 2)]
     print(name, found)
     assert found[0] <= reads and found[1] <= copies
-
-
-@pytest.mark.slow
-def test_gpu_check_pretends():
-    """It runs its list on this device: here LoRA, a resumed run among it, and decoding. Rows of
-    kernels and of memory are not known there."""
-    program = [sys.executable, kit.ROOT / "bench/gpu_check.py", "--pretend"]
-    done = kit.start_command([*program, "attention", "lora", "decoding"], limit=1800)
-    found = json.loads(done.out.splitlines()[-1])["gpu_check"]
-    assert found["ok, failed, not known"] == [5, 0, 3], done

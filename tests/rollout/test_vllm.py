@@ -28,7 +28,7 @@ from bench import fork
 from machinery.base.refused import Refused
 from machinery.models import lora, model_folders
 from tests import kit
-from tests.docs.test_variants import VARIANTS, call_of_tree, runner, variants
+from tests.docs.test_variants import VARIANTS, runner, variants
 from tests.rollout import vllm_stub
 
 CLIENT = VARIANTS / "vllm/vllm_rollouts.py"
@@ -156,11 +156,11 @@ def test_by_nccl_vllm_starts_from_files_and_then_gets_tensors(
 
 FAULTS = {
     "ends": "vLLM has ended with code 1. Its error is above",
-    "never": "vLLM did not start within --vllm_timeout 8 seconds",
+    "never": "vLLM did not start within --vllm_timeout 5 seconds",
     "killed": "vLLM has ended with code -9. It, or its worker, was killed",
     "orphaned": "vLLM has ended with code -9. It, or its worker, was killed",
     "reset": "vLLM has ended with code -9. It, or its worker, was killed",
-    "hangs": "has not answered /inference/v1/generate for --vllm_timeout 8 seconds: it hangs",
+    "hangs": "has not answered /inference/v1/generate for --vllm_timeout 5 seconds: it hangs",
     "other-weights": r"with weights \['elsewhere-7'\], and \w+-1 were handed over last",
     "two-weights": r"with weights \['[\w-]+', '[\w-]+'\]",  # a run's random name may come second
     "broken": "broke a response off after 3 tokens: abort",
@@ -175,9 +175,12 @@ FAULTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_wrong_with_vllm_is_said_in_words(fault, client, tiny_model, tokenizer):
+def test_what_is_wrong_with_vllm_is_said_in_words(
+    fault, client, tiny_model, tokenizer, monkeypatch
+):
     """And nothing is left of it: no process, no folder of weights."""
-    engine = client(fault, vllm_timeout=8 if fault in ("never", "hangs") else 20)
+    monkeypatch.setattr(vllm, "GRACE", 0.5)
+    engine = client(fault, vllm_timeout=5 if fault in ("never", "hangs") else 20)
     with pytest.raises(RuntimeError, match=f"{FAULTS[fault]}(.|\n)*--resume goes on"):
         roll_out(engine, tiny_model, tokenizer)
     assert engine.process.wait(5) is not None and not Path(engine.folder).exists()
@@ -638,7 +641,7 @@ def test_a_run_whose_vllm_keeps_old_weights_is_stopped(python, real_model, tmp_p
         --num_eval_prompts 4 --eval_steps 9 --actor_learning_rate 1e-3 --num_warmup_steps 0
         --max_answer_seq_len 16 --vllm_python {python} --output_dir {tmp_path}/run""".split()
     given, env = (str(tree), "ppo", argv), {"VLLM_STUB": fault}
-    done = kit.fork(call_of_tree, 1, *given, cwd=tree, meet="", env=env)
+    done = kit.fork(kit.call_of_tree, 1, *given, cwd=tree, meet="", env=env)
     words = "error: step 2: (.|\n)*vLLM has kept weights of an earlier update"
     assert bool(re.search(words, done.out)) == done.code == (fault == "keeps"), done
 
@@ -886,7 +889,7 @@ def test_runs_with_vllm_on_all_layouts_and_resumed(real, real_model, tmp_path):
         words = f"""{flags} --output_dir {tmp_path}/{name} --zero_stage {stage} {more}
             --per_device_generation_batch_size {rows} --per_device_training_batch_size {rows}"""
         argv = words.split()
-        done = kit.fork(call_of_tree, ranks, str(tree), "ppo", argv, cwd=tree, meet="")
+        done = kit.fork(kit.call_of_tree, ranks, str(tree), "ppo", argv, cwd=tree, meet="")
         assert done.code == 0, done
         return kit.metrics(tmp_path / name, clocks=False)[1:]
 

@@ -3,8 +3,10 @@ and what they print is what was measured."""
 
 import importlib
 import json
+import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,11 +123,51 @@ def test_each_peak_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch, ca
     assert launched == ["reference", "grpo", *gpu_check.GROUPS["memory"]]
 
 
+def group_of_check(base, part):
+    """Makes the runs of a group of gpu_check.py, in a rank."""
+    from bench import gpu_check
+
+    gpu_check.worker(Path(base), part)
+
+
+def checked(monkeypatch, capsys, *words, started=()):
+    """Calls gpu_check.py's main() with these words. Returns its exit code and its last line.
+
+    The ranks of the groups in `started` are started as it starts them, the others forked.
+    """
+    from bench import gpu_check
+
+    launch = gpu_check.launch
+
+    def launch_or_fork(base, part, ranks, accelerator, hosts=None):
+        if part in started:
+            return launch(base, part, ranks, accelerator, hosts)
+        env = {name: os.environ[name] for name in ["PRETEND"] if name in os.environ}
+        given = str(base), part
+        return str(kit.fork(group_of_check, ranks, *given, env=env, meet="", limit=600))
+
+    monkeypatch.setattr(gpu_check, "launch", launch_or_fork)
+    monkeypatch.setattr(kit, "base", kit.base)  # main() sets both
+    monkeypatch.setenv("PRETEND", "")
+    monkeypatch.delenv("PRETEND")
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words])
+    with pytest.raises(SystemExit) as left:
+        gpu_check.main()
+    return left.value.code, json.loads(capsys.readouterr().out.splitlines()[-1])["gpu_check"]
+
+
 @pytest.mark.slow
-def test_gpu_check_runs_on_cpu_ranks():
+def test_gpu_check_runs_on_cpu_ranks(monkeypatch, capsys):
     """Its runs, its kernels and its decoding are those of a GPU, on another device."""
-    program = [sys.executable, kit.ROOT / "bench/gpu_check.py", "--cpu", "attention", "decoding"]
-    done = kit.start_command([*program, "grpo"], limit=1800)
-    assert done.code == 0, done
-    found = json.loads(done.out.splitlines()[-1])["gpu_check"]
-    assert found["ok, failed, not known"][:2] == [6, 0], done.out
+    words = ["--cpu", "attention", "decoding", "grpo"]
+    code, found = checked(monkeypatch, capsys, *words, started=["attention"])
+    assert code == 0 and found["ok, failed, not known"][:2] == [6, 0], found
+
+
+@pytest.mark.slow
+def test_gpu_check_pretends(monkeypatch, capsys):
+    """It runs its list on this device: here LoRA, a resumed run among it, and decoding. Rows of
+    kernels and of memory are not known there."""
+    words = ["--pretend", "attention", "lora", "decoding"]
+    code, found = checked(monkeypatch, capsys, *words)
+    assert code == 0 and found["ok, failed, not known"] == [5, 0, 3], found
