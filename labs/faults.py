@@ -26,8 +26,8 @@ from machinery.base.refused import program  # noqa: E402
 from machinery.data import batching  # noqa: E402
 
 
-def nothing(*_):
-    """Stands in the place of a function that is to do nothing."""
+def nothing(*_, **__):
+    """Takes the place of a function that should do nothing."""
 
 
 def two_passes():

@@ -63,8 +63,8 @@ def columns_of_differences(lab):
 def questions(lab, results):
     """Returns the table of what was predicted, and of what else was asked.
 
-    A prediction may have a "toy": a "lab", and what is compared there, as in runner.compare(). Then
-    that stands beside it.
+    A prediction may have a "toy": a "lab", and what is compared there, as in runner.compare(). The
+    toy's result then stands beside it.
     """
     heads, lines = ["predicted, or asked", "difference", "seen", "verdict"], []
     beside = any("toy" in what for what in lab.predictions)
@@ -81,7 +81,7 @@ def questions(lab, results):
 
 
 def on_toy(what):
-    """Returns three cells: what a lab on a toy has shown of a question, None if of none."""
+    """Returns three cells: what a lab on a toy has shown. what: a prediction's "toy", or None."""
     if what is None:
         return ["", "", ""]
     lab, results = LABS[what["lab"]], runner.results_of(what["lab"])
@@ -90,13 +90,17 @@ def on_toy(what):
 
 
 def of_gain(lab, results, what):
-    """Returns the text of a cell: a difference in gold, as a share of what the other arm gains."""
-    values = runner.compare(lab, results, what).values()
-    if len(values) < 2 or what.get("measure", "gold") != "gold":
-        return ""
+    """Returns the text of a cell: a difference in gold, as a share of what the other arm gains.
+
+    It is empty where that arm gains nothing.
+    """
+    values = runner.compare(lab, results, what)
     other = what.get("to", baseline(lab, what["arm"]))
-    gains = runner.values_of(results, other, ["gold", "gold before"]).values()
-    return f"{statistics.mean(values) / statistics.mean(gains):+.0%}"
+    gains = runner.values_of(results, other, ["gold", "gold before"])
+    gain = sum(gains.get(seed, 0) for seed in values) / max(len(values), 1)
+    if len(values) < 2 or gain <= 0 or what.get("measure", "gold") != "gold":
+        return ""
+    return f"{statistics.mean(values.values()) / gain:+.0%}"
 
 
 def markdown(heads, lines):

@@ -174,7 +174,7 @@ def make(run, root):
         with open(output, "a") as log:
             code = subprocess.call(command, cwd=tree, env=env, stdout=log, stderr=subprocess.STDOUT)
     stopped = code != 0 and (
-        next(folder.glob("nonfinite_rank*.jsonl"), None) is not None
+        any(folder.glob("nonfinite_rank*.jsonl"))
         or (code == 1 and "not finite" in output.read_text())
     )
     if code != 0 and not stopped:
@@ -287,7 +287,7 @@ def best_of(folder, size):
 
 
 def curve_of(folder, hidden):
-    """Returns {name of CURVE: its value at each evaluation}, of those that the run has."""
+    """Returns {name of CURVE, without eval_: its value at each evaluation} that the run has."""
     lines = [line for line in lines_of(folder, "metrics.jsonl") if "eval_gold" in line]
     known = [key for key in CURVE if key in lines[0] and key not in hidden]
     return {key.removeprefix("eval_"): [line[key] for line in lines] for key in known}
@@ -340,7 +340,7 @@ def replace_text(file, text):
 
 
 def read(file):
-    """Returns the results in a file, [] if there is none."""
+    """Returns what a JSON file holds, [] if there is no file."""
     return json.loads(file.read_text()) if file.exists() else []
 
 
@@ -468,7 +468,7 @@ def compare(lab, results, what):
     what: "says"; "arm"; "measure" and "to", as in differences(); "kl": at equal KL, without the
     seeds that are beyond the plain recipe's curve; "than": less the difference of this arm;
     "distance": without its sign; "results": of another file. A prediction has a "range" [low, high]
-    in which it holds (None: no end); a question has none.
+    in which it holds (None: no end); a question has none. "toy": see pages.questions().
     """
     found = results_of(what["results"]) if "results" in what else results
     curve = plain_curve(lab) if what.get("kl") else None

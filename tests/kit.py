@@ -20,7 +20,6 @@ Arguments and results are pickled; an error in a rank fails the test with its tr
 import atexit
 import contextlib
 import copy
-import filecmp
 import functools
 import gc
 import hashlib
@@ -186,27 +185,32 @@ def pretend_and_call_main(script, argv, pretended, toolkit, stdin):
 def call_main(script, argv):
     """Runs a script's main() as its last line does, in a rank.
 
-    It is spared what takes time. Its curves.png is left empty: one is drawn in
-    test_deepspeeds_launcher_needs_no_compiler. Nothing waits for the disk: no test turns the power
-    off. And nothing waits for gloo's threads at the end: a forked rank leaves without Python's
-    shutdown.
+    What takes time is left out. Its curves.png is empty: one is drawn in
+    test_deepspeeds_launcher_needs_no_compiler. Nothing waits for the disk, as no test cuts the
+    power; what is to be synced must be there. And nothing waits for gloo's threads at the end: a
+    forked rank leaves without Python's shutdown.
     """
     from machinery.base import refused
     from machinery.models import saving
     from machinery.run import crash, plots
 
     plots.draw = lambda folder, *_: (folder / "curves.png").touch()
-    saving.sync = lambda path: None
+    saving.sync = os.stat
     crash.time = types.SimpleNamespace(sleep=lambda seconds: None)
     sys.argv = [f"{script}.py", *argv]
     refused.program(importlib.import_module(script).main)
 
 
 def call_of_tree(tree, script, argv):
-    """Runs a script of another folder in a rank. What is the same there stays imported."""
-    rooms = [file for room in ("helpers", "machinery") for file in (ROOT / room).rglob("*.py")]
-    files = [ROOT / "common.py", *rooms]
-    same = all(filecmp.cmp(file, Path(tree, file.relative_to(ROOT))) for file in files)
+    """Runs a script of another folder in a rank. Modules that are the same there stay imported."""
+
+    def modules(top):
+        found = [Path(top, "common.py")]
+        for room in ("helpers", "machinery"):
+            found += Path(top, room).rglob("*.py")
+        return {file.relative_to(top): file.read_bytes() for file in found}
+
+    same = modules(ROOT) == modules(tree)
     ours = SCRIPTS if same else ("common", "helpers", "machinery", *SCRIPTS)
     for name in [name for name in sys.modules if name.split(".")[0] in ours]:
         del sys.modules[name]

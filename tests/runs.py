@@ -213,7 +213,8 @@ LATE_STEPS = (7, 63)
 LONG = "--lr_scheduler_type constant --keep_checkpoints 99 --eval_steps 100"
 for script in kit.SCRIPTS:
     long = LONG + " --enable_ema 1" * (script == "ppo")
-    sizes = {} if script == "sft" else ONCE  # sft accumulates gradients
+    # quicker: late, accumulation is tried with sft, and the pass that scores and trains with ppo
+    sizes = {} if script == "sft" else ONCE
     for stage in range(4):
         name = f"{script}_late{stage}"
         RUNS[name] = run(script, f"{long} --max_steps 70 --save_steps 7", stage, **sizes)

@@ -45,7 +45,7 @@ def four_models(args):
     actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
     own_flags = {"actor": actor_args} | ({"critic": critic_args} if args.has_critic else {})
     no_dropout = [name for name, own in own_flags.items() if not dropout_of(own)]
-    kept, _ = ppo.forwards_of_score(args, ppo.Sizes(args), no_dropout)  # to be trained on
+    kept, _ = ppo.forwards_of_score(args, ppo.Sizes(args), no_dropout)  # whose graphs are
     actor = memory.Model(actor_args, rows, with_logits=logits, kept="actor" in kept)
     actor.generates = args.rollout_batch_size
     models = [actor]

@@ -133,7 +133,7 @@ def held_by(model, phase, ranks, cpu, zero):
     gathered = w * min(P, zero["stage3_max_live_parameters"]) if stage == 3 else 0
     buffers = bucket if stage == 3 else 0  # made once, and kept
     layer = rows * sizes.kept_by_row / config.num_hidden_layers
-    if model.generates and (phase == "generate" or args.compile_decoding):  # it is kept then
+    if model.generates and (phase == "generate" or args.compile_decoding):  # kept then
         slots = sum(decoding.static_slots(args).values()) if args.compile_decoding else tokens
         parts["KV cache"] = w * decoding.numbers_of_a_token(config) * model.generates * slots
     if phase == "generate" and model.generates:

@@ -49,6 +49,9 @@ def test_a_declaration_is_whole(name):
         arms = what["arm"] if isinstance(what["arm"], list) else [what["arm"]]
         assert {*arms, what.get("than", arms[0])} <= set(lab.arms), what
         assert len(what.get("range", (None, 0))) == 2 and what["says"]
+        if toy := what.get("toy"):  # else it would be missed when the runs are made
+            there = runner.results_of(toy["lab"])
+            assert len(runner.compare(declared.LABS[toy["lab"]], there, toy)) > 1
 
 
 @pytest.mark.parametrize("name", TODAY)
@@ -201,8 +204,8 @@ def lab_run(fault, script, argv):
 @pytest.mark.slow
 def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
     """Four runs of two steps each, and each actor answers four times at its end; the second call
-    makes none of them again. That with a mistake is started as a lab does it, the others are
-    forked."""
+    makes none of them again. The run with shifted log-probs is started as a lab starts it. The
+    others are forked."""
     few = "--max_steps 2 --log_steps 1"
     models = "--actor_model_name_or_path {sft} --critic_model_name_or_path {reward}"
     base = {
@@ -346,8 +349,8 @@ def test_more_seeds_may_be_added_and_by_some_arms_alone():
 
 
 def test_a_toy_stands_beside_a_pretrained_model(monkeypatch):
-    """There +0.2 of a gain of 0.4, here -0.1 of one of 0.2: each is half of it. A question of
-    another measure has no share, and one that no toy has answered no toy."""
+    """There +0.2 of a gain of 0.4, here -0.1 of one of 0.2: each is half of the gain. A question
+    about another measure has no share. One without a toy has empty cells."""
     toy, here = new_lab({"x": {}, "y": {}}), {"arm": "b", "says": "b is lower", "range": [None, 0]}
     monkeypatch.setitem(pages.LABS, "small", toy)
     there = results_of(x=[{"gold": 0.9}] * 3, y=[{"gold": g} for g in (1.0, 1.1, 1.2)])

@@ -66,11 +66,11 @@ def answer(listener):
 @each
 def test_a_notebook_runs_from_top_to_bottom(name, tmp_path):
     """Two steps teach a model nothing. Every cell must hold with what it writes then. Its runs are
-    forked, which saves each the seconds of its imports."""
+    forked, which saves the seconds of their imports."""
     (tmp_path / "client.py").write_text(CLIENT)
-    listener = connection.Listener(f"{tmp_path}/socket")
+    listener = connection.Listener(family="AF_UNIX")
     threading.Thread(target=answer, args=[listener], daemon=True).start()
     more = "--max_steps 2" + " --max_answer_seq_len 8" * (name == "grpo")  # reward.py has no such
-    start = f"{sys.executable} {tmp_path}/client.py {tmp_path}/socket"
+    start = f"{sys.executable} {tmp_path}/client.py {listener.address}"
     sizes = f'OUT, MORE, DEEPSPEED = "{tmp_path}", "{more}", "{start}"'
     notebooks.execute(notebooks.read(name), sizes)

@@ -160,7 +160,7 @@ FAULTS = {
     "killed": "vLLM has ended with code -9. It, or its worker, was killed",
     "orphaned": "vLLM has ended with code -9. It, or its worker, was killed",
     "reset": "vLLM has ended with code -9. It, or its worker, was killed",
-    "hangs": "has not answered /inference/v1/generate for --vllm_timeout 5 seconds: it hangs",
+    "hangs": "has not answered /inference/v1/generate for --vllm_timeout 8 seconds: it hangs",
     "other-weights": r"with weights \['elsewhere-7'\], and \w+-1 were handed over last",
     "two-weights": r"with weights \['[\w-]+', '[\w-]+'\]",  # a run's random name may come second
     "broken": "broke a response off after 3 tokens: abort",
@@ -179,8 +179,8 @@ def test_what_is_wrong_with_vllm_is_said_in_words(
     fault, client, tiny_model, tokenizer, monkeypatch
 ):
     """And nothing is left of it: no process, no folder of weights."""
-    monkeypatch.setattr(vllm, "GRACE", 0.5)
-    engine = client(fault, vllm_timeout=5 if fault in ("never", "hangs") else 20)
+    monkeypatch.setattr(vllm, "GRACE", 1)
+    engine = client(fault, vllm_timeout={"never": 5, "hangs": 8}.get(fault, 20))
     with pytest.raises(RuntimeError, match=f"{FAULTS[fault]}(.|\n)*--resume goes on"):
         roll_out(engine, tiny_model, tokenizer)
     assert engine.process.wait(5) is not None and not Path(engine.folder).exists()

@@ -8,6 +8,7 @@ from tests.run import hostile
 
 @pytest.mark.slow
 def test_hostile_cases_keep_the_promises():
-    """The first cases of one seed; more by hand, with other seeds."""
+    """As many of the first cases of one seed as half a minute has room for; more by hand, with
+    other seeds."""
     tried, failures = hostile.try_cases(range(60), 0, 30)
-    assert tried and not failures, "\n".join(failures)
+    assert tried >= 5 and not failures, "\n".join(failures)

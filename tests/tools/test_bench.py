@@ -147,7 +147,8 @@ def checked(monkeypatch, capsys, *words, started=()):
         return str(kit.fork(group_of_check, ranks, *given, env=env, meet="", limit=600))
 
     monkeypatch.setattr(gpu_check, "launch", launch_or_fork)
-    monkeypatch.setattr(kit, "base", kit.base)  # main() sets both
+    monkeypatch.setattr(kit, "base", kit.base)  # main() changes it, and these variables
+    monkeypatch.setenv("DS_ACCELERATOR", os.environ["DS_ACCELERATOR"])
     monkeypatch.setenv("PRETEND", "")
     monkeypatch.delenv("PRETEND")
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words])
@@ -167,7 +168,7 @@ def test_gpu_check_runs_on_cpu_ranks(monkeypatch, capsys):
 @pytest.mark.slow
 def test_gpu_check_pretends(monkeypatch, capsys):
     """It runs its list on this device: here LoRA, a resumed run among it, and decoding. Rows of
-    kernels and of memory are not known there."""
+    kernels and of memory are not known there. Its ranks are forked here."""
     words = ["--pretend", "attention", "lora", "decoding"]
     code, found = checked(monkeypatch, capsys, *words)
     assert code == 0 and found["ok, failed, not known"] == [5, 0, 3], found

@@ -340,8 +340,10 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     "finite": [
         ("healthy", dict(kl=[1.0, 2.0])),
         ("sick", dict(kl=[1.0, math.nan])),
-        ("sick", dict(kl=[1.0, 1.0], stopped=2)),
-        ("healthy", dict(kl=[1.0, 1.0, 1.0], stopped=2)),  # and resumed, at another rate perhaps
+        ("sick", dict(kl=[1.0, 1.0], stopped=[{"step": 2}])),
+        ("sick", dict(kl=[1.0, 1.0, 1.0], stopped=[])),  # the disk was full
+        # and resumed, at another rate perhaps
+        ("healthy", dict(kl=[1.0, 1.0, 1.0], stopped=[{"meta": {"step": 9}, "step": 2}])),
     ],
 }
 
@@ -369,7 +371,7 @@ def test_verdicts_by_hand(function, tmp_path):
         lines = [dict(zip(found, row), step=step) for step, row in enumerate(zip(*found.values()))]
         run = run_with(tmp_path, metrics=lines, **own)
         if "stopped" in given:
-            kit.write_lines(tmp_path / "nonfinite_rank0.jsonl", [{"step": given["stopped"]}])
+            kit.write_lines(tmp_path / "nonfinite_rank0.jsonl", given["stopped"])
         assert verdicts.judged(function, run)[0] == status, given
         with contextlib.suppress(verdicts.TooFew):
             reached.add(function(run)[0])

@@ -121,18 +121,23 @@ class Model:
 
     def tokenise(self, prompt):
         """Returns a prompt as this model reads it, text or messages, and its token ids."""
-        read = prompt
         if self.tokenizer.chat_template:  # a dialogue that is text becomes messages, as in a run
-            read, _ = formats.as_chat(prompt, [])
-        try:
-            ids = tokens.tokenise_prompt(self.tokenizer, read)
+            prompt, _ = formats.as_chat(prompt, [])
+        with self.refusing(prompt):
+            ids = tokens.tokenise_prompt(self.tokenizer, prompt)
             if not ids:
                 raise formats.LeftOut("nothing is left of it in tokens")
+        return prompt, ids
+
+    @contextlib.contextmanager
+    def refusing(self, prompt):
+        """Says in words why a prompt, or a response to it, cannot be turned into tokens."""
+        try:
+            yield
         except formats.LeftOut as error:
-            shown = formats.as_text(read)[:300]
+            shown = formats.as_text(prompt)[:300]
             words = f"{self.name} cannot be given a prompt: {error}.\n  {shown}"
             raise Refused("prompt-refused", words) from error
-        return read, ids
 
 
 class Writer(Model):
@@ -230,7 +235,8 @@ class Judge(Model):
         given = written(row["asked"], writer.template if chats else DIALOGUE)
         prompt, prompt_ids = self.tokenise(given)
         text = row["text"] if prompt is given else row["text"].strip()  # as formats.as_chat has it
-        ids, _ = tokens.tokenise_turn(self.tokenizer, prompt, text)
+        with self.refusing(prompt):
+            ids, _ = tokens.tokenise_turn(self.tokenizer, prompt, text)
         return prompt_ids, ids[: None if row["ended"] else -1]
 
     @torch.no_grad()

@@ -92,5 +92,5 @@ def ordered(rows):
     else they stay in their order.
     """
     gold, reward = (rise(rows, name).where(rows.gamed, 0) for name in ("gold", "reward"))
-    # the last one counts first
+    # lexsort sorts by its last key first
     return rows.iloc[numpy.lexsort([-reward, gold, ~rows.gamed, rows.reward_after.isna()])]

@@ -53,7 +53,7 @@ class Run:
         self.samples = ends(self.lines("samples"))
         guessed = (script for metric, script in KNOWN_BY.items() if metric in self.table)
         self.script = str(self.args.get("script") or next(guessed, "run"))
-        # perhaps somebody else's
+        # limits.json may be somebody else's: its numbers alone count
         self.limits = numbers_of(logs.limits(self.args.get("data_path"), self.script))
 
     def lines(self, name):

@@ -10,7 +10,7 @@ def is_number(value):
 
 
 def numbers_of(line):
-    """Returns a dict without what is no number."""
+    """Returns those entries of a dict that are numbers."""
     return {name: value for name, value in line.items() if is_number(value)}
 
 

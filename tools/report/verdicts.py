@@ -403,10 +403,12 @@ def tail(texts):
 
 
 def finite(run):
-    """Whether the run met a number that is none, and has not been past it since."""
-    texts = (file.read_text() for file in run.path.glob("nonfinite_rank*.jsonl"))
-    met = [int(step) for text in texts for step in re.findall(r'"step": (\d+)', text)]
-    if met and max(met) > max((line["step"] for line in run.metrics), default=0):
+    """Whether the run met NaN or infinity, and has not gone beyond that step since."""
+    files = [*run.path.glob("nonfinite_rank*.jsonl")]
+    texts = "".join(file.read_text(errors="replace") for file in files)
+    met = [int(step) for step in re.findall(r'"step": (\d+)}$', texts, re.M)]
+    last = max((line["step"] for line in run.metrics), default=0)
+    if files and max(met, default=math.inf) > last:
         return "stopped", "stopped at NaN or infinity: nonfinite_rank*.jsonl", crash.NOT_FINITE
     floats = [(n, x) for line in run.metrics for n, x in line.items() if isinstance(x, float)]
     if bad := {name for name, value in floats if not math.isfinite(value)}:

@@ -582,7 +582,7 @@ class Vllm:
             return f"vLLM has not answered {path} for {seconds}: it hangs, or needs longer"
         if self.process:
             try:
-                self.process.wait(4 * GRACE)  # `watch` needs up to two to end one without a worker
+                self.process.wait(4 * GRACE)  # `watch` needs up to two of them to see it
             except subprocess.TimeoutExpired:
                 pass
             else:
