@@ -576,6 +576,7 @@ def lines_with(fault, script="ppo", flags="--num_eval_prompts 4"):
     return kit.metrics(runs.base() / "runs" / name, clocks=False)
 
 
+@pytest.mark.slow
 def test_without_a_mistake_two_passes_are_one():
     """A pass that scores and one that trains give what one pass gives."""
     for plain, none in zip(lines_with(""), lines_with("none")):
@@ -597,6 +598,7 @@ MISTAKES = {  # what differs in the first step: the ratio, the gradient, the rew
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", MISTAKES)
 def test_a_mistake_changes_what_it_names(fault):
     """And no evaluation: they measure, and are to measure all runs alike."""

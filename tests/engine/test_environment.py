@@ -84,6 +84,7 @@ def test_without_its_adapters_the_actor_is_the_reference():
         assert ratios == pytest.approx([1] * len(ratios), abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["sft", "ppo"])
 def test_a_resumed_lora_run_equals_an_uninterrupted_one(script):
     whole, resumed = f"{script}_lora3", f"{script}_lora_resumed"
@@ -140,6 +141,7 @@ def test_ranks_that_share_layers_write_the_same_responses(stage):
 # --------------------------------------------------------------------------------------------------
 # fp16, for GPUs without bf16 (T4, V100); on CPU ranks it is slow, and right
 # --------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["sft", "reward"])
 def test_fp16_learns_what_fp32_does(script):
     """The loss is scaled by 2^16 before the backward, and the gradient divided by it."""
@@ -147,6 +149,7 @@ def test_fp16_learns_what_fp32_does(script):
     assert_same_curves(names, ["loss", "eval_loss", "grad_norm"], rel=6e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo_fp16_1", "ppo_fp16_2", "ppo_fp16_3", "ppo_fp16_grpo"])
 def test_real_fp16_engines_skip_together(name):
     """At the first scale the critic's gradients overflow in more updates than the actor's (in two

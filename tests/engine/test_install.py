@@ -55,6 +55,7 @@ def test_the_container_runs_the_makefiles_commands():
     assert {".venv", "output", ".git"} <= {*left_out}
 
 
+@pytest.mark.slow
 def test_each_operator_is_built_by_itself(tmp_path):
     """Where the first could not be built, the others were not tried. Each has a line."""
     env = {"TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "no-compiler"}

@@ -135,6 +135,7 @@ def test_the_optimizer_is_fused_unless_its_states_are_offloaded():
         assert {saved["optimizer"] for saved in facts(name)[0]["saved"]} == {optimizer}
 
 
+@pytest.mark.slow
 def test_deepspeeds_launcher_needs_no_compiler(tmp_path):
     """DeepSpeed compiles its optimizers, and on a CPU an all-reduce, on first use. Where that
     fails, torch's AdamW takes over, and the run says so. A lock that a killed build left behind is

@@ -126,6 +126,7 @@ def adam(kind, repair):
     return optimizer, parameter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [FusedAdam, DeepSpeedCPUAdam])
 def test_a_resumed_adam_goes_on_to_the_bit(kind):
     """DeepSpeed's Adam on a CPU carries beta^t along as a product in fp32, and does not save it.

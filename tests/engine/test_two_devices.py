@@ -28,6 +28,11 @@ PROGRAMS = {
     "ppo_lora": ("ppo", "--actor_lora_dim 4 --critic_lora_dim 2"),
     "ppo_unstable": ("ppo", "--allow_unstable 1 --ppo_epochs 2 --generation_batches 2"),
 }
+# one of each script is in `make test`
+EACH = [
+    name if name == script else pytest.param(name, marks=pytest.mark.slow)
+    for name, (script, _) in PROGRAMS.items()
+]
 WAITS = [("sft", 17, 4), ("reward", 5, 6), ("ppo", 108, 11), ("ppo_grpo", 66, 14)]
 
 
@@ -137,7 +142,7 @@ def ran(name, steps=2, plant=False):
     return kit.once(runs.base() / "made" / place, kit.fork, run_there, 1, *given, meet="")
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", EACH)
 def test_no_operation_mixes_devices(name):
     """Two steps, with evaluation, samples, microscope and saving."""
     done = ran(name, 2)
@@ -200,6 +205,7 @@ def test_the_mask_of_shared_prompts_is_made_on_the_device():
     assert there and size == 2 * 121**2 and copied == 2 * 121
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, reads, copies", WAITS)
 def test_the_host_waits_no_more_often_in_a_step_than_it_did(name, reads, copies):
     """One more step, of two micro-batches; ppo.py decodes ten tokens in it at most. The bounds are

@@ -116,6 +116,7 @@ def test_a_run_that_teaches_nothing_says_so(tmp_path):
     assert "since step 1 all rewards are equal (mean 1): nothing to learn from" in done.out
 
 
+@pytest.mark.slow
 def test_looking_changes_nothing():
     """A run that is evaluated at every step, also by the microscope and by a gold score, trains to
     the bit as one that is evaluated at its ends only: the policy never sees gold. Its critic's

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_two_hosts_give_the_numbers_of_one(tmp_path):
     """ZeRO-3, so that weights cross the cable in both directions at every layer: every metric is
     that of one host, to the last digit."""
