@@ -70,13 +70,14 @@ def questions(lab, results):
     beside = any("toy" in what for what in lab.predictions)
     heads += ["of the gain", "on the toy", "seen there", "of its gain"] if beside else []
     for what in lab.predictions:
-        values, limits = [*runner.compare(lab, results, what).values()], what.get("range")
+        found, limits = runner.compare(lab, results, what), what.get("range")
+        values = [*found.values()]
         words = ["not run yet", ""]
         if len(values) > 1:
             words = [runner.verdict(values, None), runner.verdict(values, limits) if limits else ""]
         lines.append([what["says"], difference(values), *words])
         if beside:
-            lines[-1] += [of_gain(lab, results, what), *on_toy(what.get("toy"))]
+            lines[-1] += [of_gain(lab, results, what, found), *on_toy(what.get("toy"))]
     return markdown(heads, lines)
 
 
@@ -85,22 +86,22 @@ def on_toy(what):
     if what is None:
         return ["", "", ""]
     lab, results = LABS[what["lab"]], runner.results_of(what["lab"])
-    values = [*runner.compare(lab, results, what).values()]
-    return [difference(values), runner.verdict(values, None), of_gain(lab, results, what)]
+    found = runner.compare(lab, results, what)
+    values = [*found.values()]
+    return [difference(values), runner.verdict(values, None), of_gain(lab, results, what, found)]
 
 
-def of_gain(lab, results, what):
+def of_gain(lab, results, what, found):
     """Returns the text of a cell: a difference in gold, as a share of what the other arm gains.
 
-    It is empty where that arm gains nothing.
+    It is empty where that arm gains nothing. found: of runner.compare().
     """
-    values = runner.compare(lab, results, what)
     other = what.get("to", baseline(lab, what["arm"]))
     gains = runner.values_of(results, other, ["gold", "gold before"])
-    gain = sum(gains.get(seed, 0) for seed in values) / max(len(values), 1)
-    if len(values) < 2 or gain <= 0 or what.get("measure", "gold") != "gold":
+    gain = sum(gains.get(seed, 0) for seed in found) / max(len(found), 1)
+    if len(found) < 2 or gain <= 0 or what.get("measure", "gold") != "gold":
         return ""
-    return f"{statistics.mean(values.values()) / gain:+.0%}"
+    return f"{statistics.mean(found.values()) / gain:+.0%}"
 
 
 def markdown(heads, lines):

@@ -2,9 +2,7 @@
 gamed."""
 
 import json
-import runpy
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,19 +18,13 @@ def rows(name):
     return read_lines(TOY / "data" / f"{name}.jsonl")
 
 
-def run_file(file, argv):
-    """Runs a program, in a forked rank."""
-    sys.argv = [file, *argv]
-    sys.path.insert(0, str(Path(file).parent))
-    runpy.run_path(file, run_name="__main__")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script, count", [("make.py", 5), ("arithmetic/generate.py", 8)])
 def test_the_same_seed_makes_the_same_bytes(tmp_path, script, count):
     """Everything committed in toy/ comes out of the generators again, byte for byte: nothing was
     touched by hand."""
-    done = kit.fork(run_file, 1, str(TOY / script), ["--out", str(tmp_path)], meet="never")
+    program = f"toy/{script}".removesuffix(".py").replace("/", ".")
+    done = kit.start(f"{program} --out {tmp_path}")
     assert done.code == 0, done
     names = ["train.jsonl", "test.jsonl", "limits.json", "config.json", "tokenizer.json"]
     made = [file for file in tmp_path.rglob("*") if file.name in names]

@@ -156,6 +156,7 @@ def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypat
     text = text.format(sft=models / "actor", reward=models / "reward", vllm=python)
     flags = shlex.split(text)
     flags += tiny_data() * ("--data_path" not in flags)
+    # not the toy's 48: decoding takes the longest, and responses still end at all lengths
     flags += ["--max_answer_seq_len", "12"] * (script != "reward.py")
 
     def start(script, flags, ranks=1):
