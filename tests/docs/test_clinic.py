@@ -66,6 +66,18 @@ def test_no_healthy_run_is_called_sick(name):
     assert [words for status, words in found.values() if status == verdicts.SICK] == []
 
 
+def test_a_pretrained_models_run_is_not_called_sick():
+    """GRPO with SmolLM2, which gained what it could. Its entropy, its groups and the length of its
+    responses are not the toy's, for which the limits of the verdicts were written."""
+    [run] = runs.find([kit.ROOT / "recipes/smollm2/results"])
+    found = verdicts.of(run, [run])
+    assert [row for row in found if verdicts.SICK in row] == []
+    assert [metrics for metrics, status, _ in found if status == verdicts.WATCH] == [
+        "actor_loss, approx_kl, clip_fraction",  # args.json is not there: no flags are known
+        "reward_std, equal_groups",  # more than half of the groups are sure, right or wrong
+    ]
+
+
 @pytest.mark.parametrize("case", clinic.CASES)
 def test_a_case_is_whole_and_its_figures_are_those_of_its_files(case):
     """A symptom, three questions, and a solution whose table is made again; small files, in which

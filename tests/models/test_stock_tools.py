@@ -4,12 +4,13 @@ import json
 import os
 import stat
 
+import datasets
 import peft
 import pytest
 import torch
 import transformers
 from bases import BASES, CHAT, TEXTS, base_folder, our_scores, saved
-from tiny_models import get_args, value_model_of
+from tiny_models import get_args, value_model_of, values
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -214,3 +215,57 @@ def test_adapters_chain(tmp_path):
     for each in reversed(adapters):
         plain = peft.PeftModel.from_pretrained(plain, each).merge_and_unload()
     torch.testing.assert_close(plain.eval()(ids).logits, seen[-1], **close)
+
+
+# --------------------------------------------------------------------------------------------------
+# TRL and lm-evaluation-harness, where they are installed
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["another EOS", "no EOS", "BOS first"])
+def test_trl_trains_on_what_we_leave_with_our_reward_model(name, tmp_path):
+    """GRPO from our SFT model, our reward model as its reward_funcs, by name: the mean reward that
+    it logs is our mean score of the responses that it sampled."""
+    trl = pytest.importorskip("trl")
+    (tmp_path / "judge").mkdir()
+    judge, model, tokenizer = saved(tmp_path / "judge", name, "score")
+    actor, *_ = saved(tmp_path, name)
+    seen = []
+
+    def note(prompts, completions, **_):
+        seen.extend(prompt + text for prompt, text in zip(prompts, completions))
+        return [0.0] * len(prompts)
+
+    config = trl.GRPOConfig(
+        output_dir=str(tmp_path / "trl"),
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=8,
+        max_steps=1,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+    )
+    data = datasets.Dataset.from_dict({"prompt": ["Where is the fox?"] * 4})
+    trainer = trl.GRPOTrainer(actor, reward_funcs=[judge, note], args=config, train_dataset=data)
+    trainer.train()
+    rows = [torch.tensor([[*tokens.tokenise_prompt(tokenizer, text), 1]]) for text in seen]
+    with torch.no_grad():
+        ours = [values(model, row, torch.ones_like(row))[0, -1].item() for row in rows]
+    logged = [log for log in trainer.state.log_history if "rewards/out/mean" in log][0]
+    assert len(seen) == 4
+    assert logged["rewards/out/mean"] == pytest.approx(sum(ours) / 4, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_the_evaluation_harness_takes_our_folder(tmp_path):
+    """lm-evaluation-harness's own model class loads it, and its log-likelihood is ours."""
+    harness = pytest.importorskip("lm_eval.models.huggingface")
+    folder, model, tokenizer = saved(tmp_path, "another EOS")
+    stock = harness.HFLM(pretrained=folder, device="cpu", dtype="float32", batch_size=1)
+    prompt, response = tokenizer("Where?").input_ids, tokenizer(" At home.").input_ids
+    [(found, _)] = stock._loglikelihood_tokens([(("", ""), prompt, response)])
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    ours = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).sum().item()
+    assert found == pytest.approx(ours, abs=1e-3)

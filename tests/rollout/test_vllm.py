@@ -11,12 +11,14 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -116,6 +118,7 @@ def test_what_comes_back_is_what_a_sampler_returns(client, tiny_model, tokenizer
     assert engine.version == f"{engine.run}-2" and engine.seconds["hand_over_seconds"] > 0
     _, words, env = json.loads(notes.read_text())
     assert {"--dtype=bfloat16", "--enforce-eager", "--seed=3", "--max-model-len=32"} <= {*words}
+    assert "--host=127.0.0.1" in words  # nobody else's host reaches it
     assert "RANK" not in env and env["VLLM_SERVER_DEV_MODE"] == "1"
     assert env["CUDA_VISIBLE_DEVICES"] == "7" and "VLLM_API_KEY" not in env
     assert not engine.args.compile_decoding  # the trainer keeps no caches for a rollout of its own
@@ -819,6 +822,31 @@ def test_a_stop_text_ends_vllms_responses_where_it_ends_ours(real, real_model, t
 
 
 @pytest.mark.slow
+def test_a_stop_text_cuts_what_vllm_draws_and_changes_no_draw(real, real_model, tokenizer):
+    """Of two texts the first that is written ends a response, also on its last allowed token. The
+    tokens before are those of a run without, and their log-probs are scoring's."""
+
+    def drawn(**flags):
+        engine = vllm.Vllm(args_of(vllm_url=real, **{**SIZES, **flags}))
+        return engine.roll_out(engine.args, real_model, tokenizer, long_requests(), 1, 8)
+
+    whole = drawn()
+    stop = [row["text"][8:10] for row in sorted(whole, key=lambda row: -len(row["text"]))[:2]]
+    found = drawn(stop=stop)
+    for row, full in zip(found, whole):
+        count = len(row["response_ids"])
+        assert row["response_ids"] == full["response_ids"][:count]
+        assert largest_gap(real_model, row) < 1e-4
+        assert any(text in row["text"] for text in stop) == (row["text"] != full["text"])
+        assert row["ended"] == 1.0 or count == SIZES["max_answer_seq_len"]
+    cut = [len(row["response_ids"]) for row, full in zip(found, whole) if row != full]
+    assert len(cut) >= 2
+    last = drawn(stop=stop, max_answer_seq_len=min(cut))
+    ends = [row for row, own in zip(last, found) if len(own["response_ids"]) == min(cut)]
+    assert ends and all(row["ended"] == 1.0 for row in ends)
+
+
+@pytest.mark.slow
 def test_vllm_samples_from_adapters_that_it_was_handed_by_themselves(
     real_python, real_model, tokenizer, monkeypatch
 ):
@@ -872,16 +900,41 @@ def test_another_run_cannot_change_weights_that_sample(real, real_model, tokeniz
 
 
 @pytest.mark.slow
-def test_runs_with_vllm_on_all_layouts_and_resumed(real, real_model, tmp_path):
-    """In fp32 sampling and scoring agree to 1e-4, at each step's weights; on one rank and on two,
-    at ZeRO 0, 2 and 3, the curves are the same; a resumed run goes on as the whole one did; and
-    with --top_k 1 a run writes what it writes without vLLM."""
-    tree, models = tmp_path / "tree", kit.save_trained(tmp_path / "models", real_model)
-    runner.apply("vllm", tree)
-    flags = f"""--preset toy --data_path {kit.base()}/data --data_split 1,1,1 --max_steps 4
+def test_tokens_of_weights_that_another_run_handed_over_are_refused(
+    real, real_model, tokenizer, monkeypatch
+):
+    """They come back with the number of those weights. The other run hands its own over after ours,
+    and before the first response is asked for."""
+    first, second = (vllm.Vllm(args_of(vllm_url=real, **SIZES)) for _ in range(2))
+    sample_all = first.sample_all
+
+    def meanwhile(*given):
+        second.roll_out(second.args, real_model, tokenizer, requests(), 1, 4)
+        return sample_all(*given)
+
+    monkeypatch.setattr(first, "sample_all", meanwhile)
+    words = rf"weights \['{second.run}-1'\], and {first.run}-1 were handed over last"
+    with pytest.raises(RuntimeError, match=words):
+        first.roll_out(first.args, real_model, tokenizer, requests(), 1, 4)
+
+
+def flags_of_runs(folder, model):
+    """Returns the flags of short runs that start from `model`, which is saved there."""
+    models = kit.save_trained(folder / "models", model)
+    return f"""--preset toy --data_path {kit.base()}/data --data_split 1,1,1 --max_steps 4
         --actor_model_name_or_path {models}/actor --critic_model_name_or_path {models}/judge
         --num_eval_prompts 4 --eval_steps 4 --log_steps 1 --per_device_eval_batch_size 4
         --save_steps 2 --keep_checkpoints 9 --num_warmup_steps 0 --max_answer_seq_len 24"""
+
+
+@pytest.mark.slow
+def test_runs_with_vllm_on_all_layouts_and_resumed(real, real_model, tmp_path):
+    """In fp32 sampling and scoring agree to 1e-4, at each step's weights; on one rank and on two,
+    at ZeRO 0, 2 and 3, the curves are the same; a resumed run goes on as the whole one did; with
+    --top_k 1 a run writes what it writes without vLLM; and with --vllm_ahead 1 each rollout is the
+    one that a run in step has, and is trained on a step later."""
+    tree, flags = tmp_path / "tree", flags_of_runs(tmp_path, real_model)
+    runner.apply("vllm", tree)
     vllms = f"--vllm_url {real} --vllm_folder {tmp_path}"
 
     def run(name, ranks, stage, more):
@@ -894,7 +947,8 @@ def test_runs_with_vllm_on_all_layouts_and_resumed(real, real_model, tmp_path):
         return kit.metrics(tmp_path / name, clocks=False)[1:]
 
     two = run("two", 2, 2, vllms)
-    layouts = [two, run("one", 1, 0, vllms), run("sharded", 2, 3, vllms)]
+    others = (1, 0), (1, 2), (1, 3), (2, 0), (2, 3)  # ranks, ZeRO stage
+    layouts = [two, *(run(f"{ranks}-{stage}", ranks, stage, vllms) for ranks, stage in others)]
     fork.copy_halfway(tmp_path / "two", tmp_path / "resumed", 2)
     layouts.append(run("resumed", 2, 2, f"{vllms} --resume"))
     for lines in layouts:
@@ -904,11 +958,53 @@ def test_runs_with_vllm_on_all_layouts_and_resumed(real, real_model, tmp_path):
             assert line["reward"] == pytest.approx(other["reward"], abs=1e-3)
             assert line["kl"] == pytest.approx(other["kl"], abs=1e-3)
 
-    greedy = "--top_k 1 --is_cap 2 --max_steps 1"
+    ahead = run("ahead", 2, 2, f"{vllms} --vllm_ahead 1 --is_cap 2")
+    rewards = [two[i]["reward"] for i in (0, 0, 1)]  # the second step has the first rollout again
+    assert [line["reward"] for line in ahead[:3]] == pytest.approx(rewards, abs=1e-3)
+    assert ahead[0]["sampling_gap"] < 1e-4 < min(line["sampling_gap"] for line in ahead[1:])
+
+    greedy = "--top_k 1 --is_cap 2 --max_steps 1 --num_eval_prompts 24"
     [theirs] = run("greedy", 2, 3, f"{vllms} {greedy}")
     [ours] = run("without", 2, 3, greedy)
     keys = "reward", "response_length", "eos_rate", "entropy"
     assert [theirs[key] for key in keys] == pytest.approx([ours[key] for key in keys], abs=1e-4)
     written = [kit.read_lines(tmp_path / name / "samples.jsonl") for name in ("greedy", "without")]
     first, other = ([row["response"] for row in rows if row["step"] == 0] for rows in written)
-    assert first == other and len(first) == 4
+    assert first == other and len(first) == 24
+
+
+@pytest.mark.slow
+def test_a_run_whose_vllm_loses_its_worker_ends_in_words_and_goes_on(
+    real, real_python, real_model, tmp_path
+):
+    """Nothing of that vLLM is left: no process, and no weights. --resume starts another one, and
+    the run's curves are those of a run that nothing happened to."""
+    tree, flags = tmp_path / "tree", flags_of_runs(tmp_path, real_model)
+    runner.apply("vllm", tree)
+    flags += """ --max_steps 12 --per_device_generation_batch_size 8
+        --per_device_training_batch_size 8"""
+
+    def start(name, more):
+        words = f"{flags} --output_dir {tmp_path}/{name} --vllm_folder {tmp_path} {more}".split()
+        command, env = [sys.executable, "ppo.py", *words], kit.environment()
+        return subprocess.Popen(command, cwd=tree, env=env, stderr=subprocess.PIPE, text=True)
+
+    whole = start("whole", f"--vllm_url {real}")
+    assert whole.wait(300) == 0, whole.stderr.read()
+    own = f"--vllm_python {real_python} --vllm_flags=--enforce-eager"
+    process, log = start("run", own), tmp_path / "run/metrics.jsonl"
+    assert until(lambda: log.exists() and len(log.read_text().splitlines()) > 3, 300)
+    servers = psutil.Process(process.pid).children(recursive=True)
+    [worker] = [each for each in servers if "EngineCore" in each.name()]
+    worker.kill()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and "vLLM has ended with code -9" in said, said
+    assert until(lambda: not any(is_there(each.pid) for each in servers))
+    assert not list(tmp_path.glob("rollouts-*"))
+    again = start("run", f"{own} --resume")
+    assert again.wait(300) == 0, again.stderr.read()
+    lines = [kit.metrics(tmp_path / name, clocks=False)[1:13] for name in ("run", "whole")]
+    assert [line["step"] for line in lines[0]] == [*range(1, 13)]
+    for line, other in zip(*lines):
+        assert line["reward"] == pytest.approx(other["reward"], abs=1e-3)
+        assert line["kl"] == pytest.approx(other["kl"], abs=1e-3)

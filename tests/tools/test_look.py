@@ -552,6 +552,18 @@ def test_one_prompt_is_answered_by_all_models(tmp_path):
     assert [answer["name"] for answer in asked["answers"]] == ["SFT", "PPO"]
 
 
+def test_the_prompts_of_a_chat_are_read_turn_by_turn(tmp_path):
+    """They are logged as JSON, as the data has them. The page has no JSON of them anywhere."""
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Who "he"?'}]
+    folder = make_run(tmp_path / "ppo")
+    lines = [sample(json.dumps(chat), "So.", step=step) for step in (0, 9)]
+    kit.write_lines(folder / "samples.jsonl", lines)
+    [run] = runs.find([tmp_path])
+    assert {line["prompt"] for line in run.samples} == {'system: Be brief.\n\nuser: Who "he"?'}
+    for words in ("[3]", "[", "[]", "{}", '"user"', "null", '[{"role": "user"}]'):
+        assert text.spoken(words) == words
+
+
 def test_flags_that_differ_are_said_first(tmp_path, capsys):
     """Of runs of the same step. What one of them lacks is a flag that was added since, and what
     each run has of its own is no difference."""

@@ -18,7 +18,7 @@ from machinery.base import locks, records
 from machinery.base.refused import Refused
 from machinery.models import saving
 from machinery.run import logs, output_folder
-from tools.report.text import is_number, number, numbers_of, visible
+from tools.report.text import is_number, number, numbers_of, spoken, visible
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}  # in their order; others follow
 TITLES = {"sft": "SFT", "reward": "Reward model"}
@@ -64,6 +64,8 @@ class Run:
                 with suppress(ValueError, RecursionError):
                     line = json.loads(text)
                 if holds(line, NEEDED[name]):
+                    if "prompt" in line:
+                        line["prompt"] = spoken(line["prompt"])
                     yield line
                 elif text.strip():
                     self.broken[f"{name}.jsonl"] += 1

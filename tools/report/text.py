@@ -1,5 +1,8 @@
 """Makes text fit for a page or a terminal: nothing hidden in it, numbers kept short."""
 
+import json
+from contextlib import suppress
+
 CHARACTERS = 900  # of a text on the page
 LARGEST = 1e100  # of a number that a picture can hold
 
@@ -26,6 +29,18 @@ def visible(text):
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode()
         for c in str(text)
     )
+
+
+def spoken(prompt):
+    """Returns a prompt as it reads: a chat, which is logged as JSON, turn by turn.
+
+    >>> print(spoken('[{"role": "user", "content": "Hello"}]'), spoken("[1]"))
+    user: Hello [1]
+    """
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
+        turns = [f"{turn['role']}: {turn['content']}" for turn in json.loads(prompt)]
+        return "\n\n".join(turns) or prompt
+    return prompt
 
 
 def cut(text):
