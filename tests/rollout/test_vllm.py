@@ -163,6 +163,7 @@ FAULTS = {
     "killed": "vLLM has ended with code -9. It, or its worker, was killed",
     "orphaned": "vLLM has ended with code -9. It, or its worker, was killed",
     "reset": "vLLM has ended with code -9. It, or its worker, was killed",
+    "dies": "vLLM has ended with code 3. Its error is above",
     "hangs": "has not answered /inference/v1/generate for --vllm_timeout 8 seconds: it hangs",
     "other-weights": r"with weights \['elsewhere-7'\], and \w+-1 were handed over last",
     "two-weights": r"with weights \['[\w-]+', '[\w-]+'\]",  # a run's random name may come second
@@ -264,6 +265,27 @@ def test_a_run_whose_responses_are_being_sampled_keeps_its_weights(client, tiny_
     assert first.ask("/load")["loads"] == 2  # none was the second run's
 
 
+def test_two_runs_that_hand_over_at_once_both_find_out(client, tiny_model, tokenizer, monkeypatch):
+    """The second one's number is there before the first one's weights are: they would be sampled
+    from under that number. So the first one takes the number away."""
+    first = client()
+    roll_out(first, tiny_model, tokenizer)
+    second, ask = client(vllm_url=first.url, vllm_python=None), first.ask
+    monkeypatch.setattr(first, "end", lambda: None)
+
+    def meanwhile(path, *given, **how):
+        if path == "/collective_rpc":
+            second.hand_over(True)
+        return ask(path, *given, **how)
+
+    monkeypatch.setattr(first, "ask", meanwhile)
+    with pytest.raises(RuntimeError, match="another run has handed its weights over meanwhile"):
+        roll_out(first, tiny_model, tokenizer)
+    given = requests()[0], 1, second.sampling_params(tokenizer, tiny_model.config)
+    with pytest.raises(vllm.Fault, match="of two runs"):
+        second.sample(*given)
+
+
 def test_a_rollout_in_the_air_keeps_no_run_alive(client, tiny_model, tokenizer):
     """With --vllm_ahead 1 a run may end while vLLM samples. Before Python closes vLLM's stdin it
     waits for all threads that are no daemons, and for those of concurrent.futures."""
@@ -336,6 +358,27 @@ def test_a_server_at_a_url_that_samples_otherwise_is_refused(
     with kit.refuses("vllm-url") as caught:
         client(vllm_url=other_server)
     assert "hosts.md" in str(caught.value)
+
+
+def test_a_server_at_a_url_that_would_fail_later_is_refused(client, other_server, monkeypatch):
+    """On a CPU its engine ends where it reads a prompt in two parts; and without --enable-lora it
+    refuses adapters, when all models are loaded. In fp32 they are added to the weights."""
+
+    def at_url(server, **flags):
+        info = vllm_stub.server_info({**OtherModel.config, **server}, flags.pop("device", "cpu"))
+        monkeypatch.setattr(OtherModel, "info", info)
+        return client(vllm_url=other_server, **flags)
+
+    with kit.refuses("vllm-flags") as caught:
+        at_url({"in-parts": True})
+    assert "--no-enable-chunked-prefill" in str(caught.value)
+    at_url({"in-parts": True}, device="cuda")
+    bf16 = {"dtype": "bfloat16"}
+    with kit.refuses("vllm-flags") as caught:
+        at_url(bf16, dtype="bf16", actor_lora_dim=4)
+    assert "--enable-lora" in str(caught.value)
+    at_url({**bf16, "lora": {}}, dtype="bf16", actor_lora_dim=4)
+    at_url({}, actor_lora_dim=4)
 
 
 def test_a_request_has_no_more_biases_than_vllms_runner_for_gpus_keeps(
@@ -447,6 +490,8 @@ def test_what_vllm_cannot_do_is_refused(client, tmp_path):
         ("vllm-python", {"vllm_python": f"{tmp_path}/python"}),
         ("vllm-folder", {"vllm_folder": f"{tmp_path}/none"}),
         ("vllm-transfer", {"vllm_transfer": "nccl"}),  # on a CPU
+        ("vllm-flags", {"vllm_flags": "--enforce-eager --logprobs_mode raw_logprobs"}),
+        ("vllm-flags", {"vllm_flags": "--dtype=float16"}),
     ):
         with kit.refuses(rule):
             client(**changes)
@@ -567,22 +612,31 @@ def weights_in(folder):
 
 
 def be_killed(python, notes):
-    """A trainer that is killed between two steps."""
+    """A trainer that is killed between two steps; a process that it has forked stays."""
     engine = vllm.Vllm(args_of(vllm_python=python))
     model, tokenizer = kit.make_tiny_model(), model_folders.load_tokenizer(kit.TOKENIZER)
     roll_out(engine, model, tokenizer)
-    Path(notes).write_text(json.dumps([engine.process.pid, engine.folder]))
+    left = os.fork()
+    if left == 0:
+        time.sleep(60)
+        os._exit(0)
+    Path(notes).write_text(json.dumps([engine.process.pid, engine.folder, left]))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
 def test_a_trainer_that_is_killed_leaves_no_server(python, tmp_path):
-    """Nor the weights, which lie in memory."""
+    """Nor the weights, which lie in memory. Something else, as the pool of a --reward_fn, may hold
+    the pipe to the server open."""
     notes = tmp_path / "notes"
     done = kit.fork(be_killed, 1, python, str(notes), meet="never")
     assert done.codes == [-9]
-    process, folder = json.loads(notes.read_text())
-    assert until(lambda: not is_there(process)) and not Path(folder).exists()
+    process, folder, left = json.loads(notes.read_text())
+    try:
+        assert until(lambda: not is_there(process)) and not Path(folder).exists()
+        assert is_there(left)
+    finally:
+        os.kill(left, signal.SIGKILL)
 
 
 def on_two_ranks(python, fault, shared=1):
@@ -833,13 +887,16 @@ def test_a_stop_text_cuts_what_vllm_draws_and_changes_no_draw(real, real_model, 
     whole = drawn()
     stop = [row["text"][8:10] for row in sorted(whole, key=lambda row: -len(row["text"]))[:2]]
     found = drawn(stop=stop)
+    cut = []
     for row, full in zip(found, whole):
-        count = len(row["response_ids"])
-        assert row["response_ids"] == full["response_ids"][:count]
-        assert largest_gap(real_model, row) < 1e-4
-        assert any(text in row["text"] for text in stop) == (row["text"] != full["text"])
-        assert row["ended"] == 1.0 or count == SIZES["max_answer_seq_len"]
-    cut = [len(row["response_ids"]) for row, full in zip(found, whole) if row != full]
+        ids = row["response_ids"]
+        assert ids == full["response_ids"][: len(ids)] and largest_gap(real_model, row) < 1e-4
+        assert not any(text in tokenizer.decode(ids[:-1]) for text in stop)  # the first that comes
+        if any(text in full["text"] for text in stop):
+            assert row["ended"] == 1.0 and any(text in row["text"] for text in stop)
+            cut.append(len(ids))
+        else:
+            assert (ids, row["ended"]) == (full["response_ids"], full["ended"])
     assert len(cut) >= 2
     last = drawn(stop=stop, max_answer_seq_len=min(cut))
     ends = [row for row, own in zip(last, found) if len(own["response_ids"]) == min(cut)]
@@ -931,8 +988,8 @@ def flags_of_runs(folder, model):
 def test_runs_with_vllm_on_all_layouts_and_resumed(real, real_model, tmp_path):
     """In fp32 sampling and scoring agree to 1e-4, at each step's weights; on one rank and on two,
     at ZeRO 0, 2 and 3, the curves are the same; a resumed run goes on as the whole one did; with
-    --top_k 1 a run writes what it writes without vLLM; and with --vllm_ahead 1 each rollout is the
-    one that a run in step has, and is trained on a step later."""
+    --top_k 1 a run writes what it writes without vLLM; and with --vllm_ahead 1 it trains on its
+    first rollout twice, and then on the one that vLLM has sampled meanwhile."""
     tree, flags = tmp_path / "tree", flags_of_runs(tmp_path, real_model)
     runner.apply("vllm", tree)
     vllms = f"--vllm_url {real} --vllm_folder {tmp_path}"
@@ -974,37 +1031,40 @@ def test_runs_with_vllm_on_all_layouts_and_resumed(real, real_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_vllm_loses_its_worker_ends_in_words_and_goes_on(
-    real, real_python, real_model, tmp_path
+@pytest.mark.parametrize("victim", ["EngineCore", "Worker"])
+def test_a_run_whose_vllm_is_killed_ends_in_words_and_goes_on(
+    real, real_python, real_model, tmp_path, victim
 ):
     """Nothing of that vLLM is left: no process, and no weights. --resume starts another one, and
     the run's curves are those of a run that nothing happened to."""
     tree, flags = tmp_path / "tree", flags_of_runs(tmp_path, real_model)
     runner.apply("vllm", tree)
-    flags += """ --max_steps 12 --per_device_generation_batch_size 8
+    flags += """ --max_steps 30 --per_device_generation_batch_size 8
         --per_device_training_batch_size 8"""
 
     def start(name, more):
         words = f"{flags} --output_dir {tmp_path}/{name} --vllm_folder {tmp_path} {more}".split()
         command, env = [sys.executable, "ppo.py", *words], kit.environment()
-        return subprocess.Popen(command, cwd=tree, env=env, stderr=subprocess.PIPE, text=True)
+        with open(tmp_path / f"{name}.log", "w") as log:
+            return subprocess.Popen(command, cwd=tree, env=env, stdout=log, stderr=log)
 
-    whole = start("whole", f"--vllm_url {real}")
-    assert whole.wait(300) == 0, whole.stderr.read()
     own = f"--vllm_python {real_python} --vllm_flags=--enforce-eager"
     process, log = start("run", own), tmp_path / "run/metrics.jsonl"
-    assert until(lambda: log.exists() and len(log.read_text().splitlines()) > 3, 300)
-    servers = psutil.Process(process.pid).children(recursive=True)
-    [worker] = [each for each in servers if "EngineCore" in each.name()]
-    worker.kill()
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == 1 and "vLLM has ended with code -9" in said, said
+    try:
+        assert until(lambda: log.exists() and len(log.read_text().splitlines()) > 3, 300)
+        servers = psutil.Process(process.pid).children(recursive=True)
+        [found] = [each for each in servers if f"VLLM::{victim}" in " ".join(each.cmdline())]
+        found.kill()
+        assert process.wait(60) == 1
+    finally:
+        process.kill()
+    assert "vLLM has ended with code" in (tmp_path / "run.log").read_text()
     assert until(lambda: not any(is_there(each.pid) for each in servers))
     assert not list(tmp_path.glob("rollouts-*"))
-    again = start("run", f"{own} --resume")
-    assert again.wait(300) == 0, again.stderr.read()
-    lines = [kit.metrics(tmp_path / name, clocks=False)[1:13] for name in ("run", "whole")]
-    assert [line["step"] for line in lines[0]] == [*range(1, 13)]
-    for line, other in zip(*lines):
+    for name, more in (("run", f"{own} --resume"), ("whole", f"--vllm_url {real}")):
+        assert start(name, more).wait(300) == 0, (tmp_path / f"{name}.log").read_text()[-3000:]
+    found, whole = (kit.metrics(tmp_path / name, clocks=False)[1:] for name in ("run", "whole"))
+    assert [line["step"] for line in found] == [*range(1, 31)]
+    for line, other in zip(found[:8], whole):  # in many steps rounding changes a draw
         assert line["reward"] == pytest.approx(other["reward"], abs=1e-3)
         assert line["kl"] == pytest.approx(other["kl"], abs=1e-3)

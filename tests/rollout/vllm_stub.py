@@ -20,7 +20,7 @@ from pathlib import Path
 
 FAULTS = (
     "ends never other-weights two-weights killed hangs late broken short unloadable cached plain "
-    "newer orphaned counts keeps cut nan reset"
+    "newer orphaned counts keeps cut nan reset dies"
 )
 LOCK = threading.Lock()
 TOKENS, LOGPROBS = [7, 8, 1], [-0.5, -1.0, -1.5]
@@ -92,6 +92,10 @@ class Routes(http.server.BaseHTTPRequestHandler):
             answer = self.generate(body["token_ids"], body["sampling_params"])
             with LOCK:
                 Routes.open -= 1
+            if self.fault == "dies":  # as vLLM without its engine, when it has noticed
+                self.answer({"error": "EngineCore encountered an issue"}, 500)
+                time.sleep(0.2)
+                os._exit(3)
             self.answer(answer)
 
     def load(self, folder):
@@ -150,9 +154,13 @@ def server_info(config, device="cpu", env=None):
         "logprobs_mode": config["logprobs-mode"],
         "generation_config": config["generation-config"],
     }
-    of_device = {"device": device}
+    others = {
+        "device_config": {"device": device},
+        "scheduler_config": {"enable_chunked_prefill": config.get("in-parts", False)},
+        "lora_config": config.get("lora"),
+    }
     return {
-        "vllm_config": {"model_config": model, "device_config": of_device},
+        "vllm_config": {"model_config": model, **others},
         "vllm_env": env or {},
     }
 

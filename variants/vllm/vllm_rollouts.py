@@ -110,6 +110,11 @@ class Vllm:
         if not low <= args.temperature <= high:
             words = f"--temperature {args.temperature}: vLLM samples between {low} and {high}."
             raise Refused("vllm-temperature", words)
+        given = {word.split("=")[0].replace("_", "-") for word in shlex.split(args.vllm_flags)}
+        if ours := ", ".join(sorted(given & {f"--{flag}" for flag in self.musts()})):
+            words = f"--vllm_flags {args.vllm_flags}: the run itself gives vLLM {ours}, because"
+            words += " draws and log-probs depend on it.\n  Leave it out (--vllm_dtype may differ)."
+            raise Refused("vllm-flags", words)
         if args.vllm_ahead and not args.is_cap:
             ranks.say(
                 "warning: --vllm_ahead 1 without --is_cap: older weights sample, and are taken for "
@@ -177,6 +182,8 @@ class Vllm:
             device = config["device_config"]["device"]
             runner = env.get("VLLM_USE_V2_MODEL_RUNNER") is not False
             backend = (config.get("weight_transfer_config") or {}).get("backend")
+            in_parts = device == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]
+            takes_adapters = config["lora_config"] is not None
         except Fault as fault:
             raise Refused("vllm-url", f"{at}: {fault}") from None
         except (LookupError, TypeError, ValueError, AttributeError):
@@ -188,6 +195,12 @@ class Vllm:
         if self.by_nccl and backend != "nccl":
             words = f"{at}: start it with --weight-transfer-config '{TRANSFER}'."
             raise Refused("vllm-flags", words)
+        if in_parts:
+            words = f"{at}: on a CPU, a prompt that it reads in two parts would end its engine.\n"
+            raise Refused("vllm-flags", f"{words}  Start it with --no-enable-chunked-prefill.")
+        if self.args.actor_lora_dim and not self.adds_adapters() and not takes_adapters:
+            words = f"{at}: it takes no adapters.\n  Start it with --enable-lora and what else"
+            raise Refused("vllm-flags", f"{words} variants/vllm/hosts.md names.")
         for flag, must in musts.items():
             theirs = str(has[flag]).removeprefix("torch.")
             if theirs != must:
@@ -242,7 +255,7 @@ class Vllm:
         from the policy of the start (variants/lora-rollout counts what is lost).
         """
         layers = lora.adapted_layers(engine).values()
-        if not layers or self.dtype == self.args.dtype == "fp32":
+        if not layers or self.adds_adapters():
             self.write_whole(engine, tokenizer)
             return
         rank, most = max(layer.r["default"] for layer in layers), LORA_RANKS[-1]
@@ -256,6 +269,10 @@ class Vllm:
         self.lora_rank = rank
         self.adapters = Path(self.folder) / next(self.names)
         saving.save_model(engine, tokenizer, self.adapters)
+
+    def adds_adapters(self):
+        """Returns whether adapters are added to the weights: in fp32 nothing of them is lost."""
+        return self.dtype == self.args.dtype == "fp32"
 
     def write_whole(self, engine, tokenizer):
         """Writes the weights in place of older ones, of which vLLM has a copy of its own.
@@ -359,6 +376,10 @@ class Vllm:
             self.ask("/v1/load_lora_adapter", given, read=bytes)
             if ours:
                 self.ask("/v1/unload_lora_adapter", {"lora_name": adapters}, read=bytes)
+        if self.ask("/weight_info")["weight_version"] != self.version:
+            # the other run's number would come back with weights of ours
+            self.ask("/update_weight_version", {"new_version": "of two runs"})
+            raise Fault("another run has handed its weights over meanwhile: it uses this server")
         self.drop_caches()
         return time.time() - began
 
@@ -472,7 +493,8 @@ class Vllm:
             f"{'warning' if goes_on else 'error'}: step {run.step}: for {off:,} of {count:,} tokens"
             f" scoring gives another log-prob than vLLM, by more than {checks.OFF[limits.dtype]} "
             f"(in this run's first step: {usual:.1%}).\n  Likely: vLLM has kept weights of an "
-            "earlier update, all or some of them. --allow_mismatch 1 goes on."
+            "earlier update, all or some of them; or, in 16 bits, rounding keeps more and more\n"
+            "  of the updates from it (labs/real-vllm.md). --allow_mismatch 1 goes on."
         )
         if not goes_on:
             run.finish(code=1)
@@ -570,6 +592,8 @@ class Vllm:
             text = ""
             with suppress(OSError, HTTPException):
                 text = error.read().decode(errors="replace")[:1000]
+            if error.code == 500 and self.ends():  # its engine is dead, and it follows
+                raise Fault(self.why_it_ended()) from None
             advice = "\n  Is it started as variants/vllm/hosts.md says?" * bool(self.args.vllm_url)
             raise Fault(f"vLLM answers {path} with {error.code}: {text}{advice}") from None
         except (OSError, HTTPException, ValueError) as error:
@@ -580,14 +604,16 @@ class Vllm:
         if isinstance(error, TimeoutError):
             seconds = f"--vllm_timeout {self.args.vllm_timeout} seconds"
             return f"vLLM has not answered {path} for {seconds}: it hangs, or needs longer"
-        if self.process:
-            try:
-                self.process.wait(4 * GRACE)  # `watch` needs up to two of them to see it
-            except subprocess.TimeoutExpired:
-                pass
-            else:
-                return self.why_it_ended()
+        if self.ends():
+            return self.why_it_ended()
         return f"vLLM cannot be reached, or what answers is not vLLM ({error!r})"
+
+    def ends(self):
+        """Returns whether a server of the run's own has ended, or does so now."""
+        try:  # `watch` needs up to two GRACEs to see that it has lost its worker
+            return self.process is not None and self.process.wait(4 * GRACE) is not None
+        except subprocess.TimeoutExpired:
+            return False
 
     def why_it_ended(self):
         code = self.process.returncode

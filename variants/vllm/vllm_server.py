@@ -10,6 +10,7 @@ so that Ctrl-C is for the run, which ends its step and saves.
 """
 
 import os
+import select
 import shutil
 import signal
 import sys
@@ -19,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PATIENCE = 10  # seconds in which the server may end by itself
+LOOKS = 2  # seconds between two looks at whether the run is there
 
 
 class Loads:
@@ -37,8 +39,14 @@ class Loads:
 
 
 def end_with_the_run(folder):
-    """Waits until stdin ends; then takes the folder away and ends the process group."""
-    os.read(0, 1)
+    """Waits until stdin ends; then takes the folder away and ends the process group.
+
+    Or until the run's process is gone: what it has forked (a pool of a --reward_fn) may hold stdin
+    open for longer.
+    """
+    run = os.getppid()
+    while os.getppid() == run and not select.select([0], [], [], LOOKS)[0]:
+        pass
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGTERM)
     time.sleep(PATIENCE)
