@@ -306,6 +306,8 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("sick", dict(entropy=[0.5, 0.02], response_length=[16, 15], eos_rate=[1, 1])),  # collapse
         ("watch", dict(entropy=[0.5, 0.4], response_length=[16, 47], eos_rate=[1, 0.1])),
         ("sick", dict(entropy=[1, 1], response_length=[9, 48], eos_rate=[1, 0.1], args=LIMIT)),
+        ("watch", dict(entropy=[1.8, 1.6], response_length=[16, 15], eos_rate=[1, 1])),  # nonsense?
+        ("healthy", dict(entropy=[1.8, 0.9], response_length=[16, 15], eos_rate=[1, 1])),  # no more
         ("watch", dict(SHARPER, reward=[1, 1])),
         ("healthy", dict(SHARPER, reward=[0, 1])),
     ],

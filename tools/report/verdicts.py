@@ -32,6 +32,7 @@ FAR = 0.25  # nats a token: KL in the last third; four times as much is sick
 ZERO = 1e-5  # but for rounding
 START = 0.1  # nats a response: KL at step 1, where actor and reference are one model
 COLLAPSED = 0.05  # nats a token
+MANY = 1.5  # nats a token: drawn as from four or five that are equally likely
 IDLE = 0.5  # of the groups: no response to a prompt was better than another one
 ALIKE = 0.8  # of responses with one of the three commonest beginnings
 MARGIN = 10  # between the scores of chosen and rejected: a judge who is never in doubt
@@ -316,6 +317,8 @@ def variety(run):
         return "endless", said
     if ended[1] < 0.9 and ended[1] < ended[0]:
         return "fewer", said
+    if min(entropy) > MANY:
+        return "many", said
     return "halved" if entropy[1] < entropy[0] / 2 and not has_gained(run) else "slow", said
 
 
