@@ -78,6 +78,14 @@ def test_a_pretrained_models_run_is_not_called_sick():
     ]
 
 
+@pytest.mark.parametrize("recipe", ["hh", "sentiment"])
+def test_nonsense_of_a_pretrained_model_is_to_be_watched(recipe):
+    """At temperature 1 a token is drawn from many, from the first step to the last."""
+    [run] = runs.find([kit.ROOT / f"recipes/{recipe}/results"])
+    status, words = verdicts.judged(verdicts.variety, run)
+    assert status == verdicts.WATCH and "drawn from many" in words
+
+
 @pytest.mark.parametrize("case", clinic.CASES)
 def test_a_case_is_whole_and_its_figures_are_those_of_its_files(case):
     """A symptom, three questions, and a solution whose table is made again; small files, in which

@@ -555,13 +555,16 @@ def test_one_prompt_is_answered_by_all_models(tmp_path):
 
 
 def test_the_prompts_of_a_chat_are_read_turn_by_turn(tmp_path):
-    """They are logged as JSON, as the data has them. The page has no JSON of them anywhere."""
+    """They are logged as JSON, as the data has them. The page has none of that."""
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Who "he"?'}]
     folder = make_run(tmp_path / "ppo")
     lines = [sample(json.dumps(chat), "So.", step=step) for step in (0, 9)]
     kit.write_lines(folder / "samples.jsonl", lines)
     [run] = runs.find([tmp_path])
     assert {line["prompt"] for line in run.samples} == {'system: Be brief.\n\nuser: Who "he"?'}
+    look.main([str(tmp_path), "--out", str(tmp_path / "page.html")])
+    words = (tmp_path / "page.html").read_text()
+    assert "user: Who" in words and '"role"' not in words and "&#34;role" not in words
     for words in ("[3]", "[", "[]", "{}", '"user"', "null", '[{"role": "user"}]'):
         assert text.spoken(words) == words
 

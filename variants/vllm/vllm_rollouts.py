@@ -110,7 +110,11 @@ class Vllm:
         if not low <= args.temperature <= high:
             words = f"--temperature {args.temperature}: vLLM samples between {low} and {high}."
             raise Refused("vllm-temperature", words)
-        given = {word.split("=")[0].replace("_", "-") for word in shlex.split(args.vllm_flags)}
+        try:
+            words = shlex.split(args.vllm_flags)
+        except ValueError as error:
+            raise Refused("vllm-flags", f"--vllm_flags {args.vllm_flags}: {error}.") from None
+        given = {word.split("=")[0].replace("_", "-") for word in words}
         if ours := ", ".join(sorted(given & {f"--{flag}" for flag in self.musts()})):
             words = f"--vllm_flags {args.vllm_flags}: the run itself gives vLLM {ours}, because"
             words += " draws and log-probs depend on it.\n  Leave it out (--vllm_dtype may differ)."
@@ -160,7 +164,7 @@ class Vllm:
         return model, MOST_BIASES if runner and device != "cpu" else float("inf")
 
     def musts(self):
-        """Returns those of vLLM's flags that change the draws, or their log-probs."""
+        """Returns those of vLLM's flags that it must have: draws and log-probs depend on them."""
         return {
             "dtype": str(common.DTYPES[self.dtype]).removeprefix("torch."),
             "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
@@ -493,8 +497,9 @@ class Vllm:
             f"{'warning' if goes_on else 'error'}: step {run.step}: for {off:,} of {count:,} tokens"
             f" scoring gives another log-prob than vLLM, by more than {checks.OFF[limits.dtype]} "
             f"(in this run's first step: {usual:.1%}).\n  Likely: vLLM has kept weights of an "
-            "earlier update, all or some of them; or, in 16 bits, rounding keeps more and more\n"
-            "  of the updates from it (labs/real-vllm.md). --allow_mismatch 1 goes on."
+            "earlier update, all or some of them"
+            + "; or rounding to --vllm_dtype hides the updates from it" * (self.dtype != args.dtype)
+            + ". --allow_mismatch 1 goes on."
         )
         if not goes_on:
             run.finish(code=1)
