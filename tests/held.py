@@ -31,6 +31,12 @@ HELD = {
     "a vLLM of another dtype, log-probs or defaults of sampling is refused": (
         "test_a_server_at_a_url_that_samples_otherwise_is_refused"
     ),
+    "--vllm_flags that take what vLLM must have, or that are no words, are refused": (
+        "test_what_vllm_cannot_do_is_refused"
+    ),
+    "a vLLM at --vllm_url that would fail later, on prompts or adapters, is refused": (
+        "test_a_server_at_a_url_that_would_fail_later_is_refused"
+    ),
     "a --vllm_folder that cannot be written to is refused": "test_what_vllm_cannot_do_is_refused",
     "a --vllm_folder without room for the weights is refused": (
         "test_a_folder_in_memory_without_room_is_refused"

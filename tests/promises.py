@@ -361,6 +361,8 @@ vllm-temperature | a temperature at which vLLM samples otherwise, or not at all,
 vllm-url | a --vllm_url where nothing, or no vLLM, answers is refused
 vllm-room | a vLLM without room for prompt and response is refused
 vllm-flags | a vLLM of another dtype, log-probs or defaults of sampling is refused
+vllm-flags | --vllm_flags that take what vLLM must have, or that are no words, are refused
+vllm-flags | a vLLM at --vllm_url that would fail later, on prompts or adapters, is refused
 vllm-folder | a --vllm_folder that cannot be written to is refused
 vllm-folder | a --vllm_folder without room for the weights is refused
 vllm-transfer | --vllm_transfer nccl on a CPU, with LoRA, or without --vllm_devices is refused
