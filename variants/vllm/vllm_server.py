@@ -4,9 +4,9 @@
 
 Its class Loads is how weights are loaded; vLLM gets it by --worker-extension-cls vllm_server.Loads.
 
-The run holds the other end of stdin, which closes when it ends, however that comes, also killed:
-the folder is then taken away, and the server and its workers end. They are a session of their own,
-so that Ctrl-C is for the run, which ends its step and saves.
+The run holds the other end of stdin. When it ends, however that comes, stdin closes or its process
+is gone: the folder is then taken away, and the server and its workers end. They are a session of
+their own, so that Ctrl-C is for the run, which ends its step and saves.
 """
 
 import os
