@@ -76,7 +76,8 @@ def add_flags(arg):
     arg("vllm_folder", str, shared)
     ways = "files, through --vllm_folder; or nccl, from GPU to GPU: vllm_nccl.py, not run"
     arg("vllm_transfer", "files", ways, choices=["files", "nccl"])
-    arg("vllm_dtype", str, "of vLLM's weights; None: --dtype", choices=list(common.DTYPES))
+    dtypes = "of vLLM's weights; None: --dtype. With --dtype fp32, bf16 ruined models (README)"
+    arg("vllm_dtype", str, dtypes, choices=list(common.DTYPES))
     arg("vllm_flags", "", "more flags for `vllm serve`, as in --vllm_flags='--enforce-eager'")
     arg("vllm_devices", str, "CUDA_VISIBLE_DEVICES of vLLM, as in 7; None: as rank 0 has it")
     arg("vllm_ahead", 0, "1: train on the rollout before, while vLLM samples this one", most=1)
