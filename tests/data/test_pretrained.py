@@ -14,7 +14,7 @@ from data_kit import load
 from transformers import AutoTokenizer
 
 from machinery.models import model_folders
-from tests import kit
+from tests import kit, runs
 
 pytestmark = pytest.mark.slow
 RECIPE = kit.ROOT / "recipes/smollm2"
@@ -60,6 +60,34 @@ def test_what_is_saved_answers_messages(step):
     assert "62" in answer["generated_text"][-1]["content"]  # it speaks of the question
     tokenizer = AutoTokenizer.from_pretrained(step.folder)
     assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
+
+
+def sentence_ends(prompts, responses):
+    """A reward that this model gets for some responses and not for others."""
+    return [float("." in response) for response in responses]
+
+
+def test_zero3_on_two_ranks_is_one_rank_and_goes_on_from_its_checkpoint(real, tmp_path):
+    """A tied head, which two ranks shard with the embeddings; 30 layers, gathered for a rollout.
+    The updates are one rank's, and after --resume they are those of the run that went on, to the
+    bit. The head stays tied, and it has learned."""
+    flags = f"--preset smollm2 --actor_model_name_or_path {real}/model --data_path {real}/sums"
+    flags += f" --reward_fn {__file__}:sentence_ends --num_warmup_steps 0 --max_steps 2"
+    flags += " --samples_per_prompt 4 --num_eval_prompts 2 --max_answer_seq_len 12 --dtype fp32"
+    flags += " --per_device_generation_batch_size 4 --per_device_training_batch_size 4"
+    two = "--gradient_accumulation_steps 1 --zero_stage 3 --save_steps 1".split()
+    whole = kit.run("ppo", *flags.split(), *two, ranks=2, limit=900)
+    resumed = tmp_path / "resumed"
+    runs.copy_checkpoint(whole.folder, 1, resumed)
+    kit.run("ppo", *flags.split(), *two, "--resume", ranks=2, folder=resumed, limit=900)
+    assert kit.outcome(resumed) == kit.outcome(whole.folder)
+    one = kit.run("ppo", *flags.split(), "--gradient_accumulation_steps", 2, limit=900)
+    for line, same in zip(kit.metrics(whole.folder), kit.metrics(one.folder), strict=True):
+        for name in line.keys() & {"reward", "entropy", "eval_reward", "grad_norm"}:
+            assert line[name] == pytest.approx(same[name], rel=1e-3), name
+    before, after = kit.weights(real / "model"), kit.weights(whole.folder)
+    assert before.keys() == after.keys() and "lm_head.weight" not in after
+    assert not before["model.embed_tokens.weight"].equal(after["model.embed_tokens.weight"])
 
 
 def test_real_dialogues_become_chats_that_fit(real, hh, capsys):

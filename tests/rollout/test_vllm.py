@@ -47,7 +47,7 @@ def args_of(**changes):
     )
     flags |= dict(stop=[], max_seq_len=32, max_answer_seq_len=8, compile_decoding=1)
     flags |= dict(vllm_devices=None, is_cap=0.0, allow_mismatch=0)
-    flags |= dict(vllm_transfer="files", actor_lora_dim=0)
+    flags |= dict(vllm_transfer="files", actor_lora_dim=0, output_dir=os.environ["RLHF_TESTS"])
     return SimpleNamespace(**{**flags, **changes})
 
 
@@ -159,12 +159,12 @@ def test_by_nccl_vllm_starts_from_files_and_then_gets_tensors(
 
 
 FAULTS = {
-    "ends": "vLLM has ended with code 1. Its error is above",
+    "ends": r"vLLM has ended with code 1. Look for the first ERROR in /.*/vllm.log",
     "never": "vLLM did not start within --vllm_timeout 5 seconds",
-    "killed": "vLLM has ended with code -9. It, or its worker, was killed",
-    "orphaned": "vLLM has ended with code -9. It, or its worker, was killed",
-    "reset": "vLLM has ended with code -9. It, or its worker, was killed",
-    "dies": "vLLM has ended with code 3. Its error is above",
+    "killed": "vLLM has ended with code -9. It, its engine or its worker was killed",
+    "orphaned": "vLLM has ended with code -9. It, its engine or its worker was killed",
+    "reset": "vLLM has ended with code -9. It, its engine or its worker was killed",
+    "dies": "vLLM has ended with code 3. It, its engine or its worker was killed",
     "hangs": "has not answered /inference/v1/generate for --vllm_timeout 8 seconds: it hangs",
     "other-weights": r"with weights \['elsewhere-7'\], and \w+-1 were handed over last",
     "two-weights": r"with weights \['[\w-]+', '[\w-]+'\]",  # a run's random name may come second
@@ -200,6 +200,20 @@ def test_a_server_that_dies_between_two_rollouts_is_missed(client, tiny_model, t
         roll_out(engine, tiny_model, tokenizer, step=2)
 
 
+def test_a_server_elsewhere_that_is_stopped_while_it_samples_is_missed(
+    client, tiny_model, tokenizer, monkeypatch
+):
+    """It listens no more, and waits for our requests: without a look at it the run would wait for
+    as long as --vllm_timeout says."""
+    monkeypatch.setattr(vllm, "GRACE", 0.2)
+    theirs = client("orphaned")
+    theirs.start()
+    engine = client(vllm_url=theirs.url, vllm_python=None, vllm_timeout=60)
+    with pytest.raises(RuntimeError, match=f"{theirs.url} listens no more(.|\n)*--resume goes on"):
+        roll_out(engine, tiny_model, tokenizer)
+    assert theirs.process.poll() is None and not Path(engine.folder).exists()
+
+
 class OtherModel(http.server.BaseHTTPRequestHandler):
     """Another vLLM, with a model of another name. `info`: what it says of itself."""
 
@@ -232,7 +246,7 @@ def test_a_port_that_is_taken_is_no_server_of_ours(
     """Between the look for a free port and vLLM's start another program may take it, also another
     run's vLLM: that one must not get our weights."""
     monkeypatch.setattr(vllm, "free_port", lambda: int(other_server.rpartition(":")[2]))
-    with pytest.raises(RuntimeError, match="ended with code 1. Its error is above"):
+    with pytest.raises(RuntimeError, match="ended with code 1. Look for the first ERROR"):
         roll_out(client(), tiny_model, tokenizer)
 
 
@@ -330,6 +344,7 @@ def test_a_server_at_a_url_without_room_or_without_vllm_is_refused(client, other
         ("vllm-room", other_server, 100),
         ("vllm-url", f"http://127.0.0.1:{vllm.free_port()}", 32),
         ("vllm-url", f"http://127.0.0.1:{own.server_port}", 32),
+        ("vllm-url", other_server.removeprefix("http://"), 99),
     ):
         with kit.refuses(rule):
             client(vllm_url=url, max_seq_len=room)

@@ -22,6 +22,7 @@ import base64
 import ctypes
 import threading
 from concurrent import futures
+from contextlib import suppress
 
 import torch
 
@@ -126,10 +127,11 @@ def in_background(work, *given):
     future = futures.Future()
 
     def run():
-        try:
-            future.set_result(work(*given))
-        except BaseException as error:
-            future.set_exception(error)
+        with suppress(futures.InvalidStateError):  # nobody waits any more
+            try:
+                future.set_result(work(*given))
+            except BaseException as error:
+                future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
     return future

@@ -29,7 +29,9 @@ import threading
 import time
 import traceback
 import urllib.error
+import urllib.parse
 import urllib.request
+from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -61,6 +63,7 @@ UNLESS_SET = {  # variables of vLLM's own
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GB for keys and values; by itself it wants 92 % of the memory
     "VLLM_NO_USAGE_STATS": "1",  # on a GPU it reports its use to vLLM's makers
 }
+MADE = "output/vllm/bin/python"  # by make vllm
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -71,14 +74,14 @@ class Fault(Exception):
 def add_flags(arg):
     """Declares the flags of this file."""
     arg("vllm_python", str, "vLLM samples, started by rank 0 in this Python, which has it")
-    arg("vllm_url", str, "or that of this server, http://HOST:PORT, which runs already")
+    arg("vllm_url", str, "vLLM samples, at this server, http://HOST:PORT, which runs already")
     shared = "where weights are handed over: a folder that both can read; None: in memory"
     arg("vllm_folder", str, shared)
     ways = "files, through --vllm_folder; or nccl, from GPU to GPU: vllm_nccl.py, not run"
     arg("vllm_transfer", "files", ways, choices=["files", "nccl"])
     dtypes = "of vLLM's weights; None: --dtype. With --dtype fp32, bf16 ruined models (README)"
     arg("vllm_dtype", str, dtypes, choices=list(common.DTYPES))
-    arg("vllm_flags", "", "more flags for `vllm serve`, as in --vllm_flags='--enforce-eager'")
+    arg("vllm_flags", "", "more flags for `vllm serve`, as in --vllm_flags=--enforce-eager")
     arg("vllm_devices", str, "CUDA_VISIBLE_DEVICES of vLLM, as in 7; None: as rank 0 has it")
     arg("vllm_ahead", 0, "1: train on the rollout before, while vLLM samples this one", most=1)
     waits = "seconds to wait for vLLM's start, and for a response: those in line before it count"
@@ -105,6 +108,7 @@ class Vllm:
         self.lora_rank = 0  # of adapters that are handed over by themselves; 0: there are none
         self.names = itertools.cycle(["adapters-a", "adapters-b"])  # folders, in turn
         self.in_the_air = self.landed = None  # a rollout that was asked for, and the newest one
+        self.flight = Future()  # of rank 0: what the newest one will be
         self.seconds = {}  # of the last hand-over, for the log
         self.shares_off, self.warned = [], False  # shares of tokens, in the first steps: `check`
         low, high = TEMPERATURES
@@ -178,6 +182,8 @@ class Vllm:
         Returns the name of its model, its device, and whether it may have a GPU's model runner.
         """
         at, musts, needed = f"--vllm_url {self.url}", self.musts(), self.args.max_seq_len
+        if not self.url.startswith(("http://", "https://")):
+            raise Refused("vllm-url", f"{at}: write http://HOST:PORT.")
         try:
             [model, *_] = self.ask("/v1/models")["data"]
             name, room = model["id"], model["max_model_len"]
@@ -249,7 +255,7 @@ class Vllm:
         shares = of_ranks[:: ranks.tensor_parallel_size()]
         if ranks.get_rank() == 0:
             given = sum(shares, []), step, params, batch_size * len(shares), written, seconds
-            future = vllm_nccl.in_background(self.fly, *given)
+            future = self.flight = vllm_nccl.in_background(self.fly, *given)
         start = sum(map(len, shares[: ranks.data_parallel_rank()]))
         self.in_the_air = tokenizer, requests, slice(start, start + len(requests)), future
 
@@ -341,6 +347,8 @@ class Vllm:
         try:
             if not self.url:
                 self.start()
+            if not self.version:
+                threading.Thread(target=self.watch, daemon=True).start()
             seconds += self.hand_over(written)
             return [self.sample_all(requests, step, params, count), seconds]
         except Fault as fault:
@@ -350,6 +358,10 @@ class Vllm:
         except Exception as error:
             traceback.print_exc()
             words = f"vLLM could not be started, asked, or sent the weights: {error!r}"
+        return self.failed(words, seconds)
+
+    def failed(self, words, seconds=0.0):
+        """Ends what there is. Returns what `fly` does then."""
         self.end()
         return [f"{words}\n  When that is mended, --resume goes on.", seconds]
 
@@ -545,13 +557,16 @@ class Vllm:
             room = min(each for each in LORA_RANKS if each >= self.lora_rank)
             words += ["--enable-lora", f"--max-lora-rank={room}"]
         command = [args.vllm_python, vllm_server.__file__, self.folder, *words]
-        self.process = subprocess.Popen(
-            [*command, *shlex.split(args.vllm_flags)],
-            stdin=subprocess.PIPE,  # it ends when this does
-            stdout=2,  # to stderr
-            env=environment(more),
-            start_new_session=True,  # Ctrl-C is for the run
-        )
+        ranks.say(f"vLLM starts, and writes to {self.log()}")
+        with open(self.log(), "ab") as log:
+            self.process = subprocess.Popen(
+                [*command, *shlex.split(args.vllm_flags)],
+                stdin=subprocess.PIPE,  # it ends when this does
+                stdout=log,
+                stderr=log,
+                env=environment(more),
+                start_new_session=True,  # Ctrl-C is for the run
+            )
         self.url = f"http://127.0.0.1:{port}"
         deadline = time.time() + args.vllm_timeout
         while not self.answers():
@@ -560,21 +575,33 @@ class Vllm:
             if time.time() > deadline:
                 raise Fault(f"vLLM did not start within --vllm_timeout {args.vllm_timeout} seconds")
             time.sleep(0.1)
-        threading.Thread(target=self.watch, args=[port], daemon=True).start()
 
-    def watch(self, port):
-        """Ends a vLLM that has lost its worker.
+    def log(self):
+        """Returns the file that a server of the run's own writes to."""
+        return f"{self.args.output_dir}/vllm.log"
 
-        It stops listening then, but waits for our open requests, and these for the worker.
+    def watch(self):
+        """Ends a vLLM that has lost its worker, or the wait for one that runs elsewhere.
+
+        It stops listening then, or where it is asked to end, but waits for our open requests, and
+        these for the worker.
         """
-        while self.process.poll() is None:
+        at, refused = urllib.parse.urlsplit(self.url), 0
+        port = at.port or (443 if at.scheme == "https" else 80)
+        while not self.process or self.process.poll() is None:
             try:
-                socket.create_connection(("127.0.0.1", port), timeout=5).close()
+                socket.create_connection((at.hostname, port), timeout=5).close()
+                refused = 0
             except ConnectionRefusedError:
-                time.sleep(GRACE)
-                vllm_server.kill_group(self.process.pid)
+                refused += 1
             except OSError:
                 pass  # it is busy
+            if refused > 1 and self.process:
+                vllm_server.kill_group(self.process.pid)
+            elif refused > 1 and not self.flight.done():
+                words = f"vLLM at {self.url} listens no more: it was stopped, or has lost its engine"
+                with suppress(InvalidStateError):  # it has ended just now
+                    self.flight.set_result(self.failed(words))
             time.sleep(GRACE)
 
     def answers(self):
@@ -622,9 +649,10 @@ class Vllm:
             return False
 
     def why_it_ended(self):
-        code = self.process.returncode
-        killed = "It, or its worker, was killed, perhaps as memory ran out"
-        return f"vLLM has ended with code {code}. {killed if code < 0 else 'Its error is above'}"
+        code, why = self.process.returncode, ""
+        if self.version or code < 0:  # it had started
+            why = "It, its engine or its worker was killed, perhaps as memory ran out, or failed. "
+        return f"vLLM has ended with code {code}. {why}Look for the first ERROR in {self.log()}"
 
     def end(self):
         """Ends the server that this run has started, and its workers; takes the folder away."""
@@ -682,7 +710,8 @@ def refuse_without_vllm(python):
     try:
         found = subprocess.run([python, "-c", looks], env=environment({})).returncode == 0
     except OSError as error:
-        raise Refused("vllm-python", f"--vllm_python {python}: {error.strerror}") from None
+        words = f"--vllm_python {python}: {error.strerror}.\n  Name the Python of vLLM's environment"
+        raise Refused("vllm-python", f"{words}: make vllm makes {MADE}.") from None
     if not found:
-        words = f"There is no vLLM at {python} (--vllm_python): make vllm installs one."
+        words = f"There is no vLLM at {python} (--vllm_python): make vllm makes {MADE}."
         raise Refused("vllm-python", words)
