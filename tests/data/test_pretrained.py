@@ -3,8 +3,10 @@
 Where its Python package is not installed the tests skip, and say what to install.
 """
 
+import importlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 
@@ -13,8 +15,10 @@ import transformers
 from data_kit import load
 from transformers import AutoTokenizer
 
+from bench import memory as measured
 from machinery.models import model_folders
 from tests import kit, runs
+from tools import estimate, estimate_memory
 
 pytestmark = pytest.mark.slow
 RECIPE = kit.ROOT / "recipes/smollm2"
@@ -88,6 +92,25 @@ def test_zero3_on_two_ranks_is_one_rank_and_goes_on_from_its_checkpoint(real, tm
     before, after = kit.weights(real / "model"), kit.weights(whole.folder)
     assert before.keys() == after.keys() and "lm_head.weight" not in after
     assert not before["model.embed_tokens.weight"].equal(after["model.embed_tokens.weight"])
+
+
+def test_the_estimates_of_the_page_are_those_of_today(real, tmp_path, monkeypatch):
+    """Those of docs/memory.md for this model, whose memory bench/memory.py measured once."""
+    page = (kit.ROOT / "docs/memory.md").read_text()
+    row = r"^\| (\w+), (\d) ranks?, stage (\d) \| `?(.*?)`? \| (.*) \| .* \|$"
+    rows = re.findall(row, page, re.M)
+    assert len(rows) == 9
+    for script, ranks, stage, more, phases in rows:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        flags = measured.FLAGS_OF[script].format(folder=tmp_path, size="", stage=stage).split()
+        models = ("actor_", "critic_") if script == "ppo" else ("",)
+        for role in models:
+            flags += [f"--{role}model_name_or_path", f"{real}/model"]
+        args = importlib.import_module(script).get_args([*flags, *more.split()])
+        found = estimate_memory.count(args, estimate.SCRIPTS[script][1](args), int(ranks), cpu=True)
+        expected = {phase: sum(parts.values()) / 2**30 for phase, parts in found.items()}
+        shown = {phase: float(x) for phase, x in re.findall(r"(\w+) ([\d.]+) /", phases)}
+        assert shown == pytest.approx(expected, abs=0.011), (script, more)
 
 
 def test_real_dialogues_become_chats_that_fit(real, hh, capsys):

@@ -599,7 +599,7 @@ class Vllm:
             if refused > 1 and self.process:
                 vllm_server.kill_group(self.process.pid)
             elif refused > 1 and not self.flight.done():
-                words = f"vLLM at {self.url} listens no more: it was stopped, or has lost its engine"
+                words = f"vLLM at {self.url} listens no more: it has ended, or lost its engine"
                 with suppress(InvalidStateError):  # it has ended just now
                     self.flight.set_result(self.failed(words))
             time.sleep(GRACE)
@@ -710,7 +710,7 @@ def refuse_without_vllm(python):
     try:
         found = subprocess.run([python, "-c", looks], env=environment({})).returncode == 0
     except OSError as error:
-        words = f"--vllm_python {python}: {error.strerror}.\n  Name the Python of vLLM's environment"
+        words = f"--vllm_python {python}: {error.strerror}.\n  Name the Python that has vLLM"
         raise Refused("vllm-python", f"{words}: make vllm makes {MADE}.") from None
     if not found:
         words = f"There is no vLLM at {python} (--vllm_python): make vllm makes {MADE}."
