@@ -159,12 +159,12 @@ def test_by_nccl_vllm_starts_from_files_and_then_gets_tensors(
 
 
 FAULTS = {
-    "ends": r"vLLM has ended with code 1. Look for the first ERROR in /.*/vllm.log",
+    "ends": r"vLLM has ended with code 1. Its first error is in /.*/vllm.log",
     "never": "vLLM did not start within --vllm_timeout 5 seconds",
-    "killed": "vLLM has ended with code -9. It, its engine or its worker was killed",
-    "orphaned": "vLLM has ended with code -9. It, its engine or its worker was killed",
-    "reset": "vLLM has ended with code -9. It, its engine or its worker was killed",
-    "dies": "vLLM has ended with code 3. It, its engine or its worker was killed",
+    "killed": "vLLM has ended with code -9. Its server, engine or worker failed",
+    "orphaned": "vLLM has ended with code -9. Its server, engine or worker failed",
+    "reset": "vLLM has ended with code -9. Its server, engine or worker failed",
+    "dies": "vLLM has ended with code 3. Its server, engine or worker failed",
     "hangs": "has not answered /inference/v1/generate for --vllm_timeout 8 seconds: it hangs",
     "other-weights": r"with weights \['elsewhere-7'\], and \w+-1 were handed over last",
     "two-weights": r"with weights \['[\w-]+', '[\w-]+'\]",  # a run's random name may come second
@@ -181,14 +181,17 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_wrong_with_vllm_is_said_in_words(
-    fault, client, tiny_model, tokenizer, monkeypatch
+    fault, client, tiny_model, tokenizer, monkeypatch, tmp_path
 ):
-    """And nothing is left of it: no process, no folder of weights."""
+    """And nothing is left of it: no process, no folder of weights. What it said is in its log."""
     monkeypatch.setattr(vllm, "GRACE", 1)
-    engine = client(fault, vllm_timeout={"never": 5, "hangs": 8}.get(fault, 20))
+    limit = {"never": 5, "hangs": 8}.get(fault, 20)
+    engine = client(fault, vllm_timeout=limit, output_dir=tmp_path)
     with pytest.raises(RuntimeError, match=f"{FAULTS[fault]}(.|\n)*--resume goes on"):
         roll_out(engine, tiny_model, tokenizer)
     assert engine.process.wait(5) is not None and not Path(engine.folder).exists()
+    said = (tmp_path / "vllm.log").read_text()
+    assert ("ValueError: no such model" in said) == (fault == "ends")
 
 
 def test_a_server_that_dies_between_two_rollouts_is_missed(client, tiny_model, tokenizer):
@@ -203,15 +206,35 @@ def test_a_server_that_dies_between_two_rollouts_is_missed(client, tiny_model, t
 def test_a_server_elsewhere_that_is_stopped_while_it_samples_is_missed(
     client, tiny_model, tokenizer, monkeypatch
 ):
-    """It listens no more, and waits for our requests: without a look at it the run would wait for
+    """It no longer listens, and waits for our request: without a look at it the run would wait for
     as long as --vllm_timeout says."""
     monkeypatch.setattr(vllm, "GRACE", 0.2)
     theirs = client("orphaned")
     theirs.start()
     engine = client(vllm_url=theirs.url, vllm_python=None, vllm_timeout=60)
-    with pytest.raises(RuntimeError, match=f"{theirs.url} listens no more(.|\n)*--resume goes on"):
-        roll_out(engine, tiny_model, tokenizer)
-    assert theirs.process.poll() is None and not Path(engine.folder).exists()
+    with pytest.raises(RuntimeError, match=f"{theirs.url} no longer listens(.|\n)*--resume"):
+        engine.roll_out(engine.args, tiny_model, tokenizer, requests()[:1], 1, 1)
+    assert theirs.process.poll() is None and until(lambda: not Path(engine.folder).exists())
+
+
+@pytest.mark.parametrize("others", [None, TimeoutError()], ids=["accepted", "busy"])
+def test_a_server_that_refuses_now_and_then_goes_on(client, monkeypatch, others):
+    """It has too many connections, and is sound: two looks in a row must find nobody."""
+    looks = iter([ConnectionRefusedError(), others] * 4)
+    engine = client()
+    engine.url = "http://127.0.0.1:1"
+    monkeypatch.setattr(vllm, "GRACE", 0)
+
+    def connect(*_, **__):
+        if (found := next(looks, "last")) == "last":
+            engine.ended = True
+        elif found:
+            raise found
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(vllm.socket, "create_connection", connect)
+    engine.watch()
+    assert not engine.flight.done() and Path(engine.folder).exists()
 
 
 class OtherModel(http.server.BaseHTTPRequestHandler):
@@ -246,7 +269,7 @@ def test_a_port_that_is_taken_is_no_server_of_ours(
     """Between the look for a free port and vLLM's start another program may take it, also another
     run's vLLM: that one must not get our weights."""
     monkeypatch.setattr(vllm, "free_port", lambda: int(other_server.rpartition(":")[2]))
-    with pytest.raises(RuntimeError, match="ended with code 1. Look for the first ERROR"):
+    with pytest.raises(RuntimeError, match="ended with code 1. Its first error"):
         roll_out(client(), tiny_model, tokenizer)
 
 

@@ -63,6 +63,7 @@ UNLESS_SET = {  # variables of vLLM's own
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GB for keys and values; by itself it wants 92 % of the memory
     "VLLM_NO_USAGE_STATS": "1",  # on a GPU it reports its use to vLLM's makers
 }
+GOES_ON = "\n  When that is mended, --resume goes on."
 MADE = "output/vllm/bin/python"  # by make vllm
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -74,12 +75,14 @@ class Fault(Exception):
 def add_flags(arg):
     """Declares the flags of this file."""
     arg("vllm_python", str, "vLLM samples, started by rank 0 in this Python, which has it")
-    arg("vllm_url", str, "vLLM samples, at this server, http://HOST:PORT, which runs already")
+    arg("vllm_url", str, "vLLM samples: the server at http://HOST:PORT, which is already running")
     shared = "where weights are handed over: a folder that both can read; None: in memory"
     arg("vllm_folder", str, shared)
     ways = "files, through --vllm_folder; or nccl, from GPU to GPU: vllm_nccl.py, not run"
     arg("vllm_transfer", "files", ways, choices=["files", "nccl"])
-    dtypes = "of vLLM's weights; None: --dtype. With --dtype fp32, bf16 ruined models (README)"
+    dtypes = (
+        "of vLLM's weights; None: --dtype. With --dtype fp32, bf16 ruins it (labs/real-vllm.md)"
+    )
     arg("vllm_dtype", str, dtypes, choices=list(common.DTYPES))
     arg("vllm_flags", "", "more flags for `vllm serve`, as in --vllm_flags=--enforce-eager")
     arg("vllm_devices", str, "CUDA_VISIBLE_DEVICES of vLLM, as in 7; None: as rank 0 has it")
@@ -108,7 +111,7 @@ class Vllm:
         self.lora_rank = 0  # of adapters that are handed over by themselves; 0: there are none
         self.names = itertools.cycle(["adapters-a", "adapters-b"])  # folders, in turn
         self.in_the_air = self.landed = None  # a rollout that was asked for, and the newest one
-        self.flight = Future()  # of rank 0: what the newest one will be
+        self.flight, self.ended = Future(), False  # of rank 0: the newest rollout; `watch`
         self.seconds = {}  # of the last hand-over, for the log
         self.shares_off, self.warned = [], False  # shares of tokens, in the first steps: `check`
         low, high = TEMPERATURES
@@ -182,7 +185,7 @@ class Vllm:
         Returns the name of its model, its device, and whether it may have a GPU's model runner.
         """
         at, musts, needed = f"--vllm_url {self.url}", self.musts(), self.args.max_seq_len
-        if not self.url.startswith(("http://", "https://")):
+        if not self.url.lower().startswith(("http://", "https://")):
             raise Refused("vllm-url", f"{at}: write http://HOST:PORT.")
         try:
             [model, *_] = self.ask("/v1/models")["data"]
@@ -347,7 +350,7 @@ class Vllm:
         try:
             if not self.url:
                 self.start()
-            if not self.version:
+            if not self.version:  # the first time
                 threading.Thread(target=self.watch, daemon=True).start()
             seconds += self.hand_over(written)
             return [self.sample_all(requests, step, params, count), seconds]
@@ -358,12 +361,8 @@ class Vllm:
         except Exception as error:
             traceback.print_exc()
             words = f"vLLM could not be started, asked, or sent the weights: {error!r}"
-        return self.failed(words, seconds)
-
-    def failed(self, words, seconds=0.0):
-        """Ends what there is. Returns what `fly` does then."""
         self.end()
-        return [f"{words}\n  When that is mended, --resume goes on.", seconds]
+        return [words + GOES_ON, seconds]
 
     def hand_over(self, written):
         """Has vLLM load what was written; the tokens that it samples come with the number of that.
@@ -558,7 +557,7 @@ class Vllm:
             words += ["--enable-lora", f"--max-lora-rank={room}"]
         command = [args.vllm_python, vllm_server.__file__, self.folder, *words]
         ranks.say(f"vLLM starts, and writes to {self.log()}")
-        with open(self.log(), "ab") as log:
+        with open(self.log(), "wb") as log:
             self.process = subprocess.Popen(
                 [*command, *shlex.split(args.vllm_flags)],
                 stdin=subprocess.PIPE,  # it ends when this does
@@ -581,27 +580,29 @@ class Vllm:
         return f"{self.args.output_dir}/vllm.log"
 
     def watch(self):
-        """Ends a vLLM that has lost its worker, or the wait for one that runs elsewhere.
+        """Ends a vLLM that no longer listens, or the wait for one that runs elsewhere.
 
-        It stops listening then, or where it is asked to end, but waits for our open requests, and
-        these for the worker.
+        It has lost its worker, or was told to stop. It still waits for our open requests, which
+        wait for the worker.
         """
         at, refused = urllib.parse.urlsplit(self.url), 0
         port = at.port or (443 if at.scheme == "https" else 80)
-        while not self.process or self.process.poll() is None:
+        while not self.ended and (not self.process or self.process.poll() is None):
+            flight = self.flight
             try:
                 socket.create_connection((at.hostname, port), timeout=5).close()
                 refused = 0
             except ConnectionRefusedError:
                 refused += 1
-            except OSError:
-                pass  # it is busy
+            except OSError:  # it is busy
+                refused = 0
             if refused > 1 and self.process:
                 vllm_server.kill_group(self.process.pid)
-            elif refused > 1 and not self.flight.done():
-                words = f"vLLM at {self.url} listens no more: it has ended, or lost its engine"
-                with suppress(InvalidStateError):  # it has ended just now
-                    self.flight.set_result(self.failed(words))
+            elif refused > 1 and not flight.done():
+                words = f"vLLM at {self.url} no longer listens: it has ended or lost its engine"
+                with suppress(InvalidStateError):  # it has landed just now
+                    flight.set_result([words + GOES_ON, 0.0])
+                    self.end()
             time.sleep(GRACE)
 
     def answers(self):
@@ -651,11 +652,12 @@ class Vllm:
     def why_it_ended(self):
         code, why = self.process.returncode, ""
         if self.version or code < 0:  # it had started
-            why = "It, its engine or its worker was killed, perhaps as memory ran out, or failed. "
-        return f"vLLM has ended with code {code}. {why}Look for the first ERROR in {self.log()}"
+            why = "Its server, engine or worker failed or was killed (perhaps as memory ran out). "
+        return f"vLLM has ended with code {code}. {why}Its first error is in {self.log()}"
 
     def end(self):
         """Ends the server that this run has started, and its workers; takes the folder away."""
+        self.ended = True
         if self.process:
             vllm_server.kill_group(self.process.pid)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -76,6 +76,7 @@ def get_args(options, folder, dtype):
 
     vllm_rollouts.add_flags(arg)
     args.vllm_python, args.vllm_flags = options.vllm_python, options.vllm_flags
+    args.output_dir = options.out.parent
     return args
 
 
@@ -159,11 +160,11 @@ def main():
     parser.add_argument("--out", type=Path, default=ROOT / "output/crossover.json")
     options = parser.parse_args()
     end, found = time.time() + 60 * options.minutes, []
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     groups = [*itertools.product([ROOT / "toy/model", *options.folders], options.dtypes)]
     for done, (folder, dtype) in enumerate(groups):
         share = (end - time.time()) / (len(groups) - done)
         found += compare(options, folder, dtype, time.time() + share)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         threads = {"threads": torch.get_num_threads(), "cores": os.cpu_count()}
         settings = {**vars(options), "folders": [*map(str, options.folders)], "out": None}
         options.out.write_text(json.dumps({**threads, **settings, "found": found}, indent=1))
