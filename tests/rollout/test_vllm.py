@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -222,7 +223,8 @@ def test_a_server_that_refuses_now_and_then_goes_on(client, monkeypatch, others)
     """It has too many connections, and is sound: two looks in a row must find nobody."""
     looks = iter([ConnectionRefusedError(), others] * 4)
     engine = client()
-    engine.url = "http://127.0.0.1:1"
+    engine.url, future = "http://127.0.0.1:1", Future()
+    engine.in_the_air = None, None, None, future
     monkeypatch.setattr(vllm, "GRACE", 0)
 
     def connect(*_, **__):
@@ -234,7 +236,7 @@ def test_a_server_that_refuses_now_and_then_goes_on(client, monkeypatch, others)
 
     monkeypatch.setattr(vllm.socket, "create_connection", connect)
     engine.watch()
-    assert not engine.flight.done() and Path(engine.folder).exists()
+    assert not future.done() and Path(engine.folder).exists()
 
 
 class OtherModel(http.server.BaseHTTPRequestHandler):

@@ -257,6 +257,19 @@ def test_a_measured_run_is_near_the_estimate(tmp_path):
     assert 0.7 < estimated / measured < 1.3
 
 
+def error_shown(row, script, ranks, flags):
+    """Returns the error of the peak in a row of docs/memory.md: that of the numbers that it shows.
+    Its estimates are those of today."""
+    args = importlib.import_module(script).get_args(flags)
+    found = memory.count(args, estimate.SCRIPTS[script][1](args), ranks, cpu=True)
+    shown = re.findall(r"(\w+) ([\d.]+) / ([\d.]+)", row)
+    expected = {phase: sum(parts.values()) / 2**30 for phase, parts in found.items()}
+    assert {phase: float(x) for phase, x, _ in shown} == pytest.approx(expected, abs=0.011), row
+    peak, seen = (max(float(numbers[i]) for numbers in shown) for i in (1, 2))
+    assert row.endswith(f"| {peak / seen - 1:+.0%} |"), row
+    return peak / seen - 1
+
+
 def test_the_estimates_of_the_page_are_those_of_today(tmp_path, monkeypatch):
     """docs/memory.md holds what bench/memory.py measured once against what is estimated now. The
     errors, and their mean, are those of the numbers that it shows."""
@@ -267,14 +280,23 @@ def test_the_estimates_of_the_page_are_those_of_today(tmp_path, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         measured.prepare(tmp_path, size)
         words = measured.FLAGS_OF[script].format(folder=tmp_path, size=size, stage=stage)
-        args = importlib.import_module(script).get_args([*words.split(), *flags.split()])
-        found = memory.count(args, estimate.SCRIPTS[script][1](args), ranks, cpu=True)
-        shown = re.findall(r"(\w+) ([\d.]+) / ([\d.]+)", row)
-        expected = {phase: sum(parts.values()) / 2**30 for phase, parts in found.items()}
-        assert {phase: float(x) for phase, x, _ in shown} == pytest.approx(expected, abs=0.011), row
-        peak, seen = (max(float(numbers[i]) for numbers in shown) for i in (1, 2))
-        errors.append(peak / seen - 1)
-        assert row.endswith(f"| {errors[-1]:+.0%} |"), row
+        errors.append(error_shown(row, script, ranks, [*words.split(), *flags.split()]))
     mean = sum(map(abs, errors)) / len(errors)
     words = f"{min(errors):+.0%} to {max(errors):+.0%}, and {mean:.0%} in size on average"
     assert words.replace("%", " %") in page
+
+
+@pytest.mark.slow
+def test_the_estimates_for_a_pretrained_model_are_those_of_today(smollm2, tmp_path, monkeypatch):
+    """And so are those for SmolLM2. The page names the smallest and the largest of their errors."""
+    page, errors = (kit.ROOT / "docs/memory.md").read_text(), []
+    of_row = r"^(\| (\w+), (\d) ranks?, stage (\d) \| `?(.*?)`? \| .*)$"
+    rows = re.findall(of_row, page, re.M)
+    assert len(rows) == 9
+    for row, script, ranks, stage, more in rows:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        flags = measured.FLAGS_OF[script].format(folder=tmp_path, size="", stage=stage).split()
+        for role in ("actor_", "critic_") if script == "ppo" else ("",):
+            flags += [f"--{role}model_name_or_path", f"{smollm2}/model"]
+        errors.append(error_shown(row, script, int(ranks), [*flags, *more.split()]))
+    assert f"{min(errors):+.0%} to {max(errors):+.0%}".replace("%", " %") in page

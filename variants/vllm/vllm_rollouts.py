@@ -31,7 +31,7 @@ import traceback
 import urllib.error
 import urllib.parse
 import urllib.request
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -80,9 +80,7 @@ def add_flags(arg):
     arg("vllm_folder", str, shared)
     ways = "files, through --vllm_folder; or nccl, from GPU to GPU: vllm_nccl.py, not run"
     arg("vllm_transfer", "files", ways, choices=["files", "nccl"])
-    dtypes = (
-        "of vLLM's weights; None: --dtype. With --dtype fp32, bf16 ruins it (labs/real-vllm.md)"
-    )
+    dtypes = "of vLLM's weights; None: --dtype. Not bf16 with --dtype fp32: labs/real-vllm.md"
     arg("vllm_dtype", str, dtypes, choices=list(common.DTYPES))
     arg("vllm_flags", "", "more flags for `vllm serve`, as in --vllm_flags=--enforce-eager")
     arg("vllm_devices", str, "CUDA_VISIBLE_DEVICES of vLLM, as in 7; None: as rank 0 has it")
@@ -111,7 +109,7 @@ class Vllm:
         self.lora_rank = 0  # of adapters that are handed over by themselves; 0: there are none
         self.names = itertools.cycle(["adapters-a", "adapters-b"])  # folders, in turn
         self.in_the_air = self.landed = None  # a rollout that was asked for, and the newest one
-        self.flight, self.ended = Future(), False  # of rank 0: the newest rollout; `watch`
+        self.ended = False  # then `watch` ends, too
         self.seconds = {}  # of the last hand-over, for the log
         self.shares_off, self.warned = [], False  # shares of tokens, in the first steps: `check`
         low, high = TEMPERATURES
@@ -258,7 +256,7 @@ class Vllm:
         shares = of_ranks[:: ranks.tensor_parallel_size()]
         if ranks.get_rank() == 0:
             given = sum(shares, []), step, params, batch_size * len(shares), written, seconds
-            future = self.flight = vllm_nccl.in_background(self.fly, *given)
+            future = vllm_nccl.in_background(self.fly, *given)
         start = sum(map(len, shares[: ranks.data_parallel_rank()]))
         self.in_the_air = tokenizer, requests, slice(start, start + len(requests)), future
 
@@ -318,10 +316,11 @@ class Vllm:
     def land(self):
         """Waits for the rollout that is in the air, if one is. Returns this rank's newest one."""
         if self.in_the_air:
-            (tokenizer, requests, mine, future), self.in_the_air = self.in_the_air, None
+            tokenizer, requests, mine, future = self.in_the_air
             self.wait(future)
             # of rank 0, on all ranks, also an error's words
             answers, seconds = ranks.all_gather_objects(future.result() if future else [])
+            self.in_the_air = None
             if isinstance(answers, str):
                 raise RuntimeError(answers)
             self.landed, self.seconds = [], {"hand_over_seconds": seconds}
@@ -588,7 +587,7 @@ class Vllm:
         at, refused = urllib.parse.urlsplit(self.url), 0
         port = at.port or (443 if at.scheme == "https" else 80)
         while not self.ended and (not self.process or self.process.poll() is None):
-            flight = self.flight
+            *_, future = self.in_the_air or [None]
             try:
                 socket.create_connection((at.hostname, port), timeout=5).close()
                 refused = 0
@@ -598,10 +597,10 @@ class Vllm:
                 refused = 0
             if refused > 1 and self.process:
                 vllm_server.kill_group(self.process.pid)
-            elif refused > 1 and not flight.done():
+            elif refused > 1 and future and not future.done():
                 words = f"vLLM at {self.url} no longer listens: it has ended or lost its engine"
                 with suppress(InvalidStateError):  # it has landed just now
-                    flight.set_result([words + GOES_ON, 0.0])
+                    future.set_result([words + GOES_ON, 0.0])
                     self.end()
             time.sleep(GRACE)
 
