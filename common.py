@@ -291,6 +291,9 @@ def load_model(args, tokenizer=None, value_head=None):
     else:
         model = source.read(kind, device_map=tensor_parallel.loading_device(args), **options)
     model.own_dropout = source.own_dropout  # what is saved: --dropout is this run's alone
+    # transformers gives the embedding of config.pad_token_id no gradient. In many chat models that
+    # is EOS, which stands after each turn; and padding has no gradient here: masks leave it out.
+    model.get_input_embeddings().padding_idx = None
     if value_head:
         if missing:
             init_value_head(model.score, args.seed)

@@ -203,7 +203,9 @@ class Sizes:
     updates_per_epoch       minibatches, so optimizer steps, of one epoch over a rollout
     updates                 of all epochs
 
-    8 micro-batches of 4 responses and an accumulation of 2 make 4 updates in each epoch.
+    With --per_device_generation_batch_size 8, --gradient_accumulation_steps 2 and
+    --generation_batches 2 a rollout has 32 responses. --per_device_training_batch_size 4 divides it
+    into 8 micro-batches, and so into 4 updates in each epoch.
     """
 
     def __init__(self, args):
@@ -343,9 +345,9 @@ def group_sum(values, groups):
 
 
 def whitened(advantages, masks):
-    """Shifts and scales lists of (B, R) to mean 0, deviation 1 over the rollout's tokens.
+    """Shifts and scales lists of (B, R) to mean 0, deviation 1 where masks (B, R) are 1.
 
-    Over the real tokens of all ranks, so that neither padding nor the number of GPUs matters.
+    Over the tokens of all ranks, so that neither padding nor the number of GPUs matters.
     """
     a = torch.cat([x.flatten() for x in advantages]).double()
     m = torch.cat([x.flatten() for x in masks]).double()
@@ -751,6 +753,21 @@ def reward_model_scores(model, batch):
     return score * batch.last
 
 
+def critic_values(args, critic, batch):
+    """The critic's values (B, R), on the scale of the rewards.
+
+    A critic that starts as a reward model predicts that model's scores. Where --normalize_reward
+    shifts and scales these, its values are shifted and scaled alike: else the critic would begin
+    with an error of the mean. What is saved stays on the model's own scale.
+    """
+    values = common.values_before_tokens(critic, batch)
+    if args.normalize_reward:
+        config = unwrap_model(critic).config
+        mean, std = getattr(config, "score_statistics", None) or (0.0, 1.0)  # none: a new head
+        values = (values - mean) / std
+    return values
+
+
 def score(args, models, batch, keep_graph=False):
     """Fills in a micro-batch's reference log-probs, scores and values.
 
@@ -767,7 +784,7 @@ def score(args, models, batch, keep_graph=False):
             batch.gold = models.gold(batch)
     if models.critic:
         with torch.set_grad_enabled(keep_graph):
-            values = common.values_before_tokens(models.critic, batch)  # (B, R)
+            values = critic_values(args, models.critic, batch)  # (B, R)
         batch.old_values = values.detach()
         if keep_graph:
             batch.kept["critic"] = values
@@ -799,7 +816,7 @@ def forwards_of_score(args, sizes, no_dropout):
     needs_old_logprobs  False where nothing before the update needs the actor's log-probs (KL in the
                         reward does): the update's log-probs then serve as the old ones, however
                         many micro-batches there are. A fork that reads old_logprobs, entropy or
-                        kl() in part 5 must return True here
+                        kl() in part 5, or in trained_mask, must return True here
 
     Forwards of the actor in parts 4 and 6, for each micro-batch (the critic's are as in the first
     three lines; a critic with dropout has two):
@@ -873,7 +890,8 @@ def set_advantages(args, micro_batches, kl_coef, score_statistics):
             batch.raw_advantages, batch.returns = estimator.of_tokens(args, batch)
     advantages = [batch.raw_advantages for batch in micro_batches]
     if args.whiten:
-        advantages = whitened(advantages, [batch.response_mask for batch in micro_batches])
+        # over the tokens that train: with --mask_truncated the cut-off responses count in no mean
+        advantages = whitened(advantages, [trained_mask(args, batch) for batch in micro_batches])
     for batch, of_batch in zip(micro_batches, advantages):
         batch.advantages = of_batch
 
@@ -891,7 +909,10 @@ def minibatches(micro_batches, accumulation, seed):
 
 
 def trained_mask(args, batch):
-    """1 on the tokens that count in the losses: (B, R).
+    """1 on the tokens that count in the losses, and when advantages are whitened: (B, R).
+
+    A mask of your own that reads `batch.entropy` or `batch.old_logprobs` needs them scored in every
+    step: see forwards_of_score.
 
     --mask_truncated 1 leaves out responses that were cut off: a response being too long says
     nothing about the quality of its tokens. [Yu 2025] section 3.4, overlong filtering. They still
@@ -919,7 +940,7 @@ def loss_weights(args, masks):
         responses   1/n * sum over i of (sum of loss_t / L_i)    every response does: GRPO
         constant    1/n * sum over i of (sum of loss_t / C)      C = --max_answer_seq_len: Dr. GRPO
 
-    [Yu 2025] eq. 8, [Shao 2024] eq. 3, [Liu 2025] section 3.1. With `responses` a token of a long
+    [Yu 2025] eq. 8, [Shao 2024] eq. 3, [Liu 2025] section 3.2. With `responses` a token of a long
     response counts less: long bad ones are punished less for each token, and long good ones are
     reinforced less. With `tokens` and `constant` a long response counts more as a whole; within one
     step these two differ only by a constant factor. Responses with no counted tokens are left out
@@ -966,7 +987,7 @@ def optimizer_step(args, models, minibatch, kl_coef, means):
         if critic:
             values = batch.kept.pop("critic", None)  # (B, R)
             if values is None:
-                values = common.values_before_tokens(critic, batch)
+                values = critic_values(args, critic, batch)
             critic_loss = value_loss(values, batch.old_values, batch.returns, args.clip_value)
             found["critic_loss"] = critic_loss
             loss_sum = (critic_loss * mask).sum()
@@ -1025,6 +1046,8 @@ def main():
     reusable, needs_old_logprobs = forwards_of_score(args, sizes, no_dropout)
     clock = metrics.Clock()
     first = True  # this process's first step: every forward is made, so that the checks compare
+    # `reused` and `scores_actor` save forwards and change no number. At a first reading take them
+    # for [] and True.
     # run.steps evaluates once before the first step, or resumes. For each step it draws `batches`,
     # sizes.batches_per_step lists of sizes.prompts rows of `train`. run.log below evaluates when
     # due, and run.steps saves when due after the body.

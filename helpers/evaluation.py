@@ -27,7 +27,7 @@ def report(run, step, responses, samples=1):
     responses: from `gathered`. samples: how many there are to each prompt.
     """
     names = reported(responses[0])
-    kept = ("row", "sample", "prompt", *names)
+    kept = ("row", "sample", "prompt", "ended", *names)
     lines = [{"step": step, **{n: r[n] for n in kept}, "response": r["text"]} for r in responses]
     logs.append(run.args, "samples.jsonl", lines)
     for response in responses[::samples][:2]:

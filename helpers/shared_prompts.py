@@ -77,13 +77,13 @@ def lay_out(texts, pad_id):
 def who_sees_whom(parts):
     """Returns the attention mask and the positions of rows with shared prompts.
 
-    parts: (B, T) -> allowed: (B, 1, T, T), whether token q (row) attends to token k (column), and
-    positions: (B, T), the number of tokens that it attends to before itself. So each response goes
+    parts: (N, T) -> allowed: (N, 1, T, T), whether token q (row) attends to token k (column), and
+    positions: (N, T), the number of tokens that it attends to before itself. So each response goes
     on from the prompt's last position.
     """
     at = torch.arange(parts.shape[1], device=parts.device)
     query, key = parts[:, :, None], parts[:, None]
-    allowed = (at[:, None] >= at) & ((key == PROMPT) | (key == query))  # (B, T, T)
+    allowed = (at[:, None] >= at) & ((key == PROMPT) | (key == query))  # (N, T, T)
     # Padding sees itself alone: a softmax over nothing would be NaN.
     allowed = allowed & (key != PADDING) | (at[:, None] == at)
     return allowed[:, None], allowed.sum(-1) - 1

@@ -141,6 +141,7 @@ FILES = {  # what lies in the box: a path, and its text, bytes or rows
     "number.jsonl": second(prompt=7, response=" r"),
     "pair_of_number.jsonl": second(prompt="Q?", chosen=7, rejected=" x"),
     "image.jsonl": second(messages=chat([{"type": "image", "url": "a.png"}], "A.")),
+    "role.jsonl": second(messages=[*chat("Q?"), {"role": "Assistant", "content": "A."}]),
     "users_turn.jsonl": second(chosen=chat("Q?", "A.", "And?"), rejected=chat("Q?", "B.")),
     "two_prompts.jsonl": second(chosen=chat("Q?", "A."), rejected=chat("When?", "B.")),
     "score.py": SCORE,

@@ -32,7 +32,7 @@ from machinery.base import records
 from machinery.base.refused import Refused, program
 from machinery.flags import declaring
 from machinery.models import model_folders, saving
-from machinery.run import checkpoints
+from machinery.run import checkpoints, launch
 
 # What DeepSpeed and we save beside what torch.load(weights_only=True) takes. None runs code.
 KNOWN = """
@@ -73,7 +73,7 @@ def read_run(checkpoint):
     """Returns the flags of the run that wrote a checkpoint, and what its ranks saved, in order."""
     if damaged := checkpoints.damage(checkpoint):
         what = f"Missing, cut short or changed: {', '.join(damaged)}"
-        raise Refused("no-checkpoint", f"{checkpoint} is no whole checkpoint.\n  {what}")
+        raise Refused("no-checkpoint", f"{checkpoint} is no whole checkpoint step-N.\n  {what}")
     refuse_code(checkpoint)
     record = records.read(checkpoint.absolute().parent.parent)
     if record.get("tensor_parallel_size") != 1:
@@ -134,11 +134,11 @@ def export(checkpoint, to, merge=False, trust_remote_code=False):
     merge: plain models, also of LoRA. trust_remote_code: run the code of a model's own.
     """
     to = Path(to)
+    args, saved = read_run(checkpoint)
     in_use = any(to.iterdir()) if to.is_dir() else to.exists()
     if in_use or to.resolve().is_relative_to(checkpoint.resolve().parent):
         words = f"{to} is there, and not empty, or it lies among checkpoints."
         raise Refused("target-in-use", f"{words}\n  Name a new folder with --to.")
-    args, saved = read_run(checkpoint)
     args.trust_remote_code = trust_remote_code
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -174,6 +174,7 @@ def write_models(args, saved, checkpoint, folder, merge):
 
 def main(argv=None):
     args = get_args(argv)
+    launch.silence_libraries()
     export(args.checkpoint, args.to, args.merge, args.trust_remote_code)
     print(f"{args.to} holds the model of {args.checkpoint.name}")
 

@@ -301,7 +301,9 @@ def tokenise_rows(rows, options, title):
     for why, count in Counter(filter(None, reasons)).items():
         if why in FATAL:
             raise Refused("chat-template", f"{title}: {why}.")
-        ranks.say(f"{title}: dropped {count} of {len(made)} rows: {why}")
+        first = made[reasons.index(why)]["place"]  # "" of a row of the hub's
+        where = f"; the first is {first}" if first else ""
+        ranks.say(f"{title}: dropped {count} of {len(made)} rows: {why}{where}")
     kept = made.select([i for i, why in enumerate(reasons) if not why])
     notes = "\n".join(kept["notes"]).splitlines()
     for note, count in Counter(filter(None, notes)).items():

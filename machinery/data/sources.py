@@ -193,9 +193,10 @@ def unique(pairs):
 def parse_strictly(text, place):
     """Raises a ValueError that names its place if the text is no object of JSON."""
     try:
-        row = json.loads(text, object_pairs_hook=unique)
+        row = json.loads(text.strip(), object_pairs_hook=unique)
         json.dumps(row, ensure_ascii=False).encode()  # fails on half of a surrogate pair
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: {getattr(error, 'msg', error)}") from None
+        why = str(error).replace("line 1 column", "character")
+        raise ValueError(f"{place}: {why}") from None
     if not isinstance(row, dict):
         raise ValueError(f"{place}: no JSON object")

@@ -127,21 +127,22 @@ def tokenise_dialogue(tokenizer, prompt, response):
 
 # ---- Chat templates ----
 def protect(tokenizer, messages):
-    """Returns messages for the template, and {mark: the content that it stands for}.
+    """Returns messages for the template, and {mark: the special token that it stands for}.
 
     The template may write special tokens, and users may not: where a message spells one, a private
-    character stands for each message in the template. Raises LeftOut if a role, or another field,
-    spells one. Tokens that are not special, such as <think>, are for the template to see.
+    character stands for it in the template. Raises LeftOut if a role, or another field, spells one.
+    Tokens that are not special, such as <think>, are for the template to see, and so is all else.
     """
-    texts = [message["content"] for message in messages]
+    whole = "".join(message["content"] for message in messages)
     others = [str(m[name]) for m in messages for name in m if name != "content"]
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     if any(token in text for token in special for text in others):
         raise LeftOut("a field of a message beside its content spells a special token")
-    if not any(token in text for token in special for text in texts):
-        return messages, {}
-    marks = {chr(0xE000 + i): text for i, text in enumerate(texts)}
-    return [{**message, "content": mark} for message, mark in zip(messages, marks)], marks
+    spelled = sorted((token for token in special if token in whole), key=len, reverse=True)
+    marks = {chr(0xF0000 + i): token for i, token in enumerate(spelled)}
+    for mark, token in marks.items():
+        messages = [{**m, "content": m["content"].replace(token, mark)} for m in messages]
+    return messages, marks
 
 
 def render(tokenizer, messages, opening=False):
@@ -161,7 +162,7 @@ def render(tokenizer, messages, opening=False):
 
 
 def tokenise_rendered(tokenizer, text, marks):
-    """Returns the token ids of what a template wrote. In a marked content none is special."""
+    """Returns the token ids of what a template wrote. What a mark stands for is not special."""
     ids = []
     for piece in re.split(f"([{''.join(marks)}])", text) if marks else [text]:
         ids += tokenise_text(tokenizer, marks.get(piece, piece), split=piece in marks)

@@ -118,7 +118,7 @@ def choose(script, stated):
 
 def note(args):
     """Returns a line for the first lines of a run: which recipe was taken unless it was named."""
-    ends = "learning_rate", "lora_dim", "num_train_epochs"
+    ends = "learning_rate", "lora_dim", "num_train_epochs", "missing_eos_penalty"
     flags, why = vars(args).items(), args.declared.why
     shown = [f"{flag} {value}" for flag, value in flags if flag.endswith(ends) and value]
     return f"  recipe   {why}: {', '.join(shown)}; --preset overrides\n" if why else ""
@@ -139,9 +139,13 @@ def divide_rows(args):
 
 
 def rows_note(args, rows_per_step):
-    """Returns words for a run's first lines where it has fewer rows than --rows_of_all_ranks.
+    """Returns words for a run's first lines: the responses to a row, and where rows are too few.
 
-    So it is on one rank, and where the ranks do not divide the rows.
+    A step has fewer than --rows_of_all_ranks on one rank, and where the ranks do not divide them.
     """
-    most = (args.rows_of_all_ranks or 0) // getattr(args, "samples_per_prompt", 1)
-    return f" (the recipe's full batch is {most}: docs/runs.md)" if rows_per_step < most else ""
+    samples = getattr(args, "samples_per_prompt", 1)
+    most = (args.rows_of_all_ranks or 0) // samples
+    words = f", {samples} responses to each" if samples > 1 else ""
+    if rows_per_step < most:
+        words += f" (the recipe's full batch is {most}: docs/runs.md)"
+    return words

@@ -41,6 +41,8 @@ def card_text(args, record, title, folder, adapted, scores, appends):
         load = f'AutoModelForSequenceClassification.from_pretrained("{folder.name}", num_labels=1)'
     elif (folder / "chat_template.jinja").exists():  # text alone would come without the template
         load += f'`, in chats with `pipeline("text-generation", "{folder.name}")(messages)'
+    if adapted and (Path(start) / "adapter_config.json").exists():
+        load += f"`, once the adapters in {name_of(start)} are merged: `tools/export.py --merge"
     last = record.get("evaluation", {}).items()
     rows = "\n".join(f"| {name} | {value} |" for name, value in last)
     return f"""---
@@ -55,7 +57,6 @@ on {record["data_rows"]} rows of {", ".join(map(name_of, args.data_path))}.
 
 It is loaded by transformers with `{load}`.
 {"Append EOS to each text." if scores and not appends else ""}
-{"Merge adapters below it first." if adapted else ""}
 
 ## Metrics at the end
 

@@ -31,7 +31,9 @@ def keep(run, record):
     in .new/, and takes the place of the old one by renames. A file of the user's stays there.
     """
     name = run.args.keep_best
-    if not name:
+    if name not in record:
+        if name:  # pass_at_k: a reward was neither 0 nor 1
+            ranks.say(f"warning: --keep_best: this evaluation has no {name}")
         return
     output = Path(run.args.output_dir)
     best, new, old = output / "best", output / ".new/best", output / ".old/best"

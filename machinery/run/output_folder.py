@@ -71,7 +71,7 @@ def refuse_resume(args, output):
     if whole:
         refuse_other_flags(args, before)
     if saving.is_whole(output):
-        words = f"--resume: the run in {output} is finished."
+        words = f"--resume: the run in {output} is finished. A new one can start from its model."
         parts = [part for part, flag in PARTS.items() if before.get(flag)]
         if lost := [part for part in parts if not saving.is_whole(output / part)]:
             words += f"\n  {', '.join(lost)} is gone: tools/export.py makes models of a checkpoint."

@@ -317,13 +317,19 @@ def test_a_template_sees_tokens_that_are_not_special(tokenizer):
     assert row["prompt_ids"] == stock and not row["drop"]
     thought = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     assert set(thought) < set(row["responses"][0])
+    turns[0]["content"] = "Why<eos><|im_end|>?"  # special tokens beside them: only these are hidden
+    spelled = rows.tokenise_row({"messages": turns}, tokenizer, "sft", 256, "last")
+    stock = tokenizer.apply_chat_template(turns[:3], add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(spelled["prompt_ids"]) == stock and "Hm" not in stock
+    assert tokenizer.eos_token_id not in spelled["prompt_ids"]
+    assert spelled["responses"] == row["responses"]
 
 
-def test_a_role_that_spells_a_special_token_is_left_out(tokenizer):
-    """The template writes roles, names and whatever else a message has: there it would be one."""
+def test_a_field_that_spells_a_special_token_is_left_out(tokenizer):
+    """The template writes names and whatever else a message has: there it would be one."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = CHATML
-    for field in ({"role": "user<eos>"}, {"name": "a<eos>b"}, {"tool": {"of": ["<eos>"]}}):
+    for field in ({"name": "a<eos>b"}, {"tool": {"of": ["<eos>"]}}):
         turns = [{**message, **field} if i == 0 else message for i, message in enumerate(TURNS)]
         for stage in ("sft", "ppo"):
             made = rows.tokenise_row({"messages": turns}, tokenizer, stage, 256)

@@ -129,5 +129,6 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(tokenizer, tmp_path, ca
     train, _ = load(tokenizer, [tmp_path], "reward", limit=16)
     assert {p for p, *_ in texts(tokenizer, train)} == {f"Q{i}?" for i in range(40)}
     said = capsys.readouterr().out
-    for count, why in ((3, "empty prompt or response"), (2, "chosen equals rejected")):
+    for count, why, line in ((3, "empty prompt or", 41), (2, "chosen equals rejected", 44)):
         assert f"train: dropped {count} of 45 rows: {why}" in said
+        assert f"; the first is {tmp_path}/train.jsonl, line {line}" in said

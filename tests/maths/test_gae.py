@@ -5,10 +5,12 @@ delta_t = r_t + gamma * V_{t+1} - V_t.
 """
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import common
 import ppo
 from helpers import metrics
 from machinery.base import ranks
@@ -428,6 +430,39 @@ def test_a_group_is_equal_where_what_it_earns_is(flags, equal):
     args, batches = rollout(f"--advantage rloo {flags}")
     ppo.set_advantages(args, batches, 0.1, None)
     assert metrics.group_means(batches)["equal_groups"] == equal
+
+
+def test_advantages_are_whitened_over_the_tokens_that_train():
+    """--mask_truncated 1 with REINFORCE: a response that was cut off got less than the others, and
+    counts in no loss. It may not move the mean of those that do: they would all be reinforced."""
+    scores = torch.tensor([[0.0, 1], [0, 3], [0, -5]])
+    args = ppo_args("--advantage reinforce --mask_truncated 1")
+    batch = scored([7, 8, 9], scores, ended=torch.tensor([1.0, 1, 0]))
+    ppo.set_advantages(args, [batch], 0.0, None)
+    assert batch.advantages.tolist() == [[-1, -1], [1, 1], [0, 0]]
+
+
+class JudgesCritic(torch.nn.Module):
+    """A critic that starts as a reward model: its config says what step 2 has measured."""
+
+    config = SimpleNamespace(score_statistics=[3.0, 1.5])
+
+
+def test_a_critic_that_knows_the_score_knows_it_on_any_scale(monkeypatch):
+    """--normalize_reward puts a critic that starts as the reward model on the same scale: where it
+    foresees each raw score no advantage is left. A new head has no scale of its own."""
+    scores = torch.tensor([[0.0, 6], [0, 1.5]])
+    monkeypatch.setattr(common, "values_before_tokens", lambda *_: scores[:, 1:].expand(2, 2))
+    args, statistics = ppo_args("--normalize_reward 1 --whiten 0"), (3.0, 1.5)
+    batch = scored([7, 8], scores)
+    batch.old_values = ppo.critic_values(args, JudgesCritic(), batch)
+    ppo.set_advantages(args, [batch], 0.0, statistics)
+    assert batch.old_values.tolist() == [[2, 2], [-1, -1]]
+    assert batch.advantages.tolist() == [[0, 0], [0, 0]]
+    monkeypatch.setattr(JudgesCritic, "config", SimpleNamespace())
+    assert ppo.critic_values(args, JudgesCritic(), batch)[:, 0].tolist() == [6, 1.5]
+    args.normalize_reward = 0
+    assert ppo.critic_values(args, None, batch)[:, 0].tolist() == [6, 1.5]
 
 
 def test_scores_can_be_put_on_the_scale_that_step_2_measured():

@@ -1,8 +1,11 @@
 """The model card: README.md in the folder of a saved model."""
 
+from pathlib import Path
+
 import transformers
 import yaml
-from bases import saved
+from bases import RECORD, saved
+from tiny_models import get_args
 
 from machinery.models import model_card, saving
 from tests.kit import ROOT
@@ -48,6 +51,17 @@ def test_the_card_finds_the_base_on_the_hub(tmp_path):
     assert model_card.base_model(str(tmp_path)) is None
     (tmp_path / "README.md").write_text("---\nbase_model: Qwen/Some\n---\n")
     assert model_card.base_model(str(tmp_path)) == "Qwen/Some"
+
+
+def test_the_card_of_adapters_on_adapters_says_what_comes_first(tmp_path):
+    """peft loads adapters on a plain model alone. Others have nothing below them to merge."""
+    folder, *_ = saved(tmp_path, "full", lora_dim=2)
+    text = Path(folder, "README.md").read_text()
+    assert "AutoModelForCausalLM" in text and "merge" not in text
+    args = get_args("--model_name_or_path", folder)
+    facts = dict(adapted=True, scores=False, appends=False)
+    text = model_card.card_text(args, RECORD, "step 3: PPO", tmp_path / "ppo", **facts)
+    assert "once the adapters in out are merged: `tools/export.py --merge`." in text
 
 
 def test_no_card_costs_the_weights(tmp_path, monkeypatch):

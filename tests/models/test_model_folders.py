@@ -267,6 +267,20 @@ def test_only_tokens_that_can_occur_need_a_row(token, template, fits, tmp_path):
         assert rule_of(model_folders.load_tokenizer, folder) == "vocabulary-too-large"
 
 
+def test_the_embedding_of_padding_learns(tmp_path):
+    """In many chat models it is EOS, which stands after each turn of a prompt. transformers gives
+    the row of config.pad_token_id no gradient; our masks leave padding out."""
+    folder = folder_of(tmp_path, config_of("llama", vocab_size=SIZE), weights=True)
+    ids, mask = torch.tensor([[1, 1, 5, 1, 6]]), torch.tensor([[0, 1, 1, 1, 1]])
+    grads = []
+    for pad in (None, 1):
+        edit(tmp_path / "config.json", pad_token_id=pad, eos_token_id=1)
+        model = load_model(folder, get_args("--model_name_or_path", folder), 0)
+        model(ids, attention_mask=mask).logits[:, 1:].logsumexp(-1).sum().backward()
+        grads.append(model.get_input_embeddings().weight.grad)
+    assert grads[0][1].abs().max() > 0 and grads[0].equal(grads[1])
+
+
 @pytest.mark.parametrize("spare", [8, 0])
 def test_a_padding_token_is_added_only_where_the_embedding_has_room(spare, tmp_path):
     """A new <|pad|> gets an unused row of the embedding. With none, padding is EOS: the model is

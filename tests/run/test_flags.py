@@ -279,6 +279,9 @@ def test_naming_a_model_selects_the_recipe_for_models_and_says_so():
     said = recipes.note(args)
     assert args.preset == "qwen2.5-0.5b" and "naming a model selects qwen2.5-0.5b" in said
     assert "lora_dim 32" in said and "learning_rate 0.0001" in said and "--preset" in said
+    flags = "--actor_model_name_or_path some/model --reward_fn toy/gold.py:gold --advantage grpo"
+    said = recipes.note(get_args("ppo", f"{flags} --samples_per_prompt 4", ""))
+    assert "missing_eos_penalty 1.0" in said  # part of what is trained on, not of `reward`
 
 
 def test_the_next_step_takes_the_preset_of_the_folder_that_it_starts_from(tmp_path):
@@ -378,6 +381,8 @@ def test_the_toy_has_the_rows_of_two_ranks_and_says_where_it_has_not(monkeypatch
     assert ("is 48" in recipes.rows_note(args, rows)) == (rows < 48)
     own = get_args("sft", "--per_device_train_batch_size 5")
     assert own.per_device_train_batch_size == 5 and recipes.rows_note(own, 5) == ""
+    group = get_args("ppo", "--samples_per_prompt 4")
+    assert recipes.rows_note(group, 8 * count).startswith(", 4 responses to each")
     asked = get_args("sft", "--per_device_train_batch_size 24 --rows_of_all_ranks 24")
     assert asked.per_device_train_batch_size == max(1, 24 // count)
 

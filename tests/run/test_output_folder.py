@@ -372,6 +372,9 @@ def test_a_best_model_that_was_lost_is_said(tmp_path, capsys, monkeypatch):
     shutil.rmtree(tmp_path / "best")
     best.keep(run, {"step": 4, "eval_loss": 10.0})
     assert "warning: best/ of step 3 is gone" in capsys.readouterr().out
+    best.keep(run, {"step": 5, "eval_kl": 1.0})  # as pass_at_k, once a reward is neither 0 nor 1
+    assert "this evaluation has no eval_loss" in capsys.readouterr().out
+    assert run.best_step == 4
 
 
 def test_a_resumed_run_knows_that_it_had_a_best_model(tmp_path):
