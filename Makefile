@@ -116,8 +116,8 @@ gpu-check: install
 gpu-run: install
 	SMALL=$(SMALL) python bench/gpu_run.py
 
-# What git knows: files of yours beside ours are yours to format.
-LINTED = $(or $(shell git ls-files '*.py' '*.ipynb' 2>/dev/null),.)
+# The files that git tracks, so `git add` new ones first. Files of your own beside them are left alone.
+LINTED = $(or $(wildcard $(shell git ls-files '*.py' '*.ipynb' 2>/dev/null)),.)
 lint: install
 	@ruff check --force-exclude $(LINTED)
 	@ruff format --check --force-exclude $(LINTED)

@@ -176,7 +176,7 @@ def get_args(argv=None):
     arg(
         "mask_truncated",
         0,
-        "1: responses that were cut off count in no loss [Yu 2025]",
+        "1: responses that were cut off count in no loss, and not in whitening [Yu 2025]",
         most=1,
         fixed=True,
     )
@@ -757,8 +757,8 @@ def critic_values(args, critic, batch):
     """The critic's values (B, R), on the scale of the rewards.
 
     A critic that starts as a reward model predicts that model's scores. Where --normalize_reward
-    shifts and scales these, its values are shifted and scaled alike: else the critic would begin
-    with an error of the mean. What is saved stays on the model's own scale.
+    shifts and scales these, its values are shifted and scaled in the same way; otherwise the critic
+    would start off by that mean. What is saved stays on the model's own scale.
     """
     values = common.values_before_tokens(critic, batch)
     if args.normalize_reward:
@@ -1046,8 +1046,8 @@ def main():
     reusable, needs_old_logprobs = forwards_of_score(args, sizes, no_dropout)
     clock = metrics.Clock()
     first = True  # this process's first step: every forward is made, so that the checks compare
-    # `reused` and `scores_actor` save forwards and change no number. At a first reading take them
-    # for [] and True.
+    # `reused` and `scores_actor` save forwards and change no number. On a first reading, assume
+    # that they are [] and True.
     # run.steps evaluates once before the first step, or resumes. For each step it draws `batches`,
     # sizes.batches_per_step lists of sizes.prompts rows of `train`. run.log below evaluates when
     # due, and run.steps saves when due after the body.

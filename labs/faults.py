@@ -143,7 +143,8 @@ def no_eos():
     trained_mask = ppo.trained_mask
 
     def change(args, batch):
-        return trained_mask(args, batch) * (1 - batch.last)
+        # whitening comes before there are advantages, and is as it was
+        return trained_mask(args, batch) * (1 - batch.last * (batch.advantages is not None))
 
     ppo.trained_mask = change
 

@@ -415,7 +415,7 @@ ppo | step | reward kl kl_k3 actor_loss critic_loss approx_kl ratio_max clip_fra
 ppo | step | response_length eos_rate explained_variance advantage_std reward_std sampling_gap
 ppo | step | generate_seconds score_seconds train_seconds
 ppo | evaluation | eval_reward eval_kl eval_response_length eval_gold
-ppo | samples.jsonl | step prompt response reward gold
+ppo | samples.jsonl | step prompt response reward gold ended
 ppo | tokens.jsonl | step prompt response tokens
 ppo | args.json | kl_coef data_path script versions seed world_size data_fingerprint
 """

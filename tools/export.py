@@ -73,7 +73,7 @@ def read_run(checkpoint):
     """Returns the flags of the run that wrote a checkpoint, and what its ranks saved, in order."""
     if damaged := checkpoints.damage(checkpoint):
         what = f"Missing, cut short or changed: {', '.join(damaged)}"
-        raise Refused("no-checkpoint", f"{checkpoint} is no whole checkpoint step-N.\n  {what}")
+        raise Refused("no-checkpoint", f"{checkpoint} is no whole checkpoint, step-N.\n  {what}")
     refuse_code(checkpoint)
     record = records.read(checkpoint.absolute().parent.parent)
     if record.get("tensor_parallel_size") != 1:

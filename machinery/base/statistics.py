@@ -11,7 +11,7 @@ def wilson_interval(share, count, z=1.96):
     "a coin"; ten of ten is not certainty: the plain normal interval would say [1, 1].
 
     >>> for share, count in ((0.5, 10), (0.5, 1000), (1, 10), (0, 10)):
-    ...     print([abs(round(x, 4)) for x in wilson_interval(share, count)])
+    ...     print([round(x, 4) for x in wilson_interval(share, count)])
     [0.2366, 0.7634]
     [0.4691, 0.5309]
     [0.7225, 1.0]
@@ -20,7 +20,7 @@ def wilson_interval(share, count, z=1.96):
     scale = 1 + z * z / count
     middle = (share + z * z / (2 * count)) / scale
     half = z / scale * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
-    return [middle - half, middle + half]
+    return [max(0.0, middle - half), middle + half]
 
 
 def mean_interval(values):

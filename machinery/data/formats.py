@@ -8,7 +8,7 @@ from typing import NamedTuple
 HUMAN, ASSISTANT = "\n\nHuman: ", "\n\nAssistant:"
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # of ShareGPT: our names
 # A turn of any other role ("Assistant", "model") would be taken for a part of the question
-SPEAKERS = ["system", "developer", "user", "assistant", "tool", "ipython", *ROLES]
+SPEAKERS = ["system", "developer", "user", "assistant", "tool", "function", *ROLES]
 FORMATS = {  # columns: the stages that can make their rows of them
     "prompt": "ppo",
     "prompt response": "sft ppo",
@@ -191,6 +191,7 @@ def read_messages(name, messages):
         role = said.pop("from", said.get("role"))
         content = said.pop("value", said.get("content"))
         if not (role in SPEAKERS and isinstance(content, str)):  # calls of tools, images, ...
-            raise BadRow(f"{name}, {number}: no text of one of {SPEAKERS}: {message!r:.80}")
+            what = f"role {role!r} must be one of {SPEAKERS}, with text as content"
+            raise BadRow(f"{name}, {number}: {what}: {message!r:.80}")
         read.append({**said, "role": ROLES.get(role, role), "content": content})
     return read

@@ -193,10 +193,10 @@ def unique(pairs):
 def parse_strictly(text, place):
     """Raises a ValueError that names its place if the text is no object of JSON."""
     try:
-        row = json.loads(text.strip(), object_pairs_hook=unique)
+        row = json.loads(text.rstrip("\r\n"), object_pairs_hook=unique)
         json.dumps(row, ensure_ascii=False).encode()  # fails on half of a surrogate pair
     except (ValueError, RecursionError) as error:
-        why = str(error).replace("line 1 column", "character")
+        why = re.sub(r"line 1 column (\d+) .*", r"character \1", str(error))
         raise ValueError(f"{place}: {why}") from None
     if not isinstance(row, dict):
         raise ValueError(f"{place}: no JSON object")

@@ -130,16 +130,17 @@ def protect(tokenizer, messages):
     """Returns messages for the template, and {mark: the special token that it stands for}.
 
     The template may write special tokens, and users may not: where a message spells one, a private
-    character stands for it in the template. Raises LeftOut if a role, or another field, spells one.
-    Tokens that are not special, such as <think>, are for the template to see, and so is all else.
+    character stands for it in the template. Raises LeftOut if another field spells one. Tokens that
+    are not special, such as <think>, and everything else reach the template unchanged.
     """
-    whole = "".join(message["content"] for message in messages)
     others = [str(m[name]) for m in messages for name in m if name != "content"]
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     if any(token in text for token in special for text in others):
         raise LeftOut("a field of a message beside its content spells a special token")
+    whole = "".join([*others, *(message["content"] for message in messages)])
     spelled = sorted((token for token in special if token in whole), key=len, reverse=True)
-    marks = {chr(0xF0000 + i): token for i, token in enumerate(spelled)}
+    free = (mark for mark in map(chr, range(0xF0000, 0xFFFFE)) if mark not in whole)
+    marks = dict(zip(free, spelled))
     for mark, token in marks.items():
         messages = [{**m, "content": m["content"].replace(token, mark)} for m in messages]
     return messages, marks

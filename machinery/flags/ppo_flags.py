@@ -17,7 +17,7 @@ def add_options(parser):
     arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION", fixed=True)
     logged = "a function like --reward_fn's, only logged"
     arg("gold_fn", str, logged, metavar="FILE:FUNCTION", fixed=True)
-    scaled = "1: scores to mean 0, deviation 1 on reward.py's held-out responses"
+    scaled = "1: scores, and values, to mean 0, deviation 1 on reward.py's held-out responses"
     arg("normalize_reward", 0, scaled, most=1, fixed=True)
     arg("allow_mismatch", 0, "1: warn, and go on, if scoring differs from sampling", most=1)
     arg("log_kl", 0, "1: keep the reference with --kl_coef 0, to log KL", most=1)

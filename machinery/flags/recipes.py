@@ -139,9 +139,10 @@ def divide_rows(args):
 
 
 def rows_note(args, rows_per_step):
-    """Returns words for a run's first lines: the responses to a row, and where rows are too few.
+    """Returns words for a run's first lines: how many responses a row gets, if several.
 
-    A step has fewer than --rows_of_all_ranks on one rank, and where the ranks do not divide them.
+    And whether a step has fewer rows than --rows_of_all_ranks. So it is on one rank, and where the
+    ranks do not divide the rows.
     """
     samples = getattr(args, "samples_per_prompt", 1)
     most = (args.rows_of_all_ranks or 0) // samples

@@ -41,8 +41,10 @@ def card_text(args, record, title, folder, adapted, scores, appends):
         load = f'AutoModelForSequenceClassification.from_pretrained("{folder.name}", num_labels=1)'
     elif (folder / "chat_template.jinja").exists():  # text alone would come without the template
         load += f'`, in chats with `pipeline("text-generation", "{folder.name}")(messages)'
-    if adapted and (Path(start) / "adapter_config.json").exists():
-        load += f"`, once the adapters in {name_of(start)} are merged: `tools/export.py --merge"
+    how = f"It is loaded by transformers with `{load}`."
+    if adapted and (Path(start) / "adapter_config.json").exists():  # peft follows one level only
+        merge = "`tools/export.py CHECKPOINT --merge` makes a plain model"
+        how = f"These adapters lie on those in {name_of(start)}: {merge}."
     last = record.get("evaluation", {}).items()
     rows = "\n".join(f"| {name} | {value} |" for name, value in last)
     return f"""---
@@ -55,7 +57,7 @@ A {kind} ({title}), trained from `{base or name_of(start)}`
 on {record["data_rows"]} rows of {", ".join(map(name_of, args.data_path))}.
 
 
-It is loaded by transformers with `{load}`.
+{how}
 {"Append EOS to each text." if scores and not appends else ""}
 
 ## Metrics at the end

@@ -317,7 +317,8 @@ def test_a_template_sees_tokens_that_are_not_special(tokenizer):
     assert row["prompt_ids"] == stock and not row["drop"]
     thought = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     assert set(thought) < set(row["responses"][0])
-    turns[0]["content"] = "Why<eos><|im_end|>?"  # special tokens beside them: only these are hidden
+    # Special tokens beside them: only these are hidden, by a character that no message has.
+    turns[0]["content"] = "Why<eos><|im_end|>\U000f0000?"
     spelled = rows.tokenise_row({"messages": turns}, tokenizer, "sft", 256, "last")
     stock = tokenizer.apply_chat_template(turns[:3], add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(spelled["prompt_ids"]) == stock and "Hm" not in stock

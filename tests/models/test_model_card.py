@@ -57,11 +57,12 @@ def test_the_card_of_adapters_on_adapters_says_what_comes_first(tmp_path):
     """peft loads adapters on a plain model alone. Others have nothing below them to merge."""
     folder, *_ = saved(tmp_path, "full", lora_dim=2)
     text = Path(folder, "README.md").read_text()
-    assert "AutoModelForCausalLM" in text and "merge" not in text
+    assert "AutoModelForCausalLM" in text and "--merge" not in text
     args = get_args("--model_name_or_path", folder)
     facts = dict(adapted=True, scores=False, appends=False)
     text = model_card.card_text(args, RECORD, "step 3: PPO", tmp_path / "ppo", **facts)
-    assert "once the adapters in out are merged: `tools/export.py --merge`." in text
+    assert "on those in out: `tools/export.py CHECKPOINT --merge` makes" in text
+    assert "from_pretrained" not in text
 
 
 def test_no_card_costs_the_weights(tmp_path, monkeypatch):
