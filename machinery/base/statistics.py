@@ -20,7 +20,7 @@ def wilson_interval(share, count, z=1.96):
     scale = 1 + z * z / count
     middle = (share + z * z / (2 * count)) / scale
     half = z / scale * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
-    return [max(0.0, middle - half), middle + half]
+    return [abs(middle - half), middle + half]  # below 0 it is only by rounding
 
 
 def mean_interval(values):
