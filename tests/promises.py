@@ -138,7 +138,7 @@ unreadable-data | sft --data_path colums.jsonl | columns.jsonl
 unreadable-data | sft --data_path '' | No such file
 unreadable-data | sft --data_path only | test
 unreadable-data | sft --data_path nothing | nothing
-unreadable-data | sft --data_path good cut.jsonl | cut.jsonl, line 2: Unterminated string starting at: character 18
+unreadable-data | sft --data_path good cut.jsonl | cut.jsonl, line 2: Unterminated
 unreadable-data | sft --data_path control.jsonl | control.jsonl, line 2:
 unreadable-data | sft --data_path half.jsonl | half.jsonl, line 2:
 unreadable-data | sft --data_path latin.jsonl | latin.jsonl, line 2:
@@ -161,7 +161,7 @@ no-such-column | sft --data_path columns.jsonl --columns prompt=question,respons
 bad-row | sft --data_path number.jsonl | number.jsonl, line 2:
 bad-row | reward --data_path pair_of_number.jsonl | pair_of_number.jsonl, line 2:
 bad-row | sft --data_path image.jsonl | image.jsonl, line 2:
-bad-row | ppo --data_path role.jsonl | role.jsonl, line 2: messages, 2: role 'Assistant' must be one of
+bad-row | ppo --data_path role.jsonl | line 2: messages, 2: role 'Assistant'
 bad-row | sft --data_path two_formats.jsonl | two_formats.jsonl, line 2:
 bad-row | reward --data_path users_turn.jsonl | users_turn.jsonl, line 2:
 bad-row | reward --data_path two_prompts.jsonl | two_prompts.jsonl, line 2:
