@@ -139,7 +139,7 @@ unreadable-data | sft --data_path '' | No such file
 unreadable-data | sft --data_path only | test
 unreadable-data | sft --data_path nothing | nothing
 unreadable-data | sft --data_path good cut.jsonl | cut.jsonl, line 2: Unterminated
-unreadable-data | sft --data_path control.jsonl | control.jsonl, line 2:
+unreadable-data | sft --data_path control.jsonl | line 2: Invalid control character at: character 14
 unreadable-data | sft --data_path half.jsonl | half.jsonl, line 2:
 unreadable-data | sft --data_path latin.jsonl | latin.jsonl, line 2:
 unreadable-data | sft --data_path latin.parquet | Invalid UTF8 sequence at string index 0
