@@ -138,9 +138,9 @@ def overview(labs):
             if "range" in what:
                 said.setdefault(word, []).append(what["says"])
         texts = [f"**{word}**: {'; '.join(said[word])}" for word in VERDICTS if word in said]
+        text = "<br>".join(texts) or "no number was predicted"
         picture = f'<a href="{name}.md"><img src="{name}.png" width="160"></a>'
-        words = "<br>".join(texts) or "no number was predicted"
-        lines.append([f"[{name}]({name}.md)", lab.claim, lab.topic, words, picture])
+        lines.append([f"[{name}]({name}.md)", lab.claim, lab.topic, text, picture])
     return markdown(["lab", "the claim", "about", "what was predicted", "picture"], lines)
 
 

@@ -302,7 +302,7 @@ def tokenise_rows(rows, options, title):
         if why in FATAL:
             raise Refused("chat-template", f"{title}: {why}.")
         first = made[reasons.index(why)]["place"]  # "" of a row of the hub's
-        where = f"; the first is {first}" if first else ""
+        where = first and f"; the first is {first}"
         ranks.say(f"{title}: dropped {count} of {len(made)} rows: {why}{where}")
     kept = made.select([i for i, why in enumerate(reasons) if not why])
     notes = "\n".join(kept["notes"]).splitlines()

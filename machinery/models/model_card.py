@@ -5,6 +5,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from machinery.base import ranks
+from machinery.models import model_folders
 
 
 def write_card(args, record, title, folder, **facts):
@@ -42,9 +43,9 @@ def card_text(args, record, title, folder, adapted, scores, appends):
     elif (folder / "chat_template.jinja").exists():  # text alone would come without the template
         load += f'`, in chats with `pipeline("text-generation", "{folder.name}")(messages)'
     how = f"It is loaded by transformers with `{load}`."
-    if adapted and (Path(start) / "adapter_config.json").exists():  # peft follows one level only
-        merge = "`tools/export.py CHECKPOINT --merge` makes a plain model"
-        how = f"These adapters lie on those in {name_of(start)}: {merge}."
+    if adapted and model_folders.chain(start)[1:]:  # peft follows one level only
+        how = f"These adapters lie on those in {name_of(start)}: "
+        how += "`tools/export.py CHECKPOINT --merge` makes a plain model."
     last = record.get("evaluation", {}).items()
     rows = "\n".join(f"| {name} | {value} |" for name, value in last)
     return f"""---

@@ -442,12 +442,6 @@ def test_advantages_are_whitened_over_the_tokens_that_train():
     assert batch.advantages.tolist() == [[-1, -1], [1, 1], [0, 0]]
 
 
-class JudgesCritic(torch.nn.Module):
-    """A critic that starts as a reward model: its config says what step 2 has measured."""
-
-    config = SimpleNamespace(score_statistics=[3.0, 1.5])
-
-
 def test_a_critic_that_knows_the_score_knows_it_on_any_scale(monkeypatch):
     """--normalize_reward puts a critic that starts as the reward model on the same scale: where it
     foresees each raw score no advantage is left. A new head has no scale of its own."""
@@ -455,12 +449,13 @@ def test_a_critic_that_knows_the_score_knows_it_on_any_scale(monkeypatch):
     monkeypatch.setattr(common, "values_before_tokens", lambda *_: scores[:, 1:].expand(2, 2))
     args, statistics = ppo_args("--normalize_reward 1 --whiten 0"), (3.0, 1.5)
     batch = scored([7, 8], scores)
-    batch.old_values = ppo.critic_values(args, JudgesCritic(), batch)
+    critic = SimpleNamespace(config=SimpleNamespace(score_statistics=statistics))
+    batch.old_values = ppo.critic_values(args, critic, batch)
     ppo.set_advantages(args, [batch], 0.0, statistics)
     assert batch.old_values.tolist() == [[2, 2], [-1, -1]]
     assert batch.advantages.tolist() == [[0, 0], [0, 0]]
-    monkeypatch.setattr(JudgesCritic, "config", SimpleNamespace())
-    assert ppo.critic_values(args, JudgesCritic(), batch)[:, 0].tolist() == [6, 1.5]
+    critic.config = SimpleNamespace()
+    assert ppo.critic_values(args, critic, batch)[:, 0].tolist() == [6, 1.5]
     args.normalize_reward = 0
     assert ppo.critic_values(args, None, batch)[:, 0].tolist() == [6, 1.5]
 
