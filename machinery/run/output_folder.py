@@ -14,6 +14,7 @@ from machinery.run import checkpoints
 
 LOCK = ".lock"
 PARTS = {"best": "keep_best", "ema": "enable_ema", "critic": "has_critic"}  # a flag for each
+OF_A_START = ("resume", "overwrite", "local_rank")  # flags of one start of a run
 LOGS = (".log", ".out", ".err", ".txt")  # what a launcher or a shell may have opened there before
 
 
@@ -82,16 +83,23 @@ def refuse_resume(args, output):
 
 
 def refuse_other_flags(args, before):
-    """Refuses --resume if a fixed flag was another in args.json's `before`.
+    """Refuses --resume if a fixed flag was another in args.json's `before`."""
+    for name, old, new in changed(args, before):
+        if name in args.declared.fixed:
+            words = f"--resume: the run was begun with --{name} {old}, and now it is {new}."
+            raise Refused("flag-changed", words)
+
+
+def changed(args, before):
+    """Yields (name, old, new) of each flag that was another in args.json's `before`.
 
     Of what is named by a path the last part is compared: folders may have moved. None, 0, False
     and empty lists are alike.
     """
-    for name in sorted(args.declared.fixed & before.keys()):
+    for name in sorted(vars(args).keys() & before.keys()):
         old, new = before[name], getattr(args, name)
         if comparable(args, name, old) != comparable(args, name, new):
-            words = f"--resume: the run was begun with --{name} {old}, and now it is {new}."
-            raise Refused("flag-changed", words)
+            yield name, old, new
 
 
 def comparable(args, name, value):
@@ -167,8 +175,14 @@ class OutputFolder:
         ranks.say(f"what was in {self.path} is now in {aside}")
 
     def note(self):
-        """Writes args.json, whole or not at all: at the start, and when a checkpoint is loaded."""
+        """Writes args.json, whole or not at all: at the start, and when a checkpoint is loaded.
+
+        A run that goes on says which flags were others before: one may have been forgotten.
+        """
         if ranks.get_rank() == 0:
+            for name, old, new in changed(self.args, read_record(self.path)):
+                if name not in OF_A_START:
+                    ranks.say(f"--{name} was {old}, and is {new} from here on")
             aside = self.path / ".args.json"
             aside.write_text(json.dumps(self.record, indent=1, default=str) + "\n")
             saving.sync(aside)
