@@ -121,13 +121,16 @@ def held_by(model, phase, ranks, cpu, zero):
     parts = dict.fromkeys(PARTS, 0)
     parts["weights"] = w * P
     parts["optimizer"] = (12 if w < 4 or stage else 8) * T
-    early = stage == 3 or (stage == 1 and bf16) or args.gradient_accumulation_steps > 1
+    bucket = zero["reduce_bucket_size"]
+    # the fp32 sum of the gradients; at stage 2 it is made whole at the first reduction
+    summed = "data_types" in common.ds_config(args, stage, 1, args.gradient_accumulation_steps)
+    whole = summed and (stage == 1 or (stage == 2 and T > bucket and not cpu))
+    early = stage == 3 or args.gradient_accumulation_steps > 1 or whole
     if phase == "update" or early:  # early: there before the backward
-        parts["gradients"] = T * (4 if bf16 and stage else w)
+        parts["gradients"] = T * (4 if summed else w)
     for part in ("optimizer", "gradients", "weights")[:stage]:
         parts[part] /= N
 
-    bucket = zero["reduce_bucket_size"]
     bucket = w * (min(bucket, T) if cpu else bucket * model.trains)  # CPU: pages that are written
     buckets = bucket * (1 + zero["overlap_comm"])
     gathered = w * min(P, zero["stage3_max_live_parameters"]) if stage == 3 else 0
@@ -158,7 +161,7 @@ def held_by(model, phase, ranks, cpu, zero):
         parts["host"] = 4 * T / N
         buffers = 0 if phase == "update" else min(buffers, buckets + gathered)
     parts["buffers"] = buffers
-    offload(args, parts, phase, stage)
+    offload(args, parts, phase, stage, summed)
     if model.generates and args.enable_ema:
         parts["optimizer"] += 4 * T / N
     return parts
@@ -176,11 +179,11 @@ def copied_gradients(stage, bf16, T, N):
     return max(4 * T / N, all_reduced)
 
 
-def offload(args, parts, phase, stage):
-    """Moves to the host what the flags offload."""
+def offload(args, parts, phase, stage, summed):
+    """Moves to the host what the flags offload. `summed`: the gradients are, in fp32."""
     moved = []
     if args.adam_offload:
-        moved = ["optimizer", "gradients"][:stage]
+        moved = ["optimizer", "gradients"][: 1 if summed and stage < 3 else stage]
     elif phase in ("generate", "score") and args.offload_states:  # ppo.py's
         moved = ["optimizer", "gradients"]
     if args.offload and stage == 3:

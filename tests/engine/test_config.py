@@ -22,3 +22,14 @@ def test_every_zero_stage_has_a_config(stage):
         assert zero.get("offload_param") == weights
         assert zero.get("offload_optimizer") == (states if train else None)
         assert ("gradient_clipping" in made) == train
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_are_summed_in_fp32_where_there_is_a_sum(stage):
+    """In bf16. With --adam_offload DeepSpeed keeps the sum of stages 1 and 2 on the device, which a
+    single micro-batch does not need. tools/estimate.py counts by this."""
+    flags = "--dtype", "bf16", "--zero_stage", str(stage)
+    for more, single in (((), True), (("--adam_offload",), False)):
+        summed = ["data_types" in config(*flags, *more, micro_steps=n) for n in (1, 2)]
+        assert summed == [single, True]
+    assert "data_types" not in config(*flags, train=False) | config("--dtype", "fp32")

@@ -161,14 +161,21 @@ def test_activations_agree_with_the_known_formula(tmp_path):
 
 def test_checkpointing_and_offload_move_what_they_should(opt):
     """Activations shrink with layers that are computed twice, and with fewer rows; optimizer
-    states, gradients and weights leave the device."""
+    states, gradients and weights leave the device. But DeepSpeed (0.19.8) keeps the fp32 sum of
+    bf16 gradients there, and makes it whole when the first gradients are reduced."""
     base, less, half = (
         count(sft_args(opt, *flags))["train"]["activations"]
         for flags in ([], ["--gradient_checkpointing"], ["--per_device_train_batch_size", 4])
     )
     assert less < base / 5 and half == base / 2
-    moved = count(sft_args(opt, "--adam_offload"))["update"]
+    single = ["--gradient_accumulation_steps", 1]
+    moved = count(sft_args(opt, "--adam_offload", *single))["update"]
     assert moved["optimizer"] == moved["gradients"] == 0 and moved["host"] >= 12 * WEIGHTS / 8
+    summed = count(sft_args(opt, "--adam_offload", "--gradient_accumulation_steps", 2))["train"]
+    assert summed["optimizer"] == 0 and summed["gradients"] == 4 * WEIGHTS / 8
+    assert count(sft_args(opt, *single))["train"]["gradients"] == 4 * WEIGHTS / 8
+    on_cpu = count(sft_args(opt, *single), cpu=True)["train"]["gradients"]
+    assert on_cpu == 0, "its pages are not written yet"
     assert count(sft_args(opt, "--zero_stage", 3, "--offload"))["train"]["weights"] == 0
 
 
@@ -188,6 +195,15 @@ def test_it_says_whether_it_fits(opt, capsys):
     assert count(args, devices.count)["update"]["weights"] == WEIGHTS  # 2 bytes each, halved
     with pytest.raises(Refused):
         estimate.main([*own, "3x80"])
+
+
+def test_the_page_shows_what_its_first_command_prints(opt, capsys):
+    estimate.main(
+        f"sft.py --preset opt-1.3b --model_name_or_path {opt} --devices 2x16".split() + DATA
+    )
+    table = re.findall(r"^ *((?:train|update) .*)", capsys.readouterr().out, re.M)
+    page = (kit.ROOT / "docs/memory.md").read_text()
+    assert len(table) == 2 and all(line in page for line in table), table
 
 
 @pytest.fixture(scope="module")
