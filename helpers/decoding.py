@@ -213,12 +213,12 @@ def at_stop(args, tokenizer, responses, r):
     It looks back over as many tokens as the longest text has bytes, as a token has one at least,
     and over 16 more, since special tokens among them write nothing.
     """
-    found = torch.zeros(len(responses), dtype=torch.bool, device=responses.device)
-    if args.stop:
-        back = max(len(text.encode()) for text in args.stop) + 16
-        for row, tail in enumerate(tokenizer.batch_decode(responses[:, max(0, r - back) : r + 1])):
-            found[row] = any(text in tail for text in args.stop)
-    return found
+    if not args.stop:
+        return torch.zeros(len(responses), dtype=torch.bool, device=responses.device)
+    back = max(len(text.encode()) for text in args.stop) + 16
+    tails = tokenizer.batch_decode(responses[:, max(0, r - back) : r + 1])
+    found = [any(text in tail for text in args.stop) for tail in tails]
+    return torch.tensor(found, device=responses.device)
 
 
 # ---- Compiled (--compile_decoding) ----

@@ -1,5 +1,6 @@
 """The frame of all three scripts: it starts a run, deals out its steps, logs them and saves."""
 
+import gc
 import itertools
 import os
 import signal
@@ -118,6 +119,10 @@ class Run:
         os.register_at_fork(
             after_in_child=lambda: [signal.signal(number, STOPS[number]) for number in noted]
         )
+        # What is there by now is never looked at again: DeepSpeed (0.19.8) collects garbage at each
+        # move of --offload_states, and would walk over all that was imported.
+        gc.collect()
+        gc.freeze()
         self.started = time.monotonic()  # of the step: loading its rows is a part of it
         to_come = range(done + 1, self.last_step + 1)
         with progress.bar(self.last_step, "steps", done) as bar:
