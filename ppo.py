@@ -489,7 +489,7 @@ def load_models(args, tokenizer, functions, gold, updates):
     if args.has_reference:
         reference = common.reference_of(actor, actor_args, batch_size)
     if critic and not args.reward_model_name_or_path:  # the critic's model looks like a judge
-        ranks.say(f"rewards are those of {', '.join(args.reward_fn)} alone, of no reward model")
+        ranks.say(f"rewards come from {', '.join(args.reward_fn)} alone; no reward model is loaded")
     reward_models = judging.load_models(args, batch_size, tokenizer)
     judges = [functools.partial(reward_model_scores, model) for model in reward_models]
     judge = judging.combined(args, [*functions, *judges])
