@@ -351,8 +351,9 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True):
         # Stage 1 adds each gradient to its fp32 sum as it comes. Otherwise all gradients in bf16
         # stay beside the sums, and 0.18 reduces before the last micro-batch is in.
         config["bf16"]["immediate_grad_update"] = True
-        # Micro-batches' gradients are summed in fp32: bf16 would drop the small ones. Of a single
-        # one there is no sum, and with --adam_offload 0.19.8 would keep it on the device.
+        # Micro-batches' gradients are summed in fp32: bf16 would drop the small ones. A single
+        # micro-batch needs no sum, for which 0.19.8 would have a buffer on the device at stages 1
+        # and 2, also with --adam_offload.
         if train and (micro_steps > 1 or not args.adam_offload):
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     config.update(tensor_parallel.options(args))  # --tensor_parallel_size

@@ -85,7 +85,7 @@ def count(args, models, ranks, cpu=False):
     P weights, T of them trained, w bytes each, on N devices [Rajbhandari 2020, section 3]:
 
         weights      w P, at stage 3 w P / N
-        gradients    w T, / N from stage 2 (bf16: 4 T); those that come as
+        gradients    w T, / N from stage 2 (summed in fp32: 4 T); those that come as
                      activations go are counted in `update` only
         optimizer    12 T: fp32 copy and two moments, / N from stage 1; at stage 0 in fp32 8 T
         activations  what autograd keeps; with checkpointing w * rows * tokens * hidden a layer
@@ -122,11 +122,12 @@ def held_by(model, phase, ranks, cpu, zero):
     parts["weights"] = w * P
     parts["optimizer"] = (12 if w < 4 or stage else 8) * T
     bucket = zero["reduce_bucket_size"]
-    # the fp32 sum of the gradients; at stage 2 it is made whole at the first reduction
-    summed = "data_types" in common.ds_config(args, stage, 1, args.gradient_accumulation_steps)
-    whole = summed and (stage == 1 or (stage == 2 and T > bucket and not cpu))
-    early = stage == 3 or args.gradient_accumulation_steps > 1 or whole
-    if phase == "update" or early:  # early: there before the backward
+    micro_steps = args.gradient_accumulation_steps
+    summed = "data_types" in common.ds_config(args, stage, 1, micro_steps)  # in fp32
+    stays = stage == 3 or (stage == 1 and summed and not args.adam_offload)  # between steps, too
+    whole = stage == 2 and summed and T > bucket and not cpu  # from the first reduction on
+    early = phase == "train" and (micro_steps > 1 or whole)
+    if phase == "update" or stays or early:
         parts["gradients"] = T * (4 if summed else w)
     for part in ("optimizer", "gradients", "weights")[:stage]:
         parts[part] /= N

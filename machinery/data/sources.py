@@ -95,7 +95,7 @@ def files_in(folder):
     parts = {part: [file for file in parts[part] if file.suffix[:5] == kind] for part in parts}
     left = {file for file in files if file.suffix != ".json"}  # which is often something else
     if left := left.difference(*parts.values()):
-        ranks.say(f"warning: {folder}: {len(left)} files are not read, among them {min(left)}")
+        ranks.say(f"warning: {folder}: files that are not read: {len(left)}, such as {min(left)}")
     return {part: [*map(str, those)] for part, those in parts.items() if those}
 
 

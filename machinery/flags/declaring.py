@@ -143,9 +143,9 @@ class Flags(argparse.Namespace):
     """The flags as attributes, and `declared`, which is not in vars(args).
 
     It says what is known of them beside their values: `script` ("sft", "reward", "ppo"), `why` the
-    recipe was taken (see recipes.choose), and in sets of names which are `given` on the command
-    line itself, which are `fixed` (--resume must find them unchanged), and which hold `names` of
-    files, folders, models, functions.
+    recipe was taken (see recipes.choose), and in sets of names all `flags`, which are `given` on
+    the command line itself, which are `fixed` (--resume must find them unchanged), and which hold
+    `names` of files, folders, models, functions.
     """
 
     __slots__ = ["declared"]
@@ -172,6 +172,7 @@ def parse(parser, toy, argv=None, script=""):
     flags = [action for action in parser._actions if hasattr(action, "fixed")]
     args.declared = SimpleNamespace(
         script=script,
+        flags={flag.dest for flag in flags},
         given={*given},
         fixed={flag.dest for flag in flags if flag.fixed},
         names={flag.dest for flag in flags if flag.type is str and not flag.choices},

@@ -14,7 +14,7 @@ from machinery.run import checkpoints
 
 LOCK = ".lock"
 PARTS = {"best": "keep_best", "ema": "enable_ema", "critic": "has_critic"}  # a flag for each
-OF_A_START = ("resume", "overwrite", "local_rank")  # flags of one start of a run
+OF_A_START = {"resume", "overwrite", "local_rank", "output_dir"}  # flags of one start of a run
 LOGS = (".log", ".out", ".err", ".txt")  # what a launcher or a shell may have opened there before
 
 
@@ -83,30 +83,31 @@ def refuse_resume(args, output):
 
 
 def refuse_other_flags(args, before):
-    """Refuses --resume if a fixed flag was another in args.json's `before`."""
-    for name, old, new in changed(args, before):
-        if name in args.declared.fixed:
-            words = f"--resume: the run was begun with --{name} {old}, and now it is {new}."
-            raise Refused("flag-changed", words)
-
-
-def changed(args, before):
-    """Yields (name, old, new) of each flag that was another in args.json's `before`.
+    """Refuses --resume if a fixed flag was another in args.json's `before`.
 
     Of what is named by a path the last part is compared: folders may have moved. None, 0, False
     and empty lists are alike.
     """
-    for name in sorted(vars(args).keys() & before.keys()):
+    for name in sorted(args.declared.fixed & before.keys()):
         old, new = before[name], getattr(args, name)
         if comparable(args, name, old) != comparable(args, name, new):
-            yield name, old, new
+            words = f"--resume: the run was begun with --{name} {old}, and now it is {new}."
+            raise Refused("flag-changed", words)
 
 
 def comparable(args, name, value):
     """Returns the value of a flag, or of what it names the last part of each path."""
-    if name not in args.declared.names or not value:
+    if name not in args.declared.names or name == "stop" or not value:  # texts may have a /
         return value or None
     return [Path(str(text)).name for text in (value if isinstance(value, list) else [value])]
+
+
+def say_changed_flags(args, before):
+    """Says which flags are others than in args.json's `before`: one may have been forgotten."""
+    now = json.loads(json.dumps(vars(args), default=str))
+    for name in sorted(args.declared.flags & before.keys() - OF_A_START):
+        if before[name] != now[name]:
+            ranks.say(f"--{name} was {before[name]} and is now {now[name]}")
 
 
 # ---- The run's own ----
@@ -117,7 +118,10 @@ class OutputFolder:
         self.args, self.path, self.record = args, Path(args.output_dir), {}
         self.lock = locks.Lock(self.path / LOCK)
         refuse_in_use(args, self.lock.holder())
+        resumed = args.resume  # also of a run that must start anew
         refuse_unusable(args)
+        if resumed:
+            say_changed_flags(args, read_record(self.path))
 
     def take(self, facts):
         """Locks the folder, checks it again, and moves aside what --overwrite replaces.
@@ -175,14 +179,8 @@ class OutputFolder:
         ranks.say(f"what was in {self.path} is now in {aside}")
 
     def note(self):
-        """Writes args.json, whole or not at all: at the start, and when a checkpoint is loaded.
-
-        A run that goes on says which flags were others before: one may have been forgotten.
-        """
+        """Writes args.json, whole or not at all: at the start, and when a checkpoint is loaded."""
         if ranks.get_rank() == 0:
-            for name, old, new in changed(self.args, read_record(self.path)):
-                if name not in OF_A_START:
-                    ranks.say(f"--{name} was {old}, and is {new} from here on")
             aside = self.path / ".args.json"
             aside.write_text(json.dumps(self.record, indent=1, default=str) + "\n")
             saving.sync(aside)

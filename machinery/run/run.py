@@ -119,8 +119,8 @@ class Run:
         os.register_at_fork(
             after_in_child=lambda: [signal.signal(number, STOPS[number]) for number in noted]
         )
-        # What is there by now is never looked at again: DeepSpeed (0.19.8) collects garbage at each
-        # move of --offload_states, and would walk over all that was imported.
+        # Garbage is no longer looked for among what is there by now. DeepSpeed (0.19.8) looks when
+        # --offload_states moves states to the CPU, and would walk over all that was imported.
         gc.collect()
         gc.freeze()
         self.started = time.monotonic()  # of the step: loading its rows is a part of it

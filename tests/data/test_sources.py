@@ -46,7 +46,7 @@ def test_the_words_of_a_folders_names_say_what_is_held_out(tmp_path, capsys):
         "validation": here("valid_1.jsonl"),
         "test": here("test/b/c.jsonl"),
     }
-    assert f"2 files are not read, among them {tmp_path}/latest.jsonl" in capsys.readouterr().out
+    assert f"files that are not read: 2, such as {tmp_path}/latest.jsonl" in capsys.readouterr().out
     assert sources.files_in(tmp_path / "test/b") == {"train": here("test/b/c.jsonl")}
 
 

@@ -220,7 +220,7 @@ def test_which_forwards_an_update_can_take_over(reusable, needed, changes):
     assert ppo.forwards_of_score(given, given, given.no_dropout) == (reusable, needed)
 
 
-def test_responses_are_shuffled_where_a_rollout_makes_several_updates():
+def test_responses_are_shuffled_where_a_rollout_makes_several_minibatches():
     """Each once, in an order of the seed. Sorted by length, as where one update takes them all, one
     update would see short responses only."""
     rows = [{"prompt_ids": [5] * n, "response_ids": []} for n in range(20)]

@@ -164,7 +164,7 @@ def test_killed_three_times_and_resumed_it_is_the_same_run(whole, tmp_path):
     assert (tmp_path / "run.old-1/args.json").exists(), "what began anew was moved aside"
     done = play(folder, "--resume")
     assert done.codes == [0, 0] and kit.outcome(folder) == kit.outcome(whole), done
-    assert "from here on" not in done.out, "no flag has changed"
+    assert "and is now" not in done.out, "no flag has changed"
 
 
 @pytest.mark.slow
@@ -450,14 +450,15 @@ def test_a_resumed_run_takes_the_settings_that_it_is_given(stopped):
     """Who resumes with a lower rate must not train on with the old one, which schedule and
     optimizer had kept: the weights stay where the checkpoint has them. Weight decay, betas and the
     largest norm are the new ones, too, as the next checkpoint shows. The run says which flags have
-    changed, and no others: who forgets one on the line of --resume sees that."""
-    more = "--weight_decay 0.3 --adam_betas 0.5,0.6 --max_grad_norm 0.7".split()
+    changed, and no others: who forgets one on the line of --resume sees that, also where it was
+    --dropout 0, which is not what is taken without it."""
+    more = "--weight_decay 0.3 --adam_betas 0.5,0.6 --max_grad_norm 0.7 --dropout 0".split()
     done = play(stopped, "--resume", "--learning_rate", 1e-9, *more)
     assert done.codes == [0, 0], done
-    said = re.findall(r"--(\w+) was .+, and is (.+) from here on", done.out)
+    said = re.findall(r"--(\w+) was .+ and is now (.+)", done.out)
     betas, kept = ("adam_betas", "[0.5, 0.6]"), ("keep_checkpoints", "1")  # `whole` has kept all
     rate, norm = ("learning_rate", "1e-09"), ("max_grad_norm", "0.7")
-    assert said == [betas, kept, rate, norm, ("weight_decay", "0.3")], done
+    assert said == [betas, ("dropout", "0.0"), kept, rate, norm, ("weight_decay", "0.3")], done
     rates = [line["learning_rate"] for line in kit.metrics(stopped)[1:]]
     assert min(rates[:2]) > 1e-3 and max(rates[2:]) <= 1e-9
     file = stopped / "checkpoints/step-4/model/state/mp_rank_00_model_states.pt"

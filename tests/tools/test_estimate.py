@@ -176,6 +176,10 @@ def test_checkpointing_and_offload_move_what_they_should(opt):
     assert count(sft_args(opt, *single))["train"]["gradients"] == 4 * WEIGHTS / 8
     on_cpu = count(sft_args(opt, *single), cpu=True)["train"]["gradients"]
     assert on_cpu == 0, "its pages are not written yet"
+    for flags in ([], ["--gradient_accumulation_steps", 2]):  # a step ends without them
+        phases = memory.count(*ppo_models(opt, "--zero_stage", 2, *flags), 8)
+        sums = [phases[name]["gradients"] > 0 for name in ("generate", "score", "train", "update")]
+        assert sums == [False, False, True, True]
     assert count(sft_args(opt, "--zero_stage", 3, "--offload"))["train"]["weights"] == 0
 
 
