@@ -175,7 +175,7 @@ def parse(parser, toy, argv=None, script=""):
         flags={flag.dest for flag in flags},
         given={*given},
         fixed={flag.dest for flag in flags if flag.fixed},
-        names={flag.dest for flag in flags if flag.type is str and not flag.choices},
+        names={flag.dest for flag in flags if flag.type is str and not flag.choices} - {"stop"},
         why=why,
     )
     rules.refuse_broken(args, rules.of_all)

@@ -97,7 +97,7 @@ def refuse_other_flags(args, before):
 
 def comparable(args, name, value):
     """Returns the value of a flag, or of what it names the last part of each path."""
-    if name not in args.declared.names or name == "stop" or not value:  # texts may have a /
+    if name not in args.declared.names or not value:
         return value or None
     return [Path(str(text)).name for text in (value if isinstance(value, list) else [value])]
 
