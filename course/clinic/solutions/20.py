@@ -1,4 +1,4 @@
-"""No response may end before its 24th token; log-probs are those of the policy that may end."""
+"""EOS may not be among the first 24 tokens; log-probs are those of the policy that may end."""
 
 import itertools
 
