@@ -33,7 +33,8 @@ def read_source(path, flag="--data_path"):
     try:
         splits, columns = read_splits(path)
         if "train" not in splits:
-            raise ValueError(f"It has no part train, only {', '.join(map(str, splits))}.")
+            words = f"It has no part train, only {', '.join(map(str, splits))}."
+            raise ValueError(f"{words} Of parts train_X and test_X, choose: NAME:CONFIGURATION:X.")
     except Exception as error:  # of many kinds: offline, unknown name, no access, broken file
         why = error.__cause__ or error
         raise Refused("unreadable-data", f"{flag} {path} cannot be read.\n  {why}") from error
@@ -45,16 +46,22 @@ def read_source(path, flag="--data_path"):
 
 
 def read_splits(path):
-    """Returns {name: Dataset} of a source, and the names of its columns. Raises what goes wrong."""
-    local, files = Path(path), {}
+    """Returns {name: Dataset} of a source, and the names of its columns. Raises what goes wrong.
+
+    Of NAME:CONFIGURATION:X the parts train_X and test_X are read, as train and test.
+    """
+    name, configuration, suffix = path, None, ""
+    if not Path(path).exists() and ":" in path:
+        name, configuration, suffix = (path + "::").split(":")[:3]
+    local, files = Path(name), {}
     if not (path and local.exists()) and (local.suffix in KINDS or path[:1] in "./~"):
         raise ValueError(f"No such file or folder. {nearest(local)}")
     if local.is_file():
         if local.suffix not in KINDS:
             raise ValueError(f"It must be one of {', '.join(KINDS)}.")
-        files = {"train": [path]}
+        files = {"train": [name]}
     if local.is_dir():
-        files = files_in(local)
+        files = files_in(local, suffix)
     names = [name for part in files.values() for name in part]
     if names and not names[0].endswith(".parquet"):  # all are of one kind
         splits = {part: read_files(files[part]) for part in files}
@@ -63,14 +70,19 @@ def read_splits(path):
     read = datasets.load_dataset
     # A plain list would be one of patterns.
     listed = {part: DataFilesList(files[part], [(digest(files[part]),)]) for part in files}
-    splits = read("parquet", data_files=listed) if listed else read(*path.split(":"))
+    splits = read("parquet", data_files=listed) if listed else read(name, configuration or None)
+    if suffix and not listed:
+        ours = [part for part in splits if part.endswith(f"_{suffix}")]
+        splits = {part.removesuffix(f"_{suffix}"): splits[part] for part in ours} or splits
     for split in splits.values():
         split.data.validate(full=True)  # a parquet file's text may be no UTF-8
     return splits, next(iter(splits.values())).column_names
 
 
-def files_in(folder):
+def files_in(folder, suffix=""):
     """Returns {"train": [file, ...], "test": ...} of a folder, by words in the names below it.
+
+    suffix: only files train_SUFFIX, test_SUFFIX, ... are read.
 
     The words are those of `datasets`, and so is the choice of one kind of files, the most frequent.
     But a name is a name: a [ is no pattern, and no README.md names files elsewhere. Where output
@@ -82,6 +94,8 @@ def files_in(folder):
     for file in sorted(here.rglob("*.*"), key=str):
         below = str(file.relative_to(here))
         hidden = re.search(r"(^|/)(\.|__)", below) or file.name in FILES_TO_IGNORE
+        if suffix not in ("", suffix_of(file)):
+            continue
         if file.suffix in KINDS and file.is_file() and not hidden and runs.isdisjoint(file.parents):
             files.append(file)
             words = {*re.split(f"[{NON_WORDS_CHARS}/]", below)}
@@ -96,7 +110,18 @@ def files_in(folder):
     left = {file for file in files if file.suffix != ".json"}  # which is often something else
     if left := left.difference(*parts.values()):
         ranks.say(f"warning: {folder}: files that are not read: {len(left)}, such as {min(left)}")
+    for part, those in parts.items():
+        if len(several := sorted({suffix_of(file) for file in those})) > 1:
+            words = f"{part} joins {', '.join(f'{part}_{each}'.rstrip('_') for each in several)}"
+            ranks.say(f"warning: {folder}: {words}. To choose one: {folder}::{several[-1]}")
     return {part: [*map(str, those)] for part, those in parts.items() if those}
+
+
+def suffix_of(file):
+    """Returns X of train_X.jsonl, test_X-00000-of-00002.parquet, ...; of other names ""."""
+    stem = re.sub(r"[-_.]?\d+(-of-\d+.*)?$", "", file.stem)
+    word, _, suffix = stem.partition("_")
+    return suffix if any(word in words for words in SPLIT_KEYWORDS.values()) else ""
 
 
 def names_in(args, path, columns):

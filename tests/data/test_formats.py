@@ -134,6 +134,6 @@ def test_names_of_a_set_in_deepspeed_chats_blend_are_known(tokenizer, tmp_path, 
     name = "Dahoas/synthetic-instruct-gptj-pairwise"
     pairs = [{"prompt": f"Q{i}?", "chosen": "c", "rejected": "x"} for i in range(2)]
     hub = DatasetDict(train=Dataset.from_list(pairs))
-    monkeypatch.setattr(sources.datasets, "load_dataset", lambda path: hub)
+    monkeypatch.setattr(sources.datasets, "load_dataset", lambda *given: hub)
     found = both(load(tokenizer, [name], "reward"))
     assert (WRAPPED, " c", " x") in texts(tokenizer, found)

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 from data_kit import both, dahoas, load, many, texts, write
+from datasets import Dataset
 
+from machinery.base.refused import Refused
 from machinery.data import sources
+from tests import kit
 
 
 def test_a_folder_holds_train_and_test(tokenizer, tmp_path):
@@ -48,6 +51,48 @@ def test_the_words_of_a_folders_names_say_what_is_held_out(tmp_path, capsys):
     }
     assert f"files that are not read: 2, such as {tmp_path}/latest.jsonl" in capsys.readouterr().out
     assert sources.files_in(tmp_path / "test/b") == {"train": here("test/b/c.jsonl")}
+
+
+PREFS, SFT = "train_prefs-00000-of-00001", "train_sft-00000-of-00001"
+
+
+def test_files_that_may_hold_the_same_rows_are_joined_aloud(tmp_path, capsys):
+    """HuggingFaceH4/ultrafeedback_binarized, downloaded, has one row in three files. Joined in
+    silence, it would be in the shares of several steps. NAME::X reads the files of X alone."""
+    for name in (PREFS, SFT, "test_prefs-00000-of-00001", "test_sft-00000-of-00001"):
+        write(tmp_path / f"data/{name}.jsonl", [dahoas(i) for i in range(2)])
+    assert len(sources.read_splits(str(tmp_path))[0]["train"]) == 4
+    told = capsys.readouterr().out
+    assert f"train joins train_prefs, train_sft. To choose one: {tmp_path}::sft" in told
+    assert sources.files_in(tmp_path, "prefs")["train"] == [f"{tmp_path}/data/{PREFS}.jsonl"]
+    parts, _ = sources.read_source(f"{tmp_path}::prefs")
+    assert [len(parts[name]) for name in ("train", "test")] == [2, 2]
+    assert "joins" not in capsys.readouterr().out
+    with kit.refuses("unreadable-data"):
+        sources.read_source(f"{tmp_path}::gen")
+
+
+@pytest.mark.parametrize("name", ["train", "train-0", "train-00000-of-00002-0f", "train_1", "x_y"])
+def test_the_number_of_a_shard_chooses_nothing(name):
+    assert sources.suffix_of(Path(f"data/{name}.parquet")) == ""
+
+
+def test_a_hub_name_may_choose_splits(monkeypatch):
+    """By the end of their names. Without it, the error says what there is and how to choose."""
+    parts = ("train_prefs", "train_sft", "test_prefs", "test_sft")
+    hub = {part: Dataset.from_list([{"prompt": part}]) for part in parts}
+    asked = []
+    monkeypatch.setattr(sources.datasets, "load_dataset", lambda *given: asked.append(given) or hub)
+    found, columns = sources.read_source("a/b::prefs")
+    assert {part: rows[0]["prompt"] for part, rows in found.items()} == {
+        "train": "train_prefs",
+        "test": "test_prefs",
+    }
+    assert columns == ["prompt"]
+    for name in ("a/b:main", "a/b::gen"):
+        with pytest.raises(Refused, match="only train_prefs, train_sft.* NAME:CONFIGURATION:X"):
+            sources.read_source(name)
+    assert asked == [("a/b", None), ("a/b", "main"), ("a/b", None)]
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".parquet"])
