@@ -17,6 +17,7 @@ FOLDER = ROOT / "recipes"
 FOR_MODELS = "qwen2.5-0.5b"  # taken where a model is named, and no recipe
 # A comment, or as group 1 what is none though a # may stand in it: an escape, or a quotation
 COMMENT = r"""(\\.|"[^"]*"|'[^']*')|(?:^|\s)#.*"""
+ROLES = "", "actor_", "critic_"  # of the models that are trained
 ROWS = {f"per_device_{work}_batch_size" for work in ("train", "generation", "training")}
 # A flag that goes with others of its recipe: it is dropped where one of them is given later.
 GOES_WITH = {
@@ -105,7 +106,7 @@ def choose(script, stated):
     """
     if stated.get("preset"):
         return stated["preset"], ""
-    named = (stated.get(f"{role}model_name_or_path") for role in ("", "actor_", "critic_"))
+    named = (stated.get(f"{role}model_name_or_path") for role in ROLES)
     models = [*filter(None, named)]
     for model in models:
         name = records.of_model(model).get("preset")
@@ -117,11 +118,20 @@ def choose(script, stated):
 
 
 def note(args):
-    """Returns a line for the first lines of a run: which recipe was taken unless it was named."""
+    """Returns a line for the first lines of a run: which recipe was taken unless it was named.
+
+    Also which models were trained without LoRA by an earlier step, where it is on now.
+    """
     ends = "learning_rate", "lora_dim", "num_train_epochs", "missing_eos_penalty"
     flags, why = vars(args).items(), args.declared.why
     shown = [f"{flag} {value}" for flag, value in flags if flag.endswith(ends) and value]
-    return f"  recipe   {why}: {', '.join(shown)}; --preset overrides\n" if why else ""
+    words = "--preset overrides"
+    for role in ROLES:
+        model = getattr(args, f"{role}model_name_or_path", None)
+        if model and getattr(args, f"{role}lora_dim", 0):
+            whole = records.of_model(model).get("lora_dim") == 0
+            words += f"; {model} was trained without LoRA" * whole
+    return f"  recipe   {why}: {', '.join(shown)}; {words}\n" if why else ""
 
 
 # ---- Rows of all ranks ----
