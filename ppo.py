@@ -198,7 +198,8 @@ class Sizes:
     """How a rollout is divided, on one rank.
 
     prompts, responses      of a generation batch: prompts; of the whole rollout: responses
-    batches_per_step        generation batches of a rollout
+    batches_per_step        generation batches of a rollout. (A group that is larger than one, as
+                            long responses need it, is counted as one.)
     micro_batches           of a rollout; --gradient_accumulation_steps of them are a minibatch
     updates_per_epoch       minibatches, so optimizer steps, of one epoch over a rollout
     updates                 of all epochs
@@ -212,9 +213,9 @@ class Sizes:
         generated = args.per_device_generation_batch_size
         accumulation = args.gradient_accumulation_steps
         self.samples = args.samples_per_prompt
-        self.prompts = generated // self.samples
-        self.batches_per_step = accumulation * args.generation_batches
-        self.responses = self.batches_per_step * generated
+        self.prompts = max(generated // self.samples, 1)
+        self.responses = accumulation * args.generation_batches * generated
+        self.batches_per_step = self.responses // (self.prompts * self.samples)
         self.micro_batches = self.responses // args.per_device_training_batch_size
         self.updates_per_epoch = self.micro_batches // accumulation
         self.updates = self.updates_per_epoch * args.ppo_epochs
@@ -462,6 +463,7 @@ class Models:
     critic: DeepSpeedEngine | None  # None: --advantage compares responses, or sums rewards up
     reference: Callable | None  # with LoRA the actor, its adapters off; none with --kl_coef 0
     reward_models: list  # usually one; several, or none where --reward_fn judges alone
+    functions: dict  # {name: function} of --reward_fn and --gold_fn: judging.call_functions
     judge: Callable  # (batch) -> scores (B, R) by the reward models and --reward_fn
     gold: Callable | None  # (batch) -> scores (B, R) by --gold_fn
 
@@ -472,8 +474,8 @@ class Models:
         return {"actor": self.actor, **critic}
 
 
-def load_models(args, tokenizer, functions, gold, updates):
-    """Part 2. functions, gold: judges (batch) -> (B, R), of --reward_fn and --gold_fn.
+def load_models(args, tokenizer, functions, updates):
+    """Part 2. functions: {name: function} of --reward_fn and --gold_fn.
 
     updates: optimizer steps of the whole run, for the learning-rate schedules.
     """
@@ -492,8 +494,10 @@ def load_models(args, tokenizer, functions, gold, updates):
         ranks.say(f"rewards come from {', '.join(args.reward_fn)} alone; no reward model is loaded")
     reward_models = judging.load_models(args, batch_size, tokenizer)
     judges = [functools.partial(reward_model_scores, model) for model in reward_models]
-    judge = judging.combined(args, [*functions, *judges])
-    return Models(actor, critic, reference, reward_models, judge, gold)
+    of_functions = {name: functools.partial(judging.said, name=name) for name in functions}
+    gold = of_functions.pop("gold", None)
+    judge = judging.combined(args, [*of_functions.values(), *judges])
+    return Models(actor, critic, reference, reward_models, functions, judge, gold)
 
 
 # ---- The micro-batch ----
@@ -846,7 +850,9 @@ def answered(args, models, tokenizer, requests):
         engine.eval()  # no dropout
     state_offload.to_cpu(args, engines)  # --offload_states
     responses = roll_out(args, models.actor, tokenizer, requests, 0, at_once)
-    micro_batches = make_micro_batches(tokenizer, ordered(responses), size)
+    responses = ordered(responses)
+    judging.call_functions(models.functions, responses)
+    micro_batches = make_micro_batches(tokenizer, responses, size)
     for batch in micro_batches:
         score(args, models, batch)
         score_actor(args, models.actor, batch)
@@ -1004,7 +1010,7 @@ def optimizer_step(args, models, minibatch, kl_coef, means):
 def main():
     args = get_args()
     run = Run(args, "step 3: PPO")
-    functions, gold = judging.load_functions(args)  # --reward_fn, --gold_fn
+    functions = judging.load_functions(args)  # --reward_fn, --gold_fn
 
     # ---- 1 data ----
     sources = open_sources(args, "ppo")
@@ -1019,7 +1025,7 @@ def main():
     steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.batches_per_step)
 
     # ---- 2 models ----
-    models = load_models(args, tokenizer, functions, gold, steps * sizes.updates)
+    models = load_models(args, tokenizer, functions, steps * sizes.updates)
     actor, critic, engines = models.actor, models.critic, models.engines
     padding.refuse_if_padding_matters(run, *engines.values())
     pack, responses_per_row = shared_prompts.packing(args, models, plain_rows)  # --share_prompt
@@ -1069,6 +1075,7 @@ def main():
         # ---- 4 score ----
         order_seed = None if sizes.updates_per_epoch == 1 else (args.seed, step)
         responses = ordered(responses, responses_per_row, order_seed)
+        judging.call_functions(functions, responses)  # --reward_fn, --gold_fn
         size = args.per_device_training_batch_size
         micro_batches = make_micro_batches(tokenizer, responses, size, pack)
         for batch in micro_batches:

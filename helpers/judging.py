@@ -1,9 +1,9 @@
 """Who scores the responses: reward models, and the user's own functions.
 
-A judge takes a micro-batch and returns scores (B, R).
+A judge takes a micro-batch and returns scores (B, R). A function is called before, once for all
+responses of a rollout: so a pool of its own, or its requests, can work on all of them at a time.
 """
 
-import functools
 import json
 from pathlib import Path
 
@@ -50,29 +50,33 @@ def names_of(args):
 
 # ---- Functions of the user's ----
 def load_functions(args):
-    """Returns the judges of --reward_fn, and that of --gold_fn or None.
+    """Returns {name: function} of --reward_fn, by `names_of`, and of --gold_fn as "gold"."""
+    named = zip(names_of(args), args.reward_fn)
+    functions = {name: load_function(spec, "--reward_fn") for name, spec in named}
+    gold = {"gold": load_function(args.gold_fn, "--gold_fn")} if args.gold_fn else {}
+    return functions | gold
 
-    Each takes a micro-batch and returns scores (B, R).
+
+def call_functions(functions, responses):
+    """Calls each function once, for all of this rank's responses, and notes what it says of them.
+
+    functions: from `load_functions`. responses: dicts; response["said"][name] becomes a list, as
+    `scores_of` returns it. What is said as a dict of parts is also noted as NAME_PART.
     """
-
-    def judge(spec, flag, name):
-        return functools.partial(call_function, load_function(spec, flag), name=name)
-
-    named = zip(args.reward_fn, names_of(args))
-    judges = [judge(spec, "--reward_fn", name) for spec, name in named]
-    return judges, judge(args.gold_fn, "--gold_fn", "gold") if args.gold_fn else None
+    for name, function in functions.items():
+        for response, score in zip(responses, scores_of(function, responses, name)):
+            response.setdefault("said", {})[name] = score
 
 
-def call_function(function, batch, name="reward"):
-    """Returns scores (B, R) for the responses of a micro-batch, on its device; a filler's are 0.
+def said(batch, name):
+    """Returns as scores (B, R) what a function has said of a micro-batch; a filler's are 0.
 
-    One number for a response is placed on its last token; of a list, each number on its token. A
-    dict is the sum of such parts, and each part's own sum is noted in the response as NAME_PART.
+    One number for a response is placed on its last token; of a list, each number on its token.
     batch: .responses, a list of B dicts, .response_mask and .last, (B, R).
     """
     scores = torch.zeros(batch.response_mask.shape)
     last = batch.last.cpu()
-    for i, (whole, *tokens) in enumerate(scores_of(function, batch.responses, name)):
+    for i, (whole, *tokens) in enumerate(response["said"][name] for response in batch.responses):
         scores[i, : len(tokens)] = torch.tensor(tokens)
         scores[i] += whole * last[i]
     return (scores * (batch.response_mask.cpu() > 0)).to(batch.response_mask.device)

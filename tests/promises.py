@@ -84,6 +84,8 @@ old-deepspeed | DEEPSPEED=0.18.5 RANKS=2 ppo --tensor_parallel_size 2 --dtype bf
 # PPO's own
 batches-divide | ppo --per_device_training_batch_size 3 --allow_unstable 1
 batches-divide | ppo --samples_per_prompt 5
+batches-divide | ppo --samples_per_prompt 64
+batches-divide | ppo --samples_per_prompt 48 --gradient_accumulation_steps 3
 group-of-one | ppo --advantage rloo
 group-of-one | ppo --advantage grpo
 no-critic | ppo --preset arithmetic --advantage gae

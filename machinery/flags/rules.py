@@ -67,11 +67,15 @@ def of_ppo(args):
     generated = args.per_device_generation_batch_size
     trained = args.per_device_training_batch_size
 
+    # A micro-batch may hold whole groups of responses, or a group several micro-batches.
+    few, many = sorted([generated, args.samples_per_prompt])
+    whole = generated * args.gradient_accumulation_steps * args.generation_batches
     words = (
-        "{per_device_generation_batch_size} must be divisible by {samples_per_prompt}, and times "
-        "{generation_batches} by {per_device_training_batch_size}."
+        "Of {per_device_generation_batch_size} and {samples_per_prompt} one must divide the other, "
+        "and the {gradient_accumulation_steps} must make whole groups; times {generation_batches} "
+        "the first must be divisible by {per_device_training_batch_size}."
     )
-    broken = generated * args.generation_batches % trained or generated % args.samples_per_prompt
+    broken = many % few or whole % many or generated * args.generation_batches % trained
     yield "batches-divide", broken, words
     words = "{advantage} compares the responses to a prompt.\n  Use --samples_per_prompt 4."
     yield "group-of-one", args.compares_groups and args.samples_per_prompt < 2, words

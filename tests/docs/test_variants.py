@@ -79,6 +79,17 @@ def test_a_variant_replaces_no_file_of_ones_own(tmp_path):
         variants.put("dpo", tree)
 
 
+def test_a_variant_without_its_files_is_refused(tmp_path, monkeypatch):
+    """One saved as .patch would be applied to no effect; a page has the title of the picture."""
+    with pytest.raises(SystemExit, match="variants/gpso has no .diff"):
+        variants.put("gpso", tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/arms.json").write_text((VARIANTS / "gspo/arms.json").read_text())
+    monkeypatch.setattr(variants, "HERE", tmp_path)
+    with pytest.raises(SystemExit, match="mine/README.md is not there"):
+        variants.lab_of("mine", tmp_path)
+
+
 def test_a_tree_inside_another_repository_is_patched_itself(tmp_path, monkeypatch):
     """There git looks for the diff's files at the top of that repository, finds none, and takes the
     diff for one that can be applied, and be taken back, to no effect."""
@@ -365,7 +376,7 @@ def test_the_distill_variant_rewards_what_its_teacher_finds_likelier(tmp_path, m
     for teacher, references in (("--teacher_model_name_or_path T", ["T"]), ("", [])):
         args = ppo.get_args(f"{words} {teacher}".split())
         loaded.clear()
-        found = ppo.load_models(args, None, [], None, 1).reference
+        found = ppo.load_models(args, None, {}, 1).reference
         assert loaded == references and (found == "start") == (not teacher)
 
     flags = kit.import_file(tmp_path / "tree/machinery/flags/ppo_flags.py")
@@ -449,7 +460,7 @@ def test_the_dynamic_sampling_variant_by_hand(tmp_path, monkeypatch):
     rows = [dict(group=i // 2, row=i // 2, row_weight=1, reward=x) for i, x in enumerate(rewards)]
     names = dict(seed=1, dynamic_sampling=3, samples_per_prompt=2)
     names |= dict(rollout_batch_size=4, per_device_training_batch_size=4)
-    models, train = SimpleNamespace(judge=judge, actor=None), [{"prompt": "?"}] * 9
+    models, train = SimpleNamespace(judge=judge, actor=None, functions={}), [{"prompt": "?"}] * 9
     found = ppo.replaced(SimpleNamespace(**names), models, None, train, rows, 5)
     assert found[:2] == rows[:2] and [row["turn"] for row in found[2:]] == [2, 2]
 

@@ -78,7 +78,7 @@ def models_of_stubs():
     engine = SimpleNamespace(
         backward=torch.Tensor.backward, step=lambda: None, gradient_accumulation_steps=lambda: 1
     )
-    return ppo.Models(engine, engine, None, [], None, None)
+    return ppo.Models(engine, engine, None, [], {}, None, None)
 
 
 def test_actor_and_critic_learn_the_mean_over_the_tokens_that_count():

@@ -74,7 +74,7 @@ def rollout(model, tokenizer, count=4):
 def scored(model, tokenizer, responses, size, graph=False):
     batches = ppo.make_micro_batches(tokenizer, responses, size)
     for batch in batches:
-        models = ppo.Models(model, None, model, [], lambda batch: batch.last, None)
+        models = ppo.Models(model, None, model, [], {}, lambda batch: batch.last, None)
         ppo.score(ARGS, models, batch)
         ppo.score_actor(ARGS, model, batch, keep_graph=graph)
     return batches

@@ -43,10 +43,9 @@ def test_a_reward_function_may_score_every_token():
     def tokens(prompts, completions, completion_ids, **columns):
         return [list(map(float, ids)) for ids in completion_ids]
 
-    scores = judging.call_function(tokens, batch)
-    assert scores.tolist() == [[5, 6, 1], [7, 1, 0]]
-    scores = judging.call_function(lambda **columns: [2.0, 3.0], batch)
-    assert scores.tolist() == [[0, 0, 2], [0, 3, 0]]
+    judging.call_functions({"tokens": tokens, "whole": lambda **columns: [2.0, 3.0]}, rows)
+    assert judging.said(batch, "tokens").tolist() == [[5, 6, 1], [7, 1, 0]]
+    assert judging.said(batch, "whole").tolist() == [[0, 0, 2], [0, 3, 0]]
 
 
 def test_several_judges_are_summed():

@@ -38,7 +38,7 @@ def looked(tiny_model, tokenizer, tmp_path):
             return 2.0 * batch.last
 
         own = Critic() if args.has_critic else None
-        models = ppo.Models(tiny_model, own, reference, [], judge, None)
+        models = ppo.Models(tiny_model, own, reference, [], {}, judge, None)
         run = SimpleNamespace(args=args, tokenizer=tokenizer)
         if requests := microscope.requests(args, datasets.Dataset.from_list(rows)):
             batches = ppo.answered(args, models, tokenizer, requests)

@@ -34,14 +34,15 @@ def test_a_dict_is_its_sum_and_each_part_is_noted():
 
 def test_a_part_may_have_a_number_for_each_token():
     """Its mean in the log is that of its sums. A part of one number stays on the last token, where
-    there are both; `call_function` places it."""
+    there are both; `said` places it."""
     row = {**RESPONSE}
     given = [{"style": [0.25, 0.5], "answer": 1, "length": torch.tensor([0, -1])}]
     assert functions.scores_of(lambda **columns: given, [row]) == [[1, 0.25, -0.5]]
     assert (row["reward_style"], row["reward_answer"], row["reward_length"]) == (0.75, 1, -1)
     mask, last = torch.tensor([[1.0, 1, 0]]), torch.tensor([[0.0, 1, 0]])
     batch = SimpleNamespace(responses=[row], response_mask=mask, last=last)
-    found = judging.call_function(lambda **columns: given, batch)
+    judging.call_functions({"reward": lambda **columns: given}, [row])
+    found = judging.said(batch, "reward")
     assert found.tolist() == [[0.25, 0.5, 0]]
 
 

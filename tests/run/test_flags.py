@@ -291,6 +291,7 @@ def test_the_next_step_takes_the_preset_of_the_folder_that_it_starts_from(tmp_pa
     (tmp_path / "config.json").write_text("{}")
     args = get_args("reward", f"--model_name_or_path {tmp_path}", "")
     assert args.preset == "opt-1.3b" and f"with which {tmp_path} was trained" in recipes.note(args)
+    assert "without LoRA" not in recipes.note(args)
     args = get_args("reward", f"--model_name_or_path {tmp_path} --preset toy", "")
     assert args.preset == "toy"
 
@@ -397,6 +398,18 @@ def test_the_toy_has_the_rows_of_two_ranks_and_says_where_it_has_not(monkeypatch
     assert asked.per_device_train_batch_size == max(1, 24 // count)
 
 
+def test_a_recipe_that_turns_lora_on_again_says_so(tmp_path):
+    """Where SFT trained all weights, a forgotten --lora_dim 0 is LoRA, at the rate given for all
+    weights perhaps."""
+    (tmp_path / "args.json").write_text('{"preset": "qwen2.5-0.5b", "lora_dim": 0}')
+    (tmp_path / "config.json").write_text("{}")
+    said = f"; {tmp_path} was trained without LoRA"
+    assert said in recipes.note(get_args("reward", f"--model_name_or_path {tmp_path}", ""))
+    flags = f"--actor_model_name_or_path {tmp_path} --critic_model_name_or_path some/model"
+    for others, count in (("", 1), (" --actor_lora_dim 0", 0)):
+        assert recipes.note(get_args("ppo", flags + others, "")).count(said) == count
+
+
 def test_ranks_that_share_layers_count_once(monkeypatch):
     pretend(monkeypatch, WORLD_SIZE="8")
     args = get_args("sft", "--tensor_parallel_size 2 --dtype bf16")
@@ -414,6 +427,21 @@ def test_what_ppos_flags_leave_open_follows_from_others():
     sizes = ppo.Sizes(args)
     assert (sizes.prompts, sizes.batches_per_step, sizes.responses) == (32, 2, 64)
     assert (sizes.micro_batches, sizes.updates) == (2, 1)
+
+
+def test_a_group_may_be_larger_than_a_micro_batch():
+    """Of 16 long responses a device may not hold the logits of more than one. The step is the same:
+    two prompts, 32 responses, one update."""
+    for rows, accumulation in ((32, 1), (16, 2), (8, 4), (1, 32)):
+        flags = "--advantage grpo --samples_per_prompt 16"
+        flags += f" --gradient_accumulation_steps {accumulation}"
+        for batch in ("generation", "training"):
+            flags += f" --per_device_{batch}_batch_size {rows}"
+        sizes = ppo.Sizes(get_args("ppo", flags))
+        assert sizes.prompts * sizes.batches_per_step == 2, rows
+        assert (sizes.responses, sizes.micro_batches, sizes.updates) == (32, accumulation, 1)
+        requests = sizes.requests([[{"row": 5 + i}] for i in range(2)])
+        assert [request["group"] for request in requests] == [0] * 16 + [1] * 16
 
 
 def test_filters_of_sampling_say_what_they_do_to_kl(capsys, tmp_path):

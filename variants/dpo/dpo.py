@@ -140,12 +140,13 @@ def evaluate(args, engine, reference, held_out, collate_rows):
 
 
 @torch.no_grad()
-def answer(args, engine, reference, tokenizer, prompts, gold):
+def answer(args, engine, reference, tokenizer, prompts, functions):
     """Responses to held-out prompts, of all ranks: dicts with text, kl, gold, response_length."""
     size = args.per_device_eval_batch_size
     rows = evaluation.requests(prompts)
     engine.eval()
     responses = ppo.roll_out(args, engine, tokenizer, rows, 0, size)
+    judging.call_functions(functions, responses)
     for batch in ppo.make_micro_batches(tokenizer, responses, size):
         found = {"response_length": batch.length}  # (B,)
         if reference:
@@ -153,8 +154,8 @@ def answer(args, engine, reference, tokenizer, prompts, gold):
             ref_logprobs = common.response_logprobs(reference, batch, mask, temperature)
             logprobs = common.response_logprobs(engine, batch, mask, temperature)
             found["kl"] = (logprobs - ref_logprobs).sum(-1)
-        if gold:
-            found["gold"] = gold(batch).sum(-1)
+        if functions:
+            found["gold"] = judging.said(batch, "gold").sum(-1)
         for name, values in found.items():
             for response, value in zip(batch.responses, values.tolist()):
                 response[name] = value
@@ -166,7 +167,7 @@ def answer(args, engine, reference, tokenizer, prompts, gold):
 def main():
     args = get_args()
     run = Run(args, "DPO: direct preference optimization")
-    gold = judging.load_functions(args)[1]  # --gold_fn
+    functions = judging.load_functions(args)  # --gold_fn
 
     # ---- 1 data ----
     sources = open_sources(args, "reward")
@@ -187,7 +188,7 @@ def main():
 
     def evaluate_at(step):
         metrics = evaluate(args, engine, reference, held_out, collate_rows)
-        responses = answer(args, engine, reference, tokenizer, prompts, gold)
+        responses = answer(args, engine, reference, tokenizer, prompts, functions)
         return metrics | evaluation.report(run, step, responses)
 
     # ---- 3 train ----

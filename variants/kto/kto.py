@@ -226,19 +226,20 @@ def numbered(rows):
 
 
 @torch.no_grad()
-def answer(args, engine, reference, tokenizer, prompts, gold):
+def answer(args, engine, reference, tokenizer, prompts, functions):
     """Responses to held-out prompts, of all ranks: dicts with text, kl, gold, response_length."""
     size = args.per_device_eval_batch_size
     rows = evaluation.requests(prompts)
     engine.eval()
     responses = ppo.roll_out(args, engine, tokenizer, rows, 0, size)
+    judging.call_functions(functions, responses)
     for batch in ppo.make_micro_batches(tokenizer, responses, size):
         mask, temperature = batch.response_mask, args.temperature  # (B, R)
         ref_logprobs = common.response_logprobs(reference, batch, mask, temperature)
         logprobs = common.response_logprobs(engine, batch, mask, temperature)
         found = {"response_length": batch.length, "kl": (logprobs - ref_logprobs).sum(-1)}  # (B,)
-        if gold:
-            found["gold"] = gold(batch).sum(-1)
+        if functions:
+            found["gold"] = judging.said(batch, "gold").sum(-1)
         for name, values in found.items():
             for response, value in zip(batch.responses, values.tolist()):
                 response[name] = value
@@ -250,7 +251,7 @@ def answer(args, engine, reference, tokenizer, prompts, gold):
 def main():
     args = get_args()
     run = Run(args, "KTO: Kahneman-Tversky optimization")
-    gold = judging.load_functions(args)[1]  # --gold_fn
+    functions = judging.load_functions(args)  # --gold_fn
 
     # ---- 1 data ----
     sources = open_sources(args, "sft" if args.label else "reward")
@@ -274,7 +275,7 @@ def main():
 
     def evaluate_at(step):
         metrics = evaluate(args, engine, reference, held_out, pad_id)
-        responses = answer(args, engine, reference, tokenizer, prompts, gold)
+        responses = answer(args, engine, reference, tokenizer, prompts, functions)
         return metrics | evaluation.report(run, step, responses)
 
     # ---- 3 train ----
