@@ -2,13 +2,16 @@
 predicted before they were made.
 
 A declaration has the fields of runner.Lab; "base" and "measures" are names of labs/declared.json,
-or written out. Unless an arm says otherwise, a run has one rank. A seed goes through the whole
-pipeline: its own SFT model, reward model and PPO. Where a lab names a commit, flags of it have left
-the project since; it can be repeated there.
+or written out as there. Without "shown" the picture shows all measures. Unless an arm says
+otherwise, a run has one rank. A seed goes through the whole pipeline: its own SFT model, reward
+model and PPO. Where a lab names a commit, flags of it have left the project since; it can be
+repeated there. labs/README.md shows how to write one.
 """
 
 import json
+import sys
 from dataclasses import replace
+from itertools import chain
 
 import runner
 
@@ -26,27 +29,47 @@ SHARED = json.loads((HERE / "declared.json").read_text())
 BASES = {name: base["flags"] for name, base in SHARED["bases"].items()}
 
 
+def check(field, names, known):
+    """Refuses what a field names and nobody knows. Else it would be missed after the runs."""
+    if unknown := set(names) - set(known):
+        raise ValueError(f'"{field}": {unknown} is not among {[*known]}')
+
+
 def load(file):
     """Returns the Lab that a file declares."""
     said = json.loads(file.read_text())
-    base, measures = SHARED["bases"][said["base"]], said["measures"]
+    base, measures = said["base"], said["measures"]
+    if isinstance(base, str):
+        check("base", [base], BASES)
+        base = SHARED["bases"][base]
     if isinstance(measures, list):
+        check("measures", measures, measures if "commit" in said else SHARED["measures"])
         measures = {head: SHARED["measures"].get(head) for head in measures}
-    plain = said.get("plain", base["plain"]).items()
+    check("topic", [said["topic"]], SHARED["topics"])
+    keys = ["against", "best_of", *runner.OF_LAST, *base["flags"]]
+    check("arms", chain(*said["arms"].values()), keys)
+    check("given", said.get("given", []), GIVEN)
+    plain = said.get("plain", base["plain"])
     others = {
+        "shown": said.get("shown", [*measures]),
         "base": base["flags"],
         "limits": base["limits"],
         "measures": measures,
         "given": {name: GIVEN[name] for name in base["given"] + said.get("given", [])},
         "models": base["models"] | said.get("models", {}),
-        "plain": tuple((runner.RESULTS / f"{name}.json", arm) for name, arm in plain),
+        "plain": tuple((runner.RESULTS / f"{name}.json", arm) for name, arm in plain.items()),
     }
     return runner.Lab(**{**said, **others})
 
 
 def load_all():
-    """Returns {name: Lab} of all labs, by topic and then by name."""
-    labs = {file.stem: load(file) for file in sorted((HERE / "declared").glob("*.json"))}
+    """Returns {name: Lab} of all labs, by topic and then by name. One that is wrong is left out."""
+    labs = {}
+    for file in sorted((HERE / "declared").glob("*.json")):
+        try:
+            labs[file.stem] = load(file)
+        except Exception as error:
+            print(f"{file} is left out: {type(error).__name__}: {error}", file=sys.stderr)
     return dict(sorted(labs.items(), key=lambda item: SHARED["topics"].index(item[1].topic)))
 
 

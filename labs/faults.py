@@ -10,11 +10,11 @@ with itself. No such run is stopped by what ppo.py checks in its first step.
 import collections
 import copy
 import functools
+import os
 import runpy
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, os.getcwd())  # the code, or a copy of it that has a variant
 
 import torch  # noqa: E402
 
@@ -264,28 +264,22 @@ def head_library():
     common.init_value_head = nothing
 
 
+BY_NAME = [dropout_scores, shifted, shifted_ratio, shifted_penalty, no_eos, whitened_by_halves]
+BY_NAME += [grpo_no_deviation, in_order, head_library]
 FAULTS = {
+    **{fault.__name__: fault for fault in BY_NAME},
     "none": two_passes,
-    "dropout_scores": dropout_scores,
     "bf16_scores": lambda: bf16(True),
     "bf16_trains": lambda: bf16(False),
-    "shifted": shifted,
-    "shifted_ratio": shifted_ratio,
-    "shifted_penalty": shifted_penalty,
-    "no_eos": no_eos,
-    "whitened_by_halves": whitened_by_halves,
     "offset_2": lambda: offset(2.0),
-    "grpo_no_deviation": grpo_no_deviation,
     "dual_clip_3": lambda: dual_clip(3.0),
     "answer_4_times": lambda: answer_often(4),
     "answer_64_times": lambda: answer_often(64),
-    "in_order": in_order,
     **{f"stale_{n}": functools.partial(stale_sampler, n) for n in STALE},
     **{f"stale_{n}_clipped": functools.partial(stale_sampler, n, True) for n in STALE},
     "head_0.02": lambda: head(lambda width: 0.02),
     "head_root": lambda: head(lambda width: (width + 1) ** -0.5),
     "head_zero": lambda: head(lambda width: 0.0),
-    "head_library": head_library,
 }
 
 

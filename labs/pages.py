@@ -124,8 +124,7 @@ def cell(results, head):
     if not values:
         return ""
     numbers = statistics.mean(values), min(values), max(values)
-    plain = [x == 0 or 0.0005 <= abs(x) < 1000 for x in numbers]
-    texts = [f"{x:.3f}" if ok else f"{x:.1e}" for x, ok in zip(numbers, plain)]
+    texts = [f"{x:.3f}" if x == 0 or 5e-4 <= abs(x) < 1000 else f"{x:.1e}" for x in numbers]
     return "{} [{}, {}]".format(*texts)
 
 

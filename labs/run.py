@@ -37,9 +37,8 @@ def write_lines(file, rows):
 
 def write_text(file):
     """Writes plain text for {text}: the questions of the toy with their responses."""
-    rows = (runner.ROOT / "toy/data/train.jsonl").read_text().splitlines()[:2000]
-    texts = [{"text": row["prompt"] + row["response"]} for row in map(json.loads, rows)]
-    write_lines(file, texts)
+    rows = runner.lines_of(runner.ROOT / "toy/data", "train.jsonl")[:2000]
+    write_lines(file, [{"text": row["prompt"] + row["response"]} for row in rows])
 
 
 def write_sums(folder):

@@ -5,6 +5,7 @@ another lab has made it. labs/pages.py makes tables and pictures of the results.
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "labs/results"
 VLLM = Path(os.environ.get("VLLM_PYTHON", ROOT / "output/vllm/bin/python"))  # of `make vllm`
 OF_LAST = ("fault", "variant", "ranks")  # what an arm may say of its last run
+START = time.time_ns()  # of this process; it names the copies of the code that only it uses
 EVERY = 60  # seconds between two lines about runs that are being made
 FINISHED = "finished.json"  # written into a run's folder when it has ended by itself
 # Student's t for an interval of 95 %, with 1 to 12 degrees of freedom. With more it is smaller, by
@@ -72,8 +74,8 @@ class Lab:
         """Returns {(arm, seed): {name: Run}}, where each Run comes after its parents."""
         made, chains = {}, {}
         for name, (script, flags, *variant) in self.models.items():
-            words, variant = merged(flags), "".join(variant)
-            made[name] = Run(script, words, 1, self.parents(made, words), variant=variant)
+            words = merged(flags)
+            made[name] = Run(script, words, 1, self.parents(made, words), "", *variant)
         for seed in self.seeds:
             for name in self.chosen or self.arms:
                 arm, runs = self.arms[name], {**made}
@@ -110,10 +112,14 @@ class Run:
     ranks: int = 1
 
     def folder(self, root):
-        """Returns its output folder. Equal runs of several labs have the same."""
+        """Returns its output folder. Equal runs of several labs have the same.
+
+        A variant's files are part of its name: when they have changed, it is another run.
+        """
         parents = [str(place(parent, Path())) for _, parent in self.parents]
         several = (self.ranks,) if self.ranks > 1 else ()
-        text = repr((self.script, self.flags, self.fault, self.variant, parents, *several))
+        variant = self.variant and sources(self.variant)
+        text = repr((self.script, self.flags, self.fault, variant, parents, *several))
         return root / f"{self.script}-{hashlib.sha1(text.encode()).hexdigest()[:10]}-{self.seed}"
 
     def command(self, root):
@@ -146,17 +152,28 @@ def merged(*texts):
     return tuple(word for name in sorted(flags) for word in flags[name])
 
 
+@functools.cache  # an edit counts from the next start on: the runs of this one have their folders
+def sources(variant):
+    """Returns names and contents of the files of a variant, or of several: "vllm+band"."""
+    found = []
+    for folder in [ROOT / "variants" / name for name in variant.split("+") if name]:
+        own = sorted([*folder.glob("*.py"), *folder.glob("*.diff")])
+        if not own:
+            raise SystemExit(f"{folder} has no .diff and no .py file")
+        found += [(file.name, file.read_bytes()) for file in own]
+    return found
+
+
 def apply(variant, folder):
-    """Copies the code to `folder`, and applies a variant there, or several: "vllm+band"."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Copies the code to a new folder, and applies a variant there, or several."""
     skipped = shutil.ignore_patterns(".git", ".venv", "output", "__pycache__", "variants", "labs")
     shutil.copytree(ROOT, folder, ignore=skipped)
     outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}  # of our repository
-    for source in [ROOT / "variants" / name for name in variant.split("+")]:
-        for file in source.glob("*.py"):
-            shutil.copy(file, folder)
-        for diff in source.glob("*.diff"):
-            subprocess.run(["git", "apply", diff], cwd=folder, env=outside, check=True)
+    for name, content in sources(variant):
+        if name.endswith(".py"):
+            (folder / name).write_bytes(content)
+        else:
+            subprocess.run(["git", "apply"], cwd=folder, env=outside, input=content, check=True)
 
 
 def make(run, root):
@@ -167,7 +184,7 @@ def make(run, root):
     command, output = run.command(root), Path(f"{folder}.log")
     command += ["--resume"] if (folder / "args.json").exists() else []
     folder.mkdir(parents=True, exist_ok=True)
-    tree = root / f"tree-{run.variant}" if run.variant else ROOT
+    tree = root / f"tree-{run.variant}-{START}" if run.variant else ROOT
     env = {"OMP_NUM_THREADS": "1", **os.environ}
     code = 0
     if not (folder / "config.json").exists():  # written when a run has ended
@@ -199,7 +216,7 @@ def make_all(chains, root, jobs):
     there = len(depths) - len(left)
     print(f"{len(left)} runs to make, {jobs} at a time; {there} are there", flush=True)
     for variant in {run.variant for run in left} - {""}:
-        apply(variant, root / f"tree-{variant}")
+        apply(variant, root / f"tree-{variant}-{START}")
     count, began, done = len(left), time.time(), 0
     for depth in range(max(depths.values(), default=0) + 1):
         pool = ThreadPoolExecutor(jobs)
@@ -221,6 +238,8 @@ def make_all(chains, root, jobs):
             raise SystemExit(1) from None
         finally:
             pool.shutdown(cancel_futures=True)  # those that run end by themselves
+    for tree in root.glob(f"tree-*-{START}"):  # after a failure it is there to be looked at
+        shutil.rmtree(tree)
 
 
 # ---- Results ----
@@ -246,8 +265,7 @@ def measured(folders, spec, curve=None):
         step = samples[-1 if how == "last" else 0]["step"]
         golds = [line["gold"] for line in samples if line["step"] == step]
         return sum(gold == float(metric[6:]) for gold in golds) / len(golds)
-    lines = lines_of(folders[script], "metrics.jsonl")
-    records = [line for line in lines if metric in line]
+    records = [line for line in lines_of(folders[script], "metrics.jsonl") if metric in line]
     if isinstance(how, int):
         records, how = [line for line in records if line["step"] == how], "last"
     return REDUCERS[how]([line[metric] for line in records]) if records else None
@@ -295,11 +313,7 @@ def curve_of(folder, hidden):
 
 def rounded(value, digits=6):
     """Returns numbers with so many digits, in lists and dicts, too."""
-
-    def near(text):
-        return float(f"{float(text):.{digits}g}")
-
-    return json.loads(json.dumps(value), parse_float=near)
+    return json.loads(json.dumps(value), parse_float=lambda x: float(f"{float(x):.{digits}g}"))
 
 
 def collect(lab, chains, root):
@@ -334,7 +348,7 @@ def write(file, results):
 
 def replace_text(file, text):
     """Writes a file whole, or not at all if it is interrupted or the disk is full."""
-    aside = file.with_name(f".{file.name}")
+    aside = file.with_name(f".{file.name}-{os.getpid()}")
     aside.write_text(text)
     aside.replace(file)
 
@@ -440,7 +454,7 @@ def points_of(result):
     if "curve" in result and "kl" in result["curve"]:
         return list(zip(along("sqrt kl", result["curve"]), result["curve"]["gold"]))
     values = result["values"]
-    if "KL" not in values or "gold before" not in values:
+    if not {"KL", "gold before"} <= values.keys():
         return []
     return [(0.0, values["gold before"]), (sqrt(max(values["KL"], 0)), values["gold"])]
 
@@ -487,7 +501,7 @@ def verdict(values, limits):
     mean, half, _ = interval(values)
     if limits is None:
         return "lower" if mean < -half else "higher" if mean > half else "no clear difference"
-    low, high = (-inf if limits[0] is None else limits[0], inf if limits[1] is None else limits[1])
+    low, high = (end if x is None else x for x, end in zip(limits, (-inf, inf)))
     if low <= mean - half and mean + half <= high:
         return "shown"
     return "refuted" if mean + half < low or mean - half > high else "not decided"
@@ -519,8 +533,7 @@ def show(chains, root):
     runs = depths_of(chains)
     for run in runs:
         print(shlex.join(map(str, run.command(root))))
-    there = sum(run.is_made(root) for run in runs)
-    print(f"{len(runs)} runs, {there} of them are there")
+    print(f"{len(runs)} runs, {sum(run.is_made(root) for run in runs)} of them are there")
 
 
 def new_parser(doc, names, runs):

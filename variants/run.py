@@ -7,7 +7,7 @@
     python variants/run.py NAME --apply              to this tree; says what is in its way
 
 After `make demo`: the runs start from its models (--models output/demo). A variant is a folder with
-NAME.diff, or new files for the top of the tree, and with arms.json: what is run.
+NAME.diff, or new files for the top of the tree, with arms.json: what is run, and with README.md.
 """
 
 import json
@@ -56,8 +56,11 @@ def lab_of(name, models):
     last = [script, *then][-1]
     given = {"sft": models / "sft", "reward": models / "reward", "variant": HERE, "vllm": VLLM}
     given |= {"made": models.parent / name} if "makes" in what else {}
+    page = HERE / name / "README.md"
+    if not page.exists():
+        raise SystemExit(f"{page} is not there: its first line is the title of the picture")
     return runner.Lab(
-        title=(HERE / name / "README.md").read_text().splitlines()[0].removeprefix("# "),
+        title=page.read_text().splitlines()[0].removeprefix("# "),
         base={script: what["base"]},
         arms={arm: {**flags, "against": "".join(unchanged)} for arm, flags in arms.items()},
         compared=("gold",) if unchanged else (),
@@ -90,6 +93,7 @@ def check(name, models, base, *layouts, steps=2):
     layouts: flags for it, such as --quick.
     """
     folder, what = base / "tree", declared(name)
+    shutil.rmtree(folder, ignore_errors=True)  # of the check before this one, as below
     runner.apply(name, folder)
     script, text = what["check"]
     flags = shlex.split(text.format(sft=models / "sft", reward=models / "reward", vllm=VLLM))
@@ -117,6 +121,7 @@ def put(name, tree):
 
     A new file of the variant's takes the place of no other.
     """
+    runner.sources(name)  # which refuses a variant without files
     diffs = {other: [*(HERE / other).glob("*.diff")] for other in NAMES}
     there = [other for other, own in diffs.items() if own and goes(own[0], tree, "-R")]
     if name in there:

@@ -37,6 +37,88 @@ def program():
 
 
 # --------------------------------------------------------------------------------------------------
+# Declarations
+# --------------------------------------------------------------------------------------------------
+@functools.cache
+def example():
+    """Returns the text of the declaration that labs/README.md shows."""
+    section = (LABS / "README.md").read_text().split("## A lab of your own")[1]
+    return re.search(r"^    \{.*?^    \}$", section, re.M | re.S)[0]
+
+
+def declare(file, **changed):
+    """Writes the example with other fields, and returns the file."""
+    file.write_text(json.dumps({**json.loads(example()), **changed}))
+    return file
+
+
+def test_the_example_of_the_page_is_a_lab(tmp_path):
+    """Whoever copies it has runs with and without a variant, and a prediction about one of them."""
+    file = tmp_path / "mine.json"
+    file.write_text(example())
+    lab = declared.load(file)
+    runs_of_all = [run for chain in lab.chains().values() for run in chain.values()]
+    for run in runs_of_all:
+        if not run.variant:
+            kit.parse(run)
+    [(_, diff)] = runner.sources("cispo")
+    [flags] = {run.flags for run in runs_of_all if run.variant == "cispo"}
+    assert "--policy_loss" in flags and b'arg("policy_loss"' in diff
+    assert {what["arm"] for what in lab.predictions} < set(lab.arms)
+    assert set(lab.shown) < set(lab.measures) and len(lab.chains()) == 9
+
+
+@pytest.mark.parametrize(
+    "field, value, word",
+    [
+        ("topic", "Advantage", "Advantage"),
+        ("base", "toyy", "toyy"),
+        ("measures", ["gold", "gould"], "gould"),
+        ("given", ["my_data"], "my_data"),
+        ("arms", {"a": {}, "b": {"varient": "cispo"}}, "varient"),
+    ],
+)
+def test_a_name_that_nobody_knows_is_refused(field, value, word, tmp_path):
+    """Before there are runs. One that is misspelt would run the unchanged script, or fail at the
+    end of all runs. What a field may name is said."""
+    with pytest.raises(ValueError, match=f'"{field}": .*{word}.* is not among .*'):
+        declared.load(declare(tmp_path / "mine.json", **{field: value}))
+
+
+def test_a_base_may_be_written_out(tmp_path):
+    toy = declared.SHARED["bases"]["toy"]
+    named, written = (
+        declared.load(declare(tmp_path / "mine.json", base=base)) for base in ("toy", toy)
+    )
+    assert named == written
+
+
+def test_a_picture_shows_all_measures_unless_some_are_named(tmp_path):
+    """It is drawn after all runs are made: too late to find that none is named."""
+    said = json.loads(example())
+    del said["shown"]
+    (tmp_path / "mine.json").write_text(json.dumps(said))
+    lab = declared.load(tmp_path / "mine.json")
+    results = results_of(**{arm: [{"gold": 0.5}] for arm in lab.arms})
+    assert [axis.get_xlabel() for axis in pictures.of_lab(lab, results).axes] == said["measures"]
+
+
+def test_a_wrong_declaration_does_not_take_the_other_labs_away(tmp_path, monkeypatch, capsys):
+    """It is left out, with its file and its field. None of ours is."""
+    assert {file.stem for file in (LABS / "declared").glob("*.json")} == set(declared.LABS)
+    (tmp_path / "declared").mkdir()
+    monkeypatch.setattr(declared, "HERE", tmp_path)
+    declare(tmp_path / "declared/good.json")
+    declare(tmp_path / "declared/wrong.json", topic="Advantage")
+    declare(tmp_path / "declared/more.json", clam="misspelt")
+    (tmp_path / "declared/torn.json").write_text('{"title": ')
+    assert list(declared.load_all()) == ["good"]
+    more, torn, wrong = capsys.readouterr().err.splitlines()
+    for line, words in ((more, "more.json .*clam"), (torn, "torn.json"), (wrong, '.*"topic"')):
+        assert re.search(words, line), line
+
+
+# --------------------------------------------------------------------------------------------------
 # Runs
 # --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", declared.LABS)
@@ -83,6 +165,15 @@ def test_an_arm_can_have_two_variants(tmp_path):
     subprocess.run([sys.executable, "-c", program], **options)
 
 
+def test_an_arm_can_have_a_variant_and_a_mistake(tmp_path):
+    """The mistake is patched into the copy that has the variant, not into the unchanged code."""
+    tree = tmp_path / "tree"
+    runner.apply("band", tree)
+    words = runner.Run("ppo", ("--help",), 1, (), "shifted", "band").command(tmp_path)
+    options = {"capture_output": True, "text": True, "cwd": tree, "env": kit.environment({})}
+    assert "--is_band" in subprocess.run(words, **options).stdout
+
+
 @pytest.mark.parametrize("name", [name for name in declared.LABS if name not in TODAY])
 def test_a_lab_whose_flags_have_left_says_where_it_can_be_repeated(name, monkeypatch, capsys):
     """Its results and its page stay; its runs are of an earlier commit."""
@@ -114,6 +205,98 @@ def test_a_run_has_one_place_whoever_asks_for_it(tmp_path):
     others += [place({"ppo": "--clip 0.3 --lam 0.9", "sft": "--num_train_epochs 9"})]
     assert len({plain, *others}) == 5
     assert runner.merged("--a 1 --b 2 3", "--b 4 --c") == ("--a", "1", "--b", "4", "--c")
+
+
+def test_a_plain_run_has_the_place_that_it_had(tmp_path):
+    """Runs that take days lie in these folders. A change of how they are named loses them."""
+    sft = runner.Run("sft", ("--max_steps", "2"), 1)
+    second = runner.Run("ppo", ("--x", "{sft}"), 2, (("sft", sft),), "shifted", "", 2)
+    assert sft.folder(tmp_path).name == "sft-1ff13f3523-1"
+    assert second.folder(tmp_path).name == "ppo-8c284b4cfc-2"
+
+
+@pytest.fixture
+def code(tmp_path, monkeypatch):
+    """A project of one script, with a variant that turns a sign."""
+    folder = tmp_path / "code"
+    (folder / "variants/mine").mkdir(parents=True)
+    (folder / "ppo.py").write_text("sign = 1\n")
+    diff = "--- a/ppo.py\n+++ b/ppo.py\n@@ -1 +1 @@\n-sign = 1\n+sign = -1\n"
+    (folder / "variants/mine/mine.diff").write_text(diff)
+    monkeypatch.setattr(runner, "ROOT", folder)
+    runner.sources.cache_clear()
+    yield folder
+    runner.sources.cache_clear()
+
+
+def of_variant(name):
+    """Returns the chains of a lab with one run of a variant."""
+    return {("a", 1): {"ppo": runner.Run("ppo", (), 1, variant=name)}}
+
+
+def test_a_mended_variant_is_run_anew(code, tmp_path):
+    """And so is what starts from its runs. Its page is no part of it, and plain runs stay. While
+    runs are made, they and their code are those of the start."""
+    changed = runner.Run("ppo", (), 1, variant="mine")
+    after = runner.Run("ppo", ("--actor_model_name_or_path", "{it}"), 1, (("it", changed),))
+
+    def places(start=True):
+        if start:
+            runner.sources.cache_clear()
+        return [run.folder(tmp_path) for run in (runner.Run("ppo", (), 1), changed, after)]
+
+    first, folder = places(), code / "variants/mine"
+    (folder / "README.md").write_text("# Mine")
+    assert places() == first
+    diff = (folder / "mine.diff").read_text()
+    (folder / "mine.diff").write_text(diff.replace("-1\n", "-2\n"))
+    assert places(start=False) == first
+    runner.apply("mine", tmp_path / "tree")
+    assert (tmp_path / "tree/ppo.py").read_text() == "sign = -1\n"
+    second = places()
+    (folder / "new.py").write_text("")
+    third = places()
+    assert first[0] == second[0] == third[0]
+    assert len({*first, *second, *third}) == 7
+
+
+@pytest.mark.parametrize("name", ["mien", "patch", "mine+mien"])
+def test_a_variant_that_is_not_there_is_refused(name, code, tmp_path, monkeypatch):
+    """Else the unchanged script would run under its name: misspelt, or saved as .patch."""
+    (code / "variants/patch").mkdir()
+    (code / "variants/patch/patch.patch").write_text("")
+    monkeypatch.setattr(runner, "make", None)
+    with pytest.raises(SystemExit, match=f"variants/{name[-5:].strip('+')} has no .diff"):
+        runner.make_all(of_variant(name), tmp_path / "runs", 1)
+
+
+def test_two_processes_do_not_share_a_copy_of_the_code(code, tmp_path, monkeypatch):
+    """With other seeds, on another GPU: the second one starts and ends while the first one's run is
+    made. A copy is gone at the end, and after a failure it is there to be looked at."""
+    root, signs = tmp_path / "runs", []
+
+    def trees():
+        return [(tree / "ppo.py").read_text() for tree in root.glob("tree-mine-*")]
+
+    def make(*_):
+        with monkeypatch.context() as other:
+            other.setattr(runner, "START", "later")
+            other.setattr(runner, "make", lambda *_: signs.append(trees()) or 1.0)
+            runner.make_all(of_variant("mine"), root, 1)
+        signs.append(trees())
+        return 1.0
+
+    monkeypatch.setattr(runner, "make", make)
+    runner.make_all(of_variant("mine"), root, 1)
+    assert signs == [["sign = -1\n"] * 2, ["sign = -1\n"]] and not trees()
+
+    def fail(*_):
+        raise SystemExit("a run has failed")
+
+    monkeypatch.setattr(runner, "make", fail)
+    with pytest.raises(SystemExit, match="a run has failed"):
+        runner.make_all(of_variant("mine"), root, 1)
+    assert trees() == ["sign = -1\n"]
 
 
 def test_on_other_data_no_step_sees_the_first():
