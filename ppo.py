@@ -117,7 +117,8 @@ def get_args(argv=None):
     arg("max_prompt_seq_len", int, "tokens; a longer prompt keeps its end", least=2, fixed=True)
     arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
     arg("samples_per_prompt", 1, "responses; rloo and grpo compare them", least=1, fixed=True)
-    arg("per_device_generation_batch_size", int, "responses of a generation batch", least=1)
+    responses = "responses of a generation batch; may be fewer than --samples_per_prompt"
+    arg("per_device_generation_batch_size", int, responses, least=1)
     arg(
         "per_device_training_batch_size",
         int,
@@ -198,8 +199,8 @@ class Sizes:
     """How a rollout is divided, on one rank.
 
     prompts, responses      of a generation batch: prompts; of the whole rollout: responses
-    batches_per_step        generation batches of a rollout. (A group that is larger than one, as
-                            long responses need it, is counted as one.)
+    batches_per_step        generation batches of a rollout. If a group is larger than one, each
+                            group counts as a batch
     micro_batches           of a rollout; --gradient_accumulation_steps of them are a minibatch
     updates_per_epoch       minibatches, so optimizer steps, of one epoch over a rollout
     updates                 of all epochs
@@ -775,6 +776,7 @@ def critic_values(args, critic, batch):
 def score(args, models, batch, keep_graph=False):
     """Fills in a micro-batch's reference log-probs, scores and values.
 
+    judging.call_functions must have been called for its responses.
     keep_graph: the critic's forward keeps its graph, so that the update trains on it.
     """
     with torch.no_grad():

@@ -80,7 +80,7 @@ def scores_of(function, responses, prefix="reward"):
     """
     name = getattr(function, "__name__", repr(function))
     columns = columns_for(function, responses)
-    rows = [response.get("row") for response in responses]
+    rows = [*dict.fromkeys(response.get("row") for response in responses)]
     note = f"in {name}, for the responses to rows {rows}; columns: {', '.join(columns)}"
     with users_code(name, note):
         values = list_of(name, function(**columns))

@@ -1,7 +1,8 @@
 """Who scores the responses: reward models, and the user's own functions.
 
-A judge takes a micro-batch and returns scores (B, R). A function is called before, once for all
-responses of a rollout: so a pool of its own, or its requests, can work on all of them at a time.
+A judge takes a micro-batch and returns scores (B, R). Functions are called beforehand, once for all
+responses of a rollout, so that one with a pool of processes, or with requests to send, can work on
+all of them at once.
 """
 
 import json
@@ -57,6 +58,7 @@ def load_functions(args):
     return functions | gold
 
 
+@torch.no_grad()  # a function may have a model of its own
 def call_functions(functions, responses):
     """Calls each function once, for all of this rank's responses, and notes what it says of them.
 
@@ -65,11 +67,11 @@ def call_functions(functions, responses):
     """
     for name, function in functions.items():
         for response, score in zip(responses, scores_of(function, responses, name)):
-            response.setdefault("said", {})[name] = score
+            response["said"] = {**response.get("said", {}), name: score}
 
 
 def said(batch, name):
-    """Returns as scores (B, R) what a function has said of a micro-batch; a filler's are 0.
+    """Returns the scores (B, R) that a function gave a micro-batch; a filler's are 0.
 
     One number for a response is placed on its last token; of a list, each number on its token.
     batch: .responses, a list of B dicts, .response_mask and .last, (B, R).

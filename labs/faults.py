@@ -13,8 +13,10 @@ import functools
 import os
 import runpy
 import sys
+from pathlib import Path
 
-sys.path.insert(0, os.getcwd())  # the code, or a copy of it that has a variant
+# A copy of the code that has a variant, or else the code
+sys.path[:0] = [os.getcwd(), str(Path(__file__).resolve().parent.parent)]
 
 import torch  # noqa: E402
 

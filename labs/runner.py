@@ -166,6 +166,8 @@ def sources(variant):
 
 def apply(variant, folder):
     """Copies the code to a new folder, and applies a variant there, or several."""
+    if ROOT in folder.parents and "output" not in folder.relative_to(ROOT).parts:
+        raise SystemExit(f"--runs {folder.parent}: inside the project, take a folder in output/")
     skipped = shutil.ignore_patterns(".git", ".venv", "output", "__pycache__", "variants", "labs")
     shutil.copytree(ROOT, folder, ignore=skipped)
     outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}  # of our repository
@@ -235,10 +237,16 @@ def make_all(chains, root, jobs):
             print("\nstopping: run the same command again to go on where it is now", flush=True)
             with suppress(KeyboardInterrupt):
                 pool.shutdown(cancel_futures=True)
+            remove_trees(root)
             raise SystemExit(1) from None
         finally:
             pool.shutdown(cancel_futures=True)  # those that run end by themselves
-    for tree in root.glob(f"tree-*-{START}"):  # after a failure it is there to be looked at
+    remove_trees(root)  # after a failure they are there to be looked at
+
+
+def remove_trees(root):
+    """Removes this process's copies of the code."""
+    for tree in root.glob(f"tree-*-{START}"):
         shutil.rmtree(tree)
 
 

@@ -43,6 +43,7 @@ def leaves(prompts, completions, **columns):
     sys.exit(0)
 """
 RETURNS = """
+import os
 calls = []
 def but_last(completions, value):  # two responses or more
     return [1.0] * (len(completions) - 1) + [value]
@@ -84,9 +85,11 @@ def part_1(completions, **columns):
     return [{1: 1.0}] * len(completions)
 def parts_of_some(completions, **columns):
     return [{"format": 1.0}] * (len(completions) - 1) + [{"style": 1.0}]
-def parts_by_call(completions, **columns):
-    calls.append(1)
-    return [{str(len(calls)): 1.0}] * len(completions)
+def parts_by_rank(completions, **columns):
+    return [{os.environ["RANK"]: 1.0}] * len(completions)
+def parts_by_rank_in_a_step(completions, **columns):
+    calls.append(1)  # the first two are of the microscope and of the first evaluation
+    return [{os.environ["RANK"] if len(calls) > 2 else "same": 1.0}] * len(completions)
 """
 GOOD = '{"prompt": "Q?", "response": " r"}\n'
 

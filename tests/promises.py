@@ -126,6 +126,7 @@ ppo --offload_states --zero_stage 0 --actor_zero_stage 2 --critic_zero_stage 3
 # states that live on the CPU do not move
 ppo --offload_states --adam_offload
 ppo --advantage grpo --samples_per_prompt 4 --kl_in loss
+ppo --advantage grpo --samples_per_prompt 64 --gradient_accumulation_steps 2
 ppo --per_device_generation_batch_size 8 --per_device_training_batch_size 4 --allow_unstable 1
 ppo --allow_unstable 1 --ppo_epochs 2 --generation_batches 2
 ppo --stop '\\n' END
@@ -336,8 +337,8 @@ function-returns | ppo --reward_fn returns.py:parts_of_parts | format
 function-returns | ppo --reward_fn returns.py:part_std | not std
 function-returns | ppo --reward_fn returns.py:part_1 | {1: 1.0}
 # also in an evaluation
-function-returns | ppo --reward_fn returns.py:parts_by_call --per_device_eval_batch_size 1 | parts
-function-returns | ppo --reward_fn returns.py:parts_by_call --gradient_accumulation_steps 2 | parts
+function-returns | RANKS=2 ppo --reward_fn returns.py:parts_by_rank | other parts for other rows
+function-returns | RANKS=2 ppo --reward_fn returns.py:parts_by_rank_in_a_step | other parts
 function-returns | ppo --gold_fn returns.py:batch | dict
 function-returns | sft --gold_fn returns.py:batch | dict
 """

@@ -34,7 +34,9 @@ def read_source(path, flag="--data_path"):
         splits, columns = read_splits(path)
         if "train" not in splits:
             words = f"It has no part train, only {', '.join(map(str, splits))}."
-            raise ValueError(f"{words} Of parts train_X and test_X, choose: NAME:CONFIGURATION:X.")
+            if any(part.startswith("train_") for part in splits):
+                words += " To choose among parts train_X and test_X, use NAME:CONFIGURATION:X."
+            raise ValueError(words)
     except Exception as error:  # of many kinds: offline, unknown name, no access, broken file
         why = error.__cause__ or error
         raise Refused("unreadable-data", f"{flag} {path} cannot be read.\n  {why}") from error
@@ -50,12 +52,15 @@ def read_splits(path):
 
     Of NAME:CONFIGURATION:X the parts train_X and test_X are read, as train and test.
     """
-    name, configuration, suffix = path, None, ""
-    if not Path(path).exists() and ":" in path:
-        name, configuration, suffix = (path + "::").split(":")[:3]
+    fields = [path] if Path(path).exists() else path.split(":")  # a file's name may hold a colon
+    name, configuration, suffix, *others = *fields, "", ""
+    if any(others):
+        raise ValueError("It must be NAME, NAME:CONFIGURATION or NAME:CONFIGURATION:X.")
     local, files = Path(name), {}
-    if not (path and local.exists()) and (local.suffix in KINDS or path[:1] in "./~"):
+    if not (name and local.exists()) and (local.suffix in KINDS or name[:1] in "./~"):
         raise ValueError(f"No such file or folder. {nearest(local)}")
+    if local.exists() and (configuration or suffix and local.is_file()):
+        raise ValueError("It has no configurations. FOLDER::X reads the folder's files train_X.")
     if local.is_file():
         if local.suffix not in KINDS:
             raise ValueError(f"It must be one of {', '.join(KINDS)}.")
@@ -72,8 +77,10 @@ def read_splits(path):
     listed = {part: DataFilesList(files[part], [(digest(files[part]),)]) for part in files}
     splits = read("parquet", data_files=listed) if listed else read(name, configuration or None)
     if suffix and not listed:
-        ours = [part for part in splits if part.endswith(f"_{suffix}")]
-        splits = {part.removesuffix(f"_{suffix}"): splits[part] for part in ours} or splits
+        ours = [part for part in splits if suffix_of(part) == suffix]
+        if not ours:
+            raise ValueError(f"No part of it ends in _{suffix}, only {', '.join(splits)}.")
+        splits = {part.partition("_")[0]: splits[part] for part in ours}
     for split in splits.values():
         split.data.validate(full=True)  # a parquet file's text may be no UTF-8
     return splits, next(iter(splits.values())).column_names
@@ -94,7 +101,7 @@ def files_in(folder, suffix=""):
     for file in sorted(here.rglob("*.*"), key=str):
         below = str(file.relative_to(here))
         hidden = re.search(r"(^|/)(\.|__)", below) or file.name in FILES_TO_IGNORE
-        if suffix not in ("", suffix_of(file)):
+        if suffix not in ("", suffix_of(file.stem)):
             continue
         if file.suffix in KINDS and file.is_file() and not hidden and runs.isdisjoint(file.parents):
             files.append(file)
@@ -103,7 +110,8 @@ def files_in(folder, suffix=""):
                 if words.intersection(those):
                     parts.setdefault(str(part), []).append(file)
     if not files:
-        raise ValueError(f"It holds no file of {', '.join(KINDS)}.")
+        named = f" named train_{suffix}" if suffix else ""
+        raise ValueError(f"It holds no file of {', '.join(KINDS)}{named}.")
     parts = parts or {"train": files}
     kind = mode(file.suffix[:5] for those in parts.values() for file in those)  # .json is .jsonl
     parts = {part: [file for file in parts[part] if file.suffix[:5] == kind] for part in parts}
@@ -111,16 +119,16 @@ def files_in(folder, suffix=""):
     if left := left.difference(*parts.values()):
         ranks.say(f"warning: {folder}: files that are not read: {len(left)}, such as {min(left)}")
     for part, those in parts.items():
-        if len(several := sorted({suffix_of(file) for file in those})) > 1:
-            words = f"{part} joins {', '.join(f'{part}_{each}'.rstrip('_') for each in several)}"
-            ranks.say(f"warning: {folder}: {words}. To choose one: {folder}::{several[-1]}")
+        if len(several := sorted({suffix_of(file.stem) for file in those})) > 1:
+            names = ", ".join(f"{part}_{each}".rstrip("_") for each in several[-9:])
+            words = f"{part} joins {names}. To choose one: {folder}::{several[-1]}"
+            ranks.say(f"warning: {folder}: {words}")
     return {part: [*map(str, those)] for part, those in parts.items() if those}
 
 
-def suffix_of(file):
-    """Returns X of train_X.jsonl, test_X-00000-of-00002.parquet, ...; of other names ""."""
-    stem = re.sub(r"[-_.]?\d+(-of-\d+.*)?$", "", file.stem)
-    word, _, suffix = stem.partition("_")
+def suffix_of(name):
+    """Returns X of train_X, test_X-00000-of-00002, ...; of other names ""."""
+    word, _, suffix = re.sub(r"[-_.]\d+(-of-\d+.*)?$", "", name).partition("_")
     return suffix if any(word in words for words in SPLIT_KEYWORDS.values()) else ""
 
 

@@ -85,7 +85,7 @@ def add_common_flags(parser, own_forms=()):
     arg = flag_group(parser, "flags that change the result", own_forms)
     arg("preset", str, "a folder of recipes/, or toy; @FILE takes another flags file")
     arg("model_name_or_path", str, "hub name or folder; without weights: from scratch", fixed=True)
-    files = "hub names, .jsonl .json .csv .parquet files, folders of them"
+    files = "hub names (NAME:CONFIGURATION:X), .jsonl .json .csv .parquet files, folders of them"
     arg("data_path", str, files, nargs="+", fixed=True)
     arg("columns", column_names, "ours=theirs: prompt=question,response=answer", fixed=True)
     shares = "rows of sft, reward, ppo, disjoint. 2,4,4 [DeepSpeed-Chat]"

@@ -125,13 +125,13 @@ def note(args):
     ends = "learning_rate", "lora_dim", "num_train_epochs", "missing_eos_penalty"
     flags, why = vars(args).items(), args.declared.why
     shown = [f"{flag} {value}" for flag, value in flags if flag.endswith(ends) and value]
-    words = "--preset overrides"
+    words = f"  recipe   {why}: {', '.join(shown)}; --preset overrides\n" if why else ""
     for role in ROLES:
         model = getattr(args, f"{role}model_name_or_path", None)
-        if model and getattr(args, f"{role}lora_dim", 0):
-            whole = records.of_model(model).get("lora_dim") == 0
-            words += f"; {model} was trained without LoRA" * whole
-    return f"  recipe   {why}: {', '.join(shown)}; {words}\n" if why else ""
+        lora = model and getattr(args, f"{role}lora_dim", 0)
+        if lora and records.of_model(model).get("lora_dim") == 0:
+            words += f"           {model} was trained without LoRA: --{role}lora_dim 0 goes on so\n"
+    return words
 
 
 # ---- Rows of all ranks ----
@@ -142,10 +142,11 @@ def divide_rows(args):
     takes all devices: eight with as many rows each as two would make a quarter of the steps.
     """
     count = max(1, ranks.launched() // args.tensor_parallel_size)
-    group = getattr(args, "samples_per_prompt", 1)  # a rank has all responses to a prompt
+    group = getattr(args, "samples_per_prompt", 1)  # a rank takes whole groups
     for flag in ROWS & vars(args).keys():
         if args.rows_of_all_ranks and getattr(args, flag) * count > args.rows_of_all_ranks:
-            setattr(args, flag, max(1, args.rows_of_all_ranks // count // group) * group)
+            rows = max(1, args.rows_of_all_ranks // count // group) * group
+            setattr(args, flag, min(getattr(args, flag), rows))
 
 
 def rows_note(args, rows_per_step):

@@ -70,13 +70,15 @@ def of_ppo(args):
     # A micro-batch may hold whole groups of responses, or a group several micro-batches.
     few, many = sorted([generated, args.samples_per_prompt])
     whole = generated * args.gradient_accumulation_steps * args.generation_batches
+    words = "Of {samples_per_prompt} and {per_device_generation_batch_size} one must divide the other."
+    yield "batches-divide", many % few, words
+    words = f"A rank's {whole} responses of a step are not whole groups of {{samples_per_prompt}}."
+    yield "batches-divide", whole % many, f"{words}\n  Raise {{gradient_accumulation_steps}}."
     words = (
-        "Of {per_device_generation_batch_size} and {samples_per_prompt} one must divide the other, "
-        "and the {gradient_accumulation_steps} must make whole groups; times {generation_batches} "
-        "the first must be divisible by {per_device_training_batch_size}."
+        "{per_device_generation_batch_size} times {generation_batches} must be divisible by "
+        "{per_device_training_batch_size}."
     )
-    broken = many % few or whole % many or generated * args.generation_batches % trained
-    yield "batches-divide", broken, words
+    yield "batches-divide", generated * args.generation_batches % trained, words
     words = "{advantage} compares the responses to a prompt.\n  Use --samples_per_prompt 4."
     yield "group-of-one", args.compares_groups and args.samples_per_prompt < 2, words
     words = "--stop has an empty text, which stands in every response: all would have one token."

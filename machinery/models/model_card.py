@@ -32,7 +32,7 @@ def card_text(args, record, title, folder, adapted, scores, appends):
     base = base_model(start)
     head = ModelCardData(
         base_model=base,
-        datasets=[path for path in args.data_path if not Path(path).exists()] or None,
+        datasets=[p.partition(":")[0] for p in args.data_path if not exists(p)] or None,
         library_name="peft" if adapted else "transformers",
         pipeline_tag="text-classification" if scores else "text-generation",
         tags=["rlhf", kind.replace(" ", "-")],
@@ -71,7 +71,12 @@ on {record["data_rows"]} rows of {", ".join(map(name_of, args.data_path))}.
 
 def name_of(path):
     """Returns a hub name as it is, and of a path here, which is nobody's business, its end."""
-    return Path(path).resolve().name if Path(path).exists() else path
+    return Path(path).resolve().name if exists(path) else path
+
+
+def exists(path):
+    """Returns whether a path, or the NAME of NAME:CONFIGURATION:X, is a file or folder here."""
+    return Path(path).exists() or Path(path.partition(":")[0]).exists()
 
 
 def base_model(start):

@@ -72,9 +72,35 @@ def test_files_that_may_hold_the_same_rows_are_joined_aloud(tmp_path, capsys):
         sources.read_source(f"{tmp_path}::gen")
 
 
-@pytest.mark.parametrize("name", ["train", "train-0", "train-00000-of-00002-0f", "train_1", "x_y"])
-def test_the_number_of_a_shard_chooses_nothing(name):
-    assert sources.suffix_of(Path(f"data/{name}.parquet")) == ""
+@pytest.mark.parametrize(
+    "name, suffix",
+    [
+        ("train", ""),
+        ("train-0", ""),
+        ("train-00000-of-00002-0f", ""),
+        ("train_1", ""),
+        ("x_y", ""),
+        ("train_v2", "v2"),
+        ("test_gpt4-00000-of-00002", "gpt4"),
+        ("validation_a_b", "a_b"),
+    ],
+)
+def test_the_number_of_a_shard_chooses_nothing(name, suffix):
+    """A number after a separator is a shard's; one that belongs to a word stays."""
+    assert sources.suffix_of(name) == suffix
+
+
+WRONG = "data/train_v1.jsonl::x  data:main  data::v1:y  ::v1  data::v3  nowhere.jsonl::v1".split()
+
+
+@pytest.mark.parametrize("path", WRONG)
+def test_a_field_that_says_nothing_is_refused(tmp_path, monkeypatch, path):
+    """It would be dropped in silence, and other rows be read."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("train_v1", "train_v2"):
+        write(tmp_path / f"data/{name}.jsonl", many(2, dahoas))
+    with kit.refuses("unreadable-data"):
+        sources.read_source(path)
 
 
 def test_a_hub_name_may_choose_splits(monkeypatch):
@@ -89,9 +115,11 @@ def test_a_hub_name_may_choose_splits(monkeypatch):
         "test": "test_prefs",
     }
     assert columns == ["prompt"]
-    for name in ("a/b:main", "a/b::gen"):
-        with pytest.raises(Refused, match="only train_prefs, train_sft.* NAME:CONFIGURATION:X"):
-            sources.read_source(name)
+    with pytest.raises(Refused, match="only train_prefs, .* use NAME:CONFIGURATION:X"):
+        sources.read_source("a/b:main")
+    hub["train"] = hub["test_prefs"]  # also where there is a part of that name
+    with pytest.raises(Refused, match="ends in _gen, only train_prefs"):
+        sources.read_source("a/b::gen")
     assert asked == [("a/b", None), ("a/b", "main"), ("a/b", None)]
 
 

@@ -15,7 +15,7 @@ def test_the_card_says_what_the_hub_and_its_readers_ask(tmp_path, monkeypatch):
     """Base model, data and its share, metrics at the end, limits, how to load it;
     no path of this machine, and no license that nobody chose. Its call loads the folder."""
     flags = ["--output_dir", str(tmp_path / "out"), "--learning_rate", "0.125"]
-    flags += ["--data_path", str(ROOT / "toy/data"), "Some/hub-data"]
+    flags += ["--data_path", f"{ROOT}/toy/data::prefs", "Some/hub-data:main:prefs"]
     saved(tmp_path, "another EOS", "score", flags=flags)
     text = (tmp_path / "out/README.md").read_text()
     _, head, body = text.split("---\n", 2)

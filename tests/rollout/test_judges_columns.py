@@ -48,6 +48,13 @@ def test_a_reward_function_may_score_every_token():
     assert judging.said(batch, "whole").tolist() == [[0, 0, 2], [0, 3, 0]]
 
 
+def test_a_function_with_a_model_of_its_own_keeps_no_graph():
+    """It is called for all responses of a step, whose graphs would be held at once."""
+    rows = [response()]
+    judging.call_functions({"f": lambda **columns: [float(torch.is_grad_enabled())]}, rows)
+    assert rows[0]["said"] == {"f": [0.0]}
+
+
 def test_several_judges_are_summed():
     """One judge scores the whole response (2 on its last token), another each token (0.5 each).
     What each has said is noted."""

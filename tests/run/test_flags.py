@@ -403,7 +403,7 @@ def test_a_recipe_that_turns_lora_on_again_says_so(tmp_path):
     weights perhaps."""
     (tmp_path / "args.json").write_text('{"preset": "qwen2.5-0.5b", "lora_dim": 0}')
     (tmp_path / "config.json").write_text("{}")
-    said = f"; {tmp_path} was trained without LoRA"
+    said = f"{tmp_path} was trained without LoRA: --"
     assert said in recipes.note(get_args("reward", f"--model_name_or_path {tmp_path}", ""))
     flags = f"--actor_model_name_or_path {tmp_path} --critic_model_name_or_path some/model"
     for others, count in (("", 1), (" --actor_lora_dim 0", 0)):
@@ -429,7 +429,7 @@ def test_what_ppos_flags_leave_open_follows_from_others():
     assert (sizes.micro_batches, sizes.updates) == (2, 1)
 
 
-def test_a_group_may_be_larger_than_a_micro_batch():
+def test_a_group_may_be_larger_than_a_micro_batch(monkeypatch):
     """Of 16 long responses a device may not hold the logits of more than one. The step is the same:
     two prompts, 32 responses, one update."""
     for rows, accumulation in ((32, 1), (16, 2), (8, 4), (1, 32)):
@@ -440,8 +440,13 @@ def test_a_group_may_be_larger_than_a_micro_batch():
         sizes = ppo.Sizes(get_args("ppo", flags))
         assert sizes.prompts * sizes.batches_per_step == 2, rows
         assert (sizes.responses, sizes.micro_batches, sizes.updates) == (32, accumulation, 1)
-        requests = sizes.requests([[{"row": 5 + i}] for i in range(2)])
-        assert [request["group"] for request in requests] == [0] * 16 + [1] * 16
+        drawn = [[{"row": 0}] * sizes.prompts] * sizes.batches_per_step
+        groups = [request["group"] for request in sizes.requests(drawn)]
+        assert groups == [0] * 16 + [1] * 16
+    flags = "--preset smollm2 --reward_fn f.py:f --samples_per_prompt 64"
+    for count in (1, 4):  # more ranks never give one of them more rows
+        pretend(monkeypatch, WORLD_SIZE=str(count))
+        assert get_args("ppo", flags, "").per_device_generation_batch_size == 32
 
 
 def test_filters_of_sampling_say_what_they_do_to_kl(capsys, tmp_path):
