@@ -1070,9 +1070,9 @@ def main():
         state_offload.to_cpu(args, engines.values())  # --offload_states
         requests = sizes.requests(batches)  # dicts: one for each response to sample
         responses = roll_out(args, actor, tokenizer, requests, step, args.rollout_batch_size)
-        clock.lap("generate_seconds")
         # A fork may choose among the responses here, or sample some again. Every rank must keep the
         # same number of them, and they must fill whole minibatches.
+        clock.lap("generate_seconds")
 
         # ---- 4 score ----
         order_seed = None if sizes.updates_per_epoch == 1 else (args.seed, step)

@@ -163,6 +163,8 @@ def test_an_arm_can_have_two_variants(tmp_path):
     env = kit.environment({"PYTHONPATH": str(tree)})
     options = {"input": json.dumps(given), "text": True, "cwd": tree, "env": env, "check": True}
     subprocess.run([sys.executable, "-c", program], **options)
+    for sampler in ("vllm", "engine"):  # then it samples the new prompts, too
+        runner.apply(f"{sampler}+dynamic-sampling", tmp_path / sampler)
 
 
 def test_an_arm_can_have_a_variant_and_a_mistake(tmp_path):
