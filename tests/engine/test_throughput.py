@@ -72,7 +72,7 @@ def test_a_step_of_ppo_by_hand(tiny_model, scoring):
     batch = micro_batch([0, 0], response_mask=response_mask, row_weight=weight, length=lengths)
     for response in batch.responses:
         response["prompt_ids"] = [5] * 75
-    models = ppo.Models(tiny_model, None, None, [tiny_model], None, None)
+    models = ppo.Models(tiny_model, None, None, [tiny_model], {}, None, None)
     passes = metrics.passes(args, models, 1, scoring, 0)
     tokens, flops = throughput.work([batch], passes)
     forward = throughput.count_flops(tiny_model, 100, 100, 25)

@@ -131,10 +131,10 @@ def test_one_eos_ends_a_response_of_step_1(tokenizer, monkeypatch):
 def test_an_evaluation_decodes_no_fewer_responses_at_a_time_than_a_rollout(monkeypatch):
     """A static cache has --rollout_batch_size rows: of 64 an evaluation of eight would leave 56
     empty, and decode them all the same."""
-    sizes = []
+    sizes, models = [], SimpleNamespace(engines={}, actor=None, functions={})
     monkeypatch.setattr(ppo, "roll_out", lambda *given: sizes.append(given[-1]) or [])
     for rollout, evaluation, together in ((64, 8, 64), (8, 32, 32)):
         flags = f"--preset toy --rollout_batch_size {rollout}"
         args = ppo.get_args([*flags.split(), "--per_device_eval_batch_size", str(evaluation)])
-        ppo.answered(args, SimpleNamespace(engines={}, actor=None), None, [])
+        ppo.answered(args, models, None, [])
         assert sizes.pop() == together
