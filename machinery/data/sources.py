@@ -89,20 +89,20 @@ def read_splits(path):
 def files_in(folder, suffix=""):
     """Returns {"train": [file, ...], "test": ...} of a folder, by words in the names below it.
 
-    suffix: only files train_SUFFIX, test_SUFFIX, ... are read.
-
     The words are those of `datasets`, and so is the choice of one kind of files, the most frequent.
     But a name is a name: a [ is no pattern, and no README.md names files elsewhere. Where output
     folders of runs lie among the data, what is in them does not count: a resumed run would find
     other rows than before.
+
+    suffix: X, where only files train_X, test_X, ... are read.
     """
     here, files, parts = folder.resolve(), [], {}
     runs = {file.parent for file in here.rglob("args.json")} - {here}
     for file in sorted(here.rglob("*.*"), key=str):
-        below = str(file.relative_to(here))
-        hidden = re.search(r"(^|/)(\.|__)", below) or file.name in FILES_TO_IGNORE
         if suffix not in ("", suffix_of(file.stem)):
             continue
+        below = str(file.relative_to(here))
+        hidden = re.search(r"(^|/)(\.|__)", below) or file.name in FILES_TO_IGNORE
         if file.suffix in KINDS and file.is_file() and not hidden and runs.isdisjoint(file.parents):
             files.append(file)
             words = {*re.split(f"[{NON_WORDS_CHARS}/]", below)}
