@@ -195,6 +195,16 @@ def test_what_is_wrong_with_vllm_is_said_in_words(
     assert ("ValueError: no such model" in said) == (fault == "ends")
 
 
+@pytest.mark.slow
+def test_a_response_may_wait_for_others_longer_than_the_timeout(client, tiny_model, tokenizer):
+    """vLLM answers some requests at a time. As long as responses come, it does not hang."""
+    engine = client("in-line")
+    roll_out(engine, tiny_model, tokenizer)
+    engine.args.vllm_timeout, began = 2, time.time()
+    rows = engine.roll_out(engine.args, tiny_model, tokenizer, requests(), 2, len(PROMPTS))
+    assert len(rows) == len(PROMPTS) and time.time() - began > 2 * engine.args.vllm_timeout
+
+
 def test_a_server_that_dies_between_two_rollouts_is_missed(client, tiny_model, tokenizer):
     """The next hand-over says so; nothing is started anew behind the user's back."""
     engine = client()

@@ -23,6 +23,7 @@ FAULTS = (
     "newer orphaned counts keeps cut nan reset dies"
 )
 LOCK = threading.Lock()
+LINE = threading.Lock()
 TOKENS, LOGPROBS = [7, 8, 1], [-0.5, -1.0, -1.5]
 
 
@@ -118,6 +119,9 @@ class Routes(http.server.BaseHTTPRequestHandler):
             at_once = struct.pack("ii", 1, 0)
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
             os.close(self.connection.fileno())
+        if self.fault == "in-line":  # as vLLM with --max-num-seqs=1
+            with LINE:
+                time.sleep(1.2)
         time.sleep({"hangs": 60, "orphaned": 60, "reset": 60, "late": 1}.get(self.fault, 0))
         tokens, logprobs, why = TOKENS, LOGPROBS, "stop"
         if self.fault == "counts":

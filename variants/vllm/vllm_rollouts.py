@@ -31,7 +31,7 @@ import traceback
 import urllib.error
 import urllib.parse
 import urllib.request
-from concurrent.futures import InvalidStateError
+from concurrent.futures import FIRST_EXCEPTION, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -63,6 +63,7 @@ UNLESS_SET = {  # variables of vLLM's own
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GB for keys and values; by itself it wants 92 % of the memory
     "VLLM_NO_USAGE_STATS": "1",  # on a GPU it reports its use to vLLM's makers
 }
+GENERATE = "/inference/v1/generate"
 GOES_ON = "\n  When that is mended, --resume goes on."
 MADE = "output/vllm/bin/python"  # by make vllm
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -85,7 +86,7 @@ def add_flags(arg):
     arg("vllm_flags", "", "more flags for `vllm serve`, as in --vllm_flags=--enforce-eager")
     arg("vllm_devices", str, "CUDA_VISIBLE_DEVICES of vLLM, as in 7; None: as rank 0 has it")
     arg("vllm_ahead", 0, "1: train on the rollout before, while vLLM samples this one", most=1)
-    waits = "seconds to wait for vLLM's start, and for a response: those in line before it count"
+    waits = "seconds to wait for vLLM's start, and for the next response of a rollout"
     arg("vllm_timeout", 600, waits, least=1)
 
 
@@ -437,19 +438,31 @@ class Vllm:
         )
 
     def sample_all(self, requests, step, params, count):
-        """Returns what `sample` makes of each request, `count` of them at a time."""
-        numbered = enumerate(requests)  # from which each thread takes its next one
+        """Returns what `sample` makes of each request, `count` of them at a time.
+
+        One of them may wait for its turn in vLLM for longer than --vllm_timeout. vLLM hangs if no
+        response at all has come for that long.
+        """
+        numbered, found = enumerate(requests), {}  # each thread takes its next one
 
         def work():
             try:
-                return [(i, self.sample(one, step, params)) for i, one in numbered]
+                for i, one in numbered:
+                    found[i] = self.sample(one, step, params)
             except Exception:
                 list(numbered)  # nobody begins with another one
                 raise
 
         threads = [vllm_nccl.in_background(work) for _ in range(min(count, len(requests)))]
-        found = dict(row for thread in threads for row in thread.result())
-        return [found[i] for i in range(len(requests))]
+        while True:
+            before = len(found)
+            done, running = wait(threads, self.args.vllm_timeout, return_when=FIRST_EXCEPTION)
+            for thread in done:
+                thread.result()
+            if not running:
+                return [found[i] for i in range(len(requests))]
+            if len(found) == before:
+                raise Fault(self.why(GENERATE, TimeoutError()))
 
     def sample(self, request, step, params):
         """Returns response_ids, ended and tokens of a request. Several threads call it."""
@@ -457,7 +470,7 @@ class Vllm:
         seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)  # 63 bits
         asked = dict(model=self.sampler(), token_ids=request["prompt_ids"])
         asked["sampling_params"] = {**params, "seed": seed}
-        [choice] = self.ask("/inference/v1/generate", asked)["choices"]
+        [choice] = self.ask(GENERATE, asked, forever=True)["choices"]
         versions = sorted({span["version"] for span in choice.get("weight_versions") or []})
         if versions != [self.version]:
             raise Fault(
@@ -612,14 +625,18 @@ class Vllm:
         except (OSError, HTTPException, ValueError, LookupError, TypeError):
             return False
 
-    def ask(self, path, body=None, read=json.loads):
-        """Returns what vLLM answers to a POST of `body`, or to a GET. Raises Fault, in words."""
+    def ask(self, path, body=None, read=json.loads, forever=False):
+        """Returns what vLLM answers to a POST of `body`, or to a GET. Raises Fault, in words.
+
+        It waits for --vllm_timeout, or forever: then the caller looks at the time.
+        """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             self.url + path, data, {"Content-Type": "application/json"}
         )
         try:
-            with NO_PROXY.open(request, timeout=self.args.vllm_timeout) as answer:
+            limit = None if forever else self.args.vllm_timeout
+            with NO_PROXY.open(request, timeout=limit) as answer:
                 return read(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             text = ""
