@@ -348,8 +348,8 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True):
     if args.dtype != "fp32":
         config[args.dtype] = {"enabled": True}
     if args.dtype == "bf16":
-        # Stage 1 adds each gradient to its fp32 sum as it comes. Otherwise all gradients in bf16
-        # stay beside the sums, and 0.18 reduces before the last micro-batch is in.
+        # With this, stage 1 adds each gradient to its fp32 sum as it comes. Otherwise all bf16
+        # gradients stay beside the sums, and 0.18 reduces before the last micro-batch is in.
         config["bf16"]["immediate_grad_update"] = True
         # Micro-batches' gradients are summed in fp32: bf16 would drop the small ones. A single
         # micro-batch needs no sum, for which 0.19.8 would have a buffer on the device at stages 1
@@ -408,7 +408,7 @@ def reference_of(actor, args, batch_size):
     """The model that `actor` was when it was loaded with the flags `args`, frozen.
 
     With LoRA only adapters train, so it is the actor without its adapters. Its forward
-    comes before the one that trains: `score` in ppo.py says why.
+    comes before the one that trains: `score_actor` in ppo.py says why.
     """
     if args.lora_dim:
         return lora.WithoutAdapters(actor)

@@ -70,7 +70,7 @@ TOY = dict(
     data_path=["toy/data"],
     data_split="4,5,1",
     output_dir="output/ppo",
-    max_steps=120,  # on two ranks 8 epochs: of prompts, each answered anew
+    max_steps=120,  # on two ranks 8 epochs of the prompts, with new responses each time
     num_train_epochs=8,
     actor_learning_rate=2e-4,
     critic_learning_rate=4e-4,  # twice the actor's: labs/rates.md
@@ -99,9 +99,8 @@ TOY = dict(
 def get_args(argv=None):
     """The flags that this file's maths uses; machinery/flags/ppo_flags.py declares the others.
 
-    The second argument is the default, or the type of a flag whose default comes from elsewhere:
-    from TOY or a recipe, or it is None. least (0), most: the range. fixed: a resumed run must not
-    change it.
+    The second argument of `arg` is the default; or a type, if the default comes from TOY or a
+    recipe, or is None. least (0), most: the range. fixed: a resumed run must not change it.
     """
     parser = declaring.new_parser(__doc__)
     arg = declaring.flag_group(parser, "PPO: models and sizes")
@@ -122,7 +121,7 @@ def get_args(argv=None):
     arg(
         "per_device_training_batch_size",
         int,
-        "of one forward; as many, but for --allow_unstable 1",
+        "responses of one forward; the generation batch size unless --allow_unstable 1",
         least=1,
     )
     arg(
@@ -189,7 +188,7 @@ def get_args(argv=None):
         fixed=True,
     )
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
-    arg("target_kl", float, "approx_kl of an epoch's last update; above it a rollout ends")
+    arg("target_kl", float, "approx_kl of an epoch's last update; above it, no epoch follows")
     ppo_flags.add_options(parser)
     args = declaring.parse(parser, TOY, argv, "ppo")
     return ppo_flags.resolve(args, ADVANTAGES, Sizes(args).responses)
@@ -198,9 +197,10 @@ def get_args(argv=None):
 class Sizes:
     """How a rollout is divided, on one rank.
 
-    prompts, responses      of a generation batch: prompts; of the whole rollout: responses
-    batches_per_step        generation batches of a rollout. If a group is larger than one, each
-                            group counts as a batch
+    prompts                 of a generation batch
+    responses               of the whole rollout
+    batches_per_step        generation batches of a rollout. If a group is larger than a batch,
+                            each group counts as one
     micro_batches           of a rollout; --gradient_accumulation_steps of them are a minibatch
     updates_per_epoch       minibatches, so optimizer steps, of one epoch over a rollout
     updates                 of all epochs
@@ -258,7 +258,7 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
 
 
 def adapted_kl_coef(kl_coef, kl, target):
-    """--kl_target: raises the KL penalty if KL is above its target.  [Ziegler 2019] section 2.2
+    """--kl_target: adapts the KL penalty to bring KL to its target.  [Ziegler 2019] section 2.2
 
         error   = clip(KL / target - 1, -0.2, 0.2)
         kl_coef = kl_coef * (1 + 0.1 * error)
@@ -328,7 +328,7 @@ def rloo(totals, groups):
 
 
 def grpo(totals, groups):
-    """A response's reward, normalised within its prompt's.  [Shao 2024] section 4.1.2
+    """A response's reward, normalised within its group.  [Shao 2024] section 4.1.2
 
     A_i = (total_i - mean) / (std + 1e-4)        (n,), (n,) -> (n,)
 
@@ -462,7 +462,7 @@ class Models:
 
     actor: DeepSpeedEngine
     critic: DeepSpeedEngine | None  # None: --advantage compares responses, or sums rewards up
-    reference: Callable | None  # with LoRA the actor, its adapters off; none with --kl_coef 0
+    reference: Callable | None  # with LoRA the actor, adapters off; None if no KL is asked for
     reward_models: list  # usually one; several, or none where --reward_fn judges alone
     functions: dict  # {name: function} of --reward_fn and --gold_fn: judging.call_functions
     judge: Callable  # (batch) -> scores (B, R) by the reward models and --reward_fn
@@ -762,8 +762,8 @@ def critic_values(args, critic, batch):
     """The critic's values (B, R), on the scale of the rewards.
 
     A critic that starts as a reward model predicts that model's scores. Where --normalize_reward
-    shifts and scales these, its values are shifted and scaled in the same way; otherwise the critic
-    would start off by that mean. What is saved stays on the model's own scale.
+    shifts and scales these, its values are shifted and scaled in the same way; otherwise they would
+    be off by that mean at the start. What is saved stays on the model's own scale.
     """
     values = common.values_before_tokens(critic, batch)
     if args.normalize_reward:
@@ -817,15 +817,15 @@ def forwards_of_score(args, sizes, no_dropout):
     two are the same, so one of them is enough:
 
     reusable            the engines whose forwards in part 4 keep their graphs, so that the update
-                        trains on them. With one micro-batch only: several graphs would not fit in
-                        memory. With gradient checkpointing not even one would
+                        trains on them. Only with one micro-batch: several graphs may not fit in
+                        memory. With gradient checkpointing even one may not
     needs_old_logprobs  False where nothing before the update needs the actor's log-probs (KL in the
                         reward does): the update's log-probs then serve as the old ones, however
                         many micro-batches there are. A fork that reads old_logprobs, entropy or
                         kl() in part 5, or in trained_mask, must return True here
 
-    Forwards of the actor in parts 4 and 6, for each micro-batch (the critic's are as in the first
-    three lines; a critic with dropout has two):
+    Forwards of the actor in parts 4 and 6, for each micro-batch (the critic's are those with KL in
+    the reward, wherever KL is; a critic with dropout has two):
 
         first step of the process: the checks compare the two       1 + 1
         one update, one micro-batch, KL in the reward               1, kept for the update
@@ -1096,7 +1096,7 @@ def main():
 
         # ---- 6 update ----
         for engine in engines.values():
-            engine.train()  # dropout is on; of an actor stop_unless_one stops it
+            engine.train()  # dropout is on; if the actor has any, stop_unless_one stops the run
             if first:  # ZeRO-3 records the next forward and backward, and prefetches in that order
                 patches.record_backward(engine)
         means = metrics.TokenMeans()

@@ -69,7 +69,7 @@ def get_args(argv=None):
     declaring.add_common_flags(parser)
     arg = declaring.flag_group(parser, "flags of this step alone")
     arg("value_head_prefix", "score", "name of the head; stock transformers loads `score`")
-    pull = "pulls scores to 0, by this times (chosen + rejected)^2. 0.01 [Eisenstein 2023]"
+    pull = "weight of (chosen + rejected)^2, which pulls scores to 0. 0.01 [Eisenstein 2023]"
     arg("center_coef", 0.0, pull, fixed=True)
     arg("share_prompt", 1, "1: compute the prompt of a pair once; 0: a row for each", most=1)
     return declaring.parse(parser, TOY, argv, "reward")
@@ -163,7 +163,7 @@ def evaluate(run, engine, held_out, collate_rows):
     *sums, count = ranks.all_sum(*sums, len(pairs)).tolist()
     loss, accuracy, chosen_mean, rejected_mean = (total / count for total in sums)
     mean = (chosen_mean + rejected_mean) / 2
-    # Squares of differences to the mean lose no digits where the mean is far from 0.
+    # Squared differences from the mean lose no digits where the mean is far from 0.
     squares = ranks.all_sum(((pairs[:, 1:] - mean) ** 2).sum()).item()
     std = (squares / (2 * count)) ** 0.5
     run.notes["score_statistics"] = [mean, std]

@@ -105,8 +105,8 @@ def sft_loss_sum(logprobs, loss_mask):
     A sum, because the mean is taken once over the whole optimizer step (common.mean_factor): the
     mean of micro-batch means would give a token in a short batch more weight than one in a long
     batch.  logprobs, loss_mask: (B, R) -> ()
-    `evaluate` calls this as well, and eval_perplexity is its exponential: what is for training
-    alone (label smoothing, weights of tokens or rows) belongs in part 3 of main.
+    `evaluate` calls this as well, and eval_perplexity is the exponential of its mean: what is for
+    training alone (label smoothing, weights of tokens or rows) belongs in part 3 of main.
     """
     return -(logprobs * loss_mask).sum()
 
@@ -135,8 +135,8 @@ def main():
     # ---- 1 data ----
     # A row holds prompt_ids, the prompt's tokens; responses, a list with the ids of its response,
     # tokenised apart from the prompt and with the tokenizer's EOS appended; and prompt_loss_mask, 1
-    # where --train_on covers the prompt, too. Prompt and response have --max_seq_len tokens
-    # together at most: a long prompt keeps its end, and a long response is cut and has no EOS then.
+    # where --train_on covers the prompt, too. Prompt and response together have at most
+    # --max_seq_len tokens: a long prompt keeps its end, a long response is cut and loses its EOS.
     sources = open_sources(args, "sft")
     tokenizer = model_folders.load_tokenizer(
         args.model_name_or_path, args, in_chats=sources.hold_chats

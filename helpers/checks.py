@@ -1,4 +1,4 @@
-"""What PPO checks on the real models before it trains: numbers that only a mistake moves."""
+"""What PPO checks on the real models while it trains: numbers that only a mistake moves."""
 
 import itertools
 
@@ -11,12 +11,12 @@ from machinery.models import forwards
 
 LONGEST = 32  # tokens of a response that are decoded once more
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}  # 0.0 was seen with fp32 and bf16 on CPUs
-# Of log-probs of sampling and of scoring: a token is off by more than OFF, and SHARE_OFF of them
-# may be. With a cache sums are made in another order than in one forward: docs/ppo.md has figures.
+# A token is off if its log-probs of sampling and of scoring differ by more than OFF. SHARE_OFF of
+# the tokens may be. With a cache, sums are made in another order: docs/ppo.md has figures.
 OFF = {"fp32": 1e-3, "bf16": 0.2, "fp16": 0.05}
 SHARE_OFF = {"fp32": 0.005, "bf16": 0.05, "fp16": 0.05}
 TRIED_AGAIN = 256  # tokens of a rank's longest responses, at least, are decoded once more
-COARSE = 0.25  # a model that is off by itself in more tokens than this has no cache that works
+COARSE = 0.25  # a model that is off by itself in a larger share of tokens has no working cache
 STORED = "ref_logprobs", "scores", "old_values", "old_logprobs", "entropy"  # before the update
 PATIENCE = 10  # steps in a row: a few groups may be equal by chance
 
@@ -36,7 +36,7 @@ def stop_unless_one(run, minibatch):
     """Stops the run if the ratio was not 1 in a rollout's first update, before any weight moved.
 
     The weights, the tokens and the function are the same, so only a mistake can move it.
-    approx_kl (k3) is then below the square of this difference.
+    approx_kl (k3) is then below the square of the ratio's distance from 1.
     """
     off = [(batch.ratio - 1).abs() * batch.response_mask for batch in minibatch]
     found = [numbers.max().nan_to_num(nan=float("inf")).item() for numbers in off]
@@ -90,7 +90,7 @@ def stop_unless_sampled_as_scored(run, micro_batches):
 
 
 def counts_off(args, gaps):
-    """Of gaps, (n,) each: how many are above OFF, and how many there are. Of each rank, and all."""
+    """Returns pairs, how many gaps exceed OFF and how many there are: of each rank, and of all."""
     off = sum((gap > OFF[args.dtype]).sum().item() for gap in gaps)
     of_ranks = ranks.all_gather_objects([(off, sum(len(gap) for gap in gaps))])
     return [*of_ranks, tuple(map(sum, zip(*of_ranks)))]

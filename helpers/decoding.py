@@ -185,7 +185,7 @@ def anyone(remaining, synced):
 
 
 def leave_out_ended(cache, alive, remaining):
-    """Takes rows that have ended out of the cache, once a quarter of them have: it is copied.
+    """Takes ended rows out of the cache once a quarter of its rows have ended, as this copies it.
 
     alive: bool (B,), of all rows, `remaining` of which go on.
     """
@@ -210,8 +210,8 @@ def restricted(args, probs):
 def at_stop(args, tokenizer, responses, r):
     """Returns for each row, bool (b,), whether a text of --stop ends in slots up to r of (b, R).
 
-    It looks back over as many tokens as the longest text has bytes, as a token has one at least,
-    and over 16 more, since special tokens among them write nothing.
+    It looks back over as many tokens as the longest text has bytes, because each token has at least
+    one, and over 16 more, because some tokens may write nothing.
     """
     if not args.stop:
         return torch.zeros(len(responses), dtype=torch.bool, device=responses.device)
@@ -224,9 +224,9 @@ def at_stop(args, tokenizer, responses, r):
 # ---- Compiled (--compile_decoding) ----
 # In a static cache the steps of all tokens have the same shapes. So transformers can compile one
 # step and, on CUDA, replay it as one graph. Rows stay to the end, and each prompt is computed for
-# itself. A graph is recorded for a shape and for memory, and is never given back: so there are at
-# most three widths of prompts, one number of rows, and a cache for each, which stays with the
-# model. What does not fit into one of them is decoded as without the flag.
+# itself. A graph is recorded for one shape and one place in memory, and is never freed: so there
+# are at most three widths of prompts, one number of rows, and a cache for each, which stays with
+# the model. What does not fit into one of them is decoded as without the flag.
 
 
 def static_slots(args):

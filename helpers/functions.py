@@ -49,9 +49,9 @@ def load_function(spec, flag):
 
 @contextlib.contextmanager
 def users_code(name, note):
-    """Gives what the code of a user's function raises a note; it keeps its own traceback.
+    """Adds a note to what the code of a user's function raises, which keeps its own traceback.
 
-    Where it changes the working folder, this is changed back: the run's own paths are relative.
+    If that code changes the working folder, it is changed back: the run's own paths are relative.
     """
     try:
         with contextlib.chdir("."):

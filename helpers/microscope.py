@@ -32,7 +32,7 @@ def requests(args, held_out):
 
 @torch.no_grad()
 def write(run, step, micro_batches, kl_coef):
-    """Writes down all that trains on the responses to `requests`. All ranks call it.
+    """Writes the numbers that training on the responses to `requests` would use. All ranks call it.
 
     micro_batches: scored, and with advantages, as after part 5 of ppo.py.
     """

@@ -11,10 +11,10 @@ class Lock:
     """The lock of a file, held from `take` until `release` or the end of this process.
 
     The kernel keeps it (flock, which network file systems pass on to other hosts), and drops it
-    when the process ends in any way. The file stays: removed, it could be locked by two processes
-    of which one had opened it before. Where the file system has no locks, nobody is locked out.
-    (The library filelock does not say who holds a lock, cannot ask without taking it, and raises
-    an error or leaves a lock behind where there are none.)
+    however the process ends. The file stays: if it were removed, two processes could each hold a
+    lock, one on the old file and one on a new one. Where the file system has no locks, nobody is
+    locked out. (The library filelock does not say who holds a lock, cannot test one without taking
+    it, and raises an error or leaves a lock behind where the file system has no locks.)
     """
 
     def __init__(self, path):

@@ -157,8 +157,8 @@ def go_on():
 def unhurried():
     """For work during which no rank waits for another: long as it may take, nothing is wrong.
 
-    SIGTERM ends the processes that share the work, too. They are forks, in which it is the end at
-    once: a Python handler may come too late there, and one of them then waits for a lock for ever.
+    SIGTERM ends the processes that share the work, too. They are forks, which it kills at once: a
+    Python handler may run too late in them, and a fork would then wait for a lock forever.
     """
     faulthandler.cancel_dump_traceback_later()
 

@@ -25,9 +25,9 @@ class Refused(Exception):
 def program(main):
     """Runs main(). A refusal becomes one message on rank 0, without a traceback, and exit code 2.
 
-    The other ranks mostly found the same. They wait until the launcher ends them, and speak only if
-    rank 0 goes on without them. A rank without a number of ranks is alone, and speaks at once. A
-    name that is too long for a file can come from any flag.
+    The other ranks mostly found the same. They wait until the launcher ends them, and print only if
+    rank 0 goes on without them. A rank that is told no number of ranks is alone, and prints at
+    once. OSError: a name that is too long for a file can come from any flag.
     """
     try:
         main()

@@ -19,7 +19,7 @@ def epoch_batches(lengths, seed, epoch, batch_size, micro_steps, group_by_length
     """This rank's micro-batches of one epoch (lists of row numbers), `micro_steps` per step.
 
     The rows of each optimizer step depend on (seed, epoch) and on how many rows a step takes, not
-    on ranks and micro-batches: results do not change with the number of GPUs. A short last step is
+    on ranks and micro-batches: they do not change with the number of GPUs. A short last step is
     filled up with -1, so that every rank makes the same number of forwards.
     """
     rank, share = ranks.data_parallel_rank(), ranks.data_parallel_size() * batch_size

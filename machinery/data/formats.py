@@ -56,9 +56,9 @@ def as_text(prompt):
 
 
 def as_chat(prompt, texts):
-    """Returns a dialogue that is text as chat messages, and the responses to it without spaces.
+    """Returns a dialogue that is text as chat messages, and its responses without outer spaces.
 
-    All else comes back as it is, also what misses a response. Where there is one response and it
+    All else comes back unchanged, also what lacks a response. Where there is one response and it
     holds further turns, as in dialogues that part early, the last turn is the response.
 
     >>> as_chat("\\n\\nHuman: Hm?\\n\\nAssistant:", [" So."])

@@ -186,11 +186,12 @@ def load_rows(args, opened, tokenizer, limit):
     prompt_loss_mask  1 on the prompt's tokens that the loss of sft covers (--train_on)
     responses         lists of ids: the response; chosen and rejected; none for ppo
     length, extra     tokens of all of them; the row's other columns, as JSON
-    place             the file and its line; "" for a row of the hub's
+    place             the file and its line; "" for a row of the hub's, or of a .parquet file
 
     Each stage takes its own share of every source's rows (--data_split). Held out is the source's
-    own test split, or a twentieth of the prompts, by hash; of all together MOST_HELD_OUT at most.
-    Neither depends on --seed: stages with different seeds must not share rows.
+    own test split, or a twentieth of the prompts, by hash; in all at most MOST_HELD_OUT, or
+    --num_eval_prompts if that is more. Neither share nor split depends on --seed: stages with
+    different seeds must not share rows.
     """
     trained_on = set()  # the prompts that any stage trains on, in any source
     taken = []  # of each source: the numbers of the rows that are trained on

@@ -1,8 +1,8 @@
 """Reads the sources of data: files, folders and hub datasets.
 
 Rows of .jsonl, .json and .csv files are kept as text and parsed when they are used: load_dataset
-would guess types, and make a timestamp of "2024-01-08" and a float of 1 beside 0.5. Its reader of
-lines knows no others than "\n", no line of its errors, and neither .csv nor .json.
+would guess types, and make a timestamp of "2024-01-08" and a float of 1 beside 0.5. Its line
+reader names no line in its errors, and reads neither .csv nor .json.
 """
 
 import csv
@@ -90,9 +90,9 @@ def files_in(folder, suffix=""):
     """Returns {"train": [file, ...], "test": ...} of a folder, by words in the names below it.
 
     The words are those of `datasets`, and so is the choice of one kind of files, the most frequent.
-    But a name is a name: a [ is no pattern, and no README.md names files elsewhere. Where output
-    folders of runs lie among the data, what is in them does not count: a resumed run would find
-    other rows than before.
+    But names are taken literally: a [ is no pattern, and no README.md names files elsewhere. If
+    output folders of runs lie among the data, their files do not count: otherwise a resumed run
+    would find other rows than before.
 
     suffix: X, where only files train_X, test_X, ... are read.
     """

@@ -36,10 +36,10 @@ def tokenise_response(tokenizer, response):
 def tokenise_turn(tokenizer, prompt, response):
     """Returns the token ids of the response to a prompt, and EOS; and BARE or "".
 
-    In a chat it is what the template adds to its opening, as a stock rendering of the whole chat
-    has it: some write text before the content (Qwen3 an empty <think>, gpt-oss a channel) or before
-    the end of turn. A bare one is the content by itself: a finished turn lacks the opening (R1's
-    <think>).
+    In a chat the response is what the template writes after its opening when it renders the whole
+    chat: some templates write text before the content (Qwen3 an empty <think>, gpt-oss a channel)
+    or before the end of turn. If a finished turn lacks that opening (R1's <think>), the response is
+    the content by itself: BARE.
     """
     if not isinstance(prompt, list):
         return tokenise_response(tokenizer, response), ""

@@ -13,10 +13,10 @@ from machinery.engine import patches
 
 
 def lacks_nvcc():
-    """Returns whether a GPU is here without the CUDA toolkit, which compiles. pip's wheels lack it.
+    """Returns whether a GPU is here but no nvcc, the CUDA toolkit's compiler. pip's wheels lack it.
 
-    DeepSpeed (0.19.8) looks for it too late: of FusedAdam when a rank holds the lock, on which
-    others then wait in vain; of --deepcompile never.
+    DeepSpeed (0.19.8) looks for it too late: for FusedAdam when a rank holds the lock, for which
+    others then wait in vain; for --deepcompile never.
     """
     on_gpu = get_accelerator().device_name() == "cuda"
     return on_gpu and not os.path.exists(f"{cpp_extension.CUDA_HOME}/bin/nvcc")

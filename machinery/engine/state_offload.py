@@ -1,4 +1,4 @@
-"""State offload (--offload_states): what only optimizers need waits on the CPU meanwhile."""
+"""State offload (--offload_states): what only optimizers need is on the CPU between updates."""
 
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 

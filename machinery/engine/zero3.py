@@ -25,7 +25,7 @@ def add_options(args, zero, train):
 def ease_zero3(model, whole_layers):
     """Makes forwards under ZeRO-3 cheaper: quicker products, decoder layers gathered in one go.
 
-    Not so unless `whole_layers`: with adapters DeepSpeed 0.19.8 frees whole layers too early.
+    Layers only if `whole_layers`: with adapters DeepSpeed 0.19.8 frees whole layers too early.
     """
     patches.quicken_linear()
     kinds = model._no_split_modules or ()
@@ -44,8 +44,8 @@ def gather_for_generation(engine, room=0):
 
     DeepSpeed's hooks are taken off meanwhile. At every stage they keep the engine's clocks, and
     under ZeRO-3 they gather the weights anew for every token (4 times as long). If the gathered
-    weights do not fit beside what is there, they stay, and `synced` is True: then all ranks must
-    make the same number of forwards.
+    weights do not fit beside what is there, the hooks stay, and `synced` is True: then all ranks
+    must make the same number of forwards.
     """
     release_early_gathers(engine)
     model = modules.unwrap_model(engine)

@@ -22,7 +22,7 @@ from machinery.flags.recipes import ROOT
 FINITE = sys.float_info.max  # the largest finite number
 STAGES = [0, 1, 2, 3]  # of ZeRO
 LORA = "LoRA: train a product of this rank beside each matrix. 0: off"
-LORA_RATE = "with LoRA about ten times that of all weights [Schulman 2025]"
+LORA_RATE = "with LoRA about ten times that of full training [Schulman 2025]"
 
 
 # ---- Declaring ----
@@ -88,7 +88,7 @@ def add_common_flags(parser, own_forms=()):
     files = "hub names (NAME:CONFIGURATION:X), .jsonl .json .csv .parquet files, folders of them"
     arg("data_path", str, files, nargs="+", fixed=True)
     arg("columns", column_names, "ours=theirs: prompt=question,response=answer", fixed=True)
-    shares = "rows of sft, reward, ppo, disjoint. 2,4,4 [DeepSpeed-Chat]"
+    shares = "disjoint shares of rows: sft, reward, ppo. 2,4,4 [DeepSpeed-Chat]"
     arg("data_split", "2,4,4", shares, most=1e9, type=numbers, fixed=True)
     arg("output_dir", str, "the folder of the run")
     length = "tokens of prompt + response; a long prompt keeps its end, a long response is cut"
@@ -112,7 +112,7 @@ def add_common_flags(parser, own_forms=()):
     arg("max_grad_norm", 1.0, "gradients are scaled down to it; 0: never. 1 [DeepSpeed-Chat]")
     arg("per_device_train_batch_size", int, "rows of one forward on one device", least=1)
     arg("gradient_accumulation_steps", 1, "micro-batches of one optimizer step", least=1)
-    most = "most rows of one forward over all ranks: with many ranks each has fewer; None: any"
+    most = "limit for a forward's rows over all ranks: with many, each has fewer; None: off"
     arg("rows_of_all_ranks", int, most, least=1)
     arg = flag_group(parser, "flags of speed, memory, and what is written", own_forms)
     arg("per_device_eval_batch_size", int, "rows of one forward in evaluation", least=1)
@@ -127,7 +127,7 @@ def add_common_flags(parser, own_forms=()):
     arg("gradient_checkpointing", False, "recompute activations in backward: 4/3 the work")
     arg("ds_config", str(ROOT / "ds_config.json"), "DeepSpeed knobs without a flag")
     arg("local_rank", -1, "set by the deepspeed launcher", least=-1)
-    arg("eval_steps", 0, "steps between evaluations, also at the ends; 0: after each epoch")
+    arg("eval_steps", 0, "steps between evaluations; also at start and end; 0: each epoch")
     arg("log_steps", 1, "steps to a line on the screen and in metrics.jsonl: their mean", least=1)
     arg("save_steps", 0, "steps between checkpoints; 0: only when interrupted")
     arg("keep_checkpoints", 1, "how many of the newest checkpoints to keep", least=1)

@@ -35,9 +35,7 @@ def add_options(parser):
         arg(f"{role}_zero_stage", int, which, choices=declaring.STAGES)
     together = "responses decoded at a time; None: all of a step on a rank"
     arg("rollout_batch_size", int, together, least=1)
-    arg(
-        "compile_decoding", 0, "1: in static caches, on CUDA compiled; not tried on one yet", most=1
-    )
+    arg("compile_decoding", 0, "1: static caches, compiled on CUDA; not tried on a GPU yet", most=1)
     arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses", most=1)
     arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
     arg("microscope", 4, "held-out prompts in tokens.jsonl")
@@ -84,7 +82,7 @@ def resolve(args, advantages, responses):
     if filters := [flag for flag, value in off.items() if getattr(args, flag) != value]:
         ranks.say(f"warning: --{' --'.join(filters)}: KL is not the sampler's, may be below 0")
     if args.stop and args.reward_model_name_or_path:
-        ranks.say("warning: --stop: responses that end so lack EOS, where a reward model scores")
+        ranks.say("warning: --stop: stopped responses lack the EOS at which a reward model scores")
     return args
 
 

@@ -51,7 +51,7 @@ def of_all(args):
     uneven = ranks.launched() % args.tensor_parallel_size
     broken = split and (lora or args.dtype != "bf16" or uneven)
     yield "tensor-parallel", broken, words
-    # of the first 0.18.5 gave a gradient norm of 8.7 for 6.1
+    # with the flags of this first line, 0.18.5 gave a gradient norm of 8.7 instead of 6.1
     needs_0_19 = args.adam_offload and args.dtype == "bf16" and 1 in stages
     needs_0_19 |= split or lora and args.gradient_checkpointing and 3 in stages
     words = (
@@ -93,8 +93,8 @@ def of_ppo(args):
     one_update = generated == trained and args.ppo_epochs == args.generation_batches == 1
     words = (
         "{per_device_generation_batch_size} and {per_device_training_batch_size} must be equal, "
-        "{ppo_epochs} and {generation_batches} 1: else DeepSpeed-Chat reports divergence.\n  Use "
-        "--gradient_accumulation_steps for a larger batch; --allow_unstable 1 lifts this."
+        "{ppo_epochs} and {generation_batches} must be 1: else DeepSpeed-Chat reports divergence.\n"
+        "  Use --gradient_accumulation_steps for a larger batch; --allow_unstable 1 lifts this."
     )
     yield "unstable", not one_update and not args.allow_unstable, words
 

@@ -22,9 +22,9 @@ def mask_for(model, mask):
 
 
 def picks_positions(model):
-    """Returns whether the model computes logits at the positions that a mask (B, T) marks.
+    """Returns whether the model computes logits at the positions that a mask (N, T) marks.
 
-    transformers' own do (5.23), by a function of this name, unless they are compiled.
+    transformers' own do (5.23), by `slice_logits_to_keep`, unless they are compiled.
     """
     library = vars(sys.modules[type(unwrap_model(model)).__module__])
     return "slice_logits_to_keep" in library and not getattr(model, "is_compiled", False)

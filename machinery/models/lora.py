@@ -21,7 +21,7 @@ def add_adapters(model, args, path, value_head=None):
 
         W x becomes W x + B A x * alpha / dim, with B = 0 at first
 
-    The value head, named `value_head`, trains in full: it is new, and a single row.
+    The value head, named `value_head`, trains in full: it may be new, and is a single row.
     path: where the frozen weights came from.
     """
     if not args.lora_dim:

@@ -131,7 +131,7 @@ def refuse_misfits(path, missing, unused):
 
 @contextlib.contextmanager
 def refusing(rule, words):
-    """Makes any error of what is done inside a Refused: `words`, and the error's first sentences.
+    """Turns any error raised inside into a Refused: `words`, and the error's first words.
 
     What a library raises on broken files is of many kinds: of the hub, of JSON, of pickle, ...
     """
@@ -217,8 +217,8 @@ def load_tokenizer(path, args=None, in_chats=False):
     response then ends in training as it does in use, and generation stops there.
 
     Our masks come from positions, so the id of padding never matters here: the model's own stays,
-    also where it is EOS. If there is none, another token than EOS is taken, because other tools
-    mask a response's end by `ids != pad`. args: with max_seq_len, the longest row to come.
+    also where it is EOS. If there is none, a token other than EOS is taken where possible: other
+    tools mask a response's end by `ids != pad`. args: with max_seq_len, the longest row to come.
     """
     length, trust_remote_code = (args.max_seq_len, args.trust_remote_code) if args else (0, False)
     config = load_config(path, trust_remote_code)

@@ -94,7 +94,7 @@ def add_rules(state, bos, eos):
     """Adds to tokenizer.json's dict a normaliser that writes BOS (or None) and EOS around a text.
 
     It leaves a text that ends with EOS, or begins with BOS, as it is, but for the line break that
-    chat templates write after EOS. It also leaves a special token alone as it is, which it sees.
+    chat templates write after EOS. A lone special token stays as it is: these are normalised, too.
     """
     known = {token["content"] for token in state["added_tokens"]} | {eos}
     last, others = re.escape(eos), "|".join(rf"\A{re.escape(token)}" for token in known - {eos})

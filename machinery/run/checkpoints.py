@@ -136,7 +136,7 @@ def load(args, engines, state, facts, last_step):
         random.setstate(python)
         np.random.set_state(numpy)
     else:
-        ranks.say(f"from {before} to {now}: the same up to rounding, but for dropout")
+        ranks.say(f"from {before} to {now}: the same except for rounding and dropout")
         torch.manual_seed(args.seed + ranks.get_rank() + 1_000_000 * step)
         parts, place = [read(file)["state"] for file in files], ranks.get_rank()
     saved["state"] = laid_out(state, parts, place)

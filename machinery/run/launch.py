@@ -77,8 +77,8 @@ def ranks_here():
 def way_to_meet():
     """Returns how ranks meet, as torch.distributed wants it: by loopback where all are on one host.
 
-    By itself rank 0 listens on all interfaces. What the environment says of gloo's stands, and so
-    does torchrun's store, which is its own process's.
+    By default rank 0 listens on all interfaces. An interface that the environment names for gloo is
+    kept, and so is torchrun's store, which another process holds.
     """
     if int(os.environ["WORLD_SIZE"]) > ranks_here() or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         return None

@@ -37,8 +37,8 @@ def cut(args, sizes):
 def joined(records):
     """Returns one record of several steps': each metric's mean over the steps that have it.
 
-    Of step, epoch, kl_coef and learning rates it is the last step's, as of all that is no float; of
-    ratio_max and sampling_gap, and of every other name that ends with _max or _gap, the largest.
+    For step, epoch, kl_coef, learning rates, and all that is not a float, it is the last step's
+    value; for names that end with _max or _gap, such as ratio_max and sampling_gap, the largest.
     """
     one = {}
     for name in dict.fromkeys(name for record in records for name in record):

@@ -26,7 +26,7 @@ def read_record(output):
 
 
 def taken(output):
-    """Returns what a run would write beside: all but logs of launchers and hidden files."""
+    """Returns what is in the folder already: all but logs of launchers and hidden files."""
     return sorted(path.name for path in output.glob("[!.]*") if path.suffix not in LOGS)
 
 

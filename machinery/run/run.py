@@ -76,7 +76,7 @@ class Run:
 
         First it evaluates or resumes. After each body it saves when due, or when told to stop.
 
-        engines: {name: engine}. Learning rate, FLOPs and monitor are those of the first.
+        engines: {name: engine}. The metrics of all but the first have their names in front.
         evaluate(step): returns a dict of metrics eval_...
         columns: the metrics that the screen shows.
         collate(rows): makes a micro-batch of `batch_size` rows of data; by default their list.
