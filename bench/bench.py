@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-INSIDE, TRL, CHAT = (ROOT / f"bench/bench_{name}.py" for name in ("inside", "trl", "chat"))
+INSIDE, TRL = (ROOT / f"bench/bench_{name}.py" for name in ("inside", "trl"))
 # This process imports nothing heavy: a child's peak memory is counted from its parent's.
 
 
@@ -184,12 +184,10 @@ def measure(args, row, dtype, side):
     shutil.rmtree(out, ignore_errors=True)
     flags = flags_of(row, args.work, dtype, args.smoke)
     tree = args.against if side == "old" else ROOT
-    python = args.peer_python if side.startswith(("trl", "chat")) else sys.executable
+    python = args.peer_python if side.startswith("trl") else sys.executable
     program = [f"{row.script}.py", *flags]
     if side.startswith("trl"):
         program = [TRL, result, side, row.script, *flags]
-    elif side == "chat":
-        program = [CHAT, result, args.chat, row.script, *flags]
     elif row.script in ("machine", "decode"):
         program = [INSIDE, row.script, result, side, args.work / row.model, dtype, *flags]
     elif args.gpu:
@@ -322,12 +320,11 @@ def get_args():
     arg("--against", type=Path, metavar="FOLDER", help="a checkout to compare with, for the peer")
     arg("--gpu", action="store_true", help="large random models on one GPU")
     arg("--model", type=Path, metavar="FOLDER", help="a pretrained model and its tokenizer")
-    arg("--chat", type=Path, metavar="FOLDER", help="DeepSpeed-Chat takes the peer's place")
     arg("--smoke", action="store_true", help="tiny sizes, to try this program itself")
     arg("--peer_python", default=sys.executable, help="an interpreter that has TRL")
     arg("--work", type=Path, default=ROOT / "output/bench", help="folder for what is made")
     args = parser.parse_args()
-    for name in ("work", "against", "model", "chat"):  # the programs start in other folders
+    for name in ("work", "against", "model"):  # the programs start in other folders
         vars(args)[name] = vars(args)[name] and vars(args)[name].resolve()
     return args
 
@@ -344,8 +341,6 @@ def rows_of(args):
     for row in rows:
         sides = [side for side in row.sides.split() if has_trl or not side.startswith("trl")]
         sides = ["old", "ours"] if args.against else sides
-        if args.chat:
-            sides = ["ours", "chat"]
         found.append(replace(row, sides=" ".join(sides), steps=3 if args.smoke else row.steps))
     return found
 
