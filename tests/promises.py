@@ -631,7 +631,7 @@ each KL says which one it is
 # tools
 it says whether it fits
 tokens a second and TFLOPs by hand
-a verdict for each row of the README's table
+a verdict for each row of the table of metrics
 a dialogue goes on after a mistyped command
 responses of talk.py are those of a rollout
 a verdict says so where it cannot tell

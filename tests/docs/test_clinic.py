@@ -17,7 +17,7 @@ import cases as clinic  # noqa: E402
 import figures  # noqa: E402
 import pages  # noqa: E402
 
-NAMED = {  # the row of README's table whose verdict names the fault, or its family
+NAMED = {  # the row of docs/metrics.md whose verdict names the fault, or its family
     "01": "samples",
     "02": "tokens.jsonl",
     "03": "ratio_max, sampling_gap",

@@ -360,7 +360,7 @@ def run_with(folder, **fields):
 
 @pytest.mark.parametrize("function", [function for *_, function in verdicts.ROWS])
 def test_verdicts_by_hand(function, tmp_path):
-    """Each way to judge a row of the README's table, and what is said of a run without a log. No
+    """Each way to judge a row of the table of metrics, and what is said of a run without a log. No
     case of verdicts.ini is missing here."""
     fields, reached = ("args", "samples", "tokens", "judged", "limits"), set()
     for status, given in [("not known", {}), *VERDICTS[function.__name__]]:
@@ -436,9 +436,10 @@ def test_verdicts_blame_what_there_is(tmp_path):
     assert verdicts.tokens(run)[1].startswith("the rewards of the tokens sum to the score, and")
 
 
-def test_every_row_of_the_readmes_table_has_a_verdict():
-    """The README says what is healthy and what is sick; the page judges by the same rows."""
-    words = (kit.ROOT / "README.md").read_text().split("## What to look at")[1].split("## ")[0]
+def test_every_row_of_the_table_of_metrics_has_a_verdict():
+    """docs/metrics.md says what is healthy and what is sick; the page judges by the same rows."""
+    words = (kit.ROOT / "docs/metrics.md").read_text()
+    words = words.split("## Healthy and sick")[1].split("## ")[0]
     scripts = {"SFT": "sft", "reward model": "reward", "PPO": "ppo"}
     stated = []
     for stage, metrics in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", words, re.M)[2:]:

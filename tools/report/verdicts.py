@@ -1,4 +1,4 @@
-"""Judges how a run looks: each row of README's table of healthy and sick metrics.
+"""Judges how a run looks: each row of the table in docs/metrics.md.
 
 A function measures, and names the case; verdicts.ini says how healthy a case is, and what to do.
 The limits of what counts as healthy stand here, in the open. They are rules of thumb of ours, for
@@ -423,7 +423,7 @@ def finite(run):
     return "finite", "every logged number is finite"
 
 
-# (script, the metrics of the row in README's table, function), in the order of that table
+# (script, the metrics of the row in docs/metrics.md, function), in the order of that table
 ROWS = [
     ("sft", "eval_loss, eval_perplexity", sft_loss),
     ("sft", "samples", sft_samples),
