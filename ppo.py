@@ -121,7 +121,7 @@ def get_args(argv=None):
     arg(
         "per_device_training_batch_size",
         int,
-        "responses of one forward; the generation batch size unless --allow_unstable 1",
+        "responses of one forward; as many as generated at once, unless --allow_unstable 1",
         least=1,
     )
     arg(

@@ -20,7 +20,7 @@ from pathlib import Path
 
 FAULTS = (
     "ends never other-weights two-weights killed hangs late broken short unloadable cached plain "
-    "newer orphaned counts keeps cut nan reset dies"
+    "newer orphaned counts keeps cut nan reset dies in-line"
 )
 LOCK = threading.Lock()
 LINE = threading.Lock()

@@ -1,4 +1,4 @@
-"""Judges how a run looks: each row of the table in docs/metrics.md.
+"""Judges how a run looks: each row of "Healthy and sick" in docs/metrics.md.
 
 A function measures, and names the case; verdicts.ini says how healthy a case is, and what to do.
 The limits of what counts as healthy stand here, in the open. They are rules of thumb of ours, for

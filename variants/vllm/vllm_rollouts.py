@@ -86,7 +86,7 @@ def add_flags(arg):
     arg("vllm_flags", "", "more flags for `vllm serve`, as in --vllm_flags=--enforce-eager")
     arg("vllm_devices", str, "CUDA_VISIBLE_DEVICES of vLLM, as in 7; None: as rank 0 has it")
     arg("vllm_ahead", 0, "1: train on the rollout before, while vLLM samples this one", most=1)
-    waits = "seconds to wait for vLLM's start, and for the next response of a rollout"
+    waits = "seconds to wait for vLLM's start, a hand-over, and the next response of a rollout"
     arg("vllm_timeout", 600, waits, least=1)
 
 
@@ -440,28 +440,31 @@ class Vllm:
     def sample_all(self, requests, step, params, count):
         """Returns what `sample` makes of each request, `count` of them at a time.
 
-        One of them may wait for its turn in vLLM for longer than --vllm_timeout. vLLM hangs if no
-        response at all has come for that long.
+        One of them may wait for its turn in vLLM for longer than --vllm_timeout. If no response at
+        all has come for that long, vLLM is taken to hang.
         """
         numbered, found = enumerate(requests), {}  # each thread takes its next one
+        newest = time.time()  # when a response came last
 
         def work():
+            nonlocal newest
             try:
                 for i, one in numbered:
                     found[i] = self.sample(one, step, params)
+                    newest = time.time()
             except Exception:
                 list(numbered)  # nobody begins with another one
                 raise
 
         threads = [vllm_nccl.in_background(work) for _ in range(min(count, len(requests)))]
         while True:
-            before = len(found)
-            done, running = wait(threads, self.args.vllm_timeout, return_when=FIRST_EXCEPTION)
+            left = max(newest + self.args.vllm_timeout - time.time(), 0)
+            done, running = wait(threads, left, return_when=FIRST_EXCEPTION)
             for thread in done:
                 thread.result()
             if not running:
                 return [found[i] for i in range(len(requests))]
-            if len(found) == before:
+            if time.time() - newest >= self.args.vllm_timeout:
                 raise Fault(self.why(GENERATE, TimeoutError()))
 
     def sample(self, request, step, params):
