@@ -1,4 +1,4 @@
-"""What all three steps do in the same way, on real DeepSpeed.
+"""What all three steps do in the same way.
 
     1  layout       which tokens a forward takes, and where in its output a token is predicted
     2  log-probs    how likely each token was
@@ -23,7 +23,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from machinery.base import ranks
 from machinery.base.modules import unwrap_model
 from machinery.engine import adam, config_file, patches, tensor_parallel, zero3
-from machinery.engine.zero3 import set_weights as set_weights  # for scripts of your own: README
+from machinery.engine.zero3 import set_weights as set_weights  # for scripts of yours: docs/runs.md
 from machinery.flags import declaring
 from machinery.models import forwards, lora, model_folders
 
@@ -48,7 +48,8 @@ class Layout:
     The logits at x1 predict y0, those at y0 predict y1, and so on: a token stands one place after
     the logits that predict it. R = 4 is the longest response of the micro-batch; other masks say
     which places count. The next row begins at flat place T. Rows in which several responses share a
-    prompt (helpers/shared_prompts.py) differ only in these fields.
+    prompt differ only in these fields. In step 3 a copy of the prompt's last token stands before
+    each response, and its logits predict the first token (helpers/shared_prompts.py).
 
     A script's MicroBatch adds what its loss needs, and `counts()`: its tokens, its rows, and the
     tokens for which logits are made, without fillers. The run's speed is computed from them.
@@ -58,7 +59,9 @@ class Layout:
     mask: Tensor  # (N, T) 1 on real tokens; or (N, 1, T, T) 1 where token i may attend to token j
     positions: Tensor  # (N, T) position ids
     real_tokens: Tensor  # (N,) how many tokens of a row are not padding
-    logit_places: Tensor  # (B, R) flat place, in N x T, of the logits (or value) before each token
+    # (B, R) flat place, in N x T, of the logits (or value) before each token. They must increase
+    # over the tokens whose log-probs are taken, because logits come in flat order.
+    logit_places: Tensor
 
     def to(self, device):
         """Returns the same with all tensors on `device`."""
@@ -72,10 +75,9 @@ class Layout:
             yield {"text": tokenizer.decode(ids[len(ids) - count :])}
 
 
-def pad(sequences, pad_value, side="left"):
+def pad(sequences, pad_value, side="left", dtype=torch.long):
     """Lists -> values, mask: (B, T). Masks come from lengths, never from `ids != pad`."""
-    floats = any(isinstance(s[0], float) for s in sequences if s)
-    rows = [torch.tensor(s, dtype=torch.float if floats else torch.long) for s in sequences]
+    rows = [torch.tensor(s, dtype=dtype) for s in sequences]
     ones = [torch.ones_like(row, dtype=torch.long) for row in rows]
     pad_sequence = nn.utils.rnn.pad_sequence
     return pad_sequence(rows, True, pad_value, side), pad_sequence(ones, True, 0, side)
@@ -95,20 +97,20 @@ def position_ids(mask):
 
 
 def last_columns(ids, mask, count):
-    """The arguments of a Layout of rows that end in the last column. `count`: the columns scored.
+    """The Layout of rows, a response in each, whose last `count` columns hold what is scored.
 
-    ids, mask: (N, T), padded on the left, so that each row ends in the last column. The last
-    `count` tokens of each row are predicted one column earlier: logit_places is (N, count).
+    ids, mask: (N, T). A token is predicted one column earlier, so logit_places is (N, count). Other
+    masks say which of these places count.
     """
     N, T = ids.shape
     row_starts = T * torch.arange(N)[:, None]  # (N, 1) flat place of each row's first column
-    return {
-        "ids": ids,
-        "mask": mask,
-        "positions": position_ids(mask),
-        "real_tokens": mask.sum(-1),
-        "logit_places": row_starts + torch.arange(T - count - 1, T - 1),  # (N, count)
-    }
+    return Layout(
+        ids=ids,
+        mask=mask,
+        positions=position_ids(mask),
+        real_tokens=mask.sum(-1),
+        logit_places=row_starts + torch.arange(T - count - 1, T - 1),  # (N, count)
+    )
 
 
 # ---- 2  Log-probs ----
@@ -208,21 +210,6 @@ def response_logprobs(model, layout, wanted, temperature=1.0):
     return token_logprobs(logits, layout, wanted, temperature)
 
 
-def values_before_tokens(value_model, layout):
-    """Values (B, R) one place before each response token: the reward still to come from there."""
-    values = value_model(layout.ids, layout.mask, layout.positions)  # (N, T)
-    return values.flatten()[layout.logit_places]
-
-
-def values_at_tokens(value_model, layout):
-    """Values (B, R) at the response tokens themselves. At the last one it is the score.
-
-    `logit_places` is one place before each token, so that 1 is added.
-    """
-    values = value_model(layout.ids, layout.mask, layout.positions)  # (N, T)
-    return values.flatten()[layout.logit_places + 1]
-
-
 def scatter_to(wanted, values):
     """Puts values (M,) where `wanted` (B, R) is True, and 0 elsewhere: (B, R)."""
     return values.new_zeros(wanted.shape).masked_scatter(wanted, values)
@@ -268,10 +255,26 @@ class ValueHead(nn.Linear):
         return nn.functional.linear(hidden.float(), self.weight.float(), bias)
 
 
+def values_before_tokens(value_model, layout):
+    """Values (B, R) one place before each response token: the reward still to come from there."""
+    values = value_model(layout.ids, layout.mask, layout.positions)  # (N, T)
+    return values.flatten()[layout.logit_places]
+
+
+def values_at_tokens(value_model, layout):
+    """Values (B, R) at the response tokens themselves. At the last one it is the score.
+
+    `logit_places` is one place before each token, so that 1 is added.
+    """
+    values = value_model(layout.ids, layout.mask, layout.positions)  # (N, T)
+    return values.flatten()[layout.logit_places + 1]
+
+
 def load_model(args, tokenizer=None, value_head=None):
     """Loads a causal LM, or with `value_head` (the head's attribute name) a ValueModel.
 
     args: the flags of this model: model_name_or_path, zero_stage, dropout, lora_dim, dtype, ...
+    tokenizer: needed with value_head; its padding id goes into the model's config.
     The model is on this rank's device, or sharded under ZeRO-3: while an HfDeepSpeedConfig lives,
     transformers partitions each weight as it reads it, so that no rank holds the whole model. A
     folder without weights gives a new, random model, which every rank builds whole on the CPU,
@@ -326,6 +329,10 @@ def init_value_head(head, seed):
 
 
 # ---- 4  DeepSpeed ----
+# An engine wraps a model with its optimizer and its schedule. engine(...) is the forward.
+# engine.backward(loss) adds gradients, and engine.step() moves the weights only at the last of
+# gradient_accumulation_steps calls. Among the ranks, ZeRO stage 0 divides nothing, 1 the optimizer
+# states, 2 the gradients, too, and 3 the weights, too.
 def stage_of(args, stage):
     """The ZeRO stage of an engine that trains: 1 in place of 0 unless in fp32.
 
@@ -351,9 +358,10 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True):
         # With this, stage 1 adds each gradient to its fp32 sum as it comes. Otherwise all bf16
         # gradients stay beside the sums, and 0.18 reduces before the last micro-batch is in.
         config["bf16"]["immediate_grad_update"] = True
-        # Micro-batches' gradients are summed in fp32: bf16 would drop the small ones. A single
-        # micro-batch needs no sum, for which 0.19.8 would have a buffer on the device at stages 1
-        # and 2, also with --adam_offload.
+        # Gradients are summed in fp32: bf16 would drop the small ones. By this DeepSpeed also
+        # chooses its bf16 optimizer at stage 1, so it is set for a single micro-batch, too. Not so
+        # with --adam_offload, where 0.19.8 would only keep a buffer for the sum on the device, at
+        # stages 1 and 2. (fp16 sums in fp16, as DeepSpeed does by default.)
         if train and (micro_steps > 1 or not args.adam_offload):
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     config.update(tensor_parallel.options(args))  # --tensor_parallel_size
@@ -416,7 +424,7 @@ def reference_of(actor, args, batch_size):
 
 
 def mean_factor(engine, count):
-    """The factor that turns a micro-batch's loss SUM into its share of the minibatch's exact mean.
+    """The factor that makes a micro-batch's loss SUM its share of the optimizer step's exact mean.
 
     count: the divisor of that mean, over all ranks and micro-batches of the optimizer step: tokens,
     in step 2 pairs, by --loss_mean perhaps responses. DeepSpeed divides every loss by the engine's

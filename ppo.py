@@ -22,6 +22,9 @@ policy loss is never clipped, and PPO is a policy gradient with a baseline. With
 more than one minibatch, later updates see a ratio that is not 1, and clipping acts:
 --allow_unstable 1 permits it, and labs/stability.md shows what it does.
 
+forwards_of_score, and what follows from it (`kept`, `keep_graph`, `reused`, `scores_actor`), saves
+forwards and changes no number: skip it on a first reading.
+
 Shapes: B responses of a micro-batch, in N rows of T tokens; P the longest prompt and R the longest
 response; V vocabulary; H hidden size.
 Token layout of one row, P = 3 (left-padded), R = 4 (right-padded; '-' is padding)
@@ -97,10 +100,10 @@ TOY = dict(
 
 
 def get_args(argv=None):
-    """The flags that this file's maths uses; machinery/flags/ppo_flags.py declares the others.
+    """Most flags that this file's maths uses; machinery/flags/ppo_flags.py declares the others.
 
-    The second argument of `arg` is the default; or a type, if the default comes from TOY or a
-    recipe, or is None. least (0), most: the range. fixed: a resumed run must not change it.
+    There `resolve` fills in what is still None, and sets args.has_critic and args.has_reference.
+    `arg`: see sft.get_args.
     """
     parser = declaring.new_parser(__doc__)
     arg = declaring.flag_group(parser, "PPO: models and sizes")
@@ -116,12 +119,12 @@ def get_args(argv=None):
     arg("max_prompt_seq_len", int, "tokens; a longer prompt keeps its end", least=2, fixed=True)
     arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
     arg("samples_per_prompt", 1, "responses; rloo and grpo compare them", least=1, fixed=True)
-    responses = "responses of a generation batch; may be fewer than --samples_per_prompt"
+    responses = "responses that size a rollout; decoded together are --rollout_batch_size"
     arg("per_device_generation_batch_size", int, responses, least=1)
     arg(
         "per_device_training_batch_size",
         int,
-        "responses of one forward; as many as generated at once, unless --allow_unstable 1",
+        "responses of one forward; as --per_device_generation_batch_size, or --allow_unstable 1",
         least=1,
     )
     arg(
@@ -184,11 +187,13 @@ def get_args(argv=None):
         "is_cap",
         float,
         "responses of another policy: cap of each token's importance weight. 2 [Yao 2025]",
+        least=1e-6,
         most=inf,
         fixed=True,
     )
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
-    arg("target_kl", float, "approx_kl of an epoch's last update; above it, no epoch follows")
+    target = "approx_kl of an epoch's last update; above it, no epoch follows"
+    arg("target_kl", float, target, least=1e-12)
     ppo_flags.add_options(parser)
     args = declaring.parse(parser, TOY, argv, "ppo")
     return ppo_flags.resolve(args, ADVANTAGES, Sizes(args).responses)
@@ -207,7 +212,8 @@ class Sizes:
 
     With --per_device_generation_batch_size 8, --gradient_accumulation_steps 2 and
     --generation_batches 2 a rollout has 32 responses. --per_device_training_batch_size 4 divides it
-    into 8 micro-batches, and so into 4 updates in each epoch.
+    into 8 micro-batches, and so into 4 updates in each epoch: fewer responses in a forward mean
+    more updates, not more accumulation.
     """
 
     def __init__(self, args):
@@ -247,7 +253,7 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
                         k2 = (log r)^2 / 2      biased a little, never negative
                         k3 = r - 1 - log r      unbiased, never negative
     Differentiated as a loss, k2 gives the gradient of KL(pi || ref), k3 that of KL(ref || pi), and
-    k1 gives 0 on average.
+    k1 gives 0 on average. (--kl_estimator None has been resolved to one of them.)
     """
     log_r = ref_logprobs - logprobs
     if estimator == "k1":
@@ -491,7 +497,7 @@ def load_models(args, tokenizer, functions, updates):
     reference = None
     if args.has_reference:
         reference = common.reference_of(actor, actor_args, batch_size)
-    if critic and not args.reward_model_name_or_path:  # the critic's model looks like a judge
+    if critic and not args.reward_model_name_or_path:  # one may expect the critic's model to judge
         ranks.say(f"rewards come from {', '.join(args.reward_fn)} alone; no reward model is loaded")
     reward_models = judging.load_models(args, batch_size, tokenizer)
     judges = [functools.partial(reward_model_scores, model) for model in reward_models]
@@ -504,7 +510,10 @@ def load_models(args, tokenizer, functions, updates):
 # ---- The micro-batch ----
 @dataclass
 class MicroBatch(common.Layout):
-    """B responses, laid out for a forward. The fields below are filled in from top to bottom."""
+    """B responses, laid out for a forward. The fields below are filled in from top to bottom.
+
+    (But old_logprobs and entropy may come from the update: see forwards_of_score.)
+    """
 
     responses: list  # (B,) dicts: prompt, text, response_ids, group, ...
     length: Tensor  # (B,) tokens of each response, those that response_mask leaves out included
@@ -518,11 +527,11 @@ class MicroBatch(common.Layout):
     scores: Tensor = None  # what the judges say; a whole response's score is on its last token
     gold: Tensor = None  # what --gold_fn says, in the same places; not trained on
     old_values: Tensor = None
-    old_logprobs: Tensor = None  # of the policy that sampled; if not scored: set by the update
+    old_logprobs: Tensor = None  # of the actor before the update; if not scored: set by the update
     entropy: Tensor = None  # of the same forward as old_logprobs
     kept: dict = field(default_factory=dict)  # {"actor", "critic": a forward with its graph}
     # 5 advantages
-    clipped: Tensor = None  # (B,) whether clipping has changed a score
+    score_clipped: Tensor = None  # (B,) whether clipping has changed a score
     shaped_scores: Tensor = None  # scores after normalisation, clipping and penalties
     rewards: Tensor = None  # these, less the KL penalty of each token
     raw_advantages: Tensor = None  # before whitening
@@ -563,17 +572,8 @@ def plain_rows(responses, pad_id):
     prompts, prompt_mask = common.pad(prompts, pad_id)  # (B, P)
     answers = [response["response_ids"] for response in responses]
     answers, real = common.pad(answers, pad_id, "right")  # (B, R)
-    mask = torch.cat([prompt_mask, real], 1)  # (B, T)
-    B, T = mask.shape
-    P = prompts.shape[1]
-    row_starts = T * torch.arange(B)[:, None]  # (B, 1) flat place of each row's first token
-    return common.Layout(
-        ids=torch.cat([prompts, answers], 1),  # (B, T): here N = B
-        mask=mask,
-        positions=common.position_ids(mask),
-        real_tokens=mask.sum(-1),
-        logit_places=row_starts + torch.arange(P - 1, T - 1),  # (B, R)
-    )
+    ids, mask = torch.cat([prompts, answers], 1), torch.cat([prompt_mask, real], 1)  # (B, T)
+    return common.last_columns(ids, mask, count=answers.shape[1])  # here N = B
 
 
 def make_micro_batches(tokenizer, responses, batch_size, pack=plain_rows):
@@ -590,7 +590,7 @@ def make_micro_batches(tokenizer, responses, batch_size, pack=plain_rows):
         row_weight = torch.tensor([float(response["row_weight"]) for response in part])
         real = (torch.arange(length.max()) < length[:, None]).float()  # (B, R)
         tokens = {
-            name: common.pad([each["tokens"][name] for each in part], 0.0, "right")[0].float()
+            name: common.pad([each["tokens"][name] for each in part], 0, "right", torch.float)[0]
             for name in part[0].get("tokens", ())
         }
         response_mask = real * tokens.get("own", real) * row_weight[:, None]
@@ -632,11 +632,12 @@ def next_logits(model, inputs, cache):
 def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     """Samples a response to each prompt, token by token.
 
-    Here B counts the responses of a rollout batch, and R is --max_answer_seq_len.
+    Here B counts the responses decoded together (--rollout_batch_size), and R is
+    --max_answer_seq_len.
     ids, mask: (B, P), left-padded prompts. uniforms: (B, R) in [0, 1), float64: token r of response
     i is the first id whose cumulative probability exceeds uniforms[i, r] times the total
-    probability of the allowed ids. So the draw does not depend on the other responses. synced: all
-    ranks must make the same number of forwards (zero3.gather_for_generation).
+    probability of the allowed ids. So the draw does not depend on the other responses. synced:
+    True if all ranks must make the same number of forwards (zero3.gather_for_generation).
 
     Returns responses (B, R'), their log-probs (B, R') under the model at --temperature, their
     lengths (B,), EOS included, and ended: bool (B,), False for a response that was cut at R tokens.
@@ -652,8 +653,8 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     inputs = ids[cache.active]  # (U, P): at first the U different prompts, once each
     for r in progress.shown(range(R), "tokens of each response"):
         # Forward.
-        logits = forward(model, inputs, cache)  # at first a row for each different prompt
-        logits = decoding.for_each_response(cache, logits)  # (b, V): now one for each response
+        logits = forward(model, inputs, cache)  # at first (U, V), then (b, V)
+        logits = decoding.for_each_response(cache, logits)  # (b, V); widens the cache at first, too
         active = cache.active  # (b,) which of the B responses the cache's rows are
 
         # Draw. The temperature is applied in fp32, as when tokens are scored: divided in bf16 the
@@ -809,35 +810,38 @@ def score_actor(args, actor, batch, keep_graph=False):
         batch.kept["actor"] = logprobs, entropy
 
 
-def forwards_of_score(args, sizes, no_dropout):
-    """Which of part 4's forwards the update can reuse. Returns reusable, needs_old_logprobs.
+def forwards_of_score(args, sizes, no_dropout, first=False):
+    """Which forwards part 4 makes for the update, and which it leaves to it: reused, scores_actor.
 
     no_dropout: names of the engines in which no dropout acts. If a rollout makes one update, no
     weight moves between the forward that scores it and the one that trains; in these engines the
-    two are the same, so one of them is enough:
+    two are the same, so one of them is enough. first: this process's first step, in which all are
+    made, so that the checks compare them.
 
-    reusable            the engines whose forwards in part 4 keep their graphs, so that the update
-                        trains on them. Only with one micro-batch: several graphs may not fit in
-                        memory. With gradient checkpointing even one may not
-    needs_old_logprobs  False where nothing before the update needs the actor's log-probs (KL in the
-                        reward does): the update's log-probs then serve as the old ones, however
-                        many micro-batches there are. A fork that reads old_logprobs, entropy or
-                        kl() in part 5, or in trained_mask, must return True here
+    reused        the engines whose forwards in part 4 keep their graphs, so that the update trains
+                  on them. Only with one micro-batch: several graphs may not fit in memory. With
+                  gradient checkpointing even one may not
+    scores_actor  False where nothing before the update needs the actor's log-probs (KL in the
+                  reward does): the update's log-probs then serve as the old ones, however many
+                  micro-batches there are. A fork that reads old_logprobs, entropy or kl() in part
+                  5, or in trained_mask, must return True here (try it for two steps: the first one
+                  always has them)
 
-    Forwards of the actor in parts 4 and 6, for each micro-batch (the critic's are those with KL in
-    the reward, wherever KL is; a critic with dropout has two):
+    Forwards of the actor in parts 4 and 6, for each micro-batch (those of a critic are as with KL
+    in the reward; a critic with dropout always has 1 + 1):
 
-        first step of the process: the checks compare the two       1 + 1
+        first step of the process                                   1 + 1
         one update, one micro-batch, KL in the reward               1, kept for the update
         the same with accumulation or checkpointing                 1 + 1
         one update, no KL in the reward                             0 + 1
         several updates                                             1 + 1 in each epoch
     """
-    one_update = sizes.updates == 1
+    one_update = sizes.updates == 1 and not first
     one_graph = sizes.micro_batches == 1 and not args.gradient_checkpointing
     kl_in_reward = args.kl_coef > 0 and args.kl_in == "reward"
-    reusable = no_dropout if one_update and one_graph else []
-    return reusable, kl_in_reward or not one_update or "actor" not in no_dropout
+    reused = no_dropout if one_update and one_graph else []
+    # With dropout in the actor the update's log-probs are not those of the policy that sampled.
+    return reused, kl_in_reward or not one_update or "actor" not in no_dropout
 
 
 @torch.no_grad()
@@ -869,11 +873,11 @@ def set_rewards(args, batch, kl_coef, score_statistics):
     if score_statistics:  # of whole responses: the mean is subtracted once, on the last token
         mean, std = score_statistics
         scores = (scores - mean * batch.last) / std
-    clipped = scores.clamp(-args.clip_reward, args.clip_reward)  # as DeepSpeed-Chat does
-    batch.clipped = (clipped != scores).any(-1)
+    clipped_scores = scores.clamp(-args.clip_reward, args.clip_reward)  # as DeepSpeed-Chat does
+    batch.score_clipped = (clipped_scores != scores).any(-1)
     # (B, R): on the last token alone. A penalty (B, 1) would be taken off at every token.
     penalty = args.missing_eos_penalty * (1 - batch.ended)[:, None] * batch.last
-    batch.shaped_scores = (clipped - penalty) * batch.response_mask
+    batch.shaped_scores = (clipped_scores - penalty) * batch.response_mask
     batch.rewards = batch.shaped_scores
     if args.kl_in == "reward" and kl_coef:
         kl = batch.kl(args.kl_estimator)  # (B, R)
@@ -919,12 +923,14 @@ def minibatches(micro_batches, accumulation, seed):
 def trained_mask(args, batch):
     """1 on the tokens that count in the losses, and when advantages are whitened: (B, R).
 
-    A mask of your own that reads `batch.entropy` or `batch.old_logprobs` needs them scored in every
-    step: see forwards_of_score.
-
     --mask_truncated 1 leaves out responses that were cut off: a response being too long says
     nothing about the quality of its tokens. [Yu 2025] section 3.4, overlong filtering. They still
     have rewards, which count in the baseline of their group and in the metrics.
+
+    In a step in which no token counts, the gradient is 0, and Adam's moments still move weights.
+
+    A mask of your own that reads `batch.entropy` or `batch.old_logprobs` needs them scored in every
+    step: see forwards_of_score.
     """
     if args.mask_truncated:
         return batch.response_mask * batch.ended[:, None]
@@ -952,8 +958,9 @@ def loss_weights(args, masks):
     response counts less: long bad ones are punished less for each token, and long good ones are
     reinforced less. With `tokens` and `constant` a long response counts more as a whole; within one
     step these two differ only by a constant factor. Responses with no counted tokens are left out
-    of n. The critic's loss and the metrics are always means over tokens. Importance weights do not
-    change these weights: see `actor_loss`.
+    of n. The critic's loss is always the mean over the tokens of `trained_mask`; the metrics,
+    actor_loss among them, are means over all tokens of response_mask. An importance weight
+    (--is_cap) multiplies a token's loss, and changes neither its weight here nor the divisor.
     """
     if args.loss_mean == "tokens":
         return masks, ranks.all_sum(sum(mask.sum() for mask in masks)).item()
@@ -972,7 +979,8 @@ def optimizer_step(args, models, minibatch, kl_coef, means):
     actor, critic, engines = models.actor, models.critic, models.engines.values()
     masks = [trained_mask(args, batch) for batch in minibatch]  # (B, R) each
     weights, divisor = loss_weights(args, masks)
-    token_count = ranks.all_sum(sum(mask.sum() for mask in masks)).item()
+    if critic:
+        token_count = ranks.all_sum(sum(mask.sum() for mask in masks)).item()
     for batch, weight, mask in zip(minibatch, weights, masks):  # one forward each
         # The actor. A forward that `score_actor` has kept is trained on as it is.
         logprobs, entropy = batch.kept.pop("actor", None) or actor_forward(args, actor, batch)
@@ -1034,12 +1042,13 @@ def main():
     decoding.try_compiled(args, actor, tokenizer, sample)  # --compile_decoding
 
     # Saved in checkpoints beside the engines
-    state = {"kl_coef": args.kl_coef, "equal_since": None}
+    state = {"kl_coef": None, "equal_since": None}  # set by --kl_target, and by warn_of_scores
     average = ema.Ema(args, actor.module, state)  # --enable_ema
 
     def current_kl_coef():
         """The penalty for a nat of KL: --kl_coef, or what --kl_target has made of it."""
-        return state["kl_coef"] if args.kl_target else args.kl_coef
+        adapted = state["kl_coef"] if args.kl_target else None
+        return args.kl_coef if adapted is None else adapted
 
     def evaluate_at(step):
         if few := microscope.requests(args, held_out):  # --microscope
@@ -1051,18 +1060,16 @@ def main():
         return evaluation.report(run, step, responses, args.eval_samples)
 
     no_dropout = [name for name in engines if not model_folders.has_dropout(engines[name])]
-    reusable, needs_old_logprobs = forwards_of_score(args, sizes, no_dropout)
     clock = metrics.Clock()
-    first = True  # this process's first step: every forward is made, so that the checks compare
-    # `reused` and `scores_actor` save forwards and change no number. On a first reading, assume
-    # that they are [] and True.
+    first = True  # this process's first step
     # run.steps evaluates once before the first step, or resumes. For each step it draws `batches`,
     # sizes.batches_per_step lists of sizes.prompts rows of `train`. run.log below evaluates when
     # due, and run.steps saves when due after the body.
     for step, batches in run.steps(engines, evaluate_at, metrics.columns(args), state=state):
         clock.start()
-        reused = [] if first else reusable  # engines whose forwards in part 4 are trained on
-        scores_actor = needs_old_logprobs or first
+        # Engines whose forwards in part 4 are trained on, and whether it makes one of the actor. On
+        # a first reading, take them to be [] and True: no number changes.
+        reused, scores_actor = forwards_of_score(args, sizes, no_dropout, first)
 
         # ---- 3 rollout ----
         for engine in engines.values():
@@ -1071,7 +1078,8 @@ def main():
         requests = sizes.requests(batches)  # dicts: one for each response to sample
         responses = roll_out(args, actor, tokenizer, requests, step, args.rollout_batch_size)
         # A fork may choose among the responses here, or sample some again. Every rank must keep the
-        # same number of them, and they must fill whole minibatches.
+        # same number of them; they must fill whole minibatches, and whole rows of --share_prompt
+        # (responses_per_row of one prompt); rloo and grpo need at least two of each group.
         clock.lap("generate_seconds")
 
         # ---- 4 score ----
@@ -1086,7 +1094,7 @@ def main():
                 score_actor(args, actor, batch, keep_graph="actor" in reused)
         state_offload.to_device(args, engines.values())
         checks.stop_unless_rollout_is_finite(run, micro_batches)
-        if first and not args.is_cap:  # else another policy may sample
+        if first and not args.is_cap:  # with --is_cap another policy may have sampled
             checks.stop_unless_sampled_as_scored(run, micro_batches)
         clock.lap("score_seconds")  # the checks have waited for the device
 
@@ -1096,7 +1104,9 @@ def main():
 
         # ---- 6 update ----
         for engine in engines.values():
-            engine.train()  # dropout is on; if the actor has any, stop_unless_one stops the run
+            # Dropout is on, which is meant for the critic: if the actor has any, stop_unless_one
+            # stops the run.
+            engine.train()
             if first:  # ZeRO-3 records the next forward and backward, and prefetches in that order
                 patches.record_backward(engine)
         means = metrics.TokenMeans()

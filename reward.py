@@ -58,13 +58,14 @@ TOY = dict(
     group_by_length=0,
     log_steps=10,
 )
+# loss has --center_coef in it, eval_loss has not.
 COLUMNS = """step epoch loss accuracy chosen_score rejected_score eval_loss eval_accuracy
              grad_norm""".split()
 SUMS = "loss", "accuracy", "chosen_score", "rejected_score"
 
 
 def get_args(argv=None):
-    """Reads the flags of this step from the command line."""
+    """Reads the flags of this step from the command line. `arg`: see sft.get_args."""
     parser = declaring.new_parser(__doc__)
     declaring.add_common_flags(parser)
     arg = declaring.flag_group(parser, "flags of this step alone")
@@ -93,7 +94,7 @@ def plain_rows(rows, pad_id):
     """The Layout of two rows for each pair: see the picture at the top of this file."""
     sequences = [row["prompt_ids"] + row["responses"][i] for i in (0, 1) for row in rows]
     ids, mask = common.pad(sequences, pad_id)  # (2B, T)
-    return common.Layout(**common.last_columns(ids, mask, count=1))
+    return common.last_columns(ids, mask, count=1)
 
 
 def collate(rows, pad_id, pack=plain_rows):

@@ -5,7 +5,7 @@
     deepspeed sft.py --model_name_or_path Qwen/Qwen2.5-0.5B --data_path my.jsonl
 
 The model learns to continue a prompt with its response: cross entropy on the response's tokens,
-EOS included; --train_on adds the assistant's turns before it, or the whole prompt. The parts of
+EOS included, and in chats on the assistant's turns before it (--train_on). The parts of
 main(): 1 data, 2 model, 3 train, 4 save. What is left out: packing.
 
 Token layout of a micro-batch: B = 2 rows, T = 6 tokens; the last R = 3 columns hold every token
@@ -58,7 +58,11 @@ COLUMNS = """step epoch loss eval_loss eval_perplexity learning_rate grad_norm
 
 
 def get_args(argv=None):
-    """Reads the flags of this step from the command line."""
+    """Reads the flags of this step from the command line.
+
+    arg(name, default or type, help): a type if the default comes from TOY or a recipe, or is None.
+    least (0), most: the range. fixed: a resumed run must not change it.
+    """
     parser = declaring.new_parser(__doc__)
     declaring.add_common_flags(parser)
     arg = declaring.flag_group(parser, "flags of this step alone")
@@ -91,12 +95,12 @@ def collate(rows, pad_id):
     """
     ids, mask = common.pad([row["prompt_ids"] + row["responses"][0] for row in rows], pad_id)
     covered = [row["prompt_loss_mask"] + [1] * len(row["responses"][0]) for row in rows]
-    loss_mask, _ = common.pad([[0] + row[1:] for row in covered], 0)  # (B, T)
+    loss_mask, _ = common.pad([[0] + row[1:] for row in covered], 0, dtype=torch.float)  # (B, T)
     first = loss_mask.any(0).nonzero()[0].item()  # the first column with a token that is covered
     row_weight = torch.tensor([row["row_weight"] for row in rows])
-    loss_mask = loss_mask[:, first:].float() * row_weight[:, None]  # (B, R)
+    loss_mask = loss_mask[:, first:] * row_weight[:, None]  # (B, R)
     layout = common.last_columns(ids, mask, count=loss_mask.shape[1])
-    return MicroBatch(**layout, loss_mask=loss_mask, row_weight=row_weight)
+    return MicroBatch(**vars(layout), loss_mask=loss_mask, row_weight=row_weight)
 
 
 def sft_loss_sum(logprobs, loss_mask):
@@ -159,7 +163,8 @@ def main():
         return metrics | answers.answer_and_keep(run, engine, tokenizer, held_out, step, gold)
 
     # ---- 3 train ----
-    # `steps` evaluates at the start, or goes on from a checkpoint; it saves checkpoints.
+    # `run.steps` evaluates at the start, or goes on from a checkpoint, and saves checkpoints. For
+    # each step it yields the number of the step and its micro-batches.
     for _, micro_batches in run.steps({"model": engine}, evaluate_at, COLUMNS, collate_rows):
         # The loss is a mean over all tokens that it covers: of all micro-batches and all ranks.
         tokens = ranks.all_sum(sum(batch.loss_mask.sum() for batch in micro_batches)).item()

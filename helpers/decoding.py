@@ -290,7 +290,7 @@ def sampling_gap(args, model, tokenizer, sample, width, caches):
     R = responses.shape[1]
     real = (torch.arange(R, device=ids.device) < lengths[:, None]).long()  # (B, R)
     ids, mask = torch.cat([ids, responses], 1), torch.cat([mask, real], 1)  # (B, P + R)
-    layout = common.Layout(**common.last_columns(ids, mask, R)).to(ids.device)
+    layout = common.last_columns(ids, mask, R).to(ids.device)
     scored = common.response_logprobs(model, layout, real, args.temperature)
     return ((scored - logprobs).abs().sum() / real.sum()).item()
 

@@ -112,7 +112,7 @@ def response_means(micro_batches):
 
     And clip_reward_fraction, the share of the responses whose score --clip_reward changed.
     """
-    each = [{**per_response(b), "clip_reward_fraction": b.clipped} for b in micro_batches]
+    each = [{**per_response(b), "clip_reward_fraction": b.score_clipped} for b in micro_batches]
     refuse_unlike_parts(ranks.all_gather_objects([tuple(found) for found in each]))
     weight = torch.cat([batch.row_weight for batch in micro_batches])  # (n,) 0 for a filler row
     columns = [torch.cat([found[name].double() for found in each]) for name in each[0]]

@@ -58,7 +58,7 @@ def numbers_of(engine, ids, padding, pad_id):
     """Returns the log-probs, or the values, of all tokens of a row but the first: (1, t)."""
     row = torch.tensor([[pad_id] * padding + ids])
     mask = torch.tensor([[0] * padding + [1] * len(ids)])
-    layout = common.Layout(**common.last_columns(row, mask, len(ids) - 1)).to(ranks.device())
+    layout = common.last_columns(row, mask, len(ids) - 1).to(ranks.device())
     if isinstance(engine.module, common.ValueModel):
         return common.values_before_tokens(engine, layout)
     return common.response_logprobs(engine, layout, torch.ones_like(layout.logit_places))

@@ -159,6 +159,7 @@ def shared_rows(responses, pad_id, together):
     texts = []
     for start in range(0, len(responses), together):
         part = responses[start : start + together]
+        assert all(row["prompt_ids"] == part[0]["prompt_ids"] for row in part), "one prompt a row"
         *prompt, last = part[0]["prompt_ids"]
         texts.append([prompt, *([last, *row["response_ids"]] for row in part)])
     ids, parts = lay_out(texts, pad_id)

@@ -81,7 +81,7 @@ RAGGED = [random_ids(n, seed=n).tolist() for n in (9, 4, 1, 6)]
 
 def logprobs(model, ids, mask, count, temperature=1.0):
     """Returns the log-probs of the last `count` tokens of each row, as our scripts compute them."""
-    layout = common.Layout(**common.last_columns(ids, mask, count))
+    layout = common.last_columns(ids, mask, count)
     return common.response_logprobs(model, layout, torch.ones(len(ids), count), temperature)
 
 

@@ -253,7 +253,7 @@ def test_all_layers_keep_one_mask(monkeypatch, shared, dtype):
         wanted = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
     else:
         given = common.pad([[5, 6, 7], [*range(20, 31)]], 0)
-        layout, wanted = common.Layout(**common.last_columns(*given, 2)), torch.ones(2, 2)
+        layout, wanted = common.last_columns(*given, 2), torch.ones(2, 2)
     masks, found = [], []
 
     def note(tensor):

@@ -20,7 +20,7 @@ WANTED = torch.arange(5) >= torch.arange(8)[:, None] % 6
 
 
 def layout(count, ids=IDS, mask=MASK):
-    return common.Layout(**common.last_columns(ids, mask, count))
+    return common.last_columns(ids, mask, count)
 
 
 @pytest.fixture

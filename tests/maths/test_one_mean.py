@@ -199,7 +199,7 @@ BOTH = ["actor", "critic"]
 
 
 @pytest.mark.parametrize(
-    "reusable, needed, changes",
+    "reused, scores_actor, changes",
     [
         (BOTH, True, {}),
         (BOTH, False, dict(kl_coef=0)),
@@ -212,12 +212,14 @@ BOTH = ["actor", "critic"]
         (["critic"], True, dict(no_dropout=["critic"], kl_coef=0)),
     ],
 )
-def test_which_forwards_an_update_can_take_over(reusable, needed, changes):
+def test_which_forwards_an_update_can_take_over(reused, scores_actor, changes):
     """ppo.forwards_of_score's table: of one update on one micro-batch those without dropout, and
-    the old log-probs can wait for the update where nothing before it needs them."""
+    the old log-probs can wait for the update where nothing before it needs them. In the first step
+    all forwards are made."""
     given = dict(updates=1, micro_batches=1, no_dropout=BOTH, kl_coef=0.1, kl_in="reward")
     given = SimpleNamespace(**{**given, "gradient_checkpointing": False, **changes})
-    assert ppo.forwards_of_score(given, given, given.no_dropout) == (reusable, needed)
+    assert ppo.forwards_of_score(given, given, given.no_dropout) == (reused, scores_actor)
+    assert ppo.forwards_of_score(given, given, given.no_dropout, first=True) == ([], True)
 
 
 def test_responses_are_shuffled_where_a_rollout_makes_several_minibatches():

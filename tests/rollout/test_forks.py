@@ -51,10 +51,13 @@ def test_lengths_and_ends_never_come_from_a_mask():
 def test_a_samplers_numbers_of_each_token_reach_the_micro_batch():
     """row["tokens"] by name, (B, R) each, whatever order and micro-batches the rows come in."""
     rows = [response([5, 6, 1], tokens={"mine": [0.5, 1.5, 2.5], "sampled_logprobs": [-1, -2, -3]})]
-    rows += [response([1], tokens={"mine": [7.0], "sampled_logprobs": [-4]})]
-    rows += [response([5, 1], tokens={"mine": [8.0, 9.0], "sampled_logprobs": [-5, -6]})]
+    rows += [response([1], tokens={"mine": [7], "sampled_logprobs": [-4]})]
+    rows += [response([5, 1], tokens={"mine": [8, 9.5], "sampled_logprobs": [-5, -6]})]
     first, second = ppo.make_micro_batches(PAD, ppo.ordered(rows), 2)
-    assert first.tokens["mine"].tolist() == [[7, 0], [8, 9]]
+    assert first.tokens["mine"].tolist() == [
+        [7, 0],
+        [8, 9.5],
+    ]  # also where a row begins with an int
     assert first.tokens["sampled_logprobs"].tolist() == [[-4, 0], [-5, -6]]
     assert second.tokens["mine"].tolist() == [[0.5, 1.5, 2.5]]
 

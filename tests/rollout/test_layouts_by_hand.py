@@ -28,15 +28,18 @@ def test_padding_goes_left_and_masks_come_from_lengths():
     ids, mask = common.pad([[5, 6, 7], [8], [9, 0]], pad_value=0)
     assert ids.tolist() == [[5, 6, 7], [0, 0, 8], [0, 9, 0]]
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]] and mask.dtype == torch.long
-    assert common.pad([[0.5, 1.0], [0.25]], 0)[0].tolist() == [[0.5, 1.0], [0.0, 0.25]]
+    halves = common.pad([[0, 0.5], [0.25]], 0, dtype=torch.float)[
+        0
+    ]  # whatever comes first in a row
+    assert halves.tolist() == [[0.0, 0.5], [0.0, 0.25]]
 
 
 def test_a_position_is_the_number_of_real_tokens_before():
     """However much padding stands there: or padding would change what a model says."""
     layout = common.last_columns(*common.pad([[5, 6, 7], [8, 9]], 0), count=2)
-    assert layout["positions"].tolist() == [[0, 1, 2], [0, 0, 1]]
-    assert layout["logit_places"].tolist() == [[0, 1], [3, 4]]  # of a place in 2 x 3
-    assert layout["real_tokens"].tolist() == [3, 2]
+    assert layout.positions.tolist() == [[0, 1, 2], [0, 0, 1]]
+    assert layout.logit_places.tolist() == [[0, 1], [3, 4]]  # of a place in 2 x 3
+    assert layout.real_tokens.tolist() == [3, 2]
 
 
 # In R = 4 slots: (ids, response mask, the slot that the score is placed on).

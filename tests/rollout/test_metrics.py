@@ -35,7 +35,7 @@ def rollout(**changes):
         entropy=torch.tensor([[0.5, 9], [1.5, 9], [9, 9]]),
     )
     given["shaped_scores"] = given["scores"] / 2  # what is trained on: scaled, or clipped
-    given["clipped"] = torch.tensor([False, True, True])
+    given["score_clipped"] = torch.tensor([False, True, True])
     batch = micro_batch([0, 0, 1], **{**given, **changes})
     batch.responses[2]["row_weight"] = 0
     return batch

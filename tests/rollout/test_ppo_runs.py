@@ -28,7 +28,7 @@ def test_before_the_first_update_the_ratio_is_exactly_1(name):
 
 
 @pytest.mark.parametrize(
-    "flags, no_dropout, reusable, needs_old_logprobs",
+    "flags, no_dropout, reused, scores_actor",
     [
         ("", "actor critic", "actor critic", True),
         ("", "actor", "actor", True),
@@ -44,14 +44,14 @@ def test_before_the_first_update_the_ratio_is_exactly_1(name):
     ],
 )
 def test_a_forward_is_spared_only_where_nothing_lies_between(
-    flags, no_dropout, reusable, needs_old_logprobs
+    flags, no_dropout, reused, scores_actor
 ):
     """With dropout it would store numbers with dropout: the ratio would be 1 as both are. With
     several updates the old log-probs are of the policy before the first. KL in the reward needs
     them before the update. The critic's dropout costs the actor nothing."""
     args = ppo.get_args([*runs.base_flags("ppo", runs.base()), *flags.split()])
     found = ppo.forwards_of_score(args, ppo.Sizes(args), no_dropout.split())
-    assert found == (reusable.split(), needs_old_logprobs)
+    assert found == (reused.split(), scores_actor)
 
 
 def test_the_gate_stops_a_run_whose_two_passes_disagree():

@@ -55,6 +55,13 @@ def group_rollout():
     return rows
 
 
+def test_responses_to_different_prompts_cannot_share_a_row():
+    """A fork that keeps some responses of each group must keep whole rows: otherwise a response
+    would be scored and trained after another one's prompt, without an error."""
+    with pytest.raises(AssertionError, match="one prompt"):
+        shared_prompts.shared_rows(group_rollout()[2:6], 0, 2)
+
+
 @every_model
 @pytest.mark.parametrize("head", [None, "score"])
 def test_a_group_in_one_row_changes_no_logprob_no_value_and_no_gradient(name, head, tmp_path):

@@ -583,7 +583,7 @@ def test_the_draws_belong_to_the_request(client, tiny_model, tokenizer, monkeypa
     answer = {"token_ids": [1], "logprobs": {"content": []}, "finish_reason": "stop"}
     engine.version = "1"
 
-    def ask(path, body):
+    def ask(path, body, forever):
         seeds.setdefault(body["sampling_params"]["seed"], []).append(body["token_ids"])
         return {"choices": [{**answer, "weight_versions": [{"version": "1"}]}]}
 
