@@ -2,7 +2,7 @@
 
     deepspeed reward.py                                  the built-in toy, on top of output/sft
     deepspeed reward.py --preset opt-1.3b                DeepSpeed-Chat's recipe, OPT-350M
-    deepspeed reward.py --model_name_or_path output/sft --data_path my_pairs.jsonl
+    deepspeed reward.py --model_name_or_path output/sft --data_path my.jsonl --data_split 0,1,0
 
 A backbone with a linear head gives one number per token; the number at a response's last token is
 the response's score. The score learns to order pairs as people did: the Bradley-Terry model says

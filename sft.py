@@ -2,7 +2,7 @@
 
     deepspeed sft.py                                     the built-in toy, on CPU or GPU
     deepspeed sft.py --preset opt-1.3b                   DeepSpeed-Chat's recipe
-    deepspeed sft.py --model_name_or_path Qwen/Qwen2.5-0.5B --data_path my.jsonl
+    deepspeed sft.py --model_name_or_path Qwen/Qwen2.5-0.5B --data_path my.jsonl --data_split 1,0,0
 
 The model learns to continue a prompt with its response: cross entropy on the response's tokens,
 EOS included, and in chats on the assistant's turns before it (--train_on). The parts of
@@ -141,6 +141,7 @@ def main():
     # tokenised apart from the prompt and with the tokenizer's EOS appended; and prompt_loss_mask, 1
     # where --train_on covers the prompt, too. Prompt and response together have at most
     # --max_seq_len tokens: a long prompt keeps its end, a long response is cut and loses its EOS.
+    # Batches add row_weight: 0 for a filler, a row that only fills up the last batch, else 1.
     sources = open_sources(args, "sft")
     tokenizer = model_folders.load_tokenizer(
         args.model_name_or_path, args, in_chats=sources.hold_chats
@@ -156,7 +157,7 @@ def main():
     model = common.load_model(args)
     engine = common.train_engine(model, args, batch_size, micro_steps, steps)
 
-    padding.refuse_if_padding_matters(run, engine)
+    padding.refuse_if_padding_matters(run, engine)  # padding must not change a log-prob
 
     def evaluate_at(step):
         metrics = evaluate(args, engine, held_out, collate_rows)
