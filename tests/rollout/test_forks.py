@@ -294,7 +294,7 @@ def test_the_penalty_adapts_to_the_kl_that_the_log_calls_kl(tmp_path):
 
 def test_a_step_whose_responses_are_all_masked_trains_nothing(changed):
     """There is no mean over no token. It does not divide by 0, and is no NaN that would be blamed
-    on a learning rate."""
+    on a learning rate. (This is a first step. Later, Adam's moments would still move weights.)"""
     for folder, start in ((".", "actor"), ("critic", "reward")):
         before = kit.weights(runs.base() / "models" / start)
         after = kit.weights(changed["masked"] / folder)
