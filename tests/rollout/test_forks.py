@@ -54,10 +54,8 @@ def test_a_samplers_numbers_of_each_token_reach_the_micro_batch():
     rows += [response([1], tokens={"mine": [7], "sampled_logprobs": [-4]})]
     rows += [response([5, 1], tokens={"mine": [8, 9.5], "sampled_logprobs": [-5, -6]})]
     first, second = ppo.make_micro_batches(PAD, ppo.ordered(rows), 2)
-    assert first.tokens["mine"].tolist() == [
-        [7, 0],
-        [8, 9.5],
-    ]  # also where a row begins with an int
+    # Also where a row begins with an int
+    assert first.tokens["mine"].tolist() == [[7, 0], [8, 9.5]]
     assert first.tokens["sampled_logprobs"].tolist() == [[-4, 0], [-5, -6]]
     assert second.tokens["mine"].tolist() == [[0.5, 1.5, 2.5]]
 

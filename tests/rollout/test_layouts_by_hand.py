@@ -28,10 +28,9 @@ def test_padding_goes_left_and_masks_come_from_lengths():
     ids, mask = common.pad([[5, 6, 7], [8], [9, 0]], pad_value=0)
     assert ids.tolist() == [[5, 6, 7], [0, 0, 8], [0, 9, 0]]
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]] and mask.dtype == torch.long
-    halves = common.pad([[0, 0.5], [0.25]], 0, dtype=torch.float)[
-        0
-    ]  # whatever comes first in a row
-    assert halves.tolist() == [[0.0, 0.5], [0.0, 0.25]]
+    # Whatever comes first in a row
+    weights, _ = common.pad([[0, 0.5], [0.25]], 0, dtype=torch.float)
+    assert weights.tolist() == [[0.0, 0.5], [0.0, 0.25]]
 
 
 def test_a_position_is_the_number_of_real_tokens_before():

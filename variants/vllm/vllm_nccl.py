@@ -138,7 +138,7 @@ def in_background(work, *given):
 
 
 def wait_for(running, limit):
-    """Waits until all Futures have ended. Raises the first error that there is."""
+    """Waits for all Futures. Raises their first error, or TimeoutError after `limit` seconds."""
     done, waiting = futures.wait(running, limit, return_when=futures.FIRST_EXCEPTION)
     for one in done:
         one.result()

@@ -31,7 +31,7 @@ import traceback
 import urllib.error
 import urllib.parse
 import urllib.request
-from concurrent.futures import FIRST_EXCEPTION, InvalidStateError, wait
+from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -457,15 +457,11 @@ class Vllm:
                 raise
 
         threads = [vllm_nccl.in_background(work) for _ in range(min(count, len(requests)))]
-        while True:
-            left = max(newest + self.args.vllm_timeout - time.time(), 0)
-            done, running = wait(threads, left, return_when=FIRST_EXCEPTION)
-            for thread in done:
-                thread.result()
-            if not running:
+        while (left := newest + self.args.vllm_timeout - time.time()) > 0:
+            with suppress(TimeoutError):  # a response may have come in this time
+                vllm_nccl.wait_for(threads, left)
                 return [found[i] for i in range(len(requests))]
-            if time.time() - newest >= self.args.vllm_timeout:
-                raise Fault(self.why(GENERATE, TimeoutError()))
+        raise Fault(self.why(GENERATE, TimeoutError()))
 
     def sample(self, request, step, params):
         """Returns response_ids, ended and tokens of a request. Several threads call it."""
