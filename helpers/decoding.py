@@ -286,7 +286,7 @@ def sampling_gap(args, model, tokenizer, sample, width, caches):
     rows = [{"row": row, "sample": 0} for row in range(B)]
     uniforms = uniforms_of(0, 0, rows, min(8, args.max_answer_seq_len))
     model.static_caches = caches
-    responses, logprobs, lengths, _ = sample(args, model, tokenizer, ids, mask, uniforms)
+    responses, logprobs, lengths, *_ = sample(args, model, tokenizer, ids, mask, uniforms)
     R = responses.shape[1]
     real = (torch.arange(R, device=ids.device) < lengths[:, None]).long()  # (B, R)
     ids, mask = torch.cat([ids, responses], 1), torch.cat([mask, real], 1)  # (B, P + R)

@@ -464,6 +464,12 @@ def test_the_dynamic_sampling_variant_by_hand(tmp_path, monkeypatch):
     found = ppo.replaced(SimpleNamespace(**names), models, None, train, rows, 5)
     assert found[:2] == rows[:2] and [row["turn"] for row in found[2:]] == [2, 2]
 
+    # no two groups get the same prompt: their responses would be the same, too
+    rows = [dict(group=i // 2, row=i // 2, row_weight=1, reward=1.0) for i in range(18)]
+    found = ppo.replaced(SimpleNamespace(**names), models, None, train, rows, 5)
+    assert {row["turn"] for row in found} == {2}
+    assert sorted(row["row"] for row in found) == sorted([*range(9)] * 2)
+
 
 def test_points_stand_where_a_sentence_ends(tokenizer):
     """The process reward and its sum: a kind remark 0.5, a whole right answer 1."""
