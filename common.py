@@ -289,7 +289,7 @@ def load_model(args, tokenizer=None, value_head=None):
     if not source.has_weights:
         model = kind.from_config(source.config, **options)
     elif args.zero_stage == 3:
-        partitioned = HfDeepSpeedConfig(tensor_parallel.whole_layers(ds_config(args, 3, 1)))
+        partitioned = HfDeepSpeedConfig(tensor_parallel.whole_layers(ds_config(args, 1)))
         model = source.read(kind, **options)
     else:
         model = source.read(kind, device_map=tensor_parallel.loading_device(args), **options)
@@ -333,16 +333,16 @@ def init_value_head(head, seed):
 # engine.backward(loss) adds gradients, and engine.step() moves the weights only at the last of
 # gradient_accumulation_steps calls. Among the ranks, ZeRO stage 0 divides nothing, 1 the optimizer
 # states, 2 the gradients, too, and 3 the weights, too.
-def stage_of(args, stage):
-    """The ZeRO stage of an engine that trains: 1 in place of 0 unless in fp32.
+def stage_of(args):
+    """The ZeRO stage of an engine that trains: --zero_stage, but 1 in place of 0 unless in fp32.
 
     The maths is the same, but at 0 DeepSpeed 0.19 leaves fp16's loss scale out of backward(), and
     its steps in bf16 are not those of the other stages.
     """
-    return stage if args.dtype == "fp32" else max(stage, 1)
+    return args.zero_stage if args.dtype == "fp32" else max(args.zero_stage, 1)
 
 
-def ds_config(args, stage, batch_size, micro_steps=1, train=True):
+def ds_config(args, batch_size, micro_steps=1, train=True):
     """The DeepSpeed config (dict) of one engine: ds_config.json, and over it what the flags say.
 
     batch_size: rows of one forward on one device. micro_steps: backwards of an optimizer step.
@@ -350,7 +350,7 @@ def ds_config(args, stage, batch_size, micro_steps=1, train=True):
     """
     config = config_file.of_engine(args)
     zero = config["zero_optimization"]
-    zero["stage"] = stage_of(args, stage) if train else stage
+    zero["stage"] = stage_of(args) if train else args.zero_stage
     zero3.add_options(args, zero, train)  # --offload, --adam_offload
     if args.dtype != "fp32":
         config[args.dtype] = {"enabled": True}
@@ -379,20 +379,20 @@ def train_engine(model, args, batch_size, micro_steps, steps):
 
     args: the flags of this model, as in load_model.
     """
-    plain, stage = unwrap_model(model), args.zero_stage
+    plain = unwrap_model(model)
     if args.gradient_checkpointing:
         plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = adam.build_optimizer(model, args, stage, args.learning_rate, args.weight_decay)
+    optimizer = adam.build_optimizer(model, args)
     kind, warmup = args.lr_scheduler_type, args.num_warmup_steps
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
         lr_scheduler=transformers.get_scheduler(kind, optimizer, warmup, steps),
-        config=ds_config(args, stage, batch_size, micro_steps),
+        config=ds_config(args, batch_size, micro_steps),
     )
     if args.deepcompile:
         engine.compile()
-    if stage == 0 and args.dtype == "fp32":
+    if args.zero_stage == 0 and args.dtype == "fp32":
         patches.keep_grad_norm(engine, args.max_grad_norm)
     if ranks.data_parallel_size() == 1:
         patches.reduce_nothing(engine)
@@ -406,7 +406,7 @@ def frozen_engine(args, batch_size, tokenizer=None, value_head=None):
     model = load_model(args, tokenizer, value_head).requires_grad_(False)
     if args.zero_stage < 3:
         return model.to(ranks.device()).eval()
-    config = ds_config(args, 3, batch_size, train=False)
+    config = ds_config(args, batch_size, train=False)
     engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.eval()
     return engine

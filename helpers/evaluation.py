@@ -26,14 +26,17 @@ def report(run, step, responses, samples=1):
 
     responses: from `gathered`. samples: how many there are to each prompt.
     """
-    names = reported(responses[0])
-    kept = ("row", "sample", "prompt", "ended", *names)
-    lines = [{"step": step, **{n: r[n] for n in kept}, "response": r["text"]} for r in responses]
-    logs.append(run.args, "samples.jsonl", lines)
+    logs.append(run.args, "samples.jsonl", [line_of(each, step=step) for each in responses])
     for response in responses[::samples][:2]:
-        numbers = [f"{name} {response[name]:.4g}" for name in names]
+        numbers = [f"{name} {response[name]:.4g}" for name in reported(response)]
         logs.show_sample(response, response["text"], f"  {', '.join(numbers)}")
     return means_of(responses, samples)
+
+
+def line_of(response, **about):
+    """Returns what samples.jsonl and tokens.jsonl say of a scored response, after `about`."""
+    names = ("row", "sample", "prompt", "ended", *reported(response))
+    return {**about, **{name: response[name] for name in names}, "response": response["text"]}
 
 
 def gathered(micro_batches):

@@ -40,7 +40,7 @@ class TokenMeans:
 
     def __init__(self):
         self.updates = 0
-        self.last, self.ratio_max = {}, []  # this rank's, of the update that is being made; of all
+        self.last, self.ratio_max = Counter(), []  # this rank's, of the update being made; of all
         self.totals = Counter()
 
     @torch.no_grad()
@@ -49,14 +49,13 @@ class TokenMeans:
         mask = batch.response_mask
         self.ratio_max.append((batch.ratio * (mask > 0)).max())
         for name, value in {"tokens": mask, **values}.items():
-            total = (value * mask).sum().double()
-            self.last[name] = self.last.get(name, 0) + total
+            self.last[name] += (value * mask).sum().double()
 
     def end_update(self):
         """Ends an optimizer step: sums it up over all ranks, and returns its means."""
         sums = dict(zip(self.last, ranks.all_sum(*self.last.values()).tolist()))
         self.totals.update(sums)
-        self.last = {}
+        self.last = Counter()
         self.updates += 1
         return means_of_tokens(sums)
 

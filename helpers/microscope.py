@@ -39,11 +39,9 @@ def write(run, step, micro_batches, kl_coef):
     args = run.args
     for batch in micro_batches:
         note(batch, run.tokenizer)
-    penalty, lines = kl_coef if args.kl_in == "reward" else 0.0, []
-    for row in evaluation.gathered(micro_batches):
-        names = ("row", "sample", "prompt", "ended", *evaluation.reported(row))
-        line = {"step": step, "kl_coef": penalty, **{name: row[name] for name in names}}
-        lines.append({**line, "response": row["text"], "tokens": row["numbers"]})
+    about = {"step": step, "kl_coef": kl_coef if args.kl_in == "reward" else 0.0}
+    rows = evaluation.gathered(micro_batches)
+    lines = [{**evaluation.line_of(row, **about), "tokens": row["numbers"]} for row in rows]
     logs.append(args, "tokens.jsonl", lines)
 
 

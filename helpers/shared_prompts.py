@@ -12,17 +12,15 @@ Two pairs of reward.py, T = 9 ('-' is padding), y chosen and z rejected:
 """
 
 import functools
-import inspect
 import math
 
 import torch
 import torch.nn as nn
-from torch.nn.utils.rnn import pad_sequence
 
 import common
 from machinery.base import ranks
 from machinery.base.modules import unwrap_model
-from machinery.models.forwards import picks_positions
+from machinery.models import forwards
 
 PADDING, PROMPT, FIRST = 0, 1, 2  # what a token belongs to; responses: FIRST, FIRST + 1, ...
 
@@ -48,7 +46,7 @@ def can_share_prompt(model, length):
     windows = option("sliding_window", None), option("attention_chunk_size", None)
     kinds = {"full_attention", "sliding_attention", "chunked_attention"}
     conditions = (
-        "position_ids" in inspect.signature(stock.base_model.forward).parameters,
+        forwards.accepted(stock.base_model, position_ids=None),
         not stock._is_stateful,
         not option("alibi", None),
         option("_attn_implementation", None) == "sdpa",
@@ -65,13 +63,9 @@ def lay_out(texts, pad_id):
 
     texts: for each row the prompt's ids and those of each response. Padding is on the left.
     """
-    ids, parts = [], []
-    for row in texts:
-        sizes = torch.tensor([len(text) for text in row])
-        ids.append(torch.tensor([token for text in row for token in text]))
-        parts.append(torch.arange(PROMPT, PROMPT + len(row)).repeat_interleave(sizes))
-    ids = pad_sequence(ids, True, pad_id, "left")
-    return ids, pad_sequence(parts, True, PADDING, "left")
+    ids = [[token for text in row for token in text] for row in texts]
+    parts = [[part for part, text in enumerate(row, PROMPT) for _ in text] for row in texts]
+    return common.pad(ids, pad_id)[0], common.pad(parts, PADDING)[0]
 
 
 def who_sees_whom(parts):
@@ -136,7 +130,7 @@ def responses_per_row(args, models):
     """
     count = math.gcd(args.samples_per_prompt, args.per_device_training_batch_size)
     possible = [n for n in range(2, count + 1) if count % n == 0]
-    if not (possible and picks_positions(models[0]) and permitted(args, *models)):
+    if not (possible and forwards.picks_positions(models[0]) and permitted(args, *models)):
         return 1
     sizes = [unwrap_model(model).config.get_text_config().hidden_size for model in models]
     width = 6 * sum(sizes) / len(sizes)

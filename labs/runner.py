@@ -545,7 +545,7 @@ def show(chains, root):
 
 
 def new_parser(doc, names, runs):
-    """Returns the parser of the command line that labs, variants and the clinic share."""
+    """Returns the parser of the command line that labs and variants share."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )

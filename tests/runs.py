@@ -398,8 +398,7 @@ def config(*flags, **options):
     import sft
 
     args = sft.get_args(["--preset", "toy", *flags])
-    sizes = dict(batch_size=4, micro_steps=3)
-    return common.ds_config(args, **{"stage": args.zero_stage, **sizes, **options})
+    return common.ds_config(args, **{"batch_size": 4, "micro_steps": 3, **options})
 
 
 def tiny_args(base, stage, *flags):

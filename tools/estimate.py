@@ -43,14 +43,15 @@ def four_models(args):
     """Returns the models of ppo.py. With LoRA the reference takes no memory of its own."""
     rows, logits = args.per_device_training_batch_size, args.max_answer_seq_len
     actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
-    own_flags = {"actor": actor_args} | ({"critic": critic_args} if args.has_critic else {})
-    no_dropout = [name for name, own in own_flags.items() if not dropout_of(own)]
-    kept, _ = ppo.forwards_of_score(args, ppo.Sizes(args), no_dropout)  # whose graphs are
-    actor = memory.Model(actor_args, rows, with_logits=logits, kept="actor" in kept)
-    actor.generates = args.rollout_batch_size
-    models = [actor]
+    actor = memory.Model(actor_args, rows, with_logits=logits, generates=args.rollout_batch_size)
+    trained = {"actor": actor}
     if args.has_critic:
-        models.append(memory.Model(critic_args, rows, head=True, kept="critic" in kept))
+        trained["critic"] = memory.Model(critic_args, rows, head=True)
+    no_dropout = [name for name, own in trained.items() if not model_folders.has_dropout(own.sizes)]
+    reused, scores_actor = ppo.forwards_of_score(args, ppo.Sizes(args), no_dropout)
+    for name in reused:
+        trained[name].kept = scores_actor or name == "critic"
+    models = [*trained.values()]
     if args.has_reference and not args.actor_lora_dim:
         own = declaring.with_flags(actor_args, dropout=0.0)
         models.append(memory.Model(own, rows, trains=False, with_logits=logits))
@@ -59,14 +60,6 @@ def four_models(args):
         own = declaring.with_flags(critic_args, **changes)
         models.append(memory.Model(own, rows, trains=False, head=True))
     return models
-
-
-def dropout_of(own):
-    """Returns the largest dropout of a model, of which `own` are the flags."""
-    if own.dropout is not None:
-        return own.dropout
-    config = model_folders.load_config(own.model_name_or_path, own.trust_remote_code)
-    return max(model_folders.own_dropout(config).values(), default=0)
 
 
 SCRIPTS = {"sft": (sft, language_model), "reward": (reward, value_model), "ppo": (ppo, four_models)}

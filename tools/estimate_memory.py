@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -36,15 +37,15 @@ class Model:
         return sizes_of(self.args, self.head)
 
     def stage(self):
-        stage = self.args.zero_stage
-        return common.stage_of(self.args, stage) if self.trains else stage
+        return common.stage_of(self.args) if self.trains else self.args.zero_stage
 
 
 def sizes_of(args, head=False):
-    """Returns weights, trained (those that train), kept_by_row (bytes), config of a model.
+    """Returns weights, trained (those that train), kept_by_row, shared (bytes), config of a model.
 
     args: its flags. It is built and run on a row of max_seq_len tokens, in tensors that have shapes
-    and no data, and what autograd saves for the backward is added up.
+    and no data, and what autograd saves for the backward is added up. shared: what every layer
+    saves, as the mask.
     """
     path, tokens = args.model_name_or_path, args.max_seq_len
     config = model_folders.load_config(path, args.trust_remote_code)
@@ -54,11 +55,12 @@ def sizes_of(args, head=False):
     kind = AutoModelForSequenceClassification if head else AutoModelForCausalLM
     options = {"dtype": common.DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
     patches.share_masks()
-    saved = {}
+    saved, times = {}, Counter()
 
     def note(tensor):
         storage = tensor.untyped_storage()
         saved[storage._cdata] = storage  # each once
+        times[storage._cdata] += 1
         return tensor
 
     with torch._subclasses.fake_tensor.FakeTensorMode():
@@ -74,9 +76,11 @@ def sizes_of(args, head=False):
         model = kind.from_config(config, **options)
         lora.add_adapters(model, args, path, "score" if head else None)
     trained = modules.count_parameters(model, training=True)
-    kept = sum(storage.nbytes() for storage in saved.values())
     text = config.get_text_config()
-    return SimpleNamespace(weights=weights, trained=trained, kept_by_row=kept, config=text)
+    shared = [key for key in saved if times[key] >= text.num_hidden_layers]
+    kept, shared = (sum(saved[key].nbytes() for key in keys) for keys in (saved, shared))
+    counts = dict(weights=weights, trained=trained, kept_by_row=kept, shared=shared)
+    return SimpleNamespace(**counts, config=text)
 
 
 def count(args, models, ranks, cpu=False):
@@ -88,14 +92,14 @@ def count(args, models, ranks, cpu=False):
         gradients    w T, / N from stage 2 (summed in fp32: 4 T); those that come as
                      activations go are counted in `update` only
         optimizer    12 T: fp32 copy and two moments, / N from stage 1; at stage 0 in fp32 8 T
-        activations  what autograd keeps; with checkpointing w * rows * tokens * hidden a layer
-                     and one layer whole [Chen 2016]
+        activations  what autograd keeps; with checkpointing w * rows * tokens * hidden a layer,
+                     one layer whole [Chen 2016], and what all layers share: the mask
         logits       w * rows * tokens * vocabulary, and their gradient
         KV cache     its numbers of a token * w * rows * tokens
         buffers      of reduction; what stage 3 gathers; in `update` copies of gradients
     """
     zero = {"reduce_bucket_size": 5e8, "stage3_max_live_parameters": 1e9, "overlap_comm": False}
-    zero.update(common.ds_config(args, 3, 1)["zero_optimization"])
+    zero.update(common.ds_config(args, 1)["zero_optimization"])
     phases = ["generate", "score", "train", "update"]
     if not any(model.generates for model in models):
         del phases[:2]
@@ -123,7 +127,7 @@ def held_by(model, phase, ranks, cpu, zero):
     parts["optimizer"] = (12 if w < 4 or stage else 8) * T
     bucket = zero["reduce_bucket_size"]
     micro_steps = args.gradient_accumulation_steps
-    summed = "data_types" in common.ds_config(args, stage, 1, micro_steps)  # in fp32
+    summed = "data_types" in common.ds_config(args, 1, micro_steps)  # in fp32
     stays = stage == 3 or (stage == 1 and summed and not args.adam_offload)  # between steps, too
     whole = stage == 2 and summed and T > bucket and not cpu  # from the first reduction on
     early = phase == "train" and (micro_steps > 1 or whole)
@@ -136,7 +140,8 @@ def held_by(model, phase, ranks, cpu, zero):
     buckets = bucket * (1 + zero["overlap_comm"])
     gathered = w * min(P, zero["stage3_max_live_parameters"]) if stage == 3 else 0
     buffers = bucket if stage == 3 else 0  # made once, and kept
-    layer = rows * sizes.kept_by_row / config.num_hidden_layers
+    own = (sizes.kept_by_row - sizes.shared) / config.num_hidden_layers
+    layer = rows * (own + sizes.shared)
     if model.generates and (phase == "generate" or args.compile_decoding):  # kept then
         slots = sum(decoding.static_slots(args).values()) if args.compile_decoding else tokens
         parts["KV cache"] = w * decoding.numbers_of_a_token(config) * model.generates * slots

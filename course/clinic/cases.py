@@ -10,6 +10,7 @@ With --keep, a step that a healthy run has as well is not stored again: runs.txt
 The flags and the fault of each case are in course/clinic/solutions: do not look there too early.
 """
 
+import argparse
 import json
 import os
 import re
@@ -130,7 +131,11 @@ def kept_as(name):
 
 def main():
     names = [*CASES, *HEALTHY]
-    parser = runner.new_parser(__doc__, names, "output/clinic/runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", nargs="?", choices=names)
+    parser.add_argument("--runs", type=Path, default=ROOT / "output/clinic/runs")
     parser.add_argument("--keep", action="store_true", help="write to course/clinic")
     args = parser.parse_args()
     if args.name is None:

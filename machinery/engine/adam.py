@@ -22,7 +22,7 @@ def lacks_nvcc():
     return on_gpu and not os.path.exists(f"{cpp_extension.CUDA_HOME}/bin/nvcc")
 
 
-def build_optimizer(model, args, stage, learning_rate, weight_decay):
+def build_optimizer(model, args):
     """Returns AdamW over the weights of `model` that train. Biases and norms do not decay.
 
     DeepSpeed compiles its own on first use. Where that fails, PyTorch's takes the place of
@@ -36,10 +36,10 @@ def build_optimizer(model, args, stage, learning_rate, weight_decay):
             (matrices if len(shape) > 1 else vectors).append(parameter)
     groups = [
         {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((matrices, weight_decay), (vectors, 0.0))
+        for parameters, decay in ((matrices, args.weight_decay), (vectors, 0.0))
         if parameters
     ]
-    options = {"lr": learning_rate, "betas": tuple(args.adam_betas)}
+    options = {"lr": args.learning_rate, "betas": tuple(args.adam_betas)}
     kind = DeepSpeedCPUAdam if args.adam_offload else FusedAdam
     try:
         if kind is FusedAdam and lacks_nvcc():
@@ -51,7 +51,7 @@ def build_optimizer(model, args, stage, learning_rate, weight_decay):
     except Exception as error:  # there may be no compiler, no ninja, no headers, no nvcc
         why = f"DeepSpeed's Adam could not be built: {' '.join(str(error).split()[:40])}"
     why += "\n  It needs a C++ compiler and ninja, on a GPU also the CUDA toolkit (nvcc)."
-    if args.adam_offload or (stage == 3 and getattr(args, "offload_states", False)):
+    if args.adam_offload or (args.zero_stage == 3 and getattr(args, "offload_states", False)):
         flags = "--adam_offload, and --offload_states under stage 3, need it"
         raise Refused("adam-not-built", f"{why} {flags}.")
     ranks.say(f"{why} torch's AdamW takes its place.")

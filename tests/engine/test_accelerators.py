@@ -145,24 +145,25 @@ def test_without_a_compiler_pytorchs_adam_takes_over(monkeypatch, capsys):
 
     monkeypatch.setattr(adam, "FusedAdam", fails)
     monkeypatch.setattr(adam, "DeepSpeedCPUAdam", fails)
-    args = SimpleNamespace(adam_betas=[0.9, 0.95], adam_offload=False, offload_states=True)
+    given = dict(adam_betas=[0.9, 0.95], learning_rate=1e-3, weight_decay=0.1, zero_stage=2)
+    args = SimpleNamespace(**given, adam_offload=False, offload_states=True)
     model = torch.nn.Linear(2, 1)
-    optimizer = adam.build_optimizer(model, args, 2, 1e-3, 0.1)
+    optimizer = adam.build_optimizer(model, args)
     assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]  # no bias
     assert "no nvcc" in capsys.readouterr().out
     for offload, stage in ((False, 3), (True, 2)):  # stage 3 moves its own Adam's states only
-        args.adam_offload = offload
+        args.adam_offload, args.zero_stage = offload, stage
         with kit.refuses("adam-not-built"):
-            adam.build_optimizer(model, args, stage, 1e-3, 0.0)
+            adam.build_optimizer(model, args)
 
 
 def test_without_nvcc_nobody_waits_for_another_build(cuda, monkeypatch, capsys):
     """FusedAdam has one name on CPUs and on GPUs. Of the ranks that build at once one holds a lock,
     and the others import what lies there, a CPU's build, and crash in their first step."""
     monkeypatch.setattr(FusedAdamBuilder, "load", lambda *_: pytest.fail("it builds"))
-    args = SimpleNamespace(adam_betas=[0.9, 0.95], adam_offload=False)
-    adam.build_optimizer(torch.nn.Linear(2, 1), args, 2, 1e-3, 0.1)
+    given = dict(adam_betas=[0.9, 0.95], learning_rate=1e-3, weight_decay=0.1, zero_stage=2)
+    adam.build_optimizer(torch.nn.Linear(2, 1), SimpleNamespace(**given, adam_offload=False))
     assert "there is no nvcc" in capsys.readouterr().out
 
 

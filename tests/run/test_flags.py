@@ -127,7 +127,7 @@ def test_eight_gpus_get_the_recipes_batches(script, rows, stage):
     args = get_args(script, "--dtype bf16", "--preset opt-1.3b ")
     name = "training" if script == "ppo" else "train"
     size = getattr(args, f"per_device_{name}_batch_size")
-    config = common.ds_config(args, args.zero_stage, size, args.gradient_accumulation_steps)
+    config = common.ds_config(args, size, args.gradient_accumulation_steps)
     batch = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
     assert batch * 8 == rows and config["zero_optimization"]["stage"] == stage
 

@@ -23,7 +23,7 @@ from tools.report.text import is_number, number, numbers_of, spoken, visible
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}  # in their order; others follow
 TITLES = {"sft": "SFT", "reward": "Reward model"}
 KNOWN_BY = {"eval_reward": "ppo", "eval_accuracy": "reward", "eval_perplexity": "sft"}
-PARTS = ("ema", "critic", "best", "checkpoints")  # folders inside a run's own
+PARTS = {*output_folder.PARTS, "checkpoints"}  # folders inside a run's own
 ELSEWHERE = "runs.txt"  # names folders that belong to its own, a relative path a line
 DEEPEST = 3  # folders below the one that is named
 OLD = re.compile(r"\.old-\d+$")  # what --overwrite has moved aside
@@ -33,7 +33,7 @@ NEEDED = {  # fields of a line: texts, lists of tokens, numbers; one without the
     "tokens": "step prompt response tokens",
     "judge": "chosen_score rejected_score chosen_length rejected_length",
 }
-NO_FLAGS = "output_dir overwrite resume frozen_models has_critic has_reference compares_groups"
+FACTS = {"frozen_models", "has_critic", "has_reference", "compares_groups"}  # made of flags
 
 
 class Run:
@@ -211,13 +211,14 @@ def other_rates(run):
 def differences(runs):
     """Returns [(runs of one step, [(flag, its value in each)])] of flags that are not all equal.
 
-    Left out are NO_FLAGS, of which each run has its own or which follow from others, and what one
-    of the runs lacks: such a flag was added between the two, at its default.
+    Left out are OF_A_START, of which each run has its own, FACTS, and what one of the runs lacks:
+    such a flag was added between the two, at its default.
     """
     found = []
     for _, own in itertools.groupby(runs, key=lambda run: run.script):
         own = [*own]
-        shared = set.intersection(*(set(run.args) for run in own)) - set(NO_FLAGS.split())
+        shared = set.intersection(*(set(run.args) for run in own))
+        shared -= output_folder.OF_A_START | FACTS
         rows = [(flag, [json.dumps(run.args[flag]) for run in own]) for flag in sorted(shared)]
         if rows := [(flag, values) for flag, values in rows if len({*values}) > 1]:
             found.append((own, rows))
