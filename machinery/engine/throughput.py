@@ -1,5 +1,6 @@
 """How fast a step was: tokens, FLOPs and seconds; and its learning rate and gradient norm."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +27,9 @@ def work(micro_batches, passes, checkpointing=False):
     tokens, rows, scored = ranks.all_sum(*map(sum, counts)).tolist()
     flops = 0.0
     for one in passes:
-        given = one.model, tokens, tokens / rows, scored
-        flops += one.forwards * count_flops(*given)
-        flops += one.trains * count_flops(*given, True, checkpointing)
+        cost = functools.partial(count_flops, one.model, tokens, tokens / rows, scored)
+        flops += one.forwards * cost()
+        flops += one.trains * cost(trains=True, checkpointing=checkpointing)
     return tokens, flops
 
 
