@@ -258,7 +258,7 @@ class ValueHead(nn.Linear):
 def values_before_tokens(value_model, layout):
     """Values (B, R) one place before each response token: the reward still to come from there."""
     values = value_model(layout.ids, layout.mask, layout.positions)  # (N, T)
-    return values.flatten()[layout.logit_places]
+    return values.flatten(0, 1)[layout.logit_places]
 
 
 def values_at_tokens(value_model, layout):
@@ -267,7 +267,7 @@ def values_at_tokens(value_model, layout):
     `logit_places` is one place before each token, so that 1 is added.
     """
     values = value_model(layout.ids, layout.mask, layout.positions)  # (N, T)
-    return values.flatten()[layout.logit_places + 1]
+    return values.flatten(0, 1)[layout.logit_places + 1]
 
 
 def load_model(args, tokenizer=None, value_head=None):
@@ -331,8 +331,10 @@ def init_value_head(head, seed):
 # ---- 4  DeepSpeed ----
 # An engine wraps a model with its optimizer and its schedule. engine(...) is the forward.
 # engine.backward(loss) adds gradients, and engine.step() moves the weights only at the last of
-# gradient_accumulation_steps calls. Among the ranks, ZeRO stage 0 divides nothing, 1 the optimizer
-# states, 2 the gradients, too, and 3 the weights, too.
+# gradient_accumulation_steps calls. Each step() needs one backward(): of two before it, stages 1
+# and 2 in fp32 keep only the second one's gradient (DeepSpeed 0.19.8), so add losses up first.
+# Among the ranks, ZeRO stage 0 divides nothing, 1 the optimizer states, 2 the gradients, too, and 3
+# the weights, too.
 def stage_of(args):
     """The ZeRO stage of an engine that trains: --zero_stage, but 1 in place of 0 unless in fp32.
 
@@ -416,7 +418,8 @@ def reference_of(actor, args, batch_size):
     """The model that `actor` was when it was loaded with the flags `args`, frozen.
 
     With LoRA only adapters train, so it is the actor without its adapters. Its forward
-    comes before the one that trains: `score_actor` in ppo.py says why.
+    comes before the one that trains: `score_actor` in ppo.py says why. Checkpoints do not hold it:
+    a fork that changes its weights changes them again after --resume.
     """
     if args.lora_dim:
         return lora.WithoutAdapters(actor)

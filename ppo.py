@@ -232,7 +232,8 @@ class Sizes:
 
         batches: rows of data (dicts), a list for each generation batch. Each row appears
         --samples_per_prompt times, numbered by `sample`. The responses to one prompt form a group;
-        a prompt that is drawn twice forms two.
+        a prompt that is drawn twice forms two. Groups are numbered anew in each step. A row that is
+        given twice in a step gets the same responses again, unless its copy has another `turn`.
         """
         rows = [row for batch in batches for row in batch]
         return [
@@ -348,7 +349,11 @@ def grpo(totals, groups):
 
 
 def group_sum(values, groups):
-    """(n,), (n,) numbers 0, 1, ... -> (n,): the sum over each one's group."""
+    """(n,), (n,) numbers 0, 1, ... -> (n,): the sum over each one's group.
+
+    The responses of a group need not stand side by side, nor in one micro-batch (see `ordered`): a
+    view(-1, samples) would mix prompts.
+    """
     return values.new_zeros(len(groups)).index_add(0, groups, values)[groups]
 
 
@@ -404,7 +409,8 @@ def actor_loss(args, batch, logprobs, entropy, kl_coef):
     loss, ratio = policy_loss(
         logprobs, batch.old_logprobs, batch.advantages, args.clip, args.clip_high
     )
-    clipped = loss != -ratio * batch.advantages  # the clipped term was smaller
+    # The clipped term was smaller. (A weight on the loss belongs below, or it would count as that.)
+    clipped = loss != -ratio * batch.advantages
     if args.is_cap:
         sampled = batch.tokens["sampled_logprobs"]
         loss = loss * importance_weights(batch.old_logprobs, sampled, args.is_cap)
@@ -430,7 +436,8 @@ class Estimator:
     """How advantages are computed: from each response's tokens, or by comparing responses."""
 
     of_tokens: Callable | None = None  # (args, batch) -> advantages, returns or None: (B, R) each
-    of_groups: Callable | None = None  # (totals, groups) -> advantages: (n,) for n responses
+    of_groups: Callable | None = None  # (totals, groups) of this rank's n responses, fillers' 0
+    # among them -> advantages: (n,) each
     needs_critic: bool = False
     whitens: bool = False  # unless --whiten says otherwise
 
@@ -484,7 +491,8 @@ class Models:
 def load_models(args, tokenizer, functions, updates):
     """Part 2. functions: {name: function} of --reward_fn and --gold_fn.
 
-    updates: optimizer steps of the whole run, for the learning-rate schedules.
+    updates: optimizer steps of the whole run, for the learning-rate schedules. A fork that makes
+    more of them runs past the schedules' end.
     """
     batch_size, accumulation = args.per_device_training_batch_size, args.gradient_accumulation_steps
     actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
@@ -581,7 +589,9 @@ def make_micro_batches(tokenizer, responses, batch_size, pack=plain_rows):
 
     pack(responses, pad_id): makes the Layout, plain_rows or shared_prompts.shared_rows. A response
     may have `tokens`, {name: a list with one number a token}: they become batch.tokens[name], and
-    `own` among them is 0 on tokens that the actor has not written, a tool's for example.
+    `own` among them is 0 on tokens that the actor has not written, a tool's for example. All
+    responses, on all ranks, have the same names. A response in which no token counts has score 0,
+    which its group's baseline includes: to leave it out of the losses alone, see trained_mask.
     """
     out = []
     for start in range(0, len(responses), batch_size):
@@ -694,10 +704,12 @@ def roll_out(args, engine, tokenizer, requests, step, batch_size):
     requests: dicts with prompt_ids, row (its number; below 0 for a filler), sample, and more that
     is passed on. Returns them with response_ids, text, ended (1.0 or 0.0) and tokens,
     {"sampled_logprobs": [...]}.
+    All ranks call it, with equally many requests.
     The engine must be in eval mode: dropout would make it another policy. The random numbers of a
     response depend on (seed, step, row, sample) alone, and on a request's `turn`, for a fork that
     samples for it more than once in a step.
     """
+    assert isinstance(engine, torch.nn.Module), "with LoRA, the reference's adapters would be on"
     assert not unwrap_model(engine).training, "dropout is on: engine.eval() first"
     out = []
     # Under ZeRO-3 all weights are gathered once, for all forwards, if they fit beside the cache.
@@ -747,7 +759,7 @@ def actor_forward(args, actor, batch):
     wanted = batch.response_mask > 0
     logits = common.response_logits(actor, batch, wanted)  # (M, V)
     logprobs = common.token_logprobs(logits, batch, wanted, args.temperature)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and args.entropy_coef > 0):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and args.entropy_coef != 0):
         entropy = common.scatter_to(wanted, common.entropy(logits, args.temperature))
     return logprobs, entropy
 
@@ -885,7 +897,10 @@ def set_rewards(args, batch, kl_coef, score_statistics):
 
 
 def set_advantages(args, micro_batches, kl_coef, score_statistics):
-    """Gives a rollout's micro-batches rewards, advantages and, with a critic, returns."""
+    """Gives a rollout's micro-batches rewards, advantages and, with a critic, returns.
+
+    --microscope calls it for held-out prompts, too: a running mean belongs in part 5 of `main`.
+    """
     estimator = ADVANTAGES[args.advantage]
     for batch in micro_batches:
         set_rewards(args, batch, kl_coef, score_statistics)
@@ -915,6 +930,7 @@ def minibatches(micro_batches, accumulation, seed):
     The micro-batches stay as they were scored: different padding would change the rounding, and
     the first ratio would not be quite 1.
     """
+    assert len(micro_batches) % accumulation == 0, "the responses must fill whole minibatches"
     order = np.random.default_rng(seed).permutation(len(micro_batches))
     for start in range(0, len(order), accumulation):
         yield [micro_batches[i] for i in order[start : start + accumulation]]
@@ -930,7 +946,8 @@ def trained_mask(args, batch):
     In a step in which no token counts, the gradient is 0, and Adam's moments still move weights.
 
     A mask of your own that reads `batch.entropy` or `batch.old_logprobs` needs them scored in every
-    step: see forwards_of_score.
+    step: see forwards_of_score. It sees one micro-batch, which may hold fillers alone: a threshold
+    of the whole rollout is computed in part 5.
     """
     if args.mask_truncated:
         return batch.response_mask * batch.ended[:, None]
@@ -983,6 +1000,7 @@ def optimizer_step(args, models, minibatch, kl_coef, means):
         token_count = ranks.all_sum(sum(mask.sum() for mask in masks)).item()
     for batch, weight, mask in zip(minibatch, weights, masks):  # one forward each
         # The actor. A forward that `score_actor` has kept is trained on as it is.
+        assert not (batch.kept and means.updates), "a kept graph is of weights that have moved"
         logprobs, entropy = batch.kept.pop("actor", None) or actor_forward(args, actor, batch)
         if batch.old_logprobs is None:  # nothing has needed them so far: see forwards_of_score
             assert not means.updates, "old log-probs are of the policy before the first update"
@@ -1041,7 +1059,8 @@ def main():
     pack, responses_per_row = shared_prompts.packing(args, models, plain_rows)  # --share_prompt
     decoding.try_compiled(args, actor, tokenizer, sample)  # --compile_decoding
 
-    # Saved in checkpoints beside the engines
+    # Saved in checkpoints beside the engines. --resume replaces the values: read them in the loop.
+    # A tensor is taken for this rank's shard of a larger one.
     state = {"kl_coef": None, "equal_since": None}  # set by --kl_target, and by warn_of_scores
     average = ema.Ema(args, actor.module, state)  # --enable_ema
 
@@ -1094,6 +1113,8 @@ def main():
                 score_actor(args, actor, batch, keep_graph="actor" in reused)
         state_offload.to_device(args, engines.values())
         checks.stop_unless_rollout_is_finite(run, micro_batches)
+        # Only the first step is checked: responses that come from another policy later, such as an
+        # opponent that began as the actor, show in sampling_kl.
         if first and not args.is_cap:  # with --is_cap another policy may have sampled
             checks.stop_unless_sampled_as_scored(run, micro_batches)
         clock.lap("score_seconds")  # the checks have waited for the device

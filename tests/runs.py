@@ -24,7 +24,7 @@ CURVES = {
     "sft": "loss eval_loss",
     "reward": "loss accuracy chosen_score rejected_score eval_loss eval_accuracy",
     "ppo": "reward kl kl_k3 critic_loss entropy response_length eos_rate advantage_std "
-    "explained_variance eval_reward eval_kl eval_response_length",
+    "reward_std explained_variance eval_reward eval_kl eval_response_length",
 }
 CURVES = {script: names.split() for script, names in CURVES.items()}
 
@@ -289,7 +289,8 @@ def make_run(base, name, script, flags, sigterm_after=None):
 
     facts, output = {"saved": [], "away": [], "draws": {}}, base / "runs" / name
     log, save, roll_out = Run.log, Run.save, ppo.roll_out
-    calls = {name: ppo for name in ("minibatches", "ordered", "set_advantages")}
+    of_ppo = "minibatches", "ordered", "set_advantages", "forwards_of_score"
+    calls = dict.fromkeys(of_ppo, ppo)
     calls |= {"update": ema.Ema, "refuse_if_padding_matters": padding}
     plain = {name: getattr(place, name) for name, place in calls.items()}
 
@@ -297,6 +298,16 @@ def make_run(base, name, script, flags, sigterm_after=None):
         def call(*args):
             facts.setdefault(name, []).append(args[2:] if calls[name] is ppo else len(args))
             return plain[name](*args)
+
+        return call
+
+    working = {name: getattr(ppo, name) for name in ("score", "optimizer_step")}
+
+    def noting_modes(name):  # which engines are in train mode, and what comes after the batch
+        def call(args, models, *given, **options):
+            modes = [engine.module.training for engine in models.engines.values()]
+            facts.setdefault(name, []).append((modes, *given[1:2]))
+            return working[name](args, models, *given, **options)
 
         return call
 
@@ -316,6 +327,7 @@ def make_run(base, name, script, flags, sigterm_after=None):
 
     def roll_out_and_note(args, engine, *others, **options):
         facts["away"].append(away(engine))
+        facts.setdefault("steps", []).append(others[2])
         return roll_out(args, engine, *others, **options)
 
     def away(engine):  # DeepSpeed's own list of the states that have left the device
@@ -327,6 +339,8 @@ def make_run(base, name, script, flags, sigterm_after=None):
     Run.log, Run.save, ppo.roll_out = log_and_interrupt, save_and_note, roll_out_and_note
     for name, place in calls.items():
         setattr(place, name, noting(name))
+    for name in working:
+        setattr(ppo, name, noting_modes(name))
     flags = [flag.replace("BASE", str(base)) for flag in flags]
     try:
         kit.call_main(script, [*base_flags(script, base), *flags, "--output_dir", str(output)])
@@ -337,6 +351,8 @@ def make_run(base, name, script, flags, sigterm_after=None):
         Run.log, Run.save, ppo.roll_out = log, save, roll_out
         for name, place in calls.items():
             setattr(place, name, plain[name])
+        for name, own in working.items():
+            setattr(ppo, name, own)
     facts["seed"] = torch.initial_seed()
     return facts
 

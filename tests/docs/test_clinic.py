@@ -167,8 +167,15 @@ def test_the_advice_at_a_nan_is_that_of_the_page():
 
 
 def patch(files):
+    import common
+    import ppo
+    from helpers import checks, padding
+
+    places = common, ppo, checks, padding
+    before = [{*vars(place)} for place in places]
     for file in files:
         runpy.run_path(file).get("fault", int)()
+    assert [{*vars(place)} for place in places] == before, "it sets what nobody has"
 
 
 def test_every_fault_finds_what_it_patches():

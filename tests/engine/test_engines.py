@@ -17,10 +17,22 @@ import common
 from machinery.base import ranks
 from machinery.base.modules import unwrap_model
 from machinery.engine import ema, patches, state_offload, zero3
+from machinery.flags import declaring
 from machinery.models import model_folders
 from machinery.run import checkpoints
 from tests import kit, runs
 from tests.runs import rows_of_rank, tiny_engine, train_one_step, whole_weights
+
+
+def loaded_in_shards(base):
+    own = dict(model_name_or_path=f"{base}/models/actor", dropout=None)
+    args = declaring.with_flags(runs.tiny_args(base, 3), **own)
+    return [hasattr(weight, "ds_id") for weight in common.load_model(args).parameters()]
+
+
+def test_under_stage_3_no_rank_holds_a_whole_model_while_it_loads():
+    for sharded in kit.on_ranks(loaded_in_shards, 2, runs.base()):
+        assert sharded and all(sharded)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -152,3 +152,32 @@ def test_the_repaired_adam_is_still_adam(kind):
     parameter = nn.Parameter(torch.linspace(-1, 1, 9999))
     torchs = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
     assert (found - updated(torchs, parameter, range(40))).abs().max() < 2e-6
+
+
+# --------------------------------------------------------------------------------------------------
+# skip_together
+# --------------------------------------------------------------------------------------------------
+class Overflowing:
+    """An optimizer in fp16, and its engine."""
+
+    def __init__(self, overflows, boundary):
+        self.overflows, self.optimizer = overflows, self
+        self.is_gradient_accumulation_boundary = lambda: boundary
+
+    def has_overflow(self):
+        return self.overflows
+
+
+@pytest.mark.parametrize(
+    "dtype, boundary, expected",
+    [("fp16", True, [True, True]), ("fp16", False, [True, False]), ("bf16", True, [True, False])],
+)
+def test_both_engines_skip_where_one_overflows(dtype, boundary, expected):
+    """At the end of an update in fp16. In the next update they are asked anew."""
+    engines = [Overflowing(overflows, boundary) for overflows in (True, False)]
+    args = SimpleNamespace(dtype=dtype)
+    patches.skip_together(args, engines)
+    assert [engine.optimizer.has_overflow() for engine in engines] == expected
+    engines[0].overflows = False
+    patches.skip_together(args, engines)
+    assert not any(engine.optimizer.has_overflow() for engine in engines)

@@ -224,7 +224,8 @@ def run_changed(change, argv):
         means = metrics.rollout_means
         metrics.rollout_means = lambda *given: {**means(*given), "kl": 12.0, "kl_k3": 0.0}
     if change == "number":
-        rollout_means, mine = metrics.rollout_means, dict(checked=0, finite=0, together=0)
+        rollout_means = metrics.rollout_means
+        mine = dict(checked=0, finite=0, sampled=0, together=0)
 
         def check(run, *engines):
             mine["checked"] += len(engines)
@@ -232,11 +233,15 @@ def run_changed(change, argv):
         def finite(run, micro_batches):
             mine["finite"] += len(micro_batches)
 
+        def sampled(run, micro_batches):
+            mine["sampled"] += len(micro_batches)
+
         def skip_together(args, engines):
             mine["together"] += sum(engine.global_steps == 0 for engine in engines)
 
         padding.refuse_if_padding_matters, patches.skip_together = check, skip_together
         checks.stop_unless_rollout_is_finite = finite
+        checks.stop_unless_sampled_as_scored = sampled
         metrics.rollout_means = lambda *given: {**rollout_means(*given), **mine}
     kit.call_main("ppo", argv)
 
@@ -274,9 +279,11 @@ def test_a_weight_of_the_actors_loss_reaches_nothing_else(changed):
 
 def test_main_logs_numbers_of_its_own(changed):
     """Here what its checks were given: actor and critic when the run begins, the one micro-batch
-    that is stored, and both models, to skip together, before either has made its step."""
+    that is stored and compared with its sampling, and both models, to skip together, before either
+    has made its step."""
     line = kit.metrics(changed["number"])[1]
-    assert (line["checked"], line["finite"], line["together"]) == (2, 1, 2)
+    names = "checked", "finite", "sampled", "together"
+    assert [line[name] for name in names] == [2, 1, 1, 2]
 
 
 def test_the_penalty_adapts_to_the_kl_that_the_log_calls_kl(tmp_path):

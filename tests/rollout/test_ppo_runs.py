@@ -21,10 +21,27 @@ def optimizer_steps(name):
 def test_before_the_first_update_the_ratio_is_exactly_1(name):
     """With one pass over each rollout the weights that train are the weights that sampled: the
     ratio is 1 to the last bits of fp32, nothing is clipped, and the KL of old and new policy is 0.
-    If it is not, two passes disagree."""
+    If it is not, two passes disagree. (The KL to the reference, which stays, is 0 at first.)"""
     for record in metrics(name)[1:]:
         assert record["ratio_max"] == pytest.approx(1, abs=1e-6)
         assert record["clip_fraction"] == 0 and abs(record["approx_kl"]) < 1e-7
+    first, *later = [kl for _, kl in curve(name, "kl_k3")]
+    assert first == pytest.approx(0, abs=1e-6) and min(later) > 1e-2
+
+
+def test_what_main_hands_to_the_parts_of_a_step():
+    """No dropout while anything is stored, in evaluations too, and dropout in both models while
+    they train. The penalty of --kl_target is the one that is subtracted. The rows of a step have
+    random numbers of their own, and evaluations (around the run, with the microscope) those of step
+    0. A forward is shared by no critic that has dropout, and by none in the first step."""
+    rank, lines = facts("ppo_looked_at")[0], metrics("ppo_looked_at")[1:]
+    kl_coefs = pytest.approx([line["kl_coef"] for line in lines])
+    assert not any(any(modes) for modes, *_ in rank["score"])
+    assert [modes for modes, _ in rank["optimizer_step"]] == [[True, True]] * len(lines)
+    assert [kl_coef for _, kl_coef in rank["optimizer_step"]] == kl_coefs
+    in_steps = [step for step in rank["steps"] if step]
+    assert in_steps == [line["step"] for line in lines] and rank["steps"][:2] == [0, 0]
+    assert rank["forwards_of_score"] == [(["actor"], n == 0) for n in range(len(lines))]
 
 
 @pytest.mark.parametrize(

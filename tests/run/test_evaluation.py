@@ -44,21 +44,22 @@ def test_the_deviation_of_scores_keeps_its_digits_far_from_0(monkeypatch):
 
 
 def test_dropout_is_off_while_a_model_is_evaluated_and_on_again(monkeypatch):
-    """In steps 1 and 2. (The critic's: test_looking_changes_nothing.)"""
+    """In steps 1 and 2, where it keeps no graph either."""
     modes, model = [], torch.nn.Identity()
     rows = SimpleNamespace(row_weight=torch.ones(2), loss_mask=torch.ones(2, 3))
     monkeypatch.setattr(batching, "eval_loader", lambda *_: [(range(2), rows)])
     monkeypatch.setattr(reward.judged, "write_pairs", lambda *_: None)
 
     def noting(result):
-        return lambda engine, *_: modes.append(engine.training) or result
+        seen = lambda engine: (engine.training, torch.is_grad_enabled())  # noqa: E731
+        return lambda engine, *_: modes.append(seen(engine)) or result
 
     monkeypatch.setattr(reward, "score_pairs", noting(torch.ones(2, 2)))
     monkeypatch.setattr(common, "response_logprobs", noting(-torch.ones(2, 3)))
     reward.evaluate(SimpleNamespace(args=None, notes={}), model, None, None)
     assert model.training
     assert sft.evaluate(None, model, None, None)["eval_loss"] == 1
-    assert model.training and modes == [False, False]
+    assert model.training and modes == [(False, False)] * 2
 
 
 @torch.no_grad()

@@ -260,11 +260,12 @@ def test_a_saved_model_is_on_the_disk_before_its_mark_is_there(tmp_path, monkeyp
 def test_shards_are_joined_and_cut_anew_for_other_ranks():
     """The EMA of five weights, padded to equal shares: on two ranks, and then on three."""
     shards = torch.tensor([1.0, 2, 3]), torch.tensor([4.0, 5, 0])
-    parts = [{"kl_coef": 0.1, "ema": {"w": shard}} for shard in shards]
-    own = {"kl_coef": 0.5, "ema": {"w": torch.zeros(2)}}
+    more = {"of_prompts": {"why?": 0.5}}  # what a fork has noted in a dict that was empty at first
+    parts = [{"kl_coef": 0.1, "ema": {"w": shard}, "noted": more} for shard in shards]
+    own = {"kl_coef": 0.5, "ema": {"w": torch.zeros(2)}, "noted": {}}
     found = [checkpoints.laid_out(own, parts, place) for place in range(3)]
     assert [state["ema"]["w"].tolist() for state in found] == [[1, 2], [3, 4], [5, 0]]
-    assert all(state["kl_coef"] == 0.1 for state in found)
+    assert all(state["kl_coef"] == 0.1 and state["noted"] == more for state in found)
 
 
 def test_frozen_models_are_known_by_their_files(tmp_path):
