@@ -34,7 +34,7 @@ def test_what_main_hands_to_the_parts_of_a_step():
     they train. The penalty of --kl_target is the one that is subtracted. The rows of a step have
     random numbers of their own, and evaluations (around the run, with the microscope) those of step
     0. A forward is shared by no critic that has dropout, and by none in the first step."""
-    rank, lines = facts("ppo_looked_at")[0], metrics("ppo_looked_at")[1:]
+    rank, lines = facts("ppo_dropout")[0], metrics("ppo_dropout")[1:]
     kl_coefs = pytest.approx([line["kl_coef"] for line in lines])
     assert not any(any(modes) for modes, *_ in rank["score"])
     assert [modes for modes, _ in rank["optimizer_step"]] == [[True, True]] * len(lines)
