@@ -258,6 +258,7 @@ class ValueHead(nn.Linear):
 def values_before_tokens(value_model, layout):
     """Values (B, R) one place before each response token: the reward still to come from there."""
     values = value_model(layout.ids, layout.mask, layout.positions)  # (N, T)
+    # (0, 1): the head of a fork may give several values a token
     return values.flatten(0, 1)[layout.logit_places]
 
 
@@ -331,10 +332,10 @@ def init_value_head(head, seed):
 # ---- 4  DeepSpeed ----
 # An engine wraps a model with its optimizer and its schedule. engine(...) is the forward.
 # engine.backward(loss) adds gradients, and engine.step() moves the weights only at the last of
-# gradient_accumulation_steps calls. Each step() needs one backward(): of two before it, stages 1
-# and 2 in fp32 keep only the second one's gradient (DeepSpeed 0.19.8), so add losses up first.
-# Among the ranks, ZeRO stage 0 divides nothing, 1 the optimizer states, 2 the gradients, too, and 3
-# the weights, too.
+# gradient_accumulation_steps calls. Among the ranks, ZeRO stage 0 divides nothing, 1 the optimizer
+# states, 2 the gradients, too, and 3 the weights, too.
+# Call backward() once for each step(): after a second call, stages 1 and 2 in fp32 lose what came
+# before (DeepSpeed 0.19.8). To train on two losses, add them up first.
 def stage_of(args):
     """The ZeRO stage of an engine that trains: --zero_stage, but 1 in place of 0 unless in fp32.
 
@@ -419,7 +420,7 @@ def reference_of(actor, args, batch_size):
 
     With LoRA only adapters train, so it is the actor without its adapters. Its forward
     comes before the one that trains: `score_actor` in ppo.py says why. Checkpoints do not hold it:
-    a fork that changes its weights changes them again after --resume.
+    a fork that changes its weights must change them again after --resume.
     """
     if args.lora_dim:
         return lora.WithoutAdapters(actor)

@@ -232,8 +232,8 @@ class Sizes:
 
         batches: rows of data (dicts), a list for each generation batch. Each row appears
         --samples_per_prompt times, numbered by `sample`. The responses to one prompt form a group;
-        a prompt that is drawn twice forms two. Groups are numbered anew in each step. A row that is
-        given twice in a step gets the same responses again, unless its copy has another `turn`.
+        a prompt that is drawn twice forms two. A row that is given twice in a step gets the same
+        responses twice, unless one copy has another `turn` (see roll_out).
         """
         rows = [row for batch in batches for row in batch]
         return [
@@ -351,7 +351,7 @@ def grpo(totals, groups):
 def group_sum(values, groups):
     """(n,), (n,) numbers 0, 1, ... -> (n,): the sum over each one's group.
 
-    The responses of a group need not stand side by side, nor in one micro-batch (see `ordered`): a
+    The responses of a group may be apart, even in different micro-batches (see `ordered`), so
     view(-1, samples) would mix prompts.
     """
     return values.new_zeros(len(groups)).index_add(0, groups, values)[groups]
@@ -409,7 +409,8 @@ def actor_loss(args, batch, logprobs, entropy, kl_coef):
     loss, ratio = policy_loss(
         logprobs, batch.old_logprobs, batch.advantages, args.clip, args.clip_high
     )
-    # The clipped term was smaller. (A weight on the loss belongs below, or it would count as that.)
+    # The clipped term was smaller. Weights of your own multiply the loss below this line: above it,
+    # their tokens would count as clipped.
     clipped = loss != -ratio * batch.advantages
     if args.is_cap:
         sampled = batch.tokens["sampled_logprobs"]
@@ -436,8 +437,8 @@ class Estimator:
     """How advantages are computed: from each response's tokens, or by comparing responses."""
 
     of_tokens: Callable | None = None  # (args, batch) -> advantages, returns or None: (B, R) each
-    of_groups: Callable | None = None  # (totals, groups) of this rank's n responses, fillers' 0
-    # among them -> advantages: (n,) each
+    # (totals, groups) of this rank's n responses -> advantages: (n,) each. A filler's total is 0
+    of_groups: Callable | None = None
     needs_critic: bool = False
     whitens: bool = False  # unless --whiten says otherwise
 
@@ -590,8 +591,9 @@ def make_micro_batches(tokenizer, responses, batch_size, pack=plain_rows):
     pack(responses, pad_id): makes the Layout, plain_rows or shared_prompts.shared_rows. A response
     may have `tokens`, {name: a list with one number a token}: they become batch.tokens[name], and
     `own` among them is 0 on tokens that the actor has not written, a tool's for example. All
-    responses, on all ranks, have the same names. A response in which no token counts has score 0,
-    which its group's baseline includes: to leave it out of the losses alone, see trained_mask.
+    responses, on all ranks, must have the same names. A response in which no token counts scores 0,
+    and its group's baseline includes that 0. To leave a response out of the losses but keep its
+    score, change trained_mask.
     """
     out = []
     for start in range(0, len(responses), batch_size):
@@ -701,10 +703,10 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
 def roll_out(args, engine, tokenizer, requests, step, batch_size):
     """Samples a response to each request, `batch_size` of them at a time.
 
+    All ranks must call it, with equally many requests.
     requests: dicts with prompt_ids, row (its number; below 0 for a filler), sample, and more that
     is passed on. Returns them with response_ids, text, ended (1.0 or 0.0) and tokens,
     {"sampled_logprobs": [...]}.
-    All ranks call it, with equally many requests.
     The engine must be in eval mode: dropout would make it another policy. The random numbers of a
     response depend on (seed, step, row, sample) alone, and on a request's `turn`, for a fork that
     samples for it more than once in a step.
@@ -899,7 +901,8 @@ def set_rewards(args, batch, kl_coef, score_statistics):
 def set_advantages(args, micro_batches, kl_coef, score_statistics):
     """Gives a rollout's micro-batches rewards, advantages and, with a critic, returns.
 
-    --microscope calls it for held-out prompts, too: a running mean belongs in part 5 of `main`.
+    --microscope also calls it, for held-out prompts: a running mean is updated in part 5 of `main`,
+    not here.
     """
     estimator = ADVANTAGES[args.advantage]
     for batch in micro_batches:
@@ -946,8 +949,8 @@ def trained_mask(args, batch):
     In a step in which no token counts, the gradient is 0, and Adam's moments still move weights.
 
     A mask of your own that reads `batch.entropy` or `batch.old_logprobs` needs them scored in every
-    step: see forwards_of_score. It sees one micro-batch, which may hold fillers alone: a threshold
-    of the whole rollout is computed in part 5.
+    step: see forwards_of_score. It is called for one micro-batch, which may hold only fillers. A
+    threshold over the whole rollout is computed in part 5, before set_advantages.
     """
     if args.mask_truncated:
         return batch.response_mask * batch.ended[:, None]
@@ -999,8 +1002,8 @@ def optimizer_step(args, models, minibatch, kl_coef, means):
     if critic:
         token_count = ranks.all_sum(sum(mask.sum() for mask in masks)).item()
     for batch, weight, mask in zip(minibatch, weights, masks):  # one forward each
+        assert not (batch.kept and means.updates), "a graph of weights that have moved since"
         # The actor. A forward that `score_actor` has kept is trained on as it is.
-        assert not (batch.kept and means.updates), "a kept graph is of weights that have moved"
         logprobs, entropy = batch.kept.pop("actor", None) or actor_forward(args, actor, batch)
         if batch.old_logprobs is None:  # nothing has needed them so far: see forwards_of_score
             assert not means.updates, "old log-probs are of the policy before the first update"
@@ -1059,8 +1062,9 @@ def main():
     pack, responses_per_row = shared_prompts.packing(args, models, plain_rows)  # --share_prompt
     decoding.try_compiled(args, actor, tokenizer, sample)  # --compile_decoding
 
-    # Saved in checkpoints beside the engines. --resume replaces the values: read them in the loop.
-    # A tensor is taken for this rank's shard of a larger one.
+    # Saved in checkpoints beside the engines. --resume fills it in when run.steps begins: read it
+    # in the loop. On another number of ranks all take rank 0's values; only a tensor that is here
+    # at the start is joined over the ranks and cut anew.
     state = {"kl_coef": None, "equal_since": None}  # set by --kl_target, and by warn_of_scores
     average = ema.Ema(args, actor.module, state)  # --enable_ema
 
@@ -1113,8 +1117,7 @@ def main():
                 score_actor(args, actor, batch, keep_graph="actor" in reused)
         state_offload.to_device(args, engines.values())
         checks.stop_unless_rollout_is_finite(run, micro_batches)
-        # Only the first step is checked: responses that come from another policy later, such as an
-        # opponent that began as the actor, show in sampling_kl.
+        # In the first step alone. Later, a mismatch shows in the log, as sampling_kl.
         if first and not args.is_cap:  # with --is_cap another policy may have sampled
             checks.stop_unless_sampled_as_scored(run, micro_batches)
         clock.lap("score_seconds")  # the checks have waited for the device

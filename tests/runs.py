@@ -271,7 +271,8 @@ def make_run(base, name, script, flags, sigterm_after=None):
     of each model saved its folder, optimizer and optimizer steps, what of it is offloaded, and
     whether it computes activations twice; and of the actor what is offloaded while responses are
     written. Then what it drew: numbers from Python and NumPy at each step's end, and torch's seed.
-    And of some calls the arguments, from the third on, or how many they had."""
+    And of some calls the arguments, from the third on, or how many they had; of rollouts the step;
+    and which engines are in train mode when responses are scored, and when an update is made."""
     import random
 
     import numpy as np

@@ -44,8 +44,8 @@ def sizes_of(args, head=False):
     """Returns weights, trained (those that train), kept_by_row, shared (bytes), config of a model.
 
     args: its flags. It is built and run on a row of max_seq_len tokens, in tensors that have shapes
-    and no data, and what autograd saves for the backward is added up. shared: what every layer
-    saves, as the mask.
+    and no data, and what autograd saves for the backward is added up. shared: what all layers save,
+    the mask and rotary tables; at least 4 times, as q, k and v save their common input 3 times.
     """
     path, tokens = args.model_name_or_path, args.max_seq_len
     config = model_folders.load_config(path, args.trust_remote_code)
@@ -77,7 +77,7 @@ def sizes_of(args, head=False):
         lora.add_adapters(model, args, path, "score" if head else None)
     trained = modules.count_parameters(model, training=True)
     text = config.get_text_config()
-    shared = [key for key in saved if times[key] >= text.num_hidden_layers]
+    shared = [key for key in saved if times[key] >= max(text.num_hidden_layers, 4)]
     kept, shared = (sum(saved[key].nbytes() for key in keys) for keys in (saved, shared))
     counts = dict(weights=weights, trained=trained, kept_by_row=kept, shared=shared)
     return SimpleNamespace(**counts, config=text)
@@ -93,7 +93,7 @@ def count(args, models, ranks, cpu=False):
                      activations go are counted in `update` only
         optimizer    12 T: fp32 copy and two moments, / N from stage 1; at stage 0 in fp32 8 T
         activations  what autograd keeps; with checkpointing w * rows * tokens * hidden a layer,
-                     one layer whole [Chen 2016], and what all layers share: the mask
+                     one layer whole [Chen 2016], and what all layers share
         logits       w * rows * tokens * vocabulary, and their gradient
         KV cache     its numbers of a token * w * rows * tokens
         buffers      of reduction; what stage 3 gathers; in `update` copies of gradients

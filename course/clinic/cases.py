@@ -135,7 +135,8 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", nargs="?", choices=names)
-    parser.add_argument("--runs", type=Path, default=ROOT / "output/clinic/runs")
+    where = "where the runs are kept"
+    parser.add_argument("--runs", type=Path, default=ROOT / "output/clinic/runs", help=where)
     parser.add_argument("--keep", action="store_true", help="write to course/clinic")
     args = parser.parse_args()
     if args.name is None:

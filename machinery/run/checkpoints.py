@@ -264,8 +264,9 @@ def laid_out(own, parts, place):
     equal shares), which are joined and cut anew. All else is alike on all ranks.
     """
     if isinstance(own, dict):
-        keys = {**own, **parts[0]}  # a fork may have added some since its run began
-        return {key: laid_out(own.get(key), [part[key] for part in parts], place) for key in keys}
+        keys = {**own, **parts[0]}  # a fork may have added some after its run began
+        found = {key: [part[key] for part in parts if key in part] for key in keys}
+        return {key: laid_out(own.get(key), found[key], place) for key in keys}
     if not torch.is_tensor(own):
         return parts[0]
     mine = torch.cat(parts)[place * len(own) :][: len(own)]

@@ -130,7 +130,6 @@ def test_a_room_lists_its_files(room):
     folder = "helpers" if room == "helpers" else f"machinery/{room}"
     words = ast.get_docstring(TREES[folder.replace("/", ".")])
     files = {file.stem for file in (ROOT / folder).glob("*.py")} - {"__init__"}
-    assert [file for file in files if not re.search(rf"\b{file}\b", words)] == []
     first = re.findall(r"^([a-z_0-9, ]+)(?:  | --)", words, re.M)
     assert set(re.findall(r"\w+", " ".join(first))) == files
 

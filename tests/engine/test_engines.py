@@ -30,7 +30,7 @@ def loaded_in_shards(base):
     return [hasattr(weight, "ds_id") for weight in common.load_model(args).parameters()]
 
 
-def test_under_stage_3_no_rank_holds_a_whole_model_while_it_loads():
+def test_under_stage_3_a_loaded_model_is_in_shards():
     for sharded in kit.on_ranks(loaded_in_shards, 2, runs.base()):
         assert sharded and all(sharded)
 

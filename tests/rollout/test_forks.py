@@ -18,6 +18,7 @@ import common
 import ppo
 from helpers import checks, metrics, padding
 from machinery.engine import patches
+from machinery.models import lora
 from tests import kit, runs
 from tests.rollout.test_layouts_by_hand import response
 from tests.rollout.test_sampling import FLAGS
@@ -304,3 +305,28 @@ def test_a_step_whose_responses_are_all_masked_trains_nothing(changed):
         before = kit.weights(runs.base() / "models" / start)
         after = kit.weights(changed["masked"] / folder)
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# --------------------------------------------------------------------------------------------------
+# What would train another policy, or on less, without a word
+# --------------------------------------------------------------------------------------------------
+def test_a_reference_without_adapters_of_its_own_does_not_sample(tiny_model, tokenizer):
+    """With LoRA it is the actor, whose weights sampling takes as they are: adapters included."""
+    with pytest.raises(AssertionError, match="adapters would be on"):
+        rollout(lora.WithoutAdapters(tiny_model.eval()), tokenizer)
+
+
+def test_responses_fill_whole_minibatches():
+    """A part of one adds gradients, moves no weight, and so ends up in the next step."""
+    assert [len(some) for some in ppo.minibatches([1, 2, 3, 4], 2, 0)] == [2, 2]
+    with pytest.raises(AssertionError, match="whole minibatches"):
+        list(ppo.minibatches([1, 2, 3], 2, 0))
+
+
+def test_a_kept_graph_trains_before_any_update():
+    """Mixed with replayed micro-batches it might not; its ratio would be 1 all the same."""
+    args = SimpleNamespace(mask_truncated=0, loss_mean="tokens")
+    models = SimpleNamespace(actor=None, critic=None, engines={})
+    batch = SimpleNamespace(response_mask=torch.ones(1, 2), kept={"actor": "a graph"})
+    with pytest.raises(AssertionError, match="moved since"):
+        ppo.optimizer_step(args, models, [batch], 0.0, SimpleNamespace(updates=1))

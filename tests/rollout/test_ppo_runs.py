@@ -31,14 +31,15 @@ def test_before_the_first_update_the_ratio_is_exactly_1(name):
 
 def test_what_main_hands_to_the_parts_of_a_step():
     """No dropout while anything is stored, in evaluations too, and dropout in both models while
-    they train. The penalty of --kl_target is the one that is subtracted. The rows of a step have
-    random numbers of their own, and evaluations (around the run, with the microscope) those of step
-    0. A forward is shared by no critic that has dropout, and by none in the first step."""
+    they train. The penalty of --kl_target is the one that is used. The rows of a step have random
+    numbers of their own, and evaluations (around the run, with the microscope) those of step 0.
+    forwards_of_score is told which engines have no dropout, and which step is the first."""
     rank, lines = facts("ppo_dropout")[0], metrics("ppo_dropout")[1:]
     kl_coefs = pytest.approx([line["kl_coef"] for line in lines])
     assert not any(any(modes) for modes, *_ in rank["score"])
     assert [modes for modes, _ in rank["optimizer_step"]] == [[True, True]] * len(lines)
     assert [kl_coef for _, kl_coef in rank["optimizer_step"]] == kl_coefs
+    assert [kl_coef for kl_coef, _ in rank["set_advantages"]][1:-1] == kl_coefs
     in_steps = [step for step in rank["steps"] if step]
     assert in_steps == [line["step"] for line in lines] and rank["steps"][:2] == [0, 0]
     assert rank["forwards_of_score"] == [(["actor"], n == 0) for n in range(len(lines))]

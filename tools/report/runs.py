@@ -33,7 +33,8 @@ NEEDED = {  # fields of a line: texts, lists of tokens, numbers; one without the
     "tokens": "step prompt response tokens",
     "judge": "chosen_score rejected_score chosen_length rejected_length",
 }
-FACTS = {"frozen_models", "has_critic", "has_reference", "compares_groups"}  # made of flags
+# derived from other flags
+FACTS = {"frozen_models", "has_critic", "has_reference", "compares_groups"}
 
 
 class Run:
