@@ -57,7 +57,7 @@ class Layout:
 
     ids: Tensor  # (N, T)
     mask: Tensor  # (N, T) 1 on real tokens; or (N, 1, T, T) 1 where token i may attend to token j
-    positions: Tensor  # (N, T) position ids
+    positions: Tensor  # (N, T) position ids. Packing takes a mask (N, 1, T, T), too
     real_tokens: Tensor  # (N,) how many tokens of a row are not padding
     # (B, R) flat place, in N x T, of the logits (or value) before each token. They must increase
     # over the tokens whose log-probs are taken, because logits come in flat order.
@@ -205,7 +205,7 @@ def token_logprobs(logits, layout, wanted, temperature=1.0):
 
 def response_logprobs(model, layout, wanted, temperature=1.0):
     """Log-probs (B, R), fp32, of the tokens that `wanted` (B, R) marks, 0 elsewhere."""
-    wanted = wanted > 0
+    wanted = wanted != 0
     logits = response_logits(model, layout, wanted)  # (M, V)
     return token_logprobs(logits, layout, wanted, temperature)
 
@@ -305,6 +305,7 @@ def load_model(args, tokenizer=None, value_head=None):
         del model.score  # transformers' name for it
         setattr(model, source.head, head)
     lora.merge_adapters(model, source.adapters)
+    # A fork that freezes weights does it here (requires_grad_): tools/export.py loads by this, too.
     del partitioned  # transformers has a weak reference only: it partitions nothing from here on
     lora.add_adapters(model, args, source.path, source.head)  # --lora_dim
     if args.zero_stage == 3 and not args.deepcompile:
@@ -390,7 +391,7 @@ def train_engine(model, args, batch_size, micro_steps, steps):
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
-        lr_scheduler=transformers.get_scheduler(kind, optimizer, warmup, steps),
+        lr_scheduler=transformers.get_scheduler(kind, optimizer, warmup, steps),  # a LambdaLR
         config=ds_config(args, batch_size, micro_steps),
     )
     if args.deepcompile:
@@ -423,6 +424,8 @@ def reference_of(actor, args, batch_size):
     a fork that changes its weights must change them again after --resume.
     """
     if args.lora_dim:
+        others = [n for n, p in actor.named_parameters() if p.requires_grad and "lora_" not in n]
+        assert not others, f"these train, too, so the reference would move: {others}"
         return lora.WithoutAdapters(actor)
     return frozen_engine(args, batch_size)
 
@@ -434,4 +437,4 @@ def mean_factor(engine, count):
     in step 2 pairs, by --loss_mean perhaps responses. DeepSpeed divides every loss by the engine's
     accumulation steps, and averages gradients over the ranks: both are undone here, nowhere else.
     """
-    return ranks.data_parallel_size() * engine.gradient_accumulation_steps() / max(count, 1)
+    return ranks.data_parallel_size() * engine.gradient_accumulation_steps() / (count or 1)

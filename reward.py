@@ -91,7 +91,10 @@ class MicroBatch(common.Layout):
 
 
 def plain_rows(rows, pad_id):
-    """The Layout of two rows for each pair: see the picture at the top of this file."""
+    """The Layout of two rows for each pair: see the picture at the top of this file.
+
+    By default shared_prompts.pair_rows takes its place: what you change here, change there, too.
+    """
     sequences = [row["prompt_ids"] + row["responses"][i] for i in (0, 1) for row in rows]
     ids, mask = common.pad(sequences, pad_id)  # (2B, T)
     return common.last_columns(ids, mask, count=1)
@@ -107,7 +110,11 @@ def collate(rows, pad_id, pack=plain_rows):
 
 
 def score_pairs(model, batch):
-    """Scores of the chosen and of the rejected responses, (B,) each, at their last tokens."""
+    """Scores of the chosen and of the rejected responses, (B,) each, at their last tokens.
+
+    There ppo.py, tools/talk.py and stock transformers read a score, too. So must a fork that pools
+    in another way.
+    """
     scores = common.values_at_tokens(model, batch)[:, 0]  # (2B,)
     return scores.chunk(2)
 

@@ -6,7 +6,8 @@
 
 The model learns to continue a prompt with its response: cross entropy on the response's tokens,
 EOS included, and in chats on the assistant's turns before it (--train_on). The parts of
-main(): 1 data, 2 model, 3 train, 4 save. What is left out: packing.
+main(): 1 data, 2 model, 3 train, 4 save. What is left out: packing (it takes masks as
+shared_prompts.who_sees_whom makes them: positions alone part nothing).
 
 Token layout of a micro-batch: B = 2 rows, T = 6 tokens; the last R = 3 columns hold every token
 that the loss covers: here the longest response ('-' is padding).
@@ -117,7 +118,10 @@ def sft_loss_sum(logprobs, loss_mask):
 
 @torch.no_grad()
 def evaluate(args, engine, held_out, collate_rows):
-    """Held-out loss per token over all ranks (not a mean of batch means), and its perplexity."""
+    """Held-out loss per token over all ranks (not a mean of batch means), and its perplexity.
+
+    A number of rows must be multiplied by row_weight: fillers repeat the first one.
+    """
     engine.eval()  # no dropout
     total = covered = 0.0
     for _, batch in batching.eval_loader(args, held_out, collate_rows):
@@ -177,7 +181,8 @@ def main():
             engine.backward(loss_sum * common.mean_factor(engine, tokens))
             engine.step()  # moves the weights at the step's last micro-batch only
             loss_total += loss_sum.detach()
-        # The run logs the step, and evaluates when that is due.
+        # The run logs the step, and evaluates when that is due. Numbers of your own must be of all
+        # ranks, as this one is (ranks.all_sum).
         run.log({"loss": ranks.all_sum(loss_total).item() / tokens}, micro_batches)
 
     # ---- 4 save ----

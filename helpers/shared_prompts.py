@@ -100,6 +100,7 @@ def pair_rows(rows, pad_id):
     logit_places: (2B, 1), first of the chosen responses, then of the rejected ones: one place
     before the last token of each.
     """
+    assert all(len(row["responses"]) == 2 for row in rows), "a pair has two responses"
     ids, parts = lay_out([[row["prompt_ids"], *row["responses"]] for row in rows], pad_id)
     T = ids.shape[1]
     rejected = T * torch.arange(len(rows)) + T - 2  # (B,)

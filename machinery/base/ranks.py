@@ -107,11 +107,12 @@ def each_once(rows):
 
 
 def fail_unless_alike(value, what, advice):
-    """Refuses the run unless all ranks have the same `value`. All ranks call it."""
-    each = all_gather_objects([value])
-    for rank, theirs in enumerate(each):
-        if theirs != each[0]:
-            words = f"{what}: rank 0 has {each[0]}, rank {rank} {theirs}.\n  {advice}"
+    """Refuses the run unless all ranks have the same `value`, a dict. All ranks call it."""
+    first, *others = all_gather_objects([value])
+    for rank, theirs in enumerate(others, 1):
+        if differ := [name for name in first if theirs[name] != first[name]]:
+            mine, other = ({name: one[name] for name in differ} for one in (first, theirs))
+            words = f"{what}: rank 0 has {mine}, rank {rank} {other}.\n  {advice}"
             raise Refused("ranks-differ", words)
 
 

@@ -12,7 +12,8 @@ class Rows:
         self.rows = rows
 
     def __getitem__(self, i):
-        return {**self.rows[max(i, 0)], "row": i, "row_weight": int(i >= 0)}
+        row = self.rows[max(i, 0)]
+        return {**row, "row": i, "row_weight": row.get("row_weight", 1) * (i >= 0)}
 
 
 def epoch_batches(lengths, seed, epoch, batch_size, micro_steps, group_by_length):
@@ -25,7 +26,7 @@ def epoch_batches(lengths, seed, epoch, batch_size, micro_steps, group_by_length
     rank, share = ranks.data_parallel_rank(), ranks.data_parallel_size() * batch_size
     rng = np.random.default_rng([seed, epoch])
     size = share * micro_steps
-    order = rng.permutation(len(lengths))
+    order = rng.permutation(len(lengths))  # a curriculum's goes here (--group_by_length 0)
     if group_by_length:  # sort within windows of 32 steps, then shuffle the steps: like lengths
         windows = [order[i : i + 32 * size] for i in range(0, len(order), 32 * size)]
         order = np.concatenate([w[np.argsort(-lengths[w], kind="stable")] for w in windows])

@@ -112,7 +112,7 @@ def read_chat(name, messages):
     messages = read_messages(name, messages)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     last = answers[-1] if answers else len(messages)
-    response = messages[last]["content"] if answers else None
+    response = answer(name, messages[last]) if answers else None
     question = messages if last < len(messages) - 1 else None
     return Example(messages[:last], response, question=question, train_on="all")
 
@@ -151,7 +151,7 @@ def read_responses(row):
             if last["role"] != "assistant":
                 raise BadRow(f"{name} does not end with a message of the assistant")
             starts.append(start)
-            text = last["content"]
+            text = answer(name, last)
         texts.append(text)
     response, completion, chosen, rejected = texts
     if starts:
@@ -166,6 +166,13 @@ def read_responses(row):
         prompt += marker
         texts = [t.removeprefix(marker) if isinstance(t, str) else t for t in texts]
     return Example(prompt, *texts)
+
+
+def answer(name, message):
+    """Returns the content of a last turn, all that is learned of it; raises BadRow if it calls."""
+    if message.get("tool_calls"):
+        raise BadRow(f"{name}: the last turn's tool_calls would not be learned: write them as text")
+    return message["content"]
 
 
 # ---- Values ----

@@ -82,6 +82,7 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
                 ids, mask, responses = cut(tokenizer, *made, limit)
                 if ids == made[0]:
                     break
+            unseen = own.get("system") or own.get("tools")
             notes = {
                 "are dialogues as text, and get the chat template": prompt is not text,
                 "are plain text, and get no chat template": bare,
@@ -89,6 +90,7 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
                 "are too long, and lose their oldest turns": kept is not prompt,
                 "lose the beginning of a long prompt": ids != made[0],
                 "lose the end of a long response": responses != made[2],
+                "have a column system or tools, which no model sees": unseen,
             }
             if not ids:  # a normaliser, or the template, has left nothing of it
                 raise LeftOut(EMPTY)

@@ -173,7 +173,10 @@ def digest(files):
 
 
 def own_code():
-    """Returns the code of this room, by which what it makes is known in the cache of `datasets`."""
+    """Returns the code of this room, by which what it makes is known in the cache of `datasets`.
+
+    Code elsewhere that a fork calls from here is not in it: its changes would not show.
+    """
     return [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
 
 

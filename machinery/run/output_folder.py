@@ -30,6 +30,14 @@ def taken(output):
     return sorted(path.name for path in output.glob("[!.]*") if path.suffix not in LOGS)
 
 
+def started_with(args):
+    """Returns the flags, but for OF_A_START, and the libraries' versions: {name: value}."""
+    libraries = "torch deepspeed transformers tokenizers datasets numpy".split()
+    versions = {library: metadata.version(library) for library in libraries}
+    flags = {name: getattr(args, name) for name in args.declared.flags - OF_A_START}
+    return {**flags, "versions": versions}
+
+
 # ---- What is refused ----
 def refuse_unusable(args):
     """Refuses --output_dir if it cannot be had, and --resume if it cannot go on with its run.
@@ -139,11 +147,10 @@ class OutputFolder:
         ranks.barrier()  # rank 0 writes below: all must have seen the folder as it was
         if ranks.get_rank() == 0 and not args.resume and taken(self.path):
             self.move_aside()
-        libraries = "torch deepspeed transformers datasets numpy".split()
         self.record = {
             **vars(args),
+            **started_with(args),
             "script": args.declared.script,
-            "versions": {library: metadata.version(library) for library in libraries},
             "world_size": ranks.get_world_size(),
             "device": str(ranks.device()),
             **facts,
@@ -159,9 +166,9 @@ class OutputFolder:
         late = time.monotonic() + 60  # over NFS a new file may come into sight after a while
         while not self.lock.path.exists() and time.monotonic() < late:
             time.sleep(1)
-        why = f"--output_dir {self.path} is not the same folder on all machines: .lock is there"
+        why = f"--output_dir {self.path} is not the same folder on all machines"
         advice = "It must be on storage that all of them share."
-        ranks.fail_unless_alike(self.lock.path.exists(), why, advice)
+        ranks.fail_unless_alike({".lock is there": self.lock.path.exists()}, why, advice)
 
     def move_aside(self):
         """Moves the folder to NAME.old-1, or the next free number, and makes a new one. On rank 0.

@@ -52,6 +52,8 @@ class Run:
         self.folder = output_folder.OutputFolder(args)
         sys.excepthook = self.phase.report
         launch.join_ranks(args)
+        advice = "Start the same command, with the same libraries, on all machines."
+        ranks.fail_unless_alike(output_folder.started_with(args), "the ranks differ", advice)
         transformers.set_seed(args.seed)  # Python's, numpy's and torch's generators
         self.phase.note("reading data, loading models")
 
@@ -86,7 +88,7 @@ class Run:
         self.evaluate, self.columns = evaluate, columns
         self.state = {} if state is None else state
         self.facts = {"rows_per_step": self.rows_per_step, "data_rows": len(self.train)}
-        self.facts["data_fingerprint"] = fingerprint(self.train)
+        self.facts["data_fingerprint"] = fingerprint(self.train) + fingerprint(self.held_out)
         seen = {**self.facts, "held_out": len(self.held_out), "steps": self.last_step}
         advice = "All machines must read the same files, or the same version of the hub's."
         ranks.fail_unless_alike(seen, "the ranks read different data", advice)
@@ -131,6 +133,8 @@ class Run:
                 self.notes.clear()  # those of an evaluation before are of other weights
                 self.phase.note(f"at step {step}")
                 yield step, micro_batches
+                left = [e.micro_steps % e.gradient_accumulation_steps() for e in engines.values()]
+                assert not any(left), "each micro-batch needs one engine.step()"
                 bar.update()
                 self.save_or_stop()
 

@@ -137,3 +137,19 @@ def test_names_of_a_set_in_deepspeed_chats_blend_are_known(tokenizer, tmp_path, 
     monkeypatch.setattr(sources.datasets, "load_dataset", lambda *given: hub)
     found = both(load(tokenizer, [name], "reward"))
     assert (WRAPPED, " c", " x") in texts(tokenizer, found)
+
+
+def test_a_call_of_a_tool_at_the_end_is_refused(tokenizer, tmp_path, capsys):
+    """Only the content of a last turn is learned: "Let me look." and EOS. Columns beside the
+    messages reach no model, which is said, with how many rows have one."""
+    look = {"role": "assistant", "content": "Let me look.", "tool_calls": [{"name": "look"}]}
+    asked = chat("Q0?")
+    pair = {"prompt": "Q0?", "chosen": [*asked, look], "rejected": chat("Q0?", "no")}
+    for row in ({"messages": [*asked, look]}, pair):
+        with pytest.raises(formats.BadRow, match="tool_calls would not be learned"):
+            formats.read_row(row)
+    earlier = {"messages": [*asked, look, {"role": "tool", "content": "3"}, *chat("", "3")[1:]]}
+    assert formats.read_row(earlier).response == "3"
+    rows = many(20, lambda i: {**dahoas(i), "system": "Be kind." if i % 2 else None})
+    load(tokenizer, [write(tmp_path / "a.jsonl", rows)])
+    assert "rows have a column system or tools, which no model sees" in capsys.readouterr().out

@@ -123,3 +123,9 @@ def test_grouping_by_length_saves_padding(monkeypatch):
         longest = [max(step) for step in real]
     assert padding[1] < padding[0] / 3
     assert longest not in (sorted(longest), sorted(longest, reverse=True))
+
+
+def test_a_weight_that_a_row_brings_is_kept():
+    """And a filler's is 0, whatever row it repeats."""
+    rows = batching.Rows([{"row_weight": 0.5}, {}])
+    assert [rows[i]["row_weight"] for i in (0, 1, -1)] == [0.5, 1, 0]

@@ -18,7 +18,7 @@ from machinery.base import ranks
 from machinery.base.modules import unwrap_model
 from machinery.engine import ema, patches, state_offload, zero3
 from machinery.flags import declaring
-from machinery.models import model_folders
+from machinery.models import lora, model_folders
 from machinery.run import checkpoints
 from tests import kit, runs
 from tests.runs import rows_of_rank, tiny_engine, train_one_step, whole_weights
@@ -33,6 +33,15 @@ def loaded_in_shards(base):
 def test_under_stage_3_a_loaded_model_is_in_shards():
     for sharded in kit.on_ranks(loaded_in_shards, 2, runs.base()):
         assert sharded and all(sharded)
+
+
+def test_with_lora_nothing_else_trains_beside_a_reference(tiny_model):
+    """It is the actor without its adapters, so it would move with what else a fork trains."""
+    args = argparse.Namespace(lora_dim=8)
+    with pytest.raises(AssertionError, match="the reference would move"):
+        common.reference_of(tiny_model, args, 1)
+    frozen = torch.nn.Linear(1, 1).requires_grad_(False)
+    assert isinstance(common.reference_of(frozen, args, 1), lora.WithoutAdapters)
 
 
 # --------------------------------------------------------------------------------------------------

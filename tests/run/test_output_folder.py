@@ -14,8 +14,10 @@ import torch
 
 import sft
 from machinery.base import locks, ranks
+from machinery.base.refused import Refused
 from machinery.models import saving
 from machinery.run import best, checkpoints, logs, output_folder
+from machinery.run.run import Run
 from tests import kit, runs
 
 FACTS = {"data_rows": 8, "data_fingerprint": 7}
@@ -88,10 +90,27 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch):
     folder = output_folder.OutputFolder(get_args(tmp_path))
     folder.lock.take()
     folder.refuse_unshared()
-    monkeypatch.setattr(ranks, "all_gather_objects", lambda items: [*items, False])
+    monkeypatch.setattr(
+        ranks, "all_gather_objects", lambda items: [*items, {".lock is there": False}]
+    )
     with kit.refuses("ranks-differ"):
         folder.refuse_unshared()
     folder.lock.release()
+
+
+def start_with_own_seed(output):
+    args = get_args(output, "--seed", os.environ["RANK"])
+    with pytest.raises(Refused) as refused:
+        Run(args, "step 1")
+    return str(refused.value)
+
+
+def test_ranks_that_were_started_otherwise_are_refused(tmp_path):
+    """Typed on each machine by hand, a command may have another flag. At stage 0 the weights would
+    drift apart. Only what differs is named."""
+    for words in kit.on_ranks(start_with_own_seed, 2, str(tmp_path / "run"), meet=""):
+        assert "rank 0 has {'seed': 0}, rank 1 {'seed': 1}" in words
+    assert not (tmp_path / "run").exists()
 
 
 # --------------------------------------------------------------------------------------------------
