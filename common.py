@@ -6,11 +6,12 @@
     4  DeepSpeed    one function that writes every engine's config; engines; exact means
 
 Losses and training loops are in each step's own file.
-Shapes: N rows of T tokens hold B responses of at most R tokens; M tokens are looked at (of all
-responses together); V vocabulary; H hidden size.
+Shapes: N rows of T tokens hold B responses, of which at most R tokens each are scored (in step 2, B
+pairs); M tokens are looked at (of all responses together); V vocabulary; H hidden size.
 """
 
 import dataclasses
+import functools
 
 import deepspeed
 import torch
@@ -57,7 +58,7 @@ class Layout:
 
     ids: Tensor  # (N, T)
     mask: Tensor  # (N, T) 1 on real tokens; or (N, 1, T, T) 1 where token i may attend to token j
-    positions: Tensor  # (N, T) position ids. Packing takes a mask (N, 1, T, T), too
+    positions: Tensor  # (N, T) position ids
     real_tokens: Tensor  # (N,) how many tokens of a row are not padding
     # (B, R) flat place, in N x T, of the logits (or value) before each token. They must increase
     # over the tokens whose log-probs are taken, because logits come in flat order.
@@ -70,7 +71,10 @@ class Layout:
         return dataclasses.replace(self, **moved)
 
     def texts(self, tokenizer):
-        """Yields {"text": ...} for each row: what a run that stops at NaN writes down."""
+        """Yields {"text": ...} for each row: what a run that stops at NaN writes down.
+
+        For rows with padding on the left; ppo.py overrides it.
+        """
         for ids, count in zip(self.ids, self.real_tokens.tolist()):
             yield {"text": tokenizer.decode(ids[len(ids) - count :])}
 
@@ -79,8 +83,8 @@ def pad(sequences, pad_value, side="left", dtype=torch.long):
     """Lists -> values, mask: (B, T). Masks come from lengths, never from `ids != pad`."""
     rows = [torch.tensor(s, dtype=dtype) for s in sequences]
     ones = [torch.ones_like(row, dtype=torch.long) for row in rows]
-    pad_sequence = nn.utils.rnn.pad_sequence
-    return pad_sequence(rows, True, pad_value, side), pad_sequence(ones, True, 0, side)
+    stacked = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side=side)
+    return stacked(rows, padding_value=pad_value), stacked(ones)
 
 
 def position_ids(mask):
@@ -150,11 +154,12 @@ def chunks(logits):
     """Slices of logits (M, V): the tokens that are in fp32 at a time."""
     size = CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK
     step = max(1, size // (4 * logits.shape[-1]))
+    # One slice, an empty one, where there are no tokens
     return [slice(start, start + step) for start in range(0, max(1, len(logits)), step)]
 
 
 def in_fp32(logits, temperature):
-    """The logits that a rollout samples from. Divided in bf16 they would be another policy's."""
+    """logits / temperature, to sample and to score; in bf16 they would be another policy's."""
     return logits.float() if temperature == 1 else logits.float() / temperature
 
 
@@ -258,7 +263,6 @@ class ValueHead(nn.Linear):
 def values_before_tokens(value_model, layout):
     """Values (B, R) one place before each response token: the reward still to come from there."""
     values = value_model(layout.ids, layout.mask, layout.positions)  # (N, T)
-    # (0, 1): the head of a fork may give several values a token
     return values.flatten(0, 1)[layout.logit_places]
 
 
@@ -284,7 +288,7 @@ def load_model(args, tokenizer=None, value_head=None):
     source = model_folders.resolve(args, tokenizer, value_head)  # config, weights, adapters
     kind = AutoModelForSequenceClassification if value_head else AutoModelForCausalLM
     options = {"dtype": DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
-    missing = source.missing_weights(kind, **options)  # a new head's; all others are refused
+    missing = source.missing_weights(kind, **options)  # a new head's alone: else refused
     partitioned = None
     torch.manual_seed(args.seed)
     if not source.has_weights:
@@ -295,8 +299,8 @@ def load_model(args, tokenizer=None, value_head=None):
     else:
         model = source.read(kind, device_map=tensor_parallel.loading_device(args), **options)
     model.own_dropout = source.own_dropout  # what is saved: --dropout is this run's alone
-    # transformers gives the embedding of config.pad_token_id no gradient. In many chat models that
-    # is EOS, which stands after each turn; and padding has no gradient here: masks leave it out.
+    # transformers gives the embedding of the padding token no gradient. In many chat models that is
+    # EOS, which must learn. Padding itself has no gradient anyway: masks leave it out.
     model.get_input_embeddings().padding_idx = None
     if value_head:
         if missing:
@@ -305,7 +309,6 @@ def load_model(args, tokenizer=None, value_head=None):
         del model.score  # transformers' name for it
         setattr(model, source.head, head)
     lora.merge_adapters(model, source.adapters)
-    # A fork that freezes weights does it here (requires_grad_): tools/export.py loads by this, too.
     del partitioned  # transformers has a weak reference only: it partitions nothing from here on
     lora.add_adapters(model, args, source.path, source.head)  # --lora_dim
     if args.zero_stage == 3 and not args.deepcompile:
@@ -333,8 +336,8 @@ def init_value_head(head, seed):
 # ---- 4  DeepSpeed ----
 # An engine wraps a model with its optimizer and its schedule. engine(...) is the forward.
 # engine.backward(loss) adds gradients, and engine.step() moves the weights only at the last of
-# gradient_accumulation_steps calls. Among the ranks, ZeRO stage 0 divides nothing, 1 the optimizer
-# states, 2 the gradients, too, and 3 the weights, too.
+# gradient_accumulation_steps calls. ZeRO divides among the ranks what each would hold: stage 1 the
+# optimizer states, 2 also the gradients, 3 also the weights. Stage 0 divides nothing.
 # Call backward() once for each step(): after a second call, stages 1 and 2 in fp32 lose what came
 # before (DeepSpeed 0.19.8). To train on two losses, add them up first.
 def stage_of(args):
@@ -420,8 +423,7 @@ def reference_of(actor, args, batch_size):
     """The model that `actor` was when it was loaded with the flags `args`, frozen.
 
     With LoRA only adapters train, so it is the actor without its adapters. Its forward
-    comes before the one that trains: `score_actor` in ppo.py says why. Checkpoints do not hold it:
-    a fork that changes its weights must change them again after --resume.
+    comes before the one that trains: `score_actor` in ppo.py says why.
     """
     if args.lora_dim:
         others = [n for n, p in actor.named_parameters() if p.requires_grad and "lora_" not in n]
@@ -431,10 +433,10 @@ def reference_of(actor, args, batch_size):
 
 
 def mean_factor(engine, count):
-    """The factor that makes a micro-batch's loss SUM its share of the optimizer step's exact mean.
+    """The factor of a micro-batch's loss SUM with which the step follows (all sums) / count.
 
-    count: the divisor of that mean, over all ranks and micro-batches of the optimizer step: tokens,
-    in step 2 pairs, by --loss_mean perhaps responses. DeepSpeed divides every loss by the engine's
-    accumulation steps, and averages gradients over the ranks: both are undone here, nowhere else.
+    count: the tokens of the optimizer step, over all ranks and micro-batches; in step 2 its pairs,
+    by --loss_mean perhaps its responses. DeepSpeed divides each loss by the engine's accumulation
+    steps, and averages gradients over the ranks: both are undone here, and nowhere else.
     """
     return ranks.data_parallel_size() * engine.gradient_accumulation_steps() / (count or 1)

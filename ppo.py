@@ -22,8 +22,9 @@ policy loss is never clipped, and PPO is a policy gradient with a baseline. With
 more than one minibatch, later updates see a ratio that is not 1, and clipping acts:
 --allow_unstable 1 permits it, and labs/stability.md shows what it does.
 
-forwards_of_score, and what follows from it (`kept`, `keep_graph`, `reused`, `scores_actor`), saves
-forwards and changes no number: skip it on a first reading.
+Read main() first: it is at the end of the file. forwards_of_score, and what follows from it
+(`kept`, `keep_graph`, `reused`, `scores_actor`), saves forwards and changes no number: skip it on a
+first reading. What changes of this file have run into stands in docs/runs.md.
 
 Shapes: B responses of a micro-batch, in N rows of T tokens; P the longest prompt and R the longest
 response; V vocabulary; H hidden size.
@@ -232,8 +233,7 @@ class Sizes:
 
         batches: rows of data (dicts), a list for each generation batch. Each row appears
         --samples_per_prompt times, numbered by `sample`. The responses to one prompt form a group;
-        a prompt that is drawn twice forms two. A row that is given twice in a step gets the same
-        responses twice, unless one copy has another `turn` (see roll_out).
+        a prompt that is drawn twice forms two.
         """
         rows = [row for batch in batches for row in batch]
         return [
@@ -254,7 +254,8 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
                         k2 = (log r)^2 / 2      biased a little, never negative
                         k3 = r - 1 - log r      unbiased, never negative
     Differentiated as a loss, k2 gives the gradient of KL(pi || ref), k3 that of KL(ref || pi), and
-    k1 gives 0 on average. (--kl_estimator None has been resolved to one of them.)
+    k1 gives 0 on average, as long as pi itself has sampled the tokens: in the first update.
+    (--kl_estimator None has been resolved to one of them.)
     """
     log_r = ref_logprobs - logprobs
     if estimator == "k1":
@@ -270,8 +271,7 @@ def adapted_kl_coef(kl_coef, kl, target):
         error   = clip(KL / target - 1, -0.2, 0.2)
         kl_coef = kl_coef * (1 + 0.1 * error)
 
-    kl, target: nats per response. Do not call this in steps that do not train the actor (a fork
-    that trains the critic first): KL is 0 there, and the penalty would shrink.
+    kl, target: nats per response.
 
     >>> round(adapted_kl_coef(0.1, kl=12.0, target=6.0), 6)  # the error is clipped to 0.2
     0.102
@@ -391,9 +391,9 @@ def importance_weights(old_logprobs, sampled_logprobs, cap):
         weight = min(pi_old(token) / mu(token), cap)
 
     pi_old: the actor as it scored the rollout. mu: the same weights in another engine, dtype or
-    kernel, or older weights. Uncapped weights have mean 1 under mu. They turn the mean over the
-    next token into one under pi_old; the tokens before it are still mu's. The cap bounds their
-    variance, and lowers their mean a little.
+    kernel, or older weights. Uncapped weights have mean 1 under mu. They correct the distribution
+    of the next token only: the tokens before it are still mu's. The cap bounds their variance, and
+    lowers their mean a little.
     """
     return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
 
@@ -402,15 +402,12 @@ def actor_loss(args, batch, logprobs, entropy, kl_coef):
     """The policy loss, with a penalty on KL and a bonus for entropy where flags say so.
 
     Returns loss, ratio, and clipped: where clipping stopped the gradient through the ratio (a ratio
-    above its bounds with a positive advantage, or below them with a negative one). The ratio is per
-    token even for a loss that uses one ratio per response (variants/gspo): averaged over a
-    response, an error in single tokens would escape the check of the first update.
+    above its bounds with a positive advantage, or below them with a negative one).
     """
     loss, ratio = policy_loss(
         logprobs, batch.old_logprobs, batch.advantages, args.clip, args.clip_high
     )
-    # The clipped term was smaller. Weights of your own multiply the loss below this line: above it,
-    # their tokens would count as clipped.
+    # The clipped term was smaller. (Weights of your own multiply the loss below this line.)
     clipped = loss != -ratio * batch.advantages
     if args.is_cap:
         sampled = batch.tokens["sampled_logprobs"]
@@ -492,8 +489,7 @@ class Models:
 def load_models(args, tokenizer, functions, updates):
     """Part 2. functions: {name: function} of --reward_fn and --gold_fn.
 
-    updates: optimizer steps of the whole run, for the learning-rate schedules. A fork that makes
-    more of them runs past the schedules' end.
+    updates: optimizer steps of the whole run, for the learning-rate schedules.
     """
     batch_size, accumulation = args.per_device_training_batch_size, args.gradient_accumulation_steps
     actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
@@ -562,7 +558,7 @@ class MicroBatch(common.Layout):
         A prompt that several responses share counts for each of them.
         """
         prompts = [len(response["prompt_ids"]) for response in self.responses]
-        tokens = self.row_weight @ (self.length + self.length.new_tensor(prompts)).float()
+        tokens = (self.row_weight * (self.length + self.length.new_tensor(prompts))).sum()
         return tokens, self.row_weight.sum(), self.response_mask.sum()
 
     def texts(self, tokenizer):
@@ -591,9 +587,7 @@ def make_micro_batches(tokenizer, responses, batch_size, pack=plain_rows):
     pack(responses, pad_id): makes the Layout, plain_rows or shared_prompts.shared_rows. A response
     may have `tokens`, {name: a list with one number a token}: they become batch.tokens[name], and
     `own` among them is 0 on tokens that the actor has not written, a tool's for example. All
-    responses, on all ranks, must have the same names. A response in which no token counts scores 0,
-    and its group's baseline includes that 0. To leave a response out of the losses but keep its
-    score, change trained_mask.
+    responses, on all ranks, must have the same names.
     """
     out = []
     for start in range(0, len(responses), batch_size):
@@ -662,15 +656,16 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     alive = torch.ones(B, dtype=torch.bool, device=device)  # responses that have not ended
     cache = decoding.new_cache(args, model, ids, mask, R)  # memory for P + R tokens, once
     forward = decoding.compiled_next_logits if cache.width else next_logits  # --compile_decoding
-    inputs = ids[cache.active]  # (U, P): at first the U different prompts, once each
+    # cache.active: which of the B responses each row of the cache is for. At first there is a row
+    # for each of the U different prompts; for_each_response then gives each response its own.
+    inputs = ids[cache.active]  # (U, P)
     for r in progress.shown(range(R), "tokens of each response"):
         # Forward.
         logits = forward(model, inputs, cache)  # at first (U, V), then (b, V)
-        logits = decoding.for_each_response(cache, logits)  # (b, V); widens the cache at first, too
-        active = cache.active  # (b,) which of the B responses the cache's rows are
+        logits = decoding.for_each_response(cache, logits)  # (b, V)
+        active = cache.active  # (b,)
 
-        # Draw. The temperature is applied in fp32, as when tokens are scored: divided in bf16 the
-        # logits would be another policy's.
+        # Draw.
         probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)  # (b, V)
         # Ids that no token uses cannot be drawn (embeddings are often padded). Tokens that --top_k
         # or --top_p excludes get probability 0, so the sum may be below 1.
@@ -711,7 +706,7 @@ def roll_out(args, engine, tokenizer, requests, step, batch_size):
     response depend on (seed, step, row, sample) alone, and on a request's `turn`, for a fork that
     samples for it more than once in a step.
     """
-    assert isinstance(engine, torch.nn.Module), "with LoRA, the reference's adapters would be on"
+    assert isinstance(engine, torch.nn.Module), "not of a LoRA reference: its adapters would be on"
     assert not unwrap_model(engine).training, "dropout is on: engine.eval() first"
     out = []
     # Under ZeRO-3 all weights are gathered once, for all forwards, if they fit beside the cache.
@@ -741,7 +736,8 @@ def ordered(responses, responses_per_row=1, seed=None):
     """Returns a rollout's responses in the order in which micro-batches take them.
 
     Sorted by length, which saves padding, if one minibatch takes them all; otherwise shuffled with
-    `seed`. With --share_prompt the responses that share a row stay side by side.
+    `seed`, so that each update sees all lengths. With --share_prompt the responses that share a row
+    stay side by side.
     """
     n = responses_per_row
     rows = [responses[i : i + n] for i in range(0, len(responses), n)]
@@ -854,8 +850,9 @@ def forwards_of_score(args, sizes, no_dropout, first=False):
     one_graph = sizes.micro_batches == 1 and not args.gradient_checkpointing
     kl_in_reward = args.kl_coef > 0 and args.kl_in == "reward"
     reused = no_dropout if one_update and one_graph else []
-    # With dropout in the actor the update's log-probs are not those of the policy that sampled.
-    return reused, kl_in_reward or not one_update or "actor" not in no_dropout
+    # An actor with dropout is scored: stop_unless_one sees the difference, and stops the run.
+    scores_actor = kl_in_reward or not one_update or "actor" not in no_dropout
+    return reused, scores_actor
 
 
 @torch.no_grad()
@@ -899,11 +896,7 @@ def set_rewards(args, batch, kl_coef, score_statistics):
 
 
 def set_advantages(args, micro_batches, kl_coef, score_statistics):
-    """Gives a rollout's micro-batches rewards, advantages and, with a critic, returns.
-
-    --microscope also calls it, for held-out prompts: a running mean is updated in part 5 of `main`,
-    not here.
-    """
+    """Gives a rollout's micro-batches rewards, advantages and, with a critic, returns."""
     estimator = ADVANTAGES[args.advantage]
     for batch in micro_batches:
         set_rewards(args, batch, kl_coef, score_statistics)
@@ -949,8 +942,7 @@ def trained_mask(args, batch):
     In a step in which no token counts, the gradient is 0, and Adam's moments still move weights.
 
     A mask of your own that reads `batch.entropy` or `batch.old_logprobs` needs them scored in every
-    step: see forwards_of_score. It is called for one micro-batch, which may hold only fillers. A
-    threshold over the whole rollout is computed in part 5, before set_advantages.
+    step: see forwards_of_score.
     """
     if args.mask_truncated:
         return batch.response_mask * batch.ended[:, None]
@@ -1062,9 +1054,7 @@ def main():
     pack, responses_per_row = shared_prompts.packing(args, models, plain_rows)  # --share_prompt
     decoding.try_compiled(args, actor, tokenizer, sample)  # --compile_decoding
 
-    # Saved in checkpoints beside the engines. --resume fills it in when run.steps begins: read it
-    # in the loop. On another number of ranks all take rank 0's values; only a tensor that is here
-    # at the start is joined over the ranks and cut anew.
+    # Saved in checkpoints beside the engines. --resume fills it in when run.steps begins.
     state = {"kl_coef": None, "equal_since": None}  # set by --kl_target, and by warn_of_scores
     average = ema.Ema(args, actor.module, state)  # --enable_ema
 
@@ -1090,7 +1080,7 @@ def main():
     # due, and run.steps saves when due after the body.
     for step, batches in run.steps(engines, evaluate_at, metrics.columns(args), state=state):
         clock.start()
-        # Engines whose forwards in part 4 are trained on, and whether it makes one of the actor. On
+        # Whose forwards of part 4 are trained on in part 6, and whether part 4 scores the actor. On
         # a first reading, take them to be [] and True: no number changes.
         reused, scores_actor = forwards_of_score(args, sizes, no_dropout, first)
 
@@ -1157,7 +1147,7 @@ def main():
             **clock.laps,
         }
         checks.warn_of_scores(run, state, logged)
-        passes = metrics.passes(
+        passes = metrics.passes(  # over the micro-batches, for the FLOPs
             args,
             models,
             epochs=means.updates / sizes.updates_per_epoch,

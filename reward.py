@@ -112,8 +112,7 @@ def collate(rows, pad_id, pack=plain_rows):
 def score_pairs(model, batch):
     """Scores of the chosen and of the rejected responses, (B,) each, at their last tokens.
 
-    There ppo.py, tools/talk.py and stock transformers read a score, too. So must a fork that pools
-    in another way.
+    There ppo.py, tools/talk.py and stock transformers read a score, too.
     """
     scores = common.values_at_tokens(model, batch)[:, 0]  # (2B,)
     return scores.chunk(2)

@@ -6,8 +6,7 @@
 
 The model learns to continue a prompt with its response: cross entropy on the response's tokens,
 EOS included, and in chats on the assistant's turns before it (--train_on). The parts of
-main(): 1 data, 2 model, 3 train, 4 save. What is left out: packing (it takes masks as
-shared_prompts.who_sees_whom makes them: positions alone part nothing).
+main(): 1 data, 2 model, 3 train, 4 save. What is left out: packing.
 
 Token layout of a micro-batch: B = 2 rows, T = 6 tokens; the last R = 3 columns hold every token
 that the loss covers: here the longest response ('-' is padding).
@@ -67,8 +66,8 @@ def get_args(argv=None):
     parser = declaring.new_parser(__doc__)
     declaring.add_common_flags(parser)
     arg = declaring.flag_group(parser, "flags of this step alone")
-    covered = "assistant turns, or everything. None: all turns of chats, else the last response"
-    arg("train_on", str, covered, fixed=True, choices=["last", "all", "everything"])
+    turns = "assistant turns, or everything. None: all turns of chats, else the last response"
+    arg("train_on", str, turns, fixed=True, choices=["last", "all", "everything"])
     arg("num_samples", 5, "held-out prompts answered at each evaluation", fixed=True)
     arg("gold_fn", str, "grades those responses, only logged", metavar="FILE:FUNCTION", fixed=True)
     arg("max_answer_seq_len", 64, "tokens of those responses, at most", least=2)
@@ -120,7 +119,7 @@ def sft_loss_sum(logprobs, loss_mask):
 def evaluate(args, engine, held_out, collate_rows):
     """Held-out loss per token over all ranks (not a mean of batch means), and its perplexity.
 
-    A number of rows must be multiplied by row_weight: fillers repeat the first one.
+    To average over rows, weight them by row_weight: fillers repeat the first row.
     """
     engine.eval()  # no dropout
     total = covered = 0.0
@@ -131,7 +130,7 @@ def evaluate(args, engine, held_out, collate_rows):
     engine.train()
     total, covered = ranks.all_sum(total, covered).tolist()
     loss = total / covered
-    return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 80))}
+    return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 80))}  # no overflow
 
 
 # ---- The step, top to bottom ----
