@@ -64,7 +64,7 @@ from machinery.base.refused import program
 from machinery.data.rows import load_rows, open_sources
 from machinery.engine import ema, patches, state_offload, zero3
 from machinery.flags import declaring, ppo_flags
-from machinery.models import forwards, model_folders
+from machinery.models import forwards, lora, model_folders
 from machinery.run.run import Run
 
 # ---- What `deepspeed ppo.py` runs: the toy. Other recipes: recipes/ ----
@@ -706,7 +706,7 @@ def roll_out(args, engine, tokenizer, requests, step, batch_size):
     response depend on (seed, step, row, sample) alone, and on a request's `turn`, for a fork that
     samples for it more than once in a step.
     """
-    assert isinstance(engine, torch.nn.Module), "not of a LoRA reference: its adapters would be on"
+    assert not isinstance(engine, lora.WithoutAdapters), "its adapters would be on"
     assert not unwrap_model(engine).training, "dropout is on: engine.eval() first"
     out = []
     # Under ZeRO-3 all weights are gathered once, for all forwards, if they fit beside the cache.

@@ -209,8 +209,8 @@ def load_engine(engine, folder, reshape):
     """
     optimizer, schedule = engine.optimizer, engine.lr_scheduler
     names = ("initial_lr", "weight_decay", "betas")
-    groups = optimizer.param_groups
-    own = [{name: group[name] for name in names if name in group} for group in groups]
+    before = optimizer.param_groups
+    own = [{name: group[name] for name in names if name in group} for group in before]
     if reshape:
         write_universal(folder)
     engine._config.load_universal_checkpoint = reshape
@@ -222,7 +222,7 @@ def load_engine(engine, folder, reshape):
     # The checkpoint brought the settings of before, and under stage 3 in the universal form it gave
     # every group those of the first.
     schedule.base_lrs = [settings["initial_lr"] for settings in own]
-    for group, settings, factor in zip(groups, own, schedule.lr_lambdas):
+    for group, settings, factor in zip(optimizer.param_groups, own, schedule.lr_lambdas):
         group.update(settings, lr=settings["initial_lr"] * factor(schedule.last_epoch))
     # In that form DeepSpeed gives all weights one number of steps: one tensor, and on the CPU.
     # torch's AdamW counts in it for each of them, on a GPU by a kernel.
