@@ -290,25 +290,21 @@ def make_run(base, name, script, flags, sigterm_after=None):
 
     facts, output = {"saved": [], "away": [], "draws": {}}, base / "runs" / name
     log, save, roll_out = Run.log, Run.save, ppo.roll_out
-    of_ppo = "minibatches", "ordered", "set_advantages", "forwards_of_score"
+    with_modes = "score", "optimizer_step"
+    of_ppo = "minibatches", "ordered", "set_advantages", "forwards_of_score", *with_modes
     calls = dict.fromkeys(of_ppo, ppo)
     calls |= {"update": ema.Ema, "refuse_if_padding_matters": padding}
     plain = {name: getattr(place, name) for name, place in calls.items()}
 
+    def noted(name, args):
+        if name in with_modes:  # which engines are in train mode, and what comes after the batch
+            return [engine.module.training for engine in args[1].engines.values()], *args[3:4]
+        return args[2:] if calls[name] is ppo else len(args)
+
     def noting(name):
-        def call(*args):
-            facts.setdefault(name, []).append(args[2:] if calls[name] is ppo else len(args))
-            return plain[name](*args)
-
-        return call
-
-    working = {name: getattr(ppo, name) for name in ("score", "optimizer_step")}
-
-    def noting_modes(name):  # which engines are in train mode, and what comes after the batch
-        def call(args, models, *given, **options):
-            modes = [engine.module.training for engine in models.engines.values()]
-            facts.setdefault(name, []).append((modes, *given[1:2]))
-            return working[name](args, models, *given, **options)
+        def call(*args, **options):
+            facts.setdefault(name, []).append(noted(name, args))
+            return plain[name](*args, **options)
 
         return call
 
@@ -340,8 +336,6 @@ def make_run(base, name, script, flags, sigterm_after=None):
     Run.log, Run.save, ppo.roll_out = log_and_interrupt, save_and_note, roll_out_and_note
     for name, place in calls.items():
         setattr(place, name, noting(name))
-    for name in working:
-        setattr(ppo, name, noting_modes(name))
     flags = [flag.replace("BASE", str(base)) for flag in flags]
     try:
         kit.call_main(script, [*base_flags(script, base), *flags, "--output_dir", str(output)])
@@ -352,8 +346,6 @@ def make_run(base, name, script, flags, sigterm_after=None):
         Run.log, Run.save, ppo.roll_out = log, save, roll_out
         for name, place in calls.items():
             setattr(place, name, plain[name])
-        for name, own in working.items():
-            setattr(ppo, name, own)
     facts["seed"] = torch.initial_seed()
     return facts
 

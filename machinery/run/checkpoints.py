@@ -208,9 +208,8 @@ def load_engine(engine, folder, reshape):
     DeepSpeed's universal form, a file for each weight.
     """
     optimizer, schedule = engine.optimizer, engine.lr_scheduler
-    names = ("initial_lr", "weight_decay", "betas")
-    before = optimizer.param_groups
-    own = [{name: group[name] for name in names if name in group} for group in before]
+    names = {"initial_lr", "weight_decay", "betas"}  # some optimizers have no betas
+    own = [{name: group[name] for name in names & {*group}} for group in optimizer.param_groups]
     if reshape:
         write_universal(folder)
     engine._config.load_universal_checkpoint = reshape

@@ -30,12 +30,16 @@ def taken(output):
     return sorted(path.name for path in output.glob("[!.]*") if path.suffix not in LOGS)
 
 
+def versions():
+    """Returns {library: its version} of those on which a run's numbers depend."""
+    libraries = "torch deepspeed transformers tokenizers datasets numpy".split()
+    return {library: metadata.version(library) for library in libraries}
+
+
 def started_with(args):
     """Returns the flags, but for OF_A_START, and the libraries' versions: {name: value}."""
-    libraries = "torch deepspeed transformers tokenizers datasets numpy".split()
-    versions = {library: metadata.version(library) for library in libraries}
     flags = {name: getattr(args, name) for name in args.declared.flags - OF_A_START}
-    return {**flags, "versions": versions}
+    return {**flags, **versions()}
 
 
 # ---- What is refused ----
@@ -149,8 +153,8 @@ class OutputFolder:
             self.move_aside()
         self.record = {
             **vars(args),
-            **started_with(args),
             "script": args.declared.script,
+            "versions": versions(),
             "world_size": ranks.get_world_size(),
             "device": str(ranks.device()),
             **facts,
