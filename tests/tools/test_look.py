@@ -180,6 +180,7 @@ def test_two_runs_are_compared_prompt_by_prompt(tmp_path):
 # ---- Verdicts ----
 ONCE = dict(per_device_generation_batch_size=4, per_device_training_batch_size=4)
 TWICE = dict(ONCE, ppo_epochs=2)
+HALF = dict(ONCE, dtype="bf16")
 GROUPED = dict(ONCE, advantage="grpo")
 FUNCTION, LIMIT = dict(reward_fn=["f"]), dict(max_answer_seq_len=48)
 RISING = [0, 0, 1, 1, 2, 2]
@@ -238,7 +239,12 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("watch", dict(ratio_max=[1, 1.5], args=TWICE)),
         ("watch", dict(ratio_max=[1], args=dict(ONCE, top_p=0.9))),
         ("sick", dict(ratio_max=[1], sampling_gap=[0.3], args=dict(TWICE, dtype="fp32"))),
-        ("healthy", dict(ratio_max=[1], sampling_gap=[0.3], args=dict(ONCE, dtype="bf16"))),
+        # SmolLM2 in bf16: a sound run's largest gap and share, and the share at temperature 0.95
+        (
+            "healthy",
+            dict(ratio_max=[1], sampling_gap=[1.36], sampling_outside=[0.036], args=HALF),
+        ),
+        ("sick", dict(ratio_max=[1], sampling_gap=[1.36], sampling_outside=[0.1], args=HALF)),
         # another policy may sample
         (
             "healthy",
