@@ -108,15 +108,13 @@ def hand_over(seconds):
             low, high = RANGES.get((name, metric), (None, None))
             words = ""
             if low is not None and not SMALL:
-                inside = low <= last <= high
-                words = f"expected {low} to {high}: {'yes' if inside else 'NO'}"
+                words = f"expected {low} to {high}: {'yes' if low <= last <= high else 'NO'}"
             print(f"         {metric:22}{first:10.3f}{last:10.3f}   {words}")
             rows.append([name, metric, first, last, low, high])
         rows.append([name, "tokens_per_second", rate, seconds[name]])
     summary = {**machine(), "seconds": sum(seconds.values()), "rows": rows}
     (report / "summary.json").write_text(json.dumps(summary, indent=1))
-    size = sum(file.stat().st_size for file in report.rglob("*") if file.is_file())
-    print(f"{report} holds {size / 1e6:.1f} MB. If a GPU made them, please send them to us.")
+    print(f"If a GPU made what is in {report}, please send it to us.")
 
 
 def main():
