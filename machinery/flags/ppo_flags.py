@@ -75,12 +75,12 @@ def resolve(args, advantages, responses):
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
-    if args.adam_offload:
-        args.offload_states = False  # they live on the CPU anyway
+    args.offload_states &= not args.adam_offload  # else they live on the CPU anyway
     rules.refuse_broken(args, rules.of_ppo)
-    off = {"top_p": 1, "top_k": 0}
-    if filters := [flag for flag, value in off.items() if getattr(args, flag) != value]:
-        ranks.say(f"warning: --{' --'.join(filters)}: KL is not the sampler's, may be below 0")
+    if args.top_p < 1 or args.top_k:
+        ranks.say("warning: --top_p, --top_k: KL is not the sampler's, may be below 0")
+    if args.kl_coef and args.advantage == "grpo" and args.kl_in == "reward":
+        ranks.say("warning: grpo scales KL up where rewards are equal: use --kl_in loss")
     if args.stop and args.reward_model_name_or_path:
         ranks.say("warning: --stop: stopped responses lack the EOS at which a reward model scores")
     return args

@@ -106,8 +106,7 @@ def choose(script, stated):
     """
     if stated.get("preset"):
         return stated["preset"], ""
-    named = (stated.get(f"{role}model_name_or_path") for role in ROLES)
-    models = [*filter(None, named)]
+    models = [*filter(None, (stated.get(f"{role}model_name_or_path") for role in ROLES))]
     for model in models:
         name = records.of_model(model).get("preset")
         if name in names(script):

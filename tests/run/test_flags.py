@@ -454,9 +454,19 @@ def test_filters_of_sampling_say_what_they_do_to_kl(capsys, tmp_path):
     (tmp_path / "mine.flags").write_text("--top_p 0.9")
     for flags in ("--top_p 0.9", f"@{tmp_path}/mine.flags"):
         get_args("ppo", flags)
-        assert "--top_p: KL" in capsys.readouterr().out
+        assert "--top_p, --top_k: KL" in capsys.readouterr().out
     get_args("ppo", "--top_p 1")
     assert capsys.readouterr().out == ""
+
+
+def test_kl_in_the_reward_of_grpo_is_warned_of(capsys):
+    """GRPO divides it by the group's deviation: SmolLM2 learned nothing with it (course/keys.md),
+    and does learn with KL in the loss, or with RLOO."""
+    grpo, rloo = (f"--advantage {name} --samples_per_prompt 2" for name in ("grpo", "rloo"))
+    cases = {grpo: True, f"{grpo} --kl_in loss": False, f"{grpo} --kl_coef 0": False, rloo: False}
+    for flags, warned in cases.items():
+        get_args("ppo", flags)
+        assert ("grpo scales KL up" in capsys.readouterr().out) == warned
 
 
 def test_states_that_live_on_the_cpu_do_not_move():

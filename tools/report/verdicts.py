@@ -293,7 +293,7 @@ def groups(run):
     if case in ("never", "since"):
         said = f"{since} no response to a prompt was better than another one"
     if part and grouped and run.args.get("kl_coef") and run.args.get("kl_in") == "reward":
-        said += ", so that only the KL penalty tells these responses apart"
+        said += ", so that only KL tells these responses apart (see --kl_in)"
     if case != "some" and run.values("reward"):
         said += f"; on average the reward is {ends(run, 'reward')[1]:.3g}"
     return case, said
