@@ -341,7 +341,7 @@ def grpo(totals, groups):
 
     std divides by the group's size - 1. If all rewards are equal, A is exactly 0, because
     `set_advantages` passes totals in float64. If KL is a part of the rewards, they are not quite
-    equal, and what differs is scaled up: take --kl_in loss. How GRPO's loss averages over tokens
+    equal, and what differs is scaled up: use --kl_in loss. How GRPO's loss averages over tokens
     is a separate choice: see `loss_weights`.
     """
     size = group_sum(torch.ones_like(totals), groups)

@@ -1,7 +1,8 @@
 """Checks on GPUs what CPU ranks cannot show, with small models, in 15 minutes: `make gpu-check`.
 
 Each launch makes the runs of one group, on as many ranks as there are GPUs (at most four), with
-the tiny models and rows of the tests. The same runs in fp32 on CPU ranks say what must come out.
+the tiny models and rows of the tests. The same runs in fp32 on CPU ranks say what must come out;
+of those on several machines, the other ZeRO stage does, so that what both get wrong is not seen.
 One line for each check is printed, and the exit code is 1 if one has failed. What the machine lacks
 (a second GPU, bf16, a compiler) is refused in words, and its line says so. What could not be tried
 has a line, too. The last line holds all that we would ask for: please send it to us.
@@ -189,7 +190,7 @@ def check(base, name):
         reference = min(MACHINES.keys() - {name})
     found, expected = (curve(base, each, METRIC[script]) for each in (name, reference))
     if not expected:
-        return None, f"it ran; {reference} did not: see its log"
+        return None, f"it ran; {reference} did not: see logs"
     error = max(abs(a - b) / max(1, abs(b)) for a, b in zip(found, expected))
     good = len(found) == len(expected) and error <= TOLERANCE[dtype]
     return good, f"{METRIC[script]} differs by {error:.1e} from {reference}"

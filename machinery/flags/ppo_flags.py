@@ -75,14 +75,14 @@ def resolve(args, advantages, responses):
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
-    args.offload_states &= not args.adam_offload  # else they live on the CPU anyway
+    args.offload_states &= not args.adam_offload  # with it they live on the CPU anyway
     rules.refuse_broken(args, rules.of_ppo)
     if args.top_p < 1 or args.top_k:
-        ranks.say("warning: --top_p, --top_k: KL is not the sampler's, may be below 0")
+        ranks.say("warning: --top_p or --top_k: KL is not the sampler's, may be below 0")
     if args.kl_coef and args.advantage == "grpo" and args.kl_in == "reward":
         ranks.say("warning: grpo scales KL up where rewards are equal: use --kl_in loss")
     if args.stop and args.reward_model_name_or_path:
-        ranks.say("warning: --stop: stopped responses lack the EOS at which a reward model scores")
+        ranks.say("warning: --stop: stopped responses lack the EOS where a reward model scores")
     return args
 
 

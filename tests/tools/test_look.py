@@ -244,7 +244,8 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
             "healthy",
             dict(ratio_max=[1], sampling_gap=[1.36], sampling_outside=[0.036], args=HALF),
         ),
-        ("sick", dict(ratio_max=[1], sampling_gap=[1.36], sampling_outside=[0.1], args=HALF)),
+        ("sick", dict(ratio_max=[1], sampling_gap=[0.9], sampling_outside=[0.1], args=HALF)),
+        ("sick", dict(ratio_max=[1], sampling_gap=[5], sampling_outside=[0.04], args=HALF)),
         # another policy may sample
         (
             "healthy",
