@@ -467,7 +467,7 @@ ppo --critic_model_name_or_path actor --reward_model_name_or_path judge | done:
 ppo --advantage grpo --samples_per_prompt 2 --critic_model_name_or_path judge | done:
 ppo --reward_model_name_or_path measured --normalize_reward 1 | done:
 ppo --top_p 0.9 | warning: --top_p
-ppo --advantage grpo --samples_per_prompt 2 | warning: grpo scales KL up
+ppo --advantage grpo --samples_per_prompt 2 | warning: grpo scales up KL
 """
 
 # What else is promised. tests/held.py names the test of each.

@@ -80,7 +80,7 @@ def resolve(args, advantages, responses):
     if args.top_p < 1 or args.top_k:
         ranks.say("warning: --top_p or --top_k: KL is not the sampler's, may be below 0")
     if args.kl_coef and args.advantage == "grpo" and args.kl_in == "reward":
-        ranks.say("warning: grpo scales KL up where rewards are equal: use --kl_in loss")
+        ranks.say("warning: grpo scales up KL in rewards; use --kl_in loss: docs/grpo.md")
     if args.stop and args.reward_model_name_or_path:
         ranks.say("warning: --stop: stopped responses lack the EOS where a reward model scores")
     return args

@@ -466,7 +466,7 @@ def test_kl_in_the_reward_of_grpo_is_warned_of(capsys):
     cases = {grpo: True, f"{grpo} --kl_in loss": False, f"{grpo} --kl_coef 0": False, rloo: False}
     for flags, warned in cases.items():
         get_args("ppo", flags)
-        assert ("grpo scales KL up" in capsys.readouterr().out) == warned
+        assert ("grpo scales up KL" in capsys.readouterr().out) == warned
 
 
 def test_states_that_live_on_the_cpu_do_not_move():
