@@ -239,6 +239,7 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("watch", dict(ratio_max=[1, 1.5], args=TWICE)),
         ("watch", dict(ratio_max=[1], args=dict(ONCE, top_p=0.9))),
         ("sick", dict(ratio_max=[1], sampling_gap=[0.3], args=dict(TWICE, dtype="fp32"))),
+        ("healthy", dict(ratio_max=[1], sampling_gap=[0.3], args=HALF)),
         # SmolLM2 in bf16: a sound run's largest gap and share, and the share at temperature 0.95
         (
             "healthy",

@@ -176,7 +176,7 @@ def ratio(run):
     top, gap = max(values_of(run, "ratio_max")), max(run.values("sampling_gap"), default=0)
     many = mean(run.values("sampling_outside") or [0]) > OUTSIDE
     if (many or gap > GAP.get(run.args.get("dtype"), 3)) and not run.args.get("is_cap"):
-        return "sampling", f"sampling_gap reached {gap:.2g}" + ", for many" * many
+        return "sampling", f"sampling_gap reached {gap:.2g}" + ", in many tokens" * many
     reached = f"ratio_max reached {top:.3g}"
     if top > 1.01 and one_update(run):
         return "scoring", reached
@@ -294,7 +294,7 @@ def groups(run):
     if case in ("never", "since"):
         said = f"{since} no response to a prompt was better than another one"
     if part and grouped and run.args.get("kl_coef") and run.args.get("kl_in") == "reward":
-        said += ", and KL alone tells them apart (see --kl_in)"
+        said += ", and KL alone tells them apart (--kl_in)"
     if case != "some" and run.values("reward"):
         said += f"; on average the reward is {ends(run, 'reward')[1]:.3g}"
     return case, said
