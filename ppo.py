@@ -624,12 +624,12 @@ def next_logits(model, inputs, cache):
     and values of all tokens before them, and the mask and positions of its b rows.
     """
     start, end = cache.length, cache.length + inputs.shape[1]
+    positions = cache.positions[:, start:end]
     logits = model(
         inputs,
         attention_mask=cache.mask[:, :end],
-        past_key_values=cache.past,
         use_cache=True,
-        **forwards.accepted(model, position_ids=cache.positions[:, start:end], logits_to_keep=1),
+        **forwards.accepted(model, cache=cache.past, position_ids=positions, logits_to_keep=1),
     ).logits  # (b, 1, V)
     cache.length = end
     return logits[:, -1]

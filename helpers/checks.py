@@ -113,11 +113,12 @@ def gaps_of_own_cache(args, engine, response, tried):
     ids = torch.tensor([ids[: start + tried]], device=ranks.device())  # (1, P + tried)
     last = forwards.accepted(engine, logits_to_keep=tried + 1)
     whole = engine(ids, **last).logits[0, -tried - 1 : -1]  # (tried, V)
-    given, cache, single = ids[:, :start], None, []
+    given, past, single = ids[:, :start], {}, []
     for next_token in ids[0, start:]:
-        out = engine(given, past_key_values=cache, use_cache=True)
+        out = engine(given, use_cache=True, **past)
         single.append(out.logits[0, -1])
-        given, cache = next_token.view(1, 1), getattr(out, "past_key_values", None)
+        # What came out that can go in again is the cache, whatever the model calls it.
+        given, past = next_token.view(1, 1), forwards.accepted(engine, **out)
     whole, single = (
         common.TokenLogprobs.apply(logits, ids[0, start:], args.temperature)
         for logits in (whole, torch.stack(single))

@@ -10,13 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import CompileConfig, TopKLogitsWarper, TopPLogitsWarper
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticCache,
-)
+from transformers import CompileConfig, StaticCache, TopKLogitsWarper, TopPLogitsWarper
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 import common
 from machinery.base import ranks
@@ -126,7 +121,7 @@ def new_cache(args, model, ids, mask, count):
     active = copies = torch.arange(B, device=ids.device)
     if selectable:
         active, copies = first_of_each(ids, mask)
-    mask = torch.cat([mask, mask.new_ones(B, count)], 1)[active]  # (b, P + R)
+    mask = nn.functional.pad(mask, (0, count), value=1)[active]  # (b, P + R)
     return Cache(past, mask, common.position_ids(mask), active, copies, selectable)
 
 
@@ -305,7 +300,7 @@ def static_cache(args, caches, mask, width):
     active = torch.arange(B, device=mask.device)
     mask = nn.functional.pad(mask, (width - P, 0, 0, args.rollout_batch_size - B))
     # the causal mask hides slots to come
-    mask = torch.cat([mask, mask.new_ones(len(mask), args.max_answer_seq_len)], 1)
+    mask = nn.functional.pad(mask, (0, args.max_answer_seq_len), value=1)
     caches[width].reset()
     positions = common.position_ids(mask)
     return Cache(caches[width], mask, positions, active, active, selectable=False, width=width)
@@ -327,9 +322,8 @@ def compiled_next_logits(model, inputs, cache):
     given = model.prepare_inputs_for_generation(
         inputs,
         attention_mask=cache.mask,
-        past_key_values=cache.past,
         use_cache=True,
-        **forwards.accepted(model, position_ids=positions, logits_to_keep=1),
+        **forwards.accepted(model, cache=cache.past, position_ids=positions, logits_to_keep=1),
     )
     cache.length = end
     return forward(**given).logits[:B, -1].clone()  # the next replay writes to the same memory

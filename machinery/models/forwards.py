@@ -11,8 +11,10 @@ def accepted(model, **options):
     """Returns those of the options that the model's forward takes. (BLOOM takes no position ids.)
 
     A model that cannot give logits at single places takes a number of last columns, or nothing.
+    What is `cache` in transformers 5.24 was `past_key_values` before.
     """
     takes = inspect.signature(unwrap_model(model).forward).parameters
+    options.setdefault("past_key_values", options.get("cache"))
     return {name: value for name, value in options.items() if name in takes}
 
 

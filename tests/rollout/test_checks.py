@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.utils import ModelOutput
 
 from helpers import checks
 from machinery.base import ranks
@@ -17,14 +18,14 @@ class Rounding:
     def __init__(self, gap, every):
         self.gap, self.every = gap, every
         config = SimpleNamespace(model_type="mamba")
-        self.module = SimpleNamespace(config=config, forward=lambda input_ids: None)
+        self.module = SimpleNamespace(config=config, forward=lambda input_ids, cache: None)
 
-    def __call__(self, ids, past_key_values=None, use_cache=False):
+    def __call__(self, ids, cache=None, use_cache=False):
         logits = torch.zeros(*ids.shape, 8)
-        calls = (past_key_values or 0) + 1
+        calls = (cache or 0) + 1
         if use_cache and calls % self.every == 0:
             logits[..., 0] = self.gap  # the token with id 0, of all responses here
-        return SimpleNamespace(logits=logits, past_key_values=calls)
+        return ModelOutput(logits=logits, cache=calls)
 
 
 def first(dtype="fp32", own_gap=0.0, every=5, allow_mismatch=0):

@@ -17,6 +17,7 @@ import ppo
 from helpers import decoding
 from machinery.base import ranks
 from machinery.engine import patches
+from machinery.models import forwards
 from tests import kit, two_devices
 from tests.kit import Knowing
 from tests.tiny_models import KINDS, config_of
@@ -378,6 +379,19 @@ def test_what_was_not_tried_is_decoded_without_a_static_cache():
         assert bool(cache.width) == static
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_goes_in_under_the_name_that_the_forward_has(name):
+    """transformers 5.24 renamed the argument. Under a name that it does not know a forward ignores
+    the cache without a word, and each token would be decoded without those before it. What a
+    forward returns goes into the next one, and nothing else of it does."""
+    model = {
+        "cache": SimpleNamespace(forward=lambda ids, cache, **kernel: None),
+        "past_key_values": SimpleNamespace(forward=lambda ids, past_key_values, **kernel: None),
+    }[name]
+    assert forwards.accepted(model, cache="of all", logits_to_keep=1) == {name: "of all"}
+    assert forwards.accepted(model, **{name: "of all", "logits": 1}) == {name: "of all"}
+
+
 def test_the_cache_is_reserved_once():
     """Concatenation would move the whole cache at every token; slots that were reserved stay where
     they are."""
@@ -386,7 +400,7 @@ def test_the_cache_is_reserved_once():
     with torch.no_grad():
         for end in range(8, 13):
             inputs = ids if end == 8 else ids[:, -1:]
-            options = dict(attention_mask=torch.ones(2, end), past_key_values=cache)
+            options = forwards.accepted(model, attention_mask=torch.ones(2, end), cache=cache)
             model(inputs, use_cache=True, **options)
             assert cache.get_seq_length() == end
             places.add(tuple(layer.keys.data_ptr() for layer in cache.layers))

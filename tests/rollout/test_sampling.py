@@ -32,14 +32,14 @@ class Scripted(StandIn):
         super().__init__()
         self.script = torch.tensor(script)
 
-    def forward(self, ids, past_key_values, **options):
+    def forward(self, ids, cache, **options):
         rows, r = torch.arange(len(ids)), 0
-        if past := past_key_values.get_seq_length():
-            rows, r = past_key_values.layers[0].keys[:, 0, 0, 0], past - self.prompt + 1
+        if past := cache.get_seq_length():
+            rows, r = cache.layers[0].keys[:, 0, 0, 0], past - self.prompt + 1
         else:
             self.prompt = ids.shape[1]
         keys = rows[:, None, None, None].expand(-1, 1, ids.shape[1], 1)
-        past_key_values.update(keys, keys, 0)
+        cache.update(keys, keys, 0)
         logits = torch.full((*ids.shape, 12), -1e9)
         logits[:, -1].scatter_(1, self.script[rows, r, None], 0.0)
         return SimpleNamespace(logits=logits)
