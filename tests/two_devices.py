@@ -24,13 +24,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 NAME = "pretended"  # PyTorch has one name to give to a device that it does not know
 aten = torch.ops.aten
+needed = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this PyTorch knows no device that is written in Python",
+)
 # the shape of what comes out depends on numbers: the host reads one
 SHAPED_BY_NUMBERS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
 READS = {"_local_scalar_dense", "equal", "is_nonzero", "repeat_interleave"} | SHAPED_BY_NUMBERS
@@ -41,7 +45,7 @@ TAKES_A_NUMBER = {"index_put_", "masked_fill", "masked_fill_", "fill_", "index_p
 def device():
     """Returns the second device. A CPU's build of PyTorch knows no cuda:0."""
     if not hasattr(torch, NAME):
-        _setup_privateuseone_for_python_backend(NAME)
+        backend_registration._setup_privateuseone_for_python_backend(NAME)
     return torch.device(NAME, 0)
 
 

@@ -14,6 +14,7 @@ from helpers import shared_prompts
 from tests import kit, runs, two_devices
 from tests.two_devices import Mixed, OnDevice, device
 
+pytestmark = two_devices.needed
 GROUPED = "--advantage grpo --samples_per_prompt 2"
 PROGRAMS = {
     "sft": ("sft", ""),
