@@ -29,7 +29,9 @@ from tests.tiny_models import config_of
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Every question for the device is answered as on a GPU that holds 10 bytes of 100."""
+    """Every question for the device is answered as on a GPU that holds 10 bytes of 100, and for the
+    CUDA toolkit as where there is none."""
+    monkeypatch.setattr(adam.cpp_extension, "CUDA_HOME", None)
     monkeypatch.setattr(get_accelerator(), "device_name", lambda *_: "cuda")
     monkeypatch.setattr(ranks, "device", lambda: torch.device("cuda", 0))
     answers = dict(is_available=True, memory_reserved=30, memory_allocated=10)
@@ -39,7 +41,6 @@ def cuda(monkeypatch):
 
 def test_deepcompile_is_for_engines_that_train(cuda, monkeypatch):
     """And where the CUDA toolkit is: without it DeepSpeed ends in a TypeError about a path."""
-    monkeypatch.setattr(adam.cpp_extension, "CUDA_HOME", None)
     with kit.refuses("gpu-only"):
         config("--deepcompile")
     monkeypatch.setattr(rules, "lacks_nvcc", bool)
@@ -162,7 +163,6 @@ def test_without_a_compiler_pytorchs_adam_takes_over(monkeypatch, capsys):
 def test_without_nvcc_nobody_waits_for_another_build(cuda, monkeypatch, capsys):
     """FusedAdam has one name on CPUs and on GPUs. Of the ranks that build at once one holds a lock,
     and the others import what lies there, a CPU's build, and crash in their first step."""
-    monkeypatch.setattr(adam.cpp_extension, "CUDA_HOME", None)
     monkeypatch.setattr(FusedAdamBuilder, "load", lambda *_: pytest.fail("it builds"))
     given = dict(adam_betas=[0.9, 0.95], learning_rate=1e-3, weight_decay=0.1, zero_stage=2)
     adam.build_optimizer(torch.nn.Linear(2, 1), SimpleNamespace(**given, adam_offload=False))
