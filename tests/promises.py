@@ -3,7 +3,11 @@
 tests/test_promises.py walks through it. Only the outside stands here: command lines, files, exit
 codes, names of rules (Refused.rule), words on the screen, output files, metrics. A change of what
 lies inside passes both files as they are. A line that has to change is a change of what users rely
-on, and what makes the change says so.
+on, and what makes the change says so, after || at its end:
+
+    || other words: REASON     still held, in the words, or with the limits, that the line now has
+    || leaves: REASON          held until the feature leaves
+    || left: REASON            no longer held, and no longer tried
 
 A case is a command as one types it: NAME=VALUE for the environment (RANKS, DEVICE, NVCC, COMPILER,
 DEEPSPEED and APART are pretended: kit.start), the program, its flags. It starts in the box, a
@@ -15,9 +19,12 @@ def of(table):
     """Returns [[rule, command, words], ...] of a table's lines: RULE | COMMAND | WORDS.
 
     words: what the message must hold beside one of the flags that were given. It may be absent.
+    What has left is left out.
     """
     lines = [line.strip() for line in table.splitlines()]
-    cells = [line.split(" | ") for line in lines if line and not line.startswith("#")]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    lines = [line.partition("|| ")[0].strip() for line in lines if "|| left: " not in line]
+    cells = [line.split(" | ") for line in lines]
     return [[*map(str.strip, [*line, ""][:3])] for line in cells]
 
 
@@ -27,7 +34,8 @@ def of(table):
 # By their flags. The data that these commands name are not there: a flag comes first.
 FLAGS = """
 wrong-flag | sft --learning_speed 1
-wrong-flag | sft --learning_rat 1 | --learning_rate
+wrong-flag | sft --learning_rat 1 | --learning_rate \
+    || other words: argparse's own, without the nearest name
 # no guessing from abbreviations
 wrong-flag | sft --learning 1
 # step 3 has the actor's and the critic's
@@ -42,9 +50,10 @@ wrong-flag | tools.estimate ppo.py --devices many
 wrong-flag | tools.export | checkpoint
 wrong-flag | tools.talk actor --template question | {}
 # a file of flags: the message names its line
-flags-file | sft @gone.flags | gone.flags
-flags-file | sft @typo.flags | typo.flags, line 2:
-flags-file | sft @twice.flags | twice.flags, line 3:
+flags-file | sft @gone.flags | gone.flags || other words: argparse reads @file
+flags-file | sft @typo.flags | typo.flags, line 2: \
+    || other words: argparse reads @file, and names the flag, not the line
+flags-file | sft @twice.flags | twice.flags, line 3: || leaves: what stands later counts
 how-many | sft --data_split 2,4
 how-many | sft --adam_betas 0.9
 out-of-range | sft --max_seq_len 1
@@ -93,24 +102,28 @@ unstable | ppo --per_device_training_batch_size 1
 unstable | ppo --ppo_epochs 2
 unstable | ppo --generation_batches 2
 k1-in-loss | ppo --kl_in loss --kl_estimator k1
-kl-target-without-kl | ppo --kl_target 2 --kl_coef 0
+kl-target-without-kl | ppo --kl_target 2 --kl_coef 0 \
+    || other words: --kl_target is in variants/adaptive-kl
 # a text of no letters is in every response, which would have one token
-empty-stop | ppo --stop ''
-empty-stop | ppo --stop . ''
-empty-stop | tools.talk actor --stop ''
-normalize-reward | ppo --normalize_reward 1 --reward_fn score.py:length
-normalize-reward | ppo --normalize_reward 1 --reward_model_name_or_path judge measured
+empty-stop | ppo --stop '' || other words: --stop is inside variants/tool-turns
+empty-stop | ppo --stop . '' || other words: --stop is inside variants/tool-turns
+empty-stop | tools.talk actor --stop '' || other words: --stop is inside variants/tool-turns
+normalize-reward | ppo --normalize_reward 1 --reward_fn score.py:length \
+    || other words: --normalize_reward is in variants/normalize-reward
+normalize-reward | ppo --normalize_reward 1 --reward_model_name_or_path judge measured \
+    || other words: --normalize_reward is in variants/normalize-reward
 deepcompile-in-ppo | DEVICE=cuda ppo --deepcompile --zero_stage 2
-compile-decoding-shards | ppo --compile_decoding 1 --zero_stage 3
+compile-decoding-shards | ppo --compile_decoding 1 --zero_stage 3 \
+    || other words: --compile_decoding is in variants/compiled-decoding
 state-offload | ppo --offload_states --zero_stage 1 --dtype bf16
 state-offload | ppo --offload_states --zero_stage 3 --offload
 # how ranks find each other
-no-such-rank | WORLD_SIZE=two sft | 'two'
-no-such-rank | WORLD_SIZE= sft | WORLD_SIZE
-no-such-rank | RANK=x sft | 'x'
-no-such-rank | RANK=3 sft | '3'
-no-such-rank | LOCAL_RANK= sft | LOCAL_RANK
-no-such-rank | MASTER_PORT=abc sft | abc
+no-such-rank | WORLD_SIZE=two sft | 'two' || leaves: int() says so itself
+no-such-rank | WORLD_SIZE= sft | WORLD_SIZE || leaves: int() says so itself
+no-such-rank | RANK=x sft | 'x' || leaves: int() says so itself
+no-such-rank | RANK=3 sft | '3' || leaves: int() says so itself
+no-such-rank | LOCAL_RANK= sft | LOCAL_RANK || leaves: int() says so itself
+no-such-rank | MASTER_PORT=abc sft | abc || leaves: int() says so itself
 no-master-address | SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=2 sft | MASTER_ADDR
 """
 
@@ -129,9 +142,9 @@ ppo --advantage grpo --samples_per_prompt 4 --kl_in loss
 ppo --advantage grpo --samples_per_prompt 64 --gradient_accumulation_steps 2
 ppo --per_device_generation_batch_size 8 --per_device_training_batch_size 4 --allow_unstable 1
 ppo --allow_unstable 1 --ppo_epochs 2 --generation_batches 2
-ppo --stop '\\n' END
-ppo --stop ' '
-ppo --kl_target 2 --kl_coef 0.1
+ppo --stop '\\n' END || leaves: --stop is inside variants/tool-turns
+ppo --stop ' ' || leaves: --stop is inside variants/tool-turns
+ppo --kl_target 2 --kl_coef 0.1 || leaves: variants/adaptive-kl
 """
 
 # By what the commands name, before any model is loaded.
@@ -213,7 +226,8 @@ other-vocabulary | ppo --critic_model_name_or_path other | other
 other-vocabulary | ppo --reward_model_name_or_path judge other | other
 # another end of a response
 other-vocabulary | ppo --reward_model_name_or_path instruct | instruct
-no-score-statistics | ppo --normalize_reward 1 | score_statistics
+no-score-statistics | ppo --normalize_reward 1 | score_statistics \
+    || leaves: variants/normalize-reward
 cannot-split-layers | RANKS=2 sft --model_name_or_path odd --tensor_parallel_size 2 --dtype bf16 | 3
 # functions of the user's
 function-file | ppo --reward_fn missing.py:length | missing.py
@@ -235,20 +249,28 @@ no-args-json | sft --output_dir strange --resume | args.json
 run-finished | sft --output_dir finished --resume | finished
 run-finished | sft --output_dir bestless --resume --keep_best eval_loss | best is gone
 flag-changed | sft --output_dir stopped --resume --seed 5 | --seed
-flag-changed | sft --output_dir stopped --resume --max_seq_len 63 | --max_seq_len
-flag-changed | sft --output_dir stopped --resume --lora_dim 2 | --lora_dim
+flag-changed | sft --output_dir stopped --resume --max_seq_len 63 | --max_seq_len \
+    || other words: a flag on the line of --resume overrides, and is named
+flag-changed | sft --output_dir stopped --resume --lora_dim 2 | --lora_dim \
+    || other words: a flag on the line of --resume overrides, and is named
 flag-changed | sft --output_dir stopped --resume --data_split 1,0,1 | --data_split
 flag-changed | sft --output_dir stopped --resume --data_path only | --data_path
-flag-changed | sft --output_dir stopped --resume --lr_scheduler_type linear | --lr_scheduler_type
-flag-changed | sft --output_dir stopped --resume --keep_best eval_loss | --keep_best
+flag-changed | sft --output_dir stopped --resume --lr_scheduler_type linear | --lr_scheduler_type \
+    || other words: a flag on the line of --resume overrides, and is named
+flag-changed | sft --output_dir stopped --resume --keep_best eval_loss | --keep_best \
+    || other words: a flag on the line of --resume overrides, and is named
 flag-changed | sft --output_dir stopped --resume --model_name_or_path other | --model_name_or_path
-flag-changed | ppo --output_dir ppo_stopped --resume --top_p 0.9 | --top_p
+flag-changed | ppo --output_dir ppo_stopped --resume --top_p 0.9 | --top_p \
+    || other words: a flag on the line of --resume overrides, and is named
 flag-changed | ppo --output_dir ppo_stopped --resume --reward_fn score.py:words | --reward_fn
 flag-changed | ppo --output_dir ppo_stopped --resume \
     --reward_model_name_or_path measured | --reward_model_name_or_path
-flag-changed | ppo --output_dir ppo_stopped --resume --kl_in loss | --kl_
-flag-changed | ppo --output_dir ppo_stopped --resume --num_eval_prompts 1 | --num_eval_prompts
-flag-changed | ppo --output_dir ppo_stopped --resume --gold_fn score.py:length | --gold_fn
+flag-changed | ppo --output_dir ppo_stopped --resume --kl_in loss | --kl_ \
+    || other words: a flag on the line of --resume overrides, and is named
+flag-changed | ppo --output_dir ppo_stopped --resume --num_eval_prompts 1 | --num_eval_prompts \
+    || other words: a flag on the line of --resume overrides, and is named
+flag-changed | ppo --output_dir ppo_stopped --resume --gold_fn score.py:length | --gold_fn \
+    || other words: a flag on the line of --resume overrides, and is named
 # tools
 no-model | tools.talk | --score
 no-model | tools.talk actor --score answers.jsonl | --score
@@ -260,14 +282,17 @@ no-page | tools.look finished --out no/such.html | no/such.html
 foreign-page | tools.look finished --out nothing | nothing
 no-run | tools.look nothing | nothing
 foreign-page | tools.look finished --out score.py | score.py
-no-checkpoint | tools.export gone/checkpoints/step-1 | manifest.json
-no-checkpoint | tools.export broken/checkpoints/step-2 | rank0.pt
+no-checkpoint | tools.export gone/checkpoints/step-1 | manifest.json \
+    || other words: the mark of a whole checkpoint is `done`
+no-checkpoint | tools.export broken/checkpoints/step-2 | rank0.pt \
+    || other words: the mark of a whole checkpoint is `done`
 no-run | tools.export alone/checkpoints/step-2 | args.json
 target-in-use | tools.export stopped/checkpoints/step-2 --to good | good
 target-in-use | tools.export stopped/checkpoints/step-2 --to score.py | score.py
 target-in-use | tools.export stopped/checkpoints/step-2 --to stopped/checkpoints/new | checkpoints
 target-in-use | tools.export stopped/checkpoints/step-2 --to '' | --to
-empty-stop | tools.estimate ppo.py --stop '' | --stop
+empty-stop | tools.estimate ppo.py --stop '' | --stop \
+    || other words: --stop is inside variants/tool-turns
 encoder | tools.estimate sft.py --model_name_or_path bert | bert
 """
 
@@ -292,14 +317,16 @@ missing-weights | ppo --reward_model_name_or_path scoreless | scoreless
 padding-changes-a-row | sft --model_name_or_path rwkv | rwkv
 not-finite-weights | sft --model_name_or_path nan_weights | damaged
 # its tokens are others in a cache of fixed shapes
-compile-decoding | ppo --actor_model_name_or_path mamba --compile_decoding 1 | nats a token
+compile-decoding | ppo --actor_model_name_or_path mamba --compile_decoding 1 | nats a token \
+    || leaves: variants/compiled-decoding
 ranks-differ | RANKS=2 APART=1 sft --model_name_or_path ../actor | rank 1
 adam-not-built | COMPILER=0 sft --adam_offload | compiler
 # checkpoints
 resume-another | COMPILER=0 sft --output_dir stopped --resume | model optimizer
 resume-another | sft --output_dir replaced --resume --model_name_or_path deep | model.layers.2
 beyond-last-step | sft --output_dir stopped --resume --max_steps 1 | --max_steps 2
-no-checkpoint-whole | sft --output_dir broken --resume | broken/checkpoints
+no-checkpoint-whole | sft --output_dir broken --resume | broken/checkpoints \
+    || other words: the mark of a whole checkpoint is `done`
 resume-another | sft --output_dir stopped --resume --data_path changed/good | data_fingerprint
 resume-another | ppo --output_dir ppo_stopped --resume \
     --reward_model_name_or_path changed/judge | frozen_models
@@ -329,16 +356,24 @@ function-returns | ppo --reward_fn returns.py:huge | 1e+38
 function-returns | ppo --reward_fn returns.py:words | good
 function-returns | ppo --reward_fn returns.py:none_of_one | None
 function-returns | ppo --reward_fn returns.py:too_many_tokens | tokens
-function-returns | ppo --reward_fn returns.py:empty_part | None
-function-returns | ppo --reward_fn returns.py:parts_of_some | same parts
-function-returns | ppo --reward_fn returns.py:no_parts | {}
-function-returns | ppo --reward_fn returns.py:parts_of_parts | format
+function-returns | ppo --reward_fn returns.py:empty_part | None \
+    || other words: a dict is refused: one function a part
+function-returns | ppo --reward_fn returns.py:parts_of_some | same parts \
+    || other words: a dict is refused: one function a part
+function-returns | ppo --reward_fn returns.py:no_parts | {} \
+    || other words: a dict is refused: one function a part
+function-returns | ppo --reward_fn returns.py:parts_of_parts | format \
+    || other words: a dict is refused: one function a part
 # the deviation of all rewards has this name in the log
-function-returns | ppo --reward_fn returns.py:part_std | not std
-function-returns | ppo --reward_fn returns.py:part_1 | {1: 1.0}
+function-returns | ppo --reward_fn returns.py:part_std | not std \
+    || other words: a dict is refused: one function a part
+function-returns | ppo --reward_fn returns.py:part_1 | {1: 1.0} \
+    || other words: a dict is refused: one function a part
 # also in an evaluation
-function-returns | RANKS=2 ppo --reward_fn returns.py:parts_by_rank | other parts for other rows
-function-returns | RANKS=2 ppo --reward_fn returns.py:parts_by_rank_in_a_step | other parts
+function-returns | RANKS=2 ppo --reward_fn returns.py:parts_by_rank | other parts for other rows \
+    || leaves: one function a part
+function-returns | RANKS=2 ppo --reward_fn returns.py:parts_by_rank_in_a_step | other parts \
+    || leaves: one function a part
 function-returns | ppo --gold_fn returns.py:batch | dict
 function-returns | sft --gold_fn returns.py:batch | dict
 """
@@ -391,14 +426,19 @@ a file that ends the program | ppo --reward_fn leaving.py:f | ended the program
 # --------------------------------------------------------------------------------------------------
 # What a step leaves in output/STEP: the folder there, and its files.
 LEFT = """
-sft | . | args.json metrics.jsonl curves.png samples.jsonl README.md config.json
+sft | . | args.json metrics.jsonl curves.png samples.jsonl README.md config.json \
+    || other words: curves.png by tools/look.py, README.md by tools/export.py
 sft | . | model.safetensors tokenizer.json tokenizer_config.json
-reward | . | args.json metrics.jsonl curves.png judge.jsonl README.md config.json
+reward | . | args.json metrics.jsonl curves.png judge.jsonl README.md config.json \
+    || other words: curves.png by tools/look.py, README.md by tools/export.py
 reward | . | model.safetensors tokenizer.json tokenizer_config.json
-ppo | . | args.json metrics.jsonl curves.png samples.jsonl tokens.jsonl README.md config.json
+ppo | . | args.json metrics.jsonl curves.png samples.jsonl tokens.jsonl README.md config.json \
+    || other words: curves.png by tools/look.py, README.md by tools/export.py
 ppo | . | model.safetensors tokenizer.json tokenizer_config.json
-ppo | ema | README.md config.json model.safetensors tokenizer.json tokenizer_config.json
-ppo | critic | README.md config.json model.safetensors tokenizer.json tokenizer_config.json
+ppo | ema | README.md config.json model.safetensors tokenizer.json tokenizer_config.json \
+    || other words: README.md by tools/export.py
+ppo | critic | README.md config.json model.safetensors tokenizer.json tokenizer_config.json \
+    || other words: README.md by tools/export.py
 """
 
 # What the lines of its files hold. Of metrics.jsonl "step" is that of a step, "evaluation" of one
@@ -432,7 +472,8 @@ sft --output_dir stopped --resume --dropout 0.1 --max_steps 3
 sft --output_dir stopped --resume --per_device_train_batch_size 1 --gradient_accumulation_steps 2
 ppo --output_dir ppo_stopped --resume --actor_learning_rate 1e-9 --kl_coef 0.3 --max_steps 2
 ppo --output_dir ppo_stopped --resume --reward_model_name_or_path moved/judge --max_steps 2
-ppo --output_dir judged --resume --reward_fn moved/score.py:parts --max_steps 2
+ppo --output_dir judged --resume --reward_fn moved/score.py:parts --max_steps 2 \
+    || other words: one function a part
 """
 
 # What is right, but near what is refused, or done without what is missing, runs to its end; and
@@ -449,23 +490,28 @@ sft --model_name_or_path thinking --data_path chat --train_on last --max_steps 0
 sft --model_name_or_path thinking --data_path chat --max_steps 0 | have turns that are not learned
 sft --model_name_or_path thinking --data_path talk --max_steps 0 | get the chat template
 sft --model_name_or_path thinking --max_steps 0 | are plain text, and get no chat template
-sft --model_name_or_path thinking --data_path long_chat --max_steps 0 | lose their oldest turns
+sft --model_name_or_path thinking --data_path long_chat --max_steps 0 | lose their oldest turns \
+    || other words: a chat that is too long is cut by tokens, and counted
 sft --data_path talk --max_seq_len 16 --max_steps 0 | lose the beginning of a long prompt
 sft --keep_best eval_loss | is the best so far
 sft --data_path good answers.jsonl --max_steps 0 | answers.jsonl:
 sft --data_path columns.jsonl --columns prompt=question,response=reply --max_steps 0 | done:
 reward --keep_best eval_accuracy | is the best so far
 ppo --reward_fn score.py:length score.py:words | done:
-ppo --reward_fn score.py:parts --gold_fn score.py:parts | done:
+ppo --reward_fn score.py:parts --gold_fn score.py:parts | done: \
+    || other words: a dict is refused: one function a part
 # a part of a number for each token, and a part of one number
-ppo --reward_fn score.py:both --gold_fn score.py:both | done:
+ppo --reward_fn score.py:both --gold_fn score.py:both | done: \
+    || other words: a dict is refused: one function a part
 # into another working folder
 ppo --reward_fn score.py:moves | done:
-ppo --stop e | done:
-ppo --stop e --reward_model_name_or_path judge | warning: --stop
+ppo --stop e | done: || leaves: --stop is inside variants/tool-turns
+ppo --stop e --reward_model_name_or_path judge | warning: --stop \
+    || leaves: --stop is inside variants/tool-turns
 ppo --critic_model_name_or_path actor --reward_model_name_or_path judge | done:
 ppo --advantage grpo --samples_per_prompt 2 --critic_model_name_or_path judge | done:
-ppo --reward_model_name_or_path measured --normalize_reward 1 | done:
+ppo --reward_model_name_or_path measured --normalize_reward 1 | done: \
+    || leaves: variants/normalize-reward
 ppo --top_p 0.9 | warning: --top_p
 ppo --advantage grpo --samples_per_prompt 2 | warning: grpo scales up KL
 """
@@ -486,10 +532,12 @@ the device's fast dtype is the default
 the launchers: deepspeed
 two hosts compute what one computes
 every command of the pages parses
-naming a model selects another recipe, and the run says so
-a recipe's batch is that of all ranks, and where it is not the run says so
+naming a model selects another recipe, and the run says so \
+    || other words: a model that no run of ours made needs --preset or @file: refused
+a recipe's batch is that of all ranks, and where it is not the run says so \
+    || other words: the banner says when a step has other rows than the recipe's
 the launchers: torchrun, plain Python
-long work shows itself in a job's log
+long work shows itself in a job's log || leaves: tqdm alone, off without a terminal
 to import a script does nothing
 
 # a run is the same, however it is laid out
@@ -510,26 +558,27 @@ a resumed run is the uninterrupted one, to the bit
 late in a run, too
 with LoRA, too
 killed at any moment
-a damaged checkpoint is passed over
-every kind of damage is seen
+a damaged checkpoint is passed over || other words: a folder without `done` does not count
+every kind of damage is seen || leaves: sizes are not compared
 a checkpoint is on the disk first
 a full disk costs no checkpoint
 SIGTERM and Ctrl-C save
 so do a closed terminal and a reader that goes away
 who is told to stop while rows are made leaves no process
-a port that is taken is named
+a port that is taken is named || other words: torch names it
 ranks of one host listen to nobody else
 the name of a folder or a file is no pattern
 what a run leaves is no data
 when a rank is gone the others stop
-a rank that fails says which it is
-other ranks, other micro-batches
+a rank that fails says which it is || other words: torch marks it
+other ranks, other micro-batches \
+    || other words: other ranks are refused in words; other micro-batches go on
 the rates of a resumed run are those given
-the penalty of --kl_target goes on
+the penalty of --kl_target goes on || other words: held by variants/adaptive-kl
 a run moves an old one aside, when all is loaded
 a second run that starts meanwhile is refused
 logs of a launcher may be there before
-best/ is whole at every moment
+best/ is whole at every moment || other words: whole, or not there
 best/ is the best of the evaluations
 a best model that was lost is said
 a log that was shortened goes on with whole lines
@@ -549,7 +598,8 @@ what a run holds does not grow
 # models
 a saved model loads in stock transformers
 stock generate stops where training did
-stock tools give a reward model's scores
+stock tools give a reward model's scores \
+    || other words: EOS by TemplateProcessing; callers without special tokens append it themselves
 a scorer made elsewhere keeps its head
 without weights: from scratch
 --dropout is this run's alone
@@ -561,8 +611,8 @@ actor, EMA and critic are saved
 the EMA moves by its share, in fp32, on shards
 a padded row is the row alone
 engines in fp16 skip together
-step 2 stores what step 3 scales by
-the README's lines use what was trained
+step 2 stores what step 3 scales by || other words: held by variants/normalize-reward
+the README's lines use what was trained || other words: tools/export.py writes the card
 a chat ends where training ended it
 frozen models are in eval mode
 the EMA moves once an update, and not where one is skipped
@@ -578,13 +628,14 @@ the steps share rows out
 held-out prompts are never trained on
 EOS is appended once, and none to a cut text
 prompt and response are tokenised apart
-text that spells a special token is data
+text that spells a special token is data || other words: in chats such a row is dropped, and counted
 a prompt that is cut keeps its BOS
 a template sees tokens that are not special
 every row comes once an epoch
 another order each epoch, of the seed
 what is cut has no EOS, and a prompt keeps its end
-a chat that is too long loses whole turns, and keeps its system turn
+a chat that is too long loses whole turns, and keeps its system turn \
+    || leaves: it is cut by tokens, and counted
 a dialogue as text gets the chat template where there is one
 SFT's loss covers the response and its EOS
 in chats it covers what the assistant says
@@ -609,21 +660,23 @@ optimizer steps are as many as the flags say
 KL counts once
 a filler row counts nothing
 nothing is trained on where all is masked
-a run that teaches nothing says since when
+a run that teaches nothing says since when || other words: one warning
 of a prompt's responses equal rewards are counted
 PPO learns
-a function may return parts, and numbers of tokens
-parts of an evaluation are alike
+a function may return parts, and numbers of tokens \
+    || other words: numbers and lists a token; one function a part
+parts of an evaluation are alike || leaves: one function a part
 a function may spawn processes
 what a verifier is not sure of is wrong
 tokens.jsonl holds what training sees
 judge.jsonl has every pair once
 every monitor gets metrics.jsonl, step for step
-a text of --stop ends a response
+a text of --stop ends a response || other words: held by variants/tool-turns
 masks come from lengths, and never from padding's id
 token t is predicted one place before
 log-probs are log softmax in fp32
-a planted mistake between sampling and scoring is found, rounding passes
+a planted mistake between sampling and scoring is found, rounding passes \
+    || other words: a coarse model needs --allow_mismatch 1
 nothing that is not finite is trained on
 padding changes no whitened advantage
 every logged mean is over tokens that count
