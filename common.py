@@ -23,8 +23,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from machinery.base import ranks
 from machinery.base.modules import unwrap_model
-from machinery.engine import adam, config_file, patches, tensor_parallel, zero3
-from machinery.engine.zero3 import set_weights as set_weights  # for scripts of yours: docs/runs.md
+from machinery.engine import adam, config_file, patches, zero3
 from machinery.flags import declaring
 from machinery.models import forwards, lora, model_folders
 
@@ -52,8 +51,8 @@ class Layout:
     prompt differ only in these fields. In step 3 a copy of the prompt's last token stands before
     each response, and its logits predict the first token (helpers/shared_prompts.py).
 
-    A script's MicroBatch adds what its loss needs, and `counts()`: its tokens, its rows, and the
-    tokens for which logits are made, without fillers. The run's speed is computed from them.
+    A script's MicroBatch adds what its loss needs, and `counts()`: its tokens and its rows, without
+    fillers. The run's speed is computed from them.
     """
 
     ids: Tensor  # (N, T)
@@ -294,10 +293,11 @@ def load_model(args, tokenizer=None, value_head=None):
     if not source.has_weights:
         model = kind.from_config(source.config, **options)
     elif args.zero_stage == 3:
-        partitioned = HfDeepSpeedConfig(tensor_parallel.whole_layers(ds_config(args, 1)))
+        whole = declaring.with_flags(args, tensor_parallel_size=1)  # layers are split later
+        partitioned = HfDeepSpeedConfig(ds_config(whole, 1))
         model = source.read(kind, **options)
     else:
-        model = source.read(kind, device_map=tensor_parallel.loading_device(args), **options)
+        model = source.read(kind, device_map=zero3.loading_device(args), **options)
     model.own_dropout = source.own_dropout  # what is saved: --dropout is this run's alone
     # transformers gives the embedding of the padding token no gradient. In many chat models that is
     # EOS, which must learn. Padding itself has no gradient anyway: masks leave it out.
@@ -311,8 +311,9 @@ def load_model(args, tokenizer=None, value_head=None):
     lora.merge_adapters(model, source.adapters)
     del partitioned  # transformers has a weak reference only: it partitions nothing from here on
     lora.add_adapters(model, args, source.path, source.head)  # --lora_dim
-    if args.zero_stage == 3 and not args.deepcompile:
-        zero3.ease_zero3(model, whole_layers=not args.lora_dim)
+    # With adapters DeepSpeed 0.19.8 frees whole layers too early.
+    if args.zero_stage == 3 and not args.deepcompile and not args.lora_dim:
+        zero3.gather_layers_whole(model)
     return ValueModel(model, source.head) if value_head else model
 
 
@@ -358,7 +359,7 @@ def ds_config(args, batch_size, micro_steps=1, train=True):
     config = config_file.of_engine(args)
     zero = config["zero_optimization"]
     zero["stage"] = stage_of(args) if train else args.zero_stage
-    zero3.add_options(args, zero, train)  # --offload, --adam_offload
+    zero3.add_options(args, config, train)  # --offload, --adam_offload, --tensor_parallel_size
     if args.dtype != "fp32":
         config[args.dtype] = {"enabled": True}
     if args.dtype == "bf16":
@@ -371,7 +372,6 @@ def ds_config(args, batch_size, micro_steps=1, train=True):
         # stages 1 and 2. (fp16 sums in fp16, as DeepSpeed does by default.)
         if train and (micro_steps > 1 or not args.adam_offload):
             config["data_types"] = {"grad_accum_dtype": "fp32"}
-    config.update(tensor_parallel.options(args))  # --tensor_parallel_size
     if train:
         config["gradient_clipping"] = args.max_grad_norm
         if args.deepcompile:  # never for an engine that only does inference

@@ -62,7 +62,7 @@ from machinery.base import progress, ranks
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import program
 from machinery.data.rows import load_rows, open_sources
-from machinery.engine import ema, patches, state_offload, zero3
+from machinery.engine import ema, patches, zero3
 from machinery.flags import declaring, ppo_flags
 from machinery.models import forwards, lora, model_folders
 from machinery.run.run import Run
@@ -554,13 +554,13 @@ class MicroBatch(common.Layout):
         return kl * self.response_mask
 
     def counts(self):
-        """Tokens, rows, and tokens with logits, without fillers: for the run's speed.
+        """Tokens and rows, without fillers: for the run's speed.
 
         A prompt that several responses share counts for each of them.
         """
         prompts = [len(response["prompt_ids"]) for response in self.responses]
         tokens = (self.row_weight * (self.length + self.length.new_tensor(prompts))).sum()
-        return tokens, self.row_weight.sum(), self.response_mask.sum()
+        return tokens, self.row_weight.sum()
 
     def texts(self, tokenizer):
         """Yields the responses as rows that --data_path takes, for a run that stops at NaN."""
@@ -866,7 +866,7 @@ def answered(args, models, tokenizer, requests):
     at_once = max(size, args.rollout_batch_size)  # responses
     for engine in engines:
         engine.eval()  # no dropout
-    state_offload.to_cpu(args, engines)  # --offload_states
+    zero3.states_to_cpu(args, engines)  # --offload_states
     responses = roll_out(args, models.actor, tokenizer, requests, 0, at_once)
     responses = ordered(responses)
     judging.call_functions(models.functions, responses)
@@ -874,7 +874,7 @@ def answered(args, models, tokenizer, requests):
     for batch in micro_batches:
         score(args, models, batch)
         score_actor(args, models.actor, batch)
-    state_offload.to_device(args, engines)
+    zero3.states_to_device(args, engines)
     return micro_batches
 
 
@@ -1088,7 +1088,7 @@ def main():
         # ---- 3 rollout ----
         for engine in engines.values():
             engine.eval()  # no dropout: everything stored must describe the policy that samples
-        state_offload.to_cpu(args, engines.values())  # --offload_states
+        zero3.states_to_cpu(args, engines.values())  # --offload_states
         requests = sizes.requests(batches)  # dicts: one for each response to sample
         responses = roll_out(args, actor, tokenizer, requests, step, args.rollout_batch_size)
         # A fork may choose among the responses here, or sample some again. Every rank must keep the
@@ -1106,7 +1106,7 @@ def main():
             score(args, models, batch, keep_graph="critic" in reused)
             if scores_actor:
                 score_actor(args, actor, batch, keep_graph="actor" in reused)
-        state_offload.to_device(args, engines.values())
+        zero3.states_to_device(args, engines.values())
         checks.stop_unless_rollout_is_finite(run, micro_batches)
         # In the first step alone. Later, a mismatch shows in the log, as sampling_kl.
         if first and not args.is_cap:  # with --is_cap another policy may have sampled
@@ -1148,14 +1148,7 @@ def main():
             **clock.laps,
         }
         checks.warn_of_scores(run, state, logged)
-        passes = metrics.passes(  # over the micro-batches, for the FLOPs
-            args,
-            models,
-            epochs=means.updates / sizes.updates_per_epoch,
-            actor_forwards=int(scores_actor and "actor" not in reused),
-            critic_forwards=int("critic" not in reused),
-        )
-        run.log(logged, micro_batches, passes)  # to log a number of your own, add it to `logged`
+        run.log(logged, micro_batches)  # to log a number of your own, add it to `logged`
         if args.kl_target:
             state["kl_coef"] = adapted_kl_coef(kl_coef, logged["kl"], args.kl_target)
         first = False

@@ -83,9 +83,8 @@ class MicroBatch(common.Layout):
     row_weight: Tensor  # (B,) 1, or 0 for a filler: a row that only fills up the last batch
 
     def counts(self):
-        """Tokens, rows, and tokens with logits, without fillers: for the run's speed."""
-        tokens = (self.real_tokens * self.row_weight).sum()
-        return tokens, self.row_weight.sum(), self.loss_mask.sum()
+        """Tokens and rows, without fillers: for the run's speed."""
+        return (self.real_tokens * self.row_weight).sum(), self.row_weight.sum()
 
 
 def collate(rows, pad_id):

@@ -106,12 +106,12 @@ def worker(base, part):
     from deepspeed.accelerator import get_accelerator
 
     from machinery.base import ranks
-    from machinery.engine import patches
-    from machinery.run import crash, launch
+    from machinery.engine import operators, patches
+    from machinery.run import crash
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    launch.choose_operator_folder()
-    patches.do_without_compiler()
+    operators.use_built()
+    operators.do_without_all_reduce()
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(verbose=False)
     crash.finish = lambda args, code=0: sys.exit(code)  # the group of ranks lives on

@@ -1,8 +1,7 @@
 """Compiles DeepSpeed's operators for the accelerator that is here, as `make install` does.
 
 One line for each: built, or why not and what takes its place. All of them are optional. They lie
-in a folder of the virtual environment, one for CPUs and one for GPUs
-(launch.choose_operator_folder).
+in a folder of the virtual environment (operators.use_built).
 """
 
 import contextlib
@@ -15,8 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deepspeed.accelerator import get_accelerator
 
-from machinery.engine import adam
-from machinery.run import launch
+from machinery.engine import operators
 
 OPERATORS = {  # and what is used without them
     "FusedAdamBuilder": "torch's fused AdamW takes its place",
@@ -27,8 +25,6 @@ OPERATORS = {  # and what is used without them
 
 def why_not(builder):
     """Compiles an operator. Returns why it could not be built, in a line; "" if it was."""
-    if builder.NAME == "fused_adam" and adam.lacks_nvcc():
-        return "there is no nvcc (the CUDA toolkit)"
     silence = io.StringIO()
     try:
         with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
@@ -41,7 +37,7 @@ def why_not(builder):
 
 
 def main():
-    launch.choose_operator_folder()
+    operators.use_built()
     print("compiling DeepSpeed's optimizers: 4 to 6 minutes, once", flush=True)
     for name, instead in OPERATORS.items():
         builder = get_accelerator().get_op_builder(name)

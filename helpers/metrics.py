@@ -7,7 +7,6 @@ import torch
 
 from machinery.base import ranks
 from machinery.base.refused import Refused
-from machinery.engine import throughput
 
 COLUMNS = """step reward gold kl response_length eos_rate explained_variance entropy
              eval_reward eval_gold seconds""".split()
@@ -65,19 +64,6 @@ class TokenMeans:
         ratio_max = max(ranks.all_gather_objects([torch.stack(self.ratio_max).max().item()]))
         loss = means["actor_loss"] + means.get("critic_loss", 0)
         return {"loss": loss, **means, "ratio_max": ratio_max}
-
-
-def passes(args, models, epochs, actor_forwards, critic_forwards):
-    """Returns how often each model went over a step's micro-batches, for the FLOPs.
-
-    models: ppo.Models. epochs: over the rollout. ..._forwards: those that only score. The rollout
-    is a forward of the actor, and the reference's is as much work as the actor's.
-    """
-    forwards = 1 + args.has_reference + actor_forwards
-    out = [throughput.Pass(models.actor, forwards, trains=epochs)]
-    if models.critic:
-        out.append(throughput.Pass(models.critic, critic_forwards, trains=epochs))
-    return out + [throughput.Pass(model, forwards=1) for model in models.reward_models]
 
 
 def means_of_tokens(totals):

@@ -16,9 +16,9 @@ from tests import kit, runs
 
 import ppo  # isort: skip
 from machinery.models import model_folders  # isort: skip
-from machinery.run import launch  # isort: skip
+from machinery.engine import operators  # isort: skip
 
-launch.choose_operator_folder()  # else tests would compile DeepSpeed's operators once more
+operators.use_built()  # else tests would compile DeepSpeed's operators once more
 
 
 def micro_batch(groups=(), **given):

@@ -342,6 +342,7 @@ def serve():
     for name in (*SCRIPTS, *late.split()):
         with contextlib.suppress(ImportError):  # else seconds in each rank
             importlib.import_module(name)
+    importlib.import_module("machinery.engine.operators").use_built()
     for operator in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
         with contextlib.suppress(Exception):  # there is no compiler
             get_accelerator().get_op_builder(operator)().load()

@@ -428,10 +428,10 @@ def tiny_engine(base, stage, model="actor", options=(), **head):
 
 
 def whole_weights(engine):
-    from machinery.engine import old_deepspeed
+    from machinery.engine import zero3
 
     named = dict(engine.module.named_parameters())
-    with old_deepspeed.gathered_parameters(list(named.values())):
+    with zero3.gathered_parameters(list(named.values())):
         return {name: p.detach().clone() for name, p in named.items()}
 
 

@@ -314,7 +314,7 @@ def program():
     from transformers import PreTrainedModel
 
     import common
-    from machinery.engine import tensor_parallel
+    from machinery.engine import zero3
     from machinery.flags import declaring
     from machinery.run import launch
 
@@ -326,7 +326,7 @@ def program():
         )
 
     with machine() as count, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_parallel, "loading_device", lambda args: "cpu")
+        patch.setattr(zero3, "loading_device", lambda args: "cpu")
         patch.setattr(common, "load_model", lambda *a, **o: moved(whole(load)(*a, **o)))
         patch.setattr(common, "frozen_engine", whole(freeze))
         patch.setattr(

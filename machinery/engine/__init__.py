@@ -1,12 +1,10 @@
 """DeepSpeed: the config of an engine, and what its stages and options need.
 
 config_file      ds_config.json and its monitors
+operators        DeepSpeed's compiled operators: built once, then loaded
 adam             the optimizer
-zero3            gathering and offloading under ZeRO-3
+zero3            what is not whole on a device: ZeRO-3, offloads, tensor parallelism
 ema              --enable_ema: an average of the weights
-state_offload    --offload_states
-tensor_parallel  --tensor_parallel_size
 throughput       tokens, FLOPs, learning rate and gradient norm of a step
 patches          repairs of libraries, each with the version that needs it
-old_deepspeed    what exists for DeepSpeed 0.18.5 alone
 """

@@ -11,12 +11,13 @@ from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.engine import patches
 
+NEEDS = "It needs a C++ compiler and ninja, on a GPU also the CUDA toolkit (nvcc)."
+
 
 def lacks_nvcc():
     """Returns whether a GPU is here but no nvcc, the CUDA toolkit's compiler. pip's wheels lack it.
 
-    DeepSpeed (0.19.8) looks for it too late: for FusedAdam when a rank holds the lock, for which
-    others then wait in vain; for --deepcompile never.
+    With --deepcompile DeepSpeed (0.19.8) does not look for it, and ends in a TypeError.
     """
     on_gpu = get_accelerator().device_name() == "cuda"
     return on_gpu and not os.path.exists(f"{cpp_extension.CUDA_HOME}/bin/nvcc")
@@ -25,7 +26,7 @@ def lacks_nvcc():
 def build_optimizer(model, args):
     """Returns AdamW over the weights of `model` that train. Biases and norms do not decay.
 
-    DeepSpeed compiles its own on first use. Where that fails, PyTorch's takes the place of
+    DeepSpeed's own is compiled (operators.py). Where that fails, PyTorch's takes the place of
     FusedAdam, unless a flag needs DeepSpeed's. It is PyTorch's fused one: on a GPU another would
     need 4 more bytes a weight while it steps.
     """
@@ -40,19 +41,15 @@ def build_optimizer(model, args):
         if parameters
     ]
     options = {"lr": args.learning_rate, "betas": tuple(args.adam_betas)}
-    kind = DeepSpeedCPUAdam if args.adam_offload else FusedAdam
     try:
-        if kind is FusedAdam and lacks_nvcc():
-            raise RuntimeError("there is no nvcc")
-        optimizer = kind(groups, **options)
-        if args.adam_offload or get_accelerator().device_name() == "cpu":
-            patches.correct_by_step_number(optimizer)
-        return optimizer
+        optimizer = (DeepSpeedCPUAdam if args.adam_offload else FusedAdam)(groups, **options)
     except Exception as error:  # there may be no compiler, no ninja, no headers, no nvcc
-        why = f"DeepSpeed's Adam could not be built: {' '.join(str(error).split()[:40])}"
-    why += "\n  It needs a C++ compiler and ninja, on a GPU also the CUDA toolkit (nvcc)."
-    if args.adam_offload or (args.zero_stage == 3 and getattr(args, "offload_states", False)):
-        flags = "--adam_offload, and --offload_states under stage 3, need it"
-        raise Refused("adam-not-built", f"{why} {flags}.")
-    ranks.say(f"{why} torch's AdamW takes its place.")
-    return torch.optim.AdamW(groups, fused=True, **options)
+        why = f"DeepSpeed's Adam could not be built: {' '.join(str(error).split()[:40])}\n  {NEEDS}"
+        if args.adam_offload or (args.zero_stage == 3 and getattr(args, "offload_states", False)):
+            flags = "--adam_offload, and --offload_states under stage 3, need it."
+            raise Refused("adam-not-built", f"{why} {flags}") from None
+        ranks.say(f"{why} torch's AdamW takes its place.")
+        return torch.optim.AdamW(groups, fused=True, **options)
+    if args.adam_offload or get_accelerator().device_name() == "cpu":
+        patches.correct_by_step_number(optimizer)
+    return optimizer

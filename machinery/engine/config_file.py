@@ -21,19 +21,24 @@ def read_config(args):
     named = f"--ds_config {args.ds_config}"
     try:
         config = json.loads(Path(args.ds_config).read_text())
-        DeepSpeedConfig({**config, "train_micro_batch_size_per_gpu": 1})
+        parsed(config)
     except Exception as error:  # of many kinds: no file, no JSON, an unknown key, another type
         why = " ".join(str(error).split()[:40])
         raise Refused("ds-config", f"{named} cannot be used.\n  {why}") from None
     zero = config.setdefault("zero_optimization", {})
-    given = {*config, *(f"zero_optimization.{key}" for key in zero)}
-    if taken := sorted(given & set(FLAGS_DECIDE)):
-        words = f"{named} sets {', '.join(taken)}.\n  Flags decide that."
-        raise Refused("ds-config-flag", words)
-    monitors = [module for key, module in MONITORS.items() if config.get(key, {}).get("enabled")]
-    if absent := [module for module in monitors if not find_spec(module)]:
-        raise Refused("ds-config", f"{named} needs {', '.join(absent)}, which is not installed.")
+    given = {**config, **{f"zero_optimization.{key}": True for key in zero}}
+    for key in FLAGS_DECIDE:
+        if key in given:
+            raise Refused("ds-config-flag", f"{named} sets {key}.\n  Flags decide that.")
+    for key, module in MONITORS.items():
+        if given.get(key, {}).get("enabled") and not find_spec(module):
+            raise Refused("ds-config", f"{named} needs {module}, which is not installed.")
     return config
+
+
+def parsed(config):
+    """Returns DeepSpeed's own object of a config, which it checks; a batch size must be there."""
+    return DeepSpeedConfig({**config, "train_micro_batch_size_per_gpu": 1})
 
 
 def of_engine(args):
@@ -49,7 +54,7 @@ def opened(args):
     before the run has taken its output folder. Files go to --output_dir, unless ds_config.json
     names another place.
     """
-    config = {**read_config(args), "train_micro_batch_size_per_gpu": 1}
+    config = read_config(args)
     for name in config.keys() & {"tensorboard", "csv_monitor"}:
         config[name].setdefault("output_path", args.output_dir)
-    return MonitorMaster(DeepSpeedConfig(config).monitor_config)
+    return MonitorMaster(parsed(config).monitor_config)

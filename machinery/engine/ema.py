@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 
 from machinery.base import ranks
-from machinery.engine import tensor_parallel, zero3
+from machinery.engine import zero3
 
 
 class Ema:
@@ -50,7 +50,7 @@ class Ema:
         """Returns the average of a weight for saving, as zero3.full_tensor does the weight."""
         if name not in self.shards:  # frozen
             return zero3.full_tensor(name, parameter)
-        tensor = tensor_parallel.join_shards(parameter, whole_part(parameter, self.shards[name]))
+        tensor = zero3.join_split(parameter, whole_part(parameter, self.shards[name]))
         return tensor.cpu() if ranks.get_rank() == 0 else None
 
 
@@ -77,8 +77,8 @@ def whole_part(parameter, shard):
     """
     mine = shard.to(ranks.device(), parameter.dtype).contiguous()
     rank, count = ranks.get_rank(), ranks.get_world_size()
-    shards = mine.new_empty(count * len(mine))  # the one copy of the whole, in the weight's dtype
-    torch.distributed.all_gather_into_tensor(shards, mine)
+    shards = mine.new_empty(count, len(mine))  # the one copy of the whole, in the weight's dtype
+    torch.distributed.all_gather([*shards], mine)
     shares = ranks.data_parallel_size()
     if hasattr(parameter, "ds_tensor"):
         shares = dist.get_world_size(parameter.ds_process_group)
@@ -86,5 +86,5 @@ def whole_part(parameter, shard):
     # one part are those of every so-many-th rank.
     split = count // shares
     shape = getattr(parameter, "ds_shape", parameter.shape)
-    part = shards.view(count, -1)[rank % split :: split]
+    part = shards[rank % split :: split]
     return part.flatten()[: shape.numel()].view(shape)  # a copy only where split > 1

@@ -4,15 +4,11 @@ Its tests fail when a library no longer needs one of them.
 """
 
 import datetime
-import os
-import shutil
 
-import deepspeed
 import torch
 import torch.nn as nn
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from transformers import AttentionMaskInterface
-from transformers.integrations import sdpa_attention
 from transformers.masking_utils import sdpa_mask
 
 
@@ -28,30 +24,10 @@ def wait_at_most(minutes):
     return limit
 
 
-def do_without_compiler():
-    """Makes DeepSpeed use gloo alone on a CPU where no C++ compiler is installed.
-
-    0.19.8 compiles its shared-memory all-reduce without looking for one: a traceback.
-    """
-    if not shutil.which(os.environ.get("CXX", "c++")):
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def save_stages_as_numbers():
-    """Has a checkpoint store the ZeRO stage that DeepSpeed puts there as a class and a number.
-
-    Python before 3.11.4 stores a member of an enum as a call of getattr. That could run any code,
-    so that tools/export.py would refuse a run's own checkpoint.
-    """
-    stages = deepspeed.runtime.zero.config.ZeroStageEnum
-    stages.__reduce_ex__ = lambda stage, _: (stages, (int(stage),))
-
-
 def mend_attention():
     """Makes all repairs of attention: what every run of the scripts has."""
     do_without_cudnn_attention()
     share_masks()
-    keep_groups()
 
 
 def do_without_cudnn_attention():
@@ -88,52 +64,6 @@ def as_numbers(mask, dtype):
     *shape, T = mask.shape
     aligned = torch.zeros(*shape, T + -T % 16, dtype=dtype, device=mask.device)
     return aligned[..., :T].masked_fill_(~mask, -torch.inf)
-
-
-def keep_groups():
-    """Makes attention copy no keys and values that several query heads share, where it need not.
-
-    At one position transformers (5.24) packs the queries of a group together, but not while it
-    compiles: a compiled step would copy the whole cache for each query head, at every token, for
-    Qwen2.5-0.5B seven times. Shapes are fixed there, so packing compiles.
-    """
-    sdpa_attention.is_torchdynamo_compiling = bool  # False
-    sdpa_attention.use_gqa_in_sdpa = kernel_takes_groups
-
-
-def kernel_takes_groups(mask, key, value, theirs=sdpa_attention.use_gqa_in_sdpa):
-    """Returns whether PyTorch's kernels are given the keys and values of groups as they are.
-
-    On CUDA only flash takes them. It needs 16 bits, and Ampere or newer; elsewhere transformers
-    (5.24) ends in the plain products of all scores, T^2 (transformers#48633).
-    """
-    takes = theirs(mask, key, value)
-    if takes and key.device.type == "cuda":
-        takes = key.dtype.itemsize == 2 and torch.cuda.get_device_capability(key.device) >= (8, 0)
-    return takes
-
-
-def quicken_linear():
-    """Makes nn.Linear under ZeRO-3 use `quick_linear`.
-
-    DeepSpeed puts its own product in once, while the first model is loaded.
-    """
-    deepspeed.zero.partition_parameters.zero3_linear_wrap = quick_linear
-    if nn.functional.linear is deepspeed.runtime.zero.linear.zero3_linear_wrap:
-        nn.functional.linear = quick_linear
-
-
-def quick_linear(x, weight, bias=None):
-    """F.linear under ZeRO-3, whose backward gathers the weight anew by an autograd function.
-
-    DeepSpeed (0.19.8) uses that without a backward, too, where this gives the same bits sooner.
-    """
-    if torch.is_grad_enabled():
-        return deepspeed.runtime.zero.linear.zero3_linear_wrap(x, weight, bias)
-    if x.dim() == 2 and bias is not None:
-        return torch.addmm(bias, x, weight.t())
-    out = x.matmul(weight.t())
-    return out if bias is None else out.add_(bias)
 
 
 def keep_grad_norm(engine, max_norm):

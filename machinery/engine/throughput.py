@@ -1,61 +1,40 @@
 """How fast a step was: tokens, FLOPs and seconds; and its learning rate and gradient norm."""
 
-import functools
-from dataclasses import dataclass
-
-import torch
-
 from machinery.base import modules, ranks
 
 
-@dataclass
-class Pass:
-    """How often a model went over a step's micro-batches."""
-
-    model: torch.nn.Module  # or an engine
-    forwards: float = 0  # without a backward
-    trains: float = 0  # with one
-
-
-def work(micro_batches, passes, checkpointing=False):
+def work(args, engines, micro_batches):
     """Returns the tokens of a step and its FLOPs, over all ranks, without padding and fillers.
 
-    micro_batches: with counts(), see common.Layout. passes: a list of Pass. checkpointing: a pass
-    that trains makes the layers' forward twice.
+    Counted is one forward and one backward of each engine. What else a step of PPO does (the
+    rollout, forwards that only score, further epochs) takes time and counts nothing.
+
+    micro_batches: with counts(), see common.Layout.
     """
     counts = zip(*(batch.counts() for batch in micro_batches))
-    tokens, rows, scored = ranks.all_sum(*map(sum, counts)).tolist()
-    flops = 0.0
-    for one in passes:
-        cost = functools.partial(count_flops, one.model, tokens, tokens / rows, scored)
-        flops += one.forwards * cost()
-        flops += one.trains * cost(trains=True, checkpointing=checkpointing)
-    return tokens, flops
+    tokens, rows = ranks.all_sum(*map(sum, counts)).tolist()
+    return tokens, tokens * sum(flops_per_token(args, each, tokens / rows) for each in engines)
 
 
-def count_flops(engine, tokens, length, scored, trains=False, checkpointing=False):
-    """Returns the FLOPs of a forward on `tokens` tokens in rows of `length`.
+def flops_per_token(args, engine, length):
+    """Returns the FLOPs of a forward and a backward, for a token in a row of `length` tokens.
 
-    With `trains` also those of its backward. A forward takes, per token, 2 for each weight in a
-    matrix product, and 4 * layers * hidden * length in attention (PaLM, Chowdhery et al. 2022,
-    appendix B). A backward takes as much for the gradients of what goes in, and as much for those
-    of the weights that train: with LoRA the adapters alone. With checkpointing the layers' forward
-    is made twice. The input embedding is a look-up, and the output matrix is multiplied for the
-    `scored` tokens alone.
+        forward    2 N + 4 * layers * hidden * length     (PaLM, Chowdhery et al. 2022, appendix B)
+        backward   twice that, so 6 N in all; with LoRA only adapters have gradients of their own
+
+    N: the weights, without an input embedding that is looked up only. With gradient checkpointing
+    the forward is made twice.
     """
     model = modules.unwrap_model(engine)
-    config = model.config.get_text_config()
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    looked_up, output = (getattr(layer, "weight", None) for layer in ends)  # one, if tied
-    forwards = 1 + (trains and checkpointing)
-    attention = 4 * config.num_hidden_layers * config.hidden_size * length * tokens
-    flops = attention * (forwards + 2 * trains)
-    for weight in model.parameters():
-        passes, count = (1, scored) if weight is output else (forwards, tokens)
-        passes += trains * (1 + weight.requires_grad)
-        if weight is output or weight is not looked_up:
-            flops += 2 * passes * count * modules.size_of(weight)
-    return flops
+    config, output = model.config.get_text_config(), model.get_output_embeddings()
+    looked_up = model.get_input_embeddings().weight
+    tied = output is not None and output.weight is looked_up
+    weights = [weight for weight in model.parameters() if tied or weight is not looked_up]
+    size = sum(map(modules.size_of, weights))
+    trained = sum(modules.size_of(weight) for weight in weights if weight.requires_grad)
+    attention = 2 * config.num_hidden_layers * config.hidden_size * length
+    forwards = 2 if args.gradient_checkpointing else 1
+    return 2 * (forwards + 1) * (size + attention) + 2 * (trained + attention)
 
 
 def grad_norm(args, engine):

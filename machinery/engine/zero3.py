@@ -1,37 +1,59 @@
-"""ZeRO-3: forwards with fewer gathers, whole weights where they are needed, and offloading."""
+"""Weights and states that are not whole on a device: ZeRO-3, offloading, tensor parallelism."""
 
 import contextlib
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.module_inject.layers import LinearAllreduce
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from packaging import version
 
 from machinery.base import modules, ranks
-from machinery.engine import old_deepspeed, patches, tensor_parallel
+from machinery.base.refused import Refused
 
 
-def add_options(args, zero, train):
-    """Adds offloading, to the CPU unless ds_config.json names another device.
+def older_than(number):
+    """Returns whether the installed DeepSpeed is older than version `number`."""
+    return version.parse(deepspeed.__version__) < version.parse(number)
 
-    zero: "zero_optimization" of DeepSpeed's config. train: for an engine that trains.
+
+def add_options(args, config, train):
+    """Adds to DeepSpeed's `config` what the flags of offloading and tensor parallelism say.
+
+    Offloads go to the CPU unless ds_config.json names another device. train: for an engine that
+    trains. DeepSpeed can split the output matrix, too; ours is whole: every rank sees all logits.
     """
-    to_cpu = {"device": "cpu", "pin_memory": True}
+    zero, to_cpu = config["zero_optimization"], {"device": "cpu", "pin_memory": True}
     if args.offload and zero["stage"] == 3:
         zero["offload_param"] = {**to_cpu, **zero.get("offload_param", {})}
     if args.adam_offload and train:
         zero["offload_optimizer"] = {**to_cpu, **zero.get("offload_optimizer", {})}
+    if args.tensor_parallel_size > 1:
+        split = {"autotp_size": args.tensor_parallel_size, "vocab_parallel_lm_head": False}
+        config["tensor_parallel"] = split
 
 
-def ease_zero3(model, whole_layers):
-    """Makes forwards under ZeRO-3 cheaper: quicker products, decoder layers gathered in one go.
-
-    Layers only if `whole_layers`: with adapters DeepSpeed 0.19.8 frees whole layers too early.
-    """
-    patches.quicken_linear()
+# ---- Gathering ----
+def gather_layers_whole(model):
+    """Makes ZeRO-3 gather each decoder layer in one go: fewer and larger gathers."""
     kinds = model._no_split_modules or ()
     layers = {type(layer) for layer in model.modules() if type(layer).__name__ in kinds}
-    if whole_layers and layers:
+    if layers:
         deepspeed.utils.set_z3_leaf_modules(model, list(layers))
+
+
+@contextlib.contextmanager
+def gathered_parameters(parameters, **options):
+    """Gathers weights that ZeRO-3 has sharded: DeepSpeed's GatheredParameters.
+
+    Before 0.19 one by one: of several gathers it awaits the last alone, and on a CPU they may
+    overtake each other.
+    """
+    with contextlib.ExitStack() as stack:
+        for part in [[p] for p in parameters] if older_than("0.19") else [parameters]:
+            stack.enter_context(deepspeed.zero.GatheredParameters(part, **options))
+        yield
 
 
 @contextlib.contextmanager
@@ -54,7 +76,7 @@ def gather_for_generation(engine, room=0):
     deepspeeds = sharded or model is not engine  # hooks; a plain model has its user's alone
     hooked = model.modules() if deepspeeds and not synced else ()
     hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in hooked]
-    with old_deepspeed.gathered_parameters(sharded, enabled=not synced):
+    with gathered_parameters(sharded, enabled=not synced):
         for module, before, after in hooks:
             module._forward_pre_hooks, module._forward_hooks = type(before)(), type(after)()
         yield model, synced
@@ -92,23 +114,65 @@ def full_tensor(name, parameter):
     name: used only where a weight's EMA is saved in its place (ema.py).
     """
     with deepspeed.zero.GatheredParameters([parameter]):
-        tensor = tensor_parallel.join_shards(parameter, parameter.detach())
+        tensor = join_split(parameter, parameter.detach())
         return tensor.cpu().clone() if ranks.get_rank() == 0 else None
 
 
-@torch.no_grad()
-def set_weights(engine, weights):
-    """Writes weights(name), a whole tensor on rank 0, over each weight that forwards use.
+# ---- State offload (--offload_states): what only optimizers need waits on the CPU ----
+def states_to_cpu(args, engines):
+    """Moves the optimizer states, fp32 weights and gradients of `engines` to the CPU.
 
-    All ranks call it, for a frozen model only: the next step of one that trains would write its
-    fp32 master weights back. Checkpoints do not hold a frozen model's weights.
+    Only the weights that forwards use stay. Without --offload_states nothing moves.
     """
-    for name, parameter in modules.unwrap_model(engine).named_parameters():
-        if parameter.requires_grad or hasattr(parameter, "gather_params"):
-            raise ValueError("set_weights takes a frozen model with whole layers")
-        tensor = weights(name)
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if ranks.get_rank() == 0:
-                parameter.copy_(tensor)
-        if not hasattr(parameter, "ds_id"):
-            torch.distributed.broadcast(parameter.data, 0)
+    states = set(OffloadStateTypeEnum) - {OffloadStateTypeEnum.lp_params}
+    on_gpu = ranks.device().type != "cpu"  # DeepSpeed 0.18.5 cannot pin memory without a GPU
+    for engine in engines if args.offload_states else ():
+        engine.offload_states(include=states, pin_memory=on_gpu)
+
+
+def states_to_device(args, engines):
+    """Moves back what `states_to_cpu` moved away."""
+    for engine in engines if args.offload_states else ():
+        engine.reload_states()
+
+
+def drop_offload_buffers(engine):
+    """Drops the CPU buffers that stage 3 keeps among Adam's state. The next offload makes new ones.
+
+    DeepSpeed (0.19.8) would write them to a checkpoint, a second copy of the moments, and load them
+    onto the device, where an offload would then move the moments to.
+    """
+    for state in engine.basic_optimizer.state.values():
+        for name in [name for name in state if name.endswith("_offload_buffer")]:
+            del state[name]
+
+
+# ---- Tensor parallelism (--tensor_parallel_size): ranks that share each layer ----
+def refuse_unless_split(path, config, args):
+    """Refuses the model in `path` if its layers cannot be split as asked."""
+    size, text = args.tensor_parallel_size, config.get_text_config()
+    names = "num_attention_heads", "num_key_value_heads"
+    heads = [getattr(text, name, None) or size for name in names]
+    if size > 1 and (not text.base_model_tp_plan or any(count % size for count in heads)):
+        rule = f"must divide {heads}, the attention and key-value heads of {path}"
+        known = f"and transformers must know how to split a {config.model_type} model"
+        raise Refused("cannot-split-layers", f"--tensor_parallel_size {size} {rule},\n  {known}.")
+
+
+def loading_device(args):
+    """Returns where weights are read to: this rank's device, or the CPU if they are split next."""
+    return "cpu" if args.tensor_parallel_size > 1 else ranks.device()
+
+
+def join_split(parameter, tensor):
+    """Returns the whole of a weight, or of its EMA, of which this rank holds `tensor`.
+
+    The ranks that share the layer put it together; all of them call this.
+    """
+    gather = getattr(parameter, "gather_params", None)  # DeepSpeed's, in place, on layers it split
+    if not gather:
+        return tensor
+    box = [tensor.clone()]
+    if tensor.dim() > 1 or not isinstance(gather.__self__, LinearAllreduce):  # whose bias is whole
+        gather(box)
+    return box[0]

@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.engine.adam import lacks_nvcc
-from machinery.engine.old_deepspeed import older_than
+from machinery.engine.zero3 import older_than
 
 
 def refuse_broken(args, rules):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from machinery.engine import old_deepspeed
+from machinery.engine import zero3
 from machinery.models import model_folders
 
 
@@ -85,7 +85,7 @@ def merge_adapters(model, folders):
         wanted = set(peft.get_peft_model_state_dict(outer, save_embedding_layers=False))
         model_folders.refuse_misfits(folder, wanted - there, there - wanted)
         for layer in adapted_layers(outer).values():
-            with old_deepspeed.gathered_parameters([*layer.parameters()], modifier_rank=0):
+            with zero3.gathered_parameters([*layer.parameters()], modifier_rank=0):
                 layer.merge()
         outer.unload().requires_grad_(True)
 

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from machinery.base import ranks, records
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused, nearest
-from machinery.engine import tensor_parallel
+from machinery.engine import zero3
 from machinery.models.scoring_tokenizer import AS_TRAINED
 
 # peft's config of adapters names what they sit on. transformers' config lies beside it under a
@@ -79,7 +79,7 @@ def resolve(args, tokenizer=None, value_head=None):
     """
     path = args.model_name_or_path
     config = load_config(path, args.trust_remote_code)
-    tensor_parallel.check_model(path, config, args)
+    zero3.refuse_unless_split(path, config, args)
     dropout = own_dropout(config)
     if args.dropout is not None:
         config.update(dict.fromkeys(dropout, float(args.dropout)))

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 from machinery.base import ranks, records
 from machinery.base.refused import Refused
-from machinery.engine import state_offload
+from machinery.engine import zero3
 from machinery.models import model_folders, saving
 from machinery.run import logs
 
@@ -54,7 +54,7 @@ def save(args, engines, step, state):
         aside.mkdir(parents=True)
     ranks.barrier()
     for name, engine in engines.items():
-        state_offload.drop_buffers(engine)
+        zero3.drop_offload_buffers(engine)
         options = {"save_latest": False, "exclude_frozen_parameters": True}  # LoRA's base
         engine.save_checkpoint(aside / name, tag="state", **options)
     paths = [output / name for name in logs.FILES if (output / name).exists()]

@@ -8,7 +8,6 @@ import platform
 import socket
 import sys
 import warnings
-from pathlib import Path
 
 import datasets
 import deepspeed
@@ -17,11 +16,10 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch.distributed.rendezvous import register_rendezvous_handler
-from torch.utils.cpp_extension import get_default_build_root
 
 from machinery.base import ranks
 from machinery.base.refused import Refused
-from machinery.engine import patches
+from machinery.engine import operators, patches
 
 
 def fill_environment():
@@ -39,34 +37,6 @@ def fill_environment():
     elif missing := alone.keys() - os.environ.keys():
         words = f"{', '.join(sorted(missing))} must be set: the first machine and a free port."
         raise Refused("no-master-address", words)
-
-
-def choose_operator_folder():
-    """Has DeepSpeed's operators compiled into a folder of this virtual environment and accelerator.
-
-    The default of torch is one folder for all environments of a user. Two of them would compile
-    each other's operators anew, for minutes. And in DeepSpeed (0.19.8) FusedAdam has one name on
-    CPUs and on GPUs: a rank that has waited for a lock would import what is there, and crash. A
-    folder in TORCH_EXTENSIONS_DIR stands.
-
-    Its own ninja comes first on PATH, also where the environment is not activated: what one version
-    of ninja has compiled, another compiles anew.
-    """
-    if sys.prefix == sys.base_prefix:
-        return
-    own = os.path.dirname(sys.executable)
-    if os.path.exists(f"{own}/ninja"):
-        os.environ["PATH"] = own + os.pathsep + os.environ.get("PATH", os.defpath)
-    if os.access(sys.prefix, os.W_OK):
-        folder = f"{sys.prefix}/torch_extensions/{get_accelerator().device_name()}"
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", folder)
-
-
-def warn_of_locks():
-    """Warns of the locks of compilers: a run would wait for that of a killed one forever."""
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
-    for lock in Path(root).rglob("lock"):
-        ranks.say(f"warning: delete {lock} if nothing is compiling: this run waits for it")
 
 
 def ranks_here():
@@ -149,13 +119,11 @@ def silence_libraries():
 def join_ranks(args):
     """Silences the libraries, takes this rank's cores and device, and meets the other ranks."""
     silence_libraries()
-    choose_operator_folder()
-    warn_of_locks()
+    operators.use_built()
     share_cores(args)
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     let_segments_grow()
-    patches.do_without_compiler()
-    patches.save_stages_as_numbers()
+    operators.do_without_all_reduce()
     patches.mend_attention()
     limit = patches.wait_at_most(ranks.WAIT_MINUTES)
     way = way_to_meet()

@@ -211,17 +211,14 @@ class Run:
 
     # What the body of a step calls
 
-    def log(self, metrics, micro_batches, passes=None):
+    def log(self, metrics, micro_batches):
         """Logs a step, and evaluates when that is due. Nothing that trains comes after it.
 
         A line of the log is of all steps since the one before (logs.joined).
         metrics: {name: number}, the same on all ranks. micro_batches: what the step trained on.
-        passes: throughput.Pass of each model that took them; by default of one forward and
-        backward.
         """
         args, step, engine = self.args, self.step, self.engine
-        passes = passes or [throughput.Pass(engine, trains=1)]
-        tokens, flops = throughput.work(micro_batches, passes, args.gradient_checkpointing)
+        tokens, flops = throughput.work(args, self.engines.values(), micro_batches)
         began, self.started = self.started, time.monotonic()  # what follows counts to the next step
         speed = throughput.speed(tokens, flops, self.started - began)
         record = {"step": step, "epoch": step / self.steps_per_epoch, **metrics, **speed}

@@ -11,7 +11,6 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import get_timers_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionMaskInterface, AutoModelForCausalLM
-from transformers.integrations import sdpa_attention
 from transformers.masking_utils import sdpa_mask
 
 import common
@@ -224,19 +223,6 @@ def test_a_decoded_token_launches_few_kernels(kind, layer, outside, monkeypatch)
         ("cpu", None, torch.float32, False, True),
     ],
 )
-def test_groups_are_given_to_kernels_that_take_them(
-    monkeypatch, device, capability, dtype, masked, taken
-):
-    """Keys and values that query heads share are copied for the others: handed over as they are,
-    they end in PyTorch's plain products, which hold all T^2 scores. transformers asks only for a
-    mask: if it asks for more, ours may go."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    key = SimpleNamespace(dtype=dtype, device=torch.device(device), shape=(1, 2, 9, 64))
-    mask = torch.ones(1, 1, 9, 9) if masked else None
-    assert patches.kernel_takes_groups(mask, key, key) is taken
-    assert sdpa_attention.use_gqa_in_sdpa(mask, key, key) is not masked
-
-
 def test_no_run_attends_by_cudnn():
     """Its gradient is NaN for some lengths and heads (patches.do_without_cudnn_attention). PyTorch
     has it on by default, and takes it first on new GPUs. tools/talk.py turns it off likewise."""

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import common
 from machinery.base import ranks
 from machinery.base.modules import unwrap_model
-from machinery.engine import ema, patches, state_offload, zero3
+from machinery.engine import ema, patches, zero3
 from machinery.flags import declaring
 from machinery.models import lora, model_folders
 from machinery.run import checkpoints
@@ -198,7 +198,7 @@ def test_the_ema_moves_by_exactly_its_share():
 
 
 # --------------------------------------------------------------------------------------------------
-# Sharded weights: generating, setting
+# Sharded weights: generating, loading
 # --------------------------------------------------------------------------------------------------
 def sampled(base):
     """Checks responses by sharded weights where rank 0 stops at once and rank 1 goes on."""
@@ -236,7 +236,6 @@ def sampled(base):
         accelerator.available_memory, deepspeed.__version__ = memory, installed
         assert all(p.numel() == 0 for p in engine.module.parameters()), "they are released again"
         assert len(get_z3_leaf_modules(engine.module)) == 2, "a layer is gathered in one go"
-        assert torch.nn.functional.linear is patches.quick_linear
         losses = [train_one_step(each) for each in (engine, plain, engine)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[2] < losses[0]
         lost.append(losses[2])
@@ -266,29 +265,12 @@ def test_sharded_generation_equals_the_plain_model():
         assert len(set(losses)) == 1
 
 
-def weights_set(base):
-    """Sets the weights of a sharded model, when it is frozen, to another one's."""
-    engine = tiny_engine(base, 3)
-    other = {name: 2 * weight for name, weight in whole_weights(engine).items()}
-    with pytest.raises(ValueError, match="frozen"):
-        zero3.set_weights(engine, other.get)
-    engine.module.requires_grad_(False)
-    zero3.set_weights(engine, other.get if ranks.get_rank() == 0 else lambda name: None)
-    assert all(weight.equal(other[name]) for name, weight in whole_weights(engine).items())
-
-
-def test_sharded_weights_are_set_whole():
-    """set_weights writes rank 0's weights, but not over a model that trains: its fp32 master
-    weights would write the old values back."""
-    kit.on_ranks(weights_set, 2, runs.base())
-
-
 @pytest.mark.parametrize("stage, split, place", [(0, 1, "meta"), (2, 1, "meta"), (2, 2, "cpu")])
 def test_weights_are_loaded_straight_to_the_device(monkeypatch, stage, split, place):
     """A machine with 8 devices would else hold a model 8 times in its memory. `meta` plays the
     device. With tensor parallelism the whole model comes first."""
     monkeypatch.setattr(ranks, "device", lambda: torch.device("meta"))
-    monkeypatch.setattr(common.tensor_parallel, "check_model", lambda *_: None)
+    monkeypatch.setattr(common.zero3, "refuse_unless_split", lambda *_: None)
     args = runs.tiny_args(runs.base(), stage)
     args.model_name_or_path, args.dropout = f"{runs.base()}/models/actor", None
     args.tensor_parallel_size = split
@@ -317,8 +299,8 @@ def stage_3(base, folder):
     args = runs.tiny_args(base, 3, "--output_dir", str(folder))
     args.offload_states = True
     facts = {"rows_per_step": 1, "data_rows": 1, "data_fingerprint": ""}
-    state_offload.to_cpu(args, [engine])
-    state_offload.to_device(args, [engine])
+    zero3.states_to_cpu(args, [engine])
+    zero3.states_to_device(args, [engine])
     assert buffers() == ["exp_avg_offload_buffer", "exp_avg_sq_offload_buffer"]
     checkpoints.save(args, {"model": engine}, 1, {"state": {}, "facts": facts})
     checkpoints.load(args, {"model": engine}, {}, facts, 9)

@@ -4,7 +4,6 @@ see test_engines.py, and for skip_together in real runs test_environment.py."""
 
 import datetime
 import inspect
-import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +11,7 @@ import torch
 import torch.nn as nn
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero import linear
-from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from machinery.engine import patches
 
@@ -44,48 +40,6 @@ def test_a_group_without_a_limit_of_its_own_takes_ours(monkeypatch, backend):
 
 
 # --------------------------------------------------------------------------------------------------
-# do_without_compiler
-# --------------------------------------------------------------------------------------------------
-def test_deepspeed_offers_its_shared_memory_operator_without_a_compiler(monkeypatch):
-    """DeepSpeed compiles an all-reduce for the ranks of one CPU when they first meet. Without a C++
-    compiler that fails, with a traceback, though gloo alone would do. That a run of ours does
-    without: test_deepspeeds_launcher_needs_no_compiler."""
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert ShareMemCommBuilder().is_compatible(), "it looks now: do_without_compiler may go"
-
-
-# --------------------------------------------------------------------------------------------------
-# quicken_linear
-# --------------------------------------------------------------------------------------------------
-def test_deepspeeds_linear_takes_the_way_round_without_a_backward(monkeypatch):
-    """Under ZeRO-3 nn.Linear is an autograd function, whose backward gathers the weight anew. While
-    responses are written there is no backward: it costs time at every token for nothing. That the
-    product is replaced: test_sharded_generation_equals_the_plain_model."""
-    calls = []
-    monkeypatch.setattr(linear.LinearFunctionForZeroStage3, "apply", lambda *x: calls.append(x))
-    with torch.no_grad():
-        linear.zero3_linear_wrap(torch.ones(1, 2), torch.ones(3, 2))
-    assert calls, "it takes the short way now: quicken_linear may go"
-
-
-@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 7)])
-@pytest.mark.parametrize("shape", [(5, 33), (2, 5, 33), (0, 33)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_quick_product_gives_the_same_bits(shape, bias, dtype):
-    """Stored log-probs come without a gradient, new ones with it: their ratio must be exactly 1."""
-    torch.manual_seed(0)
-    x, weight = torch.randn(shape, dtype=dtype), torch.randn(7, 33, dtype=dtype)
-    bias = bias if bias is None else bias.to(dtype)
-    with torch.no_grad():
-        quick = patches.quick_linear(x, weight, bias)
-    slow = patches.quick_linear(x, weight.requires_grad_(True), bias)
-    assert "LinearFunctionForZeroStage3" in type(slow.grad_fn).__name__ and quick.grad_fn is None
-    assert quick.equal(slow)
-    torch.testing.assert_close(quick, nn.functional.linear(x, weight, bias))
-
-
-# --------------------------------------------------------------------------------------------------
 # keep_grad_norm
 # --------------------------------------------------------------------------------------------------
 def test_a_stage_0_engine_forgets_the_norm_of_its_gradients():
@@ -93,19 +47,6 @@ def test_a_stage_0_engine_forgets_the_norm_of_its_gradients():
     ours is the norm of the other stages: test_gradient_norms_agree."""
     source = inspect.getsource(DeepSpeedEngine.clip_fp32_gradients)
     assert "_global_grad_norm" not in source, "it keeps the norm now: keep_grad_norm may go"
-
-
-# --------------------------------------------------------------------------------------------------
-# save_stages_as_numbers
-# --------------------------------------------------------------------------------------------------
-def test_a_checkpoint_names_no_getattr(monkeypatch):
-    """As Python 3.11.2 stores a member of an enum, which is Debian 12's."""
-    old = lambda stage, protocol: (getattr, (type(stage), stage.name))  # noqa: E731
-    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", old)
-    assert b"getattr" in pickle.dumps(ZeroStageEnum.weights)
-    patches.save_stages_as_numbers()
-    stored = pickle.dumps(ZeroStageEnum.weights)
-    assert b"getattr" not in stored and pickle.loads(stored) is ZeroStageEnum.weights
 
 
 # --------------------------------------------------------------------------------------------------

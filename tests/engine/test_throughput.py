@@ -8,9 +8,7 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 import common
-import ppo
 import sft
-from helpers import metrics
 from machinery.engine import throughput
 from machinery.models import lora
 from machinery.run import run as run_module
@@ -24,59 +22,41 @@ ATTENTION = 4 * 2 * 32 * 100
 ADAPTERS = 2 * 2 * (4 * (32 + 32) + 3 * (32 + 64))  # of rank 1 beside each of the 14 matrices
 
 
-@pytest.mark.parametrize(
-    "options, layers, attention, output, adapters",
-    [
-        ({}, 1, 1, 1, 1),
-        # gradients of what goes in, and of the weights
-        ({"trains": True}, 3, 3, 3, 3),
-        ({"trains": True, "checkpointing": True}, 4, 4, 3, 4),
-        ({"checkpointing": True}, 1, 1, 1, 1),  # nothing to compute again
-    ],
-)
-@pytest.mark.parametrize("kind", ["whole", "adapted", "tied"])
-def test_flops_by_hand(tiny_model, options, layers, attention, output, adapters, kind):
-    """100 tokens of one row, 25 of them scored: the output matrix is multiplied for those alone,
-    the input embedding never. With LoRA the frozen matrices have no gradients of their own: about
-    two forwards' worth of work in place of three."""
+@pytest.mark.parametrize("checkpointing", [0, 1])
+@pytest.mark.parametrize("kind", ["whole", "adapted", "tied", "value"])
+def test_flops_by_hand(tiny_model, kind, checkpointing):
+    """A forward multiplies each matrix once, but for an input embedding. A backward does so twice:
+    for the gradients of what goes in, and for those of the weights, which with LoRA the adapters
+    alone have. With checkpointing the forward is made twice."""
     model = copy.deepcopy(tiny_model).requires_grad_(True)
-    expected = 0
+    forward = LAYERS + 2 * 32 * model.config.vocab_size
     if kind == "tied":
         model.lm_head.weight = model.model.embed_tokens.weight
+    if kind == "value":  # its head is one row
+        model, forward = LlamaForSequenceClassification(model.config), LAYERS
+    trained = forward
     if kind == "adapted":
         lora.add_adapters(model, sft.get_args(["--lora_dim", "1"]), "somewhere")
-        frozen = "trains" in options
-        layers, output, expected = layers - frozen, output - frozen, 100 * adapters * ADAPTERS
-    expected += 100 * (layers * LAYERS + attention * ATTENTION)
-    expected += 25 * output * 2 * 32 * model.config.vocab_size
-    found = throughput.count_flops(model, 100, 100, 25, **options)
+        trained, forward = ADAPTERS, forward + ADAPTERS
+    expected = (2 + checkpointing) * (forward + ATTENTION) + trained + ATTENTION
+    args = SimpleNamespace(gradient_checkpointing=checkpointing)
+    found = throughput.flops_per_token(args, model, 100)
     assert found == pytest.approx(expected, rel=0.01)
 
 
-def test_a_value_model_has_no_output_matrix(tiny_model):
-    """Its head is one row, read at every token; how many tokens are scored does not matter."""
-    value = LlamaForSequenceClassification(tiny_model.config)
-    for scored in (0, 25):
-        found = throughput.count_flops(value, 100, 100, scored)
-        assert found == pytest.approx(100 * (LAYERS + ATTENTION), rel=0.01)
-
-
-@pytest.mark.parametrize("scoring", [0, 1])
-def test_a_step_of_ppo_by_hand(tiny_model, scoring):
-    """The rollout, the reference and a judge, the forward that scores (unless it is trained on),
-    and one update, where --target_kl left the other epochs out."""
-    args = ppo.get_args("--preset toy --allow_unstable 1 --ppo_epochs 4".split())
-    response_mask = torch.zeros(2, 25)
-    response_mask[0] = 1  # the second row is a filler
+def test_a_step_of_ppo_by_hand(tiny_model):
+    """A forward and a backward of each model that trains, on prompt and response; fillers count
+    nothing, nor do tokens that an update leaves out."""
+    args = SimpleNamespace(gradient_checkpointing=False)
     weight, lengths = torch.tensor([1.0, 0.0]), torch.tensor([25, 25])
-    batch = micro_batch([0, 0], response_mask=response_mask, row_weight=weight, length=lengths)
+    mask = torch.zeros(2, 25)
+    batch = micro_batch([0, 0], response_mask=mask, row_weight=weight, length=lengths)
     for response in batch.responses:
         response["prompt_ids"] = [5] * 75
-    models = ppo.Models(tiny_model, None, None, [tiny_model], {}, None, None)
-    passes = metrics.passes(args, models, 1, scoring, 0)
-    tokens, flops = throughput.work([batch], passes)
-    forward = throughput.count_flops(tiny_model, 100, 100, 25)
-    assert tokens == 100 and flops == pytest.approx((2 + 1 + scoring + 3) * forward)
+    critic = LlamaForSequenceClassification(tiny_model.config)
+    tokens, flops = throughput.work(args, [tiny_model, critic], [batch, batch])
+    each = [throughput.flops_per_token(args, model, 100) for model in (tiny_model, critic)]
+    assert tokens == 200 and flops == pytest.approx(200 * sum(each))
 
 
 def timed_run(argv):

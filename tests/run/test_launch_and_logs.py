@@ -3,8 +3,6 @@
 import contextlib
 import os
 import re
-import shutil
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -74,31 +72,6 @@ def test_ranks_of_several_hosts_meet_as_pytorch_has_them_meet(monkeypatch):
     assert launch.way_to_meet() == "loopback://"
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert launch.way_to_meet() is None
-
-
-def test_operators_are_compiled_into_the_environment(tmp_path, monkeypatch):
-    """Two clones do not compile each other's operators anew, nor a GPU's run those of CPU ranks: of
-    FusedAdam DeepSpeed has one under the same name for each. A folder of the user's stands."""
-    monkeypatch.setattr(launch.sys, "prefix", str(tmp_path))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "mine")
-    monkeypatch.setenv("PATH", os.environ["PATH"])
-    launch.choose_operator_folder()
-    assert os.environ["TORCH_EXTENSIONS_DIR"] == "mine"
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-    launch.choose_operator_folder()
-    assert os.environ["TORCH_EXTENSIONS_DIR"] == f"{tmp_path}/torch_extensions/cpu"
-
-
-def test_this_environments_ninja_compiles(monkeypatch, tmp_path):
-    """Also under a Python whose environment is not activated. Two versions of ninja take each
-    other's files for out of date: a run after `make demo` would compile for minutes."""
-    other = tmp_path / "ninja"
-    other.write_text("#!/bin/sh\necho 1.0\n")
-    other.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert shutil.which("ninja") == str(other)
-    launch.choose_operator_folder()
-    assert shutil.which("ninja") == os.path.join(os.path.dirname(sys.executable), "ninja")
 
 
 def test_only_the_libraries_are_silenced():
