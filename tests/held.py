@@ -93,6 +93,10 @@ HELD = {
     "when a rank hangs each says where it is": (
         "test_when_a_rank_hangs_each_rank_prints_where_it_is"
     ),
+    "operators that are built are loaded without a compiler": (
+        "test_what_is_built_is_loaded_without_a_compiler"
+    ),
+    "no run waits for a build that was killed": "test_nobody_waits_for_a_build_that_was_killed",
     "data are known by their rows": "test_the_fingerprint_is_of_the_rows_themselves",
     "a helper that outlives its run locks nobody out": (
         "test_a_helper_that_outlives_its_run_does_not_hold_the_lock"

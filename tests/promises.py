@@ -591,6 +591,8 @@ whatever is given, a run keeps its promises
 a number that is not finite stops a run
 what takes long by itself is no hang
 when a rank hangs each says where it is
+operators that are built are loaded without a compiler
+no run waits for a build that was killed
 data are known by their rows
 a helper that outlives its run locks nobody out
 what a run holds does not grow

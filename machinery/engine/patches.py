@@ -8,6 +8,7 @@ import datetime
 import torch
 import torch.nn as nn
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -22,6 +23,15 @@ def wait_at_most(minutes):
     c10d = torch.distributed.distributed_c10d
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit
     return limit
+
+
+def save_stages_as_numbers():
+    """Has a checkpoint store the ZeRO stage that DeepSpeed puts there as a class and a number.
+
+    Python before 3.11.4 (Debian 12's, for example) stores a member of an enum as a call of getattr.
+    That could run any code, so that tools/export.py would refuse a run's own checkpoint.
+    """
+    ZeroStageEnum.__reduce_ex__ = lambda stage, _: (ZeroStageEnum, (int(stage),))
 
 
 def mend_attention():

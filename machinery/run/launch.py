@@ -124,6 +124,7 @@ def join_ranks(args):
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     let_segments_grow()
     operators.do_without_all_reduce()
+    patches.save_stages_as_numbers()
     patches.mend_attention()
     limit = patches.wait_at_most(ranks.WAIT_MINUTES)
     way = way_to_meet()

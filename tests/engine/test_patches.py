@@ -4,6 +4,7 @@ see test_engines.py, and for skip_together in real runs test_environment.py."""
 
 import datetime
 import inspect
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn as nn
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from machinery.engine import patches
 
@@ -47,6 +49,19 @@ def test_a_stage_0_engine_forgets_the_norm_of_its_gradients():
     ours is the norm of the other stages: test_gradient_norms_agree."""
     source = inspect.getsource(DeepSpeedEngine.clip_fp32_gradients)
     assert "_global_grad_norm" not in source, "it keeps the norm now: keep_grad_norm may go"
+
+
+# --------------------------------------------------------------------------------------------------
+# save_stages_as_numbers
+# --------------------------------------------------------------------------------------------------
+def test_a_checkpoint_names_no_getattr(monkeypatch):
+    """As Python 3.11.2 stores a member of an enum, which is Debian 12's."""
+    old = lambda stage, protocol: (getattr, (type(stage), stage.name))  # noqa: E731
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", old)
+    assert b"getattr" in pickle.dumps(ZeroStageEnum.weights)
+    patches.save_stages_as_numbers()
+    stored = pickle.dumps(ZeroStageEnum.weights)
+    assert b"getattr" not in stored and pickle.loads(stored) is ZeroStageEnum.weights
 
 
 # --------------------------------------------------------------------------------------------------
