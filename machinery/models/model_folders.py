@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+from tokenizers import processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -225,8 +226,10 @@ def load_tokenizer(path, args=None, in_chats=False):
     config = load_config(path, trust_remote_code)
     # mistral-common's own tokenizer has no chat template
     options = {"config": config, "trust_remote_code": trust_remote_code, "mistral_format": False}
-    config = config.get_text_config()
     tokenizer = load_or_refuse(path, AutoTokenizer, **options)
+    if is_scorer(config) and tokenizer.is_fast:
+        put_after_texts(tokenizer, [])  # not EOS, for stock tools: our scripts append it
+    config = config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or length
     if length > positions:
         long = f"--max_seq_len {length} (in step 3 --max_prompt_seq_len and --max_answer_seq_len)"
@@ -250,6 +253,20 @@ def load_tokenizer(path, args=None, in_chats=False):
         raise Refused("vocabulary-too-large", f"the tokenizer of {path} {why}.")
     tokenizer.padding_side = "left"
     return tokenizer
+
+
+def put_after_texts(tokenizer, end):
+    """Makes a fast tokenizer put the ids `end` after a text. What it puts before it, BOS, stays."""
+    text, ids = (tokenizer("1 one", add_special_tokens=on).input_ids for on in (False, True))
+    start = ids[: ids.index(text[0])] if text else []
+    around = {"START": start, "END": end}
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="START $A END",
+        special_tokens=[
+            {"id": name, "ids": ids, "tokens": tokenizer.convert_ids_to_tokens(ids)}
+            for name, ids in around.items()
+        ],
+    )
 
 
 def end_of_turn(tokenizer):

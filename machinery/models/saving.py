@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 from safetensors.torch import save_file
-from tokenizers import processors
 from transformers import GenerationConfig
 
 from machinery.base import modules, progress, ranks
@@ -101,9 +100,9 @@ def pad_token(tokenizer):
 def save_appending(tokenizer, folder):
     """Saves a reward model's tokenizer, which appends EOS: the score is read there.
 
-    Stock callers append none, and our own scripts strip what a tokenizer appends
-    (machinery/data/tokens.py). What it writes before a text, such as BOS, stays. Nothing is added
-    for a caller with add_special_tokens=False, who has to append EOS.
+    Stock callers append none. Where they ask for no special tokens they have to: then nothing is
+    added. Our own scripts append it themselves, and load a tokenizer that does not
+    (model_folders.load_tokenizer).
 
     Stock tools load it by the class that takes tokenizer.json as it is: GPTNeoXTokenizer drops what
     appends EOS (transformers 5.24). A tokenizer that has no such file is saved as it is.
@@ -111,18 +110,10 @@ def save_appending(tokenizer, folder):
     own = copy.deepcopy(tokenizer)
     own.pad_token, own.padding_side = pad_token(tokenizer), "right"
     if not tokenizer.is_fast:
-        ranks.say("warning: this tokenizer cannot append EOS to what the reward model is to score")
+        ranks.say("warning: this tokenizer cannot append EOS: who scores with stock tools has to")
         own.save_pretrained(folder)
         return
-    text, ids = (own("one", add_special_tokens=added).input_ids for added in (False, True))
-    around = {"START": ids[: ids.index(text[0])], "EOS": [own.eos_token_id]}
-    own.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="START $A EOS",
-        special_tokens=[
-            {"id": name, "ids": ids, "tokens": own.convert_ids_to_tokens(ids)}
-            for name, ids in around.items()
-        ],
-    )
+    model_folders.put_after_texts(own, [own.eos_token_id])
     own.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"
     config = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}

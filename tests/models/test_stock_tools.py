@@ -136,10 +136,10 @@ def test_our_scripts_read_a_reward_models_folder_as_before(name, tmp_path):
     assert after.get_vocab() == before.get_vocab() and after.eos_token == before.eos_token
     assert after.padding_side == before.padding_side
     assert after.chat_template == before.chat_template
-    for text in (*TEXTS, "a<eos>b", " No <pad> here"):
+    for text in (*TEXTS, "a<eos>b", " No <pad> here", ""):
         assert tokens.tokenise_prompt(after, text) == tokens.tokenise_prompt(before, text)
         assert tokens.tokenise_response(after, text) == tokens.tokenise_response(before, text)
-        assert after(text).input_ids == [*before(text).input_ids, 1]
+        assert after(text).input_ids == before(text).input_ids
     loaded = value_model_of(folder, tokenizer=after)
     torch.testing.assert_close(our_scores(loaded, after), our_scores(model, before))
     saving.save_model(loaded, after, tmp_path / "again")
@@ -233,17 +233,18 @@ def test_adapters_chain(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["another EOS", "no EOS", "BOS first"])
 def test_trl_trains_on_what_we_leave_with_our_reward_model(name, tmp_path):
-    """GRPO from our SFT model, our reward model as its reward_funcs, by name: the mean reward that
-    it logs is our mean score of the responses that it sampled."""
+    """GRPO from our SFT model, our reward model in a pipeline as its reward_funcs: the mean reward
+    that it logs is our mean score of the responses that it sampled."""
     trl = pytest.importorskip("trl")
     (tmp_path / "judge").mkdir()
-    judge, model, tokenizer = saved(tmp_path / "judge", name, "score")
+    folder, model, tokenizer = saved(tmp_path / "judge", name, "score")
     actor, *_ = saved(tmp_path, name)
-    seen = []
+    judge, seen = pipeline("text-classification", model=folder), []
 
-    def note(prompts, completions, **_):
-        seen.extend(prompt + text for prompt, text in zip(prompts, completions))
-        return [0.0] * len(prompts)
+    def score(prompts, completions, **_):
+        texts = [prompt + text for prompt, text in zip(prompts, completions)]
+        seen.extend(texts)
+        return [found["score"] for found in judge(texts)]
 
     config = trl.GRPOConfig(
         output_dir=str(tmp_path / "trl"),
@@ -257,14 +258,14 @@ def test_trl_trains_on_what_we_leave_with_our_reward_model(name, tmp_path):
         bf16=False,
     )
     data = datasets.Dataset.from_dict({"prompt": ["Where is the fox?"] * 4})
-    trainer = trl.GRPOTrainer(actor, reward_funcs=[judge, note], args=config, train_dataset=data)
+    trainer = trl.GRPOTrainer(actor, reward_funcs=score, args=config, train_dataset=data)
     trainer.train()
     rows = [torch.tensor([[*tokens.tokenise_prompt(tokenizer, text), 1]]) for text in seen]
     with torch.no_grad():
         ours = [values(model, row, torch.ones_like(row))[0, -1].item() for row in rows]
-    logged = [log for log in trainer.state.log_history if "rewards/out/mean" in log][0]
+    logged = [log for log in trainer.state.log_history if "rewards/score/mean" in log][0]
     assert len(seen) == 4
-    assert logged["rewards/out/mean"] == pytest.approx(sum(ours) / 4, abs=1e-3)
+    assert logged["rewards/score/mean"] == pytest.approx(sum(ours) / 4, abs=1e-3)
 
 
 @pytest.mark.slow
