@@ -2,7 +2,7 @@
 
     base      which rank this is, refusals in words, progress, records, statistics
     engine    DeepSpeed: its config, ZeRO-3, repairs, offloading, tensor parallelism, throughput
-    models    folders of models, LoRA, saving, the model card, what forwards of architectures take
+    models    folders of models, LoRA, saving, what forwards of architectures take
     data      formats, sources, tokens, rows
     flags     declaring flags, those of all scripts, PPO's, the rules between them, recipes
     run       a run from start to end: launch, output folder, checkpoints, logs, plots

@@ -426,18 +426,18 @@ a file that ends the program | ppo --reward_fn leaving.py:f | ended the program
 # --------------------------------------------------------------------------------------------------
 # What a step leaves in output/STEP: the folder there, and its files.
 LEFT = """
-sft | . | args.json metrics.jsonl curves.png samples.jsonl README.md config.json \
+sft | . | args.json metrics.jsonl curves.png samples.jsonl config.json \
     || other words: curves.png by tools/look.py, README.md by tools/export.py
 sft | . | model.safetensors tokenizer.json tokenizer_config.json
-reward | . | args.json metrics.jsonl curves.png judge.jsonl README.md config.json \
+reward | . | args.json metrics.jsonl curves.png judge.jsonl config.json \
     || other words: curves.png by tools/look.py, README.md by tools/export.py
 reward | . | model.safetensors tokenizer.json tokenizer_config.json
-ppo | . | args.json metrics.jsonl curves.png samples.jsonl tokens.jsonl README.md config.json \
+ppo | . | args.json metrics.jsonl curves.png samples.jsonl tokens.jsonl config.json \
     || other words: curves.png by tools/look.py, README.md by tools/export.py
 ppo | . | model.safetensors tokenizer.json tokenizer_config.json
-ppo | ema | README.md config.json model.safetensors tokenizer.json tokenizer_config.json \
+ppo | ema | config.json model.safetensors tokenizer.json tokenizer_config.json \
     || other words: README.md by tools/export.py
-ppo | critic | README.md config.json model.safetensors tokenizer.json tokenizer_config.json \
+ppo | critic | config.json model.safetensors tokenizer.json tokenizer_config.json \
     || other words: README.md by tools/export.py
 """
 

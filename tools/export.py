@@ -2,12 +2,16 @@
 
     python tools/export.py output/sft/checkpoints/step-500
     python tools/export.py output/ppo/checkpoints/step-60 --to output/ppo-60
+    python tools/export.py output/sft --card
 
 It holds what the run would have saved had it ended at that step, and lies by default beside
 checkpoints/, in step-N. Of PPO it is actor, critic/ and, with --enable_ema, ema/. A run with
 --lora_dim saves adapters; --merge adds them to the weights, which gives a plain model. One process
 reads the shards of all ranks: start it without a launcher, where the run was started, for the flags
 in args.json may name models by relative paths.
+
+With --card it exports nothing, but writes the model card, README.md, of a model that a run has
+saved: what who uploads it needs. A model that is exported gets its card at once.
 
 A checkpoint may be another's, so nothing in it runs. One that names functions or classes which
 none of ours needs is refused, and the code of a model runs only with --trust_remote_code on this
@@ -33,6 +37,7 @@ from machinery.base.refused import Refused, program
 from machinery.flags import declaring
 from machinery.models import model_folders, saving
 from machinery.run import checkpoints, launch
+from tools import model_card
 
 # What DeepSpeed and we save beside what torch.load(weights_only=True) takes. None runs code.
 KNOWN = """
@@ -48,6 +53,8 @@ def get_args(argv=None):
     parser.add_argument("checkpoint", type=Path, help="the folder step-N of a run")
     parser.add_argument("--to", help="the folder to write; by default beside checkpoints/")
     parser.add_argument("--merge", action="store_true", help="add LoRA's adapters to the weights")
+    card = "write README.md of the model in this folder of a run instead"
+    parser.add_argument("--card", action="store_true", help=card)
     code = "run the Python code that comes with a model"
     parser.add_argument("--trust_remote_code", action="store_true", help=code)
     args = parser.parse_args(argv)
@@ -172,10 +179,22 @@ def write_models(args, saved, checkpoint, folder, merge):
         saving.save_model(model, tokenizer, to, **options)
 
 
+def write_cards(to, checkpoint):
+    """Writes the model cards of what was exported to the folder `to`."""
+    step = int(checkpoint.name.rpartition("-")[2])
+    for folder in filter(saving.is_whole, (to, to / "ema", to / "critic")):
+        model_card.write_card(folder, checkpoint.absolute().parent.parent, step)
+
+
 def main(argv=None):
     args = get_args(argv)
     launch.silence_libraries()
+    if args.card:
+        model_card.write_card(args.checkpoint)
+        print(f"{args.checkpoint / 'README.md'} is the model's card")
+        return
     export(args.checkpoint, args.to, args.merge, args.trust_remote_code)
+    write_cards(Path(args.to), args.checkpoint)
     print(f"{args.to} holds the model of {args.checkpoint.name}")
 
 

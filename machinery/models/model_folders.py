@@ -1,19 +1,21 @@
-"""What a model's folder, or its name on the hub, holds; or a clear error."""
+"""What a model's folder, or its name on the hub, holds; or a clear error. What forwards take."""
 
 import contextlib
 import dataclasses
+import inspect
 import os
 import re
+import sys
 from pathlib import Path
 
+from tokenizers import processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from machinery.base import ranks, records
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import Refused, nearest
-from machinery.engine import zero3
-from machinery.models.scoring_tokenizer import AS_TRAINED
+from machinery.engine import patches, zero3
 
 # peft's config of adapters names what they sit on. transformers' config lies beside it under a
 # name of ours: as config.json it would have stock tools look for whole weights there.
@@ -24,7 +26,7 @@ WEIGHTS = tuple(".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .inde
 
 # Of a file: buffers, which older transformers saved, too (GPT-Neo's masks), and Qwen3.5's tower for
 # images
-LEFT_OUT = r"\.masked_bias$|\.inv_freq$|\.attn\.attention\.bias$|\.visual\."
+LEFT_OUT = r"\.masked_bias$|\.attn\.attention\.bias$|\.visual\."
 
 
 # ---- Where a model comes from ----
@@ -146,10 +148,10 @@ def refusing(rule, words):
 def load_or_refuse(path, kind, **options):
     """Returns what `kind` (AutoConfig, AutoTokenizer) loads from a hub name or folder."""
     local = Path(path)
-    ours = local.parts[:1] == ("output",)  # of a recipe; before any run there is no such folder
-    if not local.exists() and len(local.parts) > 1 and (ours or local.parent.is_dir()):
-        words = f"there is no {path} here. {nearest(local)}\n  Has the step that writes it ended?"
-        raise Refused("no-such-model", words)
+    # output/ is where our runs write: it may not be there yet, and is no name on the hub
+    here = local.parent.is_dir() or local.parts[:1] == ("output",)
+    if len(local.parts) > 1 and here and not local.exists():
+        raise Refused("no-such-model", f"there is no {path} here. {nearest(local)}")
     with refusing("no-such-model", f"{path} does not load"):
         return kind.from_pretrained(path, **options)
 
@@ -224,10 +226,10 @@ def load_tokenizer(path, args=None, in_chats=False):
     config = load_config(path, trust_remote_code)
     # mistral-common's own tokenizer has no chat template
     options = {"config": config, "trust_remote_code": trust_remote_code, "mistral_format": False}
-    config = config.get_text_config()
     tokenizer = load_or_refuse(path, AutoTokenizer, **options)
-    if tokenizer.init_kwargs.get(AS_TRAINED):
-        tokenizer = load_or_refuse(path, AutoTokenizer, subfolder=AS_TRAINED, **options)
+    if is_scorer(config) and tokenizer.is_fast:
+        put_after_texts(tokenizer, [])  # not EOS, for stock tools: our scripts append it
+    config = config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or length
     if length > positions:
         long = f"--max_seq_len {length} (in step 3 --max_prompt_seq_len and --max_answer_seq_len)"
@@ -241,24 +243,30 @@ def load_tokenizer(path, args=None, in_chats=False):
             tokenizer.pad_token = None
     if tokenizer.pad_token_id is None:
         tokenizer.add_special_tokens({"pad_token": padding_token(tokenizer, config.vocab_size)})
-    if (rows := rows_used(tokenizer)) > config.vocab_size:
+    # Data write no special token (machinery/data/tokens.py), so others than EOS and padding need no
+    # row: Gemma 3's models for text lack that of an image.
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    text = {*tokenizer.get_vocab().values()} - special
+    rows = 1 + max(*text, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    if rows > config.vocab_size:
         why = f"needs {rows} rows, and its model has {config.vocab_size}"
         raise Refused("vocabulary-too-large", f"the tokenizer of {path} {why}.")
     tokenizer.padding_side = "left"
     return tokenizer
 
 
-def rows_used(tokenizer):
-    """Returns how many rows a model needs for all tokens that can occur.
-
-    Data write no special token (machinery/data/tokens.py), so one that neither the chat template
-    nor we write needs none: Gemma 3's models for text lack a row for that of an image.
-    """
-    t = tokenizer
-    written = f"{t.chat_template}{t.bos_token}{t.eos_token}{t.pad_token}"
-    added = t.added_tokens_decoder.items()
-    unused = {i for i, token in added if token.special and token.content not in written}
-    return 1 + max({*t.get_vocab().values()} - unused)
+def put_after_texts(tokenizer, end):
+    """Makes a fast tokenizer put the ids `end` after a text. What it puts before it, BOS, stays."""
+    text, ids = (tokenizer("1 one", add_special_tokens=on).input_ids for on in (False, True))
+    start = ids[: ids.index(text[0])] if text else []
+    around = {"START": start, "END": end}
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="START $A END",
+        special_tokens=[
+            {"id": name, "ids": ids, "tokens": tokenizer.convert_ids_to_tokens(ids)}
+            for name, ids in around.items()
+        ],
+    )
 
 
 def end_of_turn(tokenizer):
@@ -288,3 +296,29 @@ def padding_token(tokenizer, vocab_size):
         if known.get(name) not in taken:
             return name
     return "<|pad|>" if len(tokenizer) < vocab_size else tokenizer.eos_token
+
+
+# ---- Forwards: models differ in what they take beside ids and a mask ----
+def accepted(model, **options):
+    """Returns those of the options that the model's forward takes. (BLOOM takes no position ids.)
+
+    A model that cannot give logits at single places takes a number of last columns, or nothing.
+    What is `cache` in transformers 5.24 was `past_key_values` before.
+    """
+    takes = inspect.signature(unwrap_model(model).forward).parameters
+    options.setdefault("past_key_values", options.get("cache"))
+    return {name: value for name, value in options.items() if name in takes}
+
+
+def mask_for(model, mask):
+    """Returns the mask of a Layout as the model takes it: one (N, 1, T, T) as numbers to add."""
+    return patches.as_numbers(mask, unwrap_model(model).dtype) if mask.dim() == 4 else mask
+
+
+def picks_positions(model):
+    """Returns whether the model computes logits at the positions that a mask (N, T) marks.
+
+    transformers' own do (5.23), by `slice_logits_to_keep`, unless they are compiled.
+    """
+    library = vars(sys.modules[type(unwrap_model(model)).__module__])
+    return "slice_logits_to_keep" in library and not getattr(model, "is_compiled", False)

@@ -1,6 +1,7 @@
 """Saves a model so that stock transformers, or peft, loads the folder offline."""
 
 import copy
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from transformers import GenerationConfig
 
 from machinery.base import modules, progress, ranks
 from machinery.engine import zero3
-from machinery.models import lora, model_folders, scoring_tokenizer
+from machinery.models import lora, model_folders
 
 # The last file of a saved model, or of adapters, to come: it marks the folder as whole.
 MARKS = ("config.json", model_folders.CONFIG_BESIDE_ADAPTERS)
@@ -27,14 +28,10 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, notes=N
     full_tensor(name, parameter) gathers one tensor at a time, to the CPU memory of rank 0. notes: a
     dict of what else goes into the config. merge: adapters are added to their weights. All files
     are written aside, in .saving, and then moved.
-
-    Returns on rank 0 what the model's card says of it. adapted: whether it is LoRA's adapters
-    alone; scores: whether it is a reward model or critic; appends: whether the tokenizer appends
-    EOS (scoring_tokenizer.save_appending).
     """
     model, folder = modules.unwrap_model(engine), Path(folder)
     adapters = not merge and getattr(model, "peft_config", {}).get("default")
-    state, facts = {}, None
+    state = {}
     zero3.release_early_gathers(engine)
     for name, tensor in progress.shown(saved_tensors(model), "saving, weights"):
         if not adapters or tensor.requires_grad:
@@ -51,12 +48,12 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, notes=N
         else:
             model.save_pretrained(aside, state_dict=lora.merge_state(model, state))
         model.config = training
-        tokenizer.save_pretrained(aside)
-        appends = scores and scoring_tokenizer.save_appending(tokenizer, aside)
-        facts = {"adapted": bool(adapters), "scores": scores, "appends": appends}
+        if scores:
+            save_appending(tokenizer, aside)
+        else:
+            tokenizer.save_pretrained(aside)
         move_files(aside, folder)
     ranks.barrier()
-    return facts
 
 
 def saved_tensors(model):
@@ -77,7 +74,7 @@ def note_tokens(model, tokenizer, scores):
     pad = tokenizer.pad_token_id
     own_pad = None if pad in taken else pad
     if scores:
-        own_pad = tokenizer.convert_tokens_to_ids(scoring_tokenizer.pad_token(tokenizer))
+        own_pad = tokenizer.convert_tokens_to_ids(pad_token(tokenizer))
         # the pipeline adds a sigmoid to a single score, but not in a regression
         model.config.update({"problem_type": "regression", "function_to_apply": "none"})
     elif generation := getattr(model, "generation_config", None):
@@ -88,6 +85,39 @@ def note_tokens(model, tokenizer, scores):
             model.generation_config = GenerationConfig(**ids, pad_token_id=pad)
     for config in (model.config, model.config.get_text_config()):
         config.update({**ids, "pad_token_id": own_pad})
+
+
+def pad_token(tokenizer):
+    """Returns a token that stock transformers can tell from EOS: any other special one, else any.
+
+    It takes a score at the last token that is not padding, and that is EOS.
+    """
+    last = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))[::-1]
+    tokens = [tokenizer.pad_token, *tokenizer.all_special_tokens, *last]
+    return next(token for token in tokens if token not in (None, tokenizer.eos_token))
+
+
+def save_appending(tokenizer, folder):
+    """Saves a reward model's tokenizer, which appends EOS: the score is read there.
+
+    Stock callers append none. Where they ask for no special tokens they have to: then nothing is
+    added. Our own scripts append it themselves, and load a tokenizer that does not
+    (model_folders.load_tokenizer).
+
+    Stock tools load it by the class that takes tokenizer.json as it is: GPTNeoXTokenizer drops what
+    appends EOS (transformers 5.24). A tokenizer that has no such file is saved as it is.
+    """
+    own = copy.deepcopy(tokenizer)
+    own.pad_token, own.padding_side = pad_token(tokenizer), "right"
+    if not tokenizer.is_fast:
+        ranks.say("warning: this tokenizer cannot append EOS: who scores with stock tools has to")
+        own.save_pretrained(folder)
+        return
+    model_folders.put_after_texts(own, [own.eos_token_id])
+    own.save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"
+    config = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings.write_text(json.dumps(config, indent=2))
 
 
 def save_adapters(model, state, folder, adapters):
@@ -102,22 +132,19 @@ def save_adapters(model, state, folder, adapters):
 
 
 def move_files(aside, folder):
-    """Moves the files of `aside` to `folder`, the mark last, when all are on the disk.
+    """Moves the files of `aside` to `folder`, the mark last, when all else is on the disk.
 
     They are as readable as umask says (safetensors' own are the owner's alone). A tokenizer with
     several chat templates has a folder of them.
     """
     for file in aside.glob("*.safetensors"):
         file.chmod(aside.stat().st_mode & 0o666)
-    for path in aside.rglob("*"):
-        sync(path)
     for file in sorted(aside.iterdir(), key=lambda file: file.name in MARKS):
         if file.name in MARKS:
-            sync(folder)  # what it vouches for is there before it
+            os.sync()  # what it vouches for is safe from a power cut before it is there
         shutil.rmtree(folder / file.name, ignore_errors=True)  # nothing replaces a folder
         file.replace(folder / file.name)
     aside.rmdir()
-    sync(folder)
 
 
 def sync(path):

@@ -17,7 +17,7 @@ from machinery.data import batching
 from machinery.data.rows import fingerprint
 from machinery.engine import config_file, throughput, zero3
 from machinery.flags import recipes
-from machinery.models import model_card, model_folders, saving
+from machinery.models import model_folders, saving
 from machinery.run import best, checkpoints, crash, launch, logs, output_folder
 
 STOPS = {  # signals that are noted, and what they do without us
@@ -229,9 +229,7 @@ class Run:
         self.stop_unless_finite(record, micro_batches)
         due = step == self.last_step or step % (args.eval_steps or self.steps_per_epoch) == 0
         if due:
-            found = self.evaluate(step)
-            record.update(found)
-            self.folder.record["evaluation"] = {"step": step, **found}  # for the model's card
+            record.update(self.evaluate(step))
         self.unwritten.append(record)
         if due or step % args.log_steps == 0:
             self.write(logs.joined(self.unwritten))
@@ -260,9 +258,7 @@ class Run:
         """Saves a model, by default in the output folder (saving.save_model)."""
         folder = Path(folder or self.args.output_dir)
         self.phase.note(f"writing {folder}")
-        facts = saving.save_model(engine, tokenizer, folder, full_tensor, self.notes)
-        if facts:  # on rank 0
-            model_card.write_card(self.args, self.folder.record, self.title, folder, **facts)
+        saving.save_model(engine, tokenizer, folder, full_tensor, self.notes)
 
     def finish(self, code=0):
         """Leaves the other ranks in order, and ends the program with the exit code `code`."""

@@ -38,10 +38,8 @@ def test_a_step_samples_as_it_scores(step):
 
 
 def test_what_is_saved_answers_messages(step):
-    """As the card says, with stock transformers: the template comes with the folder. So do the
-    tokens with which the model came, of which padding is EOS."""
-    card = (step.folder / "README.md").read_text()
-    assert "(messages)" in card
+    """With stock transformers: the template comes with the folder. So do the tokens with which the
+    model came, of which padding is EOS."""
     writer = transformers.pipeline("text-generation", str(step.folder))
     asked = [{"role": "user", "content": "What is 62 + 60?"}]
     [answer] = writer(asked, max_new_tokens=24, do_sample=False)

@@ -1,5 +1,6 @@
 """Base models that are not ours: a config without EOS, or with another one, a vocabulary with no
-room for a padding token, tied embeddings, a tokenizer that puts BOS first, and Qwen2's class."""
+room for a padding token, tied embeddings, tokenizers that put BOS or more first, and the classes
+that transformers has for Qwen2's tokenizer and for GPT-NeoX's."""
 
 import torch
 from tiny_models import TOKENIZER, config_of, folder_of, get_args, values
@@ -7,7 +8,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from machinery.data import tokens
-from machinery.models import model_card, model_folders, saving
+from machinery.models import model_folders, saving
 from tests.kit import ROOT, load_model
 
 VOCAB = len(TOKENIZER)
@@ -22,6 +23,9 @@ BASES = {
     "full": (config_of("llama", tie_word_embeddings=True, **FULL), {"pad_token": "<eos>"}),
     "padding is EOS": (config_of("llama", **NONE), {"pad_token": "<eos>"}),
     "BOS first": (config_of("llama", **FULL), {"bos_token": "<pad>"}),
+    "more first": (config_of("llama", **FULL), {"first": "? <pad>"}),
+    "Qwen2's class": (config_of("qwen2", **FULL), {"tokenizer_class": "Qwen2Tokenizer"}),
+    "GPT-NeoX's class": (config_of("gpt_neox", **FULL), {"tokenizer_class": "GPTNeoXTokenizer"}),
     "OPT": (config_of("opt", vocab_size=VOCAB, init_std=0.3, bos_token_id=2, eos_token_id=2), {}),
     "GPT-2": (config_of("gpt2", **FULL), {}),
 }
@@ -31,7 +35,6 @@ PAIRS = [
     ("Human: hi\n\nAssistant:", " Hello!  How are you?\n", " No."),
 ]
 TEXTS = [pair[0] + pair[i] for i in (1, 2) for pair in PAIRS]
-RECORD = dict(data_rows=40, evaluation={"step": 8, "eval_loss": 2.5})
 
 
 def base_folder(path, name):
@@ -39,13 +42,17 @@ def base_folder(path, name):
     config, special = BASES.get(name) or (config_of(name), {})
     folder = folder_of(path, config, weights=True)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/model")
-    for key, value in special.items():
-        setattr(tokenizer, key, value)
-    if special.get("bos_token"):
-        ids = [(tokenizer.bos_token, tokenizer.bos_token_id)]
-        first = processors.TemplateProcessing(single="<pad> $A", special_tokens=ids)
+    for key in special.keys() - {"first", "tokenizer_class"}:
+        setattr(tokenizer, key, special[key])
+    first = special.get("first", special.get("bos_token"))
+    if first:
+        ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in first.split()]
+        first = processors.TemplateProcessing(single=f"{first} $A", special_tokens=ids)
         tokenizer.backend_tokenizer.post_processor = first
     tokenizer.save_pretrained(path)
+    if "tokenizer_class" in special:
+        file = path / "tokenizer_config.json"
+        file.write_text(file.read_text().replace("TokenizersBackend", special["tokenizer_class"]))
     if name == "full":  # and no token to pad with but EOS
         for file in (path / "tokenizer.json", path / "tokenizer_config.json"):
             file.write_text(file.read_text().replace("<pad>", "<other>"))
@@ -61,8 +68,7 @@ def saved(tmp_path, name, head=None, lora_dim=0, flags=()):
     if head:
         with torch.no_grad():
             model.model.score.weight.normal_()
-    facts = saving.save_model(model, tokenizer, tmp_path / "out")
-    model_card.write_card(args, RECORD, "step 2: reward model", tmp_path / "out", **facts)
+    saving.save_model(model, tokenizer, tmp_path / "out")
     return str(tmp_path / "out"), model, tokenizer
 
 

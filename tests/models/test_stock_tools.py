@@ -18,8 +18,9 @@ from transformers import (
     pipeline,
 )
 
+from machinery.base import ranks
 from machinery.data import tokens
-from machinery.models import lora, model_folders, saving, scoring_tokenizer
+from machinery.models import lora, model_folders, saving
 from tests.kit import load_model
 
 every_base = pytest.mark.parametrize("name", BASES)
@@ -104,8 +105,8 @@ OTHERS = ["opt-350m", "gpt_neox", "qwen3", "gemma", "mistral", "bloom"]
 
 @pytest.mark.parametrize("name", [*BASES, *OTHERS])
 def test_stock_tools_give_a_reward_models_scores(name, tmp_path):
-    """A score is read at EOS, which stock callers do not append, whether they ask for special
-    tokens (pipelines) or not (TRL's GRPO): the tokenizer in the folder does, once. A batch of
+    """A score is read at EOS, which stock callers do not append: the tokenizer in the folder does.
+    Who asks for no special tokens appends it, after what the tokenizer puts first. A batch of
     several texts needs a padding token that is not EOS, on either side."""
     folder, model, tokenizer = saved(tmp_path, name, "score")
     ours = our_scores(model, tokenizer)
@@ -117,51 +118,62 @@ def test_stock_tools_give_a_reward_models_scores(name, tmp_path):
     own = AutoTokenizer.from_pretrained(folder)
     assert own.pad_token_id == stock.config.pad_token_id != own.eos_token_id
     sides = ["right"] if name == "GPT-2" else ["left", "right"]  # its stock positions count padding
+    first = tokenizer.decode(tokenizer("").input_ids)
     for side in sides:
-        for special in (True, False):
+        for special, texts in ((True, TEXTS), (False, [f"{first}{text}<eos>" for text in TEXTS])):
             options = dict(padding=True, padding_side=side, add_special_tokens=special)
-            batch = own(TEXTS, return_tensors="pt", **options)
+            batch = own(texts, return_tensors="pt", **options)
             with torch.no_grad():
                 torch.testing.assert_close(stock(**batch).logits[:, 0], ours, **close)
-    again = own([text + "<eos>" for text in TEXTS]).input_ids
-    assert again == own(TEXTS).input_ids, "an EOS that is there is not doubled"
 
 
 @every_base
 def test_our_scripts_read_a_reward_models_folder_as_before(name, tmp_path):
-    """They append EOS themselves, and must not get two; padding is as it was when trained."""
+    """They append EOS themselves, and must not get two. Vocabulary and EOS are those of the actor,
+    to which step 3 compares them. What is saved once more is the same."""
     folder, model, before = saved(tmp_path, name, "score")
     after = model_folders.load_tokenizer(folder)
-    assert type(after) is type(before) and after.get_vocab() == before.get_vocab()
-    assert after.pad_token == before.pad_token and after.padding_side == before.padding_side
+    assert after.get_vocab() == before.get_vocab() and after.eos_token == before.eos_token
+    assert after.padding_side == before.padding_side
     assert after.chat_template == before.chat_template
-    for text in (*TEXTS, "a<eos>b", " No <pad> here"):
+    for text in (*TEXTS, "a<eos>b", " No <pad> here", ""):
         assert tokens.tokenise_prompt(after, text) == tokens.tokenise_prompt(before, text)
         assert tokens.tokenise_response(after, text) == tokens.tokenise_response(before, text)
         assert after(text).input_ids == before(text).input_ids
     loaded = value_model_of(folder, tokenizer=after)
     torch.testing.assert_close(our_scores(loaded, after), our_scores(model, before))
+    saving.save_model(loaded, after, tmp_path / "again")
+    own, again = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("out", "again"))
+    assert own(TEXTS).input_ids == again(TEXTS).input_ids and own.pad_token == again.pad_token
 
 
 def test_a_chat_ends_where_our_scripts_end_it(tmp_path):
-    """Chat templates write a line break after the last EOS, which training never saw."""
-    folder, _, tokenizer = saved(tmp_path, "another EOS", "score")
+    """Chat templates write EOS, and a line break after it, which training never saw: who scores a
+    chat strips that, and asks for no special tokens (docs/ecosystem.md)."""
+    folder, model, tokenizer = saved(tmp_path, "another EOS", "score")
     own = AutoTokenizer.from_pretrained(folder)
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
     text = own.apply_chat_template(turns, tokenize=False)
     assert text.endswith("<eos>\n")
     expected = tokens.tokenise_prompt(tokenizer, turns[:1])
     expected += tokens.tokenise_response(tokenizer, "Yes.")
-    assert own(text, add_special_tokens=False).input_ids == expected
+    assert own(text.rstrip(), add_special_tokens=False).input_ids == expected
+    judge, row = pipeline("text-classification", model=folder), torch.tensor([expected])
+    with torch.no_grad():
+        ours = values(model, row, torch.ones_like(row))[0, -1].item()
+    assert judge(text.rstrip(), add_special_tokens=False)[0]["score"] == pytest.approx(ours, 1e-3)
 
 
 @pytest.mark.parametrize("name", ["BOS first", "padding is EOS"])
-def test_a_tokenizer_that_takes_no_normaliser_is_saved_as_it_is(name, tmp_path, monkeypatch):
-    """What is saved is loaded and tried out, and the card tells whom it does not serve: who appends
-    EOS has our scores."""
-    monkeypatch.setattr(scoring_tokenizer, "add_rules", lambda *args: None)
+def test_a_tokenizer_that_cannot_append_is_saved_as_it_is(name, tmp_path, monkeypatch):
+    """One that is written in Python has no file of rules. It pads with another token than EOS, and
+    the run says who appends EOS: then the scores are ours."""
+    said = []
+    monkeypatch.setattr(ranks, "say", said.append)
+    monkeypatch.setattr(transformers.TokenizersBackend, "is_fast", False)
     folder, model, tokenizer = saved(tmp_path, name, "score")
-    assert saving.is_whole(folder)
+    monkeypatch.undo()
+    assert saving.is_whole(folder) and "EOS" in said[-1]
     own = AutoTokenizer.from_pretrained(folder)
     for after in (own, model_folders.load_tokenizer(folder)):
         assert after("one").input_ids == tokenizer("one").input_ids
@@ -170,8 +182,6 @@ def test_a_tokenizer_that_takes_no_normaliser_is_saved_as_it_is(name, tmp_path, 
     with torch.no_grad():
         found = stock(**batch).logits[:, 0]
     torch.testing.assert_close(found, our_scores(model, tokenizer), **close)
-    assert "Append EOS to each text" in (tmp_path / "out/README.md").read_text()
-    assert not [*(tmp_path / "out").glob("*.py"), *(tmp_path / "out").glob("as_trained")]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -223,17 +233,18 @@ def test_adapters_chain(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["another EOS", "no EOS", "BOS first"])
 def test_trl_trains_on_what_we_leave_with_our_reward_model(name, tmp_path):
-    """GRPO from our SFT model, our reward model as its reward_funcs, by name: the mean reward that
-    it logs is our mean score of the responses that it sampled."""
+    """GRPO from our SFT model, our reward model in a pipeline as its reward_funcs: the mean reward
+    that it logs is our mean score of the responses that it sampled."""
     trl = pytest.importorskip("trl")
     (tmp_path / "judge").mkdir()
-    judge, model, tokenizer = saved(tmp_path / "judge", name, "score")
+    folder, model, tokenizer = saved(tmp_path / "judge", name, "score")
     actor, *_ = saved(tmp_path, name)
-    seen = []
+    judge, seen = pipeline("text-classification", model=folder), []
 
-    def note(prompts, completions, **_):
-        seen.extend(prompt + text for prompt, text in zip(prompts, completions))
-        return [0.0] * len(prompts)
+    def score(prompts, completions, **_):
+        texts = [prompt + text for prompt, text in zip(prompts, completions)]
+        seen.extend(texts)
+        return [found["score"] for found in judge(texts)]
 
     config = trl.GRPOConfig(
         output_dir=str(tmp_path / "trl"),
@@ -247,14 +258,14 @@ def test_trl_trains_on_what_we_leave_with_our_reward_model(name, tmp_path):
         bf16=False,
     )
     data = datasets.Dataset.from_dict({"prompt": ["Where is the fox?"] * 4})
-    trainer = trl.GRPOTrainer(actor, reward_funcs=[judge, note], args=config, train_dataset=data)
+    trainer = trl.GRPOTrainer(actor, reward_funcs=score, args=config, train_dataset=data)
     trainer.train()
     rows = [torch.tensor([[*tokens.tokenise_prompt(tokenizer, text), 1]]) for text in seen]
     with torch.no_grad():
         ours = [values(model, row, torch.ones_like(row))[0, -1].item() for row in rows]
-    logged = [log for log in trainer.state.log_history if "rewards/out/mean" in log][0]
+    logged = [log for log in trainer.state.log_history if "rewards/score/mean" in log][0]
     assert len(seen) == 4
-    assert logged["rewards/out/mean"] == pytest.approx(sum(ours) / 4, abs=1e-3)
+    assert logged["rewards/score/mean"] == pytest.approx(sum(ours) / 4, abs=1e-3)
 
 
 @pytest.mark.slow
