@@ -11,6 +11,10 @@ GRPO = output/grpo
 CLASS = output/class
 REAL = output/real
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+# CUDA's allocator extends its segments: docs/performance.md. Under WSL the driver may refuse that late.
+ifneq ($(shell command -v nvidia-smi >/dev/null && uname -r | grep -vi microsoft),)
+export PYTORCH_CUDA_ALLOC_CONF ?= expandable_segments:True
+endif
 
 .PHONY: demo picture slides grpo real class try grade own-demo container lab clinic test test-slow test-all variants vllm gpu-check gpu-run lint bench install clean
 demo: install

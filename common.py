@@ -69,14 +69,6 @@ class Layout:
         moved = {k: x.to(device, non_blocking=True) for k, x in held.items() if torch.is_tensor(x)}
         return dataclasses.replace(self, **moved)
 
-    def texts(self, tokenizer):
-        """Yields {"text": ...} for each row: what a run that stops at NaN writes down.
-
-        For rows with padding on the left; ppo.py overrides it.
-        """
-        for ids, count in zip(self.ids, self.real_tokens.tolist()):
-            yield {"text": tokenizer.decode(ids[len(ids) - count :])}
-
 
 def pad(sequences, pad_value, side="left", dtype=torch.long):
     """Lists -> values, mask: (B, T). Masks come from lengths, never from `ids != pad`."""

@@ -58,7 +58,7 @@ from helpers import (
     padding,
     shared_prompts,
 )
-from machinery.base import progress, ranks
+from machinery.base import ranks
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import program
 from machinery.data.rows import load_rows, open_sources
@@ -562,12 +562,6 @@ class MicroBatch(common.Layout):
         tokens = (self.row_weight * (self.length + self.length.new_tensor(prompts))).sum()
         return tokens, self.row_weight.sum()
 
-    def texts(self, tokenizer):
-        """Yields the responses as rows that --data_path takes, for a run that stops at NaN."""
-        for response in self.responses:
-            if response["row_weight"]:
-                yield judging.as_data(response)
-
 
 def plain_rows(responses, pad_id):
     """The Layout of a row for each response: the prompt padded left, the response right.
@@ -660,7 +654,7 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     # cache.active: which of the B responses each row of the cache is for. At first there is a row
     # for each of the U different prompts; for_each_response then gives each response its own.
     inputs = ids[cache.active]  # (U, P)
-    for r in progress.shown(range(R), "tokens of each response"):
+    for r in ranks.shown(range(R), "tokens of each response"):
         # Forward.
         logits = forward(model, inputs, cache)  # at first (U, V), then (b, V)
         logits = decoding.for_each_response(cache, logits)  # (b, V)
@@ -713,7 +707,7 @@ def roll_out(args, engine, tokenizer, requests, step, batch_size):
     # Under ZeRO-3 all weights are gathered once, for all forwards, if they fit beside the cache.
     room = decoding.memory(args, engine, requests, batch_size)
     with zero3.gather_for_generation(engine, room) as (model, synced):
-        for start in progress.shown(range(0, len(requests), batch_size), "batches of a rollout"):
+        for start in ranks.shown(range(0, len(requests), batch_size), "batches of a rollout"):
             part = requests[start : start + batch_size]
             prompts = [request["prompt_ids"] for request in part]
             ids, mask = common.pad(prompts, tokenizer.pad_token_id)

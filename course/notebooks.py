@@ -21,7 +21,6 @@ FOLDER = Path(__file__).resolve().parent
 NAMES = sorted(file.stem for file in FOLDER.glob("*.ipynb"))
 LONGEST = 20_000  # characters of HTML that are kept: a report is longer
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-PROGRESS = re.compile(r"^ *[\w ]+: \d+ of \d+, .* left\n", re.M)  # machinery/base/progress.py
 
 
 def read(name):
@@ -52,7 +51,7 @@ def trim(notebook):
         cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         for output in cell.outputs:
             if "text" in output:
-                text = PROGRESS.sub("", COLOURS.sub("", output.text))
+                text = COLOURS.sub("", output.text)
                 output.text = text.replace(f"{FOLDER.parent}/", "")
             if len(output.get("data", {}).get("text/html", "")) > LONGEST:
                 del output.data["text/html"]

@@ -8,7 +8,7 @@ from helpers import functions
 from machinery.base import ranks
 from machinery.data.tokens import keep_end, tokenise_response
 from machinery.engine import zero3
-from machinery.run import logs
+from machinery.run.run import append, show_sample
 
 
 def answer_and_keep(run, engine, tokenizer, held_out, step, gold):
@@ -20,12 +20,12 @@ def answer_and_keep(run, engine, tokenizer, held_out, step, gold):
     if not rows:
         return {}
     answers = answer_greedily(run.args, engine, tokenizer, [row["prompt_ids"] for row in rows])
-    logs.show_sample(rows[0], answers[0]["response"])
+    show_sample(rows[0], answers[0]["response"])
     lines = [{"step": step, "prompt": row["prompt"], **a} for row, a in zip(rows, answers)]
     if gold:
         golds = graded(gold, rows, [answer["response"] for answer in answers], tokenizer)
         lines = [{**line, "gold": score} for line, score in zip(lines, golds)]
-    logs.append(run.args, "samples.jsonl", lines)
+    append(run.args, "samples.jsonl", lines)
     return {"eval_gold": sum(golds) / len(golds)} if gold else {}
 
 

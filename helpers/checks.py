@@ -29,7 +29,7 @@ def stop_unless_rollout_is_finite(run, micro_batches):
     names = [name for name in (*STORED, *micro_batches[0].tokens) if each[0][name] is not None]
     sums = {name: sum(stored[name].sum() for stored in each) for name in names}
     totals = dict(zip(sums, ranks.all_sum(*sums.values()).tolist()))
-    run.stop_unless_finite(totals, micro_batches)
+    run.stop_unless_finite(totals)
 
 
 def stop_unless_one(run, minibatch):

@@ -5,7 +5,7 @@ from statistics import fmean
 from helpers import metrics
 from machinery.base import ranks, statistics
 from machinery.data import batching
-from machinery.run import logs
+from machinery.run.run import append, show_sample
 
 
 def requests(held_out, samples=1):
@@ -26,10 +26,10 @@ def report(run, step, responses, samples=1):
 
     responses: from `gathered`. samples: how many there are to each prompt.
     """
-    logs.append(run.args, "samples.jsonl", [line_of(each, step=step) for each in responses])
+    append(run.args, "samples.jsonl", [line_of(each, step=step) for each in responses])
     for response in responses[::samples][:2]:
         numbers = [f"{name} {response[name]:.4g}" for name in reported(response)]
-        logs.show_sample(response, response["text"], f"  {', '.join(numbers)}")
+        show_sample(response, response["text"], f"  {', '.join(numbers)}")
     return means_of(responses, samples)
 
 

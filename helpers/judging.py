@@ -5,7 +5,6 @@ responses of a rollout, so that one with a pool of processes, or with requests t
 all of them at once.
 """
 
-import json
 from pathlib import Path
 
 import torch
@@ -82,9 +81,3 @@ def said(batch, name):
         scores[i, : len(tokens)] = torch.tensor(tokens)
         scores[i] += whole * last[i]
     return (scores * (batch.response_mask.cpu() > 0)).to(batch.response_mask.device)
-
-
-def as_data(response):
-    """Returns a response as a row that --data_path takes."""
-    prompt = json.loads(response["prompt"]) if response["chat"] else response["prompt"]
-    return {"prompt": prompt, "completion": response["text"], **json.loads(response["extra"])}

@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 
 from helpers import evaluation
-from machinery.run import logs
+from machinery.run.run import append
 
 MOST_TOKENS = 512  # of a response that are written; the rest is left out
 # name in tokens.jsonl: the tensor (B, R) of a micro-batch. The advantage is before whitening
@@ -42,7 +42,7 @@ def write(run, step, micro_batches, kl_coef):
     about = {"step": step, "kl_coef": kl_coef if args.kl_in == "reward" else 0.0}
     rows = evaluation.gathered(micro_batches)
     lines = [{**evaluation.line_of(row, **about), "tokens": row["numbers"]} for row in rows]
-    logs.append(args, "tokens.jsonl", lines)
+    append(args, "tokens.jsonl", lines)
 
 
 def note(batch, tokenizer):

@@ -185,19 +185,19 @@ def pretend_and_call_main(script, argv, pretended, toolkit, stdin):
 def call_main(script, argv):
     """Runs a script's main() as its last line does, in a rank.
 
-    What takes time is left out. Its curves.png is empty: one is drawn in
-    test_deepspeeds_launcher_needs_no_compiler. Nothing waits for the disk, as no test cuts the
-    power; what is to be synced must be there. And nothing waits for gloo's threads at the end: a
-    forked rank leaves without Python's shutdown.
+    What takes time is left out. A curves.png is empty: one is drawn in test_look.py. Nothing waits
+    for the disk, as no test cuts the power; what is to be synced must be there. And nothing waits
+    for gloo's threads at the end: a forked rank leaves without Python's shutdown.
     """
     from machinery.base import refused
     from machinery.models import saving
-    from machinery.run import crash, plots
+    from machinery.run import run
+    from tools.report import plots
 
-    plots.draw = lambda folder, *_: (folder / "curves.png").touch()
-    saving.sync = os.stat
-    os.sync = lambda: None
-    crash.time = types.SimpleNamespace(sleep=lambda seconds: None)
+    plots.draw = lambda run, title: (run.path / "curves.png").touch()
+    saving.sync, os.sync = os.stat, lambda: None
+    clock = run.time.monotonic
+    run.time = types.SimpleNamespace(monotonic=clock, sleep=lambda seconds: None)
     sys.argv = [f"{script}.py", *argv]
     refused.program(importlib.import_module(script).main)
 

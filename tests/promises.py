@@ -118,12 +118,12 @@ compile-decoding-shards | ppo --compile_decoding 1 --zero_stage 3 \
 state-offload | ppo --offload_states --zero_stage 1 --dtype bf16
 state-offload | ppo --offload_states --zero_stage 3 --offload
 # how ranks find each other
-no-such-rank | WORLD_SIZE=two sft | 'two' || leaves: int() says so itself
-no-such-rank | WORLD_SIZE= sft | WORLD_SIZE || leaves: int() says so itself
-no-such-rank | RANK=x sft | 'x' || leaves: int() says so itself
-no-such-rank | RANK=3 sft | '3' || leaves: int() says so itself
-no-such-rank | LOCAL_RANK= sft | LOCAL_RANK || leaves: int() says so itself
-no-such-rank | MASTER_PORT=abc sft | abc || leaves: int() says so itself
+no-such-rank | WORLD_SIZE=two sft | 'two' || left: int() says so itself
+no-such-rank | WORLD_SIZE= sft | WORLD_SIZE || left: int() says so itself
+no-such-rank | RANK=x sft | 'x' || left: int() says so itself
+no-such-rank | RANK=3 sft | '3' || left: int() says so itself
+no-such-rank | LOCAL_RANK= sft | LOCAL_RANK || left: int() says so itself
+no-such-rank | MASTER_PORT=abc sft | abc || left: int() says so itself
 no-master-address | SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=2 sft | MASTER_ADDR
 """
 
@@ -282,9 +282,9 @@ no-page | tools.look finished --out no/such.html | no/such.html
 foreign-page | tools.look finished --out nothing | nothing
 no-run | tools.look nothing | nothing
 foreign-page | tools.look finished --out score.py | score.py
-no-checkpoint | tools.export gone/checkpoints/step-1 | manifest.json \
+no-checkpoint | tools.export gone/checkpoints/step-1 | done \
     || other words: the mark of a whole checkpoint is `done`
-no-checkpoint | tools.export broken/checkpoints/step-2 | rank0.pt \
+no-checkpoint | tools.export broken/checkpoints/step-2 | done \
     || other words: the mark of a whole checkpoint is `done`
 no-run | tools.export alone/checkpoints/step-2 | args.json
 target-in-use | tools.export stopped/checkpoints/step-2 --to good | good
@@ -426,13 +426,13 @@ a file that ends the program | ppo --reward_fn leaving.py:f | ended the program
 # --------------------------------------------------------------------------------------------------
 # What a step leaves in output/STEP: the folder there, and its files.
 LEFT = """
-sft | . | args.json metrics.jsonl curves.png samples.jsonl config.json \
+sft | . | args.json metrics.jsonl samples.jsonl config.json \
     || other words: curves.png by tools/look.py, README.md by tools/export.py
 sft | . | model.safetensors tokenizer.json tokenizer_config.json
-reward | . | args.json metrics.jsonl curves.png judge.jsonl config.json \
+reward | . | args.json metrics.jsonl judge.jsonl config.json \
     || other words: curves.png by tools/look.py, README.md by tools/export.py
 reward | . | model.safetensors tokenizer.json tokenizer_config.json
-ppo | . | args.json metrics.jsonl curves.png samples.jsonl tokens.jsonl config.json \
+ppo | . | args.json metrics.jsonl samples.jsonl tokens.jsonl config.json \
     || other words: curves.png by tools/look.py, README.md by tools/export.py
 ppo | . | model.safetensors tokenizer.json tokenizer_config.json
 ppo | ema | config.json model.safetensors tokenizer.json tokenizer_config.json \
@@ -537,7 +537,7 @@ naming a model selects another recipe, and the run says so \
 a recipe's batch is that of all ranks, and where it is not the run says so \
     || other words: the banner says when a step has other rows than the recipe's
 the launchers: torchrun, plain Python
-long work shows itself in a job's log || leaves: tqdm alone, off without a terminal
+long work shows itself in a job's log || left: tqdm alone, off without a terminal
 to import a script does nothing
 
 # a run is the same, however it is laid out
@@ -559,7 +559,7 @@ late in a run, too
 with LoRA, too
 killed at any moment
 a damaged checkpoint is passed over || other words: a folder without `done` does not count
-every kind of damage is seen || leaves: sizes are not compared
+every kind of damage is seen || left: sizes are not compared
 a checkpoint is on the disk first
 a full disk costs no checkpoint
 SIGTERM and Ctrl-C save

@@ -68,7 +68,7 @@ def base_flags(script, base):
 SAVING = "--save_steps 2 --keep_checkpoints 9"
 BEST = "--keep_best eval_accuracy --eval_steps 1 --save_steps 1 --keep_checkpoints 9"
 ONCE = dict(rows=4, accumulation=1)  # a rollout is one micro-batch, trained on once
-# random numbers are resumed, too, and a line of the log that is half full
+# random numbers are resumed, too
 DROPOUT = "--model_name_or_path BASE/models/actor --dropout 0.1 --log_steps 3"
 PPO_DROPOUT = "--critic_dropout 0.1 --kl_target 0.5"
 GOLD = "--gold_fn BASE/letters.py:share_of_early_letters"

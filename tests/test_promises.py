@@ -69,8 +69,10 @@ def make_runs(box):
     args = json.loads((box / "stopped/args.json").read_text())
     shutil.copytree(box / "finished", box / "bestless")
     (box / "bestless/args.json").write_text(json.dumps({**args, "keep_best": "eval_loss"}))
-    for step in (1, 2):
-        os.truncate(box / f"broken/checkpoints/step-{step}/rank0.pt", 10)
+    for step in (1, 2):  # as an older version of this project wrote them
+        (box / f"broken/checkpoints/step-{step}/done").rename(
+            box / f"broken/checkpoints/step-{step}/manifest.json"
+        )
     (box / "replaced/args.json").write_text(json.dumps({**args, "model_name_or_path": "deep"}))
     (box / "alone/args.json").unlink()
 

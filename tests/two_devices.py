@@ -316,7 +316,6 @@ def program():
     import common
     from machinery.engine import zero3
     from machinery.flags import declaring
-    from machinery.run import launch
 
     load, freeze = common.load_model, common.frozen_engine
 
@@ -336,7 +335,6 @@ def program():
                 model, args, micro_steps, steps
             ),
         )
-        patch.setattr(launch, "let_segments_grow", lambda: None)
         # the step of a token runs as it is
         patch.setattr(PreTrainedModel, "get_compiled_call", lambda model, config: model)
         yield count

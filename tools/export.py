@@ -78,9 +78,9 @@ def refuse_code(checkpoint):
 
 def read_run(checkpoint):
     """Returns the flags of the run that wrote a checkpoint, and what its ranks saved, in order."""
-    if damaged := checkpoints.damage(checkpoint):
-        what = f"Missing, cut short or changed: {', '.join(damaged)}"
-        raise Refused("no-checkpoint", f"{checkpoint} is no whole checkpoint, step-N.\n  {what}")
+    if not (checkpoint / checkpoints.DONE).exists():
+        words = f"{checkpoint} is no whole checkpoint, step-N: it has no file `{checkpoints.DONE}`."
+        raise Refused("no-checkpoint", words)
     refuse_code(checkpoint)
     record = records.read(checkpoint.absolute().parent.parent)
     if record.get("tensor_parallel_size") != 1:

@@ -6,8 +6,9 @@
 
 The page holds the steps with their limits, one prompt answered by all models, verdicts on the
 metrics, curves, the numbers of single tokens, how good the reward model is, and the samples. It
-needs no network and no server: open it in a browser. The verdicts that are "sick" or "watch" are
-printed, too, and so are learning rates that are not those of the run's preset.
+needs no network and no server: open it in a browser. The curves of each run are also drawn as a
+picture, curves.png, in its own folder. The verdicts that are "sick" or "watch" are printed, too,
+and so are learning rates that are not those of the run's preset.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from machinery.base.refused import Refused, program
 from machinery.flags import declaring
-from tools.report import page, runs, verdicts
+from tools.report import page, plots, runs, verdicts
 
 
 def get_args(argv=None):
@@ -41,6 +42,14 @@ def refuse_foreign(out):
         raise Refused("foreign-page", words)
 
 
+def draw_curves(run):
+    """Draws curves.png in the run's folder. A picture that fails costs no page."""
+    try:
+        plots.draw(run, f"{run.title()}, {run.path}")
+    except Exception as error:  # the folder cannot be written to, a metric has an odd name, ...
+        print(f"{run.path}/curves.png could not be drawn: {error!r}")
+
+
 def main(argv=None):
     args = get_args(argv)
     with contextlib.suppress(AttributeError):  # of a notebook's output, which takes all characters
@@ -60,6 +69,8 @@ def main(argv=None):
         args.out.write_text(words, encoding="utf-8")
     except OSError as error:
         raise Refused("no-page", f"--out {args.out} cannot be written: {error}.") from error
+    for run in found:
+        draw_curves(run)
     for own, rows in runs.differences(found):
         print(f"flags that differ between {', '.join(run.name for run in own)}:")
         for flag, values in rows:

@@ -42,7 +42,7 @@ import torch.nn.functional as F
 import common
 from common import scatter_to
 from helpers import decoding
-from machinery.base import progress, ranks
+from machinery.base import ranks
 from ppo import group_sum, next_logits
 '''
 SOLVED = "from common import TokenLogprobs\n"  # what token_logprobs is made of in common.py

@@ -5,8 +5,8 @@ so for the data they count as one.
 """
 
 import contextlib
+import ctypes
 import faulthandler
-import itertools
 import os
 import signal
 import socket
@@ -14,7 +14,6 @@ import sys
 import time
 
 import deepspeed.comm as dist
-import multiprocess  # whose processes `datasets` starts
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
@@ -25,7 +24,8 @@ from machinery.base.refused import Refused
 # How long a rank waits for another before it gives up: PyTorch's own limit with gloo. With NCCL it
 # is 10, which a rank that writes a large model may need for itself.
 WAIT_MINUTES = 30
-NUMBERS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE LOCAL_SIZE MASTER_PORT".split()
+NOTED_EVERY = 60  # seconds between two notes that long work makes progress
+PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent ends
 
 
 def get_rank():
@@ -39,19 +39,9 @@ def get_world_size():
 
 
 def launched():
-    """Returns how many ranks were started, by what the launcher says: they need not have met.
-
-    Refuses what the environment says of ranks if these are no numbers, or do not fit.
-    """
-    given = {name: os.environ[name] for name in NUMBERS if name in os.environ}
+    """Returns how many ranks were started, by what the launcher says: they need not have met."""
     srun = os.environ.get("SLURM_NTASKS", 1) if "SLURM_STEP_ID" in os.environ else 1
-    rank = count = 0
-    if all(value.isdecimal() for value in given.values()):
-        rank, count = int(given.get("RANK", 0)), int(given.get("WORLD_SIZE", srun))
-    if rank >= count:
-        words = f"the environment has {given}, which launchers set. Unset them, or use a launcher."
-        raise Refused("no-such-rank", words)
-    return count
+    return int(os.environ.get("WORLD_SIZE", srun))
 
 
 def tensor_parallel_size():
@@ -128,23 +118,8 @@ def barrier():
         dist.barrier()
 
 
-def wait_while(busy, what):
-    """Waits until busy() is False on every rank, however long that takes. All ranks call it.
-
-    One wait would end after WAIT_MINUTES. These are many short ones, which a rank that has died
-    still ends. what: said again every minute.
-    """
-    for second in itertools.count():
-        if not all_sum(busy())[0]:
-            return
-        if second % 60 == 0:
-            say(f"{what} ({second // 60} min so far)")
-        go_on()
-        time.sleep(1)
-
-
 def go_on():
-    """Notes that this rank makes progress.
+    """Notes that this rank makes progress: at each step, and while long work goes on.
 
     A rank that does not note it again for three quarters of WAIT_MINUTES prints where it is in its
     code: under NCCL a wait that is too long is no error in Python, but the end of the process. The
@@ -158,27 +133,35 @@ def go_on():
 def unhurried():
     """For work during which no rank waits for another: long as it may take, nothing is wrong.
 
-    SIGTERM ends the processes that share the work, too. They are forks, which it kills at once: a
-    Python handler may run too late in them, and a fork would then wait for a lock forever.
+    The processes that share the work (`datasets` forks them) end with this one, also where a signal
+    ends it. They would wait for more work forever.
     """
+    working = True
+
+    def end_with_parent():
+        if working:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    os.register_at_fork(after_in_child=end_with_parent)
     faulthandler.cancel_dump_traceback_later()
-
-    def end(*_):
-        for process in multiprocess.active_children():
-            process.kill()
-        os._exit(1)
-
-    def end_at_once():
-        if signal.getsignal(signal.SIGTERM) is end:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    os.register_at_fork(after_in_child=end_at_once)
-    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        working = False
     go_on()
+
+
+def shown(pieces, what, **options):
+    """Yields the pieces of long work, and shows in a terminal how many are done, on rank 0.
+
+    options: tqdm's total and initial, where `pieces` has no length.
+    """
+    noted, hidden = time.monotonic(), True if os.environ.get("RANK", "0") != "0" else None
+    for piece in tqdm(pieces, what, leave=False, delay=1, disable=hidden, **options):
+        yield piece
+        if time.monotonic() > noted + NOTED_EVERY:  # at each piece it would take as long as a token
+            noted = time.monotonic()
+            go_on()
 
 
 def say(text):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from machinery.base import progress, ranks
+from machinery.base import ranks
 
 
 class Rows:
@@ -51,6 +51,6 @@ def eval_loader(args, rows, collate):
     size = min(args.per_device_eval_batch_size, max(len(rows), 1))
     order = [*range(len(rows))] + [-1] * (-len(rows) % (size * ranks_with_data))
     starts = range(rank * size, len(order), size * ranks_with_data)
-    for start in progress.shown(starts, "evaluation"):
+    for start in ranks.shown(starts, "evaluation"):
         part = order[start : start + size]
         yield part, collate([Rows(rows)[i] for i in part]).to(ranks.device())

@@ -128,7 +128,7 @@ def add_common_flags(parser, own_forms=()):
     arg("ds_config", str(ROOT / "ds_config.json"), "DeepSpeed knobs without a flag")
     arg("local_rank", -1, "set by the deepspeed launcher", least=-1)
     arg("eval_steps", 0, "steps between evaluations; also at start and end; 0: each epoch")
-    arg("log_steps", 1, "steps to a line on the screen and in metrics.jsonl: their mean", least=1)
+    arg("log_steps", 1, "the screen shows every so many-th step; metrics.jsonl has all", least=1)
     arg("save_steps", 0, "steps between checkpoints; 0: only when interrupted")
     arg("keep_checkpoints", 1, "how many of the newest checkpoints to keep", least=1)
     metric = "a metric: keep the best model by it in best/ (eval_loss, eval_gold)"

@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
-from machinery.base import modules, progress, ranks
+from machinery.base import modules, ranks
 from machinery.engine import zero3
 from machinery.models import lora, model_folders
 
@@ -33,7 +33,7 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, notes=N
     adapters = not merge and getattr(model, "peft_config", {}).get("default")
     state = {}
     zero3.release_early_gathers(engine)
-    for name, tensor in progress.shown(saved_tensors(model), "saving, weights"):
+    for name, tensor in ranks.shown(saved_tensors(model), "saving, weights"):
         if not adapters or tensor.requires_grad:
             state[name] = full_tensor(name, tensor)
     if ranks.get_rank() == 0:

@@ -1,24 +1,26 @@
-"""Checkpoints: a run that stops goes on exactly where it stood (docs/reliability.md)."""
+"""Checkpoints: a run that stops goes on exactly where it stood (docs/reliability.md).
+
+checkpoints/step-4/actor/state/    DeepSpeed's own files of an engine
+                   rank0.pt        what else a rank needs: random numbers, the script's state
+                   done            empty, and written last: without it the folder does not count
+"""
 
 import contextlib
-import json
+import os
 import random
 import shutil
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 
-from machinery.base import ranks, records
+from machinery.base import ranks
 from machinery.base.refused import Refused
 from machinery.engine import zero3
-from machinery.models import model_folders, saving
-from machinery.run import logs
+from machinery.models import model_folders
+
+DONE = "done"
 
 
 def folder_of(args):
@@ -26,57 +28,65 @@ def folder_of(args):
     return Path(args.output_dir) / "checkpoints"
 
 
-def whole_checkpoints(args):
-    """Returns the checkpoints that got their name, step-N, for being complete, oldest first."""
-    folders = folder_of(args).glob("step-*/")
-    return sorted((each for each in folders if each.name[5:].isdecimal()), key=step_of)
-
-
 def step_of(folder):
     """Returns the step of a checkpoint."""
     return int(folder.name[5:])
 
 
+def all_checkpoints(args):
+    """Returns the folders step-N, done or not, oldest first."""
+    folders = folder_of(args).glob("step-*/")
+    return sorted((each for each in folders if each.name[5:].isdecimal()), key=step_of)
+
+
+def whole_checkpoints(args):
+    """Returns the checkpoints that are done, oldest first. Refuses those of an older version."""
+    found = all_checkpoints(args)
+    done = [folder for folder in found if (folder / DONE).exists()]
+    if older := [folder for folder in found if (folder / "manifest.json").exists() and not done]:
+        words = f"{older[-1]} was written by an older version of this project: it has no `{DONE}`."
+        raise Refused("no-checkpoint-whole", f"{words}\n  Go on with that version.")
+    return done
+
+
 # ---- Saving ----
-def save(args, engines, step, state):
+def save(args, engines, step, saved):
     """Saves everything needed to go on exactly. All ranks call it.
 
-    engines: {name: engine}. state: this rank's own, a dict of anything that torch.save takes, and
-    "facts" of the data. All is written aside, synced, listed with sizes (manifest.json) and then
-    renamed.
+    engines: {name: engine}. saved: this rank's own, a dict of anything that torch.save takes, and
+    "facts" of the data. An older checkpoint is removed when this one is done, and no earlier.
+    Returns the folder.
     """
-    output, folder, rank = Path(args.output_dir), folder_of(args), ranks.get_rank()
-    # A new name each time: over NFS another host may take one that it knows for what was renamed.
-    aside = folder / f"unfinished-{step}"
+    folder, rank = folder_of(args) / f"step-{step}", ranks.get_rank()
     if rank == 0:
-        for path in folder.glob("unfinished*"):
-            shutil.rmtree(path, ignore_errors=True)
-        aside.mkdir(parents=True)
+        for path in all_checkpoints(args):
+            if step_of(path) >= step or not (path / DONE).exists():
+                remove(path)
+        folder.mkdir(parents=True, exist_ok=True)
     ranks.barrier()
     for name, engine in engines.items():
         zero3.drop_offload_buffers(engine)
         options = {"save_latest": False, "exclude_frozen_parameters": True}  # LoRA's base
-        engine.save_checkpoint(aside / name, tag="state", **options)
-    paths = [output / name for name in logs.FILES if (output / name).exists()]
-    sizes = {path.name: path.stat().st_size for path in paths}
+        engine.save_checkpoint(folder / name, tag="state", **options)
     # Dropout uses torch's two generators, a --reward_fn may use Python's and numpy's.
     of_torch = torch.get_rng_state(), get_accelerator().get_rng_state()
     rng = (*of_torch, random.getstate(), np.random.get_state())
-    saved = {"rng": rng, "logs": sizes, "layout": layout(engines), **state}
-    torch.save(saved, aside / f"rank{rank}.pt")
+    torch.save({"rng": rng, "layout": layout(engines), **saved}, folder / f"rank{rank}.pt")
+    os.sync()  # what this machine has written is on the disk, safe from a power cut
     ranks.barrier()
     if rank == 0:
-        (aside / "manifest.json").write_text(json.dumps(sizes_in(aside)))
-        for path in (*paths, *aside.rglob("*"), aside):
-            saving.sync(path)
-        for path in whole_checkpoints(args):
-            if step_of(path) >= step:  # damaged: the run was resumed from one before it
-                shutil.rmtree(path)
-        aside.rename(folder / f"step-{step}")
-        saving.sync(folder)
+        (folder / DONE).touch()
+        os.sync()
         for path in whole_checkpoints(args)[: -args.keep_checkpoints]:
-            shutil.rmtree(path, ignore_errors=True)  # if one is in use, the next save tries
+            remove(path)
     ranks.barrier()
+    return folder
+
+
+def remove(folder):
+    """Deletes a checkpoint. It does not count from the first moment on."""
+    (folder / DONE).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # what is in use is left to the next save
 
 
 def layout(engines):
@@ -85,7 +95,7 @@ def layout(engines):
     "shape": ranks, and each engine's ZeRO stage. The class of each optimizer: another one would
     find no step number where it looks, and begin from 0. The shape of each weight.
     """
-    stages = {name: engine.zero_optimization_stage() for name, engine in engines.items()}
+    stages = {name: int(engine.zero_optimization_stage()) for name, engine in engines.items()}
     found = {"shape": {"ranks": ranks.get_world_size(), **stages}}
     for name, engine in engines.items():
         found[f"{name} optimizer"] = type(engine.basic_optimizer).__name__
@@ -111,76 +121,64 @@ def frozen_models(args):
 
 # ---- Loading ----
 def load(args, engines, state, facts, last_step):
-    """Restores engines, random numbers and .jsonl files from the newest whole checkpoint.
+    """Restores engines, random numbers and `state` from the newest checkpoint that is done.
 
-    Returns (step, what this rank saved), "state" in it laid out like `state`. facts: rows_per_step,
-    data_rows, data_fingerprint and frozen_models, which must be as they were.
+    Returns (step, what this rank saved). state: what `save` got as saved["state"], a dict; it is
+    restored in place. facts: rows_per_step, data_rows, data_fingerprint and frozen_models, which
+    must be as they were.
     """
-    folder = newest_whole(args)
+    folder = newest(args)
     step = step_of(folder)
     if step > last_step:
         words = f"--resume: {folder} is beyond the run's last step, {last_step}."
         raise Refused("beyond-last-step", f"{words}\n  Give --max_steps {step} or more.")
-    files = [folder / f"rank{number}.pt" for number in range(len([*folder.glob("rank*.pt")]))]
-    saved = read(files[ranks.get_rank() % len(files)])
-    there, here = {**saved["layout"], **saved["facts"]}, {**layout(engines), **facts}
-    refuse_others(args, folder, there, here)
-    before, now = there["shape"], here["shape"]
-    for name, engine in engines.items():
-        load_engine(engine, folder / name, reshape=before != now and now[name] > 0)
-    parts, place = [saved["state"]], 0
-    if before == now:
-        on_cpu, on_device, python, numpy = saved["rng"]
-        torch.set_rng_state(on_cpu)
-        get_accelerator().set_rng_state(on_device)
-        random.setstate(python)
-        np.random.set_state(numpy)
-    else:
-        ranks.say(f"from {before} to {now}: the same except for rounding and dropout")
-        torch.manual_seed(args.seed + ranks.get_rank() + 1_000_000 * step)
-        parts, place = [read(file)["state"] for file in files], ranks.get_rank()
-    saved["state"] = laid_out(state, parts, place)
-    logs.cut(args, saved["logs"])
-    ranks.barrier()
+    with reading(folder):
+        first = read(folder / "rank0.pt")
+    refuse_others(folder, {**first["layout"], **first["facts"]}, {**layout(engines), **facts})
+    with reading(folder):
+        saved = read(folder / f"rank{ranks.get_rank()}.pt")
+        for name, engine in engines.items():
+            load_engine(engine, folder / name)
+    restore(state, saved["state"])
+    on_cpu, on_device, python, numpy = saved["rng"]
+    torch.set_rng_state(on_cpu)
+    get_accelerator().set_rng_state(on_device)
+    random.setstate(python)
+    np.random.set_state(numpy)
     ranks.say(f"resumed from {folder}")
     return step, saved
+
+
+def newest(args):
+    """Returns the newest checkpoint that is done, and says which folders are passed over."""
+    mine = all_checkpoints(args), whole_checkpoints(args)
+    found, done = ranks.all_gather_objects([mine])[0]  # over NFS another rank's may be of before
+    for folder in found:
+        if folder not in done:
+            ranks.say(f"{folder} is passed over: it has no file `{DONE}`, so it is not whole")
+    return done[-1]
+
+
+@contextlib.contextmanager
+def reading(folder):
+    """Refuses a checkpoint of which something cannot be read inside."""
+    try:
+        yield
+    except Exception as error:  # of many kinds: a file is missing, or cut, or somebody else's
+        words = f"--resume: {folder} cannot be read: {error}"
+        advice = f"If it is damaged, delete its file `{DONE}`: then the one before it is taken."
+        raise Refused("no-checkpoint-whole", f"{words}\n  {advice}") from error
 
 
 def read(file):
     """Returns what a rank has saved. (It is unpickled: see docs/reliability.md on trust.)
 
-    Tensors stay in the file until they are looked at, so that all ranks' can be read in turn.
+    Tensors stay in the file until they are looked at.
     """
     return torch.load(file, weights_only=False, map_location="cpu", mmap=True)
 
 
-def newest_whole(args):
-    """Returns the newest checkpoint that is whole. The next save removes those after it."""
-    folders = []
-    if ranks.get_rank() == 0:  # over NFS the list of another rank may be of before
-        folders = [(folder, damage(folder)) for folder in whole_checkpoints(args)]
-    for folder, files in reversed(ranks.all_gather_objects(folders)):
-        if not files:
-            return folder
-        ranks.say(f"{folder} is not whole, and is left aside. Missing or cut: {', '.join(files)}")
-    found = f"--resume: no checkpoint in {folder_of(args)} is whole."
-    raise Refused("no-checkpoint-whole", f"{found}\n  --overwrite starts anew.")
-
-
-def damage(folder):
-    """Returns the files of a checkpoint that are missing, or of another size than they had."""
-    files, there = records.read(folder, "manifest.json"), sizes_in(folder)
-    wrong = [name for name, size in files.items() if there.get(name) != size]
-    return wrong if files else ["manifest.json"]
-
-
-def sizes_in(folder):
-    """Returns {name: bytes} of all files below a folder."""
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
-
-
-def refuse_others(args, folder, there, here):
+def refuse_others(folder, there, here):
     """Refuses --resume if the run in `folder` had other rows or another model than this one.
 
     there, here: `layout` and the facts of `load`, then and now.
@@ -190,84 +188,44 @@ def refuse_others(args, folder, there, here):
             words = f"--resume: in {folder} {name} is {there.get(name)}, and here {here.get(name)}."
             advice = "Give the models, the data, the flags and the script of before."
             raise Refused("resume-another", f"{words}\n  {advice}")
-    before, now = there["shape"], here["shape"]
-    stages = [{before[name], now[name]} for name in now if name != "ranks"]
-    convertible = all(len(pair) == 1 or pair == {1, 2} for pair in stages)
-    if before != now and (args.tensor_parallel_size > 1 or not convertible):
-        raise Refused(
-            "resume-shape",
-            f"--resume: {folder} was written by ranks and ZeRO stages {before}, and here: {now}.\n"
-            "  Ranks may change, and stage 1 to 2 and back; with --tensor_parallel_size nothing.",
+    if there["shape"] != here["shape"]:
+        before, now = there["shape"], here["shape"]
+        words = (
+            f"--resume: {folder} was written by ranks and ZeRO stages {before}, and here: {now}."
         )
+        advice = "DeepSpeed's ds_to_universal converts an engine's part of it: docs/reliability.md."
+        raise Refused("resume-shape", f"{words}\n  Start it as before. {advice}")
 
 
-def load_engine(engine, folder, reshape):
-    """Restores an engine, with the rates, weight decay and betas of this run's own flags.
-
-    reshape: other ranks, or stage 1 or 2 for 2 or 1, wrote it. It is then first turned into
-    DeepSpeed's universal form, a file for each weight.
-    """
+def load_engine(engine, folder):
+    """Restores an engine, with the rates, weight decay and betas of this run's own flags."""
     optimizer, schedule = engine.optimizer, engine.lr_scheduler
     names = {"initial_lr", "weight_decay", "betas"}  # some optimizers have no betas
     own = [{name: group[name] for name in names & {*group}} for group in optimizer.param_groups]
-    if reshape:
-        write_universal(folder)
-    engine._config.load_universal_checkpoint = reshape
-    tag = "universal" if reshape else "state"
     with contextlib.chdir(folder):  # DeepSpeed would take a path with [ for a pattern
-        loaded, _ = engine.load_checkpoint(".", tag=tag, load_module_strict=False)
+        loaded, _ = engine.load_checkpoint(".", tag="state", load_module_strict=False)
     if loaded is None:
         raise RuntimeError(f"DeepSpeed could not read {folder}")
-    # The checkpoint brought the settings of before, and under stage 3 in the universal form it gave
-    # every group those of the first.
     schedule.base_lrs = [settings["initial_lr"] for settings in own]
     for group, settings, factor in zip(optimizer.param_groups, own, schedule.lr_lambdas):
         group.update(settings, lr=settings["initial_lr"] * factor(schedule.last_epoch))
-    # In that form DeepSpeed gives all weights one number of steps: one tensor, and on the CPU.
-    # torch's AdamW counts in it for each of them, on a GPU by a kernel.
-    for weight, kept in engine.basic_optimizer.state.items():
-        if torch.is_tensor(step := kept.get("step")):
-            kept["step"] = step.to(weight.device, copy=True)
     if hasattr(optimizer, "clip_grad"):
         optimizer.clip_grad = engine.gradient_clipping()
-    ranks.barrier()
-    if ranks.get_rank() == 0:
-        shutil.rmtree(folder / "universal", ignore_errors=True)
 
 
-def write_universal(folder):
-    """Turns an engine's checkpoint into DeepSpeed's universal form. All ranks call it.
+@torch.no_grad()
+def restore(own, saved):
+    """Returns `saved`, but where `own` has a dict, a list or a tensor of that shape: that, filled.
 
-    folder: the engine's, with state/; universal/ comes to be beside it. A process that rank 0
-    starts does it, so that the ranks can meet meanwhile: it takes longer than one may wait for
-    another where the model is large. Its memory is free again at the end.
+    A tensor is filled in place, because an optimizer, or another object, may hold it, too.
     """
-    process, log = None, tempfile.TemporaryFile()
-    if ranks.get_rank() == 0:
-        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-        command += "--input_folder state --output_folder universal --inject_missing_state".split()
-        command += "--num_extract_workers 1 --num_merge_workers 1".split()  # memory for one
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
-    ranks.wait_while(
-        lambda: process is not None and process.poll() is None,
-        f"rewriting {folder} for other ranks or another ZeRO stage",
-    )
-    if process and process.returncode:
-        log.seek(0)
-        raise RuntimeError(log.read()[-3000:].decode(errors="replace"))
-
-
-def laid_out(own, parts, place):
-    """Returns a state in the layout of `own`: the share number `place` of the joined `parts`.
-
-    parts: states as ranks have saved them. Their tensors are shards (1-d, padded at the end to
-    equal shares), which are joined and cut anew. All else is alike on all ranks.
-    """
-    if isinstance(own, dict):
-        keys = {**own, **parts[0]}  # a fork may have added some after its run began
-        found = {key: [part[key] for part in parts if key in part] for key in keys}
-        return {key: laid_out(own.get(key), found[key], place) for key in keys}
-    if not torch.is_tensor(own):
-        return parts[0]
-    mine = torch.cat(parts)[place * len(own) :][: len(own)]
-    return nn.functional.pad(mine, (0, len(own) - len(mine))).to(own.device)
+    if isinstance(own, dict) and isinstance(saved, dict):
+        own.update({key: restore(own.get(key), value) for key, value in saved.items()})
+        return own
+    if isinstance(own, list) and isinstance(saved, list):
+        rest = saved[len(own) :]
+        own[:] = [*map(restore, own, saved), *rest]
+        return own
+    if torch.is_tensor(own) and torch.is_tensor(saved) and own.shape == saved.shape:
+        return own.copy_(saved)
+    return saved

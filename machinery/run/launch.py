@@ -4,9 +4,7 @@ import contextlib
 import io
 import logging
 import os
-import platform
 import socket
-import sys
 import warnings
 
 import datasets
@@ -52,8 +50,7 @@ def way_to_meet():
     """
     if int(os.environ["WORLD_SIZE"]) > ranks_here() or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         return None
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with contextlib.suppress(RuntimeError):  # it is known already
         register_rendezvous_handler("loopback", meet_on_loopback)
     return "loopback://"
@@ -62,12 +59,11 @@ def way_to_meet():
 def meet_on_loopback(url, timeout, **_):
     """Yields a store, this rank and how many there are. One rank alone opens no port."""
     rank, count, port = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    store = torch.distributed.HashStore()
+    here, store = ("127.0.0.1", port), torch.distributed.HashStore()
     if count > 1:
-        here = "127.0.0.1"
-        opened = None if rank else socket.create_server((here, port)).detach()
+        opened = None if rank else socket.create_server(here).detach()
         options = {"is_master": not rank, "timeout": timeout, "master_listen_fd": opened}
-        store = torch.distributed.TCPStore(here, port, count, **options)
+        store = torch.distributed.TCPStore(*here, count, **options)
     yield store, rank, count
 
 
@@ -82,24 +78,6 @@ def share_cores(args):
         given = None
     if given is None and (args.adam_offload or ranks.device().type == "cpu"):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here()))
-
-
-def let_segments_grow():
-    """Makes CUDA's allocator extend its segments: generation and training need other sizes.
-
-    Settings that the user gives in the environment stand. Under WSL the driver may refuse it late
-    (pytorch#192330), on some virtual GPUs at the first allocation, which is tried here.
-    """
-    given = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys()
-    if ranks.device().type != "cuda" or given or "microsoft" in platform.release().lower():
-        return
-    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch 2.13
-    set_to = newer or torch.cuda.memory._set_allocator_settings
-    set_to("expandable_segments:True")
-    try:
-        torch.empty(1, device=ranks.device())
-    except RuntimeError:
-        set_to("expandable_segments:False")
 
 
 def silence_libraries():
@@ -122,7 +100,6 @@ def join_ranks(args):
     operators.use_built()
     share_cores(args)
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    let_segments_grow()
     operators.do_without_all_reduce()
     patches.save_stages_as_numbers()
     patches.mend_attention()

@@ -1,25 +1,33 @@
 """The frame of all three scripts: it starts a run, deals out its steps, logs them and saves."""
 
-import gc
 import itertools
+import json
+import math
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
+import deepspeed.comm as dist
 import numpy as np
 import torch
 import transformers
 
-from machinery.base import modules, progress, ranks
+from machinery.base import modules, ranks, records
+from machinery.base.refused import Refused
 from machinery.data import batching
 from machinery.data.rows import fingerprint
 from machinery.engine import config_file, throughput, zero3
 from machinery.flags import recipes
 from machinery.models import model_folders, saving
-from machinery.run import best, checkpoints, crash, launch, logs, output_folder
+from machinery.run import checkpoints, launch, output_folder
 
+LOGS = ("metrics.jsonl", "samples.jsonl", "tokens.jsonl")  # appended to
+EVALUATION = "evaluation.json"  # in best/: what its model was found to be
+LESS_IS_BETTER = ("loss", "perplexity", "kl")  # the last word of a metric's name
+# In this order. What to look at elsewhere, and why: course/clinic/README.md
+NOT_FINITE = "Look at: learning rate; --allow_unstable 1; on a GPU --dtype, attention kernel."
 STOPS = {  # signals that are noted, and what they do without us
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
@@ -42,20 +50,18 @@ class Run:
     def __init__(self, args, title):
         """Joins the other ranks. title: the first words on the screen."""
         self.args, self.title = args, title
-        self.phase, self.legend_shown = crash.Phase(), False
+        self.legend_shown = False
         self.notes = {}  # what else the saved model's config.json says, of the last evaluation
         self.signals = []  # SIGTERM, SIGHUP, SIGINT as they come; looked at between two steps
         self.step = 0  # the one that is being made
-        self.unwritten = []  # the records of the steps since the last line of the log
-        self.best_step = None  # that of the model in best/, with --keep_best
+        self.best = {}  # the evaluation of the model in best/, with --keep_best
         launch.fill_environment()
         self.folder = output_folder.OutputFolder(args)
-        sys.excepthook = self.phase.report
         launch.join_ranks(args)
         advice = "Start the same command, with the same libraries, on all machines."
         ranks.fail_unless_alike(output_folder.started_with(args), "the ranks differ", advice)
         transformers.set_seed(args.seed)  # Python's, numpy's and torch's generators
-        self.phase.note("reading data, loading models")
+        ranks.go_on()
 
     def plan(self, tokenizer, train, held_out, batch_size, micro_steps):
         """Notes two datasets, rows of a micro-batch and micro-batches of a step, both on one rank.
@@ -101,17 +107,15 @@ class Run:
         done = 0  # steps
         if args.resume:
             done, saved = checkpoints.load(args, engines, self.state, self.facts, self.last_step)
-            self.state.update(saved["state"])
             self.notes.update(saved["notes"])
-            self.unwritten, self.best_step = saved["unwritten"], saved.get("best_step")
+            self.find_best(saved["best"])
+            cut_logs(args, saved["logs"])
             self.folder.note()
         else:
-            self.phase.note("at the first evaluation")
             record = {"step": 0, "epoch": 0.0, **evaluate(0)}
-            best.refuse_unknown_metric(args, record)
-            self.write(record)
+            refuse_unknown_metric(args, record)
+            self.write(record, on_screen=True)
         if self.last_step == 0:  # --max_steps 0: that was all
-            logs.draw_curves(args)
             self.finish()
         # Only now: before, a signal of the launcher must end the ranks of a run that is refused.
         noted = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
@@ -121,22 +125,17 @@ class Run:
         os.register_at_fork(
             after_in_child=lambda: [signal.signal(number, STOPS[number]) for number in noted]
         )
-        # Garbage is no longer looked for among what is there by now. DeepSpeed (0.19.8) looks when
-        # --offload_states moves states to the CPU, and would walk over all that was imported.
-        gc.collect()
-        gc.freeze()
         self.started = time.monotonic()  # of the step: loading its rows is a part of it
         to_come = range(done + 1, self.last_step + 1)
-        with progress.bar(self.last_step, "steps", done) as bar:
-            for step, micro_batches in zip(to_come, self.draw(done, collate)):
-                self.step = step
-                self.notes.clear()  # those of an evaluation before are of other weights
-                self.phase.note(f"at step {step}")
-                yield step, micro_batches
-                left = [e.micro_steps % e.gradient_accumulation_steps() for e in engines.values()]
-                assert not any(left), "each micro-batch needs one engine.step()"
-                bar.update()
-                self.save_or_stop()
+        steps = zip(to_come, self.draw(done, collate))
+        for step, micro_batches in ranks.shown(steps, "steps", total=self.last_step, initial=done):
+            self.step = step
+            self.notes.clear()  # those of an evaluation before are of other weights
+            ranks.go_on()
+            yield step, micro_batches
+            left = [e.micro_steps % e.gradient_accumulation_steps() for e in engines.values()]
+            assert not any(left), "each micro-batch needs one engine.step()"
+            self.save_or_stop()
 
     def print_banner(self):
         """Prints model, batch and data."""
@@ -145,8 +144,6 @@ class Run:
         scratch = "" if model_folders.has_weights(path) else ", from scratch"
         model = modules.unwrap_model(engine)
         count, training = (modules.count_parameters(model, part) / 1e6 for part in (False, True))
-        rest = len(self.train) % self.rows_per_step  # an update all the same, and a noisy one
-        short = 0 < rest < self.rows_per_step / 2 and self.last_step >= self.steps_per_epoch
         ranks.say(
             f"{self.title}   (preset {args.preset}, seed {args.seed}, output {args.output_dir})\n"
             f"{recipes.note(args)}"
@@ -158,7 +155,6 @@ class Run:
             f"{recipes.rows_note(args, self.rows_per_step)}\n"
             f"  data     {len(self.train):,} rows, {len(self.held_out):,} held out, "
             f"{self.last_step:,} steps ({args.num_warmup_steps} of warm-up)"
-            f"{f'; one step of each epoch has {rest} rows' if short else ''}"
         )
 
     def draw(self, done, collate):
@@ -193,17 +189,15 @@ class Run:
         args, step = self.args, self.step
         stop = ranks.all_sum(len(self.signals)).item() > 0 and step < self.last_step
         if stop or (args.save_steps and step % args.save_steps == 0):
-            where = checkpoints.folder_of(args) / f"step-{step}"
-            self.phase.note(f"writing {where}")
             saved = {
                 "state": self.state,
                 "facts": self.facts,
-                "unwritten": self.unwritten,
-                "best_step": self.best_step,
+                "logs": sizes_of_logs(args),
+                "best": self.best,
                 "notes": self.notes,  # this and the next for tools/export.py
                 "eos_token": self.tokenizer.eos_token,
             }
-            checkpoints.save(args, self.engines, step, saved)
+            where = checkpoints.save(args, self.engines, step, saved)
             self.started = time.monotonic()
         if stop:
             ranks.say(f"interrupted after step {step}: saved to {where}. Go on with --resume.")
@@ -214,7 +208,8 @@ class Run:
     def log(self, metrics, micro_batches):
         """Logs a step, and evaluates when that is due. Nothing that trains comes after it.
 
-        A line of the log is of all steps since the one before (logs.joined).
+        Each step is a line of metrics.jsonl. The screen shows every --log_steps-th, and each that
+        is evaluated.
         metrics: {name: number}, the same on all ranks. micro_batches: what the step trained on.
         """
         args, step, engine = self.args, self.step, self.engine
@@ -226,40 +221,161 @@ class Run:
             of = "" if each is engine else f"{name}_"
             record[f"{of}learning_rate"] = throughput.learning_rate(each)
             record[f"{of}grad_norm"] = throughput.grad_norm(args, each)
-        self.stop_unless_finite(record, micro_batches)
+        self.stop_unless_finite(record)
         due = step == self.last_step or step % (args.eval_steps or self.steps_per_epoch) == 0
         if due:
             record.update(self.evaluate(step))
-        self.unwritten.append(record)
-        if due or step % args.log_steps == 0:
-            self.write(logs.joined(self.unwritten))
-            self.unwritten.clear()
+        self.write(record, on_screen=due or step % args.log_steps == 0)
         if due:
-            best.keep(self, record)
-            logs.draw_curves(args)
+            self.keep_best(record)
             self.started = time.monotonic()  # an evaluation is no part of a step
 
-    def write(self, record):
-        """Writes one line of the log, under the legend if it is the first."""
-        logs.write_record(self.args, record, self.columns, not self.legend_shown, self.monitor)
-        self.legend_shown = True
+    def write(self, record, on_screen):
+        """Writes a line to metrics.jsonl, and events to DeepSpeed's monitor.
 
-    def stop_unless_finite(self, values, micro_batches):
-        """Stops the run if one of `values`, {name: number}, is NaN or infinite on any rank.
-
-        The micro-batches' texts are then written down.
+        on_screen: prints `columns` of it, too, under the legend if these are the first.
         """
-        texts = (text for batch in micro_batches for text in batch.texts(self.tokenizer))
-        crash.stop_if_not_finite(self.args, {"step": self.step, **values}, texts)
+        self.stop_unless_finite(record)  # an evaluation may have found a number that is not
+        numbers = floats_of(record)
+        nine_digits = {name: float(f"{value:.9g}") for name, value in numbers.items()}
+        append(self.args, "metrics.jsonl", [{**record, **nine_digits}])
+        if on_screen:
+            show(record, self.columns, legend=not self.legend_shown)
+            self.legend_shown = True
+        step = record["step"]  # the monitor writes on rank 0
+        self.monitor.write_events([(f"train/{name}", n, step) for name, n in numbers.items()])
+
+    def stop_unless_finite(self, values):
+        """Stops the run if one of `values`, {name: number}, is NaN or infinite.
+
+        They are the same on all ranks. The last line of metrics.jsonl then has their names.
+        """
+        numbers = floats_of(values)
+        if wrong := [name for name, value in numbers.items() if not math.isfinite(value)]:
+            append(self.args, "metrics.jsonl", [{"step": self.step, "not_finite": wrong}])
+            what = f"error: step {self.step}: {', '.join(wrong)} not finite. Stopped"
+            ranks.say(f"{what}; the last checkpoint is untouched.\n  {NOT_FINITE}")
+            self.finish(code=1)
+
+    # The best model
+
+    def keep_best(self, record):
+        """Saves the model that trains in best/ if `record`, an evaluation, is better than its own.
+
+        best/ is whole where it has evaluation.json, which goes first and comes last. A file of the
+        user's stays there.
+        """
+        name, best = self.args.keep_best, Path(self.args.output_dir) / "best"
+        if name and name not in record:  # pass_at_k: a reward was neither 0 nor 1
+            ranks.say(f"warning: --keep_best: this evaluation has no {name}")
+        elif name and improves(self.best.get(name), name, record[name]):
+            self.best = {"step": record["step"], name: record[name]}
+            if ranks.get_rank() == 0:
+                for mark in (EVALUATION, *saving.MARKS):
+                    (best / mark).unlink(missing_ok=True)
+            self.save(self.engine, self.tokenizer, best)
+            if ranks.get_rank() == 0:
+                (best / EVALUATION).write_text(json.dumps(self.best))
+            ranks.say(f"{name} {record[name]:.6g} is the best so far: the model is in {best}")
+
+    def find_best(self, before):
+        """Takes the model in best/ for the best so far: it may be of a later step.
+
+        before: its evaluation at the checkpoint.
+        """
+        best = Path(self.args.output_dir) / "best"
+        found = records.read(best, EVALUATION) if saving.is_whole(best) else {}
+        self.best = ranks.all_gather_objects([found])[0]
+        if before and not self.best:
+            step = before["step"]
+            ranks.say(f"warning: best/ of step {step} is gone: the best from now on is kept")
 
     # The end
 
     def save(self, engine, tokenizer, folder=None, full_tensor=zero3.full_tensor):
         """Saves a model, by default in the output folder (saving.save_model)."""
         folder = Path(folder or self.args.output_dir)
-        self.phase.note(f"writing {folder}")
         saving.save_model(engine, tokenizer, folder, full_tensor, self.notes)
 
     def finish(self, code=0):
         """Leaves the other ranks in order, and ends the program with the exit code `code`."""
-        crash.finish(self.args, code)
+        if code == 0:
+            ranks.say(f"done: {self.args.output_dir}")
+        ranks.barrier()
+        dist.destroy_process_group()
+        # gloo's threads now drop their last tensors. If they did so while Python shuts down, a run
+        # that has ended well would abort (PyTorch #179291).
+        time.sleep(0.1)
+        sys.exit(code)
+
+
+# ---- Logs ----
+def append(args, name, rows):
+    """Appends dicts to a .jsonl file of the output folder, on rank 0."""
+    if ranks.get_rank() == 0:
+        with open(Path(args.output_dir) / name, "a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def sizes_of_logs(args):
+    """Returns {name: bytes} of the .jsonl files that grow."""
+    paths = [Path(args.output_dir) / name for name in LOGS]
+    return {path.name: path.stat().st_size for path in paths if path.exists()}
+
+
+def cut_logs(args, sizes):
+    """Takes off the .jsonl files what was written after a checkpoint, on rank 0.
+
+    sizes: {name: bytes} at the checkpoint. Where a file was changed since, that may be within a
+    line: the next one would be joined to what is left of it.
+    """
+    for name, size in sizes.items() if ranks.get_rank() == 0 else ():
+        with open(Path(args.output_dir) / name, "a+b") as file:
+            file.seek(0)
+            end = file.read(size).rfind(b"\n") + 1
+            file.truncate(end)
+        if end < size:
+            ranks.say(f"warning: {name} was changed since the checkpoint: lines are missing")
+
+
+def floats_of(record):
+    """Returns the metrics of a record that are floats."""
+    return {name: value for name, value in record.items() if isinstance(value, float)}
+
+
+def show(record, columns, legend=False):
+    """Prints the `columns` of a record in a line. legend: their names above it."""
+    short = {name: f"{value:.4g}" for name, value in floats_of(record).items()}
+    found = {**record, **short}
+    cells = ["" if found.get(name) is None else str(found[name]) for name in columns]
+    for line in [columns, cells] if legend else [cells]:
+        ranks.say(" ".join(text.rjust(max(8, len(name))) for text, name in zip(line, columns)))
+
+
+def show_sample(row, response, numbers=""):
+    """Prints the end of a row's prompt, the beginning of its response, and `numbers` in one line.
+
+    samples.jsonl has all of it, as it is.
+    """
+    prompt = json.loads(row["prompt"])[-1]["content"] if row.get("chat") else row["prompt"]
+    prompt, response = " ".join(prompt.split()), " ".join(response.split())
+    ranks.say(f"    {prompt[-60:]} -> {response[:80]} {numbers}".rstrip())
+
+
+# ---- --keep_best ----
+def refuse_unknown_metric(args, record):
+    """Refuses --keep_best if the evaluation in `record` has no such metric.
+
+    It must be a float.
+    """
+    found = [name for name in floats_of(record) if name.startswith("eval_")]
+    if args.keep_best and args.keep_best not in found:
+        words = f"--keep_best {args.keep_best}: the evaluations have {', '.join(found)}."
+        raise Refused("keep-best-unknown", words)
+
+
+def improves(before, name, value):
+    """Returns whether the value of metric `name` is better than `before`, if there is one."""
+    if not isinstance(before, (int, float)):  # the first one, or what was written of it is damaged
+        return True
+    return value < before if name.endswith(LESS_IS_BETTER) else value > before

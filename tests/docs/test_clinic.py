@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from machinery.run import crash
+from machinery.run.run import NOT_FINITE
 from tests import kit
 from tools.report import runs, verdicts
 
@@ -162,7 +162,7 @@ def test_rates_that_are_not_the_presets_are_named():
 def test_the_advice_at_a_nan_is_that_of_the_page():
     """One list of checks: what a run prints is in the page's order."""
     words = ["learning rate", "--allow_unstable 1", "dtype", "attention kernel"]
-    for text in (crash.NOT_FINITE, (CLINIC / "README.md").read_text().split("At a NaN")[1]):
+    for text in (NOT_FINITE, (CLINIC / "README.md").read_text().split("At a NaN")[1]):
         assert sorted(words, key=text.index) == words
 
 

@@ -329,12 +329,12 @@ def test_runs_are_skipped_resumed_and_their_end_is_noted(tmp_path, monkeypatch, 
     """A run that is there costs nothing, one that was interrupted goes on with --resume, one that
     stopped at a NaN is a result, and any other failure ends the lab with the end of its log. How
     many runs there are is said at once, and Ctrl-C ends with one line."""
-    run, calls = runner.Run("sft", ("--max_steps", "2"), 1), []
+    run, calls, said = runner.Run("sft", ("--max_steps", "2"), 1), [], ["what it said"]
     folder = run.folder(tmp_path)
 
     def call(command, stdout, **_):
         calls.append(command)
-        stdout.write("what it said")
+        stdout.write(said[-1])
         return 1
 
     monkeypatch.setattr(subprocess, "call", call)
@@ -342,7 +342,7 @@ def test_runs_are_skipped_resumed_and_their_end_is_noted(tmp_path, monkeypatch, 
         runner.make(run, tmp_path)
     assert "--resume" not in calls[0] and not run.is_made(tmp_path)
     (folder / "args.json").write_text("{}")
-    (folder / "nonfinite_rank0.jsonl").write_text("")
+    said.append("error: step 2: loss not finite.")
     runner.make(run, tmp_path)
     assert calls[1][-1] == "--resume"
     assert json.loads((folder / runner.FINISHED).read_text())["stopped"] is True
@@ -355,8 +355,8 @@ def test_runs_are_skipped_resumed_and_their_end_is_noted(tmp_path, monkeypatch, 
     other = runner.Run("sft", (), 1)
     with pytest.raises(SystemExit):
         runner.make_all({("a", 1): {"sft": run}, ("b", 1): {"sft": other}}, tmp_path, jobs=1)
-    said = capsys.readouterr().out.strip().splitlines()
-    assert said[0] == "1 runs to make, 1 at a time; 1 are there" and "again to go on" in said[-1]
+    shown = capsys.readouterr().out.strip().splitlines()
+    assert shown[0] == "1 runs to make, 1 at a time; 1 are there" and "again to go on" in shown[-1]
 
 
 def test_a_runner_shows_that_it_lives(tmp_path, monkeypatch, capsys):

@@ -112,32 +112,6 @@ def test_each_rank_takes_its_share_of_the_cores(
     assert taken == threads
 
 
-@pytest.mark.parametrize("given", [None, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-@pytest.mark.parametrize("wsl", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
-def test_cudas_segments_grow_where_they_can(cuda, monkeypatch, given, wsl, fails):
-    """Unless the user says otherwise. Under WSL they fail at the first allocation or later
-    (pytorch#192330); on some virtual GPUs at the first, after which they are off again."""
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    if given:
-        monkeypatch.setenv(given, "expandable_segments:False")
-    release = "5.15.167.4-microsoft-standard-WSL2" if wsl else "6.8.0-31-generic"
-    monkeypatch.setattr(launch.platform, "release", lambda: release)
-
-    def allocate(count, device):
-        if fails:
-            raise RuntimeError("CUDA driver error: operation not supported")
-
-    monkeypatch.setattr(torch, "empty", allocate)
-    settings = []
-    setter = "_accelerator_setAllocatorSettings"
-    monkeypatch.setattr(torch._C, setter, settings.append, raising=False)
-    launch.let_segments_grow()
-    expected = ["expandable_segments:True", "expandable_segments:False"][: 1 + fails]
-    assert settings == ([] if given or wsl else expected)
-
-
 def test_without_a_compiler_pytorchs_adam_takes_over(monkeypatch, capsys):
     """pip's CUDA wheels come without nvcc. PyTorch's default on a GPU is foreach, which needs
     temporary tensors as large as the weights. Where a flag needs DeepSpeed's, it is refused."""

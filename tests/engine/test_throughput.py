@@ -76,8 +76,7 @@ def timed_run(argv):
     takes(3, sft, "collate")
     takes(10, common, "mean_factor")  # once in a step of one micro-batch
     takes(100, sft, "evaluate", works=False)
-    takes(1, run_module.logs, "write_record")
-    takes(20, run_module.logs, "draw_curves")
+    takes(1, run_module.Run, "write")
     kit.call_main("sft", argv)
 
 

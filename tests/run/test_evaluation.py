@@ -19,16 +19,15 @@ from tests import kit, runs
 
 @pytest.mark.parametrize("script, metric", [("sft", "eval_loss"), ("ppo", "eval_reward")])
 def test_max_steps_0_evaluates_and_ends(script, metric):
-    """How good is this model, on this data? The line of step 0, its picture, the samples and exit
-    code 0; no step is made, so no model and no checkpoint is saved: the folder is no finished
-    run."""
+    """How good is this model, on this data? The line of step 0, the samples and exit code 0; no
+    step is made, so no model and no checkpoint is saved: the folder is no finished run."""
     done = kit.run(script, *runs.base_flags(script, kit.base()), "--max_steps", 0)
     [line] = kit.metrics(done.folder)
     assert line["step"] == 0 and metric in line
     assert script == "ppo" or line["eval_perplexity"] == pytest.approx(math.exp(line["eval_loss"]))
     own = {"tokens.jsonl"} if script == "ppo" else set()
     left = {file.name for file in done.folder.glob("[!.]*")}
-    assert left == {"args.json", "metrics.jsonl", "samples.jsonl", "curves.png"} | own, done
+    assert left == {"args.json", "metrics.jsonl", "samples.jsonl"} | own, done
 
 
 def test_the_deviation_of_scores_keeps_its_digits_far_from_0(monkeypatch):

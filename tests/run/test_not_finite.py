@@ -1,35 +1,41 @@
-"""A number that is not finite stops a run, and what was worked on is kept."""
+"""A number that is not finite stops a run, and is named."""
 
-import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-import ppo
-from machinery.data import rows
-from machinery.run import crash, logs
+from machinery.run.run import Run
 from tests import kit
+from tools.report import runs, verdicts
 
 
-def test_a_nan_stops_the_run_and_leaves_its_rows_behind(tokenizer, tmp_path, capsys, monkeypatch):
-    """The message names step and number; the rows that were being worked on are a .jsonl file that
-    --data_path takes. Where nothing is known of rows, as in an evaluation, none is written."""
-    monkeypatch.setattr(crash, "finish", lambda args, code: sys.exit(code))
-    args = ppo.get_args(["--preset", "toy", "--output_dir", str(tmp_path)])
-    lines = [{"prompt": f"Why {n}?", "completion": " So.", "topic": 7} for n in range(2)]
-    crash.stop_if_not_finite(args, {"step": 6, "values": 1.0}, lines)
-    with pytest.raises(SystemExit):
-        logs.write_record(args, {"step": 0, "eval_loss": float("nan")}, ["step"])
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run that is at step 7."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(Run, "finish", lambda run, code: sys.exit(code))
+    run = object.__new__(Run)
+    run.args, run.step = SimpleNamespace(output_dir=str(tmp_path)), 7
+    return run
+
+
+def test_a_nan_stops_the_run_and_is_named(run, tmp_path, capsys):
+    """With its step, on the screen and in the last line of the log; tools/look.py takes it from
+    there."""
+    run.stop_unless_finite({"values": 1.0, "count": 3, "name": "nan", "grad_norm": None})
     assert not list(tmp_path.iterdir())
-    capsys.readouterr()
     wrong = {"values": float("nan"), "reward": float("inf"), "entropy": 1.0}
     with pytest.raises(SystemExit) as stop:
-        crash.stop_if_not_finite(args, {"step": 7, **wrong}, lines)
+        run.stop_unless_finite(wrong)
     assert stop.value.code == 1
     assert "step 7: values, reward not finite" in capsys.readouterr().out
-    file = tmp_path / "nonfinite_rank0.jsonl"
-    assert kit.read_lines(file) == [{**row, "step": 7} for row in lines]
-    again = ppo.get_args(["--preset", "toy", "--data_path", str(file), "--data_split", "0,0,1"])
-    train, held_out = rows.load_rows(again, rows.open_sources(again, "ppo"), tokenizer, 32)
-    assert sorted([*train["prompt"], *held_out["prompt"]]) == ["Why 0?", "Why 1?"]
-    assert json.loads(train[0]["extra"])["topic"] == 7
+    assert kit.metrics(tmp_path) == [{"step": 7, "not_finite": ["values", "reward"]}]
+    verdict, words, _ = verdicts.finite(runs.Run(tmp_path, "run"))
+    assert verdict == "stopped" and "at step 7" in words
+
+
+def test_an_evaluation_that_is_not_finite_is_not_logged(run, tmp_path):
+    with pytest.raises(SystemExit):
+        run.write({"step": 7, "eval_loss": float("nan")}, on_screen=True)
+    assert kit.metrics(tmp_path) == [{"step": 7, "not_finite": ["eval_loss"]}]

@@ -97,7 +97,7 @@ def test_a_checkpoint_is_a_model(name, tmp_path):
     files = [f for part in ("", "ema", "critic") for f in (run / part).glob("*") if f.is_file()]
     models = [f for f in files if f.suffix == ".safetensors"]
     assert len(models) == (3 if name.startswith("ppo") else 1)
-    left = {"args.json", "curves.png", ".lock"}  # what a run leaves beside its models
+    left = {"args.json", ".lock"}  # what a run leaves beside its models
     for file in files:
         if file.name not in left and file.suffix != ".jsonl":
             assert content(tmp_path / "model" / file.relative_to(run)) == content(file), file

@@ -14,10 +14,9 @@ from pathlib import Path
 import pandas
 import pytest
 
-from machinery.run import plots
 from tests import kit
 from tools import look
-from tools.report import answers, numbers, page, pictures, runs, samples, text, verdicts
+from tools.report import answers, numbers, page, pictures, plots, runs, samples, text, verdicts
 
 
 # ---- What it computes ----
@@ -350,10 +349,7 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     "finite": [
         ("healthy", dict(kl=[1.0, 2.0])),
         ("sick", dict(kl=[1.0, math.nan])),
-        ("sick", dict(kl=[1.0, 1.0], stopped=[{"step": 2}])),
-        ("sick", dict(kl=[1.0, 1.0, 1.0], stopped=[])),  # the disk was full
-        # and resumed, at another rate perhaps
-        ("healthy", dict(kl=[1.0, 1.0, 1.0], stopped=[{"meta": {"step": 9}, "step": 2}])),
+        ("sick", dict(kl=[1.0, 1.0], stopped=["kl"])),
     ],
 }
 
@@ -379,9 +375,9 @@ def test_verdicts_by_hand(function, tmp_path):
             ]
         found = {name: given[name] for name in given if name not in (*fields, "stopped")}
         lines = [dict(zip(found, row), step=step) for step, row in enumerate(zip(*found.values()))]
-        run = run_with(tmp_path, metrics=lines, **own)
         if "stopped" in given:
-            kit.write_lines(tmp_path / "nonfinite_rank0.jsonl", given["stopped"])
+            lines.append({"step": len(lines), "not_finite": given["stopped"]})
+        run = run_with(tmp_path, metrics=lines, **own)
         assert verdicts.judged(function, run)[0] == status, given
         with contextlib.suppress(verdicts.TooFew):
             reached.add(function(run)[0])
@@ -541,11 +537,45 @@ def test_the_page_replaces_a_page_and_nothing_else(tmp_path, capsys):
     make_run(tmp_path / "ppo")
     for _ in range(2):
         look.main([str(tmp_path)])
+    assert (tmp_path / "ppo/curves.png").read_bytes().startswith(b"\x89PNG")
     assert "ppo: sick: samples: of 2 responses 50 % gained " in capsys.readouterr().out
     (tmp_path / "report.html").write_text("my report")
     with kit.refuses("foreign-page"):
         look.main([str(tmp_path)])
     assert (tmp_path / "report.html").read_text() == "my report"
+
+
+def test_what_belongs_together_is_in_one_panel(tmp_path, monkeypatch):
+    """Of curves.png: reward with gold, chosen with rejected, each with what is held out, and one
+    limit a panel. A metric of one's own has a panel, too; whitened advantages, which sum to 0 but
+    for rounding, have none. A small learning rate is no noise."""
+    rows = [{"reward": i, "gold": i / 2, "chosen_score": i, "rejected_score": -i} for i in range(3)]
+    rows[0] |= {"eval_reward": 0, "eval_gold": 0, "eval_rejected_score": 0}
+    rows[2] |= {"eval_reward": 2, "eval_gold": 1, "eval_rejected_score": 1, "mine": 1}
+    rows[1] |= {"mine": 2}
+    for i, (row, noise) in enumerate(zip(rows, (7e-9, -5e-9, 1e-8))):
+        row |= {"step": i, "learning_rate": 1e-7 * (1 + i % 2), "actor_loss": noise}
+    found = []
+    monkeypatch.setattr(plots.Figure, "savefig", lambda figure, *_, **__: found.append(figure))
+    limits = {"gold": 1.0, "eval_gold": 1.0}
+    plots.draw(run_with(tmp_path, metrics=rows, limits=limits), "a title")
+    panels = {axis.get_title(): axis for axis in found[0].axes if axis.get_visible()}
+    drawn = {
+        title: [text.get_text() for text in axis.get_legend().get_texts()]
+        for title, axis in panels.items()
+    }
+    assert drawn["reward and gold"] == ["reward", "eval_reward", "gold", "eval_gold", "limit 1"]
+    assert drawn["scores of chosen and rejected"][::2] == ["chosen_score", "eval_rejected_score"]
+    assert drawn["mine"] == ["mine"] and "learning rate" in drawn and len(drawn) == 4
+    assert all(axis.get_xlabel() == "step" for axis in panels.values())
+
+
+def test_a_picture_that_fails_costs_no_page(tmp_path, capsys):
+    make_run(tmp_path / "ppo")
+    (tmp_path / "ppo/curves.png").mkdir()
+    look.main([str(tmp_path)])
+    assert "curves.png could not be drawn" in capsys.readouterr().out
+    assert (tmp_path / "report.html").exists()
 
 
 def test_one_prompt_is_answered_by_all_models(tmp_path):

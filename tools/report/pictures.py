@@ -9,7 +9,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from machinery.run import plots
+from tools.report import plots
 from tools.report.text import rounded
 
 POINTS = 300  # of a curve that are drawn

@@ -17,7 +17,7 @@ import sft
 from machinery.base import locks, records
 from machinery.base.refused import Refused
 from machinery.models import saving
-from machinery.run import logs, output_folder
+from machinery.run import output_folder
 from tools.report.text import is_number, number, numbers_of, spoken, visible
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}  # in their order; others follow
@@ -55,7 +55,7 @@ class Run:
         guessed = (script for metric, script in KNOWN_BY.items() if metric in self.table)
         self.script = str(self.args.get("script") or next(guessed, "run"))
         # limits.json may be somebody else's: its numbers alone count
-        self.limits = numbers_of(logs.limits(self.args.get("data_path"), self.script))
+        self.limits = numbers_of(limits_of(self.args.get("data_path"), self.script))
 
     def lines(self, name):
         """Yields the lines of a .jsonl file that hold what is needed, and counts the others."""
@@ -106,6 +106,16 @@ class Run:
         if any((self.path / "checkpoints").glob("step-*")):
             return f"stopped at step {step} of its log; --resume goes on"
         return f"saved no model; its log ends at step {step}"
+
+
+def limits_of(data_path, script):
+    """Returns {metric: the best that any model can reach} of the script, {} if it is not known.
+
+    It stands in a limits.json beside the data. The toy has one.
+    """
+    with suppress(Exception):  # it is not there, or somebody else's
+        return dict(records.read(data_path[0], "limits.json")[script])
+    return {}
 
 
 def ends(lines):

@@ -17,10 +17,10 @@ from pathlib import Path
 from statistics import fmean as mean
 from statistics import stdev
 
-from machinery.run import crash
+from machinery.run.run import NOT_FINITE
 from tools.report import numbers
 from tools.report.runs import entries
-from tools.report.text import is_number
+from tools.report.text import is_number, number
 
 HEALTHY, WATCH, SICK, UNKNOWN = "healthy", "watch", "sick", "not known"
 FLAT = 0.05  # of a loss: it changes by less between two evaluations
@@ -411,12 +411,9 @@ def tail(texts):
 
 def finite(run):
     """Whether the run met NaN or infinity, and has not gone beyond that step since."""
-    files = [*run.path.glob("nonfinite_rank*.jsonl")]
-    texts = "".join(file.read_text(errors="replace") for file in files)
-    met = [int(step) for step in re.findall(r'"step": (\d+)}$', texts, re.M)]
-    last = max((line["step"] for line in run.metrics), default=0)
-    if files and max(met, default=math.inf) > last:
-        return "stopped", "stopped at NaN or infinity: nonfinite_rank*.jsonl", crash.NOT_FINITE
+    if run.metrics and run.metrics[-1].get("not_finite"):
+        where = f"at step {number(run.metrics[-1]['step'])}"
+        return "stopped", f"stopped at NaN or infinity, {where}", NOT_FINITE
     floats = [(n, x) for line in run.metrics for n, x in line.items() if isinstance(x, float)]
     if bad := {name for name, value in floats if not math.isfinite(value)}:
         return "bad", f"not finite: {', '.join(sorted(bad))}"

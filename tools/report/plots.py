@@ -3,7 +3,7 @@
 import configparser
 from pathlib import Path
 
-import pandas
+from matplotlib.figure import Figure
 
 LAYOUT = configparser.ConfigParser(delimiters="|", interpolation=None)
 LAYOUT.optionxform = str  # titles as they are
@@ -13,24 +13,20 @@ LEFT_OUT = ["epoch", "seconds", "eval_score_mean", "eval_score_std"]
 COLUMNS = 4
 
 
-def draw(folder, title, limits):
-    """Draws metrics.jsonl of `folder`. limits: {metric: the best possible}, as dashed lines."""
-    from matplotlib.figure import Figure  # here, so that a run does not wait for it at its start
-
-    lines = pandas.read_json(folder / "metrics.jsonl", lines=True).set_index("step")
-    metrics = lines.select_dtypes("number").drop(columns=LEFT_OUT, errors="ignore")
-    metrics = metrics.dropna(axis="columns", how="all")
+def draw(run, title):
+    """Draws the metrics of a runs.Run as curves.png in its folder. Limits are dotted lines."""
+    metrics = run.table.drop(columns=LEFT_OUT, errors="ignore").dropna(axis="columns", how="all")
     changing = [name for name in metrics if not is_noise(name, metrics[name])]
     groups = panels_of(metrics[changing or list(metrics)])
     panels = sum(groups.values(), [])
     rows = -(-len(panels) // COLUMNS)
     figure = Figure(figsize=(16, height := 3 * rows + 0.5))
-    # Fixed places: a layout by what the texts need takes as long as drawing, at each evaluation
+    # Fixed places: a layout by what the texts need takes as long as drawing
     figure.subplots_adjust(0.04, 0.5 / height, 0.99, 1 - 0.8 / height, 0.2, 0.45)
     figure.suptitle(title)
     for number, panel in enumerate(panels, 1):
-        draw_panel(figure.add_subplot(rows, COLUMNS, number), *panel, limits)
-    figure.savefig(folder / "curves.png", dpi=80)
+        draw_panel(figure.add_subplot(rows, COLUMNS, number), *panel, run.limits)
+    figure.savefig(run.path / "curves.png", dpi=80)
 
 
 def is_noise(name, values):
