@@ -61,7 +61,8 @@ def build_into(file, builder, build):
     """Builds an operator in an empty folder, and moves it to `file`. Returns its module."""
     folder = file.parent / "building"
     shutil.rmtree(folder, ignore_errors=True)  # what a process that was killed has left
-    with mock.patch.dict(os.environ, TORCH_EXTENSIONS_DIR=str(folder)):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # this environment's ninja
+    with mock.patch.dict(os.environ, TORCH_EXTENSIONS_DIR=str(folder), PATH=path):
         module = build(builder, verbose=False)
     os.replace(module.__file__, file)
     module.__file__ = str(file)

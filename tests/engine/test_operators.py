@@ -129,9 +129,11 @@ def test_nobody_waits_for_a_build_that_was_killed(tmp_path, compiler):
 
 
 def test_a_build_that_fails_leaves_nothing_to_load(tmp_path, compiler):
-    """The next one begins anew."""
+    """The next one begins anew. It takes this environment's ninja, activated or not."""
     done = kit.fork(loaded, 1, tmp_path, env={"CXX": "false"}, meet="never")
     assert done.code and not [*tmp_path.glob("*.so")], done
+    other = fake(tmp_path / "other", "ninja", "exit 1").parent
+    compiler["PATH"] = f"{other}:{os.environ['PATH']}"
     assert kit.on_ranks(loaded, 1, tmp_path, env=compiler, meet="never")
 
 
