@@ -4,8 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
-from machinery.base import ranks, records
-from machinery.base.refused import Refused
+from machinery.base import ranks
+from machinery.base.refused import Refused, read_json
 from machinery.models import saving
 
 EVALUATION = "evaluation.json"  # in best/: what its model was found to be
@@ -71,7 +71,7 @@ def keep(run, record):
 
 def improves(kept, name, value):
     """Returns whether the metric's value is better than that of the model in `kept`, if any."""
-    before = records.read(kept, EVALUATION).get(name)
+    before = read_json(kept, EVALUATION).get(name)
     if not isinstance(before, (int, float)):  # there is none, or it was damaged
         return True
     return value < before if name.endswith(LESS_IS_BETTER) else value > before

@@ -14,8 +14,8 @@ import torch
 import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 
-from machinery.base import ranks, records
-from machinery.base.refused import Refused
+from machinery.base import ranks
+from machinery.base.refused import Refused, read_json
 from machinery.engine import state_offload
 from machinery.models import model_folders, saving
 from machinery.run import logs
@@ -169,7 +169,7 @@ def newest_whole(args):
 
 def damage(folder):
     """Returns the files of a checkpoint that are missing, or of another size than they had."""
-    files, there = records.read(folder, "manifest.json"), sizes_in(folder)
+    files, there = read_json(folder, "manifest.json"), sizes_in(folder)
     wrong = [name for name, size in files.items() if there.get(name) != size]
     return wrong if files else ["manifest.json"]
 

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from statistics import fmean
 
-from machinery.base import ranks, records
+from machinery.base import ranks
+from machinery.base.refused import read_json
 from machinery.run import crash, plots
 
 LAST, LARGEST = ("epoch", "learning_rate", "kl_coef"), ("_max", "_gap")  # how names end
@@ -83,7 +84,7 @@ def limits(data_path, script):
     It stands in a limits.json beside the data. The toy has one.
     """
     with contextlib.suppress(Exception):  # it is not there, or somebody else's
-        return dict(records.read(data_path[0], "limits.json")[script])
+        return dict(read_json(data_path[0], "limits.json")[script])
     return {}
 
 

@@ -16,7 +16,7 @@ from machinery.base import modules, progress, ranks
 from machinery.data import batching
 from machinery.data.rows import fingerprint
 from machinery.engine import config_file, throughput, zero3
-from machinery.flags import recipes
+from machinery.flags import declaring
 from machinery.models import model_card, model_folders, saving
 from machinery.run import best, checkpoints, crash, launch, logs, output_folder
 
@@ -149,13 +149,13 @@ class Run:
         short = 0 < rest < self.rows_per_step / 2 and self.last_step >= self.steps_per_epoch
         ranks.say(
             f"{self.title}   (preset {args.preset}, seed {args.seed}, output {args.output_dir})\n"
-            f"{recipes.note(args)}"
+            f"{declaring.recipe_note(args)}"
             f"  model    {path}: {count:,.2f} M parameters ({training:,.3f} M of them train), "
             f"{args.dtype}, ZeRO stage {engine.zero_optimization_stage()}, "
             f"{ranks.get_world_size()} x {ranks.device().type}{scratch}\n"
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
             f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step"
-            f"{recipes.rows_note(args, self.rows_per_step)}\n"
+            f"{declaring.rows_note(args, self.rows_per_step)}\n"
             f"  data     {len(self.train):,} rows, {len(self.held_out):,} held out, "
             f"{self.last_step:,} steps ({args.num_warmup_steps} of warm-up)"
             f"{f'; one step of each epoch has {rest} rows' if short else ''}"
