@@ -280,7 +280,8 @@ target-in-use | tools.export stopped/checkpoints/step-2 --to stopped/checkpoints
 target-in-use | tools.export stopped/checkpoints/step-2 --to '' | --to
 empty-stop | tools.estimate ppo.py --stop '' | --stop \
     || other words: --stop is inside variants/tool-turns
-encoder | tools.estimate sft.py --model_name_or_path bert | bert
+encoder | tools.estimate sft.py --preset toy --model_name_or_path bert | bert \
+    || other words: a model that no run of ours made needs --preset or @file
 """
 
 # By weights, rows and checkpoints as they are read. Nothing is changed.
@@ -318,6 +319,8 @@ resume-another | sft --output_dir stopped --resume --data_path changed/good | da
 resume-another | ppo --output_dir ppo_stopped --resume \
     --reward_model_name_or_path changed/judge | frozen_models
 resume-another | sft --output_dir stopped --resume --lora_dim 2 | model \
+    || other words: a flag on the line of --resume overrides, and is named
+resume-another | ppo --output_dir ppo_stopped --resume --num_eval_prompts 1 | data_fingerprint \
     || other words: a flag on the line of --resume overrides, and is named
 resume-another | sft --output_dir stopped --resume --per_device_train_batch_size 1 | rows_per_step
 resume-shape | sft --output_dir stopped --resume --zero_stage 0 | stages
@@ -475,8 +478,6 @@ sft --output_dir stopped --resume --keep_best eval_loss | --keep_best was None \
 ppo --output_dir ppo_stopped --resume --top_p 0.9 --max_steps 2 | --top_p was 1.0 \
     || other words: a flag on the line of --resume overrides, and is named
 ppo --output_dir ppo_stopped --resume --kl_in loss --max_steps 2 | --kl_in was reward \
-    || other words: a flag on the line of --resume overrides, and is named
-ppo --output_dir ppo_stopped --resume --num_eval_prompts 1 --max_steps 2 | _prompts was 2 \
     || other words: a flag on the line of --resume overrides, and is named
 ppo --output_dir ppo_stopped --resume --gold_fn score.py:length --max_steps 2 | --gold_fn was \
     || other words: a flag on the line of --resume overrides, and is named

@@ -1,6 +1,6 @@
 """What exists only because of DeepSpeed before 0.19; each function says when it may go.
 
-What an old DeepSpeed cannot do at all is refused in words: machinery/flags/rules.py.
+What an old DeepSpeed cannot do at all is refused in words: machinery/flags/declaring.py.
 """
 
 import contextlib

@@ -64,7 +64,9 @@ class Parser(argparse.ArgumentParser):
 
     def convert_arg_line_to_args(self, line):
         """Returns the words of a line of a flags file."""
-        return [in_project(word) for word in shlex.split(re.sub(COMMENT, r"\1", line))]
+        return [
+            in_project(word) for word in shlex.split(re.sub(COMMENT, r"\1", line.lstrip("\ufeff")))
+        ]
 
 
 def new_parser(doc):

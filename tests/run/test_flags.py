@@ -208,6 +208,12 @@ def test_any_flag_overrides_its_recipe(script):
                 assert getattr(args, flag) == new
 
 
+def test_a_flags_file_may_begin_with_a_byte_order_mark(tmp_path):
+    """As some editors write it: the first flag would be an unknown one, which looks like it."""
+    (tmp_path / "my.flags").write_bytes(b"\xef\xbb\xbf--seed 7\r\n")
+    assert get_args("sft", f"@{tmp_path}/my.flags").seed == 7
+
+
 def test_a_home_is_no_folder_of_that_name(monkeypatch):
     """Of --output_dir=~/x shells do not expand the ~, and who deletes a folder ~ deletes much."""
     monkeypatch.setenv("HOME", "/somewhere/ada")
