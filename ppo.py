@@ -86,7 +86,7 @@ TOY = dict(
     max_answer_seq_len=48,
     per_device_generation_batch_size=32,
     per_device_training_batch_size=32,
-    rows_of_all_ranks=64,  # the batch of two ranks: on more of them each has fewer responses
+    recipe_rows=64,  # what the rates are tuned for: two ranks
     per_device_eval_batch_size=140,
     num_eval_prompts=280,
     kl_coef=0.05,
@@ -108,90 +108,42 @@ def get_args(argv=None):
     """
     parser = declaring.new_parser(__doc__)
     arg = declaring.flag_group(parser, "PPO: models and sizes")
-    arg("actor_model_name_or_path", str, "actor and reference: step 1's output", fixed=True)
-    arg("critic_model_name_or_path", str, "start of the critic: step 2's output", fixed=True)
-    arg(
-        "reward_model_name_or_path",
-        str,
-        "frozen reward models; None: the critic's, unless --reward_fn is given",
-        nargs="+",
-        fixed=True,
-    )
-    arg("max_prompt_seq_len", int, "tokens; a longer prompt keeps its end", least=2, fixed=True)
-    arg("max_answer_seq_len", int, "tokens of a response, EOS included", least=2, fixed=True)
-    arg("samples_per_prompt", 1, "responses; rloo and grpo compare them", least=1, fixed=True)
-    responses = "responses that size a rollout; decoded together are --rollout_batch_size"
-    arg("per_device_generation_batch_size", int, responses, least=1)
-    arg(
-        "per_device_training_batch_size",
-        int,
-        "responses of one forward; as --per_device_generation_batch_size, or --allow_unstable 1",
-        least=1,
-    )
-    arg(
-        "generation_batches",
-        1,
-        "a rollout is this many times --gradient_accumulation_steps generation batches. 1 "
-        "[DeepSpeed-Chat]",
-        least=1,
-    )
+    arg("actor_model_name_or_path", str, "actor and reference: step 1's output", needed=True)
+    arg("critic_model_name_or_path", str, "start of the critic: step 2's output")
+    judges = "frozen reward models; None: the critic's, unless --reward_fn is given"
+    arg("reward_model_name_or_path", str, judges, nargs="+")
+    arg("max_prompt_seq_len", int, "tokens; a longer prompt keeps its end", least=2, needed=True)
+    arg("max_answer_seq_len", int, "tokens of a response with its EOS", least=2, needed=True)
+    arg("samples_per_prompt", 1, "responses; rloo and grpo compare them", least=1)
+    arg("per_device_generation_batch_size", int, "responses sampled", least=1, needed=True)
+    arg("per_device_training_batch_size", int, "responses of a forward", least=1, needed=True)
+    batches = "generation batches of a rollout, for each accumulation step. 1 [DeepSpeed-Chat]"
+    arg("generation_batches", 1, batches, least=1)
     arg("ppo_epochs", 1, "epochs over a rollout. 1 [DeepSpeed-Chat]", least=1)
     # Several updates on a rollout are ordinary PPO. DeepSpeed-Chat reports that they diverge, and
     # leaves open why, so they must be asked for; labs/stability saw no divergence at usual rates.
-    arg(
-        "allow_unstable",
-        0,
-        "1: permit several updates on one rollout, at which DeepSpeed-Chat saw divergence",
-        most=1,
-    )
+    arg("allow_unstable", 0, "1: permit several updates on one rollout", most=1)
     arg = declaring.flag_group(parser, "PPO: flags that change the result")
-    arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6, fixed=True)
-    arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]; 0: no reference")
+    arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6)
+    penalty = "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]; 0: no reference"
+    arg("kl_coef", float, penalty, needed=True)
     arg("kl_target", float, "KL to the reference, nats a response, that kl_coef adapts to hold")
-    arg(
-        "kl_estimator",
-        str,
-        "None: k1 in the reward, k3 in the loss",
-        choices=KL_ESTIMATORS,
-        fixed=True,
-    )
-    arg("kl_in", "reward", "place of KL. loss [Shao 2024]", choices=["reward", "loss"], fixed=True)
+    arg("kl_estimator", str, "None: k1 in the reward, k3 in the loss", choices=KL_ESTIMATORS)
+    arg("kl_in", "reward", "place of KL. loss [Shao 2024]", choices=["reward", "loss"])
     arg("clip_reward", 5.0, "clips the judges' sum to +- this. 5 [DeepSpeed-Chat]", most=inf)
     arg("missing_eos_penalty", 0.0, "taken off the clipped score of a cut-off response")
-    arg("advantage", "gae", "only gae has a critic", choices=list(ADVANTAGES), fixed=True)
-    arg("gamma", 1.0, "discount, of gae and reinforce. 1 [DeepSpeed-Chat]", most=1, fixed=True)
-    arg("lam", 0.95, "GAE's lambda: 0 trusts the critic. 0.95 [DeepSpeed-Chat]", most=1, fixed=True)
-    arg("whiten", int, "1: to mean 0, deviation 1; None: by --advantage", most=1, fixed=True)
+    arg("advantage", "gae", "only gae has a critic", choices=list(ADVANTAGES))
+    arg("gamma", 1.0, "discount, of gae and reinforce. 1 [DeepSpeed-Chat]", most=1)
+    arg("lam", 0.95, "GAE's lambda: 0 trusts the critic. 0.95 [DeepSpeed-Chat]", most=1)
+    arg("whiten", int, "1: advantages to mean 0, deviation 1; None: by --advantage", most=1)
     arg("clip", 0.2, "the ratio is clipped to 1 +- this. 0.2 [Schulman 2017]", most=inf)
-    arg(
-        "clip_high",
-        float,
-        "upper bound 1 + this, to let rare tokens rise. 0.28 [Yu 2025, DAPO]; None: as --clip",
-        most=inf,
-    )
+    arg("clip_high", float, "its upper bound. 0.28 [Yu 2025, DAPO]; None: as --clip", most=inf)
     arg("clip_value", 0.2, "values are clipped to old +- this. 0.2 [DeepSpeed-Chat]", most=inf)
-    arg(
-        "loss_mean",
-        "tokens",
-        "of the actor's loss: tokens [Yu 2025], responses [Shao 2024], or a constant [Liu 2025]",
-        choices=list(LOSS_MEANS),
-        fixed=True,
-    )
-    arg(
-        "mask_truncated",
-        0,
-        "1: responses that were cut off count in no loss, and not in whitening [Yu 2025]",
-        most=1,
-        fixed=True,
-    )
-    arg(
-        "is_cap",
-        float,
-        "responses of another policy: cap of each token's importance weight. 2 [Yao 2025]",
-        least=1e-6,
-        most=inf,
-        fixed=True,
-    )
+    means = "of the actor's loss: tokens [Yu 2025], responses [Shao 2024], constant [Liu 2025]"
+    arg("loss_mean", "tokens", means, choices=list(LOSS_MEANS))
+    arg("mask_truncated", 0, "1: cut-off responses count in no loss [Yu 2025]", most=1)
+    weight = "responses of another policy: cap of each token's importance weight. 2 [Yao 2025]"
+    arg("is_cap", float, weight, least=1e-6, most=inf)
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
     target = "approx_kl of an epoch's last update; above it, no epoch follows"
     arg("target_kl", float, target, least=1e-12)

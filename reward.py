@@ -50,7 +50,7 @@ TOY = dict(
     dropout=0.0,
     center_coef=0.01,  # [Eisenstein 2023]
     per_device_train_batch_size=16,
-    rows_of_all_ranks=32,  # the batch of two ranks: on more of them each has fewer pairs
+    recipe_rows=32,  # what the rate is tuned for: two ranks
     per_device_eval_batch_size=140,
     max_seq_len=64,
     zero_stage=2,
@@ -71,7 +71,7 @@ def get_args(argv=None):
     arg = declaring.flag_group(parser, "flags of this step alone")
     arg("value_head_prefix", "score", "name of the head; stock transformers loads `score`")
     pull = "weight of (chosen + rejected)^2, which pulls scores to 0. 0.01 [Eisenstein 2023]"
-    arg("center_coef", 0.0, pull, fixed=True)
+    arg("center_coef", 0.0, pull)
     arg("share_prompt", 1, "1: compute the prompt of a pair once; 0: a row for each", most=1)
     return declaring.parse(parser, TOY, argv, "reward")
 

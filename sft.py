@@ -45,7 +45,7 @@ TOY = dict(
     weight_decay=0.0,
     num_warmup_steps=20,
     per_device_train_batch_size=24,
-    rows_of_all_ranks=48,  # the batch of two ranks: on more of them each has fewer rows
+    recipe_rows=48,  # what the rate is tuned for: two ranks
     per_device_eval_batch_size=140,
     max_seq_len=64,
     zero_stage=2,
@@ -61,15 +61,15 @@ def get_args(argv=None):
     """Reads the flags of this step from the command line.
 
     arg(name, default or type, help): a type if the default comes from TOY or a recipe, or is None.
-    least (0), most: the range. fixed: a resumed run must not change it.
+    least (0), most: the range. needed: the script cannot run without it.
     """
     parser = declaring.new_parser(__doc__)
     declaring.add_common_flags(parser)
     arg = declaring.flag_group(parser, "flags of this step alone")
     turns = "assistant turns, or everything. None: all turns of chats, else the last response"
-    arg("train_on", str, turns, fixed=True, choices=["last", "all", "everything"])
-    arg("num_samples", 5, "held-out prompts answered at each evaluation", fixed=True)
-    arg("gold_fn", str, "grades those responses, only logged", metavar="FILE:FUNCTION", fixed=True)
+    arg("train_on", str, turns, choices=["last", "all", "everything"])
+    arg("num_samples", 5, "held-out prompts answered at each evaluation")
+    arg("gold_fn", str, "grades those responses, only logged", metavar="FILE:FUNCTION")
     arg("max_answer_seq_len", 64, "tokens of those responses, at most", least=2)
     return declaring.parse(parser, TOY, argv, "sft")
 

@@ -47,14 +47,17 @@ HELD = {
     "adapters of a rank that vLLM has no room for are refused": (
         "test_adapters_of_a_rank_that_vllm_has_no_room_for_are_refused"
     ),
+    "a model that no run of ours made is refused where no recipe is named, with the list": (
+        "test_a_model_without_a_recipe_is_refused_with_the_list"
+    ),
     # exit codes, words, flags
     "a name that is too long for a file is refused": "test_a_name_that_is_too_long_is_refused",
     "the ~ of an output folder is the user's own": "test_a_home_is_no_folder_of_that_name",
-    "naming a model selects another recipe, and the run says so": (
-        "test_naming_a_model_selects_the_recipe_for_models_and_says_so"
+    "the next step takes the recipe of the run that made its model, and says so": (
+        "test_the_next_step_takes_the_preset_of_the_folder_that_it_starts_from"
     ),
-    "a recipe's batch is that of all ranks, and where it is not the run says so": (
-        "test_the_toy_has_the_rows_of_two_ranks_and_says_where_it_has_not"
+    "where a step has other rows than the recipe is tuned for the run says so": (
+        "test_the_banner_says_when_a_step_has_other_rows_than_the_recipes"
     ),
     "the launchers: torchrun, plain Python": "test_a_variant_is_checked_by_commands",
     "to import a script does nothing": "test_modules_are_imported_in_any_order_and_in_silence",

@@ -34,7 +34,7 @@ def of(table):
 # By their flags. The data that these commands name are not there: a flag comes first.
 FLAGS = """
 wrong-flag | sft --learning_speed 1
-wrong-flag | sft --learning_rat 1 | --learning_rate \
+wrong-flag | sft --learning_rat 1 | unrecognized arguments \
     || other words: argparse's own, without the nearest name
 # no guessing from abbreviations
 wrong-flag | sft --learning 1
@@ -49,11 +49,11 @@ wrong-flag | ppo --advantage best
 wrong-flag | tools.estimate ppo.py --devices many
 wrong-flag | tools.export | checkpoint
 wrong-flag | tools.talk actor --template question | {}
-# a file of flags: the message names its line
-flags-file | sft @gone.flags | gone.flags || other words: argparse reads @file
-flags-file | sft @typo.flags | typo.flags, line 2: \
+# a file of flags
+wrong-flag | sft @gone.flags | gone.flags || other words: argparse reads @file
+wrong-flag | sft @typo.flags | --learning_rat \
     || other words: argparse reads @file, and names the flag, not the line
-flags-file | sft @twice.flags | twice.flags, line 3: || leaves: what stands later counts
+flags-file | sft @twice.flags | twice.flags, line 3: || left: what stands later counts
 how-many | sft --data_split 2,4
 how-many | sft --adam_betas 0.9
 out-of-range | sft --max_seq_len 1
@@ -249,28 +249,15 @@ no-args-json | sft --output_dir strange --resume | args.json
 run-finished | sft --output_dir finished --resume | finished
 run-finished | sft --output_dir bestless --resume --keep_best eval_loss | best is gone
 flag-changed | sft --output_dir stopped --resume --seed 5 | --seed
-flag-changed | sft --output_dir stopped --resume --max_seq_len 63 | --max_seq_len \
-    || other words: a flag on the line of --resume overrides, and is named
-flag-changed | sft --output_dir stopped --resume --lora_dim 2 | --lora_dim \
-    || other words: a flag on the line of --resume overrides, and is named
 flag-changed | sft --output_dir stopped --resume --data_split 1,0,1 | --data_split
 flag-changed | sft --output_dir stopped --resume --data_path only | --data_path
-flag-changed | sft --output_dir stopped --resume --lr_scheduler_type linear | --lr_scheduler_type \
-    || other words: a flag on the line of --resume overrides, and is named
-flag-changed | sft --output_dir stopped --resume --keep_best eval_loss | --keep_best \
-    || other words: a flag on the line of --resume overrides, and is named
 flag-changed | sft --output_dir stopped --resume --model_name_or_path other | --model_name_or_path
-flag-changed | ppo --output_dir ppo_stopped --resume --top_p 0.9 | --top_p \
-    || other words: a flag on the line of --resume overrides, and is named
+flag-changed | sft --output_dir stopped --resume --preset opt-1.3b | --preset
 flag-changed | ppo --output_dir ppo_stopped --resume --reward_fn score.py:words | --reward_fn
 flag-changed | ppo --output_dir ppo_stopped --resume \
     --reward_model_name_or_path measured | --reward_model_name_or_path
-flag-changed | ppo --output_dir ppo_stopped --resume --kl_in loss | --kl_ \
-    || other words: a flag on the line of --resume overrides, and is named
-flag-changed | ppo --output_dir ppo_stopped --resume --num_eval_prompts 1 | --num_eval_prompts \
-    || other words: a flag on the line of --resume overrides, and is named
-flag-changed | ppo --output_dir ppo_stopped --resume --gold_fn score.py:length | --gold_fn \
-    || other words: a flag on the line of --resume overrides, and is named
+resume-another | reward --output_dir stopped --resume | sft.py
+resume-another | sft --output_dir older --resume | another version of this project
 # tools
 no-model | tools.talk | --score
 no-model | tools.talk actor --score answers.jsonl | --score
@@ -293,7 +280,8 @@ target-in-use | tools.export stopped/checkpoints/step-2 --to stopped/checkpoints
 target-in-use | tools.export stopped/checkpoints/step-2 --to '' | --to
 empty-stop | tools.estimate ppo.py --stop '' | --stop \
     || other words: --stop is inside variants/tool-turns
-encoder | tools.estimate sft.py --model_name_or_path bert | bert
+encoder | tools.estimate sft.py --preset toy --model_name_or_path bert | bert \
+    || other words: a model that no run of ours made needs --preset or @file
 """
 
 # By weights, rows and checkpoints as they are read. Nothing is changed.
@@ -330,6 +318,10 @@ no-checkpoint-whole | sft --output_dir broken --resume | broken/checkpoints \
 resume-another | sft --output_dir stopped --resume --data_path changed/good | data_fingerprint
 resume-another | ppo --output_dir ppo_stopped --resume \
     --reward_model_name_or_path changed/judge | frozen_models
+resume-another | sft --output_dir stopped --resume --lora_dim 2 | model \
+    || other words: a flag on the line of --resume overrides, and is named
+resume-another | ppo --output_dir ppo_stopped --resume --num_eval_prompts 1 | data_fingerprint \
+    || other words: a flag on the line of --resume overrides, and is named
 resume-another | sft --output_dir stopped --resume --per_device_train_batch_size 1 | rows_per_step
 resume-shape | sft --output_dir stopped --resume --zero_stage 0 | stages
 another-model | tools.export replaced/checkpoints/step-2 --to new | deep
@@ -391,6 +383,7 @@ nothing-asked | /retry | nothing was asked
 # Refused, but no command of one process reaches it. tests/held.py names the test of each.
 ELSEWHERE = """
 output-in-use | a second run beside a living one is refused
+no-recipe | a model that no run of ours made is refused where no recipe is named, with the list
 ranks-differ | an output folder that is not the same on all machines is refused
 padding-changes-a-row | a model that ignores positions, or looks ahead, is refused
 foreign-checkpoint | a checkpoint that would run code is refused
@@ -463,8 +456,10 @@ ppo | tokens.jsonl | step prompt response tokens
 ppo | args.json | kl_coef data_path script versions seed world_size data_fingerprint
 """
 
-# A stopped run goes on, with exit code 0: these flags do not shape it, and folders may have moved.
+# A stopped run goes on, with exit code 0, with its own flags. Those that are given override them: a
+# command, and what it says of such a flag. Folders may have moved.
 RESUMED = """
+sft --output_dir stopped --resume
 sft --output_dir stopped --resume --learning_rate 1e-9 --weight_decay 0.3 --max_grad_norm 0.5
 sft --output_dir stopped --resume --data_path moved/good --model_name_or_path moved/actor
 sft --output_dir stopped --resume --max_steps 3 --save_steps 0 --log_steps 2 --eval_steps 1
@@ -474,6 +469,18 @@ ppo --output_dir ppo_stopped --resume --actor_learning_rate 1e-9 --kl_coef 0.3 -
 ppo --output_dir ppo_stopped --resume --reward_model_name_or_path moved/judge --max_steps 2
 ppo --output_dir judged --resume --reward_fn moved/score.py:parts --max_steps 2 \
     || other words: one function a part
+sft --output_dir stopped --resume --max_seq_len 63 | --max_seq_len was 64 and is now 63 \
+    || other words: a flag on the line of --resume overrides, and is named
+sft --output_dir stopped --resume --lr_scheduler_type linear | and is now linear \
+    || other words: a flag on the line of --resume overrides, and is named
+sft --output_dir stopped --resume --keep_best eval_loss | --keep_best was None \
+    || other words: a flag on the line of --resume overrides, and is named
+ppo --output_dir ppo_stopped --resume --top_p 0.9 --max_steps 2 | --top_p was 1.0 \
+    || other words: a flag on the line of --resume overrides, and is named
+ppo --output_dir ppo_stopped --resume --kl_in loss --max_steps 2 | --kl_in was reward \
+    || other words: a flag on the line of --resume overrides, and is named
+ppo --output_dir ppo_stopped --resume --gold_fn score.py:length --max_steps 2 | --gold_fn was \
+    || other words: a flag on the line of --resume overrides, and is named
 """
 
 # What is right, but near what is refused, or done without what is missing, runs to its end; and
@@ -532,9 +539,9 @@ the device's fast dtype is the default
 the launchers: deepspeed
 two hosts compute what one computes
 every command of the pages parses
-naming a model selects another recipe, and the run says so \
+the next step takes the recipe of the run that made its model, and says so \
     || other words: a model that no run of ours made needs --preset or @file: refused
-a recipe's batch is that of all ranks, and where it is not the run says so \
+where a step has other rows than the recipe is tuned for the run says so \
     || other words: the banner says when a step has other rows than the recipe's
 the launchers: torchrun, plain Python
 long work shows itself in a job's log || left: tqdm alone, off without a terminal

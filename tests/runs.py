@@ -285,7 +285,7 @@ def make_run(base, name, script, flags, sigterm_after=None):
     from machinery.base import ranks
     from machinery.base.modules import unwrap_model
     from machinery.engine import ema
-    from machinery.flags import rules
+    from machinery.flags import declaring
     from machinery.run.run import Run
 
     facts, output = {"saved": [], "away": [], "draws": {}}, base / "runs" / name
@@ -332,7 +332,7 @@ def make_run(base, name, script, flags, sigterm_after=None):
 
     if "fp16" in flags:  # on a CPU: slow, and right
         type(get_accelerator()).is_fp16_supported = lambda self: True
-        rules.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "one that has fp16")
+        declaring.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "one that has fp16")
     Run.log, Run.save, ppo.roll_out = log_and_interrupt, save_and_note, roll_out_and_note
     for name, place in calls.items():
         setattr(place, name, noting(name))

@@ -32,8 +32,7 @@ from deepspeed.utils import zero_to_fp32
 from safetensors import SafetensorError
 
 import common
-from machinery.base import records
-from machinery.base.refused import Refused, program
+from machinery.base.refused import Refused, program, read_json
 from machinery.flags import declaring
 from machinery.models import model_folders, saving
 from machinery.run import checkpoints, launch
@@ -82,7 +81,7 @@ def read_run(checkpoint):
         words = f"{checkpoint} is no whole checkpoint, step-N: it has no file `{checkpoints.DONE}`."
         raise Refused("no-checkpoint", words)
     refuse_code(checkpoint)
-    record = records.read(checkpoint.absolute().parent.parent)
+    record = read_json(checkpoint.absolute().parent.parent)
     if record.get("tensor_parallel_size") != 1:
         words = f"{checkpoint}: there must be a run's args.json above checkpoints/, and in it"
         advice = "Else go on with --resume: a run saves its model at its end."

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from machinery.base import records
-from machinery.base.refused import Refused
+from machinery.base.refused import Refused, read_json, record_of_model
 from machinery.models import model_folders
 
 
@@ -19,11 +18,11 @@ def write_card(folder, run=None, step=math.inf):
     the step whose model it is, by default the last.
     """
     folder = Path(folder).absolute()
-    run = run or (folder if records.read(folder) else folder.parent)
-    record = records.read(run)
+    run = run or (folder if read_json(folder) else folder.parent)
+    record = read_json(run)
     if "data_rows" not in record or not model_folders.has_weights(folder):
         raise Refused("no-run", f"{folder} holds no model of a run, or there is no args.json.")
-    step = records.read(folder, "evaluation.json").get("step", step)  # of best/
+    step = read_json(folder, "evaluation.json").get("step", step)  # of best/
     text = card_text(folder, record, last_evaluation(run, step))
     try:
         with open(folder / "README.md", "x") as file:
@@ -114,7 +113,7 @@ def base_model(start):
     """Returns the hub name of what a model was trained from, also through folders of our runs."""
     seen = set()
     while Path(start).exists():
-        record = records.of_model(start)
+        record = record_of_model(start)
         if start in seen or "data_rows" not in record:
             return None
         seen.add(start)

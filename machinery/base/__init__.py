@@ -2,9 +2,8 @@
 
 locks       a lock that is a file
 ranks       which rank this is, and what the ranks tell each other
-refused     an error in words, and the one place where it ends the program
+refused     an error in words, the one place where it ends the program, and args.json
 modules     the model inside an engine, and how many weights it has
 progress    how far long work is
-records     args.json, in which a run notes its flags
 statistics  statistics that a run reports
 """

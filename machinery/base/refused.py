@@ -1,10 +1,17 @@
-"""Input that is wrong: an error in words, and the one place where it ends the program."""
+"""Input that is wrong: an error in words, and the one place where it ends the program.
 
+And small JSON files, such as args.json, in which a run notes its flags and what it found. What is
+damaged there counts as nothing, so that the caller can say so in words.
+"""
+
+import contextlib
 import difflib
 import errno
+import json
 import os
 import sys
 import time
+from pathlib import Path
 
 
 class Refused(Exception):
@@ -49,3 +56,26 @@ def nearest(path):
     beside = [file.name for file in path.parent.glob("*")]
     names = difflib.get_close_matches(path.name, beside, cutoff=0.0)
     return f"Nearest in {path.parent}: {', '.join(names) or 'nothing'}."
+
+
+# ---- Small JSON files ----
+def read_json(folder, name="args.json"):
+    """Returns a JSON file in `folder` as a dict; {} if there is none, or something else."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        record = json.loads((Path(folder) / name).read_text())
+        return record if isinstance(record, dict) else {}
+    return {}
+
+
+def read_run(folder):
+    """Returns args.json of the run in `folder`; {} if there is none, or it is not of ours."""
+    record = read_json(folder)
+    return record if "data_fingerprint" in record else {}
+
+
+def record_of_model(folder):
+    """Returns args.json of the run that saved the model in `folder`, {} if it is unknown.
+
+    That of ema/, critic/ and best/ is in the folder above.
+    """
+    return read_run(folder) or read_run(Path(folder).parent)

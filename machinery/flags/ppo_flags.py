@@ -2,7 +2,7 @@
 
 from machinery.base import ranks
 from machinery.base.refused import Refused
-from machinery.flags import declaring, rules
+from machinery.flags import declaring
 from machinery.models import model_folders
 
 # ppo.py has forms of its own: actor_..., critic_..., max_prompt_seq_len, ...
@@ -14,20 +14,20 @@ def add_options(parser):
     """Declares the options of ppo.py, and what all scripts share."""
     arg = declaring.flag_group(parser, "PPO: options that change the result")
     function = "f(prompts, completions, **columns) returns a number a response, or one a token"
-    arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION", fixed=True)
-    logged = "a function like --reward_fn's, only logged"
-    arg("gold_fn", str, logged, metavar="FILE:FUNCTION", fixed=True)
+    arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION")
+    arg("gold_fn", str, "a function like --reward_fn's, only logged", metavar="FILE:FUNCTION")
     scaled = "1: scores, and values, to mean 0, deviation 1 on reward.py's held-out responses"
-    arg("normalize_reward", 0, scaled, most=1, fixed=True)
+    arg("normalize_reward", 0, scaled, most=1)
     arg("allow_mismatch", 0, "1: warn, and go on, if scoring differs from sampling", most=1)
     arg("log_kl", 0, "1: keep the reference with --kl_coef 0, to log KL", most=1)
-    arg("enable_ema", 0, "1: keep an average of the actor's weights, in ema/", most=1, fixed=True)
+    arg("enable_ema", 0, "1: keep an average of the actor's weights, in ema/", most=1)
     arg("ema_decay", 0.992, "decay of --enable_ema's average. 0.992 [DeepSpeed-Chat]", most=1)
     for role in ("actor", "critic"):
-        arg(f"{role}_learning_rate", float, f"peak; {declaring.LORA_RATE}")
+        rate = f"peak; {declaring.LORA_RATE}"
+        arg(f"{role}_learning_rate", float, rate, needed=role == "actor")
         arg(f"{role}_weight_decay", 0.0, "decoupled (AdamW); matrices only")
         arg(f"{role}_dropout", float, "every dropout; None: what its config says", most=1)
-        arg(f"{role}_lora_dim", 0, declaring.LORA, fixed=True)
+        arg(f"{role}_lora_dim", 0, declaring.LORA)
     add_sampling_flags(arg)
     arg = declaring.flag_group(parser, "PPO: options that change only speed and memory")
     for role, frozen in (("actor", "reference"), ("critic", "judges")):
@@ -44,12 +44,11 @@ def add_options(parser):
 
 def add_sampling_flags(arg):
     """Declares how responses are sampled."""
-    arg("stop", str, "texts that end a response as EOS does", nargs="+", default=[], fixed=True)
-    arg("top_p", 1.0, "nucleus sampling; 1: off", least=1e-6, most=1, fixed=True)
-    arg("top_k", 0, "sample from the k likeliest; 0: off", fixed=True)
-    evaluated = "held-out prompts answered at each evaluation"
-    arg("num_eval_prompts", 128, evaluated, least=1, fixed=True)
-    arg("eval_samples", 1, "responses to each: pass@k, k = 1, 2, 4, ...", least=1, fixed=True)
+    arg("stop", str, "texts that end a response as EOS does", nargs="+", default=[])
+    arg("top_p", 1.0, "nucleus sampling; 1: off", least=1e-6, most=1)
+    arg("top_k", 0, "sample from the k likeliest; 0: off")
+    arg("num_eval_prompts", 128, "held-out prompts answered at each evaluation", least=1)
+    arg("eval_samples", 1, "responses to each: pass@k, k = 1, 2, 4, ...", least=1)
 
 
 def resolve(args, advantages, responses):
@@ -76,7 +75,7 @@ def resolve(args, advantages, responses):
             setattr(args, name, value)
     args.max_seq_len = args.max_prompt_seq_len + args.max_answer_seq_len
     args.offload_states &= not args.adam_offload  # with it they live on the CPU anyway
-    rules.refuse_broken(args, rules.of_ppo)
+    declaring.refuse_broken(args, rules_of_ppo)
     if args.top_p < 1 or args.top_k:
         ranks.say("warning: --top_p or --top_k: KL is not the sampler's, may be below 0")
     if args.kl_coef and args.advantage == "grpo" and args.kl_in == "reward":
@@ -84,6 +83,65 @@ def resolve(args, advantages, responses):
     if args.stop and args.reward_model_name_or_path:
         ranks.say("warning: --stop: stopped responses lack the EOS where a reward model scores")
     return args
+
+
+# ---- Rules ----
+def whole_actor(args):
+    """Returns whether each rank has all weights of the actor: neither stage 3 nor shared layers."""
+    return 3 not in declaring.stages_of(args, "actor") and args.tensor_parallel_size == 1
+
+
+def rules_of_ppo(args):
+    """Yields PPO's own rules."""
+    stages = declaring.stages_of(args)
+    generated = args.per_device_generation_batch_size
+    trained = args.per_device_training_batch_size
+
+    # A micro-batch may hold whole groups of responses, or a group several micro-batches.
+    few, many = sorted([generated, args.samples_per_prompt])
+    whole = generated * args.gradient_accumulation_steps * args.generation_batches
+    words = "One must divide the other: {samples_per_prompt}, {per_device_generation_batch_size}."
+    yield "batches-divide", many % few, words
+    words = f"A rank's {whole} responses of a step are not whole groups of {{samples_per_prompt}}."
+    yield "batches-divide", whole % many, f"{words}\n  Raise {{gradient_accumulation_steps}}."
+    words = (
+        "{per_device_generation_batch_size} times {generation_batches} must be divisible by "
+        "{per_device_training_batch_size}."
+    )
+    yield "batches-divide", generated * args.generation_batches % trained, words
+    words = "{advantage} compares the responses to a prompt.\n  Use --samples_per_prompt 4."
+    yield "group-of-one", args.compares_groups and args.samples_per_prompt < 2, words
+    words = "--stop has an empty text, which stands in every response: all would have one token."
+    yield "empty-stop", "" in args.stop, words
+    words = "{advantage} has a critic: give --critic_model_name_or_path, --critic_learning_rate."
+    critic = args.critic_model_name_or_path, args.critic_learning_rate
+    yield "no-critic", args.has_critic and None in critic, words
+
+    # DeepSpeed-Chat reports divergence where this is broken, and leaves open why. While it holds,
+    # the weights that train are those that sampled: the ratio is 1, clipping never acts, and this
+    # is a policy gradient with a baseline. labs/stability.md tries it.
+    one_update = generated == trained and args.ppo_epochs == args.generation_batches == 1
+    words = (
+        "{per_device_generation_batch_size} and {per_device_training_batch_size} must be equal, "
+        "{ppo_epochs} and {generation_batches} must be 1: else DeepSpeed-Chat reports divergence.\n"
+        "  Use --gradient_accumulation_steps for a larger batch; --allow_unstable 1 lifts this."
+    )
+    yield "unstable", not one_update and not args.allow_unstable, words
+
+    words = "{kl_in} {kl_estimator}: its expected gradient is 0.\n  Use k2 or k3."
+    yield "k1-in-loss", args.kl_in == "loss" and args.kl_estimator == "k1", words
+    without_kl = args.kl_target is not None and args.kl_target * args.kl_coef <= 0
+    yield "kl-target-without-kl", without_kl, "{kl_target} and {kl_coef} must be above 0."
+    several_judges = args.reward_fn or len(args.reward_model_name_or_path) > 1
+    words = "--normalize_reward scales the scores of one reward model alone."
+    yield "normalize-reward", args.normalize_reward and several_judges, words
+    words = "--deepcompile compiles one model, and PPO trains two."
+    yield "deepcompile-in-ppo", args.deepcompile, words
+    words = "--compile_decoding needs a whole actor: no stage 3, no --tensor_parallel_size."
+    yield "compile-decoding-shards", args.compile_decoding and not whole_actor(args), words
+    stays = args.offload or 0 in stages or (args.dtype == "bf16" and 1 in stages)
+    words = "--offload_states needs --zero_stage 2 or 3 (1 in fp32), and no --offload."
+    yield "state-offload", args.offload_states and stays, words
 
 
 # ---- Models ----

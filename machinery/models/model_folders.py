@@ -12,9 +12,9 @@ from tokenizers import processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from machinery.base import ranks, records
+from machinery.base import ranks
 from machinery.base.modules import unwrap_model
-from machinery.base.refused import Refused, nearest
+from machinery.base.refused import Refused, nearest, read_json
 from machinery.engine import patches, zero3
 
 # peft's config of adapters names what they sit on. transformers' config lies beside it under a
@@ -101,7 +101,7 @@ def chain(path):
     """Returns [path], and where it holds adapters what they sit on, and so on, down to weights."""
     found = [path]
     while (file := Path(found[-1]) / ADAPTER_CONFIG).is_file():
-        base = records.read(found[-1], ADAPTER_CONFIG).get("base_model_name_or_path")
+        base = read_json(found[-1], ADAPTER_CONFIG).get("base_model_name_or_path")
         if base is None or base in found:
             words = f"{file} cannot be read, names no base, or adapters on themselves."
             raise Refused("no-weights", words)

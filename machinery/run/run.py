@@ -14,12 +14,12 @@ import numpy as np
 import torch
 import transformers
 
-from machinery.base import modules, ranks, records
-from machinery.base.refused import Refused
+from machinery.base import modules, ranks
+from machinery.base.refused import Refused, read_json
 from machinery.data import batching
 from machinery.data.rows import fingerprint
 from machinery.engine import config_file, throughput, zero3
-from machinery.flags import recipes
+from machinery.flags import declaring
 from machinery.models import model_folders, saving
 from machinery.run import checkpoints, launch, output_folder
 
@@ -146,13 +146,13 @@ class Run:
         count, training = (modules.count_parameters(model, part) / 1e6 for part in (False, True))
         ranks.say(
             f"{self.title}   (preset {args.preset}, seed {args.seed}, output {args.output_dir})\n"
-            f"{recipes.note(args)}"
+            f"{declaring.recipe_note(args)}"
             f"  model    {path}: {count:,.2f} M parameters ({training:,.3f} M of them train), "
             f"{args.dtype}, ZeRO stage {engine.zero_optimization_stage()}, "
             f"{ranks.get_world_size()} x {ranks.device().type}{scratch}\n"
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
             f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step"
-            f"{recipes.rows_note(args, self.rows_per_step)}\n"
+            f"{declaring.rows_note(args, self.rows_per_step)}\n"
             f"  data     {len(self.train):,} rows, {len(self.held_out):,} held out, "
             f"{self.last_step:,} steps ({args.num_warmup_steps} of warm-up)"
         )
@@ -284,7 +284,7 @@ class Run:
         before: its evaluation at the checkpoint.
         """
         best = Path(self.args.output_dir) / "best"
-        found = records.read(best, EVALUATION) if saving.is_whole(best) else {}
+        found = read_json(best, EVALUATION) if saving.is_whole(best) else {}
         self.best = ranks.all_gather_objects([found])[0]
         if before and not self.best:
             step = before["step"]

@@ -19,7 +19,7 @@ import ppo
 from helpers import shared_prompts
 from machinery.base import ranks
 from machinery.engine import adam, operators, patches, zero3
-from machinery.flags import rules
+from machinery.flags import declaring
 from machinery.models import forwards
 from machinery.run import launch
 from tests import kit
@@ -43,7 +43,7 @@ def test_deepcompile_is_for_engines_that_train(cuda, monkeypatch):
     """And where the CUDA toolkit is: without it DeepSpeed ends in a TypeError about a path."""
     with kit.refuses("gpu-only"):
         config("--deepcompile")
-    monkeypatch.setattr(rules, "lacks_nvcc", bool)
+    monkeypatch.setattr(declaring, "lacks_nvcc", bool)
     assert config("--deepcompile")["compile"] == {"deepcompile": True}
     assert "compile" not in config("--deepcompile", train=False)
 

@@ -135,7 +135,7 @@ def draw_flags(case):
         case.flags += shlex.split(rng.choice(broken))
         return
     flags = parser_of(case.script)._actions
-    known = {flag.dest: flag for flag in flags if hasattr(flag, "fixed")}
+    known = {flag.dest: flag for flag in flags if hasattr(flag, "needed")}
     for name in rng.sample(sorted(known.keys() - {"output_dir"}), rng.choice([1, 2, 2, 2, 3])):
         words, refused = edges(rng, known[name])
         case.flags += [f"--{name}={words[0]}"] if len(words) == 1 else [f"--{name}", *words]

@@ -1,7 +1,7 @@
 """Flags: what a script runs, and what overrides what. What is refused is in tests/promises.py."""
 
-import contextlib
 import copy
+import json
 import re
 import shlex
 from pathlib import Path
@@ -17,9 +17,8 @@ import ppo
 import reward
 import sft
 from machinery.base.refused import Refused, program
-from machinery.flags import declaring, ppo_flags, recipes
+from machinery.flags import declaring, ppo_flags
 from machinery.models import model_folders
-from machinery.run import output_folder
 from tests import kit, promises
 from variants.dpo import dpo
 
@@ -135,12 +134,29 @@ def test_eight_gpus_get_the_recipes_batches(script, rows, stage):
 # --------------------------------------------------------------------------------------------------
 # Recipes
 # --------------------------------------------------------------------------------------------------
-FILES = sorted(recipes.FOLDER.glob("*/*.flags"))
+FILES = sorted(declaring.RECIPES.glob("*/*.flags"))
 
 
 def flags_in(file):
     """Returns {flag: value} of a flags file, read by the script that it is named for."""
-    return recipes.read(parser_of(file.stem), file)
+    return words_in(file.stem, [f"@{file}"])
+
+
+def words_in(script, words):
+    """Returns {flag: value} of what stands in `words`, read by a script."""
+    parser = parser_of(script)
+    parser.fromfile_prefix_chars = "@"
+    return declaring.stated(parser, words)
+
+
+def run_of(folder, script="sft", flags="", **facts):
+    """Writes the args.json that a run leaves in `folder`. Returns its flags."""
+    args = get_args(script, f"{flags} --output_dir {folder}")
+    record = {**vars(args), "script": script, "format": declaring.FORMAT, "data_fingerprint": 1}
+    record["left_open"] = args.declared.left_open
+    folder.mkdir(exist_ok=True)
+    (folder / "args.json").write_text(json.dumps(record | facts))
+    return args
 
 
 def refusal_of(script, words):
@@ -151,7 +167,7 @@ def refusal_of(script, words):
 
 
 def test_the_recipes_are_these():
-    found = {script: recipes.names(script) for script in SCRIPTS}
+    found = {script: declaring.presets(script) for script in SCRIPTS}
     both = ["toy", "arithmetic", "llama-2-7b", "opt-1.3b", "qwen2.5-0.5b", "qwen2.5-0.5b-grpo"]
     small = ["hh", "sentiment"]  # all three steps with SmolLM2
     assert {name: set(of) for name, of in found.items()} == {
@@ -159,8 +175,8 @@ def test_the_recipes_are_these():
         "ppo": {*both, *small, "smollm2"},
         "reward": {"toy", *both[2:5], *small},
     }
-    assert {file.parent for file in FILES} == {*recipes.FOLDER.iterdir()}
-    for folder in recipes.FOLDER.iterdir():
+    assert {file.parent for file in FILES} == {*declaring.RECIPES.iterdir()}
+    for folder in declaring.RECIPES.iterdir():
         text = (folder / "README.md").read_text()
         assert f"--preset {folder.name}" in text and "reached" in text
 
@@ -168,11 +184,13 @@ def test_the_recipes_are_these():
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
 def test_each_recipe_runs_as_it_is_written(file):
     """What the file shows is what runs: nothing multiplies a learning rate for adapters. And
-    --preset NAME is short for @recipes/NAME/SCRIPT.flags."""
+    --preset NAME is short for @recipes/NAME/SCRIPT.flags. Its first line says what it is for."""
     script = {**SCRIPTS, "dpo": dpo}[file.stem]
     args = script.get_args(["--preset", file.parent.name])
     assert flags_in(file).items() <= vars(args).items()
     assert vars(script.get_args([f"@{file}"])) == vars(args)
+    purpose = file.read_text().splitlines()[0]
+    assert re.fullmatch(r"# [A-Z][^\n]{20,}\.", purpose), purpose
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -180,9 +198,10 @@ def test_any_flag_overrides_its_recipe(script):
     known = parser_of(script)._option_string_actions
     others = "--allow_unstable 1 --per_device_training_batch_size 1 --advantage reinforce "
     others = (others + "--samples_per_prompt 1") * (script == "ppo")
-    for name in recipes.names(script):
-        recipe = recipes.FOLDER / name / f"{script}.flags" if name != "toy" else SCRIPTS[script].TOY
-        for flag, value in recipes.read(parser_of(script), recipe).items():
+    for name in declaring.presets(script):
+        file = declaring.RECIPES / name / f"{script}.flags"
+        toy = declaring.words_of(SCRIPTS[script].TOY)
+        for flag, value in words_in(script, toy if name == "toy" else [f"@{file}"]).items():
             if isinstance(value, int | float):
                 new = max(known[f"--{flag}"].least, 1)
                 args = get_args(script, f"{others} --{flag} {new}", f"--preset {name} ")
@@ -202,8 +221,8 @@ def test_a_home_is_no_folder_of_that_name(monkeypatch):
 
 
 def test_a_file_of_ones_own(tmp_path, monkeypatch):
-    """A flag a line, `#` begins a comment, and the command line wins wherever it stands. It may
-    begin with a recipe, whose flags it overrides. `given` is what stands on the command line."""
+    """A flag a line, `#` begins a comment, and what stands later counts. A preset counts as
+    standing first, wherever it is named."""
     monkeypatch.chdir(tmp_path)
     mine = Path("mine.flags")
     mine.write_text(
@@ -214,54 +233,81 @@ def test_a_file_of_ones_own(tmp_path, monkeypatch):
         --data_path "my data.jsonl" part#2.jsonl 'take #3.jsonl' Ada\\'s  # don't "quote" me
         --seed=5"""
     )
-    args = sft.get_args(["--seed", "6", "@mine.flags"])
+    args = sft.get_args(["@mine.flags", "--seed", "6"])
     assert (args.preset, args.seed, args.learning_rate) == ("opt-1.3b", 6, 1e-4)
     assert args.data_path == ["my data.jsonl", "part#2.jsonl", "take #3.jsonl", "Ada's"]
-    assert (args.num_train_epochs, args.declared.given) == (16, {"seed"})
+    assert args.num_train_epochs == 16
+    assert sft.get_args(["--seed", "6", "@mine.flags"]).seed == 5
     Path("more.flags").write_text("--seed 7\n--max_steps 3")
-    args = sft.get_args(["@mine.flags", "@more.flags", "--max_steps", "4"])
-    assert (args.seed, args.max_steps) == (7, 4)
-    copied = (recipes.FOLDER / "opt-1.3b/sft.flags").read_text()
+    args = sft.get_args(["@mine.flags", "@more.flags", "--max_steps", "4", "--preset", "toy"])
+    assert (args.seed, args.max_steps, args.preset) == (7, 4, "toy")
+    assert args.learning_rate == 1e-4 and args.num_train_epochs == 5
+    copied = (declaring.RECIPES / "opt-1.3b/sft.flags").read_text()
     Path("copy.flags").write_text(re.sub("--zero_stage.*", "--zero_stage 1", copied))
     args, named = sft.get_args(["@copy.flags"]), sft.get_args(["--preset", "opt-1.3b"])
     assert vars(args) == {**vars(named), "zero_stage": 1}
-    Path("less.flags").write_text("--model_name_or_path my/model")  # as if it were typed
-    args = sft.get_args(["@less.flags"])
-    assert args.preset == "qwen2.5-0.5b" and "naming a model" in recipes.note(args)
+
+
+def test_a_file_stands_alone_where_a_model_is_named_and_no_preset(tmp_path):
+    """No number comes from a recipe that nobody has named: what the file leaves out has the flag's
+    own default, and what has none is refused by its name."""
+    mine = tmp_path / "mine.flags"
+    whole = flags_in(declaring.RECIPES / "opt-1.3b/sft.flags").keys() - {"preset"}
+    text = re.sub("--preset.*", "", (declaring.RECIPES / "opt-1.3b/sft.flags").read_text())
+    mine.write_text(text)
+    args = sft.get_args([f"@{mine}"])
+    assert args.preset is None and args.num_train_epochs == 16
+    own = {flag.dest: flag.default for flag in parser_of("sft")._actions}
+    assert all(
+        getattr(args, name) == own[name] for name in own.keys() & {"lora_dim", "num_samples"}
+    )
+    assert args.declared.given == whole
+    mine.write_text("--model_name_or_path my/model\n--learning_rate 1e-4")
+    rule, words = refusal_of("sft", f"@{mine}")
+    assert rule == "wrong-flag" and "--num_train_epochs" in words and "--data_path" in words
+    assert "--learning_rate" not in words and "--seed" not in words
+    mine.write_text("--learning_rate 1e-4")  # no model: over the toy
+    args = sft.get_args([f"@{mine}"])
+    assert (args.preset, args.learning_rate, args.num_train_epochs) == ("toy", 1e-4, 5)
 
 
 @pytest.mark.parametrize(
     "text, said",
     [
-        (None, "Nearest in .: mine.flag"),
-        ("--seed 1\n--learning_rat 1", "mine.flags, line 2: .*\n.*--learning_rate"),
-        ("\n--learning_rate inf", "mine.flags, line 2: --learning_rate inf must be"),
-        ("--seed x", "mine.flags, line 1: .*--seed.*invalid int"),
-        ("--preset nope", "mine.flags, line 1: .*nope"),
-        ("--output_dir 'a", "mine.flags, line 1: No closing quotation"),
-        ("learning_rate 1", "mine.flags, line 1: unrecognized"),
-        ("@other.flags", "mine.flags, line 1: unrecognized"),
-        ("--seed 1\n\n--seed 2", "mine.flags, line 3: --seed stands above"),
+        (None, "No such file.*mine.flags"),
+        ("--seed 1\n--learning_rat 1", "unrecognized arguments: --learning_rat 1"),
+        ("--seed x", "--seed.*invalid int"),
+        ("--preset nope", "nope.*opt-1.3b"),
+        ("--output_dir 'a", "No closing quotation"),
+        ("learning_rate 1", "unrecognized arguments: learning_rate 1"),
+        ("--kl_target 6", "--kl_target left: see variants/adaptive-kl"),
     ],
 )
-def test_what_is_wrong_in_a_flags_file_is_found_by_file_and_line(tmp_path, monkeypatch, text, said):
+def test_what_is_wrong_in_a_flags_file_is_refused_in_argparses_words(
+    tmp_path, monkeypatch, text, said
+):
     monkeypatch.chdir(tmp_path)
-    Path("mine.flag").write_text("")
     if text is not None:
         Path("mine.flags").write_text(text)
     found = refusal_of("sft", "@mine.flags --seed 3")
-    assert found[0] == "flags-file" and re.search(said, found[1], re.S), found
+    assert found[0] == "wrong-flag" and re.search(said, found[1], re.S), found
+
+
+def test_a_flag_that_left_is_refused_with_its_place():
+    for flag, place in declaring.LEFT.items():
+        rule, words = refusal_of("sft", f"--preset toy --{flag} 1")
+        assert rule == "wrong-flag" and f"--{flag} left: {place}" in words
 
 
 def test_a_forks_toy_is_read_as_a_flags_file_is(monkeypatch):
     """Of any type that a flag has. A flag that does not exist would change nothing, in silence."""
-    more = dict(offload=True, resume=False, dropout=None, zero_stage=3, group_by_length=0)
+    more = dict(offload=True, zero_stage=3, group_by_length=0)
     monkeypatch.setattr(sft, "TOY", {**sft.TOY, **more, "columns": "prompt=a b"})
     args = get_args("sft")
-    assert (args.offload, args.resume, args.dropout, args.group_by_length) == (True, False, None, 0)
+    assert (args.offload, args.zero_stage, args.group_by_length) == (True, 3, 0)
     assert args.columns == {"prompt": "a b"}
     monkeypatch.setattr(sft, "TOY", {"learning_rat": 1})
-    assert "TOY, line 1" in refusal_of("sft", "--preset toy")[1]
+    assert "--learning_rat 1" in refusal_of("sft", "--preset toy")[1]
 
 
 def test_the_toy_runs_if_no_model_is_named_and_from_any_folder(tmp_path, monkeypatch):
@@ -271,56 +317,104 @@ def test_the_toy_runs_if_no_model_is_named_and_from_any_folder(tmp_path, monkeyp
     assert args.preset == "toy" and args.output_dir == "output/sft"
     assert (declaring.ROOT / "toy/data").samefile(args.data_path[0])
     assert (declaring.ROOT / "toy/model").samefile(args.model_name_or_path)
-    assert recipes.note(args).startswith("  recipe   toy, as no model is named: ")
-    assert recipes.note(get_args("sft")) == ""  # who names it knows
+    assert declaring.recipe_note(args) == ""
 
 
-def test_naming_a_model_selects_the_recipe_for_models_and_says_so():
-    """It turns LoRA on, with a rate for it."""
-    args = get_args("sft", "--model_name_or_path some/model --learning_rate 1e-4", "")
-    said = recipes.note(args)
-    assert args.preset == "qwen2.5-0.5b" and "naming a model selects qwen2.5-0.5b" in said
-    assert "lora_dim 32" in said and "learning_rate 0.0001" in said and "--preset" in said
-    flags = "--actor_model_name_or_path some/model --reward_fn toy/gold.py:gold --advantage grpo"
-    said = recipes.note(get_args("ppo", f"{flags} --samples_per_prompt 4", ""))
-    assert "missing_eos_penalty 1.0" in said  # part of what is trained on, not of `reward`
+def test_a_model_without_a_recipe_is_refused_with_the_list():
+    """Another recipe would bring other rates, LoRA, another batch: who names the model says which.
+    Each line of the list says what a recipe is for."""
+    rule, words = refusal_of("sft", "--model_name_or_path some/model --learning_rate 1e-4")
+    assert rule == "no-recipe" and words.startswith("--model_name_or_path some/model: ")
+    listed = dict(re.findall(r"^  --preset (\S+): (.+)", words, re.M))
+    assert listed == declaring.presets("sft") and len(listed) == 8
+    assert listed["qwen2.5-0.5b"].startswith("SFT with LoRA") and "@FILE" in words
+    flags = "--reward_fn toy/gold.py:gold --critic_model_name_or_path some/critic"
+    rule, words = refusal_of("ppo", flags)
+    assert rule == "no-recipe" and "--critic_model_name_or_path some/critic" in words
+    args = get_args("sft", "--model_name_or_path some/model", "--preset qwen2.5-0.5b ")
+    assert args.model_name_or_path == "some/model" and args.lora_dim == 32
 
 
 def test_the_next_step_takes_the_preset_of_the_folder_that_it_starts_from(tmp_path):
-    (tmp_path / "args.json").write_text('{"preset": "opt-1.3b"}')
-    (tmp_path / "config.json").write_text("{}")
-    args = get_args("reward", f"--model_name_or_path {tmp_path}", "")
-    assert args.preset == "opt-1.3b" and f"with which {tmp_path} was trained" in recipes.note(args)
-    assert "without LoRA" not in recipes.note(args)
-    args = get_args("reward", f"--model_name_or_path {tmp_path} --preset toy", "")
+    """Also of best/, ema/ and critic/, which lie in the run's folder."""
+    run_of(tmp_path / "run", preset="opt-1.3b", lora_dim=4)
+    for place in ("run", "run/best"):
+        model = tmp_path / place
+        args = get_args("reward", f"--model_name_or_path {model}", "")
+        assert args.preset == "opt-1.3b" and args.learning_rate == 5e-5
+        assert f"{model}, trained with --preset opt-1.3b\n" in declaring.recipe_note(args)
+    args = get_args("reward", f"--model_name_or_path {model} --preset toy", "")
     assert args.preset == "toy"
+    run_of(tmp_path / "run", preset="arithmetic")  # which has no reward model
+    assert refusal_of("reward", f"--model_name_or_path {model}")[0] == "no-recipe"
 
 
-OF_ALL = """columns data_path data_split dtype group_by_length keep_best lora_alpha
-    lr_scheduler_type seed tensor_parallel_size"""
-FIXED = {  # what --resume must find as it was
-    "sft": f"{OF_ALL} gold_fn lora_dim max_seq_len model_name_or_path num_samples train_on",
-    "reward": f"{OF_ALL} center_coef lora_dim max_seq_len model_name_or_path",
-    "ppo": f"""{OF_ALL} actor_lora_dim actor_model_name_or_path advantage critic_lora_dim
-        critic_model_name_or_path enable_ema eval_samples gamma gold_fn is_cap kl_estimator kl_in
-        lam loss_mean mask_truncated max_answer_seq_len max_prompt_seq_len normalize_reward
-        num_eval_prompts reward_fn reward_model_name_or_path samples_per_prompt stop temperature
-        top_k top_p whiten""",
+# --------------------------------------------------------------------------------------------------
+# --resume
+# --------------------------------------------------------------------------------------------------
+def test_a_resumed_run_has_the_flags_that_it_was_begun_with(tmp_path, capsys):
+    """Neither the toy's nor a preset's: 0 stays 0, and None stays to be filled in by the script."""
+    more = "--kl_coef 0 --actor_learning_rate 1e-3 --num_eval_prompts 7 --lam 0 --log_kl 1"
+    began = run_of(tmp_path / "run", "ppo", f"{more} --data_path mine.jsonl --zero_stage 1")
+    args = ppo.get_args(["--resume", "--output_dir", str(tmp_path / "run")])
+    assert vars(args) == {**vars(began), "resume": True}
+    assert (args.kl_coef, args.lam, args.gold_fn) == (0, 0, None)
+    assert args.declared.left_open == began.declared.left_open
+    assert capsys.readouterr().out == ""
+
+
+def test_a_flag_on_the_line_of_resume_overrides_and_is_named(tmp_path, capsys):
+    """Also one of a file. What follows from a flag follows from the new one."""
+    (tmp_path / "more.flags").write_text("--kl_coef 0")
+    began = run_of(tmp_path / "run", "ppo", "--zero_stage 1 --seed 5")
+    words = ["--resume", "--output_dir", str(tmp_path / "run"), "--actor_learning_rate", "1e-4"]
+    args = ppo.get_args([*words, "--zero_stage", "2", f"@{tmp_path}/more.flags", "--seed", "5"])
+    assert (args.kl_coef, args.actor_learning_rate, args.zero_stage) == (0, 1e-4, 2)
+    assert (args.actor_zero_stage, args.gold_fn) == (2, began.gold_fn)
+    assert capsys.readouterr().out.splitlines() == [
+        "--actor_learning_rate was 0.0002 and is now 0.0001",
+        "--kl_coef was 0.05 and is now 0.0",
+        "--zero_stage was 1 and is now 2",
+    ]
+    args = ppo.get_args([*words, "--num_train_epochs", "2"])
+    assert (args.num_train_epochs, args.max_steps) == (2, -1)  # epochs that are asked for are made
+
+
+OTHERS = {
+    "seed": "--seed 6",
+    "data_path": "--data_path other.jsonl",
+    "data_split": "--data_split 4,5,2",
+    "columns": "--columns prompt=question",
+    "actor_model_name_or_path": "--actor_model_name_or_path other",
+    "reward_model_name_or_path": "--reward_model_name_or_path judge other",
+    "reward_fn": "--reward_fn score.py:words",
+    "preset": "--preset arithmetic",
 }
 
 
-def test_texts_that_end_a_response_are_no_paths():
-    """Of a path --resume compares the last part: of </think></answer> that is not all."""
-    args = get_args("ppo", "--stop </think></answer>")
-    for before, refused in (("</think></answer>", False), ("</answer>", True)):
-        with pytest.raises(Refused) if refused else contextlib.nullcontext():
-            output_folder.refuse_other_flags(args, {"stop": [before]})
+@pytest.mark.parametrize("flag", OTHERS)
+def test_what_makes_a_run_this_run_is_refused_if_it_is_another(tmp_path, flag):
+    """Of a path the last part is compared: folders may have moved."""
+    flags = "--data_path a/my.jsonl --reward_fn a/score.py:length --reward_model_name_or_path judge"
+    began = run_of(tmp_path / "run", "ppo", f"{flags} --actor_model_name_or_path a/actor")
+    go_on = f"--resume --output_dir {tmp_path}/run "
+    rule, words = refusal_of("ppo", go_on + OTHERS[flag])
+    assert rule == "flag-changed" and f"--{flag} was" in words
+    args = get_args("ppo", go_on + flags.replace("a/", "b/"), "")
+    assert args.data_path == ["b/my.jsonl"] and args.reward_fn == ["b/score.py:length"]
+    assert args.gold_fn == began.gold_fn and args.actor_model_name_or_path == "a/actor"
 
 
-@pytest.mark.parametrize("script", FIXED)
-def test_a_run_goes_on_with_what_makes_it_this_run(script):
-    """Of each of these another value would make the second half of a run of another experiment."""
-    assert get_args(script).declared.fixed == {*FIXED[script].split()}
+def test_a_run_of_another_script_or_version_is_not_resumed(tmp_path):
+    run_of(tmp_path / "run")
+    go_on = f"--resume --output_dir {tmp_path}/run"
+    assert sft.get_args(go_on.split()).resume
+    assert refusal_of("reward", go_on)[0] == "resume-another"
+    for facts in (dict(format=1), dict(format=None)):
+        run_of(tmp_path / "run", **facts)
+        rule, words = refusal_of("sft", go_on)
+        assert rule == "resume-another" and "another version of this project" in words
+    assert "--output_dir" in refusal_of("sft", "--resume")[1]
 
 
 def test_what_is_declared_is_beside_the_flags_and_not_among_them():
@@ -329,6 +423,7 @@ def test_what_is_declared_is_beside_the_flags_and_not_among_them():
     declared = copy.deepcopy(args).declared
     assert declaring.of_role(args, "actor").declared == declared
     assert declared.script == "ppo" and declared.given == {"preset", "seed", "lam"}
+    assert "whiten" in declared.left_open and args.whiten == 1
 
 
 def test_one_model_of_ppo_has_flags_as_other_scripts_have_them():
@@ -359,6 +454,7 @@ def test_a_presets_gold_score_goes_with_its_data(flags, kept):
         ("ppo", "--num_train_epochs 1", "max_steps"),
         ("ppo", "--preset smollm2 --num_train_epochs 1", "max_steps"),
         ("sft", "--preset qwen2.5-0.5b-grpo --data_path mine.jsonl", "columns"),
+        ("sft", f"@{declaring.RECIPES}/qwen2.5-0.5b-grpo/sft.flags --data_path a.jsonl", "columns"),
     ],
 )
 def test_what_a_recipe_says_beside_a_flag_goes_with_it(script, flags, dropped):
@@ -381,39 +477,30 @@ def test_only_a_judge_needs_the_actors_eos(monkeypatch):
         ppo_flags.check_models(args, actor)
 
 
-@pytest.mark.parametrize(
-    "count, rows", [(1, 24), (2, 48), (3, 48), (4, 48), (5, 45), (8, 48), (16, 48), (100, 100)]
-)
-def test_the_toy_has_the_rows_of_two_ranks_and_says_where_it_has_not(monkeypatch, count, rows):
-    """On any other number of ranks, too, unless a flag gives the rows of one rank."""
-    pretend(monkeypatch, WORLD_SIZE=str(count))
-    args = get_args("sft")
-    assert args.per_device_train_batch_size * count == rows
-    assert ("is 48" in recipes.rows_note(args, rows)) == (rows < 48)
-    own = get_args("sft", "--per_device_train_batch_size 5")
-    assert own.per_device_train_batch_size == 5 and recipes.rows_note(own, 5) == ""
+@pytest.mark.parametrize("script, rows", [("sft", 48), ("reward", 32), ("ppo", 64)])
+def test_the_banner_says_when_a_step_has_other_rows_than_the_recipes(script, rows):
+    """The toy's numbers are those of two ranks."""
+    args = get_args(script)
+    for found, said in ((rows, ""), (rows // 2, f"tuned for {rows}:"), (2 * rows, f"for {rows}:")):
+        assert said in declaring.rows_note(args, found)
+        assert bool(said) == bool(declaring.rows_note(args, found))
+    assert declaring.rows_note(get_args("sft", preset="--preset opt-1.3b "), 5) == ""
     group = get_args("ppo", "--samples_per_prompt 4")
-    assert recipes.rows_note(group, 8 * count).startswith(", 4 responses to each")
-    asked = get_args("sft", "--per_device_train_batch_size 24 --rows_of_all_ranks 24")
-    assert asked.per_device_train_batch_size == max(1, 24 // count)
+    assert declaring.rows_note(group, 16) == ", 4 responses to each"
+    assert "tuned for 16:" in declaring.rows_note(group, 8)
 
 
 def test_a_recipe_that_turns_lora_on_again_says_so(tmp_path):
     """Where SFT trained all weights, a forgotten --lora_dim 0 is LoRA, at the rate given for all
     weights perhaps."""
-    (tmp_path / "args.json").write_text('{"preset": "qwen2.5-0.5b", "lora_dim": 0}')
-    (tmp_path / "config.json").write_text("{}")
-    said = f"{tmp_path} was trained without LoRA: --"
-    assert said in recipes.note(get_args("reward", f"--model_name_or_path {tmp_path}", ""))
-    flags = f"--actor_model_name_or_path {tmp_path} --critic_model_name_or_path some/model"
+    run_of(tmp_path / "run", preset="qwen2.5-0.5b", lora_dim=0)
+    model = tmp_path / "run"
+    args = get_args("reward", f"--model_name_or_path {model}", "")
+    assert "without LoRA: --lora_dim 0 goes on so" in declaring.recipe_note(args)
+    flags = f"--actor_model_name_or_path {model} --critic_model_name_or_path some/model"
     for others, count in (("", 1), (" --actor_lora_dim 0", 0)):
-        assert recipes.note(get_args("ppo", flags + others, "")).count(said) == count
-
-
-def test_ranks_that_share_layers_count_once(monkeypatch):
-    pretend(monkeypatch, WORLD_SIZE="8")
-    args = get_args("sft", "--tensor_parallel_size 2 --dtype bf16")
-    assert args.per_device_train_batch_size == 12
+        said = declaring.recipe_note(get_args("ppo", flags + others, ""))
+        assert said.count("without LoRA: --actor_lora_dim 0") == count
 
 
 def test_what_ppos_flags_leave_open_follows_from_others():
@@ -429,7 +516,7 @@ def test_what_ppos_flags_leave_open_follows_from_others():
     assert (sizes.micro_batches, sizes.updates) == (2, 1)
 
 
-def test_a_group_may_be_larger_than_a_micro_batch(monkeypatch):
+def test_a_group_may_be_larger_than_a_micro_batch():
     """Of 16 long responses a device may not hold the logits of more than one. The step is the same:
     two prompts, 32 responses, one update."""
     for rows, accumulation in ((32, 1), (16, 2), (8, 4), (1, 32)):
@@ -443,10 +530,6 @@ def test_a_group_may_be_larger_than_a_micro_batch(monkeypatch):
         drawn = [[{"row": 0}] * sizes.prompts] * sizes.batches_per_step
         groups = [request["group"] for request in sizes.requests(drawn)]
         assert groups == [0] * 16 + [1] * 16
-    flags = "--preset smollm2 --reward_fn f.py:f --samples_per_prompt 64"
-    for count in (1, 4):  # more ranks never give one of them more rows
-        pretend(monkeypatch, WORLD_SIZE=str(count))
-        assert get_args("ppo", flags, "").per_device_generation_batch_size == 32
 
 
 def test_filters_of_sampling_say_what_they_do_to_kl(capsys, tmp_path):

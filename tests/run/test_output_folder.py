@@ -1,6 +1,7 @@
 """The output folder has one owner, the run that holds its lock. No run is ever deleted."""
 
 import errno
+import itertools
 import multiprocessing
 import os
 import time
@@ -31,7 +32,7 @@ def begin(output, *flags):
 
 def finish(output, *flags):
     """Leaves what a finished run leaves."""
-    begin(output, *flags).lock.release()
+    begin(output, *flags).lock.close()
     checkpoint(output)
     for name in ("model.safetensors", "config.json", "metrics.jsonl"):
         (output / name).write_text("old")
@@ -53,20 +54,20 @@ def test_the_check_is_repeated_under_the_lock(tmp_path):
     first.take(FACTS)
     with kit.refuses("output-in-use"):
         second.take(FACTS)
-    first.lock.release()
+    first.lock.close()
     with kit.refuses("output-taken"):
         third.take(FACTS)
 
 
 def test_a_helper_that_outlives_its_run_does_not_hold_the_lock(tmp_path):
     """A reward function may fork a process, which gets a copy of every open file."""
-    lock = locks.Lock(tmp_path / output_folder.LOCK)
-    assert lock.take() is None
+    lock = locks.take(tmp_path / output_folder.LOCK)
+    assert locks.is_held(tmp_path / output_folder.LOCK)
     helper = fork.Process(target=time.sleep, args=(60,))
     helper.start()
     time.sleep(0.5)  # it has closed its copy
-    lock.release()
-    assert locks.Lock(tmp_path / output_folder.LOCK).holder() is None
+    lock.close()
+    assert not locks.is_held(tmp_path / output_folder.LOCK)
     helper.kill()
     helper.join()
 
@@ -76,20 +77,27 @@ def test_where_there_are_no_locks_nobody_is_locked_out(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(locks.fcntl, "flock", flock)
-    assert [locks.Lock(tmp_path / output_folder.LOCK).take() for _ in range(2)] == [None, None]
+    assert all([locks.take(tmp_path / output_folder.LOCK) for _ in range(2)])
+    assert not locks.is_held(tmp_path / output_folder.LOCK)
 
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch):
     """With node-local folders each machine would keep its own part of every checkpoint."""
     folder = output_folder.OutputFolder(get_args(tmp_path))
-    folder.lock.take()
+    with pytest.MonkeyPatch.context() as quick, kit.refuses("ranks-differ"):
+        quick.setattr(output_folder.time, "monotonic", itertools.count(step=99).__next__)
+        quick.setattr(
+            ranks, "all_gather_objects", lambda items: [{output_folder.LOCK: True}, *items]
+        )
+        folder.refuse_unshared()  # by a rank that does not see it
+    folder.lock = locks.take(tmp_path / output_folder.LOCK)
     folder.refuse_unshared()
     monkeypatch.setattr(
-        ranks, "all_gather_objects", lambda items: [*items, {".lock is there": False}]
+        ranks, "all_gather_objects", lambda items: [*items, {output_folder.LOCK: False}]
     )
     with kit.refuses("ranks-differ"):
         folder.refuse_unshared()
-    folder.lock.release()
+    folder.lock.close()
 
 
 def start_with_own_seed(output):
@@ -123,7 +131,7 @@ def test_overwrite_moves_the_old_run_aside_when_all_is_loaded(tmp_path):
         assert kit.tree(output).keys() == {"args.json"}
         with kit.refuses("output-in-use"):
             output_folder.OutputFolder(get_args(output, "--overwrite"))
-        folder.lock.release()
+        folder.lock.close()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["run", "run.old-1", "run.old-2"]
 
@@ -152,5 +160,5 @@ def test_logs_of_a_launcher_may_be_there_before(tmp_path):
     """Slurm and `tee` open their file before the run begins."""
     for name in ("slurm.out", "run.log", ".hidden"):
         (tmp_path / name).write_text("words")
-    begin(tmp_path).lock.release()
+    begin(tmp_path).lock.close()
     assert (tmp_path / "run.log").read_text() == "words"

@@ -57,14 +57,15 @@ def environment(monkeypatch):
 
 
 def sft_args(path, *flags):
-    own = f"--dtype bf16 --model_name_or_path {path} --per_device_train_batch_size 8"
-    own += " --max_seq_len 512 --zero_stage 2 --lora_dim 0"
+    own = f"--preset qwen2.5-0.5b --dtype bf16 --model_name_or_path {path}"
+    own += " --per_device_train_batch_size 8 --max_seq_len 512 --zero_stage 2 --lora_dim 0"
     return sft.get_args([*own.split(), *DATA, *map(str, flags)])
 
 
 def ppo_models(path, *flags):
     """Returns the actor, the reference, the critic and the reward model: 5 rows of 20 + 12."""
-    own = f"""--actor_model_name_or_path {path} --critic_model_name_or_path {path} --dtype bf16
+    own = f"""--preset qwen2.5-0.5b --dtype bf16
+              --actor_model_name_or_path {path} --critic_model_name_or_path {path}
               --per_device_generation_batch_size 5 --per_device_training_batch_size 5
               --gradient_accumulation_steps 1 --max_prompt_seq_len 20 --max_answer_seq_len 12
               --actor_lora_dim 0 --critic_lora_dim 0"""
@@ -144,7 +145,7 @@ def test_logits_by_hand(opt):
     both = 50272 * 8 * 512 * 2 * 2
     for cpu, chunk in ((False, 2**27), (True, 2**20)):
         assert count(sft_args(opt), cpu=cpu)["train"]["logits"] == both + 2 * chunk
-    args = reward.get_args(["--model_name_or_path", opt, *DATA])
+    args = reward.get_args(["--preset", "qwen2.5-0.5b", "--model_name_or_path", opt, *DATA])
     assert memory.count(args, estimate.value_model(args), 8)["train"]["logits"] == 0
 
 
@@ -191,7 +192,7 @@ def test_it_says_whether_it_fits(opt, capsys):
     """1.3 B weights train on 8 devices of 80 GiB, and not on one of 16. No output folder is made.
     Devices are not launched: two that share a layer are counted on one CPU; they do not divide
     3."""
-    own = ["sft.py", "--model_name_or_path", opt, *DATA, "--lora_dim", "0"]
+    own = f"sft.py --preset qwen2.5-0.5b --model_name_or_path {opt} --lora_dim 0".split() + DATA
     own += ["--output_dir", "/nowhere/to/be/found"]
     for devices, said in (("8x80", "It fits"), ("1x16", "does NOT fit")):
         estimate.main([*own, "--devices", devices])
@@ -246,17 +247,6 @@ def test_each_step_of_gpu_run_fits_the_smallest_card_that_it_is_for(step, qwen):
     peak = max(devices.held(parts) for parts in phases.values())
     print(f"{step}: {peak:.1f} GiB of {devices.room:.1f}")
     assert 1 < peak < devices.room  # the weights alone are 1 GiB
-
-
-@pytest.mark.parametrize("devices, rows", [("1x80", 24), ("2x80", 24), ("8x80", 6)])
-def test_it_counts_the_rows_that_the_run_has(devices, rows, opt):
-    """The toy's rows are divided among ranks, which stand in the environment only once the program
-    has read --devices."""
-    ppo_line = f"ppo.py --preset arithmetic --actor_model_name_or_path {opt}"
-    for script, times in (("sft.py", 1), (ppo_line, 16 / 3)):
-        name, args, _ = estimate.get_args([*script.split(), "--devices", devices])
-        assert estimate.SCRIPTS[name][1](args)[0].rows == rows * times
-    assert args.rollout_batch_size == rows * times
 
 
 def test_ds_config_may_send_offloaded_states_to_a_disk(tmp_path):

@@ -14,8 +14,9 @@ import pandas
 import ppo
 import reward
 import sft
-from machinery.base import locks, records
-from machinery.base.refused import Refused
+from machinery.base import locks
+from machinery.base.refused import Refused, read_json, read_run
+from machinery.flags.declaring import OF_A_START
 from machinery.models import saving
 from machinery.run import output_folder
 from tools.report.text import is_number, number, numbers_of, spoken, visible
@@ -34,7 +35,7 @@ NEEDED = {  # fields of a line: texts, lists of tokens, numbers; one without the
     "judge": "chosen_score rejected_score chosen_length rejected_length",
 }
 # derived from other flags
-FACTS = {"frozen_models", "has_critic", "has_reference", "compares_groups"}
+FACTS = {"frozen_models", "has_critic", "has_reference", "compares_groups", "left_open", "format"}
 
 
 class Run:
@@ -47,7 +48,7 @@ class Run:
 
     def __init__(self, path, name):
         self.path, self.name, self.broken = path, name, Counter()
-        self.args = records.read(path)
+        self.args = read_json(path)
         self.metrics, self.tokens, self.judged = (
             [*self.lines(name)] for name in ("metrics", "tokens", "judge")
         )
@@ -99,8 +100,8 @@ class Run:
     def state(self):
         """Returns in words whether a run is finished, running, or stopped, and where."""
         step = number(max((line["step"] for line in self.metrics), default=0))
-        if who := locks.Lock(self.path / output_folder.LOCK).holder():
-            return f"running, at step {step} ({who})"
+        if locks.is_held(self.path / output_folder.LOCK):
+            return f"running, at step {step}"
         if saving.is_whole(self.path):
             return f"finished, {step} steps"
         if any((self.path / "checkpoints").glob("step-*")):
@@ -114,7 +115,7 @@ def limits_of(data_path, script):
     It stands in a limits.json beside the data. The toy has one.
     """
     with suppress(Exception):  # it is not there, or somebody else's
-        return dict(records.read(data_path[0], "limits.json")[script])
+        return dict(read_json(data_path[0], "limits.json")[script])
     return {}
 
 
@@ -188,7 +189,7 @@ def entries(folder):
 
 def is_run(path):
     """Returns whether a run of ours has logged in the folder, or has begun to."""
-    return (path / "metrics.jsonl").is_file() or "data_fingerprint" in records.read(path)
+    return (path / "metrics.jsonl").is_file() or bool(read_run(path))
 
 
 def short_names(paths):
@@ -229,7 +230,7 @@ def differences(runs):
     for _, own in itertools.groupby(runs, key=lambda run: run.script):
         own = [*own]
         shared = set.intersection(*(set(run.args) for run in own))
-        shared -= output_folder.OF_A_START | FACTS
+        shared -= OF_A_START | FACTS
         rows = [(flag, [json.dumps(run.args[flag]) for run in own]) for flag in sorted(shared)]
         if rows := [(flag, values) for flag, values in rows if len({*values}) > 1]:
             found.append((own, rows))

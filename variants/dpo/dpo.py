@@ -61,9 +61,9 @@ def get_args(argv=None):
     declaring.add_common_flags(parser)
     arg = declaring.flag_group(parser, "flags of this script alone")
     kinds = ["sigmoid", "ipo", "simpo"]
-    arg("loss", "sigmoid", "see pair_loss", choices=kinds, fixed=True)
-    arg("beta", 0.1, "scale of the log-ratio. 0.1 [Rafailov 2023]; 2 for simpo", fixed=True)
-    arg("margin", 0.5, "SimPO's gamma. 0.3 to 1.6 [Meng 2024]", fixed=True)
+    arg("loss", "sigmoid", "see pair_loss", choices=kinds)
+    arg("beta", 0.1, "scale of the log-ratio. 0.1 [Rafailov 2023]; 2 for simpo")
+    arg("margin", 0.5, "SimPO's gamma. 0.3 to 1.6 [Meng 2024]")
     arg("gold_fn", str, "scores sampled responses, is never trained on", metavar="FILE:FUNCTION")
     arg("max_answer_seq_len", 256, "tokens of a sampled response", least=2)
     arg("temperature", 1.0, "of sampling", least=1e-6)

@@ -62,12 +62,10 @@ def get_args(argv=None):
     declaring.add_common_flags(parser)
     arg = declaring.flag_group(parser, "flags of this script alone")
     column = "the data's column with true or false. None: pairs, of which one response is kept"
-    arg("label", str, column, fixed=True)
-    arg("beta", 0.1, "scale of the log-ratio. 0.1 [Ethayarajh 2024]", fixed=True)
-    arg(
-        "lambda_good", 1.0, "weight of the good responses, lambda_D of the paper: eq. 8", fixed=True
-    )
-    arg("lambda_bad", 1.0, "weight of the bad ones, lambda_U", fixed=True)
+    arg("label", str, column)
+    arg("beta", 0.1, "scale of the log-ratio. 0.1 [Ethayarajh 2024]")
+    arg("lambda_good", 1.0, "weight of the good responses, lambda_D of the paper: eq. 8")
+    arg("lambda_bad", 1.0, "weight of the bad ones, lambda_U")
     arg("gold_fn", str, "scores sampled responses, is never trained on", metavar="FILE:FUNCTION")
     arg("max_answer_seq_len", 256, "tokens of a sampled response", least=2)
     arg("temperature", 1.0, "of sampling", least=1e-6)

@@ -16,13 +16,13 @@ from peft.tuners.lora import Linear
 from torch import nn
 
 from machinery.base.refused import Refused
-from machinery.flags import rules
+from machinery.flags import ppo_flags
 from machinery.models import lora
 
 
 def check(args):
     """Refuses --fuse_adapters where W is not whole, or where there is nothing to fuse."""
-    if args.fuse_adapters and not (args.actor_lora_dim and rules.whole_actor(args)):
+    if args.fuse_adapters and not (args.actor_lora_dim and ppo_flags.whole_actor(args)):
         words = "--fuse_adapters 1 needs --actor_lora_dim, and --actor_zero_stage 0, 1 or 2:"
         raise Refused("fuse-adapters", f"{words}\n  at 3 DeepSpeed shards frozen weights, too.")
 
