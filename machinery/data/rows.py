@@ -64,25 +64,24 @@ def read_row(row, stage):
 def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=None):
     """Returns a row of `load_rows`, its `notes` and its `drop`.
 
-    notes: what is to be said of the row, each with a NUL behind it. drop: "" or the reason to leave
-    the row out. columns: the names of those that the source has, for rows that leave some out.
-    names: --columns.
+    notes: what is to be said of the row, with NUL between. drop: "" or the reason to leave it out.
+    columns: the names of those that the source has, for rows that leave some out. names: --columns.
     """
     own = sources.parse(row)
     prompt, texts, example = read_row(sources.parse(own, names), stage)
     others = {name: own.get(name) for name in [*columns, *own] if name != "prompt"}
-    ids, mask, responses, notes, drop, bare = [], [], [], {}, "", False
+    ids, mask, responses, notes, drop = [], [], [], {}, ""
     with reading(row, f"{own}"[:200]):
         try:
             text = prompt
             if tokenizer.chat_template:
                 prompt, texts = formats.as_chat(prompt, texts)
-                bare = isinstance(prompt, str) and all(texts)  # a text learned whole has none
+            bare = isinstance(prompt, str) and all(texts)  # a text learned whole has none
             *made, found = tokenise(tokenizer, stage, prompt, texts, example, train_on)
             ids, mask, responses = cut(tokenizer, *made, limit)
             notes = {
                 "are dialogues as text, and get the chat template": prompt is not text,
-                "are plain text, and get no chat template": bare,
+                "are plain text, and get no chat template": tokenizer.chat_template and bare,
                 found: found,
                 "lose the beginning of a long prompt": ids != made[0],
                 "lose the end of a long response": responses != made[2],
@@ -105,7 +104,7 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
         "length": len(ids) + sum(map(len, responses)),
         "extra": json.dumps(others, default=str),
         "place": row.get(sources.PLACE, ""),
-        "notes": "".join(f"{note}\0" for note in notes if notes[note]),
+        "notes": "\0".join(note for note in notes if notes[note]),
         "drop": drop,
     }
 
@@ -286,12 +285,13 @@ def tokenise_rows(rows, options, title):
             num_proc=4 if len(rows) >= MANY else None,
             new_fingerprint=known_by,
         )
-    reasons = list(made["drop"])  # "" for a row that is kept
+    reasons = list(made["drop"])
     for why in FATAL:
         if why in reasons:
             raise Refused("chat-template", f"{title}: {why}.")
-    for note, count in Counter("".join(made["notes"]).split("\0")[:-1]).items():
-        ranks.say(f"{title}: {count} of {len(made)} rows {note}")
+    for note, count in Counter("\0".join(made["notes"]).split("\0")).items():
+        if note:
+            ranks.say(f"{title}: {count} of {len(made)} rows {note}")
     kept = made.select([i for i, why in enumerate(reasons) if not why])
     return [kept.remove_columns(["drop", "notes"])] if len(kept) else []
 

@@ -52,7 +52,8 @@ def test_the_words_of_a_folders_names_say_what_is_held_out(tmp_path, capsys):
         "train": here("Train_1.jsonl", "training.jsonl"),
         **held_out,
     }
-    assert f"files that are not read: 2, such as {tmp_path}/trained.jsonl" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"files that are not read: 2, such as {tmp_path}/trained.jsonl" in said
     for name in ("Train_1.jsonl", "training.jsonl", "test-x.csv", "validation.jsonl"):
         (tmp_path / name).unlink()
     assert sources.files_in(tmp_path) == {"train": here("trained.jsonl")}
