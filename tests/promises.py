@@ -497,7 +497,8 @@ sft --model_name_or_path thinking --data_path chat --train_on last --max_steps 0
 sft --model_name_or_path thinking --data_path chat --max_steps 0 | have turns that are not learned
 sft --model_name_or_path thinking --data_path talk --max_steps 0 | get the chat template
 sft --model_name_or_path thinking --max_steps 0 | are plain text, and get no chat template
-sft --model_name_or_path thinking --data_path long_chat --max_steps 0 | lose their oldest turns \
+sft --model_name_or_path thinking --data_path long_chat --max_steps 0 \
+    | lose the beginning of a long prompt \
     || other words: a chat that is too long is cut by tokens, and counted
 sft --data_path talk --max_seq_len 16 --max_steps 0 | lose the beginning of a long prompt
 sft --keep_best eval_loss | is the best so far
@@ -637,14 +638,15 @@ the steps share rows out
 held-out prompts are never trained on
 EOS is appended once, and none to a cut text
 prompt and response are tokenised apart
-text that spells a special token is data || other words: in chats such a row is dropped, and counted
+text that spells a special token is data; in chats such a row is dropped, and counted \
+    || other words: in chats such a row is dropped, and counted
 a prompt that is cut keeps its BOS
 a template sees tokens that are not special
 every row comes once an epoch
 another order each epoch, of the seed
 what is cut has no EOS, and a prompt keeps its end
 a chat that is too long loses whole turns, and keeps its system turn \
-    || leaves: it is cut by tokens, and counted
+    || left: it is cut by tokens, and counted
 a dialogue as text gets the chat template where there is one
 SFT's loss covers the response and its EOS
 in chats it covers what the assistant says

@@ -47,10 +47,10 @@ def eval_loader(args, rows, collate):
 
     All ranks make the same number of forwards: fillers (-1) complete the last batches.
     """
-    rank, ranks_with_data = ranks.data_parallel_rank(), ranks.data_parallel_size()
-    size = min(args.per_device_eval_batch_size, max(len(rows), 1))
-    order = [*range(len(rows))] + [-1] * (-len(rows) % (size * ranks_with_data))
-    starts = range(rank * size, len(order), size * ranks_with_data)
+    size = min(args.per_device_eval_batch_size, len(rows))
+    share = ranks.data_parallel_size() * size  # as in epoch_batches
+    order = [*range(len(rows))] + [-1] * (-len(rows) % share)
+    starts = range(ranks.data_parallel_rank() * size, len(order), share)
     for start in ranks.shown(starts, "evaluation"):
         part = order[start : start + size]
         yield part, collate([Rows(rows)[i] for i in part]).to(ranks.device())

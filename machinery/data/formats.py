@@ -76,18 +76,6 @@ def as_chat(prompt, texts):
     return chat, [text.strip() for text in (texts if whole is prompt else [last])]
 
 
-def shortened(prompt):
-    """Yields a prompt, and of chat messages what is left without the oldest question, two, ...
-
-    With a question its answers go; what comes before the first one, a system turn, stays.
-    """
-    yield prompt
-    messages = prompt if isinstance(prompt, list) else []
-    asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    for start in asked[1:]:
-        yield messages[: asked[0]] + messages[start:]
-
-
 def read_row(row):
     """Returns the Example of a row, a dict in one of FORMATS. Raises BadRow.
 
@@ -148,8 +136,6 @@ def read_responses(row):
         text = row.get(name) or None
         if isinstance(text, list):
             *start, last = read_messages(name, text)
-            if last["role"] != "assistant":
-                raise BadRow(f"{name} does not end with a message of the assistant")
             starts.append(start)
             text = answer(name, last)
         texts.append(text)
@@ -169,7 +155,12 @@ def read_responses(row):
 
 
 def answer(name, message):
-    """Returns the content of a last turn, all that is learned of it; raises BadRow if it calls."""
+    """Returns the content of a last turn, all that is learned of it.
+
+    Raises BadRow if it calls a tool, or is not the assistant's.
+    """
+    if message["role"] != "assistant":
+        raise BadRow(f"{name} does not end with a message of the assistant")
     if message.get("tool_calls"):
         raise BadRow(f"{name}: the last turn's tool_calls would not be learned: write them as text")
     return message["content"]

@@ -64,40 +64,37 @@ def read_row(row, stage):
 def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=None):
     """Returns a row of `load_rows`, its `notes` and its `drop`.
 
-    notes: what was done to the row, a line each. drop: "" or the reason to leave it out.
+    notes: what is to be said of the row, with NUL between. drop: "" or the reason to leave it out.
     columns: the names of those that the source has, for rows that leave some out. names: --columns.
     """
     own = sources.parse(row)
     prompt, texts, example = read_row(sources.parse(own, names), stage)
     others = {name: own.get(name) for name in [*columns, *own] if name != "prompt"}
-    ids, mask, responses, notes, drop, bare = [], [], [], {}, "", ""
+    ids, mask, responses, notes, drop = [], [], [], {}, ""
     with reading(row, f"{own}"[:200]):
         try:
             text = prompt
             if tokenizer.chat_template:
                 prompt, texts = formats.as_chat(prompt, texts)
-                bare = isinstance(prompt, str) and all(texts)  # a text learned whole has none
-            for kept in formats.shortened(prompt):  # whole turns go first, and the system's stays
-                *made, found = tokenise(tokenizer, stage, kept, texts, example, train_on)
-                ids, mask, responses = cut(tokenizer, *made, limit)
-                if ids == made[0]:
-                    break
-            unseen = own.get("system") or own.get("tools")
+            bare = isinstance(prompt, str) and all(texts)  # a text learned whole has none
+            *made, found = tokenise(tokenizer, stage, prompt, texts, example, train_on)
+            ids, mask, responses = cut(tokenizer, *made, limit)
             notes = {
                 "are dialogues as text, and get the chat template": prompt is not text,
-                "are plain text, and get no chat template": bare,
+                "are plain text, and get no chat template": tokenizer.chat_template and bare,
                 found: found,
-                "are too long, and lose their oldest turns": kept is not prompt,
                 "lose the beginning of a long prompt": ids != made[0],
                 "lose the end of a long response": responses != made[2],
-                "have a column system or tools, which no model sees": unseen,
+                "have a column system or tools, which no model sees": (
+                    own.get("system") or own.get("tools")
+                ),
             }
             if not ids:  # a normaliser, or the template, has left nothing of it
                 raise LeftOut(EMPTY)
             if stage == "reward" and responses[0] == responses[1]:
                 raise LeftOut("chosen equals rejected, or does once it is cut")
         except LeftOut as why:
-            drop = str(why)
+            drop, notes = str(why), {f"are dropped: {why}": True}
     return {
         "prompt": formats.as_text(prompt),
         "chat": isinstance(prompt, list),
@@ -107,7 +104,7 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
         "length": len(ids) + sum(map(len, responses)),
         "extra": json.dumps(others, default=str),
         "place": row.get(sources.PLACE, ""),
-        "notes": "\n".join(note for note in notes if notes[note]),
+        "notes": "\0".join(note for note in notes if notes[note]),
         "drop": drop,
     }
 
@@ -172,10 +169,16 @@ def open_source(args, path, stage):
         parts, columns = sources.read_source(path)
     names = sources.names_in(args, path, columns)
     refuse_unknown_columns(path, sources.parse(dict.fromkeys(columns), names), stage)
-    prompts = {part: read_prompts(path, part, parts[part], stage, names) for part in parts}
+    prompts = {part: [] for part in parts}
+    for part, rows in parts.items():
+        for number, row in enumerate(rows, 1):
+            with reading(row, f"{path}, {part}, row {number}"):
+                example = read_row(sources.parse(row, names), stage)[-1]
+            both = example.prompt, example.question or example.prompt
+            prompts[part].append(tuple(map(formats.as_text, both)))
     first, texts, _ = read_row(sources.parse(parts["train"][0], names), stage)
-    read_as = {"stage": stage, "columns": columns, "names": names}
     chat, _ = formats.as_chat(first, texts)  # as it will be where the tokenizer has a template
+    read_as = {"stage": stage, "columns": columns, "names": names}
     return Source(path, parts, read_as, prompts, is_chat=isinstance(chat, list))
 
 
@@ -220,17 +223,17 @@ def load_rows(args, opened, tokenizer, limit):
         train += tokenise_rows(rows, made_of, f"{source.path}, train")
         rows = source.parts[held_out].select(few)
         test += tokenise_rows(rows, made_of, f"{source.path}, test")
-    for part, kept in (("train", train), ("test", test)):
-        if not kept:
-            why = "dropped, another step's (--data_split), or of prompts in the other part"
-            raise Refused("no-rows-left", f"no {part} rows are left: they are {why}.")
+    if not (train and test):
+        which = "held-out" if train else "train"
+        why = "dropped, another step's (--data_split), or of prompts in the other part"
+        raise Refused("no-rows-left", f"no {which} rows are left: they are {why}.")
     return datasets.concatenate_datasets(train), datasets.concatenate_datasets(test)
 
 
 def serves(columns, stage):
     """Returns whether the stage can make rows of these columns."""
-    able = [need.split() for need, stages in formats.FORMATS.items() if stage in stages.split()]
-    return any(set(need) <= set(columns) for need in able)
+    able = [need for need, stages in formats.FORMATS.items() if stage in stages.split()]
+    return any({*need.split()} <= {*columns} for need in able)
 
 
 def refuse_unknown_columns(path, columns, stage, flag="--data_path"):
@@ -240,21 +243,6 @@ def refuse_unknown_columns(path, columns, stage, flag="--data_path"):
         known += "\n  Other names: --columns prompt=question,response=answer"
         what = f"{flag} {path} has the columns {', '.join(columns)}.\n  Known (of the steps):"
         raise Refused("unknown-columns", what + known)
-
-
-def read_prompts(path, part, rows, stage, names):
-    """Returns of each row of a part the prompts of SFT and of step 3, as text.
-
-    A chat that ends with a question has two. Refuses the first row that the stage cannot read, and
-    names its place.
-    """
-    prompts = []
-    for number, row in enumerate(rows, 1):
-        with reading(row, f"{path}, {part}, row {number}"):
-            example = read_row(sources.parse(row, names), stage)[-1]
-        asked = example.question or example.prompt
-        prompts.append((formats.as_text(example.prompt), formats.as_text(asked)))
-    return prompts
 
 
 def shuffled(numbers):
@@ -278,14 +266,11 @@ def a_twentieth(prompts):
 def tokenise_rows(rows, options, title):
     """Returns the tokenised rows of a part of a source, in a list; [] if all are dropped.
 
-    options: the arguments of `tokenise_row`. title: of the part. Says how many rows are dropped,
-    and why.
+    options: the arguments of `tokenise_row`. title: of the part. Says what was done to how many
+    rows, and how many are dropped, and why.
     """
     if not len(rows):
         return []
-    many = len(rows) >= MANY
-    if many:
-        ranks.say(f"{title}: tokenising {len(rows):,} rows, unless they are cached")
     # What the token ids depend on, by which that cache knows them again.
     versions = [transformers.__version__, tokenizers.__version__]
     known_by = Hasher.hash([rows._fingerprint, options, sources.own_code(), versions])
@@ -297,20 +282,17 @@ def tokenise_rows(rows, options, title):
             tokenise_row,
             fn_kwargs=options,
             remove_columns=rows.column_names,
-            num_proc=4 if many else None,
+            num_proc=4 if len(rows) >= MANY else None,
             new_fingerprint=known_by,
         )
-    reasons = list(made["drop"])  # "" for a row that is kept
-    for why, count in Counter(filter(None, reasons)).items():
-        if why in FATAL:
+    reasons = list(made["drop"])
+    for why in FATAL:
+        if why in reasons:
             raise Refused("chat-template", f"{title}: {why}.")
-        first = made[reasons.index(why)]["place"]  # "" of a row of the hub's
-        where = first and f"; the first is {first}"
-        ranks.say(f"{title}: dropped {count} of {len(made)} rows: {why}{where}")
+    for note, count in Counter("\0".join(made["notes"]).split("\0")).items():
+        if note:
+            ranks.say(f"{title}: {count} of {len(made)} rows {note}")
     kept = made.select([i for i, why in enumerate(reasons) if not why])
-    notes = "\n".join(kept["notes"]).splitlines()
-    for note, count in Counter(filter(None, notes)).items():
-        ranks.say(f"{title}: {count} of {len(kept)} rows {note}")
     return [kept.remove_columns(["drop", "notes"])] if len(kept) else []
 
 

@@ -1,4 +1,4 @@
-"""Reads the sources of data: files, folders and hub datasets.
+"""Reads the sources of data: files, folders, and data sets of the hub.
 
 Rows of .jsonl, .json and .csv files are kept as text and parsed when they are used: load_dataset
 would guess types, and make a timestamp of "2024-01-08" and a float of 1 beside 0.5. Its line
@@ -8,12 +8,12 @@ reader names no line in its errors, and reads neither .csv nor .json.
 import csv
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
-from statistics import mode
 
 import datasets
-from datasets.data_files import FILES_TO_IGNORE, NON_WORDS_CHARS, SPLIT_KEYWORDS, DataFilesList
+from datasets.data_files import DataFilesList
 from datasets.fingerprint import Hasher
 
 from machinery.base import ranks
@@ -21,6 +21,11 @@ from machinery.base.refused import Refused, nearest
 from machinery.data import formats
 
 KINDS = (".jsonl", ".json", ".csv", ".parquet")  # all but the last are text
+WORDS = {  # in the names of a folder's files; what is in none of these parts is not read
+    "train": {"train", "training"},
+    "test": {"test", "testing", "eval", "evaluation"},
+    "validation": {"validation", "valid", "val", "dev"},  # held out if there is no test
+}
 TEXT, PLACE = "the row as JSON", "file and line"  # columns of a dataset whose rows are text
 
 
@@ -31,105 +36,82 @@ def read_source(path, flag="--data_path"):
     names `flag`, if the source cannot be read.
     """
     try:
-        splits, columns = read_splits(path)
-        if "train" not in splits:
-            words = f"It has no part train, only {', '.join(map(str, splits))}."
-            if any(part.startswith("train_") for part in splits):
-                words += " To choose among parts train_X and test_X, use NAME:CONFIGURATION:X."
-            raise ValueError(words)
+        parts = read_parts(path)
+        for rows in parts.values():
+            rows.data.validate(full=True)  # a parquet file's text may be no UTF-8
     except Exception as error:  # of many kinds: offline, unknown name, no access, broken file
         why = error.__cause__ or error
         raise Refused("unreadable-data", f"{flag} {path} cannot be read.\n  {why}") from error
-    parts = {"train": splits["train"]}
-    for name in ("validation", "test"):
-        if name in splits:
-            parts["test"] = splits[name]
+    columns = parts["train"].column_names
+    if TEXT in columns:
+        texts = (text for rows in parts.values() for text in rows[TEXT])
+        columns = list(dict.fromkeys(name for text in texts for name in json.loads(text)))
     return parts, columns
 
 
-def read_splits(path):
-    """Returns {name: Dataset} of a source, and the names of its columns. Raises what goes wrong.
+def read_parts(path):
+    """Returns {"train": Dataset} of a source, and "test" if it has one. Raises what goes wrong.
 
-    Of NAME:CONFIGURATION:X the parts train_X and test_X are read, as train and test.
+    Of NAME:CONFIGURATION:X, a name of the hub, the splits train_X and test_X are read.
     """
-    fields = [path] if Path(path).exists() else path.split(":")  # a file's name may hold a colon
-    name, configuration, suffix, *others = *fields, "", ""
-    if any(others):
-        raise ValueError("It must be NAME, NAME:CONFIGURATION or NAME:CONFIGURATION:X.")
-    local, files = Path(name), {}
-    if not (name and local.exists()) and (local.suffix in KINDS or name[:1] in "./~"):
-        raise ValueError(f"No such file or folder. {nearest(local)}")
-    if local.exists() and (configuration or suffix and local.is_file()):
-        raise ValueError("It has no configurations. FOLDER::X reads the folder's files train_X.")
-    if local.is_file():
-        if local.suffix not in KINDS:
-            raise ValueError(f"It must be one of {', '.join(KINDS)}.")
-        files = {"train": [name]}
-    if local.is_dir():
-        files = files_in(local, suffix)
-    names = [name for part in files.values() for name in part]
-    if names and not names[0].endswith(".parquet"):  # all are of one kind
-        splits = {part: read_files(files[part]) for part in files}
-        texts = (text for rows in splits.values() for text in rows[TEXT])
-        return splits, list(dict.fromkeys(name for text in texts for name in json.loads(text)))
-    read = datasets.load_dataset
-    # A plain list would be one of patterns.
-    listed = {part: DataFilesList(files[part], [(digest(files[part]),)]) for part in files}
-    splits = read("parquet", data_files=listed) if listed else read(name, configuration or None)
-    if suffix and not listed:
-        ours = [part for part in splits if suffix_of(part) == suffix]
-        if not ours:
-            raise ValueError(f"No part of it ends in _{suffix}, only {', '.join(splits)}.")
-        splits = {part.partition("_")[0]: splits[part] for part in ours}
-    for split in splits.values():
-        split.data.validate(full=True)  # a parquet file's text may be no UTF-8
-    return splits, next(iter(splits.values())).column_names
+    # A file's name may hold a colon.
+    name, *chosen = [path] if os.path.exists(path) else path.split(":", 2)
+    if os.path.exists(name):
+        if chosen:
+            raise ValueError("CONFIGURATION and X are for names of the hub.")
+        files = files_in(Path(name))
+        return {part: read_files(files[part]) for part in files}
+    if Path(name).suffix in KINDS or name[:1] in "./~":
+        raise ValueError(f"No such file or folder. {nearest(Path(name))}")
+    configuration, suffix = [*chosen, "", ""][:2]
+    splits = datasets.load_dataset(name, configuration or None)
+    return train_and_test(splits, suffix and f"_{suffix}")
 
 
-def files_in(folder, suffix=""):
-    """Returns {"train": [file, ...], "test": ...} of a folder, by words in the names below it.
+def train_and_test(splits, end=""):
+    """Returns {"train": ..., "test": ...} of {split: ...}: of the splits whose names end so.
 
-    The words are those of `datasets`, and so is the choice of one kind of files, the most frequent.
-    But names are taken literally: a [ is no pattern, and no README.md names files elsewhere. If
-    output folders of runs lie among the data, their files do not count: otherwise a resumed run
-    would find other rows than before.
-
-    suffix: X, where only files train_X, test_X, ... are read.
+    Held out is the split test, or else validation.
     """
-    here, files, parts = folder.resolve(), [], {}
-    runs = {file.parent for file in here.rglob("args.json")} - {here}
-    for file in sorted(here.rglob("*.*"), key=str):
-        if suffix not in ("", suffix_of(file.stem)):
-            continue
-        below = str(file.relative_to(here))
-        hidden = re.search(r"(^|/)(\.|__)", below) or file.name in FILES_TO_IGNORE
-        if file.suffix in KINDS and file.is_file() and not hidden and runs.isdisjoint(file.parents):
-            files.append(file)
-            words = {*re.split(f"[{NON_WORDS_CHARS}/]", below)}
-            for part, those in SPLIT_KEYWORDS.items():
-                if words.intersection(those):
-                    parts.setdefault(str(part), []).append(file)
+    if f"train{end}" not in splits:
+        words = f"It has no part train{end}, only {', '.join(splits)}."
+        raise ValueError(f"{words} NAME:CONFIGURATION:X reads train_X and test_X.")
+    parts = {"train": splits[f"train{end}"]}
+    for name in ("validation", "test"):
+        if name + end in splits:
+            parts["test"] = splits[name + end]
+    return parts
+
+
+def files_in(path):
+    """Returns {"train": [file, ...], "test": ...} of a file, or of the files directly in a folder.
+
+    WORDS in their names make the parts; if no name has one, all files are trained on. Names are
+    taken literally: a [ is no pattern. What lies in folders below, such as what a run leaves, is
+    not read. The files of one part are of one kind, that of the first. Files that are not read are
+    named on the screen, and so are the first and the last one of several that are.
+    """
+    if path.is_file() and path.suffix in KINDS:
+        return {"train": [str(path)]}
+    here = path.resolve()
+    below = sorted(file for file in here.rglob("[!.]*") if file.suffix in KINDS and file.is_file())
+    files = [file for file in below if file.parent == here]
     if not files:
-        named = f" named train_{suffix}" if suffix else ""
-        raise ValueError(f"It holds no file of {', '.join(KINDS)}{named}.")
-    parts = parts or {"train": files}
-    kind = mode(file.suffix[:5] for those in parts.values() for file in those)  # .json is .jsonl
-    parts = {part: [file for file in parts[part] if file.suffix[:5] == kind] for part in parts}
-    left = {file for file in files if file.suffix != ".json"}  # which is often something else
-    if left := left.difference(*parts.values()):
-        ranks.say(f"warning: {folder}: files that are not read: {len(left)}, such as {min(left)}")
-    for part, those in parts.items():
-        if len(several := sorted({suffix_of(file.stem) for file in those})) > 1:
-            names = ", ".join(f"{part}_{each}".rstrip("_") for each in several[-9:])
-            words = f"{part} joins {names}. To choose one: {folder}::{several[-1]}"
-            ranks.say(f"warning: {folder}: {words}")
-    return {part: [*map(str, those)] for part, those in parts.items() if those}
-
-
-def suffix_of(name):
-    """Returns X of train_X, test_X-00000-of-00002, ...; of other names ""."""
-    word, _, suffix = re.sub(r"[-_.]\d+(-of-\d+.*)?$", "", name).partition("_")
-    return suffix if any(word in words for words in SPLIT_KEYWORDS.values()) else ""
+        raise ValueError(f"It must be, or hold, a file of {', '.join(KINDS)}.")
+    splits = {}
+    for file in files:
+        for split, words in WORDS.items():
+            if words & {*re.split("[^a-z]", file.stem.lower())}:
+                splits.setdefault(split, []).append(file)
+    parts = train_and_test(splits or {"train": files})
+    for part, own in parts.items():
+        parts[part] = own = [str(file) for file in own if file.suffix == own[0].suffix]
+        below = [file for file in below if str(file) not in own]
+        if len(own) > 1:
+            ranks.say(f"{path}: {part} joins {len(own)} files, {own[0]} to {own[-1]}")
+    if below:
+        ranks.say(f"warning: {path}: files that are not read: {len(below)}, such as {below[0]}")
+    return parts
 
 
 def names_in(args, path, columns):
@@ -153,23 +135,24 @@ def parse(row, names=None):
     return {name: row[name] for name in row if name not in names.values()} | ours
 
 
-# ---- Files of text ----
+# ---- Files ----
 def read_files(files):
-    """Returns a Dataset of TEXT and PLACE. `datasets` keeps it in its cache from then on.
+    """Returns a Dataset; of files of text its columns are TEXT and PLACE.
 
-    There it is known by where the files are, what is in them, and the code that reads them.
+    `datasets` keeps it in its cache from then on. There it is known by where the files are, what is
+    in them, and the code that reads them.
     """
-    known = {"files": files, "known_by": Hasher.hash([own_code(), digest(files)])}
+    known_by = Hasher.hash([own_code(), [digest(file) for file in files]])
+    if files[0].endswith(".parquet"):  # a plain list would be one of patterns
+        return datasets.Dataset.from_parquet(DataFilesList(files, [(known_by,)]))
+    known = {"files": files, "known_by": known_by}
     return datasets.Dataset.from_generator(read_rows, gen_kwargs=known)
 
 
-def digest(files):
-    """Returns a text that is another one as soon as a byte of the files is."""
-    each = []
-    for file in files:
-        with open(file, "rb") as content:
-            each.append(hashlib.file_digest(content, "blake2b").hexdigest())
-    return " ".join(each)
+def digest(file):
+    """Returns a text that is another one as soon as a byte of the file is."""
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "blake2b").hexdigest()
 
 
 def own_code():
@@ -196,15 +179,7 @@ def read_file(file):
     # What is no UTF-8 passes here, so that `parse_strictly` can name its line.
     with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:
         if file.endswith(".csv"):
-            table = csv.reader(lines, strict=True)
-            try:
-                names = next(table, [])
-                for row in filter(None, table):
-                    if len(row) != len(names):
-                        raise ValueError("there must be a cell for each name of line 1")
-                    yield json.dumps(unique(zip(names, row))), f"{file}, line {table.line_num}"
-            except (csv.Error, ValueError) as error:
-                raise ValueError(f"{file}, line {table.line_num}: {error}") from None
+            yield from read_table(file, csv.reader(lines, strict=True))
             return
         start = lines.read(100).lstrip()
         lines.seek(0)
@@ -215,6 +190,18 @@ def read_file(file):
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield line, f"{file}, line {number}"
+
+
+def read_table(file, table):
+    """Yields what `read_file` does, of the rows of a csv.reader."""
+    try:
+        names = next(table, [])
+        for row in filter(None, table):
+            if len(row) != len(names):
+                raise ValueError("there must be a cell for each name of line 1")
+            yield json.dumps(unique(zip(names, row))), f"{file}, line {table.line_num}"
+    except (csv.Error, ValueError) as error:
+        raise ValueError(f"{file}, line {table.line_num}: {error}") from None
 
 
 def unique(pairs):
@@ -231,7 +218,7 @@ def parse_strictly(text, place):
     try:
         row = json.loads(text.rstrip("\r\n"), object_pairs_hook=unique)
         json.dumps(row, ensure_ascii=False).encode()  # fails on half of a surrogate pair
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         why = re.sub(r"line 1 column (\d+) .*", r"character \1", str(error))
         raise ValueError(f"{place}: {why}") from None
     if not isinstance(row, dict):

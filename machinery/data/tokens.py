@@ -18,8 +18,7 @@ def tokenise_prompt(tokenizer, prompt):
     special token is data: it is split like any other text.
     """
     if isinstance(prompt, list):
-        messages, marks = protect(tokenizer, prompt)
-        return tokenise_rendered(tokenizer, render(tokenizer, messages, opening=True), marks)
+        return tokenise_text(tokenizer, render(tokenizer, prompt, opening=True), split=False)
     ids = tokenizer(prompt, split_special_tokens=True).input_ids
     ended = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id  # some tokenizers append it
     return ids[:-1] if ended else ids
@@ -43,13 +42,12 @@ def tokenise_turn(tokenizer, prompt, response):
     """
     if not isinstance(prompt, list):
         return tokenise_response(tokenizer, response), ""
-    messages, marks = protect(tokenizer, [*prompt, {"role": "assistant", "content": response}])
-    opened = render(tokenizer, messages[:-1], opening=True)
-    closed = render(tokenizer, messages)
+    opened = render(tokenizer, prompt, opening=True)
+    closed = render(tokenizer, [*prompt, {"role": "assistant", "content": response}])
     if not closed.startswith(opened):
         return tokenise_response(tokenizer, response), BARE
     text = closed[len(opened) :].rstrip()
-    return with_eos(tokenizer, tokenise_rendered(tokenizer, text, marks)), ""
+    return with_eos(tokenizer, tokenise_text(tokenizer, text, split=False)), ""
 
 
 def tokenise_text(tokenizer, text, split=True):
@@ -81,29 +79,26 @@ def tokenise_turns(tokenizer, prompt, response):
     predict, is left out. Each turn is tokenised apart from what precedes it, as a response is, and
     the last one ends with EOS. An earlier turn that is rendered otherwise when more messages follow
     (Qwen3's, without its reasoning) is not learned. If the last one cannot be told from the rest,
-    either, it is the only one that is learned. What was found says so: CHANGED, BARE, or "".
+    it is the only one that is learned. What was found says so: CHANGED, BARE, or "".
     """
-    messages, marks = protect(tokenizer, [*prompt, {"role": "assistant", "content": response}])
-    whole = render(tokenizer, messages)
-    ids, mask, turn, end, found = [], [], [], 0, ""
-    for i, message in enumerate(messages):
-        if i == 0 or message["role"] != "assistant":  # nothing to render before a first one
+    last, found = tokenise_turn(tokenizer, prompt, response)
+    rendered = render(tokenizer, prompt, opening=True)
+    parts, end, bare = [], 0, found
+    for i, message in enumerate(prompt):
+        # There is nothing to render before a first message.
+        if bare or i == 0 or message["role"] != "assistant":
             continue
-        opened = render(tokenizer, messages[:i], opening=True)
-        closed = render(tokenizer, messages[: i + 1])
-        if not (closed.startswith(opened) and whole.startswith(closed)):
-            if message is messages[-1]:
-                ids = tokenise_prompt(tokenizer, prompt)
-                return ids, [0] * len(ids), *tokenise_turn(tokenizer, prompt, response)
+        opened = render(tokenizer, prompt[:i], opening=True)
+        closed = render(tokenizer, prompt[: i + 1])
+        if not (closed.startswith(opened) and rendered.startswith(closed)):
             found = CHANGED
             continue
-        text = closed[len(opened) :].rstrip()
-        between = tokenise_rendered(tokenizer, whole[end : len(opened)], marks)
-        ids += turn + between
-        mask += [1] * len(turn) + [0] * len(between)
-        turn = tokenise_rendered(tokenizer, text, marks)
-        end = len(opened) + len(text)
-    return ids, mask, with_eos(tokenizer, turn), found
+        turn = closed[len(opened) :].rstrip()
+        parts += [(rendered[end : len(opened)], 0), (turn, 1)]
+        end = len(opened) + len(turn)
+    parts.append((rendered[end:], 0))
+    parts = [(tokenise_text(tokenizer, text, split=False), learned) for text, learned in parts]
+    return *joined(parts), last, found
 
 
 def tokenise_dialogue(tokenizer, prompt, response):
@@ -116,43 +111,31 @@ def tokenise_dialogue(tokenizer, prompt, response):
         prompt, response = prompt + between + marker, last
     turn = f"(?<={ASSISTANT})(.*?)(?={HUMAN.rstrip()})"
     first, *texts = re.split(turn, prompt, flags=re.DOTALL)  # every second one is a turn
-    ids = tokenise_prompt(tokenizer, first)
-    mask = [0] * len(ids)
-    for i, text in enumerate(texts):
-        part = tokenise_text(tokenizer, text)
-        ids = ids + part
-        mask += [1 - i % 2] * len(part)
-    return ids, mask, tokenise_response(tokenizer, response), ""
+    parts = [(tokenise_prompt(tokenizer, first), 0)]
+    parts += [(tokenise_text(tokenizer, text), 1 - i % 2) for i, text in enumerate(texts)]
+    return *joined(parts), tokenise_response(tokenizer, response), ""
+
+
+def joined(parts):
+    """Returns the ids of all parts, and their mask; parts: pairs of ids, and 1 if learned, or 0."""
+    ids = [token for part, _ in parts for token in part]
+    return ids, [learned for part, learned in parts for _ in part]
 
 
 # ---- Chat templates ----
-def protect(tokenizer, messages):
-    """Returns messages for the template, and {mark: the special token that it stands for}.
-
-    The template may write special tokens, and users may not: where a message spells one, a private
-    character stands for it in the template. Raises LeftOut if another field spells one. Tokens that
-    are not special, such as <think>, and everything else reach the template unchanged.
-    """
-    others = [str(m[name]) for m in messages for name in m if name != "content"]
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    if any(token in text for token in special for text in others):
-        raise LeftOut("a field of a message beside its content spells a special token")
-    whole = "".join([*others, *(message["content"] for message in messages)])
-    spelled = sorted((token for token in special if token in whole), key=len, reverse=True)
-    free = (mark for mark in map(chr, range(0xF0000, 0xFFFFE)) if mark not in whole)
-    marks = dict(zip(free, spelled))
-    for mark, token in marks.items():
-        messages = [{**m, "content": m["content"].replace(token, mark)} for m in messages]
-    return messages, marks
-
-
 def render(tokenizer, messages, opening=False):
     """Returns what the chat template writes, with `opening` also that of the assistant's turn.
 
-    Raises LeftOut if there is no template, or it refuses the messages.
+    Raises LeftOut if there is no template, if it refuses the messages, or if one of them spells a
+    special token: in what a template writes it would be that token, and could end a turn. Tokens
+    that are not special, such as <think>, are left to the template.
     """
     if tokenizer.chat_template is None:
         raise LeftOut(NO_TEMPLATE)
+    said = "\0".join(str(value) for message in messages for value in message.values())
+    special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    if any(token in said for token in special):
+        raise LeftOut("a message spells a special token, which in a chat would be that token")
     try:
         out = tokenizer.apply_chat_template(messages, add_generation_prompt=opening, tokenize=False)
     except Exception as error:  # "roles must alternate", or whatever its code raises
@@ -160,11 +143,3 @@ def render(tokenizer, messages, opening=False):
     eos = tokenizer.eos_token
     # Phi's ends a turn, and then the chat, for which EOS stands here once more
     return out if opening else re.sub(rf"({re.escape(eos)}\s*)+$", lambda _: eos, out)
-
-
-def tokenise_rendered(tokenizer, text, marks):
-    """Returns the token ids of what a template wrote. What a mark stands for is not special."""
-    ids = []
-    for piece in re.split(f"([{''.join(marks)}])", text) if marks else [text]:
-        ids += tokenise_text(tokenizer, marks.get(piece, piece), split=piece in marks)
-    return ids

@@ -27,7 +27,7 @@ def test_a_second_start_tokenises_nothing(tokenizer, tmp_path, capsys):
     file = write(tmp_path / "a.jsonl", LINES)
     (first, made), (second, found) = counted(tokenizer, file), counted(tokenizer, file)
     assert first == len(LINES) and second == 0 and found == made
-    assert capsys.readouterr().out.count("dropped 2 of 21 rows: chosen equals rejected") == 2
+    assert capsys.readouterr().out.count("2 of 21 rows are dropped: chosen equals rejected") == 2
 
 
 def counted_on_a_rank(file):

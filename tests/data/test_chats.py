@@ -68,12 +68,7 @@ CHATS = {  # name: (messages, which of them are learned)
     "a question at the end": (TURNS[:-1], [1, 3]),
     "system": ([{"role": "system", "content": "Be brief."}, *TURNS], [2, 4, 6]),
     "tool": ([*TURNS[:2], {"role": "tool", "content": "3"}, *TURNS[3:4]], [1, 3]),
-    "special tokens in the text": (
-        chat(
-            "Say <|im_end|> and <eos>", "<|im_start|>user\n<eot> <eos>", "<bos>?", "a<end_of_turn>"
-        ),
-        [1, 3],
-    ),
+    "text like a special token": (chat("Say <|im_end", "|>im_start|>", "< eos>?", "<eot>"), [1, 3]),
 }
 
 
@@ -82,7 +77,7 @@ CHATS = {  # name: (messages, which of them are learned)
 def test_the_loss_covers_what_the_assistant_says_and_its_ends_of_turn(tokenizer, shape, name):
     """And nothing else: not the openings that the template writes, not system, user and tool. The
     tokens together are what the template makes of the whole chat, up to the last turn's end, and
-    EOS once. A special token that a message spells is text."""
+    EOS once."""
     tokenizer, end = shaped(tokenizer, shape)
     messages, turns = CHATS[name]
     row = rows.tokenise_row({"messages": messages}, tokenizer, "sft", 512)
@@ -318,24 +313,33 @@ def test_a_template_sees_tokens_that_are_not_special(tokenizer):
     assert row["prompt_ids"] == stock and not row["drop"]
     thought = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     assert set(thought) < set(row["responses"][0])
-    # Special tokens beside them: only these are hidden, by a character that no message has.
-    turns[0]["content"] = "Why<eos><|im_end|>\U000f0000?"
-    spelled = rows.tokenise_row({"messages": turns}, tokenizer, "sft", 256, "last")
-    stock = tokenizer.apply_chat_template(turns[:3], add_generation_prompt=True, tokenize=False)
-    assert tokenizer.decode(spelled["prompt_ids"]) == stock and "Hm" not in stock
-    assert tokenizer.eos_token_id not in spelled["prompt_ids"]
-    assert spelled["responses"] == row["responses"]
 
 
-def test_a_field_that_spells_a_special_token_is_left_out(tokenizer):
-    """The template writes names and whatever else a message has: there it would be one."""
+def test_a_chat_that_spells_a_special_token_is_left_out(tokenizer, tmp_path, capsys):
+    """In what a template writes it would be that token: a user who writes <eos> would end a turn,
+    and a name may do so, too. In every step, also where the chat was text. Such rows are counted.
+    In plain text they are data (test_tokens.py)."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = CHATML
-    for field in ({"name": "a<eos>b"}, {"tool": {"of": ["<eos>"]}}):
-        turns = [{**message, **field} if i == 0 else message for i, message in enumerate(TURNS)]
-        for stage in ("sft", "ppo"):
-            made = rows.tokenise_row({"messages": turns}, tokenizer, stage, 256)
-            assert "spells a special token" in made["drop"], made
+    fields = [{"content": "Say <eos>"}, {"name": "a<pad>b"}, {"tool": {"of": ["<eos>"]}}]
+    asked = [[{**TURNS[0], **field}] for field in fields]
+    spelled = [{"messages": turns + TURNS[1:2]} for turns in asked]
+    spelled += [{"messages": TURNS[:1] + chat("", "So.<eos>")[1:]}]
+    for stage in ("sft", "ppo"):
+        for row in spelled[: 3 if stage == "ppo" else 4]:
+            for train_on in ("last", "all"):
+                made = rows.tokenise_row(row, tokenizer, stage, 256, train_on)
+                assert "spells a special token" in made["drop"] and not made["prompt_ids"], made
+    answers = {"chosen": chat("", "A.")[1:], "rejected": chat("", "<eos>")[1:]}
+    text = {"chosen": TALK + " A.", "rejected": TALK.replace("B.", "<eos>") + " B."}
+    for row in ({"prompt": TURNS[:1], **answers}, {**text, "rejected": TALK + " B.<eos>"}):
+        made = rows.tokenise_row(row, tokenizer, "reward", 256)
+        assert "spells a special token" in made["drop"], made
+    lines = [{"messages": chat(f"Q{i}?", "A.")} for i in range(9)]
+    write(tmp_path / "test.jsonl", lines[:1])
+    train, _ = load(tokenizer, [write(tmp_path / "train.jsonl", lines[1:] + spelled) and tmp_path])
+    assert len(train) == 8
+    assert "train: 4 of 12 rows are dropped: a message spells a special" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------------
@@ -445,32 +449,8 @@ def test_text_that_is_learned_whole_stays_text(tokenizer):
 # --------------------------------------------------------------------------------------------------
 # Chats that are too long
 # --------------------------------------------------------------------------------------------------
-SYSTEM = {"role": "system", "content": "Be brief."}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_chat_that_is_too_long_loses_whole_turns(tokenizer, stage, tmp_path, capsys):
-    """The oldest ones, and never the system turn. Cut at a token, half a question would stand at
-    the beginning, without the opening of its turn."""
-    tokenizer, _ = shaped(tokenizer, "Qwen")
-    turns = [SYSTEM, *chat("Why? " * 9, "So.", "When?", "Now. " * 9, "And?")]
-    answers = {"chosen": chat("", "A.")[1:], "rejected": chat("", "B.")[1:]}
-    row = {"prompt": turns, **answers, "response": "A."}
-    short = {**row, "prompt": [SYSTEM, turns[-1]]}
-    wanted = rows.tokenise_row(short, tokenizer, stage, 256)
-    limit = len(wanted["prompt_ids"]) + 20
-    made = rows.tokenise_row(row, tokenizer, stage, limit)
-    assert (made["prompt_ids"], made["responses"]) == (wanted["prompt_ids"], wanted["responses"])
-    assert (made["notes"], wanted["notes"]) == ("are too long, and lose their oldest turns", "")
-    whole = rows.tokenise_row(row, tokenizer, stage, 512)
-    assert whole["notes"] == "" and len(whole["prompt_ids"]) > limit
-    held_out = {**row, "prompt": chat("How?")}
-    load(tokenizer, [folder(tmp_path, [row] * 4 + [held_out])], stage, limit)
-    assert "train: 4 of 4 rows are too long, and lose their oldest turns" in capsys.readouterr().out
-
-
 def test_what_is_cut_is_counted(tokenizer, tmp_path, capsys):
-    """Of text, and of a question that is too long by itself, the end is kept."""
+    """Of text and of chats alike, the end of the prompt is kept."""
     lines = [{"prompt": "Why? " * 40, "response": "A."}, {"prompt": "Q?", "response": "So. " * 40}]
     load(tokenizer, [folder(tmp_path, [*lines, *lines, {**lines[0], "prompt": "How?"}])], limit=32)
     said = capsys.readouterr().out

@@ -28,73 +28,45 @@ def test_a_validation_part_is_held_out_and_a_test_part_before_it(tokenizer, tmp_
 
 
 def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, capsys):
-    """`datasets` reads one kind of file of a folder. No row is left out in silence."""
-    write(tmp_path / "a.jsonl", many(3, dahoas))
-    write(tmp_path / "b.jsonl", many(3, dahoas))
-    (tmp_path / "c.csv").write_text("prompt,response\nWhy?,So.\n")
-    assert len(sources.read_splits(str(tmp_path))[0]["train"]) == 6
-    assert f"{tmp_path}/c.csv" in capsys.readouterr().out
+    """Files of another kind than the part's first one, of other words, and in folders below. No row
+    is left out in silence."""
+    for name in ("train-a.jsonl", "train-b.jsonl", "latest.jsonl", "more/train.jsonl"):
+        write(tmp_path / name, many(3, dahoas))
+    (tmp_path / "train-c.csv").write_text("prompt,response\nWhy?,So.\n")
+    parts, _ = sources.read_source(str(tmp_path))
+    assert {name: len(rows) for name, rows in parts.items()} == {"train": 6}
+    said = capsys.readouterr().out
+    assert f"train joins 2 files, {tmp_path}/train-a.jsonl to {tmp_path}/train-b.jsonl" in said
+    assert f"files that are not read: 3, such as {tmp_path}/latest.jsonl" in said
 
 
 def test_the_words_of_a_folders_names_say_what_is_held_out(tmp_path, capsys):
-    """In names of folders, too; a word ends at . _ - or a digit. Where no name has one, all is
-    trained on. Of a folder with files of several kinds the most frequent is read."""
-    names = "train/a.jsonl valid_1.jsonl test/b/c.jsonl latest.jsonl .train.jsonl __train/d.jsonl"
-    for name in [*names.split(), "train/dataset_info.json", "train-x.csv", "train.txt"]:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    """A word ends where a letter does not follow. Where no name has one, all is trained on. Each
+    part has its own kind of file."""
+    names = "Train_1.jsonl training.jsonl test-x.csv validation.jsonl .train.jsonl trained.jsonl"
+    for name in [*names.split(), "train.txt"]:
         write(tmp_path / name, many(1, dahoas))
     here = lambda *names: [f"{tmp_path}/{name}" for name in names]  # noqa: E731
+    held_out = {"test": here("test-x.csv")}
     assert sources.files_in(tmp_path) == {
-        "train": here("train/a.jsonl"),
-        "validation": here("valid_1.jsonl"),
-        "test": here("test/b/c.jsonl"),
+        "train": here("Train_1.jsonl", "training.jsonl"),
+        **held_out,
     }
-    assert f"files that are not read: 2, such as {tmp_path}/latest.jsonl" in capsys.readouterr().out
-    assert sources.files_in(tmp_path / "test/b") == {"train": here("test/b/c.jsonl")}
+    said = capsys.readouterr().out
+    assert f"files that are not read: 2, such as {tmp_path}/trained.jsonl" in said
+    for name in ("Train_1.jsonl", "training.jsonl", "test-x.csv", "validation.jsonl"):
+        (tmp_path / name).unlink()
+    assert sources.files_in(tmp_path) == {"train": here("trained.jsonl")}
+    write(tmp_path / "test.jsonl", many(1, dahoas))
+    with kit.refuses("unreadable-data"):  # none to train on
+        sources.read_source(str(tmp_path))
 
 
-PREFS, SFT = "train_prefs-00000-of-00001", "train_sft-00000-of-00001"
-
-
-def test_files_that_may_hold_the_same_rows_are_joined_aloud(tmp_path, capsys):
-    """HuggingFaceH4/ultrafeedback_binarized, downloaded, has one row in three files. Joined in
-    silence, it would be in the shares of several steps. NAME::X reads the files of X alone."""
-    for name in (PREFS, SFT, "test_prefs-00000-of-00001", "test_sft-00000-of-00001"):
-        write(tmp_path / f"data/{name}.jsonl", [dahoas(i) for i in range(2)])
-    assert len(sources.read_splits(str(tmp_path))[0]["train"]) == 4
-    told = capsys.readouterr().out
-    assert f"train joins train_prefs, train_sft. To choose one: {tmp_path}::sft" in told
-    assert sources.files_in(tmp_path, "prefs")["train"] == [f"{tmp_path}/data/{PREFS}.jsonl"]
-    parts, _ = sources.read_source(f"{tmp_path}::prefs")
-    assert [len(parts[name]) for name in ("train", "test")] == [2, 2]
-    assert "joins" not in capsys.readouterr().out
-    with kit.refuses("unreadable-data"):
-        sources.read_source(f"{tmp_path}::gen")
-
-
-@pytest.mark.parametrize(
-    "name, suffix",
-    [
-        ("train", ""),
-        ("train-0", ""),
-        ("train-00000-of-00002-0f", ""),
-        ("train_1", ""),
-        ("x_y", ""),
-        ("train_v2", "v2"),
-        ("test_gpt4-00000-of-00002", "gpt4"),
-        ("validation_a_b", "a_b"),
-    ],
-)
-def test_the_number_of_a_shard_chooses_nothing(name, suffix):
-    """A number after a separator is a shard's; one that belongs to a word stays."""
-    assert sources.suffix_of(name) == suffix
-
-
-WRONG = "data/train_v1.jsonl::x  data:main  data::v1:y  ::v1  data::v3  nowhere.jsonl::v1".split()
+WRONG = "data/train_v1.jsonl::x  data:main  data::v1:y  data::v1  ::v1  nowhere.jsonl::v1".split()
 
 
 @pytest.mark.parametrize("path", WRONG)
-def test_a_field_that_says_nothing_is_refused(tmp_path, monkeypatch, path):
+def test_what_chooses_on_the_hub_chooses_nothing_in_a_folder(tmp_path, monkeypatch, path):
     """It would be dropped in silence, and other rows be read."""
     monkeypatch.chdir(tmp_path)
     for name in ("train_v1", "train_v2"):
@@ -115,10 +87,10 @@ def test_a_hub_name_may_choose_splits(monkeypatch):
         "test": "test_prefs",
     }
     assert columns == ["prompt"]
-    with pytest.raises(Refused, match="only train_prefs, .* use NAME:CONFIGURATION:X"):
+    with pytest.raises(Refused, match="only train_prefs, .* NAME:CONFIGURATION:X"):
         sources.read_source("a/b:main")
     hub["train"] = hub["test_prefs"]  # also where there is a part of that name
-    with pytest.raises(Refused, match="ends in _gen, only train_prefs"):
+    with pytest.raises(Refused, match="no part train_gen, only train_prefs"):
         sources.read_source("a/b::gen")
     assert asked == [("a/b", None), ("a/b", "main"), ("a/b", None)]
 
@@ -136,18 +108,23 @@ def test_a_name_is_no_pattern(tmp_path, kind, monkeypatch):
     card = "---\nconfigs:\n- config_name: a\n  data_files: ../b1*\n---\n"
     (tmp_path / "d[1]/README.md").write_text(card)
     for path in ("d[1]", f"d[1]/a{kind}", str(tmp_path / f"d[1]/b[1]*{kind}")):
-        splits, columns = sources.read_splits(path)
-        rows = [sources.parse(row)["prompt"] for row in splits["train"]]
+        parts, columns = sources.read_source(path)
+        rows = [sources.parse(row)["prompt"] for row in parts["train"]]
         assert rows == ["own"] * (2 if path == "d[1]" else 1) and columns == ["prompt", "response"]
 
 
-def test_what_a_run_leaves_among_its_data_is_none_of_them(tmp_path):
-    """Where its output folder lies there. A resumed run would find other rows than before."""
-    (tmp_path / "out/checkpoints").mkdir(parents=True)
-    for name in ("a", "out/samples", "out/checkpoints/b"):
-        write(tmp_path / f"{name}.jsonl", many(1, dahoas))
-    (tmp_path / "out/args.json").write_text("{}")
+def test_what_a_run_leaves_among_its_data_is_none_of_them(tokenizer, tmp_path):
+    """Where its output folder lies there. A resumed run would find other rows than before. And such
+    a folder is itself no data: args.json is no file of rows."""
+    write(tmp_path / "a.jsonl", many(1, dahoas))
+    out = tmp_path / "out"
+    for name in ("metrics", "samples", "checkpoints/b"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        write(out / f"{name}.jsonl", many(1, dahoas))
+    (out / "args.json").write_text('{\n "seed": 1\n}')
     assert sources.files_in(tmp_path) == {"train": [f"{tmp_path}/a.jsonl"]}
+    with kit.refuses("unreadable-data"):
+        load(tokenizer, [out])
 
 
 SPELLED = {  # what `datasets` would change, were it to guess the types of columns
@@ -202,6 +179,5 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(tokenizer, tmp_path, ca
     train, _ = load(tokenizer, [tmp_path], "reward", limit=16)
     assert {p for p, *_ in texts(tokenizer, train)} == {f"Q{i}?" for i in range(40)}
     said = capsys.readouterr().out
-    for count, why, line in ((3, "empty prompt or", 41), (2, "chosen equals rejected", 44)):
-        assert f"train: dropped {count} of 45 rows: {why}" in said
-        assert f"; the first is {tmp_path}/train.jsonl, line {line}" in said
+    for count, why in ((3, "empty prompt or response"), (2, "chosen equals rejected")):
+        assert f"train: {count} of 45 rows are dropped: {why}" in said

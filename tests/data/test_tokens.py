@@ -37,12 +37,18 @@ def test_a_tokenizer_that_appends_eos_by_itself_does_so_nowhere(tokenizer):
 
 
 def test_text_that_spells_a_special_token_is_data(tokenizer):
-    """A user who writes "<eos>" must not end the response, nor "<pad>" blank out a word."""
+    """A user who writes "<eos>" must not end the response, nor "<pad>" blank out a word. In what a
+    chat template writes the text would be that token: such a row is dropped (test_chats.py)."""
     for text in ("say <eos> twice", "<pad><pad> hello"):
         prompt = tokens.tokenise_prompt(tokenizer, text)
         assert not set(prompt) & set(tokenizer.all_special_ids)
         assert tokens.tokenise_response(tokenizer, text) == prompt + [tokenizer.eos_token_id]
         assert tokenizer.decode(prompt) == text
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for text in ("say <eos> twice", "<pad>"):
+        messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "So."}]
+        made = rows.tokenise_row({"messages": messages}, tokenizer, "sft", 64)
+        assert made["prompt_ids"] == made["responses"] == [] and "special token" in made["drop"]
 
 
 def test_prompt_and_response_are_tokenised_apart(tokenizer):
