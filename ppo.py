@@ -655,14 +655,13 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     logprobs = torch.zeros(B, R, device=device)
     lengths = torch.zeros(B, dtype=torch.long, device=device)
     alive = torch.ones(B, dtype=torch.bool, device=device)  # responses that have not ended
-    cache = decoding.new_cache(args, model, ids, mask, R)  # memory for P + R tokens, once
-    forward = decoding.compiled_next_logits if cache.width else next_logits  # --compile_decoding
+    cache = decoding.new_cache(model, ids, mask, R)  # memory for P + R tokens, once
     # cache.active: which of the B responses each row of the cache is for. At first there is a row
     # for each of the U different prompts; for_each_response then gives each response its own.
     inputs = ids[cache.active]  # (U, P)
     for r in progress.shown(range(R), "tokens of each response"):
         # Forward.
-        logits = forward(model, inputs, cache)  # at first (U, V), then (b, V)
+        logits = next_logits(model, inputs, cache)  # at first (U, V), then (b, V)
         logits = decoding.for_each_response(cache, logits)  # (b, V)
         active = cache.active  # (b,)
 
@@ -1053,7 +1052,6 @@ def main():
     actor, critic, engines = models.actor, models.critic, models.engines
     padding.refuse_if_padding_matters(run, *engines.values())
     pack, responses_per_row = shared_prompts.packing(args, models, plain_rows)  # --share_prompt
-    decoding.try_compiled(args, actor, tokenizer, sample)  # --compile_decoding
 
     # Saved in checkpoints beside the engines. --resume fills it in when run.steps begins.
     state = {"kl_coef": None, "equal_since": None}  # set by --kl_target, and by warn_of_scores

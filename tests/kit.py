@@ -592,23 +592,14 @@ class Knowing:
 def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxsize, **options):
     """ppo.sample with the flags of sampling written out, off unless they are given.
 
-    known: the ids that the tokenizer has. With compile_decoding the model gets its
-    caches in the first call. Returns responses and response_mask, (B, R') each.
+    known: the ids that the tokenizer has. Returns responses and response_mask, (B, R') each.
     """
     import torch
 
     import ppo
-    from helpers import decoding
 
     off = dict(temperature=1.0, top_k=0, top_p=1.0, stop=[])
-    off |= dict(compile_decoding=0, rollout_batch_size=9, max_prompt_seq_len=ids.shape[1])
-    off |= dict(max_answer_seq_len=uniforms.shape[1])
     args = types.SimpleNamespace(**{**off, **options})
-    if args.compile_decoding and "kept_caches" not in vars(model):
-        known_few = Knowing(tokenizer, min(known, model.config.vocab_size))
-        decoding.try_compiled(args, model, known_few, ppo.sample)
-        model.kept_caches = model.static_caches
-    model.static_caches = model.kept_caches if args.compile_decoding else {}
     sampled = ppo.sample(args, model, Knowing(tokenizer, known), ids, mask, uniforms, synced)
     responses, _, lengths, _ = sampled
     return responses, (

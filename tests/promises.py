@@ -102,18 +102,18 @@ unstable | ppo --per_device_training_batch_size 1
 unstable | ppo --ppo_epochs 2
 unstable | ppo --generation_batches 2
 k1-in-loss | ppo --kl_in loss --kl_estimator k1
-kl-target-without-kl | ppo --kl_target 2 --kl_coef 0 \
+wrong-flag | ppo --kl_target 2 --kl_coef 0 \
     || other words: --kl_target is in variants/adaptive-kl
 # a text of no letters is in every response, which would have one token
-empty-stop | ppo --stop '' || other words: --stop is inside variants/tool-turns
-empty-stop | ppo --stop . '' || other words: --stop is inside variants/tool-turns
-empty-stop | tools.talk actor --stop '' || other words: --stop is inside variants/tool-turns
-normalize-reward | ppo --normalize_reward 1 --reward_fn score.py:length \
+wrong-flag | ppo --stop '' || other words: --stop is inside variants/tool-turns
+wrong-flag | ppo --stop . '' || other words: --stop is inside variants/tool-turns
+wrong-flag | tools.talk actor --stop '' || other words: --stop is inside variants/tool-turns
+wrong-flag | ppo --normalize_reward 1 --reward_fn score.py:length \
     || other words: --normalize_reward is in variants/normalize-reward
-normalize-reward | ppo --normalize_reward 1 --reward_model_name_or_path judge measured \
+wrong-flag | ppo --normalize_reward 1 --reward_model_name_or_path judge measured \
     || other words: --normalize_reward is in variants/normalize-reward
 deepcompile-in-ppo | DEVICE=cuda ppo --deepcompile --zero_stage 2
-compile-decoding-shards | ppo --compile_decoding 1 --zero_stage 3 \
+wrong-flag | ppo --compile_decoding 1 --zero_stage 3 \
     || other words: --compile_decoding is in variants/compiled-decoding
 state-offload | ppo --offload_states --zero_stage 1 --dtype bf16
 state-offload | ppo --offload_states --zero_stage 3 --offload
@@ -142,9 +142,9 @@ ppo --advantage grpo --samples_per_prompt 4 --kl_in loss
 ppo --advantage grpo --samples_per_prompt 64 --gradient_accumulation_steps 2
 ppo --per_device_generation_batch_size 8 --per_device_training_batch_size 4 --allow_unstable 1
 ppo --allow_unstable 1 --ppo_epochs 2 --generation_batches 2
-ppo --stop '\\n' END || leaves: --stop is inside variants/tool-turns
-ppo --stop ' ' || leaves: --stop is inside variants/tool-turns
-ppo --kl_target 2 --kl_coef 0.1 || leaves: variants/adaptive-kl
+ppo --stop '\\n' END || left: --stop is inside variants/tool-turns
+ppo --stop ' ' || left: --stop is inside variants/tool-turns
+ppo --kl_target 2 --kl_coef 0.1 || left: variants/adaptive-kl
 """
 
 # By what the commands name, before any model is loaded.
@@ -227,7 +227,7 @@ other-vocabulary | ppo --reward_model_name_or_path judge other | other
 # another end of a response
 other-vocabulary | ppo --reward_model_name_or_path instruct | instruct
 no-score-statistics | ppo --normalize_reward 1 | score_statistics \
-    || leaves: variants/normalize-reward
+    || left: variants/normalize-reward
 cannot-split-layers | RANKS=2 sft --model_name_or_path odd --tensor_parallel_size 2 --dtype bf16 | 3
 # functions of the user's
 function-file | ppo --reward_fn missing.py:length | missing.py
@@ -291,7 +291,7 @@ target-in-use | tools.export stopped/checkpoints/step-2 --to good | good
 target-in-use | tools.export stopped/checkpoints/step-2 --to score.py | score.py
 target-in-use | tools.export stopped/checkpoints/step-2 --to stopped/checkpoints/new | checkpoints
 target-in-use | tools.export stopped/checkpoints/step-2 --to '' | --to
-empty-stop | tools.estimate ppo.py --stop '' | --stop \
+wrong-flag | tools.estimate ppo.py --stop '' | --stop \
     || other words: --stop is inside variants/tool-turns
 encoder | tools.estimate sft.py --model_name_or_path bert | bert
 """
@@ -318,7 +318,7 @@ padding-changes-a-row | sft --model_name_or_path rwkv | rwkv
 not-finite-weights | sft --model_name_or_path nan_weights | damaged
 # its tokens are others in a cache of fixed shapes
 compile-decoding | ppo --actor_model_name_or_path mamba --compile_decoding 1 | nats a token \
-    || leaves: variants/compiled-decoding
+    || left: variants/compiled-decoding
 ranks-differ | RANKS=2 APART=1 sft --model_name_or_path ../actor | rank 1
 adam-not-built | COMPILER=0 sft --adam_offload | compiler
 # checkpoints
@@ -371,9 +371,9 @@ function-returns | ppo --reward_fn returns.py:part_1 | {1: 1.0} \
     || other words: a dict is refused: one function a part
 # also in an evaluation
 function-returns | RANKS=2 ppo --reward_fn returns.py:parts_by_rank | other parts for other rows \
-    || leaves: one function a part
+    || left: one function a part
 function-returns | RANKS=2 ppo --reward_fn returns.py:parts_by_rank_in_a_step | other parts \
-    || leaves: one function a part
+    || left: one function a part
 function-returns | ppo --gold_fn returns.py:batch | dict
 function-returns | sft --gold_fn returns.py:batch | dict
 """
@@ -505,13 +505,13 @@ ppo --reward_fn score.py:both --gold_fn score.py:both | done: \
     || other words: a dict is refused: one function a part
 # into another working folder
 ppo --reward_fn score.py:moves | done:
-ppo --stop e | done: || leaves: --stop is inside variants/tool-turns
+ppo --stop e | done: || left: --stop is inside variants/tool-turns
 ppo --stop e --reward_model_name_or_path judge | warning: --stop \
-    || leaves: --stop is inside variants/tool-turns
+    || left: --stop is inside variants/tool-turns
 ppo --critic_model_name_or_path actor --reward_model_name_or_path judge | done:
 ppo --advantage grpo --samples_per_prompt 2 --critic_model_name_or_path judge | done:
 ppo --reward_model_name_or_path measured --normalize_reward 1 | done: \
-    || leaves: variants/normalize-reward
+    || left: variants/normalize-reward
 ppo --top_p 0.9 | warning: --top_p
 ppo --advantage grpo --samples_per_prompt 2 | warning: grpo scales up KL
 """
@@ -665,7 +665,7 @@ of a prompt's responses equal rewards are counted
 PPO learns
 a function may return parts, and numbers of tokens \
     || other words: numbers and lists a token; one function a part
-parts of an evaluation are alike || leaves: one function a part
+parts of an evaluation are alike || left: one function a part
 a function may spawn processes
 what a verifier is not sure of is wrong
 tokens.jsonl holds what training sees

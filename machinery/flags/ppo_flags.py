@@ -35,7 +35,6 @@ def add_options(parser):
         arg(f"{role}_zero_stage", int, which, choices=declaring.STAGES)
     together = "responses decoded at a time; None: all of a step on a rank"
     arg("rollout_batch_size", int, together, least=1)
-    arg("compile_decoding", 0, "1: static caches, compiled on CUDA; not tried on a GPU yet", most=1)
     arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses", most=1)
     arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
     arg("microscope", 4, "held-out prompts in tokens.jsonl")

@@ -27,11 +27,6 @@ def stages_of(args, role=""):
     return {args.zero_stage if stage is None else stage for stage in of_roles or [None]}
 
 
-def whole_actor(args):
-    """Returns whether each rank has all weights of the actor: neither stage 3 nor shared layers."""
-    return 3 not in stages_of(args, "actor") and args.tensor_parallel_size == 1
-
-
 def of_all(args):
     """Yields the rules of all scripts."""
     stages = stages_of(args)
@@ -107,8 +102,6 @@ def of_ppo(args):
     yield "normalize-reward", args.normalize_reward and several_judges, words
     words = "--deepcompile compiles one model, and PPO trains two."
     yield "deepcompile-in-ppo", args.deepcompile, words
-    words = "--compile_decoding needs a whole actor: no stage 3, no --tensor_parallel_size."
-    yield "compile-decoding-shards", args.compile_decoding and not whole_actor(args), words
     stays = args.offload or 0 in stages or (args.dtype == "bf16" and 1 in stages)
     words = "--offload_states needs --zero_stage 2 or 3 (1 in fp32), and no --offload."
     yield "state-offload", args.offload_states and stays, words

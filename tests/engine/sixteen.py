@@ -205,14 +205,6 @@ def is_told_to_stop(is_odd):
     Run.log = log_and_signal
 
 
-def cannot_compile(is_odd):
-    """transformers says so of its static cache."""
-    from transformers import StaticCache
-
-    if is_odd:
-        StaticCache.is_compileable = False
-
-
 def has_no_room(is_odd):
     """The whole model does not fit on it beside its shard."""
     from machinery.engine import zero3

@@ -38,7 +38,6 @@ RARE = {
     "it samples otherwise, sharded": ("ppo", 3, "--max_steps 2", "samples_otherwise", 7, 1),
     "it samples otherwise, and may": ("ppo", 3, f"--max_steps 2 {MAY}", "samples_otherwise", 7),
     "it is told to stop": ("ppo", 2, EVERYTHING, "is_told_to_stop", 15, 1),
-    "it cannot compile": ("ppo", 2, "--compile_decoding 1", "cannot_compile", 8, 2),
 }
 
 

@@ -15,7 +15,7 @@ from tests.rollout.test_layouts_by_hand import RESPONSES
 from tests.tiny_models import StandIn
 
 E = 1  # EOS
-FLAGS = dict(top_k=0, top_p=1.0, temperature=1.0, stop=[], compile_decoding=0)
+FLAGS = dict(top_k=0, top_p=1.0, temperature=1.0, stop=[])
 NO_END = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
 ROWS = [{"row": number, "sample": 0} for number in range(4)]
 
