@@ -538,7 +538,7 @@ class MicroBatch(common.Layout):
     kept: dict = field(default_factory=dict)  # {"actor", "critic": a forward with its graph}
     # 5 advantages
     score_clipped: Tensor = None  # (B,) whether clipping has changed a score
-    shaped_scores: Tensor = None  # scores after normalisation, clipping and penalties
+    shaped_scores: Tensor = None  # scores after clipping and penalties
     rewards: Tensor = None  # these, less the KL penalty of each token
     raw_advantages: Tensor = None  # before whitening
     advantages: Tensor = None
@@ -769,21 +769,6 @@ def reward_model_scores(model, batch):
     return score * batch.last
 
 
-def critic_values(args, critic, batch):
-    """The critic's values (B, R), on the scale of the rewards.
-
-    A critic that starts as a reward model predicts that model's scores. Where --normalize_reward
-    shifts and scales these, its values are shifted and scaled in the same way; otherwise they would
-    be off by that mean at the start. What is saved stays on the model's own scale.
-    """
-    values = common.values_before_tokens(critic, batch)
-    if args.normalize_reward:
-        config = unwrap_model(critic).config
-        mean, std = getattr(config, "score_statistics", None) or (0.0, 1.0)  # none: a new head
-        values = (values - mean) / std
-    return values
-
-
 def score(args, models, batch, keep_graph=False):
     """Fills in a micro-batch's reference log-probs, scores and values.
 
@@ -801,7 +786,7 @@ def score(args, models, batch, keep_graph=False):
             batch.gold = models.gold(batch)
     if models.critic:
         with torch.set_grad_enabled(keep_graph):
-            values = critic_values(args, models.critic, batch)  # (B, R)
+            values = common.values_before_tokens(models.critic, batch)  # (B, R)
         batch.old_values = values.detach()
         if keep_graph:
             batch.kept["critic"] = values
@@ -878,14 +863,11 @@ def answered(args, models, tokenizer, requests):
 
 
 # ---- Advantages ----
-def set_rewards(args, batch, kl_coef, score_statistics):
-    """Gives each token its reward. score_statistics: mean, deviation with --normalize_reward."""
-    scores = batch.scores
-    if score_statistics:  # of whole responses: the mean is subtracted once, on the last token
-        mean, std = score_statistics
-        scores = (scores - mean * batch.last) / std
-    clipped_scores = scores.clamp(-args.clip_reward, args.clip_reward)  # as DeepSpeed-Chat does
-    batch.score_clipped = (clipped_scores != scores).any(-1)
+def set_rewards(args, batch, kl_coef):
+    """Gives each token its reward."""
+    # as DeepSpeed-Chat does
+    clipped_scores = batch.scores.clamp(-args.clip_reward, args.clip_reward)
+    batch.score_clipped = (clipped_scores != batch.scores).any(-1)
     # (B, R): on the last token alone. A penalty (B, 1) would be taken off at every token.
     penalty = args.missing_eos_penalty * (1 - batch.ended)[:, None] * batch.last
     batch.shaped_scores = (clipped_scores - penalty) * batch.response_mask
@@ -895,11 +877,11 @@ def set_rewards(args, batch, kl_coef, score_statistics):
         batch.rewards = token_rewards(batch.shaped_scores, kl, batch.response_mask, kl_coef)
 
 
-def set_advantages(args, micro_batches, kl_coef, score_statistics):
+def set_advantages(args, micro_batches, kl_coef):
     """Gives a rollout's micro-batches rewards, advantages and, with a critic, returns."""
     estimator = ADVANTAGES[args.advantage]
     for batch in micro_batches:
-        set_rewards(args, batch, kl_coef, score_statistics)
+        set_rewards(args, batch, kl_coef)
     if estimator.compares_groups:  # a response's advantage is placed on each of its tokens
         totals = torch.cat([batch.rewards.double().sum(-1) for batch in micro_batches])  # (n,)
         groups = [response["group"] for batch in micro_batches for response in batch.responses]
@@ -1016,7 +998,7 @@ def optimizer_step(args, models, minibatch, kl_coef, means):
         if critic:
             values = batch.kept.pop("critic", None)  # (B, R)
             if values is None:
-                values = critic_values(args, critic, batch)
+                values = common.values_before_tokens(critic, batch)
             critic_loss = value_loss(values, batch.old_values, batch.returns, args.clip_value)
             found["critic_loss"] = critic_loss
             loss_sum = (critic_loss * mask).sum()
@@ -1042,7 +1024,6 @@ def main():
     )
     train, held_out = load_rows(args, sources, tokenizer, args.max_prompt_seq_len)
     ppo_flags.check_models(args, tokenizer)
-    score_statistics = ppo_flags.score_statistics(args)  # --normalize_reward
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
     sizes = Sizes(args)
     steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.batches_per_step)
@@ -1065,7 +1046,7 @@ def main():
     def evaluate_at(step):
         if few := microscope.requests(args, held_out):  # --microscope
             micro_batches = answered(args, models, tokenizer, few)
-            set_advantages(args, micro_batches, current_kl_coef(), score_statistics)
+            set_advantages(args, micro_batches, current_kl_coef())
             microscope.write(run, step, micro_batches, current_kl_coef())
         requests = evaluation.requests(held_out, args.eval_samples)
         responses = evaluation.gathered(answered(args, models, tokenizer, requests))
@@ -1113,7 +1094,7 @@ def main():
 
         # ---- 5 advantages ----
         kl_coef = current_kl_coef()
-        set_advantages(args, micro_batches, kl_coef, score_statistics)
+        set_advantages(args, micro_batches, kl_coef)
 
         # ---- 6 update ----
         for engine in engines.values():

@@ -149,10 +149,7 @@ def pair_sums(loss_sum, chosen, rejected, row_weight):
 
 @torch.no_grad()
 def evaluate(run, engine, held_out, collate_rows):
-    """Loss (without --center_coef), accuracy and mean scores on the held-out pairs, of all ranks.
-
-    The scores' mean and deviation go into the saved model's config, for ppo.py --normalize_reward.
-    """
+    """Loss (without --center_coef), accuracy and mean scores on the held-out pairs, of all ranks."""
     engine.eval()  # no dropout
     found = []
     for numbers, batch in batching.eval_loader(run.args, held_out, collate_rows):
@@ -173,7 +170,6 @@ def evaluate(run, engine, held_out, collate_rows):
     # Squared differences from the mean lose no digits where the mean is far from 0.
     squares = ranks.all_sum(((pairs[:, 1:] - mean) ** 2).sum()).item()
     std = (squares / (2 * count)) ** 0.5
-    run.notes["score_statistics"] = [mean, std]
     return {
         "eval_loss": loss,
         "eval_accuracy": accuracy,

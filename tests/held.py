@@ -175,7 +175,6 @@ HELD = {
     "the EMA moves by its share, in fp32, on shards": "test_the_ema_moves_by_exactly_its_share",
     "a padded row is the row alone": "test_padding_never_changes_a_logprob_or_a_value",
     "engines in fp16 skip together": "test_real_fp16_engines_skip_together",
-    "step 2 stores what step 3 scales by": "test_step_2_stores_what_step_3_scales_by",
     # data
     "a chat that is too long loses whole turns, and keeps its system turn": (
         "test_a_chat_that_is_too_long_loses_whole_turns"

@@ -508,7 +508,7 @@ def prepare(folder):
     scorer = tiny_config(**vocabulary, max_position_embeddings=256, num_labels=1)
     reward = AutoModelForSequenceClassification.from_config(scorer)
     measured = copy.deepcopy(reward)
-    measured.config.score_statistics = [0.1, 0.5]  # as reward.py stores them
+    measured.config.score_statistics = [0.1, 0.5]  # of variants/normalize-reward
     models = dict(scratch=config, actor=actor, reward=reward, measured=measured)
     for name, model in models.items():
         model.save_pretrained(folder / "models" / name)

@@ -90,7 +90,7 @@ def share_of_early_letters(prompts, completions, **columns):
     assert helper.exitcode == -15
     return [sum('a' <= x <= 'm' for x in c) / max(len(c), 1) for c in completions]
 """
-OPTIONS = """--microscope 3 --missing_eos_penalty 1 --normalize_reward 1 --entropy_coef 0.01
+OPTIONS = """--microscope 3 --missing_eos_penalty 1 --entropy_coef 0.01
              --clip_high 0.3 --kl_in loss --kl_estimator k2
              --reward_model_name_or_path BASE/models/measured"""
 ACTOR = "--model_name_or_path BASE/models/actor"

@@ -17,8 +17,6 @@ def add_options(parser):
     arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION", fixed=True)
     logged = "a function like --reward_fn's, only logged"
     arg("gold_fn", str, logged, metavar="FILE:FUNCTION", fixed=True)
-    scaled = "1: scores, and values, to mean 0, deviation 1 on reward.py's held-out responses"
-    arg("normalize_reward", 0, scaled, most=1, fixed=True)
     arg("allow_mismatch", 0, "1: warn, and go on, if scoring differs from sampling", most=1)
     arg("log_kl", 0, "1: keep the reference with --kl_coef 0, to log KL", most=1)
     arg("enable_ema", 0, "1: keep an average of the actor's weights, in ema/", most=1, fixed=True)
@@ -105,18 +103,3 @@ def check_models(args, tokenizer):
             raise Refused("other-vocabulary", f"{words}\n  Run reward.py on the actor.")
         if path in judges:
             model_folders.refuse_other_kind(path, config, scores=True)
-
-
-def score_statistics(args):
-    """Returns mean and deviation of the reward model's held-out scores, for --normalize_reward.
-
-    None without it.
-    """
-    if not args.normalize_reward:
-        return None
-    path = args.reward_model_name_or_path[0]
-    config = model_folders.load_config(path, args.trust_remote_code)
-    if not getattr(config, "score_statistics", None):
-        words = f"--normalize_reward: {path}/config.json lacks reward.py's score_statistics."
-        raise Refused("no-score-statistics", words)
-    return config.score_statistics

@@ -97,9 +97,6 @@ def of_ppo(args):
     yield "k1-in-loss", args.kl_in == "loss" and args.kl_estimator == "k1", words
     without_kl = args.kl_target is not None and args.kl_target * args.kl_coef <= 0
     yield "kl-target-without-kl", without_kl, "{kl_target} and {kl_coef} must be above 0."
-    several_judges = args.reward_fn or len(args.reward_model_name_or_path) > 1
-    words = "--normalize_reward scales the scores of one reward model alone."
-    yield "normalize-reward", args.normalize_reward and several_judges, words
     words = "--deepcompile compiles one model, and PPO trains two."
     yield "deepcompile-in-ppo", args.deepcompile, words
     stays = args.offload or 0 in stages or (args.dtype == "bf16" and 1 in stages)

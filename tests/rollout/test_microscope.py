@@ -42,7 +42,7 @@ def looked(tiny_model, tokenizer, tmp_path):
         run = SimpleNamespace(args=args, tokenizer=tokenizer)
         if requests := microscope.requests(args, datasets.Dataset.from_list(rows)):
             batches = ppo.answered(args, models, tokenizer, requests)
-            ppo.set_advantages(args, batches, 0.5, None)
+            ppo.set_advantages(args, batches, 0.5)
             microscope.write(run, 7, batches, 0.5)
         file = tmp_path / "tokens.jsonl"
         return kit.read_lines(file) if file.exists() else []
