@@ -147,7 +147,6 @@ def get_args(argv=None):
     arg = declaring.flag_group(parser, "PPO: flags that change the result")
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6, fixed=True)
     arg("kl_coef", float, "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]; 0: no reference")
-    arg("kl_target", float, "KL to the reference, nats a response, that kl_coef adapts to hold")
     arg(
         "kl_estimator",
         str,
@@ -263,20 +262,6 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
     if estimator == "k2":
         return log_r**2 / 2
     return log_r.exp() - 1 - log_r
-
-
-def adapted_kl_coef(kl_coef, kl, target):
-    """--kl_target: adapts the KL penalty to bring KL to its target.  [Ziegler 2019] section 2.2
-
-        error   = clip(KL / target - 1, -0.2, 0.2)
-        kl_coef = kl_coef * (1 + 0.1 * error)
-
-    kl, target: nats per response.
-
-    >>> round(adapted_kl_coef(0.1, kl=12.0, target=6.0), 6)  # the error is clipped to 0.2
-    0.102
-    """
-    return kl_coef * (1 + 0.1 * min(max(kl / target - 1, -0.2), 0.2))
 
 
 def token_rewards(shaped_scores, kl, mask, kl_coef):
@@ -1035,19 +1020,14 @@ def main():
     pack, responses_per_row = shared_prompts.packing(args, models, plain_rows)  # --share_prompt
 
     # Saved in checkpoints beside the engines. --resume fills it in when run.steps begins.
-    state = {"kl_coef": None, "equal_since": None}  # set by --kl_target, and by warn_of_scores
+    state = {"equal_since": None}  # set by warn_of_scores
     average = ema.Ema(args, actor.module, state)  # --enable_ema
-
-    def current_kl_coef():
-        """The penalty for a nat of KL: --kl_coef, or what --kl_target has made of it."""
-        adapted = state["kl_coef"] if args.kl_target else None
-        return args.kl_coef if adapted is None else adapted
 
     def evaluate_at(step):
         if few := microscope.requests(args, held_out):  # --microscope
             micro_batches = answered(args, models, tokenizer, few)
-            set_advantages(args, micro_batches, current_kl_coef())
-            microscope.write(run, step, micro_batches, current_kl_coef())
+            set_advantages(args, micro_batches, args.kl_coef)
+            microscope.write(run, step, micro_batches, args.kl_coef)
         requests = evaluation.requests(held_out, args.eval_samples)
         responses = evaluation.gathered(answered(args, models, tokenizer, requests))
         return evaluation.report(run, step, responses, args.eval_samples)
@@ -1093,8 +1073,7 @@ def main():
         clock.lap("score_seconds")  # the checks have waited for the device
 
         # ---- 5 advantages ----
-        kl_coef = current_kl_coef()
-        set_advantages(args, micro_batches, kl_coef)
+        set_advantages(args, micro_batches, args.kl_coef)
 
         # ---- 6 update ----
         for engine in engines.values():
@@ -1108,7 +1087,7 @@ def main():
         for epoch in range(args.ppo_epochs):
             drawn = minibatches(micro_batches, accumulation, (args.seed, step, epoch))
             for number, minibatch in enumerate(drawn):
-                update_means = optimizer_step(args, models, minibatch, kl_coef, means)
+                update_means = optimizer_step(args, models, minibatch, args.kl_coef, means)
                 average.update(actor)  # --enable_ema
                 # No weight had moved since the rollout, so the ratio was 1: else the run stops, as
                 # it does for an actor with dropout. (It is 1 by definition where the update itself
@@ -1121,7 +1100,7 @@ def main():
 
         # ---- 7 log ----
         logged = {
-            "kl_coef": kl_coef,
+            "kl_coef": args.kl_coef,
             **means.of_all_updates(),
             **metrics.rollout_means(args, micro_batches),
             **clock.laps,
@@ -1135,8 +1114,6 @@ def main():
             critic_forwards=int("critic" not in reused),
         )
         run.log(logged, micro_batches, passes)  # to log a number of your own, add it to `logged`
-        if args.kl_target:
-            state["kl_coef"] = adapted_kl_coef(kl_coef, logged["kl"], args.kl_target)
         first = False
 
     # ---- 8 save ----

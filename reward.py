@@ -149,7 +149,7 @@ def pair_sums(loss_sum, chosen, rejected, row_weight):
 
 @torch.no_grad()
 def evaluate(run, engine, held_out, collate_rows):
-    """Loss (without --center_coef), accuracy and mean scores on the held-out pairs, of all ranks."""
+    """Loss (without --center_coef), accuracy and mean scores of all ranks' held-out pairs."""
     engine.eval()  # no dropout
     found = []
     for numbers, batch in batching.eval_loader(run.args, held_out, collate_rows):

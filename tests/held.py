@@ -134,9 +134,6 @@ HELD = {
     "the rates of a resumed run are those given": (
         "test_a_resumed_run_takes_the_settings_that_it_is_given"
     ),
-    "the penalty of --kl_target goes on": (
-        "test_the_kl_penalty_follows_its_target_and_goes_on_from_there"
-    ),
     "a run moves an old one aside, when all is loaded": (
         "test_overwrite_moves_the_old_run_aside_when_all_is_loaded"
     ),

@@ -70,7 +70,7 @@ BEST = "--keep_best eval_accuracy --eval_steps 1 --save_steps 1 --keep_checkpoin
 ONCE = dict(rows=4, accumulation=1)  # a rollout is one micro-batch, trained on once
 # random numbers are resumed, too, and a line of the log that is half full
 DROPOUT = "--model_name_or_path BASE/models/actor --dropout 0.1 --log_steps 3"
-PPO_DROPOUT = "--critic_dropout 0.1 --kl_target 0.5"
+PPO_DROPOUT = "--critic_dropout 0.1"
 GOLD = "--gold_fn BASE/letters.py:share_of_early_letters"
 GRPO = """--advantage grpo --kl_in loss --kl_estimator k3 --samples_per_prompt 2 --max_steps 2
           --loss_mean responses --eval_samples 2"""

@@ -95,8 +95,6 @@ def of_ppo(args):
 
     words = "{kl_in} {kl_estimator}: its expected gradient is 0.\n  Use k2 or k3."
     yield "k1-in-loss", args.kl_in == "loss" and args.kl_estimator == "k1", words
-    without_kl = args.kl_target is not None and args.kl_target * args.kl_coef <= 0
-    yield "kl-target-without-kl", without_kl, "{kl_target} and {kl_coef} must be above 0."
     words = "--deepcompile compiles one model, and PPO trains two."
     yield "deepcompile-in-ppo", args.deepcompile, words
     stays = args.offload or 0 in stages or (args.dtype == "bf16" and 1 in stages)

@@ -8,7 +8,7 @@ from tests import kit, runs
 from tests.engine import sixteen
 
 EVERYTHING = """--enable_ema 1 --microscope 3 --save_steps 1 --eval_steps 1 --keep_best eval_reward
-                --kl_target 1 --max_steps 2"""
+                --max_steps 2"""
 EPOCHS = "--allow_unstable 1 --ppo_epochs 3 --generation_batches 2 --target_kl 1e-9 --max_steps 2"
 MAY = "--allow_mismatch 1"
 LORA = "--actor_lora_dim 4 --critic_lora_dim 2 --enable_ema 1 --max_steps 2"

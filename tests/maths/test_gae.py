@@ -5,12 +5,10 @@ delta_t = r_t + gamma * V_{t+1} - V_t.
 """
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-import common
 import ppo
 from helpers import metrics
 from machinery.base import ranks

@@ -31,7 +31,7 @@ def test_before_the_first_update_the_ratio_is_exactly_1(name):
 
 def test_what_main_hands_to_the_parts_of_a_step():
     """No dropout while anything is stored, in evaluations too, and dropout in both models while
-    they train. The penalty of --kl_target is the one that is used. The rows of a step have random
+    they train. The penalty that is logged is the one that is used. The rows of a step have random
     numbers of their own, and evaluations (around the run, with the microscope) those of step 0.
     forwards_of_score is told which engines have no dropout, and which step is the first."""
     rank, lines = facts("ppo_dropout")[0], metrics("ppo_dropout")[1:]
