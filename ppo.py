@@ -183,14 +183,6 @@ def get_args(argv=None):
         most=1,
         fixed=True,
     )
-    arg(
-        "is_cap",
-        float,
-        "responses of another policy: cap of each token's importance weight. 2 [Yao 2025]",
-        least=1e-6,
-        most=inf,
-        fixed=True,
-    )
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
     target = "approx_kl of an epoch's last update; above it, no epoch follows"
     arg("target_kl", float, target, least=1e-12)
@@ -371,19 +363,6 @@ def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None):
     return -gain, ratio
 
 
-def importance_weights(old_logprobs, sampled_logprobs, cap):
-    """Truncated importance weights, of responses that another policy mu has sampled.  [Yao 2025]
-
-        weight = min(pi_old(token) / mu(token), cap)
-
-    pi_old: the actor as it scored the rollout. mu: the same weights in another engine, dtype or
-    kernel, or older weights. Uncapped weights have mean 1 under mu. They correct the distribution
-    of the next token only: the tokens before it are still mu's. The cap bounds their variance, and
-    lowers their mean a little.
-    """
-    return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
-
-
 def actor_loss(args, batch, logprobs, entropy, kl_coef):
     """The policy loss, with a penalty on KL and a bonus for entropy where flags say so.
 
@@ -395,9 +374,6 @@ def actor_loss(args, batch, logprobs, entropy, kl_coef):
     )
     # The clipped term was smaller. (Weights of your own multiply the loss below this line.)
     clipped = loss != -ratio * batch.advantages
-    if args.is_cap:
-        sampled = batch.tokens["sampled_logprobs"]
-        loss = loss * importance_weights(batch.old_logprobs, sampled, args.is_cap)
     if args.kl_in == "loss" and kl_coef:
         loss = loss + kl_coef * kl_estimate(logprobs, batch.ref_logprobs, args.kl_estimator)
     if args.entropy_coef:
@@ -938,8 +914,7 @@ def loss_weights(args, masks):
     reinforced less. With `tokens` and `constant` a long response counts more as a whole; within one
     step these two differ only by a constant factor. Responses with no counted tokens are left out
     of n. The critic's loss is always the mean over the tokens of `trained_mask`; the metrics,
-    actor_loss among them, are means over all tokens of response_mask. An importance weight
-    (--is_cap) multiplies a token's loss, and changes neither its weight here nor the divisor.
+    actor_loss among them, are means over all tokens of response_mask.
     """
     if args.loss_mean == "tokens":
         return masks, ranks.all_sum(sum(mask.sum() for mask in masks)).item()
@@ -1068,7 +1043,7 @@ def main():
         state_offload.to_device(args, engines.values())
         checks.stop_unless_rollout_is_finite(run, micro_batches)
         # In the first step alone. Later, a mismatch shows in the log, as sampling_kl.
-        if first and not args.is_cap:  # with --is_cap another policy may have sampled
+        if first:
             checks.stop_unless_sampled_as_scored(run, micro_batches)
         clock.lap("score_seconds")  # the checks have waited for the device
 

@@ -82,8 +82,8 @@ def stop_unless_sampled_as_scored(run, micro_batches):
         f"tokens scoring gives another log-prob than sampling, by more than {OFF[args.dtype]} "
         f"(allowed: {SHARE_OFF[args.dtype]:.1%}; the {engine.module.config.model_type} model with "
         f"its own cache: {noise:.1%}).\n  Likely: a cache, mask, position or temperature that is "
-        "wrong for this model, or a dtype too coarse for it.\n  Try --dtype fp32. If another "
-        "policy samples, --is_cap. --allow_mismatch 1 goes on."
+        "wrong for this model, or a dtype too coarse for it.\n  Try --dtype fp32. "
+        "--allow_mismatch 1 goes on."
     )
     if not goes_on:
         run.finish(code=1)

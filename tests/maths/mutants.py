@@ -25,7 +25,7 @@ FILES = """maths/test_gae maths/test_losses maths/test_one_mean maths/test_logpr
     rollout/test_layouts_by_hand rollout/test_metrics rollout/test_checks rollout/test_forks
     rollout/test_sampling rollout/test_microscope""".split()
 MATHS = """Sizes kl_estimate token_rewards gae reinforce rloo grpo group_sum
-    whitened policy_loss importance_weights actor_loss value_loss gae_advantages
+    whitened policy_loss actor_loss value_loss gae_advantages
     reinforce_advantages
     ADVANTAGES MicroBatch plain_rows make_micro_batches sample ordered actor_forward
     reward_model_scores score score_actor forwards_of_score set_rewards set_advantages minibatches

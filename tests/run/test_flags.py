@@ -302,7 +302,7 @@ FIXED = {  # what --resume must find as it was
     "sft": f"{OF_ALL} gold_fn lora_dim max_seq_len model_name_or_path num_samples train_on",
     "reward": f"{OF_ALL} center_coef lora_dim max_seq_len model_name_or_path",
     "ppo": f"""{OF_ALL} actor_lora_dim actor_model_name_or_path advantage critic_lora_dim
-        critic_model_name_or_path enable_ema eval_samples gamma gold_fn is_cap kl_estimator kl_in
+        critic_model_name_or_path enable_ema eval_samples gamma gold_fn kl_estimator kl_in
         lam loss_mean mask_truncated max_answer_seq_len max_prompt_seq_len
         num_eval_prompts reward_fn reward_model_name_or_path samples_per_prompt stop temperature
         top_k top_p whiten""",
