@@ -639,13 +639,12 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
         # or --top_p it is not the sampler's own: the ratio is 1 all the same, the gradient biased.
         logprob = probs.gather(-1, token[:, None])[:, 0].log()  # (b,)
 
-        # Append, where the response goes on. It ends at EOS, or with a text of --stop.
+        # Append, where the response goes on. It ends at EOS.
         writes = alive[active]
         responses[active, r] = token.where(writes, tokenizer.pad_token_id)
         logprobs[active, r] = logprob.where(writes, 0)
         lengths[active] += writes
         alive[active] &= token != tokenizer.eos_token_id
-        alive[active] &= ~decoding.at_stop(args, tokenizer, responses[active], r)
         remaining = alive.sum().item()  # responses that go on
         if not decoding.anyone(remaining, synced):
             break

@@ -192,17 +192,3 @@ def restricted(args, probs):
     if args.top_p < 1:
         probs = TopPLogitsWarper(args.top_p)(None, probs.log()).exp()
     return probs
-
-
-def at_stop(args, tokenizer, responses, r):
-    """Returns for each row, bool (b,), whether a text of --stop ends in slots up to r of (b, R).
-
-    It looks back over as many tokens as the longest text has bytes, because each token has at least
-    one, and over 16 more, because some tokens may write nothing.
-    """
-    if not args.stop:
-        return torch.zeros(len(responses), dtype=torch.bool, device=responses.device)
-    back = max(len(text.encode()) for text in args.stop) + 16
-    tails = tokenizer.batch_decode(responses[:, max(0, r - back) : r + 1])
-    found = [any(text in tail for text in args.stop) for tail in tails]
-    return torch.tensor(found, device=responses.device)

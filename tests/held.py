@@ -270,7 +270,6 @@ HELD = {
     "every monitor gets metrics.jsonl, step for step": (
         "test_the_monitors_write_into_the_new_folder"
     ),
-    "a text of --stop ends a response": "test_a_stop_text_ends_a_response",
     # tools
     "a verdict says so where it cannot tell": "test_verdicts_by_hand",
     "no healthy run is called sick": "test_no_healthy_run_is_called_sick",

@@ -598,7 +598,7 @@ def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxs
 
     import ppo
 
-    off = dict(temperature=1.0, top_k=0, top_p=1.0, stop=[])
+    off = dict(temperature=1.0, top_k=0, top_p=1.0)
     args = types.SimpleNamespace(**{**off, **options})
     sampled = ppo.sample(args, model, Knowing(tokenizer, known), ids, mask, uniforms, synced)
     responses, _, lengths, _ = sampled

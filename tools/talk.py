@@ -69,7 +69,7 @@ def get_args(argv, words=()):
     arg("--trust_remote_code", action="store_true", help="run the code that comes with a model")
     group = parser.add_argument_group(f"as in ppo.py, whose --help says what they mean [{SET}]")
     for name in PASSED:
-        group.add_argument(f"--{name}", nargs="+" if name == "stop" else 1)
+        group.add_argument(f"--{name}", nargs=1)
     own = vars(parser.parse_args([*argv, *words]))
     passed = SET.split()
     for name in PASSED:

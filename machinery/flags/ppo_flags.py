@@ -41,7 +41,6 @@ def add_options(parser):
 
 def add_sampling_flags(arg):
     """Declares how responses are sampled."""
-    arg("stop", str, "texts that end a response as EOS does", nargs="+", default=[], fixed=True)
     arg("top_p", 1.0, "nucleus sampling; 1: off", least=1e-6, most=1, fixed=True)
     arg("top_k", 0, "sample from the k likeliest; 0: off", fixed=True)
     evaluated = "held-out prompts answered at each evaluation"
@@ -78,8 +77,6 @@ def resolve(args, advantages, responses):
         ranks.say("warning: --top_p or --top_k: KL is not the sampler's, may be below 0")
     if args.kl_coef and args.advantage == "grpo" and args.kl_in == "reward":
         ranks.say("warning: grpo scales up KL in rewards; use --kl_in loss: docs/grpo.md")
-    if args.stop and args.reward_model_name_or_path:
-        ranks.say("warning: --stop: stopped responses lack the EOS where a reward model scores")
     return args
 
 

@@ -76,8 +76,6 @@ def of_ppo(args):
     yield "batches-divide", generated * args.generation_batches % trained, words
     words = "{advantage} compares the responses to a prompt.\n  Use --samples_per_prompt 4."
     yield "group-of-one", args.compares_groups and args.samples_per_prompt < 2, words
-    words = "--stop has an empty text, which stands in every response: all would have one token."
-    yield "empty-stop", "" in args.stop, words
     words = "{advantage} has a critic: give --critic_model_name_or_path, --critic_learning_rate."
     critic = args.critic_model_name_or_path, args.critic_learning_rate
     yield "no-critic", args.has_critic and None in critic, words

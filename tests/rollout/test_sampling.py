@@ -15,7 +15,7 @@ from tests.rollout.test_layouts_by_hand import RESPONSES
 from tests.tiny_models import StandIn
 
 E = 1  # EOS
-FLAGS = dict(top_k=0, top_p=1.0, temperature=1.0, stop=[])
+FLAGS = dict(top_k=0, top_p=1.0, temperature=1.0)
 NO_END = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
 ROWS = [{"row": number, "sample": 0} for number in range(4)]
 
@@ -74,29 +74,6 @@ def test_no_column_comes_back_in_which_nobody_wrote(tokenizer):
     responses, logprobs, lengths, ended = (each.tolist() for each in found)
     assert responses == [[E, 0, 0], *[[5, 6, E]] * 4] and lengths == [1, 3, 3, 3, 3]
     assert all(ended) and logprobs == [[0, 0, 0]] * 5
-
-
-def test_a_stop_text_ends_a_response(tiny_model, tokenizer):
-    """--stop: a response ends with the token that completes the text, though it took two tokens to
-    write, and it has ended, not been cut. Its neighbour, which never writes it, goes on."""
-    prompts = [{"prompt_ids": ids, **row} for ids, row in zip(([5, 6, 7], [8, 9]), ROWS)]
-
-    def responses(*stop):
-        args = SimpleNamespace(seed=1, max_answer_seq_len=10, **{**FLAGS, "stop": stop})
-        return ppo.roll_out(args, tiny_model, tokenizer, prompts, 1, 2)
-
-    free = responses()
-    text = tokenizer.decode(free[0]["response_ids"][2:4])
-    stopped = responses(text)
-    assert [len(row["response_ids"]) for row in free] == [10, 10]
-    assert text not in free[1]["text"] + tokenizer.decode(free[0]["response_ids"][:3])
-    assert stopped[0]["response_ids"] == free[0]["response_ids"][:4]
-    assert stopped[1]["response_ids"] == free[1]["response_ids"]
-    assert [row["ended"] for row in stopped] == [1, 0]
-    text = "zq7-" * 9  # of many tokens
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    found = decoding.at_stop(SimpleNamespace(stop=[text]), tokenizer, torch.tensor([ids]), len(ids))
-    assert len(ids) > 16 and found.tolist() == [True]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Flags: what a script runs, and what overrides what. What is refused is in tests/promises.py."""
 
-import contextlib
 import copy
 import re
 import shlex
@@ -19,7 +18,6 @@ import sft
 from machinery.base.refused import Refused, program
 from machinery.flags import declaring, ppo_flags, recipes
 from machinery.models import model_folders
-from machinery.run import output_folder
 from tests import kit, promises
 from variants.dpo import dpo
 
@@ -304,17 +302,9 @@ FIXED = {  # what --resume must find as it was
     "ppo": f"""{OF_ALL} actor_lora_dim actor_model_name_or_path advantage critic_lora_dim
         critic_model_name_or_path enable_ema eval_samples gamma gold_fn kl_estimator kl_in
         lam loss_mean mask_truncated max_answer_seq_len max_prompt_seq_len
-        num_eval_prompts reward_fn reward_model_name_or_path samples_per_prompt stop temperature
+        num_eval_prompts reward_fn reward_model_name_or_path samples_per_prompt temperature
         top_k top_p whiten""",
 }
-
-
-def test_texts_that_end_a_response_are_no_paths():
-    """Of a path --resume compares the last part: of </think></answer> that is not all."""
-    args = get_args("ppo", "--stop </think></answer>")
-    for before, refused in (("</think></answer>", False), ("</answer>", True)):
-        with pytest.raises(Refused) if refused else contextlib.nullcontext():
-            output_folder.refuse_other_flags(args, {"stop": [before]})
 
 
 @pytest.mark.parametrize("script", FIXED)

@@ -11,7 +11,7 @@ from helpers import functions
 from machinery.base.refused import Refused
 from tools.chat import models, screen
 
-SAMPLING = "temperature top_p top_k max_answer_seq_len seed stop".split()
+SAMPLING = "temperature top_p top_k max_answer_seq_len seed".split()
 MEMORY = (models.CHAT, models.DIALOGUE)  # templates that hold a dialogue, not one question alone
 
 
