@@ -48,16 +48,7 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 import common
-from helpers import (
-    checks,
-    decoding,
-    evaluation,
-    judging,
-    metrics,
-    microscope,
-    padding,
-    shared_prompts,
-)
+from helpers import checks, evaluation, judges, metrics, rollout, shared_prompts
 from machinery.base import progress, ranks
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import program
@@ -437,7 +428,7 @@ class Models:
     critic: DeepSpeedEngine | None  # None: --advantage compares responses, or sums rewards up
     reference: Callable | None  # with LoRA the actor, adapters off; None if no KL is asked for
     reward_models: list  # usually one; several, or none where --reward_fn judges alone
-    functions: dict  # {name: function} of --reward_fn and --gold_fn: judging.call_functions
+    functions: dict  # {name: function} of --reward_fn and --gold_fn: judges.call_functions
     judge: Callable  # (batch) -> scores (B, R) by the reward models and --reward_fn
     gold: Callable | None  # (batch) -> scores (B, R) by --gold_fn
 
@@ -466,11 +457,12 @@ def load_models(args, tokenizer, functions, updates):
         reference = common.reference_of(actor, actor_args, batch_size)
     if critic and not args.reward_model_name_or_path:  # one may expect the critic's model to judge
         ranks.say(f"rewards come from {', '.join(args.reward_fn)} alone; no reward model is loaded")
-    reward_models = judging.load_models(args, batch_size, tokenizer)
-    judges = [functools.partial(reward_model_scores, model) for model in reward_models]
-    of_functions = {name: functools.partial(judging.said, name=name) for name in functions}
+    reward_models = judges.load_models(args, batch_size, tokenizer)
+    of_models = [functools.partial(reward_model_scores, model) for model in reward_models]
+    said = judges.function_scores
+    of_functions = {name: functools.partial(said, name=name) for name in functions}
     gold = of_functions.pop("gold", None)
-    judge = judging.combined(args, [*of_functions.values(), *judges])
+    judge = judges.sum_and_note(args, [*of_functions.values(), *of_models])
     return Models(actor, critic, reference, reward_models, functions, judge, gold)
 
 
@@ -488,7 +480,7 @@ class MicroBatch(common.Layout):
     row_weight: Tensor  # (B,) 1, or 0 for a filler (batching.Rows)
     response_mask: Tensor  # (B, R) 1 on tokens that the actor wrote and that count
     last: Tensor  # (B, R) 1 on the last of these
-    tokens: dict = field(default_factory=dict)  # the sampler's numbers for each token: (B, R) each
+    per_token: dict = field(default_factory=dict)  # {name: what the sampler says of each, (B, R)}
     # 4 score; all below are (B, R)
     ref_logprobs: Tensor = None
     scores: Tensor = None  # what the judges say; a whole response's score is on its last token
@@ -527,7 +519,7 @@ class MicroBatch(common.Layout):
         """Yields the responses as rows that --data_path takes, for a run that stops at NaN."""
         for response in self.responses:
             if response["row_weight"]:
-                yield judging.as_data(response)
+                yield judges.as_data(response)
 
 
 def plain_rows(responses, pad_id):
@@ -547,9 +539,9 @@ def make_micro_batches(tokenizer, responses, batch_size, pack=plain_rows):
     """Lays responses (dicts) out in MicroBatches of `batch_size`. Masks come from known lengths.
 
     pack(responses, pad_id): makes the Layout, plain_rows or shared_prompts.shared_rows. A response
-    may have `tokens`, {name: a list with one number a token}: they become batch.tokens[name], and
-    `own` among them is 0 on tokens that the actor has not written, a tool's for example. All
-    responses, on all ranks, must have the same names.
+    may have `per_token`, {name: a list with one number a token}: they become
+    batch.per_token[name], and `own` among them is 0 on tokens that the actor has not written, a
+    tool's for example. All responses, on all ranks, must have the same names.
     """
     out = []
     for start in range(0, len(responses), batch_size):
@@ -557,11 +549,11 @@ def make_micro_batches(tokenizer, responses, batch_size, pack=plain_rows):
         length = torch.tensor([len(response["response_ids"]) for response in part])
         row_weight = torch.tensor([float(response["row_weight"]) for response in part])
         real = (torch.arange(length.max()) < length[:, None]).float()  # (B, R)
-        tokens = {
-            name: common.pad([each["tokens"][name] for each in part], 0, "right", torch.float)[0]
-            for name in part[0].get("tokens", ())
+        per_token = {
+            name: common.pad([r["per_token"][name] for r in part], 0, "right", torch.float)[0]
+            for name in part[0].get("per_token", ())
         }
-        response_mask = real * tokens.get("own", real) * row_weight[:, None]
+        response_mask = real * per_token.get("own", real) * row_weight[:, None]
         layout = pack(part, tokenizer.pad_token_id)
         batch = MicroBatch(
             **vars(layout),
@@ -572,7 +564,7 @@ def make_micro_batches(tokenizer, responses, batch_size, pack=plain_rows):
             response_mask=response_mask,
             last=response_mask * (response_mask.cumsum(-1) == response_mask.sum(-1, keepdim=True)),
         ).to(ranks.device())
-        batch.tokens = {name: numbers.to(ranks.device()) for name, numbers in tokens.items()}
+        batch.per_token = {name: x.to(ranks.device()) for name, x in per_token.items()}
         out.append(batch)
     return out
 
@@ -616,21 +608,21 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     logprobs = torch.zeros(B, R, device=device)
     lengths = torch.zeros(B, dtype=torch.long, device=device)
     alive = torch.ones(B, dtype=torch.bool, device=device)  # responses that have not ended
-    cache = decoding.new_cache(model, ids, mask, R)  # memory for P + R tokens, once
+    cache = rollout.new_cache(model, ids, mask, R)  # memory for P + R tokens, once
     # cache.active: which of the B responses each row of the cache is for. At first there is a row
     # for each of the U different prompts; for_each_response then gives each response its own.
     inputs = ids[cache.active]  # (U, P)
     for r in progress.shown(range(R), "tokens of each response"):
         # Forward.
         logits = next_logits(model, inputs, cache)  # at first (U, V), then (b, V)
-        logits = decoding.for_each_response(cache, logits)  # (b, V)
+        logits = rollout.for_each_response(cache, logits)  # (b, V)
         active = cache.active  # (b,)
 
         # Draw.
         probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)  # (b, V)
         # Ids that no token uses cannot be drawn (embeddings are often padded). Tokens that --top_k
         # or --top_p excludes get probability 0, so the sum may be below 1.
-        allowed = decoding.restricted(args, probs[:, : len(tokenizer)])
+        allowed = rollout.restricted(args, probs[:, : len(tokenizer)])
         cumulative = allowed.cumsum(-1, dtype=torch.float64)
         threshold = uniforms[active, r, None] * cumulative[:, -1:]  # (b, 1)
         token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]  # (b,)
@@ -646,11 +638,11 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
         lengths[active] += writes
         alive[active] &= token != tokenizer.eos_token_id
         remaining = alive.sum().item()  # responses that go on
-        if not decoding.anyone(remaining, synced):
+        if not rollout.goes_on(remaining, synced):
             break
         # A response that has ended keeps its row, and gets padding, until a quarter of the rows
         # have ended: to take rows out, the cache is copied.
-        decoding.leave_out_ended(cache, alive, remaining)
+        rollout.leave_out_ended(cache, alive, remaining)
         inputs = responses[cache.active, r, None]  # (b, 1)
     return responses[:, : r + 1], logprobs[:, : r + 1], lengths, ~alive
 
@@ -660,8 +652,8 @@ def roll_out(args, engine, tokenizer, requests, step, batch_size):
 
     All ranks must call it, with equally many requests.
     requests: dicts with prompt_ids, row (its number; below 0 for a filler), sample, and more that
-    is passed on. Returns them with response_ids, text, ended (1.0 or 0.0) and tokens,
-    {"sampled_logprobs": [...]}.
+    is passed on. Returns them with response_ids, text, ended (1.0 or 0.0) and
+    per_token, {"sampled_logprobs": [...]}.
     The engine must be in eval mode: dropout would make it another policy. The random numbers of a
     response depend on (seed, step, row, sample) alone, and on a request's `turn`, for a fork that
     samples for it more than once in a step.
@@ -670,14 +662,14 @@ def roll_out(args, engine, tokenizer, requests, step, batch_size):
     assert not unwrap_model(engine).training, "dropout is on: engine.eval() first"
     out = []
     # Under ZeRO-3 all weights are gathered once, for all forwards, if they fit beside the cache.
-    room = decoding.memory(args, engine, requests, batch_size)
+    room = rollout.memory(args, engine, requests, batch_size)
     with zero3.gather_for_generation(engine, room) as (model, synced):
         for start in progress.shown(range(0, len(requests), batch_size), "batches of a rollout"):
             part = requests[start : start + batch_size]
             prompts = [request["prompt_ids"] for request in part]
             ids, mask = common.pad(prompts, tokenizer.pad_token_id)
             ids, mask = ids.to(ranks.device()), mask.to(ranks.device())  # (B, P)
-            uniforms = decoding.uniforms_of(args.seed, step, part, args.max_answer_seq_len)
+            uniforms = rollout.uniforms_of(args.seed, step, part, args.max_answer_seq_len)
             sampled = sample(args, model, tokenizer, ids, mask, uniforms, synced)
             responses, logprobs, lengths, ended = (x.tolist() for x in sampled)
             for i, request in enumerate(part):
@@ -686,7 +678,7 @@ def roll_out(args, engine, tokenizer, requests, step, batch_size):
                     "response_ids": response_ids,
                     "text": tokenizer.decode(response_ids, skip_special_tokens=True),
                     "ended": float(ended[i]),
-                    "tokens": {"sampled_logprobs": logprobs[i][: lengths[i]]},
+                    "per_token": {"sampled_logprobs": logprobs[i][: lengths[i]]},
                 }
                 out.append({**request, **new})
     return out
@@ -732,7 +724,7 @@ def reward_model_scores(model, batch):
 def score(args, models, batch, keep_graph=False):
     """Fills in a micro-batch's reference log-probs, scores and values.
 
-    judging.call_functions must have been called for its responses.
+    judges.call_functions must have been called for its responses.
     keep_graph: the critic's forward keeps its graph, so that the update trains on it.
     """
     with torch.no_grad():
@@ -813,7 +805,7 @@ def answered(args, models, tokenizer, requests):
     state_offload.to_cpu(args, engines)  # --offload_states
     responses = roll_out(args, models.actor, tokenizer, requests, 0, at_once)
     responses = ordered(responses)
-    judging.call_functions(models.functions, responses)
+    judges.call_functions(models.functions, responses)
     micro_batches = make_micro_batches(tokenizer, responses, size)
     for batch in micro_batches:
         score(args, models, batch)
@@ -974,7 +966,7 @@ def optimizer_step(args, models, minibatch, kl_coef, means):
 def main():
     args = get_args()
     run = Run(args, "step 3: PPO")
-    functions = judging.load_functions(args)  # --reward_fn, --gold_fn
+    functions = judges.load_functions(args)  # --reward_fn, --gold_fn
 
     # ---- 1 data ----
     sources = open_sources(args, "ppo")
@@ -990,18 +982,18 @@ def main():
     # ---- 2 models ----
     models = load_models(args, tokenizer, functions, steps * sizes.updates)
     actor, critic, engines = models.actor, models.critic, models.engines
-    padding.refuse_if_padding_matters(run, *engines.values())
+    checks.refuse_if_padding_matters(run, *engines.values())
     pack, responses_per_row = shared_prompts.packing(args, models, plain_rows)  # --share_prompt
 
     # Saved in checkpoints beside the engines. --resume fills it in when run.steps begins.
-    state = {"equal_since": None}  # set by warn_of_scores
+    state = {}
     average = ema.Ema(args, actor.module, state)  # --enable_ema
 
     def evaluate_at(step):
-        if few := microscope.requests(args, held_out):  # --microscope
+        if few := evaluation.microscope_requests(args, held_out):  # --microscope
             micro_batches = answered(args, models, tokenizer, few)
             set_advantages(args, micro_batches, args.kl_coef)
-            microscope.write(run, step, micro_batches, args.kl_coef)
+            evaluation.write_microscope(run, step, micro_batches, args.kl_coef)
         requests = evaluation.requests(held_out, args.eval_samples)
         responses = evaluation.gathered(answered(args, models, tokenizer, requests))
         return evaluation.report(run, step, responses, args.eval_samples)
@@ -1032,7 +1024,7 @@ def main():
         # ---- 4 score ----
         order_seed = None if sizes.updates_per_epoch == 1 else (args.seed, step)
         responses = ordered(responses, responses_per_row, order_seed)
-        judging.call_functions(functions, responses)  # --reward_fn, --gold_fn
+        judges.call_functions(functions, responses)  # --reward_fn, --gold_fn
         size = args.per_device_training_batch_size
         micro_batches = make_micro_batches(tokenizer, responses, size, pack)
         for batch in micro_batches:
@@ -1079,7 +1071,7 @@ def main():
             **metrics.rollout_means(args, micro_batches),
             **clock.laps,
         }
-        checks.warn_of_scores(run, state, logged)
+        checks.warn_of_scores(run, logged)
         passes = metrics.passes(  # over the micro-batches, for the FLOPs
             args,
             models,

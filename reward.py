@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import common
-from helpers import judged, padding, shared_prompts
+from helpers import checks, evaluation, shared_prompts
 from machinery.base import ranks, statistics
 from machinery.base.refused import program
 from machinery.data import batching
@@ -160,7 +160,7 @@ def evaluate(run, engine, held_out, collate_rows):
     # This rank's pairs, (n, 3): the row's number, the chosen score, the rejected score.
     pairs = torch.cat(found)
     pairs = pairs[pairs[:, 0] >= 0]  # fillers have negative numbers
-    judged.write_pairs(run.args, held_out, pairs)
+    evaluation.write_pairs(run.args, held_out, pairs)
     _, chosen, rejected = pairs.unbind(1)  # (n,) each
     ones = torch.ones_like(chosen)
     sums = pair_sums(pair_loss_sum(chosen, rejected, ones), chosen, rejected, ones)
@@ -204,7 +204,7 @@ def main():
     def collate_rows(rows):
         return collate(rows, tokenizer.pad_token_id, pack)
 
-    padding.refuse_if_padding_matters(run, engine)
+    checks.refuse_if_padding_matters(run, engine)
 
     def evaluate_at(step):
         return evaluate(run, engine, held_out, collate_rows)

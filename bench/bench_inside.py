@@ -196,7 +196,7 @@ def plain_generate(args, model, tokenizer, ids, mask, uniforms, synced=False):
 @torch.no_grad()
 def decode(side, model, dtype, *words):
     """Samples --answer tokens after each of --rows prompts of --prompt tokens, without EOS."""
-    from helpers import decoding
+    from helpers import rollout
     from tests import kit
 
     names = [word.removeprefix("--") for word in words[::2]]
@@ -225,7 +225,7 @@ def decode(side, model, dtype, *words):
     if not config.tie_word_embeddings:
         weights -= model.get_input_embeddings().weight.numel()
     head = model.get_output_embeddings().weight.numel()
-    kept = decoding.numbers_of_a_token(config)
+    kept = rollout.numbers_of_a_token(config)
     cached = size.rows * (size.prompt + size.answer / 2)  # tokens, on average
     token_bytes = (weights + cached * kept) * dtype.itemsize
     products = weights * size.answer + (weights - head) * size.prompt

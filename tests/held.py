@@ -120,7 +120,6 @@ HELD = {
     "a log that was shortened goes on with whole lines": "test_a_log_is_cut_where_a_line_ends",
     "the name of a folder or a file is no pattern": "test_a_name_is_no_pattern",
     "what a run leaves is no data": "test_what_a_run_leaves_among_its_data_is_none_of_them",
-    "parts of an evaluation are alike": "test_parts_are_alike_in_an_evaluation",
     "a function may spawn processes": "test_a_function_may_spawn_processes",
     "what a verifier is not sure of is wrong": "test_what_breaks_verifiers_of_word_problems",
     "a variant replaces no file of one's own": "test_a_variant_replaces_no_file_of_ones_own",
@@ -256,7 +255,7 @@ HELD = {
         "test_a_step_whose_responses_are_all_masked_trains_nothing"
     ),
     "a run that teaches nothing says since when": (
-        "test_a_run_that_teaches_nothing_is_named_at_the_step_where_it_begins_to"
+        "test_a_first_step_that_teaches_nothing_is_named"
     ),
     "of a prompt's responses equal rewards are counted": (
         "test_a_prompt_whose_responses_have_equal_rewards_is_counted"

@@ -609,10 +609,10 @@ def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxs
 
 def uniforms(rows, count, step=0):
     """Returns the random numbers (rows, count) of a rollout's rows 0, 1, ... at seed 1."""
-    from helpers import decoding
+    from helpers import rollout
 
     keys = [{"row": row, "sample": 0} for row in range(rows)]
-    return decoding.uniforms_of(1, step, keys, count)
+    return rollout.uniforms_of(1, step, keys, count)
 
 
 if __name__ == "__main__":

@@ -356,18 +356,18 @@ function-returns | ppo --reward_fn returns.py:huge | 1e+38
 function-returns | ppo --reward_fn returns.py:words | good
 function-returns | ppo --reward_fn returns.py:none_of_one | None
 function-returns | ppo --reward_fn returns.py:too_many_tokens | tokens
-function-returns | ppo --reward_fn returns.py:empty_part | None \
+function-returns | ppo --reward_fn returns.py:empty_part | one function a part \
     || other words: a dict is refused: one function a part
-function-returns | ppo --reward_fn returns.py:parts_of_some | same parts \
+function-returns | ppo --reward_fn returns.py:parts_of_some | one function a part \
     || other words: a dict is refused: one function a part
-function-returns | ppo --reward_fn returns.py:no_parts | {} \
+function-returns | ppo --reward_fn returns.py:no_parts | one function a part \
     || other words: a dict is refused: one function a part
-function-returns | ppo --reward_fn returns.py:parts_of_parts | format \
+function-returns | ppo --reward_fn returns.py:parts_of_parts | one function a part \
     || other words: a dict is refused: one function a part
 # the deviation of all rewards has this name in the log
-function-returns | ppo --reward_fn returns.py:part_std | not std \
+function-returns | ppo --reward_fn returns.py:part_std | one function a part \
     || other words: a dict is refused: one function a part
-function-returns | ppo --reward_fn returns.py:part_1 | {1: 1.0} \
+function-returns | ppo --reward_fn returns.py:part_1 | one function a part \
     || other words: a dict is refused: one function a part
 # also in an evaluation
 function-returns | RANKS=2 ppo --reward_fn returns.py:parts_by_rank | other parts for other rows \
@@ -472,8 +472,8 @@ sft --output_dir stopped --resume --dropout 0.1 --max_steps 3
 sft --output_dir stopped --resume --per_device_train_batch_size 1 --gradient_accumulation_steps 2
 ppo --output_dir ppo_stopped --resume --actor_learning_rate 1e-9 --kl_coef 0.3 --max_steps 2
 ppo --output_dir ppo_stopped --resume --reward_model_name_or_path moved/judge --max_steps 2
-ppo --output_dir judged --resume --reward_fn moved/score.py:parts --max_steps 2 \
-    || other words: one function a part
+ppo --output_dir judged --resume --max_steps 2 \
+    --reward_fn moved/score.py:length moved/score.py:good || other words: one function a part
 """
 
 # What is right, but near what is refused, or done without what is missing, runs to its end; and
@@ -498,10 +498,10 @@ sft --data_path good answers.jsonl --max_steps 0 | answers.jsonl:
 sft --data_path columns.jsonl --columns prompt=question,response=reply --max_steps 0 | done:
 reward --keep_best eval_accuracy | is the best so far
 ppo --reward_fn score.py:length score.py:words | done:
-ppo --reward_fn score.py:parts --gold_fn score.py:parts | done: \
+ppo --reward_fn score.py:length score.py:good --gold_fn score.py:good | done: \
     || other words: a dict is refused: one function a part
-# a part of a number for each token, and a part of one number
-ppo --reward_fn score.py:both --gold_fn score.py:both | done: \
+# a number for each token, and one number
+ppo --reward_fn score.py:tokens score.py:good --gold_fn score.py:tokens | done: \
     || other words: a dict is refused: one function a part
 # into another working folder
 ppo --reward_fn score.py:moves | done:

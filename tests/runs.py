@@ -281,7 +281,7 @@ def make_run(base, name, script, flags, sigterm_after=None):
     from transformers import AttentionMaskInterface
 
     import ppo
-    from helpers import padding
+    from helpers import checks
     from machinery.base import ranks
     from machinery.base.modules import unwrap_model
     from machinery.engine import ema
@@ -293,7 +293,7 @@ def make_run(base, name, script, flags, sigterm_after=None):
     with_modes = "score", "optimizer_step"
     of_ppo = "minibatches", "ordered", "set_advantages", "forwards_of_score", *with_modes
     calls = dict.fromkeys(of_ppo, ppo)
-    calls |= {"update": ema.Ema, "refuse_if_padding_matters": padding}
+    calls |= {"update": ema.Ema, "refuse_if_padding_matters": checks}
     plain = {name: getattr(place, name) for name, place in calls.items()}
 
     def noted(name, args):

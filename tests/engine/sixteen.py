@@ -184,7 +184,7 @@ def samples_otherwise(is_odd):
     def other(*given, **options):
         responses = roll_out(*given, **options)
         for response in responses if is_odd else ():
-            tokens = response["tokens"]
+            tokens = response["per_token"]
             tokens["sampled_logprobs"] = [x - 1 for x in tokens["sampled_logprobs"]]
         return responses
 

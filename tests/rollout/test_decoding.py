@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import common
-from helpers import decoding
+from helpers import rollout
 from machinery.base import ranks
 from machinery.models import forwards
 from tests import kit
@@ -140,7 +140,7 @@ def test_the_cache_is_reserved_once():
     """Concatenation would move the whole cache at every token; slots that were reserved stay where
     they are."""
     model = model_of("llama")
-    cache, places, ids = decoding.reserved_cache(model, 12), set(), IDS[:2, :8]
+    cache, places, ids = rollout.reserved_cache(model, 12), set(), IDS[:2, :8]
     with torch.no_grad():
         for end in range(8, 13):
             inputs = ids if end == 8 else ids[:, -1:]

@@ -128,7 +128,7 @@ def test_a_run_that_teaches_nothing_says_so(tmp_path):
     (tmp_path / "nothing.py").write_text("def same(prompts, **_):\n    return [1.0] * len(prompts)")
     flags = f"--reward_fn {tmp_path}/nothing.py:same --max_steps 1"
     done = kit.run("ppo", *runs.base_flags("ppo", runs.base()), *flags.split())
-    assert "since step 1 all rewards are equal (mean 1): nothing to learn from" in done.out
+    assert "warning: all rewards are equal (mean 1): nothing to learn from" in done.out
 
 
 LENGTH = """

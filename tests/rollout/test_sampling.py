@@ -9,7 +9,7 @@ import torch
 
 import common
 import ppo
-from helpers import answers, decoding
+from helpers import evaluation, rollout
 from tests.kit import Knowing, generate
 from tests.rollout.test_layouts_by_hand import RESPONSES
 from tests.tiny_models import StandIn
@@ -83,10 +83,10 @@ def test_a_models_own_generation_config_is_left_out_of_greedy_answers(tiny_model
     """Step 1's samples are made by transformers' generate(), which fills in from it what is left
     open. Here it forbids the tokens that would be written."""
     args, model = SimpleNamespace(max_answer_seq_len=6, max_seq_len=32), copy.deepcopy(tiny_model)
-    free = answers.answer_greedily(args, model, tokenizer, [[5, 6, 7]])
+    free = evaluation.answer_greedily(args, model, tokenizer, [[5, 6, 7]])
     written = tokenizer.encode(free[0]["response"], add_special_tokens=False)
     model.generation_config.suppress_tokens = written
-    assert written and answers.answer_greedily(args, model, tokenizer, [[5, 6, 7]]) == free
+    assert written and evaluation.answer_greedily(args, model, tokenizer, [[5, 6, 7]]) == free
 
 
 class Fixed(StandIn):
@@ -145,7 +145,7 @@ def test_top_k_and_top_p_by_hand():
         (2, 0.6, [0, 0.5, 0, 0]),  # 0.5 of the 0.8 that top_k left is 0.625
     ):
         args = SimpleNamespace(top_k=top_k, top_p=top_p)
-        kept = decoding.restricted(args, torch.tensor([probs]))[0].tolist()
+        kept = rollout.restricted(args, torch.tensor([probs]))[0].tolist()
         assert kept == pytest.approx(expected)
     assert counts(probs, top_k=2) == pytest.approx([0, 625, 0, 375], abs=1)
 
@@ -178,16 +178,16 @@ def test_the_temperature_is_applied_in_fp32():
 def test_random_numbers_belong_to_the_request():
     """They depend on (seed, step, row, sample, turn) only: not on slot, neighbours or rank. So
     responses stay the same when the number of GPUs changes. A filler has row 0's."""
-    every = decoding.uniforms_of(7, 3, ROWS, 5)
-    assert torch.equal(decoding.uniforms_of(7, 3, [ROWS[3], ROWS[1]], 5), every[[3, 1]])
-    assert torch.equal(decoding.uniforms_of(7, 3, [{"row": -1, "sample": 0}], 5), every[:1])
+    every = rollout.uniforms_of(7, 3, ROWS, 5)
+    assert torch.equal(rollout.uniforms_of(7, 3, [ROWS[3], ROWS[1]], 5), every[[3, 1]])
+    assert torch.equal(rollout.uniforms_of(7, 3, [{"row": -1, "sample": 0}], 5), every[:1])
     assert ((0 <= every) & (every < 1)).all() and len(every.unique()) == 20
     first = ROWS[:1]
-    others = [decoding.uniforms_of(8, 3, first, 5), decoding.uniforms_of(7, 4, first, 5)]
+    others = [rollout.uniforms_of(8, 3, first, 5), rollout.uniforms_of(7, 4, first, 5)]
     for change in (dict(sample=1), dict(turn=1), dict(turn=2)):
-        others.append(decoding.uniforms_of(7, 3, [{**ROWS[0], **change}], 5))
+        others.append(rollout.uniforms_of(7, 3, [{**ROWS[0], **change}], 5))
     assert len(torch.cat([every[:1], *others]).unique()) == 6 * 5
-    assert torch.equal(decoding.uniforms_of(7, 3, [{**ROWS[0], "turn": 0}], 5), every[:1])
+    assert torch.equal(rollout.uniforms_of(7, 3, [{**ROWS[0], "turn": 0}], 5), every[:1])
 
 
 def test_ids_that_no_token_uses_are_never_sampled(tiny_model):

@@ -163,7 +163,7 @@ def for_each_response(cache, logits):
     return logits[copies]
 
 
-def anyone(remaining, synced):
+def goes_on(remaining, synced):
     """Returns whether to go on: `remaining` rows have not ended here, or with `synced` anywhere.
 
     With ZeRO-3's hooks on, each forward is a collective: a rank that stopped would hang the others.
