@@ -48,16 +48,7 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 import common
-from helpers import (
-    checks,
-    decoding,
-    evaluation,
-    judging,
-    metrics,
-    microscope,
-    padding,
-    shared_prompts,
-)
+from helpers import checks, evaluation, judges, metrics, rollout, shared_prompts
 from machinery.base import ranks
 from machinery.base.modules import unwrap_model
 from machinery.base.refused import program
@@ -127,7 +118,6 @@ def get_args(argv=None):
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6)
     penalty = "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]; 0: no reference"
     arg("kl_coef", float, penalty, needed=True)
-    arg("kl_target", float, "KL to the reference, nats a response, that kl_coef adapts to hold")
     arg("kl_estimator", str, "None: k1 in the reward, k3 in the loss", choices=KL_ESTIMATORS)
     arg("kl_in", "reward", "place of KL. loss [Shao 2024]", choices=["reward", "loss"])
     arg("clip_reward", 5.0, "clips the judges' sum to +- this. 5 [DeepSpeed-Chat]", most=inf)
@@ -142,8 +132,6 @@ def get_args(argv=None):
     means = "of the actor's loss: tokens [Yu 2025], responses [Shao 2024], constant [Liu 2025]"
     arg("loss_mean", "tokens", means, choices=list(LOSS_MEANS))
     arg("mask_truncated", 0, "1: cut-off responses count in no loss [Yu 2025]", most=1)
-    weight = "responses of another policy: cap of each token's importance weight. 2 [Yao 2025]"
-    arg("is_cap", float, weight, least=1e-6, most=inf)
     arg("entropy_coef", 0.0, "bonus for each nat of entropy; 0: off")
     target = "approx_kl of an epoch's last update; above it, no epoch follows"
     arg("target_kl", float, target, least=1e-12)
@@ -215,20 +203,6 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
     if estimator == "k2":
         return log_r**2 / 2
     return log_r.exp() - 1 - log_r
-
-
-def adapted_kl_coef(kl_coef, kl, target):
-    """--kl_target: adapts the KL penalty to bring KL to its target.  [Ziegler 2019] section 2.2
-
-        error   = clip(KL / target - 1, -0.2, 0.2)
-        kl_coef = kl_coef * (1 + 0.1 * error)
-
-    kl, target: nats per response.
-
-    >>> round(adapted_kl_coef(0.1, kl=12.0, target=6.0), 6)  # the error is clipped to 0.2
-    0.102
-    """
-    return kl_coef * (1 + 0.1 * min(max(kl / target - 1, -0.2), 0.2))
 
 
 def token_rewards(shaped_scores, kl, mask, kl_coef):
@@ -338,19 +312,6 @@ def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None):
     return -gain, ratio
 
 
-def importance_weights(old_logprobs, sampled_logprobs, cap):
-    """Truncated importance weights, of responses that another policy mu has sampled.  [Yao 2025]
-
-        weight = min(pi_old(token) / mu(token), cap)
-
-    pi_old: the actor as it scored the rollout. mu: the same weights in another engine, dtype or
-    kernel, or older weights. Uncapped weights have mean 1 under mu. They correct the distribution
-    of the next token only: the tokens before it are still mu's. The cap bounds their variance, and
-    lowers their mean a little.
-    """
-    return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
-
-
 def actor_loss(args, batch, logprobs, entropy, kl_coef):
     """The policy loss, with a penalty on KL and a bonus for entropy where flags say so.
 
@@ -362,9 +323,6 @@ def actor_loss(args, batch, logprobs, entropy, kl_coef):
     )
     # The clipped term was smaller. (Weights of your own multiply the loss below this line.)
     clipped = loss != -ratio * batch.advantages
-    if args.is_cap:
-        sampled = batch.tokens["sampled_logprobs"]
-        loss = loss * importance_weights(batch.old_logprobs, sampled, args.is_cap)
     if args.kl_in == "loss" and kl_coef:
         loss = loss + kl_coef * kl_estimate(logprobs, batch.ref_logprobs, args.kl_estimator)
     if args.entropy_coef:
@@ -428,7 +386,7 @@ class Models:
     critic: DeepSpeedEngine | None  # None: --advantage compares responses, or sums rewards up
     reference: Callable | None  # with LoRA the actor, adapters off; None if no KL is asked for
     reward_models: list  # usually one; several, or none where --reward_fn judges alone
-    functions: dict  # {name: function} of --reward_fn and --gold_fn: judging.call_functions
+    functions: dict  # {name: function} of --reward_fn and --gold_fn: judges.call_functions
     judge: Callable  # (batch) -> scores (B, R) by the reward models and --reward_fn
     gold: Callable | None  # (batch) -> scores (B, R) by --gold_fn
 
@@ -457,11 +415,12 @@ def load_models(args, tokenizer, functions, updates):
         reference = common.reference_of(actor, actor_args, batch_size)
     if critic and not args.reward_model_name_or_path:  # one may expect the critic's model to judge
         ranks.say(f"rewards come from {', '.join(args.reward_fn)} alone; no reward model is loaded")
-    reward_models = judging.load_models(args, batch_size, tokenizer)
-    judges = [functools.partial(reward_model_scores, model) for model in reward_models]
-    of_functions = {name: functools.partial(judging.said, name=name) for name in functions}
+    reward_models = judges.load_models(args, batch_size, tokenizer)
+    of_models = [functools.partial(reward_model_scores, model) for model in reward_models]
+    said = judges.function_scores
+    of_functions = {name: functools.partial(said, name=name) for name in functions}
     gold = of_functions.pop("gold", None)
-    judge = judging.combined(args, [*of_functions.values(), *judges])
+    judge = judges.sum_and_note(args, [*of_functions.values(), *of_models])
     return Models(actor, critic, reference, reward_models, functions, judge, gold)
 
 
@@ -479,7 +438,7 @@ class MicroBatch(common.Layout):
     row_weight: Tensor  # (B,) 1, or 0 for a filler (batching.Rows)
     response_mask: Tensor  # (B, R) 1 on tokens that the actor wrote and that count
     last: Tensor  # (B, R) 1 on the last of these
-    tokens: dict = field(default_factory=dict)  # the sampler's numbers for each token: (B, R) each
+    per_token: dict = field(default_factory=dict)  # {name: what the sampler says of each, (B, R)}
     # 4 score; all below are (B, R)
     ref_logprobs: Tensor = None
     scores: Tensor = None  # what the judges say; a whole response's score is on its last token
@@ -490,7 +449,7 @@ class MicroBatch(common.Layout):
     kept: dict = field(default_factory=dict)  # {"actor", "critic": a forward with its graph}
     # 5 advantages
     score_clipped: Tensor = None  # (B,) whether clipping has changed a score
-    shaped_scores: Tensor = None  # scores after normalisation, clipping and penalties
+    shaped_scores: Tensor = None  # scores after clipping and penalties
     rewards: Tensor = None  # these, less the KL penalty of each token
     raw_advantages: Tensor = None  # before whitening
     advantages: Tensor = None
@@ -532,9 +491,9 @@ def make_micro_batches(tokenizer, responses, batch_size, pack=plain_rows):
     """Lays responses (dicts) out in MicroBatches of `batch_size`. Masks come from known lengths.
 
     pack(responses, pad_id): makes the Layout, plain_rows or shared_prompts.shared_rows. A response
-    may have `tokens`, {name: a list with one number a token}: they become batch.tokens[name], and
-    `own` among them is 0 on tokens that the actor has not written, a tool's for example. All
-    responses, on all ranks, must have the same names.
+    may have `per_token`, {name: a list with one number a token}: they become
+    batch.per_token[name], and `own` among them is 0 on tokens that the actor has not written, a
+    tool's for example. All responses, on all ranks, must have the same names.
     """
     out = []
     for start in range(0, len(responses), batch_size):
@@ -542,11 +501,11 @@ def make_micro_batches(tokenizer, responses, batch_size, pack=plain_rows):
         length = torch.tensor([len(response["response_ids"]) for response in part])
         row_weight = torch.tensor([float(response["row_weight"]) for response in part])
         real = (torch.arange(length.max()) < length[:, None]).float()  # (B, R)
-        tokens = {
-            name: common.pad([each["tokens"][name] for each in part], 0, "right", torch.float)[0]
-            for name in part[0].get("tokens", ())
+        per_token = {
+            name: common.pad([r["per_token"][name] for r in part], 0, "right", torch.float)[0]
+            for name in part[0].get("per_token", ())
         }
-        response_mask = real * tokens.get("own", real) * row_weight[:, None]
+        response_mask = real * per_token.get("own", real) * row_weight[:, None]
         layout = pack(part, tokenizer.pad_token_id)
         batch = MicroBatch(
             **vars(layout),
@@ -557,7 +516,7 @@ def make_micro_batches(tokenizer, responses, batch_size, pack=plain_rows):
             response_mask=response_mask,
             last=response_mask * (response_mask.cumsum(-1) == response_mask.sum(-1, keepdim=True)),
         ).to(ranks.device())
-        batch.tokens = {name: numbers.to(ranks.device()) for name, numbers in tokens.items()}
+        batch.per_token = {name: x.to(ranks.device()) for name, x in per_token.items()}
         out.append(batch)
     return out
 
@@ -601,22 +560,21 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     logprobs = torch.zeros(B, R, device=device)
     lengths = torch.zeros(B, dtype=torch.long, device=device)
     alive = torch.ones(B, dtype=torch.bool, device=device)  # responses that have not ended
-    cache = decoding.new_cache(args, model, ids, mask, R)  # memory for P + R tokens, once
-    forward = decoding.compiled_next_logits if cache.width else next_logits  # --compile_decoding
+    cache = rollout.new_cache(model, ids, mask, R)  # memory for P + R tokens, once
     # cache.active: which of the B responses each row of the cache is for. At first there is a row
     # for each of the U different prompts; for_each_response then gives each response its own.
     inputs = ids[cache.active]  # (U, P)
     for r in ranks.shown(range(R), "tokens of each response"):
         # Forward.
-        logits = forward(model, inputs, cache)  # at first (U, V), then (b, V)
-        logits = decoding.for_each_response(cache, logits)  # (b, V)
+        logits = next_logits(model, inputs, cache)  # at first (U, V), then (b, V)
+        logits = rollout.for_each_response(cache, logits)  # (b, V)
         active = cache.active  # (b,)
 
         # Draw.
         probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)  # (b, V)
         # Ids that no token uses cannot be drawn (embeddings are often padded). Tokens that --top_k
         # or --top_p excludes get probability 0, so the sum may be below 1.
-        allowed = decoding.restricted(args, probs[:, : len(tokenizer)])
+        allowed = rollout.restricted(args, probs[:, : len(tokenizer)])
         cumulative = allowed.cumsum(-1, dtype=torch.float64)
         threshold = uniforms[active, r, None] * cumulative[:, -1:]  # (b, 1)
         token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]  # (b,)
@@ -625,19 +583,18 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
         # or --top_p it is not the sampler's own: the ratio is 1 all the same, the gradient biased.
         logprob = probs.gather(-1, token[:, None])[:, 0].log()  # (b,)
 
-        # Append, where the response goes on. It ends at EOS, or with a text of --stop.
+        # Append, where the response goes on. It ends at EOS.
         writes = alive[active]
         responses[active, r] = token.where(writes, tokenizer.pad_token_id)
         logprobs[active, r] = logprob.where(writes, 0)
         lengths[active] += writes
         alive[active] &= token != tokenizer.eos_token_id
-        alive[active] &= ~decoding.at_stop(args, tokenizer, responses[active], r)
         remaining = alive.sum().item()  # responses that go on
-        if not decoding.anyone(remaining, synced):
+        if not rollout.goes_on(remaining, synced):
             break
         # A response that has ended keeps its row, and gets padding, until a quarter of the rows
         # have ended: to take rows out, the cache is copied.
-        decoding.leave_out_ended(cache, alive, remaining)
+        rollout.leave_out_ended(cache, alive, remaining)
         inputs = responses[cache.active, r, None]  # (b, 1)
     return responses[:, : r + 1], logprobs[:, : r + 1], lengths, ~alive
 
@@ -647,8 +604,8 @@ def roll_out(args, engine, tokenizer, requests, step, batch_size):
 
     All ranks must call it, with equally many requests.
     requests: dicts with prompt_ids, row (its number; below 0 for a filler), sample, and more that
-    is passed on. Returns them with response_ids, text, ended (1.0 or 0.0) and tokens,
-    {"sampled_logprobs": [...]}.
+    is passed on. Returns them with response_ids, text, ended (1.0 or 0.0) and
+    per_token, {"sampled_logprobs": [...]}.
     The engine must be in eval mode: dropout would make it another policy. The random numbers of a
     response depend on (seed, step, row, sample) alone, and on a request's `turn`, for a fork that
     samples for it more than once in a step.
@@ -657,14 +614,14 @@ def roll_out(args, engine, tokenizer, requests, step, batch_size):
     assert not unwrap_model(engine).training, "dropout is on: engine.eval() first"
     out = []
     # Under ZeRO-3 all weights are gathered once, for all forwards, if they fit beside the cache.
-    room = decoding.memory(args, engine, requests, batch_size)
+    room = rollout.memory(args, engine, requests, batch_size)
     with zero3.gather_for_generation(engine, room) as (model, synced):
         for start in ranks.shown(range(0, len(requests), batch_size), "batches of a rollout"):
             part = requests[start : start + batch_size]
             prompts = [request["prompt_ids"] for request in part]
             ids, mask = common.pad(prompts, tokenizer.pad_token_id)
             ids, mask = ids.to(ranks.device()), mask.to(ranks.device())  # (B, P)
-            uniforms = decoding.uniforms_of(args.seed, step, part, args.max_answer_seq_len)
+            uniforms = rollout.uniforms_of(args.seed, step, part, args.max_answer_seq_len)
             sampled = sample(args, model, tokenizer, ids, mask, uniforms, synced)
             responses, logprobs, lengths, ended = (x.tolist() for x in sampled)
             for i, request in enumerate(part):
@@ -673,7 +630,7 @@ def roll_out(args, engine, tokenizer, requests, step, batch_size):
                     "response_ids": response_ids,
                     "text": tokenizer.decode(response_ids, skip_special_tokens=True),
                     "ended": float(ended[i]),
-                    "tokens": {"sampled_logprobs": logprobs[i][: lengths[i]]},
+                    "per_token": {"sampled_logprobs": logprobs[i][: lengths[i]]},
                 }
                 out.append({**request, **new})
     return out
@@ -716,25 +673,10 @@ def reward_model_scores(model, batch):
     return score * batch.last
 
 
-def critic_values(args, critic, batch):
-    """The critic's values (B, R), on the scale of the rewards.
-
-    A critic that starts as a reward model predicts that model's scores. Where --normalize_reward
-    shifts and scales these, its values are shifted and scaled in the same way; otherwise they would
-    be off by that mean at the start. What is saved stays on the model's own scale.
-    """
-    values = common.values_before_tokens(critic, batch)
-    if args.normalize_reward:
-        config = unwrap_model(critic).config
-        mean, std = getattr(config, "score_statistics", None) or (0.0, 1.0)  # none: a new head
-        values = (values - mean) / std
-    return values
-
-
 def score(args, models, batch, keep_graph=False):
     """Fills in a micro-batch's reference log-probs, scores and values.
 
-    judging.call_functions must have been called for its responses.
+    judges.call_functions must have been called for its responses.
     keep_graph: the critic's forward keeps its graph, so that the update trains on it.
     """
     with torch.no_grad():
@@ -748,7 +690,7 @@ def score(args, models, batch, keep_graph=False):
             batch.gold = models.gold(batch)
     if models.critic:
         with torch.set_grad_enabled(keep_graph):
-            values = critic_values(args, models.critic, batch)  # (B, R)
+            values = common.values_before_tokens(models.critic, batch)  # (B, R)
         batch.old_values = values.detach()
         if keep_graph:
             batch.kept["critic"] = values
@@ -815,7 +757,7 @@ def answered(args, models, tokenizer, requests):
     zero3.states_to_cpu(args, engines)  # --offload_states
     responses = roll_out(args, models.actor, tokenizer, requests, 0, at_once)
     responses = ordered(responses)
-    judging.call_functions(models.functions, responses)
+    judges.call_functions(models.functions, responses)
     micro_batches = make_micro_batches(tokenizer, responses, size)
     for batch in micro_batches:
         score(args, models, batch)
@@ -825,14 +767,11 @@ def answered(args, models, tokenizer, requests):
 
 
 # ---- Advantages ----
-def set_rewards(args, batch, kl_coef, score_statistics):
-    """Gives each token its reward. score_statistics: mean, deviation with --normalize_reward."""
-    scores = batch.scores
-    if score_statistics:  # of whole responses: the mean is subtracted once, on the last token
-        mean, std = score_statistics
-        scores = (scores - mean * batch.last) / std
-    clipped_scores = scores.clamp(-args.clip_reward, args.clip_reward)  # as DeepSpeed-Chat does
-    batch.score_clipped = (clipped_scores != scores).any(-1)
+def set_rewards(args, batch, kl_coef):
+    """Gives each token its reward."""
+    # as DeepSpeed-Chat does
+    clipped_scores = batch.scores.clamp(-args.clip_reward, args.clip_reward)
+    batch.score_clipped = (clipped_scores != batch.scores).any(-1)
     # (B, R): on the last token alone. A penalty (B, 1) would be taken off at every token.
     penalty = args.missing_eos_penalty * (1 - batch.ended)[:, None] * batch.last
     batch.shaped_scores = (clipped_scores - penalty) * batch.response_mask
@@ -842,11 +781,11 @@ def set_rewards(args, batch, kl_coef, score_statistics):
         batch.rewards = token_rewards(batch.shaped_scores, kl, batch.response_mask, kl_coef)
 
 
-def set_advantages(args, micro_batches, kl_coef, score_statistics):
+def set_advantages(args, micro_batches, kl_coef):
     """Gives a rollout's micro-batches rewards, advantages and, with a critic, returns."""
     estimator = ADVANTAGES[args.advantage]
     for batch in micro_batches:
-        set_rewards(args, batch, kl_coef, score_statistics)
+        set_rewards(args, batch, kl_coef)
     if estimator.compares_groups:  # a response's advantage is placed on each of its tokens
         totals = torch.cat([batch.rewards.double().sum(-1) for batch in micro_batches])  # (n,)
         groups = [response["group"] for batch in micro_batches for response in batch.responses]
@@ -918,8 +857,7 @@ def loss_weights(args, masks):
     reinforced less. With `tokens` and `constant` a long response counts more as a whole; within one
     step these two differ only by a constant factor. Responses with no counted tokens are left out
     of n. The critic's loss is always the mean over the tokens of `trained_mask`; the metrics,
-    actor_loss among them, are means over all tokens of response_mask. An importance weight
-    (--is_cap) multiplies a token's loss, and changes neither its weight here nor the divisor.
+    actor_loss among them, are means over all tokens of response_mask.
     """
     if args.loss_mean == "tokens":
         return masks, ranks.all_sum(sum(mask.sum() for mask in masks)).item()
@@ -963,7 +901,7 @@ def optimizer_step(args, models, minibatch, kl_coef, means):
         if critic:
             values = batch.kept.pop("critic", None)  # (B, R)
             if values is None:
-                values = critic_values(args, critic, batch)
+                values = common.values_before_tokens(critic, batch)
             critic_loss = value_loss(values, batch.old_values, batch.returns, args.clip_value)
             found["critic_loss"] = critic_loss
             loss_sum = (critic_loss * mask).sum()
@@ -980,7 +918,7 @@ def optimizer_step(args, models, minibatch, kl_coef, means):
 def main():
     args = get_args()
     run = Run(args, "step 3: PPO")
-    functions = judging.load_functions(args)  # --reward_fn, --gold_fn
+    functions = judges.load_functions(args)  # --reward_fn, --gold_fn
 
     # ---- 1 data ----
     sources = open_sources(args, "ppo")
@@ -989,7 +927,6 @@ def main():
     )
     train, held_out = load_rows(args, sources, tokenizer, args.max_prompt_seq_len)
     ppo_flags.check_models(args, tokenizer)
-    score_statistics = ppo_flags.score_statistics(args)  # --normalize_reward
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
     sizes = Sizes(args)
     steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.batches_per_step)
@@ -997,24 +934,18 @@ def main():
     # ---- 2 models ----
     models = load_models(args, tokenizer, functions, steps * sizes.updates)
     actor, critic, engines = models.actor, models.critic, models.engines
-    padding.refuse_if_padding_matters(run, *engines.values())
+    checks.refuse_if_padding_matters(run, *engines.values())
     pack, responses_per_row = shared_prompts.packing(args, models, plain_rows)  # --share_prompt
-    decoding.try_compiled(args, actor, tokenizer, sample)  # --compile_decoding
 
     # Saved in checkpoints beside the engines. --resume fills it in when run.steps begins.
-    state = {"kl_coef": None, "equal_since": None}  # set by --kl_target, and by warn_of_scores
+    state = {}
     average = ema.Ema(args, actor.module, state)  # --enable_ema
 
-    def current_kl_coef():
-        """The penalty for a nat of KL: --kl_coef, or what --kl_target has made of it."""
-        adapted = state["kl_coef"] if args.kl_target else None
-        return args.kl_coef if adapted is None else adapted
-
     def evaluate_at(step):
-        if few := microscope.requests(args, held_out):  # --microscope
+        if few := evaluation.microscope_requests(args, held_out):  # --microscope
             micro_batches = answered(args, models, tokenizer, few)
-            set_advantages(args, micro_batches, current_kl_coef(), score_statistics)
-            microscope.write(run, step, micro_batches, current_kl_coef())
+            set_advantages(args, micro_batches, args.kl_coef)
+            evaluation.write_microscope(run, step, micro_batches, args.kl_coef)
         requests = evaluation.requests(held_out, args.eval_samples)
         responses = evaluation.gathered(answered(args, models, tokenizer, requests))
         return evaluation.report(run, step, responses, args.eval_samples)
@@ -1045,7 +976,7 @@ def main():
         # ---- 4 score ----
         order_seed = None if sizes.updates_per_epoch == 1 else (args.seed, step)
         responses = ordered(responses, responses_per_row, order_seed)
-        judging.call_functions(functions, responses)  # --reward_fn, --gold_fn
+        judges.call_functions(functions, responses)  # --reward_fn, --gold_fn
         size = args.per_device_training_batch_size
         micro_batches = make_micro_batches(tokenizer, responses, size, pack)
         for batch in micro_batches:
@@ -1055,13 +986,12 @@ def main():
         zero3.states_to_device(args, engines.values())
         checks.stop_unless_rollout_is_finite(run, micro_batches)
         # In the first step alone. Later, a mismatch shows in the log, as sampling_kl.
-        if first and not args.is_cap:  # with --is_cap another policy may have sampled
+        if first:
             checks.stop_unless_sampled_as_scored(run, micro_batches)
         clock.lap("score_seconds")  # the checks have waited for the device
 
         # ---- 5 advantages ----
-        kl_coef = current_kl_coef()
-        set_advantages(args, micro_batches, kl_coef, score_statistics)
+        set_advantages(args, micro_batches, args.kl_coef)
 
         # ---- 6 update ----
         for engine in engines.values():
@@ -1075,7 +1005,7 @@ def main():
         for epoch in range(args.ppo_epochs):
             drawn = minibatches(micro_batches, accumulation, (args.seed, step, epoch))
             for number, minibatch in enumerate(drawn):
-                update_means = optimizer_step(args, models, minibatch, kl_coef, means)
+                update_means = optimizer_step(args, models, minibatch, args.kl_coef, means)
                 average.update(actor)  # --enable_ema
                 # No weight had moved since the rollout, so the ratio was 1: else the run stops, as
                 # it does for an actor with dropout. (It is 1 by definition where the update itself
@@ -1088,15 +1018,13 @@ def main():
 
         # ---- 7 log ----
         logged = {
-            "kl_coef": kl_coef,
+            "kl_coef": args.kl_coef,
             **means.of_all_updates(),
             **metrics.rollout_means(args, micro_batches),
             **clock.laps,
         }
-        checks.warn_of_scores(run, state, logged)
+        checks.warn_of_scores(run, logged)
         run.log(logged, micro_batches)  # to log a number of your own, add it to `logged`
-        if args.kl_target:
-            state["kl_coef"] = adapted_kl_coef(kl_coef, logged["kl"], args.kl_target)
         first = False
 
     # ---- 8 save ----

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import common
-from helpers import judged, padding, shared_prompts
+from helpers import checks, evaluation, shared_prompts
 from machinery.base import ranks, statistics
 from machinery.base.refused import program
 from machinery.data import batching
@@ -148,10 +148,7 @@ def pair_sums(loss_sum, chosen, rejected, row_weight):
 
 @torch.no_grad()
 def evaluate(run, engine, held_out, collate_rows):
-    """Loss (without --center_coef), accuracy and mean scores on the held-out pairs, of all ranks.
-
-    The scores' mean and deviation go into the saved model's config, for ppo.py --normalize_reward.
-    """
+    """Loss (without --center_coef), accuracy and mean scores of all ranks' held-out pairs."""
     engine.eval()  # no dropout
     found = []
     for numbers, batch in batching.eval_loader(run.args, held_out, collate_rows):
@@ -162,7 +159,7 @@ def evaluate(run, engine, held_out, collate_rows):
     # This rank's pairs, (n, 3): the row's number, the chosen score, the rejected score.
     pairs = torch.cat(found)
     pairs = pairs[pairs[:, 0] >= 0]  # fillers have negative numbers
-    judged.write_pairs(run.args, held_out, pairs)
+    evaluation.write_pairs(run.args, held_out, pairs)
     _, chosen, rejected = pairs.unbind(1)  # (n,) each
     ones = torch.ones_like(chosen)
     sums = pair_sums(pair_loss_sum(chosen, rejected, ones), chosen, rejected, ones)
@@ -172,7 +169,6 @@ def evaluate(run, engine, held_out, collate_rows):
     # Squared differences from the mean lose no digits where the mean is far from 0.
     squares = ranks.all_sum(((pairs[:, 1:] - mean) ** 2).sum()).item()
     std = (squares / (2 * count)) ** 0.5
-    run.notes["score_statistics"] = [mean, std]
     return {
         "eval_loss": loss,
         "eval_accuracy": accuracy,
@@ -207,7 +203,7 @@ def main():
     def collate_rows(rows):
         return collate(rows, tokenizer.pad_token_id, pack)
 
-    padding.refuse_if_padding_matters(run, engine)
+    checks.refuse_if_padding_matters(run, engine)
 
     def evaluate_at(step):
         return evaluate(run, engine, held_out, collate_rows)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import common
-from helpers import answers, functions, padding
+from helpers import checks, evaluation, judges
 from machinery.base import ranks
 from machinery.base.refused import program
 from machinery.data import batching
@@ -136,7 +136,7 @@ def evaluate(args, engine, held_out, collate_rows):
 def main():
     args = get_args()
     run = Run(args, "step 1: supervised fine-tuning")
-    gold = functions.load_function(args.gold_fn, "--gold_fn") if args.gold_fn else None
+    gold = judges.load_function(args.gold_fn, "--gold_fn") if args.gold_fn else None
 
     # ---- 1 data ----
     # A row holds prompt_ids, the prompt's tokens; responses, a list with the ids of its response,
@@ -159,11 +159,11 @@ def main():
     model = common.load_model(args)
     engine = common.train_engine(model, args, batch_size, micro_steps, steps)
 
-    padding.refuse_if_padding_matters(run, engine)  # padding must not change a log-prob
+    checks.refuse_if_padding_matters(run, engine)  # padding must not change a log-prob
 
     def evaluate_at(step):
         metrics = evaluate(args, engine, held_out, collate_rows)
-        return metrics | answers.answer_and_keep(run, engine, tokenizer, held_out, step, gold)
+        return metrics | evaluation.answer_and_keep(run, engine, tokenizer, held_out, step, gold)
 
     # ---- 3 train ----
     # `run.steps` evaluates at the start, or goes on from a checkpoint, and saves checkpoints. For

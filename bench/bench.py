@@ -17,7 +17,6 @@ process of its own:
   trl+len   the same, with the Trainer's own option to batch rows of like length, which is off by
             default
   generate  transformers' decoding in place of ours (bench_inside.py)
-  compiled  our decoding with --compile_decoding
 The first step of each process is not counted. Quality is measured by our scripts' evaluation, on
 both sides' models.
 """
@@ -120,7 +119,7 @@ GPU = [  # each is meant to fit one device of 80 GB: python tools/estimate.py sa
     Row("sft llama-3b", "sft", f"{TEXTS} {SAVING}", "ours", "llama-3b", 4, 8),
     *(Row(f"reward {m}", "reward", PAIRS, "ours", m, 4, 8) for m in SMALL),
     *(
-        Row(f"decode {m} {n} rows", "decode", f"{DECODE} {n}", "ours compiled generate", m)
+        Row(f"decode {m} {n} rows", "decode", f"{DECODE} {n}", "ours generate", m)
         for m in (*SMALL, "llama-7b")
         for n in (8, 64)
     ),

@@ -1,54 +1,94 @@
-"""What PPO checks on the real models while it trains: numbers that only a mistake moves."""
+"""What the scripts check on the real models: numbers that only a mistake moves."""
 
-import itertools
+from dataclasses import fields
 
+import numpy as np
 import torch
 
 import common
 from helpers import metrics
 from machinery.base import ranks
-from machinery.models import forwards
+from machinery.base.modules import unwrap_model
+from machinery.base.refused import Refused
 
-LONGEST = 32  # tokens of a response that are decoded once more
-TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}  # 0.0 was seen with fp32 and bf16 on CPUs
+LONGEST = 32  # tokens of the row that is tried with padding
+PADDING, AHEAD = 3, 2
+# Of the mean difference over the row's tokens, as a share of their standard deviation: the values
+# of a new head are small. With other shapes sums are made in another order.
+DRIFT = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
+FIRST_RATIO = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}  # 0.0 was seen with fp32, bf16 on CPUs
 # A token is off if its log-probs of sampling and of scoring differ by more than OFF. SHARE_OFF of
 # the tokens may be. With a cache, sums are made in another order: docs/ppo.md has figures.
 OFF = {"fp32": 1e-3, "bf16": 0.2, "fp16": 0.05}
 SHARE_OFF = {"fp32": 0.005, "bf16": 0.05, "fp16": 0.05}
-TRIED_AGAIN = 256  # tokens of a rank's longest responses, at least, are decoded once more
-COARSE = 0.25  # a model that is off by itself in a larger share of tokens has no working cache
-STORED = "ref_logprobs", "scores", "old_values", "old_logprobs", "entropy"  # before the update
-PATIENCE = 10  # steps in a row: a few groups may be equal by chance
+
+
+# ---- All scripts, before they train ----
+def refuse_if_padding_matters(run, *engines):
+    """Refuses the model if padding, or tokens that follow, change what it says of a row.
+
+    A row must have the same log-probs (or values) with padding on its left, and when more tokens
+    follow it. Else the model ignores the mask or the position ids, or looks ahead: rows of
+    different lengths would train it on noise, or it would see the tokens that it has to predict.
+
+    run: with args, train and tokenizer, as Run.plan leaves them. All ranks call it: two forwards of
+    a row of `train`, a long one.
+    """
+    args, train, pad_id = run.args, run.train, run.tokenizer.pad_token_id
+    row = train[int(np.argmax(train["length"][:100]))]
+    ids = [token for part in (row["prompt_ids"], *row["responses"][:1]) for token in part]
+    for engine in engines if len(ids) >= AHEAD + 4 else ():
+        refuse_drift(args, engine, ids[-LONGEST:], pad_id)
 
 
 @torch.no_grad()
+def refuse_drift(args, engine, ids, pad_id):
+    """Does what `refuse_if_padding_matters` says, for one engine and the tokens of one row."""
+    engine.eval()
+    alone = numbers_of(engine, ids[:-AHEAD], 0, pad_id)  # (1, t)
+    padded = numbers_of(engine, ids, PADDING, pad_id)[:, : alone.shape[1]]
+    engine.train()
+    drift = (alone - padded).abs().mean() / alone.std().clamp(min=1e-6)
+    drift = max(ranks.all_gather_objects([drift.nan_to_num(nan=torch.inf).item()]))
+    kind = unwrap_model(engine).config.model_type
+    if drift == torch.inf:
+        words = f"what this {kind} model says of a row is not finite. Are its weights damaged?"
+        raise Refused("not-finite-weights", f"{words}\n  Or take --dtype bf16 or fp32.")
+    if drift > DRIFT[args.dtype]:
+        raise Refused(
+            "padding-changes-a-row",
+            f"what a {kind} model says of a row changes with padding or tokens that follow, by "
+            f"{drift:.4g} standard deviations (allowed: {DRIFT[args.dtype]}).\n"
+            "  Take another architecture, such as OPT, Llama or Qwen.",
+        )
+
+
+def numbers_of(engine, ids, padding, pad_id):
+    """Returns the log-probs, or the values, of all tokens of a row but the first: (1, t)."""
+    row = torch.tensor([[pad_id] * padding + ids])
+    mask = torch.tensor([[0] * padding + [1] * len(ids)])
+    layout = common.last_columns(row, mask, len(ids) - 1).to(ranks.device())
+    if isinstance(engine.module, common.ValueModel):
+        return common.values_before_tokens(engine, layout)
+    return common.response_logprobs(engine, layout, torch.ones_like(layout.logit_places))
+
+
+# ---- PPO, in its steps ----
+@torch.no_grad()
 def stop_unless_rollout_is_finite(run, micro_batches):
-    """Stops the run if anything that was stored for the update is NaN or infinite."""
-    # tokens: sampled_logprobs, and what a sampler of yours adds
-    each = [{**vars(batch), **batch.tokens} for batch in micro_batches]
-    names = [name for name in (*STORED, *micro_batches[0].tokens) if each[0][name] is not None]
-    sums = {name: sum(stored[name].sum() for stored in each) for name in names}
+    """Stops the run if anything that was stored for the update is NaN or infinite.
+
+    That is each tensor of numbers in the micro-batches that is filled in by now, a fork's own
+    among them, and what the sampler says of each token.
+    """
+    sums = {}
+    for batch in micro_batches:
+        held = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        for name, stored in (held | batch.per_token).items():
+            if torch.is_tensor(stored) and stored.is_floating_point():
+                sums[name] = sums.get(name, 0) + stored.sum()
     totals = dict(zip(sums, ranks.all_sum(*sums.values()).tolist()))
     run.stop_unless_finite(totals)
-
-
-def stop_unless_one(run, minibatch):
-    """Stops the run if the ratio was not 1 in a rollout's first update, before any weight moved.
-
-    The weights, the tokens and the function are the same, so only a mistake can move it.
-    approx_kl (k3) is then below the square of the ratio's distance from 1.
-    """
-    off = [(batch.ratio - 1).abs() * batch.response_mask for batch in minibatch]
-    found = [numbers.max().nan_to_num(nan=float("inf")).item() for numbers in off]
-    worst, dtype = max([0.0, *ranks.all_gather_objects(found)]), run.args.dtype
-    if worst > TOLERANCE[dtype]:
-        ranks.say(
-            f"error: step {run.step}: before the first update the ratio is off by {worst:.4g} "
-            f"(allowed with {dtype}: {TOLERANCE[dtype]}).\n  Likely: dropout in the actor "
-            "(--actor_dropout 0), a mask or temperature in one forward only,\n"
-            "  or a nondeterministic kernel."
-        )
-        run.finish(code=1)
 
 
 @torch.no_grad()
@@ -57,35 +97,24 @@ def stop_unless_sampled_as_scored(run, micro_batches):
 
     Sampling used a cache, one token at a time; scoring is one forward over the whole row. Rounding
     alone moves few tokens by more than OFF; a wrong cache, mask, position or temperature moves
-    many. So the tokens that are off are counted, on each rank and on all together. If there are too
-    many, the model is compared with itself, without our code: one whose 16 bits round as much may
-    go on.
+    many. So the tokens that are off are counted, on each rank and on all together.
     """
-    args, engine = run.args, run.engine
-    batches = [batch for batch in micro_batches if "sampled_logprobs" in batch.tokens]
+    args = run.args
+    batches = [batch for batch in micro_batches if "sampled_logprobs" in batch.per_token]
     gaps = [metrics.token_gaps(batch)[batch.response_mask > 0] for batch in batches]  # (n,) each
     counts = counts_off(args, gaps)
     if not any(too_many(args, *of_rank) for of_rank in counts):
         return
-    responses = [response for batch in batches for response in batch.responses]
-    responses.sort(key=lambda response: -len(response["response_ids"]))  # the longest first
-    lengths = [min(LONGEST, len(response["response_ids"])) for response in responses]
-    many = 1 + sum(total < TRIED_AGAIN for total in itertools.accumulate(lengths))
-    many, tried = map(max, zip(*ranks.all_gather_objects([(many, lengths[0])])))
-    own = [gaps_of_own_cache(args, engine, response, tried) for response in responses[:many]]
-    (off, count), (own_off, own_count) = counts[-1], counts_off(args, own)[-1]
-    noise = own_off / own_count
-    coarse = args.dtype != "fp32" and noise <= COARSE and off <= 3 * noise * count
-    goes_on = coarse or args.allow_mismatch
+    off, count = counts[-1]
     ranks.say(
-        f"{'warning' if goes_on else 'error'}: step {run.step}: for {off:,} of {count:,} sampled "
-        f"tokens scoring gives another log-prob than sampling, by more than {OFF[args.dtype]} "
-        f"(allowed: {SHARE_OFF[args.dtype]:.1%}; the {engine.module.config.model_type} model with "
-        f"its own cache: {noise:.1%}).\n  Likely: a cache, mask, position or temperature that is "
-        "wrong for this model, or a dtype too coarse for it.\n  Try --compile_decoding 0, --dtype "
-        "fp32. If another policy samples, --is_cap. --allow_mismatch 1 goes on."
+        f"{'warning' if args.allow_mismatch else 'error'}: step {run.step}: for {off:,} of "
+        f"{count:,} sampled tokens scoring gives another log-prob than sampling, by more than "
+        f"{OFF[args.dtype]} (allowed: {SHARE_OFF[args.dtype]:.1%}).\n  Likely: a cache, mask, "
+        "position or temperature that is wrong for this model, or other weights that sample.\n"
+        "  If the model itself is coarse in 16 bits (--dtype fp32 tells), or another policy is "
+        "meant to sample, --allow_mismatch 1 goes on."
     )
-    if not goes_on:
+    if not args.allow_mismatch:
         run.finish(code=1)
 
 
@@ -102,42 +131,36 @@ def too_many(args, off, count):
     return off > allowed + 3 * allowed**0.5 + 1
 
 
-def gaps_of_own_cache(args, engine, response, tried):
-    """How far the log-probs of one plain forward are from those with the model's own cache.
+def stop_unless_one(run, minibatch):
+    """Stops the run if the ratio was not 1 in a rollout's first update, before any weight moved.
 
-    response: a dict with prompt_ids and response_ids. Returns (n,), of its first `tried` tokens at
-    most. Every rank makes the same number of forwards.
+    The weights, the tokens and the function are the same, so only a mistake can move it.
+    approx_kl (k3) is then below the square of the ratio's distance from 1.
     """
-    start = len(response["prompt_ids"])
-    ids = [*response["prompt_ids"], *response["response_ids"], *[0] * tried]
-    ids = torch.tensor([ids[: start + tried]], device=ranks.device())  # (1, P + tried)
-    last = forwards.accepted(engine, logits_to_keep=tried + 1)
-    whole = engine(ids, **last).logits[0, -tried - 1 : -1]  # (tried, V)
-    given, past, single = ids[:, :start], {}, []
-    for next_token in ids[0, start:]:
-        out = engine(given, use_cache=True, **past)
-        single.append(out.logits[0, -1])
-        # What came out that can go in again is the cache, whatever the model calls it.
-        given, past = next_token.view(1, 1), forwards.accepted(engine, **out)
-    whole, single = (
-        common.TokenLogprobs.apply(logits, ids[0, start:], args.temperature)
-        for logits in (whole, torch.stack(single))
-    )
-    return (whole - single).abs()[: len(response["response_ids"])]
+    off = [(batch.ratio - 1).abs() * batch.response_mask for batch in minibatch]
+    found = [numbers.max().nan_to_num(nan=float("inf")).item() for numbers in off]
+    worst, dtype = max([0.0, *ranks.all_gather_objects(found)]), run.args.dtype
+    if worst > FIRST_RATIO[dtype]:
+        ranks.say(
+            f"error: step {run.step}: before the first update the ratio is off by {worst:.4g} "
+            f"(allowed with {dtype}: {FIRST_RATIO[dtype]}).\n  Likely: dropout in the actor "
+            "(--actor_dropout 0), a mask or temperature in one forward only,\n"
+            "  or a nondeterministic kernel."
+        )
+        run.finish(code=1)
 
 
-def warn_of_scores(run, state, logged):
-    """Says in the first step how many scores --clip_reward changes: a function's may be above it.
+def warn_of_scores(run, logged):
+    """Says in the first step what of its rewards teaches nothing.
 
-    Also names, in the first step or after PATIENCE of them, the step since which scores are equal:
-    all of them, or where responses are compared, those to each prompt. state: what checkpoints
-    keep; logged: the metrics of the step, on all ranks.
+    Namely how many scores --clip_reward changes: a function's may be above it. And whether all are
+    equal, or where responses are compared, those to each prompt. logged: the metrics of the step.
     """
-    if run.step == 1 and (share := logged["clip_reward_fraction"]):
+    if run.step > 1:
+        return
+    if share := logged["clip_reward_fraction"]:
         ranks.say(f"warning: --clip_reward changes {share:.0%} of the rewards")
-    equal = logged.get("equal_groups", logged["reward_std"] <= metrics.EQUAL) == 1
-    since = state["equal_since"] = (state["equal_since"] or run.step) if equal else None
-    if equal and run.step - since == (0 if since == 1 else PATIENCE - 1):
+    if logged.get("equal_groups", logged["reward_std"] <= metrics.EQUAL) == 1:
         of = " of the responses to a prompt" * run.args.compares_groups
         what = f"all rewards{of} are equal (mean {logged['reward']:.4g})"
-        ranks.say(f"warning: since step {since} {what}: nothing to learn from")
+        ranks.say(f"warning: {what}: nothing to learn from")

@@ -6,8 +6,8 @@ from collections import Counter
 import torch
 
 from machinery.base import ranks
-from machinery.base.refused import Refused
 
+# What the screen shows of metrics.jsonl, where it is there. Add a metric of yours.
 COLUMNS = """step reward gold kl response_length eos_rate explained_variance entropy
              eval_reward eval_gold seconds""".split()
 EQUAL = 1e-6  # scores that differ by less are equal
@@ -76,17 +76,17 @@ def means_of_tokens(totals):
 def per_response(batch):
     """Returns {name: (B,)}, once a micro-batch is scored: a metric's value for each response.
 
-    Add your own metrics here. `batch.responses` hold the texts, the data's other columns, and what
-    several judges, or a function that returns a dict, said of them: reward_NAME. Evaluations and
-    samples.jsonl have a metric of yours if its name begins with reward or gold.
+    Add your own metrics here: metrics.jsonl has their means, evaluations and samples.jsonl those
+    whose names begin with reward or gold, and the screen what COLUMNS names. `batch.responses` hold
+    the texts, the data's other columns, and what several judges said of them: reward_1_NAME, ...
     """
     found = {"reward": batch.scores.sum(-1)}  # the log's name for a response's score
     if batch.gold is not None:
         found["gold"] = batch.gold.sum(-1)
     for name in sorted(batch.responses[0]):
-        if name.startswith(("reward_", "gold_")):
-            parts = [response[name] for response in batch.responses]
-            found[name] = found["reward"].new_tensor(parts)
+        if name.startswith("reward_"):
+            of_judge = [response[name] for response in batch.responses]
+            found[name] = found["reward"].new_tensor(of_judge)
     if batch.ref_logprobs is not None:
         found |= {"kl": batch.kl("k1").sum(-1), "kl_k3": batch.kl("k3").sum(-1)}
     return {**found, "response_length": batch.length, "eos_rate": batch.ended}
@@ -98,21 +98,11 @@ def response_means(micro_batches):
     And clip_reward_fraction, the share of the responses whose score --clip_reward changed.
     """
     each = [{**per_response(b), "clip_reward_fraction": b.score_clipped} for b in micro_batches]
-    refuse_unlike_parts(ranks.all_gather_objects([tuple(found) for found in each]))
     weight = torch.cat([batch.row_weight for batch in micro_batches])  # (n,) 0 for a filler row
     columns = [torch.cat([found[name].double() for found in each]) for name in each[0]]
     sums = [(values * weight).sum() for values in columns]
     count, *sums = ranks.all_sum(weight.sum(), *sums).tolist()
     return {name: total / count for name, total in zip(each[0], sums)}
-
-
-def refuse_unlike_parts(names):
-    """Refuses functions whose parts are others for other rows.
-
-    names: of all ranks' rows, tuples.
-    """
-    if len(kinds := {*names}) > 1:
-        raise Refused("function-returns", f"rewards have other parts for other rows: {kinds}.")
 
 
 @torch.no_grad()
@@ -171,11 +161,11 @@ def sampling_means(micro_batches):
     All are 0 but for rounding where a model samples and scores in the same way: a cache sums in
     another order. {} where a fork's sampler tells no log-probs.
     """
-    if any("sampled_logprobs" not in batch.tokens for batch in micro_batches):
+    if any("sampled_logprobs" not in batch.per_token for batch in micro_batches):
         return {}
     real = [batch.response_mask for batch in micro_batches]
     # log(pi / mu), (B, R) each
-    log_ratios = [batch.old_logprobs - batch.tokens["sampled_logprobs"] for batch in micro_batches]
+    log_ratios = [b.old_logprobs - b.per_token["sampled_logprobs"] for b in micro_batches]
     outside = [((log_ratio.exp() - 1).abs() > 0.2).float() for log_ratio in log_ratios]
     gap = torch.stack([token_gaps(batch).max() for batch in micro_batches]).max().item()
     return {
@@ -187,7 +177,7 @@ def sampling_means(micro_batches):
 
 def token_gaps(batch):
     """Returns how far the log-probs of sampling and of scoring are apart, (B, R); 0 in padding."""
-    gaps = (batch.tokens["sampled_logprobs"] - batch.old_logprobs).abs()
+    gaps = (batch.per_token["sampled_logprobs"] - batch.old_logprobs).abs()
     return gaps * batch.response_mask
 
 

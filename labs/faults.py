@@ -217,7 +217,7 @@ def stale_sampler(steps, old_is_sampled=False):
         def clipped(args, models, minibatch, *others):
             scored = [batch.old_logprobs for batch in minibatch]
             for batch in minibatch:
-                batch.old_logprobs = batch.tokens["sampled_logprobs"]
+                batch.old_logprobs = batch.per_token["sampled_logprobs"]
             means = optimizer_step(args, models, minibatch, *others)
             for batch, logprobs in zip(minibatch, scored):  # of which metrics are to be
                 batch.old_logprobs = logprobs

@@ -32,10 +32,10 @@ def waits(prompts, completions, **columns):
     return length(prompts, completions)
 def raises(prompts, completions, **columns):
     raise ValueError("a bug of the user's")
-def parts(prompts, completions, **columns):
-    return [{"long": float(len(text)), "good": True} for text in completions]
-def both(prompts, completions, completion_ids, **columns):
-    return [{"tokens": [0.5] * len(ids), "good": True} for ids in completion_ids]
+def good(prompts, completions, **columns):
+    return [True] * len(completions)
+def tokens(prompts, completions, completion_ids, **columns):
+    return [[0.5] * len(ids) for ids in completion_ids]
 def moves(prompts, completions, **columns):
     os.chdir("/")
     return length(prompts, completions)
@@ -43,8 +43,6 @@ def leaves(prompts, completions, **columns):
     sys.exit(0)
 """
 RETURNS = """
-import os
-calls = []
 def but_last(completions, value):  # two responses or more
     return [1.0] * (len(completions) - 1) + [value]
 def nothing(completions, **columns):
@@ -85,11 +83,6 @@ def part_1(completions, **columns):
     return [{1: 1.0}] * len(completions)
 def parts_of_some(completions, **columns):
     return [{"format": 1.0}] * (len(completions) - 1) + [{"style": 1.0}]
-def parts_by_rank(completions, **columns):
-    return [{os.environ["RANK"]: 1.0}] * len(completions)
-def parts_by_rank_in_a_step(completions, **columns):
-    calls.append(1)  # the first two are of the microscope and of the first evaluation
-    return [{os.environ["RANK"] if len(calls) > 2 else "same": 1.0}] * len(completions)
 """
 GOOD = '{"prompt": "Q?", "response": " r"}\n'
 

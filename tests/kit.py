@@ -510,7 +510,7 @@ def prepare(folder):
     scorer = tiny_config(**vocabulary, max_position_embeddings=256, num_labels=1)
     reward = AutoModelForSequenceClassification.from_config(scorer)
     measured = copy.deepcopy(reward)
-    measured.config.score_statistics = [0.1, 0.5]  # as reward.py stores them
+    measured.config.score_statistics = [0.1, 0.5]  # of variants/normalize-reward
     models = dict(scratch=config, actor=actor, reward=reward, measured=measured)
     for name, model in models.items():
         model.save_pretrained(folder / "models" / name)
@@ -594,23 +594,14 @@ class Knowing:
 def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxsize, **options):
     """ppo.sample with the flags of sampling written out, off unless they are given.
 
-    known: the ids that the tokenizer has. With compile_decoding the model gets its
-    caches in the first call. Returns responses and response_mask, (B, R') each.
+    known: the ids that the tokenizer has. Returns responses and response_mask, (B, R') each.
     """
     import torch
 
     import ppo
-    from helpers import decoding
 
-    off = dict(temperature=1.0, top_k=0, top_p=1.0, stop=[])
-    off |= dict(compile_decoding=0, rollout_batch_size=9, max_prompt_seq_len=ids.shape[1])
-    off |= dict(max_answer_seq_len=uniforms.shape[1])
+    off = dict(temperature=1.0, top_k=0, top_p=1.0)
     args = types.SimpleNamespace(**{**off, **options})
-    if args.compile_decoding and "kept_caches" not in vars(model):
-        known_few = Knowing(tokenizer, min(known, model.config.vocab_size))
-        decoding.try_compiled(args, model, known_few, ppo.sample)
-        model.kept_caches = model.static_caches
-    model.static_caches = model.kept_caches if args.compile_decoding else {}
     sampled = ppo.sample(args, model, Knowing(tokenizer, known), ids, mask, uniforms, synced)
     responses, _, lengths, _ = sampled
     return responses, (
@@ -620,10 +611,10 @@ def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxs
 
 def uniforms(rows, count, step=0):
     """Returns the random numbers (rows, count) of a rollout's rows 0, 1, ... at seed 1."""
-    from helpers import decoding
+    from helpers import rollout
 
     keys = [{"row": row, "sample": 0} for row in range(rows)]
-    return decoding.uniforms_of(1, step, keys, count)
+    return rollout.uniforms_of(1, step, keys, count)
 
 
 if __name__ == "__main__":

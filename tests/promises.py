@@ -102,18 +102,18 @@ unstable | ppo --per_device_training_batch_size 1
 unstable | ppo --ppo_epochs 2
 unstable | ppo --generation_batches 2
 k1-in-loss | ppo --kl_in loss --kl_estimator k1
-kl-target-without-kl | ppo --kl_target 2 --kl_coef 0 \
+wrong-flag | ppo --kl_target 2 --kl_coef 0 \
     || other words: --kl_target is in variants/adaptive-kl
 # a text of no letters is in every response, which would have one token
-empty-stop | ppo --stop '' || other words: --stop is inside variants/tool-turns
-empty-stop | ppo --stop . '' || other words: --stop is inside variants/tool-turns
-empty-stop | tools.talk actor --stop '' || other words: --stop is inside variants/tool-turns
-normalize-reward | ppo --normalize_reward 1 --reward_fn score.py:length \
+wrong-flag | ppo --stop '' || other words: --stop is inside variants/tool-turns
+wrong-flag | ppo --stop . '' || other words: --stop is inside variants/tool-turns
+wrong-flag | tools.talk actor --stop '' || other words: --stop is inside variants/tool-turns
+wrong-flag | ppo --normalize_reward 1 --reward_fn score.py:length \
     || other words: --normalize_reward is in variants/normalize-reward
-normalize-reward | ppo --normalize_reward 1 --reward_model_name_or_path judge measured \
+wrong-flag | ppo --normalize_reward 1 --reward_model_name_or_path judge measured \
     || other words: --normalize_reward is in variants/normalize-reward
 deepcompile-in-ppo | DEVICE=cuda ppo --deepcompile --zero_stage 2
-compile-decoding-shards | ppo --compile_decoding 1 --zero_stage 3 \
+wrong-flag | ppo --compile_decoding 1 --zero_stage 3 \
     || other words: --compile_decoding is in variants/compiled-decoding
 state-offload | ppo --offload_states --zero_stage 1 --dtype bf16
 state-offload | ppo --offload_states --zero_stage 3 --offload
@@ -142,9 +142,9 @@ ppo --advantage grpo --samples_per_prompt 4 --kl_in loss
 ppo --advantage grpo --samples_per_prompt 64 --gradient_accumulation_steps 2
 ppo --per_device_generation_batch_size 8 --per_device_training_batch_size 4 --allow_unstable 1
 ppo --allow_unstable 1 --ppo_epochs 2 --generation_batches 2
-ppo --stop '\\n' END || leaves: --stop is inside variants/tool-turns
-ppo --stop ' ' || leaves: --stop is inside variants/tool-turns
-ppo --kl_target 2 --kl_coef 0.1 || leaves: variants/adaptive-kl
+ppo --stop '\\n' END || left: --stop is inside variants/tool-turns
+ppo --stop ' ' || left: --stop is inside variants/tool-turns
+ppo --kl_target 2 --kl_coef 0.1 || left: variants/adaptive-kl
 """
 
 # By what the commands name, before any model is loaded.
@@ -227,7 +227,7 @@ other-vocabulary | ppo --reward_model_name_or_path judge other | other
 # another end of a response
 other-vocabulary | ppo --reward_model_name_or_path instruct | instruct
 no-score-statistics | ppo --normalize_reward 1 | score_statistics \
-    || leaves: variants/normalize-reward
+    || left: variants/normalize-reward
 cannot-split-layers | RANKS=2 sft --model_name_or_path odd --tensor_parallel_size 2 --dtype bf16 | 3
 # functions of the user's
 function-file | ppo --reward_fn missing.py:length | missing.py
@@ -278,7 +278,7 @@ target-in-use | tools.export stopped/checkpoints/step-2 --to good | good
 target-in-use | tools.export stopped/checkpoints/step-2 --to score.py | score.py
 target-in-use | tools.export stopped/checkpoints/step-2 --to stopped/checkpoints/new | checkpoints
 target-in-use | tools.export stopped/checkpoints/step-2 --to '' | --to
-empty-stop | tools.estimate ppo.py --stop '' | --stop \
+wrong-flag | tools.estimate ppo.py --stop '' | --stop \
     || other words: --stop is inside variants/tool-turns
 encoder | tools.estimate sft.py --preset toy --model_name_or_path bert | bert \
     || other words: a model that no run of ours made needs --preset or @file
@@ -306,7 +306,7 @@ padding-changes-a-row | sft --model_name_or_path rwkv | rwkv
 not-finite-weights | sft --model_name_or_path nan_weights | damaged
 # its tokens are others in a cache of fixed shapes
 compile-decoding | ppo --actor_model_name_or_path mamba --compile_decoding 1 | nats a token \
-    || leaves: variants/compiled-decoding
+    || left: variants/compiled-decoding
 ranks-differ | RANKS=2 APART=1 sft --model_name_or_path ../actor | rank 1
 adam-not-built | COMPILER=0 sft --adam_offload | compiler
 # checkpoints
@@ -348,24 +348,24 @@ function-returns | ppo --reward_fn returns.py:huge | 1e+38
 function-returns | ppo --reward_fn returns.py:words | good
 function-returns | ppo --reward_fn returns.py:none_of_one | None
 function-returns | ppo --reward_fn returns.py:too_many_tokens | tokens
-function-returns | ppo --reward_fn returns.py:empty_part | None \
+function-returns | ppo --reward_fn returns.py:empty_part | one function a part \
     || other words: a dict is refused: one function a part
-function-returns | ppo --reward_fn returns.py:parts_of_some | same parts \
+function-returns | ppo --reward_fn returns.py:parts_of_some | one function a part \
     || other words: a dict is refused: one function a part
-function-returns | ppo --reward_fn returns.py:no_parts | {} \
+function-returns | ppo --reward_fn returns.py:no_parts | one function a part \
     || other words: a dict is refused: one function a part
-function-returns | ppo --reward_fn returns.py:parts_of_parts | format \
+function-returns | ppo --reward_fn returns.py:parts_of_parts | one function a part \
     || other words: a dict is refused: one function a part
 # the deviation of all rewards has this name in the log
-function-returns | ppo --reward_fn returns.py:part_std | not std \
+function-returns | ppo --reward_fn returns.py:part_std | one function a part \
     || other words: a dict is refused: one function a part
-function-returns | ppo --reward_fn returns.py:part_1 | {1: 1.0} \
+function-returns | ppo --reward_fn returns.py:part_1 | one function a part \
     || other words: a dict is refused: one function a part
 # also in an evaluation
 function-returns | RANKS=2 ppo --reward_fn returns.py:parts_by_rank | other parts for other rows \
-    || leaves: one function a part
+    || left: one function a part
 function-returns | RANKS=2 ppo --reward_fn returns.py:parts_by_rank_in_a_step | other parts \
-    || leaves: one function a part
+    || left: one function a part
 function-returns | ppo --gold_fn returns.py:batch | dict
 function-returns | sft --gold_fn returns.py:batch | dict
 """
@@ -467,8 +467,8 @@ sft --output_dir stopped --resume --dropout 0.1 --max_steps 3
 sft --output_dir stopped --resume --per_device_train_batch_size 1 --gradient_accumulation_steps 2
 ppo --output_dir ppo_stopped --resume --actor_learning_rate 1e-9 --kl_coef 0.3 --max_steps 2
 ppo --output_dir ppo_stopped --resume --reward_model_name_or_path moved/judge --max_steps 2
-ppo --output_dir judged --resume --reward_fn moved/score.py:parts --max_steps 2 \
-    || other words: one function a part
+ppo --output_dir judged --resume --max_steps 2 \
+    --reward_fn moved/score.py:length moved/score.py:good || other words: one function a part
 sft --output_dir stopped --resume --max_seq_len 63 | --max_seq_len was 64 and is now 63 \
     || other words: a flag on the line of --resume overrides, and is named
 sft --output_dir stopped --resume --lr_scheduler_type linear | and is now linear \
@@ -506,20 +506,20 @@ sft --data_path good answers.jsonl --max_steps 0 | answers.jsonl:
 sft --data_path columns.jsonl --columns prompt=question,response=reply --max_steps 0 | done:
 reward --keep_best eval_accuracy | is the best so far
 ppo --reward_fn score.py:length score.py:words | done:
-ppo --reward_fn score.py:parts --gold_fn score.py:parts | done: \
+ppo --reward_fn score.py:length score.py:good --gold_fn score.py:good | done: \
     || other words: a dict is refused: one function a part
-# a part of a number for each token, and a part of one number
-ppo --reward_fn score.py:both --gold_fn score.py:both | done: \
+# a number for each token, and one number
+ppo --reward_fn score.py:tokens score.py:good --gold_fn score.py:tokens | done: \
     || other words: a dict is refused: one function a part
 # into another working folder
 ppo --reward_fn score.py:moves | done:
-ppo --stop e | done: || leaves: --stop is inside variants/tool-turns
+ppo --stop e | done: || left: --stop is inside variants/tool-turns
 ppo --stop e --reward_model_name_or_path judge | warning: --stop \
-    || leaves: --stop is inside variants/tool-turns
+    || left: --stop is inside variants/tool-turns
 ppo --critic_model_name_or_path actor --reward_model_name_or_path judge | done:
 ppo --advantage grpo --samples_per_prompt 2 --critic_model_name_or_path judge | done:
 ppo --reward_model_name_or_path measured --normalize_reward 1 | done: \
-    || leaves: variants/normalize-reward
+    || left: variants/normalize-reward
 ppo --top_p 0.9 | warning: --top_p
 ppo --advantage grpo --samples_per_prompt 2 | warning: grpo scales up KL
 """
@@ -582,7 +582,7 @@ a rank that fails says which it is || other words: torch marks it
 other ranks, other micro-batches \
     || other words: other ranks are refused in words; other micro-batches go on
 the rates of a resumed run are those given
-the penalty of --kl_target goes on || other words: held by variants/adaptive-kl
+the penalty of --kl_target goes on || left: held by variants/adaptive-kl
 a run moves an old one aside, when all is loaded
 a second run that starts meanwhile is refused
 logs of a launcher may be there before
@@ -621,7 +621,7 @@ actor, EMA and critic are saved
 the EMA moves by its share, in fp32, on shards
 a padded row is the row alone
 engines in fp16 skip together
-step 2 stores what step 3 scales by || other words: held by variants/normalize-reward
+step 2 stores what step 3 scales by || left: held by variants/normalize-reward
 the README's lines use what was trained || other words: tools/export.py writes the card
 a chat ends where training ended it
 frozen models are in eval mode
@@ -676,13 +676,13 @@ of a prompt's responses equal rewards are counted
 PPO learns
 a function may return parts, and numbers of tokens \
     || other words: numbers and lists a token; one function a part
-parts of an evaluation are alike || leaves: one function a part
+parts of an evaluation are alike || left: one function a part
 a function may spawn processes
 what a verifier is not sure of is wrong
 tokens.jsonl holds what training sees
 judge.jsonl has every pair once
 every monitor gets metrics.jsonl, step for step
-a text of --stop ends a response || other words: held by variants/tool-turns
+a text of --stop ends a response || left: held by variants/tool-turns
 masks come from lengths, and never from padding's id
 token t is predicted one place before
 log-probs are log softmax in fp32

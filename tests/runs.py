@@ -70,7 +70,7 @@ BEST = "--keep_best eval_accuracy --eval_steps 1 --save_steps 1 --keep_checkpoin
 ONCE = dict(rows=4, accumulation=1)  # a rollout is one micro-batch, trained on once
 # random numbers are resumed, too
 DROPOUT = "--model_name_or_path BASE/models/actor --dropout 0.1 --log_steps 3"
-PPO_DROPOUT = "--critic_dropout 0.1 --kl_target 0.5"
+PPO_DROPOUT = "--critic_dropout 0.1"
 GOLD = "--gold_fn BASE/letters.py:share_of_early_letters"
 GRPO = """--advantage grpo --kl_in loss --kl_estimator k3 --samples_per_prompt 2 --max_steps 2
           --loss_mean responses --eval_samples 2"""
@@ -90,7 +90,7 @@ def share_of_early_letters(prompts, completions, **columns):
     assert helper.exitcode == -15
     return [sum('a' <= x <= 'm' for x in c) / max(len(c), 1) for c in completions]
 """
-OPTIONS = """--microscope 3 --missing_eos_penalty 1 --normalize_reward 1 --entropy_coef 0.01
+OPTIONS = """--microscope 3 --missing_eos_penalty 1 --entropy_coef 0.01
              --clip_high 0.3 --kl_in loss --kl_estimator k2
              --reward_model_name_or_path BASE/models/measured"""
 ACTOR = "--model_name_or_path BASE/models/actor"
@@ -281,7 +281,7 @@ def make_run(base, name, script, flags, sigterm_after=None):
     from transformers import AttentionMaskInterface
 
     import ppo
-    from helpers import padding
+    from helpers import checks
     from machinery.base import ranks
     from machinery.base.modules import unwrap_model
     from machinery.engine import ema
@@ -293,7 +293,7 @@ def make_run(base, name, script, flags, sigterm_after=None):
     with_modes = "score", "optimizer_step"
     of_ppo = "minibatches", "ordered", "set_advantages", "forwards_of_score", *with_modes
     calls = dict.fromkeys(of_ppo, ppo)
-    calls |= {"update": ema.Ema, "refuse_if_padding_matters": padding}
+    calls |= {"update": ema.Ema, "refuse_if_padding_matters": checks}
     plain = {name: getattr(place, name) for name, place in calls.items()}
 
     def noted(name, args):

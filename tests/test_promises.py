@@ -51,7 +51,7 @@ def make_runs(box):
     for script, name, flags in (
         ("sft", "finished", "--max_steps 2"),
         ("ppo", "ppo_stopped", ""),
-        ("ppo", "judged", "--reward_fn score.py:parts"),
+        ("ppo", "judged", "--reward_fn score.py:length score.py:good"),
     ):
         flags += f" --output_dir {name} --save_steps 1 --keep_checkpoints 2"
         done = kit.start(f"{script} {flags}", RIGHT[script].split(), cwd=box)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import common
-from helpers import decoding
+from helpers import rollout
 from machinery.base import modules
 from machinery.engine import patches
 from machinery.models import forwards, lora, model_folders
@@ -142,10 +142,8 @@ def held_by(model, phase, ranks, cpu, zero):
     buffers = bucket if stage == 3 else 0  # made once, and kept
     own = (sizes.kept_by_row - sizes.shared) / config.num_hidden_layers
     layer = rows * (own + sizes.shared)
-    if model.generates and (phase == "generate" or args.compile_decoding):  # kept then
-        slots = sum(decoding.static_slots(args).values()) if args.compile_decoding else tokens
-        parts["KV cache"] = w * decoding.numbers_of_a_token(config) * model.generates * slots
     if phase == "generate" and model.generates:
+        parts["KV cache"] = w * rollout.numbers_of_a_token(config) * model.generates * tokens
         parts["logits"] = model.generates * config.vocab_size * (w + 24)
         parts["activations"] = layer * model.generates / rows
         buffers += w * P if stage == 3 else 0

@@ -31,7 +31,7 @@ import numpy as np
 import pandas
 
 import ppo
-from helpers import functions
+from helpers import judges
 from machinery.base import modules
 from machinery.base.refused import Refused, program
 from machinery.data import formats, rows, sources
@@ -69,7 +69,7 @@ def get_args(argv, words=()):
     arg("--trust_remote_code", action="store_true", help="run the code that comes with a model")
     group = parser.add_argument_group(f"as in ppo.py, whose --help says what they mean [{SET}]")
     for name in PASSED:
-        group.add_argument(f"--{name}", nargs="+" if name == "stop" else 1)
+        group.add_argument(f"--{name}", nargs=1)
     own = vars(parser.parse_args([*argv, *words]))
     passed = SET.split()
     for name in PASSED:
@@ -156,7 +156,7 @@ def compare(args, prompts, writers, judge, gold):
         if judge:
             table["reward"] = judge.scores(args, writer, found)
         if gold:
-            table["gold"] = [float(np.sum(score)) for score in functions.scores_of(gold, found)]
+            table["gold"] = [float(np.sum(score)) for score in judges.scores_of(gold, found)]
         table["response_length"] = [len(row["response_ids"]) for row in found]
         for line in table.to_dict("records"):
             print(json.dumps({"model": writer.name, **line}), file=out)
@@ -200,7 +200,7 @@ def main(argv=None):
     args = flags()
     launch.silence_libraries()
     patches.do_without_cudnn_attention()
-    gold = args.gold_fn and functions.load_function(args.gold_fn, "--gold_fn")
+    gold = args.gold_fn and judges.load_function(args.gold_fn, "--gold_fn")
     prompts = read_prompts(args) if args.prompts else None
     judge = Judge(args, args.reward) if args.reward else None
     if args.score:

@@ -118,7 +118,7 @@ def rollout(ids=5, never=(), always=None, temperature=1.0, top_k=0):
         table[:, list(never)] = -inf
         numbers = [rng.randrange(100) / 100 if always is None else always for _ in range(36)]
         prompts = torch.tensor([[2, 4], [3, 2], [2, 3], [3, 3], [2, 2], [2, 2]])
-        args = dict(top_p=1.0, stop=[], compile_decoding=0, temperature=temperature, top_k=top_k)
+        args = dict(top_p=1.0, temperature=temperature, top_k=top_k)
         return dict(
             args=SimpleNamespace(**args),
             model=Table(table),

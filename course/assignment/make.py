@@ -41,7 +41,7 @@ import torch.nn.functional as F
 
 import common
 from common import scatter_to
-from helpers import decoding
+from helpers import rollout
 from machinery.base import ranks
 from ppo import group_sum, next_logits
 '''

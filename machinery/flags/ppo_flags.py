@@ -16,8 +16,6 @@ def add_options(parser):
     function = "f(prompts, completions, **columns) returns a number a response, or one a token"
     arg("reward_fn", str, function, nargs="+", metavar="FILE:FUNCTION")
     arg("gold_fn", str, "a function like --reward_fn's, only logged", metavar="FILE:FUNCTION")
-    scaled = "1: scores, and values, to mean 0, deviation 1 on reward.py's held-out responses"
-    arg("normalize_reward", 0, scaled, most=1)
     arg("allow_mismatch", 0, "1: warn, and go on, if scoring differs from sampling", most=1)
     arg("log_kl", 0, "1: keep the reference with --kl_coef 0, to log KL", most=1)
     arg("enable_ema", 0, "1: keep an average of the actor's weights, in ema/", most=1)
@@ -35,7 +33,6 @@ def add_options(parser):
         arg(f"{role}_zero_stage", int, which, choices=declaring.STAGES)
     together = "responses decoded at a time; None: all of a step on a rank"
     arg("rollout_batch_size", int, together, least=1)
-    arg("compile_decoding", 0, "1: static caches, compiled on CUDA; not tried on a GPU yet", most=1)
     arg("share_prompt", 1, "1: compute a prompt once for --samples_per_prompt responses", most=1)
     arg("offload_states", False, "optimizer states wait on the CPU during a rollout")
     arg("microscope", 4, "held-out prompts in tokens.jsonl")
@@ -44,7 +41,6 @@ def add_options(parser):
 
 def add_sampling_flags(arg):
     """Declares how responses are sampled."""
-    arg("stop", str, "texts that end a response as EOS does", nargs="+", default=[])
     arg("top_p", 1.0, "nucleus sampling; 1: off", least=1e-6, most=1)
     arg("top_k", 0, "sample from the k likeliest; 0: off")
     arg("num_eval_prompts", 128, "held-out prompts answered at each evaluation", least=1)
@@ -80,8 +76,6 @@ def resolve(args, advantages, responses):
         ranks.say("warning: --top_p or --top_k: KL is not the sampler's, may be below 0")
     if args.kl_coef and args.advantage == "grpo" and args.kl_in == "reward":
         ranks.say("warning: grpo scales up KL in rewards; use --kl_in loss: docs/grpo.md")
-    if args.stop and args.reward_model_name_or_path:
-        ranks.say("warning: --stop: stopped responses lack the EOS where a reward model scores")
     return args
 
 
@@ -164,18 +158,3 @@ def check_models(args, tokenizer):
             raise Refused("other-vocabulary", f"{words}\n  Run reward.py on the actor.")
         if path in judges:
             model_folders.refuse_other_kind(path, config, scores=True)
-
-
-def score_statistics(args):
-    """Returns mean and deviation of the reward model's held-out scores, for --normalize_reward.
-
-    None without it.
-    """
-    if not args.normalize_reward:
-        return None
-    path = args.reward_model_name_or_path[0]
-    config = model_folders.load_config(path, args.trust_remote_code)
-    if not getattr(config, "score_statistics", None):
-        words = f"--normalize_reward: {path}/config.json lacks reward.py's score_statistics."
-        raise Refused("no-score-statistics", words)
-    return config.score_statistics

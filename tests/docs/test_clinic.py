@@ -169,9 +169,9 @@ def test_the_advice_at_a_nan_is_that_of_the_page():
 def patch(files):
     import common
     import ppo
-    from helpers import checks, padding
+    from helpers import checks, rollout
 
-    places = common, ppo, checks, padding
+    places = common, ppo, checks, rollout
     before = [{*vars(place)} for place in places]
     for file in files:
         runpy.run_path(file).get("fault", int)()

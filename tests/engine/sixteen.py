@@ -184,7 +184,7 @@ def samples_otherwise(is_odd):
     def other(*given, **options):
         responses = roll_out(*given, **options)
         for response in responses if is_odd else ():
-            tokens = response["tokens"]
+            tokens = response["per_token"]
             tokens["sampled_logprobs"] = [x - 1 for x in tokens["sampled_logprobs"]]
         return responses
 
@@ -203,14 +203,6 @@ def is_told_to_stop(is_odd):
             os.kill(os.getpid(), signal.SIGTERM)
 
     Run.log = log_and_signal
-
-
-def cannot_compile(is_odd):
-    """transformers says so of its static cache."""
-    from transformers import StaticCache
-
-    if is_odd:
-        StaticCache.is_compileable = False
 
 
 def has_no_room(is_odd):

@@ -8,7 +8,7 @@ from tests import kit, runs
 from tests.engine import sixteen
 
 EVERYTHING = """--enable_ema 1 --microscope 3 --save_steps 1 --eval_steps 1 --keep_best eval_reward
-                --kl_target 1 --max_steps 2"""
+                --max_steps 2"""
 EPOCHS = "--allow_unstable 1 --ppo_epochs 3 --generation_batches 2 --target_kl 1e-9 --max_steps 2"
 MAY = "--allow_mismatch 1"
 LORA = "--actor_lora_dim 4 --critic_lora_dim 2 --enable_ema 1 --max_steps 2"
@@ -38,7 +38,6 @@ RARE = {
     "it samples otherwise, sharded": ("ppo", 3, "--max_steps 2", "samples_otherwise", 7, 1),
     "it samples otherwise, and may": ("ppo", 3, f"--max_steps 2 {MAY}", "samples_otherwise", 7),
     "it is told to stop": ("ppo", 2, EVERYTHING, "is_told_to_stop", 15, 1),
-    "it cannot compile": ("ppo", 2, "--compile_decoding 1", "cannot_compile", 8, 2),
 }
 
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import common
 from helpers import shared_prompts
@@ -22,7 +21,6 @@ PROGRAMS = {
     "reward": ("reward", ""),
     "reward_apart": ("reward", "--share_prompt 0"),
     "ppo": ("ppo", "--enable_ema 1 --eval_samples 2 --top_p 0.9 --temperature 0.7"),
-    "ppo_compiled": ("ppo", "--compile_decoding 1 --stop e"),
     "ppo_bf16": ("ppo", "--dtype bf16"),
     "ppo_grpo": ("ppo", f"{GROUPED} --kl_in loss --kl_estimator k3 --loss_mean responses"),
     "ppo_options": ("ppo", runs.OPTIONS),
@@ -160,16 +158,15 @@ def test_a_mix_in_a_script_is_seen():
 # --------------------------------------------------------------------------------------------------
 # How often the host waits
 # --------------------------------------------------------------------------------------------------
-def waits_of_a_token(options):
+def waits_of_a_token():
     """Returns how often the host waits, and what it copies, for each decoded token."""
-    with two_devices.machine() as count, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PreTrainedModel, "get_compiled_call", lambda model, config: model)
+    with two_devices.machine() as count:
         model, found = two_devices.moved(kit.make_tiny_model(num_key_value_heads=2)), []
         ids, mask = (x.to(device()) for x in common.pad([[5, 6, 7], [5], [6, 7], [8]], 0))
         no_end = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
-        for tokens in (32, 16, 32):  # the first has the caches made
+        for tokens in (16, 32):
             uniforms = torch.rand(4, tokens, dtype=torch.float64, device=device())
-            kit.generate(model, ids, mask, uniforms, no_end, max_answer_seq_len=32, **options)
+            kit.generate(model, ids, mask, uniforms, no_end)
             found.append((sum(count.reads.values()), sum(count.copies.values())))
         few, many = (
             [after - before for before, after in zip(*pair)] for pair in zip(found, found[1:])
@@ -177,11 +174,10 @@ def waits_of_a_token(options):
     return [(long - short) / 16 for short, long in zip(few, many)]
 
 
-@pytest.mark.parametrize("compiled, waits", [(0, 2), (1, 1)])
-def test_the_host_waits_for_a_decoded_token_to_know_who_goes_on(compiled, waits):
-    """And a second time in transformers, which asks whether anything is padded (sdpa_mask); with
-    static caches it need not ask. Nothing is copied."""
-    assert kit.on_ranks(waits_of_a_token, 1, dict(compile_decoding=compiled)) == [[waits, 0]]
+def test_the_host_waits_for_a_decoded_token_to_know_who_goes_on():
+    """And a second time in transformers, which asks whether anything is padded (sdpa_mask). Nothing
+    is copied."""
+    assert kit.on_ranks(waits_of_a_token, 1) == [[2, 0]]
 
 
 def shared_mask_of_many():

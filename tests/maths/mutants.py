@@ -24,10 +24,10 @@ sys.path.insert(0, str(ROOT))
 FILES = """maths/test_gae maths/test_losses maths/test_one_mean maths/test_logprobs
     rollout/test_layouts_by_hand rollout/test_metrics rollout/test_checks rollout/test_forks
     rollout/test_sampling rollout/test_microscope""".split()
-MATHS = """Sizes kl_estimate adapted_kl_coef token_rewards gae reinforce rloo grpo group_sum
-    whitened policy_loss importance_weights actor_loss value_loss gae_advantages
+MATHS = """Sizes kl_estimate token_rewards gae reinforce rloo grpo group_sum
+    whitened policy_loss actor_loss value_loss gae_advantages
     reinforce_advantages
-    ADVANTAGES MicroBatch plain_rows make_micro_batches sample ordered actor_forward critic_values
+    ADVANTAGES MicroBatch plain_rows make_micro_batches sample ordered actor_forward
     reward_model_scores score score_actor forwards_of_score set_rewards set_advantages minibatches
     trained_mask loss_weights optimizer_step""".split()
 # Changes that no test can see, or that none should: "function: before -> after", and why.

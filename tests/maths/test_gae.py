@@ -5,12 +5,10 @@ delta_t = r_t + gamma * V_{t+1} - V_t.
 """
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-import common
 import ppo
 from helpers import metrics
 from machinery.base import ranks
@@ -44,7 +42,7 @@ def test_scores_are_clipped_and_kl_is_not():
     args, (batch, _) = rollout("--advantage rloo")
     batch.scores = torch.tensor([[0.0, 9.0], [-9.0, 0.0]])
     batch.old_logprobs, batch.ref_logprobs = torch.full((2, 2), 10.0), torch.zeros(2, 2)
-    ppo.set_rewards(args, batch, 0.1, None)
+    ppo.set_rewards(args, batch, 0.1)
     assert torch.allclose(batch.rewards, torch.tensor([[-1.0, 5 - 1], [-5 - 1, 0]]))
 
 
@@ -286,7 +284,7 @@ def test_responses_that_are_equally_good_teach_nothing(name, size):
     args = ppo_args(f"--kl_in loss --advantage {name} --samples_per_prompt 2")
     for score in (3.7, 0.7, -1.3, 0.1, 2.9999):
         batch = scored(groups=[5] * size, scores=torch.full((size, 1), score))
-        ppo.set_advantages(args, [batch], 0.0, None)
+        ppo.set_advantages(args, [batch], 0.0)
         assert batch.advantages.dtype == torch.float32 and not batch.advantages.any(), score
 
 
@@ -352,7 +350,7 @@ def test_responses_to_a_prompt_find_each_other_across_micro_batches():
     and 3 (its KL of one nat costs both the same), so its advantages are -2 and 2, on every token
     and on nothing else."""
     args, batches = rollout("--advantage rloo")
-    ppo.set_advantages(args, batches, 0.1, None)
+    ppo.set_advantages(args, batches, 0.1)
     expected = torch.tensor([[[-2.0, -2], [0, 0]], [[2, 2], [0, 0]]])
     assert torch.allclose(torch.stack([b.advantages for b in batches]), expected)
 
@@ -373,7 +371,7 @@ def test_an_estimator_says_whether_advantages_are_whitened(flags, whitens):
     args, batches = rollout(f"--advantage {flags}")
     for batch in batches:
         batch.old_values = torch.full((2, 2), 0.25)
-    ppo.set_advantages(args, batches, 0.1, None)
+    ppo.set_advantages(args, batches, 0.1)
     masks = [batch.response_mask for batch in batches]
     found = real_tokens([batch.advantages for batch in batches], masks).double()
     raw = real_tokens([batch.raw_advantages for batch in batches], masks).double()
@@ -404,7 +402,7 @@ def test_a_response_that_is_left_out_of_the_loss_counts_in_its_groups_baseline()
     prompt's responses earn."""
     args, batches = rollout("--advantage rloo --mask_truncated 1")
     batches[1].ended = torch.tensor([0.0, 1.0])
-    ppo.set_advantages(args, batches, 0.0, None)
+    ppo.set_advantages(args, batches, 0.0)
     assert [b.advantages[0].tolist() for b in batches] == [[-2, -2], [2, 2]]
     assert ppo.trained_mask(args, batches[1]).tolist() == [[0, 0], [1, 0]]
 
@@ -413,10 +411,10 @@ def test_a_response_that_was_cut_off_pays_for_it():
     """--missing_eos_penalty 4: prompt 8 got 0 twice, and one of the two never ended. A response of
     two tokens pays once, on the last."""
     args, batches = rollout("--advantage rloo --missing_eos_penalty 4")
-    ppo.set_advantages(args, batches, 0.0, None)
+    ppo.set_advantages(args, batches, 0.0)
     assert [b.advantages[1, 0].item() for b in batches] == [4, -4]
     batches[0].ended = torch.tensor([0.0, 1.0])
-    ppo.set_rewards(args, batches[0], 0.0, None)
+    ppo.set_rewards(args, batches[0], 0.0)
     assert batches[0].rewards.tolist() == [[0, 1 - 4], [0, 0]]
 
 
@@ -428,7 +426,7 @@ def test_a_group_is_equal_where_what_it_earns_is(flags, equal):
     and teach. Prompt 7 got 1 and 3: clipped to 0.5 they are equal, and teach nothing. The KL of its
     responses, which is in the reward, is no difference in what they earn."""
     args, batches = rollout(f"--advantage rloo {flags}")
-    ppo.set_advantages(args, batches, 0.1, None)
+    ppo.set_advantages(args, batches, 0.1)
     assert metrics.group_means(batches)["equal_groups"] == equal
 
 
@@ -438,37 +436,8 @@ def test_advantages_are_whitened_over_the_tokens_that_train():
     scores = torch.tensor([[0.0, 1], [0, 3], [0, -5]])
     args = ppo_args("--advantage reinforce --mask_truncated 1")
     batch = scored([7, 8, 9], scores, ended=torch.tensor([1.0, 1, 0]))
-    ppo.set_advantages(args, [batch], 0.0, None)
+    ppo.set_advantages(args, [batch], 0.0)
     assert batch.advantages.tolist() == [[-1, -1], [1, 1], [0, 0]]
-
-
-def test_a_critic_that_knows_the_score_knows_it_on_any_scale(monkeypatch):
-    """--normalize_reward puts a critic that starts as the reward model on the same scale: where it
-    foresees each raw score no advantage is left. A new head has no scale of its own."""
-    scores = torch.tensor([[0.0, 6], [0, 1.5]])
-    monkeypatch.setattr(common, "values_before_tokens", lambda *_: scores[:, 1:].expand(2, 2))
-    args, statistics = ppo_args("--normalize_reward 1 --whiten 0"), (3.0, 1.5)
-    batch = scored([7, 8], scores)
-    critic = SimpleNamespace(config=SimpleNamespace(score_statistics=statistics))
-    batch.old_values = ppo.critic_values(args, critic, batch)
-    ppo.set_advantages(args, [batch], 0.0, statistics)
-    assert batch.old_values.tolist() == [[2, 2], [-1, -1]]
-    assert batch.advantages.tolist() == [[0, 0], [0, 0]]
-    critic.config = SimpleNamespace()
-    assert ppo.critic_values(args, critic, batch)[:, 0].tolist() == [6, 1.5]
-    args.normalize_reward = 0
-    assert ppo.critic_values(args, None, batch)[:, 0].tolist() == [6, 1.5]
-
-
-def test_scores_can_be_put_on_the_scale_that_step_2_measured():
-    """--normalize_reward: mean 1 and deviation 2 of the held-out responses make of 3 a 1, before
-    clipping. Scores of single tokens keep their shares: 1 and 2 become 0.5 and (2 - 1) / 2."""
-    args, batches = rollout("--kl_in loss --lam 1 --whiten 0")
-    ppo.set_advantages(args, batches, 0.1, (1.0, 2.0))
-    assert batches[1].returns.tolist() == [[1, 1], [-0.5, 0]]
-    of_tokens = scored([7], torch.tensor([[1.0, 2.0]]))
-    ppo.set_rewards(args, of_tokens, 0.0, (1.0, 2.0))
-    assert of_tokens.rewards.tolist() == [[0.5, 0.5]]
 
 
 def test_the_kl_penalty_is_applied_once():
@@ -477,7 +446,7 @@ def test_the_kl_penalty_is_applied_once():
     paid = {}
     for where in ("reward", "loss"):
         args, batches = rollout(f"--kl_in {where} --lam 1 --whiten 0")
-        ppo.set_advantages(args, batches, 0.5, None)
+        ppo.set_advantages(args, batches, 0.5)
         paid[where] = batches[0].returns[0, 0].item()
     assert paid == {"reward": 0.5, "loss": 1.0}
 
@@ -485,7 +454,7 @@ def test_the_kl_penalty_is_applied_once():
 def test_the_estimator_of_kl_in_the_reward_is_the_flags():
     """One nat costs half of the coefficient with k2."""
     args, batches = rollout("--kl_in reward --kl_estimator k2 --lam 1 --whiten 0")
-    ppo.set_advantages(args, batches, 0.5, None)
+    ppo.set_advantages(args, batches, 0.5)
     assert batches[0].returns[0, 0].item() == 1 - 0.5 * 0.5
 
 
@@ -495,5 +464,5 @@ def test_gamma_and_lambda_reach_their_estimator(name, expected):
     -0.375 + 0.5 * 0.25 * 0.75. REINFORCE has no lambda."""
     args = ppo_args(f"--advantage {name} --gamma 0.5 --lam 0.25 --whiten 0 --kl_in loss")
     batch = scored([7], torch.tensor([[0.0, 1]]), values=torch.tensor([[0.5, 0.25]]))
-    ppo.set_advantages(args, [batch], 0.0, None)
+    ppo.set_advantages(args, [batch], 0.0)
     assert batch.advantages.tolist() == [expected]

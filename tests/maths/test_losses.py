@@ -97,63 +97,6 @@ def test_kl_costs_and_entropy_pays():
     assert loss[0].tolist() == pytest.approx([-1.2, -1.0, 1.0])
 
 
-# --------------------------------------------------------------------------------------------------
-# Responses that another policy has sampled
-# --------------------------------------------------------------------------------------------------
-ACTORS = torch.tensor([1.0, 0.5, -1.0, 0.0], dtype=torch.float64)  # logits of pi, over four tokens
-SAMPLERS = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)  # mu's probabilities
-WORTH = torch.tensor([2.0, -1.0, 0.5, 1.0], dtype=torch.float64)  # the advantage of each token
-
-
-def gradient_under_mu(cap):
-    """Returns the gradient of actor_loss, a mean over all tokens as often as mu draws them."""
-    logits = ACTORS.clone().requires_grad_(True)
-    logprobs = logits.log_softmax(-1)[:, None]  # a response of one token each
-    args = SimpleNamespace(clip=0.2, clip_high=None, kl_in="reward", entropy_coef=0, is_cap=cap)
-    given = dict(old_logprobs=logprobs.detach(), advantages=WORTH[:, None])
-    given["tokens"] = {"sampled_logprobs": SAMPLERS.log()[:, None]}
-    loss = ppo.actor_loss(args, SimpleNamespace(**given), logprobs, None, 0.0)[0]
-    return torch.autograd.grad((SAMPLERS[:, None] * loss).sum(), logits)[0]
-
-
-def test_importance_weights_make_the_gradient_that_of_the_actors_own_responses():
-    """Of one token each. Over all that mu can draw, by enumeration: with weights that no cap cuts
-    the gradient is that of the expected advantage under pi; without them, or with a low cap, it is
-    another."""
-    logits = ACTORS.clone().requires_grad_(True)
-    wanted = torch.autograd.grad(-(logits.softmax(-1) * WORTH).sum(), logits)[0]
-    assert torch.allclose(gradient_under_mu(math.inf), wanted)
-    for cap in (None, 1.5):
-        assert (gradient_under_mu(cap) - wanted).abs().max() > 0.05
-
-
-def test_an_importance_weight_is_1_without_a_mismatch_and_at_most_its_cap():
-    """Under mu the weights have mean 1: the sum of mu * pi / mu. What the cap cuts is lost."""
-    pi = ACTORS.log_softmax(-1)
-    assert ppo.importance_weights(pi, pi, 2.0).tolist() == [1.0] * 4
-    weights = ppo.importance_weights(pi, SAMPLERS.log(), math.inf)
-    assert (SAMPLERS * weights).sum().item() == pytest.approx(1.0) and weights.max() > 2
-    capped = ppo.importance_weights(pi, SAMPLERS.log(), 2.0)
-    assert capped.tolist() == pytest.approx([min(weight, 2.0) for weight in weights.tolist()])
-    assert (SAMPLERS * capped).sum() < 1
-
-
-def test_an_importance_weight_is_no_part_of_kl_and_entropy():
-    """Both are of the actor's own distribution as it is now. A token that pi_old makes four times
-    as likely as mu counts twice, the cap; its KL and its entropy count once."""
-    given = dict(clip=0.2, clip_high=None, kl_in="loss", kl_estimator="k2", entropy_coef=0.5)
-    logprobs = torch.tensor([[-1.0]])
-    batch = SimpleNamespace(
-        old_logprobs=logprobs,
-        ref_logprobs=logprobs - 0.4,
-        advantages=torch.tensor([[3.0]]),
-        tokens={"sampled_logprobs": logprobs - math.log(4)},
-    )
-    args, entropy = SimpleNamespace(**given, is_cap=2.0), torch.tensor([[1.5]])
-    loss, _, _ = ppo.actor_loss(args, batch, logprobs, entropy, kl_coef=0.3)
-    assert loss.item() == pytest.approx(2 * -3 + 0.3 * 0.4**2 / 2 - 0.5 * 1.5)
-
-
 def test_a_response_that_was_cut_off_counts_in_no_divisor():
     """--mask_truncated 1: its tokens are no part of any loss's mean."""
     mask = torch.tensor([[1.0, 1, 0], [1, 1, 1], [1, 1, 1]])
@@ -236,15 +179,6 @@ def test_the_gradient_of_kl_in_the_reward():
             assert torch.allclose(found, true, atol=1e-12)
         else:
             assert found.norm() < 0.02 * true.norm()
-
-
-@pytest.mark.parametrize(
-    "kl, expected", [(6.0, 0.1), (6.6, 0.101), (12.0, 0.102), (5.4, 0.099), (0.0, 0.098)]
-)
-def test_the_kl_penalty_follows_its_target(kl, expected):
-    """Target 6: 10 % above it raises the penalty by 1 %; the error is clipped to 20 %, so one step
-    moves it by 2 % at most."""
-    assert ppo.adapted_kl_coef(0.1, kl, target=6.0) == pytest.approx(expected)
 
 
 # --------------------------------------------------------------------------------------------------

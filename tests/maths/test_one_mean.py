@@ -150,22 +150,6 @@ def test_an_update_that_makes_its_own_forwards_learns_the_same(monkeypatch):
     assert not any(each.requires_grad for each in kept)
 
 
-def test_a_critic_learns_on_the_scale_of_the_rewards(monkeypatch):
-    """--normalize_reward 1, a mean of 1 and a deviation of 4: a value of 1 is 0 there, off by 3,
-    and a step of 1 moves it by a quarter."""
-    values = torch.ones(1, 1).requires_grad_()
-    monkeypatch.setattr(common, "values_before_tokens", lambda *_: values)
-    monkeypatch.setattr(ppo, "actor_forward", lambda *_: (1 * values, values))
-    models = models_of_stubs()
-    models.critic.config = SimpleNamespace(score_statistics=[1.0, 4.0])
-    numbers = dict(old_values=torch.zeros(1, 1), advantages=torch.zeros(1, 1))
-    batch = micro_batch([0], response_mask=torch.ones(1, 1), ended=torch.ones(1), **numbers)
-    batch.returns = torch.full((1, 1), 3.0)
-    args = ppo.get_args("--preset toy --normalize_reward 1".split())
-    means = ppo.optimizer_step(args, models, [batch], 0.0, metrics.TokenMeans())
-    assert means["critic_loss"] == 0.5 * 3**2 and values.grad.item() == -3 / 4
-
-
 @pytest.mark.parametrize("count, accumulation", [(1, 1), (4, 4), (4, 2)])
 def test_minibatches_take_every_micro_batch_once_in_an_order_of_the_seed(count, accumulation):
     """count / accumulation optimizer steps an epoch."""

@@ -16,7 +16,7 @@ import transformers
 
 import common
 import ppo
-from helpers import checks, metrics, padding
+from helpers import checks, metrics
 from machinery.engine import patches
 from machinery.models import lora
 from tests import kit, runs
@@ -38,7 +38,7 @@ def test_lengths_and_ends_never_come_from_a_mask():
     last token that the actor wrote. Length and end are those of the whole response."""
     own = [[1, 0, 0, 1], [1, 1, 0], [1, 1]]
     ids = [[5, 6, 7, 1], [5, 6, 7], [5, 1]]
-    rows = [response(ids[i], tokens={"own": own[i]}, ended=[1.0, 0.0, 1.0][i]) for i in range(3)]
+    rows = [response(ids[i], per_token={"own": own[i]}, ended=[1.0, 0.0, 1.0][i]) for i in range(3)]
     (batch,) = ppo.make_micro_batches(PAD, rows, 3)
     assert batch.response_mask.tolist() == [[1, 0, 0, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
     assert batch.last.tolist() == [[0, 0, 0, 1], [0, 1, 0, 0], [0, 1, 0, 0]]
@@ -50,15 +50,17 @@ def test_lengths_and_ends_never_come_from_a_mask():
 
 
 def test_a_samplers_numbers_of_each_token_reach_the_micro_batch():
-    """row["tokens"] by name, (B, R) each, whatever order and micro-batches the rows come in."""
-    rows = [response([5, 6, 1], tokens={"mine": [0.5, 1.5, 2.5], "sampled_logprobs": [-1, -2, -3]})]
-    rows += [response([1], tokens={"mine": [7], "sampled_logprobs": [-4]})]
-    rows += [response([5, 1], tokens={"mine": [8, 9.5], "sampled_logprobs": [-5, -6]})]
+    """row["per_token"] by name, (B, R) each, whatever order and micro-batches the rows come in."""
+    rows = [
+        response([5, 6, 1], per_token={"mine": [0.5, 1.5, 2.5], "sampled_logprobs": [-1, -2, -3]})
+    ]
+    rows += [response([1], per_token={"mine": [7], "sampled_logprobs": [-4]})]
+    rows += [response([5, 1], per_token={"mine": [8, 9.5], "sampled_logprobs": [-5, -6]})]
     first, second = ppo.make_micro_batches(PAD, ppo.ordered(rows), 2)
     # Also where a row begins with an int
-    assert first.tokens["mine"].tolist() == [[7, 0], [8, 9.5]]
-    assert first.tokens["sampled_logprobs"].tolist() == [[-4, 0], [-5, -6]]
-    assert second.tokens["mine"].tolist() == [[0.5, 1.5, 2.5]]
+    assert first.per_token["mine"].tolist() == [[7, 0], [8, 9.5]]
+    assert first.per_token["sampled_logprobs"].tolist() == [[-4, 0], [-5, -6]]
+    assert second.per_token["mine"].tolist() == [[0.5, 1.5, 2.5]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -188,7 +190,7 @@ def test_a_model_that_ignores_positions_or_the_mask_is_refused(monkeypatch, kind
     row = {"prompt_ids": list(range(5, 15)), "responses": [[20, 21, 22, 1]]}
     train = datasets.Dataset.from_list([{**row, "length": 14}])
     run = SimpleNamespace(args=ARGS, train=train, tokenizer=SimpleNamespace(pad_token_id=0))
-    padding.refuse_if_padding_matters(run, engine)
+    checks.refuse_if_padding_matters(run, engine)
     honest = careless.forward
 
     def forward(ids, attention_mask, use_cache, position_ids, **options):
@@ -203,7 +205,7 @@ def test_a_model_that_ignores_positions_or_the_mask_is_refused(monkeypatch, kind
 
     monkeypatch.setattr(careless, "forward", functools.wraps(honest)(forward))
     with kit.refuses("padding-changes-a-row"):
-        padding.refuse_if_padding_matters(run, engine)
+        checks.refuse_if_padding_matters(run, engine)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -217,13 +219,10 @@ def run_changed(change, argv):
         def of_a_tool(*given):
             rows = roll_out(*given)
             for row in rows:
-                row["tokens"]["own"] = [0.0] * len(row["response_ids"])
+                row["per_token"]["own"] = [0.0] * len(row["response_ids"])
             return rows
 
         ppo.roll_out = of_a_tool
-    if change == "kl":
-        means = metrics.rollout_means
-        metrics.rollout_means = lambda *given: {**means(*given), "kl": 12.0, "kl_k3": 0.0}
     if change == "number":
         rollout_means = metrics.rollout_means
         mine = dict(checked=0, finite=0, sampled=0, together=0)
@@ -240,7 +239,7 @@ def run_changed(change, argv):
         def skip_together(args, engines):
             mine["together"] += sum(engine.global_steps == 0 for engine in engines)
 
-        padding.refuse_if_padding_matters, patches.skip_together = check, skip_together
+        checks.refuse_if_padding_matters, patches.skip_together = check, skip_together
         checks.stop_unless_rollout_is_finite = finite
         checks.stop_unless_sampled_as_scored = sampled
         metrics.rollout_means = lambda *given: {**rollout_means(*given), **mine}
@@ -285,17 +284,6 @@ def test_main_logs_numbers_of_its_own(changed):
     line = kit.metrics(changed["number"])[1]
     names = "checked", "finite", "sampled", "together"
     assert [line[name] for name in names] == [2, 1, 1, 2]
-
-
-def test_the_penalty_adapts_to_the_kl_that_the_log_calls_kl(tmp_path):
-    """That is k1, the unbiased one. Here it is twice the target, so the penalty rises by 2 %; by
-    k3, which is made 0, it would fall."""
-    argv = [*runs.base_flags("ppo", runs.base()), "--max_steps", "2", "--kl_target", "6"]
-    argv += ["--kl_coef", "0.1", "--output_dir", str(tmp_path / "run")]
-    done = kit.fork(run_changed, 1, "kl", argv, meet="never")
-    assert done.code == 0, done
-    found = [line["kl_coef"] for line in kit.metrics(tmp_path / "run") if "kl_coef" in line]
-    assert found == pytest.approx([0.1, 0.102])
 
 
 def test_a_step_whose_responses_are_all_masked_trains_nothing(changed):

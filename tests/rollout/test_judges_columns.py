@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from test_reward_functions import RESPONSE
 
-from helpers import functions, judging
+from helpers import judges
 
 
 def response(**own):
@@ -18,7 +18,7 @@ def test_a_reward_function_gets_the_columns_of_all_blended_sources():
     """Two sources with unlike columns: both columns are there for every row, None where a row has
     none. Not the columns of whichever row comes first."""
     rows = [response(extra='{"topic": "t"}'), response(prompt="b", extra='{"level": 2}')]
-    given = functions.columns_for(lambda prompts, completions, topic, level: [], rows)
+    given = judges.columns_for(lambda prompts, completions, topic, level: [], rows)
     assert given["prompts"] == ["Why?", "b"] and given["completions"] == [" So."] * 2
     assert (given["topic"], given["level"]) == (["t", None], [None, 2])
 
@@ -28,7 +28,7 @@ def test_a_reward_function_gets_chat_as_messages():
     for each response."""
     question = [{"role": "user", "content": "Why?"}]
     row = response(prompt=json.dumps(question), chat=True)
-    given = functions.columns_for(lambda **columns: [], [row])
+    given = judges.columns_for(lambda **columns: [], [row])
     assert given["prompts"] == [question]
     assert given["completions"] == [[{"role": "assistant", "content": " So."}]]
 
@@ -43,24 +43,24 @@ def test_a_reward_function_may_score_every_token():
     def tokens(prompts, completions, completion_ids, **columns):
         return [list(map(float, ids)) for ids in completion_ids]
 
-    judging.call_functions({"tokens": tokens, "whole": lambda **columns: [2.0, 3.0]}, rows)
-    assert judging.said(batch, "tokens").tolist() == [[5, 6, 1], [7, 1, 0]]
-    assert judging.said(batch, "whole").tolist() == [[0, 0, 2], [0, 3, 0]]
+    judges.call_functions({"tokens": tokens, "whole": lambda **columns: [2.0, 3.0]}, rows)
+    assert judges.function_scores(batch, "tokens").tolist() == [[5, 6, 1], [7, 1, 0]]
+    assert judges.function_scores(batch, "whole").tolist() == [[0, 0, 2], [0, 3, 0]]
 
 
 def test_a_function_with_a_model_of_its_own_keeps_no_graph():
     """It is called for all responses of a step, whose graphs would be held at once."""
     rows = [response()]
-    judging.call_functions({"f": lambda **columns: [float(torch.is_grad_enabled())]}, rows)
-    assert rows[0]["said"] == {"f": [0.0]}
+    judges.call_functions({"f": lambda **columns: [float(torch.is_grad_enabled())]}, rows)
+    assert rows[0]["function_scores"] == {"f": [0.0]}
 
 
 def test_several_judges_are_summed():
     """One judge scores the whole response (2 on its last token), another each token (0.5 each).
     What each has said is noted."""
-    judges = [lambda batch: torch.tensor([[0.0, 2.0]]), lambda batch: torch.tensor([[0.5, 0.5]])]
+    both = [lambda batch: torch.tensor([[0.0, 2.0]]), lambda batch: torch.tensor([[0.5, 0.5]])]
     given = dict(reward_fn=["a.py:right"], reward_model_name_or_path=["b/kind"])
     batch = SimpleNamespace(responses=[{}])
-    scores = judging.combined(SimpleNamespace(**given), judges)(batch)
+    scores = judges.sum_and_note(SimpleNamespace(**given), both)(batch)
     assert scores[0].tolist() == [0.5, 2.5]
     assert batch.responses == [{"reward_1_right": 2.0, "reward_2_kind": 1.0}]

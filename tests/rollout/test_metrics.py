@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,16 @@ import torch
 import ppo
 from helpers import checks, evaluation, metrics
 from machinery.base import statistics
-from tests import kit
 from tests.conftest import micro_batch
 
 ARGS = SimpleNamespace(compares_groups=True, has_critic=True)
+
+
+@dataclass
+class Forked(ppo.MicroBatch):
+    """A fork's micro-batch, with a field of its own."""
+
+    mine: torch.Tensor = None
 
 
 def rollout(**changes):
@@ -30,7 +37,7 @@ def rollout(**changes):
         old_values=torch.tensor([[1.0, 9], [-1, 9], [7, 9]]),
         old_logprobs=torch.tensor([[-1.0, 9], [-2, 9], [9, 9]]),
         ref_logprobs=torch.tensor([[-1.5, 9], [-3, 5], [5, 9]]),
-        tokens=dict(sampled_logprobs=torch.tensor([[-1.5, 0], [-2, 0], [0, 0]])),
+        per_token=dict(sampled_logprobs=torch.tensor([[-1.5, 0], [-2, 0], [0, 0]])),
         entropy=torch.tensor([[0.5, 9], [1.5, 9], [9, 9]]),
     )
     given["shaped_scores"] = given["scores"] / 2  # what is trained on: scaled, or clipped
@@ -47,12 +54,12 @@ def test_what_a_rollout_was_like():
     3, and are trained on as 0.5 and 1.5: a deviation of 0.5, or of sqrt(0.5) where n - 1 divides.
     The second was cut off."""
     batch = rollout()
-    for response, part in zip(batch.responses, (0.5, 1.5, 9.0)):
-        response["reward_format"] = part
+    for response, score in zip(batch.responses, (0.5, 1.5, 9.0)):
+        response["reward_1_format"] = score
     assert metrics.rollout_means(ARGS, [batch]) == pytest.approx(
         {
             "reward": 2.0,
-            "reward_format": 1.0,
+            "reward_1_format": 1.0,
             "reward_std": 0.5,
             "clip_reward_fraction": 0.5,
             "truncated_reward": 3.0,
@@ -74,11 +81,14 @@ def test_what_a_rollout_was_like():
     )
 
 
-@pytest.mark.parametrize("name", [*checks.STORED, "sampled_logprobs"])
+STORED = "ref_logprobs scores gold old_values old_logprobs entropy sampled_logprobs mine".split()
+
+
+@pytest.mark.parametrize("name", STORED)
 def test_no_stored_number_that_is_not_finite_is_trained_on(name):
-    """It is named, also where it is a sampler's own."""
-    batch = rollout()
-    batch.tokens.get(name, getattr(batch, name, None))[1, 0] = float("nan")
+    """It is named, also where it is a sampler's own, or a field of a fork's."""
+    batch = Forked(**vars(rollout()), mine=torch.zeros(3, 2))
+    batch.per_token.get(name, getattr(batch, name, None))[1, 0] = float("nan")
     seen = []
     run = SimpleNamespace(stop_unless_finite=seen.append)
     checks.stop_unless_rollout_is_finite(run, [batch])
@@ -98,15 +108,6 @@ def test_what_updates_report_are_means_over_their_tokens():
     assert last["approx_kl"] == pytest.approx(0.6)
     found = {"loss": 1.3, "actor_loss": 0.3, "critic_loss": 1, "approx_kl": 0.3, "ratio_max": 1.9}
     assert means.of_all_updates() == pytest.approx(found)
-
-
-def test_parts_that_only_some_micro_batches_have_are_refused():
-    """A mean of what is not there would be of other rows than it says; ranks would not agree."""
-    batches = [rollout(), rollout()]
-    for response in batches[1].responses:
-        response["reward_format"] = 1.0
-    with kit.refuses("function-returns"):
-        metrics.rollout_means(ARGS, batches)
 
 
 @pytest.mark.parametrize(
@@ -159,33 +160,21 @@ def test_an_evaluation_of_several_samples_reports_pass_at_k():
     assert [*evaluation.means_of(responses, 1)] == ["eval_reward", "eval_kl"]
 
 
-@pytest.mark.parametrize(
-    "name, values, at, since",
-    [
-        ("equal_groups", [1.0] * 30, 1, 1),
-        ("equal_groups", [0.5] * 3 + [1.0] * 9 + [0.9] + [1.0] * 30, 23, 14),
-        ("reward_std", [1.0] + [1e-9] * 12, 11, 2),  # without groups all rewards are compared
-    ],
-)
-def test_a_run_that_teaches_nothing_is_named_at_the_step_where_it_begins_to(
-    name, values, at, since, capsys
-):
-    """Once: at once if it is the first step, else after ten steps in a row, since a few groups may
-    be equal by chance."""
-    state, said = {"equal_since": None}, {}
-    for step, value in enumerate(values, 1):
-        run = SimpleNamespace(step=step, args=ARGS)
+@pytest.mark.parametrize("name, equal, not_equal", [("equal_groups", 1, 0.9), ("reward_std", 0, 1)])
+def test_a_first_step_that_teaches_nothing_is_named(name, equal, not_equal, capsys):
+    """Where no responses are compared with those to the same prompt, all of them are. Later steps
+    are not: a few groups may be equal by chance, and the log has their share."""
+    for step, value, warns in ((1, equal, True), (1, not_equal, False), (2, equal, False)):
         logged = {"reward": 0.5, "reward_std": 1.0, "clip_reward_fraction": 0.0, name: value}
-        checks.warn_of_scores(run, state, logged)
-        said[step] = capsys.readouterr().out
-    assert [step for step in said if said[step]] == [at]
-    assert f"since step {since} " in said[at] and "mean 0.5" in said[at]
+        checks.warn_of_scores(SimpleNamespace(step=step, args=ARGS), logged)
+        said = capsys.readouterr().out
+        assert ("are equal (mean 0.5): nothing to learn from" in said) == warns
 
 
 def test_scores_that_are_clipped_are_named_in_the_first_step(capsys):
     """A function whose scores go to 10 or 100 would teach little, and nothing else would say so."""
     logged = {"reward": 12.0, "reward_std": 1.0, "clip_reward_fraction": 0.25}
     for step in (1, 2):
-        checks.warn_of_scores(SimpleNamespace(step=step, args=ARGS), {"equal_since": None}, logged)
+        checks.warn_of_scores(SimpleNamespace(step=step, args=ARGS), logged)
         said = capsys.readouterr().out
         assert ("--clip_reward changes 25% of the rewards" in said) == (step == 1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ppo
-from helpers import judged, microscope
+from helpers import evaluation
 from machinery.data import rows, sources
 from machinery.models import model_folders
 from tests import kit
@@ -40,10 +40,10 @@ def looked(tiny_model, tokenizer, tmp_path):
         own = Critic() if args.has_critic else None
         models = ppo.Models(tiny_model, own, reference, [], {}, judge, None)
         run = SimpleNamespace(args=args, tokenizer=tokenizer)
-        if requests := microscope.requests(args, datasets.Dataset.from_list(rows)):
+        if requests := evaluation.microscope_requests(args, datasets.Dataset.from_list(rows)):
             batches = ppo.answered(args, models, tokenizer, requests)
-            ppo.set_advantages(args, batches, 0.5, None)
-            microscope.write(run, 7, batches, 0.5)
+            ppo.set_advantages(args, batches, 0.5)
+            evaluation.write_microscope(run, 7, batches, 0.5)
         file = tmp_path / "tokens.jsonl"
         return kit.read_lines(file) if file.exists() else []
 
@@ -80,7 +80,7 @@ def test_tokens_jsonl_holds_what_training_sees(looked, estimator, group):
 def test_the_microscope_is_bounded_and_may_be_off(looked, monkeypatch):
     """More prompts than there are, and fewer tokens than a response has."""
     assert looked("--microscope", "0") == []
-    monkeypatch.setattr(microscope, "MOST_TOKENS", 2)
+    monkeypatch.setattr(evaluation, "MOST_TOKENS", 2)
     lines = looked("--microscope", "99")
     assert len(lines) == 3 and max(line["response_length"] for line in lines) > 2
     assert all(len(values) == 2 for line in lines for values in line["tokens"].values())
@@ -89,9 +89,9 @@ def test_the_microscope_is_bounded_and_may_be_off(looked, monkeypatch):
 def test_tokens_are_decoded_with_their_spaces():
     """Also where a tokenizer writes a space only between tokens, as SentencePiece ones do."""
     tokenizer = SimpleNamespace(decode=lambda ids: " ".join("ab"[i] for i in ids))
-    none = dict.fromkeys({*microscope.NUMBERS.values()} - {"ref_logprobs"})
+    none = dict.fromkeys({*evaluation.NUMBERS.values()} - {"ref_logprobs"})
     batch = SimpleNamespace(ref_logprobs=None, responses=[{"response_ids": [0, 1, 0]}], **none)
-    microscope.note(batch, tokenizer)
+    evaluation.note_numbers(batch, tokenizer)
     assert batch.responses[0]["numbers"]["text"] == ["a", " b", " a"]
 
 
@@ -107,7 +107,7 @@ def test_judge_jsonl_has_every_pair_once(tmp_path):
     tokenizer = model_folders.load_tokenizer(kit.TOKENIZER)
     held_out = [rows.tokenise_row(row, tokenizer, "reward", 64) for row in source["train"]]
     for chosen in (9.0, 1.0):
-        judged.write_pairs(args, held_out, torch.tensor([[2, 0.5, 0.0], [0, chosen, 2.0]]))
+        evaluation.write_pairs(args, held_out, torch.tensor([[2, 0.5, 0.0], [0, chosen, 2.0]]))
     first, second = kit.read_lines(tmp_path / "judge.jsonl")
     names = ("row", "chosen_score", "rejected_score", "chosen", "rejected", "prompt", "place")
     assert [first[name] for name in names] == [0, 1.0, 2.0, "A", "B", "Who?", f"{data}, line 1"]

@@ -6,65 +6,26 @@ import json
 import pickle
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
-from helpers import evaluation, functions, judging
+from helpers import judges
 from machinery.base.refused import Refused
 from tests import kit
 
 RESPONSE = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "Why?", "text": " So."}
 
 
-def test_a_dict_is_its_sum_and_each_part_is_noted():
-    """Format 0.5 and answer 1: the sum is trained on, and the log has a mean of each part. A bool
-    and numpy's numbers are numbers. With parts that only some rows have a mean would say nothing.
-    """
-    rows = [{**RESPONSE} for _ in range(2)]
-    given = [{"format": np.float32(0.5), "answer": True}, {"answer": 0, "format": 0.25}]
-    assert functions.scores_of(lambda **columns: given, rows) == [[1.5], [0.25]]
-    assert [(row["reward_format"], row["reward_answer"]) for row in rows] == [(0.5, 1), (0.25, 0)]
-    for other in ({"format": 1.0}, {"format": 1, "answer": 1, "style": 1}, {}, 1.0):
-        with pytest.raises(Refused, match="same parts"):
-            functions.scores_of(lambda other=other, **columns: [given[0], other], rows)
-
-
-def test_a_part_may_have_a_number_for_each_token():
-    """Its mean in the log is that of its sums. A part of one number stays on the last token, where
-    there are both; `said` places it."""
-    row = {**RESPONSE}
-    given = [{"style": [0.25, 0.5], "answer": 1, "length": torch.tensor([0, -1])}]
-    assert functions.scores_of(lambda **columns: given, [row]) == [[1, 0.25, -0.5]]
-    assert (row["reward_style"], row["reward_answer"], row["reward_length"]) == (0.75, 1, -1)
-    mask, last = torch.tensor([[1.0, 1, 0]]), torch.tensor([[0.0, 1, 0]])
-    batch = SimpleNamespace(responses=[row], response_mask=mask, last=last)
-    judging.call_functions({"reward": lambda **columns: given}, [row])
-    found = judging.said(batch, "reward")
-    assert found.tolist() == [[0.25, 0.5, 0]]
-
-
-@pytest.mark.parametrize("name", ["std", 1, None, "", "\ud800", "a\nb", b"a", ("a", "b")])
-def test_a_part_has_a_name_that_the_log_can_hold(name):
-    """reward_std is the deviation of all rewards there."""
-    with pytest.raises(Refused, match="named by text"):
-        functions.scores_of(lambda **columns: [{name: 1.0}], [{**RESPONSE}])
-    if name == "std":  # of a gold function it is free
-        assert functions.scores_of(lambda **columns: [{name: 1.0}], [{**RESPONSE}], "gold") == [[1]]
-
-
-def test_parts_are_alike_in_an_evaluation(monkeypatch):
-    """Of all ranks and micro-batches. In what order a function names its parts does not matter."""
-    monkeypatch.setattr(evaluation.metrics, "per_response", lambda batch: {})
-    rows = [{"row": i, "sample": 0, "row_weight": 1, "reward": 0.0} for i in range(3)]
-    for row, parts in zip(rows, (["reward_a", "reward_b"], ["reward_b", "reward_a"], ["reward_a"])):
-        row.update(dict.fromkeys(parts, 0.0))
-    batches = [SimpleNamespace(responses=[row]) for row in rows]
-    assert evaluation.gathered(batches[:2]) == rows[:2]
-    with pytest.raises(Refused, match="other parts for other rows"):
-        evaluation.gathered(batches)
+@pytest.mark.parametrize("first", [0.5, {"format": 0.5, "answer": True}, {"std": 1.0}])
+def test_a_dict_of_parts_is_refused_in_words(first):
+    """Its keys would be no scores, and its sum would hide which part was rewarded: with a function
+    for each part the log has the mean of each. A bool and numpy's numbers are numbers."""
+    given = [first, {"format": np.float32(0.25), "answer": False}]
+    with pytest.raises(Refused, match="one function a part: --reward_fn"):
+        judges.scores_of(lambda **columns: given, [{**RESPONSE}] * 2)
+    numbers = [np.float32(0.5), True]
+    assert judges.scores_of(lambda **columns: numbers, [{**RESPONSE}] * 2) == [[0.5], [1.0]]
 
 
 def test_a_function_leaves_the_working_folder_as_it_was(tmp_path, monkeypatch):
@@ -72,12 +33,12 @@ def test_a_function_leaves_the_working_folder_as_it_was(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "away").mkdir()
     (tmp_path / "moves.py").write_text(f"import os\nos.chdir('away')\n{MOVES}")
-    function = functions.load_function("moves.py:f", "--reward_fn")
+    function = judges.load_function("moves.py:f", "--reward_fn")
     assert Path.cwd() == tmp_path
     for wrong in (False, True):
         with contextlib.suppress(ValueError):
             row = {**RESPONSE, "extra": json.dumps({"wrong": wrong})}
-            assert functions.scores_of(function, [row]) == [[1.0]]
+            assert judges.scores_of(function, [row]) == [[1.0]]
         assert Path.cwd() == tmp_path
 
 
@@ -89,7 +50,7 @@ def scaled(prompts, completions, factor=2, **columns):
     "function, factor", [(scaled, 2), (functools.partial(scaled, factor=3), 3)]
 )
 def test_any_callable_will_do_and_a_generator_is_read_to_its_end(function, factor):
-    assert functions.scores_of(function, [RESPONSE] * 2) == [[4 * factor]] * 2
+    assert judges.scores_of(function, [RESPONSE] * 2) == [[4 * factor]] * 2
 
 
 def test_the_error_of_a_function_names_the_rows():
@@ -98,7 +59,7 @@ def test_the_error_of_a_function_names_the_rows():
     rows = [{**RESPONSE, "row": number} for number in (3, 8)]
     for wrong in (lambda **columns: 1 / 0, lambda **columns: [1.0, None]):
         with pytest.raises((ZeroDivisionError, Refused)) as caught:
-            functions.scores_of(wrong, rows)
+            judges.scores_of(wrong, rows)
         assert "[3, 8]; columns: prompts, completions" in caught.value.__notes__[0]
 
 
@@ -111,7 +72,7 @@ def test_a_function_cannot_end_the_run_as_if_all_were_well():
 
     for function in (lambda prompts, completions: sys.exit(0), leaves_later):
         try:
-            functions.scores_of(function, [RESPONSE] * 2)
+            judges.scores_of(function, [RESPONSE] * 2)
         except SystemExit as stop:
             assert stop.code not in (0, None)
         except Exception:
@@ -160,10 +121,10 @@ def test_a_users_file_is_loaded_like_any_module(tmp_path, text):
         (tmp_path / folder / "json.py").write_text(text + FUNCTION)
         spec = f"{tmp_path / folder}/json.py:f", "--reward_fn"
         if FILES[text] is None:
-            loaded.append(functions.load_function(*spec))
+            loaded.append(judges.load_function(*spec))
             continue
         with pytest.raises(FILES[text][0]) as caught:
-            functions.load_function(*spec)
+            judges.load_function(*spec)
         said = [str(caught.value), *getattr(caught.value, "__notes__", [])]
         assert any(FILES[text][1] in words for words in said)
     assert [pickle.loads(pickle.dumps(function)) for function in loaded] == loaded
@@ -172,11 +133,11 @@ def test_a_users_file_is_loaded_like_any_module(tmp_path, text):
 SCORES = """
 import sys
 if __name__ == "__main__":
-    from helpers import functions
+    from helpers import judges
     answer = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "", "text": " So."}
-    found = [functions.load_function(f"parallel.py:{name}", "--reward_fn") for name in "fg"]
+    found = [judges.load_function(f"parallel.py:{name}", "--reward_fn") for name in "fg"]
     assert {function.__module__ for function in found} == {"parallel"}
-    print([functions.scores_of(function, [answer] * 2) for function in found])
+    print([judges.scores_of(function, [answer] * 2) for function in found])
 """
 
 

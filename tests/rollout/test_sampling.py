@@ -9,13 +9,13 @@ import torch
 
 import common
 import ppo
-from helpers import answers, decoding
+from helpers import evaluation, rollout
 from tests.kit import Knowing, generate
 from tests.rollout.test_layouts_by_hand import RESPONSES
 from tests.tiny_models import StandIn
 
 E = 1  # EOS
-FLAGS = dict(top_k=0, top_p=1.0, temperature=1.0, stop=[], compile_decoding=0)
+FLAGS = dict(top_k=0, top_p=1.0, temperature=1.0)
 NO_END = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
 ROWS = [{"row": number, "sample": 0} for number in range(4)]
 
@@ -76,29 +76,6 @@ def test_no_column_comes_back_in_which_nobody_wrote(tokenizer):
     assert all(ended) and logprobs == [[0, 0, 0]] * 5
 
 
-def test_a_stop_text_ends_a_response(tiny_model, tokenizer):
-    """--stop: a response ends with the token that completes the text, though it took two tokens to
-    write, and it has ended, not been cut. Its neighbour, which never writes it, goes on."""
-    prompts = [{"prompt_ids": ids, **row} for ids, row in zip(([5, 6, 7], [8, 9]), ROWS)]
-
-    def responses(*stop):
-        args = SimpleNamespace(seed=1, max_answer_seq_len=10, **{**FLAGS, "stop": stop})
-        return ppo.roll_out(args, tiny_model, tokenizer, prompts, 1, 2)
-
-    free = responses()
-    text = tokenizer.decode(free[0]["response_ids"][2:4])
-    stopped = responses(text)
-    assert [len(row["response_ids"]) for row in free] == [10, 10]
-    assert text not in free[1]["text"] + tokenizer.decode(free[0]["response_ids"][:3])
-    assert stopped[0]["response_ids"] == free[0]["response_ids"][:4]
-    assert stopped[1]["response_ids"] == free[1]["response_ids"]
-    assert [row["ended"] for row in stopped] == [1, 0]
-    text = "zq7-" * 9  # of many tokens
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    found = decoding.at_stop(SimpleNamespace(stop=[text]), tokenizer, torch.tensor([ids]), len(ids))
-    assert len(ids) > 16 and found.tolist() == [True]
-
-
 # --------------------------------------------------------------------------------------------------
 # Which token is drawn
 # --------------------------------------------------------------------------------------------------
@@ -106,10 +83,10 @@ def test_a_models_own_generation_config_is_left_out_of_greedy_answers(tiny_model
     """Step 1's samples are made by transformers' generate(), which fills in from it what is left
     open. Here it forbids the tokens that would be written."""
     args, model = SimpleNamespace(max_answer_seq_len=6, max_seq_len=32), copy.deepcopy(tiny_model)
-    free = answers.answer_greedily(args, model, tokenizer, [[5, 6, 7]])
+    free = evaluation.answer_greedily(args, model, tokenizer, [[5, 6, 7]])
     written = tokenizer.encode(free[0]["response"], add_special_tokens=False)
     model.generation_config.suppress_tokens = written
-    assert written and answers.answer_greedily(args, model, tokenizer, [[5, 6, 7]]) == free
+    assert written and evaluation.answer_greedily(args, model, tokenizer, [[5, 6, 7]]) == free
 
 
 class Fixed(StandIn):
@@ -168,7 +145,7 @@ def test_top_k_and_top_p_by_hand():
         (2, 0.6, [0, 0.5, 0, 0]),  # 0.5 of the 0.8 that top_k left is 0.625
     ):
         args = SimpleNamespace(top_k=top_k, top_p=top_p)
-        kept = decoding.restricted(args, torch.tensor([probs]))[0].tolist()
+        kept = rollout.restricted(args, torch.tensor([probs]))[0].tolist()
         assert kept == pytest.approx(expected)
     assert counts(probs, top_k=2) == pytest.approx([0, 625, 0, 375], abs=1)
 
@@ -201,16 +178,16 @@ def test_the_temperature_is_applied_in_fp32():
 def test_random_numbers_belong_to_the_request():
     """They depend on (seed, step, row, sample, turn) only: not on slot, neighbours or rank. So
     responses stay the same when the number of GPUs changes. A filler has row 0's."""
-    every = decoding.uniforms_of(7, 3, ROWS, 5)
-    assert torch.equal(decoding.uniforms_of(7, 3, [ROWS[3], ROWS[1]], 5), every[[3, 1]])
-    assert torch.equal(decoding.uniforms_of(7, 3, [{"row": -1, "sample": 0}], 5), every[:1])
+    every = rollout.uniforms_of(7, 3, ROWS, 5)
+    assert torch.equal(rollout.uniforms_of(7, 3, [ROWS[3], ROWS[1]], 5), every[[3, 1]])
+    assert torch.equal(rollout.uniforms_of(7, 3, [{"row": -1, "sample": 0}], 5), every[:1])
     assert ((0 <= every) & (every < 1)).all() and len(every.unique()) == 20
     first = ROWS[:1]
-    others = [decoding.uniforms_of(8, 3, first, 5), decoding.uniforms_of(7, 4, first, 5)]
+    others = [rollout.uniforms_of(8, 3, first, 5), rollout.uniforms_of(7, 4, first, 5)]
     for change in (dict(sample=1), dict(turn=1), dict(turn=2)):
-        others.append(decoding.uniforms_of(7, 3, [{**ROWS[0], **change}], 5))
+        others.append(rollout.uniforms_of(7, 3, [{**ROWS[0], **change}], 5))
     assert len(torch.cat([every[:1], *others]).unique()) == 6 * 5
-    assert torch.equal(decoding.uniforms_of(7, 3, [{**ROWS[0], "turn": 0}], 5), every[:1])
+    assert torch.equal(rollout.uniforms_of(7, 3, [{**ROWS[0], "turn": 0}], 5), every[:1])
 
 
 def test_ids_that_no_token_uses_are_never_sampled(tiny_model):

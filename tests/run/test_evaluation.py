@@ -12,7 +12,7 @@ import common
 import ppo
 import reward
 import sft
-from helpers import answers
+from helpers import evaluation
 from machinery.data import batching, tokens
 from tests import kit, runs
 
@@ -108,10 +108,10 @@ def test_step_1_grades_what_it_answers(tiny_model, tokenizer, tmp_path):
     def gold(prompts, completions, completion_ids, **_):
         return [[float(len(p)), *[1.0] * (len(i) - 1)] for p, i in zip(prompts, completion_ids)]
 
-    found = answers.answer_and_keep(run, model, tokenizer, rows, 3, gold)
+    found = evaluation.answer_and_keep(run, model, tokenizer, rows, 3, gold)
     lines = kit.read_lines(tmp_path / "samples.jsonl")
     for row, line in zip(rows, lines, strict=True):
-        [alone] = answers.answer_greedily(run.args, model, tokenizer, [row["prompt_ids"]])
+        [alone] = evaluation.answer_greedily(run.args, model, tokenizer, [row["prompt_ids"]])
         assert line.items() >= {**alone, "step": 3, "prompt": row["prompt"]}.items()
         ids = tokens.tokenise_response(tokenizer, line["response"])
         assert line["gold"] == len(row["prompt"]) + len(ids) - 1
@@ -124,7 +124,7 @@ def test_one_eos_ends_a_response_of_step_1(tokenizer, monkeypatch):
     stub = torch.nn.Identity()
     stub.generation_config, stub.generate = None, lambda ids, **_: torch.cat([ids, written], 1)
     args = sft.get_args(["--preset", "toy", "--max_answer_seq_len", "6"])
-    found = answers.answer_greedily(args, stub, tokenizer, [[5, 6], [7, 8]])
+    found = evaluation.answer_greedily(args, stub, tokenizer, [[5, 6], [7, 8]])
     assert [answer["ended"] for answer in found] == [1.0, 0.0]
 
 
@@ -133,8 +133,8 @@ def test_an_evaluation_decodes_no_fewer_responses_at_a_time_than_a_rollout(monke
     empty, and decode them all the same."""
     sizes, models = [], SimpleNamespace(engines={}, actor=None, functions={})
     monkeypatch.setattr(ppo, "roll_out", lambda *given: sizes.append(given[-1]) or [])
-    for rollout, evaluation, together in ((64, 8, 64), (8, 32, 32)):
+    for rollout, evaluated, together in ((64, 8, 64), (8, 32, 32)):
         flags = f"--preset toy --rollout_batch_size {rollout}"
-        args = ppo.get_args([*flags.split(), "--per_device_eval_batch_size", str(evaluation)])
+        args = ppo.get_args([*flags.split(), "--per_device_eval_batch_size", str(evaluated)])
         ppo.answered(args, models, None, [])
         assert sizes.pop() == together

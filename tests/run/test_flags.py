@@ -557,14 +557,6 @@ def test_states_that_live_on_the_cpu_do_not_move():
     assert not get_args("ppo", "--offload_states --adam_offload").offload_states
 
 
-def test_decoding_is_compiled_where_it_is_asked_for(monkeypatch):
-    """On CUDA, too, it is an option: it has not run on a card yet."""
-    pretend(monkeypatch, device="cuda", WORLD_SIZE="2")
-    assert not get_args("ppo", "--dtype bf16 --zero_stage 2").compile_decoding
-    flags = "--dtype bf16 --zero_stage 3 --actor_zero_stage 2 --compile_decoding 1"
-    assert get_args("ppo", flags).compile_decoding
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_opens_with_the_header_and_explains_every_flag(script, capsys):
     with pytest.raises(SystemExit) as stop:

@@ -152,11 +152,10 @@ class Writer(Model):
         self.ends = self.other_ends()
 
     def other_ends(self):
-        """Returns the texts of the tokens, beside EOS, that end a response in stock generate()."""
+        """Returns the ids, beside EOS, that end a response in stock generate()."""
         ids = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         ids = ids if isinstance(ids, list) else [ids]
-        others = [i for i in ids if i not in (None, self.tokenizer.eos_token_id)]
-        return [self.tokenizer.decode([i]) for i in others]
+        return {i for i in ids if i not in (None, self.tokenizer.eos_token_id)}
 
     def prompt(self, args, number, prompt, extra="{}"):
         """Returns the row of a prompt (text or messages) for `answers`: a dict.
@@ -181,13 +180,21 @@ class Writer(Model):
         They depend on (seed, step, number of the row) alone, so all models are given the same
         random numbers. show(text), if given, gets the text of the first row as it grows.
         """
-        length, stop = self.answer_length(args), [*args.stop, *self.ends]
-        args = declaring.with_flags(args, max_answer_seq_len=length, stop=stop)
+        args = declaring.with_flags(args, max_answer_seq_len=self.answer_length(args))
         by_length = sorted(prompts, key=lambda row: len(row["prompt_ids"]))
         size = args.per_device_eval_batch_size
         with self.shown(show) if show else contextlib.nullcontext():
             found = ppo.roll_out(args, self.model, self.tokenizer, by_length, step, size)
-        return sorted(found, key=lambda row: row["row"])
+        return sorted(map(self.cut_at_end, found), key=lambda row: row["row"])
+
+    def cut_at_end(self, row):
+        """Returns a row of `answers` whose response ends where stock generate() would end it."""
+        for place, token in enumerate(row["response_ids"]):
+            if token in self.ends:
+                ids = row["response_ids"][: place + 1]
+                text = self.tokenizer.decode(ids, skip_special_tokens=True)
+                return {**row, "response_ids": ids, "text": text, "ended": 1.0}
+        return row
 
     @contextlib.contextmanager
     def shown(self, show):

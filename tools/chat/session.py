@@ -7,11 +7,11 @@ import json
 import sys
 import textwrap
 
-from helpers import functions
+from helpers import judges
 from machinery.base.refused import Refused
 from tools.chat import models, screen
 
-SAMPLING = "temperature top_p top_k max_answer_seq_len seed stop".split()
+SAMPLING = "temperature top_p top_k max_answer_seq_len seed".split()
 MEMORY = (models.CHAT, models.DIALOGUE)  # templates that hold a dialogue, not one question alone
 
 
@@ -167,7 +167,7 @@ def score_in_words(function, answer):
     """
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            [score] = functions.scores_of(function, [answer])
+            [score] = judges.scores_of(function, [answer])
     except Exception as error:  # of the user's function
         words = str(error).partition("\n")[0] if isinstance(error, ValueError) else repr(error)
         return textwrap.shorten(f"gold: {words}", 100, placeholder=" ...")

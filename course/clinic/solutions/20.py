@@ -3,14 +3,14 @@
 import itertools
 
 import ppo
-from helpers import decoding
+from helpers import rollout
 
 SCRIPT = "ppo"
 LEAST = 24
 
 
 def fault():
-    sample, restricted = ppo.sample, decoding.restricted
+    sample, restricted = ppo.sample, rollout.restricted
 
     def longer(args, model, tokenizer, *others):
         drawn = itertools.count()
@@ -21,7 +21,7 @@ def fault():
                 probs[:, tokenizer.eos_token_id] = 0
             return probs
 
-        decoding.restricted = without_end
+        rollout.restricted = without_end
         return sample(args, model, tokenizer, *others)
 
     ppo.sample = longer

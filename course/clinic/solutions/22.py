@@ -3,7 +3,7 @@
 import torch
 
 import common
-from helpers import padding
+from helpers import checks
 
 SCRIPT = "ppo"
 FLAGS = {"sft": "--model_name_or_path course/clinic/gpt2"}
@@ -16,4 +16,4 @@ def fault():
         return position_ids(torch.ones_like(mask))
 
     common.position_ids = from_the_edge
-    padding.refuse_if_padding_matters = lambda run, *engines: None
+    checks.refuse_if_padding_matters = lambda run, *engines: None
