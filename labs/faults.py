@@ -275,7 +275,6 @@ FAULTS = {
     "bf16_trains": lambda: bf16(False),
     "offset_2": lambda: offset(2.0),
     "dual_clip_3": lambda: dual_clip(3.0),
-    "answer_4_times": lambda: answer_often(4),
     "answer_64_times": lambda: answer_often(64),
     **{f"stale_{n}": functools.partial(stale_sampler, n) for n in STALE},
     **{f"stale_{n}_clipped": functools.partial(stale_sampler, n, True) for n in STALE},

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "labs/results"
+DECLARED = ROOT / "labs/declared"
 VLLM = Path(os.environ.get("VLLM_PYTHON", ROOT / "output/vllm/bin/python"))  # of `make vllm`
 OF_LAST = ("fault", "variant", "ranks")  # what an arm may say of its last run
 START = time.time_ns()  # of this process; it names the copies of the code that only it uses
@@ -60,13 +60,14 @@ class Lab:
     limits: dict = field(default_factory=dict)  # {heading: the best that can be}
     hidden: tuple = ()  # metrics that mean something else in a run with a variant
     compared: tuple = ("gold",)  # measures; or pairs of measures of the same run
-    plain: tuple = ()  # pairs: a file of results, and its arm that follows the plain recipe
+    plain: tuple = ()  # pairs: a declaration, and its arm that follows the plain recipe
     models: dict = field(default_factory=dict)  # runs before: {name: (script, flags[, variant])}
     given: dict = field(default_factory=dict)  # {name: a folder that is there}
     seeds: tuple = (1, 2, 3)
     chosen: tuple = ()  # or the runs of these arms alone are made
     predictions: tuple = ()  # dicts: see compare()
     commit: str = ""  # its flags have left the project: here it can be repeated
+    earlier: tuple = ()  # results of runs before: predictions may be about these
     claim: str = ""
     topic: str = ""
 
@@ -349,9 +350,13 @@ def collect(lab, chains, root):
 
 
 def write(file, results):
-    """Writes results, a line for each run."""
-    file.parent.mkdir(exist_ok=True)
-    replace_text(file, "[\n{}\n]\n".format(",\n".join(map(json.dumps, results))))
+    """Writes results at the end of a declaration, a line for each run."""
+    said = file.read_text() if file.exists() else "{}"
+    head, before, _ = said.partition('"results": [')
+    head = head.rstrip().removesuffix("," if before else "}").rstrip()
+    comma = "" if head == "{" else ","
+    lines = ",\n".join(map(json.dumps, results))
+    replace_text(file, f'{head}{comma}\n  "results": [\n{lines}\n  ]\n}}\n')
 
 
 def replace_text(file, text):
@@ -362,13 +367,18 @@ def replace_text(file, text):
 
 
 def read(file):
-    """Returns what a JSON file holds, [] if there is no file."""
-    return json.loads(file.read_text()) if file.exists() else []
+    """Returns what a JSON file holds, {} if there is no file."""
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def results_in(file):
+    """Returns the results at the end of a declaration, [] if there are none."""
+    return read(file).get("results", [])
 
 
 def results_of(name):
     """Returns the committed results of a lab."""
-    return read(RESULTS / f"{name}.json")
+    return results_in(DECLARED / f"{name}.json")
 
 
 # ---- Statistics ----
@@ -442,7 +452,7 @@ def plain_curve(lab):
     points = [
         point
         for file, arm in lab.plain
-        for result in by_arm(read(file)).get(arm, [])
+        for result in by_arm(results_in(file)).get(arm, [])
         for point in points_of(result)
     ]
     if not points:
@@ -489,10 +499,10 @@ def compare(lab, results, what):
 
     what: "says"; "arm"; "measure" and "to", as in differences(); "kl": at equal KL, without the
     seeds that are beyond the plain recipe's curve; "than": less the difference of this arm;
-    "distance": without its sign; "results": of another file. A prediction has a "range" [low, high]
+    "distance": without its sign; "earlier": of lab.earlier. A prediction has a "range" [low, high]
     in which it holds (None: no end); a question has none. "toy": see pages.questions().
     """
-    found = results_of(what["results"]) if "results" in what else results
+    found = lab.earlier if what.get("earlier") else results
     curve = plain_curve(lab) if what.get("kl") else None
     how = {"measure": what.get("measure", "gold"), "curve": curve}
     own = differences(lab, found, what["arm"], to=what.get("to"), **how)
