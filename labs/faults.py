@@ -1,7 +1,7 @@
 """Runs one of the scripts with a mistake in it:  python labs/faults.py FAULT ppo.py FLAGS
 
-For the labs that ask what a mistake does, and for the clinic (course/clinic), whose mistakes each
-have a file: FAULT is a name in FAULTS below, or a file that defines fault(). The mistake is patched
+For the labs that ask what a mistake does, and for the clinic (course/clinic), whose mistakes have a
+file: FAULT is a name in FAULTS below, or FILE:CASE, of a file with CASES. The mistake is patched
 in from outside, so the scripts hold none of it. Every run of the lab "mismatch", also that without
 a fault, has two passes, one that scores and one that trains: a pass that is both would be compared
 with itself. No such run is stopped by what ppo.py checks in its first step.
@@ -286,7 +286,8 @@ FAULTS = {
 
 def main():
     fault, script = sys.argv[1:3]
-    (FAULTS.get(fault) or runpy.run_path(fault)["fault"])()
+    file, _, case = fault.partition(":")
+    (FAULTS.get(fault) or runpy.run_path(file)["CASES"][case]["fault"])()
     sys.argv = sys.argv[2:]
     program({"sft.py": sft, "reward.py": reward, "ppo.py": ppo}[script].main)
 

@@ -523,12 +523,13 @@ def test_runs_are_found_below_a_folder_each_once(tmp_path):
         runs.find([tmp_path / "gone"])
 
 
-def test_a_run_that_lies_elsewhere_is_named_in_a_text_file(tmp_path):
+def test_a_run_that_lies_elsewhere_is_named_in_a_file(tmp_path):
     """So several experiments share one SFT run, which is read once; that PPO began from it is known
-    as if it lay beside it. A line that names nothing, or the folder itself, does no harm."""
+    as if it lay beside it. A name of nothing, or of the folder itself, does no harm."""
     made = [make_run(tmp_path / name, script=name[-3:]) for name in ("a/sft", "b/ppo", "c/ppo")]
     for folder in ("b", "c"):
-        (tmp_path / folder / runs.ELSEWHERE).write_text("../a/sft\n\n../gone\n.\n\0\n")
+        places = {"sft": "../a/sft", "x": "../gone", "y": ".", "z": "\0", "n": 1, "m": ""}
+        (tmp_path / folder / runs.PACKED).write_text(json.dumps(places))
     found = runs.find([tmp_path / "b", tmp_path / "c"])
     assert [run.path.resolve() for run in found] == made
     found[1].args = {"actor_model_name_or_path": "somewhere/sft"}
