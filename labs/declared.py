@@ -2,10 +2,10 @@
 predicted before they were made. It ends with their results.
 
 A declaration has the fields of runner.Lab; "base" and "measures" are names of labs/declared.json,
-or written out as there. Without "shown" the picture shows all measures. Unless an arm says
-otherwise, a run has one rank. A seed goes through the whole pipeline: its own SFT model, reward
-model and PPO. Where a lab names a commit, flags of it have left the project since; it can be
-repeated there. labs/README.md shows how to write one.
+or written out as there. Without "shown" the picture shows all measures. A run has one rank. A seed
+goes through the whole pipeline: its own SFT model, reward model and PPO. Where a lab names a
+commit, flags of it have left the project since; it can be repeated there. labs/README.md shows how
+to write one.
 """
 
 import json
@@ -19,7 +19,7 @@ HERE = runner.ROOT / "labs"
 OUTPUT = runner.ROOT / "output/labs"
 GIVEN = {  # data that run.py makes for those labs that name them
     "text": OUTPUT / "text.jsonl",
-    "half": OUTPUT / "half",  # by course/swapped.py
+    "half": OUTPUT / "half",  # by course/exercises.py
     "sums": OUTPUT / "sums",  # sums with three operations
     "real": OUTPUT / "real",  # SmolLM2 and its sums, by recipes/smollm2/make.py
     "vllm": runner.VLLM,

@@ -229,13 +229,13 @@ def stale_sampler(steps, old_is_sampled=False):
 STALE = 0, 1, 2, 4, 8  # steps
 
 
-def answer_often(count):
-    """Each held-out prompt stands there so many times: as many samples of it in an evaluation."""
+def answer_64_times():
+    """Each held-out prompt stands there 64 times: as many samples of it in an evaluation."""
     load_rows = ppo.load_rows
 
     def change(*args):
         train, held_out = load_rows(*args)
-        return train, held_out.select([i for i in range(len(held_out)) for _ in range(count)])
+        return train, held_out.select([i for i in range(len(held_out)) for _ in range(64)])
 
     ppo.load_rows = change
 
@@ -267,7 +267,7 @@ def head_library():
 
 
 BY_NAME = [dropout_scores, shifted, shifted_ratio, shifted_penalty, no_eos, whitened_by_halves]
-BY_NAME += [grpo_no_deviation, in_order, head_library]
+BY_NAME += [grpo_no_deviation, answer_64_times, in_order, head_library]
 FAULTS = {
     **{fault.__name__: fault for fault in BY_NAME},
     "none": two_passes,
@@ -275,7 +275,6 @@ FAULTS = {
     "bf16_trains": lambda: bf16(False),
     "offset_2": lambda: offset(2.0),
     "dual_clip_3": lambda: dual_clip(3.0),
-    "answer_64_times": lambda: answer_often(64),
     **{f"stale_{n}": functools.partial(stale_sampler, n) for n in STALE},
     **{f"stale_{n}_clipped": functools.partial(stale_sampler, n, True) for n in STALE},
     "head_0.02": lambda: head(lambda width: 0.02),

@@ -142,12 +142,6 @@ def overview(labs):
     return markdown(["lab", "the claim", "about", "what was predicted"], lines)
 
 
-def counts(labs):
-    """Returns a table of how many predictions have which verdict."""
-    words = [word for _, what, _, word in runner.decided(labs) if "range" in what]
-    return markdown(VERDICTS, [[str(words.count(word)) for word in VERDICTS]])
-
-
 def reasons(labs):
     """Returns a verdict on each statement of labs/README.md, and the intervals that it rests on.
 

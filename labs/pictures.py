@@ -46,7 +46,7 @@ def save(figure, file, dpi=80):
     drawn, info = io.BytesIO(), PngInfo()
     figure.savefig(drawn, dpi=dpi)
     info.add_text("Description", digest(figure))
-    few = Image.open(drawn).convert("RGB").convert("P", palette=Image.Palette.ADAPTIVE, colors=32)
+    few = Image.open(drawn).convert("RGB").quantize(32)
     file.parent.mkdir(exist_ok=True)
     few.save(file, pnginfo=info, optimize=True)
 

@@ -64,11 +64,8 @@ def write_given(name):
         if not at.exists():
             raise SystemExit(f"There is no vLLM at {at}: make vllm, or set VLLM_PYTHON")
     else:
-        words = {
-            "half": ["course/swapped.py", "0.5", at],
-            "real": ["recipes/smollm2/make.py", at],
-        }
-        subprocess.run([sys.executable, *words[name]], cwd=runner.ROOT, check=True)
+        words = ["course/exercises.py", "0.5"] if name == "half" else ["recipes/smollm2/make.py"]
+        subprocess.run([sys.executable, *words, at], cwd=runner.ROOT, check=True)
 
 
 def summary():
@@ -98,7 +95,7 @@ def main():
             pictures.save(figure, file, 120)
         for name in filter(runner.results_of, LABS):
             pages.study(LABS[name], None, 0, *places_of(name), plot_only=True)
-        pages.put(HERE / "README.md", *pages.reasons(LABS), pages.counts(LABS))
+        pages.put(HERE / "README.md", *pages.reasons(LABS))
         return pages.put(HERE / "all.md", pages.overview(LABS))
     if args.name is None:
         for name, lab in LABS.items():

@@ -26,7 +26,7 @@ import numpy
 ROOT = Path(__file__).resolve().parent.parent
 DECLARED = ROOT / "labs/declared"
 VLLM = Path(os.environ.get("VLLM_PYTHON", ROOT / "output/vllm/bin/python"))  # of `make vllm`
-OF_LAST = ("fault", "variant", "ranks")  # what an arm may say of its last run
+OF_LAST = ("fault", "variant")  # what an arm may say of its last run
 START = time.time_ns()  # of this process; it names the copies of the code that only it uses
 EVERY = 60  # seconds between two lines about runs that are being made
 FINISHED = "finished.json"  # written into a run's folder when it has ended by itself
@@ -43,7 +43,7 @@ class Lab:
 
     An arm is a dict: {script: its flags, over those of `base`}, and for the last script also
     "fault" (of labs/faults.py), "variant" (of variants/, or several: "vllm+band"), "best_of"
-    (samples of each prompt), "ranks". "against" names the arm that it is compared with, which is
+    (samples of each prompt). "against" names the arm that it is compared with, which is
     the lab's first by default.
     """
 
@@ -110,7 +110,6 @@ class Run:
     parents: tuple = ()  # pairs: name, and a Run or a path
     fault: str = ""  # of labs/faults.py
     variant: str = ""  # of variants/, applied to a copy of the code
-    ranks: int = 1
 
     def folder(self, root):
         """Returns its output folder. Equal runs of several labs have the same.
@@ -118,9 +117,8 @@ class Run:
         A variant's files are part of its name: when they have changed, it is another run.
         """
         parents = [str(place(parent, Path())) for _, parent in self.parents]
-        several = (self.ranks,) if self.ranks > 1 else ()
         variant = self.variant and sources(self.variant)
-        text = repr((self.script, self.flags, self.fault, variant, parents, *several))
+        text = repr((self.script, self.flags, self.fault, variant, parents))
         return root / f"{self.script}-{hashlib.sha1(text.encode()).hexdigest()[:10]}-{self.seed}"
 
     def command(self, root):
@@ -129,8 +127,7 @@ class Run:
         flags = [word.format(**at) if "{" in word else word for word in self.flags]
         fault = [str(ROOT / "labs/faults.py"), self.fault] if self.fault else []
         seed = [] if "--seed" in flags else ["--seed", str(self.seed)]
-        several = ["-m", "torch.distributed.run", f"--nproc_per_node={self.ranks}"]
-        start = [sys.executable, *(several if self.ranks > 1 else []), *fault, f"{self.script}.py"]
+        start = [sys.executable, *fault, f"{self.script}.py"]
         return [*start, "--preset", "toy", *flags, *seed, "--output_dir", str(self.folder(root))]
 
     def is_made(self, root):
