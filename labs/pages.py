@@ -186,7 +186,7 @@ def study(lab, root, jobs, file, page, picture, plot_only):
                 runner.write(file, runner.with_earlier(lab, found, runner.results_in(file)))
     found = runner.results_in(file)
     if not found:
-        raise SystemExit(f"{file} has no results: there were no runs yet")
+        raise SystemExit(f"{file} has no results yet")
     pictures.save(pictures.of_lab(lab, found), picture)
     text = block(lab, found)
     print(f"{text}\n\nThe picture is {picture}")

@@ -44,11 +44,10 @@ def digest(figure):
 def save(figure, file, dpi=80):
     """Writes a picture of 32 colours, a third of the bytes, with the digest of what it shows."""
     drawn, info = io.BytesIO(), PngInfo()
-    figure.savefig(drawn, dpi=dpi)
     info.add_text("Description", digest(figure))
-    few = Image.open(drawn).convert("RGB").quantize(32)
+    figure.savefig(drawn, dpi=dpi)
     file.parent.mkdir(exist_ok=True)
-    few.save(file, pnginfo=info, optimize=True)
+    Image.open(drawn).convert("RGB").quantize(32).save(file, pnginfo=info, optimize=True)
 
 
 def new_axes(width, height, **grid):

@@ -99,7 +99,7 @@ def main():
         return pages.put(HERE / "all.md", pages.overview(LABS))
     if args.name is None:
         for name, lab in LABS.items():
-            known = "results here" if runner.results_of(name) else "not run yet"
+            known = "run" if runner.results_of(name) else "not run yet"
             print(f"{name:22} {lab.title} ({known})")
         return
     name, lab = args.name, LABS[args.name]

@@ -347,13 +347,12 @@ def collect(lab, chains, root):
 
 
 def write(file, results):
-    """Writes results at the end of a declaration, a line for each run."""
-    said = file.read_text() if file.exists() else "{}"
+    """Writes results at the end of a declaration, a line for each run; --quick has none."""
+    said = file.read_text() if file.exists() else '{"quick": true}'
     head, before, _ = said.partition('"results": [')
     head = head.rstrip().removesuffix("," if before else "}").rstrip()
-    comma = "" if head == "{" else ","
     lines = ",\n".join(map(json.dumps, results))
-    replace_text(file, f'{head}{comma}\n  "results": [\n{lines}\n  ]\n}}\n')
+    replace_text(file, f'{head},\n  "results": [\n{lines}\n  ]\n}}\n')
 
 
 def replace_text(file, text):

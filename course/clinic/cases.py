@@ -39,7 +39,7 @@ CASES = sorted(file.stem for file in (HERE / "solutions").glob("[0-9]*.md"))
 MISTAKES = HERE / "solutions/mistakes.py"
 # How many are kept: samples and tokens' responses of the first and of the last evaluation, pairs
 MOST = {"samples": 28, "tokens": 2, "judge": 280}
-DIGITS = {"metrics": 5, "samples": 3, "tokens": 3, "judge": 3}
+DIGITS = {"metrics": 5, "samples": 3, "tokens": 3, "judge": 5}
 CLOCKS = "generate_seconds score_seconds train_seconds seconds tokens_per_second tflops".split()
 LEFT_OUT = {"versions", "frozen_models", *CLOCKS}  # of what is kept
 
