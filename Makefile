@@ -16,7 +16,7 @@ ifneq ($(shell command -v nvidia-smi >/dev/null && uname -r | grep -vi microsoft
 export PYTORCH_CUDA_ALLOC_CONF ?= expandable_segments:True
 endif
 
-.PHONY: demo picture slides grpo real class try grade own-demo container lab clinic test test-slow test-all variants vllm gpu-check gpu-run lint bench install clean
+.PHONY: demo picture pictures slides grpo real class try grade own-demo container lab clinic test test-slow test-all variants vllm gpu-check gpu-run lint bench install clean
 demo: install
 	deepspeed --log_level error $(RANKS) $(WITH)sft.py --preset toy --output_dir $(DEMO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) $(WITH)reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
@@ -25,9 +25,15 @@ demo: install
 	python toy/report.py $(DEMO)
 	python tools/look.py $(DEMO)
 
-# README's picture: the first screen of the demo's page.
+# README's picture: the first screen of the demo's page, in 64 colours, a third of the bytes.
 picture:
 	chromium --headless --no-sandbox --hide-scrollbars --window-size=1400,1850 --screenshot=docs/report.png $(DEMO)/report.html
+	python -c "from PIL import Image; f = 'docs/report.png'; Image.open(f).convert('RGB').quantize(64).save(f, optimize=True)"
+
+# The pictures of labs and variants, which are not in git, from the results that are.
+pictures: install
+	python labs/run.py --plot
+	python variants/run.py --plot
 
 # SFT and GRPO on sums that a verifier checks; then longer sums, before and after.
 grpo: install

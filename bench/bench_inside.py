@@ -116,6 +116,28 @@ def write_model(folder, config, kind, with_weights):
         model_class(config).save_pretrained(folder, max_shard_size="100GB")
 
 
+SIZES = {"21M": (512, 1408, 4), "69M": (768, 2048, 8), "176M": (1024, 2816, 12)}  # for `full_rows`
+
+
+def full_rows(folder, size, weights=False):
+    """Writes a model of one of SIZES, with a vocabulary of 8,000, a reward model like it, and data
+    whose rows fill every length."""
+    hidden, intermediate, layers = SIZES[size]
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parent.parent / "toy/model")
+    for name, kind in ((size, "CausalLM"), (f"{size}-reward", "SequenceClassification")):
+        config = llama(hidden, layers, hidden // 64, intermediate, 8000, tied=False)
+        write_model(folder / name, config, kind, weights)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "data").mkdir(exist_ok=True)
+    text = "When can I see the fox at the camp? " * 100
+    for split, count in (("train", 64), ("test", 4)):
+        rows = [
+            {"prompt": f"{split}{i} {text}", "chosen": f" a{i} {text}", "rejected": f" b{i} {text}"}
+            for i in range(count)
+        ]
+        (folder / f"data/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def copy_model(pretrained, folder, kind, pad_token_id):
     """Writes a pretrained model, or a reward model that is made from it: its head is random."""
     torch.manual_seed(0)

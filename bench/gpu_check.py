@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 if sys.argv[1:2] == ["rank"]:  # before tests.kit chooses the CPU; a launcher hands no variable on
     os.environ["DS_ACCELERATOR"] = sys.argv[4]
-import memory  # beside this file
+import bench_inside  # beside this file
 import torch
 
 from tests import gpu_rows, kit, runs, two_devices
@@ -239,7 +239,7 @@ def main():
     kit.prepare(base)
     for name in ("memory", "facts"):
         (base / name).mkdir()
-    memory.prepare(base / "memory", SIZE)
+    bench_inside.full_rows(base / "memory", SIZE)
     device = "CPU rank that pretends to be a GPU" if args.pretend else "CPU ranks"
     if accelerator == "cuda":
         device = f"x {torch.cuda.get_device_name()}"

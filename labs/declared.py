@@ -1,11 +1,11 @@
 """Reads the labs: labs/declared/NAME.json says which runs are compared, by what, and what was
-predicted before they were made.
+predicted before they were made. It ends with their results.
 
 A declaration has the fields of runner.Lab; "base" and "measures" are names of labs/declared.json,
-or written out as there. Without "shown" the picture shows all measures. Unless an arm says
-otherwise, a run has one rank. A seed goes through the whole pipeline: its own SFT model, reward
-model and PPO. Where a lab names a commit, flags of it have left the project since; it can be
-repeated there. labs/README.md shows how to write one.
+or written out as there. Without "shown" the picture shows all measures. A run has one rank. A seed
+goes through the whole pipeline: its own SFT model, reward model and PPO. Where a lab names a
+commit, flags of it have left the project since; it can be repeated there. labs/README.md shows how
+to write one.
 """
 
 import json
@@ -19,8 +19,7 @@ HERE = runner.ROOT / "labs"
 OUTPUT = runner.ROOT / "output/labs"
 GIVEN = {  # data that run.py makes for those labs that name them
     "text": OUTPUT / "text.jsonl",
-    "second": OUTPUT / "second/data",  # the toy's data with another seed
-    "half": OUTPUT / "half",  # by course/swapped.py
+    "half": OUTPUT / "half",  # by course/exercises.py
     "sums": OUTPUT / "sums",  # sums with three operations
     "real": OUTPUT / "real",  # SmolLM2 and its sums, by recipes/smollm2/make.py
     "vllm": runner.VLLM,
@@ -57,8 +56,9 @@ def load(file):
         "measures": measures,
         "given": {name: GIVEN[name] for name in base["given"] + said.get("given", [])},
         "models": base["models"] | said.get("models", {}),
-        "plain": tuple((runner.RESULTS / f"{name}.json", arm) for name, arm in plain.items()),
+        "plain": tuple((runner.DECLARED / f"{name}.json", arm) for name, arm in plain.items()),
     }
+    said.pop("results", None)  # runner.results_of() has them
     return runner.Lab(**{**said, **others})
 
 

@@ -1,7 +1,7 @@
 """Runs one of the scripts with a mistake in it:  python labs/faults.py FAULT ppo.py FLAGS
 
-For the labs that ask what a mistake does, and for the clinic (course/clinic), whose mistakes each
-have a file: FAULT is a name in FAULTS below, or a file that defines fault(). The mistake is patched
+For the labs that ask what a mistake does, and for the clinic (course/clinic), whose mistakes have a
+file: FAULT is a name in FAULTS below, or FILE:CASE, of a file with CASES. The mistake is patched
 in from outside, so the scripts hold none of it. Every run of the lab "mismatch", also that without
 a fault, has two passes, one that scores and one that trains: a pass that is both would be compared
 with itself. No such run is stopped by what ppo.py checks in its first step.
@@ -45,7 +45,7 @@ def in_training(name, change):
     Evaluations are left alone: they measure, and are to measure all runs alike. The responses that
     the microscope shows are no evaluation: they are made as in training.
     """
-    function, answered, few = getattr(ppo, name), ppo.answered, ppo.microscope.requests
+    function, answered, few = getattr(ppo, name), ppo.answered, ppo.evaluation.microscope_requests
     shown, evaluating = None, False
 
     def noted(*args):
@@ -63,7 +63,7 @@ def in_training(name, change):
     def changed(*args):
         return function(*args) if evaluating else change(function, *args)
 
-    ppo.microscope.requests, ppo.answered = noted, answered_alike
+    ppo.evaluation.microscope_requests, ppo.answered = noted, answered_alike
     setattr(ppo, name, changed)
 
 
@@ -229,13 +229,13 @@ def stale_sampler(steps, old_is_sampled=False):
 STALE = 0, 1, 2, 4, 8  # steps
 
 
-def answer_often(count):
-    """Each held-out prompt stands there so many times: as many samples of it in an evaluation."""
+def answer_64_times():
+    """Each held-out prompt stands there 64 times: as many samples of it in an evaluation."""
     load_rows = ppo.load_rows
 
     def change(*args):
         train, held_out = load_rows(*args)
-        return train, held_out.select([i for i in range(len(held_out)) for _ in range(count)])
+        return train, held_out.select([i for i in range(len(held_out)) for _ in range(64)])
 
     ppo.load_rows = change
 
@@ -267,7 +267,7 @@ def head_library():
 
 
 BY_NAME = [dropout_scores, shifted, shifted_ratio, shifted_penalty, no_eos, whitened_by_halves]
-BY_NAME += [grpo_no_deviation, in_order, head_library]
+BY_NAME += [grpo_no_deviation, answer_64_times, in_order, head_library]
 FAULTS = {
     **{fault.__name__: fault for fault in BY_NAME},
     "none": two_passes,
@@ -275,8 +275,6 @@ FAULTS = {
     "bf16_trains": lambda: bf16(False),
     "offset_2": lambda: offset(2.0),
     "dual_clip_3": lambda: dual_clip(3.0),
-    "answer_4_times": lambda: answer_often(4),
-    "answer_64_times": lambda: answer_often(64),
     **{f"stale_{n}": functools.partial(stale_sampler, n) for n in STALE},
     **{f"stale_{n}_clipped": functools.partial(stale_sampler, n, True) for n in STALE},
     "head_0.02": lambda: head(lambda width: 0.02),
@@ -287,7 +285,8 @@ FAULTS = {
 
 def main():
     fault, script = sys.argv[1:3]
-    (FAULTS.get(fault) or runpy.run_path(fault)["fault"])()
+    file, _, case = fault.partition(":")
+    (FAULTS.get(fault) or runpy.run_path(file)["CASES"][case]["fault"])()
     sys.argv = sys.argv[2:]
     program({"sft.py": sft, "reward.py": reward, "ppo.py": ppo}[script].main)
 

@@ -138,15 +138,8 @@ def overview(labs):
                 said.setdefault(word, []).append(what["says"])
         texts = [f"**{word}**: {'; '.join(said[word])}" for word in VERDICTS if word in said]
         text = "<br>".join(texts) or "no number was predicted"
-        picture = f'<a href="{name}.md"><img src="{name}.png" width="160"></a>'
-        lines.append([f"[{name}]({name}.md)", lab.claim, lab.topic, text, picture])
-    return markdown(["lab", "the claim", "about", "what was predicted", "picture"], lines)
-
-
-def counts(labs):
-    """Returns a table of how many predictions have which verdict."""
-    words = [word for _, what, _, word in runner.decided(labs) if "range" in what]
-    return markdown(VERDICTS, [[str(words.count(word)) for word in VERDICTS]])
+        lines.append([f"[{name}]({name}.md)", lab.claim, lab.topic, text])
+    return markdown(["lab", "the claim", "about", "what was predicted"], lines)
 
 
 def reasons(labs):
@@ -178,8 +171,9 @@ def put(page, *texts):
     page.write_text(pattern.sub(fill, page.read_text()))
 
 
-def study(lab, root, jobs, results, page, picture, plot_only):
-    """Makes the runs (unless plot_only), writes results, picture, and the tables into the page.
+def study(lab, root, jobs, file, page, picture, plot_only):
+    """Makes the runs (unless plot_only), writes results into the declaration, tables into the page,
+    and the picture.
 
     What there is after Ctrl-C is written, too.
     """
@@ -189,10 +183,10 @@ def study(lab, root, jobs, results, page, picture, plot_only):
             runner.make_all(chains, root, jobs)
         finally:
             if found := runner.collect(lab, chains, root):
-                runner.write(results, runner.with_earlier(lab, found, runner.read(results)))
-    found = runner.read(results)
+                runner.write(file, runner.with_earlier(lab, found, runner.results_in(file)))
+    found = runner.results_in(file)
     if not found:
-        raise SystemExit(f"{results} is not there: there were no runs yet")
+        raise SystemExit(f"{file} has no results yet")
     pictures.save(pictures.of_lab(lab, found), picture)
     text = block(lab, found)
     print(f"{text}\n\nThe picture is {picture}")

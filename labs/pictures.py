@@ -4,6 +4,7 @@ A picture carries a digest of what it shows. So a test sees whether it is up to 
 """
 
 import hashlib
+import io
 import json
 import statistics
 from itertools import pairwise
@@ -11,6 +12,8 @@ from textwrap import fill
 
 import runner
 from matplotlib.figure import Figure
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from runner import by_arm, by_seed
 
 COLOURS = {"shown": "tab:green", "refuted": "tab:red", "not decided": "tab:orange"}
@@ -39,9 +42,12 @@ def digest(figure):
 
 
 def save(figure, file, dpi=80):
-    """Writes a picture, with the digest of what it shows."""
+    """Writes a picture of 32 colours, a third of the bytes, with the digest of what it shows."""
+    drawn, info = io.BytesIO(), PngInfo()
+    info.add_text("Description", digest(figure))
+    figure.savefig(drawn, dpi=dpi)
     file.parent.mkdir(exist_ok=True)
-    figure.savefig(file, dpi=dpi, metadata={"Description": digest(figure)})
+    Image.open(drawn).convert("RGB").quantize(32).save(file, pnginfo=info, optimize=True)
 
 
 def new_axes(width, height, **grid):

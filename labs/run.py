@@ -1,14 +1,15 @@
 """Makes a lab's runs, then its results, tables and picture.
 
     python labs/run.py NAME              makes the runs that are not there yet, and draws
-    python labs/run.py NAME --plot       tables and picture from labs/results/NAME.json alone
+    python labs/run.py NAME --plot       tables and picture from the committed results alone
     python labs/run.py NAME --dry_run    the commands of its runs
     python labs/run.py NAME --quick      one seed of one arm and of its baseline: some minutes
-    python labs/run.py --plot            pictures and tables of labs/README.md and labs/all.md
+    python labs/run.py --plot            all of them, and those of labs/README.md and labs/all.md
     python labs/run.py                   lists the labs
 
---seeds 4 5 6 adds seeds, and --arms gae rloo makes the runs of some arms alone. --quick writes
-results of its own, labs/results/NAME-quick.json. A lab is declared in labs/declared/NAME.json.
+--seeds 4 5 6 adds seeds, and --arms gae rloo makes the runs of some arms alone. A lab is declared
+in labs/declared/NAME.json, which ends with its results; --quick writes those of its own beside the
+runs. Of the pictures, labs/believe is in git. The others are drawn where their pages say.
 """
 
 import json
@@ -63,12 +64,8 @@ def write_given(name):
         if not at.exists():
             raise SystemExit(f"There is no vLLM at {at}: make vllm, or set VLLM_PYTHON")
     else:
-        words = {
-            "second": ["toy/make.py", "--seed", "5678", "--out", at.parent],
-            "half": ["course/swapped.py", "0.5", at],
-            "real": ["recipes/smollm2/make.py", at],
-        }
-        subprocess.run([sys.executable, *words[name]], cwd=runner.ROOT, check=True)
+        words = ["course/exercises.py", "0.5"] if name == "half" else ["recipes/smollm2/make.py"]
+        subprocess.run([sys.executable, *words, at], cwd=runner.ROOT, check=True)
 
 
 def summary():
@@ -81,6 +78,11 @@ def summary():
     return figures
 
 
+def places_of(name):
+    """Returns a lab's declaration, its page and its picture."""
+    return runner.DECLARED / f"{name}.json", HERE / f"{name}.md", HERE / f"{name}.png"
+
+
 def main():
     parser = runner.new_parser(__doc__, LABS, "output/labs")
     parser.add_argument("--dry_run", action="store_true", help="print the commands alone")
@@ -91,11 +93,13 @@ def main():
     if args.name is None and args.plot:
         for file, figure in summary().items():
             pictures.save(figure, file, 120)
-        pages.put(HERE / "README.md", *pages.reasons(LABS), pages.counts(LABS))
+        for name in filter(runner.results_of, LABS):
+            pages.study(LABS[name], None, 0, *places_of(name), plot_only=True)
+        pages.put(HERE / "README.md", *pages.reasons(LABS))
         return pages.put(HERE / "all.md", pages.overview(LABS))
     if args.name is None:
         for name, lab in LABS.items():
-            known = "results here" if runner.results_of(name) else "not run yet"
+            known = "run" if runner.results_of(name) else "not run yet"
             print(f"{name:22} {lab.title} ({known})")
         return
     name, lab = args.name, LABS[args.name]
@@ -107,15 +111,16 @@ def main():
     if unknown := set(args.arms) - set(lab.arms):
         parser.error(f"no arms of {name}: {sorted(unknown)}; it has {list(lab.arms)}")
     lab = replace(lab, seeds=tuple(args.seeds or lab.seeds), chosen=tuple(args.arms))
+    places, root = places_of(name), args.runs.resolve()
     if args.quick:
-        name, lab = f"{name}-quick", quick(lab)
+        lab = quick(lab)
+        places = [root / f"{name}-quick{kind}" for kind in (".json", ".md", ".png")]
     if args.dry_run:
-        return runner.show(lab.chains(), args.runs.resolve())
+        return runner.show(lab.chains(), root)
     if not args.plot:
         for given in lab.given:
             write_given(given)
-    places = [HERE / file.format(name) for file in ("results/{}.json", "{}.md", "{}.png")]
-    pages.study(lab, args.runs.resolve(), args.jobs, *places, args.plot)
+    pages.study(lab, root, args.jobs, *places, args.plot)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "labs/results"
+DECLARED = ROOT / "labs/declared"
 VLLM = Path(os.environ.get("VLLM_PYTHON", ROOT / "output/vllm/bin/python"))  # of `make vllm`
-OF_LAST = ("fault", "variant", "ranks")  # what an arm may say of its last run
+OF_LAST = ("fault", "variant")  # what an arm may say of its last run
 START = time.time_ns()  # of this process; it names the copies of the code that only it uses
 EVERY = 60  # seconds between two lines about runs that are being made
 FINISHED = "finished.json"  # written into a run's folder when it has ended by itself
@@ -43,7 +43,7 @@ class Lab:
 
     An arm is a dict: {script: its flags, over those of `base`}, and for the last script also
     "fault" (of labs/faults.py), "variant" (of variants/, or several: "vllm+band"), "best_of"
-    (samples of each prompt), "ranks". "against" names the arm that it is compared with, which is
+    (samples of each prompt). "against" names the arm that it is compared with, which is
     the lab's first by default.
     """
 
@@ -60,13 +60,14 @@ class Lab:
     limits: dict = field(default_factory=dict)  # {heading: the best that can be}
     hidden: tuple = ()  # metrics that mean something else in a run with a variant
     compared: tuple = ("gold",)  # measures; or pairs of measures of the same run
-    plain: tuple = ()  # pairs: a file of results, and its arm that follows the plain recipe
+    plain: tuple = ()  # pairs: a declaration, and its arm that follows the plain recipe
     models: dict = field(default_factory=dict)  # runs before: {name: (script, flags[, variant])}
     given: dict = field(default_factory=dict)  # {name: a folder that is there}
     seeds: tuple = (1, 2, 3)
     chosen: tuple = ()  # or the runs of these arms alone are made
     predictions: tuple = ()  # dicts: see compare()
     commit: str = ""  # its flags have left the project: here it can be repeated
+    earlier: tuple = ()  # results of runs before: predictions may be about these
     claim: str = ""
     topic: str = ""
 
@@ -109,7 +110,6 @@ class Run:
     parents: tuple = ()  # pairs: name, and a Run or a path
     fault: str = ""  # of labs/faults.py
     variant: str = ""  # of variants/, applied to a copy of the code
-    ranks: int = 1
 
     def folder(self, root):
         """Returns its output folder. Equal runs of several labs have the same.
@@ -117,9 +117,8 @@ class Run:
         A variant's files are part of its name: when they have changed, it is another run.
         """
         parents = [str(place(parent, Path())) for _, parent in self.parents]
-        several = (self.ranks,) if self.ranks > 1 else ()
         variant = self.variant and sources(self.variant)
-        text = repr((self.script, self.flags, self.fault, variant, parents, *several))
+        text = repr((self.script, self.flags, self.fault, variant, parents))
         return root / f"{self.script}-{hashlib.sha1(text.encode()).hexdigest()[:10]}-{self.seed}"
 
     def command(self, root):
@@ -128,8 +127,7 @@ class Run:
         flags = [word.format(**at) if "{" in word else word for word in self.flags]
         fault = [str(ROOT / "labs/faults.py"), self.fault] if self.fault else []
         seed = [] if "--seed" in flags else ["--seed", str(self.seed)]
-        several = ["-m", "torch.distributed.run", f"--nproc_per_node={self.ranks}"]
-        start = [sys.executable, *(several if self.ranks > 1 else []), *fault, f"{self.script}.py"]
+        start = [sys.executable, *fault, f"{self.script}.py"]
         return [*start, "--preset", "toy", *flags, *seed, "--output_dir", str(self.folder(root))]
 
     def is_made(self, root):
@@ -346,9 +344,12 @@ def collect(lab, chains, root):
 
 
 def write(file, results):
-    """Writes results, a line for each run."""
-    file.parent.mkdir(exist_ok=True)
-    replace_text(file, "[\n{}\n]\n".format(",\n".join(map(json.dumps, results))))
+    """Writes results at the end of a declaration, a line for each run; --quick has none."""
+    said = file.read_text() if file.exists() else '{"quick": true}'
+    head, before, _ = said.partition('"results": [')
+    head = head.rstrip().removesuffix("," if before else "}").rstrip()
+    lines = ",\n".join(map(json.dumps, results))
+    replace_text(file, f'{head},\n  "results": [\n{lines}\n  ]\n}}\n')
 
 
 def replace_text(file, text):
@@ -359,13 +360,18 @@ def replace_text(file, text):
 
 
 def read(file):
-    """Returns what a JSON file holds, [] if there is no file."""
-    return json.loads(file.read_text()) if file.exists() else []
+    """Returns what a JSON file holds, {} if there is no file."""
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def results_in(file):
+    """Returns the results at the end of a declaration, [] if there are none."""
+    return read(file).get("results", [])
 
 
 def results_of(name):
     """Returns the committed results of a lab."""
-    return read(RESULTS / f"{name}.json")
+    return results_in(DECLARED / f"{name}.json")
 
 
 # ---- Statistics ----
@@ -439,7 +445,7 @@ def plain_curve(lab):
     points = [
         point
         for file, arm in lab.plain
-        for result in by_arm(read(file)).get(arm, [])
+        for result in by_arm(results_in(file)).get(arm, [])
         for point in points_of(result)
     ]
     if not points:
@@ -486,10 +492,10 @@ def compare(lab, results, what):
 
     what: "says"; "arm"; "measure" and "to", as in differences(); "kl": at equal KL, without the
     seeds that are beyond the plain recipe's curve; "than": less the difference of this arm;
-    "distance": without its sign; "results": of another file. A prediction has a "range" [low, high]
+    "distance": without its sign; "earlier": of lab.earlier. A prediction has a "range" [low, high]
     in which it holds (None: no end); a question has none. "toy": see pages.questions().
     """
-    found = results_of(what["results"]) if "results" in what else results
+    found = lab.earlier if what.get("earlier") else results
     curve = plain_curve(lab) if what.get("kl") else None
     how = {"measure": what.get("measure", "gold"), "curve": curve}
     own = differences(lab, found, what["arm"], to=what.get("to"), **how)

@@ -1,13 +1,14 @@
 """Applies variants to copies of the code, checks them, and compares them with the unchanged script.
 
     python variants/run.py [NAME] --check            each variant: two steps, and bench/fork.py
-    python variants/run.py NAME                      its runs on the toy: results.json, picture
-    python variants/run.py NAME --plot               table and picture from results.json alone
+    python variants/run.py NAME                      its runs on the toy: results, table, picture
+    python variants/run.py [NAME] --plot             table and picture from the results alone
     python variants/run.py                           lists them, as the table of docs/variants.md
     python variants/run.py NAME --apply              to this tree; says what is in its way
 
 After `make demo`: the runs start from its models (--models output/demo). A variant is a folder with
-NAME.diff, or new files for the top of the tree, with arms.json: what is run, and with README.md.
+NAME.diff, or new files for the top of the tree, with arms.json: what is run, and its results, and
+with README.md. The pictures, curves.png, are not in git.
 """
 
 import json
@@ -47,6 +48,11 @@ def declared(name):
     return json.loads((HERE / name / "arms.json").read_text())
 
 
+def results_of(name):
+    """Returns the committed results of a variant."""
+    return runner.results_in(HERE / name / "arms.json")
+
+
 def lab_of(name, models):
     """Returns a variant as a lab, whose runs start from given models."""
     what = declared(name)
@@ -64,7 +70,7 @@ def lab_of(name, models):
         base={script: what["base"]},
         arms={arm: {**flags, "against": "".join(unchanged)} for arm, flags in arms.items()},
         compared=("gold",) if unchanged else (),
-        plain=tuple((HERE / name / "results.json", arm) for arm in unchanged),
+        plain=tuple((HERE / name / "arms.json", arm) for arm in unchanged),
         measures={
             **{head: tuple(spec) for head, spec in what.get("measures", {}).items()},
             **{head: (last, *measure) for head, measure in MEASURES.items()},
@@ -166,10 +172,10 @@ def lines_changed(name):
 
 def overview():
     """Returns the table of all variants, in Markdown: gold of the arms with and without them."""
-    lines = ["| variant | lines | gold, after | the unchanged script | picture |"]
-    lines.append("| --- " * 5 + "|")
+    lines = ["| variant | lines | gold, after | the unchanged script |"]
+    lines.append("| --- " * 4 + "|")
     for name in NAMES:
-        results = runner.read(HERE / name / "results.json")
+        results = results_of(name)
         texts = {True: [], False: []}
         for arm, found in runner.by_arm(results).items():
             own = arm.removeprefix("unchanged: ")
@@ -184,10 +190,13 @@ def overview():
         folder = f"../variants/{name}"
         cells = [f"[{name}]({folder}/README.md)", lines_changed(name)]
         cells += ["; ".join(texts[True]) + steps, "; ".join(texts[False]) or "-"]
-        picture = f"../labs/{lab}.png" if lab else f"{folder}/curves.png"
-        shown = f"[curves]({picture})" if lab or results else "-"
-        lines.append(f"| {' | '.join(cells)} | {shown} |")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def places_of(name):
+    """Returns a variant's declaration, its page and its picture."""
+    return [HERE / name / file for file in ("arms.json", "README.md", "curves.png")]
 
 
 def main():
@@ -206,18 +215,19 @@ def main():
                 continue
             check(name, models, root / "check")
             print(f"{name}: equal on all layouts, and when resumed", flush=True)
+    elif args.plot:
+        for name in [args.name] if args.name else filter(results_of, NAMES):
+            pages.study(lab_of(name, models), root, 0, *places_of(name), plot_only=True)
     elif args.name is None:
         print(overview())
     elif args.apply:
         put(args.name, ROOT)
     else:
-        files = ("results.json", "README.md", "curves.png")
-        places = [HERE / args.name / file for file in files]
         lab, program = lab_of(args.name, models), declared(args.name).get("makes")
-        if program and not (args.plot or lab.given["made"].exists()):
+        if program and not lab.given["made"].exists():
             command = [sys.executable, HERE / args.name / program, lab.given["made"]]
             subprocess.run(command, cwd=ROOT, check=True)
-        pages.study(lab, root, args.jobs, *places, args.plot)
+        pages.study(lab, root, args.jobs, *places_of(args.name), plot_only=False)
 
 
 if __name__ == "__main__":

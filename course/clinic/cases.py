@@ -1,12 +1,12 @@
 """Runs a case of the clinic again:  python course/clinic/cases.py 07
 
 This repeats the three steps that made the folder course/clinic/07, on one core, and writes what
-look.py needs of them to output/clinic/07. Runs that several cases share are made first. A run that
-is already in output/clinic/runs is not made again. Names that begin with "healthy" are runs without
-a fault.
+look.py needs of them to output/clinic/07/runs.json. Runs that several cases share are made first. A
+run that is already in output/clinic/runs is not made again. Names that begin with "healthy" are
+runs without a fault.
     python course/clinic/cases.py               lists the names
     python course/clinic/cases.py 07 --keep     writes to course/clinic/07, which is in git
-With --keep, a step that a healthy run has as well is not stored again: runs.txt names its folder.
+With --keep, a step that a healthy run has as well is not stored again: runs.json says where it is.
 The flags and the fault of each case are in course/clinic/solutions: do not look there too early.
 """
 
@@ -30,20 +30,24 @@ BASE = {  # the labs' base, a smaller toy run; here step 1 answers prompts as we
     "sft": " ".join(runner.merged(declared.BASES["toy"]["sft"], ASKED)),
 }
 GRPO = "--advantage grpo --samples_per_prompt 4 --reward_fn course/clinic/verifiers.py:right"
-HEALTHY = {f"healthy-{seed}": {"SEED": seed} for seed in (1, 2, 3)}
+HEALTHY = {f"healthy-{seed}": {"seed": seed} for seed in (1, 2, 3)}
 for seed in (1, 2, 3):  # no step 2, because no model judges
     flags = {"ppo": f"{GRPO} --critic_model_name_or_path {{sft}}"}
-    HEALTHY[f"healthy-grpo-{seed}"] = {"SEED": seed, "FLAGS": flags, "STEPS": ("sft", "ppo")}
-HEALTHY["healthy-gpt2"] = {"FLAGS": {"sft": "--model_name_or_path course/clinic/gpt2"}}
-CASES = sorted(file.stem for file in (HERE / "solutions").glob("[0-9]*.py"))
-SAMPLES, PAIRS = 70, 280  # how many are kept, of each evaluation and of the judge
-DIGITS = 5  # to which the numbers are rounded in the files that are kept
+    HEALTHY[f"healthy-grpo-{seed}"] = {"seed": seed, "flags": flags, "steps": ("sft", "ppo")}
+HEALTHY["healthy-gpt2"] = {"flags": {"sft": "--model_name_or_path course/clinic/gpt2"}}
+CASES = sorted(file.stem for file in (HERE / "solutions").glob("[0-9]*.md"))
+MISTAKES = HERE / "solutions/mistakes.py"
+# How many are kept: samples and tokens' responses of the first and of the last evaluation, pairs
+MOST = {"samples": 28, "tokens": 2, "judge": 280}
+DIGITS = {"metrics": 5, "samples": 3, "tokens": 3, "judge": 5}
+CLOCKS = "generate_seconds score_seconds train_seconds seconds tokens_per_second tflops".split()
+LEFT_OUT = {"versions", "frozen_models", *CLOCKS}  # of what is kept
 
 
 # ---- Runs ----
 def solution_of(name):
-    """Returns what a solution's file defines: SCRIPT, FLAGS, fault(), STEPS, SEED."""
-    return HEALTHY.get(name) or runpy.run_path(str(HERE / f"solutions/{name}.py"))
+    """Returns what a case differs in: "script", "fault", "flags", "steps", "seed"."""
+    return HEALTHY.get(name) or runpy.run_path(str(MISTAKES))["CASES"][name]
 
 
 def case(name):
@@ -51,13 +55,13 @@ def case(name):
 
     A fault in step 1 does not change the reward model, which was made before it.
     """
-    file, solution = HERE / f"solutions/{name}.py", solution_of(name)
-    flags, seed = solution.get("FLAGS", {}), solution.get("SEED", 1)
-    at = solution.get("SCRIPT")
+    solution = solution_of(name)
+    flags, seed, at = solution.get("flags", {}), solution.get("seed", 1), solution.get("script")
     runs, healthy = {}, {}
-    for script in solution.get("STEPS", BASE):
+    for script in solution.get("steps") or BASE:
         before = healthy if (script, at) == ("reward", "sft") else runs
-        fault = str(file.relative_to(ROOT)) if script == at and "fault" in solution else ""
+        faulty = script == at and solution["fault"]
+        fault = f"{MISTAKES.relative_to(ROOT)}:{name}" if faulty else ""
         runs[script] = made(script, flags.get(script, ""), seed, before, fault)
         healthy[script] = made(script, "", seed, healthy)
     return runs
@@ -80,20 +84,25 @@ def with_parents(runs):
 
 
 # ---- What is kept of a run ----
-def keep(run, root, target):
-    """Writes what look.py needs of a run into a folder: a few samples, and no paths."""
+def kept(run, root):
+    """Returns what look.py needs of a run, by file: a few samples, no clocks, and no paths."""
     folder = run.folder(root)
-    target.mkdir(parents=True, exist_ok=True)
-    args = (folder / "args.json").read_text()
+    text = (folder / "args.json").read_text()
     for name, path in [*run.parents, (run.script, run)]:
-        args = re.sub(f'"[^"]*{runner.place(path, root).name}"', f'"{name}"', args)
-    args = re.sub(r'"/[^"]*?/((?:toy|course)/[^"]*|[^"/]+)"', r'"\1"', args)
-    (target / "args.json").write_text(args)
-    for name in ("metrics", "samples", "tokens", "judge"):
+        text = re.sub(f'"[^"]*{runner.place(path, root).name}"', f'"{name}"', text)
+    text = re.sub(r'"/[^"]*?/((?:toy|course)/[^"]*|[^"/]+)"', r'"\1"', text)
+    files = {"args": without(json.loads(text))}
+    for name, digits in DIGITS.items():
         if (folder / f"{name}.jsonl").exists():
-            lines = few(name, runner.lines_of(folder, f"{name}.jsonl"))
-            texts = [json.dumps(line) + "\n" for line in runner.rounded(lines, DIGITS)]
-            (target / f"{name}.jsonl").write_text("".join(texts))
+            lines = [without(line) for line in few(name, runner.lines_of(folder, f"{name}.jsonl"))]
+            lines = runner.rounded(lines, digits)
+            files[name] = lines if name == "tokens" else columns(lines)
+    return files
+
+
+def without(line):
+    """Returns a dict without what is left out."""
+    return {key: value for key, value in line.items() if key not in LEFT_OUT}
 
 
 def few(name, lines):
@@ -101,15 +110,30 @@ def few(name, lines):
 
     The judge's pairs are kept without their texts, which are in toy/data, in the same order.
     """
-    if name == "judge":
-        kept = [{key: x for key, x in line.items() if not isinstance(x, str)} for line in lines]
-        return kept[:PAIRS]
     if name == "metrics":
         return lines
+    if name == "judge":
+        lines = [{key: x for key, x in line.items() if not isinstance(x, str)} for line in lines]
+        return lines[: MOST[name]]
     first, last = lines[0]["step"], lines[-1]["step"]
-    most = SAMPLES if name == "samples" else 4
-    ends = [[line for line in lines if line["step"] == step] for step in (first, last)]
-    return ends[0][:most] + ends[1][:most]
+    both = [[line for line in lines if line["step"] == step] for step in (first, last)]
+    return both[0][: MOST[name]] + both[1][: MOST[name]]
+
+
+def columns(lines):
+    """Returns dicts as {name: a value of each, None where it has none}."""
+    names = dict.fromkeys(name for line in lines for name in line)
+    return {name: [line.get(name) for line in lines] for name in names}
+
+
+def spread(value, depth=3):
+    """Returns JSON in which each column, each flag and each line of tokens has a line."""
+    if not depth or not isinstance(value, dict | list):
+        return json.dumps(value)
+    if isinstance(value, list):
+        return "[\n{}\n]".format(",\n".join(spread(each, depth - 1) for each in value))
+    items = (f"{json.dumps(name)}: {spread(each, depth - 1)}" for name, each in value.items())
+    return "{{\n{}\n}}".format(",\n".join(items))
 
 
 def folder_of(name):
@@ -144,16 +168,13 @@ def main():
     runs, root = case(args.name), args.runs.resolve()
     chain = dict(enumerate(with_parents(runs.values())))
     runner.make_all({(args.name, 1): chain}, root, 1)
-    own = folder_of(args.name)
+    own, found = folder_of(args.name), {}
     target = own if args.keep else ROOT / "output/clinic" / own.relative_to(HERE)
-    elsewhere = []
     for script, folder in kept_as(args.name).items():
-        if args.keep and folder.parent != own:
-            elsewhere.append(os.path.relpath(folder, own))
-        else:
-            keep(runs[script], root, target / script)
-    if elsewhere:  # tools/look.py reads this list
-        (own / "runs.txt").write_text("".join(f"{path}\n" for path in elsewhere))
+        elsewhere = args.keep and folder.parent != own
+        found[script] = os.path.relpath(folder, own) if elsewhere else kept(runs[script], root)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "runs.json").write_text(spread(found) + "\n")
     print(f"python tools/look.py {target.relative_to(ROOT)}")
 
 

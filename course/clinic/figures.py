@@ -4,7 +4,6 @@ A solution's table has the metrics that its text mentions, of the broken run and
 The table in README.md says what is healthy on the toy. Each stands between two markers.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -49,9 +48,8 @@ STEPS += "eos_rate equal_groups"
 
 def series(folder, script, metric):
     """Returns {step: value} of a run's metric, empty if the run has none."""
-    [path] = [run.path for run in runs.find([HERE / folder]) if run.script == script] or [None]
-    lines = (path / "metrics.jsonl").read_text().splitlines() if path else []
-    return {x["step"]: x[metric] for x in map(json.loads, lines) if metric in x}
+    found = [run.metrics for run in runs.find([HERE / folder]) if run.script == script]
+    return {line["step"]: line[metric] for lines in found for line in lines if metric in line}
 
 
 def of_case(case):

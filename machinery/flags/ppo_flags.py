@@ -80,11 +80,6 @@ def resolve(args, advantages, responses):
 
 
 # ---- Rules ----
-def whole_actor(args):
-    """Returns whether each rank has all weights of the actor: neither stage 3 nor shared layers."""
-    return 3 not in declaring.stages_of(args, "actor") and args.tensor_parallel_size == 1
-
-
 def rules_of_ppo(args):
     """Yields PPO's own rules."""
     stages = declaring.stages_of(args)
@@ -105,8 +100,6 @@ def rules_of_ppo(args):
     yield "batches-divide", generated * args.generation_batches % trained, words
     words = "{advantage} compares the responses to a prompt.\n  Use --samples_per_prompt 4."
     yield "group-of-one", args.compares_groups and args.samples_per_prompt < 2, words
-    words = "--stop has an empty text, which stands in every response: all would have one token."
-    yield "empty-stop", "" in args.stop, words
     words = "{advantage} has a critic: give --critic_model_name_or_path, --critic_learning_rate."
     critic = args.critic_model_name_or_path, args.critic_learning_rate
     yield "no-critic", args.has_critic and None in critic, words
@@ -124,15 +117,8 @@ def rules_of_ppo(args):
 
     words = "{kl_in} {kl_estimator}: its expected gradient is 0.\n  Use k2 or k3."
     yield "k1-in-loss", args.kl_in == "loss" and args.kl_estimator == "k1", words
-    without_kl = args.kl_target is not None and args.kl_target * args.kl_coef <= 0
-    yield "kl-target-without-kl", without_kl, "{kl_target} and {kl_coef} must be above 0."
-    several_judges = args.reward_fn or len(args.reward_model_name_or_path) > 1
-    words = "--normalize_reward scales the scores of one reward model alone."
-    yield "normalize-reward", args.normalize_reward and several_judges, words
     words = "--deepcompile compiles one model, and PPO trains two."
     yield "deepcompile-in-ppo", args.deepcompile, words
-    words = "--compile_decoding needs a whole actor: no stage 3, no --tensor_parallel_size."
-    yield "compile-decoding-shards", args.compile_decoding and not whole_actor(args), words
     stays = args.offload or 0 in stages or (args.dtype == "bf16" and 1 in stages)
     words = "--offload_states needs --zero_stage 2 or 3 (1 in fp32), and no --offload."
     yield "state-offload", args.offload_states and stays, words

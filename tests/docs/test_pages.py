@@ -119,7 +119,7 @@ def test_what_a_page_names_is_there(page):
     files = re.findall(rf"(?<![\w/.])((?:{FOLDERS})/[\w/-]+\.\w+)\b(?! at commit)", text)
     gone += [name for name in files if not (ROOT / name).exists()]
     modules = "|".join(file.stem for file in MODULES if file.stem != "run")  # run: a Run
-    for name in re.findall(rf"`((?:{modules})\.(?!py\b|json|md)[\w.]+)`", text):
+    for name in re.findall(rf"`((?:{modules})\.(?!py\b|json|md|png)[\w.]+)`", text):
         looked_up(name)
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     gone += set(re.findall(r"(?:^    |`)make ([a-z-]+)", text, re.M)) - {*targets}

@@ -197,20 +197,11 @@ def token(reward, kl=(0.0, 0.0), logprobs=(-1.0, -1.0)):
     return dict(tokens=numbers, reward=1.0, kl_coef=0.1, ended=1.0)
 
 
-SHARPER = dict(entropy=[0.5, 0.2], response_length=[9, 9], eos_rate=[1, 1])
 # gold rose by 1, and by 0: 1/2 on average, with a standard error of 1/2
 NOISY = answered("a", gold=(0, 1)) + [sample("b", "b", 0, 0, at) for at in (0, 9)]
 SHAKY = answered("a", reward=(0, 1)) + [sample("b", "b", 0, 0, at) for at in (0, 9)]
 
 VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
-    "sft_loss": [
-        ("healthy", dict(eval_loss=[6, 0.41, 0.4])),
-        ("sick", dict(eval_loss=[2, 1, 1.2], loss=[2, 1, 0.5])),  # it overfits
-        ("watch", dict(eval_loss=[2, 1, 1.2])),  # it rises, and the other loss is not known
-        ("watch", dict(eval_loss=[3, 2, 1])),  # still falling
-        ("sick", dict(eval_loss=[3, 0.3, 0.3], limits={"eval_loss": 0.4})),  # EOS is left out
-        ("watch", dict(eval_loss=[3, 0.6, 0.6], limits={"eval_loss": 0.5})),  # flat, and too high
-    ],
     "sft_samples": [
         ("healthy", dict(samples="abcd.")),
         ("watch", dict(samples="a.")),
@@ -226,11 +217,6 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("watch", dict(eval_accuracy=[0.58], eval_accuracy_ci=[[0.55, 0.61]])),
         ("sick", dict(eval_accuracy=[1.0], eval_accuracy_ci=[[0.99, 1.0]])),  # EOS tells
         ("sick", dict(eval_accuracy=[0.7], eval_accuracy_ci=[[0.6, 0.8]], judged=[pair(1, 1)])),
-    ],
-    "drift": [
-        ("healthy", dict(chosen_score=[1, 2], rejected_score=[1, -3])),
-        ("watch", dict(chosen_score=[1, 6], rejected_score=[1, -6])),
-        ("sick", dict(chosen_score=[1, 40], rejected_score=[1, 38])),
     ],
     "ratio": [
         ("healthy", dict(ratio_max=[1, 1.001])),
@@ -268,12 +254,9 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     ],
     "kl": [
         ("healthy", dict(kl=[0, 0, 2, 2, 2.4, 2.4])),
-        ("sick", dict(kl=[0, 0, 1, 1, 5, 5])),  # ever faster
-        ("watch", dict(kl=[0, 0, 3, 3, 5, 5])),
-        ("healthy", dict(kl=[0] * 4 + [0.01] * 4 + [0.054] * 4)),  # ever faster, and small
         ("sick", dict(kl=[0, 0, -3, -6, -8, -8])),  # no KL is below 0
         ("sick", dict(kl=[0, 0.5, 1, 1, 1, 1])),  # at step 1
-        ("watch", dict(kl=[0, 0, 1, 1, 5, 5], reward=RISING)),
+        ("healthy", dict(kl=[0, 0, 1, 1, 3, 3], reward=RISING, response_length=[16] * 6)),
         ("sick", dict(kl=[0, 0, 36, 36, 36, 36], reward=[0] * 6)),  # far, for nothing
         ("watch", dict(kl=[0, 0, 9, 9, 9, 9], reward=RISING, response_length=[16] * 6)),
         ("sick", dict(kl=[0, 0, 27, 27, 27, 27], reward=RISING, response_length=[16] * 6)),
@@ -295,14 +278,6 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
         ("watch", dict(reward=[2, 0])),
         ("sick", dict(reward=[0, 0, 0])),  # a function that never fits
     ],
-    "groups": [
-        ("healthy", dict(equal_groups=[0.9, 0.1])),
-        ("healthy", dict(reward_std=[1.0, 0.0, 0.5])),  # no groups; equal by chance
-        ("watch", dict(equal_groups=[0.2, 0.62])),
-        ("sick", dict(equal_groups=[0.97])),  # hardly ever right
-        ("sick", dict(equal_groups=[0.0, 1.0, 1.0])),  # the run teaches nothing any more
-        ("sick", dict(reward_std=[0.0, 0.0])),  # all rewards are equal for the whole run
-    ],
     "critic": [
         ("healthy", dict(explained_variance=[0.1] * 3 + [0.8] * 3)),
         ("sick", dict(explained_variance=[0.1] * 3 + [-0.2] * 3)),  # worse than a constant
@@ -311,22 +286,9 @@ VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
     "variety": [
         ("healthy", dict(entropy=[0.5, 0.4], response_length=[16, 15], eos_rate=[1, 1])),
         ("sick", dict(entropy=[0.5, 0.02], response_length=[16, 15], eos_rate=[1, 1])),  # collapse
-        ("watch", dict(entropy=[0.5, 0.4], response_length=[16, 47], eos_rate=[1, 0.1])),
         ("sick", dict(entropy=[1, 1], response_length=[9, 48], eos_rate=[1, 0.1], args=LIMIT)),
         ("watch", dict(entropy=[1.8, 1.6], response_length=[16, 15], eos_rate=[1, 1])),  # nonsense?
         ("healthy", dict(entropy=[1.8, 0.9], response_length=[16, 15], eos_rate=[1, 1])),  # no more
-        ("watch", dict(SHARPER, reward=[1, 1])),
-        ("healthy", dict(SHARPER, reward=[0, 1])),
-    ],
-    "responses": [
-        ("healthy", dict(samples=answered(*"abcdefgh"))),
-        (
-            "watch",
-            dict(samples=answered(*"abcdefgh", reward=(0, 1))[:8] + answered(*"aaaaabbc")[8:]),
-        ),
-        ("sick", dict(samples=answered("a", "b", reward=(0, 1), gold=(1, 0)))),
-        ("sick", dict(samples=answered("a", "b", reward=(0, 1), gold=(1, 0)), args=FUNCTION)),
-        ("watch", dict(samples=answered(*"abcd") + answered("e", reward=(0, 1), gold=(1, 0)))),
     ],
     "tokens": [
         ("healthy", dict(tokens=[token([-0.2, 0.9], kl=(2.0, 1.0))])),
@@ -406,17 +368,9 @@ def test_where_ppo_begins_by_hand(tmp_path):
     assert reached | {"few"} == {*verdicts.cases()["beginning"]}
 
 
-def test_a_flat_run_is_explained(tmp_path):
-    """The step where it begins to be flat, also where a line is of five steps, and the reward that
-    says what is wrong with the task: 1, too easy; 0, too hard, or the verifier."""
-    lines = [dict(step=5 * i, equal_groups=float(i > 3), reward=0.9) for i in range(1, 9)]
-    words = verdicts.groups(run_with(tmp_path, metrics=lines))[1]
-    assert "since step 16 " in words and "reward is 0.9" in words
-
-
 def test_verdicts_blame_what_there_is(tmp_path):
     """Rewards of a function are no reward model's. Where the rewards of the tokens are wrong, that
-    comes first. Without a gold score nothing is said of it, and GRPO is called GRPO."""
+    comes first. GRPO is called GRPO."""
     run = run_with(tmp_path, metrics=[], tokens=[], samples=answered("a", "b"))
     for step, (reward, gold) in enumerate([(0, 0.5), (2, 0.4)]):
         run.metrics.append(dict(step=step, eval_reward=reward, eval_gold=gold))
@@ -432,16 +386,12 @@ def test_verdicts_blame_what_there_is(tmp_path):
         "the actor exploits the reward function.",
         "see the verdict on tokens.jsonl first.",
     ]
-    assert "lost gold" in verdicts.responses(run)[1]
-    for line in run.samples:
-        del line["gold"]
-    assert "gold" not in verdicts.responses(run)[1]
     run.tokens = [{**token([0.0, 1.0], kl=None), "kl_coef": 0.0}]
     assert verdicts.tokens(run)[1].startswith("the rewards of the tokens sum to the score, and")
 
 
-def test_every_row_of_the_table_of_metrics_has_a_verdict():
-    """docs/metrics.md says what is healthy and what is sick; the page judges by the same rows."""
+def test_every_verdict_is_a_row_of_the_table_of_metrics():
+    """docs/metrics.md says what is healthy and what is sick; the page judges by some rows."""
     words = (kit.ROOT / "docs/metrics.md").read_text()
     words = words.split("## Healthy and sick")[1].split("## ")[0]
     scripts = {"SFT": "sft", "reward model": "reward", "PPO": "ppo"}
@@ -449,7 +399,8 @@ def test_every_row_of_the_table_of_metrics_has_a_verdict():
     for stage, metrics in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", words, re.M)[2:]:
         first = re.sub(r" \([^)]*\)", "", metrics).split(":")[0]  # "all: collapse, or ..."
         stated.append((scripts[stage], first.replace("`", "")))
-    assert stated == [(script, metrics) for script, metrics, _ in verdicts.ROWS]
+    judged = [(script, metrics) for script, metrics, _ in verdicts.ROWS]
+    assert [row for row in stated if row in judged] == judged
 
 
 # ---- What it reads ----
@@ -519,12 +470,13 @@ def test_runs_are_found_below_a_folder_each_once(tmp_path):
         runs.find([tmp_path / "gone"])
 
 
-def test_a_run_that_lies_elsewhere_is_named_in_a_text_file(tmp_path):
+def test_a_run_that_lies_elsewhere_is_named_in_a_file(tmp_path):
     """So several experiments share one SFT run, which is read once; that PPO began from it is known
-    as if it lay beside it. A line that names nothing, or the folder itself, does no harm."""
+    as if it lay beside it. A name of nothing, or of the folder itself, does no harm."""
     made = [make_run(tmp_path / name, script=name[-3:]) for name in ("a/sft", "b/ppo", "c/ppo")]
     for folder in ("b", "c"):
-        (tmp_path / folder / runs.ELSEWHERE).write_text("../a/sft\n\n../gone\n.\n\0\n")
+        places = {"sft": "../a/sft", "x": "../gone", "y": ".", "z": "\0", "n": 1, "m": ""}
+        (tmp_path / folder / runs.PACKED).write_text(json.dumps(places))
     found = runs.find([tmp_path / "b", tmp_path / "c"])
     assert [run.path.resolve() for run in found] == made
     found[1].args = {"actor_model_name_or_path": "somewhere/sft"}
@@ -534,11 +486,12 @@ def test_a_run_that_lies_elsewhere_is_named_in_a_text_file(tmp_path):
 
 def test_the_page_replaces_a_page_and_nothing_else(tmp_path, capsys):
     """A report.html that somebody else wrote stays. What is not healthy is printed, too."""
-    make_run(tmp_path / "ppo")
+    folder = make_run(tmp_path / "ppo")
+    kit.write_lines(folder / "metrics.jsonl", [dict(step=i, reward=0.0) for i in range(9)])
     for _ in range(2):
         look.main([str(tmp_path)])
     assert (tmp_path / "ppo/curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "ppo: sick: samples: of 2 responses 50 % gained " in capsys.readouterr().out
+    assert "ppo: sick: reward, gold: reward is 0: all responses " in capsys.readouterr().out
     (tmp_path / "report.html").write_text("my report")
     with kit.refuses("foreign-page"):
         look.main([str(tmp_path)])

@@ -25,7 +25,7 @@ SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}  # in their order; others f
 TITLES = {"sft": "SFT", "reward": "Reward model"}
 KNOWN_BY = {"eval_reward": "ppo", "eval_accuracy": "reward", "eval_perplexity": "sft"}
 PARTS = {*output_folder.PARTS, "checkpoints"}  # folders inside a run's own
-ELSEWHERE = "runs.txt"  # names folders that belong to its own, a relative path a line
+PACKED = "runs.json"  # runs without a folder: {name: what its files hold, or where it lies}
 DEEPEST = 3  # folders below the one that is named
 OLD = re.compile(r"\.old-\d+$")  # what --overwrite has moved aside
 NEEDED = {  # fields of a line: texts, lists of tokens, numbers; one without them is left out
@@ -48,7 +48,8 @@ class Run:
 
     def __init__(self, path, name):
         self.path, self.name, self.broken = path, name, Counter()
-        self.args = read_json(path)
+        self.packed = packed(path)
+        self.args = self.packed.get("args") or read_json(path)
         self.metrics, self.tokens, self.judged = (
             [*self.lines(name)] for name in ("metrics", "tokens", "judge")
         )
@@ -60,17 +61,13 @@ class Run:
 
     def lines(self, name):
         """Yields the lines of a .jsonl file that hold what is needed, and counts the others."""
-        with suppress(OSError), open(self.path / f"{name}.jsonl", errors="replace") as file:
-            for text in file:
-                line = None
-                with suppress(ValueError, RecursionError):
-                    line = json.loads(text)
-                if holds(line, NEEDED[name]):
-                    if "prompt" in line:
-                        line["prompt"] = spoken(line["prompt"])
-                    yield line
-                elif text.strip():
-                    self.broken[f"{name}.jsonl"] += 1
+        for line in rows(self.packed.get(name, [])) or read_lines(self.path / f"{name}.jsonl"):
+            if holds(line, NEEDED[name]):
+                if "prompt" in line:
+                    line["prompt"] = spoken(line["prompt"])
+                yield line
+            else:
+                self.broken[f"{name}.jsonl"] += 1
 
     @functools.cached_property
     def table(self):
@@ -117,6 +114,34 @@ def limits_of(data_path, script):
     with suppress(Exception):  # it is not there, or somebody else's
         return dict(read_json(data_path[0], "limits.json")[script])
     return {}
+
+
+def read_lines(path):
+    """Yields what the lines of a .jsonl file hold, but for empty ones; None of what is no JSON."""
+    with suppress(OSError), open(path, errors="replace") as file:
+        for text in filter(str.strip, file):
+            line = None
+            with suppress(ValueError, RecursionError):
+                line = json.loads(text)
+            yield line
+
+
+def packed(path):
+    """Returns what runs.json, in the folder above, holds of a run; {} if it is not there."""
+    run = read_json(path.parent, PACKED).get(path.name)
+    return run if isinstance(run, dict) else {}
+
+
+def rows(table):
+    """Returns the lines of a packed file: it is a list of them, or has a list for each column.
+
+    >>> rows({"step": [0, 1], "loss": [None, 0.5]})
+    [{'step': 0}, {'step': 1, 'loss': 0.5}]
+    """
+    if isinstance(table, list):
+        return table
+    lines = zip(*table.values())
+    return [{name: x for name, x in zip(table, line) if x is not None} for line in lines]
 
 
 def ends(lines):
@@ -173,23 +198,24 @@ def below(folder, depth):
     yield folder
     for path in sorted(entries(folder)) if depth else ():
         left_out = path.name in PARTS or path.name.startswith(".") or OLD.search(path.name)
-        if path.is_dir() and not left_out:
+        if (path.is_dir() or packed(path)) and not left_out:
             yield from below(path, depth - 1)
 
 
 def entries(folder):
-    """Returns the paths in a folder, and those elsewhere that its runs.txt names."""
+    """Returns the paths in a folder, and those of the runs in its runs.json, here or elsewhere."""
     found = []
     with suppress(OSError):
         found += folder.iterdir()
-        lines = (folder / ELSEWHERE).read_text(errors="replace").splitlines()
-        found += [Path(os.path.normpath(folder / line)) for line in lines if line]
+    for name, run in read_json(folder, PACKED).items():
+        found.append(Path(os.path.normpath(folder / (run if isinstance(run, str) else name))))
     return found
 
 
 def is_run(path):
     """Returns whether a run of ours has logged in the folder, or has begun to."""
-    return (path / "metrics.jsonl").is_file() or bool(read_run(path))
+    known = packed(path) or (path / "metrics.jsonl").is_file()
+    return bool(known) or bool(read_run(path))
 
 
 def short_names(paths):

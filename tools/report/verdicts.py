@@ -1,7 +1,8 @@
-"""Judges how a run looks: each row of "Healthy and sick" in docs/metrics.md.
+"""Judges how a run looks, by rows of "Healthy and sick" in docs/metrics.md.
 
-A function measures, and names the case; verdicts.ini says how healthy a case is, and what to do.
-The limits of what counts as healthy stand here, in the open. They are rules of thumb of ours, for
+Judged is what a reader of the log and of its curves would not notice, or not take for a fault. A
+function measures, and names the case; verdicts.ini says how healthy a case is, and what to do. The
+limits of what counts as healthy stand here, in the open. They are rules of thumb of ours, for
 the toy's runs, and test_clinic.py holds them against fifteen healthy runs, against runs that were
 broken on purpose, and against a pretrained model's. Where a run has too little to judge by, the
 status is "not known".
@@ -12,7 +13,6 @@ import functools
 import math
 import os
 import re
-from collections import Counter
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import stdev
@@ -23,19 +23,12 @@ from tools.report.runs import entries
 from tools.report.text import is_number, number
 
 HEALTHY, WATCH, SICK, UNKNOWN = "healthy", "watch", "sick", "not known"
-FLAT = 0.05  # of a loss: it changes by less between two evaluations
-FEW = 0.1  # of the known floor of a loss: no further above it a model has learned what can be
-RISES = 0.02  # of a loss, above its best
-SETTLED = 1.25  # times the mean of the middle third, plus 0.05 nats: KL in the last third
 NEAR = 1.0  # nats a response: so small a KL needs no reward to show for it
 FAR = 0.25  # nats a token: KL in the last third; four times as much is sick
 ZERO = 1e-5  # but for rounding
 START = 0.1  # nats a response: KL at step 1, where actor and reference are one model
 COLLAPSED = 0.05  # nats a token
 MANY = 1.5  # nats a token: drawn as from four or five that are equally likely
-IDLE = 0.5  # of the groups: no response to a prompt was better than another one
-ALIKE = 0.8  # of responses with one of the three commonest beginnings
-MARGIN = 10  # between the scores of chosen and rejected: a judge who is never in doubt
 LEAST = 8  # samples of SFT: the mean length of fewer says little
 TAIL = 3  # characters: a shorter end that all prompts share is punctuation
 OFF = dict(top_p=1.0, top_k=0, min_new_tokens=0)  # what sampling may leave out, scoring not
@@ -99,24 +92,6 @@ def has_gained(run):
 
 
 # ---- Step 1 ----
-def sft_loss(run):
-    """Held-out loss against the loss of training, and against the best that is possible."""
-    losses = values_of(run, "eval_loss", 2)
-    best, last, above = min(losses), losses[-1], 0
-    said = f"eval_loss went from {losses[0]:.3g} to {last:.3g}"
-    if floor := run.limits.get("eval_loss"):
-        above = last / floor - 1
-        said += f", {100 * above:+.0f} % from the known floor of {floor:.3g}"
-    if above < -FLAT:
-        return "impossible", said
-    if last > best * (1 + RISES):
-        began, ended = ends(run, "loss") if run.values("loss") else (0, 0)
-        return "overfits" if ended < began else "rises", f"{said}; its best was {best:.3g}"
-    if losses[-2] - last > FLAT * losses[-2]:
-        return "falls", said
-    return "far" if above > FEW else "flat", said
-
-
 def sft_samples(run):
     """Whether greedy responses end, and differ."""
     answers = run.answers(last=True)
@@ -151,15 +126,6 @@ def accuracy(run):
     if share < 0.5:
         return "swapped", said
     return "good" if share > 0.6 and share - 0.5 > high - low else "low", said
-
-
-def drift(run):
-    """How far scores are from 0."""
-    chosen, rejected = (ends(run, f"{side}_score")[1] for side in ("chosen", "rejected"))
-    said = f"chosen_score is near {chosen:.3g}, rejected_score near {rejected:.3g}"
-    if max(abs(chosen), abs(rejected)) >= 10:
-        return "far", said
-    return "apart" if chosen - rejected >= MARGIN else "near", said
 
 
 # ---- Step 3 ----
@@ -220,18 +186,12 @@ def kl(run):
         return "reference" if trains else "still", said
     if last < min(-0.05, -2 * error(last_third(values))):
         return "negative", said
-    length = mean(run.values("response_length") or [math.inf])
-    gained = has_gained(run)
-    if last > NEAR and gained is False:
+    if last > NEAR and has_gained(run) is False:
         return "vain", said
-    advice = tokens_first(run)  # a larger --kl_coef would make a wrong sign worse
-    if last > FAR * length:
-        return "too_far" if last > 4 * FAR * length else "far", said, advice
-    if last <= max(NEAR, SETTLED * middle + 0.05):
-        return "near", said
-    if last - middle <= middle - first:
-        return "settling", said
-    return "growing" if gained else "faster", said, advice
+    length = mean(run.values("response_length") or [math.inf])
+    if last > FAR * length:  # (a larger --kl_coef would make a wrong sign worse)
+        return "too_far" if last > 4 * FAR * length else "far", said, tokens_first(run)
+    return "near", said
 
 
 def rising(run):
@@ -273,33 +233,6 @@ def exploits(run):
     return "exploits_function" if run.args.get("reward_fn") else "exploits_model"
 
 
-def groups(run):
-    """Whether rewards tell responses apart; from which step on they do not, and why that may be."""
-    shares = run.series("equal_groups")
-    grouped = len(shares) > 0
-    if not grouped:  # all responses of a step are compared
-        shares = run.series("reward_std") <= ZERO
-    if shares.empty:
-        raise TooFew("reward_std, equal_groups: none so far.")
-    apart = shares.index[shares < 1]
-    part = mean(last_third(shares.tolist()))
-    said = f"in {100 * part:.0f} % of the groups all rewards are equal"
-    case = "some" if part < IDLE else "many" if part < 0.9 else "idle"
-    if apart.empty:
-        case, since = "never", "in the whole run"
-    elif sum(shares.index > apart[-1]) > 1:
-        case, since = "since", f"since step {apart[-1] + 1:g}"
-    elif part < IDLE and not grouped:
-        return "differ", f"the rewards of a step differ, by {ends(run, 'reward_std')[1]:.2g}"
-    if case in ("never", "since"):
-        said = f"{since} no response to a prompt was better than another one"
-    if part and grouped and run.args.get("kl_coef") and run.args.get("kl_in") == "reward":
-        said += ", and KL alone tells them apart (--kl_in)"
-    if case != "some" and run.values("reward"):
-        said += f"; on average the reward is {ends(run, 'reward')[1]:.3g}"
-    return case, said
-
-
 def critic(run):
     """How well the critic foresees returns."""
     first, _, last = thirds(values_of(run, "explained_variance", 6))  # none without a critic
@@ -317,36 +250,7 @@ def variety(run):
     most = run.args.get("max_answer_seq_len")
     if most and length[1] > 0.9 * most and ended[1] < 0.5:
         return "endless", said
-    if ended[1] < 0.9 and ended[1] < ended[0]:
-        return "fewer", said
-    if min(entropy) > MANY:
-        return "many", said
-    return "halved" if entropy[1] < entropy[0] / 2 and not has_gained(run) else "slow", said
-
-
-def responses(run):
-    """Which held-out responses exploit the judge, and how alike they became."""
-    before, after = run.answers(last=False), run.answers(last=True)
-    changed = numbers.changes(before, after)
-    if changed.empty or before[0]["step"] == after[0]["step"]:
-        return "few", "samples.jsonl: fewer than two evaluations so far"
-    gamed, shares = changed.gamed.mean(), [beginnings(lines) for lines in (before, after)]
-    said = f"of {len(changed)} responses "
-    if numbers.rise(changed, "gold").notna().any():
-        said += f"{100 * gamed:.0f} % gained reward and lost gold; "
-    said += f"{100 * shares[0]:.0f} % had one of the three commonest beginnings (first two words) "
-    said += f"before, {100 * shares[1]:.0f} % after"
-    if gamed > 0.25:
-        return exploits(run), said
-    if shares[1] > max(ALIKE, shares[0]):
-        return "alike", said
-    return "some" if gamed > 0.1 else "sound", said
-
-
-def beginnings(lines):
-    """Returns the share of responses whose first two words are one of the three commonest."""
-    begun = Counter(" ".join(line["response"].split()[:2]) for line in lines)
-    return sum(count for _, count in begun.most_common(3)) / len(lines)
+    return "many" if min(entropy) > MANY else "slow", said
 
 
 def tokens(run):
@@ -424,18 +328,14 @@ def finite(run):
 
 # (script, the metrics of the row in docs/metrics.md, function), in the order of that table
 ROWS = [
-    ("sft", "eval_loss, eval_perplexity", sft_loss),
     ("sft", "samples", sft_samples),
     ("reward", "eval_accuracy, eval_accuracy_ci", accuracy),
-    ("reward", "chosen_score, rejected_score", drift),
     ("ppo", "ratio_max, sampling_gap", ratio),
     ("ppo", "actor_loss, approx_kl, clip_fraction", updates),
     ("ppo", "kl, kl_k3", kl),
     ("ppo", "reward, gold", rising),
-    ("ppo", "reward_std, equal_groups", groups),
     ("ppo", "explained_variance", critic),
     ("ppo", "entropy, response_length, eos_rate", variety),
-    ("ppo", "samples", responses),
     ("ppo", "tokens.jsonl", tokens),
     ("ppo", "all", finite),
 ]
