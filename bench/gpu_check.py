@@ -107,15 +107,14 @@ def worker(base, part):
 
     from machinery.base import ranks
     from machinery.engine import patches
-    from machinery.run import launch
-    from machinery.run.run import Run
+    from machinery.run import launch, run
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     launch.choose_operator_folder()
     patches.do_without_compiler()
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(verbose=False)
-    Run.finish = lambda run, code=0: sys.exit(code)  # the group of ranks lives on
+    run.Run.finish = lambda run, code=0: sys.exit(code)  # the group of ranks lives on
     patches.mend_attention()
     if part in ("attention", "decoding"):
         found = getattr(gpu_rows, part)()
