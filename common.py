@@ -414,8 +414,7 @@ def frozen_engine(args, batch_size, tokenizer=None, value_head=None):
 def reference_of(actor, args, batch_size):
     """The model that `actor` was when it was loaded with the flags `args`, frozen.
 
-    With LoRA only adapters train, so it is the actor without its adapters. Its forward
-    comes before the one that trains: `score_actor` in ppo.py says why.
+    With LoRA only adapters train, so it is the actor without its adapters.
     """
     if args.lora_dim:
         others = [n for n, p in actor.named_parameters() if p.requires_grad and "lora_" not in n]

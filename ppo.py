@@ -22,9 +22,8 @@ policy loss is never clipped, and PPO is a policy gradient with a baseline. With
 more than one minibatch, later updates see a ratio that is not 1, and clipping acts:
 --allow_unstable 1 permits it, and labs/stability.md shows what it does.
 
-Read main() first: it is at the end of the file. forwards_of_score, and what follows from it
-(`kept`, `keep_graph`, `reused`, `scores_actor`), saves forwards and changes no number: skip it on a
-first reading. What changes of this file have run into stands in docs/runs.md.
+Read main() first: it is at the end of the file. What forks of this file have run into stands in
+docs/runs.md.
 
 Shapes: B responses of a micro-batch, in N rows of T tokens; P the longest prompt and R the longest
 response; V vocabulary; H hidden size.
@@ -289,12 +288,8 @@ def whitened(advantages, masks):
 
     Over the tokens of all ranks, so that neither padding nor the number of GPUs matters.
     """
-    a = torch.cat([x.flatten() for x in advantages]).double()
-    m = torch.cat([x.flatten() for x in masks]).double()
-    count, total, squares = ranks.all_sum(m.sum(), (a * m).sum(), (a * a * m).sum()).tolist()
-    count = max(count, 1)  # a mask of the user's own may leave no token
-    mean = total / count
-    scale = max(squares / count - mean**2, 0.0) ** 0.5 + 1e-8
+    mean, variance = metrics.moments(advantages, masks)
+    scale = variance**0.5 + 1e-8
     return [(x - mean) / scale * mask for x, mask in zip(advantages, masks)]
 
 
@@ -304,27 +299,27 @@ def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None):
         ratio = pi(token) / pi_old(token)
         loss  = -min(ratio * A, clip(ratio, 1 - clip, 1 + clip_high) * A)
 
-    clip_high None is clip; larger lets rare tokens rise further [Yu 2025]. Returns loss and ratio.
+    clip_high None is clip; larger lets rare tokens rise further [Yu 2025].
+
+    Returns loss, ratio, and clipped: where clipping stops the gradient through the ratio (a ratio
+    above its bounds with a positive advantage, or below them with a negative one).
     """
     ratio = (logprobs - old_logprobs).exp()
     high = 1 + (clip if clip_high is None else clip_high)
-    gain = torch.min(ratio * advantages, ratio.clamp(1 - clip, high) * advantages)
-    return -gain, ratio
+    gain, clipped_gain = ratio * advantages, ratio.clamp(1 - clip, high) * advantages
+    return -torch.min(gain, clipped_gain), ratio, clipped_gain < gain
 
 
-def actor_loss(args, batch, logprobs, entropy, kl_coef):
+def actor_loss(args, batch, logprobs, entropy):
     """The policy loss, with a penalty on KL and a bonus for entropy where flags say so.
 
-    Returns loss, ratio, and clipped: where clipping stopped the gradient through the ratio (a ratio
-    above its bounds with a positive advantage, or below them with a negative one).
+    Returns loss, ratio and clipped, as policy_loss does.
     """
-    loss, ratio = policy_loss(
+    loss, ratio, clipped = policy_loss(
         logprobs, batch.old_logprobs, batch.advantages, args.clip, args.clip_high
     )
-    # The clipped term was smaller. (Weights of your own multiply the loss below this line.)
-    clipped = loss != -ratio * batch.advantages
-    if args.kl_in == "loss" and kl_coef:
-        loss = loss + kl_coef * kl_estimate(logprobs, batch.ref_logprobs, args.kl_estimator)
+    if args.kl_in == "loss" and args.kl_coef:
+        loss = loss + args.kl_coef * kl_estimate(logprobs, batch.ref_logprobs, args.kl_estimator)
     if args.entropy_coef:
         loss = loss - args.entropy_coef * entropy
     return loss, ratio, clipped
@@ -427,10 +422,7 @@ def load_models(args, tokenizer, functions, updates):
 # ---- The micro-batch ----
 @dataclass
 class MicroBatch(common.Layout):
-    """B responses, laid out for a forward. The fields below are filled in from top to bottom.
-
-    (But old_logprobs and entropy may come from the update: see forwards_of_score.)
-    """
+    """B responses, laid out for a forward. The fields below are filled in from top to bottom."""
 
     responses: list  # (B,) dicts: prompt, text, response_ids, group, ...
     length: Tensor  # (B,) tokens of each response, those that response_mask leaves out included
@@ -439,14 +431,13 @@ class MicroBatch(common.Layout):
     response_mask: Tensor  # (B, R) 1 on tokens that the actor wrote and that count
     last: Tensor  # (B, R) 1 on the last of these
     per_token: dict = field(default_factory=dict)  # {name: what the sampler says of each, (B, R)}
-    # 4 score; all below are (B, R)
+    # 4 score; all below are (B, R), unless they say otherwise
     ref_logprobs: Tensor = None
     scores: Tensor = None  # what the judges say; a whole response's score is on its last token
     gold: Tensor = None  # what --gold_fn says, in the same places; not trained on
     old_values: Tensor = None
-    old_logprobs: Tensor = None  # of the actor before the update; if not scored: set by the update
+    old_logprobs: Tensor = None  # of the actor before the update
     entropy: Tensor = None  # of the same forward as old_logprobs
-    kept: dict = field(default_factory=dict)  # {"actor", "critic": a forward with its graph}
     # 5 advantages
     score_clipped: Tensor = None  # (B,) whether clipping has changed a score
     shaped_scores: Tensor = None  # scores after clipping and penalties
@@ -673,75 +664,24 @@ def reward_model_scores(model, batch):
     return score * batch.last
 
 
-def score(args, models, batch, keep_graph=False):
-    """Fills in a micro-batch's reference log-probs, scores and values.
+@torch.no_grad()
+def score(args, models, batch, actor=True):
+    """Fills in what the four models say of a micro-batch, before any weight moves.
 
-    judges.call_functions must have been called for its responses.
-    keep_graph: the critic's forward keeps its graph, so that the update trains on it.
+    judges.call_functions must have been called for its responses. actor: whether the actor scores
+    them, too. If not, the update sets old_logprobs and entropy (optimizer_step).
     """
-    with torch.no_grad():
-        if models.reference:
-            wanted = batch.response_mask  # (B, R)
-            batch.ref_logprobs = common.response_logprobs(
-                models.reference, batch, wanted, args.temperature
-            )
-        batch.scores = models.judge(batch)
-        if models.gold:
-            batch.gold = models.gold(batch)
+    if models.reference:
+        batch.ref_logprobs = common.response_logprobs(
+            models.reference, batch, batch.response_mask, args.temperature
+        )
+    batch.scores = models.judge(batch)
+    if models.gold:
+        batch.gold = models.gold(batch)
     if models.critic:
-        with torch.set_grad_enabled(keep_graph):
-            values = common.values_before_tokens(models.critic, batch)  # (B, R)
-        batch.old_values = values.detach()
-        if keep_graph:
-            batch.kept["critic"] = values
-
-
-def score_actor(args, actor, batch, keep_graph=False):
-    """Fills in the old log-probs of a micro-batch, and their entropy. keep_graph: as in `score`.
-
-    Call it after `score`: with LoRA the actor is the reference's engine, too, and under ZeRO-3 a
-    forward that is trained on must be the engine's last one before its backward.
-    """
-    with torch.set_grad_enabled(keep_graph):
-        logprobs, entropy = actor_forward(args, actor, batch)
-    batch.old_logprobs, batch.entropy = logprobs.detach(), entropy.detach()
-    if keep_graph:
-        batch.kept["actor"] = logprobs, entropy
-
-
-def forwards_of_score(args, sizes, no_dropout, first=False):
-    """Which forwards part 4 makes for the update, and which it leaves to it: reused, scores_actor.
-
-    no_dropout: names of the engines in which no dropout acts. If a rollout makes one update, no
-    weight moves between the forward that scores it and the one that trains; in these engines the
-    two are the same, so one of them is enough. first: this process's first step, in which all are
-    made, so that the checks compare them.
-
-    reused        the engines whose forwards in part 4 keep their graphs, so that the update trains
-                  on them. Only with one micro-batch: several graphs may not fit in memory. With
-                  gradient checkpointing even one may not
-    scores_actor  False where nothing before the update needs the actor's log-probs (KL in the
-                  reward does): the update's log-probs then serve as the old ones, however many
-                  micro-batches there are. A fork that reads old_logprobs, entropy or kl() in part
-                  5, or in trained_mask, must return True here (try it for two steps: the first one
-                  always has them)
-
-    Forwards of the actor in parts 4 and 6, for each micro-batch (those of a critic are as with KL
-    in the reward; a critic with dropout always has 1 + 1):
-
-        first step of the process                                   1 + 1
-        one update, one micro-batch, KL in the reward               1, kept for the update
-        the same with accumulation or checkpointing                 1 + 1
-        one update, no KL in the reward                             0 + 1
-        several updates                                             1 + 1 in each epoch
-    """
-    one_update = sizes.updates == 1 and not first
-    one_graph = sizes.micro_batches == 1 and not args.gradient_checkpointing
-    kl_in_reward = args.kl_coef > 0 and args.kl_in == "reward"
-    reused = no_dropout if one_update and one_graph else []
-    # An actor with dropout is scored: stop_unless_one sees the difference, and stops the run.
-    scores_actor = kl_in_reward or not one_update or "actor" not in no_dropout
-    return reused, scores_actor
+        batch.old_values = common.values_before_tokens(models.critic, batch)
+    if actor:
+        batch.old_logprobs, batch.entropy = actor_forward(args, models.actor, batch)
 
 
 @torch.no_grad()
@@ -761,13 +701,12 @@ def answered(args, models, tokenizer, requests):
     micro_batches = make_micro_batches(tokenizer, responses, size)
     for batch in micro_batches:
         score(args, models, batch)
-        score_actor(args, models.actor, batch)
     zero3.states_to_device(args, engines)
     return micro_batches
 
 
 # ---- Advantages ----
-def set_rewards(args, batch, kl_coef):
+def set_rewards(args, batch):
     """Gives each token its reward."""
     # as DeepSpeed-Chat does
     clipped_scores = batch.scores.clamp(-args.clip_reward, args.clip_reward)
@@ -776,16 +715,16 @@ def set_rewards(args, batch, kl_coef):
     penalty = args.missing_eos_penalty * (1 - batch.ended)[:, None] * batch.last
     batch.shaped_scores = (clipped_scores - penalty) * batch.response_mask
     batch.rewards = batch.shaped_scores
-    if args.kl_in == "reward" and kl_coef:
+    if args.kl_in == "reward" and args.kl_coef:
         kl = batch.kl(args.kl_estimator)  # (B, R)
-        batch.rewards = token_rewards(batch.shaped_scores, kl, batch.response_mask, kl_coef)
+        batch.rewards = token_rewards(batch.shaped_scores, kl, batch.response_mask, args.kl_coef)
 
 
-def set_advantages(args, micro_batches, kl_coef):
+def set_advantages(args, micro_batches):
     """Gives a rollout's micro-batches rewards, advantages and, with a critic, returns."""
     estimator = ADVANTAGES[args.advantage]
     for batch in micro_batches:
-        set_rewards(args, batch, kl_coef)
+        set_rewards(args, batch)
     if estimator.compares_groups:  # a response's advantage is placed on each of its tokens
         totals = torch.cat([batch.rewards.double().sum(-1) for batch in micro_batches])  # (n,)
         groups = [response["group"] for batch in micro_batches for response in batch.responses]
@@ -827,8 +766,8 @@ def trained_mask(args, batch):
 
     In a step in which no token counts, the gradient is 0, and Adam's moments still move weights.
 
-    A mask of your own that reads `batch.entropy` or `batch.old_logprobs` needs them scored in every
-    step: see forwards_of_score.
+    A mask of your own that reads `batch.entropy` or `batch.old_logprobs` needs them from part 4:
+    set `scores_actor` in main to True.
     """
     if args.mask_truncated:
         return batch.response_mask * batch.ended[:, None]
@@ -868,7 +807,7 @@ def loss_weights(args, masks):
     return [mask / length.clamp(min=1) for mask, length in zip(masks, lengths)], count
 
 
-def optimizer_step(args, models, minibatch, kl_coef, means):
+def optimizer_step(args, models, minibatch, means):
     """One optimizer step of the actor, and of the critic, on a minibatch.
 
     means: metrics.TokenMeans of the step. Returns the means of this update, {name: number}.
@@ -879,13 +818,12 @@ def optimizer_step(args, models, minibatch, kl_coef, means):
     if critic:
         token_count = ranks.all_sum(sum(mask.sum() for mask in masks)).item()
     for batch, weight, mask in zip(minibatch, weights, masks):  # one forward each
-        assert not (batch.kept and means.updates), "a graph of weights that have moved since"
-        # The actor. A forward that `score_actor` has kept is trained on as it is.
-        logprobs, entropy = batch.kept.pop("actor", None) or actor_forward(args, actor, batch)
-        if batch.old_logprobs is None:  # nothing has needed them so far: see forwards_of_score
+        # The actor
+        logprobs, entropy = actor_forward(args, actor, batch)  # (B, R) each
+        if batch.old_logprobs is None:  # part 4 has not scored the actor, and no weight has moved
             assert not means.updates, "old log-probs are of the policy before the first update"
             batch.old_logprobs, batch.entropy = logprobs.detach(), entropy.detach()
-        loss, ratio, clipped = actor_loss(args, batch, logprobs, entropy, kl_coef)
+        loss, ratio, clipped = actor_loss(args, batch, logprobs, entropy)
         batch.ratio = ratio.detach()
         found = {  # (B, R) each, for the log
             "actor_loss": loss,
@@ -899,9 +837,7 @@ def optimizer_step(args, models, minibatch, kl_coef, means):
 
         # The critic, if there is one
         if critic:
-            values = batch.kept.pop("critic", None)  # (B, R)
-            if values is None:
-                values = common.values_before_tokens(critic, batch)
+            values = common.values_before_tokens(critic, batch)  # (B, R)
             critic_loss = value_loss(values, batch.old_values, batch.returns, args.clip_value)
             found["critic_loss"] = critic_loss
             loss_sum = (critic_loss * mask).sum()
@@ -936,7 +872,6 @@ def main():
     actor, critic, engines = models.actor, models.critic, models.engines
     checks.refuse_if_padding_matters(run, *engines.values())
     pack, responses_per_row = shared_prompts.packing(args, models, plain_rows)  # --share_prompt
-
     # Saved in checkpoints beside the engines. --resume fills it in when run.steps begins.
     state = {}
     average = ema.Ema(args, actor.module, state)  # --enable_ema
@@ -944,23 +879,22 @@ def main():
     def evaluate_at(step):
         if few := evaluation.microscope_requests(args, held_out):  # --microscope
             micro_batches = answered(args, models, tokenizer, few)
-            set_advantages(args, micro_batches, args.kl_coef)
-            evaluation.write_microscope(run, step, micro_batches, args.kl_coef)
+            set_advantages(args, micro_batches)
+            evaluation.write_microscope(run, step, micro_batches)
         requests = evaluation.requests(held_out, args.eval_samples)
         responses = evaluation.gathered(answered(args, models, tokenizer, requests))
         return evaluation.report(run, step, responses, args.eval_samples)
 
-    no_dropout = [name for name in engines if not model_folders.has_dropout(engines[name])]
-    clock = metrics.Clock()
+    # Before a single update only KL in the reward needs the actor's log-probs. Without it the
+    # update's own forward gives them, and part 4 spares one. The first step has all, to compare.
+    scores_actor = sizes.updates > 1 or (args.kl_in == "reward" and args.kl_coef > 0)
     first = True  # this process's first step
+    clock = metrics.Clock()
     # run.steps evaluates once before the first step, or resumes. For each step it draws `batches`,
     # sizes.batches_per_step lists of sizes.prompts rows of `train`. run.log below evaluates when
     # due, and run.steps saves when due after the body.
     for step, batches in run.steps(engines, evaluate_at, metrics.columns(args), state=state):
         clock.start()
-        # Whose forwards of part 4 are trained on in part 6, and whether part 4 scores the actor. On
-        # a first reading, take them to be [] and True: no number changes.
-        reused, scores_actor = forwards_of_score(args, sizes, no_dropout, first)
 
         # ---- 3 rollout ----
         for engine in engines.values():
@@ -968,9 +902,6 @@ def main():
         zero3.states_to_cpu(args, engines.values())  # --offload_states
         requests = sizes.requests(batches)  # dicts: one for each response to sample
         responses = roll_out(args, actor, tokenizer, requests, step, args.rollout_batch_size)
-        # A fork may choose among the responses here, or sample some again. Every rank must keep the
-        # same number of them; they must fill whole minibatches, and whole rows of --share_prompt
-        # (responses_per_row of one prompt); rloo and grpo need at least two of each group.
         clock.lap("generate_seconds")
 
         # ---- 4 score ----
@@ -980,37 +911,29 @@ def main():
         size = args.per_device_training_batch_size
         micro_batches = make_micro_batches(tokenizer, responses, size, pack)
         for batch in micro_batches:
-            score(args, models, batch, keep_graph="critic" in reused)
-            if scores_actor:
-                score_actor(args, actor, batch, keep_graph="actor" in reused)
+            score(args, models, batch, actor=scores_actor or first)
         zero3.states_to_device(args, engines.values())
         checks.stop_unless_rollout_is_finite(run, micro_batches)
-        # In the first step alone. Later, a mismatch shows in the log, as sampling_kl.
-        if first:
+        if first:  # later, a mismatch shows in the log, as sampling_kl
             checks.stop_unless_sampled_as_scored(run, micro_batches)
         clock.lap("score_seconds")  # the checks have waited for the device
 
         # ---- 5 advantages ----
-        set_advantages(args, micro_batches, args.kl_coef)
+        set_advantages(args, micro_batches)
 
         # ---- 6 update ----
         for engine in engines.values():
-            # Dropout is on, which is meant for the critic: if the actor has any, stop_unless_one
-            # stops the run.
-            engine.train()
+            engine.train()  # dropout is for the critic: stop_unless_one stops an actor that has any
             if first:  # ZeRO-3 records the next forward and backward, and prefetches in that order
                 patches.record_backward(engine)
         means = metrics.TokenMeans()
-        accumulation = args.gradient_accumulation_steps  # micro-batches of a minibatch
         for epoch in range(args.ppo_epochs):
-            drawn = minibatches(micro_batches, accumulation, (args.seed, step, epoch))
+            seed = args.seed, step, epoch
+            drawn = minibatches(micro_batches, args.gradient_accumulation_steps, seed)
             for number, minibatch in enumerate(drawn):
-                update_means = optimizer_step(args, models, minibatch, args.kl_coef, means)
+                update_means = optimizer_step(args, models, minibatch, means)
                 average.update(actor)  # --enable_ema
-                # No weight had moved since the rollout, so the ratio was 1: else the run stops, as
-                # it does for an actor with dropout. (It is 1 by definition where the update itself
-                # has set the old log-probs.)
-                if epoch == number == 0:
+                if epoch == number == 0:  # no weight had moved since the rollout: the ratio was 1
                     checks.stop_unless_one(run, minibatch)
             if args.target_kl and update_means["approx_kl"] > args.target_kl:
                 break

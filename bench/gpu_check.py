@@ -107,14 +107,14 @@ def worker(base, part):
 
     from machinery.base import ranks
     from machinery.engine import operators, patches
-    from machinery.run.run import Run
+    from machinery.run import run
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     operators.use_built()
     operators.do_without_all_reduce()
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(verbose=False)
-    Run.finish = lambda run, code=0: sys.exit(code)  # the group of ranks lives on
+    run.Run.finish = lambda run, code=0: sys.exit(code)  # the group of ranks lives on
     patches.mend_attention()
     if part in ("attention", "decoding"):
         found = getattr(gpu_rows, part)()

@@ -185,7 +185,7 @@ def microscope_requests(args, held_out):
 
 
 @torch.no_grad()
-def write_microscope(run, step, micro_batches, kl_coef):
+def write_microscope(run, step, micro_batches):
     """Writes tokens.jsonl: what training on the responses to `microscope_requests` would use.
 
     micro_batches: scored, and with advantages, as after part 5 of ppo.py. All ranks call it.
@@ -193,7 +193,7 @@ def write_microscope(run, step, micro_batches, kl_coef):
     args = run.args
     for batch in micro_batches:
         note_numbers(batch, run.tokenizer)
-    about = {"step": step, "kl_coef": kl_coef if args.kl_in == "reward" else 0.0}
+    about = {"step": step, "kl_coef": args.kl_coef if args.kl_in == "reward" else 0.0}
     rows = gathered(micro_batches)
     lines = [{**line_of(row, **about), "tokens": row["numbers"]} for row in rows]
     append(args, "tokens.jsonl", lines)

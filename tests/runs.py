@@ -291,19 +291,20 @@ def make_run(base, name, script, flags, sigterm_after=None):
     facts, output = {"saved": [], "away": [], "draws": {}}, base / "runs" / name
     log, save, roll_out = Run.log, Run.save, ppo.roll_out
     with_modes = "score", "optimizer_step"
-    of_ppo = "minibatches", "ordered", "set_advantages", "forwards_of_score", *with_modes
+    of_ppo = "minibatches", "ordered", "set_advantages", *with_modes
     calls = dict.fromkeys(of_ppo, ppo)
     calls |= {"update": ema.Ema, "refuse_if_padding_matters": checks}
     plain = {name: getattr(place, name) for name, place in calls.items()}
 
-    def noted(name, args):
-        if name in with_modes:  # which engines are in train mode, and what comes after the batch
-            return [engine.module.training for engine in args[1].engines.values()], *args[3:4]
+    def noted(name, args, options):
+        if name in with_modes:  # which engines are in train mode, and whether the actor scores
+            modes = [engine.module.training for engine in args[1].engines.values()]
+            return modes, options.get("actor")
         return args[2:] if calls[name] is ppo else len(args)
 
     def noting(name):
         def call(*args, **options):
-            facts.setdefault(name, []).append(noted(name, args))
+            facts.setdefault(name, []).append(noted(name, args, options))
             return plain[name](*args, **options)
 
         return call

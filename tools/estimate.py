@@ -22,7 +22,6 @@ import reward
 import sft
 from machinery.base import refused
 from machinery.flags import declaring
-from machinery.models import model_folders
 from tools import estimate_memory as memory
 
 GIB = 2**30
@@ -44,14 +43,9 @@ def four_models(args):
     rows, logits = args.per_device_training_batch_size, args.max_answer_seq_len
     actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
     actor = memory.Model(actor_args, rows, with_logits=logits, generates=args.rollout_batch_size)
-    trained = {"actor": actor}
+    models = [actor]
     if args.has_critic:
-        trained["critic"] = memory.Model(critic_args, rows, head=True)
-    no_dropout = [name for name, own in trained.items() if not model_folders.has_dropout(own.sizes)]
-    reused, scores_actor = ppo.forwards_of_score(args, ppo.Sizes(args), no_dropout)
-    for name in reused:
-        trained[name].kept = scores_actor or name == "critic"
-    models = [*trained.values()]
+        models.append(memory.Model(critic_args, rows, head=True))
     if args.has_reference and not args.actor_lora_dim:
         own = declaring.with_flags(actor_args, dropout=0.0)
         models.append(memory.Model(own, rows, trains=False, with_logits=logits))

@@ -30,7 +30,6 @@ class Model:
     head: bool = False  # a value model
     with_logits: int | None = None  # tokens of a row that get logits; None: all
     generates: int = 0  # rows that write responses at a time
-    kept: bool = False  # it scores and trains in one pass
 
     @functools.cached_property
     def sizes(self):
@@ -106,9 +105,8 @@ def count(args, models, ranks, cpu=False):
     out = {phase: dict.fromkeys(PARTS, 0) for phase in phases}
     for model in models:
         for phase, total in out.items():
-            stays = model.kept and phase != "generate"  # a pass that is kept
             for part, size in held_by(model, phase, ranks, cpu, zero).items():
-                passes = part in PASSING and not stays
+                passes = part in PASSING
                 total[part] = max(total[part], size) if passes else total[part] + size
     return out
 
@@ -151,7 +149,7 @@ def held_by(model, phase, ranks, cpu, zero):
         kept = rows * sizes.kept_by_row
         if args.gradient_checkpointing:
             kept = rows * w * tokens * config.hidden_size * config.num_hidden_layers + layer
-        parts["activations"] = kept if phase == "train" or model.kept else layer
+        parts["activations"] = kept if phase == "train" else layer
         if not model.head:
             numbers = rows * (model.with_logits or tokens) * config.vocab_size
             chunk = common.CPU_CHUNK if cpu else common.GPU_CHUNK

@@ -190,11 +190,6 @@ def own_dropout(config):
     }
 
 
-def has_dropout(model):
-    """Returns whether dropout acts on a model, or on that of an engine, in train mode."""
-    return any(own_dropout(unwrap_model(model).config).values())
-
-
 def is_scorer(config):
     """Returns whether a config is that of a reward model or critic."""
     return "SequenceClassification" in str(config.architectures)

@@ -220,8 +220,8 @@ def asks_once_more(is_odd):
 
     set_advantages = ppo.set_advantages
 
-    def and_ask(args, micro_batches, *given):
-        set_advantages(args, micro_batches, *given)
+    def and_ask(args, micro_batches):
+        set_advantages(args, micro_batches)
         if not any(batch.row_weight.any() for batch in micro_batches):
             ranks.all_sum(1)
 

@@ -28,7 +28,7 @@ MATHS = """Sizes kl_estimate token_rewards gae reinforce rloo grpo group_sum
     whitened policy_loss actor_loss value_loss gae_advantages
     reinforce_advantages
     ADVANTAGES MicroBatch plain_rows make_micro_batches sample ordered actor_forward
-    reward_model_scores score score_actor forwards_of_score set_rewards set_advantages minibatches
+    reward_model_scores score set_rewards set_advantages minibatches
     trained_mask loss_weights optimizer_step""".split()
 # Changes that no test can see, or that none should: "function: before -> after", and why.
 TWO_DIMENSIONS = "of (B, R) the last dimension is dimension 1"

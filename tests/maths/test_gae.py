@@ -12,9 +12,15 @@ import torch
 import ppo
 from helpers import metrics
 from machinery.base import ranks
+from machinery.flags import declaring
 from tests.conftest import micro_batch
 
 JUNK = 777.0
+
+
+def with_kl(args, kl_coef):
+    """Returns a copy of the flags with another penalty."""
+    return declaring.with_flags(args, kl_coef=kl_coef)
 
 
 def rows(*lists):
@@ -42,7 +48,7 @@ def test_scores_are_clipped_and_kl_is_not():
     args, (batch, _) = rollout("--advantage rloo")
     batch.scores = torch.tensor([[0.0, 9.0], [-9.0, 0.0]])
     batch.old_logprobs, batch.ref_logprobs = torch.full((2, 2), 10.0), torch.zeros(2, 2)
-    ppo.set_rewards(args, batch, 0.1)
+    ppo.set_rewards(with_kl(args, 0.1), batch)
     assert torch.allclose(batch.rewards, torch.tensor([[-1.0, 5 - 1], [-5 - 1, 0]]))
 
 
@@ -216,11 +222,12 @@ def test_whitening_is_over_all_ranks(monkeypatch):
     (_, here, here_mask), (_, there, there_mask) = ragged(4), ragged(5)
     together = ppo.whitened([here, there], [here_mask, there_mask])
     other = []
+    all_sum = ranks.all_sum
     monkeypatch.setattr(
-        ranks, "all_sum", lambda *values: other.append(torch.stack(values)) or other[-1]
+        ranks, "all_sum", lambda *values: other.append(all_sum(*values)) or other[-1]
     )
     ppo.whitened([there], [there_mask])
-    monkeypatch.setattr(ranks, "all_sum", lambda *values: torch.stack(values) + other[0])
+    monkeypatch.setattr(ranks, "all_sum", lambda *values: all_sum(*values) + other[0])
     assert torch.allclose(ppo.whitened([here], [here_mask])[0], together[0], atol=1e-12)
 
 
@@ -284,7 +291,7 @@ def test_responses_that_are_equally_good_teach_nothing(name, size):
     args = ppo_args(f"--kl_in loss --advantage {name} --samples_per_prompt 2")
     for score in (3.7, 0.7, -1.3, 0.1, 2.9999):
         batch = scored(groups=[5] * size, scores=torch.full((size, 1), score))
-        ppo.set_advantages(args, [batch], 0.0)
+        ppo.set_advantages(with_kl(args, 0.0), [batch])
         assert batch.advantages.dtype == torch.float32 and not batch.advantages.any(), score
 
 
@@ -350,7 +357,7 @@ def test_responses_to_a_prompt_find_each_other_across_micro_batches():
     and 3 (its KL of one nat costs both the same), so its advantages are -2 and 2, on every token
     and on nothing else."""
     args, batches = rollout("--advantage rloo")
-    ppo.set_advantages(args, batches, 0.1)
+    ppo.set_advantages(with_kl(args, 0.1), batches)
     expected = torch.tensor([[[-2.0, -2], [0, 0]], [[2, 2], [0, 0]]])
     assert torch.allclose(torch.stack([b.advantages for b in batches]), expected)
 
@@ -371,7 +378,7 @@ def test_an_estimator_says_whether_advantages_are_whitened(flags, whitens):
     args, batches = rollout(f"--advantage {flags}")
     for batch in batches:
         batch.old_values = torch.full((2, 2), 0.25)
-    ppo.set_advantages(args, batches, 0.1)
+    ppo.set_advantages(with_kl(args, 0.1), batches)
     masks = [batch.response_mask for batch in batches]
     found = real_tokens([batch.advantages for batch in batches], masks).double()
     raw = real_tokens([batch.raw_advantages for batch in batches], masks).double()
@@ -402,7 +409,7 @@ def test_a_response_that_is_left_out_of_the_loss_counts_in_its_groups_baseline()
     prompt's responses earn."""
     args, batches = rollout("--advantage rloo --mask_truncated 1")
     batches[1].ended = torch.tensor([0.0, 1.0])
-    ppo.set_advantages(args, batches, 0.0)
+    ppo.set_advantages(with_kl(args, 0.0), batches)
     assert [b.advantages[0].tolist() for b in batches] == [[-2, -2], [2, 2]]
     assert ppo.trained_mask(args, batches[1]).tolist() == [[0, 0], [1, 0]]
 
@@ -411,10 +418,10 @@ def test_a_response_that_was_cut_off_pays_for_it():
     """--missing_eos_penalty 4: prompt 8 got 0 twice, and one of the two never ended. A response of
     two tokens pays once, on the last."""
     args, batches = rollout("--advantage rloo --missing_eos_penalty 4")
-    ppo.set_advantages(args, batches, 0.0)
+    ppo.set_advantages(with_kl(args, 0.0), batches)
     assert [b.advantages[1, 0].item() for b in batches] == [4, -4]
     batches[0].ended = torch.tensor([0.0, 1.0])
-    ppo.set_rewards(args, batches[0], 0.0)
+    ppo.set_rewards(with_kl(args, 0.0), batches[0])
     assert batches[0].rewards.tolist() == [[0, 1 - 4], [0, 0]]
 
 
@@ -426,7 +433,7 @@ def test_a_group_is_equal_where_what_it_earns_is(flags, equal):
     and teach. Prompt 7 got 1 and 3: clipped to 0.5 they are equal, and teach nothing. The KL of its
     responses, which is in the reward, is no difference in what they earn."""
     args, batches = rollout(f"--advantage rloo {flags}")
-    ppo.set_advantages(args, batches, 0.1)
+    ppo.set_advantages(with_kl(args, 0.1), batches)
     assert metrics.group_means(batches)["equal_groups"] == equal
 
 
@@ -436,7 +443,7 @@ def test_advantages_are_whitened_over_the_tokens_that_train():
     scores = torch.tensor([[0.0, 1], [0, 3], [0, -5]])
     args = ppo_args("--advantage reinforce --mask_truncated 1")
     batch = scored([7, 8, 9], scores, ended=torch.tensor([1.0, 1, 0]))
-    ppo.set_advantages(args, [batch], 0.0)
+    ppo.set_advantages(with_kl(args, 0.0), [batch])
     assert batch.advantages.tolist() == [[-1, -1], [1, 1], [0, 0]]
 
 
@@ -446,7 +453,7 @@ def test_the_kl_penalty_is_applied_once():
     paid = {}
     for where in ("reward", "loss"):
         args, batches = rollout(f"--kl_in {where} --lam 1 --whiten 0")
-        ppo.set_advantages(args, batches, 0.5)
+        ppo.set_advantages(with_kl(args, 0.5), batches)
         paid[where] = batches[0].returns[0, 0].item()
     assert paid == {"reward": 0.5, "loss": 1.0}
 
@@ -454,7 +461,7 @@ def test_the_kl_penalty_is_applied_once():
 def test_the_estimator_of_kl_in_the_reward_is_the_flags():
     """One nat costs half of the coefficient with k2."""
     args, batches = rollout("--kl_in reward --kl_estimator k2 --lam 1 --whiten 0")
-    ppo.set_advantages(args, batches, 0.5)
+    ppo.set_advantages(with_kl(args, 0.5), batches)
     assert batches[0].returns[0, 0].item() == 1 - 0.5 * 0.5
 
 
@@ -464,5 +471,5 @@ def test_gamma_and_lambda_reach_their_estimator(name, expected):
     -0.375 + 0.5 * 0.25 * 0.75. REINFORCE has no lambda."""
     args = ppo_args(f"--advantage {name} --gamma 0.5 --lam 0.25 --whiten 0 --kl_in loss")
     batch = scored([7], torch.tensor([[0.0, 1]]), values=torch.tensor([[0.5, 0.25]]))
-    ppo.set_advantages(args, [batch], 0.0)
+    ppo.set_advantages(with_kl(args, 0.0), [batch])
     assert batch.advantages.tolist() == [expected]

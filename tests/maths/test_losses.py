@@ -83,17 +83,19 @@ def test_kl_costs_and_entropy_pays():
     """With --kl_in loss the actor pays for KL, and --entropy_coef rewards entropy: signs and
     weights, by hand. `clipped` marks the one token whose ratio left the range in the direction of
     its advantage."""
-    args = ppo.get_args("--preset toy --kl_in loss --kl_estimator k2 --entropy_coef 0.5".split())
+    args = ppo.get_args(
+        "--preset toy --kl_coef 0.3 --kl_in loss --kl_estimator k2 --entropy_coef 0.5".split()
+    )
     new, ref = torch.tensor([[0.5, 0.1, 0.5]]), torch.tensor([[0.1, 0.1, 0.5]])
     old, advantages = torch.tensor([[0.0, 0.1, 0.5]]), torch.tensor([[1.0, 1.0, -1.0]])
     batch = micro_batch(old_logprobs=old, ref_logprobs=ref, advantages=advantages)
     entropy = torch.tensor([[2.0, 0.0, 0.0]])
-    loss, ratio, clipped = ppo.actor_loss(args, batch, new, entropy, kl_coef=0.3)
+    loss, ratio, clipped = ppo.actor_loss(args, batch, new, entropy)
     assert loss[0].tolist() == pytest.approx([-1.2 + 0.3 * 0.4**2 / 2 - 0.5 * 2.0, -1.0, 1.0])
     assert clipped[0].tolist() == [True, False, False]
     assert ratio[0, 0].item() == pytest.approx(math.exp(0.5))
-    paid_in_reward = ppo.get_args("--preset toy".split())
-    loss, _, _ = ppo.actor_loss(paid_in_reward, batch, new, None, kl_coef=0.3)
+    paid_in_reward = ppo.get_args("--preset toy --kl_coef 0.3".split())
+    loss, _, _ = ppo.actor_loss(paid_in_reward, batch, new, None)
     assert loss[0].tolist() == pytest.approx([-1.2, -1.0, 1.0])
 
 

@@ -81,7 +81,13 @@ def models_of_stubs():
     return ppo.Models(engine, engine, None, [], {}, None, None)
 
 
-def test_actor_and_critic_learn_the_mean_over_the_tokens_that_count():
+def give_forwards(monkeypatch, logprobs, values):
+    """Has an update's forwards of the actor, whose entropy is 0, and of the critic return these."""
+    monkeypatch.setattr(ppo, "actor_forward", lambda *_: (logprobs, torch.zeros_like(logprobs)))
+    monkeypatch.setattr(common, "values_before_tokens", lambda *_: values)
+
+
+def test_actor_and_critic_learn_the_mean_over_the_tokens_that_count(monkeypatch):
     """With --mask_truncated 1 the second response, which was cut off, is in neither sum and in
     neither divisor. Each of the other's two tokens has half of its own gradient: -A, and the error
     of its value."""
@@ -96,19 +102,21 @@ def test_actor_and_critic_learn_the_mean_over_the_tokens_that_count():
         old_values=torch.zeros(2, 3),
         advantages=torch.tensor([[2.0, -4, 9], [5, 5, 5]]),
         returns=torch.tensor([[1.0, 3, 9], [5, 5, 5]]),
-        kept={"actor": (logprobs, torch.zeros(2, 3)), "critic": values},
     )
-    ppo.optimizer_step(args, models_of_stubs(), [batch], 0.0, metrics.TokenMeans())
+    give_forwards(monkeypatch, logprobs, values)
+    ppo.optimizer_step(args, models_of_stubs(), [batch], metrics.TokenMeans())
     assert logprobs.grad.tolist() == [[-1, 2, 0], [0, 0, 0]]
     assert values.grad.tolist() == [[-0.5, -1.5, 0], [0, 0, 0]]
 
 
-def test_an_optimizer_step_clips_and_penalises_as_its_flags_say():
+def test_an_optimizer_step_clips_and_penalises_as_its_flags_say(monkeypatch):
     """By hand. Ratios of 1.25 and 1.4 with a clip_high of 0.3: the first has its whole gradient,
     the second none. k2 pulls both towards the reference, a nat away, at 0.3. Values that moved by
     0.5 and 0.25 towards a return of 1, with a clip_value of 0.3: the first has no gradient, the
     second its error. Each token counts one half."""
-    flags = "--clip 0.2 --clip_high 0.3 --clip_value 0.3 --kl_in loss --kl_estimator k2"
+    flags = (
+        "--kl_coef 0.3 --clip 0.2 --clip_high 0.3 --clip_value 0.3 --kl_in loss --kl_estimator k2"
+    )
     args = ppo.get_args(["--preset", "toy", *flags.split()])
     logprobs, values = torch.zeros(1, 2).requires_grad_(), torch.tensor([[0.5, 0.25]])
     values.requires_grad_()
@@ -121,9 +129,9 @@ def test_an_optimizer_step_clips_and_penalises_as_its_flags_say():
         old_values=torch.zeros(1, 2),
         advantages=torch.ones(1, 2),
         returns=torch.ones(1, 2),
-        kept={"actor": (logprobs, torch.zeros(1, 2)), "critic": values},
     )
-    ppo.optimizer_step(args, models_of_stubs(), [batch], 0.3, metrics.TokenMeans())
+    give_forwards(monkeypatch, logprobs, values)
+    ppo.optimizer_step(args, models_of_stubs(), [batch], metrics.TokenMeans())
     assert logprobs.grad[0].tolist() == pytest.approx([-0.625 - 0.15, 0.15])
     assert values.grad[0].tolist() == pytest.approx([0, -0.375])
 
@@ -143,7 +151,7 @@ def test_an_update_that_makes_its_own_forwards_learns_the_same(monkeypatch):
         returns=torch.tensor([[1.0, 3]]),
     )
     args = ppo.get_args(["--preset", "toy"])
-    ppo.optimizer_step(args, models_of_stubs(), [batch], 0.0, metrics.TokenMeans())
+    ppo.optimizer_step(args, models_of_stubs(), [batch], metrics.TokenMeans())
     assert logprobs.grad.tolist() == [[-1, 2]] and values.grad.tolist() == [[-0.5, -1.5]]
     assert batch.ratio.tolist() == [[1, 1]] and batch.old_logprobs.tolist() == [[-0.5, -0.5]]
     kept = batch.ratio, batch.old_logprobs, batch.entropy
@@ -177,33 +185,6 @@ def test_a_rollout_is_divided_by_hand():
     requests = sizes.requests([[{"row": 5}], [{"row": 7}]])
     found = [(request["row"], request["sample"], request["group"]) for request in requests]
     assert found == [(5, 0, 0), (5, 1, 0), (7, 0, 1), (7, 1, 1)]
-
-
-BOTH = ["actor", "critic"]
-
-
-@pytest.mark.parametrize(
-    "reused, scores_actor, changes",
-    [
-        (BOTH, True, {}),
-        (BOTH, False, dict(kl_coef=0)),
-        (BOTH, False, dict(kl_in="loss")),
-        ([], True, dict(micro_batches=2)),
-        ([], False, dict(micro_batches=2, kl_coef=0)),
-        ([], True, dict(gradient_checkpointing=True)),
-        ([], True, dict(updates=2)),
-        ([], True, dict(updates=2, kl_coef=0)),
-        (["critic"], True, dict(no_dropout=["critic"], kl_coef=0)),
-    ],
-)
-def test_which_forwards_an_update_can_take_over(reused, scores_actor, changes):
-    """ppo.forwards_of_score's table: of one update on one micro-batch those without dropout, and
-    the old log-probs can wait for the update where nothing before it needs them. In the first step
-    all forwards are made."""
-    given = dict(updates=1, micro_batches=1, no_dropout=BOTH, kl_coef=0.1, kl_in="reward")
-    given = SimpleNamespace(**{**given, "gradient_checkpointing": False, **changes})
-    assert ppo.forwards_of_score(given, given, given.no_dropout) == (reused, scores_actor)
-    assert ppo.forwards_of_score(given, given, given.no_dropout, first=True) == ([], True)
 
 
 def test_responses_are_shuffled_where_a_rollout_makes_several_minibatches():

@@ -17,7 +17,7 @@ from tiny_models import (
     values,
 )
 from tokenizers import AddedToken
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoConfig
+from transformers import AutoTokenizer, GPTNeoConfig
 
 import common
 from machinery.base.refused import Refused
@@ -206,14 +206,6 @@ def test_adapters_are_held_to_what_they_sit_on(harm, tmp_path):
     load_model(str(folder), get_args(), 0)
     harm(folder)
     assert rule_of(load_model, str(folder), get_args(), 0) == ADAPTER_HARM[harm]
-
-
-@pytest.mark.parametrize("p, acts", [(0.0, False), (0.1, True)])
-def test_one_kind_of_dropout_is_dropout(p, acts):
-    """OPT's config has several probabilities. A model without any keeps its forwards for the
-    update (ppo.forwards_of_score): dropout would be off in it."""
-    model = AutoModelForCausalLM.from_config(config_of("opt", dropout=p, attention_dropout=0.0))
-    assert model_folders.has_dropout(model) == acts
 
 
 def test_what_must_have_learned_something_has_weights(tmp_path):

@@ -130,7 +130,7 @@ def test_clipping_above_and_below_is_counted_apart():
     args, means = ppo.get_args(["--preset", "toy"]), metrics.TokenMeans()
     batch = micro_batch([0], **given)
     models = ppo.Models(engine, None, None, [], {}, None, None)
-    ppo.optimizer_step(args, models, [batch], 0.0, means)
+    ppo.optimizer_step(args, models, [batch], means)
     shares = [means.of_all_updates()[f"clip_fraction{part}"] for part in ("", "_low", "_high")]
     assert shares == [0.5, 0.25, 0.25]
 

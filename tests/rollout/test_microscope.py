@@ -42,8 +42,8 @@ def looked(tiny_model, tokenizer, tmp_path):
         run = SimpleNamespace(args=args, tokenizer=tokenizer)
         if requests := evaluation.microscope_requests(args, datasets.Dataset.from_list(rows)):
             batches = ppo.answered(args, models, tokenizer, requests)
-            ppo.set_advantages(args, batches, 0.5)
-            evaluation.write_microscope(run, 7, batches, 0.5)
+            ppo.set_advantages(args, batches)
+            evaluation.write_microscope(run, 7, batches)
         file = tmp_path / "tokens.jsonl"
         return kit.read_lines(file) if file.exists() else []
 

@@ -6,7 +6,6 @@ import re
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import ppo
 from tests import kit, runs
 from tests.runs import curve, facts, made, metrics, run_of, without_clocks
 
@@ -31,45 +30,31 @@ def test_before_the_first_update_the_ratio_is_exactly_1(name):
 
 def test_what_main_hands_to_the_parts_of_a_step():
     """No dropout while anything is stored, in evaluations too, and dropout in both models while
-    they train. The penalty that is logged is the one that is used. The rows of a step have random
-    numbers of their own, and evaluations (around the run, with the microscope) those of step 0.
-    forwards_of_score is told which engines have no dropout, and which step is the first."""
+    they train. The rows of a step have random numbers of their own, and evaluations (around the
+    run, with the microscope) those of step 0."""
     rank, lines = facts("ppo_dropout")[0], metrics("ppo_dropout")[1:]
-    kl_coefs = pytest.approx([line["kl_coef"] for line in lines])
     assert not any(any(modes) for modes, *_ in rank["score"])
     assert [modes for modes, _ in rank["optimizer_step"]] == [[True, True]] * len(lines)
-    assert [kl_coef for _, kl_coef in rank["optimizer_step"]] == kl_coefs
-    assert [kl_coef for (kl_coef,) in rank["set_advantages"]][1:-1] == kl_coefs
     in_steps = [step for step in rank["steps"] if step]
     assert in_steps == [line["step"] for line in lines] and rank["steps"][:2] == [0, 0]
-    assert rank["forwards_of_score"] == [(["actor"], n == 0) for n in range(len(lines))]
 
 
-@pytest.mark.parametrize(
-    "flags, no_dropout, reused, scores_actor",
-    [
-        ("", "actor critic", "actor critic", True),
-        ("", "actor", "actor", True),
-        ("", "critic", "critic", True),
-        ("--gradient_checkpointing", "actor critic", "", True),
-        ("--gradient_accumulation_steps 2", "actor critic", "", True),
-        ("--gradient_accumulation_steps 2 --kl_coef 0", "actor critic", "", False),
-        ("--gradient_accumulation_steps 2 --kl_in loss", "actor critic", "", False),
-        ("--gradient_accumulation_steps 2 --kl_coef 0", "actor", "", False),
-        ("--gradient_accumulation_steps 2 --kl_coef 0", "critic", "", True),
-        ("--allow_unstable 1 --ppo_epochs 2 --kl_coef 0", "actor critic", "", True),
-        ("--allow_unstable 1 --generation_batches 2 --kl_coef 0", "actor critic", "", True),
-    ],
-)
-def test_a_forward_is_spared_only_where_nothing_lies_between(
-    flags, no_dropout, reused, scores_actor
-):
-    """With dropout it would store numbers with dropout: the ratio would be 1 as both are. With
-    several updates the old log-probs are of the policy before the first. KL in the reward needs
-    them before the update. The critic's dropout costs the actor nothing."""
-    args = ppo.get_args([*runs.base_flags("ppo", runs.base()), *flags.split()])
-    found = ppo.forwards_of_score(args, ppo.Sizes(args), no_dropout.split())
-    assert found == (reused.split(), scores_actor)
+SCORED = {  # a run: in which of its steps the actor scores the rollout before the update
+    "ppo_one_pass": [True] * 4,  # KL in the reward needs its log-probs
+    "ppo_one_rank_grpo": [True, False],  # KL in the loss does not
+    "ppo_unstable": [True],
+    "ppo_target_kl": [True, True],  # several epochs: the old log-probs are those before the first
+}
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_a_forward_is_spared_only_where_nothing_needs_it(name):
+    """The first step has all forwards, to compare sampling with scoring. Evaluations always do."""
+    asked = [actor for _, actor in facts(name)[0]["score"]]
+    in_steps = [actor for actor in asked if actor is not None]
+    batches = len(in_steps) // len(SCORED[name])
+    assert in_steps == [actor for actor in SCORED[name] for _ in range(batches)]
+    assert len(in_steps) < len(asked)
 
 
 def test_the_gate_stops_a_run_whose_two_passes_disagree():

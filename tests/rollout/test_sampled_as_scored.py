@@ -72,7 +72,8 @@ def looked_at(args, model, tokenizer, responses, size=32, pack=ppo.plain_rows):
     """Scores the responses. Returns the share of tokens that are off, and whether the run stops."""
     batches = ppo.make_micro_batches(tokenizer, responses, size, pack)
     for batch in batches:
-        ppo.score_actor(args, model, batch)
+        with torch.no_grad():
+            batch.old_logprobs, batch.entropy = ppo.actor_forward(args, model, batch)
     codes = []
     run = SimpleNamespace(args=args, step=1, engine=Bare(model))
     run.finish = lambda code: codes.append(code)

@@ -130,10 +130,7 @@ def test_ppos_phases_by_hand(tmp_path):
         args, models = ppo_models(tmp_path, *flags)
         phases = memory.count(args, models, 1)
         assert phases["generate"]["KV cache"] == 2 * 3 * 2 * 16 * rows * (20 + 12) * 2
-        assert phases["train"]["KV cache"] == 0 and models[0].kept
-    without_kl = ["--kl_coef", 0]  # part 4 leaves the forward to the update
-    for flags in (["--gradient_accumulation_steps", 2], ["--actor_dropout", 0.1], without_kl):
-        assert not ppo_models(tmp_path, *flags)[1][0].kept
+        assert phases["train"]["KV cache"] == 0
 
 
 def test_logits_by_hand(opt):

@@ -3,7 +3,6 @@ tests/run/, beside the runs."""
 
 import contextlib
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -40,6 +39,9 @@ def test_nothing_of_another_owner_is_touched(run, tmp_path, monkeypatch):
     damaged = tmp_path / "run/checkpoints/step-5"
     shutil.copytree(checkpoint, damaged)
     (damaged / "rank1.pt").write_bytes(b"")
+    with kit.refuses("foreign-checkpoint"):
+        export.export(damaged, tmp_path / "to")
+    (damaged / "done").unlink()
     with kit.refuses("no-checkpoint"):
         export.export(damaged, tmp_path / "to")
 
@@ -80,17 +82,12 @@ def test_a_checkpoint_that_would_run_code_is_refused(run, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(run, "run", ignore=shutil.ignore_patterns("model.safetensors"))
     checkpoint = Path("run/checkpoints/step-5")
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    for name in filter(re.compile(r"rank1|optim_states").search, manifest):
-        file = checkpoint / name
+    for file in [checkpoint / "rank1.pt", *checkpoint.rglob("*optim_states.pt")]:
         whole = file.read_bytes()
         torch.save({"state": Runs()}, file)
-        changed = {**manifest, name: file.stat().st_size}
-        (checkpoint / "manifest.json").write_text(json.dumps(changed))
         with kit.refuses("foreign-checkpoint"):
             export.export(checkpoint, tmp_path / "to")
         file.write_bytes(whole)
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     args = json.loads(Path("run/args.json").read_text())
     Path("run/args.json").write_text(json.dumps({**args, "trust_remote_code": True}))
     trusted = []
