@@ -295,7 +295,7 @@ def recipe_note(args):
     for flag in models_named(args.declared.given):
         made, lora = record_of_model(getattr(args, flag)), flag.replace(MODEL, "lora_dim")
         if made:
-            words += f"  from     {getattr(args, flag)}, trained with --preset {made['preset']}"
+            words += f"  from     {getattr(args, flag)}, trained with --preset {made.get('preset')}"
             if getattr(args, lora) and made.get("lora_dim") == 0:
                 words += f" without LoRA: --{lora} 0 goes on so"
             words += "\n"
@@ -318,9 +318,8 @@ def rows_note(args, rows_per_step):
 def resumed(parser, script, given, known):
     """Returns {flag: value} of the run that goes on, and the flags that are given otherwise.
 
-    known: the names of all flags.
-
-    Refuses to go on where there is no such run, or where what makes it this run is given otherwise.
+    known: the names of all flags. Refuses to go on where there is no such run, or where what makes
+    it this run is given otherwise.
     """
     if "output_dir" not in given:
         parser.error("--resume needs --output_dir, the folder of the run")
@@ -329,9 +328,10 @@ def resumed(parser, script, given, known):
     if not record:
         words = f"--resume: {output} holds no run, or its args.json is missing or damaged."
         raise Refused("no-args-json", words)
-    if (record["script"], record.get("format")) != (script, FORMAT):
-        words = f"--resume: the run in {output} was begun by {record['script']}.py"
-        raise Refused("resume-another", f"{words}, or with another version of this project.")
+    began = record.get("script")
+    if (began, record.get("format")) != (script, FORMAT):
+        how = "with another version of this project" if began == script else f"by {began}.py"
+        raise Refused("resume-another", f"--resume: the run in {output} was begun {how}.")
     values = {name: record[name] for name in known & record.keys() - OF_A_START}
     changed = {name for name in given.keys() - OF_A_START if values.get(name) != given[name]}
     for name in sorted(changed):

@@ -1,6 +1,5 @@
 """The output folder: who may write there, and args.json."""
 
-import itertools
 import json
 import os
 import time
@@ -50,9 +49,9 @@ def refuse_unusable(args):
     if args.resume:
         refuse_finished(args, output)
     elif (found := taken(output)) and not (args.overwrite and read_run(output)):
-        words = f"--output_dir {output} is not empty: it holds {found[0]}."
-        advice = "If it is a run, --resume goes on, --overwrite moves it aside."
-        raise Refused("output-taken", f"{words}\n  {advice}")
+        words = f"--output_dir {output} is not empty: it holds {found[0]}.\n  "
+        words += "If it is a run, --resume goes on, --overwrite moves it aside."
+        raise Refused("output-taken", words)
 
 
 def refuse_finished(args, output):
@@ -72,7 +71,7 @@ def refuse_in_use(args, held):
     """Refuses a folder if another run is writing there."""
     if held:
         words = f"--output_dir {args.output_dir} is in use by another run."
-        raise Refused("output-in-use", f"{words}\n  Wait for it, stop it, or take another.")
+        raise Refused("output-in-use", words)
 
 
 # ---- The run's own ----
@@ -100,11 +99,12 @@ class OutputFolder:
         ranks.barrier()  # rank 0 writes below: all must have seen the folder as it was
         if first and not args.resume and taken(self.path):
             self.move_aside()
+        declared = args.declared
         self.record = {
             **vars(args),
             "format": FORMAT,
-            "script": args.declared.script,
-            "left_open": args.declared.left_open,
+            "script": declared.script,
+            "left_open": declared.left_open,
             "versions": versions(),
             "world_size": ranks.get_world_size(),
             "device": str(ranks.device()),
@@ -130,9 +130,9 @@ class OutputFolder:
 
         The lock moves with the old folder, and another run may take the new one's first.
         """
-        here = self.path.resolve()  # of a link, what it points to
-        names = (here.with_name(f"{here.name}.old-{number}") for number in itertools.count(1))
-        aside = next(path for path in names if not os.path.lexists(path))
+        here, number = self.path.resolve(), 1  # of a link, what it points to
+        while os.path.lexists(aside := f"{here}.old-{number}"):
+            number += 1
         here.rename(aside)
         here.mkdir(exist_ok=True)
         self.lock.close()
