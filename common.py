@@ -21,11 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations import HfDeepSpeedConfig
 
-from machinery.base import ranks
-from machinery.base.modules import unwrap_model
-from machinery.engine import adam, config_file, patches, zero3
-from machinery.flags import declaring
-from machinery.models import forwards, lora, model_folders
+from machinery import adam, config_file, flags, folders, lora, patches, ranks, zero3
+from machinery.zero3 import unwrap_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CPU_CHUNK, GPU_CHUNK = 2**20, 2**27  # bytes of fp32 logits at a time; a CPU's cache is small
@@ -49,7 +46,7 @@ class Layout:
     the logits that predict it. R = 4 is the longest response of the micro-batch; other masks say
     which places count. The next row begins at flat place T. Rows in which several responses share a
     prompt differ only in these fields. In step 3 a copy of the prompt's last token stands before
-    each response, and its logits predict the first token (helpers/shared_prompts.py).
+    each response, and its logits predict the first token (machinery/shared_prompts.py).
 
     A script's MicroBatch adds what its loss needs, and `counts()`: its tokens and its rows, without
     fillers. The run's speed is computed from them.
@@ -178,11 +175,11 @@ def response_logits(model, layout, wanted):
 
     def forward(logits_to_keep):
         options = {"position_ids": layout.positions, "logits_to_keep": logits_to_keep}
-        mask = forwards.mask_for(model, layout.mask)
-        options = forwards.accepted(model, **options)
+        mask = folders.mask_for(model, layout.mask)
+        options = folders.accepted(model, **options)
         return model(layout.ids, attention_mask=mask, use_cache=False, **options).logits
 
-    if forwards.picks_positions(model):
+    if folders.picks_positions(model):
         marked = torch.zeros_like(layout.ids, dtype=torch.bool).flatten()  # (N * T,)
         marked = marked.index_fill(0, places, True).view_as(layout.ids)  # (N, T)
         return forward(marked)  # (M, V)
@@ -228,8 +225,8 @@ class ValueModel(nn.Module):
     def forward(self, ids, mask, positions):
         """Values (N, T), fp32, one for each token. ids, mask, positions: see Layout."""
         backbone = self.model.base_model
-        mask = forwards.mask_for(backbone, mask)
-        options = forwards.accepted(backbone, position_ids=positions)
+        mask = folders.mask_for(backbone, mask)
+        options = folders.accepted(backbone, position_ids=positions)
         hidden = backbone(ids, attention_mask=mask, use_cache=False, **options)[0]  # (N, T, H)
         values = getattr(self.model, self.value_head_name)(hidden)  # (N, T, 1)
         return values.squeeze(-1).float()
@@ -276,7 +273,7 @@ def load_model(args, tokenizer=None, value_head=None):
     folder without weights gives a new, random model, which every rank builds whole on the CPU,
     from the same seed.
     """
-    source = model_folders.resolve(args, tokenizer, value_head)  # config, weights, adapters
+    source = folders.resolve(args, tokenizer, value_head)  # config, weights, adapters
     kind = AutoModelForSequenceClassification if value_head else AutoModelForCausalLM
     options = {"dtype": DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
     missing = source.missing_weights(kind, **options)  # a new head's alone: else refused
@@ -285,7 +282,7 @@ def load_model(args, tokenizer=None, value_head=None):
     if not source.has_weights:
         model = kind.from_config(source.config, **options)
     elif args.zero_stage == 3:
-        whole = declaring.with_flags(args, tensor_parallel_size=1)  # layers are split later
+        whole = flags.with_flags(args, tensor_parallel_size=1)  # layers are split later
         partitioned = HfDeepSpeedConfig(ds_config(whole, 1))
         model = source.read(kind, **options)
     else:
@@ -401,7 +398,7 @@ def train_engine(model, args, batch_size, micro_steps, steps):
 
 def frozen_engine(args, batch_size, tokenizer=None, value_head=None):
     """Loads a model for inference only: sharded under ZeRO-3, else whole on this rank's device."""
-    args = declaring.with_flags(args, dropout=None, lora_dim=0)
+    args = flags.with_flags(args, dropout=None, lora_dim=0)
     model = load_model(args, tokenizer, value_head).requires_grad_(False)
     if args.zero_stage < 3:
         return model.to(ranks.device()).eval()

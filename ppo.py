@@ -47,15 +47,26 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 import common
-from helpers import checks, evaluation, judges, metrics, rollout, shared_prompts
-from machinery.base import ranks
-from machinery.base.modules import unwrap_model
-from machinery.base.refused import program
-from machinery.data.rows import load_rows, open_sources
-from machinery.engine import ema, patches, zero3
-from machinery.flags import declaring, ppo_flags
-from machinery.models import forwards, lora, model_folders
-from machinery.run.run import Run
+from machinery import (
+    checks,
+    ema,
+    evaluation,
+    flags,
+    folders,
+    judges,
+    lora,
+    metrics,
+    patches,
+    ppo_flags,
+    ranks,
+    rollout,
+    shared_prompts,
+    zero3,
+)
+from machinery.refused import program
+from machinery.rows import load_rows, open_sources
+from machinery.run import Run
+from machinery.zero3 import unwrap_model
 
 # ---- What `deepspeed ppo.py` runs: the toy. Other recipes: recipes/ ----
 TOY = dict(
@@ -91,13 +102,13 @@ TOY = dict(
 
 
 def get_args(argv=None):
-    """Most flags that this file's maths uses; machinery/flags/ppo_flags.py declares the others.
+    """Most flags that this file's maths uses; machinery/ppo_flags.py declares the others.
 
     There `resolve` fills in what is still None, and sets args.has_critic and args.has_reference.
     `arg`: see sft.get_args.
     """
-    parser = declaring.new_parser(__doc__)
-    arg = declaring.flag_group(parser, "PPO: models and sizes")
+    parser = flags.new_parser(__doc__)
+    arg = flags.flag_group(parser, "PPO: models and sizes")
     arg("actor_model_name_or_path", str, "actor and reference: step 1's output", needed=True)
     arg("critic_model_name_or_path", str, "start of the critic: step 2's output")
     judges = "frozen reward models; None: the critic's, unless --reward_fn is given"
@@ -113,7 +124,7 @@ def get_args(argv=None):
     # Several updates on a rollout are ordinary PPO. DeepSpeed-Chat reports that they diverge, and
     # leaves open why, so they must be asked for; labs/stability saw no divergence at usual rates.
     arg("allow_unstable", 0, "1: permit several updates on one rollout", most=1)
-    arg = declaring.flag_group(parser, "PPO: flags that change the result")
+    arg = flags.flag_group(parser, "PPO: flags that change the result")
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6)
     penalty = "penalty for one nat of KL. 0.1 [DeepSpeed-Chat]; 0: no reference"
     arg("kl_coef", float, penalty, needed=True)
@@ -135,7 +146,7 @@ def get_args(argv=None):
     target = "approx_kl of an epoch's last update; above it, no epoch follows"
     arg("target_kl", float, target, least=1e-12)
     ppo_flags.add_options(parser)
-    args = declaring.parse(parser, TOY, argv, "ppo")
+    args = flags.parse(parser, TOY, argv, "ppo")
     return ppo_flags.resolve(args, ADVANTAGES, Sizes(args).responses)
 
 
@@ -398,7 +409,7 @@ def load_models(args, tokenizer, functions, updates):
     updates: optimizer steps of the whole run, for the learning-rate schedules.
     """
     batch_size, accumulation = args.per_device_training_batch_size, args.gradient_accumulation_steps
-    actor_args, critic_args = declaring.of_role(args, "actor"), declaring.of_role(args, "critic")
+    actor_args, critic_args = flags.of_role(args, "actor"), flags.of_role(args, "critic")
     actor = common.load_model(actor_args)
     actor = common.train_engine(actor, actor_args, batch_size, accumulation, updates)
     critic = None
@@ -525,7 +536,7 @@ def next_logits(model, inputs, cache):
         inputs,
         attention_mask=cache.mask[:, :end],
         use_cache=True,
-        **forwards.accepted(model, cache=cache.past, position_ids=positions, logits_to_keep=1),
+        **folders.accepted(model, cache=cache.past, position_ids=positions, logits_to_keep=1),
     ).logits  # (b, 1, V)
     cache.length = end
     return logits[:, -1]
@@ -858,7 +869,7 @@ def main():
 
     # ---- 1 data ----
     sources = open_sources(args, "ppo")
-    tokenizer = model_folders.load_tokenizer(
+    tokenizer = folders.load_tokenizer(
         args.actor_model_name_or_path, args, in_chats=sources.hold_chats
     )
     train, held_out = load_rows(args, sources, tokenizer, args.max_prompt_seq_len)

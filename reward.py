@@ -18,7 +18,7 @@ then all rejected ones (z); '-' is padding.
     row 3        -    x0   x1   x2   x3 | z0   eos       pair 1, rejected
     Every row ends in the last column, and there its score is read: (2B,).
 By default the prompt of a pair is computed once, with both responses after it in one row, where
-the architecture permits it: --share_prompt, drawn in helpers/shared_prompts.py.
+the architecture permits it: --share_prompt, drawn in machinery/shared_prompts.py.
 """
 
 from dataclasses import dataclass
@@ -28,14 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import common
-from helpers import checks, evaluation, shared_prompts
-from machinery.base import ranks, statistics
-from machinery.base.refused import program
-from machinery.data import batching
-from machinery.data.rows import load_rows, open_sources
-from machinery.flags import declaring
-from machinery.models import model_folders
-from machinery.run.run import Run
+from machinery import batching, checks, evaluation, flags, folders, metrics, ranks, shared_prompts
+from machinery.refused import program
+from machinery.rows import load_rows, open_sources
+from machinery.run import Run
 
 # ---- What `deepspeed reward.py` runs: the toy. Other recipes: recipes/ ----
 TOY = dict(
@@ -66,14 +62,14 @@ SUMS = "loss", "accuracy", "chosen_score", "rejected_score"
 
 def get_args(argv=None):
     """Reads the flags of this step from the command line. `arg`: see sft.get_args."""
-    parser = declaring.new_parser(__doc__)
-    declaring.add_common_flags(parser)
-    arg = declaring.flag_group(parser, "flags of this step alone")
+    parser = flags.new_parser(__doc__)
+    flags.add_common_flags(parser)
+    arg = flags.flag_group(parser, "flags of this step alone")
     arg("value_head_prefix", "score", "name of the head; stock transformers loads `score`")
     pull = "weight of (chosen + rejected)^2, which pulls scores to 0. 0.01 [Eisenstein 2023]"
     arg("center_coef", 0.0, pull)
     arg("share_prompt", 1, "1: compute the prompt of a pair once; 0: a row for each", most=1)
-    return declaring.parse(parser, TOY, argv, "reward")
+    return flags.parse(parser, TOY, argv, "reward")
 
 
 # ---- Data and loss ----
@@ -172,7 +168,7 @@ def evaluate(run, engine, held_out, collate_rows):
     return {
         "eval_loss": loss,
         "eval_accuracy": accuracy,
-        "eval_accuracy_ci": statistics.wilson_interval(accuracy, count),
+        "eval_accuracy_ci": metrics.wilson_interval(accuracy, count),
         "eval_chosen_score": chosen_mean,
         "eval_rejected_score": rejected_mean,
         "eval_margin": chosen_mean - rejected_mean,
@@ -188,9 +184,7 @@ def main():
 
     # ---- 1 data ----
     sources = open_sources(args, "reward")
-    tokenizer = model_folders.load_tokenizer(
-        args.model_name_or_path, args, in_chats=sources.hold_chats
-    )
+    tokenizer = folders.load_tokenizer(args.model_name_or_path, args, in_chats=sources.hold_chats)
     train, held_out = load_rows(args, sources, tokenizer, args.max_seq_len)
     batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)

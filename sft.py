@@ -25,14 +25,10 @@ import torch
 from torch import Tensor
 
 import common
-from helpers import checks, evaluation, judges
-from machinery.base import ranks
-from machinery.base.refused import program
-from machinery.data import batching
-from machinery.data.rows import load_rows, open_sources
-from machinery.flags import declaring
-from machinery.models import model_folders
-from machinery.run.run import Run
+from machinery import batching, checks, evaluation, flags, folders, judges, ranks
+from machinery.refused import program
+from machinery.rows import load_rows, open_sources
+from machinery.run import Run
 
 # ---- What `deepspeed sft.py` runs: the toy. Other recipes: recipes/ ----
 TOY = dict(
@@ -63,15 +59,15 @@ def get_args(argv=None):
     arg(name, default or type, help): a type if the default comes from TOY or a recipe, or is None.
     least (0), most: the range. needed: the script cannot run without it.
     """
-    parser = declaring.new_parser(__doc__)
-    declaring.add_common_flags(parser)
-    arg = declaring.flag_group(parser, "flags of this step alone")
+    parser = flags.new_parser(__doc__)
+    flags.add_common_flags(parser)
+    arg = flags.flag_group(parser, "flags of this step alone")
     turns = "assistant turns, or everything. None: all turns of chats, else the last response"
     arg("train_on", str, turns, choices=["last", "all", "everything"])
     arg("num_samples", 5, "held-out prompts answered at each evaluation")
     arg("gold_fn", str, "grades those responses, only logged", metavar="FILE:FUNCTION")
     arg("max_answer_seq_len", 64, "tokens of those responses, at most", least=2)
-    return declaring.parse(parser, TOY, argv, "sft")
+    return flags.parse(parser, TOY, argv, "sft")
 
 
 # ---- Data and loss ----
@@ -145,9 +141,7 @@ def main():
     # --max_seq_len tokens: a long prompt keeps its end, a long response is cut and loses its EOS.
     # Batches add row_weight: 0 for a filler, a row that only fills up the last batch, else 1.
     sources = open_sources(args, "sft")
-    tokenizer = model_folders.load_tokenizer(
-        args.model_name_or_path, args, in_chats=sources.hold_chats
-    )
+    tokenizer = folders.load_tokenizer(args.model_name_or_path, args, in_chats=sources.hold_chats)
     train, held_out = load_rows(args, sources, tokenizer, args.max_seq_len)
     batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)

@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common import DTYPES
-from machinery.models.model_folders import padding_token
+from machinery.folders import padding_token
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -218,7 +218,7 @@ def plain_generate(args, model, tokenizer, ids, mask, uniforms, synced=False):
 @torch.no_grad()
 def decode(side, model, dtype, *words):
     """Samples --answer tokens after each of --rows prompts of --prompt tokens, without EOS."""
-    from helpers import rollout
+    from machinery import rollout
     from tests import kit
 
     names = [word.removeprefix("--") for word in words[::2]]

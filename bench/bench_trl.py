@@ -20,8 +20,8 @@ import trl
 from datasets import Dataset
 
 import bench
-from machinery.data.rows import load_rows, open_sources
-from machinery.models import model_folders
+from machinery import folders
+from machinery.rows import load_rows, open_sources
 
 # As `accelerate config` would write it for ZeRO-3; by default TRL gathers the weights once
 # for a rollout.
@@ -130,7 +130,7 @@ def main(result, side, script, *flags):
     path = args.actor_model_name_or_path if step3 else args.model_name_or_path
     limit = args.max_prompt_seq_len if step3 else args.max_seq_len
     rows_of_step = args.per_device_eval_batch_size  # bench.py gives one number for all batches
-    tokenizer = model_folders.load_tokenizer(path)
+    tokenizer = folders.load_tokenizer(path)
     rows, held_out = load_rows(args, open_sources(args, script), tokenizer, limit)
     if zero3:  # accelerate's own way
         config = work / "trl-zero3.json"

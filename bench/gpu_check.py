@@ -105,13 +105,11 @@ def worker(base, part):
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    from machinery.base import ranks
-    from machinery.engine import operators, patches
-    from machinery.run import run
+    from machinery import launch, patches, ranks, run
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    operators.use_built()
-    operators.do_without_all_reduce()
+    launch.use_built()
+    launch.do_without_all_reduce()
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(verbose=False)
     run.Run.finish = lambda run, code=0: sys.exit(code)  # the group of ranks lives on
@@ -134,7 +132,7 @@ def worker(base, part):
 
 def make(base, name, before=None, **options):
     """Makes a run, or goes on from a checkpoint of the one before it."""
-    from machinery.base import ranks
+    from machinery import ranks
 
     if before and ranks.get_rank() == 0:
         runs.copy_checkpoint(base / "runs" / before[0], before[1], base / "runs" / name)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deepspeed.accelerator import get_accelerator
 
-from machinery.engine import operators
+from machinery import launch
 
 OPERATORS = {  # and what is used without them
     "FusedAdamBuilder": "torch's fused AdamW takes its place",
@@ -37,7 +37,7 @@ def why_not(builder):
 
 
 def main():
-    operators.use_built()
+    launch.use_built()
     print("compiling DeepSpeed's optimizers: 4 to 6 minutes, once", flush=True)
     for name, instead in OPERATORS.items():
         builder = get_accelerator().get_op_builder(name)

@@ -24,8 +24,8 @@ import common  # noqa: E402
 import ppo  # noqa: E402
 import reward  # noqa: E402
 import sft  # noqa: E402
-from machinery.base.refused import program  # noqa: E402
-from machinery.data import batching  # noqa: E402
+from machinery import batching  # noqa: E402
+from machinery.refused import program  # noqa: E402
 
 
 def nothing(*_, **__):

@@ -15,10 +15,10 @@ import pytest
 from tests import kit, runs
 
 import ppo  # isort: skip
-from machinery.models import model_folders  # isort: skip
-from machinery.engine import operators  # isort: skip
+from machinery import folders  # isort: skip
+from machinery import launch  # isort: skip
 
-operators.use_built()  # else tests would compile DeepSpeed's operators once more
+launch.use_built()  # else tests would compile DeepSpeed's operators once more
 
 
 def micro_batch(groups=(), **given):
@@ -52,7 +52,7 @@ def smollm2(tmp_path_factory):
 @pytest.fixture
 def tokenizer():
     """The toy's byte-level BPE; pad is 0 and EOS is 1."""
-    return model_folders.load_tokenizer(kit.TOKENIZER)
+    return folders.load_tokenizer(kit.TOKENIZER)
 
 
 @pytest.fixture(scope="session")
@@ -80,5 +80,3 @@ def pytest_collection_modifyitems(items):
         given = vars(item).get("callspec")
         if given and any(str(value) in SLOW for value in given.params.values()):
             item.add_marker("slow")
-
-raise SystemExit("TIME IS UP: all branches were merged by the lead at 20:50, who runs the tests of the merged tree. Do not commit this line. Send your final report now.")

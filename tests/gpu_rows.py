@@ -12,8 +12,7 @@ import torch
 
 from tests import kit  # isort: skip
 import common
-from machinery.base import ranks
-from machinery.engine import patches
+from machinery import patches, ranks
 
 KERNELS = {  # cuDNN's is off in a run (patches.py): a NaN here is known
     "flash": "FLASH_ATTENTION",

@@ -189,9 +189,7 @@ def call_main(script, argv):
     for the disk, as no test cuts the power; what is to be synced must be there. And nothing waits
     for gloo's threads at the end: a forked rank leaves without Python's shutdown.
     """
-    from machinery.base import refused
-    from machinery.models import saving
-    from machinery.run import run
+    from machinery import refused, run, saving
     from tools.report import plots
 
     plots.draw = lambda run, title: (run.path / "curves.png").touch()
@@ -206,13 +204,11 @@ def call_of_tree(tree, script, argv):
     """Runs a script of another folder in a rank. Modules that are the same there stay imported."""
 
     def modules(top):
-        found = [Path(top, "common.py")]
-        for room in ("helpers", "machinery"):
-            found += Path(top, room).rglob("*.py")
+        found = [Path(top, "common.py"), *Path(top, "machinery").rglob("*.py")]
         return {file.relative_to(top): file.read_bytes() for file in found}
 
     same = modules(ROOT) == modules(tree)
-    ours = SCRIPTS if same else ("common", "helpers", "machinery", *SCRIPTS)
+    ours = SCRIPTS if same else ("common", "machinery", *SCRIPTS)
     for name in [name for name in sys.modules if name.split(".")[0] in ours]:
         del sys.modules[name]
     sys.path.insert(0, tree)
@@ -343,7 +339,7 @@ def serve():
     for name in (*SCRIPTS, *late.split()):
         with contextlib.suppress(ImportError):  # else seconds in each rank
             importlib.import_module(name)
-    importlib.import_module("machinery.engine.operators").use_built()
+    importlib.import_module("machinery.launch").use_built()
     for operator in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
         with contextlib.suppress(Exception):  # there is no compiler
             get_accelerator().get_op_builder(operator)().load()
@@ -484,7 +480,7 @@ def refuses(rule):
     """Asserts that what happens inside is refused by this rule. Gives what pytest caught."""
     import pytest
 
-    from machinery.base.refused import Refused
+    from machinery.refused import Refused
 
     with pytest.raises(Refused) as caught:
         yield caught
@@ -572,10 +568,10 @@ def save_trained(folder, model):
 def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None, lora_dim=0):
     """common.load_model with the flags of one model written out."""
     import common
-    from machinery.flags import declaring
+    from machinery import flags
 
     own = dict(model_name_or_path=path, zero_stage=stage, dropout=dropout, lora_dim=lora_dim)
-    return common.load_model(declaring.with_flags(args, **own), tokenizer, value_head)
+    return common.load_model(flags.with_flags(args, **own), tokenizer, value_head)
 
 
 class Knowing:
@@ -611,7 +607,7 @@ def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxs
 
 def uniforms(rows, count, step=0):
     """Returns the random numbers (rows, count) of a rollout's rows 0, 1, ... at seed 1."""
-    from helpers import rollout
+    from machinery import rollout
 
     keys = [{"row": row, "sample": 0} for row in range(rows)]
     return rollout.uniforms_of(1, step, keys, count)

@@ -281,12 +281,9 @@ def make_run(base, name, script, flags, sigterm_after=None):
     from transformers import AttentionMaskInterface
 
     import ppo
-    from helpers import checks
-    from machinery.base import ranks
-    from machinery.base.modules import unwrap_model
-    from machinery.engine import ema
-    from machinery.flags import declaring
-    from machinery.run.run import Run
+    from machinery import checks, ema, flags, ranks
+    from machinery.run import Run
+    from machinery.zero3 import unwrap_model
 
     facts, output = {"saved": [], "away": [], "draws": {}}, base / "runs" / name
     log, save, roll_out = Run.log, Run.save, ppo.roll_out
@@ -333,7 +330,7 @@ def make_run(base, name, script, flags, sigterm_after=None):
 
     if "fp16" in flags:  # on a CPU: slow, and right
         type(get_accelerator()).is_fp16_supported = lambda self: True
-        declaring.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "one that has fp16")
+        flags.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "one that has fp16")
     Run.log, Run.save, ppo.roll_out = log_and_interrupt, save_and_note, roll_out_and_note
     for name, place in calls.items():
         setattr(place, name, noting(name))
@@ -420,16 +417,16 @@ def tiny_args(base, stage, *flags):
 def tiny_engine(base, stage, model="actor", options=(), **head):
     """options: flags. head: tokenizer and value_head of `common.load_model`."""
     import common
-    from machinery.flags import declaring
+    from machinery import flags
 
     args = tiny_args(base, stage, *options)
     own = dict(model_name_or_path=f"{base}/models/{model}", dropout=None)
-    args = declaring.with_flags(args, **own, learning_rate=1e-2, weight_decay=0.0)
+    args = flags.with_flags(args, **own, learning_rate=1e-2, weight_decay=0.0)
     return common.train_engine(common.load_model(args, **head), args, 2, 1, 10)
 
 
 def whole_weights(engine):
-    from machinery.engine import zero3
+    from machinery import zero3
 
     named = dict(engine.module.named_parameters())
     with zero3.gathered_parameters(list(named.values())):
@@ -440,7 +437,7 @@ def rows_of_rank(seed, vocabulary=500):
     """Returns two rows of ids, which differ from rank to rank."""
     import torch
 
-    from machinery.base import ranks
+    from machinery import ranks
 
     first, generator = 2 * ranks.get_rank(), torch.Generator().manual_seed(seed)
     shape = 2 * ranks.get_world_size(), 9

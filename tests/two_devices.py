@@ -171,7 +171,7 @@ def place():
 @contextlib.contextmanager
 def machine():
     """The second device: inside, what is asked for on device() lies there. Gives its Machine."""
-    from machinery.base import ranks
+    from machinery import ranks
 
     lifts = torch._C._only_lift_cpu_tensors()
     with pytest.MonkeyPatch.context() as patch, Machine() as count:
@@ -314,14 +314,13 @@ def program():
     from transformers import PreTrainedModel
 
     import common
-    from machinery.engine import zero3
-    from machinery.flags import declaring
+    from machinery import flags, zero3
 
     load, freeze = common.load_model, common.frozen_engine
 
     def whole(function):
         return lambda args, *given, **options: function(
-            declaring.with_flags(args, zero_stage=0), *given, **options
+            flags.with_flags(args, zero_stage=0), *given, **options
         )
 
     with machine() as count, pytest.MonkeyPatch.context() as patch:

@@ -20,8 +20,8 @@ from deepspeed.accelerator import get_accelerator
 import ppo
 import reward
 import sft
-from machinery.base import refused
-from machinery.flags import declaring
+from machinery import flags as declaring
+from machinery import refused
 from tools import estimate_memory as memory
 
 GIB = 2**30

@@ -10,10 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import common
-from helpers import rollout
-from machinery.base import modules
-from machinery.engine import patches
-from machinery.models import forwards, lora, model_folders
+from machinery import folders, lora, patches, rollout, zero3
 
 PASSING = ("activations", "logits")  # of one model at a time
 PARTS = ("weights", "gradients", "optimizer", *PASSING, "KV cache", "buffers", "host")
@@ -47,10 +44,10 @@ def sizes_of(args, head=False):
     the mask and rotary tables; at least 4 times, as q, k and v save their common input 3 times.
     """
     path, tokens = args.model_name_or_path, args.max_seq_len
-    config = model_folders.load_config(path, args.trust_remote_code)
+    config = folders.load_config(path, args.trust_remote_code)
     config.num_labels = 1
     if args.dropout is not None:
-        config.update(dict.fromkeys(model_folders.own_dropout(config), float(args.dropout)))
+        config.update(dict.fromkeys(folders.own_dropout(config), float(args.dropout)))
     kind = AutoModelForSequenceClassification if head else AutoModelForCausalLM
     options = {"dtype": common.DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
     patches.share_masks()
@@ -65,16 +62,16 @@ def sizes_of(args, head=False):
     with torch._subclasses.fake_tensor.FakeTensorMode():
         model = kind.from_config(config, **options).train()
         ids = torch.ones(1, tokens, dtype=torch.long)
-        takes = forwards.accepted(model.base_model, position_ids=torch.arange(tokens)[None])
+        takes = folders.accepted(model.base_model, position_ids=torch.arange(tokens)[None])
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             model.base_model(ids, attention_mask=ids, use_cache=False, **takes)
-        weights = modules.count_parameters(model)
+        weights = zero3.count_parameters(model)
         for parameter in model.parameters():
             saved.pop(parameter.untyped_storage()._cdata, None)
     with torch.device("meta"):  # where peft can add adapters
         model = kind.from_config(config, **options)
         lora.add_adapters(model, args, path, "score" if head else None)
-    trained = modules.count_parameters(model, training=True)
+    trained = zero3.count_parameters(model, training=True)
     text = config.get_text_config()
     shared = [key for key in saved if times[key] >= max(text.num_hidden_layers, 4)]
     kept, shared = (sum(saved[key].nbytes() for key in keys) for keys in (saved, shared))

@@ -32,10 +32,8 @@ from deepspeed.utils import zero_to_fp32
 from safetensors import SafetensorError
 
 import common
-from machinery.base.refused import Refused, program, read_json
-from machinery.flags import declaring
-from machinery.models import model_folders, saving
-from machinery.run import checkpoints, launch
+from machinery import checkpoints, flags, folders, launch, saving
+from machinery.refused import Refused, program, read_json
 from tools import model_card
 
 # What DeepSpeed and we save beside what torch.load(weights_only=True) takes. None runs code.
@@ -48,7 +46,7 @@ deepspeed.runtime.zero.config.ZeroStageEnum deepspeed.utils.tensor_fragment.frag
 
 def get_args(argv=None):
     """Reads the command line."""
-    parser = declaring.new_parser(__doc__)
+    parser = flags.new_parser(__doc__)
     parser.add_argument("checkpoint", type=Path, help="the folder step-N of a run")
     parser.add_argument("--to", help="the folder to write; by default beside checkpoints/")
     parser.add_argument("--merge", action="store_true", help="add LoRA's adapters to the weights")
@@ -161,13 +159,13 @@ def write_models(args, saved, checkpoint, folder, merge):
     """Writes every model of a checkpoint. args, saved: what read_run returns."""
     shape = saved[0]["layout"]["shape"]
     roles = {name: "" if name == "model" else name for name in shape if name != "ranks"}
-    first = declaring.of_role(args, next(iter(roles.values()))).model_name_or_path
-    load = model_folders.load_tokenizer
+    first = flags.of_role(args, next(iter(roles.values()))).model_name_or_path
+    load = folders.load_tokenizer
     in_chats = load(first, args).eos_token != saved[0]["eos_token"]
     tokenizer = load(first, args, in_chats)  # the model's or the actor's
     for engine, role in roles.items():
-        own = declaring.of_role(args, role)
-        own = declaring.with_flags(own, zero_stage=0, gradient_checkpointing=False)
+        own = flags.of_role(args, role)
+        own = flags.with_flags(own, zero_stage=0, gradient_checkpointing=False)
         head = "score" if engine == "critic" else vars(args).get("value_head_prefix")
         model = load_engine(own, checkpoint / engine, shape[engine], tokenizer, head)
         to = folder / "critic" if engine == "critic" else folder

@@ -17,14 +17,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from machinery.base.refused import Refused, program
-from machinery.flags import declaring
+from machinery import flags
+from machinery.refused import Refused, program
 from tools.report import page, plots, runs, verdicts
 
 
 def get_args(argv=None):
     """Returns the flags."""
-    parser = declaring.new_parser(__doc__)
+    parser = flags.new_parser(__doc__)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="runs, or folders of them")
     parser.add_argument("--out", metavar="FILE", help="[report.html in the first folder]")
     args = parser.parse_args(argv)

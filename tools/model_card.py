@@ -7,8 +7,8 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from machinery.base.refused import Refused, read_json, record_of_model
-from machinery.models import model_folders
+from machinery import folders
+from machinery.refused import Refused, read_json, record_of_model
 
 
 def write_card(folder, run=None, step=math.inf):
@@ -20,7 +20,7 @@ def write_card(folder, run=None, step=math.inf):
     folder = Path(folder).absolute()
     run = run or (folder if read_json(folder) else folder.parent)
     record = read_json(run)
-    if "data_rows" not in record or not model_folders.has_weights(folder):
+    if "data_rows" not in record or not folders.has_weights(folder):
         raise Refused("no-run", f"{folder} holds no model of a run, or there is no args.json.")
     step = read_json(folder, "evaluation.json").get("step", step)  # of best/
     text = card_text(folder, record, last_evaluation(run, step))
@@ -44,8 +44,8 @@ def last_evaluation(run, step):
 
 def card_text(folder, record, evaluation):
     """Returns the model card of what is in `folder`. record: args.json of its run."""
-    adapted = (folder / model_folders.ADAPTER_CONFIG).exists()
-    scores = hasattr(model_folders.load_config(str(folder)), "value_head_prefix")
+    adapted = (folder / folders.ADAPTER_CONFIG).exists()
+    scores = hasattr(folders.load_config(str(folder)), "value_head_prefix")
     kind = "language model"
     if scores:
         kind = "critic" if record["script"] == "ppo" else "reward model"
@@ -65,7 +65,7 @@ def card_text(folder, record, evaluation):
     elif (folder / "chat_template.jinja").exists():  # text alone would come without the template
         load += f'`, in chats with `pipeline("text-generation", "{folder.name}")(messages)'
     how = f"It is loaded by transformers with `{load}`."
-    if adapted and model_folders.chain(start)[1:]:  # peft follows one level only
+    if adapted and folders.chain(start)[1:]:  # peft follows one level only
         how = f"These adapters lie on those in {name_of(start)}: "
         how += "`tools/export.py CHECKPOINT --merge` makes a plain model."
     if scores:

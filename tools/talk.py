@@ -31,13 +31,8 @@ import numpy as np
 import pandas
 
 import ppo
-from helpers import judges
-from machinery.base import modules
-from machinery.base.refused import Refused, program
-from machinery.data import formats, rows, sources
-from machinery.engine import patches
-from machinery.flags import declaring
-from machinery.run import launch
+from machinery import flags, formats, judges, launch, patches, rows, sources, zero3
+from machinery.refused import Refused, program
 from tools.chat import session, tables
 from tools.chat.models import CHAT, Judge, Writer
 
@@ -52,7 +47,7 @@ def get_args(argv, words=()):
 
     words: such as --temperature 0.7, on top of those in argv.
     """
-    parser = declaring.new_parser(__doc__)
+    parser = flags.new_parser(__doc__)
     arg = parser.add_argument
     arg("models", nargs="*", metavar="MODEL", help="folders or hub names")
     arg("--reward", help="a reward model, which scores the responses")
@@ -209,7 +204,7 @@ def main(argv=None):
     if prompts:
         return compare(args, prompts, writers, judge, gold)
     for writer in writers:
-        count = f"{modules.count_parameters(writer.model):,} weights"
+        count = f"{zero3.count_parameters(writer.model):,} weights"
         print(f"{writer.name}: {count}, {writer.dtype}, --template {writer.template!r}")
     known = next((writer.questions for writer in writers if writer.questions), [])
     print("Ask something. /help lists the commands.")

@@ -15,8 +15,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 import ppo  # noqa: E402
 from course.assignment import make  # noqa: E402
-from machinery.base import ranks  # noqa: E402
-from machinery.base.refused import program  # noqa: E402
+from machinery import ranks  # noqa: E402
+from machinery.refused import program  # noqa: E402
 
 
 def put(functions):

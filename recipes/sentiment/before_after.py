@@ -19,7 +19,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from machinery.base.statistics import mean_interval  # noqa: E402
+from machinery.metrics import mean_interval  # noqa: E402
 
 COLUMNS = {"reward": "reward", "gold": "gold", "kl": "KL", "response_length": "tokens"}
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 from datasets import Dataset
 
-from machinery.data import rows
-from machinery.data.rows import STAGES
+from machinery import rows
+from machinery.rows import STAGES
 from tests import kit
 
 TEMPLATE = (

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from machinery.data import rows, sources
+from machinery import rows, sources
 from tests import kit
 from tests.data.data_kit import TEMPLATE, chat, dahoas, load, many, write
 
@@ -31,9 +31,9 @@ def test_a_second_start_tokenises_nothing(tokenizer, tmp_path, capsys):
 
 
 def counted_on_a_rank(file):
-    from machinery.models import model_folders
+    from machinery import folders
 
-    return counted(model_folders.load_tokenizer(kit.TOKENIZER), file)
+    return counted(folders.load_tokenizer(kit.TOKENIZER), file)
 
 
 def test_each_row_is_tokenised_by_one_rank_for_all(tmp_path):

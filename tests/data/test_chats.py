@@ -9,9 +9,8 @@ import pytest
 from data_kit import TEMPLATE, chat, dahoas, folder, load, many, write
 from transformers import LlamaConfig
 
-from machinery.data import rows
-from machinery.data.rows import STAGES
-from machinery.models import model_folders, saving
+from machinery import folders, rows, saving
+from machinery.rows import STAGES
 from tests import kit
 
 CHATML = (
@@ -104,7 +103,7 @@ def loaded(tokenizer, folder, paths, stage):
     flags = {"data_path": [str(path) for path in paths], "columns": None}
     args = SimpleNamespace(**flags, data_split=[float(name == stage) for name in STAGES])
     sources = rows.open_sources(args, stage)
-    found = model_folders.load_tokenizer(folder, in_chats=sources.hold_chats)
+    found = folders.load_tokenizer(folder, in_chats=sources.hold_chats)
     return *rows.load_rows(args, sources, found, 64), found
 
 
@@ -137,7 +136,7 @@ def test_the_end_of_a_turn_is_told_from_that_of_the_chat(tokenizer, tmp_path, sh
     tokenizer.eos_token, tokenizer.chat_template = eos, template
     tokenizer.save_pretrained(tmp_path)
     LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
-    found = model_folders.load_tokenizer(tmp_path, in_chats=True)
+    found = folders.load_tokenizer(tmp_path, in_chats=True)
     assert found.eos_token == end
     row = rows.tokenise_row({"messages": TURNS}, found, "sft", 512)
     said = [TURNS[i]["content"] for i in (1, 3, 5)]
@@ -179,7 +178,7 @@ def test_in_chats_the_end_of_turn_is_no_padding(tokenizer, tmp_path):
     tokenizer.eos_token, tokenizer.pad_token = "<eos>", end
     tokenizer.save_pretrained(tmp_path)
     LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
-    plain, in_chats = (model_folders.load_tokenizer(tmp_path, in_chats=on) for on in (False, True))
+    plain, in_chats = (folders.load_tokenizer(tmp_path, in_chats=on) for on in (False, True))
     assert (plain.eos_token, plain.pad_token) == ("<eos>", end)
     assert in_chats.eos_token == end != in_chats.pad_token == "<pad>"
 

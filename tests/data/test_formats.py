@@ -6,8 +6,8 @@ import pytest
 from data_kit import TEMPLATE, both, chat, dahoas, folder, load, many, texts, write
 from datasets import Dataset, DatasetDict
 
-from machinery.data import formats, rows, sources
-from machinery.data.rows import STAGES
+from machinery import formats, rows, sources
+from machinery.rows import STAGES
 from tests import kit
 
 TALK = "\n\nHuman: Q0?\n\nAssistant: Hm.\n\nHuman: Yes?\n\nAssistant:"

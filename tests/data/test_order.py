@@ -10,9 +10,8 @@ import pytest
 import ppo
 import reward
 import sft
-from machinery.base import ranks
-from machinery.data import batching
-from machinery.run.run import Run
+from machinery import batching, ranks
+from machinery.run import Run
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 83)  # 83 rows: the last step of 8 is 5 short
 by_length = pytest.mark.parametrize("group_by_length", [0, 1])

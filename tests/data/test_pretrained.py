@@ -10,7 +10,7 @@ import transformers
 from data_kit import load
 from transformers import AutoTokenizer
 
-from machinery.models import model_folders
+from machinery import folders
 from tests import kit, runs
 
 pytestmark = pytest.mark.slow
@@ -86,7 +86,7 @@ def test_zero3_on_two_ranks_is_one_rank_and_goes_on_from_its_checkpoint(smollm2,
 def test_real_dialogues_become_chats_that_fit(smollm2, hh, capsys):
     """HH is text, and many of its dialogues have more than 128 tokens with the template. They are
     cut at the beginning, and the last question stays."""
-    tokenizer = model_folders.load_tokenizer(smollm2 / "model", in_chats=True)
+    tokenizer = folders.load_tokenizer(smollm2 / "model", in_chats=True)
     train, _ = load(tokenizer, [hh], "ppo", 128)
     said = capsys.readouterr().out
     assert "rows are dialogues as text, and get the chat template" in said

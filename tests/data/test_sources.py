@@ -7,8 +7,8 @@ import pytest
 from data_kit import both, dahoas, load, many, texts, write
 from datasets import Dataset
 
-from machinery.base.refused import Refused
-from machinery.data import sources
+from machinery import sources
+from machinery.refused import Refused
 from tests import kit
 
 

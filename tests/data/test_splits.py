@@ -6,8 +6,8 @@ import zlib
 from data_kit import TEMPLATE, chat, dahoas, load, many, write
 from datasets import Dataset
 
-from machinery.data import rows
-from machinery.data.rows import STAGES
+from machinery import rows
+from machinery.rows import STAGES
 
 
 def prompts(tokenizer, path, stage):

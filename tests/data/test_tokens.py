@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import processors
 
-from machinery.data import rows, tokens
+from machinery import rows, tokens
 
 E = 1  # EOS
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from machinery.run.run import NOT_FINITE
+from machinery.run import NOT_FINITE
 from tests import kit
 from tools.report import runs, verdicts
 
@@ -191,7 +191,7 @@ def test_the_advice_at_a_nan_is_that_of_the_page():
 def patch():
     import common
     import ppo
-    from helpers import checks, rollout
+    from machinery import checks, rollout
 
     places = common, ppo, checks, rollout
     before = [{*vars(place)} for place in places]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from machinery.flags import declaring
+from machinery import flags as declaring
 from tests import kit
 
 ROOT = kit.ROOT
@@ -29,8 +29,7 @@ PAGES += [
 PAGES += sorted((ROOT / "course").glob("*.ipynb"))
 TOOLS = [f"tools/{name}.py" for name in ("talk", "look", "export", "estimate")]
 PROGRAMS = ["sft.py", "reward.py", "ppo.py", *TOOLS]
-MODULES = [ROOT / "common.py", *sorted((ROOT / "helpers").glob("*.py"))]
-MODULES += sorted((ROOT / "machinery").rglob("*.py"))
+MODULES = [ROOT / "common.py", *sorted((ROOT / "machinery").glob("*.py"))]
 # flags of launchers and of other tools, which no parser of ours knows
 OTHERS = set(
     """--num_gpus --nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --shutdown_timeout
@@ -38,7 +37,7 @@ OTHERS = set(
        --cpus --requeue --enable --lora --max --model --model_args --tasks --exclude --index
        --help --no --depth""".split()
 )
-FOLDERS = "machinery|helpers|tools|toy|tests|labs|bench|variants|course"
+FOLDERS = "machinery|tools|toy|tests|labs|bench|variants|course"
 
 
 def module_of(file):

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 import ppo
 from bench import fork
-from machinery.base.refused import Refused
-from machinery.models import lora
+from machinery import lora
+from machinery.refused import Refused
 from tests import kit
 from tests.conftest import micro_batch
 from tests.rollout import vllm_stub
@@ -377,7 +377,7 @@ def test_the_distill_variant_rewards_what_its_teacher_finds_likelier(tmp_path, m
         found = ppo.load_models(args, None, {}, 1).reference
         assert loaded == references and (found == "start") == (not teacher)
 
-    flags = kit.import_file(tmp_path / "tree/machinery/flags/ppo_flags.py")
+    flags = kit.import_file(tmp_path / "tree/machinery/ppo_flags.py")
     monkeypatch.setattr(flags.model_folders, "has_weights", lambda path, needed: True)
     monkeypatch.setattr(flags.model_folders, "load_config", lambda *args: None)
     other = SimpleNamespace(get_vocab=lambda: {"a": 1}, eos_token="</s>")

@@ -193,7 +193,7 @@ def samples_otherwise(is_odd):
 
 def is_told_to_stop(is_odd):
     """It gets SIGTERM in its first step."""
-    from machinery.run.run import Run
+    from machinery.run import Run
 
     log = Run.log
 
@@ -207,7 +207,7 @@ def is_told_to_stop(is_odd):
 
 def has_no_room(is_odd):
     """The whole model does not fit on it beside its shard."""
-    from machinery.engine import zero3
+    from machinery import zero3
 
     if is_odd:
         zero3.get_accelerator = lambda: SimpleNamespace(available_memory=lambda: 0)
@@ -216,7 +216,7 @@ def has_no_room(is_odd):
 def asks_once_more(is_odd):
     """A mistake: who has no response that counts asks the others something more."""
     import ppo
-    from machinery.base import ranks
+    from machinery import ranks
 
     set_advantages = ppo.set_advantages
 
@@ -238,7 +238,7 @@ def run(base, folder, script, flags, what="", odd=None):
     """
     import deepspeed
 
-    from machinery.run.run import Run
+    from machinery.run import Run
 
     world, rows, log = World(folder), [], Run.log
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # there are no neighbours

@@ -16,12 +16,8 @@ from transformers.masking_utils import sdpa_mask
 
 import common
 import ppo
-from helpers import shared_prompts
-from machinery.base import ranks
-from machinery.engine import adam, operators, patches, zero3
-from machinery.flags import declaring
-from machinery.models import forwards
-from machinery.run import launch
+from machinery import adam, folders, launch, patches, ranks, shared_prompts, zero3
+from machinery import flags as declaring
 from tests import kit
 from tests.runs import config, facts
 from tests.tiny_models import config_of
@@ -141,8 +137,8 @@ def test_without_nvcc_no_gpu_takes_a_cpus_operator(cuda, monkeypatch, capsys, tm
     monkeypatch.setattr(fused_adam, "FusedAdamBuilder", CudaBuilder)
     for name, value in {"get_device_capability": (9, 0), "device_count": 1}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(operators.OpBuilder, "_loaded_ops", {})
-    monkeypatch.setattr(operators.OpBuilder, "jit_load", operators.load)
+    monkeypatch.setattr(launch.OpBuilder, "_loaded_ops", {})
+    monkeypatch.setattr(launch.OpBuilder, "jit_load", launch.load)
     (tmp_path / "fused_adam").mkdir()
     (tmp_path / "fused_adam/fused_adam.so").touch()
     given = dict(adam_betas=[0.9, 0.95], learning_rate=1e-3, weight_decay=0.1, zero_stage=2)
@@ -227,10 +223,10 @@ def test_all_layers_keep_one_mask(monkeypatch, shared, dtype):
 
     for mask_function, mask_for in (
         (sdpa_mask, lambda model, mask: mask),  # the libraries' own way
-        (patches.additive_mask, forwards.mask_for),
+        (patches.additive_mask, folders.mask_for),
     ):
         monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", mask_function)
-        monkeypatch.setattr(forwards, "mask_for", mask_for)
+        monkeypatch.setattr(folders, "mask_for", mask_for)
         masks.append({})
         model = kit.make_tiny_model().to(dtype)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

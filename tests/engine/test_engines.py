@@ -14,19 +14,15 @@ from deepspeed.utils import get_z3_leaf_modules
 from transformers import AutoModelForCausalLM
 
 import common
-from machinery.base import ranks
-from machinery.base.modules import unwrap_model
-from machinery.engine import ema, patches, zero3
-from machinery.flags import declaring
-from machinery.models import lora, model_folders
-from machinery.run import checkpoints
+from machinery import checkpoints, ema, flags, folders, lora, patches, ranks, zero3
+from machinery.zero3 import unwrap_model
 from tests import kit, runs
 from tests.runs import rows_of_rank, tiny_engine, train_one_step, whole_weights
 
 
 def loaded_in_shards(base):
     own = dict(model_name_or_path=f"{base}/models/actor", dropout=None)
-    args = declaring.with_flags(runs.tiny_args(base, 3), **own)
+    args = flags.with_flags(runs.tiny_args(base, 3), **own)
     return [hasattr(weight, "ds_id") for weight in common.load_model(args).parameters()]
 
 
@@ -50,7 +46,7 @@ def test_with_lora_nothing_else_trains_beside_a_reference(tiny_model):
 def value_heads(base):
     """Returns the weights of a new head, on loaded weights and from scratch, and of a trained one,
     under stages 0 and 3."""
-    tokenizer, found = model_folders.load_tokenizer(kit.TOKENIZER), {}
+    tokenizer, found = folders.load_tokenizer(kit.TOKENIZER), {}
     for name in ("actor", "scratch", "reward"):
         for stage in (0, 3):
             engine = tiny_engine(base, stage, name, tokenizer=tokenizer, value_head="score")
@@ -202,7 +198,7 @@ def test_the_ema_moves_by_exactly_its_share():
 # --------------------------------------------------------------------------------------------------
 def sampled(base):
     """Checks responses by sharded weights where rank 0 stops at once and rank 1 goes on."""
-    tokenizer, rank = model_folders.load_tokenizer(kit.TOKENIZER), ranks.get_rank()
+    tokenizer, rank = folders.load_tokenizer(kit.TOKENIZER), ranks.get_rank()
     known = len(tokenizer)  # the model has rows for more, which are never sampled
     plain = AutoModelForCausalLM.from_pretrained(f"{base}/models/actor").eval()
     prompts = [[10 + rank, 11, 12], [20, 21 + rank]]

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import sft
-from machinery.base import modules
-from machinery.models import model_folders
+from machinery import folders, zero3
 from tests import kit, runs
 from tests.runs import CURVES, assert_same_curves, curve, facts, metrics, run_of
 
@@ -21,12 +20,12 @@ ADAPTERS = "adapter_model.safetensors"
 
 def logits(path):
     """Returns what the model in `path`, as the next step would load it, says on ten tokens."""
-    return says(modules.unwrap_model(load(path)))
+    return says(zero3.unwrap_model(load(path)))
 
 
 def load(path, head=None, lora_dim=0):
     args = sft.get_args(["--preset", "toy"])
-    tokenizer = model_folders.load_tokenizer(kit.TOKENIZER)
+    tokenizer = folders.load_tokenizer(kit.TOKENIZER)
     return kit.load_model(str(path), args, 0, None, tokenizer, head, lora_dim)
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's operators (machinery/engine/operators.py): a run loads what was built, compiles
+"""DeepSpeed's operators (machinery/launch.py): a run loads what was built, compiles
 nothing, and waits for nobody who is dead.
 
 What is built here is a module of three lines, so that it takes a second."""
@@ -15,7 +15,7 @@ import torch
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 
-from machinery.engine import operators
+from machinery import launch
 from tests import kit
 
 SOURCE = """
@@ -53,8 +53,8 @@ def loaded(folder, prefix=None):
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     if prefix:
         del os.environ["TORCH_EXTENSIONS_DIR"]
-        operators.sys.prefix = str(prefix)
-    operators.use_built()
+        launch.sys.prefix = str(prefix)
+    launch.use_built()
     return TinyBuilder(folder).load().__file__
 
 
@@ -140,24 +140,24 @@ def test_a_build_that_fails_leaves_nothing_to_load(tmp_path, compiler):
 def test_an_operator_is_for_one_software_and_one_machine(monkeypatch):
     """FusedAdam has the same name for CPUs and GPUs, and -march=native makes code that another
     processor may not have. So all of that is in the file's name."""
-    names = {operators.made_for()}
+    names = {launch.made_for()}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     for holder, name, value in (
-        (operators, "CPU_FLAGS", "no such flag"),
-        (operators.get_accelerator(), "device_name", lambda: "cuda"),
+        (launch, "CPU_FLAGS", "no such flag"),
+        (launch.get_accelerator(), "device_name", lambda: "cuda"),
         (torch.cuda, "get_device_capability", lambda: (9, 0)),
         (torch, "__version__", "3.0"),
         (deepspeed, "__version__", "1.0"),
-        (operators.sys, "implementation", type("Other", (), {"cache_tag": "cpython-399"})),
+        (launch.sys, "implementation", type("Other", (), {"cache_tag": "cpython-399"})),
     ):
         monkeypatch.setattr(holder, name, value)
-        names.add(operators.made_for())
+        names.add(launch.made_for())
     assert len(names) == 7 and not any("/" in name for name in names)
 
 
 def test_a_folder_of_the_users_stands(monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "mine")
-    operators.use_built()
+    launch.use_built()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "mine"
 
 
@@ -175,9 +175,9 @@ def test_deepspeed_offers_its_all_reduce_without_a_compiler(monkeypatch):
 def offers_all_reduce(folder, loaded):
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     if not loaded:  # the process that forks ranks has loaded it, where there is a compiler
-        operators.OpBuilder._loaded_ops.clear()
-    operators.use_built()
-    operators.do_without_all_reduce()
+        launch.OpBuilder._loaded_ops.clear()
+    launch.use_built()
+    launch.do_without_all_reduce()
     return deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"]
 
 

@@ -1,4 +1,4 @@
-"""Repairs of libraries (machinery/engine/patches.py): each has a test that says why it exists, and
+"""Repairs of libraries (machinery/patches.py): each has a test that says why it exists, and
 that fails when the library behaves as it should, so that the repair may go. For record_backward,
 see test_engines.py, and for skip_together in real runs test_environment.py."""
 
@@ -15,7 +15,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from machinery.engine import patches
+from machinery import patches
 
 c10d = torch.distributed.distributed_c10d
 

@@ -9,9 +9,8 @@ from transformers import LlamaForSequenceClassification
 
 import common
 import sft
-from machinery.engine import throughput
-from machinery.models import lora
-from machinery.run import run as run_module
+from machinery import lora, metrics
+from machinery import run as run_module
 from tests import kit, runs
 from tests.conftest import micro_batch
 
@@ -40,7 +39,7 @@ def test_flops_by_hand(tiny_model, kind, checkpointing):
         trained, forward = ADAPTERS, forward + ADAPTERS
     expected = (2 + checkpointing) * (forward + ATTENTION) + trained + ATTENTION
     args = SimpleNamespace(gradient_checkpointing=checkpointing)
-    found = throughput.flops_per_token(args, model, 100)
+    found = metrics.flops_per_token(args, model, 100)
     assert found == pytest.approx(expected, rel=0.01)
 
 
@@ -54,8 +53,8 @@ def test_a_step_of_ppo_by_hand(tiny_model):
     for response in batch.responses:
         response["prompt_ids"] = [5] * 75
     critic = LlamaForSequenceClassification(tiny_model.config)
-    tokens, flops = throughput.work(args, [tiny_model, critic], [batch, batch])
-    each = [throughput.flops_per_token(args, model, 100) for model in (tiny_model, critic)]
+    tokens, flops = metrics.work(args, [tiny_model, critic], [batch, batch])
+    each = [metrics.flops_per_token(args, model, 100) for model in (tiny_model, critic)]
     assert tokens == 200 and flops == pytest.approx(200 * sum(each))
 
 
@@ -94,6 +93,6 @@ def test_seconds_are_all_of_a_steps_time(tmp_path):
 
 def test_speed_by_hand(monkeypatch):
     """8e12 FLOPs of four devices in two seconds: each has made 1e12 a second."""
-    monkeypatch.setattr(throughput.ranks, "get_world_size", lambda: 4)
-    speed = throughput.speed(100, 8e12, 2)
+    monkeypatch.setattr(metrics.ranks, "get_world_size", lambda: 4)
+    speed = metrics.speed(100, 8e12, 2)
     assert (speed["tokens_per_second"], speed["tflops"]) == (50, 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import common
-from helpers import shared_prompts
+from machinery import shared_prompts
 from tests import kit, runs, two_devices
 from tests.two_devices import Mixed, OnDevice, device
 

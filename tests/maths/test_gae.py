@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import ppo
-from helpers import metrics
-from machinery.base import ranks
-from machinery.flags import declaring
+from machinery import flags as declaring
+from machinery import metrics, ranks
 from tests.conftest import micro_batch
 
 JUNK = 777.0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import common
-from machinery.models import forwards
+from machinery import folders
 from tests.tiny_models import KINDS, SHAPE, config_of, folder_of, get_args, load_model, random_ids
 
 VOCAB = SHAPE["vocab_size"]
@@ -132,7 +132,7 @@ def test_logits_are_made_for_the_wanted_tokens_only(name, model, monkeypatch):
     slow = common.response_logits(model, layout(5), WANTED)
     assert made == [(24,), (8, 6)] and logits.shape == slow.shape == (24, VOCAB)
     with torch.no_grad():
-        positions = forwards.accepted(model, position_ids=layout(5).positions)
+        positions = folders.accepted(model, position_ids=layout(5).positions)
         whole = model(IDS, attention_mask=MASK, **positions).logits
     for found in (logits, slow):
         torch.testing.assert_close(found, whole[:, -6:-1][WANTED], rtol=1e-4, atol=2e-5)

@@ -10,9 +10,7 @@ from torch import nn
 import common
 import ppo
 import sft
-from helpers import metrics
-from machinery.base import ranks
-from machinery.engine import ema
+from machinery import ema, metrics, ranks
 from tests.conftest import micro_batch
 
 # 10, 2, 3 and 1 tokens: micro-batches of unlike weight

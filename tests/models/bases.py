@@ -7,8 +7,7 @@ from tiny_models import TOKENIZER, config_of, folder_of, get_args, values
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from machinery.data import tokens
-from machinery.models import model_folders, saving
+from machinery import folders, saving, tokens
 from tests.kit import ROOT, load_model
 
 VOCAB = len(TOKENIZER)
@@ -63,7 +62,7 @@ def saved(tmp_path, name, head=None, lora_dim=0, flags=()):
     """A base as one of our scripts loads and saves it. Returns folder, model and tokenizer."""
     base = base_folder(tmp_path / "base", name)
     args = get_args("--model_name_or_path", base, *flags)
-    tokenizer = model_folders.load_tokenizer(base)
+    tokenizer = folders.load_tokenizer(base)
     model = load_model(base, args, 0, None, tokenizer, head, lora_dim).eval()
     if head:
         with torch.no_grad():

@@ -23,7 +23,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from machinery.models import model_folders, saving
+from machinery import folders, saving
 from tests.kit import load_model
 
 pytestmark = pytest.mark.parametrize("name", KINDS)
@@ -119,7 +119,7 @@ def test_the_head_multiplies_in_fp32_also_in_a_bf16_model(folder):
 def test_a_saved_model_loads_in_stock_transformers(folder, language_model, tmp_path):
     """Offline (kit.ENVIRONMENT), with the same logits to the bit, and the tokenizer lies beside the
     weights."""
-    tokenizer = model_folders.load_tokenizer(folder)
+    tokenizer = folders.load_tokenizer(folder)
     saving.save_model(language_model, tokenizer, tmp_path / "saved")
     stock, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]

@@ -20,9 +20,8 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, GPTNeoConfig
 
 import common
-from machinery.base.refused import Refused
-from machinery.data import tokens
-from machinery.models import model_folders, saving
+from machinery import folders, saving, tokens
+from machinery.refused import Refused
 from tests.kit import load_model
 
 SIZE = len(TOKENIZER)
@@ -210,10 +209,10 @@ def test_adapters_are_held_to_what_they_sit_on(harm, tmp_path):
 
 def test_what_must_have_learned_something_has_weights(tmp_path):
     """LoRA's frozen weights, and all models of step 3."""
-    assert model_folders.has_weights("some/hub-name")
+    assert folders.has_weights("some/hub-name")
     folder = folder_of(tmp_path, config_of("llama"))
-    assert not model_folders.has_weights(folder)
-    assert rule_of(model_folders.has_weights, folder, needed=True) == "no-weights"
+    assert not folders.has_weights(folder)
+    assert rule_of(folders.has_weights, folder, needed=True) == "no-weights"
     assert rule_of(load_model, folder, get_args(), 0, lora_dim=4) == "no-weights"
 
 
@@ -232,7 +231,7 @@ def tokenizer_folder(path, vocab_size=SIZE + 8, pad_name="<pad>", **special):
 def test_a_padding_token_that_is_not_eos_is_found(tmp_path):
     """Other tools find the end of a text by padding: where there is none, another token than EOS is
     taken if the vocabulary has one to spare."""
-    tokenizer = model_folders.load_tokenizer(tokenizer_folder(tmp_path, eos_token="<eos>"))
+    tokenizer = folders.load_tokenizer(tokenizer_folder(tmp_path, eos_token="<eos>"))
     assert tokenizer.pad_token == "<pad>" and tokenizer.eos_token == "<eos>"
     assert len(tokenizer) == SIZE, "nothing was added"
 
@@ -249,9 +248,9 @@ def test_only_tokens_that_can_occur_need_a_row(token, fits, tmp_path):
     tokenizer.add_tokens([token])
     tokenizer.save_pretrained(folder)
     if fits:
-        assert len(model_folders.load_tokenizer(folder)) == SIZE + 1
+        assert len(folders.load_tokenizer(folder)) == SIZE + 1
     else:
-        assert rule_of(model_folders.load_tokenizer, folder) == "vocabulary-too-large"
+        assert rule_of(folders.load_tokenizer, folder) == "vocabulary-too-large"
 
 
 def test_the_embedding_of_padding_learns(tmp_path):
@@ -274,7 +273,7 @@ def test_a_padding_token_is_added_only_where_the_embedding_has_room(spare, tmp_p
     never resized. stock transformers must be able to tell the two apart, or be told that it
     cannot; our own scores, whose masks come from lengths, are the same in a padded batch."""
     folder = tokenizer_folder(tmp_path, SIZE + spare, pad_name="<other>", eos_token="<eos>")
-    tokenizer = model_folders.load_tokenizer(folder)
+    tokenizer = folders.load_tokenizer(folder)
     assert tokenizer.eos_token_id == 1 and tokenizer.pad_token_id < SIZE + spare
     assert tokenizer.pad_token == ("<|pad|>" if spare else "<eos>")
     assert tokens.tokenise_response(tokenizer, " yes")[-1] == tokenizer.eos_token_id

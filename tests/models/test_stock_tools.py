@@ -18,9 +18,7 @@ from transformers import (
     pipeline,
 )
 
-from machinery.base import ranks
-from machinery.data import tokens
-from machinery.models import lora, model_folders, saving
+from machinery import folders, lora, ranks, saving, tokens
 from tests.kit import load_model
 
 every_base = pytest.mark.parametrize("name", BASES)
@@ -79,7 +77,7 @@ def test_a_generation_config_that_transformers_refuses_costs_nothing(wrong, valu
     """It loads many a base that it would not save again, and says so after all training."""
     base = base_folder(tmp_path / "base", "another EOS")
     (tmp_path / "base/generation_config.json").write_text(json.dumps({wrong: value}))
-    tokenizer = model_folders.load_tokenizer(base)
+    tokenizer = folders.load_tokenizer(base)
     model = load_model(base, get_args(), 0, None, tokenizer)
     saving.save_model(model, tokenizer, tmp_path / "out")
     found = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
@@ -89,7 +87,7 @@ def test_a_generation_config_that_transformers_refuses_costs_nothing(wrong, valu
 def test_a_tokenizer_with_several_chat_templates_is_saved_again_and_again(tmp_path):
     """They lie in a folder, which a save that was killed leaves behind: nothing replaces it."""
     base = base_folder(tmp_path / "base", "another EOS")
-    tokenizer = model_folders.load_tokenizer(base)
+    tokenizer = folders.load_tokenizer(base)
     tokenizer.chat_template = {"default": CHAT, "tools": CHAT}
     model = load_model(base, get_args(), 0, None, tokenizer)
     for _ in range(2):
@@ -132,7 +130,7 @@ def test_our_scripts_read_a_reward_models_folder_as_before(name, tmp_path):
     """They append EOS themselves, and must not get two. Vocabulary and EOS are those of the actor,
     to which step 3 compares them. What is saved once more is the same."""
     folder, model, before = saved(tmp_path, name, "score")
-    after = model_folders.load_tokenizer(folder)
+    after = folders.load_tokenizer(folder)
     assert after.get_vocab() == before.get_vocab() and after.eos_token == before.eos_token
     assert after.padding_side == before.padding_side
     assert after.chat_template == before.chat_template
@@ -175,7 +173,7 @@ def test_a_tokenizer_that_cannot_append_is_saved_as_it_is(name, tmp_path, monkey
     monkeypatch.undo()
     assert saving.is_whole(folder) and "EOS" in said[-1]
     own = AutoTokenizer.from_pretrained(folder)
-    for after in (own, model_folders.load_tokenizer(folder)):
+    for after in (own, folders.load_tokenizer(folder)):
         assert after("one").input_ids == tokenizer("one").input_ids
     stock = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     batch = own([f"{text}<eos>" for text in TEXTS], padding=True, return_tensors="pt")
@@ -199,7 +197,7 @@ def test_stock_tools_load_adapters(tmp_path):
     with torch.no_grad():
         found = stock.eval()(**own(TEXTS, padding=True, return_tensors="pt")).logits[:, 0]
     torch.testing.assert_close(found, our_scores(model, tokenizer), **close)
-    config = model_folders.load_config(folder)
+    config = folders.load_config(folder)
     assert config.eos_token_id == 1 and config.value_head_prefix == "score"
 
 
@@ -219,8 +217,8 @@ def test_adapters_chain(tmp_path):
         loaded = load_model(folder, get_args(), 0, None, tokenizer).eval()
         torch.testing.assert_close(loaded(ids).logits, seen[-1], **close)
         assert (seen[-1] - seen[-2]).abs().max() > 0.01
-    assert len(model_folders.chain(folder)) == 4
-    *adapters, base = model_folders.chain(folder)
+    assert len(folders.chain(folder)) == 4
+    *adapters, base = folders.chain(folder)
     plain = AutoModelForCausalLM.from_pretrained(base)
     for each in reversed(adapters):
         plain = peft.PeftModel.from_pretrained(plain, each).merge_and_unload()

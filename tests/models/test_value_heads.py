@@ -16,7 +16,7 @@ from tiny_models import (
     values,
 )
 
-from machinery.models import model_folders, saving
+from machinery import folders, saving
 from tests.kit import load_model
 
 WIDE = {
@@ -51,7 +51,7 @@ def test_the_heads_name_travels_with_the_model(name, lora_dim, tmp_path):
         if parameter.requires_grad:
             parameter += 0.1  # "trained"
     saving.save_model(made, TOKENIZER, tmp_path / "saved")
-    assert model_folders.load_config(str(tmp_path / "saved")).value_head_prefix == name
+    assert folders.load_config(str(tmp_path / "saved")).value_head_prefix == name
     [file] = (tmp_path / "saved").glob("*.safetensors")
     assert any(key.endswith(f"{name}.weight") for key in load_file(file))
     found = value_model_of(str(tmp_path / "saved"), "--seed", "7", head="score")

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers import checks
-from machinery.base import ranks
+from machinery import checks, ranks
 from tests import kit
 
 

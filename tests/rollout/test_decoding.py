@@ -9,9 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import common
-from helpers import rollout
-from machinery.base import ranks
-from machinery.models import forwards
+from machinery import folders, ranks, rollout
 from tests import kit
 from tests.tiny_models import KINDS, config_of
 
@@ -132,8 +130,8 @@ def test_the_cache_goes_in_under_the_name_that_the_forward_has(name):
         "cache": SimpleNamespace(forward=lambda ids, cache, **kernel: None),
         "past_key_values": SimpleNamespace(forward=lambda ids, past_key_values, **kernel: None),
     }[name]
-    assert forwards.accepted(model, cache="of all", logits_to_keep=1) == {name: "of all"}
-    assert forwards.accepted(model, **{name: "of all", "logits": 1}) == {name: "of all"}
+    assert folders.accepted(model, cache="of all", logits_to_keep=1) == {name: "of all"}
+    assert folders.accepted(model, **{name: "of all", "logits": 1}) == {name: "of all"}
 
 
 def test_the_cache_is_reserved_once():
@@ -144,7 +142,7 @@ def test_the_cache_is_reserved_once():
     with torch.no_grad():
         for end in range(8, 13):
             inputs = ids if end == 8 else ids[:, -1:]
-            options = forwards.accepted(model, attention_mask=torch.ones(2, end), cache=cache)
+            options = folders.accepted(model, attention_mask=torch.ones(2, end), cache=cache)
             model(inputs, use_cache=True, **options)
             assert cache.get_seq_length() == end
             places.add(tuple(layer.keys.data_ptr() for layer in cache.layers))

@@ -16,9 +16,7 @@ import transformers
 
 import common
 import ppo
-from helpers import checks, metrics
-from machinery.engine import patches
-from machinery.models import lora
+from machinery import checks, lora, metrics, patches
 from tests import kit, runs
 from tests.rollout.test_layouts_by_hand import response
 from tests.rollout.test_sampling import FLAGS

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from test_reward_functions import RESPONSE
 
-from helpers import judges
+from machinery import judges
 
 
 def response(**own):

@@ -14,7 +14,7 @@ import common
 import ppo
 import reward
 import sft
-from helpers import shared_prompts
+from machinery import shared_prompts
 
 E = 1  # EOS
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import ppo
-from helpers import checks, evaluation, metrics
-from machinery.base import statistics
+from machinery import checks, evaluation, metrics
 from tests.conftest import micro_batch
 
 ARGS = SimpleNamespace(compares_groups=True, has_critic=True)
@@ -142,7 +141,7 @@ def test_pass_at_k_against_all_draws():
     for rewards in ([0, 1, 0, 0, 1, 0], [0] * 6, [1] * 6, [0.5, -1, 2, 2, 0, 1]):
         for k in range(1, 7):
             draws = [max(draw) for draw in itertools.combinations(rewards, k)]
-            assert statistics.best_of(rewards, k) == pytest.approx(sum(draws) / len(draws))
+            assert metrics.best_of(rewards, k) == pytest.approx(sum(draws) / len(draws))
 
 
 def test_an_evaluation_of_several_samples_reports_pass_at_k():

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 import ppo
-from helpers import evaluation
-from machinery.data import rows, sources
-from machinery.models import model_folders
+from machinery import evaluation, folders, rows, sources
 from tests import kit
 
 
@@ -104,7 +102,7 @@ def test_judge_jsonl_has_every_pair_once(tmp_path):
     texts = [dict(prompt="Who?", chosen="A" * i, rejected="B", row="mine") for i in range(1, 4)]
     kit.write_lines(data, texts)
     source, columns = sources.read_source(str(data))
-    tokenizer = model_folders.load_tokenizer(kit.TOKENIZER)
+    tokenizer = folders.load_tokenizer(kit.TOKENIZER)
     held_out = [rows.tokenise_row(row, tokenizer, "reward", 64) for row in source["train"]]
     for chosen in (9.0, 1.0):
         evaluation.write_pairs(args, held_out, torch.tensor([[2, 0.5, 0.0], [0, chosen, 2.0]]))

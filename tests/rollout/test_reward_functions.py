@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers import judges
-from machinery.base.refused import Refused
+from machinery import judges
+from machinery.refused import Refused
 from tests import kit
 
 RESPONSE = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "Why?", "text": " So."}

@@ -15,8 +15,7 @@ from tiny_models import config_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo
-from helpers import checks, shared_prompts
-from machinery.models import lora
+from machinery import checks, lora, shared_prompts
 from tests import kit
 from tests.rollout.test_forks import RIGHT, Bare, shifted
 from tests.rollout.test_sampling import FLAGS

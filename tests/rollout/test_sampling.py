@@ -9,7 +9,7 @@ import torch
 
 import common
 import ppo
-from helpers import evaluation, rollout
+from machinery import evaluation, rollout
 from tests.kit import Knowing, generate
 from tests.rollout.test_layouts_by_hand import RESPONSES
 from tests.tiny_models import StandIn

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import common
 import ppo
 import reward
-from helpers import shared_prompts
+from machinery import shared_prompts
 from tests.kit import load_model
 
 every_model = pytest.mark.parametrize("name", [name for name in KINDS if name != "bloom"])

@@ -29,8 +29,8 @@ from transformers import LlamaForCausalLM
 import common
 import ppo
 from bench import fork
-from machinery.base.refused import Refused
-from machinery.models import lora, model_folders
+from machinery import folders, lora
+from machinery.refused import Refused
 from tests import kit
 from tests.docs.test_variants import VARIANTS, runner, variants
 from tests.rollout import vllm_stub
@@ -667,7 +667,7 @@ def weights_in(folder):
 def be_killed(python, notes):
     """A trainer that is killed between two steps; a process that it has forked stays."""
     engine = vllm.Vllm(args_of(vllm_python=python))
-    model, tokenizer = kit.make_tiny_model(), model_folders.load_tokenizer(kit.TOKENIZER)
+    model, tokenizer = kit.make_tiny_model(), folders.load_tokenizer(kit.TOKENIZER)
     roll_out(engine, model, tokenizer)
     left = os.fork()
     if left == 0:
@@ -700,7 +700,7 @@ def on_two_ranks(python, fault, shared=1):
     if fault == "no-port":
         vllm.free_port = lambda: os.listdir("/nowhere")
     place = dict(vllm_python=python if rank == (fault == "on-rank-1") else "/nowhere/python")
-    model, tokenizer = kit.make_tiny_model(), model_folders.load_tokenizer(kit.TOKENIZER)
+    model, tokenizer = kit.make_tiny_model(), folders.load_tokenizer(kit.TOKENIZER)
     row = rank // shared
     mine = [dict(prompt_ids=[5 + row] * (1 + row), row=row, sample=i) for i in range(1 + row)]
     engine = None
@@ -775,7 +775,7 @@ def real_model():
     """A random Llama with heads of 32, since vLLM's kernels for a CPU know none of 8. Head and
     embeddings are tied, as in the toy's model: that is where vLLM by itself keeps an old head."""
     torch.manual_seed(0)
-    tokenizer = model_folders.load_tokenizer(kit.TOKENIZER)
+    tokenizer = folders.load_tokenizer(kit.TOKENIZER)
     shape = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=2, initializer_range=0.2)
     shape |= dict(vocab_size=len(tokenizer), max_position_embeddings=256, tie_word_embeddings=True)
     model = LlamaForCausalLM(kit.tiny_config(**shape)).eval()
@@ -789,7 +789,7 @@ def real(real_python, real_model):
     """The address of a vLLM with this model, which serves all tests of this file."""
     flags = dict(vllm_python=real_python, vllm_flags="--enforce-eager", **SIZES)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    engine, tokenizer = vllm.Vllm(args_of(**flags)), model_folders.load_tokenizer(kit.TOKENIZER)
+    engine, tokenizer = vllm.Vllm(args_of(**flags)), folders.load_tokenizer(kit.TOKENIZER)
     roll_out(engine, real_model, tokenizer)
     yield engine.url
     engine.process.stdin.close()

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.nn as nn
 
-from machinery.models import saving
-from machinery.run import checkpoints
-from machinery.run.run import EVALUATION, Run, cut_logs, improves
+from machinery import checkpoints, saving
+from machinery.run import EVALUATION, Run, cut_logs, improves
 from tests import kit, runs
 
 # --------------------------------------------------------------------------------------------------
@@ -169,7 +168,7 @@ def new_fork():
 def resume_a_fork(folder):
     """Saves the state of a fork after two steps, and makes a third step: at once, and after it was
     loaded into a new fork. Returns both."""
-    from machinery.base import ranks
+    from machinery import ranks
 
     rank = ranks.get_rank()
     args = SimpleNamespace(output_dir=folder, keep_checkpoints=1)

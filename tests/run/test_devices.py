@@ -59,11 +59,10 @@ def test_buckets_smaller_than_a_weight_change_nothing(stage, tmp_path):
 
 def sampled_after_evaluation(base, config):
     """Makes an evaluation at stage 3, whose gathers run ahead; then samples, and saves."""
-    from machinery.engine import zero3
-    from machinery.models import model_folders, saving
+    from machinery import folders, saving, zero3
 
     engine = runs.tiny_engine(base, 3, options=["--ds_config", config])
-    tokenizer, ahead = model_folders.load_tokenizer(kit.TOKENIZER), []
+    tokenizer, ahead = folders.load_tokenizer(kit.TOKENIZER), []
     for step in range(2):
         runs.train_one_step(engine, step)
         with torch.no_grad():
@@ -90,10 +89,9 @@ def test_an_evaluation_may_come_before_sampling_and_saving(tmp_path):
 def partitions(base, config):
     """Trains two steps under stages 0 to 3. Returns {stage: value head, weights, EMA}. The model is
     so small that some ranks hold nothing, and others parts of two weights."""
-    from machinery.engine import ema
-    from machinery.models import model_folders
+    from machinery import ema, folders
 
-    tokenizer, found = model_folders.load_tokenizer(kit.TOKENIZER), {}
+    tokenizer, found = folders.load_tokenizer(kit.TOKENIZER), {}
     head = dict(tokenizer=tokenizer, value_head="score")
     for stage in (0, 1, 2, 3):
         engine = runs.tiny_engine(base, stage, "speck", ["--ds_config", config], **head)

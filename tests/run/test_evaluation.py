@@ -12,8 +12,7 @@ import common
 import ppo
 import reward
 import sft
-from helpers import evaluation
-from machinery.data import batching, tokens
+from machinery import batching, evaluation, tokens
 from tests import kit, runs
 
 

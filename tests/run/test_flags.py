@@ -16,9 +16,9 @@ import common
 import ppo
 import reward
 import sft
-from machinery.base.refused import Refused, program
-from machinery.flags import declaring, ppo_flags
-from machinery.models import model_folders
+from machinery import flags as declaring
+from machinery import folders, ppo_flags
+from machinery.refused import Refused, program
 from tests import kit, promises
 from variants.dpo import dpo
 
@@ -80,7 +80,7 @@ def parser_of(script):
 # --------------------------------------------------------------------------------------------------
 # What is refused
 # --------------------------------------------------------------------------------------------------
-PLACES = ("*.py", "machinery/**/*.py", "helpers/**/*.py", "tools/**/*.py", "variants/vllm/*.py")
+PLACES = ("*.py", "machinery/*.py", "tools/**/*.py", "variants/vllm/*.py")
 
 
 def test_every_rule_is_in_the_table():
@@ -469,7 +469,7 @@ def test_only_a_judge_needs_the_actors_eos(monkeypatch):
     actor, other = (SimpleNamespace(get_vocab=dict, eos_token=end) for end in ("<end>", "</s>"))
     found = dict(has_weights=True, load_config=None, load_tokenizer=other, refuse_other_kind=None)
     for name, value in found.items():
-        monkeypatch.setattr(model_folders, name, lambda *args, value=value, **options: value)
+        monkeypatch.setattr(folders, name, lambda *args, value=value, **options: value)
     args = get_args("ppo", "--critic_model_name_or_path C --reward_fn toy/gold.py:gold")
     ppo_flags.check_models(args, actor)
     args.reward_model_name_or_path = ["C"]

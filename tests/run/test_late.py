@@ -1,7 +1,7 @@
 """Promises hold late in a run, too: what is only tested at its first steps may break at the tenth.
 
 DeepSpeed's Adam on a CPU showed it: a run that was resumed differed in the last bit, but not before
-its sixth step (machinery/engine/patches.py, correct_by_step_number).
+its sixth step (machinery/patches.py, correct_by_step_number).
 """
 
 import pytest

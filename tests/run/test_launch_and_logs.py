@@ -10,10 +10,8 @@ import pytest
 
 import reward
 import sft
-from helpers import metrics
-from machinery.base import ranks
-from machinery.run import launch
-from machinery.run.run import show
+from machinery import launch, metrics, ranks
+from machinery.run import show
 from tests import kit, runs
 
 

@@ -12,7 +12,7 @@ STEPS = (50, 250)  # where memory and files are counted
 
 def held(base, script):
     """Makes a run. Returns (resident memory in MB, open files) at each of STEPS."""
-    from machinery.run.run import Run
+    from machinery.run import Run
 
     log, seen = Run.log, []
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from machinery.run.run import Run
+from machinery.run import Run
 from tests import kit
 from tools.report import runs, verdicts
 

@@ -9,10 +9,9 @@ import time
 import pytest
 
 import sft
-from machinery.base import locks, ranks
-from machinery.base.refused import Refused
-from machinery.run import output_folder
-from machinery.run.run import Run
+from machinery import output_folder, ranks
+from machinery.refused import Refused
+from machinery.run import Run
 from tests import kit, runs
 
 FACTS = {"data_rows": 8, "data_fingerprint": 7}
@@ -61,13 +60,13 @@ def test_the_check_is_repeated_under_the_lock(tmp_path):
 
 def test_a_helper_that_outlives_its_run_does_not_hold_the_lock(tmp_path):
     """A reward function may fork a process, which gets a copy of every open file."""
-    lock = locks.take(tmp_path / output_folder.LOCK)
-    assert locks.is_held(tmp_path / output_folder.LOCK)
+    lock = output_folder.take_lock(tmp_path / output_folder.LOCK)
+    assert output_folder.is_held(tmp_path / output_folder.LOCK)
     helper = fork.Process(target=time.sleep, args=(60,))
     helper.start()
     time.sleep(0.5)  # it has closed its copy
     lock.close()
-    assert not locks.is_held(tmp_path / output_folder.LOCK)
+    assert not output_folder.is_held(tmp_path / output_folder.LOCK)
     helper.kill()
     helper.join()
 
@@ -76,9 +75,9 @@ def test_where_there_are_no_locks_nobody_is_locked_out(tmp_path, monkeypatch):
     def flock(file, kind):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(locks.fcntl, "flock", flock)
-    assert all([locks.take(tmp_path / output_folder.LOCK) for _ in range(2)])
-    assert not locks.is_held(tmp_path / output_folder.LOCK)
+    monkeypatch.setattr(output_folder.fcntl, "flock", flock)
+    assert all([output_folder.take_lock(tmp_path / output_folder.LOCK) for _ in range(2)])
+    assert not output_folder.is_held(tmp_path / output_folder.LOCK)
 
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch):
@@ -90,7 +89,7 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch):
             ranks, "all_gather_objects", lambda items: [{output_folder.LOCK: True}, *items]
         )
         folder.refuse_unshared()  # by a rank that does not see it
-    folder.lock = locks.take(tmp_path / output_folder.LOCK)
+    folder.lock = output_folder.take_lock(tmp_path / output_folder.LOCK)
     folder.refuse_unshared()
     monkeypatch.setattr(
         ranks, "all_gather_objects", lambda items: [*items, {output_folder.LOCK: False}]

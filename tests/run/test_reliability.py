@@ -20,7 +20,7 @@ import datasets
 import pytest
 import torch
 
-from machinery.base import ranks
+from machinery import ranks
 from tests import kit, runs
 from tools import export
 
@@ -77,8 +77,8 @@ def act(script, argv, kill_at, step, fault, rank, wait):
     or before the first that has all these words. fault: a function of this module that is called
     at the end of step `step`, in rank `rank` (None: in all).
     """
-    from machinery.base import ranks
-    from machinery.run.run import Run
+    from machinery import ranks
+    from machinery.run import Run
 
     ranks.WAIT_MINUTES = wait
     if "nohup" in argv:
@@ -330,8 +330,7 @@ def take_long(minutes):
     one in which something is. Returns what a barrier raises then, on the ranks that wait."""
     import deepspeed
 
-    from machinery.base import ranks
-    from machinery.engine import patches
+    from machinery import patches, ranks
 
     ranks.WAIT_MINUTES, ranks.NOTED_EVERY = minutes, 0.1
     deepspeed.init_distributed(verbose=False, timeout=patches.wait_at_most(minutes))

@@ -19,7 +19,7 @@ import common
 import ppo
 import reward
 import sft
-from machinery.base.refused import Refused
+from machinery.refused import Refused
 from tests import kit
 from tools import estimate
 from tools import estimate_memory as memory

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from machinery.base.refused import Refused
+from machinery.refused import Refused
 from tests import kit
 from tests.runs import run_of
 from tools import export, talk

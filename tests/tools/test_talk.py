@@ -15,9 +15,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import ppo
-from helpers import judges
-from machinery.data import formats
-from machinery.models import model_folders
+from machinery import folders, formats, judges
 from tests import kit
 from tools import talk
 from tools.chat import models, screen, session, tables
@@ -62,7 +60,7 @@ def chat_folder(trained, tmp_path_factory):
     """The tiny model with a chat template."""
     folder = tmp_path_factory.mktemp("chat") / "model"
     shutil.copytree(trained / "actor", folder)
-    tokenizer = model_folders.load_tokenizer(str(trained / "actor"))
+    tokenizer = folders.load_tokenizer(str(trained / "actor"))
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
     return folder
@@ -287,7 +285,7 @@ def test_each_subset_of_pairs_has_an_accuracy_of_its_own():
 def test_rows_of_a_file_are_scored(trained, chat_folder, tmp_path, row, scored):
     """--score: the row as it was, its own columns too, and the scores of stock transformers."""
     folder = shutil.copytree(trained / "judge", tmp_path / "judge")
-    tokenizer = model_folders.load_tokenizer(str(chat_folder))
+    tokenizer = folders.load_tokenizer(str(chat_folder))
     tokenizer.save_pretrained(folder)
     data, out = kit.write_lines(tmp_path / "data.jsonl", [row, row]), tmp_path / "out.jsonl"
     job = ["--reward", folder, "--score", data, "--out", out, "--num", 1, "--dtype", "fp32"]

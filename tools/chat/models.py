@@ -14,11 +14,8 @@ from transformers.utils import find_adapter_config_file
 
 import common
 import ppo
-from machinery.base import ranks
-from machinery.base.refused import Refused
-from machinery.data import formats, rows, tokens
-from machinery.flags import declaring
-from machinery.models import model_folders
+from machinery import flags, folders, formats, ranks, rows, tokens
+from machinery.refused import Refused
 
 CHAT = "chat"  # the template that stands for the tokenizer's own
 DIALOGUE = formats.HUMAN + "{}" + formats.ASSISTANT
@@ -106,15 +103,15 @@ class Model:
 
     def __init__(self, args, path):
         self.name, path = path, on_disk(path)
-        config = model_folders.load_config(path, args.trust_remote_code)
-        own = "fp32" if config.dtype == torch.float32 else declaring.fast_dtype()
+        config = folders.load_config(path, args.trust_remote_code)
+        own = "fp32" if config.dtype == torch.float32 else flags.fast_dtype()
         self.dtype = args.dtype if "dtype" in args.declared.given else own
         # max_seq_len 0: prompt() cuts to the positions that the model has
         changes = dict(model_name_or_path=path, dtype=self.dtype, zero_stage=0, max_seq_len=0)
-        args = declaring.with_flags(args, **changes)
-        model_folders.refuse_other_kind(self.name, config, scores=bool(self.head))
-        model_folders.has_weights(path, needed=True)
-        self.tokenizer = model_folders.load_tokenizer(path, args)
+        args = flags.with_flags(args, **changes)
+        folders.refuse_other_kind(self.name, config, scores=bool(self.head))
+        folders.has_weights(path, needed=True)
+        self.tokenizer = folders.load_tokenizer(path, args)
         self.model = common.frozen_engine(args, 1, self.tokenizer, self.head)
         text = config.get_text_config()
         self.positions = getattr(text, "max_position_embeddings", None) or 2**31 - 1
@@ -180,7 +177,7 @@ class Writer(Model):
         They depend on (seed, step, number of the row) alone, so all models are given the same
         random numbers. show(text), if given, gets the text of the first row as it grows.
         """
-        args = declaring.with_flags(args, max_answer_seq_len=self.answer_length(args))
+        args = flags.with_flags(args, max_answer_seq_len=self.answer_length(args))
         by_length = sorted(prompts, key=lambda row: len(row["prompt_ids"]))
         size = args.per_device_eval_batch_size
         with self.shown(show) if show else contextlib.nullcontext():

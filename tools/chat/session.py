@@ -7,8 +7,8 @@ import json
 import sys
 import textwrap
 
-from helpers import judges
-from machinery.base.refused import Refused
+from machinery import judges
+from machinery.refused import Refused
 from tools.chat import models, screen
 
 SAMPLING = "temperature top_p top_k max_answer_seq_len seed".split()

@@ -2,7 +2,7 @@
 
 import pandas
 
-from machinery.base import statistics
+from machinery import metrics
 
 METRICS = ("reward", "gold", "response_length", "ended")
 JUDGED = ("reward", "gold")  # of these, more is better
@@ -20,7 +20,7 @@ def win_rate(scores, others):
     '0.625 [0.219, 0.908]'
     """
     share = ((scores > others) + (scores == others) / 2).mean()
-    low, high = statistics.wilson_interval(share, len(scores))
+    low, high = metrics.wilson_interval(share, len(scores))
     return f"{share:.3f} [{low:.3f}, {high:.3f}]"
 
 

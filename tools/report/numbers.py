@@ -3,7 +3,7 @@
 import numpy
 import pandas
 
-from machinery.base import statistics
+from machinery import metrics
 from tools.report.text import numbers_of
 
 BINS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the probability that the judge gives its choice
@@ -32,7 +32,7 @@ def shares(pairs, groups):
     """
     columns = {"share": ("right", "mean"), "count": ("right", "size"), "said": ("said", "mean")}
     table = pairs.groupby(groups, observed=True).agg(**columns)
-    low, high = statistics.wilson_interval(table["share"], table["count"])
+    low, high = metrics.wilson_interval(table["share"], table["count"])
     return table.assign(low=low.clip(lower=0), high=high.clip(upper=1))
 
 
@@ -57,7 +57,7 @@ def longer_wins(pairs):
     differ = pairs[pairs.longer != 0]
     longer, count = differ.longer > 0, len(differ)
     judge = differ.right.where(longer, 1 - differ.right).mean()
-    low, high = statistics.wilson_interval(judge, max(count, 1))
+    low, high = metrics.wilson_interval(judge, max(count, 1))
     return {"judge": judge, "low": low, "high": high, "chosen": longer.mean(), "count": count}
 
 

@@ -14,11 +14,9 @@ import pandas
 import ppo
 import reward
 import sft
-from machinery.base import locks
-from machinery.base.refused import Refused, read_json, read_run
-from machinery.flags.declaring import OF_A_START
-from machinery.models import saving
-from machinery.run import output_folder
+from machinery import output_folder, saving
+from machinery.flags import OF_A_START
+from machinery.refused import Refused, read_json, read_run
 from tools.report.text import is_number, number, numbers_of, spoken, visible
 
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}  # in their order; others follow
@@ -97,7 +95,7 @@ class Run:
     def state(self):
         """Returns in words whether a run is finished, running, or stopped, and where."""
         step = number(max((line["step"] for line in self.metrics), default=0))
-        if locks.is_held(self.path / output_folder.LOCK):
+        if output_folder.is_held(self.path / output_folder.LOCK):
             return f"running, at step {step}"
         if saving.is_whole(self.path):
             return f"finished, {step} steps"

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean as mean
 from statistics import stdev
 
-from machinery.run.run import NOT_FINITE
+from machinery.run import NOT_FINITE
 from tools.report import numbers
 from tools.report.runs import entries
 from tools.report.text import is_number, number

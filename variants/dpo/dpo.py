@@ -18,14 +18,11 @@ import torch.nn.functional as F
 import common
 import ppo  # its rollout, for the evaluation
 import sft  # its layout
-from helpers import evaluation, judging
-from machinery.base import ranks
-from machinery.base.refused import program
-from machinery.data import batching
-from machinery.data.rows import load_rows, open_sources
-from machinery.flags import declaring, ppo_flags
-from machinery.models import model_folders
-from machinery.run.run import Run
+from helpers import judging
+from machinery import batching, evaluation, flags, folders, ppo_flags, ranks
+from machinery.refused import program
+from machinery.rows import load_rows, open_sources
+from machinery.run import Run
 
 # ---- What `deepspeed dpo.py` runs: the toy. Another recipe: recipes/qwen2.5-0.5b/dpo.flags ----
 TOY = dict(
@@ -57,9 +54,9 @@ NAMES = "loss", "accuracy", "chosen_reward", "rejected_reward"
 
 def get_args(argv=None):
     """Reads the flags of this script from the command line."""
-    parser = declaring.new_parser(__doc__)
-    declaring.add_common_flags(parser)
-    arg = declaring.flag_group(parser, "flags of this script alone")
+    parser = flags.new_parser(__doc__)
+    flags.add_common_flags(parser)
+    arg = flags.flag_group(parser, "flags of this script alone")
     kinds = ["sigmoid", "ipo", "simpo"]
     arg("loss", "sigmoid", "see pair_loss", choices=kinds)
     arg("beta", 0.1, "scale of the log-ratio. 0.1 [Rafailov 2023]; 2 for simpo")
@@ -68,7 +65,7 @@ def get_args(argv=None):
     arg("max_answer_seq_len", 256, "tokens of a sampled response", least=2)
     arg("temperature", 1.0, "of sampling", least=1e-6)
     ppo_flags.add_sampling_flags(arg)
-    args = declaring.parse(parser, TOY, argv, "dpo")
+    args = flags.parse(parser, TOY, argv, "dpo")
     args.reward_fn, args.reward_model_name_or_path, args.compile_decoding = [], [], False
     return args
 
@@ -171,9 +168,7 @@ def main():
 
     # ---- 1 data ----
     sources = open_sources(args, "reward")
-    tokenizer = model_folders.load_tokenizer(
-        args.model_name_or_path, args, in_chats=sources.hold_chats
-    )
+    tokenizer = folders.load_tokenizer(args.model_name_or_path, args, in_chats=sources.hold_chats)
     train, held_out = load_rows(args, sources, tokenizer, args.max_seq_len)
     batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)

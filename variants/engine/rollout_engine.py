@@ -20,9 +20,7 @@ from types import SimpleNamespace
 from transformers import AutoModelForCausalLM
 
 import common
-from machinery.base import ranks
-from machinery.models import model_folders, saving
-from machinery.run import launch
+from machinery import folders, launch, ranks, saving
 
 SENT = "prompt_ids", "row", "sample", "turn"  # of a request: its tokens, and what the draws need
 
@@ -96,7 +94,7 @@ def serve(folder, answers):
     dtype, trust = common.DTYPES[args.dtype], args.trust_remote_code
     for line in sys.stdin:
         asked = json.loads(line)
-        tokenizer = model_folders.load_tokenizer(folder, args)
+        tokenizer = folders.load_tokenizer(folder, args)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust)
         model = model.to(ranks.device()).eval()
         sizes = asked["step"], asked["batch_size"]

@@ -20,14 +20,11 @@ from torch import Tensor
 import common
 import ppo  # its rollout, for the evaluation
 import sft  # its layout
-from helpers import evaluation, judging
-from machinery.base import ranks
-from machinery.base.refused import Refused, program
-from machinery.data import batching
-from machinery.data.rows import load_rows, open_sources
-from machinery.flags import declaring, ppo_flags
-from machinery.models import model_folders
-from machinery.run.run import Run
+from helpers import judging
+from machinery import batching, evaluation, flags, folders, ppo_flags, ranks
+from machinery.refused import Refused, program
+from machinery.rows import load_rows, open_sources
+from machinery.run import Run
 
 # ---- What `deepspeed kto.py` runs: the toy ----
 TOY = dict(
@@ -58,9 +55,9 @@ COLUMNS = """step epoch loss z0 good_log_ratio bad_log_ratio eval_loss eval_accu
 
 def get_args(argv=None):
     """Reads the flags of this script from the command line."""
-    parser = declaring.new_parser(__doc__)
-    declaring.add_common_flags(parser)
-    arg = declaring.flag_group(parser, "flags of this script alone")
+    parser = flags.new_parser(__doc__)
+    flags.add_common_flags(parser)
+    arg = flags.flag_group(parser, "flags of this script alone")
     column = "the data's column with true or false. None: pairs, of which one response is kept"
     arg("label", str, column)
     arg("beta", 0.1, "scale of the log-ratio. 0.1 [Ethayarajh 2024]")
@@ -70,7 +67,7 @@ def get_args(argv=None):
     arg("max_answer_seq_len", 256, "tokens of a sampled response", least=2)
     arg("temperature", 1.0, "of sampling", least=1e-6)
     ppo_flags.add_sampling_flags(arg)
-    args = declaring.parse(parser, TOY, argv, "kto")
+    args = flags.parse(parser, TOY, argv, "kto")
     args.reward_fn, args.reward_model_name_or_path, args.compile_decoding = [], [], False
     return args
 
@@ -253,9 +250,7 @@ def main():
 
     # ---- 1 data ----
     sources = open_sources(args, "sft" if args.label else "reward")
-    tokenizer = model_folders.load_tokenizer(
-        args.model_name_or_path, args, in_chats=sources.hold_chats
-    )
+    tokenizer = folders.load_tokenizer(args.model_name_or_path, args, in_chats=sources.hold_chats)
     train, held_out = load_rows(args, sources, tokenizer, args.max_seq_len)
     batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)

@@ -15,9 +15,8 @@ import torch
 from peft.tuners.lora import Linear
 from torch import nn
 
-from machinery.base.refused import Refused
-from machinery.flags import ppo_flags
-from machinery.models import lora
+from machinery import lora, ppo_flags
+from machinery.refused import Refused
 
 
 def check(args):

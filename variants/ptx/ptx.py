@@ -9,9 +9,7 @@ import numpy as np
 
 import common
 import sft  # its layout and its loss
-from machinery.base import ranks
-from machinery.data import batching, rows
-from machinery.flags import declaring
+from machinery import batching, flags, ranks, rows
 
 
 class TextMix:
@@ -21,7 +19,7 @@ class TextMix:
         self.args, self.backwards = args, 1  # of each micro-batch of the actor
         if args.unsup_data_path:
             text = dict(data_path=args.unsup_data_path, data_split=[1, 0, 0], columns=None)
-            own = declaring.with_flags(args, **text)
+            own = flags.with_flags(args, **text)
             sources = rows.open_sources(own, "sft")
             self.train, self.held_out = rows.load_rows(own, sources, tokenizer, args.max_seq_len)
             self.collate = functools.partial(sft.collate, pad_id=tokenizer.pad_token_id)

@@ -43,12 +43,10 @@ import vllm_server
 from deepspeed.accelerator import get_accelerator
 
 import common
-from helpers import checks, decoding, metrics
-from machinery.base import modules, ranks
-from machinery.base.modules import unwrap_model
-from machinery.base.refused import Refused
-from machinery.engine import zero3
-from machinery.models import lora, saving
+from helpers import decoding
+from machinery import checks, lora, metrics, ranks, saving, zero3
+from machinery.refused import Refused
+from machinery.zero3 import unwrap_model
 
 SENT = "prompt_ids", "row", "sample", "turn"  # of a request: its tokens, and what the draws need
 TEMPERATURES = 0.01, 2.0  # vLLM samples at 0.01 where less is asked, and refuses more
@@ -300,7 +298,7 @@ class Vllm:
             self.tensors = {name: zero3.full_tensor(name, one) for name, one in tensors}
             return
         self.tensors = {}
-        need = modules.count_parameters(model) * next(model.parameters()).element_size()
+        need = zero3.count_parameters(model) * next(model.parameters()).element_size()
         found_by_rank_0(lambda: self.make_room(need))
         saving.save_model(engine, tokenizer, self.folder, merge=True)
 
@@ -498,7 +496,7 @@ class Vllm:
         bits rounding hides the first updates.
 
         All ranks call it, at each step after its update: not all runs have the log-probs before.
-        The first step is compared by helpers/checks.py, unless --is_cap lets sampling and scoring
+        The first step is compared by machinery/checks.py, unless --is_cap lets sampling and scoring
         differ. Where they may, this only warns, once.
         """
         args = self.args

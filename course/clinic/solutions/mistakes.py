@@ -13,11 +13,9 @@ import common
 import ppo
 import reward
 import sft
-from helpers import checks, rollout
-from machinery.data import batching
-from machinery.data.tokens import tokenise_prompt
-from machinery.flags import declaring
-from machinery.run.run import Run
+from machinery import batching, checks, flags, rollout
+from machinery.run import Run
+from machinery.tokens import tokenise_prompt
 
 
 # ---- Step 1 ----
@@ -130,7 +128,7 @@ def hotter_samples():
     sample = ppo.sample
 
     def hot(args, *others):
-        return sample(declaring.with_flags(args, temperature=1.4), *others)
+        return sample(flags.with_flags(args, temperature=1.4), *others)
 
     ppo.sample = hot
     ppo.checks.stop_unless_sampled_as_scored = lambda run, micro_batches: None

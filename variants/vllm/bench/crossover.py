@@ -32,9 +32,7 @@ import vllm_rollouts  # noqa: E402
 
 import common  # noqa: E402
 import ppo  # noqa: E402
-from machinery.base import ranks  # noqa: E402
-from machinery.flags import declaring  # noqa: E402
-from machinery.models import model_folders  # noqa: E402
+from machinery import flags, folders, ranks  # noqa: E402
 
 PROMPT = 24  # tokens
 HEAD = (
@@ -89,8 +87,8 @@ def requests_of(count, vocabulary):
 def compare(options, folder, dtype, deadline):
     """Returns a dict for each size: its tokens per second, lists with one number for each try."""
     args = get_args(options, folder, dtype)
-    tokenizer = model_folders.load_tokenizer(folder)
-    model = common.load_model(declaring.of_role(args, "actor")).to(ranks.device()).eval()
+    tokenizer = folders.load_tokenizer(folder)
+    model = common.load_model(flags.of_role(args, "actor")).to(ranks.device()).eval()
     vllm = Endless(args)
 
     def seconds_of(name, rows, tokens, step):

@@ -1,0 +1,102 @@
+"""LoRA (--lora_dim): frozen weights, and beside each matrix a product of two thin ones that trains.
+
+[Hu et al. 2021]. peft puts the adapters in, and its format is what is saved. (The calls that
+transformers' models have for it, such as disable_adapters, refuse versions of peft that
+requirements.txt allows: transformers 5.24 takes none below 0.22.) [Schulman 2025] is "LoRA Without
+Regret", thinkingmachines.ai/blog/lora.
+"""
+
+from pathlib import Path
+
+import torch
+
+from machinery import folders, zero3
+
+
+def add_adapters(model, args, path, value_head=None):
+    """With --lora_dim freezes `model` and puts an adapter beside each target.
+
+    [Hu et al. 2021] eq. 3, with dim = --lora_dim:
+
+        W x becomes W x + B A x * alpha / dim, with B = 0 at first
+
+    The value head, named `value_head`, trains in full: it may be new, and is a single row.
+    path: where the frozen weights came from.
+    """
+    if not args.lora_dim:
+        return
+    import peft  # here, not above: it is slow to import, and only LoRA needs it
+
+    head = [value_head] if value_head else None
+    config = peft.LoraConfig(
+        r=args.lora_dim,
+        lora_alpha=args.lora_alpha,
+        target_modules="all-linear",
+        exclude_modules=head,
+        base_model_name_or_path=str(Path(path).resolve()) if Path(path).is_dir() else path,
+    )
+    torch.manual_seed(args.seed)
+    peft.inject_adapter_in_model(config, model)
+    # for stock peft, to load what is saved
+    config.task_type, config.modules_to_save = "SEQ_CLS" if head else "CAUSAL_LM", head
+    if value_head:
+        getattr(model, value_head).requires_grad_(True)
+
+
+def adapted_layers(model):
+    """Returns the layers of a model, or of an engine, that have an adapter: {name: layer}."""
+    return {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
+
+
+class WithoutAdapters:
+    """An engine whose forwards leave its adapters out; in all else it is the engine."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def __call__(self, *inputs, **options):
+        layers = adapted_layers(self.engine).values()
+        for layer in layers:
+            layer.enable_adapters(False)
+        result = self.engine(*inputs, **options)
+        for layer in layers:
+            layer.enable_adapters(True)
+        return result
+
+
+def merge_adapters(model, adapters):
+    """Adds LoRA's adapters to `model`, those of the innermost folder first.
+
+    adapters: folders in peft's format, as in Source. A value head that comes with them replaces
+    the model's.
+    """
+    for folder in reversed(adapters):
+        import peft  # as above
+
+        with folders.refusing("unreadable-weights", f"the adapters in {folder} do not load"):
+            config = peft.PeftConfig.from_pretrained(folder)
+            config.task_type = None  # a causal LM's adapters are welcome in a value model
+            # by itself peft reads them to the first GPU, on every rank
+            outer = peft.PeftModel.from_pretrained(model, folder, config=config, torch_device="cpu")
+            there = set(peft.load_peft_weights(folder, device="cpu"))
+        wanted = set(peft.get_peft_model_state_dict(outer, save_embedding_layers=False))
+        folders.refuse_misfits(folder, wanted - there, there - wanted)
+        for layer in adapted_layers(outer).values():
+            with zero3.gathered_parameters([*layer.parameters()], modifier_rank=0):
+                layer.merge()
+        outer.unload().requires_grad_(True)
+
+
+def merge_state(model, state):
+    """Adds each adapter to the weight that it sat beside, in `state`, {name: whole tensor}."""
+    for name, layer in adapted_layers(model).items():
+        a = state.pop(f"{name}.lora_A.default.weight").float()
+        b = state.pop(f"{name}.lora_B.default.weight").float()
+        delta = (b @ a).T if layer.fan_in_fan_out else b @ a
+        weight = state[f"{name}.base_layer.weight"]
+        whole = weight.float() + layer.scaling["default"] * delta
+        state[f"{name}.base_layer.weight"] = whole.to(weight.dtype)
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in state.items()}

@@ -1,0 +1,145 @@
+"""Makes token ids of prompts, chats and responses, and finds the assistant's turns in them."""
+
+import re
+
+from machinery.formats import ASSISTANT, HUMAN, LeftOut
+
+NO_TEMPLATE = "the data holds chats, and the tokenizer has no chat template. Take a chat model's"
+TURNS_UNKNOWN = "the chat template changes turns when others follow. Use --train_on last"
+# Of rows, with their number in front:
+CHANGED = "have turns that are not learned: the chat template changes earlier ones"
+BARE = "keep the response as the data has it: the chat template opens a finished turn otherwise"
+
+
+def tokenise_prompt(tokenizer, prompt):
+    """Returns the token ids of a prompt: text, or a list of chat messages.
+
+    Of chat messages it ends with the opening of the assistant's next turn. Text that spells a
+    special token is data: it is split like any other text.
+    """
+    if isinstance(prompt, list):
+        return tokenise_text(tokenizer, render(tokenizer, prompt, opening=True), split=False)
+    ids = tokenizer(prompt, split_special_tokens=True).input_ids
+    ended = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id  # some tokenizers append it
+    return ids[:-1] if ended else ids
+
+
+def tokenise_response(tokenizer, response):
+    """Returns the token ids of a response, and EOS.
+
+    Prompt and response are tokenised apart and joined: joined text could merge across the border.
+    """
+    return with_eos(tokenizer, tokenise_text(tokenizer, response))
+
+
+def tokenise_turn(tokenizer, prompt, response):
+    """Returns the token ids of the response to a prompt, and EOS; and BARE or "".
+
+    In a chat the response is what the template writes after its opening when it renders the whole
+    chat: some templates write text before the content (Qwen3 an empty <think>, gpt-oss a channel)
+    or before the end of turn. If a finished turn lacks that opening (R1's <think>), the response is
+    the content by itself: BARE.
+    """
+    if not isinstance(prompt, list):
+        return tokenise_response(tokenizer, response), ""
+    opened = render(tokenizer, prompt, opening=True)
+    closed = render(tokenizer, [*prompt, {"role": "assistant", "content": response}])
+    if not closed.startswith(opened):
+        return tokenise_response(tokenizer, response), BARE
+    text = closed[len(opened) :].rstrip()
+    return with_eos(tokenizer, tokenise_text(tokenizer, text, split=False)), ""
+
+
+def tokenise_text(tokenizer, text, split=True):
+    """Returns the token ids of a text that another one precedes.
+
+    split: no token in it is special, whatever it spells.
+    """
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=split).input_ids
+
+
+def with_eos(tokenizer, ids):
+    """Returns ids that end with EOS, which is appended nowhere else."""
+    eos = [tokenizer.eos_token_id]
+    return ids if ids[-1:] == eos else ids + eos
+
+
+def keep_end(tokenizer, ids, count):
+    """Returns the last `count` ids of a prompt. If it begins with BOS, they do so, too."""
+    kept = ids[-count:]
+    return ids[:1] + kept[1:] if ids[:1] == [tokenizer.bos_token_id] else kept
+
+
+# ---- Every turn (--train_on all) ----
+def tokenise_turns(tokenizer, prompt, response):
+    """Returns a chat's ids up to its last turn, their mask, that turn's ids, and what was found.
+
+    The mask is 1 on the assistant's turns. A turn is what the template adds to its opening when the
+    message is there: the content and the end of turn. White space after that, which no turn has to
+    predict, is left out. Each turn is tokenised apart from what precedes it, as a response is, and
+    the last one ends with EOS. An earlier turn that is rendered otherwise when more messages follow
+    (Qwen3's, without its reasoning) is not learned. If the last one cannot be told from the rest,
+    it is the only one that is learned. What was found says so: CHANGED, BARE, or "".
+    """
+    last, found = tokenise_turn(tokenizer, prompt, response)
+    rendered = render(tokenizer, prompt, opening=True)
+    parts, end, bare = [], 0, found
+    for i, message in enumerate(prompt):
+        # There is nothing to render before a first message.
+        if bare or i == 0 or message["role"] != "assistant":
+            continue
+        opened = render(tokenizer, prompt[:i], opening=True)
+        closed = render(tokenizer, prompt[: i + 1])
+        if not (closed.startswith(opened) and rendered.startswith(closed)):
+            found = CHANGED
+            continue
+        turn = closed[len(opened) :].rstrip()
+        parts += [(rendered[end : len(opened)], 0), (turn, 1)]
+        end = len(opened) + len(turn)
+    parts.append((rendered[end:], 0))
+    parts = [(tokenise_text(tokenizer, text, split=False), learned) for text, learned in parts]
+    return *joined(parts), last, found
+
+
+def tokenise_dialogue(tokenizer, prompt, response):
+    """Returns what tokenise_turns does of a dialogue that is text (formats.HUMAN, ASSISTANT).
+
+    What pairs of dialogues do not share may itself hold several turns: the response is the last.
+    """
+    between, marker, last = response.rpartition(ASSISTANT)
+    if marker and last.strip():
+        prompt, response = prompt + between + marker, last
+    turn = f"(?<={ASSISTANT})(.*?)(?={HUMAN.rstrip()})"
+    first, *texts = re.split(turn, prompt, flags=re.DOTALL)  # every second one is a turn
+    parts = [(tokenise_prompt(tokenizer, first), 0)]
+    parts += [(tokenise_text(tokenizer, text), 1 - i % 2) for i, text in enumerate(texts)]
+    return *joined(parts), tokenise_response(tokenizer, response), ""
+
+
+def joined(parts):
+    """Returns the ids of all parts, and their mask; parts: pairs of ids, and 1 if learned, or 0."""
+    ids = [token for part, _ in parts for token in part]
+    return ids, [learned for part, learned in parts for _ in part]
+
+
+# ---- Chat templates ----
+def render(tokenizer, messages, opening=False):
+    """Returns what the chat template writes, with `opening` also that of the assistant's turn.
+
+    Raises LeftOut if there is no template, if it refuses the messages, or if one of them spells a
+    special token: in what a template writes it would be that token, and could end a turn. Tokens
+    that are not special, such as <think>, are left to the template.
+    """
+    if tokenizer.chat_template is None:
+        raise LeftOut(NO_TEMPLATE)
+    said = "\0".join(str(value) for message in messages for value in message.values())
+    special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    if any(token in said for token in special):
+        raise LeftOut("a message spells a special token, which in a chat would be that token")
+    try:
+        out = tokenizer.apply_chat_template(messages, add_generation_prompt=opening, tokenize=False)
+    except Exception as error:  # "roles must alternate", or whatever its code raises
+        raise LeftOut(f"the chat template refuses it: {error}") from error
+    eos = tokenizer.eos_token
+    # Phi's ends a turn, and then the chat, for which EOS stands here once more
+    return out if opening else re.sub(rf"({re.escape(eos)}\s*)+$", lambda _: eos, out)
