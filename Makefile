@@ -22,7 +22,7 @@ demo: install
 	deepspeed --log_level error $(RANKS) $(WITH)reward.py --preset toy --model_name_or_path $(DEMO)/sft --output_dir $(DEMO)/reward --overwrite
 	deepspeed --log_level error $(RANKS) $(WITH)ppo.py --preset toy --actor_model_name_or_path $(DEMO)/sft \
 	  --critic_model_name_or_path $(DEMO)/reward --output_dir $(DEMO)/ppo --overwrite
-	python toy/report.py $(DEMO)
+	python recipes/toy/report.py $(DEMO)
 	python tools/look.py $(DEMO)
 
 # README's picture: the first screen of the demo's page, in 64 colours, a third of the bytes.
@@ -32,7 +32,7 @@ picture:
 
 # The pictures of labs and variants, which are not in git, from the results that are.
 pictures: install
-	python labs/run.py --plot
+	python course/labs/run.py --plot
 	python variants/run.py --plot
 
 # SFT and GRPO on sums that a verifier checks; then longer sums, before and after.
@@ -40,8 +40,8 @@ grpo: install
 	deepspeed --log_level error $(RANKS) sft.py --preset arithmetic --output_dir $(GRPO)/sft --overwrite
 	deepspeed --log_level error $(RANKS) ppo.py --preset arithmetic --actor_model_name_or_path $(GRPO)/sft --output_dir $(GRPO)/grpo --overwrite
 	for step in sft grpo; do deepspeed --log_level error $(RANKS) ppo.py --preset arithmetic --max_steps 0 --actor_model_name_or_path $(GRPO)/$$step \
-	  --data_path toy/arithmetic/longer --output_dir $(GRPO)/longer-$$step --overwrite || exit; done
-	python toy/arithmetic/report.py $(GRPO)
+	  --data_path recipes/arithmetic/longer --output_dir $(GRPO)/longer-$$step --overwrite || exit; done
+	python recipes/arithmetic/report.py $(GRPO)
 	python tools/look.py $(GRPO)/sft $(GRPO)/grpo --out $(GRPO)/report.html
 
 # GRPO with a pretrained model: SmolLM2-135M-Instruct from a Python package, or MODEL by its name on the hub
@@ -75,12 +75,12 @@ try: install
 # Ranks exchange tensors through shared memory, of which docker gives 64 MB by itself.
 DOCKER ?=
 container:
-	docker build -t rlhf $(if $(filter-out file,$(origin TORCH)),--build-arg TORCH="$(TORCH)") .
+	docker build -f tools/Dockerfile -t rlhf $(if $(filter-out file,$(origin TORCH)),--build-arg TORCH="$(TORCH)") .
 	docker run --rm -it --shm-size 1g $(DOCKER) -v "$(CURDIR)/output:/rlhf/output" rlhf $(RUN)
 
-# A rule of thumb, tried on the toy: make lab NAME=stability (labs/README.md has the list).
+# A rule of thumb, tried on the toy: make lab NAME=stability (course/labs/README.md has the list).
 lab: install
-	python labs/run.py $(NAME)
+	python course/labs/run.py $(NAME)
 
 # A broken run of course/clinic, made anew: make clinic CASE=07
 clinic: install
@@ -106,7 +106,7 @@ test-slow: install
 test-all: lint
 	$(PYTEST) tests
 
-# Each of variants/ on a copy of the code, from the demo's models: two steps, then bench/fork.py.
+# Each of variants/ on a copy of the code, from the demo's models: two steps, then tools/fork.py.
 variants: install
 	python variants/run.py --check --models $(DEMO)
 
@@ -120,11 +120,11 @@ vllm:
 
 # What no CPU can show, on the GPUs that are here, with small models: a table, in at most 15 minutes.
 gpu-check: install
-	python bench/gpu_check.py
+	python tools/gpu_check.py
 
 # Qwen2.5-0.5B through all steps on one GPU. On a CPU, with random weights: make gpu-run SMALL=1
 gpu-run: install
-	SMALL=$(SMALL) python bench/gpu_run.py
+	SMALL=$(SMALL) python tools/gpu_run.py
 
 # The files that git tracks, so `git add` new ones first. Files of your own beside them are left alone.
 LINTED = $(or $(wildcard $(shell git ls-files '*.py' '*.ipynb' 2>/dev/null)),.)
@@ -132,17 +132,17 @@ lint: install
 	@ruff check --force-exclude $(LINTED)
 	@ruff format --check --force-exclude $(LINTED)
 
-# Our side and the machine's limit; with `.venv/bin/pip install -r requirements-bench.txt` the peer's, too.
+# Our side and the machine's limit; with `.venv/bin/pip install -r tools/requirements-bench.txt` the peer's, too.
 bench: install
-	python bench/bench.py $(BENCH)
+	python tools/bench.py $(BENCH)
 
 install: $(VENV)/installed
-$(VENV)/installed: requirements.txt bench/operators.py
-	@python3 bench/wheel.py $(TORCH)
+$(VENV)/installed: requirements.txt requirements-dev.txt tools/operators.py
+	@python3 tools/wheel.py $(TORCH)
 	python3 -m venv $(VENV)
 	python -m pip install -q --disable-pip-version-check $(TORCH)
-	python -m pip install -q --disable-pip-version-check -r requirements.txt
-	python bench/operators.py
+	python -m pip install -q --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
+	python tools/operators.py
 	touch $@
 
 clean:

@@ -20,7 +20,7 @@ forward each). By default a rollout is one minibatch that is used once, as in De
 actor that trains is then the one that sampled: the ratio of new to old probabilities is 1, the
 policy loss is never clipped, and PPO is a policy gradient with a baseline. With --ppo_epochs, or
 more than one minibatch, later updates see a ratio that is not 1, and clipping acts:
---allow_unstable 1 permits it, and labs/stability.md shows what it does.
+--allow_unstable 1 permits it, and course/labs/stability.md shows what it does.
 
 Read main() first: it is at the end of the file. What forks of this file have run into stands in
 docs/runs.md.
@@ -72,13 +72,13 @@ from machinery.zero3 import unwrap_model
 TOY = dict(
     actor_model_name_or_path="output/sft",
     critic_model_name_or_path="output/reward",  # and the reward model, unless a flag names one
-    data_path=["toy/data"],
+    data_path=["recipes/toy/data"],
     data_split="4,5,1",
     output_dir="output/ppo",
     max_steps=120,  # on two ranks 8 epochs of the prompts, with new responses each time
     num_train_epochs=8,
     actor_learning_rate=2e-4,
-    critic_learning_rate=4e-4,  # twice the actor's: labs/rates.md
+    critic_learning_rate=4e-4,  # twice the actor's: course/labs/rates.md
     actor_weight_decay=0.0,
     critic_weight_decay=0.0,
     actor_dropout=0.0,
@@ -92,7 +92,7 @@ TOY = dict(
     num_eval_prompts=280,
     kl_coef=0.05,
     enable_ema=1,
-    gold_fn="toy/gold.py:gold",  # what the judge should have learned; the policy never sees it
+    gold_fn="recipes/toy/gold.py:gold",  # what the judge should have learned; the policy never sees it
     zero_stage=2,
     dtype="fp32",
     group_by_length=0,
@@ -122,7 +122,7 @@ def get_args(argv=None):
     arg("generation_batches", 1, batches, least=1)
     arg("ppo_epochs", 1, "epochs over a rollout. 1 [DeepSpeed-Chat]", least=1)
     # Several updates on a rollout are ordinary PPO. DeepSpeed-Chat reports that they diverge, and
-    # leaves open why, so they must be asked for; labs/stability saw no divergence at usual rates.
+    # leaves open why, so they must be asked for; course/labs/stability saw no divergence at usual rates.
     arg("allow_unstable", 0, "1: permit several updates on one rollout", most=1)
     arg = flags.flag_group(parser, "PPO: flags that change the result")
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6)

@@ -36,10 +36,10 @@ from machinery.run import Run
 # ---- What `deepspeed reward.py` runs: the toy. Other recipes: recipes/ ----
 TOY = dict(
     model_name_or_path="output/sft",
-    data_path=["toy/data"],
+    data_path=["recipes/toy/data"],
     data_split="4,5,1",
     output_dir="output/reward",
-    num_train_epochs=2,  # held-out loss below 1 epoch's in 9 of 10 seeds: labs/reward-epochs.md
+    num_train_epochs=2,  # held-out loss below 1 epoch's in 9 of 10 seeds: course/labs/reward-epochs.md
     learning_rate=2e-3,
     weight_decay=0.1,
     num_warmup_steps=10,

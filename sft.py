@@ -32,8 +32,8 @@ from machinery.run import Run
 
 # ---- What `deepspeed sft.py` runs: the toy. Other recipes: recipes/ ----
 TOY = dict(
-    model_name_or_path="toy/model",  # from scratch: 0.9 M weights, minutes on two cores
-    data_path=["toy/data"],
+    model_name_or_path="recipes/toy/model",  # from scratch: 0.9 M weights, minutes on two cores
+    data_path=["recipes/toy/data"],
     data_split="4,5,1",  # PPO draws its own responses: it needs the fewest rows
     output_dir="output/sft",
     num_train_epochs=5,

@@ -8,7 +8,7 @@ import random
 import sys
 from pathlib import Path
 
-DATA = Path(__file__).resolve().parent.parent / "toy/data"
+DATA = Path(__file__).resolve().parent.parent / "recipes/toy/data"
 
 
 def letter_o(prompts, completions, **columns):

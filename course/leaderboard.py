@@ -18,7 +18,7 @@ from math import inf
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "labs"))
+sys.path.insert(0, str(HERE / "labs"))
 import declared  # noqa: E402
 import pages  # noqa: E402
 import runner  # noqa: E402
@@ -30,8 +30,8 @@ MODELS = {name: declared.BASES["toy"][name] for name in ("sft", "reward")}
 START = "--critic_model_name_or_path {reward} --enable_ema 0"
 # Whatever an entry says of these: where it starts, what is measured, and how often.
 FIXED = """ --actor_model_name_or_path {sft} --reward_model_name_or_path {reward}
-    --data_path toy/data --data_split 4,5,1
-    --gold_fn toy/gold.py:gold --log_kl 1 --temperature 1 --top_p 1 --top_k 0
+    --data_path recipes/toy/data --data_split 4,5,1
+    --gold_fn recipes/toy/gold.py:gold --log_kl 1 --temperature 1 --top_p 1 --top_k 0
     --max_prompt_seq_len 32 --max_answer_seq_len 48
     --num_eval_prompts 280 --eval_samples 1 --eval_steps 5 --log_steps 1"""
 

@@ -241,7 +241,7 @@ def refuse_values(parser, args):
 # ---- Recipes ----
 def in_project(word):
     """Returns a path of a recipe: what begins with toy/ or recipes/ lies in this project."""
-    return str(ROOT / word) if word.startswith(("toy/", "recipes/")) else word
+    return str(ROOT / word) if word.startswith("recipes/") else word
 
 
 def words_of(toy):

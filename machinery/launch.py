@@ -1,7 +1,7 @@
 """Makes this process a rank of its run: environment, silence, cores, device, the other ranks.
 
 And loads DeepSpeed's compiled operators: FusedAdam, DeepSpeedCPUAdam, and an all-reduce for CPU
-ranks. `make install` builds them (bench/operators.py); a run loads the files, and compiles nothing.
+ranks. `make install` builds them (tools/operators.py); a run loads the files, and compiles nothing.
 """
 
 import contextlib

@@ -104,7 +104,7 @@ def rules_of_ppo(args):
 
     # DeepSpeed-Chat reports divergence where this is broken, and leaves open why. While it holds,
     # the weights that train are those that sampled: the ratio is 1, clipping never acts, and this
-    # is a policy gradient with a baseline. labs/stability.md tries it.
+    # is a policy gradient with a baseline. course/labs/stability.md tries it.
     one_update = generated == trained and args.ppo_epochs == args.generation_batches == 1
     words = (
         "{per_device_generation_batch_size} and {per_device_training_batch_size} must be equal, "

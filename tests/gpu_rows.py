@@ -1,4 +1,4 @@
-"""What only a GPU can show of attention and of decoding: rows of bench/gpu_check.py.
+"""What only a GPU can show of attention and of decoding: rows of tools/gpu_check.py.
 
 `attention` and `decoding` run in a rank, and yield (name of the row, {what was measured}).
 """

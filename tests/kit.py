@@ -45,7 +45,7 @@ from pathlib import Path
 import filelock
 
 ROOT = Path(__file__).resolve().parent.parent
-TOKENIZER = str(ROOT / "toy/model")
+TOKENIZER = str(ROOT / "recipes/toy/model")
 SCRIPTS = ("sft", "reward", "ppo")
 # metrics that differ each time
 CLOCKS = {"seconds", "tokens_per_second", "tflops"}
@@ -514,7 +514,7 @@ def prepare(folder):
     for name in ("data", "runs", "jobs"):
         (folder / name).mkdir()
     for name, count in (("train", 66), ("test", 9)):
-        lines = (ROOT / f"toy/data/{name}.jsonl").read_text().splitlines(keepends=True)
+        lines = (ROOT / f"recipes/toy/data/{name}.jsonl").read_text().splitlines(keepends=True)
         (folder / f"data/{name}.jsonl").write_text("".join(lines[:count]))
     knobs = json.loads((ROOT / "ds_config.json").read_text())
     # else weights this small would not be sharded

@@ -7,7 +7,7 @@ import common
 import sft
 from tests.kit import ROOT, load_model
 
-TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "toy/model")
+TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "recipes/toy/model")
 SPARE = 8  # rows of the embedding that no token uses, as most models have
 SHAPE = dict(
     vocab_size=len(TOKENIZER) + SPARE,

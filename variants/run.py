@@ -1,6 +1,6 @@
 """Applies variants to copies of the code, checks them, and compares them with the unchanged script.
 
-    python variants/run.py [NAME] --check            each variant: two steps, and bench/fork.py
+    python variants/run.py [NAME] --check            each variant: two steps, and tools/fork.py
     python variants/run.py NAME                      its runs on the toy: results, table, picture
     python variants/run.py [NAME] --plot             table and picture from the results alone
     python variants/run.py                           lists them, as the table of docs/variants.md
@@ -22,7 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path.insert(0, str(ROOT / "labs"))
+sys.path.insert(0, str(ROOT / "course/labs"))
 import pages  # noqa: E402
 import runner  # noqa: E402
 from runner import VLLM  # noqa: E402
@@ -41,7 +41,7 @@ def declared(name):
     """Returns arms.json of a variant.
 
     script, base: what all arms run, and its flags. arms, models, hidden: as in runner.Lab. check,
-    rows: the script and flags for bench/fork.py, and its rows. lab: the one that has its runs.
+    rows: the script and flags for tools/fork.py, and its rows. lab: the one that has its runs.
     then, measures: scripts that run after it, unchanged, and measures of its own, as in runner.Lab.
     makes: a program of the variant's that writes data for its runs into the folder {made}.
     """
@@ -94,7 +94,7 @@ def call(words, folder):
 
 
 def check(name, models, base, *layouts, steps=2):
-    """Applies a variant to a copy, makes steps of the toy there, and runs bench/fork.py.
+    """Applies a variant to a copy, makes steps of the toy there, and runs tools/fork.py.
 
     layouts: flags for it, such as --quick.
     """
@@ -107,7 +107,7 @@ def check(name, models, base, *layouts, steps=2):
     call([sys.executable, script, *flags, *place], folder)
     shutil.rmtree(base / "fork", ignore_errors=True)  # of the check before this one
     rows = ["--rows", what.get("rows", 8), "--keep", base / "fork"]
-    call([sys.executable, "bench/fork.py", *layouts, *rows, script, *flags], folder)
+    call([sys.executable, "tools/fork.py", *layouts, *rows, script, *flags], folder)
 
 
 # ---- In this tree ----
@@ -182,7 +182,7 @@ def overview():
             texts[own == arm].append(f"{own}: {pages.cell(found, 'gold')}")
         lab = declared(name).get("lab")
         if lab:
-            texts[True].append(f"[labs/{lab}.md](../labs/{lab}.md)")
+            texts[True].append(f"[course/labs/{lab}.md](../course/labs/{lab}.md)")
         elif not results:
             texts[True].append("not run yet")
         seeds = len({result["seed"] for result in results})

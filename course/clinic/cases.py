@@ -20,11 +20,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "labs")]
+sys.path[:0] = [str(ROOT), str(ROOT / "course/labs")]
 import declared  # noqa: E402
 import runner  # noqa: E402
 
-ASKED = "--num_samples 70 --max_answer_seq_len 48 --gold_fn toy/gold.py:gold"
+ASKED = "--num_samples 70 --max_answer_seq_len 48 --gold_fn recipes/toy/gold.py:gold"
 BASE = {  # the labs' base, a smaller toy run; here step 1 answers prompts as well
     **declared.BASES["toy"],
     "sft": " ".join(runner.merged(declared.BASES["toy"]["sft"], ASKED)),
@@ -108,7 +108,7 @@ def without(line):
 def few(name, lines):
     """Returns the lines of a file that are kept. Of samples and tokens, these are both ends.
 
-    The judge's pairs are kept without their texts, which are in toy/data, in the same order.
+    The judge's pairs are kept without their texts, which are in recipes/toy/data, in the same order.
     """
     if name == "metrics":
         return lines

@@ -9,7 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "labs")]
+sys.path[:0] = [str(ROOT), str(ROOT / "course/labs")]
 import pages  # noqa: E402
 
 from tools.report import runs  # noqa: E402

@@ -3,7 +3,7 @@
 import runpy
 from pathlib import Path
 
-TOY = Path(__file__).resolve().parents[2] / "toy"
+TOY = Path(__file__).resolve().parents[2] / "recipes/toy"
 gold = runpy.run_path(str(TOY / "gold.py"))["gold"]
 
 

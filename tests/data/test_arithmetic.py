@@ -4,12 +4,12 @@ import doctest
 import json
 
 import pytest
-
-from tests.kit import ROOT, base, metrics, read_lines, run, write_lines
 from toy import maths
 from toy.arithmetic import generate, verifier
 
-TOY = ROOT / "toy/arithmetic"
+from tests.kit import ROOT, base, metrics, read_lines, run, write_lines
+
+TOY = ROOT / "recipes/arithmetic"
 
 
 def rows_of(part):
@@ -42,7 +42,7 @@ def test_what_is_known_of_the_pupil_against_all_that_he_may_write():
     assert [known["imitation"], known["luck"]] == pytest.approx(found)
 
 
-@pytest.mark.parametrize("line", open(ROOT / "toy/maths.jsonl"))
+@pytest.mark.parametrize("line", open(ROOT / "recipes/toy/maths.jsonl"))
 def test_what_breaks_verifiers_of_word_problems(line):
     """Thousands, units, currencies, several boxes, none, negative numbers, decimals, fractions,
     trailing text; and what a policy would find: empty boxes, names, other letters, factors."""

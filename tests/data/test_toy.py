@@ -9,7 +9,7 @@ import pytest
 from tests import kit
 from tests.kit import read_lines
 
-TOY = kit.ROOT / "toy"
+TOY = kit.ROOT / "recipes/toy"
 sys.path.insert(0, str(TOY))
 import gold as rules
 
@@ -23,7 +23,7 @@ def rows(name):
 def test_the_same_seed_makes_the_same_bytes(tmp_path, script, count):
     """Everything committed in toy/ comes out of the generators again, byte for byte: nothing was
     touched by hand."""
-    program = f"toy/{script}".removesuffix(".py").replace("/", ".")
+    program = f"recipes/toy/{script}".removesuffix(".py").replace("/", ".")
     done = kit.start(f"{program} --out {tmp_path}")
     assert done.code == 0, done
     names = ["train.jsonl", "test.jsonl", "limits.json", "config.json", "tokenizer.json"]

@@ -12,7 +12,7 @@ from tests import kit
 from tools.report import runs, verdicts
 
 CLINIC = kit.ROOT / "course/clinic"
-sys.path[:0] = [str(CLINIC), str(kit.ROOT / "labs")]
+sys.path[:0] = [str(CLINIC), str(kit.ROOT / "course/labs")]
 import cases as clinic  # noqa: E402
 import figures  # noqa: E402
 import pages  # noqa: E402

@@ -19,9 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ["sft", "reward", "ppo"]
 WEIGHTS = {  # bytes of code
     "machinery": 153_000,
-    "tools": 90_000,
-    "bench": 64_600,
-    "labs": 44_080,
+    "tools": 154_600,
+    "course/labs": 44_080,
 }
 MACHINERY = sorted((ROOT / "machinery").rglob("*.py"))
 TOOLS = sorted((ROOT / "tools").rglob("*.py"))

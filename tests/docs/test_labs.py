@@ -18,7 +18,7 @@ from PIL import Image
 
 from tests import kit, runs
 
-LABS = kit.ROOT / "labs"
+LABS = kit.ROOT / "course/labs"
 sys.path.insert(0, str(LABS))
 import declared  # noqa: E402
 import faults  # noqa: E402
@@ -32,7 +32,7 @@ TODAY = {name: lab for name, lab in declared.LABS.items() if not lab.commit}
 
 @functools.cache
 def program():
-    """Returns labs/run.py as a module. (There is a variants/run.py, too.)"""
+    """Returns course/labs/run.py as a module. (There is a variants/run.py, too.)"""
     return kit.import_file(LABS / "run.py")
 
 
@@ -41,7 +41,7 @@ def program():
 # --------------------------------------------------------------------------------------------------
 @functools.cache
 def example():
-    """Returns the text of the declaration that labs/README.md shows."""
+    """Returns the text of the declaration that course/labs/README.md shows."""
     section = (LABS / "README.md").read_text().split("## A lab of your own")[1]
     return re.search(r"^    \{.*?^    \}$", section, re.M | re.S)[0]
 
@@ -184,7 +184,7 @@ def test_a_lab_whose_flags_have_left_says_where_it_can_be_repeated(name, monkeyp
         program().main()
     said = capsys.readouterr().err
     assert f"git worktree add ../{declared.LABS[name].commit}" in said
-    assert f"python labs/run.py {name}" in said
+    assert f"python course/labs/run.py {name}" in said
 
 
 def new_lab(arms, measures=("gold",), **options):
@@ -645,7 +645,7 @@ def shows(file, figure):
 
 
 def test_the_pages_of_all_labs_are_up_to_date():
-    """One command makes them: python labs/run.py --plot. Only the pictures of "What to believe" are
+    """One command makes them: python course/labs/run.py --plot. Only the pictures of "What to believe" are
     in git."""
     for file, figure in program().summary().items():
         if file.parent.name == "believe":
@@ -673,7 +673,7 @@ def test_what_to_believe_was_decided():
 
 
 def test_a_penalty_ends_above_the_peak_without_one():
-    """What labs/overoptimisation.md says of its 12 pairs, which no table shows."""
+    """What course/labs/overoptimisation.md says of its 12 pairs, which no table shows."""
     found = runner.by_arm(runner.results_of("overoptimisation"))
     others = runner.by_arm(runner.results_of("estimators"))
     for name in ("gae", "rloo", "grpo", "reinforce"):
@@ -694,14 +694,14 @@ def test_no_page_is_written_for_a_program():
 
 
 README = {  # a figure of README.md: its line, its column, and what it comes from
-    ("sft     eval_loss", 3): ("toy/data/limits.json", "sft", "eval_loss"),
-    ("reward  eval_accuracy", 3): ("toy/data/limits.json", "reward", "eval_accuracy"),
-    ("ppo     eval_gold", 3): ("toy/data/limits.json", "ppo", "eval_gold"),
-    ("pass@1", 1): ("toy/arithmetic/data/limits.json", "pupil", "imitation"),
-    ("pass@1", 4): ("toy/arithmetic/data/limits.json", "pupil", "limit"),
-    ("pass@8", 1): ("toy/arithmetic/data/limits.json", "pupil", "imitation_pass_at_8"),
-    ("right by luck", 1): ("toy/arithmetic/data/limits.json", "pupil", "luck"),
-    ("tokens a response", 1): ("toy/arithmetic/data/limits.json", "pupil", "length"),
+    ("sft     eval_loss", 3): ("recipes/toy/data/limits.json", "sft", "eval_loss"),
+    ("reward  eval_accuracy", 3): ("recipes/toy/data/limits.json", "reward", "eval_accuracy"),
+    ("ppo     eval_gold", 3): ("recipes/toy/data/limits.json", "ppo", "eval_gold"),
+    ("pass@1", 1): ("recipes/arithmetic/data/limits.json", "pupil", "imitation"),
+    ("pass@1", 4): ("recipes/arithmetic/data/limits.json", "pupil", "limit"),
+    ("pass@8", 1): ("recipes/arithmetic/data/limits.json", "pupil", "imitation_pass_at_8"),
+    ("right by luck", 1): ("recipes/arithmetic/data/limits.json", "pupil", "luck"),
+    ("tokens a response", 1): ("recipes/arithmetic/data/limits.json", "pupil", "length"),
 }
 
 
@@ -714,7 +714,7 @@ def test_the_figures_of_the_readme_come_from_files():
         shown = words[column - 1]
         assert shown == f"{number:.{len(shown.partition('.')[2])}f}", line
     grpo = text.split("held-out sums")[1].split("\n\n")[0]
-    assert grpo in (kit.ROOT / "toy/arithmetic/README.md").read_text()
+    assert grpo in (kit.ROOT / "recipes/arithmetic/README.md").read_text()
     assert f"{len([*kit.ROOT.glob('course/clinic/[0-9]*')])} broken runs" in text
 
 

@@ -59,7 +59,11 @@ def test_an_entry_cannot_change_what_is_measured():
             args = kit.parse(each)
         assert (args.temperature, args.eval_steps, args.clip) == (1, 5, 0.3)
         assert args.actor_model_name_or_path != "elsewhere"
-    for words in ("--reward_fn toy/gold.py:gold", "--reward_fn=toy/gold.py:gold", "--seed 5"):
+    for words in (
+        "--reward_fn recipes/toy/gold.py:gold",
+        "--reward_fn=recipes/toy/gold.py:gold",
+        "--seed 5",
+    ):
         with pytest.raises(SystemExit, match=words[2:6]):
             leaderboard.lab_of("ppo", words)
     with pytest.raises(SystemExit, match="no @my.flags"):  # it may name any of these

@@ -18,13 +18,11 @@ from machinery import flags as declaring
 from tests import kit
 
 ROOT = kit.ROOT
-sys.path[:0] = [str(ROOT / "toy"), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT / "recipes/toy"), str(ROOT / "tools")]
 README = ROOT / "README.md"
 PAGES = [README]
 PAGES += [
-    page
-    for name in ("docs", "toy", "labs", "course", "recipes")
-    for page in sorted((ROOT / name).rglob("*.md"))
+    page for name in ("docs", "course", "recipes") for page in sorted((ROOT / name).rglob("*.md"))
 ]
 PAGES += sorted((ROOT / "course").glob("*.ipynb"))
 TOOLS = [f"tools/{name}.py" for name in ("talk", "look", "export", "estimate")]
@@ -37,7 +35,7 @@ OTHERS = set(
        --cpus --requeue --enable --lora --max --model --model_args --tasks --exclude --index
        --help --no --depth""".split()
 )
-FOLDERS = "machinery|tools|toy|tests|labs|bench|variants|course"
+FOLDERS = "machinery|tools|tests|recipes|variants|course"
 
 
 def module_of(file):
@@ -89,7 +87,7 @@ def help_of(program):
 def known_flags():
     """Returns the flags of all our programs: of --help, or as they are declared."""
     known = set(re.findall(r"--[a-zA-Z_0-9]+", "".join(map(help_of, PROGRAMS))))
-    for folder in ("tools", "bench", "labs", "variants", "recipes", "course", "tests"):
+    for folder in ("tools", "variants", "recipes", "course", "tests"):
         for file in (ROOT / folder).rglob("*.py"):
             known |= set(re.findall(r'"(--[a-z_]+)["= ]', file.read_text()))
     return known | OTHERS
@@ -114,7 +112,7 @@ def test_what_a_page_names_is_there(page):
         code = (ROOT / file).read_text()
         names = re.findall(r"`(\w+)`", names)
         gone += [f"{name} in {file}" for name in names if not re.search(rf"\b{name}\b", code)]
-    # "bench/NAME.py at commit abc" names a program that has left
+    # "tools/NAME.py at commit abc" names a program that has left
     files = re.findall(rf"(?<![\w/.])((?:{FOLDERS})/[\w/-]+\.\w+)\b(?! at commit)", text)
     gone += [name for name in files if not (ROOT / name).exists()]
     modules = "|".join(file.stem for file in MODULES if file.stem != "run")  # run: a Run
@@ -179,9 +177,11 @@ def test_the_toys_figures_are_counted():
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    lines = (ROOT / "toy/data/train.jsonl").read_text().splitlines()
+    lines = (ROOT / "recipes/toy/data/train.jsonl").read_text().splitlines()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(ROOT / "toy/model"))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(ROOT / "recipes/toy/model")
+        )
     said = README.read_text()
     assert f"{len(lines):,} questions" in said
     assert f"{model.num_parameters() / 1e6:.1f} million weights" in said
@@ -200,7 +200,7 @@ def test_nothing_names_a_machine():
 
 def test_examples_in_docstrings_run():
     """An example in a docstring is a promise, too."""
-    others = [ROOT / "ppo.py", *(ROOT / "course").glob("*.py"), *(ROOT / "toy").rglob("*.py")]
+    others = [ROOT / "ppo.py", *(ROOT / "course").glob("*.py"), *(ROOT / "recipes").rglob("*.py")]
     others += sorted((ROOT / "tools").rglob("*.py"))
     others += [ROOT / f"recipes/smollm2/{name}.py" for name in ("make", "verifier")]
     files = [file for file in [*MODULES, *others] if ">>> " in file.read_text()]

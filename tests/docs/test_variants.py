@@ -14,11 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bench import fork
 from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer
 
 import ppo
-from bench import fork
 from machinery import lora
 from machinery.refused import Refused
 from tests import kit
@@ -156,11 +156,11 @@ def test_a_layout_that_learns_otherwise_is_named(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", variants.NAMES)
 def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypatch, capsys):
-    """bench/fork.py on tiny models and data, and on forked ranks: ZeRO stages, --resume."""
+    """tools/fork.py on tiny models and data, and on forked ranks: ZeRO stages, --resume."""
     tree, models, what = tmp_path / "tree", kit.base() / "models", variants.declared(name)
     runner.apply(name, tree)
     script, text = what["check"]
-    text = text.replace("toy/data", f"{kit.base()}/data")
+    text = text.replace("recipes/toy/data", f"{kit.base()}/data")
     python = vllm_stub.fake_python(tmp_path)  # it samples with transformers
     text = text.format(sft=models / "actor", reward=models / "reward", vllm=python)
     flags = shlex.split(text)
@@ -185,7 +185,7 @@ def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_variant_is_checked_by_commands(ranks, tmp_path, monkeypatch):
-    """`make variants` makes two steps, and then calls bench/fork.py. Here the steps are really made
+    """`make variants` makes two steps, and then calls tools/fork.py. Here the steps are really made
     as it starts a script: by itself, and with torchrun."""
     commands = []
     monkeypatch.setattr(variants, "call", lambda words, _: commands.append([*map(str, words)]))
@@ -370,7 +370,7 @@ def test_the_distill_variant_rewards_what_its_teacher_finds_likelier(tmp_path, m
     frozen = lambda args, *others: loaded.append(args.model_name_or_path)  # noqa: E731
     monkeypatch.setattr(ppo.common, "frozen_engine", frozen)
     monkeypatch.setattr(ppo.judging, "load_models", lambda *args: [])
-    words = "--preset toy --advantage reinforce --reward_fn toy/gold.py:gold"
+    words = "--preset toy --advantage reinforce --reward_fn recipes/toy/gold.py:gold"
     for teacher, references in (("--teacher_model_name_or_path T", ["T"]), ("", [])):
         args = ppo.get_args(f"{words} {teacher}".split())
         loaded.clear()

@@ -31,7 +31,7 @@ def answer(folder, command, gpus="", devices=""):
 )
 def test_an_old_driver_or_gpu_is_told_which_torch_to_take(tmp_path, gpus, says):
     """Before anything is installed: else the first call of a run says so, after 3 GB."""
-    found = answer(tmp_path, [sys.executable, "bench/wheel.py", "torch==2.13.0"], gpus)
+    found = answer(tmp_path, [sys.executable, "tools/wheel.py", "torch==2.13.0"], gpus)
     assert says in found and bool(found) == bool(says)
 
 
@@ -45,7 +45,7 @@ def test_make_takes_the_gpus_that_the_user_has_named(tmp_path):
 def test_the_container_runs_the_makefiles_commands():
     """What is installed, and what runs, has one home. The build of torch without CUDA is the one
     that README and Makefile name, and what is here already stays out of the image."""
-    lines = (kit.ROOT / "Dockerfile").read_text()
+    lines = (kit.ROOT / "tools/Dockerfile").read_text()
     makefile, readme = ((kit.ROOT / name).read_text() for name in ("Makefile", "README.md"))
     made = re.findall(r'^(?:RUN make |CMD \["make", ")([a-z]+)', lines, re.M)
     assert made == ["install", "demo"] and all(f"\n{name}: " in makefile for name in made)
@@ -59,6 +59,6 @@ def test_the_container_runs_the_makefiles_commands():
 def test_each_operator_is_built_by_itself(tmp_path):
     """Where the first could not be built, the others were not tried. Each has a line."""
     env = {"TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "no-compiler"}
-    done = kit.start_command([sys.executable, kit.ROOT / "bench/operators.py"], env)
+    done = kit.start_command([sys.executable, kit.ROOT / "tools/operators.py"], env)
     assert done.code == 0 and "Traceback" not in done.out + done.err, done
     assert done.out.count("not built: ") == 3

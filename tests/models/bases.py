@@ -40,7 +40,7 @@ def base_folder(path, name):
     """Makes a folder as from the hub, of a base or of any architecture, with random weights."""
     config, special = BASES.get(name) or (config_of(name), {})
     folder = folder_of(path, config, weights=True)
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/model")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes/toy/model")
     for key in special.keys() - {"first", "tokenizer_class"}:
         setattr(tokenizer, key, special[key])
     first = special.get("first", special.get("bos_token"))

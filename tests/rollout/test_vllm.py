@@ -23,12 +23,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from bench import fork
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 import common
 import ppo
-from bench import fork
 from machinery import folders, lora
 from machinery.refused import Refused
 from tests import kit

@@ -315,8 +315,8 @@ def test_the_toy_runs_if_no_model_is_named_and_from_any_folder(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     args = get_args("sft", preset="")
     assert args.preset == "toy" and args.output_dir == "output/sft"
-    assert (declaring.ROOT / "toy/data").samefile(args.data_path[0])
-    assert (declaring.ROOT / "toy/model").samefile(args.model_name_or_path)
+    assert (declaring.ROOT / "recipes/toy/data").samefile(args.data_path[0])
+    assert (declaring.ROOT / "recipes/toy/model").samefile(args.model_name_or_path)
     assert declaring.recipe_note(args) == ""
 
 
@@ -328,7 +328,7 @@ def test_a_model_without_a_recipe_is_refused_with_the_list():
     listed = dict(re.findall(r"^  --preset (\S+): (.+)", words, re.M))
     assert listed == declaring.presets("sft") and len(listed) == 8
     assert listed["qwen2.5-0.5b"].startswith("SFT with LoRA") and "@FILE" in words
-    flags = "--reward_fn toy/gold.py:gold --critic_model_name_or_path some/critic"
+    flags = "--reward_fn recipes/toy/gold.py:gold --critic_model_name_or_path some/critic"
     rule, words = refusal_of("ppo", flags)
     assert rule == "no-recipe" and "--critic_model_name_or_path some/critic" in words
     args = get_args("sft", "--model_name_or_path some/model", "--preset qwen2.5-0.5b ")
@@ -470,7 +470,7 @@ def test_only_a_judge_needs_the_actors_eos(monkeypatch):
     found = dict(has_weights=True, load_config=None, load_tokenizer=other, refuse_other_kind=None)
     for name, value in found.items():
         monkeypatch.setattr(folders, name, lambda *args, value=value, **options: value)
-    args = get_args("ppo", "--critic_model_name_or_path C --reward_fn toy/gold.py:gold")
+    args = get_args("ppo", "--critic_model_name_or_path C --reward_fn recipes/toy/gold.py:gold")
     ppo_flags.check_models(args, actor)
     args.reward_model_name_or_path = ["C"]
     with pytest.raises(Refused, match="C has another vocabulary or EOS"):

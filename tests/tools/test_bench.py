@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench import bench
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from bench import bench
 from tests import kit
 
-sys.path.insert(0, str(kit.ROOT / "bench"))  # for what these programs import from beside them
+sys.path.insert(0, str(kit.ROOT / "tools"))  # for what these programs import from beside them
 
 
 @pytest.mark.parametrize("row", bench.CPU + bench.REAL + bench.GPU, ids=lambda row: row.name)
@@ -49,7 +49,7 @@ def test_a_pretrained_model_is_the_same_for_both_sides(tmp_path, monkeypatch):
     padding is not EOS: TRL's PPO masks by `ids != pad`, so that ends of turns would be masked."""
     import bench_inside
 
-    monkeypatch.setenv("RLHF_HH", str(kit.ROOT / "toy/data"))
+    monkeypatch.setenv("RLHF_HH", str(kit.ROOT / "recipes/toy/data"))
     folder = shutil.copytree(kit.base() / "models/actor", tmp_path / "chat")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.eos_token
@@ -90,7 +90,7 @@ def test_the_table_compares_turn_by_turn():
 def test_a_benchmark_runs_and_compares_two_checkouts(tmp_path):
     """A script on two ranks under ZeRO-3, and decoding, each twice in turn, at tiny sizes. The
     other checkout is this one, so the two sides learn the same."""
-    program = [sys.executable, kit.ROOT / "bench/bench.py", "--smoke", "--rounds", 1]
+    program = [sys.executable, kit.ROOT / "tools/bench.py", "--smoke", "--rounds", 1]
     rows = ["--only", "zero3", "decode 8", "--dtype", "fp32"]
     given = ["--against", kit.ROOT, "--work", tmp_path]
     done = kit.start_command([*program, *rows, *given], limit=1800)

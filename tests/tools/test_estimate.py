@@ -24,7 +24,7 @@ from tests import kit
 from tools import estimate
 from tools import estimate_memory as memory
 
-sys.path.insert(0, str(kit.ROOT / "bench"))
+sys.path.insert(0, str(kit.ROOT / "tools"))
 import bench_inside
 import gpu_run
 

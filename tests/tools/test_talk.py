@@ -108,7 +108,7 @@ def test_a_question_is_written_as_in_the_models_own_samples(tmp_path, prompts, t
 
 def test_what_a_function_says_of_a_foreign_question_is_whole():
     """The toy's gold score knows the toy's questions alone, and talk.py is asked other ones."""
-    gold = judges.load_function(str(kit.ROOT / "toy/gold.py:gold"), "--gold_fn")
+    gold = judges.load_function(str(kit.ROOT / "recipes/toy/gold.py:gold"), "--gold_fn")
     answer = dict(prompt="Who are you?", chat=False, text=" I.", extra="{}", response_ids=[1])
     assert session.score_in_words(gold, answer) == "gold: not a question of the toy"
     asked = "Who feeds the deer at the mill?\nAnswer:"

@@ -14,11 +14,11 @@ import functools
 
 import torch
 import torch.nn.functional as F
+from helpers import judging
 
 import common
 import ppo  # its rollout, for the evaluation
 import sft  # its layout
-from helpers import judging
 from machinery import batching, evaluation, flags, folders, ppo_flags, ranks
 from machinery.refused import program
 from machinery.rows import load_rows, open_sources
@@ -27,7 +27,7 @@ from machinery.run import Run
 # ---- What `deepspeed dpo.py` runs: the toy. Another recipe: recipes/qwen2.5-0.5b/dpo.flags ----
 TOY = dict(
     model_name_or_path="output/sft",
-    data_path=["toy/data"],
+    data_path=["recipes/toy/data"],
     data_split="4,5,1",
     output_dir="output/dpo",
     num_train_epochs=1,
@@ -38,7 +38,7 @@ TOY = dict(
     dropout=0.0,
     max_answer_seq_len=48,
     num_eval_prompts=280,
-    gold_fn="toy/gold.py:gold",
+    gold_fn="recipes/toy/gold.py:gold",
     per_device_train_batch_size=16,
     per_device_eval_batch_size=140,
     max_seq_len=64,

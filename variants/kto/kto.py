@@ -15,12 +15,12 @@ import json
 from dataclasses import dataclass
 
 import torch
+from helpers import judging
 from torch import Tensor
 
 import common
 import ppo  # its rollout, for the evaluation
 import sft  # its layout
-from helpers import judging
 from machinery import batching, evaluation, flags, folders, ppo_flags, ranks
 from machinery.refused import Refused, program
 from machinery.rows import load_rows, open_sources
@@ -29,7 +29,7 @@ from machinery.run import Run
 # ---- What `deepspeed kto.py` runs: the toy ----
 TOY = dict(
     model_name_or_path="output/sft",
-    data_path=["toy/data"],
+    data_path=["recipes/toy/data"],
     data_split="4,5,1",
     output_dir="output/kto",
     num_train_epochs=1,
@@ -40,7 +40,7 @@ TOY = dict(
     dropout=0.0,
     max_answer_seq_len=48,
     num_eval_prompts=280,
-    gold_fn="toy/gold.py:gold",
+    gold_fn="recipes/toy/gold.py:gold",
     per_device_train_batch_size=32,
     per_device_eval_batch_size=140,
     max_seq_len=64,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-TOY = next(path / "toy" for path in Path(__file__).resolve().parents if (path / "toy").is_dir())
+HERE = Path(__file__).resolve()
+TOY = next(path / "recipes/toy" for path in HERE.parents if (path / "recipes/toy").is_dir())
 sys.path.insert(0, str(TOY))
 import gold  # noqa: E402
 

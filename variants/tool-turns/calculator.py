@@ -1,4 +1,4 @@
-"""A calculator for the sums of toy/arithmetic, and a pupil who uses it: data for step 1.
+"""A calculator for the sums of recipes/arithmetic, and a pupil who uses it: data for step 1.
 
     python variants/tool-turns/calculator.py output/tool-turns             the data; seconds
     python variants/tool-turns/calculator.py --when RUN/samples.jsonl      when a run's actor calls
@@ -7,7 +7,7 @@ Both run at the top of the tree. A response with two calls; what stands after a 
 
     13 + 1 - 6 =  [13 + 1] 14 - 6 = [14 - 6] 8 = 8
 
-The pupil is that of toy/arithmetic/generate.py, with the same held-out sums. But he makes a step
+The pupil is that of recipes/arithmetic/generate.py, with the same held-out sums. But he makes a step
 with the calculator in CALLS of all cases, whether it is hard or easy for him; the others he makes
 in his head, with the mistakes that he makes there. So a copy of the pupil does not know when to
 call, and a perfect actor is right always: it calls in every step that it cannot do by itself.
@@ -23,7 +23,7 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, "toy/arithmetic")
+sys.path.insert(0, "recipes/arithmetic")
 import generate  # noqa: E402
 import verifier  # noqa: E402
 
@@ -90,7 +90,7 @@ def chat(line, rng):
 def write(folder, seed=1234):
     """Writes the data, the tokenizer and the model's config."""
     rng = random.Random(seed)
-    sums = generate.draw_sums(2, 1800, rng)  # those of toy/arithmetic
+    sums = generate.draw_sums(2, 1800, rng)  # those of recipes/arithmetic
     parts = {"train": sums[200:], "test": sums[:200]}
     texts = []
     for name, part in parts.items():

@@ -41,9 +41,9 @@ import numpy as np
 import vllm_nccl
 import vllm_server
 from deepspeed.accelerator import get_accelerator
+from helpers import decoding
 
 import common
-from helpers import decoding
 from machinery import checks, lora, metrics, ranks, saving, zero3
 from machinery.refused import Refused
 from machinery.zero3 import unwrap_model
@@ -79,7 +79,9 @@ def add_flags(arg):
     arg("vllm_folder", str, shared)
     ways = "files, through --vllm_folder; or nccl, from GPU to GPU: vllm_nccl.py, not run"
     arg("vllm_transfer", "files", ways, choices=["files", "nccl"])
-    dtypes = "of vLLM's weights; None: --dtype. Not bf16 with --dtype fp32: labs/real-vllm.md"
+    dtypes = (
+        "of vLLM's weights; None: --dtype. Not bf16 with --dtype fp32: course/labs/real-vllm.md"
+    )
     arg("vllm_dtype", str, dtypes, choices=list(common.DTYPES))
     arg("vllm_flags", "", "more flags for `vllm serve`, as in --vllm_flags=--enforce-eager")
     arg("vllm_devices", str, "CUDA_VISIBLE_DEVICES of vLLM, as in 7; None: as rank 0 has it")

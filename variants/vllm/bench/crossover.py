@@ -159,7 +159,7 @@ def main():
     options = parser.parse_args()
     end, found = time.time() + 60 * options.minutes, []
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    groups = [*itertools.product([ROOT / "toy/model", *options.folders], options.dtypes)]
+    groups = [*itertools.product([ROOT / "recipes/toy/model", *options.folders], options.dtypes)]
     for done, (folder, dtype) in enumerate(groups):
         share = (end - time.time()) / (len(groups) - done)
         found += compare(options, folder, dtype, time.time() + share)
