@@ -35,7 +35,7 @@ def test_the_deviation_of_scores_keeps_its_digits_far_from_0(monkeypatch):
     batches = [(range(500), SimpleNamespace(row_weight=torch.ones(500)))]
     monkeypatch.setattr(batching, "eval_loader", lambda *_: batches)
     monkeypatch.setattr(reward, "score_pairs", lambda *_: scores)
-    monkeypatch.setattr(reward.judged, "write_pairs", lambda *_: None)
+    monkeypatch.setattr(reward.evaluation, "write_pairs", lambda *_: None)
     run = SimpleNamespace(args=None, notes={})
     found = reward.evaluate(run, torch.nn.Identity(), None, None)["eval_score_std"]
     assert found == pytest.approx(scores.double().std(unbiased=False).item(), rel=1e-5)
@@ -46,7 +46,7 @@ def test_dropout_is_off_while_a_model_is_evaluated_and_on_again(monkeypatch):
     modes, model = [], torch.nn.Identity()
     rows = SimpleNamespace(row_weight=torch.ones(2), loss_mask=torch.ones(2, 3))
     monkeypatch.setattr(batching, "eval_loader", lambda *_: [(range(2), rows)])
-    monkeypatch.setattr(reward.judged, "write_pairs", lambda *_: None)
+    monkeypatch.setattr(reward.evaluation, "write_pairs", lambda *_: None)
 
     def noting(result):
         seen = lambda engine: (engine.training, torch.is_grad_enabled())  # noqa: E731
