@@ -310,8 +310,8 @@ def init_value_head(head, seed):
     """Draws a new head's weights: normal, mean 0, std 1 / (d + 1), d its input width.
 
     As in OpenRLHF. ([Stiennon 2020] prints N(0, 1/(d+1)); OpenAI's code used std 1/sqrt(d+1). On
-    the toy three seeds cannot tell them apart: course/labs/head-init.md.) Under ZeRO-3, where OpenRLHF
-    says that a new head stays as it was in memory, it is gathered, written on rank 0, and
+    the toy three seeds cannot tell them apart: course/labs/head-init.md.) Under ZeRO-3, where
+    OpenRLHF says that a new head stays as it was in memory, it is gathered, written on rank 0, and
     partitioned again from there. Only a head that no file holds is drawn.
     """
     gathered = deepspeed.zero.GatheredParameters([head.weight], modifier_rank=0)

@@ -92,7 +92,7 @@ TOY = dict(
     num_eval_prompts=280,
     kl_coef=0.05,
     enable_ema=1,
-    gold_fn="recipes/toy/gold.py:gold",  # what the judge should have learned; the policy never sees it
+    gold_fn="recipes/toy/gold.py:gold",  # what the judge should have learned; only logged
     zero_stage=2,
     dtype="fp32",
     group_by_length=0,
@@ -122,7 +122,8 @@ def get_args(argv=None):
     arg("generation_batches", 1, batches, least=1)
     arg("ppo_epochs", 1, "epochs over a rollout. 1 [DeepSpeed-Chat]", least=1)
     # Several updates on a rollout are ordinary PPO. DeepSpeed-Chat reports that they diverge, and
-    # leaves open why, so they must be asked for; course/labs/stability saw no divergence at usual rates.
+    # leaves open why, so they must be asked for. course/labs/stability saw no divergence at usual
+    # rates.
     arg("allow_unstable", 0, "1: permit several updates on one rollout", most=1)
     arg = flags.flag_group(parser, "PPO: flags that change the result")
     arg("temperature", 1.0, "of sampling, and of log-probs", least=1e-6)

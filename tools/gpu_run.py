@@ -34,7 +34,8 @@ sys.path.insert(0, str(ROOT))
 SMALL = bool(os.environ.get("SMALL"))
 OUT = ROOT / "output" / ("gpu-run-small" if SMALL else "gpu-run")
 MODEL = f"{OUT}/model" if SMALL else "Qwen/Qwen2.5-0.5B"
-# A small run takes the two columns of text in the cases of recipes/toy/maths.py for question and answer
+# A small run takes the two columns of text in the cases of recipes/toy/maths.py for question and
+# answer
 DATA, QUESTION = (
     ("recipes/toy/maths.jsonl", "response") if SMALL else ("openai/gsm8k:main", "question")
 )

@@ -108,7 +108,7 @@ def without(line):
 def few(name, lines):
     """Returns the lines of a file that are kept. Of samples and tokens, these are both ends.
 
-    The judge's pairs are kept without their texts, which are in recipes/toy/data, in the same order.
+    The judge's pairs are kept without their texts: recipes/toy/data has them in the same order.
     """
     if name == "metrics":
         return lines

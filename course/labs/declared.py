@@ -1,11 +1,11 @@
-"""Reads the labs: course/labs/declared/NAME.json says which runs are compared, by what, and what was
-predicted before they were made. It ends with their results.
+"""Reads the labs: declared/NAME.json says which runs are compared, by what, and what was predicted
+before they were made. It ends with their results.
 
-A declaration has the fields of runner.Lab; "base" and "measures" are names of course/labs/declared.json,
-or written out as there. Without "shown" the picture shows all measures. A run has one rank. A seed
+A declaration has the fields of runner.Lab; "base" and "measures" are names of declared.json, or
+written out as there. Without "shown" the picture shows all measures. A run has one rank. A seed
 goes through the whole pipeline: its own SFT model, reward model and PPO. Where a lab names a
-commit, flags of it have left the project since; it can be repeated there. course/labs/README.md shows how
-to write one.
+commit, flags of it have left the project since; it can be repeated there. README.md shows how to
+write one.
 """
 
 import json

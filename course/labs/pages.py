@@ -143,7 +143,7 @@ def overview(labs):
 
 
 def reasons(labs):
-    """Returns a verdict on each statement of course/labs/README.md, and the intervals that it rests on.
+    """Returns a verdict on each statement of README.md, and the intervals that it rests on.
 
     A statement is shown in part if the interval of one of its differences crosses the predicted
     size. Then only the direction is shown, or not even that.

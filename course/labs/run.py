@@ -3,13 +3,13 @@
     python course/labs/run.py NAME              makes the runs that are not there yet, and draws
     python course/labs/run.py NAME --plot       tables and picture from the committed results alone
     python course/labs/run.py NAME --dry_run    the commands of its runs
-    python course/labs/run.py NAME --quick      one seed of one arm and of its baseline: some minutes
-    python course/labs/run.py --plot            all of them, and those of course/labs/README.md and course/labs/all.md
+    python course/labs/run.py NAME --quick      one seed of an arm and of its baseline: some minutes
+    python course/labs/run.py --plot            all of them, and those of README.md and all.md
     python course/labs/run.py                   lists the labs
 
 --seeds 4 5 6 adds seeds, and --arms gae rloo makes the runs of some arms alone. A lab is declared
-in course/labs/declared/NAME.json, which ends with its results; --quick writes those of its own beside the
-runs. Of the pictures, course/labs/believe is in git. The others are drawn where their pages say.
+in declared/NAME.json, which ends with its results; --quick writes those of its own beside the runs.
+Of the pictures, believe/ is in git. The others are drawn where their pages say.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 A real project does not have this file. There, people know a good response when they see
 one, a few thousand of their comparisons are all the data there is, and the reward model has
-to guess the rest. Here the rule is in the open, and it has only two uses: recipes/toy/make.py labels
+to guess the rest. Here the rule is in the open, and it has only two uses: make.py beside it labels
 the preference pairs with it, and the scripts grade held-out responses with it. Neither the
 reward model nor PPO ever sees it, so a rise in gold is a real gain, not a fooled reward model.
 

@@ -645,8 +645,8 @@ def shows(file, figure):
 
 
 def test_the_pages_of_all_labs_are_up_to_date():
-    """One command makes them: python course/labs/run.py --plot. Only the pictures of "What to believe" are
-    in git."""
+    """One command makes them: python course/labs/run.py --plot. Only the pictures of "What to
+    believe" are in git."""
     for file, figure in program().summary().items():
         if file.parent.name == "believe":
             assert shows(file, figure), file.name
