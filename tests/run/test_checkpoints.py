@@ -118,7 +118,10 @@ def test_before_a_checkpoint_is_deleted_it_counts_no_more(tmp_path, monkeypatch)
     """Whoever is killed while it is deleted leaves a folder that is passed over."""
     save(tmp_path, 1)
     left = []
-    note = lambda folder, **_: left.append(sorted(path.name for path in folder.iterdir()))  # noqa: E731
+
+    def note(folder, **_):
+        left.append(sorted(path.name for path in folder.iterdir()))
+
     monkeypatch.setattr(checkpoints.shutil, "rmtree", note)
     save(tmp_path, 2)
     assert left == [["rank0.pt"]]
