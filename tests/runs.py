@@ -281,7 +281,8 @@ def make_run(base, name, script, flags, sigterm_after=None):
     from transformers import AttentionMaskInterface
 
     import ppo
-    from machinery import checks, ema, flags, ranks
+    from machinery import checks, ema, ranks
+    from machinery import flags as declaring
     from machinery.run import Run
     from machinery.zero3 import unwrap_model
 
@@ -330,7 +331,7 @@ def make_run(base, name, script, flags, sigterm_after=None):
 
     if "fp16" in flags:  # on a CPU: slow, and right
         type(get_accelerator()).is_fp16_supported = lambda self: True
-        flags.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "one that has fp16")
+        declaring.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "one that has fp16")
     Run.log, Run.save, ppo.roll_out = log_and_interrupt, save_and_note, roll_out_and_note
     for name, place in calls.items():
         setattr(place, name, noting(name))

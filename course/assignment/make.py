@@ -41,11 +41,11 @@ import torch.nn.functional as F
 
 import common
 from common import scatter_to
-from helpers import rollout
-from machinery.base import ranks
+from machinery import ranks, rollout
 from ppo import group_sum, next_logits
 '''
-SOLVED = "from common import TokenLogprobs\n"  # what token_logprobs is made of in common.py
+# What token_logprobs and whitened are made of in the scripts
+SOLVED = "from common import TokenLogprobs\nfrom machinery import metrics\n"
 NOTES = {  # what a docstring leaves to the code
     "token_logprobs": """logits: (M, V). {response_logits}
         wanted: bool (B, R). layout: its ids and logit_places are drawn in common.Layout.

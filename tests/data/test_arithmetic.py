@@ -4,9 +4,9 @@ import doctest
 import json
 
 import pytest
-from toy import maths
-from toy.arithmetic import generate, verifier
 
+from recipes.arithmetic import generate, verifier
+from recipes.toy import maths
 from tests.kit import ROOT, base, metrics, read_lines, run, write_lines
 
 TOY = ROOT / "recipes/arithmetic"

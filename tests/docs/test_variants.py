@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench import fork
 from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer
 
@@ -25,6 +24,7 @@ from tests import kit
 from tests.conftest import micro_batch
 from tests.rollout import vllm_stub
 from tests.tiny_models import StandIn
+from tools import fork
 
 VARIANTS = kit.ROOT / "variants"
 DIFFS = sorted(VARIANTS.glob("*/*.diff"))

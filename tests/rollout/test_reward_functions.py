@@ -133,7 +133,7 @@ def test_a_users_file_is_loaded_like_any_module(tmp_path, text):
 SCORES = """
 import sys
 if __name__ == "__main__":
-    from helpers import judges
+    from machinery import judges
     answer = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "", "text": " So."}
     found = [judges.load_function(f"parallel.py:{name}", "--reward_fn") for name in "fg"]
     assert {function.__module__ for function in found} == {"parallel"}

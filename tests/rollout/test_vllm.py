@@ -23,7 +23,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from bench import fork
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -34,6 +33,7 @@ from machinery.refused import Refused
 from tests import kit
 from tests.docs.test_variants import VARIANTS, runner, variants
 from tests.rollout import vllm_stub
+from tools import fork
 
 CLIENT = VARIANTS / "vllm/vllm_rollouts.py"
 sys.path.append(str(CLIENT.parent))  # as when both its files lie beside ppo.py

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench import bench
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests import kit
+from tools import bench
 
 sys.path.insert(0, str(kit.ROOT / "tools"))  # for what these programs import from beside them
 
@@ -110,7 +110,7 @@ def test_a_benchmark_runs_and_compares_two_checkouts(tmp_path):
 def test_each_peak_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch, capsys):
     """DeepSpeed's hooks keep the engine of a run that has ended, so in one process the second peak
     would hold the first run's models, too. Other groups have a process each."""
-    from bench import gpu_check
+    from tools import gpu_check
 
     launched = []
     monkeypatch.setattr(gpu_check, "launch", lambda base, part, *_: launched.append(part) or "")
@@ -125,7 +125,7 @@ def test_each_peak_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch, ca
 
 def group_of_check(base, part):
     """Makes the runs of a group of gpu_check.py, in a rank."""
-    from bench import gpu_check
+    from tools import gpu_check
 
     gpu_check.worker(Path(base), part)
 
@@ -135,7 +135,7 @@ def checked(monkeypatch, capsys, *words, started=()):
 
     The ranks of the groups in `started` are started as it starts them, the others forked.
     """
-    from bench import gpu_check
+    from tools import gpu_check
 
     launch = gpu_check.launch
 
