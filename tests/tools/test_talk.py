@@ -336,16 +336,18 @@ def test_a_retry_that_is_stopped_loses_nothing(flags, monkeypatch):
     assert json.dumps(talking.histories) == before
 
 
-def test_a_chat_goes_through_the_template(chat_folder, monkeypatch):
-    """Spaces at the ends of a response are not part of a message. Special tokens that a person
-    types are text."""
+def test_a_chat_goes_through_the_template(chat_folder, monkeypatch, capsys):
+    """Spaces at the ends of a response are not part of a message. A question that spells a special
+    token is refused, as a run drops such a row, and the dialogue goes on."""
     flags = flags_of(chat_folder)
     talking = session.Session(flags, writers_of(flags()))
     typed(talking, monkeypatch, "Hi <eos>")
+    assert "spells a special token" in capsys.readouterr().err and talking.histories == [[]]
+    typed(talking, monkeypatch, "Hi")
     talking.histories[0][1]["content"] = " Hello."
     typed(talking, monkeypatch, "Who?")
     ids = talking.prompts[0]["prompt_ids"]
-    text = "<user>Hi <eos><eos><assistant>Hello.<eos><user>Who?<eos><assistant>"
+    text = "<user>Hi<eos><assistant>Hello.<eos><user>Who?<eos><assistant>"
     assert talking.writers[0].tokenizer.decode(ids) == text and ids.count(1) == 3
 
 
