@@ -286,7 +286,7 @@ HELD = {
     "it says whether it fits": "test_it_says_whether_it_fits",
     "tokens a second and TFLOPs by hand": "test_speed_by_hand",
     "a verdict for each row of the table of metrics": (
-        "test_every_row_of_the_table_of_metrics_has_a_verdict"
+        "test_every_verdict_is_a_row_of_the_table_of_metrics"
     ),
     "a dialogue goes on after a mistyped command": "test_a_dialogue_goes_on_after_what_it_refuses",
     "responses of talk.py are those of a rollout": "test_responses_are_those_of_a_rollout",

@@ -696,7 +696,8 @@ each KL says which one it is
 # tools
 it says whether it fits
 tokens a second and TFLOPs by hand
-a verdict for each row of the table of metrics
+a verdict for each row of the table of metrics \
+    || other words: each verdict is a row; what a reader of the curves sees has none
 a dialogue goes on after a mistyped command
 responses of talk.py are those of a rollout
 a verdict says so where it cannot tell

@@ -7,9 +7,6 @@ import datasets
 import numpy as np
 import pytest
 
-import ppo
-import reward
-import sft
 from machinery import batching, ranks
 from machinery.run import Run
 
@@ -45,26 +42,17 @@ def steps_of(monkeypatch, count, batch_size, micro_steps, epoch=0, seed=1, group
     [
         ({}, 1),
         (dict(WORLD_SIZE="2"), 2),
-        (dict(WORLD_SIZE="8"), 8),
-        (dict(WORLD_SIZE="16"), 16),
         (dict(SLURM_NTASKS="8", SLURM_STEP_ID="0"), 8),  # srun
         (dict(SLURM_NTASKS="8"), 1),  # plain python, in a shell of Slurm's
     ],
 )
-def test_the_toy_keeps_its_batch_on_more_than_two_ranks(monkeypatch, started, count):
-    """Its learning rates are those of two ranks. Who has eight devices and gives no flag would
-    train with four times the batch, and make a quarter of the steps."""
+def test_a_run_knows_how_many_ranks_were_started(monkeypatch, started, count):
+    """Before they have met: --tensor_parallel_size must divide them."""
     for name in ("WORLD_SIZE", "SLURM_NTASKS", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in started.items():
         monkeypatch.setenv(name, value)
-    names = [f"per_device_{job}_batch_size" for job in ("train", "generation", "training")]
-    toys = [(sft, "toy", 24), (reward, "toy", 16), (ppo, "toy", 32)]
-    for script, name, rows in [*toys, (sft, "arithmetic", 24), (ppo, "arithmetic", 128)]:
-        args = vars(script.get_args(["--preset", name]))
-        assert {args[name] * count for name in names if name in args} == {rows * min(count, 2)}
-    args = sft.get_args("--preset toy --per_device_train_batch_size 7".split())
-    assert args.per_device_train_batch_size == 7  # what is given stays
+    assert ranks.launched() == count
 
 
 @by_length

@@ -293,12 +293,3 @@ def test_responses_fill_whole_minibatches():
     assert [len(some) for some in ppo.minibatches([1, 2, 3, 4], 2, 0)] == [2, 2]
     with pytest.raises(AssertionError, match="whole minibatches"):
         list(ppo.minibatches([1, 2, 3], 2, 0))
-
-
-def test_a_kept_graph_trains_before_any_update():
-    """Mixed with replayed micro-batches it might not; its ratio would be 1 all the same."""
-    args = SimpleNamespace(mask_truncated=0, loss_mean="tokens")
-    models = SimpleNamespace(actor=None, critic=None, engines={})
-    batch = SimpleNamespace(response_mask=torch.ones(1, 2), kept={"actor": "a graph"})
-    with pytest.raises(AssertionError, match="moved since"):
-        ppo.optimizer_step(args, models, [batch], SimpleNamespace(updates=1))

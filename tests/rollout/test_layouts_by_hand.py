@@ -101,7 +101,7 @@ def test_a_filler_is_seen_by_the_model_and_counts_nowhere():
     assert batch.mask.tolist() == [[1, 1, 1, 1], [1, 1, 1, 1]]
     assert batch.last.tolist() == [[0, 1], [0, 0]]
     assert batch.row_weight.tolist() == [1, 0]
-    assert [count.item() for count in batch.counts()] == [2 + 2, 1, 2]  # tokens, rows, logits
+    assert [count.item() for count in batch.counts()] == [2 + 2, 1]  # tokens, rows
 
 
 # --------------------------------------------------------------------------------------------------
@@ -192,6 +192,6 @@ def test_sft_covers_the_response_and_its_eos():
         batch = collated(pad=pad)
         assert batch.loss_mask.tolist() == [[1, 1, 1], [0, 1, 1], [0, 0, 0]]
         assert batch.ids.flatten()[batch.logit_places + 1].tolist() == batch.ids[:, -3:].tolist()
-    assert [*batch.counts()] == [6 + 5, 2, 3 + 2]  # tokens, rows, and tokens that get logits
+    assert [*batch.counts()] == [6 + 5, 2]  # tokens and rows
     assert collated((1, 1, 1)).loss_mask.tolist() == [[1] * 5, [0] + [1] * 4, [0] * 5]
     assert collated((0, 1, 0)).loss_mask.tolist() == [[1, 0, 1, 1, 1], [0, 1, 0, 1, 1], [0] * 5]

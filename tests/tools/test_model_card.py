@@ -22,6 +22,7 @@ def saved(folder, model, chat=None, **record):
     if chat:
         (folder / "chat_template.jinja").write_text(chat)
     record = {"script": "sft", "data_path": ["Some/data"], "data_rows": 40, **record}
+    record["data_fingerprint"] = "0"
     (folder / "args.json").write_text(json.dumps(record))
     lines = [{"step": 4, "eval_loss": 3.5}, {"step": 8, "eval_loss": 2.5}, {"step": 9, "loss": 1.0}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -36,7 +37,7 @@ def card_of(folder):
 def test_the_card_says_what_the_hub_and_its_readers_ask(tmp_path, monkeypatch):
     """Base model, data and its share, metrics at the end, how to load it; no path of this machine,
     and no license that nobody chose. Its call loads the folder."""
-    data = [f"{kit.ROOT}/toy/data::prefs", "Some/hub-data:main:prefs"]
+    data = [f"{kit.ROOT}/recipes/toy/data", "Some/hub-data:main:prefs"]
     folder = saved(tmp_path / "out", "reward", data_path=data, model_name_or_path=str(tmp_path))
     text = card_of(folder)
     _, head, body = text.split("---\n", 2)
