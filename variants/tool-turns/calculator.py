@@ -8,9 +8,9 @@ Both run at the top of the tree. A response with two calls; what stands after a 
     13 + 1 - 6 =  [13 + 1] 14 - 6 = [14 - 6] 8 = 8
 
 The pupil is that of recipes/arithmetic/generate.py, with the same held-out sums. But he makes a
-step with the calculator in CALLS of all cases, whether it is hard or easy for him; the others he makes
-in his head, with the mistakes that he makes there. So a copy of the pupil does not know when to
-call, and a perfect actor is right always: it calls in every step that it cannot do by itself.
+step with the calculator in CALLS of all cases, whether it is hard or easy for him; the others he
+makes in his head, with the mistakes that he makes there. So a copy of the pupil does not know when
+to call, and a perfect actor is right always: it calls in every step that it cannot do by itself.
 
 What it writes: sft/, chats in which the calculator has a role of its own, so that step 1 learns
 none of its tokens; ppo/, the prompts; model/, a config without weights, and a tokenizer.
@@ -60,7 +60,7 @@ def thrifty(prompts, completions, answer, **columns):
     """Returns 1 for a right answer, and PRICE less for each call."""
     right = verifier.correct(prompts, completions, answer)
     calls = [text.count("[") for text in completions]
-    return [{"right": r, "calls": -PRICE * n} for r, n in zip(right, calls)]
+    return [r - PRICE * n for r, n in zip(right, calls)]
 
 
 # ---- The pupil with a calculator ----
