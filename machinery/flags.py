@@ -58,7 +58,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, text):
         flags = re.findall(r"--(\w+)", text)
-        left = [f"--{flag} left: {LEFT[flag]}." for flag in flags if flag in LEFT]
+        unknown = {*flags} - {flag.dest for flag in self._actions}  # a variant may declare one
+        left = [f"--{flag} left: {LEFT[flag]}." for flag in flags if flag in LEFT.keys() & unknown]
         raise Refused("wrong-flag", "\n  ".join([text, *left, "See --help."]))
 
     def convert_arg_line_to_args(self, line):

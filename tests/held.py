@@ -140,6 +140,7 @@ HELD = {
     "the rates of a resumed run are those given": (
         "test_a_resumed_run_takes_the_settings_that_it_is_given"
     ),
+    "the penalty of --kl_target goes on": "test_the_kl_penalty_goes_on_from_its_checkpoint",
     "a run moves an old one aside, when all is loaded": (
         "test_overwrite_moves_the_old_run_aside_when_all_is_loaded"
     ),
@@ -176,6 +177,7 @@ HELD = {
     "the EMA moves by its share, in fp32, on shards": "test_the_ema_moves_by_exactly_its_share",
     "a padded row is the row alone": "test_padding_never_changes_a_logprob_or_a_value",
     "engines in fp16 skip together": "test_real_fp16_engines_skip_together",
+    "step 2 stores what step 3 scales by": "test_step_2_stores_what_step_3_scales_by",
     # data
     "a dialogue as text gets the chat template where there is one": (
         "test_a_dialogue_as_text_is_a_chat_where_there_is_a_template"
@@ -273,6 +275,7 @@ HELD = {
     "every monitor gets metrics.jsonl, step for step": (
         "test_the_monitors_write_into_the_new_folder"
     ),
+    "a text of --stop ends a response": "test_a_stop_text_ends_a_response",
     # tools
     "a verdict says so where it cannot tell": "test_verdicts_by_hand",
     "no healthy run is called sick": "test_no_healthy_run_is_called_sick",

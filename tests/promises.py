@@ -582,7 +582,7 @@ a rank that fails says which it is || other words: torch marks it
 other ranks, other micro-batches \
     || other words: other ranks are refused in words; other micro-batches go on
 the rates of a resumed run are those given
-the penalty of --kl_target goes on || left: held by variants/adaptive-kl
+the penalty of --kl_target goes on || other words: held by variants/adaptive-kl
 a run moves an old one aside, when all is loaded
 a second run that starts meanwhile is refused
 logs of a launcher may be there before
@@ -621,7 +621,7 @@ actor, EMA and critic are saved
 the EMA moves by its share, in fp32, on shards
 a padded row is the row alone
 engines in fp16 skip together
-step 2 stores what step 3 scales by || left: held by variants/normalize-reward
+step 2 stores what step 3 scales by || other words: held by variants/normalize-reward
 the README's lines use what was trained || other words: tools/export.py writes the card
 a chat ends where training ended it
 frozen models are in eval mode
@@ -682,7 +682,7 @@ what a verifier is not sure of is wrong
 tokens.jsonl holds what training sees
 judge.jsonl has every pair once
 every monitor gets metrics.jsonl, step for step
-a text of --stop ends a response || left: held by variants/tool-turns
+a text of --stop ends a response || other words: held by variants/tool-turns
 masks come from lengths, and never from padding's id
 token t is predicted one place before
 log-probs are log softmax in fp32

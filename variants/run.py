@@ -102,9 +102,19 @@ def check(name, models, base, *layouts, steps=2):
     shutil.rmtree(folder, ignore_errors=True)  # of the check before this one, as below
     runner.apply(name, folder)
     script, text = what["check"]
-    flags = shlex.split(text.format(sft=models / "sft", reward=models / "reward", vllm=VLLM))
-    place = ["--max_steps", steps, "--overwrite", "--output_dir", base / "steps"]
-    call([sys.executable, script, *flags, *place], folder)
+    given = {"sft": models / "sft", "reward": models / "reward", "vllm": VLLM}
+
+    def run_script(script, words, place, steps):
+        flags = shlex.split(words.format(**given))
+        place = ["--max_steps", steps, "--overwrite", "--output_dir", place]
+        call([sys.executable, script, *flags, *place], folder)
+        return flags
+
+    for model, (first, words, *_) in what.get("models", {}).items():
+        if f"{{{model}}}" in text:  # a model that the variant itself trains
+            run_script(f"{first}.py", f"--preset toy {words}", base / model, 20)
+            given[model] = base / model
+    flags = run_script(script, text, base / "steps", steps)
     shutil.rmtree(base / "fork", ignore_errors=True)  # of the check before this one
     rows = ["--rows", what.get("rows", 8), "--keep", base / "fork"]
     call([sys.executable, "tools/fork.py", *layouts, *rows, script, *flags], folder)

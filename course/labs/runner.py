@@ -54,7 +54,7 @@ class Lab:
     shown: tuple = ()  # the measures that the picture shows
     logarithmic: tuple = ()
     until: str = "ppo"  # the last script
-    then: dict = field(default_factory=dict)  # {name: (script, flags, fault)}: runs after it
+    then: dict = field(default_factory=dict)  # {name: (script, flags, fault[, variant])}, after it
     curves: tuple = ()  # or the picture shows these pairs of axes: ("sqrt kl", "gold")
     drawn: tuple = ()  # and only these arms
     limits: dict = field(default_factory=dict)  # {heading: the best that can be}
@@ -87,9 +87,9 @@ class Lab:
                     runs[script] = Run(script, words, seed, self.parents(runs, words), **own)
                     if last:
                         break
-                for key, (script, flags, fault) in self.then.items():
+                for key, (script, flags, *more) in self.then.items():
                     words = merged(flags)
-                    runs[key] = Run(script, words, seed, self.parents(runs, words), fault)
+                    runs[key] = Run(script, words, seed, self.parents(runs, words), *more)
                 chains[name, seed] = runs
         return chains
 

@@ -162,7 +162,8 @@ def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypat
     script, text = what["check"]
     text = text.replace("recipes/toy/data", f"{kit.base()}/data")
     python = vllm_stub.fake_python(tmp_path)  # it samples with transformers
-    text = text.format(sft=models / "actor", reward=models / "reward", vllm=python)
+    given = dict(sft=models / "actor", reward=models / "reward", measured=models / "measured")
+    text = text.format(**given, vllm=python)
     flags = shlex.split(text)
     flags += tiny_data() * ("--data_path" not in flags)
     # not the toy's 48: decoding takes the longest, and responses still end at all lengths
@@ -332,9 +333,9 @@ def test_the_gspo_variant_by_hand(tmp_path):
     new = torch.tensor([[0.3, 0.0, -0.6], [0.2, 0.4, 9.0]])
     assert numbers(ppo.sequence_change(new, old, mask)[:, 0]) == [-0.1, 0.3]
     args = SimpleNamespace(ratio="sequence", clip=0.2, clip_high=None)
-    args.kl_in, args.entropy_coef, args.is_cap = "reward", 0.0, None
+    args.kl_in, args.entropy_coef = "reward", 0.0
     batch = micro_batch(response_mask=mask, old_logprobs=old, advantages=mask)
-    loss, ratio, clipped = ppo.actor_loss(args, batch, new, None, 0.0)
+    loss, ratio, clipped = ppo.actor_loss(args, batch, new, None)
     assert loss[0, 0].item() == pytest.approx(-(2.718281828**-0.1), abs=1e-5)
     assert loss[1, 0].item() == pytest.approx(-1.2) and clipped[1, 0] and not clipped[0, 0]
     assert ratio[0, 0].item() == pytest.approx(2.718281828**0.3, abs=1e-5)
@@ -355,9 +356,9 @@ def test_the_cispo_variant_by_hand(tmp_path):
     (first, *_) = torch.autograd.grad(ppo.policy_loss(new, old, advantages, 0.2)[0].sum(), new)
     assert numbers(first) == [-2, 0, 5.4366, -0.7358]
     args = SimpleNamespace(policy_loss="cispo", clip=0.2, clip_high=None, kl_in="reward")
-    args.entropy_coef, args.is_cap = 0.0, None
+    args.entropy_coef = 0.0
     batch = micro_batch(old_logprobs=old, advantages=advantages)
-    assert ppo.actor_loss(args, batch, new, None, 0.0)[2].tolist() == [False, True, True, False]
+    assert ppo.actor_loss(args, batch, new, None)[2].tolist() == [False, True, True, False]
 
 
 def test_the_distill_variant_rewards_what_its_teacher_finds_likelier(tmp_path, monkeypatch):
@@ -369,7 +370,7 @@ def test_the_distill_variant_rewards_what_its_teacher_finds_likelier(tmp_path, m
     monkeypatch.setattr(ppo.common, "reference_of", lambda *args: "start")
     frozen = lambda args, *others: loaded.append(args.model_name_or_path)  # noqa: E731
     monkeypatch.setattr(ppo.common, "frozen_engine", frozen)
-    monkeypatch.setattr(ppo.judging, "load_models", lambda *args: [])
+    monkeypatch.setattr(ppo.judges, "load_models", lambda *args: [])
     words = "--preset toy --advantage reinforce --reward_fn recipes/toy/gold.py:gold"
     for teacher, references in (("--teacher_model_name_or_path T", ["T"]), ("", [])):
         args = ppo.get_args(f"{words} {teacher}".split())
@@ -378,10 +379,10 @@ def test_the_distill_variant_rewards_what_its_teacher_finds_likelier(tmp_path, m
         assert loaded == references and (found == "start") == (not teacher)
 
     flags = kit.import_file(tmp_path / "tree/machinery/ppo_flags.py")
-    monkeypatch.setattr(flags.model_folders, "has_weights", lambda path, needed: True)
-    monkeypatch.setattr(flags.model_folders, "load_config", lambda *args: None)
+    monkeypatch.setattr(flags.folders, "has_weights", lambda path, needed: True)
+    monkeypatch.setattr(flags.folders, "load_config", lambda *args: None)
     other = SimpleNamespace(get_vocab=lambda: {"a": 1}, eos_token="</s>")
-    monkeypatch.setattr(flags.model_folders, "load_tokenizer", lambda path, args: other)
+    monkeypatch.setattr(flags.folders, "load_tokenizer", lambda path, args: other)
     args = ppo.get_args(f"{words} --teacher_model_name_or_path T".split())
     with pytest.raises(Refused, match="T has another vocabulary"):
         flags.check_models(args, SimpleNamespace(get_vocab=lambda: {"b": 1}, eos_token="</s>"))
@@ -405,7 +406,7 @@ def test_the_band_variant_by_hand(tmp_path):
         found = ppo.in_band(scored, sampled, mask, band)
         assert found.tolist() == [[float(x)] for x in expected], band
     args = SimpleNamespace(mask_truncated=1, is_band=1.2, max_answer_seq_len=3)
-    given = dict(response_mask=mask, old_logprobs=scored, tokens={"sampled_logprobs": sampled})
+    given = dict(response_mask=mask, old_logprobs=scored, per_token={"sampled_logprobs": sampled})
     for ended, tokens, responses in (([1.0, 1, 1], 3, 1), ([1.0, 0, 1], 0, 0)):
         batch = SimpleNamespace(ended=torch.tensor(ended), **given)
         masks = [ppo.trained_mask(args, batch)]
@@ -420,14 +421,14 @@ def test_the_ensemble_variant_by_hand(tmp_path):
     """Each judge is the harshest one of another response, and all its tokens count there: a minimum
     token by token would mix the two."""
     runner.apply("ensemble", tmp_path / "tree")
-    judging = kit.import_file(tmp_path / "tree/helpers/judging.py")
+    several = kit.import_file(tmp_path / "tree/machinery/judges.py")
     first, second = torch.tensor([[0.0, 1.0], [0, 3]]), torch.tensor([[0.0, 2.0], [1, 1]])
     judges = [lambda batch: first, lambda batch: second]
     args = SimpleNamespace(reward_fn=["a.py:one", "a.py:two"], reward_model_name_or_path=[])
     expected = {"sum": [[0, 3], [1, 4]], "mean": [[0, 1.5], [0.5, 2]], "min": [[0, 1], [1, 1]]}
     for args.reward_combine, scores in expected.items():
         batch = SimpleNamespace(responses=[{}, {}])
-        assert judging.combined(args, judges)(batch).tolist() == scores
+        assert several.sum_and_note(args, judges)(batch).tolist() == scores
         assert batch.responses[1] == {"reward_1_one": 3, "reward_2_two": 2}
 
 
@@ -491,9 +492,9 @@ def test_a_judge_behind_a_server_grades(monkeypatch):
     monkeypatch.setenv("JUDGE_URL", stub.serve(handler=Faulty))
     chat = [{"role": "user", "content": "Why?"}]
     found = judge.judge(["Why?", chat], ["It is so.", [{"role": "assistant", "content": "No."}]])
-    assert found == [{"grade": round(grade / 9, 4), "unread": 0.0} for grade in (2, 1)]
+    assert found == [round(grade / 9, 4) for grade in (2, 1)]
     assert Faulty.asked == 4
-    assert judge.grade_of("As a judge I cannot say.") == {"grade": 0.0, "unread": -1.0}
+    assert judge.grade_of("As a judge I cannot say.") == -1
     monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:9")
     with pytest.raises(OSError) as failed:
         judge.judge(["Why?"], ["So."])
@@ -524,7 +525,7 @@ def test_the_tool_turns_variant_by_hand(tmp_path, tokenizer):
     logprobs, entropy = ppo.actor_forward(args, model, batch)
     (logprobs + entropy + ppo.kl_estimate(logprobs, torch.zeros(8), "k2")).sum().backward()
     reached = model.logits.grad[0, :-1].any(-1)
-    assert reached.tolist() == row["tokens"]["own"] == [1, 0, 0, 1, 0, 0, 1, 1]
+    assert reached.tolist() == row["per_token"]["own"] == [1, 0, 0, 1, 0, 0, 1, 1]
 
 
 def test_the_data_of_the_tool_turns_variant(tmp_path):
@@ -591,8 +592,8 @@ def test_the_engine_variant_by_hand(tmp_path, monkeypatch, tokenizer, tiny_model
     for _ in range(2):
         answers, own = engine.roll_out(*given), ppo.roll_out(*given)
         for row, mine in zip(answers, own):
-            logprobs = mine.pop("tokens")["sampled_logprobs"]
-            assert row.pop("tokens")["sampled_logprobs"] == pytest.approx(logprobs, abs=1e-5)
+            logprobs = mine.pop("per_token")["sampled_logprobs"]
+            assert row.pop("per_token")["sampled_logprobs"] == pytest.approx(logprobs, abs=1e-5)
         assert answers == own != before  # prompts, texts, ids, ended
         before = answers
         with torch.no_grad():

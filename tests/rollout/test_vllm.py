@@ -46,7 +46,7 @@ def args_of(**changes):
     flags |= dict(
         vllm_timeout=20, vllm_ahead=0, dtype="fp32", seed=1, temperature=1.0, top_p=1.0, top_k=0
     )
-    flags |= dict(stop=[], max_seq_len=32, max_answer_seq_len=8, compile_decoding=1)
+    flags |= dict(max_seq_len=32, max_answer_seq_len=8)
     flags |= dict(vllm_devices=None, is_cap=0.0, allow_mismatch=0)
     flags |= dict(vllm_transfer="files", actor_lora_dim=0, output_dir=os.environ["RLHF_TESTS"])
     return SimpleNamespace(**{**flags, **changes})
@@ -113,7 +113,7 @@ def test_what_comes_back_is_what_a_sampler_returns(client, tiny_model, tokenizer
                 assert request.items() <= row.items() and row["ended"] == 1.0
                 assert row["response_ids"] == vllm_stub.TOKENS
                 assert row["text"] == tokenizer.decode([7, 8])
-                assert row["tokens"] == {"sampled_logprobs": vllm_stub.LOGPROBS}
+                assert row["per_token"] == {"sampled_logprobs": vllm_stub.LOGPROBS}
     finally:
         for name in "RANK", "VLLM_STUB_NOTES", "VLLM_API_KEY":
             del os.environ[name]
@@ -123,7 +123,6 @@ def test_what_comes_back_is_what_a_sampler_returns(client, tiny_model, tokenizer
     assert "--host=127.0.0.1" in words  # nobody else's host reaches it
     assert "RANK" not in env and env["VLLM_SERVER_DEV_MODE"] == "1"
     assert env["CUDA_VISIBLE_DEVICES"] == "7" and "VLLM_API_KEY" not in env
-    assert not engine.args.compile_decoding  # the trainer keeps no caches for a rollout of its own
 
 
 def test_by_nccl_vllm_starts_from_files_and_then_gets_tensors(
@@ -495,8 +494,8 @@ def sampled(off, count=200):
     found = scored.clone()
     found[0, :off] -= 0.5
     mask = torch.stack([torch.ones(count), torch.zeros(count)])
-    tokens = {"sampled_logprobs": found}
-    return SimpleNamespace(old_logprobs=scored, response_mask=mask, tokens=tokens)
+    per_token = {"sampled_logprobs": found}
+    return SimpleNamespace(old_logprobs=scored, response_mask=mask, per_token=per_token)
 
 
 @pytest.mark.parametrize(
@@ -815,7 +814,7 @@ def largest_gap(model, row, temperature=1.0, allowed=None):
     if allowed is not None:
         logits = logits.where(allowed(logits), -torch.inf)
     own = logits.log_softmax(-1).gather(-1, torch.tensor(row["response_ids"])[:, None])[:, 0]
-    return (own - torch.tensor(row["tokens"]["sampled_logprobs"])).abs().max().item()
+    return (own - torch.tensor(row["per_token"]["sampled_logprobs"])).abs().max().item()
 
 
 @pytest.mark.slow
@@ -866,7 +865,7 @@ def test_vllms_log_probs_are_those_of_scoring(real, real_model, tokenizer, tempe
         assert tokenizer.eos_token_id not in before
         assert row["ended"] == float(last == tokenizer.eos_token_id)
         assert row["ended"] or len(row["response_ids"]) == 24
-        assert len(row["tokens"]["sampled_logprobs"]) == len(row["response_ids"])
+        assert len(row["per_token"]["sampled_logprobs"]) == len(row["response_ids"])
     assert {row["ended"] for row in found} == {0.0, 1.0}
     ids = [[row["response_ids"] for row in each] for each in (found, rows(1, 3), rows(2, 24))]
     assert ids[0] == ids[1] != ids[2]
@@ -910,50 +909,6 @@ def test_with_a_filter_vllms_log_probs_are_those_of_what_it_keeps(real, real_mod
     engine = vllm.Vllm(args_of(vllm_url=real, top_p=0.6, **SIZES))
     rows = engine.roll_out(engine.args, real_model, tokenizer, long_requests(), 1, 8)
     assert max(largest_gap(real_model, row, allowed=top_p) for row in rows) < 1e-4
-
-
-@pytest.mark.slow
-def test_a_stop_text_ends_vllms_responses_where_it_ends_ours(real, real_model, tokenizer):
-    """Its last token is that in which the text ends; with --top_k 1 both write the same ones."""
-    plain = vllm.Vllm(args_of(vllm_url=real, top_k=1, **SIZES))
-    given = real_model, tokenizer, long_requests(), 1, 8
-    texts = [row["text"] for row in plain.roll_out(plain.args, *given)]
-    stop = [max(texts, key=len)[10:12]]
-    engine = vllm.Vllm(args_of(vllm_url=real, top_k=1, stop=stop, **SIZES))
-    sampling = ppo.get_args(["--top_k", "1", "--max_answer_seq_len", "24", "--stop", *stop])
-    found, own = engine.roll_out(engine.args, *given), ppo.roll_out(sampling, *given)
-    keys = "response_ids", "ended", "text"
-    assert [[r[k] for k in keys] for r in found] == [[r[k] for k in keys] for r in own]
-    stopped = [row for row in found if stop[0] in row["text"]]
-    assert stopped and all(row["ended"] for row in stopped)
-
-
-@pytest.mark.slow
-def test_a_stop_text_cuts_what_vllm_draws_and_changes_no_draw(real, real_model, tokenizer):
-    """Of two texts the first that is written ends a response, also on its last allowed token. The
-    tokens before are those of a run without, and their log-probs are scoring's."""
-
-    def drawn(**flags):
-        engine = vllm.Vllm(args_of(vllm_url=real, **{**SIZES, **flags}))
-        return engine.roll_out(engine.args, real_model, tokenizer, long_requests(), 1, 8)
-
-    whole = drawn()
-    stop = [row["text"][8:10] for row in sorted(whole, key=lambda row: -len(row["text"]))[:2]]
-    found = drawn(stop=stop)
-    cut = []
-    for row, full in zip(found, whole):
-        ids = row["response_ids"]
-        assert ids == full["response_ids"][: len(ids)] and largest_gap(real_model, row) < 1e-4
-        assert not any(text in tokenizer.decode(ids[:-1]) for text in stop)  # the first that comes
-        if any(text in full["text"] for text in stop):
-            assert row["ended"] == 1.0 and any(text in row["text"] for text in stop)
-            cut.append(len(ids))
-        else:
-            assert (ids, row["ended"]) == (full["response_ids"], full["ended"])
-    assert len(cut) >= 2
-    last = drawn(stop=stop, max_answer_seq_len=min(cut))
-    ends = [row for row, own in zip(last, found) if len(own["response_ids"]) == min(cut)]
-    assert ends and all(row["ended"] == 1.0 for row in ends)
 
 
 @pytest.mark.slow

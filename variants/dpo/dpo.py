@@ -14,12 +14,11 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from helpers import judging
 
 import common
 import ppo  # its rollout, for the evaluation
 import sft  # its layout
-from machinery import batching, evaluation, flags, folders, ppo_flags, ranks
+from machinery import batching, evaluation, flags, folders, judges, ppo_flags, ranks
 from machinery.refused import program
 from machinery.rows import load_rows, open_sources
 from machinery.run import Run
@@ -66,7 +65,7 @@ def get_args(argv=None):
     arg("temperature", 1.0, "of sampling", least=1e-6)
     ppo_flags.add_sampling_flags(arg)
     args = flags.parse(parser, TOY, argv, "dpo")
-    args.reward_fn, args.reward_model_name_or_path, args.compile_decoding = [], [], False
+    args.reward_fn, args.reward_model_name_or_path = [], []
     return args
 
 
@@ -143,7 +142,7 @@ def answer(args, engine, reference, tokenizer, prompts, functions):
     rows = evaluation.requests(prompts)
     engine.eval()
     responses = ppo.roll_out(args, engine, tokenizer, rows, 0, size)
-    judging.call_functions(functions, responses)
+    judges.call_functions(functions, responses)
     for batch in ppo.make_micro_batches(tokenizer, responses, size):
         found = {"response_length": batch.length}  # (B,)
         if reference:
@@ -152,7 +151,7 @@ def answer(args, engine, reference, tokenizer, prompts, functions):
             logprobs = common.response_logprobs(engine, batch, mask, temperature)
             found["kl"] = (logprobs - ref_logprobs).sum(-1)
         if functions:
-            found["gold"] = judging.said(batch, "gold").sum(-1)
+            found["gold"] = judges.function_scores(batch, "gold").sum(-1)
         for name, values in found.items():
             for response, value in zip(batch.responses, values.tolist()):
                 response[name] = value
@@ -164,7 +163,7 @@ def answer(args, engine, reference, tokenizer, prompts, functions):
 def main():
     args = get_args()
     run = Run(args, "DPO: direct preference optimization")
-    functions = judging.load_functions(args)  # --gold_fn
+    functions = judges.load_functions(args)  # --gold_fn
 
     # ---- 1 data ----
     sources = open_sources(args, "reward")

@@ -29,7 +29,6 @@ class RolloutEngine:
     """The other process, as the run sees it. Rank 0 starts one, which samples for all ranks."""
 
     def __init__(self, args):
-        args.compile_decoding = 0  # the trainer itself samples nothing: it needs no static caches
         self.folder = self.process = self.answers = None
         if ranks.get_rank() == 0:
             memory = "/dev/shm" if Path("/dev/shm").exists() else None  # files in memory, on Linux

@@ -15,13 +15,12 @@ import json
 from dataclasses import dataclass
 
 import torch
-from helpers import judging
 from torch import Tensor
 
 import common
 import ppo  # its rollout, for the evaluation
 import sft  # its layout
-from machinery import batching, evaluation, flags, folders, ppo_flags, ranks
+from machinery import batching, evaluation, flags, folders, judges, ppo_flags, ranks
 from machinery.refused import Refused, program
 from machinery.rows import load_rows, open_sources
 from machinery.run import Run
@@ -68,7 +67,7 @@ def get_args(argv=None):
     arg("temperature", 1.0, "of sampling", least=1e-6)
     ppo_flags.add_sampling_flags(arg)
     args = flags.parse(parser, TOY, argv, "kto")
-    args.reward_fn, args.reward_model_name_or_path, args.compile_decoding = [], [], False
+    args.reward_fn, args.reward_model_name_or_path = [], []
     return args
 
 
@@ -227,14 +226,14 @@ def answer(args, engine, reference, tokenizer, prompts, functions):
     rows = evaluation.requests(prompts)
     engine.eval()
     responses = ppo.roll_out(args, engine, tokenizer, rows, 0, size)
-    judging.call_functions(functions, responses)
+    judges.call_functions(functions, responses)
     for batch in ppo.make_micro_batches(tokenizer, responses, size):
         mask, temperature = batch.response_mask, args.temperature  # (B, R)
         ref_logprobs = common.response_logprobs(reference, batch, mask, temperature)
         logprobs = common.response_logprobs(engine, batch, mask, temperature)
         found = {"response_length": batch.length, "kl": (logprobs - ref_logprobs).sum(-1)}  # (B,)
         if functions:
-            found["gold"] = judging.said(batch, "gold").sum(-1)
+            found["gold"] = judges.function_scores(batch, "gold").sum(-1)
         for name, values in found.items():
             for response, value in zip(batch.responses, values.tolist()):
                 response[name] = value
@@ -246,7 +245,7 @@ def answer(args, engine, reference, tokenizer, prompts, functions):
 def main():
     args = get_args()
     run = Run(args, "KTO: Kahneman-Tversky optimization")
-    functions = judging.load_functions(args)  # --gold_fn
+    functions = judges.load_functions(args)  # --gold_fn
 
     # ---- 1 data ----
     sources = open_sources(args, "sft" if args.label else "reward")

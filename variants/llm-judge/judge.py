@@ -28,6 +28,7 @@ Response:
 ----------
 
 Reply with the grade alone, a whole number."""
+UNREAD = -1.0  # the reward where the judge has said no grade
 AT_ONCE = 16
 TRIES = 6  # waits of 1, 2, 4, 8, 16 seconds between them
 SECONDS = 120  # until a request counts as lost
@@ -62,23 +63,25 @@ def reply_to(question):
 
 
 def grade_of(reply):
-    """Returns the parts of a reward: `grade`, 0 to 1, and `unread`, -1 for a reply without one.
+    """Returns a reward: the grade from 0 to 1, or UNREAD for a reply without one.
 
-    So a response that confuses the judge is worth less than the worst one that is graded, and the
-    log's reward_unread says how many are.
+    So a response that confuses the judge is worth less than the worst one that is graded.
 
     >>> grade_of("Grade: 4/10"), grade_of("From 1 to 10: 7")
-    ({'grade': 0.3333, 'unread': 0.0}, {'grade': 0.0, 'unread': -1.0})
+    (0.3333, -1.0)
     """
     only = re.fullmatch(r"\D*(?<!-)(\d+(?:\.\d+)?)(?:\s*/\s*10)?\D*", reply)
     if not only or not 1 <= float(only[1]) <= 10:
-        return {"grade": 0.0, "unread": -1.0}
-    return {"grade": round((float(only[1]) - 1) / 9, 4), "unread": 0.0}
+        return UNREAD
+    return round((float(only[1]) - 1) / 9, 4)
 
 
 def judge(prompts, completions, **columns):
-    """Returns the parts of each response's reward: see grade_of."""
+    """Returns each response's reward, and prints how many replies had no grade: see grade_of."""
     pairs = zip(map(text_of, prompts), map(text_of, completions))
     questions = [QUESTION.format(prompt=prompt, response=response) for prompt, response in pairs]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return [grade_of(reply) for reply in pool.map(reply_to, questions)]
+        rewards = [grade_of(reply) for reply in pool.map(reply_to, questions)]
+    if unread := rewards.count(UNREAD):
+        print(f"warning: {unread} of {len(rewards)} replies of the judge have no grade", flush=True)
+    return rewards

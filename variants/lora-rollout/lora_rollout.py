@@ -15,13 +15,14 @@ import torch
 from peft.tuners.lora import Linear
 from torch import nn
 
-from machinery import lora, ppo_flags
+from machinery import flags, lora
 from machinery.refused import Refused
 
 
 def check(args):
     """Refuses --fuse_adapters where W is not whole, or where there is nothing to fuse."""
-    if args.fuse_adapters and not (args.actor_lora_dim and ppo_flags.whole_actor(args)):
+    whole = 3 not in flags.stages_of(args, "actor") and args.tensor_parallel_size == 1
+    if args.fuse_adapters and not (args.actor_lora_dim and whole):
         words = "--fuse_adapters 1 needs --actor_lora_dim, and --actor_zero_stage 0, 1 or 2:"
         raise Refused("fuse-adapters", f"{words}\n  at 3 DeepSpeed shards frozen weights, too.")
 

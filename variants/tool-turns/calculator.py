@@ -60,7 +60,7 @@ def thrifty(prompts, completions, answer, **columns):
     """Returns 1 for a right answer, and PRICE less for each call."""
     right = verifier.correct(prompts, completions, answer)
     calls = [text.count("[") for text in completions]
-    return [{"right": r, "calls": -PRICE * n} for r, n in zip(right, calls)]
+    return [r - PRICE * n for r, n in zip(right, calls)]
 
 
 # ---- The pupil with a calculator ----

@@ -17,6 +17,7 @@ vllm_nccl.py.
 import atexit
 import itertools
 import json
+import math
 import os
 import resource
 import secrets
@@ -41,14 +42,14 @@ import numpy as np
 import vllm_nccl
 import vllm_server
 from deepspeed.accelerator import get_accelerator
-from helpers import decoding
 
 import common
-from machinery import checks, lora, metrics, ranks, saving, zero3
+from machinery import checks, lora, metrics, ranks, rollout, saving, zero3
 from machinery.refused import Refused
 from machinery.zero3 import unwrap_model
 
 SENT = "prompt_ids", "row", "sample", "turn"  # of a request: its tokens, and what the draws need
+FAR = 0.25  # share of the first step's tokens that may be off by as much as bf16 allows
 TEMPERATURES = 0.01, 2.0  # vLLM samples at 0.01 where less is asked, and refuses more
 GRACE = 2  # seconds between two looks at whether vLLM listens
 TOKENS_AT_ONCE = 4096  # of all prompts that vLLM reads in one forward on a CPU
@@ -88,6 +89,21 @@ def add_flags(arg):
     arg("vllm_ahead", 0, "1: train on the rollout before, while vLLM samples this one", most=1)
     waits = "seconds to wait for vLLM's start, a hand-over, and the next response of a rollout"
     arg("vllm_timeout", 600, waits, least=1)
+    cap = "cap of each token's importance weight, pi/mu. 2 [Yao 2025]; None: no weights"
+    arg("is_cap", float, cap, least=1e-6, most=math.inf)
+
+
+def importance_weights(old_logprobs, sampled_logprobs, cap):
+    """Truncated importance weights, of responses that another policy mu has sampled.  [Yao 2025]
+
+        weight = min(pi_old(token) / mu(token), cap)
+
+    pi_old: the actor as it scored the rollout. mu: the same weights in another engine, dtype or
+    kernel, or older weights. Uncapped weights have mean 1 under mu. They correct the distribution
+    of the next token only: the tokens before it are still mu's. The cap bounds their variance, and
+    lowers their mean a little.
+    """
+    return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
 
 
 def of(args):
@@ -99,7 +115,6 @@ class Vllm:
     """vLLM, as the run sees it. Rank 0 talks to it, for all ranks."""
 
     def __init__(self, args):
-        args.compile_decoding = 0  # the trainer itself samples nothing: it needs no static caches
         self.args, self.process, self.url = args, None, (args.vllm_url or "").rstrip("/")
         self.dtype = args.vllm_dtype or args.dtype
         self.run, self.hand_overs = secrets.token_hex(4), 0
@@ -430,8 +445,7 @@ class Vllm:
             logprobs=0,  # that of the drawn token alone
             ignore_eos=True,  # the config's; the tokenizer's ends a response
             stop_token_ids=[tokenizer.eos_token_id],
-            stop=args.stop,
-            detokenize=bool(args.stop),
+            detokenize=False,
             skip_special_tokens=False,
             include_stop_str_in_output=True,
             logit_bias={str(i): -100.0 for i in ids} or None,
@@ -464,8 +478,8 @@ class Vllm:
         raise Fault(self.why(GENERATE, TimeoutError()))
 
     def sample(self, request, step, params):
-        """Returns response_ids, ended and tokens of a request. Several threads call it."""
-        key = decoding.draw_key(self.args.seed, step, request)
+        """Returns response_ids, ended and per_token of a request. Several threads call it."""
+        key = rollout.draw_key(self.args.seed, step, request)
         seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)  # 63 bits
         asked = dict(model=self.sampler(), token_ids=request["prompt_ids"])
         asked["sampling_params"] = {**params, "seed": seed}
@@ -487,7 +501,7 @@ class Vllm:
         return {
             "response_ids": ids,
             "ended": float(why == "stop"),
-            "tokens": {"sampled_logprobs": logprobs},
+            "per_token": {"sampled_logprobs": logprobs},
         }
 
     def check(self, run, micro_batches):
@@ -530,7 +544,7 @@ class Vllm:
     def warn_if_far(self, run, gaps):
         """Warns if scoring and vLLM differ by much in many of the first step's tokens."""
         far, count = checks.counts_off(SimpleNamespace(dtype="bf16"), gaps)[-1]
-        if far > checks.COARSE * count:
+        if far > FAR * count:
             ranks.say(
                 f"warning: step {run.step}: for {far:,} of {count:,} tokens scoring gives another "
                 f"log-prob than vLLM, by more than {checks.OFF['bf16']}.\n  Likely: --top_p, "

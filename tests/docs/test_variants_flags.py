@@ -1,0 +1,338 @@
+"""Flags that only variants have: --kl_target, --normalize_reward, --is_cap, --stop and
+--compile_decoding."""
+
+import copy
+import itertools
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import common
+import ppo
+from machinery import metrics, ranks
+from tests import kit
+from tests.conftest import micro_batch
+from tests.docs.test_variants import VARIANTS, patched, tiny_data
+from tests.kit import Knowing
+from tests.maths.test_one_mean import models_of_stubs
+from tests.tiny_models import KINDS, config_of
+from tools import fork
+
+FLAGS = {  # flag: a text, its value, and a variant that has it
+    "kl_target": ("2", 2, "adaptive-kl"),
+    "normalize_reward": ("0", 0, "normalize-reward"),
+    "is_cap": ("2", 2, "async-1"),
+    "stop": ("zq", ["zq"], "tool-turns"),
+    "compile_decoding": ("1", 1, "compiled-decoding"),
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_that_left_is_one_of_its_variant(flag, tmp_path, monkeypatch):
+    """Where none is applied, the error names the variant. There a wrong value is an error of its
+    own, without that advice."""
+    text, value, name = FLAGS[flag]
+    with kit.refuses("wrong-flag") as caught:
+        ppo.get_args([f"--{flag}", text])
+    assert f"variants/{name}" in str(caught.value)
+    monkeypatch.syspath_prepend(tmp_path / "tree")
+    script = patched(name, tmp_path)
+    assert getattr(script.get_args([f"--{flag}", text]), flag) == value
+    with kit.refuses("wrong-flag") as caught:
+        script.get_args([f"--{flag}"])
+    assert "left" not in str(caught.value)
+
+
+# --------------------------------------------------------------------------------------------------
+# adaptive-kl
+# --------------------------------------------------------------------------------------------------
+def test_the_kl_penalty_follows_its_target(tmp_path):
+    """Target 6: 10 % above it raises the penalty by 1 %; the error is clipped to 20 %, so one step
+    moves it by 2 % at most. Without a penalty there is nothing to adapt."""
+    script = patched("adaptive-kl", tmp_path)
+    for kl, expected in ((6.0, 0.1), (6.6, 0.101), (60.0, 0.102), (-1.0, 0.098)):
+        assert script.adapted_kl_coef(0.1, kl, target=6.0) == pytest.approx(expected)
+    with kit.refuses("wrong-flag") as caught:
+        script.get_args("--kl_target 2 --kl_coef 0".split())
+    assert "must be above 0" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_kl_penalty_goes_on_from_its_checkpoint(tmp_path):
+    """Each step's is made of the step before, and a resumed run's of its checkpoint."""
+    patched("adaptive-kl", tmp_path)
+    models, whole, cut = kit.base() / "models", tmp_path / "whole", tmp_path / "cut"
+    flags = f"""--preset toy --actor_model_name_or_path {models}/actor --enable_ema 0
+        --critic_model_name_or_path {models}/reward --max_answer_seq_len 8 --num_eval_prompts 2
+        --per_device_generation_batch_size 4 --per_device_training_batch_size 4
+        --kl_target 0.5 --max_steps 4 --save_steps 2 --keep_checkpoints 2""".split()
+
+    def lines_of(folder, *words):
+        given = str(tmp_path / "tree"), "ppo", [*words, "--output_dir", str(folder)]
+        done = kit.fork(kit.call_of_tree, 1, *given, cwd=tmp_path, meet="")
+        assert done.code == 0, done
+        lines = kit.read_lines(folder / "metrics.jsonl")
+        return [(line["kl_coef"], line["kl"]) for line in lines if "kl_coef" in line]
+
+    expected = lines_of(whole, *flags, *tiny_data())
+    fork.copy_halfway(whole, cut, 2)
+    assert lines_of(cut, "--resume") == expected
+    assert len(expected) == 4 and expected[0][0] == 0.05
+    for (kl_coef, kl), (after, _) in itertools.pairwise(expected):
+        assert after == pytest.approx(kl_coef * (1 + 0.1 * min(max(kl / 0.5 - 1, -0.2), 0.2)))
+
+
+# --------------------------------------------------------------------------------------------------
+# normalize-reward
+# --------------------------------------------------------------------------------------------------
+@pytest.fixture
+def normalizing(tmp_path):
+    return patched("normalize-reward", tmp_path)
+
+
+def args_of(script, words="", statistics=(1.0, 4.0)):
+    args = script.get_args(f"--preset toy --kl_coef 0 --whiten 0 {words}".split())
+    args.normalize_reward, args.score_statistics = 1, statistics
+    return args
+
+
+def test_scores_can_be_put_on_the_scale_that_step_2_measured(normalizing):
+    """Mean 1 and deviation 2 of the held-out responses make of 3 a 1, and of 30 more than the 5 at
+    which it is clipped. Scores of single tokens keep their shares: 1 and 2 become 0.5 and
+    (2 - 1) / 2."""
+    args, mask = args_of(normalizing, statistics=(1.0, 2.0)), torch.ones(3, 2)
+    last = torch.tensor([[0.0, 1]] * 3)
+    scores = torch.tensor([[0.0, 3], [0, 30], [1, 2]])
+    batch = micro_batch(scores=scores, last=last, response_mask=mask, ended=torch.ones(3))
+    normalizing.set_rewards(args, batch)
+    assert batch.rewards.tolist() == [[0, 1], [0, 5], [0.5, 0.5]]
+    assert batch.score_clipped.tolist() == [False, True, False]
+
+
+def test_a_critic_learns_on_the_scale_of_the_rewards(normalizing, monkeypatch):
+    """A mean of 1 and a deviation of 4: a value of 1 is 0 there, off by 3, and a step of 1 moves it
+    by a quarter. A new head has no scale of its own."""
+    values = torch.ones(1, 1).requires_grad_()
+    monkeypatch.setattr(common, "values_before_tokens", lambda *_: values)
+    monkeypatch.setattr(normalizing, "actor_forward", lambda *_: (1 * values, values))
+    models = models_of_stubs()
+    models.critic.config = SimpleNamespace(score_statistics=[1.0, 4.0])
+    ones = torch.ones(1, 1)
+    batch = micro_batch([0], response_mask=ones, ended=torch.ones(1), advantages=0 * ones)
+    batch.old_values, batch.returns = 0 * ones, 3 * ones
+    args = args_of(normalizing)
+    means = normalizing.optimizer_step(args, models, [batch], metrics.TokenMeans())
+    assert means["critic_loss"] == 0.5 * 3**2 and values.grad.item() == -3 / 4
+    models.critic.config = SimpleNamespace()
+    assert normalizing.critic_values(args, models.critic, batch).item() == 1
+
+
+def test_a_judge_without_statistics_is_refused(normalizing):
+    """It needs those of one reward model, which that model's config.json has."""
+    models = kit.base() / "models"
+    flags = f"--normalize_reward 1 --critic_model_name_or_path {models}"
+    args = normalizing.get_args(f"--preset toy {flags}/measured".split())
+    assert args.score_statistics == [0.1, 0.5]
+    for more in (f"{flags}/reward", f"{flags}/measured --reward_fn recipes/toy/gold.py:gold"):
+        with kit.refuses("wrong-flag"):
+            normalizing.get_args(f"--preset toy {more}".split())
+
+
+@pytest.mark.slow
+def test_step_2_stores_what_step_3_scales_by(normalizing, tmp_path):
+    """Mean and deviation of the last evaluation go into the reward model's config.json."""
+    words = f"--preset toy --model_name_or_path {kit.base()}/models/actor --max_steps 2"
+    given = [*words.split(), *tiny_data(), "--output_dir", f"{tmp_path}/judge"]
+    tree = str(tmp_path / "tree")
+    kit.fork(kit.call_of_tree, 1, tree, "reward", given, cwd=tmp_path, meet="")
+    stored = json.loads((tmp_path / "judge/config.json").read_text())["score_statistics"]
+    last = kit.read_lines(tmp_path / "judge/metrics.jsonl")[-1]
+    assert stored == pytest.approx([last["eval_score_mean"], last["eval_score_std"]])
+
+
+# --------------------------------------------------------------------------------------------------
+# --is_cap, of async-1 and vllm
+# --------------------------------------------------------------------------------------------------
+ACTORS = torch.tensor([1.0, 0.5, -1.0, 0.0], dtype=torch.float64)  # logits of pi, over four tokens
+SAMPLERS = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)  # mu's probabilities
+WORTH = torch.tensor([2.0, -1.0, 0.5, 1.0], dtype=torch.float64)  # the advantage of each token
+
+
+def gradient_under_mu(script, cap):
+    """Returns the gradient of actor_loss, a mean over all tokens as often as mu draws them."""
+    logits = ACTORS.clone().requires_grad_(True)
+    logprobs = logits.log_softmax(-1)[:, None]  # a response of one token each
+    args = SimpleNamespace(clip=0.2, clip_high=None, kl_in="reward", entropy_coef=0, is_cap=cap)
+    given = dict(old_logprobs=logprobs.detach(), advantages=WORTH[:, None])
+    given["per_token"] = {"sampled_logprobs": SAMPLERS.log()[:, None]}
+    loss = script.actor_loss(args, SimpleNamespace(**given), logprobs, None)[0]
+    return torch.autograd.grad((SAMPLERS[:, None] * loss).sum(), logits)[0]
+
+
+@pytest.mark.parametrize("name", ["async-1", "vllm"])
+def test_importance_weights_make_the_gradient_that_of_the_actors_own_responses(
+    name, tmp_path, monkeypatch
+):
+    """Of one token each. Over all that mu can draw, by enumeration: with weights that no cap cuts
+    the gradient is that of the expected advantage under pi; without them, or with a low cap, it is
+    another."""
+    monkeypatch.syspath_prepend(tmp_path / "tree")
+    script, logits = patched(name, tmp_path), ACTORS.clone().requires_grad_(True)
+    wanted = torch.autograd.grad(-(logits.softmax(-1) * WORTH).sum(), logits)[0]
+    assert torch.allclose(gradient_under_mu(script, math.inf), wanted)
+    for cap in (None, 1.5):
+        assert (gradient_under_mu(script, cap) - wanted).abs().max() > 0.05
+    weights = getattr(script, "vllm_rollouts", script).importance_weights
+    capped = weights(ACTORS.log_softmax(-1), SAMPLERS.log(), 2.0)
+    assert capped.max() == 2 and (SAMPLERS * capped).sum() < 1
+
+
+# --------------------------------------------------------------------------------------------------
+# --stop, of tool-turns
+# --------------------------------------------------------------------------------------------------
+def test_a_stop_text_ends_a_response(tmp_path, tiny_model, tokenizer):
+    """A response ends with the token that completes the text, though it took two tokens to write,
+    and it has ended, not been cut. Its neighbour, which never writes it, goes on."""
+    script = patched("tool-turns", tmp_path)
+    prompts = [dict(prompt_ids=ids, row=i, sample=0) for i, ids in enumerate(([5, 6, 7], [8, 9]))]
+
+    def responses(*stop):
+        args = script.get_args(["--preset", "toy", "--max_answer_seq_len", "10", "--seed", "1"])
+        args.stop = stop
+        return script.roll_out(args, tiny_model, tokenizer, prompts, 1, 2)
+
+    free = responses()
+    text = tokenizer.decode(free[0]["response_ids"][2:4])
+    stopped = responses(text)
+    assert [len(row["response_ids"]) for row in free] == [10, 10]
+    assert text not in free[1]["text"] + tokenizer.decode(free[0]["response_ids"][:3])
+    assert stopped[0]["response_ids"] == free[0]["response_ids"][:4]
+    assert stopped[1]["response_ids"] == free[1]["response_ids"]
+    assert [row["ended"] for row in stopped] == [1, 0]
+    text = "zq7-" * 9  # of many tokens
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    found = script.at_stop(SimpleNamespace(stop=[text]), tokenizer, torch.tensor([ids]), len(ids))
+    assert len(ids) > 16 and found.tolist() == [True]
+    with kit.refuses("wrong-flag"):
+        script.get_args(["--preset", "toy", "--stop", ""])
+
+
+# --------------------------------------------------------------------------------------------------
+# compiled-decoding
+# --------------------------------------------------------------------------------------------------
+VOCAB = 100
+
+
+@pytest.fixture
+def compiling(tmp_path, monkeypatch):
+    """ppo.py of the variant, and compiled.py. What it changes in transformers is changed back."""
+    monkeypatch.syspath_prepend(tmp_path / "tree")
+    monkeypatch.delitem(sys.modules, "compiled", raising=False)
+    script = patched("compiled-decoding", tmp_path)
+    attention = script.compiled.sdpa_attention
+    for attribute in ("is_torchdynamo_compiling", "use_gqa_in_sdpa"):
+        monkeypatch.setattr(attention, attribute, getattr(attention, attribute))
+    yield script
+    sys.modules.pop("compiled")
+
+
+def model_of(kind):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config_of(kind, vocab_size=VOCAB)).eval()
+
+
+def no_end(eos=-1):
+    return Knowing(SimpleNamespace(pad_token_id=0, eos_token_id=eos), VOCAB)
+
+
+def args_of_rollout(script, rows=4):
+    words = f"--preset toy --compile_decoding 1 --rollout_batch_size {rows}"
+    return script.get_args(words.split())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ("llama", "gpt2", "opt") if kind in KINDS])
+def test_a_static_cache_gives_the_same_tokens(kind, compiling):
+    """Without a compiler: prompts padded to 64 slots, all rows and an empty one to the end, twice
+    in the one cache that was tried at the start."""
+    model, args = model_of(kind), args_of_rollout(compiling)
+    prompts = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]
+    ids, mask = common.pad(prompts, 0)
+    compiling.compiled.try_it(args, model, no_end(), compiling.sample)
+    caches = model.static_caches
+    assert len(caches) == 1
+    for step, eos in ((0, -1), (1, 7)):
+        found = []
+        for model.static_caches in ({}, caches):
+            uniforms = kit.uniforms(3, 16, step)
+            responses, *_ = compiling.sample(args, model, no_end(eos), ids, mask, uniforms)
+            found.append(responses.tolist())
+        assert found[0] == found[1] and len({*map(tuple, found[0])}) == 3
+
+
+def test_a_compiled_step_that_is_wrong_is_refused_on_all_ranks(compiling, monkeypatch):
+    """Tokens are drawn with a static cache and scored without one. One rank's failure is
+    everybody's, as a rank that went on alone would wait forever."""
+    model, args, right = (
+        model_of("gpt2"),
+        args_of_rollout(compiling),
+        compiling.compiled.next_logits,
+    )
+
+    def wrong(model, inputs, cache):
+        return right(model, inputs.roll(1, 0), cache)
+
+    given = args, copy.deepcopy(model), no_end(), compiling.sample
+    with monkeypatch.context() as changed, kit.refuses("compile-decoding") as caught:
+        changed.setattr(compiling.compiled, "next_logits", wrong)
+        compiling.compiled.try_it(*given)
+    assert "nats a token" in str(caught.value) and "--compile_decoding 0" in str(caught.value)
+    monkeypatch.setattr(ranks, "all_gather_objects", lambda errors: [*errors, "no memory there"])
+    with kit.refuses("compile-decoding") as caught:
+        compiling.compiled.try_it(*given)
+    assert "no memory there" in str(caught.value)
+
+
+def test_what_was_not_tried_is_decoded_without_a_static_cache(compiling):
+    """More rows than --rollout_batch_size, longer prompts, or longer responses. And a sharded actor
+    is refused."""
+    model, args = model_of("llama"), args_of_rollout(compiling)
+    compiling.compiled.try_it(args, model, no_end(), compiling.sample)
+    width, most = max(model.static_caches), args.max_answer_seq_len
+    for rows, length, count, static in (
+        (4, width, most, True),
+        (5, width, most, False),
+        (4, width + 1, most, False),
+        (4, width, most + 1, False),
+    ):
+        ids = torch.arange(rows * length).view(rows, length)
+        cache = compiling.compiled.new_cache(args, model, ids, torch.ones_like(ids), count)
+        assert isinstance(cache, compiling.compiled.Cache) == static
+    with kit.refuses("compile-decoding-shards"):
+        compiling.get_args("--preset toy --compile_decoding 1 --zero_stage 3".split())
+
+
+@pytest.mark.parametrize(
+    "device, capability, dtype, masked, taken",
+    [
+        ("cuda", (8, 0), torch.bfloat16, False, True),
+        ("cuda", (8, 0), torch.bfloat16, True, False),  # flash takes no mask
+        ("cuda", (8, 0), torch.float32, False, False),  # nor fp32
+        ("cuda", (7, 5), torch.float16, False, False),  # and does not run on a T4
+        ("cpu", None, torch.float32, False, True),
+    ],
+)
+def test_groups_are_given_to_kernels_that_take_them(
+    monkeypatch, device, capability, dtype, masked, taken
+):
+    """Keys and values that query heads share are copied for the others: handed over as they are,
+    they end in PyTorch's plain products, which hold all T^2 scores."""
+    compiled = kit.import_file(VARIANTS / "compiled-decoding/compiled.py")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    key = SimpleNamespace(dtype=dtype, device=torch.device(device), shape=(1, 2, 9, 64))
+    mask = torch.ones(1, 1, 9, 9) if masked else None
+    assert compiled.kernel_takes_groups(mask, key, key) is taken
