@@ -33,7 +33,7 @@ OTHERS = set(
     """--num_gpus --nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --shutdown_timeout
        --master_port --hostfile --log_level --bind_cores_to_rank --nodes --ntasks --signal --gpus
        --cpus --requeue --enable --lora --max --model --model_args --tasks --exclude --index
-       --help --no --depth""".split()
+       --help --no --depth --input_folder --output_folder --inject_missing_state""".split()
 )
 FOLDERS = "machinery|tools|tests|recipes|variants|course"
 
@@ -113,7 +113,7 @@ def test_what_a_page_names_is_there(page):
         names = re.findall(r"`(\w+)`", names)
         gone += [f"{name} in {file}" for name in names if not re.search(rf"\b{name}\b", code)]
     # "tools/NAME.py at commit abc" names a program that has left
-    files = re.findall(rf"(?<![\w/.])((?:{FOLDERS})/[\w/-]+\.\w+)\b(?! at commit)", text)
+    files = re.findall(rf"(?<![\w/.])((?:{FOLDERS})/[\w/.-]+\.\w+)\b(?! at commit)", text)
     gone += [name for name in files if not (ROOT / name).exists()]
     modules = "|".join(file.stem for file in MODULES if file.stem != "run")  # run: a Run
     for name in re.findall(rf"`((?:{modules})\.(?!py\b|json|md|png)[\w.]+)`", text):
@@ -185,6 +185,13 @@ def test_the_toys_figures_are_counted():
     said = README.read_text()
     assert f"{len(lines):,} questions" in said
     assert f"{model.num_parameters() / 1e6:.1f} million weights" in said
+
+
+def test_the_readmes_lines_are_counted():
+    """The size of each script, rounded."""
+    for name, said in re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", README.read_text(), re.M):
+        counted = len((ROOT / name).read_text().splitlines())
+        assert abs(int(said) - counted) < 20, (name, counted)
 
 
 def test_nothing_names_a_machine():
