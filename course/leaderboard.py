@@ -41,8 +41,8 @@ def lab_of(script, flags, seeds=SEEDS):
     words = shlex.split(flags, comments=True)  # "--name=value" is two words
     words = [part for w in words for part in (w.split("=", 1) if w.startswith("--") else [w])]
     files = {word for word in words if word.startswith("@")}  # which may name such flags
-    if refused := {"--reward_fn", "--seed", "--stop"} & {*words} | files:
-        why = "An entry learns from the reward model, has the board's seeds, and ends with EOS"
+    if refused := {"--reward_fn", "--seed"} & {*words} | files:
+        why = "An entry learns from the reward model, and has the board's seeds"
         raise SystemExit(f"{why}: no {' or '.join(sorted(refused))}.")
     base = {**MODELS, script: " ".join(runner.merged(START, shlex.join(words), FIXED))}
     return runner.Lab(script, base, {"entry": {}}, {}, until=script, seeds=tuple(seeds))
