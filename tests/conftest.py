@@ -80,5 +80,3 @@ def pytest_collection_modifyitems(items):
         given = vars(item).get("callspec")
         if given and any(str(value) in SLOW for value in given.params.values()):
             item.add_marker("slow")
-
-raise SystemExit("TIME IS UP: all branches were merged by the lead at 20:50, who runs the tests of the merged tree. Do not commit this line. Send your final report now.")
