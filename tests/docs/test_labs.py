@@ -714,7 +714,7 @@ def test_the_figures_of_the_readme_come_from_files():
         shown = words[column - 1]
         assert shown == f"{number:.{len(shown.partition('.')[2])}f}", line
     grpo = text.split("held-out sums")[1].split("\n\n")[0]
-    assert grpo in (kit.ROOT / "recipes/arithmetic/sums.md").read_text()
+    assert grpo in (kit.ROOT / "recipes/arithmetic/README.md").read_text()
     assert f"{len([*kit.ROOT.glob('course/clinic/[0-9]*')])} broken runs" in text
 
 
