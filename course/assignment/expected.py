@@ -117,8 +117,14 @@ def policy_loss(logprobs, old_logprobs, advantages, clip, clip_high=None):
         middle = sorted([1 - clip, ratio, 1 + high])[1]
         return max(-ratio * advantage, -middle * advantage)
 
+    def stopped(new, old, advantage):
+        ratio = exp(new - old)
+        outside = ratio > 1 + high if advantage > 0 else ratio < 1 - clip
+        return outside and advantage != 0
+
     ratio = each(lambda new, old: exp(new - old), logprobs, old_logprobs)
-    return each(loss, logprobs, old_logprobs, advantages), ratio
+    moved = logprobs, old_logprobs, advantages
+    return each(loss, *moved), ratio, each(stopped, *moved)
 
 
 def value_loss(values, old_values, returns, clip_value):

@@ -56,13 +56,13 @@ def test_nothing_of_another_owner_is_touched(run, tmp_path, monkeypatch):
 
 def test_a_chat_runs_end_of_turn_is_exported(run, tmp_path, monkeypatch):
     """A checkpoint knows the EOS of its run. If it is not the base's, it is the end of a turn."""
-    asked, load = [], export.model_folders.load_tokenizer
+    asked, load = [], export.folders.load_tokenizer
 
     def noted(path, args=None, in_chats=False):
         asked.append(in_chats)
         return load(path, args)
 
-    monkeypatch.setattr(export.model_folders, "load_tokenizer", noted)
+    monkeypatch.setattr(export.folders, "load_tokenizer", noted)
     args, saved = export.read_run(run / "checkpoints/step-5")
     saved[0]["eos_token"] = "<|im_end|>"
     export.write_models(args, saved, run / "checkpoints/step-5", tmp_path / "to", False)
