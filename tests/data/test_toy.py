@@ -19,18 +19,18 @@ def rows(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script, count", [("make.py", 5), ("arithmetic/generate.py", 8)])
+@pytest.mark.parametrize("script, count", [("toy/make.py", 5), ("arithmetic/generate.py", 8)])
 def test_the_same_seed_makes_the_same_bytes(tmp_path, script, count):
-    """Everything committed in toy/ comes out of the generators again, byte for byte: nothing was
-    touched by hand."""
-    program = f"recipes/toy/{script}".removesuffix(".py").replace("/", ".")
+    """Everything committed of the toys comes out of the generators again, byte for byte: nothing
+    was touched by hand."""
+    program = f"recipes/{script}".removesuffix(".py").replace("/", ".")
     done = kit.start(f"{program} --out {tmp_path}")
     assert done.code == 0, done
     names = ["train.jsonl", "test.jsonl", "limits.json", "config.json", "tokenizer.json"]
     made = [file for file in tmp_path.rglob("*") if file.name in names]
     assert len(made) == count
     for file in made:
-        kept = (TOY / script).parent / file.relative_to(tmp_path)
+        kept = (kit.ROOT / "recipes" / script).parent / file.relative_to(tmp_path)
         assert file.read_bytes() == kept.read_bytes(), file
 
 
