@@ -203,9 +203,3 @@ def columns_for(function, responses):
     if "completion_ids" in inspect.signature(function).parameters:
         columns["completion_ids"] = [[*response["response_ids"]] for response in responses]
     return columns
-
-
-def as_data(response):
-    """Returns a response as a row that --data_path takes."""
-    prompt = json.loads(response["prompt"]) if response["chat"] else response["prompt"]
-    return {"prompt": prompt, "completion": response["text"], **json.loads(response["extra"])}
