@@ -241,7 +241,7 @@ def refuse_values(parser, args):
 
 # ---- Recipes ----
 def in_project(word):
-    """Returns a path of a recipe: what begins with toy/ or recipes/ lies in this project."""
+    """Returns a path of a recipe: what begins with recipes/ lies in this project."""
     return str(ROOT / word) if word.startswith("recipes/") else word
 
 

@@ -179,5 +179,5 @@ class OutputFolder:
         if ranks.get_rank() == 0:
             aside = self.path / ".args.json"
             aside.write_text(json.dumps(self.record, indent=1, default=str) + "\n")
-            saving.sync(aside)
+            os.sync()  # a power cut leaves the old file or the new one
             aside.replace(self.path / "args.json")

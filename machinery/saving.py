@@ -143,10 +143,3 @@ def move_files(aside, folder):
         shutil.rmtree(folder / file.name, ignore_errors=True)  # nothing replaces a folder
         file.replace(folder / file.name)
     aside.rmdir()
-
-
-def sync(path):
-    """Returns when a file, or a folder's list of names, is on the disk, safe from a power cut."""
-    number = os.open(path, os.O_RDONLY)
-    os.fsync(number)
-    os.close(number)

@@ -186,14 +186,14 @@ def call_main(script, argv):
     """Runs a script's main() as its last line does, in a rank.
 
     What takes time is left out. A curves.png is empty: one is drawn in test_look.py. Nothing waits
-    for the disk, as no test cuts the power; what is to be synced must be there. And nothing waits
+    for the disk, as no test cuts the power. And nothing waits
     for gloo's threads at the end: a forked rank leaves without Python's shutdown.
     """
-    from machinery import refused, run, saving
+    from machinery import refused, run
     from tools.report import plots
 
     plots.draw = lambda run, title: (run.path / "curves.png").touch()
-    saving.sync, os.sync = os.stat, lambda: None
+    os.sync = lambda: None
     clock = run.time.monotonic
     run.time = types.SimpleNamespace(monotonic=clock, sleep=lambda seconds: None)
     sys.argv = [f"{script}.py", *argv]
