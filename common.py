@@ -43,10 +43,11 @@ class Layout:
         logit_places           2    3    4    5          of y0, y1, eos, and of padding
 
     The logits at x1 predict y0, those at y0 predict y1, and so on: a token stands one place after
-    the logits that predict it. R = 4 is the longest response of the micro-batch; other masks say
-    which places count. The next row begins at flat place T. Rows in which several responses share a
-    prompt differ only in these fields. In step 3 a copy of the prompt's last token stands before
-    each response, and its logits predict the first token (machinery/shared_prompts.py).
+    the logits that predict it. R = 4 is the longest response of the micro-batch, in another row.
+    Masks of the script's own say which of the (B, R) places count. The next row begins at flat
+    place T. Rows in which several responses share a prompt differ only in these fields. In step 3 a
+    copy of the prompt's last token stands before each response, and its logits predict the first
+    token (machinery/shared_prompts.py).
 
     A script's MicroBatch adds what its loss needs, and `counts()`: its tokens and its rows, without
     fillers. The run's speed is computed from them.
@@ -147,7 +148,7 @@ def chunks(logits):
 
 
 def in_fp32(logits, temperature):
-    """logits / temperature, to sample and to score; in bf16 they would be another policy's."""
+    """logits / temperature, in fp32: rounded to bf16, sampling and scoring would disagree."""
     return logits.float() if temperature == 1 else logits.float() / temperature
 
 
@@ -166,9 +167,9 @@ def response_logits(model, layout, wanted):
 
     wanted: bool (B, R). Most positions of a row are prompt or padding, and the output matrix is the
     largest product of a small model, so logits are made at the wanted places alone where the model
-    can: transformers' own models take a mask of places in `logits_to_keep`, and return them in
-    their flat order, which is that of `logit_places`. Others make logits for the last columns.
-    V is the model's, and may be above len(tokenizer): a mean over V counts ids without a token.
+    can: since 5.23 transformers' own models take a mask (N, T) of places in `logits_to_keep`, and
+    return the logits in flat order, which is that of `logit_places`. Others make logits for the
+    last columns. V is the size of the output matrix, which may exceed len(tokenizer).
     """
     T = layout.ids.shape[1]
     places = layout.logit_places[wanted]  # (M,) in flat order
@@ -276,7 +277,7 @@ def load_model(args, tokenizer=None, value_head=None):
     source = folders.resolve(args, tokenizer, value_head)  # config, weights, adapters
     kind = AutoModelForSequenceClassification if value_head else AutoModelForCausalLM
     options = {"dtype": DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
-    missing = source.missing_weights(kind, **options)  # a new head's alone: else refused
+    missing = source.missing_weights(kind, **options)  # at most a new head's
     partitioned = None
     torch.manual_seed(args.seed)
     if not source.has_weights:
@@ -287,7 +288,7 @@ def load_model(args, tokenizer=None, value_head=None):
         model = source.read(kind, **options)
     else:
         model = source.read(kind, device_map=zero3.loading_device(args), **options)
-    model.own_dropout = source.own_dropout  # what is saved: --dropout is this run's alone
+    model.own_dropout = source.own_dropout  # for config.json: --dropout is of this run alone
     # transformers gives the embedding of the padding token no gradient. In many chat models that is
     # EOS, which must learn. Padding itself has no gradient anyway: masks leave it out.
     model.get_input_embeddings().padding_idx = None
@@ -309,10 +310,12 @@ def load_model(args, tokenizer=None, value_head=None):
 def init_value_head(head, seed):
     """Draws a new head's weights: normal, mean 0, std 1 / (d + 1), d its input width.
 
-    As in OpenRLHF. ([Stiennon 2020] prints N(0, 1/(d+1)); OpenAI's code used std 1/sqrt(d+1). On
-    the toy three seeds cannot tell them apart: course/labs/head-init.md.) Under ZeRO-3, where
-    OpenRLHF says that a new head stays as it was in memory, it is gathered, written on rank 0, and
-    partitioned again from there. Only a head that no file holds is drawn.
+    OpenRLHF takes the model's hidden size for d, which is the same for all but OPT-350M, whose head
+    has 512 inputs and whose hidden size is 1,024. [Stiennon 2020] and OpenAI's code have the larger
+    std 1/sqrt(d + 1); on the toy three seeds cannot tell the two apart (course/labs/head-init.md).
+
+    Under ZeRO-3 the head is gathered, written on rank 0, and partitioned again from there. Only a
+    head that no file holds is drawn.
     """
     gathered = deepspeed.zero.GatheredParameters([head.weight], modifier_rank=0)
     with gathered, torch.no_grad():
@@ -355,10 +358,10 @@ def ds_config(args, batch_size, micro_steps=1, train=True):
         # With this, stage 1 adds each gradient to its fp32 sum as it comes. Otherwise all bf16
         # gradients stay beside the sums, and 0.18 reduces before the last micro-batch is in.
         config["bf16"]["immediate_grad_update"] = True
-        # Gradients are summed in fp32: bf16 would drop the small ones. By this DeepSpeed also
-        # chooses its bf16 optimizer at stage 1, so it is set for a single micro-batch, too. Not so
-        # with --adam_offload, where 0.19.8 would only keep a buffer for the sum on the device, at
-        # stages 1 and 2. (fp16 sums in fp16, as DeepSpeed does by default.)
+        # Gradients are summed in fp32: bf16 would drop the small ones. (fp16 sums in fp16, which is
+        # DeepSpeed's default.) With a single micro-batch there is no sum, but DeepSpeed chooses its
+        # bf16 optimizer at stage 1 by this setting. With --adam_offload the setting would only cost
+        # a buffer on the device, at stages 1 and 2 (0.19.8).
         if train and (micro_steps > 1 or not args.adam_offload):
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     if train:
@@ -423,8 +426,9 @@ def reference_of(actor, args, batch_size):
 def mean_factor(engine, count):
     """The factor of a micro-batch's loss SUM with which the step follows (all sums) / count.
 
-    count: the tokens of the optimizer step, over all ranks and micro-batches; in step 2 its pairs,
-    by --loss_mean perhaps its responses. DeepSpeed divides each loss by the engine's accumulation
-    steps, and averages gradients over the ranks: both are undone here, and nowhere else.
+    count: what the optimizer step holds, over all ranks and micro-batches: tokens in step 1, pairs
+    in step 2, and in step 3 what --loss_mean says. DeepSpeed divides each loss by the engine's
+    accumulation steps, and averages gradients over the ranks: both are undone here, and nowhere
+    else.
     """
     return ranks.data_parallel_size() * engine.gradient_accumulation_steps() / (count or 1)

@@ -22,8 +22,8 @@ policy loss is never clipped, and PPO is a policy gradient with a baseline. With
 more than one minibatch, later updates see a ratio that is not 1, and clipping acts:
 --allow_unstable 1 permits it, and course/labs/stability.md shows what it does.
 
-Read main() first: it is at the end of the file. What forks of this file have run into stands in
-docs/runs.md.
+Read main() first: it is at the end of the file. docs/runs.md lists what people ran into who changed
+this file.
 
 Shapes: B responses of a micro-batch, in N rows of T tokens; P the longest prompt and R the longest
 response; V vocabulary; H hidden size.
@@ -87,7 +87,7 @@ TOY = dict(
     max_answer_seq_len=48,
     per_device_generation_batch_size=32,
     per_device_training_batch_size=32,
-    recipe_rows=64,  # what the rates are tuned for: two ranks
+    recipe_rows=64,  # the rates are tuned for steps of so many responses: on two ranks
     per_device_eval_batch_size=140,
     num_eval_prompts=280,
     kl_coef=0.05,
@@ -111,14 +111,15 @@ def get_args(argv=None):
     arg = flags.flag_group(parser, "PPO: models and sizes")
     arg("actor_model_name_or_path", str, "actor and reference: step 1's output", needed=True)
     arg("critic_model_name_or_path", str, "start of the critic: step 2's output")
-    judges = "frozen reward models; None: the critic's, unless --reward_fn is given"
-    arg("reward_model_name_or_path", str, judges, nargs="+")
+    frozen = "frozen reward models; None: the critic's, unless --reward_fn is given"
+    arg("reward_model_name_or_path", str, frozen, nargs="+")
     arg("max_prompt_seq_len", int, "tokens; a longer prompt keeps its end", least=2, needed=True)
     arg("max_answer_seq_len", int, "tokens of a response with its EOS", least=2, needed=True)
     arg("samples_per_prompt", 1, "responses; rloo and grpo compare them", least=1)
-    arg("per_device_generation_batch_size", int, "responses sampled", least=1, needed=True)
+    unit = "responses that a rollout is counted in; --rollout_batch_size of them decode at a time"
+    arg("per_device_generation_batch_size", int, unit, least=1, needed=True)
     arg("per_device_training_batch_size", int, "responses of a forward", least=1, needed=True)
-    batches = "generation batches of a rollout, for each accumulation step. 1 [DeepSpeed-Chat]"
+    batches = "so many of these batches for each accumulation step. 1 [DeepSpeed-Chat]"
     arg("generation_batches", 1, batches, least=1)
     arg("ppo_epochs", 1, "epochs over a rollout. 1 [DeepSpeed-Chat]", least=1)
     # Several updates on a rollout are ordinary PPO. DeepSpeed-Chat reports that they diverge, and
@@ -233,8 +234,9 @@ def gae(rewards, values, mask, gamma, lam):
         A_t     = delta_t + gamma * lam * A_{t+1}   so we walk from the last token back
         returns = A + V                             the critic's target
 
-    A token with mask 0 (padding, or a tool's between two turns) is skipped: t + 1 means the next
-    token with mask 1. Returns advantages and returns, 0 where mask is 0.
+    V is 0 after a response that was cut off, too. A token with mask 0 (padding, or a tool's between
+    two turns) is skipped: t + 1 means the next token with mask 1. Returns advantages and returns,
+    0 where mask is 0.
     """
     advantages = torch.zeros_like(values)
     next_advantage = next_value = torch.zeros_like(values[:, 0])  # (B,)
@@ -252,9 +254,7 @@ def gae(rewards, values, mask, gamma, lam):
 def reinforce(rewards, mask, gamma):
     """The reward still to come, A_t = r_t + gamma * A_{t+1}.  [Williams 1992]
 
-    That is GAE with V = 0 and lambda = 1.
-
-    Whitened, this is REINFORCE++ [Hu 2025].
+    That is GAE with V = 0 and lambda = 1. Whitened, it is REINFORCE++ [Hu 2025].
     """
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[0]
 
@@ -276,10 +276,10 @@ def grpo(totals, groups):
 
     A_i = (total_i - mean) / (std + 1e-4)        (n,), (n,) -> (n,)
 
-    std divides by the group's size - 1. If all rewards are equal, A is exactly 0, because
-    `set_advantages` passes totals in float64. If KL is a part of the rewards, they are not quite
-    equal, and what differs is scaled up: use --kl_in loss. How GRPO's loss averages over tokens
-    is a separate choice: see `loss_weights`.
+    std is the sample deviation: it divides by the group's size - 1. If all rewards are equal, A is
+    exactly 0, because `set_advantages` passes totals in float64. If KL is a part of the rewards,
+    they are not quite equal, and what differs is scaled up: use --kl_in loss. How GRPO's loss
+    averages over tokens is a separate choice: see `loss_weights`.
     """
     size = group_sum(torch.ones_like(totals), groups)
     errors = totals - group_sum(totals, groups) / size
@@ -420,12 +420,13 @@ def load_models(args, tokenizer, functions, updates):
     reference = None
     if args.has_reference:
         reference = common.reference_of(actor, actor_args, batch_size)
-    if critic and not args.reward_model_name_or_path:  # one may expect the critic's model to judge
+    if critic and not args.reward_model_name_or_path:  # one might expect a judge
         ranks.say(f"rewards come from {', '.join(args.reward_fn)} alone; no reward model is loaded")
     reward_models = judges.load_models(args, batch_size, tokenizer)
     of_models = [functools.partial(reward_model_scores, model) for model in reward_models]
-    said = judges.function_scores
-    of_functions = {name: functools.partial(said, name=name) for name in functions}
+    of_functions = {
+        name: functools.partial(judges.function_scores, name=name) for name in functions
+    }
     gold = of_functions.pop("gold", None)
     judge = judges.sum_and_note(args, [*of_functions.values(), *of_models])
     return Models(actor, critic, reference, reward_models, functions, judge, gold)
@@ -458,7 +459,7 @@ class MicroBatch(common.Layout):
     advantages: Tensor = None
     returns: Tensor = None
     # 6 update
-    ratio: Tensor = None  # new to old probability, in the last update
+    ratio: Tensor = None  # new to old probability, as of the most recent update
 
     def kl(self, estimator):
         """KL to the reference, per token: (B, R). 0 where there is no reference."""
@@ -538,7 +539,7 @@ def next_logits(model, inputs, cache):
         attention_mask=cache.mask[:, :end],
         use_cache=True,
         **folders.accepted(model, cache=cache.past, position_ids=positions, logits_to_keep=1),
-    ).logits  # (b, 1, V)
+    ).logits  # (b, 1, V), or (b, P, V) at first if the model has no logits_to_keep
     cache.length = end
     return logits[:, -1]
 
@@ -577,7 +578,7 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
         probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)  # (b, V)
         # Ids that no token uses cannot be drawn (embeddings are often padded). Tokens that --top_k
         # or --top_p excludes get probability 0, so the sum may be below 1.
-        allowed = rollout.restricted(args, probs[:, : len(tokenizer)])
+        allowed = rollout.restricted(args, probs[:, : len(tokenizer)])  # (b, ids of the tokenizer)
         cumulative = allowed.cumsum(-1, dtype=torch.float64)
         threshold = uniforms[active, r, None] * cumulative[:, -1:]  # (b, 1)
         token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]  # (b,)
@@ -659,11 +660,14 @@ def ordered(responses, responses_per_row=1, seed=None):
 def actor_forward(args, actor, batch):
     """Log-probs and entropy (B, R) of the response tokens. Old and new ones both come from here.
 
-    Entropy has a gradient only if --entropy_coef trains on it: that costs memory.
+    Entropy has a gradient only if --entropy_coef trains on it, which costs memory. Otherwise it is
+    computed once, for the log.
     """
     wanted = batch.response_mask > 0
     logits = common.response_logits(actor, batch, wanted)  # (M, V)
     logprobs = common.token_logprobs(logits, batch, wanted, args.temperature)
+    if batch.entropy is not None and not args.entropy_coef:
+        return logprobs, batch.entropy
     with torch.set_grad_enabled(torch.is_grad_enabled() and args.entropy_coef != 0):
         entropy = common.scatter_to(wanted, common.entropy(logits, args.temperature))
     return logprobs, entropy
@@ -678,7 +682,7 @@ def reward_model_scores(model, batch):
 
 @torch.no_grad()
 def score(args, models, batch, actor=True):
-    """Fills in what the four models say of a micro-batch, before any weight moves.
+    """Fills in the scores, values and log-probs of a micro-batch, before any weight moves.
 
     judges.call_functions must have been called for its responses. actor: whether the actor scores
     them, too. If not, the update sets old_logprobs and entropy (optimizer_step).
@@ -720,8 +724,7 @@ def answered(args, models, tokenizer, requests):
 # ---- Advantages ----
 def set_rewards(args, batch):
     """Gives each token its reward."""
-    # as DeepSpeed-Chat does
-    clipped_scores = batch.scores.clamp(-args.clip_reward, args.clip_reward)
+    clipped_scores = batch.scores.clamp(-args.clip_reward, args.clip_reward)  # as DeepSpeed-Chat
     batch.score_clipped = (clipped_scores != batch.scores).any(-1)
     # (B, R): on the last token alone. A penalty (B, 1) would be taken off at every token.
     penalty = args.missing_eos_penalty * (1 - batch.ended)[:, None] * batch.last
@@ -803,7 +806,8 @@ def loss_weights(args, masks):
         responses   1/n * sum over i of (sum of loss_t / L_i)    every response does: GRPO
         constant    1/n * sum over i of (sum of loss_t / C)      C = --max_answer_seq_len: Dr. GRPO
 
-    [Yu 2025] eq. 8, [Shao 2024] eq. 3, [Liu 2025] section 3.2. With `responses` a token of a long
+    [Yu 2025] eq. 8 (there over the responses to one prompt, here over those of the whole step),
+    [Shao 2024] eq. 3, [Liu 2025] section 3.2. With `responses` a token of a long
     response counts less: long bad ones are punished less for each token, and long good ones are
     reinforced less. With `tokens` and `constant` a long response counts more as a whole; within one
     step these two differ only by a constant factor. Responses with no counted tokens are left out
@@ -824,7 +828,7 @@ def optimizer_step(args, models, minibatch, means):
 
     means: metrics.TokenMeans of the step. Returns the means of this update, {name: number}.
     """
-    actor, critic, engines = models.actor, models.critic, models.engines.values()
+    actor, critic = models.actor, models.critic
     masks = [trained_mask(args, batch) for batch in minibatch]  # (B, R) each
     weights, divisor = loss_weights(args, masks)
     if critic:
@@ -855,8 +859,8 @@ def optimizer_step(args, models, minibatch, means):
             loss_sum = (critic_loss * mask).sum()
             critic.backward(loss_sum * common.mean_factor(critic, token_count))
 
-        patches.skip_together(args, engines)  # fp16: if either overflows, both skip
-        for engine in engines:
+        patches.skip_together(args, models.engines.values())  # fp16: if one overflows, both skip
+        for engine in models.engines.values():
             engine.step()  # moves weights at the minibatch's last micro-batch
         means.add(batch, found)  # over the tokens of response_mask, whatever --loss_mean says
     return means.end_update()
@@ -897,8 +901,9 @@ def main():
         responses = evaluation.gathered(answered(args, models, tokenizer, requests))
         return evaluation.report(run, step, responses, args.eval_samples)
 
-    # Before a single update only KL in the reward needs the actor's log-probs. Without it the
-    # update's own forward gives them, and part 4 spares one. The first step has all, to compare.
+    # The actor's log-probs are needed before the update if there is a second one, or if KL is in
+    # the reward. Otherwise the update's own forward gives them, and part 4 saves a forward. In the
+    # first step part 4 always computes them, to compare them with the sampler's.
     scores_actor = sizes.updates > 1 or (args.kl_in == "reward" and args.kl_coef > 0)
     first = True  # this process's first step
     clock = metrics.Clock()
@@ -935,7 +940,7 @@ def main():
 
         # ---- 6 update ----
         for engine in engines.values():
-            engine.train()  # dropout is for the critic: stop_unless_one stops an actor that has any
+            engine.train()  # with dropout, for the critic; an actor's is found by stop_unless_one
             if first:  # ZeRO-3 records the next forward and backward, and prefetches in that order
                 patches.record_backward(engine)
         means = metrics.TokenMeans()

@@ -46,7 +46,7 @@ TOY = dict(
     dropout=0.0,
     center_coef=0.01,  # [Eisenstein 2023]
     per_device_train_batch_size=16,
-    recipe_rows=32,  # what the rate is tuned for: two ranks
+    recipe_rows=32,  # the rate is tuned for steps of so many rows: on two ranks
     per_device_eval_batch_size=140,
     max_seq_len=64,
     zero_stage=2,
@@ -107,7 +107,7 @@ def collate(rows, pad_id, pack=plain_rows):
 def score_pairs(model, batch):
     """Scores of the chosen and of the rejected responses, (B,) each, at their last tokens.
 
-    There ppo.py, tools/talk.py and stock transformers read a score, too.
+    ppo.py, tools/talk.py and stock transformers read a response's score at the same token.
     """
     scores = common.values_at_tokens(model, batch)[:, 0]  # (2B,)
     return scores.chunk(2)
@@ -162,7 +162,7 @@ def evaluate(run, engine, held_out, collate_rows):
     *sums, count = ranks.all_sum(*sums, len(pairs)).tolist()
     loss, accuracy, chosen_mean, rejected_mean = (total / count for total in sums)
     mean = (chosen_mean + rejected_mean) / 2
-    # Squared differences from the mean lose no digits where the mean is far from 0.
+    # In two passes: the mean of squares less the squared mean would lose digits far from 0.
     squares = ranks.all_sum(((pairs[:, 1:] - mean) ** 2).sum()).item()
     std = (squares / (2 * count)) ** 0.5
     return {
@@ -205,7 +205,7 @@ def main():
     # ---- 3 train ----
     for _, micro_batches in run.steps({"model": engine}, evaluate_at, COLUMNS, collate_rows):
         pairs = ranks.all_sum(sum(batch.row_weight.sum() for batch in micro_batches)).item()
-        sums = torch.zeros(4, device=ranks.device())
+        sums = torch.zeros(4, device=ranks.device())  # the four SUMS
         for batch in micro_batches:
             batch = batch.to(ranks.device())
             weight = batch.row_weight  # (B,)

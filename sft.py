@@ -8,8 +8,8 @@ The model learns to continue a prompt with its response: cross entropy on the re
 EOS included, and in chats on the assistant's turns before it (--train_on). The parts of
 main(): 1 data, 2 model, 3 train, 4 save. What is left out: packing.
 
-Token layout of a micro-batch: B = 2 rows, T = 6 tokens; the last R = 3 columns hold every token
-that the loss covers: here the longest response ('-' is padding).
+Token layout of a micro-batch of B = 2 rows, T = 6 tokens ('-' is padding). The last R = 3 columns
+hold every token that the loss covers. Here R is the length of the longest response.
     column       0    1    2    3    4    5          every row ends in the last column, so the
     row 0        x0   x1   x2 | y0   y1   eos        loss looks at the last R columns of all rows,
     row 1        -    x0   x1   x2 | y0   eos        masked: row 1's mask is 0 1 1
@@ -41,7 +41,7 @@ TOY = dict(
     weight_decay=0.0,
     num_warmup_steps=20,
     per_device_train_batch_size=24,
-    recipe_rows=48,  # what the rate is tuned for: two ranks
+    recipe_rows=48,  # the rate is tuned for steps of so many rows: on two ranks
     per_device_eval_batch_size=140,
     max_seq_len=64,
     zero_stage=2,
@@ -88,10 +88,12 @@ def collate(rows, pad_id):
 
     The loss never covers a row's first token, which nothing predicts, nor a filler row.
     """
-    ids, mask = common.pad([row["prompt_ids"] + row["responses"][0] for row in rows], pad_id)
+    ids, mask = common.pad(  # (B, T)
+        [row["prompt_ids"] + row["responses"][0] for row in rows], pad_id
+    )
     covered = [row["prompt_loss_mask"] + [1] * len(row["responses"][0]) for row in rows]
     loss_mask, _ = common.pad([[0] + row[1:] for row in covered], 0, dtype=torch.float)  # (B, T)
-    first = loss_mask.any(0).nonzero()[0].item()  # the first column with a token that is covered
+    first = loss_mask.any(0).nonzero()[0].item()  # the leftmost column that counts; R = T - first
     row_weight = torch.tensor([row["row_weight"] for row in rows])
     loss_mask = loss_mask[:, first:] * row_weight[:, None]  # (B, R)
     layout = common.last_columns(ids, mask, count=loss_mask.shape[1])
