@@ -828,7 +828,7 @@ def optimizer_step(args, models, minibatch, means):
 
     means: metrics.TokenMeans of the step. Returns the means of this update, {name: number}.
     """
-    actor, critic = models.actor, models.critic
+    actor, critic, engines = models.actor, models.critic, models.engines.values()
     masks = [trained_mask(args, batch) for batch in minibatch]  # (B, R) each
     weights, divisor = loss_weights(args, masks)
     if critic:
@@ -859,8 +859,8 @@ def optimizer_step(args, models, minibatch, means):
             loss_sum = (critic_loss * mask).sum()
             critic.backward(loss_sum * common.mean_factor(critic, token_count))
 
-        patches.skip_together(args, models.engines.values())  # fp16: if one overflows, both skip
-        for engine in models.engines.values():
+        patches.skip_together(args, engines)  # fp16: if either overflows, both skip
+        for engine in engines:
             engine.step()  # moves weights at the minibatch's last micro-batch
         means.add(batch, found)  # over the tokens of response_mask, whatever --loss_mean says
     return means.end_update()
