@@ -38,7 +38,7 @@ def test_a_group_without_a_limit_of_its_own_takes_ours(monkeypatch):
 
 def test_a_stage_0_engine_forgets_the_norm_of_its_gradients():
     """metrics.jsonl has grad_norm at each step. Every other engine notes it while it clips. That
-    ours is the norm of the other stages: test_gradient_norms_agree."""
+    ours is the norm of the other stages: test_zero_stages_and_ranks_agree."""
     source = inspect.getsource(DeepSpeedEngine.clip_fp32_gradients)
     assert "_global_grad_norm" not in source, "it keeps the norm now: keep_grad_norm may go"
 

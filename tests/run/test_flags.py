@@ -324,7 +324,7 @@ FREE = {
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_what_makes_a_run_this_run_is_refused_if_it_is_another(seed, tmp_path, capsys):
+def test_a_resumed_run_has_the_flags_that_it_was_begun_with(seed, tmp_path, capsys):
     """A resumed run has the flags that it was begun with, neither the toy's nor a preset's: 0 stays
     0, and what was left open follows from the others. What stands on its line, or in its file,
     overrides, and is named. Of a path the last part is compared: folders may have moved."""
@@ -419,7 +419,7 @@ def test_a_group_may_be_larger_than_a_micro_batch(rows, accumulation):
     assert groups == [0] * 16 + [1] * 16
 
 
-def test_what_flags_do_to_kl_is_warned_of(capsys):
+def test_kl_in_the_reward_of_grpo_is_warned_of(capsys):
     """GRPO divides KL in the reward by the group's deviation: SmolLM2 learned nothing with it
     (course/keys.md), and does learn with KL in the loss, or with RLOO. Filters change the sampler
     that KL is of."""
