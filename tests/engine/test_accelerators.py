@@ -8,8 +8,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import fused_adam
 from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder as CudaBuilder
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionMaskInterface, AutoModelForCausalLM
+from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 import common
@@ -17,9 +16,6 @@ import ppo
 from machinery import adam, folders, launch, patches, ranks, shared_prompts, zero3
 from tests import kit
 from tests.runs import facts
-from tests.tiny_models import config_of
-
-NO_END = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
 
 
 @pytest.fixture
@@ -124,45 +120,6 @@ def test_without_nvcc_no_gpu_takes_a_cpus_operator(cuda, monkeypatch, capsys, tm
     built_adam(), built_adam()
     said = capsys.readouterr().out
     assert "CUDA_HOME" in said and said.count("torch's AdamW takes its place") == 2
-
-
-# --------------------------------------------------------------------------------------------------
-# Launches
-# --------------------------------------------------------------------------------------------------
-class Launches(TorchDispatchMode):
-    """Counts the operators that launch a kernel: all but views and allocations."""
-
-    FREE = """empty empty_like new_empty empty_strided new_empty_strided
-              detach _unsafe_view lift_fresh alias""".split()
-    count = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        returned = operator._schema.returns
-        alias = returned[0].alias_info if returned else None
-        view = alias is not None and not alias.is_write
-        self.count += not view and operator.overloadpacket.__name__ not in self.FREE
-        return operator(*args, **kwargs or {})
-
-
-def launches_of_a_token(kind, layers):
-    """Returns how many kernels a decoded token of four rows launches, in bf16."""
-    config, counts = config_of(kind, num_hidden_layers=layers), []
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    ids, mask = common.pad([[5] * count for count in (3, 5, 7, 9)], 0)
-    for tokens in (8, 16):
-        with Launches() as launches:
-            kit.generate(model, ids, mask, kit.uniforms(4, tokens), NO_END)
-        counts.append(launches.count)
-    return (counts[1] - counts[0]) / 8
-
-
-@pytest.mark.parametrize("kind, layer, outside", [("qwen2", 40, 63), ("opt", 15, 50)])
-def test_a_decoded_token_launches_few_kernels(kind, layer, outside, monkeypatch):
-    """docs/performance.md reckons with these numbers, which are transformers 5.24's with one mask
-    for all layers, as runs have it."""
-    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", patches.additive_mask)
-    two, four = launches_of_a_token(kind, 2), launches_of_a_token(kind, 4)
-    assert ((four - two) / 2, 2 * two - four) == (layer, outside)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Inside DeepSpeed's engines: the value head, the EMA, generating from sharded weights.
+"""Inside DeepSpeed's engines: the value head, generating from sharded weights.
 
 Functions that are handed to kit.on_ranks run in each of two ranks, and assert there.
 """
@@ -14,10 +14,10 @@ from deepspeed.utils import get_z3_leaf_modules
 from transformers import AutoModelForCausalLM
 
 import common
-from machinery import checkpoints, ema, folders, lora, patches, ranks, zero3
+from machinery import checkpoints, folders, lora, patches, ranks, zero3
 from machinery.zero3 import unwrap_model
 from tests import kit, runs
-from tests.runs import rows_of_rank, tiny_engine, train_one_step, whole_weights
+from tests.runs import rows_of_rank, tiny_engine, train_one_step
 
 
 def test_with_lora_nothing_else_trains_beside_a_reference(tiny_model):
@@ -33,34 +33,33 @@ def test_with_lora_nothing_else_trains_beside_a_reference(tiny_model):
 # Loading, and the value head
 # --------------------------------------------------------------------------------------------------
 def value_heads(base):
-    """Returns the weights of a new head, on loaded weights and from scratch, and of a trained one,
-    under stages 0 and 3. What is loaded under stage 3 is in shards from the start."""
-    tokenizer, found = folders.load_tokenizer(kit.TOKENIZER), {}
-    for name in ("actor", "scratch", "reward"):
-        for stage in (0, 3):
-            args, path = runs.tiny_args(base, stage), f"{base}/models/{name}"
-            model = kit.load_model(path, args, stage, tokenizer=tokenizer, value_head="score")
-            sharded = {hasattr(weight, "ds_id") for weight in model.parameters()}
-            assert sharded == {stage == 3 and name != "scratch"}
-            weight = model.model.score.weight
-            with deepspeed.zero.GatheredParameters([weight]):
-                found[name, stage] = weight.detach().flatten().clone()
+    """Returns the weights of a new head on loaded weights, and of a trained one, under stage 3.
+    What is loaded there is in shards from the start."""
+    tokenizer, found = folders.load_tokenizer(kit.TOKENIZER), []
+    for name in ("actor", "reward"):
+        path, args = f"{base}/models/{name}", runs.tiny_args(base, 3)
+        model = kit.load_model(path, args, 3, tokenizer=tokenizer, value_head="score")
+        assert all(hasattr(weight, "ds_id") for weight in model.parameters())
+        with deepspeed.zero.GatheredParameters([model.model.score.weight]):
+            found.append(model.model.score.weight.detach().flatten().clone())
     return found
 
 
 def test_a_value_head_is_the_same_on_all_ranks_and_a_trained_one_is_kept():
     """ZeRO-3 partitions weights while they are made, and a layer that is added on top, too. A new
     head is written on rank 0 and must reach every rank, with the numbers that it has without
-    sharding (test_value_heads.py says which). A head that comes with a checkpoint is what its file
-    holds."""
-    both = kit.on_ranks(value_heads, 2, runs.base())
-    expected = {name: both[0][name, 0] for name, _ in both[0]}
-    for found in both:
-        assert all(head.equal(expected[name]) for (name, _), head in found.items())
+    sharding (test_value_heads.py says which; from scratch: test_devices.py). A head that comes with
+    a checkpoint is what its file holds."""
+    actor = kit.load_model(
+        f"{runs.base()}/models/actor",
+        runs.tiny_args(runs.base(), 0),
+        0,
+        tokenizer=folders.load_tokenizer(kit.TOKENIZER),
+        value_head="score",
+    )
     trained = kit.weights(runs.base() / "models/reward")["score.weight"].flatten()
-    assert expected["reward"].equal(trained)
-    for name in ("actor", "scratch"):
-        assert len(expected[name]) == 32 and expected[name].std() > 0
+    for head, kept in kit.on_ranks(value_heads, 2, runs.base()):
+        assert head.equal(actor.model.score.weight.flatten()) and kept.equal(trained)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -76,9 +75,9 @@ def counted(engine, name):
 def in_one_rank(base):
     """Returns for each stage how often DeepSpeed's hook runs in two forwards of a rollout, and in
     the forward of a training step after it; for frozen models of stages 0 and 3 how many parts are
-    in train mode; and for stage 0 in fp32 and 1 in bf16, as DeepSpeed does it and as we do, how
-    many buffers two backwards reduce, and the sums of their gradients."""
-    hooks, reduced = [], {}
+    in train mode; and in bf16, as DeepSpeed does it and as we do, how many buffers two backwards
+    reduce, and the sums of their gradients."""
+    hooks, reduced = [], []
     for stage in range(4):
         engine = tiny_engine(base, stage)
         calls = counted(engine, "_forward_prologue")
@@ -89,20 +88,16 @@ def in_one_rank(base):
         hooks.append((during, len(calls) - during))
     frozen = [common.frozen_engine(runs.tiny_args(base, stage), 2) for stage in (0, 3)]
     training = [sum(part.training for part in unwrap_model(model).modules()) for model in frozen]
-    for stage, dtype in ((0, "fp32"), (1, "bf16")):
-        for repaired in (False, True):
-            engine = tiny_engine(base, stage, options=["--dtype", dtype])
-            if not repaired:
-                del engine._reduce_non_expert_gradients
-            calls = counted(engine, "allreduce_bucket")
-            for seed in (0, 1):
-                ids = rows_of_rank(seed)
-                engine.backward(engine(ids, labels=ids).loss)
-            sums = [weight.grad for weight in engine.module.parameters()]
-            if stage == 1:
-                assert sums == [None] * len(sums), "bf16 gradients stay beside their fp32 sums"
-                sums = engine.optimizer.fp32_groups_gradients_flat
-            reduced[stage, repaired] = len(calls), torch.cat([each.flatten() for each in sums])
+    for repaired in (False, True):
+        engine = tiny_engine(base, 1, options=["--dtype", "bf16"])
+        if not repaired:
+            del engine._reduce_non_expert_gradients
+        calls = counted(engine, "allreduce_bucket")
+        for seed in (0, 1):
+            ids = rows_of_rank(seed)
+            engine.backward(engine(ids, labels=ids).loss)
+        sums = torch.cat([each.flatten() for each in engine.optimizer.fp32_groups_gradients_flat])
+        reduced.append((len(calls), sums))
     return hooks, training, reduced
 
 
@@ -124,55 +119,13 @@ def test_frozen_models_are_in_eval_mode():
 
 
 def test_a_single_rank_reduces_nothing():
-    """DeepSpeed joins all gradients for an all-reduce of one rank, and copies them back: the same
-    numbers in fp32. In bf16 it takes the fp32 sums through bf16, which loses their last bits."""
-    _, _, found = found_in_one_rank()
-    for stage in (0, 1):
-        assert found[stage, False][0], "it leaves them alone now: reduce_nothing may go"
-        assert not found[stage, True][0]
-    assert found[0, True][1].equal(found[0, False][1])
-    theirs, ours = found[1, False][1], found[1, True][1]
-    assert theirs.equal(theirs.bfloat16().float()) and not ours.equal(ours.bfloat16().float())
+    """DeepSpeed joins all gradients for an all-reduce of one rank, and copies them back. In bf16 it
+    takes the fp32 sums through bf16, which loses their last bits."""
+    (many, theirs), (none, ours) = found_in_one_rank()[2]
+    assert many, "it leaves them alone now: reduce_nothing may go"
+    assert none == 0 and theirs.equal(theirs.bfloat16().float())
+    assert not ours.equal(ours.bfloat16().float())
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)
-
-
-# --------------------------------------------------------------------------------------------------
-# The EMA
-# --------------------------------------------------------------------------------------------------
-def averages(base):
-    """Checks the EMA before and after one step, put together from all ranks' shards, under each
-    stage. Returns the sums of its weights."""
-    args, sums = argparse.Namespace(enable_ema=1, ema_decay=0.9), []
-    for stage in range(4):
-        engine = tiny_engine(base, stage)
-        average = ema.Ema(args, engine.module, {})
-
-        def whole(engine=engine, average=average):
-            # on rank 0 only, which sends it to the others
-            named = engine.module.named_parameters()
-            box = [{name: average.full_tensor(name, p) for name, p in named}]
-            torch.distributed.broadcast_object_list(box)
-            return box[0]
-
-        start, before = whole(), whole_weights(engine)
-        train_one_step(engine)
-        weights = whole_weights(engine)
-        average.update(engine)
-        for name, moved in whole().items():
-            assert start[name].equal(before[name])
-            expected = start[name] + 0.1 * (weights[name] - start[name])
-            torch.testing.assert_close(moved, expected, rtol=0, atol=1e-6)
-            assert (moved - start[name]).abs().max() > 1e-4
-            sums.append(moved.double().sum().item())
-    return sums
-
-
-def test_the_ema_moves_by_exactly_its_share():
-    """ema += (1 - decay) * (weights - ema), on each rank's own shards. Written into gathered
-    weights, it is thrown away under ZeRO-3 and nobody notices: so here it is put together from both
-    ranks and checked, for every weight."""
-    first, second = kit.on_ranks(averages, 2, runs.base())
-    assert first == second
 
 
 # --------------------------------------------------------------------------------------------------

@@ -156,7 +156,6 @@ POOL = {  # flags of sft.py, and values that are none of a recipe
     "num_train_epochs": [1, 2],
     "max_steps": [0, 4],
 }
-# What is said beside the data, or beside the epochs, is of these alone.
 PAIRS = {"gold_fn": "data_path", "columns": "data_path", "max_steps": "num_train_epochs"}
 
 
@@ -173,7 +172,9 @@ def line_of(flags):
 def test_any_flag_overrides_its_recipe(seed, tmp_path):
     """A recipe counts as standing first, wherever it is named, and what stands later counts. No
     number comes from a recipe that nobody has named: where a model is named and no recipe, a file
-    stands alone, and what it leaves out has the flag's own default, or is refused by its name."""
+    stands alone, and what it leaves out has the flag's own default, or is refused by its name.
+    What is said beside the data or the epochs (PAIRS) goes with them: a gold score knows its own
+    questions only."""
     random = Random(seed)
     typed, file = some_of(random, POOL), random.choice([{}, *4 * [some_of(random, POOL)]])
     lines = [line_of(typed), f"@{tmp_path}/mine.flags" if file else ""]
@@ -269,13 +270,6 @@ def test_the_next_step_takes_the_preset_of_the_folder_that_it_starts_from(tmp_pa
         assert get_args("reward", model).preset == "toy"
     begin(tmp_path / "run", preset="arithmetic")  # which has no reward model
     assert refusal_of("reward", model)[0] == "no-recipe"
-
-
-def test_a_presets_gold_score_goes_with_its_data():
-    """It knows the toy's questions only: with other data it stays only if it is asked for."""
-    gold = get_args("ppo").gold_fn
-    assert get_args("ppo", "--data_path my.jsonl").gold_fn is None is not gold
-    assert get_args("ppo", f"--data_path my.jsonl --gold_fn {gold}").gold_fn == gold
 
 
 @pytest.mark.parametrize("script, rows", [("sft", 48), ("reward", 32), ("ppo", 64)])
