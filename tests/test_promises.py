@@ -55,24 +55,26 @@ def make_runs(box):
         flags += f" --output_dir {name} --save_steps 1 --keep_checkpoints 2"
         done = kit.start(f"{script} {flags}", RIGHT[script].split(), cwd=box)
         assert done.code == 0, done
-    for name in "damaged strange bestless stopped broken replaced alone".split():
-        shutil.copytree(box / "finished", box / name)
-    for name in "stopped broken replaced alone ppo_stopped judged".split():
+    for name in ("ppo_stopped", "judged"):
         (box / name / "config.json").unlink()
-    for step in (1, 2):  # as an older version of this project wrote them
-        place = box / f"broken/checkpoints/step-{step}"
-        (place / "done").rename(place / "manifest.json")
-    args = json.loads((box / "stopped/args.json").read_text())
-    (box / "older").mkdir()
-    for name, changes in {
-        "bestless": {"keep_best": "eval_loss"},
-        "replaced": {"model_name_or_path": "deep"},
-        "older": {"format": 1},
-    }.items():
-        (box / name / "args.json").write_text(json.dumps({**args, **changes}))
-    (box / "strange/args.json").write_text('{"seed": [1], "files": 3}')
+    for name in ("damaged", "strange", "stopped"):
+        shutil.copytree(box / "finished", box / name)
     (box / "damaged/args.json").write_text('{"seed": 1')
+    (box / "strange/args.json").write_text('{"seed": [1], "files": 3}')
+    (box / "stopped/config.json").unlink()
+    for name in ("broken", "replaced", "alone"):
+        shutil.copytree(box / "stopped", box / name)
+    args = json.loads((box / "stopped/args.json").read_text())
+    shutil.copytree(box / "finished", box / "bestless")
+    (box / "bestless/args.json").write_text(json.dumps({**args, "keep_best": "eval_loss"}))
+    for step in (1, 2):  # as an older version of this project wrote them
+        (box / f"broken/checkpoints/step-{step}/done").rename(
+            box / f"broken/checkpoints/step-{step}/manifest.json"
+        )
+    (box / "replaced/args.json").write_text(json.dumps({**args, "model_name_or_path": "deep"}))
     (box / "alone/args.json").unlink()
+    (box / "older").mkdir()
+    (box / "older/args.json").write_text(json.dumps({**args, "format": 1}))
 
 
 @pytest.fixture(scope="session")
