@@ -362,10 +362,10 @@ def test_a_run_of_another_script_or_version_is_not_resumed(tmp_path):
 # --------------------------------------------------------------------------------------------------
 def test_one_model_of_ppo_has_flags_as_other_scripts_have_them():
     """What is declared is beside the flags, and not among them."""
-    args = get_args("ppo", "--critic_zero_stage 1 --critic_lora_dim 4 --critic_dropout 0.5")
+    args = get_args("ppo", "--critic_zero_stage 1 --critic_lora_dim 4")
     critic = declaring.with_flags(declaring.of_role(args, "critic"), dropout=None)
     assert (critic.zero_stage, critic.lora_dim, critic.dropout) == (1, 4, None)
-    assert critic.learning_rate == args.critic_learning_rate and args.critic_dropout == 0.5
+    assert critic.learning_rate == args.critic_learning_rate and "dropout" not in vars(args)
     assert declaring.of_role(args, "actor").zero_stage == args.zero_stage == 2
     assert declaring.stages_of(args) == {1, 2}
     assert copy.deepcopy(args).declared == critic.declared and "declared" not in vars(args)
