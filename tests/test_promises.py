@@ -138,7 +138,7 @@ def test_what_shows_when_a_run_has_begun_is_refused(box, untouched, tmp_path, ru
 )
 def test_a_name_that_is_too_long_is_refused(box, untouched, tmp_path, flag):
     done = start(f"sft {flag.replace('N', 300 * 'n')}", box, tmp_path)
-    assert_refused(done, "", "nnn")
+    assert_refused(done, done.rule, "nnn")
     assert kit.tree(box) == untouched
 
 
