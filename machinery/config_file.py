@@ -11,7 +11,7 @@ from machinery.refused import Refused
 
 FLAGS_DECIDE = """optimizer scheduler bf16 fp16 gradient_clipping train_batch_size
                   train_micro_batch_size_per_gpu gradient_accumulation_steps
-                  managed_gradient_accumulation zero_optimization.stage""".split()
+                  managed_gradient_accumulation""".split()
 # The monitors, and the module that each needs.
 MONITORS = dict(tensorboard="tensorboard", wandb="wandb", comet="comet_ml", csv_monitor="csv")
 
@@ -23,15 +23,14 @@ def read_config(args):
         config = json.loads(Path(args.ds_config).read_text())
         parsed(config)
     except Exception as error:  # of many kinds: no file, no JSON, an unknown key, another type
-        why = " ".join(str(error).split()[:40])
-        raise Refused("ds-config", f"{named} cannot be used.\n  {why}") from None
+        raise Refused("ds-config", f"{named} cannot be used.\n  {error}") from None
     zero = config.setdefault("zero_optimization", {})
-    given = {**config, **{f"zero_optimization.{key}": True for key in zero}}
-    for key in FLAGS_DECIDE:
-        if key in given:
-            raise Refused("ds-config-flag", f"{named} sets {key}.\n  Flags decide that.")
+    decided = [key for key in FLAGS_DECIDE if key in config]
+    decided += ["zero_optimization.stage"] * ("stage" in zero)
+    if decided:
+        raise Refused("ds-config-flag", f"{named} sets {', '.join(decided)}.\n  Flags decide that.")
     for key, module in MONITORS.items():
-        if given.get(key, {}).get("enabled") and not find_spec(module):
+        if config.get(key, {}).get("enabled") and not find_spec(module):
             raise Refused("ds-config", f"{named} needs {module}, which is not installed.")
     return config
 

@@ -11,7 +11,6 @@ form may be given as @FILE. A recipe counts as standing first, and what stands l
 import argparse
 import copy
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -34,7 +33,7 @@ LORA = "LoRA: train a product of this rank beside each matrix. 0: off"
 LORA_RATE = "with LoRA about ten times that of full training [Schulman 2025]"
 
 MODEL = "model_name_or_path"
-ROLES = "", "actor_", "critic_"  # of the models that are trained
+TRAINED = [f"{role}{MODEL}" for role in ("", "actor_", "critic_")]  # judges are not
 OF_A_START = {"resume", "overwrite", "local_rank", "output_dir"}  # flags of one start of a run
 # With another value of one of these, or of a model's name, --resume would make another run.
 OF_ONE_RUN = {"seed", "data_path", "data_split", "columns", "reward_fn", "preset"}
@@ -48,8 +47,6 @@ LEFT = {  # flags that the scripts do not have, and what there is in their place
     "compile_decoding": "see variants/compiled-decoding",
     "rows_of_all_ranks": "the banner says when a step has other rows than the recipe's",
 }
-# A comment, or as group 1 what is none though a # may stand in it: an escape, or a quotation
-COMMENT = r"""(\\.|"[^"]*"|'[^']*')|(?:^|\s)#.*"""
 
 
 # ---- Declaring ----
@@ -57,16 +54,14 @@ class Parser(argparse.ArgumentParser):
     """Raises Refused where argparse would end the program, and reads the lines of flags files."""
 
     def error(self, text):
-        flags = re.findall(r"--(\w+)", text)
-        unknown = {*flags} - {flag.dest for flag in self._actions}  # a variant may declare one
-        left = [f"--{flag} left: {LEFT[flag]}." for flag in flags if flag in LEFT.keys() & unknown]
+        # of a flag that a variant declares argparse writes "--flag:"
+        words = text.replace("=", " ").split()
+        left = [f"--{flag} left: {LEFT[flag]}." for flag in LEFT if f"--{flag}" in words]
         raise Refused("wrong-flag", "\n  ".join([text, *left, "See --help."]))
 
     def convert_arg_line_to_args(self, line):
         """Returns the words of a line of a flags file."""
-        return [
-            in_project(word) for word in shlex.split(re.sub(COMMENT, r"\1", line.lstrip("\ufeff")))
-        ]
+        return [in_project(word) for word in shlex.split(f" {line}".split(" #")[0])]
 
 
 def new_parser(doc):
@@ -75,6 +70,7 @@ def new_parser(doc):
         usage="%(prog)s [--flag value] ...",
         description=doc,
         allow_abbrev=False,
+        fromfile_prefix_chars="@",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
@@ -186,25 +182,23 @@ def parse(parser, toy, argv=None, script=""):
     toy: {flag: value} of the script's own recipe. Which one is taken: see `recipe_of`.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser.fromfile_prefix_chars = "@"
     parser._option_string_actions["--preset"].choices = presets(script)
     own, of_toy = vars(parser.parse_args([])), stated(parser, words_of(toy))
     parser.set_defaults(**of_toy)  # which --help shows
-    given = stated(parser, argv)
+    typed = [word for word in argv if not word.startswith("@")]
+    given, files = stated(parser, argv), typed != argv
+    layers = [given, stated(parser, typed)]
     if given.get("resume"):
-        values, changed = resumed(parser, script, given, own.keys())
-        layers = [changed]
+        values = resumed(script, {**of_toy, **given}["output_dir"], given, own.keys())
+        layers = [given.keys() - OF_ONE_RUN]
     else:
-        typed = [word for word in argv if not word.startswith("@")]
-        layers = [given, stated(parser, typed)]
-        name = recipe_of(script, given, typed != argv)
+        name = recipe_of(script, given, files)
         file = [f"@{RECIPES / name / script}.flags"] if name else []
         values = {**(of_toy if name == "toy" else stated(parser, file)), "preset": name}
     args = Flags(**{**own, **values, **given})
-    for layer in layers:
-        for flag, other in GOES_WITH.items():
-            if other in layer and flag not in layer and flag in own:
-                setattr(args, flag, own[flag])
+    for flag, other in GOES_WITH.items():
+        if flag in own and any(other in layer and flag not in layer for layer in layers):
+            setattr(args, flag, own[flag])
     refuse_values(parser, args)
     args.dtype = args.dtype or fast_dtype()
     args.output_dir = os.path.expanduser(args.output_dir)  # of --output_dir=~/x no shell does it
@@ -227,16 +221,18 @@ def stated(parser, words):
 
 def refuse_values(parser, args):
     """Refuses a needed flag without a value, and a number out of its flag's range, as NaN is."""
-    flags = [(f, getattr(args, f.dest)) for f in parser._actions if hasattr(f, "needed")]
-    absent = [f"--{flag.dest}" for flag, value in flags if flag.needed and value is None]
-    if absent:
-        parser.error(f"no recipe gives {', '.join(absent)}: they need a value, or a --preset")
-    for flag, value in flags:
+    absent = []
+    for flag in [flag for flag in parser._actions if flag.dest in args]:
+        value = getattr(args, flag.dest)
+        if flag.needed and value is None:
+            absent.append(f"--{flag.dest}")
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, (int, float)) and not flag.least <= number <= flag.most:
-                most = f" and at most {flag.most}" if flag.most < FINITE else ""
-                words = f"--{flag.dest} {number} must be at least {flag.least}{most}."
+                bound = "most" if number > flag.most else "least"
+                words = f"--{flag.dest} {number} must be at {bound} {getattr(flag, bound)}."
                 raise Refused("out-of-range", words)
+    if absent:
+        parser.error(f"no recipe gives {', '.join(absent)}: they need a value, or a --preset")
 
 
 # ---- Recipes ----
@@ -261,23 +257,19 @@ def presets(script):
     return {"toy": f"what {script}.py runs without flags", **found}
 
 
-def models_named(given):
-    """Returns the flags in `given` that name models which are trained."""
-    return [f"{role}{MODEL}" for role in ROLES if f"{role}{MODEL}" in given]
-
-
-def recipe_of(script, given, from_file):
+def recipe_of(script, given, files):
     """Returns the name of the recipe that is taken: the toy where no model is named.
 
-    For a model that a run of ours has made, that run's. None where an @FILE stands in its place.
+    For a model that a run of ours has made, that run's. None where `files`, @FILEs, take its place.
     Any other model is refused: nobody has said which numbers suit it.
     """
-    if "preset" in given or not models_named(given):
+    named = [flag for flag in TRAINED if flag in given]
+    if "preset" in given or not named:
         return given.get("preset", "toy")
-    if from_file:
+    if files:
         return None
     known = presets(script)
-    for flag in models_named(given):
+    for flag in named:
         name = record_of_model(given[flag]).get("preset")
         if name in known:
             return name
@@ -286,69 +278,47 @@ def recipe_of(script, given, from_file):
     raise Refused("no-recipe", "\n  ".join([words, *lines, "@FILE: a flags file of your own"]))
 
 
-def recipe_note(args):
-    """Returns a line for the first words of a run for each model named that a run has made.
-
-    It says that run's recipe, which was taken unless one is named, and where LoRA was off then.
-    """
-    words = ""
-    for flag in models_named(args.declared.given):
-        made, lora = record_of_model(getattr(args, flag)), flag.replace(MODEL, "lora_dim")
-        if made:
-            words += f"  from     {getattr(args, flag)}, trained with --preset {made.get('preset')}"
-            if getattr(args, lora) and made.get("lora_dim") == 0:
-                words += f" without LoRA: --{lora} 0 goes on so"
-            words += "\n"
-    return words
-
-
 def rows_note(args, rows_per_step):
-    """Returns words for the first lines of a run: how many responses a row gets, if several.
+    """Returns words for a run's first lines if a step has other rows than its recipe is tuned for.
 
-    And whether a step has other rows than the recipe is tuned for.
+    With several responses to a prompt --recipe_rows counts them all, and rows_per_step does not.
     """
-    samples = getattr(args, "samples_per_prompt", 1)
-    words = f", {samples} responses to each" if samples > 1 else ""
-    if args.recipe_rows not in (None, rows_per_step * samples):
-        words += f" (the recipe is tuned for {args.recipe_rows / samples:g}: docs/runs.md)"
-    return words
+    tuned = args.recipe_rows and args.recipe_rows / getattr(args, "samples_per_prompt", 1)
+    if tuned in (None, rows_per_step):
+        return ""
+    return f" (the recipe is tuned for {tuned:g}: docs/runs.md)"
 
 
 # ---- --resume ----
-def resumed(parser, script, given, known):
-    """Returns {flag: value} of the run that goes on, and the flags that are given otherwise.
+def resumed(script, output, given, known):
+    """Returns {flag: value} of the run in the folder `output`, which goes on; says what differs.
 
-    known: the names of all flags. Refuses to go on where there is no such run, or where what makes
-    it this run is given otherwise.
+    given: {flag: value} beside --resume. known: the names of all flags. Refuses to go on where
+    there is no such run, or where what makes it this run is given otherwise.
     """
-    if "output_dir" not in given:
-        parser.error("--resume needs --output_dir, the folder of the run")
-    output = os.path.expanduser(given["output_dir"])
+    output = os.path.expanduser(output)
     record = read_run(output)
     if not record:
         words = f"--resume: {output} holds no run, or its args.json is missing or damaged."
         raise Refused("no-args-json", words)
-    began = record.get("script")
-    if (began, record.get("format")) != (script, FORMAT):
-        how = "with another version of this project" if began == script else f"by {began}.py"
-        raise Refused("resume-another", f"--resume: the run in {output} was begun {how}.")
-    values = {name: record[name] for name in known & record.keys() - OF_A_START}
-    changed = {name for name in given.keys() - OF_A_START if values.get(name) != given[name]}
-    for name in sorted(changed):
-        words = f"--{name} was {values.get(name)} and is now {given[name]}"
-        if name in OF_ONE_RUN or name.endswith(MODEL):
-            if comparable(values.get(name)) != comparable(given[name]):
-                raise Refused("flag-changed", f"--resume: {words}, which would be another run.")
-            changed.remove(name)  # it has moved
-        ranks.say(words)
-    return values | dict.fromkeys(record["left_open"]), changed
+    if (record.get("script"), record.get("format")) != (script, FORMAT):
+        words = f"{record.get('script')}.py, or another version of this project."
+        raise Refused("resume-another", f"--resume: the run in {output} was begun by {words}")
+    for name in sorted(given.keys() - OF_A_START):
+        was, now = record.get(name), given[name]
+        words = f"--{name} was {was} and is now {now}"
+        of_one_run = name in OF_ONE_RUN or name.endswith(MODEL)
+        if of_one_run and last_parts(was) != last_parts(now):
+            raise Refused("flag-changed", f"--resume: {words}, which would be another run.")
+        if was != now:
+            ranks.say(words)
+    began = {name: record[name] for name in known & record.keys() - OF_A_START}
+    return began | dict.fromkeys(record["left_open"])
 
 
-def comparable(value):
-    """Returns the value of a flag, of paths their last part: folders may have moved."""
-    if isinstance(value, list):
-        return [comparable(one) for one in value]
-    return Path(value).name if isinstance(value, str) else value
+def last_parts(value):
+    """Returns the value of a flag as text, of paths their last parts: folders may have moved."""
+    return [Path(str(one)).name for one in (value if isinstance(value, list) else [value])]
 
 
 # ---- Rules: each has a name, whether it is broken, and what to say then ----

@@ -42,10 +42,10 @@ def program(main):
         if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
             raise
         rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-        rank = int(rank) if rank.isdecimal() else 0
-        if rank and os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")) != "1":
+        alone = os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")) == "1"
+        if rank != "0" and not alone:
             time.sleep(20)
-        where = f"rank {rank}: " if rank else ""
+        where = "" if rank == "0" else f"rank {rank}: "
         words = "\n  ".join([str(error), *getattr(error, "__notes__", [])])
         print(f"error: {where}{words}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -153,7 +153,6 @@ class Run:
         count, training = (zero3.count_parameters(model, part) / 1e6 for part in (False, True))
         ranks.say(
             f"{self.title}   (preset {args.preset}, seed {args.seed}, output {args.output_dir})\n"
-            f"{flags.recipe_note(args)}"
             f"  model    {path}: {count:,.2f} M parameters ({training:,.3f} M of them train), "
             f"{args.dtype}, ZeRO stage {engine.zero_optimization_stage()}, "
             f"{ranks.get_world_size()} x {ranks.device().type}{scratch}\n"

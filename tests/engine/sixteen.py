@@ -18,21 +18,19 @@ import inspect
 import os
 import signal
 import socket
-import sys
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from tests import kit, runs
+from machinery import ranks
+from tests import kit, runs, two_devices
 
 RANKS, OF_A_HOST = 16, 8
 HERE = 0, 7, 8, 15  # of either host the first and the last; with few rows the last have none
 CALLS = """all_reduce all_gather all_gather_into_tensor broadcast reduce reduce_scatter
            reduce_scatter_tensor gather scatter all_to_all_single barrier new_group""".split()
-NOTES = "place_of_call compare note call all_sum all_gather_objects barrier".split()  # on the way
 SIZE = 400  # bytes of a call in words
 
 
@@ -89,7 +87,7 @@ class World:
 
     def compare(self, call):
         """Raises Differ unless all that are here make this call now."""
-        words = f"{call}|{place_of_call()}".encode()[:SIZE].ljust(SIZE)
+        words = f"{call}|{two_devices.place(__file__, ranks.__file__)}".encode()[:SIZE].ljust(SIZE)
         each = self.gathered(torch.frombuffer(bytearray(words), dtype=torch.uint8))
         texts = [bytes(x.tolist()).decode(errors="ignore").strip() for x in each]
         if len({text.partition("|")[0] for text in texts}) > 1:
@@ -128,17 +126,6 @@ class World:
 def stand_in(rank):
     """Returns the place in HERE of who stands for a rank."""
     return max(place for place, other in enumerate(HERE) if other <= (rank or 0))
-
-
-def place_of_call():
-    """Returns which line of ours asks: file:line, function."""
-    frame = sys._getframe()
-    while frame := frame.f_back:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        ours = file.startswith(str(kit.ROOT)) and "/.venv/" not in file
-        if ours and name not in NOTES:
-            return f"{Path(file).relative_to(kit.ROOT)}:{frame.f_lineno}, {name}"
-    return "a library"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -216,7 +203,6 @@ def has_no_room(is_odd):
 def asks_once_more(is_odd):
     """A mistake: who has no response that counts asks the others something more."""
     import ppo
-    from machinery import ranks
 
     set_advantages = ppo.set_advantages
 

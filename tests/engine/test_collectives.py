@@ -69,4 +69,4 @@ def test_a_rank_that_asks_once_more_is_seen(tmp_path, monkeypatch):
     """A mistake as it is easily made: a sum over all ranks where a rank has no rows."""
     monkeypatch.setitem(WAYS, "mistake", ("ppo", 2, "--max_steps 1", "asks_once_more", None))
     done, _ = started("mistake", tmp_path)
-    assert done.code and "Differ: call" in done.err and "and_ask" in done.err, done
+    assert done.code and "Differ: call" in done.err and "ppo.py:" in done.err, done

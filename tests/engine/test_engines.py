@@ -1,10 +1,10 @@
-"""Inside DeepSpeed's engines: the value head, the EMA, generating from sharded weights.
+"""Inside DeepSpeed's engines: the value head, generating from sharded weights.
 
 Functions that are handed to kit.on_ranks run in each of two ranks, and assert there.
 """
 
 import argparse
-import json
+import functools
 
 import deepspeed
 import pytest
@@ -14,21 +14,10 @@ from deepspeed.utils import get_z3_leaf_modules
 from transformers import AutoModelForCausalLM
 
 import common
-from machinery import checkpoints, ema, flags, folders, lora, patches, ranks, zero3
+from machinery import checkpoints, folders, lora, patches, ranks, zero3
 from machinery.zero3 import unwrap_model
 from tests import kit, runs
-from tests.runs import rows_of_rank, tiny_engine, train_one_step, whole_weights
-
-
-def loaded_in_shards(base):
-    own = dict(model_name_or_path=f"{base}/models/actor", dropout=None)
-    args = flags.with_flags(runs.tiny_args(base, 3), **own)
-    return [hasattr(weight, "ds_id") for weight in common.load_model(args).parameters()]
-
-
-def test_under_stage_3_a_loaded_model_is_in_shards():
-    for sharded in kit.on_ranks(loaded_in_shards, 2, runs.base()):
-        assert sharded and all(sharded)
+from tests.runs import rows_of_rank, tiny_engine, train_one_step
 
 
 def test_with_lora_nothing_else_trains_beside_a_reference(tiny_model):
@@ -41,156 +30,102 @@ def test_with_lora_nothing_else_trains_beside_a_reference(tiny_model):
 
 
 # --------------------------------------------------------------------------------------------------
-# The value head
+# Loading, and the value head
 # --------------------------------------------------------------------------------------------------
 def value_heads(base):
-    """Returns the weights of a new head, on loaded weights and from scratch, and of a trained one,
-    under stages 0 and 3."""
-    tokenizer, found = folders.load_tokenizer(kit.TOKENIZER), {}
-    for name in ("actor", "scratch", "reward"):
-        for stage in (0, 3):
-            engine = tiny_engine(base, stage, name, tokenizer=tokenizer, value_head="score")
-            weight = engine.module.model.score.weight
-            assert hasattr(weight, "ds_id") == (stage == 3)
-            with deepspeed.zero.GatheredParameters([weight]):
-                found[name, stage] = weight.detach().flatten().clone()
+    """Returns the weights of a new head on loaded weights, and of a trained one, under stage 3.
+    What is loaded there is in shards from the start."""
+    tokenizer, found = folders.load_tokenizer(kit.TOKENIZER), []
+    for name in ("actor", "reward"):
+        path, args = f"{base}/models/{name}", runs.tiny_args(base, 3)
+        model = kit.load_model(path, args, 3, tokenizer=tokenizer, value_head="score")
+        assert all(hasattr(weight, "ds_id") for weight in model.parameters())
+        with deepspeed.zero.GatheredParameters([model.model.score.weight]):
+            found.append(model.model.score.weight.detach().flatten().clone())
     return found
 
 
 def test_a_value_head_is_the_same_on_all_ranks_and_a_trained_one_is_kept():
     """ZeRO-3 partitions weights while they are made, and a layer that is added on top, too. A new
     head is written on rank 0 and must reach every rank, with the numbers that it has without
-    sharding (test_value_heads.py says which). A head that comes with a checkpoint is what its file
-    holds."""
-    both = kit.on_ranks(value_heads, 2, runs.base())
-    expected = {name: both[0][name, 0] for name, _ in both[0]}
-    for found in both:
-        assert all(head.equal(expected[name]) for (name, _), head in found.items())
+    sharding (test_value_heads.py says which; from scratch: test_devices.py). A head that comes with
+    a checkpoint is what its file holds."""
+    actor = kit.load_model(
+        f"{runs.base()}/models/actor",
+        runs.tiny_args(runs.base(), 0),
+        0,
+        tokenizer=folders.load_tokenizer(kit.TOKENIZER),
+        value_head="score",
+    )
     trained = kit.weights(runs.base() / "models/reward")["score.weight"].flatten()
-    assert expected["reward"].equal(trained)
-    for name in ("actor", "scratch"):
-        assert len(expected[name]) == 32 and expected[name].std() > 0
+    for head, kept in kit.on_ranks(value_heads, 2, runs.base()):
+        assert head.equal(actor.model.score.weight.flatten()) and kept.equal(trained)
 
 
 # --------------------------------------------------------------------------------------------------
-# Hooks
+# A single rank
 # --------------------------------------------------------------------------------------------------
-def hooks_called(base):
+def counted(engine, name):
+    """Has the calls of an engine's method noted. Returns the list."""
+    calls, own = [], getattr(engine, name)
+    setattr(engine, name, lambda *given, **options: calls.append(1) or own(*given, **options))
+    return calls
+
+
+def in_one_rank(base):
     """Returns for each stage how often DeepSpeed's hook runs in two forwards of a rollout, and in
-    the forward of a training step after it."""
-    found = []
+    the forward of a training step after it; for frozen models of stages 0 and 3 how many parts are
+    in train mode; and in bf16, as DeepSpeed does it and as we do, how many buffers two backwards
+    reduce, and the sums of their gradients."""
+    hooks, reduced = [], []
     for stage in range(4):
-        engine, calls = tiny_engine(base, stage), []
-        own = engine._forward_prologue
-        engine._forward_prologue = lambda *given, own=own, calls=calls: (
-            calls.append(1) or own(*given)
-        )
+        engine = tiny_engine(base, stage)
+        calls = counted(engine, "_forward_prologue")
         with zero3.gather_for_generation(engine) as (model, _), torch.no_grad():
             model(rows_of_rank(0)), model(rows_of_rank(1))
         during = len(calls)
         train_one_step(engine)
-        found.append((during, len(calls) - during))
-    return found
+        hooks.append((during, len(calls) - during))
+    frozen = [common.frozen_engine(runs.tiny_args(base, stage), 2) for stage in (0, 3)]
+    training = [sum(part.training for part in unwrap_model(model).modules()) for model in frozen]
+    for repaired in (False, True):
+        engine = tiny_engine(base, 1, options=["--dtype", "bf16"])
+        if not repaired:
+            del engine._reduce_non_expert_gradients
+        calls = counted(engine, "allreduce_bucket")
+        for seed in (0, 1):
+            ids = rows_of_rank(seed)
+            engine.backward(engine(ids, labels=ids).loss)
+        sums = torch.cat([each.flatten() for each in engine.optimizer.fp32_groups_gradients_flat])
+        reduced.append((len(calls), sums))
+    return hooks, training, reduced
+
+
+@functools.cache
+def found_in_one_rank():
+    return kit.on_ranks(in_one_rank, 1, runs.base())[0]
 
 
 def test_no_hook_runs_at_a_decoded_token():
     """At any stage: its Python is work for the host at each token, and tells nobody anything. Then
     they are back."""
-    assert kit.on_ranks(hooks_called, 1, runs.base()) == [[(0, 1)] * 4]
-
-
-# --------------------------------------------------------------------------------------------------
-# Gradients of a single rank
-# --------------------------------------------------------------------------------------------------
-def gradients_of_one_rank(base):
-    """Returns for stage 0 in fp32 and 1 in bf16, as DeepSpeed does it and as we do, how many
-    buffers two backwards reduce, and the sums of their gradients."""
-    found = {}
-    for stage, dtype in ((0, "fp32"), (1, "bf16")):
-        for repaired in (False, True):
-            engine, calls = tiny_engine(base, stage, options=["--dtype", dtype]), []
-            if not repaired:
-                del engine._reduce_non_expert_gradients
-            own = engine.allreduce_bucket
-            engine.allreduce_bucket = lambda *given, own=own, calls=calls, **options: (
-                calls.append(1) or own(*given, **options)
-            )
-            for seed in (0, 1):
-                ids = rows_of_rank(seed)
-                engine.backward(engine(ids, labels=ids).loss)
-            sums = [weight.grad for weight in engine.module.parameters()]
-            if stage == 1:
-                assert sums == [None] * len(sums), "bf16 gradients stay beside their fp32 sums"
-                sums = engine.optimizer.fp32_groups_gradients_flat
-            found[stage, repaired] = len(calls), torch.cat([each.flatten() for each in sums])
-    return found
-
-
-def test_a_single_rank_reduces_nothing():
-    """DeepSpeed joins all gradients for an all-reduce of one rank, and copies them back: the same
-    numbers in fp32. In bf16 it takes the fp32 sums through bf16, which loses their last bits."""
-    (found,) = kit.on_ranks(gradients_of_one_rank, 1, runs.base())
-    for stage in (0, 1):
-        assert found[stage, False][0], "it leaves them alone now: reduce_nothing may go"
-        assert not found[stage, True][0]
-    assert found[0, True][1].equal(found[0, False][1])
-    theirs, ours = found[1, False][1], found[1, True][1]
-    assert theirs.equal(theirs.bfloat16().float()) and not ours.equal(ours.bfloat16().float())
-    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)
-
-
-# --------------------------------------------------------------------------------------------------
-# Frozen models
-# --------------------------------------------------------------------------------------------------
-def parts_that_train(base):
-    models = [common.frozen_engine(runs.tiny_args(base, stage), 2) for stage in (0, 3)]
-    return [sum(part.training for part in unwrap_model(model).modules()) for model in models]
+    assert found_in_one_rank()[0] == [(0, 1)] * 4
 
 
 def test_frozen_models_are_in_eval_mode():
     """Dropout would be noise in the KL penalty and in the scores. A new model, as here, comes in
     train mode."""
-    assert kit.on_ranks(parts_that_train, 1, runs.base()) == [[0, 0]]
+    assert found_in_one_rank()[1] == [0, 0]
 
 
-# --------------------------------------------------------------------------------------------------
-# The EMA
-# --------------------------------------------------------------------------------------------------
-def averages(base):
-    """Checks the EMA before and after one step, put together from all ranks' shards, under each
-    stage. Returns the sums of its weights."""
-    args, sums = argparse.Namespace(enable_ema=1, ema_decay=0.9), []
-    for stage in range(4):
-        engine = tiny_engine(base, stage)
-        average = ema.Ema(args, engine.module, {})
-
-        def whole_average(engine=engine, average=average):
-            # whole on rank 0 only, which sends it to the others
-            named = engine.module.named_parameters()
-            box = [{name: average.full_tensor(name, p) for name, p in named}]
-            torch.distributed.broadcast_object_list(box)
-            return box[0]
-
-        start, before = whole_average(), whole_weights(engine)
-        assert all(start[name].equal(before[name]) for name in start)
-        train_one_step(engine)
-        weights = whole_weights(engine)
-        average.update(engine)
-        moved = whole_average()
-        for name in start:
-            expected = start[name] + 0.1 * (weights[name] - start[name])
-            torch.testing.assert_close(moved[name], expected, rtol=0, atol=1e-6)
-            assert (moved[name] - start[name]).abs().max() > 1e-4
-        sums.append(sum(weight.double().sum().item() for weight in moved.values()))
-    return sums
-
-
-def test_the_ema_moves_by_exactly_its_share():
-    """ema += (1 - decay) * (weights - ema), on each rank's own shards. Written into gathered
-    weights, it is thrown away under ZeRO-3 and nobody notices: so here it is put together from both
-    ranks and checked, for every weight."""
-    first, second = kit.on_ranks(averages, 2, runs.base())
-    assert first == second
+def test_a_single_rank_reduces_nothing():
+    """DeepSpeed joins all gradients for an all-reduce of one rank, and copies them back. In bf16 it
+    takes the fp32 sums through bf16, which loses their last bits."""
+    (many, theirs), (none, ours) = found_in_one_rank()[2]
+    assert many, "it leaves them alone now: reduce_nothing may go"
+    assert none == 0 and theirs.equal(theirs.bfloat16().float())
+    assert not ours.equal(ours.bfloat16().float())
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -247,9 +182,8 @@ def fits(free, need):
 def test_ranks_of_one_host_share_its_memory():
     """Each would fill all of it: three ranks that gather a model each need it three times. Of 300
     bytes one has 100, of which 0.8 count."""
-    for need, fit in ((79, True), (80, False)):
-        assert kit.on_ranks(fits, 3, 300, need) == [fit] * 3
-    assert kit.on_ranks(fits, 1, 300, 80) == [True]
+    found = [kit.on_ranks(fits, ranks, 300, need) for ranks, need in ((3, 79), (3, 80), (1, 80))]
+    assert found == [[True] * 3, [False] * 3, [True]]
 
 
 def test_sharded_generation_equals_the_plain_model():
@@ -311,12 +245,3 @@ def test_stage_3_prefetches_in_a_backward_and_its_checkpoint_holds_the_moments_o
     time. In a checkpoint they would be a second copy, and a resumed run would load them onto the
     device: then an offload moves moments from there to there."""
     kit.on_ranks(stage_3, 2, runs.base(), tmp_path)
-
-
-def test_a_layer_is_gathered_while_the_one_before_it_computes():
-    """DeepSpeed's coordinator gathers ahead until it has as many numbers. A layer of Llama-2-7B has
-    202 million: 4 x 4096^2 of attention, 3 x 4096 x 11008 of the MLP. With 5e7 q, k and v were
-    there, and the other 150 million were waited for."""
-    zero = json.loads((kit.ROOT / "ds_config.json").read_text())["zero_optimization"]
-    layer = 4 * 4096**2 + 3 * 4096 * 11008
-    assert layer < zero["stage3_prefetch_bucket_size"] < zero["stage3_max_live_parameters"] - layer

@@ -43,56 +43,50 @@ def test_flops_by_hand(tiny_model, kind, checkpointing):
     assert found == pytest.approx(expected, rel=0.01)
 
 
-def test_a_step_of_ppo_by_hand(tiny_model):
-    """A forward and a backward of each model that trains, on prompt and response; fillers count
-    nothing, nor do tokens that an update leaves out."""
+def test_speed_by_hand(tiny_model, monkeypatch):
+    """A step of PPO on four devices in two seconds: a forward and a backward of each model that
+    trains, on prompt and response. Fillers count nothing, nor do tokens that an update leaves out.
+    """
     args = SimpleNamespace(gradient_checkpointing=False)
     weight, lengths = torch.tensor([1.0, 0.0]), torch.tensor([25, 25])
     mask = torch.zeros(2, 25)
     batch = micro_batch([0, 0], response_mask=mask, row_weight=weight, length=lengths)
     for response in batch.responses:
         response["prompt_ids"] = [5] * 75
-    critic = LlamaForSequenceClassification(tiny_model.config)
-    tokens, flops = metrics.work(args, [tiny_model, critic], [batch, batch])
-    each = [metrics.flops_per_token(args, model, 100) for model in (tiny_model, critic)]
-    assert tokens == 200 and flops == pytest.approx(200 * sum(each))
+    models = tiny_model, LlamaForSequenceClassification(tiny_model.config)
+    tokens, flops = metrics.work(args, models, [batch, batch])
+    each = sum(metrics.flops_per_token(args, model, 100) for model in models)
+    assert tokens == 200 and flops == pytest.approx(200 * each)
+    monkeypatch.setattr(metrics.ranks, "get_world_size", lambda: 4)
+    found = metrics.speed(tokens, flops, 2)
+    assert found["tokens_per_second"] == 100
+    assert found["tflops"] == pytest.approx(200 * each / 2 / 4 / 1e12)
 
 
 def timed_run(argv):
     """A run of step 1 by a clock that moves where work is done, and nowhere else."""
     clock = [0.0]
+    run_module.time = SimpleNamespace(monotonic=lambda: clock[0])
+    costs = (sft, "collate", 3), (common, "mean_factor", 10), (sft, "evaluate", 100)
+    for holder, name, seconds in (*costs, (run_module.Run, "write", 1)):
+        own = getattr(holder, name)
 
-    def takes(seconds, holder, name, works=True):
-        function = getattr(holder, name)
-
-        def work(*given, **options):
+        def work(*given, own=own, seconds=seconds, **options):
             clock[0] += seconds
-            return function(*given, **options) if works else {}
+            return {} if seconds == 100 else own(*given, **options)
 
         setattr(holder, name, work)
-
-    run_module.time = SimpleNamespace(monotonic=lambda: clock[0])
-    takes(3, sft, "collate")
-    takes(10, common, "mean_factor")  # once in a step of one micro-batch
-    takes(100, sft, "evaluate", works=False)
-    takes(1, run_module.Run, "write")
     kit.call_main("sft", argv)
 
 
 def test_seconds_are_all_of_a_steps_time(tmp_path):
     """Loading (3 seconds here), what the body does (10) and writing the line before (1) are in
     `seconds`; an evaluation (100) is not. The rate of this run warms up for two steps, from 0."""
-    flags = "--max_steps 3 --eval_steps 2 --num_samples 0 --num_warmup_steps 2 --output_dir".split()
-    argv = [*runs.base_flags("sft", runs.base()), *flags, str(tmp_path / "out")]
-    done = kit.fork(timed_run, 1, [*argv, "--gradient_accumulation_steps", "1"], meet="never")
+    flags = """--max_steps 3 --eval_steps 2 --num_samples 0 --num_warmup_steps 2
+               --gradient_accumulation_steps 1 --output_dir"""
+    argv = [*runs.base_flags("sft", runs.base()), *flags.split(), str(tmp_path / "out")]
+    done = kit.fork(timed_run, 1, argv, meet="never")
     assert done.code == 0, done
     lines = kit.metrics(tmp_path / "out")
     assert [line.get("seconds") for line in lines] == [None, 13, 14, 13]
     assert [line["learning_rate"] for line in lines[1:]] == [0, 1.5e-3, 3e-3]
-
-
-def test_speed_by_hand(monkeypatch):
-    """8e12 FLOPs of four devices in two seconds: each has made 1e12 a second."""
-    monkeypatch.setattr(metrics.ranks, "get_world_size", lambda: 4)
-    speed = metrics.speed(100, 8e12, 2)
-    assert (speed["tokens_per_second"], speed["tflops"]) == (50, 1)

@@ -2,9 +2,6 @@
 mixes devices, and the host waits for the device as seldom as here. (A wait empties the queue of a
 GPU: what the host does until the next operation is time in which the GPU does nothing.)"""
 
-import functools
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -32,7 +29,9 @@ EACH = [
     name if name == script else pytest.param(name, marks=pytest.mark.slow)
     for name, (script, _) in PROGRAMS.items()
 ]
-WAITS = [("sft", 17, 4), ("reward", 5, 6), ("ppo", 110, 11), ("ppo_grpo", 66, 14)]
+# How often the host waits for the device in a run, and copies something there, at most: a twentieth
+# above what was counted on 2026-11-30 with torch 2.13 and transformers 5.24.
+WAITS = {"sft": (124, 23), "reward": (56, 29), "ppo": (778, 98), "ppo_grpo": (701, 105)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -41,14 +40,11 @@ WAITS = [("sft", 17, 4), ("reward", 5, 6), ("ppo", 110, 11), ("ppo_grpo", 66, 14
 HERE = torch.tensor([1.0, 2.0, 3.0])
 REFUSED = {
     "two vectors": lambda there: HERE + there,
-    "a comparison": lambda there: torch.arange(3) < there,
     "a number from there": lambda there: HERE + there.sum(),
     "a mask from here": lambda there: torch.where(HERE > 1, there, 0.0),
     "places from there": lambda there: HERE[there.long() - 1],
-    "cat": lambda there: torch.cat([HERE, there]),
     "stacked numbers": lambda there: torch.stack([HERE.sum(), there.sum()]),
     "a product": lambda there: HERE @ there,
-    "gather": lambda there: there.gather(0, torch.tensor([0])),
 }
 TAKEN = {
     "a number from here": (lambda there: there + torch.tensor(2.0), 0, 0),
@@ -57,22 +53,13 @@ TAKEN = {
     "copied there, nobody waits": (lambda there: HERE.to(device(), non_blocking=True), 0, 0),
     "made there": (lambda there: torch.zeros(3, device=device()) + there, 0, 0),
     "a list": (lambda there: torch.tensor([1.0, 2.0, 3.0], device=device()) * there, 0, 1),
-    "like it": (lambda there: torch.zeros_like(there) + there.new_ones(3), 0, 0),
     "item": (lambda there: there.sum().item(), 1, 0),
-    "float": (lambda there: float(there[0]), 1, 0),
     "tolist": (lambda there: there.tolist(), 1, 0),
     "cpu": (lambda there: there.cpu(), 1, 0),
     "if": (lambda there: 1 if there.any() else 0, 1, 0),
     "a mask as an index": (lambda there: there[there > 1], 1, 0),
     "nonzero": (lambda there: there.nonzero(), 1, 0),
-    "a slice": (lambda there: there[1:].square().sum(), 0, 0),
 }
-
-
-def of_each(function):
-    """Calls function in a rank for each entry of REFUSED and TAKEN. Autograd's threads are made by
-    the first backward of a process, one for each device that it knows by then."""
-    return kit.on_ranks(function, 1)[0]
 
 
 def refused_and_taken():
@@ -94,90 +81,48 @@ def refused_and_taken():
 
 
 def test_what_cuda_refuses_is_refused_and_waits_are_counted():
-    found = of_each(refused_and_taken)
+    [found] = kit.on_ranks(refused_and_taken, 1)
     assert {name: found[name] for name in REFUSED} == dict.fromkeys(REFUSED, "refused")
-    leave = "item float tolist cpu if".split()
     for name, (_, reads, copies) in TAKEN.items():
-        assert found[name] == (name not in leave, reads, copies), name
-
-
-def gradients():
-    """Returns how far the gradients of a model here and there are apart."""
-    device()  # before autograd's first backward
-    model, ids = kit.make_tiny_model(), torch.arange(2, 20).view(2, 9)
-    model(ids, labels=ids).loss.backward()
-    here = [weight.grad for weight in model.parameters()]
-    with two_devices.machine():
-        model = two_devices.moved(kit.make_tiny_model())
-        ids = ids.to(device())
-        model(ids, labels=ids).loss.backward()
-        there = [weight.grad.held for weight in model.parameters()]
-    return [(x - y).abs().max().item() for x, y in zip(here, there, strict=True)]
-
-
-def test_a_backward_there_gives_the_gradients_of_here():
-    assert max(of_each(gradients)) < 1e-5
+        leaves = name in ("item", "tolist", "cpu", "if")
+        assert found[name] == (not leaves, reads, copies), name
 
 
 # --------------------------------------------------------------------------------------------------
 # Whole scripts
 # --------------------------------------------------------------------------------------------------
-def run_there(base, name, script, flags, steps, plant=False):
-    """Makes a run on the pretended device. Returns its exit code, and its waits by their places."""
-    made = runs.run(script, f"{flags} --max_steps {steps}", zero=2)
+def run_there(base, name, script, flags, plant=False):
+    """Makes a run on the pretended device. Returns its exit code, waits for it and copies to it."""
+    made = runs.run(script, f"{flags} --max_steps 2", zero=2)
     with two_devices.program() as count, pytest.MonkeyPatch.context() as patch:
         if plant:
             own = common.scatter_to
             patch.setattr(common, "scatter_to", lambda wanted, values: own(wanted.cpu(), values))
         facts = runs.make_run(base, name, script, made["flags"])
-    return facts["code"], count.reads, count.copies
+    return facts["code"], sum(count.reads.values()), sum(count.copies.values())
 
 
-@functools.cache
-def ran(name, steps=2, plant=False):
-    script, flags = PROGRAMS[name]
-    place = f"there_{name}{steps}{plant}"
-    given = runs.base(), place, script, flags, steps, plant
-    return kit.once(runs.base() / "made" / place, kit.fork, run_there, 1, *given, meet="")
+def ran(name, plant=False):
+    given = f"there_{name}{plant}", *PROGRAMS[name], plant
+    return kit.fork(run_there, 1, runs.base(), *given, meet="")
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_no_operation_mixes_devices(name):
-    """Two steps, with evaluation, samples, microscope and saving."""
-    done = ran(name, 2)
+    """Two steps, with evaluation, samples, microscope and saving. And the host waits no more often
+    than it did."""
+    done = ran(name)
     assert done.code == 0 and done.results[0][0] == 0, done
-    assert sum(done.results[0][1].values()), "nothing was read: it was not there"
+    _, reads, copies = done.results[0]
+    print(name, reads, copies)
+    most = WAITS.get(name, (reads, copies))
+    assert 0 < reads <= most[0] and copies <= most[1]
 
 
 def test_a_mix_in_a_script_is_seen():
     """A mask that is left on the CPU, where everything runs on CPU ranks."""
     done = ran("sft", plant=True)
     assert done.code and "Mixed: aten.masked_scatter" in done.err, done
-
-
-# --------------------------------------------------------------------------------------------------
-# How often the host waits
-# --------------------------------------------------------------------------------------------------
-def waits_of_a_token():
-    """Returns how often the host waits, and what it copies, for each decoded token."""
-    with two_devices.machine() as count:
-        model, found = two_devices.moved(kit.make_tiny_model(num_key_value_heads=2)), []
-        ids, mask = (x.to(device()) for x in common.pad([[5, 6, 7], [5], [6, 7], [8]], 0))
-        no_end = SimpleNamespace(pad_token_id=0, eos_token_id=-1)
-        for tokens in (32, 16, 32):  # the first warms up
-            uniforms = torch.rand(4, tokens, dtype=torch.float64, device=device())
-            kit.generate(model, ids, mask, uniforms, no_end)
-            found.append((sum(count.reads.values()), sum(count.copies.values())))
-        few, many = (
-            [after - before for before, after in zip(*pair)] for pair in zip(found, found[1:])
-        )
-    return [(long - short) / 16 for short, long in zip(few, many)]
-
-
-def test_the_host_waits_for_a_decoded_token_to_know_who_goes_on():
-    """And a second time in transformers, which asks whether anything is padded (sdpa_mask). Nothing
-    is copied."""
-    assert kit.on_ranks(waits_of_a_token, 1) == [[2, 0]]
 
 
 def shared_mask_of_many():
@@ -200,14 +145,3 @@ def test_the_mask_of_shared_prompts_is_made_on_the_device():
     """It has T^2 numbers a row: what is copied there is one number a token."""
     ((there, size, copied),) = kit.on_ranks(shared_mask_of_many, 1)
     assert there and size == 2 * 121**2 and copied == 2 * 121
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, reads, copies", WAITS)
-def test_the_host_waits_no_more_often_in_a_step_than_it_did(name, reads, copies):
-    """One more step, of two micro-batches; ppo.py decodes ten tokens in it at most. The bounds are
-    what was counted on 2026-11-29 with torch 2.13 and transformers 5.24."""
-    two, three = (ran(name, steps).results[0] for steps in (2, 3))
-    found = [sum(three[i].values()) - sum(two[i].values()) for i in (1, 2)]
-    print(name, found)
-    assert found[0] <= reads and found[1] <= copies

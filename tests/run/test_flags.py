@@ -5,14 +5,13 @@ import json
 import re
 import shlex
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-import common
 import ppo
 import reward
 import sft
@@ -50,31 +49,31 @@ DAHOAS = "Dahoas/rm-static"
 BLEND = ["Dahoas/full-hh-rlhf", "Dahoas/synthetic-instruct-gptj-pairwise"]
 BLEND = [DAHOAS, *BLEND, "yitingxie/rlhf-reward-datasets"]
 DSC_DATA = {("ppo", 0): [DAHOAS], ("ppo", 1): [DAHOAS], ("reward", 1): [DAHOAS]}  # else BLEND
-MOST = {"sft": 47, "reward": 47, "ppo": 96}  # flags
 
 
 def get_args(script, flags="", preset="--preset toy "):
-    return SCRIPTS[script].get_args(shlex.split(preset + flags))
+    return {**SCRIPTS, "dpo": dpo}[script].get_args(shlex.split(preset + flags))
 
 
-def pretend(monkeypatch, deepspeed_is="0.19.8", device="cpu", **environment):
-    """Answers where flags ask for the device, the version, or the launcher."""
-    monkeypatch.setattr(deepspeed, "__version__", deepspeed_is)
-    monkeypatch.setattr(get_accelerator(), "device_name", lambda *_: device)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def refusal_of(script, flags, preset=""):
+    """Returns rule and words with which a command line is refused."""
+    with pytest.raises(Refused) as caught:
+        get_args(script, flags, preset)
+    return caught.value.rule, caught.value.words
 
 
 def parser_of(script):
     """Returns the parser that a script declares its flags for."""
     found = []
-    parse, declaring.parse = declaring.parse, lambda parser, *_, **__: found.append(parser) or 1 / 0
-    try:
-        {**SCRIPTS, "dpo": dpo}[script].get_args([])
-    except ZeroDivisionError:
-        return found[0]
-    finally:
-        declaring.parse = parse
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(declaring, "parse", lambda parser, *_, **__: found.append(parser) or 1 / 0)
+        get_args(script)
+    return found[0]
+
+
+def read(script, words):
+    """Returns {flag: value} of what stands in `words`, without defaults."""
+    return declaring.stated(parser_of(script), words)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -97,18 +96,30 @@ def test_only_rank_zero_speaks_at_once(monkeypatch, capsys):
     """Eight ranks read the same wrong flag, and eight messages would hide it: the others wait, and
     the launcher ends them. A rank that alone sees a mistake does say so."""
     waited = []
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setattr("time.sleep", lambda s: waited.append((s, capsys.readouterr().err)))
-    with pytest.raises(SystemExit):
-        program(lambda: get_args("sft", "--max_seq_len 1"))
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for rank, where in (("3", "rank 3: "), ("0", "")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit):
+            program(lambda: get_args("sft", "--max_seq_len 1"))
+        assert capsys.readouterr().err.startswith(f"error: {where}--max_seq_len")
     assert waited == [(20, "")]
-    assert capsys.readouterr().err.startswith("error: rank 3: --max_seq_len")
+
+
+def test_a_flag_that_left_is_refused_with_its_place():
+    for flag, place in declaring.LEFT.items():
+        for words in (f"--seed 1 --{flag} 1", f"--{flag}=1"):
+            rule, said = refusal_of("sft", words)
+            assert rule == "wrong-flag" and f"--{flag} left: {place}" in said
 
 
 # --------------------------------------------------------------------------------------------------
-# What is taken
+# Recipes
 # --------------------------------------------------------------------------------------------------
+FILES = sorted(declaring.RECIPES.glob("*/*.flags"))
+OPT = (declaring.RECIPES / "opt-1.3b/sft.flags").read_text()
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("column, name", enumerate(["opt-1.3b", "llama-2-7b"]))
 def test_the_recipe_is_deepspeed_chats_number_for_number(script, column, name):
@@ -120,100 +131,80 @@ def test_the_recipe_is_deepspeed_chats_number_for_number(script, column, name):
     assert {name: getattr(args, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize("script, rows, stage", [("sft", 64, 2), ("reward", 32, 1), ("ppo", 32, 2)])
-def test_eight_gpus_get_the_recipes_batches(script, rows, stage):
-    """What docs/runs.md says. The recipe's stage 0 is 1 in bf16: docs/deepspeed.md."""
-    args = get_args(script, "--dtype bf16", "--preset opt-1.3b ")
-    name = "training" if script == "ppo" else "train"
-    size = getattr(args, f"per_device_{name}_batch_size")
-    config = common.ds_config(args, size, args.gradient_accumulation_steps)
-    batch = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
-    assert batch * 8 == rows and config["zero_optimization"]["stage"] == stage
-
-
-# --------------------------------------------------------------------------------------------------
-# Recipes
-# --------------------------------------------------------------------------------------------------
-FILES = sorted(declaring.RECIPES.glob("*/*.flags"))
-
-
-def flags_in(file):
-    """Returns {flag: value} of a flags file, read by the script that it is named for."""
-    return words_in(file.stem, [f"@{file}"])
-
-
-def words_in(script, words):
-    """Returns {flag: value} of what stands in `words`, read by a script."""
-    parser = parser_of(script)
-    parser.fromfile_prefix_chars = "@"
-    return declaring.stated(parser, words)
-
-
-def run_of(folder, script="sft", flags="", **facts):
-    """Writes the args.json that a run leaves in `folder`. Returns its flags."""
-    args = get_args(script, f"{flags} --output_dir {folder}")
-    record = {**vars(args), "script": script, "format": declaring.FORMAT, "data_fingerprint": 1}
-    record["left_open"] = args.declared.left_open
-    folder.mkdir(exist_ok=True)
-    (folder / "args.json").write_text(json.dumps(record | facts))
-    return args
-
-
-def refusal_of(script, words):
-    """Returns rule and words with which a command line is refused."""
-    with pytest.raises(Refused) as caught:
-        SCRIPTS[script].get_args(shlex.split(words))
-    return caught.value.rule, caught.value.words
-
-
-def test_the_recipes_are_these():
-    found = {script: declaring.presets(script) for script in SCRIPTS}
-    both = ["toy", "arithmetic", "llama-2-7b", "opt-1.3b", "qwen2.5-0.5b", "qwen2.5-0.5b-grpo"]
-    small = ["hh", "sentiment"]  # all three steps with SmolLM2
-    assert {name: set(of) for name, of in found.items()} == {
-        "sft": {*both, *small},
-        "ppo": {*both, *small, "smollm2"},
-        "reward": {"toy", *both[2:5], *small},
-    }
-    others = {"toy", "__pycache__"}  # the toy's flags are a dict in each script
-    folders = {folder for folder in declaring.RECIPES.iterdir() if folder.name not in others}
-    assert {file.parent for file in FILES} == folders
-    for folder in folders:
-        text = (folder / "README.md").read_text()
-        assert f"--preset {folder.name}" in text and "reached" in text
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
 def test_each_recipe_runs_as_it_is_written(file):
     """What the file shows is what runs: nothing multiplies a learning rate for adapters. And
-    --preset NAME is short for @recipes/NAME/SCRIPT.flags. Its first line says what it is for."""
-    script = {**SCRIPTS, "dpo": dpo}[file.stem]
-    args = script.get_args(["--preset", file.parent.name])
-    assert flags_in(file).items() <= vars(args).items()
-    assert vars(script.get_args([f"@{file}"])) == vars(args)
-    purpose = file.read_text().splitlines()[0]
-    assert re.fullmatch(r"# [A-Z][^\n]{20,}\.", purpose), purpose
+    --preset NAME is short for @recipes/NAME/SCRIPT.flags. Its first line says what it is for, and
+    its README what a run has reached."""
+    name, script = file.parent.name, file.stem
+    args = vars(get_args(script, preset=f"--preset {name}"))
+    assert read(script, [f"@{file}"]).items() <= args.items()
+    assert vars(get_args(script, preset=f"@{file}")) == args
+    assert re.match(r"# [A-Z][^\n]{20,}\.\n", file.read_text())
+    page = (file.parent / "README.md").read_text()
+    assert f"--preset {name}" in page and "reached" in page
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_any_flag_overrides_its_recipe(script):
-    known = parser_of(script)._option_string_actions
-    others = "--allow_unstable 1 --per_device_training_batch_size 1 --advantage reinforce "
-    others = (others + "--samples_per_prompt 1") * (script == "ppo")
-    for name in declaring.presets(script):
-        file = declaring.RECIPES / name / f"{script}.flags"
-        toy = declaring.words_of(SCRIPTS[script].TOY)
-        for flag, value in words_in(script, toy if name == "toy" else [f"@{file}"]).items():
-            if isinstance(value, int | float):
-                new = max(known[f"--{flag}"].least, 1)
-                args = get_args(script, f"{others} --{flag} {new}", f"--preset {name} ")
-                assert getattr(args, flag) == new
+POOL = {  # flags of sft.py, and values that are none of a recipe
+    "preset": ["toy", "opt-1.3b", "qwen2.5-0.5b-grpo"],
+    "model_name_or_path": ["some/model", "other/model"],
+    "seed": [0, 6],
+    "learning_rate": [0.0, 0.2],
+    "gold_fn": ["f.py:f", "g.py:g"],
+    "data_path": [["my data.jsonl"], ["a.jsonl", "b.jsonl"]],
+    "columns": ["prompt=a", "prompt=b"],
+    "num_train_epochs": [1, 2],
+    "max_steps": [0, 4],
+}
+PAIRS = {"gold_fn": "data_path", "columns": "data_path", "max_steps": "num_train_epochs"}
 
 
-def test_a_flags_file_may_begin_with_a_byte_order_mark(tmp_path):
-    """As some editors write it: the first flag would be an unknown one, which looks like it."""
-    (tmp_path / "my.flags").write_bytes(b"\xef\xbb\xbf--seed 7\r\n")
-    assert get_args("sft", f"@{tmp_path}/my.flags").seed == 7
+def some_of(random, pool):
+    """Returns {flag: value} of some flags."""
+    return {flag: random.choice(pool[flag]) for flag in pool if random.random() < 0.35}
+
+
+def line_of(flags):
+    return shlex.join(declaring.words_of(flags))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_flag_overrides_its_recipe(seed, tmp_path):
+    """A recipe counts as standing first, wherever it is named, and what stands later counts. No
+    number comes from a recipe that nobody has named: where a model is named and no recipe, a file
+    stands alone, and what it leaves out has the flag's own default, or is refused by its name.
+    What is said beside the data or the epochs (PAIRS) goes with them: a gold score knows its own
+    questions only."""
+    random = Random(seed)
+    typed, file = some_of(random, POOL), random.choice([{}, *4 * [some_of(random, POOL)]])
+    lines = [line_of(typed), f"@{tmp_path}/mine.flags" if file else ""]
+    (tmp_path / "mine.flags").write_text(line_of(file).replace(" --", "\n\n--"))
+    given = typed | file
+    if random.random() < 0.5:
+        lines, given = lines[::-1], file | typed
+
+    own, (_, *flags) = vars(parser_of("sft").parse_args([])), parser_of("sft")._actions
+    name = given.get("preset", None if "model_name_or_path" in given else "toy")
+    if not name and not file:
+        assert refusal_of("sft", " ".join(lines))[0] == "no-recipe"
+        return
+    recipe = declaring.words_of(sft.TOY) * (name == "toy")
+    recipe = recipe or [f"@{declaring.RECIPES / name / 'sft.flags'}"] if name else []
+    expected = {**own, **read("sft", recipe), **given, "preset": name}
+    for flag, other in PAIRS.items():
+        for layer in (given, typed):
+            if other in layer and flag not in layer:
+                expected[flag] = own[flag]
+    if isinstance(expected["columns"], str):
+        expected["columns"] = {"prompt": expected["columns"][-1]}
+    absent = [flag.dest for flag in flags if flag.needed and expected[flag.dest] is None]
+    if absent:
+        said = refusal_of("sft", " ".join(lines))[1]
+        assert {*re.findall(r"--(\w+)", said)} == {*absent, "preset", "help"}
+        return
+    args = get_args("sft", " ".join(lines), "")
+    assert vars(args) == {**expected, "dtype": args.dtype}
+    assert args.declared.given == given.keys()
 
 
 def test_a_home_is_no_folder_of_that_name(monkeypatch):
@@ -223,93 +214,29 @@ def test_a_home_is_no_folder_of_that_name(monkeypatch):
 
 
 def test_a_file_of_ones_own(tmp_path, monkeypatch):
-    """A flag a line, `#` begins a comment, and what stands later counts. A preset counts as
-    standing first, wherever it is named."""
+    """A line is a flag, as one types it, and `#` begins a comment."""
     monkeypatch.chdir(tmp_path)
-    mine = Path("mine.flags")
-    mine.write_text(
+    Path("mine.flags").write_text(
         """# what I change
-        --preset opt-1.3b
-
         --learning_rate 1e-4   # it's ten times DeepSpeed-Chat's
-        --data_path "my data.jsonl" part#2.jsonl 'take #3.jsonl' Ada\\'s  # don't "quote" me
-        --seed=5"""
+        --data_path "my data.jsonl" part#2.jsonl Ada\\'s  # don't "quote" me
+        --model_name_or_path=recipes/toy/model"""
     )
-    args = sft.get_args(["@mine.flags", "--seed", "6"])
-    assert (args.preset, args.seed, args.learning_rate) == ("opt-1.3b", 6, 1e-4)
-    assert args.data_path == ["my data.jsonl", "part#2.jsonl", "take #3.jsonl", "Ada's"]
-    assert args.num_train_epochs == 16
-    assert sft.get_args(["--seed", "6", "@mine.flags"]).seed == 5
-    Path("more.flags").write_text("--seed 7\n--max_steps 3")
-    args = sft.get_args(["@mine.flags", "@more.flags", "--max_steps", "4", "--preset", "toy"])
-    assert (args.seed, args.max_steps, args.preset) == (7, 4, "toy")
-    assert args.learning_rate == 1e-4 and args.num_train_epochs == 5
-    copied = (declaring.RECIPES / "opt-1.3b/sft.flags").read_text()
-    Path("copy.flags").write_text(re.sub("--zero_stage.*", "--zero_stage 1", copied))
-    args, named = sft.get_args(["@copy.flags"]), sft.get_args(["--preset", "opt-1.3b"])
-    assert vars(args) == {**vars(named), "zero_stage": 1}
-
-
-def test_a_file_stands_alone_where_a_model_is_named_and_no_preset(tmp_path):
-    """No number comes from a recipe that nobody has named: what the file leaves out has the flag's
-    own default, and what has none is refused by its name."""
-    mine = tmp_path / "mine.flags"
-    whole = flags_in(declaring.RECIPES / "opt-1.3b/sft.flags").keys() - {"preset"}
-    text = re.sub("--preset.*", "", (declaring.RECIPES / "opt-1.3b/sft.flags").read_text())
-    mine.write_text(text)
-    args = sft.get_args([f"@{mine}"])
-    assert args.preset is None and args.num_train_epochs == 16
-    own = {flag.dest: flag.default for flag in parser_of("sft")._actions}
-    assert all(
-        getattr(args, name) == own[name] for name in own.keys() & {"lora_dim", "num_samples"}
-    )
-    assert args.declared.given == whole
-    mine.write_text("--model_name_or_path my/model\n--learning_rate 1e-4")
-    rule, words = refusal_of("sft", f"@{mine}")
-    assert rule == "wrong-flag" and "--num_train_epochs" in words and "--data_path" in words
-    assert "--learning_rate" not in words and "--seed" not in words
-    mine.write_text("--learning_rate 1e-4")  # no model: over the toy
-    args = sft.get_args([f"@{mine}"])
-    assert (args.preset, args.learning_rate, args.num_train_epochs) == ("toy", 1e-4, 5)
-
-
-@pytest.mark.parametrize(
-    "text, said",
-    [
-        (None, "No such file.*mine.flags"),
-        ("--seed 1\n--learning_rat 1", "unrecognized arguments: --learning_rat 1"),
-        ("--seed x", "--seed.*invalid int"),
-        ("--preset nope", "nope.*opt-1.3b"),
-        ("--output_dir 'a", "No closing quotation"),
-        ("learning_rate 1", "unrecognized arguments: learning_rate 1"),
-        ("--kl_target 6", "--kl_target left: see variants/adaptive-kl"),
-    ],
-)
-def test_what_is_wrong_in_a_flags_file_is_refused_in_argparses_words(
-    tmp_path, monkeypatch, text, said
-):
-    monkeypatch.chdir(tmp_path)
-    if text is not None:
-        Path("mine.flags").write_text(text)
-    found = refusal_of("sft", "@mine.flags --seed 3")
-    assert found[0] == "wrong-flag" and re.search(said, found[1], re.S), found
-
-
-def test_a_flag_that_left_is_refused_with_its_place():
-    for flag, place in declaring.LEFT.items():
-        rule, words = refusal_of("sft", f"--preset toy --{flag} 1")
-        assert rule == "wrong-flag" and f"--{flag} left: {place}" in words
+    args = get_args("sft", "@mine.flags")
+    assert args.data_path == ["my data.jsonl", "part#2.jsonl", "Ada's"]
+    assert args.learning_rate == 1e-4
+    Path("mine.flags").write_text("--output_dir 'a")
+    assert refusal_of("sft", "@mine.flags") == ("wrong-flag", "No closing quotation\n  See --help.")
 
 
 def test_a_forks_toy_is_read_as_a_flags_file_is(monkeypatch):
     """Of any type that a flag has. A flag that does not exist would change nothing, in silence."""
-    more = dict(offload=True, zero_stage=3, group_by_length=0)
-    monkeypatch.setattr(sft, "TOY", {**sft.TOY, **more, "columns": "prompt=a b"})
+    more = dict(offload=True, zero_stage=3, group_by_length=0, columns="prompt=a b")
+    monkeypatch.setattr(sft, "TOY", {**sft.TOY, **more})
     args = get_args("sft")
-    assert (args.offload, args.zero_stage, args.group_by_length) == (True, 3, 0)
-    assert args.columns == {"prompt": "a b"}
+    assert {name: getattr(args, name) for name in more} == {**more, "columns": {"prompt": "a b"}}
     monkeypatch.setattr(sft, "TOY", {"learning_rat": 1})
-    assert "--learning_rat 1" in refusal_of("sft", "--preset toy")[1]
+    assert "--learning_rat 1" in refusal_of("sft", "")[1]
 
 
 def test_the_toy_runs_if_no_model_is_named_and_from_any_folder(tmp_path, monkeypatch):
@@ -318,152 +245,131 @@ def test_the_toy_runs_if_no_model_is_named_and_from_any_folder(tmp_path, monkeyp
     args = get_args("sft", preset="")
     assert args.preset == "toy" and args.output_dir == "output/sft"
     assert (declaring.ROOT / "recipes/toy/data").samefile(args.data_path[0])
-    assert (declaring.ROOT / "recipes/toy/model").samefile(args.model_name_or_path)
-    assert declaring.recipe_note(args) == ""
 
 
 def test_a_model_without_a_recipe_is_refused_with_the_list():
     """Another recipe would bring other rates, LoRA, another batch: who names the model says which.
     Each line of the list says what a recipe is for."""
-    rule, words = refusal_of("sft", "--model_name_or_path some/model --learning_rate 1e-4")
-    assert rule == "no-recipe" and words.startswith("--model_name_or_path some/model: ")
+    words = refusal_of("sft", "--model_name_or_path some/model")[1]
     listed = dict(re.findall(r"^  --preset (\S+): (.+)", words, re.M))
-    assert listed == declaring.presets("sft") and len(listed) == 8
+    assert listed == declaring.presets("sft") and {"toy", "opt-1.3b"} <= listed.keys()
     assert listed["qwen2.5-0.5b"].startswith("SFT with LoRA") and "@FILE" in words
-    flags = "--reward_fn recipes/toy/gold.py:gold --critic_model_name_or_path some/critic"
-    rule, words = refusal_of("ppo", flags)
-    assert rule == "no-recipe" and "--critic_model_name_or_path some/critic" in words
-    args = get_args("sft", "--model_name_or_path some/model", "--preset qwen2.5-0.5b ")
-    assert args.model_name_or_path == "some/model" and args.lora_dim == 32
+    for role in ("actor", "critic"):
+        flag = f"--{role}_model_name_or_path some/{role}"
+        rule, words = refusal_of("ppo", f"--reward_fn recipes/toy/gold.py:gold {flag}")
+        assert rule == "no-recipe" and words.startswith(f"{flag}: ")
+    assert get_args("ppo", "--reward_model_name_or_path a/judge", "").preset == "toy"
 
 
 def test_the_next_step_takes_the_preset_of_the_folder_that_it_starts_from(tmp_path):
     """Also of best/, ema/ and critic/, which lie in the run's folder."""
-    run_of(tmp_path / "run", preset="opt-1.3b", lora_dim=4)
+    begin(tmp_path / "run", preset="opt-1.3b")
     for place in ("run", "run/best"):
-        model = tmp_path / place
-        args = get_args("reward", f"--model_name_or_path {model}", "")
-        assert args.preset == "opt-1.3b" and args.learning_rate == 5e-5
-        assert f"{model}, trained with --preset opt-1.3b\n" in declaring.recipe_note(args)
-    args = get_args("reward", f"--model_name_or_path {model} --preset toy", "")
-    assert args.preset == "toy"
-    run_of(tmp_path / "run", preset="arithmetic")  # which has no reward model
-    assert refusal_of("reward", f"--model_name_or_path {model}")[0] == "no-recipe"
+        model = f"--model_name_or_path {tmp_path / place} "
+        assert get_args("reward", model, "").preset == "opt-1.3b"
+        assert get_args("reward", model).preset == "toy"
+    begin(tmp_path / "run", preset="arithmetic")  # which has no reward model
+    assert refusal_of("reward", model)[0] == "no-recipe"
+
+
+@pytest.mark.parametrize("script, rows", [("sft", 48), ("reward", 32), ("ppo", 64)])
+def test_the_banner_says_when_a_step_has_other_rows_than_the_recipes(script, rows):
+    """The toy's numbers are those of two ranks. Several responses to a prompt count as one row."""
+    args = get_args(script)
+    for samples in (1, 4):
+        args.samples_per_prompt = samples
+        few, same, many = (declaring.rows_note(args, n * rows // samples) for n in (0.5, 1, 2))
+        assert same == "" and f"tuned for {rows // samples}:" in few == many
+    assert declaring.rows_note(get_args("sft", preset="--preset opt-1.3b "), 5) == ""
 
 
 # --------------------------------------------------------------------------------------------------
 # --resume
 # --------------------------------------------------------------------------------------------------
-def test_a_resumed_run_has_the_flags_that_it_was_begun_with(tmp_path, capsys):
-    """Neither the toy's nor a preset's: 0 stays 0, and None stays to be filled in by the script."""
-    more = "--kl_coef 0 --actor_learning_rate 1e-3 --num_eval_prompts 7 --lam 0 --log_kl 1"
-    began = run_of(tmp_path / "run", "ppo", f"{more} --data_path mine.jsonl --zero_stage 1")
-    args = ppo.get_args(["--resume", "--output_dir", str(tmp_path / "run")])
-    assert vars(args) == {**vars(began), "resume": True}
-    assert (args.kl_coef, args.lam, args.gold_fn) == (0, 0, None)
-    assert args.declared.left_open == began.declared.left_open
-    assert capsys.readouterr().out == ""
+def begin(folder, script="sft", flags="", **facts):
+    """Writes the args.json that a run leaves in `folder`. Returns its flags."""
+    args = get_args(script, f"{flags} --output_dir {folder}")
+    record = {**vars(args), "script": script, "format": declaring.FORMAT, "data_fingerprint": 1}
+    record["left_open"] = args.declared.left_open
+    folder.mkdir(exist_ok=True)
+    (folder / "args.json").write_text(json.dumps(record | facts))
+    return args
 
 
-def test_a_flag_on_the_line_of_resume_overrides_and_is_named(tmp_path, capsys):
-    """Also one of a file. What follows from a flag follows from the new one."""
-    (tmp_path / "more.flags").write_text("--kl_coef 0")
-    began = run_of(tmp_path / "run", "ppo", "--zero_stage 1 --seed 5")
-    words = ["--resume", "--output_dir", str(tmp_path / "run"), "--actor_learning_rate", "1e-4"]
-    args = ppo.get_args([*words, "--zero_stage", "2", f"@{tmp_path}/more.flags", "--seed", "5"])
-    assert (args.kl_coef, args.actor_learning_rate, args.zero_stage) == (0, 1e-4, 2)
-    assert (args.actor_zero_stage, args.gold_fn) == (2, began.gold_fn)
-    assert capsys.readouterr().out.splitlines() == [
-        "--actor_learning_rate was 0.0002 and is now 0.0001",
-        "--kl_coef was 0.05 and is now 0.0",
-        "--zero_stage was 1 and is now 2",
-    ]
-    args = ppo.get_args([*words, "--num_train_epochs", "2"])
-    assert (args.num_train_epochs, args.max_steps) == (2, -1)  # epochs that are asked for are made
-
-
-OTHERS = {
-    "seed": "--seed 6",
-    "data_path": "--data_path other.jsonl",
-    "data_split": "--data_split 4,5,2",
-    "columns": "--columns prompt=question",
-    "actor_model_name_or_path": "--actor_model_name_or_path other",
-    "reward_model_name_or_path": "--reward_model_name_or_path judge other",
-    "reward_fn": "--reward_fn score.py:words",
-    "preset": "--preset arithmetic",
+OF_RUN = {  # with another value it would be another run; folders may have moved
+    "preset": ["toy", "arithmetic"],
+    "actor_model_name_or_path": ["a/actor", "b/actor", "a/other"],
+    "reward_model_name_or_path": [["a/judge"], ["b/judge"], ["a/judge", "a/other"]],
+    "reward_fn": [["a/f.py:f"], ["b/f.py:f"], ["a/f.py:g"]],
+    "data_path": [["a/my.jsonl"], ["b/my.jsonl"], ["other.jsonl"]],
+    "data_split": ["2,4,4", "4,4,2"],
+    "columns": ["prompt=a", "prompt=b"],
+    "seed": [0, 6],
+}
+MOVED = [flag for flag in OF_RUN if len(OF_RUN[flag]) == 3]
+FREE = {
+    "kl_coef": [0.0, 0.3],
+    "lam": [0.0, 0.5],
+    "zero_stage": [1, 2],
+    "actor_dropout": [0.0, 0.1],
+    "whiten": [0, 1],
+    "gold_fn": ["f.py:f", "g.py:g"],
 }
 
 
-@pytest.mark.parametrize("flag", OTHERS)
-def test_what_makes_a_run_this_run_is_refused_if_it_is_another(tmp_path, flag):
-    """Of a path the last part is compared: folders may have moved."""
-    flags = "--data_path a/my.jsonl --reward_fn a/score.py:length --reward_model_name_or_path judge"
-    began = run_of(tmp_path / "run", "ppo", f"{flags} --actor_model_name_or_path a/actor")
-    go_on = f"--resume --output_dir {tmp_path}/run "
-    rule, words = refusal_of("ppo", go_on + OTHERS[flag])
-    assert rule == "flag-changed" and f"--{flag} was" in words
-    args = get_args("ppo", go_on + flags.replace("a/", "b/"), "")
-    assert args.data_path == ["b/my.jsonl"] and args.reward_fn == ["b/score.py:length"]
-    assert args.gold_fn == began.gold_fn and args.actor_model_name_or_path == "a/actor"
+@pytest.mark.parametrize("seed", range(60))
+def test_a_resumed_run_has_the_flags_that_it_was_begun_with(seed, tmp_path, capsys):
+    """A resumed run has the flags that it was begun with, neither the toy's nor a preset's: 0 stays
+    0, and what was left open follows from the others. What stands on its line, or in its file,
+    overrides, and is named. Of a path the last part is compared: folders may have moved."""
+    random, go_on = Random(seed), f"--resume --output_dir {tmp_path} "
+    began = {flag: values[0] for flag, values in OF_RUN.items()} | some_of(random, FREE)
+    more = some_of(random, FREE) | some_of(random, {flag: OF_RUN[flag][:2] for flag in MOVED})
+    if random.random() < 0.5:
+        flag = random.choice([*OF_RUN])
+        more[flag] = OF_RUN[flag][-1]
+    before = vars(begin(tmp_path, "ppo", f"{line_of(began)} --overwrite"))
+    (tmp_path / "more.flags").write_text(line_of(more))
+    go_on += random.choice([line_of(more), f"@{tmp_path}/more.flags"])
+    if any(more.get(flag) == values[-1] for flag, values in OF_RUN.items()):
+        rule, words = refusal_of("ppo", go_on)
+        assert rule == "flag-changed" and f"--{flag} was" in words
+        return
+    capsys.readouterr()
+    args = get_args("ppo", go_on, "")
+    named = re.findall(r"^--(\w+) was", capsys.readouterr().out, re.M)
+    given = read("ppo", shlex.split(line_of(more)))
+    assert named == sorted(flag for flag in given if given[flag] != before[flag])
+    afresh = get_args("ppo", f"{line_of(began | more)} --output_dir {tmp_path}")
+    assert vars(args) == {**vars(afresh), "resume": True}
+    assert args.declared.left_open == afresh.declared.left_open
 
 
 def test_a_run_of_another_script_or_version_is_not_resumed(tmp_path):
-    run_of(tmp_path / "run")
     go_on = f"--resume --output_dir {tmp_path}/run"
-    assert sft.get_args(go_on.split()).resume
+    begin(tmp_path / "run", flags="--max_steps 9")
+    assert get_args("sft", go_on, "").max_steps == 9
+    # epochs that are asked for are made
+    assert get_args("sft", f"{go_on} --num_train_epochs 2", "").max_steps == -1
     assert refusal_of("reward", go_on)[0] == "resume-another"
-    for facts in (dict(format=1), dict(format=None)):
-        run_of(tmp_path / "run", **facts)
-        rule, words = refusal_of("sft", go_on)
-        assert rule == "resume-another" and "another version of this project" in words
-    assert "--output_dir" in refusal_of("sft", "--resume")[1]
+    for number in (declaring.FORMAT - 1, None):
+        begin(tmp_path / "run", format=number)
+        assert refusal_of("sft", go_on)[0] == "resume-another"
 
 
-def test_what_is_declared_is_beside_the_flags_and_not_among_them():
-    args = get_args("ppo", "--seed=7 --lam 0.5")
-    assert "declared" not in vars(args) and not any(name[0] == "_" for name in vars(args))
-    declared = copy.deepcopy(args).declared
-    assert declaring.of_role(args, "actor").declared == declared
-    assert declared.script == "ppo" and declared.given == {"preset", "seed", "lam"}
-    assert "whiten" in declared.left_open and args.whiten == 1
-
-
+# --------------------------------------------------------------------------------------------------
+# What follows from flags
+# --------------------------------------------------------------------------------------------------
 def test_one_model_of_ppo_has_flags_as_other_scripts_have_them():
+    """What is declared is beside the flags, and not among them."""
     args = get_args("ppo", "--critic_zero_stage 1 --critic_lora_dim 4")
     critic = declaring.with_flags(declaring.of_role(args, "critic"), dropout=None)
     assert (critic.zero_stage, critic.lora_dim, critic.dropout) == (1, 4, None)
-    assert critic.learning_rate == args.critic_learning_rate
+    assert critic.learning_rate == args.critic_learning_rate and "dropout" not in vars(args)
     assert declaring.of_role(args, "actor").zero_stage == args.zero_stage == 2
-
-
-@pytest.mark.parametrize(
-    "flags, kept",
-    [
-        ("", True),
-        ("--data_path mine.jsonl", False),
-        ("--data_path mine.jsonl --gold_fn GOLD", True),
-    ],
-)
-def test_a_presets_gold_score_goes_with_its_data(flags, kept):
-    """It knows the toy's questions only: with other data it stays only if it is asked for."""
-    gold = f"{declaring.ROOT}/recipes/toy/gold.py:gold"
-    assert get_args("ppo", flags.replace("GOLD", gold)).gold_fn == (gold if kept else None)
-
-
-@pytest.mark.parametrize(
-    "script, flags, dropped",
-    [
-        ("ppo", "--num_train_epochs 1", "max_steps"),
-        ("ppo", "--preset smollm2 --num_train_epochs 1", "max_steps"),
-        ("sft", "--preset qwen2.5-0.5b-grpo --data_path mine.jsonl", "columns"),
-        ("sft", f"@{declaring.RECIPES}/qwen2.5-0.5b-grpo/sft.flags --data_path a.jsonl", "columns"),
-    ],
-)
-def test_what_a_recipe_says_beside_a_flag_goes_with_it(script, flags, dropped):
-    """Epochs that somebody asks for are made, and other data have other columns."""
-    preset = flags.partition("--num")[0].partition("--data")[0]
-    assert getattr(get_args(script, preset), dropped) not in (None, -1)
-    assert getattr(get_args(script, flags), dropped) in (None, -1)
+    assert declaring.stages_of(args) == {1, 2}
+    assert copy.deepcopy(args).declared == critic.declared and "declared" not in vars(args)
+    assert args.declared.script == "ppo" and "whiten" in args.declared.left_open
 
 
 def test_only_a_judge_needs_the_actors_eos(monkeypatch):
@@ -475,34 +381,10 @@ def test_only_a_judge_needs_the_actors_eos(monkeypatch):
     args = get_args("ppo", "--critic_model_name_or_path C --reward_fn recipes/toy/gold.py:gold")
     ppo_flags.check_models(args, actor)
     args.reward_model_name_or_path = ["C"]
-    with pytest.raises(Refused, match="C has another vocabulary or EOS"):
-        ppo_flags.check_models(args, actor)
-
-
-@pytest.mark.parametrize("script, rows", [("sft", 48), ("reward", 32), ("ppo", 64)])
-def test_the_banner_says_when_a_step_has_other_rows_than_the_recipes(script, rows):
-    """The toy's numbers are those of two ranks."""
-    args = get_args(script)
-    for found, said in ((rows, ""), (rows // 2, f"tuned for {rows}:"), (2 * rows, f"for {rows}:")):
-        assert said in declaring.rows_note(args, found)
-        assert bool(said) == bool(declaring.rows_note(args, found))
-    assert declaring.rows_note(get_args("sft", preset="--preset opt-1.3b "), 5) == ""
-    group = get_args("ppo", "--samples_per_prompt 4")
-    assert declaring.rows_note(group, 16) == ", 4 responses to each"
-    assert "tuned for 16:" in declaring.rows_note(group, 8)
-
-
-def test_a_recipe_that_turns_lora_on_again_says_so(tmp_path):
-    """Where SFT trained all weights, a forgotten --lora_dim 0 is LoRA, at the rate given for all
-    weights perhaps."""
-    run_of(tmp_path / "run", preset="qwen2.5-0.5b", lora_dim=0)
-    model = tmp_path / "run"
-    args = get_args("reward", f"--model_name_or_path {model}", "")
-    assert "without LoRA: --lora_dim 0 goes on so" in declaring.recipe_note(args)
-    flags = f"--actor_model_name_or_path {model} --critic_model_name_or_path some/model"
-    for others, count in (("", 1), (" --actor_lora_dim 0", 0)):
-        said = declaring.recipe_note(get_args("ppo", flags + others, ""))
-        assert said.count("without LoRA: --actor_lora_dim 0") == count
+    for end, vocabulary in (("</s>", {}), ("<end>", {"more": 1})):
+        other.eos_token, other.get_vocab = end, lambda words=vocabulary: words
+        with kit.refuses("other-vocabulary"):
+            ppo_flags.check_models(args, actor)
 
 
 def test_what_ppos_flags_leave_open_follows_from_others():
@@ -513,81 +395,64 @@ def test_what_ppos_flags_leave_open_follows_from_others():
     assert args.reward_model_name_or_path == [args.critic_model_name_or_path]
     assert args.max_seq_len == 32 + 48 and args.rollout_batch_size == 64
     assert get_args("ppo", "--reward_fn f.py:f").reward_model_name_or_path == []
-    sizes = ppo.Sizes(args)
-    assert (sizes.prompts, sizes.batches_per_step, sizes.responses) == (32, 2, 64)
-    assert (sizes.micro_batches, sizes.updates) == (2, 1)
-
-
-def test_a_group_may_be_larger_than_a_micro_batch():
-    """Of 16 long responses a device may not hold the logits of more than one. The step is the same:
-    two prompts, 32 responses, one update."""
-    for rows, accumulation in ((32, 1), (16, 2), (8, 4), (1, 32)):
-        flags = "--advantage grpo --samples_per_prompt 16"
-        flags += f" --gradient_accumulation_steps {accumulation}"
-        for batch in ("generation", "training"):
-            flags += f" --per_device_{batch}_batch_size {rows}"
-        sizes = ppo.Sizes(get_args("ppo", flags))
-        assert sizes.prompts * sizes.batches_per_step == 2, rows
-        assert (sizes.responses, sizes.micro_batches, sizes.updates) == (32, accumulation, 1)
-        drawn = [[{"row": 0}] * sizes.prompts] * sizes.batches_per_step
-        groups = [request["group"] for request in sizes.requests(drawn)]
-        assert groups == [0] * 16 + [1] * 16
-
-
-def test_filters_of_sampling_say_what_they_do_to_kl(capsys, tmp_path):
-    """Also those of a recipe."""
-    (tmp_path / "mine.flags").write_text("--top_p 0.9")
-    for flags in ("--top_p 0.9", f"@{tmp_path}/mine.flags"):
-        get_args("ppo", flags)
-        assert "--top_p or --top_k: KL" in capsys.readouterr().out
-    get_args("ppo", "--top_p 1")
-    assert capsys.readouterr().out == ""
-
-
-def test_kl_in_the_reward_of_grpo_is_warned_of(capsys):
-    """GRPO divides it by the group's deviation: SmolLM2 learned nothing with it (course/keys.md),
-    and does learn with KL in the loss, or with RLOO."""
-    grpo, rloo = (f"--advantage {name} --samples_per_prompt 2" for name in ("grpo", "rloo"))
-    cases = {grpo: True, f"{grpo} --kl_in loss": False, f"{grpo} --kl_coef 0": False, rloo: False}
-    for flags, warned in cases.items():
-        get_args("ppo", flags)
-        assert ("grpo scales up KL" in capsys.readouterr().out) == warned
-
-
-def test_states_that_live_on_the_cpu_do_not_move():
-    """Whatever DeepSpeed can do: --adam_offload has them there already."""
+    # states that live on the CPU do not move
     assert not get_args("ppo", "--offload_states --adam_offload").offload_states
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_opens_with_the_header_and_explains_every_flag(script, capsys):
+@pytest.mark.parametrize("rows, accumulation", [(32, 1), (16, 2), (8, 4), (1, 32)])
+def test_a_group_may_be_larger_than_a_micro_batch(rows, accumulation):
+    """Of 16 long responses a device may not hold the logits of more than one. The step is the same:
+    two prompts, 32 responses, one update."""
+    flags = f"""--advantage grpo --samples_per_prompt 16 --per_device_training_batch_size {rows}
+                --per_device_generation_batch_size {rows}
+                --gradient_accumulation_steps {accumulation}"""
+    sizes = ppo.Sizes(get_args("ppo", flags))
+    assert (sizes.responses, sizes.micro_batches, sizes.updates) == (32, accumulation, 1)
+    drawn = [[{"row": 0}] * sizes.prompts] * sizes.batches_per_step
+    groups = [request["group"] for request in sizes.requests(drawn)]
+    assert groups == [0] * 16 + [1] * 16
+
+
+def test_kl_in_the_reward_of_grpo_is_warned_of(capsys):
+    """GRPO divides KL in the reward by the group's deviation: SmolLM2 learned nothing with it
+    (course/keys.md), and does learn with KL in the loss, or with RLOO. Filters change the sampler
+    that KL is of."""
+    grpo, rloo = (f"--advantage {name} --samples_per_prompt 2" for name in ("grpo", "rloo"))
+    cases = {grpo: "grpo scales", f"{grpo} --kl_in loss": "", f"{grpo} --kl_coef 0": "", rloo: ""}
+    for flags, warned in {**cases, "--top_p 0.9": "--top_p", "--top_k 9": "--top_p"}.items():
+        get_args("ppo", flags)
+        said = capsys.readouterr().out
+        assert warned in said and bool(warned) == bool(said)
+
+
+@pytest.mark.parametrize("script, most", [("sft", 47), ("reward", 47), ("ppo", 86)])
+def test_help_opens_with_the_header_and_explains_every_flag(script, most, capsys):
     with pytest.raises(SystemExit) as stop:
         get_args(script, "--help")
     text = capsys.readouterr().out
     assert stop.value.code == 0 and SCRIPTS[script].__doc__.splitlines()[0] in text
-    known = {action.dest: action for action in parser_of(script)._actions}
-    for name, action in known.items():
-        assert name == "help" or f"--{name}" in text
-        assert len(action.help) > 15
-    assert len(known) - 1 <= MOST[script]
+    _, *known = parser_of(script)._actions
+    assert all(f"--{flag.dest}" in text and len(flag.help) > 15 for flag in known)
+    assert len(known) <= most
 
 
 # --------------------------------------------------------------------------------------------------
 # The default dtype is what is fast on the hardware at hand
 # --------------------------------------------------------------------------------------------------
-def test_a_cpu_computes_in_fp32():
+def test_a_cpu_computes_in_fp32(tmp_path):
     """Most CPUs emulate bf16, many times slower. DeepSpeed says of every CPU that it has it."""
-    assert declaring.fast_dtype() == "fp32"
+    (tmp_path / "mine.flags").write_text(re.sub("--dtype.*", "", OPT))
+    assert get_args("sft", f"@{tmp_path}/mine.flags", "").dtype == "fp32"
 
 
 @pytest.mark.parametrize("emulated, dtype", [(False, "bf16"), (True, "fp16")])
 def test_asking_a_gpu_for_bf16_puts_nothing_on_it(monkeypatch, emulated, dtype):
     """V100 and T4 emulate it. DeepSpeed asks with a tensor on device 0, in every rank."""
-    pretend(monkeypatch, device="cuda")
 
     def supported(including_emulation=True):
         assert not including_emulation, "this makes a tensor"
         return not emulated
 
+    monkeypatch.setattr(get_accelerator(), "device_name", lambda *_: "cuda")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     assert declaring.fast_dtype() == dtype
