@@ -18,7 +18,7 @@ import torch
 import common
 import ppo
 import reward
-from machinery import metrics
+from machinery import metrics, ranks
 from tests.conftest import micro_batch
 
 R, JUNK = 5, 777.0
@@ -146,7 +146,7 @@ def trains(args, row):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_part_5(seed):
+def test_advantages_against_loops(seed):
     """Rewards, advantages by each estimator, and whitening over the tokens that train.
 
     Who is left out of the loss counts in the baseline of the group all the same.
@@ -180,6 +180,17 @@ def test_part_5(seed):
         if batch.returns is not None:
             sums = (batch.raw_advantages + batch.old_values) * batch.response_mask
             assert torch.allclose(batch.returns, sums)
+
+
+def test_whitening_is_over_all_ranks(monkeypatch):
+    """Two ranks, played by hand: what all_sum finds on one is added on the other."""
+    draw, all_sum = torch.Generator().manual_seed(1), ranks.all_sum
+    here, there = ([torch.randn(2, 3, generator=draw)] for _ in range(2))
+    ones = [torch.ones(2, 3)]
+    together, sums = ppo.whitened(here + there, 2 * ones), []
+    monkeypatch.setattr(ranks, "all_sum", lambda *x: sums.append(all_sum(*x)) or sum(sums))
+    ppo.whitened(there, ones)
+    assert torch.allclose(ppo.whitened(here, ones)[0], together[0], atol=1e-6)
 
 
 # ---- Part 6 ----
@@ -223,7 +234,7 @@ def critic_loop(args, token):
 
 @pytest.mark.parametrize("scored", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_part_6(seed, scored, monkeypatch):
+def test_an_update_against_loops(seed, scored, monkeypatch):
     """The gradients of actor and critic, by the mean that --loss_mean names, and what is logged.
 
     Where part 4 has not scored the actor, the old log-probs are those of this forward, as numbers:

@@ -84,6 +84,7 @@ def test_the_estimators_of_kl():
         k = ppo.kl_estimate(PI.log(), REF.log(), kind)
         means[kind] = (PI * k).sum().item()
         variances[kind] = (PI * (k - means[kind]) ** 2).sum().item()
+        assert (k < 0).any() == (kind == "k1")  # as a KL never is
     assert (means["k1"], means["k3"]) == pytest.approx((KL, KL), rel=1e-12)
     assert 0.0001 < abs(means["k2"] - KL) < 0.05 * KL
     assert variances["k1"] ** 0.5 > 5 * KL and variances["k3"] < variances["k1"] / 100
