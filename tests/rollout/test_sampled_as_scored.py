@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ppo
 from machinery import checks, lora, shared_prompts
 from tests import kit
-from tests.rollout.test_forks import RIGHT, Bare, shifted
+from tests.rollout.test_forks import RIGHT, shifted
 from tests.rollout.test_sampling import FLAGS
 
 pytestmark = pytest.mark.slow
@@ -74,8 +74,7 @@ def looked_at(args, model, tokenizer, responses, size=32, pack=ppo.plain_rows):
         with torch.no_grad():
             batch.old_logprobs, batch.entropy = ppo.actor_forward(args, model, batch)
     codes = []
-    run = SimpleNamespace(args=args, step=1, engine=Bare(model))
-    run.finish = lambda code: codes.append(code)
+    run = SimpleNamespace(args=args, step=1, finish=lambda code: codes.append(code))
     checks.stop_unless_sampled_as_scored(run, batches)
     gaps = [checks.metrics.token_gaps(batch)[batch.response_mask > 0] for batch in batches]
     off, count = checks.counts_off(args, gaps)[-1]
