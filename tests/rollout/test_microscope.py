@@ -18,32 +18,26 @@ def looked(tiny_model, tokenizer, tmp_path):
 
     Judge and critic are plain functions; the reference finds each token a little less likely."""
     reference = copy.deepcopy(tiny_model)
-    with torch.no_grad():
-        reference.lm_head.weight.mul_(0.8)
+    reference.lm_head.weight.data.mul_(0.8)
+    critic = torch.nn.Module()
+    critic.forward = lambda ids, mask, positions: torch.full(ids.shape, 0.75)
+    texts = [f"{'Who? ' * i}\nAnswer:" for i in range(1, 4)]
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    rows = [dict(prompt=t, prompt_ids=i, chat=False, extra="{}") for t, i in zip(texts, ids)]
 
-    class Critic(torch.nn.Module):
-        def forward(self, ids, mask, positions):
-            return torch.full(ids.shape, 0.75)
-
-    def run_it(*flags):
+    def run_it(flags):
         own = "--preset toy --max_answer_seq_len 6 --per_device_eval_batch_size 2 --kl_coef 0.5"
-        args = ppo.get_args([*own.split(), "--output_dir", str(tmp_path), *flags])
-        texts = [f"{'Who? ' * i}\nAnswer:" for i in range(1, 4)]
-        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        rows = [dict(prompt=t, prompt_ids=i, chat=False, extra="{}") for t, i in zip(texts, ids)]
-
-        def judge(batch):
-            return 2.0 * batch.last
-
-        own = Critic() if args.has_critic else None
+        args = ppo.get_args(f"{own} --output_dir {tmp_path} {flags}".split())
+        judge = lambda batch: 2.0 * batch.last  # noqa: E731
+        own = critic if args.has_critic else None
         models = ppo.Models(tiny_model, own, reference, [], {}, judge, None)
-        run = SimpleNamespace(args=args, tokenizer=tokenizer)
-        if requests := evaluation.microscope_requests(args, datasets.Dataset.from_list(rows)):
+        requests = evaluation.microscope_requests(args, datasets.Dataset.from_list(rows))
+        if requests:
             batches = ppo.answered(args, models, tokenizer, requests)
             ppo.set_advantages(args, batches)
+            run = SimpleNamespace(args=args, tokenizer=tokenizer)
             evaluation.write_microscope(run, 7, batches)
-        file = tmp_path / "tokens.jsonl"
-        return kit.read_lines(file) if file.exists() else []
+        return kit.read_lines(tmp_path / "tokens.jsonl") if requests else []
 
     return run_it
 
@@ -54,7 +48,7 @@ def test_tokens_jsonl_holds_what_training_sees(looked, estimator, group):
     estimator's, before whitening: with GAE and lambda 1 what is to come, less the critic's
     guess."""
     flags = f"--advantage {estimator} --samples_per_prompt {group} --lam 1 --microscope 2"
-    lines = looked(*flags.split())
+    lines = looked(flags)
     expected = [(row, place) for row in (0, 1) for place in range(group)]
     assert [(line["row"], line["sample"]) for line in lines] == expected
     for line in lines:
@@ -77,9 +71,9 @@ def test_tokens_jsonl_holds_what_training_sees(looked, estimator, group):
 
 def test_the_microscope_is_bounded_and_may_be_off(looked, monkeypatch):
     """More prompts than there are, and fewer tokens than a response has."""
-    assert looked("--microscope", "0") == []
+    assert looked("--microscope 0") == []
     monkeypatch.setattr(evaluation, "MOST_TOKENS", 2)
-    lines = looked("--microscope", "99")
+    lines = looked("--microscope 99")
     assert len(lines) == 3 and max(line["response_length"] for line in lines) > 2
     assert all(len(values) == 2 for line in lines for values in line["tokens"].values())
 
