@@ -214,6 +214,7 @@ def test_a_step_whose_responses_are_all_masked_trains_nothing(tmp_path):
     argv = [*runs.base_flags("ppo", runs.base()), "--max_steps", "1", "--critic_dropout", "0"]
     done = kit.fork(run_changed, 1, [*argv, "--output_dir", str(tmp_path / "out")], meet="never")
     assert done.code == 0, str(done)
+    assert "warning: all rewards are equal (mean 0): nothing to learn from" in done.out
     line = kit.metrics(tmp_path / "out")[1]
     assert [line[name] for name in ("checked", "finite", "sampled", "together")] == [2, 1, 1, 2]
     for folder, start in ((".", "actor"), ("critic", "reward")):

@@ -108,14 +108,6 @@ def test_rewards_are_clipped_scores_less_the_penalty_of_a_cut():
         assert sum(row["tokens"]["reward"]) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_run_that_teaches_nothing_says_so(tmp_path):
-    """One step whose rewards are all equal."""
-    (tmp_path / "nothing.py").write_text("def same(prompts, **_):\n    return [1.0] * len(prompts)")
-    flags = f"--reward_fn {tmp_path}/nothing.py:same --max_steps 1"
-    done = kit.run("ppo", *runs.base_flags("ppo", runs.base()), *flags.split())
-    assert "warning: all rewards are equal (mean 1): nothing to learn from" in done.out
-
-
 LENGTH = """
 def letters(completions, **_):
     print("asked for", len(completions), flush=True)
