@@ -63,19 +63,6 @@ def test_responses_end_at_their_first_eos_or_are_marked_as_cut(tokenizer, pad):
     assert [row["text"] for row in out] == expected
 
 
-def test_no_column_comes_back_in_which_nobody_wrote(tokenizer):
-    """Responses are as wide as the longest, and what is behind the end of one has log-prob 0."""
-    more = dict(max_answer_seq_len=4, max_prompt_seq_len=1, rollout_batch_size=9)
-    args = SimpleNamespace(**FLAGS, **more)
-    script = [[E, 5, 5, 6], *[[5, 6, E, 7]] * 4]  # so few have ended that all rows stay
-    model, ids = Scripted(script), torch.arange(7, 12)[:, None]
-    half = torch.full((5, 4), 0.5, dtype=torch.float64)
-    found = ppo.sample(args, model, tokenizer, ids, torch.ones_like(ids), half)
-    responses, logprobs, lengths, ended = (each.tolist() for each in found)
-    assert responses == [[E, 0, 0], *[[5, 6, E]] * 4] and lengths == [1, 3, 3, 3, 3]
-    assert all(ended) and logprobs == [[0, 0, 0]] * 5
-
-
 # --------------------------------------------------------------------------------------------------
 # Which token is drawn
 # --------------------------------------------------------------------------------------------------
