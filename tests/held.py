@@ -161,7 +161,9 @@ HELD = {
         "test_the_ema_moves_by_its_share_of_the_difference_in_fp32"
     ),
     "others may read what a run saves, as umask says": "test_files_are_as_readable_as_umask_says",
-    "a saved model loads in stock transformers": "test_a_saved_model_loads_in_stock_transformers",
+    "a saved model loads in stock transformers": (
+        "test_stock_generate_stops_where_training_ended_a_response"
+    ),
     "stock generate stops where training did": (
         "test_stock_generate_stops_where_training_ended_a_response"
     ),
@@ -169,7 +171,9 @@ HELD = {
     "a scorer made elsewhere keeps its head": "test_a_reward_model_made_elsewhere_keeps_its_head",
     "without weights: from scratch": "test_a_folder_without_weights_starts_from_scratch",
     "--dropout is this run's alone": "test_dropout_is_this_runs_alone",
-    "padding is what the model came with": "test_stock_generate_stops_where_training_ended_a_response",
+    "padding is what the model came with": (
+        "test_stock_generate_stops_where_training_ended_a_response"
+    ),
     "else not EOS where another is to spare": "test_a_padding_token_that_is_not_eos_is_found",
     "LoRA's adapters are peft's": "test_stock_tools_load_adapters",
     "a value head trains in full, with LoRA, too": "test_the_value_head_trains_in_full",

@@ -22,28 +22,33 @@ from tests.kit import load_model
 
 every_base = pytest.mark.parametrize("name", BASES)
 close = dict(rtol=1e-3, atol=1e-3)
+OTHERS = ["opt-350m", "gpt_neox", "qwen3", "gemma", "mistral", "bloom"]
 
 
 # --------------------------------------------------------------------------------------------------
 # Language models
 # --------------------------------------------------------------------------------------------------
-@every_base
+@pytest.mark.parametrize("name", [*BASES, *OTHERS])
 def test_stock_generate_stops_where_training_ended_a_response(name, tmp_path):
     """The tokenizer's EOS is the one that was trained. Stock generate() reads generation_config,
     pipelines too, and other tools config.json: both name it, and padding. That is as it came: some
-    models pad with EOS, and our masks come from lengths."""
-    folder, _, tokenizer = saved(tmp_path, name)
+    models pad with EOS, and our masks come from lengths. The logits are the same to the bit,
+    offline (kit.ENVIRONMENT)."""
+    folder, model, tokenizer = saved(tmp_path, name)
     came, own = (AutoTokenizer.from_pretrained(place) for place in (tmp_path / "base", folder))
     assert own.pad_token == came.pad_token and own.chat_template == came.chat_template
     assert (came.pad_token == "<eos>") == (name in ("full", "padding is EOS"))
     writer = pipeline("text-generation", model=folder)
+    inputs = tokenizer("Where?", return_tensors="pt")
+    assert torch.equal(writer.model(**inputs).logits, model(**inputs).logits)
+    assert not list((tmp_path / "out").glob(".*")), "nothing half-written is left"
     for config in (writer.model.config, writer.model.generation_config):
         assert config.eos_token_id == 1 and config.bos_token_id == tokenizer.bos_token_id
     assert writer.model.generation_config.pad_token_id == tokenizer.pad_token_id
     head = writer.model.get_output_embeddings()
     head.weight.data[1] = 0  # an EOS that is the likeliest token whatever comes before it
     head.bias = torch.nn.Parameter(1e4 * (torch.arange(len(head.weight)) == 1))
-    found = writer.model.generate(**tokenizer("Where?", return_tensors="pt"), max_new_tokens=9)
+    found = writer.model.generate(**inputs, max_new_tokens=9)
     assert found[0, -1] == 1 and (found == 1).sum() == 1
 
 
@@ -80,9 +85,6 @@ def test_a_generation_config_that_transformers_refuses_costs_nothing(wrong, valu
 # --------------------------------------------------------------------------------------------------
 # Reward models
 # --------------------------------------------------------------------------------------------------
-OTHERS = ["opt-350m", "gpt_neox", "qwen3", "gemma", "mistral", "bloom"]
-
-
 @pytest.mark.parametrize("name", [*BASES, *OTHERS])
 def test_stock_tools_give_a_reward_models_scores(name, tmp_path):
     """A score is read at EOS, which stock callers do not append: the tokenizer in the folder does.
