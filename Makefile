@@ -95,7 +95,7 @@ grade: install
 own-demo:
 	$(MAKE) demo WITH="course/assignment/run.py $(STUDENT).py " DEMO=$(STUDENT)
 
-# In two processes, so that two cores have something to do. One file alone: python -m pytest tests/maths/test_gae.py
+# In two processes, so that two cores have something to do. One file alone: python -m pytest tests/maths/test_by_hand.py
 PYTEST = python -m pytest -q --dist worksteal -n $(or $(WORKERS),2)
 test: lint
 	$(PYTEST) -m "not slow" tests

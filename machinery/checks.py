@@ -1,7 +1,5 @@
 """What the scripts check on the real models: numbers that only a mistake moves."""
 
-from dataclasses import fields
-
 import numpy as np
 import torch
 
@@ -47,8 +45,7 @@ def refuse_drift(args, engine, ids, pad_id):
     alone = numbers_of(engine, ids[:-AHEAD], 0, pad_id)  # (1, t)
     padded = numbers_of(engine, ids, PADDING, pad_id)[:, : alone.shape[1]]
     engine.train()
-    drift = (alone - padded).abs().mean() / alone.std().clamp(min=1e-6)
-    drift = max(ranks.all_gather_objects([drift.nan_to_num(nan=torch.inf).item()]))
+    drift = largest((alone - padded).abs().mean() / alone.std().clamp(min=1e-6))
     kind = unwrap_model(engine).config.model_type
     if drift == torch.inf:
         words = f"what this {kind} model says of a row is not finite. Are its weights damaged?"
@@ -60,6 +57,11 @@ def refuse_drift(args, engine, ids, pad_id):
             f"{drift:.4g} standard deviations (allowed: {DRIFT[args.dtype]}).\n"
             "  Take another architecture, such as OPT, Llama or Qwen.",
         )
+
+
+def largest(number):
+    """Returns the largest of all ranks' numbers (0-d tensors), infinity if one is NaN."""
+    return max(ranks.all_gather_objects([number.nan_to_num(nan=torch.inf).item()]))
 
 
 def numbers_of(engine, ids, padding, pad_id):
@@ -82,8 +84,7 @@ def stop_unless_rollout_is_finite(run, micro_batches):
     """
     sums = {}
     for batch in micro_batches:
-        held = {field.name: getattr(batch, field.name) for field in fields(batch)}
-        for name, stored in (held | batch.per_token).items():
+        for name, stored in (vars(batch) | batch.per_token).items():
             if torch.is_tensor(stored) and stored.is_floating_point():
                 sums[name] = sums.get(name, 0) + stored.sum()
     totals = dict(zip(sums, ranks.all_sum(*sums.values()).tolist()))
@@ -136,9 +137,9 @@ def stop_unless_one(run, minibatch):
     The weights, the tokens and the function are the same, so only a mistake can move it.
     approx_kl (k3) is then below the square of the ratio's distance from 1.
     """
-    off = [(batch.ratio - 1).abs() * batch.response_mask for batch in minibatch]
-    found = [numbers.max().nan_to_num(nan=float("inf")).item() for numbers in off]
-    worst, dtype = max([0.0, *ranks.all_gather_objects(found)]), run.args.dtype
+    off = [((batch.ratio - 1).abs() * batch.response_mask).max() for batch in minibatch]
+    worst = largest(torch.stack(off).max())
+    dtype = run.args.dtype
     if worst > FIRST_RATIO[dtype]:
         ranks.say(
             f"error: step {run.step}: before the first update the ratio is off by {worst:.4g} "

@@ -199,10 +199,9 @@ def refuse_other_kind(path, config, scores):
 
     Or the other way round: a judge without a trained head would score at random.
     """
-    if is_scorer(config) and not scores:
-        raise Refused("cannot-write", f"{path} is a reward model, which cannot write.")
-    if scores and not is_scorer(config):
-        raise Refused("cannot-score", f"{path} is no reward model. Run reward.py on it.")
+    if scores != is_scorer(config):
+        kind = "no reward model: run reward.py" if scores else "a reward model, which cannot write"
+        raise Refused("cannot-score" if scores else "cannot-write", f"{path} is {kind}.")
 
 
 # ---- Tokenizers ----
@@ -240,11 +239,11 @@ def load_tokenizer(path, args=None, in_chats=False):
     # Data write no special token (machinery/tokens.py), so others than EOS and padding need no
     # row: Gemma 3's models for text lack that of an image.
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    text = {*tokenizer.get_vocab().values()} - special
-    rows = 1 + max(*text, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    used = {*tokenizer.get_vocab().values()} - special
+    rows = 1 + max(*used, tokenizer.eos_token_id, tokenizer.pad_token_id)
     if rows > config.vocab_size:
-        why = f"needs {rows} rows, and its model has {config.vocab_size}"
-        raise Refused("vocabulary-too-large", f"the tokenizer of {path} {why}.")
+        words = f"the tokenizer of {path} needs {rows} rows, its model has {config.vocab_size}."
+        raise Refused("vocabulary-too-large", words)
     tokenizer.padding_side = "left"
     return tokenizer
 
@@ -252,8 +251,7 @@ def load_tokenizer(path, args=None, in_chats=False):
 def put_after_texts(tokenizer, end):
     """Makes a fast tokenizer put the ids `end` after a text. What it puts before it, BOS, stays."""
     text, ids = (tokenizer("1 one", add_special_tokens=on).input_ids for on in (False, True))
-    start = ids[: ids.index(text[0])] if text else []
-    around = {"START": start, "END": end}
+    around = {"START": ids[: ids.index(text[0])], "END": end}
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="START $A END",
         special_tokens=[

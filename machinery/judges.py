@@ -155,14 +155,12 @@ def scores_of(function, responses):
     note = f"in {name}, for the responses to rows {rows}; columns: {', '.join(columns)}"
     with users_code(name, note):
         returned = function(**columns)
-        if isinstance(returned, NO_LISTS) or not isinstance(returned, Iterable):
-            words = f"{name} must return a list with one score for each response.\n  It returned a "
-            words += f"{type(returned).__name__}: {str(returned)[:300]}"
-            raise Refused("function-returns", words)
-        values = list(returned)
+        listed = isinstance(returned, Iterable) and not isinstance(returned, NO_LISTS)
+        values = list(returned) if listed else []
         if len(values) != len(responses):
-            words = f"{name} returned {len(values)} scores for {len(responses)} responses."
-            raise Refused("function-returns", words)
+            what = f"{type(returned).__name__} of {len(values)} scores: {str(returned)[:300]}"
+            words = f"{name} must return a list of {len(responses)} scores for the responses."
+            raise Refused("function-returns", f"{words}\n  It returned a {what}")
         return [as_score(name, *pair) for pair in zip(values, responses)]
 
 

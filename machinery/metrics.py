@@ -103,11 +103,8 @@ def response_means(micro_batches):
     And clip_reward_fraction, the share of the responses whose score --clip_reward changed.
     """
     each = [{**per_response(b), "clip_reward_fraction": b.score_clipped} for b in micro_batches]
-    weight = torch.cat([batch.row_weight for batch in micro_batches])  # (n,) 0 for a filler row
-    columns = [torch.cat([found[name].double() for found in each]) for name in each[0]]
-    sums = [(values * weight).sum() for values in columns]
-    count, *sums = ranks.all_sum(weight.sum(), *sums).tolist()
-    return {name: total / count for name, total in zip(each[0], sums)}
+    weights = [batch.row_weight for batch in micro_batches]  # (B,) each, 0 for a filler row
+    return {name: moments([found[name] for found in each], weights)[0] for name in each[0]}
 
 
 @torch.no_grad()
@@ -149,8 +146,7 @@ def moments(values, weights):
 
     Lists of tensors, one of each micro-batch.
     """
-    parts = [value[weight > 0] for value, weight in zip(values, weights)]
-    x = torch.cat(parts).double()  # (M,)
+    x = torch.cat([value[weight > 0] for value, weight in zip(values, weights)]).double()  # (M,)
     count, total, squares = ranks.all_sum(len(x), x.sum(), (x**2).sum()).tolist()
     mean = total / max(count, 1)
     return mean, max(squares / max(count, 1) - mean**2, 0.0)
@@ -230,11 +226,11 @@ def flops_per_token(args, engine, length):
     """
     model = zero3.unwrap_model(engine)
     config, output = model.config.get_text_config(), model.get_output_embeddings()
-    looked_up = model.get_input_embeddings().weight
-    tied = output is not None and output.weight is looked_up
-    weights = [weight for weight in model.parameters() if tied or weight is not looked_up]
-    size = sum(map(zero3.size_of, weights))
-    trained = sum(zero3.size_of(weight) for weight in weights if weight.requires_grad)
+    embedding = model.get_input_embeddings().weight
+    tied = output is not None and output.weight is embedding
+    looked_up = 0 if tied else zero3.size_of(embedding)
+    size = zero3.count_parameters(model) - looked_up
+    trained = zero3.count_parameters(model, training=True) - looked_up * embedding.requires_grad
     attention = 2 * config.num_hidden_layers * config.hidden_size * length
     forwards = 2 if args.gradient_checkpointing else 1
     return 2 * (forwards + 1) * (size + attention) + 2 * (trained + attention)

@@ -512,7 +512,7 @@ class Even(StandIn):
 def test_the_tool_turns_variant_by_hand(tmp_path, tokenizer):
     """A tool answers each of the actor's first two tokens with two of its own. The random numbers
     go on after these, and no gradient of loss, KL or entropy reaches them. Nor do they end the
-    response, though they are a text of --stop. (Credit crosses them: maths/test_gae.py.)"""
+    response, though they are a text of --stop. (Credit crosses them: tests/maths.)"""
     ppo, model = patched("tool-turns", tmp_path), Even().eval()
     flags = "--max_answer_seq_len 8 --tool_turns 2 --entropy_coef 1 --stop zq"
     args, row = ppo.get_args(flags.split()), dict(prompt_ids=[5], row=0, sample=0, row_weight=1)

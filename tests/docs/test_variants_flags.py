@@ -19,7 +19,7 @@ from tests import kit
 from tests.conftest import micro_batch
 from tests.docs.test_variants import VARIANTS, patched, tiny_data
 from tests.kit import Knowing
-from tests.maths.test_one_mean import models_of_stubs
+from tests.maths.test_against_loops import models_of_stubs
 from tests.tiny_models import KINDS, config_of
 from tools import fork
 

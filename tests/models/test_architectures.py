@@ -20,10 +20,9 @@ from tiny_models import (
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
 )
 
-from machinery import folders, saving
+from machinery import saving
 from tests.kit import load_model
 
 pytestmark = pytest.mark.parametrize("name", KINDS)
@@ -115,20 +114,6 @@ def test_the_head_multiplies_in_fp32_also_in_a_bf16_model(folder):
 # --------------------------------------------------------------------------------------------------
 # Saved here, loaded in stock transformers, and the other way round
 # --------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def test_a_saved_model_loads_in_stock_transformers(folder, language_model, tmp_path):
-    """Offline (kit.ENVIRONMENT), with the same logits to the bit, and the tokenizer lies beside the
-    weights."""
-    tokenizer = folders.load_tokenizer(folder)
-    saving.save_model(language_model, tokenizer, tmp_path / "saved")
-    stock, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    ids = random_ids(2, 9)
-    assert torch.equal(stock.eval()(ids).logits, language_model(ids).logits)
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved").get_vocab() == tokenizer.get_vocab()
-    assert not list((tmp_path / "saved").glob(".*")), "nothing half-written is left"
-
-
 @torch.no_grad()
 def test_a_reward_model_made_elsewhere_keeps_its_head(name, tmp_path):
     """A head is initialised only when it is new: a sequence-classification checkpoint of stock

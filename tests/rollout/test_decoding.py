@@ -74,6 +74,7 @@ def sampled(model, *given, **options):
     responses, mask = kit.generate(model, *given, **options)
     hook.remove()
     assert not responses[mask == 0].any(), "beyond a row's end there is padding"
+    assert mask.any(0).all(), "no column comes back in which nobody wrote"
     return [row[:n] for row, n in zip(responses.tolist(), mask.sum(1).tolist())], sizes
 
 
@@ -126,12 +127,13 @@ def test_the_cache_goes_in_under_the_name_that_the_forward_has(name):
     """transformers 5.24 renamed the argument. Under a name that it does not know a forward ignores
     the cache without a word, and each token would be decoded without those before it. What a
     forward returns goes into the next one, and nothing else of it does."""
-    model = {
-        "cache": SimpleNamespace(forward=lambda ids, cache, **kernel: None),
-        "past_key_values": SimpleNamespace(forward=lambda ids, past_key_values, **kernel: None),
-    }[name]
-    assert folders.accepted(model, cache="of all", logits_to_keep=1) == {name: "of all"}
-    assert folders.accepted(model, **{name: "of all", "logits": 1}) == {name: "of all"}
+    forwards = {
+        "cache": lambda ids, cache, **kernel: None,
+        "past_key_values": lambda ids, past_key_values, **kernel: None,
+    }
+    model = SimpleNamespace(forward=forwards[name])
+    for given in ("cache", name):
+        assert folders.accepted(model, **{given: "of all", "logits_to_keep": 1}) == {name: "of all"}
 
 
 def test_the_cache_is_reserved_once():

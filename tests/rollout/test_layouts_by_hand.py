@@ -4,7 +4,6 @@ In every picture: x is a prompt's token, y a response's token, E the end-of-sequ
 and - padding.
 """
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -107,18 +106,6 @@ def test_a_filler_is_seen_by_the_model_and_counts_nowhere():
 # --------------------------------------------------------------------------------------------------
 # Rows whose prompt is shared
 # --------------------------------------------------------------------------------------------------
-def test_responses_to_one_prompt_in_one_row():
-    """x x | x y y E | x E: each response has a copy of the prompt's last token, which predicts its
-    first. Positions go on from the prompt for both."""
-    rows = [response([5, 6, E], prompt=[7, 8, 9]), response([E], prompt=[7, 8, 9])]
-    batch = laid_out(*rows, pack=partial(shared_prompts.shared_rows, together=2))
-    assert batch.ids.tolist() == [[7, 8, 9, 5, 6, E, 9, E]]
-    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5, 2, 3]]
-    mask = batch.response_mask > 0
-    assert batch.logit_places[mask].tolist() == [2, 3, 4, 6]
-    assert batch.ids.flatten()[batch.logit_places[mask] + 1].tolist() == [5, 6, E, E]
-
-
 def test_who_attends_to_whom_in_a_shared_row():
     """Padding, two prompt tokens, one token of a response, two of another, which never sees it."""
     allowed, positions = shared_prompts.who_sees_whom(torch.tensor([[0, 1, 1, 2, 3, 3]]))
@@ -137,36 +124,22 @@ PAIRS = [
     {"prompt_ids": [5], "responses": [[6, 7, E], [8, E]], "row_weight": 1},
     {"prompt_ids": [5, 5], "responses": [[6, E], [7, E]], "row_weight": 0},
 ]
+LAID_OUT = [
+    # two rows a pair, chosen first; all end in the last column
+    (reward.plain_rows, [[5, 6, 7, E], [5, 5, 6, E], [0, 5, 8, E], [5, 5, 7, E]], 7),
+    # one row a pair: the rejected response goes on at the position where the prompt ended
+    (shared_prompts.pair_rows, [[5, 6, 7, E, 8, E], [5, 5, 6, E, 7, E]], 6),
+]
 
 
-@pytest.mark.parametrize(
-    "pack, ids, chosen, rejected, tokens",
-    [
-        # two rows a pair, chosen first; all end in the last column
-        (
-            reward.plain_rows,
-            [[5, 6, 7, E], [5, 5, 6, E], [0, 5, 8, E], [5, 5, 7, E]],
-            [103, 103],
-            [102, 103],
-            7,
-        ),
-        # one row a pair: the rejected response goes on at the position where the prompt ended
-        (
-            shared_prompts.pair_rows,
-            [[5, 6, 7, E, 8, E], [5, 5, 6, E, 7, E]],
-            [103, 103],
-            [102, 103],
-            6,
-        ),
-    ],
-)
-def test_a_pair_is_scored_at_both_ends(pack, ids, chosen, rejected, tokens):
+@pytest.mark.parametrize("pack, ids, tokens", LAID_OUT)
+def test_a_pair_is_scored_at_both_ends(pack, ids, tokens):
     """Here a "model" says 100 times the id plus its position, so 100 at E and how many tokens it
     has before it. The second pair is a filler, whose tokens are not counted."""
     batch = reward.collate(PAIRS, 0, pack)
     assert batch.ids.tolist() == ids and batch.row_weight.tolist() == [1, 0]
     scores = reward.score_pairs(lambda ids, mask, positions: ids * 100 + positions, batch)
-    assert [part.tolist() for part in scores] == [chosen, rejected]
+    assert [part.tolist() for part in scores] == [[103, 103], [102, 103]]
     assert batch.counts()[0] == tokens
 
 

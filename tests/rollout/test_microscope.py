@@ -1,87 +1,63 @@
 """What runs write down for tools/look.py: tokens.jsonl (--microscope) and judge.jsonl."""
 
-import copy
 from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
 
-import ppo
 from machinery import evaluation, folders, rows, sources
 from tests import kit
+from tests.conftest import micro_batch
 
 
-@pytest.fixture
-def looked(tiny_model, tokenizer, tmp_path):
-    """Returns a function that magnifies held-out prompts with these flags: tokens.jsonl's lines.
-
-    Judge and critic are plain functions; the reference finds each token a little less likely."""
-    reference = copy.deepcopy(tiny_model)
-    with torch.no_grad():
-        reference.lm_head.weight.mul_(0.8)
-
-    class Critic(torch.nn.Module):
-        def forward(self, ids, mask, positions):
-            return torch.full(ids.shape, 0.75)
-
-    def run_it(*flags):
-        own = "--preset toy --max_answer_seq_len 6 --per_device_eval_batch_size 2 --kl_coef 0.5"
-        args = ppo.get_args([*own.split(), "--output_dir", str(tmp_path), *flags])
-        texts = [f"{'Who? ' * i}\nAnswer:" for i in range(1, 4)]
-        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        rows = [dict(prompt=t, prompt_ids=i, chat=False, extra="{}") for t, i in zip(texts, ids)]
-
-        def judge(batch):
-            return 2.0 * batch.last
-
-        own = Critic() if args.has_critic else None
-        models = ppo.Models(tiny_model, own, reference, [], {}, judge, None)
-        run = SimpleNamespace(args=args, tokenizer=tokenizer)
-        if requests := evaluation.microscope_requests(args, datasets.Dataset.from_list(rows)):
-            batches = ppo.answered(args, models, tokenizer, requests)
-            ppo.set_advantages(args, batches)
-            evaluation.write_microscope(run, 7, batches)
-        file = tmp_path / "tokens.jsonl"
-        return kit.read_lines(file) if file.exists() else []
-
-    return run_it
-
-
-@pytest.mark.parametrize("estimator, group", [("gae", 1), ("grpo", 2)])
-def test_tokens_jsonl_holds_what_training_sees(looked, estimator, group):
-    """The reward is minus the KL penalty, and the score on the last token; advantages are the
-    estimator's, before whitening: with GAE and lambda 1 what is to come, less the critic's
-    guess."""
-    flags = f"--advantage {estimator} --samples_per_prompt {group} --lam 1 --microscope 2"
-    lines = looked(*flags.split())
-    expected = [(row, place) for row in (0, 1) for place in range(group)]
-    assert [(line["row"], line["sample"]) for line in lines] == expected
-    for line in lines:
-        tokens = line["tokens"]
-        count = len(tokens["text"])
-        assert line["step"] == 7 and line["kl_coef"] == 0.5 and count == line["response_length"]
-        assert all(len(values) == count for values in tokens.values())
-        kl = [a - b for a, b in zip(tokens["logprob"], tokens["ref_logprob"])]
-        assert tokens["kl"] == pytest.approx(kl, abs=1e-4) and max(map(abs, kl)) > 1e-3
-        rewards = [-0.5 * x + 2 * (i == count - 1) for i, x in enumerate(kl)]
-        assert tokens["reward"] == pytest.approx(rewards, abs=1e-4)
-        to_come = [sum(rewards[i:]) for i in range(count)]
-        if estimator == "gae":
-            assert tokens["value"] == [0.75] * count
-            assert tokens["return"] == pytest.approx(to_come, abs=1e-4)
-            assert tokens["advantage"] == pytest.approx([x - 0.75 for x in to_come], abs=1e-4)
-        else:
-            assert "value" not in tokens and "return" not in tokens
-
-
-def test_the_microscope_is_bounded_and_may_be_off(looked, monkeypatch):
-    """More prompts than there are, and fewer tokens than a response has."""
-    assert looked("--microscope", "0") == []
+def looked_at(tmp_path, tokenizer, monkeypatch, **changes):
+    """Returns a micro-batch of random numbers, of 3 and 2 tokens, and tokens.jsonl."""
     monkeypatch.setattr(evaluation, "MOST_TOKENS", 2)
-    lines = looked("--microscope", "99")
-    assert len(lines) == 3 and max(line["response_length"] for line in lines) > 2
-    assert all(len(values) == 2 for line in lines for values in line["tokens"].values())
+    args = SimpleNamespace(output_dir=str(tmp_path), kl_coef=0.5, kl_in="reward")
+    draw = torch.Generator().manual_seed(1)
+    drawn = {name: torch.randn(2, 3, generator=draw) for name in evaluation.NUMBERS.values()}
+    mask, ends = torch.tensor([[1.0, 1, 1], [1, 1, 0]]), torch.ones(2)
+    given = dict(response_mask=mask, length=torch.tensor([3, 2]), ended=ends, scores=mask)
+    batch = micro_batch([1, 0], **{**drawn, **given, **changes})
+    for response, ids in zip(batch.responses, ([5, 6, 1], [7, 1])):
+        response |= dict(sample=0, prompt="Who?", text="I", ended=1.0, response_ids=ids)
+    evaluation.write_microscope(SimpleNamespace(args=args, tokenizer=tokenizer), 7, [batch])
+    return batch, kit.read_lines(tmp_path / "tokens.jsonl")
+
+
+def test_tokens_jsonl_holds_what_training_sees(tmp_path, tokenizer, monkeypatch):
+    """Each number of each token, in the order of the rows, up to MOST_TOKENS of a response. The
+    advantages are those before whitening."""
+    batch, lines = looked_at(tmp_path, tokenizer, monkeypatch)
+    kl = {"kl": batch.kl("k1"), "kl_k3": batch.kl("k3")}
+    for line, i in zip(lines, (1, 0), strict=True):
+        found = [line[name] for name in ("row", "step", "kl_coef", "reward", "response_length")]
+        assert found == [1 - i, 7, 0.5, 3 - i, 3 - i]
+        tokens = line["tokens"]
+        ids = batch.responses[i]["response_ids"]
+        assert tokens.pop("text") == [tokenizer.decode(ids[:1]), tokenizer.decode(ids[1:2])]
+        assert tokens.keys() == {*evaluation.NUMBERS, *kl}
+        for name, numbers in tokens.items():
+            tensor = kl.get(name, getattr(batch, evaluation.NUMBERS.get(name, ""), None))
+            assert numbers == pytest.approx(tensor[i, :2].tolist(), rel=1e-5)
+
+
+def test_what_a_run_does_not_have_is_not_in_tokens_jsonl(tmp_path, tokenizer, monkeypatch):
+    """Without a critic, and without a reference."""
+    none = dict(old_values=None, returns=None, ref_logprobs=None)
+    _, lines = looked_at(tmp_path, tokenizer, monkeypatch, **none)
+    assert {*lines[0]["tokens"]} == {"text", "logprob", "entropy", "reward", "advantage"}
+
+
+@pytest.mark.parametrize("compares, expected", [(False, [0, 1]), (True, [0, 0, 0, 1, 1, 1])])
+def test_the_microscope_is_bounded_and_may_be_off(compares, expected):
+    """Where responses to a prompt are compared, each is there several times."""
+    rows = datasets.Dataset.from_list([{"prompt_ids": [5]}] * 2)
+    for number in (0, 99):
+        args = SimpleNamespace(microscope=number, compares_groups=compares, samples_per_prompt=3)
+        found = [request["row"] for request in evaluation.microscope_requests(args, rows)]
+        assert found == (expected if number else [])
 
 
 def test_tokens_are_decoded_with_their_spaces():

@@ -98,52 +98,6 @@ def test_responses_have_another_order_in_each_epoch_and_step():
     assert {*facts("ppo_zero2")[0]["ordered"]} == {(), (None,)}
 
 
-def test_rewards_are_clipped_scores_less_the_penalty_of_a_cut():
-    """What the microscope shows. KL is in the loss there."""
-    rows = kit.read_lines(run_of("ppo_options") / "tokens.jsonl")
-    assert {row["step"] for row in rows} == {0, 4}
-    for row in rows:
-        score = min(max(row["reward"], -5), 5)
-        expected = score - (1 - row["ended"])  # --missing_eos_penalty 1
-        assert sum(row["tokens"]["reward"]) == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_run_that_teaches_nothing_says_so(tmp_path):
-    """One step whose rewards are all equal."""
-    (tmp_path / "nothing.py").write_text("def same(prompts, **_):\n    return [1.0] * len(prompts)")
-    flags = f"--reward_fn {tmp_path}/nothing.py:same --max_steps 1"
-    done = kit.run("ppo", *runs.base_flags("ppo", runs.base()), *flags.split())
-    assert "warning: all rewards are equal (mean 1): nothing to learn from" in done.out
-
-
-LENGTH = """
-def letters(completions, **_):
-    print("asked for", len(completions), flush=True)
-    return [len(text) for text in completions]
-"""
-
-
-def test_a_group_may_lie_in_several_micro_batches(tmp_path):
-    """Four responses to a prompt, all in one forward or two at a time: the same step, to rounding.
-    The reward function is called once for all responses of a step, and of an evaluation."""
-    (tmp_path / "length.py").write_text(LENGTH)
-    seen = []
-    for rows, accumulation in ((8, 1), (2, 4)):
-        flags = f"--reward_fn {tmp_path}/length.py:letters --advantage grpo --samples_per_prompt 4"
-        flags += " --clip_reward inf --max_steps 2 --microscope 0"
-        flags += f" --gradient_accumulation_steps {accumulation}"
-        for batch in ("generation", "training"):
-            flags += f" --per_device_{batch}_batch_size {rows}"
-        done = kit.run("ppo", *runs.base_flags("ppo", runs.base()), *flags.split())
-        assert re.findall(r"asked for (\d+)", done.out) == ["5", "8", "8", "5"]
-        seen.append(kit.read_lines(done.folder / "metrics.jsonl"))
-    names = "reward", "eval_reward", "loss", "grad_norm", "entropy", "kl", "equal_groups"
-    for one, other in zip(*seen, strict=True):
-        for name in one.keys() & names:
-            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
-    assert seen[0][1]["grad_norm"] > 0
-
-
 @pytest.mark.slow
 def test_looking_changes_nothing():
     """A run that is evaluated at every step, also by the microscope and by a gold score, trains to

@@ -1,45 +1,75 @@
-"""Reward functions are the user's own code: what they return is input, too."""
+"""Reward functions are the user's own code: how they are loaded and called, and how judges add up.
 
-import contextlib
+What is refused, and how errors are named, stands in tests/promises.py.
+"""
+
 import functools
 import json
 import pickle
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from machinery import judges
-from machinery.refused import Refused
 from tests import kit
 
 RESPONSE = {"chat": False, "extra": "{}", "response_ids": [5, 1], "prompt": "Why?", "text": " So."}
 
 
-@pytest.mark.parametrize("first", [0.5, {"format": 0.5, "answer": True}, {"std": 1.0}])
-def test_a_dict_of_parts_is_refused_in_words(first):
-    """Its keys would be no scores, and its sum would hide which part was rewarded: with a function
-    for each part the log has the mean of each. A bool and numpy's numbers are numbers."""
-    given = [first, {"format": np.float32(0.25), "answer": False}]
-    with pytest.raises(Refused, match="one function a part: --reward_fn"):
-        judges.scores_of(lambda **columns: given, [{**RESPONSE}] * 2)
-    numbers = [np.float32(0.5), True]
-    assert judges.scores_of(lambda **columns: numbers, [{**RESPONSE}] * 2) == [[0.5], [1.0]]
+# --------------------------------------------------------------------------------------------------
+# What a function is given, and what becomes of its scores
+# --------------------------------------------------------------------------------------------------
+def test_a_reward_function_gets_the_columns_of_all_blended_sources():
+    """Two sources with unlike columns: both columns are there for every row, None where a row has
+    none. A chat is a list of messages for each prompt, and one message of the assistant for each
+    response, as TRL hands it over. All are copies."""
+    question = [{"role": "user", "content": "Why?"}]
+    chat = {"prompt": json.dumps(question), "chat": True, "extra": '{"level": [2]}'}
+    rows = [{**RESPONSE, "extra": '{"topic": "t"}'}, {**RESPONSE, **chat}]
+    given = judges.columns_for(lambda completion_ids, **columns: [], rows)
+    assert given == {
+        "prompts": ["Why?", question],
+        "completions": [" So.", [{"role": "assistant", "content": " So."}]],
+        "topic": ["t", None],
+        "level": [None, [2]],
+        "completion_ids": [[5, 1]] * 2,
+    }
+    given["completion_ids"][0].clear()
+    assert RESPONSE["response_ids"] == [5, 1]
+    assert "completion_ids" not in judges.columns_for(lambda **columns: [], rows)
 
 
-def test_a_function_leaves_the_working_folder_as_it_was(tmp_path, monkeypatch):
-    """A run's own paths are relative to it: its checkpoints would go elsewhere."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "away").mkdir()
-    (tmp_path / "moves.py").write_text(f"import os\nos.chdir('away')\n{MOVES}")
-    function = judges.load_function("moves.py:f", "--reward_fn")
-    assert Path.cwd() == tmp_path
-    for wrong in (False, True):
-        with contextlib.suppress(ValueError):
-            row = {**RESPONSE, "extra": json.dumps({"wrong": wrong})}
-            assert judges.scores_of(function, [row]) == [[1.0]]
-        assert Path.cwd() == tmp_path
+def test_a_reward_function_may_score_every_token():
+    """A list of one number a token stands on the tokens, one number on the last token. A function
+    is called for all responses of a step: with a model of its own it keeps no graph."""
+    rows = [{**RESPONSE, "response_ids": ids} for ids in ([5, 6, 1], [7, 1])]
+    mask, last = torch.tensor([[[1, 1, 1], [1, 1, 0]], [[0, 0, 1], [0, 1, 0]]])
+    batch = SimpleNamespace(responses=rows, response_mask=mask, last=last)
+
+    def tokens(prompts, completions, completion_ids, **columns):
+        return [[float(i) for i in ids] for ids in completion_ids]
+
+    def whole(**columns):
+        return [2.0, float(torch.is_grad_enabled())]
+
+    judges.call_functions({"tokens": tokens, "whole": whole}, rows)
+    assert judges.function_scores(batch, "tokens").tolist() == [[5, 6, 1], [7, 1, 0]]
+    assert judges.function_scores(batch, "whole").tolist() == [[0, 0, 2], [0, 0, 0]]
+
+
+def test_several_judges_are_summed():
+    """One judge scores the whole response (2 on its last token), another each token (0.5 each).
+    What each has said is noted."""
+    both = [lambda batch: torch.tensor([[0.0, 2.0]]), lambda batch: torch.tensor([[0.5, 0.5]])]
+    given = dict(reward_fn=["a.py:right"], reward_model_name_or_path=["b/kind"])
+    batch = SimpleNamespace(responses=[{}])
+    scores = judges.sum_and_note(SimpleNamespace(**given), both)(batch)
+    assert scores[0].tolist() == [0.5, 2.5]
+    assert batch.responses == [{"reward_1_right": 2.0, "reward_2_kind": 1.0}]
 
 
 def scaled(prompts, completions, factor=2, **columns):
@@ -47,47 +77,52 @@ def scaled(prompts, completions, factor=2, **columns):
 
 
 @pytest.mark.parametrize(
-    "function, factor", [(scaled, 2), (functools.partial(scaled, factor=3), 3)]
+    "function, score",
+    [
+        (scaled, 8),
+        (functools.partial(scaled, factor=3), 12),
+        (lambda **columns: [np.float32(0.5)] * 2, 0.5),
+        (lambda **columns: np.array([True, True]), 1),
+    ],
 )
-def test_any_callable_will_do_and_a_generator_is_read_to_its_end(function, factor):
-    assert judges.scores_of(function, [RESPONSE] * 2) == [[4 * factor]] * 2
+def test_any_callable_will_do_and_a_generator_is_read_to_its_end(function, score):
+    """A bool and numpy's numbers are numbers."""
+    assert judges.scores_of(function, [RESPONSE] * 2) == [[score]] * 2
 
 
-def test_the_error_of_a_function_names_the_rows():
-    """One place for what it raises and what it returns: the traceback is the function's own, and
-    the note says which rows."""
-    rows = [{**RESPONSE, "row": number} for number in (3, 8)]
-    for wrong in (lambda **columns: 1 / 0, lambda **columns: [1.0, None]):
-        with pytest.raises((ZeroDivisionError, Refused)) as caught:
-            judges.scores_of(wrong, rows)
-        assert "[3, 8]; columns: prompts, completions" in caught.value.__notes__[0]
+# --------------------------------------------------------------------------------------------------
+# Files of the user's
+# --------------------------------------------------------------------------------------------------
+MODULE = """
+from __future__ import annotations
+from dataclasses import dataclass
+import os
 
+os.chdir("away")
 
-def test_a_function_cannot_end_the_run_as_if_all_were_well():
-    """sys.exit(0) in the middle of step 3 would be a success to whoever started it."""
+@dataclass
+class Rule:
+    weight: float = 1.0
 
-    def leaves_later(prompts, completions, **columns):
-        yield 1.0
-        sys.exit(0)
-
-    for function in (lambda prompts, completions: sys.exit(0), leaves_later):
-        try:
-            judges.scores_of(function, [RESPONSE] * 2)
-        except SystemExit as stop:
-            assert stop.code not in (0, None)
-        except Exception:
-            pass
-        else:
-            raise AssertionError("it has scored")
-
-
-MOVES = """
-def f(prompts, completions, wrong, **columns):
+def f(prompts, completions, **columns):
     os.chdir("away")
-    yield from [1.0 for _ in prompts]
-    if wrong[0]:
-        raise ValueError
+    yield from [Rule().weight for _ in prompts]
 """
+
+
+def test_a_users_file_is_loaded_like_any_module(tmp_path, monkeypatch):
+    """Its dataclasses find their module, a Pool can send its functions, and two files of one name,
+    which is also that of another module, are two modules. The working folder stays as it was: a
+    run's own paths are relative to it, and its checkpoints would go elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b", "away"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "json.py").write_text(MODULE)
+    loaded = [judges.load_function(f"{folder}/json.py:f", "--reward_fn") for folder in "ab"]
+    assert pickle.loads(pickle.dumps(loaded)) == loaded and loaded[0] != loaded[1]
+    assert judges.scores_of(loaded[0], [RESPONSE]) == [[1.0]] and Path.cwd() == tmp_path
+
+
 SPAWNS = """
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -102,34 +137,6 @@ def f(prompts, completions, **columns):
 def g(prompts, completions, **columns):
     return [length(text) for text in completions]
 """
-FUNCTION = "\ndef f(prompts, completions, **columns):\n    return [1.0 for _ in prompts]\n"
-FILES = {  # of a user: the error that it raises, and a word that must be there, or None
-    "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-    "@dataclass\nclass Rule:\n    weight: float = 1.0\n": None,
-    "import sys\nsys.exit(0)": (RuntimeError, "ended the program"),  # not the end of a good run
-    "{}['gone']": (KeyError, "--reward_fn"),
-}
-
-
-@pytest.mark.parametrize("text", FILES)
-def test_a_users_file_is_loaded_like_any_module(tmp_path, text):
-    """Its dataclasses find their module, a Pool can send its functions, and two files of one name
-    are two modules. What it raises says which flag has named it."""
-    loaded = []
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "json.py").write_text(text + FUNCTION)
-        spec = f"{tmp_path / folder}/json.py:f", "--reward_fn"
-        if FILES[text] is None:
-            loaded.append(judges.load_function(*spec))
-            continue
-        with pytest.raises(FILES[text][0]) as caught:
-            judges.load_function(*spec)
-        said = [str(caught.value), *getattr(caught.value, "__notes__", [])]
-        assert any(FILES[text][1] in words for words in said)
-    assert [pickle.loads(pickle.dumps(function)) for function in loaded] == loaded
-
-
 SCORES = """
 import sys
 if __name__ == "__main__":

@@ -15,18 +15,16 @@ from tiny_models import config_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo
-from machinery import checks, lora, shared_prompts
+from machinery import checks, shared_prompts
 from tests import kit
-from tests.rollout.test_forks import RIGHT, Bare, shifted
+from tests.rollout.test_forks import RIGHT, shifted
 from tests.rollout.test_sampling import FLAGS
 
 pytestmark = pytest.mark.slow
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SAMPLES = 4  # responses to a prompt
-LORA = SimpleNamespace(lora_dim=4, lora_alpha=8, seed=1)
-# learning rates at which an update moves log-probs by more than rounding does: of all weights, of
-# adapters alone
-RATES = {"fp32": (1e-4, 1e-3), "bf16": (1e-3, 1e-2), "fp16": (1e-3, 1e-2)}
+# learning rates at which an update moves log-probs by more than rounding does
+RATES = {"fp32": 1e-4, "bf16": 1e-3, "fp16": 1e-3}
 ASKED = [f"What is {17 + 5 * i} + {91 - 3 * i}?" for i in range(10)]
 ASKED += ["Why is the sky blue?", "Tell me a story about a dog.", "Name three colours.", "Hello!"]
 ASKED += ["Write a short poem about the sea and the wind.", "Who was Isaac Newton?"]
@@ -74,22 +72,11 @@ def looked_at(args, model, tokenizer, responses, size=32, pack=ppo.plain_rows):
         with torch.no_grad():
             batch.old_logprobs, batch.entropy = ppo.actor_forward(args, model, batch)
     codes = []
-    run = SimpleNamespace(args=args, step=1, engine=Bare(model))
-    run.finish = lambda code: codes.append(code)
+    run = SimpleNamespace(args=args, step=1, finish=lambda code: codes.append(code))
     checks.stop_unless_sampled_as_scored(run, batches)
     gaps = [checks.metrics.token_gaps(batch)[batch.response_mask > 0] for batch in batches]
     off, count = checks.counts_off(args, gaps)[-1]
     return off / count, count, codes == [1]
-
-
-def adapted(model, folder):
-    """Puts adapters into a model as --lora_dim does, and weights as training leaves them."""
-    lora.add_adapters(model, LORA, folder)
-    generator = torch.Generator().manual_seed(2)
-    for layer in lora.adapted_layers(model).values():
-        weight = layer.lora_B["default"].weight
-        weight.copy_(0.05 * torch.randn(weight.shape, generator=generator))
-    return model.eval()
 
 
 def updated(args, model, tokenizer, responses, rate):
@@ -122,10 +109,9 @@ def rows_swapped(model, inputs, cache):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("adapters", ["", "LoRA"])
 @pytest.mark.parametrize("name", ["llama", "opt", "smollm2"])
-def test_sound_runs_go_on_and_mistakes_stop(name, adapters, dtype, folders, monkeypatch):
-    """Whatever the length, the layout and the dtype, with adapters and without. The share of tokens
+def test_sound_runs_go_on_and_mistakes_stop(name, dtype, folders, monkeypatch):
+    """Whatever the length, the layout and the dtype. The share of tokens
     that are off separates the two: sound runs are far below the 5 % that are allowed, mistakes
     above. Weights that are one update old are such a mistake at a rate that is high enough."""
     if not (folders / name).exists():
@@ -137,8 +123,6 @@ def test_sound_runs_go_on_and_mistakes_stop(name, adapters, dtype, folders, monk
     torch.set_num_threads(2 if name == "smollm2" else 1)  # two wait for each other on busy cores
     model = AutoModelForCausalLM.from_pretrained(folders / name, dtype=DTYPES[dtype]).eval()
     tokenizer = AutoTokenizer.from_pretrained(folders / name)
-    if adapters:
-        model = adapted(model, folders / name)
 
     def args(length, temperature=1.0):
         options = {**FLAGS, "temperature": temperature, "max_answer_seq_len": length}
@@ -158,7 +142,7 @@ def test_sound_runs_go_on_and_mistakes_stop(name, adapters, dtype, folders, monk
         ]
         others = sampled(args(length, 0.7), model, tokenizer)
         found.append((f"temperature 0.7, {length} tokens", looked_at(*given, others), True))
-        rate = RATES[dtype][bool(adapters)]
+        rate = RATES[dtype]
         newer = args(length), updated(*given, sound, rate), tokenizer
         old = f"weights one update of {rate} old, {length} tokens"
         found.append((old, looked_at(*newer, sound), True))
@@ -168,5 +152,5 @@ def test_sound_runs_go_on_and_mistakes_stop(name, adapters, dtype, folders, monk
             monkeypatch.setattr(ppo, "next_logits", RIGHT)
             found.append((f"{mistake.__name__}, {length} tokens", looked_at(*given, wrong), True))
     for what, (share, count, stops), _ in found:
-        print(f"| {name} {adapters} | {dtype} | {what} | {count:.0f} | {share:.1%} | {stops} |")
+        print(f"| {name} | {dtype} | {what} | {count:.0f} | {share:.1%} | {stops} |")
     assert [what for what, (_, _, stops), expected in found if stops != expected] == []

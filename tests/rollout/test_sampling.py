@@ -63,19 +63,6 @@ def test_responses_end_at_their_first_eos_or_are_marked_as_cut(tokenizer, pad):
     assert [row["text"] for row in out] == expected
 
 
-def test_no_column_comes_back_in_which_nobody_wrote(tokenizer):
-    """Responses are as wide as the longest, and what is behind the end of one has log-prob 0."""
-    more = dict(max_answer_seq_len=4, max_prompt_seq_len=1, rollout_batch_size=9)
-    args = SimpleNamespace(**FLAGS, **more)
-    script = [[E, 5, 5, 6], *[[5, 6, E, 7]] * 4]  # so few have ended that all rows stay
-    model, ids = Scripted(script), torch.arange(7, 12)[:, None]
-    half = torch.full((5, 4), 0.5, dtype=torch.float64)
-    found = ppo.sample(args, model, tokenizer, ids, torch.ones_like(ids), half)
-    responses, logprobs, lengths, ended = (each.tolist() for each in found)
-    assert responses == [[E, 0, 0], *[[5, 6, E]] * 4] and lengths == [1, 3, 3, 3, 3]
-    assert all(ended) and logprobs == [[0, 0, 0]] * 5
-
-
 # --------------------------------------------------------------------------------------------------
 # Which token is drawn
 # --------------------------------------------------------------------------------------------------
@@ -90,104 +77,78 @@ def test_a_models_own_generation_config_is_left_out_of_greedy_answers(tiny_model
 
 
 class Fixed(StandIn):
-    """A "model" with the same next-token probabilities everywhere."""
+    """A "model" with the same logits everywhere."""
 
-    def __init__(self, probs):
+    def __init__(self, logits):
         super().__init__()
-        self.logits = torch.tensor(probs).log()
+        self.logits = logits
 
     def forward(self, ids, **options):
         return SimpleNamespace(logits=self.logits.expand(*ids.shape, -1))
 
 
-def sample(probs, uniforms, **options):
-    """Returns one token for each number of `uniforms`."""
-    ids, uniforms = torch.full((len(uniforms), 1), 2), torch.tensor(uniforms).unsqueeze(1)
-    given = Fixed(probs), ids, torch.ones_like(ids), uniforms, NO_END
-    return generate(*given, **options)[0][:, 0].tolist()
+def drawn(logits, uniforms, **flags):
+    """Returns one token for each number of `uniforms`, and the log-probs that are kept."""
+    args, ids = SimpleNamespace(**{**FLAGS, **flags}), torch.full((len(uniforms), 1), 2)
+    tokenizer = Knowing(NO_END, len(logits))
+    given = Fixed(logits), tokenizer, ids, torch.ones_like(ids), uniforms[:, None]
+    responses, logprobs, _, _ = ppo.sample(args, *given)
+    return responses[:, 0], logprobs[:, 0]
 
 
-def counts(probs, **options):
-    """Returns how often each token is drawn by 1000 evenly spaced numbers: the probabilities,
-    without noise."""
-    drawn = sample(probs, [(i + 0.5) / 1000 for i in range(1000)], **options)
-    return np.bincount(drawn, minlength=len(probs)).tolist()
+def allowed(probs, top_k, top_p):
+    """Which tokens may be drawn: of the likeliest k those whose share of the sum reaches p."""
+    order = sorted(range(len(probs)), key=lambda i: -probs[i])[: top_k or None]
+    total, found, reached = sum(probs[i] for i in order), [], 0.0
+    for i in order:
+        if reached < top_p * total:  # the likeliest token always stays
+            found.append(i)
+        reached += probs[i]
+    return found
 
 
-def test_sampling_is_the_inverse_of_the_cumulative_distribution():
-    """p = 0.2, 0.5, 0.3: the tokens own [0, 0.2), [0.2, 0.7) and [0.7, 1)."""
-    assert sample([0.2, 0.5, 0.3], [0.0, 0.19, 0.21, 0.69, 0.71, 0.9999999]) == [0, 0, 1, 1, 2, 2]
-    assert counts([0.2, 0.5, 0.3]) == [200, 500, 300]
-
-
-def test_an_impossible_token_is_never_drawn():
-    """Also not by the numbers at the ends, where a cumulative distribution stands still."""
-    assert set(sample([0.0, 0.5, 0.5, 0.0], [0.0, 0.5, 0.99999994])) == {1, 2}
-
-
-def test_temperature_sharpens_and_flattens():
-    """p^(1/T), scaled to sum to 1: at T = 0.5, 0.2 : 0.4 : 0.4 becomes 1 : 4 : 4 ninths."""
-    expected = pytest.approx([1000 / 9, 4000 / 9, 4000 / 9], abs=1)
-    assert counts([0.2, 0.4, 0.4], temperature=0.5) == expected
-
-
-def test_top_k_and_top_p_by_hand():
-    """top_k 2 keeps the two likeliest. top_p 0.75 keeps tokens until their sum reaches 0.75: 0.5
-    does not, 0.8 does."""
-    probs = [0.15, 0.5, 0.05, 0.3]
-    for top_k, top_p, expected in (
-        (0, 1.0, probs),
-        (2, 1.0, [0, 0.5, 0, 0.3]),
-        (9, 1.0, probs),
-        (0, 0.75, [0, 0.5, 0, 0.3]),
-        (0, 0.9, [0.15, 0.5, 0, 0.3]),
-        (0, 0.01, [0, 0.5, 0, 0]),  # the likeliest token always stays
-        (2, 0.6, [0, 0.5, 0, 0]),  # 0.5 of the 0.8 that top_k left is 0.625
-    ):
-        args = SimpleNamespace(top_k=top_k, top_p=top_p)
-        kept = rollout.restricted(args, torch.tensor([probs]))[0].tolist()
-        assert kept == pytest.approx(expected)
-    assert counts(probs, top_k=2) == pytest.approx([0, 625, 0, 375], abs=1)
-
-
-def test_the_log_prob_that_is_kept_is_the_models_and_not_that_of_a_flag():
-    """At T = 0.5 p is 1 : 4 : 4 ninths. --top_k draws from fewer tokens, and what is trained is the
-    model: its log-prob is of all tokens."""
-    args = SimpleNamespace(**{**FLAGS, "temperature": 0.5, "top_k": 2})
-    tokenizer = Knowing(SimpleNamespace(pad_token_id=0, eos_token_id=2), 3)
-    ids, uniforms = torch.full((2, 1), 2), torch.tensor([[0.1], [0.9]], dtype=torch.float64)
-    given = Fixed([0.2, 0.4, 0.4]), tokenizer, ids, torch.ones_like(ids), uniforms
-    responses, logprobs, lengths, ended = ppo.sample(args, *given)
-    assert responses.tolist() == [[1], [2]] and lengths.tolist() == [1, 1]
-    assert logprobs.exp().flatten().tolist() == pytest.approx([4 / 9, 4 / 9])
-    assert ended.tolist() == [False, True]
+@pytest.mark.parametrize("seed", range(20))
+def test_sampling_is_the_inverse_of_the_cumulative_distribution(seed):
+    """p = 0.2, 0.5, 0.3: the tokens own [0, 0.2), [0.2, 0.7) and [0.7, 1). Here with random
+    probabilities, some of them 0, at a temperature, and with what --top_k and --top_p leave. A
+    token that is impossible is not drawn by the numbers at the ends either. The log-prob that is
+    kept is the model's at the temperature, of all tokens, and not that of a flag."""
+    rng = np.random.default_rng(seed)
+    weights, T = rng.random(8) * (rng.random(8) < 0.7), [1.0, 0.5, 2.0][seed % 3]
+    weights[1] = 1.0
+    top_k, top_p = [0, 3, 9][seed % 3], [1.0, 0.7, 0.01][seed // 3 % 3]
+    probs = weights ** (1 / T)
+    probs /= probs.sum()
+    kept = sorted(allowed(probs, top_k, top_p))
+    ends = np.cumsum([probs[i] for i in kept])
+    numbers = np.concatenate([[0.0, 1 - 1e-12], rng.random(200)])
+    expected = [kept[np.searchsorted(ends / ends[-1], number, "right")] for number in numbers]
+    logits, flags = torch.tensor(weights).log(), dict(temperature=T, top_k=top_k, top_p=top_p)
+    tokens, logprobs = drawn(logits.float(), torch.tensor(numbers), **flags)
+    assert tokens.tolist() == expected
+    assert logprobs.exp().tolist() == pytest.approx([probs[i] for i in expected], rel=1e-5)
 
 
 def test_the_temperature_is_applied_in_fp32():
     """As it is when tokens are scored. Divided in bf16, logits of 20 would be off by up to 0.06:
     the policy that samples would be another one than the policy that is trained."""
-    model, args = Fixed([1.0]), SimpleNamespace(**{**FLAGS, "temperature": 0.7})
-    model.logits = (20 + torch.randn(50, generator=torch.Generator().manual_seed(0))).bfloat16()
-    ids, uniforms = torch.full((9, 1), 2), torch.linspace(0, 0.9, 9).double()[:, None]
-    given = model, Knowing(NO_END, 50), ids, torch.ones_like(ids), uniforms
-    responses, logprobs, _, _ = ppo.sample(args, *given)
-    exact = (model.logits.double() / 0.7).log_softmax(-1)[responses]
+    logits = (20 + torch.randn(50, generator=torch.Generator().manual_seed(0))).bfloat16()
+    tokens, logprobs = drawn(logits, torch.linspace(0, 0.9, 9).double(), temperature=0.7)
+    exact = (logits.double() / 0.7).log_softmax(-1)[tokens]
     assert torch.allclose(logprobs.double(), exact, atol=1e-4)
 
 
 def test_random_numbers_belong_to_the_request():
     """They depend on (seed, step, row, sample, turn) only: not on slot, neighbours or rank. So
     responses stay the same when the number of GPUs changes. A filler has row 0's."""
-    every = rollout.uniforms_of(7, 3, ROWS, 5)
-    assert torch.equal(rollout.uniforms_of(7, 3, [ROWS[3], ROWS[1]], 5), every[[3, 1]])
-    assert torch.equal(rollout.uniforms_of(7, 3, [{"row": -1, "sample": 0}], 5), every[:1])
-    assert ((0 <= every) & (every < 1)).all() and len(every.unique()) == 20
-    first = ROWS[:1]
-    others = [rollout.uniforms_of(8, 3, first, 5), rollout.uniforms_of(7, 4, first, 5)]
-    for change in (dict(sample=1), dict(turn=1), dict(turn=2)):
-        others.append(rollout.uniforms_of(7, 3, [{**ROWS[0], **change}], 5))
-    assert len(torch.cat([every[:1], *others]).unique()) == 6 * 5
-    assert torch.equal(rollout.uniforms_of(7, 3, [{**ROWS[0], "turn": 0}], 5), every[:1])
+    every, first = rollout.uniforms_of(7, 3, ROWS, 5), ROWS[0]
+    same = [ROWS[3], {**first, "row": -1}, {**first, "turn": 0}]
+    assert torch.equal(rollout.uniforms_of(7, 3, same, 5), every[[3, 0, 0]])
+    assert ((0 <= every) & (every < 1)).all()
+    changes = dict(sample=1), dict(turn=1), dict(turn=2)
+    others = rollout.uniforms_of(7, 3, [{**first, **change} for change in changes], 5)
+    moved = [rollout.uniforms_of(*key, [first], 5) for key in ((8, 3), (7, 4))]
+    assert len(torch.cat([every, others, *moved]).unique()) == 9 * 5
 
 
 def test_ids_that_no_token_uses_are_never_sampled(tiny_model):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_models import KINDS, RAGGED, TOKENIZER, config_of, folder_of, get_args, random_ids
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM
 
 import common
 import ppo
@@ -15,11 +15,21 @@ from machinery import shared_prompts
 from tests.kit import load_model
 
 every_model = pytest.mark.parametrize("name", [name for name in KINDS if name != "bloom"])
-close = dict(rtol=1e-3, atol=3e-5)
 
 
-def gradients(model):
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+def assert_same(model, outputs_of, apart, shared):
+    """Asserts that both ways to lay rows out give the same numbers, and the same gradients."""
+    found = []
+    for pack in (apart, shared):
+        model.zero_grad()
+        outputs = outputs_of(pack)
+        slopes = torch.linspace(-1, 1, outputs[0].numel()).view_as(outputs[0])
+        sum((output * slopes).sum() for output in outputs).backward()
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found.append([*outputs, *grads])
+    assert found[0][0].std() > 1e-4
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-3, atol=3e-5)
 
 
 @every_model
@@ -32,15 +42,8 @@ def test_a_shared_prompt_changes_no_score_and_no_gradient(name, tmp_path):
     for prompt, chosen, rejected in zip(RAGGED, (3, 7, 2, 1), (5, 1, 2, 8)):
         both = [random_ids(size, seed=size).tolist() for size in (chosen, rejected)]
         pairs.append({"prompt_ids": prompt, "responses": both, "row_weight": 1})
-    found = []
-    for pack in (reward.plain_rows, shared_prompts.pair_rows):
-        model.zero_grad()
-        chosen, rejected = reward.score_pairs(model, reward.collate(pairs, 0, pack))
-        (chosen * 3 - rejected).sum().backward()
-        found.append([chosen, rejected, *gradients(model)])
-    assert found[0][0].std() > 1e-4
-    for apart, shared in zip(*found, strict=True):
-        torch.testing.assert_close(shared, apart, **close)
+    scores = lambda pack: reward.score_pairs(model, reward.collate(pairs, 0, pack))  # noqa: E731
+    assert_same(model, scores, reward.plain_rows, shared_prompts.pair_rows)
 
 
 def group_rollout():
@@ -70,23 +73,18 @@ def test_a_group_in_one_row_changes_no_logprob_no_value_and_no_gradient(name, he
     tokenizer = TOKENIZER if head else None
     folder = folder_of(tmp_path, config_of(name))
     model = load_model(folder, get_args(), 0, None, tokenizer, head).eval()
-    responses = group_rollout()
-    args, found = SimpleNamespace(temperature=0.7, entropy_coef=0.1), []
-    for pack in (ppo.plain_rows, partial(shared_prompts.shared_rows, together=3)):
+    args = SimpleNamespace(temperature=0.7, entropy_coef=0.1)
+
+    def outputs(pack):
         pad = SimpleNamespace(pad_token_id=0)
-        (batch,) = ppo.make_micro_batches(pad, responses, len(responses), pack)
-        model.zero_grad()
-        if head:
-            outputs = [common.values_before_tokens(model, batch) * batch.response_mask]
-            outputs.append(ppo.reward_model_scores(model, batch))
-        else:
-            outputs = ppo.actor_forward(args, model, batch)
-        slopes = torch.linspace(-1, 1, outputs[0].numel()).reshape(outputs[0].shape)
-        sum((output * slopes).sum() for output in outputs).backward()
-        found.append([*outputs, *gradients(model)])
-    assert found[0][0].std() > 1e-4
-    for apart, shared in zip(*found, strict=True):
-        torch.testing.assert_close(shared, apart, **close)
+        (batch,) = ppo.make_micro_batches(pad, group_rollout(), 12, pack)
+        if not head:
+            return ppo.actor_forward(args, model, batch)
+        values = common.values_before_tokens(model, batch) * batch.response_mask
+        return values, ppo.reward_model_scores(model, batch)
+
+    in_one_row = partial(shared_prompts.shared_rows, together=3)
+    assert_same(model, outputs, ppo.plain_rows, in_one_row)
 
 
 @pytest.mark.parametrize("seed", [None, 1])
@@ -110,35 +108,24 @@ def test_as_many_responses_share_a_row_as_are_cheapest(longest, size, expected):
 
 
 @pytest.mark.parametrize(
-    "name, change, shares",
+    "name, setting, value",
     [
-        ("mistral", dict(sliding_window=63), False),
-        ("mistral", dict(sliding_window=64), True),
-        ("mistral", dict(sliding_window=None, attn_implementation="eager"), False),
-        ("mistral", dict(sliding_window=None, is_causal=False), False),
-        ("bloom", {}, False),
+        ("mistral", "sliding_window", 63),  # shorter than a row: the model's own mask
+        ("mistral", "_attn_implementation_internal", "eager"),  # which adds masks up
+        ("mistral", "is_causal", False),
+        ("llama", "use_bidirectional_attention", True),
+        ("llama", "alibi", True),  # makes its own distances
+        ("llama", "attention_chunk_size", 63),
+        ("llama", "layer_types", ["conv"]),  # LFM2's convolutions see what came before
+        ("llama", "_is_stateful", True),  # of the model: it carries a state from token to token
+        ("bloom", None, None),  # takes no positions
     ],
 )
-def test_attention_of_another_kind_does_not_share_the_prompt(name, change, shares):
-    """A window shorter than a row is the model's own mask, eager attention adds masks up instead
-    of choosing, some look both ways, and ALiBi makes its own distances."""
-    kind = AutoModelForSequenceClassification
-    model = common.ValueModel(kind.from_config(config_of(name, **change)), "score")
-    assert shared_prompts.can_share_prompt(model, 64) == shares
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("layer_types", ["conv", "full_attention"]),  # LFM2's convolutions see what came before
-        ("_is_stateful", True),  # of the model: it carries a state from token to token
-        ("alibi", True),
-        ("use_bidirectional_attention", True),
-        ("attention_chunk_size", 63),
-    ],
-)
-def test_each_kind_of_attention_that_cannot_share_is_known(name, value):
-    model = AutoModelForCausalLM.from_config(config_of("llama"))
-    assert shared_prompts.can_share_prompt(model, 64)
-    setattr(model if name == "_is_stateful" else model.config, name, value)
+def test_attention_of_another_kind_does_not_share_the_prompt(name, setting, value):
+    model = AutoModelForCausalLM.from_config(config_of(name))
+    if name == "mistral":
+        model.config.sliding_window = 64
+    assert shared_prompts.can_share_prompt(model, 64) == bool(setting)
+    if setting:
+        setattr(model if setting == "_is_stateful" else model.config, setting, value)
     assert not shared_prompts.can_share_prompt(model, 64)
