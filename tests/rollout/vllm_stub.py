@@ -1,9 +1,9 @@
 """A stand-in for vLLM: the routes of its server that variants/vllm calls, and what may go wrong.
 
 `fake_python` makes a Python that has this file where vLLM has its server. The variable VLLM_STUB
-says what it does: a fault of FAULTS; "model", where it samples with transformers ("keeps": from the
-first weights that it was handed); and otherwise it answers each request with the same three tokens
-("counts": the first of them is the number of the request).
+says what it does: a fault that a route below names; "model", where it samples with transformers
+("keeps": from the first weights that it was handed); and otherwise it answers each request with the
+same three tokens ("counts": the first of them is the number of the request).
 """
 
 import http.server
@@ -18,10 +18,6 @@ import threading
 import time
 from pathlib import Path
 
-FAULTS = (
-    "ends never other-weights two-weights killed hangs late broken short unloadable cached plain "
-    "newer orphaned counts keeps cut nan reset dies in-line"
-)
 LOCK = threading.Lock()
 LINE = threading.Lock()
 TOKENS, LOGPROBS = [7, 8, 1], [-0.5, -1.0, -1.5]
@@ -55,14 +51,12 @@ class Routes(http.server.BaseHTTPRequestHandler):
         if self.path == "/load":  # for tests alone
             return self.answer({"open": Routes.open, "loads": Routes.loads})
         assert self.path == "/v1/models"
-        model = {"id": Routes.name, "max_model_len": Routes.room}
+        model = {"id": self.name, "max_model_len": self.room}
         self.answer({"data": [model]})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.fault == "plain" and self.path != "/inference/v1/generate":
-            self.answer({"detail": "Not Found"}, 404)  # without VLLM_SERVER_DEV_MODE=1
-        elif self.path == "/collective_rpc":
+        if self.path == "/collective_rpc":
             assert body["method"] == "load_folder"
             self.load(body["kwargs"]["folder"])
         elif self.path == "/v1/load_lora_adapter":
@@ -151,22 +145,20 @@ class Routes(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def server_info(config, device="cpu", env=None):
-    """Returns what vLLM says of itself. config: flags, as in its command."""
+def server_info(config):
+    """Returns what vLLM says of itself. config: flags, as in its command; device; env."""
     model = {
         "dtype": f"torch.{config['dtype']}",
         "logprobs_mode": config["logprobs-mode"],
         "generation_config": config["generation-config"],
     }
     others = {
-        "device_config": {"device": device},
+        "device_config": {"device": config.get("device", "cpu")},
         "scheduler_config": {"enable_chunked_prefill": config.get("in-parts", False)},
         "lora_config": config.get("lora"),
     }
-    return {
-        "vllm_config": {"model_config": model, **others},
-        "vllm_env": env or {},
-    }
+    config_of_all = {"model_config": model, **others}
+    return {"vllm_config": config_of_all, "vllm_env": config.get("env", {})}
 
 
 def load_model(folder):
@@ -211,7 +203,7 @@ def main():
     if Routes.fault == "never":
         time.sleep(60)
     if file := os.environ.get("VLLM_STUB_NOTES"):
-        Path(file).write_text(json.dumps([os.getpid(), sys.argv, dict(os.environ)]))
+        Path(file).write_text(json.dumps([sys.argv, dict(os.environ)]))
     http.server.ThreadingHTTPServer.allow_reuse_address = False
     http.server.ThreadingHTTPServer((flags["host"], int(flags["port"])), Routes).serve_forever()
     time.sleep(60)  # "orphaned" and "reset"
