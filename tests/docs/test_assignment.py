@@ -295,12 +295,3 @@ def test_a_students_functions_take_the_place_of_the_scripts(monkeypatch):
     for name, module in make.FUNCTIONS.items():
         assert getattr(sys.modules[module], name) is functions[name]
     assert ppo.ADVANTAGES["grpo"].of_groups is functions["grpo"]
-
-
-def test_the_launchers_own_flag_is_not_taken_for_the_file(tmp_path, monkeypatch):
-    """deepspeed puts --local_rank before the words that were typed."""
-    seen = []
-    (tmp_path / "ada.py").write_text("")
-    monkeypatch.setattr(ppo, "main", lambda: seen.extend(sys.argv))
-    run.main(["--local_rank=1", str(tmp_path / "ada.py"), "ppo.py", "--preset", "toy"])
-    assert seen == ["ppo.py", "--preset", "toy", "--local_rank=1"]

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from machinery.run import NOT_FINITE
 from tests import kit
 from tools.report import runs, verdicts
 
@@ -172,13 +171,6 @@ def test_the_keys_show_the_classs_own_run():
     assert f"| 0.95 | {' | '.join(row)} |" in keys
     assert f"| before all of them | {' | '.join(start)} |" in keys
     assert f"| the judge alone | {' | '.join(end)} |" in keys
-
-
-def test_the_advice_at_a_nan_is_that_of_the_page():
-    """One list of checks: what a run prints is in the page's order."""
-    words = ["learning rate", "--allow_unstable 1", "dtype", "attention kernel"]
-    for text in (NOT_FINITE, (CLINIC / "README.md").read_text().split("At a NaN")[1]):
-        assert sorted(words, key=text.index) == words
 
 
 def patch():

@@ -108,14 +108,6 @@ def tiny_data():
     return f"--data_path {kit.base()}/data --data_split 1,1,1".split()
 
 
-def test_a_small_kl_may_differ_by_more_than_another_small_metric():
-    """In a response's KL near 0 rounding shows sooner. A mean over tokens has no such room."""
-    expected = {4: {"eval_kl": 1.271e-3, "approx_kl": 1.271e-3}}
-    for name, differs in (("eval_kl", False), ("approx_kl", True)):
-        gap, where = fork.difference(expected, {4: {**expected[4], name: 1.269e-3}})
-        assert (gap > 1e-3) == differs and name in where
-
-
 @pytest.mark.parametrize("other", [1.0, 1.1, math.nan])
 @pytest.mark.parametrize("place", ["2_ranks_ZeRO_3", "resumed"])
 def test_a_layout_that_learns_otherwise_is_named(place, other, tmp_path, monkeypatch, capsys):
@@ -258,11 +250,10 @@ def test_kto_reads_a_column_of_labels():
     kto = kit.import_file(VARIANTS / "kto/kto.py")
     args = SimpleNamespace(label="good")
     row = {"row": 4, "responses": [[7, 1]], "place": "rows.jsonl, line 5"}
-    for said, good in (("true", 1), ("false", 0), ("1", 1), ("0.0", 0)):
-        assert kto.labelled(args, {**row, "extra": f'{{"good": {said}}}'})["good"] == good
-    for said in ('{"good": "yes"}', "{}"):
-        with kit.refuses("no-label"):
-            kto.labelled(args, {**row, "extra": said})
+    for said, good in (("true", 1), ("false", 0), ("0.0", 0), ('"yes"', None), ("null", None)):
+        given = args, {**row, "extra": f'{{"good": {said}}}'}
+        with kit.refuses("no-label") if good is None else contextlib.nullcontext():
+            assert kto.labelled(*given)["good"] == good
 
 
 def test_the_gspo_variant_by_hand(tmp_path):
@@ -411,7 +402,7 @@ def test_points_stand_where_a_sentence_ends(tokenizer):
 
 def test_a_judge_behind_a_server_grades(monkeypatch):
     """The stub grades the number of words. A server that fails twice is asked again; one that says
-    no number in 1 .. 10 costs more than the worst grade; one that never answers ends the run."""
+    no number in 1 .. 10 costs more than the worst grade."""
     judge, stub = (kit.import_file(VARIANTS / f"llm-judge/{name}.py") for name in ("judge", "stub"))
     monkeypatch.setattr(judge.time, "sleep", lambda seconds: None)
 
@@ -420,22 +411,14 @@ def test_a_judge_behind_a_server_grades(monkeypatch):
 
         def do_POST(self):
             Faulty.asked += 1
-            if Faulty.asked <= 2:
-                self.send_error(503)
-            else:
-                super().do_POST()
+            self.send_error(503) if Faulty.asked <= 2 else super().do_POST()
 
     monkeypatch.setenv("JUDGE_MODEL", "stub")
     monkeypatch.setenv("JUDGE_URL", stub.serve(handler=Faulty))
     chat = [{"role": "user", "content": "Why?"}]
     found = judge.judge(["Why?", chat], ["It is so.", [{"role": "assistant", "content": "No."}]])
-    assert found == [round(grade / 9, 4) for grade in (2, 1)]
-    assert Faulty.asked == 4
+    assert found == [round(grade / 9, 4) for grade in (2, 1)] and Faulty.asked == 4
     assert judge.grade_of("As a judge I cannot say.") == -1
-    monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:9")
-    with pytest.raises(OSError) as failed:
-        judge.judge(["Why?"], ["So."])
-    assert "failed 6 times" in failed.value.__notes__[0]
 
 
 class Even(StandIn):

@@ -11,23 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import common
-import ppo
 from machinery import metrics, ranks
 from tests import kit
 from tests.conftest import micro_batch
-from tests.docs.test_variants import VARIANTS, patched, tiny_data
+from tests.docs.test_variants import patched, tiny_data
 from tests.kit import Knowing
 from tests.maths.test_one_mean import models_of_stubs
 from tests.tiny_models import KINDS, config_of
-
-
-def test_a_flag_that_left_is_one_of_its_variant(tmp_path):
-    """Where none is applied, the error names the variant. There a wrong value is an error of its
-    own, without that advice."""
-    for script, named in ((ppo, True), (patched("tool-turns", tmp_path), False)):
-        with kit.refuses("wrong-flag") as caught:
-            script.get_args(["--stop"])
-        assert ("variants/tool-turns" in str(caught.value)) == named
 
 
 # --------------------------------------------------------------------------------------------------
@@ -243,30 +233,10 @@ def test_what_was_not_tried_is_decoded_without_a_static_cache(compiling):
     model, args = model_of("llama"), args_of_rollout(compiling)
     compiling.compiled.try_it(args, model, no_end(), compiling.sample)
     width, most = max(model.static_caches), args.max_answer_seq_len
-    for rows, length, count, static in (
-        (4, width, most, True),
-        (5, width, most, False),
-        (4, width + 1, most, False),
-        (4, width, most + 1, False),
-    ):
+    for more in (0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1):
+        rows, length, count = (x + y for x, y in zip((4, width, most), more))
         ids = torch.arange(rows * length).view(rows, length)
         cache = compiling.compiled.new_cache(args, model, ids, torch.ones_like(ids), count)
-        assert isinstance(cache, compiling.compiled.Cache) == static
+        assert isinstance(cache, compiling.compiled.Cache) == (not any(more))
     with kit.refuses("compile-decoding-shards"):
         compiling.get_args("--preset toy --compile_decoding 1 --zero_stage 3".split())
-
-
-def test_groups_are_given_to_kernels_that_take_them(monkeypatch):
-    """Keys and values that query heads share are copied for the others: handed over as they are,
-    they end in PyTorch's plain products, which hold all T^2 scores."""
-    compiled = kit.import_file(VARIANTS / "compiled-decoding/compiled.py")
-    for device, capability, dtype, mask, taken in (
-        ("cuda", (8, 0), torch.bfloat16, None, True),
-        ("cuda", (8, 0), torch.bfloat16, torch.ones(1, 1, 9, 9), False),  # flash takes no mask
-        ("cuda", (8, 0), torch.float32, None, False),  # nor fp32
-        ("cuda", (7, 5), torch.float16, None, False),  # and does not run on a T4
-        ("cpu", None, torch.float32, None, True),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, it=capability: it)
-        key = SimpleNamespace(dtype=dtype, device=torch.device(device), shape=(1, 2, 9, 64))
-        assert compiled.kernel_takes_groups(mask, key, key) is taken

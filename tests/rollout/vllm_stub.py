@@ -39,7 +39,7 @@ class Routes(http.server.BaseHTTPRequestHandler):
     """What the server knows are attributes of this class: it has one process."""
 
     name, room, fault, model, version, config = "", 0, "", None, "default", {}
-    adapters = {}  # name: whether it was loaded "in place", and its folder
+    adapters = set()  # names
     number = itertools.count()
     open, loads = 0, 0  # requests that are being answered; weights that were loaded
 
@@ -60,13 +60,12 @@ class Routes(http.server.BaseHTTPRequestHandler):
             assert body["method"] == "load_folder"
             self.load(body["kwargs"]["folder"])
         elif self.path == "/v1/load_lora_adapter":
-            name, in_place = body["lora_name"], body.get("load_inplace", False)
-            if name in self.adapters and not in_place:
-                return self.answer({"error": f"{name} has already been loaded"}, 400)
-            self.adapters[name] = in_place, body["lora_path"]
-            self.answer(f"Success: {name}".encode())
+            # In place vLLM would read them again at every token; it keeps those that it has
+            assert body["lora_name"] not in self.adapters and "load_inplace" not in body
+            self.adapters.add(body["lora_name"])
+            self.answer(b"Success")
         elif self.path == "/v1/unload_lora_adapter":
-            del self.adapters[body["lora_name"]]
+            self.adapters.remove(body["lora_name"])
             self.answer(b"Success")
         elif self.path == "/reset_prefix_cache":
             self.answer({"success": self.fault != "cached" and not Routes.open})
@@ -76,10 +75,7 @@ class Routes(http.server.BaseHTTPRequestHandler):
         else:
             assert self.path == "/inference/v1/generate"
             if self.adapters:  # those of before are unloaded, unless another run came between
-                assert len(self.adapters) <= 2
-                in_place, folder = self.adapters[body["model"]]
-                if in_place:  # vLLM reads them again at each forward
-                    assert list(Path(folder).glob("*.safetensors"))
+                assert body["model"] in self.adapters and len(self.adapters) <= 2
             else:
                 assert body["model"] == self.name
             with LOCK:
@@ -87,17 +83,11 @@ class Routes(http.server.BaseHTTPRequestHandler):
             answer = self.generate(body["token_ids"], body["sampling_params"])
             with LOCK:
                 Routes.open -= 1
-            if self.fault == "dies":  # as vLLM without its engine, when it has noticed
-                self.answer({"error": "EngineCore encountered an issue"}, 500)
-                time.sleep(0.2)
-                os._exit(3)
             self.answer(answer)
 
     def load(self, folder):
         if self.fault == "unloadable":
             return self.answer({"error": f"{folder}: no weights"}, 500)
-        if self.fault == "cut":
-            return self.answer(b"no weights", 500, length=99)
         if self.fault == "model" or (self.fault == "keeps" and not Routes.model):
             Routes.model = load_model(folder)
         Routes.loads += 1
@@ -129,15 +119,13 @@ class Routes(http.server.BaseHTTPRequestHandler):
             logprobs = [-0.5, -9999.0, -1.5]
         content = [{"token_id": t, "logprob": x} for t, x in zip(tokens, logprobs)]
         choice = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": spans}
-        choice["finish_reason"] = {"broken": "abort", "short": "length"}.get(self.fault, why)
-        if self.fault == "newer":
-            choice["logprobs"] = logprobs  # as another version might answer
+        choice["finish_reason"] = "length" if self.fault == "short" else why
         return {"choices": [choice]}
 
-    def answer(self, body, code=200, length=None):
+    def answer(self, body, code=200):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(code)
-        self.send_header("Content-Length", str(length or len(data)))
+        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
