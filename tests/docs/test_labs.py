@@ -478,6 +478,15 @@ def test_a_page_shows_what_the_results_say(name):
     assert {result["arm"] for result in results} <= set(lab.arms)
 
 
+def test_texts_are_put_where_the_markers_stand(tmp_path):
+    """Each in its place, on lines of their own or within one, and once more in place of them."""
+    page, (begin, end) = tmp_path / "page.md", (pages.BEGIN, pages.END)
+    page.write_text(f"a\n{begin}\n{end}\nb {begin}{end} c\n")
+    for one, two in (("| x |", "y"), ("| x |\n| z |", "")):
+        pages.put(page, one, two)
+        assert page.read_text() == f"a\n{begin}\n{one}\n{end}\nb {begin}{two}{end} c\n"
+
+
 def test_the_pages_of_all_labs_are_up_to_date():
     """One command makes them: python course/labs/run.py --plot. Only the pictures of "What to
     believe" are in git. They are compared by their data, and not by their pixels."""

@@ -384,6 +384,7 @@ OF_OUR_OWN = [  # likewise, of a server that the run starts
     ({"temperature": 0.001}, "vllm-temperature"),  # vLLM would sample at 0.01, and not say so
     ({"temperature": 2.5}, "vllm-temperature"),
     ({"vllm_python": "/nowhere/python"}, "vllm-python"),
+    ({"vllm_python": sys.executable}, "vllm-python"),
     ({"vllm_transfer": "nccl", "vllm_devices": "1"}, "vllm-transfer"),  # on a CPU
     ({"vllm_transfer": "nccl", "GPU": True}, "vllm-transfer"),
     ({"vllm_transfer": "nccl", "vllm_devices": "1", **BF16, "GPU": True}, "vllm-transfer"),
@@ -413,6 +414,29 @@ def test_a_server_at_a_url_that_is_not_vllm_is_refused(client, other_server, mon
     monkeypatch.setattr(other_server.routes, "do_GET", reply, raising=False)
     with kit.refuses("vllm-url"):
         client(vllm_url=other_server.url)
+
+
+def test_a_request_has_no_more_biases_than_vllms_runner_for_gpus_keeps(
+    client, tiny_model, tokenizer, other_server
+):
+    """There a request with one more would end the worker; its older runner has no limit."""
+    config = copy.deepcopy(tiny_model.config)
+    config.vocab_size = len(tokenizer) + vllm.MOST_BIASES + 1
+    for older in False, True:
+        env = {"VLLM_USE_V2_MODEL_RUNNER": False} if older else {}
+        other_server.routes.config = {**CONFIG, "device": "cuda", "env": env}
+        engine = client(vllm_url=other_server.url)
+        with contextlib.nullcontext() if older else kit.refuses("vllm-unused-ids"):
+            assert engine.sampling_params(tokenizer, config)["logit_bias"]
+
+
+def test_adapters_of_a_rank_that_vllm_has_no_room_for_are_refused(client, tokenizer):
+    """Added to their weights, as in fp32, they may have any rank."""
+    model = kit.make_tiny_model()
+    lora.add_adapters(model, SimpleNamespace(lora_dim=513, lora_alpha=16, seed=1), "random")
+    with kit.refuses("vllm-lora-rank"):
+        roll_out(client(vllm_dtype="bf16"), model, tokenizer)
+    assert roll_out(client(), model, tokenizer)
 
 
 def test_weights_are_handed_over_once_for_each_update(client, tiny_model, tokenizer, monkeypatch):
