@@ -385,11 +385,13 @@ OF_OUR_OWN = [  # likewise, of a server that the run starts
     ({"temperature": 2.5}, "vllm-temperature"),
     ({"vllm_python": "/nowhere/python"}, "vllm-python"),
     ({"vllm_python": sys.executable}, "vllm-python"),
+    ({"vllm_folder": "/nowhere"}, "vllm-folder"),
     ({"vllm_transfer": "nccl", "vllm_devices": "1"}, "vllm-transfer"),  # on a CPU
     ({"vllm_transfer": "nccl", "GPU": True}, "vllm-transfer"),
     ({"vllm_transfer": "nccl", "vllm_devices": "1", **BF16, "GPU": True}, "vllm-transfer"),
     ({"vllm_flags": "--enforce-eager --logprobs_mode raw_logprobs"}, "vllm-flags"),
     ({"vllm_flags": "--dtype=float16"}, "vllm-flags"),
+    ({"vllm_flags": "--hf-overrides='{"}, "vllm-flags"),
 ]
 
 
