@@ -408,7 +408,7 @@ def test_points_stand_where_a_sentence_ends(tokenizer):
 
 
 def test_a_judge_behind_a_server_grades(monkeypatch):
-    """The stub grades the number of words. A server that fails twice is asked again; one that says
+    """The stub grades the number of words. A server that fails thrice is asked again; one that says
     no number in 1 .. 10 costs more than the worst grade."""
     judge, stub = (kit.import_file(VARIANTS / f"llm-judge/{name}.py") for name in ("judge", "stub"))
     monkeypatch.setattr(judge.time, "sleep", lambda seconds: None)
@@ -418,13 +418,13 @@ def test_a_judge_behind_a_server_grades(monkeypatch):
 
         def do_POST(self):
             Faulty.asked += 1
-            self.send_error(503) if Faulty.asked <= 2 else super().do_POST()
+            self.send_error(503) if Faulty.asked <= 3 else super().do_POST()
 
     monkeypatch.setenv("JUDGE_MODEL", "stub")
     monkeypatch.setenv("JUDGE_URL", stub.serve(handler=Faulty))
     chat = [{"role": "user", "content": "Why?"}]
     found = judge.judge(["Why?", chat], ["It is so.", [{"role": "assistant", "content": "No."}]])
-    assert found == [round(grade / 9, 4) for grade in (2, 1)] and Faulty.asked == 4
+    assert found == [round(grade / 9, 4) for grade in (2, 1)] and Faulty.asked == 5
     assert judge.grade_of("As a judge I cannot say.") == -1
 
 
