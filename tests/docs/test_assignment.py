@@ -226,11 +226,12 @@ def test_a_file_is_written_and_graded(report, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(grade, "LIMIT", 60)
     out = report(text_of("ada"))
     assert "total           100 of 100" in out and "make own-demo NAME=ada" in out
-    (tmp_path / "bo.py").write_text("raise ValueError")
-    grade.main([tmp_path / "ada.py", tmp_path / "bo.py"])
-    ada, bo = capfd.readouterr().out.splitlines()
-    assert ada.split()[:4] == ["ada", "100", "5", "8"]
-    assert bo.split()[:2] == ["bo", "0"] and "does not run: ValueError" in bo
+    (tmp_path / "bo.py").write_text(make.assignment("bo"))
+    (tmp_path / "cy.py").write_text("raise ValueError")
+    grade.main([tmp_path / f"{name}.py" for name in ("ada", "bo", "cy")])
+    ada, bo, cy = capfd.readouterr().out.splitlines()
+    assert ada.split()[:4] == ["ada", "100", "5", "8"] and bo.split()[:2] == ["bo", "0"]
+    assert "does not run: ValueError" in cy
 
 
 @pytest.mark.parametrize(
