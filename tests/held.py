@@ -20,22 +20,20 @@ HELD = {
         "test_what_vllm_cannot_do_is_refused"
     ),
     "--vllm_transfer nccl on a CPU, with LoRA, or without --vllm_devices is refused": (
-        "test_by_nccl_vllm_starts_from_files_and_then_gets_tensors"
+        "test_what_vllm_cannot_do_is_refused"
     ),
     "a --vllm_url where nothing, or no vLLM, answers is refused": (
-        "test_a_server_at_a_url_without_room_or_without_vllm_is_refused"
+        "test_a_server_at_a_url_that_is_not_vllm_is_refused"
     ),
-    "a vLLM without room for prompt and response is refused": (
-        "test_a_server_at_a_url_without_room_or_without_vllm_is_refused"
-    ),
+    "a vLLM without room for prompt and response is refused": "test_what_vllm_cannot_do_is_refused",
     "a vLLM of another dtype, log-probs or defaults of sampling is refused": (
-        "test_a_server_at_a_url_that_samples_otherwise_is_refused"
+        "test_what_vllm_cannot_do_is_refused"
     ),
     "--vllm_flags that take what vLLM must have, or that are no words, are refused": (
         "test_what_vllm_cannot_do_is_refused"
     ),
     "a vLLM at --vllm_url that would fail later, on prompts or adapters, is refused": (
-        "test_a_server_at_a_url_that_would_fail_later_is_refused"
+        "test_what_vllm_cannot_do_is_refused"
     ),
     "a --vllm_folder that cannot be written to is refused": "test_what_vllm_cannot_do_is_refused",
     "a --vllm_folder without room for the weights is refused": (
@@ -140,7 +138,7 @@ HELD = {
     "the rates of a resumed run are those given": (
         "test_a_resumed_run_takes_the_settings_that_it_is_given"
     ),
-    "the penalty of --kl_target goes on": "test_the_kl_penalty_goes_on_from_its_checkpoint",
+    "the penalty of --kl_target goes on": ("test_a_variant_is_equal_on_all_layouts_and_resumed"),
     "a run moves an old one aside, when all is loaded": (
         "test_overwrite_moves_the_old_run_aside_when_all_is_loaded"
     ),

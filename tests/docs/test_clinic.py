@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from machinery.run import NOT_FINITE
 from tests import kit
 from tools.report import runs, verdicts
 
@@ -18,6 +17,7 @@ import figures  # noqa: E402
 import pages  # noqa: E402
 
 CASES = (CLINIC / "cases.md").read_text()
+ALL = [*clinic.CASES, *clinic.HEALTHY]
 NAMED = {  # the row of docs/metrics.md whose verdict names the fault, or its family
     "01": "samples",
     "02": "tokens.jsonl",
@@ -51,12 +51,13 @@ def verdicts_of(folder):
 def test_a_verdict_names_the_fault(case):
     """The row is sick, or to be watched, and that of the healthy run with the same seed is not."""
     healthy = verdicts_of("healthy/1")
-    named = [
-        key
-        for key, (status, _) in verdicts_of(case).items()
-        if status in (verdicts.SICK, verdicts.WATCH) and healthy[key][0] == verdicts.HEALTHY
-    ]
-    assert NAMED[case] in [metrics for _, metrics in named]
+    named = {
+        metrics
+        for (script, metrics), (status, _) in verdicts_of(case).items()
+        if status in (verdicts.SICK, verdicts.WATCH)
+        and healthy[script, metrics][0] == verdicts.HEALTHY
+    }
+    assert NAMED[case] in named
 
 
 @pytest.mark.parametrize("name", clinic.HEALTHY)
@@ -102,23 +103,27 @@ def test_a_case_is_whole_and_its_figures_are_those_of_its_files(case):
     assert file.stat().st_size < 60_000 and '"/' not in file.read_text()
 
 
-@pytest.mark.parametrize("case", [*clinic.CASES, *clinic.HEALTHY])
+@pytest.mark.parametrize("case", ALL)
 def test_a_case_has_all_of_its_steps_and_what_is_healthy_is_stored_once(case):
-    """look.py finds a step that a healthy run has, too, in that run's place (runs.json)."""
+    """look.py finds a step that a healthy run has, too, in that run's place (runs.json). Its runs
+    are commands that parse, each after those that it starts from."""
     own, kept = clinic.folder_of(case), clinic.kept_as(case)
     found = runs.find([own])
     assert {run.script: run.path.resolve() for run in found} == kept
-    assert len(found) == len(kept)
     held = {run.script for run in found if runs.packed(own / run.script)}
     assert held == {script for script, folder in kept.items() if folder.parent == own}
+    made = clinic.with_parents(clinic.case(case).values())
+    for number, run in enumerate(made):
+        assert {parent for _, parent in run.parents} <= {*made[:number]}
+        kit.parse(run)
 
 
 def test_no_run_is_stored_twice_and_all_together_are_small():
     """(Two runs may have equal flags: the fault of most cases is in none of them.)"""
     files, held = [*CLINIC.rglob("runs.json")], []
-    for each in [*map(json.loads, (file.read_text() for file in files))]:
-        parts = [part for run in each.values() if isinstance(run, dict) for part in run.items()]
-        held += [json.dumps(part) for part in parts if part[0] != "args"]
+    for file in files:
+        parts = [run for run in json.loads(file.read_text()).values() if isinstance(run, dict)]
+        held += [json.dumps(run[name]) for run in parts for name in run if name != "args"]
     assert len(held) == len({*held}) > 99
     assert sum(file.stat().st_size for file in files) < 900_000
 
@@ -151,41 +156,21 @@ def test_the_ranges_of_healthy_runs_are_those_of_their_files():
 def test_the_keys_show_the_classs_own_run():
     """Its rows in two tables; the other rows are of runs whose files are not kept."""
 
-    def ends(metric, *digits):
+    def of(metric, which, digits):
         found = [*figures.series("healthy/1", "ppo", metric).values()]
-        return [
-            f"{x:.{n}f}" for x, n in zip((found[0], found[-1], sum(found) / len(found)), digits)
-        ]
+        number = {"first": found[0], "last": found[-1], "mean": sum(found) / len(found)}[which]
+        return f"{number:.{digits}f}"
 
     keys = (kit.ROOT / "course/keys.md").read_text()
-    (gold, better), score = ends("eval_gold", 3, 3), ends("eval_reward", 2, 2)
-    length, spread = ends("eval_response_length", 1, 1), ends("advantage_std", 2, 2, 2)[2]
-    row = [better, score[1], ends("eval_kl", 2, 2)[1], spread]
-    row.append(ends("explained_variance", 2, 2, 2)[2])
-    assert f"| 0.95 | {gold} | {' | '.join(row)} |" in keys
-    assert f"| before all of them | {gold} | {score[0]} | {length[0]} |" in keys
-    assert f"| the judge alone | {better} | {score[1]} | {length[1]} |" in keys
-
-
-@pytest.mark.parametrize("case", [*clinic.CASES, *clinic.HEALTHY])
-def test_the_runs_of_a_case_are_commands_that_parse(case):
-    """And each comes after those that it starts from."""
-    made = clinic.with_parents(clinic.case(case).values())
-    for number, run in enumerate(made):
-        assert {parent for _, parent in run.parents} <= {*made[:number]}
-        kit.parse(run)
-
-
-def test_rates_that_are_not_the_presets_are_named():
-    said = [runs.other_rates(run) for run in runs.find([CLINIC / "16"])]
-    assert said[:2] == ["", ""] and "critic_learning_rate is 0.004 (preset: 0.0004)" in said[2]
-
-
-def test_the_advice_at_a_nan_is_that_of_the_page():
-    """One list of checks: what a run prints is in the page's order."""
-    words = ["learning rate", "--allow_unstable 1", "dtype", "attention kernel"]
-    for text in (NOT_FINITE, (CLINIC / "README.md").read_text().split("At a NaN")[1]):
-        assert sorted(words, key=text.index) == words
+    start, end = (
+        [of("eval_gold", at, 3), of("eval_reward", at, 2), of("eval_response_length", at, 1)]
+        for at in ("first", "last")
+    )
+    row = [start[0], *end[:2], of("eval_kl", "last", 2)]
+    row += [of(name, "mean", 2) for name in ("advantage_std", "explained_variance")]
+    assert f"| 0.95 | {' | '.join(row)} |" in keys
+    assert f"| before all of them | {' | '.join(start)} |" in keys
+    assert f"| the judge alone | {' | '.join(end)} |" in keys
 
 
 def patch():

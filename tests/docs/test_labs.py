@@ -3,14 +3,12 @@ what its runs showed."""
 
 import functools
 import json
+import math
 import re
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from itertools import combinations
-from math import gamma, log, pi
-from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
@@ -27,7 +25,7 @@ import pictures  # noqa: E402
 import runner  # noqa: E402
 
 RUN = [name for name in declared.LABS if runner.results_of(name)]  # others are declared alone
-TODAY = {name: lab for name, lab in declared.LABS.items() if not lab.commit}
+each_lab = pytest.mark.parametrize("name", declared.LABS)
 
 
 @functools.cache
@@ -47,84 +45,15 @@ def example():
 
 
 def declare(file, **changed):
-    """Writes the example with other fields, and returns the file."""
-    file.write_text(json.dumps({**json.loads(example()), **changed}))
+    """Writes the example with other fields (None: without), and returns the file."""
+    fields = {**json.loads(example()), **changed}
+    file.write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
     return file
 
 
-def test_the_example_of_the_page_is_a_lab(tmp_path):
-    """Whoever copies it has runs with and without a variant, and a prediction about one of them."""
-    file = tmp_path / "mine.json"
-    file.write_text(example())
-    lab = declared.load(file)
-    runs_of_all = [run for chain in lab.chains().values() for run in chain.values()]
-    for run in runs_of_all:
-        if not run.variant:
-            kit.parse(run)
-    [(_, diff)] = runner.sources("cispo")
-    [flags] = {run.flags for run in runs_of_all if run.variant == "cispo"}
-    assert "--policy_loss" in flags and b'arg("policy_loss"' in diff
-    assert {what["arm"] for what in lab.predictions} < set(lab.arms)
-    assert set(lab.shown) < set(lab.measures) and len(lab.chains()) == 9
-
-
-@pytest.mark.parametrize(
-    "field, value, word",
-    [
-        ("topic", "Advantage", "Advantage"),
-        ("base", "toyy", "toyy"),
-        ("measures", ["gold", "gould"], "gould"),
-        ("given", ["my_data"], "my_data"),
-        ("arms", {"a": {}, "b": {"varient": "cispo"}}, "varient"),
-    ],
-)
-def test_a_name_that_nobody_knows_is_refused(field, value, word, tmp_path):
-    """Before there are runs. One that is misspelt would run the unchanged script, or fail at the
-    end of all runs. What a field may name is said."""
-    with pytest.raises(ValueError, match=f'"{field}": .*{word}.* is not among .*'):
-        declared.load(declare(tmp_path / "mine.json", **{field: value}))
-
-
-def test_a_base_may_be_written_out(tmp_path):
-    toy = declared.SHARED["bases"]["toy"]
-    named, written = (
-        declared.load(declare(tmp_path / "mine.json", base=base)) for base in ("toy", toy)
-    )
-    assert named == written
-
-
-def test_a_picture_shows_all_measures_unless_some_are_named(tmp_path):
-    """It is drawn after all runs are made: too late to find that none is named."""
-    said = json.loads(example())
-    del said["shown"]
-    (tmp_path / "mine.json").write_text(json.dumps(said))
-    lab = declared.load(tmp_path / "mine.json")
-    results = results_of(**{arm: [{"gold": 0.5}] for arm in lab.arms})
-    assert [axis.get_xlabel() for axis in pictures.of_lab(lab, results).axes] == said["measures"]
-
-
-def test_a_wrong_declaration_does_not_take_the_other_labs_away(tmp_path, monkeypatch, capsys):
-    """It is left out, with its file and its field. None of ours is."""
-    assert {file.stem for file in (LABS / "declared").glob("*.json")} == set(declared.LABS)
-    (tmp_path / "declared").mkdir()
-    monkeypatch.setattr(declared, "HERE", tmp_path)
-    declare(tmp_path / "declared/good.json")
-    declare(tmp_path / "declared/wrong.json", topic="Advantage")
-    declare(tmp_path / "declared/more.json", clam="misspelt")
-    (tmp_path / "declared/torn.json").write_text('{"title": ')
-    assert list(declared.load_all()) == ["good"]
-    more, torn, wrong = capsys.readouterr().err.splitlines()
-    for line, words in ((more, "more.json .*clam"), (torn, "torn.json"), (wrong, '.*"topic"')):
-        assert re.search(words, line), line
-
-
-# --------------------------------------------------------------------------------------------------
-# Runs
-# --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", declared.LABS)
-def test_a_declaration_is_whole(name):
-    """What an arm, a measure or a prediction names is there; and so are three seeds."""
-    lab = declared.LABS[name]
+def assert_whole(lab):
+    """What an arm, a measure or a prediction names is there, and each run is a command that parses:
+    a flag that was renamed would be found an hour into the lab."""
     assert {runner.baseline(lab, arm) for arm in lab.arms} <= set(lab.arms)
     assert len(lab.seeds) >= 3 and set(lab.shown) <= set(lab.measures) and lab.claim
     for what in lab.predictions:
@@ -134,37 +63,66 @@ def test_a_declaration_is_whole(name):
         if toy := what.get("toy"):  # else it would be missed when the runs are made
             there = runner.results_of(toy["lab"])
             assert len(runner.compare(declared.LABS[toy["lab"]], there, toy)) > 1
-
-
-@pytest.mark.parametrize("name", TODAY)
-def test_the_runs_of_a_lab_are_commands_that_parse(name):
-    """Each arm, each step: a flag that was renamed would be found an hour into the lab."""
-    lab, commands = declared.LABS[name], set()
-    for chain in lab.chains().values():
-        for run in chain.values():
-            assert not run.fault or run.fault in faults.FAULTS
-            if not run.variant:
-                kit.parse(run)
-            commands.add(run)
+    commands = {run for chain in lab.chains().values() for run in chain.values()}
     assert len(commands) >= len(lab.arms) * len(lab.seeds)
+    for run in commands if not lab.commit else ():  # else its flags have left
+        assert not run.fault or run.fault in faults.FAULTS
+        if not run.variant:
+            kit.parse(run)
 
 
-def test_an_arm_can_have_two_variants(tmp_path):
-    """Their files are there, and ppo.py takes the flags of both. real-vllm has arms with one and
-    with two."""
-    tree = tmp_path / "tree"
-    runner.apply("vllm+band", tree)
-    assert (tree / "vllm_rollouts.py").is_file()
-    chains = declared.LABS["real-vllm"].chains().values()
-    commands = [run.command(Path("runs")) for chain in chains for run in chain.values()]
-    given = [words[words.index("ppo.py") + 1 :] for words in commands if "--vllm_python" in words]
-    assert any("--is_band" in words for words in given)
-    program = "import json, sys, ppo\nfor words in json.load(sys.stdin): ppo.get_args(words)"
-    env = kit.environment({"PYTHONPATH": str(tree)})
-    options = {"input": json.dumps(given), "text": True, "cwd": tree, "env": env, "check": True}
-    subprocess.run([sys.executable, "-c", program], **options)
-    for sampler in ("vllm", "engine"):  # then it samples the new prompts, too
-        runner.apply(f"{sampler}+dynamic-sampling", tmp_path / sampler)
+@each_lab
+def test_a_lab_is_whole_and_a_quick_one_is_an_arm_and_its_baseline(name):
+    lab = declared.LABS[name]
+    assert_whole(lab)
+    quick = declared.quick(lab)
+    one, other = quick.arms
+    assert runner.baseline(lab, other) == one and len(quick.chains()) == 2
+
+
+def test_the_example_of_the_page_is_a_lab(tmp_path):
+    """Whoever copies it has runs with and without a variant. Its base may also be written out, and
+    without "shown" the picture shows all measures: that is drawn when all runs are made."""
+    file = tmp_path / "mine.json"
+    file.write_text(example())
+    lab = declared.load(file)
+    assert_whole(lab)
+    assert any("--policy_loss" in run["ppo"].flags for run in lab.chains().values())
+    assert len(lab.shown) < len(lab.measures)
+    base = declared.SHARED["bases"][json.loads(example())["base"]]
+    other = declared.load(declare(file, base=base, shown=None))
+    assert other == replace(lab, shown=[*lab.measures])
+
+
+def test_a_name_that_nobody_knows_is_refused_and_takes_no_other_lab_away(
+    tmp_path, monkeypatch, capsys
+):
+    """Before there are runs: a misspelt one would run the unchanged script, or fail at the end of
+    all runs. What a field may name is said. None of ours is left out."""
+    assert {file.stem for file in (LABS / "declared").glob("*.json")} == set(declared.LABS)
+    (tmp_path / "declared").mkdir()
+    monkeypatch.setattr(declared, "HERE", tmp_path)
+    declare(tmp_path / "declared/good.json")
+    (tmp_path / "declared/torn.json").write_text('{"title": ')
+    wrong = {"topic": "Advantage", "base": "toyy", "measures": ["gold", "gould"], "given": ["mine"]}
+    wrong |= {"arms": {"a": {}, "b": {"varient": "cispo"}}, "clam": "misspelt"}
+    for field, value in wrong.items():
+        declare(tmp_path / f"declared/{field}.json", **{field: value})
+    assert list(declared.load_all()) == ["good"]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(wrong) + 1
+    for line, field in zip(said, ["arms", "base", "clam", "given", "measures", "topic", "torn"]):
+        words = {"clam": "clam", "torn": "torn.json"}.get(field, f'"{field}": .* is not among')
+        assert re.search(f"{field}.json .*{words}|{words}", line), line
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("names", ["vllm+band", "vllm+dynamic-sampling", "engine+dynamic-sampling"])
+def test_an_arm_can_have_two_variants(names, tmp_path):
+    """The second one goes on top of the first."""
+    runner.apply(names, tmp_path / "tree")
 
 
 def test_an_arm_can_have_a_variant_and_a_mistake(tmp_path):
@@ -176,17 +134,6 @@ def test_an_arm_can_have_a_variant_and_a_mistake(tmp_path):
     assert "--is_band" in subprocess.run(words, **options).stdout
 
 
-@pytest.mark.parametrize("name", [name for name in declared.LABS if name not in TODAY])
-def test_a_lab_whose_flags_have_left_says_where_it_can_be_repeated(name, monkeypatch, capsys):
-    """Its results and its page stay; its runs are of an earlier commit."""
-    monkeypatch.setattr(sys, "argv", ["run.py", name])
-    with pytest.raises(SystemExit):
-        program().main()
-    said = capsys.readouterr().err
-    assert f"git worktree add ../{declared.LABS[name].commit}" in said
-    assert f"python course/labs/run.py {name}" in said
-
-
 def new_lab(arms, measures=("gold",), **options):
     """Returns a lab on the toy."""
     measures = dict.fromkeys(measures)
@@ -195,25 +142,21 @@ def new_lab(arms, measures=("gold",), **options):
 
 def test_a_run_has_one_place_whoever_asks_for_it(tmp_path):
     """Labs share runs: the place depends on the flags, whatever their order, on the seed, on the
-    mistake, and on the models that the run starts from."""
+    mistake, and on the models that the run starts from. Runs that take days lie in these folders: a
+    change of how they are named loses them."""
 
     def place(arm, seed=1):
         return new_lab({"a": arm}).chains()["a", seed]["ppo"].folder(tmp_path)
 
-    plain = place({"ppo": "--clip 0.3 --lam 0.9"})
+    flags = {"ppo": "--clip 0.3 --lam 0.9"}
+    plain = place(flags)
     assert place({"ppo": "--lam 0.9 --clip 0.3"}) == plain
-    others = [place({"ppo": "--clip 0.3"}), place({"ppo": "--clip 0.3 --lam 0.9"}, 2)]
-    others += [place({"ppo": "--clip 0.3 --lam 0.9", "fault": "none"})]
-    others += [place({"ppo": "--clip 0.3 --lam 0.9", "sft": "--num_train_epochs 9"})]
+    others = [place({"ppo": "--clip 0.3"}), place(flags, 2), place({**flags, "fault": "none"})]
+    others.append(place({**flags, "sft": "--num_train_epochs 9"}))
     assert len({plain, *others}) == 5
     assert runner.merged("--a 1 --b 2 3", "--b 4 --c") == ("--a", "1", "--b", "4", "--c")
-
-
-def test_a_plain_run_has_the_place_that_it_had(tmp_path):
-    """Runs that take days lie in these folders. A change of how they are named loses them."""
     sft = runner.Run("sft", ("--max_steps", "2"), 1)
     second = runner.Run("ppo", ("--x", "{sft}"), 2, (("sft", sft),), "shifted")
-    assert sft.folder(tmp_path).name == "sft-1ff13f3523-1"
     assert second.folder(tmp_path).name == "ppo-8bfd24d5a9-2"
 
 
@@ -231,35 +174,28 @@ def code(tmp_path, monkeypatch):
     runner.sources.cache_clear()
 
 
-def of_variant(name):
-    """Returns the chains of a lab with one run of a variant."""
-    return {("a", 1): {"ppo": runner.Run("ppo", (), 1, variant=name)}}
-
-
 def test_a_mended_variant_is_run_anew(code, tmp_path):
     """And so is what starts from its runs. Its page is no part of it, and plain runs stay. While
     runs are made, they and their code are those of the start."""
     changed = runner.Run("ppo", (), 1, variant="mine")
     after = runner.Run("ppo", ("--actor_model_name_or_path", "{it}"), 1, (("it", changed),))
-
-    def places(start=True):
-        if start:
-            runner.sources.cache_clear()
-        return [run.folder(tmp_path) for run in (runner.Run("ppo", (), 1), changed, after)]
-
-    first, folder = places(), code / "variants/mine"
-    (folder / "README.md").write_text("# Mine")
+    plain, diff = runner.Run("ppo", (), 1), code / "variants/mine/mine.diff"
+    places = lambda: [run.folder(tmp_path) for run in (plain, changed, after)]  # noqa: E731
+    first = places()
+    (code / "variants/mine/README.md").write_text("# Mine")
+    runner.sources.cache_clear()  # as at a start
     assert places() == first
-    diff = (folder / "mine.diff").read_text()
-    (folder / "mine.diff").write_text(diff.replace("-1\n", "-2\n"))
-    assert places(start=False) == first
+    diff.write_text(diff.read_text().replace("-1\n", "-2\n"))
+    assert places() == first
     runner.apply("mine", tmp_path / "tree")
     assert (tmp_path / "tree/ppo.py").read_text() == "sign = -1\n"
-    second = places()
-    (folder / "new.py").write_text("")
-    third = places()
-    assert first[0] == second[0] == third[0]
-    assert len({*first, *second, *third}) == 7
+    runner.sources.cache_clear()
+    assert [one == other for one, other in zip(first, places())] == [True, False, False]
+
+
+def of_variant(name):
+    """Returns the chains of a lab with one run of a variant."""
+    return {("a", 1): {"ppo": runner.Run("ppo", (), 1, variant=name)}}
 
 
 @pytest.mark.parametrize("name", ["mien", "patch", "mine+mien"])
@@ -272,33 +208,25 @@ def test_a_variant_that_is_not_there_is_refused(name, code, tmp_path, monkeypatc
         runner.make_all(of_variant(name), tmp_path / "runs", 1)
 
 
-def test_two_processes_do_not_share_a_copy_of_the_code(code, tmp_path, monkeypatch):
-    """With other seeds, on another GPU: the second one starts and ends while the first one's run is
-    made. A copy is gone at the end, and after a failure it is there to be looked at."""
+def test_a_copy_of_the_code_belongs_to_one_process(code, tmp_path, monkeypatch):
+    """Another one, with other seeds or on another GPU, has its own there. A copy is gone at the
+    end, and after a failure it is there to be looked at."""
     root, signs = tmp_path / "runs", []
-
-    def trees():
-        return [(tree / "ppo.py").read_text() for tree in root.glob("tree-mine-*")]
+    other = root / "tree-mine-1"
+    other.mkdir(parents=True)
+    trees = lambda: {*root.glob("tree-mine-*")} - {other}  # noqa: E731
 
     def make(*_):
-        with monkeypatch.context() as other:
-            other.setattr(runner, "START", "later")
-            other.setattr(runner, "make", lambda *_: signs.append(trees()) or 1.0)
-            runner.make_all(of_variant("mine"), root, 1)
-        signs.append(trees())
+        signs.extend((tree / "ppo.py").read_text() for tree in trees())
         return 1.0
 
     monkeypatch.setattr(runner, "make", make)
     runner.make_all(of_variant("mine"), root, 1)
-    assert signs == [["sign = -1\n"] * 2, ["sign = -1\n"]] and not trees()
-
-    def fail(*_):
-        raise SystemExit("a run has failed")
-
-    monkeypatch.setattr(runner, "make", fail)
+    assert signs == ["sign = -1\n"] and not trees() and other.exists()
+    monkeypatch.setattr(runner, "make", lambda *_: sys.exit("a run has failed"))
     with pytest.raises(SystemExit, match="a run has failed"):
         runner.make_all(of_variant("mine"), root, 1)
-    assert trees() == ["sign = -1\n"]
+    assert trees()
 
 
 def test_some_arms_of_a_lab_can_be_run_alone():
@@ -308,17 +236,14 @@ def test_some_arms_of_a_lab_can_be_run_alone():
     assert some.chains() == {("b", 4): replace(lab, seeds=(4,)).chains()["b", 4]}
     found, earlier = results_of(b=[{"gold": 1.0}]), results_of(a=[{}], b=[{"gold": 0.0}], c=[{}])
     kept = runner.with_earlier(some, found, earlier)
-    assert [(one["arm"], one["values"].get("gold")) for one in kept] == [
-        ("a", None),
-        ("b", 1.0),
-        ("c", None),
-    ]
+    golds = [(one["arm"], one["values"].get("gold")) for one in kept]
+    assert golds == [("a", None), ("b", 1.0), ("c", None)]
 
 
 def test_runs_are_skipped_resumed_and_their_end_is_noted(tmp_path, monkeypatch, capsys):
     """A run that is there costs nothing, one that was interrupted goes on with --resume, one that
-    stopped at a NaN is a result, and any other failure ends the lab with the end of its log. How
-    many runs there are is said at once, and Ctrl-C ends with one line."""
+    stopped at a NaN is a result, and any other failure ends the lab with the end of its log. After
+    Ctrl-C the same command goes on."""
     run, calls, said = runner.Run("sft", ("--max_steps", "2"), 1), [], ["what it said"]
     folder = run.folder(tmp_path)
 
@@ -345,28 +270,7 @@ def test_runs_are_skipped_resumed_and_their_end_is_noted(tmp_path, monkeypatch, 
     other = runner.Run("sft", (), 1)
     with pytest.raises(SystemExit):
         runner.make_all({("a", 1): {"sft": run}, ("b", 1): {"sft": other}}, tmp_path, jobs=1)
-    shown = capsys.readouterr().out.strip().splitlines()
-    assert shown[0] == "1 runs to make, 1 at a time; 1 are there" and "again to go on" in shown[-1]
-
-
-def test_a_runner_shows_that_it_lives(tmp_path, monkeypatch, capsys):
-    """While runs are made, however long, a line says how many are left."""
-    monkeypatch.setattr(runner, "EVERY", 0.05)
-    ended = threading.Event()
-    monkeypatch.setattr(runner, "make", lambda *_: ended.wait(5) and 3.0)
-    threading.Timer(0.3, ended.set).start()
-    runner.make_all({("a", 1): {"sft": runner.Run("sft", (), 1)}}, tmp_path, jobs=1)
-    _, *lines, last = capsys.readouterr().out.splitlines()
-    assert set(lines) == {"    0 min so far, 1 runs left"} and last == "[1/1] sft 1  : 3 s"
-
-
-@pytest.mark.parametrize("name", declared.LABS)
-def test_a_quick_lab_is_an_arm_and_its_baseline(name):
-    """With one seed: a handful of runs."""
-    lab = declared.quick(declared.LABS[name])
-    (one, other), chains = lab.arms, lab.chains()
-    assert runner.baseline(lab, other) == one and len(chains) == 2
-    assert len({run for runs in chains.values() for run in runs.values()}) <= 7
+    assert "1 runs to make, 1 at a time; 1 are there" in capsys.readouterr().out
 
 
 def lab_run(fault, script, argv):
@@ -380,55 +284,49 @@ def lab_run(fault, script, argv):
 def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
     """Four runs of two steps each, and each actor answers often at its end; the second call makes
     none of them again. The results stand at the end of the declaration, which else stays as it is.
-    The run with shifted log-probs is started as a lab starts it. The others are forked."""
+    """
     few = "--max_steps 2 --log_steps 1"
-    models = "--actor_model_name_or_path {sft} --critic_model_name_or_path {reward}"
+    models = "--actor_model_name_or_path {%s} --critic_model_name_or_path {reward}"
     base = {
         "sft": f"{few} --num_samples 0",
         "reward": f"--model_name_or_path {{sft}} {few}",
-        "ppo": f"{models} {few} --num_eval_prompts 4",
+        "ppo": f"{models % 'sft'} {few} --num_eval_prompts 4",
     }
-    arms = {"ours": {}, "shifted": {"fault": "shifted"}}
-    again = "--actor_model_name_or_path {ppo} --critic_model_name_or_path {reward} --max_steps 0"
-    then = {"again": ("ppo", f"{again} --num_eval_prompts 80", "answer_64_times")}
+    again = f"{models % 'ppo'} --max_steps 0 --num_eval_prompts 80"
     measures = {"gold": ("again", "eval_gold", "last"), "KL": ("ppo", "eval_kl", "last")}
-    question = {"says": "s", "arm": "shifted"}
-    lab = runner.Lab("t", base, arms, measures, ("gold",), then=then, seeds=(1,))
-    lab = replace(lab, predictions=(question,))
+    lab = runner.Lab("t", base, {"ours": {}, "shifted": {"fault": "shifted"}}, measures, ("gold",))
+    then = {"again": ("ppo", again, "answer_64_times")}
+    lab = replace(lab, then=then, seeds=(1,), predictions=({"says": "s", "arm": "shifted"},))
     places = [tmp_path / name for name in ("lab.json", "page.md", "lab.png")]
     places[0].write_text(example())
     places[1].write_text(f"{pages.BEGIN}\n{pages.END}\nafter")
-    started, one = subprocess.call, threading.Lock()
 
-    def start_or_fork(command, cwd, env, stdout, stderr):
-        if "shifted" in command:
-            return started(command, cwd=cwd, env=env, stdout=stdout, stderr=stderr)
+    def fork(command, cwd, stdout, **_):
         at = next(i for i, word in enumerate(command) if word in ("sft.py", "reward.py", "ppo.py"))
         fault = command[at - 1] if "faults.py" in command[at - 2] else ""
         given = fault, command[at].removesuffix(".py"), command[at + 1 :]
-        with one:  # kit.fork is for one thread
-            done = kit.fork(lab_run, 1, *given, cwd=cwd, meet="never")
+        done = kit.fork(lab_run, 1, *given, cwd=cwd, meet="never")
         stdout.write(done.out + done.err)
         return done.code
 
-    monkeypatch.setattr(subprocess, "call", start_or_fork)
-    pages.study(lab, tmp_path, 2, *places, False)
-    found = runner.results_in(places[0])
+    monkeypatch.setattr(subprocess, "call", fork)
+    pages.study(lab, tmp_path, 1, *places, False)
+    monkeypatch.setattr(subprocess, "call", None)
+    said = json.loads(places[0].read_text())
+    pages.study(lab, tmp_path, 1, *places, False)
+    assert json.loads(places[0].read_text()) == said
+    found = said.pop("results")
+    assert said == json.loads(example())
     assert [result["arm"] for result in found] == ["ours", "shifted"]
     assert all(0 <= result["values"]["gold"] <= 1 for result in found)
+    assert pages.block(lab, found) in places[1].read_text().removesuffix("after")
     [*_, again] = lab.chains()["shifted", 1].values()
     answers = runner.lines_of(again.folder(tmp_path), "samples.jsonl")
     assert len(answers) == 80 and len({line["prompt"] for line in answers[:4]}) == 1
-    monkeypatch.setattr(subprocess, "call", None)
-    said = json.loads(places[0].read_text())
-    pages.study(lab, tmp_path, 2, *places, False)
-    assert json.loads(places[0].read_text()) == said
-    assert said.pop("results") == found and said == json.loads(example())
-    assert pages.block(lab, found) in places[1].read_text().removesuffix("after")
 
 
 # --------------------------------------------------------------------------------------------------
-# Measures
+# Measures and statistics
 # --------------------------------------------------------------------------------------------------
 def test_best_of_n_is_the_mean_over_all_choices_of_n(tmp_path):
     """Four samples to each of two prompts; the best of every pair, by hand."""
@@ -447,54 +345,10 @@ def test_best_of_n_is_the_mean_over_all_choices_of_n(tmp_path):
 def test_calibration_by_hand():
     """Four pairs of which three are right, at a confidence of 3/4: no error. Eight at 0.8808, all
     wrong: 0.8808. Together each bin has the weight of its pairs."""
-    sure = [{"chosen_score": s * log(3), "rejected_score": 0.0} for s in (1, 1, 1, -1)]
+    sure = [{"chosen_score": s * math.log(3), "rejected_score": 0.0} for s in (1, 1, 1, -1)]
     wrong = [{"chosen_score": 1.0, "rejected_score": 3.0}] * 8
     assert runner.calibration(sure) == pytest.approx(0)
     assert runner.calibration(sure + wrong) == pytest.approx(0.8808 * 8 / 12, abs=1e-4)
-
-
-def test_an_unfinished_measure_is_left_out_of_the_mean():
-    results = [
-        {"arm": "a", "seed": 1, "stopped": True, "values": {"gold": None}},
-        {"arm": "a", "seed": 2, "stopped": False, "values": {"gold": 0.5}},
-    ]
-    table = pages.table(new_lab({"a": {}}), results)
-    assert "| a | 2, 1 stopped at NaN | 0.500 [0.500, 0.500] |" in table
-
-
-# --------------------------------------------------------------------------------------------------
-# Statistics
-# --------------------------------------------------------------------------------------------------
-def results_of(**golds):
-    """Returns results of arms: for each seed its gold score at KL 1, from 0.5 at KL 0."""
-    return [
-        {"arm": arm, "seed": 3 - i, "stopped": False, "values": {"gold before": 0.5, **values}}
-        for arm, each in golds.items()
-        for i, values in enumerate(each)
-    ]
-
-
-def test_arms_are_compared_seed_by_seed():
-    """The seeds differ by 0.4, the pairs by 0.1, 0.2 and 0.3: their mean is 0.2, their deviation
-    0.1, and Student's t with two degrees of freedom 4.303: 0.2 +- 4.303 * 0.1 / sqrt(3)."""
-    plain = [{"gold": g, "KL": 1.0} for g in (0.3, 0.5, 0.7)]
-    better = [{"gold": g, "KL": 1.0} for g in (0.6, 0.7, 0.8)]
-    results = results_of(plain=plain, better=better)
-    results = results[:3] + results[:2:-1]  # the rows of an arm may stand in any order
-    lab = new_lab({"plain": {}, "better": {}})
-    assert pages.table(lab, results).endswith("| +0.200 ± 0.248 (3 of 3) |")
-    assert runner.interval([0.1, 0.1, -0.3])[2] == 1  # the mean is below 0
-
-
-@pytest.mark.parametrize("count", range(2, 14))
-def test_an_interval_holds_95_percent_of_students_distribution(count):
-    """Its density, integrated here, from minus to plus the factor of the interval."""
-    values, freedom = [float(i) for i in range(count)], count - 1
-    factor = runner.interval(values)[1] / (stdev(values) / count**0.5)
-    scale = gamma((freedom + 1) / 2) / gamma(freedom / 2) / (freedom * pi) ** 0.5
-    at = [factor * (i + 0.5) / 10_000 for i in range(10_000)]
-    density = [scale * (1 + t * t / freedom) ** (-(freedom + 1) / 2) for t in at]
-    assert 2 * sum(density) * factor / 10_000 == pytest.approx(0.95, abs=2e-4)
 
 
 def test_what_is_measured_of_a_run(tmp_path):
@@ -505,93 +359,91 @@ def test_what_is_measured_of_a_run(tmp_path):
     samples = [(0, 1.0), (0, 0.0), (12, 1.0), (12, 0.5), (12, 0.0), (12, 0.0)]
     lines = [{"step": step, "gold": gold} for step, gold in samples]
     kit.write_lines(tmp_path / "samples.jsonl", lines)
-    for metric, how, expected in (
-        ("gold", "first", 0.5),
-        ("gold", "last", 0.75),
-        ("gold", "max", 1.0),
-        ("gold", "mean", 0.625),
-        ("gold", 4, 0.25),
-        ("share 1", "first", 0.5),
-        ("share 1", "last", 0.25),
-    ):
-        assert runner.measured({"ppo": tmp_path}, ("ppo", metric, how)) == expected, how
+    expected = {"first": 0.5, "last": 0.75, "max": 1.0, "mean": 0.625, 4: 0.25}
+    measured = lambda *what: runner.measured({"ppo": tmp_path}, ("ppo", *what))  # noqa: E731
+    assert {how: measured("gold", how) for how in expected} == expected
+    assert [measured("share 1", how) for how in ("first", "last")] == [0.5, 0.25]
 
 
-def test_more_seeds_may_be_added_and_by_some_arms_alone():
-    """--seeds 4 --arms b. What only one side has is left out."""
-    results = results_of(a=[{"gold": 0.5}] * 2, b=[{"gold": 0.7}] * 3, c=[{"gold": 0.6}] * 2)
-    lab = new_lab({"a": {}, "b": {}, "c": {}})
-    for what in ({"arm": ["a", "b"]}, {"arm": "b", "than": "c"}):
-        assert set(runner.compare(lab, results, {"says": "", "to": 0, **what})) == {2, 3}
-    assert runner.interval([0.0, 1.0] * 20)[1] > 0
+def results_of(**golds):
+    """Returns results of arms: for each seed its gold score at KL 1, from 0.5 at KL 0."""
+    return [
+        {"arm": arm, "seed": 3 - i, "stopped": False, "values": {"gold before": 0.5, **values}}
+        for arm, each in golds.items()
+        for i, values in enumerate(each)
+    ]
 
 
-def test_a_toy_stands_beside_a_pretrained_model(monkeypatch):
-    """There +0.2 of a gain of 0.4, here -0.1 of one of 0.2: each is half of the gain. A question
-    about another measure has no share. One without a toy has empty cells."""
-    toy, here = new_lab({"x": {}, "y": {}}), {"arm": "b", "says": "b is lower", "range": [None, 0]}
-    monkeypatch.setitem(pages.LABS, "small", toy)
-    there = results_of(x=[{"gold": 0.9}] * 3, y=[{"gold": g} for g in (1.0, 1.1, 1.2)])
-    monkeypatch.setattr(runner, "results_of", {"small": there}.get)
-    asked = {**here, "toy": {"lab": "small", "arm": "y"}}, {**here, "measure": "tokens"}
-    results = results_of(
-        a=[{"gold": 0.7, "tokens": 1}] * 3,
-        b=[{"gold": g, "tokens": 2 - g} for g in (0.5, 0.6, 0.7)],
-    )
-    lab = replace(new_lab({"a": {}, "b": {}}), predictions=asked)
-    heads, _, first, second = pages.questions(lab, results).splitlines()
-    assert heads.endswith("| of the gain | on the toy | seen there | of its gain |")
-    assert first.endswith("| -50% | +0.200 ± 0.248 (3 of 3) | no clear difference | +50% |")
-    assert second.endswith("| higher | refuted |  |  |  |  |")
-    plain = pages.questions(replace(lab, predictions=(here,)), results)
-    assert plain.splitlines()[0].endswith("| verdict |")
+def golds(*numbers, **more):
+    return [{"gold": number, **more} for number in numbers]
+
+
+def test_arms_are_compared_seed_by_seed():
+    """The seeds differ by 0.4, the pairs by 0.1, 0.2 and 0.3: their mean is 0.2, their deviation
+    0.1, and Student's t with two degrees of freedom 4.303: 0.2 +- 4.303 * 0.1 / sqrt(3). A run that
+    stopped is counted, and is no part of the means."""
+    results = results_of(plain=golds(0.3, 0.5, 0.7, KL=1.0), better=golds(0.6, 0.7, 0.8, KL=1.0))
+    results = results[:3] + results[:2:-1]  # the rows of an arm may stand in any order
+    lab = new_lab({"plain": {}, "better": {}})
+    results.append({"arm": "plain", "seed": 4, "stopped": True, "values": {"gold": None}})
+    *_, plain, better = pages.table(lab, results).splitlines()
+    assert better.endswith("| +0.200 ± 0.248 (3 of 3) |")
+    assert plain == "| plain | 4, 1 stopped at NaN | 0.500 [0.300, 0.700] |  |"
+    assert runner.interval([0.1, 0.1, -0.3])[2] == 1  # the mean is below 0
+
+
+@pytest.mark.parametrize("count", range(2, 14))
+def test_an_interval_holds_95_percent_of_students_distribution(count):
+    """Its density, integrated here, from minus to plus the factor of the interval."""
+    values, freedom = [float(i) for i in range(count)], count - 1
+    factor = runner.interval(values)[1] / (stdev(values) / count**0.5)
+    scale = math.gamma(count / 2) / math.gamma(freedom / 2) / (freedom * math.pi) ** 0.5
+    at = [factor * (i + 0.5) / 10_000 for i in range(10_000)]
+    density = [scale * (1 + t * t / freedom) ** (-count / 2) for t in at]
+    assert 2 * sum(density) * factor / 10_000 == pytest.approx(0.95, abs=2e-4)
+    assert runner.interval([0.0, 1.0] * 20)[1] > 0  # more than the table has
 
 
 def test_what_stays_at_equal_kl(tmp_path):
     """The plain recipe has gold 0.5 + 0.3 d - 0.05 d^2, d = sqrt(KL). An arm that comes half as far
     on that curve has lost nothing, one below it has, and beyond its end nothing is known."""
 
-    def at(roots, less=0.0):
-        golds = [0.5 + 0.3 * root - 0.05 * root**2 - less for root in roots]
-        return [{"gold": gold, "KL": root**2} for gold, root in zip(golds, roots)]
+    def at(*roots, less=0.0):
+        return [{"gold": 0.5 + 0.3 * d - 0.05 * d**2 - less, "KL": d**2} for d in roots]
 
-    plain = at([1.0, 1.5, 2.0])
-    arms = {"slower": at([0.5, 0.7, 1.1]), "worse": at([0.5, 0.7, 1.1], 0.1)}
-    arms["further"] = at([1.0, 1.5, 2.3])
+    plain = at(1.0, 1.5, 2.0)
+    arms = {"slower": at(0.5, 0.7, 1.1), "worse": at(0.5, 0.7, 1.1, less=0.1)}
+    arms["further"] = at(1.0, 1.5, 2.3)
     runner.write(tmp_path / "plain.json", results_of(plain=plain))
     files = ((tmp_path / "plain.json", "plain"),)
     lab = new_lab({"plain": {}, **{name: {} for name in arms}}, plain=files)
     results = results_of(plain=plain, **arms)
-    left = {
-        name: runner.differences(lab, results, name, "gold", runner.plain_curve(lab))
-        for name in arms
-    }
-    assert list(left["slower"].values()) == pytest.approx([0, 0, 0])
-    assert list(left["worse"].values()) == pytest.approx([-0.1] * 3)
+    at_equal_kl = lambda arm: runner.compare(lab, results, {"arm": arm, "kl": True})  # noqa: E731
+    assert [*at_equal_kl("slower").values()] == pytest.approx([0, 0, 0])
+    assert [*at_equal_kl("worse").values()] == pytest.approx([-0.1] * 3)
+    assert list(at_equal_kl("further")) == [3, 2]  # without the seed beyond the end
     assert pages.table(lab, results).endswith("|  |")
-    further = {"says": "f", "arm": "further", "kl": True}  # the seed beyond the end is left out
-    assert list(runner.compare(lab, results, further)) == [3, 2]
 
 
 def test_what_a_prediction_compares():
-    """Another arm, a number, another difference, the mean of two arms, the fall from a peak."""
-    golds = {"a": (0.5, 0.6), "b": (0.7, 0.9), "c": (0.6, 0.6)}
-    results = results_of(**{arm: [{"gold": g} for g in each] for arm, each in golds.items()})
+    """Another arm, a number, another difference, the mean of two arms, the fall from a peak. What
+    only one side has, as more seeds were run of it, is left out."""
+    results = results_of(a=golds(0.5, 0.6), b=golds(0.7, 0.9, 5.0), c=golds(0.6, 0.6))
     for result in results:
         result["curve"] = {"gold": [0.1, 1.0, result["values"]["gold"]]}
     lab = new_lab({"a": {}, "b": {}, "c": {"against": "b"}})
 
     def numbers(**what):
         found = runner.compare(lab, results, what)
-        return [round(found[seed], 6) for seed in sorted(found, reverse=True)]
+        return [round(found[seed], 6) for seed in (3, 2)] if len(found) == 2 else found
 
     assert numbers(arm="b") == [0.2, 0.3] and numbers(arm="c") == [-0.1, -0.3]
     assert numbers(arm="c", to="a") == [0.1, 0.0] and numbers(arm="a", to=0.7) == [-0.2, -0.1]
     assert numbers(arm="a", to=0.7, distance=True) == [0.2, 0.1]
     assert numbers(arm="b", than="c") == [0.3, 0.6]
     assert numbers(arm=["a", "b"], to=0) == [0.6, 0.75]
-    assert numbers(arm="b", measure="fall of gold", to=0) == [0.3, 0.1]
-    assert numbers(arm="b", measure=["gold", "gold before"]) == [0.2, 0.4]
+    assert numbers(arm="a", measure="fall of gold", to=0) == [0.5, 0.4]
+    assert numbers(arm="c", measure=["gold", "gold before"]) == [0.1, 0.1]
 
 
 def test_a_verdict_says_where_the_interval_lies():
@@ -600,11 +452,9 @@ def test_a_verdict_says_where_the_interval_lies():
     cases = {(-0.05, None): "shown", (None, 0.45): "shown", (-0.05, 0.45): "shown"}
     cases |= {(0.45, None): "refuted", (None, -0.05): "refuted"}
     cases |= {(0.1, None): "not decided", (-0.03, 0.03): "not decided", (None, 0): "not decided"}
-    for limits, word in cases.items():
-        assert runner.verdict(values, limits) == word, limits
-    assert runner.verdict(values, None) == "no clear difference"
-    assert runner.verdict([x + 1 for x in values], None) == "higher"
-    assert runner.verdict([x - 1 for x in values], None) == "lower"
+    assert {limits: runner.verdict(values, limits) for limits in cases} == cases
+    for shift, word in ((0, "no clear difference"), (1, "higher"), (-1, "lower")):
+        assert runner.verdict([x + shift for x in values], None) == word
 
 
 # --------------------------------------------------------------------------------------------------
@@ -619,19 +469,17 @@ def blocks_of(page):
 def test_a_page_shows_what_the_results_say(name):
     """The tables of a page are made from the committed results, and a picture can be."""
     lab, page, results = declared.LABS[name], LABS / f"{name}.md", runner.results_of(name)
-    for part in ("**The claim.**", "**The hypothesis", "**Verdict.**", f"run.py {name} --plot"):
-        assert part in page.read_text(), part
+    parts = "**The claim.**", "**The hypothesis", "**Verdict.**", f"run.py {name} --plot"
+    assert not [part for part in (*parts, f"`{name}.png`") if part not in page.read_text()]
     assert blocks_of(page) == [pages.block(lab, results)]
-    assert f"`{name}.png`" in page.read_text()
-    axes = pictures.of_lab(lab, results).axes
-    for axis in axes:  # none is empty, beside the line of the best that can be
+    for axis in pictures.of_lab(lab, results).axes:
+        # none is empty, beside the line of the best that can be
         assert sum(len(line.get_xdata()) > 0 for line in axis.lines) > 1, axis.get_xlabel()
     assert {result["arm"] for result in results} <= set(lab.arms)
 
 
 def test_texts_are_put_where_the_markers_stand(tmp_path):
-    """Each in its place, on lines of their own or within one, also where nothing stood before; once
-    more they take the place of what was put."""
+    """Each in its place, on lines of their own or within one, and once more in place of them."""
     page, (begin, end) = tmp_path / "page.md", (pages.BEGIN, pages.END)
     page.write_text(f"a\n{begin}\n{end}\nb {begin}{end} c\n")
     for one, two in (("| x |", "y"), ("| x |\n| z |", "")):
@@ -639,54 +487,20 @@ def test_texts_are_put_where_the_markers_stand(tmp_path):
         assert page.read_text() == f"a\n{begin}\n{one}\n{end}\nb {begin}{two}{end} c\n"
 
 
-def shows(file, figure):
-    """Returns whether a picture shows what a figure does: its data, and not its pixels."""
-    return Image.open(file).text["Description"] == pictures.digest(figure)
-
-
 def test_the_pages_of_all_labs_are_up_to_date():
     """One command makes them: python course/labs/run.py --plot. Only the pictures of "What to
-    believe" are in git."""
+    believe" are in git. They are compared by their data, and not by their pixels."""
     for file, figure in program().summary().items():
         if file.parent.name == "believe":
-            assert shows(file, figure), file.name
+            assert Image.open(file).text["Description"] == pictures.digest(figure), file.name
             assert file.relative_to(LABS).as_posix() in (LABS / "README.md").read_text()
     assert blocks_of(LABS / "README.md") == pages.reasons(declared.LABS)
     assert blocks_of(LABS / "all.md") == [pages.overview(declared.LABS)]
 
 
-def test_what_to_believe_was_decided():
-    """Each statement rests on intervals that lie on one side: of the prediction, or of 0. Two
-    predictions about them were not decided, and stand beside them."""
-    beliefs, undecided = json.loads((LABS / "believe.json").read_text()), set()
-    assert 8 <= len(beliefs) <= 12
-    for belief in beliefs.values():
-        for lab, says, *_ in belief["because"]:
-            [what] = [what for what in declared.LABS[lab].predictions if what["says"] == says]
-            values = [*runner.compare(declared.LABS[lab], runner.results_of(lab), what).values()]
-            found = {runner.verdict(values, limits) for limits in (what.get("range"), None)}
-            undecided |= {says} if found <= {"not decided", "no clear difference"} else set()
-    assert undecided == {
-        "without a penalty gold ends at least 0.05 below its peak",
-        "2 epochs of the judge do not lose 0.02 against 1",
-    }
-
-
-def test_a_penalty_ends_above_the_peak_without_one():
-    """What course/labs/overoptimisation.md says of its 12 pairs, which no table shows."""
-    found = runner.by_arm(runner.results_of("overoptimisation"))
-    others = runner.by_arm(runner.results_of("estimators"))
-    for name in ("gae", "rloo", "grpo", "reinforce"):
-        ends = runner.by_seed(others[name], "gold")
-        for result in found["kl_coef 0" if name == "gae" else f"{name}, kl_coef 0"]:
-            assert ends[result["seed"]] >= max(result["curve"]["gold"])
-
-
 def test_no_page_is_written_for_a_program():
-    """Figures stand in generated blocks between two markers. No other comment is in a page.
-
-    In slides a comment is what the speaker says.
-    """
+    """Figures stand in generated blocks between two markers. No other comment is in a page. (In
+    slides a comment is what the speaker says.)"""
     for page in [kit.ROOT / "README.md", *kit.ROOT.glob("*/**/*.md")]:
         if {".venv", "output", "slides"}.isdisjoint(page.parts):
             found = set(re.findall("<!--.*?-->", page.read_text(), re.S))
@@ -694,24 +508,24 @@ def test_no_page_is_written_for_a_program():
 
 
 README = {  # a figure of README.md: its line, its column, and what it comes from
-    ("sft     eval_loss", 3): ("recipes/toy/data/limits.json", "sft", "eval_loss"),
-    ("reward  eval_accuracy", 3): ("recipes/toy/data/limits.json", "reward", "eval_accuracy"),
-    ("ppo     eval_gold", 3): ("recipes/toy/data/limits.json", "ppo", "eval_gold"),
-    ("pass@1", 1): ("recipes/arithmetic/data/limits.json", "pupil", "imitation"),
-    ("pass@1", 4): ("recipes/arithmetic/data/limits.json", "pupil", "limit"),
-    ("pass@8", 1): ("recipes/arithmetic/data/limits.json", "pupil", "imitation_pass_at_8"),
-    ("right by luck", 1): ("recipes/arithmetic/data/limits.json", "pupil", "luck"),
-    ("tokens a response", 1): ("recipes/arithmetic/data/limits.json", "pupil", "length"),
+    ("sft     eval_loss", 3): ("toy", "sft", "eval_loss"),
+    ("reward  eval_accuracy", 3): ("toy", "reward", "eval_accuracy"),
+    ("ppo     eval_gold", 3): ("toy", "ppo", "eval_gold"),
+    ("pass@1", 1): ("arithmetic", "pupil", "imitation"),
+    ("pass@1", 4): ("arithmetic", "pupil", "limit"),
+    ("pass@8", 1): ("arithmetic", "pupil", "imitation_pass_at_8"),
+    ("right by luck", 1): ("arithmetic", "pupil", "luck"),
+    ("tokens a response", 1): ("arithmetic", "pupil", "length"),
 }
 
 
 def test_the_figures_of_the_readme_come_from_files():
     """Those that `make demo` and `make grpo` measure stand in one more page, or in none."""
     text = (kit.ROOT / "README.md").read_text()
-    for (line, column), (file, *keys) in README.items():
-        words = re.search(rf"^ +{line} +(.*)$", text, re.M)[1].split()
-        number = functools.reduce(dict.get, keys, json.loads((kit.ROOT / file).read_text()))
-        shown = words[column - 1]
+    for (line, column), (recipe, *keys) in README.items():
+        shown = re.search(rf"^ +{line} +(.*)$", text, re.M)[1].split()[column - 1]
+        limits = json.loads((kit.ROOT / f"recipes/{recipe}/data/limits.json").read_text())
+        number = functools.reduce(dict.get, keys, limits)
         assert shown == f"{number:.{len(shown.partition('.')[2])}f}", line
     grpo = text.split("held-out sums")[1].split("\n\n")[0]
     assert grpo in (kit.ROOT / "recipes/arithmetic/README.md").read_text()
@@ -747,17 +561,17 @@ def test_without_a_mistake_two_passes_are_one():
     assert [line["ratio_max"] for line in lines_with("none")[1:]] == pytest.approx([1, 1])
 
 
-DROPOUT = "--num_eval_prompts 4 --actor_dropout 0.3"
+RATIO = {"ratio_max", "grad_norm"}
 MISTAKES = {  # what differs in the first step: the ratio, the gradient, the reward
-    "shifted": ("", {"ratio_max", "grad_norm"}),
-    "shifted_ratio": ("", {"ratio_max", "grad_norm"}),
-    "shifted_penalty": ("", {"grad_norm"}),
-    "dropout_scores": (DROPOUT, {"ratio_max", "grad_norm"}),
-    "bf16_scores": ("", {"ratio_max", "grad_norm"}),
-    "bf16_trains": ("", {"ratio_max", "grad_norm"}),
-    "no_eos": ("", {"grad_norm"}),
-    "whitened_by_halves": ("", {"grad_norm"}),
-    "offset_2": ("", {"grad_norm", "reward"}),
+    "shifted": RATIO,
+    "shifted_ratio": RATIO,
+    "shifted_penalty": {"grad_norm"},
+    "dropout_scores": RATIO,
+    "bf16_scores": RATIO,
+    "bf16_trains": RATIO,
+    "no_eos": {"grad_norm"},
+    "whitened_by_halves": {"grad_norm"},
+    "offset_2": {"grad_norm", "reward"},
 }
 
 
@@ -765,13 +579,12 @@ MISTAKES = {  # what differs in the first step: the ratio, the gradient, the rew
 @pytest.mark.parametrize("fault", MISTAKES)
 def test_a_mistake_changes_what_it_names(fault):
     """And no evaluation: they measure, and are to measure all runs alike."""
-    flags, changed = MISTAKES[fault]
-    before, first, _ = lines_with(fault, flags=flags) if flags else lines_with(fault)
+    dropout = " --actor_dropout 0.3" * (fault == "dropout_scores")
+    before, first, _ = lines_with(fault, "ppo", "--num_eval_prompts 4" + dropout)
     expected, plain, _ = lines_with("none")
-    different = {k for k in ("ratio_max", "reward") if abs(first[k] - plain[k]) > 1e-4}
     # whitened advantages: the actor's gradient only, whose norm is logged
-    different |= {"grad_norm"} if abs(first["grad_norm"] - plain["grad_norm"]) > 1e-5 else set()
-    assert different == changed
+    least = {"ratio_max": 1e-4, "reward": 1e-4, "grad_norm": 1e-5}
+    assert {k for k, x in least.items() if abs(first[k] - plain[k]) > x} == MISTAKES[fault]
     offset = 2.0 if fault == "offset_2" else 0.0
     assert first["reward"] - plain["reward"] == pytest.approx(offset, abs=1e-5)
     assert before["eval_reward"] - expected["eval_reward"] == pytest.approx(offset, abs=1e-5)
@@ -794,7 +607,7 @@ def test_the_other_mistakes():
     scratch = "--model_name_or_path BASE/models/actor"
     names = ("", "head_0.02", "head_root", "head_zero", "head_library")
     losses = {name: lines_with(name, "reward", scratch)[0]["eval_loss"] for name in names}
-    assert losses["head_zero"] == pytest.approx(log(2)) and len(set(losses.values())) == 5
+    assert losses["head_zero"] == pytest.approx(math.log(2)) and len(set(losses.values())) == 5
 
 
 @pytest.mark.slow

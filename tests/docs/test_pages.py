@@ -13,6 +13,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from machinery import flags as declaring
 from tests import kit
@@ -69,24 +71,14 @@ def test_every_command_in_the_docs_parses(program, words, monkeypatch):
         module_of(program).get_args([word for word in words if word != "FLAGS"])
 
 
-def test_the_readme_shows_each_script():
-    """An empty list of commands would pass the test above."""
-    shown = {command.values[0] for command in commands()}
-    assert shown >= {*PROGRAMS}
-
-
-def help_of(program):
-    """Returns the text of --help."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
-        module_of(program).get_args(["--help"])
-    return out.getvalue()
-
-
 @functools.cache
 def known_flags():
     """Returns the flags of all our programs: of --help, or as they are declared."""
-    known = set(re.findall(r"--[a-zA-Z_0-9]+", "".join(map(help_of, PROGRAMS))))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for program in PROGRAMS:
+            with pytest.raises(SystemExit):
+                module_of(program).get_args(["--help"])
+    known = set(re.findall(r"--[a-zA-Z_0-9]+", out.getvalue()))
     for folder in ("tools", "variants", "recipes", "course", "tests"):
         for file in (ROOT / folder).rglob("*.py"):
             known |= set(re.findall(r'"(--[a-z_]+)["= ]', file.read_text()))
@@ -172,50 +164,37 @@ def test_the_readmes_lines_use_what_was_trained():
     assert isinstance(found["response"], str) and isinstance(found["score"], float)
 
 
-def test_the_toys_figures_are_counted():
-    """How many questions there are, and how large the model is."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    lines = (ROOT / "recipes/toy/data/train.jsonl").read_text().splitlines()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(ROOT / "recipes/toy/model")
-        )
-    said = README.read_text()
-    assert f"{len(lines):,} questions" in said
-    assert f"{model.num_parameters() / 1e6:.1f} million weights" in said
-
-
-def test_the_readmes_lines_are_counted():
-    """The size of each script, rounded."""
-    for name, said in re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", README.read_text(), re.M):
+def test_the_readmes_figures_are_counted():
+    """The lines of each script, rounded; how many questions there are, how large the model is. And
+    each program is shown: an empty list of commands would pass the test above."""
+    said, toy = README.read_text(), ROOT / "recipes/toy"
+    for name, lines in re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", said, re.M):
         counted = len((ROOT / name).read_text().splitlines())
-        assert abs(int(said) - counted) < 20, (name, counted)
+        assert abs(int(lines) - counted) < 20, (name, counted)
+    count = len((toy / "data/train.jsonl").read_text().splitlines())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(toy / "model"))
+    assert f"{count:,} questions" in said
+    assert f"{model.num_parameters() / 1e6:.1f} million weights" in said
+    assert {command.values[0] for command in commands()} >= {*PROGRAMS}
 
 
 def test_nothing_names_a_machine():
     """A path of somebody's home directory in a committed file helps nobody."""
-    folders = [ROOT / name for name in [*FOLDERS.split("|"), "docs"]]
-    files = [*ROOT.glob("*.*"), *(file for folder in folders for file in folder.rglob("*.*"))]
-    kinds = ".py .md .ipynb .json .txt .toml".split()
-    files = [file for file in files if file.suffix in kinds]
+    files = [*ROOT.glob("*.*")]
+    for name in [*FOLDERS.split("|"), "docs"]:
+        files += (ROOT / name).rglob("*.*")
+    files = [file for file in files if file.suffix in ".py .md .ipynb .json .txt .toml".split()]
     home = re.compile(r"(?<![\w.])/(?:home|root|Users|work)/\w")
-    found = [file for file in [ROOT / "Makefile", *files] if home.search(file.read_text())]
-    assert found == []
+    assert not [file for file in [ROOT / "Makefile", *files] if home.search(file.read_text())]
 
 
 def test_examples_in_docstrings_run():
     """An example in a docstring is a promise, too."""
-    others = [
-        ROOT / "ppo.py",
-        *(ROOT / "course").glob("*.py"),
-        *(ROOT / "recipes/toy").glob("*.py"),
-        *(ROOT / "recipes/arithmetic").glob("*.py"),
-    ]
-    others += sorted((ROOT / "tools").rglob("*.py"))
-    others += [ROOT / f"recipes/smollm2/{name}.py" for name in ("make", "verifier")]
-    files = [file for file in [*MODULES, *others] if ">>> " in file.read_text()]
+    files = [*MODULES, ROOT / "ppo.py", *sorted((ROOT / "tools").rglob("*.py"))]
+    for folder in ("course", "recipes/toy", "recipes/arithmetic", "recipes/smollm2"):
+        files += (ROOT / folder).glob("*.py")
+    files = [file for file in files if ">>> " in file.read_text()]
     for file in files:
         result = doctest.testmod(module_of(file))
         assert result.attempted and not result.failed, file

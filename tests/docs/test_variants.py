@@ -4,6 +4,7 @@ however it is laid out, and says what its runs have shown.
 
 import contextlib
 import copy
+import itertools
 import math
 import re
 import shlex
@@ -14,8 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AutoConfig, AutoTokenizer
 
 import ppo
 from machinery import lora
@@ -49,25 +48,9 @@ def test_a_diff_applies(diff):
     assert done.returncode == 0, done.stderr
 
 
-def test_variants_that_exclude_each_other_say_so(tmp_path):
-    """With the line that undoes the one that is there; after it the other one goes on."""
-    tree = tmp_path / "tree"
-    runner.apply("gspo", tree)
-    (tree / "variants").symlink_to(VARIANTS)
-    with pytest.raises(SystemExit, match="ptx does not go") as error:
-        variants.put("ptx", tree)
-    with pytest.raises(SystemExit, match="gspo is applied already"):
-        variants.put("gspo", tree)
-    [undo] = re.findall("gspo is applied. To undo it: (.*)", str(error.value))
-    subprocess.run(undo.split(), cwd=tree, check=True)
-    variants.put("ptx", tree)
-    assert (tree / "ptx.py").is_file()
-
-
 def test_a_variant_replaces_no_file_of_ones_own(tmp_path):
     """Nor does half of it go in: its diff is not applied either. Once more, unchanged, it does."""
-    tree = tmp_path / "tree"
-    runner.apply("gspo", tree)
+    runner.apply("gspo", tree := tmp_path / "tree")
     (tree / "dpo.py").write_text("my own edits\n")
     before = kit.tree(tree)
     with pytest.raises(SystemExit, match="dpo.py is there"):
@@ -78,20 +61,16 @@ def test_a_variant_replaces_no_file_of_ones_own(tmp_path):
         variants.put("dpo", tree)
 
 
-def test_a_variant_without_its_files_is_refused(tmp_path, monkeypatch):
-    """One saved as .patch would be applied to no effect; a page has the title of the picture."""
+def test_a_variant_without_its_files_is_refused(tmp_path):
+    """One saved as .patch would be applied to no effect."""
     with pytest.raises(SystemExit, match="variants/gpso has no .diff"):
         variants.put("gpso", tmp_path)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/arms.json").write_text((VARIANTS / "gspo/arms.json").read_text())
-    monkeypatch.setattr(variants, "HERE", tmp_path)
-    with pytest.raises(SystemExit, match="mine/README.md is not there"):
-        variants.lab_of("mine", tmp_path)
 
 
-def test_a_tree_inside_another_repository_is_patched_itself(tmp_path, monkeypatch):
-    """There git looks for the diff's files at the top of that repository, finds none, and takes the
-    diff for one that can be applied, and be taken back, to no effect."""
+def test_variants_that_exclude_each_other_say_so(tmp_path):
+    """With the line that undoes the one that is there; after it the other one goes on. Also in a
+    tree inside another repository: git looks for the diff's files at the top of that one, finds
+    none, and takes the diff for one that can be applied, and be taken back, to no effect."""
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     tree = tmp_path / "tree"
     runner.apply("", tree)
@@ -99,10 +78,14 @@ def test_a_tree_inside_another_repository_is_patched_itself(tmp_path, monkeypatc
     unchanged = (tree / "ppo.py").read_text()
     variants.put("gspo", tree)
     assert (tree / "ppo.py").read_text() != unchanged
-    with pytest.raises(SystemExit, match="applied already") as error:
-        variants.put("gspo", tree)
-    subprocess.run(str(error.value).partition("undo it: ")[2].split(), cwd=tree, check=True)
+    for name, words in (("gspo", "gspo is applied already"), ("ptx", "ptx does not go")):
+        with pytest.raises(SystemExit, match=words) as error:
+            variants.put(name, tree)
+        [undo] = re.findall("gspo is applied.*To undo it: (.*)", str(error.value))
+    subprocess.run(undo.split(), cwd=tree, check=True)
     assert (tree / "ppo.py").read_text() == unchanged
+    variants.put("ptx", tree)
+    assert (tree / "ptx.py").is_file()
 
 
 def test_the_pages_say_what_the_runs_showed():
@@ -118,23 +101,23 @@ def test_the_pages_say_what_the_runs_showed():
     assert variants.overview() in (kit.ROOT / "docs/variants.md").read_text()
 
 
+MODELS = {"sft": "actor", "reward": "reward", "measured": "measured"}
+
+
 def tiny_data():
     return f"--data_path {kit.base()}/data --data_split 1,1,1".split()
 
 
 def test_a_small_kl_may_differ_by_more_than_another_small_metric():
     """In a response's KL near 0 rounding shows sooner. A mean over tokens has no such room."""
-    expected = {4: {"eval_kl": 1.271e-3, "approx_kl": 1.271e-3}}
     for name, differs in (("eval_kl", False), ("approx_kl", True)):
-        gap, where = fork.difference(expected, {4: {**expected[4], name: 1.269e-3}})
+        gap, where = fork.difference({4: {name: 1.271e-3}}, {4: {name: 1.269e-3}})
         assert (gap > 1e-3) == differs and name in where
 
 
-@pytest.mark.parametrize("other, differs", [(1.0, False), (1.1, True), (math.nan, True)])
+@pytest.mark.parametrize("other", [1.0, 1.1, math.nan])
 @pytest.mark.parametrize("place", ["2_ranks_ZeRO_3", "resumed"])
-def test_a_layout_that_learns_otherwise_is_named(
-    place, other, differs, tmp_path, monkeypatch, capsys
-):
+def test_a_layout_that_learns_otherwise_is_named(place, other, tmp_path, monkeypatch, capsys):
     """Its exit code is 1 then. A NaN is the largest difference, whatever comes after it."""
 
     def launch(options, known, folder, layout, *more):
@@ -145,12 +128,10 @@ def test_a_layout_that_learns_otherwise_is_named(
 
     monkeypatch.setattr(fork, "launch", launch)
     monkeypatch.setattr(fork, "start", lambda *_: SimpleNamespace(stdout=""))
-    words = ["fork.py", "--quick", "--keep", str(tmp_path), "x.py"]
-    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "argv", ["fork.py", "--quick", "--keep", str(tmp_path), "x.py"])
     with pytest.raises(SystemExit) as left:
         fork.main()
-    assert left.value.code == differs
-    assert ("DIFFERS" in capsys.readouterr().out) == differs
+    assert left.value.code == ("DIFFERS" in capsys.readouterr().out) == (other != 1)
 
 
 @pytest.mark.slow
@@ -160,20 +141,18 @@ def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypat
     tree, models, what = tmp_path / "tree", kit.base() / "models", variants.declared(name)
     runner.apply(name, tree)
     script, text = what["check"]
-    text = text.replace("recipes/toy/data", f"{kit.base()}/data")
-    python = vllm_stub.fake_python(tmp_path)  # it samples with transformers
-    given = dict(sft=models / "actor", reward=models / "reward", measured=models / "measured")
-    text = text.format(**given, vllm=python)
-    flags = shlex.split(text)
+    given = {name: models / each for name, each in MODELS.items()}
+    given["vllm"] = vllm_stub.fake_python(tmp_path)  # it samples with transformers
+    flags = shlex.split(text.replace("recipes/toy/data", f"{kit.base()}/data").format(**given))
     flags += tiny_data() * ("--data_path" not in flags)
     # not the toy's 48: decoding takes the longest, and responses still end at all lengths
     flags += ["--max_answer_seq_len", "12"] * (script != "reward.py")
 
     def start(script, flags, ranks=1):
-        argv = [str(flag) for flag in flags]
-        given, env = (str(tree), Path(script).stem, argv), {"VLLM_STUB": "model"}
+        given = str(tree), Path(script).stem, [str(flag) for flag in flags]
+        env = {"VLLM_STUB": "model"}
         done = kit.fork(kit.call_of_tree, ranks, *given, cwd=tree, meet="", env=env)
-        return subprocess.CompletedProcess([script, *argv], done.code, done.out, done.err)
+        return subprocess.CompletedProcess([script, *given[2]], done.code, done.out, done.err)
 
     monkeypatch.setattr(fork, "start", start)
     own = ["--quick", "--rows", str(what.get("rows", 8)), "--keep", str(tmp_path / "runs")]
@@ -181,6 +160,12 @@ def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypat
     with pytest.raises(SystemExit) as left:
         fork.main()
     assert left.value.code == 0, capsys.readouterr().out
+    if name == "adaptive-kl":  # each step's penalty is made of the step before
+        lines = kit.read_lines(tmp_path / "runs/resumed/metrics.jsonl")
+        lines = [(line["kl_coef"], line["kl"]) for line in lines if "kl_coef" in line]
+        for (kl_coef, kl), (after, _) in itertools.pairwise(lines):
+            assert after == pytest.approx(kl_coef * (1 + 0.1 * min(max(kl / 2 - 1, -0.2), 0.2)))
+        assert len(lines) == 4 and lines[0][0] == 0.05
 
 
 @pytest.mark.slow
@@ -207,27 +192,12 @@ def numbers(tensor):
     return [round(x, 4) for x in tensor.tolist()]
 
 
-def test_the_three_losses_of_dpo():
-    """At the start policy and reference are equal: log 2 in DPO. IPO wants a difference of
-    1 / (2 beta), SimPO one of its margin and more."""
+def test_the_losses_of_dpo(tokenizer, tiny_model):
+    """Implicit rewards are beta * (log pi - log ref), summed over a response; SimPO's are beta
+    times the mean of log pi. Equal ones cost log 2 in DPO. IPO wants a difference of 1 / (2 beta),
+    SimPO one of its margin and more. A filler pair counts nothing."""
     dpo = kit.import_file(VARIANTS / "dpo/dpo.py")
-
-    def loss(kind, chosen, rejected):
-        args = SimpleNamespace(loss=kind, beta=0.1, margin=0.5)
-        return dpo.pair_loss(args, torch.tensor([chosen]), torch.tensor([rejected])).item()
-
-    assert loss("sigmoid", 0.3, 0.3) == pytest.approx(0.6931, abs=1e-4)  # log 2
-    assert loss("sigmoid", 1.0, -1.0) == pytest.approx(0.1269, abs=1e-4)  # log(1 + e^-2)
-    assert loss("ipo", 0.0, 0.0) == pytest.approx(25)  # 5^2
-    assert loss("ipo", 0.5, 0.0) == pytest.approx(0)  # h = 0.5 / 0.1 = 1 / 0.2
-    assert loss("simpo", 0.5, 0.0) == pytest.approx(0.6931, abs=1e-4)
-
-
-def test_dpos_implicit_rewards_are_of_the_responses_alone(tokenizer, tiny_model):
-    """beta * (log pi - log ref), summed over a response; SimPO's is beta times the mean of log pi.
-    A filler pair counts nothing."""
-    dpo = kit.import_file(VARIANTS / "dpo/dpo.py")
-    args = SimpleNamespace(loss="sigmoid", beta=0.5, margin=0.0)
+    args = SimpleNamespace(loss="sigmoid", beta=0.5, margin=0.5)
     row = {"prompt_ids": [5, 6, 7], "responses": [[8, 9, 1], [10, 1]], "row_weight": 1}
     batch = dpo.collate([row, {**row, "row_weight": 0}], tokenizer.pad_token_id)
     assert batch.loss_mask.tolist() == [[1, 1, 1], [0, 0, 0], [0, 1, 1], [0, 0, 0]]
@@ -238,26 +208,13 @@ def test_dpos_implicit_rewards_are_of_the_responses_alone(tokenizer, tiny_model)
     logits = tiny_model(torch.tensor([[5, 6, 7, 8, 9, 1]])).logits[0].log_softmax(-1)
     by_hand = (logits[2, 8] + logits[3, 9] + logits[4, 1]) / 3 * 0.5
     assert chosen[0].item() == pytest.approx(by_hand.item(), abs=1e-5)
-    loss_sum, sums = dpo.pair_sums(args, chosen, rejected, batch.row_weight.chunk(2)[0])
-    first = dpo.pair_loss(args, chosen, rejected)[0].item()
-    assert loss_sum.item() == sums[0].item() == pytest.approx(first)
-
-
-@pytest.mark.parametrize("name", ["dpo", "kto"])
-def test_the_prompts_of_an_evaluation_keep_their_columns(name, monkeypatch):
-    """--gold_fn may need one: a verifier the answer."""
-    script, asked = kit.import_file(VARIANTS / f"{name}/{name}.py"), []
-
-    def roll_out(args, engine, tokenizer, rows, *others):
-        asked.extend(rows)
-        raise InterruptedError
-
-    monkeypatch.setattr(script.ppo, "roll_out", roll_out)
-    prompts = Dataset.from_list([{"prompt": "2 + 2 =", "extra": '{"answer": 4}'}])
-    args, engine = SimpleNamespace(per_device_eval_batch_size=1), torch.nn.Module()
-    with pytest.raises(InterruptedError):
-        script.answer(args, engine, None, None, prompts, None)
-    assert asked[0]["extra"] == '{"answer": 4}'
+    args.beta, given = 0.1, [torch.tensor(x) for x in ([0.3, 1.0, 0.5], [0.3, -1.0, 0.0])]
+    losses = {"sigmoid": [0.6931, 0.1269, 0.4741], "ipo": [25, 225, 0]}  # log(1 + e^-2), 5^2
+    losses["simpo"] = [0.9741, 0.2014, 0.6931]  # log(1 + e^(margin - difference))
+    for args.loss, expected in losses.items():
+        assert dpo.pair_loss(args, *given).tolist() == pytest.approx(expected, abs=1e-4)
+        loss_sum, sums = dpo.pair_sums(args, *given, torch.tensor([0.0, 1, 0]))
+        assert loss_sum.item() == sums[0].item() == pytest.approx(expected[1], abs=1e-4)
 
 
 def test_ktos_loss_by_hand():
@@ -273,12 +230,12 @@ def test_ktos_loss_by_hand():
     assert numbers(gradient) == [-0.1175, 0.235, -0.125, 0.25]
 
 
-def test_ktos_reference_point_by_hand(tokenizer):
+def test_ktos_reference_point_by_hand(tokenizer, monkeypatch):
     """Five rows: each has the response of the row two further on, cut to its own room. The mean of
-    their log-ratios is z0, without a filler, and 0 if it is negative. The loss sees no gradient of
-    it. A row that is alone has no partner."""
+    their log-ratios is z0, without a filler, and 0 if it is negative. A row that is alone has no
+    partner."""
     kto = kit.import_file(VARIANTS / "kto/kto.py")
-    args = SimpleNamespace(label=None, max_seq_len=5, beta=1.0, lambda_good=1.0, lambda_bad=1.0)
+    args = SimpleNamespace(label=None, max_seq_len=5)
     row = {"prompt_ids": [5, 6, 7], "row_weight": 1}
     rows = [{**row, "row": i, "responses": [[20 + i, 9, 1], [30 + i, 1]]} for i in range(5)]
     rows = [kto.labelled(args, row) for row in rows]
@@ -287,29 +244,12 @@ def test_ktos_reference_point_by_hand(tokenizer):
     filler = {**rows[0], "row": -1, "row_weight": 0}
     made = kto.mismatched(args, [rows[3], rows[0], filler], rows[::-1])
     assert [row["responses"] for row in made] == [[[20, 9]], [[22, 9]], [[20, 9]]]
-
-    ratios = {20: 3.0, 22: -1.0}  # of the first token; of the second 0.5
-
-    def logprobs(model, batch, mask):
-        first = batch.ids.flatten()[batch.logit_places + 1][:, 0]
-        other = torch.tensor([[ratios[token.item()], 0.5] for token in first])
-        return other * mask if model == "policy" else 0 * mask
-
-    class Engine(str):
-        def eval(self):
-            pass
-
-        train = eval
-
-    kto.common = SimpleNamespace(response_logprobs=logprobs)
-    batch = kto.collate(made, tokenizer.pad_token_id)
-    assert batch.good.tolist() == [0, 1, 1]
-    found = kto.reference_point(Engine("policy"), "reference", [batch])
-    assert found == pytest.approx(((3.5 - 0.5) / 2, (3.5 - 0.5) / 2))
-    ratios[20] = -3.0
-    found = kto.reference_point(Engine("policy"), "reference", [batch])
-    assert found == pytest.approx((0, (-2.5 - 0.5) / 2))
     assert kto.mismatched(args, [rows[3]], [rows[3]])[0]["row_weight"] == 0
+    batch, engine = kto.collate(made, tokenizer.pad_token_id), torch.nn.Module()
+    assert batch.good.tolist() == [0, 1, 1]
+    for ratios, mean in (([3.5, -0.5, 9.0], 1.5), ([-2.5, -0.5, 9.0], -1.5)):
+        monkeypatch.setattr(kto, "log_ratios", lambda *_, found=ratios: torch.tensor(found))
+        assert kto.reference_point(engine, None, [batch]) == (max(mean, 0), mean)
 
 
 def test_kto_reads_a_column_of_labels():
@@ -317,11 +257,10 @@ def test_kto_reads_a_column_of_labels():
     kto = kit.import_file(VARIANTS / "kto/kto.py")
     args = SimpleNamespace(label="good")
     row = {"row": 4, "responses": [[7, 1]], "place": "rows.jsonl, line 5"}
-    for said, good in (("true", 1), ("false", 0), ("1", 1), ("0.0", 0)):
-        assert kto.labelled(args, {**row, "extra": f'{{"good": {said}}}'})["good"] == good
-    for said in ('{"good": "yes"}', "{}"):
-        with kit.refuses("no-label"):
-            kto.labelled(args, {**row, "extra": said})
+    for said, good in (("true", 1), ("false", 0), ("0.0", 0), ('"yes"', None), ("null", None)):
+        given = args, {**row, "extra": f'{{"good": {said}}}'}
+        with kit.refuses("no-label") if good is None else contextlib.nullcontext():
+            assert kto.labelled(*given)["good"] == good
 
 
 def test_the_gspo_variant_by_hand(tmp_path):
@@ -362,28 +301,24 @@ def test_the_cispo_variant_by_hand(tmp_path):
 
 
 def test_the_distill_variant_rewards_what_its_teacher_finds_likelier(tmp_path, monkeypatch):
-    """The teacher stands in the reference's place, frozen, and the actor's start is not loaded once
-    more for it. Without it the reference is the actor's start, as before."""
-    ppo, loaded = patched("distill", tmp_path), []
-    monkeypatch.setattr(ppo.common, "load_model", lambda *args: "actor")
-    monkeypatch.setattr(ppo.common, "train_engine", lambda *args: "actor")
-    monkeypatch.setattr(ppo.common, "reference_of", lambda *args: "start")
-    frozen = lambda args, *others: loaded.append(args.model_name_or_path)  # noqa: E731
-    monkeypatch.setattr(ppo.common, "frozen_engine", frozen)
-    monkeypatch.setattr(ppo.judges, "load_models", lambda *args: [])
-    words = "--preset toy --advantage reinforce --reward_fn recipes/toy/gold.py:gold"
-    for teacher, references in (("--teacher_model_name_or_path T", ["T"]), ("", [])):
-        args = ppo.get_args(f"{words} {teacher}".split())
-        loaded.clear()
-        found = ppo.load_models(args, None, {}, 1).reference
-        assert loaded == references and (found == "start") == (not teacher)
+    """The teacher stands in the reference's place, frozen, and has the actor's vocabulary. Without
+    it the reference is the actor's start, as before."""
+    script = patched("distill", tmp_path)
+    for name in ("load_model", "train_engine", "reference_of"):
+        monkeypatch.setattr(script.common, name, lambda *args: "start")
+    frozen = lambda args, *others: args.model_name_or_path  # noqa: E731
+    monkeypatch.setattr(script.common, "frozen_engine", frozen)
+    monkeypatch.setattr(script.judges, "load_models", lambda *args: [])
+    words = "--preset toy --advantage reinforce --reward_fn recipes/toy/gold.py:gold".split()
+    for teacher, reference in ([], "start"), (["--teacher_model_name_or_path", "T"], "T"):
+        args = script.get_args(words + teacher)
+        assert script.load_models(args, None, {}, 1).reference == reference
 
     flags = kit.import_file(tmp_path / "tree/machinery/ppo_flags.py")
-    monkeypatch.setattr(flags.folders, "has_weights", lambda path, needed: True)
-    monkeypatch.setattr(flags.folders, "load_config", lambda *args: None)
     other = SimpleNamespace(get_vocab=lambda: {"a": 1}, eos_token="</s>")
-    monkeypatch.setattr(flags.folders, "load_tokenizer", lambda path, args: other)
-    args = ppo.get_args(f"{words} --teacher_model_name_or_path T".split())
+    known = {"has_weights": True, "load_config": None, "load_tokenizer": other}
+    for name, value in known.items():
+        monkeypatch.setattr(flags.folders, name, lambda *_, found=value, **__: found)
     with pytest.raises(Refused, match="T has another vocabulary"):
         flags.check_models(args, SimpleNamespace(get_vocab=lambda: {"b": 1}, eos_token="</s>"))
 
@@ -473,8 +408,8 @@ def test_points_stand_where_a_sentence_ends(tokenizer):
 
 
 def test_a_judge_behind_a_server_grades(monkeypatch):
-    """The stub grades the number of words. A server that fails twice is asked again; one that says
-    no number in 1 .. 10 costs more than the worst grade; one that never answers ends the run."""
+    """The stub grades the number of words. A server that fails thrice is asked again; one that says
+    no number in 1 .. 10 costs more than the worst grade."""
     judge, stub = (kit.import_file(VARIANTS / f"llm-judge/{name}.py") for name in ("judge", "stub"))
     monkeypatch.setattr(judge.time, "sleep", lambda seconds: None)
 
@@ -483,22 +418,14 @@ def test_a_judge_behind_a_server_grades(monkeypatch):
 
         def do_POST(self):
             Faulty.asked += 1
-            if Faulty.asked <= 2:
-                self.send_error(503)
-            else:
-                super().do_POST()
+            self.send_error(503) if Faulty.asked <= 3 else super().do_POST()
 
     monkeypatch.setenv("JUDGE_MODEL", "stub")
     monkeypatch.setenv("JUDGE_URL", stub.serve(handler=Faulty))
     chat = [{"role": "user", "content": "Why?"}]
     found = judge.judge(["Why?", chat], ["It is so.", [{"role": "assistant", "content": "No."}]])
-    assert found == [round(grade / 9, 4) for grade in (2, 1)]
-    assert Faulty.asked == 4
+    assert found == [round(grade / 9, 4) for grade in (2, 1)] and Faulty.asked == 5
     assert judge.grade_of("As a judge I cannot say.") == -1
-    monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:9")
-    with pytest.raises(OSError) as failed:
-        judge.judge(["Why?"], ["So."])
-    assert "failed 6 times" in failed.value.__notes__[0]
 
 
 class Even(StandIn):
@@ -526,17 +453,6 @@ def test_the_tool_turns_variant_by_hand(tmp_path, tokenizer):
     (logprobs + entropy + ppo.kl_estimate(logprobs, torch.zeros(8), "k2")).sum().backward()
     reached = model.logits.grad[0, :-1].any(-1)
     assert reached.tolist() == row["per_token"]["own"] == [1, 0, 0, 1, 0, 0, 1, 1]
-
-
-def test_the_data_of_the_tool_turns_variant(tmp_path):
-    """Its program writes what the commands of its page name."""
-    kit.import_file(VARIANTS / "tool-turns/calculator.py").write(tmp_path)
-    config, tokenizer = (
-        kind.from_pretrained(tmp_path / "model") for kind in (AutoConfig, AutoTokenizer)
-    )
-    assert config.vocab_size >= len(tokenizer) and tokenizer.chat_template
-    for name in ("sft/train", "sft/test", "ppo/train", "ppo/test"):
-        assert (tmp_path / f"{name}.jsonl").stat().st_size
 
 
 def test_the_deepspeed_chat_reward_variant_by_hand(tmp_path):
@@ -596,15 +512,11 @@ def test_the_engine_variant_by_hand(tmp_path, monkeypatch, tokenizer, tiny_model
             assert row.pop("per_token")["sampled_logprobs"] == pytest.approx(logprobs, abs=1e-5)
         assert answers == own != before  # prompts, texts, ids, ended
         before = answers
-        with torch.no_grad():
-            model.lm_head.weight.mul_(2)
+        torch.nn.init.ones_(model.lm_head.weight[::2].data)
     engine.process.kill()
     with pytest.raises(RuntimeError, match="has ended with code -9. It was killed"):
         engine.roll_out(*given)
-    other = ppo.rollout_engine.RolloutEngine(args)
-    other.process.stdin.close()
-    assert other.process.wait() == 0
-    assert not (Path(engine.folder).exists() or Path(other.folder).exists())
+    assert not Path(engine.folder).exists()
 
 
 def test_the_lora_rollout_variant_by_hand(tiny_model, monkeypatch):

@@ -34,7 +34,7 @@ class Worker:
 
     def __init__(self, fault=""):
         self.asked, self.fault, self.received = [], fault, {}
-        self.joined, self.wire, self.over = threading.Event(), queue.Queue(), threading.Event()
+        self.joined, self.over, self.wire = threading.Event(), threading.Event(), queue.Queue()
 
     # The group, as vllm_nccl.Nccl has it
     def unique_id(self):

@@ -1,9 +1,9 @@
 """A stand-in for vLLM: the routes of its server that variants/vllm calls, and what may go wrong.
 
 `fake_python` makes a Python that has this file where vLLM has its server. The variable VLLM_STUB
-says what it does: a fault of FAULTS; "model", where it samples with transformers ("keeps": from the
-first weights that it was handed); and otherwise it answers each request with the same three tokens
-("counts": the first of them is the number of the request).
+says what it does: a fault that a route below names; "model", where it samples with transformers
+("keeps": from the first weights that it was handed); and otherwise it answers each request with the
+same three tokens ("counts": the first of them is the number of the request).
 """
 
 import http.server
@@ -18,10 +18,6 @@ import threading
 import time
 from pathlib import Path
 
-FAULTS = (
-    "ends never other-weights two-weights killed hangs late broken short unloadable cached plain "
-    "newer orphaned counts keeps cut nan reset dies in-line"
-)
 LOCK = threading.Lock()
 LINE = threading.Lock()
 TOKENS, LOGPROBS = [7, 8, 1], [-0.5, -1.0, -1.5]
@@ -43,7 +39,7 @@ class Routes(http.server.BaseHTTPRequestHandler):
     """What the server knows are attributes of this class: it has one process."""
 
     name, room, fault, model, version, config = "", 0, "", None, "default", {}
-    adapters = {}  # name: whether it was loaded "in place", and its folder
+    adapters = set()  # names
     number = itertools.count()
     open, loads = 0, 0  # requests that are being answered; weights that were loaded
 
@@ -55,24 +51,21 @@ class Routes(http.server.BaseHTTPRequestHandler):
         if self.path == "/load":  # for tests alone
             return self.answer({"open": Routes.open, "loads": Routes.loads})
         assert self.path == "/v1/models"
-        model = {"id": Routes.name, "max_model_len": Routes.room}
+        model = {"id": self.name, "max_model_len": self.room}
         self.answer({"data": [model]})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.fault == "plain" and self.path != "/inference/v1/generate":
-            self.answer({"detail": "Not Found"}, 404)  # without VLLM_SERVER_DEV_MODE=1
-        elif self.path == "/collective_rpc":
+        if self.path == "/collective_rpc":
             assert body["method"] == "load_folder"
             self.load(body["kwargs"]["folder"])
         elif self.path == "/v1/load_lora_adapter":
-            name, in_place = body["lora_name"], body.get("load_inplace", False)
-            if name in self.adapters and not in_place:
-                return self.answer({"error": f"{name} has already been loaded"}, 400)
-            self.adapters[name] = in_place, body["lora_path"]
-            self.answer(f"Success: {name}".encode())
+            # In place vLLM would read them again at every token; it keeps those that it has
+            assert body["lora_name"] not in self.adapters and "load_inplace" not in body
+            self.adapters.add(body["lora_name"])
+            self.answer(b"Success")
         elif self.path == "/v1/unload_lora_adapter":
-            del self.adapters[body["lora_name"]]
+            self.adapters.remove(body["lora_name"])
             self.answer(b"Success")
         elif self.path == "/reset_prefix_cache":
             self.answer({"success": self.fault != "cached" and not Routes.open})
@@ -82,10 +75,7 @@ class Routes(http.server.BaseHTTPRequestHandler):
         else:
             assert self.path == "/inference/v1/generate"
             if self.adapters:  # those of before are unloaded, unless another run came between
-                assert len(self.adapters) <= 2
-                in_place, folder = self.adapters[body["model"]]
-                if in_place:  # vLLM reads them again at each forward
-                    assert list(Path(folder).glob("*.safetensors"))
+                assert body["model"] in self.adapters and len(self.adapters) <= 2
             else:
                 assert body["model"] == self.name
             with LOCK:
@@ -93,17 +83,11 @@ class Routes(http.server.BaseHTTPRequestHandler):
             answer = self.generate(body["token_ids"], body["sampling_params"])
             with LOCK:
                 Routes.open -= 1
-            if self.fault == "dies":  # as vLLM without its engine, when it has noticed
-                self.answer({"error": "EngineCore encountered an issue"}, 500)
-                time.sleep(0.2)
-                os._exit(3)
             self.answer(answer)
 
     def load(self, folder):
         if self.fault == "unloadable":
             return self.answer({"error": f"{folder}: no weights"}, 500)
-        if self.fault == "cut":
-            return self.answer(b"no weights", 500, length=99)
         if self.fault == "model" or (self.fault == "keeps" and not Routes.model):
             Routes.model = load_model(folder)
         Routes.loads += 1
@@ -135,15 +119,13 @@ class Routes(http.server.BaseHTTPRequestHandler):
             logprobs = [-0.5, -9999.0, -1.5]
         content = [{"token_id": t, "logprob": x} for t, x in zip(tokens, logprobs)]
         choice = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": spans}
-        choice["finish_reason"] = {"broken": "abort", "short": "length"}.get(self.fault, why)
-        if self.fault == "newer":
-            choice["logprobs"] = logprobs  # as another version might answer
+        choice["finish_reason"] = "length" if self.fault == "short" else why
         return {"choices": [choice]}
 
-    def answer(self, body, code=200, length=None):
+    def answer(self, body, code=200):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(code)
-        self.send_header("Content-Length", str(length or len(data)))
+        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
@@ -151,22 +133,20 @@ class Routes(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def server_info(config, device="cpu", env=None):
-    """Returns what vLLM says of itself. config: flags, as in its command."""
+def server_info(config):
+    """Returns what vLLM says of itself. config: flags, as in its command; device; env."""
     model = {
         "dtype": f"torch.{config['dtype']}",
         "logprobs_mode": config["logprobs-mode"],
         "generation_config": config["generation-config"],
     }
     others = {
-        "device_config": {"device": device},
+        "device_config": {"device": config.get("device", "cpu")},
         "scheduler_config": {"enable_chunked_prefill": config.get("in-parts", False)},
         "lora_config": config.get("lora"),
     }
-    return {
-        "vllm_config": {"model_config": model, **others},
-        "vllm_env": env or {},
-    }
+    config_of_all = {"model_config": model, **others}
+    return {"vllm_config": config_of_all, "vllm_env": config.get("env", {})}
 
 
 def load_model(folder):
@@ -211,7 +191,7 @@ def main():
     if Routes.fault == "never":
         time.sleep(60)
     if file := os.environ.get("VLLM_STUB_NOTES"):
-        Path(file).write_text(json.dumps([os.getpid(), sys.argv, dict(os.environ)]))
+        Path(file).write_text(json.dumps([sys.argv, dict(os.environ)]))
     http.server.ThreadingHTTPServer.allow_reuse_address = False
     http.server.ThreadingHTTPServer((flags["host"], int(flags["port"])), Routes).serve_forever()
     time.sleep(60)  # "orphaned" and "reset"
