@@ -146,27 +146,20 @@ def load(builder, verbose=False, build=OpBuilder.jit_load):
     """
     file = Path(os.environ["TORCH_EXTENSIONS_DIR"], f"{builder.name}-{made_for()}.so")
     if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.parent / "building"
+        aside.mkdir(parents=True, exist_ok=True)
         with open(file.parent / "building.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not file.exists():  # nor has another process built it meanwhile
-                return build_into(file, builder, build)
+                shutil.rmtree(aside, ignore_errors=True)  # a process that was killed left it
+                with mock.patch.dict(os.environ, TORCH_EXTENSIONS_DIR=str(aside)):
+                    module = build(builder, verbose=False)
+                os.replace(module.__file__, file)
+                return module
     spec = importlib.util.spec_from_file_location(builder.name, file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     OpBuilder._loaded_ops[builder.name] = module
-    return module
-
-
-def build_into(file, builder, build):
-    """Builds an operator in an empty folder, and moves it to `file`. Returns its module."""
-    folder = file.parent / "building"
-    shutil.rmtree(folder, ignore_errors=True)  # what a process that was killed has left
-    with mock.patch.dict(os.environ, TORCH_EXTENSIONS_DIR=str(folder)):
-        module = build(builder, verbose=False)
-    os.replace(module.__file__, file)
-    module.__file__ = str(file)
-    shutil.rmtree(folder)
     return module
 
 

@@ -277,7 +277,7 @@ class Run:
             ranks.say(f"{name} {record[name]:.6g} is the best so far: {where}")
 
     def find_best(self, before):
-        """Goes on with the best evaluation at the checkpoint, if its model, or a later one, is there."""
+        """Goes on with the best evaluation at the checkpoint, if there is a model in best/."""
         lost = ranks.all_sum(bool(before) and not saving.is_whole(self.best_folder)).item()
         self.best = {} if lost else before
         if lost:

@@ -132,8 +132,9 @@ def save_adapters(model, state, folder, adapters):
 def move_files(aside, folder):
     """Moves the files of `aside` to `folder`, the mark last, when all else is on the disk.
 
-    The mark of a model that is replaced goes first. The files are as readable as umask says (safetensors' own are the owner's alone). A tokenizer with
-    several chat templates has a folder of them.
+    The mark of a model that is replaced goes first. The files are as readable as umask says
+    (safetensors' own are the owner's alone). A tokenizer with several chat templates has a folder
+    of them.
     """
     for mark in MARKS:
         (folder / mark).unlink(missing_ok=True)

@@ -256,7 +256,7 @@ def test_frozen_models_are_known_by_their_files(tmp_path):
 # The state of a fork
 # --------------------------------------------------------------------------------------------------
 def new_fork():
-    """Returns what a fork may keep in its state, and an optimizer and a tensor that hold it, too."""
+    """Returns what a fork may keep in its state, and an optimizer and a tensor that hold it."""
     multiplier = nn.Parameter(torch.tensor([1.0]))
     state = {"multiplier": multiplier, "coef": 0.1, "baselines": {"how?": {"long": torch.zeros(3)}}}
     optimizer = torch.optim.SGD([multiplier], lr=0.5)
@@ -328,7 +328,12 @@ def test_a_resumed_run_knows_that_it_had_a_best_model(tmp_path):
 
 @pytest.mark.parametrize(
     "now, size, left",
-    [(b"a\nb\nc", 6, b"a\nb\n"), (b"a\nb\nc\n", 4, b"a\nb\n"), (b"a\nlong\n", 4, b"a\n"), (b"", 9, b"")],
+    [
+        (b"a\nb\nc", 6, b"a\nb\n"),
+        (b"a\nb\nc\n", 4, b"a\nb\n"),
+        (b"a\nlong\n", 4, b"a\n"),
+        (b"", 9, b""),
+    ],
 )
 def test_a_log_is_cut_where_a_line_ends(tmp_path, now, size, left):
     """What was written after a checkpoint goes. Where somebody has shortened the file, or changed

@@ -153,9 +153,21 @@ BEFALLS = [  # what: then both exit codes, the checkpoints, those that are done,
     (dict(fault="ctrl_c_twice", step=4, only=1), [1, -2], "23", "23", "resumed from .*step-3"),
     (dict(fault="no_more_disk", step=4), [1, 1], "234", "23", r"\[rank\d\]: .*checkpoints\.py"),
     # a rank that is gone says nothing: the other one says where it was
-    (dict(fault="die", step=4, only=1), [1, -9], "234", "23", r"step-4 is passed over.*\[rank0\]: "),
+    (
+        dict(fault="die", step=4, only=1),
+        [1, -9],
+        "234",
+        "23",
+        r"step-4 is passed over.*\[rank0\]: ",
+    ),
     (dict(kill_at="shutil.rmtree step-2"), [-9, -9], "234", "34", "resumed from .*step-3"),
-    (dict(fault="fail", step=5, only=1), [1, 1], "234", "34", r"step-2 is passed .*\[rank1\]: Value"),
+    (
+        dict(fault="fail", step=5, only=1),
+        [1, 1],
+        "234",
+        "34",
+        r"step-2 is passed .*\[rank1\]: Value",
+    ),
     (dict(kill_at="os.rename config.json"), [-9, -9], "234", "34", ""),
 ]
 
