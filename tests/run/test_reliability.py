@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import re
 import resource
-import shlex
 import shutil
 import signal
 import sys
@@ -29,29 +28,11 @@ RUNS = {"sft_zero0": 0, "sft_zero3": 3, "reward_zero2": 2, "ppo_zero2": 2}
 # --------------------------------------------------------------------------------------------------
 # Scenes
 # --------------------------------------------------------------------------------------------------
-def no_more_disk():
-    """From now on this process cannot write files longer than 20 kB: the kernel's own error."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-
-def ctrl_c_twice():
-    for _ in range(2):
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-def hang_up():
-    os.kill(os.getpid(), signal.SIGHUP)
-
-
 def lose_reader():
     """From now on nobody reads what this process prints: `| head`, a closed terminal."""
     read, write = os.pipe()
     os.close(read)
     os.dup2(write, 1)
-
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hang():
@@ -62,22 +43,33 @@ def fail():
     raise ValueError("a bug of the user's")
 
 
-def act(script, argv, kill_at, step, fault, rank, wait, nohup):
+FAULTS = {
+    "lose_reader": lose_reader,
+    "hang": hang,
+    "fail": fail,
+    "die": lambda: signal.raise_signal(signal.SIGKILL),
+    "hang_up": lambda: signal.raise_signal(signal.SIGHUP),
+    "ctrl_c_twice": lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)],
+    # files longer than 20 kB cannot be written: the kernel's own error
+    "no_more_disk": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+}
+
+
+def act(script, argv, what):
     """Makes a run in one of its forked ranks.
 
-    wait: ranks.WAIT_MINUTES, how long a rank waits for another.
-
-    kill_at: SIGKILL for all ranks before rank 0's so many-th file operation in the output folder,
-    or before the first that has all these words. fault: a function of this module that is called
-    at the end of step `step`, in rank `rank` (None: in all).
+    what: a dict of kill_at, SIGKILL for all ranks before rank 0's so many-th file operation in the
+    output folder, or before the first that has all these words; of fault, one of FAULTS, at the end
+    of step `step`, in rank `only` (else in all); of wait, ranks.WAIT_MINUTES; and of nohup.
     """
     from machinery import ranks
     from machinery.run import Run
 
-    ranks.WAIT_MINUTES = wait
-    if nohup:
+    ranks.WAIT_MINUTES = what.get("wait", 30)
+    if "nohup" in what:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     count, here, log = 0, int(os.environ["RANK"]), Run.log
+    kill_at, only = what.get("kill_at"), what.get("only")
 
     def count_touches(event, details):
         nonlocal count
@@ -90,8 +82,8 @@ def act(script, argv, kill_at, step, fault, rank, wait, nohup):
 
     def log_and_act(run, *args, **options):
         log(run, *args, **options)
-        if fault and run.step == step and rank in (None, here):
-            globals()[fault]()
+        if run.step == what.get("step") and only in (None, here):
+            FAULTS[what["fault"]]()
 
     if here == 0:
         sys.addaudithook(count_touches)
@@ -103,35 +95,21 @@ def act(script, argv, kill_at, step, fault, rank, wait, nohup):
             Path(f"{argv[-1]}.touches").write_text(str(count))
 
 
-def play(
-    folder,
-    *more,
-    script="sft",
-    zero=2,
-    ranks=2,
-    kill_at=None,
-    step=0,
-    fault=None,
-    only=None,
-    wait=30,
-    nohup=False,
-):
-    """Makes a run in `folder`. only: the one rank that is at fault. Returns kit.Done."""
+def play(folder, *more, script="sft", zero=2, ranks=2, **what):
+    """Makes a run in `folder`. what: as in act. Returns kit.Done."""
     options = runs.run(script, "--save_steps 2", zero=zero)["flags"]
     argv = [*runs.base_flags(script, runs.base()), *options, *map(str, more)]
     argv += ["--num_samples", "0"] if script == "sft" else []
-    argv += ["--output_dir", str(folder)]
-    done = kit.fork(act, ranks, script, argv, kill_at, step, fault, only, wait, nohup, meet="")
-    done.folder = Path(folder)
-    return done
+    return kit.fork(act, ranks, script, [*argv, "--output_dir", str(folder)], what, meet="")
 
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
     """The run that nothing befell, with both of its checkpoints."""
-    done = play(tmp_path_factory.mktemp("whole") / "run", "--keep_checkpoints", 2)
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    done = play(folder, "--keep_checkpoints", 2)
     assert done.codes == [0, 0], done
-    return done.folder
+    return folder
 
 
 @pytest.fixture
@@ -207,7 +185,7 @@ def test_killed_at_any_moment_it_is_the_same_run(name, tmp_path):
         done = play(folder, *resume, script=script, zero=zero)
         over = "is finished" in done.err  # killed when config.json was in its place
         assert done.codes == [0, 0] or over, (kill_at, touches, done)
-        assert kit.outcome(folder) == kit.outcome(whole.folder), (kill_at, touches)
+        assert kit.outcome(folder) == kit.outcome(tmp_path / "whole"), (kill_at, touches)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -315,19 +293,6 @@ def test_a_run_goes_on_in_another_layout(whole, stopped):
     assert done.code == 0, done
     found, expected = kit.weights(stopped), kit.weights(whole)
     assert max((found[key] - expected[key]).abs().max() for key in expected) < 1e-6
-
-
-def test_torchs_adam_goes_on_from_its_step(tmp_path):
-    """Where DeepSpeed's own is not built."""
-    flags = runs.run("sft", "--save_steps 2", zero=3)["flags"]
-    words = [*runs.base_flags("sft", runs.base()), *flags, "--num_samples", "0"]
-    command = f"COMPILER=0 RANKS=2 sft {shlex.join(map(str, words))}"
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert kit.start(f"{command} --keep_checkpoints 2 --output_dir {whole}").codes == [0, 0]
-    shutil.copytree(whole, run, ignore=shutil.ignore_patterns("config.json", "step-4"))
-    done = kit.start(f"{command} --resume --output_dir {run}")
-    assert done.code == 0 and "torch's AdamW" in done.out, done
-    assert kit.outcome(run) == kit.outcome(whole)
 
 
 def test_a_resumed_run_takes_the_settings_that_it_is_given(stopped):
