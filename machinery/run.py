@@ -52,7 +52,6 @@ class Run:
     def __init__(self, args, title):
         """Joins the other ranks. title: the first words on the screen."""
         self.args, self.title = args, title
-        self.legend_shown = False
         self.notes = {}  # what else the saved model's config.json says, of the last evaluation
         self.told_to_stop = False  # by a signal; looked at between two steps
         self.step = 0  # the one that is being made
@@ -114,8 +113,9 @@ class Run:
             self.find_best(saved["best"])
             cut_logs(args, saved["logs"])
         output_folder.note(args, self.facts)
-        if not args.resume:
-            record = {"step": 0, "epoch": 0.0, **evaluate(0)}
+        record = {} if args.resume else {"step": 0, "epoch": 0.0, **evaluate(0)}
+        show(dict(zip(columns, columns)), columns)  # a legend
+        if record:
             refuse_unknown_metric(args, record)
             self.write(record, on_screen=True)
         if self.last_step == 0:  # --max_steps 0: that was all
@@ -234,16 +234,13 @@ class Run:
     def write(self, record, on_screen):
         """Writes a line to metrics.jsonl, and events to DeepSpeed's monitor.
 
-        on_screen: prints `columns` of it, too, under the legend if these are the first.
+        on_screen: prints `columns` of it, too.
         """
         self.stop_unless_finite(record)  # an evaluation may have found a number that is not
         numbers = floats_of(record)
         nine_digits = {name: float(f"{value:.9g}") for name, value in numbers.items()}
         append(self.args, "metrics.jsonl", [{**record, **nine_digits}])
         if on_screen:
-            if not self.legend_shown:
-                show(dict(zip(self.columns, self.columns)), self.columns)
-            self.legend_shown = True
             show(record, self.columns)
         step = record["step"]  # the monitor writes on rank 0
         self.monitor.write_events([(f"train/{name}", n, step) for name, n in numbers.items()])
@@ -287,7 +284,7 @@ class Run:
 
     def save(self, engine, tokenizer, folder=None, full_tensor=zero3.full_tensor):
         """Saves a model, by default in the output folder (saving.save_model)."""
-        folder = Path(folder or self.args.output_dir)
+        folder = folder or self.args.output_dir
         saving.save_model(engine, tokenizer, folder, full_tensor, self.notes)
 
     def finish(self, code=0):
