@@ -121,12 +121,13 @@ class Run:
         if self.last_step == 0:  # --max_steps 0: that was all
             self.finish()
         # Only now: before, a signal of the launcher must end the ranks of a run that is refused.
-        handlers = {number: signal.getsignal(number) for number in STOPS}
-        for number, handler in handlers.items():
-            if handler != signal.SIG_IGN:  # as under nohup
-                signal.signal(number, self.note_signal)
-        # What a user's function forks is ended by them as it would be without us.
-        os.register_at_fork(after_in_child=lambda: [*map(signal.signal, STOPS, handlers.values())])
+        noted = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
+        for number in noted:
+            signal.signal(number, self.note_signal)
+        # What a user's function forks is ended by them.
+        os.register_at_fork(
+            after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in noted]
+        )
         self.started = time.monotonic()  # of the step: loading its rows is a part of it
         to_come = range(done + 1, self.last_step + 1)
         steps = zip(to_come, self.draw(done, collate))

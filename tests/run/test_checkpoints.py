@@ -5,6 +5,7 @@ test_reliability.py."""
 import itertools
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -44,7 +45,7 @@ def load(folder, state=None):
 # --------------------------------------------------------------------------------------------------
 def killed_before(moment, work, folder):
     """Does work(folder) in a process that is killed before its so many-th operation on files in
-    `folder` or beside it. Returns whether it was."""
+    `folder` or beside it; at -1 its disk is full instead. Returns whether it did not end well."""
     left = moment
 
     def count(event, details):
@@ -57,14 +58,18 @@ def killed_before(moment, work, folder):
     child = os.fork()
     if not child:
         try:
-            sys.addaudithook(count)
+            if moment < 0:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4, 4))
+            else:
+                sys.addaudithook(count)
             work(folder)
             os._exit(0)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL)
+    full = (1, -signal.SIGTERM)  # an error, or nobody can read what it prints
+    assert code in (full if moment < 0 else (0, -signal.SIGKILL))
     return code != 0
 
 
@@ -160,9 +165,9 @@ def test_killed_before_any_operation_on_files_nothing_is_lost(
     tmp_path, monkeypatch, before, work, is_done
 ):
     """At every moment there is the old or the new, or it does not count; and whoever does the work
-    again succeeds."""
+    again succeeds. So it is where the disk is full."""
     monkeypatch.setattr(os, "sync", lambda: None)  # quicker
-    for moment in itertools.count():
+    for moment in itertools.count(-1):
         folder = tmp_path / str(moment) / "run"
         folder.mkdir(parents=True)
         before(folder)
