@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import sys
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,8 +63,7 @@ def killed_before(moment, work, folder):
                 sys.addaudithook(count)
             work(folder)
             os._exit(0)
-        except BaseException:
-            traceback.print_exc()
+        finally:
             os._exit(1)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     full = (1, -signal.SIGTERM)  # an error, or nobody can read what it prints
