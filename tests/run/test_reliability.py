@@ -66,8 +66,9 @@ def act(script, argv, what):
     from machinery.run import Run
 
     ranks.WAIT_MINUTES = what.get("wait", 30)
-    if "nohup" in what:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # whatever the shell does that these tests are started from
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in what else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     count, here, log = 0, int(os.environ["RANK"]), Run.log
     kill_at, only = what.get("kill_at"), what.get("only")
 
