@@ -21,11 +21,6 @@ from machinery.refused import Refused
 DONE = "done"
 
 
-def folder_of(args):
-    """Returns the folder of all checkpoints."""
-    return Path(args.output_dir) / "checkpoints"
-
-
 def step_of(folder):
     """Returns the step of a checkpoint."""
     return int(folder.name[5:])
@@ -33,18 +28,13 @@ def step_of(folder):
 
 def all_checkpoints(args):
     """Returns the folders step-N, done or not, oldest first."""
-    folders = folder_of(args).glob("step-*/")
-    return sorted((each for each in folders if each.name[5:].isdecimal()), key=step_of)
+    found = Path(args.output_dir).glob("checkpoints/step-*/")
+    return sorted((folder for folder in found if folder.name[5:].isdecimal()), key=step_of)
 
 
 def whole_checkpoints(args):
-    """Returns the checkpoints that are done, oldest first. Refuses those of an older version."""
-    found = all_checkpoints(args)
-    done = [folder for folder in found if (folder / DONE).exists()]
-    if older := [folder for folder in found if (folder / "manifest.json").exists() and not done]:
-        words = f"{older[-1]} was written by an older version of this project: it has no `{DONE}`."
-        raise Refused("no-checkpoint-whole", f"{words}\n  Go on with that version.")
-    return done
+    """Returns the checkpoints that are done, oldest first."""
+    return [folder for folder in all_checkpoints(args) if (folder / DONE).exists()]
 
 
 # ---- Saving ----
@@ -55,10 +45,10 @@ def save(args, engines, step, saved):
     "facts" of the data. An older checkpoint is removed when this one is done, and no earlier.
     Returns the folder.
     """
-    folder, rank = folder_of(args) / f"step-{step}", ranks.get_rank()
+    folder, rank = Path(args.output_dir, f"checkpoints/step-{step}"), ranks.get_rank()
     if rank == 0:
         for path in all_checkpoints(args):
-            if step_of(path) >= step or not (path / DONE).exists():
+            if not (path / DONE).exists():
                 remove(path)
         folder.mkdir(parents=True, exist_ok=True)
     ranks.barrier()
@@ -181,25 +171,19 @@ def refuse_others(folder, there, here):
 
     there, here: `layout` and the facts of `load`, then and now.
     """
-    for name in (there.keys() | here.keys()) - {"shape"}:
+    for name in {**there, **here}:
         if there.get(name) != here.get(name):
+            rule = "resume-shape" if name == "shape" else "resume-another"
             words = f"--resume: in {folder} {name} is {there.get(name)}, and here {here.get(name)}."
-            advice = "Give the models, the data, the flags and the script of before."
-            raise Refused("resume-another", f"{words}\n  {advice}")
-    if there["shape"] != here["shape"]:
-        before, now = there["shape"], here["shape"]
-        words = (
-            f"--resume: {folder} was written by ranks and ZeRO stages {before}, and here: {now}."
-        )
-        advice = "DeepSpeed's ds_to_universal converts an engine's part of it: docs/reliability.md."
-        raise Refused("resume-shape", f"{words}\n  Start it as before. {advice}")
+            advice = "Give what was given before. Of ranks and stages: docs/reliability.md."
+            raise Refused(rule, f"{words}\n  {advice}")
 
 
 def load_engine(engine, folder):
     """Restores an engine, with the rates, weight decay and betas of this run's own flags."""
     optimizer, schedule = engine.optimizer, engine.lr_scheduler
-    names = {"initial_lr", "weight_decay", "betas"}  # some optimizers have no betas
-    own = [{name: group[name] for name in names & {*group}} for group in optimizer.param_groups]
+    names = ("initial_lr", "weight_decay", "betas")
+    own = [{name: group[name] for name in names} for group in optimizer.param_groups]
     with contextlib.chdir(folder):  # DeepSpeed would take a path with [ for a pattern
         loaded, _ = engine.load_checkpoint(".", tag="state", load_module_strict=False)
     if loaded is None:
@@ -213,16 +197,12 @@ def load_engine(engine, folder):
 
 @torch.no_grad()
 def restore(own, saved):
-    """Returns `saved`, but where `own` has a dict, a list or a tensor of that shape: that, filled.
+    """Returns `saved`, but where `own` has a dict, or a tensor of that shape: that, filled.
 
     A tensor is filled in place, because an optimizer, or another object, may hold it, too.
     """
     if isinstance(own, dict) and isinstance(saved, dict):
         own.update({key: restore(own.get(key), value) for key, value in saved.items()})
-        return own
-    if isinstance(own, list) and isinstance(saved, list):
-        rest = saved[len(own) :]
-        own[:] = [*map(restore, own, saved), *rest]
         return own
     if torch.is_tensor(own) and torch.is_tensor(saved) and own.shape == saved.shape:
         return own.copy_(saved)

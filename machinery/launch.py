@@ -27,7 +27,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.utils import groups
 from torch.distributed.rendezvous import register_rendezvous_handler
-from torch.utils import cpp_extension
 
 from machinery import patches, ranks
 from machinery.refused import Refused
@@ -131,10 +130,8 @@ def use_built():
 
     TORCH_EXTENSIONS_DIR names the folder; if the user has set it, it stands.
     """
-    root = f"{sys.prefix}/torch_extensions"
-    if sys.prefix == sys.base_prefix:
-        root = cpp_extension.get_default_build_root()
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{root}/{get_accelerator().device_name()}")
+    folder = f"{sys.prefix}/torch_extensions/{get_accelerator().device_name()}"
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", folder)
     OpBuilder.jit_load = load
 
 
@@ -149,28 +146,20 @@ def load(builder, verbose=False, build=OpBuilder.jit_load):
     """
     file = Path(os.environ["TORCH_EXTENSIONS_DIR"], f"{builder.name}-{made_for()}.so")
     if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.parent / "building"
+        aside.mkdir(parents=True, exist_ok=True)
         with open(file.parent / "building.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not file.exists():  # nor has another process built it meanwhile
-                return build_into(file, builder, build)
+                shutil.rmtree(aside, ignore_errors=True)  # a process that was killed left it
+                with mock.patch.dict(os.environ, TORCH_EXTENSIONS_DIR=str(aside)):
+                    module = build(builder, verbose=False)
+                os.replace(module.__file__, file)
+                return module
     spec = importlib.util.spec_from_file_location(builder.name, file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     OpBuilder._loaded_ops[builder.name] = module
-    return module
-
-
-def build_into(file, builder, build):
-    """Builds an operator in an empty folder, and moves it to `file`. Returns its module."""
-    folder = file.parent / "building"
-    shutil.rmtree(folder, ignore_errors=True)  # what a process that was killed has left
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # this environment's ninja
-    with mock.patch.dict(os.environ, TORCH_EXTENSIONS_DIR=str(folder), PATH=path):
-        module = build(builder, verbose=False)
-    os.replace(module.__file__, file)
-    module.__file__ = str(file)
-    shutil.rmtree(folder)
     return module
 
 

@@ -13,7 +13,6 @@ from machinery.flags import FORMAT, OF_A_START
 from machinery.refused import Refused, read_run
 
 LOCK = ".lock"
-PARTS = {"best": "keep_best", "ema": "enable_ema", "critic": "has_critic"}  # a flag for each
 LOGS = (".log", ".out", ".err", ".txt")  # what a launcher or a shell may have opened there before
 
 
@@ -69,10 +68,11 @@ def is_held(path):
 
 
 # ---- What is refused ----
-def refuse_unusable(args):
+def refuse_unusable(args, mine=False):
     """Refuses --output_dir if it cannot be had, and --resume of a run that is finished.
 
-    A run that stopped before its first checkpoint starts anew: args.resume becomes False.
+    mine: this run holds its lock. A run that stopped before its first checkpoint starts anew:
+    args.resume becomes False.
     """
     output = Path(args.output_dir)
     above = (output, *output.absolute().parents)
@@ -80,25 +80,18 @@ def refuse_unusable(args):
     if not (exists.is_dir() and os.access(exists, os.W_OK)):
         words = f"--output_dir {output}: {exists} is no folder, or cannot be written to."
         raise Refused("output-unusable", words)
-    if args.resume:
-        refuse_finished(args, output)
-    elif (found := taken(output)) and not (args.overwrite and read_run(output)):
+    refuse_in_use(args, not mine and is_held(output / LOCK))
+    if args.resume and saving.is_whole(output):
+        words = f"--resume: the run in {output} is finished. A new one can start from its model."
+        raise Refused("run-finished", words)
+    if args.resume and not checkpoints.whole_checkpoints(args):
+        ranks.say(f"the run in {output} stopped before its first checkpoint: it starts anew")
+        args.resume, args.overwrite = False, True
+    found = not args.resume and taken(output)
+    if found and not (args.overwrite and read_run(output)):
         words = f"--output_dir {output} is not empty: it holds {found[0]}.\n  "
         words += "If it is a run, --resume goes on, --overwrite moves it aside."
         raise Refused("output-taken", words)
-
-
-def refuse_finished(args, output):
-    """Refuses to resume a run that has saved its model."""
-    if saving.is_whole(output):
-        words = f"--resume: the run in {output} is finished. A new one can start from its model."
-        parts = [part for part, flag in PARTS.items() if getattr(args, flag, None)]
-        if lost := [part for part in parts if not saving.is_whole(output / part)]:
-            words += f"\n  {', '.join(lost)} is gone: tools/export.py makes models of a checkpoint."
-        raise Refused("run-finished", words)
-    if not checkpoints.whole_checkpoints(args):
-        ranks.say(f"the run in {output} stopped before its first checkpoint: it starts anew")
-        args.resume, args.overwrite = False, True
 
 
 def refuse_in_use(args, held):
@@ -109,75 +102,66 @@ def refuse_in_use(args, held):
 
 
 # ---- The run's own ----
-class OutputFolder:
-    """The folder of a run, which alone writes there from `take` to the end of the process."""
+def take(args):
+    """Locks the folder, checks it again, and moves aside what --overwrite replaces.
 
-    def __init__(self, args):
-        self.args, self.path, self.record = args, Path(args.output_dir), {}
-        refuse_in_use(args, is_held(self.path / LOCK))
-        refuse_unusable(args)
+    Other runs may have been there while models were loaded. From here on nothing is refused but a
+    checkpoint. Returns the lock, which is held until this process ends.
+    """
+    output, first, lock = Path(args.output_dir), ranks.get_rank() == 0, None
+    if first:
+        output.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(output / LOCK)
+    refuse_in_use(args, ranks.all_gather_objects([first and not lock])[0])
+    refuse_unshared(output)
+    refuse_unusable(args, mine=True)
+    ranks.barrier()  # rank 0 writes below: all must have seen the folder as it was
+    return move_aside(args, output, lock) if first and taken(output) and not args.resume else lock
 
-    def take(self, facts):
-        """Locks the folder, checks it again, and moves aside what --overwrite replaces.
 
-        Other runs may have been there while models were loaded. From here on nothing is refused but
-        a checkpoint. facts: a dict for args.json, beside flags and versions.
-        """
-        args, first, self.lock = self.args, ranks.get_rank() == 0, None
-        if first:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.lock = take_lock(self.path / LOCK)
-        refuse_in_use(args, ranks.all_gather_objects([first and not self.lock])[0])
-        self.refuse_unshared()
-        refuse_unusable(args)
-        ranks.barrier()  # rank 0 writes below: all must have seen the folder as it was
-        if first and not args.resume and taken(self.path):
-            self.move_aside()
-        declared = args.declared
-        self.record = {
+def refuse_unshared(output):
+    """Refuses a folder in which a rank does not see, within a minute, rank 0's lock.
+
+    Else each machine would keep its own part of every checkpoint.
+    """
+    late = time.monotonic() + 60  # over NFS a new file may come into sight after a while
+    while not (output / LOCK).exists() and time.monotonic() < late:
+        time.sleep(1)
+    why = f"--output_dir {output} must be the same folder on all machines"
+    ranks.fail_unless_alike({LOCK: (output / LOCK).exists()}, why)
+
+
+def move_aside(args, output, lock):
+    """Moves the folder to NAME.old-1, or the next free number, and makes a new one. On rank 0.
+
+    The lock moves with the old folder, and another run may take the new one's first. Returns that.
+    """
+    here, number = output.resolve(), 1  # of a link, what it points to
+    while os.path.lexists(aside := f"{here}.old-{number}"):
+        number += 1
+    here.rename(aside)
+    here.mkdir(exist_ok=True)
+    lock.close()
+    lock = take_lock(output / LOCK)
+    refuse_in_use(args, not lock)
+    ranks.say(f"what was in {output} is now in {aside}")
+    return lock
+
+
+def note(args, facts):
+    """Writes args.json, whole or not at all. facts: a dict, beside flags and versions."""
+    if ranks.get_rank() == 0:
+        record = {
             **vars(args),
             "format": FORMAT,
-            "script": declared.script,
-            "left_open": declared.left_open,
+            "script": args.declared.script,
+            "left_open": args.declared.left_open,
             "versions": versions(),
             "world_size": ranks.get_world_size(),
             "device": str(ranks.device()),
             **facts,
         }
-        if not args.resume:
-            self.note()
-
-    def refuse_unshared(self):
-        """Refuses a folder in which a rank does not see, within a minute, rank 0's lock.
-
-        Else each machine would keep its own part of every checkpoint.
-        """
-        late = time.monotonic() + 60  # over NFS a new file may come into sight after a while
-        while not (self.path / LOCK).exists() and time.monotonic() < late:
-            time.sleep(1)
-        why = f"--output_dir {self.path} is not the same folder on all machines"
-        advice = "It must be on storage that all of them share."
-        ranks.fail_unless_alike({LOCK: (self.path / LOCK).exists()}, why, advice)
-
-    def move_aside(self):
-        """Moves the folder to NAME.old-1, or the next free number, and makes a new one. On rank 0.
-
-        The lock moves with the old folder, and another run may take the new one's first.
-        """
-        here, number = self.path.resolve(), 1  # of a link, what it points to
-        while os.path.lexists(aside := f"{here}.old-{number}"):
-            number += 1
-        here.rename(aside)
-        here.mkdir(exist_ok=True)
-        self.lock.close()
-        self.lock = take_lock(self.path / LOCK)
-        refuse_in_use(self.args, not self.lock)
-        ranks.say(f"what was in {self.path} is now in {aside}")
-
-    def note(self):
-        """Writes args.json, whole or not at all: at the start, and when a checkpoint is loaded."""
-        if ranks.get_rank() == 0:
-            aside = self.path / ".args.json"
-            aside.write_text(json.dumps(self.record, indent=1, default=str) + "\n")
-            os.sync()  # a power cut leaves the old file or the new one
-            aside.replace(self.path / "args.json")
+        aside = Path(args.output_dir, ".args.json")
+        aside.write_text(json.dumps(record, indent=1, default=str) + "\n")
+        os.sync()  # a power cut leaves the old file or the new one
+        aside.replace(aside.with_name("args.json"))

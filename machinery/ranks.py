@@ -96,14 +96,15 @@ def each_once(rows):
     return all_gather_objects([row for row in rows if row["row_weight"] and first])
 
 
-def fail_unless_alike(value, what, advice):
+def fail_unless_alike(value, what):
     """Refuses the run unless all ranks have the same `value`, a dict. All ranks call it."""
     first, *others = all_gather_objects([value])
     for rank, theirs in enumerate(others, 1):
         if differ := [name for name in first if theirs[name] != first[name]]:
             mine, other = ({name: one[name] for name in differ} for one in (first, theirs))
-            words = f"{what}: rank 0 has {mine}, rank {rank} {other}.\n  {advice}"
-            raise Refused("ranks-differ", words)
+            words = f"{what}: rank 0 has {mine}, rank {rank} {other}."
+            advice = "All machines must have the same command, libraries and files."
+            raise Refused("ranks-differ", f"{words}\n  {advice}")
 
 
 def ranks_on_this_host():

@@ -27,19 +27,14 @@ from machinery import (
     saving,
     zero3,
 )
-from machinery.refused import Refused, read_json
+from machinery.refused import Refused
 from machinery.rows import fingerprint
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "tokens.jsonl")  # appended to
-EVALUATION = "evaluation.json"  # in best/: what its model was found to be
 LESS_IS_BETTER = ("loss", "perplexity", "kl")  # the last word of a metric's name
+STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # signals that are noted
 # In this order. What to look at elsewhere, and why: course/clinic/README.md
 NOT_FINITE = "Look at: learning rate; --allow_unstable 1; on a GPU --dtype, attention kernel."
-STOPS = {  # signals that are noted, and what they do without us
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGHUP: signal.SIG_DFL,
-    signal.SIGINT: signal.default_int_handler,
-}
 
 
 class Run:
@@ -57,16 +52,15 @@ class Run:
     def __init__(self, args, title):
         """Joins the other ranks. title: the first words on the screen."""
         self.args, self.title = args, title
-        self.legend_shown = False
         self.notes = {}  # what else the saved model's config.json says, of the last evaluation
-        self.signals = []  # SIGTERM, SIGHUP, SIGINT as they come; looked at between two steps
+        self.told_to_stop = False  # by a signal; looked at between two steps
         self.step = 0  # the one that is being made
         self.best = {}  # the evaluation of the model in best/, with --keep_best
+        self.best_folder = Path(args.output_dir) / "best"
         launch.fill_environment()
-        self.folder = output_folder.OutputFolder(args)
+        output_folder.refuse_unusable(args)
         launch.join_ranks(args)
-        advice = "Start the same command, with the same libraries, on all machines."
-        ranks.fail_unless_alike(output_folder.started_with(args), "the ranks differ", advice)
+        ranks.fail_unless_alike(output_folder.started_with(args), "the ranks differ")
         transformers.set_seed(args.seed)  # Python's, numpy's and torch's generators
         ranks.go_on()
 
@@ -100,13 +94,14 @@ class Run:
         args, self.engines, self.engine = self.args, engines, next(iter(engines.values()))
         self.evaluate, self.columns = evaluate, columns
         self.state = {} if state is None else state
-        self.facts = {"rows_per_step": self.rows_per_step, "data_rows": len(self.train)}
-        self.facts["data_fingerprint"] = fingerprint(self.train) + fingerprint(self.held_out)
-        seen = {**self.facts, "held_out": len(self.held_out), "steps": self.last_step}
-        advice = "All machines must read the same files, or the same version of the hub's."
-        ranks.fail_unless_alike(seen, "the ranks read different data", advice)
-        self.facts["frozen_models"] = checkpoints.frozen_models(args)
-        self.folder.take(self.facts)
+        self.facts = {
+            "rows_per_step": self.rows_per_step,
+            "data_rows": len(self.train),
+            "data_fingerprint": fingerprint(self.train) + fingerprint(self.held_out),
+            "frozen_models": checkpoints.frozen_models(args),
+        }
+        ranks.fail_unless_alike(self.facts, "the ranks read different files")
+        self.lock = output_folder.take(args)  # held as long as this process lives
         self.monitor = config_file.opened(args)
         self.print_banner()
         torch.manual_seed(args.seed + ranks.data_parallel_rank())  # dropout differs by rank
@@ -117,9 +112,10 @@ class Run:
             self.notes.update(saved["notes"])
             self.find_best(saved["best"])
             cut_logs(args, saved["logs"])
-            self.folder.note()
-        else:
-            record = {"step": 0, "epoch": 0.0, **evaluate(0)}
+        output_folder.note(args, self.facts)
+        record = {} if args.resume else {"step": 0, "epoch": 0.0, **evaluate(0)}
+        show(dict(zip(columns, columns)), columns)  # a legend
+        if record:
             refuse_unknown_metric(args, record)
             self.write(record, on_screen=True)
         if self.last_step == 0:  # --max_steps 0: that was all
@@ -128,9 +124,9 @@ class Run:
         noted = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
         for number in noted:
             signal.signal(number, self.note_signal)
-        # What a user's function forks is ended by them as it would be without us.
+        # What a user's function forks is ended by them.
         os.register_at_fork(
-            after_in_child=lambda: [signal.signal(number, STOPS[number]) for number in noted]
+            after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in noted]
         )
         self.started = time.monotonic()  # of the step: loading its rows is a part of it
         to_come = range(done + 1, self.last_step + 1)
@@ -186,14 +182,14 @@ class Run:
 
         A second SIGTERM means nothing: launchers send it after the first signal.
         """
-        self.signals.append(number)
-        if self.signals.count(signal.SIGINT) > 1:
-            os._exit(1)
+        self.told_to_stop = True
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
 
     def save_or_stop(self):
         """Saves a checkpoint when one is due, and leaves if any rank was told to stop."""
         args, step = self.args, self.step
-        stop = ranks.all_sum(len(self.signals)).item() > 0 and step < self.last_step
+        stop = ranks.all_sum(self.told_to_stop).item() > 0 and step < self.last_step
         if stop or (args.save_steps and step % args.save_steps == 0):
             saved = {
                 "state": self.state,
@@ -239,15 +235,14 @@ class Run:
     def write(self, record, on_screen):
         """Writes a line to metrics.jsonl, and events to DeepSpeed's monitor.
 
-        on_screen: prints `columns` of it, too, under the legend if these are the first.
+        on_screen: prints `columns` of it, too.
         """
         self.stop_unless_finite(record)  # an evaluation may have found a number that is not
         numbers = floats_of(record)
         nine_digits = {name: float(f"{value:.9g}") for name, value in numbers.items()}
         append(self.args, "metrics.jsonl", [{**record, **nine_digits}])
         if on_screen:
-            show(record, self.columns, legend=not self.legend_shown)
-            self.legend_shown = True
+            show(record, self.columns)
         step = record["step"]  # the monitor writes on rank 0
         self.monitor.write_events([(f"train/{name}", n, step) for name, n in numbers.items()])
 
@@ -268,39 +263,29 @@ class Run:
     def keep_best(self, record):
         """Saves the model that trains in best/ if `record`, an evaluation, is better than its own.
 
-        best/ is whole where it has evaluation.json, which goes first and comes last. A file of the
-        user's stays there.
+        Like every model that is saved it is whole, or not there.
         """
-        name, best = self.args.keep_best, Path(self.args.output_dir) / "best"
-        if name and name not in record:  # pass_at_k: a reward was neither 0 nor 1
-            ranks.say(f"warning: --keep_best: this evaluation has no {name}")
-        elif name and improves(self.best.get(name), name, record[name]):
+        name = self.args.keep_best
+        if name in record and improves(self.best.get(name), name, record[name]):
             self.best = {"step": record["step"], name: record[name]}
+            self.save(self.engine, self.tokenizer, self.best_folder)
             if ranks.get_rank() == 0:
-                for mark in (EVALUATION, *saving.MARKS):
-                    (best / mark).unlink(missing_ok=True)
-            self.save(self.engine, self.tokenizer, best)
-            if ranks.get_rank() == 0:
-                (best / EVALUATION).write_text(json.dumps(self.best))
-            ranks.say(f"{name} {record[name]:.6g} is the best so far: the model is in {best}")
+                (self.best_folder / "evaluation.json").write_text(json.dumps(self.best))
+            where = f"the model is in {self.best_folder}"
+            ranks.say(f"{name} {record[name]:.6g} is the best so far: {where}")
 
     def find_best(self, before):
-        """Takes the model in best/ for the best so far: it may be of a later step.
-
-        before: its evaluation at the checkpoint.
-        """
-        best = Path(self.args.output_dir) / "best"
-        found = read_json(best, EVALUATION) if saving.is_whole(best) else {}
-        self.best = ranks.all_gather_objects([found])[0]
-        if before and not self.best:
-            step = before["step"]
-            ranks.say(f"warning: best/ of step {step} is gone: the best from now on is kept")
+        """Goes on with the best evaluation at the checkpoint, if there is a model in best/."""
+        lost = ranks.all_sum(bool(before) and not saving.is_whole(self.best_folder)).item()
+        self.best = {} if lost else before
+        if lost:
+            ranks.say("warning: best/ is gone: the best from now on is kept")
 
     # The end
 
     def save(self, engine, tokenizer, folder=None, full_tensor=zero3.full_tensor):
         """Saves a model, by default in the output folder (saving.save_model)."""
-        folder = Path(folder or self.args.output_dir)
+        folder = folder or self.args.output_dir
         saving.save_model(engine, tokenizer, folder, full_tensor, self.notes)
 
     def finish(self, code=0):
@@ -338,10 +323,7 @@ def cut_logs(args, sizes):
     for name, size in sizes.items() if ranks.get_rank() == 0 else ():
         with open(Path(args.output_dir) / name, "a+b") as file:
             file.seek(0)
-            end = file.read(size).rfind(b"\n") + 1
-            file.truncate(end)
-        if end < size:
-            ranks.say(f"warning: {name} was changed since the checkpoint: lines are missing")
+            file.truncate(file.read(size).rfind(b"\n") + 1)
 
 
 def floats_of(record):
@@ -349,13 +331,12 @@ def floats_of(record):
     return {name: value for name, value in record.items() if isinstance(value, float)}
 
 
-def show(record, columns, legend=False):
-    """Prints the `columns` of a record in a line. legend: their names above it."""
+def show(record, columns):
+    """Prints the `columns` of a record in a line."""
     short = {name: f"{value:.4g}" for name, value in floats_of(record).items()}
-    found = {**record, **short}
-    cells = ["" if found.get(name) is None else str(found[name]) for name in columns]
-    for line in [columns, cells] if legend else [cells]:
-        ranks.say(" ".join(text.rjust(max(8, len(name))) for text, name in zip(line, columns)))
+    values = map({**record, **short}.get, columns)
+    cells = ["" if value is None else str(value) for value in values]
+    ranks.say(" ".join(text.rjust(max(8, len(name))) for text, name in zip(cells, columns)))
 
 
 def show_sample(row, response, numbers=""):
@@ -370,18 +351,15 @@ def show_sample(row, response, numbers=""):
 
 # ---- --keep_best ----
 def refuse_unknown_metric(args, record):
-    """Refuses --keep_best if the evaluation in `record` has no such metric.
-
-    It must be a float.
-    """
+    """Refuses --keep_best if the evaluation in `record` has no such metric. It must be a float."""
     found = [name for name in floats_of(record) if name.startswith("eval_")]
-    if args.keep_best and args.keep_best not in found:
+    if args.keep_best not in [None, *found]:
         words = f"--keep_best {args.keep_best}: the evaluations have {', '.join(found)}."
         raise Refused("keep-best-unknown", words)
 
 
 def improves(before, name, value):
     """Returns whether the value of metric `name` is better than `before`, if there is one."""
-    if not isinstance(before, (int, float)):  # the first one, or what was written of it is damaged
+    if before is None:
         return True
     return value < before if name.endswith(LESS_IS_BETTER) else value > before

@@ -132,9 +132,12 @@ def save_adapters(model, state, folder, adapters):
 def move_files(aside, folder):
     """Moves the files of `aside` to `folder`, the mark last, when all else is on the disk.
 
-    They are as readable as umask says (safetensors' own are the owner's alone). A tokenizer with
-    several chat templates has a folder of them.
+    The mark of a model that is replaced goes first. The files are as readable as umask says
+    (safetensors' own are the owner's alone). A tokenizer with several chat templates has a folder
+    of them.
     """
+    for mark in MARKS:
+        (folder / mark).unlink(missing_ok=True)
     for file in aside.glob("*.safetensors"):
         file.chmod(aside.stat().st_mode & 0o666)
     for file in sorted(aside.iterdir(), key=lambda file: file.name in MARKS):

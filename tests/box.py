@@ -148,7 +148,6 @@ FILES = {  # what lies in the box: a path, and its text, bytes or rows
     "comet.json": '{"comet": {"enabled": true}}',
     "half.json": '{"zero_optimization": ',
     "typo.flags": "--seed 1\n--learning_rat 1",
-    "twice.flags": "--seed 1\n\n--seed 2",
     "remote/config.json": json.dumps(
         {
             "model_type": "mine",
@@ -270,12 +269,10 @@ def make_models(box):
     shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     ends = dict(bos_token_id=None, eos_token_id=1, pad_token_id=0)
     rwkv = dict(hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
-    mamba = dict(hidden_size=32, state_size=4, num_hidden_layers=2)
     for name, config in {
         "bert": transformers.BertConfig(**vocabulary, **shape, **ends),
         "roberta": transformers.RobertaConfig(**vocabulary, **shape, **ends),
         "rwkv": transformers.RwkvConfig(**vocabulary, **rwkv, **ends),
-        "mamba": transformers.MambaConfig(**vocabulary, **ends, **mamba),
         "deep": kit.tiny_config(**vocabulary, num_hidden_layers=3),
         "odd": kit.tiny_config(**vocabulary, hidden_size=30, num_attention_heads=3),
     }.items():

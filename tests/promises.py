@@ -247,7 +247,8 @@ no-args-json | reward --resume | --resume
 no-args-json | sft --output_dir damaged --resume | args.json
 no-args-json | sft --output_dir strange --resume | args.json
 run-finished | sft --output_dir finished --resume | finished
-run-finished | sft --output_dir bestless --resume --keep_best eval_loss | best is gone
+run-finished | sft --output_dir bestless --resume --keep_best eval_loss | best is gone \
+    || left: a convenience. A run goes on when it is not finished, whatever parts it has
 flag-changed | sft --output_dir stopped --resume --seed 5 | --seed
 flag-changed | sft --output_dir stopped --resume --data_split 1,0,1 | --data_split
 flag-changed | sft --output_dir stopped --resume --data_path only | --data_path

@@ -65,12 +65,8 @@ def make_runs(box):
     for name in ("broken", "replaced", "alone"):
         shutil.copytree(box / "stopped", box / name)
     args = json.loads((box / "stopped/args.json").read_text())
-    shutil.copytree(box / "finished", box / "bestless")
-    (box / "bestless/args.json").write_text(json.dumps({**args, "keep_best": "eval_loss"}))
-    for step in (1, 2):  # as an older version of this project wrote them
-        (box / f"broken/checkpoints/step-{step}/done").rename(
-            box / f"broken/checkpoints/step-{step}/manifest.json"
-        )
+    (box / "broken/checkpoints/step-2/done").unlink()
+    os.truncate(box / "broken/checkpoints/step-1/model/state/mp_rank_00_model_states.pt", 1000)
     (box / "replaced/args.json").write_text(json.dumps({**args, "model_name_or_path": "deep"}))
     (box / "alone/args.json").unlink()
     (box / "older").mkdir()

@@ -26,9 +26,6 @@ import time
 import traceback
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
-
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 from tests import kit, promises, runs
 from tests.box import PAIR, UNFIT, fill_box
@@ -179,20 +176,6 @@ def damage_json(case, path):
     put(path, json.dumps(values))
 
 
-def damage_weights(case, path):
-    """Changes one tensor of model.safetensors, so that the model cannot be loaded as it is."""
-    weights = load_file(path)
-    name = case.rng.choice(sorted(weights))
-    way = case.rng.choice(["gone", "another shape"])
-    case.notes.append(f"{path.relative_to(case.place)}: {name}: {way}")
-    tensor = weights.pop(name)
-    if way != "gone":
-        weights[name] = torch.cat([tensor, tensor])
-    path.unlink()
-    save_file(weights, path, metadata={"format": "pt"})
-    case.codes = {2}
-
-
 def draw_model(case):
     """An unfit model folder, or a good one with some damage."""
     rng = case.rng
@@ -200,7 +183,7 @@ def draw_model(case):
     name = rng.choice([*UNFIT, "instruct"])
     if rng.random() < 0.75:
         name = "judge" if role in ("critic_", "reward_") else "actor"
-        kinds = {damage_file: "*", damage_json: "*.json", damage_weights: "model.safetensors"}
+        kinds = {damage_file: "*", damage_json: "*.json"}
         way = rng.choice([*kinds])
         way(case, rng.choice(sorted((case.place / name).glob(kinds[way]))))
     case.flags += [f"--{role}model_name_or_path", name]

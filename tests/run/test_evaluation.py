@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
-import ppo
 import reward
 import sft
 from machinery import batching, evaluation, tokens
@@ -125,15 +124,3 @@ def test_one_eos_ends_a_response_of_step_1(tokenizer, monkeypatch):
     args = sft.get_args(["--preset", "toy", "--max_answer_seq_len", "6"])
     found = evaluation.answer_greedily(args, stub, tokenizer, [[5, 6], [7, 8]])
     assert [answer["ended"] for answer in found] == [1.0, 0.0]
-
-
-def test_an_evaluation_decodes_no_fewer_responses_at_a_time_than_a_rollout(monkeypatch):
-    """A static cache has --rollout_batch_size rows: of 64 an evaluation of eight would leave 56
-    empty, and decode them all the same."""
-    sizes, models = [], SimpleNamespace(engines={}, actor=None, functions={})
-    monkeypatch.setattr(ppo, "roll_out", lambda *given: sizes.append(given[-1]) or [])
-    for rollout, evaluated, together in ((64, 8, 64), (8, 32, 32)):
-        flags = f"--preset toy --rollout_batch_size {rollout}"
-        args = ppo.get_args([*flags.split(), "--per_device_eval_batch_size", str(evaluated)])
-        ppo.answered(args, models, None, [])
-        assert sizes.pop() == together

@@ -1,4 +1,8 @@
-"""The output folder has one owner, the run that holds its lock. No run is ever deleted."""
+"""The output folder has one owner, the run that holds its lock. No run is ever deleted.
+
+(That a run is whole at every moment while it is moved aside: test_checkpoints.py. A second run
+beside a living one, and folders that are refused: tests/promises.py)
+"""
 
 import errno
 import itertools
@@ -14,7 +18,6 @@ from machinery.refused import Refused
 from machinery.run import Run
 from tests import kit, runs
 
-FACTS = {"data_rows": 8, "data_fingerprint": 7}
 fork = multiprocessing.get_context("fork")
 
 
@@ -23,39 +26,26 @@ def get_args(output, *flags):
 
 
 def begin(output, *flags):
-    """Returns the folder of a run that has begun."""
-    folder = output_folder.OutputFolder(get_args(output, *flags))
-    folder.take(FACTS)
-    return folder
+    """Begins a run in a folder. Returns its lock."""
+    args = get_args(output, *flags)
+    output_folder.refuse_unusable(args)
+    lock = output_folder.take(args)
+    output_folder.note(args, {"data_fingerprint": 7})
+    return lock
 
 
-def finish(output, *flags):
-    """Leaves what a finished run leaves."""
-    begin(output, *flags).lock.close()
-    checkpoint(output)
-    for name in ("model.safetensors", "config.json", "metrics.jsonl"):
-        (output / name).write_text("old")
-
-
-def checkpoint(output, step=2):
-    folder = output / f"checkpoints/step-{step}"
-    folder.mkdir(parents=True)
-    (folder / "rank0.pt").write_text("state")
-
-
-# --------------------------------------------------------------------------------------------------
-# The lock. (A second run beside a living one, and folders that are refused: tests/promises.py)
-# --------------------------------------------------------------------------------------------------
 def test_the_check_is_repeated_under_the_lock(tmp_path):
     """Two runs may start at the same time, and load their models for minutes: whoever comes second
     finds the lock, or the run that has ended meanwhile."""
-    first, second, third = (output_folder.OutputFolder(get_args(tmp_path)) for _ in range(3))
-    first.take(FACTS)
-    with kit.refuses("output-in-use"):
-        second.take(FACTS)
-    first.lock.close()
+    lock = begin(tmp_path)
+    for flags in ([], ["--overwrite"]):
+        with kit.refuses("output-in-use"):
+            output_folder.take(get_args(tmp_path, *flags))
+        with kit.refuses("output-in-use"):
+            output_folder.refuse_unusable(get_args(tmp_path, *flags))
+    lock.close()
     with kit.refuses("output-taken"):
-        third.take(FACTS)
+        output_folder.take(get_args(tmp_path))
 
 
 def test_a_helper_that_outlives_its_run_does_not_hold_the_lock(tmp_path):
@@ -80,23 +70,16 @@ def test_where_there_are_no_locks_nobody_is_locked_out(tmp_path, monkeypatch):
     assert not output_folder.is_held(tmp_path / output_folder.LOCK)
 
 
-def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch):
-    """With node-local folders each machine would keep its own part of every checkpoint."""
-    folder = output_folder.OutputFolder(get_args(tmp_path))
-    with pytest.MonkeyPatch.context() as quick, kit.refuses("ranks-differ"):
-        quick.setattr(output_folder.time, "monotonic", itertools.count(step=99).__next__)
-        quick.setattr(
-            ranks, "all_gather_objects", lambda items: [{output_folder.LOCK: True}, *items]
-        )
-        folder.refuse_unshared()  # by a rank that does not see it
-    folder.lock = output_folder.take_lock(tmp_path / output_folder.LOCK)
-    folder.refuse_unshared()
-    monkeypatch.setattr(
-        ranks, "all_gather_objects", lambda items: [*items, {output_folder.LOCK: False}]
-    )
+@pytest.mark.parametrize("sees", [False, True])
+def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch, sees):
+    """With node-local folders each machine would keep its own part of every checkpoint. It is
+    refused by a rank that does not see the lock, and by one that does."""
+    monkeypatch.setattr(output_folder.time, "monotonic", itertools.count(step=99).__next__)
+    gather, other = ranks.all_gather_objects, {output_folder.LOCK: not sees}
+    monkeypatch.setattr(ranks, "all_gather_objects", lambda items: [*gather(items), other])
+    monkeypatch.setattr(ranks, "get_rank", lambda: 0 if sees else 1)
     with kit.refuses("ranks-differ"):
-        folder.refuse_unshared()
-    folder.lock.close()
+        output_folder.take(get_args(tmp_path))
 
 
 def start_with_own_seed(output):
@@ -114,25 +97,21 @@ def test_ranks_that_were_started_otherwise_are_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# --------------------------------------------------------------------------------------------------
-# --overwrite
-# --------------------------------------------------------------------------------------------------
 def test_overwrite_moves_the_old_run_aside_when_all_is_loaded(tmp_path):
     """Whatever fails before (loading, memory) has changed nothing. The lock is the new folder's."""
     output = tmp_path / "run"
-    finish(output)
+    begin(output).close()
     for number in (1, 2):
+        (output / "checkpoints").mkdir()
+        (output / "checkpoints/state").write_text(str(number))
         old = kit.tree(output)
-        folder = output_folder.OutputFolder(get_args(output, "--overwrite"))
+        output_folder.refuse_unusable(get_args(output, "--overwrite"))
         assert kit.tree(output) == old
-        folder.take(FACTS)
+        lock = begin(output, "--overwrite")
         assert kit.tree(tmp_path / f"run.old-{number}") == old
         assert kit.tree(output).keys() == {"args.json"}
-        with kit.refuses("output-in-use"):
-            output_folder.OutputFolder(get_args(output, "--overwrite"))
-        folder.lock.close()
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["run", "run.old-1", "run.old-2"]
+        assert output_folder.is_held(output / output_folder.LOCK)
+        lock.close()
 
 
 def test_the_monitors_write_into_the_new_folder(tmp_path):
@@ -159,5 +138,5 @@ def test_logs_of_a_launcher_may_be_there_before(tmp_path):
     """Slurm and `tee` open their file before the run begins."""
     for name in ("slurm.out", "run.log", ".hidden"):
         (tmp_path / name).write_text("words")
-    begin(tmp_path).lock.close()
+    begin(tmp_path).close()
     assert (tmp_path / "run.log").read_text() == "words"

@@ -112,27 +112,24 @@ def test_the_best_model_is_kept(tmp_path):
     for folder in (resumed, run_of("reward_zero3")):
         assert (folder / "model.safetensors").read_bytes() == last.read_bytes()
     assert json.loads((whole / "best/evaluation.json").read_text())["step"] == step
-
-
-def test_step_2_reports_its_scores():
-    """Mean and deviation of the held-out scores; the margin is what the mean scores differ by, and
-    accuracy lies within its interval."""
-    for name in ("reward_zero0", "reward_zero3", "reward_one_rank"):
-        last = metrics(name)[-1]
-        chosen, rejected = last["eval_chosen_score"], last["eval_rejected_score"]
-        assert last["eval_score_mean"] == pytest.approx((chosen + rejected) / 2, abs=1e-6)
-        assert last["eval_margin"] == pytest.approx(chosen - rejected, abs=1e-6)
-        rows = kit.read_lines(run_of(name) / "judge.jsonl")
-        pairs = torch.tensor([(row["chosen_score"], row["rejected_score"]) for row in rows])
-        differences = (pairs[:, 0] - pairs[:, 1]).double()
-        right = (differences > 0).double() + 0.5 * (differences == 0)
-        assert last["eval_accuracy"] == pytest.approx(right.mean().item())
-        assert last["eval_loss"] == pytest.approx((-differences).exp().log1p().mean().item())
-        assert [chosen, rejected] == pytest.approx(pairs.double().mean(0).tolist())
-        deviation = pairs.double().std(correction=0).item()
-        assert last["eval_score_std"] == pytest.approx(deviation)
-        low, high = last["eval_accuracy_ci"]
-        assert low < last["eval_accuracy"] < high and last["eval_score_std"] > 0
-    for file in ("config.json", "model.safetensors"):
+    for file in ("config.json", "model.safetensors"):  # also after its last checkpoint
         found, expected = (run_of(n) / file for n in ("reward_ended_resumed", "reward_best"))
         assert found.read_bytes() == expected.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["reward_zero0", "reward_zero3", "reward_one_rank"])
+def test_step_2_reports_its_scores(name):
+    """Means and deviation of the held-out scores, by the pairs that judge.jsonl has."""
+    last, rows = metrics(name)[-1], kit.read_lines(run_of(name) / "judge.jsonl")
+    names = "chosen_score", "rejected_score"
+    scores = torch.tensor([[row[name] for name in names] for row in rows]).double()
+    margin = scores[:, 0] - scores[:, 1]
+    expected = dict(zip([f"eval_{name}" for name in names], scores.mean(0).tolist()))
+    expected["eval_score_mean"] = scores.mean().item()
+    expected["eval_score_std"] = scores.std(correction=0).item()
+    expected["eval_margin"] = margin.mean().item()
+    expected["eval_loss"] = (-margin).exp().log1p().mean().item()
+    expected["eval_accuracy"] = ((margin > 0) + 0.5 * (margin == 0)).mean().item()
+    assert {name: last[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    low, high = last["eval_accuracy_ci"]
+    assert low < last["eval_accuracy"] < high

@@ -22,7 +22,7 @@ from tools.report.text import is_number, number, numbers_of, spoken, visible
 SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}  # in their order; others follow
 TITLES = {"sft": "SFT", "reward": "Reward model"}
 KNOWN_BY = {"eval_reward": "ppo", "eval_accuracy": "reward", "eval_perplexity": "sft"}
-PARTS = {*output_folder.PARTS, "checkpoints"}  # folders inside a run's own
+PARTS = {"best", "ema", "critic", "checkpoints"}  # folders inside a run's own
 PACKED = "runs.json"  # runs without a folder: {name: what its files hold, or where it lies}
 DEEPEST = 3  # folders below the one that is named
 OLD = re.compile(r"\.old-\d+$")  # what --overwrite has moved aside
