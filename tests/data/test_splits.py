@@ -17,7 +17,7 @@ def numbers(part):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_steps_share_the_rows_and_none_trains_on_a_held_out_prompt(tokenizer, tmp_path, seed):
+def test_the_steps_share_the_rows_out(tokenizer, tmp_path, seed):
     """Against plain loops, of one to three sources with prompts that come several times. The shares
     are disjoint: a reward model that has seen the responses that step 1 was taught would prefer
     them for the wrong reason. Held out is a source's test part, or a twentieth of its prompts, by
@@ -73,14 +73,16 @@ def test_of_many_held_out_rows_some_are_taken(tokenizer, tmp_path, capsys, monke
 
 
 def test_what_step_3_asks_is_not_held_out(tokenizer, tmp_path):
-    """The same question without a response in both files: a held-out prompt that is trained on."""
+    """The same question without a response in both files, or with one in one of them: a held-out
+    prompt that is trained on."""
     tokenizer.chat_template = TEMPLATE
-    lines = [{"messages": chat(f"Q{i}?", "A.", "Why?")} for i in range(6)]
-    write(tmp_path / "train.jsonl", [*lines[:5], {"messages": chat("Q9?", "A.")}])
-    asked = {"prompt": lines[0]["messages"], **{"response": chat("", "B.")[1:]}}
-    write(tmp_path / "test.jsonl", [asked, lines[5]])
+    asked = [chat(f"Q{i}?", "A.", "Why?") for i in range(7)]
+    answered = [{"prompt": messages, "response": "B."} for messages in asked]
+    asked = [{"messages": messages} for messages in asked]
+    write(tmp_path / "train.jsonl", [*asked[:4], *answered[4:6]])
+    write(tmp_path / "test.jsonl", [asked[0], answered[1], asked[4], asked[6]])
     _, held_out = load(tokenizer, [tmp_path], "ppo")
-    assert [json.loads(prompt) for prompt in held_out["prompt"]] == [lines[5]["messages"]]
+    assert [json.loads(prompt) for prompt in held_out["prompt"]] == [asked[6]["messages"]]
 
 
 def test_the_fingerprint_is_of_the_rows_themselves():
