@@ -341,6 +341,7 @@ def test_turns_in_a_response_are_turns(tokenizer):
 BEGUN = TALK + " Well,"
 STAYS = [  # a stage, a row whose text stays text
     *[("sft", {"prompt": prompt, "response": "A."}) for prompt in ("Q?", "Q?\n\nAssistant:")],
+    ("sft", {"prompt": f"So:{TALK}", "response": "A."}),
     *[("ppo", {"prompt": p}) for p in ("\n\nHuman: Q?", "\n\nAssistant:", "Human: and Assistant:")],
     # as messages the user's words would be learned, or a response would lose its beginning
     ("sft", {"prompt": TALK, "response": " C.\n\nHuman: Bye"}),
