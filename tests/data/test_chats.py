@@ -128,10 +128,13 @@ def test_the_loss_covers_what_the_assistant_says_and_its_ends_of_turn(tokenizer,
         assert covered(tokenizer, row) == (expected[-1:] if shape == "gpt-oss" else expected)
         text = tokenizer.apply_chat_template(messages[: turns[-1] + 1], tokenize=False)
         start = text.rindex(messages[turns[-1]]["content"])
-        assert whole(tokenizer, row) == text[:start] + said[-1]
-        ids = row["prompt_ids"] + row["responses"][0]
-        count = sum(token in tokenizer.all_special_ids for token in ids)
-        assert count == len(re.findall("|".join(map(re.escape, SPECIAL)), whole(tokenizer, row)))
+        last = rows.tokenise_row({"messages": messages}, tokenizer, "sft", 512, "last")
+        for made in (row, last):
+            assert whole(tokenizer, made) == text[:start] + said[-1]
+            ids = made["prompt_ids"] + made["responses"][0]
+            count = sum(token in tokenizer.all_special_ids for token in ids)
+            spelled = "|".join(map(re.escape, SPECIAL))
+            assert count == len(re.findall(spelled, whole(tokenizer, made)))
 
 
 TALK = "\n\nHuman: Q?\n\nAssistant: A.\n\nB.\n\nHuman: And?\n\nAssistant:"
