@@ -244,6 +244,7 @@ sum: tokens=[token([-0.2, -0.1], kl=(2.0, 1.0))]
 eos: tokens=[token([1.0, 0.0], logprobs=(-1.0, 0.0))]
 none: tokens=[token([0.0, 9.0])], args=dict(kl_in="loss")
 none: tokens=[token([0.0, 9.0])], args=dict(kl_estimator="k3")
+none: tokens=[token([0.0, 9.0])], args=dict(normalize_reward=1)
 none: tokens=[token([0.0, 9.0])], args=dict(missing_eos_penalty=1)
 finite
 finite: kl=[1.0, 2.0]
