@@ -182,8 +182,8 @@ def refuse_others(folder, there, here):
 def load_engine(engine, folder):
     """Restores an engine, with the rates, weight decay and betas of this run's own flags."""
     optimizer, schedule = engine.optimizer, engine.lr_scheduler
-    names = ("initial_lr", "weight_decay", "betas")
-    own = [{name: group[name] for name in names} for group in optimizer.param_groups]
+    names = {"initial_lr", "weight_decay", "betas"}  # some optimizers have no betas
+    own = [{name: group[name] for name in names & {*group}} for group in optimizer.param_groups]
     with contextlib.chdir(folder):  # DeepSpeed would take a path with [ for a pattern
         loaded, _ = engine.load_checkpoint(".", tag="state", load_module_strict=False)
     if loaded is None:
@@ -197,12 +197,15 @@ def load_engine(engine, folder):
 
 @torch.no_grad()
 def restore(own, saved):
-    """Returns `saved`, but where `own` has a dict, or a tensor of that shape: that, filled.
+    """Returns `saved`, but where `own` has a dict, a list or a tensor of that shape: that, filled.
 
     A tensor is filled in place, because an optimizer, or another object, may hold it, too.
     """
     if isinstance(own, dict) and isinstance(saved, dict):
         own.update({key: restore(own.get(key), value) for key, value in saved.items()})
+        return own
+    if isinstance(own, list) and isinstance(saved, list):
+        own[:] = [*map(restore, own, saved), *saved[len(own) :]]
         return own
     if torch.is_tensor(own) and torch.is_tensor(saved) and own.shape == saved.shape:
         return own.copy_(saved)

@@ -109,10 +109,10 @@ def as_dialogue(row):
     """Returns an instruction and its responses as a dialogue, so that it blends with dialogues."""
     parts = [check_text(name, row.get(name)) for name in ("instruction", "input")]
     made = {"prompt": HUMAN + "\n".join(filter(None, parts)) + ASSISTANT}
-    for name, theirs in (("response", "output"), ("chosen", "chosen"), ("rejected", "rejected")):
-        text = row.get(theirs)
+    for name in ("output", "chosen", "rejected"):
+        text = row.get(name)
         made[name] = f" {text}" if text and isinstance(text, str) else text
-    return made
+    return {**made, "response": made["output"]}
 
 
 def cut_dialogues(row):

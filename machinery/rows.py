@@ -23,7 +23,6 @@ STAGES = ("sft", "reward", "ppo")  # in the order of --data_split
 TEXTS = {"sft": ["response"], "reward": ["chosen", "rejected"], "ppo": []}  # of an Example
 MANY = 10_000  # rows that take some ten seconds to tokenise: several processes share the work
 MOST_HELD_OUT = 2_000  # rows: a share of them is known to 0.02, and an evaluation takes its time
-FATAL = tokens.NO_TEMPLATE, tokens.TURNS_UNKNOWN  # for any row
 EMPTY = "empty prompt or response"
 
 
@@ -41,8 +40,8 @@ def reading(row, place):
         raise Refused("bad-row", words) from error
 
 
-def cut(tokenizer, prompt_ids, prompt_loss_mask, responses, limit):
-    """Cuts a prompt, with its mask, and each of its responses to `limit` tokens together.
+def cut(tokenizer, prompt_ids, responses, limit):
+    """Returns a prompt and its responses, each cut to `limit` tokens together with the prompt.
 
     A long prompt keeps its BOS and its end, half of `limit` or more. Then a long response is cut,
     and so loses its EOS. The room is that of the longest response: the two of a pair keep the same
@@ -50,7 +49,7 @@ def cut(tokenizer, prompt_ids, prompt_loss_mask, responses, limit):
     """
     room = max(limit // 2, limit - max(map(len, responses), default=0))
     kept = tokens.keep_end(tokenizer, prompt_ids, room)
-    return kept, prompt_loss_mask[-room:], [ids[: limit - len(kept)] for ids in responses]
+    return kept, [ids[: limit - len(kept)] for ids in responses]
 
 
 def read_row(row, stage):
@@ -77,14 +76,15 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
             if tokenizer.chat_template:
                 prompt, texts = formats.as_chat(prompt, texts)
             bare = isinstance(prompt, str) and all(texts)  # a text learned whole has none
-            *made, found = tokenise(tokenizer, stage, prompt, texts, example, train_on)
-            ids, mask, responses = cut(tokenizer, *made, limit)
+            made = tokenise(tokenizer, stage, prompt, texts, example, train_on)
+            whole, mask, answers, found = made
+            ids, responses = cut(tokenizer, whole, answers, limit)
             notes = {
                 "are dialogues as text, and get the chat template": prompt is not text,
                 "are plain text, and get no chat template": tokenizer.chat_template and bare,
                 found: found,
-                "lose the beginning of a long prompt": ids != made[0],
-                "lose the end of a long response": responses != made[2],
+                "lose the beginning of a long prompt": ids != whole,
+                "lose the end of a long response": responses != answers,
                 "have a column system or tools, which no model sees": (
                     own.get("system") or own.get("tools")
                 ),
@@ -99,7 +99,7 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
         "prompt": formats.as_text(prompt),
         "chat": isinstance(prompt, list),
         "prompt_ids": ids,
-        "prompt_loss_mask": mask,
+        "prompt_loss_mask": mask[len(mask) - len(ids) :],
         "responses": responses,
         "length": len(ids) + sum(map(len, responses)),
         "extra": json.dumps(others, default=str),
@@ -112,7 +112,8 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
 def tokenise(tokenizer, stage, prompt, texts, example, asked):
     """Returns the ids of a prompt, their mask, and the ids of its responses; and what was found.
 
-    asked: --train_on, or None. found: CHANGED, BARE (tokens.py) or "". Raises LeftOut.
+    asked: --train_on, or None. found: CHANGED, BARE (tokens.py) or "". Raises LeftOut; refuses the
+    run where `asked` are turns that the chat template changes.
     """
     whole = example.train_on == "everything"  # a prompt to be learned, with an empty response
     train_on = example.train_on if whole else asked or example.train_on
@@ -124,7 +125,8 @@ def tokenise(tokenizer, stage, prompt, texts, example, asked):
         turns_of = tokens.tokenise_turns if chat else tokens.tokenise_dialogue
         ids, mask, response, found = turns_of(tokenizer, prompt, *texts)
         if found and asked:
-            raise LeftOut(tokens.TURNS_UNKNOWN)
+            words = "the chat template changes turns when others follow."
+            raise Refused("chat-template", f"{words} Use --train_on last.")
         return ids, mask, [response], found
     ids = tokens.tokenise_prompt(tokenizer, prompt)
     mask = [int(train_on == "everything")] * len(ids)
@@ -141,6 +143,7 @@ class Source:
     parts: dict  # {"train": Dataset}, and "test" if it has one
     read_as: dict  # how `tokenise_row` is to read its rows
     prompts: dict  # {part: [the prompts of SFT and of step 3, as text, for each row]}
+    trained_on: list  # the numbers of the rows of "train" whose prompts are not held out
     is_chat: bool
 
 
@@ -170,16 +173,19 @@ def open_source(args, path, stage):
     names = sources.names_in(args, path, columns)
     refuse_unknown_columns(path, sources.parse(dict.fromkeys(columns), names), stage)
     prompts = {part: [] for part in parts}
-    for part, rows in parts.items():
-        for number, row in enumerate(rows, 1):
+    for part in parts:
+        for number, row in enumerate(parts[part], 1):
             with reading(row, f"{path}, {part}, row {number}"):
                 example = read_row(sources.parse(row, names), stage)[-1]
             both = example.prompt, example.question or example.prompt
             prompts[part].append(tuple(map(formats.as_text, both)))
-    first, texts, _ = read_row(sources.parse(parts["train"][0], names), stage)
-    chat, _ = formats.as_chat(first, texts)  # as it will be where the tokenizer has a template
+    first = read_row(sources.parse(parts["train"][0], names), stage)
+    chat, _ = formats.as_chat(*first[:2])  # as it will be where the tokenizer has a template
     read_as = {"stage": stage, "columns": columns, "names": names}
-    return Source(path, parts, read_as, prompts, is_chat=isinstance(chat, list))
+    asked = [key for key, _ in prompts["train"]]
+    held_out = set() if "test" in parts else a_twentieth(asked)
+    trained_on = [i for i, key in enumerate(asked) if key not in held_out]
+    return Source(path, parts, read_as, prompts, trained_on, is_chat=isinstance(chat, list))
 
 
 # ---- Rows ----
@@ -199,30 +205,23 @@ def load_rows(args, opened, tokenizer, limit):
     different seeds must not share rows.
     """
     trained_on = set()  # the prompts that any stage trains on, in any source
-    taken = []  # of each source: the numbers of the rows that are trained on
     for source in opened.each:
-        asked = source.prompts["train"]
-        held_out = set() if "test" in source.parts else a_twentieth(key for key, _ in asked)
-        taken.append([i for i, (key, _) in enumerate(asked) if key not in held_out])
-        trained_on.update(*(asked[i] for i in taken[-1]))
+        trained_on.update(*(source.prompts["train"][i] for i in source.trained_on))
     options = {"tokenizer": tokenizer, "limit": limit, "train_on": vars(args).get("train_on")}
-    most = max(MOST_HELD_OUT, vars(args).get("num_eval_prompts", 0)) // len(taken)
+    most = max(MOST_HELD_OUT, vars(args).get("num_eval_prompts", 0)) // len(opened.each)
     split, train, test = ",".join(f"{part:g}" for part in args.data_split), [], []
-    for source, own in zip(opened.each, taken):
+    for source in opened.each:
         held_out = "test" if "test" in source.parts else "train"
         asked = source.prompts[held_out]
         unseen = [i for i, both in enumerate(asked) if trained_on.isdisjoint(both)]
-        few = np.sort(shuffled(unseen)[:most]).astype(int)
-        share = share_of(own, args.data_split, opened.stage)
+        few = drawn(unseen, 0, most)
+        share = share_of(source.trained_on, args.data_split, opened.stage)
         ranks.say(
-            f"{source.path}: {len(share):,} of {len(own):,} rows (--data_split {split}), "
-            f"{len(few):,} of {len(unseen):,} held-out rows"
+            f"{source.path}: {len(share):,} of {len(source.trained_on):,} rows "
+            f"(--data_split {split}), {len(few):,} of {len(unseen):,} held-out rows"
         )
-        made_of = {**options, **source.read_as}
-        rows = source.parts["train"].select(share)
-        train += tokenise_rows(rows, made_of, f"{source.path}, train")
-        rows = source.parts[held_out].select(few)
-        test += tokenise_rows(rows, made_of, f"{source.path}, test")
+        train += tokenise_rows(source, "train", share, options, "train")
+        test += tokenise_rows(source, held_out, few, options, "test")
     if not (train and test):
         which = "held-out" if train else "train"
         why = "dropped, another step's (--data_split), or of prompts in the other part"
@@ -232,8 +231,8 @@ def load_rows(args, opened, tokenizer, limit):
 
 def serves(columns, stage):
     """Returns whether the stage can make rows of these columns."""
-    able = [need for need, stages in formats.FORMATS.items() if stage in stages.split()]
-    return any({*need.split()} <= {*columns} for need in able)
+    formats_of = (need.split() for need, stages in formats.FORMATS.items() if stage in stages)
+    return any({*need} <= {*columns} for need in formats_of)
 
 
 def refuse_unknown_columns(path, columns, stage, flag="--data_path"):
@@ -245,16 +244,19 @@ def refuse_unknown_columns(path, columns, stage, flag="--data_path"):
         raise Refused("unknown-columns", what + known)
 
 
-def shuffled(numbers):
-    """Returns them in an order that does not depend on --seed, in which stages may differ."""
-    return np.random.default_rng(0).permutation(numbers)
+def drawn(numbers, start, end):
+    """Returns those from `start` to `end` of a draw, sorted.
+
+    The draw does not depend on --seed, in which stages may differ.
+    """
+    return np.sort(np.random.default_rng(0).permutation(numbers)[start:end]).astype(int)
 
 
 def share_of(numbers, data_split, stage):
     """Returns the stage's share of the rows' numbers, in their order. The shares are disjoint."""
     ends = np.cumsum([0, *data_split]) / (sum(data_split) or 1) * len(numbers)
-    start, end = ends.round().astype(int)[STAGES.index(stage) :][:2]
-    return np.sort(shuffled(numbers)[start:end]).astype(int)
+    i = STAGES.index(stage)
+    return drawn(numbers, *ends.round().astype(int)[i : i + 2])
 
 
 def a_twentieth(prompts):
@@ -263,12 +265,13 @@ def a_twentieth(prompts):
     return set(by_hash[: max(1, len(by_hash) // 20)])
 
 
-def tokenise_rows(rows, options, title):
+def tokenise_rows(source, part, numbers, options, title):
     """Returns the tokenised rows of a part of a source, in a list; [] if all are dropped.
 
-    options: the arguments of `tokenise_row`. title: of the part. Says what was done to how many
-    rows, and how many are dropped, and why.
+    numbers: of the rows. options: arguments of `tokenise_row`. Says, with the title, what was done
+    to how many rows, and how many are dropped, and why.
     """
+    rows, options = source.parts[part].select(numbers), {**options, **source.read_as}
     if not len(rows):
         return []
     # What the token ids depend on, by which that cache knows them again.
@@ -285,14 +288,10 @@ def tokenise_rows(rows, options, title):
             num_proc=4 if len(rows) >= MANY else None,
             new_fingerprint=known_by,
         )
-    reasons = list(made["drop"])
-    for why in FATAL:
-        if why in reasons:
-            raise Refused("chat-template", f"{title}: {why}.")
     for note, count in Counter("\0".join(made["notes"]).split("\0")).items():
         if note:
-            ranks.say(f"{title}: {count} of {len(made)} rows {note}")
-    kept = made.select([i for i, why in enumerate(reasons) if not why])
+            ranks.say(f"{source.path}, {title}: {count} of {len(made)} rows {note}")
+    kept = made.select([i for i, why in enumerate(made["drop"]) if not why])
     return [kept.remove_columns(["drop", "notes"])] if len(kept) else []
 
 

@@ -53,16 +53,12 @@ def read_parts(path):
 
     Of NAME:CONFIGURATION:X, a name of the hub, the splits train_X and test_X are read.
     """
-    # A file's name may hold a colon.
-    name, *chosen = [path] if os.path.exists(path) else path.split(":", 2)
-    if os.path.exists(name):
-        if chosen:
-            raise ValueError("CONFIGURATION and X are for names of the hub.")
-        files = files_in(Path(name))
-        return {part: read_files(files[part]) for part in files}
-    if Path(name).suffix in KINDS or name[:1] in "./~":
-        raise ValueError(f"No such file or folder. {nearest(Path(name))}")
-    configuration, suffix = [*chosen, "", ""][:2]
+    if os.path.exists(path):  # a file's name may hold a colon
+        return {part: read_files(files) for part, files in files_in(Path(path)).items()}
+    name, configuration, suffix = [*path.split(":", 2), "", ""][:3]
+    # Of a folder no part is chosen: `datasets` would read all of it.
+    if os.path.exists(name) or Path(name).suffix in KINDS or name[:1] in "./~":
+        raise ValueError(f"No such file or folder. {nearest(Path(path))}")
     splits = datasets.load_dataset(name, configuration or None)
     return train_and_test(splits, suffix and f"_{suffix}")
 
@@ -87,8 +83,8 @@ def files_in(path):
 
     WORDS in their names make the parts; if no name has one, all files are trained on. Names are
     taken literally: a [ is no pattern. What lies in folders below, such as what a run leaves, is
-    not read. The files of one part are of one kind, that of the first. Files that are not read are
-    named on the screen, and so are the first and the last one of several that are.
+    not read. The files of one part are of one kind, that of the first. The screen says how many
+    files are not read.
     """
     if path.is_file() and path.suffix in KINDS:
         return {"train": [str(path)]}
@@ -104,12 +100,10 @@ def files_in(path):
                 splits.setdefault(split, []).append(file)
     parts = train_and_test(splits or {"train": files})
     for part, own in parts.items():
-        parts[part] = own = [str(file) for file in own if file.suffix == own[0].suffix]
-        below = [file for file in below if str(file) not in own]
-        if len(own) > 1:
-            ranks.say(f"{path}: {part} joins {len(own)} files, {own[0]} to {own[-1]}")
-    if below:
-        ranks.say(f"warning: {path}: files that are not read: {len(below)}, such as {below[0]}")
+        parts[part] = [str(file) for file in own if file.suffix == own[0].suffix]
+    left = [file for file in map(str, below) if file not in sum(parts.values(), [])]
+    if left:
+        ranks.say(f"warning: {path}: files that are not read: {len(left)}, such as {left[0]}")
     return parts
 
 

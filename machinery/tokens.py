@@ -3,9 +3,8 @@
 import re
 
 from machinery.formats import ASSISTANT, HUMAN, LeftOut
+from machinery.refused import Refused
 
-NO_TEMPLATE = "the data holds chats, and the tokenizer has no chat template. Take a chat model's"
-TURNS_UNKNOWN = "the chat template changes turns when others follow. Use --train_on last"
 # Of rows, with their number in front:
 CHANGED = "have turns that are not learned: the chat template changes earlier ones"
 BARE = "keep the response as the data has it: the chat template opens a finished turn otherwise"
@@ -126,12 +125,13 @@ def joined(parts):
 def render(tokenizer, messages, opening=False):
     """Returns what the chat template writes, with `opening` also that of the assistant's turn.
 
-    Raises LeftOut if there is no template, if it refuses the messages, or if one of them spells a
-    special token: in what a template writes it would be that token, and could end a turn. Tokens
-    that are not special, such as <think>, are left to the template.
+    Raises LeftOut if the template refuses the messages, or if one of them spells a special token:
+    in what a template writes it would be that token, and could end a turn. Tokens that are not
+    special, such as <think>, are left to the template. Refuses the run if there is no template.
     """
     if tokenizer.chat_template is None:
-        raise LeftOut(NO_TEMPLATE)
+        words = "the data holds chats, and the tokenizer has no chat template."
+        raise Refused("chat-template", f"{words} Take a chat model's.")
     said = "\0".join(str(value) for message in messages for value in message.values())
     special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     if any(token in said for token in special):

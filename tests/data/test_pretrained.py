@@ -15,17 +15,16 @@ from tests import kit, runs
 
 pytestmark = pytest.mark.slow
 RECIPE = kit.ROOT / "recipes/smollm2"
-SMALL = """--max_steps 1 --per_device_generation_batch_size 8 --per_device_training_batch_size 8
-    --gradient_accumulation_steps 1 --num_eval_prompts 2 --max_answer_seq_len 12 --dtype fp32"""
+SMALL = """--preset smollm2 --actor_model_name_or_path {0}/model --data_path {0}/sums --dtype fp32
+    --num_eval_prompts 2 --max_answer_seq_len 12"""
 
 
 @pytest.fixture(scope="module")
 def step(smollm2, tmp_path_factory):
     """A run of one step of the recipe, at a rate that moves nothing that can be seen."""
-    flags = (
-        f"--preset smollm2 --actor_model_name_or_path {smollm2}/model --data_path {smollm2}/sums"
-    )
-    flags += f" --reward_fn {RECIPE}/verifier.py:right --actor_learning_rate 1e-12 {SMALL}"
+    flags = f"""{SMALL.format(smollm2)} --reward_fn {RECIPE}/verifier.py:right --max_steps 1
+        --actor_learning_rate 1e-12 --gradient_accumulation_steps 1
+        --per_device_generation_batch_size 8 --per_device_training_batch_size 8"""
     folder = tmp_path_factory.mktemp("step") / "out"
     return kit.run("ppo", *flags.split(), folder=folder, limit=900)
 
@@ -57,19 +56,15 @@ def test_zero3_on_two_ranks_is_one_rank_and_goes_on_from_its_checkpoint(smollm2,
     """A tied head, which two ranks shard with the embeddings; 30 layers, gathered for a rollout.
     The updates are one rank's, and after --resume they are those of the run that went on, to the
     bit. The head stays tied, and it has learned."""
-    flags = (
-        f"--preset smollm2 --actor_model_name_or_path {smollm2}/model --data_path {smollm2}/sums"
-    )
-    flags += f" --reward_fn {__file__}:sentence_ends --num_warmup_steps 0 --max_steps 2"
-    flags += " --samples_per_prompt 4 --num_eval_prompts 2 --max_answer_seq_len 12 --dtype fp32"
-    flags += " --per_device_generation_batch_size 4 --per_device_training_batch_size 4"
-    two = (
-        "--gradient_accumulation_steps 1 --zero_stage 3 --save_steps 1 --keep_checkpoints 2".split()
-    )
-    whole = kit.run("ppo", *flags.split(), *two, ranks=2, limit=900)
+    flags = f"""{SMALL.format(smollm2)} --reward_fn {__file__}:sentence_ends --max_steps 2
+        --num_warmup_steps 0 --samples_per_prompt 4
+        --per_device_generation_batch_size 4 --per_device_training_batch_size 4"""
+    two = "--gradient_accumulation_steps 1 --zero_stage 3 --save_steps 1 --keep_checkpoints 2"
+    two = [*flags.split(), *two.split()]
+    whole = kit.run("ppo", *two, ranks=2, limit=900)
     resumed = tmp_path / "resumed"
     runs.copy_checkpoint(whole.folder, 1, resumed)
-    done = kit.run("ppo", *flags.split(), *two, "--resume", ranks=2, folder=resumed, limit=900)
+    done = kit.run("ppo", *two, "--resume", ranks=2, folder=resumed, limit=900)
     assert "starts anew" not in done.out
     assert kit.outcome(resumed) == kit.outcome(whole.folder)
     one = kit.run("ppo", *flags.split(), "--gradient_accumulation_steps", 2, limit=900)

@@ -1,8 +1,10 @@
 """Who gets which row: shares of the steps, held-out prompts, and how a run knows its data again."""
 
 import json
+import random
 import zlib
 
+import pytest
 from data_kit import TEMPLATE, chat, dahoas, load, many, write
 from datasets import Dataset
 
@@ -10,68 +12,49 @@ from machinery import rows
 from machinery.rows import STAGES
 
 
-def prompts(tokenizer, path, stage):
-    """Returns the prompts that a step trains on with --data_split 2,4,4, and those held out."""
-    return [set(part["prompt"]) for part in load(tokenizer, [path], stage, split=(2, 4, 4))]
+def numbers(part):
+    return [json.loads(extra)["n"] for extra in part["extra"]]
 
 
-def test_the_three_steps_share_the_rows_out(tokenizer, tmp_path, capsys):
-    """2:4:4: the parts are disjoint, and together they are everything. A reward model that has seen
-    the responses that step 1 was taught would prefer them for the wrong reason. Each step says what
-    it takes. --seed has no part in it: steps may be run with different ones."""
-    write(tmp_path / "train.jsonl", many(100, dahoas))
-    write(tmp_path / "test.jsonl", [dahoas(1000)])
-    parts = [prompts(tokenizer, tmp_path, stage)[0] for stage in STAGES]
-    assert [len(part) for part in parts] == [20, 40, 40] and len(set.union(*parts)) == 100
-    said = capsys.readouterr().out.splitlines()
-    of_all = "of 100 rows (--data_split 2,4,4), 1 of 1 held-out rows"
-    assert said == [f"{tmp_path}: {n} {of_all}" for n in (20, 40, 40)]
-
-
-def test_several_paths_are_blended(tokenizer, tmp_path):
-    """Each in its own format; each gives this step its share, and prompts that are held out."""
-    one = write(tmp_path / "a.jsonl", many(100, dahoas))
-    make = lambda i: {"instruction": f"Do {i}", "output": "yes"}  # noqa: E731
-    two = write(tmp_path / "b.parquet", many(100, make))
-    for part, least in zip(load(tokenizer, [one, two], split=(1, 1, 0)), (40, 1)):
-        for start in ("Q", "\n\nHuman"):
-            assert sum(prompt.startswith(start) for prompt in part["prompt"]) >= least
-
-
-def test_held_out_prompts_are_never_trained_on_without_a_test_split(tokenizer, tmp_path):
-    """A twentieth of the prompts is held out, by hash: prompts, not rows, so that a prompt with
-    many responses is on one side; and the same ones for all three steps, so that step 3 is not
-    judged on what step 1 was taught."""
-    # Every prompt is there twice.
-    lines = [{**dahoas(i % 200), "response": f" r{i}", "chosen": f" c{i}"} for i in range(400)]
-    path = write(tmp_path / "rows.jsonl", lines)
-    found = [prompts(tokenizer, path, stage) for stage in STAGES]
-    trained, held_out = (set.union(*parts) for parts in zip(*found))
-    assert len(trained) == 190 and not trained & held_out
-    assert held_out == set(sorted(trained | held_out, key=lambda p: zlib.crc32(p.encode()))[:10])
-    assert found[0][1] == found[1][1] == found[2][1]
-
-
-def test_held_out_prompts_are_never_trained_on_with_a_test_split(tokenizer, tmp_path, capsys):
-    """A test file whose prompts are also in the training file measures memory. Such rows are not
-    counted as held out, also where the prompt is in another step's part of the training file."""
-    write(tmp_path / "train.jsonl", many(60, dahoas))
-    write(tmp_path / "test.jsonl", many(80, dahoas)[40:])
-    found = [prompts(tokenizer, tmp_path, stage) for stage in STAGES]
-    assert "of 20 held-out rows" in capsys.readouterr().out
-    trained, held_out = (set.union(*parts) for parts in zip(*found))
-    assert held_out == {f"Q{i}?" for i in range(60, 80)} and not trained & held_out
-
-
-def test_what_one_source_trains_on_no_other_holds_out(tokenizer, tmp_path):
-    """In a blend, in any order: prompt 0 is trained on in a, and 7 in b."""
-    write(tmp_path / "a/train.jsonl", many(6, dahoas))
-    write(tmp_path / "a/test.jsonl", [dahoas(7), dahoas(8)])
-    write(tmp_path / "b/train.jsonl", [dahoas(7), dahoas(9)])
-    write(tmp_path / "b/test.jsonl", [dahoas(10), dahoas(0)])
-    for names in ("ab", "ba"):
-        _, test = load(tokenizer, [tmp_path / name for name in names])
-        assert sorted(test["prompt"]) == ["Q10?", "Q8?"]
+@pytest.mark.parametrize("seed", range(6))
+def test_the_steps_share_the_rows_out(tokenizer, tmp_path, seed):
+    """Against plain loops, of one to three sources with prompts that come several times. The shares
+    are disjoint: a reward model that has seen the responses that step 1 was taught would prefer
+    them for the wrong reason. Held out is a source's test part, or a twentieth of its prompts, by
+    hash: prompts, not rows, and for all steps the same. But no prompt that any step trains on in
+    any source: that would measure memory. Rows keep their order. --seed has no part in it."""
+    rng, sources = random.Random(seed), {}
+    for name in "abc"[: 1 + seed % 3]:
+        sources[name] = {}
+        for part in ("train", "test")[: rng.choice([1, 2])]:
+            lines = [dahoas(rng.randrange(150)) for _ in range(rng.randint(60, 120))]
+            lines = [{**line, "n": f"{name} {part} {i}"} for i, line in enumerate(lines)]
+            write(tmp_path / f"{name}/{part}.jsonl", lines)
+            sources[name][part] = lines
+    trained = {}
+    for name, parts in sources.items():
+        asked = {line["prompt"] for line in parts["train"]}
+        by_hash = sorted(asked, key=lambda prompt: zlib.crc32(prompt.encode()))
+        held_out = by_hash[: 0 if "test" in parts else max(1, len(asked) // 20)]
+        trained[name] = [line for line in parts["train"] if line["prompt"] not in held_out]
+    asked = {line["prompt"] for lines in trained.values() for line in lines}
+    held_out = [
+        line["n"]
+        for parts in sources.values()
+        for line in parts.get("test", parts["train"])
+        if line["prompt"] not in asked
+    ]
+    paths = [tmp_path / name for name in sources]
+    found = {stage: load(tokenizer, paths, stage, split=(2, 4, 4)) for stage in STAGES}
+    assert all(numbers(test) == held_out for _, test in found.values())
+    shares = [numbers(train) for train, _ in found.values()]
+    for name, lines in trained.items():
+        own = [[n for n in share if n[0] == name] for share in shares]
+        whole = [line["n"] for line in lines]
+        assert sorted(sum(own, []), key=whole.index) == whole
+        for part, share in zip(own, (0.2, 0.4, 0.4)):
+            assert sorted(part, key=whole.index) == part and abs(len(part) - share * len(whole)) < 1
+    assert shares == [sorted(share, key=lambda n: n[0]) for share in shares]
 
 
 def test_of_many_held_out_rows_some_are_taken(tokenizer, tmp_path, capsys, monkeypatch):
@@ -84,49 +67,37 @@ def test_of_many_held_out_rows_some_are_taken(tokenizer, tmp_path, capsys, monke
         write(path / "test.jsonl", [dahoas(f"{path.name}{i}") for i in range(20)])
     first, again = (load(tokenizer, paths)[1]["prompt"] for _ in range(2))
     assert sorted(prompt[1] for prompt in first) == list("aaabbb") and [*first] == [*again]
-    assert capsys.readouterr().out.count("3 of 20 held-out rows") == 4
+    said = f"{paths[0]}: 10 of 10 rows (--data_split 1,0,0), 3 of 20 held-out rows\n"
+    assert capsys.readouterr().out.count(said) == 2
     assert len(load(tokenizer, paths, "ppo", num_eval_prompts=9)[1]) == 8
 
 
 def test_what_step_3_asks_is_not_held_out(tokenizer, tmp_path):
-    """The same question without a response in both files: a held-out prompt that is trained on."""
+    """The same question without a response in both files, or with one in one of them: a held-out
+    prompt that is trained on."""
     tokenizer.chat_template = TEMPLATE
-    lines = [{"messages": chat(f"Q{i}?", "A.", "Why?")} for i in range(6)]
-    write(tmp_path / "train.jsonl", lines[:5])
-    write(tmp_path / "test.jsonl", [lines[0], lines[5]])
+    asked = [chat(f"Q{i}?", "A.", "Why?") for i in range(7)]
+    answered = [{"prompt": messages, "response": "B."} for messages in asked]
+    asked = [{"messages": messages} for messages in asked]
+    write(tmp_path / "train.jsonl", [*asked[:4], *answered[4:6]])
+    write(tmp_path / "test.jsonl", [asked[0], answered[1], asked[4], asked[6]])
     _, held_out = load(tokenizer, [tmp_path], "ppo")
-    assert [json.loads(prompt) for prompt in held_out["prompt"]] == [lines[5]["messages"]]
+    assert [json.loads(prompt) for prompt in held_out["prompt"]] == [asked[6]["messages"]]
 
 
-def test_the_fingerprint_is_of_the_rows_themselves(tokenizer, tmp_path):
-    """Equal data in another place and in another kind of file has an equal fingerprint, by which
-    --resume knows it; one letter more has another."""
-    lines = many(40, dahoas)
-    edited = [*lines[:-1], {**lines[-1], "response": " r39."}]
-    prints = []
-    made = ((0, "jsonl", lines), (1, "parquet", lines), (2, "jsonl", edited))
-    for number, kind, of in made:
-        write(tmp_path / f"{number}/train.{kind}", of)
-        write(tmp_path / f"{number}/test.{kind}", [dahoas(50)])
-        prints.append(rows.fingerprint(load(tokenizer, [tmp_path / str(number)])[0]))
-    assert prints[0] == prints[1] and prints[0] != prints[2]
-
-
-def test_a_date_in_a_chat_template_changes_no_fingerprint():
-    """Some templates write today's date. A run that is resumed tomorrow has the same data."""
-    table = {"prompt": ["[]"], "prompt_ids": [[5, 6]], "extra": ["{}"]}
-    today, tomorrow, other = (
-        Dataset.from_dict({**table, **changed})
-        for changed in ({}, {"prompt_ids": [[5, 7]]}, {"prompt": ["[1]"]})
-    )
-    assert rows.fingerprint(today) == rows.fingerprint(tomorrow) != rows.fingerprint(other)
+def test_the_fingerprint_is_of_the_rows_themselves():
+    """By it --resume knows the data, wherever they lie, and whatever date a chat template writes
+    into the tokens. One letter more in a prompt or a response (`extra`) is another one."""
+    table = {"prompt": ["[]"], "prompt_ids": [[5, 6]], "extra": ["{}"], "place": ["a, line 1"]}
+    changes = {}, {"prompt_ids": [[5, 7]], "place": ["b"]}, {"prompt": ["[1]"]}, {"extra": ["{1}"]}
+    prints = [rows.fingerprint(Dataset.from_dict({**table, **changed})) for changed in changes]
+    assert prints[0] == prints[1] and len({*prints}) == 3
 
 
 def test_several_processes_make_the_rows_that_one_makes(tokenizer, tmp_path, monkeypatch, capsys):
     """Where there are many rows, of this step's share. What is dropped is counted once."""
     lines = [*many(600, dahoas), {**dahoas(0), "chosen": " x", "rejected": " x"}]
-    file = write(tmp_path / "a.jsonl", lines)
-    prints = []
+    file, prints = write(tmp_path / "a.jsonl", lines), []
     for least in (10**9, 1):
         monkeypatch.setattr(rows, "MANY", least)
         parts = load(tokenizer, [file], "reward", split=(0, 1, 0))

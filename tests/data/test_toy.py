@@ -41,12 +41,10 @@ def test_held_out_prompts_ask_about_pairs_never_trained_on():
     def pairs(name):
         for row in rows(name):
             words = row["prompt"].replace("?", " ").split()
-            yield tuple(
-                next(x for x in known if x in words) for known in (rules.ANIMALS, rules.PLACES)
-            )
+            yield [next(x for x in known if x in words) for known in (rules.ANIMALS, rules.PLACES)]
 
-    held_out = set(pairs("test"))
-    assert len(held_out) >= 20 and not held_out & set(pairs("train"))
+    held_out, trained = ({*map(tuple, pairs(name))} for name in ("test", "train"))
+    assert len(held_out) >= 20 and not held_out & trained
 
 
 def test_the_ceiling_of_the_reward_model_is_what_the_ideal_judge_reaches():

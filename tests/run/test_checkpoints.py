@@ -300,10 +300,13 @@ def test_the_state_of_a_fork_is_restored_in_place_on_each_rank(tmp_path):
 
 def test_a_tensor_of_another_shape_is_taken_as_it_was_saved():
     """A buffer that has grown, say; and what a fork has added since its run began."""
+    held = torch.zeros(1)
     own = {"grown": torch.zeros(1), "kept": 3, "cast": torch.zeros(2, dtype=torch.float64)}
+    own["listed"] = [held]
     saved = {"grown": torch.ones(4), "new": {"x": torch.ones(1)}, "cast": torch.ones(2)}
-    found = checkpoints.restore(own, saved)
+    found = checkpoints.restore(own, {**saved, "listed": [torch.ones(1), 5]})
     assert found is own and own["grown"].tolist() == [1] * 4 and own["new"]["x"].item() == 1
+    assert own["listed"][0] is held and held.item() == 1 and own["listed"][1] == 5
     assert own["kept"] == 3 and own["cast"].dtype is torch.float64 and own["cast"].sum() == 2
 
 

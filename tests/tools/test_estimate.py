@@ -36,17 +36,10 @@ DATA = ["--data_path", "x"]
 @pytest.fixture(scope="module")
 def opt(tmp_path_factory):
     """The config of facebook/opt-1.3b, and no weights."""
+    shape = dict(hidden_size=D, ffn_dim=4 * D, num_hidden_layers=24, num_attention_heads=32)
+    shape |= dict(word_embed_proj_dim=D, vocab_size=50272, max_position_embeddings=2048)
     folder = tmp_path_factory.mktemp("opt-1.3b")
-    OPTConfig(
-        hidden_size=D,
-        ffn_dim=4 * D,
-        num_hidden_layers=24,
-        num_attention_heads=32,
-        word_embed_proj_dim=D,
-        vocab_size=50272,
-        max_position_embeddings=2048,
-        architectures=["OPTForCausalLM"],
-    ).save_pretrained(folder)
+    OPTConfig(architectures=["OPTForCausalLM"], **shape).save_pretrained(folder)
     return str(folder)
 
 
@@ -118,14 +111,9 @@ def test_ppos_phases_by_hand(tmp_path):
     """KV cache: key and value, 3 layers, 2 key-value heads of 16 (of 4 heads: grouped queries), 5
     rows of 20 + 12 tokens, 2 bytes each; with --rollout_batch_size fewer rows at a time. One
     micro-batch, one update, no dropout: one forward scores and trains, and keeps activations."""
-    LlamaConfig(
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=600,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(tmp_path)
+    shape = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=600)
+    config = LlamaConfig(architectures=["LlamaForCausalLM"], num_key_value_heads=2, **shape)
+    config.save_pretrained(tmp_path)
     for flags, rows in (([], 5), (["--rollout_batch_size", 2], 2)):
         args, models = ppo_models(tmp_path, *flags)
         phases = memory.count(args, models, 1)
@@ -211,18 +199,11 @@ def test_the_page_shows_what_its_first_command_prints(opt, capsys):
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     """The config of Qwen/Qwen2.5-0.5B, and no weights."""
+    shape = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, vocab_size=151936)
+    shape |= dict(num_attention_heads=14, num_key_value_heads=2, max_position_embeddings=32768)
     folder = tmp_path_factory.mktemp("qwen2.5-0.5b")
-    Qwen2Config(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(folder)
+    config = Qwen2Config(architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, **shape)
+    config.save_pretrained(folder)
     return str(folder)
 
 
@@ -268,47 +249,53 @@ FLAGS_OF = {  # of the runs that docs/memory.md shows
 }
 
 
-def error_shown(row, script, ranks, flags):
-    """Returns the error of the peak in a row of docs/memory.md: that of the numbers that it shows.
-    Its estimates are those of today."""
-    args = importlib.import_module(script).get_args(flags)
-    found = memory.count(args, estimate.SCRIPTS[script][1](args), ranks, cpu=True)
-    shown = re.findall(r"(\w+) ([\d.]+) / ([\d.]+)", row)
-    expected = {phase: sum(parts.values()) / 2**30 for phase, parts in found.items()}
-    assert {phase: float(x) for phase, x, _ in shown} == pytest.approx(expected, abs=0.011), row
-    peak, seen = (max(float(numbers[i]) for numbers in shown) for i in (1, 2))
-    assert row.endswith(f"| {peak / seen - 1:+.0%} |"), row
-    return peak / seen - 1
+MEASURED = {  # a row of docs/memory.md: what was measured once, of which run
+    "toy": r"\| (?P<script>\w+) \| (?P<ranks>\d) \| (?P<stage>\d) \| (?P<size>\w+) \|",
+    "pretrained": r"\| (?P<script>\w+), (?P<ranks>\d) ranks?, stage (?P<stage>\d) \|",
+}
+
+
+def errors_shown(monkeypatch, kind, flags_of):
+    """Returns the error of the peak in each row of docs/memory.md: that of the numbers that it
+    shows. Its estimates are those of today. flags_of(row) returns the flags of a run in words."""
+    page, errors = (kit.ROOT / "docs/memory.md").read_text(), []
+    for row in re.finditer(rf"^{MEASURED[kind]} `?(?P<flags>.*?)`? \| .*$", page, re.M):
+        script, words = row["script"], f"{flags_of(row)} {row['flags']}"
+        monkeypatch.setenv("WORLD_SIZE", row["ranks"])
+        args = importlib.import_module(script).get_args(words.split())
+        found = memory.count(args, estimate.SCRIPTS[script][1](args), int(row["ranks"]), cpu=True)
+        shown = re.findall(r"(\w+) ([\d.]+) / ([\d.]+)", row[0])
+        expected = {phase: sum(parts.values()) / 2**30 for phase, parts in found.items()}
+        own = {phase: float(number) for phase, number, _ in shown}
+        assert own == pytest.approx(expected, abs=0.011), row[0]
+        errors.append(max(own.values()) / max(float(seen) for *_, seen in shown) - 1)
+        assert row[0].endswith(f"| {errors[-1]:+.0%} |"), row[0]
+    assert f"{min(errors):+.0%} to {max(errors):+.0%}".replace("%", " %") in page
+    return errors
 
 
 def test_the_estimates_of_the_page_are_those_of_today(tmp_path, monkeypatch):
     """docs/memory.md holds what was measured once against what is estimated now. The errors, and
     their mean, are those of the numbers that it shows."""
-    page, errors = (kit.ROOT / "docs/memory.md").read_text(), []
-    of_row = r"^(\| (sft|reward|ppo) \| (\d) \| (\d) \| (\w+) \| `?(.*?)`? \| .*)$"
-    rows = re.findall(of_row, page, re.M)
-    assert len(rows) == 18
-    for row, script, ranks, stage, size, flags in rows:
-        monkeypatch.setenv("WORLD_SIZE", ranks)
-        bench_inside.full_rows(tmp_path, size)
-        words = FLAGS_OF[script].format(folder=tmp_path, size=size, stage=stage)
-        errors.append(error_shown(row, script, int(ranks), [*words.split(), *flags.split()]))
-    mean = sum(map(abs, errors)) / len(errors)
-    words = f"{min(errors):+.0%} to {max(errors):+.0%}, and {mean:.0%} in size on average"
-    assert words.replace("%", " %") in page
+
+    def flags_of(row):
+        bench_inside.full_rows(tmp_path, row["size"])
+        return FLAGS_OF[row["script"]].format(folder=tmp_path, **row.groupdict())
+
+    errors = errors_shown(monkeypatch, "toy", flags_of)
+    mean = sum(map(abs, errors)) / 18  # rows
+    words = f"{max(errors):+.0%}, and {mean:.0%} in size on average".replace("%", " %")
+    assert words in (kit.ROOT / "docs/memory.md").read_text()
 
 
 @pytest.mark.slow
 def test_the_estimates_for_a_pretrained_model_are_those_of_today(smollm2, tmp_path, monkeypatch):
     """And so are those for SmolLM2. The page names the smallest and the largest of their errors."""
-    page, errors = (kit.ROOT / "docs/memory.md").read_text(), []
-    of_row = r"^(\| (\w+), (\d) ranks?, stage (\d) \| `?(.*?)`? \| .*)$"
-    rows = re.findall(of_row, page, re.M)
-    assert len(rows) == 6
-    for row, script, ranks, stage, more in rows:
-        monkeypatch.setenv("WORLD_SIZE", ranks)
-        flags = FLAGS_OF[script].format(folder=tmp_path, size="", stage=stage).split()
-        for role in ("actor_", "critic_") if script == "ppo" else ("",):
-            flags += [f"--{role}model_name_or_path", f"{smollm2}/model"]
-        errors.append(error_shown(row, script, int(ranks), [*flags, *more.split()]))
-    assert f"{min(errors):+.0%} to {max(errors):+.0%}".replace("%", " %") in page
+
+    def flags_of(row):
+        roles = ("actor_", "critic_") if row["script"] == "ppo" else ("",)
+        models = [f"--{role}model_name_or_path {smollm2}/model" for role in roles]
+        words = FLAGS_OF[row["script"]].format(folder=tmp_path, size="", stage=row["stage"])
+        return " ".join([words, *models])
+
+    assert len(errors_shown(monkeypatch, "pretrained", flags_of)) == 6

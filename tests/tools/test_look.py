@@ -1,7 +1,6 @@
 """tools/look.py: what it computes and says, by hand-worked numbers; what it reads, broken or not;
 and the page that it writes."""
 
-import contextlib
 import html.parser
 import io
 import json
@@ -39,21 +38,14 @@ def test_calibration_by_hand():
     assert (tie["said"], tie["share"], 0.5 in bins) == (0.5, 0.5, True)
 
 
-def page_of_judge(pairs, folder):
-    """Returns the page of a reward model that gave pairs these scores."""
-    run = run_with(folder, metrics=[], judged=pairs.to_dict("records"))
-    return re.sub(r"\s+", " ", page.page("t", [run], []))
-
-
 def test_a_judge_is_surer_than_it_is_right_or_could_be_surer(tmp_path):
     """It says 0.95 and is right in half of the pairs; or 0.55, and is always right."""
-    unsure = numbers.table_of([pair(3, 0), pair(0, 3)] * 20)
-    assert "in 1 of 1 bins it is surer than it is right" in page_of_judge(unsure, tmp_path)
-    timid = numbers.table_of([pair(0.2, 0)] * 40)
-    assert "in 1 of 1 bins it could be surer" in page_of_judge(timid, tmp_path)
+    for pairs, over in (([pair(3, 0), pair(0, 3)] * 20, 1), ([pair(0.2, 0)] * 40, 0)):
+        _, picture, _ = samples.judge(run_with(tmp_path, judged=pairs))
+        assert (picture["over"], picture["under"]) == (over, 1 - over)
 
 
-def test_accuracy_by_length_by_hand(tmp_path):
+def test_accuracy_by_length_by_hand():
     """Differences in length -4, -1, 0, 1, 3: the median of the sizes 1, 1, 3, 4 is 3. The judge is
     right where the chosen response is longer: it prefers length."""
     lengths = [(1, 5), (4, 5), (5, 5), (6, 5), (8, 5)]
@@ -64,9 +56,6 @@ def test_accuracy_by_length_by_hand(tmp_path):
     assert [*found.share] == [0, 0, 0.5, 1, 1]
     longer = numbers.longer_wins(pairs)
     assert (longer["judge"], longer["chosen"], longer["count"]) == (1, 0.5, 4)
-    assert "leans to long" in page_of_judge(pairs, tmp_path)
-    alike = numbers.by_length(numbers.table_of([pair(1, 0, *sizes) for sizes in ((1, 2), (2, 1))]))
-    assert [*alike.index] == ["1+ shorter", "1+ longer"]
 
 
 def sample(prompt, response, reward=None, gold=None, step=0):
@@ -92,28 +81,6 @@ def test_gamed_samples_come_first_the_worst_of_them_at_the_top():
 
 
 # ---- What it draws ----
-def test_every_chart_says_its_unit():
-    """Who reads "loss 0.4" wants to know: nats a token, a pair, or no unit at all. A panel's title
-    ends with its unit; the losses of two steps have two."""
-    titles = [title for panels in plots.PANELS.values() for title in panels]
-    named = dict(pictures.with_unit(title, "ppo") for title in titles)
-    assert {*pictures.FOLDED} <= {*named} and named["entropy"] == "nats a token"
-    without = {title for title, unit in named.items() if unit == "no unit"}
-    assert without == {
-        "reward and gold",
-        "best reward of k",
-        "scores of chosen and rejected",
-        "loss",
-        "norm of the gradients",
-        "largest ratio",
-        "deviation of the rewards",
-        "deviation of the advantages",
-        "learning rate",
-    }
-    units = [pictures.with_unit("loss", script)[1] for script in ("sft", "reward", "ppo")]
-    assert units == ["nats a token", "nats a pair", "no unit"]
-
-
 def test_a_thinned_curve_keeps_the_one_step_that_went_wrong_and_the_last():
     """10,000 steps have 300 points on the page; a ratio of 5 in one of them is among these. The
     page says what a metric is at the last step, and so it must be the last."""
@@ -125,18 +92,14 @@ def test_a_thinned_curve_keeps_the_one_step_that_went_wrong_and_the_last():
 
 
 def test_two_steps_have_no_axis_in_common(tmp_path):
-    """SFT's 480 steps and PPO's 40 are other steps. Two runs of PPO lie over each other, and the
-    numbers of the shorter one are said to be of its own last step."""
+    """SFT's 480 steps and PPO's 40 are other steps, and their losses have other units. Two runs of
+    PPO lie over each other, each to its own last step."""
     for name, script, steps in (("sft", "sft", 48), ("a", "ppo", 9), ("b", "ppo", 12)):
         make_run(tmp_path / name, script, steps)
-    found = runs.find([tmp_path])
-    drawn = {picture["title"]: picture for picture in pictures.curves(found)[0][1]}
-    assert {*drawn} >= {"SFT: loss", "PPO: loss"} and drawn["SFT: loss"]["unit"] == "nats a token"
-    ends = {title: [curve["steps"][-1] for curve in one["curves"]] for title, one in drawn.items()}
-    assert (ends["SFT: loss"], ends["PPO: loss"]) == ([47], [8, 11])
-    assert [curve["name"] for curve in drawn["PPO: loss"]["curves"]] == ["a: loss", "b: loss"]
-    words = re.sub(r"\s+", " ", page.page("t", found, []))
-    assert "a: loss <b>0.1111 at 8</b>" in words and "at the last step, 11<" in words
+    drawn = {one["title"]: one for one in pictures.curves(runs.find([tmp_path]))[0][1]}
+    curves = [(c["name"], c["steps"][-1]) for c in drawn["PPO: loss"]["curves"]]
+    assert curves == [("a: loss", 8), ("b: loss", 11)] and drawn["SFT: loss"]["curves"]
+    assert [drawn[f"{s}: loss"]["unit"] for s in ("SFT", "PPO")] == ["nats a token", "no unit"]
 
 
 def test_one_spike_does_not_flatten_a_curve():
@@ -150,12 +113,9 @@ def test_one_spike_does_not_flatten_a_curve():
 def test_of_very_many_metrics_some_are_drawn(tmp_path, monkeypatch):
     """A metric for each of 3,000 prompts would take an hour to draw, and nobody would look."""
     lines = [{"step": step, **{f"m{i}": step * i for i in range(9)}} for step in range(3)]
-    kit.write_lines(make_run(tmp_path / "a") / "metrics.jsonl", lines)
     monkeypatch.setattr(pictures, "MOST", 3)
-    found = runs.find([tmp_path])
-    [(group, drawn, _, count)] = pictures.curves(found)
+    [(group, drawn, _, count)] = pictures.curves([run_with(tmp_path, metrics=lines)])
     assert (group, len(drawn), count) == ("others", 3, 8)
-    assert "3 of 8 are drawn" in page.page("t", found, [])
 
 
 def test_metrics_of_equal_values_are_one_curve():
@@ -165,15 +125,13 @@ def test_metrics_of_equal_values_are_one_curve():
 
 
 def test_two_runs_are_compared_prompt_by_prompt(tmp_path):
-    """Of the last evaluations: what differs comes first, and the reward of both is in the row."""
+    """Of the last evaluations: what differs comes first."""
     for name, why in (("a", "So."), ("b", "Thus.")):
         make_run(tmp_path / name, response=why)
     _, found = samples.tables(runs.find([tmp_path]))
     assert found["names"] == ["a", "b"] and found["differ"] == 1
-    names = ("prompt", "response_before", "response_after")
-    texts = [tuple(row[name] for name in names) for row in found["rows"]]
-    assert texts == [("Why?", "So.", "Thus."), ("How?", "By boat.", "By boat.")]
-    assert found["rows"][0]["reward_before"] == found["rows"][0]["reward_after"] == 0.9
+    texts = [(row["response_before"], row["response_after"]) for row in found["rows"]]
+    assert texts == [("So.", "Thus."), ("By boat.", "By boat.")]
 
 
 # ---- Verdicts ----
@@ -201,119 +159,98 @@ def token(reward, kl=(0.0, 0.0), logprobs=(-1.0, -1.0)):
 NOISY = answered("a", gold=(0, 1)) + [sample("b", "b", 0, 0, at) for at in (0, 9)]
 SHAKY = answered("a", reward=(0, 1)) + [sample("b", "b", 0, 0, at) for at in (0, 9)]
 
-VERDICTS = {  # a row's function: (verdict, metrics and other fields of the Run)
-    "sft_samples": [
-        ("healthy", dict(samples="abcd.")),
-        ("watch", dict(samples="a.")),
-        ("sick", dict(samples="..")),
-        ("sick", dict(samples="aaaa")),  # one response to all prompts
-    ],
-    "accuracy": [
-        ("healthy", dict(eval_accuracy=[0.7], eval_accuracy_ci=[[0.66, 0.74]])),
-        ("not known", dict(eval_accuracy=[0.7])),  # without an interval
-        ("sick", dict(eval_accuracy=[0.52], eval_accuracy_ci=[[0.48, 0.56]])),  # a coin
-        ("sick", dict(eval_accuracy=[0.3], eval_accuracy_ci=[[0.2, 0.4]])),  # labels are swapped
-        ("not known", dict(eval_accuracy=[0.6], eval_accuracy_ci=[[0.2, 1.0]])),  # too few pairs
-        ("watch", dict(eval_accuracy=[0.58], eval_accuracy_ci=[[0.55, 0.61]])),
-        ("sick", dict(eval_accuracy=[1.0], eval_accuracy_ci=[[0.99, 1.0]])),  # EOS tells
-        ("sick", dict(eval_accuracy=[0.7], eval_accuracy_ci=[[0.6, 0.8]], judged=[pair(1, 1)])),
-    ],
-    "ratio": [
-        ("healthy", dict(ratio_max=[1, 1.001])),
-        ("sick", dict(ratio_max=[1, 1.5], args=ONCE)),
-        ("watch", dict(ratio_max=[1, 1.5], args=TWICE)),
-        ("watch", dict(ratio_max=[1], args=dict(ONCE, top_p=0.9))),
-        ("sick", dict(ratio_max=[1], sampling_gap=[0.3], args=dict(TWICE, dtype="fp32"))),
-        ("healthy", dict(ratio_max=[1], sampling_gap=[0.3], args=HALF)),
-        # SmolLM2 in bf16: a sound run's largest gap and share, and the share at temperature 0.95
-        (
-            "healthy",
-            dict(ratio_max=[1], sampling_gap=[1.36], sampling_outside=[0.036], args=HALF),
-        ),
-        ("sick", dict(ratio_max=[1], sampling_gap=[0.9], sampling_outside=[0.1], args=HALF)),
-        ("sick", dict(ratio_max=[1], sampling_gap=[5], sampling_outside=[0.04], args=HALF)),
-        # another policy may sample
-        (
-            "healthy",
-            dict(ratio_max=[1], sampling_gap=[0.3], args=dict(ONCE, dtype="fp32", is_cap=2.0)),
-        ),
-        ("watch", dict(ratio_max=[1, 1.5], args=dict(ONCE, generation_batches=2))),
-        ("watch", dict(ratio_max=[1, 1.5], args=dict(ONCE, per_device_training_batch_size=2))),
-    ],
-    "updates": [
-        ("healthy", dict(actor_loss=[1e-9], approx_kl=[0], clip_fraction=[0], args=ONCE)),
-        (
-            "healthy",
-            dict(actor_loss=[1], approx_kl=[0], clip_fraction=[0], args=dict(ONCE, is_cap=2.0)),
-        ),
-        ("watch", dict(actor_loss=[0], approx_kl=[0.1], clip_fraction=[0.2], args=ONCE)),
-        ("watch", dict(actor_loss=[1], approx_kl=[0.1], clip_fraction=[0.5], args=TWICE)),
-        ("healthy", dict(actor_loss=[1], approx_kl=[0.1], clip_fraction=[0.1], args=TWICE)),
-        ("watch", dict(actor_loss=[1], approx_kl=[0], clip_fraction=[0], args=ONCE)),  # a mask
-        ("healthy", dict(actor_loss=[1], approx_kl=[0], clip_fraction=[0], args=GROUPED)),
-    ],
-    "kl": [
-        ("healthy", dict(kl=[0, 0, 2, 2, 2.4, 2.4])),
-        ("sick", dict(kl=[0, 0, -3, -6, -8, -8])),  # no KL is below 0
-        ("sick", dict(kl=[0, 0.5, 1, 1, 1, 1])),  # at step 1
-        ("healthy", dict(kl=[0, 0, 1, 1, 3, 3], reward=RISING, response_length=[16] * 6)),
-        ("sick", dict(kl=[0, 0, 36, 36, 36, 36], reward=[0] * 6)),  # far, for nothing
-        ("watch", dict(kl=[0, 0, 9, 9, 9, 9], reward=RISING, response_length=[16] * 6)),
-        ("sick", dict(kl=[0, 0, 27, 27, 27, 27], reward=RISING, response_length=[16] * 6)),
-        ("sick", dict(kl=[0] * 6, grad_norm=[0.3] * 6)),  # the reference moves, too
-        ("sick", dict(kl=[0] * 6, grad_norm=[0] * 6)),  # nothing moves
-    ],
-    "rising": [
-        ("healthy", dict(eval_reward=[0, 2, 3], eval_gold=[0.5, 0.9, 0.88])),
-        ("sick", dict(eval_reward=[0, 2], eval_gold=[0.5, 0.4])),  # it exploits the judge
-        ("sick", dict(eval_reward=[0, 2], eval_gold=[0.5, 0.4], args=FUNCTION)),
-        ("watch", dict(eval_reward=[2, 2.1], eval_gold=[0.5, 0.9], samples=SHAKY)),  # within noise
-        ("watch", dict(eval_reward=[1, 0], samples=answered("a", reward=(1, 0)))),  # a verifier's
-        ("sick", dict(eval_reward=[0, 2, 3], eval_gold=[0.5, 0.9, 0.7])),  # since then
-        ("not known", dict(reward=[0, 2])),  # without gold
-        # a verifier's rewards are gold
-        ("healthy", dict(eval_reward=[0, 1], samples=answered("a", reward=(0, 1)))),
-        ("watch", dict(eval_reward=[0, 1], eval_gold=[0.5, 0.51], samples=NOISY)),  # within noise
-        ("watch", dict(eval_reward=[0, 1], eval_gold=[0.5, 0.49], samples=NOISY)),
-        ("watch", dict(reward=[2, 0])),
-        ("sick", dict(reward=[0, 0, 0])),  # a function that never fits
-    ],
-    "critic": [
-        ("healthy", dict(explained_variance=[0.1] * 3 + [0.8] * 3)),
-        ("sick", dict(explained_variance=[0.1] * 3 + [-0.2] * 3)),  # worse than a constant
-        ("watch", dict(explained_variance=[-1] * 3 + [0.2] * 3)),
-    ],
-    "variety": [
-        ("healthy", dict(entropy=[0.5, 0.4], response_length=[16, 15], eos_rate=[1, 1])),
-        ("sick", dict(entropy=[0.5, 0.02], response_length=[16, 15], eos_rate=[1, 1])),  # collapse
-        ("sick", dict(entropy=[1, 1], response_length=[9, 48], eos_rate=[1, 0.1], args=LIMIT)),
-        ("watch", dict(entropy=[1.8, 1.6], response_length=[16, 15], eos_rate=[1, 1])),  # nonsense?
-        ("healthy", dict(entropy=[1.8, 0.9], response_length=[16, 15], eos_rate=[1, 1])),  # no more
-    ],
-    "tokens": [
-        ("healthy", dict(tokens=[token([-0.2, 0.9], kl=(2.0, 1.0))])),
-        ("healthy", dict(tokens=[token([0.0, 1.0], kl=None)])),  # no reference, as in `make grpo`
-        ("sick", dict(tokens=[token([0.2, 1.1], kl=(2.0, 1.0))])),  # the penalty's sign
-        ("sick", dict(tokens=[token([-0.2, -0.1], kl=(2.0, 1.0))])),  # the score is lost
-        ("sick", dict(tokens=[token([1.0, 0.0], logprobs=(-1.0, 0.0))])),  # so is EOS
-        ("healthy", dict(tokens=[{**token([0.0, 5.0]), "reward": 8.9}])),  # --clip_reward 5
-        ("not known", dict(tokens=[{**token([0.0, 0.0]), "response_length": 600}])),  # it was cut
-        *[
-            ("not known", dict(tokens=[token([0.0, 9.0])], args=own))
-            for own in (
-                dict(kl_in="loss"),
-                dict(kl_estimator="k3"),
-                dict(normalize_reward=1),
-                dict(missing_eos_penalty=1),
-            )
-        ],
-    ],
-    "finite": [
-        ("healthy", dict(kl=[1.0, 2.0])),
-        ("sick", dict(kl=[1.0, math.nan])),
-        ("sick", dict(kl=[1.0, 1.0], stopped=["kl"])),
-    ],
-}
+# a row's function: the case that it names, and of which Run: its metrics and other fields
+VERDICTS = """
+sft_samples
+end: samples="abcd."
+cut: samples="a."
+endless: samples=".."
+alike: samples="aaaa"
+unsaid: samples=answered("a")
+accuracy
+good: eval_accuracy=[0.7], eval_accuracy_ci=[[0.66, 0.74]]
+bare: eval_accuracy=[0.7]
+coin: eval_accuracy=[0.52], eval_accuracy_ci=[[0.48, 0.56]]
+swapped: eval_accuracy=[0.3], eval_accuracy_ci=[[0.2, 0.4]]
+few: eval_accuracy=[0.6], eval_accuracy_ci=[[0.2, 1.0]]
+low: eval_accuracy=[0.58], eval_accuracy_ci=[[0.55, 0.61]]
+leak: eval_accuracy=[1.0], eval_accuracy_ci=[[0.99, 1.0]]
+ties: eval_accuracy=[0.7], eval_accuracy_ci=[[0.6, 0.8]], judged=[pair(1, 1)]
+ratio
+one: ratio_max=[1, 1.001]
+scoring: ratio_max=[1, 1.5], args=ONCE
+several: ratio_max=[1, 1.5], args=TWICE
+filtered: ratio_max=[1], args=dict(ONCE, top_p=0.9)
+sampling: ratio_max=[1], sampling_gap=[0.3], args=dict(TWICE, dtype="fp32")
+# SmolLM2 in bf16: a sound run's largest gap and share, and the share at temperature 0.95
+one: ratio_max=[1], sampling_gap=[1.36], sampling_outside=[0.036], args=HALF
+sampling: ratio_max=[1], sampling_gap=[0.9], sampling_outside=[0.1], args=HALF
+sampling: ratio_max=[1], sampling_gap=[5], sampling_outside=[0.04], args=HALF
+# another policy may sample
+one: ratio_max=[1], sampling_gap=[0.3], args=dict(ONCE, dtype="fp32", is_cap=2.0)
+several: ratio_max=[1, 1.5], args=dict(ONCE, generation_batches=2)
+several: ratio_max=[1, 1.5], args=dict(ONCE, per_device_training_batch_size=2)
+updates
+zero: actor_loss=[1e-9], approx_kl=[0], clip_fraction=[0], args=ONCE
+moved: actor_loss=[0], approx_kl=[0.1], clip_fraction=[0.2], args=ONCE
+clips: actor_loss=[1], approx_kl=[0.1], clip_fraction=[0.5], args=TWICE
+several: actor_loss=[1], approx_kl=[0.1], clip_fraction=[0.1], args=TWICE
+mask: actor_loss=[1], approx_kl=[0], clip_fraction=[0], args=ONCE
+other: actor_loss=[1], approx_kl=[0], clip_fraction=[0], args=GROUPED
+other: actor_loss=[1], approx_kl=[0], clip_fraction=[0], args=dict(ONCE, is_cap=2.0)
+kl
+near: kl=[0, 0, 2, 2, 2.4, 2.4]
+negative: kl=[0, 0, -3, -6, -8, -8]
+start: kl=[0, 0.5, 1, 1, 1, 1]
+near: kl=[0, 0, 1, 1, 3, 3], reward=RISING, response_length=[16] * 6
+vain: kl=[0, 0, 36, 36, 36, 36], reward=[0] * 6
+far: kl=[0, 0, 9, 9, 9, 9], reward=RISING, response_length=[16] * 6
+too_far: kl=[0, 0, 27, 27, 27, 27], reward=RISING, response_length=[16] * 6
+reference: kl=[0] * 6, grad_norm=[0.3] * 6
+still: kl=[0] * 6, grad_norm=[0] * 6
+rising
+both: eval_reward=[0, 2, 3], eval_gold=[0.5, 0.9, 0.88]
+exploits_model: eval_reward=[0, 2], eval_gold=[0.5, 0.4]
+exploits_function: eval_reward=[0, 2], eval_gold=[0.5, 0.4], args=FUNCTION
+exploits_model: eval_reward=[0, 2, 3], eval_gold=[0.5, 0.9, 0.7]
+reward_noise: eval_reward=[2, 2.1], eval_gold=[0.5, 0.9], samples=SHAKY
+gold_noise: eval_reward=[0, 1], eval_gold=[0.5, 0.51], samples=NOISY
+gold_noise: eval_reward=[0, 1], eval_gold=[0.5, 0.49], samples=NOISY
+ungraded: reward=[0, 2]
+unrewarded: reward=[2, 0]
+constant: reward=[0, 0, 0]
+# a verifier's rewards are gold
+verified: eval_reward=[0, 1], samples=answered("a", reward=(0, 1))
+rejected: eval_reward=[1, 0], samples=answered("a", reward=(1, 0))
+critic
+good: explained_variance=[0.1] * 3 + [0.8] * 3
+worse: explained_variance=[0.1] * 3 + [-0.2] * 3
+little: explained_variance=[-1] * 3 + [0.2] * 3
+variety
+slow: entropy=[0.5, 0.4], response_length=[16, 15], eos_rate=[1, 1]
+collapse: entropy=[0.5, 0.02], response_length=[16, 15], eos_rate=[1, 1]
+endless: entropy=[1, 1], response_length=[9, 48], eos_rate=[1, 0.1], args=LIMIT
+many: entropy=[1.8, 1.6], response_length=[16, 15], eos_rate=[1, 1]
+slow: entropy=[1.8, 0.9], response_length=[16, 15], eos_rate=[1, 1]
+tokens
+right: tokens=[token([-0.2, 0.9], kl=(2.0, 1.0))]
+# no reference, as in `make grpo`; --clip_reward 5; a response that was cut
+right: tokens=[token([0.0, 1.0], kl=None)]
+right: tokens=[{**token([0.0, 5.0]), "reward": 8.9}]
+none: tokens=[{**token([0.0, 0.0]), "response_length": 600}]
+# the penalty's sign; the score is lost; so is EOS
+sum: tokens=[token([0.2, 1.1], kl=(2.0, 1.0))]
+sum: tokens=[token([-0.2, -0.1], kl=(2.0, 1.0))]
+eos: tokens=[token([1.0, 0.0], logprobs=(-1.0, 0.0))]
+none: tokens=[token([0.0, 9.0])], args=dict(kl_in="loss")
+none: tokens=[token([0.0, 9.0])], args=dict(kl_estimator="k3")
+none: tokens=[token([0.0, 9.0])], args=dict(normalize_reward=1)
+none: tokens=[token([0.0, 9.0])], args=dict(missing_eos_penalty=1)
+finite
+finite: kl=[1.0, 2.0]
+bad: kl=[1.0, math.nan]
+stopped: kl=[1.0, 1.0], stopped=["kl"]
+"""
 
 
 def run_with(folder, **fields):
@@ -324,26 +261,40 @@ def run_with(folder, **fields):
     return run
 
 
-@pytest.mark.parametrize("function", [function for *_, function in verdicts.ROWS])
-def test_verdicts_by_hand(function, tmp_path):
+FIELDS = "args tokens judged limits".split()
+
+
+def run_of_words(folder, given):
+    """Returns the Run of a line of VERDICTS. Of samples in short a dot is a response that did not
+    end."""
+    fields = {name: given.pop(name) for name in [*given] if name in FIELDS}
+    samples, stopped = given.pop("samples", []), given.pop("stopped", None)
+    if isinstance(samples, str):
+        samples = [dict(step=1, response=c, ended=float(c != ".")) for c in samples]
+    lines = [dict(zip(given, row), step=step) for step, row in enumerate(zip(*given.values()))]
+    lines += [{"step": len(lines), "not_finite": stopped}] if stopped else []
+    return run_with(folder, metrics=lines, samples=samples, **fields)
+
+
+def test_verdicts_by_hand(tmp_path):
     """Each way to judge a row of the table of metrics, and what is said of a run without a log. No
     case of verdicts.ini is missing here."""
-    fields, reached = ("args", "samples", "tokens", "judged", "limits"), set()
-    for status, given in [("not known", {}), *VERDICTS[function.__name__]]:
-        own = {name: given[name] for name in given if name in fields}
-        if isinstance(own.get("samples"), str):  # a dot did not end
-            own["samples"] = [
-                dict(step=1, response=c, ended=float(c != ".")) for c in own["samples"]
-            ]
-        found = {name: given[name] for name in given if name not in (*fields, "stopped")}
-        lines = [dict(zip(found, row), step=step) for step, row in enumerate(zip(*found.values()))]
-        if "stopped" in given:
-            lines.append({"step": len(lines), "not_finite": given["stopped"]})
-        run = run_with(tmp_path, metrics=lines, **own)
-        assert verdicts.judged(function, run)[0] == status, given
-        with contextlib.suppress(verdicts.TooFew):
-            reached.add(function(run)[0])
-    assert reached == {*verdicts.cases()[function.__name__]}
+    reached = {function: set() for *_, function in verdicts.ROWS}
+    named = {function.__name__: function for function in reached}
+    for line in VERDICTS.strip().splitlines():
+        case, _, given = line.partition(": ")
+        if line in named:
+            function = named[line]
+        elif line[0] != "#":
+            run = run_of_words(tmp_path, eval(f"dict({given})"))
+            assert function(run)[0] == case, line
+            reached[function].add(case)
+            status = verdicts.cases()[function.__name__][case].partition(",")[0]
+            assert verdicts.judged(function, run)[0] == status
+    empty = run_with(tmp_path, metrics=[], tokens=[], samples=[])
+    for function, found in reached.items():
+        assert verdicts.judged(function, empty)[0] == "not known"
+        assert found == {*verdicts.cases()[function.__name__]}
 
 
 def test_where_ppo_begins_by_hand(tmp_path):
@@ -368,26 +319,12 @@ def test_where_ppo_begins_by_hand(tmp_path):
     assert reached | {"few"} == {*verdicts.cases()["beginning"]}
 
 
-def test_verdicts_blame_what_there_is(tmp_path):
-    """Rewards of a function are no reward model's. Where the rewards of the tokens are wrong, that
-    comes first. GRPO is called GRPO."""
-    run = run_with(tmp_path, metrics=[], tokens=[], samples=answered("a", "b"))
-    for step, (reward, gold) in enumerate([(0, 0.5), (2, 0.4)]):
-        run.metrics.append(dict(step=step, eval_reward=reward, eval_gold=gold))
-    said = [verdicts.judged(verdicts.rising, run)[1]]
-    assert run.title() == "PPO"
-    run.args = dict(reward_fn=["f.py:f"], advantage="grpo")
-    said.append(verdicts.judged(verdicts.rising, run)[1])
-    assert run.title() == "GRPO"
+def test_where_the_rewards_of_tokens_are_wrong_that_comes_first(tmp_path):
+    """They explain why gold falls while the reward rises."""
+    run = run_of_words(tmp_path, dict(eval_reward=[0, 2], eval_gold=[0.5, 0.4], tokens=[]))
+    assert verdicts.judged(verdicts.rising, run)[1].endswith("the reward model's errors.")
     run.tokens = [token([0.2, 1.1], kl=(2.0, 1.0))]
-    said.append(verdicts.judged(verdicts.rising, run)[1])
-    assert [words.rpartition(": ")[2] for words in said] == [
-        "the actor exploits the reward model's errors.",
-        "the actor exploits the reward function.",
-        "see the verdict on tokens.jsonl first.",
-    ]
-    run.tokens = [{**token([0.0, 1.0], kl=None), "kl_coef": 0.0}]
-    assert verdicts.tokens(run)[1].startswith("the rewards of the tokens sum to the score, and")
+    assert verdicts.judged(verdicts.rising, run)[1].endswith("the verdict on tokens.jsonl first.")
 
 
 def test_every_verdict_is_a_row_of_the_table_of_metrics():
@@ -425,10 +362,8 @@ def test_before_and_after_are_the_first_and_the_last_evaluation(tmp_path):
     lines = [sample("Why?", f"{step}", 1, 1, step) for step in (0, 5, 10, 15)]
     kit.write_lines(folder / "samples.jsonl", lines)
     assert [line["response"] for line in runs.find([folder])[0].samples] == ["0", "15"]
-    steps = [dict(step=i, eval_gold=gold) for i, gold in enumerate((0.25, 0.75))]
-    run = run_with(tmp_path, metrics=steps, limits={"eval_gold": 1.0})
-    words = page.page("t", [run], [])
-    row = words[words.index('<th scope="row">eval_gold</th>') :].split("</tr>")[0]
+    run = run_of_words(tmp_path, dict(eval_gold=[0.25, 0.5, 0.75], limits={"eval_gold": 1.0}))
+    row = page.page("t", [run], []).split('<th scope="row">eval_gold</th>')[1].split("</tr>")[0]
     assert re.findall(r">([\d.]+)<", row) == ["0.25", "0.75", "1"]
 
 
@@ -502,25 +437,21 @@ def test_what_belongs_together_is_in_one_panel(tmp_path, monkeypatch):
     """Of curves.png: reward with gold, chosen with rejected, each with what is held out, and one
     limit a panel. A metric of one's own has a panel, too; whitened advantages, which sum to 0 but
     for rounding, have none. A small learning rate is no noise."""
-    rows = [{"reward": i, "gold": i / 2, "chosen_score": i, "rejected_score": -i} for i in range(3)]
-    rows[0] |= {"eval_reward": 0, "eval_gold": 0, "eval_rejected_score": 0}
-    rows[2] |= {"eval_reward": 2, "eval_gold": 1, "eval_rejected_score": 1, "mine": 1}
-    rows[1] |= {"mine": 2}
-    for i, (row, noise) in enumerate(zip(rows, (7e-9, -5e-9, 1e-8))):
-        row |= {"step": i, "learning_rate": 1e-7 * (1 + i % 2), "actor_loss": noise}
-    found = []
+    columns = dict(reward=[0, 1, 2], gold=[0, 1, 2], eval_reward=[0, 1, 2], eval_gold=[0, 1, 1])
+    columns |= dict(chosen_score=[0, 1, 2], rejected_score=[0, -1, -2], mine=[0, 2, 1])
+    columns |= dict(eval_rejected_score=[0, 1, 1], learning_rate=[1e-7, 2e-7, 1e-7])
+    run = run_of_words(tmp_path, columns | dict(actor_loss=[7e-9, -5e-9, 1e-8]))
+    run.limits, found = {"gold": 1.0, "eval_gold": 1.0}, []
     monkeypatch.setattr(plots.Figure, "savefig", lambda figure, *_, **__: found.append(figure))
-    limits = {"gold": 1.0, "eval_gold": 1.0}
-    plots.draw(run_with(tmp_path, metrics=rows, limits=limits), "a title")
-    panels = {axis.get_title(): axis for axis in found[0].axes if axis.get_visible()}
+    plots.draw(run, "a title")
     drawn = {
-        title: [text.get_text() for text in axis.get_legend().get_texts()]
-        for title, axis in panels.items()
+        axis.get_title(): [text.get_text() for text in axis.get_legend().get_texts()]
+        for axis in found[0].axes
+        if axis.get_visible()
     }
     assert drawn["reward and gold"] == ["reward", "eval_reward", "gold", "eval_gold", "limit 1"]
     assert drawn["scores of chosen and rejected"][::2] == ["chosen_score", "eval_rejected_score"]
     assert drawn["mine"] == ["mine"] and "learning rate" in drawn and len(drawn) == 4
-    assert all(axis.get_xlabel() == "step" for axis in panels.values())
 
 
 def test_a_picture_that_fails_costs_no_page(tmp_path, capsys):
@@ -533,30 +464,19 @@ def test_a_picture_that_fails_costs_no_page(tmp_path, capsys):
 
 def test_one_prompt_is_answered_by_all_models(tmp_path):
     """From what the runs have written down: base is SFT's step 0, SFT is PPO's step 0. A model of
-    other data has no place beside them."""
-    make_run(tmp_path / "ppo", response="After.")
-    sft = make_run(tmp_path / "sft", script="sft")
-    kit.write_lines(sft / "samples.jsonl", [sample("How?", "By")])
-    [asked] = answers.asked(runs.find([tmp_path]))
-    found = [(answer["name"], answer["response"]) for answer in asked["answers"]]
-    assert found == [("base", "By"), ("SFT", "By boat."), ("PPO", "By boat.")]
-    args = dict(script="sft", data_fingerprint="x", data_path=["other"])
-    (sft / "args.json").write_text(json.dumps(args))
-    asked, _ = answers.asked(runs.find([tmp_path]))
-    assert [answer["name"] for answer in asked["answers"]] == ["SFT", "PPO"]
-
-
-def test_the_prompts_of_a_chat_are_read_turn_by_turn(tmp_path):
-    """They are logged as JSON, as the data has them. The page has none of that."""
+    other data has no place beside them. A chat, which is logged as JSON, is read turn by turn."""
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Who "he"?'}]
-    folder = make_run(tmp_path / "ppo")
-    lines = [sample(json.dumps(chat), "So.", step=step) for step in (0, 9)]
-    kit.write_lines(folder / "samples.jsonl", lines)
-    [run] = runs.find([tmp_path])
-    assert {line["prompt"] for line in run.samples} == {'system: Be brief.\n\nuser: Who "he"?'}
-    look.main([str(tmp_path), "--out", str(tmp_path / "page.html")])
-    words = (tmp_path / "page.html").read_text()
-    assert "user: Who" in words and '"role"' not in words and "&#34;role" not in words
+    asked, read = json.dumps(chat), 'system: Be brief.\n\nuser: Who "he"?'
+    ppo, sft = make_run(tmp_path / "ppo"), make_run(tmp_path / "sft", script="sft")
+    for folder, texts in ((ppo, ["SFT's", "PPO's"]), (sft, ["base's"])):
+        lines = [sample(asked, text, step=9 * i) for i, text in enumerate(texts)]
+        kit.write_lines(folder / "samples.jsonl", lines)
+    for data, names in ((None, ["base", "SFT", "PPO"]), (["other"], ["SFT", "PPO"])):
+        args = dict(script="sft", data_fingerprint="x", data_path=data)
+        (sft / "args.json").write_text(json.dumps(args))
+        [one] = answers.asked(runs.find([tmp_path]))
+        found = [(answer["name"], answer["response"]) for answer in one["answers"]]
+        assert found == [(name, f"{name}'s") for name in names] and one["prompt"] == read
     for words in ("[3]", "[", "[]", "{}", '"user"', "null", '[{"role": "user"}]'):
         assert text.spoken(words) == words
 
@@ -564,17 +484,14 @@ def test_the_prompts_of_a_chat_are_read_turn_by_turn(tmp_path):
 def test_flags_that_differ_are_said_first(tmp_path, capsys):
     """Of runs of the same step. What one of them lacks is a flag that was added since, and what
     each run has of its own is no difference."""
-    own = dict(script="ppo", data_fingerprint="x")
     for name, flags in (("a", dict(kl_coef=0.05)), ("b", dict(kl_coef=0.1, new=1))):
-        args = {**own, "seed": 1, "output_dir": name, **flags}
+        args = dict(script="ppo", data_fingerprint="x", seed=1, output_dir=name, **flags)
         (make_run(tmp_path / name) / "args.json").write_text(json.dumps(args))
     make_run(tmp_path / "sft", script="sft")
-    found = runs.find([tmp_path])
-    [(both, rows)] = runs.differences(found)
-    assert [run.name for run in both] == ["a", "b"] and rows == [("kl_coef", ["0.05", "0.1"])]
     look.main([str(tmp_path)])
     said = capsys.readouterr().out
     assert said.startswith("flags that differ between a, b:\n  kl_coef: 0.05, 0.1\n")
+    assert said.count("0.05") == 1 and "seed" not in said and "output_dir" not in said
     words = (tmp_path / "report.html").read_text()
     assert words.index("Which flags differ") < words.index("The steps") < words.index("Verdicts")
 

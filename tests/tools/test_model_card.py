@@ -25,7 +25,7 @@ def saved(folder, model, chat=None, **record):
     record["data_fingerprint"] = "0"
     (folder / "args.json").write_text(json.dumps(record))
     lines = [{"step": 4, "eval_loss": 3.5}, {"step": 8, "eval_loss": 2.5}, {"step": 9, "loss": 1.0}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    kit.write_lines(folder / "metrics.jsonl", lines)
     return folder
 
 
@@ -56,14 +56,15 @@ def test_the_card_of_a_chat_model_asks_with_messages(tmp_path, monkeypatch):
     """stock pipelines apply the template to messages, and to text they do not: a chat model that
     is asked with text alone often answers nothing."""
     chat = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    text = card_of(saved(tmp_path / "out", "actor", chat, model_name_or_path="Some/model"))
-    ask = text.split("in chats with `")[1].split("`")[0]
+    plain, text = (
+        card_of(saved(tmp_path / name, "actor", template, model_name_or_path="Some/model"))
+        for name, template in (("plain", None), ("out", chat))
+    )
+    assert "messages" not in plain
     monkeypatch.chdir(tmp_path)
     names = {"messages": [{"role": "user", "content": "Hm?"}], "pipeline": transformers.pipeline}
-    [answer] = eval(ask, names)
+    [answer] = eval(text.split("in chats with `")[1].split("`")[0], names)
     assert [turn["role"] for turn in answer["generated_text"]] == ["user", "assistant"]
-    plain = card_of(saved(tmp_path / "plain", "actor", model_name_or_path="Some/model"))
-    assert "messages" not in plain
 
 
 def test_the_card_finds_the_base_on_the_hub(tmp_path):
@@ -76,11 +77,8 @@ def test_the_card_finds_the_base_on_the_hub(tmp_path):
     shutil.copytree(judge, ppo / "critic", ignore=shutil.ignore_patterns("args.json", "*.jsonl"))
     found = [model_card.base_model(str(path)) for path in (ppo, ppo / "critic", "Some/third")]
     assert found == ["Some/model", "Some/other", "Some/third"]
-    for folder, start, kind in (
-        (ppo, "model", "language model"),
-        (ppo / "critic", "other", "critic"),
-    ):
-        assert f"A {kind}, trained by `ppo.py` from `Some/{start}`" in card_of(folder)
+    assert "A language model, trained by `ppo.py` from `Some/model`" in card_of(ppo)
+    assert "A critic, trained by `ppo.py` from `Some/other`" in card_of(ppo / "critic")
     roles["actor_model_name_or_path"] = str(ppo)  # which has been trained on
     saved(tmp_path / "loop", "actor", script="ppo", **roles)
     (ppo / "args.json").write_text((tmp_path / "loop/args.json").read_text())

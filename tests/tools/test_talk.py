@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import ppo
-from machinery import folders, formats, judges
+from machinery import folders, formats
 from tests import kit
 from tools import talk
 from tools.chat import models, screen, session, tables
@@ -85,40 +85,23 @@ def test_the_table_holds_means_and_win_rates():
     assert b.split() == ["b", "2.500", "1.000", "0.625", "[0.219,", "0.908]"]
 
 
-@pytest.mark.parametrize(
-    "prompts, template",
-    [
-        (["Who?\nAnswer:", "How so?\nAnswer:"], "{}\nAnswer:"),
-        (["\n\nHuman: Who?\n\nAssistant:", "\n\nHuman: How?\n\nAssistant:"], models.DIALOGUE),
-        (['[{"role": "user", "content": "Who?"}]'], "chat"),
-        (["only one\nAnswer:"], None),  # what belongs to the question cannot be told
-        ([], None),
-        ([7, ["no text"]], None),
-    ],
-)
-def test_a_question_is_written_as_in_the_models_own_samples(tmp_path, prompts, template):
-    """A model answers well what looks like its training data, and samples.jsonl shows that."""
-    folder = tmp_path / "ema"  # PPO's: the samples are one folder above
-    folder.mkdir()
-    kit.write_lines(
-        tmp_path / "samples.jsonl", [{"step": 0, "prompt": prompt} for prompt in prompts]
-    )
-    assert models.found_template(models.own_prompts(folder)) == template
+TEMPLATES = [  # prompts of samples.jsonl, and the template found; None: it cannot be told
+    (["Who?\nAnswer:", "How so?\nAnswer:"], "{}\nAnswer:"),
+    (["\n\nHuman: Who?\n\nAssistant:", "\n\nHuman: How?\n\nAssistant:"], models.DIALOGUE),
+    ([json.dumps(ASKED)], "chat"),
+    (["only one\nAnswer:"], None),
+    ([], None),
+    ([7, ["no text"]], None),
+]
 
 
-def test_what_a_function_says_of_a_foreign_question_is_whole():
-    """The toy's gold score knows the toy's questions alone, and talk.py is asked other ones."""
-    gold = judges.load_function(str(kit.ROOT / "recipes/toy/gold.py:gold"), "--gold_fn")
-    answer = dict(prompt="Who are you?", chat=False, text=" I.", extra="{}", response_ids=[1])
-    assert session.score_in_words(gold, answer) == "gold: not a question of the toy"
-    asked = "Who feeds the deer at the mill?\nAnswer:"
-    assert session.score_in_words(gold, {**answer, "prompt": asked}) == "gold 0.000"
-
-    def long(prompts, completions, **columns):
-        raise LookupError("word " * 99)
-
-    said = session.score_in_words(long, answer)
-    assert len(said) <= 100 and said.endswith("word ...")
+def test_a_question_is_written_as_in_the_models_own_samples(tmp_path):
+    """A model answers well what looks like its training data, and samples.jsonl shows that. Of
+    ema/ they are one folder above."""
+    for prompts, template in TEMPLATES:
+        lines = [{"step": 0, "prompt": prompt} for prompt in prompts]
+        kit.write_lines(tmp_path / "samples.jsonl", lines)
+        assert models.found_template(models.own_prompts(tmp_path / "ema")) == template
 
 
 # ---- Responses and scores ----
@@ -172,49 +155,37 @@ def test_a_judge_with_other_tokens_reads_the_text(flags, judge, trained, tmp_pat
     assert other.scores(args, writer, [row]) == expected != judge.scores(args, writer, [row])
 
 
-def test_a_judge_with_a_template_reads_a_dialogue_that_is_text_as_messages(flags, judge):
+def test_a_judge_with_a_template_reads_a_dialogue_that_is_text_as_messages(
+    flags, judge, monkeypatch
+):
     """As it was trained on one. What it cannot read is refused in words."""
-    args, template = flags(), judge.tokenizer.chat_template
-    writer = writers_of(args)[0]
-    row = writer.prompt(args, 0, "\n\nHuman: Who?\n\nAssistant:")
+    writer = writers_of(flags())[0]
+    row = writer.prompt(flags(), 0, "\n\nHuman: Who?\n\nAssistant:")
     row.update(text=" A fox. ", ended=1.0)
-    try:
-        judge.tokenizer.chat_template = CHAT
-        both = [judge.tokenizer.decode(ids) for ids in judge.read(writer, row)]
-        assert both == ["<user>Who?<eos><assistant>", "A fox.<eos>"]
-        judge.tokenizer.chat_template = "{{ raise_exception('no such role') }}"
-        with kit.refuses("prompt-refused"):
-            judge.read(writer, row)
-    finally:
-        judge.tokenizer.chat_template = template
+    monkeypatch.setattr(judge.tokenizer, "chat_template", CHAT)
+    both = [judge.tokenizer.decode(ids) for ids in judge.read(writer, row)]
+    assert both == ["<user>Who?<eos><assistant>", "A fox.<eos>"]
+    judge.tokenizer.chat_template = "{{ raise_exception('no such role') }}"
+    with kit.refuses("prompt-refused"):
+        judge.read(writer, row)
 
 
-def test_a_chat_model_ends_where_stock_generate_does(chat_folder, tmp_path):
-    """Its template writes the prompt; a response ends at any EOS of generation_config.json."""
+def test_a_chat_model_ends_where_stock_generate_does(chat_folder, flags, tmp_path):
+    """Its template writes the prompt, also of a dialogue that is text, as ppo.py does with HH; a
+    response ends at any EOS of generation_config.json. A model without a template gets the text."""
     args = flags_of(chat_folder)()
     [writer] = writers_of(args)
-    row = writer.prompt(args, 0, ASKED)
+    row = writer.prompt(args, 0, "\n\nHuman: Who are you?\n\nAssistant:")
     ids = writer.tokenizer.apply_chat_template(ASKED, add_generation_prompt=True)["input_ids"]
-    assert row["prompt_ids"] == ids
+    assert row["chat"] and row["prompt_ids"] == ids == writer.prompt(args, 0, ASKED)["prompt_ids"]
+    plain = writers_of(flags())[0].prompt(flags(), 0, row["asked"])
+    assert plain["prompt"] == row["asked"] and not plain["chat"]
     [before] = writer.answers(args, [row], 0)
     end = before["response_ids"][2]
     folder = shutil.copytree(chat_folder, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end]}))
     [after] = models.Writer(args, str(folder)).answers(args, [row], 0)
     assert after["response_ids"] == before["response_ids"][:3] and after["ended"]
-
-
-def test_a_chat_model_is_given_a_dialogue_that_is_text_as_messages(chat_folder, flags):
-    """As ppo.py does with HH; else it would see the text of a format that it does not know. A model
-    without a template gets the text."""
-    text = "\n\nHuman: Who?\n\nAssistant: A fox.\n\nHuman: Why?\n\nAssistant:"
-    args = flags_of(chat_folder)()
-    [writer] = writers_of(args)
-    row = writer.prompt(args, 0, text)
-    shown = "<user>Who?<eos><assistant>A fox.<eos><user>Why?<eos><assistant>"
-    assert row["chat"] and writer.tokenizer.decode(row["prompt_ids"]) == shown
-    plain = writers_of(flags())[0].prompt(flags(), 0, text)
-    assert plain["prompt"] == text and not plain["chat"]
 
 
 def test_a_prompt_that_is_too_long_keeps_its_end(flags):
@@ -249,12 +220,13 @@ def test_prompts_of_a_file_end_in_a_table(trained, tmp_path, capsys):
     assert kit.read_lines(out) == found
 
 
-def test_a_template_takes_the_questions_of_a_dialogue_that_is_text(flags, tmp_path):
-    """Not the words "Human:" and "Assistant:" around them."""
+def test_prompts_are_those_held_out_and_a_template_takes_their_questions(tmp_path):
+    """Those of training would flatter the model that has seen them. Of a dialogue that is text the
+    template takes the questions, not the words "Human:" and "Assistant:" around them."""
     text = "\n\nHuman: Who?\n\nAssistant: A fox.\n\nHuman: Why?\n\nAssistant:"
-    data = kit.write_lines(tmp_path / "data.jsonl", [{"prompt": text}, {"prompt": "How?"}])
-    args = flags()
-    args.template, args.prompts = "Q: {}\nA:", str(data)
+    kit.write_lines(tmp_path / "train.jsonl", [{"prompt": "seen?"}])
+    kit.write_lines(tmp_path / "test.jsonl", [{"prompt": text}, {"prompt": "How?"}])
+    args = talk.get_args(["x", "--prompts", str(tmp_path), "--template", "Q: {}\\nA:"])
     asked = [row["prompt"] for row in talk.read_prompts(args)]
     written = [models.written(prompt, args.template) for prompt in asked]
     assert written == ["Q: Who?\nA: A fox.\nQ: Why?\nA:", "Q: How?\nA:"]
@@ -297,9 +269,6 @@ def test_rows_of_a_file_are_scored(trained, chat_folder, tmp_path, row, scored):
     assert found == row
 
 
-# ---- What is refused ----
-
-
 # ---- A dialogue ----
 def typed(talking, monkeypatch, *lines):
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
@@ -322,16 +291,22 @@ def test_a_dialogue_goes_on_from_each_models_own_words(flags, judge, monkeypatch
     assert talking.prompts[1]["prompt"] == "\n\nHuman: Hi\n\nAssistant:"
 
 
-def test_a_retry_that_is_stopped_loses_nothing(flags, monkeypatch):
-    """Ctrl-C while the models answer once more: question and responses are as they were."""
+def test_ctrl_c_stops_a_response_and_no_more(flags, monkeypatch):
+    """The question is as if it had never been asked, and after /retry question and responses are as
+    they were; the next one is answered."""
     talking = session.Session(flags, writers_of(flags()))
-    typed(talking, monkeypatch, "Who are you?")
-    before = json.dumps(talking.histories)
+    writer = talking.writers[1]
+    own = writer.answers
 
-    def stop(*_):
+    def interrupted(*given):
+        writer.answers = own
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(talking.writers[1], "answers", stop)
+    writer.answers = interrupted
+    typed(talking, monkeypatch, "Who?", "What?")
+    asked = [[message["content"] for message in history[::2]] for history in talking.histories]
+    assert asked == [["What?"], ["What?"]]
+    before, writer.answers = json.dumps(talking.histories), interrupted
     typed(talking, monkeypatch, "/retry")
     assert json.dumps(talking.histories) == before
 
@@ -351,39 +326,14 @@ def test_a_chat_goes_through_the_template(chat_folder, monkeypatch, capsys):
     assert talking.writers[0].tokenizer.decode(ids) == text and ids.count(1) == 3
 
 
-def test_a_mistyped_command_ends_nothing(flags, monkeypatch, capsys):
-    """It is answered in words, and changes no setting. Settings are ppo.py's flags, with its types
-    and ranges."""
+def test_settings_are_ppos_flags_with_its_types_and_ranges(flags, monkeypatch, capsys):
+    """A wrong one changes nothing. (What is mistyped is refused in words: tests/promises.py.)"""
     talking = session.Session(flags, writers_of(flags()))
-    bad = [
-        "/foo",
-        "/set temperature hot",
-        "/set temperature 0",
-        "/set models x",
-        "/undo",
-        "/save nowhere/x.jsonl",
-    ]
-    typed(talking, monkeypatch, *bad, "Still there?")
-    assert capsys.readouterr().err.count("error: ") == len(bad)
-    assert len(talking.histories[0]) == 2 and vars(talking.args) == vars(flags())
+    wrong = ["/set temperature hot", "/set temperature 0", "/set models x"]
+    typed(talking, monkeypatch, *wrong)
+    assert capsys.readouterr().err.count("error: ") == 3 and vars(talking.args) == vars(flags())
     typed(talking, monkeypatch, "/set temperature 0.5", "/quit", "never read")
-    assert (talking.args.temperature, talking.turn) == (0.5, 1)
-
-
-def test_ctrl_c_stops_a_response_and_no_more(flags, monkeypatch):
-    """The question is as if it had never been asked; the next one is answered."""
-    talking = session.Session(flags, writers_of(flags()))
-    writer = talking.writers[1]
-    own = writer.answers
-
-    def interrupted(*given):
-        writer.answers = own
-        raise KeyboardInterrupt
-
-    writer.answers = interrupted
-    typed(talking, monkeypatch, "Who?", "What?")
-    asked = [[message["content"] for message in history[::2]] for history in talking.histories]
-    assert asked == [["What?"], ["What?"]]
+    assert (talking.args.temperature, talking.turn) == (0.5, 0)
 
 
 def test_save_writes_what_sft_reads(flags, monkeypatch, tmp_path):
@@ -413,11 +363,3 @@ def test_a_model_cannot_write_to_the_terminal_itself(capsys):
     with screen.Screen(["[red]model"]) as shown:
         shown.write(0, "a\x1b[2J\r\x07b [bold]", "note")
     assert r"a\x1b[2J\r\x07b [bold]" in capsys.readouterr().out
-
-
-def test_prompts_of_a_folder_are_those_held_out(tmp_path):
-    """Those of training would flatter the model that has seen them."""
-    for part in ("train", "test"):
-        kit.write_lines(tmp_path / f"{part}.jsonl", [{"prompt": f"{part}?"}])
-    args = talk.get_args(["x", "--prompts", str(tmp_path)])
-    assert [row["prompt"] for row in talk.read_prompts(args)] == ["test?"]

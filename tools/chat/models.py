@@ -251,7 +251,7 @@ class Judge(Model):
         """
         sequences = []
         for prompt, response in pairs:
-            prompt, _, [response] = rows.cut(self.tokenizer, prompt, [], [response], self.positions)
+            prompt, [response] = rows.cut(self.tokenizer, prompt, [response], self.positions)
             sequences.append((*prompt, *response))
         unique = sorted(set(sequences), key=len)
         scores, size = {}, args.per_device_eval_batch_size
