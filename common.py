@@ -118,12 +118,12 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, temperature=1.0):
         """logits: (M, V), targets: (M,) -> (M,)"""
-        parts = [in_fp32(logits[part], temperature).logsumexp(-1) for part in chunks(logits)]
+        parts = [scaled_logits(logits[part], temperature).logsumexp(-1) for part in chunks(logits)]
         logsumexp = torch.cat(parts)
         ctx.save_for_backward(logits, targets, logsumexp)
         ctx.temperature = temperature
         chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        return in_fp32(chosen, temperature) - logsumexp
+        return scaled_logits(chosen, temperature) - logsumexp
 
     @staticmethod
     def backward(ctx, grad):
@@ -132,7 +132,7 @@ class TokenLogprobs(torch.autograd.Function):
         out = torch.empty_like(logits)  # (M, V)
         grad = (grad / ctx.temperature).unsqueeze(-1)  # (M, 1)
         for part in chunks(logits):
-            scaled = in_fp32(logits[part], ctx.temperature)
+            scaled = scaled_logits(logits[part], ctx.temperature)
             softmax = (scaled - logsumexp[part, None]).exp_()  # (chunk, V)
             minus = softmax.mul_(-grad[part])  # -softmax * grad, and + grad at the target:
             out[part] = minus.scatter_add_(-1, targets[part, None], grad[part])
@@ -147,7 +147,7 @@ def chunks(logits):
     return [slice(start, start + step) for start in range(0, max(1, len(logits)), step)]
 
 
-def in_fp32(logits, temperature):
+def scaled_logits(logits, temperature):
     """logits / temperature, in fp32: rounded to bf16, sampling and scoring would disagree."""
     return logits.float() if temperature == 1 else logits.float() / temperature
 
@@ -156,7 +156,7 @@ def entropy(logits, temperature=1.0):
     """Entropy of softmax(logits / temperature), in nats.  (M, V) -> (M,)"""
     out = []
     for part in chunks(logits):
-        scaled = in_fp32(logits[part], temperature)
+        scaled = scaled_logits(logits[part], temperature)
         categorical = torch.distributions.Categorical(logits=scaled, validate_args=False)
         out.append(categorical.entropy())
     return torch.cat(out)
@@ -197,9 +197,9 @@ def token_logprobs(logits, layout, wanted, temperature=1.0):
     return scatter_to(wanted, TokenLogprobs.apply(logits, tokens, temperature))
 
 
-def response_logprobs(model, layout, wanted, temperature=1.0):
-    """Log-probs (B, R), fp32, of the tokens that `wanted` (B, R) marks, 0 elsewhere."""
-    wanted = wanted != 0
+def response_logprobs(model, layout, mask, temperature=1.0):
+    """Log-probs (B, R), fp32, of the tokens where `mask` (B, R) is not 0, and 0 elsewhere."""
+    wanted = mask != 0
     logits = response_logits(model, layout, wanted)  # (M, V)
     return token_logprobs(logits, layout, wanted, temperature)
 
@@ -399,7 +399,7 @@ def train_engine(model, args, batch_size, micro_steps, steps):
     return engine
 
 
-def frozen_engine(args, batch_size, tokenizer=None, value_head=None):
+def frozen_model(args, batch_size, tokenizer=None, value_head=None):
     """Loads a model for inference only: sharded under ZeRO-3, else whole on this rank's device."""
     args = flags.with_flags(args, dropout=None, lora_dim=0)
     model = load_model(args, tokenizer, value_head).requires_grad_(False)
@@ -420,7 +420,7 @@ def reference_of(actor, args, batch_size):
         others = [n for n, p in actor.named_parameters() if p.requires_grad and "lora_" not in n]
         assert not others, f"these train, too, so the reference would move: {others}"
         return lora.WithoutAdapters(actor)
-    return frozen_engine(args, batch_size)
+    return frozen_model(args, batch_size)
 
 
 def mean_factor(engine, count):

@@ -575,7 +575,7 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
         active = cache.active  # (b,)
 
         # Draw.
-        probs = torch.softmax(common.in_fp32(logits, args.temperature), -1)  # (b, V)
+        probs = torch.softmax(common.scaled_logits(logits, args.temperature), -1)  # (b, V)
         # Ids that no token uses cannot be drawn (embeddings are often padded). Tokens that --top_k
         # or --top_p excludes get probability 0, so the sum may be below 1.
         allowed = rollout.restricted(args, probs[:, : len(tokenizer)])  # (b, ids of the tokenizer)
@@ -701,7 +701,7 @@ def score(args, models, batch, actor=True):
 
 
 @torch.no_grad()
-def answered(args, models, tokenizer, requests):
+def roll_out_and_score(args, models, tokenizer, requests):
     """Parts 3 and 4 for held-out requests, as evaluation and microscope want them: micro-batches.
 
     The random numbers are the same each time: those of step 0.
@@ -894,11 +894,11 @@ def main():
 
     def evaluate_at(step):
         if few := evaluation.microscope_requests(args, held_out):  # --microscope
-            micro_batches = answered(args, models, tokenizer, few)
+            micro_batches = roll_out_and_score(args, models, tokenizer, few)
             set_advantages(args, micro_batches)
             evaluation.write_microscope(run, step, micro_batches)
         requests = evaluation.requests(held_out, args.eval_samples)
-        responses = evaluation.gathered(answered(args, models, tokenizer, requests))
+        responses = evaluation.gathered(roll_out_and_score(args, models, tokenizer, requests))
         return evaluation.report(run, step, responses, args.eval_samples)
 
     # The actor's log-probs are needed before the update if there is a second one, or if KL is in

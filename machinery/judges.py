@@ -30,7 +30,7 @@ def load_models(args, batch_size, tokenizer):
     models, critic_args = [], flags.of_role(args, "critic")
     for path in args.reward_model_name_or_path:
         judge_args = flags.with_flags(critic_args, model_name_or_path=path)
-        models.append(common.frozen_engine(judge_args, batch_size, tokenizer, "score"))
+        models.append(common.frozen_model(judge_args, batch_size, tokenizer, "score"))
     return models
 
 

@@ -315,7 +315,7 @@ def program():
     import common
     from machinery import flags, zero3
 
-    load, freeze = common.load_model, common.frozen_engine
+    load, freeze = common.load_model, common.frozen_model
 
     def whole(function):
         return lambda args, *given, **options: function(
@@ -325,7 +325,7 @@ def program():
     with machine() as count, pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero3, "loading_device", lambda args: "cpu")
         patch.setattr(common, "load_model", lambda *a, **o: moved(whole(load)(*a, **o)))
-        patch.setattr(common, "frozen_engine", whole(freeze))
+        patch.setattr(common, "frozen_model", whole(freeze))
         patch.setattr(
             common,
             "train_engine",

@@ -46,7 +46,8 @@ def in_training(name, change):
     Evaluations are left alone: they measure, and are to measure all runs alike. The responses that
     the microscope shows are no evaluation: they are made as in training.
     """
-    function, answered, few = getattr(ppo, name), ppo.answered, ppo.evaluation.microscope_requests
+    function, answered = getattr(ppo, name), ppo.roll_out_and_score
+    few = ppo.evaluation.microscope_requests
     shown, evaluating = None, False
 
     def noted(*args):
@@ -64,7 +65,7 @@ def in_training(name, change):
     def changed(*args):
         return function(*args) if evaluating else change(function, *args)
 
-    ppo.evaluation.microscope_requests, ppo.answered = noted, answered_alike
+    ppo.evaluation.microscope_requests, ppo.roll_out_and_score = noted, answered_alike
     setattr(ppo, name, changed)
 
 

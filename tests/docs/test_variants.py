@@ -307,7 +307,7 @@ def test_the_distill_variant_rewards_what_its_teacher_finds_likelier(tmp_path, m
     for name in ("load_model", "train_engine", "reference_of"):
         monkeypatch.setattr(script.common, name, lambda *args: "start")
     frozen = lambda args, *others: args.model_name_or_path  # noqa: E731
-    monkeypatch.setattr(script.common, "frozen_engine", frozen)
+    monkeypatch.setattr(script.common, "frozen_model", frozen)
     monkeypatch.setattr(script.judges, "load_models", lambda *args: [])
     words = "--preset toy --advantage reinforce --reward_fn recipes/toy/gold.py:gold".split()
     for teacher, reference in ([], "start"), (["--teacher_model_name_or_path", "T"], "T"):

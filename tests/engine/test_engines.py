@@ -86,7 +86,7 @@ def in_one_rank(base):
         during = len(calls)
         train_one_step(engine)
         hooks.append((during, len(calls) - during))
-    frozen = [common.frozen_engine(runs.tiny_args(base, stage), 2) for stage in (0, 3)]
+    frozen = [common.frozen_model(runs.tiny_args(base, stage), 2) for stage in (0, 3)]
     training = [sum(part.training for part in unwrap_model(model).modules()) for model in frozen]
     for repaired in (False, True):
         engine = tiny_engine(base, 1, options=["--dtype", "bf16"])

@@ -112,7 +112,7 @@ class Model:
         folders.refuse_other_kind(self.name, config, scores=bool(self.head))
         folders.has_weights(path, needed=True)
         self.tokenizer = folders.load_tokenizer(path, args)
-        self.model = common.frozen_engine(args, 1, self.tokenizer, self.head)
+        self.model = common.frozen_model(args, 1, self.tokenizer, self.head)
         text = config.get_text_config()
         self.positions = getattr(text, "max_position_embeddings", None) or 2**31 - 1
 
