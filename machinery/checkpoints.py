@@ -173,10 +173,10 @@ def refuse_others(folder, there, here):
     """
     for name in {**there, **here}:
         if there.get(name) != here.get(name):
-            rule = "resume-shape" if name == "shape" else "resume-another"
             words = f"--resume: in {folder} {name} is {there.get(name)}, and here {here.get(name)}."
-            advice = "Give what was given before. Of ranks and stages: docs/reliability.md."
-            raise Refused(rule, f"{words}\n  {advice}")
+            if name == "shape":
+                raise Refused("resume-shape", f"{words}\n  Ranks, stages: docs/reliability.md.")
+            raise Refused("resume-another", f"{words}\n  Give what was given before.")
 
 
 def load_engine(engine, folder):

@@ -199,9 +199,10 @@ def refuse_other_kind(path, config, scores):
 
     Or the other way round: a judge without a trained head would score at random.
     """
-    if scores != is_scorer(config):
-        kind = "no reward model: run reward.py" if scores else "a reward model, which cannot write"
-        raise Refused("cannot-score" if scores else "cannot-write", f"{path} is {kind}.")
+    if is_scorer(config) and not scores:
+        raise Refused("cannot-write", f"{path} is a reward model, which cannot write.")
+    if scores and not is_scorer(config):
+        raise Refused("cannot-score", f"{path} is no reward model. Run reward.py on it.")
 
 
 # ---- Tokenizers ----
@@ -219,7 +220,9 @@ def load_tokenizer(path, args=None, in_chats=False):
     config = load_config(path, trust_remote_code)
     # mistral-common's own tokenizer has no chat template
     options = {"config": config, "trust_remote_code": trust_remote_code, "mistral_format": False}
-    tokenizer = load_or_refuse(path, AutoTokenizer, **options)
+    # Where a reward model of an older version has its own: the other one appends EOS to each text.
+    own = Path(path, "as_trained")
+    tokenizer = load_or_refuse(own if own.is_dir() else path, AutoTokenizer, **options)
     if is_scorer(config) and tokenizer.is_fast:
         put_after_texts(tokenizer, [])  # not EOS, for stock tools: our scripts append it
     config = config.get_text_config()

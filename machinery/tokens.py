@@ -130,7 +130,7 @@ def render(tokenizer, messages, opening=False):
     special, such as <think>, are left to the template. Refuses the run if there is no template.
     """
     if tokenizer.chat_template is None:
-        words = "the data holds chats, and the tokenizer has no chat template."
+        words = "a prompt is a chat, and the tokenizer has no chat template."
         raise Refused("chat-template", f"{words} Take a chat model's.")
     said = "\0".join(str(value) for message in messages for value in message.values())
     special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)

@@ -123,3 +123,13 @@ def test_the_embedding_of_padding_learns(tmp_path):
         model(ids, attention_mask=mask).logits[:, 1:].logsumexp(-1).sum().backward()
         grads.append(model.get_input_embeddings().weight.grad)
     assert grads[0][1].abs().max() > 0 and grads[0].equal(grads[1])
+
+
+def test_a_judge_of_an_older_version_reads_texts_by_its_own_tokenizer(tmp_path):
+    """Its folder has a second tokenizer, which appends EOS also where no special tokens are asked
+    for. Read by that one, each prompt would hold an EOS, and no error would say so."""
+    folder = folder_of(tmp_path, config_of("llama"))
+    TOKENIZER.save_pretrained(tmp_path / "as_trained")
+    edit(tmp_path / "tokenizer.json", normalizer={"type": "Prepend", "prepend": "EOS"})
+    ids = folders.load_tokenizer(folder)("some text", add_special_tokens=False).input_ids
+    assert ids == TOKENIZER("some text", add_special_tokens=False).input_ids

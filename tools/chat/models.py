@@ -131,7 +131,7 @@ class Model:
         """Says in words why a prompt, or a response to it, cannot be turned into tokens."""
         try:
             yield
-        except formats.LeftOut as error:
+        except (formats.LeftOut, Refused) as error:
             shown = formats.as_text(prompt)[:300]
             words = f"{self.name} cannot be given a prompt: {error}.\n  {shown}"
             raise Refused("prompt-refused", words) from error
