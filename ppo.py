@@ -427,8 +427,9 @@ def load_models(args, tokenizer, functions, updates):
     of_functions = {
         name: functools.partial(judges.function_scores, name=name) for name in functions
     }
-    gold = of_functions.pop("gold", None)
-    judge = judges.sum_and_note(args, [*of_functions.values(), *of_models])
+    gold = of_functions.get("gold")
+    rewards = [of_functions[name] for name in judges.names_of(args) if name in of_functions]
+    judge = judges.sum_and_note(args, [*rewards, *of_models])
     return Models(actor, critic, reference, reward_models, functions, judge, gold)
 
 
