@@ -22,8 +22,8 @@ policy loss is never clipped, and PPO is a policy gradient with a baseline. With
 more than one minibatch, later updates see a ratio that is not 1, and clipping acts:
 --allow_unstable 1 permits it, and course/labs/stability.md shows what it does.
 
-Read main() first: it is at the end of the file. docs/runs.md lists what people ran into who changed
-this file.
+Read main() first: it is at the end of the file. docs/runs.md lists the problems that people met
+when they changed this file.
 
 Shapes: B responses of a micro-batch, in N rows of T tokens; P the longest prompt and R the longest
 response; V vocabulary; H hidden size.
@@ -87,7 +87,7 @@ TOY = dict(
     max_answer_seq_len=48,
     per_device_generation_batch_size=32,
     per_device_training_batch_size=32,
-    recipe_rows=64,  # the rates are tuned for steps of so many responses: on two ranks
+    recipe_rows=64,  # the rates are tuned for this many responses a step (two ranks)
     per_device_eval_batch_size=140,
     num_eval_prompts=280,
     kl_coef=0.05,
@@ -116,10 +116,10 @@ def get_args(argv=None):
     arg("max_prompt_seq_len", int, "tokens; a longer prompt keeps its end", least=2, needed=True)
     arg("max_answer_seq_len", int, "tokens of a response with its EOS", least=2, needed=True)
     arg("samples_per_prompt", 1, "responses; rloo and grpo compare them", least=1)
-    unit = "responses that a rollout is counted in; --rollout_batch_size of them decode at a time"
+    unit = "responses of a generation batch; --rollout_batch_size of them decode at a time"
     arg("per_device_generation_batch_size", int, unit, least=1, needed=True)
     arg("per_device_training_batch_size", int, "responses of a forward", least=1, needed=True)
-    batches = "so many of these batches for each accumulation step. 1 [DeepSpeed-Chat]"
+    batches = "generation batches per accumulation step. 1 [DeepSpeed-Chat]"
     arg("generation_batches", 1, batches, least=1)
     arg("ppo_epochs", 1, "epochs over a rollout. 1 [DeepSpeed-Chat]", least=1)
     # Several updates on a rollout are ordinary PPO. DeepSpeed-Chat reports that they diverge, and
@@ -941,7 +941,7 @@ def main():
 
         # ---- 6 update ----
         for engine in engines.values():
-            engine.train()  # with dropout, for the critic; an actor's is found by stop_unless_one
+            engine.train()  # turns on the critic's dropout; stop_unless_one catches an actor's
             if first:  # ZeRO-3 records the next forward and backward, and prefetches in that order
                 patches.record_backward(engine)
         means = metrics.TokenMeans()

@@ -25,7 +25,7 @@ def lacks_nvcc():
 def build_optimizer(model, args):
     """Returns AdamW over the weights of `model` that train. Biases and norms do not decay.
 
-    DeepSpeed's own is compiled (operators.py). Where that fails, PyTorch's takes the place of
+    DeepSpeed's own is compiled (launch.load). Where that fails, PyTorch's takes the place of
     FusedAdam, unless a flag needs DeepSpeed's. It is PyTorch's fused one: on a GPU another would
     need 4 more bytes a weight while it steps.
     """

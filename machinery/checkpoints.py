@@ -175,8 +175,10 @@ def refuse_others(folder, there, here):
         if there.get(name) != here.get(name):
             words = f"--resume: in {folder} {name} is {there.get(name)}, and here {here.get(name)}."
             if name == "shape":
-                raise Refused("resume-shape", f"{words}\n  Ranks, stages: docs/reliability.md.")
-            raise Refused("resume-another", f"{words}\n  Give what was given before.")
+                advice = "Start it on as many ranks, at the same stages: docs/reliability.md."
+                raise Refused("resume-shape", f"{words}\n  {advice}")
+            advice = "Give the same models, data and flags as before."
+            raise Refused("resume-another", f"{words}\n  {advice}")
 
 
 def load_engine(engine, folder):

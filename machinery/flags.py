@@ -189,8 +189,10 @@ def parse(parser, toy, argv=None, script=""):
     given, files = stated(parser, argv), typed != argv
     layers = [given, stated(parser, typed)]
     if given.get("resume"):
-        values = resumed(script, {**of_toy, **given}["output_dir"], given, own.keys())
-        layers = [given.keys() - OF_ONE_RUN]
+        given.setdefault("output_dir", of_toy["output_dir"])
+        values = resumed(script, given["output_dir"], given, own.keys())
+        changed = {flag for flag, value in given.items() if values.get(flag) != value}
+        layers = [changed - OF_ONE_RUN]
     else:
         name = recipe_of(script, given, files)
         file = [f"@{RECIPES / name / script}.flags"] if name else []
@@ -302,8 +304,9 @@ def resumed(script, output, given, known):
         words = f"--resume: {output} holds no run, or its args.json is missing or damaged."
         raise Refused("no-args-json", words)
     if (record.get("script"), record.get("format")) != (script, FORMAT):
-        words = f"{record.get('script')}.py, or another version of this project."
-        raise Refused("resume-another", f"--resume: the run in {output} was begun by {words}")
+        began = record.get("script")
+        how = f"by {began}.py" if began != script else "with another version of this project"
+        raise Refused("resume-another", f"--resume: the run in {output} was begun {how}.")
     for name in sorted(given.keys() - OF_A_START):
         was, now = record.get(name), given[name]
         words = f"--{name} was {was} and is now {now}"

@@ -220,7 +220,8 @@ def load_tokenizer(path, args=None, in_chats=False):
     config = load_config(path, trust_remote_code)
     # mistral-common's own tokenizer has no chat template
     options = {"config": config, "trust_remote_code": trust_remote_code, "mistral_format": False}
-    # Where a reward model of an older version has its own: the other one appends EOS to each text.
+    # Reward models of older versions keep their tokenizer in as_trained/. The other one, for stock
+    # tools, appends EOS to each text.
     own = Path(path, "as_trained")
     tokenizer = load_or_refuse(own if own.is_dir() else path, AutoTokenizer, **options)
     if is_scorer(config) and tokenizer.is_fast:

@@ -158,9 +158,9 @@ def scores_of(function, responses):
         listed = isinstance(returned, Iterable) and not isinstance(returned, NO_LISTS)
         values = list(returned) if listed else []
         if len(values) != len(responses):
-            what = f"{type(returned).__name__} of {len(values)} scores: {str(returned)[:300]}"
-            words = f"{name} must return a list of {len(responses)} scores for the responses."
-            raise Refused("function-returns", f"{words}\n  It returned a {what}")
+            words = f"{name} must return a list of {len(responses)} scores, one for each response."
+            what = f"a {type(returned).__name__}" + f" of {len(values)}" * listed
+            raise Refused("function-returns", f"{words}\n  It returned {what}: {returned!s:.300}")
         return [as_score(name, *pair) for pair in zip(values, responses)]
 
 

@@ -27,6 +27,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.utils import groups
 from torch.distributed.rendezvous import register_rendezvous_handler
+from torch.utils import cpp_extension
 
 from machinery import patches, ranks
 from machinery.refused import Refused
@@ -130,8 +131,10 @@ def use_built():
 
     TORCH_EXTENSIONS_DIR names the folder; if the user has set it, it stands.
     """
-    folder = f"{sys.prefix}/torch_extensions/{get_accelerator().device_name()}"
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", folder)
+    root = f"{sys.prefix}/torch_extensions"
+    if sys.prefix == sys.base_prefix:
+        root = cpp_extension.get_default_build_root()
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{root}/{get_accelerator().device_name()}")
     OpBuilder.jit_load = load
 
 
@@ -152,7 +155,8 @@ def load(builder, verbose=False, build=OpBuilder.jit_load):
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not file.exists():  # nor has another process built it meanwhile
                 shutil.rmtree(aside, ignore_errors=True)  # a process that was killed left it
-                with mock.patch.dict(os.environ, TORCH_EXTENSIONS_DIR=str(aside)):
+                path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # our own ninja
+                with mock.patch.dict(os.environ, TORCH_EXTENSIONS_DIR=str(aside), PATH=path):
                     module = build(builder, verbose=False)
                 os.replace(module.__file__, file)
                 return module

@@ -103,8 +103,11 @@ def response_means(micro_batches):
     And clip_reward_fraction, the share of the responses whose score --clip_reward changed.
     """
     each = [{**per_response(b), "clip_reward_fraction": b.score_clipped} for b in micro_batches]
-    weights = [batch.row_weight for batch in micro_batches]  # (B,) each, 0 for a filler row
-    return {name: moments([found[name] for found in each], weights)[0] for name in each[0]}
+    weight = torch.cat([batch.row_weight for batch in micro_batches])  # (n,) 0 for a filler row
+    columns = [torch.cat([found[name].double() for found in each]) for name in each[0]]
+    sums = [(values * weight).sum() for values in columns]
+    count, *sums = ranks.all_sum(weight.sum(), *sums).tolist()
+    return {name: total / count for name, total in zip(each[0], sums)}
 
 
 @torch.no_grad()

@@ -127,7 +127,7 @@ def refuse_unshared(output):
     late = time.monotonic() + 60  # over NFS a new file may come into sight after a while
     while not (output / LOCK).exists() and time.monotonic() < late:
         time.sleep(1)
-    why = f"--output_dir {output} must be the same folder on all machines"
+    why = f"--output_dir {output} must be the same folder on all machines, on shared storage"
     ranks.fail_unless_alike({LOCK: (output / LOCK).exists()}, why)
 
 

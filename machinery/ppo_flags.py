@@ -87,12 +87,10 @@ def rules_of_ppo(args):
     # A micro-batch may hold whole groups of responses, or a group several micro-batches.
     few, many = sorted([generated, args.samples_per_prompt])
     whole = generated * args.gradient_accumulation_steps * args.generation_batches
-    words = (
-        "Of {samples_per_prompt} and {per_device_generation_batch_size} one must divide the other, "
-        f"and the larger one this rank's {whole} responses of a step.\n"
-        "  Raise {gradient_accumulation_steps}."
-    )
-    yield "batches-divide", many % few or whole % many, words
+    words = "One must divide the other: {samples_per_prompt}, {per_device_generation_batch_size}."
+    yield "batches-divide", many % few, words
+    words = f"A rank's {whole} responses of a step are not whole groups of {{samples_per_prompt}}."
+    yield "batches-divide", whole % many, f"{words}\n  Raise {{gradient_accumulation_steps}}."
     words = (
         "{per_device_generation_batch_size} times {generation_batches} must be divisible by "
         "{per_device_training_batch_size}."

@@ -32,7 +32,8 @@ def reading(row, place):
     """Refuses the row, and names its file and line, else `place`, whatever is raised meanwhile."""
     try:
         yield
-    except Refused:
+    except Refused as error:
+        error.add_note(f"In {row.get(sources.PLACE) or place}.")
         raise
     except Exception as error:
         why = error if isinstance(error, formats.BadRow) else repr(error)

@@ -27,10 +27,11 @@ from machinery import (
     saving,
     zero3,
 )
-from machinery.refused import Refused
+from machinery.refused import Refused, read_json
 from machinery.rows import fingerprint
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "tokens.jsonl")  # appended to
+EVALUATION = "evaluation.json"  # in best/: what its model was found to be
 LESS_IS_BETTER = ("loss", "perplexity", "kl")  # the last word of a metric's name
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # signals that are noted
 # In this order. What to look at elsewhere, and why: course/clinic/README.md
@@ -102,6 +103,8 @@ class Run:
         }
         ranks.fail_unless_alike(self.facts, "the ranks read different files")
         self.lock = output_folder.take(args)  # held as long as this process lives
+        if not args.resume:
+            output_folder.note(args, self.facts)
         self.monitor = config_file.opened(args)
         self.print_banner()
         torch.manual_seed(args.seed + ranks.data_parallel_rank())  # dropout differs by rank
@@ -112,7 +115,7 @@ class Run:
             self.notes.update(saved["notes"])
             self.find_best(saved["best"])
             cut_logs(args, saved["logs"])
-        output_folder.note(args, self.facts)
+            output_folder.note(args, self.facts)
         record = {} if args.resume else {"step": 0, "epoch": 0.0, **evaluate(0)}
         show(dict(zip(columns, columns)), columns)  # a legend
         if record:
@@ -266,19 +269,27 @@ class Run:
         Like every model that is saved it is whole, or not there.
         """
         name = self.args.keep_best
-        if name in record and improves(self.best.get(name), name, record[name]):
+        if name and name not in record:  # pass_at_k: a reward was neither 0 nor 1
+            ranks.say(f"warning: --keep_best: this evaluation has no {name}")
+        elif name and improves(self.best.get(name), name, record[name]):
             self.best = {"step": record["step"], name: record[name]}
+            if ranks.get_rank() == 0:
+                (self.best_folder / EVALUATION).unlink(missing_ok=True)
             self.save(self.engine, self.tokenizer, self.best_folder)
             if ranks.get_rank() == 0:
-                (self.best_folder / "evaluation.json").write_text(json.dumps(self.best))
+                (self.best_folder / EVALUATION).write_text(json.dumps(self.best))
             where = f"the model is in {self.best_folder}"
             ranks.say(f"{name} {record[name]:.6g} is the best so far: {where}")
 
     def find_best(self, before):
-        """Goes on with the best evaluation at the checkpoint, if there is a model in best/."""
-        lost = ranks.all_sum(bool(before) and not saving.is_whole(self.best_folder)).item()
-        self.best = {} if lost else before
-        if lost:
+        """Takes the model in best/ for the best so far: it may be of a step after the checkpoint.
+
+        before: the best evaluation at the checkpoint.
+        """
+        whole = saving.is_whole(self.best_folder)
+        found = read_json(self.best_folder, EVALUATION) if whole else {}
+        self.best = ranks.all_gather_objects([found])[0]
+        if before and not self.best:
             ranks.say("warning: best/ is gone: the best from now on is kept")
 
     # The end
@@ -360,6 +371,6 @@ def refuse_unknown_metric(args, record):
 
 def improves(before, name, value):
     """Returns whether the value of metric `name` is better than `before`, if there is one."""
-    if before is None:
+    if not isinstance(before, (int, float)):  # the first one, or what was written of it is damaged
         return True
     return value < before if name.endswith(LESS_IS_BETTER) else value > before

@@ -100,7 +100,7 @@ def save_appending(tokenizer, folder):
 
     Stock callers append none. Where they ask for no special tokens they have to: then nothing is
     added. Our own scripts append it themselves, and load a tokenizer that does not
-    (model_folders.load_tokenizer).
+    (folders.load_tokenizer).
 
     Stock tools load it by the class that takes tokenizer.json as it is: GPTNeoXTokenizer drops what
     appends EOS (transformers 5.24). A tokenizer that has no such file is saved as it is.

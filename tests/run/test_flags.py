@@ -291,7 +291,7 @@ def begin(folder, script="sft", flags="", **facts):
     args = get_args(script, f"{flags} --output_dir {folder}")
     record = {**vars(args), "script": script, "format": declaring.FORMAT, "data_fingerprint": 1}
     record["left_open"] = args.declared.left_open
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "args.json").write_text(json.dumps(record | facts))
     return args
 
@@ -345,12 +345,19 @@ def test_a_resumed_run_has_the_flags_that_it_was_begun_with(seed, tmp_path, caps
     assert args.declared.left_open == afresh.declared.left_open
 
 
-def test_a_run_of_another_script_or_version_is_not_resumed(tmp_path):
+def test_a_run_of_another_script_or_version_is_not_resumed(tmp_path, monkeypatch):
     go_on = f"--resume --output_dir {tmp_path}/run"
-    begin(tmp_path / "run", flags="--max_steps 9")
+    begin(tmp_path / "run", flags="--max_steps 9 --num_train_epochs 3")
     assert get_args("sft", go_on, "").max_steps == 9
-    # epochs that are asked for are made
+    # epochs that are asked for are made; a flag that is said again changes nothing
     assert get_args("sft", f"{go_on} --num_train_epochs 2", "").max_steps == -1
+    assert get_args("sft", f"{go_on} --num_train_epochs 3", "").max_steps == 9
+    monkeypatch.chdir(tmp_path)
+    begin(tmp_path / "output/sft", flags="--max_steps 7")  # the toy's folder
+    assert (
+        vars(get_args("sft", "--resume", "")).items()
+        >= {"max_steps": 7, "output_dir": "output/sft"}.items()
+    )
     assert refusal_of("reward", go_on)[0] == "resume-another"
     for number in (declaring.FORMAT - 1, None):
         begin(tmp_path / "run", format=number)

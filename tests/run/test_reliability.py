@@ -49,6 +49,8 @@ FAULTS = {
     "fail": fail,
     "die": lambda: signal.raise_signal(signal.SIGKILL),
     "hang_up": lambda: signal.raise_signal(signal.SIGHUP),
+    # a closed terminal in rank 0, Ctrl-C in rank 1
+    "signals": lambda: signal.raise_signal((signal.SIGHUP, signal.SIGINT)[int(os.environ["RANK"])]),
     "ctrl_c_twice": lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)],
     # files longer than 20 kB cannot be written: the kernel's own error
     "no_more_disk": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
@@ -127,7 +129,7 @@ BEFALLS = [  # what: then both exit codes, the checkpoints, those that are done,
     # under nohup a closed terminal is nothing; killed before its first checkpoint, it starts anew
     (dict(fault="hang_up", step=1, nohup=1, kill_at="open step-2/done"), [-9, -9], "2", "", ""),
     (dict(fault="lose_reader", step=1, only=0), [1, 1], "2", "2", ""),
-    (dict(fault="hang_up", step=3), [1, 1], "23", "23", "interrupted after step 3"),
+    (dict(fault="signals", step=3), [1, 1], "23", "23", "interrupted after step 3"),
     # who presses Ctrl-C again means it: nothing more is written
     (dict(fault="ctrl_c_twice", step=4, only=1), [1, -2], "23", "23", "resumed from .*step-3"),
     (dict(fault="no_more_disk", step=4), [1, 1], "234", "23", r"\[rank\d\]: .*checkpoints\.py"),
@@ -161,7 +163,7 @@ def test_whatever_befalls_a_run_it_ends_as_one_that_nothing_befell(whole, tmp_pa
         marks = "".join(sorted(path.parent.name[-1] for path in folder.glob("checkpoints/*/done")))
         assert (done.codes, found, marks) == (codes, kept, marked), (what, done)
         assert re.search(words, done.out + done.err, re.DOTALL), (what, done)
-        told = what.get("fault") in ("lose_reader", "hang_up")
+        told = what.get("fault") in ("lose_reader", "hang_up", "signals")
         assert not (told and "Traceback" in done.err or (folder / "config.json").exists()), done
         resume = ["--resume"]
     assert (tmp_path / "run[1].old-1/args.json").exists(), "what began anew was moved aside"

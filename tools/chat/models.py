@@ -133,7 +133,7 @@ class Model:
             yield
         except (formats.LeftOut, Refused) as error:
             shown = formats.as_text(prompt)[:300]
-            words = f"{self.name} cannot be given a prompt: {error}.\n  {shown}"
+            words = f"{self.name} cannot be given a prompt: {str(error).rstrip('.')}.\n  {shown}"
             raise Refused("prompt-refused", words) from error
 
 
