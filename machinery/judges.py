@@ -158,7 +158,7 @@ def scores_of(function, responses):
         listed = isinstance(returned, Iterable) and not isinstance(returned, NO_LISTS)
         values = list(returned) if listed else []
         if len(values) != len(responses):
-            words = f"{name} must return a list of {len(responses)} scores, one for each response."
+            words = f"{name} must return a list of {len(responses)} scores for the responses."
             what = f"a {type(returned).__name__}" + f" of {len(values)}" * listed
             raise Refused("function-returns", f"{words}\n  It returned {what}: {returned!s:.300}")
         return [as_score(name, *pair) for pair in zip(values, responses)]
