@@ -808,12 +808,12 @@ def loss_weights(args, masks):
         constant    1/n * sum over i of (sum of loss_t / C)      C = --max_answer_seq_len: Dr. GRPO
 
     [Yu 2025] eq. 8 (there over the responses to one prompt, here over those of the whole step),
-    [Shao 2024] eq. 3, [Liu 2025] section 3.2. With `responses` a token of a long
-    response counts less: long bad ones are punished less for each token, and long good ones are
-    reinforced less. With `tokens` and `constant` a long response counts more as a whole; within one
-    step these two differ only by a constant factor. Responses with no counted tokens are left out
-    of n. The critic's loss is always the mean over the tokens of `trained_mask`; the metrics,
-    actor_loss among them, are means over all tokens of response_mask.
+    [Shao 2024] eq. 3, [Liu 2025] section 3.2. With `responses` a token of a long response counts
+    less: long bad ones are punished less for each token, and long good ones are reinforced less.
+    With `tokens` and `constant` a long response counts more as a whole; within one step these two
+    differ only by a constant factor. Responses with no counted tokens are left out of n. The
+    critic's loss is always the mean over the tokens of `trained_mask`; the metrics, actor_loss
+    among them, are means over all tokens of response_mask.
     """
     if args.loss_mean == "tokens":
         return masks, ranks.all_sum(sum(mask.sum() for mask in masks)).item()

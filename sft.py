@@ -88,9 +88,8 @@ def collate(rows, pad_id):
 
     The loss never covers a row's first token, which nothing predicts, nor a filler row.
     """
-    ids, mask = common.pad(  # (B, T)
-        [row["prompt_ids"] + row["responses"][0] for row in rows], pad_id
-    )
+    sequences = [row["prompt_ids"] + row["responses"][0] for row in rows]
+    ids, mask = common.pad(sequences, pad_id)  # (B, T)
     covered = [row["prompt_loss_mask"] + [1] * len(row["responses"][0]) for row in rows]
     loss_mask, _ = common.pad([[0] + row[1:] for row in covered], 0, dtype=torch.float)  # (B, T)
     first = loss_mask.any(0).nonzero()[0].item()  # the leftmost column that counts; R = T - first

@@ -45,7 +45,7 @@ def refuse_drift(args, engine, ids, pad_id):
     alone = numbers_of(engine, ids[:-AHEAD], 0, pad_id)  # (1, t)
     padded = numbers_of(engine, ids, PADDING, pad_id)[:, : alone.shape[1]]
     engine.train()
-    drift = largest((alone - padded).abs().mean() / alone.std().clamp(min=1e-6))
+    drift = ranks.largest((alone - padded).abs().mean() / alone.std().clamp(min=1e-6))
     kind = unwrap_model(engine).config.model_type
     if drift == torch.inf:
         words = f"what this {kind} model says of a row is not finite. Are its weights damaged?"
@@ -57,11 +57,6 @@ def refuse_drift(args, engine, ids, pad_id):
             f"{drift:.4g} standard deviations (allowed: {DRIFT[args.dtype]}).\n"
             "  Take another architecture, such as OPT, Llama or Qwen.",
         )
-
-
-def largest(number):
-    """Returns the largest of all ranks' numbers (0-d tensors), infinity if one is NaN."""
-    return max(ranks.all_gather_objects([number.nan_to_num(nan=torch.inf).item()]))
 
 
 def numbers_of(engine, ids, padding, pad_id):
@@ -138,7 +133,7 @@ def stop_unless_one(run, minibatch):
     approx_kl (k3) is then below the square of the ratio's distance from 1.
     """
     off = [((batch.ratio - 1).abs() * batch.response_mask).max() for batch in minibatch]
-    worst = largest(torch.stack(off).max())
+    worst = ranks.largest(torch.stack(off).max())
     dtype = run.args.dtype
     if worst > FIRST_RATIO[dtype]:
         ranks.say(

@@ -185,16 +185,16 @@ def parse(parser, toy, argv=None, script=""):
     parser._option_string_actions["--preset"].choices = presets(script)
     own, of_toy = vars(parser.parse_args([])), stated(parser, words_of(toy))
     parser.set_defaults(**of_toy)  # which --help shows
-    typed = [word for word in argv if not word.startswith("@")]
-    given, files = stated(parser, argv), typed != argv
-    layers = [given, stated(parser, typed)]
+    given = stated(parser, argv)
     if given.get("resume"):
         given.setdefault("output_dir", of_toy["output_dir"])
         values = resumed(script, given["output_dir"], given, own.keys())
         changed = {flag for flag, value in given.items() if values.get(flag) != value}
         layers = [changed - OF_ONE_RUN]
     else:
-        name = recipe_of(script, given, files)
+        typed = [word for word in argv if not word.startswith("@")]
+        layers = [given, stated(parser, typed)]
+        name = recipe_of(script, given, files=typed != argv)
         file = [f"@{RECIPES / name / script}.flags"] if name else []
         values = {**(of_toy if name == "toy" else stated(parser, file)), "preset": name}
     args = Flags(**{**own, **values, **given})

@@ -150,7 +150,7 @@ def load(builder, verbose=False, build=OpBuilder.jit_load):
     file = Path(os.environ["TORCH_EXTENSIONS_DIR"], f"{builder.name}-{made_for()}.so")
     if not file.exists():
         aside = file.parent / "building"
-        aside.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         with open(file.parent / "building.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not file.exists():  # nor has another process built it meanwhile

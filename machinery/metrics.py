@@ -66,7 +66,7 @@ class TokenMeans:
     def of_all_updates(self):
         """Returns {name: mean}, ratio_max, and the sum of the losses as `loss`."""
         means = means_of_tokens(self.totals)
-        ratio_max = max(ranks.all_gather_objects([torch.stack(self.ratio_max).max().item()]))
+        ratio_max = ranks.largest(torch.stack(self.ratio_max).max())
         loss = means["actor_loss"] + means.get("critic_loss", 0)
         return {"loss": loss, **means, "ratio_max": ratio_max}
 
@@ -171,9 +171,9 @@ def sampling_means(micro_batches):
     # log(pi / mu), (B, R) each
     log_ratios = [b.old_logprobs - b.per_token["sampled_logprobs"] for b in micro_batches]
     outside = [((log_ratio.exp() - 1).abs() > 0.2).float() for log_ratio in log_ratios]
-    gap = torch.stack([token_gaps(batch).max() for batch in micro_batches]).max().item()
+    gap = torch.stack([token_gaps(batch).max() for batch in micro_batches]).max()
     return {
-        "sampling_gap": max(ranks.all_gather_objects([gap])),
+        "sampling_gap": ranks.largest(gap),
         "sampling_kl": -moments(log_ratios, real)[0],
         "sampling_outside": moments(outside, real)[0],
     }

@@ -90,6 +90,11 @@ def all_gather_objects(items):
     return [item for part in lists for item in part]
 
 
+def largest(number):
+    """Returns the largest of all ranks' numbers (0-d tensors), infinity if one is NaN."""
+    return max(all_gather_objects([number.nan_to_num(nan=torch.inf).item()]))
+
+
 def each_once(rows):
     """Returns all ranks' rows (dicts with row_weight) on every rank, each once, without fillers."""
     first = get_rank() % tensor_parallel_size() == 0

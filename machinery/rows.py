@@ -77,8 +77,9 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
             if tokenizer.chat_template:
                 prompt, texts = formats.as_chat(prompt, texts)
             bare = isinstance(prompt, str) and all(texts)  # a text learned whole has none
-            made = tokenise(tokenizer, stage, prompt, texts, example, train_on)
-            whole, mask, answers, found = made
+            whole, mask, answers, found = tokenise(
+                tokenizer, stage, prompt, texts, example, train_on
+            )
             ids, responses = cut(tokenizer, whole, answers, limit)
             notes = {
                 "are dialogues as text, and get the chat template": prompt is not text,
@@ -232,8 +233,8 @@ def load_rows(args, opened, tokenizer, limit):
 
 def serves(columns, stage):
     """Returns whether the stage can make rows of these columns."""
-    formats_of = (need.split() for need, stages in formats.FORMATS.items() if stage in stages)
-    return any({*need} <= {*columns} for need in formats_of)
+    able = [need for need, stages in formats.FORMATS.items() if stage in stages.split()]
+    return any({*need.split()} <= {*columns} for need in able)
 
 
 def refuse_unknown_columns(path, columns, stage, flag="--data_path"):

@@ -147,8 +147,10 @@ def test_by_nccl_vllm_starts_from_files_and_then_gets_tensors(
 
     def new_sender(ask, device, timeout):
         senders.append(device)
-        copied = lambda tensors: {name: tensor.clone() for name, tensor in tensors.items()}  # noqa: E731
-        return SimpleNamespace(send=lambda tensors: sent.append(copied(tensors)))
+        return SimpleNamespace(send=send)
+
+    def send(tensors):
+        sent.append({name: tensor.clone() for name, tensor in tensors.items()})
 
     on_gpu(monkeypatch)
     monkeypatch.setattr(vllm.vllm_nccl, "Sender", new_sender)
@@ -412,7 +414,10 @@ def test_what_vllm_cannot_do_is_refused(client, other_server, monkeypatch, has, 
 @pytest.mark.parametrize("answer", [{}, {"status": "ok"}])
 def test_a_server_at_a_url_that_is_not_vllm_is_refused(client, other_server, monkeypatch, answer):
     """It answers with JSON of its own; or it is one without VLLM_SERVER_DEV_MODE=1."""
-    reply = lambda route: vllm_stub.Routes.answer(route, answer, 200 if answer else 404)  # noqa: E731
+
+    def reply(route):
+        vllm_stub.Routes.answer(route, answer, 200 if answer else 404)
+
     monkeypatch.setattr(other_server.routes, "do_GET", reply, raising=False)
     with kit.refuses("vllm-url"):
         client(vllm_url=other_server.url)
