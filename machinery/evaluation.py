@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig
 
 import common
-from machinery import batching, judges, metrics, ranks, zero3
+from machinery import batching, folders, judges, metrics, ranks, zero3
 from machinery.run import append, show_sample
 from machinery.tokens import keep_end, tokenise_response
 
@@ -50,11 +50,12 @@ def answer_greedily(args, engine, tokenizer, prompts):
     ids, mask = (x.to(ranks.device()) for x in common.pad(prompts, tokenizer.pad_token_id))
     special = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     greedy = GenerationConfig(max_new_tokens=room, do_sample=False, **special)
+    options = {"generation_config": greedy, **folders.accepted(engine)}
     engine.eval()  # no dropout
     with zero3.gather_for_generation(engine) as (model, synced):
         own = model.generation_config  # generate() fills in from it what `greedy` leaves open
         model.generation_config = greedy
-        out = model.generate(ids, attention_mask=mask, generation_config=greedy, synced_gpus=synced)
+        out = model.generate(ids, attention_mask=mask, synced_gpus=synced, **options)
         model.generation_config = own
     engine.train()
     out = out[:, ids.shape[1] :]

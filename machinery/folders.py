@@ -299,10 +299,12 @@ def accepted(model, **options):
     """Returns those of the options that the model's forward takes. (BLOOM takes no position ids.)
 
     A model that cannot give logits at single places takes a number of last columns, or nothing.
-    What is `cache` in transformers 5.24 was `past_key_values` before.
+    What is `cache` in transformers 5.24 was `past_key_values` before. No script uses the loss of
+    balance that a mixture of experts computes from its routers' logits.
     """
     takes = inspect.signature(unwrap_model(model).forward).parameters
     options.setdefault("past_key_values", options.get("cache"))
+    options.setdefault("output_router_logits", False)
     return {name: value for name, value in options.items() if name in takes}
 
 

@@ -6,11 +6,13 @@ requirements.txt allows: transformers 5.24 takes none below 0.22.) [Schulman 202
 Regret", thinkingmachines.ai/blog/lora.
 """
 
+import re
 from pathlib import Path
 
 import torch
+import torch.nn as nn
 
-from machinery import folders, zero3
+from machinery import folders, ranks, zero3
 
 
 def add_adapters(model, args, path, value_head=None):
@@ -21,18 +23,20 @@ def add_adapters(model, args, path, value_head=None):
         W x becomes W x + B A x * alpha / dim, with B = 0 at first
 
     The value head, named `value_head`, trains in full: it may be new, and is a single row.
-    path: where the frozen weights came from.
+    path: where the frozen weights came from. Says which matrices have no adapter: peft gives the
+    experts of some models none.
     """
     if not args.lora_dim:
         return
     import peft  # here, not above: it is slow to import, and only LoRA needs it
 
     head = [value_head] if value_head else None
+    left_out = [*unadaptable(model), *(head or [])]
     config = peft.LoraConfig(
         r=args.lora_dim,
         lora_alpha=args.lora_alpha,
         target_modules="all-linear",
-        exclude_modules=head,
+        exclude_modules=left_out or None,
         base_model_name_or_path=str(Path(path).resolve()) if Path(path).is_dir() else path,
     )
     torch.manual_seed(args.seed)
@@ -41,6 +45,45 @@ def add_adapters(model, args, path, value_head=None):
     config.task_type, config.modules_to_save = "SEQ_CLS" if head else "CAUSAL_LM", head
     if value_head:
         getattr(model, value_head).requires_grad_(True)
+    say_what_has_none(model)
+
+
+def unadaptable(model):
+    """Returns the names of linear layers that cannot have an adapter.
+
+    They are routers, which give several tensors, and what a Mamba mixer has beside in_proj: its
+    kernels take those weights, and leave out what an adapter adds.
+    """
+    found = []
+    for name, layer in model.named_modules():
+        mamba = hasattr(layer, "conv1d") and hasattr(layer, "D")
+        for own, part in layer.named_children():
+            router = type(part).__name__.endswith("Router")
+            if isinstance(part, nn.Linear) and (router or mamba and own != "in_proj"):
+                found.append(f"{name}.{own}")
+    return found
+
+
+def say_what_has_none(model):
+    """Says which frozen matrices have no adapter, if any do beside embeddings and the output."""
+    layers, output = adapted_layers(model).values(), model.get_output_embeddings()
+    adapted = [getattr(layer.get_base_layer(), name_of_weight(layer)) for layer in layers]
+    ends = [m.weight for m in model.modules() if isinstance(m, nn.Embedding) or m is output]
+    known, left_out, names = {id(weight) for weight in adapted + ends}, 0, set()
+    for name, weight in model.named_parameters():
+        matrix = len(getattr(weight, "ds_shape", weight.shape)) > 1
+        if matrix and not weight.requires_grad and id(weight) not in known:
+            left_out += zero3.size_of(weight)
+            names.add(re.sub(r".*\.\d+\.|base_layer\.", "", name))
+    if names:
+        count = sum(map(zero3.size_of, adapted))
+        weights = f"{count:,} of {count + left_out:,} weights"
+        ranks.say(f"LoRA adapts {weights}: {', '.join(sorted(names))} have no adapter")
+
+
+def name_of_weight(layer):
+    """Returns what the weight beside an adapter is called: of experts it is a parameter's name."""
+    return getattr(layer, "parameter_name", "weight")
 
 
 def adapted_layers(model):
@@ -91,12 +134,28 @@ def merge_adapters(model, adapters):
 
 
 def merge_state(model, state):
-    """Adds each adapter to the weight that it sat beside, in `state`, {name: whole tensor}."""
-    for name, layer in adapted_layers(model).items():
-        a = state.pop(f"{name}.lora_A.default.weight").float()
-        b = state.pop(f"{name}.lora_B.default.weight").float()
-        delta = (b @ a).T if layer.fan_in_fan_out else b @ a
-        weight = state[f"{name}.base_layer.weight"]
-        whole = weight.float() + layer.scaling["default"] * delta
-        state[f"{name}.base_layer.weight"] = whole.to(weight.dtype)
-    return {name.replace(".base_layer.", "."): tensor for name, tensor in state.items()}
+    """Adds each adapter to the weight that it sat beside, in `state`, {name: whole tensor}.
+
+    Of e experts peft stacks all A, (e * r, in), and has in B (out, r * e), the expert changing
+    fastest.
+    """
+    layers = adapted_layers(model)
+    factors = {
+        name: [state.pop(f"{name}.lora_{x}.default.weight").float() for x in "AB"]
+        for name in layers
+    }
+    # experts' adapters lie inside one another
+    state = {name.replace(".base_layer", ""): tensor for name, tensor in state.items()}
+    for name, layer in layers.items():
+        a, b = factors[name]
+        experts = getattr(layer, "num_experts", 1)
+        a = a.view(experts, -1, a.shape[1])  # (e, r, in)
+        b = b.view(b.shape[0], -1, experts)  # (out, r, e)
+        delta = torch.stack([b[:, :, e] @ a[e] for e in range(experts)])  # (e, out, in)
+        if layer.fan_in_fan_out or getattr(layer.get_base_layer(), "is_transposed", False):
+            delta = delta.mT
+        own = f"{name.replace('.base_layer', '')}.{name_of_weight(layer)}"
+        weight = state[own]
+        whole = weight.float() + layer.scaling["default"] * delta.view_as(weight)
+        state[own] = whole.to(weight.dtype)
+    return state

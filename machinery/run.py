@@ -150,11 +150,13 @@ class Run:
         scratch = "" if folders.has_weights(path) else ", from scratch"
         model = zero3.unwrap_model(engine)
         count, training = (zero3.count_parameters(model, part) / 1e6 for part in (False, True))
+        balanced = getattr(model.config.get_text_config(), "output_router_logits", False)
+        experts = "\n  experts  their balancing loss (output_router_logits) is not used" * balanced
         ranks.say(
             f"{self.title}   (preset {args.preset}, seed {args.seed}, output {args.output_dir})\n"
             f"  model    {path}: {count:,.2f} M parameters ({training:,.3f} M of them train), "
             f"{args.dtype}, ZeRO stage {engine.zero_optimization_stage()}, "
-            f"{ranks.get_world_size()} x {ranks.device().type}{scratch}\n"
+            f"{ranks.get_world_size()} x {ranks.device().type}{scratch}{experts}\n"
             f"  batch    {self.batch_size} per device x {self.micro_steps} accumulation "
             f"x {ranks.data_parallel_size()} ranks = {self.rows_per_step} rows per step"
             f"{flags.rows_note(args, self.rows_per_step)}\n"

@@ -84,24 +84,37 @@ def gather_for_generation(engine, room=0):
 
     room: the bytes that the forwards need beside the weights.
 
-    DeepSpeed's hooks are taken off meanwhile. At every stage they keep the engine's clocks, and
-    under ZeRO-3 they gather the weights anew for every token (4 times as long). If the gathered
-    weights do not fit beside what is there, the hooks stay, and `synced` is True: then all ranks
-    must make the same number of forwards.
+    DeepSpeed's hooks are taken off meanwhile, and nobody else's: by its own transformers collects
+    what a config asks for. At every stage DeepSpeed's keep the engine's clocks, and under ZeRO-3
+    they gather the weights anew for every token (4 times as long). If the gathered weights do not
+    fit beside what is there, they stay, and `synced` is True: then all ranks must make the same
+    number of forwards.
     """
     release_early_gathers(engine)
     model = unwrap_model(engine)
     sharded = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     synced = bool(sharded) and not fit_on_every_rank(sharded, room)
-    deepspeeds = sharded or model is not engine  # hooks; a plain model has its user's alone
-    hooked = model.modules() if deepspeeds and not synced else ()
-    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in hooked]
+    hooked = () if synced else model.modules()
+    tables = [t for m in hooked for t in (m._forward_pre_hooks, m._forward_hooks)]  # {id: hook}
+    before = [dict(table) for table in tables]
     with gathered_parameters(sharded, enabled=not synced):
-        for module, before, after in hooks:
-            module._forward_pre_hooks, module._forward_hooks = type(before)(), type(after)()
+        for table, hooks in zip(tables, before):
+            put_in(table, {key: hook for key, hook in hooks.items() if not is_deepspeeds(hook)})
         yield model, synced
-    for module, before, after in hooks:
-        module._forward_pre_hooks, module._forward_hooks = before, after
+    for table, hooks in zip(tables, before):
+        now = {**hooks, **table}  # in their order, with what came meanwhile
+        put_in(table, {k: hook for k, hook in now.items() if k in table or is_deepspeeds(hook)})
+
+
+def is_deepspeeds(hook):
+    """Returns whether a hook is a function of DeepSpeed's."""
+    return hook.__module__.startswith("deepspeed.")
+
+
+def put_in(table, hooks):
+    """Makes `hooks` all that is in a table. It stays the same object: handles refer to it."""
+    table.clear()
+    table.update(hooks)
 
 
 def release_early_gathers(engine):
