@@ -78,7 +78,7 @@ def say_what_has_none(model):
     if names:
         count = sum(map(zero3.size_of, adapted))
         weights = f"{count:,} of {count + left_out:,} weights"
-        ranks.say(f"LoRA adapts {weights}: {', '.join(sorted(names))} have no adapter")
+        ranks.say(f"LoRA adapts {weights}; without an adapter: {', '.join(sorted(names))}")
 
 
 def name_of_weight(layer):
