@@ -10,7 +10,12 @@ agree up to rounding with the run of one rank under ZeRO 0. The resumed run's cu
 in safetensors files, must be those of the run that was not interrupted, to the bit. What the script
 must know: --output_dir, --max_steps, --log_steps, --zero_stage, --gradient_accumulation_steps, a
 per-device batch size, --save_steps, --resume; it leaves metrics.jsonl. Dropout is turned off, as
-its random numbers depend on the layout.
+its random numbers depend on the layout. So is warm-up, in which the weights would hardly move.
+
+If the script knows --data_split, it also trains on so few rows that each step is an epoch. On two
+ranks filler rows complete the step, and one rank has fewer rows than the other; on one rank the
+step has the same rows and no filler. Both must agree. Without this, a loss that includes fillers,
+or a mean of the ranks' means, would be the same in all layouts.
 
 A sampled token may lie on an edge: rounding decides between two tokens, and the response is another
 one in another layout. If the script knows --gold_fn, the responses of all rollouts are recorded
@@ -18,7 +23,8 @@ through it, and those that flipped are named. What comes before them is compared
 there, and evaluations without a flipped response. If less than half of the steps is left, or if
 more than one response in eight flips in one step, the layout differs.
 
-Takes about 15 seconds a run, eight runs; four with --quick. Exit code 1 if anything differs.
+Takes about 15 seconds a run, ten runs; six with --quick. The last lines say what was looked at.
+Exit code 1 if anything differs.
 """
 
 import argparse
@@ -39,7 +45,8 @@ BATCH_SIZES = (
     "--per_device_generation_batch_size",
     "--per_device_training_batch_size",
 )
-DROPOUTS = ("--dropout", "--actor_dropout", "--critic_dropout")
+OFF = ("--dropout", "--actor_dropout", "--critic_dropout", "--num_warmup_steps")
+STEPS_OF_RLHF = ("sft", "reward", "ppo")  # in the order of --data_split
 # name: ranks, ZeRO stage, micro-batches of a step on a rank
 LAYOUTS = {
     "1 rank, ZeRO 0": (1, 0, 1),
@@ -51,7 +58,8 @@ LAYOUTS = {
     "1 rank, ZeRO 2, 2 micro-batches": (1, 2, 2),
 }
 QUICK = ("1 rank, ZeRO 0", "2 ranks, ZeRO 2", "2 ranks, ZeRO 3")
-WHOLE, RESUMED = "2 ranks, ZeRO 2", "2 ranks, ZeRO 2, resumed"
+FIRST, WHOLE, RESUMED = "1 rank, ZeRO 0", "2 ranks, ZeRO 2", "2 ranks, ZeRO 2, resumed"
+FILLED = "2 ranks, ZeRO 2, filler rows"
 
 
 # ---- The runs ----
@@ -78,16 +86,48 @@ def launch(options, known, folder, layout, *more):
     rows = options.rows // (ranks * micro_steps)
     flags = [*options.flags, "--output_dir", folder, "--zero_stage", stage, "--log_steps", 1]
     flags += ["--max_steps", options.steps, "--gradient_accumulation_steps", micro_steps]
-    for name in BATCH_SIZES:
-        flags += [name, rows] * (name in known)
-    for name in DROPOUTS:
-        flags += [name, 0] * (name in known)
+    flags += with_value(rows, BATCH_SIZES, known) + with_value(0, OFF, known)
     if BATCH_SIZES[1] in known and "--gold_fn" in known:  # it trains on what it samples
         flags += ["--gold_fn", f"{Path(__file__).resolve()}:record"]
     done = start(options.script, [*flags, *more], ranks)
     if done.returncode:
         print(f"{' '.join(done.args)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
         sys.exit(1)
+
+
+def with_value(value, names, known):
+    """Returns the flags among `names` that the script knows, each with this value."""
+    return [word for name in names if name in known for word in (name, value)]
+
+
+def few_rows(first, count):
+    """Returns a --data_split with which the script gets about `count` rows.
+
+    first: the folder of a run of it.
+    """
+    args = json.loads((first / "args.json").read_text())
+    shares, own = args["data_split"], STEPS_OF_RLHF.index(args["script"])
+    total = args["data_rows"] * sum(shares) / shares[own]
+    split = [max(total - count, 0) / 2] * len(shares)
+    split[own] = count
+    return ",".join(map(str, split))
+
+
+def launch_filled(options, known, base, first):
+    """Runs the script on two ranks with filler rows, and on one with the same rows and no filler.
+
+    Returns both folders, that without fillers first, and how many fillers there were. If there were
+    none, both folders are the same.
+    """
+    exact, filled = base / "no_filler_rows", base / "filler_rows"
+    few = ["--data_split", few_rows(first, options.rows), *with_value(99, ["--eval_steps"], known)]
+    share = options.rows // 2 + 1
+    launch(options, known, filled, LAYOUTS[WHOLE], *few, *with_value(share, BATCH_SIZES, known))
+    rows = json.loads((filled / "args.json").read_text())["data_rows"]
+    if rows >= 2 * share:  # more than was asked for: an epoch has several steps
+        return filled, filled, 0
+    launch(options, known, exact, LAYOUTS[FIRST], *few, *with_value(rows, BATCH_SIZES, known))
+    return exact, filled, 2 * share - rows
 
 
 def copy_halfway(whole, folder, step):
@@ -197,6 +237,41 @@ def other_files(expected, found):
     return unlike + missing
 
 
+def how_far(folder):
+    """Returns how far the weights moved, {metric of evaluations: (first value, last value)}."""
+    found = {}
+    for _, record in sorted(curves(folder).items()):
+        for name in [name for name in record if name.startswith("eval_")]:
+            found.setdefault(name, []).append(record[name])
+    return {name: (values[0], values[-1]) for name, values in found.items()}
+
+
+def what_was_looked_at(options, layouts, fillers, moved):
+    """Returns lines that say what was looked at, and what was not.
+
+    layouts: how many. fillers: how many filler rows there were. moved: see how_far.
+    """
+    looked = [f"{options.steps} steps of {options.rows} rows in {layouts} layouts"]
+    missing = []
+    if fillers:
+        looked.append(f"steps with {fillers} filler rows, and fewer rows on one rank")
+    else:
+        missing.append("filler rows, and ranks with fewer rows (the script must know --data_split)")
+    looked.append(f"resuming after step {options.steps // 2} in the same layout")
+    shares = {
+        name: abs(last - first) / max(abs(first), abs(last), 1e-3)
+        for name, (first, last) in moved.items()
+    }
+    name = max(shares, key=shares.get, default=None)
+    if name:
+        first, last = moved[name]
+        looked.append(f"{name} from {first:.4g} to {last:.4g}")
+    if name is None or shares[name] < 10 * options.tolerance:
+        missing.append("weights that move (take a higher learning rate, or more --steps)")
+    lines = [f"looked at: {'; '.join(looked)}"]
+    return lines + [f"NOT looked at: {'; '.join(missing)}"] * bool(missing)
+
+
 def get_options():
     """Reads the command line."""
     parser = argparse.ArgumentParser(
@@ -219,16 +294,24 @@ def main():
     base = options.keep or Path(tempfile.mkdtemp(prefix="fork-"))
     base.mkdir(parents=True, exist_ok=True)
     half, failed, folders = options.steps // 2, False, {}
+
+    def show(name, first, folder):
+        agrees, gap, where, words = compare(options, first, folder)
+        print(f"{name:34}{gap:20.2g}   {where}{'' if agrees else '   DIFFERS'}", flush=True)
+        for line in words:
+            print(f"{'':34}{line}", flush=True)
+        return not agrees
+
     print(f"{'layout':34}{'largest difference':>20}   where")
     for name in QUICK if options.quick else LAYOUTS:
         folders[name] = folder = base / name.replace(", ", "_").replace(" ", "_")
         checkpoints = ["--save_steps", half, "--keep_checkpoints", 9] if name == WHOLE else []
         launch(options, known, folder, LAYOUTS[name], *checkpoints)
-        agrees, gap, where, words = compare(options, next(iter(folders.values())), folder)
-        failed |= not agrees
-        print(f"{name:34}{gap:20.2g}   {where}{'' if agrees else '   DIFFERS'}", flush=True)
-        for line in words:
-            print(f"{'':34}{line}", flush=True)
+        failed |= show(name, folders[FIRST], folder)
+    fillers = 0
+    if "--data_split" in known:
+        exact, filled, fillers = launch_filled(options, known, base, folders[FIRST])
+        failed |= show(FILLED, exact, filled)
     whole, folder = folders[WHOLE], base / "resumed"
     copy_halfway(whole, folder, half)
     launch(options, known, folder, LAYOUTS[WHOLE], "--resume")
@@ -237,6 +320,8 @@ def main():
         gap, where = gap or float("inf"), where or f"other weights in {', '.join(others)}"
     failed |= gap != 0
     print(f"{RESUMED:34}{gap:20.2g}   {where}{'   DIFFERS' * (gap != 0)}")
+    for line in what_was_looked_at(options, len(folders), fillers, how_far(whole)):
+        print(line)
     print("DIFFERS" if failed else "equal: up to rounding, and to the bit when resumed")
     sys.exit(int(failed))
 
