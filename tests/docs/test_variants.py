@@ -134,6 +134,55 @@ def test_a_layout_that_learns_otherwise_is_named(place, other, tmp_path, monkeyp
     assert left.value.code == ("DIFFERS" in capsys.readouterr().out) == (other != 1)
 
 
+def starting(tree):
+    """Returns what takes the place of fork.start: it forks the ranks of a script of a tree."""
+
+    def start(script, flags, ranks=1):
+        given = str(tree), Path(script).stem, [str(flag) for flag in flags]
+        env = {"VLLM_STUB": "model"}
+        done = kit.fork(kit.call_of_tree, ranks, *given, cwd=tree, meet="", env=env)
+        return subprocess.CompletedProcess([script, *given[2]], done.code, done.out, done.err)
+
+    return start
+
+
+MISTAKES = {
+    "fillers are learned": (
+        "sft.py",
+        "evaluate_at, COLUMNS, collate_rows)",
+        "evaluate_at, COLUMNS, lambda rows: collate_rows([{**r, 'row_weight': 1} for r in rows]))",
+    ),
+    "a mean of the ranks' means": (
+        "reward.py",
+        "pairs = ranks.all_sum(sum(batch.row_weight.sum() for batch in micro_batches)).item()",
+        "pairs = ranks.get_world_size() * sum(b.row_weight.sum() for b in micro_batches).item()",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_only_filler_rows_show_is_named(mistake, tmp_path, monkeypatch, capsys):
+    """Without them the layouts learn the same, and resuming is exact."""
+    script, right, wrong = MISTAKES[mistake]
+    runner.apply("", tree := tmp_path / "tree")
+    text = (tree / script).read_text()
+    assert text.count(right) == 1
+    (tree / script).write_text(text.replace(right, wrong))
+    monkeypatch.setattr(fork, "start", starting(tree))
+    monkeypatch.setattr(fork, "QUICK", (fork.FIRST, fork.WHOLE))
+    flags = ["--preset", "toy", "--model_name_or_path", str(kit.base() / "models/actor")]
+    flags += [*tiny_data(), "--data_split", "32,32,2"]
+    own = ["--quick", "--keep", str(tmp_path / "runs")]
+    monkeypatch.setattr(sys, "argv", ["fork.py", *own, script, *flags])
+    with pytest.raises(SystemExit) as left:
+        fork.main()
+    out = capsys.readouterr().out
+    assert left.value.code == 1 and "steps with 2 filler rows" in out
+    differ = [line for line in out.splitlines() if line.endswith("DIFFERS")]
+    assert [line[: len(fork.FILLED)] for line in differ] == [fork.FILLED, "DIFFERS"], out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", variants.NAMES)
 def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypatch, capsys):
@@ -148,13 +197,7 @@ def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypat
     # not the toy's 48: decoding takes the longest, and responses still end at all lengths
     flags += ["--max_answer_seq_len", "12"] * (script != "reward.py")
 
-    def start(script, flags, ranks=1):
-        given = str(tree), Path(script).stem, [str(flag) for flag in flags]
-        env = {"VLLM_STUB": "model"}
-        done = kit.fork(kit.call_of_tree, ranks, *given, cwd=tree, meet="", env=env)
-        return subprocess.CompletedProcess([script, *given[2]], done.code, done.out, done.err)
-
-    monkeypatch.setattr(fork, "start", start)
+    monkeypatch.setattr(fork, "start", starting(tree))
     own = ["--quick", "--rows", str(what.get("rows", 8)), "--keep", str(tmp_path / "runs")]
     monkeypatch.setattr(sys, "argv", ["fork.py", *own, script, *flags])
     with pytest.raises(SystemExit) as left:
