@@ -34,8 +34,11 @@ def program(main):
 
     The other ranks mostly found the same. They wait until the launcher ends them, and print only if
     rank 0 goes on without them. A rank that is told no number of ranks is alone, and prints at
-    once. OSError: a name that is too long for a file can come from any flag.
+    once. OSError: a name that is too long for a file can come from any flag. Of text that the
+    terminal's encoding does not have, the screen shows the codes.
     """
+    with contextlib.suppress(AttributeError):  # it is no file, but a notebook's cell
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main()
     except (Refused, OSError) as error:

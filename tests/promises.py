@@ -88,6 +88,8 @@ tensor-parallel | RANKS=2 sft --tensor_parallel_size 3 --dtype bf16
 tensor-parallel | RANKS=2 sft --tensor_parallel_size 2 --dtype bf16 --lora_dim 4
 old-deepspeed | DEEPSPEED=0.18.5 sft --adam_offload --zero_stage 1 --dtype bf16
 old-deepspeed | DEEPSPEED=0.18.5 sft --lora_dim 4 --gradient_checkpointing --zero_stage 3
+old-deepspeed | DEEPSPEED=0.19.2 sft --lora_dim 4 --gradient_checkpointing --zero_stage 3
+old-deepspeed | DEEPSPEED=0.18.4 sft
 old-deepspeed | DEEPSPEED=0.18.5 RANKS=2 sft --tensor_parallel_size 2 --dtype bf16
 old-deepspeed | DEEPSPEED=0.18.5 RANKS=2 ppo --tensor_parallel_size 2 --dtype bf16
 # PPO's own

@@ -2,12 +2,15 @@
 public thread.
 """
 
+import io
+import sys
+
 import peft
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from machinery import lora, saving, zero3
+from machinery import lora, ranks, refused, saving, zero3
 from tests import kit, runs
 from tests.tiny_models import SHAPE, TOKENIZER, folder_of, get_args
 
@@ -148,3 +151,16 @@ def test_what_cannot_have_an_adapter_has_none(kind, own, without, tmp_path, caps
     ids = torch.arange(5, 15)[None]
     model(ids, labels=ids).loss.backward()
     assert all(p.grad.any() for p in model.parameters() if p.requires_grad)
+
+
+# --------------------------------------------------------------------------------------------------
+# The screen
+# --------------------------------------------------------------------------------------------------
+def test_a_screen_without_unicode_shows_codes(monkeypatch):
+    """PYTHONIOENCODING=ascii, as some containers set it: a sample of a model's text would end the
+    run in a UnicodeEncodeError. Half of a surrogate pair would do so on any screen."""
+    for encoding, text, shown in (("ascii", "Où ?", rb"O\xf9 ?"), ("utf-8", "\ud83d", rb"\ud83d")):
+        screen = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding))
+        refused.program(lambda text=text: ranks.say(text))
+        assert screen.getvalue() == shown + b"\n"
