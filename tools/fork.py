@@ -100,14 +100,20 @@ def with_value(value, names, known):
     return [word for name in names if name in known for word in (name, value)]
 
 
-def few_rows(first, count):
-    """Returns a --data_split with which the script gets about `count` rows.
+def facts_of(folder):
+    """Returns args.json of a run: its flags, and the numbers of its rows and of those of a step."""
+    return json.loads((folder / "args.json").read_text())
+
+
+def few_rows(first):
+    """Returns a --data_split with which the script gets about three quarters of a step's rows.
 
     first: the folder of a run of it.
     """
-    args = json.loads((first / "args.json").read_text())
-    shares, own = args["data_split"], STEPS_OF_RLHF.index(args["script"])
-    total = args["data_rows"] * sum(shares) / shares[own]
+    facts = facts_of(first)
+    shares, own = facts["data_split"], STEPS_OF_RLHF.index(facts["script"])
+    total = facts["data_rows"] * sum(shares) / shares[own]
+    count = max(facts["rows_per_step"] * 3 // 4, 1)
     split = [max(total - count, 0) / 2] * len(shares)
     split[own] = count
     return ",".join(map(str, split))
@@ -117,17 +123,19 @@ def launch_filled(options, known, base, first):
     """Runs the script on two ranks with filler rows, and on one with the same rows and no filler.
 
     Returns both folders, that without fillers first, and how many fillers there were. If there were
-    none, both folders are the same.
+    none, or no batch has just these rows, both folders are the same.
     """
     exact, filled = base / "no_filler_rows", base / "filler_rows"
-    few = ["--data_split", few_rows(first, options.rows), *with_value(99, ["--eval_steps"], known)]
-    share = options.rows // 2 + 1
-    launch(options, known, filled, LAYOUTS[WHOLE], *few, *with_value(share, BATCH_SIZES, known))
-    rows = json.loads((filled / "args.json").read_text())["data_rows"]
-    if rows >= 2 * share:  # more than was asked for: an epoch has several steps
+    few = ["--data_split", few_rows(first), *with_value(99, ["--eval_steps"], known)]
+    launch(options, known, filled, LAYOUTS[WHOLE], *few)
+    facts = facts_of(filled)
+    rows, of_step = facts["data_rows"], facts["rows_per_step"]
+    # of a batch, which in step 3 counts responses, and not prompts
+    size, rest = divmod(options.rows * rows, of_step)
+    if rest or rows >= of_step:
         return filled, filled, 0
-    launch(options, known, exact, LAYOUTS[FIRST], *few, *with_value(rows, BATCH_SIZES, known))
-    return exact, filled, 2 * share - rows
+    launch(options, known, exact, LAYOUTS[FIRST], *few, *with_value(size, BATCH_SIZES, known))
+    return exact, filled, of_step - rows
 
 
 def copy_halfway(whole, folder, step):
@@ -311,7 +319,7 @@ def main():
     fillers = 0
     if "--data_split" in known:
         exact, filled, fillers = launch_filled(options, known, base, folders[FIRST])
-        failed |= show(FILLED, exact, filled)
+        failed |= fillers > 0 and show(FILLED, exact, filled)
     whole, folder = folders[WHOLE], base / "resumed"
     copy_halfway(whole, folder, half)
     launch(options, known, folder, LAYOUTS[WHOLE], "--resume")
