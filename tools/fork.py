@@ -12,10 +12,10 @@ must know: --output_dir, --max_steps, --log_steps, --zero_stage, --gradient_accu
 per-device batch size, --save_steps, --resume; it leaves metrics.jsonl. Dropout is turned off, as
 its random numbers depend on the layout. So is warm-up, in which the weights would hardly move.
 
-If the script knows --data_split, it also trains on so few rows that each step is an epoch. On two
-ranks filler rows complete the step, and one rank has fewer rows than the other; on one rank the
-step has the same rows and no filler. Both must agree. Without this, a loss that includes fillers,
-or a mean of the ranks' means, would be the same in all layouts.
+If the script knows --data_split, and leaves args.json, it also trains on so few rows that each step
+is an epoch. On two ranks filler rows complete the step, and one rank has fewer rows than the other;
+on one rank the step has the same rows and no filler. Both must agree. Without this, a loss that
+includes fillers, or a mean of the ranks' means, would be the same in all layouts.
 
 A sampled token may lie on an edge: rounding decides between two tokens, and the response is another
 one in another layout. If the script knows --gold_fn, the responses of all rollouts are recorded
