@@ -67,6 +67,15 @@ def with_eos(tokenizer, ids):
     return ids if ids[-1:] == eos else ids + eos
 
 
+def as_text(tokenizer, ids, ends):
+    """Returns the text of a response as the model wrote it, without `ends` and padding.
+
+    Other special tokens stay: a reward function may look for them ("[/THINK]").
+    """
+    left_out = {*ends, tokenizer.pad_token_id}
+    return tokenizer.decode([token for token in ids if token not in left_out])
+
+
 def keep_end(tokenizer, ids, count):
     """Returns the last `count` ids of a prompt. If it begins with BOS, they do so, too."""
     kept = ids[-count:]

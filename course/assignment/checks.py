@@ -104,6 +104,9 @@ class Vocabulary(SimpleNamespace):
     def __len__(self):
         return 5
 
+    def get_vocab(self):
+        return {f"token {i}": i for i in range(5)}
+
 
 def rollout(ids=5, never=(), always=None, temperature=1.0, top_k=0):
     """Six prompts, the last two of them equal. After id 4 comes 4: the first one never ends.
