@@ -207,7 +207,8 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
                         k2 = (log r)^2 / 2      biased a little, never negative
                         k3 = r - 1 - log r      unbiased, never negative
     Differentiated as a loss, k2 gives the gradient of KL(pi || ref), k3 that of KL(ref || pi), and
-    k1 gives 0 on average, as long as pi itself has sampled the tokens: in the first update.
+    k1 gives 0 on average, as long as pi itself has sampled the tokens: in the first update. There
+    k2's gradient is also that of pi / old_pi * k3, the corrected k3 of TRL since 1.10.
     (--kl_estimator None has been resolved to one of them.)
     """
     log_r = ref_logprobs - logprobs
@@ -215,7 +216,7 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
         return -log_r
     if estimator == "k2":
         return log_r**2 / 2
-    return log_r.exp() - 1 - log_r
+    return torch.expm1(log_r) - log_r  # r - 1 in fp32 would round most of it away near r = 1
 
 
 def token_rewards(shaped_scores, kl, mask, kl_coef):

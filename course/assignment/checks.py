@@ -100,6 +100,7 @@ class Vocabulary(SimpleNamespace):
     """As much of a tokenizer as `sample` needs: five ids."""
 
     pad_token_id, eos_token_id = 0, 1
+    added_tokens_decoder = {}
 
     def __len__(self):
         return 5
