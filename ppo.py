@@ -61,6 +61,7 @@ from machinery import (
     ranks,
     rollout,
     shared_prompts,
+    tokens,
     zero3,
 )
 from machinery.refused import program
@@ -206,7 +207,8 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
                         k2 = (log r)^2 / 2      biased a little, never negative
                         k3 = r - 1 - log r      unbiased, never negative
     Differentiated as a loss, k2 gives the gradient of KL(pi || ref), k3 that of KL(ref || pi), and
-    k1 gives 0 on average, as long as pi itself has sampled the tokens: in the first update.
+    k1 gives 0 on average, as long as pi itself has sampled the tokens: in the first update. There
+    k2's gradient is also that of pi / old_pi * k3, the corrected k3 of TRL since 1.10.
     (--kl_estimator None has been resolved to one of them.)
     """
     log_r = ref_logprobs - logprobs
@@ -214,7 +216,7 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
         return -log_r
     if estimator == "k2":
         return log_r**2 / 2
-    return log_r.exp() - 1 - log_r
+    return torch.expm1(log_r) - log_r  # r - 1 in fp32 would round most of it away near r = 1
 
 
 def token_rewards(shaped_scores, kl, mask, kl_coef):
@@ -565,6 +567,8 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
     logprobs = torch.zeros(B, R, device=device)
     lengths = torch.zeros(B, dtype=torch.long, device=device)
     alive = torch.ones(B, dtype=torch.bool, device=device)  # responses that have not ended
+    ends = torch.tensor(folders.ends_of(model, tokenizer), device=device)
+    known = torch.tensor(folders.known_ids(model, tokenizer), device=device)  # (n,)
     cache = rollout.new_cache(model, ids, mask, R)  # memory for P + R tokens, once
     # cache.active: which of the B responses each row of the cache is for. At first there is a row
     # for each of the U different prompts; for_each_response then gives each response its own.
@@ -579,21 +583,22 @@ def sample(args, model, tokenizer, ids, mask, uniforms, synced=False):
         probs = torch.softmax(common.scaled_logits(logits, args.temperature), -1)  # (b, V)
         # Ids that no token uses cannot be drawn (embeddings are often padded). Tokens that --top_k
         # or --top_p excludes get probability 0, so the sum may be below 1.
-        allowed = rollout.restricted(args, probs[:, : len(tokenizer)])  # (b, ids of the tokenizer)
+        allowed = rollout.restricted(args, probs[:, known])  # (b, n)
         cumulative = allowed.cumsum(-1, dtype=torch.float64)
         threshold = uniforms[active, r, None] * cumulative[:, -1:]  # (b, 1)
-        token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]  # (b,)
-        token.clamp_(max=cumulative.shape[1] - 1)  # NaN would index past the end; part 4 stops it
+        index = torch.searchsorted(cumulative, threshold, right=True)[:, 0]  # (b,)
+        index.clamp_(max=len(known) - 1)  # NaN would index past the end; part 4 stops it
+        token = known[index]  # (b,)
         # The log-prob is that of the whole distribution, as when the token is scored. With --top_k
         # or --top_p it is not the sampler's own: the ratio is 1 all the same, the gradient biased.
         logprob = probs.gather(-1, token[:, None])[:, 0].log()  # (b,)
 
-        # Append, where the response goes on. It ends at EOS.
+        # Append, where the response goes on. It ends at EOS, or another end of the model's own.
         writes = alive[active]
         responses[active, r] = token.where(writes, tokenizer.pad_token_id)
         logprobs[active, r] = logprob.where(writes, 0)
         lengths[active] += writes
-        alive[active] &= token != tokenizer.eos_token_id
+        alive[active] &= ~torch.isin(token, ends)
         remaining = alive.sum().item()  # responses that go on
         if not rollout.goes_on(remaining, synced):
             break
@@ -620,6 +625,7 @@ def roll_out(args, engine, tokenizer, requests, step, batch_size):
     out = []
     # Under ZeRO-3 all weights are gathered once, for all forwards, if they fit beside the cache.
     room = rollout.memory(args, engine, requests, batch_size)
+    ends = folders.ends_of(unwrap_model(engine), tokenizer)
     with zero3.gather_for_generation(engine, room) as (model, synced):
         for start in ranks.shown(range(0, len(requests), batch_size), "batches of a rollout"):
             part = requests[start : start + batch_size]
@@ -633,7 +639,7 @@ def roll_out(args, engine, tokenizer, requests, step, batch_size):
                 response_ids = responses[i][: lengths[i]]  # with EOS, if that ended it
                 new = {
                     "response_ids": response_ids,
-                    "text": tokenizer.decode(response_ids, skip_special_tokens=True),
+                    "text": tokens.as_text(tokenizer, response_ids, ends),
                     "ended": float(ended[i]),
                     "per_token": {"sampled_logprobs": logprobs[i][: lengths[i]]},
                 }

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 import common
 from machinery import batching, folders, judges, metrics, ranks, zero3
 from machinery.run import append, show_sample
-from machinery.tokens import keep_end, tokenise_response
+from machinery.tokens import as_text, keep_end, tokenise_response
 
 
 # ---- Step 1 ----
@@ -48,7 +48,8 @@ def answer_greedily(args, engine, tokenizer, prompts):
     room = min(args.max_answer_seq_len, args.max_seq_len // 2)  # a long prompt keeps its end
     prompts = [keep_end(tokenizer, ids, args.max_seq_len - room) for ids in prompts]
     ids, mask = (x.to(ranks.device()) for x in common.pad(prompts, tokenizer.pad_token_id))
-    special = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    ends = folders.ends_of(zero3.unwrap_model(engine), tokenizer)
+    special = dict(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     greedy = GenerationConfig(max_new_tokens=room, do_sample=False, **special)
     options = {"generation_config": greedy, **folders.accepted(engine)}
     engine.eval()  # no dropout
@@ -58,9 +59,9 @@ def answer_greedily(args, engine, tokenizer, prompts):
         out = model.generate(ids, attention_mask=mask, synced_gpus=synced, **options)
         model.generation_config = own
     engine.train()
-    out = out[:, ids.shape[1] :]
-    ended = (out == tokenizer.eos_token_id).any(-1).tolist()
-    texts = tokenizer.batch_decode(out, skip_special_tokens=True)
+    out = out[:, ids.shape[1] :].tolist()
+    texts = [as_text(tokenizer, response, ends) for response in out]
+    ended = [not set(ends).isdisjoint(response) for response in out]
     return [{"response": text, "ended": float(end)} for text, end in zip(texts, ended)]
 
 

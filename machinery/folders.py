@@ -281,6 +281,27 @@ def end_of_turn(tokenizer):
     return max(known, key=lambda t: end.rfind(t) + len(t), default=tokenizer.eos_token)
 
 
+def ends_of(model, tokenizer):
+    """Returns the ids that end a response: EOS, and others that end one in stock generate().
+
+    Those stand in generation_config.json, and chat models have two or three. One that is no special
+    token is none: configs that nobody has adapted to the tokenizer name just any id.
+    """
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    others = {*(own if isinstance(own, list) else [own])} - {tokenizer.eos_token_id, None}
+    special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    return [tokenizer.eos_token_id, *sorted(others.intersection(special))]
+
+
+def known_ids(model, tokenizer):
+    """Returns the ids, ascending, that have a token and a row of the output matrix.
+
+    There may be holes between them: len(tokenizer) then is not the largest id and 1.
+    """
+    rows = model.config.get_text_config().vocab_size
+    return sorted(i for i in {*tokenizer.get_vocab().values()} if i < rows)
+
+
 def padding_token(tokenizer, vocab_size):
     """Returns a token to pad with: one that is there, else a new one, else EOS.
 
@@ -291,7 +312,7 @@ def padding_token(tokenizer, vocab_size):
     for name in (*PAD_NAMES, tokenizer.unk_token):
         if known.get(name) not in taken:
             return name
-    return "<|pad|>" if len(tokenizer) < vocab_size else tokenizer.eos_token
+    return "<|pad|>" if max(known.values()) + 1 < vocab_size else tokenizer.eos_token
 
 
 # ---- Forwards: models differ in what they take beside ids and a mask ----

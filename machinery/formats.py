@@ -21,6 +21,7 @@ FORMATS = {  # columns: the stages that can make their rows of them
     "instruction output": "sft ppo",  # Alpaca. `input` is optional
     "text": "sft",  # learned whole
 }
+NOT_LEARNED = "weight", "loss", "train", "trainable"  # of a message that says 0 or false there
 NAMES = {  # --columns of sets in our presets' blends, which need not be given
     "Dahoas/synthetic-instruct-gptj-pairwise": {"instruction": "prompt"},
 }
@@ -37,15 +38,16 @@ class LeftOut(ValueError):
 class Example(NamedTuple):
     """What a row holds. What it does not have is None.
 
-    A prompt is text or a list of chat messages. `question` is the prompt of step 3 where that is
+    A prompt is text or a list of chat messages. A response is text, or the assistant's message if
+    it has more than a content (reasoning_content). `question` is the prompt of step 3 where that is
     another one: a chat that goes on after its last response. train_on: what --train_on means where
     it is not given. Where it is "everything", the prompt is a text to be learned whole.
     """
 
     prompt: str | list | None = None
-    response: str | None = None
-    chosen: str | None = None
-    rejected: str | None = None
+    response: str | dict | None = None
+    chosen: str | dict | None = None
+    rejected: str | dict | None = None
     question: list | None = None
     train_on: str = "last"
 
@@ -53,6 +55,11 @@ class Example(NamedTuple):
 def as_text(prompt):
     """Returns a prompt as text; chat messages as JSON."""
     return prompt if isinstance(prompt, str) else json.dumps(prompt)
+
+
+def content(response):
+    """Returns the text of a response of an Example."""
+    return response["content"] if isinstance(response, dict) else response
 
 
 def as_chat(prompt, texts):
@@ -82,27 +89,41 @@ def read_row(row):
     Prompts and messages are checked here; the other texts by `check_text` where they are used.
     """
     for name in ("messages", "conversations"):
-        if row.get(name) and not isinstance(row.get("chosen"), list):
+        if has(row, name) and not isinstance(row.get("chosen"), list):
             return read_chat(name, row[name])
-    if row.get("instruction"):
-        if row.get("prompt"):
+    if has(row, "instruction"):
+        if has(row, "prompt"):
             raise BadRow("there are a prompt and an instruction: take one of the columns out")
         row = as_dialogue(row)
     elif "prompt" not in row and isinstance(row.get("chosen"), str):
         row = cut_dialogues(row)
-    elif "prompt" not in row and row.get("text"):
+    elif "prompt" not in row and has(row, "text"):
         return Example(check_text("text", row["text"]), response="", train_on="everything")
     return read_responses(row)
 
 
+def has(row, name):
+    """Returns whether a row has a value in a column: anything but null and empty text."""
+    return row.get(name) not in (None, "")
+
+
 def read_chat(name, messages):
-    """Reads messages: the response is the last one of the assistant, if there is one."""
+    """Reads messages: the response is the assistant's last one that is learned, if there is one.
+
+    Step 3 asks for the last one of all, or for what would come next.
+    """
     messages = read_messages(name, messages)
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    last = answers[-1] if answers else len(messages)
-    response = answer(name, messages[last]) if answers else None
-    question = messages if last < len(messages) - 1 else None
+    learned = [i for i, message in enumerate(messages) if is_learned(message)]
+    last = learned[-1] if learned else len(messages)
+    response = answer(name, messages[last]) if learned else None
+    question = messages[:-1] if messages[-1]["role"] == "assistant" else messages
     return Example(messages[:last], response, question=question, train_on="all")
+
+
+def is_learned(message):
+    """Returns whether a message is the assistant's, and does not say that it is not learned."""
+    kept = not any(message.get(name) in (0, False) for name in NOT_LEARNED)
+    return kept and message["role"] == "assistant"
 
 
 def as_dialogue(row):
@@ -126,18 +147,21 @@ def cut_dialogues(row):
 def read_responses(row):
     """Reads a prompt, and responses to it: texts, or messages of which the last one is it.
 
-    Messages may go on from the prompt, or hold it. A marker of the assistant that opens responses
-    (rlhf-reward-datasets) moves to the prompt.
+    A marker of the assistant that opens responses (rlhf-reward-datasets) moves to the prompt.
     """
     prompt, texts, starts = row.get("prompt"), [], []
+    if prompt == []:  # responses may be whole chats
+        prompt = None
     read = read_messages if isinstance(prompt, list) else check_text
     prompt = asked = read("prompt", prompt)
     for name in ("response", "completion", "chosen", "rejected"):
-        text = row.get(name) or None
+        text = row[name] if has(row, name) else None
         if isinstance(text, list):
             *start, last = read_messages(name, text)
             starts.append(start)
             text = answer(name, last)
+        elif isinstance(text, dict):
+            check_text(name, text)
         texts.append(text)
     response, completion, chosen, rejected = texts
     if starts:
@@ -146,16 +170,32 @@ def read_responses(row):
             raise BadRow("chosen and rejected differ before their last messages: two prompts")
         if not isinstance(asked, list):
             asked = [{"role": "user", "content": asked}] if asked else []
-        prompt = start if all(turn in spoken(start) for turn in spoken(asked)) else asked + start
-    texts, marker = [response or completion or chosen, chosen, rejected], ASSISTANT.strip()
+        prompt = continued(asked, start)
+    first = next((text for text in (response, completion, chosen) if text is not None), None)
+    texts, marker = [first, chosen, rejected], ASSISTANT.strip()
     if isinstance(prompt, str) and isinstance(chosen, str) and chosen.startswith(marker):
         prompt += marker
         texts = [t.removeprefix(marker) if isinstance(t, str) else t for t in texts]
     return Example(prompt, *texts)
 
 
+def continued(asked, start):
+    """Returns the chat of a prompt, messages, and of what comes before a response, messages, too.
+
+    Messages that begin with the assistant's go on from the prompt. Others hold it, or repeat its
+    end, or go on from it.
+    """
+    turns, began = spoken(asked), spoken(start)
+    whole = start and start[0]["role"] != "assistant"
+    if whole and all(turn in began for turn in turns):
+        return start
+    most = min(len(turns), len(began))
+    repeated = max((n for n in range(1, most + 1) if turns[-n:] == began[:n]), default=0)
+    return asked[: len(asked) - repeated] + start
+
+
 def answer(name, message):
-    """Returns the content of a last turn, all that is learned of it.
+    """Returns a last turn: its content, or the message if it has more. None if it is not learned.
 
     Raises BadRow if it calls a tool, or is not the assistant's.
     """
@@ -163,7 +203,9 @@ def answer(name, message):
         raise BadRow(f"{name} does not end with a message of the assistant")
     if message.get("tool_calls"):
         raise BadRow(f"{name}: the last turn's tool_calls would not be learned: write them as text")
-    return message["content"]
+    if not is_learned(message):
+        return None
+    return message if len(message) > 2 else message["content"]
 
 
 # ---- Values ----
@@ -181,15 +223,18 @@ def spoken(messages):
 
 def read_messages(name, messages):
     """Returns chat messages; ShareGPT's {"from": ..., "value": ...} become messages, too."""
-    if not isinstance(messages, list):
+    if not isinstance(messages, list) or not messages:
         raise BadRow(f"{name} must be a list of messages, and is {messages!r:.60}")
     read = []
     for number, message in enumerate(messages, 1):
-        said = dict(message) if isinstance(message, dict) else {}
+        said = message.items() if isinstance(message, dict) else ()
+        said = {key: value for key, value in said if value is not None}  # of a table's other rows
         role = said.pop("from", said.get("role"))
         content = said.pop("value", said.get("content"))
         if not (role in SPEAKERS and isinstance(content, str)):  # calls of tools, images, ...
             what = f"role {role!r} must be one of {SPEAKERS}, with text as content"
             raise BadRow(f"{name}, {number}: {what}: {message!r:.80}")
+        if said.get("weight", 1) not in (0, 1):
+            raise BadRow(f"{name}, {number}: a message's weight must be 0 or 1: {message!r:.80}")
         read.append({**said, "role": ROLES.get(role, role), "content": content})
     return read

@@ -138,7 +138,8 @@ def check_models(args, tokenizer):
         # A judge reads its score at EOS, in chats at the end of turn
         other_eos = path in judges and other.eos_token != tokenizer.eos_token
         if other_eos or other.get_vocab() != tokenizer.get_vocab():
-            words = f"{path} has another vocabulary or EOS ({other.eos_token}) than the actor."
+            words = f"{path} has another vocabulary or EOS ({other.eos_token}) than the actor "
+            words += f"({tokenizer.eos_token})."
             raise Refused("other-vocabulary", f"{words}\n  Run reward.py on the actor.")
         if path in judges:
             folders.refuse_other_kind(path, config, scores=True)

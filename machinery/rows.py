@@ -56,7 +56,9 @@ def cut(tokenizer, prompt_ids, responses, limit):
 def read_row(row, stage):
     """Returns the prompt of a stage, the responses, and the Example. Raises formats.BadRow."""
     example = formats.read_row(row)
-    texts = [formats.check_text(name, getattr(example, name)) for name in TEXTS[stage]]
+    texts = [getattr(example, name) for name in TEXTS[stage]]
+    for name, text in zip(TEXTS[stage], texts):
+        formats.check_text(name, formats.content(text))
     prompt = example.question if stage == "ppo" and example.question else example.prompt
     return prompt, texts, example
 
@@ -73,7 +75,8 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
     ids, mask, responses, notes, drop = [], [], [], {}, ""
     with reading(row, f"{own}"[:200]):
         try:
-            text = prompt
+            text, lost = prompt, ""
+            tokenizer = tokens.with_options(tokenizer, own.get("chat_template_kwargs"))
             if tokenizer.chat_template:
                 prompt, texts = formats.as_chat(prompt, texts)
             bare = isinstance(prompt, str) and all(texts)  # a text learned whole has none
@@ -81,10 +84,13 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
                 tokenizer, stage, prompt, texts, example, train_on
             )
             ids, responses = cut(tokenizer, whole, answers, limit)
+            if isinstance(prompt, list):
+                lost = tokens.unwritten(tokenizer, prompt, texts)
             notes = {
                 "are dialogues as text, and get the chat template": prompt is not text,
                 "are plain text, and get no chat template": tokenizer.chat_template and bare,
                 found: found,
+                f"{tokens.UNWRITTEN}{lost}": lost,
                 "lose the beginning of a long prompt": ids != whole,
                 "lose the end of a long response": responses != answers,
                 "have a column system or tools, which no model sees": (
@@ -119,7 +125,7 @@ def tokenise(tokenizer, stage, prompt, texts, example, asked):
     """
     whole = example.train_on == "everything"  # a prompt to be learned, with an empty response
     train_on = example.train_on if whole else asked or example.train_on
-    written = [formats.as_text(prompt or ""), *([] if whole else texts)]
+    written = [formats.as_text(prompt or ""), *([] if whole else map(formats.content, texts))]
     if not all(text and text.strip() for text in written):
         raise LeftOut(EMPTY)
     if stage == "sft" and train_on == "all":

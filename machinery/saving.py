@@ -76,11 +76,13 @@ def note_tokens(model, tokenizer, scores):
         # the pipeline adds a sigmoid to a single score, but not in a regression
         model.config.update({"problem_type": "regression", "function_to_apply": "none"})
     elif generation := getattr(model, "generation_config", None):
-        generation.update(**ids, pad_token_id=pad)
+        ends = folders.ends_of(model, tokenizer)
+        special = {**ids, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": pad}
+        generation.update(**special)
         try:
             generation.validate(strict=True)
         except ValueError:  # transformers loads some that it refuses to write: top_p, but greedy
-            model.generation_config = GenerationConfig(**ids, pad_token_id=pad)
+            model.generation_config = GenerationConfig(**special)
     for config in (model.config, model.config.get_text_config()):
         config.update({**ids, "pad_token_id": own_pad})
 

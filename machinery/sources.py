@@ -25,6 +25,7 @@ WORDS = {  # in the names of a folder's files; what is in none of these parts is
     "test": {"test", "testing", "eval", "evaluation"},
     "validation": {"validation", "valid", "val", "dev"},  # held out if there is no test
 }
+SAVED = "dataset_dict.json", "state.json"  # in folders of save_to_disk
 TEXT, PLACE = "the row as JSON", "file and line"  # columns of a dataset whose rows are text
 
 
@@ -53,6 +54,9 @@ def read_parts(path):
 
     Of NAME:CONFIGURATION:X, a name of the hub, the splits train_X and test_X are read.
     """
+    if any(Path(path, mark).exists() for mark in SAVED):
+        saved = datasets.load_from_disk(path)
+        return train_and_test(saved if isinstance(saved, dict) else {"train": saved})
     if os.path.exists(path):  # a file's name may hold a colon
         return {part: read_files(files) for part, files in files_in(Path(path)).items()}
     name, configuration, suffix = [*path.split(":", 2), "", ""][:3]

@@ -1,13 +1,17 @@
 """Makes token ids of prompts, chats and responses, and finds the assistant's turns in them."""
 
+import copy
+import json
 import re
 
-from machinery.formats import ASSISTANT, HUMAN, LeftOut
+from machinery.formats import ASSISTANT, HUMAN, LeftOut, content, is_learned
 from machinery.refused import Refused
 
 # Of rows, with their number in front:
 CHANGED = "have turns that are not learned: the chat template changes earlier ones"
 BARE = "keep the response as the data has it: the chat template opens a finished turn otherwise"
+UNWRITTEN = "have a part that the chat template leaves out or changes: "
+THOUGHTS = "reasoning_content", "reasoning", "thinking"  # fields of a message beside its content
 
 
 def tokenise_prompt(tokenizer, prompt):
@@ -34,17 +38,17 @@ def tokenise_response(tokenizer, response):
 def tokenise_turn(tokenizer, prompt, response):
     """Returns the token ids of the response to a prompt, and EOS; and BARE or "".
 
-    In a chat the response is what the template writes after its opening when it renders the whole
-    chat: some templates write text before the content (Qwen3 an empty <think>, gpt-oss a channel)
-    or before the end of turn. If a finished turn lacks that opening (R1's <think>), the response is
-    the content by itself: BARE.
+    response: text, or a message. In a chat the response is what the template writes after its
+    opening when it renders the whole chat: some templates write text before the content (Qwen3 an
+    empty <think>, gpt-oss a channel) or before the end of turn. If a finished turn lacks that
+    opening (R1's <think>), the response is the content by itself: BARE.
     """
     if not isinstance(prompt, list):
         return tokenise_response(tokenizer, response), ""
     opened = render(tokenizer, prompt, opening=True)
-    closed = render(tokenizer, [*prompt, {"role": "assistant", "content": response}])
+    closed = render(tokenizer, [*prompt, as_message(response)])
     if not closed.startswith(opened):
-        return tokenise_response(tokenizer, response), BARE
+        return tokenise_response(tokenizer, content(response)), BARE
     text = closed[len(opened) :].rstrip()
     return with_eos(tokenizer, tokenise_text(tokenizer, text, split=False)), ""
 
@@ -63,6 +67,15 @@ def with_eos(tokenizer, ids):
     return ids if ids[-1:] == eos else ids + eos
 
 
+def as_text(tokenizer, ids, ends):
+    """Returns the text of a response as the model wrote it, without `ends` and padding.
+
+    Other special tokens stay: a reward function may look for them ("[/THINK]").
+    """
+    left_out = {*ends, tokenizer.pad_token_id}
+    return tokenizer.decode([token for token in ids if token not in left_out])
+
+
 def keep_end(tokenizer, ids, count):
     """Returns the last `count` ids of a prompt. If it begins with BOS, they do so, too."""
     kept = ids[-count:]
@@ -73,19 +86,20 @@ def keep_end(tokenizer, ids, count):
 def tokenise_turns(tokenizer, prompt, response):
     """Returns a chat's ids up to its last turn, their mask, that turn's ids, and what was found.
 
-    The mask is 1 on the assistant's turns. A turn is what the template adds to its opening when the
-    message is there: the content and the end of turn. White space after that, which no turn has to
-    predict, is left out. Each turn is tokenised apart from what precedes it, as a response is, and
-    the last one ends with EOS. An earlier turn that is rendered otherwise when more messages follow
-    (Qwen3's, without its reasoning) is not learned. If the last one cannot be told from the rest,
-    it is the only one that is learned. What was found says so: CHANGED, BARE, or "".
+    The mask is 1 on the assistant's turns, except those that say that they are not learned. A turn
+    is what the template adds to its opening when the message is there: the content and the end of
+    turn. White space after that, which no turn has to predict, is left out. Each turn is tokenised
+    apart from what precedes it, as a response is, and the last one ends with EOS. An earlier turn
+    that is rendered otherwise when more messages follow (Qwen3's, without its reasoning) is not
+    learned. If the last one cannot be told from the rest, it is the only one that is learned. What
+    was found says so: CHANGED, BARE, or "".
     """
     last, found = tokenise_turn(tokenizer, prompt, response)
     rendered = render(tokenizer, prompt, opening=True)
     parts, end, bare = [], 0, found
     for i, message in enumerate(prompt):
         # There is nothing to render before a first message.
-        if bare or i == 0 or message["role"] != "assistant":
+        if bare or i == 0 or not is_learned(message):
             continue
         opened = render(tokenizer, prompt[:i], opening=True)
         closed = render(tokenizer, prompt[: i + 1])
@@ -122,6 +136,40 @@ def joined(parts):
 
 
 # ---- Chat templates ----
+def with_options(tokenizer, options):
+    """Returns a tokenizer whose chat template finds options set: {name: value}, as of JSON."""
+    if not options or not tokenizer.chat_template:
+        return tokenizer
+    made = copy.copy(tokenizer)
+    given = {name: value for name, value in options.items() if value is not None}
+    lines = [f"{{%- set {name} = {json.dumps(value)} %}}" for name, value in given.items()]
+    made.chat_template = "".join(lines) + tokenizer.chat_template
+    return made
+
+
+def as_message(response):
+    """Returns a response, text or a message, as a message."""
+    return response if isinstance(response, dict) else {"role": "assistant", "content": response}
+
+
+def unwritten(tokenizer, prompt, responses):
+    """Returns what of a chat the template does not write: the role of a turn, a field, or "".
+
+    Qwen's templates know no `developer`, for example. That some drop the thoughts of the
+    assistant's earlier turns is their design.
+    """
+    opened = render(tokenizer, prompt, opening=True)
+    for message in prompt:
+        if message["role"] != "assistant" and message["content"].strip() not in opened:
+            return f"a turn of {message['role']}"
+    for message in map(as_message, responses):
+        closed = render(tokenizer, [*prompt, message])
+        for name in THOUGHTS:
+            if str(message.get(name, "")).strip() not in closed:
+                return name
+    return ""
+
+
 def render(tokenizer, messages, opening=False):
     """Returns what the chat template writes, with `opening` also that of the assistant's turn.
 

@@ -575,22 +575,28 @@ def load_model(path, args, stage, dropout=None, tokenizer=None, value_head=None,
 
 
 class Knowing:
-    """A tokenizer, or the stand-in of one, that has so many tokens."""
+    """A tokenizer, or the stand-in of one, of which only some ids are known, and none ends."""
 
-    def __init__(self, tokenizer, count):
-        self.tokenizer, self.count = tokenizer, count
+    added_tokens_decoder = {}
+
+    def __init__(self, tokenizer, ids):
+        self.tokenizer, self.ids = tokenizer, ids
 
     def __len__(self):
-        return self.count
+        return len(self.ids)
+
+    def get_vocab(self):
+        return {str(i): i for i in self.ids}
 
     def __getattr__(self, name):
         return getattr(self.tokenizer, name)
 
 
-def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxsize, **options):
+def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=None, **options):
     """ppo.sample with the flags of sampling written out, off unless they are given.
 
-    known: the ids that the tokenizer has. Returns responses and response_mask, (B, R') each.
+    known: the ids that the tokenizer has; None: all of the model's. Returns responses and
+    response_mask, (B, R') each.
     """
     import torch
 
@@ -598,6 +604,7 @@ def generate(model, ids, mask, uniforms, tokenizer, synced=False, known=sys.maxs
 
     off = dict(temperature=1.0, top_k=0, top_p=1.0)
     args = types.SimpleNamespace(**{**off, **options})
+    known = known or range(model.config.get_text_config().vocab_size)
     sampled = ppo.sample(args, model, Knowing(tokenizer, known), ids, mask, uniforms, synced)
     responses, _, lengths, _ = sampled
     return responses, (

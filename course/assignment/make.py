@@ -41,7 +41,7 @@ import torch.nn.functional as F
 
 import common
 from common import scatter_to
-from machinery import ranks, rollout
+from machinery import folders, ranks, rollout
 from ppo import group_sum, next_logits
 '''
 # What token_logprobs and whitened are made of in the scripts

@@ -49,7 +49,7 @@ MISTAKES = {  # of each function: (what stands in the script, the mistake, words
     ],
     "sample": [
         ("args.temperature), -1)", "1.0), -1)", "temperature"),
-        ("probs[:, : len(tokenizer)]", "probs", "beyond the tokenizer's"),
+        ("probs[:, known]", "probs", "beyond the tokenizer's"),
         (" * cumulative[:, -1:]", "", "top_k"),
         ("right=True", "right=False", "probability 0"),
         ("uniforms[active, r, None]", "uniforms[active, 0, None]", "other tokens"),
@@ -59,8 +59,8 @@ MISTAKES = {  # of each function: (what stands in the script, the mistake, words
     "kl_estimate": [
         ("ref_logprobs - logprobs", "logprobs - ref_logprobs", "k1"),
         ("log_r**2 / 2", "log_r**2", "k2"),
-        ("log_r.exp() - 1 - log_r", "log_r.exp() - 1 + log_r", "k3"),
-        ("log_r.exp() - 1 - log_r", "(log_r.exp() - 1 - log_r).mean()", "shape ()"),
+        ("torch.expm1(log_r) - log_r", "torch.expm1(log_r) + log_r", "k3"),
+        ("torch.expm1(log_r) - log_r", "(torch.expm1(log_r) - log_r).mean()", "shape ()"),
     ],
     "token_rewards": [
         ("- kl_coef", "+ kl_coef", "on paper"),

@@ -171,6 +171,9 @@ def test_the_readmes_figures_are_counted():
     for name, lines in re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", said, re.M):
         counted = len((ROOT / name).read_text().splitlines())
         assert abs(int(lines) - counted) < 20, (name, counted)
+    files = [*(ROOT / "machinery").glob("*.py")]
+    lines = sum(len(file.read_text().splitlines()) for file in files)
+    assert f"| `machinery/` | {round(lines, -2):,} | {len(files)} files" in said
     count = len((toy / "data/train.jsonl").read_text().splitlines())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(toy / "model"))

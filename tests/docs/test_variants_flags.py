@@ -187,7 +187,7 @@ def model_of(kind):
 
 
 def no_end(eos=-1):
-    return Knowing(SimpleNamespace(pad_token_id=0, eos_token_id=eos), VOCAB)
+    return Knowing(SimpleNamespace(pad_token_id=0, eos_token_id=eos), range(VOCAB))
 
 
 def args_of_rollout(script, rows=4):

@@ -90,6 +90,27 @@ def test_the_estimators_of_kl():
     assert variances["k1"] ** 0.5 > 5 * KL and variances["k3"] < variances["k1"] / 100
 
 
+def test_k3_is_never_negative_in_fp32():
+    """rlhf-book#525: r - 1 - log r was, for half of the tokens where log r is about 1e-5, the size
+    that the first steps of a run show."""
+    generator = torch.Generator().manual_seed(1)
+    for size in (1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1, 10):
+        log_r = size * torch.randn(10_000, generator=generator)
+        k3 = ppo.kl_estimate(torch.zeros(()), log_r, "k3")
+        exact = ppo.kl_estimate(torch.zeros(()).double(), log_r.double(), "k3")
+        assert (k3 >= 0).all() and torch.allclose(k3.double(), exact, rtol=1e-6, atol=1e-6 * size)
+
+
+def test_k3_times_the_ratio_has_the_gradient_of_k2_in_the_first_update():
+    """TRL#6503: of each token, not of the mean alone."""
+    logprobs, ref = torch.randn(2, 50, generator=torch.Generator().manual_seed(1)).double()
+    logprobs.requires_grad_()
+    ratio = (logprobs - logprobs.detach()).exp()
+    corrected = (ratio * ppo.kl_estimate(logprobs, ref, "k3")).sum()
+    k2 = ppo.kl_estimate(logprobs, ref, "k2").sum()
+    assert torch.allclose(*(torch.autograd.grad(loss, logprobs)[0] for loss in (corrected, k2)))
+
+
 @pytest.mark.parametrize("place", ["loss", "reward"])
 @pytest.mark.parametrize("kind", ppo.KL_ESTIMATORS)
 def test_the_gradient_of_kl(kind, place):

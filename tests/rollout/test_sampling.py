@@ -12,7 +12,7 @@ import ppo
 from machinery import evaluation, rollout
 from tests.kit import Knowing, generate
 from tests.rollout.test_layouts_by_hand import RESPONSES
-from tests.tiny_models import StandIn
+from tests.tiny_models import StandIn, config_of
 
 E = 1  # EOS
 FLAGS = dict(top_k=0, top_p=1.0, temperature=1.0)
@@ -31,6 +31,8 @@ class Scripted(StandIn):
     def __init__(self, script):
         super().__init__()
         self.script = torch.tensor(script)
+
+    config = config_of("llama", num_hidden_layers=1, vocab_size=12)
 
     def forward(self, ids, cache, **options):
         rows, r = torch.arange(len(ids)), 0
@@ -90,7 +92,7 @@ class Fixed(StandIn):
 def drawn(logits, uniforms, **flags):
     """Returns one token for each number of `uniforms`, and the log-probs that are kept."""
     args, ids = SimpleNamespace(**{**FLAGS, **flags}), torch.full((len(uniforms), 1), 2)
-    tokenizer = Knowing(NO_END, len(logits))
+    tokenizer = Knowing(NO_END, range(len(logits)))
     given = Fixed(logits), tokenizer, ids, torch.ones_like(ids), uniforms[:, None]
     responses, logprobs, _, _ = ppo.sample(args, *given)
     return responses[:, 0], logprobs[:, 0]
@@ -156,7 +158,7 @@ def test_ids_that_no_token_uses_are_never_sampled(tiny_model):
     could not read such an id. Nor does a NaN lead outside: the check on scores stops the run."""
     given = *common.pad([[5, 6, 7]], 0), torch.full((1, 3), 0.9999), NO_END
     assert generate(tiny_model, *given)[0].max() > 20, "else nothing is tested"
-    assert generate(tiny_model, *given, known=20)[0].max() < 20
+    assert generate(tiny_model, *given, known=range(20))[0].max() < 20
     broken = copy.deepcopy(tiny_model)
     broken.lm_head.weight.data.fill_(float("nan"))
-    assert generate(broken, *given, known=20)[0].tolist() == [[19, 19, 19]]
+    assert generate(broken, *given, known=range(20))[0].tolist() == [[19, 19, 19]]

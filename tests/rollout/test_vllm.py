@@ -324,7 +324,7 @@ def test_two_runs_that_hand_over_at_once_both_find_out(client, tiny_model, token
         patch.setattr(first, "ask", meanwhile)
         with pytest.raises(RuntimeError, match="another run has handed its weights over meanwhile"):
             roll_out(first, tiny_model, tokenizer)
-    given = requests()[0], 1, second.sampling_params(tokenizer, tiny_model.config)
+    given = requests()[0], 1, second.sampling_params(tokenizer, tiny_model)
     with pytest.raises(vllm.Fault, match="of two runs"):
         second.sample(*given)
 
@@ -434,7 +434,8 @@ def test_a_request_has_no_more_biases_than_vllms_runner_for_gpus_keeps(
         other_server.routes.config = {**CONFIG, "device": "cuda", "env": env}
         engine = client(vllm_url=other_server.url)
         with contextlib.nullcontext() if older else kit.refuses("vllm-unused-ids"):
-            assert engine.sampling_params(tokenizer, config)["logit_bias"]
+            model = SimpleNamespace(config=config)
+            assert engine.sampling_params(tokenizer, model)["logit_bias"]
 
 
 def test_adapters_of_a_rank_that_vllm_has_no_room_for_are_refused(client, tokenizer):
@@ -533,7 +534,7 @@ def test_the_draws_belong_to_the_request(client, tiny_model, tokenizer, monkeypa
         return {"choices": [{**answer, "weight_versions": [{"version": "1"}]}]}
 
     monkeypatch.setattr(engine, "ask", ask)
-    params = engine.sampling_params(tokenizer, tiny_model.config)
+    params = engine.sampling_params(tokenizer, tiny_model)
     keys = [(1, 0, 0, 0), (2, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (1, -3, 0, 0)]
     for step, row, sample, turn in keys:
         request = dict(prompt_ids=[7], row=row, sample=sample, turn=turn)
@@ -775,7 +776,7 @@ def test_vllms_log_probs_are_those_of_scoring(real, real_model, tokenizer, tempe
 def test_vllm_draws_no_id_that_no_token_uses(real, real_model, tokenizer):
     """Embeddings are often padded. Here the tokenizer knows eight ids less than the model, which
     likes these; their share is no part of mu."""
-    model, few = copy.deepcopy(real_model), kit.Knowing(tokenizer, len(tokenizer) - 8)
+    model, few = copy.deepcopy(real_model), kit.Knowing(tokenizer, range(len(tokenizer) - 8))
     with torch.no_grad():
         model.lm_head.weight[-8:] *= 4
     known = torch.arange(len(tokenizer)) < len(few)

@@ -12,6 +12,7 @@ import sys
 import pandas
 import pytest
 import torch
+from tokenizers import AddedToken
 from transformers import AutoModelForSequenceClassification
 
 import ppo
@@ -161,7 +162,8 @@ def test_a_judge_with_a_template_reads_a_dialogue_that_is_text_as_messages(
     """As it was trained on one. What it cannot read is refused in words."""
     writer = writers_of(flags())[0]
     row = writer.prompt(flags(), 0, "\n\nHuman: Who?\n\nAssistant:")
-    row.update(text=" A fox. ", ended=1.0)
+    ids = writer.tokenizer(" A fox. <eos>").input_ids
+    row.update(text=" A fox. ", response_ids=ids, ended=1.0)
     monkeypatch.setattr(judge.tokenizer, "chat_template", CHAT)
     both = [judge.tokenizer.decode(ids) for ids in judge.read(writer, row)]
     assert both == ["<user>Who?<eos><assistant>", "A fox.<eos>"]
@@ -184,7 +186,11 @@ def test_a_chat_model_ends_where_stock_generate_does(chat_folder, flags, tmp_pat
     end = before["response_ids"][2]
     folder = shutil.copytree(chat_folder, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end]}))
-    [after] = models.Writer(args, str(folder)).answers(args, [row], 0)
+    writer = models.Writer(args, str(folder))
+    assert writer.answers(args, [row], 0)[0]["response_ids"] == before["response_ids"]
+    word = AddedToken(writer.tokenizer.convert_ids_to_tokens(end), special=True)
+    writer.tokenizer.add_tokens([word], special_tokens=True)  # only such a token ends a response
+    [after] = writer.answers(args, [row], 0)
     assert after["response_ids"] == before["response_ids"][:3] and after["ended"]
 
 

@@ -146,13 +146,6 @@ class Writer(Model):
         prompts = own_prompts(path)
         self.template = args.template or found_template(prompts) or own
         self.questions = [] if self.template == CHAT else questions(prompts, self.template)
-        self.ends = self.other_ends()
-
-    def other_ends(self):
-        """Returns the ids, beside EOS, that end a response in stock generate()."""
-        ids = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        ids = ids if isinstance(ids, list) else [ids]
-        return {i for i in ids if i not in (None, self.tokenizer.eos_token_id)}
 
     def prompt(self, args, number, prompt, extra="{}"):
         """Returns the row of a prompt (text or messages) for `answers`: a dict.
@@ -182,16 +175,7 @@ class Writer(Model):
         size = args.per_device_eval_batch_size
         with self.shown(show) if show else contextlib.nullcontext():
             found = ppo.roll_out(args, self.model, self.tokenizer, by_length, step, size)
-        return sorted(map(self.cut_at_end, found), key=lambda row: row["row"])
-
-    def cut_at_end(self, row):
-        """Returns a row of `answers` whose response ends where stock generate() would end it."""
-        for place, token in enumerate(row["response_ids"]):
-            if token in self.ends:
-                ids = row["response_ids"][: place + 1]
-                text = self.tokenizer.decode(ids, skip_special_tokens=True)
-                return {**row, "response_ids": ids, "text": text, "ended": 1.0}
-        return row
+        return sorted(found, key=lambda row: row["row"])
 
     @contextlib.contextmanager
     def shown(self, show):
@@ -200,11 +184,12 @@ class Writer(Model):
         A bar of progress would move the cursor of the screen, so there is none meanwhile.
         """
         taken = []  # the inputs of each forward; the first is the prompt
+        ends = folders.ends_of(self.model, self.tokenizer)
 
         def note(model, inputs):
             taken.append(inputs[0][0].tolist())
             if ids := sum(taken[1:], []):
-                show(self.tokenizer.decode(ids, skip_special_tokens=True))
+                show(tokens.as_text(self.tokenizer, ids, ends))
 
         hook = self.model.register_forward_pre_hook(note)
         try:
@@ -238,7 +223,9 @@ class Judge(Model):
         chats = self.tokenizer.chat_template or writer.template != CHAT
         given = written(row["asked"], writer.template if chats else DIALOGUE)
         prompt, prompt_ids = self.tokenise(given)
-        text = row["text"] if prompt is given else row["text"].strip()  # as formats.as_chat has it
+        # Special tokens of another vocabulary mean nothing here.
+        text = writer.tokenizer.decode(row["response_ids"], skip_special_tokens=True)
+        text = text if prompt is given else text.strip()  # as formats.as_chat has it
         with self.refusing(prompt):
             ids, _ = tokens.tokenise_turn(self.tokenizer, prompt, text)
         return prompt_ids, ids[: None if row["ended"] else -1]

@@ -44,7 +44,7 @@ import vllm_server
 from deepspeed.accelerator import get_accelerator
 
 import common
-from machinery import checks, lora, metrics, ranks, rollout, saving, zero3
+from machinery import checks, folders, lora, metrics, ranks, rollout, saving, tokens, zero3
 from machinery.refused import Refused
 from machinery.zero3 import unwrap_model
 
@@ -260,7 +260,8 @@ class Vllm:
         Ranks that share each layer (--tensor_parallel_size) have the same requests, which are sent
         once: they must train on the same tokens.
         """
-        params = self.sampling_params(tokenizer, unwrap_model(engine).config)
+        params = self.sampling_params(tokenizer, unwrap_model(engine))
+        self.stop_ids = params["stop_token_ids"]
         began = time.time()
         updates = getattr(engine, "global_steps", None)  # of DeepSpeed's engine; else not known
         written = updates is None or updates != self.updates
@@ -341,7 +342,7 @@ class Vllm:
                 raise RuntimeError(answers)
             self.landed, self.seconds = [], {"hand_over_seconds": seconds}
             for request, new in zip(requests, answers[mine]):
-                text = tokenizer.decode(new["response_ids"], skip_special_tokens=True)
+                text = tokens.as_text(tokenizer, new["response_ids"], self.stop_ids)
                 self.landed.append({**request, **new, "text": text})
         return self.landed
 
@@ -423,7 +424,7 @@ class Vllm:
         """Returns the name of what samples, as vLLM knows it: the model, or the adapters on it."""
         return f"adapters-{self.version}" if self.lora_rank else self.model
 
-    def sampling_params(self, tokenizer, config):
+    def sampling_params(self, tokenizer, model):
         """Returns what all requests have in common: vLLM's SamplingParams.
 
         Nothing is left to the model's folder: not the filters of a generation_config.json, and not
@@ -431,7 +432,8 @@ class Vllm:
         leaves them a probability of e^-50 at most.
         """
         args = self.args
-        ids = range(len(tokenizer), config.get_text_config().vocab_size)
+        rows = range(model.config.get_text_config().vocab_size)
+        ids = sorted({*rows}.difference(folders.known_ids(model, tokenizer)))
         if len(ids) > self.most_biases:
             words = f"the tokenizer has no token for {len(ids):,} of the model's ids, and on a GPU "
             words += f"vLLM can keep {self.most_biases:,} of them from being drawn.\n"
@@ -443,8 +445,8 @@ class Vllm:
             top_k=args.top_k,
             max_tokens=args.max_answer_seq_len,
             logprobs=0,  # that of the drawn token alone
-            ignore_eos=True,  # the config's; the tokenizer's ends a response
-            stop_token_ids=[tokenizer.eos_token_id],
+            ignore_eos=True,  # the config's
+            stop_token_ids=folders.ends_of(model, tokenizer),
             detokenize=False,
             skip_special_tokens=False,
             include_stop_str_in_output=True,

@@ -44,7 +44,7 @@ HEAD = (
 class WithoutEnd:
     """A tokenizer without EOS, for our loop: each response then has all of its tokens."""
 
-    eos_token_id = None
+    eos_token_id = -1
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -59,8 +59,8 @@ class WithoutEnd:
 class Endless(vllm_rollouts.Vllm):
     """vLLM, likewise without EOS."""
 
-    def sampling_params(self, tokenizer, config):
-        return {**super().sampling_params(tokenizer, config), "stop_token_ids": []}
+    def sampling_params(self, tokenizer, model):
+        return {**super().sampling_params(tokenizer, model), "stop_token_ids": []}
 
 
 def get_args(options, folder, dtype):
@@ -99,6 +99,7 @@ def compare(options, folder, dtype, deadline):
         if name == "vllm":
             responses = vllm.roll_out(args, model, tokenizer, *given)
         else:
+            model.generation_config.eos_token_id = None
             responses = ppo.roll_out(args, model, WithoutEnd(tokenizer), *given)
         seconds = time.perf_counter() - began
         assert all(len(each["response_ids"]) == tokens for each in responses)
