@@ -24,7 +24,7 @@ def add_adapters(model, args, path, value_head=None):
 
     The value head, named `value_head`, trains in full: it may be new, and is a single row.
     path: where the frozen weights came from. Says which matrices have no adapter: peft gives the
-    experts of some models none.
+    experts of some models none. Refuses what peft refuses.
     """
     if not args.lora_dim:
         return
@@ -40,7 +40,8 @@ def add_adapters(model, args, path, value_head=None):
         base_model_name_or_path=str(Path(path).resolve()) if Path(path).is_dir() else path,
     )
     torch.manual_seed(args.seed)
-    peft.inject_adapter_in_model(config, model)
+    with folders.refusing("no-adapters", f"--lora_dim: peft cannot adapt {path}"):
+        peft.inject_adapter_in_model(config, model)
     # for stock peft, to load what is saved
     config.task_type, config.modules_to_save = "SEQ_CLS" if head else "CAUSAL_LM", head
     if value_head:
@@ -51,15 +52,16 @@ def add_adapters(model, args, path, value_head=None):
 def unadaptable(model):
     """Returns the names of linear layers that cannot have an adapter.
 
-    They are routers, which give several tensors, and what a Mamba mixer has beside in_proj: its
-    kernels take those weights, and leave out what an adapter adds.
+    They are routers, which give several tensors; DeepSeek-V4's, of which each group of rows is a
+    matrix of its own; and what a Mamba mixer has beside in_proj: its kernels take those weights,
+    and leave out what an adapter adds.
     """
-    found = []
+    others, found = ("Router", "GroupedLinear"), []
     for name, layer in model.named_modules():
         mamba = hasattr(layer, "conv1d") and hasattr(layer, "D")
         for own, part in layer.named_children():
-            router = type(part).__name__.endswith("Router")
-            if isinstance(part, nn.Linear) and (router or mamba and own != "in_proj"):
+            other = type(part).__name__.endswith(others) or mamba and own != "in_proj"
+            if other and isinstance(part, nn.Linear):
                 found.append(f"{name}.{own}")
     return found
 
