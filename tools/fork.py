@@ -12,10 +12,11 @@ must know: --output_dir, --max_steps, --log_steps, --zero_stage, --gradient_accu
 per-device batch size, --save_steps, --resume; it leaves metrics.jsonl. Dropout is turned off, as
 its random numbers depend on the layout. So is warm-up, in which the weights would hardly move.
 
-If the script knows --data_split, and leaves args.json, it also trains on so few rows that each step
-is an epoch. On two ranks filler rows complete the step, and one rank has fewer rows than the other;
-on one rank the step has the same rows and no filler. Both must agree. Without this, a loss that
-includes fillers, or a mean of the ranks' means, would be the same in all layouts.
+If the script knows --data_split, calls open_sources as ours do, and leaves args.json, it also
+trains on so few rows that each step is an epoch. On two ranks filler rows complete the step, and
+one rank has fewer rows than the other; on one rank the step has the same rows and no filler. Both
+must agree. Without this, a loss that includes fillers, or a mean of the ranks' means, would be the
+same in all layouts.
 
 A sampled token may lie on an edge: rounding decides between two tokens, and the response is another
 one in another layout. If the script knows --gold_fn, the responses of all rollouts are recorded
@@ -31,6 +32,7 @@ import argparse
 import filecmp
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,7 +48,7 @@ BATCH_SIZES = (
     "--per_device_training_batch_size",
 )
 OFF = ("--dropout", "--actor_dropout", "--critic_dropout", "--num_warmup_steps")
-STEPS_OF_RLHF = ("sft", "reward", "ppo")  # in the order of --data_split
+SHARES = ("sft", "reward", "ppo")  # in the order of --data_split
 # name: ranks, ZeRO stage, micro-batches of a step on a rank
 LAYOUTS = {
     "1 rank, ZeRO 0": (1, 0, 1),
@@ -105,13 +107,13 @@ def facts_of(folder):
     return json.loads((folder / "args.json").read_text())
 
 
-def few_rows(first):
+def few_rows(first, own):
     """Returns a --data_split with which the script gets about three quarters of a step's rows.
 
-    first: the folder of a run of it.
+    first: the folder of a run of it. own: which of the shares is its own.
     """
     facts = facts_of(first)
-    shares, own = facts["data_split"], STEPS_OF_RLHF.index(facts["script"])
+    shares = facts["data_split"]
     total = facts["data_rows"] * sum(shares) / shares[own]
     count = max(facts["rows_per_step"] * 3 // 4, 1)
     split = [max(total - count, 0) / 2] * len(shares)
@@ -122,18 +124,23 @@ def few_rows(first):
 def launch_filled(options, known, base, first):
     """Runs the script on two ranks with filler rows, and on one with the same rows and no filler.
 
-    Returns both folders, that without fillers first, and how many fillers there were. If there were
-    none, or no batch has just these rows, both folders are the same.
+    Returns both folders, that without fillers first, and how many fillers there were: none, too,
+    where nobody can say which share of --data_split is the script's, or no batch has just its rows.
     """
     exact, filled = base / "no_filler_rows", base / "filler_rows"
-    few = ["--data_split", few_rows(first), *with_value(99, ["--eval_steps"], known)]
+    text = Path(options.script).read_text() if "--data_split" in known else ""
+    asked = re.search(r'open_sources\(\w+, "(\w+)"\)', text)
+    if not asked:
+        return exact, filled, 0
+    few = ["--data_split", few_rows(first, SHARES.index(asked[1]))]
+    few += with_value(99, ["--eval_steps"], known)
     launch(options, known, filled, LAYOUTS[WHOLE], *few)
     facts = facts_of(filled)
     rows, of_step = facts["data_rows"], facts["rows_per_step"]
     # of a batch, which in step 3 counts responses, and not prompts
     size, rest = divmod(options.rows * rows, of_step)
     if rest or rows >= of_step:
-        return filled, filled, 0
+        return exact, filled, 0
     launch(options, known, exact, LAYOUTS[FIRST], *few, *with_value(size, BATCH_SIZES, known))
     return exact, filled, of_step - rows
 
@@ -264,7 +271,7 @@ def what_was_looked_at(options, layouts, fillers, moved):
     if fillers:
         looked.append(f"steps with {fillers} filler rows, and fewer rows on one rank")
     else:
-        missing.append("filler rows, and ranks with fewer rows (the script must know --data_split)")
+        missing.append("filler rows, and ranks with fewer rows (see --help)")
     looked.append(f"resuming after step {options.steps // 2} in the same layout")
     shares = {
         name: abs(last - first) / max(abs(first), abs(last), 1e-3)
@@ -316,10 +323,8 @@ def main():
         checkpoints = ["--save_steps", half, "--keep_checkpoints", 9] if name == WHOLE else []
         launch(options, known, folder, LAYOUTS[name], *checkpoints)
         failed |= show(name, folders[FIRST], folder)
-    fillers = 0
-    if "--data_split" in known:
-        exact, filled, fillers = launch_filled(options, known, base, folders[FIRST])
-        failed |= fillers > 0 and show(FILLED, exact, filled)
+    exact, filled, fillers = launch_filled(options, known, base, folders[FIRST])
+    failed |= fillers > 0 and show(FILLED, exact, filled)
     whole, folder = folders[WHOLE], base / "resumed"
     copy_halfway(whole, folder, half)
     launch(options, known, folder, LAYOUTS[WHOLE], "--resume")
