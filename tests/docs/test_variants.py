@@ -176,7 +176,7 @@ def test_what_only_filler_rows_show_is_named(mistake, tmp_path, monkeypatch, cap
     flags = ["--preset", "toy", "--model_name_or_path", str(kit.base() / "models/actor")]
     flags += [*tiny_data(), "--data_split", "32,32,2"]
     own = ["--quick", "--keep", str(tmp_path / "runs")]
-    monkeypatch.setattr(sys, "argv", ["fork.py", *own, script, *flags])
+    monkeypatch.setattr(sys, "argv", ["fork.py", *own, str(tree / script), *flags])
     with pytest.raises(SystemExit) as left:
         fork.main()
     out = capsys.readouterr().out
@@ -201,7 +201,7 @@ def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypat
 
     monkeypatch.setattr(fork, "start", starting(tree))
     own = ["--quick", "--rows", str(what.get("rows", 8)), "--keep", str(tmp_path / "runs")]
-    monkeypatch.setattr(sys, "argv", ["fork.py", *own, script, *flags])
+    monkeypatch.setattr(sys, "argv", ["fork.py", *own, str(tree / script), *flags])
     with pytest.raises(SystemExit) as left:
         fork.main()
     assert left.value.code == 0, capsys.readouterr().out
