@@ -24,7 +24,7 @@ def add_adapters(model, args, path, value_head=None):
 
     The value head, named `value_head`, trains in full: it may be new, and is a single row.
     path: where the frozen weights came from. Says which matrices have no adapter: peft gives the
-    experts of some models none. Refuses what peft refuses.
+    experts of some models none.
     """
     if not args.lora_dim:
         return
@@ -40,8 +40,7 @@ def add_adapters(model, args, path, value_head=None):
         base_model_name_or_path=str(Path(path).resolve()) if Path(path).is_dir() else path,
     )
     torch.manual_seed(args.seed)
-    with folders.refusing("no-adapters", f"--lora_dim: peft cannot adapt {path}"):
-        peft.inject_adapter_in_model(config, model)
+    peft.inject_adapter_in_model(config, model)
     # for stock peft, to load what is saved
     config.task_type, config.modules_to_save = "SEQ_CLS" if head else "CAUSAL_LM", head
     if value_head:

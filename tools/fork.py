@@ -128,7 +128,8 @@ def launch_filled(options, known, base, first):
     where nobody can say which share of --data_split is the script's, or no batch has just its rows.
     """
     exact, filled = base / "no_filler_rows", base / "filler_rows"
-    text = Path(options.script).read_text() if "--data_split" in known else ""
+    able = "--data_split" in known and not options.no_fillers
+    text = Path(options.script).read_text() if able else ""
     asked = re.search(r'open_sources\(\w+, "(\w+)"\)', text)
     if not asked:
         return exact, filled, 0
@@ -296,6 +297,7 @@ def get_options():
     arg("--steps", type=int, default=4, help="of each run")
     arg("--rows", type=int, default=8, help="of a step, over all ranks")
     arg("--tolerance", type=float, default=1e-3, help="relative, between layouts")
+    arg("--no_fillers", action="store_true", help="for a script that draws more for a larger step")
     arg("--quick", action="store_true", help=f"these alone: {'; '.join(QUICK)}")
     arg("--keep", type=Path, help="folder for the runs; else a temporary one")
     arg("script")

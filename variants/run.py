@@ -41,9 +41,10 @@ def declared(name):
     """Returns arms.json of a variant.
 
     script, base: what all arms run, and its flags. arms, models, hidden: as in runner.Lab. check,
-    rows: the script and flags for tools/fork.py, and its rows. lab: the one that has its runs.
-    then, measures: scripts that run after it, unchanged, and measures of its own, as in runner.Lab.
-    makes: a program of the variant's that writes data for its runs into the folder {made}.
+    rows, fork: the script and flags for tools/fork.py, its rows, and other flags of its own. lab:
+    the one that has its runs. then, measures: scripts that run after it, unchanged, and measures of
+    its own, as in runner.Lab. makes: a program of the variant's that writes data for its runs into
+    the folder {made}.
     """
     return json.loads((HERE / name / "arms.json").read_text())
 
@@ -116,8 +117,8 @@ def check(name, models, base, *layouts, steps=2):
             given[model] = base / model
     flags = run_script(script, text, base / "steps", steps)
     shutil.rmtree(base / "fork", ignore_errors=True)  # of the check before this one
-    rows = ["--rows", what.get("rows", 8), "--keep", base / "fork"]
-    call([sys.executable, "tools/fork.py", *layouts, *rows, script, *flags], folder)
+    own = ["--rows", what.get("rows", 8), "--keep", base / "fork", *what.get("fork", [])]
+    call([sys.executable, "tools/fork.py", *layouts, *own, script, *flags], folder)
 
 
 # ---- In this tree ----

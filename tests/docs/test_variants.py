@@ -201,6 +201,7 @@ def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypat
 
     monkeypatch.setattr(fork, "start", starting(tree))
     own = ["--quick", "--rows", str(what.get("rows", 8)), "--keep", str(tmp_path / "runs")]
+    own += what.get("fork", [])
     monkeypatch.setattr(sys, "argv", ["fork.py", *own, str(tree / script), *flags])
     with pytest.raises(SystemExit) as left:
         fork.main()
