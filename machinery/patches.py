@@ -5,11 +5,12 @@ Its tests fail when a library no longer needs one of them.
 
 import datetime
 
+import deepspeed
 import torch
 import torch.nn as nn
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from transformers import AttentionMaskInterface
+from transformers import AttentionMaskInterface, modeling_utils
 from transformers.masking_utils import sdpa_mask
 
 
@@ -32,6 +33,21 @@ def save_stages_as_numbers():
     That could run any code, so that tools/export.py would refuse a run's own checkpoint.
     """
     ZeroStageEnum.__reduce_ex__ = lambda stage, _: (ZeroStageEnum, (int(stage),))
+
+
+def compare_whole_weights():
+    """Makes transformers compare weights whole before it ties them, also where ZeRO-3 has them.
+
+    A config may tie the output matrix to the embedding while the file holds another one, which
+    transformers (5.24) then uses. What ZeRO-3 has partitioned it takes for equal, as it sees two
+    empty tensors: at stage 3 alone the file's own matrix was dropped.
+    """
+
+    def equal(one, other):
+        with deepspeed.zero.GatheredParameters([one, other]):
+            return torch.equal(one, other)
+
+    modeling_utils._tied_params_are_equal = equal
 
 
 def mend_attention():
