@@ -35,7 +35,7 @@ class Source:
 
     path: str  # a folder, or a name on the hub
     base: str  # where the weights are: `path`, or what lies under the adapters there
-    adapters: list  # folders of LoRA's adapters, the outermost first
+    adapters: list  # folders of adapters, the outermost first
     has_weights: bool
     config: PreTrainedConfig
     own_dropout: dict  # {name: probability} as the model came: --dropout is this run's alone

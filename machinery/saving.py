@@ -41,10 +41,10 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, notes=N
         model.config.update({**getattr(model, "own_dropout", {}), **(notes or {})})
         scores = hasattr(model.config, "value_head_prefix")
         note_tokens(model, tokenizer, scores)
-        note_ties(model)
         if adapters:
             save_adapters(model, state, aside, adapters)
         else:
+            note_ties(model)
             model.save_pretrained(aside, state_dict=lora.merge_state(model, state))
         model.config = training
         if scores:

@@ -2,14 +2,17 @@
 
 import json
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.tiny_models import TOKENIZER, config_of, folder_of, get_args
 from transformers import AutoModelForCausalLM
 
-from machinery import folders, saving
+from machinery import folders, saving, zero3
 from tests import kit
+from tests.tiny_models import CLOSE, TOKENIZER, config_of, folder_of, get_args
+
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
 
 def edit(file, **changes):
@@ -21,6 +24,13 @@ def save_again(folder, to, stage):
     """Loads a language model at a ZeRO stage and saves it as a run does."""
     model = kit.load_model(folder, get_args(), stage)
     saving.save_model(model, TOKENIZER, to)
+
+
+def logits_of(folder, stage, dtype="fp32"):
+    """Loads a language model at a ZeRO stage. Returns the logits of a few tokens."""
+    model = kit.load_model(folder, get_args("--dtype", dtype), stage)
+    with torch.no_grad(), zero3.gathered_parameters([*model.parameters()]):
+        return model(IDS).logits
 
 
 # --------------------------------------------------------------------------------------------------
@@ -44,3 +54,89 @@ def test_each_stage_takes_the_files_output_matrix(kind, own, tmp_path):
         assert all(found[name].equal(stock[name]) for name in found)
         config = folders.load_config(str(tmp_path / stage))
         assert config.tie_word_embeddings == (not own)
+
+
+# --------------------------------------------------------------------------------------------------
+# Adapters
+# --------------------------------------------------------------------------------------------------
+LORA = dict(r=4, init_lora_weights=False)
+TABLES = ["embed_tokens", "lm_head"]
+LOADED = {
+    "LoKr": lambda: peft.LoKrConfig(r=4, target_modules=["v_proj"]),
+    "BOFT": lambda: peft.BOFTConfig(boft_block_size=4, target_modules=["up_proj"]),
+    "HRA": lambda: peft.HRAConfig(target_modules=["up_proj"]),
+    "DoRA": lambda: peft.LoraConfig(**LORA, use_dora=True, target_modules=["o_proj"]),
+    "lm_head": lambda: peft.LoraConfig(**LORA, target_modules=["lm_head"]),
+    "both tables": lambda: peft.LoraConfig(**LORA, target_modules=TABLES),
+    "a whole table": lambda: peft.LoraConfig(**LORA, modules_to_save=["embed_tokens"]),
+    "some tokens": lambda: peft.TrainableTokensConfig(token_indices=[5, 7]),
+}
+AT_STAGE_3 = [*LOADED][:-1]
+
+
+def adapted(base, config, folder):
+    """Makes a folder of adapters whose every weight says something. Returns stock peft's logits."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    with torch.no_grad():
+        for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
+            weight.add_(0.3 * torch.randn_like(weight))
+    model.save_pretrained(folder)
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def logits_at_stage_3(folders):
+    return [logits_of(folder, 3) for folder in folders]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_whatever_peft_can_merge_is_added_to_the_weights(tied, tmp_path):
+    """What is no LoRA matrix was dropped, and the base trained. peft writes the matrix below an
+    adapter of lm_head into the file, too; what is merged into one of two tied matrices must leave
+    the other alone. TRL#3031, TRL#1036, peft#1396, peft#2777"""
+    base = folder_of(tmp_path / "base", config_of("llama", tie_word_embeddings=tied), True)
+    stock = {name: adapted(base, LOADED[name](), tmp_path / name) for name in LOADED}
+    ours = {name: logits_of(str(tmp_path / name), 0) for name in LOADED}
+    sharded = kit.on_ranks(logits_at_stage_3, 2, [str(tmp_path / name) for name in AT_STAGE_3])[0]
+    plain = logits_of(base, 0)
+    for name in LOADED:
+        assert (stock[name] - plain).abs().max() > 1
+        torch.testing.assert_close(ours[name], stock[name], **CLOSE)
+    for name, found in zip(AT_STAGE_3, sharded):
+        torch.testing.assert_close(found, stock[name], **CLOSE)
+    in_bf16 = logits_of(str(tmp_path / "DoRA"), 0, "bf16").float()
+    assert (in_bf16 - stock["DoRA"]).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("lora_dim", [0, 4])
+def test_what_an_adapter_has_untied_is_saved_untied(lora_dim, tmp_path):
+    """The base ties its two matrices, an adapter changes one: a whole model says that they are not
+    tied. New adapters on top leave the base's config as it is. peft#2777"""
+    base = folder_of(tmp_path / "base", config_of("qwen2", tie_word_embeddings=True), True)
+    stock = adapted(base, LOADED["lm_head"](), tmp_path / "adapter")
+    args = get_args("--model_name_or_path", str(tmp_path / "adapter"))
+    model = kit.load_model(str(tmp_path / "adapter"), args, 0, lora_dim=lora_dim)
+    saving.save_model(model, TOKENIZER, tmp_path / "saved")
+    torch.testing.assert_close(logits_of(str(tmp_path / "saved"), 0), stock, **CLOSE)
+    assert folders.load_config(str(tmp_path / "saved")).tie_word_embeddings == bool(lora_dim)
+    if not lora_dim:
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        torch.testing.assert_close(again(IDS).logits, stock, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "LORA", "merged wrongly"])
+def test_what_peft_cannot_merge_is_refused(kind, tmp_path, monkeypatch):
+    """Virtual tokens are no weights of the model; a bias beside LoRA's matrices has no place where
+    the layer has none. Both were tracebacks. TRL#3031"""
+    config = peft.LoraConfig(**LORA, target_modules=["q_proj"], lora_bias=kind == "LORA")
+    if kind == "PROMPT_TUNING":
+        config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    if kind == "merged wrongly":
+        monkeypatch.setattr(peft.tuners.lora.Linear, "merge", lambda layer: None)
+    base = folder_of(tmp_path / "base", config_of("llama"), True)
+    adapted(base, config, tmp_path / "adapter")
+    with kit.refuses("adapter-kind") as caught:
+        logits_of(str(tmp_path / "adapter"), 0)
+    assert kind in str(caught.value) or "other outputs" in str(caught.value)
