@@ -58,10 +58,14 @@ class Source:
         """
         if not self.has_weights:
             return {"score.weight"}
-        options.update(device_map="meta", output_loading_info=True)
+        options.update(device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True)
         words = f"the weights of {self.base} do not load"
         with refusing("unreadable-weights", words), ranks.unhurried():  # a download takes its time
             model, info = self.read(kind, **options)
+        for name, found, wanted in sorted(info["mismatched_keys"]):
+            sizes = f"{name} has the shape {[*found]} there, and {[*wanted]} in the model"
+            one = " A value head gives one number." if self.head else ""
+            raise Refused("unreadable-weights", f"{words}: {sizes}.{one}")
         missing, unused = info["missing_keys"], info["unexpected_keys"]
         head_is_new = self.head and (self.adapters or not is_scorer(self.config))
         wanted = missing - {"score.weight"} if head_is_new else missing
@@ -160,6 +164,10 @@ def load_config(path, trust_remote_code=False):
     *adapters, base = chain(path)
     own = [str(file) for folder in adapters for file in Path(folder).glob(CONFIG_BESIDE_ADAPTERS)]
     config = load_or_refuse([*own, base][0], AutoConfig, trust_remote_code=trust_remote_code)
+    by_peft = read_json(path, ADAPTER_CONFIG)
+    if by_peft.get("task_type") == "SEQ_CLS" and "score" in (by_peft.get("modules_to_save") or ()):
+        # a reward model, though the base, whose config this is, writes
+        config.update({"architectures": ["SequenceClassification"], "value_head_prefix": "score"})
     refuse_encoder(path, config)
     return config
 

@@ -1,16 +1,27 @@
 """Models and adapters that people reported to other projects. Each docstring names the threads."""
 
+import contextlib
+import copy
 import json
+import types
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from machinery import folders, saving, zero3
+from machinery import folders, ppo_flags, saving, zero3
 from tests import kit
-from tests.tiny_models import CLOSE, TOKENIZER, config_of, folder_of, get_args
+from tests.tiny_models import (
+    CLOSE,
+    TOKENIZER,
+    config_of,
+    folder_of,
+    get_args,
+    value_model_of,
+    values,
+)
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
@@ -140,3 +151,76 @@ def test_what_peft_cannot_merge_is_refused(kind, tmp_path, monkeypatch):
     with kit.refuses("adapter-kind") as caught:
         logits_of(str(tmp_path / "adapter"), 0)
     assert kind in str(caught.value) or "other outputs" in str(caught.value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Judges
+# --------------------------------------------------------------------------------------------------
+def judge_of(path, labels, whole):
+    """Makes a classifier, whole or as peft saves LoRA and a head. Returns its logits, (1, labels).
+
+    Its score is read at the last of IDS.
+    """
+    base = folder_of(path / "base", config_of("mistral"), True)
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=labels)
+    if not whole:
+        model = peft.get_peft_model(model, peft.LoraConfig(**LORA, task_type="SEQ_CLS"))
+    model.save_pretrained(path / "judge")
+    TOKENIZER.save_pretrained(path / "judge")
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_judge_made_by_peft_scores(whole, tmp_path):
+    """peft keeps a reward model as LoRA and a head, over a base that writes. TRL#578, peft#577,
+    LlamaFactory#8988"""
+    stock, judge = judge_of(tmp_path, 1, whole), str(tmp_path / "judge")
+    folders.refuse_other_kind(judge, folders.load_config(judge), scores=True)
+    with kit.refuses("cannot-write"):
+        folders.refuse_other_kind(judge, folders.load_config(judge), scores=False)
+    model = value_model_of(judge, head="a_name")
+    found = values(model, IDS, torch.ones_like(IDS))[:, -1:]
+    torch.testing.assert_close(found, stock, **CLOSE)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_judge_gives_one_number(whole, tmp_path):
+    """One with two labels was refused in words about an option that no script has. TRL#578"""
+    judge_of(tmp_path, 2, whole)
+    with kit.refuses("unreadable-weights") as caught:
+        value_model_of(str(tmp_path / "judge"))
+    assert "ignore_mismatched_sizes" not in str(caught.value) and "32]" in str(caught.value)
+
+
+OF_ACTOR = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+SAME = OF_ACTOR.replace("m.", "message.").replace("for m ", "for message ")
+
+
+@pytest.mark.parametrize(
+    "template, in_chats, fits",
+    [
+        (OF_ACTOR.replace(": ", " says "), True, False),
+        (OF_ACTOR + "{% if add_generation_prompt %}assistant: {% endif %}", True, False),
+        (OF_ACTOR.replace(": ", " says "), False, True),  # the prompts are text
+        (SAME, True, True),
+        (None, True, True),  # nobody knows in what it was trained
+    ],
+)
+def test_a_judge_reads_chats_as_it_was_trained(template, in_chats, fits, tmp_path):
+    """The actor's template writes what the judge reads. In another one a judge of the same
+    vocabulary scores what it has never seen, and nobody is told. TRL#6952, TRL#1674,
+    ms-swift#8475"""
+    actor, judge = copy.deepcopy(TOKENIZER), copy.deepcopy(TOKENIZER)
+    actor.chat_template, judge.chat_template = OF_ACTOR, template
+    judge_of(tmp_path, 1, True)
+    judge.save_pretrained(tmp_path / "judge")
+    args = types.SimpleNamespace(
+        actor_model_name_or_path=str(tmp_path / "base"),
+        reward_model_name_or_path=[str(tmp_path / "judge")],
+        has_critic=False,
+        trust_remote_code=False,
+        max_seq_len=8,
+    )
+    with contextlib.nullcontext() if fits else kit.refuses("other-template"):
+        ppo_flags.check_models(args, actor, in_chats)
