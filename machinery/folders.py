@@ -56,6 +56,12 @@ class Source:
         to `meta`, a device without memory: so every rank finds what is wrong, and before anything
         is loaded. (transformers 5.24 compares nothing while it partitions weights for ZeRO-3.)
         """
+        own_code = getattr(self.config, "auto_map", None) or {}
+        known = type(self.config) in kind._model_mapping or kind.__name__ in own_code
+        # One that scores may begin with an encoder, as T5 does: each token sees what follows.
+        if not known or (self.head and self.config.is_encoder_decoder):
+            words = f"{self.path}: {kind.__name__} has no decoder for {self.config.model_type}."
+            raise Refused("no-class", f"{words}\n  Take a causal model, such as Llama or Qwen.")
         if not self.has_weights:
             return {"score.weight"}
         options.update(device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True)
@@ -85,6 +91,10 @@ def resolve(args, tokenizer=None, value_head=None):
     path = args.model_name_or_path
     config = load_config(path, args.trust_remote_code)
     zero3.refuse_unless_split(path, config, args)
+    for part in (config, config.get_text_config()):  # what forwards return beside the logits
+        part.update(
+            {"output_attentions": False, "output_hidden_states": False, "return_dict": True}
+        )
     dropout = own_dropout(config)
     if args.dropout is not None:
         config.update(dict.fromkeys(dropout, float(args.dropout)))

@@ -8,6 +8,7 @@ import types
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -19,6 +20,7 @@ from tests.tiny_models import (
     config_of,
     folder_of,
     get_args,
+    logprobs,
     value_model_of,
     values,
 )
@@ -224,3 +226,53 @@ def test_a_judge_reads_chats_as_it_was_trained(template, in_chats, fits, tmp_pat
     )
     with contextlib.nullcontext() if fits else kit.refuses("other-template"):
         ppo_flags.check_models(args, actor, in_chats)
+
+
+# --------------------------------------------------------------------------------------------------
+# Configs
+# --------------------------------------------------------------------------------------------------
+SMALL = dict(vocab_size=len(TOKENIZER), d_model=32, encoder_layers=1, decoder_layers=1)
+SMALL |= dict(encoder_attention_heads=4, decoder_attention_heads=4)
+WIDE = dict(vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=64)
+WIDE |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+T5 = dict(vocab_size=len(TOKENIZER), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize(
+    "kind, head",
+    [
+        (transformers.MT5Config(**T5), None),
+        (transformers.MT5Config(**T5), "score"),
+        (transformers.BartConfig(**SMALL), "score"),  # its decoder alone would write
+        (transformers.GraniteMoeConfig(**WIDE), "score"),
+    ],
+)
+def test_a_model_without_a_class_for_the_step_is_refused(kind, head, weights, tmp_path):
+    """Without weights it ended in a traceback; with them, in the names of all classes there are.
+    trlx#68, TRL#90, DeepSpeedExamples#265, #340"""
+    made = transformers.AutoModel.from_config(kind) if weights else kind
+    made.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    with kit.refuses("no-class") as caught:
+        kit.load_model(str(tmp_path), get_args(), 0, None, TOKENIZER, head)
+    assert kind.model_type in str(caught.value) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("head", [None, "score"])
+@pytest.mark.parametrize(
+    "key, value",
+    [("output_attentions", True), ("return_dict", False), ("output_hidden_states", True)],
+)
+def test_what_forwards_return_is_not_left_to_the_config(key, value, head, tmp_path):
+    """A model that is to return its attention trained to the end, and could not be saved then; one
+    that returns a tuple ended in a traceback."""
+    folder = folder_of(tmp_path / "base", config_of("opt"), True)
+    edit(tmp_path / "base/config.json", **{key: value})
+    model = kit.load_model(folder, get_args(), 0, None, TOKENIZER, head)
+    if head:
+        assert values(model, IDS, torch.ones_like(IDS)).isfinite().all()
+    else:
+        assert logprobs(model, IDS, torch.ones_like(IDS), 2).isfinite().all()
+    saving.save_model(model, TOKENIZER, tmp_path / "saved")
+    assert saving.is_whole(tmp_path / "saved")
