@@ -50,6 +50,17 @@ def compare_whole_weights():
     modeling_utils._tied_params_are_equal = equal
 
 
+def forget_unused_names(model):
+    """Has a model that ZeRO-3 partitioned saved under the names under which it was read.
+
+    transformers (5.24) reverses, when it saves, the renamings that it kept. Of those that matched
+    nothing in the file it keeps none at other stages, and all at stage 3: Gemma 3's weights were
+    saved under names that nobody knows.
+    """
+    found = getattr(model, "_weight_conversions", [])
+    model._weight_conversions = [renaming for renaming in found if renaming.was_used()]
+
+
 def mend_attention():
     """Makes all repairs of attention: what every run of the scripts has."""
     do_without_cudnn_attention()

@@ -25,6 +25,8 @@ from tests.tiny_models import (
     values,
 )
 
+WIDE = dict(vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=64)
+WIDE |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
 
@@ -67,6 +69,48 @@ def test_each_stage_takes_the_files_output_matrix(kind, own, tmp_path):
         assert all(found[name].equal(stock[name]) for name in found)
         config = folders.load_config(str(tmp_path / stage))
         assert config.tie_word_embeddings == (not own)
+
+
+def of_gemma():
+    """Returns a model with a tower for images: its file's names are not those of its modules."""
+    vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    vision |= dict(image_size=28, patch_size=14)
+    config = transformers.Gemma3Config(text_config=WIDE, vision_config=vision)
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def of_qwen(kind):
+    """Returns a model whose file's names have a part that its modules lack, unless it is text's."""
+    heads = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8)
+    heads |= dict(linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"])
+    config = transformers.Qwen3_5TextConfig(**WIDE, **heads)
+    if kind is transformers.Qwen3_5ForConditionalGeneration:
+        vision = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=4)
+        vision |= dict(out_hidden_size=32, patch_size=14)
+        config = transformers.Qwen3_5Config(text_config=config.to_dict(), vision_config=vision)
+    return kind(config)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        of_gemma,
+        lambda: of_qwen(transformers.Qwen3_5ForConditionalGeneration),
+        lambda: of_qwen(transformers.Qwen3_5ForCausalLM),
+    ],
+)
+def test_weights_are_saved_under_the_names_that_they_had(make, tmp_path):
+    """At stage 3 transformers reverses renamings that it never made. vllm#19139, transformers#45313"""
+    make().save_pretrained(tmp_path / "base")
+    TOKENIZER.save_pretrained(tmp_path / "base")
+    kit.on_ranks(save_again, 2, str(tmp_path / "base"), tmp_path / "3", 3)
+    save_again(str(tmp_path / "base"), tmp_path / "0", 0)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "stock")
+    zero, three, stock = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("0", "3", "stock")
+    )
+    assert zero.keys() == three.keys() == stock.keys()
+    assert all(three[name].equal(stock[name]) for name in stock)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -233,8 +277,6 @@ def test_a_judge_reads_chats_as_it_was_trained(template, in_chats, fits, tmp_pat
 # --------------------------------------------------------------------------------------------------
 SMALL = dict(vocab_size=len(TOKENIZER), d_model=32, encoder_layers=1, decoder_layers=1)
 SMALL |= dict(encoder_attention_heads=4, decoder_attention_heads=4)
-WIDE = dict(vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=64)
-WIDE |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
 T5 = dict(vocab_size=len(TOKENIZER), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
 
 
