@@ -100,7 +100,8 @@ def of_qwen(kind):
     ],
 )
 def test_weights_are_saved_under_the_names_that_they_had(make, tmp_path):
-    """At stage 3 transformers reverses renamings that it never made. vllm#19139, transformers#45313"""
+    """At stage 3 transformers reverses renamings that it never made. vllm#19139,
+    transformers#45313"""
     make().save_pretrained(tmp_path / "base")
     TOKENIZER.save_pretrained(tmp_path / "base")
     kit.on_ranks(save_again, 2, str(tmp_path / "base"), tmp_path / "3", 3)
