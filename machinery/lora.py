@@ -91,7 +91,8 @@ def merge_adapters(model, adapters):
         unused = there - wanted - outer.state_dict().keys()
         folders.refuse_misfits(folder, wanted - there, unused)
         kind = config.peft_type.value
-        with folders.refusing("adapter-kind", f"peft cannot merge the {kind} adapters in {folder}"):
+        words = f"the {kind} adapters in {folder} do not merge (take LoRA's, or a merged model)"
+        with folders.refusing("adapter-kind", words):
             untie(model)
             adapted = few_outputs(model)
             for layer in tuned_layers(model):
@@ -127,14 +128,15 @@ def untie(model):
 def few_outputs(model):
     """Returns the logits of a few tokens; of a value model what its head sees.
 
-    NaN where ZeRO-3 has weights that do not fit on each rank at once.
+    NaN, which differs from nothing, where ZeRO-3's weights do not fit on each rank at once.
     """
-    inner = model if model.can_generate() else model.base_model
     with zero3.gather_for_generation(model) as (_, synced):
         if synced:
             return torch.tensor(torch.nan)
         ids = torch.arange(8, device=model.device)[None]  # (1, 8)
-        return inner(ids)[0].float()
+        if model.can_generate():
+            return model(ids).logits.float()
+        return model.base_model(ids)[0].float()
 
 
 def merge_state(model, state):

@@ -5,13 +5,14 @@ Its tests fail when a library no longer needs one of them.
 
 import datetime
 
-import deepspeed
 import torch
 import torch.nn as nn
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from transformers import AttentionMaskInterface, modeling_utils
 from transformers.masking_utils import sdpa_mask
+
+from machinery import zero3
 
 
 def wait_at_most(minutes):
@@ -44,7 +45,7 @@ def compare_whole_weights():
     """
 
     def equal(one, other):
-        with deepspeed.zero.GatheredParameters([one, other]):
+        with zero3.gathered_parameters([one, other]):
             return torch.equal(one, other)
 
     modeling_utils._tied_params_are_equal = equal

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from machinery import flags, folders, formats, ranks, tokens
+from machinery import flags, folders, ranks
 from machinery.refused import Refused
 
 # ppo.py has forms of its own: actor_..., critic_..., max_prompt_seq_len, ...
@@ -145,14 +145,13 @@ def check_models(args, tokenizer, in_chats=False):
             raise Refused("other-vocabulary", f"{words}\n  Run reward.py on the actor.")
         if path in judges:
             folders.refuse_other_kind(path, config, scores=True)
-            if in_chats and probe(other) not in ("", probe(tokenizer)):
+            if in_chats and probe(other) not in (None, probe(tokenizer)):
                 words = f"{path} was trained on chats in another template than the actor's."
                 raise Refused("other-template", f"{words}\n  Run reward.py on the actor.")
 
 
 def probe(tokenizer):
-    """Returns a chat as the tokenizer's template renders it; "" where it renders none."""
+    """Returns a chat as the tokenizer's template renders it; None where it renders none."""
     turns = [{"role": role, "content": "text"} for role in ("user", "assistant", "user")]
-    with contextlib.suppress(Refused, formats.LeftOut):
-        return tokens.render(tokenizer, turns, opening=True)
-    return ""
+    with contextlib.suppress(Exception):  # there is no template, or it refuses such a chat
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
