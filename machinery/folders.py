@@ -52,13 +52,14 @@ class Source:
     def missing_weights(self, kind, **options):
         """Returns the names of the weights that `kind` needs and the folder lacks: a new head's.
 
-        All others are refused, and so are weights that the model has no place for. They are read
-        to `meta`, a device without memory: so every rank finds what is wrong, and before anything
-        is loaded. (transformers 5.24 compares nothing while it partitions weights for ZeRO-3.)
+        All others are refused, and so are weights that the model has no place for, or of another
+        shape. They are read to `meta`, a device without memory: so every rank finds what is wrong,
+        and before anything is loaded. (transformers 5.24 compares nothing while it partitions
+        weights for ZeRO-3.) With weights or without, `kind` must have a decoder for the config.
         """
         own_code = getattr(self.config, "auto_map", None) or {}
         known = type(self.config) in kind._model_mapping or kind.__name__ in own_code
-        # One that scores may begin with an encoder, as T5 does: each token sees what follows.
+        # What scores may begin with an encoder, as T5 does: each token would see what follows.
         if not known or (self.head and self.config.is_encoder_decoder):
             words = f"{self.path}: {kind.__name__} has no decoder for {self.config.model_type}."
             raise Refused("no-class", f"{words}\n  Take a causal model, such as Llama or Qwen.")
