@@ -285,7 +285,9 @@ def load_model(args, tokenizer=None, value_head=None):
     elif args.zero_stage == 3:
         whole = flags.with_flags(args, tensor_parallel_size=1)  # layers are split later
         partitioned = HfDeepSpeedConfig(ds_config(whole, 1))
+        patches.compare_whole_weights()
         model = source.read(kind, **options)
+        patches.forget_unused_names(model)
     else:
         model = source.read(kind, device_map=zero3.loading_device(args), **options)
     model.own_dropout = source.own_dropout  # for config.json: --dropout is of this run alone

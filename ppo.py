@@ -885,7 +885,7 @@ def main():
         args.actor_model_name_or_path, args, in_chats=sources.hold_chats
     )
     train, held_out = load_rows(args, sources, tokenizer, args.max_prompt_seq_len)
-    ppo_flags.check_models(args, tokenizer)
+    ppo_flags.check_models(args, tokenizer, sources.hold_chats)
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
     sizes = Sizes(args)
     steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.batches_per_step)
