@@ -38,7 +38,7 @@ def same(found, expected):
     assert found.keys() == expected.keys()
     for name in found:
         off = (found[name] - expected[name]).abs().max()
-        assert off <= 5e-6 * expected[name].abs().max().clamp(min=1e-3), (name, off)
+        assert off <= 5e-6 * expected[name].abs().max().clamp(min=1), (name, off)
 
 
 @pytest.mark.parametrize("tied", [False, True])
