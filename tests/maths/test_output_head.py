@@ -1,5 +1,6 @@
 """Logits that are many are made in parts, and never all there: the numbers are the same."""
 
+import resource
 from types import SimpleNamespace
 
 import peft
@@ -142,6 +143,29 @@ def test_parts_train_as_all_logits_do_under_every_stage(options):
             assert weights == pytest.approx(
                 others, rel=1e-2, abs=5e-2 if "bf16" in options else 1e-3
             )
+
+
+def peak(many):
+    """Returns the GB that 8,192 tokens of a vocabulary of 151,936 take at most, in fp32."""
+    output_head.MANY = many
+    size = dict(
+        vocab_size=151_936, num_hidden_layers=1, hidden_size=64, max_position_embeddings=8200
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kit.tiny_config(**size))
+    model.ends_with_head = output_head.ends_with_head(model)
+    ids = torch.randint(0, 151_936, (1, 8193))
+    layout = common.last_columns(ids, torch.ones_like(ids), 8192)
+    common.response_logprobs(model, layout, torch.ones(1, 8192)).sum().backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+@pytest.mark.slow
+def test_the_peak_of_memory_is_a_fraction():
+    """The figures of docs/memory.md."""
+    at_once, parts = (kit.on_ranks(peak, 1, many, limit=900)[0] for many in (2**60, 2**29))
+    print(f"\npeak of a process, GB: all logits {at_once:.2f}, in parts {parts:.2f}")
+    assert parts < at_once / 4
 
 
 def test_few_logits_are_made_at_once(tiny_model):
